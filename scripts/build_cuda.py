@@ -1,0 +1,248 @@
+#!/usr/bin/env python3
+"""Compile csrc/*.cu into one library that serves every supported Python and torch of a CUDA major.
+
+The sources use torch's stable C++ interface (torch/csrc/stable, pinned to 2.11), so torch's headers
+are all that is needed: a CPU build of torch will do, and neither Python nor pybind11 is involved.
+
+    csrc/<stem>.cu  ->  build/cuda/<stem>-<fingerprint>.o
+                    ->  lightseq_fairseq/_lib/liblightseq_cu<major>.so
+
+The fingerprint covers everything an object depends on, so whatever is unchanged is not compiled
+again. CUDA's runtime is linked in: the library loads on a machine that has no GPU and no CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH_MINIMUM = (2, 11)
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11, one byte a number
+DEFAULT_ARCHITECTURES = ("80", "90")
+HOST_FLAGS = "-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-unknown-pragmas"
+
+
+class BuildError(Exception):
+    """The library cannot be built; the text says why."""
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """The compiler and the torch whose headers it reads."""
+
+    nvcc: str
+    cuda: str
+    torch: Path
+
+    @property
+    def major(self) -> str:
+        return self.cuda.partition(".")[0]
+
+
+def find_nvcc() -> str:
+    """Path of nvcc: of CUDA_HOME where that is set, else on the PATH, else /usr/local/cuda."""
+    home = os.environ.get("CUDA_HOME")
+    candidates = [f"{home}/bin/nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
+    for candidate in candidates:
+        if path := shutil.which(candidate):
+            return path
+    raise BuildError(
+        f"nvcc (the CUDA compiler) was not found: {' and '.join(candidates)} do not exist; "
+        "install the CUDA toolkit or set CUDA_HOME"
+    )
+
+
+def find_toolchain() -> Toolchain:
+    nvcc = find_nvcc()
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise BuildError(
+            f"{sys.executable} has no torch, whose headers the build needs; with pip, install "
+            "torch first and add --no-build-isolation"
+        )
+    version = importlib.metadata.version("torch")
+    if tuple(int(number) for number in version.split(".")[:2]) < TORCH_MINIMUM:
+        raise BuildError(f"torch {version} is too old: 2.11 or later is needed")
+    torch = Path(spec.origin).parent
+    answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release (\d+\.\d+)", answer)
+    if found is None:
+        raise BuildError(f"{nvcc} --version names no release")
+    toolchain = Toolchain(nvcc, found[1], torch)
+    wanted = runpy.run_path(str(torch / "version.py"))["cuda"]
+    if wanted is not None and wanted.partition(".")[0] != toolchain.major:
+        raise BuildError(
+            f"{nvcc} is CUDA {toolchain.cuda} but torch {version} was built for CUDA {wanted}: "
+            "set CUDA_HOME to a toolkit of the same major version"
+        )
+    return toolchain
+
+
+def visible_architectures() -> tuple[str, ...]:
+    """Compute capabilities of this machine's GPUs ("90"), () where there is none."""
+    if not shutil.which("nvidia-smi"):
+        return ()
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True).stdout
+    found = {major + minor for major, minor in re.findall(r"^(\d+)\.(\d)$", answer, re.M)}
+    return tuple(sorted(found, key=int))
+
+
+def architecture_flags(architectures: tuple[str, ...]) -> list[str]:
+    """Machine code for each, and the last one's PTX for GPUs that are newer still."""
+    flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
+    newest = architectures[-1]
+    return [*flags, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
+
+
+def fingerprint(parts: list[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:16]
+
+
+def run_compiler(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    said = (result.stdout + result.stderr).strip()
+    if result.returncode != 0:
+        raise BuildError(f"{' '.join(command)}\n{said}")
+    if said:
+        print(said, flush=True)
+
+
+def compile_sources(
+    toolchain: Toolchain, sources: Path, objects: Path, architectures: tuple[str, ...], jobs: int
+) -> list[Path]:
+    """Object files of all sources/*.cu; those that exist already are left alone."""
+    units = sorted(sources.glob("*.cu"))
+    if not units:
+        raise BuildError(f"{sources} holds no .cu file")
+    flags = [
+        *("-std=c++17", "-O3", "-lineinfo", "-Xcompiler", HOST_FLAGS),
+        *(f"-I{sources}", "-isystem", str(toolchain.torch / "include"), STABLE_ABI),
+        *architecture_flags(architectures),
+    ]
+    headers = [
+        *(path.read_bytes() for path in sorted((sources / "common").glob("*"))),
+        (toolchain.torch / "version.py").read_bytes(),
+        f"{toolchain.nvcc} {toolchain.cuda} {flags}".encode(),
+    ]
+    objects.mkdir(parents=True, exist_ok=True)
+
+    def compile_one(unit: Path) -> tuple[Path, BuildError | None]:
+        target = objects / f"{unit.stem}-{fingerprint([unit.read_bytes(), *headers])}.o"
+        if target.exists():
+            return target, None
+        print(f"compiling {unit.name} for sm_{', sm_'.join(architectures)}", flush=True)
+        partial = target.with_suffix(f".{os.getpid()}.o")  # an interrupted nvcc leaves no object
+        try:
+            run_compiler([toolchain.nvcc, *flags, "-c", str(unit), "-o", str(partial)])
+            partial.replace(target)
+        except BuildError as error:
+            return target, error
+        return target, None
+
+    with ThreadPoolExecutor(jobs) as pool:
+        results = list(pool.map(compile_one, units))
+    if errors := [str(error) for _, error in results if error]:
+        raise BuildError("\n\n".join(errors))
+    current = {target for target, _ in results}
+    for unit in units:
+        for old in objects.glob(f"{unit.stem}-????????????????.o"):
+            if old not in current:
+                old.unlink()
+    return [target for target, _ in results]
+
+
+def build(
+    sources: Path, objects: Path, output: Path, architectures: tuple[str, ...], jobs: int
+) -> Path:
+    """Compile, link and describe the library; returns its path."""
+    toolchain = find_toolchain()
+    architectures = architectures or visible_architectures() or DEFAULT_ARCHITECTURES
+    compiled = compile_sources(toolchain, sources, objects, architectures, jobs)
+    library = output / f"liblightseq_cu{toolchain.major}.so"
+    record = {
+        "cuda": toolchain.cuda,
+        "architectures": list(architectures),
+        "objects": [path.name for path in compiled],
+    }
+    description = library.with_suffix(".json")
+    if library.exists() and description.exists() and json.loads(description.read_text()) == record:
+        print(f"{library} is up to date")
+    else:
+        output.mkdir(parents=True, exist_ok=True)
+        description.unlink(missing_ok=True)
+        # Linked beside and renamed: a process that has the old library loaded keeps it intact.
+        partial = library.with_suffix(f".{os.getpid()}.so")
+        command = [toolchain.nvcc, "-shared", "-cudart", "static", "-o", str(partial)]
+        command += [str(path) for path in compiled]
+        command += [f"-L{toolchain.torch / 'lib'}", "-ltorch_cpu", "-ldl"]
+        # Symbols that torch does not have must fail here, not on the user's machine; those of the
+        # static runtime stay private, for torch may have loaded one of its own.
+        command += ["-Xlinker", "--no-undefined", "-Xlinker", "--exclude-libs=ALL"]
+        run_compiler(command)
+        partial.replace(library)
+        description.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"built {library} (CUDA {toolchain.cuda}, sm_{', sm_'.join(architectures)})")
+    (output / "skipped.txt").unlink(missing_ok=True)
+    return library
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--architectures",
+        default=os.environ.get("LIGHTSEQ_CUDA_ARCHITECTURES", ""),
+        help="compute capabilities, oldest first, such as 80,90 (default: "
+        "LIGHTSEQ_CUDA_ARCHITECTURES, else this machine's GPUs, else 80,90)",
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")
+    parser.add_argument("--sources", type=Path, default=ROOT / "csrc")
+    parser.add_argument("--objects", type=Path, default=ROOT / "build" / "cuda")
+    parser.add_argument("--output", type=Path, default=ROOT / "lightseq_fairseq" / "_lib")
+    parser.add_argument(
+        "--if-possible",
+        action="store_true",
+        help="without nvcc, say so in one line, leave it for lightseq-doctor and succeed",
+    )
+    arguments = parser.parse_args()
+    architectures = tuple(re.findall(r"\w+", arguments.architectures))
+    try:
+        if arguments.if_possible:
+            try:
+                find_nvcc()
+            except BuildError as reason:
+                arguments.output.mkdir(parents=True, exist_ok=True)
+                (arguments.output / "skipped.txt").write_text(f"{reason}\n")
+                print(f"CUDA build skipped: {reason}")
+                return 0
+        build(
+            arguments.sources.resolve(),
+            arguments.objects.resolve(),
+            arguments.output.resolve(),
+            architectures,
+            arguments.jobs,
+        )
+    except BuildError as error:
+        print(f"CUDA build failed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

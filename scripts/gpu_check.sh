@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# All checks that need a GPU: compile for it, run every test marked gpu without a single skip, run
+# the kernel tests under compute-sanitizer where it is installed. Uses the Python it is given as it
+# is and installs nothing; logs, test report and exit status are left in a folder.
+#
+#   PYTHON=.venv/bin/python bash scripts/gpu_check.sh [log folder, default build/gpu_check]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+root=$PWD
+log=${1:-build/gpu_check}
+mkdir -p "$log"
+log=$(cd "$log" && pwd)
+rm -f "$log"/*.txt "$log"/*.xml
+python=$(command -v "${PYTHON:-python3}") || {
+    echo "gpu_check: ${PYTHON:-python3} was not found" >&2
+    exit 1
+}
+case $python in /*) ;; *) python=$PWD/$python ;; esac
+
+step() { # name, command: its output goes to <name>.txt and to the terminal
+    local name=$1
+    shift
+    echo "== $name"
+    "$@" 2>&1 | tee "$log/$name.txt"
+}
+
+step machine "$python" - <<'PYTHON'
+import platform, sys
+import torch
+if not torch.cuda.is_available():
+    sys.exit("gpu_check: torch sees no GPU")
+print(f"python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+print(*(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())), sep="\n")
+PYTHON
+
+step build "$python" scripts/build_cuda.py
+
+# The package as it would be installed (setup.cfg puts cli/ into it), of links into this checkout.
+# The tests run from another folder, where the checkout itself is not importable.
+site=$log/site
+rm -rf "$site"
+mkdir -p "$site/lightseq_fairseq"
+ln -s "$root"/lightseq_fairseq/* "$root/cli" "$site/lightseq_fairseq/"
+export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
+cd "$log"
+pytest=("$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider -m gpu)
+
+status=0
+step tests "${pytest[@]}" -rs --junitxml="$log/tests.xml" "$root/tests" || status=1
+
+step skips "$python" - "$log/tests.xml" <<'PYTHON' || status=1
+import sys
+import xml.etree.ElementTree as ElementTree
+suite = ElementTree.parse(sys.argv[1]).getroot().find("testsuite")
+ran, skipped = int(suite.get("tests")), int(suite.get("skipped"))
+print(f"{ran} GPU tests, {skipped} of them skipped")
+sys.exit(ran == 0 or skipped > 0)
+PYTHON
+
+if command -v compute-sanitizer >/dev/null; then
+    step sanitizer compute-sanitizer --error-exitcode 9 --target-processes all \
+        "${pytest[@]}" "$root"/tests/test_*_cuda.py || status=1
+else
+    echo "== sanitizer: compute-sanitizer is not on the PATH"
+fi
+
+echo "gpu_check: $([ $status = 0 ] && echo passed || echo FAILED), logs in $log"
+exit $status

@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# Everything in one command: .venv with torch, fairseq, this package and its CUDA kernels. Needs no
+# root, may be run again at any time, and then does only what is missing.
+#
+#   PYTHON=python3.12 bash scripts/setup.sh    another Python (default: the first of 3.10 to 3.12)
+#   LIGHTSEQ_BUILD=1                           the CUDA kernels are wanted: no nvcc is an error
+#   LIGHTSEQ_BUILD=0                           leave the CUDA kernels out
+#   LIGHTSEQ_CUDA_ARCHITECTURES=80,90          compile for these instead of this machine's GPU
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+fail() {
+    echo "setup: $*" >&2
+    exit 1
+}
+
+is_supported() { # fairseq 0.12.2 does not install on Python 3.13
+    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.10}; do
+        if is_supported "$candidate"; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    fail "${PYTHON:-python3} is not Python 3.10, 3.11 or 3.12: install one of them and name it," \
+        "as in PYTHON=python3.11 bash scripts/setup.sh"
+}
+
+if [ -x .venv/bin/pip ]; then # pip comes last: a .venv without it is unfinished
+    is_supported .venv/bin/python ||
+        fail ".venv holds a Python other than 3.10 to 3.12: remove .venv and run this again"
+else
+    python=$(find_python)
+    echo "setup: .venv from $python ($("$python" --version))"
+    "$python" -m venv .venv || fail "$python cannot make a virtual environment (on Debian and" \
+        "Ubuntu: install python3-venv); remove .venv and run this again"
+fi
+python=$PWD/.venv/bin/python
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+if ! "$python" -c 'import re, torch
+assert tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 11)' 2>/dev/null; then
+    echo "setup: torch 2.13.0"
+    "$python" -m pip install --quiet torch==2.13.0
+fi
+
+stamp=.venv/lightseq-setup
+wanted=$(cat setup.cfg setup.py pyproject.toml; pwd)
+if [ "$wanted" != "$(cat "$stamp" 2>/dev/null)" ]; then
+    echo "setup: lightseq_fairseq and what it needs"
+    # Without LIGHTSEQ_BUILD: pip builds in an environment that has no torch; the kernels are next.
+    env -u LIGHTSEQ_BUILD "$python" -m pip install --quiet --editable '.[fairseq,examples,test]'
+    echo "$wanted" >"$stamp"
+fi
+
+# After the above: pip would complain that fairseq's own requirements are not met, which is true.
+if ! "$python" -c 'import importlib.metadata; importlib.metadata.version("fairseq")' 2>/dev/null; then
+    echo "setup: fairseq 0.12.2 (compiles for a minute)"
+    # --no-deps: its metadata pins versions that no longer install; setup.cfg names what it needs.
+    # Where CUDA_HOME is set it would compile CUDA code that translation does not use.
+    env -u CUDA_HOME "$python" -m pip install --quiet --no-deps fairseq==0.12.2 ||
+        fail "fairseq 0.12.2 is compiled while it is installed: a C++ compiler (g++) and Python's" \
+            "headers (python3-dev) are needed"
+fi
+
+case ${LIGHTSEQ_BUILD:-} in
+    0) echo "setup: CUDA kernels left out (LIGHTSEQ_BUILD=0)" ;;
+    1) "$python" scripts/build_cuda.py ;;
+    *) "$python" scripts/build_cuda.py --if-possible ;;
+esac
+
+"$python" -m lightseq_fairseq.cli.doctor
+echo "setup: done; activate it with: . .venv/bin/activate"

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# All checks that need no GPU: style, types, generated files, CUDA compile and link, tests. Sets up
+# .venv first where that is needed. Every check runs; the exit status is 0 if all of them passed.
+#
+#   bash scripts/test.sh [pytest's arguments]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+bash scripts/setup.sh
+PATH=$PWD/.venv/bin:$PATH
+
+# Commands that fail when a generated file is older than what it is generated from.
+up_to_date=()
+
+failed=()
+check() {
+    echo "== $*"
+    "$@" || failed+=("$*")
+}
+
+check ruff check --quiet .
+check ruff format --check --quiet .
+mapfile -t cuda_sources < <(find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.h' | sort)
+check clang-format --dry-run -Werror "${cuda_sources[@]}"
+check mypy --no-error-summary
+for command in "${up_to_date[@]}"; do
+    # shellcheck disable=SC2086
+    check $command
+done
+check python scripts/build_cuda.py --if-possible
+
+# Two processes of one thread each: the tests' tensors are too small for more.
+export OMP_NUM_THREADS=1
+check python -m pytest -n 2 "$@"
+
+for command in "${failed[@]}"; do
+    echo "failed: $command" >&2
+done
+exit $((${#failed[@]} > 0))
