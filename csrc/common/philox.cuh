@@ -1,0 +1,70 @@
+// The random bits of dropout: Philox-4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw: "Parallel
+// random numbers: as easy as 1, 2, 3", SC 2011). ops/philox.py draws the same bits in torch.
+//
+// Nothing is stored between forward and backward. A bit is a pure function of where it is used:
+//
+//   key      (seed low, seed high)                             one per run
+//   counter  (column / 8, row, site, micro-batch)              32 bits each
+//
+// `site` numbers the places in the model that drop, `row` and `column` are the element's own
+// coordinates, not the thread's, so that tiling, fusion and packing may change without changing a
+// single draw. One call yields 128 bits = eight 16-bit numbers, one per column of the group, low
+// half of each word first; 16 bits make the drop rate exact to 2^-17, far below what a run can see.
+//
+// The functions also compile for the host, which is how the tests check them without a GPU.
+#pragma once
+
+#include <vector_types.h>
+
+#include <cmath>
+#include <cstdint>
+
+namespace lightseq {
+
+constexpr int kPhiloxRounds = 7;
+constexpr int kColumnsPerDraw = 8;
+
+__host__ __device__ __forceinline__ uint4 philox4x32(uint4 counter, uint2 key) {
+#pragma unroll
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    const uint64_t even = uint64_t{0xD2511F53u} * counter.x;
+    const uint64_t odd = uint64_t{0xCD9E8D57u} * counter.z;
+    counter = {static_cast<uint32_t>(odd >> 32) ^ counter.y ^ key.x, static_cast<uint32_t>(odd),
+               static_cast<uint32_t>(even >> 32) ^ counter.w ^ key.y, static_cast<uint32_t>(even)};
+    key.x += 0x9E3779B9u;
+    key.y += 0xBB67AE85u;
+  }
+  return counter;
+}
+
+// Dropout of one place in the model during one micro-batch, passed to a kernel by value.
+struct Dropout {
+  const int64_t* rng;  // device memory: (seed, micro-batch), read by the kernel so that a captured
+                       // graph draws new bits at every replay
+  uint32_t site;
+  uint32_t threshold;  // a column is kept where its 16 bits are >= threshold
+
+  // Half to even, as Python rounds.
+  static uint32_t threshold_of(double p) {
+    return static_cast<uint32_t>(std::nearbyint(p * 65536.0));
+  }
+};
+
+// Bit e of the result is set when column 8 * group + e of the row is kept.
+__host__ __device__ __forceinline__ uint32_t keep_bits(const Dropout& dropout, int64_t row,
+                                                       int64_t group) {
+  const uint64_t seed = static_cast<uint64_t>(dropout.rng[0]);
+  const uint4 words = philox4x32({static_cast<uint32_t>(group), static_cast<uint32_t>(row),
+                                  dropout.site, static_cast<uint32_t>(dropout.rng[1])},
+                                 {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
+  const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    bits |= static_cast<uint32_t>((word[i] & 0xffffu) >= dropout.threshold) << (2 * i);
+    bits |= static_cast<uint32_t>((word[i] >> 16) >= dropout.threshold) << (2 * i + 1);
+  }
+  return bits;
+}
+
+}  // namespace lightseq

@@ -1,0 +1,82 @@
+// Dropout mask: which elements of a [rows, columns] activation are kept.
+//
+//   keep[r, c] = u16(seed, micro-batch, site, r, c) >= round(p * 65536)
+//
+// The layers never materialise this mask: their kernels call keep_bits() on the elements that they
+// hold in registers, forward and backward alike. This op writes it out, so that a test can compare
+// the bits of the GPU with those of the reference (ops/philox.py), and it is the smallest kernel
+// that goes through the whole build.
+//
+//   saved for backward   nothing
+//   bytes moved          rows * columns written (one byte an element), 16 read
+//   determinism          every element is a pure function of its coordinates
+//
+// A thread draws 8 neighbouring columns with one Philox call. A warp walks along one row, a block
+// holds 8 rows.
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "common/check.h"
+#include "common/philox.cuh"
+
+namespace lightseq {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int kLanes = 32;
+constexpr int kRowsPerBlock = 8;
+
+__global__ void dropout_mask_kernel(bool* __restrict__ keep, Dropout dropout, int64_t rows,
+                                    int64_t columns) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.y;
+  if (row >= rows) return;
+  bool* const keep_row = keep + row * columns;
+  const bool aligned = columns % kColumnsPerDraw == 0;
+  for (int64_t group = threadIdx.x; group * kColumnsPerDraw < columns; group += kLanes) {
+    const uint32_t bits = keep_bits(dropout, row, group);
+    const int64_t first = group * kColumnsPerDraw;
+    if (aligned) {
+      uint64_t bytes = 0;
+#pragma unroll
+      for (int e = 0; e < kColumnsPerDraw; ++e) {
+        bytes |= static_cast<uint64_t>(bits >> e & 1u) << (8 * e);
+      }
+      *reinterpret_cast<uint64_t*>(keep_row + first) = bytes;
+    } else {
+      for (int e = 0; e < kColumnsPerDraw && first + e < columns; ++e) {
+        keep_row[first + e] = bits >> e & 1u;
+      }
+    }
+  }
+}
+
+// rng int64 [2] = (seed, micro-batch) -> bool [rows, columns]
+Tensor dropout_mask(const Tensor& rng, int64_t site, int64_t rows, int64_t columns, double p) {
+  STD_TORCH_CHECK(rng.scalar_type() == ScalarType::Long && rng.numel() == 2 && rng.is_contiguous(),
+                  "dropout_mask: rng must be two contiguous int64 numbers");
+  STD_TORCH_CHECK(rows >= 0 && columns >= 0, "dropout_mask: negative size");
+  STD_TORCH_CHECK(p >= 0.0 && p < 1.0, "dropout_mask: p must be at least 0 and below 1, is ", p);
+  Tensor keep = torch::stable::new_empty(rng, {rows, columns}, ScalarType::Bool);
+  if (keep.numel() == 0) return keep;
+
+  const int32_t device = rng.get_device();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const Dropout dropout{rng.const_data_ptr<int64_t>(), static_cast<uint32_t>(site),
+                        Dropout::threshold_of(p)};
+  const int64_t blocks = (rows + kRowsPerBlock - 1) / kRowsPerBlock;
+  dropout_mask_kernel<<<static_cast<unsigned>(blocks), dim3(kLanes, kRowsPerBlock), 0,
+                        current_stream(device)>>>(keep.mutable_data_ptr<bool>(), dropout, rows,
+                                                  columns);
+  check_launch("dropout_mask");
+  return keep;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) { m.impl("dropout_mask", TORCH_BOX(&dropout_mask)); }
+
+}  // namespace
+}  // namespace lightseq

@@ -1,0 +1,133 @@
+"""The compiled CUDA kernels: found, loaded once, and replaced by the references where they lack.
+
+``scripts/build_cuda.py`` writes one library per CUDA major version into ``lightseq_fairseq/_lib``.
+Loading it attaches its kernels to the ops of `lightseq_fairseq.ops`. Every other op runs its torch
+reference on a GPU as well: same results, several times slower, said once in the log when it
+happens. ``lightseq-doctor`` prints the `Status`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY = Path(__file__).resolve().parent / "_lib"
+BUILD_COMMAND = "python scripts/build_cuda.py"
+
+# Registrations last as long as this object.
+_IMPLEMENTATIONS = torch.library.Library("lightseq", "IMPL")
+
+
+@dataclass(frozen=True)
+class Status:
+    """What `load` found."""
+
+    path: Path | None  #: the library that was loaded
+    reason: str  #: why none was, "" where one was
+    architectures: tuple[str, ...]  #: compute capabilities it was compiled for, such as "90"
+    kernels: tuple[str, ...]  #: ops that have a CUDA kernel
+    references: tuple[str, ...]  #: ops that run their torch reference on a GPU
+
+
+_status: Status | None = None
+
+
+def load() -> Status:
+    """Loads the library and fills in the references; every later call returns the same Status.
+
+    Never raises for a library that is missing or does not load: `Status.reason` says why.
+    """
+    global _status
+    # Importing the ops calls this function, so the references are fetched before anything is done.
+    references = importlib.import_module("lightseq_fairseq.ops").REFERENCES
+    if _status is None:
+        _status = _attach(DIRECTORY, references)
+    return _status
+
+
+def covers(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool:
+    """Whether a library compiled for `architectures` runs on a GPU of that compute capability.
+
+    Machine code runs on the same major and the same or a later minor number; of the newest
+    architecture the library holds PTX too, which the driver compiles for any later GPU.
+    """
+    numbers = [int(re.sub(r"\D", "", architecture)) for architecture in architectures]
+    gpu = 10 * capability[0] + capability[1]
+    return any(n <= gpu and n // 10 == capability[0] for n in numbers) or (
+        bool(numbers) and max(numbers) <= gpu
+    )
+
+
+def find(directory: Path, cuda: str | None) -> Path:
+    """The library in `directory` for the CUDA version of torch, or any where torch has none.
+
+    cuda: torch.version.cuda, such as "13.0". None, a torch without CUDA, takes the newest, which
+    loads there too.
+
+    Raises:
+        FileNotFoundError: the message says what is there instead, and what to do.
+    """
+    found = {int(path.stem.rpartition("_cu")[2]): path for path in directory.glob("*_cu[0-9]*.so")}
+    major = int(cuda.partition(".")[0]) if cuda else max(found, default=0)
+    if major in found:
+        return found[major]
+    skipped = directory / "skipped.txt"
+    if found:
+        versions = ", ".join(str(version) for version in sorted(found))
+        what = f"the compiled library is for CUDA {versions}, torch for CUDA {cuda}"
+    elif skipped.exists():
+        what = f"the CUDA build was skipped: {skipped.read_text().strip()}"
+    else:
+        what = "the CUDA kernels have not been compiled"
+    raise FileNotFoundError(f"{what}; `{BUILD_COMMAND}` in a checkout compiles them")
+
+
+def _attach(directory: Path, references: Mapping[str, Callable[..., Any]]) -> Status:
+    path: Path | None = None
+    reason = ""
+    architectures: tuple[str, ...] = ()
+    try:
+        path = find(directory, torch.version.cuda)
+        description = json.loads(path.with_suffix(".json").read_text())
+        torch.ops.load_library(str(path))
+        architectures = tuple(description["architectures"])
+    except FileNotFoundError as error:
+        reason, path = str(error), None
+    except OSError as error:
+        reason, path = f"{path} does not load: {error.__cause__ or error}", None
+
+    kernels = tuple(name for name in references if _has_cuda_kernel(name))
+    missing = tuple(name for name in references if name not in kernels)
+    why = reason or f"{path} holds no kernel for {', '.join(missing)}"
+    for name in missing:
+        _IMPLEMENTATIONS.impl(name, _with_warning(references[name], why), "CUDA")
+    return Status(path, reason, architectures, kernels, missing)
+
+
+def _has_cuda_kernel(name: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"lightseq::{name}", "CUDA"))
+
+
+def _with_warning(reference: Callable[..., Any], why: str) -> Callable[..., Any]:
+    @functools.wraps(reference)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _warn(why)
+        return reference(*args, **kwargs)
+
+    return run
+
+
+@functools.cache
+def _warn(why: str) -> None:
+    logger.warning("slow references stand in for CUDA kernels on this GPU: %s", why)

@@ -1,0 +1,237 @@
+"""The compiled library: built, linked and loaded without a GPU; references where it lacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightseq_fairseq import library
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = [sys.executable, str(ROOT / "scripts" / "build_cuda.py")]
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
+
+
+def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=240
+    )
+
+
+def in_fresh_python(code: str, *arguments: object) -> str:
+    result = run([sys.executable, "-W", "error", "-c", code, *map(str, arguments)])
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+# --- Finding ---------------------------------------------------------------------------------
+
+
+def test_library_of_torchs_own_cuda_major_is_found(tmp_path):
+    for major in (9, 12, 13):
+        (tmp_path / f"liblightseq_cu{major}.so").touch()
+    assert library.find(tmp_path, "12.6").name == "liblightseq_cu12.so"
+    assert library.find(tmp_path, "13.0").name == "liblightseq_cu13.so"
+    assert library.find(tmp_path, None).name == "liblightseq_cu13.so"
+
+
+@pytest.mark.parametrize(
+    ("files", "cuda", "said"),
+    [
+        ({}, "13.0", "the CUDA kernels have not been compiled"),
+        ({}, None, "the CUDA kernels have not been compiled"),
+        ({"skipped.txt": "no nvcc\n"}, "13.0", "the CUDA build was skipped: no nvcc"),
+        ({"liblightseq_cu13.so": ""}, "12.6", "is for CUDA 13, torch for CUDA 12.6"),
+    ],
+)
+def test_what_is_missing_is_said(tmp_path, files, cuda, said):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(FileNotFoundError, match=said) as caught:
+        library.find(tmp_path, cuda)
+    assert library.BUILD_COMMAND in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "runs"),
+    [
+        (("80", "90"), (8, 0), True),
+        (("80", "90"), (8, 9), True),  # machine code of 8.0 runs on all of 8.x
+        (("80", "90"), (9, 0), True),
+        (("80", "90"), (12, 0), True),  # by the PTX of the newest
+        (("80", "90"), (7, 5), False),
+        (("86", "120"), (8, 0), False),
+        (("86", "120"), (9, 0), False),
+        ((), (9, 0), False),
+    ],
+)
+def test_covers(architectures, capability, runs):
+    assert library.covers(architectures, capability) is runs
+
+
+# --- Loading ---------------------------------------------------------------------------------
+
+STATUS = """
+import dataclasses, json, sys
+from pathlib import Path
+from lightseq_fairseq import library
+library.DIRECTORY = Path(sys.argv[1])
+status = library.load()
+assert library.load() is status
+from lightseq_fairseq import ops
+assert set(status.kernels) | set(status.references) == set(ops.REFERENCES)
+print(json.dumps(dataclasses.asdict(status), default=str))
+"""
+
+# Calls an op as the dispatcher would for CUDA tensors; here they lie in main memory.
+CALL_AS_ON_A_GPU = (
+    STATUS
+    + """
+import torch
+cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+rng = torch.tensor([1, 2])
+for _ in range(2):
+    mask = torch.ops.lightseq.dropout_mask.default.redispatch(cuda, rng, 3, 4, 5, 0.5)
+    assert torch.equal(mask, ops.dropout_mask(rng, 3, 4, 5, 0.5))
+    norm = torch.ops.lightseq.adam_norm.default.redispatch(cuda, torch.ones(4))
+    assert norm.item() == 2
+"""
+)
+
+
+@needs_nvcc
+def test_built_library_loads_and_attaches_its_kernels(tmp_path):
+    """Compiled by nvcc against this torch's headers, linked, and loaded with or without a GPU."""
+    built = run([*BUILD, "--output", str(tmp_path)])
+    assert built.returncode == 0, built.stderr
+    status = json.loads(in_fresh_python(STATUS, tmp_path))
+    assert status["reason"] == ""
+    assert Path(status["path"]).parent == tmp_path
+    assert status["architectures"]
+    assert "dropout_mask" in status["kernels"]
+
+    # The CUDA runtime is inside, torch's CUDA half is looked up at run time.
+    needed = run(["readelf", "-d", status["path"]]).stdout
+    assert "libtorch_cpu.so" in needed
+    assert "libcuda" not in needed and "libtorch_cuda" not in needed
+
+
+def test_without_a_library_references_stand_in_and_say_so_once(tmp_path):
+    result = run([sys.executable, "-W", "error", "-c", CALL_AS_ON_A_GPU, str(tmp_path)])
+    assert result.returncode == 0, result.stderr
+    status = json.loads(result.stdout)
+    assert status["path"] is None and status["kernels"] == []
+    assert "have not been compiled" in status["reason"]
+    assert result.stderr.count("slow references stand in") == 1
+    assert status["reason"] in result.stderr
+
+
+def test_a_library_that_does_not_load_is_named(tmp_path):
+    (tmp_path / "liblightseq_cu13.so").write_text("not a library")
+    (tmp_path / "liblightseq_cu13.json").write_text('{"architectures": ["90"]}')
+    code = f"import torch; torch.version.cuda = '13.0'\n{STATUS}"
+    status = json.loads(in_fresh_python(code, tmp_path))
+    assert status["path"] is None
+    assert f"{tmp_path}/liblightseq_cu13.so does not load" in status["reason"]
+
+
+def test_importing_the_ops_is_enough_and_says_nothing():
+    code = """
+import lightseq_fairseq.ops as ops, torch
+for name in ops.REFERENCES:
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"lightseq::{name}", "CUDA"), name
+"""
+    result = run([sys.executable, "-W", "error", "-c", code])
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+# --- Building --------------------------------------------------------------------------------
+
+
+def test_without_nvcc_a_wanted_build_fails(tmp_path):
+    result = run([*BUILD, "--output", str(tmp_path)], CUDA_HOME=str(tmp_path))
+    assert result.returncode == 1
+    assert "nvcc (the CUDA compiler) was not found" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_nvcc_an_optional_build_is_skipped_in_one_line(tmp_path):
+    command = [*BUILD, "--if-possible", "--output", str(tmp_path)]
+    result = run(command, CUDA_HOME=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("CUDA build skipped: nvcc") and result.stdout.count("\n") == 1
+    with pytest.raises(FileNotFoundError, match="the CUDA build was skipped: nvcc"):
+        library.find(tmp_path, None)
+
+
+def build_in(folder: Path) -> subprocess.CompletedProcess[str]:
+    return run(
+        [
+            *BUILD,
+            *("--sources", str(folder / "csrc"), "--objects", str(folder / "objects")),
+            *("--output", str(folder / "lib"), "--architectures", "80"),
+        ]
+    )
+
+
+@needs_nvcc
+def test_only_what_changed_is_compiled_again(tmp_path):
+    common = tmp_path / "csrc" / "common"
+    common.mkdir(parents=True)
+    (common / "size.cuh").write_text("constexpr int kSize = 1;\n")
+    for stem in ("first", "second"):
+        source = f'#include "common/size.cuh"\n__global__ void {stem}(int* x) {{ *x = kSize; }}\n'
+        (tmp_path / "csrc" / f"{stem}.cu").write_text(source)
+
+    def compiled() -> list[str]:
+        result = build_in(tmp_path)
+        assert result.returncode == 0, result.stderr
+        lines = result.stdout.splitlines()
+        return sorted(line.split()[1] for line in lines if line.startswith("compiling"))
+
+    assert compiled() == ["first.cu", "second.cu"]
+    (made,) = (tmp_path / "lib").glob("*.so")
+    linked = made.stat().st_ino
+    assert compiled() == []
+    assert made.stat().st_ino == linked
+    (tmp_path / "csrc" / "second.cu").write_text("__global__ void second() {}\n")
+    assert compiled() == ["second.cu"]
+    assert made.stat().st_ino != linked
+    (common / "size.cuh").write_text("constexpr int kSize = 2;\n")
+    assert compiled() == ["first.cu", "second.cu"]
+    assert len(list((tmp_path / "objects").iterdir())) == 2
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("__global__ void broken() { undeclared = 1; }\n", '"undeclared" is undefined'),
+        ("void missing();\nvoid caller() { missing(); }\n", "undefined reference to `missing()'"),
+    ],
+    ids=["compile", "link"],
+)
+def test_a_failing_build_stops_with_the_compilers_message(tmp_path, source, said):
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "broken.cu").write_text(source)
+    result = build_in(tmp_path)
+    assert result.returncode == 1
+    assert said in result.stderr and "broken" in result.stderr
+    assert not list(tmp_path.glob("lib/*.so"))
+
+
+@needs_nvcc
+def test_an_unknown_architecture_is_refused_by_the_compiler(tmp_path):
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "empty.cu").write_text("__global__ void empty() {}\n")
+    command = [*BUILD, "--sources", str(tmp_path / "csrc"), "--objects", str(tmp_path / "objects")]
+    result = run([*command, "--output", str(tmp_path / "lib"), "--architectures", "12345"])
+    assert result.returncode == 1
+    assert "compute_12345" in result.stderr
