@@ -1,0 +1,159 @@
+"""Loading a checkpoint without running what it says, and without 0.12.2's dead parameters."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import errno
+import pickle
+import re
+from typing import Any
+
+import numpy as np
+import omegaconf
+import torch
+from fairseq import checkpoint_utils
+from fairseq.distributed import utils as distributed_utils
+from fairseq.logging import meters
+
+from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.fairseq_compat.layers import DEAD_PARAMETERS
+from lightseq_fairseq.fairseq_compat.overlay import Overlay
+
+
+def repair() -> None:
+    """Makes fairseq load its checkpoints under torch's ``weights_only`` rule."""
+    # From 2.6 on torch.load refuses a fairseq checkpoint ("Weights only load failed") because it
+    # holds an argparse.Namespace, and so does a rank that is handed one by rank 0.
+    checkpoint_utils.torch = Overlay(torch, load=load_checkpoint)
+    distributed_utils.torch = Overlay(torch, load=_load_from_rank)
+
+
+def load_checkpoint(file: Any, map_location: Any = None, **options: Any) -> Any:
+    """``torch.load`` of a fairseq checkpoint under ``weights_only``, with its own types allowed.
+
+    Types that the caller has passed to ``torch.serialization.add_safe_globals`` load as well.
+    Dead parameters of 0.12.2 are left out (`drop_dead_parameters`).
+
+    Raises:
+        UserError: the file holds an object of a type that is not allowed (the sentence names it),
+            is truncated or corrupt, or holds no model.
+    """
+    checkpoint = _load(file, map_location, _checkpoint_globals(), options)
+    if not isinstance(checkpoint, dict) or "model" not in checkpoint:
+        raise UserError(f"{_name(file)} is not a fairseq checkpoint: it holds no model")
+    drop_dead_parameters(checkpoint)
+    return checkpoint
+
+
+def _load_from_rank(file: Any, map_location: Any = None, **options: Any) -> Any:
+    return _load(file, map_location, _checkpoint_globals() + _rank_globals(), options)
+
+
+def _load(file: Any, map_location: Any, allowed: list[Any], options: dict[str, Any]) -> Any:
+    try:
+        with torch.serialization.safe_globals(allowed):
+            return torch.load(file, map_location, **{**options, "weights_only": True})
+    except Exception as error:
+        # A truncated archive makes torch seek to before its start, which the system calls invalid.
+        failed_to_read = isinstance(error, OSError) and error.errno != errno.EINVAL
+        if failed_to_read or isinstance(error, MemoryError):
+            raise
+        refused = re.search(r"GLOBAL (\S+) (?:was not|whose module)", str(error))
+        if isinstance(error, pickle.UnpicklingError) and refused is not None:
+            raise UserError(
+                f"{_name(file)} holds a {refused[1]}, which is no part of a fairseq checkpoint and "
+                "could run code when it is loaded; if you trust the file, save it again without it"
+            ) from error
+        raise UserError(
+            f"{_name(file)} is truncated or corrupt; restore it or use an earlier checkpoint"
+        ) from error
+
+
+def _name(file: Any) -> str:
+    return str(getattr(file, "name", "the checkpoint received from another rank"))
+
+
+def _checkpoint_globals() -> list[Any]:
+    """What the checkpoints of fairseq 0.6 to today hold besides tensors and containers."""
+    allowed: list[Any] = [argparse.Namespace]
+    # Before 0.9 the meters were saved as they are (extra_state["train_meters"]).
+    for meter in (meters.AverageMeter, meters.TimeMeter, meters.StopwatchMeter):
+        allowed += [meter, (meter, f"fairseq.meters.{meter.__name__}")]
+    # A metric can be a numpy scalar. numpy 2 has moved the functions that rebuild one, and files
+    # name them by either path.
+    allowed += [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}]
+    from numpy.lib import NumpyVersion
+
+    modern = NumpyVersion(np.__version__) >= "2.0.0"
+    multiarray = np._core.multiarray if modern else np.core.multiarray  # type: ignore[attr-defined]
+    for package in ("numpy.core", "numpy._core"):
+        for name in ("_reconstruct", "scalar"):
+            allowed.append((getattr(multiarray, name), f"{package}.multiarray.{name}"))
+    return allowed
+
+
+def _rank_globals() -> list[Any]:
+    """What rank 0 adds to a checkpoint before it hands it on: the configuration as omegaconf's."""
+    return [
+        distributed_utils._TensorPlaceholder,
+        omegaconf.DictConfig,
+        omegaconf.ListConfig,
+        omegaconf.AnyNode,
+        omegaconf.base.Metadata,
+        omegaconf.base.ContainerMetadata,
+        (Any, "typing.Any"),
+        collections.defaultdict,
+        dict,
+        list,
+        int,
+    ]
+
+
+def drop_dead_parameters(checkpoint: dict[str, Any]) -> None:
+    """Removes the dead parameters of an unrepaired 0.12.2 from a checkpoint, in place.
+
+    They leave the model, its moving average and Adam's state, where they have no gradient but take
+    their places in the numbering and, in fp16 runs, in the one flat vector.
+    """
+    model = checkpoint["model"]
+    dead = _dead_names(model)
+    if not dead:
+        return
+    # A state dict lists names in the order of parameters(), tied weights twice; those come behind
+    # the encoder's layers, so that places up to the last dead parameter agree.
+    names = [name for name in model if not name.endswith((".version", "._float_tensor"))]
+    places = {place for place, name in enumerate(names) if name in dead}
+    sizes = [model[name].numel() for name in names[: max(places) + 1]]
+    optimizer = checkpoint.get("last_optimizer_state")
+    if isinstance(optimizer, dict) and len(optimizer.get("param_groups", ())) == 1:
+        _drop_from_optimizer(optimizer, places, sizes)
+    extra_state = checkpoint.get("extra_state") or {}
+    for tensors in (model, extra_state.get("ema"), extra_state.get("ema_fp32_params")):
+        for name in dead:
+            (tensors or {}).pop(name, None)
+
+
+def _dead_names(model: dict[str, Any]) -> set[str]:
+    dead = set()
+    for name in model:
+        layer, _, parameter = name.rpartition(".")
+        if parameter in DEAD_PARAMETERS and f"{layer}.self_attn.q_proj.weight" in model:
+            dead.add(name)
+    return dead
+
+
+def _drop_from_optimizer(optimizer: dict[str, Any], dead: set[int], sizes: list[int]) -> None:
+    """``dead``: places among the parameters; ``sizes``: elements of each, to the last dead one."""
+    group, state = optimizer["param_groups"][0], optimizer["state"]
+    if len(group["params"]) > 1:  # one entry per parameter
+        kept = [number for place, number in enumerate(group["params"]) if place not in dead]
+        optimizer["state"] = {new: state[old] for new, old in enumerate(kept) if old in state}
+        group["params"] = list(range(len(kept)))
+        return
+    for moments in state.values():  # one vector of all parameters, end to end
+        for name, moment in moments.items():
+            if torch.is_tensor(moment) and moment.dim() == 1 and moment.numel() > sum(sizes):
+                head = moment[: sum(sizes)].split(sizes)
+                live = [piece for place, piece in enumerate(head) if place not in dead]
+                moments[name] = torch.cat([*live, moment[sum(sizes) :]])
