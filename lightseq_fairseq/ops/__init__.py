@@ -1,0 +1,42 @@
+"""The ops, in the order in which a batch meets them.
+
+Each file holds one op: its schema (`lightseq::<stem>_fwd`, `_bwd`), a readable reference in plain
+torch (the CPU kernel and the oracle of the tests), a shape function, and the typed functions
+exported here, which check their arguments and call the op.
+"""
+# ruff: noqa: I001, RUF022  (this order, not the alphabet's, tells the story)
+
+from __future__ import annotations
+
+from .philox import dropout_mask, keep_mask
+from .embedding import embedding_bwd, embedding_fwd
+from .linear import linear_bwd, linear_fwd
+from .attention import attention_bwd, attention_fwd
+from .dropout_residual_layer_norm import (
+    dropout_residual_layer_norm_bwd,
+    dropout_residual_layer_norm_fwd,
+)
+from .bias_activation_dropout import bias_activation_dropout_bwd, bias_activation_dropout_fwd
+from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd
+from .adam import adam_norm, adam_step
+from .registry import REFERENCES
+
+__all__ = [
+    "keep_mask",
+    "dropout_mask",
+    "embedding_fwd",
+    "embedding_bwd",
+    "linear_fwd",
+    "linear_bwd",
+    "attention_fwd",
+    "attention_bwd",
+    "dropout_residual_layer_norm_fwd",
+    "dropout_residual_layer_norm_bwd",
+    "bias_activation_dropout_fwd",
+    "bias_activation_dropout_bwd",
+    "cross_entropy_fwd",
+    "cross_entropy_bwd",
+    "adam_norm",
+    "adam_step",
+    "REFERENCES",
+]

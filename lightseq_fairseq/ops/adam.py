@@ -1,0 +1,191 @@
+"""Adam over one flat buffer, with unscaling, clipping, overflow skip (fairseq: optim/adam.py).
+
+g     = grad * multiplier * min(1, max_norm / (norm * multiplier + clip_eps))
+m, v  = beta1 m + (1 - beta1) g,  beta2 v + (1 - beta2) g^2
+param = (1 - lr * weight_decay) param - size * m / (sqrt(v) + eps)
+size  = lr * sqrt(1 - beta2^step) / (1 - beta1^step)
+
+Kingma & Ba 2015 with fairseq's order of operations (eps joins sqrt(v) before bias correction) and
+decoupled decay (Loshchilov & Hutter 2019). Where norm * multiplier is not finite, nothing changes,
+and the host is not asked: the decision is taken where the numbers are.
+
+N elements of the flat buffers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import FLOATS, check_tensor
+from .numerics import work_dtype
+from .registry import register
+
+# Elements updated at a time on a CPU: the four or five operands' blocks stay in cache.
+_CPU_BLOCK = 1 << 16
+# Squares are summed in rows of this many, then over the rows in float64: float32 sums stay short.
+_NORM_ROW = 1 << 9
+
+
+def adam_norm(grad: Tensor) -> Tensor:
+    """L2 norm of grad [N]: 0-dim float32 (float64 for float64). NaN and infinity stay visible.
+
+    Raises ValueError unless grad is a contiguous vector of a float dtype.
+    """
+    _check_flat("adam_norm", "grad", grad, ("N",), FLOATS)
+    norm: Tensor = _NORM(grad)
+    return norm
+
+
+def adam_step(
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    param_low: Tensor | None,
+    step: Tensor,
+    lr: Tensor,
+    multiplier: Tensor,
+    norm: Tensor,
+    max_norm: float,
+    clip_eps: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """One update in place: param, exp_avg, exp_avg_sq, step and, when given, param_low.
+
+    param, exp_avg, exp_avg_sq: [N], float32 or float64. grad: [N], any float dtype.
+    param_low: 16-bit [N] or None, receives the new param rounded.
+    step: int64 0-dim, incremented first. lr, multiplier (1 / (loss scale * sample size)), norm
+    (of grad as it is, see adam_norm): 0-dim float.
+    max_norm: clips norm * multiplier, 0 does not clip. clip_eps: 1e-6 is fairseq's rule for float32
+    and bfloat16, 0 its rule for float16.
+    Nothing changes where norm * multiplier is not finite.
+    Raises ValueError on a wrong shape, dtype, device or layout.
+    """
+    op = "adam_step"
+    _check_flat(op, "param", param, ("N",), (torch.float32, torch.float64))
+    for name, state in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        _check_flat(op, name, state, param.shape, (param.dtype,), param)
+    _check_flat(op, "grad", grad, param.shape, FLOATS, param)
+    if param_low is not None:
+        halves = (torch.float16, torch.bfloat16)
+        _check_flat(op, "param_low", param_low, param.shape, halves, param)
+    check_tensor(op, "step", step, (), (torch.int64,), param)
+    for name, scalar in (("lr", lr), ("multiplier", multiplier), ("norm", norm)):
+        check_tensor(op, name, scalar, (), (torch.float32, torch.float64), param)
+    _STEP(
+        param,
+        exp_avg,
+        exp_avg_sq,
+        grad,
+        param_low,
+        step,
+        lr,
+        multiplier,
+        norm,
+        max_norm,
+        clip_eps,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+    )
+
+
+def adam_norm_reference(grad: Tensor) -> Tensor:
+    """Reference of lightseq::adam_norm."""
+    whole = len(grad) // _NORM_ROW * _NORM_ROW
+    dtype = work_dtype(grad)
+    norms = (
+        torch.linalg.vector_norm(grad[:whole].view(-1, _NORM_ROW), dim=1, dtype=dtype),
+        torch.linalg.vector_norm(grad[whole:], dtype=dtype).view(1),
+    )
+    return torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64).to(dtype)
+
+
+def adam_step_reference(
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    param_low: Tensor | None,
+    step: Tensor,
+    lr: Tensor,
+    multiplier: Tensor,
+    norm: Tensor,
+    max_norm: float,
+    clip_eps: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Reference of lightseq::adam_step."""
+    dtype = param.dtype
+    total = norm.double() * multiplier
+    is_finite = total.isfinite()
+    step.add_(is_finite)
+
+    # Scalars in float64, on the device. A skipped update is one with factors 1 and addends 0.
+    factor = multiplier.double()
+    if max_norm > 0:
+        factor = factor * (max_norm / (total + clip_eps)).clamp(max=1.0)
+    factor = torch.where(is_finite, factor, 0.0)
+    rate = lr.double() * is_finite
+    count = step.double().clamp(min=1.0)
+    step_size = rate * (1 - beta2**count).sqrt() / (1 - beta1**count)
+    factor, decay, step_size = (x.to(dtype) for x in (factor, rate * weight_decay, step_size))
+    blend_1, blend_2 = (((1 - beta) * is_finite.double()).to(dtype) for beta in (beta1, beta2))
+
+    block = len(param) if param.is_cuda else _CPU_BLOCK
+    for start in range(0, len(param), max(1, block)):
+        part = slice(start, start + block)
+        p, m, v = param[part], exp_avg[part], exp_avg_sq[part]
+        g = torch.where(is_finite, grad[part], 0.0).to(dtype).mul_(factor)
+        m.lerp_(g, blend_1)
+        v.lerp_(g.square_(), blend_2)
+        update = torch.sqrt(v, out=g).add_(eps)
+        torch.div(m, update, out=update).mul_(step_size)
+        if weight_decay != 0:
+            # Rounded by itself, as fairseq does: the LayerNorm weights, all near 1, would otherwise
+            # drift from fairseq's by an ulp an update, always to the same side.
+            p.addcmul_(p, decay, value=-1)
+        p.sub_(update)
+        if param_low is not None:
+            low = param_low[part]
+            low.copy_(torch.where(is_finite, p, low))
+
+
+def _check_flat(
+    op: str,
+    name: str,
+    x: Tensor,
+    shape: tuple[int | str, ...] | torch.Size,
+    dtypes: tuple[torch.dtype, ...],
+    like: Tensor | None = None,
+) -> None:
+    check_tensor(op, name, x, shape, dtypes, like)
+    if not x.is_contiguous():
+        raise ValueError(f"{op}: {name} must be contiguous, its stride is {x.stride(0)}")
+
+
+def _adam_norm_fake(grad: Tensor) -> Tensor:
+    return grad.new_empty((), dtype=work_dtype(grad))
+
+
+def _adam_step_fake(*arguments: object) -> None:
+    return None
+
+
+_NORM = register("adam_norm(Tensor grad) -> Tensor", adam_norm_reference, _adam_norm_fake)
+_STEP = register(
+    "adam_step(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor grad,"
+    " Tensor(d!)? param_low, Tensor(e!) step, Tensor lr, Tensor multiplier, Tensor norm,"
+    " float max_norm, float clip_eps, float beta1, float beta2, float eps, float weight_decay)"
+    " -> ()",
+    adam_step_reference,
+    _adam_step_fake,
+)

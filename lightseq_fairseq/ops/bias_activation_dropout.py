@@ -1,0 +1,141 @@
+"""What stands between a feed-forward's two GEMMs: y = dropout(activation(x + bias)).
+
+Backward recomputes x + bias from the GEMM's output x and draws the dropout bits again.
+
+T packed tokens (rows), F ffn width. Dropout's row is the token's row, its column the channel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .checks import FLOATS, check_dropout, check_rows, check_tensor
+from .numerics import column_sum, store_gradient, work_dtype
+from .philox import dropout_factors
+from .registry import register
+
+#: fairseq's names. gelu is the erf form, gelu_accurate the tanh approximation.
+ACTIVATIONS = ("identity", "relu", "gelu", "gelu_accurate")
+
+
+def bias_activation_dropout_fwd(
+    x: Tensor, bias: Tensor | None, activation: str, p: float, rng: Tensor, site: int
+) -> Tensor:
+    """y [T, F] = dropout(activation(x + bias)), in x's dtype.
+
+    x: [T, F]. bias: [F] of x's dtype, or None. activation: one of ACTIVATIONS.
+    p, rng, site: dropout, see `philox.keep_mask`.
+    Raises ValueError on an unknown activation, a wrong shape, dtype, device or layout.
+    """
+    _check("bias_activation_dropout_fwd", x, bias, activation, p, rng)
+    y: Tensor = _FWD(x, bias, activation, p, rng, site)
+    return y
+
+
+def bias_activation_dropout_bwd(
+    dy: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    p: float,
+    rng: Tensor,
+    site: int,
+    dbias: Tensor | None,
+    accumulate: bool,
+) -> Tensor:
+    """dx [T, F]; its column sum goes into dbias [F] (overwritten, or added to with accumulate).
+
+    dy: [T, F]. The rest as in forward. Raises ValueError like forward.
+    """
+    op = "bias_activation_dropout_bwd"
+    _check(op, x, bias, activation, p, rng)
+    check_tensor(op, "dy", dy, x.shape, (x.dtype,), x)
+    check_rows(op, "dy", dy)
+    if dbias is not None:
+        check_tensor(op, "dbias", dbias, x.shape[1:], FLOATS, x)
+    dx: Tensor = _BWD(dy, x, bias, activation, p, rng, site, dbias, accumulate)
+    return dx
+
+
+def bias_activation_dropout_fwd_reference(
+    x: Tensor, bias: Tensor | None, activation: str, p: float, rng: Tensor, site: int
+) -> Tensor:
+    """Reference of lightseq::bias_activation_dropout_fwd."""
+    dtype = work_dtype(x)
+    y = x.to(dtype, copy=True) if bias is None else torch.add(x.to(dtype), bias)
+    if activation == "relu":
+        y.relu_()
+    elif activation != "identity":
+        y = functional.gelu(y, approximate=_APPROXIMATION[activation])
+    if p > 0:
+        for part, factor in dropout_factors(rng, site, x.shape, p, dtype):
+            y[part].mul_(factor)
+    return y.to(x.dtype)
+
+
+def bias_activation_dropout_bwd_reference(
+    dy: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    p: float,
+    rng: Tensor,
+    site: int,
+    dbias: Tensor | None,
+    accumulate: bool,
+) -> Tensor:
+    """Reference of lightseq::bias_activation_dropout_bwd."""
+    dtype = work_dtype(x)
+    dx = torch.empty_like(dy, dtype=dtype)
+    if p > 0:
+        for part, factor in dropout_factors(rng, site, dy.shape, p, dtype):
+            torch.mul(dy[part], factor, out=dx[part])
+    else:
+        dx.copy_(dy)
+    if activation != "identity":
+        before = x.to(dtype) if bias is None else torch.add(x.to(dtype), bias)
+        if activation == "relu":
+            torch.ops.aten.threshold_backward(dx, before, 0, grad_input=dx)
+        else:
+            approximation = _APPROXIMATION[activation]
+            torch.ops.aten.gelu_backward(dx, before, approximate=approximation, grad_input=dx)
+    if dbias is not None:
+        store_gradient(dbias, column_sum(dx), accumulate)
+    return dx.to(x.dtype)
+
+
+_APPROXIMATION = {"gelu": "none", "gelu_accurate": "tanh"}
+
+
+def _check(op: str, x: Tensor, bias: Tensor | None, activation: str, p: float, rng: Tensor) -> None:
+    check_tensor(op, "x", x, ("T", "F"), FLOATS)
+    check_rows(op, "x", x)
+    if bias is not None:
+        check_tensor(op, "bias", bias, x.shape[1:], (x.dtype,), x)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation must be one of {ACTIVATIONS}, got {activation!r}")
+    check_dropout(op, p, rng, x)
+
+
+def _bias_activation_dropout_fwd_fake(x: Tensor, *arguments: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _bias_activation_dropout_bwd_fake(dy: Tensor, x: Tensor, *arguments: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_FWD = register(
+    "bias_activation_dropout_fwd(Tensor x, Tensor? bias, str activation, float p, Tensor rng,"
+    " int site) -> Tensor",
+    bias_activation_dropout_fwd_reference,
+    _bias_activation_dropout_fwd_fake,
+)
+_BWD = register(
+    "bias_activation_dropout_bwd(Tensor dy, Tensor x, Tensor? bias, str activation, float p,"
+    " Tensor rng, int site, Tensor(a!)? dbias, bool accumulate) -> Tensor",
+    bias_activation_dropout_bwd_reference,
+    _bias_activation_dropout_bwd_fake,
+)

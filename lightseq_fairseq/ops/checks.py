@@ -1,0 +1,53 @@
+"""Argument checks of the public functions.
+
+They read shapes, dtypes, devices and strides only, never values: a check that reads a value would
+stop the host until the GPU has caught up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+
+
+def check_tensor(
+    op: str,
+    name: str,
+    x: Tensor,
+    shape: Sequence[int | str],
+    dtypes: Sequence[torch.dtype],
+    like: Tensor | None = None,
+) -> None:
+    """Refuse x unless it has this shape (a str stands for any size), dtype and device of `like`."""
+    if x.dim() != len(shape) or any(
+        isinstance(want, int) and have != want for have, want in zip(x.shape, shape, strict=True)
+    ):
+        wanted = ", ".join(map(str, shape))
+        raise ValueError(f"{op}: {name} must have shape [{wanted}], got {list(x.shape)}")
+    if x.dtype not in dtypes:
+        wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise ValueError(
+            f"{op}: {name} must be {wanted}, got {str(x.dtype).removeprefix('torch.')}"
+        )
+    if like is not None and x.device != like.device:
+        raise ValueError(f"{op}: {name} is on {x.device}, the other tensors are on {like.device}")
+
+
+def check_rows(op: str, name: str, x: Tensor) -> None:
+    """Refuse x unless its last dimension is contiguous: kernels read rows 16 bytes at a time."""
+    if x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(
+            f"{op}: {name} must be contiguous in its last dimension, its strides are {x.stride()}"
+        )
+
+
+def check_dropout(op: str, p: float, rng: Tensor, like: Tensor) -> None:
+    """Refuse a drop probability outside [0, 1) and an rng that is not int64 [2] = (seed, batch)."""
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"{op}: p must be at least 0 and below 1, got {p}")
+    check_tensor(op, "rng", rng, (2,), (torch.int64,), like)

@@ -1,0 +1,149 @@
+"""Label-smoothed cross entropy (fairseq: criterions/label_smoothed_cross_entropy.py).
+
+nll  = lse - logit[target]
+loss = (1 - s - s') * nll + s' * sum_j (lse - logit[j]),  s' = s / (V - 1)  for smoothing s
+dlogit[j] = dloss * (softmax[j] - s' - (1 - s - s') * [j == target])
+
+No log-probabilities are stored: forward keeps lse, backward turns the logits into their gradient in
+place. T rows (tokens), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import FLOATS, INTEGERS, check_rows, check_tensor
+from .numerics import work_dtype
+from .registry import register
+
+# Logits taken at a time: a block's temporaries stay in a CPU's cache, and bounded on a GPU.
+_CPU_BLOCK, _GPU_BLOCK = 1 << 17, 1 << 26
+
+
+def cross_entropy_fwd(
+    logits: Tensor, target: Tensor, smoothing: float, padding_idx: int, accuracy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss [T], nll [T], lse [T], correct [T]); float32 (float64 for float64), correct bool.
+
+    logits: [T, V]. target: int32 or int64 [T], in [0, V). smoothing: in [0, 1).
+    loss and nll are 0 and correct is False where target == padding_idx.
+    correct: the largest logit is the target's; EMPTY (numel 0) unless accuracy.
+    Raises ValueError on a wrong shape, dtype, device or layout. Targets are not range-checked here.
+    """
+    _check("cross_entropy_fwd", logits, target, smoothing)
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _FWD(
+        logits, target, smoothing, padding_idx, accuracy
+    )
+    return outputs
+
+
+def cross_entropy_bwd(
+    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, smoothing: float, padding_idx: int
+) -> None:
+    """Overwrite logits [T, V] with their gradient; rows with target == padding_idx become 0.
+
+    dloss: float [T], gradient of loss; may be an expanded scalar. lse: forward's.
+    Raises ValueError on a wrong shape, dtype, device or layout.
+    """
+    op = "cross_entropy_bwd"
+    _check(op, logits, target, smoothing)
+    check_tensor(op, "dloss", dloss, target.shape, FLOATS, logits)
+    check_tensor(op, "lse", lse, target.shape, (work_dtype(logits),), logits)
+    _BWD(dloss, logits, target, lse, smoothing, padding_idx)
+
+
+def cross_entropy_fwd_reference(
+    logits: Tensor, target: Tensor, smoothing: float, padding_idx: int, accuracy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Reference of lightseq::cross_entropy_fwd."""
+    rows, dtype = len(logits), work_dtype(logits)
+    lse, total = logits.new_empty(rows, dtype=dtype), logits.new_empty(rows, dtype=dtype)
+    best = torch.empty(rows if accuracy else 0, dtype=torch.int64, device=logits.device)
+    for part in _blocks(logits):
+        block = logits[part].to(dtype)
+        if accuracy:
+            top, best[part] = block.max(-1, keepdim=True)[0], block.argmax(-1)
+        else:
+            top = block.amax(-1, keepdim=True)
+        lse[part] = block.sub(top).exp_().sum(-1).log_().add_(top[:, 0])
+        if smoothing > 0:
+            total[part] = block.sum(-1)
+    columns = target.long()[:, None]
+    nll = lse - logits.gather(1, columns)[:, 0]
+    loss = nll
+    if smoothing > 0:
+        share, own = _weights(smoothing, logits.shape[1])
+        loss = own * nll + share * (logits.shape[1] * lse - total)
+    is_pad = target == padding_idx
+    correct = (best == target) & ~is_pad if accuracy else best.bool()
+    return loss.masked_fill(is_pad, 0.0), nll.masked_fill_(is_pad, 0.0), lse, correct
+
+
+def cross_entropy_bwd_reference(
+    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, smoothing: float, padding_idx: int
+) -> None:
+    """Reference of lightseq::cross_entropy_bwd."""
+    dtype = work_dtype(logits)
+    is_pad = (target == padding_idx)[:, None]
+    scale = dloss.to(dtype)[:, None].masked_fill(is_pad, 0.0)
+    share, own = _weights(smoothing, logits.shape[1])
+    columns = target.long()[:, None]
+    for part in _blocks(logits):
+        block = logits[part]
+        grad = block if block.dtype == dtype else block.to(dtype)
+        grad.sub_(lse[part, None]).exp_()
+        if share > 0:
+            grad.sub_(share)
+        grad.scatter_add_(1, columns[part], grad.new_full((1, 1), -own).expand(len(grad), 1))
+        # Filled and not multiplied: rows of no sentence may hold infinities.
+        grad.mul_(scale[part]).masked_fill_(is_pad[part], 0.0)
+        if grad is not block:
+            block.copy_(grad)
+
+
+def _weights(smoothing: float, classes: int) -> tuple[float, float]:
+    """(weight of every class's negative log-probability, further weight of the target's)."""
+    share = smoothing / (classes - 1) if smoothing > 0 else 0.0
+    return share, 1.0 - smoothing - share
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    rows = max(1, (_GPU_BLOCK if logits.is_cuda else _CPU_BLOCK) // logits.shape[1])
+    return [slice(start, start + rows) for start in range(0, len(logits), rows)]
+
+
+def _check(op: str, logits: Tensor, target: Tensor, smoothing: float) -> None:
+    check_tensor(op, "logits", logits, ("T", "V"), FLOATS)
+    check_rows(op, "logits", logits)
+    check_tensor(op, "target", target, logits.shape[:1], INTEGERS, logits)
+    if not 0.0 <= smoothing < 1.0:
+        raise ValueError(f"{op}: smoothing must be at least 0 and below 1, got {smoothing}")
+    if logits.shape[1] < 2:
+        raise ValueError(f"{op}: logits must have at least 2 classes, got {logits.shape[1]}")
+
+
+def _cross_entropy_fwd_fake(
+    logits: Tensor, target: Tensor, smoothing: float, padding_idx: int, accuracy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = logits.shape[0]
+    loss, nll, lse = (logits.new_empty(rows, dtype=work_dtype(logits)) for _ in range(3))
+    return loss, nll, lse, logits.new_empty(rows if accuracy else 0, dtype=torch.bool)
+
+
+def _cross_entropy_bwd_fake(*arguments: object) -> None:
+    return None
+
+
+_FWD = register(
+    "cross_entropy_fwd(Tensor logits, Tensor target, float smoothing, int padding_idx,"
+    " bool accuracy) -> (Tensor loss, Tensor nll, Tensor lse, Tensor correct)",
+    cross_entropy_fwd_reference,
+    _cross_entropy_fwd_fake,
+)
+_BWD = register(
+    "cross_entropy_bwd(Tensor dloss, Tensor(a!) logits, Tensor target, Tensor lse,"
+    " float smoothing, int padding_idx) -> ()",
+    cross_entropy_bwd_reference,
+    _cross_entropy_bwd_fake,
+)

@@ -1,0 +1,129 @@
+"""Matrix products with a weight: y = x weight^T + bias.
+
+Backward: dx = dy weight,  dweight (+)= dy^T x,  dbias (+)= column sum of dy. The weight gradient is
+written by the product itself into the caller's buffer, also when it accumulates.
+
+T packed tokens (rows), K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .checks import FLOATS, check_rows, check_tensor
+from .numerics import column_sum, store_gradient, work_dtype
+from .registry import register
+
+
+def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """y [T, N] = x weight^T + bias.
+
+    x: [T, K]. weight: [N, K]. bias: [N] or None. One dtype.
+    Raises ValueError on a wrong shape, dtype, device or layout.
+    """
+    op = "linear_fwd"
+    _check(op, x, weight)
+    if bias is not None:
+        check_tensor(op, "bias", bias, weight.shape[:1], (x.dtype,), x)
+    y: Tensor = _FWD(x, weight, bias)
+    return y
+
+
+def linear_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    accumulate: bool,
+    need_dx: bool,
+) -> Tensor:
+    """dx [T, K], EMPTY (numel 0) unless need_dx.
+
+    dy: [T, N]. x, weight: forward's. dweight: [N, K], dbias: [N], either or both None; overwritten,
+    or added to with accumulate. Raises ValueError on a wrong shape, dtype, device or layout.
+    """
+    op = "linear_bwd"
+    _check(op, x, weight)
+    check_tensor(op, "dy", dy, (x.shape[0], weight.shape[0]), (x.dtype,), x)
+    check_rows(op, "dy", dy)
+    if dweight is not None:
+        check_tensor(op, "dweight", dweight, weight.shape, FLOATS, x)
+        check_rows(op, "dweight", dweight)
+    if dbias is not None:
+        check_tensor(op, "dbias", dbias, weight.shape[:1], FLOATS, x)
+    dx: Tensor = _BWD(dy, x, weight, dweight, dbias, accumulate, need_dx)
+    return dx
+
+
+def linear_fwd_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Reference of lightseq::linear_fwd."""
+    product_bias = None if bias is None else _operand(bias)
+    return functional.linear(_operand(x), _operand(weight), product_bias).to(x.dtype)
+
+
+def linear_bwd_reference(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    accumulate: bool,
+    need_dx: bool,
+) -> Tensor:
+    """Reference of lightseq::linear_bwd."""
+    grad = _operand(dy)
+    if dbias is not None:
+        store_gradient(dbias, column_sum(grad), accumulate)
+    if dweight is not None:
+        columns, rows = grad.t(), _operand(x)
+        if dweight.dtype != grad.dtype:
+            store_gradient(dweight, columns @ rows, accumulate)
+        elif accumulate:
+            dweight.addmm_(columns, rows)
+        else:
+            torch.mm(columns, rows, out=dweight)
+    return (grad @ _operand(weight)).to(x.dtype) if need_dx else x.new_empty(0)
+
+
+def _operand(x: Tensor) -> Tensor:
+    """A CPU multiplies 16-bit numbers in float32; a GPU's product accumulates in it by itself."""
+    return x if x.is_cuda else x.to(work_dtype(x))
+
+
+def _check(op: str, x: Tensor, weight: Tensor) -> None:
+    check_tensor(op, "x", x, ("T", "K"), FLOATS)
+    check_rows(op, "x", x)
+    check_tensor(op, "weight", weight, ("N", x.shape[1]), (x.dtype,), x)
+    check_rows(op, "weight", weight)
+
+
+def _linear_fwd_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+def _linear_bwd_fake(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    accumulate: bool,
+    need_dx: bool,
+) -> Tensor:
+    return x.new_empty(x.shape if need_dx else 0)
+
+
+_FWD = register(
+    "linear_fwd(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    linear_fwd_reference,
+    _linear_fwd_fake,
+)
+_BWD = register(
+    "linear_bwd(Tensor dy, Tensor x, Tensor weight, Tensor(a!)? dweight, Tensor(b!)? dbias,"
+    " bool accumulate, bool need_dx) -> Tensor",
+    linear_bwd_reference,
+    _linear_bwd_fake,
+)

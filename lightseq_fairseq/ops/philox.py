@@ -1,0 +1,173 @@
+"""Dropout's random bits: Philox-4x32 with 7 rounds (Salmon et al., SC 2011).
+
+A bit is a pure function of (seed, micro-batch, site, row, column), so nothing is stored for
+backward: it draws the same bits again. Tiles, paths and devices agree bit for bit.
+
+counter = (column // 8, row, site, micro-batch)    key = (seed's low word, seed's high word)
+The four output words are eight 16-bit numbers, low half first: number e belongs to column 8g + e.
+An element is kept iff its number >= round(65536 * p); kept values are scaled by 1 / (1 - p).
+
+R rows, G groups of eight columns, M micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import check_dropout, check_tensor
+from .registry import register
+
+ROUNDS = 7
+_MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+_WORD = 0xFFFFFFFF
+# The sign bits of the two 16-bit numbers in an int64's lower and in its upper half.
+_LOW_SIGNS = 0x80008000
+_HIGH_SIGNS = (0x80008000 << 32) - (1 << 64)
+# Groups drawn at a time on a CPU: two threads of torch's grain size each, operands stay in cache.
+_GROUPS_PER_BLOCK = 1 << 16
+
+
+def threshold(p: float) -> int:
+    """The least 16-bit number that is kept."""
+    return round(p * 65536)
+
+
+def keep_mask(rng: Tensor, site: int, rows: Tensor, columns: int, p: float) -> Tensor:
+    """Which elements dropout keeps: bool [len(rows), columns].
+
+    rng: int64 [2] = (seed, micro-batch number). site: number of the place in the model.
+    rows: int64 [R], row ids. The mask of some rows is those rows of the whole mask.
+    Raises ValueError on a wrong p, shape, dtype or device.
+    """
+    check_dropout("keep_mask", p, rng, rows)
+    check_tensor("keep_mask", "rows", rows, ("R",), (torch.int64,))
+    mask = torch.empty((len(rows), columns), dtype=torch.bool, device=rng.device)
+    for part, numbers in _blocks_of_numbers(rng, site, rows, columns):
+        torch.ge(numbers, _least_kept(p), out=mask[part])
+    return mask
+
+
+def dropout_mask(rng: Tensor, site: int, rows: int, columns: int, p: float) -> Tensor:
+    """`keep_mask` of the rows 0 ... rows - 1, on rng's device: bool [rows, columns]."""
+    check_dropout("dropout_mask", p, rng, rng)
+    if rows < 0 or columns < 0:
+        raise ValueError(f"dropout_mask: rows and columns must be >= 0, got {rows} and {columns}")
+    mask: Tensor = _MASK(rng, site, rows, columns, p)
+    return mask
+
+
+def dropout_factors(
+    rng: Tensor, site: int, shape: Sequence[int], p: float, dtype: torch.dtype
+) -> Iterator[tuple[slice, Tensor]]:
+    """What dropout multiplies by, 0 or 1 / (1 - p), for the rows 0 ... rows - 1, block by block.
+
+    Yields (rows of the block, factors [rows of the block, columns]). A caller applies a block while
+    it is in a CPU's cache; the next one overwrites it. A GPU gets everything as one block.
+    """
+    rows, columns = shape
+    scale = 1.0 / (1.0 - p)
+    if rng.is_cuda:  # one kernel where the compiled library is present
+        yield slice(0, rows), dropout_mask(rng, site, rows, columns, p).to(dtype).mul_(scale)
+        return
+    factors = torch.empty((0, columns), dtype=dtype)
+    for part, numbers in _blocks_of_numbers(rng, site, torch.arange(rows), columns):
+        if len(factors) < len(numbers):
+            factors = torch.empty(numbers.shape, dtype=dtype)
+        # Comparing straight into floats is several times faster than going through bool.
+        yield part, torch.ge(numbers, _least_kept(p), out=factors[: len(numbers)]).mul_(scale)
+
+
+def dropout_mask_reference(rng: Tensor, site: int, rows: int, columns: int, p: float) -> Tensor:
+    """Reference of lightseq::dropout_mask."""
+    return keep_mask(rng, site, torch.arange(rows, device=rng.device), columns, p)
+
+
+def _dropout_mask_fake(rng: Tensor, site: int, rows: int, columns: int, p: float) -> Tensor:
+    return rng.new_empty((rows, columns), dtype=torch.bool)
+
+
+def _least_kept(p: float) -> int:
+    """The least number that is kept, among signed 16-bit numbers."""
+    return round(p * 65536) - 32768
+
+
+def _blocks_of_numbers(
+    rng: Tensor, site: int, rows: Tensor, columns: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yields (rows of a block, their signed numbers: int16 [rows of the block, columns])."""
+    if len(rows) == 0 or columns == 0:
+        return
+    groups = torch.arange((columns + 7) // 8, device=rng.device)
+    block = len(rows) if rng.is_cuda else max(1, _GROUPS_PER_BLOCK // len(groups))
+    # Two Python ints on a CPU; on a GPU two 0-dim tensors, which the host need not wait for.
+    seed, micro_batch = rng.unbind() if rng.is_cuda else rng.tolist()
+    for start in range(0, len(rows), block):
+        part = slice(start, start + block)
+        yield part, _signed_numbers(seed, micro_batch, site, rows[part], groups)[:, :columns]
+
+
+def _signed_numbers(seed: Any, micro_batch: Any, site: int, rows: Tensor, groups: Tensor) -> Tensor:
+    """The 16-bit numbers less 2^15, so that signed comparisons order them: int16 [R, 8 * G].
+
+    Words are the low halves of int64 elements. The upper halves are cleared only where a product
+    needs them clear: words 1 and 3 of a round are just xor-ed, so theirs stay whatever they are.
+    In rounds 0 and 1 most words depend on the row alone or the group alone and are kept that small.
+    """
+    keys = [
+        (((seed & _WORD) + i * _WEYL_0) & _WORD, (((seed >> 32) & _WORD) + i * _WEYL_1) & _WORD)
+        for i in range(ROUNDS)
+    ]
+    row, group = (rows & _WORD)[:, None], groups[None, :]
+
+    # Round 0: words [R,1], scalar, [1,G], [1,G].
+    product_0, product_1 = group * _MULTIPLIER_0, site * _MULTIPLIER_1
+    word_0 = row ^ ((product_1 >> 32) & _WORD) ^ keys[0][0]
+    word_1: Any = product_1 & _WORD
+    word_2 = ((product_0 >> 32) ^ (micro_batch & _WORD) ^ keys[0][1]) & _WORD
+    word_3 = product_0 & _WORD
+
+    # Round 1: words [1,G], [1,G], [R,G], [R,1].
+    product_0, product_1 = word_0 * _MULTIPLIER_0, word_2 * _MULTIPLIER_1
+    word_0 = ((product_1 >> 32) ^ word_1 ^ keys[1][0]) & _WORD
+    word_1 = product_1
+    word_2 = (((product_0 >> 32) ^ keys[1][1]) & _WORD) ^ word_3
+    word_3 = product_0 & _WORD
+
+    # Round 2: words [R,G], [R,G], [R,G], [1,G]; from here on in place.
+    product_0, product_1 = word_0 * _MULTIPLIER_0, word_2 * _MULTIPLIER_1
+    word_0 = (product_1 >> 32).bitwise_xor_(word_1 ^ keys[2][0]).bitwise_and_(_WORD)
+    word_1 = product_1
+    torch.bitwise_xor(((product_0 >> 32) ^ keys[2][1]) & _WORD, word_3, out=word_2)
+    word_3 = product_0
+
+    for key_0, key_1 in keys[3 : ROUNDS - 1]:
+        product_0, product_1 = word_0 * _MULTIPLIER_0, word_2 * _MULTIPLIER_1
+        torch.bitwise_right_shift(product_1, 32, out=word_0)
+        word_0.bitwise_xor_(word_1).bitwise_xor_(key_0).bitwise_and_(_WORD)
+        torch.bitwise_right_shift(product_0, 32, out=word_2)
+        word_2.bitwise_xor_(word_3).bitwise_xor_(key_1).bitwise_and_(_WORD)
+        word_1, word_3 = product_1, product_0
+
+    # Last round: words (0, 1) and (2, 3) leave as one int64 each, every 16-bit sign bit flipped.
+    numbers = torch.empty((len(rows), len(groups), 2), dtype=torch.int64, device=rows.device)
+    product_0, product_1 = word_0.mul_(_MULTIPLIER_0), word_2.mul_(_MULTIPLIER_1)
+    for half, product, word, key in (
+        (0, product_1, word_1, keys[-1][0]),
+        (1, product_0, word_3, keys[-1][1]),
+    ):
+        low = (product >> 32).bitwise_xor_(word).bitwise_xor_(key ^ _LOW_SIGNS).bitwise_and_(_WORD)
+        high = product.bitwise_left_shift_(32).bitwise_xor_(_HIGH_SIGNS)
+        torch.bitwise_or(low, high, out=numbers[..., half])
+    return numbers.view(torch.int16).view(len(rows), -1)
+
+
+_MASK = register(
+    "dropout_mask(Tensor rng, int site, int rows, int columns, float p) -> Tensor",
+    dropout_mask_reference,
+    _dropout_mask_fake,
+)

@@ -1,0 +1,37 @@
+"""How an op of this project comes to be: one schema, one reference, one shape function.
+
+The reference is plain torch. It is the op's CPU kernel, the oracle of the tests, and what a GPU
+runs where the compiled library is missing; the compiled library attaches the CUDA kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# FRAGMENT and not DEF: the compiled library opens the same namespace to attach its kernels.
+_LIBRARY = torch.library.Library("lightseq", "FRAGMENT")
+
+#: Op name without namespace -> reference implementation, in order of registration.
+REFERENCES: dict[str, Callable[..., Any]] = {}
+
+
+def register(
+    schema: str, reference: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Define `lightseq::<schema>` and return the callable op.
+
+    reference: the CPU kernel, also listed in REFERENCES.
+    fake: the same signature, returns empty tensors of the right shape, dtype and strides.
+    """
+    name = schema.partition("(")[0]
+    # The layers know the derivatives; torch must not record the reference's own steps.
+    reference = torch.no_grad()(reference)
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, reference, "CPU")
+    torch.library.register_fake(f"lightseq::{name}", fake, lib=_LIBRARY)
+    REFERENCES[name] = reference
+    overload: Callable[..., Any] = getattr(torch.ops.lightseq, name).default
+    return overload

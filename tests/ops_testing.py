@@ -1,0 +1,80 @@
+"""What the tests of the ops share: random bits, gradient checks of pairs, 16-bit error bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+Grads = tuple[Tensor | None, ...]
+
+
+def make_rng(seed: int = 0x1234_5678_9ABC, micro_batch: int = 3) -> Tensor:
+    """Dropout's (seed, micro-batch number)."""
+    return torch.tensor([seed, micro_batch], dtype=torch.int64)
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A buffer that an op must overwrite: anything that reads it turns into NaN."""
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
+def leaf(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of x in dtype that collects a gradient."""
+    return x.detach().to(dtype, copy=True).requires_grad_()
+
+
+def check_op(name: str, *arguments: Any) -> None:
+    """torch's own checks of schema, mutations, aliasing and shape function of lightseq::name."""
+    opcheck(getattr(torch.ops.lightseq, name).default, arguments)
+
+
+class _Pair(torch.autograd.Function):
+    """A forward op and its backward op as one differentiable function."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, forward: Callable[..., Any], backward: Callable[..., Grads], *inputs: Tensor
+    ) -> Any:
+        outputs = forward(*inputs)
+        ctx.call_backward = backward
+        ctx.save_for_backward(*inputs, *outputs)
+        ctx.number_of_inputs = len(inputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor) -> Any:  # type: ignore[override]
+        inputs = ctx.saved_tensors[: ctx.number_of_inputs]
+        outputs = ctx.saved_tensors[ctx.number_of_inputs :]
+        return None, None, *ctx.call_backward(douts, inputs, outputs)
+
+
+def check_gradients(
+    forward: Callable[..., tuple[Tensor, ...]],
+    backward: Callable[..., Grads],
+    inputs: Sequence[Tensor],
+    differentiable: int = 1,
+) -> None:
+    """float64 gradcheck of `forward` against `backward`.
+
+    forward(*inputs) returns a tuple whose first `differentiable` tensors have gradients.
+    backward(douts, inputs, outputs) returns one gradient (or None) an input.
+    """
+    leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
+
+    def function(*arguments: Tensor) -> tuple[Tensor, ...]:
+        return _Pair.apply(forward, backward, *arguments)[:differentiable]
+
+    assert torch.autograd.gradcheck(function, leaves, raise_exception=True)
+
+
+def assert_as_good_as(ours: Tensor, plain: Tensor, exact: Tensor, what: str = "") -> None:
+    """ours errs at most twice as much as plain 16-bit torch does, both against float64."""
+    assert ours.dtype == plain.dtype and exact.dtype == torch.float64
+    our_error = (ours.double() - exact).abs().max()
+    plain_error = (plain.double() - exact).abs().max()
+    assert our_error.isfinite()
+    assert our_error <= 2 * plain_error, f"{what}: {our_error:.3e} against {plain_error:.3e}"
