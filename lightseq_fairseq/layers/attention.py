@@ -1,0 +1,197 @@
+"""Attention sublayers: projections, attention, and the residual that follows, one autograd node.
+
+Letters: T packed tokens, C model width, H heads, D head width, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightseq_fairseq import ops
+from lightseq_fairseq.layers.residual_norm import Residual, residual_norm_bwd, residual_norm_fwd
+from lightseq_fairseq.parameters import as_one
+from lightseq_fairseq.training.batch import Segments
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How an attention block splits and drops: everything that is no tensor of the graph.
+
+    Attributes:
+        count: number of heads H; the head width D is C / H.
+        queries, keys: segments of the query and of the key side.
+        causal: a token sees only itself and what stands before it.
+        p: dropout of the attention probabilities.
+        rng: int64 [2] (seed, micro-batch), see ``ops.philox``; ``site`` names this place.
+    """
+
+    count: int
+    queries: Segments
+    keys: Segments
+    causal: bool
+    p: float
+    rng: Tensor
+    site: int
+
+    def arguments(self, width: int) -> tuple[Any, ...]:
+        return (
+            self.queries.cu_seqlens,
+            self.keys.cu_seqlens,
+            self.queries.max_len,
+            self.keys.max_len,
+            self.causal,
+            1.0 / math.sqrt(width // self.count),
+            self.p,
+            self.rng,
+            self.site,
+        )
+
+
+class _SelfAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stream: Tensor | None, heads: Heads, residual: Residual,
+                *weights: Tensor) -> Any:  # fmt: skip
+        q_w, k_w, v_w, q_b, k_b, v_b, out_w, out_b, gamma, beta = weights
+        qkv = ops.linear_fwd(x, as_one([q_w, k_w, v_w]), as_one([q_b, k_b, v_b]))
+        q, k, v = qkv.view(x.shape[0], 3, heads.count, -1).unbind(1)
+        out, lse = ops.attention_fwd(q, k, v, *heads.arguments(x.shape[1]))
+        h = ops.linear_fwd(out.view_as(x), out_w, None)
+        saved, outputs = residual_norm_fwd(h, out_b, x if stream is None else stream,
+                                           gamma, beta, residual)  # fmt: skip
+        ctx.save_for_backward(x, qkv, out, lse, q_w, k_w, v_w, out_w, gamma, *saved)
+        ctx.heads, ctx.residual, ctx.post_norm = heads, residual, stream is None
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
+        x, qkv, out, lse, q_w, k_w, v_w, out_w, gamma, *saved = ctx.saved_tensors
+        heads, rows, width = ctx.heads, x.shape[0], x.shape[1]
+        dh, dresidual, dgamma, dbeta, dout_b = residual_norm_bwd(
+            dstream, dy, gamma, saved, ctx.residual
+        )
+        dout_w = torch.empty_like(out_w)
+        dout = ops.linear_bwd(dh, out.view_as(x), out_w, dout_w, None, False, True)
+        dqkv = torch.empty_like(qkv)
+        q, k, v = qkv.view(rows, 3, heads.count, -1).unbind(1)
+        dq, dk, dv = dqkv.view(rows, 3, heads.count, -1).unbind(1)
+        ops.attention_bwd(dout.view_as(out), q, k, v, out, lse, *heads.arguments(width), dq, dk, dv)
+        weight = as_one([q_w, k_w, v_w])
+        dweight, dbias = torch.empty_like(weight), weight.new_empty(weight.shape[0])
+        dx = ops.linear_bwd(dqkv, x, weight, dweight, dbias, False, True)
+        if ctx.post_norm:
+            dx, dresidual = dx.add_(dresidual), None
+        return (dx, dresidual, None, None, *dweight.chunk(3), *dbias.chunk(3),
+                dout_w, dout_b, dgamma, dbeta)  # fmt: skip
+
+
+class _CrossAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stream: Tensor | None, memory: Tensor, heads: Heads,
+                residual: Residual, *weights: Tensor) -> Any:  # fmt: skip
+        q_w, q_b, out_w, out_b, gamma, beta = weights
+        q = ops.linear_fwd(x, q_w, q_b).view(x.shape[0], heads.count, -1)
+        k, v = memory.view(memory.shape[0], 2, heads.count, -1).unbind(1)
+        out, lse = ops.attention_fwd(q, k, v, *heads.arguments(x.shape[1]))
+        h = ops.linear_fwd(out.view_as(x), out_w, None)
+        saved, outputs = residual_norm_fwd(h, out_b, x if stream is None else stream,
+                                           gamma, beta, residual)  # fmt: skip
+        ctx.save_for_backward(x, memory, q, out, lse, q_w, out_w, gamma, *saved)
+        ctx.heads, ctx.residual, ctx.post_norm = heads, residual, stream is None
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
+        x, memory, q, out, lse, q_w, out_w, gamma, *saved = ctx.saved_tensors
+        heads, width = ctx.heads, x.shape[1]
+        dh, dresidual, dgamma, dbeta, dout_b = residual_norm_bwd(
+            dstream, dy, gamma, saved, ctx.residual
+        )
+        dout_w = torch.empty_like(out_w)
+        dout = ops.linear_bwd(dh, out.view_as(x), out_w, dout_w, None, False, True)
+        dq = torch.empty_like(q)
+        dmemory = torch.empty(memory.shape, dtype=memory.dtype, device=memory.device)
+        k, v = memory.view(memory.shape[0], 2, heads.count, -1).unbind(1)
+        dk, dv = dmemory.view(memory.shape[0], 2, heads.count, -1).unbind(1)
+        ops.attention_bwd(dout.view_as(out), q, k, v, out, lse, *heads.arguments(width), dq, dk, dv)
+        dq_w, dq_b = torch.empty_like(q_w), q_w.new_empty(q_w.shape[0])
+        dx = ops.linear_bwd(dq.view_as(x), x, q_w, dq_w, dq_b, False, True)
+        if ctx.post_norm:
+            dx, dresidual = dx.add_(dresidual), None
+        return (dx, dresidual, dmemory, None, None, dq_w, dq_b, dout_w, dout_b, dgamma, dbeta)
+
+
+class MultiheadAttention(nn.Module):
+    """The projections of one attention block, with fairseq's names, shapes and initial values.
+
+    Args:
+        embed_dim: width C of the queries and of the output.
+        num_heads: H; must divide C.
+        key_dim: width of keys and values (the encoder's width in cross attention); default C.
+        dropout: of the attention probabilities, in training mode.
+
+    Source: ``fairseq.modules.MultiheadAttention``; Vaswani et al. 2017, section 3.2.
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, key_dim: int | None = None, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim {embed_dim} is no multiple of num_heads {num_heads}")
+        self.num_heads, self.dropout = num_heads, dropout
+        key_dim = embed_dim if key_dim is None else key_dim
+        # The order of construction and initialisation is fairseq's: same seed, same numbers.
+        self.k_proj = nn.Linear(key_dim, embed_dim)
+        self.v_proj = nn.Linear(key_dim, embed_dim)
+        self.q_proj = nn.Linear(embed_dim, embed_dim)
+        self.out_proj = nn.Linear(embed_dim, embed_dim)
+        gain = 1 / math.sqrt(2) if key_dim == embed_dim else 1.0
+        for projection in (self.k_proj, self.v_proj, self.q_proj):
+            nn.init.xavier_uniform_(projection.weight, gain=gain)
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        nn.init.zeros_(self.out_proj.bias)
+
+    def heads(
+        self, queries: Segments, keys: Segments, causal: bool, rng: Tensor, site: int
+    ) -> Heads:
+        p = self.dropout if self.training else 0.0
+        return Heads(self.num_heads, queries, keys, causal, p, rng, site)
+
+    def self_attention(
+        self, x: Tensor, stream: Tensor | None, heads: Heads, residual: Residual
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Attend within sentences, x [T, C]; the result is added to ``stream`` and normalised.
+
+        ``stream`` None means that x itself is the residual (post-LayerNorm). Returns
+        (new stream, normalised), as ``residual_norm.residual_norm_fwd`` describes.
+        """
+        q, k, v, o = self.q_proj, self.k_proj, self.v_proj, self.out_proj
+        return _SelfAttention.apply(
+            x, stream, heads, residual, q.weight, k.weight, v.weight, q.bias, k.bias, v.bias,
+            o.weight, o.bias, *residual.parameters,
+        )  # fmt: skip
+
+    def cross_attention(
+        self, x: Tensor, stream: Tensor | None, memory: Tensor, heads: Heads, residual: Residual
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """As ``self_attention``, with keys and values from ``memory`` [T_src, 2 * C]."""
+        q, o = self.q_proj, self.out_proj
+        return _CrossAttention.apply(
+            x, stream, memory, heads, residual, q.weight, q.bias, o.weight, o.bias,
+            *residual.parameters,
+        )  # fmt: skip
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
+        """Split the stacked ``in_proj`` of checkpoints older than fairseq 0.9."""
+        for kind in ("weight", "bias"):
+            stacked = state_dict.pop(f"{name}.in_proj_{kind}", None)
+            if stacked is not None:
+                for projection, rows in zip("qkv", stacked.chunk(3), strict=True):
+                    state_dict[f"{name}.{projection}_proj.{kind}"] = rows

@@ -1,0 +1,55 @@
+"""Label-smoothed cross entropy over the vocabulary.
+
+Letters: T rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightseq_fairseq import ops
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, smoothing: float, padding_idx: int, accuracy: bool
+    ) -> Any:
+        loss, nll, lse, correct = ops.cross_entropy_fwd(
+            logits, target, smoothing, padding_idx, accuracy
+        )
+        ctx.save_for_backward(logits, target, lse)
+        ctx.smoothing, ctx.padding_idx = smoothing, padding_idx
+        ctx.mark_non_differentiable(nll, correct)
+        return loss, nll, correct
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:
+        logits, target, lse = ctx.saved_tensors
+        # The gradient replaces the logits: the largest tensor of the step exists once. A second
+        # backward through the same graph is refused by autograd's version check.
+        ops.cross_entropy_bwd(dloss, logits, target, lse, ctx.smoothing, ctx.padding_idx)
+        return logits, None, None, None, None
+
+
+def label_smoothed_cross_entropy(
+    logits: Tensor, target: Tensor, smoothing: float, padding_idx: int, accuracy: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss of each row; the backward pass overwrites ``logits`` with their gradient.
+
+    Args:
+        logits: [T, V], float64/32/16 or bfloat16, contiguous.
+        target: int64 [T]; rows whose target is ``padding_idx`` count nothing.
+        smoothing: epsilon; it is shared by the V - 1 other classes as in fairseq.
+        accuracy: also say which rows have their target as arg max.
+
+    Returns:
+        loss [T] (differentiable) and nll [T], in nats, float32 (float64 for float64 logits), and
+        correct: bool [T], empty unless ``accuracy``.
+
+    Source: ``fairseq.criterions.label_smoothed_cross_entropy.label_smoothed_nll_loss``.
+    """
+    return _CrossEntropy.apply(logits, target, smoothing, padding_idx, accuracy)

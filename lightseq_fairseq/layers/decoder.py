@@ -1,0 +1,105 @@
+"""The Transformer decoder layer and stack on packed tokens, and one step of generation.
+
+Letters: T packed tokens, N hypotheses, C model width, F ffn width, H heads, D head width,
+S source length, L target length so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightseq_fairseq.layers.attention import MultiheadAttention
+from lightseq_fairseq.layers.encoder import TransformerLayer
+from lightseq_fairseq.layers.linear import linear_parts
+from lightseq_fairseq.layers.residual_norm import layer_norm
+from lightseq_fairseq.training.batch import Segments
+
+
+class DecoderLayer(TransformerLayer):
+    """Self-attention, cross attention and feed-forward with residuals.
+
+    Args as ``EncoderLayer``; ``encoder_dim`` is the width of the encoder's output (default C).
+
+    Source: ``fairseq.modules.transformer_layer.TransformerDecoderLayerBase``.
+    """
+
+    def __init__(
+        self, embed_dim: int, ffn_dim: int, num_heads: int, *, encoder_dim: int | None = None,
+        dropout: float = 0.0, attention_dropout: float = 0.0, activation_dropout: float = 0.0,
+        activation: str = "relu", normalize_before: bool = False, site: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            dropout=dropout, activation_dropout=activation_dropout, activation=activation,
+            normalize_before=normalize_before, site=site,
+        )  # fmt: skip
+        self.self_attn = MultiheadAttention(embed_dim, num_heads, dropout=attention_dropout)
+        self.self_attn_layer_norm = nn.LayerNorm(embed_dim)
+        self.encoder_attn = MultiheadAttention(
+            embed_dim, num_heads, key_dim=encoder_dim, dropout=attention_dropout
+        )
+        self.encoder_attn_layer_norm = nn.LayerNorm(embed_dim)
+        self.fc1 = nn.Linear(embed_dim, ffn_dim)
+        self.fc2 = nn.Linear(ffn_dim, embed_dim)
+        self.final_layer_norm = nn.LayerNorm(embed_dim)
+
+    def norms(self, next_norm: nn.LayerNorm | None) -> tuple[nn.LayerNorm | None, ...]:
+        """The norm that closes each of the three sublayers."""
+        own = (self.self_attn_layer_norm, self.encoder_attn_layer_norm, self.final_layer_norm)
+        return (*own[1:], next_norm) if self.normalize_before else own
+
+    def step(
+        self, x: Tensor, stream: Tensor | None, memory: Tensor, target: Segments,
+        source: Segments, rng: Tensor, next_norm: nn.LayerNorm | None, causal: bool = True,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """One layer of a stack, see ``EncoderLayer.step``; memory [T_src, 2 * C] holds k and v."""
+        norms = self.norms(next_norm)
+        heads = self.self_attn.heads(target, target, causal, rng, self.site)
+        residual = self.residual(norms[0], rng, 1)
+        stream, x = self.self_attn.self_attention(x, stream, heads, residual)
+        heads = self.encoder_attn.heads(target, source, False, rng, self.site + 2)
+        residual = self.residual(norms[1], rng, 3)
+        stream, x = self.encoder_attn.cross_attention(x, stream, memory, heads, residual)
+        stream, x = self.feed_forward(x, stream, norms[2], rng, 4)
+        return x, stream
+
+    def forward(
+        self, x: Tensor, encoder_out: Tensor, target: Segments, source: Segments, rng: Tensor
+    ) -> Tensor:
+        """x [T, C], encoder_out [T_src, C_enc] -> [T, C]; ``rng`` from ``layers.draw_rng``."""
+        return run_decoder([self], None, x, encoder_out, target, source, rng)
+
+
+def memory_weights(layers: Iterable[DecoderLayer]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """All layers' cross-attention key and value weights, and biases, in the order of their GEMM."""
+    blocks = [layer.encoder_attn for layer in layers]
+    projections = [p for block in blocks for p in (block.k_proj, block.v_proj)]
+    return [p.weight for p in projections], [p.bias for p in projections]
+
+
+def project_memory(layers: list[DecoderLayer], encoder_out: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values of every layer's cross attention in one GEMM.
+
+    encoder_out [T_src, C_enc] -> a tensor [T_src, 2 * C] for each layer.
+    """
+    return linear_parts(encoder_out, len(layers), *memory_weights(layers))
+
+
+def run_decoder(
+    layers: Iterable[DecoderLayer], last_norm: nn.LayerNorm | None, x: Tensor,
+    encoder_out: Tensor, target: Segments, source: Segments, rng: Tensor, causal: bool = True,
+) -> Tensor:  # fmt: skip
+    """Run a stack on x [T, C], attending to encoder_out [T_src, C_enc]."""
+    stack = list(layers)
+    if not stack:
+        return x if last_norm is None else layer_norm(x, last_norm)
+    memories = project_memory(stack, encoder_out)
+    stream = None
+    if stack[0].normalize_before:
+        stream, x = x, layer_norm(x, stack[0].self_attn_layer_norm)
+    for place, (layer, memory) in enumerate(zip(stack, memories, strict=True)):
+        following = stack[place + 1].self_attn_layer_norm if place + 1 < len(stack) else last_norm
+        x, stream = layer.step(x, stream, memory, target, source, rng, following, causal)
+    return stream if x is None else x

@@ -1,0 +1,142 @@
+"""Token and position embedding of packed tokens.
+
+Letters: T packed tokens, V vocabulary, C model width, P positions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightseq_fairseq import ops
+from lightseq_fairseq.layers.residual_norm import layer_norm
+from lightseq_fairseq.training.batch import Segments
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, positions: Tensor | None,
+                position_weight: Tensor | None, scale: float, padding_idx: int, p: float,
+                rng: Tensor, site: int) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(tokens, weight, positions, position_weight, rng)
+        ctx.scale, ctx.padding_idx, ctx.p, ctx.site = scale, padding_idx, p, site
+        return ops.embedding_fwd(tokens, weight, positions, position_weight, scale, p, rng, site)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        tokens, weight, positions, position_weight, rng = ctx.saved_tensors
+        dweight = torch.empty_like(weight)
+        learned = ctx.needs_input_grad[3]
+        dposition = torch.empty_like(position_weight) if learned else None
+        ops.embedding_bwd(
+            dy.contiguous(), tokens, positions, ctx.scale, ctx.padding_idx, ctx.p, rng, ctx.site,
+            dweight, dposition, False,
+        )  # fmt: skip
+        return None, dweight, None, dposition, None, None, None, None, None
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, rng: Tensor, site: int) -> Tensor:
+        ctx.save_for_backward(x, rng)
+        ctx.p, ctx.site = p, site
+        return ops.bias_activation_dropout_fwd(x, None, "identity", p, rng, site)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, rng = ctx.saved_tensors
+        dx = ops.bias_activation_dropout_bwd(
+            dy.contiguous(), x, None, "identity", ctx.p, rng, ctx.site, None, False
+        )
+        return dx, None, None, None
+
+
+def embed(
+    tokens: Tensor, weight: Tensor, positions: Tensor | None, position_weight: Tensor | None, *,
+    scale: float, padding_idx: int, p: float, rng: Tensor, site: int,
+    project: nn.Linear | None = None, norm: nn.LayerNorm | None = None,
+) -> Tensor:  # fmt: skip
+    """dropout(norm(project(scale * weight[tokens]) + position_weight[positions])), differentiable.
+
+    Args:
+        tokens: int64 or int32 [T].
+        weight: [V, C]; the row ``padding_idx`` receives no gradient from look-ups.
+        positions: int64 [T] rows of ``position_weight`` [P, C]; None for no positions.
+        scale: factor of the token embedding, sqrt(C) in fairseq.
+        p, rng, site: dropout, see ``ops.philox``.
+        project: width change between embedding and model (fairseq's ``project_in_dim``).
+        norm: LayerNorm before the dropout (``--layernorm-embedding``).
+
+    Returns: [T, C].
+    Source: ``TransformerEncoderBase.forward_embedding`` of fairseq.
+    """
+    plain = project is None and norm is None
+    early_p = p if plain else 0.0
+    if project is None:
+        x = _Embedding.apply(
+            tokens, weight, positions, position_weight, scale, padding_idx, early_p, rng, site
+        )
+    else:
+        x = _Embedding.apply(tokens, weight, None, None, scale, padding_idx, 0.0, rng, site)
+        x = nn.functional.linear(x, project.weight)
+        if positions is not None and position_weight is not None:
+            x = x + position_weight.index_select(0, positions)
+    if norm is not None:
+        x = layer_norm(x, norm)
+    return x if plain or p == 0.0 else _Dropout.apply(x, p, rng, site)
+
+
+def sinusoidal_positions(count: int, width: int, padding_idx: int) -> Tensor:
+    """Sinusoidal table, float32 [count, width], row ``padding_idx`` zero.
+
+    The layout is tensor2tensor's and fairseq's: the sines of all frequencies, then the cosines;
+    not the interleaved one of Vaswani et al. 2017. Bitwise equal to
+    ``fairseq.modules.SinusoidalPositionalEmbedding.get_embedding``.
+    """
+    half = width // 2
+    step = math.log(10000) / (half - 1)
+    frequencies = torch.exp(torch.arange(half, dtype=torch.float) * -step)
+    angles = torch.arange(count, dtype=torch.float).unsqueeze(1) * frequencies.unsqueeze(0)
+    table = torch.cat([torch.sin(angles), torch.cos(angles)], dim=1)
+    table = nn.functional.pad(table, (0, width - 2 * half))
+    table[padding_idx] = 0
+    return table
+
+
+class Embedding(nn.Module):
+    """Scaled token embedding plus positions plus dropout, for use without fairseq.
+
+    Args:
+        vocabulary: V. width: C. padding_idx: id of the pad token.
+        positions: longest sentence, in tokens.
+        dropout: in training mode.
+        learned: learned instead of sinusoidal positions.
+
+    Positions start at ``padding_idx + 1`` as in fairseq, so weights can be exchanged.
+    """
+
+    def __init__(
+        self, vocabulary: int, width: int, padding_idx: int, positions: int = 1024,
+        dropout: float = 0.0, learned: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.padding_idx, self.dropout, self.scale = padding_idx, dropout, math.sqrt(width)
+        self.weight = nn.Parameter(torch.empty(vocabulary, width).normal_(std=width**-0.5))
+        table = sinusoidal_positions(positions + padding_idx + 1, width, padding_idx)
+        if learned:
+            table.normal_(std=width**-0.5)
+        with torch.no_grad():
+            self.weight[padding_idx] = 0
+            table[padding_idx] = 0
+        self.position_weight = nn.Parameter(table, requires_grad=learned)
+
+    def forward(self, tokens: Tensor, segments: Segments, rng: Tensor, site: int = 0) -> Tensor:
+        """tokens int64 [T] -> [T, C]; ``rng`` int64 [2] from ``layers.draw_rng``."""
+        return embed(
+            tokens, self.weight, segments.positions + self.padding_idx + 1, self.position_weight,
+            scale=self.scale, padding_idx=self.padding_idx,
+            p=self.dropout if self.training else 0.0, rng=rng, site=site,
+        )  # fmt: skip

@@ -1,0 +1,123 @@
+"""The Transformer encoder layer and stack on packed tokens.
+
+Letters: T packed tokens, C model width, F ffn width, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightseq_fairseq.layers.attention import MultiheadAttention
+from lightseq_fairseq.layers.feed_forward import Activation, feed_forward
+from lightseq_fairseq.layers.residual_norm import Residual, layer_norm
+from lightseq_fairseq.training.batch import Segments
+
+SITES_PER_LAYER = 8  # places that drop, reserved a layer: decoder layers use six
+
+
+class TransformerLayer(nn.Module):
+    """What encoder and decoder layers share: feed-forward weights, norms, dropout rates."""
+
+    def __init__(
+        self, *, dropout: float, activation_dropout: float, activation: str,
+        normalize_before: bool, site: int,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.dropout, self.activation_dropout = dropout, activation_dropout
+        self.activation, self.normalize_before, self.site = activation, normalize_before, site
+
+    def residual(self, norm: nn.LayerNorm | None, rng: Tensor, site: int) -> Residual:
+        p = self.dropout if self.training else 0.0
+        return Residual(norm, self.normalize_before, p, rng, self.site + site)
+
+    def feed_forward(
+        self, x: Tensor, stream: Tensor | None, norm: nn.LayerNorm | None, rng: Tensor, site: int
+    ) -> tuple[Any, Any]:
+        p = self.activation_dropout if self.training else 0.0
+        activation = Activation(self.activation, p, rng, self.site + site)
+        residual = self.residual(norm, rng, site + 1)
+        return feed_forward(x, stream, self.fc1, self.fc2, activation, residual)
+
+
+class EncoderLayer(TransformerLayer):
+    """Self-attention and feed-forward with residuals; fairseq's parameter names and values.
+
+    Args:
+        embed_dim: C. ffn_dim: F. num_heads: H.
+        dropout: of each sublayer's output; attention_dropout: of the probabilities;
+        activation_dropout: behind the activation. All act in training mode only.
+        activation: relu, gelu (erf) or gelu_accurate (tanh).
+        normalize_before: pre-LayerNorm (t2t) instead of post-LayerNorm (Vaswani et al. 2017).
+        site: first dropout site of the layer; layers that share an ``rng`` need their own,
+            ``SITES_PER_LAYER`` apart.
+
+    Source: ``fairseq.modules.transformer_layer.TransformerEncoderLayerBase``.
+    """
+
+    def __init__(
+        self, embed_dim: int, ffn_dim: int, num_heads: int, *, dropout: float = 0.0,
+        attention_dropout: float = 0.0, activation_dropout: float = 0.0,
+        activation: str = "relu", normalize_before: bool = False, site: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            dropout=dropout, activation_dropout=activation_dropout, activation=activation,
+            normalize_before=normalize_before, site=site,
+        )  # fmt: skip
+        self.self_attn = MultiheadAttention(embed_dim, num_heads, dropout=attention_dropout)
+        self.self_attn_layer_norm = nn.LayerNorm(embed_dim)
+        self.fc1 = nn.Linear(embed_dim, ffn_dim)
+        self.fc2 = nn.Linear(ffn_dim, embed_dim)
+        self.final_layer_norm = nn.LayerNorm(embed_dim)
+
+    def step(
+        self, x: Tensor, stream: Tensor | None, segments: Segments, rng: Tensor,
+        next_norm: nn.LayerNorm | None,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """One layer of a stack: (x, stream) -> (x, stream).
+
+        Pre-norm: x is normalised already, ``stream`` is the residual, and the layer's last op
+        applies ``next_norm``, the norm of whatever follows. Post-norm: ``stream`` is None.
+        """
+        pre = self.normalize_before
+        heads = self.self_attn.heads(segments, segments, False, rng, self.site)
+        norm = self.final_layer_norm if pre else self.self_attn_layer_norm
+        stream, x = self.self_attn.self_attention(x, stream, heads, self.residual(norm, rng, 1))
+        norm = next_norm if pre else self.final_layer_norm
+        stream, x = self.feed_forward(x, stream, norm, rng, 2)
+        return x, stream
+
+    def forward(self, x: Tensor, segments: Segments, rng: Tensor) -> Tensor:
+        """x [T, C] -> [T, C]; ``rng`` int64 [2] from ``layers.draw_rng``."""
+        return run_encoder([self], None, x, segments, rng)
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
+        """Accept what older fairseq versions called or stored differently."""
+        for place, norm in enumerate(("self_attn_layer_norm", "final_layer_norm")):
+            for kind in ("weight", "bias"):
+                old = state_dict.pop(f"{name}.layer_norms.{place}.{kind}", None)
+                if old is not None:
+                    state_dict[f"{name}.{norm}.{kind}"] = old
+        # fairseq 0.12.2 stores each matrix twice; the second copy was never trained.
+        for dead in ("in_proj", "out_proj", "fc1", "fc2"):
+            for kind in ("weight", "bias"):
+                state_dict.pop(f"{name}.{dead}_{kind}", None)
+
+
+def run_encoder(
+    layers: Iterable[EncoderLayer], last_norm: nn.LayerNorm | None, x: Tensor,
+    segments: Segments, rng: Tensor,
+) -> Tensor:  # fmt: skip
+    """Run a stack on x [T, C]; in pre-norm stacks each norm rides on the op before it."""
+    stack = list(layers)
+    if not stack:
+        return x if last_norm is None else layer_norm(x, last_norm)
+    stream = None
+    if stack[0].normalize_before:
+        stream, x = x, layer_norm(x, stack[0].self_attn_layer_norm)
+    for place, layer in enumerate(stack):
+        following = stack[place + 1].self_attn_layer_norm if place + 1 < len(stack) else last_norm
+        x, stream = layer.step(x, stream, segments, rng, following)
+    return stream if x is None else x

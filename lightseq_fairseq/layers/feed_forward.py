@@ -1,0 +1,81 @@
+"""The position-wise feed-forward sublayer, one autograd node.
+
+Letters: T packed tokens, C model width, F ffn width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightseq_fairseq import ops
+from lightseq_fairseq.layers.residual_norm import Residual, residual_norm_bwd, residual_norm_fwd
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The non-linearity and the dropout behind it.
+
+    Attributes:
+        name: relu, gelu (erf) or gelu_accurate (tanh), fairseq's names.
+        p, rng, site: dropout, see ``ops.philox``.
+    """
+
+    name: str
+    p: float
+    rng: Tensor
+    site: int
+
+
+class _FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stream: Tensor | None, activation: Activation,
+                residual: Residual, *weights: Tensor) -> Any:  # fmt: skip
+        w1, b1, w2, b2, gamma, beta = weights
+        a = activation
+        h1 = ops.linear_fwd(x, w1, None)
+        h2 = ops.bias_activation_dropout_fwd(h1, b1, a.name, a.p, a.rng, a.site)
+        h3 = ops.linear_fwd(h2, w2, None)
+        saved, outputs = residual_norm_fwd(h3, b2, x if stream is None else stream,
+                                           gamma, beta, residual)  # fmt: skip
+        ctx.save_for_backward(x, h1, h2, w1, b1, w2, gamma, *saved)
+        ctx.activation, ctx.residual, ctx.post_norm = activation, residual, stream is None
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
+        x, h1, h2, w1, b1, w2, gamma, *saved = ctx.saved_tensors
+        a = ctx.activation
+        dh3, dresidual, dgamma, dbeta, db2 = residual_norm_bwd(
+            dstream, dy, gamma, saved, ctx.residual
+        )
+        dw1, db1, dw2 = torch.empty_like(w1), torch.empty_like(b1), torch.empty_like(w2)
+        dh2 = ops.linear_bwd(dh3, h2, w2, dw2, None, False, True)
+        dh1 = ops.bias_activation_dropout_bwd(
+            dh2, h1, b1, a.name, a.p, a.rng, a.site, db1, False
+        )
+        dx = ops.linear_bwd(dh1, x, w1, dw1, None, False, True)
+        if ctx.post_norm:
+            dx, dresidual = dx.add_(dresidual), None
+        return (dx, dresidual, None, None, dw1, db1, dw2, db2, dgamma, dbeta)
+
+
+def feed_forward(
+    x: Tensor, stream: Tensor | None, fc1: nn.Linear, fc2: nn.Linear,
+    activation: Activation, residual: Residual,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """fc2(dropout(act(fc1(x)))), closed by ``residual``; x [T, C], differentiable.
+
+    ``stream`` None means that x itself is the residual (post-LayerNorm). Returns
+    (new stream, normalised), as ``residual_norm.residual_norm_fwd`` describes.
+
+    Source: Vaswani et al. 2017, section 3.3; ``fairseq.modules.transformer_layer``.
+    """
+    return _FeedForward.apply(
+        x, stream, activation, residual, fc1.weight, fc1.bias, fc2.weight, fc2.bias,
+        *residual.parameters,
+    )  # fmt: skip

@@ -1,0 +1,63 @@
+"""Projection of packed rows: y = x W^T + b.
+
+Letters: T rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightseq_fairseq import ops
+from lightseq_fairseq.parameters import as_one
+
+
+class _Linear(torch.autograd.Function):
+    """One GEMM over several stacked weight matrices, one output for each of ``parts``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: int, *parameters: Tensor) -> Any:
+        count = len(parameters) // 2 if parameters[-1] is not None else len(parameters) - 1
+        weights, biases = parameters[:count], parameters[count:]
+        weight = as_one(weights)
+        bias = None if biases[0] is None else as_one(biases)
+        ctx.save_for_backward(x, *weights)
+        ctx.rows = [w.shape[0] for w in weights]
+        ctx.has_bias = bias is not None
+        ctx.set_materialize_grads(False)
+        y = ops.linear_fwd(x, weight, bias)
+        return y if parts == 1 else y.chunk(parts, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        x, *weights = ctx.saved_tensors
+        weight = as_one(weights)
+        width = weight.shape[0] // len(grads)
+        given = [x.new_zeros(x.shape[0], width) if g is None else g for g in grads]
+        dy = given[0].contiguous() if len(given) == 1 else torch.cat(given, dim=1)
+        dweight = torch.empty_like(weight)
+        dbias = weight.new_empty(weight.shape[0]) if ctx.has_bias else None
+        need_dx = ctx.needs_input_grad[0]
+        dx = ops.linear_bwd(dy, x, weight, dweight, dbias, False, need_dx)
+        dbiases = (None,) if dbias is None else dbias.split(ctx.rows)
+        return (dx if need_dx else None, None, *dweight.split(ctx.rows), *dbiases)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K], weight [N, K], bias [N] or None -> [T, N]; differentiable.
+
+    Source: ``torch.nn.functional.linear``.
+    """
+    return _Linear.apply(x, 1, weight, bias)
+
+
+def linear_parts(x: Tensor, parts: int, weights: list[Tensor], biases: list[Tensor]) -> Any:
+    """Project x [T, K] by all ``weights`` (each [N_i, K]) in one GEMM.
+
+    Returns ``parts`` tensors of equal width, column slices of the one result [T, sum N_i].
+    When the weights are neighbours in the flat buffer nothing is copied.
+    """
+    y = _Linear.apply(x, parts, *weights, *biases)
+    return (y,) if parts == 1 else y

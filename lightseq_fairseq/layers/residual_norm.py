@@ -1,0 +1,95 @@
+"""What closes every sublayer: add bias, drop, add the residual, normalise - one op.
+
+Letters: T packed tokens, C model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightseq_fairseq import ops
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The close of one sublayer.
+
+    Attributes:
+        norm: the LayerNorm applied to the new residual stream: the sublayer's own (post-norm) or
+            the one that feeds the next sublayer (pre-norm); None when nothing follows.
+        keep_stream: pre-norm; the sum itself goes on as the residual stream.
+        p, rng, site: dropout of the sublayer's output, see ``ops.philox``.
+    """
+
+    norm: nn.LayerNorm | None
+    keep_stream: bool
+    p: float
+    rng: Tensor
+    site: int
+
+    @property
+    def parameters(self) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if self.norm is None else (self.norm.weight, self.norm.bias)
+
+
+def residual_norm_fwd(
+    h: Tensor, bias: Tensor, stream: Tensor, gamma: Tensor | None, beta: Tensor | None,
+    residual: Residual,
+) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None]]:  # fmt: skip
+    """Close a sublayer whose GEMM output, without its bias, is h [T, C].
+
+    Returns what backward needs, and (new stream [T, C] or None, normalised [T, C] or None).
+    """
+    eps = 0.0 if residual.norm is None else residual.norm.eps
+    total, y, mean, rstd = ops.dropout_residual_layer_norm_fwd(
+        h, bias, stream, gamma, beta, residual.p, residual.rng, residual.site, eps
+    )
+    outputs = (total if residual.keep_stream else None, None if gamma is None else y)
+    return [total, mean, rstd], outputs
+
+
+def residual_norm_bwd(
+    dstream: Tensor | None, dy: Tensor | None, gamma: Tensor | None, saved: Sequence[Tensor],
+    residual: Residual,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    """Gradients (dh, dstream, dgamma, dbeta, dbias) of ``residual_norm_fwd``."""
+    total, mean, rstd = saved
+    dy, dstream = (None if g is None else g.contiguous() for g in (dy, dstream))
+    dgamma = None if gamma is None else torch.empty_like(gamma)
+    dbeta = None if gamma is None else torch.empty_like(gamma)
+    dbias = total.new_empty(total.shape[1])
+    dh, dresidual = ops.dropout_residual_layer_norm_bwd(
+        dy, dstream, total, gamma, mean, rstd, residual.p, residual.rng, residual.site,
+        dgamma, dbeta, dbias, False,
+    )  # fmt: skip
+    return (dh if residual.p > 0 else dresidual), dresidual, dgamma, dbeta, dbias
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
+        rng = torch.zeros(2, dtype=torch.int64, device=x.device)
+        _, y, mean, rstd = ops.dropout_residual_layer_norm_fwd(
+            x, None, None, gamma, beta, 0.0, rng, 0, eps
+        )
+        ctx.save_for_backward(x, gamma, mean, rstd, rng)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, gamma, mean, rstd, rng = ctx.saved_tensors
+        dgamma, dbeta = torch.empty_like(gamma), torch.empty_like(gamma)
+        _, dx = ops.dropout_residual_layer_norm_bwd(
+            dy.contiguous(), None, x, gamma, mean, rstd, 0.0, rng, 0, dgamma, dbeta, None, False
+        )
+        return dx, dgamma, dbeta, None
+
+
+def layer_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+    """LayerNorm of packed rows x [T, C], for the places no residual leads to."""
+    return _LayerNorm.apply(x, norm.weight, norm.bias, norm.eps)
