@@ -1,0 +1,336 @@
+"""``ls_transformer``: fairseq's Transformer computed on packed tokens by the fused layers.
+
+Everything that is not computation is fairseq's own class underneath: flags, parameter names,
+initial values, checkpoint upgrades, the dictionary. Letters: B sentences, L longest sentence,
+T packed tokens, C model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import torch
+from fairseq.models import ARCH_CONFIG_REGISTRY, register_model, register_model_architecture
+from fairseq.models.transformer import (
+    TransformerConfig,
+    TransformerDecoderBase,
+    TransformerEncoderBase,
+    TransformerModel,
+)
+from fairseq.modules import SinusoidalPositionalEmbedding
+from torch import Tensor
+
+from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.generation.incremental import Cache, decode_step
+from lightseq_fairseq.layers import draw_rng, embed, linear, run_decoder, run_encoder
+from lightseq_fairseq.layers import sinusoidal_positions
+from lightseq_fairseq.layers.decoder import DecoderLayer, memory_weights
+from lightseq_fairseq.layers.encoder import SITES_PER_LAYER, EncoderLayer
+from lightseq_fairseq.parameters import flatten_parameters
+from lightseq_fairseq.training.batch import Segments
+
+ACTIVATIONS = ("relu", "gelu", "gelu_accurate")
+
+# flag -> attribute of fairseq's namespace, the value that leaves it off, why it is not covered
+_UNSUPPORTED = (
+    ("--adaptive-softmax-cutoff", "adaptive_softmax_cutoff", "the loss needs every logit"),
+    ("--adaptive-input", "adaptive_input", "the embedding is one table"),
+    ("--tie-adaptive-weights", "tie_adaptive_weights", "the embedding is one table"),
+    ("--quant-noise-pq", "quant_noise_pq", "the fused layers have no quantisation noise"),
+    ("--quant-noise-scalar", "quant_noise_scalar", "the fused layers have no quantisation noise"),
+    ("--no-cross-attention", "no_cross_attention", "every fused decoder layer attends to the source"),
+    ("--cross-self-attention", "cross_self_attention", "source and target are packed apart"),
+    ("--checkpoint-activations", "checkpoint_activations", "the fused layers keep what backward needs"),
+    ("--offload-activations", "offload_activations", "the fused layers keep what backward needs"),
+    ("--base-layers", "base_layers", "mixture-of-experts layers are not fused"),
+    ("--char-inputs", "char_inputs", "the embedding is one table of tokens"),
+    ("--encoder-xformers-att-config", "encoder_xformers_att_config", "attention is our own"),
+    ("--decoder-xformers-att-config", "decoder_xformers_att_config", "attention is our own"),
+    ("--amp", "amp", "the fused layers run in one precision; use --fp16 or --bf16"),
+)  # fmt: skip
+
+
+def unsupported_option(args: Namespace) -> str | None:
+    """One sentence naming an option that ``ls_transformer`` cannot honour, or None."""
+    for flag, name, reason in _UNSUPPORTED:
+        if getattr(args, name, None):
+            return _refusal(flag, reason)
+    activation = getattr(args, "activation_fn", "relu")
+    if activation not in ACTIVATIONS:
+        return _refusal(f"--activation-fn {activation}", f"only {', '.join(ACTIVATIONS)} are fused")
+    if getattr(args, "ddp_backend", None) == "fully_sharded":
+        return _refusal("--ddp-backend fully_sharded", "parameters live in one flat buffer")
+    return None
+
+
+def _refusal(flag: str, reason: str) -> str:
+    return (
+        f"ls_transformer does not support {flag} ({reason}): drop it, or train with fairseq's own "
+        "layers by adding --native."
+    )
+
+
+class _Side:
+    """What the encoder and the decoder share: the embedding of packed tokens."""
+
+    _table: Tensor | None = None
+
+    def embed_packed(self: Any, tokens: Tensor, positions: Tensor, longest: int, rng: Tensor,
+                     site: int) -> Tensor:  # fmt: skip
+        """tokens [T] at ``positions`` [T] (from 0, below ``longest``) -> [T, C]."""
+        table = None
+        if self.embed_positions is not None:
+            positions = positions + (self.padding_idx + 1)
+            table = self._positions(longest + self.padding_idx + 1)
+        return embed(
+            tokens, self.embed_tokens.weight, None if table is None else positions, table,
+            scale=self.embed_scale, padding_idx=self.padding_idx,
+            p=self.dropout_module.p if self.training else 0.0, rng=rng, site=site,
+            project=getattr(self, "project_in_dim", None), norm=self.layernorm_embedding,
+        )  # fmt: skip
+
+    def _positions(self: Any, rows: int) -> Tensor:
+        """Learned weight, or a sinusoidal table of at least ``rows`` rows in the model's dtype."""
+        module, like = self.embed_positions, self.embed_tokens.weight
+        if not isinstance(module, SinusoidalPositionalEmbedding):
+            return module.weight
+        table = self._table
+        if table is None or table.shape[0] < rows or table.dtype != like.dtype or (
+            table.device != like.device
+        ):  # fmt: skip
+            rows = max(1024, 1 << (rows - 1).bit_length())
+            table = sinusoidal_positions(rows, module.embedding_dim, self.padding_idx)
+            self._table = table = table.to(like)
+        return table
+
+
+class LSTransformerEncoder(_Side, TransformerEncoderBase):
+    """Encoder on packed tokens. Source: ``fairseq.models.transformer.TransformerEncoderBase``."""
+
+    def build_encoder_layer(self, cfg: TransformerConfig) -> EncoderLayer:
+        return EncoderLayer(
+            cfg.encoder.embed_dim, cfg.encoder.ffn_embed_dim, cfg.encoder.attention_heads,
+            normalize_before=cfg.encoder.normalize_before, **_rates(cfg),
+        )  # fmt: skip
+
+    def packed(self, src_tokens: Tensor, rng: Tensor) -> tuple[Tensor, Segments]:
+        """src_tokens int64 [B, L] -> features [T, C] and where each sentence lies in them."""
+        segments = Segments.from_mask(src_tokens.ne(self.padding_idx))
+        tokens = segments.pack(src_tokens)
+        x = self.embed_packed(tokens, segments.positions, segments.max_len, rng, 0)
+        return run_encoder(self.layers, self.layer_norm, x, segments, rng), segments
+
+    def forward(
+        self, src_tokens: Tensor, src_lengths: Tensor | None = None,
+        return_all_hiddens: bool = False, token_embeddings: Tensor | None = None,
+    ) -> dict[str, list[Tensor]]:  # fmt: skip
+        """fairseq's padded interface, for generators and foreign decoders.
+
+        Returns a dict with encoder_out [L, B, C] (zeros at pads), encoder_padding_mask [B, L] and
+        src_lengths [B, 1]; intermediate states are not kept.
+        """
+        if token_embeddings is not None:
+            raise UserError("ls_transformer embeds tokens itself: pass tokens, not embeddings.")
+        features, segments = self.packed(src_tokens, draw_rng(src_tokens.device))
+        mask = src_tokens.eq(self.padding_idx)
+        return {
+            "encoder_out": [segments.pad(features).transpose(0, 1)],
+            "encoder_padding_mask": [mask],
+            "encoder_embedding": [],
+            "encoder_states": [],
+            "fc_results": [],
+            "src_tokens": [],
+            "src_lengths": [(~mask).sum(1, keepdim=True, dtype=torch.int32)],
+        }
+
+
+class LSTransformerDecoder(_Side, TransformerDecoderBase):
+    """Decoder on packed tokens. Source: ``fairseq.models.transformer.TransformerDecoderBase``."""
+
+    def build_decoder_layer(
+        self, cfg: TransformerConfig, no_encoder_attn: bool = False
+    ) -> DecoderLayer:
+        return DecoderLayer(
+            cfg.decoder.embed_dim, cfg.decoder.ffn_embed_dim, cfg.decoder.attention_heads,
+            encoder_dim=cfg.encoder.embed_dim, normalize_before=cfg.decoder.normalize_before,
+            **_rates(cfg),
+        )  # fmt: skip
+
+    def packed(
+        self, prev_output_tokens: Tensor, memory: Tensor, source: Segments, rng: Tensor,
+        causal: bool = True,
+    ) -> tuple[Tensor, Segments]:  # fmt: skip
+        """prev_output_tokens int64 [B, L], memory [T_src, C] -> features [T, C], segments."""
+        segments = Segments.from_mask(prev_output_tokens.ne(self.padding_idx))
+        tokens = segments.pack(prev_output_tokens)
+        x = self.embed_packed(tokens, segments.positions, segments.max_len, rng, 1)
+        x = run_decoder(self.layers, self.layer_norm, x, memory, segments, source, rng, causal)
+        return self._project_out(x), segments
+
+    def _project_out(self, x: Tensor) -> Tensor:
+        return x if self.project_out_dim is None else linear(x, self.project_out_dim.weight)
+
+    def output_layer(self, features: Tensor) -> Tensor:
+        """Logits of features [..., C] -> [..., V]."""
+        rows = features.flatten(0, -2)
+        return linear(rows, self.output_projection.weight).unflatten(0, features.shape[:-1])
+
+    def extract_features(
+        self, prev_output_tokens: Tensor, encoder_out: dict[str, list[Tensor]] | None,
+        incremental_state: dict[str, Any] | None = None, full_context_alignment: bool = False,
+        alignment_layer: int | None = None, alignment_heads: int | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
+        """fairseq's padded interface: features [B, L, C], or [B, 1, C] with incremental state.
+
+        extra["attn"][0] holds the cross attention [B, 1, L_src] of ``alignment_layer`` (default:
+        the last) averaged over heads, in incremental decoding only.
+        """
+        if encoder_out is None:
+            raise UserError("ls_transformer's decoder needs the encoder's output.")
+        memory, pads = encoder_out["encoder_out"][0], encoder_out["encoder_padding_mask"]
+        if incremental_state is not None:
+            layer = len(self.layers) - 1 if alignment_layer is None else alignment_layer
+            x, weights = self._decode_step(
+                prev_output_tokens, memory, pads[0] if pads else None, incremental_state, layer
+            )
+            attn = None if weights is None else weights[:alignment_heads].mean(0)
+            return x, {"attn": [attn], "inner_states": []}
+        rows = memory.transpose(0, 1)
+        mask = ~pads[0] if pads else rows.new_ones(rows.shape[:2], dtype=torch.bool)
+        source = Segments.from_mask(mask)
+        features, segments = self.packed(
+            prev_output_tokens, source.pack(rows), source, draw_rng(memory.device),
+            causal=not full_context_alignment,
+        )  # fmt: skip
+        return segments.pad(features), {"attn": [None], "inner_states": []}
+
+    def _decode_step(
+        self, tokens: Tensor, memory: Tensor, pads: Tensor | None, state: dict[str, Any],
+        attention_of: int,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        layers = list(self.layers)
+        cached = self.get_incremental_state(state, "cache")
+        cache = Cache.begin(layers, memory, pads) if cached is None else cached["cache"]
+        step = tokens.shape[1] - 1
+        positions = torch.full((tokens.shape[0],), step, device=tokens.device)
+        x = self.embed_packed(tokens[:, -1], positions, step + 1, tokens.new_zeros(2), 1)
+        x, weights = decode_step(layers, self.layer_norm, x, cache, attention_of)
+        self.set_incremental_state(state, "cache", {"cache": cache})
+        return self._project_out(x).unsqueeze(1), weights
+
+    def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
+        """Keep the hypotheses ``new_order``, as beam search asks after every step."""
+        cached = self.get_incremental_state(incremental_state, "cache")
+        if cached is not None:
+            cached["cache"].reorder(new_order)
+
+
+def _rates(cfg: TransformerConfig) -> dict[str, Any]:
+    return {
+        "dropout": cfg.dropout,
+        "attention_dropout": cfg.attention_dropout,
+        # --relu-dropout is the old name; fairseq reads it where the new one is zero.
+        "activation_dropout": float(cfg.activation_dropout or cfg.relu_dropout or 0.0),
+        "activation": str(cfg.activation_fn),
+    }
+
+
+@register_model("ls_transformer")
+class LSTransformerModel(TransformerModel):
+    """Transformer on packed tokens with all parameters in one flat buffer.
+
+    Source: ``fairseq.models.transformer.TransformerModel``, whose flags, names and initial values
+    it keeps; Vaswani et al. 2017.
+    """
+
+    packs_tokens = True  # ls criteria ask the model for packed logits
+
+    def __init__(self, args: Namespace, encoder: Any, decoder: Any) -> None:
+        super().__init__(args, encoder, decoder)
+        # Sites 0 and 1 are the embeddings'; each layer has its own numbers after them.
+        # children(), as iterating over a list with --encoder-layerdrop leaves some layers out.
+        layers = [*encoder.layers.children(), *decoder.layers.children()]
+        for place, layer in enumerate(layers, 1):
+            layer.site = place * SITES_PER_LAYER
+        self._flatten()
+
+    @classmethod
+    def build_model(cls, args: Namespace, task: Any) -> LSTransformerModel:
+        """Build from fairseq's namespace; refuses what the fused layers cannot honour.
+
+        Raises:
+            UserError: naming the flag, the reason and the way out.
+        """
+        refusal = unsupported_option(args)
+        if refusal:
+            raise UserError(refusal)
+        return super().build_model(args, task)
+
+    @classmethod
+    def build_encoder(cls, args: Any, src_dict: Any, embed_tokens: Any) -> LSTransformerEncoder:
+        return LSTransformerEncoder(TransformerConfig.from_namespace(args), src_dict, embed_tokens)
+
+    @classmethod
+    def build_decoder(cls, args: Any, tgt_dict: Any, embed_tokens: Any) -> LSTransformerDecoder:
+        return LSTransformerDecoder(TransformerConfig.from_namespace(args), tgt_dict, embed_tokens)
+
+    def fused_groups(self) -> list[list[torch.nn.Parameter]]:
+        """Parameters one GEMM reads together, so that they lie side by side."""
+        groups: list[list[torch.nn.Parameter]] = []
+        for layer in [*self.encoder.layers.children(), *self.decoder.layers.children()]:
+            block = layer.self_attn
+            parts = (block.q_proj, block.k_proj, block.v_proj)
+            groups += [[p.weight for p in parts], [p.bias for p in parts]]
+        return groups + [g for g in memory_weights(self.decoder.layers.children()) if g]
+
+    def _flatten(self) -> None:
+        flatten_parameters(self, self.fused_groups())
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LSTransformerModel:
+        # .half(), .cuda() and .to() give every parameter a storage of its own.
+        super()._apply(fn, recurse)
+        self._flatten()
+        return self
+
+    def forward(
+        self, src_tokens: Tensor, src_lengths: Tensor | None, prev_output_tokens: Tensor,
+        return_all_hiddens: bool = True, features_only: bool = False,
+        alignment_layer: int | None = None, alignment_heads: int | None = None,
+        packed: bool = False,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """Logits of a batch.
+
+        Args:
+            src_tokens: int64 [B, L_src], padded on either side.
+            src_lengths: not used, the pads say it.
+            prev_output_tokens: int64 [B, L], padded on the right.
+            features_only: stop before the projection to the vocabulary.
+            packed: return only the real tokens' rows.
+
+        Returns:
+            (logits [B, L, V] with zeros at pads, fairseq's dict of extras), or with ``packed``
+            (logits [T, V], segments of the target).
+        """
+        rng = draw_rng(src_tokens.device)
+        memory, source = self.encoder.packed(src_tokens, rng)
+        x, segments = self.decoder.packed(prev_output_tokens, memory, source, rng)
+        if not features_only:
+            x = self.decoder.output_layer(x)
+        if packed:
+            return x, segments
+        return segments.pad(x), {"attn": [None], "inner_states": []}
+
+
+TRANSLATION_ARCHS = (
+    "transformer",
+    "transformer_tiny",
+    "transformer_iwslt_de_en",
+    "transformer_wmt_en_de",
+    "transformer_vaswani_wmt_en_de_big",
+    "transformer_vaswani_wmt_en_fr_big",
+    "transformer_wmt_en_de_big",
+    "transformer_wmt_en_de_big_t2t",
+)
+for _arch in TRANSLATION_ARCHS:
+    register_model_architecture("ls_transformer", f"ls_{_arch}")(ARCH_CONFIG_REGISTRY[_arch])

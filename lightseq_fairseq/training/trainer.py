@@ -1,0 +1,207 @@
+"""fairseq's Trainer with lossless, crash-safe checkpoints under native names."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightseq_fairseq import checkpoint  # isort: skip  (prepares fairseq for the imports below)
+
+from fairseq import checkpoint_utils, optim, utils
+from fairseq import trainer as native
+from fairseq.file_io import PathManager
+
+from lightseq_fairseq.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+# In memory only, from the loader to the end of load_checkpoint: a name in extra_state because
+# that is what fairseq hands from rank 0 to all others.
+_MASTERS = "lightseq_masters"
+_LOSS_SCALER = "loss_scaler"
+_SCALER_COUNTERS = (
+    "_iter",
+    "_last_overflow_iter",
+    "_last_rescale_iter",
+    "_overflows_since_rescale",
+)
+
+
+def install() -> None:
+    """Make ``fairseq_cli.train`` use this Trainer."""
+    from fairseq_cli import train
+
+    train.Trainer = Trainer
+
+
+class Trainer(native.Trainer):
+    """``fairseq.trainer.Trainer`` for runs with an ``ls_`` component; fairseq's own for others.
+
+    Checkpoints differ from fairseq's in what they keep, not in form: with ``--fp16`` and ``--bf16``
+    "model" holds the float32 parameters that the optimizer works on, where fairseq writes their
+    16-bit rounding, and ``extra_state`` the counters of the loss scale. So a resumed run continues
+    as if it had not been interrupted. Stock fairseq reads them; and a file of stock fairseq
+    continues here.
+    """
+
+    def __init__(
+        self, cfg: Any, task: Any, model: Any, criterion: Any, quantizer: Any = None
+    ) -> None:
+        super().__init__(cfg, task, model, criterion, quantizer)
+        self._has_ls = checkpoint.uses_ls(self.cfg)
+        if self._has_ls:
+            checkpoint.make_copies_atomic()
+
+    def state_dict(self) -> dict[str, Any]:
+        """fairseq's training state under native names, float32 parameters included."""
+        state: dict[str, Any] = super().state_dict()
+        if not self._has_ls:
+            return state
+        state["cfg"] = checkpoint.native_cfg(state["cfg"])
+        for key, module in (("model", self.get_model()), ("criterion", self.get_criterion())):
+            for name, master in self._masters(module).items():
+                if name in state[key]:
+                    state[key][name] = master
+        if self.cfg.common.fp16:
+            counters = {name: getattr(self.optimizer.scaler, name) for name in _SCALER_COUNTERS}
+            state["extra_state"][_LOSS_SCALER] = counters
+        return state
+
+    def _masters(self, module: nn.Module) -> dict[str, Tensor]:
+        """Name -> float32 parameter behind a 16-bit one, as views of what FP16Optimizer holds."""
+        optimizer = self.optimizer
+        if not isinstance(optimizer, optim.FP16Optimizer):
+            return {}
+        masters: dict[int, Tensor] = {}
+        if optimizer.has_flat_params:
+            for device, flat in optimizer.fp32_params.items():
+                # fairseq keeps one vector a device where a model is spread, else one for all.
+                members = [
+                    p
+                    for p in optimizer.fp16_params
+                    if len(optimizer.fp32_params) == 1 or p.device.index == device
+                ]
+                pieces = flat.detach().split([p.numel() for p in members])
+                for parameter, piece in zip(members, pieces, strict=True):
+                    masters[id(parameter)] = piece.view(parameter.shape)
+        else:
+            for parameter, master in zip(optimizer.fp16_params, optimizer.fp32_params, strict=True):
+                masters[id(parameter)] = master.detach()
+        return {
+            name: masters[id(parameter)]
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if id(parameter) in masters
+        }
+
+    def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> None:
+        """Save all training state; ``filename`` is replaced as a whole or not at all.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        asynchronous = self.cfg.checkpoint.write_checkpoints_asynchronously
+        if not self._has_ls or asynchronous or not PathManager.supports_rename(filename):
+            super().save_checkpoint(filename, extra_state)
+            return
+        logger.info("Saving checkpoint to %s", os.path.abspath(filename))
+        # On all ranks: it may need internal communication.
+        state = utils.move_to_cpu(self.state_dict())
+        state["extra_state"].update(extra_state)
+        if self.should_save_checkpoint_on_current_rank:
+            checkpoint.save(checkpoint.own_storage(state), filename)
+        logger.info("Finished saving checkpoint to %s", os.path.abspath(filename))
+
+    def load_checkpoint(
+        self,
+        filename: str,
+        reset_optimizer: bool = False,
+        reset_lr_scheduler: bool = False,
+        optimizer_overrides: Any = None,
+        reset_meters: bool = False,
+    ) -> Any:
+        """Load all training state; see ``fairseq.trainer.Trainer.load_checkpoint``.
+
+        Raises:
+            UserError: the file is damaged, or belongs to another model, criterion or optimizer.
+        """
+        arguments = (
+            filename, reset_optimizer, reset_lr_scheduler, optimizer_overrides, reset_meters
+        )  # fmt: skip
+        if not self._has_ls:
+            return super().load_checkpoint(*arguments)
+        with _explained(filename), self._masters_kept():
+            extra_state = super().load_checkpoint(*arguments)
+        if extra_state is not None:
+            self._restore_masters(extra_state.pop(_MASTERS, {}))
+            counters = extra_state.pop(_LOSS_SCALER, {})
+            if self.cfg.common.fp16 and not reset_optimizer:
+                for name, value in counters.items():
+                    setattr(self.optimizer.scaler, name, value)
+        return extra_state
+
+    @contextlib.contextmanager
+    def _masters_kept(self) -> Iterator[None]:
+        # fairseq rounds the file's parameters into the model, makes float32 copies of that and
+        # drops the file. What it has read is kept here until those copies exist.
+        load = checkpoint_utils.load_checkpoint_to_cpu
+
+        def load_and_keep(*args: Any, **kwargs: Any) -> Any:
+            state = load(*args, **kwargs)
+            if self.cfg.common.fp16 or self.cfg.common.bf16:
+                kept = {key: state.get(key) or {} for key in ("model", "criterion")}
+                state["extra_state"][_MASTERS] = kept
+            return state
+
+        checkpoint_utils.load_checkpoint_to_cpu = load_and_keep
+        try:
+            yield
+        finally:
+            checkpoint_utils.load_checkpoint_to_cpu = load
+
+    @torch.no_grad()
+    def _restore_masters(self, kept: dict[str, dict[str, Tensor]]) -> None:
+        for key, module in (("model", self.get_model()), ("criterion", self.get_criterion())):
+            tensors = kept.get(key)
+            if tensors:
+                for name, master in self._masters(module).items():
+                    # Files from before fairseq 0.9 use other names; their rounding has to do.
+                    if name in tensors and tensors[name].shape == master.shape:
+                        master.copy_(tensors[name])
+
+
+@contextlib.contextmanager
+def _explained(filename: str) -> Iterator[None]:
+    """fairseq's ways of refusing a checkpoint, as one sentence."""
+    try:
+        yield
+    except UserError:
+        raise
+    except AssertionError as error:
+        if "does not match" not in str(error):
+            raise
+        raise UserError(f"{filename}: {error}") from error
+    except Exception as error:
+        if not str(error).startswith("Cannot load model parameters"):
+            raise
+        raise UserError(
+            f"{filename} does not fit this model ({_reason(error.__context__)}); train with the "
+            "--arch, options and dictionaries of that run, or choose another --save-dir"
+        ) from error
+
+
+def _reason(error: BaseException | None) -> str:
+    text = str(error)
+    sizes = re.search(
+        r"size mismatch for (\S+): .*?Size\((\[.*?\])\).*?Size\((\[.*?\])\)", text, re.DOTALL
+    )
+    if sizes:
+        return f"{sizes[1]} is {sizes[2]} in the file and {sizes[3]} in the model"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[min(1, len(lines) - 1)].rstrip(". ") if lines else type(error).__name__
