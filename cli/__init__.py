@@ -1,0 +1,46 @@
+"""Launchers: fairseq's five commands with this package's parts registered.
+
+A launcher answers ``--help`` by itself; everything that takes seconds to import waits until there
+is work to do. `register` is that moment. In a rank that ``torch.multiprocessing.spawn`` started it
+runs as soon as this package is imported: such a rank imports the console script's module again and
+unpickles fairseq's configuration right after, with no launcher in between.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Registers the plugins and puts this package's parts in place for the program that runs.
+
+    The program is the name in ``sys.argv[0]``, which spawned ranks inherit: ``lightseq-train``
+    trains with our trainer, ``lightseq-generate``, ``-validate`` and ``-interactive`` build our
+    model from checkpoints; under a ``fairseq-*`` name fairseq's own parts stay where they are.
+
+    Raises:
+        UserError: fairseq is missing or cannot be used.
+    """
+    from lightseq_fairseq import plugins  # noqa: F401  (its import registers)
+    from lightseq_fairseq.cli import guards
+
+    program = os.path.basename(sys.argv[0])
+    guards.install(refuse_nothing=not program.endswith("interactive"))
+    if program == "lightseq-train":
+        from lightseq_fairseq.training import trainer
+
+        trainer.install()
+    elif program in ("lightseq-generate", "lightseq-validate", "lightseq-interactive"):
+        from lightseq_fairseq import checkpoint
+
+        checkpoint.use_ls_models()
+
+
+# While the script's module is imported again, multiprocessing.parent_process() is still None; the
+# name is set before.
+if multiprocessing.current_process().name != "MainProcess":
+    register()

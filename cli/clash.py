@@ -1,0 +1,27 @@
+"""The old ``lightseq`` distribution installs scripts of the same names: whose are they?"""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+OTHER = "lightseq"
+
+
+def clash() -> str | None:
+    """One sentence if the distribution ``lightseq`` is installed as well, else None.
+
+    The script that pip wrote last is the one that runs, and removing either package takes the
+    scripts of both away.
+    """
+    try:
+        scripts = metadata.distribution(OTHER).entry_points.select(group="console_scripts")
+    except metadata.PackageNotFoundError:
+        return None
+    names = sorted(script.name for script in scripts if script.name.startswith("lightseq-"))
+    if not names:
+        return None
+    return (
+        f"The package {OTHER} is installed here too and brings its own {', '.join(names)}: remove "
+        f"it (pip uninstall {OTHER}), then install lightseq-fairseq again, since both packages "
+        f"write the same scripts."
+    )

@@ -1,0 +1,170 @@
+"""What ``lightseq-train`` adds to a command: the flags a complete run needs and nobody typed.
+
+Pure functions on lists of command-line words; neither torch nor fairseq is imported. fairseq's
+parser takes no abbreviations (``allow_abbrev=False``), so a flag is set when its name, or an alias
+of it, stands on the command line, followed by ``=value`` or not.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+PREFIX = "ls_"
+ARCH = ("--arch", "-a")
+REGISTERED = (ARCH, ("--optimizer",), ("--criterion",))
+
+
+class Machine(NamedTuple):
+    """What the defaults depend on: ranks of the run, usable GPUs of this host, their bf16."""
+
+    ranks: int = 1
+    gpus: int = 0
+    bf16: bool = False
+
+
+class Choice(NamedTuple):
+    """Flags that belong together: left alone once the user sets one of ``unless``."""
+
+    unless: tuple[str, ...]
+    flags: tuple[tuple[str, str], ...]
+
+
+# The recipe of Vaswani et al. (2017), section 5, with the learning rate, the weight decay and the
+# warm-up that fairseq's own translation example trains its big Transformers with.
+CHOICES = (
+    Choice(
+        unless=("--optimizer",),
+        flags=(
+            ("--optimizer", "ls_adam"),
+            ("--adam-betas", "(0.9, 0.98)"),
+            ("--clip-norm", "0"),
+            ("--weight-decay", "1e-4"),
+        ),
+    ),
+    Choice(
+        unless=("--criterion",),
+        flags=(
+            ("--criterion", "ls_label_smoothed_cross_entropy"),
+            ("--label-smoothing", "0.1"),
+        ),
+    ),
+    Choice(
+        unless=("--optimizer", "--criterion", "--lr-scheduler", "--lr"),
+        flags=(
+            ("--lr", "5e-4"),
+            ("--lr-scheduler", "inverse_sqrt"),
+            ("--warmup-updates", "4000"),
+        ),
+    ),
+    Choice(
+        unless=("--batch-size", "--max-sentences"),
+        flags=(("--max-tokens", "4096"),),
+    ),
+    Choice(
+        unless=("--max-epoch", "--stop-time-hours"),
+        flags=(("--max-update", "300000"),),
+    ),
+    # fairseq's own defaults; they are written out because the run cannot be repeated without them.
+    Choice(unless=(), flags=(("--update-freq", "1"), ("--seed", "1"))),
+)
+
+PRECISION = (
+    "--fp16",
+    "--bf16",
+    "--amp",
+    "--memory-efficient-fp16",
+    "--memory-efficient-bf16",
+    "--tpu",
+)
+
+
+def values(argv: Sequence[str], flags: Sequence[str]) -> Iterator[tuple[int, int, str]]:
+    """Yields (word, first character, text) of each value that ``argv`` gives to one of ``flags``.
+
+    A flag that stands without a value yields nothing. Words after ``--`` are operands.
+    """
+    for index, word in enumerate(argv):
+        if word == "--":
+            return
+        for flag in flags:
+            if word == flag:
+                if index + 1 < len(argv):
+                    yield index + 1, 0, argv[index + 1]
+            elif word.startswith(flag + "="):
+                yield index, len(flag) + 1, word[len(flag) + 1 :]
+            elif len(flag) == 2 and word.startswith(flag):  # argparse takes -aARCH too
+                yield index, 2, word[2:]
+
+
+def value(argv: Sequence[str], flags: Sequence[str]) -> str | None:
+    """The value that counts for a flag known by any of ``flags`` (the last one), or None."""
+    found = [text for _, _, text in values(argv, flags)]
+    return found[-1] if found else None
+
+
+def is_given(argv: Sequence[str], flags: Sequence[str]) -> bool:
+    """Whether one of the long ``flags`` stands on the command line, with or without a value."""
+    words = list(argv)
+    if "--" in words:
+        words = words[: words.index("--")]
+    return any(word.partition("=")[0] in flags for word in words)
+
+
+def uses_lightseq(argv: Sequence[str]) -> bool:
+    """Whether the arch, the optimizer or the criterion of the command is one of ours."""
+    return any((value(argv, flags) or "").startswith(PREFIX) for flags in REGISTERED)
+
+
+def missing(argv: Sequence[str], machine: Machine) -> list[str]:
+    """The words to add so that a command with an ``ls_`` arch is complete; [] for another one.
+
+    Nothing the user set is overridden. The learning-rate schedule is left alone once the user
+    sets the optimizer, the criterion, the scheduler or the rate; the precision once the optimizer
+    or the criterion.
+    """
+    if not (value(argv, ARCH) or "").startswith(PREFIX):
+        return []
+    added: list[str] = []
+    for choice in CHOICES:
+        if not is_given(argv, choice.unless):
+            for flag, text in choice.flags:
+                if not is_given(argv, (flag,)):
+                    added += [flag, text]
+    if not is_given(argv, ("--distributed-world-size",)):
+        added += ["--distributed-world-size", str(machine.ranks)]
+    if machine.gpus and not is_given(argv, ("--optimizer", "--criterion", "--cpu", *PRECISION)):
+        added.append("--bf16" if machine.bf16 else "--fp16")
+    return added
+
+
+def complete(argv: Sequence[str], machine: Machine) -> list[str]:
+    """``argv`` with the `missing` words, before a ``--`` if there is one."""
+    words = list(argv)
+    end = words.index("--") if "--" in words else len(words)
+    return words[:end] + missing(words, machine) + words[end:]
+
+
+def note(argv: Sequence[str]) -> str | None:
+    """A sentence on a completed command that is likely not what was meant, or None."""
+    if is_given(argv, ("--lr",)):
+        return None
+    return (
+        "--lr is not set, and the schedule is yours once --optimizer, --criterion or "
+        "--lr-scheduler is given: this run uses fairseq's default rate, 0.25."
+    )
+
+
+def native_twin(argv: Sequence[str]) -> list[str]:
+    """The same command with fairseq's own arch, optimizer and criterion in place of ours."""
+    words = list(argv)
+    for flags in REGISTERED:
+        for index, start, text in values(argv, flags):
+            words[index] = words[index][:start] + text.removeprefix(PREFIX)
+    return words
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """The line that repeats the run, quoted for a shell."""
+    return shlex.join(["lightseq-train", *argv])

@@ -1,0 +1,150 @@
+"""What the five launchers share: their click command, and the way from it into fairseq.
+
+Every word that is not one of a launcher's own options goes to fairseq as it was typed, in the same
+order. fairseq is imported only once there is something to run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from lightseq_fairseq import cli
+from lightseq_fairseq.cli import messages, preflight
+from lightseq_fairseq.cli.clash import clash
+
+logger = logging.getLogger(__name__)
+
+
+class Stop(click.ClickException):
+    """The end of a command for a known reason, which the message says in a sentence."""
+
+    exit_code = 2
+
+    def __init__(self, program: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.program = program
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"{self.program}: error: {self.format_message()}", file=file, err=file is None)
+
+
+class Interrupted(Stop):
+    """The user's Ctrl-C; the status is the one that shells give to SIGINT."""
+
+    exit_code = 130
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"{self.program}: {self.format_message()}", file=file, err=file is None)
+
+
+class PassThrough(click.Command):
+    """A command that keeps unknown options, their order and ``--`` for another parser."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # click drops the "--" and would read the h in -sch as -h, so both are handled before it.
+        end = args.index("--") if "--" in args else len(args)
+        own = ["--help" if word == "-h" else word for word in args[:end]]
+        if not args:
+            own = ["--help"]
+        rest = super().parse_args(ctx, own)
+        ctx.params["words"] = [*ctx.params["words"], *args[end:]]
+        return rest
+
+
+def launcher(command: str) -> Callable[[Callable[..., None]], click.Command]:
+    """Makes ``lightseq-<command>`` from a function of (words, fairseq_help, ...own options)."""
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        @functools.wraps(function)
+        def body(words: list[str], fairseq_help: bool, **options: Any) -> None:
+            function([*words, "--help"] if fairseq_help else words, **options)
+
+        body = click.option(
+            "--fairseq-help",
+            is_flag=True,
+            help=f"List the options of fairseq-{command}, all of which are taken here too.",
+        )(body)
+        body = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[DATA] ...")(body)
+        return click.command(
+            cls=PassThrough,
+            name=f"lightseq-{command}",
+            context_settings={"ignore_unknown_options": True, "max_content_width": 100},
+        )(body)
+
+    return decorate
+
+
+def run(
+    command: str,
+    words: Sequence[str],
+    native: bool = False,
+    complete: Callable[[list[str]], list[str]] | None = None,
+) -> None:
+    """Runs ``fairseq_cli.<command>`` on ``words``.
+
+    Args:
+        native: fairseq's own model and trainer stay in place (see `lightseq_fairseq.cli.register`).
+        complete: gives the final words, once torch may be imported.
+
+    Raises:
+        Stop: the input is at fault; the message says how.
+        SystemExit: fairseq's parser refused the words and has said why.
+    """
+    request = messages.Request(words)
+    if (explanation := clash()) is not None:
+        click.echo(f"lightseq-{command}: warning: {explanation}", err=True)
+    program = f"{'fairseq' if native else 'lightseq'}-{command}"
+    with _sentences(f"lightseq-{command}", request), _program(program, words):
+        cli.register()
+        if complete is not None:
+            sys.argv[1:] = request.argv = complete(sys.argv[1:])
+        with preflight.checks(command, request):
+            importlib.import_module(f"fairseq_cli.{command}").cli_main()
+
+
+@contextmanager
+def _program(name: str, words: Sequence[str]) -> Iterator[None]:
+    """fairseq, and the ranks it spawns, read the command from ``sys.argv``."""
+    saved = sys.argv
+    sys.argv = [name, *words]
+    try:
+        yield
+    finally:
+        sys.argv = saved
+
+
+@contextmanager
+def _sentences(program: str, request: messages.Request) -> Iterator[None]:
+    """Turns failures that the user can correct into `Stop`; others keep their traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(program, _interrupted(request)) from None
+    except Exception as error:
+        sentence = messages.explain(error, request)
+        if sentence is not None:
+            logger.debug("explained to the user as: %s", sentence, exc_info=error)
+            raise Stop(program, sentence) from error
+        if isinstance(error, EOFError):  # click would print "Aborted!" and nothing else
+            traceback.print_exc()
+            raise SystemExit(1) from error
+        raise
+
+
+def _interrupted(request: messages.Request) -> str:
+    if not hasattr(request.args, "max_update"):
+        return "interrupted."
+    last = os.path.join(request.args.save_dir, "checkpoint_last.pt")
+    if os.path.isfile(last):
+        return f"interrupted; the same command goes on from {last}."
+    return "interrupted before the first checkpoint; the same command starts anew."

@@ -1,0 +1,325 @@
+"""Known failures as sentences: the one place that reads exceptions of fairseq and torch.
+
+`explain` gives the sentence for a failure that the user can correct, and None for any other one,
+which keeps its traceback. A rule recognises a failure by the words of fairseq's own message, never
+by its type alone, so that a bug is not mistaken for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lightseq_fairseq.errors import UserError
+
+
+def nothing_to_batch(sentences: int, shortest: int) -> str:
+    """For a split of ``sentences`` sentences, none of which any batch may hold."""
+    if sentences == 0:
+        return "The split holds no sentence: binarise it again with lightseq-preprocess."
+    return (
+        f"Every sentence of the split is too long, the shortest with {shortest} tokens: raise "
+        f"--max-tokens, and --max-source-positions and --max-target-positions if they are lower."
+    )
+
+
+def over_max_tokens(longest: int, max_tokens: int | None) -> str:
+    """For a sentence of ``longest`` tokens that no batch of ``max_tokens`` can hold."""
+    return (
+        f"The longest sentence has {longest} tokens and --max-tokens is {max_tokens}: raise "
+        f"--max-tokens to {longest} or more, or leave such sentences out of the data."
+    )
+
+
+@dataclass
+class Request:
+    """What was asked for: the words of the command, and fairseq's namespace once it is parsed."""
+
+    argv: Sequence[str] = ()
+    args: argparse.Namespace = field(default_factory=argparse.Namespace)
+
+
+class Failure(NamedTuple):
+    """One exception: the name of its type (no module), its message, the source file that raised
+    it, and the file it is about."""
+
+    kind: str
+    text: str
+    source: str = ""
+    filename: str | None = None
+    errno: int | None = None
+
+
+def explain(error: BaseException, request: Request) -> str | None:
+    """The sentence for ``error``, or None if it is not one of the failures known here.
+
+    ``error`` may be what ``torch.multiprocessing.spawn`` raises for a failed rank, whose own
+    exception is then read from the traceback in its message.
+    """
+    failure = _innermost(error)
+    if failure.kind == UserError.__name__:
+        return failure.text
+    for rule in _RULES:
+        sentence = rule(failure, request)
+        if sentence is not None:
+            return sentence
+    return None
+
+
+# --- Finding the exception that matters ------------------------------------------------------
+
+_WRAPPER = "Cannot load model parameters from checkpoint"  # fairseq's; the cause is its context
+_ERRNO = re.compile(r"\[Errno (\d+)\] [^:]*(?:: '(.*)')?")
+
+
+def _innermost(error: BaseException) -> Failure:
+    if type(error).__name__ == "ProcessRaisedException":
+        return _from_traceback(str(error))
+    if str(error).startswith(_WRAPPER) and error.__context__ is not None:
+        error = error.__context__
+    frames = traceback.extract_tb(error.__traceback__)
+    failure = Failure(type(error).__name__, str(error), frames[-1].filename if frames else "")
+    if isinstance(error, OSError):
+        filename = error.filename if isinstance(error.filename, str) else None
+        failure = failure._replace(filename=filename, errno=error.errno)
+    return failure
+
+
+def _from_traceback(text: str) -> Failure:
+    """Reads the last exception of a formatted traceback (or the one it was raised in place of)."""
+    parts = re.split(r"\n(?:During handling|The above exception)[^\n]*\n", text)
+    failures = [_from_lines(part.splitlines()) for part in parts]
+    if len(failures) > 1 and failures[-1].text.startswith(_WRAPPER):
+        return failures[-2]
+    return failures[-1]
+
+
+def _from_lines(lines: list[str]) -> Failure:
+    start = 1 + max((i for i, line in enumerate(lines) if line.startswith('  File "')), default=-1)
+    source = lines[start - 1].split('"')[1] if start else ""
+    while start < len(lines) and lines[start].startswith("    "):  # the source and its carets
+        start += 1
+    name, _, message = "\n".join(lines[start:]).strip().partition(":")
+    kind, message = name.rpartition(".")[2].strip(), message.strip()
+    number = _ERRNO.match(message)
+    if number is None:
+        return Failure(kind, message, source)
+    return Failure(kind, message, source, number[2], int(number[1]))
+
+
+# --- Rules: one failure each -----------------------------------------------------------------
+
+_MISMATCH = re.compile(
+    r"size mismatch for (\S+): copying a param with shape torch\.Size\(\[([\d, ]*)\]\) from "
+    r"checkpoint, the shape in current model is torch\.Size\(\[([\d, ]*)\]\)"
+)
+_VOCABULARY = ("embed_tokens.weight", "output_projection.weight")
+
+
+def _checkpoint(request: Request) -> str:
+    """How to call the checkpoint that the command reads."""
+    path = getattr(request.args, "path", None)
+    if path is None:
+        path = getattr(request.args, "restore_file", None)
+        if path == "checkpoint_last.pt":
+            path = os.path.join(getattr(request.args, "save_dir", ""), path)
+    return f"checkpoint {path}" if path else "the checkpoint"
+
+
+def _state_dict(failure: Failure, request: Request) -> str | None:
+    if not failure.text.startswith("Error(s) in loading state_dict"):
+        return None
+    checkpoint = _checkpoint(request)
+    mismatches = _MISMATCH.findall(failure.text)
+    for name, saved, built in mismatches:
+        saved_words, *saved_width = saved.split(", ")
+        built_words, *built_width = built.split(", ")
+        if name.endswith(_VOCABULARY) and saved_width == built_width:
+            side = "source" if name.startswith("encoder") else "target"
+            return (
+                f"The dictionary does not match {checkpoint}: the {side} dictionary in "
+                f"{getattr(request.args, 'data', None) or 'the data directory'} has {built_words} "
+                f"words and the checkpoint was trained with {saved_words}; use the data directory "
+                f"it was trained on, or binarise with its dictionaries (lightseq-preprocess "
+                f"--srcdict, --tgtdict)."
+            )
+    if mismatches:
+        name, saved, built = mismatches[0]
+        difference = f"{name} is [{saved}] there and [{built}] here"
+    else:
+        difference = " ".join(failure.text.split("\n", 1)[-1].split())[:200]
+    return (
+        f"The model does not match {checkpoint} ({difference}): give the arch and the sizes it was "
+        f"trained with, or start anew in another --save-dir."
+    )
+
+
+_TOO_LONG = re.compile(
+    r"Size of sample #(\d+) is invalid \(=(.+?)\) since max_positions=(.+?), skip this example"
+)
+
+
+def _too_long(failure: Failure, request: Request) -> str | None:
+    found = _TOO_LONG.match(failure.text)
+    if found is None:
+        return None
+    index = found[1]
+    size, limit = (re.sub(r"np\.\w+\((\d+)\)", r"\1", text) for text in found.group(2, 3))
+    return (
+        f"Sentence {index} (counted from 0) is too long for the model: it has {size} tokens "
+        f"(source, target) and the positions end at {limit}; shorten it, or leave such sentences "
+        f"out with --skip-invalid-size-inputs-valid-test."
+    )
+
+
+def _data(failure: Failure, request: Request) -> str | None:
+    found = re.match(r"Dataset not found: (\S+) \((.*)\)", failure.text)
+    if found:
+        return (
+            f"{found[2]} holds no split named {found[1]}: binarise it with lightseq-preprocess, or "
+            f"name another with --train-subset, --valid-subset or --gen-subset."
+        )
+    if failure.text.startswith("The dataset is empty"):
+        return (
+            "No sentence is left to train on: all are empty or too long; raise --max-tokens, and "
+            "--max-source-positions and --max-target-positions if they are lower."
+        )
+    if failure.text.startswith("Could not infer language pair"):
+        return "The languages cannot be told from the data directory: give -s and -t."
+    if failure.text.startswith(
+        (
+            "Incorrect dictionary format",
+            "Duplicate word found when loading Dictionary",
+            "Incorrect encoding detected in",
+        )
+    ):
+        return f"A dictionary cannot be read: {_one_line(failure.text)}"
+    return None
+
+
+def _checkpoint_missing(failure: Failure, request: Request) -> str | None:
+    found = re.match(r"Model file not found: (.*)", failure.text)
+    return f"The checkpoint {found[1]} does not exist: check --path." if found else None
+
+
+def _resume(failure: Failure, request: Request) -> str | None:
+    if failure.kind == "KeyError" and "lr_scheduler" in failure.source:
+        return (
+            f"This run cannot continue {_checkpoint(request)}, which has another learning-rate "
+            f"schedule: keep its --lr-scheduler, or start anew with --reset-lr-scheduler."
+        )
+    found = re.match(
+        r"(Criterion|Optimizer) does not match; please reset the optimizer "
+        r"\(--reset-optimizer\)\.\s+(\S+) vs (\S+)",
+        failure.text,
+    )
+    if found is None:
+        return None
+    what, saved, asked = found.groups()
+    return (
+        f"This run ({asked}) cannot continue {_checkpoint(request)} ({saved}): keep its "
+        f"{what.lower()} and precision, or start the optimizer anew with --reset-optimizer."
+    )
+
+
+_PLAIN = re.compile(
+    r"--[a-z]|Must specify|Please specify|Cannot combine|cannot use both --|"
+    r"preprocessing\.py doesn't support|Minimum loss scale reached"
+)
+
+
+def _fairseq_says_it(failure: Failure, request: Request) -> str | None:
+    """fairseq's own checks of flags, whose text already says what is wrong."""
+    if failure.kind in ("AssertionError", "ValueError", "FloatingPointError"):
+        if _PLAIN.match(failure.text):
+            return _one_line(failure.text)
+        required = re.fullmatch(r"(\w+) is required!", failure.text)
+        if required:
+            flag = "--" + required[1].replace("_", "-")
+            return f"{flag} is missing: name one (lightseq-train --fairseq-help lists them)."
+        devices = re.fullmatch(
+            r"world size is (\d+) but have (\d+) available devices", failure.text
+        )
+        if devices:
+            return (
+                f"--distributed-world-size is {devices[1]} and {devices[2]} GPUs are visible: "
+                f"lower it, or start one process per rank with torchrun."
+            )
+    return None
+
+
+def _memory(failure: Failure, request: Request) -> str | None:
+    if failure.kind == "OutOfMemoryError":
+        return (
+            "The GPU is out of memory: lower --max-tokens (and raise --update-freq by the same "
+            "factor to keep the batch size), or choose a smaller model."
+        )
+    return None
+
+
+_REASONS = {
+    errno.ENOENT: "does not exist",
+    errno.EACCES: "cannot be opened (permission denied)",
+    errno.EPERM: "cannot be opened (not permitted)",
+    errno.EISDIR: "is a directory, not a file",
+    errno.ENOTDIR: "does not lie in a directory",
+    errno.EEXIST: "exists already",
+    errno.EROFS: "lies on a read-only file system",
+    errno.ENOSPC: "lies on a full disk",
+}
+
+
+def _files(failure: Failure, request: Request) -> str | None:
+    """A file the user named, or one in the folder for checkpoints."""
+    if failure.kind == "FileExistsError" and failure.errno is None:  # lightseq-preprocess
+        return (
+            f"{failure.text} exists already: choose another --destdir, or use that dictionary with "
+            f"--srcdict or --tgtdict."
+        )
+    if failure.kind == "FileNotFoundError" and failure.filename is None and failure.errno is None:
+        name, number = failure.text, errno.ENOENT  # --user-dir, raised with the path alone
+    else:
+        name, number = failure.filename or "", failure.errno or 0
+    if number not in _REASONS or not name:
+        return None
+    save_dir = getattr(request.args, "save_dir", None)
+    if save_dir and (_lies_in(name, save_dir) or _lies_in(save_dir, name)):
+        reason = os.strerror(number).lower()
+        return f"Checkpoints cannot be written to {save_dir} ({reason}): choose another --save-dir."
+    if any(_lies_in(name, path) for path in _named_paths(request)):
+        return f"{name} {_REASONS[number]}: check the path on the command line."
+    return None
+
+
+def _lies_in(name: str, path: str) -> bool:
+    """Whether ``name`` is ``path``, lies below it, or continues it after a dot (a prefix)."""
+    name, path = os.path.abspath(name), os.path.abspath(path)
+    return name == path or name.startswith((path + os.sep, path + "."))
+
+
+def _named_paths(request: Request) -> list[str]:
+    words = [word.partition("=")[2] if word.startswith("-") else word for word in request.argv]
+    return [part for word in words for part in re.split("[:,]", word) if part]
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(text.split())
+    return text if text.endswith((".", "!", "?")) else text + "."
+
+
+_RULES: tuple[Callable[[Failure, Request], str | None], ...] = (
+    _state_dict,
+    _too_long,
+    _data,
+    _checkpoint_missing,
+    _resume,
+    _fairseq_says_it,
+    _memory,
+    _files,
+)

@@ -1,0 +1,163 @@
+"""Checks before fairseq starts, for bad input whose exception would come late or mislead.
+
+They read the parsed flags and list directories; nothing is created or loaded. Input of tasks other
+than translation is fairseq's own business.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightseq_fairseq.cli.defaults import value
+from lightseq_fairseq.cli.messages import Request
+from lightseq_fairseq.errors import UserError
+
+
+@contextmanager
+def checks(command: str, request: Request) -> Iterator[None]:
+    """Within it, fairseq's parsing of the command line is followed by the checks.
+
+    ``request.args`` receives what fairseq has parsed. ``command``: train, generate, ...
+
+    Raises:
+        UserError: an unknown name, missing data, a precision the machine has not.
+    """
+    from fairseq import options
+
+    parse = options.parse_args_and_arch
+
+    def parse_and_check(
+        parser: argparse.ArgumentParser, input_args: Any = None, *more: Any, **keywords: Any
+    ) -> Any:
+        names(parser, request.argv)
+        parsed = parse(parser, input_args, *more, **keywords)
+        if isinstance(parsed, argparse.Namespace) and not keywords.get("suppress_defaults"):
+            request.args = parsed
+            inputs(command, parsed)
+        return parsed
+
+    options.parse_args_and_arch = parse_and_check
+    try:
+        yield
+    finally:
+        options.parse_args_and_arch = parse
+
+
+def names(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """Refuses a task, optimizer, ... that is not registered, and names the closest ones.
+
+    The arch, which native checkpoints name as well, is checked by `fairseq_compat`.
+    """
+    from fairseq.registry import REGISTRIES
+
+    for action in parser._actions:
+        if action.dest in ("task", *REGISTRIES) and action.choices is not None:
+            name = value(argv, action.option_strings)
+            if name is not None and name not in action.choices:
+                what = action.dest.replace("_", " ")
+                close = difflib.get_close_matches(name, list(action.choices), n=3, cutoff=0.5)
+                hint = f"did you mean {' or '.join(close)}?" if close else ""
+                raise UserError(
+                    f"There is no {what} named {name}: "
+                    f"{hint or f'--fairseq-help lists the choices of {action.option_strings[0]}.'}"
+                )
+
+
+def inputs(command: str, args: argparse.Namespace) -> None:
+    """Refuses what the command cannot start from; ``args`` is fairseq's namespace."""
+    if command != "train" and getattr(args, "path", None) is None:
+        raise UserError(
+            "--path is missing: name the checkpoint, for example "
+            "--path checkpoints/checkpoint_best.pt."
+        )
+    if command == "train":
+        precision(args)
+    from fairseq.tasks import TASK_REGISTRY
+    from fairseq.tasks.translation import TranslationTask
+
+    if issubclass(TASK_REGISTRY[args.task], TranslationTask):
+        data(command, args)
+
+
+def precision(args: argparse.Namespace) -> None:
+    """Refuses fairseq's flat fp16 optimizer without a GPU: it asks CUDA for its device."""
+    import torch
+
+    flat = args.fp16 and not (args.memory_efficient_fp16 or args.fp16_no_flatten_grads)
+    if flat and (args.cpu or not torch.cuda.is_available()):
+        raise UserError("--fp16 needs a GPU: leave it out, or use --bf16, which a CPU can do too.")
+
+
+def data(command: str, args: argparse.Namespace) -> None:
+    """Refuses a data directory without the dictionaries or the splits that the command reads."""
+    from fairseq import utils
+    from fairseq.data.data_utils import infer_language_pair
+
+    folders = utils.split_paths(args.data)
+    for folder in folders:
+        if not os.path.isdir(folder):
+            raise UserError(
+                f"The data directory {folder} does not exist: give the --destdir that "
+                f"lightseq-preprocess wrote."
+            )
+    source, target = args.source_lang, args.target_lang
+    if source is None or target is None:
+        source, target = infer_language_pair(folders[0])
+        if source is None or target is None:
+            raise UserError(
+                f"{folders[0]} holds no binarised sentence pairs (no file such as "
+                f"train.de-en.de.idx): give the --destdir that lightseq-preprocess wrote."
+            )
+    for language in (source, target):
+        if not os.path.isfile(os.path.join(folders[0], f"dict.{language}.txt")):
+            raise UserError(
+                f"{folders[0]} holds no dict.{language}.txt: give the --destdir that "
+                f"lightseq-preprocess wrote, and its languages with -s and -t."
+            )
+    for folder, split in _splits(command, args, folders):
+        if not _has_split(folder, split, source, target):
+            raise UserError(
+                f"{folder} holds no {split} split for {source}-{target}: binarise one with "
+                f"lightseq-preprocess ({_PREFIX_FLAGS.get(split, '--testpref')}), or name the one "
+                f"it holds with {_SUBSET_FLAGS[command, split == args.train_subset]}."
+            )
+
+
+_PREFIX_FLAGS = {"train": "--trainpref", "valid": "--validpref", "test": "--testpref"}
+_SUBSET_FLAGS = {
+    ("train", True): "--train-subset",
+    ("train", False): "--valid-subset",
+    ("validate", True): "--valid-subset",
+    ("validate", False): "--valid-subset",
+    ("generate", True): "--gen-subset",
+    ("generate", False): "--gen-subset",
+}
+
+
+def _splits(
+    command: str, args: argparse.Namespace, folders: Sequence[str]
+) -> Iterable[tuple[str, str]]:
+    """The (directory, split) pairs that the command will certainly read."""
+    if command == "train":
+        yield from ((folder, args.train_subset) for folder in folders)
+        if args.disable_validation:
+            return
+    if command in ("train", "validate"):
+        yield from ((folders[0], split) for split in args.valid_subset.split(","))
+    elif command == "generate":
+        yield folders[0], args.gen_subset
+
+
+def _has_split(folder: str, split: str, source: str, target: str) -> bool:
+    """Whether sentences of ``split`` lie in ``folder``, binarised in either direction or raw."""
+    stems = (f"{split}.{source}-{target}.{source}", f"{split}.{target}-{source}.{source}")
+    return any(
+        os.path.exists(os.path.join(folder, stem + ending))
+        for stem in stems
+        for ending in ("", ".idx", ".bin")
+    )

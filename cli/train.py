@@ -1,0 +1,84 @@
+"""``lightseq-train``: fairseq-train, with this package's parts where the command names them."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from lightseq_fairseq.cli import defaults
+from lightseq_fairseq.cli.launch import launcher, run
+
+
+@launcher("train")
+@click.option(
+    "--native",
+    is_flag=True,
+    help="Run the same command, defaults included, with fairseq's own parts.",
+)
+def main(words: list[str], native: bool) -> None:
+    """Train a translation model: fairseq-train, accelerated.
+
+    Takes every option of fairseq-train. Put ls_ before the arch, the optimizer and the criterion
+    to use this package's, or name the arch alone:
+
+    \b
+        lightseq-train data-bin/wmt14_en_de --arch ls_transformer_wmt_en_de_big_t2t
+
+    is a complete command. What it leaves open is filled in (optimizer, criterion, learning-rate
+    schedule, batch size, number of updates, precision), and the line with every value is printed
+    first. Nothing you set is overridden: once you set the optimizer or the criterion, schedule and
+    precision are yours. A command without any ls_ is fairseq-train, unchanged.
+    """
+    ours = defaults.uses_lightseq(words)
+
+    def complete(argv: list[str]) -> list[str]:
+        if not ours or "--help" in argv:
+            return argv
+        argv = defaults.complete(argv, _machine(argv))
+        argv = defaults.native_twin(argv) if native else argv
+        if _is_first_rank(argv):
+            print(defaults.command_line(argv), flush=True)
+            if (note := defaults.note(argv)) is not None:
+                click.echo(f"lightseq-train: note: {note}", err=True)
+        return argv + _log_format(argv)
+
+    run("train", words, native=native or not ours, complete=complete)
+
+
+def _machine(argv: list[str]) -> defaults.Machine:
+    import torch
+
+    gpus = 0 if defaults.is_given(argv, ("--cpu",)) else torch.cuda.device_count()
+    return defaults.Machine(
+        ranks=int(os.environ["WORLD_SIZE"]) if _torchrun() else max(gpus, 1),
+        gpus=gpus,
+        bf16=gpus > 0 and torch.cuda.get_device_capability(0) >= (8, 0),
+    )
+
+
+def _torchrun() -> bool:
+    """Whether the environment gives this process its rank, by fairseq's own test for that."""
+    return {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"} <= os.environ.keys()
+
+
+def _is_first_rank(argv: list[str]) -> bool:
+    """Whether this is rank 0, or the process that will start the ranks."""
+    if _torchrun():
+        return os.environ["RANK"] == "0"
+    if defaults.is_given(argv, ("--distributed-port",)):  # fairseq then asks Slurm
+        return os.environ.get("SLURM_PROCID", "0") == "0"
+    return (defaults.value(argv, ("--distributed-rank",)) or "0") == "0"
+
+
+def _log_format(argv: list[str]) -> list[str]:
+    """A progress bar on a terminal; plain lines as soon as the output goes anywhere else."""
+    if defaults.is_given(argv, ("--log-format", "--no-progress-bar")):
+        return []
+    terminal = sys.stdout.isatty() and sys.stderr.isatty()
+    return [] if terminal else ["--log-format", "simple"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""The launchers: what they pass on, what they add, what they run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from cli_runs import SMALL, binarise, run, succeed, unchanged
+from click.testing import CliRunner
+
+# isort: split
+import fairseq_cli.train
+from fairseq import options
+
+from lightseq_fairseq.cli import train
+from lightseq_fairseq.cli.clash import clash
+from lightseq_fairseq.cli.launch import launcher
+
+QUICK = shlex.split("--cpu --beam 2 --max-len-b 5 --num-workers 0")
+RANKS = shlex.split(
+    "--distributed-world-size 2 --distributed-backend gloo --ddp-backend legacy_ddp"
+)
+COMMANDS = ["train", "generate", "validate", "interactive", "preprocess"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return binarise(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    succeed("train", data, "--arch", "ls_transformer_tiny", "--save-dir", folder, *SMALL)
+    return folder / "checkpoint_last.pt"
+
+
+@pytest.fixture
+def configurations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What fairseq-train's main() receives; nothing is trained."""
+    received: list[Any] = []
+    monkeypatch.setattr(fairseq_cli.train, "main", received.append)
+    yield received
+
+
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200)
+
+
+# --- Help and the words that reach fairseq ---------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_answers_within_a_second(command: str) -> None:
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = python("-m", f"lightseq_fairseq.cli.{command}", "-h")
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+        assert "--fairseq-help" in done.stdout
+        if seconds[-1] < 1:
+            break
+    assert min(seconds) < 1
+
+
+def test_help_imports_neither_torch_nor_fairseq() -> None:
+    modules = ", ".join(COMMANDS)
+    done = python(
+        "-c",
+        f"import sys; from lightseq_fairseq.cli import {modules}\n"
+        "print([name for name in ('torch', 'fairseq', 'numpy') if name in sys.modules])",
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_fairseq_help_is_fairseq_s_own(data: Path) -> None:
+    result = run("train", "--fairseq-help")
+    assert result.exit_code == 0
+    assert "--distributed-world-size" in result.stdout
+    assert not result.stdout.startswith("lightseq-train")
+
+
+@pytest.mark.parametrize(
+    ("words", "passed_on"),
+    [
+        ("data --lr 5e-4 -s de --fp16", "data --lr 5e-4 -s de --fp16"),
+        ("--lr=5e-4 data -als_x -sch", "--lr=5e-4 data -als_x -sch"),
+        ("data --adam-betas '(0.9, 0.98)' --own --x -1", "data --adam-betas '(0.9, 0.98)' --x -1"),
+        ("--own data -- --own -h", "data -- --own -h"),
+        ("data --fairseq-help", "data --help"),
+    ],
+)
+def test_every_other_word_goes_to_fairseq_as_it_was_typed(words: str, passed_on: str) -> None:
+    received: list[str] = []
+
+    @launcher("train")
+    @click.option("--own", is_flag=True)
+    def main(words: list[str], own: bool) -> None:
+        received.extend(words)
+
+    result = CliRunner().invoke(main, shlex.split(words))
+    assert result.exit_code == 0, result.output
+    assert received == shlex.split(passed_on)
+
+
+# --- What lightseq-train makes of a command --------------------------------------------------
+
+
+def test_the_arch_alone_is_a_complete_command(data: Path, configurations: list[Any]) -> None:
+    line = succeed("train", data, "--arch", "ls_transformer_wmt_en_de_big_t2t").splitlines()[0]
+    (cfg,) = configurations
+    assert cfg.model.arch == "ls_transformer_wmt_en_de_big_t2t"
+    assert cfg.optimizer._name == "ls_adam"
+    assert cfg.optimizer.adam_betas == "(0.9, 0.98)"
+    assert cfg.criterion._name == "ls_label_smoothed_cross_entropy"
+    assert cfg.criterion.label_smoothing == 0.1
+    assert cfg.lr_scheduler._name == "inverse_sqrt"
+    assert cfg.lr_scheduler.warmup_updates == 4000
+    assert cfg.optimization.lr == [5e-4]
+    assert cfg.optimization.max_update == 300000
+    assert cfg.dataset.max_tokens == 4096
+    assert cfg.common.log_format == "simple"  # the output is no terminal here
+
+    program, *words = shlex.split(line)
+    assert program == "lightseq-train"
+    assert succeed("train", *words).splitlines()[0] == line
+    assert configurations[1] == cfg
+
+
+def test_native_runs_the_twin(data: Path, configurations: list[Any]) -> None:
+    command = [str(data), "--arch", "ls_transformer_iwslt_de_en", "--dropout", "0.2"]
+    succeed("train", *command)
+    line = succeed("train", *command, "--native").splitlines()[0]
+    ours, native = configurations
+    assert "ls_" not in line and "--native" not in line
+    assert native.model.arch == native.model._name == "transformer_iwslt_de_en"
+    assert native.optimizer._name == "adam"
+    assert native.criterion._name == "label_smoothed_cross_entropy"
+    assert str(ours).replace("ls_", "") == str(native).replace("ls_", "")
+
+
+@pytest.mark.parametrize("extra", [[], ["--lr", "1e-3", "--log-interval", "7"]])
+def test_a_command_without_ls_is_fairseq_train(
+    data: Path, configurations: list[Any], extra: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [str(data), "--arch", "transformer_tiny", "--optimizer", "adam", "--batch-size", "4"]
+    assert succeed("train", *words, *extra) == ""
+    monkeypatch.setattr(sys, "argv", ["fairseq-train", *words, *extra])
+    fairseq_cli.train.cli_main()
+    assert configurations[0] == configurations[1]
+
+
+def test_a_user_s_own_directory_is_imported(
+    data: Path, configurations: list[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "own_architectures").mkdir()
+    (tmp_path / "own_architectures" / "__init__.py").write_text(
+        "from fairseq.models import register_model_architecture\n"
+        "@register_model_architecture('ls_transformer', 'ls_transformer_of_mine')\n"
+        "def mine(args):\n"
+        "    args.encoder_layers = getattr(args, 'encoder_layers', 3)\n"
+    )
+    folder = str(tmp_path / "own_architectures")
+    line = succeed("train", data, "--user-dir", folder, "--arch", "ls_transformer_of_mine")
+    assert configurations[0].common.user_dir == folder
+    assert configurations[0].model.encoder_layers == 3
+    assert f"--user-dir {folder}" in line
+
+
+# --- Real runs -------------------------------------------------------------------------------
+
+
+def test_a_trained_checkpoint_goes_on(data: Path, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint_last.pt").write_bytes(trained.read_bytes())
+    words = [data, "--arch", "ls_transformer_tiny", "--save-dir", tmp_path, *SMALL]
+    succeed("train", *words, "--max-update", "5")
+    updates = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["optimizer_history"]
+    assert updates[-1]["num_updates"] == 5
+
+
+@pytest.mark.parametrize("native", [[], ["--native"]], ids=["ours", "native"])
+def test_what_was_trained_translates(data: Path, trained: Path, native: list[str]) -> None:
+    words = [data, "--path", trained, *QUICK, *native]
+    translated = succeed("generate", *words)
+    assert len(re.findall(r"^H-\d+\t", translated, re.MULTILINE)) == 6
+    assert "BLEU" in translated
+
+    source = data.parent / "text" / "test.de"
+    typed = succeed("interactive", *words, "--input", source)
+    hypotheses = [sorted(re.findall(r"^H-\d+\t.*", text, re.M)) for text in (translated, typed)]
+    tokens = [[line.split("\t")[2] for line in lines] for lines in hypotheses]
+    assert tokens[0] == tokens[1]
+
+
+def test_what_was_trained_is_validated(data: Path, trained: Path) -> None:
+    result = run("validate", data, "--path", trained, "--max-tokens", "200", "--cpu")
+    assert result.exit_code == 0, result.exception
+
+
+def test_our_model_is_built_for_a_checkpoint_unless_native(
+    data: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fairseq.tasks.translation import TranslationTask
+
+    built: list[str] = []
+    build_generator = TranslationTask.build_generator
+
+    def spy(task: Any, models: Any, *args: Any, **kwargs: Any) -> Any:
+        built.append(type(models[0]).__name__)
+        return build_generator(task, models, *args, **kwargs)
+
+    monkeypatch.setattr(TranslationTask, "build_generator", spy)
+    for native in ([], ["--native"]):
+        succeed("generate", data, "--path", trained, *QUICK, *native)
+    assert built == ["LSTransformerModel", "TransformerModel"]
+
+
+SPAWNING = """
+from lightseq_fairseq.cli.train import main
+if __name__ == "__main__":
+    import torch
+    torch.cuda.device_count = lambda: 2  # fairseq spawns as many ranks as there are GPUs
+    main()
+"""
+
+
+def test_spawned_ranks_know_our_parts_and_their_failures_are_sentences(
+    data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SPAWNING)
+    done = python(
+        str(tmp_path / "script.py"), str(data), "--arch", "ls_transformer_tiny", *SMALL,
+        *RANKS, "--max-tokens", "9", "--max-tokens-valid", "5", "--save-dir", str(tmp_path / "saved"),
+    )  # fmt: skip
+    assert "num_updates 3" in done.stdout or "Stopping training due to num_updates" in done.stdout
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert re.search(r"lightseq-train: error: .* 10 tokens and --max-tokens is 5", done.stderr)
+
+
+# --- Ends ------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_leaves_with_130_and_one_sentence(data: Path, tmp_path: Path) -> None:
+    words = [str(data), "--arch", "ls_transformer_tiny", "--save-dir", str(tmp_path), *SMALL]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lightseq_fairseq.cli.train", *words, "--max-update", "1000000"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "Saved checkpoint" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        _, complaint = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in complaint
+    assert complaint.splitlines()[-1].startswith("lightseq-train: interrupted")
+    torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)
+
+
+def test_a_bug_keeps_its_traceback(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(cfg: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(fairseq_cli.train, "main", main)
+    result = run("train", data, "--arch", "ls_transformer_tiny")
+    assert isinstance(result.exception, RuntimeError)
+    assert str(result.exception) == "a bug"
+
+
+def test_an_end_of_file_is_no_silent_abort(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(cfg: Any) -> None:
+        raise EOFError("a bug")
+
+    monkeypatch.setattr(fairseq_cli.train, "main", main)
+    result = run("train", data, "--arch", "ls_transformer_tiny")
+    assert result.exit_code == 1
+    assert "EOFError: a bug" in result.stderr
+
+
+def test_the_old_package_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert clash() is None
+    info = tmp_path / "lightseq-3.0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lightseq\nVersion: 3.0.1\n")
+    assert clash() is None
+    monkeypatch.syspath_prepend(tmp_path)
+    assert clash() is None  # a distribution of that name without the scripts
+    (info / "entry_points.txt").write_text(
+        "[console_scripts]\nlightseq-train = lightseq.cli:main\n"
+    )
+    assert "lightseq-train" in (clash() or "")
+    result = run("train", "--fairseq-help")
+    assert "pip uninstall lightseq" in result.stderr
+
+
+def test_a_command_line_parses_as_fairseq_parses_it(data: Path) -> None:
+    """The scanner and argparse agree on which of fairseq's spellings set a flag."""
+    with unchanged():
+        for words in (["-atransformer"], ["-a=transformer"], ["--arch=transformer"]):
+            parser = options.get_training_parser()
+            args = options.parse_args_and_arch(parser, [str(data), *words])
+            assert args.arch == "transformer"
+            assert train.defaults.value(words, train.defaults.ARCH) == "transformer"

@@ -1,0 +1,202 @@
+"""Bad input: one sentence on stderr that says what to do, exit status 2, every file as it was."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli_runs import SMALL, SPLITS, binarise, run, succeed
+from click.testing import Result
+
+LS = "--arch ls_transformer_tiny"
+NATIVE = "--arch transformer_tiny --optimizer adam"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with good data, bad data, checkpoints of both kinds and a truncated one."""
+    place = tmp_path_factory.mktemp("place")
+    binarise(place).rename(place / "bin")
+    binarise(place / "other", words=5).rename(place / "other_words")
+    for name, pattern in (
+        ("no_dictionary", "dict.*"),
+        ("no_train", "train.*"),
+        ("no_valid", "valid.*"),
+    ):
+        shutil.copytree(place / "bin", place / name, ignore=shutil.ignore_patterns(pattern))
+    (place / "empty").mkdir()
+    (place / "a_file").write_text("text\n")
+
+    # 20 words, far beyond the positions of the checkpoints below; an empty line; a single word.
+    (place / "long.de").write_text(" ".join(["w1"] * 20) + "\n\nw2\n")
+    (place / "long.en").write_text("v1\n\nv2\n")
+    (place / "short.de").write_text("\nw2\n\n")
+    (place / "short.en").write_text("\nv2\n\n")
+    for name in ("long", "short"):
+        succeed(
+            "preprocess", "-s", "de", "-t", "en", "--destdir", place / name,
+            "--srcdict", place / "bin/dict.de.txt", "--tgtdict", place / "bin/dict.en.txt",
+            *(word for split in SPLITS for word in (f"--{split}pref", place / name)),
+        )  # fmt: skip
+
+    positions = ["--max-source-positions", "15", "--max-target-positions", "15"]
+    for name, kind in (("ours", LS), ("native", NATIVE)):
+        succeed(
+            "train", place / "bin", *kind.split(), *SMALL, *positions, "--save-dir", place / name
+        )
+    (place / "damaged").mkdir()
+    whole = (place / "ours" / "checkpoint_last.pt").read_bytes()
+    (place / "damaged" / "checkpoint_last.pt").write_bytes(whole[: len(whole) // 2])
+    return place
+
+
+@pytest.fixture
+def launch(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Result]:
+    """Runs a line such as "train bin --lr 1" in `place`."""
+    monkeypatch.chdir(place)
+
+    def launch(line: str) -> Result:
+        command, *words = shlex.split(line)
+        return run(command, *words)
+
+    return launch
+
+
+def digests(folder: Path) -> dict[Path, str]:
+    return {
+        path: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "preprocess.log"
+    }
+
+
+SIZE = " ".join(SMALL)
+POSITIONS = "--max-source-positions 15 --max-target-positions 15"
+TRAIN = f"train bin {LS} {SIZE} {POSITIONS}"
+TRAIN_NATIVE = f"train bin {NATIVE} {SIZE} {POSITIONS}"
+OURS = "--path ours/checkpoint_last.pt"
+SHORT = "--max-len-b 3"
+SKIP = "--skip-invalid-size-inputs-valid-test"
+
+BAD = [
+    # data
+    (f"train nowhere {LS}", ["nowhere", "does not exist", "lightseq-preprocess"]),
+    (f"train nowhere {NATIVE} --max-tokens 9", ["nowhere", "does not exist"]),
+    (f"train a_file {LS}", ["a_file", "lightseq-preprocess"]),
+    (f"train empty {LS}", ["empty", "sentence pairs", "lightseq-preprocess"]),
+    (f"train no_dictionary {LS}", ["dict.de.txt", "lightseq-preprocess"]),
+    (f"train no_train {LS}", ["no_train", "train", "--trainpref"]),
+    (f"train no_valid {LS}", ["no_valid", "valid", "--validpref"]),
+    (f"train bin {LS} -s de -t fr", ["dict.fr.txt", "-t"]),
+    (f"train bin {LS} --valid-subset valid,nothing", ["nothing", "--valid-subset"]),
+    (f"generate nowhere {OURS}", ["nowhere", "does not exist"]),
+    (f"generate bin {OURS} --gen-subset no", ["no split", "--gen-subset"]),
+    (f"validate bin {OURS} --valid-subset no --max-tokens 99", ["no split"]),
+    (f"interactive no_dictionary {OURS}", ["dict.de.txt"]),
+    (f"interactive bin {OURS} --input gone.de", ["gone.de", "not exist"]),
+    ("preprocess -s de -t en --trainpref gone --destdir out", ["gone.de", "does not exist"]),
+    ("preprocess --trainpref text/train -s de -t en --destdir bin", ["bin/dict.de.txt", "--srcdict"]),
+    # names
+    ("train bin --arch ls_transformer_tiyn", ["ls_transformer_tiyn", "ls_transformer_tiny"]),
+    ("train bin --arch transformer_tiyn", ["transformer_tiyn", "transformer_tiny"]),
+    (f"train bin {LS} --optimizer ls_adma", ["ls_adma", "ls_adam"]),
+    (f"train bin {LS} --criterion=ls_smoothed_cross_entropy", ["ls_label_smoothed_cross_entropy"]),
+    (f"train bin {LS} --lr-scheduler inverse_root", ["inverse_root", "inverse_sqrt"]),
+    (f"train bin {LS} --task tranlation", ["tranlation", "translation"]),
+    (f"train bin {LS} --optimizer qqqq", ["qqqq", "--optimizer"]),
+    (f"train bin {LS} --user-dir gone", ["gone", "does not exist"]),
+    # sizes
+    (f"{TRAIN} --max-tokens 7", ["10 tokens", "--max-tokens is 7", "raise --max-tokens to 10"]),
+    (f"{TRAIN} --max-tokens 3", ["too long", "4 tokens", "raise --max-tokens"]),
+    (f"{TRAIN_NATIVE} --max-tokens 7", ["10 tokens", "raise --max-tokens to 10"]),
+    (f"generate bin {OURS} --max-tokens 7", ["raise --max-tokens to"]),
+    (f"generate long {OURS}", ["Sentence 0", "21", "15", "--skip-invalid"]),
+    ("generate long --path native/checkpoint_last.pt --native", ["Sentence 0", "--skip-invalid"]),
+    (f"validate long {OURS} --max-tokens 99", ["Sentence 0", "--skip-invalid"]),
+    (f"generate bin {OURS} --max-source-positions 2 {SKIP}", ["too long"]),
+    (f"train long {LS} {SIZE} {POSITIONS}", ["Sentence 0", "--skip-invalid"]),  # in validation
+    (f"interactive bin {OURS} --input long.de", ["Sentence 0", "21", "15"]),
+    # flags
+    (f"{TRAIN} --fp16", ["--fp16", "GPU", "--bf16"]),
+    (f"{TRAIN} --checkpoint-activations", ["--checkpoint-activations", "--native"]),
+    (f"{TRAIN} --adaptive-softmax-cutoff 5,9", ["--adaptive-softmax-cutoff", "--native"]),
+    (f"{TRAIN} --quant-noise-pq 0.1", ["--quant-noise-pq", "--native"]),
+    (f"train bin --arch transformer_tiny {SIZE}", ["--optimizer is missing"]),
+    (f"train bin {NATIVE}", ["--max-tokens or --batch-size"]),
+    (f"{TRAIN} --share-all-embeddings", ["--share-all-embeddings", "joined dictionary"]),
+    (f"{TRAIN} --distributed-world-size 3", ["--distributed-world-size is 3"]),
+    (f"{TRAIN} --save-dir a_file/below", ["a_file/below", "--save-dir"]),
+    (f"{TRAIN} --save-dir a_file", ["a_file", "--save-dir"]),
+    # checkpoints
+    ("generate bin", ["--path"]),
+    ("validate bin --max-tokens 99", ["--path"]),
+    ("generate bin --path gone.pt", ["gone.pt", "does not exist"]),
+    ("validate bin --path gone.pt --max-tokens 99", ["gone.pt", "does not exist"]),
+    ("generate bin --path empty", ["empty", "directory"]),
+    ("generate bin --path a_file", ["a_file", "truncated or corrupt"]),
+    ("generate bin --path damaged/checkpoint_last.pt", ["damaged/checkpoint_last.pt", "truncated"]),
+    ("generate bin --path damaged/checkpoint_last.pt --native", ["damaged/checkpoint_last.pt"]),
+    (f"{TRAIN} --save-dir damaged", ["damaged/checkpoint_last.pt", "truncated"]),
+    (f"{TRAIN_NATIVE} --save-dir damaged", ["damaged/checkpoint_last.pt", "truncated"]),
+    (f"generate other_words {OURS}", ["dictionar", "24", "ours/", "--srcdict"]),
+    ("generate other_words --path native/checkpoint_last.pt --native", ["dictionar", "24", "native/"]),
+    (f"interactive other_words {OURS}", ["dictionar", "24"]),
+    (f"validate other_words {OURS} --max-tokens 99", ["dictionar", "24"]),
+    (f"train other_words {LS} {SIZE} {POSITIONS} --save-dir ours", ["dictionar", "24", "ours/"]),
+    (f"train other_words {NATIVE} {SIZE} {POSITIONS} --save-dir native", ["dictionar", "native/"]),
+    (f"{TRAIN} --save-dir ours --encoder-layers 2", ["ours/checkpoint_last.pt", "encoder.layers.1"]),
+    (f"{TRAIN_NATIVE} --save-dir native --encoder-layers 2", ["native/", "encoder.layers.1"]),
+    (f"{TRAIN_NATIVE} --save-dir native --optimizer sgd", ["FairseqAdam", "--reset-optimizer"]),
+    (f"{TRAIN_NATIVE} --save-dir native --lr-scheduler inverse_sqrt", ["--reset-lr-scheduler"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "parts"), BAD, ids=[line[:70] for line, _ in BAD])
+def test_bad_input_is_answered_with_one_sentence(
+    place: Path, launch: Callable[[str], Result], line: str, parts: list[str]
+) -> None:
+    if line.startswith("train") and "--save-dir" not in line:
+        line += " --save-dir not_yet_there"
+    before = digests(place)
+    result = launch(line)
+    after = digests(place)
+    assert result.exit_code == 2, (result.output, result.exception)
+    command = line.split()[0]
+    complaint = result.stderr.splitlines()[-1]
+    assert complaint.startswith(f"lightseq-{command}: error: ")
+    assert [part for part in parts if part not in complaint] == [], complaint
+    assert "Traceback" not in result.output
+    assert {path: after.get(path) for path in before} == before
+    shutil.rmtree(place / "not_yet_there", ignore_errors=True)
+    shutil.rmtree(place / "out", ignore_errors=True)
+
+
+GOOD = [
+    # What looks bad and works: sentences that training or --skip-... leaves out, empty lines,
+    # batches of one token, 16 bit on a CPU.
+    f"train short {LS} {SIZE} --batch-size 1",
+    f"train short {NATIVE} {SIZE} --batch-size 1",
+    f"train long {LS} {SIZE} {POSITIONS} {SKIP}",
+    f"train bin {LS} {SIZE} --bf16",
+    f"generate short {OURS} {SHORT}",
+    f"generate long {OURS} {SHORT} {SKIP}",
+    f"interactive bin {OURS} {SHORT} --input short.de",
+    f"interactive bin {OURS} {SHORT} --input long.de "
+    f"{SKIP}",
+    f"validate short {OURS} --batch-size 1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", GOOD, ids=[line[:70] for line in GOOD])
+def test_unusual_input_works(launch: Callable[[str], Result], tmp_path: Path, line: str) -> None:
+    result = launch(line + (f" --save-dir {tmp_path}" if line.startswith("train") else " --cpu"))
+    assert result.exit_code == 0, (result.output, result.exception)
+    sentences = {"generate short": 3, "generate long": 2, "interactive": 2}
+    for start, count in sentences.items():
+        if line.startswith(start):
+            translated = [text for text in result.stdout.splitlines() if text.startswith("H-")]
+            assert len(translated) == (3 if "short" in line else count)

@@ -1,0 +1,184 @@
+"""What lightseq-train fills in, word by word."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from lightseq_fairseq.cli import defaults
+from lightseq_fairseq.cli.defaults import Machine
+
+CPU = Machine()
+GPU = Machine(ranks=4, gpus=4, bf16=True)
+OLD_GPU = Machine(ranks=1, gpus=1, bf16=False)
+ARCH = "data --arch ls_transformer_wmt_en_de_big_t2t"
+
+
+def added(command: str, machine: Machine = CPU) -> dict[str, str | None]:
+    """Flag -> value of the words that are added to the command."""
+    words = defaults.missing(shlex.split(command), machine)
+    flags: dict[str, str | None] = {}
+    for word in words:
+        if word.startswith("--"):
+            flags[word] = None
+        else:
+            flags[list(flags)[-1]] = word
+    return flags
+
+
+SCHEDULE = {"--lr", "--lr-scheduler", "--warmup-updates"}
+OPTIMIZER = {"--optimizer", "--adam-betas", "--clip-norm", "--weight-decay"}
+CRITERION = {"--criterion", "--label-smoothing"}
+ALWAYS = {"--update-freq", "--seed", "--distributed-world-size"}
+SIZE = {"--max-tokens", "--max-update"}
+ALL = SCHEDULE | OPTIMIZER | CRITERION | ALWAYS | SIZE
+
+
+def test_the_arch_alone_gets_the_whole_recipe() -> None:
+    assert added(ARCH) == {
+        "--optimizer": "ls_adam",
+        "--adam-betas": "(0.9, 0.98)",
+        "--clip-norm": "0",
+        "--weight-decay": "1e-4",
+        "--criterion": "ls_label_smoothed_cross_entropy",
+        "--label-smoothing": "0.1",
+        "--lr": "5e-4",
+        "--lr-scheduler": "inverse_sqrt",
+        "--warmup-updates": "4000",
+        "--max-tokens": "4096",
+        "--max-update": "300000",
+        "--update-freq": "1",
+        "--seed": "1",
+        "--distributed-world-size": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "left_out"),
+    [
+        ("--optimizer ls_adam", OPTIMIZER | SCHEDULE),
+        ("--optimizer=adam", OPTIMIZER | SCHEDULE),
+        ("--criterion cross_entropy", CRITERION | SCHEDULE),
+        ("--lr-scheduler fixed", SCHEDULE),
+        ("--lr 1e-3", SCHEDULE),
+        ("--lr=1e-3", SCHEDULE),
+        ("--warmup-updates 10", {"--warmup-updates"}),
+        ("--adam-betas '(0.9, 0.999)'", {"--adam-betas"}),
+        ("--label-smoothing 0", {"--label-smoothing"}),
+        ("--weight-decay=0", {"--weight-decay"}),
+        ("--batch-size 8", {"--max-tokens"}),
+        ("--max-sentences 8", {"--max-tokens"}),
+        ("--max-tokens 8192", {"--max-tokens"}),
+        ("--max-update 10", {"--max-update"}),
+        ("--max-epoch 3", {"--max-update"}),
+        ("--stop-time-hours 2", {"--max-update"}),
+        ("--seed 7 --update-freq 2", {"--seed", "--update-freq"}),
+        ("--distributed-world-size 2", {"--distributed-world-size"}),
+        ("--dropout 0.3 --user-dir mine", set()),
+    ],
+)
+def test_what_the_user_sets_is_left_alone(given: str, left_out: set[str]) -> None:
+    assert added(f"{ARCH} {given}").keys() == ALL - left_out
+    assert added(f"{given} {ARCH}").keys() == ALL - left_out
+
+
+@pytest.mark.parametrize(
+    ("given", "machine", "precision"),
+    [
+        ("", GPU, "--bf16"),
+        ("", OLD_GPU, "--fp16"),
+        ("", CPU, None),
+        ("--lr 1e-3", GPU, "--bf16"),
+        ("--optimizer ls_adam", GPU, None),
+        ("--criterion ls_label_smoothed_cross_entropy", GPU, None),
+        ("--cpu", GPU, None),
+        ("--fp16", GPU, None),
+        ("--amp", GPU, None),
+        ("--memory-efficient-fp16", GPU, None),
+        ("--memory-efficient-bf16", GPU, None),
+    ],
+)
+def test_precision_is_chosen_for_the_arch_alone(
+    given: str, machine: Machine, precision: str | None
+) -> None:
+    chosen = added(f"{ARCH} {given}", machine).keys() & {"--bf16", "--fp16"}
+    assert chosen == ({precision} if precision else set())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "data",
+        "data --arch transformer_wmt_en_de",
+        "data --arch transformer --optimizer ls_adam",
+        "data --arch=transformer --criterion=ls_label_smoothed_cross_entropy",
+        "data --arch ls_transformer --arch transformer",  # the last one counts, as in argparse
+        "data --save-dir ls_transformer",
+    ],
+)
+def test_other_archs_get_nothing(command: str) -> None:
+    assert defaults.complete(shlex.split(command), GPU) == shlex.split(command)
+
+
+@pytest.mark.parametrize(
+    "spelling", ["--arch {}", "--arch={}", "-a {}", "-a{}", "--arch transformer --arch {}"]
+)
+def test_every_spelling_of_an_ls_arch_is_seen(spelling: str) -> None:
+    command = "data " + spelling.format("ls_transformer")
+    assert added(command).keys() == ALL
+    assert defaults.uses_lightseq(shlex.split(command))
+
+
+@pytest.mark.parametrize(
+    ("command", "ours"),
+    [
+        ("d --arch transformer --optimizer ls_adam", True),
+        ("d --arch transformer --criterion=ls_label_smoothed_cross_entropy", True),
+        ("d --arch transformer --optimizer adam", False),
+        ("d --save-dir ls_adam --optimizer", False),
+        ("d -- --arch ls_transformer", False),
+    ],
+)
+def test_a_command_is_ours_if_a_part_of_ours_is_named(command: str, ours: bool) -> None:
+    assert defaults.uses_lightseq(shlex.split(command)) is ours
+
+
+def test_operands_stay_operands() -> None:
+    completed = defaults.complete(shlex.split("--arch ls_transformer -- data"), CPU)
+    assert completed[-2:] == ["--", "data"]
+    assert completed[2:4] == ["--optimizer", "ls_adam"]
+
+
+@pytest.mark.parametrize(
+    ("command", "native"),
+    [
+        (
+            "d --arch ls_transformer --optimizer=ls_adam --criterion ls_cross_entropy",
+            "d --arch transformer --optimizer=adam --criterion cross_entropy",
+        ),
+        ("-als_transformer_tiny d", "-atransformer_tiny d"),
+        (
+            "-a ls_transformer ls_data --save-dir ls_adam",
+            "-a transformer ls_data --save-dir ls_adam",
+        ),
+        ("d --arch transformer", "d --arch transformer"),
+    ],
+)
+def test_native_twin_takes_the_prefixes_away_and_nothing_else(command: str, native: str) -> None:
+    assert defaults.native_twin(shlex.split(command)) == shlex.split(native)
+
+
+@pytest.mark.parametrize("machine", [CPU, GPU, OLD_GPU])
+@pytest.mark.parametrize("given", ["", "--save-dir 'a b' --lr 1e-3", "--optimizer adam", "-- x"])
+def test_the_printed_line_is_the_run(given: str, machine: Machine) -> None:
+    completed = defaults.complete(shlex.split(f"--arch ls_transformer {given}"), machine)
+    program, *words = shlex.split(defaults.command_line(completed))
+    assert program == "lightseq-train"
+    assert words == completed
+    assert defaults.complete(words, Machine(ranks=8, gpus=8, bf16=True)) == words
+
+
+def test_a_forgotten_learning_rate_is_mentioned() -> None:
+    assert "--lr" in (defaults.note(["--optimizer", "ls_adam"]) or "")
+    assert defaults.note(["--optimizer", "ls_adam", "--lr=1"]) is None

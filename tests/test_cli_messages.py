@@ -1,0 +1,207 @@
+"""Exceptions of fairseq and torch, as the user gets to read them."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import traceback
+from collections.abc import Callable
+
+import pytest
+from torch.multiprocessing import ProcessRaisedException
+
+from lightseq_fairseq.cli.messages import Request, explain
+from lightseq_fairseq.errors import UserError
+
+TRAIN = Request(
+    ["bin", "--arch", "x", "--save-dir", "ck"],
+    argparse.Namespace(data="bin", save_dir="ck", restore_file="checkpoint_last.pt", path=None),
+)
+GENERATE = Request(
+    ["bin", "--path", "a.pt", "--bpe-codes=codes.bpe"],
+    argparse.Namespace(data="bin", save_dir="checkpoints", path="a.pt"),
+)
+
+EMBEDDING_MISMATCH = """Error(s) in loading state_dict for TransformerModel:
+\tsize mismatch for encoder.embed_tokens.weight: copying a param with shape torch.Size([24, 64]) \
+from checkpoint, the shape in current model is torch.Size([16, 64]).
+\tsize mismatch for decoder.embed_tokens.weight: copying a param with shape torch.Size([24, 64]) \
+from checkpoint, the shape in current model is torch.Size([16, 64])."""
+WIDTH_MISMATCH = EMBEDDING_MISMATCH.replace("[16, 64]", "[24, 32]")
+MISSING_KEYS = """Error(s) in loading state_dict for TransformerModel:
+\tMissing key(s) in state_dict: "encoder.layers.1.fc1.weight". """
+
+
+def own() -> None:
+    raise UserError("--magic is not supported: drop it.")
+
+
+def dictionary() -> None:
+    raise RuntimeError(EMBEDDING_MISMATCH)
+
+
+def resume() -> None:
+    try:
+        dictionary()
+    except Exception:
+        raise Exception(  # noqa: B904  (fairseq hides the reason like this)
+            "Cannot load model parameters from checkpoint ck/checkpoint_last.pt; "
+            "please ensure that the architectures match."
+        )
+
+
+def width() -> None:
+    raise RuntimeError(WIDTH_MISMATCH)
+
+
+def layers() -> None:
+    raise RuntimeError(MISSING_KEYS)
+
+
+def too_long() -> None:
+    raise Exception(
+        "Size of sample #7 is invalid (=(np.int32(1501), np.int32(2))) since max_positions="
+        "(1024, 1024), skip this example with --skip-invalid-size-inputs-valid-test"
+    )
+
+
+def no_split() -> None:
+    raise FileNotFoundError("Dataset not found: valid (bin)")
+
+
+def no_checkpoint() -> None:
+    raise OSError("Model file not found: a.pt")
+
+
+def other_optimizer() -> None:
+    raise AssertionError(
+        "Optimizer does not match; please reset the optimizer (--reset-optimizer). "
+        "FP16Optimizer vs FairseqAdam"
+    )
+
+
+def own_flag_check() -> None:
+    raise AssertionError("--sampling requires --nbest to be equal to --beam")
+
+
+def no_optimizer() -> None:
+    raise ValueError("optimizer is required!")
+
+
+def too_many_ranks() -> None:
+    raise AssertionError("world size is 4 but have 1 available devices")
+
+
+def loss_scale() -> None:
+    raise FloatingPointError(
+        "Minimum loss scale reached (0.0001). Your loss is probably exploding. Try lowering the "
+        "learning rate, using gradient clipping or increasing the batch size."
+    )
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch.cuda names it."""
+
+
+def memory() -> None:
+    raise OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+def named_file() -> None:
+    raise FileNotFoundError(errno.ENOENT, "No such file or directory", "codes.bpe")
+
+
+def read_only() -> None:
+    raise PermissionError(errno.EACCES, "Permission denied", "ck/dummy")
+
+
+def full_disk() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "ck/checkpoint1.pt.tmp")
+
+
+KNOWN: list[tuple[Callable[[], None], Request, list[str]]] = [
+    (own, TRAIN, ["--magic is not supported: drop it."]),
+    (dictionary, GENERATE, ["dictionary", "a.pt", "source", "24", "16", "--srcdict"]),
+    (resume, TRAIN, ["dictionary", "ck/checkpoint_last.pt", "24", "16", "bin"]),
+    (width, TRAIN, ["model", "[24, 64]", "[24, 32]", "arch", "--save-dir"]),
+    (layers, TRAIN, ["model", "encoder.layers.1.fc1.weight", "arch"]),
+    (too_long, GENERATE, ["Sentence 7", "(1501, 2)", "(1024, 1024)", "--skip-invalid-size-inputs"]),
+    (no_split, TRAIN, ["valid", "bin", "lightseq-preprocess"]),
+    (no_checkpoint, GENERATE, ["a.pt", "--path"]),
+    (other_optimizer, TRAIN, ["FP16Optimizer", "FairseqAdam", "--reset-optimizer"]),
+    (own_flag_check, GENERATE, ["--sampling requires --nbest to be equal to --beam."]),
+    (no_optimizer, TRAIN, ["--optimizer"]),
+    (too_many_ranks, TRAIN, ["--distributed-world-size is 4", "1 GPU"]),
+    (loss_scale, TRAIN, ["Minimum loss scale", "learning rate"]),
+    (memory, TRAIN, ["out of memory", "--max-tokens"]),
+    (named_file, GENERATE, ["codes.bpe", "does not exist"]),
+    (read_only, TRAIN, ["ck", "--save-dir"]),
+    (full_disk, TRAIN, ["ck", "--save-dir", "space"]),
+]
+IDS = [failure.__name__ for failure, _, _ in KNOWN]
+
+
+def caught(failure: Callable[[], None]) -> Exception:
+    try:
+        failure()
+    except Exception as error:
+        return error
+    raise AssertionError
+
+
+@pytest.mark.parametrize(("failure", "request_", "parts"), KNOWN, ids=IDS)
+def test_a_known_failure_is_one_sentence(
+    failure: Callable[[], None], request_: Request, parts: list[str]
+) -> None:
+    sentence = explain(caught(failure), request_) or ""
+    assert [part for part in parts if part not in sentence] == []
+    assert "\n" not in sentence
+    assert len(sentence) < 400
+
+
+@pytest.mark.parametrize(("failure", "request_", "parts"), KNOWN, ids=IDS)
+def test_and_the_same_one_from_a_spawned_rank(
+    failure: Callable[[], None], request_: Request, parts: list[str]
+) -> None:
+    error = caught(failure)
+    text = "".join(traceback.format_exception(error))
+    raised = ProcessRaisedException(
+        f"\n\n-- Process 1 terminated with the following error:\n{text}", 1, 1234
+    )
+    assert explain(raised, request_) == explain(error, request_)
+
+
+def mistake() -> None:
+    _ = {}["best"]
+
+
+def own_assertion() -> None:
+    assert [] == [1]
+
+
+def foreign_file() -> None:
+    raise FileNotFoundError(errno.ENOENT, "No such file or directory", "/usr/lib/fairseq/x.so")
+
+
+def bug_while_handling() -> None:
+    try:
+        too_long()
+    except Exception:
+        raise TypeError("unsupported operand") from None
+
+
+def shapes() -> None:
+    raise RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)")
+
+
+@pytest.mark.parametrize(
+    "failure", [mistake, own_assertion, foreign_file, bug_while_handling, shapes]
+)
+@pytest.mark.parametrize(
+    "request_", [TRAIN, GENERATE, Request()], ids=["train", "generate", "none"]
+)
+def test_a_bug_is_not_explained_away(failure: Callable[[], None], request_: Request) -> None:
+    error = caught(failure)
+    assert explain(error, request_) is None
+    text = "".join(traceback.format_exception(error))
+    assert explain(ProcessRaisedException(f"\n\n-- Process 0:\n{text}", 0, 1), request_) is None
