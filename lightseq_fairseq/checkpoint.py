@@ -1,0 +1,255 @@
+"""Checkpoints: names that stock fairseq knows, in files that are whole or not there.
+
+A file never mentions this package. Whatever is saved under ``ls_`` names bears the native ones,
+and ``use_ls_models`` maps a native Transformer back to ours when it is loaded for translation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+# First of all that concerns fairseq: it prepares fairseq for being imported and registers ours.
+from lightseq_fairseq.plugins.transformer import LSTransformerModel, unsupported_option  # isort: skip
+
+from fairseq import checkpoint_utils, utils
+from fairseq.criterions import CRITERION_REGISTRY
+from fairseq.file_io import PathManager
+from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.models.transformer import TransformerModel
+from fairseq.optim import OPTIMIZER_REGISTRY
+
+from lightseq_fairseq.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "ls_"
+_REGISTRIES = {
+    "arch": ARCH_MODEL_REGISTRY,
+    "criterion": CRITERION_REGISTRY,
+    "optimizer": OPTIMIZER_REGISTRY,
+}
+
+
+def native_name(kind: str, name: str) -> str:
+    """What fairseq calls the component that we call ``name``; other names come back unchanged.
+
+    Args:
+        kind: "arch", "criterion" or "optimizer".
+        name: as on the command line, ``ls_transformer_iwslt_de_en`` for example.
+    """
+    registry = _REGISTRIES[kind]
+    stripped = name[len(_PREFIX) :]
+    if name.startswith(_PREFIX) and name in registry and stripped in registry:
+        return stripped
+    if kind == "arch" and issubclass(registry.get(name, object), LSTransformerModel):
+        # An architecture of the user's own. The file holds every option it has set, and fairseq's
+        # base architecture fills in only what is missing.
+        return "transformer"
+    return name
+
+
+def native_cfg(cfg: Any) -> Any:
+    """A copy of a configuration in which every ``ls_`` name is fairseq's.
+
+    Args:
+        cfg: fairseq's configuration as nested dicts, in which Namespaces may stand for sections
+            (``cfg["model"]`` of an architecture from the command line), or one section of it.
+    """
+    return _renamed(cfg, "")
+
+
+def _renamed(node: Any, kind: str) -> Any:
+    if isinstance(node, Namespace):
+        return Namespace(**_renamed(vars(node), kind))
+    if not isinstance(node, dict):
+        return node
+    renamed = {}
+    for key, value in node.items():
+        if isinstance(value, str):
+            of_kind = kind if key == "_name" else key
+            renamed[key] = native_name(of_kind, value) if of_kind in _REGISTRIES else value
+        else:
+            renamed[key] = _renamed(value, "arch" if key == "model" else str(key))
+    return renamed
+
+
+def uses_ls(cfg: Any) -> bool:
+    """Whether architecture, criterion or optimizer of a fairseq configuration is one of ours."""
+    for kind, section in (
+        ("arch", "model"),
+        ("criterion", "criterion"),
+        ("optimizer", "optimizer"),
+    ):
+        node = getattr(cfg, section, None)
+        name = getattr(node, "_name", None) or getattr(node, kind, None)
+        if name and native_name(kind, name) != name:
+            return True
+    return False
+
+
+def ls_arch(args: Namespace) -> tuple[str | None, str | None]:
+    """The ``ls_`` architecture for the options of a native model.
+
+    Args:
+        args: the model's Namespace in a checkpoint; ``_name`` or ``arch`` is its architecture.
+
+    Returns:
+        (name, None) where ours can honour every option, (None, sentence) where the sentence names
+        one that it cannot, and (None, None) for a model that is no fairseq Transformer.
+    """
+    arch = getattr(args, "_name", None) or getattr(args, "arch", None) or ""
+    name = _PREFIX + arch
+    if ARCH_MODEL_REGISTRY.get(arch) is not TransformerModel or name not in ARCH_MODEL_REGISTRY:
+        return None, None
+    reason = unsupported_option(args)
+    return (None, reason) if reason else (name, None)
+
+
+def use_ls_models() -> None:
+    """From now on fairseq builds our model for checkpoints of its own Transformer.
+
+    What ours cannot honour stays native, and one line says why. An architecture that the caller
+    overrides explicitly is respected. Calling it twice is harmless.
+    """
+    native_load = checkpoint_utils.load_checkpoint_to_cpu
+    if getattr(native_load, "uses_ls_models", False):
+        return
+
+    def load(path: str, arg_overrides: Any = None, load_on_all_ranks: bool = False) -> Any:
+        state = native_load(path, arg_overrides, load_on_all_ranks)
+        if not {"_name", "arch"} & set(arg_overrides or ()):
+            _use_ls_model(state, path)
+        return state
+
+    load.uses_ls_models = True  # type: ignore[attr-defined]
+    checkpoint_utils.load_checkpoint_to_cpu = load
+
+
+def _use_ls_model(state: dict[str, Any], path: str) -> None:
+    args: Any = state.get("args") or getattr(state.get("cfg"), "model", None)
+    if not isinstance(args, Namespace):
+        return  # a model configured by a dataclass: none of fairseq's Transformers
+    name, reason = ls_arch(args)
+    if reason:
+        logger.info("%s keeps fairseq's own layers: %s", path, reason)
+    if name:
+        args._name = args.arch = name
+
+
+def own_storage(state: Any) -> Any:
+    """The same nested state with every tensor that is part of a larger one copied out of it.
+
+    ``torch.save`` writes the storage behind a tensor, all of it: a parameter taken out of such a
+    file would drag the flat buffer along for ever. Tied tensors stay one.
+    """
+    copies: dict[Any, Tensor] = {}
+
+    def own(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+            return tensor
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if key not in copies:
+            copies[key] = tensor.clone()
+        return copies[key]
+
+    return utils.apply_to_sample(own, state)
+
+
+def save(state: Any, path: str) -> None:
+    """``torch.save`` to a local file that is replaced as a whole or not at all.
+
+    Raises:
+        UserError: the file cannot be written (no space, no permission); ``path`` is as before.
+    """
+    write_atomically(path, lambda file: torch.save(state, file))
+
+
+def copy(source: str, target: str, overwrite: bool = False) -> bool:
+    """``fairseq.file_io.PathManager.copy``, with ``target`` replaced as a whole or not at all.
+
+    A real copy and no hard link: stock fairseq, to which a user may return, overwrites
+    checkpoint_last.pt in place, and an epoch's checkpoint of the same inode would change with it.
+
+    Raises:
+        UserError: as for ``save``.
+    """
+    if PathManager.path_requires_pathmanager(source) or PathManager.path_requires_pathmanager(
+        target
+    ):
+        return bool(PathManager.copy(source, target, overwrite))
+    with open(source, "rb") as file:
+        write_atomically(target, lambda out: shutil.copyfileobj(file, out, 1 << 24))
+    return True
+
+
+def write_atomically(path: str, write: Callable[[BinaryIO], None]) -> None:
+    """Let ``write`` fill a file that then takes the place of ``path``.
+
+    The bytes are on the disk before the name is: killed at any moment, the machine even, there is
+    either the old file or the new one. What may be left is ``path`` + ".tmp", which the next
+    attempt overwrites.
+
+    Raises:
+        UserError: on any OSError; ``path`` is as before and the temporary file gone.
+    """
+    temporary = f"{path}.tmp"
+    file = None
+    try:
+        with _Writer(io.FileIO(temporary, "wb")) as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        refusal = error if isinstance(error, OSError) else None
+        if refusal is None and file is not None:
+            refusal = file.refusal
+        if refusal is None:
+            raise
+        raise UserError(
+            f"cannot write {path} ({refusal.strerror or refusal}); the checkpoints saved before "
+            "are intact, so make room and run the same command to continue"
+        ) from error
+    with contextlib.suppress(OSError):  # some file systems cannot sync a folder
+        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+class _Writer(io.BufferedWriter):
+    """A file that remembers why it could not be written.
+
+    torch.save turns an OSError into a RuntimeError about positions in the archive.
+    """
+
+    refusal: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.refusal = error
+            raise
+
+
+class _AtomicCopies(PathManager):
+    copy = staticmethod(copy)
+
+
+def make_copies_atomic() -> None:
+    """fairseq's ``save_checkpoint`` copies to checkpoint_best.pt and checkpoint_last.pt by ours."""
+    checkpoint_utils.PathManager = _AtomicCopies

@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import training_runs as runs  # isort: skip  (fairseq has to be prepared before)
+
+from fairseq import checkpoint_utils
+from fairseq import trainer as native_trainer
+from fairseq.file_io import PathManager
+from fairseq_cli import train
+
+from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.training import trainer
+
+FP16 = {"fp16": True, "fp16_init_scale": 64, "fp16_scale_window": 4}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "fp16 flat": FP16,
+    "fp16 list": {**FP16, "fp16_no_flatten_grads": True},
+    "memory-efficient bf16": {"memory_efficient_bf16": True},
+}
+UPDATES = 12  # of which 7 make the first epoch
+SAVED = {"checkpoint_1_5.pt": 5, "checkpoint1.pt": 7, "checkpoint_2_10.pt": 10}
+
+
+@pytest.fixture(autouse=True)
+def flat_fp16_on_cpu() -> Any:
+    """fairseq asks CUDA where its flat vector belongs; None is the index of the CPU."""
+    with mock.patch.object(torch.cuda, "current_device", lambda: None):
+        yield
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.corpus(tmp_path_factory.mktemp("corpus"))
+
+
+class Run:
+    """A run that was never interrupted: its losses and, in ``folder``, its checkpoints."""
+
+    def __init__(self, data: Path, folder: Path, flags: dict[str, Any]) -> None:
+        self.data, self.folder, self.flags = data, folder, flags
+        self.losses = runs.run(data, folder, **flags, save_interval_updates=5)
+        assert len(self.losses) == UPDATES
+
+    def resume(self, save_dir: Path, **flags: Any) -> list[float]:
+        return runs.run(self.data, save_dir, **{**self.flags, **flags})
+
+
+@pytest.fixture(scope="module")
+def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    made: dict[str, Run] = {}
+
+    def get(precision: str) -> Run:
+        if precision not in made:
+            flags = {**runs.LS, **PRECISIONS[precision], "max_update": UPDATES}
+            made[precision] = Run(data, tmp_path_factory.mktemp("finished"), flags)
+        return made[precision]
+
+    return get
+
+
+def load(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = checkpoint_utils.load_checkpoint_to_cpu(str(path))
+    # fairseq never initialises these buffers.
+    for side in ("encoder", "decoder"):
+        del state["model"][f"{side}.embed_positions._float_tensor"]
+    return state
+
+
+@pytest.mark.parametrize("file", SAVED)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_resumed_run_repeats_the_losses_bit_for_bit(
+    precision: str, file: str, finished: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = finished(precision)
+    losses = run.resume(tmp_path, restore_file=run.folder / file)
+    assert losses == run.losses[SAVED[file] :]
+    ours, theirs = load(tmp_path / "checkpoint_last.pt"), load(run.folder / "checkpoint_last.pt")
+    for name, value in theirs["model"].items():
+        assert torch.equal(ours["model"][name], value), name
+    assert ours["extra_state"].get("loss_scaler") == theirs["extra_state"].get("loss_scaler")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16 flat", "fp16 list"])
+class TestMasters:
+    def test_the_file_holds_them(self, precision: str, finished: Callable[[str], Run]) -> None:
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+        model = load(finished(precision).folder / "checkpoint_last.pt")["model"]
+        rounded = [
+            name for name, value in model.items() if torch.equal(value.to(dtype).float(), value)
+        ]
+        assert {value.dtype for value in model.values()} == {torch.float32}
+        assert set(rounded) <= {"encoder.version", "decoder.version"}
+
+    def test_resets_keep_them(
+        self, precision: str, finished: Callable[[str], Run], tmp_path: Path
+    ) -> None:
+        """--reset-optimizer drops moments, not digits: no update, no change."""
+        run = finished(precision)
+        run.resume(
+            tmp_path, restore_file=run.folder / "checkpoint_last.pt", reset_optimizer=True,
+            reset_dataloader=True, reset_meters=True, reset_lr_scheduler=True,
+            lr=1e-30, max_update=1, weight_decay=0,
+        )  # fmt: skip
+        before, after = (
+            load(run.folder / "checkpoint_last.pt"),
+            load(tmp_path / "checkpoint_last.pt"),
+        )
+        for name, value in before["model"].items():
+            assert torch.equal(after["model"][name], value), name
+
+
+class TestBothWays:
+    """native -> ours -> native is one run; dropout is off because the masks differ."""
+
+    FLAGS: dict[str, Any] = {"dropout": 0, "attention_dropout": 0, "activation_dropout": 0}
+
+    @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16 flat"])
+    def test_with_optimizer_state(self, precision: str, data: Path, tmp_path: Path) -> None:
+        flags = {**self.FLAGS, **PRECISIONS[precision]}
+        expected = runs.run(data, tmp_path / "a", native=True, **runs.NATIVE, **flags)
+        shared = tmp_path / "b"
+        losses = runs.run(data, shared, native=True, **runs.NATIVE, **flags, max_update=4)
+        losses += runs.run(data, shared, **runs.LS, **flags, max_update=8)
+        losses += runs.run(data, shared, native=True, **runs.NATIVE, **flags)
+        assert len(losses) == len(expected) == UPDATES
+        # 16-bit weights of the native file are rounded: those runs cannot be closer than that.
+        tolerance = 1e-5 if precision == "fp32" else 1e-2
+        torch.testing.assert_close(losses, expected, rtol=tolerance, atol=0)
+        state = load(shared / "checkpoint_last.pt")["last_optimizer_state"]["state"]
+        assert {entry["step"] for entry in state.values()} == {UPDATES}
+
+    @pytest.mark.parametrize("ls", ["arch", "optimizer", "criterion"])
+    def test_one_component_at_a_time(self, ls: str, data: Path, tmp_path: Path) -> None:
+        names = {**runs.NATIVE, ls: runs.LS[ls]}
+        expected = runs.run(data, tmp_path / "a", native=True, **runs.NATIVE, **self.FLAGS)
+        losses = runs.run(data, tmp_path / "b", **names, **self.FLAGS, max_update=6)
+        assert b"ls_" not in (tmp_path / "b" / "checkpoint_last.pt").read_bytes()
+        losses += runs.run(data, tmp_path / "b", native=True, **runs.NATIVE, **self.FLAGS)
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+
+
+class TestNativeRuns:
+    def test_are_fairseqs_own(self, data: Path, tmp_path: Path) -> None:
+        flags = {**runs.NATIVE, "bf16": True, "max_update": 3}
+        ours = runs.run(data, tmp_path / "a", **flags)
+        assert runs.run(data, tmp_path / "b", native=True, **flags) == ours
+        a, b = (load(tmp_path / folder / "checkpoint_last.pt") for folder in "ab")
+        assert a["extra_state"].keys() == b["extra_state"].keys()
+        for name, value in b["model"].items():
+            assert torch.equal(a["model"][name], value)
+
+    def test_install(self) -> None:
+        with mock.patch.object(train, "Trainer", native_trainer.Trainer):
+            trainer.install()
+            assert train.Trainer is trainer.Trainer
+        assert issubclass(trainer.Trainer, native_trainer.Trainer)
+
+
+class TestRefusals:
+    def refused(self, run: Run, folder: Path, **flags: Any) -> str:
+        """The sentence; the file must be as it was."""
+        last = folder / "checkpoint_last.pt"
+        before = last.read_bytes()
+        with pytest.raises(UserError) as error:
+            run.resume(folder, **flags)
+        assert last.read_bytes() == before
+        assert os.listdir(folder) == ["checkpoint_last.pt"]
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    @pytest.fixture
+    def folder(self, finished: Callable[[str], Run], tmp_path: Path) -> Path:
+        shutil.copy(finished("fp32").folder / "checkpoint_1_5.pt", tmp_path / "checkpoint_last.pt")
+        return tmp_path
+
+    @pytest.mark.parametrize("size", [0, 100, 20_000, -1])
+    def test_truncated(self, size: int, finished: Callable[[str], Run], folder: Path) -> None:
+        last = folder / "checkpoint_last.pt"
+        last.write_bytes(last.read_bytes()[:size])
+        assert str(last) in self.refused(finished("fp32"), folder)
+
+    def test_another_model(self, finished: Callable[[str], Run], folder: Path) -> None:
+        sentence = self.refused(finished("fp32"), folder, encoder_embed_dim=32)
+        assert "encoder.embed_tokens.weight is [97, 16] in the file and [97, 32]" in sentence
+        sentence = self.refused(finished("fp32"), folder, encoder_layers=2)
+        assert "encoder.layers.1." in sentence
+
+    def test_another_optimizer(self, finished: Callable[[str], Run], folder: Path) -> None:
+        for flags in ({"bf16": True}, {"criterion": "cross_entropy", "label_smoothing": None}):
+            assert "--reset-optimizer" in self.refused(finished("fp32"), folder, **flags)
+
+
+class TestCrashes:
+    """A run from update 5 is ended while it saves at update 7; the next one goes on."""
+
+    @pytest.fixture
+    def folder(self, finished: Callable[[str], Run], tmp_path: Path) -> Path:
+        shutil.copy(finished("bf16").folder / "checkpoint_1_5.pt", tmp_path / "checkpoint_last.pt")
+        return tmp_path
+
+    def interrupted(self, run: Run, folder: Path, sabotage: Callable[[], None]) -> int:
+        def work() -> None:
+            sabotage()
+            run.resume(folder)
+
+        return runs.in_a_fork(work)
+
+    def goes_on(self, run: Run, folder: Path, updates: int) -> None:
+        assert run.resume(folder) == run.losses[updates:]
+
+    @pytest.mark.parametrize(
+        ("moment", "updates"),
+        [("write", 5), ("rename", 5), ("renamed", 5), ("copy", 5), ("second rename", 5),
+         ("second renamed", 7)],
+    )  # fmt: skip
+    def test_killed(
+        self, moment: str, updates: int, finished: Callable[[str], Run], folder: Path
+    ) -> None:
+        replace, renamed = os.replace, []
+
+        def sabotaged(source: str, target: str) -> None:
+            if moment == ("second rename" if renamed else "rename"):
+                runs.die()
+            replace(source, target)
+            renamed.append(target)
+            if moment == ("second renamed" if len(renamed) > 1 else "renamed"):
+                runs.die()
+            if moment == "copy":
+                runs.limit_files(50_000, killed=True)
+
+        def sabotage() -> None:
+            os.replace = sabotaged  # in the child only
+            if moment == "write":
+                runs.limit_files(50_000, killed=True)
+
+        run = finished("bf16")
+        assert self.interrupted(run, folder, sabotage) < 0
+        assert ("checkpoint1.pt" in os.listdir(folder)) == (moment not in ("write", "rename"))
+        self.goes_on(run, folder, updates)
+
+    def test_full_disk(self, finished: Callable[[str], Run], folder: Path) -> None:
+        run = finished("bf16")
+
+        def sabotage() -> None:
+            runs.limit_files(50_000, killed=False)
+
+        sentence = folder / "sentence"
+
+        def work() -> None:
+            sabotage()
+            try:
+                run.resume(folder)
+            except UserError as error:
+                sentence.write_text(str(error))
+
+        assert runs.in_a_fork(work) == 0
+        assert "checkpoint1.pt (File too large)" in sentence.read_text()
+        assert sorted(os.listdir(folder)) == ["checkpoint_last.pt", "sentence"]
+        self.goes_on(run, folder, 5)
+
+
+def test_best_and_last_are_files_of_their_own(data: Path, tmp_path: Path) -> None:
+    runs.run(data, tmp_path, **runs.LS, max_update=7, disable_validation=None)
+    names = ("checkpoint1.pt", "checkpoint_best.pt", "checkpoint_last.pt")
+    assert sorted(os.listdir(tmp_path)) == sorted(names)
+    assert len({(tmp_path / name).stat().st_ino for name in names}) == 3
+    assert len({(tmp_path / name).read_bytes() for name in names}) == 1
+
+
+def test_copies_of_native_runs_stay_fairseqs(data: Path, tmp_path: Path) -> None:
+    with mock.patch.object(PathManager, "copy", side_effect=PathManager.copy) as copied:
+        runs.run(data, tmp_path, **runs.NATIVE, max_update=7)
+    assert copied.call_count == 1

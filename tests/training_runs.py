@@ -1,0 +1,134 @@
+"""Whole training runs of a tiny Transformer in this process, by fairseq's own main()."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from parity import parse, write_corpus  # isort: skip  (prepares fairseq)
+
+from fairseq import checkpoint_utils
+from fairseq import trainer as native_trainer
+from fairseq.logging import metrics
+from fairseq_cli import train
+
+from lightseq_fairseq.training.trainer import Trainer
+
+LS = {
+    "arch": "ls_transformer_tiny",
+    "optimizer": "ls_adam",
+    "criterion": "ls_label_smoothed_cross_entropy",
+}
+NATIVE = {name: value.removeprefix("ls_") for name, value in LS.items()}
+
+_FLAGS: dict[str, Any] = {
+    "encoder-embed-dim": 16,
+    "encoder-ffn-embed-dim": 32,
+    "encoder-layers": 1,
+    "decoder-layers": 1,
+    "share-decoder-input-output-embed": True,
+    "dropout": 0.2,
+    "attention-dropout": 0.1,
+    "activation-dropout": 0.1,
+    "label-smoothing": 0.1,
+    "adam-betas": "(0.9, 0.98)",
+    "weight-decay": 0.01,
+    "clip-norm": 1.0,
+    "lr": 5e-3,
+    "lr-scheduler": "inverse_sqrt",
+    "warmup-updates": 4,
+    "max-tokens": 96,
+    "seed": 3,
+    "num-workers": 0,
+    "log-format": "none",
+    "max-update": 12,
+    "cpu": True,
+    "disable-validation": True,
+}
+
+
+def corpus(folder: Path) -> Path:
+    """Data that make epochs of 7 updates."""
+    return write_corpus(folder, pairs=64)
+
+
+def command_line(data: Path, save_dir: Path, flags: dict[str, Any]) -> list[str]:
+    argv = [str(data), "--task", "translation", "--dataset-impl", "raw"]
+    argv += ["--source-lang", "src", "--target-lang", "tgt", "--save-dir", str(save_dir)]
+    for name, value in {**_FLAGS, **flags}.items():
+        if value is True:
+            argv.append(f"--{name}")
+        elif value is not None:
+            argv += [f"--{name}", str(value)]
+    return argv
+
+
+@contextmanager
+def fresh_process() -> Iterator[None]:
+    """What fairseq and this package keep in globals from run to run, put aside."""
+    vars(checkpoint_utils.save_checkpoint).pop("best", None)
+    metrics.reset()
+    with mock.patch.object(checkpoint_utils, "PathManager", checkpoint_utils.PathManager):
+        yield
+
+
+def configure(data: Path, save_dir: Path, flags: dict[str, Any]) -> Any:
+    """fairseq's configuration; underscores in flags' names stand for dashes."""
+    named = {name.replace("_", "-"): value for name, value in flags.items()}
+    return parse(command_line(data, save_dir, named))
+
+
+def run(data: Path, save_dir: Path, native: bool = False, **flags: Any) -> list[float]:
+    """Losses of the batches of one run, as the criterion returned them.
+
+    ``native`` trains with fairseq's own Trainer.
+    """
+    losses: list[float] = []
+
+    class Recorded(native_trainer.Trainer if native else Trainer):  # type: ignore[misc]
+        def __init__(self, cfg: Any, task: Any, *others: Any) -> None:
+            super().__init__(cfg, task, *others)
+            step = task.train_step
+
+            def train_step(*args: Any, **kwargs: Any) -> Any:
+                result = step(*args, **kwargs)
+                losses.append(result[0].item())
+                return result
+
+            task.train_step = train_step
+
+    with fresh_process(), mock.patch.object(train, "Trainer", Recorded):
+        train.main(configure(data, save_dir, flags))
+    return losses
+
+
+def in_a_fork(work: Callable[[], None]) -> int:
+    """Exit status of ``work`` in a child process; negative is the signal that ended it."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            torch.set_num_threads(1)
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def limit_files(size: int, killed: bool) -> None:
+    """From here on a file cannot grow beyond ``size`` bytes: an OSError, or the end."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL if killed else signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
