@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# German number names to English: set up, make the data, train, translate, score.
+#
+#   bash examples/quickstart/run.sh [--native] [--updates N] [--pairs N] [--seed N] [--out DIR]
+#
+# --native trains and translates with stock fairseq's model, optimizer and criterion instead.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
+updates=600
+pairs=30000
+seed=1
+out=$here/out
+native=()
+
+while [ $# -gt 0 ]; do
+    case $1 in
+        --native) native=(--native); shift ;;
+        --updates) updates=${2:?--updates needs a number}; shift 2 ;;
+        --pairs) pairs=${2:?--pairs needs a number}; shift 2 ;;
+        --seed) seed=${2:?--seed needs a number}; shift 2 ;;
+        --out) out=${2:?--out needs a folder}; shift 2 ;;
+        *) echo "run.sh: unknown argument $1 (see the top of ${BASH_SOURCE[0]})" >&2; exit 2 ;;
+    esac
+done
+
+# An environment that has everything is used as it is.
+if ! command -v lightseq-train >/dev/null ||
+    ! python -c 'import matplotlib, num2words, sacrebleu, subword_nmt' 2>/dev/null; then
+    bash "$root/scripts/setup.sh"
+    # shellcheck disable=SC1091
+    . "$root/.venv/bin/activate"
+fi
+
+text=$out/text
+bin=$out/bin
+checkpoints=$out/checkpoints
+rm -rf "$text" "$bin" "$checkpoints" # a run never resumes an earlier one
+mkdir -p "$text"
+
+echo "== data: $pairs training pairs"
+python "$here/make_data.py" "$text" --pairs "$pairs"
+cat "$text/train.de" "$text/train.en" | TQDM_DISABLE=1 subword-nmt learn-bpe -s 300 >"$text/codes"
+for split in train valid test; do
+    for lang in de en; do
+        subword-nmt apply-bpe -c "$text/codes" <"$text/$split.$lang" >"$text/$split.bpe.$lang"
+    done
+done
+lightseq-preprocess --source-lang de --target-lang en --joined-dictionary --destdir "$bin" \
+    --trainpref "$text/train.bpe" --validpref "$text/valid.bpe" --testpref "$text/test.bpe"
+
+echo "== training: $updates updates"
+lightseq-train "$bin" ${native[@]+"${native[@]}"} --source-lang de --target-lang en \
+    --arch ls_transformer --share-all-embeddings \
+    --encoder-layers 3 --encoder-embed-dim 128 --encoder-ffn-embed-dim 512 \
+    --decoder-layers 3 --decoder-embed-dim 128 --decoder-ffn-embed-dim 512 \
+    --encoder-attention-heads 4 --encoder-normalize-before \
+    --decoder-attention-heads 4 --decoder-normalize-before \
+    --dropout 0.1 --max-tokens 2048 --max-update "$updates" --seed "$seed" --num-workers 0 \
+    --optimizer ls_adam --adam-betas '(0.9, 0.98)' --clip-norm 1.0 \
+    --lr 3e-3 --lr-scheduler polynomial_decay \
+    --warmup-updates $((updates / 10)) --total-num-update "$updates" \
+    --criterion ls_label_smoothed_cross_entropy --label-smoothing 0.1 \
+    --validate-interval-updates $(((updates + 11) / 12)) \
+    --eval-bleu --eval-bleu-args '{"beam": 1, "max_len_b": 40}' \
+    --eval-bleu-detok space --eval-bleu-remove-bpe \
+    --save-dir "$checkpoints" --no-epoch-checkpoints \
+    --log-format json --log-interval $(((updates + 29) / 30)) 2>&1 | tee "$out/train.log"
+
+echo "== translation of the test set, which no training or validation pair is from"
+lightseq-generate "$bin" ${native[@]+"${native[@]}"} --source-lang de --target-lang en \
+    --path "$checkpoints/checkpoint_last.pt" --beam 4 --max-len-b 40 --max-tokens 4096 \
+    --remove-bpe >"$out/generate.log"
+grep '^D-' "$out/generate.log" | LC_ALL=C sort -t - -k 2n | cut -f 3- >"$out/test.hyp.en"
+
+python "$here/../curves.py" "$out/train.log" "$out/curves.svg" --title "German number names to English"
+echo "== translations: $out/test.hyp.en   curves: $out/curves.svg"
+sacrebleu "$text/test.en" --input "$out/test.hyp.en" --format text --width 2 | tee "$out/bleu.txt"
