@@ -26,7 +26,7 @@ class BuildCuda(Command):
 
     def run(self):
         if subprocess.run([sys.executable, "scripts/build_cuda.py"]).returncode != 0:
-            sys.exit("LIGHTSEQ_BUILD=1 asks for the CUDA kernels, and their build failed (see above).")
+            sys.exit("LIGHTSEQ_BUILD=1 asks for the CUDA kernels; their build failed (see above).")
 
     def get_source_files(self):
         return []

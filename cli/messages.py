@@ -11,11 +11,10 @@ import argparse
 import errno
 import os
 import re
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from lightseq_fairseq.cli.failures import Failure
 from lightseq_fairseq.errors import UserError
 
 
@@ -45,24 +44,9 @@ class Request:
     args: argparse.Namespace = field(default_factory=argparse.Namespace)
 
 
-class Failure(NamedTuple):
-    """One exception: the name of its type (no module), its message, the source file that raised
-    it, and the file it is about."""
-
-    kind: str
-    text: str
-    source: str = ""
-    filename: str | None = None
-    errno: int | None = None
-
-
 def explain(error: BaseException, request: Request) -> str | None:
-    """The sentence for ``error``, or None if it is not one of the failures known here.
-
-    ``error`` may be what ``torch.multiprocessing.spawn`` raises for a failed rank, whose own
-    exception is then read from the traceback in its message.
-    """
-    failure = _innermost(error)
+    """The sentence for ``error``, or None if it is not one of the failures known here."""
+    failure = Failure.of(error)
     if failure.kind == UserError.__name__:
         return failure.text
     for rule in _RULES:
@@ -71,49 +55,6 @@ def explain(error: BaseException, request: Request) -> str | None:
             return sentence
     return None
 
-
-# --- Finding the exception that matters ------------------------------------------------------
-
-_WRAPPER = "Cannot load model parameters from checkpoint"  # fairseq's; the cause is its context
-_ERRNO = re.compile(r"\[Errno (\d+)\] [^:]*(?:: '(.*)')?")
-
-
-def _innermost(error: BaseException) -> Failure:
-    if type(error).__name__ == "ProcessRaisedException":
-        return _from_traceback(str(error))
-    if str(error).startswith(_WRAPPER) and error.__context__ is not None:
-        error = error.__context__
-    frames = traceback.extract_tb(error.__traceback__)
-    failure = Failure(type(error).__name__, str(error), frames[-1].filename if frames else "")
-    if isinstance(error, OSError):
-        filename = error.filename if isinstance(error.filename, str) else None
-        failure = failure._replace(filename=filename, errno=error.errno)
-    return failure
-
-
-def _from_traceback(text: str) -> Failure:
-    """Reads the last exception of a formatted traceback (or the one it was raised in place of)."""
-    parts = re.split(r"\n(?:During handling|The above exception)[^\n]*\n", text)
-    failures = [_from_lines(part.splitlines()) for part in parts]
-    if len(failures) > 1 and failures[-1].text.startswith(_WRAPPER):
-        return failures[-2]
-    return failures[-1]
-
-
-def _from_lines(lines: list[str]) -> Failure:
-    start = 1 + max((i for i, line in enumerate(lines) if line.startswith('  File "')), default=-1)
-    source = lines[start - 1].split('"')[1] if start else ""
-    while start < len(lines) and lines[start].startswith("    "):  # the source and its carets
-        start += 1
-    name, _, message = "\n".join(lines[start:]).strip().partition(":")
-    kind, message = name.rpartition(".")[2].strip(), message.strip()
-    number = _ERRNO.match(message)
-    if number is None:
-        return Failure(kind, message, source)
-    return Failure(kind, message, source, number[2], int(number[1]))
-
-
-# --- Rules: one failure each -----------------------------------------------------------------
 
 _MISMATCH = re.compile(
     r"size mismatch for (\S+): copying a param with shape torch\.Size\(\[([\d, ]*)\]\) from "

@@ -77,11 +77,16 @@ def inputs(command: str, args: argparse.Namespace) -> None:
         )
     if command == "train":
         precision(args)
+    if _reads_sentence_pairs(args.task):
+        data(command, args)
+
+
+def _reads_sentence_pairs(task: str) -> bool:
+    """Whether the task finds its data as fairseq's translation does; subclasses may not."""
     from fairseq.tasks import TASK_REGISTRY
     from fairseq.tasks.translation import TranslationTask
 
-    if issubclass(TASK_REGISTRY[args.task], TranslationTask):
-        data(command, args)
+    return getattr(TASK_REGISTRY[task], "load_dataset", None) is TranslationTask.load_dataset
 
 
 def precision(args: argparse.Namespace) -> None:

@@ -144,6 +144,8 @@ def _use_ls_model(state: dict[str, Any], path: str) -> None:
         logger.info("%s keeps fairseq's own layers: %s", path, reason)
     if name:
         args._name = args.arch = name
+        # What the model's builder compares with the dictionaries it is given.
+        args.dictionaries = state.get("extra_state", {}).get("dictionaries")
 
 
 def own_storage(state: Any) -> Any:

@@ -78,7 +78,8 @@ def find(directory: Path, cuda: str | None) -> Path:
     Raises:
         FileNotFoundError: the message says what is there instead, and what to do.
     """
-    found = {int(path.stem.rpartition("_cu")[2]): path for path in directory.glob("*_cu[0-9]*.so")}
+    name = re.compile(r"liblightseq_cu(\d+)\.so")
+    found = {int(m[1]): path for path in directory.glob("*") if (m := name.fullmatch(path.name))}
     major = int(cuda.partition(".")[0]) if cuda else max(found, default=0)
     if major in found:
         return found[major]

@@ -129,7 +129,7 @@ class FlatBuffer:
 
 
 def flatten_parameters(
-    module: nn.Module, groups: Iterable[Sequence[nn.Parameter]] = ()
+    module: nn.Module, groups: Iterable[Sequence[Tensor]] = ()
 ) -> list[FlatBuffer]:
     """Lay the parameters of ``module`` end to end, one buffer for each dtype and device.
 
@@ -148,7 +148,7 @@ def flatten_parameters(
         The buffers, for those who want to look; the parameters alone keep them alive.
     """
     group_of = {id(p): list(group) for group in groups for p in group}
-    blocks: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = defaultdict(list)
+    blocks: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = defaultdict(list)
     placed: set[int] = set()
     for parameter in module.parameters():
         if id(parameter) not in placed:

@@ -115,13 +115,19 @@ def fingerprint(parts: list[bytes]) -> str:
     return digest.hexdigest()[:16]
 
 
+def say(text: str) -> None:
+    """Print in one write, so that the lines of compilers side by side do not mix."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 def run_compiler(command: list[str]) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     said = (result.stdout + result.stderr).strip()
     if result.returncode != 0:
         raise BuildError(f"{' '.join(command)}\n{said}")
     if said:
-        print(said, flush=True)
+        say(said)
 
 
 def compile_sources(
@@ -147,7 +153,7 @@ def compile_sources(
         target = objects / f"{unit.stem}-{fingerprint([unit.read_bytes(), *headers])}.o"
         if target.exists():
             return target, None
-        print(f"compiling {unit.name} for sm_{', sm_'.join(architectures)}", flush=True)
+        say(f"compiling {unit.name} for sm_{', sm_'.join(architectures)}")
         partial = target.with_suffix(f".{os.getpid()}.o")  # an interrupted nvcc leaves no object
         try:
             run_compiler([toolchain.nvcc, *flags, "-c", str(unit), "-o", str(partial)])
@@ -188,7 +194,7 @@ def build(
         output.mkdir(parents=True, exist_ok=True)
         description.unlink(missing_ok=True)
         # Linked beside and renamed: a process that has the old library loaded keeps it intact.
-        partial = library.with_suffix(f".{os.getpid()}.so")
+        partial = library.with_suffix(f".{os.getpid()}")
         command = [toolchain.nvcc, "-shared", "-cudart", "static", "-o", str(partial)]
         command += [str(path) for path in compiled]
         command += [f"-L{toolchain.torch / 'lib'}", "-ltorch_cpu", "-ldl"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 import signal
@@ -178,6 +179,25 @@ def test_a_user_s_own_directory_is_imported(
     assert f"--user-dir {folder}" in line
 
 
+@pytest.mark.parametrize("terminals", [{"stdout", "stderr"}, {"stdout"}, {"stderr"}, set()])
+def test_a_bar_on_a_terminal_and_lines_in_a_pipe(
+    data: Path,
+    configurations: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    terminals: set[str],
+) -> None:
+    for name in ("stdout", "stderr"):
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "isatty", lambda name=name: name in terminals)
+        monkeypatch.setattr(sys, name, stream)
+    command = [str(data), "--arch", "ls_transformer_tiny"]
+    for words in ([], ["--log-format", "json"], ["--no-progress-bar"]):
+        with unchanged():
+            train.main([*command, *words], standalone_mode=False)
+    formats = [cfg.common.log_format for cfg in configurations]
+    assert formats == [None if len(terminals) == 2 else "simple", "json", None]
+
+
 # --- Real runs -------------------------------------------------------------------------------
 
 
@@ -241,7 +261,7 @@ def test_spawned_ranks_know_our_parts_and_their_failures_are_sentences(
     (tmp_path / "script.py").write_text(SPAWNING)
     done = python(
         str(tmp_path / "script.py"), str(data), "--arch", "ls_transformer_tiny", *SMALL,
-        *RANKS, "--max-tokens", "9", "--max-tokens-valid", "5", "--save-dir", str(tmp_path / "saved"),
+        *RANKS, "--max-tokens", "9", "--max-tokens-valid", "5", "--save-dir", str(tmp_path),
     )  # fmt: skip
     assert "num_updates 3" in done.stdout or "Stopping training due to num_updates" in done.stdout
     assert done.returncode == 2

@@ -160,7 +160,7 @@ def test_a_known_failure_is_one_sentence(
 
 
 @pytest.mark.parametrize(("failure", "request_", "parts"), KNOWN, ids=IDS)
-def test_and_the_same_one_from_a_spawned_rank(
+def test_and_the_same_one_from_another_process(
     failure: Callable[[], None], request_: Request, parts: list[str]
 ) -> None:
     error = caught(failure)
@@ -169,6 +169,8 @@ def test_and_the_same_one_from_a_spawned_rank(
         f"\n\n-- Process 1 terminated with the following error:\n{text}", 1, 1234
     )
     assert explain(raised, request_) == explain(error, request_)
+    worker = f"Caught {type(error).__name__} in DataLoader worker process 0.\nOriginal {text}"
+    assert explain(type(error)(worker), request_) == explain(error, request_)
 
 
 def mistake() -> None:

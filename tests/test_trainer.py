@@ -120,6 +120,20 @@ class TestMasters:
             assert torch.equal(after["model"][name], value), name
 
 
+def test_two_ranks(finished: Callable[[str], Run], tmp_path: Path) -> None:
+    """Rank 0 reads the checkpoint and hands it to the other, float32 parameters included."""
+    flags = {**finished("bf16").flags, "max_update": 6}
+    whole = runs.run_ranks(
+        finished("bf16").data, tmp_path / "a", 2, **flags, save_interval_updates=3
+    )
+    rest = runs.run_ranks(
+        finished("bf16").data, tmp_path / "b", 2, **flags,
+        restore_file=tmp_path / "a" / "checkpoint_1_3.pt",
+    )  # fmt: skip
+    assert [len(losses) for losses in rest] == [3, 3]
+    assert rest == [losses[3:] for losses in whole]
+
+
 class TestBothWays:
     """native -> ours -> native is one run; dropout is off because the masks differ."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import resource
 import signal
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +20,7 @@ from parity import parse, write_corpus  # isort: skip  (prepares fairseq)
 
 from fairseq import checkpoint_utils
 from fairseq import trainer as native_trainer
+from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import metrics
 from fairseq_cli import train
 
@@ -110,8 +114,29 @@ def run(data: Path, save_dir: Path, native: bool = False, **flags: Any) -> list[
     return losses
 
 
-def in_a_fork(work: Callable[[], None]) -> int:
-    """Exit status of ``work`` in a child process; negative is the signal that ended it."""
+def run_ranks(data: Path, save_dir: Path, ranks: int, **flags: Any) -> list[list[float]]:
+    """Losses of each rank of one distributed run on this machine."""
+    save_dir.mkdir()
+    start = train.main
+
+    def of_rank(rank: int) -> None:
+        flags.update(
+            distributed_world_size=ranks, distributed_rank=rank, distributed_backend="gloo",
+            distributed_init_method=f"file://{save_dir}/rendezvous", ddp_backend="legacy_ddp",
+            distributed_no_spawn=True,
+        )  # fmt: skip
+        main = functools.partial(distributed_utils.distributed_main, rank, start, kwargs={})
+        with mock.patch.object(train, "main", main):
+            losses = run(data, save_dir, **flags)
+        (save_dir / f"rank{rank}").write_text(json.dumps(losses))
+
+    children = [fork(functools.partial(of_rank, rank)) for rank in range(ranks)]
+    assert [exit_status(child) for child in children] == [0] * ranks
+    return [json.loads((save_dir / f"rank{rank}").read_text()) for rank in range(ranks)]
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Start ``work`` in a child process that ends with it; returns the child's id."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -119,9 +144,21 @@ def in_a_fork(work: Callable[[], None]) -> int:
             torch.set_num_threads(1)
             work()
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
+    return child
+
+
+def exit_status(child: int) -> int:
+    """Negative if a signal has ended the child: that signal."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def in_a_fork(work: Callable[[], None]) -> int:
+    """Exit status of ``work`` in a child process."""
+    return exit_status(fork(work))
 
 
 def die(*_: Any, **__: Any) -> None:

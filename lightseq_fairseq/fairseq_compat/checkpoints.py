@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import errno
+import os
 import pickle
 import re
 from typing import Any
@@ -62,8 +63,8 @@ def _load(file: Any, map_location: Any, allowed: list[Any], options: dict[str, A
         refused = re.search(r"GLOBAL (\S+) (?:was not|whose module)", str(error))
         if isinstance(error, pickle.UnpicklingError) and refused is not None:
             raise UserError(
-                f"{_name(file)} holds a {refused[1]}, which is no part of a fairseq checkpoint and "
-                "could run code when it is loaded; if you trust the file, save it again without it"
+                f"{_name(file)} refers to {refused[1]}, which is no part of a fairseq checkpoint "
+                "and could run code when it is loaded; if you trust the file, save it without that"
             ) from error
         raise UserError(
             f"{_name(file)} is truncated or corrupt; restore it or use an earlier checkpoint"
@@ -71,7 +72,9 @@ def _load(file: Any, map_location: Any, allowed: list[Any], options: dict[str, A
 
 
 def _name(file: Any) -> str:
-    return str(getattr(file, "name", "the checkpoint received from another rank"))
+    if isinstance(file, (str, os.PathLike)):
+        return os.fspath(file)
+    return str(getattr(file, "name", "the checkpoint that rank 0 has sent"))
 
 
 def _checkpoint_globals() -> list[Any]:
@@ -79,17 +82,14 @@ def _checkpoint_globals() -> list[Any]:
     allowed: list[Any] = [argparse.Namespace]
     # Before 0.9 the meters were saved as they are (extra_state["train_meters"]).
     for meter in (meters.AverageMeter, meters.TimeMeter, meters.StopwatchMeter):
-        allowed += [meter, (meter, f"fairseq.meters.{meter.__name__}")]
+        allowed.append((meter, f"fairseq.meters.{meter.__name__}"))
     # A metric can be a numpy scalar. numpy 2 has moved the functions that rebuild one, and files
     # name them by either path.
     allowed += [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}]
-    from numpy.lib import NumpyVersion
-
-    modern = NumpyVersion(np.__version__) >= "2.0.0"
-    multiarray = np._core.multiarray if modern else np.core.multiarray  # type: ignore[attr-defined]
-    for package in ("numpy.core", "numpy._core"):
-        for name in ("_reconstruct", "scalar"):
-            allowed.append((getattr(multiarray, name), f"{package}.multiarray.{name}"))
+    functions: list[Any] = [np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]]
+    for rebuild in functions:
+        for package in ("numpy.core", "numpy._core"):
+            allowed.append((rebuild, f"{package}.multiarray.{rebuild.__name__}"))
     return allowed
 
 

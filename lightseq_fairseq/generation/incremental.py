@@ -5,6 +5,7 @@ Letters: N hypotheses, C model width, H heads, D head width, S source length, L 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -98,7 +99,7 @@ def _norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_accurate": lambda x: F.gelu(x, approximate="tanh"),
@@ -123,9 +124,7 @@ def decode_step(
     for place, layer in enumerate(layers):
         pre = layer.normalize_before
         residual = x
-        h = _self_attention(
-            layer, _norm(layer.self_attn_layer_norm, x) if pre else x, cache, place
-        )
+        h = _self_attention(layer, _norm(layer.self_attn_layer_norm, x) if pre else x, cache, place)
         x = residual = residual + h if pre else _norm(layer.self_attn_layer_norm, residual + h)
         h, weights = _cross_attention(
             layer, _norm(layer.encoder_attn_layer_norm, x) if pre else x, cache, place,

@@ -38,18 +38,19 @@ class Heads:
     rng: Tensor
     site: int
 
-    def arguments(self, width: int) -> tuple[Any, ...]:
-        return (
-            self.queries.cu_seqlens,
-            self.keys.cu_seqlens,
-            self.queries.max_len,
-            self.keys.max_len,
-            self.causal,
-            1.0 / math.sqrt(width // self.count),
-            self.p,
-            self.rng,
-            self.site,
-        )
+    def arguments(self, width: int) -> dict[str, Any]:
+        """What ``ops.attention_fwd`` and ``_bwd`` take besides tensors of model width C."""
+        return {
+            "cu_q": self.queries.cu_seqlens,
+            "cu_k": self.keys.cu_seqlens,
+            "max_q": self.queries.max_len,
+            "max_k": self.keys.max_len,
+            "causal": self.causal,
+            "scale": 1.0 / math.sqrt(width // self.count),
+            "p": self.p,
+            "rng": self.rng,
+            "site": self.site,
+        }
 
 
 class _SelfAttention(torch.autograd.Function):
@@ -59,7 +60,7 @@ class _SelfAttention(torch.autograd.Function):
         q_w, k_w, v_w, q_b, k_b, v_b, out_w, out_b, gamma, beta = weights
         qkv = ops.linear_fwd(x, as_one([q_w, k_w, v_w]), as_one([q_b, k_b, v_b]))
         q, k, v = qkv.view(x.shape[0], 3, heads.count, -1).unbind(1)
-        out, lse = ops.attention_fwd(q, k, v, *heads.arguments(x.shape[1]))
+        out, lse = ops.attention_fwd(q, k, v, **heads.arguments(x.shape[1]))
         h = ops.linear_fwd(out.view_as(x), out_w, None)
         saved, outputs = residual_norm_fwd(h, out_b, x if stream is None else stream,
                                            gamma, beta, residual)  # fmt: skip
@@ -80,13 +81,16 @@ class _SelfAttention(torch.autograd.Function):
         dqkv = torch.empty_like(qkv)
         q, k, v = qkv.view(rows, 3, heads.count, -1).unbind(1)
         dq, dk, dv = dqkv.view(rows, 3, heads.count, -1).unbind(1)
-        ops.attention_bwd(dout.view_as(out), q, k, v, out, lse, *heads.arguments(width), dq, dk, dv)
+        ops.attention_bwd(
+            dout.view_as(out), q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **heads.arguments(width)
+        )
         weight = as_one([q_w, k_w, v_w])
         dweight, dbias = torch.empty_like(weight), weight.new_empty(weight.shape[0])
         dx = ops.linear_bwd(dqkv, x, weight, dweight, dbias, False, True)
         if ctx.post_norm:
-            dx, dresidual = dx.add_(dresidual), None
-        return (dx, dresidual, None, None, *dweight.chunk(3), *dbias.chunk(3),
+            dx.add_(dresidual)
+        dstream = None if ctx.post_norm else dresidual
+        return (dx, dstream, None, None, *dweight.chunk(3), *dbias.chunk(3),
                 dout_w, dout_b, dgamma, dbeta)  # fmt: skip
 
 
@@ -97,7 +101,7 @@ class _CrossAttention(torch.autograd.Function):
         q_w, q_b, out_w, out_b, gamma, beta = weights
         q = ops.linear_fwd(x, q_w, q_b).view(x.shape[0], heads.count, -1)
         k, v = memory.view(memory.shape[0], 2, heads.count, -1).unbind(1)
-        out, lse = ops.attention_fwd(q, k, v, *heads.arguments(x.shape[1]))
+        out, lse = ops.attention_fwd(q, k, v, **heads.arguments(x.shape[1]))
         h = ops.linear_fwd(out.view_as(x), out_w, None)
         saved, outputs = residual_norm_fwd(h, out_b, x if stream is None else stream,
                                            gamma, beta, residual)  # fmt: skip
@@ -119,12 +123,15 @@ class _CrossAttention(torch.autograd.Function):
         dmemory = torch.empty(memory.shape, dtype=memory.dtype, device=memory.device)
         k, v = memory.view(memory.shape[0], 2, heads.count, -1).unbind(1)
         dk, dv = dmemory.view(memory.shape[0], 2, heads.count, -1).unbind(1)
-        ops.attention_bwd(dout.view_as(out), q, k, v, out, lse, *heads.arguments(width), dq, dk, dv)
+        ops.attention_bwd(
+            dout.view_as(out), q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **heads.arguments(width)
+        )
         dq_w, dq_b = torch.empty_like(q_w), q_w.new_empty(q_w.shape[0])
         dx = ops.linear_bwd(dq.view_as(x), x, q_w, dq_w, dq_b, False, True)
         if ctx.post_norm:
-            dx, dresidual = dx.add_(dresidual), None
-        return (dx, dresidual, dmemory, None, None, dq_w, dq_b, dout_w, dout_b, dgamma, dbeta)
+            dx.add_(dresidual)
+        dstream = None if ctx.post_norm else dresidual
+        return (dx, dstream, dmemory, None, None, dq_w, dq_b, dout_w, dout_b, dgamma, dbeta)
 
 
 class MultiheadAttention(nn.Module):
@@ -166,7 +173,7 @@ class MultiheadAttention(nn.Module):
 
     def self_attention(
         self, x: Tensor, stream: Tensor | None, heads: Heads, residual: Residual
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Any, Any]:
         """Attend within sentences, x [T, C]; the result is added to ``stream`` and normalised.
 
         ``stream`` None means that x itself is the residual (post-LayerNorm). Returns
@@ -180,7 +187,7 @@ class MultiheadAttention(nn.Module):
 
     def cross_attention(
         self, x: Tensor, stream: Tensor | None, memory: Tensor, heads: Heads, residual: Residual
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Any, Any]:
         """As ``self_attention``, with keys and values from ``memory`` [T_src, 2 * C]."""
         q, o = self.q_proj, self.out_proj
         return _CrossAttention.apply(

@@ -72,7 +72,7 @@ class DecoderLayer(TransformerLayer):
         return run_decoder([self], None, x, encoder_out, target, source, rng)
 
 
-def memory_weights(layers: Iterable[DecoderLayer]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def memory_weights(layers: Iterable[DecoderLayer]) -> tuple[list[Tensor], list[Tensor]]:
     """All layers' cross-attention key and value weights, and biases, in the order of their GEMM."""
     blocks = [layer.encoder_attn for layer in layers]
     projections = [p for block in blocks for p in (block.k_proj, block.v_proj)]

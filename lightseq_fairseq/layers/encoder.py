@@ -21,6 +21,9 @@ SITES_PER_LAYER = 8  # places that drop, reserved a layer: decoder layers use si
 class TransformerLayer(nn.Module):
     """What encoder and decoder layers share: feed-forward weights, norms, dropout rates."""
 
+    fc1: nn.Linear
+    fc2: nn.Linear
+
     def __init__(
         self, *, dropout: float, activation_dropout: float, activation: str,
         normalize_before: bool, site: int,
@@ -81,12 +84,12 @@ class EncoderLayer(TransformerLayer):
         Pre-norm: x is normalised already, ``stream`` is the residual, and the layer's last op
         applies ``next_norm``, the norm of whatever follows. Post-norm: ``stream`` is None.
         """
-        pre = self.normalize_before
+        own = (self.self_attn_layer_norm, self.final_layer_norm)
+        closing = (own[1], next_norm) if self.normalize_before else own
         heads = self.self_attn.heads(segments, segments, False, rng, self.site)
-        norm = self.final_layer_norm if pre else self.self_attn_layer_norm
-        stream, x = self.self_attn.self_attention(x, stream, heads, self.residual(norm, rng, 1))
-        norm = next_norm if pre else self.final_layer_norm
-        stream, x = self.feed_forward(x, stream, norm, rng, 2)
+        residual = self.residual(closing[0], rng, 1)
+        stream, x = self.self_attn.self_attention(x, stream, heads, residual)
+        stream, x = self.feed_forward(x, stream, closing[1], rng, 2)
         return x, stream
 
     def forward(self, x: Tensor, segments: Segments, rng: Tensor) -> Tensor:

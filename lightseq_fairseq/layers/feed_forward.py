@@ -55,13 +55,12 @@ class _FeedForward(torch.autograd.Function):
         )
         dw1, db1, dw2 = torch.empty_like(w1), torch.empty_like(b1), torch.empty_like(w2)
         dh2 = ops.linear_bwd(dh3, h2, w2, dw2, None, False, True)
-        dh1 = ops.bias_activation_dropout_bwd(
-            dh2, h1, b1, a.name, a.p, a.rng, a.site, db1, False
-        )
+        dh1 = ops.bias_activation_dropout_bwd(dh2, h1, b1, a.name, a.p, a.rng, a.site, db1, False)
         dx = ops.linear_bwd(dh1, x, w1, dw1, None, False, True)
         if ctx.post_norm:
-            dx, dresidual = dx.add_(dresidual), None
-        return (dx, dresidual, None, None, dw1, db1, dw2, db2, dgamma, dbeta)
+            dx.add_(dresidual)
+        dstream = None if ctx.post_norm else dresidual
+        return (dx, dstream, None, None, dw1, db1, dw2, db2, dgamma, dbeta)
 
 
 def feed_forward(

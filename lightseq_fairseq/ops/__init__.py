@@ -8,6 +8,8 @@ exported here, which check their arguments and call the op.
 
 from __future__ import annotations
 
+from lightseq_fairseq import library
+
 from .philox import dropout_mask, keep_mask
 from .embedding import embedding_bwd, embedding_fwd
 from .linear import linear_bwd, linear_fwd
@@ -40,3 +42,5 @@ __all__ = [
     "adam_step",
     "REFERENCES",
 ]
+
+library.load()  # attaches the CUDA kernels, and the references where there is none

@@ -21,8 +21,8 @@ from .checks import FLOATS, check_tensor
 from .numerics import work_dtype
 from .registry import register
 
-# Elements updated at a time on a CPU: the four or five operands' blocks stay in cache.
-_CPU_BLOCK = 1 << 16
+# Elements updated at a time on a CPU: the blocks of the five operands stay in its last cache.
+_CPU_BLOCK = 1 << 18
 # Squares are summed in rows of this many, then over the rows in float64: float32 sums stay short.
 _NORM_ROW = 1 << 9
 

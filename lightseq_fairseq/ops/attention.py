@@ -4,14 +4,13 @@ out = dropout(softmax(scale * q k^T)) v        inside each sentence and head (Va
 
 Query i of a sentence sees its keys j < length, with causal those with j <= i. Forward saves the
 log-sum-exp of every row; backward recomputes the probabilities from it (Dao et al. 2022):
-P = exp(S - lse), dV = (P*m)^T dO, dP = (dO V^T)*m, dS = P * (dP - rowsum(dO * O)), m = mask/(1-p).
+P = exp(S - lse), dV = (P*m)^T dO, dP = (dO V^T)*m, dS = P * (dP - rowsum(P * dP)), m = mask/(1-p);
+rowsum(P * dP) equals rowsum(dO * O), which a kernel that never holds a whole row of P can use.
 
 T packed tokens (rows), B sentences, L longest sentence, H heads, D head width.
 Dropout's row is query row * H + head, its column the key's position in its sentence.
 
-The reference pads to [B, H, L, D], so that each step is one batched product. Slots behind a
-sentence's end hold a copy of one of its rows, never foreign or uninitialised numbers, and one
-extra row of zeros serves every row that has no result: past the last sentence, or without keys.
+The reference pads to [B, H, L, D] (padding.py), so that each step is one batched product.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from .checks import FLOATS, check_dropout, check_rows, check_tensor
 from .numerics import work_dtype
+from .padding import pad, padded_tokens, slots_of, slotted
 from .philox import dropout_factors
 from .registry import register
 
@@ -132,22 +132,27 @@ def attention_fwd_reference(
     (rows, heads, width), dtype = q.shape, work_dtype(q)
     if min(q.numel(), k.numel(), max_q, max_k) == 0:
         return q.new_zeros(q.shape), q.new_zeros((rows, heads), dtype=dtype)
-    tokens_q, tokens_k = _padded_tokens(cu_q, max_q), _padded_tokens(cu_k, max_k)
-    queries, keys, values = _pad(q, tokens_q), _pad(k, tokens_k), _pad(v, tokens_k)
+    tokens_q, tokens_k = padded_tokens(cu_q, max_q), padded_tokens(cu_k, max_k)
+    padded_q, padded_k = pad(q, tokens_q), pad(k, tokens_k)
+    queries, keys = slotted(padded_q, max_q), slotted(padded_k, max_k)
 
     scores = queries.new_empty((len(cu_q) - 1, heads, max_q, max_k))
     scores.copy_(_hidden(cu_k, max_q, max_k, causal, dtype))
     scores = scores.view(-1, max_q, max_k)
-    scores.baddbmm_(_slotted(queries, max_q), _slotted(keys, max_k).transpose(1, 2), alpha=scale)
-    probabilities = torch.softmax(scores, -1)
-    # The largest probability is exp(largest score - lse), and it never underflows.
-    padded_lse = scores.amax(-1).sub_(probabilities.amax(-1).log_())
+    scores.baddbmm_(queries, keys.transpose(1, 2), alpha=scale)
+    largest = scores.amax(-1, keepdim=True)
+    probabilities = scores.sub_(largest).exp_()
+    total = probabilities.sum(-1, keepdim=True)
+    probabilities.div_(total)
+    padded_lse = largest.add_(total.log_()).view(-1)
     if p > 0:
-        probabilities.mul_(_padded_factors(rows, heads, tokens_q, max_k, p, rng, site, dtype))
+        _drop(probabilities, tokens_q, rows, heads, p, rng, site, out=probabilities)
 
-    slots = _slots(cu_q, rows, heads, max_q, seeing=cu_k)
-    out = _unpad(probabilities, _slotted(values, max_k), slots, into=queries)
-    lse = torch.cat((padded_lse.view(-1), padded_lse.new_zeros(1))).index_select(0, slots)
+    slots = slots_of(cu_q, rows, heads, max_q, seeing=cu_k)
+    # Operands that have done their work lend their memory to later ones.
+    values = slotted(pad(v, tokens_k, into=padded_k), max_k)
+    out = _product(probabilities, values, into=padded_q).index_select(0, slots)
+    lse = torch.cat((padded_lse, padded_lse.new_zeros(1))).index_select(0, slots)
     return out.view(rows, heads, width).to(q.dtype), lse.view(rows, heads)
 
 
@@ -172,16 +177,16 @@ def attention_bwd_reference(
     dv: Tensor,
 ) -> None:
     """Reference of lightseq::attention_bwd."""
-    (rows, heads, _), dtype = q.shape, work_dtype(q)
+    (rows, heads, width), dtype = q.shape, work_dtype(q)
     if min(q.numel(), k.numel(), max_q, max_k) == 0:
         for gradient in (dq, dk, dv):
             gradient.zero_()
         return
-    tokens_q, tokens_k = _padded_tokens(cu_q, max_q), _padded_tokens(cu_k, max_k)
-    padded_q, padded_k, padded_v = _pad(q, tokens_q), _pad(k, tokens_k), _pad(v, tokens_k)
-    padded_dout = _pad(dout, tokens_q)
-    queries, douts = _slotted(padded_q, max_q), _slotted(padded_dout, max_q)
-    keys, values = _slotted(padded_k, max_k), _slotted(padded_v, max_k)
+    tokens_q, tokens_k = padded_tokens(cu_q, max_q), padded_tokens(cu_k, max_k)
+    padded_q, padded_k, padded_v = pad(q, tokens_q), pad(k, tokens_k), pad(v, tokens_k)
+    padded_dout = pad(dout, tokens_q)
+    queries, douts = slotted(padded_q, max_q), slotted(padded_dout, max_q)
+    keys, values = slotted(padded_k, max_k), slotted(padded_v, max_k)
 
     # An infinite lse makes the probabilities of padded queries zero: they then give nothing to
     # dk and dv.
@@ -191,76 +196,33 @@ def attention_bwd_reference(
     torch.sub(_hidden(cu_k, max_q, max_k, causal, dtype), padded_lse[..., None], out=scores)
     probabilities = scores.view(-1, max_q, max_k)
     probabilities.baddbmm_(queries, keys.transpose(1, 2), alpha=scale).exp_()
-
-    rowsum = (dout.to(dtype) * out).sum(-1)[tokens_q].transpose(1, 2).reshape(-1, max_q, 1)
-    dscores = torch.bmm(douts, values.transpose(1, 2))
     kept = probabilities
     if p > 0:
-        kept = _padded_factors(rows, heads, tokens_q, max_k, p, rng, site, dtype)
-        kept.mul_(probabilities)
-    dscores.mul_(kept).addcmul_(probabilities, rowsum, value=-1.0).mul_(scale)
+        kept = torch.empty_like(probabilities)
+        _drop(probabilities, tokens_q, rows, heads, p, rng, site, out=kept)
 
-    slots_q = _slots(cu_q, rows, heads, max_q, seeing=cu_k)
-    slots_k = _slots(cu_k, len(k), heads, max_k, seeing=cu_q)
+    dscores = torch.bmm(douts, values.transpose(1, 2)).mul_(kept)
+    rowsum = dscores.sum(-1, keepdim=True)
+    dscores.addcmul_(probabilities, rowsum, value=-1.0).mul_(scale)
+
     # Operands that have done their work lend their memory to the products.
-    dv.copy_(_unpad(kept.transpose(1, 2), douts, slots_k, into=padded_v).view(v.shape))
-    dk.copy_(_unpad(dscores.transpose(1, 2), queries, slots_k, into=padded_v).view(k.shape))
-    dq.copy_(_unpad(dscores, keys, slots_q, into=padded_q).view(q.shape))
+    slots_q = slots_of(cu_q, rows, heads, max_q, seeing=cu_k)
+    slots_k = slots_of(cu_k, len(k), heads, max_k, seeing=cu_q)
+    packed = queries.new_empty((max(rows, len(k)) * heads, width))
+    for gradient, left, right, slots, memory in (
+        (dv, kept.transpose(1, 2), douts, slots_k, padded_v),
+        (dk, dscores.transpose(1, 2), queries, slots_k, padded_v),
+        (dq, dscores, keys, slots_q, padded_dout),
+    ):
+        product = _product(left, right, into=memory)
+        result = torch.index_select(product, 0, slots, out=packed[: len(slots)])
+        gradient.copy_(result.view(gradient.shape))
 
 
-def _padded_tokens(cu: Tensor, longest: int) -> Tensor:
-    """Packed row of each slot [B, L]; slots behind a sentence's end repeat its last row."""
-    last = cu.diff().sub_(1).clamp_(min=0)
-    position = torch.arange(longest, device=cu.device)
-    tokens = cu[:-1, None] + torch.minimum(position, last[:, None])
-    # An empty sentence borrows a row from the next one, the last of them from the one before.
-    return tokens.clamp_(max=(cu[-1] - 1).clamp(min=0))
-
-
-def _pad(x: Tensor, tokens: Tensor) -> Tensor:
-    """x [T, H, D] -> [B * H * L + 1, D] in the working precision; the last row is zero."""
-    rows, heads, width = x.shape
-    step = x.stride(0)
-    if x.stride(1) != width or step % width:
-        x, step = x.contiguous(), heads * width
-    # Strided rows as rows of width D: one gather makes the [B, H, L] order without a transpose.
-    flat = x.as_strided(((rows - 1) * (step // width) + heads, width), (width, 1))
-    head = torch.arange(heads, device=x.device)[:, None]
-    index = (tokens[:, None].long() * (step // width) + head).view(-1)
-    padded = x.new_empty((len(index) + 1, width), dtype=work_dtype(x))
-    if x.dtype == padded.dtype:
-        torch.index_select(flat, 0, index, out=padded[:-1])
-    else:
-        padded[:-1] = flat.index_select(0, index)
-    padded[-1].zero_()
-    return padded
-
-
-def _slotted(padded: Tensor, longest: int) -> Tensor:
-    """[B * H * L + 1, D] -> [B * H, L, D]."""
-    return padded[:-1].view(-1, longest, padded.shape[1])
-
-
-def _unpad(left: Tensor, right: Tensor, slots: Tensor, into: Tensor) -> Tensor:
-    """(left @ right) [B * H, L, D] at the slots: [T * H, D]. Overwrites `into`, a result of _pad."""
-    torch.bmm(left, right, out=_slotted(into, left.shape[1]))
-    return into.index_select(0, slots)
-
-
-def _slots(cu: Tensor, rows: int, heads: int, longest: int, seeing: Tensor) -> Tensor:
-    """Slot in [B * H * L] of each packed row and head, [T * H]; the one behind the last holds 0.
-
-    seeing: boundaries of the other side; rows whose sentence is empty there have no slot either.
-    """
-    row = torch.arange(rows, dtype=cu.dtype, device=cu.device)
-    sentence = torch.bucketize(row, cu[1:], right=True)
-    has_slot = sentence < len(cu) - 1
-    sentence = sentence.clamp_(max=len(cu) - 2)
-    has_slot &= seeing.diff()[sentence] > 0
-    first = (sentence * heads * longest + (row - cu[sentence]))[:, None]
-    slots = first + torch.arange(heads, device=cu.device) * longest
-    nothing = (len(cu) - 1) * heads * longest
-    return slots.masked_fill_(~has_slot[:, None], nothing).view(-1)
+def _product(left: Tensor, right: Tensor, into: Tensor) -> Tensor:
+    """left @ right, [B * H, L, D], in the memory of `into` [B * H * L + 1, D], which it returns."""
+    torch.bmm(left, right, out=slotted(into, left.shape[1]))
+    return into
 
 
 def _hidden(cu_k: Tensor, max_q: int, max_k: int, causal: bool, dtype: torch.dtype) -> Tensor:
@@ -273,23 +235,24 @@ def _hidden(cu_k: Tensor, max_q: int, max_k: int, causal: bool, dtype: torch.dty
     return mask.masked_fill_(hidden, -torch.inf)
 
 
-def _padded_factors(
+def _drop(
+    probabilities: Tensor,
+    tokens_q: Tensor,
     rows: int,
     heads: int,
-    tokens_q: Tensor,
-    max_k: int,
     p: float,
     rng: Tensor,
     site: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Dropout's factors of the padded probabilities, [B * H, Lq, Lk]."""
-    factors = torch.empty((rows * heads, max_k), dtype=dtype, device=rng.device)
-    for part, factor in dropout_factors(rng, site, factors.shape, p, dtype):
-        factors[part] = factor
+    out: Tensor,
+) -> None:
+    """out = dropout(probabilities), both [B * H, Lq, Lk]."""
+    keys = probabilities.shape[2]
     head = torch.arange(heads, device=rng.device)[:, None]
-    index = tokens_q[:, None].long() * heads + head
-    return factors.index_select(0, index.view(-1)).view(-1, tokens_q.shape[1], max_k)
+    row_ids = (tokens_q[:, None].long() * heads + head).view(-1)
+    matrix, result = probabilities.view(-1, keys), out.view(-1, keys)
+    shape, dtype = (rows * heads, keys), probabilities.dtype
+    for part, factor in dropout_factors(rng, site, shape, p, dtype, row_ids):
+        torch.mul(matrix[part], factor, out=result[part])
 
 
 def _check(

@@ -17,8 +17,8 @@ from .checks import FLOATS, INTEGERS, check_rows, check_tensor
 from .numerics import work_dtype
 from .registry import register
 
-# Logits taken at a time: a block's temporaries stay in a CPU's cache, and bounded on a GPU.
-_CPU_BLOCK, _GPU_BLOCK = 1 << 17, 1 << 26
+# Logits taken at a time: a block stays in a CPU's last cache, its temporaries small on a GPU.
+_CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 26
 
 
 def cross_entropy_fwd(
@@ -63,7 +63,8 @@ def cross_entropy_fwd_reference(
     for part in _blocks(logits):
         block = logits[part].to(dtype)
         if accuracy:
-            top, best[part] = block.max(-1, keepdim=True)[0], block.argmax(-1)
+            best[part] = block.argmax(-1)
+            top = block.gather(-1, best[part, None])
         else:
             top = block.amax(-1, keepdim=True)
         lse[part] = block.sub(top).exp_().sum(-1).log_().add_(top[:, 0])
@@ -85,8 +86,10 @@ def cross_entropy_bwd_reference(
 ) -> None:
     """Reference of lightseq::cross_entropy_bwd."""
     dtype = work_dtype(logits)
-    is_pad = (target == padding_idx)[:, None]
-    scale = dloss.to(dtype)[:, None].masked_fill(is_pad, 0.0)
+    # A bit mask and no factor: rows of no sentence may hold infinities, and 0 * inf is NaN.
+    bits = torch.int64 if dtype == torch.float64 else torch.int32
+    not_pad = (target != padding_idx)[:, None].to(bits).neg_()
+    scale = dloss.to(dtype)[:, None]
     share, own = _weights(smoothing, logits.shape[1])
     columns = target.long()[:, None]
     for part in _blocks(logits):
@@ -96,8 +99,7 @@ def cross_entropy_bwd_reference(
         if share > 0:
             grad.sub_(share)
         grad.scatter_add_(1, columns[part], grad.new_full((1, 1), -own).expand(len(grad), 1))
-        # Filled and not multiplied: rows of no sentence may hold infinities.
-        grad.mul_(scale[part]).masked_fill_(is_pad[part], 0.0)
+        grad.mul_(scale[part]).view(bits).bitwise_and_(not_pad[part])
         if grad is not block:
             block.copy_(grad)
 

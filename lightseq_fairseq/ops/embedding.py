@@ -136,15 +136,16 @@ def embedding_bwd_reference(
 ) -> None:
     """Reference of lightseq::embedding_bwd."""
     dtype = work_dtype(dy)
-    grad = dy.to(dtype)
+    grad = torch.empty_like(dy, dtype=dtype)
     if p > 0:
-        grad = torch.empty_like(grad)
         for part, factor in dropout_factors(rng, site, dy.shape, p, dtype):
             torch.mul(dy[part], factor, out=grad[part])
+    else:
+        grad.copy_(dy)
     if dposition_weight is not None and positions is not None:
         _add_rows(dposition_weight, positions, grad, -1, accumulate)
     if dweight is not None:
-        _add_rows(dweight, tokens, grad * scale, padding_idx, accumulate)
+        _add_rows(dweight, tokens, grad.mul_(scale), padding_idx, accumulate)
 
 
 def _add_rows(

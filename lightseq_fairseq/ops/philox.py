@@ -7,7 +7,7 @@ counter = (column // 8, row, site, micro-batch)    key = (seed's low word, seed'
 The four output words are eight 16-bit numbers, low half first: number e belongs to column 8g + e.
 An element is kept iff its number >= round(65536 * p); kept values are scaled by 1 / (1 - p).
 
-R rows, G groups of eight columns, M micro-batch.
+R rows, G groups of eight columns.
 """
 
 from __future__ import annotations
@@ -28,13 +28,8 @@ _WORD = 0xFFFFFFFF
 # The sign bits of the two 16-bit numbers in an int64's lower and in its upper half.
 _LOW_SIGNS = 0x80008000
 _HIGH_SIGNS = (0x80008000 << 32) - (1 << 64)
-# Groups drawn at a time on a CPU: two threads of torch's grain size each, operands stay in cache.
-_GROUPS_PER_BLOCK = 1 << 16
-
-
-def threshold(p: float) -> int:
-    """The least 16-bit number that is kept."""
-    return round(p * 65536)
+# Groups drawn at a time on a CPU: enough for several threads, few enough to stay in cache.
+_GROUPS_PER_BLOCK = 1 << 17
 
 
 def keep_mask(rng: Tensor, site: int, rows: Tensor, columns: int, p: float) -> Tensor:
@@ -62,20 +57,28 @@ def dropout_mask(rng: Tensor, site: int, rows: int, columns: int, p: float) -> T
 
 
 def dropout_factors(
-    rng: Tensor, site: int, shape: Sequence[int], p: float, dtype: torch.dtype
+    rng: Tensor,
+    site: int,
+    shape: Sequence[int],
+    p: float,
+    dtype: torch.dtype,
+    rows: Tensor | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """What dropout multiplies by, 0 or 1 / (1 - p), for the rows 0 ... rows - 1, block by block.
+    """What dropout multiplies a matrix of this shape by, 0 or 1 / (1 - p), block by block.
 
-    Yields (rows of the block, factors [rows of the block, columns]). A caller applies a block while
-    it is in a CPU's cache; the next one overwrites it. A GPU gets everything as one block.
+    rows: int64 [R], the rows wanted, in any order; None: all, in order.
+    Yields (slice of the wanted rows, their factors [rows of the slice, columns]). A caller applies
+    a block while it is in a CPU's cache; the next one overwrites it. A GPU gets one block.
     """
-    rows, columns = shape
     scale = 1.0 / (1.0 - p)
     if rng.is_cuda:  # one kernel where the compiled library is present
-        yield slice(0, rows), dropout_mask(rng, site, rows, columns, p).to(dtype).mul_(scale)
+        mask = dropout_mask(rng, site, shape[0], shape[1], p)
+        mask = mask if rows is None else mask.index_select(0, rows)
+        yield slice(0, len(mask)), mask.to(dtype).mul_(scale)
         return
-    factors = torch.empty((0, columns), dtype=dtype)
-    for part, numbers in _blocks_of_numbers(rng, site, torch.arange(rows), columns):
+    row_ids = torch.arange(shape[0]) if rows is None else rows
+    factors = torch.empty((0, shape[1]), dtype=dtype)
+    for part, numbers in _blocks_of_numbers(rng, site, row_ids, shape[1]):
         if len(factors) < len(numbers):
             factors = torch.empty(numbers.shape, dtype=dtype)
         # Comparing straight into floats is several times faster than going through bool.

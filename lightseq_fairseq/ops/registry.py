@@ -27,7 +27,8 @@ def register(
     fake: the same signature, returns empty tensors of the right shape, dtype and strides.
     """
     name = schema.partition("(")[0]
-    # The layers know the derivatives; torch must not record the reference's own steps.
+    # The layers know the derivatives; autograd must not record the reference's steps, some of which
+    # write in place.
     reference = torch.no_grad()(reference)
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, reference, "CPU")

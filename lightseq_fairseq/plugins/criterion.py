@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fairseq.criterions import register_criterion
 from fairseq.criterions import label_smoothed_cross_entropy as native
+from fairseq.criterions import register_criterion
 from torch import Tensor
 
 from lightseq_fairseq.errors import UserError

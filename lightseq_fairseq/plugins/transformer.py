@@ -23,11 +23,18 @@ from torch import Tensor
 
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.incremental import Cache, decode_step
-from lightseq_fairseq.layers import draw_rng, embed, linear, run_decoder, run_encoder
-from lightseq_fairseq.layers import sinusoidal_positions
+from lightseq_fairseq.layers import (
+    draw_rng,
+    embed,
+    linear,
+    run_decoder,
+    run_encoder,
+    sinusoidal_positions,
+)
 from lightseq_fairseq.layers.decoder import DecoderLayer, memory_weights
 from lightseq_fairseq.layers.encoder import SITES_PER_LAYER, EncoderLayer
 from lightseq_fairseq.parameters import flatten_parameters
+from lightseq_fairseq.plugins import dictionaries
 from lightseq_fairseq.training.batch import Segments
 
 ACTIVATIONS = ("relu", "gelu", "gelu_accurate")
@@ -39,10 +46,10 @@ _UNSUPPORTED = (
     ("--tie-adaptive-weights", "tie_adaptive_weights", "the embedding is one table"),
     ("--quant-noise-pq", "quant_noise_pq", "the fused layers have no quantisation noise"),
     ("--quant-noise-scalar", "quant_noise_scalar", "the fused layers have no quantisation noise"),
-    ("--no-cross-attention", "no_cross_attention", "every fused decoder layer attends to the source"),
+    ("--no-cross-attention", "no_cross_attention", "every decoder layer attends to the source"),
     ("--cross-self-attention", "cross_self_attention", "source and target are packed apart"),
-    ("--checkpoint-activations", "checkpoint_activations", "the fused layers keep what backward needs"),
-    ("--offload-activations", "offload_activations", "the fused layers keep what backward needs"),
+    ("--checkpoint-activations", "checkpoint_activations", "layers keep what backward needs"),
+    ("--offload-activations", "offload_activations", "layers keep what backward needs"),
     ("--base-layers", "base_layers", "mixture-of-experts layers are not fused"),
     ("--char-inputs", "char_inputs", "the embedding is one table of tokens"),
     ("--encoder-xformers-att-config", "encoder_xformers_att_config", "attention is our own"),
@@ -219,7 +226,9 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         self.set_incremental_state(state, "cache", {"cache": cache})
         return self._project_out(x).unsqueeze(1), weights
 
-    def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
+    def reorder_incremental_state(
+        self, incremental_state: dict[str, Any], new_order: Tensor
+    ) -> None:
         """Keep the hypotheses ``new_order``, as beam search asks after every step."""
         cached = self.get_incremental_state(incremental_state, "cache")
         if cached is not None:
@@ -260,11 +269,13 @@ class LSTransformerModel(TransformerModel):
         """Build from fairseq's namespace; refuses what the fused layers cannot honour.
 
         Raises:
-            UserError: naming the flag, the reason and the way out.
+            UserError: naming the flag, the reason and the way out; or the dictionary that is not
+                the one of the checkpoint whose options ``args`` are.
         """
         refusal = unsupported_option(args)
         if refusal:
             raise UserError(refusal)
+        dictionaries.check(task, getattr(args, "dictionaries", None))
         return super().build_model(args, task)
 
     @classmethod
@@ -275,9 +286,9 @@ class LSTransformerModel(TransformerModel):
     def build_decoder(cls, args: Any, tgt_dict: Any, embed_tokens: Any) -> LSTransformerDecoder:
         return LSTransformerDecoder(TransformerConfig.from_namespace(args), tgt_dict, embed_tokens)
 
-    def fused_groups(self) -> list[list[torch.nn.Parameter]]:
+    def fused_groups(self) -> list[list[Tensor]]:
         """Parameters one GEMM reads together, so that they lie side by side."""
-        groups: list[list[torch.nn.Parameter]] = []
+        groups: list[list[Tensor]] = []
         for layer in [*self.encoder.layers.children(), *self.decoder.layers.children()]:
             block = layer.self_attn
             parts = (block.q_proj, block.k_proj, block.v_proj)

@@ -121,10 +121,16 @@ class FlatAdam(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         # fairseq's Adam reads amsgrad in the groups that it loads.
-        super().__init__(params, {**defaults, "amsgrad": False})
         self._flats: list[_Flat] = []
+        super().__init__(params, {**defaults, "amsgrad": False})
         self._lay_out()
         self._reset_factors()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train more parameters; see ``torch.optim.Optimizer.add_param_group``."""
+        super().add_param_group(param_group)
+        if self._flats:  # not yet while the parent's __init__ adds the first ones
+            self._lay_out()
 
     def _reset_factors(self) -> None:
         self._multiplier: float | Tensor = 1.0
@@ -166,10 +172,8 @@ class FlatAdam(torch.optim.Optimizer):
             flat.set_steps([int(state["step"]) if state else 0 for state in found])
 
     def _gather(self) -> list[tuple[_Flat, Tensor, list[bool]]]:
-        if sum(len(flat.buffer.parameters) for flat in self._flats) != sum(
-            len(group["params"]) for group in self.param_groups
-        ) or not all(flat.buffer.intact() for flat in self._flats):
-            self._lay_out()  # after add_param_group or Module.to
+        if not all(flat.buffer.intact() for flat in self._flats):
+            self._lay_out()
         return [(flat, *flat.buffer.gather_gradients()) for flat in self._flats]
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -19,6 +19,7 @@ from fairseq import trainer as native
 from fairseq.file_io import PathManager
 
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.plugins import dictionaries
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ class Trainer(native.Trainer):
 
     Checkpoints differ from fairseq's in what they keep, not in form: with ``--fp16`` and ``--bf16``
     "model" holds the float32 parameters that the optimizer works on, where fairseq writes their
-    16-bit rounding, and ``extra_state`` the counters of the loss scale. So a resumed run continues
+    16-bit rounding, and ``extra_state`` the counters of the loss scale and the digests of the
+    dictionaries. So a resumed run continues
     as if it had not been interrupted. Stock fairseq reads them; and a file of stock fairseq
     continues here.
     """
@@ -65,6 +67,7 @@ class Trainer(native.Trainer):
         if not self._has_ls:
             return state
         state["cfg"] = checkpoint.native_cfg(state["cfg"])
+        state["extra_state"]["dictionaries"] = dictionaries.digests(self.task)
         for key, module in (("model", self.get_model()), ("criterion", self.get_criterion())):
             for name, master in self._masters(module).items():
                 if name in state[key]:
@@ -154,6 +157,7 @@ class Trainer(native.Trainer):
 
         def load_and_keep(*args: Any, **kwargs: Any) -> Any:
             state = load(*args, **kwargs)
+            dictionaries.check(self.task, state["extra_state"].get("dictionaries"))
             if self.cfg.common.fp16 or self.cfg.common.bf16:
                 kept = {key: state.get(key) or {} for key in ("model", "criterion")}
                 state["extra_state"][_MASTERS] = kept

@@ -1,0 +1,66 @@
+"""Packed tokens to padded slots and back, for references that work on whole batches at once.
+
+T packed tokens (rows), B sentences, L longest sentence, H heads, D head width.
+
+Slots behind a sentence's end hold a copy of a real row, never uninitialised numbers. One more row,
+of zeros, serves every packed row that has no slot: past the last sentence, or nothing to see.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .numerics import work_dtype
+
+
+def padded_tokens(cu: Tensor, longest: int) -> Tensor:
+    """Packed row of each slot [B, L]; slots behind a sentence's end repeat its last row."""
+    last = cu.diff().sub_(1).clamp_(min=0)
+    position = torch.arange(longest, device=cu.device)
+    tokens = cu[:-1, None] + torch.minimum(position, last[:, None])
+    # An empty sentence borrows a row from the next one, the last of them from the one before.
+    return tokens.clamp_(max=(cu[-1] - 1).clamp(min=0))
+
+
+def pad(x: Tensor, tokens: Tensor, into: Tensor | None = None) -> Tensor:
+    """x [T, H, D] -> [B * H * L + 1, D] in the working precision; the last row is zero.
+
+    into: an earlier result of the same shape, overwritten.
+    """
+    rows, heads, width = x.shape
+    step = x.stride(0)
+    if x.stride(1) != width or step % width:
+        x, step = x.contiguous(), heads * width
+    # Strided rows as rows of width D: one gather makes the [B, H, L] order without a transpose.
+    flat = x.as_strided(((rows - 1) * (step // width) + heads, width), (width, 1))
+    head = torch.arange(heads, device=x.device)[:, None]
+    index = (tokens[:, None].long() * (step // width) + head).view(-1)
+    padded = x.new_empty((len(index) + 1, width), dtype=work_dtype(x)) if into is None else into
+    if x.dtype == padded.dtype:
+        torch.index_select(flat, 0, index, out=padded[:-1])
+    else:
+        padded[:-1] = flat.index_select(0, index)
+    padded[-1].zero_()
+    return padded
+
+
+def slotted(padded: Tensor, longest: int) -> Tensor:
+    """[B * H * L + 1, D] -> [B * H, L, D]."""
+    return padded[:-1].view(-1, longest, padded.shape[1])
+
+
+def slots_of(cu: Tensor, rows: int, heads: int, longest: int, seeing: Tensor) -> Tensor:
+    """Slot in [B * H * L] of each packed row and head, [T * H]; the one behind the last holds 0.
+
+    seeing: boundaries of the other side; rows whose sentence is empty there have no slot either.
+    """
+    row = torch.arange(rows, dtype=cu.dtype, device=cu.device)
+    sentence = torch.bucketize(row, cu[1:], right=True)
+    has_slot = sentence < len(cu) - 1
+    sentence = sentence.clamp_(max=len(cu) - 2)
+    has_slot &= seeing.diff()[sentence] > 0
+    first = (sentence * heads * longest + (row - cu[sentence]))[:, None]
+    slots = first + torch.arange(heads, device=cu.device) * longest
+    nothing = (len(cu) - 1) * heads * longest
+    return slots.masked_fill_(~has_slot[:, None], nothing).view(-1)
