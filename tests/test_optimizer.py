@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import Any
 from unittest import mock
 
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 
 from lightseq_fairseq.errors import UserError
 
-import lightseq_fairseq.plugins  # isort: skip  # noqa: F401  (prepares fairseq and registers)
+import lightseq_fairseq.plugins  # isort: skip  (prepares fairseq and registers)
 
 from fairseq import optim, utils
 from fairseq.dataclass.configs import FairseqConfig
@@ -111,7 +113,9 @@ def assert_same_state(ours: dict[str, Any], native: dict[str, Any], tolerance: f
         assert found["step"] == expected["step"]
         for name in ("exp_avg", "exp_avg_sq"):
             assert found[name].dtype == expected[name].dtype
-            torch.testing.assert_close(found[name], expected[name], rtol=tolerance, atol=tolerance * 1e-3)
+            torch.testing.assert_close(
+                found[name], expected[name], rtol=tolerance, atol=tolerance * 1e-3
+            )
 
 
 class TestParityInFloat64:
@@ -447,6 +451,21 @@ class TestAsAPlugin:
         ):
             with pytest.raises(UserError, match="--zero-sharding"):
                 optimizer.optimizer = optimizer.optimizer
+
+    def test_registers_once_under_both_names(self) -> None:
+        """``--user-dir`` imports the folder as ``plugins``, our launchers by its full name."""
+        script = (
+            "from argparse import Namespace; from lightseq_fairseq import fairseq_compat\n"
+            "fairseq_compat.prepare(); from fairseq import optim, utils\n"
+            f"utils.import_user_module(Namespace(user_dir={lightseq_fairseq.plugins.__path__[0]!r}))\n"
+            "import sys; assert 'plugins' in sys.modules; import lightseq_fairseq.plugins\n"
+            "print(optim.OPTIMIZER_REGISTRY['ls_adam'].__module__)\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split()[-1] == "lightseq_fairseq.plugins.optimizer"
 
     def test_uses_the_models_own_buffer(self) -> None:
         module = nn.ParameterList(parameters(torch.float32))

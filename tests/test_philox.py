@@ -71,9 +71,9 @@ def test_mask_is_a_function_of_row_and_column():
 
 
 def test_blocks_do_not_show():
-    """More rows than one cache block of 65536 groups holds."""
-    whole = ops.dropout_mask(make_rng(), 2, 70000, 9, 0.3)
-    rows = torch.arange(0, 70000, 977)
+    """More rows than one cache block of 131072 groups holds."""
+    whole = ops.dropout_mask(make_rng(), 2, 70_000, 9, 0.3)
+    rows = torch.arange(0, 70_000, 977)
     assert torch.equal(ops.keep_mask(make_rng(), 2, rows, 9, 0.3), whole[rows])
 
 

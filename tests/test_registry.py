@@ -1,0 +1,136 @@
+"""What holds for every op: registered, deterministic, indifferent to grad mode, same on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ops_testing import make_rng, poisoned
+from torch import Tensor
+
+from lightseq_fairseq import ops
+
+T, C, V, H, P, SITE = 10, 8, 12, 2, 0.3, 5
+CU = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def tokens(size: int) -> Tensor:
+    return torch.randint(0, size, (T,))
+
+
+def attention() -> tuple[Any, ...]:
+    return CU, CU, 5, 5, True, 0.5, P, make_rng(), SITE
+
+
+# Arguments of every op, in a state in which all of its branches have work to do.
+ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "dropout_mask": lambda: (make_rng(), SITE, T, C, P),
+    "embedding_fwd": lambda: (
+        *(tokens(V), randn(V, C), tokens(T), randn(T, C), 2.0, P, make_rng(), SITE),
+    ),
+    "embedding_bwd": lambda: (
+        *(randn(T, C), tokens(V), tokens(T), 2.0, 1, P, make_rng(), SITE),
+        *(randn(V, C), randn(T, C), True),
+    ),
+    "linear_fwd": lambda: (randn(T, C), randn(V, C), randn(V)),
+    "linear_bwd": lambda: (
+        *(randn(T, V), randn(T, C), randn(V, C), randn(V, C), randn(V), True, True),
+    ),
+    "attention_fwd": lambda: (*(randn(T, H, C) for _ in range(3)), *attention()),
+    "attention_bwd": lambda: (
+        *(randn(T, H, C) for _ in range(5)),
+        *(randn(T, H), *attention()),
+        *(poisoned(T, H, C) for _ in range(3)),
+    ),
+    "dropout_residual_layer_norm_fwd": lambda: (
+        *(randn(T, C), randn(C), randn(T, C), randn(C), randn(C), P, make_rng(), SITE, 1e-5),
+    ),
+    "dropout_residual_layer_norm_bwd": lambda: (
+        *(randn(T, C), randn(T, C), randn(T, C), randn(C), randn(T), randn(T).abs()),
+        *(P, make_rng(), SITE, randn(C), randn(C), randn(C), True),
+    ),
+    "bias_activation_dropout_fwd": lambda: (randn(T, C), randn(C), "gelu", P, make_rng(), SITE),
+    "bias_activation_dropout_bwd": lambda: (
+        *(randn(T, C), randn(T, C), randn(C), "gelu", P, make_rng(), SITE, randn(C), True),
+    ),
+    "cross_entropy_fwd": lambda: (randn(T, V), tokens(V), 0.1, 1, True),
+    "cross_entropy_bwd": lambda: (randn(T), randn(T, V), tokens(V), randn(T).add(3), 0.1, 1),
+    "adam_norm": lambda: (randn(1000),),
+    "adam_step": lambda: (
+        *(randn(T), randn(T), randn(T).abs(), randn(T), randn(T).half(), torch.tensor(4)),
+        *(torch.tensor(1e-3), torch.tensor(0.5), torch.tensor(3.0)),
+        *(1.0, 1e-6, 0.9, 0.98, 1e-8, 0.1),
+    ),
+}
+
+
+def arguments_of(name: str) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    return ARGUMENTS[name]()
+
+
+def results(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """What the op returns, and its arguments afterwards: some of them it writes."""
+    outputs = getattr(ops, name)(*arguments)
+    outputs = () if outputs is None else (outputs,) if isinstance(outputs, Tensor) else outputs
+    return [x for x in (*outputs, *arguments) if isinstance(x, Tensor)]
+
+
+def moved(arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    return tuple(x.to(device) if isinstance(x, Tensor) else x for x in arguments)
+
+
+def test_every_op_is_covered_and_exported():
+    assert set(ARGUMENTS) == set(ops.REFERENCES)
+    assert set(ARGUMENTS) <= set(ops.__all__)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_deterministic(name):
+    first, second = (results(name, arguments_of(name)) for _ in range(2))
+    assert first
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_inference_mode_changes_nothing(name):
+    expected = results(name, arguments_of(name))
+    with torch.inference_mode():
+        ours = results(name, arguments_of(name))
+    assert all(torch.equal(x, y) for x, y in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name.endswith("_fwd")])
+def test_inputs_that_require_gradients(name):
+    """A model called outside of no_grad: references write in place, which autograd would refuse."""
+    expected = results(name, arguments_of(name))
+    leaves = tuple(
+        x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for x in arguments_of(name)
+    )
+    ours = results(name, leaves)
+    assert all(torch.equal(x, y) for x, y in zip(ours, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_gpu_equals_cpu_without_synchronising(name):
+    """Kernel or reference, whatever this GPU runs: the CPU's numbers, and the host never waits."""
+    expected = results(name, arguments_of(name))
+    arguments = moved(arguments_of(name), "cuda")
+    results(name, moved(arguments_of(name), "cuda"))  # the first call may load what later ones use
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ours = results(name, arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    for mine, other in zip(ours, expected, strict=True):
+        assert mine.is_cuda
+        torch.testing.assert_close(mine.cpu(), other)
