@@ -80,7 +80,9 @@ def main() -> None:
     args = parser.parse_args()
     paths = last_checkpoints(args.folder, args.last)
     save(average(paths), args.output)
-    print(f"{args.output}: average of {len(paths)} checkpoints, {paths[0].name} to {paths[-1].name}")
+    print(
+        f"{args.output}: average of {len(paths)} checkpoints, {paths[0].name} to {paths[-1].name}"
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ for split in train val test_2016_flickr; do
 done
 
 text=$data/text
-rm -rf "$text" "$data/bin"
+rm -rf "$text" "${data:?}/bin"
 mkdir -p "$text"
 
 for split in train val test_2016_flickr; do

@@ -56,7 +56,7 @@ if [ ! -e "$run/trained-$updates" ]; then
         ${precision_flag[@]+"${precision_flag[@]}"} \
         --save-dir "$checkpoints" --no-epoch-checkpoints \
         --save-interval-updates $(((updates + 63) / 64)) --keep-interval-updates 10 \
-        --log-format json --log-interval 100 2>&1 | tee -a "$run/train.log"
+        --log-format json --log-interval $(((updates + 79) / 80)) 2>&1 | tee -a "$run/train.log"
     touch "$run/trained-$updates"
 fi
 
@@ -64,7 +64,8 @@ echo "== $system, seed $seed: averaging, translating, scoring"
 python "$here/average.py" "$checkpoints" "$run/averaged.pt"
 python "$here/../curves.py" "$run/train.log" "$run/curves.svg" --title "Multi30k en-de, $system"
 lightseq-generate "$data/bin" ${native[@]+"${native[@]}"} --source-lang en --target-lang de \
-    --path "$run/averaged.pt" --beam 5 --max-tokens 4096 --remove-bpe --tokenizer moses \
+    --path "$run/averaged.pt" --beam 5 --max-len-a 1.5 --max-len-b 10 --max-tokens 4096 \
+    --remove-bpe --tokenizer moses \
     >"$run/generate.log"
 grep '^D-' "$run/generate.log" | LC_ALL=C sort -t - -k 2n | cut -f 3- >"$run/test.hyp.de"
 sacrebleu "$data/text/test_2016_flickr.de" --input "$run/test.hyp.de" --width 2 >"$run/bleu.json"
