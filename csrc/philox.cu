@@ -1,6 +1,6 @@
 // Dropout mask: which elements of a [rows, columns] activation are kept.
 //
-//   keep[r, c] = u16(seed, micro-batch, site, r, c) >= round(p * 65536)
+//   keep[r, c] = u16(seed, micro-batch, site, r, c) >= min(round(p * 65536), 65535)
 //
 // The layers never materialise this mask: their kernels call keep_bits() on the elements that they
 // hold in registers, forward and backward alike. This op writes it out, so that a test can compare

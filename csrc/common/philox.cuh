@@ -44,9 +44,9 @@ struct Dropout {
   uint32_t site;
   uint32_t threshold;  // a column is kept where its 16 bits are >= threshold
 
-  // Half to even, as Python rounds.
+  // Half to even, as Python rounds; 16 bits, so that the largest number is always kept.
   static uint32_t threshold_of(double p) {
-    return static_cast<uint32_t>(std::nearbyint(p * 65536.0));
+    return static_cast<uint32_t>(std::fmin(std::nearbyint(p * 65536.0), 65535.0));
   }
 };
 

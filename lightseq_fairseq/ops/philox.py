@@ -5,7 +5,8 @@ backward: it draws the same bits again. Tiles, paths and devices agree bit for b
 
 counter = (column // 8, row, site, micro-batch)    key = (seed's low word, seed's high word)
 The four output words are eight 16-bit numbers, low half first: number e belongs to column 8g + e.
-An element is kept iff its number >= round(65536 * p); kept values are scaled by 1 / (1 - p).
+An element is kept iff its number >= min(round(65536 * p), 65535), a threshold of 16 bits too; kept
+values are scaled by 1 / (1 - p).
 
 R rows, G groups of eight columns.
 """
@@ -96,7 +97,7 @@ def _dropout_mask_fake(rng: Tensor, site: int, rows: int, columns: int, p: float
 
 def _least_kept(p: float) -> int:
     """The least number that is kept, among signed 16-bit numbers."""
-    return round(p * 65536) - 32768
+    return min(round(p * 65536), 65535) - 32768
 
 
 def _blocks_of_numbers(
