@@ -2,10 +2,9 @@
 //
 //   keep[r, c] = u16(seed, micro-batch, site, r, c) >= min(round(p * 65536), 65535)
 //
-// The layers never materialise this mask: their kernels call keep_bits() on the elements that they
-// hold in registers, forward and backward alike. This op writes it out, so that a test can compare
-// the bits of the GPU with those of the reference (ops/philox.py), and it is the smallest kernel
-// that goes through the whole build.
+// On a GPU the torch references (lightseq_fairseq/ops) draw their masks through this op; a kernel
+// that drops calls keep_bits() on the elements it holds in registers instead, forward and backward
+// alike. It is also the smallest kernel that goes through the whole build.
 //
 //   saved for backward   nothing
 //   bytes moved          rows * columns written (one byte an element), 16 read

@@ -29,11 +29,13 @@ from fairseq import options, tasks, utils  # noqa: E402
 from fairseq.data import iterators  # noqa: E402
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf  # noqa: E402
 from fairseq.logging import metrics  # noqa: E402
-from fairseq.trainer import Trainer  # noqa: E402
+from fairseq.trainer import Trainer as NativeTrainer  # noqa: E402
 
 import lightseq_fairseq.plugins  # noqa: E402, F401
+from lightseq_fairseq import ops  # noqa: E402
 from lightseq_fairseq.fairseq_compat.overlay import Overlay  # noqa: E402
 from lightseq_fairseq.ops import philox  # noqa: E402
+from lightseq_fairseq.training.trainer import Trainer  # noqa: E402
 
 VOCABULARY = 97
 PAD = 1
@@ -164,15 +166,16 @@ def train(
         task, model, criterion = build(cfg)
         model.to(dtype)
         metrics.reset()
-        trainer = Trainer(cfg, task, model, criterion)
+        ls = any("ls_" in name for name in argv)
+        trainer = (Trainer if ls else NativeTrainer)(cfg, task, model, criterion)
         history: list[Update] = []
         steps: list[tuple[float, float, dict[str, float]]] = []
         norms: list[float] = []
         task.train_step = _recording(task.train_step, steps, _read_step)
         trainer.clip_grad_norm = _recording(trainer.clip_grad_norm, norms, float)
-        batches = _batches(trainer, cfg)
+        groups = batches(trainer, cfg)
         while len(history) < updates:
-            samples = next(batches)
+            samples = next(groups)
             if change_batch is not None:
                 samples = [change_batch(sample) for sample in samples]
             steps.clear()
@@ -209,7 +212,7 @@ def _recording(function: Callable[..., Any], into: list[Any], read: Callable[[An
     return recorded
 
 
-def _batches(trainer: Any, cfg: Any) -> Iterator[list[dict[str, Any]]]:
+def batches(trainer: Any, cfg: Any) -> Iterator[list[dict[str, Any]]]:
     """Groups of ``--update-freq`` batches, epoch after epoch."""
     epoch_itr = trainer.get_train_iterator(epoch=1)
     while True:
@@ -235,6 +238,30 @@ def native_in_float64() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def mixed_precision_in_float64() -> Iterator[None]:
+    """What --fp16 and --bf16 change besides the numbers' width, on numbers that keep theirs.
+
+    Loss scale, clipping rule, copies of the parameters: all of fairseq's code for mixed precision
+    runs, but what asks for 16 or 32 bits gets the float64 it has.
+    """
+    to_float, to = torch.Tensor.float, torch.nn.Module.to
+
+    def float_(x: Tensor, *args: Any, **options: Any) -> Tensor:
+        return x if x.dtype == torch.float64 else to_float(x, *args, **options)
+
+    def to_(module: torch.nn.Module, *args: Any, **options: Any) -> torch.nn.Module:
+        bf16 = options.get("dtype") == torch.bfloat16
+        return module if bf16 else to(module, *args, **options)
+
+    with (
+        mock.patch.object(torch.Tensor, "float", float_),
+        mock.patch.object(torch.nn.Module, "half", lambda module: module),
+        mock.patch.object(torch.nn.Module, "to", to_),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def every_unit_kept() -> Iterator[None]:
     """Dropout that drops nothing and still scales by 1 / (1 - p), in fairseq and in ours.
 
@@ -255,8 +282,9 @@ def every_unit_kept() -> Iterator[None]:
     with (
         mock.patch.object(functional, "dropout", dropout),
         mock.patch.object(functional, "scaled_dot_product_attention", scaled_dot_product_attention),
-        mock.patch.object(philox, "threshold", lambda p: 0),
+        mock.patch.object(philox, "_least_kept", lambda p: -(1 << 15)),
     ):
+        assert ops.dropout_mask(torch.zeros(2, dtype=torch.int64), 0, 64, 64, 0.9).all()
         yield
 
 

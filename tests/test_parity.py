@@ -146,6 +146,21 @@ def test_dropout_acts_where_fairseqs_does(
         compare(train(command_line(corpus, LS, **flags), 1), plain)
 
 
+PRECISIONS = {
+    "fp16": {"fp16": True, "fp16_no_flatten_grads": True},
+    "memory-efficient-fp16": {"memory_efficient_fp16": True},
+    "bf16": {"bf16": True},
+    "memory-efficient-bf16": {"memory_efficient_bf16": True},
+}
+
+
+@pytest.mark.parametrize("flags", PRECISIONS.values(), ids=PRECISIONS)
+def test_rules_of_mixed_precision(corpus: Path, flags: dict[str, Any]) -> None:
+    # Loss scale, the copies of the parameters and clipping, which fp16 does by another rule.
+    with parity.mixed_precision_in_float64():
+        check(corpus, 8, fp16_init_scale=4, fp16_scale_window=3, **flags)
+
+
 def test_relu_dropout_is_the_old_name(corpus: Path) -> None:
     with parity.every_unit_kept():
         check(corpus, 3, relu_dropout=0.2, activation_fn="gelu")
