@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -104,7 +105,7 @@ def run(
     if (explanation := clash()) is not None:
         click.echo(f"lightseq-{command}: warning: {explanation}", err=True)
     program = f"{'fairseq' if native else 'lightseq'}-{command}"
-    with _sentences(f"lightseq-{command}", request), _program(program, words):
+    with _sentences(f"lightseq-{command}", request), _program(program, words), _quiet():
         cli.register()
         if complete is not None:
             sys.argv[1:] = request.argv = complete(sys.argv[1:])
@@ -121,6 +122,18 @@ def _program(name: str, words: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv = saved
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings that torch gives fairseq and that no user can act on."""
+    with warnings.catch_warnings():
+        for message in (
+            "'pin_memory' argument is set as true but no accelerator",
+            "Support for mismatched key_padding_mask and attn_mask",  # fairseq's own decoder
+        ):
+            warnings.filterwarnings("ignore", message, UserWarning)
+        yield
 
 
 @contextmanager

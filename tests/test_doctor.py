@@ -28,7 +28,7 @@ def test_this_installation_can_train():
     labels = [line.split()[0] for line in result.stdout.splitlines() if line]
     order = ["lightseq_fairseq", *(label for label, _ in doctor.SECTIONS), "Training"]
     assert list(dict.fromkeys(labels)) == order
-    assert torch.__version__ in result.stdout
+    assert torch.__version__.partition("+")[0] in result.stdout
     assert f"fairseq           {metadata.version('fairseq')}" in result.stdout
     assert result.stdout.endswith("Training can run.\n")
 

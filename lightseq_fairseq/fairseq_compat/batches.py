@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from typing import Any
 
@@ -21,18 +22,16 @@ def repair() -> None:
 
 
 def _repair_numpy_names() -> None:
-    # numpy 2.4 knows neither np.int, np.float and np.compat nor percentile(interpolation=...):
-    # --num-batch-buckets fails in get_buckets, then in num_tokens_vec.
+    # numpy 2.4 knows neither np.int, np.float and np.compat nor percentile(interpolation=...), and
+    # numpy 2.2 warns of the latter: --num-batch-buckets fails in get_buckets, then in
+    # num_tokens_vec.
     names: dict[str, Any] = {}
     for name, replacement in (("int", int), ("float", float)):
         if name not in np.__dict__:
             names[name] = replacement
     if "compat" not in np.__dict__:
         names["compat"] = types.SimpleNamespace(long=int)
-    percentile: Any = np.percentile
-    try:
-        percentile([0.0], 0, interpolation="lower")
-    except TypeError:
+    if "method" in inspect.signature(np.percentile).parameters:
         names["percentile"] = _percentile
     if names:
         for module in (data_utils, language_pair_dataset, token_block_dataset, dynamic_crf_layer):

@@ -19,7 +19,6 @@ def repair() -> None:
     """Spares the user warnings that only fairseq's authors could act on."""
     _repair_autocast()
     _silence_hydra()
-    _silence_torch()
 
 
 def _repair_autocast() -> None:
@@ -48,13 +47,3 @@ def _silence_hydra() -> None:
     for module_name, module in list(sys.modules.items()):  # imported by name nearly everywhere
         if module_name.startswith("fairseq") and getattr(module, name, None) is original:
             setattr(module, name, convert_namespace_to_omegaconf)
-
-
-def _silence_torch() -> None:
-    # fairseq asks for pinned memory without a GPU too, and masks pads and the future with tensors
-    # of two types: one warning a command each.
-    for message in (
-        "'pin_memory' argument is set as true but no accelerator",
-        "Support for mismatched key_padding_mask and attn_mask",
-    ):
-        warnings.filterwarnings("ignore", message, UserWarning, module=r"torch\.")

@@ -32,7 +32,8 @@ class LabelSmoothedCrossEntropyCriterion(native.LabelSmoothedCrossEntropyCriteri
     ) -> tuple[Tensor, int, dict[str, Any]]:
         """Loss of a batch in nats, its sample size, and what is logged.
 
-        ``reduce=False`` gives the loss of every target, [B * L, 1], as fairseq does.
+        ``reduce=False`` gives the loss of every target, [B * (L - ignored prefix), 1], as fairseq
+        does.
         """
         logits, target, segments = self._logits_and_target(model, sample)
         loss, nll, correct = label_smoothed_cross_entropy(
@@ -40,10 +41,8 @@ class LabelSmoothedCrossEntropyCriterion(native.LabelSmoothedCrossEntropyCriteri
         )
         if reduce:
             loss, nll = loss.sum(), nll.sum()
-        elif segments is not None:
-            loss, nll = (segments.pad(x.unsqueeze(1)).flatten(0, 1) for x in (loss, nll))
         else:
-            loss, nll = loss.unsqueeze(1), nll.unsqueeze(1)
+            loss, nll = (self._padded(x, sample["target"], segments) for x in (loss, nll))
         sentences = sample["target"].size(0)
         sample_size = sentences if self.sentence_avg else sample["ntokens"]
         logging_output = {
@@ -57,6 +56,11 @@ class LabelSmoothedCrossEntropyCriterion(native.LabelSmoothedCrossEntropyCriteri
             logging_output["n_correct"] = correct.sum()
             logging_output["total"] = target.ne(self.padding_idx).sum()
         return loss, sample_size, logging_output
+
+    def _padded(self, rows: Tensor, target: Tensor, segments: Any) -> Tensor:
+        """Losses of all rows in the places of target [B, L], without its prefix: [B * L', 1]."""
+        losses = rows.view(target.shape) if segments is None else segments.pad(rows)
+        return losses[:, self.ignore_prefix_size :].reshape(-1, 1)
 
     def _logits_and_target(self, model: Any, sample: dict[str, Any]) -> tuple[Tensor, Tensor, Any]:
         """Logits [T, V], targets [T] with ignored ones set to pad, and the segments if packed."""

@@ -48,8 +48,9 @@ _UNSUPPORTED = (
     ("--quant-noise-scalar", "quant_noise_scalar", "the fused layers have no quantisation noise"),
     ("--no-cross-attention", "no_cross_attention", "every decoder layer attends to the source"),
     ("--cross-self-attention", "cross_self_attention", "source and target are packed apart"),
-    ("--checkpoint-activations", "checkpoint_activations", "layers keep what backward needs"),
+    # Offloading first: fairseq makes it imply checkpointing, which the user did not ask for.
     ("--offload-activations", "offload_activations", "layers keep what backward needs"),
+    ("--checkpoint-activations", "checkpoint_activations", "layers keep what backward needs"),
     ("--base-layers", "base_layers", "mixture-of-experts layers are not fused"),
     ("--char-inputs", "char_inputs", "the embedding is one table of tokens"),
     ("--encoder-xformers-att-config", "encoder_xformers_att_config", "attention is our own"),
