@@ -10,6 +10,8 @@ V vocabulary, B sentences of a batch, L longest sentence.
 from __future__ import annotations
 
 import contextlib
+import functools
+import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +41,10 @@ from lightseq_fairseq.training.trainer import Trainer  # noqa: E402
 
 VOCABULARY = 97
 PAD = 1
+
+# On tensors this small threads only wait for each other: minutes instead of seconds on a busy
+# machine. It also keeps the order of sums, and so every number here, the same on every machine.
+torch.set_num_threads(1)
 
 
 class Systems(NamedTuple):
@@ -119,8 +125,16 @@ def command_line(data: Path, systems: Systems = LS, **flags: Any) -> list[str]:
 
 def parse(argv: Sequence[str]) -> Any:
     """fairseq's configuration of a command line."""
+    # Each caller's own: builders write into it, and omegaconf's deepcopy shares the model's part.
+    return pickle.loads(_parsed(tuple(argv)))
+
+
+@functools.cache
+def _parsed(argv: tuple[str, ...]) -> bytes:
+    # Most of a short run's time is hydra's.
     parser = options.get_training_parser()
-    return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, list(argv)))
+    args = options.parse_args_and_arch(parser, list(argv))
+    return pickle.dumps(convert_namespace_to_omegaconf(args))
 
 
 def build(cfg: Any) -> tuple[Any, Any, Any]:

@@ -176,6 +176,20 @@ def test_every_mixture(corpus: Path, systems: Systems) -> None:
     compare(train(command_line(corpus, systems, **flags), 6), native)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"criterion": "cross_entropy", "label_smoothing": None},
+        {"optimizer": "sgd", "momentum": 0.9, "adam_betas": None, "adam_eps": None},
+    ],
+    ids=["cross_entropy", "sgd"],
+)
+def test_fairseqs_other_criteria_and_optimizers(corpus: Path, flags: dict[str, Any]) -> None:
+    ls = Systems("ls", "native" if "optimizer" in flags else "ls", "native")
+    native = train(command_line(corpus, NATIVE, **flags), 4)
+    compare(train(command_line(corpus, ls, **flags), 4), native)
+
+
 @NORMS
 def test_float32_is_as_close_as_another_order_of_rows(corpus: Path, norm: dict[str, Any]) -> None:
     def run(systems: Systems, change_batch: Any = None) -> list[parity.Update]:

@@ -53,8 +53,8 @@ def test_the_test_set_depends_on_the_seed_alone() -> None:
 
 
 def test_too_many_pairs_are_refused() -> None:
-    with pytest.raises(SystemExit, match="--pairs must be between 1 and 998700, not 998701"):
-        make_data["split_numbers"](pairs=998_701, seed=1)
+    with pytest.raises(SystemExit, match="--pairs must be between 1 and 200000, not 200001"):
+        make_data["split_numbers"](pairs=200_001, seed=1)
 
 
 def test_pairs_are_translations(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""On a CPU our training step takes no longer than 1.25 times fairseq's on the same batches."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+from parity import LS, NATIVE, command_line
+
+VOCABULARY = 4000
+SETTING = {
+    "encoder_embed_dim": 256,
+    "encoder_ffn_embed_dim": 1024,
+    "encoder_attention_heads": 4,
+    "encoder_layers": 3,
+    "decoder_attention_heads": 4,
+    "decoder_layers": 3,
+    "share_all_embeddings": True,
+    "dropout": 0.1,
+    "attention_dropout": 0.1,
+    "activation_dropout": 0.1,
+    "max_tokens": 2000,
+    "update_freq": 1,
+}
+STEPS = 4
+
+
+def write_wmt_like(folder: Path) -> Path:
+    """Sentences as long as WMT's (lognormal, mean 28, sigma 0.55), words by Zipf's law."""
+    rng = random.Random(5)
+    words = [f"w{i}" for i in range(VOCABULARY - 4)]
+    weights = [1 / (rank + 10) for rank in range(len(words))]
+    for side in ("src", "tgt"):
+        (folder / f"dict.{side}.txt").write_text("".join(f"{word} 1\n" for word in words))
+        rng.seed(5)
+        lines = []
+        for _ in range(600):
+            length = min(max(round(rng.lognormvariate(3.18, 0.55)), 2), 100)
+            lines.append(" ".join(rng.choices(words, weights, k=length)))
+        (folder / f"train.src-tgt.{side}").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    # What is measured is the work, in seconds of this process, whatever else the machine does.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_step_time(tmp_path: Path, one_thread: None) -> None:
+    folder = write_wmt_like(tmp_path)
+    runs: dict[str, Any] = {}
+    for name, systems, trainer_class in (
+        ("ls", LS, parity.Trainer),
+        ("native", NATIVE, parity.NativeTrainer),
+    ):
+        cfg = parity.parse(command_line(folder, systems, **SETTING))
+        trainer = trainer_class(cfg, *parity.build(cfg))
+        runs[name] = (trainer, parity.batches(trainer, cfg))
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    sentences: dict[str, list[list[int]]] = {name: [] for name in runs}
+    for _ in range(STEPS + 1):
+        for name, (trainer, batches) in runs.items():
+            samples = next(batches)
+            sentences[name].append(samples[0]["id"].tolist())
+            start = time.process_time()
+            trainer.train_step(samples)
+            seconds[name].append(time.process_time() - start)
+    assert sentences["ls"] == sentences["native"]
+    # Step by step, so that both halves of a ratio saw the same machine; the first step allocates.
+    ratios = [ls / native for ls, native in zip(*seconds.values(), strict=True)][1:]
+    assert statistics.median(ratios) <= 1.25, seconds

@@ -1,0 +1,191 @@
+"""A trained model translates as fairseq's own does with the same weights, token for token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+from fairseq.dataclass.configs import GenerationConfig
+from fairseq.logging import metrics
+from parity import LS, NATIVE, command_line
+from torch import Tensor
+
+SENTENCES = 200
+DIGITS = (
+    ["null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun"],
+    ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"],
+)
+TOY = {
+    "encoder_embed_dim": 64,
+    "encoder_ffn_embed_dim": 128,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "lr": 2e-3,
+    "warmup_updates": 100,
+    "clip_norm": 1.0,
+    "weight_decay": 0.0,
+    "update_freq": 1,
+    "max_tokens": 1000,
+}
+UPDATES = 250
+
+
+def write_digits(folder: Path) -> Path:
+    """German digits, to be read out in English from back to front."""
+    rng = random.Random(3)
+    for side, words in zip(("src", "tgt"), DIGITS, strict=True):
+        (folder / f"dict.{side}.txt").write_text("".join(f"{word} 1\n" for word in words))
+    for split, count in (("train", 2000), ("valid", SENTENCES)):
+        numbers = [[rng.randrange(10) for _ in range(rng.randint(6, 14))] for _ in range(count)]
+        german, english = DIGITS
+        for side, lines in (
+            ("src", [" ".join(german[i] for i in number) for number in numbers]),
+            ("tgt", [" ".join(english[i] for i in reversed(number)) for number in numbers]),
+        ):
+            (folder / f"{split}.src-tgt.{side}").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@dataclass
+class Toy:
+    """The task and two models with the same weights, trained by us."""
+
+    folder: Path
+    task: Any
+    ls: Any
+    native: Any
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    folder = write_digits(tmp_path_factory.mktemp("digits"))
+    cfg = parity.parse(command_line(folder, LS, **TOY))
+    task, model, criterion = parity.build(cfg)
+    trainer = parity.Trainer(cfg, task, model, criterion)
+    batches = parity.batches(trainer, cfg)
+    for _ in range(UPDATES):
+        trainer.train_step(next(batches))
+    native = task.build_model(parity.parse(command_line(folder, NATIVE, **TOY)).model)
+    native.load_state_dict(model.state_dict(), strict=True)
+    return Toy(folder, task, model.eval(), native.eval())
+
+
+def held_out(task: Any, left_pad: bool = True) -> Iterator[dict[str, Any]]:
+    """Batches of the held-out sentences."""
+    task.load_dataset("valid")
+    dataset = task.dataset("valid")
+    dataset.left_pad_source = left_pad
+    return task.get_batch_iterator(dataset, max_tokens=800).next_epoch_itr(shuffle=False)
+
+
+Hypotheses = dict[int, list[dict[str, Tensor]]]
+
+
+def translate(toy: Toy, models: list[Any], left_pad: bool = True, **generation: Any) -> Hypotheses:
+    """All hypotheses of each held-out sentence, by fairseq's generator."""
+    generator = toy.task.build_generator(models, GenerationConfig(**generation))
+    found: Hypotheses = {}
+    for sample in held_out(toy.task, left_pad):
+        hypotheses = toy.task.inference_step(generator, models, sample)
+        found |= dict(zip(sample["id"].tolist(), hypotheses, strict=True))
+    assert len(found) == SENTENCES
+    return found
+
+
+def assert_same(ours: Hypotheses, native: Hypotheses) -> None:
+    for sentence, expected in native.items():
+        for a, b in zip(ours[sentence], expected, strict=True):
+            assert a["tokens"].tolist() == b["tokens"].tolist(), sentence
+            torch.testing.assert_close(a["score"], b["score"], rtol=0, atol=1e-4)
+            torch.testing.assert_close(
+                a["positional_scores"], b["positional_scores"], rtol=0, atol=1e-4
+            )
+
+
+@pytest.mark.parametrize("left_pad", [True, False], ids=["left-pad", "right-pad"])
+@pytest.mark.parametrize("beam", [1, 5], ids=["greedy", "beam-5"])
+def test_hypotheses(toy: Toy, beam: int, left_pad: bool) -> None:
+    native = translate(toy, [toy.native], left_pad, beam=beam)
+    assert_same(translate(toy, [toy.ls], left_pad, beam=beam), native)
+    lengths = [len(hypotheses[0]["tokens"]) - 1 for hypotheses in native.values()]
+    assert sum(lengths) / len(lengths) > 8
+    assert all(len(hypotheses) == beam for hypotheses in native.values())
+
+
+def test_other_ways_to_search(toy: Toy) -> None:
+    options = {"beam": 3, "lenpen": 0.6, "no_repeat_ngram_size": 2, "min_len": 4, "unkpen": 1.0}
+    assert_same(translate(toy, [toy.ls], **options), translate(toy, [toy.native], **options))
+
+
+def test_ensembles_of_ours_and_fairseqs(toy: Toy) -> None:
+    assert_same(
+        translate(toy, [toy.ls, toy.native], beam=2), translate(toy, [toy.native] * 2, beam=2)
+    )
+
+
+def test_attention_for_alignments(toy: Toy) -> None:
+    options = {"beam": 2, "print_alignment": "hard"}
+    ours, native = (translate(toy, [model], **options) for model in (toy.ls, toy.native))
+    for sentence, expected in native.items():
+        for a, b in zip(ours[sentence], expected, strict=True):
+            assert b["attention"].shape[1] == len(b["tokens"])
+            torch.testing.assert_close(a["attention"], b["attention"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer, heads", [(0, None), (1, 2)])
+def test_attention_of_a_layer(toy: Toy, layer: int, heads: int | None) -> None:
+    sample = next(iter(held_out(toy.task)))
+    inputs = sample["net_input"]
+    found = []
+    for model in (toy.ls, toy.native):
+        with torch.no_grad():
+            encoded = model.encoder(inputs["src_tokens"], src_lengths=inputs["src_lengths"])
+            _, extra = model.decoder.extract_features(
+                inputs["prev_output_tokens"][:, :1],
+                encoded,
+                {},
+                alignment_layer=layer,
+                alignment_heads=heads,
+            )
+        found.append(extra["attn"][0])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
+
+
+def test_one_token_at_a_time_is_the_whole_sentence_at_once(toy: Toy) -> None:
+    greedy = translate(toy, [toy.ls], beam=1)
+    end = toy.task.target_dictionary.eos()
+    for sample in held_out(toy.task):
+        outputs = [greedy[sentence][0]["tokens"] for sentence in sample["id"].tolist()]
+        target = torch.nn.utils.rnn.pad_sequence(outputs, batch_first=True, padding_value=1)
+        previous = torch.cat([target.new_full((len(target), 1), end), target[:, :-1]], dim=1)
+        previous = previous.masked_fill(target.eq(parity.PAD), parity.PAD)
+        with torch.no_grad():
+            logits, _ = toy.ls(**{**sample["net_input"], "prev_output_tokens": previous})
+        logits[..., parity.PAD] = -torch.inf  # the generator never writes a pad
+        real = target.ne(parity.PAD)
+        assert torch.equal(logits.argmax(-1)[real], target[real])
+
+
+def test_eval_bleu(toy: Toy) -> None:
+    scores = []
+    for systems, model in ((LS, toy.ls), (NATIVE, toy.native)):
+        flags = {"eval_bleu": True, "eval_bleu_args": '{"beam": 4}', "eval_tokenized_bleu": True}
+        cfg = parity.parse(command_line(toy.folder, systems, **TOY, **flags))
+        task, evaluated, criterion = parity.build(cfg)
+        evaluated.load_state_dict(model.state_dict())
+        evaluated.eval()
+        outputs = [task.valid_step(s, evaluated, criterion)[2] for s in held_out(task)]
+        with metrics.aggregate(new_root=True) as found:
+            task.reduce_metrics(outputs, criterion)
+        values = found.get_smoothed_values()
+        assert sum(output["_bleu_ref_len"] for output in outputs) > 8 * SENTENCES
+        scores.append((values["bleu"], values["loss"], values["nll_loss"]))
+    ours, native = scores
+    assert ours == native
+    assert ours[0] > 60

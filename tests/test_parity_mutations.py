@@ -1,0 +1,446 @@
+"""The parity runs notice the mistakes that people make: each is made here, and found.
+
+A mutation changes one rule of ours at the narrowest place. The run must pass without it and fail
+with it, with the same data, flags and number of updates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+from fairseq.optim import fp16_optimizer
+from parity import LS, NATIVE, PAD, VOCABULARY, ParityError, command_line, compare, train
+from torch import Tensor
+
+from lightseq_fairseq import ops
+from lightseq_fairseq.layers.residual_norm import layer_norm
+from lightseq_fairseq.plugins import transformer
+from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion as Criterion
+from lightseq_fairseq.training.batch import Segments
+from lightseq_fairseq.training.flat_adam import FlatAdam
+
+Patch = pytest.MonkeyPatch
+Arguments = dict[str, Any]
+
+
+@dataclass
+class Mutation:
+    """A mistake, and the run in which it shows.
+
+    Attributes:
+        make: makes the mistake.
+        flags: of the run, besides ``parity.FLAGS``.
+        updates: the first that shows it, at the latest. The learning rate of the first is zero.
+        context: what else the run stands in.
+    """
+
+    make: Callable[[Patch], None]
+    flags: dict[str, Any] = field(default_factory=dict)
+    updates: int = 1
+    context: Callable[[], Any] = contextlib.nullcontext
+
+
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def mutation(
+    updates: int = 1, context: Callable[[], Any] = contextlib.nullcontext, **flags: Any
+) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    """Enter the decorated function into MUTATIONS under its name."""
+
+    def enter(make: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        MUTATIONS[make.__name__] = Mutation(make, flags, updates, context)
+        return make
+
+    return enter
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return parity.write_corpus(tmp_path_factory.mktemp("corpus"), pairs=24, longest=7)
+
+
+@pytest.fixture(scope="module")
+def native_runs() -> dict[str, list[parity.Update]]:
+    return {}
+
+
+def change_op(patch: Patch, name: str, change: Callable[[Arguments], Any]) -> None:
+    """Call ``ops.<name>`` with the arguments that ``change`` has altered in place."""
+    op = getattr(ops, name)
+    signature = inspect.signature(op)
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        change(bound.arguments)
+        return op(*bound.args, **bound.kwargs)
+
+    patch.setattr(ops, name, changed)
+
+
+# Label smoothing
+
+
+@mutation(label_smoothing=0.2)
+def smoothing_shared_by_all_classes(patch: Patch) -> None:
+    # eps / V for every class, as in torch, instead of eps / (V - 1) for every other class.
+    def change(a: Arguments) -> None:
+        a["smoothing"] *= (VOCABULARY - 1) / VOCABULARY
+
+    change_op(patch, "cross_entropy_fwd", change)
+    change_op(patch, "cross_entropy_bwd", change)
+
+
+# Adam
+
+
+@mutation(updates=3)
+def eps_after_bias_correction(patch: Patch) -> None:
+    # m' / (sqrt(v') + eps) with m' and v' corrected, as in torch.
+    def change(a: Arguments) -> None:
+        a["eps"] *= (1 - a["beta2"] ** (int(a["step"]) + 1)) ** 0.5
+
+    change_op(patch, "adam_step", change)
+
+
+@mutation(updates=2)
+def decay_without_learning_rate(patch: Patch) -> None:
+    def change(a: Arguments) -> None:
+        a["weight_decay"] /= max(float(a["lr"]), 1e-9)
+
+    change_op(patch, "adam_step", change)
+
+
+@mutation(updates=2)
+def decay_in_the_gradient(patch: Patch) -> None:
+    # L2 regularisation, Adam before AdamW.
+    def change(a: Arguments) -> None:
+        a["grad"] = a["grad"] + a["weight_decay"] * a["param"] / a["multiplier"]
+        a["weight_decay"] = 0.0
+
+    change_op(patch, "adam_step", change)
+
+
+@mutation(updates=2)
+def decay_spares_biases_and_norms(patch: Patch) -> None:
+    step = FlatAdam.step
+
+    def changed(self: FlatAdam, closure: Any = None) -> Any:
+        before = [
+            (p, p.detach().clone(), group["lr"] * group["weight_decay"])
+            for group in self.param_groups
+            for p in group["params"]
+            if p.dim() == 1
+        ]
+        result = step(self, closure)
+        with torch.no_grad():
+            for parameter, value, decay in before:
+                parameter.add_(value, alpha=decay)
+        return result
+
+    patch.setattr(FlatAdam, "step", changed)
+
+
+# Clipping
+
+
+# 1e-6 is little beside a norm near 1: a high learning rate and an eps that ends Adam's indifference
+# to the length of the gradient show it within a few updates, the usual ones within ten or twenty.
+HIGH_RATE = {"lr": 0.05, "adam_eps": 1e-2}
+
+
+@mutation(updates=5, **HIGH_RATE)
+def clip_without_eps(patch: Patch) -> None:
+    change_op(patch, "adam_step", lambda a: a.update(clip_eps=0.0))
+
+
+@mutation(updates=4, clip_norm=5.0)
+def clip_not_capped(patch: Patch) -> None:
+    # A gradient that is shorter than the limit is stretched to it.
+    def change(a: Arguments) -> None:
+        limit, a["max_norm"] = a["max_norm"], 0.0
+        total = a["norm"] * a["multiplier"]
+        a["multiplier"] = a["multiplier"] * limit / (total + a["clip_eps"])
+
+    change_op(patch, "adam_step", change)
+
+
+@mutation()
+def norm_logged_after_clipping(patch: Patch) -> None:
+    clip = FlatAdam.clip_grad_norm
+
+    def changed(self: FlatAdam, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
+        return clip(self, max_norm, aggregate_norm_fn).clamp(max=max_norm)
+
+    patch.setattr(FlatAdam, "clip_grad_norm", changed)
+
+
+@mutation(
+    updates=5,
+    context=parity.mixed_precision_in_float64,
+    fp16=True,
+    fp16_no_flatten_grads=True,
+    **HIGH_RATE,
+)
+def clip_of_fp16_as_of_fp32(patch: Patch) -> None:
+    # max / (norm + 1e-6) where fp16 has max / norm.
+    mixin = fp16_optimizer._FP16OptimizerMixin
+    clip = mixin.clip_grad_norm
+
+    def changed(self: Any, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
+        norm: Tensor = clip(self, 0, aggregate_norm_fn)
+        self._multiply_factor *= (max_norm / (norm + 1e-6)).clamp(max=1)
+        return norm
+
+    patch.setattr(mixin, "clip_grad_norm", changed)
+
+
+# Sample size
+
+
+def change_output(patch: Patch, change: Callable[[Any, Any, Any, Any], Any]) -> None:
+    """Let ``change(criterion, loss, sample_size, logging_output)`` give what forward returns."""
+    forward = Criterion.forward
+
+    def changed(self: Any, model: Any, sample: Any, reduce: bool = True) -> Any:
+        return change(self, *forward(self, model, sample, reduce))
+
+    patch.setattr(Criterion, "forward", changed)
+
+
+@mutation(updates=2)
+def sentences_for_tokens(patch: Patch) -> None:
+    change_output(patch, lambda self, loss, size, log: (loss, log["nsentences"], log))
+
+
+@mutation(updates=2, sentence_avg=True)
+def tokens_for_sentences(patch: Patch) -> None:
+    change_output(patch, lambda self, loss, size, log: (loss, log["ntokens"], log))
+
+
+@mutation(sentence_avg=True)
+def nll_per_sentence(patch: Patch) -> None:
+    native = Criterion.__mro__[1]
+
+    def changed(cls: Any, logging_outputs: list[dict[str, Any]]) -> None:
+        native.reduce_metrics([{**log, "ntokens": log["sample_size"]} for log in logging_outputs])
+
+    patch.setattr(Criterion, "reduce_metrics", classmethod(changed))
+
+
+@mutation()
+def mean_of_every_micro_batch(patch: Patch) -> None:
+    # Each micro-batch divided by its own size, not the sum of all by the sum of their sizes.
+    change_output(patch, lambda self, loss, size, log: (loss / size, 1, log))
+
+
+@mutation()
+def last_micro_batch_only(patch: Patch) -> None:
+    # A gradient that is overwritten where it ought to be added to.
+    forward = transformer.LSTransformerModel.forward
+
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for parameter in self.parameters():
+            parameter.grad = None
+        return forward(self, *args, **kwargs)
+
+    patch.setattr(transformer.LSTransformerModel, "forward", changed)
+
+
+@mutation(ignore_prefix_size=2)
+def ignored_prefix_leaves_the_sample_size(patch: Patch) -> None:
+    def change(self: Any, loss: Tensor, size: int, log: dict[str, Any]) -> Any:
+        return loss, size - self.ignore_prefix_size * log["nsentences"], log
+
+    change_output(patch, change)
+
+
+# The row of the pad token
+
+
+def look_up_a_pad(patch: Patch, padding_idx: int | None) -> None:
+    """End every batch with a pad token whose row carries a gradient, as stale rows would."""
+
+    def change(a: Arguments) -> None:
+        a["tokens"] = torch.cat([a["tokens"], a["tokens"].new_tensor([PAD])])
+        a["positions"] = torch.cat([a["positions"], a["positions"].new_tensor([PAD])])
+        a["dy"] = torch.cat([a["dy"], a["dy"].mean(0, keepdim=True)])
+        if padding_idx is not None:
+            a["padding_idx"] = padding_idx
+
+    change_op(patch, "embedding_bwd", change)
+
+
+@mutation()
+def pad_row_learns_from_look_ups(patch: Patch) -> None:
+    look_up_a_pad(patch, padding_idx=-1)
+
+
+def test_looked_up_pad_does_no_harm(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What pad_row_learns_from_look_ups adds is harmless while the op leaves the row out.
+    native = train(command_line(corpus, NATIVE), 2)
+    look_up_a_pad(monkeypatch, padding_idx=None)
+    compare(train(command_line(corpus, LS), 2), native)
+
+
+@mutation(share_all_embeddings=True)
+def pad_row_does_not_learn_from_the_projection(patch: Patch) -> None:
+    backward = ops.linear_bwd
+
+    def changed(dy: Tensor, x: Tensor, weight: Tensor, dweight: Tensor, *rest: Any) -> Tensor:
+        dx = backward(dy, x, weight, dweight, *rest)
+        if len(weight) == VOCABULARY:
+            dweight[PAD] = 0
+        return dx
+
+    patch.setattr(ops, "linear_bwd", changed)
+
+
+# Positions
+
+
+@mutation()
+def positions_count_pads(patch: Patch) -> None:
+    # The column of the batch: the same for right-padded sources, not for left-padded ones.
+    from_mask = Segments.from_mask
+
+    def changed(mask: Tensor) -> Segments:
+        found = from_mask(mask)
+        columns = found.index % mask.shape[1]
+        return Segments(found.cu_seqlens, found.max_len, columns, found.index, found.shape)
+
+    patch.setattr(Segments, "from_mask", changed)
+
+
+@mutation()
+def positions_start_at_zero(patch: Patch) -> None:
+    change_embed(patch, lambda a: a.update(positions=a["positions"] - (PAD + 1)))
+
+
+def change_embed(patch: Patch, change: Callable[[Arguments], Any]) -> None:
+    embed = transformer.embed
+    signature = inspect.signature(embed)
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        after = change(bound.arguments)
+        x = embed(*bound.args, **bound.kwargs)
+        return after(x) if callable(after) else x
+
+    patch.setattr(transformer, "embed", changed)
+
+
+# Dropout, in runs which keep every unit and scale it
+
+
+DROPOUT: dict[str, Any] = {
+    "context": parity.every_unit_kept,
+    "dropout": 0.3,
+    "attention_dropout": 0.2,
+    "activation_dropout": 0.15,
+    "activation_fn": "gelu",
+    "layernorm_embedding": True,
+}
+
+
+def scale_of(a: Arguments) -> float:
+    """1 / (1 - p) of an op's arguments, whose p becomes 0."""
+    scale: float = 1 / (1 - a["p"])
+    a["p"] = 0.0
+    return scale
+
+
+@mutation(**DROPOUT)
+def dropout_before_layernorm_embedding(patch: Patch) -> None:
+    def change(a: Arguments) -> Any:
+        norm, a["norm"] = a["norm"], None
+        return lambda x: layer_norm(x, norm)
+
+    change_embed(patch, change)
+
+
+@mutation(**DROPOUT)
+def dropout_on_attention_scores(patch: Patch) -> None:
+    def change(a: Arguments) -> None:
+        a["scale"] *= scale_of(a)
+
+    change_op(patch, "attention_fwd", change)
+    change_op(patch, "attention_bwd", change)
+
+
+@mutation(**DROPOUT)
+def dropout_before_activation(patch: Patch) -> None:
+    def change(a: Arguments) -> None:
+        if a["activation"] != "identity":
+            scale = scale_of(a)
+            a["x"], a["bias"] = a["x"] * scale, a["bias"] * scale
+
+    change_op(patch, "bias_activation_dropout_fwd", change)
+
+
+@mutation(**DROPOUT)
+def dropout_after_residual(patch: Patch) -> None:
+    def change(a: Arguments) -> None:
+        if a["residual"] is not None:
+            a["x"], a["bias"], a["residual"] = a["x"] + a["bias"] + a["residual"], None, None
+
+    change_op(patch, "dropout_residual_layer_norm_fwd", change)
+
+
+@mutation(**DROPOUT)
+def dropout_rate_for_the_activation(patch: Patch) -> None:
+    def change(a: Arguments) -> None:
+        a["p"] = DROPOUT["dropout"] if a["p"] > 0 else 0.0
+
+    change_op(patch, "bias_activation_dropout_fwd", change)
+
+
+# Activation and LayerNorm
+
+
+def other_gelu(a: Arguments) -> None:
+    a["activation"] = {"gelu": "gelu_accurate", "gelu_accurate": "gelu"}[a["activation"]]
+
+
+@mutation(activation_fn="gelu")
+def tanh_for_erf(patch: Patch) -> None:
+    change_op(patch, "bias_activation_dropout_fwd", other_gelu)
+
+
+@mutation(activation_fn="gelu_accurate")
+def erf_for_tanh(patch: Patch) -> None:
+    change_op(patch, "bias_activation_dropout_fwd", other_gelu)
+
+
+@mutation()
+def another_layer_norm_eps(patch: Patch) -> None:
+    # PyTorch's and fairseq's default is 1e-5; T5, XLM and others take 1e-6 or 1e-12.
+    change_op(patch, "dropout_residual_layer_norm_fwd", lambda a: a.update(eps=1e-6))
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_found(
+    corpus: Path,
+    native_runs: dict[str, list[parity.Update]],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = MUTATIONS[name]
+    key = f"{case.flags} {case.updates} {case.context}"
+    argv = command_line(corpus, LS, **case.flags)
+    with case.context():
+        if key not in native_runs:
+            native = train(command_line(corpus, NATIVE, **case.flags), case.updates)
+            compare(train(argv, case.updates), native)
+            native_runs[key] = native
+        case.make(monkeypatch)
+        with pytest.raises(ParityError):
+            compare(train(argv, case.updates), native_runs[key])
