@@ -101,6 +101,9 @@ def run(
         Stop: the input is at fault; the message says how.
         SystemExit: fairseq's parser refused the words and has said why.
     """
+    # Read when torch is loaded, just below. By default a CPU thread that waits for another spins,
+    # and beside a second busy program that has been seen to slow training down thirtyfold.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     request = messages.Request(words)
     if (explanation := clash()) is not None:
         click.echo(f"lightseq-{command}: warning: {explanation}", err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shlex
 import signal
@@ -73,6 +74,23 @@ def test_help_answers_within_a_second(command: str) -> None:
         if seconds[-1] < 1:
             break
     assert min(seconds) < 1
+
+
+@pytest.mark.parametrize(("given", "policy"), [(None, "passive"), ("active", "active")])
+def test_waiting_threads_sleep_unless_told_otherwise(
+    data: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, policy: str
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    seen: list[str | None] = []
+    monkeypatch.setattr(fairseq_cli.train, "main", lambda _: seen.append(_wait_policy()))
+    succeed("train", data, "--arch", "ls_transformer_tiny", "--max-update", "1")
+    assert seen == [policy]
+
+
+def _wait_policy() -> str | None:
+    return os.environ.get("OMP_WAIT_POLICY")
 
 
 def test_help_imports_neither_torch_nor_fairseq() -> None:
