@@ -33,10 +33,6 @@ if ! command -v lightseq-train >/dev/null ||
     . "$root/.venv/bin/activate"
 fi
 
-# OpenMP's threads spin while they wait for each other, which makes training many times slower as soon
-# as other programs want the cores too; here they sleep.
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
-
 text=$out/text
 bin=$out/bin
 checkpoints=$out/checkpoints
