@@ -295,6 +295,8 @@ def test_ctrl_c_leaves_with_130_and_one_sentence(data: Path, tmp_path: Path) -> 
     process = subprocess.Popen(
         [sys.executable, "-m", "lightseq_fairseq.cli.train", *words, "--max-update", "1000000"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # A shell that runs the tests in the background has them ignore Ctrl-C, children included.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     try:
         assert process.stdout is not None
