@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from lightseq_fairseq import cli
-from lightseq_fairseq.cli import messages, preflight
+from lightseq_fairseq.cli import defaults, messages, preflight
 from lightseq_fairseq.cli.clash import clash
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,12 @@ def run(
     # Read when torch is loaded, just below. By default a CPU thread that waits for another spins,
     # and beside a second busy program that has been seen to slow training down thirtyfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if not native and defaults.is_given(words, ("--retain-dropout",)):
+        # fairseq switches its dropout modules on; the fused layers drop in training only.
+        click.echo(
+            f"lightseq-{command}: note: --retain-dropout runs fairseq's own layers", err=True
+        )
+        native = True
     request = messages.Request(words)
     if (explanation := clash()) is not None:
         click.echo(f"lightseq-{command}: warning: {explanation}", err=True)

@@ -313,6 +313,17 @@ def test_ctrl_c_leaves_with_130_and_one_sentence(data: Path, tmp_path: Path) -> 
     torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)
 
 
+def test_retained_dropout_runs_fairseqs_layers(data: Path, trained: Path) -> None:
+    words = [data, "--path", trained, *QUICK, "--retain-dropout"]
+    first, second = (run("generate", *words, "--seed", seed) for seed in (1, 2))
+    assert first.exit_code == second.exit_code == 0, (first.output, first.exception)
+    assert "--retain-dropout runs fairseq's own layers" in first.stderr
+    scores = [
+        re.findall(r"^H-\S+\t(\S+)", result.stdout, re.MULTILINE) for result in (first, second)
+    ]
+    assert scores[0] and scores[0] != scores[1]
+
+
 def test_a_bug_keeps_its_traceback(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def main(cfg: Any) -> None:
         raise RuntimeError("a bug")
