@@ -1,9 +1,12 @@
-// What every launcher needs around its kernel: torch's current stream and a launch check.
+// What every launcher needs around its kernel: checks of layout, torch's current stream and a
+// launch check. Shapes and dtypes that the Python functions have checked already are not checked
+// again.
 #pragma once
 
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <cstdint>
@@ -28,6 +31,22 @@ inline cudaStream_t current_stream(int32_t device) {
   STD_TORCH_CHECK(get_stream(device, &stream) == AOTI_TORCH_SUCCESS,
                   "lightseq: torch has no current stream on cuda:", device);
   return static_cast<cudaStream_t>(stream);
+}
+
+// Kernels read rows 16 bytes at a time and draw dropout for 8 columns at once: the last dimension
+// of x must be contiguous and a multiple of 8, and every row must start on a 16-byte boundary.
+inline void check_rows(const char* op, const char* name, const torch::stable::Tensor& x) {
+  if (x.numel() == 0) return;
+  const int64_t last = x.dim() - 1;
+  STD_TORCH_CHECK(x.size(last) % 8 == 0, op, ": ", name, " has rows of ", x.size(last),
+                  " numbers; on a GPU it must be a multiple of 8");
+  const int64_t size = static_cast<int64_t>(x.element_size());
+  bool aligned = x.stride(last) == 1 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
+  for (int64_t i = 0; i < last; ++i) {
+    aligned = aligned && (x.size(i) == 1 || x.stride(i) * size % 16 == 0);
+  }
+  STD_TORCH_CHECK(aligned, op, ": ", name,
+                  " must be contiguous in its last dimension, with rows on 16-byte boundaries");
 }
 
 // To be called right after <<<>>>: reports a launch that the driver refused (no code for this GPU,

@@ -1,0 +1,51 @@
+// Sums and maxima over a warp or a block, in a fixed order: the same input gives the same bits.
+// Every thread of the warp or block must take part and receives the result.
+#pragma once
+
+#include <cstdint>
+
+namespace lightseq {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+struct Sum {
+  template <typename T>
+  __device__ __forceinline__ T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+
+// NaN is lost, as in fmaxf: where a NaN must show, it shows in a sum.
+struct Max {
+  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+template <typename Operation, typename T>
+__device__ __forceinline__ T warp_reduce(T x, Operation operation) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    x = operation(x, __shfl_xor_sync(kAllLanes, x, offset));
+  }
+  return x;
+}
+
+// kThreads: a multiple of 32, at most 1024. Threads are numbered by threadIdx.x alone.
+// Synchronises the block once at each end, so that calls may follow each other.
+template <int kThreads, typename Operation, typename T>
+__device__ __forceinline__ T block_reduce(T x, Operation operation) {
+  constexpr int kWarps = kThreads / kWarp;
+  x = warp_reduce(x, operation);
+  if constexpr (kWarps > 1) {
+    __shared__ T of_warp[kWarps];
+    __syncthreads();  // an earlier call's readers are done
+    if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = x;
+    __syncthreads();
+    x = of_warp[0];
+#pragma unroll
+    for (int warp = 1; warp < kWarps; ++warp) x = operation(x, of_warp[warp]);
+  }
+  return x;
+}
+
+}  // namespace lightseq

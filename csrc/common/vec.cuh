@@ -1,0 +1,83 @@
+// Numbers in memory and numbers in registers: tensors are read and written 16 bytes at a time and
+// computed with in float.
+//
+//   Vec<T>          16 bytes of T: 8 halves or 4 floats
+//   load, store     one 16-byte access; the address must be a multiple of 16 bytes
+//   *_streaming     the same, for data that no kernel reads again before it has left the cache
+//   dispatch_float  calls a generic lambda with the tensor's element type
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+
+namespace lightseq {
+
+constexpr int kVecBytes = 16;
+
+template <typename T>
+struct alignas(kVecBytes) Vec {
+  static constexpr int kSize = kVecBytes / sizeof(T);
+  T values[kSize];
+};
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+template <typename T>
+__device__ __forceinline__ Vec<T> load(const T* address) {
+  return *reinterpret_cast<const Vec<T>*>(address);
+}
+
+template <typename T>
+__device__ __forceinline__ void store(T* address, const Vec<T>& x) {
+  *reinterpret_cast<Vec<T>*>(address) = x;
+}
+
+template <typename T>
+__device__ __forceinline__ Vec<T> load_streaming(const T* address) {
+  const int4 bits = __ldcs(reinterpret_cast<const int4*>(address));
+  return *reinterpret_cast<const Vec<T>*>(&bits);
+}
+
+template <typename T>
+__device__ __forceinline__ void store_streaming(T* address, const Vec<T>& x) {
+  __stcs(reinterpret_cast<int4*>(address), *reinterpret_cast<const int4*>(&x));
+}
+
+// dispatch_float(type, "op: x", [&](auto zero) { using T = decltype(zero); ... })
+template <typename Function>
+void dispatch_float(torch::headeronly::ScalarType type, const char* what, Function&& function) {
+  using torch::headeronly::ScalarType;
+  switch (type) {
+    case ScalarType::Float:
+      return function(float{});
+    case ScalarType::Half:
+      return function(__half{});
+    case ScalarType::BFloat16:
+      return function(__nv_bfloat16{});
+    default:
+      STD_TORCH_CHECK(false, what, " must be float32, float16 or bfloat16 on a GPU");
+  }
+}
+
+}  // namespace lightseq
