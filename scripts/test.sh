@@ -29,6 +29,9 @@ for command in "${up_to_date[@]}"; do
 done
 check python scripts/build_cuda.py --if-possible
 
+# The same on every machine: with a GPU in sight autograd starts threads, which children that some
+# tests fork do not survive. gpu_check.sh runs the tests that need one.
+export CUDA_VISIBLE_DEVICES=
 # Two processes of one thread each: the tests' tensors are too small for more.
 export OMP_NUM_THREADS=1
 check python -m pytest -n 2 "$@"

@@ -288,7 +288,9 @@ def test_native_commands_work_on_every_sentence(native: Path) -> None:
 def test_native_commands_print_none_of_the_warnings_that_only_fairseq_could_act_on(
     native: Path,
 ) -> None:
-    printed = (native / "stderr").read_text()
+    lines = (native / "stderr").read_text().splitlines()
+    # Python 3.12 says this of every data loader with workers, and only under -Wdefault.
+    printed = "\n".join(line for line in lines if "multi-threaded, use of fork()" not in line)
     for phrase in ("hydra", "torch.cuda.amp", "torch.jit", "invalid escape", "Deprecation"):
         assert phrase not in printed
 

@@ -6,13 +6,15 @@ param = (1 - lr * weight_decay) param - size * m / (sqrt(v) + eps)
 size  = lr * sqrt(1 - beta2^step) / (1 - beta1^step)
 
 Kingma & Ba 2015 with fairseq's order of operations (eps joins sqrt(v) before bias correction) and
-decoupled decay (Loshchilov & Hutter 2019). Where norm * multiplier is not finite, nothing changes,
-and the host is not asked: the decision is taken where the numbers are.
+decoupled decay (Loshchilov & Hutter 2019). Where norm * multiplier is not finite, nothing changes;
+the CUDA kernel decides that without asking the host.
 
 N elements of the flat buffers.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -124,39 +126,31 @@ def adam_step_reference(
     weight_decay: float,
 ) -> None:
     """Reference of lightseq::adam_step."""
-    dtype = param.dtype
-    total = norm.double() * multiplier
-    is_finite = total.isfinite()
-    step.add_(is_finite)
-
-    # Scalars in float64, on the device. A skipped update is one with factors 1 and addends 0.
-    factor = multiplier.double()
+    total = float(norm.double() * multiplier)
+    if not math.isfinite(total):
+        return
+    step.add_(1)
+    factor, rate, count = float(multiplier), float(lr), int(step)
     if max_norm > 0:
-        factor = factor * (max_norm / (total + clip_eps)).clamp(max=1.0)
-    factor = torch.where(is_finite, factor, 0.0)
-    rate = lr.double() * is_finite
-    count = step.double().clamp(min=1.0)
-    step_size = rate * (1 - beta2**count).sqrt() / (1 - beta1**count)
-    factor, decay, step_size = (x.to(dtype) for x in (factor, rate * weight_decay, step_size))
-    blend_1, blend_2 = (((1 - beta) * is_finite.double()).to(dtype) for beta in (beta1, beta2))
+        factor *= min(1.0, max_norm / (total + clip_eps))
+    size = rate * math.sqrt(1 - beta2**count) / (1 - beta1**count)
 
-    block = len(param) if param.is_cuda else _CPU_BLOCK
-    for start in range(0, len(param), max(1, block)):
+    block = max(1, len(param) if param.is_cuda else _CPU_BLOCK)
+    for start in range(0, len(param), block):
         part = slice(start, start + block)
         p, m, v = param[part], exp_avg[part], exp_avg_sq[part]
-        g = torch.where(is_finite, grad[part], 0.0).to(dtype).mul_(factor)
-        m.lerp_(g, blend_1)
-        v.lerp_(g.square_(), blend_2)
+        g = grad[part].to(param.dtype, copy=True).mul_(factor)
+        m.lerp_(g, 1 - beta1)
+        v.lerp_(g.square_(), 1 - beta2)
         update = torch.sqrt(v, out=g).add_(eps)
-        torch.div(m, update, out=update).mul_(step_size)
+        torch.div(m, update, out=update).mul_(size)
         if weight_decay != 0:
             # Rounded by itself, as fairseq does: the LayerNorm weights, all near 1, would otherwise
             # drift from fairseq's by an ulp an update, always to the same side.
-            p.addcmul_(p, decay, value=-1)
+            p.add_(p, alpha=-rate * weight_decay)
         p.sub_(update)
         if param_low is not None:
-            low = param_low[part]
-            low.copy_(torch.where(is_finite, p, low))
+            param_low[part] = p
 
 
 def _check_flat(
