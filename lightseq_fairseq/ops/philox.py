@@ -29,7 +29,7 @@ _WORD = 0xFFFFFFFF
 # The sign bits of the two 16-bit numbers in an int64's lower and in its upper half.
 _LOW_SIGNS = 0x80008000
 _HIGH_SIGNS = (0x80008000 << 32) - (1 << 64)
-# Groups drawn at a time on a CPU: enough for several threads, few enough to stay in cache (measured).
+# Groups drawn at a time on a CPU: enough for two threads, few enough to stay in cache.
 _GROUPS_PER_BLOCK = 1 << 15
 
 
