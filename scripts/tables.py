@@ -1,9 +1,10 @@
-"""Writes the tables of measured figures into the README, from the result files.
+"""Writes the tables of measured figures into the README, and the plots, from the result files.
 
     python scripts/tables.py [--check]
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. ``--check`` writes nothing and
-fails when a table differs from what its file gives.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; every result file has one. A
+plot stands beside its result file. ``--check`` writes nothing and fails when a table or a plot
+differs from what its file gives.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+# What the table of ops shows: of the ops on tokens one size, of Adam the one there is.
+OPS_SIZE, ADAM_SIZE = "T16384", "N217M"
+OPS_PLOT = "scripts/results/ops-h200.svg"
+OPS_COLOURS = {"ours": "#1f6fb4", "compile": "#c4c4c4"}
 SYSTEMS = {"lightseq": "`lightseq-train`", "fairseq": "fairseq (same flags, `--native`)"}
 
 
@@ -40,9 +44,86 @@ def bleu_table(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def op_cases(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Rows of the table's size and precision: op -> system -> row, in the order of the file."""
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        op, size, dtype = row["case"].split("/")
+        if dtype == "bf16" and size in (OPS_SIZE, ADAM_SIZE):
+            cases.setdefault(op, {})[row["system"]] = row
+    return cases
+
+
+def op_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Time and rate of every op, and how many times faster it is than each baseline."""
+    lines = [
+        "| op | ms | GB/s | of a copy | x eager | x torch.compile | x library |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for op, systems in op_cases(rows).items():
+        ours = systems["ours"]
+        cells = [f"`{op}`", f"{ours['ms']:.3f}", f"{ours['gb_per_s']:.0f}"]
+        cells.append(f"{ours['copy_share']:.0%}")
+        for system in ("eager", "compile", "library"):
+            ratio = systems[system]["ms"] / ours["ms"] if system in systems else None
+            cells.append("" if ratio is None else f"{ratio:.2f}")
+            if system == "compile" and ratio is not None and ratio < 1:
+                cells[-1] = f"**{ratio:.2f}, slower**"
+        lines.append(f"| {' | '.join(cells)} |")
+    common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
+    return [
+        *lines,
+        "",
+        f"![Share of the copy bandwidth]({OPS_PLOT})",
+        "",
+        f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
+        f"{', '.join(commit[:10] for commit in common['commit'])}; {OPS_SIZE[1:]} tokens in WMT-like "
+        "sentences (Adam: 217 M parameters), width 1024, ffn 4096, 40 000 words, 16 heads, dropout "
+        "0.1, bf16; median, cold L2, GB/s of the least bytes.",
+    ]
+
+
+def op_plot(rows: list[dict[str, Any]]) -> str:
+    """SVG: the share of the copy bandwidth that every memory-bound op reaches, ours and compiled."""
+    cases = {op: c for op, c in op_cases(rows).items() if not op.startswith("linear")}
+    left, full, bar, step, top = 280, 400, 9, 28, 44
+    height = top + step * len(cases) + 8
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + full + 60}" height="{height}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{left}" y="16">least bytes over time, as share of a copy</text>',
+    ]
+    for percent in (0, 25, 50, 75, 100):
+        x = left + full * percent // 100
+        parts += [
+            f'<path d="M{x} {top - 6}V{height - 8}" stroke="#ddd"/>',
+            f'<text x="{x}" y="{top - 10}" text-anchor="middle" fill="#666">{percent}%</text>',
+        ]
+    for place, (op, systems) in enumerate(cases.items()):
+        y = top + step * place
+        parts.append(f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{op}</text>')
+        for line, (system, colour) in enumerate(OPS_COLOURS.items()):
+            if system not in systems:
+                continue
+            share = systems[system]["copy_share"]
+            end, at = left + full * min(share, 1.1), y + (bar + 1) * line
+            parts += [
+                f'<rect x="{left}" y="{at}" width="{end - left:.1f}" height="{bar}" '
+                f'fill="{colour}"><title>{system} {share:.1%}</title></rect>',
+                f'<text x="{end + 4:.1f}" y="{at + bar - 1}" font-size="9" fill="#444">{system} '
+                f"{share:.0%}</text>",
+            ]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[str]]]] = {
     "quickstart": ("examples/quickstart/results/bleu.json", bleu_table),
     "multi30k": ("examples/multi30k/results/bleu.json", bleu_table),
+    "ops": ("scripts/results/ops-h200.json", op_table),
+}
+PLOTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
+    OPS_PLOT: ("scripts/results/ops-h200.json", op_plot),
 }
 
 
@@ -51,25 +132,39 @@ def filled(text: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         path, render = TABLES[match[1]]
-        rows = json.loads((ROOT / path).read_text(encoding="utf-8"))
-        return "\n".join([f"<!-- table: {match[1]} -->", *render(rows), "<!-- end -->"])
+        return "\n".join([f"<!-- table: {match[1]} -->", *render(rows_of(path)), "<!-- end -->"])
 
     return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def rows_of(path: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((ROOT / path).read_text(encoding="utf-8"))
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail instead of writing")
     check = parser.parse_args().check
-    text = README.read_text(encoding="utf-8")
-    new = filled(text)
-    missing = [name for name in TABLES if f"<!-- table: {name} -->" not in text]
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    measured = {name: path for name, (path, _) in TABLES.items() if (ROOT / path).exists()}
+    missing = [name for name in measured if f"<!-- table: {name} -->" not in text]
     if missing:
         sys.exit(f"README.md has no place for the tables {', '.join(missing)}")
-    if check and new != text:
-        sys.exit("README.md's tables differ from the result files: run python scripts/tables.py")
-    if not check:
-        README.write_text(new, encoding="utf-8")
+
+    files = {readme: filled(text)}
+    for name, (path, render) in PLOTS.items():
+        if (ROOT / path).exists():
+            files[ROOT / name] = render(rows_of(path))
+    for file, content in files.items():
+        if not check:
+            file.write_text(content, encoding="utf-8")
+        elif not file.exists() or file.read_text(encoding="utf-8") != content:
+            sys.exit(
+                f"{file.relative_to(ROOT)} differs from its result file: "
+                "run python scripts/tables.py"
+            )
 
 
 if __name__ == "__main__":
