@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All checks that need a GPU: compile for it, run every test marked gpu without a single skip, run
-# the kernel tests under compute-sanitizer where it is installed. Uses the Python it is given as it
-# is and installs nothing; logs, test report and exit status are left in a folder.
+# the kernel tests under compute-sanitizer (memcheck, racecheck) where it is installed. Uses the
+# Python it is given as it is and installs nothing; logs, test report, result rows (COMMIT names the
+# commit where there is no .git) and exit status are left in a folder.
 #
 #   PYTHON=.venv/bin/python bash scripts/gpu_check.sh [log folder, default build/gpu_check]
 set -euo pipefail
@@ -61,12 +62,46 @@ print(f"{ran} GPU tests, {skipped} of them skipped")
 sys.exit(ran == 0 or skipped > 0)
 PYTHON
 
+# Kernel tests at small sizes: checked accesses are ten to a hundred times slower.
 if command -v compute-sanitizer >/dev/null; then
-    step sanitizer compute-sanitizer --error-exitcode 9 --target-processes all \
-        "${pytest[@]}" "$root"/tests/test_*_cuda.py || status=1
+    mapfile -t kernel_tests < <(printf '%s\n' "${files[@]}" | grep -E '_cuda\.py$' |
+        grep -v -E '_(model|parity)_cuda')
+    for tool in memcheck racecheck; do
+        step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
+            "${pytest[@]:0:${#pytest[@]}-1}" "gpu and not large" "${kernel_tests[@]}" || status=1
+    done
 else
     echo "== sanitizer: compute-sanitizer is not on the PATH"
 fi
+
+# One row a check, for scripts/results.
+step results env COMMIT="${COMMIT:-$(git -C "$root" rev-parse HEAD 2>/dev/null || true)}" \
+    "$python" - "$log" <<'PYTHON' || status=1
+import datetime, json, os, re, sys
+from pathlib import Path
+from xml.etree import ElementTree
+import torch
+log = Path(sys.argv[1])
+suite = ElementTree.parse(log / "tests.xml").getroot().find("testsuite")
+counts = {key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")}
+found = [{"case": "tests", **counts}]
+for tool in ("memcheck", "racecheck"):
+    if (log / f"{tool}.txt").exists():
+        text = (log / f"{tool}.txt").read_text()
+        summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", text)
+        passed = re.findall(r"(\d+) passed", text)
+        found.append({"case": tool, "tests": int(passed[-1]) if passed else 0, "summary": summary})
+common = {
+    "commit": os.environ["COMMIT"],
+    "date": datetime.date.today().isoformat(),
+    "gpu": torch.cuda.get_device_name(),
+    "torch": torch.__version__,
+    "system": "ours",
+}
+rows = [json.dumps({**common, **row}) for row in found]
+(log / "gpu_check.json").write_text("[\n" + ",\n".join(rows) + "\n]\n")
+print(*rows, sep="\n")
+PYTHON
 
 echo "gpu_check: $([ $status = 0 ] && echo passed || echo FAILED), logs in $log"
 exit $status

@@ -77,14 +77,14 @@ def op_table(rows: list[dict[str, Any]]) -> list[str]:
         f"![Share of the copy bandwidth]({OPS_PLOT})",
         "",
         f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
-        f"{', '.join(commit[:10] for commit in common['commit'])}; {OPS_SIZE[1:]} tokens in WMT-like "
-        "sentences (Adam: 217 M parameters), width 1024, ffn 4096, 40 000 words, 16 heads, dropout "
-        "0.1, bf16; median, cold L2, GB/s of the least bytes.",
+        f"{', '.join(commit[:10] for commit in common['commit'])}; {OPS_SIZE[1:]} tokens "
+        "in WMT-like sentences (Adam: 217 M parameters), width 1024, ffn 4096, 40 000 words, 16 "
+        "heads, dropout 0.1, bf16; median, cold L2, GB/s of the least bytes.",
     ]
 
 
 def op_plot(rows: list[dict[str, Any]]) -> str:
-    """SVG: the share of the copy bandwidth that every memory-bound op reaches, ours and compiled."""
+    """SVG: which share of the copy bandwidth the memory-bound ops reach, ours and compiled."""
     cases = {op: c for op, c in op_cases(rows).items() if not op.startswith("linear")}
     left, full, bar, step, top = 280, 400, 9, 28, 44
     height = top + step * len(cases) + 8
@@ -107,7 +107,7 @@ def op_plot(rows: list[dict[str, Any]]) -> str:
             if system not in systems:
                 continue
             share = systems[system]["copy_share"]
-            end, at = left + full * min(share, 1.1), y + (bar + 1) * line
+            end, at = left + full * min(share, 1.0), y + (bar + 1) * line
             parts += [
                 f'<rect x="{left}" y="{at}" width="{end - left:.1f}" height="{bar}" '
                 f'fill="{colour}"><title>{system} {share:.1%}</title></rect>',

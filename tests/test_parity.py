@@ -196,7 +196,7 @@ def test_float32_is_as_close_as_another_order_of_rows(corpus: Path, norm: dict[s
         return train(command_line(corpus, systems, **norm), 24, torch.float32, change_batch)
 
     native = run(NATIVE)
-    shuffled = [run(NATIVE, _permuted(seed)) for seed in range(3)]
+    shuffled = [run(NATIVE, permuted(seed)) for seed in range(3)]
     ours = run(LS)
     found = parity.largest_deviation(ours, native)
     allowed = [parity.largest_deviation(other, native) for other in shuffled]
@@ -204,7 +204,7 @@ def test_float32_is_as_close_as_another_order_of_rows(corpus: Path, norm: dict[s
         assert 0 < value <= 4 * max(limits), f"{name} {value:.1e}, native {max(limits):.1e}"
 
 
-def _permuted(seed: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def permuted(seed: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
     generator = torch.Generator().manual_seed(seed)
 
     def change(sample: dict[str, Any]) -> dict[str, Any]:

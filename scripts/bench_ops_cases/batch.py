@@ -1,0 +1,43 @@
+"""The batch: sentences as long as WMT's, words as frequent as Zipf's law has them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightseq_fairseq.training.batch import Segments
+
+from .case import PAD
+
+
+def sentence_lengths(tokens: int) -> tuple[Tensor, Tensor]:
+    """WMT-like lengths of `tokens` target tokens and of their sources.
+
+    Lognormal with mean 28 and sigma 0.55, from 2 to 200, the last one cut to fit; a target is its
+    source times a normal number of mean 1.03 and deviation 0.15.
+    """
+    generator = torch.Generator().manual_seed(1)
+    mu, sigma = math.log(28) - 0.55**2 / 2, 0.55
+    draws = torch.randn(tokens, generator=generator).mul_(sigma).add_(mu).exp_()
+    lengths = draws.round_().clamp_(2, 200).long()
+    count = int((lengths.cumsum(0) < tokens).sum()) + 1
+    target = lengths[:count]
+    target[-1] -= target.sum() - tokens
+    ratio = torch.randn(count, generator=generator).mul_(0.15).add_(1.03).clamp_(min=0.5)
+    return target, (target / ratio).round_().clamp_(1, 200).long()
+
+
+def segments(tokens: int, device: str) -> tuple[Segments, Segments]:
+    """Target and source sentences of a batch."""
+    target, source = (Segments.from_lengths(x.to(device)) for x in sentence_lengths(tokens))
+    return target, source
+
+
+def zipf_tokens(count: int, vocabulary: int, device: str) -> Tensor:
+    """Token ids [count] whose frequencies follow Zipf's law, pads excluded."""
+    frequencies = 1.0 / torch.arange(3.0, vocabulary + 3.0)
+    frequencies[PAD] = 0
+    generator = torch.Generator().manual_seed(2)
+    return torch.multinomial(frequencies, count, replacement=True, generator=generator).to(device)

@@ -1,0 +1,94 @@
+"""What a case is, and the plain torch that stands beside ours in it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Run = Callable[[], Sequence[Tensor]]
+PAD = 1  # fairseq's padding index
+SITE = 3  # dropout's place in the model; any number will do
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model around the ops, and the batch; the defaults are those of the issue's figures."""
+
+    width: int = 1024
+    ffn: int = 4096
+    heads: int = 16
+    vocabulary: int = 40_000
+    decoder_layers: int = 6
+    parameters: int = 217_000_000
+    dropout: float = 0.1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op in one direction: name `<stem>_<fwd|bwd>[.<shape>]/<size>`."""
+
+    name: str
+    least_bytes: int
+    systems: dict[str, Callable[[], Run]]  #: each makes, untimed, the function that is timed
+    flops: int = 0
+    restore: Callable[[], object] = lambda: None  #: makes good, untimed, what a run overwrites
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Plain torch to compare with: `function(*inputs)` and the gradients of its first outputs."""
+
+    function: Callable[..., tuple[Tensor, ...]]
+    inputs: tuple[Tensor, ...]
+    grads: tuple[Tensor, ...]
+
+    def systems(self) -> tuple[dict[str, Callable[[], Run]], dict[str, Callable[[], Run]]]:
+        """The systems eager and compile of the forward and of the backward case."""
+
+        @functools.cache
+        def compiled() -> Callable[..., tuple[Tensor, ...]]:
+            torch.compiler.reset()  # every shape gets its own code, none meets a recompile limit
+            return torch.compile(self.function, dynamic=False)
+
+        both = {"eager": lambda: self.function, "compile": compiled}
+        return (
+            {name: lambda get=get: self._forward(get()) for name, get in both.items()},
+            {name: lambda get=get: self._backward(get()) for name, get in both.items()},
+        )
+
+    def _forward(self, function: Callable[..., tuple[Tensor, ...]]) -> Run:
+        return lambda: function(*self.inputs)
+
+    def _backward(self, function: Callable[..., tuple[Tensor, ...]]) -> Run:
+        outputs = function(*self.inputs)[: len(self.grads)]
+        leaves = [x for x in self.inputs if x.requires_grad]
+        return lambda: torch.autograd.grad(outputs, leaves, self.grads, retain_graph=True)
+
+
+@dataclass(frozen=True)
+class Make:
+    """Random tensors of one dtype on one device."""
+
+    dtype: torch.dtype
+    device: str
+
+    def rows(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(shape, dtype=self.dtype, device=self.device).mul_(scale)
+
+    def leaf(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return self.rows(*shape, scale=scale).requires_grad_()
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def rng(self) -> Tensor:
+        return torch.tensor([20, 7], device=self.device)
+
+
+def without_autograd(run: Run) -> Callable[[], Run]:
+    """A system that records nothing: ours and the library's kernels."""
+    return lambda: torch.no_grad()(run)

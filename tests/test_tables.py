@@ -1,0 +1,108 @@
+"""The README's tables and the plots follow the result files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, PLOT = "scripts/results/ops-h200.json", "scripts/results/ops-h200.svg"
+README = "Ops:\n\n<!-- table: ops -->\n<!-- end -->\n\nThe rest.\n"
+MS = {
+    "embedding_fwd/T16384/bf16": {"ours": 0.02, "eager": 0.09, "compile": 0.03},
+    "embedding_fwd/T4096/bf16": {"ours": 77.0, "eager": 88.0, "compile": 99.0},
+    "linear_fwd.qkv/T16384/bf16": {"ours": 0.2, "eager": 0.2, "compile": 0.19, "library": 0.198},
+    "linear_fwd.qkv/T16384/fp32": {"ours": 77.0},
+    "adam_step/N217M/bf16": {"ours": 1.4, "eager": 6.0, "compile": 1.5, "library": 2.1},
+}
+
+
+def result_rows() -> list[dict[str, Any]]:
+    about = {"commit": "0123456789abcdef", "date": "2026-11-21", "gpu": "GPU X", "torch": "2.11"}
+    return [
+        {
+            **about, "case": case, "system": system, "ms": ms, "ms_p20": ms, "ms_p80": ms,
+            "gb_per_s": 3400.4, "copy_share": 0.8,
+        }
+        for case, systems in MS.items()
+        for system, ms in systems.items()
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A repository of nothing but tables.py and a README."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "tables.py", tmp_path / "scripts")
+    (tmp_path / "README.md").write_text("Nothing was measured.\n")
+    return tmp_path
+
+
+@pytest.fixture
+def measured(tree: Path) -> Path:
+    (tree / RESULTS).parent.mkdir()
+    (tree / RESULTS).write_text(json.dumps(result_rows()))
+    (tree / "README.md").write_text(README)
+    return tree
+
+
+def tables(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = tree / "scripts" / "tables.py"
+    return subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True)
+
+
+def test_no_results_no_table(tree: Path) -> None:
+    assert tables(tree).returncode == tables(tree, "--check").returncode == 0
+    assert (tree / "README.md").read_text() == "Nothing was measured.\n"
+    assert not (tree / PLOT).exists()
+
+
+def test_results_want_a_table(measured: Path) -> None:
+    (measured / "README.md").write_text("Nothing was measured.\n")
+    done = tables(measured)
+    assert done.returncode != 0 and "README.md has no place for the tables ops" in done.stderr
+
+
+def test_table_of_ops(measured: Path) -> None:
+    assert tables(measured).returncode == 0
+    text = (measured / "README.md").read_text()
+    assert text.startswith("Ops:\n") and text.endswith("<!-- end -->\n\nThe rest.\n")
+    assert [line for line in text.splitlines() if line.startswith("| `")] == [
+        "| `embedding_fwd` | 0.020 | 3400 | 80% | 4.50 | 1.50 |  |",
+        "| `linear_fwd.qkv` | 0.200 | 3400 | 80% | 1.00 | **0.95, slower** | 0.99 |",
+        "| `adam_step` | 1.400 | 3400 | 80% | 4.29 | 1.07 | 1.50 |",
+    ]
+    assert f"]({PLOT})" in text and "GPU X; torch 2.11; commit 0123456789;" in text
+
+
+def test_plot_shows_what_is_bound_by_memory(measured: Path) -> None:
+    tables(measured)
+    picture = ElementTree.parse(measured / PLOT).getroot()
+    words = [element.text for element in picture.iter() if element.tag.endswith("text")]
+    assert {"embedding_fwd", "adam_step", "ours 80%", "compile 80%"} <= set(words)
+    assert not any(word and "linear" in word for word in words)
+
+
+@pytest.mark.parametrize("stale", ["README.md", PLOT])
+def test_check_finds_what_is_stale(measured: Path, stale: str) -> None:
+    tables(measured)
+    assert tables(measured, "--check").returncode == 0
+    old = (measured / stale).read_text().replace("80%", "81%")
+    (measured / stale).write_text(old)
+    done = tables(measured, "--check")
+    assert done.returncode != 0 and f"{stale} differs from its result file" in done.stderr
+    assert (measured / stale).read_text() == old
+    assert tables(measured).returncode == tables(measured, "--check").returncode == 0
+
+
+def test_check_wants_the_plot(measured: Path) -> None:
+    tables(measured)
+    (measured / PLOT).unlink()
+    assert tables(measured, "--check").returncode != 0
