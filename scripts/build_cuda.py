@@ -41,11 +41,12 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The compiler and the torch whose headers it reads."""
+    """The compiler, the torch whose headers it reads, and those of cuBLAS that it lacks."""
 
     nvcc: str
     cuda: str
     torch: Path
+    cublas: Path | None
 
     @property
     def major(self) -> str:
@@ -65,6 +66,38 @@ def find_nvcc() -> str:
     )
 
 
+def cuda_version(nvcc: str) -> str:
+    """The toolkit's version, such as 13.0."""
+    answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release (\d+\.\d+)", answer)
+    if found is None:
+        raise BuildError(f"{nvcc} --version names no release")
+    return found[1]
+
+
+def cublas_package(cuda: str) -> str:
+    """The pip package that holds cuBLAS and its headers."""
+    major = int(cuda.partition(".")[0])
+    return f"nvidia-cublas=={major}.*" if major >= 13 else f"nvidia-cublas-cu{major}"
+
+
+def find_cublas(nvcc: str, cuda: str) -> Path | None:
+    """The folder with cublasLt.h of the pip package; None where the toolkit has its own."""
+    toolkit = Path(nvcc).resolve().parent.parent
+    for folder in (toolkit / "include", *toolkit.glob("targets/*/include")):
+        if (folder / "cublasLt.h").exists():
+            return None
+    spec = importlib.util.find_spec("nvidia")
+    for site in (spec and spec.submodule_search_locations) or ():
+        for name in (f"cu{cuda.partition('.')[0]}", "cublas"):
+            if (folder := Path(site, name, "include")).joinpath("cublasLt.h").exists():
+                return folder
+    raise BuildError(
+        f"cublasLt.h was found neither in {toolkit} nor in {sys.prefix}: "
+        f"`pip install --no-deps '{cublas_package(cuda)}'` brings it"
+    )
+
+
 def find_toolchain() -> Toolchain:
     nvcc = find_nvcc()
     spec = importlib.util.find_spec("torch")
@@ -77,18 +110,14 @@ def find_toolchain() -> Toolchain:
     if tuple(int(number) for number in version.split(".")[:2]) < TORCH_MINIMUM:
         raise BuildError(f"torch {version} is too old: 2.11 or later is needed")
     torch = Path(spec.origin).parent
-    answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"release (\d+\.\d+)", answer)
-    if found is None:
-        raise BuildError(f"{nvcc} --version names no release")
-    toolchain = Toolchain(nvcc, found[1], torch)
+    cuda = cuda_version(nvcc)
     wanted = runpy.run_path(str(torch / "version.py"))["cuda"]
-    if wanted is not None and wanted.partition(".")[0] != toolchain.major:
+    if wanted is not None and wanted.partition(".")[0] != cuda.partition(".")[0]:
         raise BuildError(
-            f"{nvcc} is CUDA {toolchain.cuda} but torch {version} was built for CUDA {wanted}: "
+            f"{nvcc} is CUDA {cuda} but torch {version} was built for CUDA {wanted}: "
             "set CUDA_HOME to a toolkit of the same major version"
         )
-    return toolchain
+    return Toolchain(nvcc, cuda, torch, find_cublas(nvcc, cuda))
 
 
 def visible_architectures() -> tuple[str, ...]:
@@ -140,6 +169,7 @@ def compile_sources(
     flags = [
         *("-std=c++17", "-O3", "-lineinfo", "-Xcompiler", HOST_FLAGS),
         *(f"-I{sources}", "-isystem", str(toolchain.torch / "include"), STABLE_ABI),
+        *(("-isystem", str(toolchain.cublas)) if toolchain.cublas else ()),
         *architecture_flags(architectures),
     ]
     headers = [
@@ -209,6 +239,18 @@ def build(
     return library
 
 
+def print_missing_package() -> None:
+    try:
+        nvcc = find_nvcc()
+        cuda = cuda_version(nvcc)
+    except BuildError:
+        return  # the build will say so
+    try:
+        find_cublas(nvcc, cuda)
+    except BuildError:
+        print(cublas_package(cuda))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
@@ -222,12 +264,20 @@ def main() -> int:
     parser.add_argument("--objects", type=Path, default=ROOT / "build" / "cuda")
     parser.add_argument("--output", type=Path, default=ROOT / "lightseq_fairseq" / "_lib")
     parser.add_argument(
+        "--missing-package",
+        action="store_true",
+        help="only print the pip package that the build lacks, if any",
+    )
+    parser.add_argument(
         "--if-possible",
         action="store_true",
         help="without nvcc, say so in one line, leave it for lightseq-doctor and succeed",
     )
     arguments = parser.parse_args()
     architectures = tuple(re.findall(r"\w+", arguments.architectures))
+    if arguments.missing_package:
+        print_missing_package()
+        return 0
     try:
         if arguments.if_possible:
             try:

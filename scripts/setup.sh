@@ -67,6 +67,15 @@ if ! "$python" -c 'import importlib.metadata; importlib.metadata.version("fairse
             "headers (python3-dev) are needed"
 fi
 
+# cublasLt.h: a full CUDA toolkit has it, torch's CUDA wheels bring it; elsewhere it comes by itself.
+if [ "${LIGHTSEQ_BUILD:-}" != 0 ]; then
+    package=$("$python" scripts/build_cuda.py --missing-package)
+    if [ -n "$package" ]; then
+        echo "setup: $package (headers that the CUDA kernels need)"
+        "$python" -m pip install --quiet --no-deps "$package"
+    fi
+fi
+
 case ${LIGHTSEQ_BUILD:-} in
     0) echo "setup: CUDA kernels left out (LIGHTSEQ_BUILD=0)" ;;
     1) "$python" scripts/build_cuda.py ;;

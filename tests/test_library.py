@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightseq_fairseq import library
 
@@ -115,12 +116,12 @@ def test_built_library_loads_and_attaches_its_kernels(tmp_path):
     assert status["reason"] == ""
     assert Path(status["path"]).parent == tmp_path
     assert status["architectures"]
-    assert "dropout_mask" in status["kernels"]
+    assert {"dropout_mask", "linear_fwd", "linear_bwd"} <= set(status["kernels"])
 
-    # The CUDA runtime is inside, torch's CUDA half is looked up at run time.
+    # The CUDA runtime is inside; torch's CUDA half and cuBLAS are looked up at run time.
     needed = run(["readelf", "-d", status["path"]]).stdout
     assert "libtorch_cpu.so" in needed
-    assert "libcuda" not in needed and "libtorch_cuda" not in needed
+    assert "libcuda" not in needed and "libtorch_cuda" not in needed and "libcublas" not in needed
 
 
 def test_without_a_library_references_stand_in_and_say_so_once(tmp_path):
@@ -169,6 +170,45 @@ def test_without_nvcc_an_optional_build_is_skipped_in_one_line(tmp_path):
     assert result.stdout.startswith("CUDA build skipped: nvcc") and result.stdout.count("\n") == 1
     with pytest.raises(FileNotFoundError, match="the CUDA build was skipped: nvcc"):
         library.find(tmp_path, None)
+
+
+def toolkit_without_cublas(folder: Path, cuda: str) -> dict[str, str]:
+    """An environment of a toolkit that has a compiler and no cublasLt.h, and of no pip package."""
+    nvcc = folder / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {cuda}, V{cuda}.88'\n")
+    nvcc.chmod(0o755)
+    (folder / "site" / "nvidia").mkdir(parents=True)
+    (folder / "site" / "nvidia" / "__init__.py").touch()  # hides what is installed
+    return {"CUDA_HOME": str(folder / "cuda"), "PYTHONPATH": str(folder / "site")}
+
+
+@pytest.mark.parametrize(
+    ("cuda", "package", "header"),
+    [
+        ("13.0", "nvidia-cublas==13.*", "site/nvidia/cu13/include"),
+        ("12.9", "nvidia-cublas-cu12", "site/nvidia/cublas/include"),
+        ("13.0", "nvidia-cublas==13.*", "cuda/include"),
+        ("13.0", "nvidia-cublas==13.*", "cuda/targets/x86_64-linux/include"),
+    ],
+)
+def test_package_with_cublas_headers_is_named_where_they_lack(tmp_path, cuda, package, header):
+    environment = toolkit_without_cublas(tmp_path, cuda)
+    missing = [*BUILD, "--missing-package"]
+    assert run(missing, **environment).stdout == f"{package}\n"
+    (tmp_path / header).mkdir(parents=True)
+    (tmp_path / header / "cublasLt.h").touch()
+    assert run(missing, **environment).stdout == ""
+    assert run(missing, CUDA_HOME=str(tmp_path / "nowhere")).stdout == ""
+
+
+def test_without_cublas_headers_the_build_says_what_to_install(tmp_path):
+    cuda = torch.version.cuda or "13.0"
+    environment = toolkit_without_cublas(tmp_path, cuda)
+    result = run([*BUILD, "--output", str(tmp_path / "lib")], **environment)
+    assert result.returncode == 1
+    assert result.stderr.startswith("CUDA build failed: cublasLt.h was found neither in")
+    assert "`pip install --no-deps 'nvidia-cublas" in result.stderr
 
 
 def build_in(folder: Path) -> subprocess.CompletedProcess[str]:

@@ -41,6 +41,14 @@ def test_equals_torch(with_bias):
         torch.testing.assert_close(dbias, leaves[2].grad)
 
 
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_positive_part(with_bias):
+    x, weight, bias, _ = inputs()
+    bias = bias if with_bias else None
+    y = ops.linear_fwd(x, weight, bias, relu=True)
+    assert torch.equal(y, ops.linear_fwd(x, weight, bias).relu()) and y.eq(0).any()
+
+
 @pytest.mark.parametrize("grad_dtype", [torch.float64, torch.float32])
 def test_accumulate_adds(grad_dtype):
     """Also into a buffer of another precision than the product's."""
@@ -115,8 +123,8 @@ def test_empty():
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_opcheck(accumulate):
     x, weight, bias, dy = inputs()
-    check_op("linear_fwd", x, weight, bias)
-    check_op("linear_fwd", x, weight, None)
+    check_op("linear_fwd", x, weight, bias, True)
+    check_op("linear_fwd", x, weight, None, False)
     check_op("linear_bwd", dy, x, weight, torch.ones(N, K).double(), bias, accumulate, True)
     check_op("linear_bwd", dy, x, weight, None, None, accumulate, False)
 

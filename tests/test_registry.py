@@ -38,7 +38,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(randn(T, C), tokens(V), tokens(T), 2.0, 1, P, make_rng(), SITE),
         *(randn(V, C), randn(T, C), True),
     ),
-    "linear_fwd": lambda: (randn(T, C), randn(V, C), randn(V)),
+    "linear_fwd": lambda: (randn(T, C), randn(V, C), randn(V), True),
     "linear_bwd": lambda: (
         *(randn(T, V), randn(T, C), randn(V, C), randn(V, C), randn(V), True, True),
     ),

@@ -1,4 +1,4 @@
-"""Matrix products with a weight: y = x weight^T + bias.
+"""Matrix products with a weight: y = x weight^T + bias, or relu of that.
 
 Backward: dx = dy weight,  dweight (+)= dy^T x,  dbias (+)= column sum of dy. The weight gradient is
 written by the product itself into the caller's buffer, also when it accumulates.
@@ -17,17 +17,18 @@ from .numerics import column_sum, store_gradient, work_dtype
 from .registry import register
 
 
-def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """y [T, N] = x weight^T + bias.
+def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool = False) -> Tensor:
+    """y [T, N] = x weight^T + bias, with relu its positive part.
 
     x: [T, K]. weight: [N, K]. bias: [N] or None. One dtype.
+    relu: a NaN becomes 0 on a GPU. Its derivative is 1 where y > 0, else 0.
     Raises ValueError on a wrong shape, dtype, device or layout.
     """
     op = "linear_fwd"
     _check(op, x, weight)
     if bias is not None:
         check_tensor(op, "bias", bias, weight.shape[:1], (x.dtype,), x)
-    y: Tensor = _FWD(x, weight, bias)
+    y: Tensor = _FWD(x, weight, bias, relu)
     return y
 
 
@@ -58,10 +59,11 @@ def linear_bwd(
     return dx
 
 
-def linear_fwd_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear_fwd_reference(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
     """Reference of lightseq::linear_fwd."""
     product_bias = None if bias is None else _operand(bias)
-    return functional.linear(_operand(x), _operand(weight), product_bias).to(x.dtype)
+    y = functional.linear(_operand(x), _operand(weight), product_bias)
+    return (y.relu_() if relu else y).to(x.dtype)
 
 
 def linear_bwd_reference(
@@ -100,7 +102,7 @@ def _check(op: str, x: Tensor, weight: Tensor) -> None:
     check_rows(op, "weight", weight)
 
 
-def _linear_fwd_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear_fwd_fake(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
@@ -117,7 +119,7 @@ def _linear_bwd_fake(
 
 
 _FWD = register(
-    "linear_fwd(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    "linear_fwd(Tensor x, Tensor weight, Tensor? bias, bool relu) -> Tensor",
     linear_fwd_reference,
     _linear_fwd_fake,
 )

@@ -1,0 +1,104 @@
+// Which of cublasLt's algorithms computes which product, for one GPU.
+//
+// Behind the table in memory stands a text file in the user's cache folder. Its name holds all that
+// decides whether an algorithm is valid and fast; a line is
+//
+//   <numbers of the product> <needs workspace> <8 words of the algorithm> <checksum>
+//
+// Lines are only ever appended, each by one write, so processes that share a file do each other no
+// harm; of two lines for one product the first counts. A line with a wrong checksum is skipped, and
+// its product is searched and appended anew. A file that cannot be read or written is done without.
+#pragma once
+
+#include <cublasLt.h>
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdint>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <optional>
+#include <sstream>
+#include <string>
+
+namespace lightseq {
+
+struct Algorithm {
+  cublasLtMatmulAlgo_t algo;
+  bool needs_workspace;
+};
+
+class AlgorithmTable {
+ public:
+  using Key = std::array<int64_t, 8>;
+
+  explicit AlgorithmTable(const std::string& file) : path_(folder() / file) {
+    std::ifstream lines(path_);
+    for (std::string line; std::getline(lines, line);) read(line);
+  }
+
+  std::optional<Algorithm> find(const Key& key) const {
+    const auto found = algorithms_.find(key);
+    if (found == algorithms_.end()) return std::nullopt;
+    return found->second;
+  }
+
+  void add(const Key& key, const Algorithm& algorithm) {
+    algorithms_.emplace(key, algorithm);
+    std::ostringstream text;
+    for (const int64_t number : key) text << number << ' ';
+    text << algorithm.needs_workspace << std::hex;
+    for (const uint64_t word : algorithm.algo.data) text << ' ' << word;
+    const uint64_t sum = checksum(text.str());
+    text << ' ' << sum << '\n';
+    append(text.str());
+  }
+
+ private:
+  static std::filesystem::path folder() {
+    const char* const cache = std::getenv("XDG_CACHE_HOME");
+    const char* const home = std::getenv("HOME");
+    const bool is_set = cache != nullptr && *cache == '/';
+    const std::filesystem::path base =
+        is_set ? std::filesystem::path(cache)
+               : std::filesystem::path(home != nullptr ? home : "/") / ".cache";
+    return base / "lightseq_fairseq";
+  }
+
+  static uint64_t checksum(const std::string& text) {  // FNV-1a
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
+    return hash;
+  }
+
+  void read(const std::string& line) {
+    const size_t end = line.rfind(' ');
+    if (end == std::string::npos) return;
+    std::istringstream text(line);
+    Key key;
+    Algorithm algorithm;
+    uint64_t sum = 0;
+    for (int64_t& number : key) text >> number;
+    text >> algorithm.needs_workspace >> std::hex;
+    for (uint64_t& word : algorithm.algo.data) text >> word;
+    text >> sum;
+    if (text && sum == checksum(line.substr(0, end))) algorithms_.emplace(key, algorithm);
+  }
+
+  void append(const std::string& line) const {
+    std::error_code ignored;
+    std::filesystem::create_directories(path_.parent_path(), ignored);
+    const int file = open(path_.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0644);
+    if (file < 0) return;
+    [[maybe_unused]] const ssize_t written = write(file, line.data(), line.size());
+    close(file);
+  }
+
+  const std::filesystem::path path_;
+  std::map<Key, Algorithm> algorithms_;
+};
+
+}  // namespace lightseq

@@ -1,0 +1,104 @@
+// The second half of a sum over rows, for gradients of parameters.
+//
+// A kernel that walks over rows keeps the sums of its columns in registers and leaves one row of
+// partial sums a block behind: float [blocks, sums, columns], where `sums` counts the parameters
+// whose gradients it makes. add_partials() adds the blocks up and writes each sum into the gradient
+// that the caller owns, rounded once. Everything is added in an order that depends on the sizes
+// alone, so the same input gives the same bits.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "check.h"
+#include "reduce.cuh"
+#include "vec.cuh"
+
+namespace lightseq {
+
+constexpr int kMaxSums = 3;
+
+// Where a sum goes: a contiguous tensor of any float type, or nowhere (data is null).
+struct Gradient {
+  void* data = nullptr;
+  torch::headeronly::ScalarType type = torch::headeronly::ScalarType::Float;
+};
+
+struct Gradients {
+  Gradient of[kMaxSums];
+};
+
+inline Gradient gradient_of(const char* op, const char* name,
+                            const std::optional<torch::stable::Tensor>& tensor) {
+  if (!tensor.has_value()) return {};
+  STD_TORCH_CHECK(tensor->is_contiguous(), op, ": ", name, " must be contiguous");
+  return {tensor->mutable_data_ptr(), tensor->scalar_type()};
+}
+
+template <typename T>
+__device__ __forceinline__ void store_gradient(void* data, int64_t i, float x, bool accumulate) {
+  T* const target = static_cast<T*>(data) + i;
+  if constexpr (sizeof(T) == 8) {
+    *target = accumulate ? *target + x : x;
+  } else {
+    *target = from_float<T>(accumulate ? to_float(*target) + x : x);
+  }
+}
+
+// A block adds 32 columns: its warps share out the rows of partials, then every warp takes a
+// column.
+static __global__ void __launch_bounds__(kWarp* kWarp)
+    column_sum_kernel(const float* __restrict__ partials, int64_t blocks, int64_t columns,
+                      const __grid_constant__ Gradients gradients, bool accumulate) {
+  using torch::headeronly::ScalarType;
+  const Gradient& gradient = gradients.of[blockIdx.y];
+  if (gradient.data == nullptr) return;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kWarp;
+  float sum = 0.0f;
+  if (first + threadIdx.x < columns) {
+#pragma unroll 4
+    for (int64_t block = threadIdx.y; block < blocks; block += kWarp) {
+      sum += partials[(block * gridDim.y + blockIdx.y) * columns + first + threadIdx.x];
+    }
+  }
+  __shared__ float of_warp[kWarp][kWarp + 1];
+  of_warp[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  sum = warp_reduce(of_warp[threadIdx.x][threadIdx.y], Sum{});
+  const int64_t column = first + threadIdx.y;
+  if (threadIdx.x != 0 || column >= columns) return;
+  switch (gradient.type) {
+    case ScalarType::Double:
+      return store_gradient<double>(gradient.data, column, sum, accumulate);
+    case ScalarType::Half:
+      return store_gradient<__half>(gradient.data, column, sum, accumulate);
+    case ScalarType::BFloat16:
+      return store_gradient<__nv_bfloat16>(gradient.data, column, sum, accumulate);
+    default:
+      return store_gradient<float>(gradient.data, column, sum, accumulate);
+  }
+}
+
+inline void add_partials(const float* partials, int64_t blocks, int64_t columns, int sums,
+                         const Gradients& gradients, bool accumulate, cudaStream_t stream) {
+  if (columns == 0) return;
+  const dim3 grid(static_cast<unsigned>((columns + kWarp - 1) / kWarp), sums);
+  column_sum_kernel<<<grid, dim3(kWarp, kWarp), 0, stream>>>(partials, blocks, columns, gradients,
+                                                             accumulate);
+  check_launch("column_sum");
+}
+
+// How many blocks fill a GPU when `per_multiprocessor` of them run side by side.
+inline int64_t resident_blocks(int32_t device, int64_t per_multiprocessor) {
+  int count = 0;
+  const cudaError_t error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  STD_TORCH_CHECK(error == cudaSuccess, "lightseq: cuda:", device, ": ", cudaGetErrorString(error));
+  return count * per_multiprocessor;
+}
+
+}  // namespace lightseq

@@ -1,0 +1,61 @@
+// The functions of libcublasLt, looked up at run time in the copy that torch has loaded: a CPU
+// build of torch has none, and a second copy would waste memory. cublasLt.h of any minor version
+// describes every library of the same major version.
+#pragma once
+
+#include <cublasLt.h>
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <string>
+#include <type_traits>
+
+namespace lightseq {
+
+struct CublasLt {
+  decltype(&cublasLtCreate) create;
+  decltype(&cublasLtGetVersion) version;
+  decltype(&cublasLtGetStatusString) message;
+  decltype(&cublasLtMatmul) matmul;
+  decltype(&cublasLtMatmulAlgoGetHeuristic) propose;
+  decltype(&cublasLtMatmulDescInit_internal) init_product;
+  decltype(&cublasLtMatmulDescSetAttribute) set_product;
+  decltype(&cublasLtMatmulPreferenceInit_internal) init_preference;
+  decltype(&cublasLtMatmulPreferenceSetAttribute) set_preference;
+  decltype(&cublasLtMatrixLayoutInit_internal) init_layout;
+
+  void check(cublasStatus_t status, const char* op) const {
+    STD_TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, op, ": cublasLt: ", message(status));
+  }
+};
+
+inline const CublasLt& cublaslt() {
+  static const CublasLt functions = [] {
+    const std::string name = "libcublasLt.so." + std::to_string(CUDART_VERSION / 1000);
+    void* library = dlopen(name.c_str(), RTLD_NOLOAD | RTLD_LAZY);
+    if (library == nullptr) library = dlopen(name.c_str(), RTLD_LAZY);
+    STD_TORCH_CHECK(library != nullptr, "lightseq: ", name,
+                    " was not found; it comes with a CUDA build of torch");
+    const auto find = [&](auto& function, const char* symbol) {
+      void* const address = dlsym(library, symbol);
+      STD_TORCH_CHECK(address != nullptr, "lightseq: ", name, " has no ", symbol);
+      function = reinterpret_cast<std::decay_t<decltype(function)>>(address);
+    };
+    CublasLt lt;
+    find(lt.create, "cublasLtCreate");
+    find(lt.version, "cublasLtGetVersion");
+    find(lt.message, "cublasLtGetStatusString");
+    find(lt.matmul, "cublasLtMatmul");
+    find(lt.propose, "cublasLtMatmulAlgoGetHeuristic");
+    find(lt.init_product, "cublasLtMatmulDescInit_internal");
+    find(lt.set_product, "cublasLtMatmulDescSetAttribute");
+    find(lt.init_preference, "cublasLtMatmulPreferenceInit_internal");
+    find(lt.set_preference, "cublasLtMatmulPreferenceSetAttribute");
+    find(lt.init_layout, "cublasLtMatrixLayoutInit_internal");
+    return lt;
+  }();
+  return functions;
+}
+
+}  // namespace lightseq

@@ -1,0 +1,343 @@
+// One matrix product through cublasLt, by the fastest of the algorithms that it proposes.
+//
+// When a product is first seen, the proposals are timed in turn and the fastest is remembered: in
+// memory, and on disk for later processes (algorithm_table.h). Which one is fastest hangs on how
+// many tiles the tokens make: at 3456 tokens the best for 3333 took up to 1.7 times the time of the
+// best. So each number of tokens has its own entry, and only multiples of 64 are searched: batches
+// that come again are rounded, and a ragged number may never come again. For that one cublasLt's
+// favourite runs, as it does for what is first seen while a graph is captured.
+//
+// LIGHTSEQ_LINEAR_SEARCH=0 takes cublasLt's choice everywhere: to see what the search is worth, and
+// for runs whose bits must not depend on which algorithm won.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "algorithm_table.h"
+#include "check.h"
+#include "cublaslt.h"
+
+namespace lightseq {
+
+constexpr int64_t kRowAlignment = 16;     // bytes
+constexpr int64_t kWorkspace = 32 << 20;  // bytes; what NVIDIA recommends for Hopper
+constexpr int kProposals = 8;
+constexpr int64_t kSearchedTokens = 64;  // and multiples
+constexpr int kRounds = 5;
+constexpr float kMilliseconds = 0.2f;  // of work in one measurement, at least
+constexpr int kMostRuns = 8;           // in one measurement
+constexpr float kHopeless = 1.5f;      // times the fastest, in the first round
+constexpr float kFaster = 0.99f;       // what an algorithm must be to displace one proposed earlier
+
+// Rows of numbers in device memory.
+struct Matrix {
+  void* data;
+  int64_t rows, columns, stride;
+  torch::headeronly::ScalarType type;
+  torch::stable::Tensor owner;
+
+  // A vector counts as one row.
+  explicit Matrix(const torch::stable::Tensor& x)
+      : data(x.data_ptr()),
+        rows(x.dim() == 2 ? x.size(0) : 1),
+        columns(x.size(x.dim() - 1)),
+        stride(rows > 1 ? x.stride(0) : columns),
+        type(x.scalar_type()),
+        owner(x) {}
+
+  int64_t bytes(int64_t numbers) const {
+    return numbers * (type == torch::headeronly::ScalarType::Float ? 4 : 2);
+  }
+
+  cudaDataType_t cuda_type() const {
+    using torch::headeronly::ScalarType;
+    if (type == ScalarType::Float) return CUDA_R_32F;
+    return type == ScalarType::Half ? CUDA_R_16F : CUDA_R_16BF;
+  }
+};
+
+// out = op(a) op(b) + bias, or out += op(a) op(b), accumulated in float32. The rows of `a` are
+// tokens. All rows start on 16-byte boundaries and are a multiple of 16 bytes long.
+struct Product {
+  const char* op;
+  Matrix out, a, b;
+  bool transpose_a = false, transpose_b = false;
+  const void* bias = nullptr;
+  bool relu = false;
+  bool accumulate = false;
+
+  cublasLtEpilogue_t epilogue() const {
+    if (relu) return bias != nullptr ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
+    return bias != nullptr ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+  }
+};
+
+// A product in cublasLt's terms. It thinks in columns: what is a matrix to us is its transposed to
+// cublasLt, and out = op(a) op(b) becomes out^T = op(b)^T op(a)^T.
+struct Description {
+  cublasLtMatmulDescOpaque_t product;
+  cublasLtMatrixLayoutOpaque_t first, second, out;
+
+  explicit Description(const Product& p) {
+    const CublasLt& lt = cublaslt();
+    lt.check(lt.init_product(&product, sizeof(product), CUBLAS_COMPUTE_32F, CUDA_R_32F), p.op);
+    const auto set = [&](cublasLtMatmulDescAttributes_t attribute, auto value) {
+      lt.check(lt.set_product(&product, attribute, &value, sizeof(value)), p.op);
+    };
+    set(CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
+    set(CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE, p.epilogue());
+    if (p.bias != nullptr) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
+    const auto describe = [&](cublasLtMatrixLayoutOpaque_t& layout, const Matrix& x) {
+      lt.check(lt.init_layout(&layout, sizeof(layout), x.cuda_type(), x.columns, x.rows, x.stride),
+               p.op);
+    };
+    describe(first, p.b);
+    describe(second, p.a);
+    describe(out, p.out);
+  }
+};
+
+// cublasLt's proposals, its favourite first.
+inline std::vector<Algorithm> propose(cublasLtHandle_t handle, const Product& p, int wanted) {
+  const CublasLt& lt = cublaslt();
+  cublasLtMatmulPreferenceOpaque_t preference;
+  lt.check(lt.init_preference(&preference, sizeof(preference)), p.op);
+  const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+    lt.check(lt.set_preference(&preference, attribute, &value, sizeof(value)), p.op);
+  };
+  set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(kWorkspace));
+  // No reduction, or one through float32 scratch: a reduction in place may differ from run to run.
+  set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+      static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+  for (const auto alignment :
+       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
+    set(alignment, static_cast<uint32_t>(kRowAlignment));
+  }
+  Description d(p);
+  std::vector<cublasLtMatmulHeuristicResult_t> results(wanted);
+  int found = 0;
+  lt.check(lt.propose(handle, &d.product, &d.first, &d.second, &d.out, &d.out, &preference, wanted,
+                      results.data(), &found),
+           p.op);
+  STD_TORCH_CHECK(found > 0, p.op, ": cublasLt has no algorithm for this product");
+  std::vector<Algorithm> algorithms;
+  for (int i = 0; i < found; ++i) {
+    algorithms.push_back({results[i].algo, results[i].workspaceSize > 0});
+  }
+  return algorithms;
+}
+
+inline cublasStatus_t run(cublasLtHandle_t handle, const Product& p, Description& d,
+                          const Algorithm& algorithm, cudaStream_t stream) {
+  const float one = 1.0f;
+  const float beta = p.accumulate ? 1.0f : 0.0f;
+  std::optional<torch::stable::Tensor> workspace;
+  if (algorithm.needs_workspace) {
+    workspace =
+        torch::stable::new_empty(p.out.owner, {kWorkspace}, torch::headeronly::ScalarType::Byte);
+  }
+  return cublaslt().matmul(handle, &d.product, &one, p.b.data, &d.first, p.a.data, &d.second, &beta,
+                           p.out.data, &d.out, p.out.data, &d.out, &algorithm.algo,
+                           workspace ? workspace->mutable_data_ptr() : nullptr,
+                           workspace ? kWorkspace : 0, stream);
+}
+
+// Times work on a stream; waits for it.
+class Stopwatch {
+ public:
+  explicit Stopwatch(cudaStream_t stream) : stream_(stream) {
+    cudaEventCreate(&start_);
+    cudaEventCreate(&stop_);
+  }
+  ~Stopwatch() {
+    cudaEventDestroy(start_);
+    cudaEventDestroy(stop_);
+  }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+  // Of one of `times` runs. One more ahead keeps the GPU busy while the host enqueues the rest.
+  template <typename Run>
+  float milliseconds(int times, Run&& run) {
+    run();
+    cudaEventRecord(start_, stream_);
+    for (int i = 0; i < times; ++i) run();
+    cudaEventRecord(stop_, stream_);
+    cudaEventSynchronize(stop_);
+    float elapsed = 0.0f;
+    cudaEventElapsedTime(&elapsed, start_, stop_);
+    return elapsed / static_cast<float>(times);
+  }
+
+ private:
+  cudaStream_t stream_;
+  cudaEvent_t start_, stop_;
+};
+
+// The fastest algorithm by the median of rounds in which all take turns. The product is computed
+// many times over, so one that accumulates is computed into scratch.
+inline Algorithm search(cublasLtHandle_t handle, Product p, cudaStream_t stream) {
+  struct Trial {
+    Algorithm algorithm;
+    std::vector<float> times;
+  };
+  std::vector<Trial> trials;
+  const auto add_proposals = [&](const Product& product) {
+    for (const Algorithm& algorithm : propose(handle, product, kProposals)) {
+      const bool is_new = std::none_of(trials.begin(), trials.end(), [&](const Trial& t) {
+        return std::memcmp(&t.algorithm.algo, &algorithm.algo, sizeof(algorithm.algo)) == 0;
+      });
+      if (is_new) trials.push_back({algorithm, {}});
+    }
+  };
+  add_proposals(p);
+  if (p.epilogue() != CUBLASLT_EPILOGUE_DEFAULT) {
+    // Many of these have an epilogue too, and without being proposed for it be the fastest.
+    Product plain = p;
+    plain.bias = nullptr;
+    plain.relu = false;
+    add_proposals(plain);
+  }
+  if (p.accumulate) {
+    p.out.owner = torch::stable::new_empty(p.out.owner, {p.out.rows, p.out.stride}, p.out.type);
+    p.out.data = p.out.owner.mutable_data_ptr();
+  }
+
+  Description description(p);
+  Stopwatch stopwatch(stream);
+  const auto time = [&](const Trial& trial, int times) {
+    cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
+    const float taken = stopwatch.milliseconds(
+        times, [&] { status = run(handle, p, description, trial.algorithm, stream); });
+    return status == CUBLAS_STATUS_SUCCESS ? taken : std::numeric_limits<float>::infinity();
+  };
+  float fastest = std::numeric_limits<float>::infinity();
+  for (const Trial& trial : trials) fastest = std::min(fastest, time(trial, 1));  // warms up, too
+  const int times =
+      std::clamp(static_cast<int>(kMilliseconds / std::max(fastest, 1e-3f)), 1, kMostRuns);
+  fastest = std::numeric_limits<float>::infinity();
+  for (int round = 0; round < kRounds; ++round) {
+    const float limit = round == 0 ? std::numeric_limits<float>::infinity() : kHopeless * fastest;
+    for (Trial& trial : trials) {
+      if (round == 0 || trial.times[0] <= limit) trial.times.push_back(time(trial, times));
+      if (round == 0) fastest = std::min(fastest, trial.times[0]);
+    }
+  }
+  size_t best = 0;
+  float best_time = std::numeric_limits<float>::infinity();
+  for (size_t i = 0; i < trials.size(); ++i) {
+    std::vector<float>& taken = trials[i].times;
+    if (taken.size() < kRounds) continue;
+    std::nth_element(taken.begin(), taken.begin() + kRounds / 2, taken.end());
+    if (taken[kRounds / 2] < kFaster * best_time) {
+      best_time = taken[kRounds / 2];
+      best = i;
+    }
+  }
+  return trials[best].algorithm;
+}
+
+// What is kept for each GPU for as long as the process lives.
+struct Multiplier {
+  cublasLtHandle_t handle;
+  AlgorithmTable table;
+  std::mutex mutex;
+
+  explicit Multiplier(int32_t device) : handle(create_handle()), table(file_name(device)) {}
+
+  static Multiplier& of(int32_t device) {
+    static std::mutex mutex;
+    static std::map<int32_t, std::unique_ptr<Multiplier>> multipliers;
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::unique_ptr<Multiplier>& multiplier = multipliers[device];
+    if (!multiplier) multiplier = std::make_unique<Multiplier>(device);
+    return *multiplier;
+  }
+
+ private:
+  // The first product of a process may be part of a graph under capture; what cublasLt allocates
+  // for itself is not.
+  static cublasLtHandle_t create_handle() {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    cublasLtHandle_t handle = nullptr;
+    const cublasStatus_t status = cublaslt().create(&handle);
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    cublaslt().check(status, "lightseq");
+    return handle;
+  }
+
+  static std::string file_name(int32_t device) {
+    cudaDeviceProp properties{};
+    int driver = 0;
+    cudaGetDeviceProperties(&properties, device);
+    cudaDriverGetVersion(&driver);
+    std::ostringstream text;
+    text << properties.name << '-' << properties.multiProcessorCount << "-driver-" << driver
+         << "-cublaslt-" << cublaslt().version() << ".txt";
+    std::string name = text.str();
+    for (char& c : name) {
+      if (std::isalnum(static_cast<unsigned char>(c)) == 0 && c != '.') c = '-';
+    }
+    return name;
+  }
+};
+
+inline bool search_is_on() {
+  static const bool on = [] {
+    const char* const value = std::getenv("LIGHTSEQ_LINEAR_SEARCH");
+    return value == nullptr || std::strcmp(value, "0") != 0;
+  }();
+  return on;
+}
+
+inline bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cudaStreamIsCapturing(stream, &status);
+  return status != cudaStreamCaptureStatusNone;
+}
+
+inline void multiply(const Product& p, cudaStream_t stream) {
+  Multiplier& multiplier = Multiplier::of(p.out.owner.get_device());
+  std::optional<Algorithm> algorithm;
+  if (p.a.rows % kSearchedTokens == 0 && search_is_on()) {
+    const AlgorithmTable::Key key = {p.a.cuda_type(), p.out.cuda_type(), p.transpose_a,
+                                     p.transpose_b,   p.epilogue(),      p.a.rows,
+                                     p.a.columns,     p.out.columns};
+    const std::lock_guard<std::mutex> lock(multiplier.mutex);
+    algorithm = multiplier.table.find(key);
+    if (!algorithm && !is_capturing(stream)) {
+      algorithm = search(multiplier.handle, p, stream);
+      multiplier.table.add(key, *algorithm);
+    }
+  }
+  Description description(p);
+  const auto run_by = [&](const Algorithm& a) {
+    return run(multiplier.handle, p, description, a, stream);
+  };
+  // One that does not fit, as it may be if strides differ from those that it was found with, is
+  // refused before anything is launched.
+  if (algorithm && run_by(*algorithm) == CUBLAS_STATUS_SUCCESS) return;
+  cublaslt().check(run_by(propose(multiplier.handle, p, 1)[0]), p.op);
+}
+
+}  // namespace lightseq

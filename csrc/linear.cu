@@ -1,0 +1,273 @@
+// Matrix products with a weight: y = x W^T + b, or its positive part.
+//
+//   forward    y  [T, N]   = x W^T + b
+//   backward   dx [T, K]   = dy W
+//              dW [N, K] (+)= dy^T x          written by the product into the caller's buffer
+//              db [N]    (+)= column sum of dy
+//
+// The products are cublasLt's (common/matmul.h): float32 accumulation, and float32 throughout for
+// float32, no TF32. What is decided here is what they are given and what they do besides.
+//
+//   saved for backward   nothing
+//   bytes moved          each operand read once, each result written once, dy once more for db
+//   determinism          same input, same bits, as long as the table of algorithms is the same: all
+//                        of them reduce in a fixed order, and so does db
+//
+// Layout. cublasLt is four to seven times slower where rows do not start on 16-byte boundaries or
+// are no multiple of 16 bytes long (a vocabulary of 40001), whatever the distance between them. It
+// never sees such operands here: they are copied into scratch with zeros beside and below them, and
+// results are copied out of scratch.
+//
+// Epilogues. The product adds the bias and takes the positive part, for nothing or nearly so. In
+// backward cublasLt's epilogues lose. The derivative of ReLU in the product for dx made it three
+// times slower (557 us, against 173 and 79 for the product and a kernel). The bias gradient is a
+// kernel of our own: cublasLt's epilogue can neither accumulate nor write another type than the
+// product's, and on an H200 in bfloat16 it costs more than reading dy once again.
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "common/check.h"
+#include "common/column_sum.cuh"
+#include "common/matmul.h"
+#include "common/vec.cuh"
+
+namespace lightseq {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// ---- kernels ----
+
+constexpr int kCopyRows = 8;
+constexpr int kCopyColumns = 8;  // of a lane
+
+// out[r, c] = in[r, c], and 0 where `in` has no such element. Number by number: neither side's rows
+// need be aligned.
+template <typename T>
+__global__ void copy_padded_kernel(const T* __restrict__ in, int64_t in_rows, int64_t in_columns,
+                                   int64_t in_stride, T* __restrict__ out, int64_t out_rows,
+                                   int64_t out_columns, int64_t out_stride) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kCopyRows + threadIdx.y;
+  if (row >= out_rows) return;
+  const int64_t first = static_cast<int64_t>(blockIdx.y) * kCopyColumns * kWarp + threadIdx.x;
+  T values[kCopyColumns];
+#pragma unroll
+  for (int i = 0; i < kCopyColumns; ++i) {
+    const int64_t column = first + i * kWarp;
+    values[i] = row < in_rows && column < in_columns ? in[row * in_stride + column] : T{0};
+  }
+#pragma unroll
+  for (int i = 0; i < kCopyColumns; ++i) {
+    const int64_t column = first + i * kWarp;
+    if (column < out_columns) out[row * out_stride + column] = values[i];
+  }
+}
+
+constexpr int kSumWarps = 8;
+constexpr int kSumBlocks = 4;  // on a multiprocessor
+constexpr int kSumRows = 8;    // in flight, of a warp
+
+// Each block adds up `rows_per_block` rows of 32 vectors of columns: its warps share out the rows.
+// Every sum is left to add_partials(), `outputs` of them a block.
+template <typename T>
+__global__ void __launch_bounds__(kWarp* kSumWarps, kSumBlocks)
+    linear_dbias_kernel(const T* __restrict__ dy, int64_t rows, int64_t columns, int64_t stride,
+                        int64_t rows_per_block, float* __restrict__ partials, int64_t outputs) {
+  constexpr int kVec = Vec<T>::kSize;
+  const int64_t first_column = static_cast<int64_t>(blockIdx.x) * kWarp * kVec;
+  const int64_t column = first_column + threadIdx.x * kVec;
+  const int64_t begin = blockIdx.y * rows_per_block;
+  const int64_t end = min(begin + rows_per_block, rows);
+  float sums[kVec] = {};
+  const auto add = [&](const Vec<T>& x) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) sums[i] += to_float(x.values[i]);
+  };
+  if (column < columns) {
+    int64_t row = begin + threadIdx.y;
+    for (; row + (kSumRows - 1) * kSumWarps < end; row += kSumRows * kSumWarps) {
+      Vec<T> x[kSumRows];
+#pragma unroll
+      for (int i = 0; i < kSumRows; ++i) {
+        x[i] = load_streaming(dy + (row + i * kSumWarps) * stride + column);
+      }
+#pragma unroll
+      for (int i = 0; i < kSumRows; ++i) add(x[i]);
+    }
+    for (; row < end; row += kSumWarps) add(load_streaming(dy + row * stride + column));
+  }
+  __shared__ float of_warp[kSumWarps][kVec][kWarp];
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) of_warp[threadIdx.y][i][threadIdx.x] = sums[i];
+  __syncthreads();
+  const int mine = threadIdx.y * kWarp + threadIdx.x;
+  if (mine >= kWarp * kVec || first_column + mine >= outputs) return;
+  float sum = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < kSumWarps; ++warp) sum += of_warp[warp][mine % kVec][mine / kVec];
+  partials[blockIdx.y * outputs + first_column + mine] = sum;
+}
+
+// ---- operands that cublasLt can read ----
+
+constexpr int64_t kPadding = 64;  // numbers: rows of scratch fill whole lines of the cache
+
+int64_t rounded_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+// The width that operands with rows of n numbers have in a product.
+int64_t width(int64_t n) { return n % 8 == 0 ? n : rounded_up(n, kPadding); }
+
+bool fits(const Matrix& x, int64_t rows, int64_t columns) {
+  return x.rows == rows && x.columns == columns && x.stride >= columns &&
+         reinterpret_cast<uintptr_t>(x.data) % kRowAlignment == 0 &&
+         x.bytes(x.stride) % kRowAlignment == 0;
+}
+
+Matrix scratch_for(const Matrix& x, int64_t rows, int64_t columns) {
+  Matrix scratch(torch::stable::new_empty(x.owner, {rows, rounded_up(columns, kPadding)}, x.type));
+  scratch.columns = columns;
+  return scratch;
+}
+
+void copy_padded(const Matrix& in, const Matrix& out, cudaStream_t stream) {
+  const dim3 grid(
+      static_cast<unsigned>((out.rows + kCopyRows - 1) / kCopyRows),
+      static_cast<unsigned>((out.columns + kCopyColumns * kWarp - 1) / (kCopyColumns * kWarp)));
+  const auto launch = [&](auto zero) {
+    using T = decltype(zero);
+    copy_padded_kernel<T><<<grid, dim3(kWarp, kCopyRows), 0, stream>>>(
+        static_cast<const T*>(in.data), in.rows, in.columns, in.stride, static_cast<T*>(out.data),
+        out.rows, out.columns, out.stride);
+  };
+  in.bytes(1) == 4 ? launch(uint32_t{}) : launch(uint16_t{});
+  check_launch("copy_padded");
+}
+
+// x itself where it fits, else a copy.
+Matrix padded(const Matrix& x, int64_t rows, int64_t columns, cudaStream_t stream) {
+  if (fits(x, rows, columns)) return x;
+  Matrix copy = scratch_for(x, rows, columns);
+  copy_padded(x, copy, stream);
+  return copy;
+}
+
+// The product of padded operands, whose result has `rows` x `columns`, into p.out, which may be
+// smaller.
+void multiply_padded(Product p, int64_t rows, int64_t columns, cudaStream_t stream) {
+  if (fits(p.out, rows, columns)) return multiply(p, stream);
+  const Matrix out = p.out;
+  p.out = p.accumulate ? padded(out, rows, columns, stream) : scratch_for(out, rows, columns);
+  multiply(p, stream);
+  copy_padded(p.out, out, stream);
+}
+
+// ---- launchers ----
+
+void add_dbias(const Matrix& dy, const Gradient& dbias, int64_t outputs, bool accumulate,
+               cudaStream_t stream) {
+  const int64_t block_columns = kWarp * kVecBytes / dy.bytes(1);
+  const int64_t across = (dy.columns + block_columns - 1) / block_columns;
+  const int64_t wave = resident_blocks(dy.owner.get_device(), kSumBlocks);
+  const int64_t rows_per_block = std::max<int64_t>(kSumWarps, (dy.rows * across + wave - 1) / wave);
+  const int64_t blocks = (dy.rows + rows_per_block - 1) / rows_per_block;
+  const Tensor partials = torch::stable::new_empty(dy.owner, {blocks, outputs}, ScalarType::Float);
+  const dim3 grid(static_cast<unsigned>(across), static_cast<unsigned>(blocks));
+  dispatch_float(dy.type, "linear_bwd: dy", [&](auto zero) {
+    using T = decltype(zero);
+    linear_dbias_kernel<T><<<grid, dim3(kWarp, kSumWarps), 0, stream>>>(
+        static_cast<const T*>(dy.data), dy.rows, dy.columns, dy.stride, rows_per_block,
+        partials.mutable_data_ptr<float>(), outputs);
+  });
+  check_launch("linear_dbias");
+  add_partials(partials.const_data_ptr<float>(), blocks, outputs, 1, {{dbias}}, accumulate, stream);
+}
+
+void check_operands(const char* op, const Tensor& x, const Tensor& weight) {
+  const ScalarType type = x.scalar_type();
+  STD_TORCH_CHECK(
+      type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16, op,
+      ": x must be float32, float16 or bfloat16 on a GPU");
+  STD_TORCH_CHECK(weight.numel() > 0, op, ": weight is empty");
+}
+
+// x [T, K], weight [N, K], bias [N] or none -> y [T, N]
+Tensor linear_fwd(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                  bool relu) {
+  constexpr const char* kOp = "linear_fwd";
+  check_operands(kOp, x, weight);
+  STD_TORCH_CHECK(!bias || bias->is_contiguous(), kOp, ": bias must be contiguous");
+  const int64_t tokens = x.size(0);
+  Tensor y = torch::stable::new_empty(x, {tokens, weight.size(0)});
+  if (tokens == 0) return y;
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device());
+  cudaStream_t stream = current_stream(x.get_device());
+
+  const int64_t k = width(weight.size(1));
+  const int64_t n = width(weight.size(0));
+  Product product{kOp, Matrix(y), padded(Matrix(x), tokens, k, stream),
+                  padded(Matrix(weight), n, k, stream)};
+  product.transpose_b = true;
+  product.relu = relu;
+  std::optional<Matrix> added;
+  if (bias) {
+    added = padded(Matrix(*bias), 1, n, stream);
+    product.bias = added->data;
+  }
+  multiply_padded(product, tokens, n, stream);
+  return y;
+}
+
+// dy [T, N], x [T, K], weight [N, K] -> dx [T, K] (empty unless need_dx); dweight [N, K] and
+// dbias [N] are overwritten, or added to.
+Tensor linear_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                  std::optional<Tensor> dweight, std::optional<Tensor> dbias, bool accumulate,
+                  bool need_dx) {
+  constexpr const char* kOp = "linear_bwd";
+  check_operands(kOp, x, weight);
+  if (dweight) {
+    const ScalarType type = dweight->scalar_type();
+    STD_TORCH_CHECK(type == x.scalar_type() || type == ScalarType::Float, kOp,
+                    ": dweight must have x's dtype or be float32 on a GPU");
+    STD_TORCH_CHECK(dweight->size(0) == 1 || dweight->stride(0) >= dweight->size(1), kOp,
+                    ": rows of dweight overlap");
+  }
+  const Gradient bias = gradient_of(kOp, "dbias", dbias);
+  const int64_t tokens = x.size(0);
+  Tensor dx =
+      need_dx ? torch::stable::new_empty(x, {tokens, x.size(1)}) : torch::stable::new_empty(x, {0});
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device());
+  if (tokens == 0) {
+    if (dweight && !accumulate) torch::stable::zero_(*dweight);
+    if (dbias && !accumulate) torch::stable::zero_(*dbias);
+    return dx;
+  }
+  cudaStream_t stream = current_stream(x.get_device());
+
+  const int64_t k = width(weight.size(1));
+  const int64_t n = width(weight.size(0));
+  const Matrix grad = padded(Matrix(dy), tokens, n, stream);
+  if (dbias) add_dbias(grad, bias, dbias->size(0), accumulate, stream);
+  if (dweight) {
+    Product product{kOp, Matrix(*dweight), grad, padded(Matrix(x), tokens, k, stream)};
+    product.transpose_a = true;
+    product.accumulate = accumulate;
+    multiply_padded(product, n, k, stream);
+  }
+  if (need_dx) {
+    const Product product{kOp, Matrix(dx), grad, padded(Matrix(weight), n, k, stream)};
+    multiply_padded(product, tokens, k, stream);
+  }
+  return dx;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
+  m.impl("linear_fwd", TORCH_BOX(&linear_fwd));
+  m.impl("linear_bwd", TORCH_BOX(&linear_bwd));
+}
+
+}  // namespace
+}  // namespace lightseq
