@@ -4,7 +4,7 @@
 The sources use torch's stable C++ interface (torch/csrc/stable, pinned to 2.11), so torch's headers
 are all that is needed: a CPU build of torch will do, and neither Python nor pybind11 is involved.
 
-    csrc/<stem>.cu  ->  build/cuda/<stem>-<fingerprint>.o
+    csrc/<stem>.cu  ->  build/cuda/<stem>-<fingerprint>.o     and .txt: ptxas's resource report
                     ->  lightseq_fairseq/_lib/liblightseq_cu<major>.so
 
 The fingerprint covers everything an object depends on, so whatever is unchanged is not compiled
@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCH_MINIMUM = (2, 11)
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11, one byte a number
 DEFAULT_ARCHITECTURES = ("80", "90")
+RESOURCES = re.compile(r"ptxas info|Compile time|\s+\d+ bytes stack frame")
 HOST_FLAGS = "-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-unknown-pragmas"
 
 
@@ -150,13 +151,17 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def run_compiler(command: list[str]) -> None:
+def run_compiler(command: list[str]) -> list[str]:
+    """Run it, print what it warns of, and return what ptxas says of each kernel's resources."""
     result = subprocess.run(command, capture_output=True, text=True)
-    said = (result.stdout + result.stderr).strip()
+    lines = (result.stdout + result.stderr).splitlines()
+    report = [line for line in lines if RESOURCES.match(line)]
+    said = "\n".join(line for line in lines if not RESOURCES.match(line)).strip()
     if result.returncode != 0:
         raise BuildError(f"{' '.join(command)}\n{said}")
     if said:
         say(said)
+    return report
 
 
 def compile_sources(
@@ -167,7 +172,7 @@ def compile_sources(
     if not units:
         raise BuildError(f"{sources} holds no .cu file")
     flags = [
-        *("-std=c++17", "-O3", "-lineinfo", "-Xcompiler", HOST_FLAGS),
+        *("-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v", "-Xcompiler", HOST_FLAGS),
         *(f"-I{sources}", "-isystem", str(toolchain.torch / "include"), STABLE_ABI),
         *(("-isystem", str(toolchain.cublas)) if toolchain.cublas else ()),
         *architecture_flags(architectures),
@@ -186,7 +191,8 @@ def compile_sources(
         say(f"compiling {unit.name} for sm_{', sm_'.join(architectures)}")
         partial = target.with_suffix(f".{os.getpid()}.o")  # an interrupted nvcc leaves no object
         try:
-            run_compiler([toolchain.nvcc, *flags, "-c", str(unit), "-o", str(partial)])
+            command = [toolchain.nvcc, *flags, "-c", str(unit), "-o", str(partial)]
+            target.with_suffix(".txt").write_text("\n".join(run_compiler(command)) + "\n")
             partial.replace(target)
         except BuildError as error:
             return target, error
@@ -201,6 +207,7 @@ def compile_sources(
         for old in objects.glob(f"{unit.stem}-????????????????.o"):
             if old not in current:
                 old.unlink()
+                old.with_suffix(".txt").unlink(missing_ok=True)
     return [target for target, _ in results]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from lightseq_fairseq import library
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = [sys.executable, str(ROOT / "scripts" / "build_cuda.py")]
+
+STEMS = [path.stem for path in (ROOT / "csrc").glob("*.cu")]
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
 
@@ -122,6 +125,19 @@ def test_built_library_loads_and_attaches_its_kernels(tmp_path):
     needed = run(["readelf", "-d", status["path"]]).stdout
     assert "libtorch_cpu.so" in needed
     assert "libcuda" not in needed and "libtorch_cuda" not in needed and "libcublas" not in needed
+
+
+@needs_nvcc
+def test_no_kernel_spills_registers(tmp_path):
+    """By ptxas's reports. The kernels live on the bandwidth that spilled registers would take."""
+    built = run([*BUILD, "--output", str(tmp_path)])
+    assert built.returncode == 0, built.stderr
+    described = json.loads(next(tmp_path.glob("*.json")).read_text())
+    reports = [ROOT / "build" / "cuda" / name for name in described["objects"]]
+    text = "\n".join(report.with_suffix(".txt").read_text() for report in reports)
+    found = re.findall(r"properties for (\S+)\n.* (\d+) bytes spill stores, (\d+) bytes", text)
+    assert {stem for stem in STEMS if any(stem in name for name, *_ in found)} == set(STEMS)
+    assert [(name, *spilled) for name, *spilled in found if spilled != ["0", "0"]] == []
 
 
 def test_without_a_library_references_stand_in_and_say_so_once(tmp_path):
@@ -246,7 +262,9 @@ def test_only_what_changed_is_compiled_again(tmp_path):
     assert made.stat().st_ino != linked
     (common / "size.cuh").write_text("constexpr int kSize = 2;\n")
     assert compiled() == ["first.cu", "second.cu"]
-    assert len(list((tmp_path / "objects").iterdir())) == 2
+    objects = {path.name.partition("-")[0] for path in (tmp_path / "objects").iterdir()}
+    assert objects == {"first", "second"}
+    assert len(list((tmp_path / "objects").iterdir())) == 4  # with ptxas's reports
 
 
 @needs_nvcc
