@@ -59,6 +59,15 @@ def fairseq_step(param, exp_avg, exp_avg_sq, step, grad):
     param.addcdiv_(exp_avg, denominator, value=-size)
 
 
+@pytest.mark.parametrize("clip_eps", [1e-6, 0.0])
+def test_zero_gradient_is_not_clipped(clip_eps):
+    state = State()
+    before = state.param.clone()
+    state.update(torch.zeros(N, dtype=torch.float64), max_norm=1.0, clip_eps=clip_eps)
+    torch.testing.assert_close(state.param, before - LR * DECAY * before)
+    assert state.step == 1
+
+
 # clip_eps 1e-6: torch's clip_grad_norm_, which fairseq uses for float32 and bfloat16;
 # 0: its float16 optimizer's own rule. max_norm 3: clips some of the steps and not others.
 @pytest.mark.parametrize(("max_norm", "clip_eps"), [(0.0, 1e-6), (3.0, 1e-6), (3.0, 0.0)])

@@ -177,3 +177,18 @@ def test_refusals():
     with pytest.raises(ValueError, match="cross_entropy_bwd: lse must be float32, got float64"):
         lse = torch.zeros(T, dtype=torch.float64)
         ops.cross_entropy_bwd(torch.ones(T), logits, target, lse, 0.1, PAD)
+
+
+def test_range_check_is_a_debug_switch(monkeypatch):
+    monkeypatch.setenv("LIGHTSEQ_CHECK_INDICES", "1")
+    logits, target = inputs()
+    lse = ops.cross_entropy_fwd(logits, target, 0.1, PAD, False)[2]
+    target[2] = V
+    with pytest.raises(ValueError, match=r"cross_entropy_fwd: target must be in \[0, V\) .* got 7"):
+        ops.cross_entropy_fwd(logits, target, 0.1, PAD, False)
+    target[5] = -1
+    with pytest.raises(ValueError, match=r"cross_entropy_bwd: target must be .* got -1"):
+        ops.cross_entropy_bwd(torch.ones(T), logits, target, lse, 0.1, PAD)
+    monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES")
+    with pytest.raises((IndexError, RuntimeError)):  # torch's own words
+        ops.cross_entropy_fwd(logits, target, 0.1, PAD, False)

@@ -189,3 +189,23 @@ def test_backward_refusals():
         bwd(dy, 0.0, pad=V)
     with pytest.raises(ValueError, match=r"dweight must have shape \[V, 6\]"):
         bwd(dy, 0.0, dweight=poisoned(V, C + 1))
+
+
+def test_range_check_is_a_debug_switch(monkeypatch):
+    monkeypatch.setenv("LIGHTSEQ_CHECK_INDICES", "1")
+    weight, position_weight = tables()
+    arguments = (1.0, 0.0, make_rng(), 0)
+    ops.embedding_fwd(TOKENS, weight, POSITIONS, position_weight, *arguments)
+    ops.embedding_fwd(TOKENS[:0], weight[:0], None, None, *arguments)
+    with pytest.raises(ValueError, match=r"embedding_fwd: tokens must be in \[0, V\) .* got 11"):
+        ops.embedding_fwd(TOKENS + 1, weight, None, None, *arguments)
+    with pytest.raises(ValueError, match=r"positions must be in \[0, P\) = \[0, 9\), got -1"):
+        ops.embedding_fwd(TOKENS, weight, POSITIONS - 2, position_weight, *arguments)
+    dy = torch.randn(len(TOKENS), C)
+    with pytest.raises(ValueError, match=r"embedding_bwd: tokens must be in \[0, V\) .* got 10"):
+        bwd(dy, 0.0, dweight=poisoned(V - 1, C))
+    with pytest.raises(ValueError, match=r"embedding_bwd: positions must be in .* got 8"):
+        bwd(dy, 0.0, dposition=poisoned(P - 1, C))
+    monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES")
+    with pytest.raises((IndexError, RuntimeError)):  # torch's own words
+        ops.embedding_fwd(TOKENS + 1, weight, None, None, *arguments)

@@ -131,8 +131,8 @@ def adam_step_reference(
         return
     step.add_(1)
     factor, rate, count = float(multiplier), float(lr), int(step)
-    if max_norm > 0:
-        factor *= min(1.0, max_norm / (total + clip_eps))
+    if 0 < max_norm < total + clip_eps:
+        factor *= max_norm / (total + clip_eps)
     size = rate * math.sqrt(1 - beta2**count) / (1 - beta1**count)
 
     block = max(1, len(param) if param.is_cuda else _CPU_BLOCK)

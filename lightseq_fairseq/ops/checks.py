@@ -1,11 +1,12 @@
 """Argument checks of the public functions.
 
 They read shapes, dtypes, devices and strides only, never values: a check that reads a value would
-stop the host until the GPU has caught up.
+stop the host until the GPU has caught up. `check_range` does, where LIGHTSEQ_CHECK_INDICES asks.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -51,3 +52,18 @@ def check_dropout(op: str, p: float, rng: Tensor, like: Tensor) -> None:
     if not 0.0 <= p < 1.0:
         raise ValueError(f"{op}: p must be at least 0 and below 1, got {p}")
     check_tensor(op, "rng", rng, (2,), (torch.int64,), like)
+
+
+def check_range(op: str, name: str, indices: Tensor, size: int, letter: str) -> None:
+    """Refuse indices outside [0, size), with LIGHTSEQ_CHECK_INDICES=1 in the environment.
+
+    For debugging: it waits for the GPU. Without it a CUDA kernel that meets such an index ends in
+    a device-side assertion, after which the process cannot use the GPU any more.
+    letter: what messages call the size.
+    """
+    if os.environ.get("LIGHTSEQ_CHECK_INDICES") != "1" or indices.numel() == 0:
+        return
+    least, most = (int(x) for x in indices.aminmax())
+    if least < 0 or most >= size:
+        worst = least if least < 0 else most
+        raise ValueError(f"{op}: {name} must be in [0, {letter}) = [0, {size}), got {worst}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import FLOATS, INTEGERS, check_rows, check_tensor
+from .checks import FLOATS, INTEGERS, check_range, check_rows, check_tensor
 from .numerics import work_dtype
 from .registry import register
 
@@ -29,7 +29,8 @@ def cross_entropy_fwd(
     logits: [T, V]. target: int32 or int64 [T], in [0, V). smoothing: in [0, 1).
     loss and nll are 0 and correct is False where target == padding_idx.
     correct: the largest logit is the target's; EMPTY (numel 0) unless accuracy.
-    Raises ValueError on a wrong shape, dtype, device or layout. Targets are not range-checked here.
+    Raises ValueError on a wrong shape, dtype, device or layout; on a target out of range only with
+    LIGHTSEQ_CHECK_INDICES=1.
     """
     _check("cross_entropy_fwd", logits, target, smoothing)
     outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _FWD(
@@ -123,6 +124,7 @@ def _check(op: str, logits: Tensor, target: Tensor, smoothing: float) -> None:
         raise ValueError(f"{op}: smoothing must be at least 0 and below 1, got {smoothing}")
     if logits.shape[1] < 2:
         raise ValueError(f"{op}: logits must have at least 2 classes, got {logits.shape[1]}")
+    check_range(op, "target", target, logits.shape[1], "V")
 
 
 def _cross_entropy_fwd_fake(

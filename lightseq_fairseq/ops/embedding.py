@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import FLOATS, INTEGERS, check_dropout, check_rows, check_tensor
+from .checks import FLOATS, INTEGERS, check_dropout, check_range, check_rows, check_tensor
 from .numerics import store_gradient, work_dtype
 from .philox import dropout_factors
 from .registry import register
@@ -33,13 +33,15 @@ def embedding_fwd(
     positions: int32 or int64 [T], in [0, P), with position_weight [P, C]; both None: no positions.
     scale: factor of the token embedding (fairseq: sqrt(C), or 1 with --no-scale-embedding).
     p, rng, site: dropout, see `philox.keep_mask`.
-    Raises ValueError on a wrong shape, dtype, device or layout. Indices are not range-checked here.
+    Raises ValueError on a wrong shape, dtype, device or layout; on an index out of range only with
+    LIGHTSEQ_CHECK_INDICES=1.
     """
     op = "embedding_fwd"
     check_tensor(op, "tokens", tokens, ("T",), INTEGERS, weight)
     check_tensor(op, "weight", weight, ("V", "C"), FLOATS)
     check_rows(op, "weight", weight)
     check_dropout(op, p, rng, weight)
+    check_range(op, "tokens", tokens, len(weight), "V")
     if (positions is None) != (position_weight is None):
         raise ValueError(f"{op}: give both positions and position_weight, or neither")
     if positions is not None and position_weight is not None:
@@ -47,6 +49,7 @@ def embedding_fwd(
         shape = ("P", weight.shape[1])
         check_tensor(op, "position_weight", position_weight, shape, (weight.dtype,), weight)
         check_rows(op, "position_weight", position_weight)
+        check_range(op, "positions", positions, len(position_weight), "P")
     y: Tensor = _FWD(tokens, weight, positions, position_weight, scale, p, rng, site)
     return y
 
@@ -79,10 +82,14 @@ def embedding_bwd(
         check_tensor(op, "positions", positions, (len(dy),), INTEGERS, dy)
     elif dposition_weight is not None:
         raise ValueError(f"{op}: dposition_weight needs positions")
-    for name, grad in (("dweight", dweight), ("dposition_weight", dposition_weight)):
-        if grad is not None:
-            check_tensor(op, name, grad, ("V", dy.shape[1]), FLOATS, dy)
+    for name, grad, index_name, indices, letter in (
+        ("dweight", dweight, "tokens", tokens, "V"),
+        ("dposition_weight", dposition_weight, "positions", positions, "P"),
+    ):
+        if grad is not None and indices is not None:
+            check_tensor(op, name, grad, (letter, dy.shape[1]), FLOATS, dy)
             check_rows(op, name, grad)
+            check_range(op, index_name, indices, len(grad), letter)
     if dweight is not None and padding_idx >= len(dweight):
         raise ValueError(f"{op}: padding_idx is {padding_idx}, dweight has {len(dweight)} rows")
     _BWD(

@@ -1,0 +1,333 @@
+// Adam over one flat buffer of N parameters: unscale, clip, overflow skip, decoupled decay, 16-bit
+// copy, in one pass.
+//
+//   norm   = sqrt(sum grad^2)
+//   total  = norm * multiplier; not finite: nothing below happens
+//   step  += 1
+//   g      = grad * multiplier * min(1, max_norm / (total + clip_eps))
+//   m, v   = lerp(m, g, 1 - beta1), lerp(v, g^2, 1 - beta2)
+//   size   = lr * sqrt(1 - beta2^step) / (1 - beta1^step)
+//   param  = (param - lr * weight_decay * param) - size * (m / (sqrt(v) + eps))
+//   low    = param rounded to 16 bits
+//
+//   bytes moved   norm reads grad; the step reads grad, param, m, v and writes param, m, v, low:
+//                 2 + 28 bytes a parameter with 16-bit gradients and copy
+//   determinism   norm: every thread sums its share in float, shares are added in double in the
+//                 order of threads and blocks; the number of blocks depends on N and the GPU
+//
+// Both are one launch, and no number is read by the host: learning rate, loss scale, norm and step
+// lie in device memory. Scalars are computed in double, once a block.
+//
+// Every operation on an element is rounded where eager torch rounds it, so the parameters are those
+// of the reference on the same GPU bit for bit. __fmul_rn and its like keep the compiler from
+// fusing more than torch's own kernels do. Weight decay in particular is a rounding by itself:
+// joined with the step, weights near 1 drift away from fairseq's.
+
+#include <cooperative_groups.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <optional>
+#include <type_traits>
+
+#include "common/check.h"
+#include "common/occupancy.h"
+#include "common/reduce.cuh"
+#include "common/scalars.cuh"
+#include "common/vec.cuh"
+
+namespace lightseq {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int kNormThreads = 512;
+constexpr int kNormLoads = 4;  // of 16 bytes in flight, for each thread
+template <typename T>
+constexpr int64_t kNormWork = Vec<T>::kSize * kNormLoads * kNormThreads;  // of a block at a time
+constexpr int kStepThreads = 256;
+constexpr int kQuads = 2;  // of elements in flight, for each thread
+
+// ---- kernels ----
+
+// Blocks leave their sums in `partials` and wait for each other; the first one adds them up.
+template <typename T>
+__global__ void __launch_bounds__(kNormThreads)
+    adam_norm_kernel(const T* __restrict__ grad, int64_t count, double* __restrict__ partials,
+                     float* __restrict__ norm) {
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kNormThreads + threadIdx.x;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * kNormThreads;
+  const int64_t vectors = count / Vec<T>::kSize;
+  float sum = 0.0f;
+  for (int64_t first = thread; first < vectors; first += threads * kNormLoads) {
+    Vec<T> x[kNormLoads];
+#pragma unroll
+    for (int u = 0; u < kNormLoads; ++u) {
+      const int64_t i = first + u * threads;
+      x[u] = i < vectors ? load_streaming(grad + i * Vec<T>::kSize) : Vec<T>{};
+    }
+#pragma unroll
+    for (int u = 0; u < kNormLoads; ++u) {
+      float squares = 0.0f;
+#pragma unroll
+      for (int e = 0; e < Vec<T>::kSize; ++e) {
+        const float value = to_float(x[u].values[e]);
+        squares = fmaf(value, value, squares);
+      }
+      sum += squares;
+    }
+  }
+  const int64_t rest = vectors * Vec<T>::kSize + thread;
+  if (rest < count) sum = fmaf(to_float(grad[rest]), to_float(grad[rest]), sum);
+
+  const double of_block = block_reduce<kNormThreads>(static_cast<double>(sum), Sum{});
+  if (threadIdx.x == 0) partials[blockIdx.x] = of_block;
+  cooperative_groups::this_grid().sync();
+  if (blockIdx.x > 0) return;
+  double total = 0.0;
+  for (int i = threadIdx.x; i < static_cast<int>(gridDim.x); i += kNormThreads) {
+    total += partials[i];
+  }
+  total = block_reduce<kNormThreads>(total, Sum{});
+  if (threadIdx.x == 0) *norm = static_cast<float>(sqrt(total));
+}
+
+struct Params {
+  float* param;
+  float* exp_avg;
+  float* exp_avg_sq;
+  int64_t count;
+  unsigned long long* step;
+  Floats lr, multiplier, norm;
+  double max_norm, clip_eps, beta1, beta2, eps, weight_decay;
+};
+
+struct Coefficients {
+  float factor, blend_1, blend_2, eps, size, decay;
+};
+
+// The counter's lower bits are the number of updates. Every block reads it and one has to store the
+// next: the upper bits count the blocks that have read, and the last of them stores. None waits,
+// and nothing has to be zero beforehand.
+constexpr int kStepBits = 40;
+constexpr int64_t kMaxBlocks = 1 << 23;
+
+__device__ __forceinline__ unsigned long long number_of(unsigned long long counter) {
+  return counter & ((1ull << kStepBits) - 1);
+}
+
+// base^exponent in few registers, which the elements on their way have to share.
+__device__ __forceinline__ double power(double base, unsigned long long exponent) {
+  double result = 1.0;
+#pragma unroll 1
+  for (; exponent != 0; exponent >>= 1, base *= base) {
+    if (exponent & 1) result *= base;
+  }
+  return result;
+}
+
+// False: the gradient has overflowed.
+__device__ __forceinline__ bool compute_coefficients(const Params& p, Coefficients* result) {
+  const double multiplier = p.multiplier.at<double>(0), lr = p.lr.at<double>(0);
+  const unsigned long long step = number_of(__ldcg(p.step)) + 1;
+  const double total = p.norm.at<double>(0) * multiplier;
+  if (!isfinite(total)) return false;
+  const double clip = p.max_norm > 0.0 ? fmin(1.0, p.max_norm / (total + p.clip_eps)) : 1.0;
+  const double size = lr * sqrt(1.0 - power(p.beta2, step)) / (1.0 - power(p.beta1, step));
+  *result = {static_cast<float>(multiplier * clip),
+             static_cast<float>(1.0 - p.beta1),
+             static_cast<float>(1.0 - p.beta2),
+             static_cast<float>(p.eps),
+             static_cast<float>(size),
+             static_cast<float>(-lr * p.weight_decay)};
+  return true;
+}
+
+// torch.lerp, which goes from the nearer end.
+__device__ __forceinline__ float lerp(float from, float to, float weight) {
+  const float way = __fsub_rn(to, from);
+  return weight < 0.5f ? __fmaf_rn(weight, way, from)
+                       : __fmaf_rn(-way, __fsub_rn(1.0f, weight), to);
+}
+
+__device__ __forceinline__ void update(const Coefficients& c, float grad, float& p, float& m,
+                                       float& v) {
+  const float g = __fmul_rn(grad, c.factor);
+  m = lerp(m, g, c.blend_1);
+  v = lerp(v, __fmul_rn(g, g), c.blend_2);
+  const float step = __fmul_rn(__fdiv_rn(m, __fadd_rn(__fsqrt_rn(v), c.eps)), c.size);
+  p = __fsub_rn(__fmaf_rn(c.decay, p, p), step);
+}
+
+// Four elements: 16 bytes of float, 8 of a 16-bit type, so that a warp's accesses to every tensor
+// are without gaps.
+template <typename T>
+struct alignas(4 * sizeof(T)) Quad {
+  static constexpr int kSize = 4;
+  using Bits = std::conditional_t<sizeof(T) == 4, int4, int2>;
+  T values[kSize];
+};
+
+template <typename T>
+__device__ __forceinline__ Quad<T> load_quad(const T* address) {
+  const auto bits = __ldcs(reinterpret_cast<const typename Quad<T>::Bits*>(address));
+  return *reinterpret_cast<const Quad<T>*>(&bits);
+}
+
+template <typename T>
+__device__ __forceinline__ void store_quad(T* address, const Quad<T>& x) {
+  __stcs(reinterpret_cast<typename Quad<T>::Bits*>(address),
+         *reinterpret_cast<const typename Quad<T>::Bits*>(&x));
+}
+
+// A block takes kQuads * kStepThreads neighbouring quads: the shorter the stretch of memory that is
+// being worked on, the faster memory is. low: null where no 16-bit copy is wanted.
+template <typename G, typename L>
+__global__ void __launch_bounds__(kStepThreads)
+    adam_step_kernel(const __grid_constant__ Params params, const G* __restrict__ grad,
+                     L* __restrict__ low) {
+  constexpr int kWork = kQuads * kStepThreads;
+  const int64_t quads = params.count / 4, first = static_cast<int64_t>(blockIdx.x) * kWork;
+  const int left = static_cast<int>(min(static_cast<int64_t>(kWork), quads - first));
+  grad += 4 * first;
+  float* const param = params.param + 4 * first;
+  float* const exp_avg = params.exp_avg + 4 * first;
+  float* const exp_avg_sq = params.exp_avg_sq + 4 * first;
+  Quad<G> g[kQuads];
+  Quad<float> p[kQuads], m[kQuads], v[kQuads];
+#pragma unroll
+  for (int u = 0; u < kQuads; ++u) {  // under way while the first thread computes
+    const int i = threadIdx.x + u * kStepThreads;
+    if (i >= left) break;
+    g[u] = load_quad(grad + 4 * i);
+    p[u] = load_quad(param + 4 * i);
+    m[u] = load_quad(exp_avg + 4 * i);
+    v[u] = load_quad(exp_avg_sq + 4 * i);
+  }
+
+  __shared__ Coefficients shared;
+  __shared__ bool is_finite;
+  if (threadIdx.x == 0) is_finite = compute_coefficients(params, &shared);
+  __syncthreads();
+  if (!is_finite) return;
+  const Coefficients c = shared;
+  unsigned long long counter = 0;
+  if (threadIdx.x == 0) counter = atomicAdd(params.step, 1ull << kStepBits);
+
+#pragma unroll
+  for (int u = 0; u < kQuads; ++u) {
+    const int i = threadIdx.x + u * kStepThreads;
+    if (i >= left) break;
+    Quad<L> rounded;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      update(c, to_float(g[u].values[e]), p[u].values[e], m[u].values[e], v[u].values[e]);
+      rounded.values[e] = from_float<L>(p[u].values[e]);
+    }
+    store_quad(param + 4 * i, p[u]);
+    store_quad(exp_avg + 4 * i, m[u]);
+    store_quad(exp_avg_sq + 4 * i, v[u]);
+    if (low != nullptr) store_quad(low + 4 * (first + i), rounded);
+  }
+  const int64_t i = 4 * quads + threadIdx.x;  // what is left belongs to the first block
+  if (blockIdx.x == 0 && i < params.count) {
+    update(c, to_float(grad[i]), param[i], exp_avg[i], exp_avg_sq[i]);
+    if (low != nullptr) low[i] = from_float<L>(params.param[i]);
+  }
+  if (threadIdx.x == 0 && counter >> kStepBits == gridDim.x - 1) {
+    atomicExch(params.step, number_of(counter) + 1);
+  }
+}
+
+// ---- launchers ----
+
+void check_aligned(const char* op, const char* name, const Tensor& x, int64_t bytes) {
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % bytes == 0, op, ": ", name,
+                  " must start on a ", bytes, "-byte boundary");
+}
+
+Tensor adam_norm(const Tensor& grad) {
+  const char* const op = "adam_norm";
+  check_aligned(op, "grad", grad, kVecBytes);
+  Tensor norm = torch::stable::new_empty(grad, {}, ScalarType::Float);
+  const int32_t device = grad.get_device();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  dispatch_float(grad.scalar_type(), "adam_norm: grad", [&](auto zero) {
+    using T = decltype(zero);
+    const auto kernel = adam_norm_kernel<T>;
+    int64_t count = grad.numel();
+    const int64_t work = (count + kNormWork<T> - 1) / kNormWork<T>;
+    const int64_t blocks =
+        std::clamp<int64_t>(work, 1, resident_blocks(kernel, kNormThreads, device));
+    Tensor scratch = torch::stable::new_empty(grad, {blocks}, ScalarType::Double);
+    const T* data = static_cast<const T*>(grad.const_data_ptr());
+    double* partials = scratch.mutable_data_ptr<double>();
+    float* result = norm.mutable_data_ptr<float>();
+    void* arguments[] = {&data, &count, &partials, &result};
+    cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel),
+                                static_cast<unsigned>(blocks), kNormThreads, arguments, 0,
+                                current_stream(device));
+    check_launch(op);
+  });
+  return norm;
+}
+
+void adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& grad,
+               const std::optional<Tensor>& param_low, Tensor step, const Tensor& lr,
+               const Tensor& multiplier, const Tensor& norm, double max_norm, double clip_eps,
+               double beta1, double beta2, double eps, double weight_decay) {
+  const char* const op = "adam_step";
+  STD_TORCH_CHECK(param.scalar_type() == ScalarType::Float, op, ": param must be float32 on a GPU");
+  check_aligned(op, "param", param, sizeof(Quad<float>));
+  check_aligned(op, "exp_avg", exp_avg, sizeof(Quad<float>));
+  check_aligned(op, "exp_avg_sq", exp_avg_sq, sizeof(Quad<float>));
+  const Params params{param.mutable_data_ptr<float>(),
+                      exp_avg.mutable_data_ptr<float>(),
+                      exp_avg_sq.mutable_data_ptr<float>(),
+                      param.numel(),
+                      reinterpret_cast<unsigned long long*>(step.mutable_data_ptr<int64_t>()),
+                      Floats(lr),
+                      Floats(multiplier),
+                      Floats(norm),
+                      max_norm,
+                      clip_eps,
+                      beta1,
+                      beta2,
+                      eps,
+                      weight_decay};
+  constexpr int64_t kWork = 4 * kQuads * kStepThreads;  // of a block
+  const int64_t blocks = std::max<int64_t>(1, (params.count + kWork - 1) / kWork);
+  STD_TORCH_CHECK(blocks <= kMaxBlocks, op, ": too many parameters for one buffer");
+  const int32_t device = param.get_device();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  dispatch_float(grad.scalar_type(), "adam_step: grad", [&](auto zero) {
+    using G = decltype(zero);
+    check_aligned(op, "grad", grad, sizeof(Quad<G>));
+    const auto launch = [&](auto* low) {
+      using L = std::remove_pointer_t<decltype(low)>;
+      const auto kernel = adam_step_kernel<G, L>;
+      kernel<<<static_cast<unsigned>(blocks), kStepThreads, 0, current_stream(device)>>>(
+          params, static_cast<const G*>(grad.const_data_ptr()), low);
+      check_launch(op);
+    };
+    if (param_low.has_value()) {
+      check_aligned(op, "param_low", *param_low, sizeof(Quad<__half>));
+      void* const low = param_low->mutable_data_ptr();
+      if (param_low->scalar_type() == ScalarType::Half) return launch(static_cast<__half*>(low));
+      return launch(static_cast<__nv_bfloat16*>(low));
+    }
+    launch(static_cast<__nv_bfloat16*>(nullptr));
+  });
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
+  m.impl("adam_norm", TORCH_BOX(&adam_norm));
+  m.impl("adam_step", TORCH_BOX(&adam_step));
+}
+
+}  // namespace
+}  // namespace lightseq

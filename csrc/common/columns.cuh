@@ -1,0 +1,151 @@
+// Eight neighbouring columns of a row: what one call of Philox draws for, and what a thread of a
+// row-wise kernel works on. 16 bytes of a 16-bit type, 32 bytes of float.
+#pragma once
+
+#include "philox.cuh"
+#include "vec.cuh"
+
+namespace lightseq {
+
+// Two numbers of a word in memory, the first in its low half.
+template <typename T>
+__device__ __forceinline__ float2 unpack_pair(uint32_t word);
+template <>
+__device__ __forceinline__ float2 unpack_pair<__half>(uint32_t word) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&word));
+}
+template <>
+__device__ __forceinline__ float2 unpack_pair<__nv_bfloat16>(uint32_t word) {
+  return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack_pair(float first, float second);
+template <>
+__device__ __forceinline__ uint32_t pack_pair<__half>(float first, float second) {
+  const __half2 pair = __floats2half2_rn(first, second);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float first, float second) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// As they are in memory: eight halves on the way from there occupy four registers, not eight.
+template <typename T>
+struct Columns {
+  static constexpr int kWords = kColumnsPerDraw * sizeof(T) / sizeof(uint32_t);
+  uint32_t words[kWords];
+
+  // For what is read again soon, such as a bias. In assembly, so that nvcc reads it again instead
+  // of keeping it, which costs registers.
+  __device__ __forceinline__ void load(const T* address) {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      uint4 four;
+      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
+                   : "l"(reinterpret_cast<const uint32_t*>(address) + i));
+      set(i, four);
+    }
+  }
+
+  // For what no kernel reads again before it has left the cache.
+  __device__ __forceinline__ void load_streaming(const T* address) {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      set(i, __ldcs(reinterpret_cast<const uint4*>(address) + i / 4));
+    }
+  }
+
+  // Keeps its place behind the instructions that wait for a copy to shared memory.
+  __device__ __forceinline__ void load_shared(const T* address) {
+    const auto from = static_cast<uint32_t>(__cvta_generic_to_shared(address));
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      uint4 four;
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
+                   : "r"(from + i * static_cast<int>(sizeof(uint32_t))));
+      set(i, four);
+    }
+  }
+
+  // In assembly, since nvcc makes four stores of a plain assignment here.
+  __device__ __forceinline__ void store(T* address) const {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(
+                       reinterpret_cast<uint32_t*>(address) + i),
+                   "r"(words[i]), "r"(words[i + 1]), "r"(words[i + 2]), "r"(words[i + 3])
+                   : "memory");
+    }
+  }
+
+  __device__ __forceinline__ void unpack(float (&x)[kColumnsPerDraw]) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (sizeof(T) == sizeof(float)) {
+        x[i] = __uint_as_float(words[i]);
+      } else {
+        const float2 pair = unpack_pair<T>(words[i]);
+        x[2 * i] = pair.x;
+        x[2 * i + 1] = pair.y;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void pack(const float (&x)[kColumnsPerDraw]) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (sizeof(T) == sizeof(float)) {
+        words[i] = __float_as_uint(x[i]);
+      } else {
+        words[i] = pack_pair<T>(x[2 * i], x[2 * i + 1]);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void set(int i, const uint4& four) {
+    words[i] = four.x;
+    words[i + 1] = four.y;
+    words[i + 2] = four.z;
+    words[i + 3] = four.w;
+  }
+};
+
+// A kernel's own copy of rng: behind the pointer it would be read again after every store.
+struct Rng {
+  int64_t numbers[2];
+  __device__ __forceinline__ explicit Rng(const int64_t* rng) : numbers{rng[0], rng[1]} {}
+};
+
+constexpr uint32_t kKeepAll = 0xffu;
+
+// What dropout multiplies columns by, in forward and backward: 0 or 1 / (1 - p). Bits are drawn
+// while a kernel waits for memory, and applied when it has come.
+struct DropoutFactors {
+  Dropout dropout;
+  float scale;  // 1 / (1 - p)
+
+  DropoutFactors(const int64_t* rng, int64_t site, double p)
+      : dropout{rng, static_cast<uint32_t>(site), Dropout::threshold_of(p)},
+        scale(static_cast<float>(1.0 / (1.0 - p))) {}
+
+  // Whether there is anything to draw; otherwise the bits are kKeepAll.
+  __device__ __forceinline__ bool drops() const { return dropout.threshold > 0; }
+
+  __device__ __forceinline__ uint32_t draw(const Rng& rng, int64_t row, int64_t group) const {
+    return keep_bits({rng.numbers, dropout.site, dropout.threshold}, row, group);
+  }
+
+  // A product and not a choice, so that a NaN stays visible where it is dropped.
+  __device__ __forceinline__ void apply(uint32_t keep, float (&x)[kColumnsPerDraw]) const {
+#pragma unroll
+    for (int e = 0; e < kColumnsPerDraw; ++e) x[e] *= keep >> e & 1u ? scale : 0.0f;
+  }
+};
+
+}  // namespace lightseq

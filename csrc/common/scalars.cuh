@@ -1,0 +1,57 @@
+// Numbers that a kernel reads one at a time: token ids, a loss scale, one gradient a row. Their
+// type is known at run time only. A branch on it is cheaper than one more copy of the kernel.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+
+#include "vec.cuh"
+
+namespace lightseq {
+
+// A vector of float16, bfloat16, float32 or float64 with any stride (0: an expanded scalar).
+struct Floats {
+  const void* data;
+  int64_t stride;
+  torch::headeronly::ScalarType type;
+
+  explicit Floats(const torch::stable::Tensor& x)
+      : data(x.const_data_ptr()), stride(x.dim() == 0 ? 0 : x.stride(0)), type(x.scalar_type()) {}
+
+  template <typename Result>
+  __device__ __forceinline__ Result at(int64_t i) const {
+    using torch::headeronly::ScalarType;
+    const int64_t place = i * stride;
+    switch (type) {
+      case ScalarType::Double:
+        return static_cast<Result>(static_cast<const double*>(data)[place]);
+      case ScalarType::Float:
+        return static_cast<Result>(static_cast<const float*>(data)[place]);
+      case ScalarType::Half:
+        return static_cast<Result>(to_float(static_cast<const __half*>(data)[place]));
+      default:
+        return static_cast<Result>(to_float(static_cast<const __nv_bfloat16*>(data)[place]));
+    }
+  }
+};
+
+// A vector of int32 or int64 with any stride.
+struct Indices {
+  const void* data;
+  int64_t stride;
+  bool wide;
+
+  explicit Indices(const torch::stable::Tensor& x)
+      : data(x.const_data_ptr()),
+        stride(x.stride(0)),
+        wide(x.scalar_type() == torch::headeronly::ScalarType::Long) {}
+
+  __device__ __forceinline__ int64_t at(int64_t i) const {
+    return wide ? static_cast<const int64_t*>(data)[i * stride]
+                : static_cast<const int32_t*>(data)[i * stride];
+  }
+};
+
+}  // namespace lightseq

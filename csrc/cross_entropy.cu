@@ -1,0 +1,304 @@
+// Label-smoothed cross entropy of logits [T, V]: T rows (tokens), V classes (vocabulary).
+//
+//   lse       = log sum_j exp(logit[j])
+//   nll       = lse - logit[target]
+//   loss      = (1 - s - s') nll + s' sum_j (lse - logit[j]),   s' = s / (V - 1) for smoothing s
+//   correct   = no class has a larger logit than the target, none before it has as large a one
+//   dlogit[j] = dloss (exp(logit[j] - lse) - s' - (1 - s - s') [j == target])
+//
+//   saved for backward   lse; the logits themselves, which become their gradient in place
+//   bytes moved          forward reads the logits once; backward reads them once and writes them
+//                        once, rows whose target is the pad symbol it only writes
+//   determinism          a row's sums are added in an order that depends on V and on where in a
+//                        line of memory the row begins
+//
+// A block takes one row. Its threads hold several 16-byte loads in flight and keep a running
+// maximum with the sum of exponentials relative to it, so one pass is enough. V may be any number
+// and rows may start anywhere: what is left over at both ends goes to one thread each.
+//
+// A NaN logit makes a NaN lse, and so do an infinite one and a row of -inf, as in the reference; a
+// single -inf is a class of probability 0. A row with a NaN counts as wrong. A target out of range
+// that is not the pad symbol stops the kernel with a device-side assertion.
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cassert>
+#include <cfloat>
+#include <cstdint>
+#include <tuple>
+#include <type_traits>
+
+#include "common/check.h"
+#include "common/columns.cuh"
+#include "common/reduce.cuh"
+#include "common/scalars.cuh"
+#include "common/vec.cuh"
+
+namespace lightseq {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int kFwdThreads = 128, kFwdLoads = 2;  // loads of 8 logits in flight, for each thread
+constexpr int kBwdThreads = 512, kBwdLoads = 4;
+constexpr int kLineBytes = 128;
+constexpr int kSize = kColumnsPerDraw;  // logits of one load
+
+// ---- kernels ----
+
+// A row cut where memory's lines begin: [0, head) one by one, then `vectors` times 8, then the rest
+// one by one. Warps that read and write whole lines keep each other's lines out of their way.
+struct Cut {
+  int head, vectors, scalars;
+
+  template <typename T>
+  __device__ __forceinline__ Cut(const T* row, int classes) {
+    const auto address = static_cast<unsigned>(reinterpret_cast<uintptr_t>(row));
+    head = min(classes, static_cast<int>((-address % kLineBytes) / sizeof(T)));
+    vectors = (classes - head) / kSize;
+    scalars = classes - vectors * kSize;  // fewer than a line and a vector hold: a thread each
+  }
+  __device__ __forceinline__ int column_of_vector(int i) const { return head + i * kSize; }
+  __device__ __forceinline__ int column_of_scalar(int i) const {
+    return i < head ? i : i + vectors * kSize;
+  }
+};
+
+// exp(x - shift). For 16-bit logits in two instructions: the hardware's power of two errs by 2 ulp,
+// and rounding shift * log2(e) costs no more than the rounding of the shift itself.
+template <typename T>
+class ShiftedExponential {
+ public:
+  __device__ __forceinline__ explicit ShiftedExponential(float shift)
+      : shift_(std::is_same_v<T, float> ? shift : -shift * kLog2E) {}
+  __device__ __forceinline__ float operator()(float x) const {
+    if constexpr (std::is_same_v<T, float>) return expf(x - shift_);
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(fmaf(x, kLog2E, shift_)));
+    return power;
+  }
+
+ private:
+  static constexpr float kLog2E = 1.4426950408889634f;
+  float shift_;
+};
+
+// What a thread knows of the logits it has seen.
+template <typename T>
+struct Running {
+  float max = -0.5f * FLT_MAX;  // not -inf: exp(-inf - max) has to be 0
+  float sum = 0.0f;             // of exp(logit - max)
+  float total = 0.0f;           // of the logits
+
+  // Returns the largest.
+  template <int kCount>
+  __device__ __forceinline__ float add(const float (&x)[kCount]) {
+    float top = x[0];
+    float part = x[0];
+#pragma unroll
+    for (int e = 1; e < kCount; ++e) {
+      top = fmaxf(top, x[e]);
+      part += x[e];
+    }
+    total += part;
+    if (top > max) {
+      sum *= ShiftedExponential<T>(top)(max);
+      max = top;
+    }
+    const ShiftedExponential<T> exponential(max);
+    part = 0.0f;
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) part += exponential(x[e]);
+    sum += part;
+    return top;
+  }
+};
+
+struct Rows {
+  int64_t stride;
+  int classes;
+  Indices target;
+  int64_t padding_idx;
+  float share, own;  // weight of every class's negative log-probability, further of the target's
+};
+
+template <typename T, bool kAccuracy>
+__global__ void __launch_bounds__(kFwdThreads)
+    cross_entropy_fwd_kernel(const T* __restrict__ logits, const Rows rows,
+                             float* __restrict__ loss, float* __restrict__ nll,
+                             float* __restrict__ lse, bool* __restrict__ correct) {
+  const T* const row = logits + blockIdx.x * rows.stride;
+  const Cut cut(row, rows.classes);
+  const int64_t wanted = rows.target.at(blockIdx.x);
+  const bool is_pad = wanted == rows.padding_idx;
+  assert(is_pad || (wanted >= 0 && wanted < rows.classes && "target in [0, V)"));
+  const int target = static_cast<int>(wanted);
+  const float mine = is_pad ? 0.0f : to_float(row[target]);
+
+  Running<T> seen;
+  bool beaten = false;  // by a larger logit, or by as large a one before the target's vector
+  if (static_cast<int>(threadIdx.x) < cut.scalars) {
+    const int column = cut.column_of_scalar(threadIdx.x);
+    const float x[1] = {to_float(row[column])};
+    const float top = seen.add(x);
+    if constexpr (kAccuracy) beaten = column < target ? top >= mine : top > mine;
+  }
+  for (int first = threadIdx.x; first < cut.vectors; first += kFwdThreads * kFwdLoads) {
+    Columns<T> logit[kFwdLoads];
+#pragma unroll
+    for (int u = 0; u < kFwdLoads; ++u) {
+      const int i = first + u * kFwdThreads;
+      if (i < cut.vectors) logit[u].load_streaming(row + cut.column_of_vector(i));
+    }
+#pragma unroll
+    for (int u = 0; u < kFwdLoads; ++u) {
+      const int i = first + u * kFwdThreads;
+      if (i >= cut.vectors) break;
+      float x[kSize];
+      logit[u].unpack(x);
+      const float top = seen.add(x);
+      if constexpr (kAccuracy) {
+        beaten |= cut.column_of_vector(i) + kSize <= target ? top >= mine : top > mine;
+      }
+    }
+  }
+
+  const float max = block_reduce<kFwdThreads>(seen.max, Max{});
+  const float sum =
+      block_reduce<kFwdThreads>(seen.sum * ShiftedExponential<T>(max)(seen.max), Sum{});
+  const float total = block_reduce<kFwdThreads>(seen.total, Sum{});
+  if constexpr (kAccuracy) beaten = __syncthreads_or(beaten);
+  if (threadIdx.x > 0) return;
+  const float log_sum = sum > 0.0f ? max + logf(sum) : NAN;
+  const float own_loss = log_sum - mine;
+  const float all_losses = static_cast<float>(rows.classes) * log_sum - total;
+  lse[blockIdx.x] = log_sum;
+  nll[blockIdx.x] = is_pad ? 0.0f : own_loss;
+  loss[blockIdx.x] = is_pad              ? 0.0f
+                     : rows.share > 0.0f ? rows.own * own_loss + rows.share * all_losses
+                                         : own_loss;
+  if constexpr (kAccuracy) {
+    for (int i = ::max(0, target - kSize + 1); i < target && !beaten; ++i) {
+      beaten = to_float(row[i]) >= mine;
+    }
+    const bool has_nan = isnan(log_sum) && !isinf(mine);
+    correct[blockIdx.x] = !is_pad && !beaten && !has_nan;
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kBwdThreads)
+    cross_entropy_bwd_kernel(T* __restrict__ logits, const Rows rows, const Floats dloss,
+                             const Floats lse) {
+  T* const row = logits + blockIdx.x * rows.stride;
+  const Cut cut(row, rows.classes);
+  const int64_t wanted = rows.target.at(blockIdx.x);
+  if (wanted == rows.padding_idx) {  // not read: the row may hold anything
+    const Columns<T> zeros = {};
+    for (int i = threadIdx.x; i < cut.vectors; i += kBwdThreads) {
+      zeros.store(row + cut.column_of_vector(i));
+    }
+    if (static_cast<int>(threadIdx.x) < cut.scalars) {
+      row[cut.column_of_scalar(threadIdx.x)] = from_float<T>(0.0f);
+    }
+    return;
+  }
+  const int target = static_cast<int>(wanted);
+  const float scale = dloss.at<float>(blockIdx.x);
+  const ShiftedExponential<T> exponential(lse.at<float>(blockIdx.x));
+  const auto gradient = [&](float x, int column) {
+    const float p = exponential(x) - rows.share;
+    return scale * (column == target ? p - rows.own : p);
+  };
+
+  for (int first = threadIdx.x; first < cut.vectors; first += kBwdThreads * kBwdLoads) {
+    Columns<T> logit[kBwdLoads];
+#pragma unroll
+    for (int u = 0; u < kBwdLoads; ++u) {
+      const int i = first + u * kBwdThreads;
+      if (i < cut.vectors) logit[u].load_streaming(row + cut.column_of_vector(i));
+    }
+#pragma unroll
+    for (int u = 0; u < kBwdLoads; ++u) {
+      const int i = first + u * kBwdThreads;
+      if (i >= cut.vectors) break;
+      const int column = cut.column_of_vector(i);
+      float x[kSize];
+      logit[u].unpack(x);
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) x[e] = gradient(x[e], column + e);
+      logit[u].pack(x);
+      logit[u].store(row + column);
+    }
+  }
+  if (static_cast<int>(threadIdx.x) < cut.scalars) {
+    const int column = cut.column_of_scalar(threadIdx.x);
+    row[column] = from_float<T>(gradient(to_float(row[column]), column));
+  }
+}
+
+// ---- launchers ----
+
+Rows rows_of(const char* op, const Tensor& logits, const Tensor& target, double smoothing,
+             int64_t padding_idx) {
+  const int64_t classes = logits.size(1);
+  STD_TORCH_CHECK(classes <= INT32_MAX, op, ": more than 2^31 classes");
+  STD_TORCH_CHECK(logits.stride(1) == 1, op, ": logits must be contiguous in the last dimension");
+  const double share = smoothing > 0.0 ? smoothing / static_cast<double>(classes - 1) : 0.0;
+  return {logits.stride(0), static_cast<int>(classes), Indices(target),
+          padding_idx,      static_cast<float>(share), static_cast<float>(1.0 - smoothing - share)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_fwd(const Tensor& logits,
+                                                             const Tensor& target, double smoothing,
+                                                             int64_t padding_idx, bool accuracy) {
+  const char* const op = "cross_entropy_fwd";
+  const int64_t count = logits.size(0);
+  Tensor loss = torch::stable::new_empty(logits, {count}, ScalarType::Float);
+  Tensor nll = torch::stable::new_empty(logits, {count}, ScalarType::Float);
+  Tensor lse = torch::stable::new_empty(logits, {count}, ScalarType::Float);
+  Tensor correct = torch::stable::new_empty(logits, {accuracy ? count : 0}, ScalarType::Bool);
+  const Rows rows = rows_of(op, logits, target, smoothing, padding_idx);
+  const int32_t device = logits.get_device();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  dispatch_float(logits.scalar_type(), "cross_entropy_fwd: logits", [&](auto zero) {
+    using T = decltype(zero);
+    if (count == 0) return;
+    const auto kernel =
+        accuracy ? cross_entropy_fwd_kernel<T, true> : cross_entropy_fwd_kernel<T, false>;
+    kernel<<<static_cast<unsigned>(count), kFwdThreads, 0, current_stream(device)>>>(
+        static_cast<const T*>(logits.const_data_ptr()), rows, loss.mutable_data_ptr<float>(),
+        nll.mutable_data_ptr<float>(), lse.mutable_data_ptr<float>(),
+        correct.mutable_data_ptr<bool>());
+    check_launch(op);
+  });
+  return {loss, nll, lse, correct};
+}
+
+void cross_entropy_bwd(const Tensor& dloss, Tensor logits, const Tensor& target, const Tensor& lse,
+                       double smoothing, int64_t padding_idx) {
+  const char* const op = "cross_entropy_bwd";
+  const Rows rows = rows_of(op, logits, target, smoothing, padding_idx);
+  const int32_t device = logits.get_device();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  dispatch_float(logits.scalar_type(), "cross_entropy_bwd: logits", [&](auto zero) {
+    using T = decltype(zero);
+    if (logits.size(0) == 0) return;
+    cross_entropy_bwd_kernel<T>
+        <<<static_cast<unsigned>(logits.size(0)), kBwdThreads, 0, current_stream(device)>>>(
+            static_cast<T*>(logits.mutable_data_ptr()), rows, Floats(dloss), Floats(lse));
+    check_launch(op);
+  });
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
+  m.impl("cross_entropy_fwd", TORCH_BOX(&cross_entropy_fwd));
+  m.impl("cross_entropy_bwd", TORCH_BOX(&cross_entropy_bwd));
+}
+
+}  // namespace
+}  // namespace lightseq
