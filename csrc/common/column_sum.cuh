@@ -40,6 +40,20 @@ inline Gradient gradient_of(const char* op, const char* name,
   return {tensor->mutable_data_ptr(), tensor->scalar_type()};
 }
 
+// Lets add_partials() start its kernel while the last blocks of this one are still at work (on GPUs
+// that can, from compute capability 9.0 on). It waits for them before it reads what they leave.
+__device__ __forceinline__ void start_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 template <typename T>
 __device__ __forceinline__ void store_gradient(void* data, int64_t i, float x, bool accumulate) {
   T* const target = static_cast<T*>(data) + i;
@@ -53,11 +67,12 @@ __device__ __forceinline__ void store_gradient(void* data, int64_t i, float x, b
 // A block adds 32 columns: its warps share out the rows of partials, then every warp takes a
 // column.
 static __global__ void __launch_bounds__(kWarp* kWarp)
-    column_sum_kernel(const float* __restrict__ partials, int64_t blocks, int64_t columns,
+    column_sum_kernel(const float* partials, int64_t blocks, int64_t columns,
                       const __grid_constant__ Gradients gradients, bool accumulate) {
   using torch::headeronly::ScalarType;
   const Gradient& gradient = gradients.of[blockIdx.y];
   if (gradient.data == nullptr) return;
+  wait_for_previous_kernel();
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kWarp;
   float sum = 0.0f;
   if (first + threadIdx.x < columns) {
@@ -88,8 +103,19 @@ inline void add_partials(const float* partials, int64_t blocks, int64_t columns,
                          const Gradients& gradients, bool accumulate, cudaStream_t stream) {
   if (columns == 0) return;
   const dim3 grid(static_cast<unsigned>((columns + kWarp - 1) / kWarp), sums);
-  column_sum_kernel<<<grid, dim3(kWarp, kWarp), 0, stream>>>(partials, blocks, columns, gradients,
-                                                             accumulate);
+  int device = 0, major = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(kWarp, kWarp);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = major >= 9 ? 1 : 0;
+  cudaLaunchKernelEx(&config, column_sum_kernel, partials, blocks, columns, gradients, accumulate);
   check_launch("column_sum");
 }
 

@@ -1,0 +1,394 @@
+// What stands between the two GEMMs of a feed-forward: T rows (tokens), F columns (ffn width).
+//
+//   y     = dropout(activation(x + bias))          activation: identity, relu, gelu, gelu_accurate
+//   dx    = dropout(dy) * activation'(x + bias)    the same dropout bits, drawn again
+//   dbias = column sum of dx
+//
+//   saved for backward   nothing but x itself
+//   bytes moved          forward x and y; backward dy, x (not for identity) and dx
+//   determinism          dbias is added up in an order that depends on the sizes alone
+//
+// A warp stands on 256 columns, eight a lane, and walks down the rows: bias and the lane's share of
+// dbias stay in registers. It holds the loads of several rows in flight. The warps of a block share
+// the columns and take turns in the rows; what they have summed for dbias they add up at the end.
+//
+// NaN survives every activation, relu included: the gradient norm has to see it.
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+
+#include "common/check.h"
+#include "common/column_sum.cuh"
+#include "common/columns.cuh"
+#include "common/optional.h"
+
+namespace lightseq {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int kWarps = 8;
+constexpr int kColumnsPerBlock = kWarp * kColumnsPerDraw;
+// Blocks that a multiprocessor holds, which bounds the registers of a thread. Code for the later
+// GPUs needs a few more of them.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kFwdBlocks = 2;
+#else
+constexpr int kFwdBlocks = 4;
+#endif
+constexpr int kBwdBlocks = 3;
+constexpr int64_t kMaxGridY = 65535;
+
+enum class Activation { kIdentity, kRelu, kGelu, kGeluAccurate };
+
+constexpr float kLog2E = 1.44269504088896341f;
+constexpr float kSqrtHalf = 0.70710678118654752f;       // 1 / sqrt(2)
+constexpr float kSqrtTwoOverPi = 0.79788456080286536f;  // sqrt(2 / pi)
+constexpr float kGeluCubic = 0.044715f;
+
+// The hardware's approximations, good to 2 units in the last place. CUDA's own functions spend
+// several instructions more on denormal numbers, which are as good as zero here.
+__device__ __forceinline__ float exp2_approximate(float x) {
+  asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x;
+}
+__device__ __forceinline__ float reciprocal_approximate(float x) {
+  asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x;
+}
+
+// The probability that a normal variable exceeds |v|.
+//
+// With erff, gelu in 16 bits takes longer to compute than to read and write. There, 2 to the power
+// of a polynomial stands in for it: fitted to log2 of the probability on [0, 7], its relative error
+// is below 6e-6 up to |v| = 4 and 4e-5 up to 5.5, where float16 resolves 5e-4; beyond, it falls to
+// 0.
+template <typename T>
+__device__ __forceinline__ float normal_tail(float v) {
+  const float a = fabsf(v);
+  if constexpr (sizeof(T) == sizeof(float)) return 0.5f - 0.5f * erff(a * kSqrtHalf);
+  float log2 = -1.68377596e-6f;
+  log2 = fmaf(log2, a, 5.90210802e-5f);
+  log2 = fmaf(log2, a, -9.13685828e-4f);
+  log2 = fmaf(log2, a, 8.45482573e-3f);
+  log2 = fmaf(log2, a, -5.38768210e-2f);
+  log2 = fmaf(log2, a, -0.458524436f);
+  log2 = fmaf(log2, a, -1.15123546f);
+  log2 = fmaf(log2, a, -0.999995947f);
+  return exp2_approximate(log2);
+}
+
+// gelu_accurate is v * sigmoid(2u), as (1 + tanh(u)) / 2 = sigmoid(2u) = 1 / (1 + exp(-2u)). The
+// bound of the exponent keeps the exponential finite, for the derivative.
+__device__ __forceinline__ float exponential_of_gelu(float v) {
+  const float u = v * fmaf(kSqrtTwoOverPi * kGeluCubic, v * v, kSqrtTwoOverPi);
+  return exp2_approximate(fminf(-2.0f * kLog2E * u, 126.0f));
+}
+
+__device__ __forceinline__ float relu(float v) {
+  asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(v));
+  return v;
+}
+
+template <typename T, Activation kActivation>
+__device__ __forceinline__ float activate(float v) {
+  if constexpr (kActivation == Activation::kRelu) return relu(v);
+  if constexpr (kActivation == Activation::kGelu) return relu(v) - fabsf(v) * normal_tail<T>(v);
+  if constexpr (kActivation == Activation::kGeluAccurate) {
+    return v * reciprocal_approximate(1.0f + exponential_of_gelu(v));
+  }
+  return v;
+}
+
+// dy times the derivative at v.
+template <typename T, Activation kActivation>
+__device__ __forceinline__ float differentiate(float dy, float v) {
+  if constexpr (kActivation == Activation::kRelu) return v <= 0.0f ? 0.0f : dy;
+  if constexpr (kActivation == Activation::kGelu) {
+    const float tail = normal_tail<T>(v);
+    const float density = exp2_approximate(-0.5f * kLog2E * v * v);  // times sqrt(2 pi)
+    return dy * fmaf(0.5f * kSqrtTwoOverPi * v, density, v < 0.0f ? tail : 1.0f - tail);
+  }
+  if constexpr (kActivation == Activation::kGeluAccurate) {
+    const float exponential = exponential_of_gelu(v);
+    const float s = reciprocal_approximate(1.0f + exponential);
+    const float du = fmaf(3.0f * kSqrtTwoOverPi * kGeluCubic, v * v, kSqrtTwoOverPi);
+    return dy * fmaf(2.0f * v * du, s * s * exponential, s);
+  }
+  return dy;
+}
+
+template <typename T>
+struct Params {
+  const T* dy;  // backward only
+  const T* x;
+  const T* bias;    // null: none
+  T* output;        // y or dx
+  float* partials;  // [gridDim.y, columns] column sums of dx; null: not wanted
+  int64_t dy_stride, x_stride;
+  int64_t rows, columns;
+  DropoutFactors dropout;
+};
+
+// -0 changes nothing that it is added to, not even the sign of a zero.
+template <typename T>
+__device__ __forceinline__ void load_bias(const T* bias, int64_t column,
+                                          float (&values)[kColumnsPerDraw]) {
+#pragma unroll
+  for (int e = 0; e < kColumnsPerDraw; ++e) values[e] = -0.0f;
+  if (bias == nullptr) return;
+  Columns<T> packed;
+  packed.load(bias + column);
+  packed.unpack(values);
+}
+
+// A block takes kUnroll * kWarps neighbouring rows at a time, each warp every kWarps-th of them.
+template <int kUnroll>
+__device__ __forceinline__ int64_t first_row() {
+  return static_cast<int64_t>(blockIdx.y) * (kUnroll * kWarps) + threadIdx.y;
+}
+template <int kUnroll>
+__device__ __forceinline__ int64_t rows_per_step() {
+  return static_cast<int64_t>(gridDim.y) * (kUnroll * kWarps);
+}
+// How many rows there are from this one on, as far as one step reaches.
+template <int kUnroll>
+__device__ __forceinline__ int rows_left(int64_t rows, int64_t row) {
+  return static_cast<int>(min(rows - row, static_cast<int64_t>(kUnroll * kWarps)));
+}
+
+template <int kUnroll>
+__device__ __forceinline__ void draw_rows(const DropoutFactors& dropout, const Rng& rng,
+                                          int64_t row, int64_t group, uint32_t (&keep)[kUnroll]) {
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) keep[u] = kKeepAll;
+  if (!dropout.drops()) return;
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) keep[u] = dropout.draw(rng, row + u * kWarps, group);
+}
+
+template <typename T, Activation kActivation, int kUnroll>
+__global__ void __launch_bounds__(kWarp* kWarps, kFwdBlocks)
+    bias_activation_dropout_fwd_kernel(Params<T> p) {
+  const int64_t group = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
+  const int64_t column = group * kColumnsPerDraw;
+  if (column >= p.columns) return;
+  float bias[kColumnsPerDraw];
+  load_bias(p.bias, column, bias);
+  const Rng rng(p.dropout.dropout.rng);
+  for (int64_t row = first_row<kUnroll>(); row < p.rows; row += rows_per_step<kUnroll>()) {
+    const int left = rows_left<kUnroll>(p.rows, row);
+    const T* const x_row = p.x + row * p.x_stride + column;
+    T* const y_row = p.output + row * p.columns + column;
+    Columns<T> x[kUnroll] = {};
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (u * kWarps < left) x[u].load_streaming(x_row + u * kWarps * p.x_stride);
+    }
+    uint32_t keep[kUnroll];
+    draw_rows(p.dropout, rng, row, group, keep);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      float y[kColumnsPerDraw];
+      x[u].unpack(y);
+#pragma unroll
+      for (int e = 0; e < kColumnsPerDraw; ++e) y[e] = activate<T, kActivation>(y[e] + bias[e]);
+      p.dropout.apply(keep[u], y);
+      x[u].pack(y);
+      if (u * kWarps < left) x[u].store(y_row + u * kWarps * p.columns);
+    }
+  }
+}
+
+template <typename T, Activation kActivation, int kUnroll>
+__global__ void __launch_bounds__(kWarp* kWarps, kBwdBlocks)
+    bias_activation_dropout_bwd_kernel(Params<T> p) {
+  constexpr bool kReadsX = kActivation != Activation::kIdentity;
+  const int64_t group = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
+  const int64_t column = group * kColumnsPerDraw;
+  const int64_t rows = column < p.columns ? p.rows : 0;
+  float bias[kColumnsPerDraw] = {};
+  if (rows > 0) load_bias(p.bias, column, bias);
+  float dbias[kColumnsPerDraw] = {};
+  const Rng rng(p.dropout.dropout.rng);
+  for (int64_t row = first_row<kUnroll>(); row < rows; row += rows_per_step<kUnroll>()) {
+    const int left = rows_left<kUnroll>(rows, row);
+    const T* const dy_row = p.dy + row * p.dy_stride + column;
+    const T* const x_row = p.x + row * p.x_stride + column;
+    T* const dx_row = p.output + row * p.columns + column;
+    Columns<T> dy[kUnroll] = {}, x[kUnroll] = {};  // rows beyond the last: dx is zero
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (u * kWarps < left) {
+        dy[u].load_streaming(dy_row + u * kWarps * p.dy_stride);
+        if constexpr (kReadsX) x[u].load_streaming(x_row + u * kWarps * p.x_stride);
+      }
+    }
+    uint32_t keep[kUnroll];
+    draw_rows(p.dropout, rng, row, group, keep);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      float dx[kColumnsPerDraw], before[kColumnsPerDraw] = {};
+      dy[u].unpack(dx);
+      if constexpr (kReadsX) x[u].unpack(before);
+      p.dropout.apply(keep[u], dx);
+#pragma unroll
+      for (int e = 0; e < kColumnsPerDraw; ++e) {
+        dx[e] = differentiate<T, kActivation>(dx[e], before[e] + bias[e]);
+        dbias[e] += dx[e];
+      }
+      dy[u].pack(dx);
+      if (u * kWarps < left) dy[u].store(dx_row + u * kWarps * p.columns);
+    }
+  }
+  if (p.partials == nullptr) return;
+  start_next_kernel();
+
+  __shared__ float of_warp[kWarps][kColumnsPerBlock];
+#pragma unroll
+  for (int e = 0; e < kColumnsPerDraw; ++e) {
+    of_warp[threadIdx.y][threadIdx.x * kColumnsPerDraw + e] = dbias[e];
+  }
+  __syncthreads();
+  const int i = threadIdx.y * kWarp + threadIdx.x;  // one of the block's columns
+  const int64_t target = static_cast<int64_t>(blockIdx.x) * kColumnsPerBlock + i;
+  if (target >= p.columns) return;
+  float sum = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) sum += of_warp[warp][i];
+  p.partials[blockIdx.y * p.columns + target] = sum;
+}
+
+Activation activation_of(const char* op, const std::string& name) {
+  if (name == "identity") return Activation::kIdentity;
+  if (name == "relu") return Activation::kRelu;
+  if (name == "gelu") return Activation::kGelu;
+  STD_TORCH_CHECK(name == "gelu_accurate", op, ": no activation is called ", name);
+  return Activation::kGeluAccurate;
+}
+
+void check_inputs(const char* op, const Tensor& x, const std::optional<Tensor>& bias) {
+  STD_TORCH_CHECK(x.dim() == 2, op, ": x must have two dimensions");
+  check_rows(op, "x", x);
+  if (bias.has_value()) check_rows(op, "bias", *bias);
+}
+
+template <typename Function>
+void dispatch_activation(Activation activation, Function&& function) {
+  switch (activation) {
+    case Activation::kIdentity:
+      return function(std::integral_constant<Activation, Activation::kIdentity>{});
+    case Activation::kRelu:
+      return function(std::integral_constant<Activation, Activation::kRelu>{});
+    case Activation::kGelu:
+      return function(std::integral_constant<Activation, Activation::kGelu>{});
+    case Activation::kGeluAccurate:
+      return function(std::integral_constant<Activation, Activation::kGeluAccurate>{});
+  }
+}
+
+// Rows whose loads a thread has in flight: 64 bytes of every tensor in forward, 32 in backward.
+template <typename T>
+constexpr int kFwdUnroll = 8 / sizeof(T);
+template <typename T>
+constexpr int kBwdUnroll = 4 / sizeof(T);
+
+int64_t blocks_over_columns(int64_t columns) {
+  return (columns + kColumnsPerBlock - 1) / kColumnsPerBlock;
+}
+
+Tensor bias_activation_dropout_fwd(const Tensor& x, std::optional<Tensor> bias,
+                                   std::string activation, double p, const Tensor& rng,
+                                   int64_t site) {
+  const char* const op = "bias_activation_dropout_fwd";
+  const Activation which = activation_of(op, activation);
+  check_inputs(op, x, bias);
+  Tensor y = torch::stable::new_empty(x, {x.size(0), x.size(1)});
+  if (y.numel() == 0) return y;
+
+  const int32_t device = x.get_device();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  dispatch_float(x.scalar_type(), "bias_activation_dropout_fwd: x", [&](auto zero) {
+    using T = decltype(zero);
+    constexpr int64_t kRows = kWarps * kFwdUnroll<T>;
+    const Params<T> params{
+        nullptr,          data_of<T>(x),
+        data_of<T>(bias), static_cast<T*>(y.mutable_data_ptr()),
+        nullptr,          0,
+        x.stride(0),      x.size(0),
+        x.size(1),        DropoutFactors(rng.const_data_ptr<int64_t>(), site, p)};
+    const dim3 grid(blocks_over_columns(params.columns),
+                    std::min(kMaxGridY, (params.rows + kRows - 1) / kRows));
+    dispatch_activation(which, [&](auto chosen) {
+      bias_activation_dropout_fwd_kernel<T, chosen.value, kFwdUnroll<T>>
+          <<<grid, dim3(kWarp, kWarps), 0, current_stream(device)>>>(params);
+    });
+  });
+  check_launch(op);
+  return y;
+}
+
+Tensor bias_activation_dropout_bwd(const Tensor& dy, const Tensor& x, std::optional<Tensor> bias,
+                                   std::string activation, double p, const Tensor& rng,
+                                   int64_t site, std::optional<Tensor> dbias, bool accumulate) {
+  const char* const op = "bias_activation_dropout_bwd";
+  const Activation which = activation_of(op, activation);
+  check_inputs(op, x, bias);
+  check_rows(op, "dy", dy);
+  const Gradients gradients{{gradient_of(op, "dbias", dbias)}};
+  const int64_t rows = x.size(0), columns = x.size(1);
+  Tensor dx = torch::stable::new_empty(x, {rows, columns});
+
+  const int32_t device = x.get_device();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const cudaStream_t stream = current_stream(device);
+  dispatch_float(x.scalar_type(), "bias_activation_dropout_bwd: x", [&](auto zero) {
+    using T = decltype(zero);
+    constexpr int64_t kRows = kWarps * kBwdUnroll<T>;
+    const int64_t over_columns = std::max<int64_t>(1, blocks_over_columns(columns));
+    const int64_t resident = resident_blocks(device, kBwdBlocks);
+    // As many rows of blocks as run side by side: each leaves a row of partial sums.
+    const int64_t blocks =
+        std::min((rows + kRows - 1) / kRows, std::max<int64_t>(1, resident / over_columns));
+    Tensor partials =
+        torch::stable::new_empty(x, {dbias.has_value() ? blocks : 0, columns}, ScalarType::Float);
+    if (rows > 0 && columns > 0) {
+      const Params<T> params{data_of<T>(dy),
+                             data_of<T>(x),
+                             data_of<T>(bias),
+                             static_cast<T*>(dx.mutable_data_ptr()),
+                             dbias.has_value() ? partials.mutable_data_ptr<float>() : nullptr,
+                             dy.stride(0),
+                             x.stride(0),
+                             rows,
+                             columns,
+                             DropoutFactors(rng.const_data_ptr<int64_t>(), site, p)};
+      const dim3 grid(over_columns, blocks);
+      dispatch_activation(which, [&](auto chosen) {
+        bias_activation_dropout_bwd_kernel<T, chosen.value, kBwdUnroll<T>>
+            <<<grid, dim3(kWarp, kWarps), 0, stream>>>(params);
+      });
+      check_launch(op);
+    }
+    if (dbias.has_value()) {
+      add_partials(partials.const_data_ptr<float>(), blocks, columns, 1, gradients, accumulate,
+                   stream);
+    }
+  });
+  return dx;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
+  m.impl("bias_activation_dropout_fwd", TORCH_BOX(&bias_activation_dropout_fwd));
+  m.impl("bias_activation_dropout_bwd", TORCH_BOX(&bias_activation_dropout_bwd));
+}
+
+}  // namespace
+}  // namespace lightseq
