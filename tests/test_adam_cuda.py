@@ -135,6 +135,7 @@ def test_norm(size, dtype):
     assert torch.equal(norm, ops.adam_norm(grad))
 
 
+@pytest.mark.large
 def test_more_elements_than_32_bits_count():
     size = 2**31 + 5
     grad = torch.zeros(size, dtype=torch.bfloat16, device="cuda")

@@ -189,6 +189,7 @@ def test_gradients_of_the_loss(dloss_dtype):
     torch.testing.assert_close(results[0].cpu(), expected)
 
 
+@pytest.mark.large
 def test_65k_tokens_of_43k_classes():
     """More logits than 32 bits count."""
     rows, classes = 65536, 43000

@@ -185,6 +185,7 @@ def test_strided_rows():
     assert torch.equal(batch.forward(0.1), y)
 
 
+@pytest.mark.large
 def test_more_elements_than_32_bits_count():
     rows, width = 2**21 + 3, 1032
     weight = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)

@@ -88,6 +88,7 @@ def test_kernel_draws_the_reference_bits(seed, micro_batch, site, p, rows, colum
     assert torch.equal(mask.cpu(), expected)
 
 
+@pytest.mark.large
 @pytest.mark.gpu
 def test_more_elements_than_32_bits_count():
     rows, columns = 2**22 + 1, 1024
