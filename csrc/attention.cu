@@ -1,0 +1,255 @@
+// Attention over packed sentences, forward. Backward is attention_bwd.cu; common/attention.cuh says
+// how both cut up the work.
+//
+//   out = dropout(softmax(scale * q k^T)) v       inside each sentence and head
+//
+// A warp owns 16 queries and holds their scores with up to 32 keys in registers at a time. Softmax
+// is online (a running maximum and sum, Milakov and Gimelshein 2018), so that sentences of any
+// length take the same path; no score leaves the chip.
+//
+//   saved for backward   out, and lse = log(sum of exp(scores)), float32 [T, H]
+//   bytes moved          q, k, v read, out and lse written, once each where a sentence fits into a
+//                        tile; a longer one's k and v are read again by each tile of its queries,
+//                        from the cache
+//   determinism          no atomics; every number is summed in a fixed order, which depends on the
+//                        sentence alone and not on the batch around it
+//
+// Dropped probabilities are zeros in the second product; the sum of the row counts them, as softmax
+// comes before dropout. Their bits are drawn into shared memory while keys and values are on their
+// way there.
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "common/attention.cuh"
+
+namespace lightseq {
+namespace {
+
+using namespace attention;
+
+// A row's exponentials are taken relative to `shift`, which follows the running maximum only when
+// that has outgrown it by kTolerance: rescaling is rare then, and exp(8) overflows nothing.
+constexpr float kTolerance = 8.0f;
+
+template <typename T>
+struct FwdParams {
+  Work work;
+  Packed<const T> q, k, v;
+  Packed<T> out;
+  float* lse;
+  int rows;  // of q
+  float scale;
+  float keep_scale;  // 1 / (1 - p)
+  Dropout dropout;
+};
+
+// Small blocks, of which many share a multiprocessor: some load while others compute.
+template <typename T, int kWidth>
+constexpr int kRows = kTileRows<64, T, kWidth>;
+template <typename T, int kWidth>
+constexpr int kThreads = kRows<T, kWidth> / kWarpRows * kWarp;
+
+template <typename T, int kWidth>
+struct FwdTiles {
+  Tile<T, kRows<T, kWidth>, kWidth> q, k, v;
+  Keep<kRows<T, kWidth>> keep;
+};
+
+// Softmax so far of a warp's queries: results, and of rows g and g + 8 the shift and the lane's
+// part of the sum.
+template <int kWidth>
+struct Softmax {
+  float o[kWidth / 8][4] = {};
+  float shift[2] = {}, sum[2] = {};
+};
+
+// kChunk keys more. The first of them is the sentence's number `key`, lies in row `row_k` of the
+// tiles and has its bits in word `word`. The warp's first query sees keys below clear_end.
+template <int kChunk, typename T, int kWidth>
+__device__ __forceinline__ void attend(Softmax<kWidth>& state, FwdTiles<T, kWidth>& tiles,
+                                       const FwdParams<T>& p, const Unit& unit, const Place& place,
+                                       int key, int row_k, int word, int clear_end) {
+  const float scale = p.scale * Base<T>::kLogE;
+  float s[kChunk / 8][4];
+  multiply_nt<T, kWidth>(s, tiles.q.row(place.row), tiles.k.row(row_k));
+  if (key + kChunk > clear_end) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int query = place.position + lane_row() + half * 8;
+      const int end = p.work.causal ? min(unit.length_k, query + 1) : unit.length_k;
+      const uint32_t visible = low_bits(end - (key + lane_column()));
+#pragma unroll
+      for (int n = 0; n < kChunk / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (!(visible >> (n * 8 + e) & 1u)) s[n][half * 2 + e] = -INFINITY;
+        }
+      }
+    }
+  }
+
+  float largest[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float x = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < kChunk / 8; ++n) {
+      x = fmaxf(x, fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
+    }
+    x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
+    largest[half] = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
+  }
+  const float tolerance = kTolerance / scale;
+  const bool outgrown =
+      largest[0] > state.shift[0] + tolerance || largest[1] > state.shift[1] + tolerance;
+  if (key == 0) {
+    state.shift[0] = largest[0];
+    state.shift[1] = largest[1];
+  } else if (__any_sync(kAllLanes, outgrown)) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float next = fmaxf(state.shift[half], largest[half]);
+      const float shrink = Base<T>::exp((state.shift[half] - next) * scale);
+      state.shift[half] = next;
+      state.sum[half] *= shrink;
+#pragma unroll
+      for (int n = 0; n < kWidth / 8; ++n) {
+        state.o[n][half * 2] *= shrink;
+        state.o[n][half * 2 + 1] *= shrink;
+      }
+    }
+  }
+
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float offset = -state.shift[half] * scale;
+    uint32_t keep = ~0u;
+    if (p.dropout.threshold > 0) {
+      keep = tiles.keep[place.row + lane_row() + half * 8][word] >> lane_column();
+    }
+#pragma unroll
+    for (int n = 0; n < kChunk / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& score = s[n][half * 2 + e];
+        const float probability = Base<T>::exp(fmaf(score, scale, offset));
+        state.sum[half] += probability;
+        score = keep >> (n * 8 + e) & 1u ? probability : 0.0f;
+      }
+    }
+  }
+  multiply_nn<T, kWidth>(state.o, s, tiles.v.row(row_k));
+}
+
+template <typename T, int kWidth>
+__global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads<T, kWidth>>)  //
+    void attention_fwd_kernel(const FwdParams<T> p) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  FwdTiles<T, kWidth>& tiles = *reinterpret_cast<FwdTiles<T, kWidth>*>(shared);
+  const Work& work = p.work;
+
+  if (blockIdx.x >= work.blocks) {
+    const int first = work.cu_q[work.sentences];
+    zero_rows(p.out, first, p.rows, work);
+    for (int row = first + blockIdx.x - work.blocks; row < p.rows; row += kZeroBlocks) {
+      for (int head = threadIdx.x; head < work.heads; head += blockDim.x) {
+        p.lse[static_cast<int64_t>(row) * work.heads + head] = 0.0f;
+      }
+    }
+    return;
+  }
+
+  for_each_unit<kRows<T, kWidth>>(work, kQueries, [&](const Unit& unit) {
+    const Place place(unit);
+    const bool works = place.exists && place.position < unit.length_q;
+    // Keys that the tile's and the warp's last query and the warp's first query see.
+    const int tile_end = min(unit.length_k, work.causal ? unit.start + unit.slot() : INT_MAX);
+    const int warp_end = min(unit.length_k, work.causal ? place.position + kWarpRows : INT_MAX);
+    const int clear_end = min(unit.length_k, work.causal ? place.position + 1 : INT_MAX);
+
+    Softmax<kWidth> state;
+    for (int tile = 0; tile < tile_end; tile += unit.slot()) {
+      if (tile == 0) {
+        load_tiles({&tiles.q}, {p.q}, unit, unit.first_q + unit.start, unit.length_q - unit.start,
+                   work.width);
+      } else {
+        __syncthreads();
+      }
+      load_tiles({&tiles.k, &tiles.v}, {p.k, p.v}, unit, unit.first_k + tile, unit.length_k - tile,
+                 work.width);
+      draw<2>(tiles.keep, p.dropout, work, unit, unit.start, tile);
+      wait_for_copies();
+      __syncthreads();
+      if (!works) continue;
+      if (unit.slot() == 16) {
+        attend<16>(state, tiles, p, unit, place, 0, place.slot, 0, clear_end);
+        continue;
+      }
+#pragma unroll 1
+      for (int chunk = 0; chunk < min(unit.slot(), warp_end - tile); chunk += 32) {
+        attend<32>(state, tiles, p, unit, place, tile + chunk, place.slot + chunk, chunk / 32,
+                   clear_end);
+      }
+    }
+
+    if (!works) return;
+    const float scale = p.scale * Base<T>::kLogE;
+    float factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int position = place.position + lane_row() + half * 8;
+      float total = state.sum[half] + __shfl_xor_sync(kAllLanes, state.sum[half], 1);
+      total += __shfl_xor_sync(kAllLanes, total, 2);
+      const bool sees = unit.length_k > 0;
+      factor[half] = sees ? __fdividef(p.keep_scale, total) : 0.0f;
+      if (lane_column() == 0 && position < unit.length_q) {
+        p.lse[static_cast<int64_t>(unit.first_q + position) * work.heads + place.head] =
+            sees ? (state.shift[half] * scale + Base<T>::log(total)) * Base<T>::kLn : 0.0f;
+      }
+    }
+    store_rows<T, kWidth>(p.out, tiles.q.row(place.row), state.o, factor[0], factor[1], place.head,
+                          unit.first_q + place.position, unit.length_q - place.position,
+                          work.width);
+  });
+}
+
+std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
+                                         const Tensor& cu_q, const Tensor& cu_k, int64_t /*max_q*/,
+                                         int64_t /*max_k*/, bool causal, double scale,
+                                         double dropout_p, const Tensor& rng, int64_t site) {
+  constexpr const char* kOp = "attention_fwd";
+  const int32_t device = q.get_device();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  Tensor out, lse;
+  dispatch(kOp, q, [&](auto zero, auto tile_width) {
+    using T = decltype(zero);
+    constexpr int kWidth = decltype(tile_width)::value;
+    FwdParams<T> p;
+    p.q = packed<const T>(kOp, "q", q);
+    p.k = packed<const T>(kOp, "k", k);
+    p.v = packed<const T>(kOp, "v", v);
+    p.dropout = dropout_of(kOp, rng, site, dropout_p);
+    out = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2)});
+    lse = torch::stable::new_empty(q, {q.size(0), q.size(1)}, ScalarType::Float);
+    STD_TORCH_CHECK(scale > 0.0, kOp, ": scale must be positive on a GPU, is ", scale);
+    if (out.numel() == 0) return;
+    p.out = packed<T>(kOp, "out", out);
+    p.lse = lse.mutable_data_ptr<float>();
+    p.rows = static_cast<int>(q.size(0));
+    p.scale = static_cast<float>(scale);
+    p.keep_scale = static_cast<float>(1.0 / (1.0 - dropout_p));
+    p.work = work_of(kOp, q, k, cu_q, cu_k, causal, kRows<T, kWidth>);
+    launch(kOp, attention_fwd_kernel<T, kWidth>, p, kThreads<T, kWidth>,
+           sizeof(FwdTiles<T, kWidth>), device);
+  });
+  return {out, lse};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) { m.impl("attention_fwd", TORCH_BOX(&attention_fwd)); }
+
+}  // namespace
+}  // namespace lightseq

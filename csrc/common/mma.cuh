@@ -1,0 +1,230 @@
+// Products of small tiles that lie in shared memory, computed by single warps.
+//
+//   multiply_nt   c[16, N]  = a[16, W] b[N, W]^T
+//   multiply_nn   c[16, W] += p[16, N] b[N, W]       p in registers, as multiply_nt left it
+//   multiply_tn   c[16, W] += a[K, 16]^T b[K, W]
+//
+// 16-bit numbers go through the tensor cores (mma.sync m16n8k16: every GPU from sm_80 on), float32
+// through fused multiply-adds, so that it keeps all of its 24 bits. Sums are float32.
+//
+// A result of N columns is float c[N / 8][4] in every lane. Lane 4g + t holds, of columns
+// 8n ... 8n + 7, columns 2t and 2t + 1 of row g in c[n][0], c[n][1] and of row g + 8 in c[n][2],
+// c[n][3]. Two neighbouring blocks of such columns are the left operand of the next product, which
+// is why probabilities need not leave the registers.
+//
+// A tile's rows are kStride numbers apart, 16 bytes more than their width: eight rows then start in
+// eight different groups of four banks, and neither ldmatrix nor 16-byte reads meet a conflict.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/reduce.cuh"
+#include "common/vec.cuh"
+
+namespace lightseq {
+
+template <typename T, int kWidth>
+constexpr int kStride = kWidth + Vec<T>::kSize;
+
+// Where a result's first number in this lane lies.
+__device__ __forceinline__ int lane_row() { return threadIdx.x % kWarp / 4; }
+__device__ __forceinline__ int lane_column() { return threadIdx.x % 4 * 2; }
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Starts to copy 16 bytes from global to shared memory; zeros where !valid, and nothing is read.
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)),
+               "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_all;\n" ::: "memory");
+}
+
+// Four 8x8 blocks of 16-bit numbers; lane l gives the address of row l % 8 of block l / 8.
+__device__ __forceinline__ void load_blocks(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+__device__ __forceinline__ void load_blocks_transposed(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// Two numbers as 16-bit T, in one register.
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float first, float second) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void store_pair(T* to, float first, float second) {
+  if constexpr (sizeof(T) == 2) {
+    *reinterpret_cast<uint32_t*>(to) = pack<T>(first, second);
+  } else {
+    *reinterpret_cast<float2*>(to) = {first, second};
+  }
+}
+
+// c[16, 8] += a[16, 16] b[16, 8]
+template <typename T>
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};\n"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};\n"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+// c's rows g += low * row, rows g + 8 += high * row; `row` points at the lane's first column.
+template <int kWidth>
+__device__ __forceinline__ void multiply_add_row(float (&c)[kWidth / 8][4], float low, float high,
+                                                 const float* row) {
+#pragma unroll
+  for (int n = 0; n < kWidth / 8; ++n) {
+    const float2 right = *reinterpret_cast<const float2*>(row + n * 8);
+    c[n][0] = fmaf(low, right.x, c[n][0]);
+    c[n][1] = fmaf(low, right.y, c[n][1]);
+    c[n][2] = fmaf(high, right.x, c[n][2]);
+    c[n][3] = fmaf(high, right.y, c[n][3]);
+  }
+}
+
+template <typename T, int kWidth, int kBlocks>
+__device__ __forceinline__ void multiply_nt(float (&c)[kBlocks][4], const T* a, const T* b) {
+  constexpr int kRow = kStride<T, kWidth>;
+  const int lane = threadIdx.x % kWarp;
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) c[n][e] = 0.0f;
+  }
+  if constexpr (sizeof(T) == 2) {
+    a += lane % 16 * kRow + lane / 16 * 8;
+    b += (lane % 8 + lane / 16 * 8) * kRow + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int k = 0; k < kWidth; k += 16) {
+      uint32_t left[4];
+      load_blocks(left, a + k);
+#pragma unroll
+      for (int n = 0; n < kBlocks; n += 2) {
+        uint32_t right[4];
+        load_blocks(right, b + n * 8 * kRow + k);
+        mma<T>(c[n], left, right[0], right[1]);
+        mma<T>(c[n + 1], left, right[2], right[3]);
+      }
+    }
+  } else {
+    // Sums of four, added up with their rounding errors carried along (Kahan 1965): attention's
+    // backward takes differences of such products that nearly cancel.
+    float lost[kBlocks][4] = {};
+    a += lane_row() * kRow;
+    b += lane_column() * kRow;
+#pragma unroll 1
+    for (int k = 0; k < kWidth; k += 4) {
+      const Vec<T> left[2] = {load(a + k), load(a + 8 * kRow + k)};
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const Vec<T> right = load(b + (n * 8 + e % 2) * kRow + k);
+          float sum = left[e / 2].values[0] * right.values[0];
+#pragma unroll
+          for (int i = 1; i < 4; ++i) sum = fmaf(left[e / 2].values[i], right.values[i], sum);
+          sum -= lost[n][e];
+          const float total = c[n][e] + sum;
+          lost[n][e] = (total - c[n][e]) - sum;
+          c[n][e] = total;
+        }
+      }
+    }
+  }
+}
+
+template <typename T, int kWidth, int kBlocks>
+__device__ __forceinline__ void multiply_nn(float (&c)[kWidth / 8][4], const float (&p)[kBlocks][4],
+                                            const T* b) {
+  constexpr int kRow = kStride<T, kWidth>;
+  const int lane = threadIdx.x % kWarp;
+  if constexpr (sizeof(T) == 2) {
+    b += lane % 16 * kRow + lane / 16 * 8;
+#pragma unroll
+    for (int k = 0; k < kBlocks; k += 2) {
+      uint32_t left[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        left[i] = pack<T>(p[k + i / 2][i % 2 * 2], p[k + i / 2][i % 2 * 2 + 1]);
+      }
+#pragma unroll
+      for (int n = 0; n < kWidth / 8; n += 2) {
+        uint32_t right[4];
+        load_blocks_transposed(right, b + k * 8 * kRow + n * 8);
+        mma<T>(c[n], left, right[0], right[1]);
+        mma<T>(c[n + 1], left, right[2], right[3]);
+      }
+    }
+  } else {
+    b += lane_column();
+#pragma unroll
+    for (int k = 0; k < kBlocks * 8; ++k) {
+      const int owner = lane / 4 * 4 + k % 8 / 2;
+      const float low = __shfl_sync(kAllLanes, p[k / 8][k % 2], owner);
+      const float high = __shfl_sync(kAllLanes, p[k / 8][k % 2 + 2], owner);
+      multiply_add_row<kWidth>(c, low, high, b + k * kRow);
+    }
+  }
+}
+
+template <typename T, int kWidth, int kDepth>
+__device__ __forceinline__ void multiply_tn(float (&c)[kWidth / 8][4], const T* a, const T* b) {
+  constexpr int kRow = kStride<T, kWidth>;
+  const int lane = threadIdx.x % kWarp;
+  if constexpr (sizeof(T) == 2) {
+    a += (lane % 8 + lane / 16 * 8) * kRow + lane / 8 % 2 * 8;
+    b += lane % 16 * kRow + lane / 16 * 8;
+#pragma unroll
+    for (int k = 0; k < kDepth; k += 16) {
+      uint32_t left[4];
+      load_blocks_transposed(left, a + k * kRow);
+#pragma unroll
+      for (int n = 0; n < kWidth / 8; n += 2) {
+        uint32_t right[4];
+        load_blocks_transposed(right, b + k * kRow + n * 8);
+        mma<T>(c[n], left, right[0], right[1]);
+        mma<T>(c[n + 1], left, right[2], right[3]);
+      }
+    }
+  } else {
+    a += lane_row();
+    b += lane_column();
+#pragma unroll 1
+    for (int k = 0; k < kDepth; ++k) {
+      multiply_add_row<kWidth>(c, a[k * kRow], a[k * kRow + 8], b + k * kRow);
+    }
+  }
+}
+
+}  // namespace lightseq
