@@ -246,14 +246,14 @@ __global__ void __launch_bounds__(kStepThreads)
 // ---- launchers ----
 
 void check_aligned(const char* op, const char* name, const Tensor& x, int64_t bytes) {
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % bytes == 0, op, ": ", name,
-                  " must start on a ", bytes, "-byte boundary");
+  require(reinterpret_cast<uintptr_t>(x.data_ptr()) % bytes == 0, op, ": ", name,
+          " must start on a ", bytes, "-byte boundary");
 }
 
 Tensor adam_norm(const Tensor& grad) {
   const char* const op = "adam_norm";
   check_aligned(op, "grad", grad, kVecBytes);
-  Tensor norm = torch::stable::new_empty(grad, {}, ScalarType::Float);
+  Tensor norm = allocate(grad, {}, ScalarType::Float);
   const int32_t device = grad.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
   dispatch_float(grad.scalar_type(), "adam_norm: grad", [&](auto zero) {
@@ -263,7 +263,7 @@ Tensor adam_norm(const Tensor& grad) {
     const int64_t work = (count + kNormWork<T> - 1) / kNormWork<T>;
     const int64_t blocks =
         std::clamp<int64_t>(work, 1, resident_blocks(kernel, kNormThreads, device));
-    Tensor scratch = torch::stable::new_empty(grad, {blocks}, ScalarType::Double);
+    Tensor scratch = allocate(grad, {blocks}, ScalarType::Double);
     const T* data = static_cast<const T*>(grad.const_data_ptr());
     double* partials = scratch.mutable_data_ptr<double>();
     float* result = norm.mutable_data_ptr<float>();
@@ -281,7 +281,7 @@ void adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& gr
                const Tensor& multiplier, const Tensor& norm, double max_norm, double clip_eps,
                double beta1, double beta2, double eps, double weight_decay) {
   const char* const op = "adam_step";
-  STD_TORCH_CHECK(param.scalar_type() == ScalarType::Float, op, ": param must be float32 on a GPU");
+  require(param.scalar_type() == ScalarType::Float, op, ": param must be float32 on a GPU");
   check_aligned(op, "param", param, sizeof(Quad<float>));
   check_aligned(op, "exp_avg", exp_avg, sizeof(Quad<float>));
   check_aligned(op, "exp_avg_sq", exp_avg_sq, sizeof(Quad<float>));
@@ -301,7 +301,7 @@ void adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& gr
                       weight_decay};
   constexpr int64_t kWork = 4 * kQuads * kStepThreads;  // of a block
   const int64_t blocks = std::max<int64_t>(1, (params.count + kWork - 1) / kWork);
-  STD_TORCH_CHECK(blocks <= kMaxBlocks, op, ": too many parameters for one buffer");
+  require(blocks <= kMaxBlocks, op, ": too many parameters for one buffer");
   const int32_t device = param.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
   dispatch_float(grad.scalar_type(), "adam_step: grad", [&](auto zero) {

@@ -373,7 +373,7 @@ void attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const T
     p.dq = packed<T>(kOp, "dq", dq);
     p.dk = packed<T>(kOp, "dk", dk);
     p.dv = packed<T>(kOp, "dv", dv);
-    STD_TORCH_CHECK(lse.is_contiguous(), kOp, ": lse must be contiguous");
+    require(lse.is_contiguous(), kOp, ": lse must be contiguous");
     p.lse = lse.const_data_ptr<float>();
     p.dropout = dropout_of(kOp, rng, site, dropout_p);
     if (dq.numel() + dk.numel() == 0) return;

@@ -270,12 +270,12 @@ Activation activation_of(const char* op, const std::string& name) {
   if (name == "identity") return Activation::kIdentity;
   if (name == "relu") return Activation::kRelu;
   if (name == "gelu") return Activation::kGelu;
-  STD_TORCH_CHECK(name == "gelu_accurate", op, ": no activation is called ", name);
+  require(name == "gelu_accurate", op, ": no activation is called ", name);
   return Activation::kGeluAccurate;
 }
 
 void check_inputs(const char* op, const Tensor& x, const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(x.dim() == 2, op, ": x must have two dimensions");
+  require(x.dim() == 2, op, ": x must have two dimensions");
   check_rows(op, "x", x);
   if (bias.has_value()) check_rows(op, "bias", *bias);
 }
@@ -310,7 +310,7 @@ Tensor bias_activation_dropout_fwd(const Tensor& x, std::optional<Tensor> bias,
   const char* const op = "bias_activation_dropout_fwd";
   const Activation which = activation_of(op, activation);
   check_inputs(op, x, bias);
-  Tensor y = torch::stable::new_empty(x, {x.size(0), x.size(1)});
+  Tensor y = allocate(x, {x.size(0), x.size(1)});
   if (y.numel() == 0) return y;
 
   const int32_t device = x.get_device();
@@ -344,7 +344,7 @@ Tensor bias_activation_dropout_bwd(const Tensor& dy, const Tensor& x, std::optio
   check_rows(op, "dy", dy);
   const Gradients gradients{{gradient_of(op, "dbias", dbias)}};
   const int64_t rows = x.size(0), columns = x.size(1);
-  Tensor dx = torch::stable::new_empty(x, {rows, columns});
+  Tensor dx = allocate(x, {rows, columns});
 
   const int32_t device = x.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -357,8 +357,7 @@ Tensor bias_activation_dropout_bwd(const Tensor& dy, const Tensor& x, std::optio
     // As many rows of blocks as run side by side: each leaves a row of partial sums.
     const int64_t blocks =
         std::min((rows + kRows - 1) / kRows, std::max<int64_t>(1, resident / over_columns));
-    Tensor partials =
-        torch::stable::new_empty(x, {dbias.has_value() ? blocks : 0, columns}, ScalarType::Float);
+    Tensor partials = allocate(x, {dbias.has_value() ? blocks : 0, columns}, ScalarType::Float);
     if (rows > 0 && columns > 0) {
       const Params<T> params{data_of<T>(dy),
                              data_of<T>(x),

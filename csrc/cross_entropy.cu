@@ -246,8 +246,8 @@ __global__ void __launch_bounds__(kBwdThreads)
 Rows rows_of(const char* op, const Tensor& logits, const Tensor& target, double smoothing,
              int64_t padding_idx) {
   const int64_t classes = logits.size(1);
-  STD_TORCH_CHECK(classes <= INT32_MAX, op, ": more than 2^31 classes");
-  STD_TORCH_CHECK(logits.stride(1) == 1, op, ": logits must be contiguous in the last dimension");
+  require(classes <= INT32_MAX, op, ": more than 2^31 classes");
+  require(logits.stride(1) == 1, op, ": logits must be contiguous in the last dimension");
   const double share = smoothing > 0.0 ? smoothing / static_cast<double>(classes - 1) : 0.0;
   return {logits.stride(0), static_cast<int>(classes), Indices(target),
           padding_idx,      static_cast<float>(share), static_cast<float>(1.0 - smoothing - share)};
@@ -258,10 +258,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_fwd(const Tensor& logit
                                                              int64_t padding_idx, bool accuracy) {
   const char* const op = "cross_entropy_fwd";
   const int64_t count = logits.size(0);
-  Tensor loss = torch::stable::new_empty(logits, {count}, ScalarType::Float);
-  Tensor nll = torch::stable::new_empty(logits, {count}, ScalarType::Float);
-  Tensor lse = torch::stable::new_empty(logits, {count}, ScalarType::Float);
-  Tensor correct = torch::stable::new_empty(logits, {accuracy ? count : 0}, ScalarType::Bool);
+  Tensor loss = allocate(logits, {count}, ScalarType::Float);
+  Tensor nll = allocate(logits, {count}, ScalarType::Float);
+  Tensor lse = allocate(logits, {count}, ScalarType::Float);
+  Tensor correct = allocate(logits, {accuracy ? count : 0}, ScalarType::Bool);
   const Rows rows = rows_of(op, logits, target, smoothing, padding_idx);
   const int32_t device = logits.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);

@@ -156,8 +156,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_residual_layer_norm_fwd(
   const bool makes_y = gamma.has_value();
   Tensor sum = empty_rows(x, makes_sum);
   Tensor y = empty_rows(x, makes_y);
-  Tensor mean = torch::stable::new_empty(x, {makes_y ? rows : 0}, ScalarType::Float);
-  Tensor rstd = torch::stable::new_empty(x, {makes_y ? rows : 0}, ScalarType::Float);
+  Tensor mean = allocate(x, {makes_y ? rows : 0}, ScalarType::Float);
+  Tensor rstd = allocate(x, {makes_y ? rows : 0}, ScalarType::Float);
   if (sum.numel() == 0 && y.numel() == 0) return {sum, y, mean, rstd};
 
   const int32_t device = x.get_device();

@@ -287,8 +287,7 @@ void launch_bwd(BwdParams<T> params, const Tensor& grad, const Gradients& gradie
                                                 bytes);
   const int64_t blocks =
       std::min((params.rows + rows - 1) / rows, resident_blocks(device, std::max(1, side_by_side)));
-  Tensor partials =
-      torch::stable::new_empty(grad, {sums ? blocks : 0, kMaxSums, columns}, ScalarType::Float);
+  Tensor partials = allocate(grad, {sums ? blocks : 0, kMaxSums, columns}, ScalarType::Float);
   params.partials = output_of<float>(partials);
   if (params.rows > 0 && columns > 0) {
     kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(params);
@@ -306,14 +305,13 @@ std::tuple<Tensor, Tensor> dropout_residual_layer_norm_bwd(
     const Tensor& rng, int64_t site, std::optional<Tensor> dgamma, std::optional<Tensor> dbeta,
     std::optional<Tensor> dbias, bool accumulate) {
   const char* const op = "dropout_residual_layer_norm_bwd";
-  STD_TORCH_CHECK(dy.has_value() || dsum.has_value(), op, ": one of dy and dsum must be given");
+  require(dy.has_value() || dsum.has_value(), op, ": one of dy and dsum must be given");
   check_optional_rows(op, "dy", dy);
   check_optional_rows(op, "dsum", dsum);
   if (dy.has_value()) {
     check_rows(op, "sum", sum);
     check_optional_rows(op, "gamma", gamma);
-    STD_TORCH_CHECK(mean.is_contiguous() && rstd.is_contiguous(), op,
-                    ": mean and rstd must be contiguous");
+    require(mean.is_contiguous() && rstd.is_contiguous(), op, ": mean and rstd must be contiguous");
   }
   Gradients gradients{{{}, {}, gradient_of(op, "dbias", dbias)}};
   if (dy.has_value()) {  // otherwise there was no LayerNorm, and nothing to say of its parameters

@@ -444,16 +444,16 @@ Tensor embedding_fwd(const Tensor& tokens, const Tensor& weight,
   const char* const op = "embedding_fwd";
   check_rows(op, "weight", weight);
   if (position_weight.has_value()) check_rows(op, "position_weight", *position_weight);
-  STD_TORCH_CHECK(rng.is_contiguous(), op, ": rng must be contiguous");
+  require(rng.is_contiguous(), op, ": rng must be contiguous");
   const int64_t rows = tokens.size(0), columns = weight.size(1);
-  Tensor y = torch::stable::new_empty(weight, {rows, columns});
+  Tensor y = allocate(weight, {rows, columns});
   const int32_t device = weight.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
   dispatch_float(weight.scalar_type(), "embedding_fwd: weight", [&](auto zero) {
     using T = decltype(zero);
     if (y.numel() == 0) return;
     const auto table = [&](const Tensor& x) {
-      STD_TORCH_CHECK(x.stride(0) <= UINT32_MAX, op, ": rows are more than 2^32 numbers apart");
+      require(x.stride(0) <= UINT32_MAX, op, ": rows are more than 2^32 numbers apart");
       return Table<T>{static_cast<const T*>(x.const_data_ptr()), static_cast<uint32_t>(x.stride(0)),
                       x.size(0)};
     };
@@ -485,14 +485,13 @@ void add_to_table(Gradients<T> g, const Tensor& indices, Tensor table, double sc
     if (!g.accumulate) torch::stable::zero_(table);
     return;
   }
-  STD_TORCH_CHECK(tokens < INT32_MAX - kTiles * kRound, op, ": more than 2^31 tokens");
+  require(tokens < INT32_MAX - kTiles * kRound, op, ": more than 2^31 tokens");
   const int64_t long_work = tokens / (kRows + 1), short_work = std::min(tokens, vocabulary);
   const int64_t slabs = blocks_for(columns, kSlab);
   const int64_t zeros = (3 + long_work * slabs + kTiles * vocabulary + 3) / 4 * 4;
   const int64_t all_work = 4 * (long_work + short_work);
-  Tensor scratch =
-      torch::stable::new_empty(table, {zeros + all_work + 2 * tokens}, ScalarType::Int);
-  Tensor partials = torch::stable::new_empty(table, {long_work, columns}, ScalarType::Float);
+  Tensor scratch = allocate(table, {zeros + all_work + 2 * tokens}, ScalarType::Int);
+  Tensor partials = allocate(table, {long_work, columns}, ScalarType::Float);
   int* const base = scratch.mutable_data_ptr<int>();
   int* const rank = base + zeros + all_work;
   const int64_t tile = blocks_for(tokens, kTiles * kRound) * static_cast<int64_t>(kRound);
@@ -532,12 +531,12 @@ void embedding_bwd(const Tensor& dy, const Tensor& tokens, const std::optional<T
                    bool accumulate) {
   const char* const op = "embedding_bwd";
   check_rows(op, "dy", dy);
-  STD_TORCH_CHECK(rng.is_contiguous(), op, ": rng must be contiguous");
+  require(rng.is_contiguous(), op, ": rng must be contiguous");
   const auto check_table = [&](const char* name, const std::optional<Tensor>& table) {
     if (!table.has_value()) return;
     check_rows(op, name, *table);
-    STD_TORCH_CHECK(table->scalar_type() != ScalarType::Double, op, ": ", name,
-                    " must be float32, float16 or bfloat16 on a GPU");
+    require(table->scalar_type() != ScalarType::Double, op, ": ", name,
+            " must be float32, float16 or bfloat16 on a GPU");
   };
   check_table("dweight", dweight);
   check_table("dposition_weight", dposition_weight);

@@ -128,7 +128,7 @@ bool fits(const Matrix& x, int64_t rows, int64_t columns) {
 }
 
 Matrix scratch_for(const Matrix& x, int64_t rows, int64_t columns) {
-  Matrix scratch(torch::stable::new_empty(x.owner, {rows, rounded_up(columns, kPadding)}, x.type));
+  Matrix scratch(allocate(x.owner, {rows, rounded_up(columns, kPadding)}, x.type));
   scratch.columns = columns;
   return scratch;
 }
@@ -174,7 +174,7 @@ void add_dbias(const Matrix& dy, const Gradient& dbias, int64_t outputs, bool ac
   const int64_t wave = resident_blocks(dy.owner.get_device(), kSumBlocks);
   const int64_t rows_per_block = std::max<int64_t>(kSumWarps, (dy.rows * across + wave - 1) / wave);
   const int64_t blocks = (dy.rows + rows_per_block - 1) / rows_per_block;
-  const Tensor partials = torch::stable::new_empty(dy.owner, {blocks, outputs}, ScalarType::Float);
+  const Tensor partials = allocate(dy.owner, {blocks, outputs}, ScalarType::Float);
   const dim3 grid(static_cast<unsigned>(across), static_cast<unsigned>(blocks));
   dispatch_float(dy.type, "linear_bwd: dy", [&](auto zero) {
     using T = decltype(zero);
@@ -188,10 +188,9 @@ void add_dbias(const Matrix& dy, const Gradient& dbias, int64_t outputs, bool ac
 
 void check_operands(const char* op, const Tensor& x, const Tensor& weight) {
   const ScalarType type = x.scalar_type();
-  STD_TORCH_CHECK(
-      type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16, op,
-      ": x must be float32, float16 or bfloat16 on a GPU");
-  STD_TORCH_CHECK(weight.numel() > 0, op, ": weight is empty");
+  require(type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16, op,
+          ": x must be float32, float16 or bfloat16 on a GPU");
+  require(weight.numel() > 0, op, ": weight is empty");
 }
 
 // x [T, K], weight [N, K], bias [N] or none -> y [T, N]
@@ -199,9 +198,9 @@ Tensor linear_fwd(const Tensor& x, const Tensor& weight, const std::optional<Ten
                   bool relu) {
   constexpr const char* kOp = "linear_fwd";
   check_operands(kOp, x, weight);
-  STD_TORCH_CHECK(!bias || bias->is_contiguous(), kOp, ": bias must be contiguous");
+  require(!bias || bias->is_contiguous(), kOp, ": bias must be contiguous");
   const int64_t tokens = x.size(0);
-  Tensor y = torch::stable::new_empty(x, {tokens, weight.size(0)});
+  Tensor y = allocate(x, {tokens, weight.size(0)});
   if (tokens == 0) return y;
   const torch::stable::accelerator::DeviceGuard guard(x.get_device());
   cudaStream_t stream = current_stream(x.get_device());
@@ -230,15 +229,14 @@ Tensor linear_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight,
   check_operands(kOp, x, weight);
   if (dweight) {
     const ScalarType type = dweight->scalar_type();
-    STD_TORCH_CHECK(type == x.scalar_type() || type == ScalarType::Float, kOp,
-                    ": dweight must have x's dtype or be float32 on a GPU");
-    STD_TORCH_CHECK(dweight->size(0) == 1 || dweight->stride(0) >= dweight->size(1), kOp,
-                    ": rows of dweight overlap");
+    require(type == x.scalar_type() || type == ScalarType::Float, kOp,
+            ": dweight must have x's dtype or be float32 on a GPU");
+    require(dweight->size(0) == 1 || dweight->stride(0) >= dweight->size(1), kOp,
+            ": rows of dweight overlap");
   }
   const Gradient bias = gradient_of(kOp, "dbias", dbias);
   const int64_t tokens = x.size(0);
-  Tensor dx =
-      need_dx ? torch::stable::new_empty(x, {tokens, x.size(1)}) : torch::stable::new_empty(x, {0});
+  Tensor dx = need_dx ? allocate(x, {tokens, x.size(1)}) : allocate(x, {0});
   const torch::stable::accelerator::DeviceGuard guard(x.get_device());
   if (tokens == 0) {
     if (dweight && !accumulate) torch::stable::zero_(*dweight);

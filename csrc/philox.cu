@@ -56,11 +56,11 @@ __global__ void dropout_mask_kernel(bool* __restrict__ keep, Dropout dropout, in
 
 // rng int64 [2] = (seed, micro-batch) -> bool [rows, columns]
 Tensor dropout_mask(const Tensor& rng, int64_t site, int64_t rows, int64_t columns, double p) {
-  STD_TORCH_CHECK(rng.scalar_type() == ScalarType::Long && rng.numel() == 2 && rng.is_contiguous(),
-                  "dropout_mask: rng must be two contiguous int64 numbers");
-  STD_TORCH_CHECK(rows >= 0 && columns >= 0, "dropout_mask: negative size");
-  STD_TORCH_CHECK(p >= 0.0 && p < 1.0, "dropout_mask: p must be at least 0 and below 1, is ", p);
-  Tensor keep = torch::stable::new_empty(rng, {rows, columns}, ScalarType::Bool);
+  require(rng.scalar_type() == ScalarType::Long && rng.numel() == 2 && rng.is_contiguous(),
+          "dropout_mask: rng must be two contiguous int64 numbers");
+  require(rows >= 0 && columns >= 0, "dropout_mask: negative size");
+  require(p >= 0.0 && p < 1.0, "dropout_mask: p must be at least 0 and below 1, is ", p);
+  Tensor keep = allocate(rng, {rows, columns}, ScalarType::Bool);
   if (keep.numel() == 0) return keep;
 
   const int32_t device = rng.get_device();

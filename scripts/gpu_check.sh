@@ -62,17 +62,18 @@ print(f"{ran} GPU tests, {skipped} of them skipped")
 sys.exit(ran == 0 or skipped > 0)
 PYTHON
 
-# Kernel tests at small sizes: checked accesses are ten to a hundred times slower.
+# Checked accesses are ten to a hundred times slower: the kernel tests, but for the largest. Races
+# are looked for where no kernel of cuBLAS runs, which racecheck does not bring to an end.
+sanitize() { # tool, tests: compute-sanitizer's findings fail the step
+    step "$1" compute-sanitizer --tool "$1" --error-exitcode 9 --target-processes all \
+        "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider \
+        -m "gpu and not large" "${@:2}" || status=1
+}
 if command -v compute-sanitizer >/dev/null; then
     mapfile -t kernel_tests < <(printf '%s\n' "${files[@]}" | grep -E '_cuda\.py$' |
-        grep -v -E '_(model|parity)_cuda')
-    # Races are looked for in our kernels; racecheck takes cuBLAS's copies by TMA for some.
-    declare -A options=([memcheck]="" [racecheck]="--kernel-name kernel_substring=lightseq")
-    for tool in memcheck racecheck; do
-        # shellcheck disable=SC2086
-        step "$tool" compute-sanitizer --tool "$tool" ${options[$tool]} --error-exitcode 9 \
-            --target-processes all "${pytest[@]:0:${#pytest[@]}-1}" "gpu and not large" "${kernel_tests[@]}" || status=1
-    done
+        grep -v -E '_(model|parity|races)_cuda')
+    sanitize memcheck "${kernel_tests[@]}"
+    sanitize racecheck "$root/tests/test_races_cuda.py"
 else
     echo "== sanitizer: compute-sanitizer is not on the PATH"
 fi

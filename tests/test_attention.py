@@ -241,3 +241,21 @@ def test_backward_refusals():
         case.bwd(out, lse[1:])
     with pytest.raises(ValueError, match=r"attention_bwd: dk must have shape \[14, 3, 4\]"):
         case.bwd(out, lse, (case.q, case.k[1:], case.v))
+
+
+@pytest.mark.parametrize(
+    ("index", "boundaries", "message"),
+    [
+        (3, [0, 5, 4, 9, 14], r"cu_q must ascend within \[0, 14\], sentence 1 is rows 5 to 4"),
+        (4, [0, 5, 9, 13, 15], r"cu_k must ascend within \[0, 14\], sentence 3 is rows 13 to 15"),
+        (4, [-1, 5, 9, 13, 14], r"cu_k must ascend within \[0, 14\], sentence 0 is rows -1 to 5"),
+    ],
+)
+def test_boundaries_are_checked_on_request(monkeypatch, index, boundaries, message):
+    monkeypatch.setenv("LIGHTSEQ_CHECK_INDICES", "1")
+    case = Case(CROSS)
+    arguments = [*case.qkv, *case.settings()]
+    ops.attention_fwd(*arguments)
+    arguments[index] = torch.tensor(boundaries, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"attention_fwd: {message}"):
+        ops.attention_fwd(*arguments)

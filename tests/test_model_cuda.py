@@ -135,6 +135,9 @@ def check(
     assert ours.keys() == plain.keys() == exact.keys()
     worse = {}
     for name, value in exact.items():
+        # Softmax does not depend on the keys' biases: what they get is rounding and nothing else.
+        if name.endswith("k_proj.bias"):
+            continue
         our_error, plain_error = ((x[name] - value).norm() for x in (ours, plain))
         assert our_error.isfinite(), name
         if our_error > 2 * plain_error:

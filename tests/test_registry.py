@@ -82,8 +82,15 @@ def results(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
     return [x for x in (*outputs, *arguments) if isinstance(x, Tensor)]
 
 
-def moved(arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
-    return tuple(x.to(device) if isinstance(x, Tensor) else x for x in arguments)
+def in_float32(arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    """Kernels take no float64."""
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.to(device, torch.float32 if x.dtype == torch.float64 else x.dtype)
+
+    return tuple(map(moved, arguments))
 
 
 def test_every_op_is_covered_and_exported():
@@ -121,10 +128,11 @@ def test_inputs_that_require_gradients(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_gpu_equals_cpu_without_synchronising(name):
-    """Kernel or reference, whatever this GPU runs: the CPU's numbers, and the host never waits."""
-    expected = results(name, arguments_of(name))
-    arguments = moved(arguments_of(name), "cuda")
-    results(name, moved(arguments_of(name), "cuda"))  # the first call may load what later ones use
+    """Every kernel means what its reference does, and the host never waits for it."""
+    expected = results(name, in_float32(arguments_of(name), "cpu"))
+    arguments = in_float32(arguments_of(name), "cuda")
+    # The first call may load what later ones use.
+    results(name, in_float32(arguments_of(name), "cuda"))
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -133,4 +141,5 @@ def test_gpu_equals_cpu_without_synchronising(name):
         torch.cuda.set_sync_debug_mode(mode)
     for mine, other in zip(ours, expected, strict=True):
         assert mine.is_cuda
-        torch.testing.assert_close(mine.cpu(), other)
+        # How exact a kernel is, its own tests ask.
+        torch.testing.assert_close(mine.cpu(), other, rtol=1e-4, atol=1e-4)

@@ -337,16 +337,15 @@ template <typename T>
 Packed<T> packed(const char* op, const char* name, const Tensor& x) {
   check_rows(op, name, x);
   constexpr int64_t kMost = INT_MAX / sizeof(T);
-  STD_TORCH_CHECK(x.size(0) <= INT_MAX && x.stride(0) <= kMost && x.stride(1) <= kMost, op, ": ",
-                  name, " has too many rows, or rows too far apart");
+  require(x.size(0) <= INT_MAX && x.stride(0) <= kMost && x.stride(1) <= kMost, op, ": ", name,
+          " has too many rows, or rows too far apart");
   return {static_cast<T*>(x.data_ptr()), static_cast<int>(x.stride(0) * sizeof(T)),
           static_cast<int>(x.stride(1) * sizeof(T))};
 }
 
 inline Work work_of(const char* op, const Tensor& q, const Tensor& k, const Tensor& cu_q,
                     const Tensor& cu_k, bool causal, int tile_rows) {
-  STD_TORCH_CHECK(cu_q.is_contiguous() && cu_k.is_contiguous(), op,
-                  ": cu_q and cu_k must be contiguous");
+  require(cu_q.is_contiguous() && cu_k.is_contiguous(), op, ": cu_q and cu_k must be contiguous");
   const int64_t heads = q.size(1), per_group = tile_rows / kSmallestSlot;
   const int64_t groups = (heads + per_group - 1) / per_group;
   // Small windows even out the load, large ones save searches.
@@ -354,8 +353,8 @@ inline Work work_of(const char* op, const Tensor& q, const Tensor& k, const Tens
   int shift = 4;
   while (shift < 7 && (rows * groups >> (shift + 1)) >= kEnoughBlocks) ++shift;
   const int64_t windows = (rows + (1 << shift) - 1) >> shift;
-  STD_TORCH_CHECK(windows * groups <= INT_MAX - kZeroBlocks, op,
-                  ": too many tokens times heads for one launch");
+  require(windows * groups <= INT_MAX - kZeroBlocks, op,
+          ": too many tokens times heads for one launch");
   return {cu_q.const_data_ptr<int>(),
           cu_k.const_data_ptr<int>(),
           static_cast<int>(cu_q.size(0) - 1),
@@ -368,7 +367,7 @@ inline Work work_of(const char* op, const Tensor& q, const Tensor& k, const Tens
 }
 
 inline Dropout dropout_of(const char* op, const Tensor& rng, int64_t site, double p) {
-  STD_TORCH_CHECK(rng.is_contiguous(), op, ": rng must be contiguous");
+  require(rng.is_contiguous(), op, ": rng must be contiguous");
   return {rng.const_data_ptr<int64_t>(), static_cast<uint32_t>(site), Dropout::threshold_of(p)};
 }
 
@@ -376,8 +375,8 @@ inline Dropout dropout_of(const char* op, const Tensor& rng, int64_t site, doubl
 template <typename Function>
 void dispatch(const char* op, const Tensor& q, Function&& function) {
   const int64_t width = q.size(2);
-  STD_TORCH_CHECK(width % 8 == 0 && width >= 8 && width <= 128, op, ": heads of ", width,
-                  " numbers; on a GPU the head width must be a multiple of 8 up to 128");
+  require(width % 8 == 0 && width >= 8 && width <= 128, op, ": heads of ", width,
+          " numbers; on a GPU the head width must be a multiple of 8 up to 128");
   const std::string what = std::string(op) + ": q";
   dispatch_float(q.scalar_type(), what.c_str(), [&](auto zero) {
     if (width <= 64) {

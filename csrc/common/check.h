@@ -6,12 +6,42 @@
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
 
 namespace lightseq {
+
+// Raises RuntimeError in Python with the parts as its message, and nothing else: torch's own macro
+// would put this file's name in front.
+template <typename... Parts>
+void require(bool holds, const Parts&... parts) {
+  if (holds) return;
+  std::ostringstream message;
+  (message << ... << parts);
+  throw std::runtime_error(message.str());
+}
+
+// Memory of `like`'s device, from torch's allocator; of its dtype unless another is given. What the
+// allocator says of a failure is lost on the way through the stable interface, and it has one
+// reason to fail. fairseq looks for "out of memory" in the message and skips the batch.
+inline torch::stable::Tensor allocate(
+    const torch::stable::Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
+    std::optional<torch::headeronly::ScalarType> type = std::nullopt) {
+  try {
+    return torch::stable::new_empty(like, sizes, type);
+  } catch (const std::exception&) {
+    double elements = 1.0;
+    for (const int64_t size : sizes) elements *= static_cast<double>(size);
+    require(false, "CUDA out of memory: lightseq wanted room for ", elements, " more numbers");
+    throw;
+  }
+}
 
 // The stream on which torch runs `device`'s work at the moment.
 //
@@ -24,12 +54,12 @@ inline cudaStream_t current_stream(int32_t device) {
     void* torch_cuda = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
     void* symbol =
         torch_cuda == nullptr ? nullptr : dlsym(torch_cuda, "aoti_torch_get_current_cuda_stream");
-    STD_TORCH_CHECK(symbol != nullptr, "lightseq: this torch has no CUDA support");
+    require(symbol != nullptr, "lightseq: this torch has no CUDA support");
     return reinterpret_cast<GetStream>(symbol);
   }();
   void* stream = nullptr;
-  STD_TORCH_CHECK(get_stream(device, &stream) == AOTI_TORCH_SUCCESS,
-                  "lightseq: torch has no current stream on cuda:", device);
+  require(get_stream(device, &stream) == AOTI_TORCH_SUCCESS,
+          "lightseq: torch has no current stream on cuda:", device);
   return static_cast<cudaStream_t>(stream);
 }
 
@@ -38,22 +68,22 @@ inline cudaStream_t current_stream(int32_t device) {
 inline void check_rows(const char* op, const char* name, const torch::stable::Tensor& x) {
   if (x.numel() == 0) return;
   const int64_t last = x.dim() - 1;
-  STD_TORCH_CHECK(x.size(last) % 8 == 0, op, ": ", name, " has rows of ", x.size(last),
-                  " numbers; on a GPU it must be a multiple of 8");
+  require(x.size(last) % 8 == 0, op, ": ", name, " has rows of ", x.size(last),
+          " numbers; on a GPU it must be a multiple of 8");
   const int64_t size = static_cast<int64_t>(x.element_size());
   bool aligned = x.stride(last) == 1 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
   for (int64_t i = 0; i < last; ++i) {
     aligned = aligned && (x.size(i) == 1 || x.stride(i) * size % 16 == 0);
   }
-  STD_TORCH_CHECK(aligned, op, ": ", name,
-                  " must be contiguous in its last dimension, with rows on 16-byte boundaries");
+  require(aligned, op, ": ", name,
+          " must be contiguous in its last dimension, with rows on 16-byte boundaries");
 }
 
 // To be called right after <<<>>>: reports a launch that the driver refused (no code for this GPU,
 // too many resources). Faults inside a kernel surface later, as they do everywhere in CUDA.
 inline void check_launch(const char* kernel) {
   const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(error == cudaSuccess, "lightseq: ", kernel, ": ", cudaGetErrorString(error));
+  require(error == cudaSuccess, "lightseq: ", kernel, ": ", cudaGetErrorString(error));
 }
 
 }  // namespace lightseq

@@ -10,7 +10,6 @@
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <cstdint>
 #include <optional>
@@ -36,7 +35,7 @@ struct Gradients {
 inline Gradient gradient_of(const char* op, const char* name,
                             const std::optional<torch::stable::Tensor>& tensor) {
   if (!tensor.has_value()) return {};
-  STD_TORCH_CHECK(tensor->is_contiguous(), op, ": ", name, " must be contiguous");
+  require(tensor->is_contiguous(), op, ": ", name, " must be contiguous");
   return {tensor->mutable_data_ptr(), tensor->scalar_type()};
 }
 
@@ -123,7 +122,7 @@ inline void add_partials(const float* partials, int64_t blocks, int64_t columns,
 inline int64_t resident_blocks(int32_t device, int64_t per_multiprocessor) {
   int count = 0;
   const cudaError_t error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  STD_TORCH_CHECK(error == cudaSuccess, "lightseq: cuda:", device, ": ", cudaGetErrorString(error));
+  require(error == cudaSuccess, "lightseq: cuda:", device, ": ", cudaGetErrorString(error));
   return count * per_multiprocessor;
 }
 

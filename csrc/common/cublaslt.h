@@ -6,10 +6,11 @@
 #include <cublasLt.h>
 #include <cuda_runtime.h>
 #include <dlfcn.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <string>
 #include <type_traits>
+
+#include "check.h"
 
 namespace lightseq {
 
@@ -26,7 +27,7 @@ struct CublasLt {
   decltype(&cublasLtMatrixLayoutInit_internal) init_layout;
 
   void check(cublasStatus_t status, const char* op) const {
-    STD_TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, op, ": cublasLt: ", message(status));
+    require(status == CUBLAS_STATUS_SUCCESS, op, ": cublasLt: ", message(status));
   }
 };
 
@@ -35,11 +36,11 @@ inline const CublasLt& cublaslt() {
     const std::string name = "libcublasLt.so." + std::to_string(CUDART_VERSION / 1000);
     void* library = dlopen(name.c_str(), RTLD_NOLOAD | RTLD_LAZY);
     if (library == nullptr) library = dlopen(name.c_str(), RTLD_LAZY);
-    STD_TORCH_CHECK(library != nullptr, "lightseq: ", name,
-                    " was not found; it comes with a CUDA build of torch");
+    require(library != nullptr, "lightseq: ", name,
+            " was not found; it comes with a CUDA build of torch");
     const auto find = [&](auto& function, const char* symbol) {
       void* const address = dlsym(library, symbol);
-      STD_TORCH_CHECK(address != nullptr, "lightseq: ", name, " has no ", symbol);
+      require(address != nullptr, "lightseq: ", name, " has no ", symbol);
       function = reinterpret_cast<std::decay_t<decltype(function)>>(address);
     };
     CublasLt lt;

@@ -3,7 +3,6 @@
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <cstdint>
 
@@ -40,14 +39,13 @@ void dispatch_shape(int64_t columns, Function&& function) {
 }
 
 inline void check_width(const char* op, int64_t columns) {
-  STD_TORCH_CHECK(columns <= kMaxColumns, op, ": rows have ", columns,
-                  " numbers; on a GPU they may have at most ", kMaxColumns);
+  require(columns <= kMaxColumns, op, ": rows have ", columns,
+          " numbers; on a GPU they may have at most ", kMaxColumns);
 }
 
 // Like x, or empty where the output does not exist.
 inline torch::stable::Tensor empty_rows(const torch::stable::Tensor& x, bool exists) {
-  return exists ? torch::stable::new_empty(x, {x.size(0), x.size(1)})
-                : torch::stable::new_empty(x, {0});
+  return exists ? allocate(x, {x.size(0), x.size(1)}) : allocate(x, {0});
 }
 
 }  // namespace lightseq

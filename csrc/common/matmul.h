@@ -138,7 +138,7 @@ inline std::vector<Algorithm> propose(cublasLtHandle_t handle, const Product& p,
   lt.check(lt.propose(handle, &d.product, &d.first, &d.second, &d.out, &d.out, &preference, wanted,
                       results.data(), &found),
            p.op);
-  STD_TORCH_CHECK(found > 0, p.op, ": cublasLt has no algorithm for this product");
+  require(found > 0, p.op, ": cublasLt has no algorithm for this product");
   std::vector<Algorithm> algorithms;
   for (int i = 0; i < found; ++i) {
     algorithms.push_back({results[i].algo, results[i].workspaceSize > 0});
@@ -152,8 +152,7 @@ inline cublasStatus_t run(cublasLtHandle_t handle, const Product& p, Description
   const float beta = p.accumulate ? 1.0f : 0.0f;
   std::optional<torch::stable::Tensor> workspace;
   if (algorithm.needs_workspace) {
-    workspace =
-        torch::stable::new_empty(p.out.owner, {kWorkspace}, torch::headeronly::ScalarType::Byte);
+    workspace = allocate(p.out.owner, {kWorkspace}, torch::headeronly::ScalarType::Byte);
   }
   return cublaslt().matmul(handle, &d.product, &one, p.b.data, &d.first, p.a.data, &d.second, &beta,
                            p.out.data, &d.out, p.out.data, &d.out, &algorithm.algo,
@@ -218,7 +217,7 @@ inline Algorithm search(cublasLtHandle_t handle, Product p, cudaStream_t stream)
     add_proposals(plain);
   }
   if (p.accumulate) {
-    p.out.owner = torch::stable::new_empty(p.out.owner, {p.out.rows, p.out.stride}, p.out.type);
+    p.out.owner = allocate(p.out.owner, {p.out.rows, p.out.stride}, p.out.type);
     p.out.data = p.out.owner.mutable_data_ptr();
   }
 

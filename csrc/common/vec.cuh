@@ -10,9 +10,10 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <cstdint>
+
+#include "check.h"
 
 namespace lightseq {
 
@@ -76,7 +77,7 @@ void dispatch_float(torch::headeronly::ScalarType type, const char* what, Functi
     case ScalarType::BFloat16:
       return function(__nv_bfloat16{});
     default:
-      STD_TORCH_CHECK(false, what, " must be float32, float16 or bfloat16 on a GPU");
+      require(false, what, " must be float32, float16 or bfloat16 on a GPU");
   }
 }
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import FLOATS, check_dropout, check_rows, check_tensor
+from .checks import FLOATS, check_boundaries, check_dropout, check_rows, check_tensor
 from .numerics import work_dtype
 from .padding import pad, padded_tokens, slots_of, slotted
 from .philox import dropout_factors
@@ -279,6 +279,8 @@ def _check(
     if min(max_q, max_k) < 0:
         raise ValueError(f"{op}: max_q and max_k must be >= 0, got {max_q} and {max_k}")
     check_dropout(op, p, rng, q)
+    check_boundaries(op, "cu_q", cu_q, len(q))
+    check_boundaries(op, "cu_k", cu_k, len(k))
 
 
 def _attention_fwd_fake(q: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:

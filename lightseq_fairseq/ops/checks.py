@@ -6,6 +6,7 @@ stop the host until the GPU has caught up. `check_range` does, where LIGHTSEQ_CH
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 
@@ -54,16 +55,34 @@ def check_dropout(op: str, p: float, rng: Tensor, like: Tensor) -> None:
     check_tensor(op, "rng", rng, (2,), (torch.int64,), like)
 
 
+def _values_are_checked() -> bool:
+    """LIGHTSEQ_CHECK_INDICES=1: for debugging, since to read a value is to wait for the GPU."""
+    return os.environ.get("LIGHTSEQ_CHECK_INDICES") == "1"
+
+
 def check_range(op: str, name: str, indices: Tensor, size: int, letter: str) -> None:
     """Refuse indices outside [0, size), with LIGHTSEQ_CHECK_INDICES=1 in the environment.
 
-    For debugging: it waits for the GPU. Without it a CUDA kernel that meets such an index ends in
-    a device-side assertion, after which the process cannot use the GPU any more.
+    Without it a CUDA kernel that meets such an index ends in a device-side assertion, after which
+    the process cannot use the GPU any more.
     letter: what messages call the size.
     """
-    if os.environ.get("LIGHTSEQ_CHECK_INDICES") != "1" or indices.numel() == 0:
+    if not _values_are_checked() or indices.numel() == 0:
         return
     least, most = (int(x) for x in indices.aminmax())
     if least < 0 or most >= size:
         worst = least if least < 0 else most
         raise ValueError(f"{op}: {name} must be in [0, {letter}) = [0, {size}), got {worst}")
+
+
+def check_boundaries(op: str, name: str, boundaries: Tensor, rows: int) -> None:
+    """Refuse cu_seqlens that descend or leave [0, rows], with LIGHTSEQ_CHECK_INDICES=1."""
+    if not _values_are_checked():
+        return
+    values = boundaries.tolist()
+    for place, (start, end) in enumerate(itertools.pairwise(values)):
+        if not 0 <= start <= end <= rows:
+            raise ValueError(
+                f"{op}: {name} must ascend within [0, {rows}], "
+                f"sentence {place} is rows {start} to {end}"
+            )

@@ -1,0 +1,162 @@
+"""Every kernel once at small, ragged sizes and nothing else on the GPU: what racecheck is run on.
+
+cuBLAS's kernels do not survive compute-sanitizer's racecheck, so no product is computed here and
+results are compared with nothing: only that they are finite, and equal when computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ops_testing import make_rng
+from torch import Tensor
+
+from lightseq_fairseq import ops
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+SITE, P = 3, 0.25
+
+
+def on_gpu(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape).to(dtype).cuda()
+
+
+def ids(rows: int, size: int) -> Tensor:
+    return torch.randint(0, size, (rows,)).cuda()
+
+
+def check(call: Callable[[], tuple[Tensor, ...]]) -> None:
+    first, second = ([x.cpu() for x in call()] for _ in range(2))
+    for x, y in zip(first, second, strict=True):
+        assert x.isfinite().all() and torch.equal(x, y)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(2)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "lengths", [[3, 16, 1, 30], [64, 40], [100, 20, 128], [200, 150]], ids=lambda n: str(max(n))
+)
+def test_attention(lengths: list[int], causal: bool, width: int, dtype: torch.dtype) -> None:
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).cuda()
+    rows, longest = sum(lengths) + 2, max(lengths)
+    q, k, v, dout = (on_gpu(dtype, rows, 3, width) for _ in range(4))
+    rng = make_rng().cuda()
+    settings = (cu, cu, longest, longest, causal, width**-0.5, P, rng, SITE)
+
+    def call() -> tuple[Tensor, ...]:
+        out, lse = ops.attention_fwd(q, k, v, *settings)
+        gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+        ops.attention_bwd(dout, q, k, v, out, lse, *settings, *gradients)
+        return out, lse, *gradients
+
+    check(call)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [40, 1024, 2056])
+def test_dropout_residual_layer_norm(width: int, dtype: torch.dtype) -> None:
+    x, residual, dy, dsum = (on_gpu(dtype, 37, width) for _ in range(4))
+    bias, gamma, beta = (on_gpu(dtype, width) for _ in range(3))
+    dropout = (P, make_rng().cuda(), SITE)
+
+    def call() -> tuple[Tensor, ...]:
+        total, y, mean, rstd = ops.dropout_residual_layer_norm_fwd(
+            x, bias, residual, gamma, beta, *dropout, 1e-5
+        )
+        vectors = tuple(torch.empty_like(gamma) for _ in range(3))
+        rows = ops.dropout_residual_layer_norm_bwd(
+            dy, dsum, total, gamma, mean, rstd, *dropout, *vectors, False
+        )
+        return total, y, mean, rstd, *rows, *vectors
+
+    check(call)
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["identity", "relu", "gelu", "gelu_accurate"])
+def test_bias_activation_dropout(activation: str, dtype: torch.dtype) -> None:
+    x, dy, bias = on_gpu(dtype, 37, 264), on_gpu(dtype, 37, 264), on_gpu(dtype, 264)
+    settings = (activation, P, make_rng().cuda(), SITE)
+
+    def call() -> tuple[Tensor, ...]:
+        dbias = torch.empty_like(bias)
+        y = ops.bias_activation_dropout_fwd(x, bias, *settings)
+        return y, ops.bias_activation_dropout_bwd(dy, x, bias, *settings, dbias, False), dbias
+
+    check(call)
+
+
+@DTYPES
+def test_embedding(dtype: torch.dtype) -> None:
+    tokens, positions = ids(300, 40), ids(300, 20)
+    weight, places, dy = on_gpu(dtype, 50, 72), on_gpu(dtype, 20, 72), on_gpu(dtype, 300, 72)
+    dropout = (P, make_rng().cuda(), SITE)
+
+    def call() -> tuple[Tensor, ...]:
+        y = ops.embedding_fwd(tokens, weight, positions, places, 2.0, *dropout)
+        dweight, dplaces = torch.empty_like(weight), torch.empty_like(places)
+        ops.embedding_bwd(dy, tokens, positions, 2.0, 1, *dropout, dweight, dplaces, False)
+        return y, dweight, dplaces
+
+    check(call)
+
+
+@DTYPES
+@pytest.mark.parametrize("classes", [97, 5000])
+def test_cross_entropy(classes: int, dtype: torch.dtype) -> None:
+    logits, target = on_gpu(dtype, 9, classes), ids(9, classes)
+    dloss = torch.ones(9).cuda()
+
+    def call() -> tuple[Tensor, ...]:
+        gradient = logits.clone()
+        loss, nll, lse, correct = ops.cross_entropy_fwd(gradient, target, 0.1, 1, True)
+        ops.cross_entropy_bwd(dloss, gradient, target, lse, 0.1, 1)
+        return loss, nll, lse, correct, gradient
+
+    check(call)
+
+
+@DTYPES
+def test_adam(dtype: torch.dtype) -> None:
+    size = 20_003
+    start, grad = on_gpu(torch.float32, size), on_gpu(dtype, size)
+    scalars = tuple(torch.tensor(x, dtype=torch.float32).cuda() for x in (1e-3, 0.5))
+
+    def call() -> tuple[Tensor, ...]:
+        param, moments = start.clone(), (torch.zeros_like(start), torch.zeros_like(start))
+        low, step = torch.zeros(size, dtype=torch.bfloat16).cuda(), torch.tensor(0).cuda()
+        norm = ops.adam_norm(grad)
+        ops.adam_step(
+            *(param, *moments, grad, low, step, *scalars, norm),
+            *(1.0, 1e-6, 0.9, 0.98, 1e-8, 0.1),
+        )
+        return param, *moments, low, step, norm
+
+    check(call)
+
+
+@DTYPES
+@pytest.mark.parametrize("outputs", [64, 97])
+def test_bias_gradient(outputs: int, dtype: torch.dtype) -> None:
+    x, weight, dy = on_gpu(dtype, 300, 32), on_gpu(dtype, outputs, 32), on_gpu(dtype, 300, outputs)
+
+    def call() -> tuple[Tensor, ...]:
+        dbias = weight.new_empty(outputs)
+        ops.linear_bwd(dy, x, weight, None, dbias, False, False)
+        return (dbias,)
+
+    check(call)
+
+
+def test_dropout_mask() -> None:
+    check(lambda: (ops.dropout_mask(make_rng().cuda(), SITE, 50, 77, P),))
