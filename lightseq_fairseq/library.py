@@ -8,6 +8,7 @@ happens. ``lightseq-doctor`` prints the `Status`.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import json
@@ -101,8 +102,15 @@ def _attach(directory: Path, references: Mapping[str, Callable[..., Any]]) -> St
     try:
         path = find(directory, torch.version.cuda)
         description = json.loads(path.with_suffix(".json").read_text())
-        torch.ops.load_library(str(path))
         architectures = tuple(description["architectures"])
+        gpus = sorted(_gpus())
+        if gpus and not any(covers(architectures, gpu) for gpu in gpus):
+            raise FileNotFoundError(
+                f"{path} was compiled for sm_{', sm_'.join(architectures)} and this machine has "
+                f"sm_{gpus[0][0]}{gpus[0][1]}; `{BUILD_COMMAND}` in a checkout compiles for the "
+                "machine's GPUs, from sm_80 on"
+            )
+        torch.ops.load_library(str(path))
     except FileNotFoundError as error:
         reason, path = str(error), None
     except OSError as error:
@@ -114,6 +122,31 @@ def _attach(directory: Path, references: Mapping[str, Callable[..., Any]]) -> St
     for name in missing:
         _IMPLEMENTATIONS.impl(name, _with_warning(references[name], why), "CUDA")
     return Status(path, reason, architectures, kernels, missing)
+
+
+def _gpus() -> set[tuple[int, int]]:
+    """Compute capabilities of the machine's GPUs, empty where the driver does not tell.
+
+    By NVML and not by CUDA: an import must not initialise CUDA, which children that the process
+    forks later could then not use.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return set()
+    if nvml.nvmlInit_v2() != 0:
+        return set()
+    found = set()
+    count, device, major, minor = ctypes.c_uint(), ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    for index in range(count.value):
+        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0:
+            nvml.nvmlDeviceGetCudaComputeCapability(
+                device, ctypes.byref(major), ctypes.byref(minor)
+            )
+            found.add((major.value, minor.value))
+    nvml.nvmlShutdown()
+    return found
 
 
 def _has_cuda_kernel(name: str) -> bool:

@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCH_MINIMUM = (2, 11)
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11, one byte a number
 DEFAULT_ARCHITECTURES = ("80", "90")
+OLDEST_ARCHITECTURE = 80  # bfloat16 on the tensor cores, asynchronous copies
 RESOURCES = re.compile(r"ptxas info|Compile time|\s+\d+ bytes stack frame")
 HOST_FLAGS = "-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-unknown-pragmas"
 
@@ -131,6 +132,20 @@ def visible_architectures() -> tuple[str, ...]:
     return tuple(sorted(found, key=int))
 
 
+def choose_architectures(wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """What is asked for, else this machine's GPUs as far as kernels run there, else the default."""
+    if wanted:
+        return wanted
+    visible = visible_architectures()
+    usable = tuple(number for number in visible if int(number) >= OLDEST_ARCHITECTURE)
+    if visible and not usable:
+        raise BuildError(
+            f"the kernels need a GPU of sm_{OLDEST_ARCHITECTURE} or later and this machine has "
+            f"sm_{', sm_'.join(visible)}"
+        )
+    return usable or DEFAULT_ARCHITECTURES
+
+
 def architecture_flags(architectures: tuple[str, ...]) -> list[str]:
     """Machine code for each, and the last one's PTX for GPUs that are newer still."""
     flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
@@ -216,7 +231,7 @@ def build(
 ) -> Path:
     """Compile, link and describe the library; returns its path."""
     toolchain = find_toolchain()
-    architectures = architectures or visible_architectures() or DEFAULT_ARCHITECTURES
+    architectures = choose_architectures(architectures)
     compiled = compile_sources(toolchain, sources, objects, architectures, jobs)
     library = output / f"liblightseq_cu{toolchain.major}.so"
     record = {
@@ -278,7 +293,8 @@ def main() -> int:
     parser.add_argument(
         "--if-possible",
         action="store_true",
-        help="without nvcc, say so in one line, leave it for lightseq-doctor and succeed",
+        help="without nvcc or a GPU that the kernels run on, say so in one line, leave it for "
+        "lightseq-doctor and succeed",
     )
     arguments = parser.parse_args()
     architectures = tuple(re.findall(r"\w+", arguments.architectures))
@@ -289,6 +305,7 @@ def main() -> int:
         if arguments.if_possible:
             try:
                 find_nvcc()
+                choose_architectures(architectures)
             except BuildError as reason:
                 arguments.output.mkdir(parents=True, exist_ok=True)
                 (arguments.output / "skipped.txt").write_text(f"{reason}\n")

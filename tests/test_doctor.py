@@ -80,17 +80,6 @@ def test_skipped_build_is_repeated(monkeypatch):
     assert problem == "Training on this GPU is slow: the CUDA build was skipped: no nvcc."
 
 
-def test_kernels_for_another_gpu(monkeypatch, tmp_path):
-    status = library.Status(tmp_path / "x.so", "", ("80", "90"), ("dropout_mask",), ())
-    monkeypatch.setattr(library, "load", lambda: status)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
-    (problem,) = problems(doctor.kernels, fatal=True)
-    assert "--architectures 75" in problem
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 6))
-    assert problems(doctor.kernels, fatal=True) == []
-
-
 @pytest.mark.parametrize("error", [UserError("fairseq is missing: pip"), KeyError("odd fairseq")])
 def test_unusable_fairseq(monkeypatch, error):
     def prepare():

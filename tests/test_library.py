@@ -163,6 +163,21 @@ def test_a_library_that_does_not_load_is_named(tmp_path):
     assert f"{tmp_path}/liblightseq_cu13.so does not load" in status["reason"]
 
 
+@pytest.mark.parametrize(("gpus", "loads"), [({(7, 5)}, False), ({(9, 0), (7, 5)}, True)])
+def test_a_library_for_other_gpus_is_left_alone(tmp_path, gpus, loads):
+    (tmp_path / "liblightseq_cu13.so").write_text("not a library, which shows when it is loaded")
+    (tmp_path / "liblightseq_cu13.json").write_text('{"architectures": ["80", "90"]}')
+    code = f"from lightseq_fairseq import library; library._gpus = lambda: {gpus}\n{STATUS}"
+    status = json.loads(
+        in_fresh_python(f"import torch; torch.version.cuda = '13.0'\n{code}", tmp_path)
+    )
+    assert status["path"] is None and status["kernels"] == []
+    if loads:
+        assert "does not load" in status["reason"]
+    else:
+        assert "compiled for sm_80, sm_90 and this machine has sm_75" in status["reason"]
+
+
 def test_importing_the_ops_is_enough_and_says_nothing():
     code = """
 import lightseq_fairseq.ops as ops, torch
@@ -229,6 +244,21 @@ def test_without_cublas_headers_the_build_says_what_to_install(tmp_path):
     assert result.returncode == 1
     assert result.stderr.startswith("CUDA build failed: cublasLt.h was found neither in")
     assert "`pip install --no-deps 'nvidia-cublas" in result.stderr
+
+
+@needs_nvcc
+def test_a_gpu_that_is_too_old_is_named(tmp_path):
+    """At set-up the build is then skipped like one without nvcc."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 7.5\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    command = [*BUILD, "--output", str(tmp_path / "lib")]
+    wanted = run(command, PATH=path)
+    assert wanted.returncode == 1 and "sm_75" in wanted.stderr
+    skipped = run([*command, "--if-possible"], PATH=path)
+    assert skipped.returncode == 0, skipped.stderr
+    assert skipped.stdout.startswith("CUDA build skipped: ") and skipped.stdout.count("\n") == 1
+    assert "sm_75" in (tmp_path / "lib" / "skipped.txt").read_text()
 
 
 def build_in(folder: Path) -> subprocess.CompletedProcess[str]:
