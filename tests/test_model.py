@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ from torch import Tensor
 
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.parameters import as_one
-from lightseq_fairseq.plugins.transformer import TRANSLATION_ARCHS, unsupported_option
+from lightseq_fairseq.plugins.transformer import (
+    TRANSLATION_ARCHS,
+    unsupported_option,
+    unsupported_width,
+)
 
 PRE_NORM = {"encoder_normalize_before": True, "decoder_normalize_before": True}
 SMALL = {
@@ -344,6 +349,27 @@ def test_refused_attention_of_xformers(corpus: Path, side: str) -> None:
     assert unsupported_option(args) is None
     setattr(args, name, "{'name': 'linformer'}")
     assert f"--{side}-xformers-att-config" in str(unsupported_option(args))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({}, None),
+        ({"encoder_embed_dim": 20}, r"--encoder-embed-dim 20 \(on a GPU it must .* 8 up to 8192"),
+        ({"decoder_ffn_embed_dim": 30}, "--decoder-ffn-embed-dim 30 .* a multiple of 8, is 30"),
+        (
+            {"encoder_embed_dim": 24},
+            "--encoder-attention-heads 2 .* multiple of 8 up to 128, is 12",
+        ),
+        ({"encoder_embed_dim": 272}, "--encoder-attention-heads 2 .* is 136"),
+    ],
+)
+def test_widths_that_kernels_refuse_are_named(
+    corpus: Path, flags: dict[str, Any], said: str | None
+) -> None:
+    """Before the first batch, when the model moves to a GPU."""
+    refusal = unsupported_width(build(corpus, LS, **flags)[1].cfg)
+    assert refusal is None if said is None else re.search(said, str(refusal))
 
 
 def test_embeddings_as_input_are_refused(corpus: Path) -> None:

@@ -21,6 +21,7 @@ from fairseq.models.transformer import (
 from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor
 
+from lightseq_fairseq import library
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.incremental import Cache, decode_step
 from lightseq_fairseq.layers import (
@@ -69,6 +70,22 @@ def unsupported_option(args: Namespace) -> str | None:
         return _refusal(f"--activation-fn {activation}", f"only {', '.join(ACTIVATIONS)} are fused")
     if getattr(args, "ddp_backend", None) == "fully_sharded":
         return _refusal("--ddp-backend fully_sharded", "parameters live in one flat buffer")
+    return None
+
+
+def unsupported_width(cfg: TransformerConfig) -> str | None:
+    """One sentence naming a width that the CUDA kernels cannot honour, or None."""
+    for name, side in (("encoder", cfg.encoder), ("decoder", cfg.decoder)):
+        heads = side.attention_heads
+        for flag, width, most in (
+            (f"--{name}-embed-dim {side.embed_dim}", side.embed_dim, 8192),
+            (f"--{name}-ffn-embed-dim {side.ffn_embed_dim}", side.ffn_embed_dim, 1 << 20),
+            (f"--{name}-attention-heads {heads}", side.embed_dim // heads, 128),
+        ):
+            if width % 8 or width > most:
+                what = "the width of a head" if "heads" in flag else "it"
+                limit = f" up to {most}" if most < 1 << 20 else ""
+                return _refusal(flag, f"on a GPU {what} must be a multiple of 8{limit}, is {width}")
     return None
 
 
@@ -302,6 +319,10 @@ class LSTransformerModel(TransformerModel):
     def _apply(self, fn: Any, recurse: bool = True) -> LSTransformerModel:
         # .half(), .cuda() and .to() give every parameter a storage of its own.
         super()._apply(fn, recurse)
+        if next(self.parameters()).is_cuda and "attention_fwd" in library.load().kernels:
+            refusal = unsupported_width(self.cfg)
+            if refusal:
+                raise UserError(refusal)
         self._flatten()
         return self
 
