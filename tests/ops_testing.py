@@ -12,9 +12,11 @@ from torch.library import opcheck
 Grads = tuple[Tensor | None, ...]
 
 
-def make_rng(seed: int = 0x1234_5678_9ABC, micro_batch: int = 3) -> Tensor:
+def make_rng(
+    seed: int = 0x1234_5678_9ABC, micro_batch: int = 3, device: str | torch.device = "cpu"
+) -> Tensor:
     """Dropout's (seed, micro-batch number)."""
-    return torch.tensor([seed, micro_batch], dtype=torch.int64)
+    return torch.tensor([seed, micro_batch], dtype=torch.int64, device=device)
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -78,3 +80,32 @@ def assert_as_good_as(ours: Tensor, plain: Tensor, exact: Tensor, what: str = ""
     plain_error = (plain.double() - exact).abs().max()
     assert our_error.isfinite()
     assert our_error <= 2 * plain_error, f"{what}: {our_error:.3e} against {plain_error:.3e}"
+
+
+# Of kernels on a GPU
+
+
+def poison_cache() -> None:
+    """What torch.empty hands out next holds NaN, or -1 where read as integers."""
+    blocks = [torch.full((2**k,), -1, dtype=torch.int32, device="cuda") for k in range(6, 24)]
+    del blocks
+
+
+def on_gpu(x: Tensor) -> Tensor:
+    """x with the strides it has."""
+    whole = x if x._base is None else x._base
+    return whole.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def assert_kernel_as_good_as(
+    ours: Tensor, plain: Tensor, exact: Tensor, what: str = "", half_roundings: float = 0.0
+) -> None:
+    """ours errs at most twice as much as plain torch does; a few roundings are free.
+
+    Those are of the largest number: four in float32, where the order of a sum decides about as
+    much, and ``half_roundings`` in 16 bits.
+    """
+    error, allowed = ((x.double().cpu() - exact.cpu()).abs().max() for x in (ours, plain))
+    roundings = 4.0 if ours.dtype == torch.float32 else half_roundings
+    bound = max(2 * allowed, roundings * torch.finfo(ours.dtype).eps * exact.abs().max().cpu())
+    assert error <= bound, f"{what}: {error:.3e}, plain torch {allowed:.3e}"

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from ops_testing import poison_cache
 
 from lightseq_fairseq import library, ops
 
@@ -13,12 +14,6 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CLIP_EPS, BETAS, EPS, DECAY = 1e-6, (0.9, 0.98), 1e-8, 0.01
-
-
-def poison_cache():
-    """What torch.empty hands out next holds NaN, or -1 where read as integers."""
-    blocks = [torch.full((2**k,), -1, dtype=torch.int32, device="cuda") for k in range(6, 22)]
-    del blocks
 
 
 def gradient(size, dtype, seed=0):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
-from ops_testing import leaf
+from ops_testing import assert_kernel_as_good_as, leaf, on_gpu, poison_cache
+from ops_testing import make_rng as rng_on
 from torch.nn import functional
 
 from lightseq_fairseq import library, ops
+
+make_rng = functools.partial(rng_on, device="cuda")
 
 pytestmark = pytest.mark.gpu
 
@@ -25,25 +29,6 @@ ACTIVATIONS = {
 # (tokens, width): one token; fewer rows than a step of a block takes; more columns than a block
 # has, with a ragged rest; several steps a block; the widest.
 SIZES = [(1, 1024), (5, 8), (37, 264), (700, 1032), (5000, 4096), (9, 65536)]
-
-
-def poison_cache():
-    """What torch.empty hands out next holds NaN, or -1 where read as integers."""
-    blocks = [torch.full((2**k,), -1, dtype=torch.int32, device="cuda") for k in range(6, 24)]
-    del blocks
-
-
-def make_rng(micro_batch=3, device="cuda"):
-    return torch.tensor([0x1234_5678_9ABC, micro_batch], device=device)
-
-
-def assert_as_good_as(ours, plain, exact, what):
-    """At most twice plain torch's error; a few roundings in float32, one in 16 bits, are free."""
-    assert ours.dtype == plain.dtype
-    error, allowed = ((x.double() - exact).abs().max() for x in (ours, plain))
-    roundings = 4.0 if ours.dtype == torch.float32 else 0.5
-    bound = max(2 * allowed, roundings * torch.finfo(ours.dtype).eps * exact.abs().max())
-    assert error <= bound, f"{what}: {error:.3e}, plain torch {allowed:.3e}"
 
 
 class Inner:
@@ -98,7 +83,7 @@ def test_kernels_are_loaded():
 def check_inner(inner, dtype):
     results = inner.results(), inner.plain(dtype), inner.plain(torch.float64)
     for name, *three in zip(("y", "dx", "dbias"), *results, strict=True):
-        assert_as_good_as(*three, name)
+        assert_kernel_as_good_as(*three, name, half_roundings=0.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -128,7 +113,7 @@ def test_gelu_of_every_16_bit_number(dtype, activation):
     info = torch.finfo(dtype)
     unit = (exact_y.abs() * info.eps).clamp_min(info.tiny * info.eps)  # at least a unit of exact_y
     assert ((y.double() - exact_y).abs() <= 0.6 * unit + 1e-7).all()
-    assert_as_good_as(dx, inner.plain(dtype)[1], exact_dx, "dx")
+    assert_kernel_as_good_as(dx, inner.plain(dtype)[1], exact_dx, "dx", half_roundings=0.5)
 
 
 def test_drops_what_the_reference_drops():
@@ -201,7 +186,7 @@ def test_no_tokens():
 
 
 def test_replayed_graph_draws_anew():
-    inner, rng = Inner(200, 512, torch.bfloat16, p=0.5), make_rng(0)
+    inner, rng = Inner(200, 512, torch.bfloat16, p=0.5), make_rng(micro_batch=0)
     dbias = torch.empty(512, device="cuda")
 
     def run():
@@ -222,12 +207,6 @@ def test_replayed_graph_draws_anew():
         expected = run()
         assert torch.equal(y, expected[0]) and torch.equal(dx, expected[1])
         assert torch.equal(captured, dbias)
-
-
-def on_gpu(x):
-    """x with the strides it has."""
-    whole = x if x._base is None else x._base
-    return whole.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from ops_testing import leaf
+from ops_testing import assert_kernel_as_good_as, leaf, poison_cache
 
 from lightseq_fairseq import library, ops
 
@@ -14,12 +14,6 @@ pytestmark = pytest.mark.gpu
 
 PAD = 1
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def poison_cache():
-    """What torch.empty hands out next holds NaN."""
-    blocks = [torch.full((2**k,), math.nan, device="cuda") for k in range(7, 20)]
-    del blocks
 
 
 def inputs(rows, classes, dtype, stride=None, shift=0):
@@ -48,13 +42,6 @@ def formula(logits, target, smoothing):
         loss = loss - (share * log_probabilities.sum(-1, dtype=working(logits))).to(loss.dtype)
     is_pad = target == PAD
     return loss.masked_fill(is_pad, 0.0), nll.masked_fill(is_pad, 0.0)
-
-
-def assert_as_good_as(ours, plain, exact):
-    """At most twice plain torch's error; in float32, a few roundings are always allowed."""
-    error, allowed = ((x.double().cpu() - exact.cpu()).abs().max() for x in (ours, plain))
-    rounding = 4 * torch.finfo(ours.dtype).eps * exact.abs().max()
-    assert error <= max(2 * allowed, rounding if ours.dtype == torch.float32 else 0.0)
 
 
 def test_kernels_are_loaded():
@@ -92,10 +79,10 @@ def test_errs_no_more_than_plain_torch(rows, classes, stride, shift, smoothing, 
     loss, nll, lse, correct = ops.cross_entropy_fwd(logits, target, smoothing, PAD, False)
     assert loss.dtype == nll.dtype == lse.dtype == torch.float32 and correct.numel() == 0
     exact_lse = logits.double().logsumexp(-1)
-    assert_as_good_as(lse, logits.float().logsumexp(-1), exact_lse)
+    assert_kernel_as_good_as(lse, logits.float().logsumexp(-1), exact_lse)
     ops.cross_entropy_bwd(dloss, logits, target.int(), lse, smoothing, PAD)
     for ours, plain, exact in zip((loss.to(dtype), nll.to(dtype), logits), *results, strict=True):
-        assert_as_good_as(ours, plain, exact)
+        assert_kernel_as_good_as(ours, plain, exact)
     if stride:  # what lies between the rows belongs to somebody else
         after = logits.as_strided((rows, stride), (stride, 1))
         assert torch.equal(after[:, classes:], storage_before[:, classes:])

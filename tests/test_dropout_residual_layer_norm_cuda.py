@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from itertools import pairwise
 
 import pytest
 import torch
-from ops_testing import leaf
+from ops_testing import assert_kernel_as_good_as, leaf, on_gpu, poison_cache
+from ops_testing import make_rng as rng_on
 from torch.nn import functional
 
 from lightseq_fairseq import library, ops
+
+make_rng = functools.partial(rng_on, device="cuda")
 
 pytestmark = pytest.mark.gpu
 
@@ -26,25 +30,6 @@ SIZES = [
     (1, 1024), (5, 8), (37, 256), (1000, 512), (5000, 1024), (601, 1032), (130, 2048), (77, 4096),
     (33, 8192), (3, 5000),
 ]  # fmt: skip
-
-
-def poison_cache():
-    """What torch.empty hands out next holds NaN, or -1 where read as integers."""
-    blocks = [torch.full((2**k,), -1, dtype=torch.int32, device="cuda") for k in range(6, 24)]
-    del blocks
-
-
-def make_rng(micro_batch=3, device="cuda"):
-    return torch.tensor([0x1234_5678_9ABC, micro_batch], device=device)
-
-
-def assert_as_good_as(ours, plain, exact, what):
-    """At most twice plain torch's error; a few roundings in float32, one in 16 bits, are free."""
-    assert ours.dtype == plain.dtype
-    error, allowed = ((x.double() - exact).abs().max() for x in (ours, plain))
-    roundings = 4.0 if ours.dtype == torch.float32 else 0.5
-    bound = max(2 * allowed, roundings * torch.finfo(ours.dtype).eps * exact.abs().max())
-    assert error <= bound, f"{what}: {error:.3e}, plain torch {allowed:.3e}"
 
 
 class Sublayer:
@@ -125,15 +110,17 @@ def check_sublayer(layer, dtype, which="both"):
     names = ("sum", "y", "dx", "dresidual", "dgamma", "dbeta", "dbias")
     for name, mine, other, true in zip(names, ours, plain, exact, strict=True):
         if other is not None and mine is not None and mine.numel():
-            assert_as_good_as(mine, other, true, name)
+            assert_kernel_as_good_as(mine, other, true, name, half_roundings=0.5)
     if layer.parts == ("norm",) and layer.p == 0:
         assert total.numel() == 0
     if "norm" in layer.parts:
         assert mean.dtype == rstd.dtype == torch.float32
-        assert_as_good_as(mean, plain[0].float().mean(1), exact[0].mean(1), "mean")
+        assert_kernel_as_good_as(
+            mean, plain[0].float().mean(1), exact[0].mean(1), "mean", half_roundings=0.5
+        )
         true = (exact[0].var(1, correction=0) + EPS).rsqrt()
         other = (plain[0].float().var(1, correction=0) + EPS).rsqrt()
-        assert_as_good_as(rstd, other, true, "rstd")
+        assert_kernel_as_good_as(rstd, other, true, "rstd", half_roundings=0.5)
     else:
         assert y.numel() == mean.numel() == rstd.numel() == 0
 
@@ -254,7 +241,7 @@ def test_not_a_number_stays_visible():
 
 
 def test_replayed_graph_draws_anew():
-    layer, rng = Sublayer(200, 512, torch.bfloat16, p=0.5), make_rng(0)
+    layer, rng = Sublayer(200, 512, torch.bfloat16, p=0.5), make_rng(micro_batch=0)
 
     def run():
         chosen = layer.chosen(layer.tensors)
@@ -273,12 +260,6 @@ def test_replayed_graph_draws_anew():
         rng[1] = micro_batch
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
-
-
-def on_gpu(x):
-    """x with the strides it has."""
-    whole = x if x._base is None else x._base
-    return whole.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 @pytest.mark.parametrize(

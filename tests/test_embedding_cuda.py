@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
-from ops_testing import leaf
+from ops_testing import assert_kernel_as_good_as, leaf, poison_cache
+from ops_testing import make_rng as rng_on
 from torch.nn import functional
 
 from lightseq_fairseq import library, ops
+
+make_rng = functools.partial(rng_on, device="cuda")
 
 pytestmark = pytest.mark.gpu
 
 PAD, SCALE, SITE = 1, 2.5, 4
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def poison_cache():
-    """What torch.empty hands out next holds NaN, or -1 where read as integers."""
-    blocks = [torch.full((2**k,), -1, dtype=torch.int32, device="cuda") for k in range(6, 24)]
-    del blocks
-
-
-def make_rng(micro_batch=3, device="cuda"):
-    return torch.tensor([0x1234_5678_9ABC, micro_batch], device=device)
 
 
 class Batch:
@@ -71,13 +65,6 @@ class Batch:
         return y.detach(), weight.grad, position_weight.grad
 
 
-def assert_as_good_as(ours, plain, exact):
-    """At most twice plain torch's error; in float32, a few roundings are always allowed."""
-    error, allowed = ((x.double() - exact).abs().max() for x in (ours, plain))
-    rounding = 4 * torch.finfo(ours.dtype).eps * exact.abs().max()
-    assert error <= max(2 * allowed, rounding if ours.dtype == torch.float32 else 0.0)
-
-
 def test_kernels_are_loaded():
     assert {"embedding_fwd", "embedding_bwd"} <= set(library.load().kernels)
 
@@ -104,7 +91,7 @@ def test_errs_no_more_than_plain_torch(tokens, vocabulary, places, width, p, dty
     ours = (batch.forward(p), *batch.backward(p))
     for mine, other, truth in zip(ours, plain, exact, strict=True):
         assert mine.dtype == dtype
-        assert_as_good_as(mine, other, truth)
+        assert_kernel_as_good_as(mine, other, truth)
     assert ours[1][PAD].eq(0).all()
     assert ours[1][exact[1].eq(0).all(1)].eq(0).all()
     again = (batch.forward(p), *batch.backward(p))
@@ -164,7 +151,7 @@ def test_one_word_only(count):
     exact = batch.dy.double().sum(0)
     for grad, row, expected in ((dweight, 7, SCALE * exact), (dposition, 2, exact)):
         plain = batch.dy.float().sum(0) * (SCALE if row == 7 else 1.0)
-        assert_as_good_as(grad[row], plain, expected)
+        assert_kernel_as_good_as(grad[row], plain, expected)
         assert grad.count_nonzero(1).gt(0).nonzero().flatten().tolist() == [row]
 
 
