@@ -260,7 +260,7 @@ Tensor adam_norm(const Tensor& grad) {
     using T = decltype(zero);
     const auto kernel = adam_norm_kernel<T>;
     int64_t count = grad.numel();
-    const int64_t work = (count + kNormWork<T> - 1) / kNormWork<T>;
+    const int64_t work = blocks_for(count, kNormWork<T>);
     const int64_t blocks =
         std::clamp<int64_t>(work, 1, resident_blocks(kernel, kNormThreads, device));
     Tensor scratch = allocate(grad, {blocks}, ScalarType::Double);
@@ -300,7 +300,7 @@ void adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& gr
                       eps,
                       weight_decay};
   constexpr int64_t kWork = 4 * kQuads * kStepThreads;  // of a block
-  const int64_t blocks = std::max<int64_t>(1, (params.count + kWork - 1) / kWork);
+  const int64_t blocks = std::max<int64_t>(1, blocks_for(params.count, kWork));
   require(blocks <= kMaxBlocks, op, ": too many parameters for one buffer");
   const int32_t device = param.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);

@@ -26,6 +26,8 @@
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/columns.cuh"
+#include "common/exp2.cuh"
+#include "common/occupancy.h"
 #include "common/optional.h"
 
 namespace lightseq {
@@ -48,17 +50,11 @@ constexpr int64_t kMaxGridY = 65535;
 
 enum class Activation { kIdentity, kRelu, kGelu, kGeluAccurate };
 
-constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kSqrtHalf = 0.70710678118654752f;       // 1 / sqrt(2)
 constexpr float kSqrtTwoOverPi = 0.79788456080286536f;  // sqrt(2 / pi)
 constexpr float kGeluCubic = 0.044715f;
 
-// The hardware's approximations, good to 2 units in the last place. CUDA's own functions spend
-// several instructions more on denormal numbers, which are as good as zero here.
-__device__ __forceinline__ float exp2_approximate(float x) {
-  asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
-  return x;
-}
+// As exact as exp2_approximate.
 __device__ __forceinline__ float reciprocal_approximate(float x) {
   asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
   return x;
@@ -277,7 +273,7 @@ Activation activation_of(const char* op, const std::string& name) {
 void check_inputs(const char* op, const Tensor& x, const std::optional<Tensor>& bias) {
   require(x.dim() == 2, op, ": x must have two dimensions");
   check_rows(op, "x", x);
-  if (bias.has_value()) check_rows(op, "bias", *bias);
+  check_optional_rows(op, "bias", bias);
 }
 
 template <typename Function>
@@ -300,10 +296,6 @@ constexpr int kFwdUnroll = 8 / sizeof(T);
 template <typename T>
 constexpr int kBwdUnroll = 4 / sizeof(T);
 
-int64_t blocks_over_columns(int64_t columns) {
-  return (columns + kColumnsPerBlock - 1) / kColumnsPerBlock;
-}
-
 Tensor bias_activation_dropout_fwd(const Tensor& x, std::optional<Tensor> bias,
                                    std::string activation, double p, const Tensor& rng,
                                    int64_t site) {
@@ -324,8 +316,8 @@ Tensor bias_activation_dropout_fwd(const Tensor& x, std::optional<Tensor> bias,
         nullptr,          0,
         x.stride(0),      x.size(0),
         x.size(1),        DropoutFactors(rng.const_data_ptr<int64_t>(), site, p)};
-    const dim3 grid(blocks_over_columns(params.columns),
-                    std::min(kMaxGridY, (params.rows + kRows - 1) / kRows));
+    const dim3 grid(blocks_for(params.columns, kColumnsPerBlock),
+                    std::min(kMaxGridY, blocks_for(params.rows, kRows)));
     dispatch_activation(which, [&](auto chosen) {
       bias_activation_dropout_fwd_kernel<T, chosen.value, kFwdUnroll<T>>
           <<<grid, dim3(kWarp, kWarps), 0, current_stream(device)>>>(params);
@@ -352,11 +344,11 @@ Tensor bias_activation_dropout_bwd(const Tensor& dy, const Tensor& x, std::optio
   dispatch_float(x.scalar_type(), "bias_activation_dropout_bwd: x", [&](auto zero) {
     using T = decltype(zero);
     constexpr int64_t kRows = kWarps * kBwdUnroll<T>;
-    const int64_t over_columns = std::max<int64_t>(1, blocks_over_columns(columns));
+    const int64_t over_columns = std::max<int64_t>(1, blocks_for(columns, kColumnsPerBlock));
     const int64_t resident = resident_blocks(device, kBwdBlocks);
     // As many rows of blocks as run side by side: each leaves a row of partial sums.
     const int64_t blocks =
-        std::min((rows + kRows - 1) / kRows, std::max<int64_t>(1, resident / over_columns));
+        std::min(blocks_for(rows, kRows), std::max<int64_t>(1, resident / over_columns));
     Tensor partials = allocate(x, {dbias.has_value() ? blocks : 0, columns}, ScalarType::Float);
     if (rows > 0 && columns > 0) {
       const Params<T> params{data_of<T>(dy),

@@ -33,6 +33,7 @@
 
 #include "common/check.h"
 #include "common/columns.cuh"
+#include "common/exp2.cuh"
 #include "common/reduce.cuh"
 #include "common/scalars.cuh"
 #include "common/vec.cuh"
@@ -77,13 +78,10 @@ class ShiftedExponential {
       : shift_(std::is_same_v<T, float> ? shift : -shift * kLog2E) {}
   __device__ __forceinline__ float operator()(float x) const {
     if constexpr (std::is_same_v<T, float>) return expf(x - shift_);
-    float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(fmaf(x, kLog2E, shift_)));
-    return power;
+    return exp2_approximate(fmaf(x, kLog2E, shift_));
   }
 
  private:
-  static constexpr float kLog2E = 1.4426950408889634f;
   float shift_;
 };
 

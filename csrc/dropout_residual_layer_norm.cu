@@ -183,9 +183,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_residual_layer_norm_fwd(
                               dropout};
     dispatch_shape(columns, [&](auto shape) {
       using S = decltype(shape);
-      const auto blocks = static_cast<unsigned>((rows + kFwdRows<S> - 1) / kFwdRows<S>);
       dropout_residual_layer_norm_fwd_kernel<T, S>
-          <<<blocks, dim3(S::kThreads, kFwdRows<S>), 0, current_stream(device)>>>(params);
+          <<<blocks_for(rows, kFwdRows<S>), dim3(S::kThreads, kFwdRows<S>), 0,
+             current_stream(device)>>>(params);
     });
   });
   check_launch(op);

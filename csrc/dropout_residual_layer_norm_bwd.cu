@@ -27,6 +27,7 @@
 #include "common/column_sum.cuh"
 #include "common/columns.cuh"
 #include "common/layer_norm.cuh"
+#include "common/occupancy.h"
 #include "common/optional.h"
 
 namespace lightseq {
@@ -281,12 +282,9 @@ void launch_bwd(BwdParams<T> params, const Tensor& grad, const Gradients& gradie
   const int rows = std::min(room / bytes, kBwdRows<S>);
   bytes *= rows;
   const dim3 threads(S::kThreads, rows);
-  int side_by_side = 0;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&side_by_side, kernel, threads.x * threads.y,
-                                                bytes);
-  const int64_t blocks =
-      std::min((params.rows + rows - 1) / rows, resident_blocks(device, std::max(1, side_by_side)));
+  const int64_t blocks = std::min(blocks_for(params.rows, rows),
+                                  resident_blocks(kernel, S::kThreads * rows, device, bytes));
   Tensor partials = allocate(grad, {sums ? blocks : 0, kMaxSums, columns}, ScalarType::Float);
   params.partials = output_of<float>(partials);
   if (params.rows > 0 && columns > 0) {

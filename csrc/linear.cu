@@ -32,6 +32,7 @@
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/matmul.h"
+#include "common/occupancy.h"
 #include "common/vec.cuh"
 
 namespace lightseq {
@@ -134,9 +135,7 @@ Matrix scratch_for(const Matrix& x, int64_t rows, int64_t columns) {
 }
 
 void copy_padded(const Matrix& in, const Matrix& out, cudaStream_t stream) {
-  const dim3 grid(
-      static_cast<unsigned>((out.rows + kCopyRows - 1) / kCopyRows),
-      static_cast<unsigned>((out.columns + kCopyColumns * kWarp - 1) / (kCopyColumns * kWarp)));
+  const dim3 grid(blocks_for(out.rows, kCopyRows), blocks_for(out.columns, kCopyColumns * kWarp));
   const auto launch = [&](auto zero) {
     using T = decltype(zero);
     copy_padded_kernel<T><<<grid, dim3(kWarp, kCopyRows), 0, stream>>>(
@@ -170,15 +169,14 @@ void multiply_padded(Product p, int64_t rows, int64_t columns, cudaStream_t stre
 void add_dbias(const Matrix& dy, const Gradient& dbias, int64_t outputs, bool accumulate,
                cudaStream_t stream) {
   const int64_t block_columns = kWarp * kVecBytes / dy.bytes(1);
-  const int64_t across = (dy.columns + block_columns - 1) / block_columns;
+  const int64_t across = blocks_for(dy.columns, block_columns);
   const int64_t wave = resident_blocks(dy.owner.get_device(), kSumBlocks);
-  const int64_t rows_per_block = std::max<int64_t>(kSumWarps, (dy.rows * across + wave - 1) / wave);
-  const int64_t blocks = (dy.rows + rows_per_block - 1) / rows_per_block;
+  const int64_t rows_per_block = std::max<int64_t>(kSumWarps, blocks_for(dy.rows * across, wave));
+  const int64_t blocks = blocks_for(dy.rows, rows_per_block);
   const Tensor partials = allocate(dy.owner, {blocks, outputs}, ScalarType::Float);
-  const dim3 grid(static_cast<unsigned>(across), static_cast<unsigned>(blocks));
   dispatch_float(dy.type, "linear_bwd: dy", [&](auto zero) {
     using T = decltype(zero);
-    linear_dbias_kernel<T><<<grid, dim3(kWarp, kSumWarps), 0, stream>>>(
+    linear_dbias_kernel<T><<<dim3(across, blocks), dim3(kWarp, kSumWarps), 0, stream>>>(
         static_cast<const T*>(dy.data), dy.rows, dy.columns, dy.stride, rows_per_block,
         partials.mutable_data_ptr<float>(), outputs);
   });

@@ -67,8 +67,7 @@ Tensor dropout_mask(const Tensor& rng, int64_t site, int64_t rows, int64_t colum
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Dropout dropout{rng.const_data_ptr<int64_t>(), static_cast<uint32_t>(site),
                         Dropout::threshold_of(p)};
-  const int64_t blocks = (rows + kRowsPerBlock - 1) / kRowsPerBlock;
-  dropout_mask_kernel<<<static_cast<unsigned>(blocks), dim3(kLanes, kRowsPerBlock), 0,
+  dropout_mask_kernel<<<blocks_for(rows, kRowsPerBlock), dim3(kLanes, kRowsPerBlock), 0,
                         current_stream(device)>>>(keep.mutable_data_ptr<bool>(), dropout, rows,
                                                   columns);
   check_launch("dropout_mask");

@@ -20,6 +20,7 @@
 #include <string>
 
 #include "common/check.h"
+#include "common/exp2.cuh"
 #include "common/mma.cuh"
 #include "common/philox.cuh"
 
@@ -116,14 +117,12 @@ struct Place {
 template <typename T>
 struct Base {
   static constexpr bool kIsTwo = sizeof(T) == 2;
-  static constexpr float kLogE = kIsTwo ? 1.4426950408889634f : 1.0f;
+  static constexpr float kLogE = kIsTwo ? kLog2E : 1.0f;
   static constexpr float kLn = kIsTwo ? 0.6931471805599453f : 1.0f;
 
   static __device__ __forceinline__ float exp(float x) {
     if constexpr (!kIsTwo) return expf(x);
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+    return exp2_approximate(x);
   }
   static __device__ __forceinline__ float log(float x) { return kIsTwo ? __log2f(x) : logf(x); }
 };

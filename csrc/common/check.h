@@ -79,6 +79,11 @@ inline void check_rows(const char* op, const char* name, const torch::stable::Te
           " must be contiguous in its last dimension, with rows on 16-byte boundaries");
 }
 
+// How many blocks it takes where each does `per_block` of the work.
+inline int64_t blocks_for(int64_t work, int64_t per_block) {
+  return (work + per_block - 1) / per_block;
+}
+
 // To be called right after <<<>>>: reports a launch that the driver refused (no code for this GPU,
 // too many resources). Faults inside a kernel surface later, as they do everywhere in CUDA.
 inline void check_launch(const char* kernel) {

@@ -101,7 +101,6 @@ static __global__ void __launch_bounds__(kWarp* kWarp)
 inline void add_partials(const float* partials, int64_t blocks, int64_t columns, int sums,
                          const Gradients& gradients, bool accumulate, cudaStream_t stream) {
   if (columns == 0) return;
-  const dim3 grid(static_cast<unsigned>((columns + kWarp - 1) / kWarp), sums);
   int device = 0, major = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -109,21 +108,13 @@ inline void add_partials(const float* partials, int64_t blocks, int64_t columns,
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = grid;
+  config.gridDim = dim3(blocks_for(columns, kWarp), sums);
   config.blockDim = dim3(kWarp, kWarp);
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = major >= 9 ? 1 : 0;
   cudaLaunchKernelEx(&config, column_sum_kernel, partials, blocks, columns, gradients, accumulate);
   check_launch("column_sum");
-}
-
-// How many blocks fill a GPU when `per_multiprocessor` of them run side by side.
-inline int64_t resident_blocks(int32_t device, int64_t per_multiprocessor) {
-  int count = 0;
-  const cudaError_t error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  require(error == cudaSuccess, "lightseq: cuda:", device, ": ", cudaGetErrorString(error));
-  return count * per_multiprocessor;
 }
 
 }  // namespace lightseq
