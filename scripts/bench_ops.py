@@ -18,10 +18,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,10 +28,10 @@ from typing import Any
 import torch
 import torch._functorch.config
 from bench_ops_cases import Case, Sizes, cases
+from result_rows import current_commit, write
 
 from lightseq_fairseq import library
 
-HERE = Path(__file__).resolve().parent
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SYSTEMS = ("ours", "eager", "compile", "library", "apex")
 TURNS, WARM_UP = 25, 3
@@ -126,24 +123,6 @@ def table(rows: Sequence[Row]) -> list[str]:
         rate = f"{first['gb_per_s']:8.0f}{first['copy_share']:6.0%}{first.get('tflops', ''):>9}"
         lines.append(f"{name:{width}}" + "".join(cells) + rate)
     return lines
-
-
-def current_commit() -> str:
-    """The commit of this tree; COMMIT names it where the tree came without its history."""
-    if "COMMIT" in os.environ:
-        return os.environ["COMMIT"]
-    command = ["git", "-C", str(HERE), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        sys.exit("bench_ops: this tree is no git clone; name its commit with COMMIT=...")
-
-
-def write(rows: Sequence[Row], path: Path) -> None:
-    """A JSON list, one row a line, so that differences are readable."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

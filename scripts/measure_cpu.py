@@ -1,16 +1,14 @@
 #!/usr/bin/env python3
 """Measures what needs no GPU: distance from fairseq in float64, time of a training step.
 
-    OMP_NUM_THREADS=1 python scripts/measure_cpu.py --commit $(git rev-parse HEAD)
+    OMP_NUM_THREADS=1 python scripts/measure_cpu.py
 
 Writes scripts/results/cpu.json. Takes a minute; the figures are those of the tests' own functions.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
-import json
 import statistics
 import sys
 import tempfile
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from result_rows import current_commit, write
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -57,12 +56,9 @@ def speed_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--commit", required=True, help="what is measured")
-    commit = parser.parse_args().commit
     torch.set_num_threads(1)
     common = {
-        "commit": commit,
+        "commit": current_commit(),
         "date": datetime.date.today().isoformat(),
         "gpu": "none",
         "torch": torch.__version__,
@@ -72,10 +68,7 @@ def main() -> None:
     for measure in (parity_rows, speed_rows):
         with tempfile.TemporaryDirectory() as folder:
             rows += [{**common, **row} for row in measure(Path(folder))]
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(
-        "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8"
-    )
+    write(rows, RESULTS)
     for row in rows:
         print(row)
 

@@ -10,7 +10,7 @@ import datetime
 import fcntl
 import json
 import os
-import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,9 @@ from lightseq_fairseq import fairseq_compat
 Row = dict[str, Any]
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent.parent / "scripts"))
 
-
-def current_commit() -> str:
-    """The commit of this tree; ``COMMIT`` names it where the tree came without its history."""
-    if "COMMIT" in os.environ:
-        return os.environ["COMMIT"]
-    command = ["git", "-C", str(HERE), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        raise SystemExit("this tree is no git clone; name its commit with COMMIT=...") from None
+from result_rows import current_commit  # noqa: E402
 
 
 def training_figures(checkpoint: Path) -> Row:
