@@ -348,6 +348,7 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
       if constexpr (kRows<T, kWidth> >= 64) whole_pass<64>(tiles, p, unit);
     } else {
       if (unit.parts & kQueries) query_pass(tiles, p, unit);
+      if (whole) __syncthreads();  // K and V have been read, their rows may become results
       if (unit.parts & kKeys) key_pass(tiles, p, unit, whole);
     }
   });

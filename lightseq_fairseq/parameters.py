@@ -12,7 +12,9 @@ Letters: N elements of a buffer, alignment gaps included.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,9 @@ from torch import Tensor, nn
 # Every tensor begins on such a boundary (bytes): vectorised kernels, TMA and cublasLt's best
 # algorithms want 16 to 128, and 256 is what CUDA's own allocator promises.
 ALIGNMENT = 256
+# Elements that alignment may leave between two neighbours: those of the narrowest type, since
+# float32 copies keep the places of 16-bit parameters.
+_MOST_GAP = ALIGNMENT // 2
 
 
 def as_one(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -63,8 +68,8 @@ class FlatBuffer:
     Attributes:
         parameters: in the order in which they lie.
         offsets: first element of each in ``data``.
-        data: [N], detached, shares memory with the parameters. Elements between two parameters
-            (less than ``ALIGNMENT`` bytes) are zero and stay zero under elementwise updates that
+        data: [N], detached, shares memory with the parameters. The few elements that alignment
+            leaves between two parameters are zero and stay zero under elementwise updates that
             map zero with a zero gradient to zero.
     """
 
@@ -126,6 +131,97 @@ class FlatBuffer:
             if gradient is not None and gradient is not view:
                 parameter.grad = view
         return self._gradient, used
+
+
+class DirectGradients:
+    """A flat gradient that backward writes itself, so that autograd copies and adds nothing.
+
+    The first write to a parameter in a backward pass overwrites, later ones (a tied embedding has
+    three) add. Parameters whose gradients come by another way than `gradients_for` get them in
+    ``.grad`` as ever; `write` takes those along at the end.
+
+    Attributes:
+        flat: [N], the gradient, in the places and of the dtype of the parameters.
+    """
+
+    def __init__(self, buffer: FlatBuffer) -> None:
+        self.buffer = buffer
+        self.flat = buffer.zeros()
+        self._start = buffer.data.data_ptr()
+        self._bytes = buffer.data.numel() * buffer.data.element_size()
+        self._added: set[int] | None = None  # addresses of what has been written; None: all has
+
+    @contextmanager
+    def write(self, accumulate: bool) -> Iterator[None]:
+        """Within it backward writes into ``flat``; with ``accumulate`` it adds to what is there."""
+        global _direct
+        self._added = None if accumulate else set()
+        _direct = self
+        try:
+            yield
+        finally:
+            _direct = None
+        for parameter in self.buffer.parameters:
+            if parameter.grad is not None:
+                view = self.view(parameter)
+                view.add_(parameter.grad) if self.is_added(parameter) else view.copy_(
+                    parameter.grad
+                )
+                parameter.grad = None
+
+    def holds(self, parameter: Tensor) -> bool:
+        return 0 <= parameter.data_ptr() - self._start < self._bytes
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """The gradient of a parameter, or of the neighbours that ``as_one`` has joined."""
+        offset = (parameter.data_ptr() - self._start) // parameter.element_size()
+        return self.flat.as_strided(parameter.shape, parameter.stride(), offset)
+
+    def is_added(self, parameter: Tensor) -> bool:
+        """Whether the next write has to add; from now on it has."""
+        if self._added is None or parameter.data_ptr() in self._added:
+            return True
+        self._added.add(parameter.data_ptr())
+        return False
+
+
+_direct: DirectGradients | None = None
+
+
+class Gradients(NamedTuple):
+    """Where an op writes the gradients of some parameters.
+
+    Attributes:
+        tensors: one for each parameter, of its shape and dtype.
+        accumulate: the op adds to them.
+        direct: they are in place; autograd gets none.
+    """
+
+    tensors: list[Tensor]
+    accumulate: bool
+    direct: bool
+
+    def handed(self, *pieces: Tensor) -> tuple[Tensor | None, ...]:
+        """What backward returns to autograd: ``pieces``, by default ``tensors``, or Nones."""
+        pieces = pieces or tuple(self.tensors)
+        return (None,) * len(pieces) if self.direct else pieces
+
+
+def gradients_for(*parameters: Tensor) -> Gradients:
+    """Where one op shall write the gradients of ``parameters`` (or of what ``as_one`` joined).
+
+    Inside `DirectGradients.write` that is the flat gradient, elsewhere new tensors for autograd.
+    """
+    direct = _direct
+    if direct is None or not all(direct.holds(p) for p in parameters):
+        return Gradients([torch.empty_like(p) for p in parameters], False, False)
+    views = [direct.view(p) for p in parameters]
+    added = [direct.is_added(p) for p in parameters]
+    if any(added):
+        for view, is_added in zip(views, added, strict=True):
+            if not is_added:
+                view.zero_()
+    return Gradients(views, any(added), True)
 
 
 def flatten_parameters(
@@ -229,11 +325,7 @@ def _runs(members: list[Tensor]) -> list[FlatBuffer]:
     for parameter, end in zip(members[1:], ends[:-1], strict=True):
         gap = whole[end - start : parameter.storage_offset() - start]
         # A tensor that is not ours could hide in a gap; only zeros come to no harm there.
-        if (
-            parameter.storage_offset() < end
-            or gap.numel() >= ALIGNMENT // gap.element_size()
-            or bool(gap.any())
-        ):
+        if parameter.storage_offset() < end or gap.numel() >= _MOST_GAP or bool(gap.any()):
             runs.append([])
         runs[-1].append(parameter)
     return [FlatBuffer(run) for run in runs]

@@ -1,20 +1,24 @@
 #!/usr/bin/env python3
-"""Measures what needs no GPU: distance from fairseq in float64, time of a training step.
+"""Measures what needs no GPU: distance from fairseq in float64, time of a training step, packing.
 
     OMP_NUM_THREADS=1 python scripts/measure_cpu.py
 
-Writes scripts/results/cpu.json. Takes a minute; the figures are those of the tests' own functions.
+Writes scripts/results/cpu.json. Takes a minute; the figures of parity and step are those of the
+tests' own functions.
 """
 
 from __future__ import annotations
 
 import datetime
+import random
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from result_rows import current_commit, write
 
@@ -23,7 +27,15 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import parity  # noqa: E402
 import test_cpu_speed as speed  # noqa: E402
+from fairseq.data import (  # noqa: E402
+    Dictionary,
+    LanguagePairDataset,
+    data_utils,
+    indexed_dataset,
+)
 from test_parity import PRE_NORM, SHARED  # noqa: E402
+
+from lightseq_fairseq.training.batch import PackingDataset  # noqa: E402
 
 RESULTS = ROOT / "scripts" / "results" / "cpu.json"
 
@@ -55,6 +67,65 @@ def speed_rows(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def binarised(folder: Path, pairs: int, vocabulary: int = 40000) -> Any:
+    """Sentence pairs as long as WMT's (lognormal, mean 28, sigma 0.55) in fairseq's files."""
+    rng = np.random.default_rng(5)
+    lengths = np.clip(np.rint(rng.lognormal(3.18, 0.55, pairs)), 2, 200).astype(int)
+    translated = np.clip(np.rint(lengths * rng.normal(1.03, 0.15, pairs)), 2, None).astype(int)
+    dictionary = Dictionary()
+    sides: list[Any] = []
+    for name, counts in (("src", lengths), ("tgt", translated)):
+        path = str(folder / name)
+        builder = indexed_dataset.make_builder(f"{path}.bin", "mmap", vocab_size=vocabulary)
+        for count in counts:
+            words = torch.from_numpy(rng.integers(4, vocabulary, count + 1))
+            words[-1] = dictionary.eos()
+            builder.add_item(words)
+        builder.finalize(f"{path}.idx")
+        side = indexed_dataset.make_dataset(path, "mmap")
+        sides += [side, side.sizes, dictionary]
+    return LanguagePairDataset(*sides)
+
+
+def packing_rows(folder: Path) -> list[dict[str, Any]]:
+    """Real target tokens a second: of a worker's processor time, and of two workers' loader."""
+    dataset = binarised(folder, 100_000)
+    packing = PackingDataset(dataset, 128)
+    with data_utils.numpy_seed(1):
+        indices = dataset.ordered_indices()
+    batches = list(dataset.batch_by_size(indices, max_tokens=4096, required_batch_size_multiple=8))
+    random.Random(1).shuffle(batches)
+
+    rows = []
+    for system, make in (
+        ("ours", packing.__getitems__),
+        ("fairseq", lambda batch: dataset.collater([dataset[i] for i in batch])),
+    ):
+        rates = []
+        for batch in batches[:200]:
+            start = time.process_time()
+            make(batch)
+            rates.append(dataset.tgt_sizes[batch].sum() / (time.process_time() - start))
+        p20, p50, p80 = (np.quantile(rates, q) for q in (0.2, 0.5, 0.8))
+        figures = {"tokens_per_s": p50, "tokens_per_s_p20": p20, "tokens_per_s_p80": p80}
+        rows.append({"case": "packing/4096 tokens", "system": system, **figures})
+
+    for system, source, limit in (("ours", packing, None), ("fairseq", dataset, 200)):
+        loader = torch.utils.data.DataLoader(
+            source, batch_sampler=batches[:limit], collate_fn=source.collater, num_workers=2
+        )
+        samples = iter(loader)
+        next(samples)  # The workers start.
+        start, start_cpu = time.perf_counter(), time.process_time()
+        counts = [s.ntokens if system == "ours" else s["ntokens"] for s in samples]
+        figures = {
+            "tokens_per_s": sum(counts) / (time.perf_counter() - start),
+            "main_us_per_batch": (time.process_time() - start_cpu) * 1e6 / len(counts),
+        }
+        rows.append({"case": "packing/loader with 2 workers", "system": system, **figures})
+    return rows
+
+
 def main() -> None:
     torch.set_num_threads(1)
     common = {
@@ -65,7 +136,7 @@ def main() -> None:
         "system": "ours",
     }
     rows = []
-    for measure in (parity_rows, speed_rows):
+    for measure in (parity_rows, speed_rows, packing_rows):
         with tempfile.TemporaryDirectory() as folder:
             rows += [{**common, **row} for row in measure(Path(folder))]
     write(rows, RESULTS)

@@ -151,18 +151,20 @@ class Update:
     """What one update did.
 
     Attributes:
-        losses: of every micro-batch, summed over tokens, as the criterion returns them.
+        loss: summed over the tokens of all micro-batches.
         norm: the gradient's, as the trainer logs it.
-        sample_sizes: of every micro-batch.
-        outputs: of every micro-batch, all that the criterion logs.
+        sample_size: of all micro-batches.
+        sample_sizes: of each logging output: of each micro-batch in fairseq's own step.
+        output: all that the criterion logs, summed over the micro-batches.
         logged: what the trainer reports of the update: loss, nll_loss, accuracy, rounded.
         parameters: by name, after the update.
     """
 
-    losses: list[float]
+    loss: float
     norm: float
+    sample_size: float
     sample_sizes: list[float]
-    outputs: list[dict[str, float]]
+    output: dict[str, float]
     logged: dict[str, float]
     parameters: dict[str, Tensor]
 
@@ -183,47 +185,38 @@ def train(
         ls = any("ls_" in name for name in argv)
         trainer = (Trainer if ls else NativeTrainer)(cfg, task, model, criterion)
         history: list[Update] = []
-        steps: list[tuple[float, float, dict[str, float]]] = []
-        norms: list[float] = []
-        task.train_step = _recording(task.train_step, steps, _read_step)
-        trainer.clip_grad_norm = _recording(trainer.clip_grad_norm, norms, float)
+        reduce_and_log = trainer._reduce_and_log_stats
+
+        def recorded(outputs: list[dict[str, Any]], sample_size: float, norm: Tensor) -> Any:
+            output = {name: float(sum(o[name] for o in outputs)) for name in outputs[0]}
+            sizes = [float(o["sample_size"]) for o in outputs]
+            logged = reduce_and_log(outputs, sample_size, norm)
+            history.append(
+                Update(
+                    output["loss"],
+                    float(norm),
+                    float(sample_size),
+                    sizes,
+                    output,
+                    logged={k: float(v) for k, v in logged.items() if k in _LOGGED},
+                    parameters={n: p.detach().clone() for n, p in model.named_parameters()},
+                )
+            )
+            return logged
+
+        trainer._reduce_and_log_stats = recorded
         groups = batches(trainer, cfg)
         while len(history) < updates:
             samples = next(groups)
             if change_batch is not None:
                 samples = [change_batch(sample) for sample in samples]
-            steps.clear()
-            norms.clear()
-            logged = trainer.train_step(samples)
-            losses, sizes, outputs = (list(column) for column in zip(*steps, strict=True))
-            history.append(
-                Update(
-                    losses,
-                    norms[0],
-                    sizes,
-                    outputs,
-                    logged={k: float(v) for k, v in logged.items() if k in _LOGGED},
-                    parameters={n: p.detach().clone() for n, p in model.named_parameters()},
-                )
-            )
+            trainer.train_step(samples)
+            if ls:
+                trainer.settle()
     return history
 
 
 _LOGGED = ("loss", "nll_loss", "accuracy", "n_correct", "total")
-
-
-def _read_step(result: tuple[Tensor, Any, dict[str, Any]]) -> tuple[float, float, dict[str, float]]:
-    loss, sample_size, output = result
-    return loss.item(), float(sample_size), {name: float(value) for name, value in output.items()}
-
-
-def _recording(function: Callable[..., Any], into: list[Any], read: Callable[[Any], Any]) -> Any:
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        into.append(read(result))
-        return result
-
-    return recorded
 
 
 def batches(trainer: Any, cfg: Any) -> Iterator[list[dict[str, Any]]]:
@@ -326,7 +319,7 @@ def deviation(ours: Update, native: Update) -> Deviation:
         key = name.endswith("k_proj.bias")
         worst[key] = max(worst[key], difference)
     return Deviation(
-        max(map(_relative, ours.losses, native.losses)),
+        _relative(ours.loss, native.loss),
         _relative(ours.norm, native.norm),
         worst[False],
         worst[True],
@@ -353,9 +346,9 @@ def compare(
     """Raise ParityError unless all updates agree."""
     assert len(ours) == len(native) > 0
     for number, (a, b) in enumerate(zip(ours, native, strict=True), 1):
-        if a.sample_sizes != b.sample_sizes:
-            raise ParityError(f"update {number}: sample sizes {a.sample_sizes}, {b.sample_sizes}")
-        for x, y in zip([a.logged, *a.outputs], [b.logged, *b.outputs], strict=True):
+        if a.sample_size != b.sample_size:
+            raise ParityError(f"update {number}: sample size {a.sample_size}, {b.sample_size}")
+        for x, y in ((a.logged, b.logged), (a.output, b.output)):
             same_names = x.keys() == y.keys()
             if not same_names or any(_relative(x[k], y[k]) > tolerance.loss for k in y):
                 raise ParityError(f"update {number}: logged {x}, native {y}")

@@ -66,15 +66,17 @@ def step_ratios(folder: Path, max_tokens: int, steps: int) -> list[float]:
         trainer = trainer_class(cfg, *parity.build(cfg))
         runs[name] = (trainer, parity.batches(trainer, cfg))
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    sentences: dict[str, list[list[int]]] = {name: [] for name in runs}
+    sizes: dict[str, list[tuple[int, int]]] = {name: [] for name in runs}
     for _ in range(steps + 1):
         for name, (trainer, batches) in runs.items():
             samples = next(batches)
-            sentences[name].append(samples[0]["id"].tolist())
+            (batch,) = samples
+            counts = batch if isinstance(batch, dict) else vars(batch)
+            sizes[name].append((counts["nsentences"], counts["ntokens"]))
             start = time.process_time()
             trainer.train_step(samples)
             seconds[name].append(time.process_time() - start)
-    assert sentences["ls"] == sentences["native"]
+    assert sizes["ls"] == sizes["native"]
     # The first step allocates.
     return [ls / native for ls, native in zip(*seconds.values(), strict=True)][1:]
 

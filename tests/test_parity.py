@@ -98,7 +98,7 @@ def test_sources_are_padded_on_either_side(corpus: Path, left: bool) -> None:
 
 def test_accuracy_counts_right_answers(corpus: Path) -> None:
     history = train(command_line(corpus, LS, report_accuracy=True, lr=1e-2), 12)
-    last = history[-1].outputs[0]
+    last = history[-1].output
     assert 0 < last["n_correct"] < last["total"] == last["ntokens"]
     assert "accuracy" in history[-1].logged
 

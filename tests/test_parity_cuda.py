@@ -59,7 +59,7 @@ def test_16_bit_loss_curve(corpus: Path, precision: str) -> None:
         flags = {**FLAGS, precision: True, "fp16_init_scale": 128}
         argv = command_line(corpus, systems, **flags)
         history = train(argv, UPDATES, torch.float32, change_batch)
-        return torch.tensor([sum(u.losses) / sum(u.sample_sizes) for u in history])
+        return torch.tensor([update.loss / update.sample_size for update in history])
 
     native = curve(NATIVE)
     noise = torch.stack([curve(NATIVE, permuted(seed)) - native for seed in range(4)]).abs()

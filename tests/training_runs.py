@@ -91,7 +91,7 @@ def configure(data: Path, save_dir: Path, flags: dict[str, Any]) -> Any:
 
 
 def run(data: Path, save_dir: Path, native: bool = False, **flags: Any) -> list[float]:
-    """Losses of the batches of one run, as the criterion returned them.
+    """Losses of the updates of one run, as they are given to the meters.
 
     ``native`` trains with fairseq's own Trainer.
     """
@@ -100,14 +100,14 @@ def run(data: Path, save_dir: Path, native: bool = False, **flags: Any) -> list[
     class Recorded(native_trainer.Trainer if native else Trainer):  # type: ignore[misc]
         def __init__(self, cfg: Any, task: Any, *others: Any) -> None:
             super().__init__(cfg, task, *others)
-            step = task.train_step
+            reduce_metrics = task.reduce_metrics
 
-            def train_step(*args: Any, **kwargs: Any) -> Any:
-                result = step(*args, **kwargs)
-                losses.append(result[0].item())
-                return result
+            def recorded(logging_outputs: Any, criterion: Any) -> Any:
+                if self.model.training:
+                    losses.append(float(sum(output["loss"] for output in logging_outputs)))
+                return reduce_metrics(logging_outputs, criterion)
 
-            task.train_step = train_step
+            task.reduce_metrics = recorded
 
     with fresh_process(), mock.patch.object(train, "Trainer", Recorded):
         train.main(configure(data, save_dir, flags))

@@ -187,13 +187,24 @@ __device__ __forceinline__ void multiply_nn(float (&c)[kWidth / 8][4], const flo
       }
     }
   } else {
+    // A sum of its own for these rows, 32 columns at a time, and c takes that: one chain of additions
+    // over all rows of a long sentence would lose more bits.
     b += lane_column();
 #pragma unroll
-    for (int k = 0; k < kBlocks * 8; ++k) {
-      const int owner = lane / 4 * 4 + k % 8 / 2;
-      const float low = __shfl_sync(kAllLanes, p[k / 8][k % 2], owner);
-      const float high = __shfl_sync(kAllLanes, p[k / 8][k % 2 + 2], owner);
-      multiply_add_row<kWidth>(c, low, high, b + k * kRow);
+    for (int first = 0; first < kWidth / 8; first += 4) {
+      float sum[4][4] = {};
+#pragma unroll
+      for (int k = 0; k < kBlocks * 8; ++k) {
+        const int owner = lane / 4 * 4 + k % 8 / 2;
+        const float low = __shfl_sync(kAllLanes, p[k / 8][k % 2], owner);
+        const float high = __shfl_sync(kAllLanes, p[k / 8][k % 2 + 2], owner);
+        multiply_add_row<32>(sum, low, high, b + k * kRow + first * 8);
+      }
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) c[first + n][e] += sum[n][e];
+      }
     }
   }
 }

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.residual_norm import Residual, residual_norm_bwd, residual_norm_fwd
-from lightseq_fairseq.parameters import as_one
+from lightseq_fairseq.parameters import as_one, gradients_for
 from lightseq_fairseq.training.batch import Segments
 
 
@@ -64,20 +64,20 @@ class _SelfAttention(torch.autograd.Function):
         h = ops.linear_fwd(out.view_as(x), out_w, None)
         saved, outputs = residual_norm_fwd(h, out_b, x if stream is None else stream,
                                            gamma, beta, residual)  # fmt: skip
-        ctx.save_for_backward(x, qkv, out, lse, q_w, k_w, v_w, out_w, gamma, *saved)
+        ctx.save_for_backward(x, qkv, out, lse, *weights[:8], *saved)
         ctx.heads, ctx.residual, ctx.post_norm = heads, residual, stream is None
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
-        x, qkv, out, lse, q_w, k_w, v_w, out_w, gamma, *saved = ctx.saved_tensors
+        x, qkv, out, lse, q_w, k_w, v_w, q_b, k_b, v_b, out_w, out_b, *saved = ctx.saved_tensors
         heads, rows, width = ctx.heads, x.shape[0], x.shape[1]
-        dh, dresidual, dgamma, dbeta, dout_b = residual_norm_bwd(
-            dstream, dy, gamma, saved, ctx.residual
+        dh, dresidual, closing = residual_norm_bwd(dstream, dy, out_b, saved, ctx.residual)
+        to_out = gradients_for(out_w)
+        dout = ops.linear_bwd(
+            dh, out.view_as(x), out_w, to_out.tensors[0], None, to_out.accumulate, True
         )
-        dout_w = torch.empty_like(out_w)
-        dout = ops.linear_bwd(dh, out.view_as(x), out_w, dout_w, None, False, True)
         dqkv = torch.empty_like(qkv)
         q, k, v = qkv.view(rows, 3, heads.count, -1).unbind(1)
         dq, dk, dv = dqkv.view(rows, 3, heads.count, -1).unbind(1)
@@ -85,13 +85,14 @@ class _SelfAttention(torch.autograd.Function):
             dout.view_as(out), q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **heads.arguments(width)
         )
         weight = as_one([q_w, k_w, v_w])
-        dweight, dbias = torch.empty_like(weight), weight.new_empty(weight.shape[0])
-        dx = ops.linear_bwd(dqkv, x, weight, dweight, dbias, False, True)
+        to = gradients_for(weight, as_one([q_b, k_b, v_b]))
+        dweight, dbias = to.tensors
+        dx = ops.linear_bwd(dqkv, x, weight, dweight, dbias, to.accumulate, True)
         if ctx.post_norm:
             dx.add_(dresidual)
         dstream = None if ctx.post_norm else dresidual
-        return (dx, dstream, None, None, *dweight.chunk(3), *dbias.chunk(3),
-                dout_w, dout_b, dgamma, dbeta)  # fmt: skip
+        return (dx, dstream, None, None, *to.handed(*dweight.chunk(3)),
+                *to.handed(*dbias.chunk(3)), *to_out.handed(), *closing)  # fmt: skip
 
 
 class _CrossAttention(torch.autograd.Function):
@@ -105,20 +106,20 @@ class _CrossAttention(torch.autograd.Function):
         h = ops.linear_fwd(out.view_as(x), out_w, None)
         saved, outputs = residual_norm_fwd(h, out_b, x if stream is None else stream,
                                            gamma, beta, residual)  # fmt: skip
-        ctx.save_for_backward(x, memory, q, out, lse, q_w, out_w, gamma, *saved)
+        ctx.save_for_backward(x, memory, q, out, lse, *weights[:4], *saved)
         ctx.heads, ctx.residual, ctx.post_norm = heads, residual, stream is None
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
-        x, memory, q, out, lse, q_w, out_w, gamma, *saved = ctx.saved_tensors
+        x, memory, q, out, lse, q_w, q_b, out_w, out_b, *saved = ctx.saved_tensors
         heads, width = ctx.heads, x.shape[1]
-        dh, dresidual, dgamma, dbeta, dout_b = residual_norm_bwd(
-            dstream, dy, gamma, saved, ctx.residual
+        dh, dresidual, closing = residual_norm_bwd(dstream, dy, out_b, saved, ctx.residual)
+        to_out = gradients_for(out_w)
+        dout = ops.linear_bwd(
+            dh, out.view_as(x), out_w, to_out.tensors[0], None, to_out.accumulate, True
         )
-        dout_w = torch.empty_like(out_w)
-        dout = ops.linear_bwd(dh, out.view_as(x), out_w, dout_w, None, False, True)
         dq = torch.empty_like(q)
         dmemory = torch.empty(memory.shape, dtype=memory.dtype, device=memory.device)
         k, v = memory.view(memory.shape[0], 2, heads.count, -1).unbind(1)
@@ -126,12 +127,13 @@ class _CrossAttention(torch.autograd.Function):
         ops.attention_bwd(
             dout.view_as(out), q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **heads.arguments(width)
         )
-        dq_w, dq_b = torch.empty_like(q_w), q_w.new_empty(q_w.shape[0])
-        dx = ops.linear_bwd(dq.view_as(x), x, q_w, dq_w, dq_b, False, True)
+        to = gradients_for(q_w, q_b)
+        dq_w, dq_b = to.tensors
+        dx = ops.linear_bwd(dq.view_as(x), x, q_w, dq_w, dq_b, to.accumulate, True)
         if ctx.post_norm:
             dx.add_(dresidual)
         dstream = None if ctx.post_norm else dresidual
-        return (dx, dstream, dmemory, None, None, dq_w, dq_b, dout_w, dout_b, dgamma, dbeta)
+        return (dx, dstream, dmemory, None, None, *to.handed(), *to_out.handed(), *closing)
 
 
 class MultiheadAttention(nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.residual_norm import layer_norm
+from lightseq_fairseq.parameters import gradients_for
 from lightseq_fairseq.training.batch import Segments
 
 
@@ -28,14 +29,15 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         tokens, weight, positions, position_weight, rng = ctx.saved_tensors
-        dweight = torch.empty_like(weight)
         learned = ctx.needs_input_grad[3]
-        dposition = torch.empty_like(position_weight) if learned else None
+        to = gradients_for(weight, *([position_weight] if learned else []))
+        dweight, dposition = to.tensors if learned else (to.tensors[0], None)
         ops.embedding_bwd(
             dy.contiguous(), tokens, positions, ctx.scale, ctx.padding_idx, ctx.p, rng, ctx.site,
-            dweight, dposition, False,
+            dweight, dposition, to.accumulate,
         )  # fmt: skip
-        return None, dweight, None, dposition, None, None, None, None, None
+        handed = to.handed()
+        return None, handed[0], None, handed[1] if learned else None, None, None, None, None, None
 
 
 class _Dropout(torch.autograd.Function):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.residual_norm import Residual, residual_norm_bwd, residual_norm_fwd
+from lightseq_fairseq.parameters import gradients_for
 
 
 @dataclass(frozen=True)
@@ -52,28 +53,29 @@ class _FeedForward(torch.autograd.Function):
         h3 = ops.linear_fwd(h2, w2, None)
         saved, outputs = residual_norm_fwd(h3, b2, x if stream is None else stream,
                                            gamma, beta, residual)  # fmt: skip
-        ctx.save_for_backward(x, h1, h2, w1, b1, w2, gamma, *saved)
+        ctx.save_for_backward(x, h1, h2, w1, b1, w2, b2, *saved)
         ctx.activation, ctx.residual, ctx.post_norm = activation, residual, stream is None
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
-        x, h1, h2, w1, b1, w2, gamma, *saved = ctx.saved_tensors
+        x, h1, h2, w1, b1, w2, b2, *saved = ctx.saved_tensors
         a = ctx.activation
-        dh3, dresidual, dgamma, dbeta, db2 = residual_norm_bwd(
-            dstream, dy, gamma, saved, ctx.residual
-        )
-        dw1, db1, dw2 = torch.empty_like(w1), torch.empty_like(b1), torch.empty_like(w2)
-        dh2 = ops.linear_bwd(dh3, h2, w2, dw2, None, False, True)
+        dh3, dresidual, closing = residual_norm_bwd(dstream, dy, b2, saved, ctx.residual)
+        to_w1, to_b1, to_w2 = gradients_for(w1), gradients_for(b1), gradients_for(w2)
+        dh2 = ops.linear_bwd(dh3, h2, w2, to_w2.tensors[0], None, to_w2.accumulate, True)
         dh1 = ops.bias_activation_dropout_bwd(
-            dh2, h1, None if a.is_in_product else b1, a.name, a.p, a.rng, a.site, db1, False
-        )
-        dx = ops.linear_bwd(dh1, x, w1, dw1, None, False, True)
+            dh2, h1, None if a.is_in_product else b1, a.name, a.p, a.rng, a.site,
+            to_b1.tensors[0], to_b1.accumulate,
+        )  # fmt: skip
+        dx = ops.linear_bwd(dh1, x, w1, to_w1.tensors[0], None, to_w1.accumulate, True)
         if ctx.post_norm:
             dx.add_(dresidual)
         dstream = None if ctx.post_norm else dresidual
-        return (dx, dstream, None, None, dw1, db1, dw2, db2, dgamma, dbeta)
+        return (
+            dx, dstream, None, None, *to_w1.handed(), *to_b1.handed(), *to_w2.handed(), *closing
+        )  # fmt: skip
 
 
 def feed_forward(

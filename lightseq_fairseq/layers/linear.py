@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.parameters import as_one
+from lightseq_fairseq.parameters import as_one, gradients_for
 
 
 class _Linear(torch.autograd.Function):
@@ -23,26 +23,27 @@ class _Linear(torch.autograd.Function):
         weights, biases = parameters[:count], parameters[count:]
         weight = as_one(weights)
         bias = None if biases[0] is None else as_one(biases)
-        ctx.save_for_backward(x, *weights)
+        ctx.save_for_backward(x, *weights, *(() if bias is None else biases))
         ctx.rows = [w.shape[0] for w in weights]
-        ctx.has_bias = bias is not None
         ctx.set_materialize_grads(False)
         y = ops.linear_fwd(x, weight, bias)
         return y if parts == 1 else y.chunk(parts, dim=1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        x, *weights = ctx.saved_tensors
-        weight = as_one(weights)
+        x, *parameters = ctx.saved_tensors
+        count = len(ctx.rows)
+        weight, biases = as_one(parameters[:count]), parameters[count:]
         width = weight.shape[0] // len(grads)
         given = [x.new_zeros(x.shape[0], width) if g is None else g for g in grads]
         dy = given[0].contiguous() if len(given) == 1 else torch.cat(given, dim=1)
-        dweight = torch.empty_like(weight)
-        dbias = weight.new_empty(weight.shape[0]) if ctx.has_bias else None
         need_dx = ctx.needs_input_grad[0]
-        dx = ops.linear_bwd(dy, x, weight, dweight, dbias, False, need_dx)
-        dbiases = (None,) if dbias is None else dbias.split(ctx.rows)
-        return (dx if need_dx else None, None, *dweight.split(ctx.rows), *dbiases)
+        to = gradients_for(weight, *([as_one(biases)] if biases else []))
+        dweight = to.tensors[0]
+        dbias = to.tensors[1] if biases else None
+        dx = ops.linear_bwd(dy, x, weight, dweight, dbias, to.accumulate, need_dx)
+        dbiases = (None,) if dbias is None else to.handed(*dbias.split(ctx.rows))
+        return (dx if need_dx else None, None, *to.handed(*dweight.split(ctx.rows)), *dbiases)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

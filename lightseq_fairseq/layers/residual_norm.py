@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.parameters import gradients_for
 
 
 @dataclass(frozen=True)
@@ -54,20 +55,21 @@ def residual_norm_fwd(
 
 
 def residual_norm_bwd(
-    dstream: Tensor | None, dy: Tensor | None, gamma: Tensor | None, saved: Sequence[Tensor],
+    dstream: Tensor | None, dy: Tensor | None, bias: Tensor, saved: Sequence[Tensor],
     residual: Residual,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Gradients (dh, dstream, dgamma, dbeta, dbias) of ``residual_norm_fwd``."""
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:  # fmt: skip
+    """Gradients (dh, dstream, (dbias, dgamma, dbeta)) of ``residual_norm_fwd``."""
     total, mean, rstd = saved
     dy, dstream = (None if g is None else g.contiguous() for g in (dy, dstream))
-    dgamma = None if gamma is None else torch.empty_like(gamma)
-    dbeta = None if gamma is None else torch.empty_like(gamma)
-    dbias = total.new_empty(total.shape[1])
+    gamma, beta = residual.parameters
+    to = gradients_for(*(p for p in (bias, gamma, beta) if p is not None))
+    dbias, dgamma, dbeta = (*to.tensors, None, None)[:3]
     dh, dresidual = ops.dropout_residual_layer_norm_bwd(
         dy, dstream, total, gamma, mean, rstd, residual.p, residual.rng, residual.site,
-        dgamma, dbeta, dbias, False,
+        dgamma, dbeta, dbias, to.accumulate,
     )  # fmt: skip
-    return (dh if residual.p > 0 else dresidual), dresidual, dgamma, dbeta, dbias
+    handed = (*to.handed(), None, None)[:3]
+    return (dh if residual.p > 0 else dresidual), dresidual, handed
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -77,17 +79,19 @@ class _LayerNorm(torch.autograd.Function):
         _, y, mean, rstd = ops.dropout_residual_layer_norm_fwd(
             x, None, None, gamma, beta, 0.0, rng, 0, eps
         )
-        ctx.save_for_backward(x, gamma, mean, rstd, rng)
+        ctx.save_for_backward(x, gamma, beta, mean, rstd, rng)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, gamma, mean, rstd, rng = ctx.saved_tensors
-        dgamma, dbeta = torch.empty_like(gamma), torch.empty_like(gamma)
+        x, gamma, beta, mean, rstd, rng = ctx.saved_tensors
+        to = gradients_for(gamma, beta)
+        dgamma, dbeta = to.tensors
         _, dx = ops.dropout_residual_layer_norm_bwd(
-            dy.contiguous(), None, x, gamma, mean, rstd, 0.0, rng, 0, dgamma, dbeta, None, False
-        )
-        return dx, dgamma, dbeta, None
+            dy.contiguous(), None, x, gamma, mean, rstd, 0.0, rng, 0, dgamma, dbeta, None,
+            to.accumulate,
+        )  # fmt: skip
+        return dx, *to.handed(), None
 
 
 def layer_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:

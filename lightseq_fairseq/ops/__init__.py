@@ -20,6 +20,7 @@ from .dropout_residual_layer_norm import (
 )
 from .bias_activation_dropout import bias_activation_dropout_bwd, bias_activation_dropout_fwd
 from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd
+from .advance import advance
 from .adam import adam_norm, adam_step
 from .registry import REFERENCES
 
@@ -38,6 +39,7 @@ __all__ = [
     "bias_activation_dropout_bwd",
     "cross_entropy_fwd",
     "cross_entropy_bwd",
+    "advance",
     "adam_norm",
     "adam_step",
     "REFERENCES",

@@ -36,7 +36,7 @@ from lightseq_fairseq.layers.decoder import DecoderLayer, memory_weights
 from lightseq_fairseq.layers.encoder import SITES_PER_LAYER, EncoderLayer
 from lightseq_fairseq.parameters import flatten_parameters
 from lightseq_fairseq.plugins import dictionaries
-from lightseq_fairseq.training.batch import Segments
+from lightseq_fairseq.training.batch import Packed, Segments
 
 ACTIVATIONS = ("relu", "gelu", "gelu_accurate")
 
@@ -107,6 +107,8 @@ class _Side:
         table = None
         if self.embed_positions is not None:
             positions = positions + (self.padding_idx + 1)
+            # Built once for the longest sentence there may be: a CUDA graph keeps its address.
+            longest = max(longest, self.max_positions())
             table = self._positions(longest + self.padding_idx + 1)
         return embed(
             tokens, self.embed_tokens.weight, None if table is None else positions, table,
@@ -142,9 +144,12 @@ class LSTransformerEncoder(_Side, TransformerEncoderBase):
     def packed(self, src_tokens: Tensor, rng: Tensor) -> tuple[Tensor, Segments]:
         """src_tokens int64 [B, L] -> features [T, C] and where each sentence lies in them."""
         segments = Segments.from_mask(src_tokens.ne(self.padding_idx))
-        tokens = segments.pack(src_tokens)
+        return self.features(segments.pack(src_tokens), segments, rng), segments
+
+    def features(self, tokens: Tensor, segments: Segments, rng: Tensor) -> Tensor:
+        """tokens [T] of packed sentences -> [T, C]."""
         x = self.embed_packed(tokens, segments.positions, segments.max_len, rng, 0)
-        return run_encoder(self.layers, self.layer_norm, x, segments, rng), segments
+        return run_encoder(self.layers, self.layer_norm, x, segments, rng)
 
     def forward(
         self, src_tokens: Tensor, src_lengths: Tensor | None = None,
@@ -189,9 +194,16 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         """prev_output_tokens int64 [B, L], memory [T_src, C] -> features [T, C], segments."""
         segments = Segments.from_mask(prev_output_tokens.ne(self.padding_idx))
         tokens = segments.pack(prev_output_tokens)
+        return self.features(tokens, segments, memory, source, rng, causal), segments
+
+    def features(
+        self, tokens: Tensor, segments: Segments, memory: Tensor, source: Segments, rng: Tensor,
+        causal: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """tokens [T] of packed sentences, memory [T_src, C] -> [T, C]."""
         x = self.embed_packed(tokens, segments.positions, segments.max_len, rng, 1)
         x = run_decoder(self.layers, self.layer_norm, x, memory, segments, source, rng, causal)
-        return self._project_out(x), segments
+        return self._project_out(x)
 
     def _project_out(self, x: Tensor) -> Tensor:
         return x if self.project_out_dim is None else linear(x, self.project_out_dim.weight)
@@ -353,6 +365,12 @@ class LSTransformerModel(TransformerModel):
         if packed:
             return x, segments
         return segments.pad(x), {"attn": [None], "inner_states": []}
+
+    def packed_logits(self, batch: Packed, rng: Tensor) -> Tensor:
+        """Logits [T, V] of a packed batch; ``rng`` int64 [2] from ``layers.draw_rng``."""
+        memory = self.encoder.features(batch.source_tokens, batch.source, rng)
+        x = self.decoder.features(batch.previous_tokens, batch.target, memory, batch.source, rng)
+        return self.decoder.output_layer(x)
 
 
 TRANSLATION_ARCHS = (

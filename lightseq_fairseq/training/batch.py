@@ -1,12 +1,17 @@
 """Packed tokens: the real tokens of a batch end to end, no padding.
 
-Letters: T packed tokens, B sentences, L longest sentence, C width.
+``Segments`` says where the sentences lie. ``PackingDataset`` has ``DataLoader``'s workers pack a
+batch into one block of int64, which travels to the GPU whole, and ``open_block`` gives its parts.
+
+Letters: S, T packed tokens, B sentences, L longest sentence, C width.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,3 +63,277 @@ class Segments:
         """[T, ...] -> [B, L, ...] with zeros at the pads; differentiable."""
         padded = packed.new_zeros((self.shape[0] * self.shape[1], *packed.shape[1:]))
         return padded.index_copy(0, self.index, packed).unflatten(0, self.shape)
+
+
+class Bucket(NamedTuple):
+    """The shapes that a captured graph is made for.
+
+    Attributes:
+        source: S, rows of the packed source.
+        target: T, rows of the packed target.
+        sentences: B, how many sentences there is room for.
+    """
+
+    source: int
+    target: int
+    sentences: int
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The parts of a batch's block, see ``open_block``.
+
+    Rows past the real tokens hold pads at position 0 and lie in no sentence; sentences past the
+    real ones are empty.
+
+    Attributes:
+        source_tokens: int64 [S].
+        source: segments of the source.
+        previous_tokens: int64 [T], the decoder's input.
+        target: segments of the target.
+        labels: int64 [T], what the decoder is to say.
+    """
+
+    source_tokens: Tensor
+    source: Segments
+    previous_tokens: Tensor
+    target: Segments
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A batch of sentence pairs as one block, which travels between processes and devices whole.
+
+    Attributes:
+        block: int64 [block_size(bucket)], on the CPU.
+        bucket: the shapes of its parts.
+        nsentences: real sentence pairs.
+        ntokens: real target tokens, pads not counted (fairseq's ``ntokens``).
+        longest_source: length of the longest sentence; references need such an upper bound.
+        longest_target: the same of the target.
+    """
+
+    block: Tensor
+    bucket: Bucket
+    nsentences: int
+    ntokens: int
+    longest_source: int
+    longest_target: int
+
+    def __len__(self) -> int:
+        """Sentence pairs: fairseq takes a sample of length 0 for a dummy."""
+        return self.nsentences
+
+    def pin_memory(self) -> PackedBatch:
+        """The same with its block in pinned memory; ``DataLoader``'s pin thread calls this."""
+        return replace(self, block=self.block.pin_memory())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Through a worker's pipe by value: torch would put the block into shared memory, and
+        # fetching its file descriptor takes the main process longer than reading the block does.
+        rest = (self.bucket, self.nsentences, self.ntokens, self.longest_source)
+        return _from_array, (self.block.numpy(), *rest, self.longest_target)
+
+
+def _from_array(block: np.ndarray, *rest: Any) -> PackedBatch:
+    return PackedBatch(torch.from_numpy(block), *rest)
+
+
+def _part_sizes(bucket: Bucket) -> list[int]:
+    # In int64, in the block's order. Even, so that every part starts on a 16-byte boundary;
+    # boundaries of sentences are int32, two to an int64.
+    boundaries = (bucket.sentences + 2) // 2
+    sizes = [bucket.source] * 2 + [bucket.target] * 3 + [boundaries] * 2
+    return [size + size % 2 for size in sizes]
+
+
+def block_size(bucket: Bucket) -> int:
+    """Elements (int64) of a block of these shapes."""
+    return sum(_part_sizes(bucket))
+
+
+def open_block(block: Tensor, bucket: Bucket, longest_source: int, longest_target: int) -> Packed:
+    """Views of a block's parts; nothing is copied or read, so it may be a graph's input.
+
+    Args:
+        block: int64 [block_size(bucket)] on any device: source tokens and positions, previous
+            tokens, target positions and labels (int64), boundaries of the source's and of the
+            target's sentences (int32).
+        longest_source: upper bound of the source's sentence lengths.
+        longest_target: the same of the target.
+
+    The segments' ``index`` is empty: there is no padded batch to go back to.
+    """
+    source_tokens, source_positions, previous, target_positions, labels, *boundaries = block.split(
+        _part_sizes(bucket)
+    )
+    cu_source, cu_target = (part.view(torch.int32)[: bucket.sentences + 1] for part in boundaries)
+
+    def segments(cu_seqlens: Tensor, longest: int, positions: Tensor) -> Segments:
+        return Segments(cu_seqlens, longest, positions, block[:0], (bucket.sentences, longest))
+
+    return Packed(
+        source_tokens[: bucket.source],
+        segments(cu_source, longest_source, source_positions[: bucket.source]),
+        previous[: bucket.target],
+        segments(cu_target, longest_target, target_positions[: bucket.target]),
+        labels[: bucket.target],
+    )
+
+
+def covers(dataset: Any) -> str | None:
+    """Why ``PackingDataset`` cannot take the place of this dataset's collater, in a few words.
+
+    None where it can. Only fairseq's ``LanguagePairDataset`` itself is covered: what wraps or
+    extends it may change a batch in ways that are not seen here.
+    """
+    from fairseq.data import LanguagePairDataset
+
+    if type(dataset) is not LanguagePairDataset:
+        return f"data from {type(dataset).__name__}"
+    reasons = {
+        "no target sentences": dataset.tgt is None,
+        "alignments": dataset.align_dataset is not None,
+        "constraints": dataset.constraints is not None,
+        "language ids": not (dataset.src_lang_id is None and dataset.tgt_lang_id is None),
+        "no input feeding": not dataset.input_feeding,
+        "batches of bucketed lengths": dataset.buckets is not None,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+class PackingDataset(torch.utils.data.Dataset[Any]):
+    """A dataset whose batches come out packed, for ``DataLoader`` and fairseq's batch iterator.
+
+    Everything but the making of batches is the wrapped dataset's. A batch has the sentences,
+    tokens and decoder input of fairseq's ``collate`` in ``language_pair_dataset.py``, in the order
+    of the given indices: packed attention has no use for fairseq's sort by source length. A
+    token spelled like the pad is dropped from the source, and on the target side the row whose
+    decoder input it is, as ``Segments.from_mask`` does.
+    Use it with its own ``collater``.
+
+    Args:
+        dataset: fairseq's LanguagePairDataset, one that ``covers`` has no objection to.
+        granularity: numbers of rows are rounded up to multiples of it, so that shapes repeat. 1
+            rounds nothing; with more, room for sentences comes in classes 256, 1024, 4096, ...
+    """
+
+    def __init__(self, dataset: Any, granularity: int = 1) -> None:
+        from fairseq.data.indexed_dataset import MMapIndexedDataset
+
+        self.dataset = dataset
+        self.granularity = granularity
+        adds_tokens = (
+            dataset.append_eos_to_target or dataset.append_bos or dataset.remove_eos_from_source
+        )
+        self._mapped = not adds_tokens and all(
+            type(side) is MMapIndexedDataset for side in (dataset.src, dataset.tgt)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # Unpickling asks for names before there is a dataset.
+        if name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, indices: Any) -> PackedBatch:
+        """The batch of these sentence pairs; torch's fetcher calls this where it exists."""
+        if not self._mapped:
+            return self.collater([self.dataset[index] for index in indices])
+        indices = np.asarray(indices, dtype=np.int64)
+        return self._pack(_read(self.dataset.src, indices), _read(self.dataset.tgt, indices))
+
+    def collater(self, samples: Any) -> PackedBatch:
+        """What ``__getitems__`` gave, as it is; a list of this dataset's items is packed."""
+        if isinstance(samples, PackedBatch):
+            return samples
+        return self._pack(*(_join([s[side] for s in samples]) for side in ("source", "target")))
+
+    def _pack(self, source: _Sentences, target: _Sentences) -> PackedBatch:
+        pad = self.dataset.src_dict.pad()
+        if (source.tokens == pad).any():
+            source = source.keep(source.tokens != pad)
+        # eos, then the target without its last token.
+        previous = np.roll(target.tokens, 1)
+        previous[target.positions() == 0] = self.dataset.eos
+        ntokens = np.count_nonzero(target.tokens != pad)
+        if ntokens < len(target.tokens):
+            kept = previous != pad
+            target, previous = target.keep(kept), previous[kept]
+
+        tokens, labels = source.tokens, target.tokens
+        bucket = self._bucket(len(tokens), len(labels), len(source.lengths))
+        longest = [int(side.lengths.max(initial=0)) for side in (source, target)]
+        block = torch.zeros(block_size(bucket), dtype=torch.int64)
+        packed = open_block(block, bucket, *longest)
+        for part, values, past in (
+            (packed.source_tokens, tokens, pad),
+            (packed.source.positions, source.positions(), 0),
+            (packed.source.cu_seqlens, source.boundaries(), len(tokens)),
+            (packed.previous_tokens, previous, pad),
+            (packed.target.positions, target.positions(), 0),
+            (packed.target.cu_seqlens, target.boundaries(), len(labels)),
+            (packed.labels, labels, pad),
+        ):
+            part.numpy()[: len(values)] = values
+            part.numpy()[len(values) :] = past
+        return PackedBatch(block, bucket, len(source.lengths), int(ntokens), *longest)
+
+    def _bucket(self, source: int, target: int, sentences: int) -> Bucket:
+        step = self.granularity
+        if step > 1:
+            # Few classes: graphs are made for each, and an empty place costs four bytes.
+            room = 256
+            while room < sentences:
+                room *= 4
+            sentences = room
+        return Bucket(-(-source // step) * step, -(-target // step) * step, sentences)
+
+
+class _Sentences(NamedTuple):
+    """One side of a batch: tokens end to end and the sentences' lengths."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+    def boundaries(self) -> np.ndarray:
+        return np.concatenate(([0], self.lengths.cumsum()))
+
+    def positions(self) -> np.ndarray:
+        """[tokens], place of each in its sentence."""
+        return _positions(self.lengths)
+
+    def keep(self, kept: np.ndarray) -> _Sentences:
+        """The same without the tokens where ``kept``, bool [tokens], is false."""
+        sentence = np.repeat(np.arange(len(self.lengths)), self.lengths)[kept]
+        return _Sentences(self.tokens[kept], np.bincount(sentence, minlength=len(self.lengths)))
+
+
+def _positions(lengths: np.ndarray) -> np.ndarray:
+    starts = lengths.cumsum() - lengths
+    return np.arange(lengths.sum()) - np.repeat(starts, lengths)
+
+
+def _read(side: Any, indices: np.ndarray) -> _Sentences:
+    """Sentences of fairseq's MMapIndexedDataset, straight from the file's memory."""
+    # Its own __getitem__ takes several microseconds a sentence. The array over the file is not
+    # kept: pickling would copy the corpus into every worker.
+    index = side._index
+    tokens = np.frombuffer(side._bin_buffer, dtype=index.dtype)
+    lengths = index.sizes[indices].astype(np.int64)
+    starts = index._pointers[indices] // tokens.itemsize
+    return _Sentences(tokens[np.repeat(starts, lengths) + _positions(lengths)], lengths)
+
+
+def _join(sentences: list[Tensor]) -> _Sentences:
+    if not sentences:
+        return _Sentences(np.empty(0, np.int64), np.empty(0, np.int64))
+    lengths = np.array([len(sentence) for sentence in sentences])
+    return _Sentences(torch.cat(sentences).numpy(), lengths)

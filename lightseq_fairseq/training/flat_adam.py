@@ -240,6 +240,40 @@ class FlatAdam(torch.optim.Optimizer):
         self._reset_factors()
         return loss
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether all parameters lie in one intact buffer and have been updated equally often."""
+        return (
+            len(self._flats) == 1
+            and len(self._flats[0].spans) == 1
+            and not self._flats[0].expert
+            and self._flats[0].buffer.intact()
+        )
+
+    @property
+    def buffer(self) -> FlatBuffer:
+        """The buffer of a fused optimizer."""
+        return self._flats[0].buffer
+
+    @torch.no_grad()
+    def fused_step(
+        self, gradient: Tensor, low: Tensor | None, lr: Tensor, multiplier: Tensor, norm: Tensor,
+        max_norm: float, clip_eps: float,
+    ) -> None:  # fmt: skip
+        """Update all parameters of a fused optimizer by scalars on its device; for CUDA graphs.
+
+        gradient: [N], laid out like `buffer`. low: 16-bit parameters that follow, or None. The
+        rest as in ``ops.adam_step``; whatever `multiply_grads` was told does not count.
+        """
+        (flat,) = self._flats
+        group = flat.group
+        beta1, beta2 = group["betas"]
+        ops.adam_step(
+            flat.buffer.data, flat.exp_avg, flat.exp_avg_sq, gradient, low, flat.spans[0].step,
+            lr, multiplier, norm, max_norm, clip_eps, beta1, beta2, group["eps"],
+            group["weight_decay"],
+        )  # fmt: skip
+
     def state_dict(self) -> dict[str, Any]:
         """fairseq's format: {step, exp_avg, exp_avg_sq} of each parameter updated so far."""
         self.state.clear()

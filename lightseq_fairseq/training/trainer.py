@@ -1,4 +1,4 @@
-"""fairseq's Trainer with lossless, crash-safe checkpoints under native names."""
+"""fairseq's Trainer with the captured step and lossless, crash-safe, native checkpoints."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ from lightseq_fairseq import checkpoint  # isort: skip  (prepares fairseq for th
 from fairseq import checkpoint_utils, optim, utils
 from fairseq import trainer as native
 from fairseq.file_io import PathManager
+from fairseq.logging import metrics
 
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.plugins import dictionaries
+from lightseq_fairseq.plugins.optimizer import FP16Optimizer
+from lightseq_fairseq.training import batch, fast_path
+from lightseq_fairseq.training.batch import PackingDataset
+from lightseq_fairseq.training.fast_path import FastPath
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +61,66 @@ class Trainer(native.Trainer):
     def __init__(
         self, cfg: Any, task: Any, model: Any, criterion: Any, quantizer: Any = None
     ) -> None:
+        self._fast_path: FastPath | None = None
+        self._refusal: str | None = None  # why fairseq's own step is taken
+        self._has_told = False
         super().__init__(cfg, task, model, criterion, quantizer)
         self._has_ls = checkpoint.uses_ls(self.cfg)
         if self._has_ls:
             checkpoint.make_copies_atomic()
 
+    def _build_optimizer(self) -> None:
+        self._fast_path = None
+        self._refusal = fast_path.refusal(self)
+        if self._refusal is not None:
+            super()._build_optimizer()
+            return
+        fairseqs, optim.FP16Optimizer = optim.FP16Optimizer, FP16Optimizer
+        try:
+            super()._build_optimizer()
+        finally:
+            optim.FP16Optimizer = fairseqs
+
+    def get_train_iterator(self, *arguments: Any, **keywords: Any) -> Any:
+        """fairseq's batches of an epoch; packed ones for the captured step."""
+        iterator = super().get_train_iterator(*arguments, **keywords)
+        assert self.optimizer is not None  # built here at the latest: it knows what is refused
+        if self._refusal is None and not isinstance(iterator.dataset, PackingDataset):
+            self._refusal = batch.covers(iterator.dataset)
+            if self._refusal is None:
+                iterator.dataset = PackingDataset(iterator.dataset, fast_path.granularity(self))
+                iterator.collate_fn = iterator.dataset.collater
+        if self._has_ls and self._refusal is not None and not self._has_told:
+            logger.info("training takes fairseq's own steps: %s", self._refusal)
+            self._has_told = True
+        self._iterator = iterator
+        return iterator
+
+    @metrics.aggregate("train")
+    def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
+        """One update; see ``fairseq.trainer.Trainer.train_step``."""
+        if self._refusal is not None:
+            return super().train_step(samples, raise_oom)
+        if self._fast_path is None:
+            self._fast_path = FastPath(self)
+        metrics.log_start_time("train_wall", priority=800, round=0)
+        output = self._fast_path.train_step(samples, self._iterator.end_of_epoch())
+        metrics.log_stop_time("train_wall")
+        return output
+
+    def settle(self) -> None:
+        """Wait for the steps that have been started, and log them."""
+        if self._fast_path is not None:
+            self._fast_path.settle()
+
+    def begin_valid_epoch(self, epoch: int) -> None:
+        """Called before validation."""
+        self.settle()
+        super().begin_valid_epoch(epoch)
+
     def state_dict(self) -> dict[str, Any]:
         """fairseq's training state under native names, float32 parameters included."""
+        self.settle()
         state: dict[str, Any] = super().state_dict()
         if not self._has_ls:
             return state
@@ -134,6 +192,7 @@ class Trainer(native.Trainer):
         Raises:
             UserError: the file is damaged, or belongs to another model, criterion or optimizer.
         """
+        self._fast_path = None
         arguments = (
             filename, reset_optimizer, reset_lr_scheduler, optimizer_overrides, reset_meters
         )  # fmt: skip

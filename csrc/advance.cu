@@ -1,0 +1,124 @@
+// The scalars of a training step: what fairseq's host decides between the gradient's norm and Adam.
+//
+//   multiplier = 1 / (loss scale * sample size)      total = norm * multiplier
+//   total finite:      the update counts; every scale_window of them the loss scale doubles
+//   total not finite:  Adam is given a multiplier that is not finite, and leaves everything alone;
+//                      the loss scale is halved, or, where there is none, nothing changes any more
+//
+// The learning rate is looked up among those the host has sent along, by the number of updates
+// that really took place: the host counts ahead and learns of a skipped update only later.
+//
+//   saved, moved   nothing to speak of: one thread, some 200 bytes; it is the launch that costs
+//   determinism    float64 arithmetic in the order of lightseq_fairseq/ops/advance.py, its twin
+//
+// Source of the rules: fairseq.optim.dynamic_loss_scaler.DynamicLossScaler.
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "common/check.h"
+#include "common/scalars.cuh"
+
+namespace lightseq {
+namespace {
+
+using torch::stable::Tensor;
+
+// In step with State, Stop and Given of ops/advance.py.
+struct State {
+  double num_updates;
+  double loss_scale;
+  double scaler_iter, last_overflow_iter, last_rescale_iter, overflows_since_rescale;
+  double stopped;
+  double skipped;
+  double norm, rate, multiplier;
+  double loss, nll, correct, total;
+};
+
+enum Stop : int { kRunning = 0, kNotFinite = 1, kLeastScale = 2 };
+
+constexpr int kKnownRates = 4;
+
+struct Given {
+  double num_updates;
+  double sample_size;
+  double rates[kKnownRates];
+};
+
+struct Scaling {
+  int64_t window;
+  double tolerance, threshold, least;
+};
+
+__device__ void overflow(State& s, const Scaling& scaling) {
+  const double since_rescale = s.scaler_iter - s.last_rescale_iter;
+  const double before = s.loss_scale;
+  s.last_overflow_iter = s.scaler_iter;
+  s.overflows_since_rescale += 1.0;
+  if (s.overflows_since_rescale >= scaling.tolerance * since_rescale) {
+    s.loss_scale = fmax(before / 2.0, scaling.threshold);
+    s.last_rescale_iter = s.scaler_iter;
+    s.overflows_since_rescale = 0.0;
+  }
+  if (s.loss_scale <= scaling.least) {
+    s.loss_scale = before;
+    s.stopped = kLeastScale;
+  } else {
+    s.scaler_iter += 1.0;
+  }
+}
+
+__global__ void advance_kernel(State* __restrict__ state, int64_t* __restrict__ rng,
+                               const Given* __restrict__ given, Floats norm, int64_t seed,
+                               Scaling scaling) {
+  State s = *state;
+  const double multiplier = 1.0 / (s.loss_scale * given->sample_size);
+  const double total = norm.at<double>(0) * multiplier;
+  const bool was_running = s.stopped == kRunning;
+  const bool is_finite = isfinite(total) && was_running;
+  const double behind = fmin(fmax(given->num_updates - s.num_updates, 0.0), kKnownRates - 1.0);
+
+  s.rate = given->rates[static_cast<int>(behind)];
+  s.multiplier = is_finite ? multiplier : NAN;
+  s.norm = total;
+  s.skipped = !is_finite;
+  if (is_finite) {
+    s.num_updates += 1.0;
+    if (scaling.window > 0) {
+      const int64_t clean = static_cast<int64_t>(s.scaler_iter - s.last_overflow_iter);
+      if (clean % scaling.window == 0) {
+        s.loss_scale *= 2.0;
+        s.last_rescale_iter = s.scaler_iter;
+      }
+      s.scaler_iter += 1.0;
+    }
+  } else if (was_running) {
+    if (scaling.window > 0) {
+      overflow(s, scaling);
+    } else {
+      s.stopped = kNotFinite;
+    }
+  }
+  *state = s;
+  rng[0] = seed + static_cast<int64_t>(s.num_updates);
+  rng[1] = 0;
+}
+
+void advance(Tensor state, Tensor rng, const Tensor& given, const Tensor& norm, int64_t seed,
+             int64_t scale_window, double tolerance, double threshold, double min_loss_scale) {
+  require(state.is_contiguous() && rng.is_contiguous() && given.is_contiguous(),
+          "advance: state, rng and given must be contiguous");
+  const int32_t device = state.get_device();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  advance_kernel<<<1, 1, 0, current_stream(device)>>>(
+      static_cast<State*>(state.mutable_data_ptr()), rng.mutable_data_ptr<int64_t>(),
+      static_cast<const Given*>(given.const_data_ptr()), Floats(norm), seed,
+      {scale_window, tolerance, threshold, min_loss_scale});
+  check_launch("advance");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) { m.impl("advance", TORCH_BOX(&advance)); }
+
+}  // namespace
+}  // namespace lightseq

@@ -1,0 +1,232 @@
+"""The captured step inside fairseq's training loop: who may take it, and fairseq's bookkeeping.
+
+fairseq's loop expects that a step has happened when ``train_step`` returns. Here it has been
+started: the count of updates runs ahead of the device by a few steps, and what a step has to say
+is logged when it arrives. Where the loop looks at more than the count (it validates, saves, stops,
+ends an epoch) everything is waited for first, and a skipped update is taken off the count.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fairseq import optim
+from fairseq.logging import metrics
+from fairseq.tasks import FairseqTask
+
+from lightseq_fairseq.ops.advance import KNOWN_RATES, State
+from lightseq_fairseq.parameters import flat_buffers
+from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion
+from lightseq_fairseq.plugins.transformer import LSTransformerModel
+from lightseq_fairseq.training.batch import PackedBatch
+from lightseq_fairseq.training.step import (
+    SCALER,
+    STEPS_AHEAD,
+    Loss,
+    Report,
+    Rules,
+    Stop,
+    TrainingStep,
+)
+
+logger = logging.getLogger(__name__)
+
+_LEAST_GRANULARITY = 64  # rows; the products search their algorithm for multiples of it
+_BUCKETS = 32  # sizes a side may have, up to --max-tokens
+
+
+def refusal(trainer: Any) -> str | None:
+    """Why a run takes fairseq's own training step, in a few words, or None."""
+    cfg, model, criterion = trainer.cfg, trainer.get_model(), trainer.get_criterion()
+    common, task = cfg.common, type(trainer.task)
+    reasons = {
+        "the arch is not an ls_transformer": not isinstance(model, LSTransformerModel),
+        "the criterion is not ls_label_smoothed_cross_entropy": not isinstance(
+            criterion, LabelSmoothedCrossEntropyCriterion
+        ),
+        "the optimizer is not ls_adam": getattr(cfg.optimizer, "_name", None) != "ls_adam",
+        "there are several ranks": trainer.data_parallel_world_size > 1,
+        "--memory-efficient-fp16 or -bf16": common.memory_efficient_fp16
+        or common.memory_efficient_bf16,
+        "--amp": common.amp,
+        "--store-ema": cfg.ema.store_ema,
+        "--use-bmuf": cfg.optimization.use_bmuf,
+        "--quantization-config-path": trainer.quantizer is not None,
+        "the task trains in a way of its own": task.train_step is not FairseqTask.train_step
+        or task.optimizer_step is not FairseqTask.optimizer_step,
+    }
+    found = next((reason for reason, applies in reasons.items() if applies), None)
+    if found is not None:
+        return found
+    if any(side.layerdrop > 0 for side in (model.cfg.encoder, model.cfg.decoder)):
+        return "--encoder-layerdrop or --decoder-layerdrop"
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if len(parameters) < len(list(model.parameters())) or list(criterion.parameters()):
+        return "not all parameters are the model's and trained"
+    return None if len(flat_buffers(parameters)) == 1 else "parameters are of several types"
+
+
+def granularity(trainer: Any) -> int:
+    """Rows to whose multiples batches are rounded up, so that their shapes repeat."""
+    if not trainer.cuda:
+        return 1
+    step = (trainer.cfg.dataset.max_tokens or 0) / _BUCKETS
+    return _LEAST_GRANULARITY * max(1, round(step / _LEAST_GRANULARITY))
+
+
+@dataclass
+class _Started:
+    """A step that has been started, and what is known of it already."""
+
+    report: Report
+    sample_size: int
+    logging_output: dict[str, Any]
+
+
+class FastPath:
+    """Runs a trainer's steps; made when the trainer has loaded what it continues from."""
+
+    def __init__(self, trainer: Any) -> None:
+        cfg, criterion = trainer.cfg, trainer.get_criterion()
+        self.trainer = trainer
+        optimizer = trainer.optimizer
+        in_half = isinstance(optimizer, optim.FP16Optimizer)
+        self._scaler = optimizer.scaler if in_half else None
+        adam = (optimizer.fp32_optimizer if in_half else optimizer).optimizer
+        if not adam.is_fused:
+            raise RuntimeError("lightseq: the optimizer's state is not in one buffer")
+        rules = Rules(cfg.common.seed, cfg.optimization.clip_norm, 1e-6)
+        scaler = self._scaler
+        if scaler is not None:
+            rules = Rules(
+                rules.seed, rules.max_norm, 0.0, scaler.scale_window, scaler.tolerance,
+                scaler.threshold or 0.0, scaler.min_loss_scale,
+            )  # fmt: skip
+        loss = Loss(
+            criterion.eps, criterion.padding_idx, criterion.report_accuracy,
+            criterion.ignore_prefix_size,
+        )  # fmt: skip
+        (low,) = flat_buffers(trainer.get_model().parameters())
+        self._step = TrainingStep(trainer.get_model(), low, adam, loss, rules)
+        self._step.set_state(trainer.get_num_updates(), scaler)
+        self._rates: dict[int, float] = {}
+        self._started: deque[_Started] = deque()
+        self._logged: dict[str, Any] = {}  # what fairseq's step returns, of the last one logged
+
+    def train_step(self, batches: Sequence[PackedBatch], ends_epoch: bool) -> dict[str, Any] | None:
+        """Start the update by ``batches``.
+
+        Returns what the last finished one logged, or None where the loop is not to count one.
+
+        Raises:
+            FloatingPointError: as fairseq's trainer does, for a step that was started earlier.
+        """
+        trainer = self.trainer
+        if not trainer.model.training:
+            trainer.model.train()
+            trainer.criterion.train()
+        count = trainer.get_num_updates()
+        output = self._logging_output(batches)
+        given = [count, output["sample_size"] or 1, *self._rates_at(count)]
+        try:
+            report = self._step.run(batches, given)
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            self._recover(error)
+            return None
+        self._started.append(_Started(report, output["sample_size"], output))
+        trainer.set_num_updates(count + 1)
+        self.settle(0 if ends_epoch or self._is_looked_at(count + 1) else STEPS_AHEAD)
+        return self._logged if trainer.get_num_updates() > count else None
+
+    def settle(self, ahead: int = 0) -> None:
+        """Wait for all steps but the last ``ahead`` and log them."""
+        while len(self._started) > ahead:
+            self._log(self._started.popleft())
+
+    def _logging_output(self, batches: Sequence[PackedBatch]) -> dict[str, Any]:
+        ntokens = sum(batch.ntokens for batch in batches)
+        nsentences = sum(batch.nsentences for batch in batches)
+        criterion = self.trainer.get_criterion()
+        return {
+            "ntokens": ntokens,
+            "nsentences": nsentences,
+            "sample_size": nsentences if criterion.sentence_avg else ntokens,
+        }
+
+    def _rates_at(self, count: int) -> list[float]:
+        """Learning rates at this count and those before it: the device may be behind."""
+        rate = self.trainer.get_lr()
+        self._rates[count] = rate
+        self._rates.pop(count - KNOWN_RATES, None)
+        return [self._rates.get(count - i, rate) for i in range(KNOWN_RATES)]
+
+    def _is_looked_at(self, count: int) -> bool:
+        """Whether fairseq's loop does more at this count than to log what it has."""
+        cfg = self.trainer.cfg
+        intervals = [cfg.checkpoint.save_interval_updates, cfg.dataset.validate_interval_updates]
+        if self._scaler is not None:
+            intervals.append(cfg.common.log_interval)
+        return (
+            not self.trainer.cuda
+            or 0 < cfg.optimization.max_update <= count
+            or any(interval > 0 and count % interval == 0 for interval in intervals)
+        )
+
+    def _log(self, started: _Started) -> None:
+        values = started.report.wait()
+        trainer, scaler = self.trainer, self._scaler
+        if scaler is not None:
+            for place, name in SCALER.items():
+                value = values[place]
+                setattr(scaler, name, value if name == "loss_scale" else int(value))
+        if values[State.STOPPED] != Stop.RUNNING:
+            self._stop(values)
+        if values[State.SKIPPED]:
+            logger.info(
+                "NOTE: gradient overflow detected, ignoring gradient, setting loss scale to: %s",
+                values[State.LOSS_SCALE],
+            )
+            trainer.set_num_updates(trainer.get_num_updates() - 1)
+        else:
+            output = started.logging_output
+            output.update(loss=values[State.LOSS], nll_loss=values[State.NLL])
+            if trainer.get_criterion().report_accuracy:
+                output.update(n_correct=values[State.CORRECT], total=values[State.TOTAL])
+            norm = torch.tensor(values[State.NORM], dtype=torch.float64)
+            self._logged = trainer._reduce_and_log_stats([output], started.sample_size, norm)
+        if scaler is not None:
+            metrics.log_scalar("loss_scale", scaler.loss_scale, priority=700, round=4, weight=0)
+
+    def _stop(self, values: list[float]) -> None:
+        trainer = self.trainer
+        self._started.clear()
+        trainer.set_num_updates(int(values[State.NUM_UPDATES]))
+        path = os.path.join(trainer.cfg.checkpoint.save_dir, "crash.pt")
+        trainer.save_checkpoint(path, {})
+        if values[State.STOPPED] == Stop.LEAST_SCALE:
+            raise FloatingPointError(
+                f"Minimum loss scale reached ({trainer.cfg.common.min_loss_scale}). Your loss is "
+                "probably exploding. Try lowering the learning rate, using gradient clipping or "
+                "increasing the batch size."
+            )
+        raise FloatingPointError(
+            f"gradients are Nan/Inf in update {trainer.get_num_updates() + 1}; the state before it "
+            f"is in {path}"
+        )
+
+    def _recover(self, error: RuntimeError) -> None:
+        """As fairseq does: say it, forget the batch, go on."""
+        self.trainer._log_oom(error)
+        logger.warning("attempting to recover from OOM in forward/backward pass")
+        self._step.abandon()
+        self.trainer.zero_grad()
+        if self.trainer.cuda:
+            torch.cuda.empty_cache()

@@ -1,0 +1,362 @@
+"""One training step without the host: forward, backward and update as CUDA graphs.
+
+The host sends a packed batch ahead on a stream of its own and launches two graphs: forward and
+backward, one for each bucket of shapes, and the update. Whatever depends on a result (loss scale,
+clipping, skipped updates, learning rate, dropout's counter) is decided on the device by
+`ops.advance`; what is to be logged comes back while later steps already run.
+
+On a CPU, and wherever a graph cannot be captured, the same functions run one kernel at a time with
+the same results.
+
+Letters: N elements of the flat buffers, S and T packed rows of source and target.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightseq_fairseq import library, ops
+from lightseq_fairseq.layers import label_smoothed_cross_entropy
+from lightseq_fairseq.ops.advance import KNOWN_RATES, Given, State, Stop
+from lightseq_fairseq.parameters import DirectGradients, FlatBuffer
+from lightseq_fairseq.training.batch import PackedBatch, open_block
+from lightseq_fairseq.training.flat_adam import FlatAdam
+
+logger = logging.getLogger(__name__)
+
+STEPS_AHEAD = KNOWN_RATES - 2  # unfinished steps the host may leave behind when it starts another
+MOST_GRAPHS = 256
+_GRAPH_MEMORY = 0.1  # of the GPU's memory: what graphs themselves, without their tensors, may take
+_GIVEN = len(Given) + KNOWN_RATES - 1  # numbers that travel in front of a batch
+_BATCH = _GIVEN + _GIVEN % 2  # where the batch begins: its parts want 16-byte boundaries
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What the criterion asks for; see ``layers.label_smoothed_cross_entropy``.
+
+    Attributes:
+        ignored_prefix: first target tokens of each sentence that count nothing.
+    """
+
+    smoothing: float
+    padding_idx: int
+    accuracy: bool
+    ignored_prefix: int
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How an update is made.
+
+    Attributes:
+        seed: of dropout, to which the number of updates is added.
+        max_norm, clip_eps: clipping, see ``ops.adam_step``.
+        scale_window, tolerance, threshold, min_loss_scale: of the loss scale, see ``ops.advance``.
+    """
+
+    seed: int
+    max_norm: float
+    clip_eps: float
+    scale_window: int = 0
+    tolerance: float = 0.0
+    threshold: float = 0.0
+    min_loss_scale: float = 0.0
+
+
+@dataclass
+class Report:
+    """What a step has left in the state, on its way to the host."""
+
+    values: Tensor
+    arrived: torch.cuda.Event | None
+
+    def wait(self) -> list[float]:
+        """The state after the step, see ``ops.advance.State``."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.values.tolist()
+
+
+class TrainingStep:
+    """Trains one model on one device, a packed batch at a time.
+
+    Args:
+        model: has ``packed_logits(packed, rng)``; all its parameters are trained.
+        low: the buffer of its parameters.
+        adam: fused, on ``low`` itself or on a float32 copy with the same places.
+        loss, rules: see there.
+
+    Attributes:
+        state: float64 [len(State)] on the device.
+    """
+
+    def __init__(
+        self, model: Any, low: FlatBuffer, adam: FlatAdam, loss: Loss, rules: Rules
+    ) -> None:
+        self.model, self.low, self.adam, self.loss, self.rules = model, low, adam, loss, rules
+        self.device = low.data.device
+        self.gradients = DirectGradients(low)
+        self.state = torch.zeros(len(State), dtype=torch.float64, device=self.device)
+        self.rng = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self._inputs = _Inputs(self.device)
+        self._graphs = _Graphs(self.device)
+        self._reports = [_pinned(torch.zeros(len(State), dtype=torch.float64), self.device)
+                         for _ in range(KNOWN_RATES)]  # fmt: skip
+        self._next_report = 0
+
+    def set_state(self, num_updates: int, scaler: Any = None) -> None:
+        """Begin at ``num_updates`` with the scale and the counters of fairseq's loss scaler."""
+        values = [0.0] * len(State)
+        values[State.NUM_UPDATES] = num_updates
+        values[State.LOSS_SCALE] = 1.0
+        for place, name in SCALER.items() if scaler is not None else ():
+            values[place] = getattr(scaler, name)
+        self.state.copy_(torch.tensor(values))
+        self.rng.copy_(torch.tensor([self.rules.seed + num_updates, 0]))
+
+    def run(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> Report:
+        """One update by the gradient of all ``batches``; returns before the device has begun.
+
+        given: see ``ops.advance.Given``; the sample size is that of all batches.
+        """
+        if not self.low.intact():
+            raise RuntimeError("lightseq: the model's parameters have moved during training")
+        for place, batch in enumerate(batches):
+            block = self._inputs.send(batch, given)
+            first = place == 0
+
+            def forward_backward(
+                batch: PackedBatch = batch, block: Tensor = block, first: bool = first
+            ) -> None:
+                self._forward_backward(batch, block, first)
+
+            self._graphs.run((batch.bucket, first), forward_backward)
+        self._graphs.run("update", self._update)
+        return self._report()
+
+    def _forward_backward(self, batch: PackedBatch, block: Tensor, first: bool) -> None:
+        packed = open_block(
+            block[_BATCH:], batch.bucket, batch.longest_source, batch.longest_target
+        )
+        labels, loss = packed.labels, self.loss
+        if loss.ignored_prefix > 0:
+            ignored = packed.target.positions < loss.ignored_prefix
+            labels = labels.masked_fill(ignored, loss.padding_idx)
+        with torch.enable_grad():
+            logits = self.model.packed_logits(packed, self.rng)
+            losses, nll, correct = label_smoothed_cross_entropy(
+                logits, labels, loss.smoothing, loss.padding_idx, loss.accuracy
+            )
+        del logits
+        with self.gradients.write(accumulate=not first):
+            scale = self.state[State.LOSS_SCALE].to(losses.dtype)
+            losses.backward(scale.expand_as(losses))
+        counted = labels != loss.padding_idx if loss.accuracy else correct
+        sums = torch.stack([x.sum().double() for x in (losses.detach(), nll, correct, counted)])
+        totals = self.state[State.LOSS : State.TOTAL + 1]
+        totals.copy_(sums) if first else totals.add_(sums)
+        self.rng[1].add_(1)
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        rules, state = self.rules, self.state
+        norm = ops.adam_norm(self.gradients.flat)
+        given = self._inputs.given()
+        ops.advance(
+            state, self.rng, given, norm, rules.seed, rules.scale_window, rules.tolerance,
+            rules.threshold, rules.min_loss_scale,
+        )  # fmt: skip
+        low = None if self.adam.buffer.data.data_ptr() == self.low.data.data_ptr() else self.low
+        self.adam.fused_step(
+            self.gradients.flat, None if low is None else low.data, state[State.RATE],
+            state[State.MULTIPLIER], norm, rules.max_norm, rules.clip_eps,
+        )  # fmt: skip
+
+    def _report(self) -> Report:
+        values = self._reports[self._next_report]
+        self._next_report = (self._next_report + 1) % len(self._reports)
+        values.copy_(self.state, non_blocking=True)
+        arrived = None
+        if self.device.type == "cuda":
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return Report(values, arrived)
+
+    def abandon(self) -> None:
+        """Forget the graphs and their memory, after an error within a step."""
+        self._graphs.clear()
+
+
+SCALER = {
+    State.LOSS_SCALE: "loss_scale",
+    State.SCALER_ITER: "_iter",
+    State.LAST_OVERFLOW_ITER: "_last_overflow_iter",
+    State.LAST_RESCALE_ITER: "_last_rescale_iter",
+    State.OVERFLOWS_SINCE_RESCALE: "_overflows_since_rescale",
+}  # fairseq's DynamicLossScaler
+
+
+class _Inputs:
+    """Batches on their way to the device, each with what the host gives the update.
+
+    They are copied on a stream of their own into a ring of slots while earlier steps still compute,
+    and from there into the one place that the graphs read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        self._block = torch.zeros(0, dtype=torch.int64, device=device)
+        self._slots: list[_Slot] = []
+        self._stream = torch.cuda.Stream(device) if self.is_cuda else None
+
+    def given(self) -> Tensor:
+        return self._block[:_GIVEN].view(torch.float64)
+
+    def send(self, batch: PackedBatch, given: Sequence[float]) -> Tensor:
+        """int64 block on the device: ``given`` as float64, then the batch's."""
+        numbers = torch.tensor(given, dtype=torch.float64).view(torch.int64)
+        size = _BATCH + len(batch.block)
+        if not self.is_cuda:
+            self._block = torch.cat([numbers, batch.block.new_zeros(_BATCH - _GIVEN), batch.block])
+            return self._block
+        if size > len(self._block):
+            self._grow(size)
+        compute = torch.cuda.current_stream(self.device)
+        slot = self._slots.pop(0)
+        self._slots.append(slot)
+        assert self._stream is not None
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(slot.read)
+            slot.block[:_GIVEN].copy_(slot.stage(numbers), non_blocking=True)
+            slot.block[_BATCH:size].copy_(batch.block, non_blocking=True)
+            slot.written.record(self._stream)
+        compute.wait_event(slot.written)
+        self._block[:size].copy_(slot.block[:size], non_blocking=True)
+        slot.read.record(compute)
+        return self._block[:size]
+
+    def _grow(self, size: int) -> None:
+        torch.cuda.synchronize(self.device)
+        size = max(2 * len(self._block), size)
+        self._block = torch.zeros(size, dtype=torch.int64, device=self.device)
+        self._slots = [_Slot(size, self.device) for _ in range(KNOWN_RATES)]
+
+
+class _Slot:
+    """One place of the ring: device memory, pinned numbers, and who has finished with them."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.block = torch.zeros(size, dtype=torch.int64, device=device)
+        self.written, self.read = torch.cuda.Event(), torch.cuda.Event()
+        self._numbers = _pinned(torch.zeros(_GIVEN, dtype=torch.int64), device)
+
+    def stage(self, numbers: Tensor) -> Tensor:
+        self.written.synchronize()  # the copy before has left; a step long ago, so this is free
+        return self._numbers.copy_(numbers)
+
+
+class _Graphs:
+    """Runs functions without arguments, from their second time on as a CUDA graph.
+
+    The first time is plain: nothing is done twice, and libraries choose their algorithms then. All
+    graphs share one pool of memory, which they may since they run one after the other and leave
+    nothing in it. The least recently used one goes when there are too many.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._seen: set[Any] = set()
+        self._graphs: OrderedDict[Any, torch.cuda.CUDAGraph] = OrderedDict()
+        self._refusal = _refusal(device)
+        if self._refusal:
+            logger.info("training steps are not captured: %s", self._refusal)
+        elif self._refusal is None:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self.device)
+        self._memory = 0  # bytes of the graphs themselves
+        self._budget = int(_GRAPH_MEMORY * torch.cuda.mem_get_info(self.device)[1])
+
+    def run(self, key: Any, function: Callable[[], None]) -> None:
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+        elif self._refusal is None and key in self._seen:
+            graph = self._capture(key, function)
+        self._seen.add(key)
+        if graph is None:
+            function()
+        else:
+            graph.replay()
+
+    def _capture(self, key: Any, function: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        while len(self._graphs) >= MOST_GRAPHS or (self._graphs and self._memory > self._budget):
+            self._memory -= self._memory // len(self._graphs)
+            self._graphs.popitem(last=False)
+        before = _used_outside_torch(self.device)
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph: that waits for the device and gives back the allocator's memory.
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    function()
+                finally:
+                    graph.capture_end()
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._refusal = str(error).splitlines()[0]
+            logger.warning("training goes on without CUDA graphs: %s", self._refusal)
+            return None
+        self._memory += max(_used_outside_torch(self.device) - before, 0)
+        self._graphs[key] = graph
+        count = len(self._graphs)
+        if count & (count - 1) == 0:
+            logger.info(
+                "captured %d CUDA graphs, which take %.2f of at most %.1f GiB", count,
+                self._memory / 2**30, self._budget / 2**30,
+            )  # fmt: skip
+        return graph
+
+    def clear(self) -> None:
+        self._graphs.clear()
+        self._seen.clear()
+        if self._refusal is None:
+            self._begin()
+
+
+def _refusal(device: torch.device) -> str | None:
+    """Why steps cannot be captured, in a few words; empty where nobody expects it."""
+    if device.type != "cuda":
+        return ""
+    if os.environ.get("LIGHTSEQ_CAPTURE") == "0":
+        return "LIGHTSEQ_CAPTURE=0"
+    if os.environ.get("LIGHTSEQ_CHECK_INDICES") == "1":
+        return "LIGHTSEQ_CHECK_INDICES=1 reads every index"
+    missing = sorted(set(ops.REFERENCES) - set(library.load().kernels))
+    return f"there is no kernel for {missing[0]} on this GPU" if missing else None
+
+
+def _used_outside_torch(device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free - torch.cuda.memory_reserved(device))
+
+
+def _pinned(x: Tensor, device: torch.device) -> Tensor:
+    return x.pin_memory() if device.type == "cuda" else x
+
+
+__all__ = ["SCALER", "STEPS_AHEAD", "Loss", "Report", "Rules", "Stop", "TrainingStep"]

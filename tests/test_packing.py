@@ -1,0 +1,333 @@
+"""Packed batches hold what fairseq's collater makes, sentence by sentence."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from lightseq_fairseq import fairseq_compat
+
+fairseq_compat.prepare()
+
+from fairseq.data import (  # noqa: E402
+    Dictionary,
+    EpochBatchIterator,
+    LanguagePairDataset,
+    ListDataset,
+    TransformEosDataset,
+    indexed_dataset,
+)
+
+from lightseq_fairseq.training.batch import (  # noqa: E402
+    Bucket,
+    Packed,
+    PackedBatch,
+    PackingDataset,
+    Segments,
+    block_size,
+    covers,
+    open_block,
+)
+
+VOCABULARY = 50
+PAD, EOS = 1, 2
+PAIRS = 40
+DICTIONARY = Dictionary()
+for word in range(VOCABULARY - 4):
+    DICTIONARY.add_symbol(f"w{word}")
+
+# Indices of a batch in no particular order, one pair twice.
+BATCH = np.array([7, 3, 30, 12, 3, 0, 39])
+
+
+def sentences(seed: int, count: int = PAIRS, longest: int = 9) -> list[Tensor]:
+    """Random sentences of 1 to ``longest`` tokens; all but every third end in eos."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for i in range(count):
+        length = int(torch.randint(1, longest + 1, (1,), generator=generator))
+        sentence = torch.randint(4, VOCABULARY, (length,), generator=generator)
+        if i % 3:
+            sentence[-1] = EOS
+        found.append(sentence)
+    return found
+
+
+def with_pads(found: list[Tensor]) -> list[Tensor]:
+    """The same with pads at the start, inside and at the end of some."""
+    for index, place in ((7, 0), (3, len(found[3]) // 2), (30, -1), (39, 0), (39, -1)):
+        found[index][place] = PAD
+    return found
+
+
+def mapped(folder: Path, name: str, found: Sequence[Tensor]) -> Any:
+    """The sentences as fairseq's memory-mapped file."""
+    path = str(folder / name)
+    builder = indexed_dataset.make_builder(f"{path}.bin", "mmap", vocab_size=VOCABULARY)
+    for sentence in found:
+        builder.add_item(sentence)
+    builder.finalize(f"{path}.idx")
+    return indexed_dataset.make_dataset(path, "mmap")
+
+
+def pairs(
+    source: list[Tensor], target: list[Tensor] | None, folder: Path | None = None, **options: Any
+) -> Any:
+    """fairseq's dataset of these pairs, over files in ``folder`` or, without it, over lists."""
+    sides = []
+    for name, found in (("src", source), ("tgt", target)):
+        sizes = None if found is None else np.array([len(sentence) for sentence in found])
+        side = None
+        if found is not None:
+            side = mapped(folder, name, found) if folder else ListDataset(found, sizes)
+        sides += [side, sizes, DICTIONARY]
+    return LanguagePairDataset(*sides, **options)
+
+
+def opened(batch: PackedBatch) -> Packed:
+    return open_block(batch.block, batch.bucket, batch.longest_source, batch.longest_target)
+
+
+def ours(batch: PackedBatch) -> list[tuple[list[int], ...]]:
+    """Source, its positions, decoder input, its positions and labels of every real sentence."""
+    packed = opened(batch)
+    columns = []
+    for segments, rows in (
+        (packed.source, (packed.source_tokens, packed.source.positions)),
+        (packed.target, (packed.previous_tokens, packed.target.positions, packed.labels)),
+    ):
+        bounds = segments.cu_seqlens.tolist()[: len(batch) + 1]
+        for row in rows:
+            columns.append([row[a:b].tolist() for a, b in pairwise(bounds)])
+    return list(zip(*columns, strict=True))
+
+
+def fairseqs(dataset: Any, indices: Any) -> list[tuple[list[int], ...]]:
+    """The same of fairseq's collater, packed by ``Segments.from_mask``, in the indices' order."""
+    sample = dataset.collater([dataset[i] for i in indices])
+    source, previous = (sample["net_input"][k] for k in ("src_tokens", "prev_output_tokens"))
+    columns = []
+    for padded, others in ((source, ()), (previous, (sample["target"],))):
+        segments = Segments.from_mask(padded.ne(PAD))
+        bounds = segments.cu_seqlens.tolist()
+        for row in (segments.pack(padded), segments.positions, *map(segments.pack, others)):
+            columns.append([row[a:b].tolist() for a, b in pairwise(bounds)])
+    by_id = dict(zip(sample["id"].tolist(), zip(*columns, strict=True)))
+    return [by_id[i] for i in indices]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "left": {"left_pad_source": False, "left_pad_target": True},
+    "append_eos": {"append_eos_to_target": True},
+    "append_bos": {"append_bos": True},
+    "remove_eos": {"remove_eos_from_source": True},
+    "eos": {"eos": 17},
+    "multiple": {"pad_to_multiple": 8},
+}
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize("pads", [True, False])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_sentences_are_fairseqs(
+    tmp_path: Path, options: dict[str, Any], pads: bool, in_file: bool
+) -> None:
+    source, target = sentences(1), sentences(2)
+    if pads:
+        source, target = with_pads(source), with_pads(target)
+    if options.get("remove_eos_from_source"):
+        # fairseq cannot pad a batch with a sentence of no tokens.
+        source = [torch.cat([torch.tensor([5]), sentence]) for sentence in source]
+    dataset = pairs(source, target, tmp_path if in_file else None, **options)
+    assert covers(dataset) is None
+    batch = PackingDataset(dataset).__getitems__(BATCH)
+
+    expected = fairseqs(dataset, BATCH)
+    assert ours(batch) == expected
+    native = dataset.collater([dataset[i] for i in BATCH])
+    assert (batch.nsentences, batch.ntokens) == (native["nsentences"], native["ntokens"])
+    assert batch.longest_source == max(len(sentence[0]) for sentence in expected)
+    assert batch.longest_target == max(len(sentence[2]) for sentence in expected)
+    rows = [sum(len(sentence[side]) for sentence in expected) for side in (0, 2)]
+    assert batch.bucket == Bucket(*rows, len(BATCH))
+
+
+def test_file_and_items_give_the_same_block(tmp_path: Path) -> None:
+    packing = PackingDataset(pairs(sentences(1), sentences(2), tmp_path), 16)
+    from_file, from_items = (
+        packing.__getitems__(BATCH),
+        packing.collater([packing[i] for i in BATCH]),
+    )
+    assert torch.equal(from_file.block, from_items.block)
+    assert from_file.bucket == from_items.bucket
+    assert packing.collater(from_file) is from_file
+
+
+def test_rows_past_the_tokens_belong_to_no_sentence() -> None:
+    dataset = pairs(sentences(1), sentences(2))
+    exact, rounded = (PackingDataset(dataset, g).__getitems__(BATCH) for g in (1, 64))
+    assert ours(rounded) == ours(exact)
+    assert (rounded.nsentences, rounded.ntokens) == (exact.nsentences, exact.ntokens)
+    assert rounded.bucket == Bucket(64, 64, 256)
+    packed, n = opened(rounded), len(BATCH)
+    for real, tokens, segments in (
+        (exact.bucket.source, (packed.source_tokens,), packed.source),
+        (exact.bucket.target, (packed.previous_tokens, packed.labels), packed.target),
+    ):
+        assert 0 < real < 64
+        assert all(torch.equal(row[real:], torch.full((64 - real,), PAD)) for row in tokens)
+        assert not segments.positions[real:].any()
+        assert segments.cu_seqlens[n:].tolist() == [real] * (257 - n)
+
+
+@pytest.mark.parametrize(
+    ("count", "room"), [(1, 256), (256, 256), (257, 1024), (1025, 4096), (4097, 16384)]
+)
+def test_room_for_sentences_comes_in_classes(count: int, room: int) -> None:
+    dataset = pairs(sentences(1), sentences(2))
+    indices = np.arange(count) % PAIRS
+    for granularity in (8, 64):
+        batch = PackingDataset(dataset, granularity).__getitems__(indices)
+        assert batch.bucket.sentences == room
+        assert batch.bucket.source % granularity == 0
+        assert ours(batch) == ours(PackingDataset(dataset).__getitems__(indices))
+    assert PackingDataset(dataset).__getitems__(indices).bucket.sentences == count
+
+
+@pytest.mark.parametrize("bucket", [Bucket(5, 7, 3), Bucket(64, 32, 256), Bucket(0, 0, 0)])
+def test_parts_are_views_on_16_byte_boundaries(bucket: Bucket) -> None:
+    block = torch.empty(block_size(bucket), dtype=torch.int64)
+    packed = open_block(block, bucket, 4, 6)
+    parts = [
+        packed.source_tokens, packed.source.positions, packed.previous_tokens,
+        packed.target.positions, packed.labels, packed.source.cu_seqlens, packed.target.cu_seqlens,
+    ]  # fmt: skip
+    assert [len(part) for part in parts[:5]] == [bucket.source] * 2 + [bucket.target] * 3
+    end = 0
+    for part in parts:
+        offset = part.storage_offset() * part.element_size()
+        assert offset % 16 == 0 and offset >= end
+        assert part.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
+        end = offset + part.nbytes
+    assert end <= block.nbytes < end + 16
+    for segments, longest in ((packed.source, 4), (packed.target, 6)):
+        assert segments.cu_seqlens.dtype == torch.int32
+        assert segments.cu_seqlens.shape == (bucket.sentences + 1,)
+        assert (segments.max_len, segments.shape) == (longest, (bucket.sentences, longest))
+        assert segments.index.numel() == 0
+    # Without memory there is nothing to read.
+    open_block(block.to("meta"), bucket, 4, 6)
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize("granularity", [1, 64])
+def test_no_sentences(tmp_path: Path, in_file: bool, granularity: int) -> None:
+    dataset = pairs(sentences(1), sentences(2), tmp_path if in_file else None)
+    batch = PackingDataset(dataset, granularity).__getitems__([])
+    assert len(batch) == batch.ntokens == batch.longest_source == batch.bucket.source == 0
+    assert ours(batch) == []
+
+
+def test_sentence_of_pads_alone() -> None:
+    source, target = ([torch.tensor([5, EOS]), torch.tensor([PAD])] for _ in range(2))
+    dataset = pairs(source, target)
+    batch = PackingDataset(dataset).__getitems__([1, 0, 1])
+    assert ours(batch) == fairseqs(dataset, [1, 0, 1])
+    assert batch.ntokens == 2 and batch.bucket == Bucket(2, 4, 3)
+
+
+def test_pin_memory_pins_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = PackingDataset(pairs(sentences(1), sentences(2))).__getitems__(BATCH)
+    monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
+    pinned = pin_memory(batch)
+    assert pinned.block.data_ptr() != batch.block.data_ptr()
+    assert ours(pinned) == ours(batch) and pinned.ntokens == batch.ntokens
+
+
+def test_workers_send_what_was_packed(tmp_path: Path) -> None:
+    packing = PackingDataset(pairs(sentences(1), sentences(2), tmp_path), 16)
+    batches = [BATCH, [], BATCH[:2].tolist(), BATCH[::-1]]
+    loader = DataLoader(packing, batch_sampler=batches, collate_fn=packing.collater, num_workers=2)
+    received = list(loader)
+    for batch, indices in zip(received, batches, strict=True):
+        expected = packing.__getitems__(indices)
+        assert torch.equal(batch.block, expected.block)
+        assert vars(batch) | {"block": None} == vars(expected) | {"block": None}
+
+
+def test_fairseqs_iterator(tmp_path: Path) -> None:
+    dataset = pairs(sentences(1), sentences(2), tmp_path)
+    batches = np.array_split(dataset.ordered_indices(), 5)
+    native, packed = (
+        EpochBatchIterator(dataset, dataset.collater, batches, num_shards=2, shard_id=1)
+        for _ in range(2)
+    )
+    packed.dataset = PackingDataset(dataset)
+    packed.collate_fn = packed.dataset.collater
+    assert ours(packed.first_batch) == fairseqs(dataset, batches[0])
+    for _ in range(2):
+        samples, found = (list(iterator.next_epoch_itr()) for iterator in (native, packed))
+        # Five batches on two shards: fairseq fills up with an empty one.
+        assert [len(sample) == 0 for sample in found] == [len(s) == 0 for s in samples]
+        assert sum(len(sample) == 0 for sample in found) == 1
+        for sample, batch in zip(samples, found, strict=True):
+            if len(batch):
+                assert sorted(s[0] for s in ours(batch)) == sorted(
+                    row[row.ne(PAD)].tolist() for row in sample["net_input"]["src_tokens"]
+                )
+
+
+def test_pickled_without_the_corpus(tmp_path: Path) -> None:
+    long = sentences(1, longest=4000)
+    packing = PackingDataset(pairs(long, long, tmp_path), 16)
+    expected = packing.__getitems__(BATCH)
+    pickled = pickle.dumps(packing)
+    assert len(pickled) < sum(len(sentence) for sentence in long)
+    assert torch.equal(pickle.loads(pickled).__getitems__(BATCH).block, expected.block)
+
+
+def test_everything_else_is_the_datasets() -> None:
+    dataset = pairs(sentences(1), sentences(2))
+    packing = PackingDataset(dataset)
+    assert len(packing) == PAIRS
+    assert packing[3]["source"] is dataset[3]["source"]
+    assert packing.sizes is dataset.sizes and packing.supports_fetch_outside_dataloader
+    assert not hasattr(packing, "no_such_thing")
+
+
+class Extended(LanguagePairDataset):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"align_dataset": ListDataset([], [])}, "alignments"),
+        ({"constraints": []}, "constraints"),
+        ({"src_lang_id": 3}, "language ids"),
+        ({"tgt_lang_id": 3}, "language ids"),
+        ({"input_feeding": False}, "no input feeding"),
+        ({"num_buckets": 2}, "batches of bucketed lengths"),
+    ],
+)
+def test_covers_no_other_batches(options: dict[str, Any], reason: str) -> None:
+    assert covers(pairs(sentences(1), sentences(2), **options)) == reason
+
+
+def test_covers_language_pairs_alone() -> None:
+    dataset = pairs(sentences(1), sentences(2))
+    assert covers(pairs(sentences(1), None)) == "no target sentences"
+    assert covers(TransformEosDataset(dataset, EOS)) == "data from TransformEosDataset"
+    sides = dataset.src, dataset.src_sizes, DICTIONARY
+    assert covers(Extended(*sides, *sides)) == "data from Extended"
