@@ -57,6 +57,7 @@ template <typename T, int kWidth>
 struct FwdTiles {
   Tile<T, kRows<T, kWidth>, kWidth> q, k, v;
   Keep<kRows<T, kWidth>> keep;
+  Plan plan;
 };
 
 // Softmax so far of a warp's queries: results, and of rows g and g + 8 the shift and the lane's
@@ -76,21 +77,7 @@ __device__ __forceinline__ void attend(Softmax<kWidth>& state, FwdTiles<T, kWidt
   const float scale = p.scale * Base<T>::kLogE;
   float s[kChunk / 8][4];
   multiply_nt<T, kWidth>(s, tiles.q.row(place.row), tiles.k.row(row_k));
-  if (key + kChunk > clear_end) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int query = place.position + lane_row() + half * 8;
-      const int end = p.work.causal ? min(unit.length_k, query + 1) : unit.length_k;
-      const uint32_t visible = low_bits(end - (key + lane_column()));
-#pragma unroll
-      for (int n = 0; n < kChunk / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (!(visible >> (n * 8 + e) & 1u)) s[n][half * 2 + e] = -INFINITY;
-        }
-      }
-    }
-  }
+  hide(s, place.position, key, unit.length_k, p.work.causal, clear_end);
 
   float largest[2];
 #pragma unroll
@@ -163,7 +150,7 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
     return;
   }
 
-  for_each_unit<kRows<T, kWidth>>(work, kQueries, [&](const Unit& unit) {
+  for_each_unit<kRows<T, kWidth>>(tiles.plan, work, p.dropout, kQueries, [&](const Unit unit) {
     const Place place(unit);
     const bool works = place.exists && place.position < unit.length_q;
     // Keys that the tile's and the warp's last query and the warp's first query see.
@@ -181,7 +168,7 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
       }
       load_tiles({&tiles.k, &tiles.v}, {p.k, p.v}, unit, unit.first_k + tile, unit.length_k - tile,
                  work.width);
-      draw<2>(tiles.keep, p.dropout, work, unit, unit.start, tile);
+      draw<2>(tiles.keep, tiles.plan, p.dropout, work, unit, unit.start, tile);
       wait_for_copies();
       __syncthreads();
       if (!works) continue;
@@ -205,7 +192,7 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
       float total = state.sum[half] + __shfl_xor_sync(kAllLanes, state.sum[half], 1);
       total += __shfl_xor_sync(kAllLanes, total, 2);
       const bool sees = unit.length_k > 0;
-      factor[half] = sees ? __fdividef(p.keep_scale, total) : 0.0f;
+      factor[half] = sees ? Base<T>::divide(p.keep_scale, total) : 0.0f;
       if (lane_column() == 0 && position < unit.length_q) {
         p.lse[static_cast<int64_t>(unit.first_q + position) * work.heads + place.head] =
             sees ? (state.shift[half] * scale + Base<T>::log(total)) * Base<T>::kLn : 0.0f;
@@ -242,7 +229,7 @@ std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const
     p.rows = static_cast<int>(q.size(0));
     p.scale = static_cast<float>(scale);
     p.keep_scale = static_cast<float>(1.0 / (1.0 - dropout_p));
-    p.work = work_of(kOp, q, k, cu_q, cu_k, causal, kRows<T, kWidth>);
+    p.work = work_of(kOp, q, k, cu_q, cu_k, causal);
     launch(kOp, attention_fwd_kernel<T, kWidth>, p, kThreads<T, kWidth>,
            sizeof(FwdTiles<T, kWidth>), device);
   });

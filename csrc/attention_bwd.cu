@@ -1,9 +1,10 @@
 // Attention over packed sentences, backward. attention.cu has the formula; common/attention.cuh
 // says how the work is cut up.
 //
-//   P = exp(scale * q k^T - lse)      kept = dropout's mask / (1 - p)      D = rowsum(dO * O)
-//   dV = (P * kept)^T dO              dS = P * ((dO V^T) * kept - D)
-//   dQ = scale * dS K                 dK = scale * dS^T Q
+//   P = exp(scale * q k^T - lse)      M = dropout's mask of zeros and ones
+//   D = rowsum(P * M * dO V^T) = (1 - p) rowsum(dO * O)
+//   dV = (P * M)^T dO / (1 - p)       dS = P * (M * dO V^T - D)
+//   dQ = scale / (1 - p) dS K         dK = scale / (1 - p) dS^T Q
 //
 // Sentences of at most 64 tokens: P and dS are computed once, by warps that own 16 queries each,
 // and pass through shared memory to the warps that own 16 keys (five small products). Up to 128
@@ -36,6 +37,7 @@ struct BwdParams {
   int rows_q, rows_k;
   float scale;
   float keep_scale;  // 1 / (1 - p)
+  float grad_scale;  // scale / (1 - p)
   Dropout dropout;
 };
 
@@ -50,6 +52,7 @@ struct BwdTiles {
   Tile<T, kRows<T, kWidth>, kWidth> q, dout, out, k, v;
   float lse[kRows<T, kWidth>], rowsum[kRows<T, kWidth>];  // lse * log2(e) or lse, D
   Keep<kRows<T, kWidth>> keep;
+  Plan plan;
 };
 
 template <typename T, int kWidth>
@@ -57,6 +60,44 @@ __device__ __forceinline__ void load_keys(BwdTiles<T, kWidth>& tiles, const BwdP
                                           const Unit& unit, int start) {
   load_tiles({&tiles.k, &tiles.v}, {p.k, p.v}, unit, unit.first_k + start, unit.length_k - start,
              p.work.width);
+}
+
+// D of the warp's queries from P and dO V^T, where all keys are in the tile. Where there are few,
+// dS is little more than the rounding errors of its two terms, and D now has the same: float32 is
+// held to more than dO O^T can give.
+template <typename T, int kWidth>
+__device__ __forceinline__ void sum_rows(BwdTiles<T, kWidth>& tiles, const BwdParams<T>& p,
+                                         const Unit& unit, int start_q) {
+  constexpr int kChunk = 16;
+  const Place place(unit);
+  const int query = start_q + place.row - place.slot;
+  float rowsum[2] = {};
+#pragma unroll 1
+  for (int chunk = 0; chunk < unit.length_k; chunk += kChunk) {
+    float s[kChunk / 8][4], dp[kChunk / 8][4];
+    multiply_nt<T, kWidth>(s, tiles.q.row(place.row), tiles.k.row(place.slot + chunk));
+    multiply_nt<T, kWidth>(dp, tiles.dout.row(place.row), tiles.v.row(place.slot + chunk));
+    hide(s, query, chunk, unit.length_k, p.work.causal, p.work.causal ? 0 : unit.length_k);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = place.row + lane_row() + i / 2 * 8;
+      uint32_t keep = ~0u;
+      if (p.dropout.threshold > 0) keep = tiles.keep[row][chunk / 32] >> chunk % 32;
+#pragma unroll
+      for (int n = 0; n < kChunk / 8; ++n) {
+        const float probability =
+            Base<T>::exp(fmaf(s[n][i], p.scale * Base<T>::kLogE, -tiles.lse[row]));
+        const bool kept = keep >> (n * 8 + lane_column() + i % 2) & 1u;
+        rowsum[i / 2] += kept ? probability * dp[n][i] : 0.0f;
+      }
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    rowsum[half] += __shfl_xor_sync(kAllLanes, rowsum[half], 1);
+    rowsum[half] += __shfl_xor_sync(kAllLanes, rowsum[half], 2);
+    if (lane_column() == 0) tiles.rowsum[place.row + lane_row() + half * 8] = rowsum[half];
+  }
 }
 
 // Loads everything about the queries from start_q on, draws the bits, and waits for all copies that
@@ -80,18 +121,24 @@ __device__ __forceinline__ void load_queries(BwdTiles<T, kWidth>& tiles, const B
   if (position < length && head < unit.heads) {
     lse = p.lse[static_cast<int64_t>(first + position) * p.work.heads + unit.head + head];
   }
-  draw<1>(tiles.keep, p.dropout, p.work, unit, start_q, start_k);
+  draw<1>(tiles.keep, tiles.plan, p.dropout, p.work, unit, start_q, start_k);
   tiles.lse[row] = lse * Base<T>::kLogE;
   wait_for_copies();
   __syncthreads();
 
-  if constexpr (kRowsum) {  // D is the diagonal of dO O^T
-    float products[2][4];
-    multiply_nt<T, kWidth>(products, tiles.dout.row(warp_row), tiles.out.row(warp_row));
-    if (lane_row() / 2 * 2 == lane_column()) {
-      const bool odd = lane_row() % 2;
-      tiles.rowsum[warp_row + lane_row()] = odd ? products[0][1] : products[0][0];
-      tiles.rowsum[warp_row + lane_row() + 8] = odd ? products[1][3] : products[1][2];
+  if constexpr (kRowsum) {
+    if (!Base<T>::kIsTwo && unit.length_k <= unit.slot()) {
+      sum_rows(tiles, p, unit, start_q);
+    } else {  // the diagonal of dO O^T
+      float products[2][4];
+      multiply_nt<T, kWidth>(products, tiles.dout.row(warp_row), tiles.out.row(warp_row));
+      if (lane_row() / 2 * 2 == lane_column()) {
+        const int odd = lane_row() % 2;
+        const float low = odd ? products[0][1] : products[0][0];
+        const float high = odd ? products[1][3] : products[1][2];
+        tiles.rowsum[warp_row + lane_row()] = Base<T>::divide(low, p.keep_scale);
+        tiles.rowsum[warp_row + lane_row() + 8] = Base<T>::divide(high, p.keep_scale);
+      }
     }
     __syncthreads();
   }
@@ -104,81 +151,89 @@ __device__ __forceinline__ void load_queries(BwdTiles<T, kWidth>& tiles, const B
 template <int kSlot, typename T, int kWidth>
 __device__ __forceinline__ void whole_pass(BwdTiles<T, kWidth>& tiles, const BwdParams<T>& p,
                                            const Unit& unit) {
-  constexpr int kRow = kStride<T, kWidth>, kWords = (kSlot + 31) / 32;
-  constexpr int kWordBlocks = kSlot / 8 / kWords;
+  constexpr int kRow = kStride<T, kWidth>;
   constexpr bool kBeside = 2 * kSlot <= kWidth;
   load_keys(tiles, p, unit, 0);
   load_queries<false>(tiles, p, unit, 0, 0);
   const Place place(unit);
-  T* const kept = tiles.out.row(place.slot);
-  T* const dscores = kBeside ? kept + kSlot : tiles.v.row(place.slot);
-  const float scale = p.scale * Base<T>::kLogE, keep_scale = p.keep_scale;
-  const int query = place.position + lane_row();  // and query + 8
+  T* const probabilities = tiles.out.row(place.slot);
+  T* const dscores = kBeside ? probabilities + kSlot : tiles.v.row(place.slot);
+  const int own_rows = place.position * kRow;
+  const float scale = p.scale * Base<T>::kLogE;
+  const int clear_end = min(unit.length_k, p.work.causal ? place.position + 1 : INT_MAX);
+  const bool works = place.exists && place.position < unit.length_q;
 
-  float s[kSlot / 8][4], dp[kSlot / 8][4];
-  multiply_nt<T, kWidth>(s, tiles.q.row(place.row), tiles.k.row(place.slot));
-  multiply_nt<T, kWidth>(dp, tiles.dout.row(place.row), tiles.v.row(place.slot));
+  float s[kSlot / 8][4], dp[kSlot / 8][4], dq[kWidth / 8][4] = {};
+  if (works) {
+    multiply_nt<T, kWidth>(s, tiles.q.row(place.row), tiles.k.row(place.slot));
+    multiply_nt<T, kWidth>(dp, tiles.dout.row(place.row), tiles.v.row(place.slot));
+    hide(s, place.position, 0, unit.length_k, p.work.causal, clear_end);
+    const int row = place.row + lane_row();  // and row + 8
+    float rowsum[2] = {};
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = place.row + lane_row() + half * 8;
-    const float lse = tiles.lse[row];
-    const int end = p.work.causal ? min(unit.length_k, query + half * 8 + 1) : unit.length_k;
-    T* const to = kept + (query + half * 8) * kRow + lane_column();
-    float rowsum = 0.0f;
+    for (int n = 0; n < kSlot / 8; n += 2) {
+      float kept[2][4];
 #pragma unroll
-    for (int word = 0; word < kWords; ++word) {
-      const uint32_t visible = low_bits(end - word * 32 - lane_column());
-      uint32_t keep = ~0u;
-      if (p.dropout.threshold > 0) keep = tiles.keep[row][word] >> lane_column();
+      for (int half = 0; half < 2; ++half) {
+        const float lse = tiles.lse[row + half * 8];
+        uint32_t keep = ~0u;
+        if (p.dropout.threshold > 0) keep = tiles.keep[row + half * 8][n / 4] >> lane_column();
 #pragma unroll
-      for (int n = 0; n < kWordBlocks; ++n) {
-        float (&score)[4] = s[word * 4 + n];
-        float (&d)[4] = dp[word * 4 + n];
-        float kept_pair[2];
+        for (int m = 0; m < 2; ++m) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int i = half * 2 + e;
-          const float probability = Base<T>::exp(fmaf(score[i], scale, -lse));
-          const float factor = keep >> (n * 8 + e) & 1u ? keep_scale : 0.0f;
-          score[i] = visible >> (n * 8 + e) & 1u ? probability : 0.0f;
-          d[i] *= factor;
-          rowsum = fmaf(score[i], d[i], rowsum);
-          kept_pair[e] = score[i] * factor;
+          for (int i = half * 2; i < half * 2 + 2; ++i) {
+            float& score = s[n + m][i];
+            score = Base<T>::exp(fmaf(score, scale, -lse));
+            kept[m][i] = keep >> ((n + m) % 4 * 8 + i % 2) & 1u ? score : 0.0f;
+            dp[n + m][i] *= kept[m][i];
+            rowsum[half] += dp[n + m][i];
+          }
         }
-        store_pair(to + (word * 4 + n) * 8, kept_pair[0], kept_pair[1]);
+      }
+      store_blocks<T, kRow>(probabilities + own_rows + n * 8, kept[0], kept[1]);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rowsum[half] += __shfl_xor_sync(kAllLanes, rowsum[half], 1);
+      rowsum[half] += __shfl_xor_sync(kAllLanes, rowsum[half], 2);
+#pragma unroll
+      for (int n = 0; n < kSlot / 8; ++n) {
+#pragma unroll
+        for (int i = half * 2; i < half * 2 + 2; ++i) {
+          s[n][i] = fmaf(s[n][i], -rowsum[half], dp[n][i]);
+        }
       }
     }
-    rowsum += __shfl_xor_sync(kAllLanes, rowsum, 1);
-    rowsum += __shfl_xor_sync(kAllLanes, rowsum, 2);
-#pragma unroll
-    for (int n = 0; n < kSlot / 8; ++n) {
-#pragma unroll
-      for (int i = half * 2; i < half * 2 + 2; ++i) s[n][i] *= dp[n][i] - rowsum;
-    }
+    multiply_nn<T, kWidth>(dq, s, tiles.k.row(place.slot));
   }
-  float dq[kWidth / 8][4] = {};
-  multiply_nn<T, kWidth>(dq, s, tiles.k.row(place.slot));
   if (!kBeside) __syncthreads();  // V has been read
+  if (works) {
 #pragma unroll
-  for (int n = 0; n < kSlot / 8; ++n) {
-    T* const to = dscores + query * kRow + n * 8 + lane_column();
-    store_pair(to, s[n][0], s[n][1]);
-    store_pair(to + 8 * kRow, s[n][2], s[n][3]);
+    for (int n = 0; n < kSlot / 8; n += 2) {
+      store_blocks<T, kRow>(dscores + own_rows + n * 8, s[n], s[n + 1]);
+    }
   }
   __syncthreads();  // P and dS are there, K has been read
   if (!place.exists) return;
 
   T* const stage = tiles.k.row(place.row);
-  const int length_q = unit.length_q - place.position, length_k = unit.length_k - place.position;
+  const int length_k = unit.length_k - place.position;
   const int first_k = unit.first_k + place.position;
-  store_rows<T, kWidth>(p.dq, stage, dq, p.scale, p.scale, place.head,
-                        unit.first_q + place.position, length_q, p.work.width);
+  if (works) {
+    store_rows<T, kWidth>(p.dq, stage, dq, p.grad_scale, p.grad_scale, place.head,
+                          unit.first_q + place.position, unit.length_q - place.position,
+                          p.work.width);
+  }
+  if (length_k <= 0) return;
   float dv[kWidth / 8][4] = {};
-  multiply_tn<T, kWidth, kSlot>(dv, kept + place.position, tiles.dout.row(place.slot));
-  store_rows<T, kWidth>(p.dv, stage, dv, 1.0f, 1.0f, place.head, first_k, length_k, p.work.width);
+  multiply_tn<T, kWidth, kSlot>(dv, probabilities + place.position, tiles.dout.row(place.slot),
+                                unit.length_q);
+  store_rows<T, kWidth>(p.dv, stage, dv, p.keep_scale, p.keep_scale, place.head, first_k, length_k,
+                        p.work.width);
   float dk[kWidth / 8][4] = {};
-  multiply_tn<T, kWidth, kSlot>(dk, dscores + place.position, tiles.q.row(place.slot));
-  store_rows<T, kWidth>(p.dk, stage, dk, p.scale, p.scale, place.head, first_k, length_k,
+  multiply_tn<T, kWidth, kSlot>(dk, dscores + place.position, tiles.q.row(place.slot),
+                                unit.length_q);
+  store_rows<T, kWidth>(p.dk, stage, dk, p.grad_scale, p.grad_scale, place.head, first_k, length_k,
                         p.work.width);
 }
 
@@ -193,7 +248,7 @@ __device__ __forceinline__ void query_pass(BwdTiles<T, kWidth>& tiles, const Bwd
   const int tile_end = min(unit.length_k, causal ? unit.start + unit.slot() : INT_MAX);
   const int warp_end = min(unit.length_k, causal ? place.position + kWarpRows : INT_MAX);
   const int clear_end = min(unit.length_k, causal ? place.position + 1 : INT_MAX);
-  const float scale = p.scale * Base<T>::kLogE, keep_scale = p.keep_scale;
+  const float scale = p.scale * Base<T>::kLogE;
 
   float dq[kWidth / 8][4] = {};
   for (int tile = 0; tile < tile_end; tile += unit.slot()) {
@@ -202,7 +257,7 @@ __device__ __forceinline__ void query_pass(BwdTiles<T, kWidth>& tiles, const Bwd
     if (tile == 0) {
       load_queries<true>(tiles, p, unit, unit.start, 0);
     } else {
-      draw<1>(tiles.keep, p.dropout, p.work, unit, unit.start, tile);
+      draw<1>(tiles.keep, tiles.plan, p.dropout, p.work, unit, unit.start, tile);
       wait_for_copies();
       __syncthreads();
     }
@@ -215,6 +270,7 @@ __device__ __forceinline__ void query_pass(BwdTiles<T, kWidth>& tiles, const Bwd
       float s[kChunk / 8][4], dp[kChunk / 8][4];
       multiply_nt<T, kWidth>(s, tiles.q.row(place.row), tiles.k.row(row_k));
       multiply_nt<T, kWidth>(dp, tiles.dout.row(place.row), tiles.v.row(row_k));
+      hide(s, place.position, tile + chunk, unit.length_k, causal, clear_end);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = place.row + lane_row() + half * 8;
@@ -227,20 +283,8 @@ __device__ __forceinline__ void query_pass(BwdTiles<T, kWidth>& tiles, const Bwd
           for (int e = 0; e < 2; ++e) {
             const int i = half * 2 + e;
             const float probability = Base<T>::exp(fmaf(s[n][i], scale, -lse));
-            const float factor = keep >> (n * 8 + e) & 1u ? keep_scale : 0.0f;
-            s[n][i] = probability * fmaf(dp[n][i], factor, -rowsum);
-          }
-        }
-        if (tile + chunk + kChunk > clear_end) {
-          const int query = place.position + lane_row() + half * 8;
-          const int end = causal ? min(unit.length_k, query + 1) : unit.length_k;
-          const uint32_t visible = low_bits(end - (tile + chunk + lane_column()));
-#pragma unroll
-          for (int n = 0; n < kChunk / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              if (!(visible >> (n * 8 + e) & 1u)) s[n][half * 2 + e] = 0.0f;
-            }
+            const float d = keep >> (n * 8 + e) & 1u ? dp[n][i] : 0.0f;
+            s[n][i] = probability * (d - rowsum);
           }
         }
       }
@@ -248,8 +292,8 @@ __device__ __forceinline__ void query_pass(BwdTiles<T, kWidth>& tiles, const Bwd
     }
   }
   if (works) {
-    store_rows<T, kWidth>(p.dq, tiles.out.row(place.row), dq, p.scale, p.scale, place.head,
-                          unit.first_q + place.position, unit.length_q - place.position,
+    store_rows<T, kWidth>(p.dq, tiles.out.row(place.row), dq, p.grad_scale, p.grad_scale,
+                          place.head, unit.first_q + place.position, unit.length_q - place.position,
                           p.work.width);
   }
 }
@@ -264,7 +308,7 @@ __device__ __forceinline__ void key_pass(BwdTiles<T, kWidth>& tiles, const BwdPa
   const bool causal = p.work.causal;
   T* const row_k = tiles.k.row(place.row);
   T* const row_v = tiles.v.row(place.row);
-  const float scale = p.scale * Base<T>::kLogE, keep_scale = p.keep_scale;
+  const float scale = p.scale * Base<T>::kLogE;
 
   float dk[kWidth / 8][4] = {}, dv[kWidth / 8][4] = {};
   const int tile_begin = causal ? unit.start : 0;
@@ -307,9 +351,8 @@ __device__ __forceinline__ void key_pass(BwdTiles<T, kWidth>& tiles, const BwdPa
             const int i = half * 2 + e;
             float probability = Base<T>::exp(fmaf(s[n][i], scale, e ? -lse.y : -lse.x));
             if (!clear && before + half * 8 > 0) probability = 0.0f;
-            const float factor = keep >> (half * 8) & 1u ? keep_scale : 0.0f;
-            s[n][i] = probability * factor;
-            dp[n][i] = probability * fmaf(dp[n][i], factor, e ? -rowsum.y : -rowsum.x);
+            s[n][i] = keep >> (half * 8) & 1u ? probability : 0.0f;
+            dp[n][i] = fmaf(s[n][i], dp[n][i], probability * (e ? -rowsum.y : -rowsum.x));
           }
         }
       }
@@ -319,9 +362,10 @@ __device__ __forceinline__ void key_pass(BwdTiles<T, kWidth>& tiles, const BwdPa
   }
   if (works) {
     const int first = unit.first_k + place.position, length = unit.length_k - place.position;
-    store_rows<T, kWidth>(p.dk, row_k, dk, p.scale, p.scale, place.head, first, length,
+    store_rows<T, kWidth>(p.dk, row_k, dk, p.grad_scale, p.grad_scale, place.head, first, length,
                           p.work.width);
-    store_rows<T, kWidth>(p.dv, row_v, dv, 1.0f, 1.0f, place.head, first, length, p.work.width);
+    store_rows<T, kWidth>(p.dv, row_v, dv, p.keep_scale, p.keep_scale, place.head, first, length,
+                          p.work.width);
   }
 }
 
@@ -338,20 +382,21 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
     zero_rows(p.dv, work.cu_k[work.sentences], p.rows_k, work);
     return;
   }
-  for_each_unit<kRows<T, kWidth>>(work, kQueries | kKeys, [&](const Unit& unit) {
-    const bool whole = unit.parts == (kQueries | kKeys);
-    if (whole && unit.slot() == 16) {
-      whole_pass<16>(tiles, p, unit);
-    } else if (whole && unit.slot() == 32) {
-      whole_pass<32>(tiles, p, unit);
-    } else if (whole && unit.slot() == 64) {
-      if constexpr (kRows<T, kWidth> >= 64) whole_pass<64>(tiles, p, unit);
-    } else {
-      if (unit.parts & kQueries) query_pass(tiles, p, unit);
-      if (whole) __syncthreads();  // K and V have been read, their rows may become results
-      if (unit.parts & kKeys) key_pass(tiles, p, unit, whole);
-    }
-  });
+  for_each_unit<kRows<T, kWidth>>(
+      tiles.plan, work, p.dropout, kQueries | kKeys, [&](const Unit unit) {
+        const bool whole = unit.parts == (kQueries | kKeys);
+        if (whole && unit.slot() == 16) {
+          whole_pass<16>(tiles, p, unit);
+        } else if (whole && unit.slot() == 32) {
+          whole_pass<32>(tiles, p, unit);
+        } else if (whole && unit.slot() == 64) {
+          if constexpr (kRows<T, kWidth> >= 64) whole_pass<64>(tiles, p, unit);
+        } else {
+          if (unit.parts & kQueries) query_pass(tiles, p, unit);
+          if (whole) __syncthreads();  // K and V have been read, their rows may become results
+          if (unit.parts & kKeys) key_pass(tiles, p, unit, whole);
+        }
+      });
 }
 
 void attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -375,6 +420,7 @@ void attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const T
     p.dk = packed<T>(kOp, "dk", dk);
     p.dv = packed<T>(kOp, "dv", dv);
     require(lse.is_contiguous(), kOp, ": lse must be contiguous");
+    require(scale > 0.0, kOp, ": scale must be positive on a GPU, is ", scale);
     p.lse = lse.const_data_ptr<float>();
     p.dropout = dropout_of(kOp, rng, site, dropout_p);
     if (dq.numel() + dk.numel() == 0) return;
@@ -382,7 +428,8 @@ void attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const T
     p.rows_k = static_cast<int>(k.size(0));
     p.scale = static_cast<float>(scale);
     p.keep_scale = static_cast<float>(1.0 / (1.0 - dropout_p));
-    p.work = work_of(kOp, q, k, cu_q, cu_k, causal, kRows<T, kWidth>);
+    p.grad_scale = p.scale * p.keep_scale;
+    p.work = work_of(kOp, q, k, cu_q, cu_k, causal);
     launch(kOp, attention_bwd_kernel<T, kWidth>, p, kThreads<T, kWidth>,
            sizeof(BwdTiles<T, kWidth>), device);
   });

@@ -7,9 +7,11 @@
 // tiles of the other side. A tile's worth of either is a unit of work.
 //
 // Who does which unit follows from cu_q and cu_k alone. Lay all sentences end to end, queries and
-// keys counted together, and cut that line into windows of 2^n rows. Blocks belong to windows;
-// a sentence's units are dealt out to the windows it touches. So every block gets about as much to
-// do, one launch serves all lengths, and the host needs to know none of them.
+// keys counted together, and cut that line into windows of 2^n rows, each of which has a block. A
+// sentence's units are dealt out to the windows it touches. So every block gets about as much to
+// do, one launch serves all lengths, and the host needs to know none of them. One warp makes the
+// list of what its block has to do: when every warp looked for itself, backward spent a third of
+// its time on that.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -30,7 +32,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int kWarpRows = 16;
-constexpr int kSmallestSlot = 16;
+constexpr int kSmallestShift = 4;        // of a slot: 16 rows
 constexpr int kZeroBlocks = 16;          // zero the rows past the last sentence
 constexpr int64_t kEnoughBlocks = 4096;  // windows grow as long as there are so many blocks
 
@@ -72,8 +74,8 @@ struct Work {
   int heads;
   int width;
   bool causal;
-  int64_t rows;      // of queries and keys
-  int window_shift;  // a window is 2^window_shift rows
+  float sentences_per_row;  // rows of queries and keys
+  int window_shift;         // a window is 2^window_shift rows
   int64_t blocks;
 
   // The sentence's place on the line of all queries and keys.
@@ -84,7 +86,7 @@ struct Work {
 
 enum Part : int { kQueries = 1, kKeys = 2 };  // the side whose tile a unit is, or both
 
-struct Unit {
+struct alignas(16) Unit {
   int first_q, length_q, first_k, length_k;  // the sentence
   int head, heads;                           // the first head in the tile, and how many there are
   int shift;                                 // a head has 2^shift rows of the tile
@@ -124,20 +126,35 @@ struct Base {
     if constexpr (!kIsTwo) return expf(x);
     return exp2_approximate(x);
   }
+  static __device__ __forceinline__ float divide(float x, float y) {
+    return kIsTwo ? __fdividef(x, y) : x / y;
+  }
   static __device__ __forceinline__ float log(float x) { return kIsTwo ? __log2f(x) : logf(x); }
 };
 
-// A word whose lowest n bits are set; n may be anything.
-__device__ __forceinline__ uint32_t low_bits(int n) {
-  return n >= 32 ? ~0u : (1u << max(n, 0)) - 1u;
+// Scores become -inf where a query does not see the key. They are those of the sentence's query
+// number `query` and the warp's 15 after it with key number `key` and the following ones. All of
+// those queries see the keys below clear_end.
+template <int kBlocks>
+__device__ __forceinline__ void hide(float (&s)[kBlocks][4], int query, int key, int length_k,
+                                     bool causal, int clear_end) {
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+    if (key + n * 8 + 8 <= clear_end) continue;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int last = causal ? min(length_k - 1, query + lane_row() + i / 2 * 8) : length_k - 1;
+      if (key + n * 8 + lane_column() + i % 2 > last) s[n][i] = -INFINITY;
+    }
+  }
 }
 
-// The last sentence that starts at `place` or before. Every warp searches for itself: first among
-// the 64 sentences around where it lies if all are equally long, else 32-ary.
+// The last sentence that starts at `place` or before; a warp searches, first among the 64 sentences
+// around where it lies if all are equally long, else 32-ary.
 __device__ __forceinline__ int find_sentence(const Work& work, uint32_t place) {
   const int lane = threadIdx.x % kWarp;
-  const int64_t guess = static_cast<int64_t>(place) * work.sentences / work.rows;
-  int first = max(min(static_cast<int>(guess) - kWarp, work.sentences - 2 * kWarp), 0);
+  const int guess = static_cast<int>(place * work.sentences_per_row);
+  int first = max(min(guess - kWarp, work.sentences - 2 * kWarp), 0);
   const int near[2] = {first + lane, first + lane + kWarp};
   const bool before[2] = {near[0] < work.sentences && work.place(near[0]) <= place,
                           near[1] < work.sentences && work.place(near[1]) <= place};
@@ -160,56 +177,90 @@ __device__ __forceinline__ int find_sentence(const Work& work, uint32_t place) {
   return first;
 }
 
-// Calls run(unit) for everything this block has to do. All threads take part.
-template <int kRows, typename Run>
-__device__ __forceinline__ void for_each_unit(const Work& work, int parts, Run&& run) {
-  constexpr int kGroup = kRows / kSmallestSlot;  // heads a block is responsible for
-  const int groups = (work.heads + kGroup - 1) / kGroup;
-  const uint32_t window = blockIdx.x / groups;
-  const int first_head = blockIdx.x % groups * kGroup;
-  const int heads = min(kGroup, work.heads - first_head);
+// What a block has to do next, in shared memory, and dropout's numbers.
+struct Plan {
+  Unit units[kWarp];
+  int count;
+  uint2 seed;
+  uint32_t micro_batch;
+};
 
-  for (int s = find_sentence(work, window << work.window_shift); s < work.sentences; ++s) {
+// Lists the next units of this block's window in plan.units; by one warp. Sentence number
+// `sentence` is the next to look at, and of that one `done` units have been listed already.
+template <int kRows>
+__device__ __forceinline__ void list_units(Plan& plan, const Work& work, int parts, int& sentence,
+                                           int& done) {
+  const int rows_shift = 31 - __clz(kRows);
+  const int lane = threadIdx.x;
+  const uint32_t window = blockIdx.x;
+  int count = 0;
+  for (; sentence < work.sentences; ++sentence, done = 0) {
     Unit unit;
-    unit.first_q = work.cu_q[s];
-    unit.first_k = work.cu_k[s];
-    unit.length_q = work.cu_q[s + 1] - unit.first_q;
-    unit.length_k = work.cu_k[s + 1] - unit.first_k;
+    unit.first_q = work.cu_q[sentence];
+    unit.first_k = work.cu_k[sentence];
+    unit.length_q = work.cu_q[sentence + 1] - unit.first_q;
+    unit.length_k = work.cu_k[sentence + 1] - unit.first_k;
     const uint32_t begin = unit.first_q + static_cast<uint32_t>(unit.first_k);
     const uint32_t end = begin + unit.length_q + unit.length_k;
-    if (begin >> work.window_shift > window) return;
+    const int first_window = begin >> work.window_shift;
+    if (first_window > static_cast<int>(window)) break;
     if (begin == end || end <= window << work.window_shift) continue;
-    const uint32_t first_window = begin >> work.window_shift;
     const int windows = ((end - 1) >> work.window_shift) - first_window + 1;
 
     const int longest = max(unit.length_q, unit.length_k);
     const bool is_short = longest <= kRows;
-    unit.shift = !is_short       ? 31 - __clz(kRows)
-                 : longest <= 16 ? 4
-                 : longest <= 32 ? 5
-                 : longest <= 64 ? 6
-                                 : 7;
-    const int together = is_short ? kRows >> unit.shift : 1;
+    unit.shift = is_short ? max(32 - __clz(longest - 1), kSmallestShift) : rows_shift;
+    const int together_shift = rows_shift - unit.shift, together = 1 << together_shift;
     const int tiles_q = (unit.length_q + kRows - 1) / kRows;
     const int tiles_k = parts & kKeys ? (unit.length_k + kRows - 1) / kRows : 0;
-    const int units = is_short ? (heads + together - 1) / together : heads * (tiles_q + tiles_k);
-    for (int u = window - first_window; u < units; u += windows) {
-      if (is_short) {
-        unit.head = u * together;
-        unit.start = 0;
-        unit.parts = parts;
-      } else {
-        const int tile = u / heads;
-        unit.head = u % heads;
-        unit.start = (tile < tiles_q ? tile : tile - tiles_q) * kRows;
-        unit.parts = tile < tiles_q ? kQueries : kKeys;
-      }
-      unit.heads = min(together, heads - unit.head);
-      unit.head += first_head;
-      __syncthreads();  // shared memory has been read
-      run(unit);
+    const int units =
+        is_short ? (work.heads + together - 1) >> together_shift : work.heads * (tiles_q + tiles_k);
+    const int u = window - first_window + (done + lane) * windows;
+    if (is_short) {
+      unit.head = u << together_shift;
+      unit.start = 0;
+      unit.parts = parts;
+    } else {
+      const int tile = u / work.heads;
+      unit.head = u - tile * work.heads;
+      unit.start = (tile < tiles_q ? tile : tile - tiles_q) * kRows;
+      unit.parts = tile < tiles_q ? kQueries : kKeys;
+    }
+    unit.heads = min(together, work.heads - unit.head);
+    const int fit = kWarp - count;
+    if (u < units && lane < fit) plan.units[count + lane] = unit;
+    const int left = __popc(__ballot_sync(kAllLanes, u < units));
+    count += min(left, fit);
+    if (left >= fit) {
+      done += fit;
+      break;
     }
   }
+  if (lane == 0) plan.count = count;
+}
+
+// Calls run(unit) for everything this block has to do. All threads take part.
+template <int kRows, typename Run>
+__device__ __forceinline__ void for_each_unit(Plan& plan, const Work& work, const Dropout& dropout,
+                                              int parts, Run&& run) {
+  int sentence = 0, done = 0;
+  if (threadIdx.x < kWarp) {
+    sentence = find_sentence(work, blockIdx.x << work.window_shift);
+  } else if (threadIdx.x == kWarp && dropout.threshold > 0) {
+    const uint64_t seed = dropout.rng[0];
+    plan.seed = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
+    plan.micro_batch = static_cast<uint32_t>(dropout.rng[1]);
+  }
+  int count;
+  do {
+    if (threadIdx.x < kWarp) list_units<kRows>(plan, work, parts, sentence, done);
+    __syncthreads();
+    count = plan.count;
+    for (int i = 0; i < count; ++i) {
+      run(plan.units[i]);
+      __syncthreads();  // shared memory has been read
+    }
+  } while (count == kWarp);
 }
 
 // Fills a tile from each tensor with its rows first, first + 1, ... of the sentence, `length` of
@@ -268,8 +319,8 @@ __device__ __forceinline__ uint32_t keep_byte(uint4 counter, uint2 key, uint32_t
 // Meant to run while copies are under way. The threads share out what there is to draw, `groups`
 // bytes for each of the unit's queries, without gaps.
 template <int kUnroll, int kRows>
-__device__ __forceinline__ void draw(Keep<kRows>& keep, const Dropout& dropout, const Work& work,
-                                     const Unit& unit, int start_q, int start_k) {
+__device__ __forceinline__ void draw(Keep<kRows>& keep, const Plan& plan, const Dropout& dropout,
+                                     const Work& work, const Unit& unit, int start_q, int start_k) {
   if (dropout.threshold == 0) return;
   constexpr int kThreads = kRows / kWarpRows * kWarp;
   const int queries = min(unit.length_q - start_q, unit.slot());
@@ -277,9 +328,6 @@ __device__ __forceinline__ void draw(Keep<kRows>& keep, const Dropout& dropout, 
   // Rounded up, so that (i * per) >> 16 is the quotient of the small numbers below.
   const int per_group = static_cast<int>(__fdividef(65536.0f, groups)) + 1;
   const int per_query = static_cast<int>(__fdividef(65536.0f, queries)) + 1;
-  const uint64_t seed = dropout.rng[0];
-  const uint2 seeds = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
-  const uint32_t micro_batch = static_cast<uint32_t>(dropout.rng[1]);
 #pragma unroll kUnroll
   for (int i = threadIdx.x; i < queries * groups * unit.heads; i += kThreads) {
     const int line = i * per_group >> 16, group = i - line * groups;
@@ -288,9 +336,9 @@ __device__ __forceinline__ void draw(Keep<kRows>& keep, const Dropout& dropout, 
     if (work.causal && key > start_q + query) continue;
     const uint32_t row = static_cast<uint32_t>(unit.first_q + start_q + query) * work.heads;
     const uint4 counter = {static_cast<uint32_t>(key / kColumnsPerDraw), row + unit.head + head,
-                           dropout.site, micro_batch};
+                           dropout.site, plan.micro_batch};
     reinterpret_cast<uint8_t*>(keep[(head << unit.shift) + query])[group] =
-        keep_byte(counter, seeds, dropout.threshold);
+        keep_byte(counter, plan.seed, dropout.threshold);
   }
 }
 
@@ -302,12 +350,13 @@ __device__ __forceinline__ void store_rows(const Packed<T>& x, T* stage,
                                            const float (&c)[kWidth / 8][4], float low, float high,
                                            int head, int first, int length, int width) {
   constexpr int kRow = kStride<T, kWidth>;
-  T* const to = stage + lane_row() * kRow + lane_column();
   __syncwarp();
 #pragma unroll
-  for (int n = 0; n < kWidth / 8; ++n) {
-    store_pair(to + n * 8, c[n][0] * low, c[n][1] * low);
-    store_pair(to + 8 * kRow + n * 8, c[n][2] * high, c[n][3] * high);
+  for (int n = 0; n < kWidth / 8; n += 2) {
+    const float left[4] = {c[n][0] * low, c[n][1] * low, c[n][2] * high, c[n][3] * high};
+    const float right[4] = {c[n + 1][0] * low, c[n + 1][1] * low, c[n + 1][2] * high,
+                            c[n + 1][3] * high};
+    store_blocks<T, kRow>(stage + n * 8, left, right);
   }
   __syncwarp();
   constexpr int kPerRow = kWidth / Vec<T>::kSize, kRowsAtOnce = kWarp / kPerRow;
@@ -343,26 +392,21 @@ Packed<T> packed(const char* op, const char* name, const Tensor& x) {
 }
 
 inline Work work_of(const char* op, const Tensor& q, const Tensor& k, const Tensor& cu_q,
-                    const Tensor& cu_k, bool causal, int tile_rows) {
+                    const Tensor& cu_k, bool causal) {
   require(cu_q.is_contiguous() && cu_k.is_contiguous(), op, ": cu_q and cu_k must be contiguous");
-  const int64_t heads = q.size(1), per_group = tile_rows / kSmallestSlot;
-  const int64_t groups = (heads + per_group - 1) / per_group;
   // Small windows even out the load, large ones save searches.
-  const int64_t rows = q.size(0) + k.size(0);
-  int shift = 4;
-  while (shift < 7 && (rows * groups >> (shift + 1)) >= kEnoughBlocks) ++shift;
-  const int64_t windows = (rows + (1 << shift) - 1) >> shift;
-  require(windows * groups <= INT_MAX - kZeroBlocks, op,
-          ": too many tokens times heads for one launch");
+  const int64_t rows = q.size(0) + k.size(0), sentences = cu_q.size(0) - 1;
+  int shift = 3;
+  while (shift < 7 && (rows >> (shift + 1)) >= kEnoughBlocks) ++shift;
   return {cu_q.const_data_ptr<int>(),
           cu_k.const_data_ptr<int>(),
-          static_cast<int>(cu_q.size(0) - 1),
-          static_cast<int>(heads),
+          static_cast<int>(sentences),
+          static_cast<int>(q.size(1)),
           static_cast<int>(q.size(2)),
           causal,
-          rows,
+          static_cast<float>(sentences) / static_cast<float>(rows),
           shift,
-          windows * groups};
+          (rows + (1 << shift) - 1) >> shift};
 }
 
 inline Dropout dropout_of(const char* op, const Tensor& rng, int64_t site, double p) {

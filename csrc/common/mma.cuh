@@ -82,6 +82,28 @@ __device__ __forceinline__ void store_pair(T* to, float first, float second) {
   }
 }
 
+// Two neighbouring blocks of a result, 16 rows of 16 numbers, to rows of kRow numbers.
+template <typename T, int kRow>
+__device__ __forceinline__ void store_blocks(T* to, const float (&left)[4],
+                                             const float (&right)[4]) {
+#if __CUDA_ARCH__ >= 900
+  if constexpr (sizeof(T) == 2) {
+    to += threadIdx.x % 16 * kRow + threadIdx.x % kWarp / 16 * 8;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(
+                     shared_address(to)),
+                 "r"(pack<T>(left[0], left[1])), "r"(pack<T>(left[2], left[3])),
+                 "r"(pack<T>(right[0], right[1])), "r"(pack<T>(right[2], right[3]))
+                 : "memory");
+    return;
+  }
+#endif
+  to += lane_row() * kRow + lane_column();
+  store_pair(to, left[0], left[1]);
+  store_pair(to + 8, right[0], right[1]);
+  store_pair(to + 8 * kRow, left[2], left[3]);
+  store_pair(to + 8 * kRow + 8, right[2], right[3]);
+}
+
 // c[16, 8] += a[16, 16] b[16, 8]
 template <typename T>
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
@@ -187,8 +209,8 @@ __device__ __forceinline__ void multiply_nn(float (&c)[kWidth / 8][4], const flo
       }
     }
   } else {
-    // A sum of its own for these rows, 32 columns at a time, and c takes that: one chain of additions
-    // over all rows of a long sentence would lose more bits.
+    // A sum of its own for these rows, 32 columns at a time, and c takes that: one chain of
+    // additions over all rows of a long sentence would lose more bits.
     b += lane_column();
 #pragma unroll
     for (int first = 0; first < kWidth / 8; first += 4) {
@@ -209,8 +231,10 @@ __device__ __forceinline__ void multiply_nn(float (&c)[kWidth / 8][4], const flo
   }
 }
 
+// Of a and b the first `rows` of at most kDepth rows, rounded up to 16 for 16-bit numbers.
 template <typename T, int kWidth, int kDepth>
-__device__ __forceinline__ void multiply_tn(float (&c)[kWidth / 8][4], const T* a, const T* b) {
+__device__ __forceinline__ void multiply_tn(float (&c)[kWidth / 8][4], const T* a, const T* b,
+                                            int rows) {
   constexpr int kRow = kStride<T, kWidth>;
   const int lane = threadIdx.x % kWarp;
   if constexpr (sizeof(T) == 2) {
@@ -218,6 +242,7 @@ __device__ __forceinline__ void multiply_tn(float (&c)[kWidth / 8][4], const T* 
     b += lane % 16 * kRow + lane / 16 * 8;
 #pragma unroll
     for (int k = 0; k < kDepth; k += 16) {
+      if (k >= rows) break;
       uint32_t left[4];
       load_blocks_transposed(left, a + k * kRow);
 #pragma unroll
@@ -232,7 +257,7 @@ __device__ __forceinline__ void multiply_tn(float (&c)[kWidth / 8][4], const T* 
     a += lane_row();
     b += lane_column();
 #pragma unroll 1
-    for (int k = 0; k < kDepth; ++k) {
+    for (int k = 0; k < min(kDepth, rows); ++k) {
       multiply_add_row<kWidth>(c, a[k * kRow], a[k * kRow + 8], b + k * kRow);
     }
   }

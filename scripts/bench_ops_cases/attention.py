@@ -21,12 +21,18 @@ from lightseq_fairseq.training.batch import Segments
 from .batch import segments
 from .case import SITE, Case, Formula, Make, Run, Sizes, without_autograd
 
+LONG = 512  # tokens in a sentence of the case "long"
+
 
 def attention(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
     target, source = segments(tokens, make.device)
     yield from _attention("self", sizes, target, target, False, make)
     yield from _attention("causal", sizes, target, target, True, make)
     yield from _attention("cross", sizes, target, source, False, make)
+    lengths = torch.full((-(-tokens // LONG),), LONG, device=make.device)
+    lengths[-1] -= lengths.sum() - tokens
+    long = Segments.from_lengths(lengths)
+    yield from _attention("long", sizes, long, long, False, make)
 
 
 def _attention(
