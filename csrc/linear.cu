@@ -219,10 +219,10 @@ Tensor linear_fwd(const Tensor& x, const Tensor& weight, const std::optional<Ten
 }
 
 // dy [T, N], x [T, K], weight [N, K] -> dx [T, K] (empty unless need_dx); dweight [N, K] and
-// dbias [N] are overwritten, or added to.
+// dbias [N] are overwritten, or added to; dx is added to onto [T, K] where that is given.
 Tensor linear_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight,
-                  std::optional<Tensor> dweight, std::optional<Tensor> dbias, bool accumulate,
-                  bool need_dx) {
+                  std::optional<Tensor> dweight, std::optional<Tensor> dbias,
+                  std::optional<Tensor> onto, bool accumulate, bool need_dx) {
   constexpr const char* kOp = "linear_bwd";
   check_operands(kOp, x, weight);
   if (dweight) {
@@ -253,8 +253,9 @@ Tensor linear_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight,
     product.accumulate = accumulate;
     multiply_padded(product, n, k, stream);
   }
-  if (need_dx) {
-    const Product product{kOp, Matrix(dx), grad, padded(Matrix(weight), n, k, stream)};
+  if (need_dx || onto) {
+    Product product{kOp, Matrix(onto ? *onto : dx), grad, padded(Matrix(weight), n, k, stream)};
+    product.accumulate = onto.has_value();
     multiply_padded(product, tokens, k, stream);
   }
   return dx;

@@ -71,7 +71,7 @@ sanitize() { # tool, tests: compute-sanitizer's findings fail the step
 }
 if command -v compute-sanitizer >/dev/null; then
     mapfile -t kernel_tests < <(printf '%s\n' "${files[@]}" | grep -E '_cuda\.py$' |
-        grep -v -E '_(model|parity|races)_cuda')
+        grep -v -E '_(model|parity|races|step)_cuda')
     sanitize memcheck "${kernel_tests[@]}"
     sanitize racecheck "$root/tests/test_races_cuda.py"
 else

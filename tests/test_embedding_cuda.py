@@ -70,7 +70,7 @@ def test_kernels_are_loaded():
 
 
 # (tokens, vocabulary, places, width): one token; widths that are no power of two, or more than one
-# warp's; segments of every length up to half of the tokens; more tokens than one round of a tile.
+# warp's; segments of every length up to half of the tokens; more tokens than warps load at a time.
 SIZES = [
     (1, 40, 4, 8),
     (31, 7, 5, 256),
@@ -144,7 +144,7 @@ def test_padding(positions):
 
 @pytest.mark.parametrize("count", [32, 33, 64, 65, 5000])
 def test_one_word_only(count):
-    """A segment that just fits a warp, just does not, and one of many chunks."""
+    """A segment of whole windows, one that ends just behind one, and one of many blocks."""
     batch = Batch(count, 9, 3, 1024, torch.bfloat16)
     batch.tokens[:], batch.positions[:] = 7, 2
     dweight, dposition = batch.backward(0.0, torch.float32)

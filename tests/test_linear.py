@@ -70,6 +70,16 @@ def test_writes_into_a_view_of_a_flat_buffer():
     torch.testing.assert_close(flat[3 : 3 + N * K].view(N, K), dy.t() @ x)
 
 
+def test_dx_is_added_to_another_gradient():
+    x, weight, _, dy = inputs()
+    other = torch.randn_like(x)
+    onto = other.clone()
+    assert ops.linear_bwd(dy, x, weight, None, None, False, False, onto).numel() == 0
+    torch.testing.assert_close(onto, other + dy @ weight)
+    with pytest.raises(ValueError, match="linear_bwd: dx is either returned or added to onto"):
+        ops.linear_bwd(dy, x, weight, None, None, False, True, onto)
+
+
 def test_dx_only_on_request():
     x, weight, _, dy = inputs()
     assert ops.linear_bwd(dy, x, weight, None, None, False, False).numel() == 0
@@ -125,8 +135,8 @@ def test_opcheck(accumulate):
     x, weight, bias, dy = inputs()
     check_op("linear_fwd", x, weight, bias, True)
     check_op("linear_fwd", x, weight, None, False)
-    check_op("linear_bwd", dy, x, weight, torch.ones(N, K).double(), bias, accumulate, True)
-    check_op("linear_bwd", dy, x, weight, None, None, accumulate, False)
+    check_op("linear_bwd", dy, x, weight, torch.ones(N, K).double(), bias, None, accumulate, True)
+    check_op("linear_bwd", dy, x, weight, None, None, torch.ones_like(x), accumulate, False)
 
 
 def test_refusals():

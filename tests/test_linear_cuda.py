@@ -151,6 +151,16 @@ def test_expanded_rows():
     assert_as_good_as_torch({"dx": dx}, x, weight, bias, dy)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "k", "n"), [(208, 256, 512), (199, 256, 131), (64, 200, 64)])
+def test_dx_is_added_to_another_gradient(tokens, k, n, dtype):
+    x, weight, bias, dy = inputs(tokens, k, n, dtype)
+    other = torch.randn_like(x)
+    onto = other.clone()
+    assert ops.linear_bwd(dy, x, weight, None, None, False, False, onto).numel() == 0
+    assert_as_good_as_torch({"dx": onto}, x, weight, bias, dy, added={"dx": other})
+
+
 @pytest.mark.parametrize("parts", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("need_dx", [True, False])
 def test_only_what_is_asked_for(parts, need_dx):
@@ -264,7 +274,8 @@ def test_not_a_number_shows():
 def test_opcheck(n):
     x, weight, bias, dy = inputs(9, 256, n, torch.bfloat16)
     check_op("linear_fwd", x, weight, bias, True)
-    check_op("linear_bwd", dy, x, weight, torch.zeros_like(weight), bias.clone(), True, True)
+    gradients = torch.zeros_like(weight), bias.clone(), torch.ones_like(x)
+    check_op("linear_bwd", dy, x, weight, *gradients, True, False)
 
 
 def test_refusals():

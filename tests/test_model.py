@@ -304,7 +304,7 @@ def test_sixteen_bits(corpus: Path, flags: dict[str, Any]) -> None:
     # A run in 16 bits strays from the same run in 32 no further than twice as far as fairseq's.
     def losses(systems: parity.Systems, **flags: Any) -> Tensor:
         history = parity.train(command_line(corpus, systems, **flags), 6, torch.float32)
-        return torch.tensor([update.losses for update in history])
+        return torch.tensor([update.loss for update in history])
 
     exact = losses(NATIVE)
     ours, native = ((losses(s, **flags) - exact).abs() / exact for s in (LS, NATIVE))

@@ -9,22 +9,25 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import parity
 import pytest
 import torch
-from fairseq.optim import fp16_optimizer
 from parity import LS, NATIVE, PAD, VOCABULARY, ParityError, command_line, compare, train
 from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.residual_norm import layer_norm
+from lightseq_fairseq.ops.advance import State
+from lightseq_fairseq.parameters import DirectGradients
 from lightseq_fairseq.plugins import transformer
 from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion as Criterion
-from lightseq_fairseq.training.batch import Segments
+from lightseq_fairseq.training import step
+from lightseq_fairseq.training.batch import Packed
+from lightseq_fairseq.training.fast_path import FastPath
 from lightseq_fairseq.training.flat_adam import FlatAdam
 
 Patch = pytest.MonkeyPatch
@@ -131,22 +134,21 @@ def decay_in_the_gradient(patch: Patch) -> None:
 
 @mutation(updates=2)
 def decay_spares_biases_and_norms(patch: Patch) -> None:
-    step = FlatAdam.step
+    fused_step = FlatAdam.fused_step
 
-    def changed(self: FlatAdam, closure: Any = None) -> Any:
+    def changed(self: FlatAdam, *arguments: Any) -> None:
         before = [
             (p, p.detach().clone(), group["lr"] * group["weight_decay"])
             for group in self.param_groups
             for p in group["params"]
             if p.dim() == 1
         ]
-        result = step(self, closure)
+        fused_step(self, *arguments)
         with torch.no_grad():
             for parameter, value, decay in before:
                 parameter.add_(value, alpha=decay)
-        return result
 
-    patch.setattr(FlatAdam, "step", changed)
+    patch.setattr(FlatAdam, "fused_step", changed)
 
 
 # Clipping
@@ -175,12 +177,13 @@ def clip_not_capped(patch: Patch) -> None:
 
 @mutation()
 def norm_logged_after_clipping(patch: Patch) -> None:
-    clip = FlatAdam.clip_grad_norm
+    advance = ops.advance
 
-    def changed(self: FlatAdam, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
-        return clip(self, max_norm, aggregate_norm_fn).clamp(max=max_norm)
+    def changed(state: Tensor, *arguments: Any) -> None:
+        advance(state, *arguments)
+        state[State.NORM].clamp_(max=parity.FLAGS["clip-norm"])
 
-    patch.setattr(FlatAdam, "clip_grad_norm", changed)
+    patch.setattr(ops, "advance", changed)
 
 
 @mutation(
@@ -192,38 +195,31 @@ def norm_logged_after_clipping(patch: Patch) -> None:
 )
 def clip_of_fp16_as_of_fp32(patch: Patch) -> None:
     # max / (norm + 1e-6) where fp16 has max / norm.
-    mixin = fp16_optimizer._FP16OptimizerMixin
-    clip = mixin.clip_grad_norm
-
-    def changed(self: Any, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
-        norm: Tensor = clip(self, 0, aggregate_norm_fn)
-        self._multiply_factor *= (max_norm / (norm + 1e-6)).clamp(max=1)
-        return norm
-
-    patch.setattr(mixin, "clip_grad_norm", changed)
+    change_op(patch, "adam_step", lambda a: a.update(clip_eps=1e-6))
 
 
 # Sample size
 
 
-def change_output(patch: Patch, change: Callable[[Any, Any, Any, Any], Any]) -> None:
-    """Let ``change(criterion, loss, sample_size, logging_output)`` give what forward returns."""
-    forward = Criterion.forward
+def change_sample_size(patch: Patch, change: Callable[[Any, dict[str, Any]], float]) -> None:
+    """Let ``change(step, logging output)`` say how many samples a step has."""
+    logging_output = FastPath._logging_output
 
-    def changed(self: Any, model: Any, sample: Any, reduce: bool = True) -> Any:
-        return change(self, *forward(self, model, sample, reduce))
+    def changed(self: Any, batches: Any) -> dict[str, Any]:
+        output = logging_output(self, batches)
+        return {**output, "sample_size": change(self, output)}
 
-    patch.setattr(Criterion, "forward", changed)
+    patch.setattr(FastPath, "_logging_output", changed)
 
 
 @mutation(updates=2)
 def sentences_for_tokens(patch: Patch) -> None:
-    change_output(patch, lambda self, loss, size, log: (loss, log["nsentences"], log))
+    change_sample_size(patch, lambda self, output: output["nsentences"])
 
 
 @mutation(updates=2, sentence_avg=True)
 def tokens_for_sentences(patch: Patch) -> None:
-    change_output(patch, lambda self, loss, size, log: (loss, log["ntokens"], log))
+    change_sample_size(patch, lambda self, output: output["ntokens"])
 
 
 @mutation(sentence_avg=True)
@@ -239,28 +235,31 @@ def nll_per_sentence(patch: Patch) -> None:
 @mutation()
 def mean_of_every_micro_batch(patch: Patch) -> None:
     # Each micro-batch divided by its own size, not the sum of all by the sum of their sizes.
-    change_output(patch, lambda self, loss, size, log: (loss / size, 1, log))
+    loss = step.label_smoothed_cross_entropy
+
+    def changed(logits: Tensor, labels: Tensor, *settings: Any) -> Any:
+        losses, *rest = loss(logits, labels, *settings)
+        losses.register_hook(lambda gradient: gradient / len(labels))
+        return losses, *rest
+
+    patch.setattr(step, "label_smoothed_cross_entropy", changed)
+    change_sample_size(patch, lambda self, output: parity.FLAGS["update-freq"])
 
 
 @mutation()
 def last_micro_batch_only(patch: Patch) -> None:
     # A gradient that is overwritten where it ought to be added to.
-    forward = transformer.LSTransformerModel.forward
-
-    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for parameter in self.parameters():
-            parameter.grad = None
-        return forward(self, *args, **kwargs)
-
-    patch.setattr(transformer.LSTransformerModel, "forward", changed)
+    write = DirectGradients.write
+    patch.setattr(DirectGradients, "write", lambda self, accumulate: write(self, False))
 
 
 @mutation(ignore_prefix_size=2)
 def ignored_prefix_leaves_the_sample_size(patch: Patch) -> None:
-    def change(self: Any, loss: Tensor, size: int, log: dict[str, Any]) -> Any:
-        return loss, size - self.ignore_prefix_size * log["nsentences"], log
+    def change(self: Any, output: dict[str, Any]) -> float:
+        ignored = self.trainer.get_criterion().ignore_prefix_size * output["nsentences"]
+        return float(output["sample_size"] - ignored)
 
-    change_output(patch, change)
+    change_sample_size(patch, change)
 
 
 # The row of the pad token
@@ -310,14 +309,16 @@ def pad_row_does_not_learn_from_the_projection(patch: Patch) -> None:
 @mutation()
 def positions_count_pads(patch: Patch) -> None:
     # The column of the batch: the same for right-padded sources, not for left-padded ones.
-    from_mask = Segments.from_mask
+    open_block = step.open_block
 
-    def changed(mask: Tensor) -> Segments:
-        found = from_mask(mask)
-        columns = found.index % mask.shape[1]
-        return Segments(found.cu_seqlens, found.max_len, columns, found.index, found.shape)
+    def changed(*arguments: Any) -> Packed:
+        packed = open_block(*arguments)
+        source = packed.source
+        lengths = source.cu_seqlens.diff()
+        pads = (source.max_len - lengths).repeat_interleave(lengths)
+        return replace(packed, source=replace(source, positions=source.positions + pads))
 
-    patch.setattr(Segments, "from_mask", changed)
+    patch.setattr(step, "open_block", changed)
 
 
 @mutation()

@@ -11,6 +11,7 @@ from ops_testing import make_rng, poisoned
 from torch import Tensor
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.ops.advance import KNOWN_RATES, Given, State
 
 T, C, V, H, P, SITE = 10, 8, 12, 2, 0.3, 5
 CU = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
@@ -40,7 +41,8 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "linear_fwd": lambda: (randn(T, C), randn(V, C), randn(V), True),
     "linear_bwd": lambda: (
-        *(randn(T, V), randn(T, C), randn(V, C), randn(V, C), randn(V), True, True),
+        *(randn(T, V), randn(T, C), randn(V, C), randn(V, C), randn(V), True, False),
+        randn(T, C),
     ),
     "attention_fwd": lambda: (*(randn(T, H, C) for _ in range(3)), *attention()),
     "attention_bwd": lambda: (
@@ -61,6 +63,11 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "cross_entropy_fwd": lambda: (randn(T, V), tokens(V), 0.1, 1, True),
     "cross_entropy_bwd": lambda: (randn(T), randn(T, V), tokens(V), randn(T).add(3), 0.1, 1),
+    "advance": lambda: (
+        *(torch.arange(len(State)).ne(State.STOPPED).double(), make_rng()),
+        *(randn(len(Given) + KNOWN_RATES - 1).abs(), torch.tensor(3.0)),
+        *(7, 2, 0.1, 0.0, 1e-4),
+    ),
     "adam_norm": lambda: (randn(1000),),
     "adam_step": lambda: (
         *(randn(T), randn(T), randn(T).abs(), randn(T), randn(T).half(), torch.tensor(4)),
@@ -82,13 +89,14 @@ def results(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
     return [x for x in (*outputs, *arguments) if isinstance(x, Tensor)]
 
 
-def in_float32(arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
-    """Kernels take no float64."""
+def in_float32(name: str, arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    """Kernels take no float64, but for the scalars of a step."""
+    float64 = torch.float64 if name == "advance" else torch.float32
 
     def moved(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        return x.to(device, torch.float32 if x.dtype == torch.float64 else x.dtype)
+        return x.to(device, float64 if x.dtype == torch.float64 else x.dtype)
 
     return tuple(map(moved, arguments))
 
@@ -129,10 +137,10 @@ def test_inputs_that_require_gradients(name):
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_gpu_equals_cpu_without_synchronising(name):
     """Every kernel means what its reference does, and the host never waits for it."""
-    expected = results(name, in_float32(arguments_of(name), "cpu"))
-    arguments = in_float32(arguments_of(name), "cuda")
+    expected = results(name, in_float32(name, arguments_of(name), "cpu"))
+    arguments = in_float32(name, arguments_of(name), "cuda")
     # The first call may load what later ones use.
-    results(name, in_float32(arguments_of(name), "cuda"))
+    results(name, in_float32(name, arguments_of(name), "cuda"))
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

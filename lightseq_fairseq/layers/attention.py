@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.layers.residual_norm import Residual, residual_norm_bwd, residual_norm_fwd
+from lightseq_fairseq.layers.residual_norm import (
+    Residual,
+    input_gradients,
+    residual_norm_bwd,
+    residual_norm_fwd,
+)
 from lightseq_fairseq.parameters import as_one, gradients_for
 from lightseq_fairseq.training.batch import Segments
 
@@ -53,6 +58,22 @@ class Heads:
         }
 
 
+class ColumnSlices:
+    """Room for the gradients of all column slices of one tensor, side by side as they are.
+
+    So the product that made the tensor has its whole gradient without a copy.
+    """
+
+    def __init__(self) -> None:
+        self._whole: Tensor | None = None
+
+    def like(self, part: Tensor) -> Tensor:
+        """The gradient of ``part``, [T, C'] and a slice of a contiguous tensor; not filled."""
+        if self._whole is None:
+            self._whole = part.new_empty(part.shape[0], part.stride(0))
+        return self._whole.as_strided(part.shape, part.stride(), part.storage_offset())
+
+
 class _SelfAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, stream: Tensor | None, heads: Heads, residual: Residual,
@@ -87,18 +108,17 @@ class _SelfAttention(torch.autograd.Function):
         weight = as_one([q_w, k_w, v_w])
         to = gradients_for(weight, as_one([q_b, k_b, v_b]))
         dweight, dbias = to.tensors
-        dx = ops.linear_bwd(dqkv, x, weight, dweight, dbias, to.accumulate, True)
-        if ctx.post_norm:
-            dx.add_(dresidual)
-        dstream = None if ctx.post_norm else dresidual
+        dx, dstream = input_gradients(
+            ctx.post_norm, dresidual, dqkv, x, weight, dweight, dbias, to.accumulate
+        )
         return (dx, dstream, None, None, *to.handed(*dweight.chunk(3)),
                 *to.handed(*dbias.chunk(3)), *to_out.handed(), *closing)  # fmt: skip
 
 
 class _CrossAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stream: Tensor | None, memory: Tensor, heads: Heads,
-                residual: Residual, *weights: Tensor) -> Any:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, stream: Tensor | None, memory: Tensor, slices: ColumnSlices,
+                heads: Heads, residual: Residual, *weights: Tensor) -> Any:  # fmt: skip
         q_w, q_b, out_w, out_b, gamma, beta = weights
         q = ops.linear_fwd(x, q_w, q_b).view(x.shape[0], heads.count, -1)
         k, v = memory.view(memory.shape[0], 2, heads.count, -1).unbind(1)
@@ -108,6 +128,7 @@ class _CrossAttention(torch.autograd.Function):
                                            gamma, beta, residual)  # fmt: skip
         ctx.save_for_backward(x, memory, q, out, lse, *weights[:4], *saved)
         ctx.heads, ctx.residual, ctx.post_norm = heads, residual, stream is None
+        ctx.slices = slices
         ctx.set_materialize_grads(False)
         return outputs
 
@@ -121,7 +142,7 @@ class _CrossAttention(torch.autograd.Function):
             dh, out.view_as(x), out_w, to_out.tensors[0], None, to_out.accumulate, True
         )
         dq = torch.empty_like(q)
-        dmemory = torch.empty(memory.shape, dtype=memory.dtype, device=memory.device)
+        dmemory = ctx.slices.like(memory)
         k, v = memory.view(memory.shape[0], 2, heads.count, -1).unbind(1)
         dk, dv = dmemory.view(memory.shape[0], 2, heads.count, -1).unbind(1)
         ops.attention_bwd(
@@ -129,11 +150,10 @@ class _CrossAttention(torch.autograd.Function):
         )
         to = gradients_for(q_w, q_b)
         dq_w, dq_b = to.tensors
-        dx = ops.linear_bwd(dq.view_as(x), x, q_w, dq_w, dq_b, to.accumulate, True)
-        if ctx.post_norm:
-            dx.add_(dresidual)
-        dstream = None if ctx.post_norm else dresidual
-        return (dx, dstream, dmemory, None, None, *to.handed(), *to_out.handed(), *closing)
+        dx, dstream = input_gradients(
+            ctx.post_norm, dresidual, dq.view_as(x), x, q_w, dq_w, dq_b, to.accumulate
+        )
+        return (dx, dstream, dmemory, None, None, None, *to.handed(), *to_out.handed(), *closing)
 
 
 class MultiheadAttention(nn.Module):
@@ -188,12 +208,16 @@ class MultiheadAttention(nn.Module):
         )  # fmt: skip
 
     def cross_attention(
-        self, x: Tensor, stream: Tensor | None, memory: Tensor, heads: Heads, residual: Residual
-    ) -> tuple[Any, Any]:
-        """As ``self_attention``, with keys and values from ``memory`` [T_src, 2 * C]."""
+        self, x: Tensor, stream: Tensor | None, memory: Tensor, slices: ColumnSlices,
+        heads: Heads, residual: Residual,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """As ``self_attention``, with keys and values from ``memory`` [T_src, 2 * C].
+
+        ``slices`` is one for all layers whose memories are slices of one tensor.
+        """
         q, o = self.q_proj, self.out_proj
         return _CrossAttention.apply(
-            x, stream, memory, heads, residual, q.weight, q.bias, o.weight, o.bias,
+            x, stream, memory, slices, heads, residual, q.weight, q.bias, o.weight, o.bias,
             *residual.parameters,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightseq_fairseq.layers.attention import MultiheadAttention
+from lightseq_fairseq.layers.attention import ColumnSlices, MultiheadAttention
 from lightseq_fairseq.layers.encoder import TransformerLayer
 from lightseq_fairseq.layers.linear import linear_parts
 from lightseq_fairseq.layers.residual_norm import layer_norm
@@ -51,8 +51,9 @@ class DecoderLayer(TransformerLayer):
         return (*own[1:], next_norm) if self.normalize_before else own
 
     def step(
-        self, x: Tensor, stream: Tensor | None, memory: Tensor, target: Segments,
-        source: Segments, rng: Tensor, next_norm: nn.LayerNorm | None, causal: bool = True,
+        self, x: Tensor, stream: Tensor | None, memory: Tensor, slices: ColumnSlices,
+        target: Segments, source: Segments, rng: Tensor, next_norm: nn.LayerNorm | None,
+        causal: bool = True,
     ) -> tuple[Any, Any]:  # fmt: skip
         """One layer of a stack, see ``EncoderLayer.step``; memory [T_src, 2 * C] holds k and v."""
         norms = self.norms(next_norm)
@@ -61,7 +62,7 @@ class DecoderLayer(TransformerLayer):
         stream, x = self.self_attn.self_attention(x, stream, heads, residual)
         heads = self.encoder_attn.heads(target, source, False, rng, self.site + 2)
         residual = self.residual(norms[1], rng, 3)
-        stream, x = self.encoder_attn.cross_attention(x, stream, memory, heads, residual)
+        stream, x = self.encoder_attn.cross_attention(x, stream, memory, slices, heads, residual)
         stream, x = self.feed_forward(x, stream, norms[2], rng, 4)
         return x, stream
 
@@ -95,11 +96,11 @@ def run_decoder(
     stack = list(layers)
     if not stack:
         return x if last_norm is None else layer_norm(x, last_norm)
-    memories = project_memory(stack, encoder_out)
+    memories, slices = project_memory(stack, encoder_out), ColumnSlices()
     stream = None
     if stack[0].normalize_before:
         stream, x = x, layer_norm(x, stack[0].self_attn_layer_norm)
     for place, (layer, memory) in enumerate(zip(stack, memories, strict=True)):
         following = stack[place + 1].self_attn_layer_norm if place + 1 < len(stack) else last_norm
-        x, stream = layer.step(x, stream, memory, target, source, rng, following, causal)
+        x, stream = layer.step(x, stream, memory, slices, target, source, rng, following, causal)
     return stream if x is None else x

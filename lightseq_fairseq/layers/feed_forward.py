@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.layers.residual_norm import Residual, residual_norm_bwd, residual_norm_fwd
+from lightseq_fairseq.layers.residual_norm import (
+    Residual,
+    input_gradients,
+    residual_norm_bwd,
+    residual_norm_fwd,
+)
 from lightseq_fairseq.parameters import gradients_for
 
 
@@ -69,10 +74,8 @@ class _FeedForward(torch.autograd.Function):
             dh2, h1, None if a.is_in_product else b1, a.name, a.p, a.rng, a.site,
             to_b1.tensors[0], to_b1.accumulate,
         )  # fmt: skip
-        dx = ops.linear_bwd(dh1, x, w1, to_w1.tensors[0], None, to_w1.accumulate, True)
-        if ctx.post_norm:
-            dx.add_(dresidual)
-        dstream = None if ctx.post_norm else dresidual
+        dx, dstream = input_gradients(ctx.post_norm, dresidual, dh1, x, w1, to_w1.tensors[0], None,
+                                      to_w1.accumulate)  # fmt: skip
         return (
             dx, dstream, None, None, *to_w1.handed(), *to_b1.handed(), *to_w2.handed(), *closing
         )  # fmt: skip

@@ -36,7 +36,7 @@ class _Linear(torch.autograd.Function):
         weight, biases = as_one(parameters[:count]), parameters[count:]
         width = weight.shape[0] // len(grads)
         given = [x.new_zeros(x.shape[0], width) if g is None else g for g in grads]
-        dy = given[0].contiguous() if len(given) == 1 else torch.cat(given, dim=1)
+        dy = as_one(given, dim=1) if len(given) > 1 else given[0].contiguous()
         need_dx = ctx.needs_input_grad[0]
         to = gradients_for(weight, *([as_one(biases)] if biases else []))
         dweight = to.tensors[0]

@@ -72,6 +72,20 @@ def residual_norm_bwd(
     return (dh if residual.p > 0 else dresidual), dresidual, handed
 
 
+def input_gradients(
+    post_norm: bool, dresidual: Tensor, dy: Tensor, x: Tensor, weight: Tensor, dweight: Tensor,
+    dbias: Tensor | None, accumulate: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Backward of a sublayer's first product, dy [T, N] to x [T, K].
+
+    Returns the gradients of x and of the residual stream. With post-LayerNorm x is the stream: the
+    product then adds its part to ``dresidual``.
+    """
+    onto = dresidual if post_norm else None
+    dx = ops.linear_bwd(dy, x, weight, dweight, dbias, accumulate, not post_norm, onto)
+    return (dresidual, None) if post_norm else (dx, dresidual)
+
+
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Matrix products with a weight: y = x weight^T + bias, or relu of that.
 
-Backward: dx = dy weight,  dweight (+)= dy^T x,  dbias (+)= column sum of dy. The weight gradient is
-written by the product itself into the caller's buffer, also when it accumulates.
+Backward: dx (+)= dy weight,  dweight (+)= dy^T x,  dbias (+)= column sum of dy. The products write
+into the caller's buffers themselves, also where they accumulate.
 
 T packed tokens (rows), K inputs, N outputs.
 """
@@ -40,11 +40,14 @@ def linear_bwd(
     dbias: Tensor | None,
     accumulate: bool,
     need_dx: bool,
+    onto: Tensor | None = None,
 ) -> Tensor:
     """dx [T, K], EMPTY (numel 0) unless need_dx.
 
     dy: [T, N]. x, weight: forward's. dweight: [N, K], dbias: [N], either or both None; overwritten,
-    or added to with accumulate. Raises ValueError on a wrong shape, dtype, device or layout.
+    or added to with accumulate. onto: [T, K], another gradient of x: dx is added to it, by the
+    product itself, and not returned (need_dx must be False).
+    Raises ValueError on a wrong shape, dtype, device or layout.
     """
     op = "linear_bwd"
     _check(op, x, weight)
@@ -55,7 +58,12 @@ def linear_bwd(
         check_rows(op, "dweight", dweight)
     if dbias is not None:
         check_tensor(op, "dbias", dbias, weight.shape[:1], FLOATS, x)
-    dx: Tensor = _BWD(dy, x, weight, dweight, dbias, accumulate, need_dx)
+    if onto is not None:
+        check_tensor(op, "onto", onto, x.shape, (x.dtype,), x)
+        check_rows(op, "onto", onto)
+        if need_dx:
+            raise ValueError(f"{op}: dx is either returned or added to onto, not both")
+    dx: Tensor = _BWD(dy, x, weight, dweight, dbias, onto, accumulate, need_dx)
     return dx
 
 
@@ -72,6 +80,7 @@ def linear_bwd_reference(
     weight: Tensor,
     dweight: Tensor | None,
     dbias: Tensor | None,
+    onto: Tensor | None,
     accumulate: bool,
     need_dx: bool,
 ) -> Tensor:
@@ -87,6 +96,8 @@ def linear_bwd_reference(
             dweight.addmm_(columns, rows)
         else:
             torch.mm(columns, rows, out=dweight)
+    if onto is not None:
+        onto.copy_(torch.addmm(_operand(onto), grad, _operand(weight)))
     return (grad @ _operand(weight)).to(x.dtype) if need_dx else x.new_empty(0)
 
 
@@ -112,6 +123,7 @@ def _linear_bwd_fake(
     weight: Tensor,
     dweight: Tensor | None,
     dbias: Tensor | None,
+    onto: Tensor | None,
     accumulate: bool,
     need_dx: bool,
 ) -> Tensor:
@@ -125,7 +137,7 @@ _FWD = register(
 )
 _BWD = register(
     "linear_bwd(Tensor dy, Tensor x, Tensor weight, Tensor(a!)? dweight, Tensor(b!)? dbias,"
-    " bool accumulate, bool need_dx) -> Tensor",
+    " Tensor(c!)? onto, bool accumulate, bool need_dx) -> Tensor",
     linear_bwd_reference,
     _linear_bwd_fake,
 )

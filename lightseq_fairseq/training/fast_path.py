@@ -210,6 +210,7 @@ class FastPath:
         self._started.clear()
         trainer.set_num_updates(int(values[State.NUM_UPDATES]))
         path = os.path.join(trainer.cfg.checkpoint.save_dir, "crash.pt")
+        trainer.consolidate_optimizer()
         trainer.save_checkpoint(path, {})
         if values[State.STOPPED] == Stop.LEAST_SCALE:
             raise FloatingPointError(

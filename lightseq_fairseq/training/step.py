@@ -130,6 +130,8 @@ class TrainingStep:
         """
         if not self.low.intact():
             raise RuntimeError("lightseq: the model's parameters have moved during training")
+        if self._inputs.make_room(batches):
+            self._graphs.clear()  # they read where the inputs were
         for place, batch in enumerate(batches):
             block = self._inputs.send(batch, given)
             first = place == 0
@@ -229,8 +231,6 @@ class _Inputs:
         if not self.is_cuda:
             self._block = torch.cat([numbers, batch.block.new_zeros(_BATCH - _GIVEN), batch.block])
             return self._block
-        if size > len(self._block):
-            self._grow(size)
         compute = torch.cuda.current_stream(self.device)
         slot = self._slots.pop(0)
         self._slots.append(slot)
@@ -245,11 +245,16 @@ class _Inputs:
         slot.read.record(compute)
         return self._block[:size]
 
-    def _grow(self, size: int) -> None:
+    def make_room(self, batches: Sequence[PackedBatch]) -> bool:
+        """Whether the place that graphs read has moved: it was too small for one of these."""
+        size = _BATCH + max(len(batch.block) for batch in batches)
+        if not self.is_cuda or size <= len(self._block):
+            return False
         torch.cuda.synchronize(self.device)
-        size = max(2 * len(self._block), size)
+        size *= 2  # batches are of similar size, so this is rarely done twice
         self._block = torch.zeros(size, dtype=torch.int64, device=self.device)
         self._slots = [_Slot(size, self.device) for _ in range(KNOWN_RATES)]
+        return True
 
 
 class _Slot:
