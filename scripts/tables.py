@@ -15,13 +15,22 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 # What the table of ops shows: of the ops on tokens one size, of Adam the one there is.
 OPS_SIZE, ADAM_SIZE = "T16384", "N217M"
 OPS_PLOT = "scripts/results/ops-h200.svg"
 OPS_COLOURS = {"ours": "#1f6fb4", "compile": "#c4c4c4"}
+TRAIN_PLOT = "scripts/results/train-h200.svg"
+TRAIN_SYSTEMS = {
+    "ours": ("`lightseq-train`", "#1f6fb4"),
+    "torch_compile": ("packed PyTorch, torch.compile, CUDA graphs", "#7fb2d9"),
+    "fairseq_no_cudnn_apex": ("fairseq + apex, cuDNN attention off", "#8c8c8c"),
+    "fairseq_no_cudnn": ("fairseq, cuDNN attention off", "#a8a8a8"),
+    "fairseq": ("fairseq as it comes", "#c4c4c4"),
+}
+PARTS = ("gemm", "attention", "elementwise", "cross_entropy", "optimizer", "gaps")
 SYSTEMS = {"lightseq": "`lightseq-train`", "fairseq": "fairseq (same flags, `--native`)"}
 
 
@@ -85,34 +94,126 @@ def op_table(rows: list[dict[str, Any]]) -> list[str]:
 
 def op_plot(rows: list[dict[str, Any]]) -> str:
     """SVG: which share of the copy bandwidth the memory-bound ops reach, ours and compiled."""
-    cases = {op: c for op, c in op_cases(rows).items() if not op.startswith("linear")}
-    left, full, bar, step, top = 280, 400, 9, 28, 44
-    height = top + step * len(cases) + 8
+    groups: dict[str, list[Bar | None]] = {}
+    for op, systems in op_cases(rows).items():
+        if not op.startswith("linear"):
+            shares = {system: row["copy_share"] for system, row in systems.items()}
+            groups[op] = [
+                Bar(shares[s], colour, f"{s} {shares[s]:.0%}", f"{s} {shares[s]:.1%}")
+                if s in shares
+                else None
+                for s, colour in OPS_COLOURS.items()
+            ]
+    ticks = {percent: f"{percent}%" for percent in (0, 25, 50, 75, 100)}
+    return bar_chart("least bytes over time, as share of a copy", groups, ticks)
+
+
+def train_cases(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """case -> system -> row; models and sizes in the order of the file, systems fast first."""
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: -row["tokens_per_s"]):
+        cases.setdefault(row["case"], {})[row["system"]] = row
+    return {case: cases[case] for case in dict.fromkeys(row["case"] for row in rows)}
+
+
+def train_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Speed of each system in each case; below, the parts of our step."""
+    lines = [
+        "| case | system | target tokens/s | x fairseq | ms a step (p20-p80) | GPU busy | of the "
+        "floor | GiB | first 100 updates |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    parts = [
+        "| our step, ms | GEMM | attention | elementwise | cross entropy | optimizer | gaps |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case, systems in train_cases(rows).items():
+        fairseq = [row["tokens_per_s"] for name, row in systems.items() if "fairseq" in name]
+        for system, row in systems.items():
+            ratio = f"{row['tokens_per_s'] / max(fairseq):.2f}" if fairseq else ""
+            first = "" if row["first_100_s"] is None else f"{row['first_100_s']:.1f} s"
+            lines.append(
+                f"| `{case}` | {TRAIN_SYSTEMS[system][0]} | {row['tokens_per_s'] / 1e3:.0f}k | "
+                f"{ratio} | {row['ms_per_step']:.1f} ({row['ms_p20']:.1f}-{row['ms_p80']:.1f}) | "
+                f"{row['gpu_busy']:.0%} | {row['floor_share']:.0%} | {row['peak_gib']:.1f} | "
+                f"{first} |"
+            )
+        if "ours" in systems:
+            part_ms = systems["ours"]["part_ms"]
+            parts.append(f"| `{case}` | {' | '.join(f'{part_ms[p]:.2f}' for p in PARTS)} |")
+    common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
+    return [
+        *lines,
+        "",
+        *parts,
+        "",
+        f"![Training speed]({TRAIN_PLOT})",
+        "",
+        f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
+        f"{', '.join(commit[:10] for commit in common['commit'])}; case: model, max-tokens, "
+        'precision; "x fairseq" is to the fastest of fairseq\'s; medians over intervals of 50 '
+        "updates after the warm-up; the floor is counted: GEMMs at 790 TFLOP/s, then the least "
+        "bytes at 4.3 TB/s; busy share and parts from a profile of ten steps.",
+    ]
+
+
+def train_plot(rows: list[dict[str, Any]]) -> str:
+    """SVG: target tokens a second of each system in each case."""
+    full = -(-max(row["tokens_per_s"] for row in rows) // 100_000) * 100_000
+    groups: dict[str, list[Bar | None]] = {}
+    for case, systems in train_cases(rows).items():
+        groups[case] = [
+            Bar(
+                row["tokens_per_s"] / full,
+                TRAIN_SYSTEMS[system][1],
+                f"{system} {row['tokens_per_s'] / 1e3:.0f}k",
+                f"{TRAIN_SYSTEMS[system][0]}: {row['tokens_per_s']}",
+            )
+            for system, row in systems.items()
+        ]
+    ticks = {percent: f"{full * percent / 1e5:.0f}k" for percent in (0, 25, 50, 75, 100)}
+    return bar_chart("target tokens a second in training", groups, ticks)
+
+
+class Bar(NamedTuple):
+    """A bar as long as a share of the whole scale, what stands at its end, and its tooltip."""
+
+    share: float
+    colour: str
+    label: str
+    title: str
+
+
+def bar_chart(title: str, groups: dict[str, list[Bar | None]], ticks: dict[int, str]) -> str:
+    """SVG of horizontal bars in named groups; ``ticks``: percent of the scale -> its label."""
+    left, full, bar, top = 280, 400, 9, 44
+    step = (bar + 1) * max(map(len, groups.values())) + 8
+    height = top + step * len(groups) + 8
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + full + 60}" height="{height}" '
         'font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{left}" y="16">least bytes over time, as share of a copy</text>',
+        f'<text x="{left}" y="16">{title}</text>',
     ]
-    for percent in (0, 25, 50, 75, 100):
+    for percent, label in ticks.items():
         x = left + full * percent // 100
         parts += [
             f'<path d="M{x} {top - 6}V{height - 8}" stroke="#ddd"/>',
-            f'<text x="{x}" y="{top - 10}" text-anchor="middle" fill="#666">{percent}%</text>',
+            f'<text x="{x}" y="{top - 10}" text-anchor="middle" fill="#666">{label}</text>',
         ]
-    for place, (op, systems) in enumerate(cases.items()):
+    for place, (name, bars) in enumerate(groups.items()):
         y = top + step * place
-        parts.append(f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{op}</text>')
-        for line, (system, colour) in enumerate(OPS_COLOURS.items()):
-            if system not in systems:
+        middle = y + step // 2 - 1
+        parts.append(f'<text x="{left - 8}" y="{middle}" text-anchor="end">{name}</text>')
+        for line, one in enumerate(bars):
+            if one is None:
                 continue
-            share = systems[system]["copy_share"]
-            end, at = left + full * min(share, 1.0), y + (bar + 1) * line
+            end, at = left + full * min(one.share, 1.0), y + (bar + 1) * line
             parts += [
                 f'<rect x="{left}" y="{at}" width="{end - left:.1f}" height="{bar}" '
-                f'fill="{colour}"><title>{system} {share:.1%}</title></rect>',
-                f'<text x="{end + 4:.1f}" y="{at + bar - 1}" font-size="9" fill="#444">{system} '
-                f"{share:.0%}</text>",
+                f'fill="{one.colour}"><title>{one.title}</title></rect>',
+                f'<text x="{end + 4:.1f}" y="{at + bar - 1}" font-size="9" fill="#444">'
+                f"{one.label}</text>",
             ]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -121,9 +222,11 @@ TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[str]]]] = {
     "quickstart": ("examples/quickstart/results/bleu.json", bleu_table),
     "multi30k": ("examples/multi30k/results/bleu.json", bleu_table),
     "ops": ("scripts/results/ops-h200.json", op_table),
+    "train": ("scripts/results/train-h200.json", train_table),
 }
 PLOTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
     OPS_PLOT: ("scripts/results/ops-h200.json", op_plot),
+    TRAIN_PLOT: ("scripts/results/train-h200.json", train_plot),
 }
 
 

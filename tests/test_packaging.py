@@ -26,7 +26,9 @@ def test_every_package_is_listed(setup_cfg):
     folders = {path.parent for path in (ROOT / "lightseq_fairseq").rglob("*.py")}
     packages = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
     listed = set(setup_cfg["options"]["packages"].split())
-    assert listed == packages | {"lightseq_fairseq.cli"}
+    folders = {path.parent for path in (ROOT / "cli").rglob("*.py")}
+    packages |= {".".join(("lightseq_fairseq", *x.relative_to(ROOT).parts)) for x in folders}
+    assert listed == packages
     for package in listed:  # a folder without __init__.py would be left out
         spec = importlib.util.find_spec(package)
         assert spec is not None and spec.origin is not None, package
@@ -34,7 +36,7 @@ def test_every_package_is_listed(setup_cfg):
 
 def test_console_scripts_have_their_functions(setup_cfg):
     lines = setup_cfg["options.entry_points"]["console_scripts"].strip().splitlines()
-    assert len(lines) == 6
+    assert len(lines) == 7
     for line in lines:
         name, target = (part.strip() for part in line.split("="))
         module, function = target.split(":")

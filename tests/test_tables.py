@@ -106,3 +106,59 @@ def test_check_wants_the_plot(measured: Path) -> None:
     tables(measured)
     (measured / PLOT).unlink()
     assert tables(measured, "--check").returncode != 0
+
+
+TRAIN_RESULTS, TRAIN_PLOT = "scripts/results/train-h200.json", "scripts/results/train-h200.svg"
+TRAIN_README = "<!-- table: train -->\n<!-- end -->\n"
+
+
+def train_rows() -> list[dict[str, Any]]:
+    speeds = {
+        "t2t_big/4096/bf16": {"ours": 320_400, "fairseq": 24_000, "fairseq_no_cudnn": 80_100},
+        "base/4096/bf16": {"ours": 700_000},
+    }
+    return [
+        {
+            **about, "case": case, "system": system, "tokens_per_s": speed, "ms_per_step": 11.5,
+            "ms_p20": 11.1, "ms_p80": 12.25, "gpu_busy": 0.975, "floor_share": 0.81,
+            "peak_gib": 9.25, "first_100_s": None if system == "fairseq" else 3.21,
+            "part_ms": {
+                "cross_entropy": 0.2, "optimizer": 1.5, "attention": 1.0, "gemm": 6.5,
+                "elementwise": 0.8, "gaps": 0.25,
+            },
+        }
+        for about in [{"commit": "0123456789abcdef", "gpu": "GPU X", "torch": "2.11"}]
+        for case, systems in speeds.items()
+        for system, speed in systems.items()
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def trained(tree: Path) -> Path:
+    (tree / TRAIN_RESULTS).parent.mkdir()
+    (tree / TRAIN_RESULTS).write_text(json.dumps(train_rows()))
+    (tree / "README.md").write_text(TRAIN_README)
+    assert tables(tree).returncode == tables(tree, "--check").returncode == 0
+    return tree
+
+
+def test_table_of_training(trained: Path) -> None:
+    text = (trained / "README.md").read_text()
+    assert [line for line in text.splitlines() if line.startswith("| `")] == [
+        "| `t2t_big/4096/bf16` | `lightseq-train` | 320k | 4.00 | 11.5 (11.1-12.2) | 98% | 81% | "
+        "9.2 | 3.2 s |",
+        "| `t2t_big/4096/bf16` | fairseq, cuDNN attention off | 80k | 1.00 | 11.5 (11.1-12.2) | "
+        "98% | 81% | 9.2 | 3.2 s |",
+        "| `t2t_big/4096/bf16` | fairseq as it comes | 24k | 0.30 | 11.5 (11.1-12.2) | 98% | 81% | "
+        "9.2 |  |",
+        "| `base/4096/bf16` | `lightseq-train` | 700k |  | 11.5 (11.1-12.2) | 98% | 81% | 9.2 | "
+        "3.2 s |",
+        "| `t2t_big/4096/bf16` | 6.50 | 1.00 | 0.80 | 0.20 | 1.50 | 0.25 |",
+        "| `base/4096/bf16` | 6.50 | 1.00 | 0.80 | 0.20 | 1.50 | 0.25 |",
+    ]
+
+
+def test_plot_of_training(trained: Path) -> None:
+    picture = ElementTree.parse(trained / TRAIN_PLOT).getroot()
+    words = {element.text for element in picture.iter() if element.tag.endswith("text")}
+    assert {"t2t_big/4096/bf16", "ours 320k", "fairseq_no_cudnn 80k", "700k"} <= words

@@ -1,0 +1,218 @@
+"""The baseline without fairseq: plain packed PyTorch under torch.compile, in a loop of its own.
+
+    python -m lightseq_fairseq.cli.bench_train.compiled --case CASE --data DIR --report FILE
+        --updates N [--workers N]
+
+What a good user of PyTorch could set up: inductor for everything between the GEMMs and attention,
+forward and backward in a CUDA graph for each size of batch, torch's fused AdamW on float32 masters
+of bf16 weights. It trains on fairseq's batches, packed by as many worker processes, and logs as
+fairseq does. It lies beside the other systems because it is started as they are.
+
+A batch is rounded up to one of a few static sizes, since each is compiled by itself: both sides to
+the same multiple of an eighth of max-tokens, sentences to a power of two. What is rounded up is
+pads, cut into sentences of their own, so that attention reads and writes every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightseq_fairseq.cli.bench_train import corpus
+from lightseq_fairseq.cli.bench_train.cases import LOG_INTERVAL, MARKS, Case
+from lightseq_fairseq.cli.bench_train.corpus import SOURCE, TARGET
+from lightseq_fairseq.cli.bench_train.packed_transformer import LONGEST, PAD, Batch, Transformer
+from lightseq_fairseq.cli.bench_train.probe import Probe
+
+SIZES = 8  # of full batches, each compiled by itself
+LR, WARM_UP, BETAS, WEIGHT_DECAY = 5e-4, 4000, (0.9, 0.98), 1e-4
+
+
+def pack(padded: dict[str, Any], max_tokens: int) -> Batch:
+    """fairseq's batch with its rows rounded up; the work of a DataLoader worker."""
+    inputs = padded["net_input"]
+    sides = (inputs["src_tokens"], inputs["prev_output_tokens"])
+    lengths = [side.ne(PAD).sum(1) for side in sides]
+    rows = [int(side.sum()) for side in lengths]
+    # Room for the pads' sentences, none of which may be empty on one side only. (It is enough as
+    # long as no batch's sides differ as much as max-tokens.)
+    step, room = max(max_tokens // SIZES, 1), max(max_tokens // LONGEST, 1)
+    size = -(-(max(rows) + room) // step) * step
+    fill = -(-(size - min(rows)) // LONGEST)
+    sentences = len(lengths[0]) + fill
+    capacity = 1 << (sentences - 1).bit_length()
+    packed = []
+    for side, real, used in zip(sides, lengths, rows):
+        pads = torch.full((fill,), (size - used) // fill)
+        pads[: (size - used) % fill] += 1
+        ends = torch.cat((real, pads)).cumsum(0)
+        starts = torch.full((capacity + 1,), size, dtype=torch.int32)
+        starts[0] = 0
+        starts[1 : sentences + 1] = ends
+        places = torch.arange(size)
+        positions = places - starts[torch.searchsorted(ends, places, right=True)]
+        packed += [_filled(side, size), positions, starts]
+    return Batch(*packed, _filled(padded["target"], size))
+
+
+def _filled(side: Tensor, size: int) -> Tensor:
+    tokens = side[side.ne(PAD)]
+    return functional.pad(tokens, (0, size - len(tokens)), value=PAD)
+
+
+class Gradients:
+    """Loss and gradients of batches: compiled, and on a GPU one CUDA graph for each size."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.parameters = list(model.parameters())
+        self.gpu = self.parameters[0].is_cuda
+        # Without a GPU there is no speed to show, and a C++ compiler is not everywhere.
+        backend = "inductor" if self.gpu else "eager"
+        self._model = torch.compile(model, backend=backend, dynamic=False)
+        self._graphs: dict[tuple[int, int], tuple[Any, Batch, list[Tensor]]] = {}
+        self._pool: Any = None
+
+    def __call__(self, batch: Batch) -> list[Tensor]:
+        """[loss summed over real targets, a gradient of it for each parameter].
+
+        They are overwritten by the next batch.
+        """
+        if not self.gpu:
+            return self._compute(batch)
+        key = (len(batch.source), len(batch.cu_source))
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(Batch(*(x.cuda() for x in batch)))
+        graph, inputs, results = self._graphs[key]
+        for static, new in zip(inputs, batch):
+            static.copy_(new, non_blocking=True)
+        graph.replay()
+        return results
+
+    def _compute(self, batch: Batch) -> list[Tensor]:
+        for starts in (batch.cu_source, batch.cu_target):
+            torch._dynamo.mark_dynamic(starts, 0)
+        loss = self._model(*batch)
+        return [loss.detach(), *torch.autograd.grad(loss, self.parameters)]
+
+    def _capture(self, inputs: Batch) -> tuple[Any, Batch, list[Tensor]]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles, and lets every library allocate what it keeps
+                self._compute(inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # One pool: what a replay leaves besides its results is nobody's when the next one starts.
+        # Thread-local: the thread that pins the next batches goes on calling CUDA.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            results = self._compute(inputs)
+        self._pool = graph.pool()
+        return graph, inputs, results
+
+
+class Update:
+    """AdamW on float32 masters, learning rate by the inverse square root."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters = parameters
+        self.masters = [p.detach().float().clone() for p in parameters]
+        self.gradients = [torch.zeros_like(master) for master in self.masters]
+        for master, gradient in zip(self.masters, self.gradients):
+            master.grad = gradient
+        fused = parameters[0].is_cuda
+        self.adam = torch.optim.AdamW(
+            self.masters, LR, BETAS, weight_decay=WEIGHT_DECAY, fused=fused, foreach=not fused
+        )
+
+    @torch.no_grad()
+    def __call__(self, number: int, gradients: list[Tensor], tokens: int) -> None:
+        """Update ``number`` (from 1) by gradients of a loss summed over so many tokens."""
+        self.adam.param_groups[0]["lr"] = LR * min(number / WARM_UP, (WARM_UP / number) ** 0.5)
+        torch._foreach_copy_(self.gradients, gradients)
+        torch._foreach_div_(self.gradients, tokens)
+        self.adam.step()
+        torch._foreach_copy_(self.parameters, self.masters)
+
+
+def batches(data: Path, max_tokens: int, workers: int) -> Iterator[Batch]:
+    """fairseq's batches of the training split, packed, epoch after epoch in fairseq's order."""
+    from lightseq_fairseq import fairseq_compat
+
+    fairseq_compat.prepare()
+    from fairseq.tasks.translation import TranslationConfig, TranslationTask
+
+    cfg = TranslationConfig(data=str(data), source_lang=SOURCE, target_lang=TARGET)
+    cfg.train_subset, cfg.dataset_impl, cfg.required_seq_len_multiple = "train", None, 1
+    task = TranslationTask.setup_task(cfg)
+    task.load_dataset("train")
+    dataset = task.dataset("train")
+    collate = dataset.collater
+    dataset.collater = lambda samples: pack(collate(samples), max_tokens)
+    # As fairseq's Trainer asks for them: sentences that fill no batch are left out.
+    epochs = task.get_batch_iterator(
+        dataset, max_tokens, max_positions=(max_tokens, max_tokens), ignore_invalid_inputs=True,
+        required_batch_size_multiple=8, seed=1, num_workers=workers,
+    )  # fmt: skip
+    endless = (epochs.next_epoch_itr(shuffle=True) for _ in itertools.count())
+    return itertools.chain.from_iterable(endless)
+
+
+def train(case: Case, data: Path, updates: int, workers: int, probe: Probe) -> None:
+    """``updates`` updates and those that are profiled; a line of the log every `LOG_INTERVAL`."""
+    torch.manual_seed(1)
+    torch._dynamo.config.recompile_limit = 2 * SIZES
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    vocabulary = corpus.opened(data).vocabulary
+    model = Transformer(case.shape, vocabulary).to(device, torch.bfloat16)
+    gradients, update = Gradients(model), Update(list(model.parameters()))
+    feed = batches(data, case.max_tokens, workers)
+    probe.begin()
+    began, interval_tokens = time.perf_counter(), 0
+    for number in range(1, updates + MARKS + 1):
+        batch = next(feed)
+        probe.before_step(number - 1)
+        tokens = int(batch.target.ne(PAD).sum())
+        loss, *grads = gradients(batch)
+        update(number, grads, tokens)
+        interval_tokens += tokens
+        if number % LOG_INTERVAL == 0:
+            nats, now = loss.item() / tokens, time.perf_counter()
+            _log(number, nats, interval_tokens, now - began)
+            began, interval_tokens = now, 0
+
+
+def _log(number: int, nats: float, tokens: int, seconds: float) -> None:
+    """fairseq's line of an interval, as far as the bench reads it."""
+    line = {
+        "loss": f"{nats / math.log(2):.3f}",
+        "wps": f"{tokens / seconds:.1f}",
+        "wpb": f"{tokens / LOG_INTERVAL:.1f}",
+        "num_updates": str(number),
+    }
+    print(f"{time.strftime('%F %T')} | INFO | train_inner | {json.dumps(line)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--case", type=Case.parse, required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--report", type=Path, required=True)
+    parser.add_argument("--updates", type=int, required=True)
+    parser.add_argument("--workers", type=int, default=4)
+    given = parser.parse_args()
+    probe = Probe(given.report, given.updates)
+    train(given.case, given.data, given.updates, given.workers, probe)
+
+
+if __name__ == "__main__":
+    main()

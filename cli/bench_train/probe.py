@@ -1,0 +1,146 @@
+"""Runs lightseq-train and measures its steps from outside: the command is a user's command.
+
+    python -m lightseq_fairseq.cli.bench_train.probe --report FILE --updates N [--without-apex]
+        -- WORD... (of lightseq-train)
+
+The report is a JSON object: ``first_100_s`` from the start of the first epoch to the end of update
+100, ``peak_gib`` reserved by torch's allocator (resident memory where there is no GPU), and the
+`timeline` of a few steps after update N. Speed is in the training log; before update N nothing
+happens here but one synchronisation after update 100.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightseq_fairseq.cli.bench_train.cases import MARKS, MARKS_DROPPED
+from lightseq_fairseq.cli.bench_train.timeline import MARK, timeline
+
+FIRST = 100
+
+
+class Probe:
+    """Is told about the steps of a training and writes the report.
+
+    Args:
+        report: the file to write.
+        updates: after so many the profile begins; `MARKS` more have to follow.
+    """
+
+    def __init__(self, report: Path, updates: int) -> None:
+        self.report, self.updates = report, updates
+        self.gpu = torch.cuda.is_available()
+        self._began: float | None = None
+        self._first: float | None = None
+        self._peak = 0
+        self._marks = 0
+        self._profile: Any = None
+
+    def begin(self) -> None:
+        """The first epoch starts; later calls change nothing."""
+        if self._began is None:
+            self._began = time.perf_counter()
+
+    def before_step(self, num_updates: int) -> None:
+        """A step starts, after so many updates."""
+        if self._first is None and num_updates >= FIRST and self._began is not None:
+            self._wait()
+            self._first = time.perf_counter() - self._began
+        if num_updates < self.updates or self._marks == MARKS:
+            return
+        if self._profile is None:
+            # fairseq resets the peak with every step; what is reserved is rarely given back.
+            self._peak = self._memory()
+            device = "CUDA" if self.gpu else "CPU"
+            activity = getattr(torch.profiler.ProfilerActivity, device)
+            self._profile = torch.profiler.profile(activities=[activity])
+            self._profile.start()
+        self._mark()
+        if self._marks == MARKS:
+            self._wait()
+            self._profile.stop()
+            self._write()
+
+    def _mark(self) -> None:
+        """Leaves `MARK` in the profile: on the device's own timeline, where there is one."""
+        self._marks += 1
+        if self.gpu:
+            torch.cuda._sleep(1)
+        else:
+            with torch.profiler.record_function(MARK):
+                pass
+
+    def _wait(self) -> None:
+        if self.gpu:
+            torch.cuda.synchronize()
+
+    def _memory(self) -> int:
+        if self.gpu:
+            return torch.cuda.max_memory_reserved()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+    def _write(self) -> None:
+        trace = self.report.with_suffix(".trace.json")
+        self._profile.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+        trace.unlink()
+        report = {
+            "first_100_s": self._first,
+            "peak_gib": max(self._peak, self._memory()) / 2**30,
+            "timeline": timeline(events, MARKS_DROPPED)._asdict(),
+        }
+        self.report.write_text(json.dumps(report) + "\n", encoding="utf-8")
+
+
+def attach(probe: Probe) -> None:
+    """Every Trainer that ``fairseq_cli.train`` makes from here on tells ``probe`` its steps."""
+    from lightseq_fairseq import fairseq_compat
+
+    fairseq_compat.prepare()
+    from fairseq_cli import train
+
+    main = train.main
+
+    def probed_main(*args: Any, **kwargs: Any) -> None:
+        # By now the launcher has put in place the Trainer that the command asks for.
+        class ProbedTrainer(train.Trainer):
+            def begin_epoch(self, *args: Any, **kwargs: Any) -> Any:
+                probe.begin()
+                return super().begin_epoch(*args, **kwargs)
+
+            def train_step(self, *args: Any, **kwargs: Any) -> Any:
+                probe.before_step(self.get_num_updates())
+                return super().train_step(*args, **kwargs)
+
+        train.Trainer = ProbedTrainer
+        main(*args, **kwargs)
+
+    train.main = probed_main
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--report", type=Path, required=True)
+    parser.add_argument("--updates", type=int, required=True)
+    parser.add_argument("--without-apex", action="store_true")
+    parser.add_argument("words", nargs="+", help="of lightseq-train, after --")
+    arguments = parser.parse_args()
+    if arguments.without_apex:
+        for name in ("apex", "fused_adam_cuda"):  # their import fails from now on
+            sys.modules[name] = None  # type: ignore[assignment]
+    attach(Probe(arguments.report, arguments.updates))
+    from lightseq_fairseq.cli import train
+
+    train.main(arguments.words)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What the runs of a case left behind, as result rows and as a table to read.
+
+Speed is what the training log says: target tokens a second (fairseq's wps) and tokens a step, over
+each interval of the log after the warm-up. Medians over the intervals of all rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from lightseq_fairseq.cli.bench_train.cases import Case
+from lightseq_fairseq.cli.bench_train.corpus import Corpus
+from lightseq_fairseq.cli.bench_train.floor import floor
+from lightseq_fairseq.errors import UserError
+
+Row = dict[str, Any]
+_LINE = re.compile(r"\| INFO \| train_inner \| (\{.*\})$", re.MULTILINE)
+
+
+class Interval(NamedTuple):
+    """Means over an interval of the log: target tokens a second, target tokens a step."""
+
+    tokens_per_s: float
+    tokens: float
+
+    @property
+    def ms_per_step(self) -> float:
+        return 1e3 * self.tokens / self.tokens_per_s
+
+
+class Run(NamedTuple):
+    """One run of a system: its steady intervals, and what the probe reports."""
+
+    intervals: list[Interval]
+    report: dict[str, Any]
+
+
+def intervals(log: str, after: int, until: int) -> list[Interval]:
+    """Intervals that lie between update ``after`` and update ``until``, from a log in JSON lines.
+
+    Raises:
+        UserError: there are none.
+    """
+    found = []
+    previous = 0
+    for text in _LINE.findall(log):
+        line = json.loads(text)
+        number = int(line["num_updates"])
+        if previous >= after and number <= until:
+            found.append(Interval(float(line["wps"]), float(line["wpb"])))
+        previous = number
+    if not found:
+        raise UserError(f"the training log has no interval between updates {after} and {until}.")
+    return found
+
+
+def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row) -> Row:
+    """The result row of a system: its runs taken together.
+
+    Source tokens are counted from the target's by the ratio of the corpus: batches are drawn at
+    random. Profile and peak are the last run's.
+    """
+    steady = [interval for run in runs for interval in run.intervals]
+    times = sorted(interval.ms_per_step for interval in steady)
+    low, middle, high = (times[round((len(times) - 1) * share)] for share in (0.2, 0.5, 0.8))
+    target = statistics.mean(interval.tokens for interval in steady)
+    source = target * corpus.source_tokens / corpus.target_tokens
+    first = [run.report["first_100_s"] for run in runs if run.report["first_100_s"] is not None]
+    report = runs[-1].report
+    profile = report["timeline"]
+    least = sum(floor(case.shape, corpus.vocabulary, source, target))
+    return {
+        **about,
+        "case": str(case),
+        "system": system,
+        "tokens_per_s": round(statistics.median(interval.tokens_per_s for interval in steady)),
+        "ms_per_step": round(middle, 3),
+        "ms_p20": round(low, 3),
+        "ms_p50": round(middle, 3),
+        "ms_p80": round(high, 3),
+        "source_tokens": round(source),
+        "target_tokens": round(target),
+        "floor_share": round(least / middle, 4),
+        "peak_gib": round(report["peak_gib"], 2),
+        "first_100_s": round(statistics.median(first), 2) if first else None,
+        "gpu_busy": round(profile["busy"], 4),
+        "profiled_ms_per_step": round(profile["ms_per_step"], 3),
+        "part_ms": {part: round(ms, 3) for part, ms in profile["part_ms"].items()},
+        "rounds": len(runs),
+    }
+
+
+def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """``old`` with the rows of the same case and system replaced, the others kept."""
+    fresh = {(row["case"], row["system"]) for row in new}
+    kept = [row for row in old if (row["case"], row["system"]) not in fresh]
+    return sorted([*kept, *new], key=lambda row: row["case"])
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """The rows of one case to read; "ratio" is to the fastest of fairseq's."""
+    fastest = max(
+        (row["tokens_per_s"] for row in rows if row["system"].startswith("fairseq")), default=None
+    )
+    lines = [
+        f"{rows[0]['case']:22}{'tokens/s':>10}{'ratio':>7}{'ms':>9}{'p20':>9}{'p80':>9}"
+        f"{'busy':>6}{'floor':>7}{'GiB':>7}{'first 100':>11}"
+    ]
+    for row in sorted(rows, key=lambda row: -row["tokens_per_s"]):
+        ratio = "" if fastest is None else f"{row['tokens_per_s'] / fastest:.2f}"
+        first = "" if row["first_100_s"] is None else f"{row['first_100_s']:.1f} s"
+        lines.append(
+            f"{row['system']:22}{row['tokens_per_s']:10}{ratio:>7}{row['ms_per_step']:9.2f}"
+            f"{row['ms_p20']:9.2f}{row['ms_p80']:9.2f}{row['gpu_busy']:6.0%}"
+            f"{row['floor_share']:7.0%}{row['peak_gib']:7.1f}{first:>11}"
+        )
+        parts = ", ".join(f"{part} {ms:.2f}" for part, ms in row["part_ms"].items())
+        lines.append(f"    ms by part: {parts}")
+    return lines

@@ -1,0 +1,414 @@
+"""``lightseq-bench train``: its corpus, its arithmetic, its baseline, and a run of everything."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import Tensor
+
+from lightseq_fairseq import fairseq_compat
+from lightseq_fairseq.cli import bench
+from lightseq_fairseq.cli.bench_train import compiled, corpus, rows
+from lightseq_fairseq.cli.bench_train.cases import SHAPES, Case, command, environment
+from lightseq_fairseq.cli.bench_train.floor import floor, parameters
+from lightseq_fairseq.cli.bench_train.packed_transformer import PAD, Transformer
+from lightseq_fairseq.cli.bench_train.timeline import part_of, timeline
+from lightseq_fairseq.errors import UserError
+
+fairseq_compat.prepare()
+from fairseq.data.indexed_dataset import MMapIndexedDataset  # noqa: E402
+
+SMALL = {"pairs": 2000, "vocabulary": 500}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> corpus.Corpus:
+    return corpus.ensure(tmp_path_factory.mktemp("bench") / "corpus", **SMALL)
+
+
+def bench_train(*words: object) -> Result:
+    return CliRunner().invoke(bench.main, ["train", *map(str, words)])
+
+
+# --- corpus
+
+
+def test_fairseq_reads_the_corpus(small: corpus.Corpus) -> None:
+    tokens, sizes = {}, {}
+    for language in ("en", "de"):
+        dataset = MMapIndexedDataset(str(small.folder / f"train.en-de.{language}"))
+        sentences = [dataset[i] for i in range(len(dataset))]
+        assert len(sentences) == small.pairs
+        assert all(s[-1] == corpus.EOS and (s[:-1] >= corpus.SPECIALS).all() for s in sentences)
+        sizes[language] = np.array(dataset.sizes)
+        tokens[language] = torch.cat(sentences)
+        assert tokens[language].max() < small.vocabulary
+        assert len(sentences[0]) == sizes[language][0]
+    assert len(tokens["en"]) == small.source_tokens == sizes["en"].sum()
+    assert len(tokens["de"]) == small.target_tokens == sizes["de"].sum()
+    assert 27 < sizes["en"].mean() < 29 and sizes["en"].min() >= 2 and sizes["en"].max() <= 200
+    assert 1.01 < small.target_tokens / small.source_tokens < 1.05
+    assert 0.14 < (sizes["de"] / sizes["en"])[sizes["en"] > 40].std() < 0.16
+    words = tokens["de"][tokens["de"] != corpus.EOS]
+    harmonic = sum(1 / rank for rank in range(1, small.vocabulary - 3))
+    for rank in (1, 2, 10):
+        share = (words == rank + 3).double().mean().item()
+        assert share == pytest.approx(1 / rank / harmonic, rel=0.1)
+
+
+def test_corpus_is_pinned_and_kept(small: corpus.Corpus, tmp_path: Path) -> None:
+    (tmp_path / "again.part").mkdir()  # what an interrupted run leaves
+    again = corpus.ensure(tmp_path / "again", **SMALL)
+    names = sorted(path.name for path in small.folder.iterdir())
+    assert names == sorted(path.name for path in again.folder.iterdir())
+    assert not (tmp_path / "again.part").exists()
+    assert all((small.folder / n).read_bytes() == (again.folder / n).read_bytes() for n in names)
+    before = (again.folder / "train.en-de.de.bin").stat().st_mtime_ns
+    assert corpus.ensure(again.folder, **SMALL) == again
+    assert (again.folder / "train.en-de.de.bin").stat().st_mtime_ns == before
+
+
+def test_a_folder_of_something_else_is_refused(small: corpus.Corpus, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("text")
+    with pytest.raises(UserError, match="holds something else than a corpus"):
+        corpus.ensure(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    with pytest.raises(UserError, match="2000 pairs and 500 words, not the 7 and 500"):
+        corpus.ensure(small.folder, 7, 500)
+
+
+# --- floor
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parts", "total"),
+    [
+        (4096, (5.48, 1.27, 0.42, 0.56, 0.15, 1.42), 9.3),
+        (8192, (10.96, 2.55, 0.84, 1.12, 0.30, 1.42), 17.2),
+        (16384, (21.92, 5.10, 1.69, 2.25, 0.61, 1.42), 33.0),
+        (65536, (87.68, 20.39, 6.74, 8.99, 2.44, 1.42), 127.7),
+    ],
+)
+def test_floor(tokens: int, parts: tuple[float, ...], total: float) -> None:
+    """The published table of the floor of t2t big with 40 000 words."""
+    least = floor(SHAPES["t2t_big"], 40_000, tokens, tokens)
+    assert tuple(round(part, 2) for part in least) == parts
+    assert round(sum(least), 1) == total
+
+
+def test_floor_counts_both_sides() -> None:
+    shape = SHAPES["base"]
+    neither, source, target, both = (
+        floor(shape, 1000, s, t) for s, t in ((0, 0), (90, 0), (0, 70), (90, 70))
+    )
+    for none, one, other, sum_of in zip(neither, source, target, both):
+        assert one + other - none == pytest.approx(sum_of)
+    assert source.logits_gemm == 0 and source.layer_gemm > 0
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_parameters(model: str) -> None:
+    with torch.device("meta"):
+        baseline = Transformer(SHAPES[model], 400)
+    assert parameters(SHAPES[model], 400) == sum(p.numel() for p in baseline.parameters())
+
+
+# --- timeline
+
+
+def event(category: str, name: str, start: float, duration: float) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration}
+
+
+def mark(start: float) -> dict[str, Any]:
+    return event("kernel", "at::cuda::(anonymous namespace)::spin_kernel(long)", start, 2)
+
+
+def test_timeline() -> None:
+    events = [
+        {"ph": "M", "name": "process_name"},
+        mark(0),
+        event("kernel", "nvjet_hsh_128x256", 10, 500),  # before the steps that count
+        mark(1000),
+        event("kernel", "nvjet_hsh_128x256", 1100, 200),
+        event("kernel", "void attention_fwd_kernel<64>", 1200, 200),  # half of it beside the GEMM
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 1000, 900),
+        event("cuda_runtime", "cudaGraphLaunch", 1000, 900),
+        mark(2000),
+        event("kernel", "cross_entropy_fwd_kernel", 2000, 100),
+        event("gpu_memset", "Memset (Device)", 2100, 100),
+        event("kernel", "adam_step_kernel", 2900, 300),  # ends in the next step
+        mark(3000),
+    ]
+    found = timeline(events, dropped=1)
+    assert found.ms_per_step == 1.0
+    assert found.part_ms == pytest.approx(
+        {
+            "gemm": 0.1, "attention": 0.05, "cross_entropy": 0.05, "elementwise": 0.05,
+            "optimizer": 0.05, "gaps": 0.7,
+        }
+    )  # fmt: skip
+    assert found.busy == pytest.approx(0.3)
+    with pytest.raises(ValueError, match="4 marks, 5 are needed"):
+        timeline(events, dropped=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("nvjet_hsh_192x192_64x3_2x1_v_bz_coopB_bias_TNT", "gemm"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128>", "gemm"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "gemm"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("void (anonymous namespace)::softmax_warp_forward<float, 5, false>", "attention"),
+        ("cunn_SoftMaxForward<8, float, LogSoftMaxForwardEpilogue>", "cross_entropy"),
+        ("triton_red_fused__log_softmax_nll_loss_forward_3", "cross_entropy"),
+        ("void lightseq::cross_entropy_bwd_kernel<__nv_bfloat16>", "cross_entropy"),
+        ("void lightseq::adam_norm_kernel<__nv_bfloat16>", "optimizer"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("void lightseq::dropout_residual_layer_norm_bwd_kernel<__half>", "elementwise"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>",
+         "elementwise"),
+    ],
+)  # fmt: skip
+def test_parts(name: str, part: str) -> None:
+    assert part_of(name) == part
+
+
+# --- logs and rows
+
+# Recorded: fairseq 0.12.2's lines, and the end of an epoch between them.
+LOG = """\
+2026-11-21 12:55:29 | INFO | fairseq_cli.train | Start iterating over samples
+2026-11-21 12:55:43 | INFO | train_inner | {"epoch": 1, "update": 0.114, "loss": "15.965", \
+"nll_loss": "15.96", "ppl": "63743.2", "wps": "1505", "ups": "7.73", "wpb": "194.8", \
+"bsz": "6.6", "num_updates": "50", "lr": "6.25e-06", "gnorm": "2.066", "train_wall": "6", \
+"wall": "7"}
+2026-11-21 12:55:50 | INFO | train_inner | {"epoch": 1, "update": 0.227, "loss": "15.858", \
+"nll_loss": "15.842", "ppl": "58733", "wps": "2000", "ups": "10", "wpb": "200", "bsz": "7", \
+"num_updates": "100", "lr": "1.25e-05", "gnorm": "2.059", "train_wall": "7", "wall": "14"}
+2026-11-21 12:55:53 | INFO | train | {"epoch": 1, "train_loss": "15.886", "train_wps": "9"}
+2026-11-21 12:55:57 | INFO | train_inner | {"epoch": 2, "wps": "1000", "wpb": "200", \
+"num_updates": "150"}
+2026-11-21 12:55:59 | INFO | train_inner | {"epoch": 2, "wps": "1", "wpb": "200", \
+"num_updates": "200"}
+"""
+
+
+def test_intervals() -> None:
+    assert rows.intervals(LOG, 50, 150) == [(2000, 200), (1000, 200)]
+    assert [interval.ms_per_step for interval in rows.intervals(LOG, 60, 160)] == [200]
+    with pytest.raises(UserError, match="no interval between updates 200 and 300"):
+        rows.intervals(LOG, 200, 300)
+
+
+def report(first: float | None) -> dict[str, Any]:
+    profile = {"ms_per_step": 210.0, "busy": 0.9, "part_ms": {"gemm": 189.0, "gaps": 21.0}}
+    return {"first_100_s": first, "peak_gib": 9.876, "timeline": profile}
+
+
+def test_row() -> None:
+    case, corpus_ = Case.parse("t2t_big/4096/bf16"), corpus.Corpus(Path(), 1, 40_000, 100, 200)
+    interval = rows.Interval
+    runs = [
+        rows.Run([interval(1000, 4000), interval(2000, 4000)], report(4.0)),
+        rows.Run([interval(500, 4000)], report(3.0)),
+    ]
+    row = rows.row(case, "ours", corpus_, runs, {"commit": "abc"})
+    least = sum(floor(case.shape, 40_000, 2000, 4000))
+    assert row == {
+        "commit": "abc", "case": "t2t_big/4096/bf16", "system": "ours", "tokens_per_s": 1000,
+        "ms_per_step": 4000, "ms_p20": 2000, "ms_p50": 4000, "ms_p80": 8000,
+        "source_tokens": 2000, "target_tokens": 4000, "floor_share": round(least / 4000, 4),
+        "peak_gib": 9.88, "first_100_s": 3.5, "gpu_busy": 0.9, "profiled_ms_per_step": 210.0,
+        "part_ms": {"gemm": 189.0, "gaps": 21.0}, "rounds": 2,
+    }  # fmt: skip
+    slow = {**row, "system": "fairseq_no_cudnn", "tokens_per_s": 250, "first_100_s": None}
+    lines = rows.table([slow, row])
+    assert lines[1].split()[:3] == ["ours", "1000", "4.00"]
+    assert lines[2] == "    ms by part: gemm 189.00, gaps 21.00"
+    assert lines[3].split()[:3] == ["fairseq_no_cudnn", "250", "1.00"]
+    other = {**slow, "case": "base/4096/bf16"}
+    assert rows.merged([other, slow, row], [{**row, "rounds": 9}]) == [
+        other, slow, {**row, "rounds": 9},
+    ]  # fmt: skip
+
+
+# --- the compiled baseline
+
+
+def padded(lengths: list[tuple[int, int]]) -> dict[str, Any]:
+    """A batch as fairseq's collater makes it: sources padded on the left, targets on the right."""
+    generator = torch.Generator().manual_seed(3)
+
+    def side(sizes: list[int], left: bool) -> Tensor:
+        tokens = torch.full((len(sizes), max(sizes)), PAD)
+        for sentence, size in zip(tokens, sizes):
+            place = slice(len(sentence) - size, None) if left else slice(size)
+            sentence[place] = torch.randint(4, 50, (size,), generator=generator)
+        return tokens
+
+    source, target = ([pair[i] for pair in lengths] for i in (0, 1))
+    inputs = {"src_tokens": side(source, True), "prev_output_tokens": side(target, False)}
+    return {"net_input": inputs, "target": side(target, False)}
+
+
+LENGTHS = [(5, 7), (12, 3), (1, 1), (300 - 44, 250)]
+
+
+def test_packing_keeps_sentences_and_fills_the_rest() -> None:
+    batch = compiled.pack(padded(LENGTHS), max_tokens=512)
+    size = len(batch.source)
+    assert size % 64 == 0 and {len(x) for x in (batch.previous, batch.target)} == {size}
+    for cu, positions, side in (
+        (batch.cu_source, batch.source_positions, 0),
+        (batch.cu_target, batch.target_positions, 1),
+    ):
+        sizes = cu.diff()
+        assert sizes[: len(LENGTHS)].tolist() == [pair[side] for pair in LENGTHS]
+        assert cu[0] == 0 and cu[-1] == size and sizes.max() <= 256
+        assert torch.equal(positions, torch.cat([torch.arange(int(n)) for n in sizes]))
+    # Attention leaves no row out: no sentence is empty on one side only.
+    assert torch.equal(batch.cu_source.diff() > 0, batch.cu_target.diff() > 0)
+    assert int(batch.target.ne(PAD).sum()) == sum(target for _, target in LENGTHS)
+
+
+@pytest.mark.parametrize("model", ["tiny", "t2t_big"])
+def test_sentences_do_not_see_each_other(model: str) -> None:
+    """The loss of a batch is the sum of its sentences' losses, each computed by itself."""
+    torch.manual_seed(1)
+    shape = SHAPES[model]._replace(width=16, ffn=32, heads=2, encoder_layers=2, decoder_layers=2)
+    network = Transformer(shape, 50).double().eval()
+    together = padded(LENGTHS)
+    alone = []
+    for number in range(len(LENGTHS)):
+        inputs = {name: side[number, None] for name, side in together["net_input"].items()}
+        alone.append({"net_input": inputs, "target": together["target"][number, None]})
+    with torch.no_grad():
+        losses = [network(*compiled.pack(one, 512)).item() for one in (together, *alone)]
+    assert losses[0] == pytest.approx(sum(losses[1:]), rel=1e-6)  # the loss is taken in float32
+
+
+def test_update_is_adam_on_masters() -> None:
+    torch.manual_seed(1)
+    start, gradients = torch.randn(6), [torch.randn(6).bfloat16() for _ in range(3)]
+    weight, expected = start.bfloat16(), start.bfloat16().float().requires_grad_()
+    update = compiled.Update([weight])
+    adam = torch.optim.AdamW([expected], betas=(0.9, 0.98), weight_decay=1e-4)
+    for number, gradient in enumerate(gradients, start=1):
+        update(number, [gradient], 7)
+        adam.param_groups[0]["lr"] = 5e-4 * number / 4000
+        expected.grad = gradient.float() / 7
+        adam.step()
+    torch.testing.assert_close(update.masters[0], expected.detach())
+    assert torch.equal(weight, update.masters[0].bfloat16())
+
+
+@pytest.mark.gpu
+def test_graphs_compute_what_the_model_computes() -> None:
+    """A replay on new batches of a known size, between captures of other sizes."""
+    torch.manual_seed(1)
+    shape = SHAPES["tiny"]._replace(normalize_before=True)
+    network = Transformer(shape, 50).to("cuda", torch.bfloat16).eval()
+    gradients = compiled.Gradients(network)
+    weights = list(network.parameters())
+    for lengths in (LENGTHS, LENGTHS[:2], [(7, 5), (2, 9), (9, 9), (250, 256)], LENGTHS[:2]):
+        batch = compiled.pack(padded(lengths), 512)
+        loss, *found = (x.float() for x in gradients(batch))
+        expected = network(*(x.cuda() for x in batch))
+        reference = torch.autograd.grad(expected, weights)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
+        mine, other = (torch.cat([x.float().flatten() for x in g]) for g in (found, reference))
+        assert (mine - other).norm() < 0.05 * other.norm()
+    assert len(gradients._graphs) == 2
+
+
+# --- the command
+
+
+def test_commands_differ_in_nothing_but_the_system(tmp_path: Path) -> None:
+    case = Case.parse("24e24d/512/fp16")
+    words = {
+        system: command(case, system, tmp_path, tmp_path / "r.json", 200, True, 4)
+        for system in ("ours", "fairseq", "fairseq_no_cudnn", "fairseq_no_cudnn_apex")
+    }
+    plain = words["fairseq_no_cudnn"]
+    assert words["fairseq"] == plain and environment("fairseq")["LIGHTSEQ_CUDNN_ATTENTION"] == "1"
+    assert environment("fairseq_no_cudnn")["LIGHTSEQ_CUDNN_ATTENTION"] == "0"
+    assert words["fairseq_no_cudnn_apex"] == [w for w in plain if w != "--without-apex"]
+    assert words["ours"] == [word for word in plain if word != "--native"]
+    assert {"ls_transformer_wmt_en_de_big_t2t", "24", "512", "--fp16"} <= set(plain)
+    assert plain[plain.index("--max-update") + 1] == "213"  # the profiled updates come on top
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--case", "huge/4096/bf16"], "There is no case huge/4096/bf16: a case is <model>/"),
+        (["--case", "tiny/256"], "There is no case tiny/256"),
+        (["--systems", "ours,theirs"], "There is no system theirs: --systems takes ours,"),
+        (["--case", "tiny/64/bf16", "--corpus", Path(__file__).parent], "holds something else"),
+    ],
+)
+def test_refusals(words: list[object], sentence: str) -> None:
+    done = bench_train(*words)
+    assert done.exit_code == 2 and sentence in done.stderr and "Traceback" not in done.stderr
+
+
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = bench_train("--case", "base/4096/bf16")
+    assert done.exit_code == 2 and "base/4096/bf16 needs a GPU" in done.stderr
+
+
+def test_without_a_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    done = bench_train("--case", "tiny/64/bf16")
+    assert done.exit_code == 2 and "runs from a clone of the repository" in done.stderr
+
+
+def test_a_failed_run_is_told(small: corpus.Corpus, tmp_path: Path) -> None:
+    """No sentence is as short as that: the training refuses, and nothing is written."""
+    done = bench_train(
+        "--case", "tiny/1/bf16", "--systems", "fairseq", "--corpus", small.folder, "--pairs",
+        small.pairs, "--vocabulary", small.vocabulary, "--logs", tmp_path, "--output",
+        tmp_path / "rows.json", "--workers", 0, "--rounds", 2,
+    )  # fmt: skip
+    assert done.exit_code == 2
+    assert "these runs failed: tiny/1/bf16 fairseq." in done.stderr
+    assert "raise --max-tokens" in done.stderr or "max-tokens" in done.stderr
+    assert not (tmp_path / "rows.json").exists()
+
+
+def test_everything_once(small: corpus.Corpus, tmp_path: Path) -> None:
+    systems, output = ("ours", "fairseq_no_cudnn", "torch_compile"), tmp_path / "rows.json"
+    done = bench_train(
+        "--case", "tiny/64/bf16", "--systems", ",".join((*systems, "fairseq_no_cudnn_apex")),
+        "--updates", 50, "--warm-up", 50, "--rounds", 1, "--corpus", small.folder,
+        "--pairs", small.pairs, "--vocabulary", small.vocabulary, "--workers", 0,
+        "--output", output, "--logs", tmp_path / "logs",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    assert "without fairseq_no_cudnn_apex: apex is not installed." in done.stderr
+    found = {row["system"]: row for row in json.loads(output.read_text())}
+    assert set(found) == set(systems)
+    for system, row in found.items():
+        assert f"\n{system} " in done.stdout
+        assert row["case"] == "tiny/64/bf16" and row["gpu"] == "none" and len(row["commit"]) == 40
+        assert 0 < row["gpu_busy"] <= 1 and row["first_100_s"] > 0 and row["peak_gib"] > 0.1
+        assert sum(row["part_ms"].values()) == pytest.approx(row["profiled_ms_per_step"], rel=1e-2)
+        assert row["ms_p20"] <= row["ms_p50"] <= row["ms_p80"]
+    # All train on the same batches, and on models of one size.
+    assert len({row["target_tokens"] for row in found.values()}) == 1
+    log = (tmp_path / "logs" / "tiny-64-bf16-fairseq_no_cudnn-1.log").read_text()
+    (count,) = re.findall(r"num. shared model params: ([\d,]+)", log)
+    assert int(count.replace(",", "")) == parameters(SHAPES["tiny"], small.vocabulary)
