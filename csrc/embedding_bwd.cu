@@ -7,13 +7,15 @@
 //
 //   bytes moved   dy, the table's gradient (where it accumulates, only the rows that occur), and
 //                 what the sort needs
-//   determinism   a row's tokens are added in ascending order, by eights, those to sums of 64 and
-//                 these by a fixed rule; atomics never decide about an order of adding
+//   determinism   a row's tokens are added in ascending order in parts that their places among the
+//                 sorted tokens decide about, and those in order too; no atomic decides about it
 //
-// common/embedding_sort.cuh sorts the tokens by their rows of the table. Then sum_kernel has a warp
-// for each row of the table and 256 columns; for rows of more than 8 tokens (the commonest word can
-// be 18% of a batch) a block for every 64, and the last block of such a row to finish adds up what
-// all have left. In between, zeros go to the rows that do not occur.
+// common/embedding_sort.cuh sorts the tokens by their rows of the table and writes the zeros of the
+// rows that do not occur. Of the sorted tokens, sum_kernel gives every warp a window of 16 places,
+// so that all have about as much to do however the tokens are distributed (the commonest word can
+// be 18% of a batch). A row with 8 tokens at most is added up by the warp in whose window it
+// begins. A longer one is cut where windows end: the block joins its warps' parts in shared memory,
+// and of several blocks the last to finish joins what all have left in memory.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -26,20 +28,27 @@
 #include "common/check.h"
 #include "common/columns.cuh"
 #include "common/embedding_sort.cuh"
-#include "common/occupancy.h"
 #include "common/optional.h"
 #include "common/reduce.cuh"
 
 namespace lightseq {
 namespace {
 
-using namespace embedding;
+using embedding::Place;
+using embedding::Sort;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
 
+constexpr int kWarps = 8;  // of a block
+constexpr int kBlock = kWarp * kWarps;
 constexpr int kSlab = kWarp * kColumnsPerDraw;  // columns of a warp
+constexpr int kWindow = 16;                     // places of a warp
+constexpr int kSpan = kWindow * kWarps;         // of a block
+constexpr int kShort = 8;                       // tokens of a row that no window's end cuts
 
-__device__ __forceinline__ int64_t global_warp() {
-  return static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
-}
+// Rows of dy on their way to a warp: as many bytes of every type.
+template <typename T>
+constexpr int kAhead = 8 / sizeof(T);
 
 template <typename T>
 struct Gradients {
@@ -48,46 +57,50 @@ struct Gradients {
   DropoutFactors dropout;
   bool accumulate;
   float scale = 1.0f;
-  float* partials = nullptr;  // [chunks, columns] sums of chunks
+  int slabs = 0;
+  float* partials = nullptr;  // [spans, 2, columns] see join_spans
   void* table = nullptr;
   int64_t table_stride = 0;
   ScalarType table_type = ScalarType::Float;
 };
 
+// The tokens of a row of the table: places start ... end - 1.
+struct Segment {
+  int row, start, end;
+};
+
 using Sums = float[kColumnsPerDraw];
 
-// Adds `count` <= kRows rows of dy in the order in which the lanes hold their numbers.
-template <typename T, bool kDrops>
-__device__ __forceinline__ void add_rows(const Gradients<T>& g, int held, int count, int64_t group,
-                                         const Rng& rng, Sums& sums) {
-  const int64_t column = group * kColumnsPerDraw;
-  Columns<T> x[kRows] = {};
+__device__ __forceinline__ void clear(Sums& sums) {
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const int64_t row = __shfl_sync(kAllLanes, held, i);
-    if (i < count && column < g.columns) x[i].load_streaming(g.dy + row * g.dy_stride + column);
-  }
+  for (int e = 0; e < kColumnsPerDraw; ++e) sums[e] = 0.0f;
+}
+
+__device__ __forceinline__ void add(Sums& sums, const Sums& values) {
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    if (i >= count) break;
-    const int64_t row = __shfl_sync(kAllLanes, held, i);
-    float values[kColumnsPerDraw];
-    x[i].unpack(values);
-    if constexpr (kDrops) g.dropout.apply(g.dropout.draw(rng, row, group), values);
+  for (int e = 0; e < kColumnsPerDraw; ++e) sums[e] += values[e];
+}
+
+// Starts to copy eight columns to shared memory, on the way to which they occupy no registers.
+template <typename T>
+__device__ __forceinline__ void start_copy(T* to, const T* from) {
+  const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
 #pragma unroll
-    for (int e = 0; e < kColumnsPerDraw; ++e) sums[e] += values[e];
+  for (int i = 0; i < kColumnsPerDraw; i += Vec<T>::kSize) {
+    asm volatile(
+        "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared + i * static_cast<int>(sizeof(T))),
+        "l"(from + i)
+        : "memory");
   }
 }
 
 // The sums into a row of the table, rounded once.
-template <typename T, typename G>
-__device__ __forceinline__ void store_sums(const Gradients<T>& g, int64_t row, int64_t group,
-                                           const Sums& sums) {
-  const int64_t column = group * kColumnsPerDraw;
-  if (column >= g.columns) return;
+template <typename G, typename T>
+__device__ __forceinline__ void store_as(const Gradients<T>& g, int64_t row, int64_t column,
+                                         const Sums& sums) {
   G* const target = static_cast<G*>(g.table) + row * g.table_stride + column;
   Columns<G> stored;
-  float values[kColumnsPerDraw] = {};
+  Sums values = {};
   if (g.accumulate) {
     stored.load_streaming(target);
     stored.unpack(values);
@@ -99,127 +112,147 @@ __device__ __forceinline__ void store_sums(const Gradients<T>& g, int64_t row, i
 }
 
 template <typename T>
-__device__ __forceinline__ void store_sums(const Gradients<T>& g, int64_t row, int64_t group,
+__device__ __forceinline__ void store_sums(const Gradients<T>& g, int64_t row, int64_t column,
                                            const Sums& sums) {
+  if (column >= g.columns) return;
   switch (g.table_type) {
     case ScalarType::Float:
-      return store_sums<T, float>(g, row, group, sums);
+      return store_as<float>(g, row, column, sums);
     case ScalarType::Half:
-      return store_sums<T, __half>(g, row, group, sums);
+      return store_as<__half>(g, row, column, sums);
     default:
-      return store_sums<T, __nv_bfloat16>(g, row, group, sums);
+      return store_as<__nv_bfloat16>(g, row, column, sums);
   }
 }
 
-// Adds the sums of a block's warps up, in the order of the warps; the first warp has the result.
-__device__ __forceinline__ void add_warps(Sums& sums) {
-  __shared__ alignas(16) float of_warp[kWarps][kSlab];
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  __syncthreads();  // earlier readers are done
-  float4* const own = reinterpret_cast<float4*>(of_warp[warp] + lane * kColumnsPerDraw);
-  own[0] = make_float4(sums[0], sums[1], sums[2], sums[3]);
-  own[1] = make_float4(sums[4], sums[5], sums[6], sums[7]);
-  __syncthreads();
-  if (warp > 0) return;
-#pragma unroll
-  for (int other = 1; other < kWarps; ++other) {
-#pragma unroll
-    for (int e = 0; e < kColumnsPerDraw; ++e) sums[e] += of_warp[other][lane * kColumnsPerDraw + e];
-  }
-}
-
-// Leaves the sums of piece `index` in memory. In the block that does so last for the row, the first
-// warp gets the sums of the whole row, and the result is true.
+// Leaves a span's part of a segment in memory. If all its other spans have done so before, the sums
+// become those of the segment, and the result is true.
 template <typename T>
-__device__ __forceinline__ bool join_chunks(const Sort& p, const Gradients<T>& g, const Work& work,
-                                            int64_t index, int64_t group, Sums& sums) {
-  __shared__ bool is_last;
-  const int chunks = (work.count + kChunk - 1) / kChunk;
-  const int64_t column = group * kColumnsPerDraw;
+__device__ __forceinline__ bool join_spans(const Sort& p, const Gradients<T>& g,
+                                           const Segment& segment, int span, int slab,
+                                           int64_t column, Sums& sums) {
+  const int first = segment.start / kSpan, spans = (segment.end - 1) / kSpan - first + 1;
   const bool is_inside = column < g.columns;
-  if (threadIdx.x < kWarp) {
-    Columns<float> stored;
-    stored.pack(sums);
-    if (is_inside) stored.store(g.partials + index * g.columns + column);
-    __threadfence();
-    __syncwarp();
-    if (threadIdx.x == 0) {
-      int* const arrived = p.arrived + work.first * gridDim.y + blockIdx.y;
-      is_last = atomicAdd(arrived, 1) == chunks - 1;
-    }
-  }
-  __syncthreads();
-  if (!is_last) return false;
+  // A span can have two parts to leave: of the segment that comes in, of the one that goes out.
+  const auto part = [&](int of) {
+    return g.partials + (2 * static_cast<int64_t>(of) + (of == first)) * g.columns + column;
+  };
+  Columns<float> left;
+  left.pack(sums);
+  if (is_inside) left.store(part(span));
   __threadfence();
-#pragma unroll
-  for (int e = 0; e < kColumnsPerDraw; ++e) sums[e] = 0.0f;
-  if (is_inside) {
-#pragma unroll 4
-    for (int i = threadIdx.x / kWarp; i < chunks; i += kWarps) {
-      Columns<float> stored;
-      float values[kColumnsPerDraw];
-      stored.load_streaming(g.partials + (work.first + i) * g.columns + column);
-      stored.unpack(values);
-#pragma unroll
-      for (int e = 0; e < kColumnsPerDraw; ++e) sums[e] += values[e];
-    }
+  __syncwarp();
+  int arrived = 0;
+  if (threadIdx.x % kWarp == 0) {
+    arrived = atomicAdd(p.arrived + static_cast<int64_t>(first) * g.slabs + slab, 1);
   }
-  add_warps(sums);
+  if (__shfl_sync(kAllLanes, arrived, 0) < spans - 1) return false;
+  __threadfence();
+  clear(sums);
+  if (!is_inside) return true;
+#pragma unroll 4
+  for (int i = 0; i < spans; ++i) {
+    Sums values;
+    left.load_streaming(part(first + i));
+    left.unpack(values);
+    add(sums, values);
+  }
   return true;
 }
 
-// Zeros into those of 32 rows of the table that do not occur.
-template <typename T>
-__device__ __forceinline__ void clear_rows(const Sort& p, const Gradients<T>& g, int64_t first,
-                                           int64_t group) {
-  const int64_t row = first + threadIdx.x % kWarp;
-  const bool is_absent = row < p.vocabulary && p.counts[row] < 0;
-  unsigned absent = __ballot_sync(kAllLanes, is_absent);
-  const Sums zeros = {};
-  for (; absent != 0; absent &= absent - 1) store_sums(g, first + __ffs(absent) - 1, group, zeros);
-}
-
-// As many blocks as fit share the work out. First a block for every 64 tokens of the rows with many
-// of them; then a warp for every other row, and zeros in between, which only keep memory busy.
 template <typename T, bool kDrops>
-__global__ void __launch_bounds__(kBlock)
+__global__ void __launch_bounds__(kBlock, sizeof(T) == 2 ? 4 : 3)
     embedding_sum_kernel(const __grid_constant__ Sort p, const __grid_constant__ Gradients<T> g) {
+  __shared__ alignas(16) T rows[kAhead<T>][kBlock][kColumnsPerDraw];
+  __shared__ alignas(16) float parts[kWarps][kSlab];  // of segments from earlier windows
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int64_t group = static_cast<int64_t>(blockIdx.y) * kWarp + lane;
+  const int span = static_cast<int>(blockIdx.x) / g.slabs;
+  const int slab = static_cast<int>(blockIdx.x) - span * g.slabs;
+  const int64_t group = static_cast<int64_t>(slab) * kWarp + lane;
+  const int64_t column = group * kColumnsPerDraw;
+  const int window = span * kSpan + warp * kWindow;
   const Rng rng(g.dropout.dropout.rng);
-  const int long_work = p.taken[1], all_work = p.long_work + p.taken[2];
-  for (int64_t index = blockIdx.x; index < long_work; index += gridDim.x) {
-    const Work work = p.work[index];
-    const int done = static_cast<int>(index - work.first) * kChunk + warp * kRows;
-    const int held = done + lane < work.count ? p.order[work.start + done + lane] : 0;
-    Sums sums = {};
-    add_rows<T, kDrops>(g, held, min(kRows, work.count - done), group, rng, sums);
-    add_warps(sums);
-    if (work.count > kChunk && !join_chunks(p, g, work, index, group, sums)) continue;
-    if (warp == 0) store_sums(g, work.row, group, sums);
+
+  // A lane for each place of the window and for what may follow of its last segment.
+  Place place = {};
+  if (lane < kWindow + kShort - 1 && lane < p.tokens - window) place = p.order[window + lane];
+  const int begin = lane - place.index;  // of the segment, in the window
+  const bool is_long = place.count > kShort;
+  const bool is_here = is_long ? lane < kWindow : place.count > 0 && begin >= 0 && begin < kWindow;
+  const bool is_last = place.index == place.count - 1 || (is_long && lane == kWindow - 1);
+  const unsigned ends = __ballot_sync(kAllLanes, is_last);
+  unsigned left = __ballot_sync(kAllLanes, is_here), ahead = left;
+  const auto copy_next = [&](int slot) {
+    if (ahead != 0) {
+      const int64_t token = __shfl_sync(kAllLanes, place.token, __ffs(ahead) - 1);
+      if (column < g.columns) {
+        start_copy(rows[slot][threadIdx.x], g.dy + token * g.dy_stride + column);
+      }
+    }
+    ahead &= ahead - 1;
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+#pragma unroll 1
+  for (int slot = 0; slot < kAhead<T>; ++slot) copy_next(slot);
+  Sums sums = {};
+#pragma unroll 1
+  for (int slot = 0; left != 0; left &= left - 1, slot = (slot + 1) % kAhead<T>) {
+    const int at = __ffs(left) - 1;
+    uint32_t keep = kKeepAll;  // drawn while the copies are on their way
+    if constexpr (kDrops) {
+      keep = g.dropout.draw(rng, __shfl_sync(kAllLanes, place.token, at), group);
+    }
+    Columns<T> x;
+    Sums values;
+    asm volatile("cp.async.wait_group %0;" ::"n"(kAhead<T> - 1) : "memory");
+    x.load_shared(rows[slot][threadIdx.x]);
+    x.unpack(values);
+    if constexpr (kDrops) g.dropout.apply(keep, values);
+    add(sums, values);
+    copy_next(slot);
+    if ((ends >> at & 1) == 0) continue;
+    const int row = __shfl_sync(kAllLanes, place.row, at);
+    const int index = __shfl_sync(kAllLanes, place.index, at);
+    const int count = __shfl_sync(kAllLanes, place.count, at);
+    if (index > at) {
+      auto* const part = reinterpret_cast<float4*>(parts[warp] + lane * kColumnsPerDraw);
+      part[0] = make_float4(sums[0], sums[1], sums[2], sums[3]);
+      part[1] = make_float4(sums[4], sums[5], sums[6], sums[7]);
+    } else if (index == count - 1) {
+      store_sums(g, row, column, sums);
+    } else {
+      break;  // it goes on in the next window; the sums are needed below
+    }
+    clear(sums);
   }
 
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
-  int64_t clear = g.accumulate ? p.vocabulary : global_warp() * kWarp;
-  int64_t index = p.long_work + global_warp();
-  const auto load_work = [&](int64_t i) { return i < all_work ? p.work[i] : Work{}; };
-  const auto load_held = [&](const Work& of) {
-    return lane < of.count ? p.order[of.start + lane] : 0;
-  };
-  Work work = load_work(index);
-  int held = load_held(work);
-  while (index < all_work || clear < p.vocabulary) {
-    const Work next = load_work(index + step);
-    if (clear < p.vocabulary) clear_rows(p, g, clear, group);
-    if (index < all_work) {
-      Sums sums = {};
-      add_rows<T, kDrops>(g, held, work.count, group, rng, sums);
-      held = load_held(next);
-      store_sums(g, work.row, group, sums);
+  // A long segment is joined by the warp in whose window it begins, or else by the block's first.
+  __syncthreads();
+  const bool goes_on = is_long && begin >= 0 && place.index < place.count - 1;
+  const bool came = is_long && place.index > 0;
+  unsigned joins = __ballot_sync(kAllLanes, lane == kWindow - 1 && goes_on) |
+                   __ballot_sync(kAllLanes, lane == 0 && warp == 0 && came);
+#pragma unroll 1
+  while (joins != 0) {
+    const int at = kWarp - 1 - __clz(joins);
+    joins ^= 1u << at;
+    const int start = __shfl_sync(kAllLanes, window + begin, at);
+    const Segment segment{__shfl_sync(kAllLanes, place.row, at), start,
+                          start + __shfl_sync(kAllLanes, place.count, at)};
+    const int first = span * kSpan;
+    for (int other = at == 0 ? 0 : warp + 1; other < kWarps; ++other) {
+      if (first + other * kWindow >= segment.end) break;
+      Sums values;
+      Columns<float> part;
+      part.load_shared(parts[other] + lane * kColumnsPerDraw);
+      part.unpack(values);
+      add(sums, values);
     }
-    work = next;
-    index += step;
-    clear += step * kWarp;
+    const bool is_whole = start >= first && segment.end <= first + kSpan;
+    if (is_whole || join_spans(p, g, segment, span, slab, column, sums)) {
+      store_sums(g, segment.row, column, sums);
+    }
+    clear(sums);
   }
 }
 
@@ -233,18 +266,31 @@ void add_to_table(const char* op, Gradients<T> g, const Tensor& indices, Tensor 
     if (!g.accumulate) torch::stable::zero_(table);
     return;
   }
-  const int64_t slabs = blocks_for(columns, kSlab);
-  const auto [sort, scratch] = sort_tokens(op, indices, table.size(0), excluded, slabs, stream);
-  Tensor partials = allocate(table, {sort.long_work, columns}, ScalarType::Float);
+  require(tokens <= INT32_MAX - embedding::kSortBlock, op, ": more than 2^31 tokens");
+  const int64_t slabs = blocks_for(columns, kSlab), spans = blocks_for(tokens, kSpan);
+  constexpr int64_t kInts = sizeof(Place) / sizeof(int);
+  Tensor scratch = allocate(indices, {kInts * tokens + spans * slabs}, ScalarType::Int);
+  Tensor partials = allocate(table, {2 * spans, columns}, ScalarType::Float);
   g.scale = static_cast<float>(scale);
+  g.slabs = static_cast<int>(slabs);
   g.partials = partials.mutable_data_ptr<float>();
   g.table = table.mutable_data_ptr();
   g.table_stride = table.stride(0);
   g.table_type = table.scalar_type();
+  const int64_t size = static_cast<int64_t>(table.element_size());
+  Sort sort{Indices(indices), static_cast<int>(tokens)};
+  sort.vocabulary = table.size(0);
+  sort.excluded = excluded;
+  sort.order = static_cast<Place*>(scratch.mutable_data_ptr());
+  sort.arrived = scratch.mutable_data_ptr<int>() + kInts * tokens;
+  sort.arrivals = spans * slabs;
+  sort.table = g.accumulate ? nullptr : static_cast<char*>(g.table);
+  sort.table_stride = g.table_stride * size;
+  sort.row_bytes = columns * size;
+  sort_tokens(sort, stream);
   const auto kernel = g.dropout.dropout.threshold > 0 ? embedding_sum_kernel<T, true>
                                                       : embedding_sum_kernel<T, false>;
-  const int64_t blocks = resident_blocks(kernel, kBlock, table.get_device());
-  kernel<<<dim3(blocks_for(blocks, slabs), slabs), kBlock, 0, stream>>>(sort, g);
+  kernel<<<spans * slabs, kBlock, 0, stream>>>(sort, g);
   check_launch(op);
 }
 

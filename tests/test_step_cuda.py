@@ -98,7 +98,14 @@ def test_overflows_are_skipped_as_fairseq_skips_them(
 def test_a_gradient_that_is_not_finite_stops_the_run(
     data: Path, tmp_path: Path, precision: str
 ) -> None:
-    flags = {**ON_GPU, **PRECISIONS[precision], "lr": 1e30, "warmup_updates": 0, "clip_norm": 0.0}
+    flags = {
+        **ON_GPU,
+        **PRECISIONS[precision],
+        "lr": 1e30,
+        "lr_scheduler": "fixed",
+        "warmup_updates": 0,
+        "clip_norm": 0.0,
+    }
     with pytest.raises(FloatingPointError, match="gradients are Nan/Inf in update"):
         runs.run(data, tmp_path / "run", **flags)
     state = torch.load(tmp_path / "run/crash.pt", weights_only=False)
@@ -112,6 +119,23 @@ def test_a_resumed_run_repeats_the_losses(data: Path, tmp_path: Path, precision:
     restore = {"restore_file": str(tmp_path / "whole/checkpoint_2_9.pt")}
     rest = runs.run(data, tmp_path / "rest", **flags, **restore)
     assert rest == whole[9:]
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_either_goes_on_from_the_others_checkpoint(
+    data: Path, tmp_path: Path, precision: str, ours_first: bool
+) -> None:
+    flags = {**ON_GPU, **PRECISIONS[precision]}
+    first, second = (
+        {**flags, **(runs.LS if ours else runs.NATIVE), "native": not ours}
+        for ours in (ours_first, not ours_first)
+    )
+    runs.run(data, tmp_path / "both", **first)
+    rest = runs.run(data, tmp_path / "both", **{**second, "max_update": 24})
+    alone = runs.run(data, tmp_path / "alone", **{**first, "max_update": 24})
+    assert len(rest) == 12
+    assert rest == pytest.approx(alone[12:], rel=0.05)
 
 
 def test_validation_and_saving_do_not_disturb(data: Path, tmp_path: Path) -> None:

@@ -1,29 +1,26 @@
-// Backward of embedding, first half: a counting sort of T tokens by their rows of a table, V of
-// them. It says which rows occur and where, and cuts the sums that are to come into work.
+// Backward of embedding, first half: one kernel sorts T tokens by their rows of a table, V of them,
+// and writes the zeros of those rows that do not occur.
 //
-//   rank_kernel    cuts the tokens into kTiles tiles, a block each: how many equal tokens has the
-//                  tile before this one, and in all?
-//   place_kernel   a thread for each row of the table: turns the tiles' counts into places in
-//                  `order`, where equal tokens lie side by side, and writes the list of work
-//   order_kernel   writes every token's number to its place
+// Each block owns the rows v with v % owners == its number and does all that concerns them, so that
+// none waits for another. Its warps have a share of all tokens each:
 //
-//   bytes moved    the indices twice, 12 bytes a token for ranks and order; 4 * kTiles bytes a row
-//                  of the table are cleared, read and, where the row occurs, written again
-//   determinism    integer atomics hand out places in `order` and in the list of work. Which row
-//                  gets which place differs from run to run, but a row's tokens always lie side by
-//                  side in ascending order
+//   count   from all tokens, in shared memory: the share's tokens of each row of the block, and one
+//           sum of what belongs to the blocks before this one
+//   place   these counts give a row's places in `order`, and where among them each share begins
+//   order   the warps read their shares again and write the block's tokens to their places
+//   clear   zeros into the rows without tokens; half of the warps begin with this
 //
-// An index out of range stops the first kernel with a device-side assertion before anything is
-// written there.
+//   bytes moved    the indices, which all blocks read twice, from the caches; 16 bytes a token; the
+//                  zeros
+//   determinism    tokens are sorted by owner, then row, then number: atomics only count
+//
+// An index out of range stops the kernel with a device-side assertion; it is not counted.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <algorithm>
 #include <cassert>
 #include <cstdint>
-#include <utility>
 
 #include "common/check.h"
 #include "common/reduce.cuh"
@@ -31,165 +28,169 @@
 
 namespace lightseq::embedding {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+constexpr int kSortWarps = 32;  // of a block
+constexpr int kSortBlock = kWarp * kSortWarps;
+constexpr int kLeastOwnerShift = 7;  // 128 blocks, which most GPUs hold at a time
+constexpr int kMostOwned = 512;      // rows of a block
+constexpr int kBatch = 8;            // tokens of a lane on their way from memory
 
-constexpr int kWarps = 8;  // of a block
-constexpr int kBlock = kWarp * kWarps;
-constexpr int kTiles = 32;
-constexpr int kRound = 512;  // tokens that a block ranks at a time
-constexpr int kRows = 8;     // that a warp adds up
-constexpr int kChunk = kRows * kWarps;
-
-// A row of the table that occurs, and its tokens' places in `order`.
-struct alignas(16) Work {
-  int row, start, count;
-  int first;  // the first of the row's pieces of work in the list, where they are several
+// A token in its place among the sorted ones.
+struct alignas(16) Place {
+  int token;         // its number
+  int row;           // of the table
+  int index, count;  // among the tokens of that row; of the excluded row, none count
 };
 
-// What the kernels of one table share; what comes before `work` is zero at the start.
 struct Sort {
-  int* taken;    // [0] places of `order`, [1] long and [2] short pieces of the list of work
-  int* arrived;  // [long_work, slabs] how many pieces of the row whose work begins here are done
-  int* counts;   // [kTiles, V] then the first place of the tile's tokens; absent rows: -1
-  Work* work;    // [long_work] rows of more than kRows tokens, a piece for each kChunk of them,
-                 // then [short_work]
-  int* rank;     // [T] among the equal tokens of the tile
-  int* order;    // [T] numbers of tokens, equal ones side by side and ascending
   Indices indices;
-  int tokens, tile, long_work;
-  int64_t vocabulary, excluded;
+  int tokens;
+  int share = 0;        // tokens of a warp
+  int owner_shift = 0;  // owners = 2^owner_shift
+  int64_t vocabulary = 0, excluded = -1;
+  Place* order = nullptr;  // [tokens]
+  int* arrived = nullptr;  // [arrivals] zeros for the next kernel
+  int64_t arrivals = 0;
+  char* table = nullptr;  // null: absent rows stay as they are
+  int64_t table_stride = 0, row_bytes = 0;
 };
 
-// Every token is compared with those before it in its round: many instructions, but nothing to
-// wait for.
-static __global__ void __launch_bounds__(kRound)
-    embedding_rank_kernel(const __grid_constant__ Sort p) {
-  __shared__ alignas(16) int round[kRound];
-  int* const counts = p.counts + blockIdx.x * p.vocabulary;
-  const int end = min(p.tokens, (static_cast<int>(blockIdx.x) + 1) * p.tile);
-  const int self = threadIdx.x;
-  for (int t = blockIdx.x * p.tile + self; t - self < end; t += kRound) {
-    const int64_t token = t < end ? p.indices.at(t) : -1;
-    assert(t >= end || (token >= 0 && token < p.vocabulary && "index in [0, V)"));
-    const int mine = static_cast<int>(token);
-    __syncthreads();  // the round before has been read, its counts are there
-    round[self] = mine;
-    int before = t < end ? __ldcg(counts + mine) : 0;
-    __syncthreads();
-    for (int i = 0; i < self / kWarp * kWarp; i += 4) {
-      const int4 others = *reinterpret_cast<const int4*>(round + i);
-      before += (others.x == mine) + (others.y == mine) + (others.z == mine) + (others.w == mine);
-    }
-    const unsigned lower = (1u << self % kWarp) - 1;
-    before += __popc(__match_any_sync(kAllLanes, mine) & lower);
-    if (t < end) {
-      p.rank[t] = before;
-      atomicMax(counts + mine, before + 1);
-    }
-  }
-}
-
-// Three times the first of `count` places for the calling lane. Every lane takes part; one atomic
-// a warp and counter.
-__device__ __forceinline__ void take_places(int* taken, const int (&count)[3], int (&first)[3]) {
-  const int lane = threadIdx.x % kWarp;
-#pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    int end = count[i];
+// Sum of x over the threads before this one; in `total`, over all of them.
+__device__ __forceinline__ int exclusive_sum(int x, int& total) {
+  __shared__ int of_warp[kSortWarps];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const auto inclusive = [&](int sum) {
 #pragma unroll
     for (int offset = 1; offset < kWarp; offset *= 2) {
-      const int below = __shfl_up_sync(kAllLanes, end, offset);
-      if (lane >= offset) end += below;
+      const int below = __shfl_up_sync(kAllLanes, sum, offset);
+      if (lane >= offset) sum += below;
     }
-    first[i] = end;
-  }
-  int base[3] = {};
-#pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    if (lane == kWarp - 1 && first[i] > 0) base[i] = atomicAdd(taken + i, first[i]);
-  }
-#pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    first[i] += __shfl_sync(kAllLanes, base[i], kWarp - 1) - count[i];
-  }
+    return sum;
+  };
+  const int sum = inclusive(x);
+  __syncthreads();  // an earlier call's readers are done
+  if (lane == kWarp - 1) of_warp[warp] = sum;
+  __syncthreads();
+  const int warps = inclusive(of_warp[lane]);
+  total = __shfl_sync(kAllLanes, warps, kSortWarps - 1);
+  const int before = __shfl_sync(kAllLanes, warps, max(warp - 1, 0));
+  return sum - x + (warp > 0 ? before : 0);
 }
 
-static __global__ void __launch_bounds__(kBlock)
-    embedding_place_kernel(const __grid_constant__ Sort p) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
-  const bool is_counted = row < p.vocabulary && row != p.excluded;
-  int before[kTiles];
+static __global__ void __launch_bounds__(kSortBlock)
+    embedding_sort_kernel(const __grid_constant__ Sort p) {
+  extern __shared__ int counts[];        // [shares, kMostOwned] tokens, then index of the next one
+  __shared__ int2 segments[kMostOwned];  // first place and tokens of a row
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const uint32_t owner = blockIdx.x, owners = 1u << p.owner_shift;
+  for (int i = threadIdx.x; i < kSortWarps * kMostOwned; i += kSortBlock) counts[i] = 0;
+  for (int64_t i = blockIdx.x * kSortBlock + threadIdx.x; i < p.arrivals;
+       i += static_cast<int64_t>(gridDim.x) * kSortBlock) {
+    p.arrived[i] = 0;
+  }
+  __syncthreads();
+
+  int* const counted = counts + warp * kMostOwned;
+  const int first = min(warp * p.share, p.tokens), end = min(first + p.share, p.tokens);
+  // The lower half of an index says all but whether it is valid, and is where int32 has it: no
+  // branch keeps one load from following the other.
+  const auto* const indices = static_cast<const char*>(p.indices.data);
+  const int64_t step = p.indices.stride * (p.indices.wide ? sizeof(int64_t) : sizeof(int32_t));
+  const auto load_rows = [&](int token, uint32_t (&rows)[kBatch]) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int64_t at = min(token + i * kWarp, p.tokens - 1);
+      rows[i] = *reinterpret_cast<const uint32_t*>(indices + at * step);
+    }
+  };
+  int before = 0;
+  for (int token = first + lane; token < end; token += kBatch * kWarp) {
+    uint32_t rows[kBatch];
+    load_rows(token, rows);
+    bool is_valid = true;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const bool exists = i * kWarp < end - token;
+      const uint32_t its_owner = rows[i] % owners;
+      before += exists && its_owner < owner;
+      if (!exists || its_owner != owner) continue;
+      const int64_t row = p.indices.at(token + i * kWarp);
+      if (row >= 0 && row < p.vocabulary) {
+        atomicAdd(counted + (rows[i] >> p.owner_shift), 1);
+      } else {
+        is_valid = false;
+      }
+    }
+    assert(is_valid && "index in [0, V)");
+  }
+  int start;
+  exclusive_sum(before, start);
+
   int count = 0;
+  if (threadIdx.x < kMostOwned) {
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    before[tile] = is_counted ? p.counts[tile * p.vocabulary + row] : 0;
+    for (int share = 0; share < kSortWarps; ++share) {
+      int* const of_share = counts + share * kMostOwned + threadIdx.x;
+      const int added = *of_share;
+      *of_share = count;
+      count += added;
+    }
   }
+  int total;
+  start += exclusive_sum(count, total);
+  if (threadIdx.x < kMostOwned) segments[threadIdx.x] = make_int2(start, count);
+  __syncthreads();
+
+  const auto order = [&] {
+    for (int token = first + lane; token - lane < end; token += kBatch * kWarp) {
+      uint32_t rows[kBatch];
+      load_rows(token, rows);
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    const int of_tile = before[tile];
-    before[tile] = count;
-    count += of_tile;
-  }
-  const bool is_long = count > kRows;
-  const int chunks = is_long ? (count + kChunk - 1) / kChunk : 0;
-  int first[3];
-  take_places(p.taken, {count, chunks, count > 0 && !is_long}, first);
-  const int start = first[0];
-  if (row >= p.vocabulary) return;
-  if (count == 0) {
-    p.counts[row] = -1;
-    return;
-  }
-  const Work work{static_cast<int>(row), start, count, first[1]};
-  for (int i = 0; i < chunks; ++i) p.work[first[1] + i] = work;
-  if (!is_long) p.work[p.long_work + first[2]] = work;
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    p.counts[tile * p.vocabulary + row] = start + before[tile];
+      for (int i = 0; i < kBatch; ++i) {
+        const bool is_own = rows[i] % owners == owner && i * kWarp < end - token;
+        if (!__any_sync(kAllLanes, is_own)) continue;
+        const unsigned equal = __match_any_sync(kAllLanes, is_own ? rows[i] : ~owner);
+        const int of_block = static_cast<int>(rows[i] >> p.owner_shift);
+        if (is_own) {
+          const int2 segment = segments[of_block];
+          const int index = counted[of_block] + __popc(equal & ((1u << lane) - 1));
+          p.order[segment.x + index] = {token + i * kWarp, static_cast<int>(rows[i]), index,
+                                        rows[i] == p.excluded ? 0 : segment.y};
+        }
+        __syncwarp();
+        if (is_own && equal >> lane == 1) counted[of_block] += __popc(equal);
+        __syncwarp();
+      }
+    }
+  };
+  const auto clear = [&] {
+    for (int i = warp;; i += kSortWarps) {
+      const int64_t row = (static_cast<int64_t>(i) << p.owner_shift) + owner;
+      if (row >= p.vocabulary) return;
+      if (segments[i].y > 0 && row != p.excluded) continue;
+      char* const target = p.table + row * p.table_stride;
+      for (int64_t byte = lane * sizeof(uint4); byte < p.row_bytes; byte += kWarp * sizeof(uint4)) {
+        *reinterpret_cast<uint4*>(target + byte) = make_uint4(0, 0, 0, 0);
+      }
+    }
+  };
+#pragma unroll 1
+  for (int turn = warp; turn < warp + 2; ++turn) {
+    if (turn % 2 == 0) {
+      order();
+    } else if (p.table != nullptr) {
+      clear();
+    }
   }
 }
 
-static __global__ void __launch_bounds__(kBlock)
-    embedding_order_kernel(const __grid_constant__ Sort p) {
-  const int t = blockIdx.x * kBlock + threadIdx.x;
-  if (t >= p.tokens) return;
-  const int64_t token = p.indices.at(t);
-  if (token == p.excluded) return;
-  p.order[p.counts[t / p.tile * p.vocabulary + token] + p.rank[t]] = t;
-}
-
-// Enqueues the sort of `indices`, but for those that are `excluded`, for a kernel that works on
-// `slabs` slabs of columns. The memory of the result is to be kept until that has been launched.
-inline std::pair<Sort, Tensor> sort_tokens(const char* op, const Tensor& indices,
-                                           int64_t vocabulary, int64_t excluded, int64_t slabs,
-                                           cudaStream_t stream) {
-  const int64_t tokens = indices.size(0);
-  require(tokens < INT32_MAX - kTiles * kRound, op, ": more than 2^31 tokens");
-  const int64_t long_work = tokens / (kRows + 1), short_work = std::min(tokens, vocabulary);
-  const int64_t zeros = (3 + long_work * slabs + kTiles * vocabulary + 3) / 4 * 4;
-  const int64_t all_work = 4 * (long_work + short_work);
-  Tensor scratch = allocate(indices, {zeros + all_work + 2 * tokens}, ScalarType::Int);
-  int* const base = scratch.mutable_data_ptr<int>();
-  int* const rank = base + zeros + all_work;
-  const int64_t tile = blocks_for(tokens, kTiles * kRound) * kRound;
-  const Sort sort{base,
-                  base + 3,
-                  base + 3 + long_work * slabs,
-                  reinterpret_cast<Work*>(base + zeros),
-                  rank,
-                  rank + tokens,
-                  Indices(indices),
-                  static_cast<int>(tokens),
-                  static_cast<int>(tile),
-                  static_cast<int>(long_work),
-                  vocabulary,
-                  excluded};
-  cudaMemsetAsync(base, 0, zeros * sizeof(int), stream);
-  embedding_rank_kernel<<<blocks_for(tokens, tile), kRound, 0, stream>>>(sort);
-  embedding_place_kernel<<<blocks_for(vocabulary, kBlock), kBlock, 0, stream>>>(sort);
-  embedding_order_kernel<<<blocks_for(tokens, kBlock), kBlock, 0, stream>>>(sort);
-  return {sort, scratch};
+// Enqueues the sort; p.share and p.owner_shift are chosen here.
+inline void sort_tokens(Sort p, cudaStream_t stream) {
+  p.share = static_cast<int>(blocks_for(p.tokens, kSortBlock)) * kWarp;
+  p.owner_shift = kLeastOwnerShift;
+  while (static_cast<int64_t>(kMostOwned) << p.owner_shift < p.vocabulary) ++p.owner_shift;
+  constexpr int kBytes = kSortWarps * kMostOwned * sizeof(int);
+  cudaFuncSetAttribute(embedding_sort_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  embedding_sort_kernel<<<1u << p.owner_shift, kSortBlock, kBytes, stream>>>(p);
 }
 
 }  // namespace lightseq::embedding

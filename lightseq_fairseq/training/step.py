@@ -320,9 +320,9 @@ class _Graphs:
                     function()
                 finally:
                     graph.capture_end()
-        except torch.cuda.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if "out of memory" in str(error):
+                raise
             self._refusal = str(error).splitlines()[0]
             logger.warning("training goes on without CUDA graphs: %s", self._refusal)
             return None

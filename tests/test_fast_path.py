@@ -1,0 +1,106 @@
+"""Who takes the captured step, and what becomes of fairseq's loop when a step goes wrong.
+
+On a CPU: the same code, one kernel at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import training_runs as runs
+
+from lightseq_fairseq.training.step import TrainingStep
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def run(data: Path, folder: Path, **flags: Any) -> list[float]:
+    return runs.run(data, folder, **{**runs.LS, "no_save": True, "max_update": 4, **flags})
+
+
+def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return re.findall(r"training takes fairseq's own steps: (.*)", caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"arch": "transformer_tiny"}, "the arch is not an ls_transformer"),
+        ({"criterion": "label_smoothed_cross_entropy"}, "the criterion is not ls_label_smoothed"),
+        ({"optimizer": "adam"}, "the optimizer is not ls_adam"),
+        ({"encoder_layerdrop": 0.2}, "--encoder-layerdrop or --decoder-layerdrop"),
+        ({"memory_efficient_bf16": True, "bf16": True}, "--memory-efficient-fp16 or -bf16"),
+        ({"store_ema": True}, "--store-ema"),
+        ({"num_batch_buckets": 2}, "batches of bucketed lengths"),
+    ],
+)
+def test_what_is_not_covered_takes_fairseqs_step_and_says_so_once(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, flags: dict[str, Any],
+    reason: str,
+) -> None:  # fmt: skip
+    caplog.set_level(logging.INFO)
+    losses = run(data, tmp_path, max_epoch=2, max_update=None, **flags)
+    assert len(losses) > 4
+    assert len(reasons(caplog)) == 1
+    assert reason in reasons(caplog)[0]
+
+
+def test_all_of_ours_take_our_step(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    step = TrainingStep.run
+    with mock.patch.object(TrainingStep, "run", autospec=True, side_effect=step) as spy:
+        run(data, tmp_path)
+    assert spy.call_count == 4
+    assert reasons(caplog) == []
+
+
+def test_out_of_memory_skips_the_batch(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    step, calls = TrainingStep.run, []
+
+    def fails_once(self: TrainingStep, *arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise RuntimeError("CUDA out of memory: a test wanted all of it")
+        return step(self, *arguments)
+
+    with mock.patch.object(TrainingStep, "run", fails_once):
+        losses = run(data, tmp_path)
+    assert len(calls) == 5
+    assert len(losses) == 4
+    assert "attempting to recover from OOM" in caplog.text
+
+
+@pytest.mark.parametrize("bf16", [True, None])
+def test_a_gradient_that_is_not_finite_stops_the_run(
+    data: Path, tmp_path: Path, bf16: bool | None
+) -> None:
+    flags = {
+        "lr": 1e30,
+        "lr_scheduler": "fixed",
+        "warmup_updates": 0,
+        "clip_norm": 0.0,
+        "bf16": bf16,
+    }
+    with pytest.raises(FloatingPointError, match=r"gradients are Nan/Inf in update 2; the state"):
+        run(data, tmp_path, **flags)
+    state = torch.load(tmp_path / "crash.pt", weights_only=False)
+    assert state["optimizer_history"][-1]["num_updates"] == 1
+
+
+def test_another_number_of_batches_an_update_in_the_next_epoch(data: Path, tmp_path: Path) -> None:
+    losses = run(data, tmp_path, update_freq="1,3", max_epoch=2, max_update=None)
+    assert len(losses) == 7 + 3
+    assert min(losses[7:9]) > max(losses[:7])
