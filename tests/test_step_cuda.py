@@ -31,9 +31,9 @@ def tensors(state: Any, name: str = "") -> dict[str, Tensor]:
     """All tensors of a checkpoint, by their path in it."""
     if isinstance(state, Tensor):
         return {name: state}
-    items = state.items() if isinstance(state, dict) else enumerate(state)
     if not isinstance(state, (dict, list, tuple)):
         return {}
+    items = state.items() if isinstance(state, dict) else enumerate(state)
     return {k: v for key, value in items for k, v in tensors(value, f"{name}/{key}").items()}
 
 

@@ -252,7 +252,7 @@ class _Inputs:
             return False
         torch.cuda.synchronize(self.device)
         size *= 2  # batches are of similar size, so this is rarely done twice
-        self._block = torch.zeros(size, dtype=torch.int64, device=self.device)
+        self._block = torch.empty(size, dtype=torch.int64, device=self.device)
         self._slots = [_Slot(size, self.device) for _ in range(KNOWN_RATES)]
         return True
 
@@ -261,7 +261,8 @@ class _Slot:
     """One place of the ring: device memory, pinned numbers, and who has finished with them."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.block = torch.zeros(size, dtype=torch.int64, device=device)
+        # Not filled: that would happen on another stream than the copies, and perhaps after them.
+        self.block = torch.empty(size, dtype=torch.int64, device=device)
         self.written, self.read = torch.cuda.Event(), torch.cuda.Event()
         self._numbers = _pinned(torch.zeros(_GIVEN, dtype=torch.int64), device)
 
