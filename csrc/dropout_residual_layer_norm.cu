@@ -7,9 +7,9 @@
 //   bytes moved          x, residual, sum and y, each once
 //   determinism          no sum crosses a row, and a row's are added up in a fixed order
 //
-// A row lives in the registers of a warp, or of a block where C > 1024, so that the variance is
-// that of centred values and nothing is read twice. Any part may be missing: bias, residual,
-// LayerNorm (gamma and beta), dropout (p == 0).
+// A row lives in the registers of a team of threads, so that the variance is that of centred values
+// and nothing is read twice. Meanwhile the next rows are on their way (common/layer_norm.cuh). Any
+// part may be missing: bias, residual, LayerNorm (gamma and beta), dropout (p == 0).
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -31,13 +31,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Threads of a multiprocessor: more would not leave enough registers for a row.
-template <typename T>
-constexpr int kFwdThreads = sizeof(T) == 4 ? 512 : 768;
-
-// Rows side by side in a block.
-template <typename S>
-constexpr int kFwdRows = S::kThreads == kWarp ? 4 : 1;
+constexpr int kFwdGroups = 2;  // of columns, for each thread
 
 template <typename T>
 struct FwdParams {
@@ -46,97 +40,104 @@ struct FwdParams {
   T *sum, *y;                    // sum null: it would be x
   float *mean, *rstd;
   int64_t x_stride, residual_stride;
-  int64_t rows;
+  Rows rows;
   int columns;
+  float inverse;  // 1 / columns
   float eps;
   bool drops;  // p > 0
   DropoutFactors dropout;
 };
 
 template <typename T, typename S>
-__global__ void __launch_bounds__(S::kThreads* kFwdRows<S>,
-                                  kFwdThreads<T> / (S::kThreads * kFwdRows<S>))
-    dropout_residual_layer_norm_fwd_kernel(FwdParams<T> p) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kFwdRows<S> + threadIdx.y;
-  if (row >= p.rows) return;  // a whole warp, or a whole block
-  const T* const x_row = p.x + row * p.x_stride + S::column(0);
-  const T* const residual_row = p.residual + row * p.residual_stride + S::column(0);
-  T* const sum_row = p.sum + row * p.columns + S::column(0);
-  T* const y_row = p.y + row * p.columns + S::column(0);
-  Columns<T> x[S::kGroups] = {}, residual[S::kGroups] = {};
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    dropout_residual_layer_norm_fwd_kernel(const __grid_constant__ FwdParams<T> p) {
+  extern __shared__ uint4 shared[];
+  __shared__ float sum_rooms[S::kTeams][S::kWarps], square_rooms[S::kTeams][S::kWarps];
+  RowQueue<T, S, 2> queue(p.rows, {p.x, p.residual}, {p.x_stride, p.residual_stride},
+                          p.residual == nullptr ? 1 : 2, p.columns, shared);
+  const Rng rng(p.dropout.dropout.rng);
+  Columns<T> bias[S::kGroups] = {}, gamma[S::kGroups] = {}, beta[S::kGroups] = {};
 #pragma unroll
   for (int i = 0; i < S::kGroups; ++i) {
     if (S::column(i) >= p.columns) continue;
-    x[i].load_streaming(x_row + i * S::kStride);
-    if (p.residual != nullptr) residual[i].load_streaming(residual_row + i * S::kStride);
+    if (p.bias != nullptr) bias[i].load(p.bias + S::column(i));
+    if (p.gamma == nullptr) continue;
+    gamma[i].load(p.gamma + S::column(i));
+    beta[i].load(p.beta + S::column(i));
   }
-  const Rng rng(p.dropout.dropout.rng);
 
-  float total[S::kGroups][kColumnsPerDraw];
-  float row_sum = 0.0f;
-  const auto add_up = [&](auto drops) {
+  int64_t row = p.rows.first();
+  int64_t output = row * p.columns + S::column(0), output_step = p.rows.step * p.columns;
+  keep(output_step);
+  for (int left = p.rows.count(); left > 0; --left) {
+    queue.wait();
+    float total[S::kGroups][kColumnsPerDraw];
+    float row_sum = 0.0f;
+    const auto add_up = [&](auto drops) {
 #pragma unroll
-    for (int i = 0; i < S::kGroups; ++i) {
-      const int column = S::column(i);
-      float term[kColumnsPerDraw];
-      Columns<T> bias = {};
-      if (p.bias != nullptr && column < p.columns) bias.load(p.bias + column);
-      bias.unpack(term);
-      x[i].unpack(total[i]);
+      for (int i = 0; i < S::kGroups; ++i) {
+        float term[kColumnsPerDraw];
+        queue.get(0, i, total[i]);
+        bias[i].unpack(term);
 #pragma unroll
-      for (int e = 0; e < kColumnsPerDraw; ++e) total[i][e] += term[e];
-      if constexpr (drops.value) {
-        p.dropout.apply(p.dropout.draw(rng, row, column / kColumnsPerDraw), total[i]);
+        for (int e = 0; e < kColumnsPerDraw; ++e) total[i][e] += term[e];
+        if constexpr (drops.value) {
+          p.dropout.apply(p.dropout.draw(rng, row, S::column(i) / kColumnsPerDraw), total[i]);
+        }
+        queue.get(1, i, term);
+#pragma unroll
+        for (int e = 0; e < kColumnsPerDraw; ++e) {
+          total[i][e] += term[e];
+          row_sum += total[i][e];
+        }
+        if (p.sum != nullptr && S::column(i) < p.columns) {
+          Columns<T> packed;
+          packed.pack(total[i]);
+          packed.store(p.sum + output + i * S::kStride);
+        }
       }
-      residual[i].unpack(term);
-#pragma unroll
-      for (int e = 0; e < kColumnsPerDraw; ++e) {
-        total[i][e] += term[e];
-        row_sum += total[i][e];
-      }
-      x[i].pack(total[i]);
-      if (p.sum != nullptr && column < p.columns) x[i].store(sum_row + i * S::kStride);
+    };
+    if (p.drops) {
+      add_up(std::true_type{});
+    } else {
+      add_up(std::false_type{});
     }
-  };
-  if (p.drops) {
-    add_up(std::true_type{});
-  } else {
-    add_up(std::false_type{});
-  }
-  if (p.gamma == nullptr) return;
+    queue.pop();
 
-  const float mean = block_reduce<S::kThreads>(row_sum, Sum{}) / p.columns;
-  float squares = 0.0f;
+    if (p.gamma != nullptr) {
+      const float mean = team_sum<S>(row_sum, sum_rooms[threadIdx.y]) * p.inverse;
+      float squares = 0.0f;
 #pragma unroll
-  for (int i = 0; i < S::kGroups; ++i) {
-    const float centre = S::column(i) < p.columns ? mean : 0.0f;  // nothing beyond the row's end
+      for (int i = 0; i < S::kGroups; ++i) {
+        const float centre = S::column(i) < p.columns ? mean : 0.0f;  // zeros beyond the row's end
 #pragma unroll
-    for (int e = 0; e < kColumnsPerDraw; ++e) {
-      total[i][e] -= centre;
-      squares += total[i][e] * total[i][e];
+        for (int e = 0; e < kColumnsPerDraw; ++e) {
+          total[i][e] -= centre;
+          squares += total[i][e] * total[i][e];
+        }
+      }
+      squares = team_sum<S>(squares, square_rooms[threadIdx.y]);
+      const float rstd = rsqrtf(squares * p.inverse + p.eps);
+      if (threadIdx.x == 0) {
+        p.mean[row] = mean;
+        p.rstd[row] = rstd;
+      }
+#pragma unroll
+      for (int i = 0; i < S::kGroups; ++i) {
+        float weight[kColumnsPerDraw], shift[kColumnsPerDraw];
+        gamma[i].unpack(weight);
+        beta[i].unpack(shift);
+#pragma unroll
+        for (int e = 0; e < kColumnsPerDraw; ++e) {
+          total[i][e] = total[i][e] * rstd * weight[e] + shift[e];
+        }
+        Columns<T> packed;
+        packed.pack(total[i]);
+        if (S::column(i) < p.columns) packed.store(p.y + output + i * S::kStride);
+      }
     }
-  }
-  const float rstd = rsqrtf(block_reduce<S::kThreads>(squares, Sum{}) / p.columns + p.eps);
-  if (threadIdx.x == 0) {
-    p.mean[row] = mean;
-    p.rstd[row] = rstd;
-  }
-#pragma unroll
-  for (int i = 0; i < S::kGroups; ++i) {
-    const int column = S::column(i);
-    if (column >= p.columns) continue;
-    Columns<T> packed;
-    float gamma[kColumnsPerDraw], beta[kColumnsPerDraw];
-    packed.load(p.gamma + column);
-    packed.unpack(gamma);
-    packed.load(p.beta + column);
-    packed.unpack(beta);
-#pragma unroll
-    for (int e = 0; e < kColumnsPerDraw; ++e) {
-      total[i][e] = total[i][e] * rstd * gamma[e] + beta[e];
-    }
-    packed.pack(total[i]);
-    packed.store(y_row + i * S::kStride);
+    row += p.rows.step;
+    output += output_step;
   }
 }
 
@@ -165,27 +166,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_residual_layer_norm_fwd(
   const DropoutFactors dropout(rng.const_data_ptr<int64_t>(), site, p);
   dispatch_float(x.scalar_type(), "dropout_residual_layer_norm_fwd: x", [&](auto zero) {
     using T = decltype(zero);
-    const FwdParams<T> params{data_of<T>(x),
-                              data_of<T>(bias),
-                              data_of<T>(residual),
-                              data_of<T>(gamma),
-                              data_of<T>(beta),
-                              output_of<T>(sum),
-                              output_of<T>(y),
-                              output_of<float>(mean),
-                              output_of<float>(rstd),
-                              x.stride(0),
-                              stride_of(residual),
-                              rows,
-                              static_cast<int>(columns),
-                              static_cast<float>(eps),
-                              p > 0.0,
-                              dropout};
-    dispatch_shape(columns, [&](auto shape) {
+    FwdParams<T> params{data_of<T>(x),
+                        data_of<T>(bias),
+                        data_of<T>(residual),
+                        data_of<T>(gamma),
+                        data_of<T>(beta),
+                        output_of<T>(sum),
+                        output_of<T>(y),
+                        output_of<float>(mean),
+                        output_of<float>(rstd),
+                        x.stride(0),
+                        stride_of(residual),
+                        {},
+                        static_cast<int>(columns),
+                        1.0f / static_cast<float>(columns),
+                        static_cast<float>(eps),
+                        p > 0.0,
+                        dropout};
+    dispatch_shape<kFwdGroups>(columns, [&](auto shape) {
       using S = decltype(shape);
-      dropout_residual_layer_norm_fwd_kernel<T, S>
-          <<<blocks_for(rows, kFwdRows<S>), dim3(S::kThreads, kFwdRows<S>), 0,
-             current_stream(device)>>>(params);
+      const auto kernel = dropout_residual_layer_norm_fwd_kernel<T, S>;
+      params.rows = share_out<S>(kernel, rows, RowQueue<T, S, 2>::kRowBytes, 0, device);
+      kernel<<<params.rows.blocks, dim3(S::kThreads, S::kTeams), params.rows.shared,
+               current_stream(device)>>>(params);
     });
   });
   check_launch(op);

@@ -63,29 +63,48 @@ __device__ __forceinline__ void store_gradient(void* data, int64_t i, float x, b
   }
 }
 
-// A block adds 32 columns: its warps share out the rows of partials, then every warp takes a
-// column.
-static __global__ void __launch_bounds__(kWarp* kWarp)
-    column_sum_kernel(const float* partials, int64_t blocks, int64_t columns,
+// Warps of a block, and how many rows of partials each of them has on the way at a time: all of
+// them up to 144 blocks.
+constexpr int kSumWarps = 16;
+constexpr int kSumLoads = 9;
+// Of a multiprocessor. Where a block may start early it is kept to 32 registers a thread, so that
+// it has a chance beside the previous kernel's.
+#if __CUDA_ARCH__ >= 900
+constexpr int kSumBlocks = 4;
+#else
+constexpr int kSumBlocks = 1;
+#endif
+
+// A block adds 32 columns: its warps share out the rows of partials.
+static __global__ void __launch_bounds__(kWarp* kSumWarps, kSumBlocks)
+    column_sum_kernel(const float* partials, int blocks, int columns,
                       const __grid_constant__ Gradients gradients, bool accumulate) {
   using torch::headeronly::ScalarType;
   const Gradient& gradient = gradients.of[blockIdx.y];
   if (gradient.data == nullptr) return;
+  const int column = static_cast<int>(blockIdx.x) * kWarp + threadIdx.x;
+  const int64_t pitch = static_cast<int64_t>(gridDim.y) * columns;
   wait_for_previous_kernel();
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kWarp;
   float sum = 0.0f;
-  if (first + threadIdx.x < columns) {
-#pragma unroll 4
-    for (int64_t block = threadIdx.y; block < blocks; block += kWarp) {
-      sum += partials[(block * gridDim.y + blockIdx.y) * columns + first + threadIdx.x];
+  if (column < columns) {
+    partials += static_cast<int64_t>(blockIdx.y) * columns + column;
+    for (int first = threadIdx.y; first < blocks; first += kSumLoads * kSumWarps) {
+      const float* at = partials + first * pitch;
+      float parts[kSumLoads];
+#pragma unroll
+      for (int u = 0; u < kSumLoads; ++u, at += kSumWarps * pitch) {
+        parts[u] = first + u * kSumWarps < blocks ? *at : 0.0f;
+      }
+#pragma unroll
+      for (int u = 0; u < kSumLoads; ++u) sum += parts[u];
     }
   }
-  __shared__ float of_warp[kWarp][kWarp + 1];
+  __shared__ float of_warp[kSumWarps][kWarp];
   of_warp[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
-  sum = warp_reduce(of_warp[threadIdx.x][threadIdx.y], Sum{});
-  const int64_t column = first + threadIdx.y;
-  if (threadIdx.x != 0 || column >= columns) return;
+  if (threadIdx.y != 0 || column >= columns) return;
+#pragma unroll
+  for (int warp = 1; warp < kSumWarps; ++warp) sum += of_warp[warp][threadIdx.x];
   switch (gradient.type) {
     case ScalarType::Double:
       return store_gradient<double>(gradient.data, column, sum, accumulate);
@@ -109,11 +128,12 @@ inline void add_partials(const float* partials, int64_t blocks, int64_t columns,
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks_for(columns, kWarp), sums);
-  config.blockDim = dim3(kWarp, kWarp);
+  config.blockDim = dim3(kWarp, kSumWarps);
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = major >= 9 ? 1 : 0;
-  cudaLaunchKernelEx(&config, column_sum_kernel, partials, blocks, columns, gradients, accumulate);
+  cudaLaunchKernelEx(&config, column_sum_kernel, partials, static_cast<int>(blocks),
+                     static_cast<int>(columns), gradients, accumulate);
   check_launch("column_sum");
 }
 

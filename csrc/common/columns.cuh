@@ -51,25 +51,27 @@ struct Columns {
     }
   }
 
-  // For what no kernel reads again before it has left the cache.
+  // For what no kernel reads again soon: it passes the first cache by.
   __device__ __forceinline__ void load_streaming(const T* address) {
 #pragma unroll
     for (int i = 0; i < kWords; i += 4) {
-      set(i, __ldcs(reinterpret_cast<const uint4*>(address) + i / 4));
+      set(i, __ldcg(reinterpret_cast<const uint4*>(address) + i / 4));
     }
   }
 
   // Keeps its place behind the instructions that wait for a copy to shared memory.
-  __device__ __forceinline__ void load_shared(const T* address) {
-    const auto from = static_cast<uint32_t>(__cvta_generic_to_shared(address));
+  __device__ __forceinline__ void load_shared(uint32_t address) {
 #pragma unroll
     for (int i = 0; i < kWords; i += 4) {
       uint4 four;
       asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
-                   : "r"(from + i * static_cast<int>(sizeof(uint32_t))));
+                   : "r"(address + i * static_cast<int>(sizeof(uint32_t))));
       set(i, four);
     }
+  }
+  __device__ __forceinline__ void load_shared(const T* address) {
+    load_shared(static_cast<uint32_t>(__cvta_generic_to_shared(address)));
   }
 
   // In assembly, since nvcc makes four stores of a plain assignment here.

@@ -1,25 +1,35 @@
 // How dropout_residual_layer_norm_fwd and _bwd share rows out among threads.
+//
+// As many blocks as run side by side stay until the last row. In a block, teams of threads take a
+// row each; a thread keeps to its columns, so that what belongs to these (bias, gamma, sums over
+// rows) waits in registers. Rows come by way of shared memory, where every thread copies what it
+// will read itself: only sums over a row make a team's threads wait for each other.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 
-#include "philox.cuh"
+#include "check.h"
+#include "columns.cuh"
+#include "occupancy.h"
 #include "reduce.cuh"
 
 namespace lightseq {
 
 constexpr int kMaxColumns = 8192;
+constexpr int kBlockThreads = 512;
 
-// A row is shared out among kThreads, which take every kThreads-th group of eight columns; where
-// the row is shorter, the last of them idle. A block holds several rows where a row takes only a
-// warp.
+// A row is shared out among the kThreads of a team, which take every kThreads-th group of eight
+// columns; where the row is shorter, the last of them idle.
 template <int kThreads_, int kGroups_>
 struct Shape {
   static constexpr int kThreads = kThreads_;
   static constexpr int kGroups = kGroups_;
+  static constexpr int kTeams = kBlockThreads / kThreads;
+  static constexpr int kWarps = kThreads / kWarp;             // of a team
   static constexpr int kStride = kThreads * kColumnsPerDraw;  // between groups of a thread
   static constexpr int kColumns = kStride * kGroups;
 
@@ -29,13 +39,14 @@ struct Shape {
   }
 };
 
-template <typename Function>
+// kGroups: of a thread; two in any case where a block has too few threads.
+template <int kGroups, typename Function>
 void dispatch_shape(int64_t columns, Function&& function) {
-  if (columns <= 512) return function(Shape<32, 2>{});
-  if (columns <= 1024) return function(Shape<32, 4>{});
-  if (columns <= 2048) return function(Shape<64, 4>{});
-  if (columns <= 4096) return function(Shape<128, 4>{});
-  return function(Shape<256, 4>{});
+  if (columns <= 512) return function(Shape<64 / kGroups, kGroups>{});
+  if (columns <= 1024) return function(Shape<128 / kGroups, kGroups>{});
+  if (columns <= 2048) return function(Shape<256 / kGroups, kGroups>{});
+  if (columns <= 4096) return function(Shape<512 / kGroups, kGroups>{});
+  return function(Shape<kBlockThreads, 2>{});
 }
 
 inline void check_width(const char* op, int64_t columns) {
@@ -46,6 +57,188 @@ inline void check_width(const char* op, int64_t columns) {
 // Like x, or empty where the output does not exist.
 inline torch::stable::Tensor empty_rows(const torch::stable::Tensor& x, bool exists) {
   return exists ? allocate(x, {x.size(0), x.size(1)}) : allocate(x, {0});
+}
+
+// Which rows are whose. Neighbouring rows go to different blocks, so that the last rows keep all of
+// them busy.
+struct Rows {
+  int64_t step;      // between a team's rows: the number of teams
+  int each, longer;  // a team takes `each` rows, the first `longer` teams take one more
+  int stages;        // rows in shared memory for every team: 2, or 1 where that does not fit
+  int shared;        // bytes of that
+  unsigned blocks;
+
+  __device__ __forceinline__ int64_t first() const {
+    return static_cast<int64_t>(threadIdx.y) * gridDim.x + blockIdx.x;
+  }
+  __device__ __forceinline__ int count() const { return each + (first() < longer ? 1 : 0); }
+};
+
+// row_bytes: of all that a team reads of a row. least: bytes of shared memory needed in any case.
+template <typename S, typename Kernel>
+Rows share_out(Kernel kernel, int64_t rows, int row_bytes, int least, int32_t device) {
+  constexpr int kStaticBytes = 1024;  // at most, for sums over a row
+  int room = 0;
+  cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  const int stages = 2 * S::kTeams * row_bytes <= room - kStaticBytes ? 2 : 1;
+  const int bytes = std::max(stages * S::kTeams * row_bytes, least);
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  const int64_t blocks = std::min(rows, resident_blocks(kernel, kBlockThreads, device, bytes));
+  const int64_t teams = std::max<int64_t>(1, blocks * S::kTeams);
+  return {teams, static_cast<int>(rows / teams), static_cast<int>(rows % teams), stages,
+          bytes, static_cast<unsigned>(blocks)};
+}
+
+// Keeps x in a register: nvcc would compute it again for every row.
+__device__ __forceinline__ void keep(int64_t& x) { asm volatile("" : "+l"(x)); }
+__device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
+
+// A team's rows on their way through shared memory: kInputs tensors side by side.
+template <typename T, typename S, int kInputs>
+class RowQueue {
+ public:
+  static constexpr int kInputBytes = S::kColumns * static_cast<int>(sizeof(T));
+  static constexpr int kRowBytes = kInputs * kInputBytes;
+
+  // Starts to copy. inputs: how many of `data` there are; the others read as zeros.
+  __device__ __forceinline__ RowQueue(const Rows& rows, const T* const (&data)[kInputs],
+                                      const int64_t (&strides)[kInputs], int inputs, int columns,
+                                      void* shared)
+      : left_(rows.count()), inputs_(inputs), columns_(columns), pair_(rows.stages == 2) {
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) {
+      next_[k] = reinterpret_cast<const char*>(data[k] + rows.first() * strides[k] + S::column(0));
+      step_[k] = rows.step * strides[k] * static_cast<int>(sizeof(T));
+      keep(step_[k]);
+    }
+    stage_ = static_cast<uint32_t>(__cvta_generic_to_shared(shared)) +
+             threadIdx.y * rows.stages * kRowBytes + S::column(0) * static_cast<int>(sizeof(T));
+    both_ = 2 * stage_ + (pair_ ? kRowBytes : 0);
+    keep(stage_);
+    keep(both_);
+    copy();
+    if (pair_) {
+      stage_ = both_ - stage_;
+      copy();
+      stage_ = both_ - stage_;
+    }
+    for (int i = 0; i < S::kGroups; ++i) {
+      for (int k = 0; k < kInputs; ++k) {
+        if (S::column(i) < columns && k < inputs) continue;
+        clear(stage_ + place(k, i));
+        clear(both_ - stage_ + place(k, i));
+      }
+    }
+  }
+
+  // Until the row is there.
+  __device__ __forceinline__ void wait() const {
+    if (pair_) {
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+    } else {
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+    }
+  }
+
+  // This thread's i-th group of the row, of the k-th tensor; zeros beyond the row's end.
+  __device__ __forceinline__ void get(int k, int i, float (&x)[kColumnsPerDraw]) const {
+    Columns<T> packed;
+    packed.load_shared(stage_ + place(k, i));
+    packed.unpack(x);
+  }
+
+  // The row has been read: another may take its place.
+  __device__ __forceinline__ void pop() {
+    copy();
+    stage_ = both_ - stage_;
+  }
+
+ private:
+  static __device__ __forceinline__ uint32_t place(int k, int i) {
+    return k * kInputBytes + i * S::kStride * static_cast<int>(sizeof(T));
+  }
+
+  __device__ __forceinline__ void copy() {
+    if (left_ > 0) {
+      --left_;
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) {
+        if (k >= inputs_) continue;
+#pragma unroll
+        for (int i = 0; i < S::kGroups; ++i) {
+          if (S::column(i) >= columns_) continue;
+#pragma unroll
+          for (int bytes = 0; bytes < kGroupBytes; bytes += kVecBytes) {
+            asm volatile(
+                "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(stage_ + place(k, i) + bytes),
+                "l"(next_[k] + place(0, i) + bytes)
+                : "memory");
+          }
+        }
+        next_[k] += step_[k];
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  static __device__ __forceinline__ void clear(uint32_t address) {
+#pragma unroll
+    for (int bytes = 0; bytes < kGroupBytes; bytes += kVecBytes) {
+      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address + bytes), "r"(0)
+                   : "memory");
+    }
+  }
+
+  static constexpr int kGroupBytes = kColumnsPerDraw * static_cast<int>(sizeof(T));
+  const char* next_[kInputs];  // this thread's columns of the row that is copied next
+  int64_t step_[kInputs];
+  uint32_t stage_, both_;  // address of this thread's columns; the sum of both stages' addresses
+  int left_;               // rows to be copied
+  int inputs_, columns_;
+  bool pair_;
+};
+
+// Waits for the team's threads.
+template <typename S>
+__device__ __forceinline__ void sync_team() {
+  asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "n"(S::kThreads) : "memory");
+}
+
+// Sum over a row. room: of the team's own, and not that of the sum before.
+template <typename S>
+__device__ __forceinline__ float team_sum(float x, float (&room)[S::kWarps]) {
+  x = warp_reduce(x, Sum{});
+  if constexpr (S::kWarps > 1) {
+    if (threadIdx.x % kWarp == 0) room[threadIdx.x / kWarp] = x;
+    sync_team<S>();
+    x = room[0];
+#pragma unroll
+    for (int warp = 1; warp < S::kWarps; ++warp) x += room[warp];
+  }
+  return x;
+}
+
+// Two of them with the shuffles of one: half of a warp adds up the first, half the second.
+template <typename S>
+__device__ __forceinline__ float2 team_sum(float2 x, float2 (&room)[S::kWarps]) {
+  constexpr int kHalf = kWarp / 2;
+  const bool second = threadIdx.x & kHalf;
+  float sum = second ? x.y : x.x;
+  sum += __shfl_xor_sync(kAllLanes, second ? x.x : x.y, kHalf);
+#pragma unroll
+  for (int offset = kHalf / 2; offset > 0; offset /= 2) {
+    sum += __shfl_xor_sync(kAllLanes, sum, offset);
+  }
+  float* const half = &room[threadIdx.x / kWarp].x;
+  if (threadIdx.x % kHalf == 0) half[second ? 1 : 0] = sum;
+  sync_team<S>();
+  x = room[0];
+#pragma unroll
+  for (int warp = 1; warp < S::kWarps; ++warp) {
+    x.x += room[warp].x;
+    x.y += room[warp].y;
+  }
+  return x;
 }
 
 }  // namespace lightseq

@@ -3,7 +3,7 @@
 //
 //   Vec<T>          16 bytes of T: 8 halves or 4 floats
 //   load, store     one 16-byte access; the address must be a multiple of 16 bytes
-//   *_streaming     the same, for data that no kernel reads again before it has left the cache
+//   load_streaming  the same past the first cache, for data that no kernel reads again soon
 //   dispatch_float  calls a generic lambda with the tensor's element type
 #pragma once
 
@@ -56,13 +56,8 @@ __device__ __forceinline__ void store(T* address, const Vec<T>& x) {
 
 template <typename T>
 __device__ __forceinline__ Vec<T> load_streaming(const T* address) {
-  const int4 bits = __ldcs(reinterpret_cast<const int4*>(address));
+  const int4 bits = __ldcg(reinterpret_cast<const int4*>(address));
   return *reinterpret_cast<const Vec<T>*>(&bits);
-}
-
-template <typename T>
-__device__ __forceinline__ void store_streaming(T* address, const Vec<T>& x) {
-  __stcs(reinterpret_cast<int4*>(address), *reinterpret_cast<const int4*>(&x));
 }
 
 // dispatch_float(type, "op: x", [&](auto zero) { using T = decltype(zero); ... })
