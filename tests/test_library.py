@@ -25,7 +25,7 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is no
 
 def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=240
+        command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=900
     )
 
 

@@ -61,12 +61,14 @@ if [ ! -e "$run/trained-$updates" ]; then
 fi
 
 echo "== $system, seed $seed: averaging, translating, scoring"
-python3 "$here/average.py" "$checkpoints" "$run/averaged.pt"
+lightseq-average --inputs "$checkpoints" --num-update-checkpoints 10 --output "$run/averaged.pt"
 python3 "$here/../curves.py" "$run/train.log" "$run/curves.svg" --title "Multi30k en-de, $system"
 lightseq-generate "$data/bin" ${native[@]+"${native[@]}"} --source-lang en --target-lang de \
     --path "$run/averaged.pt" --beam 5 --max-len-a 1.5 --max-len-b 10 --max-tokens 4096 \
-    --remove-bpe --tokenizer moses >"$run/generate.log"
-grep '^D-' "$run/generate.log" | LC_ALL=C sort -t - -k 2n | cut -f 3- >"$run/test.hyp.de"
-sacrebleu "$data/text/test_2016_flickr.de" --input "$run/test.hyp.de" --width 2 >"$run/bleu.json"
-python3 "$here/record.py" "$checkpoints/checkpoint_last.pt" "$run/bleu.json" "$results" \
-    --system "$system" --seed "$seed" --precision "$precision"
+    --remove-bpe >"$run/generate.log"
+bleu=$(lightseq-score --sys "$run/generate.log" --reference "$data/text/test_2016_flickr.de" \
+    --detokenize de --json "$run/bleu.json")
+python3 "$here/../record.py" "$checkpoints/checkpoint_last.pt" "$run/bleu.json" \
+    --results "$results" --case "multi30k en-de test_2016_flickr $precision" \
+    --system "$system" --seed "$seed"
+echo "$bleu"

@@ -1,6 +1,6 @@
-"""Write a finished run's row into ``results/bleu.json``, in place of its earlier row.
+"""Write a finished run's row into a file of results, in place of its earlier row.
 
-One row a system and seed, so the file shows what a rerun of every row would have to reproduce.
+One row a case, system and seed: the file shows what a rerun of every row would have to reproduce.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightseq_fairseq import fairseq_compat
 Row = dict[str, Any]
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent.parent / "scripts"))
+sys.path.insert(0, str(HERE.parent / "scripts"))
 
 from result_rows import current_commit  # noqa: E402
 
@@ -39,8 +39,12 @@ def training_figures(checkpoint: Path) -> Row:
     }
 
 
+def _key(row: Row) -> tuple[str, str, int]:
+    return row["case"], row["system"], row["seed"]
+
+
 def write_row(row: Row, results: Path) -> None:
-    """Add ``row``, or replace the one of the same system and seed.
+    """Add ``row``, or replace the one of the same case, system and seed.
 
     Two runs that finish at the same moment both get their row in.
     """
@@ -49,9 +53,8 @@ def write_row(row: Row, results: Path) -> None:
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         rows = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
-        key = (row["system"], row["seed"])
-        rows = [other for other in rows if (other["system"], other["seed"]) != key]
-        rows = sorted([*rows, row], key=lambda each: (each["system"], each["seed"]))
+        rows = [other for other in rows if _key(other) != _key(row)]
+        rows = sorted([*rows, row], key=_key)
         partial = results.with_name(results.name + ".partial")
         partial.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, results)
@@ -62,27 +65,25 @@ def write_row(row: Row, results: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a finished run's row.")
     parser.add_argument("checkpoint", type=Path, help="the run's checkpoint_last.pt")
-    parser.add_argument("bleu", type=Path, help="what sacrebleu printed, as JSON")
-    parser.add_argument("results", type=Path, help="the file of rows")
+    parser.add_argument("scores", type=Path, nargs="+", help="what lightseq-score --json wrote")
+    parser.add_argument("--results", type=Path, required=True, help="the file of rows")
+    parser.add_argument("--case", required=True, help="what was trained and tested")
     parser.add_argument("--system", choices=["lightseq", "fairseq"], required=True)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--precision", choices=["fp32", "fp16", "bf16"], required=True)
     args = parser.parse_args()
-    bleu = json.loads(args.bleu.read_text(encoding="utf-8"))
-    row = {
+    row: Row = {
         "commit": current_commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
-        "case": f"multi30k en-de test_2016_flickr {args.precision}",
+        "case": args.case,
         "system": args.system,
         "seed": args.seed,
-        "bleu": bleu["score"],
-        "signature": bleu["signature"],
-        **training_figures(args.checkpoint),
     }
+    for score in args.scores:
+        row.update(json.loads(score.read_text(encoding="utf-8")))
+    row.update(training_figures(args.checkpoint))
     write_row(row, args.results)
-    print(f"BLEU|{bleu['signature']} = {bleu['score']} {bleu['verbose_score']}")
 
 
 if __name__ == "__main__":

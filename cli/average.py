@@ -1,0 +1,165 @@
+"""``lightseq-average``: one checkpoint with the mean of the weights of several."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lightseq_fairseq.cli.launch import Stop
+from lightseq_fairseq.errors import UserError
+
+Checkpoint = dict[str, Any]
+
+EPOCHS = re.compile(r"checkpoint(\d+)\.pt")
+UPDATES = re.compile(r"checkpoint_\d+_(\d+)\.pt")
+
+
+@click.command(name="lightseq-average", context_settings={"max_content_width": 100})
+@click.option(
+    "--inputs", "first", multiple=True, required=True, metavar="PATH ...",
+    type=click.Path(path_type=Path),
+    help="The checkpoints, or the folder to find them in.",
+)  # fmt: skip
+@click.argument("more", nargs=-1, metavar="", type=click.Path(path_type=Path))
+@click.option(
+    "--output", required=True, metavar="FILE", type=click.Path(path_type=Path),
+    help="The checkpoint to write.",
+)  # fmt: skip
+@click.option(
+    "--num-epoch-checkpoints", "epochs", type=click.IntRange(1), metavar="N",
+    help="Average the last N of a folder's checkpoint<epoch>.pt.",
+)  # fmt: skip
+@click.option(
+    "--num-update-checkpoints", "updates", type=click.IntRange(1), metavar="N",
+    help="Average the last N of a folder's checkpoint_<epoch>_<updates>.pt.",
+)  # fmt: skip
+@click.option(
+    "--checkpoint-upper-bound", "bound", type=int, metavar="N",
+    help="The last epoch, or the last update, that counts in the folder.",
+)  # fmt: skip
+def main(
+    first: Sequence[Path], more: Sequence[Path], output: Path, epochs: int | None,
+    updates: int | None, bound: int | None,
+) -> None:  # fmt: skip
+    """Average the weights of a run's checkpoints into one that can be translated with.
+
+    Takes the options of the scripts/average_checkpoints.py in fairseq's repository:
+
+    \b
+        lightseq-average --inputs checkpoints --num-epoch-checkpoints 10 --output averaged.pt
+        lightseq-average --inputs checkpoint98.pt checkpoint99.pt --output averaged.pt
+    """
+    try:
+        paths = _chosen([*first, *more], epochs, updates, bound)
+        if output.resolve() in [path.resolve() for path in paths]:
+            raise UserError(f"{output} is one of the checkpoints to average: name another --output")
+        averaged = average(paths)
+        from lightseq_fairseq import checkpoint
+
+        checkpoint.save(averaged, str(output))
+    except UserError as error:
+        raise Stop("lightseq-average", str(error)) from error
+    names = paths[0].name if len(paths) == 1 else f"{paths[-1].name} to {paths[0].name}"
+    click.echo(f"{output}: average of {len(paths)} checkpoints, {names}")
+
+
+def average(paths: Sequence[Path]) -> Checkpoint:
+    """The first checkpoint with the mean of all their weights, without an optimizer state.
+
+    The averaging of checkpoints of Vaswani et al. 2017, section 6.1, as fairseq's
+    scripts/average_checkpoints.py does it. Weights are summed in float64 and rounded once: to
+    float32, which is what our checkpoints hold in every precision, or to float64 where they are
+    that. Tied weights stay tied; tensors of integers are those of the first checkpoint.
+
+    Args:
+        paths: checkpoints of one run, of this package or of fairseq.
+
+    Raises:
+        UserError: a file cannot be read, is no checkpoint, or holds another model.
+    """
+    import torch
+
+    checkpoint = _load(paths[0])
+    checkpoint["last_optimizer_state"] = None  # it belongs to no mean of weights
+    model = checkpoint["model"]
+    sums = {
+        name: value.to(torch.float64, copy=True)
+        for name, value in model.items()
+        if value.is_floating_point()
+    }
+    for path in paths[1:]:
+        other = _load(path)["model"]
+        if {name: value.shape for name, value in other.items()} != {
+            name: value.shape for name, value in model.items()
+        }:
+            raise UserError(f"{path} and {paths[0]} hold different models: average one run's only")
+        for name in sums:
+            sums[name] += other[name]
+    means: dict[Any, Any] = {}  # one for each tensor of the model, which may have several names
+    for name, total in sums.items():
+        value = model[name]
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        tensor = (value.data_ptr(), value.shape)
+        means.setdefault(tensor, (total / len(paths)).to(dtype))
+        sums[name] = means[tensor]
+    checkpoint["model"] = {**model, **sums}
+    return checkpoint
+
+
+def _load(path: Path) -> Checkpoint:
+    from lightseq_fairseq import fairseq_compat
+
+    fairseq_compat.prepare()
+    from lightseq_fairseq.fairseq_compat.checkpoints import load_checkpoint
+
+    try:
+        with path.open("rb") as file:
+            checkpoint: Checkpoint = load_checkpoint(file, map_location="cpu")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
+    return checkpoint
+
+
+def _chosen(
+    inputs: Sequence[Path], epochs: int | None, updates: int | None, bound: int | None
+) -> list[Path]:
+    """The checkpoints that the options ask for; out of a folder the newest first, as in fairseq."""
+    if epochs is not None and updates is not None:
+        raise UserError("--num-epoch-checkpoints and --num-update-checkpoints exclude each other")
+    count = epochs if updates is None else updates
+    if count is None:
+        if bound is not None:
+            raise UserError(
+                "--checkpoint-upper-bound needs --num-epoch-checkpoints or --num-update-checkpoints"
+            )
+        for path in inputs:
+            if path.is_dir():
+                raise UserError(
+                    f"{path} is a folder: say how many of its checkpoints to average with "
+                    "--num-epoch-checkpoints or --num-update-checkpoints"
+                )
+        return list(inputs)
+    if len(inputs) > 1 or not inputs[0].is_dir():
+        raise UserError("to find checkpoints by their numbers, give --inputs one folder")
+    pattern = EPOCHS if updates is None else UPDATES
+    found = {}
+    for path in inputs[0].iterdir():
+        match = pattern.fullmatch(path.name)
+        if match is not None and (bound is None or int(match[1]) <= bound):
+            found[int(match[1])] = path
+    if len(found) < count:
+        name = "checkpoint<epoch>.pt" if updates is None else "checkpoint_<epoch>_<updates>.pt"
+        up_to = "" if bound is None else f" up to {bound}"
+        raise UserError(
+            f"{inputs[0]} holds {len(found)} checkpoints named {name}{up_to}, not {count}: "
+            "ask for fewer, or train on with more of them kept"
+        )
+    return [found[number] for number in sorted(found, reverse=True)[:count]]
+
+
+if __name__ == "__main__":
+    main()

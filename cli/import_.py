@@ -1,0 +1,78 @@
+"""``lightseq-import``: a checkpoint of the original LightSeq as one of fairseq."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from lightseq_fairseq.cli.launch import Stop
+from lightseq_fairseq.errors import UserError
+
+
+@click.command(name="lightseq-import", context_settings={"max_content_width": 100})
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("output", type=click.Path(path_type=Path))
+def main(checkpoint: Path, output: Path) -> None:
+    """Write the fairseq checkpoint OUTPUT from one of the original LightSeq, CHECKPOINT.
+
+    Its layers are flat vectors there (para), as LightSeq 2 and 3 wrote them. OUTPUT is a native
+    fairseq checkpoint with the same weights; the optimizer state is left behind:
+
+    \b
+        lightseq-import lightseq/checkpoint_best.pt model.pt
+        lightseq-generate data-bin/wmt14_en_de --path model.pt --beam 4 --remove-bpe
+    """
+    try:
+        click.echo(f"{output} is written; to train it further:\n{convert(checkpoint, output)}")
+    except UserError as error:
+        raise Stop("lightseq-import", str(error)) from error
+
+
+def convert(source: Path, target: Path) -> str:
+    """Does the work; returns a command that trains the model further.
+
+    Raises:
+        UserError: ``source`` cannot be read or translated, or ``target`` exists already.
+    """
+    if target.exists():
+        raise UserError(f"{target} exists already: choose another name")
+    from lightseq_fairseq import checkpoint, original_lightseq
+
+    # isort: split
+    from lightseq_fairseq.fairseq_compat.checkpoints import read_checkpoint
+
+    try:
+        with open(source, "rb") as file:
+            original = read_checkpoint(file, "cpu")
+    except OSError as error:
+        raise UserError(f"{source} cannot be read: {error.strerror or error}") from error
+    try:
+        native = original_lightseq.to_native(original)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
+    checkpoint.save(checkpoint.own_storage(native), str(target))
+    if getattr(original.get("args"), "enable_quant", False):
+        click.echo("lightseq-import: note: fairseq's model leaves the quantisation out", err=True)
+    flags = " ".join(_flags(native["args"]))
+    return f"lightseq-train DATA {flags} --finetune-from-model {target}"
+
+
+def _flags(args: Namespace) -> Iterator[str]:
+    """The options by which lightseq-train builds the same model: what its arch does not say."""
+    from fairseq.models import ARCH_CONFIG_REGISTRY
+
+    yield f"--arch ls_{args.arch}"
+    usual = Namespace(max_source_positions=None, max_target_positions=None)
+    ARCH_CONFIG_REGISTRY[args.arch](usual)
+    for name, default in vars(usual).items():
+        value = getattr(args, name, default)
+        if value != default and name not in ("decoder_input_dim", "decoder_output_dim"):
+            flag = f"--{name.replace('_', '-')}"
+            yield flag if value is True else f"{flag} {value}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""``lightseq-score``: BLEU of translations by sacrebleu, with its signature."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+
+from lightseq_fairseq.cli.launch import Stop
+from lightseq_fairseq.errors import UserError
+
+Row = dict[str, Any]
+
+
+@click.command(name="lightseq-score", context_settings={"max_content_width": 100})
+@click.option(
+    "--sys", "system", required=True, metavar="FILE", type=click.File(encoding="utf-8"),
+    help="What lightseq-generate or fairseq-generate printed, or translations, one a line; "
+    "- is standard input.",
+)  # fmt: skip
+@click.option(
+    "-r", "--reference", metavar="FILE", type=click.File(encoding="utf-8"),
+    help="References, one a line.",
+)  # fmt: skip
+@click.option("-t", "--test-set", metavar="NAME", help="A test set of sacrebleu's: wmt14/full.")
+@click.option("-l", "--language-pair", metavar="SRC-TGT", help="Of the test set: en-de.")
+@click.option(
+    "--detokenize", metavar="LANG",
+    help="Join the tokens of the translations by the Moses rules of this language first.",
+)  # fmt: skip
+@click.option(
+    "--compound-split", is_flag=True,
+    help="BLEU on tokens, with words split at hyphens. References are tokenised too; those of a "
+    "generation's output are used where --reference is left out.",
+)  # fmt: skip
+@click.option(
+    "--json", "row_file", metavar="FILE", type=click.Path(path_type=Path),
+    help="Write the score and its signature there, as one JSON object.",
+)  # fmt: skip
+def main(row_file: Path | None, **options: Any) -> None:
+    """Score translations, and print BLEU with the signature that makes it comparable.
+
+    \b
+        lightseq-generate data-bin --path averaged.pt --remove-bpe >out
+        lightseq-score --sys out --test-set wmt14/full --language-pair en-de --detokenize de
+        lightseq-score --sys out --reference test.de --detokenize de
+        lightseq-score --sys out --compound-split
+
+    The output of a generation is put back into the order of the test set.
+    """
+    try:
+        row, line = score(**options)
+        if row_file is not None:
+            _write(row, row_file)
+    except UserError as error:
+        raise Stop("lightseq-score", str(error)) from error
+    click.echo(line)
+
+
+def score(
+    system: TextIO, reference: TextIO | None, test_set: str | None, language_pair: str | None,
+    detokenize: str | None, compound_split: bool,
+) -> tuple[Row, str]:  # fmt: skip
+    """What `main` writes and what it prints.
+
+    Returns:
+        (row, line): ``row`` holds "bleu" (0 to 100, two decimals) and "signature", with the prefix
+        "compound_split_" for that score; ``line`` is sacrebleu's own.
+
+    Raises:
+        UserError: a file cannot be scored, or the options exclude each other.
+    """
+    from sacrebleu.metrics import BLEU
+
+    if reference is not None and test_set is not None:
+        raise UserError("--reference and --test-set exclude each other")
+    if (test_set is None) != (language_pair is None):
+        raise UserError("--test-set and --language-pair go together: -t wmt14/full -l en-de")
+    if compound_split and (detokenize is not None or test_set is not None):
+        raise UserError(
+            "--compound-split scores tokens: leave --detokenize and --test-set out, and give "
+            "--reference a tokenised file"
+        )
+    output = Output(system)
+    if compound_split:
+        tokens = output.references() if reference is None else _lines(reference)
+        references = [split_compounds(tokens)]
+        translations = split_compounds(output.translations(tokens=True))
+        # As fairseq-score counts: on the tokens as they are, without smoothing.
+        metric = BLEU(tokenize="none", smooth_method="none", force=True)
+    else:
+        references = [_lines(reference)] if reference else _test_set(test_set, language_pair)
+        translations = output.translations(tokens=detokenize is not None)
+        if detokenize is not None:
+            translations = _detokenized(translations, detokenize)
+        metric = BLEU(trg_lang=(language_pair or "").rpartition("-")[2])
+    for lines in references:
+        if len(lines) != len(translations) or not lines:
+            raise UserError(
+                f"{system.name} holds {len(translations)} translations and there are {len(lines)} "
+                "references: score the translations of the whole test set and no others"
+            )
+    result = metric.corpus_score(translations, references)
+    signature = str(metric.get_signature())
+    prefix = "compound_split_" if compound_split else ""
+    result.name = f"{prefix.replace('_', '-')}BLEU"
+    row = {f"{prefix}bleu": round(result.score, 2), f"{prefix}signature": signature}
+    return row, result.format(width=2, signature=signature)
+
+
+def split_compounds(lines: Iterable[str]) -> list[str]:
+    """Tokenised lines with words split at hyphens, into the tokens of fairseq's
+    scripts/compound_split_bleu.sh: ``Rhein-Main`` becomes ``Rhein ##AT##-##AT## Main``.
+
+    What a tokeniser has split already (``Rhein @-@ Main``, Moses' ``-a``) stays as it is.
+    """
+
+    # ASCII: Perl, in whose bytes the scores of the literature were counted, has other spaces.
+    hyphen = re.compile(r"(?<!\S)@-@(?!\S)|(\S)-(\S)", re.ASCII)
+    return [
+        hyphen.sub(lambda m: f"{m[1]} ##AT##-##AT## {m[2]}" if m[1] else m[0], line)
+        for line in lines
+    ]
+
+
+class Output:
+    """Translations in a file: plain lines, or the output of a generation.
+
+    fairseq-generate prints a sentence as ``T-<n>`` (target), ``H-<n>`` (hypotheses, the best one
+    first) and ``D-<n>`` (the same, detokenised where --tokenizer or --bpe were given), in the order
+    of its batches.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self.name = file.name
+        self.plain = _lines(file)
+        self.sentences: dict[str, dict[int, str]] = {"T": {}, "H": {}, "D": {}}
+        for line in self.plain:
+            match = re.match(r"([THD])-(\d+)\t(?:.*\t)?(.*)", line)  # H and D: a score between
+            if match is not None:
+                self.sentences[match[1]].setdefault(int(match[2]), match[3])
+
+    def translations(self, tokens: bool) -> list[str]:
+        """In the order of the test set; a generation's are its ``H`` (``tokens``) or ``D``."""
+        if not self.sentences["H"]:
+            return self.plain
+        return self._ordered("H" if tokens else "D")
+
+    def references(self) -> list[str]:
+        """The tokenised targets that a generation has printed."""
+        if not self.sentences["T"]:
+            raise UserError(
+                f"{self.name} holds no targets (it is no output of a generation with a target "
+                "side): give --reference a tokenised file"
+            )
+        return self._ordered("T")
+
+    def _ordered(self, kind: str) -> list[str]:
+        found = self.sentences[kind]
+        numbers = set().union(*self.sentences.values())
+        missing = set(range(max(numbers) + 1)) - found.keys()
+        if missing:
+            raise UserError(
+                f"{self.name} lacks {len(missing)} sentences, {kind}-{min(missing)} the first: let "
+                "the generation come to its end, with no sentence left out"
+            )
+        return [found[number] for number in range(len(found))]
+
+
+def _lines(file: TextIO) -> list[str]:
+    try:
+        return [line.rstrip("\n") for line in file]  # str.splitlines would cut at U+2028 as well
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file.name} is not UTF-8 text ({error})") from error
+
+
+def _test_set(name: str | None, pair: str | None) -> list[list[str]]:
+    """The references of one of sacrebleu's test sets, downloaded where they are not yet."""
+    from sacrebleu import utils
+
+    if name is None:
+        raise UserError("there is nothing to score against: give --reference or --test-set")
+    if name not in utils.get_available_testsets():
+        raise UserError(f"sacrebleu knows no test set {name}; sacrebleu --list names all")
+    if pair not in utils.get_langpairs_for_testset(name):
+        raise UserError(f"sacrebleu's test set {name} has no language pair {pair}")
+    try:
+        files = utils.get_reference_files(name, pair)
+    except OSError as error:
+        raise UserError(
+            f"sacrebleu cannot download the test set {name} ({error}); with its references on this "
+            "machine, give --reference"
+        ) from error
+    references = []
+    for path in files:
+        with open(path, encoding="utf-8") as file:
+            references.append(_lines(file))
+    return references
+
+
+def _detokenized(lines: Iterable[str], language: str) -> list[str]:
+    try:
+        from sacremoses import MosesDetokenizer
+    except ImportError as error:
+        raise UserError("--detokenize needs sacremoses: pip install sacremoses") from error
+    detokenizer = MosesDetokenizer(lang=language)
+    return [detokenizer.detokenize(line.split()) for line in lines]
+
+
+def _write(row: Row, path: Path) -> None:
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(json.dumps(row) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror or error})") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+#!/usr/bin/env bash
+# WMT14 English-German: download, tokenise, split into subwords, binarise.
+#
+#   bash examples/wmt14/prepare.sh [--from DIR] [FOLDER]       default: examples/wmt14/data
+#
+# --from takes the archives from DIR instead of downloading them. MERGES sets the number of joint
+# subword merges (default 32000), JOBS the number of processes (default: one a core). FOLDER/bin and
+# FOLDER/text/test.de can be copied to another machine: training and scoring need nothing else.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+archives=
+data=
+merges=${MERGES:-32000}
+jobs=${JOBS:-$(nproc)}
+urls=(
+    http://statmt.org/wmt13/training-parallel-europarl-v7.tgz
+    http://statmt.org/wmt13/training-parallel-commoncrawl.tgz
+    http://statmt.org/wmt14/training-parallel-nc-v9.tgz
+    http://data.statmt.org/wmt17/translation-task/dev.tgz
+    http://statmt.org/wmt14/test-full.tgz
+)
+corpora=(training/europarl-v7.de-en commoncrawl.de-en training/news-commentary-v9.de-en)
+
+while [ $# -gt 0 ]; do
+    case $1 in
+        --from) archives=${2:?--from needs a folder}; shift 2 ;;
+        -*) echo "prepare.sh: unknown argument $1 (see the top of ${BASH_SOURCE[0]})" >&2; exit 2 ;;
+        *) data=$1; shift ;;
+    esac
+done
+data=${data:-$here/data}
+
+if [ -n "$archives" ]; then
+    for url in "${urls[@]}"; do
+        if [ ! -e "$archives/${url##*/}" ]; then
+            echo "prepare.sh: $archives/${url##*/} is missing; it is $url" >&2
+            exit 2
+        fi
+    done
+else
+    archives=$data/archives
+    mkdir -p "$archives"
+    for url in "${urls[@]}"; do
+        file=$archives/${url##*/}
+        [ -e "$file" ] || { curl -fL --retry 3 "$url" -o "$file.part" && mv "$file.part" "$file"; }
+    done
+fi
+
+raw=$data/raw
+text=$data/text
+rm -rf "$raw" "$text" "${data:?}/bin"
+mkdir -p "$raw" "$text"
+for url in "${urls[@]}"; do
+    tar -xzf "$archives/${url##*/}" -C "$raw"
+done
+
+in_chunks() { # COMMAND: standard input through it, JOBS chunks of lines at a time
+    local chunks
+    chunks=$(mktemp -d "$text/chunks.XXXXXX")
+    split -a 4 -l 200000 - "$chunks/"
+    find "$chunks" -type f | xargs -P "$jobs" -d '\n' -n 1 sh -c "$1"' <"$0" >"$0.out"'
+    cat "$chunks"/*.out
+    rm -r "$chunks"
+}
+
+tokenise() { # LANG [normalize -c]: a carriage return inside a line would begin another one
+    tr '\r\t' '  ' | in_chunks "sacremoses -q -l $* tokenize -a"
+}
+
+segments() { # FILE.sgm: its sentences
+    grep '<seg id' "$1" | sed -e 's/<seg id="[0-9]*">\s*//g' -e 's/\s*<\/seg>\s*//g'
+}
+
+echo "== tokens"
+for lang in en de; do
+    for corpus in "${corpora[@]}"; do
+        cat "$raw/$corpus.$lang"
+    done | tokenise "$lang" normalize -c >"$text/train.tok.$lang"
+    tokenise "$lang" normalize -c <"$raw/dev/newstest2013.$lang" >"$text/valid.tok.$lang"
+done
+segments "$raw/test-full/newstest2014-deen-src.en.sgm" >"$text/test.en"
+segments "$raw/test-full/newstest2014-deen-ref.de.sgm" >"$text/test.de"
+for lang in en de; do
+    sed "s/’/'/g" "$text/test.$lang" | tokenise "$lang" >"$text/test.tok.$lang"
+done
+for split in train valid test; do
+    if [ "$(wc -l <"$text/$split.tok.en")" != "$(wc -l <"$text/$split.tok.de")" ]; then
+        echo "prepare.sh: $split has more lines in one language than in the other; the archives are" \
+            "damaged: delete them and prepare again" >&2
+        exit 1
+    fi
+done
+
+echo "== subwords"
+cat "$text/train.tok.en" "$text/train.tok.de" |
+    TQDM_DISABLE=1 subword-nmt learn-bpe -s "$merges" >"$text/codes"
+for split in train valid test; do
+    for lang in en de; do
+        in_chunks "subword-nmt apply-bpe -c '$text/codes'" \
+            <"$text/$split.tok.$lang" >"$text/$split.bpe.$lang"
+    done
+done
+
+# What Moses' clean-corpus-n.perl -ratio 1.5 keeps: 1 to 250 subwords a side, neither side more than
+# one and a half times as long as the other.
+paste "$text/train.bpe.en" "$text/train.bpe.de" |
+    awk -F '\t' -v en="$text/train.clean.en" -v de="$text/train.clean.de" '
+        { m = split($1, words, " "); n = split($2, words, " ") }
+        m && n && m <= 250 && n <= 250 && m <= 1.5 * n && n <= 1.5 * m { print $1 >en; print $2 >de }'
+
+lightseq-preprocess --source-lang en --target-lang de --joined-dictionary --destdir "$data/bin" \
+    --trainpref "$text/train.clean" --validpref "$text/valid.bpe" --testpref "$text/test.bpe" \
+    --workers "$jobs"

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# WMT14 English-German: train one of the published recipes, on all GPUs of this machine.
+#
+#   bash examples/wmt14/train.sh [--native] [--recipe vaswani-big|t2t-big] [--seed N] [--updates N]
+#                                [--data DIR] [--out DIR] [-- FLAGS OF lightseq-train]
+#
+# --native runs stock fairseq's model, optimizer and criterion with the same flags. PRECISION is
+# fp16 (default, as published), bf16 or fp32. An interrupted run continues where its last checkpoint
+# stands; to train anew, delete its folder under DIR. Flags after -- win over the recipe's.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+system=lightseq
+native=()
+recipe=vaswani-big
+seed=1
+updates=
+data=$here/data
+out=$here/out
+precision=${PRECISION:-fp16}
+
+while [ $# -gt 0 ]; do
+    case $1 in
+        --native) system=fairseq native=(--native); shift ;;
+        --recipe) recipe=${2:?--recipe needs a name}; shift 2 ;;
+        --seed) seed=${2:?--seed needs a number}; shift 2 ;;
+        --updates) updates=${2:?--updates needs a number}; shift 2 ;;
+        --data) data=${2:?--data needs a folder}; shift 2 ;;
+        --out) out=${2:?--out needs a folder}; shift 2 ;;
+        --) shift; break ;;
+        *) echo "train.sh: unknown argument $1 (see the top of ${BASH_SOURCE[0]})" >&2; exit 2 ;;
+    esac
+done
+case $precision in
+    fp32) precision_flag=() ;;
+    fp16 | bf16) precision_flag=("--$precision") ;;
+    *) echo "train.sh: PRECISION must be fp32, fp16 or bf16, not $precision" >&2; exit 2 ;;
+esac
+# batches: how many of --max-tokens an update is made of, over all GPUs and --update-freq.
+case $recipe in
+    vaswani-big) # Ott et al. 2018: 128 GPUs
+        batches=128
+        updates=${updates:-30000}
+        flags=(--arch ls_transformer_vaswani_wmt_en_de_big --max-tokens 3584
+            --lr 0.001 --warmup-init-lr 1e-07 --dropout 0.3 --weight-decay 0.0) ;;
+    t2t-big) # LightSeq's training example: 8 GPUs
+        batches=8
+        updates=${updates:-100000}
+        flags=(--arch ls_transformer_wmt_en_de_big_t2t --max-tokens 8192
+            --lr 5e-4 --dropout 0.3 --weight-decay 0.0001) ;;
+    *) echo "train.sh: --recipe must be vaswani-big or t2t-big, not $recipe" >&2; exit 2 ;;
+esac
+if [ ! -e "$data/bin" ]; then
+    echo "train.sh: $data/bin is missing; make it with bash $here/prepare.sh $data" >&2
+    exit 2
+fi
+
+data=$(cd "$data" && pwd)
+run=$out/$system-$recipe-seed$seed-$precision
+mkdir -p "$run"
+declare -p system native recipe seed precision data >"$run/settings" # for evaluate.sh
+gpus=$(python3 -c 'import torch; print(max(1, torch.cuda.device_count()))')
+
+# fairseq makes one more update each time it resumes a run that is complete, hence the mark.
+if [ ! -e "$run/trained-$updates" ]; then
+    echo "== $system, $recipe, seed $seed: training, $updates updates on $gpus GPUs"
+    lightseq-train "$data/bin" ${native[@]+"${native[@]}"} --source-lang en --target-lang de \
+        "${flags[@]}" --share-all-embeddings \
+        --optimizer ls_adam --adam-betas '(0.9, 0.98)' --clip-norm 0.0 \
+        --lr-scheduler inverse_sqrt --warmup-updates 4000 \
+        --criterion ls_label_smoothed_cross_entropy --label-smoothing 0.1 \
+        --update-freq $(((batches + gpus - 1) / gpus)) --distributed-world-size "$gpus" \
+        --max-update "$updates" --seed "$seed" ${precision_flag[@]+"${precision_flag[@]}"} \
+        --save-dir "$run/checkpoints" --keep-last-epochs 10 \
+        --log-format json --log-interval 100 "$@" 2>&1 | tee -a "$run/train.log"
+    touch "$run/trained-$updates"
+fi
+echo "== now: bash $here/evaluate.sh $run"
