@@ -171,7 +171,8 @@ def _resume(failure: Failure, request: Request) -> str | None:
 
 _PLAIN = re.compile(
     r"--[a-z]|Must specify|Please specify|Cannot combine|cannot use both --|"
-    r"preprocessing\.py doesn't support|Minimum loss scale reached"
+    r"preprocessing\.py doesn't support|Minimum loss scale reached|"
+    r"gradients are Nan/Inf in update"
 )
 
 
@@ -193,6 +194,20 @@ def _fairseq_says_it(failure: Failure, request: Request) -> str | None:
                 f"lower it, or start one process per rank with torchrun."
             )
     return None
+
+
+_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed|exited)")
+
+
+def _worker(failure: Failure, request: Request) -> str | None:
+    found = _WORKER.match(failure.text)
+    if found is None:
+        return None
+    return (
+        f"A process that loads data (pid {found[1]}) was killed, often because the machine is out "
+        f"of memory: lower --num-workers or --data-buffer-size; the same command goes on from the "
+        f"last checkpoint."
+    )
 
 
 def _memory(failure: Failure, request: Request) -> str | None:
@@ -261,6 +276,7 @@ _RULES: tuple[Callable[[Failure, Request], str | None], ...] = (
     _checkpoint_missing,
     _resume,
     _fairseq_says_it,
+    _worker,
     _memory,
     _files,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import errno
+import logging
 import os
 import pickle
 import re
@@ -13,13 +14,15 @@ from typing import Any
 import numpy as np
 import omegaconf
 import torch
-from fairseq import checkpoint_utils
+from fairseq import checkpoint_utils, registry
 from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import meters
 
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat.layers import DEAD_PARAMETERS
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
+
+logger = logging.getLogger(__name__)
 
 
 def repair() -> None:
@@ -31,10 +34,28 @@ def repair() -> None:
 
 
 def load_checkpoint(file: Any, map_location: Any = None, **options: Any) -> Any:
-    """``torch.load`` of a fairseq checkpoint under ``weights_only``, with its own types allowed.
+    """``torch.load`` of a fairseq checkpoint, upgraded to what this fairseq can read.
+
+    Dead parameters of 0.12.2 (`drop_dead_parameters`) and settings of newer versions are left out.
+
+    Raises:
+        UserError: as for ``read_checkpoint``, or the file is the original LightSeq's.
+    """
+    checkpoint = read_checkpoint(file, map_location, **options)
+    if is_original_lightseq(checkpoint["model"]):
+        raise UserError(
+            f"{_name(file)} is a checkpoint of the original LightSeq: make one of fairseq's of it "
+            "with lightseq-import"
+        )
+    drop_dead_parameters(checkpoint)
+    _drop_unknown_settings(checkpoint.get("cfg"))
+    return checkpoint
+
+
+def read_checkpoint(file: Any, map_location: Any = None, **options: Any) -> Any:
+    """``torch.load`` of a checkpoint under ``weights_only``, with fairseq's own types allowed.
 
     Types that the caller has passed to ``torch.serialization.add_safe_globals`` load as well.
-    Dead parameters of 0.12.2 are left out (`drop_dead_parameters`).
 
     Raises:
         UserError: the file holds an object of a type that is not allowed (the sentence names it),
@@ -43,8 +64,32 @@ def load_checkpoint(file: Any, map_location: Any = None, **options: Any) -> Any:
     checkpoint = _load(file, map_location, _checkpoint_globals(), options)
     if not isinstance(checkpoint, dict) or "model" not in checkpoint:
         raise UserError(f"{_name(file)} is not a fairseq checkpoint: it holds no model")
-    drop_dead_parameters(checkpoint)
     return checkpoint
+
+
+def is_original_lightseq(model: dict[str, Any]) -> bool:
+    """Whether a state dict is one of the original LightSeq, whose layers are flat vectors."""
+    return any(name.endswith(".para") for name in model)
+
+
+def _drop_unknown_settings(cfg: Any) -> None:
+    """Removes what a newer fairseq lets one set and this one does not know, in place.
+
+    fairseq-validate builds the task and the criterion of the checkpoint, and 0.12 refuses a
+    setting that these do not have; newer versions drop it, too.
+    """
+    from fairseq.tasks import TASK_DATACLASS_REGISTRY
+
+    if not isinstance(cfg, dict):
+        return  # from before fairseq 0.10.2
+    criteria = registry.REGISTRIES["criterion"]["dataclass_registry"]
+    for section, classes in (("task", TASK_DATACLASS_REGISTRY), ("criterion", criteria)):
+        settings = cfg.get(section) or {}
+        known = classes.get(settings.get("_name"))
+        if known is not None:
+            for name in settings.keys() - known.__dataclass_fields__.keys():
+                value = settings.pop(name)
+                logger.info("%s.%s = %s is unknown to this fairseq", section, name, value)
 
 
 def _load_from_rank(file: Any, map_location: Any = None, **options: Any) -> Any:

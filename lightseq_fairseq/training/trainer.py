@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import re
@@ -22,7 +23,7 @@ from fairseq.logging import metrics
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.plugins import dictionaries
 from lightseq_fairseq.plugins.optimizer import FP16Optimizer
-from lightseq_fairseq.training import batch, fast_path
+from lightseq_fairseq.training import batch, fast_path, optimizer_order
 from lightseq_fairseq.training.batch import PackingDataset
 from lightseq_fairseq.training.fast_path import FastPath
 
@@ -64,6 +65,8 @@ class Trainer(native.Trainer):
         self._fast_path: FastPath | None = None
         self._refusal: str | None = None  # why fairseq's own step is taken
         self._has_told = False
+        self._packs: Any = None  # fairseq's iterator of the training set
+        self._iterator: Any = None  # the same, of packed batches
         super().__init__(cfg, task, model, criterion, quantizer)
         self._has_ls = checkpoint.uses_ls(self.cfg)
         if self._has_ls:
@@ -85,16 +88,17 @@ class Trainer(native.Trainer):
         """fairseq's batches of an epoch; packed ones for the captured step."""
         iterator = super().get_train_iterator(*arguments, **keywords)
         assert self.optimizer is not None  # built here at the latest: it knows what is refused
-        if self._refusal is None and not isinstance(iterator.dataset, PackingDataset):
-            self._refusal = batch.covers(iterator.dataset)
-            if self._refusal is None:
-                iterator.dataset = PackingDataset(iterator.dataset, fast_path.granularity(self))
-                iterator.collate_fn = iterator.dataset.collater
+        self._refusal = self._refusal or batch.covers(iterator.dataset)
+        if self._refusal is None and iterator is not self._packs:
+            # fairseq keeps the iterator of a dataset and gives it to whoever asks, validation
+            # with the training set for one. The packing one is a copy that goes its own way.
+            self._packs, self._iterator = iterator, copy.copy(iterator)
+            self._iterator.dataset = PackingDataset(iterator.dataset, fast_path.granularity(self))
+            self._iterator.collate_fn = self._iterator.dataset.collater
         if self._has_ls and self._refusal is not None and not self._has_told:
             logger.info("training takes fairseq's own steps: %s", self._refusal)
             self._has_told = True
-        self._iterator = iterator
-        return iterator
+        return iterator if self._refusal is not None else self._iterator
 
     @metrics.aggregate("train")
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
@@ -198,7 +202,7 @@ class Trainer(native.Trainer):
         )  # fmt: skip
         if not self._has_ls:
             return super().load_checkpoint(*arguments)
-        with _explained(filename), self._masters_kept():
+        with _explained(filename), self._on_loading(reset_optimizer):
             extra_state = super().load_checkpoint(*arguments)
         if extra_state is not None:
             self._restore_masters(extra_state.pop(_MASTERS, {}))
@@ -209,7 +213,7 @@ class Trainer(native.Trainer):
         return extra_state
 
     @contextlib.contextmanager
-    def _masters_kept(self) -> Iterator[None]:
+    def _on_loading(self, reset_optimizer: bool) -> Iterator[None]:
         # fairseq rounds the file's parameters into the model, makes float32 copies of that and
         # drops the file. What it has read is kept here until those copies exist.
         load = checkpoint_utils.load_checkpoint_to_cpu
@@ -217,6 +221,8 @@ class Trainer(native.Trainer):
         def load_and_keep(*args: Any, **kwargs: Any) -> Any:
             state = load(*args, **kwargs)
             dictionaries.check(self.task, state["extra_state"].get("dictionaries"))
+            if not reset_optimizer:
+                optimizer_order.follow_model(state, self.get_model())
             if self.cfg.common.fp16 or self.cfg.common.bf16:
                 kept = {key: state.get(key) or {} for key in ("model", "criterion")}
                 state["extra_state"][_MASTERS] = kept

@@ -1,0 +1,226 @@
+"""Checkpoints of the original LightSeq (github.com/bytedance/lightseq) under fairseq's names.
+
+LightSeq keeps each layer's parameters end to end in one vector, ``layers.<n>.para``. Two layouts
+were published. LightSeq 2 has the plain vectors and the embeddings as a table. LightSeq 3 adds the
+bounds of its quantisation, ``clip_max``: 12 numbers at the end of an encoder layer, 24 behind a
+decoder layer's own parameters, one at the end of the embeddings, which are a vector there, too.
+In both the first decoder layer ends with the cross attention's keys and values of all layers.
+
+Letters: C model width, F ffn width, N decoder layers, V vocabulary, P positions.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightseq_fairseq.checkpoint import native_cfg
+from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.fairseq_compat.checkpoints import is_original_lightseq
+from lightseq_fairseq.layers import sinusoidal_positions
+from lightseq_fairseq.plugins.transformer import TRANSLATION_ARCHS
+
+Tensors = dict[str, Tensor]
+Shapes = dict[str, tuple[int, ...]]  # by fairseq's name, in the order of a vector
+
+_PAD = 1  # of every dictionary of fairseq
+_POSITIONS = 1024  # fairseq's default; LightSeq ended at 300
+_CLIP_MAX = {"encoder": 12, "decoder": 24}
+
+# What LightSeq's command line took and its model did not look at.
+_NEVER_READ = {
+    "encoder_embed_path": None,
+    "decoder_embed_path": None,
+    "adaptive_softmax_cutoff": None,
+    "no_token_positional_embeddings": False,
+    "no_scale_embedding": False,
+    "layernorm_embedding": False,
+    "no_cross_attention": False,
+    "cross_self_attention": False,
+    "encoder_layerdrop": 0,
+    "decoder_layerdrop": 0,
+    "encoder_layers_to_keep": None,
+    "decoder_layers_to_keep": None,
+    "quant_noise_pq": 0,
+    "quant_noise_scalar": 0,
+    "checkpoint_activations": False,
+    "offload_activations": False,
+}
+_ITS_OWN = ("use_torch_layer", "enable_quant", "quant_mode", "enable_GCQ", "GCQ_quantile")
+
+
+def to_native(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint of a native fairseq Transformer that computes the same function.
+
+    The same up to the epsilon of LayerNorm, 1e-8 in LightSeq and 1e-5 in fairseq, and without
+    quantisation. LightSeq's sinusoidal positions begin two rows before fairseq's, so they become
+    learned ones with its values; its gelu is fairseq's gelu_accurate; its output projection is
+    the target embedding.
+
+    Args:
+        checkpoint: with "args" (or "cfg", from fairseq 0.11 on) and "model".
+
+    Returns:
+        "args", "model" in float32 and what fairseq needs to begin a run; no optimizer state.
+
+    Raises:
+        UserError: the weights do not belong to the options, or to any Transformer of fairseq's.
+    """
+    args: Any = checkpoint.get("args") or (checkpoint.get("cfg") or {}).get("model")
+    source: Tensors = {
+        name: value.float() for name, value in checkpoint["model"].items() if torch.is_tensor(value)
+    }
+    _check(args, source)
+    model: Tensors = {}
+    for side in ("encoder", "decoder"):
+        model[f"{side}.version"] = torch.tensor([3.0])
+        model |= _embeddings(args, source, side)
+        for n in range(getattr(args, f"{side}_layers")):
+            model |= _layer(args, source, side, n)
+        model |= _last_norm(args, source, side)
+    tables = [f"{side}.embed_tokens.weight" for side in ("encoder", "decoder")]
+    if torch.equal(*(model[name] for name in tables)):
+        model[tables[1]] = model[tables[0]]
+    model["decoder.output_projection.weight"] = model[tables[1]]
+    return {
+        "args": _native_args(args, model),
+        "model": model,
+        "optimizer_history": [
+            {
+                "criterion_name": "LabelSmoothedCrossEntropyCriterion",
+                "optimizer_name": "FairseqAdam",
+                "lr_scheduler_state": {},
+                "num_updates": 0,
+            }
+        ],
+        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0, "version": 2}},
+        "last_optimizer_state": None,
+    }
+
+
+def _check(args: Any, source: Tensors) -> None:
+    if not is_original_lightseq(source):
+        raise UserError(
+            "the layers are no flat vectors (para): this is not the original LightSeq's"
+        )
+    if not isinstance(args, Namespace):
+        raise UserError("the checkpoint holds no options (args), by which the vectors are cut")
+    if args.encoder_embed_dim != args.decoder_embed_dim:
+        raise UserError("encoder and decoder differ in width, which LightSeq's cannot")
+    for side in ("encoder", "decoder"):
+        if not getattr(args, f"{side}_normalize_before") and f"{side}.layer_norm.weight" in source:
+            raise UserError(
+                f"a LayerNorm follows the post-norm {side}, as in early versions of LightSeq, and "
+                "no Transformer of fairseq has one there"
+            )
+
+
+def _named(source: Tensors, name: str) -> Tensor:
+    if name not in source:
+        raise UserError(f"the checkpoint has no {name}, which its options ask for")
+    return source[name]
+
+
+def _layer(args: Namespace, source: Tensors, side: str, n: int) -> Tensors:
+    """Parameters in a layer's vector: its own, and in the first decoder layer the memory's."""
+    name = f"{side}.layers.{n}.para"
+    vector = _named(source, name).flatten()
+    width, ffn = args.encoder_embed_dim, getattr(args, f"{side}_ffn_embed_dim")
+    own, memory = _own_shapes(width, ffn, side), Shapes()
+    if (side, n) == ("decoder", 0):
+        keys_and_values = (args.decoder_layers, 2, width)
+        memory = {"weight": (*keys_and_values, width), "bias": keys_and_values}
+    plain = sum(map(math.prod, [*own.values(), *memory.values()]))
+    if vector.numel() - plain not in (0, _CLIP_MAX[side]):
+        raise UserError(
+            f"{name} holds {vector.numel():,} numbers, and the checkpoint's options make {plain:,} "
+            f"or, with the bounds of quantisation, {plain + _CLIP_MAX[side]:,}"
+        )
+    cut = _cut(vector, own)
+    model = {f"{side}.layers.{n}.{part}": value for part, value in cut.items()}
+    behind = vector[vector.numel() - sum(map(math.prod, memory.values())) :]
+    for kind, stacked in _cut(behind, memory).items():
+        for layer, pair in enumerate(stacked):
+            for p, value in zip("kv", pair, strict=True):
+                model[f"decoder.layers.{layer}.encoder_attn.{p}_proj.{kind}"] = value
+    return model
+
+
+def _own_shapes(width: int, ffn: int, side: str) -> Shapes:
+    """q, k and v of self-attention lie as one matrix [3 C, C], whose rows are theirs in turn."""
+    shapes: Shapes = {}
+    projections = {"self_attn": "qkv", "encoder_attn": "q"}
+    for block in ("self_attn", "encoder_attn")[: 1 if side == "encoder" else 2]:
+        shapes |= {f"{block}.{p}_proj.weight": (width, width) for p in projections[block]}
+        shapes |= {f"{block}.{p}_proj.bias": (width,) for p in projections[block]}
+        shapes |= {f"{block}.out_proj.weight": (width, width), f"{block}.out_proj.bias": (width,)}
+        shapes |= {f"{block}_layer_norm.{kind}": (width,) for kind in ("weight", "bias")}
+    shapes |= {"fc1.weight": (ffn, width), "fc1.bias": (ffn,)}
+    shapes |= {"fc2.weight": (width, ffn), "fc2.bias": (width,)}
+    return shapes | {f"final_layer_norm.{kind}": (width,) for kind in ("weight", "bias")}
+
+
+def _cut(vector: Tensor, shapes: Shapes) -> Tensors:
+    """Views of the start of ``vector``, end to end."""
+    sizes = list(map(math.prod, shapes.values()))
+    pieces = vector[: sum(sizes)].split(sizes)
+    return {
+        name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)
+    }
+
+
+def _last_norm(args: Namespace, source: Tensors, side: str) -> Tensors:
+    """The LayerNorm behind a pre-norm stack."""
+    off = side == "decoder" and getattr(args, "no_decoder_final_norm", False)
+    if off or not getattr(args, f"{side}_normalize_before"):
+        return {}
+    names = [f"{side}.layer_norm.{kind}" for kind in ("weight", "bias")]
+    return {name: _named(source, name) for name in names}
+
+
+def _embeddings(args: Namespace, source: Tensors, side: str) -> Tensors:
+    """Table [V, C] and positions [_PAD + 1 + P, C] of one side."""
+    name, width = f"{side}.embed_tokens", args.encoder_embed_dim
+    in_vector = f"{name}.para" in source
+    found = source[f"{name}.para"] if in_vector else _named(source, f"{name}.embeddings")
+    if found.numel() % width > 1:  # one number is clip_max
+        raise UserError(f"{name} holds {found.numel():,} numbers, no rows of width {width}")
+    rows = found.flatten()[: found.numel() // width * width].view(-1, width)
+    if in_vector and (args.encoder_learned_pos or args.decoder_learned_pos):
+        shared = side == "encoder" or args.share_all_embeddings
+        longest = args.max_source_positions if shared else args.max_target_positions
+        rows, positions = rows[:-longest], rows[-longest:]
+    else:
+        # The last row is made zero in this place, as the row of the pad is in fairseq.
+        positions = sinusoidal_positions(_POSITIONS + 1, width, padding_idx=-1)[:-1]
+    return {
+        f"{name}.weight": rows,
+        f"{side}.embed_positions.weight": torch.nn.functional.pad(positions, (0, 0, _PAD + 1, 0)),
+    }
+
+
+def _native_args(args: Namespace, model: Tensors) -> Namespace:
+    """The options that make fairseq build ``model``."""
+    tables = [model[f"{side}.embed_tokens.weight"] for side in ("encoder", "decoder")]
+    changed = {
+        **vars(native_cfg(args)),
+        **_NEVER_READ,
+        "task": "translation",
+        "encoder_learned_pos": True,
+        "decoder_learned_pos": True,
+        "share_all_embeddings": tables[0] is tables[1],
+        "share_decoder_input_output_embed": True,
+        "decoder_output_dim": args.decoder_embed_dim,
+        "decoder_input_dim": args.decoder_embed_dim,
+    }
+    if changed["arch"] not in TRANSLATION_ARCHS:
+        changed["arch"] = "transformer"  # somebody's own; the options say all that it did
+    for side, option in (("encoder", "max_source_positions"), ("decoder", "max_target_positions")):
+        changed[option] = len(model[f"{side}.embed_positions.weight"]) - _PAD - 1
+    if getattr(args, "activation_fn", "relu") == "gelu":
+        changed["activation_fn"] = "gelu_accurate"
+    return Namespace(**{name: value for name, value in changed.items() if name not in _ITS_OWN})

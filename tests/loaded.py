@@ -1,0 +1,31 @@
+"""What the model in a checkpoint computes, built from it as fairseq and as our launchers do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from lightseq_fairseq import checkpoint  # isort: skip  (prepares fairseq)
+
+from fairseq import checkpoint_utils
+
+from lightseq_fairseq.plugins.transformer import LSTransformerModel
+
+
+def logits(path: Path, ls: bool, change: Callable[[Any], None] = lambda model: None) -> Tensor:
+    """[2, 4, V] of two sentences, by our layers or fairseq's; ``change`` gets the model first."""
+    tokens = torch.tensor([[5, 9, 17, 2], [8, 4, 11, 2]])
+    load = checkpoint_utils.load_checkpoint_to_cpu
+    with mock.patch.object(checkpoint_utils, "load_checkpoint_to_cpu", load), torch.no_grad():
+        if ls:
+            checkpoint.use_ls_models()
+        (model,), _ = checkpoint_utils.load_model_ensemble([str(path)])
+        assert isinstance(model, LSTransformerModel) == ls
+        change(model)
+        result: Tensor = model.eval()(tokens, torch.tensor([4, 4]), tokens)[0]
+    return result
