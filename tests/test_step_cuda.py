@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import training_runs as runs
-from torch import Tensor
+from parity import write_corpus
+
+from lightseq_fairseq.training import step
 
 pytestmark = pytest.mark.gpu
 
@@ -25,21 +27,6 @@ ON_GPU = {**runs.LS, "cpu": None, "encoder_embed_dim": 64, "encoder_attention_he
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs.corpus(tmp_path_factory.mktemp("corpus"))
-
-
-def tensors(state: Any, name: str = "") -> dict[str, Tensor]:
-    """All tensors of a checkpoint, by their path in it."""
-    if isinstance(state, Tensor):
-        return {name: state}
-    if not isinstance(state, (dict, list, tuple)):
-        return {}
-    items = state.items() if isinstance(state, dict) else enumerate(state)
-    return {k: v for key, value in items for k, v in tensors(value, f"{name}/{key}").items()}
-
-
-def last(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(folder / "checkpoint_last.pt", weights_only=False)
-    return state
 
 
 def graphs(caplog: pytest.LogCaptureFixture) -> int:
@@ -66,8 +53,8 @@ def test_captured_and_eager_are_equal(
     assert graphs(caplog) == 0
     assert captured == eager
     assert len(captured) == 24
-    ours, theirs = (tensors(last(tmp_path / name)) for name in ("captured", "eager"))
-    assert ours.keys() == theirs.keys()
+    ours, theirs = (runs.trained(tmp_path / name) for name in ("captured", "eager"))
+    assert ours.keys() == theirs.keys() != set()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
@@ -83,7 +70,7 @@ def test_overflows_are_skipped_as_fairseq_skips_them(
         caplog.clear()
         flags.update(runs.NATIVE if native else runs.LS)
         runs.run(data, tmp_path / name, native=native, **flags)
-        state = last(tmp_path / name)
+        state = torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=False)
         scales = re.findall(r"setting loss scale to: ([\d.]+)", caplog.text)
         found[name] = (
             scales,
@@ -144,3 +131,26 @@ def test_validation_and_saving_do_not_disturb(data: Path, tmp_path: Path) -> Non
     flags.update(disable_validation=None, valid_subset="train", validate_interval_updates=5)
     flags.update(save_interval_updates=4)
     assert runs.run(data, tmp_path / "both", **flags) == alone
+
+
+@pytest.mark.large
+def test_memory_stays_flat_over_twenty_thousand_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Batches of many shapes, more than there may be graphs."""
+    monkeypatch.setattr(step, "MOST_GRAPHS", 16)
+    (tmp_path / "data").mkdir()
+    data = write_corpus(tmp_path / "data", pairs=2000, longest=60)
+    run, reserved = step.TrainingStep.run, []
+
+    def recorded(self: step.TrainingStep, *arguments: Any) -> Any:
+        reserved.append(torch.cuda.memory_reserved())
+        return run(self, *arguments)
+
+    monkeypatch.setattr(step.TrainingStep, "run", recorded)
+    caplog.set_level(logging.INFO)
+    flags = {**ON_GPU, "bf16": True, "max_tokens": 640, "no_save": True, "lr": 1e-4}
+    losses = runs.run(data, tmp_path / "run", **flags, max_update=20_000, log_interval=1000)
+    assert len(losses) == 20_000
+    assert graphs(caplog) == 16
+    assert max(reserved) == max(reserved[:5000])

@@ -114,6 +114,23 @@ def run(data: Path, save_dir: Path, native: bool = False, **flags: Any) -> list[
     return losses
 
 
+def trained(folder: Path) -> dict[str, torch.Tensor]:
+    """Parameters and moments that the run in ``folder`` saved last, by their path in the file."""
+    state = torch.load(folder / "checkpoint_last.pt", weights_only=False)
+    found = _tensors({key: state[key] for key in ("model", "last_optimizer_state")}, "")
+    # fairseq never fills this one.
+    return {name: x for name, x in found.items() if not name.endswith("_float_tensor")}
+
+
+def _tensors(state: Any, name: str) -> dict[str, torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return {name: state}
+    if not isinstance(state, (dict, list, tuple)):
+        return {}
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    return {k: v for key, value in items for k, v in _tensors(value, f"{name}/{key}").items()}
+
+
 def run_ranks(data: Path, save_dir: Path, ranks: int, **flags: Any) -> list[list[float]]:
     """Losses of each rank of one distributed run on this machine."""
     save_dir.mkdir()
