@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lightseq_fairseq.cli import flags
 from lightseq_fairseq.cli.defaults import value
 from lightseq_fairseq.cli.messages import Request
 from lightseq_fairseq.errors import UserError
@@ -25,7 +27,8 @@ def checks(command: str, request: Request) -> Iterator[None]:
     ``request.args`` receives what fairseq has parsed. ``command``: train, generate, ...
 
     Raises:
-        UserError: an unknown name, missing data, a precision the machine has not.
+        UserError: an unknown name, a setting that is not supported, missing data, a precision the
+            machine has not.
     """
     from fairseq import options
 
@@ -38,6 +41,8 @@ def checks(command: str, request: Request) -> Iterator[None]:
         parsed = parse(parser, input_args, *more, **keywords)
         if isinstance(parsed, argparse.Namespace) and not keywords.get("suppress_defaults"):
             request.args = parsed
+            if os.path.basename(sys.argv[0]).startswith("lightseq-"):  # else all is fairseq's
+                flags.check(command, request.argv, parser, parsed)
             inputs(command, parsed)
         return parsed
 

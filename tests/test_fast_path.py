@@ -5,8 +5,13 @@ On a CPU: the same code, one kernel at a time.
 
 from __future__ import annotations
 
+import functools
 import logging
+import multiprocessing
+import os
+import random
 import re
+import signal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +20,7 @@ import pytest
 import torch
 import training_runs as runs
 
+from lightseq_fairseq.cli import messages
 from lightseq_fairseq.training.step import TrainingStep
 
 
@@ -37,8 +43,8 @@ def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
         ({"arch": "transformer_tiny"}, "the arch is not an ls_transformer"),
         ({"criterion": "label_smoothed_cross_entropy"}, "the criterion is not ls_label_smoothed"),
         ({"optimizer": "adam"}, "the optimizer is not ls_adam"),
-        ({"encoder_layerdrop": 0.2}, "--encoder-layerdrop or --decoder-layerdrop"),
-        ({"memory_efficient_bf16": True, "bf16": True}, "--memory-efficient-fp16 or -bf16"),
+        ({"encoder_layerdrop": 0.2}, "--encoder-layerdrop"),
+        ({"memory_efficient_bf16": True, "bf16": True}, "--memory-efficient-bf16"),
         ({"store_ema": True}, "--store-ema"),
         ({"num_batch_buckets": 2}, "batches of bucketed lengths"),
     ],
@@ -104,3 +110,60 @@ def test_another_number_of_batches_an_update_in_the_next_epoch(data: Path, tmp_p
     losses = run(data, tmp_path, update_freq="1,3", max_epoch=2, max_update=None)
     assert len(losses) == 7 + 3
     assert min(losses[7:9]) > max(losses[:7])
+
+
+def test_validation_on_the_training_set(data: Path, tmp_path: Path) -> None:
+    alone = run(data, tmp_path, max_epoch=3, max_update=None)
+    flags = {"disable_validation": None, "valid_subset": "train", "validate_interval_updates": 5}
+    assert run(data, tmp_path, max_epoch=3, max_update=None, **flags) == alone
+    assert len(alone) == 21
+
+
+def test_a_killed_worker_ends_the_run_which_then_goes_on(data: Path, tmp_path: Path) -> None:
+    flags = {"max_update": 10, "num_workers": 1, "no_save": None, "save_interval_updates": 2}
+    whole = run(data, tmp_path / "whole", **flags)
+    step, calls = TrainingStep.run, []
+
+    def kills(self: TrainingStep, *arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 3:
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid, signal.SIGKILL)
+        return step(self, *arguments)
+
+    with mock.patch.object(TrainingStep, "run", kills), pytest.raises(RuntimeError) as caught:
+        run(data, tmp_path / "killed", **flags)
+    sentence = messages.explain(caught.value, messages.Request())
+    assert sentence is not None
+    assert "A process that loads data (pid " in sentence
+    rest = run(data, tmp_path / "killed", **flags)
+    assert 0 < len(rest) <= 8
+    assert rest == whole[-len(rest) :]
+
+
+def test_killed_five_times_at_random(data: Path, tmp_path: Path) -> None:
+    flags = {"max_update": 20, "no_save": None, "save_interval_updates": 2, "bf16": True}
+    whole = run(data, tmp_path / "whole", **flags)
+    generator, step = random.Random(5), TrainingStep.run
+
+    def killed(updates: int) -> None:
+        calls: list[Any] = []
+
+        def dies(self: TrainingStep, *arguments: Any) -> Any:
+            if len(calls) == updates:
+                runs.die()
+            calls.append(arguments)
+            return step(self, *arguments)
+
+        with mock.patch.object(TrainingStep, "run", dies):
+            run(data, tmp_path / "killed", **flags)
+
+    for _ in range(5):
+        status = runs.in_a_fork(functools.partial(killed, generator.randint(1, 5)))
+        assert status == -signal.SIGKILL
+    rest = run(data, tmp_path / "killed", **flags)
+    assert 0 < len(rest) < 20
+    assert rest == whole[-len(rest) :]
+    ours, theirs = (runs.trained(tmp_path / name) for name in ("killed", "whole"))
+    assert ours.keys() == theirs.keys() != set()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []

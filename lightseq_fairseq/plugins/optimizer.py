@@ -15,7 +15,12 @@ from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.parameters import flat_buffers
 from lightseq_fairseq.training.flat_adam import FlatAdam
 
-_REFUSED = ("fp16_adam_stats", "use_old_adam", "tpu")
+# Options that select another implementation of Adam, and why they do not apply to this one.
+UNSUPPORTED = {
+    "fp16_adam_stats": "its moments are float32",
+    "use_old_adam": "there is one implementation of it",
+    "tpu": "it runs on GPUs and CPUs",
+}
 
 
 @register_optimizer("ls_adam", dataclass=native.FairseqAdamConfig)
@@ -41,11 +46,11 @@ class FairseqAdam(native.FairseqAdam):
         """
         # Not the parent's __init__, which would build fairseq's own Adam beside ours.
         FairseqOptimizer.__init__(self, cfg)
-        for flag in _REFUSED:
-            if getattr(cfg, flag, False):
+        for option, reason in UNSUPPORTED.items():
+            if getattr(cfg, option, False):
                 raise UserError(
-                    f"--optimizer ls_adam does not support --{flag.replace('_', '-')}; drop that "
-                    "flag or use --optimizer adam"
+                    f"--optimizer ls_adam does not support --{option.replace('_', '-')} "
+                    f"({reason}): drop it, or use --optimizer adam"
                 )
         self._optimizer = FlatAdam(params, **self.optimizer_config)
 

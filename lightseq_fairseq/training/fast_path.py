@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +41,26 @@ _LEAST_GRANULARITY = 64  # rows; the products search their algorithm for multipl
 _BUCKETS = 32  # sizes a side may have, up to --max-tokens
 
 
+# What fairseq's own step does and the captured one does not: flag -> whether a run asks for it, by
+# its configuration and our model.
+FALLBACK: dict[str, Callable[[Any, Any], bool]] = {
+    "--memory-efficient-fp16": lambda cfg, model: cfg.common.memory_efficient_fp16,
+    "--memory-efficient-bf16": lambda cfg, model: cfg.common.memory_efficient_bf16,
+    "--store-ema": lambda cfg, model: cfg.ema.store_ema,
+    "--use-bmuf": lambda cfg, model: cfg.optimization.use_bmuf,
+    # Captured graphs keep their memory whatever the cache gives back.
+    "--empty-cache-freq": lambda cfg, model: cfg.common.empty_cache_freq > 0,
+    # A graph that is replayed names no operation to the profiler.
+    "--profile": lambda cfg, model: cfg.common.profile,
+    "--encoder-layerdrop": lambda cfg, model: model.cfg.encoder.layerdrop > 0,
+    "--decoder-layerdrop": lambda cfg, model: model.cfg.decoder.layerdrop > 0,
+}
+
+
 def refusal(trainer: Any) -> str | None:
     """Why a run takes fairseq's own training step, in a few words, or None."""
     cfg, model, criterion = trainer.cfg, trainer.get_model(), trainer.get_criterion()
-    common, task = cfg.common, type(trainer.task)
+    task = type(trainer.task)
     reasons = {
         "the arch is not an ls_transformer": not isinstance(model, LSTransformerModel),
         "the criterion is not ls_label_smoothed_cross_entropy": not isinstance(
@@ -52,20 +68,13 @@ def refusal(trainer: Any) -> str | None:
         ),
         "the optimizer is not ls_adam": getattr(cfg.optimizer, "_name", None) != "ls_adam",
         "there are several ranks": trainer.data_parallel_world_size > 1,
-        "--memory-efficient-fp16 or -bf16": common.memory_efficient_fp16
-        or common.memory_efficient_bf16,
-        "--amp": common.amp,
-        "--store-ema": cfg.ema.store_ema,
-        "--use-bmuf": cfg.optimization.use_bmuf,
-        "--quantization-config-path": trainer.quantizer is not None,
         "the task trains in a way of its own": task.train_step is not FairseqTask.train_step
         or task.optimizer_step is not FairseqTask.optimizer_step,
     }
     found = next((reason for reason, applies in reasons.items() if applies), None)
+    found = found or next((flag for flag, asked in FALLBACK.items() if asked(cfg, model)), None)
     if found is not None:
         return found
-    if any(side.layerdrop > 0 for side in (model.cfg.encoder, model.cfg.decoder)):
-        return "--encoder-layerdrop or --decoder-layerdrop"
     parameters = [p for p in model.parameters() if p.requires_grad]
     if len(parameters) < len(list(model.parameters())) or list(criterion.parameters()):
         return "not all parameters are the model's and trained"
@@ -143,8 +152,17 @@ class FastPath:
             return None
         self._started.append(_Started(report, output["sample_size"], output))
         trainer.set_num_updates(count + 1)
+        self._log_memory(count + 1)
         self.settle(0 if ends_epoch or self._is_looked_at(count + 1) else STEPS_AHEAD)
         return self._logged if trainer.get_num_updates() > count else None
+
+    def _log_memory(self, count: int) -> None:
+        """fairseq's gb_free, when it is looked at: what graphs use counts as reserved only."""
+        trainer = self.trainer
+        if trainer.cuda_env is not None and count % trainer.cfg.common.log_interval == 0:
+            used = torch.cuda.max_memory_reserved() / 2**30
+            free = trainer.cuda_env.total_memory_in_GB - used
+            metrics.log_scalar("gb_free", free, priority=1500, round=1, weight=0)
 
     def settle(self, ahead: int = 0) -> None:
         """Wait for all steps but the last ``ahead`` and log them."""

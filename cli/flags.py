@@ -1,0 +1,259 @@
+"""What becomes of fairseq's settings, as far as no other code says it: refusals and notes.
+
+Every setting of train, generate, validate and interactive (task translation) has one of four
+answers: it is honoured, by the captured step where training has one; it is honoured by fairseq's
+own step (``fast_path.FALLBACK``); it is refused by name; or it has no effect in fairseq either, and
+a note says so. docs/flags.md is the list of them all, made by ``scripts/flags.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import click
+
+from lightseq_fairseq.cli import defaults
+from lightseq_fairseq.errors import UserError
+
+
+class Refusal(NamedTuple):
+    """A setting that a command does not take.
+
+    Attributes:
+        flag: its name.
+        asked: whether fairseq's namespace asks for it.
+        reason, way_out: parts of the sentence, see `refusal`.
+        always: it is refused whatever the machine has.
+    """
+
+    flag: str
+    asked: Callable[[argparse.Namespace], bool]
+    reason: str
+    way_out: str = "drop it"
+    always: bool = True
+
+
+def _is_set(flag: str) -> Callable[[argparse.Namespace], bool]:
+    name = flag.removeprefix("--").replace("-", "_")
+    return lambda args: bool(getattr(args, name, None))
+
+
+def _lacks_gpu(args: argparse.Namespace) -> bool:
+    import torch
+
+    return args.cpu or not torch.cuda.is_available()
+
+
+# fairseq's pruning loses a side whose layers are not named.
+_PRUNE_LATER = (
+    "drop it, train all layers with --encoder-layerdrop and --decoder-layerdrop, and prune when "
+    "translating: lightseq-generate --model-overrides \"{'encoder_layers_to_keep': '0,2', "
+    "'decoder_layers_to_keep': '0,2'}\""
+)
+_PIPELINE = ("all layers lie on one device", "drop it, or add --native")
+_REFINEMENT = "beam search has no refinement steps"
+
+# Not here is what the arch and the optimizer refuse themselves: ``plugins.transformer.UNSUPPORTED``
+# and ``plugins.optimizer.UNSUPPORTED``.
+REFUSED: dict[str, tuple[Refusal, ...]] = {
+    "train": (
+        Refusal("--tpu", _is_set("--tpu"), "there are kernels for CUDA GPUs and references for "
+                "CPUs", "drop it, or train with fairseq-train"),
+        Refusal("--model-parallel-size", lambda args: args.model_parallel_size != 1,
+                "a layer lies on one device", "drop it, or add --native"),
+        Refusal("--use-plasma-view", _is_set("--use-plasma-view"),
+                "pyarrow no longer has the plasma store, and translation never reads from it"),
+        Refusal("--encoder-layers-to-keep", _is_set("--encoder-layers-to-keep"),
+                "fairseq 0.12.2 cannot train with it", _PRUNE_LATER),
+        Refusal("--decoder-layers-to-keep", _is_set("--decoder-layers-to-keep"),
+                "fairseq 0.12.2 cannot train with it", _PRUNE_LATER),
+        Refusal("--cpu-offload", _is_set("--cpu-offload"),
+                "it is a part of --ddp-backend fully_sharded, and parameters live in one flat "
+                "buffer", "drop it, or use --native with that backend"),
+        Refusal("--zero-sharding",
+                lambda args: args.zero_sharding == "os" and args.optimizer == "ls_adam",
+                "the optimizer's state is one flat buffer", "drop it, or use --optimizer adam"),
+        Refusal("--profile", lambda args: args.profile and _lacks_gpu(args),
+                "it marks ranges for a GPU's profiler, and there is no GPU", always=False),
+        Refusal("--write-checkpoints-asynchronously",
+                lambda args: args.write_checkpoints_asynchronously
+                and importlib.util.find_spec("iopath") is None,
+                "the package iopath is not installed", "pip install iopath, or drop it",
+                always=False),
+    ),
+    "generate": (
+        Refusal("--pipeline-model-parallel", _is_set("--pipeline-model-parallel"),
+                *_PIPELINE),
+        Refusal("--print-step", lambda args: args.print_step and args.task == "translation",
+                _REFINEMENT),
+        Refusal("--retain-iter-history",
+                lambda args: args.retain_iter_history and args.task == "translation", _REFINEMENT),
+    ),
+    "interactive": (
+        Refusal("--pipeline-model-parallel", _is_set("--pipeline-model-parallel"),
+                *_PIPELINE),
+        Refusal("--score-reference", _is_set("--score-reference"), "lines come without a reference",
+                "drop it, or score with lightseq-generate"),
+    ),
+    "validate": (
+        Refusal("--pipeline-model-parallel", _is_set("--pipeline-model-parallel"),
+                *_PIPELINE),
+    ),
+}  # fmt: skip
+
+# part -> the setting without which it means nothing
+PART_OF = {
+    part: whole
+    for whole, parts in {
+        "--amp": "--amp-batch-retries --amp-init-scale --amp-scale-window",
+        "--fp16": "--fp16-no-flatten-grads --fp16-init-scale --fp16-scale-window "
+        "--fp16-scale-tolerance --threshold-loss-scale",
+        "--store-ema": "--ema-decay --ema-start-update --ema-seed-model --ema-update-freq "
+        "--ema-fp32",
+        "--adaptive-softmax-cutoff": "--adaptive-softmax-dropout --adaptive-softmax-factor "
+        "--tie-adaptive-proj",
+        "--quant-noise-pq": "--quant-noise-pq-block-size",
+        "--base-layers": "--base-sublayers --base-shuffle",
+        "--pipeline-model-parallel": "--pipeline-balance --pipeline-devices --pipeline-chunks "
+        "--pipeline-encoder-balance --pipeline-encoder-devices --pipeline-decoder-balance "
+        "--pipeline-decoder-devices --pipeline-checkpoint",
+        "--ddp-backend fully_sharded": "--min-params-to-wrap --no-reshard-after-forward "
+        "--fp32-reduce-scatter --use-sharded-state --not-fsdp-flatten-parameters",
+        "--use-plasma-view": "--plasma-path",
+        "--aim-repo": "--aim-run-hash",
+        "--eval-bleu": "--eval-bleu-args --eval-bleu-detok --eval-bleu-detok-args "
+        "--eval-tokenized-bleu --eval-bleu-remove-bpe --eval-bleu-print-samples",
+        "--save-interval-updates": "--keep-interval-updates --keep-interval-updates-pattern",
+        "--sampling": "--sampling-topk --sampling-topp",
+        "--diverse-beam-groups": "--diverse-beam-strength",
+        "--lm-path": "--lm-weight",
+        "--retain-dropout": "--retain-dropout-modules",
+    }.items()
+    for part in parts.split()
+}
+
+# Of the parsers' settings that all commands share, those that only training reads.
+_TRAINING = """
+--log-file --aim-repo --aim-run-hash --tensorboard-logdir --wandb-project --azureml-logging
+--tpu --bf16 --memory-efficient-bf16 --fp16-no-flatten-grads --fp16-init-scale --fp16-scale-window
+--fp16-scale-tolerance --on-cpu-convert-precision --min-loss-scale --threshold-loss-scale
+--amp --amp-batch-retries --amp-init-scale --amp-scale-window --empty-cache-freq
+--model-parallel-size --quantization-config-path --profile --reset-logging --suppress-crashes
+--use-plasma-view --plasma-path --optimizer --lr-scheduler
+--combine-valid-subsets --ignore-unused-valid-subsets --validate-interval
+--validate-interval-updates --validate-after-updates --fixed-validation-seed --disable-validation
+--max-tokens-valid --batch-size-valid --max-valid-steps --curriculum --num-shards --shard-id
+--grouped-shuffling --update-epoch-batch-itr --update-ordered-indices-seed
+--ddp-backend --ddp-comm-hook --bucket-cap-mb --fix-batches-to-gpus --find-unused-parameters
+--gradient-as-bucket-view --fast-stat-sync --heartbeat-timeout --broadcast-buffers
+--slowmo-momentum --slowmo-base-algorithm --localsgd-frequency --nprocs-per-node
+--pipeline-balance --pipeline-devices --pipeline-chunks --pipeline-encoder-balance
+--pipeline-encoder-devices --pipeline-decoder-balance --pipeline-decoder-devices
+--pipeline-checkpoint --zero-sharding --no-reshard-after-forward --fp32-reduce-scatter
+--cpu-offload --use-sharded-state --not-fsdp-flatten-parameters
+--save-dir --restore-file --continue-once --finetune-from-model --reset-dataloader
+--reset-lr-scheduler --reset-meters --reset-optimizer --optimizer-overrides --save-interval
+--save-interval-updates --keep-interval-updates --keep-interval-updates-pattern
+--keep-last-epochs --keep-best-checkpoints --no-save --no-epoch-checkpoints
+--no-last-checkpoints --no-save-optimizer-state --best-checkpoint-metric
+--maximize-best-checkpoint-metric --patience --load-checkpoint-on-all-dp-ranks
+--write-checkpoints-asynchronously --upsample-primary --pad --eos --unk
+--lr --force-anneal --lr-shrink --warmup-updates --warmup-init-lr
+"""
+_EVAL_BLEU = """
+--eval-bleu --eval-bleu-args --eval-bleu-detok --eval-bleu-detok-args --eval-tokenized-bleu
+--eval-bleu-remove-bpe --eval-bleu-print-samples
+"""
+# Those of beam search's that only iterative refinement or nothing reads any more.
+_GENERATION = """
+--no-early-stop --no-beamable-mm --iter-decode-eos-penalty --iter-decode-max-iter
+--iter-decode-force-max-iter --iter-decode-with-beam --iter-decode-with-external-reranker
+--decoding-format --no-seed-provided --eos-token
+"""
+# command -> settings that its parser takes and that nothing in it reads, in fairseq either
+UNREAD = {
+    command: frozenset(flags.split())
+    for command, flags in {
+        "train": "--reset-logging --suppress-crashes --fast-stat-sync --on-cpu-convert-precision "
+        "--checkpoint-shard-count --gen-subset --num-shards --shard-id --pad --eos --unk",
+        "generate": _TRAINING + _EVAL_BLEU + _GENERATION + "--criterion --valid-subset "
+        "--all-gather-list-size --distributed-num-procs --distributed-backend "
+        "--distributed-init-method --distributed-port --device-id --distributed-no-spawn",
+        "validate": _TRAINING + "--post-process --quiet --results-path --gen-subset --tokenizer "
+        "--bpe --scoring --criterion",
+        "interactive": _TRAINING + _EVAL_BLEU + _GENERATION + "--criterion --scoring "
+        "--no-progress-bar --log-interval --log-format --all-gather-list-size --num-workers "
+        "--required-batch-size-multiple --required-seq-len-multiple --dataset-impl "
+        "--data-buffer-size --train-subset --valid-subset --gen-subset --load-alignments "
+        "--left-pad-source --left-pad-target --truncate-source --num-batch-buckets --quiet "
+        "--results-path --sacrebleu --prefix-size --lm-path --lm-weight --print-step "
+        "--retain-iter-history",
+    }.items()
+}
+
+
+def name(action: argparse.Action) -> str:
+    """What a setting is called here: of several names the one that fairseq's code reads."""
+    read = "--" + action.dest.replace("_", "-")
+    return read if read in action.option_strings else [*action.option_strings, action.dest][0]
+
+
+def check(
+    command: str, argv: Sequence[str], parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> None:
+    """Refuses what the command does not take, and says which settings of ``argv`` change nothing.
+
+    Args:
+        parser: fairseq's, with all settings of the task, the model and so on.
+        args: what it has made of ``argv``.
+
+    Raises:
+        UserError: naming the setting, the reason and the way out.
+    """
+    sentence = refusal(command, args)
+    if sentence is not None:
+        raise UserError(sentence)
+    # The lists are of this task's settings; and once will do where torchrun starts several ranks.
+    if args.task == "translation" and os.environ.get("RANK", "0") == "0":
+        for note in notes(command, argv, parser, args):
+            click.echo(f"lightseq-{command}: note: {note}", err=True)
+
+
+def refusal(command: str, args: argparse.Namespace) -> str | None:
+    """One sentence naming a setting that the command does not take, or None."""
+    for refused in REFUSED[command]:
+        if refused.asked(args):
+            return (
+                f"lightseq-{command} does not support {refused.flag} ({refused.reason}): "
+                f"{refused.way_out}."
+            )
+    if command == "train" and (args.arch or "").startswith(defaults.PREFIX):
+        # The model would say it too, after the data have been read.
+        from lightseq_fairseq.plugins.transformer import unsupported_option
+
+        return unsupported_option(args)
+    return None
+
+
+def notes(
+    command: str, argv: Sequence[str], parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> Iterator[str]:
+    """Yields a sentence for each setting of ``argv`` that changes nothing."""
+    given = {name(a) for a in parser._actions if defaults.is_given(argv, a.option_strings)}
+    for flag in sorted(given):
+        if flag in UNREAD[command]:
+            yield f"{flag} has no effect: fairseq-{command} does not read it."
+        # Not in validate, which takes the rest of the configuration from the checkpoint.
+        elif flag in PART_OF and command != "validate" and not _whole_is_set(flag, parser, args):
+            yield f"{flag} has no effect without {PART_OF[flag]}."
+
+
+def _whole_is_set(flag: str, parser: argparse.ArgumentParser, args: argparse.Namespace) -> bool:
+    whole, _, choice = PART_OF[flag].partition(" ")
+    dest = whole.removeprefix("--").replace("-", "_")
+    value = getattr(args, dest, None)
+    return value == choice if choice else bool(value) and value != parser.get_default(dest)

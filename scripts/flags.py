@@ -1,0 +1,224 @@
+"""Writes docs/flags.md: what becomes of every setting of fairseq's four commands.
+
+    python scripts/flags.py [--check]
+
+The settings are read from fairseq's own parsers (task translation), the answers from where they
+are given: what the arch, the optimizer and the captured step do not cover, and ``cli/flags.py``.
+``--check`` writes nothing and fails when the file differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightseq_fairseq import plugins  # noqa: F401  (prepares fairseq)
+
+# isort: split
+from fairseq import options, registry
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.optim.bmuf import FairseqBMUF
+
+from lightseq_fairseq.cli import flags
+from lightseq_fairseq.plugins import optimizer, transformer
+from lightseq_fairseq.training import fast_path
+
+TABLE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
+HONOURED, FALLBACK, REFUSED, UNREAD = "honoured", "fallback", "refused", "no effect"
+COMMANDS = {
+    "train": (
+        options.get_training_parser,
+        "data --arch ls_transformer --optimizer ls_adam --criterion "
+        "ls_label_smoothed_cross_entropy --lr-scheduler inverse_sqrt",
+    ),
+    "generate": (options.get_generation_parser, "data"),
+    "validate": (options.get_validation_parser, "data --task translation"),
+    "interactive": (options.get_interactive_generation_parser, "data"),
+}
+# Registries whose other members' settings are listed too. Those of other optimizers and criteria
+# have one answer, which the text gives.
+CHOICES = ("lr_scheduler", "tokenizer", "bpe", "scoring")
+
+# Settings that make the training data other than fairseq's plain sentence pairs: what
+# ``training.batch.covers`` says of them.
+DATA = {
+    "--load-alignments": "alignments",
+    "--num-batch-buckets": "batches of bucketed lengths",
+}
+SEVERAL_RANKS = """
+--all-gather-list-size --distributed-world-size --distributed-num-procs --distributed-rank
+--distributed-backend --distributed-init-method --distributed-port --device-id
+--distributed-no-spawn --ddp-backend --ddp-comm-hook --bucket-cap-mb --fix-batches-to-gpus
+--find-unused-parameters --gradient-as-bucket-view --heartbeat-timeout --broadcast-buffers
+--slowmo-momentum --slowmo-base-algorithm --localsgd-frequency --nprocs-per-node
+--load-checkpoint-on-all-dp-ranks --grouped-shuffling
+"""
+# A choice that is refused, of a setting that is not; and where fairseq's layers take over.
+NOT_WITH_OURS = ("--ddp-backend fully_sharded",)
+OTHER_LAYERS = ("--retain-dropout",)
+NOTES = {
+    "--arch": "`ls_transformer` and its kin; with another one: fallback",
+    "--optimizer": "`ls_adam`; with another one: fallback",
+    "--criterion": "`ls_label_smoothed_cross_entropy`; with another one: fallback",
+    "--activation-fn": "relu, gelu, gelu_accurate; others are refused",
+    "--ddp-backend": "`fully_sharded` is refused: parameters live in one flat buffer",
+    "--fp16": "on a CPU refused, unless with `--fp16-no-flatten-grads`",
+    "--fp16-no-flatten-grads": "decides the form of the optimizer's state in checkpoints",
+    "--profile": "without a GPU refused",
+    "--write-checkpoints-asynchronously": "refused where the package iopath is missing",
+    "--retain-dropout": "fairseq's own layers",
+    "--required-seq-len-multiple": "sentences are packed: there is nothing to round up",
+    "--left-pad-source": "sentences are packed: there are no pads",
+    "--left-pad-target": "sentences are packed: there are no pads",
+    "--export": "no layer here is another one for TorchScript; native models of the checkpoint are",
+    "--tokenizer": "kept in the checkpoint for `torch.hub`",
+    "--bpe": "kept in the checkpoint for `torch.hub`",
+    "--scoring": "kept in the checkpoint",
+    "--num-shards": "`--distributed-world-size` shards, with `--distributed-rank`",
+    "--shard-id": "`--distributed-world-size` shards, with `--distributed-rank`",
+    "--help": "shows the launcher's own; `--fairseq-help` fairseq's",
+}
+INTRODUCTION = """\
+# Settings
+
+<!-- Made by scripts/flags.py; do not edit. -->
+
+What `lightseq-train`, `-generate`, `-validate` and `-interactive` make of each setting of fairseq
+0.12.2, task translation. A dash: fairseq's command has no such setting.
+
+* **honoured**: as fairseq does; in training by the captured step.
+* **fallback**: honoured by fairseq's own training step with the same layers. One line at start-up
+  says "training takes fairseq's own steps" and why.
+* **refused**: the command ends with a sentence that names the setting, the reason and the way out.
+* **no effect**: fairseq's command takes the setting and does not read it. A note at start-up says
+  so.
+
+Not listed are the settings of other optimizers and criteria, which are fairseq's own: a run with
+one of them is a fallback. So are other tasks, as far as their data or training step differ. A part
+of another setting ("part of") has that one's answer; given alone it changes nothing, which a note
+says. A command with nothing `ls_` in it, and one with `--native`, is fairseq's and refuses nothing.
+"""
+
+
+class Setting(NamedTuple):
+    """One row.
+
+    Attributes:
+        aliases: all names.
+        commands: those that have it.
+        choices: the components whose setting it is, as in "--lr-scheduler cosine"; [] where a
+            command line of `COMMANDS` has it already.
+    """
+
+    aliases: list[str]
+    commands: list[str]
+    choices: list[str]
+
+
+def settings() -> dict[str, Setting]:
+    """Name -> row."""
+    found: dict[str, Setting] = {}
+    plain: set[str] = set()
+    for command, (parser_of, words) in COMMANDS.items():
+        parser = parser_of()
+        options.parse_args_and_arch(parser, words.split())
+        plain |= {flags.name(action) for action in parser._actions}
+        for action, choice in [*((a, "") for a in parser._actions), *of_choices(command)]:
+            name = flags.name(action)
+            row = found.setdefault(name, Setting(list(action.option_strings), [], []))
+            if command not in row.commands:
+                row.commands.append(command)
+            if name not in plain and choice not in row.choices:
+                row.choices.append(choice)
+        for name in plain:
+            found[name].choices.clear()
+    return found
+
+
+def of_choices(command: str) -> Iterator[tuple[argparse.Action, str]]:
+    """Settings that fairseq's parser takes once a component, or --use-bmuf, is chosen."""
+    for kind in CHOICES:
+        for chosen, cls in registry.REGISTRIES[kind]["registry"].items():
+            for action in actions_of(cls):
+                yield action, f"--{kind.replace('_', '-')} {chosen}"
+    if command == "train":
+        for action in actions_of(FairseqBMUF):
+            yield action, "--use-bmuf"
+
+
+def actions_of(component: Any) -> list[argparse.Action]:
+    """The settings that a registered class adds, found as ``parse_args_and_arch`` finds them."""
+    parser = argparse.ArgumentParser(add_help=False)
+    dataclass = vars(component).get("__dataclass")
+    if hasattr(component, "add_args"):
+        component.add_args(parser)
+    elif dataclass is not None:
+        gen_parser_from_dataclass(parser, dataclass())
+    return parser._actions
+
+
+def answer(command: str, name: str, choices: list[str]) -> tuple[str, str]:
+    """What becomes of a setting of ``command``: one of the four words, and the reason or ""."""
+    if name in flags.UNREAD[command]:
+        return UNREAD, ""
+    refused = {r.flag: r.reason for r in flags.REFUSED[command] if r.always}
+    if command == "train":
+        refused |= {flag: reason for flag, _, reason in transformer.UNSUPPORTED}
+        for option, reason in optimizer.UNSUPPORTED.items():
+            refused.setdefault("--" + option.replace("_", "-"), reason)
+    if name in refused:
+        return REFUSED, refused[name]
+    if choices:
+        return answer(command, choices[0].split()[0], [])
+    if name in flags.PART_OF:
+        whole = flags.PART_OF[name]
+        kind = REFUSED if whole in NOT_WITH_OURS else answer(command, whole, [])[0]
+        return kind, f"part of `{whole}`"
+    if command == "train" and name in [*fast_path.FALLBACK, *DATA, *SEVERAL_RANKS.split()]:
+        return FALLBACK, DATA.get(
+            name, "with several ranks" if name in SEVERAL_RANKS.split() else ""
+        )
+    return (FALLBACK if name in OTHER_LAYERS else HONOURED), ""
+
+
+def text() -> str:
+    """What docs/flags.md holds."""
+    lines = [
+        f"| setting | {' | '.join(COMMANDS)} | |",
+        "|---|" + "---|" * (len(COMMANDS) + 1),
+    ]
+    for name, row in sorted(settings().items(), key=lambda item: item[0].lstrip("-")):
+        answers = {command: answer(command, name, row.choices) for command in row.commands}
+        words = [answers[command][0] if command in answers else "-" for command in COMMANDS]
+        aliases = [f"`{alias}`" for alias in [name, *row.aliases]]
+        notes = [reason for _, reason in answers.values()] + [with_choices(row.choices)]
+        notes.append(NOTES.get(name, ""))
+        cells = [", ".join(dict.fromkeys(aliases)), *words]
+        lines.append(f"| {' | '.join(cells)} | {'; '.join(filter(None, dict.fromkeys(notes)))} |")
+    return "\n".join([INTRODUCTION, *lines, ""])
+
+
+def with_choices(choices: list[str]) -> str:
+    return "with " + ", ".join(f"`{choice}`" for choice in choices) if choices else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail instead of writing")
+    check = parser.parse_args().check
+    expected = text()
+    if TABLE.is_file() and TABLE.read_text() == expected:
+        return 0
+    if check:
+        print(f"{TABLE.name} is stale: run python scripts/flags.py", file=sys.stderr)
+        return 1
+    TABLE.parent.mkdir(exist_ok=True)
+    TABLE.write_text(expected)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
