@@ -2,86 +2,22 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import digits
 import parity
 import pytest
 import torch
+from digits import SENTENCES, TOY, Toy, held_out
 from fairseq.dataclass.configs import GenerationConfig
 from fairseq.logging import metrics
 from parity import LS, NATIVE, command_line
 from torch import Tensor
 
-SENTENCES = 200
-DIGITS = (
-    ["null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun"],
-    ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"],
-)
-TOY = {
-    "encoder_embed_dim": 64,
-    "encoder_ffn_embed_dim": 128,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "lr": 2e-3,
-    "warmup_updates": 100,
-    "clip_norm": 1.0,
-    "weight_decay": 0.0,
-    "update_freq": 1,
-    "max_tokens": 1000,
-}
-UPDATES = 250
 
-
-def write_digits(folder: Path) -> Path:
-    """German digits, to be read out in English from back to front."""
-    rng = random.Random(3)
-    for side, words in zip(("src", "tgt"), DIGITS, strict=True):
-        (folder / f"dict.{side}.txt").write_text("".join(f"{word} 1\n" for word in words))
-    for split, count in (("train", 2000), ("valid", SENTENCES)):
-        numbers = [[rng.randrange(10) for _ in range(rng.randint(6, 14))] for _ in range(count)]
-        german, english = DIGITS
-        for side, lines in (
-            ("src", [" ".join(german[i] for i in number) for number in numbers]),
-            ("tgt", [" ".join(english[i] for i in reversed(number)) for number in numbers]),
-        ):
-            (folder / f"{split}.src-tgt.{side}").write_text("\n".join(lines) + "\n")
-    return folder
-
-
-@dataclass
-class Toy:
-    """The task and two models with the same weights, trained by us."""
-
-    folder: Path
-    task: Any
-    ls: Any
-    native: Any
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    folder = write_digits(tmp_path_factory.mktemp("digits"))
-    cfg = parity.parse(command_line(folder, LS, **TOY))
-    task, model, criterion = parity.build(cfg)
-    trainer = parity.Trainer(cfg, task, model, criterion)
-    batches = parity.batches(trainer, cfg)
-    for _ in range(UPDATES):
-        trainer.train_step(next(batches))
-    native = task.build_model(parity.parse(command_line(folder, NATIVE, **TOY)).model)
-    native.load_state_dict(model.state_dict(), strict=True)
-    return Toy(folder, task, model.eval(), native.eval())
-
-
-def held_out(task: Any, left_pad: bool = True) -> Iterator[dict[str, Any]]:
-    """Batches of the held-out sentences."""
-    task.load_dataset("valid")
-    dataset = task.dataset("valid")
-    dataset.left_pad_source = left_pad
-    return task.get_batch_iterator(dataset, max_tokens=800).next_epoch_itr(shuffle=False)
+@pytest.fixture(scope="module", name="toy")
+def trained_toy() -> Toy:
+    return digits.toy()
 
 
 Hypotheses = dict[int, list[dict[str, Tensor]]]
@@ -119,7 +55,13 @@ def test_hypotheses(toy: Toy, beam: int, left_pad: bool) -> None:
 
 
 def test_other_ways_to_search(toy: Toy) -> None:
-    options = {"beam": 3, "lenpen": 0.6, "no_repeat_ngram_size": 2, "min_len": 4, "unkpen": 1.0}
+    options: dict[str, Any] = {
+        "beam": 3,
+        "lenpen": 0.6,
+        "no_repeat_ngram_size": 2,
+        "min_len": 4,
+        "unkpen": 1.0,
+    }
     assert_same(translate(toy, [toy.ls], **options), translate(toy, [toy.native], **options))
 
 
@@ -130,7 +72,7 @@ def test_ensembles_of_ours_and_fairseqs(toy: Toy) -> None:
 
 
 def test_attention_for_alignments(toy: Toy) -> None:
-    options = {"beam": 2, "print_alignment": "hard"}
+    options: dict[str, Any] = {"beam": 2, "print_alignment": "hard"}
     ours, native = (translate(toy, [model], **options) for model in (toy.ls, toy.native))
     for sentence, expected in native.items():
         for a, b in zip(ours[sentence], expected, strict=True):
@@ -138,23 +80,35 @@ def test_attention_for_alignments(toy: Toy) -> None:
             torch.testing.assert_close(a["attention"], b["attention"], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("layer, heads", [(0, None), (1, 2)])
-def test_attention_of_a_layer(toy: Toy, layer: int, heads: int | None) -> None:
+@pytest.mark.parametrize("layer, heads", [(0, None), (1, 2), (None, 3)])
+def test_attention_of_a_layer(toy: Toy, layer: int | None, heads: int | None) -> None:
     sample = next(iter(held_out(toy.task)))
-    inputs = sample["net_input"]
+    inputs, wanted = sample["net_input"], {"alignment_layer": layer, "alignment_heads": heads}
+    real = inputs["prev_output_tokens"].ne(parity.PAD)
     found = []
     for model in (toy.ls, toy.native):
         with torch.no_grad():
             encoded = model.encoder(inputs["src_tokens"], src_lengths=inputs["src_lengths"])
-            _, extra = model.decoder.extract_features(
-                inputs["prev_output_tokens"][:, :1],
-                encoded,
-                {},
-                alignment_layer=layer,
-                alignment_heads=heads,
+            _, step = model.decoder.extract_features(
+                inputs["prev_output_tokens"][:, :1], encoded, {}, **wanted
             )
-        found.append(extra["attn"][0])
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
+            _, sentences = model.decoder.extract_features(
+                inputs["prev_output_tokens"], encoded, **wanted
+            )
+            _, whole = model(**inputs, **wanted)
+        found.append((step["attn"][0], sentences["attn"][0][real], whole["attn"][0][real]))
+    for ours, native in zip(*found, strict=True):
+        torch.testing.assert_close(ours, native, rtol=0, atol=1e-5)
+
+
+def test_evaluation_draws_no_random_number(toy: Toy) -> None:
+    sample = next(iter(held_out(toy.task)))
+    generator = toy.task.build_generator([toy.ls], GenerationConfig(beam=2))
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        toy.ls(**sample["net_input"])
+    toy.task.inference_step(generator, [toy.ls], sample)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_one_token_at_a_time_is_the_whole_sentence_at_once(toy: Toy) -> None:

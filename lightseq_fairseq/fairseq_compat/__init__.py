@@ -7,9 +7,10 @@ not for a version number, and leaves a fairseq alone that does not show it.
     importing     while fairseq is imported: dataclasses, scikit-learn, logging, hydra's plugins
     command_line  --arch and --bf16
     deprecations  calls that hydra and torch warn about
-    batches       sentences that are dropped, functions that numpy has dropped
+    batches       sentences that are dropped, functions that numpy has dropped, files over 2 GiB
     layers        0.12.2's encoder layer, cuDNN attention
     checkpoints   loading without running what a file says
+    generation    --replace-unk, --no-repeat-ngram-size
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def prepare() -> None:
             checkpoints,
             command_line,
             deprecations,
+            generation,
             layers,
         )
 
@@ -71,6 +73,7 @@ def prepare() -> None:
         batches.repair()
         layers.repair()
         checkpoints.repair()
+        generation.repair()
     except (ImportError, AttributeError) as error:
         raise UserError(
             f"fairseq {version} differs too much from the versions this package supports "

@@ -1,15 +1,17 @@
-"""How fairseq makes batches: sentences that it drops, numpy functions that are gone."""
+"""How fairseq makes batches: dropped sentences, numpy functions that are gone, large files."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 import types
 from typing import Any
 
 import numpy as np
-from fairseq.data import data_utils, language_pair_dataset, token_block_dataset
+from fairseq.data import data_utils, indexed_dataset, language_pair_dataset, token_block_dataset
 from fairseq.modules import dynamic_crf_layer
+from fairseq.tasks import translation
 
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 
@@ -17,6 +19,10 @@ from lightseq_fairseq.fairseq_compat.overlay import Overlay
 def repair() -> None:
     """Brings every sentence into a batch and fairseq's numpy calls up to numpy 2."""
     _repair_numpy_names()
+    if _addresses_overflow():
+        _repair_addresses()
+    _repair_load_langpair_dataset()
+    _repair_indexed_datasets()
     if _drops_sentences():
         _repair_batch_by_size()
 
@@ -40,6 +46,61 @@ def _repair_numpy_names() -> None:
 
 def _percentile(a: Any, q: Any, *, interpolation: Any = "linear", **options: Any) -> Any:
     return np.percentile(a, q, method=interpolation, **options)
+
+
+def _addresses_overflow() -> bool:
+    writer = indexed_dataset.MMapIndexedDataset.Index.writer("", np.uint16)
+    with np.errstate(over="ignore"):
+        return bool(writer._get_pointers([np.int32(1 << 30)] * 2)[1] < 0)
+
+
+def _repair_addresses() -> None:
+    # `lightseq-preprocess --workers 2` joins files whose sizes are np.int32, and since numpy 2 the
+    # addresses summed from them are as well: past 2 GiB they are negative, with no more than a
+    # warning, and training reads nonsense.
+    builder = indexed_dataset.MMapIndexedDatasetBuilder
+    original = builder.finalize
+
+    @functools.wraps(original)
+    def finalize(self: Any, index_file: str) -> None:
+        self._sizes = [int(size) for size in self._sizes]
+        original(self, index_file)
+
+    builder.finalize = finalize
+
+
+def _repair_load_langpair_dataset() -> None:
+    # A folder with "train" and "train1" is read as one corpus, its first part --upsample-primary
+    # times. Where the flag is not given that is -1 times: "negative dimensions are not allowed".
+    original = translation.load_langpair_dataset
+
+    @functools.wraps(original)
+    def load_langpair_dataset(*args: Any, upsample_primary: int, **options: Any) -> Any:
+        primary = 1 if upsample_primary == -1 else upsample_primary
+        return original(*args, upsample_primary=primary, **options)
+
+    translation.load_langpair_dataset = load_langpair_dataset
+
+
+def _repair_indexed_datasets() -> None:
+    # The trainer looks at the first batch before it starts the loader's workers and before anything
+    # is cached. With "--dataset-impl lazy" the workers thus share an open file and its position,
+    # and now and then one reads where another has just moved it: other words in the batch, without
+    # a word. With "--dataset-impl cached": "KeyError: np.int64(13)".
+    lazy, cached = indexed_dataset.IndexedDataset, indexed_dataset.IndexedCachedDataset
+    open_file, from_file, from_cache = lazy.read_data, lazy.__getitem__, cached.__getitem__
+
+    def read_data(self: Any, path: str) -> None:
+        open_file(self, path)
+        self.opened_by = os.getpid()
+
+    def read(self: Any, i: Any) -> Any:
+        if self.data_file and self.opened_by != os.getpid():
+            self.read_data(self.path)
+        return from_file(self, i)
+
+    lazy.read_data, lazy.__getitem__ = read_data, read
+    cached.__getitem__ = lambda self, i: (from_cache if i in self.cache_index else read)(self, i)
 
 
 def _drops_sentences() -> bool:

@@ -84,7 +84,9 @@ def _drop_unknown_settings(cfg: Any) -> None:
         return  # from before fairseq 0.10.2
     criteria = registry.REGISTRIES["criterion"]["dataclass_registry"]
     for section, classes in (("task", TASK_DATACLASS_REGISTRY), ("criterion", criteria)):
-        settings = cfg.get(section) or {}
+        settings = cfg.get(section)
+        if not isinstance(settings, dict):
+            continue  # a task without a dataclass has a Namespace
         known = classes.get(settings.get("_name"))
         if known is not None:
             for name in settings.keys() - known.__dataclass_fields__.keys():

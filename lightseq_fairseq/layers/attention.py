@@ -1,6 +1,7 @@
 """Attention sublayers: projections, attention, and the residual that follows, one autograd node.
 
-Letters: T packed tokens, C model width, H heads, D head width, L layers.
+Letters: T packed tokens, B sentences, L longest sentence, S longest source, C model width, H heads,
+D head width.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.residual_norm import (
@@ -220,6 +222,23 @@ class MultiheadAttention(nn.Module):
             x, stream, memory, slices, heads, residual, q.weight, q.bias, o.weight, o.bias,
             *residual.parameters,
         )  # fmt: skip
+
+    def cross_weights(self, x: Tensor, memory: Tensor, heads: Heads) -> Tensor:
+        """What the queries x [T, C] attend to in ``memory`` [T_src, 2 * C], before dropout.
+
+        For alignments, beside ``cross_attention``, which never holds these numbers. Returns float32
+        [H, B, L, S] in the places of the padded batches, zeros where the source has pads;
+        differentiable.
+        """
+        q = F.linear(x, self.q_proj.weight, self.q_proj.bias) * (x.shape[1] // heads.count) ** -0.5
+        k = memory[:, : x.shape[1]]
+        q, k = (
+            side.pad(rows).unflatten(2, (heads.count, -1)).permute(2, 0, 1, 3)
+            for side, rows in ((heads.queries, q), (heads.keys, k))
+        )
+        pads = heads.keys.pad(memory.new_ones(memory.shape[0])) == 0
+        scores = (q @ k.transpose(2, 3)).masked_fill(pads[:, None], float("-inf"))
+        return torch.softmax(scores, dim=-1, dtype=torch.float32)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
         """Split the stacked ``in_proj`` of checkpoints older than fairseq 0.9."""

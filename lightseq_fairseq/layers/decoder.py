@@ -53,18 +53,22 @@ class DecoderLayer(TransformerLayer):
     def step(
         self, x: Tensor, stream: Tensor | None, memory: Tensor, slices: ColumnSlices,
         target: Segments, source: Segments, rng: Tensor, next_norm: nn.LayerNorm | None,
-        causal: bool = True,
-    ) -> tuple[Any, Any]:  # fmt: skip
-        """One layer of a stack, see ``EncoderLayer.step``; memory [T_src, 2 * C] holds k and v."""
+        causal: bool = True, need_weights: bool = False,
+    ) -> tuple[Any, Any, Tensor | None]:  # fmt: skip
+        """One layer of a stack, see ``EncoderLayer.step``; memory [T_src, 2 * C] holds k and v.
+
+        The third result is ``MultiheadAttention.cross_weights`` if they are needed.
+        """
         norms = self.norms(next_norm)
         heads = self.self_attn.heads(target, target, causal, rng, self.site)
         residual = self.residual(norms[0], rng, 1)
         stream, x = self.self_attn.self_attention(x, stream, heads, residual)
         heads = self.encoder_attn.heads(target, source, False, rng, self.site + 2)
+        weights = self.encoder_attn.cross_weights(x, memory, heads) if need_weights else None
         residual = self.residual(norms[1], rng, 3)
         stream, x = self.encoder_attn.cross_attention(x, stream, memory, slices, heads, residual)
         stream, x = self.feed_forward(x, stream, norms[2], rng, 4)
-        return x, stream
+        return x, stream, weights
 
     def forward(
         self, x: Tensor, encoder_out: Tensor, target: Segments, source: Segments, rng: Tensor
@@ -93,14 +97,31 @@ def run_decoder(
     encoder_out: Tensor, target: Segments, source: Segments, rng: Tensor, causal: bool = True,
 ) -> Tensor:  # fmt: skip
     """Run a stack on x [T, C], attending to encoder_out [T_src, C_enc]."""
+    return run_decoder_with_weights(
+        layers, last_norm, x, encoder_out, target, source, rng, causal, None
+    )[0]
+
+
+def run_decoder_with_weights(
+    layers: Iterable[DecoderLayer], last_norm: nn.LayerNorm | None, x: Tensor,
+    encoder_out: Tensor, target: Segments, source: Segments, rng: Tensor, causal: bool,
+    attention_of: int | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """As ``run_decoder``, with the cross-attention weights of the layer ``attention_of`` or None.
+
+    The weights are those of ``MultiheadAttention.cross_weights``, [H, B, L, S].
+    """
     stack = list(layers)
     if not stack:
-        return x if last_norm is None else layer_norm(x, last_norm)
+        return (x if last_norm is None else layer_norm(x, last_norm)), None
     memories, slices = project_memory(stack, encoder_out), ColumnSlices()
-    stream = None
+    stream = wanted = None
     if stack[0].normalize_before:
         stream, x = x, layer_norm(x, stack[0].self_attn_layer_norm)
     for place, (layer, memory) in enumerate(zip(stack, memories, strict=True)):
         following = stack[place + 1].self_attn_layer_norm if place + 1 < len(stack) else last_norm
-        x, stream = layer.step(x, stream, memory, slices, target, source, rng, following, causal)
-    return stream if x is None else x
+        x, stream, weights = layer.step(
+            x, stream, memory, slices, target, source, rng, following, causal, place == attention_of
+        )
+        wanted = wanted if weights is None else weights
+    return (stream if x is None else x), wanted

@@ -19,6 +19,7 @@ from fairseq.models.transformer import (
     TransformerModel,
 )
 from fairseq.modules import SinusoidalPositionalEmbedding
+from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
 from torch import Tensor
 
 from lightseq_fairseq import library
@@ -28,11 +29,14 @@ from lightseq_fairseq.layers import (
     draw_rng,
     embed,
     linear,
-    run_decoder,
     run_encoder,
     sinusoidal_positions,
 )
-from lightseq_fairseq.layers.decoder import DecoderLayer, memory_weights
+from lightseq_fairseq.layers.decoder import (
+    DecoderLayer,
+    memory_weights,
+    run_decoder_with_weights,
+)
 from lightseq_fairseq.layers.encoder import SITES_PER_LAYER, EncoderLayer
 from lightseq_fairseq.parameters import flatten_parameters
 from lightseq_fairseq.plugins import dictionaries
@@ -40,8 +44,8 @@ from lightseq_fairseq.training.batch import Packed, Segments
 
 ACTIVATIONS = ("relu", "gelu", "gelu_accurate")
 
-# flag -> attribute of fairseq's namespace, the value that leaves it off, why it is not covered
-_UNSUPPORTED = (
+# flag, attribute of fairseq's namespace that is set by it, why it is not covered
+UNSUPPORTED = (
     ("--adaptive-softmax-cutoff", "adaptive_softmax_cutoff", "the loss needs every logit"),
     ("--adaptive-input", "adaptive_input", "the embedding is one table"),
     ("--tie-adaptive-weights", "tie_adaptive_weights", "the embedding is one table"),
@@ -56,13 +60,15 @@ _UNSUPPORTED = (
     ("--char-inputs", "char_inputs", "the embedding is one table of tokens"),
     ("--encoder-xformers-att-config", "encoder_xformers_att_config", "attention is our own"),
     ("--decoder-xformers-att-config", "decoder_xformers_att_config", "attention is our own"),
+    ("--pipeline-model-parallel", "pipeline_model_parallel", "all layers lie in one flat buffer"),
+    ("--quantization-config-path", "quantization_config_path", "layers read weights directly"),
     ("--amp", "amp", "the fused layers run in one precision; use --fp16 or --bf16"),
 )  # fmt: skip
 
 
 def unsupported_option(args: Namespace) -> str | None:
     """One sentence naming an option that ``ls_transformer`` cannot honour, or None."""
-    for flag, name, reason in _UNSUPPORTED:
+    for flag, name, reason in UNSUPPORTED:
         if getattr(args, name, None):
             return _refusal(flag, reason)
     activation = getattr(args, "activation_fn", "relu")
@@ -94,6 +100,17 @@ def _refusal(flag: str, reason: str) -> str:
         f"ls_transformer does not support {flag} ({reason}): drop it, or train with fairseq's own "
         "layers by adding --native."
     )
+
+
+def _rng(module: torch.nn.Module, device: torch.device) -> Tensor:
+    """Dropout's numbers for one pass.
+
+    In evaluation none are drawn: what the user samples with ``--seed`` is what fairseq's model,
+    which draws nothing either, would give.
+    """
+    if module.training:
+        return draw_rng(device)
+    return torch.zeros(2, dtype=torch.int64, device=device)
 
 
 class _Side:
@@ -162,7 +179,7 @@ class LSTransformerEncoder(_Side, TransformerEncoderBase):
         """
         if token_embeddings is not None:
             raise UserError("ls_transformer embeds tokens itself: pass tokens, not embeddings.")
-        features, segments = self.packed(src_tokens, draw_rng(src_tokens.device))
+        features, segments = self.packed(src_tokens, _rng(self, src_tokens.device))
         mask = src_tokens.eq(self.padding_idx)
         return {
             "encoder_out": [segments.pad(features).transpose(0, 1)],
@@ -189,21 +206,27 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
 
     def packed(
         self, prev_output_tokens: Tensor, memory: Tensor, source: Segments, rng: Tensor,
-        causal: bool = True,
-    ) -> tuple[Tensor, Segments]:  # fmt: skip
-        """prev_output_tokens int64 [B, L], memory [T_src, C] -> features [T, C], segments."""
+        causal: bool = True, attention_of: int | None = None,
+    ) -> tuple[Tensor, Segments, Tensor | None]:  # fmt: skip
+        """prev_output_tokens int64 [B, L], memory [T_src, C] -> features [T, C], segments, weights.
+
+        The weights are None or, of the layer ``attention_of``, [H, B, L, L_src].
+        """
         segments = Segments.from_mask(prev_output_tokens.ne(self.padding_idx))
         tokens = segments.pack(prev_output_tokens)
-        return self.features(tokens, segments, memory, source, rng, causal), segments
+        x, weights = self.features(tokens, segments, memory, source, rng, causal, attention_of)
+        return x, segments, weights
 
     def features(
         self, tokens: Tensor, segments: Segments, memory: Tensor, source: Segments, rng: Tensor,
-        causal: bool = True,
-    ) -> Tensor:  # fmt: skip
-        """tokens [T] of packed sentences, memory [T_src, C] -> [T, C]."""
+        causal: bool = True, attention_of: int | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """tokens [T] of packed sentences, memory [T_src, C] -> [T, C], weights as ``packed``."""
         x = self.embed_packed(tokens, segments.positions, segments.max_len, rng, 1)
-        x = run_decoder(self.layers, self.layer_norm, x, memory, segments, source, rng, causal)
-        return self._project_out(x)
+        x, weights = run_decoder_with_weights(
+            self.layers, self.layer_norm, x, memory, segments, source, rng, causal, attention_of
+        )
+        return self._project_out(x), weights
 
     def _project_out(self, x: Tensor) -> Tensor:
         return x if self.project_out_dim is None else linear(x, self.project_out_dim.weight)
@@ -220,27 +243,26 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
     ) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
         """fairseq's padded interface: features [B, L, C], or [B, 1, C] with incremental state.
 
-        extra["attn"][0] holds the cross attention [B, 1, L_src] of ``alignment_layer`` (default:
-        the last) averaged over heads, in incremental decoding only.
+        extra["attn"][0] holds the cross attention [B, L, L_src] of ``alignment_layer`` (default:
+        the last) averaged over heads (``alignment_heads``: over so many, default all).
         """
         if encoder_out is None:
             raise UserError("ls_transformer's decoder needs the encoder's output.")
         memory, pads = encoder_out["encoder_out"][0], encoder_out["encoder_padding_mask"]
+        layer = self.num_layers - 1 if alignment_layer is None else alignment_layer
         if incremental_state is not None:
-            layer = len(self.layers) - 1 if alignment_layer is None else alignment_layer
             x, weights = self._decode_step(
                 prev_output_tokens, memory, pads[0] if pads else None, incremental_state, layer
             )
-            attn = None if weights is None else weights[:alignment_heads].mean(0)
-            return x, {"attn": [attn], "inner_states": []}
+            return x, _extras(weights, alignment_heads)
         rows = memory.transpose(0, 1)
         mask = ~pads[0] if pads else rows.new_ones(rows.shape[:2], dtype=torch.bool)
         source = Segments.from_mask(mask)
-        features, segments = self.packed(
-            prev_output_tokens, source.pack(rows), source, draw_rng(memory.device),
-            causal=not full_context_alignment,
+        features, segments, weights = self.packed(
+            prev_output_tokens, source.pack(rows), source, _rng(self, memory.device),
+            causal=not full_context_alignment, attention_of=layer,
         )  # fmt: skip
-        return segments.pad(features), {"attn": [None], "inner_states": []}
+        return segments.pad(features), _extras(weights, alignment_heads)
 
     def _decode_step(
         self, tokens: Tensor, memory: Tensor, pads: Tensor | None, state: dict[str, Any],
@@ -263,6 +285,11 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         cached = self.get_incremental_state(incremental_state, "cache")
         if cached is not None:
             cached["cache"].reorder(new_order)
+
+
+def _extras(weights: Tensor | None, heads: int | None) -> dict[str, Any]:
+    """fairseq's dict of extras; weights [H, B, L, L_src] are averaged over the first ``heads``."""
+    return {"attn": [None if weights is None else weights[:heads].mean(0)], "inner_states": []}
 
 
 def _rates(cfg: TransformerConfig) -> dict[str, Any]:
@@ -305,6 +332,12 @@ class LSTransformerModel(TransformerModel):
         refusal = unsupported_option(args)
         if refusal:
             raise UserError(refusal)
+        if isinstance(task, MultilingualTranslationTask):
+            raise UserError(
+                "ls_transformer is one model, and --task multilingual_translation trains one for "
+                "each pair: take --arch multilingual_transformer, or --task "
+                "translation_multi_simple_epoch, which trains one model for all pairs."
+            )
         dictionaries.check(task, getattr(args, "dictionaries", None))
         return super().build_model(args, task)
 
@@ -351,25 +384,29 @@ class LSTransformerModel(TransformerModel):
             src_lengths: not used, the pads say it.
             prev_output_tokens: int64 [B, L], padded on the right.
             features_only: stop before the projection to the vocabulary.
-            packed: return only the real tokens' rows.
+            alignment_layer, alignment_heads: see ``LSTransformerDecoder.extract_features``.
+            packed: return only the real tokens' rows, and no extras.
 
         Returns:
             (logits [B, L, V] with zeros at pads, fairseq's dict of extras), or with ``packed``
             (logits [T, V], segments of the target).
         """
-        rng = draw_rng(src_tokens.device)
+        rng = _rng(self, src_tokens.device)
         memory, source = self.encoder.packed(src_tokens, rng)
-        x, segments = self.decoder.packed(prev_output_tokens, memory, source, rng)
+        layer = self.decoder.num_layers - 1 if alignment_layer is None else alignment_layer
+        x, segments, weights = self.decoder.packed(
+            prev_output_tokens, memory, source, rng, attention_of=None if packed else layer
+        )
         if not features_only:
             x = self.decoder.output_layer(x)
         if packed:
             return x, segments
-        return segments.pad(x), {"attn": [None], "inner_states": []}
+        return segments.pad(x), _extras(weights, alignment_heads)
 
     def packed_logits(self, batch: Packed, rng: Tensor) -> Tensor:
         """Logits [T, V] of a packed batch; ``rng`` int64 [2] from ``layers.draw_rng``."""
         memory = self.encoder.features(batch.source_tokens, batch.source, rng)
-        x = self.decoder.features(batch.previous_tokens, batch.target, memory, batch.source, rng)
+        x, _ = self.decoder.features(batch.previous_tokens, batch.target, memory, batch.source, rng)
         return self.decoder.output_layer(x)
 
 

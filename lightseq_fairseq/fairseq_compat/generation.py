@@ -1,0 +1,95 @@
+"""What 0.12.2 makes of ``--replace-unk`` and ``--no-repeat-ngram-size``."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from fairseq import utils
+from fairseq.ngram_repeat_block import NGramRepeatBlock
+from fairseq.tasks import FairseqTask
+
+# What 0.12.2 fills "--replace-unk" with where no file follows: --post-process's default.
+_NO_FILE = "@@ "
+
+
+def repair() -> None:
+    """Makes ``--replace-unk`` work with and without a file, and forbids what is to be forbidden."""
+    try:
+        utils.replace_unk("<unk>", "word", [(0, 0)], {}, "<unk>")
+    except TypeError:
+        _repair_alignments()
+        _repair_build_generator()
+    _repair_load_align_dict()
+    if _repeats_ngrams():
+        _repair_ngram_repeat_block()
+
+
+def _repair_load_align_dict() -> None:
+    # Without this: FileNotFoundError: '@@ '.
+    original = utils.load_align_dict
+
+    @functools.wraps(original)
+    def load_align_dict(replace_unk: Any) -> Any:
+        return original("" if replace_unk == _NO_FILE else replace_unk)
+
+    utils.load_align_dict = load_align_dict
+
+
+def _repair_build_generator() -> None:
+    # 0.12.2 computes alignments only for --print-alignment. Without them the first <unk> of a
+    # translation ends in "IndexError: index 0 is out of bounds for dimension 0 with size 0".
+    original = FairseqTask.build_generator
+
+    @functools.wraps(original)
+    def build_generator(self: Any, models: Any, args: Any, *others: Any, **options: Any) -> Any:
+        wanted = getattr(args, "replace_unk", None) is not None
+        if wanted and not getattr(args, "print_alignment", None):
+            args = copy.copy(args)
+            args.print_alignment = "hard"
+        return original(self, models, args, *others, **options)
+
+    FairseqTask.build_generator = build_generator
+
+
+def _repair_alignments() -> None:
+    # With them: "TypeError: list indices must be integers or slices, not tuple". Alignments are
+    # pairs of (source, target) or, soft ones, rows of weights; replace_unk wants the source word of
+    # each target word.
+    original = utils.replace_unk
+
+    @functools.wraps(original)
+    def replace_unk(hypo_str: str, src_str: str, alignment: Any, *rest: Any) -> str:
+        if not alignment:  # nothing to take a word from: an empty source, or no attention
+            return hypo_str
+        if isinstance(alignment[0], tuple):
+            source_of = {target: source for source, target in alignment}
+        else:
+            weights = [[float(weight) for weight in row] for row in alignment]
+            source_of = {target: row.index(max(row)) for target, row in enumerate(weights)}
+        return str(original(hypo_str, src_str, source_of, *rest))
+
+    utils.replace_unk = replace_unk
+
+
+def _repeats_ngrams() -> bool:
+    # Three tokens, 5 6 5, in a buffer that has room for more: 6 must not come again.
+    tokens, scores = torch.tensor([[5, 6, 5, 1, 1]]), torch.zeros(1, 8)
+    blocked = NGramRepeatBlock(2, use_extension=False)(tokens, scores, 1, 1, 2)
+    return bool(blocked[0, 6].isfinite())
+
+
+def _repair_ngram_repeat_block() -> None:
+    # Without its CUDA extension, which pip does not build, 0.12.2 looks for the last n-gram at the
+    # end of the buffer, where there are pads: "--no-repeat-ngram-size" forbids nothing.
+    original = NGramRepeatBlock._no_repeat_ngram
+
+    @functools.wraps(original)
+    def _no_repeat_ngram(
+        self: Any, tokens: Any, lprobs: Any, bsz: int, beam_size: int, step: int
+    ) -> Any:
+        return original(self, tokens[:, : step + 1], lprobs, bsz, beam_size, step)
+
+    NGramRepeatBlock._no_repeat_ngram = _no_repeat_ngram
