@@ -88,7 +88,7 @@ def op_table(rows: list[dict[str, Any]]) -> list[str]:
         f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
         f"{', '.join(commit[:10] for commit in common['commit'])}; {OPS_SIZE[1:]} tokens "
         "in WMT-like sentences (`long`: of 512 tokens; Adam: 217 M parameters), width 1024, ffn "
-        "4096, 40 000 words, 16 heads, dropout 0.1, bf16; median, cold L2, GB/s of the least bytes.",
+        "4096, 40 000 words, 16 heads, dropout 0.1, bf16; median, cold L2, GB/s of least bytes.",
     ]
 
 
