@@ -71,6 +71,17 @@ def test_all_of_ours_take_our_step(
     assert reasons(caplog) == []
 
 
+def test_a_run_with_layerdrop_goes_on_without(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = {"no_save": None, "encoder_layers": 2, "max_update": 9}
+    run(data, tmp_path, **flags, encoder_layerdrop=0.5)
+    caplog.clear()
+    caplog.set_level(logging.INFO)
+    assert len(run(data, tmp_path, **{**flags, "max_update": 16})) == 7
+    assert reasons(caplog) == ["parameters have been updated differently often"]
+
+
 def test_out_of_memory_skips_the_batch(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

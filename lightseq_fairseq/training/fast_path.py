@@ -25,6 +25,7 @@ from lightseq_fairseq.parameters import flat_buffers
 from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
 from lightseq_fairseq.training.batch import PackedBatch
+from lightseq_fairseq.training.flat_adam import FlatAdam
 from lightseq_fairseq.training.step import (
     SCALER,
     STEPS_AHEAD,
@@ -81,6 +82,18 @@ def refusal(trainer: Any) -> str | None:
     return None if len(flat_buffers(parameters)) == 1 else "parameters are of several types"
 
 
+def state_refusal(trainer: Any) -> str | None:
+    """The same of what the run goes on from: a run with layerdrop updates some parameters less."""
+    is_fused = _adam(trainer.optimizer).is_fused
+    return None if is_fused else "parameters have been updated differently often"
+
+
+def _adam(optimizer: Any) -> FlatAdam:
+    in_half = isinstance(optimizer, optim.FP16Optimizer)
+    adam: FlatAdam = (optimizer.fp32_optimizer if in_half else optimizer).optimizer
+    return adam
+
+
 def granularity(trainer: Any) -> int:
     """Rows to whose multiples batches are rounded up, so that their shapes repeat."""
     if not trainer.cuda:
@@ -105,11 +118,7 @@ class FastPath:
         cfg, criterion = trainer.cfg, trainer.get_criterion()
         self.trainer = trainer
         optimizer = trainer.optimizer
-        in_half = isinstance(optimizer, optim.FP16Optimizer)
-        self._scaler = optimizer.scaler if in_half else None
-        adam = (optimizer.fp32_optimizer if in_half else optimizer).optimizer
-        if not adam.is_fused:
-            raise RuntimeError("lightseq: the optimizer's state is not in one buffer")
+        self._scaler = optimizer.scaler if isinstance(optimizer, optim.FP16Optimizer) else None
         rules = Rules(cfg.common.seed, cfg.optimization.clip_norm, 1e-6)
         scaler = self._scaler
         if scaler is not None:
@@ -122,7 +131,7 @@ class FastPath:
             criterion.ignore_prefix_size,
         )  # fmt: skip
         (low,) = flat_buffers(trainer.get_model().parameters())
-        self._step = TrainingStep(trainer.get_model(), low, adam, loss, rules)
+        self._step = TrainingStep(trainer.get_model(), low, _adam(optimizer), loss, rules)
         self._step.set_state(trainer.get_num_updates(), scaler)
         self._rates: dict[int, float] = {}
         self._started: deque[_Started] = deque()

@@ -89,6 +89,8 @@ class Trainer(native.Trainer):
         iterator = super().get_train_iterator(*arguments, **keywords)
         assert self.optimizer is not None  # built here at the latest: it knows what is refused
         self._refusal = self._refusal or batch.covers(iterator.dataset)
+        if self._refusal is None and self._fast_path is None:
+            self._refusal = fast_path.state_refusal(self)
         if self._refusal is None and iterator is not self._packs:
             # fairseq keeps the iterator of a dataset and gives it to whoever asks, validation
             # with the training set for one. The packing one is a copy that goes its own way.
