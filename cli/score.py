@@ -166,8 +166,8 @@ class Output:
         missing = set(range(max(numbers) + 1)) - found.keys()
         if missing:
             raise UserError(
-                f"{self.name} lacks {len(missing)} sentences, {kind}-{min(missing)} the first: let "
-                "the generation come to its end, with no sentence left out"
+                f"{self.name} has no line {kind}-{min(missing)} (missing in all: {len(missing)}): "
+                "let the generation come to its end, with no sentence left out, and keep all of it"
             )
         return [found[number] for number in range(len(found))]
 

@@ -165,7 +165,7 @@ def test_standard_input(reference: Path) -> None:
         ("--sys {0}/short -r {0}/reference", "holds 2 translations and there are 3 references"),
         ("--sys {0}/empty -r {0}/empty", "holds 0 translations and there are 0 references"),
         ("--sys {0}/latin -r {0}/reference", "{0}/latin is not UTF-8 text"),
-        ("--sys {0}/cut -r {0}/reference", "lacks 2 sentences, D-0 the first"),
+        ("--sys {0}/cut -r {0}/reference", "has no line D-0 (missing in all: 2)"),
         ("--sys {0}/reference", "nothing to score against: give --reference or --test-set"),
         ("--sys {0}/short -r {0}/short -t wmt14", "exclude each other"),
         ("--sys {0}/short -t wmt14", "--test-set and --language-pair go together"),
