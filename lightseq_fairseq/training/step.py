@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -276,12 +276,15 @@ class _Graphs:
 
     The first time is plain: nothing is done twice, and libraries choose their algorithms then. All
     graphs share one pool of memory, which they may since they run one after the other and leave
-    nothing in it. The least recently used one goes when there are too many.
+    nothing in it. The least recently used one goes when there are too many; each time that happens
+    to a function it has to run plainly twice as often before it is captured again, since batches
+    of too many shapes would else be captured over and over.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._seen: set[Any] = set()
+        self._plain: Counter[Any] = Counter()  # plain runs since the graph went, by key
+        self._needed: dict[Any, int] = {}  # so many before the next graph; 1 where it is not said
         self._graphs: OrderedDict[Any, torch.cuda.CUDAGraph] = OrderedDict()
         self._refusal = _refusal(device)
         if self._refusal:
@@ -293,16 +296,17 @@ class _Graphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self.device)
         self._memory = 0  # bytes of the graphs themselves
+        self._told = 1  # the log is told when there are so many
         self._budget = int(_GRAPH_MEMORY * torch.cuda.mem_get_info(self.device)[1])
 
     def run(self, key: Any, function: Callable[[], None]) -> None:
         graph = self._graphs.get(key)
         if graph is not None:
             self._graphs.move_to_end(key)
-        elif self._refusal is None and key in self._seen:
+        elif self._refusal is None and self._plain[key] >= self._needed.get(key, 1):
             graph = self._capture(key, function)
-        self._seen.add(key)
         if graph is None:
+            self._plain[key] += 1
             function()
         else:
             graph.replay()
@@ -310,7 +314,8 @@ class _Graphs:
     def _capture(self, key: Any, function: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         while len(self._graphs) >= MOST_GRAPHS or (self._graphs and self._memory > self._budget):
             self._memory -= self._memory // len(self._graphs)
-            self._graphs.popitem(last=False)
+            oldest, _ = self._graphs.popitem(last=False)
+            self._plain[oldest], self._needed[oldest] = 0, 2 * self._needed.get(oldest, 1)
         before = _used_outside_torch(self.device)
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph: that waits for the device and gives back the allocator's memory.
@@ -330,7 +335,8 @@ class _Graphs:
         self._memory += max(_used_outside_torch(self.device) - before, 0)
         self._graphs[key] = graph
         count = len(self._graphs)
-        if count & (count - 1) == 0:
+        if count >= self._told:
+            self._told = 2 * count
             logger.info(
                 "captured %d CUDA graphs, which take %.2f of at most %.1f GiB", count,
                 self._memory / 2**30, self._budget / 2**30,
@@ -338,8 +344,10 @@ class _Graphs:
         return graph
 
     def clear(self) -> None:
+        if self._refusal is None:
+            torch.cuda.synchronize(self.device)  # one of them may be running in the pool
         self._graphs.clear()
-        self._seen.clear()
+        self._plain.clear()
         if self._refusal is None:
             self._begin()
 
