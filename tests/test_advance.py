@@ -11,19 +11,13 @@ from torch import Tensor
 
 from lightseq_fairseq import fairseq_compat, ops
 from lightseq_fairseq.ops.advance import KNOWN_RATES, Given, State, Stop
+from lightseq_fairseq.training.step import SCALER
 
 fairseq_compat.prepare()
 
 from fairseq.optim.dynamic_loss_scaler import DynamicLossScaler  # noqa: E402
 
 SEED = 7
-SCALER = {
-    State.LOSS_SCALE: "loss_scale",
-    State.SCALER_ITER: "_iter",
-    State.LAST_OVERFLOW_ITER: "_last_overflow_iter",
-    State.LAST_RESCALE_ITER: "_last_rescale_iter",
-    State.OVERFLOWS_SINCE_RESCALE: "_overflows_since_rescale",
-}
 
 
 def start(scale: float = 1.0) -> tuple[Tensor, Tensor]:
