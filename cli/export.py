@@ -1,0 +1,85 @@
+"""``lightseq-export``: a trained model for stock fairseq, CTranslate2 or safetensors."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import click
+
+from lightseq_fairseq.cli.launch import Stop
+from lightseq_fairseq.errors import UserError
+
+# ctranslate2.specs.model_spec.ACCEPTED_MODEL_TYPES, known here without the package.
+QUANTIZATIONS = (
+    "int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16",
+    "float32",
+)  # fmt: skip
+
+
+@click.command(name="lightseq-export", context_settings={"max_content_width": 100})
+@click.argument("source", metavar="CHECKPOINT", type=click.Path(path_type=Path))
+@click.option(
+    "--to", required=True, type=click.Choice(["fairseq", "ctranslate2", "safetensors"]),
+    help="A checkpoint of stock fairseq; a model folder of CTranslate2; a folder of "
+    "model.safetensors with the options (config.json) and the dictionaries.",
+)  # fmt: skip
+@click.option(
+    "--output", metavar="PATH", type=click.Path(path_type=Path),
+    help="What to write [default: beside CHECKPOINT, named after it and --to].",
+)  # fmt: skip
+@click.option(
+    "--data", metavar="FOLDER",
+    help="Where the dictionaries of the run are [default: where they were in training].",
+)  # fmt: skip
+@click.option(
+    "--quantization", type=click.Choice(QUANTIZATIONS),
+    help="The type of the weights, with --to ctranslate2 [default: float32].",
+)  # fmt: skip
+def main(
+    source: Path, to: str, output: Path | None, data: str | None, quantization: str | None
+) -> None:
+    """Export the model of a checkpoint that lightseq-train or fairseq-train wrote.
+
+    \b
+        lightseq-export checkpoint_best.pt --to fairseq --output model.pt
+        lightseq-export checkpoint_best.pt --to ctranslate2 --quantization int8 --output ct2
+    """
+    try:
+        suffix = ".pt" if to == "fairseq" else ""
+        output = output or source.with_name(f"{source.stem}-{to}{suffix}")
+        if output.exists():
+            raise UserError(f"{output} exists already: choose another --output")
+        if quantization and to != "ctranslate2":
+            raise UserError("--quantization goes with --to ctranslate2 only")
+        if to != "fairseq":
+            _require(to)
+        from lightseq_fairseq import export
+
+        trained = export.read(source)
+        if to == "fairseq":
+            if data is not None:
+                export.find_dictionaries(trained, data)
+            export.to_fairseq(trained, output)
+        else:
+            paths = export.find_dictionaries(trained, data)
+            if to == "ctranslate2":
+                export.to_ctranslate2(trained, paths, output, quantization)
+            else:
+                export.to_safetensors(trained, paths, output)
+    except UserError as error:
+        raise Stop("lightseq-export", str(error)) from error
+    click.echo(f"{output} is written")
+
+
+def _require(package: str) -> None:
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise UserError(
+            f"--to {package} needs a package that is not installed ({error}): pip install {package}"
+        ) from error
+
+
+if __name__ == "__main__":
+    main()

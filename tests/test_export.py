@@ -1,0 +1,357 @@
+"""lightseq-export: stock fairseq, CTranslate2 and safetensors take what is exported, and agree.
+
+The tests import the optional packages themselves: where only GPU tests run, none is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import digits
+import pytest
+import torch
+from cli_runs import SMALL, binarise, run, succeed
+from loaded import logits
+
+# isort: split
+from fairseq import checkpoint_utils
+from fairseq.dataclass.configs import GenerationConfig
+from fairseq.models.transformer import TransformerModel
+
+State = dict[str, Any]
+Translations = list[tuple[list[str], float]]  # words and the sum of their log-probabilities
+SPLITS = ("valid", "test")
+
+
+@pytest.fixture(scope="module")
+def toy() -> digits.Toy:
+    return digits.toy()
+
+
+@pytest.fixture(scope="module")
+def exported(toy: digits.Toy, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """What --to gives of the toy model, its dictionaries looked for where the training had them."""
+    folder = tmp_path_factory.mktemp("exported")
+
+    def get(to: str, *options: str) -> Path:
+        output = folder / "-".join([to, *options])
+        if not output.exists():
+            printed = succeed("export", toy.paths[-1], "--to", to, "--output", output, *options)
+            assert printed == f"{output} is written\n"
+        return output
+
+    return get
+
+
+def read(path: Path) -> State:
+    with torch.serialization.safe_globals([Namespace]):
+        state: State = torch.load(path)
+    return state
+
+
+def by_fairseq(path: Path, beam: int, lenpen: float) -> Translations:
+    """The held-out sentences, and those with unknown words, by stock fairseq."""
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(path)])
+    assert type(model) is TransformerModel
+    generator = task.build_generator([model], GenerationConfig(beam=beam, lenpen=lenpen))
+    found: Translations = []
+    for split in SPLITS:
+        task.load_dataset(split)
+        batches = task.get_batch_iterator(task.dataset(split), max_tokens=800)
+        numbered = {}
+        for sample in batches.next_epoch_itr(shuffle=False):
+            for n, (best, *_) in zip(
+                sample["id"].tolist(), task.inference_step(generator, [model], sample), strict=True
+            ):
+                words = task.target_dictionary.string(best["tokens"], extra_symbols_to_ignore=())
+                numbered[n] = (words.split(), float(best["positional_scores"].sum()))
+        found += [numbered[n] for n in sorted(numbered)]
+    return found
+
+
+def by_ctranslate2(model: Path, data: Path, beam: int, lenpen: float) -> Translations:
+    lines = [
+        line.split()
+        for split in SPLITS
+        for line in (data / f"{split}.src-tgt.src").read_text().splitlines()
+    ]
+    from ctranslate2 import Translator
+
+    translator = Translator(str(model), inter_threads=1, intra_threads=1)
+    results = translator.translate_batch(lines, beam_size=beam, length_penalty=lenpen)
+    words = [result.hypotheses[0] for result in results]
+    # Its search scores the first word among those that do not end the sentence; this does not.
+    scores = [sum(result.log_probs) for result in translator.score_batch(lines, words)]
+    return list(zip(words, scores, strict=True))
+
+
+def test_fairseqs_file_is_native_and_complete(toy: digits.Toy, exported: Any) -> None:
+    state, source = read(exported("fairseq")), read(toy.paths[-1])
+    assert state["model"].keys() == toy.native.state_dict().keys() == source["model"].keys()
+    for name, value in toy.ls.state_dict().items():
+        assert torch.equal(state["model"][name], value) or "_float_tensor" in name, name
+    weights = {value.data_ptr(): value for value in state["model"].values()}
+    assert all(v.untyped_storage().nbytes() == v.nbytes for v in weights.values())
+    assert "ls_" not in str({**state, "model": None}).replace("cells_", "")
+    assert state["last_optimizer_state"] is None
+    assert state["optimizer_history"] == source["optimizer_history"]
+    assert state["cfg"]["model"].task == "translation"
+
+
+@pytest.mark.parametrize(("beam", "lenpen"), [(1, 1.0), (4, 1.0), (4, 0.6)])
+def test_ctranslate2_translates_as_fairseq(
+    toy: digits.Toy, exported: Any, beam: int, lenpen: float
+) -> None:
+    expected = by_fairseq(exported("fairseq"), beam, lenpen)
+    found = by_ctranslate2(exported("ctranslate2"), toy.folder, beam, lenpen)
+    assert len(expected) == 2 * digits.SENTENCES
+    assert [words for words, _ in found] == [words for words, _ in expected]
+    scores = [torch.tensor([score for _, score in each]) for each in (found, expected)]
+    torch.testing.assert_close(*scores, rtol=0, atol=1e-4)
+    assert len({tuple(words) for words, _ in expected}) > digits.SENTENCES
+
+
+def test_ctranslate2s_own_converter_takes_fairseqs_file(
+    toy: digits.Toy, exported: Any, tmp_path: Path
+) -> None:
+    from ctranslate2.converters import FairseqConverter
+
+    # As with its --unsafe_deserialization, without which it reads no checkpoint of fairseq.
+    with torch.serialization.safe_globals([Namespace]):
+        FairseqConverter(str(exported("fairseq")), str(toy.folder)).convert(str(tmp_path / "own"))
+    ours = exported("ctranslate2")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "own").iterdir()} == {
+        path.name: path.read_bytes() for path in ours.iterdir()
+    }
+
+
+@pytest.mark.parametrize(
+    ("quantization", "size", "same"), [("float16", 0.55, 0.97), ("int8", 0.5, 0.85)]
+)
+def test_quantised(
+    toy: digits.Toy, exported: Any, quantization: str, size: float, same: float
+) -> None:
+    full = exported("ctranslate2")
+    small = exported("ctranslate2", "--quantization", quantization)
+    of_full, of_small = ((path / "model.bin").stat().st_size for path in (full, small))
+    assert of_small < size * of_full
+    expected, found = (by_ctranslate2(path, toy.folder, 4, 1.0) for path in (full, small))
+    equal = sum(a[0] == b[0] for a, b in zip(expected, found, strict=True))
+    assert equal >= same * len(expected)
+
+
+def test_safetensors(toy: digits.Toy, exported: Any) -> None:
+    from safetensors.torch import load_model
+
+    folder = exported("safetensors")
+    names = ["config.json", "dict.src.txt", "dict.tgt.txt", "model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+    config = json.loads((folder / "config.json").read_text())
+    assert config["arch"] == config["options"]["arch"] == "transformer"
+    for side, language in (("source", "src"), ("target", "tgt")):
+        name = config["dictionaries"][side]
+        assert (folder / name).read_bytes() == (toy.folder / f"dict.{language}.txt").read_bytes()
+    model = TransformerModel.build_model(Namespace(**config["options"]), toy.task)
+    load_model(model, str(folder / "model.safetensors"))
+    expected = toy.native.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]) or "_float_tensor" in name, name
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return binarise(tmp_path_factory.mktemp("corpus"))
+
+
+def test_a_run_that_found_its_languages_in_the_data(data: Path, tmp_path: Path) -> None:
+    arch = ("--arch", "ls_transformer_tiny", "--optimizer", "ls_adam", "--lr", "0.01", "--bf16")
+    succeed("train", data, *arch, *SMALL, "--save-dir", tmp_path / "run")
+    source = tmp_path / "run" / "checkpoint_last.pt"
+    for to in ("ctranslate2", "safetensors", "fairseq"):
+        succeed("export", source, "--to", to)
+    vocabulary = tmp_path / "run" / "checkpoint_last-ctranslate2" / "source_vocabulary.json"
+    assert "w7" in json.loads(vocabulary.read_text())
+    assert (tmp_path / "run" / "checkpoint_last-safetensors" / "dict.en.txt").is_file()
+    output = tmp_path / "run" / "checkpoint_last-fairseq.pt"
+    assert torch.equal(logits(output, ls=False), logits(source, ls=False))
+    # And fairseq's own training goes on from it.
+    native = ("--native", "--arch", "transformer_tiny", "--optimizer", "adam", "--lr", "0.01")
+    on = tmp_path / "on"
+    succeed("train", data, *native, *SMALL, "--restore-file", output, "--save-dir", on,
+            "--max-update", "5")  # fmt: skip
+    counts = [
+        entry["num_updates"] for entry in read(on / "checkpoint_last.pt")["optimizer_history"]
+    ]
+    assert counts == [3, 5]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--encoder-normalize-before --decoder-normalize-before --activation-fn gelu "
+        "--encoder-learned-pos --decoder-learned-pos --decoder-layers 2",
+        "--layernorm-embedding --no-scale-embedding --activation-fn gelu_accurate "
+        "--share-decoder-input-output-embed --decoder-embed-dim 32 --decoder-output-dim 32",
+    ],
+    ids=["pre-norm", "post-norm"],
+)
+def test_ctranslate2_computes_other_models_too(data: Path, tmp_path: Path, flags: str) -> None:
+    from ctranslate2 import Translator
+
+    arch = ("--arch", "ls_transformer_tiny", "--optimizer", "ls_adam", "--lr", "0.1")
+    succeed("train", data, *arch, *SMALL, *flags.split(), "--save-dir", tmp_path)
+    source = tmp_path / "checkpoint_last.pt"
+    succeed("export", source, "--to", "ctranslate2")
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(source)])
+    tokens = torch.randint(4, 24, (2, 9), generator=torch.Generator().manual_seed(1))
+    tokens[:, -1] = task.source_dictionary.eos()
+    with torch.no_grad():
+        scores = model.eval()(tokens[:1], torch.tensor([9]), tokens[1:].roll(1))[0][0]
+    expected = scores.log_softmax(-1).gather(1, tokens[1][:, None])[:, 0]
+    words = [
+        [[words[i] for i in row[:-1].tolist()]]
+        for words, row in zip((task.source_dictionary, task.target_dictionary), tokens, strict=True)
+    ]
+    translator = Translator(str(tmp_path / "checkpoint_last-ctranslate2"))
+    (found,) = translator.score_batch(*words)
+    torch.testing.assert_close(torch.tensor(found.log_probs), expected, rtol=0, atol=1e-5)
+    assert expected.std() > 0.1
+
+
+def test_an_old_checkpoint_gets_todays_names(toy: digits.Toy, tmp_path: Path) -> None:
+    state = read(toy.paths[-1])
+    args = state.pop("cfg")["model"]
+    args.data = ["/gone"]  # a list, as it was
+    args.encoder_embed_path = "/gone/too"
+    del args.task, args.encoder_learned_pos
+    expected, model = state["model"], dict(state["model"])
+    for name in expected:
+        block, found, kind = name.rpartition("q_proj.")
+        if found and "self_attn" in block:
+            parts = [model.pop(f"{block}{p}_proj.{kind}") for p in "qkv"]
+            model[f"{block}in_proj_{kind}"] = torch.cat(parts)
+    path = tmp_path / "old.pt"
+    state["optimizer_history"][0]["criterion_name"] = "CrossEntropyCriterion"
+    torch.save({**state, "args": args, "model": {n: v.half() for n, v in model.items()}}, path)
+
+    succeed("export", path, "--to", "fairseq", "--data", toy.folder)
+    exported = read(tmp_path / "old-fairseq.pt")
+    assert exported["args"].task == "translation"
+    assert exported["model"].keys() == expected.keys()
+    for name, value in exported["model"].items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, expected[name].half().float()) or "_float_tensor" in name, name
+    succeed("export", path, "--to", "ctranslate2", "--data", toy.folder)
+    assert (tmp_path / "old-ctranslate2" / "model.bin").is_file()
+
+
+def of_arch(state: State) -> None:
+    state["cfg"]["model"].arch = "fconv"
+
+
+def of_dataclass(state: State) -> None:
+    state["cfg"]["model"] = {"_name": "transformer_lm", "decoder_layers": 6}
+
+
+def without_options(state: State) -> None:
+    del state["cfg"]
+
+
+def deeper(state: State) -> None:
+    state["cfg"]["model"].encoder_layers += 1
+
+
+def of_task(state: State) -> None:
+    state["cfg"]["model"].task = "translation_multi_simple_epoch"
+
+
+def mixed(state: State) -> None:
+    """Pre-norm encoder, post-norm decoder: fairseq computes that, CTranslate2 does not."""
+    state["cfg"]["model"].encoder_normalize_before = True
+    for kind in ("weight", "bias"):
+        state["model"][f"encoder.layer_norm.{kind}"] = torch.ones(64)
+
+
+def original_lightseq(state: State) -> None:
+    state["model"] = {"encoder.layers.0.para": torch.ones(3)}
+
+
+CT2 = "--to ctranslate2"
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "sentence"),
+    [
+        (of_arch, "--to fairseq", "{0}/changed.pt holds a model of --arch fconv: fairseq's Transf"),
+        (of_dataclass, "--to fairseq", "{0}/changed.pt holds a model of --arch transformer_lm: "),
+        (without_options, "--to fairseq", "a model without the options of one"),
+        (deeper, "--to fairseq", "does not hold the model that its options describe (Error"),
+        (original_lightseq, CT2, "make one of fairseq's of it with lightseq-import"),
+        (of_task, CT2, "trained with --task translation_multi_simple_epoch, whose dictionaries"),
+        (mixed, CT2, "- Options --encoder-normalize-before and"),
+        (None, f"{CT2} --data {{0}}/other", "The source dictionary is not the one"),
+        (None, "--to fairseq --data {0}/other", "The source dictionary is not the one"),
+        (
+            None,
+            f"{CT2} --data {{0}}/short",
+            "dict.tgt.txt makes 13 symbols and the model has 14: n",
+        ),
+        (None, f"{CT2} --data {{0}}/broken", "{0}/broken/dict.src.txt cannot be read (Incorrect"),
+        (None, f"{CT2} --data {{0}}/empty", "{0}/empty/dict.src.txt cannot be read ("),
+        (None, f"{CT2} --data {{0}}/none", "{0}/none is no folder: name the folder with the run's"),
+        (None, "--to safetensors --quantization int8", "--quantization goes with --to ctranslate2"),
+        (None, f"{CT2} --output {{0}}/short", "{0}/short exists already"),
+        (None, f"{CT2} --output {{0}}/no/such", "cannot write {0}/no/such (No such file"),
+        (None, "--to safetensors --output {0}/no/such", "cannot write {0}/no/such (No such file"),
+        (None, "--to fairseq --output {0}/no/such.pt", "cannot write {0}/no/such.pt (No such file"),
+        ("text", CT2, "{0}/changed.pt is truncated or corrupt"),
+        ("weights", CT2, "{0}/changed.pt is not a fairseq checkpoint: it holds no model"),
+        ("none", CT2, "{0}/changed.pt cannot be read (No such file"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_and_nothing_written(
+    toy: digits.Toy, tmp_path: Path, change: Any, words: str, sentence: str
+) -> None:
+    path = tmp_path / "changed.pt"
+    state = read(toy.paths[-1])
+    if callable(change):
+        change(state)
+    if change == "text":
+        path.write_text("no checkpoint")
+    elif change != "none":
+        torch.save(state["model"] if change == "weights" else state, path)
+    for folder in ("other", "short", "broken", "empty"):
+        (tmp_path / folder).mkdir()
+        for side in ("src", "tgt") if folder != "empty" else ():
+            shutil.copy(toy.folder / f"dict.{side}.txt", tmp_path / folder)
+    source = (tmp_path / "other" / "dict.src.txt").read_text()
+    (tmp_path / "other" / "dict.src.txt").write_text(source.replace("zwei", "zwo"))
+    (tmp_path / "short" / "dict.tgt.txt").write_text("".join(f"{n} 1\n" for n in range(9)))
+    (tmp_path / "broken" / "dict.src.txt").write_bytes(source.encode("latin-1"))
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    result = run("export", path, *words.format(tmp_path).split())
+    assert result.exit_code == 2, result.exception
+    assert result.stderr.startswith("lightseq-export: error: ")
+    assert sentence.format(tmp_path) in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    assert len(list(tmp_path.iterdir())) == 4 + path.exists()
+
+
+@pytest.mark.parametrize("package", ["ctranslate2", "safetensors"])
+def test_a_missing_package(
+    toy: digits.Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    result = run("export", toy.paths[-1], "--to", package, "--output", tmp_path / "out")
+    assert result.exit_code == 2
+    assert f"error: --to {package} needs a package that is not installed" in result.stderr
+    assert f"pip install {package}\n" in result.stderr
+    assert not list(tmp_path.iterdir())
