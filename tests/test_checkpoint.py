@@ -16,6 +16,7 @@ from torch import nn
 
 from lightseq_fairseq import checkpoint
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.fairseq_compat.checkpoints import read_checkpoint
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
 
 import training_runs as runs  # isort: skip  (fairseq has to be prepared before)
@@ -42,6 +43,13 @@ def native_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("native")
     runs.run(data, folder, native=True, **runs.NATIVE, max_update=2)
     return folder / "checkpoint_last.pt"
+
+
+def test_what_the_caller_has_allowed_stays_allowed(native_run: Path) -> None:
+    with torch.serialization.safe_globals([Namespace]), native_run.open("rb") as file:
+        read_checkpoint(file)
+        assert Namespace in torch.serialization.get_safe_globals()
+    assert Namespace not in torch.serialization.get_safe_globals()
 
 
 class TestNames:

@@ -99,8 +99,11 @@ def _load_from_rank(file: Any, map_location: Any = None, **options: Any) -> Any:
 
 
 def _load(file: Any, map_location: Any, allowed: list[Any], options: dict[str, Any]) -> Any:
+    # On its way out torch takes off what it was given, also where the caller had allowed it.
+    known = torch.serialization.get_safe_globals()
+    missing = [kind for kind in allowed if kind not in known]
     try:
-        with torch.serialization.safe_globals(allowed):
+        with torch.serialization.safe_globals(missing):
             return torch.load(file, map_location, **{**options, "weights_only": True})
     except Exception as error:
         # A truncated archive makes torch seek to before its start, which the system calls invalid.
