@@ -62,7 +62,8 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
     """The result row of a system: its runs taken together.
 
     Source tokens are counted from the target's by the ratio of the corpus: batches are drawn at
-    random. Profile and peak are the last run's.
+    random. Profile and peak are the last run's. A profiler slows what lies between kernels but not
+    the kernels: their time comes from the profile, the gaps are what is left of an unprofiled step.
     """
     steady = [interval for run in runs for interval in run.intervals]
     times = sorted(interval.ms_per_step for interval in steady)
@@ -72,6 +73,8 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
     first = [run.report["first_100_s"] for run in runs if run.report["first_100_s"] is not None]
     report = runs[-1].report
     profile = report["timeline"]
+    part_ms = {part: ms for part, ms in profile["part_ms"].items() if part != "gaps"}
+    busy = min(sum(part_ms.values()), middle)
     least = sum(floor(case.shape, corpus.vocabulary, source, target))
     return {
         **about,
@@ -87,9 +90,11 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
         "floor_share": round(least / middle, 4),
         "peak_gib": round(report["peak_gib"], 2),
         "first_100_s": round(statistics.median(first), 2) if first else None,
-        "gpu_busy": round(profile["busy"], 4),
+        "gpu_busy": round(busy / middle, 4),
         "profiled_ms_per_step": round(profile["ms_per_step"], 3),
-        "part_ms": {part: round(ms, 3) for part, ms in profile["part_ms"].items()},
+        "part_ms": {
+            part: round(ms, 3) for part, ms in {**part_ms, "gaps": middle - busy}.items()
+        },
         "rounds": len(runs),
     }
 

@@ -40,10 +40,10 @@ constexpr int64_t kRowAlignment = 16;     // bytes
 constexpr int64_t kWorkspace = 32 << 20;  // bytes; what NVIDIA recommends for Hopper
 constexpr int kProposals = 8;
 constexpr int64_t kSearchedTokens = 64;  // and multiples
-constexpr int kRounds = 5;
+constexpr int kRounds = 3;
 constexpr float kMilliseconds = 0.2f;  // of work in one measurement, at least
 constexpr int kMostRuns = 8;           // in one measurement
-constexpr float kHopeless = 1.5f;      // times the fastest, in the first round
+constexpr float kHopeless = 1.2f;      // times the fastest, when each has run once
 constexpr float kFaster = 0.99f;       // what an algorithm must be to displace one proposed earlier
 
 // Rows of numbers in device memory.
@@ -229,16 +229,14 @@ inline Algorithm search(cublasLtHandle_t handle, Product p, cudaStream_t stream)
         times, [&] { status = run(handle, p, description, trial.algorithm, stream); });
     return status == CUBLAS_STATUS_SUCCESS ? taken : std::numeric_limits<float>::infinity();
   };
-  float fastest = std::numeric_limits<float>::infinity();
-  for (const Trial& trial : trials) fastest = std::min(fastest, time(trial, 1));  // warms up, too
+  std::vector<float> once;  // in the same order; warms up, too
+  for (const Trial& trial : trials) once.push_back(time(trial, 1));
+  const float fastest = *std::min_element(once.begin(), once.end());
   const int times =
       std::clamp(static_cast<int>(kMilliseconds / std::max(fastest, 1e-3f)), 1, kMostRuns);
-  fastest = std::numeric_limits<float>::infinity();
   for (int round = 0; round < kRounds; ++round) {
-    const float limit = round == 0 ? std::numeric_limits<float>::infinity() : kHopeless * fastest;
-    for (Trial& trial : trials) {
-      if (round == 0 || trial.times[0] <= limit) trial.times.push_back(time(trial, times));
-      if (round == 0) fastest = std::min(fastest, trial.times[0]);
+    for (size_t i = 0; i < trials.size(); ++i) {
+      if (once[i] <= kHopeless * fastest) trials[i].times.push_back(time(trials[i], times));
     }
   }
   size_t best = 0;

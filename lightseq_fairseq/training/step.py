@@ -109,6 +109,7 @@ class TrainingStep:
         self.rng = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._inputs = _Inputs(self.device)
         self._graphs = _Graphs(self.device)
+        self._searched: set[tuple[str, int, bool]] = set()  # rows whose products have run plainly
         self._reports = [_pinned(torch.zeros(len(State), dtype=torch.float64), self.device)
                          for _ in range(KNOWN_RATES)]  # fmt: skip
         self._next_report = 0
@@ -141,7 +142,9 @@ class TrainingStep:
             ) -> None:
                 self._forward_backward(batch, block, first)
 
-            self._graphs.run((batch.bucket, first), forward_backward)
+            sides = {("source", batch.bucket.source, first), ("target", batch.bucket.target, first)}
+            self._graphs.run((batch.bucket, first), forward_backward, sides <= self._searched)
+            self._searched |= sides
         self._graphs.run("update", self._update)
         return self._report()
 
@@ -272,19 +275,20 @@ class _Slot:
 
 
 class _Graphs:
-    """Runs functions without arguments, from their second time on as a CUDA graph.
+    """Runs functions without arguments as CUDA graphs.
 
-    The first time is plain: nothing is done twice, and libraries choose their algorithms then. All
-    graphs share one pool of memory, which they may since they run one after the other and leave
-    nothing in it. The least recently used one goes when there are too many; each time that happens
-    to a function it has to run plainly twice as often before it is captured again, since batches
-    of too many shapes would else be captured over and over.
+    The first time is plain: nothing is done twice, and libraries choose their algorithms then. A
+    function for which they have chosen already is captured at once. All graphs share one pool of
+    memory, which they may since they run one after the other and leave nothing in it. The least
+    recently used one goes when there are too many; each time that happens to a function it has to
+    run plainly twice as often before it is captured again, since batches of too many shapes would
+    else be captured over and over.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._plain: Counter[Any] = Counter()  # plain runs since the graph went, by key
-        self._needed: dict[Any, int] = {}  # so many before the next graph; 1 where it is not said
+        self._needed: dict[Any, int] = {}  # so many before the next graph, once one has gone
         self._graphs: OrderedDict[Any, torch.cuda.CUDAGraph] = OrderedDict()
         self._refusal = _refusal(device)
         if self._refusal:
@@ -299,11 +303,12 @@ class _Graphs:
         self._told = 1  # the log is told when there are so many
         self._budget = int(_GRAPH_MEMORY * torch.cuda.mem_get_info(self.device)[1])
 
-    def run(self, key: Any, function: Callable[[], None]) -> None:
+    def run(self, key: Any, function: Callable[[], None], is_prepared: bool = False) -> None:
+        """``is_prepared``: libraries have nothing to choose any more."""
         graph = self._graphs.get(key)
         if graph is not None:
             self._graphs.move_to_end(key)
-        elif self._refusal is None and self._plain[key] >= self._needed.get(key, 1):
+        elif self._refusal is None and self._plain[key] >= self._needed.get(key, not is_prepared):
             graph = self._capture(key, function)
         if graph is None:
             self._plain[key] += 1
