@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -22,6 +24,14 @@ Curve = dict[int, float]  # number of updates -> value
 RECORD = re.compile(r"\| (train_inner|valid) \| (\{\".*\})\s*$")
 
 
+def read_records(log: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the records of a log in order: ``train_inner`` or ``valid``, fairseq's figures."""
+    for line in log.read_text(encoding="utf-8").splitlines():
+        match = RECORD.search(line)
+        if match is not None:
+            yield match.group(1), json.loads(match.group(2))
+
+
 def read_curves(log: Path) -> dict[str, Curve]:
     """Read ``train_loss``, ``valid_loss`` and, where it was logged, ``valid_bleu``.
 
@@ -29,12 +39,8 @@ def read_curves(log: Path) -> dict[str, Curve]:
     holds twice, because the run was resumed, keeps its last value.
     """
     curves: dict[str, Curve] = {"train_loss": {}, "valid_loss": {}, "valid_bleu": {}}
-    for line in log.read_text(encoding="utf-8").splitlines():
-        match = RECORD.search(line)
-        if match is None:
-            continue
-        record = json.loads(match.group(2))
-        if match.group(1) == "train_inner":
+    for kind, record in read_records(log):
+        if kind == "train_inner":
             curves["train_loss"][int(record["num_updates"])] = float(record["loss"])
             continue
         for name in ("valid_loss", "valid_bleu"):

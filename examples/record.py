@@ -23,7 +23,17 @@ Row = dict[str, Any]
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "scripts"))
 
-from result_rows import current_commit  # noqa: E402
+from result_rows import current_commit, write  # noqa: E402
+
+
+def circumstances() -> Row:
+    """What every row says of the code and the machine."""
+    return {
+        "commit": current_commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+    }
 
 
 def training_figures(checkpoint: Path) -> Row:
@@ -56,7 +66,7 @@ def write_row(row: Row, results: Path) -> None:
         rows = [other for other in rows if _key(other) != _key(row)]
         rows = sorted([*rows, row], key=_key)
         partial = results.with_name(results.name + ".partial")
-        partial.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        write(rows, partial)
         os.replace(partial, results)
     finally:
         os.close(folder)  # releases the lock
@@ -71,11 +81,8 @@ def main() -> None:
     parser.add_argument("--system", choices=["lightseq", "fairseq"], required=True)
     parser.add_argument("--seed", type=int, required=True)
     args = parser.parse_args()
-    row: Row = {
-        "commit": current_commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "torch": torch.__version__,
+    row = {
+        **circumstances(),
         "case": args.case,
         "system": args.system,
         "seed": args.seed,

@@ -7,8 +7,10 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,16 @@ record = runpy.run_path(str(EXAMPLES / "record.py"))
 make_data = runpy.run_path(str(EXAMPLES / "quickstart" / "make_data.py"))
 
 
+# The commands of the environment that these tests run in.
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
 def script(name: str, *words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """One of the shell scripts, in the environment that these tests run in."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    """One of the recipe's scripts."""
+    program = sys.executable if name.endswith(".py") else "bash"
     return subprocess.run(
-        ["bash", str(FOLDER / name), *map(str, words)],
-        env={**os.environ, "PATH": path, **variables},
+        [program, str(FOLDER / name), *map(str, words)],
+        env={**os.environ, "PATH": PATH, **variables},
         capture_output=True,
         text=True,
         timeout=280,
@@ -119,7 +125,7 @@ def test_a_run_ends_with_a_score_and_its_row(data: Path, tmp_path: Path) -> None
     assert (row["system"], row["seed"], row["updates"]) == ("lightseq", 3, UPDATES)
     assert row["train_seconds"] > 0
 
-    run = tmp_path / "lightseq-seed3-fp32"
+    run = tmp_path / "small-lightseq-seed3-fp32"
     assert (run / "generate.log").read_text().count("\nD-") == 20
     assert len(list((run / "checkpoints").glob("checkpoint_*_*.pt"))) == 10
     assert (run / "averaged.pt").exists()
@@ -130,8 +136,121 @@ def test_a_run_ends_with_a_score_and_its_row(data: Path, tmp_path: Path) -> None
     assert (run / "checkpoints" / "checkpoint_last.pt").stat().st_mtime_ns == written
 
 
-def test_the_native_twin_runs_with_the_same_flags(data: Path, tmp_path: Path) -> None:
-    _, rows = train(data, tmp_path, "--native")
-    assert [(row["system"], row["updates"]) for row in rows] == [("fairseq", UPDATES)]
-    log = (tmp_path / "fairseq-seed1-fp32" / "train.log").read_text()
-    assert "--arch transformer " in log and "ls_" not in log.split("--save-dir")[0]
+# One tiny layer a side; t2t_big's 16 heads have two columns each.
+TINY = [
+    word
+    for side in ("encoder", "decoder")
+    for word in (f"--{side}-layers=1", f"--{side}-embed-dim=32", f"--{side}-ffn-embed-dim=32")
+]
+
+
+def test_runs_of_both_systems_and_models_leave_rows_and_curves(data: Path, tmp_path: Path) -> None:
+    words = ("--data", data, "--out", tmp_path, "--jobs", "4", "--seeds", "1")
+    words = (*words, "--updates", str(UPDATES), "--", *TINY)
+    result = script("convergence.py", *words)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+
+    file = tmp_path / "convergence.json"
+    rows = json.loads(file.read_text())
+    assert [(row["case"], row["system"], row["seed"], row["updates"]) for row in rows] == [
+        (case, system, 1, UPDATES)
+        for case in ("small/fp32", "t2t_big/bf16")
+        for system in ("fairseq", "lightseq")
+    ]
+    for row in rows:
+        assert {"commit", "date", "gpu", "torch"} <= row.keys() and row["runs_at_once"] == 4
+        assert (row["bleu"] is None) == (row["case"] == "t2t_big/bf16")
+        for curve in (row["train_curve"], row["valid_curve"]):
+            updates, seconds, losses = zip(*curve)
+            assert updates[-1] == UPDATES and sorted(updates) == list(updates)
+            assert seconds[-1] == row["seconds"] and sorted(seconds) == list(seconds)
+            assert min(losses) > 4 and max(losses) < 14
+        assert row["valid_loss"] == row["valid_curve"][-1][2]
+
+        run = tmp_path / f"{row['case'].replace('/', '-' + row['system'] + '-seed1-')}"
+        command = (run / "train.log").read_text().split("--save-dir")[0]
+        assert ("ls_" in command) == (row["system"] == "lightseq")
+        assert not list(run.rglob("*.pt"))
+
+    # Again: every row is there.
+    written = file.stat().st_mtime_ns
+    result = script("convergence.py", *words)
+    assert (result.returncode, result.stdout, file.stat().st_mtime_ns) == (0, "", written)
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> dict[str, str]:
+    """Environment in which lightseq-train logs two records and does what BEHAVIOUR says."""
+    command = tmp_path / "bin" / "lightseq-train"
+    command.parent.mkdir()
+    command.write_text(
+        """#!/usr/bin/env bash
+        while [ $# -gt 0 ]; do [ "$1" != --seed ] || seed=$2; shift; done
+        echo '1 | INFO | train_inner | {"loss": "5.5", "num_updates": "3", "wall": "7"}'
+        echo '1 | INFO | valid | {"valid_loss": "5.25", "valid_num_updates": "3"}'
+        eval "$BEHAVIOUR"
+        """
+    )
+    command.chmod(0o755)
+    return {"PATH": os.pathsep.join([str(command.parent), PATH])}
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """Four runs of the big model at once, on data that nobody reads."""
+    (tmp_path / "data" / "bin").mkdir(parents=True)
+    folders = ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
+    return ["--model", "t2t_big", "--jobs", "4", *folders]
+
+
+def test_a_failed_run_costs_its_own_row_alone(
+    stand_in: dict[str, str], words: list[str], tmp_path: Path
+) -> None:
+    stand_in["BEHAVIOUR"] = '[ "$seed" = 1 ] || { echo the GPU has gone; exit 3; }'
+    result = script("convergence.py", *words, **stand_in)
+    assert result.returncode == 1 and result.stdout.count("the GPU has gone") == 2
+    assert "t2t_big-fairseq-seed2-bf16, t2t_big-lightseq-seed2-bf16 failed" in result.stderr
+    rows = json.loads((tmp_path / "out" / "convergence.json").read_text())
+    assert [(row["system"], row["seed"]) for row in rows] == [("fairseq", 1), ("lightseq", 1)]
+    assert rows[0]["train_curve"] == [[3, 7.0, 5.5]]
+    assert rows[0]["valid_curve"] == [[3, 7.0, 5.25]]
+
+    stand_in["BEHAVIOUR"] = '[ "$LIGHTSEQ_CUDNN_ATTENTION" = 0 ]'
+    stand_in["LIGHTSEQ_CUDNN_ATTENTION"] = "1"
+    result = script("convergence.py", *words, **stand_in)
+    assert result.returncode == 0 and result.stdout.count("started") == 2
+    assert len(json.loads((tmp_path / "out" / "convergence.json").read_text())) == 4
+
+
+def test_trainings_end_with_the_command(
+    stand_in: dict[str, str], words: list[str], tmp_path: Path
+) -> None:
+    stand_in["BEHAVIOUR"] = f"echo $$ >>{tmp_path}/training; sleep 60 & wait"
+    command = [sys.executable, str(FOLDER / "convergence.py"), *words]
+    with subprocess.Popen(command, env={**os.environ, **stand_in}, stderr=subprocess.PIPE) as run:
+        training = tmp_path / "training"
+        deadline = time.monotonic() + 60
+        while not training.exists() or len(training.read_text().split()) < 4:
+            assert time.monotonic() < deadline and run.poll() is None
+            time.sleep(0.05)
+        run.send_signal(signal.SIGTERM)
+        _, stderr = run.communicate(timeout=30)
+    assert run.returncode == 1 and stderr == b"convergence.py: ended from outside\n"
+    deadline = time.monotonic() + 20
+    while any(map(is_running, training.read_text().split())):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_model_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    result = script("run.sh", "--model", "huge", "--out", tmp_path / "out")
+    assert result.returncode == 2
+    assert result.stderr == "run.sh: --model must be small or t2t_big, not huge\n"

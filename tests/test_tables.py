@@ -38,9 +38,10 @@ def result_rows() -> list[dict[str, Any]]:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A repository of nothing but tables.py and a README."""
+    """A repository of nothing but the tables' code and a README."""
     (tmp_path / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts" / "tables.py", tmp_path / "scripts")
+    for code in (ROOT / "scripts").glob("*tables.py"):
+        shutil.copy(code, tmp_path / "scripts")
     (tmp_path / "README.md").write_text("Nothing was measured.\n")
     return tmp_path
 
@@ -162,3 +163,63 @@ def test_plot_of_training(trained: Path) -> None:
     picture = ElementTree.parse(trained / TRAIN_PLOT).getroot()
     words = {element.text for element in picture.iter() if element.tag.endswith("text")}
     assert {"t2t_big/4096/bf16", "ours 320k", "fairseq_no_cudnn 80k", "700k"} <= words
+
+
+CURVES, CURVES_PLOT = "scripts/results/convergence-h200.json", "docs/convergence.svg"
+
+
+def convergence_rows() -> list[dict[str, Any]]:
+    # case -> system -> last loss, less 0.01 for each further seed, and the BLEU of each seed
+    runs = {
+        "small/fp32": {"lightseq": (3.0, [39.0, 39.5]), "fairseq": (3.0, [39.4])},
+        "t2t_big/bf16": {"fairseq": (4.0, [None, None]), "lightseq": (4.01, [None])},
+    }
+    return [
+        {
+            "commit": "0123456789abcdef", "gpu": "GPU X", "torch": "2.11", "runs_at_once": 9,
+            "case": case, "system": system, "seed": seed, "bleu": bleu, "signature": "nrefs:1",
+            "updates": 300, "valid_loss": loss - 0.01 * seed, "seconds": 30.0 + seed,
+            "train_curve": [[100, 10.0, 90.0], [200, 20.0, 4.5], [300, 30.0, 4.0]],
+            "valid_curve": [[100, 10.0, 9.0], [200, 20.0, loss], [300, 30.0, loss - 0.01 * seed]],
+        }
+        for case, systems in runs.items()
+        for system, (loss, scores) in systems.items()
+        for seed, bleu in enumerate(scores)
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def converged(tree: Path) -> Path:
+    (tree / CURVES).parent.mkdir()
+    (tree / CURVES).write_text(json.dumps(convergence_rows()))
+    (tree / "docs").mkdir()
+    (tree / "README.md").write_text("<!-- table: convergence -->\n<!-- end -->\n")
+    assert tables(tree).returncode == tables(tree, "--check").returncode == 0
+    return tree
+
+
+def test_table_of_convergence(converged: Path) -> None:
+    text = (converged / "README.md").read_text()
+    big, small = "Transformer big: 6+6 layers of width 1024, bf16", "4+4 layers of width 128, fp32"
+    native = "fairseq, cuDNN attention off"
+    assert [line for line in text.splitlines() if line.startswith("| ")][1:] == [
+        f"| {small} | `lightseq-train` | 2 | 300 | 39.25 (39.00 to 39.50) | "
+        "2.995 (2.990 to 3.000) | 30 s | 3.03: 20 s, 200 updates |",
+        f"| {small} | {native} | 1 | 300 | 39.40 | 3.000 | 30 s | 3.03: 20 s, 200 updates |",
+        f"| {big} | `lightseq-train` | 1 | 300 |  | 4.010 | 30 s | 4.05: 20 s, 200 updates |",
+        f"| {big} | {native} | 2 | 300 |  | 3.995 (3.990 to 4.000) | 30 s | "
+        "4.05: 20 s, 200 updates |",
+    ]
+    assert "GPU X; torch 2.11; commit 0123456789; sacrebleu `nrefs:1`; means" in text
+    assert "while 9 runs shared the GPU" in text
+
+
+def test_plot_of_convergence(converged: Path) -> None:
+    picture = ElementTree.parse(converged / CURVES_PLOT).getroot()
+    lines = [element for element in picture.iter() if element.tag.endswith("polyline")]
+    # Three runs of each model; of the big one training and validation.
+    assert [len(line.attrib["points"].split()) for line in lines] == [2] * 9
+    words = {element.text for element in picture.iter() if element.tag.endswith("text")}
+    assert {"lightseq-train", "updates", "seconds"} <= words
+    (converged / CURVES_PLOT).unlink()
+    assert "docs/convergence.svg differs" in tables(converged, "--check").stderr

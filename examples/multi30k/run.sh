@@ -1,35 +1,62 @@
 #!/usr/bin/env bash
 # Multi30k English-German: train, average, translate test_2016_flickr, score, write the result's row.
 #
-#   bash examples/multi30k/run.sh [--native] [--seed N] [--updates N] [--data DIR] [--out DIR]
-#                                 [--results FILE]
+#   bash examples/multi30k/run.sh [--native] [--model small|t2t_big] [--seed N] [--updates N]
+#                                 [--data DIR] [--out DIR] [--results FILE] [-- WORD...]
 #
 # --native runs stock fairseq's model, optimizer and criterion with the same flags. PRECISION is
-# fp32 (default), fp16 or bf16. An interrupted run continues where its last checkpoint stands; to
-# train anew, delete its folder under DIR.
+# fp32 (default; bf16 for t2t_big), fp16 or bf16. An interrupted run continues where its last
+# checkpoint stands; to train anew, delete its folder under DIR. t2t_big is trained for its loss
+# curves alone and saves nothing: the run ends there. WORDs go to lightseq-train as they are.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 system=lightseq
 native=()
+model=small
 seed=1
-updates=8000
+updates=
 data=$here/data
 out=$here/out
 results=$here/results/bleu.json
-precision=${PRECISION:-fp32}
+words=()
 
 while [ $# -gt 0 ]; do
     case $1 in
         --native) system=fairseq native=(--native); shift ;;
+        --model) model=${2:?--model needs small or t2t_big}; shift 2 ;;
         --seed) seed=${2:?--seed needs a number}; shift 2 ;;
         --updates) updates=${2:?--updates needs a number}; shift 2 ;;
         --data) data=${2:?--data needs a folder}; shift 2 ;;
         --out) out=${2:?--out needs a folder}; shift 2 ;;
         --results) results=${2:?--results needs a file}; shift 2 ;;
+        --) words=("${@:2}"); break ;;
         *) echo "run.sh: unknown argument $1 (see the top of ${BASH_SOURCE[0]})" >&2; exit 2 ;;
     esac
 done
+for number in "$seed" "${updates:-1}"; do
+    case $number in
+        *[!0-9]*) echo "run.sh: --seed and --updates are numbers, not $number" >&2; exit 2 ;;
+    esac
+done
+# `every`: updates between two validations and, of the small model, checkpoints.
+case $model in
+    small)
+        updates=${updates:-8000} precision=${PRECISION:-fp32} every=$(((updates + 63) / 64))
+        recipe=(--arch ls_transformer
+            --encoder-layers 4 --encoder-embed-dim 128 --encoder-ffn-embed-dim 256
+            --decoder-layers 4 --decoder-embed-dim 128 --decoder-ffn-embed-dim 256
+            --encoder-attention-heads 4 --decoder-attention-heads 4
+            --lr 5e-3 --warmup-updates 2000
+            --no-epoch-checkpoints --save-interval-updates "$every" --keep-interval-updates 10)
+        ;;
+    t2t_big)
+        updates=${updates:-2000} precision=${PRECISION:-bf16} every=$(((updates + 15) / 16))
+        recipe=(--arch ls_transformer_wmt_en_de_big_t2t --lr 5e-4 --warmup-updates 1000
+            --no-save --validate-interval-updates "$every")
+        ;;
+    *) echo "run.sh: --model must be small or t2t_big, not $model" >&2; exit 2 ;;
+esac
 case $precision in
     fp32) precision_flag=() ;;
     fp16 | bf16) precision_flag=("--$precision") ;;
@@ -37,32 +64,33 @@ case $precision in
 esac
 
 [ -e "$data/bin" ] || bash "$here/prepare.sh" "$data"
-run=$out/$system-seed$seed-$precision
+run=$out/$model-$system-seed$seed-$precision
 checkpoints=$run/checkpoints
 mkdir -p "$run"
 
 # fairseq makes one more update each time it resumes a run that is complete, hence the mark.
 if [ ! -e "$run/trained-$updates" ]; then
-    echo "== $system, seed $seed: training, $updates updates"
+    echo "== $model, $system, seed $seed: training, $updates updates"
+    # The ends of epochs are no reason to validate or to save: epochs have about as many updates.
     lightseq-train "$data/bin" ${native[@]+"${native[@]}"} --source-lang en --target-lang de \
-        --arch ls_transformer --share-all-embeddings --dropout 0.3 \
-        --encoder-layers 4 --encoder-embed-dim 128 --encoder-ffn-embed-dim 256 \
-        --decoder-layers 4 --decoder-embed-dim 128 --decoder-ffn-embed-dim 256 \
-        --encoder-attention-heads 4 --decoder-attention-heads 4 \
+        "${recipe[@]}" --share-all-embeddings --dropout 0.3 \
         --optimizer ls_adam --adam-betas '(0.9, 0.98)' --clip-norm 0.0 \
-        --lr 5e-3 --lr-scheduler inverse_sqrt --warmup-updates 2000 --warmup-init-lr 1e-7 \
+        --lr-scheduler inverse_sqrt --warmup-init-lr 1e-7 \
         --criterion ls_label_smoothed_cross_entropy --label-smoothing 0.1 \
         --max-tokens 4096 --max-update "$updates" --seed "$seed" --distributed-world-size 1 \
         ${precision_flag[@]+"${precision_flag[@]}"} \
-        --save-dir "$checkpoints" --no-epoch-checkpoints \
-        --save-interval-updates $(((updates + 63) / 64)) --keep-interval-updates 10 \
-        --log-format json --log-interval $(((updates + 79) / 80)) 2>&1 | tee -a "$run/train.log"
+        --save-dir "$checkpoints" --save-interval 100000 --validate-interval 100000 \
+        --log-format json --log-interval $(((every + 4) / 5)) \
+        ${words[@]+"${words[@]}"} 2>&1 | tee -a "$run/train.log"
     touch "$run/trained-$updates"
 fi
 
-echo "== $system, seed $seed: averaging, translating, scoring"
+python3 "$here/../curves.py" "$run/train.log" "$run/curves.svg" \
+    --title "Multi30k en-de, $model, $system"
+[ "$model" = small ] || exit 0
+
+echo "== $model, $system, seed $seed: averaging, translating, scoring"
 lightseq-average --inputs "$checkpoints" --num-update-checkpoints 10 --output "$run/averaged.pt"
-python3 "$here/../curves.py" "$run/train.log" "$run/curves.svg" --title "Multi30k en-de, $system"
 lightseq-generate "$data/bin" ${native[@]+"${native[@]}"} --source-lang en --target-lang de \
     --path "$run/averaged.pt" --beam 5 --max-len-a 1.5 --max-len-b 10 --max-tokens 4096 \
     --remove-bpe >"$run/generate.log"

@@ -1,0 +1,199 @@
+"""Trains with both systems and several seeds, many runs at once, and keeps their curves as rows.
+
+    python examples/multi30k/convergence.py [--jobs N] [--data DIR] [--out DIR]
+        [--model small|t2t_big] [--seeds N] [--updates N] [-- WORD...]
+
+Two models of run.sh: ``small``, its recipe to the BLEU score, three seeds a system; and
+``t2t_big``, the layers of a Transformer big in bf16, for the loss curves of two seeds a system.
+Each run has a folder with its logs in ``--out``. As soon as it has ended, its row is in
+``convergence.json`` there, and its checkpoints are deleted. Given again, the command trains what
+has no row yet, from the start. WORDs go to every lightseq-train.
+
+A row: ``case`` (model and precision), ``system``, ``seed``, ``bleu`` (null for ``t2t_big``),
+``updates``, ``seconds`` (wall time of training with its validations), ``runs_at_once``, and
+``train_curve`` and ``valid_curve`` as lists of [update, seconds, loss], losses in bits a target
+token with label smoothing. ``valid_loss`` is the last of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from curves import read_records  # noqa: E402
+from record import Row, circumstances, write_row  # noqa: E402
+
+SEEDS = {"small": 3, "t2t_big": 2}
+
+
+class Run(NamedTuple):
+    """One training, by the words of run.sh."""
+
+    model: str
+    system: str
+    seed: int
+
+    @property
+    def precision(self) -> str:
+        return os.environ.get("PRECISION", "fp32") if self.model == "small" else "bf16"
+
+    @property
+    def case(self) -> str:
+        return f"{self.model}/{self.precision}"
+
+    def __str__(self) -> str:
+        """The name of its folder in run.sh."""
+        return f"{self.model}-{self.system}-seed{self.seed}-{self.precision}"
+
+
+def start(run: Run, args: argparse.Namespace) -> subprocess.Popen[bytes]:
+    """Starts a run from its beginning, in a session of its own: it can be ended as a whole."""
+    folder = args.out / str(run)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    words: list[str | Path] = ["bash", HERE / "run.sh", "--model", run.model]
+    words += ["--seed", str(run.seed)]
+    words += ["--native"] * (run.system == "fairseq")
+    words += ["--updates", str(args.updates)] * (args.updates is not None)
+    words += ["--data", args.data, "--out", args.out, "--results", args.out / "bleu.json"]
+    environment = {
+        "PRECISION": run.precision,
+        # fairseq at its fastest, whatever the caller's environment says.
+        "LIGHTSEQ_CUDNN_ATTENTION": "0",
+        # Runs beside each other: algorithms timed here would be a matter of luck, and stay on disk.
+        "LIGHTSEQ_LINEAR_SEARCH": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    with open(folder / "output.txt", "wb") as output:
+        return subprocess.Popen(
+            [*words, "--", *args.words], env={**os.environ, **environment}, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
+def curves_of(log: Path) -> tuple[list[list[float]], list[list[float]]]:
+    """Training and validation: [update, seconds, loss] each time that one was logged.
+
+    fairseq does not log when it validates: the time is that of the last training record before.
+    """
+    train: list[list[float]] = []
+    valid: list[list[float]] = []
+    for kind, record in read_records(log):
+        if kind == "train_inner":
+            seconds = float(record["wall"])
+            train.append([int(record["num_updates"]), seconds, float(record["loss"])])
+        elif train:
+            update, loss = record["valid_num_updates"], record["valid_loss"]
+            valid.append([int(update), train[-1][1], float(loss)])
+    return train, valid
+
+
+def finish(run: Run, folder: Path, about: Row) -> Row:
+    """The row of a run that has ended well; its checkpoints have done their service."""
+    train, valid = curves_of(folder / "train.log")
+    if not valid:
+        sys.exit(f"convergence.py: {folder / 'train.log'} holds no validation")
+    score: dict[str, Any] = {"bleu": None}
+    if run.model == "small":
+        score = json.loads((folder / "bleu.json").read_text(encoding="utf-8"))
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    (folder / "averaged.pt").unlink(missing_ok=True)
+    return {
+        **about,
+        "case": run.case,
+        "system": run.system,
+        "seed": run.seed,
+        **score,
+        "updates": valid[-1][0],
+        "valid_loss": valid[-1][2],
+        "seconds": train[-1][1],
+        "train_curve": train,
+        "valid_curve": valid,
+    }
+
+
+def train_all(runs: list[Run], args: argparse.Namespace, results: Path) -> list[Run]:
+    """Trains ``runs``, ``--jobs`` at a time, and writes their rows; returns those that failed."""
+    about = {**circumstances(), "runs_at_once": min(args.jobs, len(runs))}
+    waiting, failed = list(runs), list[Run]()
+    running: dict[Run, subprocess.Popen[bytes]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < args.jobs:
+                run = waiting.pop(0)
+                running[run] = start(run, args)
+                print(f"{run}: started", flush=True)
+            time.sleep(0.2)
+            for run, process in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[run]
+                folder = args.out / str(run)
+                if process.returncode == 0:
+                    row = finish(run, folder, about)
+                    write_row(row, results)
+                    figures = {key: row[key] for key in ("bleu", "valid_loss", "seconds")}
+                    print(f"{run}: {json.dumps(figures)}", flush=True)
+                    continue
+                failed.append(run)
+                output = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
+                last = output.splitlines()[-5:]
+                print(f"{run}: status {process.returncode}", *last, sep="\n    ", flush=True)
+    finally:
+        for process in running.values():
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+    return failed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2),
+                        help="runs at a time, on the one GPU  [half the CPU cores]")  # fmt: skip
+    parser.add_argument("--data", type=Path, default=HERE / "data", help="what prepare.sh made")
+    parser.add_argument("--out", type=Path, default=HERE / "out" / "convergence",
+                        help="folder of the rows and of the runs' logs")  # fmt: skip
+    parser.add_argument("--model", choices=SEEDS, help="this one alone")
+    parser.add_argument("--seeds", type=int, help="seeds of each system  [3 small, 2 t2t_big]")
+    parser.add_argument("--updates", type=int, help="instead of the recipe's number")
+    parser.add_argument("words", nargs="*", metavar="-- WORD", help="more words for lightseq-train")
+    args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error("--jobs is 1 or more")
+    if shutil.which("lightseq-train") is None:
+        sys.exit("convergence.py: lightseq-train is not on the PATH: activate its environment")
+    args.out = args.out.resolve()
+    if not (args.data / "bin").exists():
+        subprocess.run(["bash", HERE / "prepare.sh", args.data], check=True)
+
+    # fairseq's take the longest, so they start first.
+    runs = [
+        Run(model, system, seed)
+        for system in ("fairseq", "lightseq")
+        for model in ([args.model] if args.model else SEEDS)
+        for seed in range(1, (args.seeds or SEEDS[model]) + 1)
+    ]
+    results = args.out / "convergence.json"
+    rows = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
+    done = {(row["case"], row["system"], row["seed"]) for row in rows}
+    runs = [run for run in runs if (run.case, run.system, run.seed) not in done]
+    # What ends this process ends the trainings, too.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit("convergence.py: ended from outside"))
+    if failed := train_all(runs, args, results):
+        sys.exit(f"convergence.py: {', '.join(map(str, failed))} failed")
+
+
+if __name__ == "__main__":
+    main()
