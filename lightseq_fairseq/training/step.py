@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 STEPS_AHEAD = KNOWN_RATES - 2  # unfinished steps the host may leave behind when it starts another
 MOST_GRAPHS = 256
+_LARGEST_GRAPH = 64 << 20  # bytes; the rest of what goes meanwhile, other processes have taken
 _GRAPH_MEMORY = 0.1  # of the GPU's memory: what graphs themselves, without their tensors, may take
 _GIVEN = len(Given) + KNOWN_RATES - 1  # numbers that travel in front of a batch
 _BATCH = _GIVEN + _GIVEN % 2  # where the batch begins: its parts want 16-byte boundaries
@@ -337,7 +338,8 @@ class _Graphs:
             self._refusal = str(error).splitlines()[0]
             logger.warning("training goes on without CUDA graphs: %s", self._refusal)
             return None
-        self._memory += max(_used_outside_torch(self.device) - before, 0)
+        taken = _used_outside_torch(self.device) - before
+        self._memory += min(max(taken, 0), _LARGEST_GRAPH)
         self._graphs[key] = graph
         count = len(self._graphs)
         if count >= self._told:
