@@ -11,8 +11,8 @@ Letters: N elements of a buffer, alignment gaps included.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -150,7 +150,6 @@ class DirectGradients:
         self._start = buffer.data.data_ptr()
         self._bytes = buffer.data.numel() * buffer.data.element_size()
         self._added: set[int] | None = None  # addresses of what has been written; None: all has
-        self.branch = Branch(buffer.data.device) if buffer.data.is_cuda else None
 
     @contextmanager
     def write(self, accumulate: bool) -> Iterator[None]:
@@ -160,12 +159,8 @@ class DirectGradients:
         _direct = self
         try:
             yield
-            if self.branch is not None:
-                self.branch.join()
         finally:
             _direct = None
-            if self.branch is not None:
-                self.branch.forget()
         for parameter in self.buffer.parameters:
             if parameter.grad is not None:
                 view = self.view(parameter)
@@ -191,69 +186,6 @@ class DirectGradients:
 
 
 _direct: DirectGradients | None = None
-
-
-class Branch:
-    """What backward does not wait for, on a stream beside it.
-
-    Weight gradients are such: most of their products are too small to fill a GPU, and nothing but
-    the update reads them. What such work reads must neither be freed nor written meanwhile, so the
-    tensors are held until the stream of backward has waited for it.
-    """
-
-    _MOST = 4  # pieces of work behind which backward may be ahead: what they hold is memory
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._held: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
-
-    def run(self, work: Callable[[], object], *tensors: Tensor) -> None:
-        """Start ``work`` after all that has been started; it reads or writes these tensors."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            work()
-            done = torch.cuda.Event()
-            done.record()
-        self._held.append((done, tensors))
-        self.join(self._MOST)
-
-    def join(self, ahead: int = 0) -> None:
-        """Have the current stream wait for all work but the last ``ahead`` pieces."""
-        while len(self._held) > ahead:
-            done, _ = self._held.popleft()
-            done.wait()
-
-    def forget(self) -> None:
-        """Wait for nothing: backward has failed, and what it was to compute is of no use."""
-        self._held.clear()
-
-    def before_writing(self, tensor: Tensor) -> None:
-        """Have the current stream wait if started work touches this tensor's memory."""
-        first, last = _extent(tensor)
-        for _, tensors in self._held:
-            for begin, end in map(_extent, tensors):
-                if begin < last and first < end:
-                    return self.join()
-
-
-def _extent(x: Tensor) -> tuple[int, int]:
-    """Addresses between which the elements lie."""
-    reach = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
-
-
-def beside(work: Callable[[], object], *tensors: Tensor) -> bool:
-    """Start ``work`` (see `Branch.run`) where backward has a branch; whether it has."""
-    branch = None if _direct is None else _direct.branch
-    if branch is not None:
-        branch.run(work, *tensors)
-    return branch is not None
-
-
-def before_writing(tensor: Tensor) -> None:
-    """To be called before a tensor is written into that others may still read: see `Branch`."""
-    if _direct is not None and _direct.branch is not None:
-        _direct.branch.before_writing(tensor)
 
 
 class Gradients(NamedTuple):
@@ -285,8 +217,6 @@ def gradients_for(*parameters: Tensor) -> Gradients:
         return Gradients([torch.empty_like(p) for p in parameters], False, False)
     views = [direct.view(p) for p in parameters]
     added = [direct.is_added(p) for p in parameters]
-    for view in views:
-        before_writing(view)
     if any(added):
         for view, is_added in zip(views, added, strict=True):
             if not is_added:

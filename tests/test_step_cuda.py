@@ -12,7 +12,6 @@ import torch
 import training_runs as runs
 from parity import write_corpus
 
-from lightseq_fairseq import parameters
 from lightseq_fairseq.training import step
 
 pytestmark = pytest.mark.gpu
@@ -57,21 +56,6 @@ def test_captured_and_eager_are_equal(
     ours, theirs = (runs.trained(tmp_path / name) for name in ("captured", "eager"))
     assert ours.keys() == theirs.keys() != set()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-
-
-@pytest.mark.parametrize("normalize_before", [False, True])
-def test_weight_gradients_beside_backward_are_the_same(
-    data: Path, tmp_path: Path, normalize_before: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without dropout backward writes into tensors that a product beside it still reads."""
-    flags = {**ON_GPU, "bf16": True, "max_update": 24, "dropout": 0.0, "attention_dropout": 0.0}
-    flags["activation_dropout"] = 0.0
-    for side in ("encoder", "decoder"):
-        flags[f"{side}_normalize_before"] = normalize_before or None
-    beside = runs.run(data, tmp_path / "beside", **flags)
-    monkeypatch.setattr(parameters, "Branch", lambda device: None)
-    assert runs.run(data, tmp_path / "alone", **flags) == beside
-    assert len(beside) == 24
 
 
 def test_overflows_are_skipped_as_fairseq_skips_them(
@@ -154,7 +138,7 @@ def test_memory_stays_flat_over_twenty_thousand_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Batches of many shapes, more than there may be graphs."""
-    monkeypatch.setattr(step, "MOST_GRAPHS", 4)
+    monkeypatch.setattr(step, "MOST_GRAPHS", 8)
     (tmp_path / "data").mkdir()
     data = write_corpus(tmp_path / "data", pairs=2000, longest=60)
     run, reserved = step.TrainingStep.run, []
@@ -168,5 +152,5 @@ def test_memory_stays_flat_over_twenty_thousand_updates(
     flags = {**ON_GPU, "bf16": True, "max_tokens": 640, "no_save": True, "lr": 1e-4}
     losses = runs.run(data, tmp_path / "run", **flags, max_update=20_000, log_interval=1000)
     assert len(losses) == 20_000
-    assert graphs(caplog) == 4
+    assert graphs(caplog) == 8
     assert max(reserved) == max(reserved[:5000])

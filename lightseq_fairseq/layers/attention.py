@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.layers.linear import linear_bwd
 from lightseq_fairseq.layers.residual_norm import (
     Residual,
     input_gradients,
@@ -99,7 +98,7 @@ class _SelfAttention(torch.autograd.Function):
         heads, rows, width = ctx.heads, x.shape[0], x.shape[1]
         dh, dresidual, closing = residual_norm_bwd(dstream, dy, out_b, saved, ctx.residual)
         to_out = gradients_for(out_w)
-        dout = linear_bwd(
+        dout = ops.linear_bwd(
             dh, out.view_as(x), out_w, to_out.tensors[0], None, to_out.accumulate, True
         )
         dqkv = torch.empty_like(qkv)
@@ -141,7 +140,7 @@ class _CrossAttention(torch.autograd.Function):
         heads, width = ctx.heads, x.shape[1]
         dh, dresidual, closing = residual_norm_bwd(dstream, dy, out_b, saved, ctx.residual)
         to_out = gradients_for(out_w)
-        dout = linear_bwd(
+        dout = ops.linear_bwd(
             dh, out.view_as(x), out_w, to_out.tensors[0], None, to_out.accumulate, True
         )
         dq = torch.empty_like(q)

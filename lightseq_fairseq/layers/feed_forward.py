@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.layers.linear import linear_bwd
 from lightseq_fairseq.layers.residual_norm import (
     Residual,
     input_gradients,
@@ -70,7 +69,7 @@ class _FeedForward(torch.autograd.Function):
         a = ctx.activation
         dh3, dresidual, closing = residual_norm_bwd(dstream, dy, b2, saved, ctx.residual)
         to_w1, to_b1, to_w2 = gradients_for(w1), gradients_for(b1), gradients_for(w2)
-        dh2 = linear_bwd(dh3, h2, w2, to_w2.tensors[0], None, to_w2.accumulate, True)
+        dh2 = ops.linear_bwd(dh3, h2, w2, to_w2.tensors[0], None, to_w2.accumulate, True)
         dh1 = ops.bias_activation_dropout_bwd(
             dh2, h1, None if a.is_in_product else b1, a.name, a.p, a.rng, a.site,
             to_b1.tensors[0], to_b1.accumulate,

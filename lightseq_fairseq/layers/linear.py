@@ -11,25 +11,7 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.parameters import as_one, before_writing, beside, gradients_for
-
-
-def linear_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor | None,
-    accumulate: bool, need_dx: bool, onto: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """`ops.linear_bwd`; the parameters' part beside the rest of backward where that is possible."""
-
-    def of_parameters() -> None:
-        ops.linear_bwd(dy, x, weight, dweight, dbias, accumulate, False)
-
-    held = (dy, x, dweight) if dbias is None else (dy, x, dweight, dbias)
-    is_beside = beside(of_parameters, *held)
-    if onto is not None:
-        before_writing(onto)
-    if is_beside:
-        return ops.linear_bwd(dy, x, weight, None, None, False, need_dx, onto)
-    return ops.linear_bwd(dy, x, weight, dweight, dbias, accumulate, need_dx, onto)
+from lightseq_fairseq.parameters import as_one, gradients_for
 
 
 class _Linear(torch.autograd.Function):
@@ -59,7 +41,7 @@ class _Linear(torch.autograd.Function):
         to = gradients_for(weight, *([as_one(biases)] if biases else []))
         dweight = to.tensors[0]
         dbias = to.tensors[1] if biases else None
-        dx = linear_bwd(dy, x, weight, dweight, dbias, to.accumulate, need_dx)
+        dx = ops.linear_bwd(dy, x, weight, dweight, dbias, to.accumulate, need_dx)
         dbiases = (None,) if dbias is None else to.handed(*dbias.split(ctx.rows))
         return (dx if need_dx else None, None, *to.handed(*dweight.split(ctx.rows)), *dbiases)
 

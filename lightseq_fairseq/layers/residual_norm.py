@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.layers.linear import linear_bwd
 from lightseq_fairseq.parameters import gradients_for
 
 
@@ -83,7 +82,7 @@ def input_gradients(
     product then adds its part to ``dresidual``.
     """
     onto = dresidual if post_norm else None
-    dx = linear_bwd(dy, x, weight, dweight, dbias, accumulate, not post_norm, onto)
+    dx = ops.linear_bwd(dy, x, weight, dweight, dbias, accumulate, not post_norm, onto)
     return (dresidual, None) if post_norm else (dx, dresidual)
 
 
