@@ -32,7 +32,11 @@ using torch::stable::Tensor;
 constexpr int kWarps = 8;  // of a block
 constexpr int kBlock = kWarp * kWarps;
 constexpr int kSlab = kWarp * kColumnsPerDraw;  // columns of a warp
-constexpr int kTokens = 8, kAhead = 2;          // of a warp
+constexpr int kTokens = 4, kAhead = 2;          // of a warp
+
+// On a multiprocessor: as many as there are registers for.
+template <typename T>
+constexpr int kBlocks = sizeof(T) == 4 ? 3 : 4;
 
 template <typename T>
 struct Table {
@@ -55,7 +59,7 @@ struct Lookup {
 // depends on the column alone. The blocks of one slab of columns follow each other, so that the
 // slab's part of the positions and of the commonest words stays in the multiprocessors' own caches.
 template <typename T, bool kDrops>
-__global__ void __launch_bounds__(kBlock)
+__global__ void __launch_bounds__(kBlock, kBlocks<T>)
     embedding_fwd_kernel(const __grid_constant__ Lookup<T> p, T* __restrict__ y) {
   constexpr int kOfBlock = kTokens * kWarps;
   __shared__ uint32_t tokens[kOfBlock], positions[kOfBlock];
