@@ -1,22 +1,21 @@
-"""``lightseq-bench``: measures whole training runs, ours beside what else a user could set up."""
+"""``lightseq-bench``: measures whole runs, ours beside what else a user could set up."""
 
 from __future__ import annotations
 
-import datetime
-import importlib
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from lightseq_fairseq.cli import bench_runs
+from lightseq_fairseq.cli.bench_generate import cases as generation
+from lightseq_fairseq.cli.bench_generate import rows as generation_rows
+from lightseq_fairseq.cli.bench_generate import test_set
+from lightseq_fairseq.cli.bench_runs import Bench, Unable
+from lightseq_fairseq.cli.bench_train import cases as training
 from lightseq_fairseq.cli.bench_train import corpus as corpora
-from lightseq_fairseq.cli.bench_train import rows
-from lightseq_fairseq.cli.bench_train.cases import SYSTEMS, Case, command, environment, why_not
+from lightseq_fairseq.cli.bench_train import rows as training_rows
 from lightseq_fairseq.cli.launch import Stop
 from lightseq_fairseq.errors import UserError
 
@@ -26,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @click.group(context_settings={"max_content_width": 100})
 def main() -> None:
-    """Measure training speed on this machine."""
+    """Measure the speed of training and of translation on this machine."""
 
 
 @main.command()
@@ -90,128 +89,147 @@ def train(cases: Sequence[str], systems: str | None, output: Path | None, **opti
     second, milliseconds a step with their spread, the GPU's busy share, the share of the counted
     floor, peak memory, the time of the first 100 updates and the step's time by part.
     """
-    try:
-        failed = _train(cases, systems, output, **options)
-    except UserError as error:
-        raise Stop("lightseq-bench", str(error)) from error
-    if failed:
-        raise Stop("lightseq-bench", f"these runs failed: {', '.join(failed)}.")
+    _finish(_train, cases, systems, output, **options)
 
 
 def _train(
     case_names: Sequence[str], system_names: str | None, output: Path | None, corpus: Path,
-    pairs: int, vocabulary: int, logs: Path, rounds: int, **options: Any,
+    pairs: int, vocabulary: int, logs: Path, rounds: int, updates: int, warm_up: int | None,
+    workers: int,
 ) -> list[str]:  # fmt: skip
     """Everything that `train` does; the case and system of each run that failed."""
-    cases = [Case.parse(word) for name in case_names for word in name.split(",")]
-    systems = _systems(system_names)
-    result_rows = _result_rows()
-    gpu, about = _machine(cases)
+    cases = [training.Case.parse(word) for name in case_names for word in name.split(",")]
+    systems = bench_runs.chosen(system_names, training.SYSTEMS)
+    result_rows = bench_runs.result_rows(ROOT)
+    gpu, about = bench_runs.machine(cases, "tiny/256/bf16")
     if output is None and gpu:
         output = ROOT / "scripts" / "results" / "train-h200.json"
     about = {"commit": result_rows.current_commit(), **about}
     data = corpora.ensure(corpus, pairs, vocabulary)
-    logs.mkdir(parents=True, exist_ok=True)
-    failed: list[str] = []
-    for case in cases:
-        runs: dict[str, list[rows.Run]] = {}
-        # The systems take turns, so that what else the machine does meets all of them.
-        for turn in range(1, rounds + 1):
-            for system in _able(systems, case, quiet=turn > 1):
-                name = f"{case} {system}"
-                if name in failed:
-                    continue
-                stem = logs.resolve() / f"{str(case).replace('/', '-')}-{system}-{turn}"
-                click.echo(f"{name}, round {turn} of {rounds}: {stem}.log", err=True)
-                try:
-                    run = _run(case, system, data, stem, gpu=gpu, **options)
-                except UserError as error:
-                    click.echo(f"{name}: {error}", err=True)
-                    failed.append(name)
-                else:
-                    runs.setdefault(system, []).append(run)
-            # After each round: an hour of runs that is cut short is not lost.
-            new = [rows.row(case, system, data, its, about) for system, its in runs.items()]
-            if new and output is not None:
-                old = json.loads(output.read_text(encoding="utf-8")) if output.exists() else []
-                result_rows.write(rows.merged(old, new), output)
-        if new:
-            click.echo("\n".join(rows.table(new)))
-    return failed
+
+    def measure(case: training.Case, system: str, stem: Path) -> training_rows.Run:
+        before = training.SYSTEMS[system].warm_up if warm_up is None else warm_up
+        words = training.command(
+            case, system, data.folder.resolve(), stem.with_suffix(".json"), before + updates, gpu,
+            workers,
+        )  # fmt: skip
+        log, report = bench_runs.process(words, training.environment(system), stem)
+        return training_rows.Run(training_rows.intervals(log, before, before + updates), report)
+
+    def row(case: training.Case, system: str, runs: list[training_rows.Run]) -> bench_runs.Row:
+        return training_rows.row(case, system, data, runs, about)
+
+    bench = Bench(training.why_not, measure, row, training_rows.table)
+    return bench_runs.take_turns(bench, cases, systems, rounds, logs, output, result_rows)
 
 
-def _systems(names: str | None) -> list[str]:
-    systems = list(SYSTEMS) if names is None else names.split(",")
-    if unknown := [name for name in systems if name not in SYSTEMS]:
-        raise UserError(
-            f"There is no system {', '.join(unknown)}: --systems takes {', '.join(SYSTEMS)}."
-        )
-    return systems
+@main.command()
+@click.option(
+    "--case", "cases", multiple=True,
+    default=["t2t_big/btokens/beam5/bf16", "t2t_big/b1/beam4/bf16"], show_default=True,
+    metavar="CASE,...",
+    help="What to translate with: <model>/b<batch>/beam<n>/<precision>. Models are those of "
+    "lightseq-bench train; a batch is a number of sentences, or the word tokens; precisions are "
+    "bf16, fp16 and fp32. May be given several times.",
+)  # fmt: skip
+@click.option(
+    "--systems", metavar="SYSTEM,...",
+    help="Of ours, fairseq_no_cudnn, ctranslate2.  [default: all that this machine can run]",
+)  # fmt: skip
+@click.option(
+    "--sentences", type=click.IntRange(1, test_set.SENTENCES),
+    help=f"So many of the {test_set.SENTENCES}.  [default: 200 at batch 1, else all]",
+)  # fmt: skip
+@click.option(
+    "--max-tokens", type=click.IntRange(corpora.LONGEST), default=12_000, show_default=True,
+    help="Source tokens of a batch by tokens, pads included.",
+)  # fmt: skip
+@click.option(
+    "--passes", type=click.IntRange(1), default=3, show_default=True,
+    help="Passes over the sentences that are timed in a run, after the warm-up.",
+)  # fmt: skip
+@click.option(
+    "--rounds", type=click.IntRange(1), default=2, show_default=True,
+    help="Runs of each system; the systems take turns.",
+)  # fmt: skip
+@click.option(
+    "--data", type=click.Path(path_type=Path), default=ROOT / "build" / "bench-generate-data",
+    help="Folder of the sentences and a checkpoint for each model, made if they do not exist.  "
+    "[default: build/bench-generate-data]",
+)  # fmt: skip
+@click.option(
+    "--vocabulary", type=click.IntRange(100, 65_000), default=corpora.VOCABULARY,
+    show_default=True, help="Words of the joint dictionary, fairseq's special ones included.",
+)  # fmt: skip
+@click.option(
+    "--output", type=click.Path(path_type=Path),
+    help="Result rows: those of the same case and system are replaced, others stay.  [default: "
+    "scripts/results/generate-h200.json, or none without a GPU]",
+)  # fmt: skip
+@click.option(
+    "--logs", type=click.Path(path_type=Path), default=ROOT / "build" / "bench-generate",
+    help="Folder for the log and the report of each run.  [default: build/bench-generate]",
+)  # fmt: skip
+def generate(
+    cases: Sequence[str], systems: str | None, output: Path | None, **options: Any
+) -> None:
+    """Translate a newstest-like test set with several systems, and compare them.
 
+    \b
+        lightseq-bench generate --case t2t_big/b32/beam4/bf16 --systems ours,fairseq_no_cudnn
 
-def _machine(cases: Iterable[Case]) -> tuple[bool, dict[str, Any]]:
-    """Whether there is a GPU, and what a result row says of the machine."""
-    import torch
-
-    gpu = torch.cuda.is_available()
-    if not gpu and (big := [str(case) for case in cases if case.model != "tiny"]):
-        raise UserError(
-            f"{big[0]} needs a GPU and torch sees none: without one, --case tiny/256/bf16 shows "
-            "that everything works."
-        )
-    name = torch.cuda.get_device_name() if gpu else "none"
-    date = datetime.date.today().isoformat()
-    return gpu, {"date": date, "gpu": name, "torch": torch.__version__}
-
-
-def _result_rows() -> Any:
-    """scripts/result_rows.py, which all measuring scripts share."""
-    scripts = ROOT / "scripts"
-    if not (scripts / "result_rows.py").is_file():
-        raise UserError(
-            "lightseq-bench runs from a clone of the repository, whose commit its results name: "
-            "install it with pip install -e ."
-        )
-    sys.path.append(str(scripts))
-    return importlib.import_module("result_rows")
-
-
-def _able(systems: Iterable[str], case: Case, quiet: bool) -> Iterator[str]:
-    """The systems that can train the case here; why the others cannot is said unless ``quiet``."""
-    for system in systems:
-        if (reason := why_not(system, case)) is None:
-            yield system
-        elif not quiet:
-            click.echo(f"lightseq-bench: note: {case} without {system}: {reason}", err=True)
-
-
-def _run(
-    case: Case, system: str, data: corpora.Corpus, stem: Path, updates: int, warm_up: int | None,
-    gpu: bool, workers: int,
-) -> rows.Run:  # fmt: skip
-    """One training; its log and its report are ``stem`` with their endings.
-
-    Raises:
-        UserError: it failed; the message ends with the log's last lines.
+    The model has random weights, and hypotheses are as long as the longest source of their batch,
+    so that all systems do the same work. Printed and saved are sentences and tokens a second, the
+    time to decode all of them (without loading the model, without text), the time of a batch (at
+    batch 1 of a sentence) and peak memory.
     """
-    log, report = stem.with_suffix(".log"), stem.with_suffix(".json")
-    report.unlink(missing_ok=True)
-    before = SYSTEMS[system].warm_up if warm_up is None else warm_up
-    folder = data.folder.resolve()
-    words = command(case, system, folder, report, before + updates, gpu, workers)
-    with open(log, "w", encoding="utf-8") as file:
-        status = subprocess.run(
-            words, env={**os.environ, **environment(system)},
-            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-        ).returncode  # fmt: skip
-    text = log.read_text(encoding="utf-8", errors="replace")
-    if status != 0 or not report.exists():
-        tail = "\n".join(text.splitlines()[-15:])
-        raise UserError(f"the run left with status {status}; its log ends with\n{tail}")
-    return rows.Run(
-        rows.intervals(text, before, before + updates),
-        json.loads(report.read_text(encoding="utf-8")),
-    )
+    _finish(_generate, cases, systems, output, **options)
+
+
+def _generate(
+    case_names: Sequence[str], system_names: str | None, output: Path | None, data: Path,
+    vocabulary: int, logs: Path, rounds: int, sentences: int | None, max_tokens: int, passes: int,
+) -> list[str]:  # fmt: skip
+    """Everything that `generate` does; the case and system of each run that failed."""
+    cases = [generation.Case.parse(word) for name in case_names for word in name.split(",")]
+    systems = bench_runs.chosen(system_names, generation.SYSTEMS)
+    result_rows = bench_runs.result_rows(ROOT)
+    gpu, about = bench_runs.machine(cases, "tiny/b32/beam4/fp32")
+    if output is None and gpu:
+        output = ROOT / "scripts" / "results" / "generate-h200.json"
+    about = {"commit": result_rows.current_commit(), **about}
+    files = {
+        model: test_set.ensure(data / model, generation.SHAPES[model], vocabulary)
+        for model in dict.fromkeys(case.model for case in cases)
+    }
+
+    def measure(case: generation.Case, system: str, stem: Path) -> bench_runs.Row:
+        count = sentences or (200 if case.batch == 1 else test_set.SENTENCES)
+        words = generation.command(
+            case, system, files[case.model].folder.resolve(), stem.with_suffix(".json"), count,
+            max_tokens, passes, gpu,
+        )  # fmt: skip
+        _, report = bench_runs.process(words, generation.environment(system, logs), stem)
+        if "unable" in report:
+            raise Unable(f"cannot run here: {report['unable']}")
+        return report
+
+    def row(case: generation.Case, system: str, runs: list[bench_runs.Row]) -> bench_runs.Row:
+        by_tokens = {"max_tokens": max_tokens} if case.batch is None else {}
+        return generation_rows.row(case, system, runs, {**about, **by_tokens})
+
+    bench = Bench(generation.why_not, measure, row, generation_rows.table)
+    return bench_runs.take_turns(bench, cases, systems, rounds, logs, output, result_rows)
+
+
+def _finish(bench: Any, *arguments: Any, **options: Any) -> None:
+    """Runs it, and turns what went wrong into one sentence."""
+    try:
+        failed = bench(*arguments, **options)
+    except UserError as error:
+        raise Stop("lightseq-bench", str(error)) from error
+    if failed:
+        raise Stop("lightseq-bench", f"these runs failed: {', '.join(failed)}.")
 
 
 if __name__ == "__main__":

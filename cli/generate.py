@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
 import click
 
+from lightseq_fairseq.cli import score
+from lightseq_fairseq.cli.defaults import is_given
 from lightseq_fairseq.cli.launch import launcher, run
+from lightseq_fairseq.cli.replaced import replaced
+from lightseq_fairseq.cli.sentences import Sentences
+from lightseq_fairseq.errors import UserError
 
 
 @launcher("generate")
 @click.option("--native", is_flag=True, help="Build fairseq's own model from the checkpoint.")
-def main(words: list[str], native: bool) -> None:
+@click.option(
+    "--output", metavar="FILE", type=click.Path(path_type=Path),
+    help="Write the sentences and the score there, once all are translated; the log stays here.",
+)  # fmt: skip
+@click.option(
+    "--reference", metavar="FILE", type=click.File(encoding="utf-8"),
+    help="Score against these lines.  [default: the targets in the binarised data, in which rare "
+    "words may be unknown]",
+)  # fmt: skip
+def main(words: list[str], native: bool, output: Path | None, reference: TextIO | None) -> None:
     """Translate a binarised test set and score it.
 
     Takes every option of fairseq-generate, and checkpoints that lightseq-train or fairseq-train
@@ -17,9 +37,63 @@ def main(words: list[str], native: bool) -> None:
 
     \b
         lightseq-generate data-bin/wmt14_en_de --path checkpoints/checkpoint_best.pt \\
-            --beam 4 --lenpen 0.6 --remove-bpe
+            --beam 4 --lenpen 0.6 --remove-bpe --output out --reference newstest2014.de
+
+    The last line is sacrebleu's score of the D- lines, with its signature; --scoring adds one of
+    fairseq's. All GPUs take part, each translating a share of the batches; the output is that of
+    one GPU, but for the draws of --sampling. --distributed-world-size says how many do, and with
+    --distributed-rank only that share is translated, as in fairseq.
     """
-    run("generate", words, native=native)
+
+    def translate(fairseq_main: Callable[[Namespace], Any], args: Namespace) -> None:
+        _translate(fairseq_main, args, words, output, reference)
+
+    run("generate", words, native=native, around=translate)
+
+
+def _translate(
+    fairseq_main: Callable[[Namespace], Any], args: Namespace, words: list[str],
+    output: Path | None, reference: TextIO | None,
+) -> None:  # fmt: skip
+    references = None if reference is None else score.lines_of(reference)
+    path = output if args.results_path is None else _results(args, output)
+    asked_for_score = is_given(words, ("--scoring",))
+    shared = args.distributed_world_size > 1 and not is_given(words, ("--distributed-rank",))
+    if shared and asked_for_score:
+        raise UserError(
+            f"--scoring {args.scoring} is computed by one process and there are "
+            f"{args.distributed_world_size}: add --distributed-world-size 1, or leave it out for "
+            "sacrebleu's score."
+        )
+    quiet, args.quiet, args.results_path = args.quiet, False, None
+    unscored: UserError | None = None
+    with replaced(path) if path else contextlib.nullcontext() as file:
+        out = Sentences(path, file, quiet, asked_for_score)
+        if shared:
+            from lightseq_fairseq.cli import shards
+
+            shards.translate(args, out)
+        else:
+            with contextlib.redirect_stdout(out):
+                fairseq_main(args)
+        if (note := out.unknown.sentence()) is not None:
+            click.echo(f"lightseq-generate: note: {note}", err=True)
+        try:
+            title = f"Generate {args.gen_subset} with beam={args.beam}"
+            out.result(title, None if reference is None else reference.name, references)
+        except UserError as error:
+            unscored = error  # the translations are worth their file all the same
+    if unscored is not None:
+        raise unscored
+
+
+def _results(args: Namespace, output: Path | None) -> Path:
+    """The file of fairseq's ``--results-path``, whose folder is made as fairseq makes it."""
+    if output is not None:
+        raise UserError("--output and --results-path exclude each other: give one of them.")
+    folder = Path(args.results_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"generate-{args.gen_subset}.txt"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Where fairseq fails without the facts, and they are known only there: making batches."""
+"""Where fairseq fails without the facts, or not at all, and they are known only there.
+
+Making batches: how long a sentence is. Loading a model: what it is.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,13 @@ from lightseq_fairseq.errors import UserError
 
 
 def install(refuse_nothing: bool) -> None:
-    """Makes fairseq's ``batch_by_size`` say how long the sentences are that it cannot batch.
+    """Puts both guards in place; a second call changes nothing."""
+    _guard_batches(refuse_nothing)
+    _guard_models()
 
-    Behaves as before otherwise; a second call changes nothing.
+
+def _guard_batches(refuse_nothing: bool) -> None:
+    """Makes fairseq's ``batch_by_size`` say how long the sentences are that it cannot batch.
 
     Args:
         refuse_nothing: no sentence at all is refused, too. fairseq then trains on nothing or
@@ -48,3 +55,35 @@ def install(refuse_nothing: bool) -> None:
 
     batch_by_size.says_the_length = True  # type: ignore[attr-defined]
     data_utils.batch_by_size = batch_by_size
+
+
+def _guard_models() -> None:
+    """A language model, say, would translate as well, into nonsense."""
+    from fairseq import checkpoint_utils
+    from fairseq.models import FairseqEncoderDecoderModel
+    from fairseq.models.nat import FairseqNATModel
+    from fairseq.tasks.translation import TranslationTask
+
+    original = checkpoint_utils.load_model_ensemble
+    if getattr(original, "looks_at_the_model", False):
+        return
+
+    @functools.wraps(original)
+    def load_model_ensemble(
+        filenames: Any, arg_overrides: Any = None, task: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        models, cfg = original(filenames, arg_overrides, task, *args, **kwargs)
+        for model, name in zip(models, filenames):
+            if type(task) is TranslationTask and (
+                not isinstance(model, FairseqEncoderDecoderModel)
+                or isinstance(model, FairseqNATModel)
+            ):
+                raise UserError(
+                    f"{name} holds a {type(model).__name__}, which --task translation does not "
+                    "translate with: name the checkpoint of a translation model, or the --task it "
+                    "was trained with."
+                )
+        return models, cfg
+
+    load_model_ensemble.looks_at_the_model = True  # type: ignore[attr-defined]
+    checkpoint_utils.load_model_ensemble = load_model_ensemble

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
 import click
 
+from lightseq_fairseq.cli.defaults import is_given
 from lightseq_fairseq.cli.launch import launcher, run
+from lightseq_fairseq.cli.sentences import Lines, UnknownWords
 
 
 @launcher("interactive")
@@ -18,8 +26,51 @@ def main(words: list[str], native: bool) -> None:
     \b
         lightseq-interactive data-bin/wmt14_en_de --path checkpoints/checkpoint_best.pt \\
             --beam 4 --remove-bpe < test.bpe.de
+
+    A line is translated as soon as it is read, and printed at once. With --buffer-size N lines
+    wait for each other and are translated together, in batches of --batch-size or --max-tokens.
     """
-    run("interactive", words, native=native)
+    run("interactive", words, native=native, complete=_one_process, around=_translate)
+
+
+class _AtOnce(Lines):
+    """Standard output, every line at once: into a pipe, Python would gather eight kilobytes."""
+
+    def __init__(self) -> None:
+        self.terminal = sys.stdout
+        self.unknown = UnknownWords()
+
+    def line(self, line: str) -> None:
+        print(line, file=self.terminal, flush=True)
+        if line.startswith("S-"):
+            self.unknown.count(line)
+
+
+def _translate(fairseq_main: Callable[[Any], None], cfg: Any) -> None:
+    out = _AtOnce()
+    try:
+        with contextlib.redirect_stdout(out):
+            fairseq_main(cfg)
+    except Exception as error:
+        # fairseq counts within the buffer, and whatever came before it has been translated.
+        found = re.match(r"Size of sample #(\d+)", str(error))
+        if found is None:
+            raise
+        number = out.unknown.sources + int(found[1])
+        text = f"Size of sample #{number}{str(error)[found.end() :]}"
+        raise type(error)(text).with_traceback(error.__traceback__) from error
+    finally:
+        if (note := out.unknown.sentence()) is not None:
+            click.echo(f"lightseq-interactive: note: {note}", err=True)
+
+
+def _one_process(argv: list[str]) -> list[str]:
+    """fairseq would start a process for each GPU, all of which read the same input."""
+    ranks = ("--distributed-world-size", "--distributed-port", "--distributed-init-method")
+    if is_given(argv, ranks):
+        return argv
+    end = argv.index("--") if "--" in argv else len(argv)
+    return [*argv[:end], "--distributed-world-size", "1", *argv[end:]]
 
 
 if __name__ == "__main__":

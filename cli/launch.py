@@ -6,6 +6,7 @@ order. fairseq is imported only once there is something to run.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import logging
@@ -90,12 +91,14 @@ def run(
     words: Sequence[str],
     native: bool = False,
     complete: Callable[[list[str]], list[str]] | None = None,
+    around: Callable[[Callable[[argparse.Namespace], Any], argparse.Namespace], None] | None = None,
 ) -> None:
     """Runs ``fairseq_cli.<command>`` on ``words``.
 
     Args:
         native: fairseq's own model and trainer stay in place (see `lightseq_fairseq.cli.register`).
         complete: gives the final words, once torch may be imported.
+        around: is called with fairseq's ``main`` and its argument, in its place.
 
     Raises:
         Stop: the input is at fault; the message says how.
@@ -114,12 +117,13 @@ def run(
     if (explanation := clash()) is not None:
         click.echo(f"lightseq-{command}: warning: {explanation}", err=True)
     program = f"{'fairseq' if native else 'lightseq'}-{command}"
-    with _sentences(f"lightseq-{command}", request), _program(program, words), _quiet():
+    with _sentences(f"lightseq-{command}", request), _program(program, words), quiet():
         cli.register()
         if complete is not None:
             sys.argv[1:] = request.argv = complete(sys.argv[1:])
-        with preflight.checks(command, request):
-            importlib.import_module(f"fairseq_cli.{command}").cli_main()
+        module = importlib.import_module(f"fairseq_cli.{command}")
+        with preflight.checks(command, request), _around(module, around):
+            module.cli_main()
 
 
 @contextmanager
@@ -134,7 +138,19 @@ def _program(name: str, words: Sequence[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _around(module: Any, call: Callable[..., None] | None) -> Iterator[None]:
+    """Within it, ``cli_main`` of a fairseq_cli module calls ``call(main, ...)`` for ``main``."""
+    fairseq_main = module.main
+    if call is not None:
+        module.main = functools.partial(call, fairseq_main)
+    try:
+        yield
+    finally:
+        module.main = fairseq_main
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
     """Without the warnings that torch gives fairseq and that no user can act on."""
     with warnings.catch_warnings():
         for message in (

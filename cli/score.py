@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, TextIO
 import click
 
 from lightseq_fairseq.cli.launch import Stop
+from lightseq_fairseq.cli.replaced import replaced
 from lightseq_fairseq.errors import UserError
 
 Row = dict[str, Any]
@@ -56,7 +56,8 @@ def main(row_file: Path | None, **options: Any) -> None:
     try:
         row, line = score(**options)
         if row_file is not None:
-            _write(row, row_file)
+            with replaced(row_file) as file:
+                file.write(json.dumps(row) + "\n")
     except UserError as error:
         raise Stop("lightseq-score", str(error)) from error
     click.echo(line)
@@ -86,31 +87,50 @@ def score(
             "--compound-split scores tokens: leave --detokenize and --test-set out, and give "
             "--reference a tokenised file"
         )
-    output = Output(system)
+    output = Output(system.name, lines_of(system))
     if compound_split:
-        tokens = output.references() if reference is None else _lines(reference)
+        tokens = output.references() if reference is None else lines_of(reference)
         references = [split_compounds(tokens)]
         translations = split_compounds(output.translations(tokens=True))
         # As fairseq-score counts: on the tokens as they are, without smoothing.
         metric = BLEU(tokenize="none", smooth_method="none", force=True)
     else:
-        references = [_lines(reference)] if reference else _test_set(test_set, language_pair)
+        references = [lines_of(reference)] if reference else _test_set(test_set, language_pair)
         translations = output.translations(tokens=detokenize is not None)
         if detokenize is not None:
             translations = _detokenized(translations, detokenize)
         metric = BLEU(trg_lang=(language_pair or "").rpartition("-")[2])
-    for lines in references:
-        if len(lines) != len(translations) or not lines:
-            raise UserError(
-                f"{system.name} holds {len(translations)} translations and there are {len(lines)} "
-                "references: score the translations of the whole test set and no others"
-            )
-    result = metric.corpus_score(translations, references)
-    signature = str(metric.get_signature())
+    result, signature = bleu(output.name, translations, references, metric)
     prefix = "compound_split_" if compound_split else ""
     result.name = f"{prefix.replace('_', '-')}BLEU"
     row = {f"{prefix}bleu": round(result.score, 2), f"{prefix}signature": signature}
     return row, result.format(width=2, signature=signature)
+
+
+def bleu(
+    name: str, translations: list[str], references: list[list[str]], metric: Any = None
+) -> tuple[Any, str]:
+    """sacrebleu's score of ``translations`` and its signature.
+
+    Args:
+        name: of the translations, for the message.
+        references: one list or several, each as long as the translations.
+        metric: a ``sacrebleu.metrics.BLEU``; by default the one of sacrebleu's own command.
+
+    Raises:
+        UserError: there is nothing to score, or there are more or fewer references.
+    """
+    from sacrebleu.metrics import BLEU
+
+    for lines in references:
+        if len(lines) != len(translations) or not lines:
+            raise UserError(
+                f"{name} holds {len(translations)} translations and there are {len(lines)} "
+                "references: score the translations of the whole test set and no others"
+            )
+    metric = metric or BLEU()
+    result = metric.corpus_score(translations, references)
+    return result, str(metric.get_signature())
 
 
 def split_compounds(lines: Iterable[str]) -> list[str]:
@@ -129,21 +149,31 @@ def split_compounds(lines: Iterable[str]) -> list[str]:
 
 
 class Output:
-    """Translations in a file: plain lines, or the output of a generation.
+    """Translations: plain lines, or the output of a generation.
 
     fairseq-generate prints a sentence as ``T-<n>`` (target), ``H-<n>`` (hypotheses, the best one
     first) and ``D-<n>`` (the same, detokenised where --tokenizer or --bpe were given), in the order
     of its batches.
+
+    Args:
+        name: what messages call it.
+        lines: its lines; `add` takes more.
     """
 
-    def __init__(self, file: TextIO) -> None:
-        self.name = file.name
-        self.plain = _lines(file)
+    def __init__(self, name: str, lines: Iterable[str] = ()) -> None:
+        self.name = name
+        self.plain: list[str] = []
         self.sentences: dict[str, dict[int, str]] = {"T": {}, "H": {}, "D": {}}
-        for line in self.plain:
-            match = re.match(r"([THD])-(\d+)\t(?:.*\t)?(.*)", line)  # H and D: a score between
-            if match is not None:
-                self.sentences[match[1]].setdefault(int(match[2]), match[3])
+        for line in lines:
+            self.add(line)
+
+    def add(self, line: str) -> None:
+        """One line more, without its end."""
+        match = re.match(r"([THD])-(\d+)\t(?:.*\t)?(.*)", line)  # H and D: a score between
+        if match is None:
+            self.plain.append(line)
+        else:
+            self.sentences[match[1]].setdefault(int(match[2]), match[3])
 
     def translations(self, tokens: bool) -> list[str]:
         """In the order of the test set; a generation's are its ``H`` (``tokens``) or ``D``."""
@@ -160,6 +190,12 @@ class Output:
             )
         return self._ordered("T")
 
+    def rebuilt(self) -> tuple[list[str], list[str]]:
+        """(translations, targets) of all sentences that are there, however many were left out."""
+        targets, translations = self.sentences["T"], self.sentences["D"]
+        numbers = sorted(targets.keys() & translations.keys())
+        return [translations[n] for n in numbers], [targets[n] for n in numbers]
+
     def _ordered(self, kind: str) -> list[str]:
         found = self.sentences[kind]
         numbers = set().union(*self.sentences.values())
@@ -172,7 +208,8 @@ class Output:
         return [found[number] for number in range(len(found))]
 
 
-def _lines(file: TextIO) -> list[str]:
+def lines_of(file: TextIO) -> list[str]:
+    """The lines of a file, without their ends; refuses what is not UTF-8."""
     try:
         return [line.rstrip("\n") for line in file]  # str.splitlines would cut at U+2028 as well
     except UnicodeDecodeError as error:
@@ -199,7 +236,7 @@ def _test_set(name: str | None, pair: str | None) -> list[list[str]]:
     references = []
     for path in files:
         with open(path, encoding="utf-8") as file:
-            references.append(_lines(file))
+            references.append(lines_of(file))
     return references
 
 
@@ -210,15 +247,6 @@ def _detokenized(lines: Iterable[str], language: str) -> list[str]:
         raise UserError("--detokenize needs sacremoses: pip install sacremoses") from error
     detokenizer = MosesDetokenizer(lang=language)
     return [detokenizer.detokenize(line.split()) for line in lines]
-
-
-def _write(row: Row, path: Path) -> None:
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(json.dumps(row) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror or error})") from error
 
 
 if __name__ == "__main__":

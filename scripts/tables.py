@@ -15,9 +15,11 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from bar_chart import Bar, bar_chart
 from convergence_tables import convergence_plot, convergence_table
+from generate_tables import GENERATE_PLOT, generate_plot, generate_table
 
 ROOT = Path(__file__).resolve().parent.parent
 # What the table of ops shows: of the ops on tokens one size, of Adam the one there is.
@@ -179,59 +181,18 @@ def train_plot(rows: list[dict[str, Any]]) -> str:
     return bar_chart("target tokens a second in training", groups, ticks)
 
 
-class Bar(NamedTuple):
-    """A bar as long as a share of the whole scale, what stands at its end, and its tooltip."""
-
-    share: float
-    colour: str
-    label: str
-    title: str
-
-
-def bar_chart(title: str, groups: dict[str, list[Bar | None]], ticks: dict[int, str]) -> str:
-    """SVG of horizontal bars in named groups; ``ticks``: percent of the scale -> its label."""
-    left, full, bar, top = 280, 400, 9, 44
-    step = (bar + 1) * max(map(len, groups.values())) + 8
-    height = top + step * len(groups) + 8
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + full + 60}" height="{height}" '
-        'font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{left}" y="16">{title}</text>',
-    ]
-    for percent, label in ticks.items():
-        x = left + full * percent // 100
-        parts += [
-            f'<path d="M{x} {top - 6}V{height - 8}" stroke="#ddd"/>',
-            f'<text x="{x}" y="{top - 10}" text-anchor="middle" fill="#666">{label}</text>',
-        ]
-    for place, (name, bars) in enumerate(groups.items()):
-        y = top + step * place
-        middle = y + step // 2 - 1
-        parts.append(f'<text x="{left - 8}" y="{middle}" text-anchor="end">{name}</text>')
-        for line, one in enumerate(bars):
-            if one is None:
-                continue
-            end, at = left + full * min(one.share, 1.0), y + (bar + 1) * line
-            parts += [
-                f'<rect x="{left}" y="{at}" width="{end - left:.1f}" height="{bar}" '
-                f'fill="{one.colour}"><title>{one.title}</title></rect>',
-                f'<text x="{end + 4:.1f}" y="{at + bar - 1}" font-size="9" fill="#444">'
-                f"{one.label}</text>",
-            ]
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
 TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[str]]]] = {
     "quickstart": ("examples/quickstart/results/bleu.json", bleu_table),
     "multi30k": ("examples/multi30k/results/bleu.json", bleu_table),
     "ops": ("scripts/results/ops-h200.json", op_table),
     "train": ("scripts/results/train-h200.json", train_table),
+    "generate": ("scripts/results/generate-h200.json", generate_table),
     "convergence": (CONVERGENCE, convergence_table),
 }
 PLOTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
     OPS_PLOT: ("scripts/results/ops-h200.json", op_plot),
     TRAIN_PLOT: ("scripts/results/train-h200.json", train_plot),
+    GENERATE_PLOT: ("scripts/results/generate-h200.json", generate_plot),
     "docs/convergence.svg": (CONVERGENCE, convergence_plot),
 }
 

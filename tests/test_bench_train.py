@@ -15,8 +15,9 @@ from torch import Tensor
 
 from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.cli import bench
+from lightseq_fairseq.cli.bench_runs import merged
 from lightseq_fairseq.cli.bench_train import compiled, corpus, rows
-from lightseq_fairseq.cli.bench_train.cases import SHAPES, Case, command, environment
+from lightseq_fairseq.cli.bench_train.cases import MARKS, SHAPES, Case, command, environment
 from lightseq_fairseq.cli.bench_train.floor import floor, parameters
 from lightseq_fairseq.cli.bench_train.packed_transformer import PAD, Transformer
 from lightseq_fairseq.cli.bench_train.timeline import part_of, timeline
@@ -238,7 +239,7 @@ def test_row() -> None:
     assert lines[2] == "    ms by part: gemm 3600.00, gaps 400.00"
     assert lines[3].split()[:3] == ["fairseq_no_cudnn", "250", "1.00"]
     other = {**slow, "case": "base/4096/bf16"}
-    assert rows.merged([other, slow, row], [{**row, "rounds": 9}]) == [
+    assert merged([other, slow, row], [{**row, "rounds": 9}]) == [
         other, slow, {**row, "rounds": 9},
     ]  # fmt: skip
 
@@ -355,7 +356,7 @@ def test_commands_differ_in_nothing_but_the_system(tmp_path: Path) -> None:
     assert words["fairseq_no_cudnn_apex"] == [w for w in plain if w != "--without-apex"]
     assert words["ours"] == [word for word in plain if word != "--native"]
     assert {"ls_transformer_wmt_en_de_big_t2t", "24", "512", "--fp16"} <= set(plain)
-    assert plain[plain.index("--max-update") + 1] == "213"  # the profiled updates come on top
+    assert plain[plain.index("--max-update") + 1] == str(200 + MARKS)  # the profiled come on top
 
 
 @pytest.mark.parametrize(
@@ -413,7 +414,8 @@ def test_everything_once(small: corpus.Corpus, tmp_path: Path) -> None:
         assert f"\n{system} " in done.stdout
         assert row["case"] == "tiny/64/bf16" and row["gpu"] == "none" and len(row["commit"]) == 40
         assert 0 < row["gpu_busy"] <= 1 and row["first_100_s"] > 0 and row["peak_gib"] > 0.1
-        assert sum(row["part_ms"].values()) == pytest.approx(row["profiled_ms_per_step"], rel=1e-2)
+        # More where the profiled steps were slower than the others.
+        assert sum(row["part_ms"].values()) > 0.99 * row["ms_per_step"]
         assert row["ms_p20"] <= row["ms_p50"] <= row["ms_p80"]
     # All train on the same batches, and on models of one size.
     assert len({row["target_tokens"] for row in found.values()}) == 1

@@ -40,7 +40,7 @@ def result_rows() -> list[dict[str, Any]]:
 def tree(tmp_path: Path) -> Path:
     """A repository of nothing but the tables' code and a README."""
     (tmp_path / "scripts").mkdir()
-    for code in (ROOT / "scripts").glob("*tables.py"):
+    for code in (ROOT / "scripts").glob("*.py"):
         shutil.copy(code, tmp_path / "scripts")
     (tmp_path / "README.md").write_text("Nothing was measured.\n")
     return tmp_path
@@ -223,3 +223,50 @@ def test_plot_of_convergence(converged: Path) -> None:
     assert {"lightseq-train", "updates", "seconds"} <= words
     (converged / CURVES_PLOT).unlink()
     assert "docs/convergence.svg differs" in tables(converged, "--check").stderr
+
+
+GENERATE_RESULTS = "scripts/results/generate-h200.json"
+GENERATE_PLOT = "scripts/results/generate-h200.svg"
+
+
+@pytest.fixture
+def translated(tree: Path) -> Path:
+    """A test set by tokens, which all systems translated, and single sentences, which ours did."""
+    about = {"commit": "0123456789abcdef", "gpu": "GPU X", "torch": "2.11"}
+    figures = {"p50_ms": 8.04, "p99_ms": 20.5, "peak_gib": 3.25, "first_s": 1.5, "tokens_per_s": 5}
+    rows = [
+        {**about, **figures, "case": case, "system": system, "sentences_per_s": speed,
+         "decode_s": 3003 / speed, **more}
+        for case, systems, more in (
+            ("t2t_big/btokens/beam5/bf16",
+             {"fairseq_no_cudnn": 400, "ours": 6000.6, "ctranslate2": 2000}, {"max_tokens": 4096}),
+            ("t2t_big/b1/beam4/bf16", {"ours": 120}, {}),
+        )
+        for system, speed in systems.items()
+    ]  # fmt: skip
+    (tree / GENERATE_RESULTS).parent.mkdir()
+    (tree / GENERATE_RESULTS).write_text(json.dumps(rows))
+    (tree / "README.md").write_text("<!-- table: generate -->\n<!-- end -->\n")
+    assert tables(tree).returncode == tables(tree, "--check").returncode == 0
+    return tree
+
+
+def test_table_of_generation(translated: Path) -> None:
+    text = (translated / "README.md").read_text()
+    assert [line for line in text.splitlines() if line.startswith("| `")] == [
+        "| `t2t_big/btokens/beam5/bf16` | `lightseq-generate` | 6001 | 5 | 15.0 | 0.500 | "
+        "8.0, 20.5 | 3.2 | 1.50 |",
+        "| `t2t_big/btokens/beam5/bf16` | CTranslate2 | 2000 | 5 | 5.0 | 1.502 | 8.0, 20.5 | 3.2 | "
+        "1.50 |",
+        "| `t2t_big/btokens/beam5/bf16` | fairseq, cuDNN attention off | 400 | 5 | 1.0 | 7.508 | "
+        "8.0, 20.5 | 3.2 | 1.50 |",
+        "| `t2t_big/b1/beam4/bf16` | `lightseq-generate` | 120 | 5 |  | 25.025 | 8.0, 20.5 | 3.2 | "
+        "1.50 |",
+    ]
+    assert f"]({GENERATE_PLOT})" in text and "`btokens`: at most 4096 source tokens" in text
+
+
+def test_plot_of_generation(translated: Path) -> None:
+    picture = ElementTree.parse(translated / GENERATE_PLOT).getroot()
+    words = {element.text for element in picture.iter() if element.tag.endswith("text")}
+    assert {"t2t_big/b1/beam4/bf16", "ours 6001", "ctranslate2 2000", "ours 120"} <= words

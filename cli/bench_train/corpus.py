@@ -100,20 +100,24 @@ def word_quantiles(vocabulary: int) -> NDArray[np.uint16]:
 
 
 def _write(folder: Path, pairs: int, vocabulary: int) -> dict[str, int]:
-    words = "".join(f"w{number} 1\n" for number in range(vocabulary - SPECIALS))
-    for language in (SOURCE, TARGET):
-        (folder / f"dict.{language}.txt").write_text(words, encoding="utf-8")
-    quantiles = word_quantiles(vocabulary)
-    _write_split(folder, "valid", VALID_PAIRS, quantiles, np.random.default_rng(SEED + 1))
-    rng = np.random.default_rng(SEED)
-    source_tokens, target_tokens = _write_split(folder, "train", pairs, quantiles, rng)
+    write_dictionaries(folder, vocabulary)
+    write_split(folder, "valid", VALID_PAIRS, vocabulary, SEED + 1)
+    source_tokens, target_tokens = write_split(folder, "train", pairs, vocabulary, SEED)
     return {"source_tokens": source_tokens, "target_tokens": target_tokens}
 
 
-def _write_split(
-    folder: Path, split: str, pairs: int, quantiles: NDArray[np.uint16], rng: np.random.Generator
+def write_dictionaries(folder: Path, vocabulary: int) -> None:
+    """The joint dictionary, once for each side."""
+    words = "".join(f"w{number} 1\n" for number in range(vocabulary - SPECIALS))
+    for language in (SOURCE, TARGET):
+        (folder / f"dict.{language}.txt").write_text(words, encoding="utf-8")
+
+
+def write_split(
+    folder: Path, split: str, pairs: int, vocabulary: int, seed: int
 ) -> tuple[int, int]:
-    """Tokens of both sides."""
+    """Writes sentence pairs in fairseq's binary format; returns the tokens of both sides."""
+    rng, quantiles = np.random.default_rng(seed), word_quantiles(vocabulary)
     source, target = lengths(pairs, rng)
     for language, sizes in ((SOURCE, source), (TARGET, target)):
         stem = folder / f"{split}.{SOURCE}-{TARGET}.{language}"

@@ -12,12 +12,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from lightseq_fairseq.cli.bench_runs import Row
 from lightseq_fairseq.cli.bench_train.cases import Case
 from lightseq_fairseq.cli.bench_train.corpus import Corpus
 from lightseq_fairseq.cli.bench_train.floor import floor
 from lightseq_fairseq.errors import UserError
 
-Row = dict[str, Any]
 _LINE = re.compile(r"\| INFO \| train_inner \| (\{.*\})$", re.MULTILINE)
 
 
@@ -92,18 +92,9 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
         "first_100_s": round(statistics.median(first), 2) if first else None,
         "gpu_busy": round(busy / middle, 4),
         "profiled_ms_per_step": round(profile["ms_per_step"], 3),
-        "part_ms": {
-            part: round(ms, 3) for part, ms in {**part_ms, "gaps": middle - busy}.items()
-        },
+        "part_ms": {part: round(ms, 3) for part, ms in {**part_ms, "gaps": middle - busy}.items()},
         "rounds": len(runs),
     }
-
-
-def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """``old`` with the rows of the same case and system replaced, the others kept."""
-    fresh = {(row["case"], row["system"]) for row in new}
-    kept = [row for row in old if (row["case"], row["system"]) not in fresh]
-    return sorted([*kept, *new], key=lambda row: row["case"])
 
 
 def table(rows: Sequence[Row]) -> list[str]:

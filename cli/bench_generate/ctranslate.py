@@ -1,0 +1,100 @@
+"""CTranslate2 on a test set, with the batches of the other systems.
+
+    python -m lightseq_fairseq.cli.bench_generate.ctranslate (options of ``decode``)
+
+The model is what lightseq-export makes of the checkpoint, once. Where CTranslate2 cannot run, the
+report is the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from lightseq_fairseq.cli.bench_generate import stopwatch
+from lightseq_fairseq.cli.bench_generate.cases import PRECISIONS
+from lightseq_fairseq.cli.bench_generate.test_set import TestSet
+
+
+def main() -> None:
+    given = stopwatch.arguments(__doc__)
+    from lightseq_fairseq import fairseq_compat
+
+    fairseq_compat.prepare()
+    from fairseq import options, tasks
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    words = stopwatch.generation_words(given)
+    args = options.parse_args_and_arch(options.get_generation_parser(), words)
+    cfg = convert_namespace_to_omegaconf(args)
+    task = tasks.setup_task(cfg.task)
+    samples = stopwatch.batches(task, cfg, given.sentences)
+    for sample in samples:
+        sample["text"] = _text(sample["net_input"]["src_tokens"], task.source_dictionary)
+    model = _model(given.data)
+    began, free = time.perf_counter(), _free(given)
+    try:
+        translate = _translator(given, model)
+        translate(samples[0])
+    except (RuntimeError, ValueError) as error:  # a missing library, a precision it has not
+        reason = " ".join(str(error).split())
+        given.report.write_text(json.dumps({"unable": reason}) + "\n", encoding="utf-8")
+        return
+    load_s = time.perf_counter() - began
+    # What its allocator has taken from the GPU it keeps, so the end shows the peak.
+    peak = None if given.cpu else lambda: free - _free(given)
+    stopwatch.measure(given, samples, translate, load_s, peak)
+
+
+def _model(files: TestSet) -> Path:
+    if not files.ctranslate2.exists():
+        from lightseq_fairseq import export
+
+        trained = export.read(files.checkpoint)
+        dictionaries = export.find_dictionaries(trained, str(files.folder))
+        export.to_ctranslate2(trained, dictionaries, files.ctranslate2, None)
+    return files.ctranslate2
+
+
+def _text(tokens: Any, words: Any) -> list[list[str]]:
+    """Words of the sources, without ``</s>``, which CTranslate2 adds itself."""
+    special = (words.pad(), words.eos())
+    return [[words[i] for i in row if i not in special] for row in tokens.tolist()]
+
+
+def _translator(given: argparse.Namespace, model: Path) -> Any:
+    """A function as `stopwatch.measure` wants it."""
+    import ctranslate2
+
+    translator = ctranslate2.Translator(
+        str(model), device="cpu" if given.cpu else "cuda",
+        compute_type=PRECISIONS[given.case.precision],
+    )  # fmt: skip
+
+    def translate(sample: dict[str, Any]) -> list[int]:
+        length = sample["net_input"]["src_tokens"].shape[1]
+        # It stops after its greatest length, without </s>.
+        results = translator.translate_batch(
+            sample["text"], beam_size=given.case.beam, max_decoding_length=length,
+            min_decoding_length=length,
+        )  # fmt: skip
+        return [len(result.hypotheses[0]) for result in results]
+
+    return translate
+
+
+def _free(given: argparse.Namespace) -> int:
+    """Bytes that nobody uses on the GPU, with this process's context in place."""
+    if given.cpu:
+        return 0
+    import torch
+
+    torch.cuda.init()
+    return torch.cuda.mem_get_info()[0]
+
+
+if __name__ == "__main__":
+    main()

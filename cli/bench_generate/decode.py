@@ -1,0 +1,56 @@
+"""One system of fairseq's on a test set: our model and search, or with --native its own.
+
+    python -m lightseq_fairseq.cli.bench_generate.decode --case CASE --data DIR --sentences N
+        --max-tokens N --warm-up N --passes N --report FILE [--native] [--cpu]
+
+Goes through the doors of fairseq-generate: its parser, ``load_model_ensemble``, the task's
+``build_generator`` and ``inference_step``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from lightseq_fairseq import cli
+from lightseq_fairseq.cli.bench_generate import stopwatch
+from lightseq_fairseq.cli.bench_generate.cases import PRECISIONS
+
+
+def main() -> None:
+    given = stopwatch.arguments(__doc__)
+    words = stopwatch.generation_words(given)
+    # The name decides whose parts are put in place, as for the launchers.
+    sys.argv = ["fairseq-generate" if given.native else "lightseq-generate", *words]
+    cli.register()
+    import torch
+    from fairseq import checkpoint_utils, options, tasks, utils
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    args = options.parse_args_and_arch(options.get_generation_parser(), words)
+    cfg = convert_namespace_to_omegaconf(args)
+    gpu = not given.cpu
+    began = time.perf_counter()
+    task = tasks.setup_task(cfg.task)
+    (model,), _ = checkpoint_utils.load_model_ensemble([cfg.common_eval.path], task=task)
+    # fairseq-generate knows --fp16 only.
+    model = model.to(getattr(torch, PRECISIONS[given.case.precision]))
+    if gpu:
+        model.cuda()
+    model.prepare_for_inference_(cfg)
+    generator = task.build_generator([model], cfg.generation)
+    load_s = time.perf_counter() - began
+
+    def translate(sample: dict[str, Any]) -> list[int]:
+        sample = utils.move_to_cuda(sample) if gpu else sample
+        hypotheses = task.inference_step(generator, [model], sample)
+        return [len(best["tokens"].tolist()) for best, *_ in hypotheses]
+
+    samples = stopwatch.batches(task, cfg, given.sentences)
+    peak = torch.cuda.max_memory_reserved if gpu else None
+    stopwatch.measure(given, samples, translate, load_s, peak)
+
+
+if __name__ == "__main__":
+    main()

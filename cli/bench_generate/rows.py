@@ -1,0 +1,62 @@
+"""The reports of a system's runs as a result row, and rows as a table to read."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from lightseq_fairseq.cli.bench_generate.cases import Case
+from lightseq_fairseq.cli.bench_runs import Row
+
+
+def row(case: Case, system: str, runs: Sequence[Row], about: Row) -> Row:
+    """The result row of a system: medians over the passes of all its runs.
+
+    ``decode_s`` is the time of all ``sentences``, with every pass over them a sample; ``p50_ms``
+    and ``p99_ms`` are of batches, at batch 1 of sentences. Not in it are ``load_s``, the model on
+    its way from the file to the device, and ``first_s``, the very first pass.
+    """
+    passes = [sum(seconds) for run in runs for seconds in run["batch_s"]]
+    batches = [second for run in runs for seconds in run["batch_s"] for second in seconds]
+    decode_s, last = statistics.median(passes), runs[-1]
+    return {
+        **about,
+        "case": str(case),
+        "system": system,
+        "sentences_per_s": round(last["sentences"] / decode_s, 2),
+        "tokens_per_s": round(last["tokens"] / decode_s),
+        "decode_s": round(decode_s, 4),
+        "decode_s_p20": round(_quantile(passes, 0.2), 4),
+        "decode_s_p80": round(_quantile(passes, 0.8), 4),
+        "p50_ms": round(1e3 * _quantile(batches, 0.5), 3),
+        "p99_ms": round(1e3 * _quantile(batches, 0.99), 3),
+        "load_s": round(statistics.median(run["load_s"] for run in runs), 2),
+        "first_s": round(statistics.median(run["first_s"] for run in runs), 3),
+        "peak_gib": round(max(run["peak_gib"] for run in runs), 2),
+        "sentences": last["sentences"],
+        "tokens": last["tokens"],
+        "rounds": len(runs),
+    }
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    """The value that so many are not above, one of ``values``."""
+    return sorted(values)[round((len(values) - 1) * share)]
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """The rows of one case to read, fast first; "ratio" is to fairseq's."""
+    fairseq: Any = {row["system"]: row["decode_s"] for row in rows}.get("fairseq_no_cudnn")
+    lines = [
+        f"{rows[0]['case']:26}{'sent/s':>10}{'tokens/s':>10}{'ratio':>7}{'decode s':>10}"
+        f"{'p50 ms':>9}{'p99 ms':>9}{'first s':>9}{'load s':>8}{'GiB':>7}"
+    ]
+    for row in sorted(rows, key=lambda row: row["decode_s"]):
+        ratio = "" if fairseq is None else f"{fairseq / row['decode_s']:.2f}"
+        lines.append(
+            f"{row['system']:26}{row['sentences_per_s']:10.1f}{row['tokens_per_s']:10}{ratio:>7}"
+            f"{row['decode_s']:10.3f}{row['p50_ms']:9.2f}{row['p99_ms']:9.2f}{row['first_s']:9.2f}"
+            f"{row['load_s']:8.1f}{row['peak_gib']:7.1f}"
+        )
+    return lines

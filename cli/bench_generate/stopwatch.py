@@ -1,0 +1,102 @@
+"""The passes over a test set, and the report of them: the same for every system.
+
+Timed is a batch at a time: from token numbers in the host's memory to the best hypothesis of each
+sentence there. Models are loaded before, batches made before, text is made of neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightseq_fairseq.cli.bench_generate.cases import Case
+from lightseq_fairseq.cli.bench_generate.test_set import SPLIT, TestSet
+from lightseq_fairseq.cli.bench_train.corpus import SOURCE, TARGET
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    """What `cases.command` gives a program."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--case", type=Case.parse, required=True)
+    parser.add_argument("--data", type=lambda word: TestSet(Path(word)), required=True)
+    for flag in ("--sentences", "--max-tokens", "--warm-up", "--passes"):
+        parser.add_argument(flag, type=int, required=True)
+    parser.add_argument("--report", type=Path, required=True)
+    parser.add_argument("--native", action="store_true")
+    parser.add_argument("--cpu", action="store_true")
+    return parser.parse_args()
+
+
+def generation_words(given: argparse.Namespace) -> list[str]:
+    """Words for fairseq-generate: hypotheses as long as the longest source of their batch."""
+    case: Case = given.case
+    words = [str(given.data.folder), "--path", str(given.data.checkpoint), "-s", SOURCE]
+    words += ["-t", TARGET, "--gen-subset", SPLIT, "--beam", str(case.beam), "--num-workers", "0"]
+    # fairseq's greatest length leaves </s> out, which the length of a source contains.
+    words += ["--max-len-a", "1", "--max-len-b=-1", "--distributed-world-size", "1"]
+    if case.batch is None:
+        words += ["--max-tokens", str(given.max_tokens)]
+    else:
+        words += ["--batch-size", str(case.batch)]
+    return words + ["--fp16"] * (case.precision == "fp16") + ["--cpu"] * given.cpu
+
+
+def batches(task: Any, cfg: Any, sentences: int) -> list[dict[str, Any]]:
+    """fairseq-generate's batches of the first so many sentences, collated."""
+    task.load_dataset(SPLIT)
+    dataset = task.dataset(SPLIT)
+    order = dataset.ordered_indices()
+    dataset.ordered_indices = lambda: order[order < sentences]
+    iterator = task.get_batch_iterator(
+        dataset, max_tokens=cfg.dataset.max_tokens, max_sentences=cfg.dataset.batch_size,
+        required_batch_size_multiple=cfg.dataset.required_batch_size_multiple,
+    )  # fmt: skip
+    return list(iterator.next_epoch_itr(shuffle=False))
+
+
+def measure(
+    given: argparse.Namespace,
+    samples: Sequence[dict[str, Any]],
+    translate: Callable[[dict[str, Any]], list[int]],
+    load_s: float,
+    peak_bytes: Callable[[], int] | None,
+) -> None:
+    """Translates the samples ``--warm-up`` + ``--passes`` times and writes the report.
+
+    Args:
+        translate: gives the tokens of the best hypothesis of each sentence, ``</s>`` included.
+        peak_bytes: the most memory that the GPU has held; None: this process's.
+
+    Raises:
+        RuntimeError: a hypothesis is not as long as the longest source of its batch.
+    """
+    passes, tokens = [], 0
+    for _ in range(given.warm_up + given.passes):
+        seconds, tokens = [], 0
+        for sample in samples:
+            began = time.perf_counter()
+            lengths = translate(sample)
+            seconds.append(time.perf_counter() - began)
+            longest = sample["net_input"]["src_tokens"].shape[1]
+            if set(lengths) != {longest}:
+                raise RuntimeError(f"hypotheses of {sorted(set(lengths))} tokens, not {longest}")
+            tokens += sum(lengths)
+        passes.append(seconds)
+    report = {
+        "load_s": load_s,
+        "first_s": sum(passes[0]),
+        "batch_s": passes[given.warm_up :],
+        "sentences": sum(sample["nsentences"] for sample in samples),
+        "tokens": tokens,
+        "peak_gib": (peak_bytes() if peak_bytes else _resident()) / 2**30,
+    }
+    given.report.write_text(json.dumps(report) + "\n", encoding="utf-8")
+
+
+def _resident() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

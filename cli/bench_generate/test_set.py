@@ -1,0 +1,102 @@
+"""What is translated, and by which weights: both are numbers of a seeded generator.
+
+3003 sentences, as many as newstest2014 has, of WMT-like lengths (mean 28 with ``</s>``). The model
+has random weights, which take the time of trained ones. The row of ``</s>`` in its embedding, which
+is the output's as well, is zero: thousands of words are always likelier, so that a sentence ends
+where its greatest length says, by every system and in every precision alike.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightseq_fairseq.cli.bench_train import corpus
+from lightseq_fairseq.cli.bench_train.cases import Shape
+from lightseq_fairseq.cli.bench_train.corpus import EOS, SOURCE, TARGET
+from lightseq_fairseq.errors import UserError
+
+SENTENCES, SEED = 3003, 2014
+SPLIT = "test"
+_MANIFEST = "test_set.json"
+
+
+class TestSet(NamedTuple):
+    """A folder of binarised sentences, dictionaries and a checkpoint of fairseq's own model."""
+
+    folder: Path
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint.pt"
+
+    @property
+    def ctranslate2(self) -> Path:
+        """The same model for CTranslate2, once `ctranslate` has made it."""
+        return self.folder / "ctranslate2"
+
+
+def ensure(folder: Path, shape: Shape, vocabulary: int) -> TestSet:
+    """The sentences and the model in ``folder``, written there unless they are there.
+
+    They are written beside ``folder`` and moved once they are complete.
+
+    Raises:
+        UserError: the folder holds something else.
+    """
+    wanted = {"shape": list(shape), "vocabulary": vocabulary, "sentences": SENTENCES}
+    if not folder.exists():
+        part = folder.with_name(folder.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        corpus.write_dictionaries(part, vocabulary)
+        corpus.write_split(part, SPLIT, SENTENCES, vocabulary, SEED)
+        _write_checkpoint(TestSet(part), shape, folder)
+        (part / _MANIFEST).write_text(json.dumps(wanted) + "\n", encoding="utf-8")
+        part.rename(folder)
+    try:
+        found = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if found != wanted:
+        raise UserError(
+            f"{folder} holds something else than the test set of this run: name another folder "
+            "with --data, or one that does not exist yet."
+        )
+    return TestSet(folder)
+
+
+def _write_checkpoint(files: TestSet, shape: Shape, home: Path) -> None:
+    """The checkpoint says that the dictionaries are in ``home``."""
+    from lightseq_fairseq import fairseq_compat
+
+    fairseq_compat.prepare()
+    import torch
+    from fairseq import options, tasks
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from omegaconf import OmegaConf
+
+    words = [str(files.folder), "--arch", shape.arch, "--optimizer", "adam", "-s", SOURCE]
+    words += ["-t", TARGET, "--share-all-embeddings"]
+    words += ["--encoder-layers", str(shape.encoder_layers)]
+    words += ["--decoder-layers", str(shape.decoder_layers)]
+    args = options.parse_args_and_arch(options.get_training_parser(), words)
+    cfg = convert_namespace_to_omegaconf(args)
+    torch.manual_seed(SEED)
+    model: Any = tasks.setup_task(cfg.task).build_model(cfg.model)
+    with torch.no_grad():
+        model.decoder.embed_tokens.weight[EOS] = 0
+    saved: Any = OmegaConf.to_container(cfg)
+    saved["task"]["data"] = saved["model"].data = str(home.resolve())
+    state = {
+        "args": None,
+        "cfg": saved,
+        "model": model.state_dict(),
+        # What fairseq reads of every checkpoint, to translate with it too.
+        "optimizer_history": [{"optimizer_name": "FairseqAdam", "lr_scheduler_state": {}}],
+        "last_optimizer_state": None,
+        "extra_state": {},
+    }
+    torch.save(state, files.checkpoint)

@@ -1,0 +1,146 @@
+"""Where the lines of a generation go: to the terminal or a file, and into the score.
+
+fairseq prints sentences as lines of a kind and a number (``H-12<tab>...``), its log between them,
+and a score at the end. Sentences are passed on as they are. The score becomes sacrebleu's, which
+says how it was computed; fairseq's own counts the tokens of the dictionary and says nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from lightseq_fairseq.cli import score
+from lightseq_fairseq.cli.replaced import unwritable
+
+_SENTENCE = re.compile(r"([A-Z])-\d+(?:_\d+)?\t")
+
+
+class Lines(io.TextIOBase):
+    """A text stream whose lines come to `line` one by one, without their ends."""
+
+    _rest = ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self.line(line)
+        return len(text)
+
+    def line(self, line: str) -> None:
+        raise NotImplementedError
+
+
+class UnknownWords:
+    """Counts the source words that were in no dictionary."""
+
+    def __init__(self) -> None:
+        self.sources = self.words = self.unknown = 0
+
+    def count(self, line: str) -> None:
+        """A line ``S-<n>`` of a generation."""
+        words = line.partition("\t")[2].split()
+        self.sources += 1
+        self.words += len(words)
+        self.unknown += words.count("<unk>")
+
+    def sentence(self) -> str | None:
+        """What to tell the user, None where there is nothing to tell."""
+        if not self.unknown:
+            return None
+        return (
+            f"{self.unknown} of the {self.words} source words are in no dictionary and were read "
+            "as <unk>: was the text prepared as the training data were?"
+        )
+
+
+class Sentences(Lines):
+    """Stands in for standard output while fairseq generates.
+
+    Args:
+        path: the file that receives the sentences and the score, None for the terminal.
+        file: that file, open.
+        quiet: the sentences are scored only.
+        asked_for_score: fairseq's own score is passed on as well.
+    """
+
+    def __init__(
+        self, path: Path | None, file: TextIO | None, quiet: bool, asked_for_score: bool
+    ) -> None:
+        self.terminal = sys.stdout
+        self.path, self.file, self.quiet = path, file, quiet
+        self.asked_for_score = asked_for_score
+        self.output = score.Output("the generation")
+        self.unknown = UnknownWords()
+
+    @staticmethod
+    def is_sentence(line: str) -> bool:
+        """Whether it is about a sentence, and not of the log."""
+        return _SENTENCE.match(line) is not None
+
+    def line(self, line: str) -> None:
+        kind = _SENTENCE.match(line)
+        if kind is None:
+            if not line.startswith("Generate "):
+                self.log(line)
+            elif self.asked_for_score:
+                self._say(line)
+            return
+        if kind[1] in self.output.sentences:
+            self.output.add(line)
+        elif kind[1] == "S":
+            self.unknown.count(line)
+        if self.quiet:
+            return
+        if self.file:
+            self._keep(line)
+        else:
+            self.log(line)
+
+    def log(self, line: str) -> None:
+        """To the terminal, whatever the sentences are written to."""
+        print(line, file=self.terminal)
+
+    def flush(self) -> None:
+        self.terminal.flush()
+
+    def result(self, title: str, reference: str | None, lines: list[str] | None) -> None:
+        """Prints ``title`` with sacrebleu's score and signature, and what it was computed against.
+
+        Args:
+            reference: the name of the references, and
+            lines: what it holds; both None for the targets that fairseq has printed, which are
+                rebuilt from the numbers of words in the binarised data.
+
+        Raises:
+            UserError: the references are those of another test set.
+        """
+        if lines is not None:
+            translations, references = self.output.translations(tokens=False), lines
+            said = f"references: {reference}"
+        else:
+            translations, references = self.output.rebuilt()
+            said = "references rebuilt from the dictionary"
+            if not references:
+                return  # a test set without a target side
+        result, signature = score.bleu(self.output.name, translations, [references])
+        self._say(f"{title}: {result.format(width=2, signature=signature)} ({said})")
+
+    def _say(self, line: str) -> None:
+        """A score, which belongs to the sentences and to the log."""
+        self.log(line)
+        if self.file:
+            self._keep(line)
+
+    def _keep(self, line: str) -> None:
+        assert self.file is not None and self.path is not None
+        try:
+            print(line, file=self.file)
+        except OSError as error:
+            raise unwritable(self.path, error) from error

@@ -1,0 +1,120 @@
+"""A generation by several processes, each with a GPU and every n-th batch, as if it were by one.
+
+fairseq shards a test set itself: of n, shard r takes the batches r, r + n, r + 2n, ... So the
+batches of all shards, taken in turns, are those of one process in its order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import multiprocessing
+
+from lightseq_fairseq.cli.launch import quiet
+from lightseq_fairseq.cli.sentences import Lines, Sentences
+from lightseq_fairseq.errors import UserError
+
+_LOOK_AGAIN_S = 1.0
+
+
+def translate(args: Namespace, sentences: Sentences) -> None:
+    """What ``fairseq_cli.generate.main(args)`` prints, by ``--distributed-world-size`` processes.
+
+    Of fairseq's log there is what the first process says before its first batch.
+
+    Raises:
+        UserError: there are fewer GPUs.
+        torch.multiprocessing.ProcessRaisedException: what one of them has raised.
+    """
+    count, began = args.distributed_world_size, time.perf_counter()
+    if not args.cpu and 0 < torch.cuda.device_count() < count:
+        raise UserError(
+            f"--distributed-world-size is {count} and {torch.cuda.device_count()} GPUs are "
+            "visible: lower it."
+        )
+    queues = [multiprocessing.get_context("spawn").Queue() for _ in range(count)]
+    processes = multiprocessing.start_processes(
+        _shard, (args, queues), nprocs=count, join=False, start_method="spawn"
+    )
+    try:
+        # fairseq gives all shards the same number of batches, the last ones may be empty.
+        while None not in (batches := [_next(q, processes) for q in queues]):
+            for lines in batches:
+                for line in lines:
+                    sentences.line(line)
+        while not processes.join():
+            pass
+    finally:
+        for process in processes.processes:
+            process.terminate()
+    seconds, number = time.perf_counter() - began, len(sentences.output.sentences["H"])
+    sentences.log(
+        f"Translated {number:,} sentences in {seconds:.1f}s, start-up of {count} processes included"
+    )
+
+
+def _next(batches: Any, processes: Any) -> Any:
+    """The lines of a shard's next batch, or None at its end."""
+    while True:
+        try:
+            return batches.get(timeout=_LOOK_AGAIN_S)
+        except queue.Empty:
+            processes.join(timeout=0)  # raises what any of them has raised
+
+
+class _Batches(Lines):
+    """Collects the lines of a batch, and sends them when the next one begins."""
+
+    def __init__(self, rank: int, batches: Any) -> None:
+        self.rank, self.batches = rank, batches
+        self.lines: list[str] = []
+
+    def line(self, line: str) -> None:
+        # A second log of the same would only be confusing.
+        if self.rank == 0 or Sentences.is_sentence(line):
+            self.lines.append(line)
+
+    def cut(self) -> None:
+        self.batches.put(self.lines)
+        self.lines = []
+
+
+class _Progress:
+    """fairseq's progress bar, which cuts the output after every batch."""
+
+    def __init__(self, bar: Any, out: _Batches) -> None:
+        self.bar, self.out = bar, out
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.bar:
+            yield batch
+            self.out.cut()
+
+    def log(self, *args: Any, **options: Any) -> None:
+        self.bar.log(*args, **options)
+
+
+def _shard(rank: int, args: Namespace, queues: list[Any]) -> None:
+    """One process: its import of this package has registered the plugins."""
+    from fairseq import utils
+    from fairseq.logging import progress_bar
+    from fairseq_cli import generate
+
+    out = _Batches(rank, queues[rank])
+    bar = progress_bar.progress_bar
+    progress_bar.progress_bar = lambda *a, **k: _Progress(bar(*a, **k), out)
+    args.distributed_rank = rank
+    if rank > 0:
+        args.log_format = "none"
+    if torch.cuda.is_available() and not args.cpu:
+        torch.cuda.set_device(rank)
+    utils.import_user_module(args)
+    with quiet(), contextlib.redirect_stdout(out):
+        generate.main(args)
+    queues[rank].put(None)

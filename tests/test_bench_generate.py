@@ -1,0 +1,191 @@
+"""``lightseq-bench generate``: its test set, its rows, and a run of everything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from lightseq_fairseq import fairseq_compat
+from lightseq_fairseq.cli import bench
+from lightseq_fairseq.cli.bench_generate import cases, rows, test_set
+from lightseq_fairseq.cli.bench_generate.cases import SHAPES, Case, command, environment
+from lightseq_fairseq.cli.bench_train import corpus
+from lightseq_fairseq.errors import UserError
+
+fairseq_compat.prepare()
+from fairseq import checkpoint_utils  # noqa: E402
+from fairseq.data.indexed_dataset import MMapIndexedDataset  # noqa: E402
+
+VOCABULARY = 500
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all models' test sets, with the one of tiny."""
+    folder = tmp_path_factory.mktemp("bench")
+    test_set.ensure(folder / "tiny", SHAPES["tiny"], VOCABULARY)
+    return folder
+
+
+def bench_generate(*words: object) -> Result:
+    return CliRunner().invoke(bench.main, ["generate", *map(str, words)])
+
+
+# --- test set
+
+
+def test_sentences(data: Path) -> None:
+    sources = MMapIndexedDataset(str(data / "tiny" / "test.en-de.en"))
+    assert len(sources) == test_set.SENTENCES == 3003
+    assert 27.5 < sources.sizes.mean() < 28.5
+    assert all(2 <= len(sources[i]) <= 200 and sources[i][-1] == corpus.EOS for i in range(300))
+
+
+def test_the_model_ends_no_sentence(data: Path) -> None:
+    path = str(data / "tiny" / "checkpoint.pt")
+    (model,), cfg = checkpoint_utils.load_model_ensemble([path])
+    assert cfg.model.arch == "transformer_tiny"
+    assert model.encoder.embed_tokens.weight is model.decoder.output_projection.weight
+    tokens = torch.randint(4, VOCABULARY, (20, 9))
+    with torch.no_grad():
+        logits = model.eval()(tokens, torch.full((20,), 9), tokens)[0]
+    above = (logits > logits[..., corpus.EOS, None]).sum(-1)
+    assert above.min() > VOCABULARY / 4  # words; beam 5 looks at the ten best
+
+
+def test_the_test_set_is_pinned_and_kept(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "again.part").mkdir()  # what an interrupted run leaves
+    again = test_set.ensure(tmp_path / "again", SHAPES["tiny"], VOCABULARY)
+    for name in ("dict.de.txt", "test.en-de.en.bin", "test.en-de.en.idx", "test.en-de.de.bin"):
+        assert (again.folder / name).read_bytes() == (data / "tiny" / name).read_bytes()
+    one, other = (torch.load(p, weights_only=False)["model"] for p in (
+        again.checkpoint, data / "tiny" / "checkpoint.pt"))  # fmt: skip
+    weights = [name for name in one if not name.endswith("_float_tensor")]  # means nothing
+    assert all(torch.equal(one[name], other[name]) for name in weights) and len(weights) > 50
+    before = again.checkpoint.stat().st_mtime_ns
+    assert test_set.ensure(again.folder, SHAPES["tiny"], VOCABULARY) == again
+    assert again.checkpoint.stat().st_mtime_ns == before
+    with pytest.raises(UserError, match="holds something else than the test set of this run"):
+        test_set.ensure(again.folder, SHAPES["tiny"], 600)
+    with pytest.raises(UserError, match="holds something else"):
+        test_set.ensure(Path(__file__).parent, SHAPES["tiny"], VOCABULARY)
+
+
+# --- rows
+
+
+def report(**more: Any) -> dict[str, Any]:
+    passes = [[0.1] * 98 + [0.2, 5.0], [0.1] * 100]
+    return {"load_s": 1.0, "first_s": 30.0, "batch_s": passes, "sentences": 100, "tokens": 3000,
+            "peak_gib": 2.5, **more}  # fmt: skip
+
+
+def test_row() -> None:
+    case = Case.parse("t2t_big/b1/beam4/bf16")
+    slower = report(batch_s=[[0.2] * 100], load_s=3.0, first_s=40.0, peak_gib=2.753)
+    row = rows.row(case, "ours", [report(), slower], {"commit": "abc"})
+    assert row == {
+        "commit": "abc", "case": "t2t_big/b1/beam4/bf16", "system": "ours", "sentences_per_s": 6.67,
+        "tokens_per_s": 200, "decode_s": 15.0, "decode_s_p20": 10.0, "decode_s_p80": 20.0,
+        "p50_ms": 100.0, "p99_ms": 200.0, "load_s": 2.0, "first_s": 35.0, "peak_gib": 2.75,
+        "sentences": 100, "tokens": 3000, "rounds": 2,
+    }  # fmt: skip
+    native = {**row, "system": "fairseq_no_cudnn", "decode_s": 60.0}
+    lines = rows.table([native, row])
+    assert [line.split()[:4] for line in lines[1:]] == [
+        ["ours", "6.7", "200", "4.00"],
+        ["fairseq_no_cudnn", "6.7", "200", "1.00"],
+    ]
+
+
+# --- the command
+
+
+def test_commands_differ_in_nothing_but_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case.parse("base/b32/beam5/fp16")
+    assert str(case) == "base/b32/beam5/fp16" and case.batch == 32
+    assert Case.parse("base/btokens/beam5/fp16").batch is None
+    words = {
+        system: command(case, system, tmp_path, tmp_path / "r.json", 90, 4000, 3, True)
+        for system in cases.SYSTEMS
+    }
+    ours, native = words["ours"], words["fairseq_no_cudnn"]
+    warm = ours.index("--warm-up") + 1
+    assert [*ours[:warm], "1", *ours[warm + 1 :], "--native"] == native
+    assert [w.replace(".ctranslate", ".decode") for w in words["ctranslate2"]] == native[:-1]
+    assert "--cpu" in command(case, "ours", tmp_path, tmp_path / "r.json", 90, 4000, 3, False)
+    assert environment("fairseq_no_cudnn", tmp_path)["LIGHTSEQ_CUDNN_ATTENTION"] == "0"
+
+
+def test_ctranslate2_finds_cublas_under_the_name_it_wants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "torch" / "libcublas.so.13"
+    library.parent.mkdir()
+    library.write_text("code")
+    monkeypatch.setattr(cases, "_cublas", lambda: [library])
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/before")
+    for _ in range(2):
+        path = environment("ctranslate2", tmp_path)["LD_LIBRARY_PATH"].split(":")
+        assert (Path(path[0]) / "libcublas.so.12").read_text() == "code"
+        assert path[1:] == [str(library.parent), "/before"]
+    assert "LD_LIBRARY_PATH" not in environment("ours", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["--case", "huge/b1/beam4/bf16"],
+            "There is no case huge/b1/beam4/bf16: a case is <model>",
+        ),
+        (["--case", "tiny/b0/beam4/fp32"], "There is no case tiny/b0/beam4/fp32"),
+        (["--case", "tiny/b1/beam4"], "There is no case tiny/b1/beam4"),
+        (["--systems", "ours,theirs"], "There is no system theirs: --systems takes ours,"),
+    ],
+)
+def test_refusals(words: list[object], sentence: str) -> None:
+    done = bench_generate(*words)
+    assert done.exit_code == 2 and sentence in done.stderr and "Traceback" not in done.stderr
+
+
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = bench_generate()
+    assert done.exit_code == 2 and "t2t_big/btokens/beam5/bf16 needs a GPU" in done.stderr
+
+
+def test_everything_once(data: Path, tmp_path: Path) -> None:
+    output = tmp_path / "rows.json"
+    done = bench_generate(
+        "--case", "tiny/b8/beam2/fp32,tiny/btokens/beam2/bf16", "--data", data, "--vocabulary",
+        VOCABULARY, "--sentences", 24, "--max-tokens", 300, "--passes", 1, "--rounds", 1,
+        "--output", output, "--logs", tmp_path / "logs",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    found = {(row["case"], row["system"]): row for row in json.loads(output.read_text())}
+    all_three = {("tiny/b8/beam2/fp32", system) for system in cases.SYSTEMS}
+    # CTranslate2 says that it has no bfloat16 on this CPU, or has it.
+    refused = (
+        "tiny/btokens/beam2/bf16 ctranslate2: cannot run here: Requested bfloat16" in done.stderr
+    )
+    in_bf16 = {("tiny/btokens/beam2/bf16", s) for s in cases.SYSTEMS if s != "ctranslate2"}
+    assert set(found) == all_three | in_bf16 | (
+        set() if refused else {("tiny/btokens/beam2/bf16", "ctranslate2")}
+    )
+    for (case, system), row in found.items():
+        assert f"\n{system} " in done.stdout or done.stdout.startswith(system)
+        assert row["gpu"] == "none" and len(row["commit"]) == 40 and row["sentences"] == 24
+        assert 0 < row["p50_ms"] <= row["p99_ms"] < 1e3 * row["decode_s"]
+        assert row["peak_gib"] > 0.1 and row["first_s"] > 0 and row["load_s"] > 0
+        assert row.get("max_tokens") == (300 if "btokens" in case else None)
+    # The same work for all: hypotheses of the same lengths.
+    for case in {case for case, _ in found}:
+        assert len({row["tokens"] for (c, _), row in found.items() if c == case}) == 1
