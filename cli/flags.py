@@ -92,6 +92,8 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 _REFINEMENT),
         Refusal("--retain-iter-history",
                 lambda args: args.retain_iter_history and args.task == "translation", _REFINEMENT),
+        Refusal("--constraints", _is_set("--constraints"), "a binarised test set holds none",
+                "drop it, or translate lines that bring their own with lightseq-interactive"),
     ),
     "interactive": (
         Refusal("--pipeline-model-parallel", _is_set("--pipeline-model-parallel"),
@@ -123,6 +125,8 @@ PART_OF = {
         "--pipeline-decoder-devices --pipeline-checkpoint",
         "--ddp-backend fully_sharded": "--min-params-to-wrap --no-reshard-after-forward "
         "--fp32-reduce-scatter --use-sharded-state --not-fsdp-flatten-parameters",
+        "--ddp-backend slowmo": "--slowmo-momentum --slowmo-base-algorithm --localsgd-frequency "
+        "--nprocs-per-node",
         "--use-plasma-view": "--plasma-path",
         "--aim-repo": "--aim-run-hash",
         "--eval-bleu": "--eval-bleu-args --eval-bleu-detok --eval-bleu-detok-args "
@@ -135,6 +139,15 @@ PART_OF = {
     }.items()
     for part in parts.split()
 }
+
+# In training: what changes nothing where there is one rank. With several, the reason that
+# ``fast_path.refusal`` gives for taking fairseq's own step.
+_SEVERAL_RANKS = """
+--all-gather-list-size --ddp-backend --ddp-comm-hook --bucket-cap-mb --fix-batches-to-gpus
+--find-unused-parameters --gradient-as-bucket-view --heartbeat-timeout --broadcast-buffers
+--load-checkpoint-on-all-dp-ranks --use-bmuf
+"""
+SEVERAL_RANKS = frozenset(_SEVERAL_RANKS.split())
 
 # Of the parsers' settings that all commands share, those that only training reads.
 _TRAINING = """
@@ -162,7 +175,23 @@ _TRAINING = """
 --no-last-checkpoints --no-save-optimizer-state --best-checkpoint-metric
 --maximize-best-checkpoint-metric --patience --load-checkpoint-on-all-dp-ranks
 --write-checkpoints-asynchronously --upsample-primary --pad --eos --unk
---lr --force-anneal --lr-shrink --warmup-updates --warmup-init-lr
+--lr --force-anneal --lr-shrink --warmup-updates --warmup-init-lr --min-lr --max-lr --shrink-min
+--lr-period-updates --t-mult --power --total-num-update --end-learning-rate --warmup-steps
+--hold-steps --decay-steps --phase-ratio --init-lr-scale --final-lr-scale --lr-patience
+--lr-threshold --lr-deacy-period --lr-decay --epoch2lr --update2lr
+"""
+# Of --tokenizer, --bpe and --scoring: what only text that is read needs, what all of it needs.
+ENCODING = """
+--moses-no-dash-splits --moses-no-escape --sentencepiece-enable-sampling --sentencepiece-alpha
+"""
+_TOKENS = """
+--tokenizer --bpe --bpe-codes --bpe-separator --bpe-vocab --bpe-merges --bpe-add-prefix-space
+--bpe-vocab-file --bpe-cased --gpt2-encoder-json --gpt2-vocab-bpe --sentencepiece-model
+--sentencepiece-model-path
+"""
+_SCORING = """
+--scoring --sacrebleu-tokenizer --sacrebleu-lowercase --sacrebleu-char-level --wer-tokenizer
+--wer-remove-punct --wer-char-level --wer-lowercase --bert-score-lang
 """
 _EVAL_BLEU = """
 --eval-bleu --eval-bleu-args --eval-bleu-detok --eval-bleu-detok-args --eval-tokenized-bleu
@@ -179,19 +208,20 @@ UNREAD = {
     command: frozenset(flags.split())
     for command, flags in {
         "train": "--reset-logging --suppress-crashes --fast-stat-sync --on-cpu-convert-precision "
-        "--checkpoint-shard-count --gen-subset --num-shards --shard-id --pad --eos --unk",
-        "generate": _TRAINING + _EVAL_BLEU + _GENERATION + "--criterion --valid-subset "
+        "--checkpoint-shard-count --gen-subset --num-shards --shard-id --pad --eos --unk "
+        "--distributed-num-procs",
+        "generate": _TRAINING + _EVAL_BLEU + _GENERATION + ENCODING + "--criterion --valid-subset "
         "--all-gather-list-size --distributed-num-procs --distributed-backend "
         "--distributed-init-method --distributed-port --device-id --distributed-no-spawn",
-        "validate": _TRAINING + "--post-process --quiet --results-path --gen-subset --tokenizer "
-        "--bpe --scoring --criterion",
-        "interactive": _TRAINING + _EVAL_BLEU + _GENERATION + "--criterion --scoring "
-        "--no-progress-bar --log-interval --log-format --all-gather-list-size --num-workers "
-        "--required-batch-size-multiple --required-seq-len-multiple --dataset-impl "
-        "--data-buffer-size --train-subset --valid-subset --gen-subset --load-alignments "
-        "--left-pad-source --left-pad-target --truncate-source --num-batch-buckets --quiet "
-        "--results-path --sacrebleu --prefix-size --lm-path --lm-weight --print-step "
-        "--retain-iter-history",
+        "validate": _TRAINING + ENCODING + _TOKENS + _SCORING + "--post-process --quiet "
+        "--results-path --gen-subset --criterion --distributed-num-procs",
+        "interactive": _TRAINING + _EVAL_BLEU + _GENERATION + _SCORING + "--criterion "
+        "--all-gather-list-size --distributed-num-procs --no-progress-bar --log-interval "
+        "--log-format --num-workers --required-batch-size-multiple --required-seq-len-multiple "
+        "--dataset-impl --data-buffer-size --train-subset --valid-subset --gen-subset "
+        "--load-alignments --left-pad-source --left-pad-target --truncate-source "
+        "--num-batch-buckets --quiet --results-path --sacrebleu --prefix-size --lm-path "
+        "--lm-weight --print-step --retain-iter-history",
     }.items()
 }
 
@@ -250,6 +280,8 @@ def notes(
         # Not in validate, which takes the rest of the configuration from the checkpoint.
         elif flag in PART_OF and command != "validate" and not _whole_is_set(flag, parser, args):
             yield f"{flag} has no effect without {PART_OF[flag]}."
+        elif flag in SEVERAL_RANKS and command == "train" and _has_one_rank(args):
+            yield f"{flag} has no effect with one rank."
 
 
 def _whole_is_set(flag: str, parser: argparse.ArgumentParser, args: argparse.Namespace) -> bool:
@@ -257,3 +289,8 @@ def _whole_is_set(flag: str, parser: argparse.ArgumentParser, args: argparse.Nam
     dest = whole.removeprefix("--").replace("-", "_")
     value = getattr(args, dest, None)
     return value == choice if choice else bool(value) and value != parser.get_default(dest)
+
+
+def _has_one_rank(args: argparse.Namespace) -> bool:
+    started = os.environ.get("WORLD_SIZE", "1") != "1" or args.distributed_port > 0
+    return args.distributed_world_size == 1 and not started

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from lightseq_fairseq.cli.defaults import value
 from lightseq_fairseq.cli.failures import Failure
 from lightseq_fairseq.errors import UserError
 
@@ -144,6 +145,13 @@ def _data(failure: Failure, request: Request) -> str | None:
     return None
 
 
+def _encoding(failure: Failure, request: Request) -> str | None:
+    found = re.match(r"'utf-8' codec can't decode (.*?): ", failure.text)
+    if failure.kind != "UnicodeDecodeError" or found is None:
+        return None
+    return f"The text is not UTF-8 ({found[1]}): convert it first, for example with iconv."
+
+
 def _checkpoint_missing(failure: Failure, request: Request) -> str | None:
     found = re.match(r"Model file not found: (.*)", failure.text)
     return f"The checkpoint {found[1]} does not exist: check --path." if found else None
@@ -172,7 +180,7 @@ def _resume(failure: Failure, request: Request) -> str | None:
 _PLAIN = re.compile(
     r"--[a-z]|Must specify|Please specify|Cannot combine|cannot use both --|"
     r"preprocessing\.py doesn't support|Minimum loss scale reached|"
-    r"gradients are Nan/Inf in update"
+    r"gradients are Nan/Inf in update|please specify steps|DiverseBeamSearch requires"
 )
 
 
@@ -194,6 +202,69 @@ def _fairseq_says_it(failure: Failure, request: Request) -> str | None:
                 f"lower it, or start one process per rank with torchrun."
             )
     return None
+
+
+def _arch(failure: Failure, request: Request) -> str | None:
+    if (
+        failure.kind == "RuntimeError"
+        and not failure.text
+        and failure.source.endswith("options.py")
+    ):
+        return "--arch is missing: name one, for example --arch ls_transformer_wmt_en_de."
+    return None
+
+
+def _metric(failure: Failure, request: Request) -> str | None:
+    metric = getattr(request.args, "best_checkpoint_metric", None)
+    if failure.kind == "KeyError" and failure.text == repr(metric) and "train.py" in failure.source:
+        return (
+            f"--best-checkpoint-metric {metric} is not what validation measures: name loss, "
+            f"nll_loss or ppl, or bleu with --eval-bleu."
+        )
+    return None
+
+
+def _heads(failure: Failure, request: Request) -> str | None:
+    """By our layers and by fairseq's."""
+    if re.match(r"embed_dim (\d+ is no multiple of|must be divisible by) num_heads", failure.text):
+        return (
+            "The width of a layer is no multiple of its number of heads: give others of "
+            "--encoder-attention-heads and --encoder-embed-dim, or --decoder-attention-heads and "
+            "--decoder-embed-dim."
+        )
+    return None
+
+
+def _user_dir(failure: Failure, request: Request) -> str | None:
+    path = getattr(request.args, "user_dir", None) or value(request.argv, ("--user-dir",))
+    if path is None or failure.kind != "ModuleNotFoundError":
+        return None
+    if failure.text != f"No module named '{os.path.basename(os.path.abspath(path))}'":
+        return None
+    return f"--user-dir {path} is no package: name a folder that Python can import."
+
+
+def _package(failure: Failure, request: Request) -> str | None:
+    """fairseq's own sentence about a package that is missing."""
+    if failure.kind not in ("ImportError", "ModuleNotFoundError"):
+        return None
+    found = re.search(r"Please install .*", " ".join(failure.text.split()))
+    return _one_line(found[0]) if found else None
+
+
+def _configuration(failure: Failure, request: Request) -> str | None:
+    """A value that a component's configuration does not take."""
+    found = re.match(r"In 'config': Could not find '(\w+)/(\w+)'", failure.text)
+    if found is not None:  # a component that fairseq registers without one
+        flag = "--" + found[1].replace("_", "-")
+        return f"{flag} {found[2]} has no configuration in this fairseq: choose another {flag}."
+    found = re.match(r"Error merging override (\w+)\.(\w+)=(.*)", failure.text)
+    if found is None:
+        return None
+    component, name, value = found[1], found[2].replace("_", "-"), found[3].strip("'")
+    if value == "null":
+        return f"--{name} is missing, which this --{component.replace('_', '-')} needs: give it."
+    return f"--{name} cannot be {value}: --fairseq-help says what it takes."
 
 
 _WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed|exited)")
@@ -273,9 +344,16 @@ _RULES: tuple[Callable[[Failure, Request], str | None], ...] = (
     _state_dict,
     _too_long,
     _data,
+    _encoding,
     _checkpoint_missing,
     _resume,
     _fairseq_says_it,
+    _arch,
+    _metric,
+    _heads,
+    _user_dir,
+    _package,
+    _configuration,
     _worker,
     _memory,
     _files,

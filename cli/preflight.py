@@ -7,7 +7,9 @@ than translation is fairseq's own business.
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightseq_fairseq.cli import flags
-from lightseq_fairseq.cli.defaults import value
+from lightseq_fairseq.cli.defaults import PREFIX, value
 from lightseq_fairseq.cli.messages import Request
 from lightseq_fairseq.errors import UserError
 
@@ -39,7 +41,8 @@ def checks(command: str, request: Request) -> Iterator[None]:
     ) -> Any:
         names(parser, request.argv)
         parsed = parse(parser, input_args, *more, **keywords)
-        if isinstance(parsed, argparse.Namespace) and not keywords.get("suppress_defaults"):
+        # fairseq-validate parses again for what was given, and in doing so once more for defaults.
+        if isinstance(parsed, argparse.Namespace) and not vars(request.args):
             request.args = parsed
             if os.path.basename(sys.argv[0]).startswith("lightseq-"):  # else all is fairseq's
                 flags.check(command, request.argv, parser, parsed)
@@ -80,6 +83,8 @@ def inputs(command: str, args: argparse.Namespace) -> None:
             "--path is missing: name the checkpoint, for example "
             "--path checkpoints/checkpoint_best.pt."
         )
+    values(args)
+    numbers(args)
     if command == "train":
         precision(args)
     if _reads_sentence_pairs(args.task):
@@ -92,6 +97,75 @@ def _reads_sentence_pairs(task: str) -> bool:
     from fairseq.tasks.translation import TranslationTask
 
     return getattr(TASK_REGISTRY[task], "load_dataset", None) is TranslationTask.load_dataset
+
+
+# Settings whose text fairseq evaluates, with an example of each.
+_PYTHON = {
+    "adam_betas": "'(0.9, 0.98)'",
+    "optimizer_overrides": "\"{'weight_decay': 0.1}\"",
+    "model_overrides": "\"{'data': 'data-bin'}\"",
+    "phase_ratio": "'(0.1, 0.4, 0.5)'",
+    "epoch2lr": "\"{'1': 0.001}\"",
+    "update2lr": "\"{'100': 0.001}\"",
+}
+_JSON = {"eval_bleu_args": "'{\"beam\": 4}'", "eval_bleu_detok_args": '\'{"lang": "de"}\''}
+
+
+def values(args: argparse.Namespace) -> None:
+    """Refuses text that fairseq could not evaluate, and a detokenizer that is not registered."""
+    for examples, reads in ((_PYTHON, _is_python), (_JSON, _is_json)):
+        for name, example in examples.items():
+            text = getattr(args, name, None)
+            if isinstance(text, str) and not reads(text):
+                raise UserError(
+                    f"--{name.replace('_', '-')} {text} cannot be read: write {example}."
+                )
+    from fairseq.data.encoders import TOKENIZER_REGISTRY
+
+    detokenizer = getattr(args, "eval_bleu", False) and args.eval_bleu_detok
+    if detokenizer and detokenizer not in TOKENIZER_REGISTRY:
+        known = ", ".join(sorted(TOKENIZER_REGISTRY))
+        raise UserError(
+            f"There is no tokenizer named {detokenizer} for --eval-bleu-detok: {known}."
+        )
+
+
+def _is_python(text: str) -> bool:
+    """Whether it is an expression of literals."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except SyntaxError:
+        return False
+    return not any(isinstance(node, ast.Name) for node in ast.walk(tree))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def numbers(args: argparse.Namespace) -> None:
+    """Refuses counts below one, a rank that is none of the ranks, rates that are no rates."""
+    for name in ("beam", "nbest", "update_freq", "max_tokens", "batch_size"):
+        found = getattr(args, name, None)
+        counts = found if isinstance(found, list) else [found]
+        if any(count is not None and count < 1 for count in counts):
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1.")
+    rank, ranks = args.distributed_rank, args.distributed_world_size
+    if rank is not None and not 0 <= rank < ranks:
+        raise UserError(
+            f"--distributed-rank is {rank} and --distributed-world-size {ranks}: ranks count from "
+            f"0 to {ranks - 1}."
+        )
+    if not str(getattr(args, "arch", None)).startswith(PREFIX):  # else it is fairseq's business
+        return
+    for name in ("dropout", "attention_dropout", "activation_dropout", "relu_dropout",
+                 "label_smoothing"):  # fmt: skip
+        rate = getattr(args, name, None) or 0
+        if not 0 <= rate < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {rate}: give a number from 0 below 1.")
 
 
 def precision(args: argparse.Namespace) -> None:

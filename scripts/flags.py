@@ -48,13 +48,10 @@ DATA = {
     "--load-alignments": "alignments",
     "--num-batch-buckets": "batches of bucketed lengths",
 }
-SEVERAL_RANKS = """
---all-gather-list-size --distributed-world-size --distributed-num-procs --distributed-rank
---distributed-backend --distributed-init-method --distributed-port --device-id
---distributed-no-spawn --ddp-backend --ddp-comm-hook --bucket-cap-mb --fix-batches-to-gpus
---find-unused-parameters --gradient-as-bucket-view --heartbeat-timeout --broadcast-buffers
---slowmo-momentum --slowmo-base-algorithm --localsgd-frequency --nprocs-per-node
---load-checkpoint-on-all-dp-ranks --grouped-shuffling
+# Which ranks there are; what else several of them read is in ``flags.SEVERAL_RANKS``.
+RANKS = """
+--distributed-world-size --distributed-rank --distributed-backend --distributed-init-method
+--distributed-port --device-id --distributed-no-spawn --grouped-shuffling
 """
 # A choice that is refused, of a setting that is not; and where fairseq's layers take over.
 NOT_WITH_OURS = ("--ddp-backend fully_sharded",)
@@ -70,6 +67,12 @@ NOTES = {
     "--profile": "without a GPU refused",
     "--write-checkpoints-asynchronously": "refused where the package iopath is missing",
     "--retain-dropout": "fairseq's own layers",
+    "--fix-batches-to-gpus": "of `--dataset-impl cached`, whose sentences are fetched in advance",
+    "--all-gather-list-size": "of criteria whose logs cannot be summed",
+    "--aim-repo": "a warning where the package aim is missing",
+    "--azureml-logging": "a warning where the package azureml-core is missing",
+    "--tensorboard-logdir": "a warning where the package tensorboard is missing",
+    "--wandb-project": "a warning where the package wandb is missing",
     "--required-seq-len-multiple": "sentences are packed: there is nothing to round up",
     "--left-pad-source": "sentences are packed: there are no pads",
     "--left-pad-target": "sentences are packed: there are no pads",
@@ -99,7 +102,11 @@ What `lightseq-train`, `-generate`, `-validate` and `-interactive` make of each 
 Not listed are the settings of other optimizers and criteria, which are fairseq's own: a run with
 one of them is a fallback. So are other tasks, as far as their data or training step differ. A part
 of another setting ("part of") has that one's answer; given alone it changes nothing, which a note
-says. A command with nothing `ls_` in it, and one with `--native`, is fairseq's and refuses nothing.
+says; so have settings of several ranks, given to one. A command with nothing `ls_` in it, and one
+with `--native`, is fairseq's and refuses nothing.
+
+Each row is what a test finds when it runs the command: beside fairseq's own command where the
+answer is honoured or fallback. `tests/test_flags_proofs.py` fails when a row has no such test.
 """
 
 
@@ -175,12 +182,12 @@ def answer(command: str, name: str, choices: list[str]) -> tuple[str, str]:
         return answer(command, choices[0].split()[0], [])
     if name in flags.PART_OF:
         whole = flags.PART_OF[name]
-        kind = REFUSED if whole in NOT_WITH_OURS else answer(command, whole, [])[0]
+        kind = REFUSED if whole in NOT_WITH_OURS else answer(command, whole.split()[0], [])[0]
         return kind, f"part of `{whole}`"
-    if command == "train" and name in [*fast_path.FALLBACK, *DATA, *SEVERAL_RANKS.split()]:
-        return FALLBACK, DATA.get(
-            name, "with several ranks" if name in SEVERAL_RANKS.split() else ""
-        )
+    if command == "train" and name in {*flags.SEVERAL_RANKS, *RANKS.split()}:
+        return FALLBACK, "with several ranks"
+    if command == "train" and name in {*fast_path.FALLBACK, *DATA}:
+        return FALLBACK, DATA.get(name, "")
     return (FALLBACK if name in OTHER_LAYERS else HONOURED), ""
 
 

@@ -10,10 +10,12 @@ import functools
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import cli_runs
 import pytest
-from test_flags import SETTINGS, launch, names, rows, table
+import torch
+from flag_runs import Proofs, launch, names, rows, table
 
 # {folder} and {checkpoint} are the files of the fixtures below.
 DATA = (
@@ -52,6 +54,7 @@ LINES = {
         "--source-lang de --target-lang en --task translation --user-dir {folder} "
         "--max-source-positions 6 --max-target-positions 30",
         "--post-process letter",
+        "--replace-unk --unkpen -9",
     ],
     "validate": [
         "--valid-subset test --log-format simple --log-interval 1 --no-progress-bar " + DATA,
@@ -63,22 +66,23 @@ LINES = {
         "--eval-bleu --eval-tokenized-bleu",
     ],
 }
-# Given in every run, run with more data by test_generation_flags.py, or wanting several machines,
-# a GPU or a language model.
-NOT_RUN = """
-data --path --cpu --input --help --replace-unk --fp16 --memory-efficient-fp16 --lm-path --lm-weight
---constraints --tokenizer --bpe --checkpoint-shard-count --all-gather-list-size --device-id
---distributed-backend --distributed-init-method --distributed-no-spawn --distributed-num-procs
---distributed-port --distributed-rank --distributed-world-size
-"""
-
-
-@pytest.mark.parametrize("command", LINES)
-def test_every_honoured_setting_is_tried(command: str) -> None:
-    honoured = {n for n in rows(command, table.HONOURED) if not SETTINGS[n].choices}
-    tried = set().union(*map(names, LINES[command]))
-    assert tried <= honoured
-    assert honoured - tried <= set(NOT_RUN.split())
+LANGUAGE_MODEL = "--lm-path {model} --lm-weight 0.7"
+SHARDS = "--checkpoint-shard-count 2"
+HALF = ["--fp16", "--memory-efficient-fp16"]
+DROPOUT = {
+    "--retain-dropout --seed 3": "",
+    "--retain-dropout-modules TransformerEncoderBase": "--retain-dropout --seed 3 ",
+}
+# What `launch` gives besides.
+GIVEN = "data --path --cpu --max-tokens --num-workers --input --max-len-b"
+PROVEN: Proofs = {
+    (command, table.HONOURED): names(GIVEN, *lines, *HALF) & rows(command, table.HONOURED)
+    for command, lines in LINES.items()
+}
+PROVEN["generate", table.HONOURED] |= names(LANGUAGE_MODEL, SHARDS)
+PROVEN["interactive", table.HONOURED] |= names(SHARDS)
+for _command in ("generate", "interactive"):
+    PROVEN[_command, table.FALLBACK] = names(*DROPOUT) - {"--seed"}
 
 
 @pytest.fixture(scope="module")
@@ -109,15 +113,16 @@ def shown(command: str, data: Path, checkpoint: Path, line: str, folder: Path) -
     return [re.split(r"[\t ]+", text) for text in told]
 
 
-def agree(one: list[list[str]], other: list[list[str]]) -> bool:
+def agree(one: list[list[str]], other: list[list[str]], tolerance: float = 2e-3) -> bool:
     return len(one) == len(other) and all(
-        len(a) == len(b) and all(map(same, a, b)) for a, b in zip(one, other, strict=True)
+        len(a) == len(b) and all(same(x, y, tolerance) for x, y in zip(a, b, strict=True))
+        for a, b in zip(one, other, strict=True)
     )
 
 
-def same(a: str, b: str) -> bool:
+def same(a: str, b: str, tolerance: float) -> bool:
     try:
-        return float(a) == pytest.approx(float(b), abs=2e-3)
+        return float(a) == pytest.approx(float(b), abs=tolerance)
     except ValueError:
         return a == b
 
@@ -127,16 +132,84 @@ def plain(command: str, data: Path, checkpoint: Path, folder: Path) -> list[list
     return shown(command, data, checkpoint, "--native", folder)
 
 
+def compare(command: str, data: Path, checkpoint: Path, folder: Path, line: str) -> None:
+    """Ours is as fairseq's with the settings of ``line``, and neither is as without them."""
+    name = folder.name  # a module for --user-dir: each needs a name of its own
+    ours = shown(command, data, checkpoint, line, folder / f"{name}_ours")
+    theirs = shown(command, data, checkpoint, line + " --native", folder / f"{name}_theirs")
+    assert agree(ours, theirs)
+    without = plain(command, data, checkpoint, checkpoint.parent / f"plain_{command}")
+    assert without and not agree(theirs, without) and not agree(ours, without)
+
+
 @pytest.mark.parametrize(
     ("command", "line"), [(command, line) for command, lines in LINES.items() for line in lines]
 )
 def test_ours_does_what_fairseq_does(
     data: Path, checkpoint: Path, tmp_path: Path, command: str, line: str
 ) -> None:
-    ours = shown(command, data, checkpoint, line, tmp_path / f"{tmp_path.name}_ours")
-    theirs = shown(
-        command, data, checkpoint, line + " --native", tmp_path / f"{tmp_path.name}_theirs"
-    )
-    assert agree(ours, theirs)
-    without = plain(command, data, checkpoint, checkpoint.parent / f"plain_{command}")
-    assert without and not agree(theirs, without) and not agree(ours, without)
+    compare(command, data, checkpoint, tmp_path, line)
+
+
+def test_language_model(data: Path, checkpoint: Path, tmp_path: Path) -> None:
+    text, dictionary = data.parent / "text", data / "dict.en.txt"
+    shutil.copy(dictionary, data / "dict.txt")  # where fairseq looks for the model's
+    cli_runs.succeed(
+        "preprocess", "--only-source", "--srcdict", dictionary, "--destdir", tmp_path / "data",
+        "--trainpref", text / "train.en", "--validpref", text / "valid.en",
+    )  # fmt: skip
+    size = "--decoder-embed-dim 16 --decoder-ffn-embed-dim 16 --decoder-layers 1"
+    schedule = "--optimizer adam --lr 0.05 --max-update 20 --max-tokens 100 --tokens-per-sample 20"
+    cli_runs.succeed(
+        "train", tmp_path / "data", *f"--task language_modeling --arch transformer_lm {size} "
+        f"{schedule} --decoder-attention-heads 2 --sample-break-mode eos --cpu --num-workers 0 "
+        f"--no-epoch-checkpoints --save-dir {tmp_path}".split(),
+    )  # fmt: skip
+    line = LANGUAGE_MODEL.replace("{model}", str(tmp_path / "checkpoint_last.pt"))
+    compare("generate", data, checkpoint, tmp_path, line)
+    weightless = line.replace("--lm-weight 0.7", "")
+    without = shown("generate", data, checkpoint, weightless, tmp_path / "without")
+    assert not agree(shown("generate", data, checkpoint, line, tmp_path / "with"), without)
+
+
+@pytest.mark.parametrize("command", ["generate", "interactive"])
+def test_shards(data: Path, checkpoint: Path, tmp_path: Path, command: str) -> None:
+    """fairseq takes the last of them for the model, unless fairscale has written them."""
+    other = checkpoint.parent / "x" / "checkpoint_last.pt"
+    for number, whole in enumerate((checkpoint, other)):
+        shutil.copy(whole, tmp_path / f"model_part{number}.pt")
+    shutil.copy(checkpoint, tmp_path / "model.pt")
+    compare(command, data, tmp_path / "model.pt", tmp_path, SHARDS)
+
+
+@pytest.mark.parametrize("line", DROPOUT)
+@pytest.mark.parametrize("command", ["generate", "interactive"])
+def test_retained_dropout(
+    data: Path, checkpoint: Path, tmp_path: Path, command: str, line: str
+) -> None:
+    base = "--model-overrides {'dropout':0.3} " + DROPOUT[line]
+    compare(command, data, checkpoint, tmp_path, base + line)
+    without = shown(command, data, checkpoint, base, tmp_path / "without")
+    assert not agree(shown(command, data, checkpoint, base + line, tmp_path / "with"), without)
+
+
+@pytest.mark.parametrize("line", HALF)
+@pytest.mark.parametrize("command", LINES)
+def test_half_precision(
+    data: Path, checkpoint: Path, tmp_path: Path, command: str, line: str
+) -> None:
+    half = torch.nn.Module.half
+    with mock.patch.object(torch.nn.Module, "half", autospec=True, side_effect=half) as spy:
+        ours = shown(command, data, checkpoint, line, tmp_path / "ours")
+        theirs = shown(command, data, checkpoint, line + " --native", tmp_path / "theirs")
+    models = [type(call.args[0]).__name__ for call in spy.call_args_list]
+    assert models == ["LSTransformerModel", "TransformerModel"]
+    if command == "validate":
+        assert agree(ours, theirs, 2e-2)
+    else:  # words that score nearly alike may change places in 16 bits
+        scores = [
+            [(fields[0], float(fields[1])) for fields in lines if fields[0].startswith("H-")]
+            for lines in (ours, theirs)
+        ]
+        assert scores[0] and [n for n, _ in scores[0]] == [n for n, _ in scores[1]]
+        assert [x for _, x in scores[0]] == pytest.approx([x for _, x in scores[1]], abs=3e-2)

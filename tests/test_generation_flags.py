@@ -11,6 +11,7 @@ import digits
 import pytest
 from cli_runs import succeed
 from digits import SENTENCES
+from flag_runs import Proofs, names, table
 
 # A line of output by kind: Source, Target, Hypothesis, Detokenised, Positional scores, Alignment,
 # Constraint. "W", the time taken, is nobody's to compare.
@@ -45,6 +46,10 @@ SEARCHES = {
     "odd-batches": "--beam 4 --batch-size 7 --required-batch-size-multiple 4",
 }
 CONSTRAINTS = ("ordered", "unordered")
+PROVEN: Proofs = {
+    ("generate", table.HONOURED): names(*SEARCHES.values()),
+    ("interactive", table.HONOURED): names("--constraints"),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -398,18 +398,57 @@ class TestPublished:
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
 
-def test_settings_of_the_future(
-    native: Callable[..., NativeRun], data: Path, tmp_path: Path
-) -> None:
-    """A newer fairseq writes settings that this one does not know, in every section."""
-    run = native("fp32", "post-norm, tied target")
-    state = run.state()
+# Newer files
+
+# What fairseq's main branch (2024 and 2025) writes and 0.12.2 does not know, by section; and its
+# sinusoidal positions have no buffer.
+OF_THE_MAIN_BRANCH: dict[str, dict[str, Any]] = {
+    "generation": {"beam_mt": 0, "max_len_a_mt": 0.0, "max_len_b_mt": 200, "lenpen_mt": 1.0},
+    "optimization": {"debug_param_names": False},
+    "model": {"debug_param_names": False, "merge_src_tgt_embed": False},
+}
+
+
+def from_the_main_branch(state: State) -> State:
+    for section, settings in OF_THE_MAIN_BRANCH.items():
+        node = state["cfg"][section]
+        (vars(node) if isinstance(node, Namespace) else node).update(settings)
+    model = {n: v for n, v in state["model"].items() if not n.endswith("_float_tensor")}
+    assert len(model) == len(state["model"]) - 2
+    return {**state, "model": model}
+
+
+def from_the_future(state: State) -> State:
+    """Settings that nobody knows yet, in every section; and a state that no trainer knows."""
     for section in state["cfg"].values():
         if isinstance(section, dict):
             section["of_the_future"] = None
         elif isinstance(section, Namespace):
             section.of_the_future = None
-    path = saved(state, tmp_path / "new.pt")
-    assert torch.equal(logits(path, ls=True), logits(run.path, ls=True))
+    state["extra_state"]["of_the_future"] = {"seen": 1}
+    return {**state, "of_the_future": [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("written", "precision"),
+    [
+        (from_the_main_branch, "fp32"),
+        (from_the_main_branch, "fp16"),
+        (from_the_future, "fp32"),
+    ],
+)
+def test_files_of_newer_versions(
+    written: Callable[[State], State], precision: str, native: Callable[..., NativeRun],
+    data: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    run = native(precision, "post-norm, tied target")
+    path = saved(written(run.state()), tmp_path / "new.pt")
+    for ls in (True, False):
+        assert torch.equal(logits(path, ls=ls), logits(run.path, ls=ls))
     assert validation_loss(path, data) == validation_loss(run.path, data)
     assert run.continued(path) == run.continued(saved(run.state(), tmp_path / "old.pt"))
+    tuned = [
+        run.continued(tmp_path / f"tuned_{x.stem}", restore_file=None, finetune_from_model=x)
+        for x in (path, tmp_path / "old.pt")
+    ]
+    assert tuned[0] == tuned[1]
