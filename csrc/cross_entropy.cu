@@ -33,6 +33,7 @@
 
 #include "common/check.h"
 #include "common/columns.cuh"
+#include "common/cut.cuh"
 #include "common/exp2.cuh"
 #include "common/reduce.cuh"
 #include "common/scalars.cuh"
@@ -46,28 +47,9 @@ using torch::stable::Tensor;
 
 constexpr int kFwdThreads = 128, kFwdLoads = 2;  // loads of 8 logits in flight, for each thread
 constexpr int kBwdThreads = 512, kBwdLoads = 4;
-constexpr int kLineBytes = 128;
 constexpr int kSize = kColumnsPerDraw;  // logits of one load
 
 // ---- kernels ----
-
-// A row cut where memory's lines begin: [0, head) one by one, then `vectors` times 8, then the rest
-// one by one. Warps that read and write whole lines keep each other's lines out of their way.
-struct Cut {
-  int head, vectors, scalars;
-
-  template <typename T>
-  __device__ __forceinline__ Cut(const T* row, int classes) {
-    const auto address = static_cast<unsigned>(reinterpret_cast<uintptr_t>(row));
-    head = min(classes, static_cast<int>((-address % kLineBytes) / sizeof(T)));
-    vectors = (classes - head) / kSize;
-    scalars = classes - vectors * kSize;  // fewer than a line and a vector hold: a thread each
-  }
-  __device__ __forceinline__ int column_of_vector(int i) const { return head + i * kSize; }
-  __device__ __forceinline__ int column_of_scalar(int i) const {
-    return i < head ? i : i + vectors * kSize;
-  }
-};
 
 // exp(x - shift). For 16-bit logits in two instructions: the hardware's power of two errs by 2 ulp,
 // and rounding shift * log2(e) costs no more than the rounding of the shift itself.

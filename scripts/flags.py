@@ -57,6 +57,7 @@ RANKS = """
 NOT_WITH_OURS = ("--ddp-backend fully_sharded",)
 OTHER_LAYERS = ("--retain-dropout",)
 NOTES = {
+    "--sampling": "on a GPU with its own random stream: fairseq's distributions, not its draws",
     "--arch": "`ls_transformer` and its kin; with another one: fallback",
     "--optimizer": "`ls_adam`; with another one: fallback",
     "--criterion": "`ls_label_smoothed_cross_entropy`; with another one: fallback",

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import parity
+import torch
+from fairseq.dataclass.configs import GenerationConfig
 from parity import LS, NATIVE, command_line
+from torch import Tensor
 
 SENTENCES = 200
 DIGITS = (
@@ -100,3 +103,29 @@ def held_out(task: Any, left_pad: bool = True) -> Iterator[dict[str, Any]]:
     dataset = task.dataset("valid")
     dataset.left_pad_source = left_pad
     return task.get_batch_iterator(dataset, max_tokens=800).next_epoch_itr(shuffle=False)
+
+
+Hypotheses = dict[int, list[dict[str, Tensor]]]
+
+
+def translate(
+    toy: Toy, models: list[Any], left_pad: bool = True, by: Any = None, **generation: Any
+) -> Hypotheses:
+    """All hypotheses of each held-out sentence, by the task's generator or one of class ``by``."""
+    generator = toy.task.build_generator(models, GenerationConfig(**generation), seq_gen_cls=by)
+    found: Hypotheses = {}
+    for sample in held_out(toy.task, left_pad):
+        hypotheses = toy.task.inference_step(generator, models, sample)
+        found |= dict(zip(sample["id"].tolist(), hypotheses, strict=True))
+    assert len(found) == SENTENCES
+    return found
+
+
+def assert_same(ours: Hypotheses, native: Hypotheses) -> None:
+    for sentence, expected in native.items():
+        for a, b in zip(ours[sentence], expected, strict=True):
+            assert a["tokens"].tolist() == b["tokens"].tolist(), sentence
+            torch.testing.assert_close(a["score"], b["score"], rtol=0, atol=1e-4)
+            torch.testing.assert_close(
+                a["positional_scores"], b["positional_scores"], rtol=0, atol=1e-4
+            )

@@ -8,40 +8,15 @@ import digits
 import parity
 import pytest
 import torch
-from digits import SENTENCES, TOY, Toy, held_out
+from digits import SENTENCES, TOY, Toy, assert_same, held_out, translate
 from fairseq.dataclass.configs import GenerationConfig
 from fairseq.logging import metrics
 from parity import LS, NATIVE, command_line
-from torch import Tensor
 
 
 @pytest.fixture(scope="module", name="toy")
 def trained_toy() -> Toy:
     return digits.toy()
-
-
-Hypotheses = dict[int, list[dict[str, Tensor]]]
-
-
-def translate(toy: Toy, models: list[Any], left_pad: bool = True, **generation: Any) -> Hypotheses:
-    """All hypotheses of each held-out sentence, by fairseq's generator."""
-    generator = toy.task.build_generator(models, GenerationConfig(**generation))
-    found: Hypotheses = {}
-    for sample in held_out(toy.task, left_pad):
-        hypotheses = toy.task.inference_step(generator, models, sample)
-        found |= dict(zip(sample["id"].tolist(), hypotheses, strict=True))
-    assert len(found) == SENTENCES
-    return found
-
-
-def assert_same(ours: Hypotheses, native: Hypotheses) -> None:
-    for sentence, expected in native.items():
-        for a, b in zip(ours[sentence], expected, strict=True):
-            assert a["tokens"].tolist() == b["tokens"].tolist(), sentence
-            torch.testing.assert_close(a["score"], b["score"], rtol=0, atol=1e-4)
-            torch.testing.assert_close(
-                a["positional_scores"], b["positional_scores"], rtol=0, atol=1e-4
-            )
 
 
 @pytest.mark.parametrize("left_pad", [True, False], ids=["left-pad", "right-pad"])

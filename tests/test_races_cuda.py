@@ -63,6 +63,53 @@ def test_attention(lengths: list[int], causal: bool, width: int, dtype: torch.dt
 
 
 @DTYPES
+@pytest.mark.parametrize("width", [40, 64, 128])
+@pytest.mark.parametrize("sentences", [1, 50])
+def test_decode_attention(sentences: int, width: int, dtype: torch.dtype) -> None:
+    rows, heads, steps, beam = 5 * sentences, 3, 40, 5
+    channels = heads * width
+    qkv, cache = on_gpu(dtype, rows, 3 * channels), on_gpu(dtype, 2, steps, rows, channels)
+    memory = on_gpu(dtype, 70 * sentences, 2 * channels)
+    keys, values = memory.chunk(2, 1)
+    cu = torch.arange(0, 70 * sentences + 1, 70).int().cuda()
+    step, numbers = torch.tensor(steps - 1).cuda(), torch.arange(sentences).int().cuda()
+    ancestry = ids(steps * rows, rows).int().view(steps, rows)
+
+    def call() -> tuple[Tensor, ...]:
+        settings = heads, width**-0.5
+        out = ops.decode_self_attention(qkv, *cache, ancestry, step, *settings)
+        crossed = ops.decode_cross_attention(out, keys, values, cu, numbers, beam, *settings)
+        return out, crossed, cache
+
+    check(call)
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "classes"), [(5, 512 * 140), (2000, 1003)])
+def test_beam_search(rows: int, classes: int, dtype: torch.dtype) -> None:
+    logits, scores = on_gpu(dtype, rows, classes), on_gpu(torch.float32, rows)
+    if classes % 512 == 0:  # one group of threads has all of the best, more than there is room for
+        logits[0] = 0.0
+        logits[0].view(-1, 512)[:, :8] = 1.0
+    sentences, progress = torch.arange(rows // 5).int().cuda(), torch.tensor([3, 9, 1, 0]).cuda()
+    progress, rules = progress.int(), (1, 2, 3, 0, 0.5, 1.0)
+    memory = torch.zeros(10, rows).cuda()
+
+    def call() -> tuple[Tensor, ...]:
+        found = ops.beam_candidates(logits, scores, progress, 10, *rules)
+        drawn = ops.beam_sample(
+            logits, scores, sentences, progress, make_rng().cuda(), 5, 7, 0.0, *rules
+        )
+        moved = [x.clone() for x in (progress, sentences, found[1][:, 0].contiguous(), scores)]
+        history = [memory.int(), memory.int(), memory.clone(), memory.int(), memory.clone()]
+        results = [memory[0].int(), memory[0].clone()]
+        ops.beam_advance(*found, *moved, *history, *results, 5, 1, 0.0, 2, 1.0)
+        return *found, *drawn, *moved, *history, *results
+
+    check(call)
+
+
+@DTYPES
 @pytest.mark.parametrize("width", [40, 1024, 2056])
 def test_dropout_residual_layer_norm(width: int, dtype: torch.dtype) -> None:
     # As many rows for every team of threads: racecheck compares how many barriers two warps have

@@ -15,6 +15,7 @@ from lightseq_fairseq.ops.advance import KNOWN_RATES, Given, State
 
 T, C, V, H, P, SITE = 10, 8, 12, 2, 0.3, 5
 CU = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+PROGRESS = torch.tensor([3, 5, 4, 0], dtype=torch.int32)  # see ops.beam_search.Progress
 
 
 def randn(*shape: int) -> Tensor:
@@ -63,6 +64,27 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "cross_entropy_fwd": lambda: (randn(T, V), tokens(V), 0.1, 1, True),
     "cross_entropy_bwd": lambda: (randn(T), randn(T, V), tokens(V), randn(T).add(3), 0.1, 1),
+    "decode_self_attention": lambda: (
+        *(randn(4, 48), randn(6, 5, 16), randn(6, 5, 16), torch.randint(0, 5, (6, 5)).int()),
+        *(torch.tensor(3), 2, 0.4),
+    ),
+    "decode_cross_attention": lambda: (
+        *(randn(T, 16), randn(8, 16), randn(8, 16), CU, torch.tensor([2, -1, 0]).int(), 3, 2, 0.4),
+    ),
+    "beam_candidates": lambda: (
+        *(randn(T, V), randn(T).float(), PROGRESS.clone(), 4, 1, 2, 3, 1, 0.5, 1.5),
+    ),
+    "beam_sample": lambda: (
+        *(randn(T, V), randn(T).float(), torch.arange(T // 2).int(), PROGRESS.clone(), make_rng()),
+        *(2, 5, 0.0, 1, 2, 3, 1, 0.5, 1.5),
+    ),
+    "beam_advance": lambda: (
+        *(randn(T, 4).float().sort(1, True)[0], torch.randint(2, 5, (T, 4)).int()),
+        *(PROGRESS.clone(), torch.tensor([1, -1, 0, 3, 2]).int(), tokens(V).int()),
+        *(randn(T).float(), torch.randint(0, T, (6, T)).int(), torch.randint(0, V, (6, T)).int()),
+        *(randn(6, T).float(), torch.zeros(6, T).int(), randn(6, T).float()),
+        *(torch.zeros(T).int(), randn(T).float(), 2, 2, 0.5, 2, 0.6),
+    ),
     "advance": lambda: (
         *(torch.arange(len(State)).ne(State.STOPPED).double(), make_rng()),
         *(randn(len(Given) + KNOWN_RATES - 1).abs(), torch.tensor(3.0)),

@@ -138,7 +138,7 @@ def test_memory_stays_flat_over_twenty_thousand_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Batches of many shapes, more than there may be graphs."""
-    monkeypatch.setattr(step, "MOST_GRAPHS", 8)
+    monkeypatch.setattr("lightseq_fairseq.graphs.MOST_GRAPHS", 8)
     (tmp_path / "data").mkdir()
     data = write_corpus(tmp_path / "data", pairs=2000, longest=60)
     run, reserved = step.TrainingStep.run, []

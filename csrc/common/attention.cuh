@@ -20,6 +20,7 @@
 #include <climits>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "common/check.h"
 #include "common/exp2.cuh"
@@ -414,20 +415,25 @@ inline Dropout dropout_of(const char* op, const Tensor& rng, int64_t site, doubl
   return {rng.const_data_ptr<int64_t>(), static_cast<uint32_t>(site), Dropout::threshold_of(p)};
 }
 
-// Calls function(zero of the element type, width of a tile's rows).
+// Calls function(zero of the element type, width of a tile's rows). `name`: of the tensor.
 template <typename Function>
-void dispatch(const char* op, const Tensor& q, Function&& function) {
-  const int64_t width = q.size(2);
+void dispatch(const char* op, const char* name, ScalarType type, int64_t width,
+              Function&& function) {
   require(width % 8 == 0 && width >= 8 && width <= 128, op, ": heads of ", width,
           " numbers; on a GPU the head width must be a multiple of 8 up to 128");
-  const std::string what = std::string(op) + ": q";
-  dispatch_float(q.scalar_type(), what.c_str(), [&](auto zero) {
+  const std::string what = std::string(op) + ": " + name;
+  dispatch_float(type, what.c_str(), [&](auto zero) {
     if (width <= 64) {
       function(zero, std::integral_constant<int, 64>{});
     } else {
       function(zero, std::integral_constant<int, 128>{});
     }
   });
+}
+
+template <typename Function>
+void dispatch(const char* op, const Tensor& q, Function&& function) {
+  dispatch(op, "q", q.scalar_type(), q.size(2), std::forward<Function>(function));
 }
 
 template <typename Kernel, typename Params>

@@ -15,6 +15,7 @@
 #include <optional>
 
 #include "check.h"
+#include "dependent_launch.cuh"
 #include "reduce.cuh"
 #include "vec.cuh"
 
@@ -37,20 +38,6 @@ inline Gradient gradient_of(const char* op, const char* name,
   if (!tensor.has_value()) return {};
   require(tensor->is_contiguous(), op, ": ", name, " must be contiguous");
   return {tensor->mutable_data_ptr(), tensor->scalar_type()};
-}
-
-// Lets add_partials() start its kernel while the last blocks of this one are still at work (on GPUs
-// that can, from compute capability 9.0 on). It waits for them before it reads what they leave.
-__device__ __forceinline__ void start_next_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 template <typename T>
@@ -120,21 +107,10 @@ static __global__ void __launch_bounds__(kWarp* kSumWarps, kSumBlocks)
 inline void add_partials(const float* partials, int64_t blocks, int64_t columns, int sums,
                          const Gradients& gradients, bool accumulate, cudaStream_t stream) {
   if (columns == 0) return;
-  int device = 0, major = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks_for(columns, kWarp), sums);
-  config.blockDim = dim3(kWarp, kSumWarps);
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = major >= 9 ? 1 : 0;
-  cudaLaunchKernelEx(&config, column_sum_kernel, partials, static_cast<int>(blocks),
-                     static_cast<int>(columns), gradients, accumulate);
-  check_launch("column_sum");
+  // It waits for the previous kernel before it reads what that leaves behind.
+  launch_early("column_sum", column_sum_kernel, dim3(blocks_for(columns, kWarp), sums),
+               dim3(kWarp, kSumWarps), 0, stream, partials, static_cast<int>(blocks),
+               static_cast<int>(columns), gradients, accumulate);
 }
 
 }  // namespace lightseq

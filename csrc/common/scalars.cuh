@@ -37,7 +37,7 @@ struct Floats {
   }
 };
 
-// A vector of int32 or int64 with any stride.
+// A vector of int32 or int64 with any stride, or a single number.
 struct Indices {
   const void* data;
   int64_t stride;
@@ -45,7 +45,7 @@ struct Indices {
 
   explicit Indices(const torch::stable::Tensor& x)
       : data(x.const_data_ptr()),
-        stride(x.stride(0)),
+        stride(x.dim() == 0 ? 0 : x.stride(0)),
         wide(x.scalar_type() == torch::headeronly::ScalarType::Long) {}
 
   __device__ __forceinline__ int64_t at(int64_t i) const {

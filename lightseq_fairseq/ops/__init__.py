@@ -14,12 +14,15 @@ from .philox import dropout_mask, keep_mask
 from .embedding import embedding_bwd, embedding_fwd
 from .linear import linear_bwd, linear_fwd
 from .attention import attention_bwd, attention_fwd
+from .decode_attention import decode_cross_attention, decode_self_attention
 from .dropout_residual_layer_norm import (
     dropout_residual_layer_norm_bwd,
     dropout_residual_layer_norm_fwd,
 )
 from .bias_activation_dropout import bias_activation_dropout_bwd, bias_activation_dropout_fwd
 from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd
+from .beam_search import beam_candidates, beam_sample
+from .beam_advance import beam_advance
 from .advance import advance
 from .adam import adam_norm, adam_step
 from .registry import REFERENCES
@@ -33,12 +36,17 @@ __all__ = [
     "linear_bwd",
     "attention_fwd",
     "attention_bwd",
+    "decode_self_attention",
+    "decode_cross_attention",
     "dropout_residual_layer_norm_fwd",
     "dropout_residual_layer_norm_bwd",
     "bias_activation_dropout_fwd",
     "bias_activation_dropout_bwd",
     "cross_entropy_fwd",
     "cross_entropy_bwd",
+    "beam_candidates",
+    "beam_sample",
+    "beam_advance",
     "advance",
     "adam_norm",
     "adam_step",

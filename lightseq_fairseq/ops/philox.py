@@ -86,6 +86,17 @@ def dropout_factors(
         yield part, torch.ge(numbers, _least_kept(p), out=factors[: len(numbers)]).mul_(scale)
 
 
+def uniforms(rng: Tensor, site: int, rows: Tensor, group: int) -> Tensor:
+    """One number in (0, 1) for each row: float64 [len(rows)], (word 0 + 1/2) / 2^32 of a counter.
+
+    rng, site, rows: as in `keep_mask`. group: the counter's first word.
+    """
+    seed, micro_batch = rng.unbind() if rng.is_cuda else rng.tolist()
+    groups = torch.tensor([group], device=rows.device)
+    halves = _signed_numbers(seed, micro_batch, site, rows, groups)[:, :2].double() + 32768
+    return (halves[:, 1] * 65536 + halves[:, 0] + 0.5) / 2**32
+
+
 def dropout_mask_reference(rng: Tensor, site: int, rows: int, columns: int, p: float) -> Tensor:
     """Reference of lightseq::dropout_mask."""
     return keep_mask(rng, site, torch.arange(rows, device=rng.device), columns, p)

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from lightseq_fairseq import library
 from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.generation.incremental import Cache, decode_step
+from lightseq_fairseq.generation.decoder import Attention, StepDecoder
+from lightseq_fairseq.generation.incremental import Incremental
 from lightseq_fairseq.layers import (
     draw_rng,
     embed,
@@ -40,6 +41,7 @@ from lightseq_fairseq.layers.decoder import (
 from lightseq_fairseq.layers.encoder import SITES_PER_LAYER, EncoderLayer
 from lightseq_fairseq.parameters import flatten_parameters
 from lightseq_fairseq.plugins import dictionaries
+from lightseq_fairseq.plugins.encoder_out import EncoderOut, repack
 from lightseq_fairseq.training.batch import Packed, Segments
 
 ACTIVATIONS = ("relu", "gelu", "gelu_accurate")
@@ -181,7 +183,7 @@ class LSTransformerEncoder(_Side, TransformerEncoderBase):
             raise UserError("ls_transformer embeds tokens itself: pass tokens, not embeddings.")
         features, segments = self.packed(src_tokens, _rng(self, src_tokens.device))
         mask = src_tokens.eq(self.padding_idx)
-        return {
+        padded = {
             "encoder_out": [segments.pad(features).transpose(0, 1)],
             "encoder_padding_mask": [mask],
             "encoder_embedding": [],
@@ -190,10 +192,23 @@ class LSTransformerEncoder(_Side, TransformerEncoderBase):
             "src_tokens": [],
             "src_lengths": [(~mask).sum(1, keepdim=True, dtype=torch.int32)],
         }
+        return EncoderOut(padded, features, segments)
+
+    def reorder_encoder_out(
+        self, encoder_out: dict[str, list[Tensor]], new_order: Tensor
+    ) -> dict[str, list[Tensor]]:
+        """The output for hypotheses ``new_order`` (int64 [N]) of before."""
+        if isinstance(encoder_out, EncoderOut):
+            return encoder_out.reordered(new_order)
+        return super().reorder_encoder_out(encoder_out, new_order)
 
 
 class LSTransformerDecoder(_Side, TransformerDecoderBase):
     """Decoder on packed tokens. Source: ``fairseq.models.transformer.TransformerDecoderBase``."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.steps = StepDecoder()
 
     def build_decoder_layer(
         self, cfg: TransformerConfig, no_encoder_attn: bool = False
@@ -226,9 +241,10 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         x, weights = run_decoder_with_weights(
             self.layers, self.layer_norm, x, memory, segments, source, rng, causal, attention_of
         )
-        return self._project_out(x), weights
+        return self.project_out(x), weights
 
-    def _project_out(self, x: Tensor) -> Tensor:
+    def project_out(self, x: Tensor) -> Tensor:
+        """Features of the stack [T, C] to the width of the output embedding."""
         return x if self.project_out_dim is None else linear(x, self.project_out_dim.weight)
 
     def output_layer(self, features: Tensor) -> Tensor:
@@ -248,48 +264,50 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         """
         if encoder_out is None:
             raise UserError("ls_transformer's decoder needs the encoder's output.")
-        memory, pads = encoder_out["encoder_out"][0], encoder_out["encoder_padding_mask"]
         layer = self.num_layers - 1 if alignment_layer is None else alignment_layer
         if incremental_state is not None:
-            x, weights = self._decode_step(
-                prev_output_tokens, memory, pads[0] if pads else None, incremental_state, layer
+            hypotheses = self._incremental(encoder_out, incremental_state)
+            features, attention = hypotheses.step(
+                self, prev_output_tokens, Attention(layer, alignment_heads)
             )
-            return x, _extras(weights, alignment_heads)
-        rows = memory.transpose(0, 1)
-        mask = ~pads[0] if pads else rows.new_ones(rows.shape[:2], dtype=torch.bool)
-        source = Segments.from_mask(mask)
+            return features.unsqueeze(1), _extras(attention.unsqueeze(1))
+        memory, source = repack(encoder_out)
         features, segments, weights = self.packed(
-            prev_output_tokens, source.pack(rows), source, _rng(self, memory.device),
+            prev_output_tokens, memory, source, _rng(self, memory.device),
             causal=not full_context_alignment, attention_of=layer,
         )  # fmt: skip
-        return segments.pad(features), _extras(weights, alignment_heads)
+        return segments.pad(features), _extras(_over_heads(weights, alignment_heads))
 
-    def _decode_step(
-        self, tokens: Tensor, memory: Tensor, pads: Tensor | None, state: dict[str, Any],
-        attention_of: int,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        layers = list(self.layers)
-        cached = self.get_incremental_state(state, "cache")
-        cache = Cache.begin(layers, memory, pads) if cached is None else cached["cache"]
-        step = tokens.shape[1] - 1
-        positions = torch.full((tokens.shape[0],), step, device=tokens.device)
-        x = self.embed_packed(tokens[:, -1], positions, step + 1, tokens.new_zeros(2), 1)
-        x, weights = decode_step(layers, self.layer_norm, x, cache, attention_of)
-        self.set_incremental_state(state, "cache", {"cache": cache})
-        return self._project_out(x).unsqueeze(1), weights
+    def _incremental(
+        self, encoder_out: dict[str, list[Tensor]], state: dict[str, Any]
+    ) -> Incremental:
+        kept = self.get_incremental_state(state, "hypotheses")
+        if kept is None:
+            if isinstance(encoder_out, EncoderOut):
+                memory, source, rows = encoder_out.features, encoder_out.segments, encoder_out.rows
+            else:
+                (memory, source), rows = repack(encoder_out), None
+            kept = {"hypotheses": Incremental(self.steps, self, memory, source, rows)}
+            self.set_incremental_state(state, "hypotheses", kept)
+        return kept["hypotheses"]
 
     def reorder_incremental_state(
         self, incremental_state: dict[str, Any], new_order: Tensor
     ) -> None:
         """Keep the hypotheses ``new_order``, as beam search asks after every step."""
-        cached = self.get_incremental_state(incremental_state, "cache")
-        if cached is not None:
-            cached["cache"].reorder(new_order)
+        kept = self.get_incremental_state(incremental_state, "hypotheses")
+        if kept is not None:
+            kept["hypotheses"].reorder(new_order)
 
 
-def _extras(weights: Tensor | None, heads: int | None) -> dict[str, Any]:
-    """fairseq's dict of extras; weights [H, B, L, L_src] are averaged over the first ``heads``."""
-    return {"attn": [None if weights is None else weights[:heads].mean(0)], "inner_states": []}
+def _over_heads(weights: Tensor | None, heads: int | None) -> Tensor | None:
+    """Weights [H, B, L, L_src] averaged over the first ``heads``."""
+    return None if weights is None else weights[:heads].mean(0)
+
+
+def _extras(attention: Tensor | None) -> dict[str, Any]:
+    """fairseq's dict of extras with the attention [B, L, L_src]."""
+    return {"attn": [attention], "inner_states": []}
 
 
 def _rates(cfg: TransformerConfig) -> dict[str, Any]:
@@ -401,7 +419,7 @@ class LSTransformerModel(TransformerModel):
             x = self.decoder.output_layer(x)
         if packed:
             return x, segments
-        return segments.pad(x), _extras(weights, alignment_heads)
+        return segments.pad(x), _extras(_over_heads(weights, alignment_heads))
 
     def packed_logits(self, batch: Packed, rng: Tensor) -> Tensor:
         """Logits [T, V] of a packed batch; ``rng`` int64 [2] from ``layers.draw_rng``."""

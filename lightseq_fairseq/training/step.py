@@ -13,29 +13,22 @@ Letters: N elements of the flat buffers, S and T packed rows of source and targe
 
 from __future__ import annotations
 
-import logging
-import os
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightseq_fairseq import library, ops
+from lightseq_fairseq import ops
+from lightseq_fairseq.graphs import Graphs
 from lightseq_fairseq.layers import label_smoothed_cross_entropy
 from lightseq_fairseq.ops.advance import KNOWN_RATES, Given, State, Stop
 from lightseq_fairseq.parameters import DirectGradients, FlatBuffer
 from lightseq_fairseq.training.batch import PackedBatch, open_block
 from lightseq_fairseq.training.flat_adam import FlatAdam
 
-logger = logging.getLogger(__name__)
-
 STEPS_AHEAD = KNOWN_RATES - 2  # unfinished steps the host may leave behind when it starts another
-MOST_GRAPHS = 256
-_LARGEST_GRAPH = 64 << 20  # bytes; the rest of what goes meanwhile, other processes have taken
-_GRAPH_MEMORY = 0.1  # of the GPU's memory: what graphs themselves, without their tensors, may take
 _GIVEN = len(Given) + KNOWN_RATES - 1  # numbers that travel in front of a batch
 _BATCH = _GIVEN + _GIVEN % 2  # where the batch begins: its parts want 16-byte boundaries
 
@@ -109,7 +102,7 @@ class TrainingStep:
         self.state = torch.zeros(len(State), dtype=torch.float64, device=self.device)
         self.rng = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._inputs = _Inputs(self.device)
-        self._graphs = _Graphs(self.device)
+        self._graphs = Graphs(self.device, "training steps")
         self._searched: set[tuple[str, int, bool]] = set()  # rows whose products have run plainly
         self._reports = [_pinned(torch.zeros(len(State), dtype=torch.float64), self.device)
                          for _ in range(KNOWN_RATES)]  # fmt: skip
@@ -166,9 +159,11 @@ class TrainingStep:
         with self.gradients.write(accumulate=not first):
             scale = self.state[State.LOSS_SCALE].to(losses.dtype)
             losses.backward(scale.expand_as(losses))
-        counted = labels != loss.padding_idx if loss.accuracy else correct
-        sums = torch.stack([x.sum().double() for x in (losses.detach(), nll, correct, counted)])
-        totals = self.state[State.LOSS : State.TOTAL + 1]
+        counted = [losses.detach(), nll]
+        if loss.accuracy:
+            counted += [correct.to(nll.dtype), (labels != loss.padding_idx).to(nll.dtype)]
+        sums = torch.stack(counted).sum(1, dtype=torch.float64)
+        totals = self.state[State.LOSS : State.LOSS + len(counted)]
         totals.copy_(sums) if first else totals.add_(sums)
         self.rng[1].add_(1)
 
@@ -273,107 +268,6 @@ class _Slot:
     def stage(self, numbers: Tensor) -> Tensor:
         self.written.synchronize()  # the copy before has left; a step long ago, so this is free
         return self._numbers.copy_(numbers)
-
-
-class _Graphs:
-    """Runs functions without arguments as CUDA graphs.
-
-    The first time is plain: nothing is done twice, and libraries choose their algorithms then. A
-    function for which they have chosen already is captured at once. All graphs share one pool of
-    memory, which they may since they run one after the other and leave nothing in it. The least
-    recently used one goes when there are too many; each time that happens to a function it has to
-    run plainly twice as often before it is captured again, since batches of too many shapes would
-    else be captured over and over.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._plain: Counter[Any] = Counter()  # plain runs since the graph went, by key
-        self._needed: dict[Any, int] = {}  # so many before the next graph, once one has gone
-        self._graphs: OrderedDict[Any, torch.cuda.CUDAGraph] = OrderedDict()
-        self._refusal = _refusal(device)
-        if self._refusal:
-            logger.info("training steps are not captured: %s", self._refusal)
-        elif self._refusal is None:
-            self._begin()
-
-    def _begin(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(self.device)
-        self._memory = 0  # bytes of the graphs themselves
-        self._told = 1  # the log is told when there are so many
-        self._budget = int(_GRAPH_MEMORY * torch.cuda.mem_get_info(self.device)[1])
-
-    def run(self, key: Any, function: Callable[[], None], is_prepared: bool = False) -> None:
-        """``is_prepared``: libraries have nothing to choose any more."""
-        graph = self._graphs.get(key)
-        if graph is not None:
-            self._graphs.move_to_end(key)
-        elif self._refusal is None and self._plain[key] >= self._needed.get(key, not is_prepared):
-            graph = self._capture(key, function)
-        if graph is None:
-            self._plain[key] += 1
-            function()
-        else:
-            graph.replay()
-
-    def _capture(self, key: Any, function: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        while len(self._graphs) >= MOST_GRAPHS or (self._graphs and self._memory > self._budget):
-            self._memory -= self._memory // len(self._graphs)
-            oldest, _ = self._graphs.popitem(last=False)
-            self._plain[oldest], self._needed[oldest] = 0, 2 * self._needed.get(oldest, 1)
-        before = _used_outside_torch(self.device)
-        graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph: that waits for the device and gives back the allocator's memory.
-        try:
-            with torch.cuda.stream(self._stream):
-                graph.capture_begin(self._pool, capture_error_mode="thread_local")
-                try:
-                    function()
-                finally:
-                    graph.capture_end()
-        except RuntimeError as error:
-            if "out of memory" in str(error):
-                raise
-            self._refusal = str(error).splitlines()[0]
-            logger.warning("training goes on without CUDA graphs: %s", self._refusal)
-            return None
-        taken = _used_outside_torch(self.device) - before
-        self._memory += min(max(taken, 0), _LARGEST_GRAPH)
-        self._graphs[key] = graph
-        count = len(self._graphs)
-        if count >= self._told:
-            self._told = 2 * count
-            logger.info(
-                "captured %d CUDA graphs, which take %.2f of at most %.1f GiB", count,
-                self._memory / 2**30, self._budget / 2**30,
-            )  # fmt: skip
-        return graph
-
-    def clear(self) -> None:
-        if self._refusal is None:
-            torch.cuda.synchronize(self.device)  # one of them may be running in the pool
-        self._graphs.clear()
-        self._plain.clear()
-        if self._refusal is None:
-            self._begin()
-
-
-def _refusal(device: torch.device) -> str | None:
-    """Why steps cannot be captured, in a few words; empty where nobody expects it."""
-    if device.type != "cuda":
-        return ""
-    if os.environ.get("LIGHTSEQ_CAPTURE") == "0":
-        return "LIGHTSEQ_CAPTURE=0"
-    if os.environ.get("LIGHTSEQ_CHECK_INDICES") == "1":
-        return "LIGHTSEQ_CHECK_INDICES=1 reads every index"
-    missing = sorted(set(ops.REFERENCES) - set(library.load().kernels))
-    return f"there is no kernel for {missing[0]} on this GPU" if missing else None
-
-
-def _used_outside_torch(device: torch.device) -> int:
-    free, total = torch.cuda.mem_get_info(device)
-    return int(total - free - torch.cuda.memory_reserved(device))
 
 
 def _pinned(x: Tensor, device: torch.device) -> Tensor:

@@ -10,7 +10,8 @@ or written once) and, for products, its operations; every system is measured aga
   FlashAttention-2; adam_step: AdamW(fused=True) between a cast to float32 and a copy-out.
 * apex: its FusedAdam in the same place, where apex imports.
 
-T tokens, C width, F ffn width, V vocabulary, H heads, D head width, K inputs and N outputs.
+T tokens, C width, F ffn width, V vocabulary, H heads, D head width, K inputs and N outputs; in
+generation N hypotheses.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ import torch
 
 from .adam import adam
 from .attention import attention
+from .beam_search import beam_search
 from .bias_activation_dropout import bias_activation_dropout
 from .case import Case, Make, Sizes
 from .cross_entropy import cross_entropy
+from .decode_attention import decode_attention
 from .dropout_residual_layer_norm import dropout_residual_layer_norm
 from .embedding import embedding
 from .linear import linear
 
 __all__ = ["Case", "Sizes", "cases"]
 
-#: Cases that exist for every number of tokens, in the order of the data; `adam` knows no tokens.
+#: Cases that exist for every number of tokens, in the order of the data.
 BUILDERS = (
     embedding,
     linear,
@@ -39,6 +42,8 @@ BUILDERS = (
     bias_activation_dropout,
     cross_entropy,
 )
+#: Those that know no tokens: a step of generation, and the update.
+OTHER_BUILDERS = (decode_attention, beam_search, adam)
 
 
 def cases(sizes: Sizes, tokens: Sequence[int], dtype: torch.dtype, device: str) -> Iterator[Case]:
@@ -48,5 +53,6 @@ def cases(sizes: Sizes, tokens: Sequence[int], dtype: torch.dtype, device: str) 
         for count in tokens:
             torch.manual_seed(3)
             yield from build(sizes, count, make)
-    torch.manual_seed(3)
-    yield from adam(sizes, make)
+    for build_other in OTHER_BUILDERS:
+        torch.manual_seed(3)
+        yield from build_other(sizes, make)

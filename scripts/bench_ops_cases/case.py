@@ -25,11 +25,12 @@ class Sizes:
     decoder_layers: int = 6
     parameters: int = 217_000_000
     dropout: float = 0.1
+    beam: int = 5
 
 
 @dataclass(frozen=True)
 class Case:
-    """One op in one direction: name `<stem>_<fwd|bwd>[.<shape>]/<size>`."""
+    """One op in one direction: name `<op>[.<shape>]/<size>`."""
 
     name: str
     least_bytes: int

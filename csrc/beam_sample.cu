@@ -1,0 +1,208 @@
+// Sampling: one continuation of every hypothesis, drawn. Beam search is beam_search.cu.
+//
+//   w[j]  = exp(l[j]) of the tokens that stay in, else 0         l: common/beam_search.cuh
+//   token = the first one with w[0] + ... + w[token] > u (w[0] + ... + w[V - 1])
+//   total = score + l[token]
+//
+// u is a uniform number of Philox, a function of the seed, the sentence, the hypothesis' place in
+// it and the step. In are the largest l whose weights reach topp in sum, or the topk largest, or
+// all; what equals the smallest of them is in as well.
+//
+//   bytes moved   the logits are read once, then once more to draw, and up to 32 times to find the
+//                 smallest that is in: by bisection of its bits. A row stays in the caches.
+//   determinism   sums have a fixed order, which depends on V and on where a row begins in memory
+//
+// A block takes a row. The last pass deals out the tokens in pieces, in their order, a thread each.
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <tuple>
+
+#include "common/beam_search.cuh"
+#include "common/check.h"
+#include "common/dependent_launch.cuh"
+#include "common/philox.cuh"
+
+namespace lightseq {
+namespace {
+
+using namespace beam_search;
+
+constexpr int kThreads = 512, kLoads = 4;
+
+// ---- kernel ----
+
+struct Sampling {
+  const int64_t* rng;
+  const int* sentences;
+  int beam, topk;
+  float topp;
+};
+
+// In (0, 1), as ops/philox.py draws it.
+__device__ __forceinline__ double uniform(const Sampling& sampling, int row, int step) {
+  const int sentence = sampling.sentences[row / sampling.beam];
+  const auto hypothesis = static_cast<uint32_t>(sentence * sampling.beam + row % sampling.beam);
+  const auto seed = static_cast<uint64_t>(sampling.rng[0]);
+  const uint4 words = philox4x32(
+      {static_cast<uint32_t>(step), hypothesis, 0u, static_cast<uint32_t>(sampling.rng[1])},
+      {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
+  return (words.x + 0.5) * 0x1p-32;
+}
+
+// Sum of x over the threads before this one, over these and this one, and over all. One thread's
+// `after` is the next one's `before`, to the bit.
+struct Scan {
+  double before, after, total;
+};
+
+__device__ __forceinline__ Scan scan(double x) {
+  __shared__ double of_warp[kThreads / kWarp];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  double sum = x;
+#pragma unroll
+  for (int offset = 1; offset < kWarp; offset *= 2) {
+    const double below = __shfl_up_sync(kAllLanes, sum, offset);
+    if (lane >= offset) sum += below;
+  }
+  if (lane == kWarp - 1) of_warp[warp] = sum;
+  __syncthreads();
+  double before = 0.0, total = 0.0;
+#pragma unroll
+  for (int i = 0; i < kThreads / kWarp; ++i) {
+    if (i == warp) before = total;
+    total += of_warp[i];
+  }
+  const double below = __shfl_up_sync(kAllLanes, sum, 1);
+  return {lane == 0 ? before : before + below, before + sum, total};
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    beam_sample_kernel(const T* __restrict__ logits, int64_t stride, int classes,
+                       const float* __restrict__ scores, const Rules rules, const Sampling sampling,
+                       float* __restrict__ totals, int* __restrict__ tokens) {
+  __shared__ int drawn;
+  const T* const row = logits + blockIdx.x * stride;
+  const Cut cut(row, classes);
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const Step step(rules);
+  const float score = scores[blockIdx.x];
+  if (!(score > -INFINITY)) {
+    if (threadIdx.x == 0) tokens[blockIdx.x] = step.eos, totals[blockIdx.x] = -INFINITY;
+    return;
+  }
+  if (threadIdx.x == 0) drawn = -1;
+
+  const LogSoftmax log_softmax =
+      read_row<T, kThreads, kLoads>(row, cut, rules.temperature, [](int, const auto&, float) {});
+  // A logit under the rules: l in another scale.
+  const auto ruled = [&](int token, float logit) {
+    if (step.forbids(token) || isnan(log_softmax.log_sum)) return -INFINITY;
+    return token == step.unk ? logit - step.unk_penalty * rules.temperature : logit;
+  };
+  const float top = log_softmax.top * rules.temperature;
+  const Exponential<T> exponential(top, log_softmax.rate);
+
+  // The smallest logit that is in: the largest bound that is reached by enough.
+  uint32_t least = ordered(-INFINITY);
+  const bool by_sum = sampling.topp > 0.0f;
+  if (by_sum || sampling.topk > 0) {
+    const float wanted = by_sum ? sampling.topp * expf(log_softmax.log_sum) : sampling.topk;
+    for (uint32_t above = ordered(top) + 1; above - least > 1;) {
+      const uint32_t middle = least + (above - least) / 2;
+      const float bound = from_ordered(middle);
+      float sum = 0.0f;
+      const auto add = [&](int token, float logit) {
+        const float x = ruled(token, logit);
+        if (x >= bound) sum += by_sum ? exponential(x) : 1.0f;
+      };
+      for (int i = threadIdx.x; i < cut.vectors; i += kThreads) {
+        const int first = cut.column_of_vector(i);
+        Columns<T> eight;
+        eight.load(row + first);
+        float x[kSize];
+        eight.unpack(x);
+#pragma unroll
+        for (int e = 0; e < kSize; ++e) add(first + e, x[e]);
+      }
+      if (static_cast<int>(threadIdx.x) < cut.scalars) {
+        const int token = cut.column_of_scalar(threadIdx.x);
+        add(token, to_float(row[token]));
+      }
+      if (block_reduce<kThreads>(sum, Sum{}) >= wanted) {
+        least = middle;
+      } else {
+        above = middle;
+      }
+    }
+  }
+
+  const float bound = from_ordered(least);
+  const int piece = (classes + kThreads - 1) / kThreads;
+  const int first = min(classes, static_cast<int>(threadIdx.x) * piece);
+  const int last = min(classes, first + piece);
+  const auto weight = [&](int token) {
+    const float x = ruled(token, to_float(row[token]));
+    return x >= bound ? static_cast<double>(exponential(x)) : 0.0;
+  };
+  double sum = 0.0;
+  for (int token = first; token < last; ++token) sum += weight(token);
+  const Scan sums = scan(sum);
+  const double target = uniform(sampling, blockIdx.x, step.number) * sums.total;
+  if (sums.before <= target && target < sums.after) {
+    double so_far = sums.before;
+    for (int token = first; token < last && so_far <= target; ++token) {
+      const double w = weight(token);
+      if (w > 0.0) drawn = token;
+      so_far += w;
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  const int token = drawn < 0 ? step.eos : drawn;
+  const float l = step.apply(token, log_softmax(to_float(row[token])));
+  tokens[blockIdx.x] = token;
+  totals[blockIdx.x] = drawn < 0 ? -INFINITY : l + score;
+}
+
+// ---- launcher ----
+
+std::tuple<Tensor, Tensor> beam_sample(const Tensor& logits, const Tensor& scores,
+                                       const Tensor& sentences, const Tensor& progress,
+                                       const Tensor& rng, int64_t beam, int64_t topk, double topp,
+                                       int64_t pad, int64_t eos, int64_t unk, int64_t min_len,
+                                       double unk_penalty, double temperature) {
+  constexpr const char* kOp = "beam_sample";
+  const int64_t rows = logits.size(0), classes = logits.size(1);
+  const Rules rules =
+      rules_of(kOp, logits, scores, progress, pad, eos, unk, min_len, unk_penalty, temperature);
+  require(sentences.is_contiguous() && rng.is_contiguous(), kOp,
+          ": sentences and rng must be contiguous");
+  const int32_t device = logits.get_device();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  Tensor totals = allocate(logits, {rows, 1}, ScalarType::Float);
+  Tensor tokens = allocate(logits, {rows, 1}, ScalarType::Int);
+  dispatch_float(logits.scalar_type(), "beam_sample: logits", [&](auto zero) {
+    using T = decltype(zero);
+    if (rows == 0) return;
+    const Sampling sampling{rng.const_data_ptr<int64_t>(), sentences.const_data_ptr<int>(),
+                            static_cast<int>(beam), static_cast<int>(topk),
+                            static_cast<float>(topp)};
+    launch_early(kOp, beam_sample_kernel<T>, dim3(rows), dim3(kThreads), 0, current_stream(device),
+                 static_cast<const T*>(logits.const_data_ptr()), logits.stride(0),
+                 static_cast<int>(classes), scores.const_data_ptr<float>(), rules, sampling,
+                 totals.mutable_data_ptr<float>(), tokens.mutable_data_ptr<int>());
+  });
+  return {totals, tokens};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) { m.impl("beam_sample", TORCH_BOX(&beam_sample)); }
+
+}  // namespace
+}  // namespace lightseq

@@ -1,0 +1,247 @@
+// Beam search, first half: the best continuations of every hypothesis. The second half, which
+// merges the beams of a sentence, is beam_advance.cu; sampling is beam_sample.cu.
+//
+//   total[j] = score + l[j]       l: common/beam_search.cuh
+//   the `count` largest totals of a row in order, among equals the lowest token first
+//
+//   bytes moved   the logits are read once; then a few hundred of them again
+//   determinism   the order is total, so the result does not depend on who finds what first
+//
+// A block takes a row (a hypothesis). Its threads read the logits once, for the sum of
+// exponentials, and remember their best one and the largest of all others (the hierarchical search
+// of LightSeq, Wang et al. 2021: a rough bound first). Threads form groups; the `count`-th best of
+// the groups' bests is a bound that at least `count` tokens reach. Who has a best one within the
+// bound offers it with its neighbours; only whose second is within it, too, has to look through its
+// logits again. A dozen tokens or so are offered, and each counts how many are better.
+//
+// A key is a total with its token, in one number: larger is better, and no two are the same. Where
+// too many tokens reach the bound (equal logits), the `count`-th best of those listed is a closer
+// one, and the block tries again.
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <tuple>
+
+#include "common/beam_search.cuh"
+#include "common/check.h"
+#include "common/dependent_launch.cuh"
+#include "common/occupancy.h"
+
+namespace lightseq {
+namespace {
+
+using namespace beam_search;
+
+using Key = unsigned long long;
+
+constexpr int kMaxCount = 128;  // of candidates, and of groups
+constexpr int kListed = 1024;   // keys that there is room for
+constexpr int kManyRows = 12;   // a multiprocessor: from there on a block need not be large
+
+// ---- kernel ----
+
+__device__ __forceinline__ Key key_of(float total, int token) {
+  return static_cast<Key>(ordered(total)) << 32 | ~static_cast<uint32_t>(token);
+}
+
+// How many keys are better.
+__device__ __forceinline__ int rank_of(Key key, const Key* keys, int number) {
+  int rank = 0;
+  for (int i = 0; i < number; ++i) rank += keys[i] > key;
+  return rank;
+}
+
+// A thread's best logit but unk's, which has a penalty, and the largest among those that do not
+// share its vector.
+struct Best {
+  float logit, second = -INFINITY;
+  int last;  // token of its vector, or the token itself
+
+  __device__ __forceinline__ explicit Best(const Cut& cut) : logit(-INFINITY), last(-1) {
+    const int thread = threadIdx.x;
+    if (thread < cut.vectors) {
+      last = cut.column_of_vector(thread) + kSize - 1;
+    } else if (thread < cut.scalars) {
+      last = cut.column_of_scalar(thread);
+    }
+  }
+  __device__ __forceinline__ void consider(float x, int last_token) {
+    if (x > logit) {
+      second = logit;
+      logit = x;
+      last = last_token;
+    } else {
+      second = fmaxf(second, x);
+    }
+  }
+};
+
+struct Output {
+  float* scores;
+  int* tokens;
+  int count;
+};
+
+// Only eos, if anything, has a chance: the rest follows in the order of tokens.
+__device__ __forceinline__ void write_end(const Output& output, int eos, float total) {
+  const bool has_end = total > -INFINITY;
+  for (int i = threadIdx.x; i < output.count; i += blockDim.x) {
+    const int other = has_end ? i - (i <= eos) : i;
+    output.scores[i] = has_end && i == 0 ? total : -INFINITY;
+    output.tokens[i] = has_end && i == 0 ? eos : other;
+  }
+}
+
+template <typename T, int kThreads, int kLoads>
+__global__ void __launch_bounds__(kThreads, 768 / kThreads)
+    beam_candidates_kernel(const T* __restrict__ logits, int64_t stride, int classes,
+                           const float* __restrict__ scores, const Rules rules, int groups,
+                           Output output) {
+  __shared__ Key group_best[kMaxCount], listed[kListed], bound;
+  __shared__ int number;  // of keys listed
+  const T* const row = logits + blockIdx.x * stride;
+  const Cut cut(row, classes);
+  output.scores += static_cast<int64_t>(blockIdx.x) * output.count;
+  output.tokens += static_cast<int64_t>(blockIdx.x) * output.count;
+  wait_for_previous_kernel();
+  start_next_kernel();
+
+  const Step step(rules);
+  const float score = scores[blockIdx.x];
+  if (!(score > -INFINITY)) return write_end(output, step.eos, -INFINITY);
+  if (threadIdx.x < kMaxCount) group_best[threadIdx.x] = 0;
+  if (threadIdx.x == 0) bound = 0, number = 0;
+
+  Best best(cut);
+  const LogSoftmax log_softmax = read_row<T, kThreads, kLoads>(
+      row, cut, rules.temperature, [&](int first, const auto& x, float largest) {
+        constexpr int kCount = std::extent_v<std::remove_reference_t<decltype(x)>>;
+        if (step.touches(first, kCount)) {
+          largest = -INFINITY;
+#pragma unroll
+          for (int e = 0; e < kCount; ++e) {
+            const int token = first + e;
+            if (!step.forbids(token) && token != step.unk) largest = fmaxf(largest, x[e]);
+          }
+        }
+        best.consider(largest, first + kCount - 1);
+      });
+  const auto total_of = [&](int token, float logit) {
+    return step.apply(token, log_softmax(logit)) + score;
+  };
+  if (step.only_eos || isnan(log_softmax.log_sum)) {
+    return write_end(output, step.eos, total_of(step.eos, to_float(row[step.eos])));
+  }
+
+  // The bound. A group's key bears the last token of the vector: whoever is in it has a better one.
+  const Key mine = best.last < 0 ? 0 : key_of(log_softmax(best.logit) + score, best.last);
+  atomicMax(&group_best[threadIdx.x % groups], mine);
+  __syncthreads();
+  if (static_cast<int>(threadIdx.x) < groups) {
+    const Key key = group_best[threadIdx.x];
+    if (key > 0 && rank_of(key, group_best, groups) == output.count - 1) bound = key;
+  }
+  __syncthreads();
+
+  while (true) {
+    const Key least = bound;
+    const auto offer = [&](int token, float logit) {
+      const Key key = key_of(total_of(token, logit), token);
+      if (key < least) return;
+      const int place = atomicAdd(&number, 1);
+      if (place < kListed) listed[place] = key;
+    };
+    const auto offer_vector = [&](int first) {
+      Columns<T> eight;
+      eight.load_streaming(row + first);
+      float x[kSize];
+      eight.unpack(x);
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) {
+        if (first + e != step.unk) offer(first + e, x[e]);
+      }
+    };
+    const auto offer_one = [&](int token) {
+      if (token != step.unk) offer(token, to_float(row[token]));
+    };
+
+    const bool again = ordered(log_softmax(best.second) + score) >= least >> 32;
+    if (!again && mine > 0 && mine >> 32 >= least >> 32) {
+      const int first = best.last - (kSize - 1);
+      if (first >= cut.head && best.last < cut.column_of_vector(cut.vectors)) {
+        offer_vector(first);
+      } else {
+        offer_one(best.last);
+      }
+    }
+    for (unsigned owners = __ballot_sync(kAllLanes, again); owners != 0; owners &= owners - 1) {
+      const int lane = threadIdx.x % kWarp;
+      const int owner = threadIdx.x - lane + __ffs(owners) - 1;
+      for (int i = owner + lane * kThreads; i < cut.vectors; i += kWarp * kThreads) {
+        offer_vector(cut.column_of_vector(i));
+      }
+      if (lane == 0 && owner < cut.scalars) offer_one(cut.column_of_scalar(owner));
+    }
+    if (threadIdx.x == 0) offer(step.unk, to_float(row[step.unk]));
+    __syncthreads();
+    if (number <= kListed) break;
+
+    for (int i = threadIdx.x; i < kListed; i += kThreads) {
+      if (rank_of(listed[i], listed, kListed) == output.count - 1) bound = listed[i];
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) number = 0;
+    __syncthreads();
+  }
+
+  for (int i = threadIdx.x; i < number; i += kThreads) {
+    const Key key = listed[i];
+    const int rank = rank_of(key, listed, number);
+    if (rank >= output.count) continue;
+    output.scores[rank] = from_ordered(static_cast<uint32_t>(key >> 32));
+    output.tokens[rank] = static_cast<int>(~static_cast<uint32_t>(key));
+  }
+}
+
+// ---- launcher ----
+
+std::tuple<Tensor, Tensor> beam_candidates(const Tensor& logits, const Tensor& scores,
+                                           const Tensor& progress, int64_t count, int64_t pad,
+                                           int64_t eos, int64_t unk, int64_t min_len,
+                                           double unk_penalty, double temperature) {
+  constexpr const char* kOp = "beam_candidates";
+  const int64_t rows = logits.size(0), classes = logits.size(1);
+  const Rules rules =
+      rules_of(kOp, logits, scores, progress, pad, eos, unk, min_len, unk_penalty, temperature);
+  require(count >= 1 && count < classes && count <= kMaxCount, kOp, ": count must be 1 to ",
+          kMaxCount, " and below V on a GPU, is ", count);
+  const int32_t device = logits.get_device();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  Tensor best_scores = allocate(logits, {rows, count}, ScalarType::Float);
+  Tensor best_tokens = allocate(logits, {rows, count}, ScalarType::Int);
+  dispatch_float(logits.scalar_type(), "beam_candidates: logits", [&](auto zero) {
+    using T = decltype(zero);
+    if (rows == 0) return;
+    const bool many = rows >= resident_blocks(device, kManyRows);
+    const auto kernel =
+        many ? beam_candidates_kernel<T, 128, 4> : beam_candidates_kernel<T, 512, 4>;
+    launch_early(kOp, kernel, dim3(rows), dim3(many ? 128 : 512), 0, current_stream(device),
+                 static_cast<const T*>(logits.const_data_ptr()), logits.stride(0),
+                 static_cast<int>(classes), scores.const_data_ptr<float>(), rules,
+                 count <= kMaxCount / 4 ? kMaxCount / 2 : kMaxCount,
+                 Output{best_scores.mutable_data_ptr<float>(), best_tokens.mutable_data_ptr<int>(),
+                        static_cast<int>(count)});
+  });
+  return {best_scores, best_tokens};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
+  m.impl("beam_candidates", TORCH_BOX(&beam_candidates));
+}
+
+}  // namespace
+}  // namespace lightseq

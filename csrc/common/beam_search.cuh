@@ -1,0 +1,170 @@
+// What beam search and sampling share: log-softmax of a row of logits, and fairseq's rules about
+// pad, eos and unk, which act after it.
+//
+//   l = log_softmax(logits / temperature), pad and what the step forbids -inf, unk less its penalty
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "columns.cuh"
+#include "cut.cuh"
+#include "exp2.cuh"
+#include "reduce.cuh"
+
+namespace lightseq::beam_search {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int kSize = kColumnsPerDraw;  // logits of one load
+constexpr float kFloor = -1e30f;        // a maximum of nothing: exp(-inf - kFloor) has to be 0
+
+// Places in `progress`, int32 on the device (ops/beam_search.py: Progress).
+enum : int { kStep = 0, kMaxLen = 1, kUnfinished = 2, kScratch = 3 };
+
+struct Rules {
+  const int* progress;
+  int pad, eos, unk, min_len;
+  float unk_penalty, temperature;
+};
+
+// The rules of this step.
+struct Step {
+  int number, pad, eos, unk;
+  float unk_penalty;
+  bool only_eos, no_eos;
+  int lowest, highest;  // of the tokens with a rule
+
+  __device__ __forceinline__ explicit Step(const Rules& rules)
+      : number(rules.progress[kStep]),
+        pad(rules.pad),
+        eos(rules.eos),
+        unk(rules.unk),
+        unk_penalty(rules.unk_penalty),
+        only_eos(number >= rules.progress[kMaxLen]),
+        no_eos(number < rules.min_len),
+        lowest(min(pad, min(eos, unk))),
+        highest(max(pad, max(eos, unk))) {}
+
+  // Whether a token among these may have a rule of its own.
+  __device__ __forceinline__ bool touches(int first, int count) const {
+    return first <= highest && first + count > lowest;
+  }
+  __device__ __forceinline__ bool forbids(int token) const {
+    return token == pad || (token == eos ? no_eos : only_eos);
+  }
+  // A token's log-probability under the rules.
+  __device__ __forceinline__ float apply(int token, float l) const {
+    return forbids(token) ? -INFINITY : token == unk ? l - unk_penalty : l;
+  }
+};
+
+// exp((x - shift) / temperature). For 16-bit logits in two instructions, as in cross_entropy.cu.
+template <typename T>
+class Exponential {
+ public:
+  __device__ __forceinline__ Exponential(float shift, float rate)
+      : rate_(kExact ? rate : rate * kLog2E), shift_(kExact ? shift : -shift * rate_) {}
+  __device__ __forceinline__ float operator()(float x) const {
+    if constexpr (kExact) return expf((x - shift_) * rate_);
+    return exp2_approximate(fmaf(x, rate_, shift_));
+  }
+
+ private:
+  static constexpr bool kExact = std::is_same_v<T, float>;
+  float rate_, shift_;
+};
+
+// log_softmax of a row; -inf where that is NaN. A row with a NaN or +inf, or with -inf alone, has
+// a log_sum of NaN.
+struct LogSoftmax {
+  float rate, top, log_sum;  // 1 / temperature; the largest logit, divided by it
+
+  __device__ __forceinline__ float operator()(float logit) const {
+    const float l = (logit * rate - top) - log_sum;
+    return isnan(l) ? -INFINITY : l;
+  }
+};
+
+// Reads a row, and shows it to visit(first token, logits[n], their largest) with n of 8 and of 1.
+// The whole block takes part; kThreads are more than a row can have scalars.
+template <typename T, int kThreads, int kLoads, typename Visit>
+__device__ __forceinline__ LogSoftmax read_row(const T* row, const Cut& cut, float temperature,
+                                               const Visit& visit) {
+  const float rate = 1.0f / temperature;
+  float top = kFloor, sum = 0.0f;
+  const auto add = [&](int first, const auto& x) {
+    constexpr int kCount = std::extent_v<std::remove_reference_t<decltype(x)>>;
+    float largest = x[0];
+#pragma unroll
+    for (int e = 1; e < kCount; ++e) largest = fmaxf(largest, x[e]);
+    if (largest > top) {
+      sum *= Exponential<T>(largest, rate)(top);
+      top = largest;
+    }
+    const Exponential<T> exponential(top, rate);
+    float part = 0.0f;
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) part += exponential(x[e]);
+    sum += part;
+    visit(first, x, largest);
+  };
+
+  if (static_cast<int>(threadIdx.x) < cut.scalars) {
+    const int token = cut.column_of_scalar(threadIdx.x);
+    const float x[1] = {to_float(row[token])};
+    add(token, x);
+  }
+  for (int first = threadIdx.x; first < cut.vectors; first += kThreads * kLoads) {
+    Columns<T> logits[kLoads];
+#pragma unroll
+    for (int u = 0; u < kLoads; ++u) {
+      const int i = first + u * kThreads;
+      if (i < cut.vectors) logits[u].load_streaming(row + cut.column_of_vector(i));
+    }
+#pragma unroll
+    for (int u = 0; u < kLoads; ++u) {
+      const int i = first + u * kThreads;
+      if (i >= cut.vectors) break;
+      float x[kSize];
+      logits[u].unpack(x);
+      add(cut.column_of_vector(i), x);
+    }
+  }
+  const float highest = block_reduce<kThreads>(top, Max{});
+  const float total = block_reduce<kThreads>(sum * Exponential<T>(highest, rate)(top), Sum{});
+  return {rate, highest * rate, total > 0.0f ? logf(total) : NAN};
+}
+
+// Floats in an order that unsigned integers have, too; no NaN. -0 is 0.
+__device__ __forceinline__ uint32_t ordered(float x) {
+  const uint32_t bits = __float_as_uint(x + 0.0f);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float from_ordered(uint32_t x) {
+  return __uint_as_float(x >> 31 ? x & 0x7fffffffu : ~x);
+}
+
+inline Rules rules_of(const char* op, const Tensor& logits, const Tensor& scores,
+                      const Tensor& progress, int64_t pad, int64_t eos, int64_t unk,
+                      int64_t min_len, double unk_penalty, double temperature) {
+  require(logits.size(1) <= INT32_MAX - kSize, op, ": more than 2^31 tokens");
+  require(logits.stride(1) == 1, op, ": logits must be contiguous in the last dimension");
+  require(scores.is_contiguous() && progress.is_contiguous(), op,
+          ": scores and progress must be contiguous");
+  require(temperature > 0.0, op, ": temperature must be positive, is ", temperature);
+  for (const int64_t token : {pad, eos, unk}) {
+    require(token >= 0 && token < logits.size(1), op, ": pad, eos and unk must be tokens, not ",
+            token);
+  }
+  return {progress.const_data_ptr<int>(), static_cast<int>(pad),
+          static_cast<int>(eos),          static_cast<int>(unk),
+          static_cast<int>(min_len),      static_cast<float>(unk_penalty),
+          static_cast<float>(temperature)};
+}
+
+}  // namespace lightseq::beam_search

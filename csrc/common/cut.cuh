@@ -1,0 +1,32 @@
+// A row of numbers that may start anywhere, cut where memory's lines begin.
+#pragma once
+
+#include <cstdint>
+
+#include "columns.cuh"
+
+namespace lightseq {
+
+constexpr int kLineBytes = 128;
+
+// [0, head) one by one, then `vectors` times 8, then the rest one by one. Warps that read and write
+// whole lines keep each other's lines out of their way.
+struct Cut {
+  int head, vectors, scalars;
+
+  template <typename T>
+  __device__ __forceinline__ Cut(const T* row, int classes) {
+    const auto address = static_cast<unsigned>(reinterpret_cast<uintptr_t>(row));
+    head = min(classes, static_cast<int>((-address % kLineBytes) / sizeof(T)));
+    vectors = (classes - head) / kColumnsPerDraw;
+    scalars = classes - vectors * kColumnsPerDraw;  // fewer than a line and a vector hold
+  }
+  __device__ __forceinline__ int column_of_vector(int i) const {
+    return head + i * kColumnsPerDraw;
+  }
+  __device__ __forceinline__ int column_of_scalar(int i) const {
+    return i < head ? i : i + vectors * kColumnsPerDraw;
+  }
+};
+
+}  // namespace lightseq

@@ -1,0 +1,314 @@
+// What self- and cross-attention of a decode step share: one query a hypothesis and head.
+//
+//   out[n] = softmax(scale * q[n] k^T) v
+//
+// decode_attention_rows_kernel: a warp for a query and head. A lane has eight channels, so a head
+// of 64 takes eight lanes and a warp works on four keys at a time. Each group of lanes has an
+// online softmax of its own (Milakov and Gimelshein 2018); these are merged at the end. Where keys
+// and values lie is a parameter.
+//
+// Where queries are too few to fill the GPU, up to eight warps of a block share out one's keys.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cfloat>
+#include <climits>
+#include <cstdint>
+
+#include "common/attention.cuh"
+#include "common/columns.cuh"
+#include "common/dependent_launch.cuh"
+#include "common/occupancy.h"
+
+namespace lightseq::decode_attention {
+
+using attention::Base;
+using torch::stable::Tensor;
+
+constexpr int kWarps = 8;               // of a block
+constexpr int kMaxShift = 3;            // 2^3 of them may share out a query's keys
+constexpr int kBusyWarps = 32;          // a multiprocessor, from which on they need not
+constexpr int kSize = kColumnsPerDraw;  // channels of a lane
+
+// ---- softmax ----
+
+// Softmax so far of kQueries queries, and kColumns channels of their results. Exponentials are
+// relative to `top`, the largest score.
+template <typename T, int kQueries, int kColumns>
+struct Softmax {
+  float top[kQueries], sum[kQueries], o[kQueries][kColumns];
+
+  __device__ __forceinline__ Softmax() {
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i) {
+      top[i] = -0.5f * FLT_MAX;  // not -inf: exp(-inf - top) has to be 0
+      sum[i] = 0.0f;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) o[i][c] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void raise(int i, float score) {
+    if (!(score > top[i])) return;
+    const float factor = Base<T>::exp(top[i] - score);
+    top[i] = score;
+    sum[i] *= factor;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) o[i][c] *= factor;
+  }
+
+  // other(n, x): the n-th number of another softmax of the query, which is x in this one.
+  template <typename Other>
+  __device__ __forceinline__ void merge(int i, const Other& other) {
+    const float other_top = other(0, top[i]);
+    const float high = fmaxf(top[i], other_top);
+    const float mine = Base<T>::exp(top[i] - high), theirs = Base<T>::exp(other_top - high);
+    top[i] = high;
+    sum[i] = fmaf(other(1, sum[i]), theirs, sum[i] * mine);
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      o[i][c] = fmaf(other(2 + c, o[i][c]), theirs, o[i][c] * mine);
+    }
+  }
+};
+
+// ---- who does what ----
+
+// 2^shift neighbouring warps of a block make a team, which does one item: a head of one query or of
+// a few. They share out its keys.
+struct Team {
+  int shift;
+
+  __device__ __forceinline__ int warps() const { return 1 << shift; }
+  __device__ __forceinline__ int items() const { return kWarps >> shift; }  // of a block
+  __device__ __forceinline__ int item() const { return threadIdx.y >> shift; }
+  __device__ __forceinline__ int rank() const { return threadIdx.y & (warps() - 1); }
+};
+
+template <typename Softmax>
+size_t shared_bytes(Team team) {
+  return team.shift == 0 ? 0 : sizeof(Softmax) * kWarps * kWarp;
+}
+
+// The first `busy` warps of a team have seen keys: the first of all gets what they know, lane by
+// lane. The whole block takes part.
+template <typename T, int kQueries, int kColumns>
+__device__ __forceinline__ void merge(Softmax<T, kQueries, kColumns>& state, Team team, int busy) {
+  if (team.shift == 0) return;
+  extern __shared__ float shared[];
+  constexpr int kNumbers = 2 + kColumns;
+  const auto number = [](int warp, int i, int n) -> float& {
+    return shared[((warp * kQueries + i) * kNumbers + n) * kWarp + threadIdx.x];
+  };
+  if (team.rank() > 0 && team.rank() < busy) {
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i) {
+      number(threadIdx.y, i, 0) = state.top[i];
+      number(threadIdx.y, i, 1) = state.sum[i];
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) number(threadIdx.y, i, 2 + c) = state.o[i][c];
+    }
+  }
+  __syncthreads();
+  if (team.rank() > 0) return;
+  for (int rank = 1; rank < busy; ++rank) {
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i) {
+      state.merge(i, [&](int n, float) { return number(threadIdx.y + rank, i, n); });
+    }
+  }
+}
+
+// The keys of a query: `first` says where they are.
+struct Span {
+  int first, count;
+};
+
+struct Shape {
+  int rows, heads, width;
+  float scale;  // of scores whose exponentials are Base<T>'s
+  Team team;
+};
+
+// `count` times `bytes` further on.
+template <typename T>
+__device__ __forceinline__ const T* forward(const T* from, int count, int bytes) {
+  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(from) +
+                                    static_cast<int64_t>(count) * bytes);
+}
+
+// ---- kernel ----
+
+// Keys has
+//   span(row), query(row)        a query's keys, and itself
+//   start(span)                  position 0 in row 0 of the cache
+//   stride, row_stride           bytes from there to the next position, and to the next row
+//   row_of(span, position)       in which row the position lies
+//   to_value                     from a key to its value
+// and, where a query brings a key of its own (kHasNewest),
+//   newest(row)                  that key
+//   remember(span, ...)          puts it, and its value, into the cache
+//
+// A block takes neighbouring queries; their heads follow one another in the grid.
+template <typename T, int kWidth, bool kHasNewest, typename Keys>
+__global__ void __launch_bounds__(kWarp* kWarps)
+    decode_attention_rows_kernel(const Keys keys, const Shape shape, T* __restrict__ out) {
+  constexpr int kLanes = kWidth / kSize, kGroups = kWarp / kLanes;
+  constexpr int kUnroll = 8 / sizeof(T);  // a lane has 128 bytes of keys and values on the way
+  constexpr int kChunk = kGroups * kUnroll;
+  const Team team = shape.team;
+  const int head = blockIdx.x % shape.heads;
+  const int row = blockIdx.x / shape.heads * team.items() + team.item();
+  const int group = threadIdx.x / kLanes, column = threadIdx.x % kLanes * kSize;
+  const int channel = head * shape.width + column;
+  const bool works = row < shape.rows && column < shape.width;
+  wait_for_previous_kernel();
+  start_next_kernel();
+
+  const Span span = row < shape.rows ? keys.span(row) : Span{0, 0};
+  float q[kSize] = {};
+  if (works) {
+    Columns<T> packed;
+    packed.load(keys.query(row) + channel);
+    packed.unpack(q);
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) q[e] *= shape.scale;
+  }
+  // Of a key that lies in a group of lanes; every lane takes part.
+  const auto score_of = [&](const Columns<T>& key) {
+    float k[kSize], sum = 0.0f;
+    key.unpack(k);
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) sum = fmaf(q[e], k[e], sum);
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+      sum += __shfl_xor_sync(kAllLanes, sum, offset);
+    }
+    return sum;
+  };
+
+  Softmax<T, 1, kSize> state;
+  if constexpr (kHasNewest) {
+    const bool has = team.rank() == 0 && group == 0;
+    Columns<T> key = {}, value = {};
+    if (works && has) {
+      key.load(keys.newest(row) + channel);
+      value.load(keys.newest(row) + keys.channels + channel);
+      keys.remember(span, channel, key, value);
+    }
+    const float score = score_of(key);
+    if (has) {
+      state.top[0] = score;
+      state.sum[0] = 1.0f;
+      value.unpack(state.o[0]);
+    }
+  }
+
+  // Positions that do not exist are copies of the last one, with no probability. Lanes beyond the
+  // head repeat its last channels, with a query of 0.
+  const T* const start = keys.start(span) + head * shape.width + min(column, shape.width - kSize);
+  for (int first = team.rank() * kChunk; first < span.count; first += kChunk << team.shift) {
+    const auto position = [&](int u) { return first + u * kGroups + group; };
+    const auto existing = [&](int u) { return min(position(u), span.count - 1); };
+    int rows[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) rows[u] = keys.row_of(span, existing(u));
+    Columns<T> key[kUnroll], value[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const T* const from =
+          forward(forward(start, existing(u), keys.stride), rows[u], keys.row_stride);
+      key[u].load(from);
+      value[u].load(from + keys.to_value);
+    }
+    float score[kUnroll], top = -INFINITY;
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      score[u] = score_of(key[u]);
+      if (position(u) >= span.count) score[u] = -INFINITY;
+      top = fmaxf(top, score[u]);
+    }
+    state.raise(0, top);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const float probability = Base<T>::exp(score[u] - state.top[0]);
+      state.sum[0] += probability;
+      float v[kSize];
+      value[u].unpack(v);
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) state.o[0][e] = fmaf(probability, v[e], state.o[0][e]);
+    }
+  }
+
+  merge(state, team, min(team.warps(), (span.count + kChunk - 1) / kChunk));
+  if (team.rank() > 0) return;
+#pragma unroll
+  for (int offset = kLanes; offset < kWarp; offset *= 2) {
+    state.merge(0, [&](int, float x) { return __shfl_xor_sync(kAllLanes, x, offset); });
+  }
+  if (works && group == 0) {
+    const bool has_keys = kHasNewest || span.count > 0;
+    const float factor = has_keys ? Base<T>::divide(1.0f, state.sum[0]) : 0.0f;
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) state.o[0][e] *= factor;
+    Columns<T> packed;
+    packed.pack(state.o[0]);
+    packed.store(out + static_cast<int64_t>(row) * shape.heads * shape.width + channel);
+  }
+}
+
+// ---- launch ----
+
+// Larger teams for as long as the GPU would not be busy otherwise.
+inline Team team_for(int64_t items, int32_t device) {
+  const int64_t busy = resident_blocks(device, kBusyWarps);
+  Team team{0};
+  while (team.shift < kMaxShift && items << (team.shift + 1) <= busy) ++team.shift;
+  return team;
+}
+
+// Width of a head.
+inline int64_t width_of(const char* op, int64_t channels, int64_t heads) {
+  require(heads > 0 && channels % heads == 0, op, ": ", channels, " channels cannot be cut into ",
+          heads, " heads");
+  return channels / heads;
+}
+
+// From keys to values, which have to lie alike.
+template <typename T>
+int64_t to_values(const char* op, const Tensor& keys, const Tensor& values) {
+  for (int64_t i = 0; i < keys.dim(); ++i) {
+    require(keys.stride(i) == values.stride(i), op, ": keys and values must have equal strides");
+  }
+  return static_cast<const T*>(values.const_data_ptr()) -
+         static_cast<const T*>(keys.const_data_ptr());
+}
+
+// From one index of a dimension to the next.
+template <typename T>
+int bytes_between(const char* op, const Tensor& keys, int64_t dimension) {
+  const int64_t bytes = keys.stride(dimension) * static_cast<int64_t>(sizeof(T));
+  require(bytes <= INT_MAX, op, ": keys are too far apart");
+  return static_cast<int>(bytes);
+}
+
+template <typename T>
+Shape shape_of(const Tensor& out, int64_t heads, int64_t width, double scale, Team team) {
+  return {static_cast<int>(out.size(0)), static_cast<int>(heads), static_cast<int>(width),
+          static_cast<float>(scale * Base<T>::kLogE), team};
+}
+
+template <typename T, int kWidth, bool kHasNewest, typename Keys>
+void launch_rows(const char* op, const Keys& keys, const Tensor& out, int64_t heads, int64_t width,
+                 double scale) {
+  const int32_t device = out.get_device();
+  const Team team = team_for(out.size(0) * heads, device);
+  const int64_t blocks = blocks_for(out.size(0), kWarps >> team.shift) * heads;
+  launch_early(op, decode_attention_rows_kernel<T, kWidth, kHasNewest, Keys>, dim3(blocks),
+               dim3(kWarp, kWarps), shared_bytes<Softmax<T, 1, kSize>>(team),
+               current_stream(device), keys, shape_of<T>(out, heads, width, scale, team),
+               static_cast<T*>(out.mutable_data_ptr()));
+}
+
+}  // namespace lightseq::decode_attention

@@ -1,0 +1,205 @@
+"""One step of the decoder from ops alone, and the graphs and the memory that serve all steps.
+
+Letters: N rows (hypotheses and spare ones), C model width, H heads, T packed source tokens, B
+sentences, S padded source length.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightseq_fairseq import ops
+from lightseq_fairseq.generation.memory import Memory
+from lightseq_fairseq.graphs import Graphs
+from lightseq_fairseq.layers.attention import MultiheadAttention
+from lightseq_fairseq.layers.decoder import memory_weights
+from lightseq_fairseq.layers.residual_norm import Residual, layer_norm, residual_norm_fwd
+from lightseq_fairseq.parameters import as_one
+
+_KEPT = 0.1  # of the GPU's memory: the most that is held between two batches
+
+
+def bucket(rows: int) -> int:
+    """How many rows steps run with for so many hypotheses: few different numbers.
+
+    Powers of two up to 64, then multiples of 64, at most four to a doubling.
+    """
+    if rows <= 64:
+        return 1 << max(rows - 1, 0).bit_length()
+    unit = max(64, 1 << ((rows - 1).bit_length() - 3))
+    return -(-rows // unit) * unit
+
+
+class Attention(NamedTuple):
+    """Of which layer's cross attention the weights are wanted, averaged over how many heads."""
+
+    layer: int
+    heads: int | None
+
+
+class StepDecoder:
+    """Runs the steps of one decoder, as CUDA graphs where they can be captured.
+
+    Graphs, and the memory they read, are kept from batch to batch until the weights move.
+
+    ``decoder``, in the methods, has ``layers``, ``layer_norm``, ``embed_packed`` and
+    ``project_out`` as ``plugins.transformer.LSTransformerDecoder``. It owns this object, which
+    therefore keeps no reference to it; a copy of it starts with an empty one.
+    """
+
+    memory: Memory
+
+    def __init__(self) -> None:
+        self._weights: list[Any] = []  # where they lie, and of which type
+        self._graphs: Graphs | None = None
+        self._user: Callable[[], object] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+    def lent_to(self, user: object) -> StepDecoder:
+        """This, or an empty one while another user, who got this one, still lives."""
+        if self._user is not None and self._user() is not None:
+            return StepDecoder()
+        self._user = weakref.ref(user)
+        return self
+
+    def begin(
+        self, decoder: Any, features: Tensor, cu_seqlens: Tensor, rows: int, positions: int
+    ) -> Memory:
+        """Make room for a batch and compute what its steps share.
+
+        features: [T, C_enc], the encoder's packed output. cu_seqlens: int32 [B + 1].
+        rows: the most that are needed; positions: so many at least.
+        """
+        layers = list(decoder.layers)
+        weights = [(p.data_ptr(), p.dtype) for p in decoder.parameters()]
+        if weights != self._weights:
+            self.forget()
+            first = next(decoder.parameters())
+            self.memory = Memory(len(layers), layers[0].self_attn.out_proj.out_features, first)
+            self._graphs, self._weights = Graphs(first.device, "decoding steps"), weights
+        weight, bias = (as_one(parameters) for parameters in memory_weights(layers))
+        source = ops.linear_fwd(features, weight, bias)
+        self.memory.open(_room(rows), positions, source, cu_seqlens)
+        return self.memory
+
+    def make_room(self, rows: int, positions: int, used: int) -> None:
+        """Go on with at least so many rows and positions; the first ``used`` positions are kept."""
+        memory = self.memory
+        if rows > memory.rows or positions > memory.positions:
+            most = max(positions, memory.positions * 3 // 2)
+            memory.resize(_room(max(rows, memory.rows)), most, used)
+
+    def run(self, key: tuple[Any, ...], function: Callable[[], Any]) -> Any:
+        """Run a step; a function of the same key is the same function.
+
+        Returns what it returns, which the next run may overwrite.
+        """
+        assert self._graphs is not None
+        if self.memory.moved:
+            self._void()
+        return self._graphs.run((self.memory.rows, *key), function)
+
+    def end(self) -> None:
+        """Give back memory beyond what is kept."""
+        device, most = self.memory.device, 0.0
+        if device.type == "cuda":
+            most = _KEPT * torch.cuda.get_device_properties(device).total_memory
+        if self.memory.nbytes > most:
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop graphs and memory, after an error within a step, say."""
+        if self._graphs is not None:
+            self._void()
+            del self.memory
+        self._graphs, self._weights = None, []
+
+    def _void(self) -> None:
+        """Drop the graphs: what they read lies elsewhere."""
+        if self._graphs is not None:
+            self._graphs.clear()
+            self.memory.moved = False
+
+    def features(
+        self, decoder: Any, rows: int, beam: int, attention: Attention | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Features [N, C] of ``memory.tokens[:rows]``, whose keys and values join the cache.
+
+        beam: rows of a slot, see ``Memory.sentences``. attention: weights that are wanted as well,
+        float32 [N, S]; then beam is 1.
+        """
+        memory, rng = self.memory, self.memory.rng
+        positions = memory.step.expand(rows)
+        x = decoder.embed_packed(memory.tokens[:rows], positions, 1, rng, 1)
+        layers = list(decoder.layers)
+        slots = memory.sentences[: rows // beam]
+        stream = weights = None
+        if layers[0].normalize_before:
+            stream, x = x, layer_norm(x, layers[0].self_attn_layer_norm)
+        for place, layer in enumerate(layers):
+            last = place + 1 == len(layers)
+            following = decoder.layer_norm if last else layers[place + 1].self_attn_layer_norm
+            norms = layer.norms(following)
+
+            block = layer.self_attn
+            projections = (block.q_proj, block.k_proj, block.v_proj)
+            qkv = ops.linear_fwd(
+                x, as_one([p.weight for p in projections]), as_one([p.bias for p in projections])
+            )
+            keys, values = memory.cache[:, place].unbind(1)
+            out = ops.decode_self_attention(
+                qkv, keys, values, memory.ancestry, memory.step, block.num_heads, _scale(block)
+            )
+            stream, x = _close(out, x, stream, block, layer.residual(norms[0], rng, 1))
+
+            block = layer.encoder_attn
+            q = ops.linear_fwd(x, block.q_proj.weight, block.q_proj.bias)
+            keys, values = memory.source[:, place].unbind(1)
+            out = ops.decode_cross_attention(
+                q, keys, values, memory.cu_seqlens, slots, beam, block.num_heads, _scale(block)
+            )
+            if attention is not None and place == attention.layer:
+                each = _cross_weights(q, keys, memory.columns, slots, block)
+                weights = each[: attention.heads].mean(0)
+            stream, x = _close(out, x, stream, block, layer.residual(norms[1], rng, 3))
+
+            stream, x = layer.feed_forward(x, stream, norms[2], rng, 4)
+        return decoder.project_out(stream if x is None else x), weights
+
+
+def _room(rows: int) -> int:
+    """Rows of the memory for batches of so many: 2^k or 3 * 2^k, as every size has its graphs."""
+    power = 1 << max(rows - 1, 0).bit_length()
+    return power * 3 // 4 if power >= 4 and rows <= power * 3 // 4 else power
+
+
+def _scale(block: MultiheadAttention) -> float:
+    return (block.out_proj.in_features // block.num_heads) ** -0.5
+
+
+def _close(
+    out: Tensor, x: Tensor, stream: Tensor | None, block: MultiheadAttention, residual: Residual
+) -> Any:
+    """Output projection and the sublayer's end, as ``MultiheadAttention.self_attention`` has it."""
+    h = ops.linear_fwd(out, block.out_proj.weight, None)
+    before = x if stream is None else stream
+    return residual_norm_fwd(h, block.out_proj.bias, before, *residual.parameters, residual)[1]
+
+
+def _cross_weights(
+    q: Tensor, keys: Tensor, columns: Tensor, sentences: Tensor, block: MultiheadAttention
+) -> Tensor:
+    """What q [N, C] attends to, at the places of the padded source: float32 [H, N, S]."""
+    tokens = columns[sentences.clamp_min(0).long()].long()
+    heads = block.num_heads
+    queries = q.unflatten(1, (heads, -1)) * _scale(block)
+    seen = keys[tokens.clamp_min(0)].unflatten(2, (heads, -1))
+    scores = torch.einsum("nhd,nshd->hns", queries, seen)
+    return torch.softmax(scores.masked_fill_(tokens < 0, -torch.inf), -1, dtype=torch.float32)

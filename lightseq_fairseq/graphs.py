@@ -1,0 +1,132 @@
+"""Functions that run again and again on a GPU, as CUDA graphs: steps of training, of decoding."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from lightseq_fairseq import library, ops
+
+logger = logging.getLogger(__name__)
+
+MOST_GRAPHS = 256
+_LARGEST_GRAPH = 64 << 20  # bytes; the rest of what goes meanwhile, other processes have taken
+_GRAPH_MEMORY = 0.1  # of the GPU's memory: what graphs themselves, without their tensors, may take
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    result: Any
+
+
+class Graphs:
+    """Runs functions without arguments as CUDA graphs.
+
+    The first time is plain: nothing is done twice, and libraries choose their algorithms then. A
+    function for which they have chosen already is captured at once. All graphs share one pool of
+    memory, which they may since they run one after the other and leave only results in it. The
+    least recently used one goes when there are too many; each time that happens to a function it
+    has to run plainly twice as often before it is captured again, since batches of too many shapes
+    would else be captured over and over.
+
+    Args:
+        what: the functions, in a few words for the log.
+    """
+
+    def __init__(self, device: torch.device, what: str) -> None:
+        self.device, self.what = device, what
+        self._plain: Counter[Any] = Counter()  # plain runs since the graph went, by key
+        self._needed: dict[Any, int] = {}  # so many before the next graph, once one has gone
+        self._graphs: OrderedDict[Any, _Captured] = OrderedDict()
+        self._refusal = _refusal(device)
+        if self._refusal:
+            logger.info("%s are not captured: %s", what, self._refusal)
+        elif self._refusal is None:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self.device)
+        self._memory = 0  # bytes of the graphs themselves
+        self._told = 1  # the log is told when there are so many
+        self._budget = int(_GRAPH_MEMORY * torch.cuda.mem_get_info(self.device)[1])
+
+    def run(self, key: Any, function: Callable[[], Any], is_prepared: bool = False) -> Any:
+        """Run ``function``, or the graph of an earlier one with that key.
+
+        is_prepared: libraries have nothing to choose any more.
+        Returns what the function does; a graph writes to the same tensors every time.
+        """
+        captured = self._graphs.get(key)
+        if captured is not None:
+            self._graphs.move_to_end(key)
+        elif self._refusal is None and self._plain[key] >= self._needed.get(key, not is_prepared):
+            captured = self._capture(key, function)
+        if captured is None:
+            self._plain[key] += 1
+            return function()
+        captured.graph.replay()
+        return captured.result
+
+    def _capture(self, key: Any, function: Callable[[], Any]) -> _Captured | None:
+        while len(self._graphs) >= MOST_GRAPHS or (self._graphs and self._memory > self._budget):
+            self._memory -= self._memory // len(self._graphs)
+            oldest, _ = self._graphs.popitem(last=False)
+            self._plain[oldest], self._needed[oldest] = 0, 2 * self._needed.get(oldest, 1)
+        before = _used_outside_torch(self.device)
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph: that waits for the device and gives back the allocator's memory.
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    result = function()
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            if "out of memory" in str(error):
+                raise
+            self._refusal = str(error).splitlines()[0]
+            logger.warning("%s go on without CUDA graphs: %s", self.what, self._refusal)
+            return None
+        taken = _used_outside_torch(self.device) - before
+        self._memory += min(max(taken, 0), _LARGEST_GRAPH)
+        captured = self._graphs[key] = _Captured(graph, result)
+        count = len(self._graphs)
+        if count >= self._told:
+            self._told = 2 * count
+            logger.info(
+                "captured %d CUDA graphs of %s, which take %.2f of at most %.1f GiB", count,
+                self.what, self._memory / 2**30, self._budget / 2**30,
+            )  # fmt: skip
+        return captured
+
+    def clear(self) -> None:
+        if self._refusal is None:
+            torch.cuda.synchronize(self.device)  # one of them may be running in the pool
+        self._graphs.clear()
+        self._plain.clear()
+        if self._refusal is None:
+            self._begin()
+
+
+def _refusal(device: torch.device) -> str | None:
+    """Why steps cannot be captured, in a few words; empty where nobody expects it."""
+    if device.type != "cuda":
+        return ""
+    if os.environ.get("LIGHTSEQ_CAPTURE") == "0":
+        return "LIGHTSEQ_CAPTURE=0"
+    if os.environ.get("LIGHTSEQ_CHECK_INDICES") == "1":
+        return "LIGHTSEQ_CHECK_INDICES=1 reads every index"
+    missing = sorted(set(ops.REFERENCES) - set(library.load().kernels))
+    return f"there is no kernel for {missing[0]} on this GPU" if missing else None
+
+
+def _used_outside_torch(device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free - torch.cuda.memory_reserved(device))

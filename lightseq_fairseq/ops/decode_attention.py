@@ -1,0 +1,188 @@
+"""Attention of the newest token of every hypothesis: over its own past, and over the source.
+
+out[n] = softmax(scale * q[n] k^T) v      in each head, for one query a hypothesis
+
+self:  k and v are those of positions 0 ... step of the hypothesis. The cache keeps them where they
+       were computed: the row that holds position p of hypothesis n is ancestry[p, n], so that beam
+       search reorders 4 bytes a position instead of the cache (FasterTransformer's indirection).
+cross: k and v are those of the sentence that the hypothesis translates, one packed copy for all
+       hypotheses of its beam.
+
+N hypotheses, beam of them neighbours in a slot; P positions and R rows of the cache; C channels,
+H heads; S sentences, T packed source tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import FLOATS, INTEGERS, check_boundaries, check_range, check_rows, check_tensor
+from .numerics import work_dtype
+from .registry import register
+
+
+def decode_self_attention(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ancestry: Tensor,
+    step: Tensor,
+    heads: int,
+    scale: float,
+) -> Tensor:
+    """out [N, C] contiguous; writes the new tokens' keys and values to row n of position step.
+
+    qkv: [N, 3 * C], query, key and value of the new tokens, as one product leaves them.
+    keys, values: [P, R, C] with R >= N, one layer's cache; any strides but the last one's.
+    ancestry: int32 [P, R]; ancestry[p, n] in [0, R) for p < step, anything from there on.
+    step: int32 or int64, no dimension: the position of the new token, below P. It is read on the
+    device, so one captured graph serves all steps.
+    Raises ValueError on a wrong shape, dtype, device or layout. A step beyond the cache stops a
+    CUDA kernel with a device-side assertion; LIGHTSEQ_CHECK_INDICES=1 checks it before.
+    """
+    op = "decode_self_attention"
+    check_tensor(op, "keys", keys, ("P", "R", "C"), FLOATS)
+    positions, rows, channels = keys.shape
+    check_tensor(op, "values", values, keys.shape, (keys.dtype,), keys)
+    check_tensor(op, "qkv", qkv, ("N", 3 * channels), (keys.dtype,), keys)
+    check_tensor(op, "ancestry", ancestry, (positions, rows), (torch.int32,), keys)
+    check_tensor(op, "step", step, (), INTEGERS, keys)
+    for name, x in (("qkv", qkv), ("keys", keys), ("values", values), ("ancestry", ancestry)):
+        check_rows(op, name, x)
+    if len(qkv) > rows:
+        raise ValueError(f"{op}: {len(qkv)} hypotheses do not fit into a cache of {rows} rows")
+    _check_heads(op, channels, heads)
+    check_range(op, "step", step, positions, "P")
+    out: Tensor = _SELF(qkv, keys, values, ancestry, step, heads, scale)
+    return out
+
+
+def decode_cross_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    sentences: Tensor,
+    beam: int,
+    heads: int,
+    scale: float,
+) -> Tensor:
+    """out [N, C] contiguous; a query gives 0 where its sentence is empty or there is none.
+
+    q: [N, C], N >= len(sentences) * beam; rows of one slot are neighbours, further ones give 0.
+    keys, values: [T, C], rows may be strided (views of all layers' product).
+    cu_seqlens: int32 [S + 1], first row of each sentence and the end of the last.
+    sentences: int32 [slots], the sentence that each translates, negative for none.
+    Raises ValueError on a wrong shape, dtype, device or layout. Sentence numbers are not checked.
+    """
+    op = "decode_cross_attention"
+    check_tensor(op, "q", q, ("N", "C"), FLOATS)
+    channels = q.shape[1]
+    check_tensor(op, "keys", keys, ("T", channels), (q.dtype,), q)
+    check_tensor(op, "values", values, keys.shape, (q.dtype,), q)
+    check_tensor(op, "cu_seqlens", cu_seqlens, ("S + 1",), (torch.int32,), q)
+    check_tensor(op, "sentences", sentences, ("slots",), (torch.int32,), q)
+    for name, x in (("q", q), ("keys", keys), ("values", values)):
+        check_rows(op, name, x)
+    if beam < 1 or len(q) < len(sentences) * beam:
+        raise ValueError(
+            f"{op}: q must have beam rows for each of {len(sentences)} sentences,"
+            f" got {len(q)} rows and beam {beam}"
+        )
+    if len(cu_seqlens) < 2:
+        raise ValueError(f"{op}: cu_seqlens must hold at least one sentence")
+    _check_heads(op, channels, heads)
+    check_boundaries(op, "cu_seqlens", cu_seqlens, len(keys))
+    out: Tensor = _CROSS(q, keys, values, cu_seqlens, sentences, beam, heads, scale)
+    return out
+
+
+def decode_self_attention_reference(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ancestry: Tensor,
+    step: Tensor,
+    heads: int,
+    scale: float,
+) -> Tensor:
+    """Reference of lightseq::decode_self_attention."""
+    rows, last = len(qkv), int(step)
+    q, k, v = qkv.chunk(3, dim=1)
+    keys[last, :rows], values[last, :rows] = k, v
+
+    own = torch.arange(rows, dtype=ancestry.dtype, device=ancestry.device)
+    row = torch.cat((ancestry[:last, :rows], own[None])).t().long()
+    position = torch.arange(last + 1, device=row.device)
+    past_keys, past_values = keys[position, row], values[position, row]  # [N, step + 1, C]
+    return _attend(q[:, None], past_keys, past_values, None, heads, scale)[:, 0]
+
+
+def decode_cross_attention_reference(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    sentences: Tensor,
+    beam: int,
+    heads: int,
+    scale: float,
+) -> Tensor:
+    """Reference of lightseq::decode_cross_attention."""
+    slots, sentence = len(sentences), sentences.clamp_min(0).long()
+    start = cu_seqlens[sentence]
+    length = (cu_seqlens[sentence + 1] - start).masked_fill_(sentences < 0, 0)
+    longest = int(length.max()) if slots else 0
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    if longest == 0:
+        return out
+    position = torch.arange(longest, device=q.device)
+    hidden = position >= length[:, None]  # [slots, longest]
+    token = (start[:, None] + position).masked_fill_(hidden, 0)
+    slot_keys, slot_values = (x[token].masked_fill_(hidden[..., None], 0) for x in (keys, values))
+    queries = q[: slots * beam].unflatten(0, (slots, beam))
+    attended = _attend(queries, slot_keys, slot_values, hidden, heads, scale)
+    attended.masked_fill_((length == 0)[:, None, None], 0)
+    out[: slots * beam] = attended.flatten(0, 1)
+    return out
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, heads: int, scale: float
+) -> Tensor:
+    """q [B, Lq, C] over k and v [B, Lk, C]; hidden bool [B, Lk]: keys that nobody sees."""
+    dtype = work_dtype(q)
+    queries, keys, values = (x.to(dtype).unflatten(2, (heads, -1)) for x in (q, k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", queries, keys).mul_(scale)
+    if hidden is not None:
+        scores.masked_fill_(hidden[:, None, None], -torch.inf)
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), values)
+    return out.flatten(2).to(q.dtype)
+
+
+def _check_heads(op: str, channels: int, heads: int) -> None:
+    if heads < 1 or channels % heads:
+        raise ValueError(f"{op}: {channels} channels cannot be cut into {heads} heads")
+
+
+def _decode_self_attention_fake(qkv: Tensor, *arguments: object) -> Tensor:
+    return qkv.new_empty((qkv.shape[0], qkv.shape[1] // 3))
+
+
+def _decode_cross_attention_fake(q: Tensor, *arguments: object) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+_SELF = register(
+    "decode_self_attention(Tensor qkv, Tensor(a!) keys, Tensor(b!) values, Tensor ancestry,"
+    " Tensor step, int heads, float scale) -> Tensor",
+    decode_self_attention_reference,
+    _decode_self_attention_fake,
+)
+_CROSS = register(
+    "decode_cross_attention(Tensor q, Tensor keys, Tensor values, Tensor cu_seqlens,"
+    " Tensor sentences, int beam, int heads, float scale) -> Tensor",
+    decode_cross_attention_reference,
+    _decode_cross_attention_fake,
+)

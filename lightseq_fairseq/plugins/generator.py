@@ -1,0 +1,112 @@
+"""What fairseq's tasks translate with when the model is ours: the search of ``generation``.
+
+``task.build_generator`` gives fairseq's generator as ever, of a class that searches by itself
+where it knows how: one ``ls_transformer``, beam search, diverse beam search or, on a GPU, sampling.
+Whatever else is asked of it, it leaves to fairseq's own search, which calls our decoder token by
+token. Importing this module changes ``FairseqTask.build_generator``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from fairseq import search as fairseq_search
+from fairseq.sequence_generator import SequenceGenerator
+from fairseq.tasks import FairseqTask
+from torch import Tensor
+
+from lightseq_fairseq.generation.incremental import expected_length
+from lightseq_fairseq.generation.search import MOST_BEAM, Rules, search
+from lightseq_fairseq.layers import draw_rng
+from lightseq_fairseq.plugins.transformer import LSTransformerModel
+
+
+class LSSequenceGenerator(SequenceGenerator):
+    """``fairseq.sequence_generator.SequenceGenerator`` without the host in its loop.
+
+    The results are the same; ``attention`` of a hypothesis is empty, and tensors are on the CPU.
+    """
+
+    def _generate(
+        self, sample: dict[str, Any], prefix_tokens: Tensor | None = None,
+        constraints: Tensor | None = None, bos_token: int | None = None,
+    ) -> Any:  # fmt: skip
+        inputs = sample["net_input"]
+        rules = None
+        if prefix_tokens is None and constraints is None and "src_tokens" in inputs:
+            rules = self._rules(inputs["src_tokens"].is_cuda)
+        if rules is None:
+            return super()._generate(sample, prefix_tokens, constraints, bos_token)
+        tokens = inputs["src_tokens"]
+        if len(tokens) == 0:
+            return []
+        longest = tokens.shape[1]
+        max_len = min(int(self.max_len_a * longest + self.max_len_b), self.max_len - 1)
+        assert self.min_len <= max_len, (
+            "min_len cannot be larger than max_len, please adjust these!"
+        )
+        model = self.model.single_model
+        rng = draw_rng(tokens.device) if rules.sampled else None
+        features, segments = model.encoder.packed(tokens, tokens.new_zeros(2))
+        return search(
+            model.decoder.steps, model.decoder, features, segments.cu_seqlens, rules,
+            self.eos if bos_token is None else bos_token, max_len, expected_length(longest), rng,
+        )  # fmt: skip
+
+    def _rules(self, is_cuda: bool) -> Rules | None:
+        """How to search, or None where fairseq's search is to do it."""
+        strategy = self.search
+        if (
+            self.model.models_size > 1
+            or self.lm_model is not None
+            or self.repeat_ngram_blocker is not None
+            or self.token_indices_to_suppress is not None
+            or self.match_source_len
+            or 2 * self.beam_size >= self.vocab_size
+            or (is_cuda and self.beam_size > MOST_BEAM)
+        ):
+            return None
+        if type(strategy) is fairseq_search.BeamSearch:
+            special: dict[str, Any] = {}
+        elif type(strategy) is fairseq_search.DiverseBeamSearch:
+            # fairseq keeps the strength's negative. It raises where groups do not divide the beam.
+            special = {"groups": strategy.num_groups, "diversity": -strategy.diversity_strength}
+            if self.beam_size % strategy.num_groups or special["diversity"] < 0:
+                return None
+        elif type(strategy) is fairseq_search.Sampling and is_cuda:
+            # On a CPU a seed gives the draws that it gives fairseq.
+            special = {
+                "sampled": True,
+                "topk": max(strategy.sampling_topk, 0),
+                "topp": max(strategy.sampling_topp, 0.0),
+            }
+        else:
+            return None
+        return Rules(
+            beam=self.beam_size, pad=self.pad, eos=self.eos, unk=self.unk, min_len=self.min_len,
+            unk_penalty=self.unk_penalty, temperature=self.temperature,
+            length_penalty=self.len_penalty if self.normalize_scores else 0.0, **special,
+        )  # fmt: skip
+
+
+def _choose_in_build_generator() -> None:
+    original = FairseqTask.build_generator
+
+    @functools.wraps(original)
+    def build_generator(
+        self: Any, models: Any, args: Any, seq_gen_cls: Any = None, *others: Any, **options: Any
+    ) -> Any:
+        # Alignments, which --replace-unk needs as well, come from another generator of fairseq's.
+        alignments = any(
+            getattr(args, name, None) is not None and getattr(args, name) is not False
+            for name in ("print_alignment", "replace_unk")
+        )
+        if seq_gen_cls is None and not alignments and isinstance(models[0], LSTransformerModel):
+            seq_gen_cls = LSSequenceGenerator
+        return original(self, models, args, seq_gen_cls, *others, **options)
+
+    FairseqTask.build_generator = build_generator
+
+
+_choose_in_build_generator()

@@ -1,0 +1,148 @@
+"""The kernel that merges the beams of a sentence against the reference on the CPU, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightseq_fairseq import ops
+
+pytestmark = pytest.mark.gpu
+
+EOS, V, MAX_LEN = 2, 40, 68
+INF = torch.inf
+
+
+def state(sentences: list[int], beam: int, positions: int, step: int, max_len: int = MAX_LEN):
+    """A search in the middle, by name; results of earlier steps are there."""
+    count, rows = len(sentences) * beam, (max([*sentences, len(sentences)]) + 1) * beam + 3
+    tensors = {
+        "progress": torch.tensor([step, max_len, len(sentences), 0]),
+        "sentences": torch.tensor(sentences),
+        "tokens": torch.randint(4, V, (count,)),
+        "scores": torch.randn(count),
+        "ancestry": torch.full((positions, rows), -9),
+        "past_tokens": torch.randint(4, V, (positions, rows)),
+        "past_scores": torch.randn(positions, rows),
+        "hypothesis_tokens": torch.full((positions, rows), -5),
+        "hypothesis_scores": torch.full((positions, rows), -5.0),
+        "lengths": torch.zeros(rows),
+        "totals": torch.full((rows,), -5.0),
+    }
+    for slot in range(len(sentences)):
+        mine = slice(slot * beam, (slot + 1) * beam)
+        tensors["ancestry"][:step, mine] = mine.start + torch.randint(0, beam, (step, beam))
+    for sentence in filter(lambda number: number >= 0, sentences):
+        found = int(torch.randint(0, beam, ()))
+        tensors["lengths"][sentence * beam :][:found] = 4
+    real = ("scores", "past_scores", "hypothesis_scores", "totals")
+    return {name: x if name in real else x.int() for name, x in tensors.items()}
+
+
+def candidates(count: int, beam: int, drawn: bool) -> tuple[Tensor, Tensor]:
+    """Sorted lists with many ends and many ties, among each other too; some that are dead."""
+    width = 1 if drawn else 2 * beam
+    tokens = torch.empty(count, width, dtype=torch.int64)
+    for row in tokens:
+        others = torch.randperm(max(V, width + 1))
+        row[:] = others[others != EOS][:width]
+    tokens[::2, 0] = EOS
+    scores = torch.randn(count, width).mul_(4).round_().div_(4)
+    scores[:, width - width // 4 :] = -INF
+    scores[1::5] = -INF
+    order = tokens.argsort(dim=1)
+    scores, tokens = scores.gather(1, order), tokens.gather(1, order)
+    scores, order = scores.sort(dim=1, descending=True, stable=True)
+    return scores, tokens.gather(1, order).int()
+
+
+def same_as_reference(found, tensors, *options):
+    """Both devices do the step; the tensors have changed afterwards."""
+    on_gpu = {name: x.cuda() for name, x in tensors.items()}
+    ops.beam_advance(*(x.cuda() for x in found), *on_gpu.values(), *options)
+    ops.beam_advance(*found, *tensors.values(), *options)
+    for name, x in tensors.items():
+        assert torch.equal(on_gpu[name].cpu(), x), name
+
+
+@pytest.mark.parametrize("beam", [1, 2, 4, 5, 8, 32, 64])
+@pytest.mark.parametrize("step", [0, 1, 30, 67, MAX_LEN])
+def test_beam_search(step, beam):
+    torch.manual_seed(100 * step + beam)
+    for _ in range(3):
+        sentences = [2, -1, 0, 5, 1]
+        tensors = state(sentences, beam, MAX_LEN + 2, step)
+        found = candidates(len(sentences) * beam, beam, False)
+        same_as_reference(found, tensors, beam, 1, 0.0, EOS, 0.6)
+
+
+@pytest.mark.parametrize(("beam", "groups"), [(4, 2), (6, 3), (6, 2), (5, 5), (32, 4)])
+@pytest.mark.parametrize("diversity", [0.25, 0.3, 2.0])
+def test_diverse_beam_search(diversity, beam, groups):
+    torch.manual_seed(beam)
+    for step in (0, 9, 33):
+        tensors = state([1, 0, 2], beam, MAX_LEN + 2, step)
+        same_as_reference(
+            candidates(3 * beam, beam, False), tensors, beam, groups, diversity, EOS, 1.0
+        )
+
+
+@pytest.mark.parametrize("beam", [1, 3, 64])
+def test_sampling(beam):
+    torch.manual_seed(beam)
+    for step in (0, 20):
+        tensors = state([1, -1, 0], beam, MAX_LEN + 2, step)
+        same_as_reference(candidates(3 * beam, beam, True), tensors, beam, 1, 0.0, EOS, 1.0)
+
+
+def test_a_whole_search():
+    """Step after step from the beginning, until every sentence has ended."""
+    torch.manual_seed(0)
+    beam, slots = 4, 30
+    tensors = state(list(range(slots)), beam, 20, 0, max_len=18)
+    tensors["lengths"].zero_()
+    for _ in range(19):
+        same_as_reference(candidates(slots * beam, beam, False), tensors, beam, 1, 0.0, EOS, 0.6)
+    assert tensors["progress"].tolist() == [19, 18, 0, 0] and tensors["sentences"].eq(-1).all()
+
+
+def test_nobody_there():
+    tensors = state([], 4, 20, 3)
+    same_as_reference(candidates(0, 4, False), tensors, 4, 1, 0.0, EOS, 1.0)
+    assert tensors["progress"][0] == 4
+
+
+def test_one_graph_serves_all_steps():
+    torch.manual_seed(0)
+    beam, slots = 5, 200
+    tensors = state(list(range(slots)), beam, 12, 0, max_len=10)
+    tensors["lengths"].zero_()
+    on_gpu = {name: x.cuda() for name, x in tensors.items()}
+    found = [x.cuda() for x in candidates(slots * beam, beam, False)]
+    options = beam, 1, 0.0, EOS, 0.6
+    warm = {name: x.clone() for name, x in on_gpu.items()}
+    ops.beam_advance(*found, *warm.values(), *options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.beam_advance(*found, *on_gpu.values(), *options)
+    for _ in range(11):
+        new = candidates(slots * beam, beam, False)
+        for x, y in zip(found, new, strict=True):
+            x.copy_(y)
+        graph.replay()
+        ops.beam_advance(*new, *tensors.values(), *options)
+        for name, x in tensors.items():
+            assert torch.equal(on_gpu[name].cpu(), x), name
+
+
+def test_refusals():
+    found, tensors = candidates(65, 65, False), state([0], 65, 20, 3)
+    with pytest.raises(RuntimeError, match="beam_advance: beam must be at most 64 on a GPU, is 65"):
+        same_as_reference(found, tensors, 65, 1, 0.0, EOS, 1.0)
+    found, tensors = candidates(4, 4, False), state([0], 4, 20, 3)
+    tensors["ancestry"] = torch.stack((tensors["ancestry"],) * 2, 2)[..., 0]
+    on_gpu = {name: x.cuda().as_strided(x.shape, x.stride()) if x.is_contiguous() else
+              torch.stack((x.cuda(),) * 2, 2)[..., 0] for name, x in tensors.items()}  # fmt: skip
+    with pytest.raises(RuntimeError, match="beam_advance: ancestry must be contiguous"):
+        ops.beam_advance(*(x.cuda() for x in found), *on_gpu.values(), 4, 1, 0.0, EOS, 1.0)

@@ -1,0 +1,192 @@
+"""Translating on a GPU: what a CPU finds, with and without graphs, and no waiting in the loop."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import digits
+import pytest
+import torch
+from digits import Toy, held_out
+from fairseq import utils
+from fairseq.dataclass.configs import GenerationConfig
+from fairseq.sequence_generator import SequenceGenerator
+from torch import Tensor
+
+from lightseq_fairseq import library
+from lightseq_fairseq.generation import search
+from lightseq_fairseq.generation.decoder import StepDecoder
+
+pytestmark = pytest.mark.gpu
+
+SEARCHES: dict[str, dict[str, Any]] = {
+    "greedy": {"beam": 1},
+    "beam-4": {"beam": 4, "lenpen": 0.6},
+    "beam-5": {"beam": 5, "unkpen": -1, "min_len": 3},
+    "max-len": {"beam": 4, "max_len_a": 0.5, "max_len_b": 3},
+    "groups": {"beam": 4, "diverse_beam_groups": 2, "diverse_beam_strength": 0.7},
+}
+Found = list[list[dict[str, Tensor]]]
+
+
+@pytest.fixture(scope="module", name="toy")
+def trained_toy() -> Toy:
+    return digits.toy()
+
+
+@functools.cache
+def batches(on_gpu: bool) -> list[dict[str, Any]]:
+    samples = list(held_out(digits.toy().task))
+    return [utils.move_to_cuda(sample) if on_gpu else sample for sample in samples]
+
+
+def translate(model: Any, by: Any = None, **options: Any) -> Found:
+    """The hypotheses of all held-out sentences, where the model is."""
+    toy = digits.toy()
+    generator = toy.task.build_generator([model], GenerationConfig(**options), seq_gen_cls=by)
+    found: Found = []
+    for sample in batches(next(model.parameters()).is_cuda):
+        found += toy.task.inference_step(generator, [model], sample)
+    return found
+
+
+def words(found: Found) -> list[list[list[int]]]:
+    return [[h["tokens"].tolist() for h in each] for each in found]
+
+
+def graphs(model: Any) -> int:
+    kept = model.decoder.steps._graphs
+    return 0 if kept is None else len(kept._graphs)
+
+
+def assert_close(ours: Found, expected: Found) -> None:
+    assert words(ours) == words(expected)
+    for mine, other in zip(ours, expected, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            for name in ("score", "positional_scores"):
+                torch.testing.assert_close(a[name].cpu(), b[name], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("by", [None, SequenceGenerator], ids=["own", "fairseqs"])
+@pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES.keys())
+def test_float32_is_the_cpus(toy: Toy, options: dict[str, Any], by: Any) -> None:
+    model = copy.deepcopy(toy.ls).cuda()
+    expected = translate(toy.ls, **options)
+    assert_close(translate(model, by, **options), expected)
+    before = graphs(model)
+    assert_close(translate(model, by, **options), expected)  # by graphs from the first step on
+    assert graphs(model) >= before > 0
+
+
+@pytest.mark.parametrize("by", [None, SequenceGenerator], ids=["own", "fairseqs"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_captured_and_plain_steps_are_equal(
+    toy: Toy, dtype: torch.dtype, by: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = copy.deepcopy(toy.ls).cuda().to(dtype)
+    runs = [translate(captured, by, beam=5) for _ in range(2)]
+    assert graphs(captured) > 0
+    monkeypatch.setenv("LIGHTSEQ_CAPTURE", "0")
+    plain = copy.deepcopy(toy.ls).cuda().to(dtype)
+    runs.append(translate(plain, by, beam=5))
+    assert graphs(plain) == 0
+    for run in runs[1:]:
+        assert words(run) == words(runs[0])
+        for mine, other in zip(run, runs[0], strict=True):
+            for a, b in zip(mine, other, strict=True):
+                assert torch.equal(a["positional_scores"], b["positional_scores"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bits_translate_as_well_as_fairseqs(toy: Toy, dtype: torch.dtype) -> None:
+    expected = words(translate(toy.ls, beam=4))
+
+    def others(model: Any) -> int:
+        """Sentences that 16 bits translate otherwise."""
+        found = words(translate(copy.deepcopy(model).cuda().to(dtype), beam=4))
+        return sum(a[0] != b[0] for a, b in zip(found, expected, strict=True))
+
+    assert others(toy.ls) <= max(2 * others(toy.native), 0.03 * len(expected))
+
+
+def test_nothing_waits_within_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(toy.ls).cuda()
+    for _ in range(3):  # after which nothing grows and nothing is left to capture
+        translate(model, beam=5)
+    calls: list[str] = []
+
+    def without_waiting(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapped(*arguments: Any) -> Any:
+            calls.append(function.__name__)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return function(*arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return wrapped
+
+    monkeypatch.setattr(StepDecoder, "run", without_waiting(StepDecoder.run))
+    monkeypatch.setattr(search, "_compact", without_waiting(search._compact))
+    monkeypatch.setattr(search, "_start", without_waiting(search._start))
+    translate(model, beam=5)
+    assert set(calls) == {"run", "_compact", "_start"}
+
+
+def test_graphs_are_bounded(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightseq_fairseq.graphs.MOST_GRAPHS", 3)
+    model = copy.deepcopy(toy.ls).cuda()
+    expected = translate(toy.ls, beam=3)
+    for _ in range(3):
+        assert_close(translate(model, beam=3), expected)
+        assert graphs(model) <= 3
+
+
+def test_weights_that_change_or_move(toy: Toy) -> None:
+    on_cpu, model = copy.deepcopy(toy.ls), copy.deepcopy(toy.ls).cuda()
+    translate(model, beam=2)
+    translate(model, beam=2)
+    with torch.no_grad():  # in place, as an optimizer does
+        for each in (on_cpu, model):
+            each.decoder.layers[0].fc1.weight.mul_(-1.0)
+    expected = translate(on_cpu, beam=2)
+    assert words(expected) != words(translate(toy.ls, beam=2))
+    assert_close(translate(model, beam=2), expected)
+    ours = translate(model.half().float(), beam=2)
+    assert_close(ours, translate(model.cpu(), beam=2))
+
+
+def test_memory_that_grows(toy: Toy) -> None:
+    model = copy.deepcopy(toy.ls).cuda()
+    tokens = batches(True)[0]["net_input"]["src_tokens"]
+    with torch.no_grad():
+        features, segments = model.encoder.packed(tokens, tokens.new_zeros(2))
+    rules = search.Rules(4, 1, 2, 3)
+    found = [
+        search.search(
+            model.decoder.steps, model.decoder, features, segments.cu_seqlens, rules, 2, 40, n
+        )
+        for n in (2, 50)
+    ]
+    assert words(found[0]) == words(found[1])
+
+
+def test_sampling(toy: Toy) -> None:
+    model = copy.deepcopy(toy.ls).cuda()
+    greedy = words(translate(model, beam=1))
+    torch.manual_seed(3)
+    best = words(translate(model, beam=3, sampling=True, sampling_topk=1))
+    assert all(h == g[0] for each, g in zip(best, greedy, strict=True) for h in each)
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(words(translate(model, beam=3, sampling=True, sampling_topp=0.9)))
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_every_kernel_is_there() -> None:
+    """Without one of them, nothing would have been captured above."""
+    assert not library.load().references
