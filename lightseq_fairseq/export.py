@@ -129,6 +129,10 @@ def find_dictionaries(trained: Trained, data: str | None) -> dict[str, Path]:
         raise UserError(f"{folder} is no folder: {advice}")
     if not (args.source_lang and args.target_lang):
         args.source_lang, args.target_lang = data_utils.infer_language_pair(str(folder))
+    if not (args.source_lang and args.target_lang):
+        raise UserError(
+            f"neither the checkpoint nor the files in {folder} name the two languages: {advice}"
+        )
     paths, loaded = {}, {}
     for side, language, part in (
         ("source", args.source_lang, "encoder"),

@@ -272,6 +272,11 @@ def of_task(state: State) -> None:
     state["cfg"]["model"].task = "translation_multi_simple_epoch"
 
 
+def without_languages(state: State) -> None:
+    for options in (vars(state["cfg"]["model"]), state["cfg"]["task"]):
+        options["source_lang"] = options["target_lang"] = None
+
+
 def mixed(state: State) -> None:
     """Pre-norm encoder, post-norm decoder: fairseq computes that, CTranslate2 does not."""
     state["cfg"]["model"].encoder_normalize_before = True
@@ -305,6 +310,7 @@ CT2 = "--to ctranslate2"
         ),
         (None, f"{CT2} --data {{0}}/broken", "{0}/broken/dict.src.txt cannot be read (Incorrect"),
         (None, f"{CT2} --data {{0}}/empty", "{0}/empty/dict.src.txt cannot be read ("),
+        (without_languages, f"{CT2} --data {{0}}/empty", "nor the files in {0}/empty name the two"),
         (None, f"{CT2} --data {{0}}/none", "{0}/none is no folder: name the folder with the run's"),
         (None, "--to safetensors --quantization int8", "--quantization goes with --to ctranslate2"),
         (None, f"{CT2} --output {{0}}/short", "{0}/short exists already"),

@@ -3,13 +3,13 @@
 #
 #   bash examples/multi30k/prepare.sh [FOLDER]        default: examples/multi30k/data
 #
-# MULTI30K names the folder of the raw files {train,val,test_2016_flickr}.{en,de}.gz. They are the
-# raw files of task 1 in the multi30k dataset's repository. MERGES sets the number of subword merges.
+# MULTI30K (default: examples/multi30k/raw) is the folder of the raw files
+# {train,val,test_2016_flickr}.{en,de}.gz of task 1 in the multi30k dataset's repository. MERGES sets the number of subword merges.
 # FOLDER can be copied to another machine: training and scoring there need nothing else.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-raw=${MULTI30K:-$here/../../../shared/data/multi30k}
+raw=${MULTI30K:-$here/raw}
 merges=${MERGES:-8000}
 data=${1:-$here/data}
 
@@ -21,6 +21,13 @@ for split in train val test_2016_flickr; do
             exit 2
         fi
     done
+done
+
+for program in sacremoses subword-nmt lightseq-preprocess; do
+    command -v "$program" >/dev/null || {
+        echo "prepare.sh: $program is not on the PATH: activate the environment that has it" >&2
+        exit 2
+    }
 done
 
 text=$data/text
