@@ -57,7 +57,7 @@ _PRUNE_LATER = (
 _PIPELINE = ("all layers lie on one device", "drop it, or add --native")
 _REFINEMENT = "beam search has no refinement steps"
 
-# Not here is what the arch and the optimizer refuse themselves: ``plugins.transformer.UNSUPPORTED``
+# Not here is what the arch and the optimizer refuse themselves: ``plugins.unsupported.UNSUPPORTED``
 # and ``plugins.optimizer.UNSUPPORTED``.
 REFUSED: dict[str, tuple[Refusal, ...]] = {
     "train": (
@@ -263,7 +263,7 @@ def refusal(command: str, args: argparse.Namespace) -> str | None:
             )
     if command == "train" and (args.arch or "").startswith(defaults.PREFIX):
         # The model would say it too, after the data have been read.
-        from lightseq_fairseq.plugins.transformer import unsupported_option
+        from lightseq_fairseq.plugins.unsupported import unsupported_option
 
         return unsupported_option(args)
     return None

@@ -19,16 +19,18 @@ import torch
 from torch import Tensor
 
 # First of all that concerns fairseq: it prepares fairseq for being imported and registers ours.
-from lightseq_fairseq.plugins.transformer import LSTransformerModel, unsupported_option  # isort: skip
+from lightseq_fairseq.plugins.transformer import LSTransformerModel  # isort: skip
 
 from fairseq import checkpoint_utils, utils
 from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.file_io import PathManager
 from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.models.multilingual_transformer import MultilingualTransformerModel
 from fairseq.models.transformer import TransformerModel
 from fairseq.optim import OPTIMIZER_REGISTRY
 
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.plugins.unsupported import unsupported_option
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +111,9 @@ def ls_arch(args: Namespace) -> tuple[str | None, str | None]:
     """
     arch = getattr(args, "_name", None) or getattr(args, "arch", None) or ""
     name = _PREFIX + arch
-    if ARCH_MODEL_REGISTRY.get(arch) is not TransformerModel or name not in ARCH_MODEL_REGISTRY:
+    model = ARCH_MODEL_REGISTRY.get(arch)
+    ours = model is TransformerModel or model is MultilingualTransformerModel
+    if not ours or name not in ARCH_MODEL_REGISTRY:
         return None, None
     reason = unsupported_option(args)
     return (None, reason) if reason else (name, None)

@@ -23,7 +23,7 @@ from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.optim.bmuf import FairseqBMUF
 
 from lightseq_fairseq.cli import flags
-from lightseq_fairseq.plugins import optimizer, transformer
+from lightseq_fairseq.plugins import optimizer, unsupported
 from lightseq_fairseq.training import fast_path
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
@@ -174,7 +174,7 @@ def answer(command: str, name: str, choices: list[str]) -> tuple[str, str]:
         return UNREAD, ""
     refused = {r.flag: r.reason for r in flags.REFUSED[command] if r.always}
     if command == "train":
-        refused |= {flag: reason for flag, _, reason in transformer.UNSUPPORTED}
+        refused |= {flag: reason for flag, _, reason in unsupported.UNSUPPORTED}
         for option, reason in optimizer.UNSUPPORTED.items():
             refused.setdefault("--" + option.replace("_", "-"), reason)
     if name in refused:

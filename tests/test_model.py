@@ -16,11 +16,8 @@ from torch import Tensor
 
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.parameters import as_one
-from lightseq_fairseq.plugins.transformer import (
-    TRANSLATION_ARCHS,
-    unsupported_option,
-    unsupported_width,
-)
+from lightseq_fairseq.plugins.transformer import TRANSLATION_ARCHS
+from lightseq_fairseq.plugins.unsupported import unsupported_option, unsupported_width
 
 PRE_NORM = {"encoder_normalize_before": True, "decoder_normalize_before": True}
 SMALL = {

@@ -22,7 +22,6 @@ from fairseq.modules import SinusoidalPositionalEmbedding
 from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
 from torch import Tensor
 
-from lightseq_fairseq import library
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.decoder import Attention, StepDecoder
 from lightseq_fairseq.generation.incremental import Incremental
@@ -33,75 +32,13 @@ from lightseq_fairseq.layers import (
     run_encoder,
     sinusoidal_positions,
 )
-from lightseq_fairseq.layers.decoder import (
-    DecoderLayer,
-    memory_weights,
-    run_decoder_with_weights,
-)
-from lightseq_fairseq.layers.encoder import SITES_PER_LAYER, EncoderLayer
-from lightseq_fairseq.parameters import flatten_parameters
+from lightseq_fairseq.layers.decoder import DecoderLayer, run_decoder_with_weights
+from lightseq_fairseq.layers.encoder import EncoderLayer
 from lightseq_fairseq.plugins import dictionaries
 from lightseq_fairseq.plugins.encoder_out import EncoderOut, repack
+from lightseq_fairseq.plugins.flat_model import FlatModel
+from lightseq_fairseq.plugins.unsupported import unsupported_option
 from lightseq_fairseq.training.batch import Packed, Segments
-
-ACTIVATIONS = ("relu", "gelu", "gelu_accurate")
-
-# flag, attribute of fairseq's namespace that is set by it, why it is not covered
-UNSUPPORTED = (
-    ("--adaptive-softmax-cutoff", "adaptive_softmax_cutoff", "the loss needs every logit"),
-    ("--adaptive-input", "adaptive_input", "the embedding is one table"),
-    ("--tie-adaptive-weights", "tie_adaptive_weights", "the embedding is one table"),
-    ("--quant-noise-pq", "quant_noise_pq", "the fused layers have no quantisation noise"),
-    ("--quant-noise-scalar", "quant_noise_scalar", "the fused layers have no quantisation noise"),
-    ("--no-cross-attention", "no_cross_attention", "every decoder layer attends to the source"),
-    ("--cross-self-attention", "cross_self_attention", "source and target are packed apart"),
-    # Offloading first: fairseq makes it imply checkpointing, which the user did not ask for.
-    ("--offload-activations", "offload_activations", "layers keep what backward needs"),
-    ("--checkpoint-activations", "checkpoint_activations", "layers keep what backward needs"),
-    ("--base-layers", "base_layers", "mixture-of-experts layers are not fused"),
-    ("--char-inputs", "char_inputs", "the embedding is one table of tokens"),
-    ("--encoder-xformers-att-config", "encoder_xformers_att_config", "attention is our own"),
-    ("--decoder-xformers-att-config", "decoder_xformers_att_config", "attention is our own"),
-    ("--pipeline-model-parallel", "pipeline_model_parallel", "all layers lie in one flat buffer"),
-    ("--quantization-config-path", "quantization_config_path", "layers read weights directly"),
-    ("--amp", "amp", "the fused layers run in one precision; use --fp16 or --bf16"),
-)  # fmt: skip
-
-
-def unsupported_option(args: Namespace) -> str | None:
-    """One sentence naming an option that ``ls_transformer`` cannot honour, or None."""
-    for flag, name, reason in UNSUPPORTED:
-        if getattr(args, name, None):
-            return _refusal(flag, reason)
-    activation = getattr(args, "activation_fn", "relu")
-    if activation not in ACTIVATIONS:
-        return _refusal(f"--activation-fn {activation}", f"only {', '.join(ACTIVATIONS)} are fused")
-    if getattr(args, "ddp_backend", None) == "fully_sharded":
-        return _refusal("--ddp-backend fully_sharded", "parameters live in one flat buffer")
-    return None
-
-
-def unsupported_width(cfg: TransformerConfig) -> str | None:
-    """One sentence naming a width that the CUDA kernels cannot honour, or None."""
-    for name, side in (("encoder", cfg.encoder), ("decoder", cfg.decoder)):
-        heads = side.attention_heads
-        for flag, width, most in (
-            (f"--{name}-embed-dim {side.embed_dim}", side.embed_dim, 8192),
-            (f"--{name}-ffn-embed-dim {side.ffn_embed_dim}", side.ffn_embed_dim, 1 << 20),
-            (f"--{name}-attention-heads {heads}", side.embed_dim // heads, 128),
-        ):
-            if width % 8 or width > most:
-                what = "the width of a head" if "heads" in flag else "it"
-                limit = f" up to {most}" if most < 1 << 20 else ""
-                return _refusal(flag, f"on a GPU {what} must be a multiple of 8{limit}, is {width}")
-    return None
-
-
-def _refusal(flag: str, reason: str) -> str:
-    return (
-        f"ls_transformer does not support {flag} ({reason}): drop it, or train with fairseq's own "
-        "layers by adding --native."
-    )
 
 
 def _rng(module: torch.nn.Module, device: torch.device) -> Tensor:
@@ -321,7 +258,7 @@ def _rates(cfg: TransformerConfig) -> dict[str, Any]:
 
 
 @register_model("ls_transformer")
-class LSTransformerModel(TransformerModel):
+class LSTransformerModel(FlatModel, TransformerModel):
     """Transformer on packed tokens with all parameters in one flat buffer.
 
     Source: ``fairseq.models.transformer.TransformerModel``, whose flags, names and initial values
@@ -332,12 +269,7 @@ class LSTransformerModel(TransformerModel):
 
     def __init__(self, args: Namespace, encoder: Any, decoder: Any) -> None:
         super().__init__(args, encoder, decoder)
-        # Sites 0 and 1 are the embeddings'; each layer has its own numbers after them.
-        # children(), as iterating over a list with --encoder-layerdrop leaves some layers out.
-        layers = [*encoder.layers.children(), *decoder.layers.children()]
-        for place, layer in enumerate(layers, 1):
-            layer.site = place * SITES_PER_LAYER
-        self._flatten()
+        self.lay_out()
 
     @classmethod
     def build_model(cls, args: Namespace, task: Any) -> LSTransformerModel:
@@ -353,7 +285,7 @@ class LSTransformerModel(TransformerModel):
         if isinstance(task, MultilingualTranslationTask):
             raise UserError(
                 "ls_transformer is one model, and --task multilingual_translation trains one for "
-                "each pair: take --arch multilingual_transformer, or --task "
+                "each pair: take --arch ls_multilingual_transformer, or --task "
                 "translation_multi_simple_epoch, which trains one model for all pairs."
             )
         dictionaries.check(task, getattr(args, "dictionaries", None))
@@ -367,27 +299,8 @@ class LSTransformerModel(TransformerModel):
     def build_decoder(cls, args: Any, tgt_dict: Any, embed_tokens: Any) -> LSTransformerDecoder:
         return LSTransformerDecoder(TransformerConfig.from_namespace(args), tgt_dict, embed_tokens)
 
-    def fused_groups(self) -> list[list[Tensor]]:
-        """Parameters one GEMM reads together, so that they lie side by side."""
-        groups: list[list[Tensor]] = []
-        for layer in [*self.encoder.layers.children(), *self.decoder.layers.children()]:
-            block = layer.self_attn
-            parts = (block.q_proj, block.k_proj, block.v_proj)
-            groups += [[p.weight for p in parts], [p.bias for p in parts]]
-        return groups + [g for g in memory_weights(self.decoder.layers.children()) if g]
-
-    def _flatten(self) -> None:
-        flatten_parameters(self, self.fused_groups())
-
-    def _apply(self, fn: Any, recurse: bool = True) -> LSTransformerModel:
-        # .half(), .cuda() and .to() give every parameter a storage of its own.
-        super()._apply(fn, recurse)
-        if next(self.parameters()).is_cuda and "attention_fwd" in library.load().kernels:
-            refusal = unsupported_width(self.cfg)
-            if refusal:
-                raise UserError(refusal)
-        self._flatten()
-        return self
+    def sides(self) -> list[tuple[LSTransformerEncoder, LSTransformerDecoder]]:
+        return [(self.encoder, self.decoder)]
 
     def forward(
         self, src_tokens: Tensor, src_lengths: Tensor | None, prev_output_tokens: Tensor,

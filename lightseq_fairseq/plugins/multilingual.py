@@ -1,0 +1,64 @@
+"""``ls_multilingual_transformer``: a fused Transformer for each pair of languages.
+
+For ``--task multilingual_translation``, whose training step is its own.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import OrderedDict
+from typing import Any
+
+from fairseq.models import ARCH_CONFIG_REGISTRY, register_model, register_model_architecture
+from fairseq.models.multilingual_transformer import MultilingualTransformerModel
+from fairseq.models.transformer import TransformerConfig
+
+from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.plugins.flat_model import FlatModel
+from lightseq_fairseq.plugins.transformer import LSTransformerDecoder, LSTransformerEncoder
+from lightseq_fairseq.plugins.unsupported import unsupported_option
+
+
+@register_model("ls_multilingual_transformer")
+class LSMultilingualTransformerModel(FlatModel, MultilingualTransformerModel):
+    """Encoders and decoders on packed tokens, shared among pairs as the flags say.
+
+    Source: ``fairseq.models.multilingual_transformer.MultilingualTransformerModel``, whose flags,
+    names and initial values it keeps.
+    """
+
+    def __init__(self, encoders: Any, decoders: Any) -> None:
+        super().__init__(encoders, decoders)
+        self.lay_out()
+
+    @classmethod
+    def build_model(cls, args: Namespace, task: Any) -> LSMultilingualTransformerModel:
+        """Build from fairseq's namespace.
+
+        Raises:
+            UserError: naming the flag that cannot be honoured, the reason and the way out.
+        """
+        refusal = unsupported_option(args)
+        if refusal:
+            raise UserError(refusal)
+        pairs = super().build_model(args, task).models.items()  # of fairseq's class, by name
+        return cls(
+            OrderedDict((name, model.encoder) for name, model in pairs),
+            OrderedDict((name, model.decoder) for name, model in pairs),
+        )
+
+    @classmethod
+    def _get_module_class(
+        cls, is_encoder: bool, args: Any, lang_dict: Any, embed_tokens: Any, langs: Any
+    ) -> LSTransformerEncoder | LSTransformerDecoder:
+        side = LSTransformerEncoder if is_encoder else LSTransformerDecoder
+        return side(TransformerConfig.from_namespace(args), lang_dict, embed_tokens)
+
+    def sides(self) -> list[tuple[LSTransformerEncoder, LSTransformerDecoder]]:
+        return [(model.encoder, model.decoder) for model in self.models.values()]
+
+
+for _arch in ("multilingual_transformer", "multilingual_transformer_iwslt_de_en"):
+    register_model_architecture("ls_multilingual_transformer", f"ls_{_arch}")(
+        ARCH_CONFIG_REGISTRY[_arch]
+    )

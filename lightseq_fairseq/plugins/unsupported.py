@@ -1,0 +1,66 @@
+"""What ``ls_transformer`` cannot honour of fairseq's options, and why."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from fairseq.models.transformer import TransformerConfig
+
+ACTIVATIONS = ("relu", "gelu", "gelu_accurate")
+
+# flag, attribute of fairseq's namespace that is set by it, why it is not covered
+UNSUPPORTED = (
+    ("--adaptive-softmax-cutoff", "adaptive_softmax_cutoff", "the loss needs every logit"),
+    ("--adaptive-input", "adaptive_input", "the embedding is one table"),
+    ("--tie-adaptive-weights", "tie_adaptive_weights", "the embedding is one table"),
+    ("--quant-noise-pq", "quant_noise_pq", "the fused layers have no quantisation noise"),
+    ("--quant-noise-scalar", "quant_noise_scalar", "the fused layers have no quantisation noise"),
+    ("--no-cross-attention", "no_cross_attention", "every decoder layer attends to the source"),
+    ("--cross-self-attention", "cross_self_attention", "source and target are packed apart"),
+    # Offloading first: fairseq makes it imply checkpointing, which the user did not ask for.
+    ("--offload-activations", "offload_activations", "layers keep what backward needs"),
+    ("--checkpoint-activations", "checkpoint_activations", "layers keep what backward needs"),
+    ("--base-layers", "base_layers", "mixture-of-experts layers are not fused"),
+    ("--char-inputs", "char_inputs", "the embedding is one table of tokens"),
+    ("--encoder-xformers-att-config", "encoder_xformers_att_config", "attention is our own"),
+    ("--decoder-xformers-att-config", "decoder_xformers_att_config", "attention is our own"),
+    ("--pipeline-model-parallel", "pipeline_model_parallel", "all layers lie in one flat buffer"),
+    ("--quantization-config-path", "quantization_config_path", "layers read weights directly"),
+    ("--amp", "amp", "the fused layers run in one precision; use --fp16 or --bf16"),
+)  # fmt: skip
+
+
+def unsupported_option(args: Namespace) -> str | None:
+    """One sentence naming an option that ``ls_transformer`` cannot honour, or None."""
+    for flag, name, reason in UNSUPPORTED:
+        if getattr(args, name, None):
+            return _refusal(flag, reason)
+    activation = getattr(args, "activation_fn", "relu")
+    if activation not in ACTIVATIONS:
+        return _refusal(f"--activation-fn {activation}", f"only {', '.join(ACTIVATIONS)} are fused")
+    if getattr(args, "ddp_backend", None) == "fully_sharded":
+        return _refusal("--ddp-backend fully_sharded", "parameters live in one flat buffer")
+    return None
+
+
+def unsupported_width(cfg: TransformerConfig) -> str | None:
+    """One sentence naming a width that the CUDA kernels cannot honour, or None."""
+    for name, side in (("encoder", cfg.encoder), ("decoder", cfg.decoder)):
+        heads = side.attention_heads
+        for flag, width, most in (
+            (f"--{name}-embed-dim {side.embed_dim}", side.embed_dim, 8192),
+            (f"--{name}-ffn-embed-dim {side.ffn_embed_dim}", side.ffn_embed_dim, 1 << 20),
+            (f"--{name}-attention-heads {heads}", side.embed_dim // heads, 128),
+        ):
+            if width % 8 or width > most:
+                what = "the width of a head" if "heads" in flag else "it"
+                limit = f" up to {most}" if most < 1 << 20 else ""
+                return _refusal(flag, f"on a GPU {what} must be a multiple of 8{limit}, is {width}")
+    return None
+
+
+def _refusal(flag: str, reason: str) -> str:
+    return (
+        f"ls_transformer does not support {flag} ({reason}): drop it, or train with fairseq's own "
+        "layers by adding --native."
+    )
