@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,37 @@ def main() -> None:
     """Measure the speed of training and of translation on this machine."""
 
 
+def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
+    """The options that both benches take alike; ``name`` is the bench's."""
+    options = (
+        click.option(
+            "--rounds", type=click.IntRange(1), default=rounds, show_default=True,
+            help="Runs of each system; the systems take turns.",
+        ),
+        click.option(
+            "--vocabulary", type=click.IntRange(100, 65_000), default=corpora.VOCABULARY,
+            help="Words of the joint dictionary, fairseq's special ones included.",
+            show_default=True,
+        ),
+        click.option(
+            "--output", type=click.Path(path_type=Path),
+            help="Result rows: those of the same case and system are replaced, others stay.  "
+            f"[default: scripts/results/{name}-h200.json, or none without a GPU]",
+        ),
+        click.option(
+            "--logs", type=click.Path(path_type=Path), default=ROOT / "build" / f"bench-{name}",
+            help=f"Folder for the log and the report of each run.  [default: build/bench-{name}]",
+        ),
+    )  # fmt: skip
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
 @main.command()
 @click.option(
     "--case", "cases", multiple=True, default=["t2t_big/4096/bf16"], show_default=True,
@@ -48,11 +79,7 @@ def main() -> None:
 )  # fmt: skip
 @click.option(
     "--warm-up", type=click.IntRange(0),
-    help="Updates before them.  [default: 1500 for ours, 500 for torch_compile, 150 for others]",
-)  # fmt: skip
-@click.option(
-    "--rounds", type=click.IntRange(1), default=3, show_default=True,
-    help="Runs of each system; the systems take turns.",
+    help="Updates before them.  [default: 4000 for ours, 500 for torch_compile, 150 for others]",
 )  # fmt: skip
 @click.option(
     "--corpus", type=click.Path(path_type=Path), default=ROOT / "build" / "bench-corpus",
@@ -63,22 +90,10 @@ def main() -> None:
     help="Sentence pairs in it.",
 )  # fmt: skip
 @click.option(
-    "--vocabulary", type=click.IntRange(100, 65_000), default=corpora.VOCABULARY,
-    show_default=True, help="Words of its joint dictionary, fairseq's special ones included.",
-)  # fmt: skip
-@click.option(
     "--workers", type=click.IntRange(0), default=4, show_default=True,
     help="Processes that make the batches, for every system.",
 )  # fmt: skip
-@click.option(
-    "--output", type=click.Path(path_type=Path),
-    help="Result rows: those of the same case and system are replaced, others stay.  [default: "
-    "scripts/results/train-h200.json, or none without a GPU]",
-)  # fmt: skip
-@click.option(
-    "--logs", type=click.Path(path_type=Path), default=ROOT / "build" / "bench-train",
-    help="Folder for the log and the report of each run.  [default: build/bench-train]",
-)  # fmt: skip
+@_shared("train", rounds=3)
 def train(cases: Sequence[str], systems: str | None, output: Path | None, **options: Any) -> None:
     """Train on a WMT-like corpus with several systems, and compare them.
 
@@ -149,27 +164,11 @@ def _train(
     help="Passes over the sentences that are timed in a run, after the warm-up.",
 )  # fmt: skip
 @click.option(
-    "--rounds", type=click.IntRange(1), default=2, show_default=True,
-    help="Runs of each system; the systems take turns.",
-)  # fmt: skip
-@click.option(
     "--data", type=click.Path(path_type=Path), default=ROOT / "build" / "bench-generate-data",
     help="Folder of the sentences and a checkpoint for each model, made if they do not exist.  "
     "[default: build/bench-generate-data]",
 )  # fmt: skip
-@click.option(
-    "--vocabulary", type=click.IntRange(100, 65_000), default=corpora.VOCABULARY,
-    show_default=True, help="Words of the joint dictionary, fairseq's special ones included.",
-)  # fmt: skip
-@click.option(
-    "--output", type=click.Path(path_type=Path),
-    help="Result rows: those of the same case and system are replaced, others stay.  [default: "
-    "scripts/results/generate-h200.json, or none without a GPU]",
-)  # fmt: skip
-@click.option(
-    "--logs", type=click.Path(path_type=Path), default=ROOT / "build" / "bench-generate",
-    help="Folder for the log and the report of each run.  [default: build/bench-generate]",
-)  # fmt: skip
+@_shared("generate", rounds=2)
 def generate(
     cases: Sequence[str], systems: str | None, output: Path | None, **options: Any
 ) -> None:
