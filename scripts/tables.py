@@ -158,8 +158,8 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
         f"{', '.join(commit[:10] for commit in common['commit'])}; case: model, max-tokens, "
         'precision; "x fairseq" is to the fastest of fairseq\'s; medians over intervals of 50 '
         "updates after the warm-up; the floor is counted: GEMMs at 790 TFLOP/s, then the least "
-        "bytes at 4.3 TB/s; parts from a profile of 30 steps, whose kernels take their usual "
-        "time; gaps are what they leave of an unprofiled step.",
+        "bytes at 4.3 TB/s; parts from a profile of ten or 30 steps, whose kernels take their "
+        "usual time; gaps are what they leave of an unprofiled step.",
     ]
 
 

@@ -204,12 +204,23 @@ def test_half_precision(
         theirs = shown(command, data, checkpoint, line + " --native", tmp_path / "theirs")
     models = [type(call.args[0]).__name__ for call in spy.call_args_list]
     assert models == ["LSTransformerModel", "TransformerModel"]
-    if command == "validate":
-        assert agree(ours, theirs, 2e-2)
-    else:  # words that score nearly alike may change places in 16 bits
-        scores = [
-            [(fields[0], float(fields[1])) for fields in lines if fields[0].startswith("H-")]
-            for lines in (ours, theirs)
-        ]
-        assert scores[0] and [n for n, _ in scores[0]] == [n for n, _ in scores[1]]
-        assert [x for _, x in scores[0]] == pytest.approx([x for _, x in scores[1]], abs=3e-2)
+    exact = scores(plain(command, data, checkpoint, checkpoint.parent / f"plain_{command}"))
+    errors = []
+    for found in map(scores, (ours, theirs)):
+        # In 16 bits beam search may drop what is nearly as good: then all words behind differ.
+        same_words = found.keys() & exact.keys()
+        assert len(same_words) > len(exact) / 2
+        errors.append(max(abs(a - b) for k in same_words for a, b in zip(found[k], exact[k])))
+    assert errors[0] <= 2 * errors[1] + 1e-3  # losses are printed with three digits
+
+
+def scores(found: list[list[str]]) -> dict[str, list[float]]:
+    """Scores of each position, by sentence and words; a loss, by its name."""
+    words = {line[0][2:]: line for line in found if line[0].startswith("H-")}
+    positions = {
+        " ".join((line[0], *words[line[0][2:]][2:])): line[1:]
+        for line in found
+        if line[0].startswith("P-")
+    }
+    losses = {line[0]: line[1:] for line in found if line[0].endswith("loss")}
+    return {key: [float(x) for x in values] for key, values in (positions | losses).items()}
