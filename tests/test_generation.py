@@ -20,6 +20,7 @@ from lightseq_fairseq.generation import decoder as step_decoder
 from lightseq_fairseq.generation.search import Rules, search
 from lightseq_fairseq.plugins import generator as plugin
 from lightseq_fairseq.plugins.generator import LSSequenceGenerator
+from lightseq_fairseq.training.batch import Segments
 
 SEARCHES: dict[str, dict[str, Any]] = {
     "greedy": {"beam": 1},
@@ -110,12 +111,11 @@ def inputs(toy: Toy, sample: dict[str, Any] | None = None) -> dict[str, Any]:
     """What ``search`` takes of a batch."""
     sample = next(iter(held_out(toy.task))) if sample is None else sample
     tokens = sample["net_input"]["src_tokens"]
-    with torch.no_grad():
-        features, segments = toy.ls.encoder.packed(tokens, torch.zeros(2, dtype=torch.int64))
+    source = Segments.from_mask(tokens.ne(1))
     return {
-        "steps": toy.ls.decoder.steps, "decoder": toy.ls.decoder, "features": features,
-        "cu_seqlens": segments.cu_seqlens, "rules": Rules(3, 1, 2, 3), "first": 2, "max_len": 20,
-        "positions": 30,
+        "steps": toy.ls.decoder.steps, "encoder": toy.ls.encoder, "decoder": toy.ls.decoder,
+        "tokens": source.pack(tokens), "source": source, "rules": Rules(3, 1, 2, 3), "first": 2,
+        "max_len": 20, "positions": 30,
     }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightseq_fairseq import library
 from lightseq_fairseq.generation import search
 from lightseq_fairseq.generation.decoder import StepDecoder
+from lightseq_fairseq.training.batch import Segments
 
 pytestmark = pytest.mark.gpu
 
@@ -162,14 +163,11 @@ def test_weights_that_change_or_move(toy: Toy) -> None:
 def test_memory_that_grows(toy: Toy) -> None:
     model = copy.deepcopy(toy.ls).cuda()
     tokens = batches(True)[0]["net_input"]["src_tokens"]
-    with torch.no_grad():
-        features, segments = model.encoder.packed(tokens, tokens.new_zeros(2))
-    rules = search.Rules(4, 1, 2, 3)
+    source = Segments.from_mask(tokens.ne(1))
+    given = source.pack(tokens), source, search.Rules(4, 1, 2, 3), 2, 40
     found = [
-        search.search(
-            model.decoder.steps, model.decoder, features, segments.cu_seqlens, rules, 2, 40, n
-        )
-        for n in (2, 50)
+        search.search(model.decoder.steps, model.encoder, model.decoder, *given, positions)
+        for positions in (2, 50)
     ]
     assert words(found[0]) == words(found[1])
 

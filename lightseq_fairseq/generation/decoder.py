@@ -7,7 +7,7 @@ sentences, S padded source length.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from lightseq_fairseq.layers.attention import MultiheadAttention
 from lightseq_fairseq.layers.decoder import memory_weights
 from lightseq_fairseq.layers.residual_norm import Residual, layer_norm, residual_norm_fwd
 from lightseq_fairseq.parameters import as_one
+from lightseq_fairseq.training.batch import Segments
 
 _KEPT = 0.1  # of the GPU's memory: the most that is held between two batches
 
@@ -77,16 +78,50 @@ class StepDecoder:
         features: [T, C_enc], the encoder's packed output. cu_seqlens: int32 [B + 1].
         rows: the most that are needed; positions: so many at least.
         """
+        memory = self._open(decoder, (), rows, positions, len(features), cu_seqlens)
+        memory.keep_source(_keys_and_values(decoder, features))
+        return memory
+
+    def begin_with(
+        self, encoder: Any, decoder: Any, tokens: Tensor, source: Segments, rows: int,
+        positions: int,
+    ) -> Memory:  # fmt: skip
+        """The same, the encoder's part included, which is a graph of its own.
+
+        encoder: has ``parameters`` and ``features`` as that of ``plugins.transformer``.
+        tokens: [T] of packed sentences, which lie in ``source``.
+        """
+        memory = self._open(
+            decoder, encoder.parameters(), rows, positions, len(tokens), source.cu_seqlens
+        )
+        count, sentences = len(tokens), len(source.cu_seqlens) - 1
+        if memory.device.type == "cuda":  # few different shapes, as for the steps
+            count, sentences = bucket(count), bucket(sentences)
+        memory.open_source(tokens, source.positions, count, sentences)
+
+        def encode() -> None:
+            segments = Segments(
+                memory.cu_seqlens[: sentences + 1], source.max_len,
+                memory.source_positions[:count], source.index[:0], (sentences, source.max_len),
+            )  # fmt: skip
+            features = encoder.features(memory.source_tokens[:count], segments, memory.rng)
+            memory.keep_source(_keys_and_values(decoder, features))
+
+        self.run(("source", count, sentences), encode)
+        return memory
+
+    def _open(
+        self, decoder: Any, others: Iterable[Tensor], rows: int, positions: int, tokens: int,
+        cu_seqlens: Tensor,
+    ) -> Memory:  # fmt: skip
         layers = list(decoder.layers)
-        weights = [(p.data_ptr(), p.dtype) for p in decoder.parameters()]
+        weights = [(p.data_ptr(), p.dtype) for p in (*decoder.parameters(), *others)]
         if weights != self._weights:
             self.forget()
             first = next(decoder.parameters())
             self.memory = Memory(len(layers), layers[0].self_attn.out_proj.out_features, first)
             self._graphs, self._weights = Graphs(first.device, "decoding steps"), weights
-        weight, bias = (as_one(parameters) for parameters in memory_weights(layers))
-        source = ops.linear_fwd(features, weight, bias)
-        self.memory.open(_room(rows), positions, source, cu_seqlens)
+        self.memory.open(_room(rows), positions, tokens, cu_seqlens)
         return self.memory
 
     def make_room(self, rows: int, positions: int, used: int) -> None:
@@ -172,6 +207,12 @@ class StepDecoder:
 
             stream, x = layer.feed_forward(x, stream, norms[2], rng, 4)
         return decoder.project_out(stream if x is None else x), weights
+
+
+def _keys_and_values(decoder: Any, features: Tensor) -> Tensor:
+    """What all layers' cross attention reads, [T, L * 2 * C]."""
+    weight, bias = (as_one(parameters) for parameters in memory_weights(list(decoder.layers)))
+    return ops.linear_fwd(features, weight, bias)
 
 
 def _room(rows: int) -> int:

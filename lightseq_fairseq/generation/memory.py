@@ -47,6 +47,7 @@ class Memory:
         sentences: int32 [R], the sentence of each slot, -1 for none.
         source: [., L, 2, C], keys and values of cross attention, in the first T rows.
         cu_seqlens: int32 [.], where the sentences lie in ``source``; behind the last one all T.
+        source_tokens, source_positions: int64 [.], the packed source, where the encoder reads it.
         columns: int32 [., S], row of ``source`` at each place of the padded source, -1 at pads.
         progress: int32 [4], see ``ops.beam_search.Progress``. step: its STEP, a view.
         rng: int64 [2], of sampling.
@@ -58,6 +59,8 @@ class Memory:
     past_scores: Tensor
     hypothesis_tokens: Tensor
     hypothesis_scores: Tensor
+    source_tokens: Tensor
+    source_positions: Tensor
     tokens: Tensor
     scores: Tensor
     sentences: Tensor
@@ -85,10 +88,10 @@ class Memory:
     def nbytes(self) -> int:
         return sum(flat.nbytes for flat in self._flat.values())
 
-    def open(self, rows: int, positions: int, source: Tensor, cu_seqlens: Tensor) -> None:
-        """Deal out room for a batch, without hypotheses yet.
+    def open(self, rows: int, positions: int, tokens: int, cu_seqlens: Tensor) -> None:
+        """Deal out room for a batch, without hypotheses and without a source yet.
 
-        rows, positions: R, and P at least. source: [T, L * 2 * C]. cu_seqlens: int32 [B + 1].
+        rows, positions: R, and P at least. tokens: T. cu_seqlens: int32 [B + 1].
         """
         self._deal(rows, positions)
         self.ancestry.zero_()  # rows without a hypothesis look there, too
@@ -97,13 +100,28 @@ class Memory:
         self.sentences.fill_(-1)
         self.progress.zero_()
         # Rounded up, as batches differ a little in size.
-        tokens = 1 << max(len(source) - 1, 0).bit_length()
-        flat = self._take("source", tokens * source.shape[1], self.dtype)
+        room = 1 << max(tokens - 1, 0).bit_length()
+        flat = self._take("source", room * self.layers * 2 * self.width, self.dtype)
         self.source = flat.view(-1, self.layers, 2, self.width)
-        self.source[: len(source)].view_as(source).copy_(source)
-        self.cu_seqlens = self._take("cu_seqlens", max(rows + 1, len(cu_seqlens)), torch.int32)
-        self.cu_seqlens.fill_(len(source))
+        self.cu_seqlens = self._take("cu_seqlens", max(rows, len(cu_seqlens)) + 1, torch.int32)
+        self.cu_seqlens.fill_(tokens)
         self.cu_seqlens[: len(cu_seqlens)].copy_(cu_seqlens)
+
+    def keep_source(self, keys_and_values: Tensor) -> None:
+        """[T, L * 2 * C] into ``source``."""
+        self.source[: len(keys_and_values)].view_as(keys_and_values).copy_(keys_and_values)
+
+    def open_source(self, tokens: Tensor, positions: Tensor, count: int, sentences: int) -> None:
+        """What the encoder reads, with room for so many tokens and sentences.
+
+        tokens, positions: int64 [T]; behind them are zeros, which lie in no sentence.
+        """
+        room = len(self.source)
+        for name, values in (("source_tokens", tokens), ("source_positions", positions)):
+            place = self._take(name, room, torch.int64)
+            place[: len(values)].copy_(values)
+            place[len(values) : count].zero_()
+            setattr(self, name, place)
 
     def place_columns(self, index: Tensor, shape: tuple[int, int]) -> None:
         """Fill ``columns``: packed token t stands at index[t] of the padded source, flattened."""

@@ -21,6 +21,7 @@ from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.decoder import StepDecoder, bucket
 from lightseq_fairseq.generation.memory import Memory
 from lightseq_fairseq.ops.beam_search import Progress
+from lightseq_fairseq.training.batch import Segments
 
 MOST_BEAM = 64  # that the CUDA kernels have room for
 
@@ -53,14 +54,14 @@ class Rules:
 
 @torch.no_grad()
 def search(
-    steps: StepDecoder, decoder: Any, features: Tensor, cu_seqlens: Tensor, rules: Rules,
-    first: int, max_len: int, positions: int, rng: Tensor | None = None,
+    steps: StepDecoder, encoder: Any, decoder: Any, tokens: Tensor, source: Segments,
+    rules: Rules, first: int, max_len: int, positions: int, rng: Tensor | None = None,
 ) -> list[list[dict[str, Tensor]]]:  # fmt: skip
     """The results of each sentence, best first, as fairseq's ``SequenceGenerator`` gives them.
 
     Args:
-        steps: the decoder's; see ``StepDecoder`` for ``decoder``.
-        features: [T, C_enc], the encoder's packed output; cu_seqlens: int32 [B + 1], B > 0.
+        steps: the decoder's; see ``StepDecoder`` for ``encoder`` and ``decoder``.
+        tokens: int64 [T], the packed sentences, at least one; source: where they lie.
         first: the token to begin with.
         max_len: tokens of a result without its end.
         positions: so many will do, as a rule; there are more when they do not.
@@ -69,16 +70,18 @@ def search(
     Returns: for each sentence a list of dicts, on the CPU: tokens int64 [L] with the end, score
     float32 [], positional_scores float32 [L]; attention and alignment are empty.
     """
-    sentences, beam = len(cu_seqlens) - 1, rules.beam
+    sentences, beam = len(source.cu_seqlens) - 1, rules.beam
     rows = bucket(sentences * beam)
     user = _User()
     steps = steps.lent_to(user)
-    memory = steps.begin(decoder, features, cu_seqlens, rows, min(positions, max_len + 1))
-    _start(memory, sentences, rules, first, max_len)
-    if rng is not None:
-        memory.rng.copy_(rng)
-    unfinished = _Unfinished(sentences, memory.device)
     try:
+        memory = steps.begin_with(
+            encoder, decoder, tokens, source, rows, min(positions, max_len + 1)
+        )
+        _start(memory, sentences, rules, first, max_len)
+        if rng is not None:
+            memory.rng.copy_(rng)
+        unfinished = _Unfinished(sentences, memory.device)
         for step in range(max_len + 1):
             steps.make_room(rows, step + 1, step)
             steps.run((rows, rules), functools.partial(_advance, steps, decoder, rows, rules))

@@ -20,6 +20,7 @@ from lightseq_fairseq.generation.incremental import expected_length
 from lightseq_fairseq.generation.search import MOST_BEAM, Rules, search
 from lightseq_fairseq.layers import draw_rng
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
+from lightseq_fairseq.training.batch import Segments
 
 
 class LSSequenceGenerator(SequenceGenerator):
@@ -48,9 +49,9 @@ class LSSequenceGenerator(SequenceGenerator):
         )
         model = self.model.single_model
         rng = draw_rng(tokens.device) if rules.sampled else None
-        features, segments = model.encoder.packed(tokens, tokens.new_zeros(2))
+        source = Segments.from_mask(tokens.ne(model.encoder.padding_idx))
         return search(
-            model.decoder.steps, model.decoder, features, segments.cu_seqlens, rules,
+            model.decoder.steps, model.encoder, model.decoder, source.pack(tokens), source, rules,
             self.eos if bos_token is None else bos_token, max_len, expected_length(longest), rng,
         )  # fmt: skip
 
