@@ -37,7 +37,10 @@ def test_every_op_has_a_kernel() -> None:
 
 @NORMS
 def test_float32(corpus: Path, norm: dict[str, Any]) -> None:
-    """Loss, norm and parameters: as close to native as native to itself with rows permuted."""
+    """Loss, norm and parameters: as close to native as native to itself with rows permuted.
+
+    But for the keys' biases, which in float32 are nothing but rounding: float64's test holds them.
+    """
 
     def run(systems: Systems, change_batch: Any = None) -> list[parity.Update]:
         flags = {**FLAGS, **norm}
@@ -46,8 +49,9 @@ def test_float32(corpus: Path, norm: dict[str, Any]) -> None:
     native = run(NATIVE)
     others = [parity.largest_deviation(run(NATIVE, permuted(seed)), native) for seed in range(3)]
     found = parity.largest_deviation(run(LS), native)
-    for name, value, limits in zip(found._fields, found, zip(*others, strict=True), strict=True):
-        assert value <= 4 * max(limits), f"{name} {value:.1e}, native {max(limits):.1e}"
+    for name in ("loss", "norm", "parameters"):
+        value, limit = getattr(found, name), max(getattr(other, name) for other in others)
+        assert value <= 4 * limit, f"{name} {value:.1e}, native {limit:.1e}"
     assert native[-1].logged["loss"] < 0.9 * native[0].logged["loss"]
 
 
