@@ -5,7 +5,8 @@
 // many tiles the tokens make: at 3456 tokens the best for 3333 took up to 1.7 times the time of the
 // best. So each number of tokens has its own entry, and only multiples of 64 are searched: batches
 // that come again are rounded, and a ragged number may never come again. For that one cublasLt's
-// favourite runs, as it does for what is first seen while a graph is captured.
+// favourite runs, as it does for what is first seen while a graph is captured. Steps of decoding
+// have few rows, whose numbers are powers of two.
 //
 // LIGHTSEQ_LINEAR_SEARCH=0 takes cublasLt's choice everywhere: to see what the search is worth, and
 // for runs whose bits must not depend on which algorithm won.
@@ -40,10 +41,12 @@ constexpr int64_t kRowAlignment = 16;     // bytes
 constexpr int64_t kWorkspace = 32 << 20;  // bytes; what NVIDIA recommends for Hopper
 constexpr int kProposals = 8;
 constexpr int64_t kSearchedTokens = 64;  // and multiples
+constexpr int64_t kFewTokens = 64;       // below it the powers of two are
 constexpr int kRounds = 3;
-constexpr float kMilliseconds = 0.2f;  // of work in one measurement, at least
+constexpr float kMilliseconds = 0.1f;  // of work in one measurement, at least
 constexpr int kMostRuns = 8;           // in one measurement
-constexpr float kHopeless = 1.2f;      // times the fastest, when each has run once
+constexpr float kHopeless = 1.2f;      // times the fastest, when each has run once,
+constexpr float kLaunch = 0.01f;       // and milliseconds that launching may take the host
 constexpr float kFaster = 0.99f;       // what an algorithm must be to displace one proposed earlier
 
 // Rows of numbers in device memory.
@@ -160,52 +163,83 @@ inline cublasStatus_t run(cublasLtHandle_t handle, const Product& p, Description
                            workspace ? kWorkspace : 0, stream);
 }
 
-// Times work on a stream; waits for it.
+// Runs of one algorithm, one after the other, as a CUDA graph. Launched one by one, small products
+// take the host longer than the GPU; and what an algorithm does besides, such as zeroing a counter
+// first, costs in a graph what it will cost in the captured step.
+class Runs {
+ public:
+  template <typename Run>
+  Runs(int count, Run&& run) {
+    cudaStream_t stream = nullptr;
+    cudaGraph_t graph = nullptr;
+    bool good = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess;
+    good = good && cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed) == cudaSuccess;
+    if (good) {
+      for (int i = 0; i < count; ++i) good = run(stream) == CUBLAS_STATUS_SUCCESS && good;
+      good = cudaStreamEndCapture(stream, &graph) == cudaSuccess && good;
+    }
+    if (good) cudaGraphInstantiate(&graph_, graph, 0);
+    if (graph != nullptr) cudaGraphDestroy(graph);
+    if (stream != nullptr) cudaStreamDestroy(stream);
+    cudaGetLastError();  // of a capture that failed; the algorithm is then left out
+  }
+  ~Runs() {
+    if (graph_ != nullptr) cudaGraphExecDestroy(graph_);
+  }
+  Runs(const Runs&) = delete;
+  Runs& operator=(const Runs&) = delete;
+
+  bool launch(cudaStream_t stream) const {
+    return graph_ != nullptr && cudaGraphLaunch(graph_, stream) == cudaSuccess;
+  }
+
+ private:
+  cudaGraphExec_t graph_ = nullptr;
+};
+
+// How long each of several works on a stream takes, in milliseconds. Waits once, for the last.
 class Stopwatch {
  public:
-  explicit Stopwatch(cudaStream_t stream) : stream_(stream) {
-    cudaEventCreate(&start_);
-    cudaEventCreate(&stop_);
+  explicit Stopwatch(size_t most) : events_(most + 1) {
+    for (cudaEvent_t& event : events_) cudaEventCreate(&event);
   }
   ~Stopwatch() {
-    cudaEventDestroy(start_);
-    cudaEventDestroy(stop_);
+    for (cudaEvent_t event : events_) cudaEventDestroy(event);
   }
   Stopwatch(const Stopwatch&) = delete;
   Stopwatch& operator=(const Stopwatch&) = delete;
 
-  // Of one of `times` runs. One more ahead keeps the GPU busy while the host enqueues the rest.
-  template <typename Run>
-  float milliseconds(int times, Run&& run) {
-    run();
-    cudaEventRecord(start_, stream_);
-    for (int i = 0; i < times; ++i) run();
-    cudaEventRecord(stop_, stream_);
-    cudaEventSynchronize(stop_);
-    float elapsed = 0.0f;
-    cudaEventElapsedTime(&elapsed, start_, stop_);
-    return elapsed / static_cast<float>(times);
+  // work(i) is infinitely slow if it returns false.
+  template <typename Work>
+  std::vector<float> milliseconds(size_t count, cudaStream_t stream, Work&& work) {
+    std::vector<float> times(count, std::numeric_limits<float>::infinity());
+    std::vector<bool> done(count);
+    cudaEventRecord(events_[0], stream);
+    for (size_t i = 0; i < count; ++i) {
+      done[i] = work(i);
+      cudaEventRecord(events_[i + 1], stream);
+    }
+    cudaEventSynchronize(events_[count]);
+    for (size_t i = 0; i < count; ++i) {
+      if (done[i]) cudaEventElapsedTime(&times[i], events_[i], events_[i + 1]);
+    }
+    return times;
   }
 
  private:
-  cudaStream_t stream_;
-  cudaEvent_t start_, stop_;
+  std::vector<cudaEvent_t> events_;
 };
 
-// The fastest algorithm by the median of rounds in which all take turns. The product is computed
+// The fastest algorithm: the least time of rounds in which all take turns. The product is computed
 // many times over, so one that accumulates is computed into scratch.
 inline Algorithm search(cublasLtHandle_t handle, Product p, cudaStream_t stream) {
-  struct Trial {
-    Algorithm algorithm;
-    std::vector<float> times;
-  };
-  std::vector<Trial> trials;
+  std::vector<Algorithm> algorithms;
   const auto add_proposals = [&](const Product& product) {
     for (const Algorithm& algorithm : propose(handle, product, kProposals)) {
-      const bool is_new = std::none_of(trials.begin(), trials.end(), [&](const Trial& t) {
-        return std::memcmp(&t.algorithm.algo, &algorithm.algo, sizeof(algorithm.algo)) == 0;
+      const bool is_new = std::none_of(algorithms.begin(), algorithms.end(), [&](const auto& a) {
+        return std::memcmp(&a.algo, &algorithm.algo, sizeof(algorithm.algo)) == 0;
       });
-      if (is_new) trials.push_back({algorithm, {}});
+      if (is_new) algorithms.push_back(algorithm);
     }
   };
   add_proposals(p);
@@ -222,35 +256,37 @@ inline Algorithm search(cublasLtHandle_t handle, Product p, cudaStream_t stream)
   }
 
   Description description(p);
-  Stopwatch stopwatch(stream);
-  const auto time = [&](const Trial& trial, int times) {
-    cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
-    const float taken = stopwatch.milliseconds(
-        times, [&] { status = run(handle, p, description, trial.algorithm, stream); });
-    return status == CUBLAS_STATUS_SUCCESS ? taken : std::numeric_limits<float>::infinity();
+  Stopwatch stopwatch(algorithms.size());
+  const auto run_once = [&](size_t i) {
+    return run(handle, p, description, algorithms[i], stream) == CUBLAS_STATUS_SUCCESS;
   };
-  std::vector<float> once;  // in the same order; warms up, too
-  for (const Trial& trial : trials) once.push_back(time(trial, 1));
-  const float fastest = *std::min_element(once.begin(), once.end());
-  const int times =
+  stopwatch.milliseconds(algorithms.size(), stream, run_once);  // kernels are loaded
+  std::vector<float> times = stopwatch.milliseconds(algorithms.size(), stream, run_once);
+  const float fastest = *std::min_element(times.begin(), times.end());
+  // The hopeless ones go, as far as the host's speed lets them be seen.
+  std::vector<Algorithm> contenders;
+  for (size_t i = 0; i < algorithms.size(); ++i) {
+    if (times[i] <= kHopeless * fastest + kLaunch) contenders.push_back(algorithms[i]);
+  }
+  const int count =
       std::clamp(static_cast<int>(kMilliseconds / std::max(fastest, 1e-3f)), 1, kMostRuns);
+  std::vector<std::unique_ptr<Runs>> runs;
+  for (const Algorithm& algorithm : contenders) {
+    runs.push_back(std::make_unique<Runs>(count, [&](cudaStream_t captured) {
+      return run(handle, p, description, algorithm, captured);
+    }));
+  }
+  std::vector<float> least(contenders.size(), std::numeric_limits<float>::infinity());
   for (int round = 0; round < kRounds; ++round) {
-    for (size_t i = 0; i < trials.size(); ++i) {
-      if (once[i] <= kHopeless * fastest) trials[i].times.push_back(time(trials[i], times));
-    }
+    times = stopwatch.milliseconds(runs.size(), stream,
+                                   [&](size_t i) { return runs[i]->launch(stream); });
+    for (size_t i = 0; i < least.size(); ++i) least[i] = std::min(least[i], times[i]);
   }
   size_t best = 0;
-  float best_time = std::numeric_limits<float>::infinity();
-  for (size_t i = 0; i < trials.size(); ++i) {
-    std::vector<float>& taken = trials[i].times;
-    if (taken.size() < kRounds) continue;
-    std::nth_element(taken.begin(), taken.begin() + kRounds / 2, taken.end());
-    if (taken[kRounds / 2] < kFaster * best_time) {
-      best_time = taken[kRounds / 2];
-      best = i;
-    }
+  for (size_t i = 1; i < least.size(); ++i) {
+    if (least[i] < kFaster * least[best]) best = i;
   }
-  return trials[best].algorithm;
+  return contenders[best];
 }
 
 // What is kept for each GPU for as long as the process lives.
@@ -307,6 +343,11 @@ inline bool search_is_on() {
   return on;
 }
 
+inline bool is_searched(int64_t tokens) {
+  if (tokens < kFewTokens) return tokens > 0 && (tokens & (tokens - 1)) == 0;
+  return tokens % kSearchedTokens == 0;
+}
+
 inline bool is_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   cudaStreamIsCapturing(stream, &status);
@@ -316,7 +357,7 @@ inline bool is_capturing(cudaStream_t stream) {
 inline void multiply(const Product& p, cudaStream_t stream) {
   Multiplier& multiplier = Multiplier::of(p.out.owner.get_device());
   std::optional<Algorithm> algorithm;
-  if (p.a.rows % kSearchedTokens == 0 && search_is_on()) {
+  if (is_searched(p.a.rows) && search_is_on()) {
     const AlgorithmTable::Key key = {p.a.cuda_type(), p.out.cuda_type(), p.transpose_a,
                                      p.transpose_b,   p.epilogue(),      p.a.rows,
                                      p.a.columns,     p.out.columns};
