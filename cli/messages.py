@@ -180,7 +180,7 @@ def _resume(failure: Failure, request: Request) -> str | None:
 _PLAIN = re.compile(
     r"--[a-z]|Must specify|Please specify|Cannot combine|cannot use both --|"
     r"preprocessing\.py doesn't support|Minimum loss scale reached|"
-    r"gradients are Nan/Inf in update|please specify steps|DiverseBeamSearch requires"
+    r"gradients are Nan/Inf in update|DiverseBeamSearch requires"
 )
 
 
@@ -202,6 +202,19 @@ def _fairseq_says_it(failure: Failure, request: Request) -> str | None:
                 f"lower it, or start one process per rank with torchrun."
             )
     return None
+
+
+def _schedule(failure: Failure, request: Request) -> str | None:
+    """fairseq's schedules check nothing but their settings, often without a word."""
+    inside = os.path.join("fairseq", "optim", "lr_scheduler") in failure.source
+    if not inside or failure.kind not in ("AssertionError", "ValueError", "ZeroDivisionError"):
+        return None
+    says = failure.kind != "ZeroDivisionError" and " ".join(failure.text.split()).rstrip(".")
+    reason = f" ({says})" if says else ""
+    return (
+        f"The settings of --lr-scheduler {getattr(request.args, 'lr_scheduler', '')} do not fit "
+        f"together{reason}: --fairseq-help says what each of them is."
+    )
 
 
 def _arch(failure: Failure, request: Request) -> str | None:
@@ -248,6 +261,11 @@ def _package(failure: Failure, request: Request) -> str | None:
     """fairseq's own sentence about a package that is missing."""
     if failure.kind not in ("ImportError", "ModuleNotFoundError"):
         return None
+    if failure.text == "No module named 'requests'":
+        return (
+            "A file that a URL names, as GPT-2's are by default, is fetched with the package "
+            "requests: pip install requests, or name files of this machine."
+        )
     found = re.search(r"Please install .*", " ".join(failure.text.split()))
     return _one_line(found[0]) if found else None
 
@@ -258,6 +276,9 @@ def _configuration(failure: Failure, request: Request) -> str | None:
     if found is not None:  # a component that fairseq registers without one
         flag = "--" + found[1].replace("_", "-")
         return f"{flag} {found[2]} has no configuration in this fairseq: choose another {flag}."
+    found = re.match(r"Missing mandatory value: (?:\w+\.)*(\w+)\n", failure.text)
+    if found is not None:  # of a tokenizer or a BPE that the command builds
+        return f"--{found[1].replace('_', '-')} is missing, which this command needs: give it."
     found = re.match(r"Error merging override (\w+)\.(\w+)=(.*)", failure.text)
     if found is None:
         return None
@@ -348,6 +369,7 @@ _RULES: tuple[Callable[[Failure, Request], str | None], ...] = (
     _checkpoint_missing,
     _resume,
     _fairseq_says_it,
+    _schedule,
     _arch,
     _metric,
     _heads,

@@ -17,7 +17,7 @@ from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.cli import bench
 from lightseq_fairseq.cli.bench_runs import merged
 from lightseq_fairseq.cli.bench_train import compiled, corpus, rows
-from lightseq_fairseq.cli.bench_train.cases import MARKS, SHAPES, Case, command, environment
+from lightseq_fairseq.cli.bench_train.cases import SHAPES, SYSTEMS, Case, command, environment
 from lightseq_fairseq.cli.bench_train.floor import floor, parameters
 from lightseq_fairseq.cli.bench_train.packed_transformer import PAD, Transformer
 from lightseq_fairseq.cli.bench_train.timeline import part_of, timeline
@@ -354,9 +354,14 @@ def test_commands_differ_in_nothing_but_the_system(tmp_path: Path) -> None:
     assert words["fairseq"] == plain and environment("fairseq")["LIGHTSEQ_CUDNN_ATTENTION"] == "1"
     assert environment("fairseq_no_cudnn")["LIGHTSEQ_CUDNN_ATTENTION"] == "0"
     assert words["fairseq_no_cudnn_apex"] == [w for w in plain if w != "--without-apex"]
+    for system, native in (("ours", 0), ("fairseq_no_cudnn", 1)):  # the profiled come on top
+        for flag, number in (("--marks", 0), ("--max-update", 200)):
+            at = words[system].index(flag)
+            assert words[system][at + 1] == str(number + SYSTEMS[system].marks)
+            del words[system][at : at + 2]
+        assert words[system].count("--native") == native
     assert words["ours"] == [word for word in plain if word != "--native"]
     assert {"ls_transformer_wmt_en_de_big_t2t", "24", "512", "--fp16"} <= set(plain)
-    assert plain[plain.index("--max-update") + 1] == str(200 + MARKS)  # the profiled come on top
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from lightseq_fairseq.cli.bench_train.corpus import SOURCE, TARGET
 from lightseq_fairseq.errors import UserError
 
 LOG_INTERVAL = 50
-# Steps under the profiler: the marks between them, of which the first lie where it starts up.
-MARKS, MARKS_DROPPED = 33, 3
+MARKS_DROPPED = 3  # of the marks between steps under the profiler: there it starts up
 
 
 class Shape(NamedTuple):
@@ -83,19 +82,22 @@ class System(NamedTuple):
         warm_up: updates before anything is measured. Ours captures a graph for each of some two
             hundred sizes of batch when it meets it, the last of them late; the compiled baseline
             has a dozen or two; fairseq only fills its memory pool.
+        marks: between the steps under the profiler. Many for ours, whose steps differ in size and
+            make small profiles.
         native: fairseq's own parts, by the same command.
         apex: fairseq takes apex's Adam and LayerNorm, as it does wherever apex imports.
         cudnn: cuDNN attention is left on, as fairseq comes.
     """
 
     warm_up: int = 150
+    marks: int = 13
     native: bool = True
     apex: bool = False
     cudnn: bool = False
 
 
 SYSTEMS = {
-    "ours": System(warm_up=4000, native=False),
+    "ours": System(warm_up=4000, marks=33, native=False),
     "fairseq_no_cudnn": System(),
     "fairseq_no_cudnn_apex": System(apex=True),
     "fairseq": System(cudnn=True),
@@ -116,15 +118,17 @@ def command(
     case: Case, system: str, data: Path, report: Path, updates: int, gpu: bool, workers: int
 ) -> list[str]:
     """The command of one run: ``updates`` updates, then those that are profiled."""
+    how = SYSTEMS[system]
     here = f"{__package__}.{'compiled' if system == 'torch_compile' else 'probe'}"
     words = [sys.executable, "-m", here, "--report", str(report), "--updates", str(updates)]
+    words += ["--marks", str(how.marks)]
     if system == "torch_compile":
         words += ["--case", str(case), "--data", str(data), "--workers", str(workers)]
         return words
-    how = SYSTEMS[system]
     if not how.apex:
         words.append("--without-apex")
-    return [*words, "--", *_training(case, how.native, data, report, updates, gpu, workers)]
+    last = updates + how.marks
+    return [*words, "--", *_training(case, how.native, data, report, last, gpu, workers)]
 
 
 def environment(system: str) -> dict[str, str]:
@@ -145,7 +149,7 @@ def _training(
         "--decoder-layers": shape.decoder_layers,
         "--dropout": DROPOUT,
         "--max-tokens": case.max_tokens,
-        "--max-update": updates + MARKS,
+        "--max-update": updates,
         "--num-workers": workers,
         "--seed": 1,
         "--distributed-world-size": 1,

@@ -1,7 +1,7 @@
 """The baseline without fairseq: plain packed PyTorch under torch.compile, in a loop of its own.
 
     python -m lightseq_fairseq.cli.bench_train.compiled --case CASE --data DIR --report FILE
-        --updates N [--workers N]
+        --updates N --marks N [--workers N]
 
 What a good user of PyTorch could set up: inductor for everything between the GEMMs and attention,
 forward and backward in a CUDA graph for each size of batch, torch's fused AdamW on float32 masters
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightseq_fairseq.cli.bench_train import corpus
-from lightseq_fairseq.cli.bench_train.cases import LOG_INTERVAL, MARKS, Case
+from lightseq_fairseq.cli.bench_train.cases import LOG_INTERVAL, Case
 from lightseq_fairseq.cli.bench_train.corpus import SOURCE, TARGET
 from lightseq_fairseq.cli.bench_train.packed_transformer import LONGEST, PAD, Batch, Transformer
 from lightseq_fairseq.cli.bench_train.probe import Probe
@@ -178,7 +178,7 @@ def train(case: Case, data: Path, updates: int, workers: int, probe: Probe) -> N
     feed = batches(data, case.max_tokens, workers)
     probe.begin()
     began, interval_tokens = time.perf_counter(), 0
-    for number in range(1, updates + MARKS + 1):
+    for number in range(1, updates + probe.marks + 1):
         batch = next(feed)
         probe.before_step(number - 1)
         tokens = int(batch.target.ne(PAD).sum())
@@ -208,9 +208,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--updates", type=int, required=True)
+    parser.add_argument("--marks", type=int, required=True)
     parser.add_argument("--workers", type=int, default=4)
     given = parser.parse_args()
-    probe = Probe(given.report, given.updates)
+    probe = Probe(given.report, given.updates, given.marks)
     train(given.case, given.data, given.updates, given.workers, probe)
 
 

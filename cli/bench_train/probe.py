@@ -1,7 +1,7 @@
 """Runs lightseq-train and measures its steps from outside: the command is a user's command.
 
-    python -m lightseq_fairseq.cli.bench_train.probe --report FILE --updates N [--without-apex]
-        -- WORD... (of lightseq-train)
+    python -m lightseq_fairseq.cli.bench_train.probe --report FILE --updates N --marks N
+        [--without-apex] -- WORD... (of lightseq-train)
 
 The report is a JSON object: ``first_100_s`` from the start of the first epoch to the end of update
 100, ``peak_gib`` reserved by torch's allocator (resident memory where there is no GPU), and the
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from lightseq_fairseq.cli.bench_train.cases import MARKS, MARKS_DROPPED
+from lightseq_fairseq.cli.bench_train.cases import MARKS_DROPPED
 from lightseq_fairseq.cli.bench_train.timeline import MARK, timeline
 
 FIRST = 100
@@ -32,11 +32,12 @@ class Probe:
 
     Args:
         report: the file to write.
-        updates: after so many the profile begins; `MARKS` more have to follow.
+        updates: after so many the profile begins; ``marks`` more have to follow.
+        marks: so many stand in the profile, one before each step.
     """
 
-    def __init__(self, report: Path, updates: int) -> None:
-        self.report, self.updates = report, updates
+    def __init__(self, report: Path, updates: int, marks: int) -> None:
+        self.report, self.updates, self.marks = report, updates, marks
         self.gpu = torch.cuda.is_available()
         self._began: float | None = None
         self._first: float | None = None
@@ -54,7 +55,7 @@ class Probe:
         if self._first is None and num_updates >= FIRST and self._began is not None:
             self._wait()
             self._first = time.perf_counter() - self._began
-        if num_updates < self.updates or self._marks == MARKS:
+        if num_updates < self.updates or self._marks == self.marks:
             return
         if self._profile is None:
             # fairseq resets the peak with every step; what is reserved is rarely given back.
@@ -64,7 +65,7 @@ class Probe:
             self._profile = torch.profiler.profile(activities=[activity])
             self._profile.start()
         self._mark()
-        if self._marks == MARKS:
+        if self._marks == self.marks:
             self._wait()
             self._profile.stop()
             self._write()
@@ -130,13 +131,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--updates", type=int, required=True)
+    parser.add_argument("--marks", type=int, required=True)
     parser.add_argument("--without-apex", action="store_true")
     parser.add_argument("words", nargs="+", help="of lightseq-train, after --")
     arguments = parser.parse_args()
     if arguments.without_apex:
         for name in ("apex", "fused_adam_cuda"):  # their import fails from now on
             sys.modules[name] = None  # type: ignore[assignment]
-    attach(Probe(arguments.report, arguments.updates))
+    attach(Probe(arguments.report, arguments.updates, arguments.marks))
     from lightseq_fairseq.cli import train
 
     train.main(arguments.words)
