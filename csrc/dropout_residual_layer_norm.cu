@@ -22,6 +22,7 @@
 
 #include "common/check.h"
 #include "common/columns.cuh"
+#include "common/dependent_launch.cuh"
 #include "common/layer_norm.cuh"
 #include "common/optional.h"
 
@@ -53,8 +54,12 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     dropout_residual_layer_norm_fwd_kernel(const __grid_constant__ FwdParams<T> p) {
   extern __shared__ uint4 shared[];
   __shared__ float sum_rooms[S::kTeams][S::kWarps], square_rooms[S::kTeams][S::kWarps];
+  wait_for_previous_kernel();
   RowQueue<T, S, 2> queue(p.rows, {p.x, p.residual}, {p.x_stride, p.residual_stride},
                           p.residual == nullptr ? 1 : 2, p.columns, shared);
+  // Rows are few, as in decoding, and all on their way: the next kernel's weights may come, too.
+  // Many rows are memory's work to the end, of which the next kernel should take nothing.
+  if (p.rows.each == 0) start_next_kernel();
   const Rng rng(p.dropout.dropout.rng);
   Columns<T> bias[S::kGroups] = {}, gamma[S::kGroups] = {}, beta[S::kGroups] = {};
 #pragma unroll
@@ -187,11 +192,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_residual_layer_norm_fwd(
       using S = decltype(shape);
       const auto kernel = dropout_residual_layer_norm_fwd_kernel<T, S>;
       params.rows = share_out<S>(kernel, rows, RowQueue<T, S, 2>::kRowBytes, 0, device);
-      kernel<<<params.rows.blocks, dim3(S::kThreads, S::kTeams), params.rows.shared,
-               current_stream(device)>>>(params);
+      launch_early(op, kernel, dim3(params.rows.blocks), dim3(S::kThreads, S::kTeams),
+                   params.rows.shared, current_stream(device), params);
     });
   });
-  check_launch(op);
   return {sum, y, mean, rstd};
 }
 

@@ -20,6 +20,7 @@
 
 #include "common/check.h"
 #include "common/columns.cuh"
+#include "common/dependent_launch.cuh"
 #include "common/optional.h"
 #include "common/reduce.cuh"
 #include "common/scalars.cuh"
@@ -64,6 +65,9 @@ __global__ void __launch_bounds__(kBlock, kBlocks<T>)
   constexpr int kOfBlock = kTokens * kWarps;
   __shared__ uint32_t tokens[kOfBlock], positions[kOfBlock];
   const bool positioned = p.places.data != nullptr;
+  wait_for_previous_kernel();
+  // The next kernel's blocks come when the last of these have begun, and take nothing from them.
+  start_next_kernel();
   if (threadIdx.x < kOfBlock) {
     // Behind the last row, the last one is loaded again.
     const int64_t row = min(static_cast<int64_t>(blockIdx.x) * kOfBlock + threadIdx.x, p.rows - 1);
@@ -136,9 +140,8 @@ Tensor embedding_fwd(const Tensor& tokens, const Tensor& weight,
                            columns};
     const dim3 grid(blocks_for(rows, kWarps * kTokens), blocks_for(columns, kSlab));
     const auto kernel = p > 0.0 ? embedding_fwd_kernel<T, true> : embedding_fwd_kernel<T, false>;
-    kernel<<<grid, kBlock, 0, current_stream(device)>>>(lookup,
-                                                        static_cast<T*>(y.mutable_data_ptr()));
-    check_launch(op);
+    launch_early(op, kernel, grid, dim3(kBlock), 0, current_stream(device), lookup,
+                 static_cast<T*>(y.mutable_data_ptr()));
   });
   return y;
 }

@@ -5,8 +5,9 @@
 //              dW [N, K] (+)= dy^T x          written by the product into the caller's buffer
 //              db [N]    (+)= column sum of dy
 //
-// The products are cublasLt's (common/matmul.h): float32 accumulation, and float32 throughout for
-// float32, no TF32. What is decided here is what they are given and what they do besides.
+// The products are cublasLt's (common/matmul.h), but for forward's of at most 16 rows of 16-bit
+// numbers, as decoding has them (linear_few_rows.cu): float32 accumulation, and float32 throughout
+// for float32, no TF32. What is decided here is what they are given and what they do besides.
 //
 //   saved for backward   nothing
 //   bytes moved          each operand read once, each result written once, dy once more for db
@@ -31,6 +32,7 @@
 
 #include "common/check.h"
 #include "common/column_sum.cuh"
+#include "common/linear_few_rows.h"
 #include "common/matmul.h"
 #include "common/occupancy.h"
 #include "common/vec.cuh"
@@ -154,13 +156,17 @@ Matrix padded(const Matrix& x, int64_t rows, int64_t columns, cudaStream_t strea
   return copy;
 }
 
+void multiply_fitting(const Product& p, cudaStream_t stream) {
+  has_few_rows(p) ? multiply_few_rows(p, stream) : multiply(p, stream);
+}
+
 // The product of padded operands, whose result has `rows` x `columns`, into p.out, which may be
 // smaller.
 void multiply_padded(Product p, int64_t rows, int64_t columns, cudaStream_t stream) {
-  if (fits(p.out, rows, columns)) return multiply(p, stream);
+  if (fits(p.out, rows, columns)) return multiply_fitting(p, stream);
   const Matrix out = p.out;
   p.out = p.accumulate ? padded(out, rows, columns, stream) : scratch_for(out, rows, columns);
-  multiply(p, stream);
+  multiply_fitting(p, stream);
   copy_padded(p.out, out, stream);
 }
 

@@ -1,8 +1,18 @@
 // Kernels that follow each other closely (programmatic dependent launch): a kernel launched by
 // launch_early() may start while the one before it on the stream is still at work, on GPUs that
-// can, from compute capability 9.0 on. What it does before wait_for_previous_kernel() must not
-// touch memory, and at least one block has to pass there: otherwise it could be over before its
-// predecessor is, and whoever waits for it would wait for too little.
+// can, from compute capability 9.0 on.
+//
+// Such a kernel calls wait_for_previous_kernel() before it touches memory, but for what is said
+// below, and start_next_kernel() only after that. Blocks may be over without either, but not all of
+// them: whoever waits for the kernel would wait for too little. A kernel launched with <<<>>> has
+// waited when it starts, and calls start_next_kernel() wherever it likes.
+//
+// So when a kernel starts behind one of these, everything before its predecessor is over, and can
+// be read past the first cache. What the predecessor itself writes cannot, even if its blocks are
+// over: their last numbers may still be on their way. Before it waits, a kernel may therefore read
+// what a known predecessor does not write: weights. follows_early_kernel() knows those launched
+// here, whose results are rows of tokens and sums of gradients; nobody may take these for the
+// weights of the kernel right behind.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,18 +21,53 @@
 
 namespace lightseq {
 
-// Lets the next kernel start as soon as every block has called this or is over.
+// Lets the next kernel start as soon as every block has called this or is over. Blocks that wait
+// occupy a multiprocessor: in a kernel whose own blocks are all running they take nothing from it.
 __device__ __forceinline__ void start_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Returns when the previous kernel is over and what it wrote can be read.
+// Returns when the previous kernel is over and what it wrote can be read. May be called again.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// The one node of a graph under capture that the stream's next will depend on; null if there is
+// none, or several.
+struct LastNode {
+  unsigned long long capture = 0;
+  cudaGraphNode_t node = nullptr;
+
+  explicit LastNode(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    const cudaGraphNode_t* nodes = nullptr;
+    const cudaGraphEdgeData* edges = nullptr;
+    size_t count = 0;
+#if CUDART_VERSION >= 13000
+    cudaStreamGetCaptureInfo(stream, &status, &capture, nullptr, &nodes, &edges, &count);
+#else
+    cudaStreamGetCaptureInfo_v3(stream, &status, &capture, nullptr, &nodes, &edges, &count);
+#endif
+    if (status == cudaStreamCaptureStatusActive && count == 1) node = nodes[0];
+  }
+  LastNode() = default;
+};
+
+// Of this thread's last call of launch_early().
+inline LastNode& last_early_node() {
+  static thread_local LastNode last;
+  return last;
+}
+
+// Whether a kernel launched now comes right behind one of launch_early()'s. Nobody can tell outside
+// a graph: what others launch on the stream does not show.
+inline bool follows_early_kernel(cudaStream_t stream) {
+  const LastNode now(stream), early = last_early_node();
+  return now.node != nullptr && now.node == early.node && now.capture == early.capture;
 }
 
 // kernel<<<grid, block, shared, stream>>>(arguments...) and its launch check. `what`: for messages.
@@ -44,6 +89,7 @@ void launch_early(const char* what, void (*kernel)(Parameters...), dim3 grid, di
   config.numAttrs = major >= 9 ? 1 : 0;
   cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
   check_launch(what);
+  last_early_node() = LastNode(stream);
 }
 
 }  // namespace lightseq

@@ -62,10 +62,13 @@ class _Side:
         """tokens [T] at ``positions`` [T] (from 0, below ``longest``) -> [T, C]."""
         table = None
         if self.embed_positions is not None:
-            positions = positions + (self.padding_idx + 1)
+            first = self.padding_idx + 1  # row of position 0
             # Built once for the longest sentence there may be: a CUDA graph keeps its address.
-            longest = max(longest, self.max_positions())
-            table = self._positions(longest + self.padding_idx + 1)
+            table = self._positions(max(longest, self.max_positions()) + first)
+            if torch.is_grad_enabled() and table.requires_grad:
+                positions = positions + first
+            else:  # no gradient goes to the table: it may as well begin there
+                table = table[first:]
         return embed(
             tokens, self.embed_tokens.weight, None if table is None else positions, table,
             scale=self.embed_scale, padding_idx=self.padding_idx,
