@@ -7,8 +7,10 @@
 //   determinism   the order of candidates is total; no result depends on who comes first
 //
 // A block takes a slot (a sentence). A candidate's place in the order is the number of those that
-// are better, which its thread counts in shared memory. Diverse beam search does the same for one
-// group of hypotheses after the other. The last block that is through counts the step.
+// are better, which a few threads count in shared memory. Diverse beam search does the same for one
+// group of hypotheses after the other. What one thread waits for, others have asked for already:
+// first of all for hints of everything but the candidates, which come last. The last block that has
+// read the step counts it.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -18,10 +20,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <utility>
 
 #include "common/beam_search.cuh"
 #include "common/check.h"
 #include "common/dependent_launch.cuh"
+#include "common/prefetch.cuh"
 
 namespace lightseq {
 namespace {
@@ -39,81 +43,102 @@ struct Advance {
   int *tokens, *ancestry, *past_tokens, *hypothesis_tokens, *lengths;
   float *scores, *past_scores, *hypothesis_scores, *totals;
   int64_t memory_rows;  // from one position to the next
-  int slots, beam, width, groups, eos;
+  int positions, slots, beam, width, groups, eos;
   float diversity;
   double length_penalty;
 };
 
 // ---- kernel ----
 
-// The candidates of all beams, in order.
-struct Merged {
+// What a block knows of its slot. Beside it in shared memory are the candidates, [beam, width]:
+// scores, then tokens.
+struct Slot {
+  int step, sentence, first_row;
+  int count;  // of candidates in order, those of all beams together
   float score[2 * kMaxBeam];
   int token[2 * kMaxBeam], parent[2 * kMaxBeam];  // parent: row
-  int count;
+  int parents[kMaxBeam];                          // of the hypotheses that go on
+  int ending[kMaxBeam];  // of the candidates in order, those that become results
 };
 
-// `scores` and `tokens` [beam, width] lie in shared memory, and so does `merged`.
-__device__ __forceinline__ void merge(const Advance& p, int first_row, float* scores, int* tokens,
-                                      Merged& merged) {
-  const int candidates = p.beam * p.width;
-  const int64_t offset = static_cast<int64_t>(first_row) * p.width;
-  for (int i = threadIdx.x; i < candidates; i += kThreads) {
-    scores[i] = p.candidate_scores[offset + i];
-    tokens[i] = p.candidate_tokens[offset + i];
+// How many candidates of a group are better than number `mine`, which belongs to `row`. Among
+// equals the lowest row, then the lowest token. 2^n neighbouring threads, `parts`, share out the
+// work; all threads of their warps take part. Counts beyond `most` need not be right.
+__device__ __forceinline__ int rank_of(const Advance& p, const float* scores, const int* tokens,
+                                       int group, int row, int mine, int parts, int most) {
+  const float score = scores[mine];
+  const int token = tokens[mine], part = static_cast<int>(threadIdx.x) % parts;
+  int rank = 0;
+  for (int other = group; other < p.beam && rank <= most; other += p.groups) {
+    for (int n = other * p.width + part; n < (other + 1) * p.width; n += parts) {
+      const bool first = other == row ? tokens[n] < token : other < row;
+      rank += scores[n] > score || (scores[n] == score && first);
+    }
   }
-  if (threadIdx.x == 0) merged.count = p.width == 1 ? p.beam : p.width;
-  __syncthreads();
+  for (int offset = parts / 2; offset > 0; offset /= 2) {
+    rank += __shfl_xor_sync(kAllLanes, rank, offset);
+  }
+  return rank;
+}
+
+// Candidates are in shared memory; whoever needs them after this has passed a barrier.
+__device__ __forceinline__ void merge(const Advance& p, float* scores, int* tokens, Slot& slot) {
+  const int candidates = p.beam * p.width;
   if (p.width == 1) {  // drawn: every hypothesis goes on with its own
     for (int i = threadIdx.x; i < p.beam; i += kThreads) {
-      merged.score[i] = scores[i];
-      merged.token[i] = tokens[i];
-      merged.parent[i] = first_row + i;
+      slot.score[i] = scores[i];
+      slot.token[i] = tokens[i];
+      slot.parent[i] = slot.first_row + i;
     }
     __syncthreads();
     return;
   }
   const int per_group = p.width / p.groups;
+  int parts = 1;
+  while (2 * parts <= kWarp && 2 * parts * candidates <= kThreads) parts *= 2;
   for (int group = 0; group < p.groups; ++group) {
-    const auto is_mine = [&](int i) { return i / p.width % p.groups == group; };
     if (group > 0) {
       for (int i = threadIdx.x; i < candidates; i += kThreads) {
-        if (!is_mine(i)) continue;
+        if (i / p.width % p.groups != group) continue;
         int picked = 0;
         for (int n = 0; n < per_group * p.groups; ++n) {
-          picked += n % p.groups < group && merged.token[n] == tokens[i];
+          picked += n % p.groups < group && slot.token[n] == tokens[i];
         }
         scores[i] = __fsub_rn(scores[i], __fmul_rn(p.diversity, static_cast<float>(picked)));
       }
       __syncthreads();
     }
-    for (int i = threadIdx.x; i < candidates; i += kThreads) {
-      if (!is_mine(i)) continue;
-      int rank = 0;
-      for (int n = 0; n < candidates; ++n) {
-        // Among equals the lowest row, then the lowest token.
-        const bool first = n / p.width == i / p.width ? tokens[n] < tokens[i] : n < i;
-        rank += is_mine(n) && (scores[n] > scores[i] || (scores[n] == scores[i] && first));
-      }
-      if (rank >= per_group) continue;
+    for (int first = 0; first < candidates; first += kThreads / parts) {
+      const int i = first + static_cast<int>(threadIdx.x) / parts;
+      const int mine = min(i, candidates - 1), row = mine / p.width;
+      const int rank = rank_of(p, scores, tokens, group, row, mine, parts, per_group);
+      if (i > mine || row % p.groups != group || rank >= per_group) continue;
       const int place = rank * p.groups + group;  // groups take turns
-      merged.score[place] = scores[i];
-      merged.token[place] = tokens[i];
-      merged.parent[place] = first_row + i / p.width;
+      slot.score[place] = scores[mine];
+      slot.token[place] = tokens[mine];
+      slot.parent[place] = slot.first_row + row;
     }
     __syncthreads();
   }
 }
 
-// A hypothesis that ends at position `step` becomes a result: what stands at position p of the
-// result is the token of position p + 1. The whole block takes part.
-__device__ __forceinline__ void keep(const Advance& p, int step, int64_t column, int parent,
-                                     float score) {
-  for (int position = threadIdx.x; position <= step; position += kThreads) {
+// `count` hypotheses that end at this step become results: what stands at position p of a result is
+// the token of position p + 1.
+__device__ __forceinline__ void keep(const Advance& p, const Slot& slot, int first_column,
+                                     int count) {
+  const int step = slot.step, length = step + 1;
+  for (int i = threadIdx.x; i < count * length; i += kThreads) {
+    const int number = i / length, position = i - number * length;
+    const int ending = slot.ending[number], parent = slot.parent[ending];
+    const int column = first_column + number;
     const int64_t to = position * p.memory_rows + column;
     if (position == step) {
+      const float score = slot.score[ending];
       p.hypothesis_tokens[to] = p.eos;
       p.hypothesis_scores[to] = score;
+      p.lengths[column] = length;
+      p.totals[column] =
+          score / static_cast<float>(pow(static_cast<double>(length), p.length_penalty));
       continue;
     }
     const int64_t next = (position + 1) * p.memory_rows;
@@ -121,87 +146,117 @@ __device__ __forceinline__ void keep(const Advance& p, int step, int64_t column,
     p.hypothesis_tokens[to] = p.past_tokens[from];
     p.hypothesis_scores[to] = p.past_scores[from];
   }
-  if (threadIdx.x > 0) return;
-  p.lengths[column] = step + 1;
-  p.totals[column] = score / static_cast<float>(pow(step + 1.0, p.length_penalty));
 }
 
-// New rows' ancestors are those of their parents.
-__device__ __forceinline__ void inherit(const Advance& p, int step, int first_row,
-                                        const int* parents) {
+// New rows' ancestors are those of their parents. A thread has a hypothesis, at a position after
+// the other; most keep the ancestor that they have.
+__device__ __forceinline__ void inherit(const Advance& p, const Slot& slot) {
   const int at_once = kThreads / p.beam;
-  const int child = threadIdx.x % p.beam;
-  for (int first = 0; first < step; first += at_once) {
-    const int position = first + static_cast<int>(threadIdx.x) / p.beam;
-    const bool works = position < min(step, first + at_once);
-    const int64_t row = position * p.memory_rows;
-    const int ancestor = works ? p.ancestry[row + parents[child]] : 0;
+  const int place = static_cast<int>(threadIdx.x) / p.beam;
+  const int child = static_cast<int>(threadIdx.x) - place * p.beam;
+  const int own = slot.first_row + child, parent = slot.parents[child];
+  for (int first = 0; first < slot.step; first += at_once) {
+    const int position = first + place;
+    const bool works = position < min(slot.step, first + at_once);
+    int* const row = p.ancestry + position * p.memory_rows;
+    const int ancestor = works ? row[parent] : 0, before = works ? row[own] : 0;
     __syncthreads();  // all of a position have been read
-    if (works) p.ancestry[row + first_row + child] = ancestor;
+    if (works && ancestor != before) row[own] = ancestor;
   }
 }
 
-__device__ __forceinline__ void advance_slot(const Advance& p, int slot, int step, float* scores,
-                                             int* tokens) {
-  __shared__ Merged merged;
-  __shared__ int parents[kMaxBeam];
-  const int sentence = p.sentences[slot];
-  if (sentence < 0) return;
-  const int first_row = slot * p.beam;
-  const int64_t first_column = static_cast<int64_t>(sentence) * p.beam;
-  const int64_t now = step * p.memory_rows;
-  for (int i = threadIdx.x; i < p.beam; i += kThreads) {
-    p.past_tokens[now + first_row + i] = p.tokens[first_row + i];
-    p.past_scores[now + first_row + i] = p.scores[first_row + i];
+// What the step is going to read, but for the candidates.
+__device__ __forceinline__ void give_hints(const Advance& p) {
+  const int first_row = static_cast<int>(blockIdx.x) * p.beam;
+  const int thread = threadIdx.x, place = thread / p.beam, child = thread - place * p.beam;
+  if (place == 0) {
+    prefetch(p.tokens + first_row + child);
+    prefetch(p.scores + first_row + child);
+    const int64_t sentence = peek(p.sentences + blockIdx.x);
+    const int64_t column = sentence * p.beam + child;
+    if (sentence >= 0 && column < p.memory_rows) prefetch(p.lengths + column);
   }
-  int results = 0;  // counted by every thread for itself
-  for (int i = 0; i < p.beam; ++i) results += p.lengths[first_column + i] > 0;
-  merge(p, first_row, scores, tokens, merged);
-
-  // Only those that are among the first `beam` count as ends, as long as results are wanted.
-  const auto ends = [&](int i) { return merged.token[i] == p.eos && merged.score[i] > -INFINITY; };
-  for (int i = 0; i < p.beam && results < p.beam; ++i) {
-    if (!ends(i)) continue;
-    keep(p, step, first_column + results, merged.parent[i], merged.score[i]);
-    ++results;
-  }
-  const bool finished = results == p.beam || step >= p.progress[kMaxLen];
-
-  // The best that do not end go on; then, where tokens were drawn, those that do, as dead ones.
-  int alive = 0;
-  for (int i = 0; i < merged.count; ++i) alive += !ends(i);
-  for (int i = threadIdx.x; i < merged.count; i += kThreads) {
-    int child = ends(i) ? alive : 0;
-    for (int n = 0; n < i; ++n) child += ends(n) == ends(i);
-    if (child >= p.beam) continue;
-    parents[child] = merged.parent[i];
-    p.tokens[first_row + child] = merged.token[i];
-    p.scores[first_row + child] = finished || ends(i) ? -INFINITY : merged.score[i];
-    p.ancestry[now + first_row + child] = merged.parent[i];
-  }
-  __syncthreads();
-  inherit(p, step, first_row, parents);
-  if (threadIdx.x == 0 && finished) {
-    p.sentences[slot] = -1;
-    atomicSub(&p.progress[kUnfinished], 1);
+  if (place < min(peek(p.progress + kStep), p.positions)) {
+    prefetch(p.ancestry + place * p.memory_rows + first_row + child);
   }
 }
 
 __global__ void __launch_bounds__(kThreads) beam_advance_kernel(const Advance p) {
-  extern __shared__ float shared[];  // candidates: scores, then tokens
+  extern __shared__ float scores[];
+  __shared__ Slot slot;
+  int* const tokens = reinterpret_cast<int*>(scores + p.beam * p.width);
+  const int thread = threadIdx.x, number = blockIdx.x;
+  const bool exists = number < p.slots;  // there is a block even if there is no slot
+  if (exists) give_hints(p);
   wait_for_previous_kernel();
-  start_next_kernel();
-  const int step = p.progress[kStep];
-  if (static_cast<int>(blockIdx.x) < p.slots) {
-    int* const tokens = reinterpret_cast<int*>(shared + p.beam * p.width);
-    advance_slot(p, blockIdx.x, step, shared, tokens);
+
+  // All reads at once. What one thread alone reads the others find in `slot`.
+  const int first_row = number * p.beam;
+  const bool hypothesis = exists && thread < p.beam;
+  const int token = hypothesis ? p.tokens[first_row + thread] : 0;
+  const float score = hypothesis ? p.scores[first_row + thread] : 0.0f;
+  const int max_len = p.progress[kMaxLen];
+  if (thread == 0) {
+    slot.first_row = first_row;
+    slot.count = p.width == 1 ? p.beam : p.width;
+    slot.step = p.progress[kStep];
+    slot.sentence = exists ? p.sentences[number] : -1;
   }
-  __syncthreads();  // every thread has read the step
-  if (threadIdx.x > 0) return;
-  const int last = static_cast<int>(gridDim.x) - 1;
-  if (atomicAdd(&p.progress[kScratch], 1) == last) {
+  const int64_t offset = static_cast<int64_t>(first_row) * p.width;
+  for (int i = thread; exists && i < p.beam * p.width; i += kThreads) {
+    scores[i] = p.candidate_scores[offset + i];
+    tokens[i] = p.candidate_tokens[offset + i];
+  }
+  start_next_kernel();
+  __syncthreads();
+  const int step = slot.step;
+  if (thread == 0 && atomicAdd(&p.progress[kScratch], 1) == static_cast<int>(gridDim.x) - 1) {
     p.progress[kScratch] = 0;
     p.progress[kStep] = step + 1;
+  }
+  if (slot.sentence < 0) return;
+  const int first_column = slot.sentence * p.beam;
+  const int length = hypothesis ? p.lengths[first_column + thread] : 0;
+  const int64_t now = step * p.memory_rows;
+  if (hypothesis) {
+    p.past_tokens[now + first_row + thread] = token;
+    p.past_scores[now + first_row + thread] = score;
+  }
+  merge(p, scores, tokens, slot);
+  const int columns = __syncthreads_count(length > 0);  // with results already
+
+  // Those that end, as long as results are wanted, and only if they are among the first `beam`. The
+  // best that do not end go on; then, where tokens were drawn, those that do, as dead ones.
+  const auto ends = [&](int i) { return slot.token[i] == p.eos && slot.score[i] > -INFINITY; };
+  int ended_before = 0, ended = 0, results = columns;
+  for (int i = 0; i < slot.count; ++i) {
+    const bool end = ends(i);
+    if (end && i < p.beam && results < p.beam) {
+      if (thread == 0) slot.ending[results - columns] = i;
+      ++results;
+    }
+    ended += end;
+    ended_before += end && i < thread;
+  }
+  const bool finished = results == p.beam || step >= max_len;
+  if (thread < slot.count) {
+    const bool end = ends(thread);
+    const int child = end ? slot.count - ended + ended_before : thread - ended_before;
+    if (child < p.beam) {
+      const int parent = slot.parent[thread];
+      slot.parents[child] = parent;
+      p.tokens[first_row + child] = slot.token[thread];
+      p.scores[first_row + child] = finished || end ? -INFINITY : slot.score[thread];
+      p.ancestry[now + first_row + child] = parent;
+    }
+  }
+  __syncthreads();
+  keep(p, slot, first_column + columns, results - columns);
+  __syncthreads();  // ancestors have been read
+  inherit(p, slot);
+  if (thread == 0 && finished) {
+    p.sentences[number] = -1;
+    atomicSub(&p.progress[kUnfinished], 1);
   }
 }
 
@@ -214,22 +269,22 @@ void beam_advance(const Tensor& candidate_scores, const Tensor& candidate_tokens
                   int64_t groups, double diversity, int64_t eos, double length_penalty) {
   constexpr const char* kOp = "beam_advance";
   require(beam <= kMaxBeam, kOp, ": beam must be at most ", kMaxBeam, " on a GPU, is ", beam);
-  const auto contiguous = [&](const char* name, const Tensor& x) {
+  const std::pair<const char*, const Tensor&> all[] = {{"candidate_scores", candidate_scores},
+                                                       {"candidate_tokens", candidate_tokens},
+                                                       {"progress", progress},
+                                                       {"sentences", sentences},
+                                                       {"tokens", tokens},
+                                                       {"scores", scores},
+                                                       {"ancestry", ancestry},
+                                                       {"past_tokens", past_tokens},
+                                                       {"past_scores", past_scores},
+                                                       {"hypothesis_tokens", hypothesis_tokens},
+                                                       {"hypothesis_scores", hypothesis_scores},
+                                                       {"lengths", lengths},
+                                                       {"totals", totals}};
+  for (const auto& [name, x] : all) {
     require(x.is_contiguous(), kOp, ": ", name, " must be contiguous");
-  };
-  contiguous("candidate_scores", candidate_scores);
-  contiguous("candidate_tokens", candidate_tokens);
-  contiguous("progress", progress);
-  contiguous("sentences", sentences);
-  contiguous("tokens", tokens);
-  contiguous("scores", scores);
-  contiguous("ancestry", ancestry);
-  contiguous("past_tokens", past_tokens);
-  contiguous("past_scores", past_scores);
-  contiguous("hypothesis_tokens", hypothesis_tokens);
-  contiguous("hypothesis_scores", hypothesis_scores);
-  contiguous("lengths", lengths);
-  contiguous("totals", totals);
+  }
   const int64_t slots = sentences.size(0), width = candidate_scores.size(1);
   const Advance params{candidate_scores.const_data_ptr<float>(),
                        candidate_tokens.const_data_ptr<int>(),
@@ -245,6 +300,7 @@ void beam_advance(const Tensor& candidate_scores, const Tensor& candidate_tokens
                        hypothesis_scores.mutable_data_ptr<float>(),
                        totals.mutable_data_ptr<float>(),
                        ancestry.size(1),
+                       static_cast<int>(ancestry.size(0)),
                        static_cast<int>(slots),
                        static_cast<int>(beam),
                        static_cast<int>(width),

@@ -99,8 +99,10 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (threadIdx.x == 0) drawn = -1;
 
+  const float rate = 1.0f / rules.temperature;
   const LogSoftmax log_softmax =
-      read_row<T, kThreads, kLoads>(row, cut, rules.temperature, [](int, const auto&, float) {});
+      read_row<T, kThreads, kLoads>(row, cut, rate, [](int, const auto&, float) {
+      }).log_softmax(rate);
   // A logit under the rules: l in another scale.
   const auto ruled = [&](int token, float logit) {
     if (step.forbids(token) || isnan(log_softmax.log_sum)) return -INFINITY;

@@ -7,12 +7,14 @@
 //   bytes moved   the logits are read once; then a few hundred of them again
 //   determinism   the order is total, so the result does not depend on who finds what first
 //
-// A block takes a row (a hypothesis). Its threads read the logits once, for the sum of
-// exponentials, and remember their best one and the largest of all others (the hierarchical search
-// of LightSeq, Wang et al. 2021: a rough bound first). Threads form groups; the `count`-th best of
-// the groups' bests is a bound that at least `count` tokens reach. Who has a best one within the
-// bound offers it with its neighbours; only whose second is within it, too, has to look through its
-// logits again. A dozen tokens or so are offered, and each counts how many are better.
+// A block takes a row (a hypothesis), or, where rows are few, a cluster of blocks takes one and
+// each has a part of it: they tell each other their sums of exponentials, and in the end the first
+// block hears of each one's best. Threads read the logits once, for the sum of exponentials, and
+// remember their best one and the largest of all others (the hierarchical search of LightSeq, Wang
+// et al. 2021: a rough bound first). Threads form groups; the `count`-th best of the groups' bests
+// is a bound that at least `count` tokens reach. Who has a best one within the bound offers it with
+// its neighbours; only whose second is within it, too, has to look through its logits again. A
+// dozen tokens or so are offered, and each counts how many are better.
 //
 // A key is a total with its token, in one number: larger is better, and no two are the same. Where
 // too many tokens reach the bound (equal logits), the `count`-th best of those listed is a closer
@@ -28,6 +30,7 @@
 
 #include "common/beam_search.cuh"
 #include "common/check.h"
+#include "common/cluster.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/occupancy.h"
 
@@ -41,6 +44,8 @@ using Key = unsigned long long;
 constexpr int kMaxCount = 128;  // of candidates, and of groups
 constexpr int kListed = 1024;   // keys that there is room for
 constexpr int kManyRows = 12;   // a multiprocessor: from there on a block need not be large
+constexpr int kFewBlocks = 2;   // a multiprocessor: up to there a row has several, if it can give
+constexpr int kPart = 1024;     // tokens to each
 
 // ---- kernel ----
 
@@ -96,49 +101,79 @@ __device__ __forceinline__ void write_end(const Output& output, int eos, float t
   }
 }
 
-template <typename T, int kThreads, int kLoads>
-__global__ void __launch_bounds__(kThreads, 768 / kThreads)
-    beam_candidates_kernel(const T* __restrict__ logits, int64_t stride, int classes,
-                           const float* __restrict__ scores, const Rules rules, int groups,
-                           Output output) {
+template <typename T>
+struct Logits {
+  const T* data;
+  int64_t stride;
+  int classes;
+};
+
+template <typename T, int kThreads, int kLoads, int kCluster>
+__device__ __forceinline__ void find_candidates(const Logits<T>& logits, const float* scores,
+                                                const Rules& rules, int groups, Output output) {
   __shared__ Key group_best[kMaxCount], listed[kListed], bound;
-  __shared__ int number;  // of keys listed
-  const T* const row = logits + blockIdx.x * stride;
-  const Cut cut(row, classes);
-  output.scores += static_cast<int64_t>(blockIdx.x) * output.count;
-  output.tokens += static_cast<int64_t>(blockIdx.x) * output.count;
+  __shared__ Key finalists[kCluster > 1 ? kListed : 1];  // the best of each block, in the first one
+  __shared__ Total<T> totals[kCluster];                  // of all blocks, in each
+  __shared__ int number;                                 // of keys listed
+  const int hypothesis = blockIdx.x / kCluster, part = blockIdx.x % kCluster;
+  const T* const whole = logits.data + hypothesis * logits.stride;
+  // The block's part, whose tokens are counted from `begin` on. Whole lines, if rows are.
+  constexpr int kLine = kLineBytes / sizeof(T);
+  const int each =
+      kCluster == 1 ? logits.classes : ((logits.classes - 1) / (kCluster * kLine) + 1) * kLine;
+  const int begin = part * each, end = min(logits.classes, begin + each);
+  const T* const row = whole + begin;
+  const Cut cut(row, end - begin);
+  output.scores += static_cast<int64_t>(hypothesis) * output.count;
+  output.tokens += static_cast<int64_t>(hypothesis) * output.count;
+  if constexpr (kCluster > 1) cluster_sync();
   wait_for_previous_kernel();
   start_next_kernel();
 
   const Step step(rules);
-  const float score = scores[blockIdx.x];
-  if (!(score > -INFINITY)) return write_end(output, step.eos, -INFINITY);
+  const int unk = step.unk - begin;
+  const float score = scores[hypothesis], rate = 1.0f / rules.temperature;
+  // Where rows are many a dead one is not worth reading; where they are few the reads do not wait.
+  const bool dead = !(score > -INFINITY);
+  if (kCluster == 1 && dead) return write_end(output, step.eos, -INFINITY);
   if (threadIdx.x < kMaxCount) group_best[threadIdx.x] = 0;
   if (threadIdx.x == 0) bound = 0, number = 0;
 
   Best best(cut);
-  const LogSoftmax log_softmax = read_row<T, kThreads, kLoads>(
-      row, cut, rules.temperature, [&](int first, const auto& x, float largest) {
+  Total<T> total =
+      read_row<T, kThreads, kLoads>(row, cut, rate, [&](int first, const auto& x, float largest) {
         constexpr int kCount = std::extent_v<std::remove_reference_t<decltype(x)>>;
-        if (step.touches(first, kCount)) {
+        if (step.touches(begin + first, kCount)) {
           largest = -INFINITY;
 #pragma unroll
           for (int e = 0; e < kCount; ++e) {
-            const int token = first + e;
+            const int token = begin + first + e;
             if (!step.forbids(token) && token != step.unk) largest = fmaxf(largest, x[e]);
           }
         }
         best.consider(largest, first + kCount - 1);
       });
-  const auto total_of = [&](int token, float logit) {
+  if constexpr (kCluster > 1) {
+    if (threadIdx.x < kCluster) *of_block(&totals[part], threadIdx.x) = total;
+    cluster_sync();
+    float highest = kFloor, sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kCluster; ++i) highest = fmaxf(highest, totals[i].top);
+#pragma unroll
+    for (int i = 0; i < kCluster; ++i) sum += totals[i].sum_from(highest, rate);
+    total = {highest, sum};
+  }
+  const LogSoftmax log_softmax = total.log_softmax(rate);
+  const auto total_of = [&](int token, float logit) {  // token of the row
     return step.apply(token, log_softmax(logit)) + score;
   };
-  if (step.only_eos || isnan(log_softmax.log_sum)) {
-    return write_end(output, step.eos, total_of(step.eos, to_float(row[step.eos])));
+  if (dead || step.only_eos || isnan(log_softmax.log_sum)) {
+    if (part == 0) write_end(output, step.eos, total_of(step.eos, to_float(whole[step.eos])));
+    return;
   }
 
   // The bound. A group's key bears the last token of the vector: whoever is in it has a better one.
-  const Key mine = best.last < 0 ? 0 : key_of(log_softmax(best.logit) + score, best.last);
+  const Key mine = best.last < 0 ? 0 : key_of(log_softmax(best.logit) + score, begin + best.last);
   atomicMax(&group_best[threadIdx.x % groups], mine);
   __syncthreads();
   if (static_cast<int>(threadIdx.x) < groups) {
@@ -150,7 +185,7 @@ __global__ void __launch_bounds__(kThreads, 768 / kThreads)
   while (true) {
     const Key least = bound;
     const auto offer = [&](int token, float logit) {
-      const Key key = key_of(total_of(token, logit), token);
+      const Key key = key_of(total_of(begin + token, logit), begin + token);
       if (key < least) return;
       const int place = atomicAdd(&number, 1);
       if (place < kListed) listed[place] = key;
@@ -162,11 +197,11 @@ __global__ void __launch_bounds__(kThreads, 768 / kThreads)
       eight.unpack(x);
 #pragma unroll
       for (int e = 0; e < kSize; ++e) {
-        if (first + e != step.unk) offer(first + e, x[e]);
+        if (first + e != unk) offer(first + e, x[e]);
       }
     };
     const auto offer_one = [&](int token) {
-      if (token != step.unk) offer(token, to_float(row[token]));
+      if (token != unk) offer(token, to_float(row[token]));
     };
 
     const bool again = ordered(log_softmax(best.second) + score) >= least >> 32;
@@ -186,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, 768 / kThreads)
       }
       if (lane == 0 && owner < cut.scalars) offer_one(cut.column_of_scalar(owner));
     }
-    if (threadIdx.x == 0) offer(step.unk, to_float(row[step.unk]));
+    if (threadIdx.x == 0 && unk >= 0 && unk < end - begin) offer(unk, to_float(row[unk]));
     __syncthreads();
     if (number <= kListed) break;
 
@@ -198,13 +233,39 @@ __global__ void __launch_bounds__(kThreads, 768 / kThreads)
     __syncthreads();
   }
 
-  for (int i = threadIdx.x; i < number; i += kThreads) {
-    const Key key = listed[i];
-    const int rank = rank_of(key, listed, number);
-    if (rank >= output.count) continue;
+  const auto write_best = [&](const Key* keys, int count, const auto& write) {
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      const int rank = rank_of(keys[i], keys, count);
+      if (rank < output.count) write(rank, keys[i]);
+    }
+  };
+  const auto write_result = [&](int rank, Key key) {
     output.scores[rank] = from_ordered(static_cast<uint32_t>(key >> 32));
     output.tokens[rank] = static_cast<int>(~static_cast<uint32_t>(key));
+  };
+  if constexpr (kCluster == 1) {
+    write_best(listed, number, write_result);
+  } else {
+    write_best(listed, number, [&](int rank, Key key) {
+      *of_block(&finalists[part * output.count + rank], 0) = key;
+    });
+    cluster_sync();
+    if (part == 0) write_best(finalists, kCluster * output.count, write_result);
   }
+}
+
+template <typename T, int kThreads>
+__global__ void __launch_bounds__(kThreads, 768 / kThreads)
+    beam_candidates_kernel(const Logits<T> logits, const float* scores, const Rules rules,
+                           int groups, const Output output) {
+  find_candidates<T, kThreads, 4, 1>(logits, scores, rules, groups, output);
+}
+
+template <typename T, int kThreads>
+__global__ void LIGHTSEQ_CLUSTER(kMaxCluster) __launch_bounds__(kThreads, 768 / kThreads)
+    beam_candidates_cluster_kernel(const Logits<T> logits, const float* scores, const Rules rules,
+                                   int groups, const Output output) {
+  find_candidates<T, kThreads, 4, kMaxCluster>(logits, scores, rules, groups, output);
 }
 
 // ---- launcher ----
@@ -227,11 +288,20 @@ std::tuple<Tensor, Tensor> beam_candidates(const Tensor& logits, const Tensor& s
     using T = decltype(zero);
     if (rows == 0) return;
     const bool many = rows >= resident_blocks(device, kManyRows);
-    const auto kernel =
-        many ? beam_candidates_kernel<T, 128, 4> : beam_candidates_kernel<T, 512, 4>;
-    launch_early(kOp, kernel, dim3(rows), dim3(many ? 128 : 512), 0, current_stream(device),
-                 static_cast<const T*>(logits.const_data_ptr()), logits.stride(0),
-                 static_cast<int>(classes), scores.const_data_ptr<float>(), rules,
+    const bool few = rows * kMaxCluster <= resident_blocks(device, kFewBlocks) &&
+                     classes >= kMaxCluster * kPart && count <= kMaxCount / 4 &&
+                     has_clusters(device);
+    const auto kernel = few    ? beam_candidates_cluster_kernel<T, 256>
+                        : many ? beam_candidates_kernel<T, 128>
+                               : beam_candidates_kernel<T, 512>;
+    launch_early(kOp, kernel, dim3(few ? rows * kMaxCluster : rows),
+                 dim3(few    ? 256
+                      : many ? 128
+                             : 512),
+                 0, current_stream(device),
+                 Logits<T>{static_cast<const T*>(logits.const_data_ptr()), logits.stride(0),
+                           static_cast<int>(classes)},
+                 scores.const_data_ptr<float>(), rules,
                  count <= kMaxCount / 4 ? kMaxCount / 2 : kMaxCount,
                  Output{best_scores.mutable_data_ptr<float>(), best_tokens.mutable_data_ptr<int>(),
                         static_cast<int>(count)});

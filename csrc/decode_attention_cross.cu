@@ -1,5 +1,6 @@
 // Cross-attention of the newest token of every hypothesis, for generation. Self-attention is
-// decode_attention.cu; common/decode_attention.cuh has what both share.
+// decode_attention.cu; common/decode_attention.cuh and
+// query_tile.cuh have what both share.
 //
 //   out[n] = softmax(scale * q[n] k^T) v        in each head, over the sentence that n translates
 //
@@ -9,11 +10,10 @@
 //   bytes moved   every key and value once for eight hypotheses of a sentence, q and out once
 //   determinism   sums have a fixed order, which depends on the sizes and the lengths alone
 //
-// decode_attention_cross_kernel: 16-bit numbers on the tensor cores, a warp for a head and eight
-// queries of one sentence. A sum over channels may take them in any order, so lanes read 16 bytes
-// each straight from global memory, and what they hold is a fragment as it is. float32 takes
-// decode_attention_rows_kernel, where the queries of a sentence sit in one block and meet in the
-// first cache.
+// 16-bit numbers take decode_attention_cross_kernel, in which a warp has eight queries of a
+// sentence. float32 takes decode_attention_rows_kernel, where the queries of a sentence sit in one
+// block and meet in the first cache. In a small step the sentence's keys and values are asked for
+// before the queries are there.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -23,13 +23,12 @@
 #include <cstdint>
 
 #include "common/decode_attention.cuh"
+#include "common/query_tile.cuh"
 
 namespace lightseq {
 namespace {
 
 using namespace decode_attention;
-
-constexpr int kBeamTile = 8;  // queries of a warp
 
 // A sentence; `first` is its first token.
 template <typename T>
@@ -38,7 +37,7 @@ struct Source {
   int64_t q_stride, to_value;
   int stride, row_stride;  // all in one row
   const int *cu_seqlens, *sentences;
-  int slots, beam;
+  int slots, beam, count, tokens;  // `count` sentences with `tokens` tokens in all
 
   __device__ __forceinline__ Span span(int row) const {
     const int slot = row / beam;
@@ -52,152 +51,46 @@ struct Source {
     return forward(keys, span.first, stride);
   }
   __device__ __forceinline__ int row_of(Span, int) const { return 0; }
+
+  // A hint of the slot's n-th key and value, of which a head begins at `channel`.
+  __device__ __forceinline__ void prefetch_key(int slot, int n, int channel, int width) const {
+    const int sentence = slot < slots ? peek(sentences + slot) : -1;
+    if (sentence < 0 || sentence >= count) return;
+    const int token = peek(cu_seqlens + sentence) + n;
+    if (token < 0 || token >= min(peek(cu_seqlens + sentence + 1), tokens)) return;
+    const T* const key = forward(keys, token, stride) + channel;
+    prefetch(key, width * sizeof(T));
+    prefetch(key + to_value, width * sizeof(T));
+  }
 };
 
-// The transpose of an 8x8 matrix of 16-bit numbers: lane 4g + t has columns 2t and 2t + 1 of row g.
-__device__ __forceinline__ uint32_t transpose(uint32_t pair) {
-  uint32_t transposed;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
-  return transposed;
-}
-
-// Lane 4g + t holds, as mma.cuh has it, rows g and g + 8 of left operands and of results, columns g
-// of right operands. Scores are [keys, queries] = K Q^T: the lane reads channels 32c + 8t ... + 7
-// of keys g and g + 8 and of query g, and takes them for columns 2t, 2t + 1, 2t + 8, 2t + 9 of two
-// fragments. Results are [channels, queries] = V^T P^T: it reads channels 64c + 8g ... + 7 of keys
-// 2t, 2t + 1, 2t + 8, 2t + 9 and takes them for rows g and g + 8 of four fragments.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kWarp* kWarps)
     decode_attention_cross_kernel(const Source<T> source, const Shape shape, T* __restrict__ out) {
-  constexpr int kTiles = 128 / kWidth, kKeys = 16 * kTiles;  // of one turn
+  constexpr int kTiles = 128 / kWidth, kKeys = kTiles * kKeyTile;  // of one turn
   const Team team = shape.team;
-  const int g = threadIdx.x / 4, t = threadIdx.x % 4;
-  const int tiles = (source.beam + kBeamTile - 1) / kBeamTile;
-  const int item = blockIdx.x * team.items() + team.item();
-  const int head = item / tiles % shape.heads, slot = item / tiles / shape.heads;
-  const int first_query = item % tiles * kBeamTile, first_row = slot * source.beam + first_query;
-  const int queries = min(source.beam - first_query, shape.rows - first_row);
+  const Item item(shape);
+  const int channel = item.head * shape.width, first_key = team.rank() * kKeys;
+  const int lane = threadIdx.x;
+  if (team.shift > 0 && item.queries > 0 && lane < kKeys) {
+    source.prefetch_key(item.slot, first_key + lane, channel, shape.width);
+  }
   wait_for_previous_kernel();
+
+  QueryTile<T, kWidth> tile;
+  tile.load(source.query(item.first_row) + channel, source.q_stride, item, shape);
   start_next_kernel();
-
-  const Span span = queries > 0 ? source.span(first_row) : Span{0, 0};
-  const T* const keys = source.start(span) + head * shape.width;
-  Columns<T> q[kWidth / 32] = {};
-#pragma unroll
-  for (int c = 0; c < kWidth / 32; ++c) {
-    const int column = c * 32 + t * kSize;
-    if (g < queries && column < shape.width && span.count > 0) {
-      q[c].load(source.query(first_row + g) + head * shape.width + column);
-    }
-  }
-
-  Softmax<T, 2, kWidth / 8> state;  // queries 2t and 2t + 1, this lane's part of the sum
-  for (int first = team.rank() * kKeys; first < span.count; first += kKeys << team.shift) {
-    // Keys and channels that do not exist are copies of the last ones: they meet a probability or
-    // a query of 0, or are not stored.
-    const auto load = [&](const T* from, int key, int column) {
-      Columns<T> eight;
-      eight.load(forward(from, min(key, span.count - 1), source.stride) +
-                 min(column, shape.width - kSize));
-      return eight;
+  const Span span = item.queries > 0 ? source.span(item.first_row) : Span{0, 0};
+  const T* const keys = source.start(span) + channel;
+  for (int first = first_key; first < span.count; first += kKeys << team.shift) {
+    const auto at = [&](int i) {
+      return forward(keys, min(first + i, span.count - 1), source.stride);
     };
-    Columns<T> k[kTiles][2][kWidth / 32], v[kTiles][4][kWidth / 64];
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int c = 0; c < kWidth / 32; ++c) {
-          k[i][n][c] = load(keys, first + i * 16 + n * 8 + g, c * 32 + t * kSize);
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-#pragma unroll
-        for (int c = 0; c < kWidth / 64; ++c) {
-          v[i][n][c] = load(keys + source.to_value, first + i * 16 + n / 2 * 8 + 2 * t + n % 2,
-                            c * 64 + g * kSize);
-        }
-      }
-    }
-
-    float score[kTiles][4] = {}, top[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-      for (int c = 0; c < kWidth / 32; ++c) {
-        const Columns<T>&low = k[i][0][c], &high = k[i][1][c];
-#pragma unroll
-        for (int w = 0; w < 4; w += 2) {
-          const uint32_t left[4] = {low.words[w], high.words[w], low.words[w + 1],
-                                    high.words[w + 1]};
-          mma<T>(score[i], left, q[c].words[w], q[c].words[w + 1]);
-        }
-      }
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const bool exists = first + i * 16 + e / 2 * 8 + g < span.count;
-        score[i][e] = exists ? score[i][e] * shape.scale : -INFINITY;
-        top[e % 2] = fmaxf(top[e % 2], score[i][e]);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int offset = 4; offset < kWarp; offset *= 2) {
-        top[n] = fmaxf(top[n], __shfl_xor_sync(kAllLanes, top[n], offset));
-      }
-      state.raise(n, top[n]);
-    }
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      float (&p)[4] = score[i];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        p[e] = Base<T>::exp(p[e] - state.top[e % 2]);
-        state.sum[e % 2] += p[e];
-      }
-      const uint32_t low = transpose(pack<T>(p[0], p[1])), high = transpose(pack<T>(p[2], p[3]));
-#pragma unroll
-      for (int j = 0; j < kWidth / 16; ++j) {
-        const auto word = [&](int n) { return v[i][n][j / 4].words[j % 4]; };
-        const uint32_t left[4] = {
-            __byte_perm(word(0), word(1), 0x5410), __byte_perm(word(0), word(1), 0x7632),
-            __byte_perm(word(2), word(3), 0x5410), __byte_perm(word(2), word(3), 0x7632)};
-        float (&even)[kWidth / 8] = state.o[0], (&odd)[kWidth / 8] = state.o[1];
-        float c[4] = {even[2 * j], odd[2 * j], even[2 * j + 1], odd[2 * j + 1]};
-        mma<T>(c, left, low, high);
-        even[2 * j] = c[0], odd[2 * j] = c[1], even[2 * j + 1] = c[2], odd[2 * j + 1] = c[3];
-      }
-    }
+    tile.template attend<kTiles>(at, source.to_value, span.count - first, true, true, shape);
   }
 
-  merge(state, team, min(team.warps(), (span.count + kKeys - 1) / kKeys));
-  if (team.rank() > 0) return;
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int offset = 4; offset < kWarp; offset *= 2) {
-      state.sum[n] += __shfl_xor_sync(kAllLanes, state.sum[n], offset);
-    }
-    const float factor = span.count > 0 ? Base<T>::divide(1.0f, state.sum[n]) : 0.0f;
-    T* const row = out + static_cast<int64_t>(first_row + 2 * t + n) * shape.heads * shape.width +
-                   head * shape.width;
-#pragma unroll
-    for (int c = 0; c < kWidth / 64; ++c) {
-      const int column = c * 64 + g * kSize;
-      if (2 * t + n >= queries || column >= shape.width) continue;
-      float x[kSize];
-#pragma unroll
-      for (int e = 0; e < kSize; ++e) x[e] = state.o[n][c * kSize + e] * factor;
-      Columns<T> packed;
-      packed.pack(x);
-      packed.store(row + column);
-    }
-  }
+  merge(tile.state, team, min(team.warps(), (span.count + kKeys - 1) / kKeys));
+  if (team.rank() == 0) tile.store(out, item, span.count > 0, shape);
 }
 
 Tensor decode_cross_attention(const Tensor& q, const Tensor& keys, const Tensor& values,
@@ -210,8 +103,7 @@ Tensor decode_cross_attention(const Tensor& q, const Tensor& keys, const Tensor&
   check_rows(kOp, "values", values);
   require(cu_seqlens.is_contiguous() && sentences.is_contiguous(), kOp,
           ": cu_seqlens and sentences must be contiguous");
-  const int32_t device = q.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const torch::stable::accelerator::DeviceGuard guard(q.get_device());
   Tensor out = allocate(q, {rows, channels});
   attention::dispatch(kOp, "q", q.scalar_type(), width, [&](auto zero, auto tile_width) {
     using T = decltype(zero);
@@ -226,17 +118,14 @@ Tensor decode_cross_attention(const Tensor& q, const Tensor& keys, const Tensor&
                            cu_seqlens.const_data_ptr<int>(),
                            sentences.const_data_ptr<int>(),
                            static_cast<int>(sentences.size(0)),
-                           static_cast<int>(beam)};
+                           static_cast<int>(beam),
+                           static_cast<int>(cu_seqlens.size(0)) - 1,
+                           static_cast<int>(keys.size(0))};
     if constexpr (sizeof(T) == sizeof(float)) {
       launch_rows<T, kWidth, false>(kOp, source, out, heads, width, scale);
     } else {
-      const int64_t items = blocks_for(rows, beam) * heads * blocks_for(beam, kBeamTile);
-      const Team team = team_for(items, device);
-      launch_early(kOp, decode_attention_cross_kernel<T, kWidth>,
-                   dim3(blocks_for(items, kWarps >> team.shift)), dim3(kWarp, kWarps),
-                   shared_bytes<Softmax<T, 2, kWidth / 8>>(team), current_stream(device), source,
-                   shape_of<T>(out, heads, width, scale, team),
-                   static_cast<T*>(out.mutable_data_ptr()));
+      launch_tiles<T, kWidth>(kOp, decode_attention_cross_kernel<T, kWidth>, source, out, beam,
+                              blocks_for(beam, kQueryTile), heads, width, scale);
     }
   });
   return out;

@@ -107,6 +107,19 @@ def test_a_whole_search():
     assert tensors["progress"].tolist() == [19, 18, 0, 0] and tensors["sentences"].eq(-1).all()
 
 
+@pytest.mark.parametrize("beam", [4, 5, 64])
+def test_all_end_at_once(beam):
+    """As many as there are results left; the best that do not end take their places."""
+    torch.manual_seed(beam)
+    for step in (0, 1, 66):
+        tensors = state([1, 0, -1, 2], beam, MAX_LEN + 2, step)
+        scores, tokens = candidates(4 * beam, beam, False)
+        scores[:, 0], tokens[:, 0] = 9.0, EOS
+        for row in tokens[:, 1:]:
+            row[row == EOS] = V + 200
+        same_as_reference((scores, tokens), tensors, beam, 1, 0.0, EOS, 0.6)
+
+
 def test_nobody_there():
     tensors = state([], 4, 20, 3)
     same_as_reference(candidates(0, 4, False), tensors, 4, 1, 0.0, EOS, 1.0)
@@ -134,6 +147,41 @@ def test_one_graph_serves_all_steps():
         ops.beam_advance(*new, *tensors.values(), *options)
         for name, x in tensors.items():
             assert torch.equal(on_gpu[name].cpu(), x), name
+
+
+@pytest.mark.parametrize("slots", [1, 300])
+def test_kernels_wait_for_each_other(slots):
+    """Each step reads at once what the one before it has written, without a pause for the host."""
+    torch.manual_seed(0)
+    beam, steps = 4, 18
+    logits = torch.randn(slots * beam, 9000, device="cuda").mul_(3)
+    logits[:, EOS] += 7
+
+    def search(wait):
+        tensors = state(list(range(slots)), beam, steps + 2, 0, max_len=steps)
+        tensors["lengths"].zero_()
+        on_gpu = {name: x.cuda() for name, x in tensors.items()}
+        on_gpu["scores"].view(slots, beam)[:, 1:] = -INF
+        for name in ("ancestry", "past_tokens", "past_scores"):
+            on_gpu[name].zero_()
+        for step in range(steps + 1):
+            torch.cuda._sleep(20_000)
+            shifted = logits.roll(step, 1)
+            shifted.add_(on_gpu["tokens"][:, None] % 7)
+            found = ops.beam_candidates(
+                shifted, on_gpu["scores"], on_gpu["progress"], 2 * beam, 1, EOS, 3, 0, 0.0, 1.0
+            )
+            wait()
+            ops.beam_advance(*found, *on_gpu.values(), beam, 1, 0.0, EOS, 0.6)
+            wait()
+        return on_gpu
+
+    torch.manual_seed(1)
+    paused = search(torch.cuda.synchronize)
+    torch.manual_seed(1)
+    for name, x in search(lambda: None).items():
+        assert torch.equal(x, paused[name]), name
+    assert paused["progress"].tolist() == [steps + 1, steps, 0, 0]
 
 
 def test_refusals():

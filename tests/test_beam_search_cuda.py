@@ -19,8 +19,9 @@ pytestmark = pytest.mark.gpu
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 PAD, EOS, UNK = 1, 2, 3
 INF = torch.inf
-# Rows from which on a block is small.
+# Rows from which on a block is small, and numbers of rows and tokens of which a row has several.
 MANY = 2500
+SEVERAL = 20_001
 
 
 def on_grid(rows, classes, dtype=torch.float32, seed=0):
@@ -63,12 +64,13 @@ def test_candidates(count, classes, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("step", [0, 3, 50])
-@pytest.mark.parametrize("rows", [3, MANY])
-def test_rules(rows, step, dtype):
+@pytest.mark.parametrize(("rows", "classes"), [(3, 1003), (MANY, 1003), (3, SEVERAL)])
+def test_rules(rows, classes, step, dtype):
     """The tokens with rules among the best, wherever they stand in the vocabulary."""
-    logits = on_grid(rows, 1003, dtype)
+    logits = on_grid(rows, classes, dtype)
     scores = -torch.rand(rows, device="cuda")
-    for pad, eos, unk in ((1, 2, 3), (1000, 4, 1002), (700, 300, 0)):
+    last, middle = classes - 1, classes // 2
+    for pad, eos, unk in ((1, 2, 3), (last - 2, 4, last), (700, 300, 0), (5, middle, last)):
         logits[:, [pad, eos, unk]] = logits.amax(1, keepdim=True) + 1
         for options in ({}, {"min_len": 1}, {"min_len": 51}, {"unk_penalty": 1.5}):
             settings = rules(**options, pad=pad, eos=eos, unk=unk)
@@ -84,27 +86,32 @@ def test_temperature(temperature, penalty):
     same_as_reference(logits, scores, progress_of(5), 10, options)
 
 
-@pytest.mark.parametrize("rows", [4, MANY])
-@pytest.mark.parametrize("count", [1, 10, 128])
-def test_ties(count, rows):
-    """Equal logits in all or many places, and the best ones all with one thread."""
-    classes, zeros = 5000, torch.zeros(rows, 5000, device="cuda")
+@pytest.mark.parametrize(("rows", "classes"), [(4, 5000), (MANY, 5000), (4, SEVERAL)])
+@pytest.mark.parametrize("count", [1, 10, 32, 128])
+def test_ties(count, rows, classes):
+    """Equal logits in all or many places, and the best ones all with one thread or one block."""
+    zeros = torch.zeros(rows, classes, device="cuda")
     ramp = torch.arange(classes, device="cuda") / 8
     few, one_thread, two_values = on_grid(rows, classes), zeros.clone(), zeros.clone()
+    one_block = zeros.clone()
+    best = one_block[:, classes * 3 // 10 :][:, :300]
+    best[:] = ramp[:300].flip(0) + 1
+    best[:, 50:150] = 40.0
     few[:, 5:-3] = -INF
     two_values[:, ::3] = 1.0
     for first in range(8):
         one_thread[:, 1024 + first :: 1024] = ramp[: len(range(1024 + first, classes, 1024))] + 1
     scores = torch.zeros(rows, device="cuda")
-    for logits in (zeros, zeros + ramp, zeros - ramp, few, one_thread, two_values):
+    for logits in (zeros, zeros + ramp, zeros - ramp, few, one_thread, one_block, two_values):
         same_as_reference(logits, scores, progress_of(5), count, rules())
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_nan_and_infinities(dtype):
-    logits = on_grid(6, 300, dtype)
+@pytest.mark.parametrize("classes", [300, SEVERAL])
+def test_nan_and_infinities(classes, dtype):
+    logits = on_grid(6, classes, dtype)
     logits[0] = -INF
-    logits[1, 7], logits[2, 299], logits[3, 20] = torch.nan, torch.nan, INF
+    logits[1, 7], logits[2, classes - 1], logits[3, 20] = torch.nan, torch.nan, INF
     logits[4, ::2] = -INF
     logits[5, :] = -INF
     logits[5, 250] = 1.0
@@ -113,8 +120,9 @@ def test_nan_and_infinities(dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shift", [0, 1, 5])
-def test_rows_may_begin_anywhere(shift, dtype):
-    logits = on_grid(5, 4101, dtype)[:, shift : shift + 3001 + shift]
+@pytest.mark.parametrize("classes", [3001, SEVERAL])
+def test_rows_may_begin_anywhere(classes, shift, dtype):
+    logits = on_grid(5, classes + 1100, dtype)[:, shift : shift + classes + shift]
     scores = torch.zeros(5, device="cuda")
     same_as_reference(logits, scores, progress_of(5), 10, rules())
     hypotheses = torch.arange(1, 6, dtype=torch.int32, device="cuda")

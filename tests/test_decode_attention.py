@@ -178,10 +178,11 @@ def test_opcheck(step):
         (4, lambda step: step[None], r"step must have shape \[\]"),
         (4, lambda step: step.double(), "step must be int32 or int64, got float64"),
         (5, lambda heads: 5, "12 channels cannot be cut into 5 heads"),
+        (7, lambda beam: 0, "beam must be at least 1, got 0"),
     ],
 )
 def test_self_refusals(place, change, message):
-    arguments = list(Past().arguments())
+    arguments = [*Past().arguments(), 2]
     arguments[place] = change(arguments[place])
     with pytest.raises(ValueError, match=f"decode_self_attention: {message}"):
         ops.decode_self_attention(*arguments)

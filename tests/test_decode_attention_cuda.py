@@ -18,6 +18,7 @@ FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 HEADS = [(16, 64), (3, 32), (2, 128), (5, 8), (3, 72)]
 # Few hypotheses share out their keys among warps, many do not.
 COUNTS = [1, 5, 70, 1300]
+BEAMS = [1, 4, 5, 8, 64]
 
 
 def randn(*shape, dtype):
@@ -29,21 +30,29 @@ def poisoned(*shape, dtype):
 
 
 class Past:
-    """A strided cache; what must not be read is poisoned."""
+    """A strided cache; what must not be read is poisoned.
+
+    shared: how much of the ancestry, position by position, is the same for all of a slot.
+    """
 
     reference = staticmethod(decode_self_attention_reference)
     op = staticmethod(ops.decode_self_attention)
 
-    def __init__(self, count, step, dtype, heads=4, width=64, spare=3):
+    def __init__(self, count, step, dtype, heads=4, width=64, spare=3, beam=1, shared=0.0):
         torch.manual_seed(count + step)
         channels, rows = heads * width, count + spare
         self.count, self.step, self.heads, self.scale = count, step, heads, width**-0.5
+        self.beam = beam
         self.qkv = randn(count, 3 * channels, dtype=dtype)
         self.both = poisoned(2, step + 2, rows, 2 * channels, dtype=dtype)
         self.both[:, :step] = randn(2, step, rows, 2 * channels, dtype=dtype)
         self.keys, self.values = self.cache(self.both)
         self.ancestry = torch.full((step + 2, rows), -9, dtype=torch.int32, device="cuda")
         self.ancestry[:step] = torch.randint(0, rows, (step, rows), device="cuda")
+        first = torch.arange(count, device="cuda") // beam * beam
+        together = torch.rand(step, 1, device="cuda") < shared
+        past = self.ancestry[:step]
+        past[:, :count] = torch.where(together, past[:, first], past[:, :count])
         self.position = torch.tensor(step, dtype=torch.int32, device="cuda")
 
     def cache(self, both):
@@ -54,7 +63,8 @@ class Past:
         """With copies of the cache, which a call writes to."""
         dtype = dtype or self.qkv.dtype
         cache = self.cache(self.both.to(dtype, copy=True))
-        return self.qkv.to(dtype), *cache, self.ancestry, self.position, self.heads, self.scale
+        settings = self.heads, self.scale, self.beam
+        return self.qkv.to(dtype), *cache, self.ancestry, self.position, *settings
 
     def plain(self):
         """In the case's own dtype, every hypothesis with a copy of its history."""
@@ -135,6 +145,47 @@ def test_self(count, step, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("beam", BEAMS)
+@pytest.mark.parametrize("shared", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("slots", [1, 37, 400])
+def test_self_shares_ancestors(slots, shared, beam, dtype):
+    """Slots that do not end with the rows, too."""
+    if slots * beam > 4000:
+        slots = 4000 // beam
+    for step in (1, 15, 16, 17, 40) if slots > 1 else (2, 31, 130, 299):
+        check(Past(slots * beam, step, dtype, beam=beam, shared=shared))
+    check(Past(slots * beam + beam // 2, 9, dtype, beam=beam, shared=shared))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("beam", [4, 5, 8, 12, 64])
+@pytest.mark.parametrize("slots", [1, 60, 330])
+def test_bits_do_not_depend_on_who_shares(slots, beam, dtype):
+    """Siblings whose ancestors hold the same numbers, in one row of the cache and in rows apart."""
+    count, step = min(slots, 3000 // beam) * beam, 45
+    case = Past(count, step, dtype, beam=beam)
+    own = torch.arange(count, dtype=torch.int32, device="cuda")
+    siblings = own // beam * beam
+    case.both[:, :step, :count] = case.both[:, :step, siblings.long()]
+    results = []
+    parted = (own % beam > torch.arange(step, device="cuda")[:, None] // 10).int()
+    swapped = torch.where(parted.bool(), own, siblings)
+    for ancestry in (own.expand(step, -1), siblings.expand(step, -1), swapped):
+        case.ancestry[:step, :count] = ancestry
+        results.append(case.op(*case.arguments()))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_spare_rows_of_zeros(dtype):
+    """Behind the last slot, and in slots without a sentence: all ancestors in row 0."""
+    case = Past(64, 20, dtype, beam=5)
+    case.qkv[55:] = 0
+    case.ancestry[:20, 55:] = 0
+    check(case)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("beam", [1, 4, 5, 8, 12, 32])
 @pytest.mark.parametrize("sentences", [1, 30, 330])
 def test_cross(sentences, beam, dtype):
@@ -145,14 +196,15 @@ def test_cross(sentences, beam, dtype):
 @pytest.mark.parametrize(("heads", "width"), HEADS)
 def test_heads(heads, width, dtype):
     for count in (5, 700):
-        check(Past(count, 33, dtype, heads, width))
+        check(Past(count, 33, dtype, heads, width, beam=5, shared=0.7))
     for sentences in (1, 200):
         check(Source(lengths_of(sentences), range(sentences), 5, dtype, heads, width))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_long(dtype):
-    check(Past(3, 3000, dtype))
+    check(Past(3, 3000, dtype, beam=3))
+    check(Past(1400, 300, dtype, beam=7, shared=0.9))
     check(Source([2000, 1, 3100], [2, 0], 5, dtype))
 
 
@@ -195,13 +247,19 @@ def test_small_and_large_scores(factor, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_nan_shows(dtype):
-    past, source = Past(20, 9, dtype), Source([20, 30, 5], [0, 1, 2], 5, dtype)
+    past, source = Past(20, 9, dtype, beam=5), Source([20, 30, 5], [0, 1, 2], 5, dtype)
     row = int(past.ancestry[4, 7])
     past.keys[4, row, 64:128] = torch.nan  # second head
     seen = past.ancestry[4, :20] == row
     out = past.op(*past.arguments()).unflatten(1, (4, 64))
     assert out[seen, 1].isnan().all() and out[~seen].isfinite().all()
     assert out[:, [0, 2, 3]].isfinite().all()
+    many = Past(2000, 30, dtype, beam=8, shared=0.8)  # a warp has several hypotheses
+    row = int(many.ancestry[4, 7])
+    many.values[4, row, 70] = torch.nan
+    seen = many.ancestry[4, :2000] == row
+    out = many.op(*many.arguments())
+    assert out[seen, 70].isnan().all() and out.isnan().sum() == seen.sum()
     source.values[25, 70] = torch.nan
     out = source.op(*source.arguments())
     assert out[5:10, 70].isnan().all() and out.isnan().sum() == 5
@@ -210,7 +268,8 @@ def test_nan_shows(dtype):
 def test_same_bits_again():
     for case in (
         Past(5, 77, torch.bfloat16),
-        Past(700, 20, torch.float32),
+        Past(700, 20, torch.float32, beam=4),
+        Past(700, 40, torch.bfloat16, beam=5, shared=0.5),
         Source(lengths_of(3), range(3), 5, torch.float16),
         Source(lengths_of(300), range(300), 4, torch.bfloat16),
     ):
@@ -236,7 +295,7 @@ def test_one_graph_serves_all_steps(count, dtype):
     def run():
         past.zero_()
         past.copy_(qkv)
-        out = ops.decode_self_attention(past, keys, values, ancestry, step, heads, width**-0.5)
+        out = ops.decode_self_attention(past, keys, values, ancestry, step, heads, width**-0.5, 5)
         crossed = ops.decode_cross_attention(out, *source.arguments()[1:])
         step.add_(1)
         return out, crossed
@@ -266,7 +325,7 @@ def test_one_graph_serves_all_steps(count, dtype):
 
 def test_kernels_wait_for_each_other():
     """Each reads at once what the one before it has written, without a pause for the host."""
-    past = Past(300, 30, torch.bfloat16, heads=16)
+    past = Past(300, 30, torch.bfloat16, heads=16, beam=5, shared=0.5)
     source = Source(lengths_of(60), range(60), 5, torch.bfloat16, heads=16, tail=0)
     settings = past.arguments()[1:]
     tail = source.arguments()[1:]

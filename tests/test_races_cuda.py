@@ -74,10 +74,11 @@ def test_decode_attention(sentences: int, width: int, dtype: torch.dtype) -> Non
     cu = torch.arange(0, 70 * sentences + 1, 70).int().cuda()
     step, numbers = torch.tensor(steps - 1).cuda(), torch.arange(sentences).int().cuda()
     ancestry = ids(steps * rows, rows).int().view(steps, rows)
+    ancestry[:20] = ancestry[:20, torch.arange(rows) // beam * beam]  # siblings have it in common
 
     def call() -> tuple[Tensor, ...]:
         settings = heads, width**-0.5
-        out = ops.decode_self_attention(qkv, *cache, ancestry, step, *settings)
+        out = ops.decode_self_attention(qkv, *cache, ancestry, step, *settings, beam)
         crossed = ops.decode_cross_attention(out, keys, values, cu, numbers, beam, *settings)
         return out, crossed, cache
 
@@ -91,6 +92,8 @@ def test_beam_search(rows: int, classes: int, dtype: torch.dtype) -> None:
     if classes % 512 == 0:  # one group of threads has all of the best, more than there is room for
         logits[0] = 0.0
         logits[0].view(-1, 512)[:, :8] = 1.0
+        logits[1] = 0.0
+        logits[1].view(-1, 512)[:, :72] = 1.0  # the same in each block of a row
     sentences, progress = torch.arange(rows // 5).int().cuda(), torch.tensor([3, 9, 1, 0]).cuda()
     progress, rules = progress.int(), (1, 2, 3, 0, 0.5, 1.0)
     memory = torch.zeros(10, rows).cuda()

@@ -90,12 +90,26 @@ struct LogSoftmax {
   }
 };
 
+// Of logits: the largest, and the sum of exponentials relative to it.
+template <typename T>
+struct Total {
+  float top, sum;
+
+  // The same sum relative to another one. That of nothing is no number otherwise: at kFloor the
+  // factor, which fmaf does not round, can be infinite.
+  __device__ __forceinline__ float sum_from(float highest, float rate) const {
+    return sum == 0.0f ? 0.0f : sum * Exponential<T>(highest, rate)(top);
+  }
+  __device__ __forceinline__ LogSoftmax log_softmax(float rate) const {
+    return {rate, top * rate, sum > 0.0f ? logf(sum) : NAN};
+  }
+};
+
 // Reads a row, and shows it to visit(first token, logits[n], their largest) with n of 8 and of 1.
 // The whole block takes part; kThreads are more than a row can have scalars.
 template <typename T, int kThreads, int kLoads, typename Visit>
-__device__ __forceinline__ LogSoftmax read_row(const T* row, const Cut& cut, float temperature,
-                                               const Visit& visit) {
-  const float rate = 1.0f / temperature;
+__device__ __forceinline__ Total<T> read_row(const T* row, const Cut& cut, float rate,
+                                             const Visit& visit) {
   float top = kFloor, sum = 0.0f;
   const auto add = [&](int first, const auto& x) {
     constexpr int kCount = std::extent_v<std::remove_reference_t<decltype(x)>>;
@@ -136,8 +150,8 @@ __device__ __forceinline__ LogSoftmax read_row(const T* row, const Cut& cut, flo
     }
   }
   const float highest = block_reduce<kThreads>(top, Max{});
-  const float total = block_reduce<kThreads>(sum * Exponential<T>(highest, rate)(top), Sum{});
-  return {rate, highest * rate, total > 0.0f ? logf(total) : NAN};
+  const float total = block_reduce<kThreads>(Total<T>{top, sum}.sum_from(highest, rate), Sum{});
+  return {highest, total};
 }
 
 // Floats in an order that unsigned integers have, too; no NaN. -0 is 0.

@@ -2,10 +2,10 @@
 //
 //   out[n] = softmax(scale * q[n] k^T) v
 //
-// decode_attention_rows_kernel: a warp for a query and head. A lane has eight channels, so a head
-// of 64 takes eight lanes and a warp works on four keys at a time. Each group of lanes has an
-// online softmax of its own (Milakov and Gimelshein 2018); these are merged at the end. Where keys
-// and values lie is a parameter.
+// decode_attention_rows_kernel: float32. A warp for a query and head. A lane has eight channels, so
+// a head of 64 takes eight lanes and a warp works on four keys at a time. Each group of lanes has
+// an online softmax of its own (Milakov and Gimelshein 2018); these are merged at the end. Where
+// keys and values lie is a parameter. For 16-bit numbers see query_tile.cuh.
 //
 // Where queries are too few to fill the GPU, up to eight warps of a block share out one's keys.
 #pragma once
@@ -129,6 +129,7 @@ struct Shape {
   int rows, heads, width;
   float scale;  // of scores whose exponentials are Base<T>'s
   Team team;
+  int beam, queries;  // of a slot, and of a tile at most
 };
 
 // `count` times `bytes` further on.
@@ -164,7 +165,6 @@ __global__ void __launch_bounds__(kWarp* kWarps)
   const int channel = head * shape.width + column;
   const bool works = row < shape.rows && column < shape.width;
   wait_for_previous_kernel();
-  start_next_kernel();
 
   const Span span = row < shape.rows ? keys.span(row) : Span{0, 0};
   float q[kSize] = {};
@@ -175,6 +175,7 @@ __global__ void __launch_bounds__(kWarp* kWarps)
 #pragma unroll
     for (int e = 0; e < kSize; ++e) q[e] *= shape.scale;
   }
+  start_next_kernel();
   // Of a key that lies in a group of lanes; every lane takes part.
   const auto score_of = [&](const Columns<T>& key) {
     float k[kSize], sum = 0.0f;
@@ -294,9 +295,15 @@ int bytes_between(const char* op, const Tensor& keys, int64_t dimension) {
 }
 
 template <typename T>
-Shape shape_of(const Tensor& out, int64_t heads, int64_t width, double scale, Team team) {
-  return {static_cast<int>(out.size(0)), static_cast<int>(heads), static_cast<int>(width),
-          static_cast<float>(scale * Base<T>::kLogE), team};
+Shape shape_of(const Tensor& out, int64_t heads, int64_t width, double scale, Team team,
+               int64_t beam, int64_t queries) {
+  return {static_cast<int>(out.size(0)),
+          static_cast<int>(heads),
+          static_cast<int>(width),
+          static_cast<float>(scale * Base<T>::kLogE),
+          team,
+          static_cast<int>(beam),
+          static_cast<int>(queries)};
 }
 
 template <typename T, int kWidth, bool kHasNewest, typename Keys>
@@ -307,7 +314,7 @@ void launch_rows(const char* op, const Keys& keys, const Tensor& out, int64_t he
   const int64_t blocks = blocks_for(out.size(0), kWarps >> team.shift) * heads;
   launch_early(op, decode_attention_rows_kernel<T, kWidth, kHasNewest, Keys>, dim3(blocks),
                dim3(kWarp, kWarps), shared_bytes<Softmax<T, 1, kSize>>(team),
-               current_stream(device), keys, shape_of<T>(out, heads, width, scale, team),
+               current_stream(device), keys, shape_of<T>(out, heads, width, scale, team, 1, 1),
                static_cast<T*>(out.mutable_data_ptr()));
 }
 

@@ -30,6 +30,7 @@ def decode_self_attention(
     step: Tensor,
     heads: int,
     scale: float,
+    beam: int = 1,
 ) -> Tensor:
     """out [N, C] contiguous; writes the new tokens' keys and values to row n of position step.
 
@@ -38,6 +39,8 @@ def decode_self_attention(
     ancestry: int32 [P, R]; ancestry[p, n] in [0, R) for p < step, anything from there on.
     step: int32 or int64, no dimension: the position of the new token, below P. It is read on the
     device, so one captured graph serves all steps.
+    beam: rows of a slot, which are neighbours. An ancestor that several of them share is read once
+    for all; that is all it does, but for rounding.
     Raises ValueError on a wrong shape, dtype, device or layout. A step beyond the cache stops a
     CUDA kernel with a device-side assertion; LIGHTSEQ_CHECK_INDICES=1 checks it before.
     """
@@ -52,9 +55,11 @@ def decode_self_attention(
         check_rows(op, name, x)
     if len(qkv) > rows:
         raise ValueError(f"{op}: {len(qkv)} hypotheses do not fit into a cache of {rows} rows")
+    if beam < 1:
+        raise ValueError(f"{op}: beam must be at least 1, got {beam}")
     _check_heads(op, channels, heads)
     check_range(op, "step", step, positions, "P")
-    out: Tensor = _SELF(qkv, keys, values, ancestry, step, heads, scale)
+    out: Tensor = _SELF(qkv, keys, values, ancestry, step, heads, scale, beam)
     return out
 
 
@@ -106,6 +111,7 @@ def decode_self_attention_reference(
     step: Tensor,
     heads: int,
     scale: float,
+    beam: int = 1,
 ) -> Tensor:
     """Reference of lightseq::decode_self_attention."""
     rows, last = len(qkv), int(step)
@@ -176,7 +182,7 @@ def _decode_cross_attention_fake(q: Tensor, *arguments: object) -> Tensor:
 
 _SELF = register(
     "decode_self_attention(Tensor qkv, Tensor(a!) keys, Tensor(b!) values, Tensor ancestry,"
-    " Tensor step, int heads, float scale) -> Tensor",
+    " Tensor step, int heads, float scale, int beam=1) -> Tensor",
     decode_self_attention_reference,
     _decode_self_attention_fake,
 )
