@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import digits
@@ -18,6 +19,7 @@ from torch import Tensor
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation import decoder as step_decoder
 from lightseq_fairseq.generation.search import Rules, search
+from lightseq_fairseq.generation.weights import Weights
 from lightseq_fairseq.plugins import generator as plugin
 from lightseq_fairseq.plugins.generator import LSSequenceGenerator
 from lightseq_fairseq.training.batch import Segments
@@ -119,7 +121,7 @@ def inputs(toy: Toy, sample: dict[str, Any] | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def plain(results: list[list[dict[str, Tensor]]]) -> list[Any]:
+def plain(results: Sequence[Sequence[Mapping[str, Tensor]]]) -> list[Any]:
     return [[(h["tokens"].tolist(), float(h["score"])) for h in each] for each in results]
 
 
@@ -147,7 +149,35 @@ def test_buckets() -> None:
     assert all(a <= b for a, b in zip(sizes, [step_decoder.bucket(n) for n in sizes], strict=True))
     assert all(step_decoder.bucket(n) >= n for n in range(1, 5000))
     assert all(n % 64 == 0 for n in sizes if n > 64)
-    assert sum(1000 < n <= 2000 for n in sizes) <= 5
+    for first, most in ((64, 1), (128, 2), (256, 4), (512, 4), (1024, 8), (2048, 8)):
+        assert sum(first < n <= 2 * first for n in sizes) == most
+
+
+def test_hypotheses_are_dicts_to_their_users(toy: Toy) -> None:
+    sample = next(iter(held_out(toy.task)))
+    ours, native = (
+        toy.task.build_generator([m], GenerationConfig(beam=3)).generate([m], sample)
+        for m in (toy.ls, toy.native)
+    )
+    assert_same(dict(enumerate(ours)), dict(enumerate(native)))
+    for mine, other in zip(ours[0], native[0], strict=True):
+        assert list(mine) == list(other) and mine.keys() == other.keys()
+        assert {k: v.dtype for k, v in mine.items()} == {k: v.dtype for k, v in other.items()}
+        assert mine["score"].shape == other["score"].shape
+    first, second, _ = ours[0]
+    before, others = first["positional_scores"].clone(), second["positional_scores"].clone()
+    first["positional_scores"].div_(2)  # as fairseq-generate does
+    assert torch.equal(first["positional_scores"], before / 2)
+    assert torch.equal(second["positional_scores"], others)
+    for again in (copy.deepcopy(first), pickle.loads(pickle.dumps(first)), {**first}):
+        assert again["tokens"].tolist() == first["tokens"].tolist()
+        assert torch.equal(again["positional_scores"], before / 2)
+    first["steps"] = torch.tensor(3)
+    del first["alignment"]
+    assert "steps" in first and "alignment" not in first and len(first) == 5
+    assert first.get("alignment") is None and "steps" in repr(first)
+    with pytest.raises(KeyError):
+        first["alignment"]
 
 
 def test_new_weights_count_at_once(toy: Toy) -> None:
@@ -160,6 +190,59 @@ def test_new_weights_count_at_once(toy: Toy) -> None:
     assert_same(ours, translate(toy, [native], beam=2))
     assert plain(list(ours.values())) != before
     assert_same(translate(toy, [model.double()], beam=2), translate(toy, [native.double()], beam=2))
+
+
+def replaced(model: Any) -> None:
+    old = model.decoder.layers[0].fc1.weight
+    model.decoder.layers[0].fc1.weight = torch.nn.Parameter(old.detach().clone())
+
+
+def moved(model: Any) -> None:
+    model.encoder.layers[1].fc2.bias.data = model.encoder.layers[1].fc2.bias.data.clone()
+
+
+def converted(model: Any) -> None:
+    weight = model.decoder.layers[1].self_attn_layer_norm.weight
+    weight.data = weight.data.view(torch.int32).view(torch.float32).double()
+
+
+def assigned(model: Any) -> None:
+    state = {name: x.clone() for name, x in model.decoder.state_dict().items()}
+    torch.nn.Module.load_state_dict(model.decoder, state, assign=True)
+
+
+def rebuilt(model: Any) -> None:
+    model.encoder.layers[0] = copy.deepcopy(model.encoder.layers[0])
+
+
+def without_a_layer(model: Any) -> None:
+    model.decoder.layers = torch.nn.ModuleList(list(model.decoder.layers)[:1])
+
+
+def without_a_bias(model: Any) -> None:
+    model.decoder.layers[0].fc1.bias = None
+
+
+CHANGES = (
+    replaced, moved, converted, assigned, rebuilt, without_a_layer, without_a_bias,
+    torch.nn.Module.half, torch.nn.Module.double,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_lie_elsewhere_are_seen(toy: Toy, change: Any) -> None:
+    model = copy.deepcopy(toy.ls)
+    weights = Weights(model.decoder, model.encoder)
+    model.load_state_dict(toy.ls.state_dict())  # in place, as training is
+    with torch.no_grad():
+        model.decoder.layers[0].fc1.weight.mul_(2)
+    assert weights.intact(model.decoder, model.encoder)
+    assert not weights.intact(model.decoder)
+    other = copy.deepcopy(model)
+    assert not weights.intact(other.decoder, other.encoder)
+    assert not weights.intact(model.decoder, other.encoder)
+    change(model)
+    assert not weights.intact(model.decoder, model.encoder)
 
 
 def test_copies_of_a_model_share_nothing(toy: Toy) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import digits
@@ -18,6 +19,7 @@ from torch import Tensor
 from lightseq_fairseq import library
 from lightseq_fairseq.generation import search
 from lightseq_fairseq.generation.decoder import StepDecoder
+from lightseq_fairseq.generation.late import LateProgress
 from lightseq_fairseq.training.batch import Segments
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +31,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "max-len": {"beam": 4, "max_len_a": 0.5, "max_len_b": 3},
     "groups": {"beam": 4, "diverse_beam_groups": 2, "diverse_beam_strength": 0.7},
 }
-Found = list[list[dict[str, Tensor]]]
+Found = Sequence[Sequence[Mapping[str, Tensor]]]
 
 
 @pytest.fixture(scope="module", name="toy")
@@ -47,7 +49,7 @@ def translate(model: Any, by: Any = None, **options: Any) -> Found:
     """The hypotheses of all held-out sentences, where the model is."""
     toy = digits.toy()
     generator = toy.task.build_generator([model], GenerationConfig(**options), seq_gen_cls=by)
-    found: Found = []
+    found: list[Any] = []
     for sample in batches(next(model.parameters()).is_cuda):
         found += toy.task.inference_step(generator, [model], sample)
     return found
@@ -135,6 +137,38 @@ def test_nothing_waits_within_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(search, "_start", without_waiting(search._start))
     translate(model, beam=5)
     assert set(calls) == {"run", "_compact", "_start"}
+
+
+def test_the_host_is_one_step_late(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it learns of a search is what a CPU learns, always one step later."""
+    seen: list[list[int]] = []
+    unfinished = LateProgress.unfinished
+
+    def recorded(self: LateProgress, step: int, progress: Tensor) -> int:
+        if step == 0:
+            seen.append([])
+        seen[-1].append(unfinished(self, step, progress))
+        return seen[-1][-1]
+
+    monkeypatch.setattr(LateProgress, "unfinished", recorded)
+    translate(toy.ls, beam=3)
+    at_once = seen.copy()
+    model = copy.deepcopy(toy.ls).cuda()
+    sizes = [len(sample["id"]) for sample in batches(True)]
+    for _ in range(3):  # plain, captured, replayed
+        seen.clear()
+        translate(model, beam=3)
+        assert seen == [[size, *counts] for size, counts in zip(sizes, at_once, strict=True)]
+
+
+def test_searches_one_after_the_other(toy: Toy) -> None:
+    """Each is read, and the next one begun, while the last step may still be running."""
+    model = copy.deepcopy(toy.ls).cuda()
+    samples = batches(True)
+    generator = toy.task.build_generator([model], GenerationConfig(beam=4))
+    alone = [words(toy.task.inference_step(generator, [model], sample)) for sample in samples]
+    found = [toy.task.inference_step(generator, [model], sample) for sample in samples * 5]
+    assert [words(each) for each in found] == alone * 5
 
 
 def test_graphs_are_bounded(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,19 +6,22 @@ sentences, S padded source length.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.generation.late import LateProgress
 from lightseq_fairseq.generation.memory import Memory
+from lightseq_fairseq.generation.weights import Weights
 from lightseq_fairseq.graphs import Graphs
 from lightseq_fairseq.layers.attention import MultiheadAttention
 from lightseq_fairseq.layers.decoder import memory_weights
-from lightseq_fairseq.layers.residual_norm import Residual, layer_norm, residual_norm_fwd
+from lightseq_fairseq.layers.residual_norm import Residual, residual_norm_fwd
 from lightseq_fairseq.parameters import as_one
 from lightseq_fairseq.training.batch import Segments
 
@@ -28,11 +31,12 @@ _KEPT = 0.1  # of the GPU's memory: the most that is held between two batches
 def bucket(rows: int) -> int:
     """How many rows steps run with for so many hypotheses: few different numbers.
 
-    Powers of two up to 64, then multiples of 64, at most four to a doubling.
+    Powers of two up to 64, then multiples of 64: four to a doubling, and eight from 1024 on, where
+    a row more is time more.
     """
     if rows <= 64:
         return 1 << max(rows - 1, 0).bit_length()
-    unit = max(64, 1 << ((rows - 1).bit_length() - 3))
+    unit = max(64, 1 << ((rows - 1).bit_length() - (4 if rows > 1024 else 3)))
     return -(-rows // unit) * unit
 
 
@@ -54,9 +58,10 @@ class StepDecoder:
     """
 
     memory: Memory
+    progress: LateProgress
 
     def __init__(self) -> None:
-        self._weights: list[Any] = []  # where they lie, and of which type
+        self._weights: Weights | None = None
         self._graphs: Graphs | None = None
         self._user: Callable[[], object] | None = None
 
@@ -78,50 +83,59 @@ class StepDecoder:
         features: [T, C_enc], the encoder's packed output. cu_seqlens: int32 [B + 1].
         rows: the most that are needed; positions: so many at least.
         """
-        memory = self._open(decoder, (), rows, positions, len(features), cu_seqlens)
+        memory = self._open(decoder)
+        memory.open(_room(rows), positions, cu_seqlens.cpu(), len(features), 0)
+        memory.send()
         memory.keep_source(_keys_and_values(decoder, features))
         return memory
 
-    def begin_with(
+    def open(
         self, encoder: Any, decoder: Any, tokens: Tensor, source: Segments, rows: int,
         positions: int,
     ) -> Memory:  # fmt: skip
-        """The same, the encoder's part included, which is a graph of its own.
+        """The same without the encoder's output, which is ``encode``'s.
 
-        encoder: has ``parameters`` and ``features`` as that of ``plugins.transformer``.
-        tokens: [T] of packed sentences, which lie in ``source``.
+        tokens: [T] of packed sentences, which lie in ``source``; best on the CPU, where they are
+        read. The caller writes the rest of ``memory.host`` and sends it.
         """
-        memory = self._open(
-            decoder, encoder.parameters(), rows, positions, len(tokens), source.cu_seqlens
-        )
-        count, sentences = len(tokens), len(source.cu_seqlens) - 1
-        if memory.device.type == "cuda":  # few different shapes, as for the steps
-            count, sentences = bucket(count), bucket(sentences)
-        memory.open_source(tokens, source.positions, count, sentences)
-
-        def encode() -> None:
-            segments = Segments(
-                memory.cu_seqlens[: sentences + 1], source.max_len,
-                memory.source_positions[:count], source.index[:0], (sentences, source.max_len),
-            )  # fmt: skip
-            features = encoder.features(memory.source_tokens[:count], segments, memory.rng)
-            memory.keep_source(_keys_and_values(decoder, features))
-
-        self.run(("source", count, sentences), encode)
+        memory = self._open(decoder, encoder)
+        count = len(tokens)
+        room = self._size(count)
+        memory.open(_room(rows), positions, source.cu_seqlens.cpu(), count, room)
+        # Behind them are zeros, which lie in no sentence.
+        memory.host["source_tokens"][:count] = tokens.cpu().numpy()
+        memory.host["source_positions"][:count] = source.positions.cpu().numpy()
         return memory
 
-    def _open(
-        self, decoder: Any, others: Iterable[Tensor], rows: int, positions: int, tokens: int,
-        cu_seqlens: Tensor,
-    ) -> Memory:  # fmt: skip
-        layers = list(decoder.layers)
-        weights = [(p.data_ptr(), p.dtype) for p in (*decoder.parameters(), *others)]
-        if weights != self._weights:
+    def encode(self, encoder: Any, decoder: Any, sentences: int, longest: int) -> None:
+        """From the source tokens in ``memory`` to what all steps share, as a graph of its own.
+
+        encoder: has ``features`` as that of ``plugins.transformer``. longest: of B sentences.
+        """
+        memory, sentences = self.memory, self._size(sentences)
+
+        def run() -> None:
+            segments = Segments(
+                memory.cu_seqlens[: sentences + 1], longest, memory.source_positions,
+                memory.source_positions[:0], (sentences, longest),
+            )  # fmt: skip
+            features = encoder.features(memory.source_tokens, segments, memory.rng)
+            memory.keep_source(_keys_and_values(decoder, features))
+
+        self.run(("source", len(memory.source_tokens), sentences), run)
+
+    def _size(self, count: int) -> int:
+        """Few different ones on a GPU, as for the steps."""
+        return bucket(count) if self.memory.device.type == "cuda" else count
+
+    def _open(self, decoder: Any, *others: Any) -> Memory:
+        if self._weights is None or not self._weights.intact(decoder, *others):
             self.forget()
-            first = next(decoder.parameters())
+            layers, first = list(decoder.layers), next(decoder.parameters())
             self.memory = Memory(len(layers), layers[0].self_attn.out_proj.out_features, first)
-            self._graphs, self._weights = Graphs(first.device, "decoding steps"), weights
-        self.memory.open(_room(rows), positions, tokens, cu_seqlens)
+            self.progress = LateProgress(first.device)
+            self._graphs = Graphs(first.device, "decoding steps")
+            self._weights = Weights(decoder, *others)
         return self.memory
 
     def make_room(self, rows: int, positions: int, used: int) -> None:
@@ -143,18 +157,15 @@ class StepDecoder:
 
     def end(self) -> None:
         """Give back memory beyond what is kept."""
-        device, most = self.memory.device, 0.0
-        if device.type == "cuda":
-            most = _KEPT * torch.cuda.get_device_properties(device).total_memory
-        if self.memory.nbytes > most:
+        if self.memory.nbytes > _most_kept(self.memory.device):
             self.forget()
 
     def forget(self) -> None:
         """Drop graphs and memory, after an error within a step, say."""
         if self._graphs is not None:
             self._void()
-            del self.memory
-        self._graphs, self._weights = None, []
+            del self.memory, self.progress
+        self._graphs = self._weights = None
 
     def _void(self) -> None:
         """Drop the graphs: what they read lies elsewhere."""
@@ -177,7 +188,10 @@ class StepDecoder:
         slots = memory.sentences[: rows // beam]
         stream = weights = None
         if layers[0].normalize_before:
-            stream, x = x, layer_norm(x, layers[0].self_attn_layer_norm)
+            norm, stream = layers[0].self_attn_layer_norm, x
+            x = ops.dropout_residual_layer_norm_fwd(
+                x, None, None, norm.weight, norm.bias, 0.0, rng, 0, norm.eps
+            )[1]
         for place, layer in enumerate(layers):
             last = place + 1 == len(layers)
             following = decoder.layer_norm if last else layers[place + 1].self_attn_layer_norm
@@ -190,8 +204,9 @@ class StepDecoder:
             )
             keys, values = memory.cache[:, place].unbind(1)
             out = ops.decode_self_attention(
-                qkv, keys, values, memory.ancestry, memory.step, block.num_heads, _scale(block)
-            )
+                qkv, keys, values, memory.ancestry, memory.step, block.num_heads, _scale(block),
+                beam,
+            )  # fmt: skip
             stream, x = _close(out, x, stream, block, layer.residual(norms[0], rng, 1))
 
             block = layer.encoder_attn
@@ -207,6 +222,14 @@ class StepDecoder:
 
             stream, x = layer.feed_forward(x, stream, norms[2], rng, 4)
         return decoder.project_out(stream if x is None else x), weights
+
+
+@functools.cache
+def _most_kept(device: torch.device) -> float:
+    """Bytes of memory between two batches."""
+    if device.type != "cuda":
+        return 0.0
+    return _KEPT * torch.cuda.get_device_properties(device).total_memory
 
 
 def _keys_and_values(decoder: Any, features: Tensor) -> Tensor:

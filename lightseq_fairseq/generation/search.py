@@ -13,13 +13,14 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.decoder import StepDecoder, bucket
 from lightseq_fairseq.generation.memory import Memory
+from lightseq_fairseq.generation.results import Hypothesis, results
 from lightseq_fairseq.ops.beam_search import Progress
 from lightseq_fairseq.training.batch import Segments
 
@@ -56,36 +57,34 @@ class Rules:
 def search(
     steps: StepDecoder, encoder: Any, decoder: Any, tokens: Tensor, source: Segments,
     rules: Rules, first: int, max_len: int, positions: int, rng: Tensor | None = None,
-) -> list[list[dict[str, Tensor]]]:  # fmt: skip
+) -> list[list[Hypothesis]]:  # fmt: skip
     """The results of each sentence, best first, as fairseq's ``SequenceGenerator`` gives them.
 
     Args:
         steps: the decoder's; see ``StepDecoder`` for ``encoder`` and ``decoder``.
-        tokens: int64 [T], the packed sentences, at least one; source: where they lie.
+        tokens: int64 [T], the packed sentences, at least one; source: where they lie. The CPU is
+            the place for both: what a batch begins with is put together there.
         first: the token to begin with.
         max_len: tokens of a result without its end.
         positions: so many will do, as a rule; there are more when they do not.
         rng: int64 [2], for sampling.
 
-    Returns: for each sentence a list of dicts, on the CPU: tokens int64 [L] with the end, score
-    float32 [], positional_scores float32 [L]; attention and alignment are empty.
+    Returns: a list for each sentence, see ``generation.results.Hypothesis``.
     """
     sentences, beam = len(source.cu_seqlens) - 1, rules.beam
     rows = bucket(sentences * beam)
     user = _User()
     steps = steps.lent_to(user)
     try:
-        memory = steps.begin_with(
-            encoder, decoder, tokens, source, rows, min(positions, max_len + 1)
-        )
+        memory = steps.open(encoder, decoder, tokens, source, rows, min(positions, max_len + 1))
         _start(memory, sentences, rules, first, max_len)
         if rng is not None:
             memory.rng.copy_(rng)
-        unfinished = _Unfinished(sentences, memory.device)
+        steps.encode(encoder, decoder, sentences, source.max_len)
         for step in range(max_len + 1):
             steps.make_room(rows, step + 1, step)
             steps.run((rows, rules), functools.partial(_advance, steps, decoder, rows, rules))
-            left = unfinished.after(step, memory.progress[Progress.UNFINISHED])
+            left = steps.progress.unfinished(step, memory.progress)
             if left == 0:
                 break
             if bucket(left * beam) < rows:
@@ -94,55 +93,34 @@ def search(
     except BaseException:
         steps.forget()
         raise
-    results = _results(memory, sentences, step + 1, beam)
+    # A step that found nothing unfinished changes no results: they need not wait for it.
+    found = results(memory, sentences, step + 1, beam, steps.progress.beside(left > 0))
     steps.end()
-    return results
+    return found
 
 
 class _User:
     """Somebody who holds a ``StepDecoder``."""
 
 
-class _Unfinished:
-    """How many sentences are unfinished, known one step late so that the GPU never waits.
-
-    Always exactly one: rows and with them rounding errors would else depend on the host's speed.
-    """
-
-    def __init__(self, sentences: int, device: torch.device) -> None:
-        self._before, self._events = sentences, None
-        if device.type == "cuda":
-            self._pinned = torch.zeros(2, dtype=torch.int32).pin_memory()
-            self._events = (torch.cuda.Event(), torch.cuda.Event())
-
-    def after(self, step: int, count: Tensor) -> int:
-        """On a GPU after the step before, on a CPU after this one. count: int32 []."""
-        if self._events is None:
-            return int(count)
-        this, last = step % 2, (step + 1) % 2
-        self._pinned[this].copy_(count, non_blocking=True)
-        self._events[this].record()
-        if step == 0:
-            return self._before
-        self._events[last].synchronize()
-        return int(self._pinned[last])
-
-
 def _start(memory: Memory, sentences: int, rules: Rules, first: int, max_len: int) -> None:
-    memory.progress[Progress.MAX_LEN].fill_(max_len)
-    memory.progress[Progress.UNFINISHED].fill_(sentences)
-    memory.sentences[:sentences] = torch.arange(sentences, dtype=torch.int32, device=memory.device)
-    memory.tokens.fill_(first)
+    host = memory.host
+    host["progress"][[Progress.MAX_LEN, Progress.UNFINISHED]] = max_len, sentences
+    host["sentences"][:sentences] = np.arange(sentences)
+    host["tokens"].fill(first)
     # All hypotheses of a sentence are the same at first: one of each group is to have descendants.
-    memory.scores.fill_(-torch.inf)
-    scores = memory.scores[: sentences * rules.beam].view(sentences, rules.beam)
+    host["scores"].fill(-np.inf)
+    scores = host["scores"][: sentences * rules.beam].reshape(sentences, rules.beam)
     scores[:, : rules.beam if rules.sampled else rules.groups] = 0.0
+    memory.send()
 
 
 def _advance(steps: StepDecoder, decoder: Any, rows: int, rules: Rules) -> None:
     """One step of all hypotheses, in places that never change."""
     memory, beam = steps.memory, rules.beam
+    steps.progress.send(memory.progress)
     x, _ = steps.features(decoder, rows, beam)
+    steps.progress.hold(memory.progress)
     slots = rows // beam
     logits = decoder.output_layer(x)[: slots * beam]
     scores, sentences = memory.scores[: slots * beam], memory.sentences[:slots]
@@ -173,42 +151,3 @@ def _compact(memory: Memory, positions: int, slots: int, beam: int) -> None:
         memory.scores[rows],
     )
     memory.ancestry[:positions, : len(rows)] = memory.ancestry[:positions, rows]
-
-
-def _results(
-    memory: Memory, sentences: int, positions: int, beam: int
-) -> list[list[dict[str, Tensor]]]:
-    """All that ``ops.beam_advance`` has kept; few large copies and views of them."""
-    count = sentences * beam
-    lengths, totals = memory.lengths[:count].cpu().long(), memory.totals[:count].cpu()
-    tokens = memory.hypothesis_tokens[:positions, :count].t().cpu()
-    scores = memory.hypothesis_scores[:positions, :count].t().cpu()
-    scores[:, 1:] -= scores[:, :-1].clone()
-
-    found = lengths > 0
-    numbers = found.view(sentences, beam).sum(1)
-    if int(numbers.min()) == 0:
-        raise UserError(
-            "a sentence has no translation of a finite score: the model's output is not a number, "
-            "which a diverged training or an overflow of --fp16 leaves behind."
-        )
-    ranks = totals.masked_fill(~found, -torch.inf).view(sentences, beam)
-    order = ranks.argsort(dim=1, descending=True, stable=True)
-    order = (order + torch.arange(0, count, beam)[:, None]).flatten()
-    order = order[found[order]]
-    real = torch.arange(positions) < lengths[order, None]
-    sizes, empty = lengths[order].tolist(), torch.empty(0)
-    hypotheses = iter(
-        {
-            "tokens": words,
-            "score": total,
-            "attention": empty,
-            "alignment": empty,
-            "positional_scores": each,
-        }
-        for words, total, each in zip(
-            tokens[order][real].long().split(sizes), totals[order].unbind(),
-            scores[order][real].split(sizes), strict=True,
-        )
-    )  # fmt: skip
-    return [[next(hypotheses) for _ in range(number)] for number in numbers.tolist()]

@@ -39,7 +39,8 @@ class LSSequenceGenerator(SequenceGenerator):
             rules = self._rules(inputs["src_tokens"].is_cuda)
         if rules is None:
             return super()._generate(sample, prefix_tokens, constraints, bos_token)
-        tokens = inputs["src_tokens"]
+        # The one wait of a batch: how many tokens are real decides about all shapes.
+        tokens = inputs["src_tokens"].cpu()
         if len(tokens) == 0:
             return []
         longest = tokens.shape[1]
@@ -48,7 +49,7 @@ class LSSequenceGenerator(SequenceGenerator):
             "min_len cannot be larger than max_len, please adjust these!"
         )
         model = self.model.single_model
-        rng = draw_rng(tokens.device) if rules.sampled else None
+        rng = draw_rng() if rules.sampled else None
         source = Segments.from_mask(tokens.ne(model.encoder.padding_idx))
         return search(
             model.decoder.steps, model.encoder, model.decoder, source.pack(tokens), source, rules,
