@@ -29,7 +29,7 @@ from .cross_entropy import cross_entropy
 from .decode_attention import decode_attention
 from .dropout_residual_layer_norm import dropout_residual_layer_norm
 from .embedding import embedding
-from .linear import linear
+from .linear import linear, linear_few_rows
 
 __all__ = ["Case", "Sizes", "cases"]
 
@@ -43,7 +43,7 @@ BUILDERS = (
     cross_entropy,
 )
 #: Those that know no tokens: a step of generation, and the update.
-OTHER_BUILDERS = (decode_attention, beam_search, adam)
+OTHER_BUILDERS = (linear_few_rows, decode_attention, beam_search, adam)
 
 
 def cases(sizes: Sizes, tokens: Sequence[int], dtype: torch.dtype, device: str) -> Iterator[Case]:

@@ -16,7 +16,7 @@ SITE = 3  # dropout's place in the model; any number will do
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model around the ops, and the batch; the defaults are those of the issue's figures."""
+    """The model around the ops, and the batch; the defaults are those of the README's figures."""
 
     width: int = 1024
     ffn: int = 4096

@@ -1,9 +1,10 @@
 """Cases of ops/decode_attention.py: one step of beam search, N hypotheses.
 
-Every hypothesis has a history of its own, which is the most that self-attention can have to read;
-in a search, hypotheses of a sentence share most of it. Eager gathers keys and values by the
-ancestry (which takes the place of fairseq's reordered copy) and calls scaled_dot_product_attention.
-For cross-attention its memory is padded beforehand, untimed, and not replicated for the beam.
+own: every hypothesis has a history of its own, which is the most that self-attention can have to
+read. shared: those of a sentence have all but the newest eight positions in common. Eager gathers
+keys and values by the ancestry (which takes the place of fairseq's reordered copy) and calls
+scaled_dot_product_attention. For cross-attention its memory is padded beforehand, untimed, and not
+replicated for the beam.
 """
 
 from __future__ import annotations
@@ -22,20 +23,24 @@ from .case import Case, Formula, Make, Sizes, without_autograd
 
 SENTENCES = (1, 64, 1024)
 STEP = 28  # the newest token's position
+OWN = 8  # positions that hypotheses do not share, where they share
 
 
 def decode_attention(sizes: Sizes, make: Make) -> Iterator[Case]:
     for sentences in SENTENCES:
-        yield _self_attention(sizes, sentences, make)
+        yield _self_attention(sizes, sentences, STEP, make)
+        yield _self_attention(sizes, sentences, OWN, make)
         yield _cross_attention(sizes, sentences, make)
 
 
-def _self_attention(sizes: Sizes, sentences: int, make: Make) -> Case:
-    rows, width, heads = sentences * sizes.beam, sizes.width, sizes.heads
+def _self_attention(sizes: Sizes, sentences: int, own: int, make: Make) -> Case:
+    beam, width, heads = sizes.beam, sizes.width, sizes.heads
+    rows = sentences * beam
     scale = (width // heads) ** -0.5
     qkv = make.rows(rows, 3 * width)
     keys, values = make.rows(2, STEP + 1, rows, width).unbind(0)
     ancestry = torch.arange(rows, dtype=torch.int32, device=make.device).repeat(STEP + 1, 1)
+    ancestry[: STEP - own] -= ancestry[: STEP - own] % beam
     step = torch.tensor(STEP, device=make.device)
     positions = torch.arange(STEP + 1, device=make.device)[:, None]
 
@@ -48,13 +53,15 @@ def _self_attention(sizes: Sizes, sentences: int, make: Make) -> Case:
         return (functional.scaled_dot_product_attention(q, k, v, scale=scale).flatten(1),)
 
     def ours() -> tuple[Tensor]:
-        return (ops.decode_self_attention(qkv, keys, values, ancestry, step, heads, scale),)
+        return (ops.decode_self_attention(qkv, keys, values, ancestry, step, heads, scale, beam),)
 
     fwd, _ = Formula(formula, (qkv, keys, values), ()).systems()
-    moved = 2 * STEP + 3 + 2 + 1  # rows: the past, the new ones, what is kept of them, the results
+    # Rows: the past, the new ones, what is kept of them, the results.
+    past = own + (STEP - own) / beam
+    moved = 2 * past + 3 + 2 + 1
     return Case(
-        f"decode_self_attention/N{rows}",
-        rows * (moved * width * qkv.itemsize + STEP * ancestry.itemsize),
+        f"decode_self_attention.{'own' if own == STEP else 'shared'}/N{rows}",
+        int(rows * (moved * width * qkv.itemsize + STEP * ancestry.itemsize)),
         {"ours": without_autograd(ours), **fwd},
     )
 

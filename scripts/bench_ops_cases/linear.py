@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,6 +26,20 @@ def linear(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
         ("logits", c, sizes.vocabulary, False),
     ):
         yield from _linear(shape, tokens, inputs, outputs, has_bias, make)
+
+
+def linear_few_rows(sizes: Sizes, make: Make) -> Iterator[Case]:
+    """Forward of a decode step for one sentence: its products read weights and little else."""
+    c, f, rows = sizes.width, sizes.ffn, sizes.beam
+    for shape, inputs, outputs in (
+        ("qkv", c, 3 * c),
+        ("out", c, c),
+        ("fc1", c, f),
+        ("fc2", f, c),
+        ("logits", c, sizes.vocabulary),
+    ):
+        forward, _ = _linear(shape, rows, inputs, outputs, shape == "qkv", make)
+        yield replace(forward, name=f"linear_fwd.{shape}/N{rows}")
 
 
 def _linear(
