@@ -30,6 +30,7 @@ from fairseq.data import (  # noqa: E402
 
 from lightseq_fairseq.training.batch import (  # noqa: E402
     Bucket,
+    Granularity,
     Packed,
     PackedBatch,
     PackingDataset,
@@ -164,7 +165,7 @@ def test_sentences_are_fairseqs(
 
 
 def test_file_and_items_give_the_same_block(tmp_path: Path) -> None:
-    packing = PackingDataset(pairs(sentences(1), sentences(2), tmp_path), 16)
+    packing = PackingDataset(pairs(sentences(1), sentences(2), tmp_path), Granularity(16))
     from_file, from_items = (
         packing.__getitems__(BATCH),
         packing.collater([packing[i] for i in BATCH]),
@@ -176,7 +177,7 @@ def test_file_and_items_give_the_same_block(tmp_path: Path) -> None:
 
 def test_rows_past_the_tokens_belong_to_no_sentence() -> None:
     dataset = pairs(sentences(1), sentences(2))
-    exact, rounded = (PackingDataset(dataset, g).__getitems__(BATCH) for g in (1, 64))
+    exact, rounded = (PackingDataset(dataset, Granularity(g)).__getitems__(BATCH) for g in (1, 64))
     assert ours(rounded) == ours(exact)
     assert (rounded.nsentences, rounded.ntokens) == (exact.nsentences, exact.ntokens)
     assert rounded.bucket == Bucket(64, 64, 256)
@@ -198,11 +199,24 @@ def test_room_for_sentences_comes_in_classes(count: int, room: int) -> None:
     dataset = pairs(sentences(1), sentences(2))
     indices = np.arange(count) % PAIRS
     for granularity in (8, 64):
-        batch = PackingDataset(dataset, granularity).__getitems__(indices)
+        batch = PackingDataset(dataset, Granularity(granularity)).__getitems__(indices)
         assert batch.bucket.sentences == room
         assert batch.bucket.source % granularity == 0
         assert ours(batch) == ours(PackingDataset(dataset).__getitems__(indices))
     assert PackingDataset(dataset).__getitems__(indices).bucket.sentences == count
+
+
+def test_rare_numbers_of_rows_are_rounded_further() -> None:
+    granularity = Granularity(128, 3072)
+    rows = {1: 512, 512: 512, 513: 1024, 3072: 3072, 3073: 3200, 4001: 4096}
+    assert {given: granularity.rounded(given) for given in rows} == rows
+    dataset = pairs(sentences(1), sentences(2))
+    found = []
+    for usual, step in ((0, 8), (500, 32)):
+        batch = PackingDataset(dataset, Granularity(8, usual)).__getitems__(BATCH)
+        assert batch.bucket.target == -(-batch.ntokens // step) * step
+        found.append(ours(batch))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("bucket", [Bucket(5, 7, 3), Bucket(64, 32, 256), Bucket(0, 0, 0)])
@@ -234,7 +248,7 @@ def test_parts_are_views_on_16_byte_boundaries(bucket: Bucket) -> None:
 @pytest.mark.parametrize("granularity", [1, 64])
 def test_no_sentences(tmp_path: Path, in_file: bool, granularity: int) -> None:
     dataset = pairs(sentences(1), sentences(2), tmp_path if in_file else None)
-    batch = PackingDataset(dataset, granularity).__getitems__([])
+    batch = PackingDataset(dataset, Granularity(granularity)).__getitems__([])
     assert len(batch) == batch.ntokens == batch.longest_source == batch.bucket.source == 0
     assert ours(batch) == []
 
@@ -256,7 +270,7 @@ def test_pin_memory_pins_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_workers_send_what_was_packed(tmp_path: Path) -> None:
-    packing = PackingDataset(pairs(sentences(1), sentences(2), tmp_path), 16)
+    packing = PackingDataset(pairs(sentences(1), sentences(2), tmp_path), Granularity(16))
     batches = [BATCH, [], BATCH[:2].tolist(), BATCH[::-1]]
     loader = DataLoader(packing, batch_sampler=batches, collate_fn=packing.collater, num_workers=2)
     received = list(loader)
@@ -290,7 +304,7 @@ def test_fairseqs_iterator(tmp_path: Path) -> None:
 
 def test_pickled_without_the_corpus(tmp_path: Path) -> None:
     long = sentences(1, longest=4000)
-    packing = PackingDataset(pairs(long, long, tmp_path), 16)
+    packing = PackingDataset(pairs(long, long, tmp_path), Granularity(16))
     expected = packing.__getitems__(BATCH)
     pickled = pickle.dumps(packing)
     assert len(pickled) < sum(len(sentence) for sentence in long)

@@ -79,6 +79,22 @@ class Bucket(NamedTuple):
     sentences: int
 
 
+class Granularity(NamedTuple):
+    """Numbers of rows are rounded up, so that shapes repeat.
+
+    fine: to multiples of this; 1 rounds nothing.
+    usual: up to so many rows, which is few for a batch, to multiples of four times as many: most
+        shapes would else be rare ones.
+    """
+
+    fine: int = 1
+    usual: int = 0
+
+    def rounded(self, rows: int) -> int:
+        step = self.fine if rows > self.usual else 4 * self.fine
+        return -(-rows // step) * step
+
+
 @dataclass(frozen=True)
 class Packed:
     """The parts of a batch's block, see ``open_block``.
@@ -215,15 +231,15 @@ class PackingDataset(torch.utils.data.Dataset[Any]):
 
     Args:
         dataset: fairseq's LanguagePairDataset, one that ``covers`` has no objection to.
-        granularity: numbers of rows are rounded up to multiples of it, so that shapes repeat. 1
-            rounds nothing; with more, room for sentences comes in classes 256, 1024, 4096, ...
+        granularity: of the numbers of rows. With one above 1, room for sentences comes in classes
+            256, 1024, 4096, ...
     """
 
-    def __init__(self, dataset: Any, granularity: int = 1) -> None:
+    def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
         from fairseq.data.indexed_dataset import MMapIndexedDataset
 
         self.dataset = dataset
-        self.granularity = granularity
+        self.granularity = granularity or Granularity()
         adds_tokens = (
             dataset.append_eos_to_target or dataset.append_bos or dataset.remove_eos_from_source
         )
@@ -287,14 +303,13 @@ class PackingDataset(torch.utils.data.Dataset[Any]):
         return PackedBatch(block, bucket, len(source.lengths), int(ntokens), *longest)
 
     def _bucket(self, source: int, target: int, sentences: int) -> Bucket:
-        step = self.granularity
-        if step > 1:
+        if self.granularity.fine > 1:
             # Few classes: graphs are made for each, and an empty place costs four bytes.
             room = 256
             while room < sentences:
                 room *= 4
             sentences = room
-        return Bucket(-(-source // step) * step, -(-target // step) * step, sentences)
+        return Bucket(self.granularity.rounded(source), self.granularity.rounded(target), sentences)
 
 
 class _Sentences(NamedTuple):

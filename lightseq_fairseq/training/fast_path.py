@@ -24,7 +24,7 @@ from lightseq_fairseq.ops.advance import KNOWN_RATES, State
 from lightseq_fairseq.parameters import flat_buffers
 from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
-from lightseq_fairseq.training.batch import PackedBatch
+from lightseq_fairseq.training.batch import Granularity, PackedBatch
 from lightseq_fairseq.training.flat_adam import FlatAdam
 from lightseq_fairseq.training.step import (
     SCALER,
@@ -39,7 +39,7 @@ from lightseq_fairseq.training.step import (
 logger = logging.getLogger(__name__)
 
 _LEAST_GRANULARITY = 64  # rows; the products search their algorithm for multiples of it
-_BUCKETS = 32  # sizes a side may have, up to --max-tokens
+_BUCKETS = 32  # sizes a side might have, up to --max-tokens
 
 
 # What fairseq's own step does and the captured one does not: flag -> whether a run asks for it, by
@@ -94,12 +94,14 @@ def _adam(optimizer: Any) -> FlatAdam:
     return adam
 
 
-def granularity(trainer: Any) -> int:
-    """Rows to whose multiples batches are rounded up, so that their shapes repeat."""
+def granularity(trainer: Any) -> Granularity:
+    """How batches are rounded up."""
     if not trainer.cuda:
-        return 1
-    step = (trainer.cfg.dataset.max_tokens or 0) / _BUCKETS
-    return _LEAST_GRANULARITY * max(1, round(step / _LEAST_GRANULARITY))
+        return Granularity()
+    most = trainer.cfg.dataset.max_tokens or 0
+    fine = _LEAST_GRANULARITY * max(1, round(most / _BUCKETS / _LEAST_GRANULARITY))
+    # fairseq fills batches up to --max-tokens: nine in ten have more than three quarters of them.
+    return Granularity(fine, most * 3 // 4 if most >= _BUCKETS * _LEAST_GRANULARITY else 0)
 
 
 @dataclass
