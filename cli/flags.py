@@ -56,6 +56,15 @@ _PRUNE_LATER = (
 )
 _PIPELINE = ("all layers lie on one device", "drop it, or add --native")
 _REFINEMENT = "beam search has no refinement steps"
+_PADS_WITHIN = Refusal(
+    "--left-pad-target",
+    lambda args: bool(
+        getattr(args, "left_pad_target", 0) and getattr(args, "num_batch_buckets", 0)
+    ),
+    "--num-batch-buckets would put the pads between the first token of a sentence and its words",
+    "drop one of the two",
+    always=False,
+)
 
 # Not here is what the arch and the optimizer refuse themselves: ``plugins.unsupported.UNSUPPORTED``
 # and ``plugins.optimizer.UNSUPPORTED``.
@@ -84,6 +93,7 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 and importlib.util.find_spec("iopath") is None,
                 "the package iopath is not installed", "pip install iopath, or drop it",
                 always=False),
+        _PADS_WITHIN,
     ),
     "generate": (
         Refusal("--pipeline-model-parallel", _is_set("--pipeline-model-parallel"),
@@ -94,6 +104,7 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 lambda args: args.retain_iter_history and args.task == "translation", _REFINEMENT),
         Refusal("--constraints", _is_set("--constraints"), "a binarised test set holds none",
                 "drop it, or translate lines that bring their own with lightseq-interactive"),
+        _PADS_WITHIN,
     ),
     "interactive": (
         Refusal("--pipeline-model-parallel", _is_set("--pipeline-model-parallel"),
@@ -104,6 +115,7 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
     "validate": (
         Refusal("--pipeline-model-parallel", _is_set("--pipeline-model-parallel"),
                 *_PIPELINE),
+        _PADS_WITHIN,
     ),
 }  # fmt: skip
 
@@ -203,7 +215,7 @@ _GENERATION = """
 --iter-decode-force-max-iter --iter-decode-with-beam --iter-decode-with-external-reranker
 --decoding-format --no-seed-provided --eos-token
 """
-# command -> settings that its parser takes and that nothing in it reads, in fairseq either
+# command -> settings that its parser takes and that nothing in it depends on, in fairseq either
 UNREAD = {
     command: frozenset(flags.split())
     for command, flags in {
@@ -211,17 +223,17 @@ UNREAD = {
         "--checkpoint-shard-count --gen-subset --num-shards --shard-id --pad --eos --unk "
         "--distributed-num-procs",
         "generate": _TRAINING + _EVAL_BLEU + _GENERATION + ENCODING + "--criterion --valid-subset "
-        "--all-gather-list-size --distributed-num-procs --distributed-backend "
+        "--train-subset --all-gather-list-size --distributed-num-procs --distributed-backend "
         "--distributed-init-method --distributed-port --device-id --distributed-no-spawn",
         "validate": _TRAINING + ENCODING + _TOKENS + _SCORING + "--post-process --quiet "
-        "--results-path --gen-subset --criterion --distributed-num-procs",
+        "--results-path --gen-subset --train-subset --criterion --distributed-num-procs",
         "interactive": _TRAINING + _EVAL_BLEU + _GENERATION + _SCORING + "--criterion "
         "--all-gather-list-size --distributed-num-procs --no-progress-bar --log-interval "
         "--log-format --num-workers --required-batch-size-multiple --required-seq-len-multiple "
         "--dataset-impl --data-buffer-size --train-subset --valid-subset --gen-subset "
         "--load-alignments --left-pad-source --left-pad-target --truncate-source "
         "--num-batch-buckets --quiet --results-path --sacrebleu --prefix-size --lm-path "
-        "--lm-weight --print-step --retain-iter-history",
+        "--lm-weight --print-step --retain-iter-history --max-target-positions",
     }.items()
 }
 
@@ -276,7 +288,7 @@ def notes(
     given = {name(a) for a in parser._actions if defaults.is_given(argv, a.option_strings)}
     for flag in sorted(given):
         if flag in UNREAD[command]:
-            yield f"{flag} has no effect: fairseq-{command} does not read it."
+            yield f"{flag} has no effect: nothing in fairseq-{command} depends on it."
         # Not in validate, which takes the rest of the configuration from the checkpoint.
         elif flag in PART_OF and command != "validate" and not _whole_is_set(flag, parser, args):
             yield f"{flag} has no effect without {PART_OF[flag]}."

@@ -63,6 +63,7 @@ NOTES = {
     "--criterion": "`ls_label_smoothed_cross_entropy`; with another one: fallback",
     "--activation-fn": "relu, gelu, gelu_accurate; others are refused",
     "--ddp-backend": "`fully_sharded` is refused: parameters live in one flat buffer",
+    "--sacrebleu": "with `--bpe`: spares a warning",
     "--fp16": "on a CPU refused, unless with `--fp16-no-flatten-grads`",
     "--fp16-no-flatten-grads": "decides the form of the optimizer's state in checkpoints",
     "--profile": "without a GPU refused",
@@ -74,9 +75,10 @@ NOTES = {
     "--azureml-logging": "a warning where the package azureml-core is missing",
     "--tensorboard-logdir": "a warning where the package tensorboard is missing",
     "--wandb-project": "a warning where the package wandb is missing",
-    "--required-seq-len-multiple": "sentences are packed: there is nothing to round up",
-    "--left-pad-source": "sentences are packed: there are no pads",
-    "--left-pad-target": "sentences are packed: there are no pads",
+    "--required-seq-len-multiple": "in validation; training packs sentences: nothing to round up",
+    "--left-pad-source": "in validation; training packs sentences: there are no pads",
+    "--left-pad-target": "in validation; training packs sentences: there are no pads; with "
+    "`--num-batch-buckets` refused",
     "--export": "no layer here is another one for TorchScript; native models of the checkpoint are",
     "--tokenizer": "kept in the checkpoint for `torch.hub`",
     "--bpe": "kept in the checkpoint for `torch.hub`",
@@ -97,8 +99,8 @@ What `lightseq-train`, `-generate`, `-validate` and `-interactive` make of each 
 * **fallback**: honoured by fairseq's own training step with the same layers. One line at start-up
   says "training takes fairseq's own steps" and why.
 * **refused**: the command ends with a sentence that names the setting, the reason and the way out.
-* **no effect**: fairseq's command takes the setting and does not read it. A note at start-up says
-  so.
+* **no effect**: fairseq's command takes the setting and nothing depends on it. A note at start-up
+  says so.
 
 Not listed are the settings of other optimizers and criteria, which are fairseq's own: a run with
 one of them is a fallback. So are other tasks, as far as their data or training step differ. A part
@@ -106,8 +108,9 @@ of another setting ("part of") has that one's answer; given alone it changes not
 says; so have settings of several ranks, given to one. A command with nothing `ls_` in it, and one
 with `--native`, is fairseq's and refuses nothing.
 
-Each row is what a test finds when it runs the command: beside fairseq's own command where the
-answer is honoured or fallback. `tests/test_flags_proofs.py` fails when a row has no such test.
+Each row is what a test finds when it runs the command: where the answer is honoured or fallback,
+beside fairseq's own command, and beside that command without the setting, which does something
+else. `tests/test_flags_proofs.py` fails when a row has no such test.
 """
 
 

@@ -1,4 +1,4 @@
-"""The rows of docs/flags.md, and runs of the commands with settings given.
+"""The rows of docs/flags.md, what proves one, and runs of the commands with settings given.
 
 A module tests/test_flags_*.py says in ``PROVEN`` which rows its tests run: (command, answer) ->
 names. tests/test_flags_proofs.py adds them up.
@@ -6,25 +6,35 @@ names. tests/test_flags_proofs.py adds them up.
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib.util
-import json
-import logging
-import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import Any, TypeVar
 
 import cli_runs
-import pytest
-import torch
-import training_runs as runs
 from click.testing import Result
-
-import fairseq_cli.train  # isort: skip
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 ROOT = Path(__file__).resolve().parent.parent
 
 Proofs = dict[tuple[str, str], set[str]]
+
+
+def _spare_time() -> None:
+    """For hundreds of short runs, most of whose time is hydra's: a text is parsed once, and its
+    register of all configurations, of which there is one, is not copied; nor is what has been
+    imported looked through for garbage."""
+    parse = OverridesParser.parse_rule
+    once = functools.cache(lambda text, rule: parse(OverridesParser.create(), text, rule))
+    OverridesParser.parse_rule = lambda parser, text, rule: once(text, rule)
+    ConfigStore.__deepcopy__ = lambda store, memo: store
+    gc.freeze()
+
+
+_spare_time()
 
 
 def _load(path: Path) -> Any:
@@ -54,6 +64,61 @@ def names(*lines: str) -> set[str]:
     return {name for name, row in SETTINGS.items() if words & {name, *row.aliases}}
 
 
+# ---- proofs ----
+
+Shown = TypeVar("Shown")
+
+
+def prove(
+    line: str, run: Callable[[str, bool], Shown], agree: Callable[[Shown, Shown], bool]
+) -> tuple[Shown, Shown]:
+    """Ours does what fairseq does with the settings of ``line``, and each of them does something.
+
+    So ours would be found out if it did not read one of them.
+
+    Args:
+        line: the settings, a folder of data first or none. Those in front of a bar are there for
+            the sake of the others, which are what this proves.
+        run: what a command shows with such settings; fairseq's own, if the second is true.
+        agree: whether two runs have shown the same.
+
+    Returns:
+        What ours and fairseq's have shown.
+    """
+    given, claimed = pieces(line.replace("|", "")), pieces(line.rpartition("|")[2])
+    ours, theirs = (run(" ".join(given), native) for native in (False, True))
+    assert agree(ours, theirs), f"ours: {ours}\nfairseq's: {theirs}"
+    idle = [x for x in claimed if agree(run(" ".join(_without(given, x)), True), theirs)]
+    assert not idle, f"{idle} can be left out of {line}"
+    return ours, theirs
+
+
+def proven(*lines: str) -> set[str]:
+    """The settings that `prove` proves with these lines."""
+    claimed = [piece for line in lines for piece in pieces(line.rpartition("|")[2])]
+    return names(*(piece if piece.startswith("-") else "data" for piece in claimed))
+
+
+def pieces(line: str) -> list[str]:
+    """Settings of a line with their values."""
+    found: list[str] = []
+    for word in line.split():
+        if word.startswith("--") or not found:
+            found.append(word)
+        else:
+            found[-1] += f" {word}"
+    return found
+
+
+def _without(given: list[str], piece: str) -> list[str]:
+    """All settings but one, and but those that the parser has on its account."""
+    flag = piece.split()[0]
+    gone = {
+        name for name, row in SETTINGS.items() if any(x.split()[0] == flag for x in row.choices)
+    }
+    return [x for x in given if x != piece and not names(x) & gone]
+
+
 # ---- short runs of the launchers ----
 
 
@@ -70,103 +135,3 @@ def launch(command: str, data: Path, place: Path, line: str, ok: bool = False) -
     result = cli_runs.run(command, data, *map(str, own), *line.split())
     assert not ok or result.exit_code == 0, (result.output, result.exception)
     return result
-
-
-# ---- whole training runs ----
-
-PLAIN: dict[str, Any] = {
-    "dropout": 0, "attention-dropout": 0, "activation-dropout": 0, "max-update": 4,
-    "log-format": "json", "log-interval": 1, "share-decoder-input-output-embed": None,
-    "warmup-updates": None, "lr-scheduler": "fixed", "max-tokens": 128,
-    "disable-validation": True, "no-save": True,
-}  # fmt: skip
-
-
-class Trace:
-    """What a run shows: losses, the statistics it logs, the files it leaves; and ``refusals``, why
-    the captured step was not taken."""
-
-    def __init__(
-        self, losses: list[float], logged: list[dict[str, Any]], files: list[str],
-        refusals: list[str],
-    ) -> None:  # fmt: skip
-        self.losses, self.files, self.refusals = losses, files, refusals
-        # As text: fairseq logs numbers so. Times are each run's own.
-        own = ("wall", "wps", "ups")
-        self.logged = [{k: v for k, v in x.items() if not k.endswith(own)} for x in logged]
-
-    def agrees(self, other: Trace, tolerance: float) -> bool:
-        if self.files != other.files or len(self.logged) != len(other.logged):
-            return False
-        if self.losses != pytest.approx(other.losses, rel=tolerance):
-            return False
-        return all(
-            ours.keys() == theirs.keys()
-            and all(_close(ours[k], theirs[k], 10 * tolerance + 1e-3) for k in ours)
-            for ours, theirs in zip(self.logged, other.logged, strict=True)
-        )
-
-
-def _close(a: Any, b: Any, tolerance: float) -> bool:
-    try:
-        return float(a) == pytest.approx(float(b), rel=tolerance, abs=tolerance)
-    except ValueError:
-        return bool(a == b)
-
-
-def _described(path: Path) -> str:
-    """A file's name, and whether there is an optimizer's state in it."""
-    state = torch.load(path, weights_only=False) if path.suffix == ".pt" else {}
-    return path.name + " with optimizer" * (state.get("last_optimizer_state") is not None)
-
-
-def inputs(folder: Path) -> dict[str, Path]:
-    """Files that lines of settings name in braces, made in ``folder``."""
-    data = runs.corpus(folder / "corpus")
-    for side in ("src", "tgt"):  # the second part of a sharded training set
-        shutil.copy(data / f"valid.src-tgt.{side}", data / f"train1.src-tgt.{side}")
-    (folder / "user").mkdir()
-    (folder / "user" / "__init__.py").touch()
-    vectors = folder / "vectors"
-    lines = [f"w{i} " + " ".join(f"{(i * j) % 7 / 7}" for j in range(16)) for i in range(90)]
-    vectors.write_text("\n".join([f"{len(lines)} 16", *lines]) + "\n")
-    found = {"folder": folder, "data": data, "vectors": vectors}
-    train(found, folder / "saved", "--max-update 3 --no-save None", native=True)
-    return {**found, "checkpoint": folder / "saved" / "checkpoint_last.pt"}
-
-
-def train(inputs: dict[str, Path], save_dir: Path, line: str, native: bool) -> Trace:
-    """Trains with the settings of ``line``, on top of PLAIN; None as a value leaves one out."""
-    for name, path in inputs.items():
-        line = line.replace(f"{{{name}}}", str(path))
-    given: dict[str, Any] = {}
-    for word in line.split():
-        if word.startswith("--"):
-            given[name := word[2:]] = True
-        else:
-            given[name] = None if word == "None" else word
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    root, level = logging.getLogger(), logging.getLogger().level
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    vars(fairseq_cli.train.should_stop_early).clear()
-    try:
-        parts = runs.NATIVE if native else runs.LS
-        # After an overflow fairseq asks for a number on the GPU.
-        with mock.patch.object(torch.Tensor, "cuda", lambda tensor: tensor):
-            losses = runs.run(inputs["data"], save_dir, native, **{**parts, **PLAIN, **given})
-    finally:
-        root.removeHandler(handler)
-        root.setLevel(level)
-    told = "training takes fairseq's own steps: "
-    messages = [record.getMessage() for record in records]
-    refusals = [m.removeprefix(told) for m in messages if m.startswith(told)]
-    logged = [
-        json.loads(r.getMessage()) for r in records if r.name in ("train_inner", "train", "valid")
-        and r.getMessage().startswith("{")
-    ]  # fmt: skip
-    logged += [{"told": m} for m in messages if m.startswith("example ")]
-    files = sorted(_described(path) for path in save_dir.glob("*")) if save_dir.exists() else []
-    return Trace(losses, logged, files, refusals)

@@ -146,7 +146,12 @@ BAD = [
     (f"{TRAIN_NATIVE} --encoder-attention-heads 5", ["--encoder-attention-heads", "multiple"]),
     (f"{TRAIN} --dropout 2", ["--dropout is 2"]),
     (f"{TRAIN} --tokenizer moses", ["--source-lang is missing", "--tokenizer"]),
-    (f"{TRAIN} --lr-scheduler tri_stage", ["specify steps or phase_ratio"]),
+    (f"{TRAIN} --lr abc", ["--lr", "abc", "0.1,0.05"]),
+    (f"{TRAIN} --lr-scheduler tri_stage", ["tri_stage", "specify steps or phase_ratio"]),
+    (f"{TRAIN} --lr-scheduler tri_stage --warmup-steps 1", ["--lr-scheduler tri_stage"]),
+    (f"{TRAIN} --lr-scheduler cosine --lr 1,2", ["--lr-scheduler cosine", "fixed"]),
+    (f"{TRAIN} --lr-scheduler step --min-lr 8", ["--lr-scheduler step"]),
+    (f"{TRAIN} --lr-scheduler triangular", ["required", "--max-lr"]),
     (f"{TRAIN} --user-dir a_file", ["--user-dir a_file", "folder"]),
     (f"generate bin {OURS} --beam 0", ["--beam must be at least 1"]),
     (f"generate bin {OURS} --beam 4 --diverse-beam-groups 3", ["--beam", "divisible"]),
@@ -154,7 +159,10 @@ BAD = [
     (f"generate bin {OURS} --distributed-rank 5", ["--distributed-rank is 5"]),
     (f"generate bin {OURS} --bpe sentencepiece --sentencepiece-model a_file", ["pip install"]),
     (f"generate bin {OURS} --bpe bytes", ["--bpe bytes", "choose another"]),
+    (f"generate bin {OURS} --bpe fastbpe", ["--bpe-codes is missing"]),
     (f"generate bin {OURS} --scoring wer", ["install editdistance"]),
+    (f"generate bin {OURS} --lr-scheduler step --lr abc", ["--lr", "abc", "0.1,0.05"]),
+    (f"interactive bin {OURS} --lr-scheduler triangular", ["required", "--max-lr"]),
     # checkpoints
     ("generate bin", ["--path"]),
     ("validate bin --max-tokens 99", ["--path"]),
@@ -205,7 +213,7 @@ def test_bad_input_is_answered_with_one_sentence(
 
 GOOD = [
     # What looks bad and works: sentences that training or --skip-... leaves out, empty lines,
-    # batches of one token, 16 bit on a CPU.
+    # batches of one token, 16 bit on a CPU; a schedule where there is nothing to train.
     f"train short {LS} {SIZE} --batch-size 1",
     f"train short {NATIVE} {SIZE} --batch-size 1",
     f"train long {LS} {SIZE} {POSITIONS} {SKIP}",
@@ -215,6 +223,9 @@ GOOD = [
     f"interactive bin {OURS} {SHORT} --input short.de",
     f"interactive bin {OURS} {SHORT} --input long.de {SKIP}",
     f"validate short {OURS} --batch-size 1",
+    f"generate short {OURS} {SHORT} --lr-scheduler cosine --lr 7",
+    f"interactive bin {OURS} {SHORT} --input short.de --lr-scheduler step --lr 7,8",
+    f"validate short {OURS} --batch-size 1 --lr-scheduler step",
 ]  # fmt: skip
 
 

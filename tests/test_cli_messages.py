@@ -99,6 +99,10 @@ def loss_scale() -> None:
     )
 
 
+def no_requests() -> None:
+    raise ModuleNotFoundError("No module named 'requests'")
+
+
 class OutOfMemoryError(RuntimeError):
     """As torch.cuda names it."""
 
@@ -133,6 +137,7 @@ KNOWN: list[tuple[Callable[[], None], Request, list[str]]] = [
     (no_optimizer, TRAIN, ["--optimizer"]),
     (too_many_ranks, TRAIN, ["--distributed-world-size is 4", "1 GPU"]),
     (loss_scale, TRAIN, ["Minimum loss scale", "learning rate"]),
+    (no_requests, GENERATE, ["URL", "pip install requests"]),
     (memory, TRAIN, ["out of memory", "--max-tokens"]),
     (named_file, GENERATE, ["codes.bpe", "does not exist"]),
     (read_only, TRAIN, ["ck", "--save-dir"]),

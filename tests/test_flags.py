@@ -84,6 +84,7 @@ ON_CONDITION = [
     "--activation-fn tanh", "--ddp-backend fully_sharded", "--fp16", "--profile",
     "--write-checkpoints-asynchronously",
 ]  # fmt: skip
+PADS = "--left-pad-target --num-batch-buckets 2"
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,8 @@ def checkpoint(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("command", "line"),
     [(command, line) for command, lines in REFUSED.items() for line in lines]
-    + [("train", line) for line in ON_CONDITION],
+    + [("train", line) for line in ON_CONDITION]
+    + [(command, PADS) for command in ("train", "generate", "validate")],
 )
 def test_a_refusal_names_the_setting_the_reason_and_the_way_out(
     data: Path, checkpoint: Path, tmp_path: Path, command: str, line: str
@@ -129,7 +131,6 @@ VALUES = {
     "--epoch2lr": "{'1':0.1}",
     "--update2lr": "{'1':0.1}",
     "--ddp-backend": "legacy_ddp",
-    "--lr": "[7.0]",
 }
 # Components whose settings a parser takes once they are chosen.
 CHOICES = [
@@ -159,7 +160,6 @@ def spelled(command: str, wanted: set[str], chosen: tuple[str, ...] = ("",) * 4)
         if name and kind in wanted
         for word in (kind, name)
     ]
-    wanted = wanted | {"--lr"} if "step" in line else wanted  # it cannot do without
     required = ["--max-lr", "0.3"] if "triangular" in line else []
     options.parse_args_and_arch(parser, [*words.split(), *line, *required])
     for action in parser._actions:

@@ -1,14 +1,16 @@
 """Every setting that docs/flags.md leaves to fairseq's own step, on one rank.
 
 Each line of settings is trained twice, by us and by fairseq, without dropout: the log says why the
-captured step was not taken, and losses, logged statistics and files agree all the same.
+captured step was not taken, losses, logged statistics and files agree all the same, and each of the
+settings changes something in that.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-import re
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,62 +18,59 @@ from typing import Any
 from unittest import mock
 
 import cli_runs
-import flag_runs
+import flag_training
 import pytest
 import torch
 from fairseq import trainer, utils
 from fairseq.data import indexed_dataset, language_pair_dataset
 from fairseq.modules import layer_drop
-from flag_runs import Proofs, Trace, launch, names, table, train
+from flag_runs import Proofs, launch, prove, proven, table
+from flag_training import Trace, train
 
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 
-# The reason that the log gives -> settings
+# The reason that the log gives -> settings, see `flag_runs.prove`
 LINES = {
     "--memory-efficient-bf16": "--memory-efficient-bf16",
-    "--memory-efficient-fp16": "--memory-efficient-fp16 --fp16-init-scale 64",
-    "--encoder-layerdrop": "--encoder-layers 3 --encoder-layerdrop 0.5",
-    "--decoder-layerdrop": "--decoder-layers 3 --decoder-layerdrop 0.5",
+    "--memory-efficient-fp16": "--fp16-init-scale 64 | --memory-efficient-fp16",
+    "--encoder-layerdrop": "--encoder-layers 3 | --encoder-layerdrop 0.5",
+    "--decoder-layerdrop": "--decoder-layers 3 | --decoder-layerdrop 0.5",
     "batches of bucketed lengths": "--num-batch-buckets 2",
 }
 EMA = (
-    "--store-ema --ema-decay 0.5 --ema-update-freq 2 --ema-fp32 --ema-seed-model {averaged}",
-    "--store-ema --ema-decay 0.5 --ema-start-update 3",
+    "--no-save None | --store-ema --ema-decay 0.5 --ema-update-freq 2 --ema-fp32 "
+    "--ema-seed-model {averaged}",
+    "--no-save None --store-ema --ema-decay 0.5 | --ema-start-update 3",
 )
 CACHE = "--empty-cache-freq 2"
 ALIGNMENTS = "--load-alignments"
-PROVEN: Proofs = {
-    ("train", table.FALLBACK): names(*LINES.values(), *EMA, CACHE, ALIGNMENTS)
-    & flag_runs.rows("train", table.FALLBACK)
-}
-SIXTEEN_BITS = ("--memory-efficient-bf16", "--memory-efficient-fp16")
+PROVEN: Proofs = {("train", table.FALLBACK): proven(*LINES.values(), *EMA, CACHE, ALIGNMENTS)}
+Run = Callable[[str, bool], Trace]
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return flag_runs.inputs(tmp_path_factory.mktemp("inputs"))
+    return flag_training.inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def both(inputs: dict[str, Path], folder: Path, line: str) -> tuple[Trace, Trace]:
-    def run(name: str) -> Trace:
+@pytest.fixture(scope="module")
+def run(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    @functools.cache
+    def of(line: str, native: bool) -> Trace:
         # fairseq draws which layers are left out; the rest of our step draws, too.
         generator = torch.Generator().manual_seed(1)
         draws = SimpleNamespace(uniform_=lambda: torch.rand(3, generator=generator))
         with mock.patch.object(layer_drop, "torch", Overlay(torch, empty=lambda count: draws)):
-            return train(inputs, folder / name, line, native=name == "theirs")
+            return train(inputs, tmp_path_factory.mktemp("run"), line, native)
 
-    return run("ours"), run("theirs")
+    return of
 
 
 @pytest.mark.parametrize("reason", LINES)
-def test_fairseqs_step_is_taken_and_does_what_fairseq_does(
-    inputs: dict[str, Path], tmp_path: Path, reason: str
-) -> None:
-    ours, theirs = both(inputs, tmp_path, LINES[reason])
-    assert ours.refusals == [reason]
-    assert ours.agrees(theirs, 3e-3 if reason in SIXTEEN_BITS else 1e-5), (vars(ours), vars(theirs))
-    plain = train(inputs, tmp_path / "plain", "", native=True)
-    assert not theirs.agrees(plain, 1e-5)
+def test_fairseqs_step_is_taken_and_does_what_fairseq_does(run: Run, reason: str) -> None:
+    tolerance = 3e-3 if "16" in reason else 1e-5
+    ours, _ = prove(LINES[reason], run, functools.partial(Trace.agrees, tolerance=tolerance))
+    assert ours.refusals == [reason] and not ours.error
 
 
 def average(folder: Path) -> dict[str, torch.Tensor]:
@@ -86,30 +85,25 @@ def average(folder: Path) -> dict[str, torch.Tensor]:
     return {n: x for n, x in found.items() if not n.endswith(("_float_tensor", "k_proj.bias"))}
 
 
-def agree(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
-    return some.keys() == others.keys() and all(
-        torch.allclose(x, others[name], rtol=1e-4, atol=1e-5) for name, x in some.items()
-    )
-
-
 @pytest.mark.parametrize("line", EMA)
 def test_moving_average(inputs: dict[str, Path], tmp_path: Path, line: str) -> None:
-    line = "--no-save None " + line
-    train(
-        inputs,
-        tmp_path / "seed",
-        "--no-save None --store-ema --ema-fp32 --ema-decay 0",
-        native=True,
-    )
-    inputs = {**inputs, "averaged": tmp_path / "seed" / "checkpoint_last.pt"}
-    ours, theirs = both(inputs, tmp_path, line)
-    assert ours.refusals == ["--store-ema"]
-    assert ours.agrees(theirs, 1e-5)
-    expected = average(tmp_path / "theirs")
-    assert agree(average(tmp_path / "ours"), expected)
-    for part in re.findall(r"--ema-\S+(?: [^-]\S*)?", line):
-        train(inputs, tmp_path / part, line.replace(part, ""), native=True)
-        assert not agree(average(tmp_path / part), expected), part
+    averaged = "--no-save None --store-ema --ema-fp32 --ema-decay 0"
+    train(inputs, tmp_path / "seed", averaged, native=True)
+    given = {**inputs, "averaged": tmp_path / "seed" / "checkpoint_last.pt"}
+    traces = []
+
+    def run(line: str, native: bool) -> dict[str, torch.Tensor]:
+        traces.append(train(given, tmp_path / str(len(traces)), line, native))
+        return average(tmp_path / str(len(traces) - 1))
+
+    def agree(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+        return some.keys() == others.keys() and all(
+            torch.allclose(x, others[name], rtol=1e-4, atol=1e-5) for name, x in some.items()
+        )
+
+    ours, _ = prove(line, run, agree)
+    assert ours and traces[0].refusals == ["--store-ema"]
+    assert traces[0].agrees(traces[1])
 
 
 @contextmanager
@@ -136,15 +130,15 @@ def feigned_gpu() -> Iterator[mock.Mock]:
 
 
 def test_cache_is_emptied(inputs: dict[str, Path], tmp_path: Path) -> None:
-    counts = []
-    for native in (False, True):
+    traces = []
+
+    def run(line: str, native: bool) -> int:
         with feigned_gpu() as empty_cache:
-            trace = train(inputs, tmp_path / str(native), CACHE, native)
-        assert native or trace.refusals == ["--empty-cache-freq"]
-        counts.append(empty_cache.call_count)
-    with feigned_gpu() as empty_cache:
-        train(inputs, tmp_path / "plain", "", native=True)
-    assert counts[0] == counts[1] > empty_cache.call_count
+            traces.append(train(inputs, tmp_path / "save", line, native))
+        return int(empty_cache.call_count)
+
+    prove(CACHE, run, operator.eq)
+    assert traces[0].refusals == [CACHE.split()[0]] and not traces[0].error
 
 
 def test_alignments_are_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -154,12 +148,13 @@ def test_alignments_are_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     for _ in range(cli_runs.SPLITS["train"]):
         builder.add_item(torch.tensor([0, 0], dtype=torch.int32))
     builder.finalize(str(data / "train.align.de-en.idx"))
-    counts = []
-    for own in ("", " --native"):
+
+    def run(line: str, native: bool) -> int:
         collate = language_pair_dataset.collate
         with mock.patch.object(language_pair_dataset, "collate", side_effect=collate) as spy:
-            launch("train", data, tmp_path / own.strip(), ALIGNMENTS + own, ok=True)
+            launch("train", data, tmp_path / line / str(native), line + " --native" * native, True)
         batches = [call.args[0] for call in spy.call_args_list]
-        counts.append(sum(samples[0].get("alignment") is not None for samples in batches))
-    assert counts[0] == counts[1] > 0
+        return sum(samples[0].get("alignment") is not None for samples in batches)
+
+    prove(ALIGNMENTS, run, operator.eq)
     assert caplog.text.count("training takes fairseq's own steps: alignments") == 1

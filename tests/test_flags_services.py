@@ -1,11 +1,13 @@
 """Settings of training that need a package or a GPU: stand-ins record what they are asked.
 
-What fairseq's own run asks of them, ours asks too, with the same numbers.
+What fairseq's own run asks of them, ours asks too, with the same numbers; without the setting it
+is something else, or nothing.
 """
 
 from __future__ import annotations
 
 import logging
+import operator
 import sys
 from collections.abc import Iterator
 from numbers import Number
@@ -14,13 +16,14 @@ from typing import Any
 from unittest import mock
 
 import cli_runs
-import flag_runs
+import flag_training
 import pytest
 import torch
 from fairseq import file_io
 from fairseq.logging import progress_bar
 from fairseq.logging.meters import AverageMeter
-from flag_runs import Proofs, launch, names, table, train
+from flag_runs import Proofs, launch, prove, proven, table
+from flag_training import train
 
 from lightseq_fairseq.cli import flags
 
@@ -34,15 +37,15 @@ LOGS = {
 ASYNCHRONOUSLY = "--write-checkpoints-asynchronously"
 PROFILE = "--profile"
 PROVEN: Proofs = {
-    ("train", table.HONOURED): names(*LOGS, ASYNCHRONOUSLY),
-    ("train", table.FALLBACK): names(PROFILE),
+    ("train", table.HONOURED): proven(*LOGS, ASYNCHRONOUSLY),
+    ("train", table.FALLBACK): proven(PROFILE),
 }
 OWN = ("wps", "ups", "wall")  # each run's own
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return flag_runs.inputs(tmp_path_factory.mktemp("inputs"))
+    return flag_training.inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def logged(package: mock.MagicMock) -> list[tuple[str, list[str], list[float]]]:
@@ -72,27 +75,28 @@ def _flat(value: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("line", LOGS)
 def test_logs(inputs: dict[str, Path], tmp_path: Path, line: str) -> None:
-    calls = []
-    for native in (False, True):
+    places = {**inputs, "folder": tmp_path}
+
+    def run(line: str, native: bool) -> list[tuple[str, list[str], list[float]]]:
         package = mock.MagicMock()
         with (
-            mock.patch.object(progress_bar, LOGS[line], package),
+            mock.patch.object(progress_bar, name, package),
             mock.patch.object(progress_bar, "_tensorboard_writers", {}),
             mock.patch.object(sys, "argv", ["train"]),
         ):
-            trace = train(
-                inputs, tmp_path / str(native) / "run", f"--disable-validation None {line}", native
-            )
-        assert trace.refusals == []
-        calls.append(logged(package))
-    ours, theirs = calls
-    assert [call[:2] for call in ours] == [call[:2] for call in theirs]
-    for (*_, a), (*_, b) in zip(ours, theirs, strict=True):
-        assert a == pytest.approx(b, rel=1e-3, abs=1e-3)
-    everything = str(ours)
-    assert "loss" in everything
-    for word in line.replace("{folder}", str(inputs["folder"])).split():
-        assert word.startswith("--") or word in everything
+            trace = train(places, tmp_path / "save", f"--disable-validation None {line}", native)
+        assert not trace.error and trace.refusals == []
+        return logged(package)
+
+    def agree(ours: list[Any], theirs: list[Any]) -> bool:
+        return [call[:2] for call in ours] == [call[:2] for call in theirs] and all(
+            a == pytest.approx(b, rel=1e-3, abs=1e-3)
+            for (*_, a), (*_, b) in zip(ours, theirs, strict=True)
+        )
+
+    name = LOGS[line]
+    ours, _ = prove(line, run, agree)
+    assert "loss" in str(ours)
 
 
 class Files:
@@ -122,31 +126,36 @@ class Files:
 def test_files_are_written_by_iopath(inputs: dict[str, Path], tmp_path: Path) -> None:
     modules = {name: mock.MagicMock() for name in ("iopath", "iopath.common")}
     modules["iopath.common.file_io"] = mock.MagicMock(PathManager=Files)
-    written = []
-    for native in (False, True):
+
+    def run(line: str, native: bool) -> list[str]:
         Files.written.clear()
         with (
             mock.patch.dict(sys.modules, modules),
             mock.patch.object(file_io, "IOPathManager", None),
         ):
-            train(inputs, tmp_path / str(native), f"--no-save None {ASYNCHRONOUSLY}", native)
-        written.append(list(Files.written))
-        state = torch.load(tmp_path / str(native) / written[-1][0], weights_only=False)
+            folder = tmp_path / f"native{line}" if native else tmp_path
+            train(inputs, folder, f"--no-save None {line}", native)
+        state = torch.load(folder / "checkpoint_last.pt", weights_only=False)
         assert state["optimizer_history"][-1]["num_updates"] == 4
-    assert written[0] == written[1] == ["checkpoint_last.pt", "closed"]
+        return list(Files.written)
+
+    ours, _ = prove(ASYNCHRONOUSLY, run, operator.eq)
+    assert ours == ["checkpoint_last.pt", "closed"]
 
 
-@pytest.mark.parametrize("own", ["", "--native"])
-def test_profile(tmp_path: Path, caplog: pytest.LogCaptureFixture, own: str) -> None:
+def test_profile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     data = cli_runs.binarise(tmp_path)
-    with (
-        mock.patch.object(flags, "_lacks_gpu", return_value=False),
-        mock.patch.object(torch.cuda.profiler, "profile") as profiler,
-        mock.patch.object(torch.autograd.profiler, "emit_nvtx") as marks,
-    ):
-        launch("train", data, tmp_path, f"{PROFILE} {own}", ok=True)
-    for context in (profiler, marks):
-        context.return_value.__enter__.assert_called_once()
-    told = caplog.text.count("training takes fairseq's own steps: --profile")
-    assert told == (0 if own else 1)
+
+    def run(line: str, native: bool) -> list[int]:
+        with (
+            mock.patch.object(flags, "_lacks_gpu", return_value=False),
+            mock.patch.object(torch.cuda.profiler, "profile") as profiler,
+            mock.patch.object(torch.autograd.profiler, "emit_nvtx") as marks,
+        ):
+            launch("train", data, tmp_path / f"save{line}", line + " --native" * native, ok=True)
+        return [x.return_value.__enter__.call_count for x in (profiler, marks)]
+
+    ours, _ = prove(PROFILE, run, operator.eq)
+    assert ours == [1, 1]
+    assert caplog.text.count("training takes fairseq's own steps: --profile") == 1

@@ -5,7 +5,7 @@ default), 0.12.3, the development head and fairseq-fixed 0.12.3.1. A repair look
 not for a version number, and leaves a fairseq alone that does not show it.
 
     importing     while fairseq is imported: dataclasses, scikit-learn, logging, hydra's plugins
-    command_line  --arch and --bf16
+    command_line  --arch, --bf16 and --lr
     deprecations  calls that hydra and torch warn about
     batches       sentences that are dropped, functions that numpy has dropped, files over 2 GiB
     layers        0.12.2's encoder layer, cuDNN attention

@@ -1,4 +1,4 @@
-"""What fairseq makes of ``--arch`` and ``--bf16``."""
+"""What fairseq makes of ``--arch``, ``--bf16`` and ``--lr``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import functools
 import sys
 from typing import Any
 
-from fairseq import models, options
+from fairseq import models, options, utils
 
 from lightseq_fairseq.errors import UserError
 
 
 def repair() -> None:
-    """Checks the architecture first and keeps ``--bf16`` on the GPU."""
+    """Checks the architecture first, keeps ``--bf16`` on the GPU and reads ``--lr`` as a list."""
     _repair_parse_args_and_arch()
     _repair_build_model()
 
@@ -48,6 +48,7 @@ def _repair_parse_args_and_arch() -> None:
             arch = _arch(parser, given)
             if arch is not None:
                 check_arch(arch)
+            _mend_schedules(parser)
             if modify_parser is not None:
                 modify_parser(parser)
 
@@ -73,6 +74,28 @@ def _arch(parser: argparse.ArgumentParser, given: list[str]) -> str | None:
     arch_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     arch_parser.add_argument("--arch", "-a")
     return arch_parser.parse_known_args(given)[0].arch
+
+
+def _mend_schedules(parser: argparse.ArgumentParser) -> None:
+    for action in parser._actions:
+        if action.dest == "lr":
+            # In commands that do not train it is the schedule's alone. Then fairseq leaves it a
+            # text, or None, and fails where it turns either into a list.
+            action.type = _rates
+            action.default = argparse.SUPPRESS if action.default is None else action.default
+        elif action.default == "???" and action.type is float:
+            # --max-lr: otherwise argparse complains of these question marks.
+            action.required, action.default = True, None
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        rates: list[float] = utils.eval_str_list(text)
+    except Exception as error:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no learning rate: write a number, or one for each epoch, as in 0.1,0.05"
+        ) from error
+    return rates
 
 
 def _repair_build_model() -> None:
