@@ -66,6 +66,15 @@ _PADS_WITHIN = Refusal(
     always=False,
 )
 
+# fairseq's criteria that ask more of the model or the data than a translation model and pairs of
+# sentences have.
+_OF_OTHER_TASKS = """
+adaptive_loss ctc fastspeech2 hubert label_smoothed_cross_entropy_with_ctc
+latency_augmented_label_smoothed_cross_entropy legacy_masked_lm_loss masked_lm model nat_loss
+sentence_prediction sentence_prediction_adapters sentence_ranking speech_to_spectrogram
+speech_to_unit speech_unit_lm_criterion tacotron2 vocab_parallel_cross_entropy wav2vec
+"""
+
 # Not here is what the arch and the optimizer refuse themselves: ``plugins.unsupported.UNSUPPORTED``
 # and ``plugins.optimizer.UNSUPPORTED``.
 REFUSED: dict[str, tuple[Refusal, ...]] = {
@@ -94,6 +103,16 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 "the package iopath is not installed", "pip install iopath, or drop it",
                 always=False),
         _PADS_WITHIN,
+        Refusal("--criterion",
+                lambda args: args.arch.startswith("ls_")
+                and args.criterion in _OF_OTHER_TASKS.split(),
+                "this one is for models of another kind",
+                "use --criterion ls_label_smoothed_cross_entropy or another one of translation",
+                always=False),
+        Refusal("--optimizer",
+                lambda args: args.arch.startswith("ls_") and args.optimizer == "composite",
+                "composite wants parameters that name their groups, which an ls_transformer's do "
+                "not", "use --optimizer ls_adam or another one", always=False),
     ),
     "generate": (
         Refusal("--pipeline-model-parallel", _is_set("--pipeline-model-parallel"),

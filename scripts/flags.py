@@ -59,8 +59,9 @@ OTHER_LAYERS = ("--retain-dropout",)
 NOTES = {
     "--sampling": "on a GPU with its own random stream: fairseq's distributions, not its draws",
     "--arch": "`ls_transformer` and its kin; with another one: fallback",
-    "--optimizer": "`ls_adam`; with another one: fallback",
-    "--criterion": "`ls_label_smoothed_cross_entropy`; with another one: fallback",
+    "--optimizer": "`ls_adam`; with another one: fallback; `composite` is refused",
+    "--criterion": "`ls_label_smoothed_cross_entropy`; with another one: fallback; those of other "
+    "tasks are refused",
     "--activation-fn": "relu, gelu, gelu_accurate; others are refused",
     "--ddp-backend": "`fully_sharded` is refused: parameters live in one flat buffer",
     "--sacrebleu": "with `--bpe`: spares a warning",

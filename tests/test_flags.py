@@ -82,7 +82,8 @@ REFUSED = {
 # Refused for a value, or on a machine without a GPU or a package.
 ON_CONDITION = [
     "--activation-fn tanh", "--ddp-backend fully_sharded", "--fp16", "--profile",
-    "--write-checkpoints-asynchronously",
+    "--write-checkpoints-asynchronously", "--optimizer composite", "--criterion adaptive_loss",
+    "--criterion ctc", "--criterion sentence_ranking", "--criterion speech_to_spectrogram",
 ]  # fmt: skip
 PADS = "--left-pad-target --num-batch-buckets 2"
 
