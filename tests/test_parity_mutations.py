@@ -323,7 +323,8 @@ def positions_count_pads(patch: Patch) -> None:
 
 @mutation()
 def positions_start_at_zero(patch: Patch) -> None:
-    change_embed(patch, lambda a: a.update(positions=a["positions"] - (PAD + 1)))
+    # The sinusoidal table is handed over from the first position's row on.
+    change_embed(patch, lambda a: a.update(position_weight=a["position_weight"]._base))
 
 
 def change_embed(patch: Patch, change: Callable[[Arguments], Any]) -> None:
