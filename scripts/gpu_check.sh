@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # All checks that need a GPU: compile for it, run every test marked gpu without a single skip, run
-# the kernel tests under compute-sanitizer (memcheck, racecheck) where it is installed. Uses the
-# Python it is given as it is and installs nothing; logs, test report, result rows (COMMIT names the
-# commit where there is no .git) and exit status are left in a folder.
+# the kernel tests under compute-sanitizer (memcheck, racecheck) where it is installed. JOBS files
+# at a time, 4 if not said. Uses the Python it is given as it is and installs nothing; logs, test
+# reports, result rows (COMMIT names the commit where there is no .git) and exit status are left in
+# a folder.
 #
 #   PYTHON=.venv/bin/python bash scripts/gpu_check.sh [log folder, default build/gpu_check]
 set -euo pipefail
@@ -45,38 +46,43 @@ mkdir -p "$site/lightseq_fairseq"
 ln -s "$root"/lightseq_fairseq/* "$root/cli" "$site/lightseq_fairseq/"
 export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
 cd "$log"
-pytest=("$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider -m gpu)
+
+# One file of tests, alone or under a tool of compute-sanitizer, which fails it by what it finds.
+# Checked accesses are ten to a hundred times slower: there the largest tests are left out.
+run() { # tests, memcheck or racecheck; name of the file
+    local name=$1-$2
+    local words=("$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root"
+        -p no:cacheprovider -rs --junitxml="$log/$name.xml" "$root/tests/$2.py" -m)
+    local status=0 began=$SECONDS
+    if [ "$1" = tests ]; then
+        "${words[@]}" gpu
+    else
+        compute-sanitizer --tool "$1" --error-exitcode 9 --target-processes all \
+            "${words[@]}" "gpu and not large"
+    fi >"$log/$name.txt" 2>&1 || status=$?
+    echo "$name: $(tail -n 1 "$log/$name.txt") ($((SECONDS - began)) s, status $status)"
+    return $((status > 0))
+}
+export -f run
+export root log python
 
 # Files without a GPU test are not imported: they may need packages that this machine lacks.
-mapfile -t files < <(grep -l 'mark\.gpu' "$root"/tests/test_*.py)
-
-status=0
-step tests "${pytest[@]}" -rs --junitxml="$log/tests.xml" "${files[@]}" || status=1
-
-step skips "$python" - "$log/tests.xml" <<'PYTHON' || status=1
-import sys
-import xml.etree.ElementTree as ElementTree
-suite = ElementTree.parse(sys.argv[1]).getroot().find("testsuite")
-ran, skipped = int(suite.get("tests")), int(suite.get("skipped"))
-print(f"{ran} GPU tests, {skipped} of them skipped")
-sys.exit(ran == 0 or skipped > 0)
-PYTHON
-
-# Checked accesses are ten to a hundred times slower: the kernel tests, but for the largest. Races
-# are looked for where no kernel of cuBLAS runs, which racecheck does not bring to an end.
-sanitize() { # tool, tests: compute-sanitizer's findings fail the step
-    step "$1" compute-sanitizer --tool "$1" --error-exitcode 9 --target-processes all \
-        "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider \
-        -m "gpu and not large" "${@:2}" || status=1
+mapfile -t files < <(grep -l 'mark\.gpu' "$root"/tests/test_*.py | xargs -d '\n' basename -s .py)
+# Races are looked for where no kernel of cuBLAS runs, which racecheck does not bring to an end.
+list() {
+    if command -v compute-sanitizer >/dev/null; then
+        echo "racecheck test_races_cuda"
+        printf 'memcheck %s\n' "${files[@]}" | grep _cuda |
+            grep -v -E '_(generation|model|parity|races|step)_cuda'
+    else
+        echo "sanitizer: compute-sanitizer is not on the PATH" >&2
+    fi
+    printf 'tests %s\n' "${files[@]}"
 }
-if command -v compute-sanitizer >/dev/null; then
-    mapfile -t kernel_tests < <(printf '%s\n' "${files[@]}" | grep -E '_cuda\.py$' |
-        grep -v -E '_(model|parity|races|step)_cuda')
-    sanitize memcheck "${kernel_tests[@]}"
-    sanitize racecheck "$root/tests/test_races_cuda.py"
-else
-    echo "== sanitizer: compute-sanitizer is not on the PATH"
-fi
+status=0
+echo "== tests"
+# shellcheck disable=SC2016
+list | xargs -P "${JOBS:-4}" -L 1 bash -c 'run "$@"' run | tee "$log/tests.txt" || status=1
 
 # One row a check, for scripts/results.
 step results env COMMIT="${COMMIT:-$(git -C "$root" rev-parse HEAD 2>/dev/null || true)}" \
@@ -86,15 +92,18 @@ from pathlib import Path
 from xml.etree import ElementTree
 import torch
 log = Path(sys.argv[1])
-suite = ElementTree.parse(log / "tests.xml").getroot().find("testsuite")
-counts = {key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")}
-found = [{"case": "tests", **counts}]
-for tool in ("memcheck", "racecheck"):
-    if (log / f"{tool}.txt").exists():
-        text = (log / f"{tool}.txt").read_text()
-        summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", text)
-        passed = re.findall(r"(\d+) passed", text)
-        found.append({"case": tool, "tests": int(passed[-1]) if passed else 0, "summary": summary})
+found = []
+for kind in ("tests", "memcheck", "racecheck"):
+    reports = sorted(log.glob(f"{kind}-*.xml"))
+    suites = [ElementTree.parse(report).getroot().find("testsuite") for report in reports]
+    if not suites:
+        continue
+    keys = ("tests", "failures", "errors", "skipped")
+    row = {"case": kind, **{key: sum(int(suite.get(key)) for suite in suites) for key in keys}}
+    if kind != "tests":
+        logs = "".join(path.read_text() for path in sorted(log.glob(f"{kind}-*.txt")))
+        row["summary"] = sorted(set(re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", logs)))
+    found.append(row)
 common = {
     "commit": os.environ["COMMIT"],
     "date": datetime.date.today().isoformat(),
@@ -105,6 +114,7 @@ common = {
 rows = [json.dumps({**common, **row}) for row in found]
 (log / "gpu_check.json").write_text("[\n" + ",\n".join(rows) + "\n]\n")
 print(*rows, sep="\n")
+sys.exit(any(row["tests"] == 0 or row["skipped"] > 0 for row in found))
 PYTHON
 
 echo "gpu_check: $([ $status = 0 ] && echo passed || echo FAILED), logs in $log"
