@@ -9,8 +9,10 @@
 // A block takes a slot (a sentence). A candidate's place in the order is the number of those that
 // are better, which a few threads count in shared memory. Diverse beam search does the same for one
 // group of hypotheses after the other. What one thread waits for, others have asked for already:
-// first of all for hints of everything but the candidates, which come last. The last block that has
-// read the step counts it.
+// first of all for hints of everything but the candidates, which come last.
+//
+// The last block that is done counts the step and reports it to the host: 8 bytes in one store,
+// into pinned memory, behind a fence. Whoever sees them finds all results that the step has kept.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -34,6 +36,7 @@ using namespace beam_search;
 
 constexpr int kThreads = 256;
 constexpr int kMaxBeam = 64;
+constexpr int kReports = 2;  // rows of them: the host is one step late at most
 
 struct Advance {
   const float* candidate_scores;
@@ -42,6 +45,7 @@ struct Advance {
   int* sentences;
   int *tokens, *ancestry, *past_tokens, *hypothesis_tokens, *lengths;
   float *scores, *past_scores, *hypothesis_scores, *totals;
+  uint64_t* reports;    // the host's memory
   int64_t memory_rows;  // from one position to the next
   int positions, slots, beam, width, groups, eos;
   float diversity;
@@ -181,6 +185,24 @@ __device__ __forceinline__ void give_hints(const Advance& p) {
   }
 }
 
+// The block has written all that it keeps. One thread's fence holds for the whole block, since it
+// comes after a barrier, and the last block's for all of them, of which it has heard by the
+// counter. The host has read what the report replaces: that is two steps old, and the host at most
+// one late.
+__device__ __forceinline__ void finish(const Advance& p, int step) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  if (atomicAdd(&p.progress[kScratch], 1) != static_cast<int>(gridDim.x) - 1) return;
+  p.progress[kScratch] = 0;
+  p.progress[kStep] = step + 1;
+  __threadfence_system();
+  const auto steps = static_cast<uint32_t>(step + 1);
+  const auto unfinished = static_cast<uint32_t>(atomicAdd(&p.progress[kUnfinished], 0));
+  *static_cast<volatile uint64_t*>(p.reports + steps % kReports) =
+      static_cast<uint64_t>(unfinished) << 32 | steps;
+}
+
 __global__ void __launch_bounds__(kThreads) beam_advance_kernel(const Advance p) {
   extern __shared__ float scores[];
   __shared__ Slot slot;
@@ -210,11 +232,7 @@ __global__ void __launch_bounds__(kThreads) beam_advance_kernel(const Advance p)
   start_next_kernel();
   __syncthreads();
   const int step = slot.step;
-  if (thread == 0 && atomicAdd(&p.progress[kScratch], 1) == static_cast<int>(gridDim.x) - 1) {
-    p.progress[kScratch] = 0;
-    p.progress[kStep] = step + 1;
-  }
-  if (slot.sentence < 0) return;
+  if (slot.sentence < 0) return finish(p, step);
   const int first_column = slot.sentence * p.beam;
   const int length = hypothesis ? p.lengths[first_column + thread] : 0;
   const int64_t now = step * p.memory_rows;
@@ -258,15 +276,29 @@ __global__ void __launch_bounds__(kThreads) beam_advance_kernel(const Advance p)
     p.sentences[number] = -1;
     atomicSub(&p.progress[kUnfinished], 1);
   }
+  finish(p, step);
 }
 
 // ---- launcher ----
 
+// Where the GPU finds the host's reports.
+uint64_t* reports_of(const char* op, const Tensor& reports) {
+  cudaPointerAttributes memory{};
+  const cudaError_t error = cudaPointerGetAttributes(&memory, reports.mutable_data_ptr());
+  require(error == cudaSuccess, op, ": reports: ", cudaGetErrorString(error));
+  require(memory.type == cudaMemoryTypeHost && memory.devicePointer != nullptr, op,
+          ": reports must be pinned memory of the CPU");
+  require(reinterpret_cast<uintptr_t>(memory.devicePointer) % sizeof(uint64_t) == 0, op,
+          ": reports must begin on an 8-byte boundary");
+  return static_cast<uint64_t*>(memory.devicePointer);
+}
+
 void beam_advance(const Tensor& candidate_scores, const Tensor& candidate_tokens, Tensor progress,
                   Tensor sentences, Tensor tokens, Tensor scores, Tensor ancestry,
                   Tensor past_tokens, Tensor past_scores, Tensor hypothesis_tokens,
-                  Tensor hypothesis_scores, Tensor lengths, Tensor totals, int64_t beam,
-                  int64_t groups, double diversity, int64_t eos, double length_penalty) {
+                  Tensor hypothesis_scores, Tensor lengths, Tensor totals, Tensor reports,
+                  int64_t beam, int64_t groups, double diversity, int64_t eos,
+                  double length_penalty) {
   constexpr const char* kOp = "beam_advance";
   require(beam <= kMaxBeam, kOp, ": beam must be at most ", kMaxBeam, " on a GPU, is ", beam);
   const std::pair<const char*, const Tensor&> all[] = {{"candidate_scores", candidate_scores},
@@ -281,7 +313,8 @@ void beam_advance(const Tensor& candidate_scores, const Tensor& candidate_tokens
                                                        {"hypothesis_tokens", hypothesis_tokens},
                                                        {"hypothesis_scores", hypothesis_scores},
                                                        {"lengths", lengths},
-                                                       {"totals", totals}};
+                                                       {"totals", totals},
+                                                       {"reports", reports}};
   for (const auto& [name, x] : all) {
     require(x.is_contiguous(), kOp, ": ", name, " must be contiguous");
   }
@@ -299,6 +332,7 @@ void beam_advance(const Tensor& candidate_scores, const Tensor& candidate_tokens
                        past_scores.mutable_data_ptr<float>(),
                        hypothesis_scores.mutable_data_ptr<float>(),
                        totals.mutable_data_ptr<float>(),
+                       reports_of(kOp, reports),
                        ancestry.size(1),
                        static_cast<int>(ancestry.size(0)),
                        static_cast<int>(slots),

@@ -43,7 +43,6 @@ using Key = unsigned long long;
 
 constexpr int kMaxCount = 128;  // of candidates, and of groups
 constexpr int kListed = 1024;   // keys that there is room for
-constexpr int kManyRows = 12;   // a multiprocessor: from there on a block need not be large
 constexpr int kFewBlocks = 2;   // a multiprocessor: up to there a row has several, if it can give
 constexpr int kPart = 1024;     // tokens to each
 
@@ -254,11 +253,14 @@ __device__ __forceinline__ void find_candidates(const Logits<T>& logits, const f
   }
 }
 
+// 16-bit logits: two blocks of 512 threads, four of 256 or nine of 128 side by side have 64, 64 or
+// 72 KiB on their way. float32 has more than enough with one load less, and registers for it.
 template <typename T, int kThreads>
-__global__ void __launch_bounds__(kThreads, 768 / kThreads)
+__global__ void __launch_bounds__(kThreads, 1152 / kThreads)
     beam_candidates_kernel(const Logits<T> logits, const float* scores, const Rules rules,
                            int groups, const Output output) {
-  find_candidates<T, kThreads, 4, 1>(logits, scores, rules, groups, output);
+  find_candidates<T, kThreads, std::is_same_v<T, float> ? 3 : 4, 1>(logits, scores, rules, groups,
+                                                                    output);
 }
 
 template <typename T, int kThreads>
@@ -287,24 +289,31 @@ std::tuple<Tensor, Tensor> beam_candidates(const Tensor& logits, const Tensor& s
   dispatch_float(logits.scalar_type(), "beam_candidates: logits", [&](auto zero) {
     using T = decltype(zero);
     if (rows == 0) return;
-    const bool many = rows >= resident_blocks(device, kManyRows);
+    const auto launch = [&](auto kernel, int threads, int64_t blocks) {
+      launch_early(kOp, kernel, dim3(blocks), dim3(threads), 0, current_stream(device),
+                   Logits<T>{static_cast<const T*>(logits.const_data_ptr()), logits.stride(0),
+                             static_cast<int>(classes)},
+                   scores.const_data_ptr<float>(), rules,
+                   count <= kMaxCount / 4 ? kMaxCount / 2 : kMaxCount,
+                   Output{best_scores.mutable_data_ptr<float>(),
+                          best_tokens.mutable_data_ptr<int>(), static_cast<int>(count)});
+    };
     const bool few = rows * kMaxCluster <= resident_blocks(device, kFewBlocks) &&
                      classes >= kMaxCluster * kPart && count <= kMaxCount / 4 &&
                      has_clusters(device);
-    const auto kernel = few    ? beam_candidates_cluster_kernel<T, 256>
-                        : many ? beam_candidates_kernel<T, 128>
-                               : beam_candidates_kernel<T, 512>;
-    launch_early(kOp, kernel, dim3(few ? rows * kMaxCluster : rows),
-                 dim3(few    ? 256
-                      : many ? 128
-                             : 512),
-                 0, current_stream(device),
-                 Logits<T>{static_cast<const T*>(logits.const_data_ptr()), logits.stride(0),
-                           static_cast<int>(classes)},
-                 scores.const_data_ptr<float>(), rules,
-                 count <= kMaxCount / 4 ? kMaxCount / 2 : kMaxCount,
-                 Output{best_scores.mutable_data_ptr<float>(), best_tokens.mutable_data_ptr<int>(),
-                        static_cast<int>(count)});
+    if (few) return launch(beam_candidates_cluster_kernel<T, 256>, 256, rows * kMaxCluster);
+    // The largest block with which all rows run side by side: none is left for a second wave, and
+    // the more threads, the more bytes on their way. Rows in many waves keep the GPU busy anyway.
+    const auto fits = [&](auto kernel, int threads) {
+      return rows <= resident_blocks(kernel, threads, device);
+    };
+    if (fits(beam_candidates_kernel<T, 512>, 512)) {
+      launch(beam_candidates_kernel<T, 512>, 512, rows);
+    } else if (fits(beam_candidates_kernel<T, 256>, 256)) {
+      launch(beam_candidates_kernel<T, 256>, 256, rows);
+    } else {
+      launch(beam_candidates_kernel<T, 128>, 128, rows);
+    }
   });
   return {best_scores, best_tokens};
 }

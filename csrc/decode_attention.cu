@@ -9,18 +9,21 @@
 // straight from qkv and are written to the cache on the way. The `beam` hypotheses of a sentence
 // are neighbours, and share most of their past.
 //
-//   bytes moved   every key and value once for eight hypotheses of a sentence that share it. The
-//                 new rows are read and written once.
+//   bytes moved   every key and value once for eight hypotheses of a sentence that share it, as
+//                 long as 32 rows hold what they read at 16 positions. The new rows are read and
+//                 written once.
 //   determinism   sums have a fixed order, which depends on the sizes and the step alone, and not
 //                 on who shares what with whom
 //
 // decode_attention_self_kernel: 16-bit numbers, a warp for a head and up to eight hypotheses of a
-// slot. It takes 16 positions at a time, and there one family after the other: hypotheses with the
-// same ancestors at all 16. A family meets its keys on the tensor cores in one go, while the others
-// stay as they are: so a hypothesis adds up the same numbers in the same order, alone or not. Where
-// families part within the 16 positions, what they share comes from the first cache. Few slots have
-// smaller tiles of hypotheses, down to one, and more warps, whose reads are all under way at once.
-// float32 takes decode_attention_rows_kernel, where hypotheses meet in the first cache.
+// slot. It takes 16 positions at a time. Hypotheses with the same ancestors at all 16 are a family,
+// which meets its keys on the tensor cores in one go, while the others stay as they are: so a
+// hypothesis adds up the same numbers in the same order, alone or not. Keys and values come through
+// a ring in shared memory (common/ancestor_tile.cuh): where families part within the 16 positions
+// they share the rows that they have in common there, and what comes next is on its way while a
+// warp computes. Few slots have smaller tiles of hypotheses, down to one, and more warps, whose
+// reads are all under way at once. float32 takes decode_attention_rows_kernel, where hypotheses
+// meet in the first cache.
 //
 // `step` is read on the device and the grid does not depend on it: one captured graph serves all
 // steps.
@@ -35,6 +38,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "common/ancestor_tile.cuh"
 #include "common/decode_attention.cuh"
 #include "common/query_tile.cuh"
 #include "common/scalars.cuh"
@@ -45,7 +49,7 @@ namespace {
 using namespace decode_attention;
 
 template <int kWidth>
-constexpr int kBlocks = kWidth == 64 ? 2 : 1;  // that a multiprocessor has registers for
+constexpr int kBlocks = kWidth == 64 ? 4 : 2;  // that a multiprocessor has shared memory for
 
 // The past of a hypothesis; `first` is its row.
 template <typename T>
@@ -98,115 +102,127 @@ struct Past {
 
 // ---- kernel ----
 
-// The new tokens' own keys and values, which are the first that their queries meet.
+// Copies what the hypotheses of a tile have to read, load by load. A lane has, at one place of 16
+// positions, the ancestors of queries 4 * half ... + 3. What does not exist is a copy.
 template <typename T, int kWidth>
-__device__ __forceinline__ void begin(QueryTile<T, kWidth>& tile, const Past<T>& past,
-                                      const Item& item, int step, const Shape& shape) {
-  const int channel = item.head * shape.width;
-  float score = 0.0f;  // of query g
-#pragma unroll
-  for (int c = 0; c < kWidth / 32; ++c) {
-    const int column = c * 32 + tile.t * kSize, row = item.first_row + tile.g;
-    if (tile.g >= item.queries || column >= shape.width) continue;
-    Columns<T> key;
-    key.load(past.newest(row) + channel + column);
-    key.store(past.key_of(step, row) + channel + column);
-    float q[kSize], k[kSize];
-    tile.q[c].unpack(q);
-    key.unpack(k);
-#pragma unroll
-    for (int e = 0; e < kSize; ++e) score = fmaf(q[e], k[e], score);
+class Loader {
+ public:
+  __device__ __forceinline__ Loader(const Past<T>& past, const Item& item, const Shape& shape)
+      : past_(past), item_(item), shape_(shape), ahead_(shape.team.rank() * kKeyTile) {
+    read_ancestors();
   }
-  score += __shfl_xor_sync(kAllLanes, score, 1);
-  score += __shfl_xor_sync(kAllLanes, score, 2);
+
+  // The next of `count` positions, to the ring's rows from `first` on, of which `room` are free.
+  // What comes behind the last load is empty.
+  __device__ __forceinline__ Load start(Ring<T, kWidth>& ring, int count, int first, int room) {
+    if (waiting_ == 0 && ahead_ < count) {
+      waiting_ = (1u << item_.queries) - 1;
+      position_ = ahead_;
+      last_ = min(count - 1 - position_, kKeyTile - 1);
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    const int query = 2 * tile.t + n, row = item.first_row + query;
-    tile.state.top[n] = __shfl_sync(kAllLanes, score, query * 4) * shape.scale;
-    tile.state.sum[n] = tile.g == 0 ? 1.0f : 0.0f;
-#pragma unroll
-    for (int c = 0; c < kWidth / 64; ++c) {
-      const int column = c * 64 + tile.g * kSize;
-      if (query >= item.queries || column >= shape.width) continue;
-      Columns<T> value;
-      value.load(past.newest(row) + past.channels + channel + column);
-      value.store(past.key_of(step, row) + past.to_value + channel + column);
-      float x[kSize];
-      value.unpack(x);
-#pragma unroll
-      for (int e = 0; e < kSize; ++e) tile.state.o[n][c * kSize + e] = x[e];
+      for (int i = 0; i < kHeld; ++i) {
+        rows_[i] = __shfl_sync(kAllLanes, next_[i], half_ * kKeyTile + min(place_, last_));
+      }
+      ahead_ += kKeyTile << shape_.team.shift;
+      read_ancestors();
     }
-  }
-}
-
-template <typename T, int kWidth>
-__global__ void __launch_bounds__(kWarp* kWarps, kBlocks<kWidth>)
-    decode_attention_self_kernel(const Past<T> past, const Shape shape, T* __restrict__ out) {
-  constexpr int kHeld = kQueryTile * kKeyTile / kWarp;  // ancestors that a lane holds
-  const Team team = shape.team;
-  const Item item(shape);
-  const int channel = item.head * shape.width, first_position = team.rank() * kKeyTile;
-  const int place = threadIdx.x % kKeyTile, half = threadIdx.x / kKeyTile;
-  if (team.shift > 0 && item.queries > 0 && half == 0) {
-    past.prefetch_key(item.first_row, first_position + place, channel, shape.width);
-  }
-  wait_for_previous_kernel();
-
-  // A lane holds those of queries 4 * half ... + 3 at one position. What does not exist is a copy.
-  const auto read_ancestors = [&](int first, int (&rows)[kHeld]) {
-    const int position = min(first + place, past.positions - 1);
+    Load load{first, 0, last_};
+    int held[kHeld];  // a row of the cache, or ~ that of the ring which this load has for it
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const int row = item.first_row + min(half * kHeld + i, item.queries - 1);
-      rows[i] = past.ancestry[position * past.ancestry_stride + min(row, shape.rows - 1)];
-    }
-  };
-  int next[kHeld];
-  read_ancestors(first_position, next);
-  QueryTile<T, kWidth> tile;
-  tile.load(past.query(item.first_row) + channel, past.qkv_stride, item, shape);
-  const int count = item.queries > 0 ? past.count() : 0;
-  if (team.rank() == 0) begin(tile, past, item, count, shape);
-  start_next_kernel();
-
-  const int turn = kKeyTile << team.shift;
+    for (int i = 0; i < kHeld; ++i) held[i] = rows_[i];
+    const int place = min(place_, last_);
 #pragma unroll 1
-  for (int first = first_position; first < count; first += turn) {
-    int rows[kHeld];
-    const int last = count - 1 - first;  // from there on all places are copies of this one
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      rows[i] = __shfl_sync(kAllLanes, next[i], half * kKeyTile + min(place, last));
-    }
-    read_ancestors(first + turn, next);
-
-#pragma unroll 1
-    for (unsigned waiting = (1u << item.queries) - 1; waiting != 0;) {
-      // The first one's family, and the row of its ancestor at this lane's place.
-      const int leader = __ffs(waiting) - 1;
-      const int even = leader & 2 ? rows[2] : rows[0], odd = leader & 2 ? rows[3] : rows[1];
-      const int row =
-          __shfl_sync(kAllLanes, leader & 1 ? odd : even, leader / kHeld * kKeyTile + place);
+    while (waiting_ != 0) {
+      // The first one's family, and its ancestor at this lane's place.
+      const unsigned leader = __ffs(waiting_) - 1;
+      const int even = leader & 2 ? held[2] : held[0], odd = leader & 2 ? held[3] : held[1];
+      const int ancestor =
+          __shfl_sync(kAllLanes, leader & 1 ? odd : even, leader / kHeld * kKeyTile + place_);
+      const bool is_new = ancestor >= 0 && static_cast<int>(threadIdx.x) <= last_;
+      const unsigned fresh = __ballot_sync(kAllLanes, is_new);
+      const int rows = load.rows + __popc(fresh);
+      if (rows > min(room, kLoadRows)) break;
+      const int number = load.rows + __popc(fresh & ((1u << place) - 1));
+      if (is_new) {
+        ring.sources[number] =
+            past_.key_of(position_ + place, ancestor) + item_.head * shape_.width;
+      }
+      const int slot = ancestor < 0 ? ~ancestor : ring.wrap(first + number);
       unsigned others = 0;
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
-        if (rows[i] != row) others |= 1u << (half * kHeld + i);
+        if (held[i] == ancestor) {
+          held[i] = ~slot;
+        } else {
+          others |= 1u << (half_ * kHeld + i);
+        }
       }
-      const unsigned family = waiting & ~__reduce_or_sync(kAllLanes, others);
-      waiting ^= family;
+      const unsigned family = waiting_ & ~__reduce_or_sync(kAllLanes, others);
+      waiting_ ^= family;
+      load.rows = rows;
+      load.slots = load.slots << 8 | static_cast<unsigned>(slot);
+      load.families = load.families << 8 | family;
+    }
+    ring.copy(load, past_.to_value, shape_.width);
+    return load;
+  }
 
-      const auto key =
-          reinterpret_cast<uintptr_t>(past.key_of(first + min(place, last), row) + channel);
-      const auto at = [&](int i) {
-        return reinterpret_cast<const T*>(__shfl_sync(kAllLanes, key, i));
-      };
-      const unsigned mine = family >> (2 * tile.t);
-      tile.template attend<1>(at, past.to_value, last + 1, mine & 1, mine & 2, shape);
+ private:
+  static constexpr int kHeld = kQueryTile * kKeyTile / kWarp;
+
+  __device__ __forceinline__ void read_ancestors() {
+    const int position = min(ahead_ + place_, past_.positions - 1);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int row = item_.first_row + min(half_ * kHeld + i, item_.queries - 1);
+      next_[i] = past_.ancestry[position * past_.ancestry_stride + min(row, shape_.rows - 1)];
     }
   }
 
-  merge(tile.state, team, min(team.warps(), (count + kKeyTile - 1) / kKeyTile));
-  if (team.rank() == 0) tile.store(out, item, true, shape);
+  const Past<T>& past_;
+  const Item& item_;
+  const Shape& shape_;
+  const int place_ = threadIdx.x % kKeyTile, half_ = threadIdx.x / kKeyTile;
+  int ahead_, position_ = 0, last_ = 0;  // ahead: of the ancestors in `next`
+  int next_[kHeld], rows_[kHeld] = {};
+  unsigned waiting_ = 0;  // queries that have not met the tile's keys
+};
+
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kWarp* kRingWarps, kBlocks<kWidth>)
+    decode_attention_self_kernel(const Past<T> past, const Shape shape, T* __restrict__ out) {
+  extern __shared__ uint4 rings[];
+  Ring<T, kWidth>& ring = reinterpret_cast<Ring<T, kWidth>*>(rings)[threadIdx.y];
+  const Team team = shape.team;
+  const Item item(shape);
+  if (team.shift > 0 && item.queries > 0 && threadIdx.x < kKeyTile) {
+    past.prefetch_key(item.first_row, team.rank() * kKeyTile + threadIdx.x, item.head * shape.width,
+                      shape.width);
+  }
+  wait_for_previous_kernel();
+
+  Loader<T, kWidth> loader(past, item, shape);
+  Newest<T, kWidth> newest;
+  newest.load(past, item, shape, team.rank() == 0);
+  const int count = item.queries > 0 ? past.count() : 0;
+  Load load = loader.start(ring, count, 0, kRingRows);
+  AncestorTile<T, kWidth> tile;
+  newest.put(tile, ring, past, item, count, shape, team.rank() == 0);
+  start_next_kernel();
+
+#pragma unroll 1
+  while (load.families != 0) {
+    const Load next =
+        loader.start(ring, count, ring.wrap(load.first + load.rows), kRingRows - load.rows);
+    ring.wait_for_older();
+    tile.attend(ring, load, shape.scale);
+    __syncwarp();
+    load = next;
+  }
+
+  merge(tile.state, team, min(team.warps(), (count + kKeyTile - 1) / kKeyTile),
+        sizeof(ring) / sizeof(float));
+  if (team.rank() == 0) tile.store(out, ring, item, shape);
 }
 
 // ---- launcher ----
@@ -214,7 +230,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBlocks<kWidth>)
 // Into how many tiles a slot is cut: the smaller they are the more reads are under way at once,
 // and all warps shall run side by side.
 int64_t tiles_for(int64_t items, int64_t beam, int32_t device) {
-  const int64_t warps = resident_blocks(device, kWarps * kBlocks<64>);
+  const int64_t warps = resident_blocks(device, kRingWarps * kBlocks<64>);
   int64_t tiles = blocks_for(beam, kQueryTile);
   while (tiles < beam && 2 * tiles * items <= warps) tiles *= 2;
   return std::min(tiles, beam);
@@ -253,7 +269,7 @@ Tensor decode_self_attention(const Tensor& qkv, Tensor keys, Tensor values, cons
     } else {
       const int64_t tiles = tiles_for(blocks_for(rows, beam) * heads, beam, device);
       launch_tiles<T, kWidth>(kOp, decode_attention_self_kernel<T, kWidth>, past, out, beam, tiles,
-                              heads, width, scale);
+                              heads, width, scale, kRingWarps, sizeof(Ring<T, kWidth>));
     }
   });
   return out;

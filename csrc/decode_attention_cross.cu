@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kWarp* kWarps)
     const auto at = [&](int i) {
       return forward(keys, min(first + i, span.count - 1), source.stride);
     };
-    tile.template attend<kTiles>(at, source.to_value, span.count - first, true, true, shape);
+    tile.template attend<kTiles>(at, source.to_value, span.count - first, shape);
   }
 
   merge(tile.state, team, min(team.warps(), (span.count + kKeys - 1) / kKeys));
@@ -125,7 +125,7 @@ Tensor decode_cross_attention(const Tensor& q, const Tensor& keys, const Tensor&
       launch_rows<T, kWidth, false>(kOp, source, out, heads, width, scale);
     } else {
       launch_tiles<T, kWidth>(kOp, decode_attention_cross_kernel<T, kWidth>, source, out, beam,
-                              blocks_for(beam, kQueryTile), heads, width, scale);
+                              blocks_for(beam, kQueryTile), heads, width, scale, kWarps, 0);
     }
   });
   return out;

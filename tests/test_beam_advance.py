@@ -19,7 +19,7 @@ from fairseq.search import DiverseBeamSearch  # noqa: E402
 
 EOS, V, P, MAX_LEN = 2, 12, 9, 7
 NAMES = ("progress", "sentences", "tokens", "scores", "ancestry", "past_tokens", "past_scores",
-         "hypothesis_tokens", "hypothesis_scores", "lengths", "totals")  # fmt: skip
+         "hypothesis_tokens", "hypothesis_scores", "lengths", "totals", "reports")  # fmt: skip
 
 
 def state(sentences: list[int], beam: int, rows: int, groups: int = 1) -> dict[str, Tensor]:
@@ -39,6 +39,7 @@ def state(sentences: list[int], beam: int, rows: int, groups: int = 1) -> dict[s
         "hypothesis_scores": torch.full((P, rows), torch.nan),
         "lengths": torch.zeros(rows, dtype=torch.int32),
         "totals": torch.full((rows,), torch.nan),
+        "reports": torch.full((2, 2), -7, dtype=torch.int32),
     }
 
 
@@ -110,6 +111,7 @@ def test_a_whole_search(beam: int, is_sampled: bool, penalty: float) -> None:
     numbers = [3, 0, 1, 4, 2]
     tensors = state(numbers, beam, 5 * beam + 2, beam if is_sampled else 1)
     sentences = {n: Sentence(beam, [Hypothesis() for _ in range(beam)]) for n in numbers}
+    before = [-7, -7]
     for step in range(MAX_LEN + 1):
         found = random_candidates(tensors["scores"], 1 if is_sampled else 2 * beam, step)
         slots = tensors["sentences"].tolist()
@@ -121,7 +123,11 @@ def test_a_whole_search(beam: int, is_sampled: bool, penalty: float) -> None:
                 sentences[number].advance(candidates, step)
         ended = {n for n, sentence in sentences.items() if sentence.is_finished}
         assert set(tensors["sentences"].tolist()) - {-1} == set(numbers) - ended
-        assert tensors["progress"].tolist() == [step + 1, MAX_LEN, len(numbers) - len(ended), 0]
+        done, unfinished = step + 1, len(numbers) - len(ended)
+        assert tensors["progress"].tolist() == [done, MAX_LEN, unfinished, 0]
+        assert tensors["reports"][done % 2].tolist() == [done, unfinished]
+        assert tensors["reports"][step % 2].tolist() == before
+        before = [done, unfinished]
         for place, number in enumerate(numbers):
             rows = slice(place * beam, (place + 1) * beam)
             alive = sentences[number].alive
@@ -220,6 +226,9 @@ def test_wrong_arguments_are_refused() -> None:
     refused("3 groups do not divide a beam of 2", groups=3)
     refused("past_scores must have shape", past_scores=tensors["past_scores"][:, :3])
     refused("lengths must be int32", lengths=tensors["lengths"].long())
+    refused(r"reports must have shape \[2, 2\]", reports=tensors["reports"][:1])
+    refused("reports must be int32", reports=tensors["reports"].long())
+    refused("reports must be on the CPU, is on meta", reports=tensors["reports"].to("meta"))
     small = {n: t[:, :3] for n, t in tensors.items() if t.dim() == 2}
     vectors = {n: tensors[n][:3] for n in ("lengths", "totals")}
     refused("4 hypotheses do not fit into 3 rows", **small, **vectors)

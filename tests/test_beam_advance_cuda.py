@@ -29,6 +29,7 @@ def state(sentences: list[int], beam: int, positions: int, step: int, max_len: i
         "hypothesis_scores": torch.full((positions, rows), -5.0),
         "lengths": torch.zeros(rows),
         "totals": torch.full((rows,), -5.0),
+        "reports": torch.full((2, 2), -5),
     }
     for slot in range(len(sentences)):
         mine = slice(slot * beam, (slot + 1) * beam)
@@ -57,11 +58,17 @@ def candidates(count: int, beam: int, drawn: bool) -> tuple[Tensor, Tensor]:
     return scores, tokens.gather(1, order).int()
 
 
+def to_gpu(tensors):
+    """Copies on the GPU, but for what the GPU writes into memory of the host."""
+    return {n: x.clone().pin_memory() if n == "reports" else x.cuda() for n, x in tensors.items()}
+
+
 def same_as_reference(found, tensors, *options):
     """Both devices do the step; the tensors have changed afterwards."""
-    on_gpu = {name: x.cuda() for name, x in tensors.items()}
+    on_gpu = to_gpu(tensors)
     ops.beam_advance(*(x.cuda() for x in found), *on_gpu.values(), *options)
     ops.beam_advance(*found, *tensors.values(), *options)
+    torch.cuda.synchronize()
     for name, x in tensors.items():
         assert torch.equal(on_gpu[name].cpu(), x), name
 
@@ -123,7 +130,7 @@ def test_all_end_at_once(beam):
 def test_nobody_there():
     tensors = state([], 4, 20, 3)
     same_as_reference(candidates(0, 4, False), tensors, 4, 1, 0.0, EOS, 1.0)
-    assert tensors["progress"][0] == 4
+    assert tensors["progress"][0] == 4 and tensors["reports"][0].tolist() == [4, 0]
 
 
 def test_one_graph_serves_all_steps():
@@ -131,10 +138,10 @@ def test_one_graph_serves_all_steps():
     beam, slots = 5, 200
     tensors = state(list(range(slots)), beam, 12, 0, max_len=10)
     tensors["lengths"].zero_()
-    on_gpu = {name: x.cuda() for name, x in tensors.items()}
+    on_gpu = to_gpu(tensors)
     found = [x.cuda() for x in candidates(slots * beam, beam, False)]
     options = beam, 1, 0.0, EOS, 0.6
-    warm = {name: x.clone() for name, x in on_gpu.items()}
+    warm = to_gpu(tensors)
     ops.beam_advance(*found, *warm.values(), *options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -144,6 +151,7 @@ def test_one_graph_serves_all_steps():
         for x, y in zip(found, new, strict=True):
             x.copy_(y)
         graph.replay()
+        torch.cuda.synchronize()
         ops.beam_advance(*new, *tensors.values(), *options)
         for name, x in tensors.items():
             assert torch.equal(on_gpu[name].cpu(), x), name
@@ -160,7 +168,7 @@ def test_kernels_wait_for_each_other(slots):
     def search(wait):
         tensors = state(list(range(slots)), beam, steps + 2, 0, max_len=steps)
         tensors["lengths"].zero_()
-        on_gpu = {name: x.cuda() for name, x in tensors.items()}
+        on_gpu = to_gpu(tensors)
         on_gpu["scores"].view(slots, beam)[:, 1:] = -INF
         for name in ("ancestry", "past_tokens", "past_scores"):
             on_gpu[name].zero_()
@@ -174,6 +182,7 @@ def test_kernels_wait_for_each_other(slots):
             wait()
             ops.beam_advance(*found, *on_gpu.values(), beam, 1, 0.0, EOS, 0.6)
             wait()
+        torch.cuda.synchronize()
         return on_gpu
 
     torch.manual_seed(1)
@@ -184,13 +193,53 @@ def test_kernels_wait_for_each_other(slots):
     assert paused["progress"].tolist() == [steps + 1, steps, 0, 0]
 
 
+@pytest.mark.parametrize("slots", [1, 700])
+def test_whoever_sees_the_report_sees_the_results(slots):
+    """The host looks without asking torch, and reads on another stream; the first one is busy."""
+    torch.manual_seed(slots)
+    beam, beside = 5, torch.cuda.Stream()
+    kept = ("hypothesis_tokens", "hypothesis_scores", "lengths", "totals")
+    for step in (3, 4, 60) * 5:
+        tensors = state(list(range(slots)), beam, MAX_LEN + 2, step)
+        found = candidates(slots * beam, beam, False)
+        on_gpu, found_there = to_gpu(tensors), [x.cuda() for x in found]
+        ops.beam_advance(*found, *tensors.values(), beam, 1, 0.0, EOS, 0.6)
+        seen = {name: torch.empty_like(tensors[name]).pin_memory() for name in kept}
+        torch.cuda.synchronize()
+        ops.beam_advance(*found_there, *on_gpu.values(), beam, 1, 0.0, EOS, 0.6)
+        torch.cuda._sleep(200_000_000)
+        row = on_gpu["reports"][(step + 1) % 2]
+        while int(row[0]) != step + 1:
+            assert not torch.cuda.current_stream().query(), "nobody has reported"
+        with torch.cuda.stream(beside):
+            for name in kept:
+                seen[name].copy_(on_gpu[name], non_blocking=True)
+        beside.synchronize()
+        assert not torch.cuda.current_stream().query(), "the stream was to be busy still"
+        for name in kept:
+            assert torch.equal(seen[name], tensors[name]), name
+        assert torch.equal(on_gpu["reports"], tensors["reports"])
+        torch.cuda.synchronize()
+
+
 def test_refusals():
     found, tensors = candidates(65, 65, False), state([0], 65, 20, 3)
     with pytest.raises(RuntimeError, match="beam_advance: beam must be at most 64 on a GPU, is 65"):
         same_as_reference(found, tensors, 65, 1, 0.0, EOS, 1.0)
     found, tensors = candidates(4, 4, False), state([0], 4, 20, 3)
-    tensors["ancestry"] = torch.stack((tensors["ancestry"],) * 2, 2)[..., 0]
-    on_gpu = {name: x.cuda().as_strided(x.shape, x.stride()) if x.is_contiguous() else
-              torch.stack((x.cuda(),) * 2, 2)[..., 0] for name, x in tensors.items()}  # fmt: skip
+    on_gpu = to_gpu(tensors)
+    on_gpu["ancestry"] = torch.stack((on_gpu["ancestry"],) * 2, 2)[..., 0]
+    on_device = [x.cuda() for x in found]
     with pytest.raises(RuntimeError, match="beam_advance: ancestry must be contiguous"):
-        ops.beam_advance(*(x.cuda() for x in found), *on_gpu.values(), 4, 1, 0.0, EOS, 1.0)
+        ops.beam_advance(*on_device, *on_gpu.values(), 4, 1, 0.0, EOS, 1.0)
+    shifted = torch.zeros(5, dtype=torch.int32).pin_memory()[1:].view(2, 2)
+    for reports, message in (
+        (tensors["reports"], "reports must be pinned memory of the CPU"),
+        (shifted, "reports must begin on an 8-byte boundary"),
+    ):
+        on_gpu = {**to_gpu(tensors), "reports": reports}
+        with pytest.raises(RuntimeError, match=f"beam_advance: {message}"):
+            ops.beam_advance(*on_device, *on_gpu.values(), 4, 1, 0.0, EOS, 1.0)
+    on_gpu = {name: x.cuda() for name, x in tensors.items()}
+    with pytest.raises(ValueError, match="beam_advance: reports must be on the CPU, is on cuda"):
+        ops.beam_advance(*on_device, *on_gpu.values(), 4, 1, 0.0, EOS, 1.0)

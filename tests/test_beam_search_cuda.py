@@ -19,8 +19,8 @@ pytestmark = pytest.mark.gpu
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 PAD, EOS, UNK = 1, 2, 3
 INF = torch.inf
-# Rows from which on a block is small, and numbers of rows and tokens of which a row has several.
-MANY = 2500
+# Rows whose blocks are of middle size and small, and tokens of which a row has several blocks.
+MIDDLE, MANY = 400, 2500
 SEVERAL = 20_001
 
 
@@ -64,7 +64,9 @@ def test_candidates(count, classes, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("step", [0, 3, 50])
-@pytest.mark.parametrize(("rows", "classes"), [(3, 1003), (MANY, 1003), (3, SEVERAL)])
+@pytest.mark.parametrize(
+    ("rows", "classes"), [(3, 1003), (MIDDLE, 1003), (MANY, 1003), (3, SEVERAL)]
+)
 def test_rules(rows, classes, step, dtype):
     """The tokens with rules among the best, wherever they stand in the vocabulary."""
     logits = on_grid(rows, classes, dtype)
@@ -86,7 +88,9 @@ def test_temperature(temperature, penalty):
     same_as_reference(logits, scores, progress_of(5), 10, options)
 
 
-@pytest.mark.parametrize(("rows", "classes"), [(4, 5000), (MANY, 5000), (4, SEVERAL)])
+@pytest.mark.parametrize(
+    ("rows", "classes"), [(4, 5000), (MIDDLE, 5000), (MANY, 5000), (4, SEVERAL)]
+)
 @pytest.mark.parametrize("count", [1, 10, 32, 128])
 def test_ties(count, rows, classes):
     """Equal logits in all or many places, and the best ones all with one thread or one block."""

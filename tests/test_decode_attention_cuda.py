@@ -158,6 +158,20 @@ def test_self_shares_ancestors(slots, shared, beam, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("beam", [4, 5, 8, 12])
+@pytest.mark.parametrize("slots", [1, 40, 300])
+def test_lines_that_meet(slots, beam, dtype):
+    """As a search leaves them: the further back, the fewer ancestors a slot has."""
+    own = torch.arange(slots * beam, device="cuda")
+    for step in (28, 61, 150):
+        case = Past(slots * beam, step, dtype, beam=beam)
+        back = step - torch.arange(step, device="cuda")[:, None]
+        lines = (beam - back // 3).clamp(min=1)
+        case.ancestry[:step, : len(own)] = own // beam * beam + own % beam % lines
+        check(case)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("beam", [4, 5, 8, 12, 64])
 @pytest.mark.parametrize("slots", [1, 60, 330])
 def test_bits_do_not_depend_on_who_shares(slots, beam, dtype):

@@ -144,10 +144,10 @@ def test_the_host_is_one_step_late(toy: Toy, monkeypatch: pytest.MonkeyPatch) ->
     seen: list[list[int]] = []
     unfinished = LateProgress.unfinished
 
-    def recorded(self: LateProgress, step: int, progress: Tensor) -> int:
+    def recorded(self: LateProgress, step: int) -> int:
         if step == 0:
             seen.append([])
-        seen[-1].append(unfinished(self, step, progress))
+        seen[-1].append(unfinished(self, step))
         return seen[-1][-1]
 
     monkeypatch.setattr(LateProgress, "unfinished", recorded)
@@ -159,6 +159,29 @@ def test_the_host_is_one_step_late(toy: Toy, monkeypatch: pytest.MonkeyPatch) ->
         seen.clear()
         translate(model, beam=3)
         assert seen == [[size, *counts] for size, counts in zip(sizes, at_once, strict=True)]
+
+
+def test_reports_are_waited_for() -> None:
+    """Copies stand in for steps. The last of a search may end after the next one has begun."""
+    late = LateProgress(torch.device("cuda"))
+    stream = torch.cuda.current_stream()
+    copies = {n: torch.tensor(n, dtype=torch.int32, device="cuda") for n in ((1, 2), (2, 0))}
+
+    def step(done: int, unfinished: int) -> None:
+        torch.cuda._sleep(50_000_000)
+        late.reports[done % 2].copy_(copies[done, unfinished], non_blocking=True)
+
+    for sentences in (7, 5, 6):
+        late.begin(sentences)
+        stream.synchronize()
+        assert late.reports.tolist() == [[0, sentences], [0, 0]]  # nobody writes there any more
+        step(1, 2)
+        assert late.unfinished(0) == sentences and not stream.query()
+        step(2, 0)
+        assert late.unfinished(1) == 2 and not stream.query()
+    assert late.unfinished(2) == 0
+    with pytest.raises(RuntimeError, match="after 3 steps of a search, the last one has not rep"):
+        late.unfinished(3)
 
 
 def test_searches_one_after_the_other(toy: Toy) -> None:

@@ -86,7 +86,7 @@ def test_decode_attention(sentences: int, width: int, dtype: torch.dtype) -> Non
 
 
 @DTYPES
-@pytest.mark.parametrize(("rows", "classes"), [(5, 512 * 140), (2000, 1003)])
+@pytest.mark.parametrize(("rows", "classes"), [(5, 512 * 140), (400, 1003), (2000, 1003)])
 def test_beam_search(rows: int, classes: int, dtype: torch.dtype) -> None:
     logits, scores = on_gpu(dtype, rows, classes), on_gpu(torch.float32, rows)
     if classes % 512 == 0:  # one group of threads has all of the best, more than there is room for
@@ -106,8 +106,9 @@ def test_beam_search(rows: int, classes: int, dtype: torch.dtype) -> None:
         moved = [x.clone() for x in (progress, sentences, found[1][:, 0].contiguous(), scores)]
         history = [memory.int(), memory.int(), memory.clone(), memory.int(), memory.clone()]
         results = [memory[0].int(), memory[0].clone()]
-        ops.beam_advance(*found, *moved, *history, *results, 5, 1, 0.0, 2, 1.0)
-        return *found, *drawn, *moved, *history, *results
+        reports = torch.zeros(2, 2, dtype=torch.int32).pin_memory()
+        ops.beam_advance(*found, *moved, *history, *results, reports, 5, 1, 0.0, 2, 1.0)
+        return *found, *drawn, *moved, *history, *results, reports
 
     check(call)
 

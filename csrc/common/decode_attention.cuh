@@ -26,8 +26,7 @@ namespace lightseq::decode_attention {
 using attention::Base;
 using torch::stable::Tensor;
 
-constexpr int kWarps = 8;               // of a block
-constexpr int kMaxShift = 3;            // 2^3 of them may share out a query's keys
+constexpr int kWarps = 8;               // of a block, all of which may share out a query's keys
 constexpr int kBusyWarps = 32;          // a multiprocessor, from which on they need not
 constexpr int kSize = kColumnsPerDraw;  // channels of a lane
 
@@ -81,7 +80,7 @@ struct Team {
   int shift;
 
   __device__ __forceinline__ int warps() const { return 1 << shift; }
-  __device__ __forceinline__ int items() const { return kWarps >> shift; }  // of a block
+  __device__ __forceinline__ int items() const { return blockDim.y >> shift; }  // of a block
   __device__ __forceinline__ int item() const { return threadIdx.y >> shift; }
   __device__ __forceinline__ int rank() const { return threadIdx.y & (warps() - 1); }
 };
@@ -92,14 +91,15 @@ size_t shared_bytes(Team team) {
 }
 
 // The first `busy` warps of a team have seen keys: the first of all gets what they know, lane by
-// lane. The whole block takes part.
+// lane. The whole block takes part. A warp has `room` numbers of shared memory for it.
 template <typename T, int kQueries, int kColumns>
-__device__ __forceinline__ void merge(Softmax<T, kQueries, kColumns>& state, Team team, int busy) {
+__device__ __forceinline__ void merge(Softmax<T, kQueries, kColumns>& state, Team team, int busy,
+                                      int room = kQueries * (2 + kColumns) * kWarp) {
   if (team.shift == 0) return;
   extern __shared__ float shared[];
   constexpr int kNumbers = 2 + kColumns;
-  const auto number = [](int warp, int i, int n) -> float& {
-    return shared[((warp * kQueries + i) * kNumbers + n) * kWarp + threadIdx.x];
+  const auto number = [room](int warp, int i, int n) -> float& {
+    return shared[warp * room + (i * kNumbers + n) * kWarp + threadIdx.x];
   };
   if (team.rank() > 0 && team.rank() < busy) {
 #pragma unroll
@@ -261,11 +261,11 @@ __global__ void __launch_bounds__(kWarp* kWarps)
 
 // ---- launch ----
 
-// Larger teams for as long as the GPU would not be busy otherwise.
-inline Team team_for(int64_t items, int32_t device) {
+// Larger teams, of at most a block's warps, for as long as the GPU would not be busy otherwise.
+inline Team team_for(int64_t items, int32_t device, int warps) {
   const int64_t busy = resident_blocks(device, kBusyWarps);
   Team team{0};
-  while (team.shift < kMaxShift && items << (team.shift + 1) <= busy) ++team.shift;
+  while (2 << team.shift <= warps && items << (team.shift + 1) <= busy) ++team.shift;
   return team;
 }
 
@@ -310,7 +310,7 @@ template <typename T, int kWidth, bool kHasNewest, typename Keys>
 void launch_rows(const char* op, const Keys& keys, const Tensor& out, int64_t heads, int64_t width,
                  double scale) {
   const int32_t device = out.get_device();
-  const Team team = team_for(out.size(0) * heads, device);
+  const Team team = team_for(out.size(0) * heads, device, kWarps);
   const int64_t blocks = blocks_for(out.size(0), kWarps >> team.shift) * heads;
   launch_early(op, decode_attention_rows_kernel<T, kWidth, kHasNewest, Keys>, dim3(blocks),
                dim3(kWarp, kWarps), shared_bytes<Softmax<T, 1, kSize>>(team),

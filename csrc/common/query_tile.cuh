@@ -1,5 +1,6 @@
 // Attention of a decode step in 16-bit numbers: a warp takes a head and up to eight queries of a
-// slot, which meet their keys on the tensor cores. decode_attention.cuh has the rest.
+// slot, which meet their keys on the tensor cores. decode_attention.cuh has the rest. QueryTile is
+// for keys that all of them share; where their pasts part see ancestor_tile.cuh.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -62,12 +63,10 @@ struct QueryTile {
   }
 
   // The queries meet kTiles * 16 keys, of which `count` exist; the others are copies of any that
-  // do. at(i): the i-th, its head's first channel; all lanes call it. Only if `even` does query 2t
-  // see these keys, and query 2t + 1 only if `odd`: else they stay as they are, to the bit, NaN or
-  // not.
+  // do. at(i): the i-th, its head's first channel.
   template <int kTiles, typename At>
-  __device__ __forceinline__ void attend(const At& at, int64_t to_value, int count, bool even,
-                                         bool odd, const Shape& shape) {
+  __device__ __forceinline__ void attend(const At& at, int64_t to_value, int count,
+                                         const Shape& shape) {
     // Channels that do not exist are copies of the last ones: they meet a query of 0, or are not
     // stored.
     const auto load = [&](const T* from, int column) {
@@ -110,7 +109,7 @@ struct QueryTile {
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const bool seen = i * kKeyTile + e / 2 * 8 + g < count && (e % 2 == 0 ? even : odd);
+        const bool seen = i * kKeyTile + e / 2 * 8 + g < count;
         score[i][e] = seen ? score[i][e] * shape.scale : -INFINITY;
         top[e % 2] = fmaxf(top[e % 2], score[i][e]);
       }
@@ -141,8 +140,8 @@ struct QueryTile {
         float* const o[2] = {&state.o[0][2 * j], &state.o[1][2 * j]};
         float c[4] = {o[0][0], o[1][0], o[0][1], o[1][1]};
         mma<T>(c, left, low, high);
-        if (even) o[0][0] = c[0], o[0][1] = c[2];
-        if (odd) o[1][0] = c[1], o[1][1] = c[3];
+        o[0][0] = c[0], o[0][1] = c[2];
+        o[1][0] = c[1], o[1][1] = c[3];
       }
     }
   }
@@ -177,18 +176,23 @@ struct QueryTile {
 
 // ---- launch ----
 
-// A kernel of QueryTiles; tiles: into how many a slot is cut.
+// tiles: into how many a slot is cut. warps: of a block, each of which has `room` bytes of shared
+// memory, or what merge() takes if that is 0.
 template <typename T, int kWidth, typename Keys>
 void launch_tiles(const char* op, void (*kernel)(Keys, Shape, T*), const Keys& keys,
                   const Tensor& out, int64_t beam, int64_t tiles, int64_t heads, int64_t width,
-                  double scale) {
+                  double scale, int warps, size_t room) {
   const int32_t device = out.get_device();
   const int64_t queries = blocks_for(beam, tiles), items = blocks_for(out.size(0), beam) * heads;
   tiles = blocks_for(beam, queries);
-  const Team team = team_for(items * tiles, device);
-  launch_early(op, kernel, dim3(blocks_for(items, kWarps >> team.shift), tiles),
-               dim3(kWarp, kWarps), shared_bytes<Softmax<T, 2, kWidth / 8>>(team),
-               current_stream(device), keys,
+  const Team team = team_for(items * tiles, device, warps);
+  const size_t shared = room > 0 ? room * warps : shared_bytes<Softmax<T, 2, kWidth / 8>>(team);
+  if (room > 0) {
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         static_cast<int>(shared));
+  }
+  launch_early(op, kernel, dim3(blocks_for(items, warps >> team.shift), tiles), dim3(kWarp, warps),
+               shared, current_stream(device), keys,
                shape_of<T>(out, heads, width, scale, team, beam, queries),
                static_cast<T*>(out.mutable_data_ptr()));
 }

@@ -2,51 +2,74 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import itertools
 
-from lightseq_fairseq.ops.beam_search import Progress
+import numpy as np
+import torch
+
+_LOOKS = 1000  # between two questions whether the GPU still works
 
 
 class LateProgress:
     """How many sentences are unfinished, known one step late so that the GPU never waits.
 
     Always exactly one: rows and with them rounding errors would else depend on the host's speed.
-    Every step sends what those before it have left, beside its own first kernels and within the
-    same graph; the host waits for that, not for the step.
+    On a CPU, where nothing runs ahead, it is none.
+
+    Every step leaves a report in memory of the host, which looks until it is there. Reports take
+    turns in two places: the host launches step n + 1 when it has read the report of step n - 1, so
+    none is replaced before it has been read. Both numbers of a report are read at once, too.
+
+    Attributes:
+        reports: int32 [2, 2], see ``ops.beam_advance``.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = None  # beside that of the steps
-        self._sent = torch.zeros(len(Progress), dtype=torch.int32)
+        self.reports = torch.zeros(2, 2, dtype=torch.int32)
+        self._beside: torch.cuda.Stream | None = None
+        self._launched = 0  # steps of the search at hand
         if device.type == "cuda":
-            self._stream, self._sent = torch.cuda.Stream(device), self._sent.pin_memory()
-            self._arrived = torch.cuda.Event(external=True)  # a graph records it, the host waits
+            self._beside = torch.cuda.Stream(device)
+            # torch sees this copy, not what kernels write. From now on it keeps the memory, should
+            # a search be dropped, until the stream is through with its last step.
+            self.reports = self.reports.pin_memory()
+            self.reports.copy_(torch.zeros_like(self.reports, device=device), non_blocking=True)
+            self._of_steps().synchronize()
+        self._places = self.reports.flatten().numpy().view(np.uint64)
 
-    def send(self, progress: Tensor) -> None:
-        """At the beginning of a step. progress: int32 [4]."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(progress.device))
-            with torch.cuda.stream(self._stream):
-                self._sent.copy_(progress, non_blocking=True)
-                self._arrived.record(self._stream)
+    def begin(self, unfinished: int) -> None:
+        """Before the first step of a search of so many sentences."""
+        # The last step of the search before, which nobody had to wait for, may not have reported.
+        self._report_after(self._launched)
+        self._places[:] = unfinished << 32, 0
+        self._launched = 0
 
-    def hold(self, progress: Tensor) -> None:
-        """Later in the step, before it changes ``progress``: not until that has been sent."""
-        if self._stream is not None:
-            torch.cuda.current_stream(progress.device).wait_stream(self._stream)
+    def unfinished(self, step: int) -> int:
+        """After the steps before ``step``, which has been launched; on a CPU after it as well."""
+        self._launched = step + 1
+        return self._report_after(step if self._beside is not None else step + 1)
 
-    def unfinished(self, step: int, progress: Tensor) -> int:
-        """After the steps before ``step``, which is on its way; on a CPU after it as well."""
-        if self._stream is None:
-            return int(progress[Progress.UNFINISHED])
-        self._arrived.synchronize()
-        now, unfinished = self._sent[Progress.STEP], self._sent[Progress.UNFINISHED]
-        assert int(now) == step, f"step {step} was to be seen, not {int(now)}"
-        return int(unfinished)
+    def _report_after(self, steps: int) -> int:
+        """The sentences unfinished after so many steps.
+
+        Raises RuntimeError where the GPU has met an error, or is idle and has not reported.
+        """
+        is_idle = False
+        for look in itertools.count(1):
+            report = self._places.item(steps % 2)
+            if report & 0xFFFFFFFF == steps:
+                return report >> 32
+            if is_idle:
+                break
+            is_idle = self._beside is None or (look % _LOOKS == 0 and self._of_steps().query())
+        raise RuntimeError(f"after {steps} steps of a search, the last one has not reported")
 
     def beside(self, steps_matter: bool) -> torch.cuda.Stream | None:
         """A stream beside that of the steps, if any; after those so far where they matter."""
-        if self._stream is not None and steps_matter:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        return self._stream
+        if self._beside is not None and steps_matter:
+            self._beside.wait_stream(self._of_steps())
+        return self._beside
+
+    def _of_steps(self) -> torch.cuda.Stream:
+        assert self._beside is not None
+        return torch.cuda.current_stream(self._beside.device)

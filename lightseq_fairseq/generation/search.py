@@ -81,10 +81,11 @@ def search(
         if rng is not None:
             memory.rng.copy_(rng)
         steps.encode(encoder, decoder, sentences, source.max_len)
+        steps.progress.begin(sentences)
         for step in range(max_len + 1):
             steps.make_room(rows, step + 1, step)
             steps.run((rows, rules), functools.partial(_advance, steps, decoder, rows, rules))
-            left = steps.progress.unfinished(step, memory.progress)
+            left = steps.progress.unfinished(step)
             if left == 0:
                 break
             if bucket(left * beam) < rows:
@@ -93,7 +94,8 @@ def search(
     except BaseException:
         steps.forget()
         raise
-    # A step that found nothing unfinished changes no results: they need not wait for it.
+    # A step that found nothing unfinished changes no results: they need not wait for it. Those of
+    # the steps before it can be read: a step reports when all of the GPU can see what it has kept.
     found = results(memory, sentences, step + 1, beam, steps.progress.beside(left > 0))
     steps.end()
     return found
@@ -118,9 +120,7 @@ def _start(memory: Memory, sentences: int, rules: Rules, first: int, max_len: in
 def _advance(steps: StepDecoder, decoder: Any, rows: int, rules: Rules) -> None:
     """One step of all hypotheses, in places that never change."""
     memory, beam = steps.memory, rules.beam
-    steps.progress.send(memory.progress)
     x, _ = steps.features(decoder, rows, beam)
-    steps.progress.hold(memory.progress)
     slots = rows // beam
     logits = decoder.output_layer(x)[: slots * beam]
     scores, sentences = memory.scores[: slots * beam], memory.sentences[:slots]
@@ -135,8 +135,8 @@ def _advance(steps: StepDecoder, decoder: Any, rows: int, rules: Rules) -> None:
     ops.beam_advance(
         *candidates, memory.progress, sentences, memory.tokens[: slots * beam], scores,
         memory.ancestry, memory.past_tokens, memory.past_scores, memory.hypothesis_tokens,
-        memory.hypothesis_scores, memory.lengths, memory.totals, beam, rules.groups,
-        rules.diversity, rules.eos, rules.length_penalty,
+        memory.hypothesis_scores, memory.lengths, memory.totals, steps.progress.reports,
+        beam, rules.groups, rules.diversity, rules.eos, rules.length_penalty,
     )  # fmt: skip
 
 

@@ -32,13 +32,14 @@ def beam_advance(
     hypothesis_scores: Tensor,
     lengths: Tensor,
     totals: Tensor,
+    reports: Tensor,
     beam: int,
     groups: int,
     diversity: float,
     eos: int,
     length_penalty: float,
 ) -> None:
-    """Choose each sentence's next hypotheses, keep those that end, and count the step.
+    """Choose each sentence's next hypotheses, keep those that end, count and report the step.
 
     candidate_scores float32, candidate_tokens int32 [N, W]: of `beam_candidates` with W = 2 * beam,
     or of `beam_sample`, W = 1: then each row goes on with its own.
@@ -50,6 +51,9 @@ def beam_advance(
     Results of sentence b are the columns b * beam + i of hypothesis_tokens int32 and
     hypothesis_scores float32 [P, R] (sum up to each token, eos last), lengths int32 [R] (tokens
     with eos; 0: none yet) and totals float32 [R]: score / length ** length_penalty.
+    reports int32 [2, 2], contiguous, on the CPU, in pinned memory where the rest is on a GPU: when
+    n steps are done, row n % 2 becomes (n, UNFINISHED), both at once. Whoever sees that, the host
+    for one, may have the results read, however long the stream is busy with other things.
     An end counts only among the first `beam` candidates, and only until there are beam results.
     Raises ValueError on a wrong shape, dtype, device or layout.
     """
@@ -74,12 +78,15 @@ def beam_advance(
         check_tensor(op, name, x, ancestry.shape, real, like)
     check_tensor(op, "lengths", lengths, ancestry.shape[1:], integer, like)
     check_tensor(op, "totals", totals, ancestry.shape[1:], real, like)
+    check_tensor(op, "reports", reports, (2, 2), integer)
+    if reports.device.type != "cpu":
+        raise ValueError(f"{op}: reports must be on the CPU, is on {reports.device}")
     if rows > ancestry.shape[1]:
         raise ValueError(f"{op}: {rows} hypotheses do not fit into {ancestry.shape[1]} rows")
     _ADVANCE(
         *(candidate_scores, candidate_tokens, progress, sentences, tokens, scores, ancestry),
         *(past_tokens, past_scores, hypothesis_tokens, hypothesis_scores, lengths, totals),
-        *(beam, groups, diversity, eos, length_penalty),
+        *(reports, beam, groups, diversity, eos, length_penalty),
     )
 
 
@@ -97,6 +104,7 @@ def beam_advance_reference(
     hypothesis_scores: Tensor,
     lengths: Tensor,
     totals: Tensor,
+    reports: Tensor,
     beam: int,
     groups: int,
     diversity: float,
@@ -143,6 +151,8 @@ def beam_advance_reference(
     scores[rows[finished]] = -torch.inf
     progress[Progress.UNFINISHED] -= finished.sum()
     progress[Progress.STEP] += 1
+    unfinished = int(progress[Progress.UNFINISHED])
+    reports[(step + 1) % 2] = torch.tensor((step + 1, unfinished), dtype=torch.int32)
 
 
 def _merge(
@@ -183,8 +193,8 @@ _ADVANCE = register(
     "beam_advance(Tensor candidate_scores, Tensor candidate_tokens, Tensor(a!) progress,"
     " Tensor(b!) sentences, Tensor(c!) tokens, Tensor(d!) scores, Tensor(e!) ancestry,"
     " Tensor(f!) past_tokens, Tensor(g!) past_scores, Tensor(h!) hypothesis_tokens,"
-    " Tensor(i!) hypothesis_scores, Tensor(j!) lengths, Tensor(k!) totals, int beam, int groups,"
-    " float diversity, int eos, float length_penalty) -> ()",
+    " Tensor(i!) hypothesis_scores, Tensor(j!) lengths, Tensor(k!) totals, Tensor(l!) reports,"
+    " int beam, int groups, float diversity, int eos, float length_penalty) -> ()",
     beam_advance_reference,
     _advance_fake,
 )
