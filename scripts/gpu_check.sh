@@ -45,6 +45,7 @@ rm -rf "$site"
 mkdir -p "$site/lightseq_fairseq"
 ln -s "$root"/lightseq_fairseq/* "$root/cli" "$site/lightseq_fairseq/"
 export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # references on the CPU, of several files at a time
 cd "$log"
 
 # One file of tests, alone or under a tool of compute-sanitizer, which fails it by what it finds.

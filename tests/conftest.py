@@ -27,3 +27,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=on_gpu)
     items[:] = [item for item in items if item not in on_gpu]
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    # Other test processes share the GPU, and the sizes here are so many that few blocks of memory
+    # would serve again.
+    if item.get_closest_marker("gpu"):
+        torch.cuda.empty_cache()
