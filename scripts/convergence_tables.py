@@ -63,6 +63,7 @@ def convergence_table(rows: Rows) -> list[str]:
             lines.append(f"| {' | '.join(cells)} |")
     keys = ("gpu", "torch", "commit", "runs_at_once")
     common = {key: sorted({str(row[key])[:40] for row in rows}) for key in keys}
+    shared = "the GPU by CUDA's MPS" if any(row["mps"] for row in rows) else "the GPU"
     signatures = sorted({f"sacrebleu `{row['signature']}`; " for row in rows if row["bleu"]})
     return [
         *lines,
@@ -73,7 +74,7 @@ def convergence_table(rows: Rows) -> list[str]:
         f"{', '.join(commit[:10] for commit in common['commit'])}; {''.join(signatures)}"
         "means over the seeds (least to most); losses in bits a "
         "target token, label smoothing included; times are wall times of training with its "
-        f"validations while {', '.join(common['runs_at_once'])} runs shared the GPU, so they "
+        f"validations while {', '.join(common['runs_at_once'])} runs shared {shared}, so they "
         "compare the systems with each other and with nothing else.",
     ]
 

@@ -176,7 +176,8 @@ def convergence_rows() -> list[dict[str, Any]]:
     }
     return [
         {
-            "commit": "0123456789abcdef", "gpu": "GPU X", "torch": "2.11", "runs_at_once": 9,
+            "commit": "0123456789abcdef", "gpu": "GPU X", "torch": "2.11",
+            "runs_at_once": 9, "mps": True,
             "case": case, "system": system, "seed": seed, "bleu": bleu, "signature": "nrefs:1",
             "updates": 300, "valid_loss": loss - 0.01 * seed, "seconds": 30.0 + seed,
             "train_curve": [[100, 10.0, 90.0], [200, 20.0, 4.5], [300, 30.0, 4.0]],

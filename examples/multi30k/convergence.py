@@ -10,7 +10,8 @@ Each run has a folder with its logs in ``--out``. As soon as it has ended, its r
 has no row yet, from the start. WORDs go to every lightseq-train.
 
 A row: ``case`` (model and precision), ``system``, ``seed``, ``bleu`` (null for ``t2t_big``),
-``updates``, ``seconds`` (wall time of training with its validations), ``runs_at_once``, and
+``updates``, ``seconds`` (wall time of training with its validations), ``runs_at_once``, ``mps``
+(whether they shared the GPU by CUDA's Multi-Process Service, which does not take turns), and
 ``train_curve`` and ``valid_curve`` as lists of [update, seconds, loss], losses in bits a target
 token with label smoothing. ``valid_loss`` is the last of them.
 """
@@ -125,7 +126,11 @@ def finish(run: Run, folder: Path, about: Row) -> Row:
 
 def train_all(runs: list[Run], args: argparse.Namespace, results: Path) -> list[Run]:
     """Trains ``runs``, ``--jobs`` at a time, and writes their rows; returns those that failed."""
-    about = {**circumstances(), "runs_at_once": min(args.jobs, len(runs))}
+    about = {
+        **circumstances(),
+        "runs_at_once": min(args.jobs, len(runs)),
+        "mps": "CUDA_MPS_PIPE_DIRECTORY" in os.environ,
+    }
     waiting, failed = list(runs), list[Run]()
     running: dict[Run, subprocess.Popen[bytes]] = {}
     try:
