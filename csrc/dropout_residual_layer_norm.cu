@@ -10,6 +10,11 @@
 // A row lives in the registers of a team of threads, so that the variance is that of centred values
 // and nothing is read twice. Meanwhile the next rows are on their way (common/layer_norm.cuh). Any
 // part may be missing: bias, residual, LayerNorm (gamma and beta), dropout (p == 0).
+//
+// Where every team on the GPU has at most one row, as in a step of translation, everything lies in
+// the second cache but the weights, and latency is what the kernel takes. There a kernel of its own
+// loads rows into registers at once, gives hints of the weights before the previous kernel is over,
+// and lets the next one start. Teams and the order of sums are the same: so are the bits of a row.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -25,6 +30,7 @@
 #include "common/dependent_launch.cuh"
 #include "common/layer_norm.cuh"
 #include "common/optional.h"
+#include "common/prefetch.cuh"
 
 namespace lightseq {
 namespace {
@@ -33,6 +39,10 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int kFwdGroups = 2;  // of columns, for each thread
+
+// Blocks on a multiprocessor where rows are few: as many as its registers hold.
+template <typename T>
+constexpr int kSideBySide = sizeof(T) == sizeof(float) ? 1 : 2;
 
 template <typename T>
 struct FwdParams {
@@ -49,101 +59,151 @@ struct FwdParams {
   DropoutFactors dropout;
 };
 
+// Of a thread's columns.
+template <typename T, typename S>
+struct Weights {
+  Columns<T> bias[S::kGroups] = {}, gamma[S::kGroups] = {}, beta[S::kGroups] = {};
+
+  __device__ __forceinline__ explicit Weights(const FwdParams<T>& p) {
+#pragma unroll
+    for (int i = 0; i < S::kGroups; ++i) {
+      if (S::column(i) >= p.columns) continue;
+      if (p.bias != nullptr) bias[i].load(p.bias + S::column(i));
+      if (p.gamma == nullptr) continue;
+      gamma[i].load(p.gamma + S::column(i));
+      beta[i].load(p.beta + S::column(i));
+    }
+  }
+};
+
+// A team's row, whose columns are written to `output` on. get(k, i, x): this thread's i-th group of
+// x (k = 0) and of residual (k = 1), zeros where there is none; done(): both have been read.
+template <typename T, typename S, typename Get, typename Done>
+__device__ __forceinline__ void close_row(const FwdParams<T>& p, const Weights<T, S>& weights,
+                                          const Rng& rng, int64_t row, int64_t output, Get&& get,
+                                          Done&& done) {
+  __shared__ float sum_rooms[S::kTeams][S::kWarps], square_rooms[S::kTeams][S::kWarps];
+  float total[S::kGroups][kColumnsPerDraw];
+  float row_sum = 0.0f;
+  const auto add_up = [&](auto drops) {
+#pragma unroll
+    for (int i = 0; i < S::kGroups; ++i) {
+      float term[kColumnsPerDraw];
+      get(0, i, total[i]);
+      weights.bias[i].unpack(term);
+#pragma unroll
+      for (int e = 0; e < kColumnsPerDraw; ++e) total[i][e] += term[e];
+      if constexpr (drops.value) {
+        p.dropout.apply(p.dropout.draw(rng, row, S::column(i) / kColumnsPerDraw), total[i]);
+      }
+      get(1, i, term);
+#pragma unroll
+      for (int e = 0; e < kColumnsPerDraw; ++e) {
+        total[i][e] += term[e];
+        row_sum += total[i][e];
+      }
+      if (p.sum != nullptr && S::column(i) < p.columns) {
+        Columns<T> packed;
+        packed.pack(total[i]);
+        packed.store(p.sum + output + i * S::kStride);
+      }
+    }
+  };
+  if (p.drops) {
+    add_up(std::true_type{});
+  } else {
+    add_up(std::false_type{});
+  }
+  done();
+  if (p.gamma == nullptr) return;
+
+  const float mean = team_sum<S>(row_sum, sum_rooms[threadIdx.y]) * p.inverse;
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < S::kGroups; ++i) {
+    const float centre = S::column(i) < p.columns ? mean : 0.0f;  // zeros beyond the row's end
+#pragma unroll
+    for (int e = 0; e < kColumnsPerDraw; ++e) {
+      total[i][e] -= centre;
+      squares += total[i][e] * total[i][e];
+    }
+  }
+  squares = team_sum<S>(squares, square_rooms[threadIdx.y]);
+  const float rstd = rsqrtf(squares * p.inverse + p.eps);
+  if (threadIdx.x == 0) {
+    p.mean[row] = mean;
+    p.rstd[row] = rstd;
+  }
+#pragma unroll
+  for (int i = 0; i < S::kGroups; ++i) {
+    float weight[kColumnsPerDraw], shift[kColumnsPerDraw];
+    weights.gamma[i].unpack(weight);
+    weights.beta[i].unpack(shift);
+#pragma unroll
+    for (int e = 0; e < kColumnsPerDraw; ++e) {
+      total[i][e] = total[i][e] * rstd * weight[e] + shift[e];
+    }
+    Columns<T> packed;
+    packed.pack(total[i]);
+    if (S::column(i) < p.columns) packed.store(p.y + output + i * S::kStride);
+  }
+}
+
+// Many rows: memory's work to the end, of which the next kernel should take nothing.
 template <typename T, typename S>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     dropout_residual_layer_norm_fwd_kernel(const __grid_constant__ FwdParams<T> p) {
   extern __shared__ uint4 shared[];
-  __shared__ float sum_rooms[S::kTeams][S::kWarps], square_rooms[S::kTeams][S::kWarps];
   wait_for_previous_kernel();
   RowQueue<T, S, 2> queue(p.rows, {p.x, p.residual}, {p.x_stride, p.residual_stride},
                           p.residual == nullptr ? 1 : 2, p.columns, shared);
-  // Rows are few, as in decoding, and all on their way: the next kernel's weights may come, too.
-  // Many rows are memory's work to the end, of which the next kernel should take nothing.
-  if (p.rows.each == 0) start_next_kernel();
   const Rng rng(p.dropout.dropout.rng);
-  Columns<T> bias[S::kGroups] = {}, gamma[S::kGroups] = {}, beta[S::kGroups] = {};
-#pragma unroll
-  for (int i = 0; i < S::kGroups; ++i) {
-    if (S::column(i) >= p.columns) continue;
-    if (p.bias != nullptr) bias[i].load(p.bias + S::column(i));
-    if (p.gamma == nullptr) continue;
-    gamma[i].load(p.gamma + S::column(i));
-    beta[i].load(p.beta + S::column(i));
-  }
-
+  const Weights<T, S> weights(p);
   int64_t row = p.rows.first();
   int64_t output = row * p.columns + S::column(0), output_step = p.rows.step * p.columns;
   keep(output_step);
   for (int left = p.rows.count(); left > 0; --left) {
     queue.wait();
-    float total[S::kGroups][kColumnsPerDraw];
-    float row_sum = 0.0f;
-    const auto add_up = [&](auto drops) {
-#pragma unroll
-      for (int i = 0; i < S::kGroups; ++i) {
-        float term[kColumnsPerDraw];
-        queue.get(0, i, total[i]);
-        bias[i].unpack(term);
-#pragma unroll
-        for (int e = 0; e < kColumnsPerDraw; ++e) total[i][e] += term[e];
-        if constexpr (drops.value) {
-          p.dropout.apply(p.dropout.draw(rng, row, S::column(i) / kColumnsPerDraw), total[i]);
-        }
-        queue.get(1, i, term);
-#pragma unroll
-        for (int e = 0; e < kColumnsPerDraw; ++e) {
-          total[i][e] += term[e];
-          row_sum += total[i][e];
-        }
-        if (p.sum != nullptr && S::column(i) < p.columns) {
-          Columns<T> packed;
-          packed.pack(total[i]);
-          packed.store(p.sum + output + i * S::kStride);
-        }
-      }
-    };
-    if (p.drops) {
-      add_up(std::true_type{});
-    } else {
-      add_up(std::false_type{});
-    }
-    queue.pop();
-
-    if (p.gamma != nullptr) {
-      const float mean = team_sum<S>(row_sum, sum_rooms[threadIdx.y]) * p.inverse;
-      float squares = 0.0f;
-#pragma unroll
-      for (int i = 0; i < S::kGroups; ++i) {
-        const float centre = S::column(i) < p.columns ? mean : 0.0f;  // zeros beyond the row's end
-#pragma unroll
-        for (int e = 0; e < kColumnsPerDraw; ++e) {
-          total[i][e] -= centre;
-          squares += total[i][e] * total[i][e];
-        }
-      }
-      squares = team_sum<S>(squares, square_rooms[threadIdx.y]);
-      const float rstd = rsqrtf(squares * p.inverse + p.eps);
-      if (threadIdx.x == 0) {
-        p.mean[row] = mean;
-        p.rstd[row] = rstd;
-      }
-#pragma unroll
-      for (int i = 0; i < S::kGroups; ++i) {
-        float weight[kColumnsPerDraw], shift[kColumnsPerDraw];
-        gamma[i].unpack(weight);
-        beta[i].unpack(shift);
-#pragma unroll
-        for (int e = 0; e < kColumnsPerDraw; ++e) {
-          total[i][e] = total[i][e] * rstd * weight[e] + shift[e];
-        }
-        Columns<T> packed;
-        packed.pack(total[i]);
-        if (S::column(i) < p.columns) packed.store(p.y + output + i * S::kStride);
-      }
-    }
+    close_row(
+        p, weights, rng, row, output,
+        [&](int k, int i, float (&x)[kColumnsPerDraw]) { queue.get(k, i, x); },
+        [&] { queue.pop(); });
     row += p.rows.step;
     output += output_step;
   }
+}
+
+// Few rows, one for a team: they are all on their way at once, so the next kernel's weights may
+// come, too.
+template <typename T, typename S>
+__global__ void __launch_bounds__(kBlockThreads, kSideBySide<T>)
+    dropout_residual_layer_norm_fwd_few_rows_kernel(const __grid_constant__ FwdParams<T> p) {
+  if (p.rows.count() == 0) return;
+  // So few numbers that 32 bits count them.
+  const int row = static_cast<int>(p.rows.first());
+  const T* const x = p.x + row * p.x_stride + S::column(0);
+  const T* const residual = p.residual + row * p.residual_stride + S::column(0);
+  uint32_t output = row * p.columns + S::column(0);
+  keep(output);
+  if (row == 0 && threadIdx.x == 0) {
+    for (const T* const vector : {p.bias, p.gamma, p.beta}) {
+      if (vector != nullptr) prefetch(vector, p.columns * static_cast<int>(sizeof(T)));
+    }
+  }
+  wait_for_previous_kernel();
+  start_next_kernel();
+  Columns<T> inputs[2][S::kGroups] = {};
+#pragma unroll
+  for (int i = 0; i < S::kGroups; ++i) {
+    if (S::column(i) >= p.columns) continue;
+    inputs[0][i].load_streaming(x + i * S::kStride);
+    if (p.residual != nullptr) inputs[1][i].load_streaming(residual + i * S::kStride);
+  }
+  const Weights<T, S> weights(p);
+  const Rng rng = p.drops ? Rng(p.dropout.dropout.rng) : Rng();
+  close_row(
+      p, weights, rng, row, output,
+      [&](int k, int i, float (&values)[kColumnsPerDraw]) { inputs[k][i].unpack(values); }, [] {});
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_residual_layer_norm_fwd(
@@ -190,10 +250,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_residual_layer_norm_fwd(
                         dropout};
     dispatch_shape<kFwdGroups>(columns, [&](auto shape) {
       using S = decltype(shape);
-      const auto kernel = dropout_residual_layer_norm_fwd_kernel<T, S>;
-      params.rows = share_out<S>(kernel, rows, RowQueue<T, S, 2>::kRowBytes, 0, device);
-      launch_early(op, kernel, dim3(params.rows.blocks), dim3(S::kThreads, S::kTeams),
-                   params.rows.shared, current_stream(device), params);
+      const auto launch = [&](auto kernel, int64_t teams) {
+        launch_early(op, kernel, dim3(params.rows.blocks), dim3(S::kThreads, teams),
+                     params.rows.shared, current_stream(device), params);
+      };
+      const int64_t of_multiprocessor = blocks_for(rows, resident_blocks(device, 1));
+      const int64_t side_by_side = blocks_for(of_multiprocessor, S::kTeams);
+      if (side_by_side <= kSideBySide<T>) {
+        const int64_t teams = blocks_for(of_multiprocessor, side_by_side);
+        params.rows = one_each(rows, teams);
+        launch(dropout_residual_layer_norm_fwd_few_rows_kernel<T, S>, teams);
+      } else {
+        const auto kernel = dropout_residual_layer_norm_fwd_kernel<T, S>;
+        params.rows = share_out<S>(kernel, rows, RowQueue<T, S, 2>::kRowBytes, 0, device);
+        launch(kernel, S::kTeams);
+      }
     });
   });
   return {sum, y, mean, rstd};

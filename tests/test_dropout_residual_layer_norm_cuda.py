@@ -177,6 +177,50 @@ def test_same_input_same_bits(width):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("parts", "p"), [(ALL, 0.0), (ALL, 0.3), (("norm",), 0.0)])
+@pytest.mark.parametrize("width", [8, 256, 512, 1016, 1024, 4096])
+def test_few_rows_have_the_bits_of_many(width, parts, p, dtype):
+    """On both sides of each number of rows at which the kernel or its grid may change."""
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    layer = Sublayer(40 * processors, width, dtype, parts, p)
+    many = layer.forward()
+    rows = {name: layer.tensors[name] for name in ("x", "residual")}
+    full = [processors * 2**k for k in range(6)]
+    for count in (1, 4, 5, 16, 17, 131, 700, 1150, 2047, 2048, 2049, *full, *(n + 1 for n in full)):
+        layer.tensors.update({name: x[:count] for name, x in rows.items()})
+        few = layer.forward()
+        assert all(torch.equal(a, b[:count]) for a, b in zip(few, many, strict=True)), count
+
+
+@pytest.mark.parametrize("tokens", [4, 700, 5000])
+def test_waits_for_what_the_kernel_before_writes(tokens):
+    """In a graph a kernel starts before the previous one is over, whether that makes x or bias."""
+    layer, rng = Sublayer(tokens, 1024, torch.bfloat16), make_rng()
+    x, bias, residual, gamma, beta = layer.chosen(layer.tensors)
+
+    def chain(after_each):
+        y, total = x, residual
+        for call in range(48):
+            if call % 2:
+                bias.neg_()
+            total, y, _, _ = ops.dropout_residual_layer_norm_fwd(
+                y, bias, total, gamma, beta, 0.0, rng, SITE, EPS
+            )
+            after_each()
+        return y, total
+
+    chain(torch.cuda.synchronize)  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(lambda: None)
+    for _ in range(3):
+        x.mul_(-0.5)  # or the last replay's numbers would do
+        expected = chain(torch.cuda.synchronize)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+
+
 def test_rows_may_be_strided():
     layer, strided = (Sublayer(90, 520, torch.bfloat16) for _ in range(2))
     wide = [torch.full((90, 1040), math.nan, dtype=torch.bfloat16).cuda() for _ in range(4)]

@@ -118,9 +118,11 @@ struct Columns {
   }
 };
 
-// A kernel's own copy of rng: behind the pointer it would be read again after every store.
+// A kernel's own copy of rng: behind the pointer it would be read again after every store. Zeros
+// where nothing is dropped.
 struct Rng {
-  int64_t numbers[2];
+  int64_t numbers[2] = {};
+  Rng() = default;
   __device__ __forceinline__ explicit Rng(const int64_t* rng) : numbers{rng[0], rng[1]} {}
 };
 

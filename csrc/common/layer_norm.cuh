@@ -3,7 +3,8 @@
 // As many blocks as run side by side stay until the last row. In a block, teams of threads take a
 // row each; a thread keeps to its columns, so that what belongs to these (bias, gamma, sums over
 // rows) waits in registers. Rows come by way of shared memory, where every thread copies what it
-// will read itself: only sums over a row make a team's threads wait for each other.
+// will read itself: only sums over a row make a team's threads wait for each other. Where forward's
+// rows are few, each has a team (one_each) and comes straight to its registers.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -87,6 +88,12 @@ Rows share_out(Kernel kernel, int64_t rows, int row_bytes, int least, int32_t de
   const int64_t teams = std::max<int64_t>(1, blocks * S::kTeams);
   return {teams, static_cast<int>(rows / teams), static_cast<int>(rows % teams), stages,
           bytes, static_cast<unsigned>(blocks)};
+}
+
+// A row for every team, of which a block has `teams`.
+inline Rows one_each(int64_t rows, int64_t teams) {
+  const int64_t blocks = blocks_for(rows, teams);
+  return {blocks * teams, 0, static_cast<int>(rows), 0, 0, static_cast<unsigned>(blocks)};
 }
 
 // Keeps x in a register: nvcc would compute it again for every row.
