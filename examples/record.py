@@ -1,6 +1,7 @@
 """Write a finished run's row into a file of results, in place of its earlier row.
 
-One row a case, system and seed: the file shows what a rerun of every row would have to reproduce.
+One row a case, system and seed (where rows have seeds): the file shows what a rerun of every row
+would have to reproduce.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ def training_figures(checkpoint: Path) -> Row:
 
 
 def _key(row: Row) -> tuple[str, str, int]:
-    return row["case"], row["system"], row["seed"]
+    return row["case"], row["system"], row.get("seed", 0)
 
 
 def write_row(row: Row, results: Path) -> None:
-    """Add ``row``, or replace the one of the same case, system and seed.
+    """Add ``row``, or replace the one of the same case, system and seed (0 without one).
 
     Two runs that finish at the same moment both get their row in.
     """

@@ -20,6 +20,7 @@ from typing import Any
 from bar_chart import Bar, bar_chart
 from convergence_tables import convergence_plot, convergence_table
 from generate_tables import GENERATE_PLOT, generate_plot, generate_table
+from translation_tables import translation_table
 
 ROOT = Path(__file__).resolve().parent.parent
 # What the table of ops shows: of the ops on tokens one size, of Adam the one there is.
@@ -188,6 +189,7 @@ TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[str]]]] = {
     "train": ("scripts/results/train-h200.json", train_table),
     "generate": ("scripts/results/generate-h200.json", generate_table),
     "convergence": (CONVERGENCE, convergence_table),
+    "translation": ("scripts/results/translation-h200.json", translation_table),
 }
 PLOTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
     OPS_PLOT: ("scripts/results/ops-h200.json", op_plot),

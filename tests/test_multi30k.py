@@ -16,29 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from multi30k_runs import EXAMPLES, FOLDER, PATH, script
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-FOLDER = EXAMPLES / "multi30k"
+RUN = "small-lightseq-seed3-fp32"
 UPDATES = 22  # two an epoch, and fairseq numbers no checkpoint at the end of one: 11 of them
 
 record = runpy.run_path(str(EXAMPLES / "record.py"))
 make_data = runpy.run_path(str(EXAMPLES / "quickstart" / "make_data.py"))
-
-
-# The commands of the environment that these tests run in.
-PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-
-
-def script(name: str, *words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """One of the recipe's scripts."""
-    program = sys.executable if name.endswith(".py") else "bash"
-    return subprocess.run(
-        [program, str(FOLDER / name), *map(str, words)],
-        env={**os.environ, "PATH": PATH, **variables},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
 
 
 def test_a_row_replaces_that_of_its_case_system_and_seed(tmp_path: Path) -> None:
@@ -115,25 +99,54 @@ def train(data: Path, out: Path, *words: str) -> tuple[str, list[dict[str, Any]]
     return result.stdout.splitlines()[-1], json.loads(results.read_text())
 
 
-def test_a_run_ends_with_a_score_and_its_row(data: Path, tmp_path: Path) -> None:
-    last_line, rows = train(data, tmp_path, "--seed", "3")
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a short run of ours, with its row in bleu.json and its last line in a file."""
+    out = tmp_path_factory.mktemp("trained")
+    last_line, _ = train(data, out, "--seed", "3")
+    (out / "last_line").write_text(last_line)
+    return out
+
+
+def test_a_run_ends_with_a_score_and_its_row(data: Path, trained: Path) -> None:
+    last_line = (trained / "last_line").read_text()
     assert re.match(r"BLEU\|nrefs:1\|\S+ = \d", last_line), last_line
-    (row,) = rows
+    (row,) = rows = json.loads((trained / "bleu.json").read_text())
     signature = row["signature"]
     assert last_line.startswith(f"BLEU|{signature} = {row['bleu']:.2f} ")
     assert {"commit", "date", "gpu", "torch", "case"} <= row.keys()
     assert (row["system"], row["seed"], row["updates"]) == ("lightseq", 3, UPDATES)
     assert row["train_seconds"] > 0
 
-    run = tmp_path / "small-lightseq-seed3-fp32"
+    run = trained / RUN
     assert (run / "generate.log").read_text().count("\nD-") == 20
     assert len(list((run / "checkpoints").glob("checkpoint_*_*.pt"))) == 10
     assert (run / "averaged.pt").exists()
 
     # Again: the training is complete and is not touched, the row is replaced by the same one.
     written = (run / "checkpoints" / "checkpoint_last.pt").stat().st_mtime_ns
-    assert train(data, tmp_path, "--seed", "3") == (last_line, rows)
+    assert train(data, trained, "--seed", "3") == (last_line, rows)
     assert (run / "checkpoints" / "checkpoint_last.pt").stat().st_mtime_ns == written
+
+
+def test_validations_by_bleu_are_timed(data: Path, trained: Path, tmp_path: Path) -> None:
+    checkpoint, results = trained / RUN / "averaged.pt", tmp_path / "rows.json"
+    words = ("--checkpoint", checkpoint, "--data", data, "--out", tmp_path, "--results", results)
+    result = script("translation.py", *words, "--eval-bleu", "--updates", "3")
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    rows = json.loads(results.read_text())
+    assert [row["system"] for row in rows] == ["fairseq_no_cudnn", "ours"]
+    for row in rows:
+        assert (row["case"], row["updates"]) == ("eval_bleu/fp32", 3) and 0 <= row["bleu"] <= 100
+        first, *others = row["validation_s"]
+        assert first > 0 and len(others) == 2 and min(others) > 0
+        assert row["s_per_validation"] == pytest.approx(sum(others) / 2, abs=1e-3)
+
+        log = (tmp_path / "eval-bleu" / row["system"] / "output.txt").read_text()
+        command, _, rest = log.partition("--save-dir")
+        assert ("ls_" in command) == (row["system"] == "ours")
+        assert rest.count("begin validation on") == 3
+    assert not list(tmp_path.rglob("*.pt"))
 
 
 # One tiny layer a side; t2t_big's 16 heads have two columns each.

@@ -271,3 +271,51 @@ def test_plot_of_generation(translated: Path) -> None:
     picture = ElementTree.parse(translated / GENERATE_PLOT).getroot()
     words = {element.text for element in picture.iter() if element.tag.endswith("text")}
     assert {"t2t_big/b1/beam4/bf16", "ours 6001", "ctranslate2 2000", "ours 120"} <= words
+
+
+TRANSLATION = "scripts/results/translation-h200.json"
+
+
+@pytest.fixture
+def alike(tree: Path) -> Path:
+    """Two cases of which one has a difference, and validations with both systems."""
+    about = {"commit": "0123456789abcdef", "gpu": "GPU X", "torch": "2.11"}
+    score = {"system": "ours", "signature": "nrefs:1", "bleu": 39.31, "fairseq_bleu": 39.4}
+    rows = [
+        {**about, **score, "case": case, "flags": flags, "sentences": 1000, "hypotheses": 1000,
+         "identical_share": share, "greatest_score_difference": 1.4e-6, "differences": [],
+         "greatest_gap_of_a_difference": gap}
+        for case, flags, share, gap in (
+            ("lenpen-0.6/fp32", "--beam 4 --lenpen 0.6", 1.0, None),
+            ("beam-5/fp16", "--beam 5 --fp16", 0.985, 0.0012),
+        )
+    ] + [
+        {**about, "case": "eval_bleu/fp32", "system": system, "updates": 300, "bleu": 38.0,
+         "s_per_validation": seconds, "validation_s": [9.0, seconds, seconds]}
+        for system, seconds in (("fairseq_no_cudnn", 4.0), ("ours", 0.5))
+    ]  # fmt: skip
+    (tree / TRANSLATION).parent.mkdir()
+    (tree / TRANSLATION).write_text(json.dumps(rows))
+    (tree / "README.md").write_text("<!-- table: translation -->\n<!-- end -->\n")
+    return tree
+
+
+def test_table_of_translation(alike: Path) -> None:
+    assert tables(alike).returncode == tables(alike, "--check").returncode == 0
+    text = (alike / "README.md").read_text()
+    assert [line for line in text.splitlines() if line.startswith("| `")] == [
+        "| `--beam 4 --lenpen 0.6` | fp32 | 1000 | 100.0% | 1e-06 |  | 39.31 | 39.40 |",
+        "| `--beam 5` | fp16 | 1000 | 98.5% | 1e-06 | 1e-03 | 39.31 | 39.40 |",
+    ]
+    assert "GPU X; torch 2.11; commit 0123456789; same flags" in text
+    assert "0.50 s, fairseq 4.00 s, 8.0 times as long (median of 2 after the first," in text
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_half_of_the_table_of_translation(alike: Path, timed: bool) -> None:
+    rows = json.loads((alike / TRANSLATION).read_text())
+    (alike / TRANSLATION).write_text(json.dumps([r for r in rows if timed == ("updates" in r)]))
+    assert tables(alike).returncode == 0
+    text = (alike / "README.md").read_text()
+    assert ("| flags |" in text, "a validation with" in text) == (not timed, timed)
+    assert "commit 0123456789; " in text

@@ -22,10 +22,8 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +32,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from curves import read_records  # noqa: E402
 from record import Row, circumstances, write_row  # noqa: E402
+from side_by_side import Command, run_all  # noqa: E402
 
 SEEDS = {"small": 3, "t2t_big": 2}
 
@@ -58,8 +57,8 @@ class Run(NamedTuple):
         return f"{self.model}-{self.system}-seed{self.seed}-{self.precision}"
 
 
-def start(run: Run, args: argparse.Namespace) -> subprocess.Popen[bytes]:
-    """Starts a run from its beginning, in a session of its own: it can be ended as a whole."""
+def command(run: Run, args: argparse.Namespace) -> Command:
+    """What trains a run from its beginning."""
     folder = args.out / str(run)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -76,11 +75,7 @@ def start(run: Run, args: argparse.Namespace) -> subprocess.Popen[bytes]:
         "LIGHTSEQ_LINEAR_SEARCH": "0",
         "OMP_NUM_THREADS": "1",
     }
-    with open(folder / "output.txt", "wb") as output:
-        return subprocess.Popen(
-            [*words, "--", *args.words], env={**os.environ, **environment}, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+    return Command([*words, "--", *args.words], folder / "output.txt", environment)
 
 
 def curves_of(log: Path) -> tuple[list[list[float]], list[list[float]]]:
@@ -131,35 +126,14 @@ def train_all(runs: list[Run], args: argparse.Namespace, results: Path) -> list[
         "runs_at_once": min(args.jobs, len(runs)),
         "mps": "CUDA_MPS_PIPE_DIRECTORY" in os.environ,
     }
-    waiting, failed = list(runs), list[Run]()
-    running: dict[Run, subprocess.Popen[bytes]] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < args.jobs:
-                run = waiting.pop(0)
-                running[run] = start(run, args)
-                print(f"{run}: started", flush=True)
-            time.sleep(0.2)
-            for run, process in list(running.items()):
-                if process.poll() is None:
-                    continue
-                del running[run]
-                folder = args.out / str(run)
-                if process.returncode == 0:
-                    row = finish(run, folder, about)
-                    write_row(row, results)
-                    figures = {key: row[key] for key in ("bleu", "valid_loss", "seconds")}
-                    print(f"{run}: {json.dumps(figures)}", flush=True)
-                    continue
-                failed.append(run)
-                output = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
-                last = output.splitlines()[-5:]
-                print(f"{run}: status {process.returncode}", *last, sep="\n    ", flush=True)
-    finally:
-        for process in running.values():
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
-    return failed
+
+    def done(run: Run) -> None:
+        row = finish(run, args.out / str(run), about)
+        write_row(row, results)
+        figures = {key: row[key] for key in ("bleu", "valid_loss", "seconds")}
+        print(f"{run}: {json.dumps(figures)}", flush=True)
+
+    return run_all({run: command(run, args) for run in runs}, args.jobs, done)
 
 
 def main() -> None:
@@ -193,9 +167,6 @@ def main() -> None:
     rows = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
     done = {(row["case"], row["system"], row["seed"]) for row in rows}
     runs = [run for run in runs if (run.case, run.system, run.seed) not in done]
-    # What ends this process ends the trainings, too.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: sys.exit("convergence.py: ended from outside"))
     if failed := train_all(runs, args, results):
         sys.exit(f"convergence.py: {', '.join(map(str, failed))} failed")
 

@@ -6,8 +6,9 @@
 #
 # --native runs stock fairseq's model, optimizer and criterion with the same flags. PRECISION is
 # fp32 (default; bf16 for t2t_big), fp16 or bf16. An interrupted run continues where its last
-# checkpoint stands; to train anew, delete its folder under DIR. t2t_big is trained for its loss
-# curves alone and saves nothing: the run ends there. WORDs go to lightseq-train as they are.
+# checkpoint stands; to train anew, delete its folder under DIR. WORDs go to lightseq-train as they
+# are. A training that saves nothing ends the run: --no-save, as t2t_big has it, of which the loss
+# curves are all that is wanted.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -87,7 +88,7 @@ fi
 
 python3 "$here/../curves.py" "$run/train.log" "$run/curves.svg" \
     --title "Multi30k en-de, $model, $system"
-[ "$model" = small ] || exit 0
+[ -e "$checkpoints/checkpoint_last.pt" ] || exit 0 # --no-save
 
 echo "== $model, $system, seed $seed: averaging, translating, scoring"
 lightseq-average --inputs "$checkpoints" --num-update-checkpoints 10 --output "$run/averaged.pt"

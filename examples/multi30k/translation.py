@@ -1,0 +1,280 @@
+"""Translates with both systems by the same flags and compares what they find; times --eval-bleu.
+
+    python examples/multi30k/translation.py --checkpoint FILE [--jobs N] [--case NAME ...]
+        [--data DIR] [--out DIR] [--results FILE] [-- WORD...]
+    python examples/multi30k/translation.py --checkpoint FILE --eval-bleu [--updates N]
+        [--data DIR] [--out DIR] [--results FILE] [-- WORD...]
+
+FILE is the averaged.pt of a run of run.sh. WORDs go to every lightseq-generate or lightseq-train.
+
+The first command translates test_2016_flickr by ``SETTINGS``, and writes a row a case into the
+results. Scores are those that fairseq prints: log2 of a hypothesis's probability over its length
+to the power of --lenpen. A row: ``case`` (setting and precision), ``system``, ``flags``,
+``sentences``, ``hypotheses``, ``identical_share`` (of the sentences, those of which all hypotheses
+have the same tokens, subwords that is, in the same order), ``greatest_score_difference`` (of two
+hypotheses with the same tokens), ``differences`` (the others: [sentence, rank, our score,
+fairseq's]), ``greatest_gap_of_a_difference`` (of such two scores, null if there are none),
+``bleu``, ``fairseq_bleu``, ``bleu_difference``, ``signature``. It fails where a row is beyond
+``BOUNDS``.
+
+The second one trains from FILE with both systems, one after the other, and validates six times
+with beam 5. A row a system: ``validation_s`` (wall seconds of each, from the arrival of the log's
+"begin validation" to that of its figures, the whole validation with its losses and its text),
+``s_per_validation`` (their median without the first), ``bleu`` (of the last one), ``updates``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from curves import RECORD  # noqa: E402
+from record import Row, circumstances, write_row  # noqa: E402
+from side_by_side import Command, run_all  # noqa: E402
+
+from lightseq_fairseq.cli.score import score  # noqa: E402
+from lightseq_fairseq.errors import UserError  # noqa: E402
+
+SETTINGS = {
+    "beam-1": "--beam 1",
+    "beam-4": "--beam 4",
+    "beam-5": "--beam 5",
+    "lenpen-0.6": "--beam 4 --lenpen 0.6",
+    "min-len": "--beam 5 --min-len 15",
+    "max-len": "--beam 5 --max-len-a 0.8 --max-len-b 2",
+    "no-repeat-ngram-3": "--beam 5 --no-repeat-ngram-size 3",
+    "nbest-4": "--beam 5 --nbest 4",
+}
+CASES = [*(f"{setting}/fp32" for setting in SETTINGS), "beam-5/fp16"]
+# precision -> the least identical share, and the most of other figures of a row
+BOUNDS = {
+    "fp32": (0.998, {"greatest_score_difference": 1e-4, "greatest_gap_of_a_difference": 1e-5}),
+    "fp16": (0.97, {"bleu_difference": 0.1}),
+}
+SYSTEMS = ("ours", "fairseq_no_cudnn")
+VALIDATIONS = 6
+# fairseq at its fastest, whatever the caller's environment says.
+ENVIRONMENT = {"LIGHTSEQ_CUDNN_ATTENTION": "0"}
+
+Hypotheses = dict[int, list[tuple[float, str]]]  # sentence -> (score, tokens), best first
+
+
+def flags_of(case: str) -> str:
+    setting, _, precision = case.partition("/")
+    return SETTINGS[setting] + " --fp16" * (precision == "fp16")
+
+
+def hypotheses(output: Path) -> Hypotheses:
+    """All of what lightseq-generate or fairseq-generate has written.
+
+    Raises:
+        ValueError: a score is not a finite number.
+    """
+    found: Hypotheses = {}
+    with output.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("H-"):
+                number, log_probability, tokens = line.rstrip("\n").split("\t")
+                if not math.isfinite(float(log_probability)):
+                    raise ValueError(f"{output} has a score of {log_probability}")
+                found.setdefault(int(number[2:]), []).append((float(log_probability), tokens))
+    return found
+
+
+def compare(ours: Hypotheses, fairseq: Hypotheses) -> Row:
+    """The figures of a row but for BLEU.
+
+    Raises:
+        ValueError: the systems have other sentences, or another number of hypotheses of one.
+    """
+    if {n: len(its) for n, its in ours.items()} != {n: len(its) for n, its in fairseq.items()}:
+        raise ValueError("the two systems have not found equally many hypotheses of each sentence")
+    same: list[float] = []
+    differences: list[tuple[int, int, float, float]] = []
+    for number in sorted(ours):
+        for rank, (a, b) in enumerate(zip(ours[number], fairseq[number]), 1):
+            if a[1] == b[1]:
+                same.append(abs(a[0] - b[0]))
+            else:
+                differences.append((number, rank, a[0], b[0]))
+    different = {number for number, *_ in differences}
+    return {
+        "sentences": len(ours),
+        "hypotheses": len(same) + len(differences),
+        "identical_share": (len(ours) - len(different)) / len(ours),
+        "greatest_score_difference": max(same, default=None),
+        "differences": differences,
+        "greatest_gap_of_a_difference": max((abs(a - b) for *_, a, b in differences), default=None),
+    }
+
+
+def broken(row: Row) -> Iterator[str]:
+    """Yields what of a row is beyond the bounds of its precision."""
+    least, most = BOUNDS[row["case"].rpartition("/")[2]]
+    if row["identical_share"] < least:
+        yield (
+            f"{row['case']}: {row['identical_share']:.2%} of the sentences are identical, "
+            f"less than {least:.1%}"
+        )
+    for figure, bound in most.items():
+        if row[figure] is not None and row[figure] > bound:
+            yield f"{row['case']}: {figure} is {row[figure]:.3g}, more than {bound:g}"
+
+
+def bleu(output: Path, reference: Path) -> Row:
+    """lightseq-score's row: subwords joined, then detokenised."""
+    words = Path(f"{output}.words")
+    text = output.read_text(encoding="utf-8")
+    # fairseq's --remove-bpe, which also takes the mark off a word that a limit has cut short.
+    words.write_text(re.sub(r"@@( |$)", "", text, flags=re.MULTILINE), encoding="utf-8")
+    with words.open(encoding="utf-8") as system, reference.open(encoding="utf-8") as lines:
+        return score(system, lines, None, None, detokenize="de", compound_split=False)[0]
+
+
+def compare_all(args: argparse.Namespace) -> None:
+    """Translates and compares, and leaves with a sentence if something failed or is broken."""
+    folder: Path = args.out / "translation"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    about, problems = circumstances(), list[str]()
+
+    def output(case: str, system: str) -> Path:
+        return folder / f"{case.replace('/', '-')}-{system}"
+
+    def command(case: str, system: str) -> Command:
+        words: list[str | Path] = ["lightseq-generate", args.data / "bin"]
+        words += ["--native"] * (system != "ours")
+        words += ["--source-lang", "en", "--target-lang", "de", "--path", args.checkpoint]
+        words += ["--max-tokens", "4096", "--distributed-world-size", "1", *flags_of(case).split()]
+        words += ["--output", output(case, system), *args.words]
+        # Beside other processes, timing algorithms would be a matter of luck.
+        environment = {**ENVIRONMENT, "LIGHTSEQ_LINEAR_SEARCH": "0", "OMP_NUM_THREADS": "1"}
+        return Command(words, Path(f"{output(case, system)}.log"), environment)
+
+    def done(name: str) -> None:
+        case = name.rpartition("/")[0]
+        ours, fairseq = (output(case, system) for system in SYSTEMS)
+        if not (ours.exists() and fairseq.exists()):
+            return  # the other one is not translated yet
+        reference = args.data / "text" / "test_2016_flickr.de"
+        try:
+            figures = compare(hypotheses(ours), hypotheses(fairseq))
+            score_row, fairseq_bleu = bleu(ours, reference), bleu(fairseq, reference)["bleu"]
+        except (ValueError, UserError) as error:
+            problems.append(f"{case}: {error}")
+            return
+        row = {
+            **about, "case": case, "system": "ours", "flags": flags_of(case), **figures,
+            **score_row, "fairseq_bleu": fairseq_bleu,
+            "bleu_difference": round(abs(score_row["bleu"] - fairseq_bleu), 2),
+        }  # fmt: skip
+        write_row(row, args.results)
+        print(json.dumps(row), flush=True)
+        problems.extend(broken(row))
+
+    commands = {
+        f"{case}/{system}": command(case, system)
+        for case in args.case or CASES
+        for system in reversed(SYSTEMS)
+    }
+    problems += [f"{name} failed" for name in run_all(commands, args.jobs, done)]
+    if problems:
+        sys.exit(f"translation.py: {'; '.join(problems)}")
+
+
+def validate(system: str, args: argparse.Namespace) -> Row:
+    """Trains with validations by beam search; the figures of a row."""
+    folder: Path = args.out / "eval-bleu" / system
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    every = -(-args.updates // VALIDATIONS)
+    words: list[str | Path] = ["bash", HERE / "run.sh", *["--native"] * (system != "ours")]
+    words += ["--updates", str(args.updates), "--data", args.data, "--out", folder, "--"]
+    # A trained model, so that both systems translate sentences of the usual length.
+    words += ["--finetune-from-model", args.checkpoint]
+    words += ["--no-save", "--save-interval-updates", "0"]
+    words += ["--validate-interval-updates", str(every), "--log-interval", str(every)]
+    words += ["--eval-bleu", "--eval-bleu-args", '{"beam": 5, "max_len_a": 1.5, "max_len_b": 10}']
+    words += ["--eval-bleu-detok", "moses", "--eval-bleu-detok-args", '{"target_lang": "de"}']
+    words += ["--eval-bleu-remove-bpe", *args.words]
+    environment = {**os.environ, **ENVIRONMENT, "PRECISION": "fp32"}
+    seconds: list[float] = []
+    last: dict[str, Any] = {}
+    with (folder / "output.txt").open("w", encoding="utf-8") as output, subprocess.Popen(
+        words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, encoding="utf-8",
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        began = time.perf_counter()
+        # The log's own times are whole seconds; its lines come when they are written.
+        for line in process.stdout:
+            arrived = time.perf_counter()
+            output.write(line)
+            match = RECORD.search(line)
+            if "| begin validation on " in line:
+                began = arrived
+            elif match is not None and match[1] == "valid":
+                seconds.append(arrived - began)
+                last = json.loads(match[2])
+    if process.returncode != 0 or len(seconds) < 2:
+        sys.exit(f"translation.py: training with {system} failed: see {folder / 'output.txt'}")
+    return {
+        "updates": int(last["valid_num_updates"]),
+        "s_per_validation": round(median(seconds[1:]), 3),
+        "validation_s": [round(second, 3) for second in seconds],
+        "bleu": float(last["valid_bleu"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--checkpoint", type=Path, required=True, help="averaged.pt of run.sh")
+    parser.add_argument("--case", action="append", choices=CASES, metavar="NAME",
+                        help=f"this one alone, may be repeated: {', '.join(CASES)}")  # fmt: skip
+    parser.add_argument("--eval-bleu", action="store_true", help="time validations instead")
+    parser.add_argument("--updates", type=int, default=300, help="with --eval-bleu  [300]")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2),
+                        help="translations at a time  [half the CPU cores]")  # fmt: skip
+    parser.add_argument("--data", type=Path, default=HERE / "data", help="what prepare.sh made")
+    parser.add_argument("--out", type=Path, default=HERE / "out", help="folder of the outputs")
+    parser.add_argument("--results", type=Path, help="file of the rows",
+                        default=HERE.parents[1] / "scripts/results/translation-h200.json",
+                        )  # fmt: skip
+    parser.add_argument("words", nargs="*", metavar="-- WORD", help="more words, see above")
+    args = parser.parse_args()
+    if args.jobs < 1 or args.updates < 2:
+        parser.error("--jobs is 1 or more, --updates 2 or more")
+    for program in ("lightseq-generate", "lightseq-train"):
+        if shutil.which(program) is None:
+            sys.exit(f"translation.py: {program} is not on the PATH: activate its environment")
+    if not args.checkpoint.exists():
+        sys.exit(f"translation.py: {args.checkpoint} does not exist")
+    if not (args.data / "bin").exists():
+        subprocess.run(["bash", HERE / "prepare.sh", args.data], check=True)
+    args.checkpoint, args.out = args.checkpoint.resolve(), args.out.resolve()
+    if not args.eval_bleu:
+        compare_all(args)
+        return
+    for system in reversed(SYSTEMS):
+        row = {**circumstances(), "case": "eval_bleu/fp32", "system": system}
+        row |= validate(system, args)
+        write_row(row, args.results)
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

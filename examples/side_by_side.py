@@ -1,0 +1,68 @@
+"""Runs commands beside each other, so many at a time, and ends them with this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+Name = TypeVar("Name")
+
+
+class Command(NamedTuple):
+    """Its words, the file of all that it prints, and what it finds in its environment besides."""
+
+    words: list[str | Path]
+    output: Path
+    environment: dict[str, str]
+
+
+def start(command: Command) -> subprocess.Popen[bytes]:
+    """In a session of its own: it can be ended as a whole."""
+    with open(command.output, "wb") as output:
+        return subprocess.Popen(
+            command.words, env={**os.environ, **command.environment}, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
+def run_all(
+    commands: Mapping[Name, Command], jobs: int, done: Callable[[Name], None]
+) -> list[Name]:
+    """Runs ``commands`` in their order, ``jobs`` at a time, and calls ``done`` as each ends well.
+
+    Returns those that failed; the last lines of their output are printed.
+    """
+    waiting, failed = list(commands), list[Name]()
+    running: dict[Name, subprocess.Popen[bytes]] = {}
+    program = Path(sys.argv[0]).name
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit(f"{program}: ended from outside"))
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                name = waiting.pop(0)
+                running[name] = start(commands[name])
+                print(f"{name}: started", flush=True)
+            time.sleep(0.2)
+            for name, process in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[name]
+                if process.returncode == 0:
+                    done(name)
+                    continue
+                failed.append(name)
+                output = commands[name].output.read_text(encoding="utf-8", errors="replace")
+                last = output.splitlines()[-5:]
+                print(f"{name}: status {process.returncode}", *last, sep="\n    ", flush=True)
+    finally:
+        for process in running.values():
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+    return failed

@@ -1,0 +1,63 @@
+"""The table of what examples/multi30k/translation.py has compared and timed, for tables.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Rows = list[dict[str, Any]]
+
+
+def translation_table(rows: Rows) -> list[str]:
+    """How alike both systems translate in each case, and what validating by BLEU takes."""
+    compared = [row for row in rows if "identical_share" in row]
+    lines: list[str] = []
+    if compared:
+        lines += [
+            "| flags | precision | sentences | identical | greatest difference of scores | "
+            "greatest gap where tokens differ | BLEU | fairseq's BLEU |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+    for row in compared:
+        gap = row["greatest_gap_of_a_difference"]
+        cells = [
+            f"`{row['flags'].removesuffix(' --fp16')}`",
+            row["case"].rpartition("/")[2],
+            str(row["sentences"]),
+            f"{row['identical_share']:.1%}",
+            _power(row["greatest_score_difference"]),
+            "" if gap is None else _power(gap),
+            f"{row['bleu']:.2f}",
+            f"{row['fairseq_bleu']:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    notes = []
+    if compared:
+        signatures = sorted({row["signature"] for row in compared})
+        notes.append(
+            "same flags for `lightseq-generate` and `lightseq-generate --native`; identical: "
+            "sentences of which all hypotheses have the same subwords; scores as fairseq prints "
+            "them, log2 of a probability over length; sacrebleu "
+            f"`{'`, `'.join(signatures)}`"
+        )
+    systems = {row["system"]: row for row in rows if row["case"] == "eval_bleu/fp32"}
+    if len(systems) == 2:
+        ours, fairseq = (systems[system] for system in ("ours", "fairseq_no_cudnn"))
+        notes.append(
+            f"a validation with `--eval-bleu`, beam 5: {ours['s_per_validation']:.2f} s, fairseq "
+            f"{fairseq['s_per_validation']:.2f} s, "
+            f"{fairseq['s_per_validation'] / ours['s_per_validation']:.1f} times as long (median "
+            f"of {len(ours['validation_s']) - 1} after the first, which took "
+            f"{ours['validation_s'][0]:.2f} and {fairseq['validation_s'][0]:.2f} s)"
+        )
+    common = {key: sorted({str(row[key])[:40] for row in rows}) for key in ("gpu", "torch")}
+    commits = ", ".join(sorted({row["commit"][:10] for row in rows}))
+    return [
+        *lines,
+        *[""] * bool(lines),
+        f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit {commits}; "
+        f"{'; '.join(notes)}.",
+    ]
+
+
+def _power(number: float) -> str:
+    return f"{number:.0e}"
