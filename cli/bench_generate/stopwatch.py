@@ -40,7 +40,9 @@ def generation_words(given: argparse.Namespace) -> list[str]:
     # fairseq's greatest length leaves </s> out, which the length of a source contains.
     words += ["--max-len-a", "1", "--max-len-b=-1", "--distributed-world-size", "1"]
     if case.batch is None:
-        words += ["--max-tokens", str(given.max_tokens)]
+        # By eight, fairseq's default, three sentences would be left for a batch of their own: the
+        # longest ones, with a quarter of all steps.
+        words += ["--max-tokens", str(given.max_tokens), "--required-batch-size-multiple", "1"]
     else:
         words += ["--batch-size", str(case.batch)]
     return words + ["--fp16"] * (case.precision == "fp16") + ["--cpu"] * given.cpu
