@@ -51,7 +51,7 @@ using namespace decode_attention;
 template <int kWidth>
 constexpr int kBlocks = kWidth == 64 ? 4 : 2;  // that a multiprocessor has shared memory for
 
-// The past of a hypothesis, whose Span begins with its row of qkv.
+// The past of a hypothesis; `first` is its row.
 template <typename T>
 struct Past {
   const T* qkv;
@@ -59,10 +59,9 @@ struct Past {
   T* keys;
   int64_t to_value;
   int stride, row_stride, ancestry_stride;
-  const int* ancestry;  // from the first hypothesis on
+  const int* ancestry;
   Indices step;
   int positions, rows;  // of the cache
-  int first;            // row of the cache that is the first hypothesis' own
 
   // Positions that lie in the cache: those before the newest.
   __device__ __forceinline__ int count() const {
@@ -81,13 +80,9 @@ struct Past {
   __device__ __forceinline__ T* key_of(int position, int row) const {
     return const_cast<T*>(forward(forward(keys, position, stride), row, row_stride));
   }
-  // Where a hypothesis leaves the key of its newest position.
-  __device__ __forceinline__ T* new_key_of(int position, int hypothesis) const {
-    return key_of(position, first + hypothesis);
-  }
   __device__ __forceinline__ void remember(Span span, int channel, const Columns<T>& key,
                                            const Columns<T>& value) const {
-    T* const to = new_key_of(span.count, span.first) + channel;
+    T* const to = key_of(span.count, span.first) + channel;
     key.store(to);
     value.store(to + to_value);
   }
@@ -242,8 +237,7 @@ int64_t tiles_for(int64_t items, int64_t beam, int32_t device) {
 }
 
 Tensor decode_self_attention(const Tensor& qkv, Tensor keys, Tensor values, const Tensor& ancestry,
-                             const Tensor& step, int64_t heads, double scale, int64_t beam,
-                             int64_t first) {
+                             const Tensor& step, int64_t heads, double scale, int64_t beam) {
   constexpr const char* kOp = "decode_self_attention";
   const int64_t rows = qkv.size(0), channels = keys.size(2), width = width_of(kOp, channels, heads);
   check_rows(kOp, "qkv", qkv);
@@ -266,11 +260,10 @@ Tensor decode_self_attention(const Tensor& qkv, Tensor keys, Tensor values, cons
                        bytes_between<T>(kOp, keys, 0),
                        bytes_between<T>(kOp, keys, 1),
                        static_cast<int>(keys.size(1)),
-                       ancestry.const_data_ptr<int>() + first,
+                       ancestry.const_data_ptr<int>(),
                        Indices(step),
                        static_cast<int>(keys.size(0)),
-                       static_cast<int>(keys.size(1)),
-                       static_cast<int>(first)};
+                       static_cast<int>(keys.size(1))};
     if constexpr (sizeof(T) == sizeof(float)) {
       launch_rows<T, kWidth, true>(kOp, past, out, heads, width, scale);
     } else {

@@ -77,19 +77,14 @@ def expected(queries, case):
 
 @pytest.mark.parametrize("step", [0, 1, 6])
 @pytest.mark.parametrize("step_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("parts", [(5,), (2, 3), (0, 4, 0, 1)])
-def test_self_equals_formula(step, step_dtype, parts):
-    """One call for all hypotheses, and several for some each, which leave the cache the same."""
+def test_self_equals_formula(step, step_dtype):
     case = Past(step=step)
     queries, new_keys, new_values = case.qkv.split(C, 1)
     wanted = expected(queries, case)
     before = case.keys.clone(), case.values.clone()
-    _, *settings = case.arguments(step_dtype)
-    first, found = 0, []
-    for qkv in case.qkv.split(parts):
-        found.append(ops.decode_self_attention(qkv, *settings, first=first))
-        first += len(qkv)
-    torch.testing.assert_close(torch.cat(found), wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        ops.decode_self_attention(*case.arguments(step_dtype)), wanted, rtol=1e-12, atol=1e-12
+    )
     # The new rows are remembered, and nothing else is touched.
     for cache, old, new in zip(
         (case.keys, case.values), before, (new_keys, new_values), strict=True
@@ -166,7 +161,6 @@ def test_opcheck(step):
         x.nan_to_num_(0.0)
     case.ancestry.clamp_(min=0)
     check_op("decode_self_attention", *case.arguments())
-    check_op("decode_self_attention", *case.arguments(), 1, 3)
     check_op("decode_cross_attention", *Source(2, [3, -1, 0]).arguments())
 
 
@@ -174,7 +168,7 @@ def test_opcheck(step):
     ("place", "change", "message"),
     [
         (0, lambda qkv: qkv[:, 1:], r"qkv must have shape \[N, 36\]"),
-        (0, lambda qkv: qkv.repeat(2, 1), "10 hypotheses from row 3 on do not fit"),
+        (0, lambda qkv: qkv.repeat(2, 1), "10 hypotheses do not fit into a cache of 8 rows"),
         (0, lambda qkv: qkv.t().contiguous().t(), "qkv must be contiguous in its last dimension"),
         (1, lambda keys: keys.flatten(0, 1), r"keys must have shape \[P, R, C\]"),
         (2, lambda values: values[1:], r"values must have shape \[8, 8, 12\]"),
@@ -185,12 +179,10 @@ def test_opcheck(step):
         (4, lambda step: step.double(), "step must be int32 or int64, got float64"),
         (5, lambda heads: 5, "12 channels cannot be cut into 5 heads"),
         (7, lambda beam: 0, "beam must be at least 1, got 0"),
-        (8, lambda first: 4, "5 hypotheses from row 4 on do not fit into a cache of 8 rows"),
-        (8, lambda first: -1, "5 hypotheses from row -1 on do not fit into a cache of 8 rows"),
     ],
 )
 def test_self_refusals(place, change, message):
-    arguments = [*Past().arguments(), 2, 3]
+    arguments = [*Past().arguments(), 2]
     arguments[place] = change(arguments[place])
     with pytest.raises(ValueError, match=f"decode_self_attention: {message}"):
         ops.decode_self_attention(*arguments)

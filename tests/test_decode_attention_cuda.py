@@ -191,31 +191,6 @@ def test_bits_do_not_depend_on_who_shares(slots, beam, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("beam", [1, 4, 5, 12])
-@pytest.mark.parametrize(
-    ("count", "cut"), [(7, 0), (70, 24), (130, 129), (2400, 1260), (2401, 960)]
-)
-def test_some_of_the_rows(count, cut, beam, dtype):
-    """In two calls, the lower ones first; where both fill the GPU they find one call's bits."""
-    case = Past(count, 40, dtype, heads=16, beam=beam, shared=0.7)
-    whole = case.op(*(arguments := case.arguments()))
-
-    def in_parts(qkv, *settings):
-        lower = ops.decode_self_attention(qkv[cut:], *settings, first=cut)
-        return torch.cat((ops.decode_self_attention(qkv[:cut], *settings), lower))
-
-    parts = case.arguments()
-    case.op = in_parts
-    check(case)
-    if count >= 2400:
-        assert torch.equal(whole, in_parts(*parts))
-    else:
-        in_parts(*parts)
-    for cache, expected in zip(parts[1:3], arguments[1:3], strict=True):
-        assert torch.equal(cache.nan_to_num(9.0), expected.nan_to_num(9.0))
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
 def test_spare_rows_of_zeros(dtype):
     """Behind the last slot, and in slots without a sentence: all ancestors in row 0."""
     case = Past(64, 20, dtype, beam=5)

@@ -16,10 +16,8 @@ from fairseq.dataclass.configs import GenerationConfig
 from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
 
-from lightseq_fairseq import ops
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation import decoder as step_decoder
-from lightseq_fairseq.generation import halves
 from lightseq_fairseq.generation.search import Rules, search
 from lightseq_fairseq.generation.weights import Weights
 from lightseq_fairseq.plugins import generator as plugin
@@ -153,38 +151,6 @@ def test_buckets() -> None:
     assert all(n % 64 == 0 for n in sizes if n > 64)
     for first, most in ((64, 1), (128, 2), (256, 4), (512, 4), (1024, 8), (2048, 8)):
         assert sum(first < n <= 2 * first for n in sizes) == most
-
-
-@pytest.mark.parametrize("name", ["greedy", "beam-5", "groups"])
-def test_halves(toy: Toy, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of slots that stay whole; unfinished sentences go on in halves of fewer."""
-    options = SEARCHES[name]
-    native = translate(toy, [toy.native], **options)
-    firsts: set[int] = set()
-    attention = ops.decode_self_attention
-
-    def recorded(*arguments: Any) -> Tensor:
-        firsts.add(arguments[8])
-        return attention(*arguments)
-
-    monkeypatch.setattr(ops, "decode_self_attention", recorded)
-    monkeypatch.setattr(halves, "LEAST_ROWS", 4)
-    assert_same(translate(toy, [toy.ls], **options), native)
-    assert len(firsts) > 3 and all(first % options["beam"] == 0 for first in firsts)
-
-
-def test_where_rows_are_cut() -> None:
-    sizes = sorted({step_decoder.bucket(n) for n in range(1, 5000)})
-    for beam in (1, 3, 4, 5, 8, 12, 64):
-        for rows in sizes:
-            cut = halves.cut_in_two(rows, beam)
-            assert (cut < rows) == (rows >= 512)
-            if cut < rows:
-                assert cut % beam == 0 and rows <= 3 * min(cut, rows - cut)
-    cuts = [halves.cut_in_two(rows, 5) for rows in (512, 1152, 1280)]
-    assert cuts == [320, 640, 640]
-    assert [halves.cut_in_two(1152, beam) for beam in (4, 8, 11)] == [576, 576, 704]
-    assert halves.cut_in_two(512, 400) == 512  # one part would be nearly all
 
 
 def test_hypotheses_are_dicts_to_their_users(toy: Toy) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import digits
-import parity
 import pytest
 import torch
 from digits import Toy, held_out
@@ -17,8 +16,8 @@ from fairseq.dataclass.configs import GenerationConfig
 from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
 
-from lightseq_fairseq import library, ops
-from lightseq_fairseq.generation import halves, search
+from lightseq_fairseq import library
+from lightseq_fairseq.generation import search
 from lightseq_fairseq.generation.decoder import StepDecoder
 from lightseq_fairseq.generation.late import LateProgress
 from lightseq_fairseq.training.batch import Segments
@@ -84,74 +83,11 @@ def test_float32_is_the_cpus(toy: Toy, options: dict[str, Any], by: Any) -> None
     assert graphs(model) >= before > 0
 
 
-@pytest.fixture(name="second_halves")
-def recorded_second_halves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Steps of nearly all sizes are halved; the first row of the second half, as it is launched."""
-    seen: list[int] = []
-    attention = ops.decode_self_attention
-
-    def recorded(*arguments: Any) -> Tensor:
-        if arguments[8] > 0:
-            seen.append(arguments[8])
-        return attention(*arguments)
-
-    monkeypatch.setattr(ops, "decode_self_attention", recorded)
-    monkeypatch.setattr(halves, "LEAST_ROWS", 4)
-    return seen
-
-
-@pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES.keys())
-def test_halves_translate_as_the_whole(
-    toy: Toy, options: dict[str, Any], second_halves: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as whole:
-        whole.setattr(halves, "LEAST_ROWS", 10**6)
-        expected = translate(toy.ls, **options)
-    assert not second_halves
-    model = copy.deepcopy(toy.ls).cuda()
-    for _ in range(3):  # plain, captured, replayed
-        assert_close(translate(model, **options), expected)
-    assert second_halves and all(first % options["beam"] == 0 for first in second_halves)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("beam", [4, 5])
-def test_captured_and_plain_halves_are_equal(
-    dtype: torch.dtype, beam: int, second_halves: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Many wide rows, whose kernels of both halves are at work at once."""
-    monkeypatch.setattr(halves, "LEAST_ROWS", 512)
-    wide = {"encoder_embed_dim": 512, "encoder_ffn_embed_dim": 2048, "decoder_layers": 6}
-    command = parity.command_line(digits.toy().folder, parity.LS, **{**digits.TOY, **wide})
-    torch.manual_seed(1)
-    model = digits.toy().task.build_model(parity.parse(command).model).eval().cuda().to(dtype)
-    lengths = torch.randint(4, 40, (220,))
-    tokens = torch.randint(4, 14, (int(lengths.sum()),))
-    source = Segments.from_lengths(lengths)
-
-    def run(steps: StepDecoder) -> Found:
-        rules = search.Rules(beam, 1, 2, 3, min_len=20)
-        return search.search(steps, model.encoder, model.decoder, tokens, source, rules, 2, 24, 26)
-
-    captured = StepDecoder()
-    runs = [run(captured) for _ in range(4)]
-    assert len(second_halves) > 6 and captured._graphs is not None and captured._graphs._graphs
-    monkeypatch.setenv("LIGHTSEQ_CAPTURE", "0")
-    runs.append(run(StepDecoder()))
-    for found in runs[1:]:
-        assert words(found) == words(runs[0])
-        for mine, other in zip(found, runs[0], strict=True):
-            for a, b in zip(mine, other, strict=True):
-                assert torch.equal(a["positional_scores"], b["positional_scores"])
-
-
 @pytest.mark.parametrize("by", [None, SequenceGenerator], ids=["own", "fairseqs"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("least", [4, 512])
 def test_captured_and_plain_steps_are_equal(
-    toy: Toy, dtype: torch.dtype, by: Any, least: int, monkeypatch: pytest.MonkeyPatch
+    toy: Toy, dtype: torch.dtype, by: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(halves, "LEAST_ROWS", least)
     captured = copy.deepcopy(toy.ls).cuda().to(dtype)
     runs = [translate(captured, by, beam=5) for _ in range(2)]
     assert graphs(captured) > 0

@@ -235,8 +235,7 @@ struct Newest {
       *reinterpret_cast<Columns<T>*>(ring.chunk(row, 1, number)) = value[i];
     }
     if (keys) {
-      T* to =
-          past.new_key_of(step, item.first_row + query) + item.head * shape.width + number * kSize;
+      T* to = past.key_of(step, item.first_row + query) + item.head * shape.width + number * kSize;
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
         if (exists(i, item, shape)) {

@@ -13,9 +13,6 @@
 // what a known predecessor does not write: weights. follows_early_kernel() knows those launched
 // here, whose results are rows of tokens and sums of gradients; nobody may take these for the
 // weights of the kernel right behind.
-//
-// Streams may fork and join. Whichever edges of a graph the capture makes programmatic, a kernel
-// waits for all that it follows, in all branches, and has done so before it lets others start.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.generation.halves import cut_in_two, run_halves
 from lightseq_fairseq.generation.late import LateProgress
 from lightseq_fairseq.generation.memory import Memory
 from lightseq_fairseq.generation.weights import Weights
@@ -185,34 +184,14 @@ class StepDecoder:
         memory, rng = self.memory, self.memory.rng
         positions = memory.step.expand(rows)
         x = decoder.embed_packed(memory.tokens[:rows], positions, 1, rng, 1)
-        stream, first = None, decoder.layers[0]
-        if first.normalize_before:
-            norm, stream = first.self_attn_layer_norm, x
+        layers = list(decoder.layers)
+        slots = memory.sentences[: rows // beam]
+        stream = weights = None
+        if layers[0].normalize_before:
+            norm, stream = layers[0].self_attn_layer_norm, x
             x = ops.dropout_residual_layer_norm_fwd(
                 x, None, None, norm.weight, norm.bias, 0.0, rng, 0, norm.eps
             )[1]
-        run = functools.partial(self._layers, decoder, x, stream, beam)
-        cut = rows if attention is not None else cut_in_two(rows, beam)
-        if cut < rows:
-            run_halves(run, x, cut)
-            return decoder.project_out(x), None
-        x, weights = run(slice(0, rows), attention)
-        return decoder.project_out(x), weights
-
-    def _layers(
-        self, decoder: Any, x: Tensor, stream: Tensor | None, beam: int, rows: slice,
-        attention: Attention | None = None, begun: torch.cuda.Event | None = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """What ``features`` returns of some rows, whole slots, before ``project_out``.
-
-        x, stream: [N, C] of all rows, embedded: what the first layer reads and, if that is
-        something else, the residual stream. begun: recorded behind the first product.
-        """
-        memory, rng = self.memory, self.memory.rng
-        layers = list(decoder.layers)
-        slots = memory.sentences[rows.start // beam : rows.stop // beam]
-        x, stream = x[rows], None if stream is None else stream[rows]
-        weights = None
         for place, layer in enumerate(layers):
             last = place + 1 == len(layers)
             following = decoder.layer_norm if last else layers[place + 1].self_attn_layer_norm
@@ -223,12 +202,10 @@ class StepDecoder:
             qkv = ops.linear_fwd(
                 x, as_one([p.weight for p in projections]), as_one([p.bias for p in projections])
             )
-            if begun is not None and place == 0:
-                begun.record()
             keys, values = memory.cache[:, place].unbind(1)
             out = ops.decode_self_attention(
                 qkv, keys, values, memory.ancestry, memory.step, block.num_heads, _scale(block),
-                beam, rows.start,
+                beam,
             )  # fmt: skip
             stream, x = _close(out, x, stream, block, layer.residual(norms[0], rng, 1))
 
@@ -244,7 +221,7 @@ class StepDecoder:
             stream, x = _close(out, x, stream, block, layer.residual(norms[1], rng, 3))
 
             stream, x = layer.feed_forward(x, stream, norms[2], rng, 4)
-        return stream if x is None else x, weights
+        return decoder.project_out(stream if x is None else x), weights
 
 
 @functools.cache

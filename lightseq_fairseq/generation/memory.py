@@ -98,8 +98,7 @@ class Memory:
         flat = self._take("source", _power(tokens) * self.layers * 2 * self.width, self.dtype)
         self.source = flat.view(-1, self.layers, 2, self.width)
         pinned = self.device.type == "cuda"
-        self._sent = torch.empty(len(self._block), dtype=torch.int32, pin_memory=pinned)
-        self._sent.numpy().fill(0)  # torch would wake all of its threads for it
+        self._sent = torch.zeros(len(self._block), dtype=torch.int32, pin_memory=pinned)
         self.host = {name: part.numpy() for name, part in self._parts_of(self._sent).items()}
         self.host["sentences"].fill(-1)
         self.host["cu_seqlens"].fill(tokens)

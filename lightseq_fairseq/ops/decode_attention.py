@@ -31,19 +31,16 @@ def decode_self_attention(
     heads: int,
     scale: float,
     beam: int = 1,
-    first: int = 0,
 ) -> Tensor:
-    """out [N, C] contiguous; writes the new tokens' keys and values to the cache at position step.
+    """out [N, C] contiguous; writes the new tokens' keys and values to row n of position step.
 
     qkv: [N, 3 * C], query, key and value of the new tokens, as one product leaves them.
-    keys, values: [P, R, C], one layer's cache; any strides but the last one's.
-    ancestry: int32 [P, R], in [0, R) at positions before step, anything from there on.
+    keys, values: [P, R, C] with R >= N, one layer's cache; any strides but the last one's.
+    ancestry: int32 [P, R]; ancestry[p, n] in [0, R) for p < step, anything from there on.
     step: int32 or int64, no dimension: the position of the new token, below P. It is read on the
     device, so one captured graph serves all steps.
     beam: rows of a slot, which are neighbours. An ancestor that several of them share is read once
     for all; that is all it does, but for rounding.
-    first: row n of qkv is hypothesis first + n, in cache and ancestry alike; first + N <= R. So
-    several calls serve a step, each with some of its hypotheses.
     Raises ValueError on a wrong shape, dtype, device or layout. A step beyond the cache stops a
     CUDA kernel with a device-side assertion; LIGHTSEQ_CHECK_INDICES=1 checks it before.
     """
@@ -56,16 +53,13 @@ def decode_self_attention(
     check_tensor(op, "step", step, (), INTEGERS, keys)
     for name, x in (("qkv", qkv), ("keys", keys), ("values", values), ("ancestry", ancestry)):
         check_rows(op, name, x)
-    if first < 0 or first + len(qkv) > rows:
-        raise ValueError(
-            f"{op}: {len(qkv)} hypotheses from row {first} on do not fit into a cache of"
-            f" {rows} rows"
-        )
+    if len(qkv) > rows:
+        raise ValueError(f"{op}: {len(qkv)} hypotheses do not fit into a cache of {rows} rows")
     if beam < 1:
         raise ValueError(f"{op}: beam must be at least 1, got {beam}")
     _check_heads(op, channels, heads)
     check_range(op, "step", step, positions, "P")
-    out: Tensor = _SELF(qkv, keys, values, ancestry, step, heads, scale, beam, first)
+    out: Tensor = _SELF(qkv, keys, values, ancestry, step, heads, scale, beam)
     return out
 
 
@@ -118,15 +112,14 @@ def decode_self_attention_reference(
     heads: int,
     scale: float,
     beam: int = 1,
-    first: int = 0,
 ) -> Tensor:
     """Reference of lightseq::decode_self_attention."""
-    last, mine = int(step), slice(first, first + len(qkv))
+    rows, last = len(qkv), int(step)
     q, k, v = qkv.chunk(3, dim=1)
-    keys[last, mine], values[last, mine] = k, v
+    keys[last, :rows], values[last, :rows] = k, v
 
-    own = torch.arange(mine.start, mine.stop, dtype=ancestry.dtype, device=ancestry.device)
-    row = torch.cat((ancestry[:last, mine], own[None])).t().long()
+    own = torch.arange(rows, dtype=ancestry.dtype, device=ancestry.device)
+    row = torch.cat((ancestry[:last, :rows], own[None])).t().long()
     position = torch.arange(last + 1, device=row.device)
     past_keys, past_values = keys[position, row], values[position, row]  # [N, step + 1, C]
     return _attend(q[:, None], past_keys, past_values, None, heads, scale)[:, 0]
@@ -189,7 +182,7 @@ def _decode_cross_attention_fake(q: Tensor, *arguments: object) -> Tensor:
 
 _SELF = register(
     "decode_self_attention(Tensor qkv, Tensor(a!) keys, Tensor(b!) values, Tensor ancestry,"
-    " Tensor step, int heads, float scale, int beam=1, int first=0) -> Tensor",
+    " Tensor step, int heads, float scale, int beam=1) -> Tensor",
     decode_self_attention_reference,
     _decode_self_attention_fake,
 )
