@@ -70,8 +70,8 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
 @click.option(
     "--systems",
     metavar="SYSTEM,...",
-    help="Of ours, fairseq_no_cudnn, fairseq_no_cudnn_apex, fairseq, torch_compile.  [default: "
-    "all that this machine can run]",
+    help="Of ours, ours_packed (with --pack-tokens), fairseq_no_cudnn, fairseq_no_cudnn_apex, "
+    "fairseq, torch_compile.  [default: all that this machine can run]",
 )
 @click.option(
     "--updates", type=click.IntRange(50), default=300, show_default=True,

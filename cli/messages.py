@@ -163,6 +163,12 @@ def _resume(failure: Failure, request: Request) -> str | None:
             f"This run cannot continue {_checkpoint(request)}, which has another learning-rate "
             f"schedule: keep its --lr-scheduler, or start anew with --reset-lr-scheduler."
         )
+    if failure.text.startswith("Cannot resume training due to dataloader mismatch"):
+        return (
+            f"An epoch of this run has fewer batches than {_checkpoint(request)} has done of its "
+            f"own: keep its data, --max-tokens, --batch-size and --pack-tokens, or go back to the "
+            f"first epoch with --reset-dataloader."
+        )
     found = re.match(
         r"(Criterion|Optimizer) does not match; please reset the optimizer "
         r"\(--reset-optimizer\)\.\s+(\S+) vs (\S+)",

@@ -26,7 +26,9 @@ from lightseq_fairseq.errors import UserError
 def checks(command: str, request: Request) -> Iterator[None]:
     """Within it, fairseq's parsing of the command line is followed by the checks.
 
-    ``request.args`` receives what fairseq has parsed. ``command``: train, generate, ...
+    ``request.args`` receives what fairseq has parsed. ``command``: train, generate, ... In training
+    the parser takes --pack-tokens as well: fairseq makes it a part of the model's configuration,
+    where the trainer finds it, also in ranks that are spawned.
 
     Raises:
         UserError: an unknown name, a setting that is not supported, missing data, a precision the
@@ -40,6 +42,11 @@ def checks(command: str, request: Request) -> Iterator[None]:
         parser: argparse.ArgumentParser, input_args: Any = None, *more: Any, **keywords: Any
     ) -> Any:
         names(parser, request.argv)
+        if command == "train":  # absent unless given; the launcher's --help explains it
+            parser.add_argument(
+                "--pack-tokens", action="store_true", default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )  # fmt: skip
         parsed = parse(parser, input_args, *more, **keywords)
         # fairseq-validate parses again for what was given, and in doing so once more for defaults.
         if isinstance(parsed, argparse.Namespace) and not vars(request.args):
@@ -87,6 +94,7 @@ def inputs(command: str, args: argparse.Namespace) -> None:
     numbers(args)
     if command == "train":
         precision(args)
+        pack_tokens(args)
     if _reads_sentence_pairs(args.task):
         data(command, args)
 
@@ -175,6 +183,27 @@ def precision(args: argparse.Namespace) -> None:
     flat = args.fp16 and not (args.memory_efficient_fp16 or args.fp16_no_flatten_grads)
     if flat and (args.cpu or not torch.cuda.is_available()):
         raise UserError("--fp16 needs a GPU: leave it out, or use --bf16, which a CPU can do too.")
+
+
+def pack_tokens(args: argparse.Namespace) -> None:
+    """Refuses --pack-tokens for a model that computes pads, and where it contradicts batches."""
+    if not hasattr(args, "pack_tokens"):
+        return
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
+    ours = os.path.basename(sys.argv[0]) == "lightseq-train"
+    if not ours or not getattr(ARCH_MODEL_REGISTRY.get(args.arch), "packs_tokens", False):
+        raise UserError(
+            "--pack-tokens needs a model that computes no pads: take --arch ls_transformer or one "
+            "of its kin, without --native, or drop it."
+        )
+    if args.max_tokens is None:
+        raise UserError("--pack-tokens fills batches up to --max-tokens: give both, or drop it.")
+    if getattr(args, "num_batch_buckets", 0):
+        raise UserError(
+            "--pack-tokens fills batches by their tokens and --num-batch-buckets by their "
+            "sentences: drop one of the two."
+        )
 
 
 def data(command: str, args: argparse.Namespace) -> None:

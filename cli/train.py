@@ -17,7 +17,15 @@ from lightseq_fairseq.cli.launch import launcher, run
     is_flag=True,
     help="Run the same command, defaults included, with fairseq's own parts.",
 )
-def main(words: list[str], native: bool) -> None:
+@click.option(
+    "--pack-tokens",
+    is_flag=True,
+    help="With --arch ls_transformer and its kin, fill batches until their real source or target "
+    "tokens would exceed --max-tokens. fairseq counts the pads too, so its batches, the default, "
+    "are smaller. --batch-size holds, --required-batch-size-multiple does not apply, and "
+    "validation keeps fairseq's batches.",
+)
+def main(words: list[str], native: bool, pack_tokens: bool) -> None:
     """Train a translation model: fairseq-train, accelerated.
 
     Takes every option of fairseq-train. Put ls_ before the arch, the optimizer and the criterion
@@ -32,6 +40,8 @@ def main(words: list[str], native: bool) -> None:
     precision are yours. A command without any ls_ is fairseq-train, unchanged.
     """
     ours = defaults.uses_lightseq(words)
+    if pack_tokens:  # preflight.checks makes fairseq's parser take it
+        words = ["--pack-tokens", *words]
 
     def complete(argv: list[str]) -> list[str]:
         if not ours or "--help" in argv:

@@ -35,6 +35,7 @@ from lightseq_fairseq.plugins.unsupported import unsupported_option
 logger = logging.getLogger(__name__)
 
 _PREFIX = "ls_"
+_OWN_SETTINGS = ("pack_tokens",)  # of lightseq-train, which fairseq does not know
 _REGISTRIES = {
     "arch": ARCH_MODEL_REGISTRY,
     "criterion": CRITERION_REGISTRY,
@@ -61,7 +62,7 @@ def native_name(kind: str, name: str) -> str:
 
 
 def native_cfg(cfg: Any) -> Any:
-    """A copy of a configuration in which every ``ls_`` name is fairseq's.
+    """A copy of a configuration in which every ``ls_`` name is fairseq's, without our settings.
 
     Args:
         cfg: fairseq's configuration as nested dicts, in which Namespaces may stand for sections
@@ -77,6 +78,8 @@ def _renamed(node: Any, kind: str) -> Any:
         return node
     renamed = {}
     for key, value in node.items():
+        if key in _OWN_SETTINGS:
+            continue
         if isinstance(value, str):
             of_kind = kind if key == "_name" else key
             renamed[key] = native_name(of_kind, value) if of_kind in _REGISTRIES else value

@@ -238,6 +238,8 @@ def test_row() -> None:
     assert lines[1].split()[:3] == ["ours", "1000", "4.00"]
     assert lines[2] == "    ms by part: gemm 3600.00, gaps 400.00"
     assert lines[3].split()[:3] == ["fairseq_no_cudnn", "250", "1.00"]
+    packed = rows.table([{**row, "system": "ours_packed"}, slow])[1]
+    assert packed.split()[:3] == ["ours_packed", "1000", "4000.00"]  # no ratio to other batches
     other = {**slow, "case": "base/4096/bf16"}
     assert merged([other, slow, row], [{**row, "rounds": 9}]) == [
         other, slow, {**row, "rounds": 9},
@@ -361,6 +363,10 @@ def test_commands_differ_in_nothing_but_the_system(tmp_path: Path) -> None:
             del words[system][at : at + 2]
         assert words[system].count("--native") == native
     assert words["ours"] == [word for word in plain if word != "--native"]
+    packed = command(case, "ours_packed", tmp_path, tmp_path / "r.json", 200, True, 4)
+    fuller = [word for word in packed if word != "--pack-tokens"]
+    assert len(fuller) == len(packed) - 1
+    assert fuller == command(case, "ours", tmp_path, tmp_path / "r.json", 200, True, 4)
     assert {"ls_transformer_wmt_en_de_big_t2t", "24", "512", "--fp16"} <= set(plain)
 
 
@@ -404,7 +410,8 @@ def test_a_failed_run_is_told(small: corpus.Corpus, tmp_path: Path) -> None:
 
 
 def test_everything_once(small: corpus.Corpus, tmp_path: Path) -> None:
-    systems, output = ("ours", "fairseq_no_cudnn", "torch_compile"), tmp_path / "rows.json"
+    systems = ("ours", "ours_packed", "fairseq_no_cudnn", "torch_compile")
+    output = tmp_path / "rows.json"
     done = bench_train(
         "--case", "tiny/64/bf16", "--systems", ",".join((*systems, "fairseq_no_cudnn_apex")),
         "--updates", 50, "--warm-up", 50, "--rounds", 1, "--corpus", small.folder,
@@ -422,8 +429,12 @@ def test_everything_once(small: corpus.Corpus, tmp_path: Path) -> None:
         # More where the profiled steps were slower than the others.
         assert sum(row["part_ms"].values()) > 0.99 * row["ms_per_step"]
         assert row["ms_p20"] <= row["ms_p50"] <= row["ms_p80"]
-    # All train on the same batches, and on models of one size.
-    assert len({row["target_tokens"] for row in found.values()}) == 1
+    # All but one train on the same batches, and on models of one size.
+    assert len({found[name]["target_tokens"] for name in systems if name != "ours_packed"}) == 1
+    for system in ("ours", "ours_packed"):
+        log = (tmp_path / "logs" / f"tiny-64-bf16-{system}-1.log").read_text()
+        (line,) = re.findall(r"^lightseq-train .*", log, re.MULTILINE)
+        assert ("--pack-tokens" in line.split()) == (system == "ours_packed")
     log = (tmp_path / "logs" / "tiny-64-bf16-fairseq_no_cudnn-1.log").read_text()
     (count,) = re.findall(r"num. shared model params: ([\d,]+)", log)
     assert int(count.replace(",", "")) == parameters(SHAPES["tiny"], small.vocabulary)

@@ -80,6 +80,13 @@ def other_optimizer() -> None:
     )
 
 
+def fewer_batches() -> None:
+    raise RuntimeError(
+        "Cannot resume training due to dataloader mismatch, please report this to the fairseq "
+        "developers. You can relaunch training with `--reset-dataloader` and it should work."
+    )
+
+
 def own_flag_check() -> None:
     raise AssertionError("--sampling requires --nbest to be equal to --beam")
 
@@ -133,6 +140,7 @@ KNOWN: list[tuple[Callable[[], None], Request, list[str]]] = [
     (no_split, TRAIN, ["valid", "bin", "lightseq-preprocess"]),
     (no_checkpoint, GENERATE, ["a.pt", "--path"]),
     (other_optimizer, TRAIN, ["FP16Optimizer", "FairseqAdam", "--reset-optimizer"]),
+    (fewer_batches, TRAIN, ["ck/checkpoint_last.pt", "--pack-tokens", "--reset-dataloader"]),
     (own_flag_check, GENERATE, ["--sampling requires --nbest to be equal to --beam."]),
     (no_optimizer, TRAIN, ["--optimizer"]),
     (too_many_ranks, TRAIN, ["--distributed-world-size is 4", "1 GPU"]),

@@ -87,7 +87,10 @@ def fresh_process() -> Iterator[None]:
 def configure(data: Path, save_dir: Path, flags: dict[str, Any]) -> Any:
     """fairseq's configuration; underscores in flags' names stand for dashes."""
     named = {name.replace("_", "-"): value for name, value in flags.items()}
-    return parse(command_line(data, save_dir, named))
+    own = {"pack_tokens": True} if named.pop("pack-tokens", None) else {}  # no flag of fairseq's
+    cfg = parse(command_line(data, save_dir, named))
+    vars(cfg.model).update(own)
+    return cfg
 
 
 def run(data: Path, save_dir: Path, native: bool = False, **flags: Any) -> list[float]:

@@ -87,6 +87,7 @@ class System(NamedTuple):
         native: fairseq's own parts, by the same command.
         apex: fairseq takes apex's Adam and LayerNorm, as it does wherever apex imports.
         cudnn: cuDNN attention is left on, as fairseq comes.
+        pack_tokens: batches are filled by real tokens; all others train on fairseq's.
     """
 
     warm_up: int = 150
@@ -94,10 +95,12 @@ class System(NamedTuple):
     native: bool = True
     apex: bool = False
     cudnn: bool = False
+    pack_tokens: bool = False
 
 
 SYSTEMS = {
     "ours": System(warm_up=4000, marks=33, native=False),
+    "ours_packed": System(warm_up=4000, marks=33, native=False, pack_tokens=True),
     "fairseq_no_cudnn": System(),
     "fairseq_no_cudnn_apex": System(apex=True),
     "fairseq": System(cudnn=True),
@@ -128,7 +131,7 @@ def command(
     if not how.apex:
         words.append("--without-apex")
     last = updates + how.marks
-    return [*words, "--", *_training(case, how.native, data, report, last, gpu, workers)]
+    return [*words, "--", *_training(case, how, data, report, last, gpu, workers)]
 
 
 def environment(system: str) -> dict[str, str]:
@@ -139,7 +142,7 @@ def environment(system: str) -> dict[str, str]:
 
 
 def _training(
-    case: Case, native: bool, data: Path, report: Path, updates: int, gpu: bool, workers: int
+    case: Case, how: System, data: Path, report: Path, updates: int, gpu: bool, workers: int
 ) -> Sequence[str]:
     """Words for lightseq-train, which adds optimizer, criterion and schedule for all alike."""
     shape = case.shape
@@ -161,4 +164,5 @@ def _training(
     }
     words = [str(data), *(str(word) for pair in flags.items() for word in pair)]
     words += ["--share-all-embeddings", "--no-save", "--disable-validation", f"--{case.precision}"]
-    return words + ["--native"] * native + ["--cpu"] * (not gpu)
+    words += ["--native"] * how.native + ["--pack-tokens"] * how.pack_tokens
+    return words + ["--cpu"] * (not gpu)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lightseq_fairseq.cli.bench_runs import Row
-from lightseq_fairseq.cli.bench_train.cases import Case
+from lightseq_fairseq.cli.bench_train.cases import SYSTEMS, Case
 from lightseq_fairseq.cli.bench_train.corpus import Corpus
 from lightseq_fairseq.cli.bench_train.floor import floor
 from lightseq_fairseq.errors import UserError
@@ -98,7 +98,7 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """The rows of one case to read; "ratio" is to the fastest of fairseq's."""
+    """The rows of one case to read; "ratio" is to the fastest of fairseq's on the same batches."""
     fastest = max(
         (row["tokens_per_s"] for row in rows if row["system"].startswith("fairseq")), default=None
     )
@@ -107,7 +107,8 @@ def table(rows: Sequence[Row]) -> list[str]:
         f"{'busy':>6}{'floor':>7}{'GiB':>7}{'first 100':>11}"
     ]
     for row in sorted(rows, key=lambda row: -row["tokens_per_s"]):
-        ratio = "" if fastest is None else f"{row['tokens_per_s'] / fastest:.2f}"
+        compares = fastest is not None and not SYSTEMS[row["system"]].pack_tokens
+        ratio = f"{row['tokens_per_s'] / fastest:.2f}" if compares else ""
         first = "" if row["first_100_s"] is None else f"{row['first_100_s']:.1f} s"
         lines.append(
             f"{row['system']:22}{row['tokens_per_s']:10}{ratio:>7}{row['ms_per_step']:9.2f}"

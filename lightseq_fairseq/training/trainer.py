@@ -23,7 +23,7 @@ from fairseq.logging import metrics
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.plugins import dictionaries
 from lightseq_fairseq.plugins.optimizer import FP16Optimizer
-from lightseq_fairseq.training import batch, fast_path, optimizer_order
+from lightseq_fairseq.training import batch, fast_path, optimizer_order, pack_tokens
 from lightseq_fairseq.training.batch import PackingDataset
 from lightseq_fairseq.training.fast_path import FastPath
 
@@ -65,8 +65,8 @@ class Trainer(native.Trainer):
         self._fast_path: FastPath | None = None
         self._refusal: str | None = None  # why fairseq's own step is taken
         self._has_told = False
-        self._packs: Any = None  # fairseq's iterator of the training set
-        self._iterator: Any = None  # the same, of packed batches
+        self._fairseqs: Any = None  # fairseq's iterator of the training set
+        self._iterator: Any = None  # the same, of batches that are fuller, packed, or both
         super().__init__(cfg, task, model, criterion, quantizer)
         self._has_ls = checkpoint.uses_ls(self.cfg)
         if self._has_ls:
@@ -85,22 +85,27 @@ class Trainer(native.Trainer):
             optim.FP16Optimizer = fairseqs
 
     def get_train_iterator(self, *arguments: Any, **keywords: Any) -> Any:
-        """fairseq's batches of an epoch; packed ones for the captured step."""
+        """fairseq's batches of an epoch, or --pack-tokens'; packed ones for the captured step."""
         iterator = super().get_train_iterator(*arguments, **keywords)
         assert self.optimizer is not None  # built here at the latest: it knows what is refused
         self._refusal = self._refusal or batch.covers(iterator.dataset)
         if self._refusal is None and self._fast_path is None:
             self._refusal = fast_path.state_refusal(self)
-        if self._refusal is None and iterator is not self._packs:
+        fills = getattr(self.cfg.model, "pack_tokens", False)
+        if (fills or self._refusal is None) and iterator is not self._fairseqs:
             # fairseq keeps the iterator of a dataset and gives it to whoever asks, validation
-            # with the training set for one. The packing one is a copy that goes its own way.
-            self._packs, self._iterator = iterator, copy.copy(iterator)
-            self._iterator.dataset = PackingDataset(iterator.dataset, fast_path.granularity(self))
-            self._iterator.collate_fn = self._iterator.dataset.collater
+            # with the training set for one. Ours is a copy that goes its own way.
+            self._fairseqs, self._iterator = iterator, copy.copy(iterator)
+            if fills:
+                limits = self.cfg.dataset
+                pack_tokens.refill(self._iterator, limits.max_tokens, limits.batch_size)
+            if self._refusal is None:
+                dataset = PackingDataset(iterator.dataset, fast_path.granularity(self))
+                self._iterator.dataset, self._iterator.collate_fn = dataset, dataset.collater
         if self._has_ls and self._refusal is not None and not self._has_told:
             logger.info("training takes fairseq's own steps: %s", self._refusal)
             self._has_told = True
-        return iterator if self._refusal is not None else self._iterator
+        return self._iterator if fills or self._refusal is None else iterator
 
     @metrics.aggregate("train")
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
