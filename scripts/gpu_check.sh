@@ -96,14 +96,17 @@ log = Path(sys.argv[1])
 found = []
 for kind in ("tests", "memcheck", "racecheck"):
     reports = sorted(log.glob(f"{kind}-*.xml"))
-    suites = [ElementTree.parse(report).getroot().find("testsuite") for report in reports]
-    if not suites:
+    logs = sorted(log.glob(f"{kind}-*.txt"))
+    if not logs:
         continue
+    if without := {path.stem for path in logs} - {path.stem for path in reports}:
+        sys.exit(f"no rows: {', '.join(sorted(without))} ended without a report")
+    suites = [ElementTree.parse(report).getroot().find("testsuite") for report in reports]
     keys = ("tests", "failures", "errors", "skipped")
     row = {"case": kind, **{key: sum(int(suite.get(key)) for suite in suites) for key in keys}}
     if kind != "tests":
-        logs = "".join(path.read_text() for path in sorted(log.glob(f"{kind}-*.txt")))
-        row["summary"] = sorted(set(re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", logs)))
+        text = "".join(path.read_text() for path in logs)
+        row["summary"] = sorted(set(re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", text)))
     found.append(row)
 common = {
     "commit": os.environ["COMMIT"],
