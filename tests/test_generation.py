@@ -151,6 +151,10 @@ def test_buckets() -> None:
     assert all(n % 64 == 0 for n in sizes if n > 64)
     for first, most in ((64, 1), (128, 2), (256, 4), (512, 4), (1024, 8), (2048, 8)):
         assert sum(first < n <= 2 * first for n in sizes) == most
+    for n in range(1, 5000):
+        size = step_decoder.first_bucket(n)
+        assert n <= size <= step_decoder.bucket(n)
+        assert n <= 256 or (size % 64 == 0 and size < n + 64)
 
 
 def test_hypotheses_are_dicts_to_their_users(toy: Toy) -> None:

@@ -40,6 +40,14 @@ def bucket(rows: int) -> int:
     return -(-rows // unit) * unit
 
 
+def first_bucket(rows: int) -> int:
+    """The same for the first steps of a batch, closer: it has no other rows for most of its time.
+
+    Products are timed for multiples of 64 (csrc/common/matmul.h).
+    """
+    return bucket(rows) if rows <= 256 else -(-rows // 64) * 64
+
+
 class Attention(NamedTuple):
     """Of which layer's cross attention the weights are wanted, averaged over how many heads."""
 

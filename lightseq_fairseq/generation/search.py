@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.generation.decoder import StepDecoder, bucket
+from lightseq_fairseq.generation.decoder import StepDecoder, bucket, first_bucket
 from lightseq_fairseq.generation.memory import Memory
 from lightseq_fairseq.generation.results import Hypothesis, results
 from lightseq_fairseq.ops.beam_search import Progress
@@ -72,7 +72,7 @@ def search(
     Returns: a list for each sentence, see ``generation.results.Hypothesis``.
     """
     sentences, beam = len(source.cu_seqlens) - 1, rules.beam
-    rows = bucket(sentences * beam)
+    rows = first_bucket(sentences * beam)
     user = _User()
     steps = steps.lent_to(user)
     try:
