@@ -1,6 +1,6 @@
 // Self-attention of the newest token of every hypothesis, for generation. Cross-attention is
-// decode_attention_cross.cu; common/decode_attention.cuh and
-// query_tile.cuh have what both share.
+// decode_attention_cross.cu; common/decode_attention.cuh and query_tile.cuh have what both
+// share.
 //
 //   out[n] = softmax(scale * q[n] k^T) v        in each head, over positions 0 ... step
 //
@@ -19,7 +19,7 @@
 // slot. It takes 16 positions at a time. Hypotheses with the same ancestors at all 16 are a family,
 // which meets its keys on the tensor cores in one go, while the others stay as they are: so a
 // hypothesis adds up the same numbers in the same order, alone or not. Keys and values come through
-// a ring in shared memory (common/ancestor_tile.cuh): where families part within the 16 positions
+// a ring in shared memory (common/query_tile.cuh): where families part within the 16 positions
 // they share the rows that they have in common there, and what comes next is on its way while a
 // warp computes. Few slots have smaller tiles of hypotheses, down to one, and more warps, whose
 // reads are all under way at once. float32 takes decode_attention_rows_kernel, where hypotheses
@@ -38,8 +38,9 @@
 #include <climits>
 #include <cstdint>
 
-#include "common/ancestor_tile.cuh"
 #include "common/decode_attention.cuh"
+#include "common/newest_token.cuh"
+#include "common/prefetch.cuh"
 #include "common/query_tile.cuh"
 #include "common/scalars.cuh"
 
@@ -48,8 +49,9 @@ namespace {
 
 using namespace decode_attention;
 
-template <int kWidth>
-constexpr int kBlocks = kWidth == 64 ? 4 : 2;  // that a multiprocessor has shared memory for
+// A load of up to 32 rows, and room for a family of the next one.
+template <typename T, int kWidth>
+using PastRing = Ring<T, kWidth, 48>;
 
 // The past of a hypothesis; `first` is its row.
 template <typename T>
@@ -104,7 +106,7 @@ struct Past {
 
 // Copies what the hypotheses of a tile have to read, load by load. A lane has, at one place of 16
 // positions, the ancestors of queries 4 * half ... + 3. What does not exist is a copy.
-template <typename T, int kWidth>
+template <typename T, typename Rows>
 class Loader {
  public:
   __device__ __forceinline__ Loader(const Past<T>& past, const Item& item, const Shape& shape)
@@ -114,7 +116,7 @@ class Loader {
 
   // The next of `count` positions, to the ring's rows from `first` on, of which `room` are free.
   // What comes behind the last load is empty.
-  __device__ __forceinline__ Load start(Ring<T, kWidth>& ring, int count, int first, int room) {
+  __device__ __forceinline__ Load start(Rows& ring, int count, int first, int room) {
     if (waiting_ == 0 && ahead_ < count) {
       waiting_ = (1u << item_.queries) - 1;
       position_ = ahead_;
@@ -141,7 +143,7 @@ class Loader {
       const bool is_new = ancestor >= 0 && static_cast<int>(threadIdx.x) <= last_;
       const unsigned fresh = __ballot_sync(kAllLanes, is_new);
       const int rows = load.rows + __popc(fresh);
-      if (rows > min(room, kLoadRows)) break;
+      if (rows > min(room, Rows::kLoadRows)) break;
       const int number = load.rows + __popc(fresh & ((1u << place) - 1));
       if (is_new) {
         ring.sources[number] =
@@ -163,7 +165,8 @@ class Loader {
       load.slots = load.slots << 8 | static_cast<unsigned>(slot);
       load.families = load.families << 8 | family;
     }
-    ring.copy(load, past_.to_value, shape_.width);
+    const auto source = [&ring](int i) { return ring.sources[i]; };
+    ring.copy(load, source, past_.to_value, shape_.width);
     return load;
   }
 
@@ -189,10 +192,11 @@ class Loader {
 };
 
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(kWarp* kRingWarps, kBlocks<kWidth>)
+__global__ void __launch_bounds__(kWarp* kRingWarps, PastRing<T, kWidth>::kBlocks)
     decode_attention_self_kernel(const Past<T> past, const Shape shape, T* __restrict__ out) {
+  using Rows = PastRing<T, kWidth>;
   extern __shared__ uint4 rings[];
-  Ring<T, kWidth>& ring = reinterpret_cast<Ring<T, kWidth>*>(rings)[threadIdx.y];
+  Rows& ring = reinterpret_cast<Rows*>(rings)[threadIdx.y];
   const Team team = shape.team;
   const Item item(shape);
   if (team.shift > 0 && item.queries > 0 && threadIdx.x < kKeyTile) {
@@ -201,19 +205,19 @@ __global__ void __launch_bounds__(kWarp* kRingWarps, kBlocks<kWidth>)
   }
   wait_for_previous_kernel();
 
-  Loader<T, kWidth> loader(past, item, shape);
-  Newest<T, kWidth> newest;
+  Loader<T, Rows> loader(past, item, shape);
+  Newest<T, Rows> newest;
   newest.load(past, item, shape, team.rank() == 0);
   const int count = item.queries > 0 ? past.count() : 0;
-  Load load = loader.start(ring, count, 0, kRingRows);
-  AncestorTile<T, kWidth> tile;
+  Load load = loader.start(ring, count, 0, Rows::kRows);
+  QueryTile<T, kWidth, Rows> tile;
   newest.put(tile, ring, past, item, count, shape, team.rank() == 0);
   start_next_kernel();
 
 #pragma unroll 1
   while (load.families != 0) {
     const Load next =
-        loader.start(ring, count, ring.wrap(load.first + load.rows), kRingRows - load.rows);
+        loader.start(ring, count, ring.wrap(load.first + load.rows), Rows::kRows - load.rows);
     ring.wait_for_older();
     tile.attend(ring, load, shape.scale);
     __syncwarp();
@@ -230,7 +234,7 @@ __global__ void __launch_bounds__(kWarp* kRingWarps, kBlocks<kWidth>)
 // Into how many tiles a slot is cut: the smaller they are the more reads are under way at once,
 // and all warps shall run side by side.
 int64_t tiles_for(int64_t items, int64_t beam, int32_t device) {
-  const int64_t warps = resident_blocks(device, kRingWarps * kBlocks<64>);
+  const int64_t warps = resident_blocks(device, kRingWarps * PastRing<__half, 64>::kBlocks);
   int64_t tiles = blocks_for(beam, kQueryTile);
   while (tiles < beam && 2 * tiles * items <= warps) tiles *= 2;
   return std::min(tiles, beam);
@@ -268,8 +272,8 @@ Tensor decode_self_attention(const Tensor& qkv, Tensor keys, Tensor values, cons
       launch_rows<T, kWidth, true>(kOp, past, out, heads, width, scale);
     } else {
       const int64_t tiles = tiles_for(blocks_for(rows, beam) * heads, beam, device);
-      launch_tiles<T, kWidth>(kOp, decode_attention_self_kernel<T, kWidth>, past, out, beam, tiles,
-                              heads, width, scale, kRingWarps, sizeof(Ring<T, kWidth>));
+      launch_tiles<PastRing<T, kWidth>>(kOp, decode_attention_self_kernel<T, kWidth>, past, out,
+                                        beam, tiles, heads, width, scale, kBusyWarps);
     }
   });
   return out;

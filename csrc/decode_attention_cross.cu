@@ -1,6 +1,6 @@
 // Cross-attention of the newest token of every hypothesis, for generation. Self-attention is
-// decode_attention.cu; common/decode_attention.cuh and
-// query_tile.cuh have what both share.
+// decode_attention.cu; common/decode_attention.cuh and query_tile.cuh have what both
+// share.
 //
 //   out[n] = softmax(scale * q[n] k^T) v        in each head, over the sentence that n translates
 //
@@ -10,10 +10,16 @@
 //   bytes moved   every key and value once for eight hypotheses of a sentence, q and out once
 //   determinism   sums have a fixed order, which depends on the sizes and the lengths alone
 //
-// 16-bit numbers take decode_attention_cross_kernel, in which a warp has eight queries of a
-// sentence. float32 takes decode_attention_rows_kernel, where the queries of a sentence sit in one
-// block and meet in the first cache. In a small step the sentence's keys and values are asked for
-// before the queries are there.
+// 16-bit numbers take decode_attention_cross_kernel, in which a warp has a head and up to eight
+// queries of a sentence. It copies keys and values through a ring in shared memory
+// (common/query_tile.cuh), two tiles of 16 ahead, so that nearly all of what a batch of ordinary
+// sentences has is on its way at once: six layers' keys and values are larger than the second cache
+// and come from memory each time. They are as old as the search, and only the queries are new: the
+// kernel asks for the first tiles before it waits for the one before, which makes the queries.
+// Where there are few slots the warps of a block share out the keys of a sentence.
+//
+// float32 takes decode_attention_rows_kernel, where the queries of a sentence sit in one block and
+// meet in the first cache.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -23,6 +29,7 @@
 #include <cstdint>
 
 #include "common/decode_attention.cuh"
+#include "common/prefetch.cuh"
 #include "common/query_tile.cuh"
 
 namespace lightseq {
@@ -37,60 +44,69 @@ struct Source {
   int64_t q_stride, to_value;
   int stride, row_stride;  // all in one row
   const int *cu_seqlens, *sentences;
-  int slots, beam, count, tokens;  // `count` sentences with `tokens` tokens in all
+  int slots, beam;
 
+  // May be asked for before wait_for_previous_kernel().
   __device__ __forceinline__ Span span(int row) const {
     const int slot = row / beam;
-    const int sentence = slot < slots ? sentences[slot] : -1;
+    const int sentence = slot < slots ? peek(sentences + slot) : -1;
     if (sentence < 0) return {0, 0};
-    const int first = cu_seqlens[sentence];
-    return {first, cu_seqlens[sentence + 1] - first};
+    const int first = peek(cu_seqlens + sentence);
+    return {first, peek(cu_seqlens + sentence + 1) - first};
   }
   __device__ __forceinline__ const T* query(int row) const { return q + row * q_stride; }
   __device__ __forceinline__ const T* start(Span span) const {
     return forward(keys, span.first, stride);
   }
   __device__ __forceinline__ int row_of(Span, int) const { return 0; }
-
-  // A hint of the slot's n-th key and value, of which a head begins at `channel`.
-  __device__ __forceinline__ void prefetch_key(int slot, int n, int channel, int width) const {
-    const int sentence = slot < slots ? peek(sentences + slot) : -1;
-    if (sentence < 0 || sentence >= count) return;
-    const int token = peek(cu_seqlens + sentence) + n;
-    if (token < 0 || token >= min(peek(cu_seqlens + sentence + 1), tokens)) return;
-    const T* const key = forward(keys, token, stride) + channel;
-    prefetch(key, width * sizeof(T));
-    prefetch(key + to_value, width * sizeof(T));
-  }
 };
 
+// Room for what most sentences have, and as many warps as can hide the latency of the others' rest.
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(kWarp* kWarps)
+using SourceRing = Ring<T, kWidth, 32>;
+
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kWarp* kRingWarps, SourceRing<T, kWidth>::kBlocks)
     decode_attention_cross_kernel(const Source<T> source, const Shape shape, T* __restrict__ out) {
-  constexpr int kTiles = 128 / kWidth, kKeys = kTiles * kKeyTile;  // of one turn
+  using Rows = SourceRing<T, kWidth>;
+  constexpr int kTiles = Rows::kRows / kKeyTile;  // in the ring
+  extern __shared__ uint4 rings[];
+  Rows& ring = reinterpret_cast<Rows*>(rings)[threadIdx.y];
   const Team team = shape.team;
   const Item item(shape);
-  const int channel = item.head * shape.width, first_key = team.rank() * kKeys;
-  const int lane = threadIdx.x;
-  if (team.shift > 0 && item.queries > 0 && lane < kKeys) {
-    source.prefetch_key(item.slot, first_key + lane, channel, shape.width);
-  }
-  wait_for_previous_kernel();
+  const int channel = item.head * shape.width;
 
-  QueryTile<T, kWidth> tile;
-  tile.load(source.query(item.first_row) + channel, source.q_stride, item, shape);
-  start_next_kernel();
   const Span span = item.queries > 0 ? source.span(item.first_row) : Span{0, 0};
   const T* const keys = source.start(span) + channel;
-  for (int first = first_key; first < span.count; first += kKeys << team.shift) {
-    const auto at = [&](int i) {
-      return forward(keys, min(first + i, span.count - 1), source.stride);
-    };
-    tile.template attend<kTiles>(at, source.to_value, span.count - first, shape);
+  const auto first_key = [&](int tile) { return (tile << team.shift | team.rank()) * kKeyTile; };
+  // All queries are a family. Places behind the last key are copies of it.
+  const auto load_of = [&](int tile) {
+    const int row = tile % kTiles * kKeyTile, rows = min(kKeyTile, span.count - first_key(tile));
+    const int place = min(static_cast<int>(threadIdx.x) % kKeyTile, rows - 1);
+    return Load{row, rows, rows - 1, static_cast<unsigned>(row + place), 0xff};
+  };
+  const auto copy = [&](int tile) {
+    const auto key = [&](int i) { return forward(keys, first_key(tile) + i, source.stride); };
+    ring.copy(load_of(tile), key, source.to_value, shape.width);
+  };
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) copy(tile);
+  wait_for_previous_kernel();
+
+  QueryTile<T, kWidth, Rows> queries;
+  queries.load_queries(source.query(item.first_row) + channel, source.q_stride, item, shape);
+  start_next_kernel();
+#pragma unroll 1
+  for (int tile = 0; first_key(tile) < span.count; ++tile) {
+    ring.template wait_for_older<kTiles - 1>();
+    queries.attend(ring, load_of(tile), shape.scale);
+    copy(tile + kTiles);
   }
 
-  merge(tile.state, team, min(team.warps(), (span.count + kKeys - 1) / kKeys));
-  if (team.rank() == 0) tile.store(out, item, span.count > 0, shape);
+  const int tiles = (span.count + kKeyTile - 1) / kKeyTile;
+  merge(queries.state, team, min(team.warps(), tiles), sizeof(ring) / sizeof(float));
+  if (span.count == 0) queries.state.sum[0] = queries.state.sum[1] = 1.0f;  // 0 / 1, not 0 / 0
+  if (team.rank() == 0) queries.store(out, ring, item, shape);
 }
 
 Tensor decode_cross_attention(const Tensor& q, const Tensor& keys, const Tensor& values,
@@ -118,14 +134,13 @@ Tensor decode_cross_attention(const Tensor& q, const Tensor& keys, const Tensor&
                            cu_seqlens.const_data_ptr<int>(),
                            sentences.const_data_ptr<int>(),
                            static_cast<int>(sentences.size(0)),
-                           static_cast<int>(beam),
-                           static_cast<int>(cu_seqlens.size(0)) - 1,
-                           static_cast<int>(keys.size(0))};
+                           static_cast<int>(beam)};
     if constexpr (sizeof(T) == sizeof(float)) {
       launch_rows<T, kWidth, false>(kOp, source, out, heads, width, scale);
     } else {
-      launch_tiles<T, kWidth>(kOp, decode_attention_cross_kernel<T, kWidth>, source, out, beam,
-                              blocks_for(beam, kQueryTile), heads, width, scale, kWarps, 0);
+      launch_tiles<SourceRing<T, kWidth>>(kOp, decode_attention_cross_kernel<T, kWidth>, source,
+                                          out, beam, blocks_for(beam, kQueryTile), heads, width,
+                                          scale, kRingWarps * SourceRing<T, kWidth>::kBlocks);
     }
   });
   return out;

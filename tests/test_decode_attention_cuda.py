@@ -222,6 +222,52 @@ def test_long(dtype):
     check(Source([2000, 1, 3100], [2, 0], 5, dtype))
 
 
+# Around a tile of keys, around what is on its way at once, and far beyond, with nothing in between.
+SPANS = [1, 15, 16, 0, 17, 127, 47, 48, 49, 0, 0, 300, 95, 96, 97, 31, 32, 33, 63, 64, 65, 191, 193]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("beam", [1, 5, 8, 11, 64])
+@pytest.mark.parametrize("times", [1, 2, 4, 8])
+def test_spans(times, beam, dtype):
+    """Shared out among four warps, two, and not at all; the last block has warps without a slot."""
+    times = min(times, 160 // beam)
+    for heads, width in ((16, 64), (3, 128), (5, 24)):
+        check(Source(SPANS * times, range(len(SPANS) * times), beam, dtype, heads, width))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("times", [1, 2, 8])
+def test_neighbours_of_nan(times, dtype):
+    """A sentence sees nothing of those before and behind it."""
+    source = Source(SPANS * times, range(len(SPANS) * times), 5, dtype, heads=16)
+    clean = source.op(*source.arguments())
+    lengths = source.cu.diff()
+    odd = torch.arange(len(lengths), device="cuda") % 2 == 1
+    tokens, rows = odd.repeat_interleave(lengths), torch.zeros(len(clean), device="cuda").bool()
+    source.keys[: len(tokens)][tokens] = torch.nan
+    source.values[: len(tokens)][tokens] = torch.nan
+    rows[: 5 * len(odd)] = (odd & (lengths > 0)).repeat_interleave(5)
+    torch.cuda.synchronize()
+    out = source.op(*source.arguments())
+    assert torch.equal(out[~rows], clean[~rows]) and out[rows].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("times", [1, 2, 8])
+def test_bits_do_not_depend_on_other_sentences(times, dtype):
+    source = Source(SPANS * times, range(len(SPANS) * times), 5, dtype, heads=16)
+    together = source.op(*source.arguments())
+    own = torch.arange(len(source.sentences), device="cuda")
+    for slot in range(len(SPANS)):
+        source.sentences = torch.where(own == slot, own, -1).int()
+        torch.cuda.synchronize()
+        alone = source.op(*source.arguments())
+        mine = slice(slot * 5, slot * 5 + 5)
+        assert torch.equal(alone[mine], together[mine])
+        assert alone.count_nonzero() == alone[mine].count_nonzero()
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_empty_slots_and_sentences(dtype):
     """Rows of no sentence are written: zeros."""
@@ -275,6 +321,7 @@ def test_nan_shows(dtype):
     out = many.op(*many.arguments())
     assert out[seen, 70].isnan().all() and out.isnan().sum() == seen.sum()
     source.values[25, 70] = torch.nan
+    torch.cuda.synchronize()  # values may not be the work of the kernel right before
     out = source.op(*source.arguments())
     assert out[5:10, 70].isnan().all() and out.isnan().sum() == 5
 
@@ -337,10 +384,11 @@ def test_one_graph_serves_all_steps(count, dtype):
     assert all(map(torch.equal, eager, replayed))
 
 
-def test_kernels_wait_for_each_other():
+@pytest.mark.parametrize("sentences", [2, 60, 300])
+def test_kernels_wait_for_each_other(sentences):
     """Each reads at once what the one before it has written, without a pause for the host."""
-    past = Past(300, 30, torch.bfloat16, heads=16, beam=5, shared=0.5)
-    source = Source(lengths_of(60), range(60), 5, torch.bfloat16, heads=16, tail=0)
+    past = Past(sentences * 5, 30, torch.bfloat16, heads=16, beam=5, shared=0.5)
+    source = Source(lengths_of(sentences), range(sentences), 5, torch.bfloat16, heads=16, tail=0)
     settings = past.arguments()[1:]
     tail = source.arguments()[1:]
 

@@ -261,9 +261,10 @@ __global__ void __launch_bounds__(kWarp* kWarps)
 
 // ---- launch ----
 
-// Larger teams, of at most a block's warps, for as long as the GPU would not be busy otherwise.
-inline Team team_for(int64_t items, int32_t device, int warps) {
-  const int64_t busy = resident_blocks(device, kBusyWarps);
+// Larger teams, of at most a block's warps, for as long as no multiprocessor has more than
+// `busy_warps`.
+inline Team team_for(int64_t items, int32_t device, int warps, int busy_warps) {
+  const int64_t busy = resident_blocks(device, busy_warps);
   Team team{0};
   while (2 << team.shift <= warps && items << (team.shift + 1) <= busy) ++team.shift;
   return team;
@@ -310,7 +311,7 @@ template <typename T, int kWidth, bool kHasNewest, typename Keys>
 void launch_rows(const char* op, const Keys& keys, const Tensor& out, int64_t heads, int64_t width,
                  double scale) {
   const int32_t device = out.get_device();
-  const Team team = team_for(out.size(0) * heads, device, kWarps);
+  const Team team = team_for(out.size(0) * heads, device, kWarps, kBusyWarps);
   const int64_t blocks = blocks_for(out.size(0), kWarps >> team.shift) * heads;
   launch_early(op, decode_attention_rows_kernel<T, kWidth, kHasNewest, Keys>, dim3(blocks),
                dim3(kWarp, kWarps), shared_bytes<Softmax<T, 1, kSize>>(team),

@@ -12,7 +12,8 @@
 // over: their last numbers may still be on their way. Before it waits, a kernel may therefore read
 // what a known predecessor does not write: weights. follows_early_kernel() knows those launched
 // here, whose results are rows of tokens and sums of gradients; nobody may take these for the
-// weights of the kernel right behind.
+// weights of the kernel right behind. And it may read what its op forbids any predecessor to write,
+// as decode_cross_attention does.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,6 +1,13 @@
 // Attention of a decode step in 16-bit numbers: a warp takes a head and up to eight queries of a
-// slot, which meet their keys on the tensor cores. decode_attention.cuh has the rest. QueryTile is
-// for keys that all of them share; where their pasts part see ancestor_tile.cuh.
+// slot, 16 keys at a time. Queries that meet the same 16 keys are a family, and do so on the tensor
+// cores together. In self-attention those with the same ancestors at all 16 positions are one; in
+// cross-attention all of them always are. decode_attention.cuh has the rest.
+//
+// Keys and values come through a ring in shared memory, which belongs to the warp. What is copied
+// at a time is a load: one or more families' keys, every row that they read once. Other loads are
+// on their way while one is computed with. Which families make a load does not show in the results.
+// What lanes read or write as chunks and compute with as fragments changes from one to the other on
+// the ring's last rows, its desk.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -9,12 +16,12 @@
 
 #include "common/decode_attention.cuh"
 #include "common/mma.cuh"
-#include "common/prefetch.cuh"
 
 namespace lightseq::decode_attention {
 
 constexpr int kQueryTile = 8;  // queries of a warp
 constexpr int kKeyTile = 16;   // keys of a product
+constexpr int kRingWarps = 4;  // of a block
 
 // A head of a tile of queries, which are neighbours in a slot: what a team does.
 struct Item {
@@ -37,162 +44,215 @@ __device__ __forceinline__ uint32_t transpose(uint32_t pair) {
   return transposed;
 }
 
-// A head of up to eight queries, which one warp has. A sum over channels may take them in any
-// order, so lanes read 16 bytes each straight from global memory, and what they hold is a fragment
-// as it is.
-//
+// Families of a tile of keys, and where in the ring a lane's place of the tile has its row.
+struct Load {
+  int first, rows;                   // in the ring
+  int last;                          // place of the tile that exists; those behind are copies
+  uint64_t slots = 0, families = 0;  // a byte each: row of the ring; bits of its queries
+};
+
+// Eight numbers are a chunk, and chunks change places within a row, so that eight rows in a line
+// have their n-th chunks in eight different groups of banks.
+template <typename T, int kWidth, int kCapacity>
+struct alignas(128) Ring {
+  static constexpr int kRows = kCapacity;
+  static constexpr int kChunks = kWidth / kSize, kAtOnce = kWarp / kChunks;
+  static constexpr int kLoadRows = kRows - kKeyTile;  // at most: the next has room for one family
+  static constexpr int kDesk = kRows - kQueryTile;    // free where there is no load but one
+  // That a multiprocessor has room for.
+  static constexpr int kBlocks = 768 * 64 / (kRingWarps * kRows * kWidth);
+
+  T rows[kRows][2][kWidth];     // keys, and their values
+  const T* sources[kLoadRows];  // keys that the next load has to copy, where somebody lists them
+
+  static __device__ __forceinline__ int wrap(int row) { return row < kRows ? row : row - kRows; }
+  __device__ __forceinline__ T* chunk(int row, int side, int number) {
+    return &rows[row][side][(number ^ row % 8) * kSize];
+  }
+
+  // at(i): where the head's i-th key is; those behind the load's last may be anything. Channels
+  // that do not exist are copies of the last ones: they meet a query of 0, or are not stored. All
+  // calls are counted by wait_for_older().
+  template <typename At>
+  __device__ __forceinline__ void copy(const Load& load, const At& at, int64_t to_value,
+                                       int width) {
+    constexpr int kUnroll = kKeyTile / kAtOnce;
+    const int number = threadIdx.x % kChunks, column = min(number * kSize, width - kSize);
+    __syncwarp();
+#pragma unroll 1
+    for (int i = threadIdx.x / kChunks; i < load.rows; i += kKeyTile) {
+      const T* keys[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) keys[u] = at(i + u * kAtOnce) + column;
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (i + u * kAtOnce >= load.rows) continue;
+        const int row = wrap(load.first + i + u * kAtOnce);
+        copy_async(chunk(row, 0, number), keys[u], true);
+        copy_async(chunk(row, 1, number), keys[u] + to_value, true);
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  // For all copies but those of the newest loads.
+  template <int kNewest = 1>
+  __device__ __forceinline__ void wait_for_older() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
+    __syncwarp();
+  }
+};
+
 // Lane 4g + t holds, as mma.cuh has it, rows g and g + 8 of left operands and of results, columns g
-// of right operands. Scores are [keys, queries] = K Q^T: the lane reads channels 32c + 8t ... + 7
-// of keys g and g + 8 and of query g, and takes them for columns 2t, 2t + 1, 2t + 8, 2t + 9 of two
-// fragments. Results are [channels, queries] = V^T P^T: it reads channels 64c + 8g ... + 7 of keys
-// 2t, 2t + 1, 2t + 8, 2t + 9 and takes them for rows g and g + 8 of four fragments.
-template <typename T, int kWidth>
+// of right operands. Scores are [keys, queries] = K Q^T, results are [channels, queries] = V^T P^T.
+template <typename T, int kWidth, typename Rows>
 struct QueryTile {
-  Columns<T> q[kWidth / 32] = {};
-  Softmax<T, 2, kWidth / 8> state;  // queries 2t and 2t + 1, this lane's part of the sum
+  uint32_t q[kWidth / kSize];           // query g, channels 8i + 2t and the next
+  Softmax<T, 2, kWidth / kSize> state;  // queries 2t and 2t + 1, channels 8i + g
   const int g = threadIdx.x / 4, t = threadIdx.x % 4;
 
-  // first: of the first query, the head's first channel. stride: numbers from one to the next.
-  __device__ __forceinline__ void load(const T* first, int64_t stride, const Item& item,
-                                       const Shape& shape) {
+  // Queries from memory. first: of the first one, the head's first channel. stride: numbers from
+  // one to the next.
+  __device__ __forceinline__ void load_queries(const T* first, int64_t stride, const Item& item,
+                                               const Shape& shape) {
 #pragma unroll
-    for (int c = 0; c < kWidth / 32; ++c) {
-      const int column = c * 32 + t * kSize;
-      if (g < item.queries && column < shape.width) q[c].load(first + g * stride + column);
+    for (int i = 0; i < kWidth / kSize; ++i) {
+      const bool exists = g < item.queries && i * kSize < shape.width;
+      const T* const pair = first + g * stride + i * kSize + 2 * t;
+      q[i] = exists ? *reinterpret_cast<const uint32_t*>(pair) : 0;
     }
   }
 
-  // The queries meet kTiles * 16 keys, of which `count` exist; the others are copies of any that
-  // do. at(i): the i-th, its head's first channel.
-  template <int kTiles, typename At>
-  __device__ __forceinline__ void attend(const At& at, int64_t to_value, int count,
-                                         const Shape& shape) {
-    // Channels that do not exist are copies of the last ones: they meet a query of 0, or are not
-    // stored.
-    const auto load = [&](const T* from, int column) {
-      Columns<T> eight;
-      eight.load(from + min(column, shape.width - kSize));
-      return eight;
-    };
-    Columns<T> k[kTiles][2][kWidth / 32], v[kTiles][4][kWidth / 64];
+  // Queries from the ring's desk, where they lie as keys.
+  __device__ __forceinline__ void take_queries(Rows& ring) {
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
+    for (int i = 0; i < kWidth / kSize; i += 4) {
+      uint32_t four[4];
+      load_blocks(four, ring.chunk(Rows::kDesk + threadIdx.x % 8, 0, i + threadIdx.x / 8));
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const T* const key = at(i * kKeyTile + n * 8 + g);
-#pragma unroll
-        for (int c = 0; c < kWidth / 32; ++c) k[i][n][c] = load(key, c * 32 + t * kSize);
-      }
+      for (int n = 0; n < 4; ++n) q[i + n] = four[n];
     }
+  }
+
+  // The first results, from values on the desk; none are zeros.
+  __device__ __forceinline__ void take_values(Rows& ring) {
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
+    for (int i = 0; i < kWidth / kSize; i += 4) {
+      uint32_t four[4];
+      load_blocks_transposed(four,
+                             ring.chunk(Rows::kDesk + threadIdx.x % 8, 1, i + threadIdx.x / 8));
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const T* const value = at(i * kKeyTile + n / 2 * 8 + 2 * t + n % 2) + to_value;
-#pragma unroll
-        for (int c = 0; c < kWidth / 64; ++c) v[i][n][c] = load(value, c * 64 + g * kSize);
-      }
-    }
-
-    float score[kTiles][4] = {}, top[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-      for (int c = 0; c < kWidth / 32; ++c) {
-        const Columns<T>&low = k[i][0][c], &high = k[i][1][c];
-#pragma unroll
-        for (int w = 0; w < 4; w += 2) {
-          const uint32_t left[4] = {low.words[w], high.words[w], low.words[w + 1],
-                                    high.words[w + 1]};
-          mma<T>(score[i], left, q[c].words[w], q[c].words[w + 1]);
-        }
-      }
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const bool seen = i * kKeyTile + e / 2 * 8 + g < count;
-        score[i][e] = seen ? score[i][e] * shape.scale : -INFINITY;
-        top[e % 2] = fmaxf(top[e % 2], score[i][e]);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int offset = 4; offset < kWarp; offset *= 2) {
-        top[n] = fmaxf(top[n], __shfl_xor_sync(kAllLanes, top[n], offset));
-      }
-      state.raise(n, top[n]);
-    }
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      float (&p)[4] = score[i];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        p[e] = Base<T>::exp(p[e] - state.top[e % 2]);
-        state.sum[e % 2] += p[e];
-      }
-      const uint32_t low = transpose(pack<T>(p[0], p[1])), high = transpose(pack<T>(p[2], p[3]));
-#pragma unroll
-      for (int j = 0; j < kWidth / 16; ++j) {
-        const auto word = [&](int n) { return v[i][n][j / 4].words[j % 4]; };
-        const uint32_t left[4] = {
-            __byte_perm(word(0), word(1), 0x5410), __byte_perm(word(0), word(1), 0x7632),
-            __byte_perm(word(2), word(3), 0x5410), __byte_perm(word(2), word(3), 0x7632)};
-        float* const o[2] = {&state.o[0][2 * j], &state.o[1][2 * j]};
-        float c[4] = {o[0][0], o[1][0], o[0][1], o[1][1]};
-        mma<T>(c, left, low, high);
-        o[0][0] = c[0], o[0][1] = c[2];
-        o[1][0] = c[1], o[1][1] = c[3];
+        const float2 pair = unpack_pair<T>(four[n]);
+        state.o[0][i + n] = pair.x, state.o[1][i + n] = pair.y;
       }
     }
   }
 
-  // has_keys: whether the queries have met any; otherwise the result is 0.
-  __device__ __forceinline__ void store(T* out, const Item& item, bool has_keys,
-                                        const Shape& shape) {
+  // A family takes part with its own columns of a product, the others stay as they are, to the
+  // bit, NaN or not.
+  __device__ __forceinline__ void attend(Rows& ring, const Load& load, float scale) {
+    const int lane = threadIdx.x;
+    uint64_t slots = load.slots;
+    float p[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+#pragma unroll 1
+    for (uint64_t families = load.families; families != 0; families >>= 8, slots >>= 8) {
+      float score[4] = {};
+#pragma unroll
+      for (int k = 0; k < kWidth / kSize; k += 2) {
+        uint32_t left[4];
+        load_blocks(left, ring.chunk(static_cast<int>(slots & 0xff), 0, k + lane / 16));
+        mma<T>(score, left, q[k], q[k + 1]);
+      }
+      const unsigned mine = static_cast<unsigned>(families & 0xff) >> (2 * t);
+      if (mine & 1) p[0] = score[0] * scale, p[2] = score[2] * scale;
+      if (mine & 2) p[1] = score[1] * scale, p[3] = score[3] * scale;
+    }
+
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if (g > load.last) p[n] = -INFINITY;
+      if (g + 8 > load.last) p[n + 2] = -INFINITY;
+      float top = fmaxf(p[n], p[n + 2]);
+#pragma unroll
+      for (int offset = 4; offset < kWarp; offset *= 2) {
+        top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, offset));
+      }
+      state.raise(n, top);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      p[e] = Base<T>::exp(p[e] - state.top[e % 2]);
+      state.sum[e % 2] += p[e];
+    }
+    const uint32_t low = transpose(pack<T>(p[0], p[1])), high = transpose(pack<T>(p[2], p[3]));
+
+    // The transposed operand's blocks have their places in another order.
+    slots = __shfl_sync(kAllLanes, load.slots, lane / 16 * 8 + lane % 8);
+#pragma unroll 1
+    for (uint64_t families = load.families; families != 0; families >>= 8, slots >>= 8) {
+      const unsigned mine = static_cast<unsigned>(families & 0xff) >> (2 * t);
+#pragma unroll
+      for (int k = 0; k < kWidth / kSize; k += 2) {
+        uint32_t left[4];
+        load_blocks_transposed(left,
+                               ring.chunk(static_cast<int>(slots & 0xff), 1, k + lane / 8 % 2));
+        float (&even)[kWidth / kSize] = state.o[0], (&odd)[kWidth / kSize] = state.o[1];
+        float c[4] = {even[k], odd[k], even[k + 1], odd[k + 1]};
+        mma<T>(c, left, low, high);
+        if (mine & 1) even[k] = c[0], even[k + 1] = c[2];
+        if (mine & 2) odd[k] = c[1], odd[k + 1] = c[3];
+      }
+    }
+  }
+
+  // By way of the desk, so that rows leave whole.
+  __device__ __forceinline__ void store(T* out, Rows& ring, const Item& item, const Shape& shape) {
+    float factor[2];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int offset = 4; offset < kWarp; offset *= 2) {
         state.sum[n] += __shfl_xor_sync(kAllLanes, state.sum[n], offset);
       }
-      const float factor = has_keys ? Base<T>::divide(1.0f, state.sum[n]) : 0.0f;
-      T* const row =
-          out + (static_cast<int64_t>(item.first_row + 2 * t + n) * shape.heads + item.head) *
-                    shape.width;
+      factor[n] = Base<T>::divide(1.0f, state.sum[n]);
+    }
 #pragma unroll
-      for (int c = 0; c < kWidth / 64; ++c) {
-        const int column = c * 64 + g * kSize;
-        if (2 * t + n >= item.queries || column >= shape.width) continue;
-        float x[kSize];
+    for (int i = 0; i < kWidth / kSize; ++i) {
+      const uint32_t pair =
+          transpose(pack<T>(state.o[0][i] * factor[0], state.o[1][i] * factor[1]));
+      *reinterpret_cast<uint32_t*>(ring.chunk(Rows::kDesk + g, 0, i) + 2 * t) = pair;
+    }
+    __syncwarp();
+    const int number = threadIdx.x % Rows::kChunks;
 #pragma unroll
-        for (int e = 0; e < kSize; ++e) x[e] = state.o[n][c * kSize + e] * factor;
-        Columns<T> packed;
-        packed.pack(x);
-        packed.store(row + column);
-      }
+    for (int i = 0; i < kQueryTile; i += Rows::kAtOnce) {
+      const int query = i + threadIdx.x / Rows::kChunks;
+      if (query >= item.queries || number * kSize >= shape.width) continue;
+      Columns<T> packed;
+      packed.load_shared(ring.chunk(Rows::kDesk + query, 0, number));
+      const int64_t row = static_cast<int64_t>(item.first_row + query) * shape.heads + item.head;
+      packed.store(out + row * shape.width + number * kSize);
     }
   }
 };
 
 // ---- launch ----
 
-// tiles: into how many a slot is cut. warps: of a block, each of which has `room` bytes of shared
-// memory, or what merge() takes if that is 0.
-template <typename T, int kWidth, typename Keys>
+// tiles: into how many a slot is cut. busy_warps: as for team_for().
+template <typename Ring, typename T, typename Keys>
 void launch_tiles(const char* op, void (*kernel)(Keys, Shape, T*), const Keys& keys,
                   const Tensor& out, int64_t beam, int64_t tiles, int64_t heads, int64_t width,
-                  double scale, int warps, size_t room) {
+                  double scale, int busy_warps) {
   const int32_t device = out.get_device();
   const int64_t queries = blocks_for(beam, tiles), items = blocks_for(out.size(0), beam) * heads;
   tiles = blocks_for(beam, queries);
-  const Team team = team_for(items * tiles, device, warps);
-  const size_t shared = room > 0 ? room * warps : shared_bytes<Softmax<T, 2, kWidth / 8>>(team);
-  if (room > 0) {
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                         static_cast<int>(shared));
-  }
-  launch_early(op, kernel, dim3(blocks_for(items, warps >> team.shift), tiles), dim3(kWarp, warps),
-               shared, current_stream(device), keys,
+  const Team team = team_for(items * tiles, device, kRingWarps, busy_warps);
+  constexpr size_t kShared = sizeof(Ring) * kRingWarps;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                       static_cast<int>(kShared));
+  launch_early(op, kernel, dim3(blocks_for(items, kRingWarps >> team.shift), tiles),
+               dim3(kWarp, kRingWarps), kShared, current_stream(device), keys,
                shape_of<T>(out, heads, width, scale, team, beam, queries),
                static_cast<T*>(out.mutable_data_ptr()));
 }

@@ -79,6 +79,8 @@ def decode_cross_attention(
     keys, values: [T, C], rows may be strided (views of all layers' product).
     cu_seqlens: int32 [S + 1], first row of each sentence and the end of the last.
     sentences: int32 [slots], the sentence that each translates, negative for none.
+    On a GPU q alone may be what the kernel right before it on the stream writes: the other tensors
+    are read while that one is still at work.
     Raises ValueError on a wrong shape, dtype, device or layout. Sentence numbers are not checked.
     """
     op = "decode_cross_attention"
