@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
+import math
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +24,6 @@ from lightseq_fairseq.generation.search import Rules, search
 from lightseq_fairseq.generation.weights import Weights
 from lightseq_fairseq.plugins import generator as plugin
 from lightseq_fairseq.plugins.generator import LSSequenceGenerator
-from lightseq_fairseq.training.batch import Segments
 
 SEARCHES: dict[str, dict[str, Any]] = {
     "greedy": {"beam": 1},
@@ -113,10 +114,9 @@ def inputs(toy: Toy, sample: dict[str, Any] | None = None) -> dict[str, Any]:
     """What ``search`` takes of a batch."""
     sample = next(iter(held_out(toy.task))) if sample is None else sample
     tokens = sample["net_input"]["src_tokens"]
-    source = Segments.from_mask(tokens.ne(1))
     return {
         "steps": toy.ls.decoder.steps, "encoder": toy.ls.encoder, "decoder": toy.ls.decoder,
-        "tokens": source.pack(tokens), "source": source, "rules": Rules(3, 1, 2, 3), "first": 2,
+        "tokens": tokens, "rules": Rules(3, 1, 2, 3), "first": 2,
         "max_len": 20, "positions": 30,
     }  # fmt: skip
 
@@ -141,6 +141,48 @@ def test_memory_that_grows_and_rows_that_vanish(toy: Toy, monkeypatch: pytest.Mo
     monkeypatch.setattr(step_decoder.StepDecoder, "features", seen)
     assert plain(search(**given)) == expected
     assert rows == sorted(rows, reverse=True) and rows[-1] < rows[0]
+
+
+def test_memory_may_hold_anything(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a batch leaves to the next one, whose positions and rows lie elsewhere in it."""
+    monkeypatch.setattr(step_decoder, "_most_kept", lambda device: math.inf)
+    toy = dataclasses.replace(toy, ls=copy.deepcopy(toy.ls))
+    given = inputs(toy)
+    expected = plain(search(**given))
+    memory = toy.ls.decoder.steps.memory
+    for each in (memory.ancestry, memory.past_tokens, memory.hypothesis_tokens):
+        each.fill_(2**30)
+    assert plain(search(**given)) == expected
+    fewer = {**given, "tokens": given["tokens"][:3]}
+    assert plain(search(**fewer)) == expected[:3]
+    assert plain(search(**given)) == expected
+    assert toy.ls.decoder.steps.memory is memory
+
+
+def test_pads_anywhere(toy: Toy) -> None:
+    given = inputs(toy)
+    tokens = given["tokens"]
+    assert tokens.eq(1).any()
+    rightmost = tokens.eq(1).int().argsort(dim=1, stable=True)
+    spread = torch.ones(len(tokens), 2 * tokens.shape[1], dtype=torch.int64)
+    spread[:, ::2] = tokens
+    expected = dict(enumerate(search(**given)))
+    for padded in (tokens.gather(1, rightmost), spread, spread[:, ::2]):
+        assert_same(dict(enumerate(search(**{**given, "tokens": padded}))), expected)
+
+
+def test_parts_in_whatever_order(toy: Toy) -> None:
+    given = inputs(toy)
+    expected, found = search(**given), search(**given)
+    others = [h for each in found for h in each]
+    names = ("positional_scores", "alignment", "tokens", "attention", "score")
+    read = [{name: h[name] for name in names} for h in reversed(others)]
+    for mine, h in zip(reversed(read), itertools.chain(*expected), strict=True):
+        assert all(torch.equal(mine[name], h[name]) for name in names)
+        torch.testing.assert_close(
+            mine["positional_scores"].sum() / len(mine["tokens"]), mine["score"]
+        )
+    assert type(found) is list and {type(each) for each in found} == {list}
 
 
 def test_buckets() -> None:
@@ -176,10 +218,14 @@ def test_hypotheses_are_dicts_to_their_users(toy: Toy) -> None:
     for again in (copy.deepcopy(first), pickle.loads(pickle.dumps(first)), {**first}):
         assert again["tokens"].tolist() == first["tokens"].tolist()
         assert torch.equal(again["positional_scores"], before / 2)
+        assert type(again) is dict and list(again) == list(native[0][0])
+    alone = pickle.loads(pickle.dumps(first))["tokens"]
+    assert alone.untyped_storage().nbytes() == alone.nbytes  # not with those of all sentences
     first["steps"] = torch.tensor(3)
     del first["alignment"]
     assert "steps" in first and "alignment" not in first and len(first) == 5
     assert first.get("alignment") is None and "steps" in repr(first)
+    assert "steps" not in second and second.get("steps") is None and len(second) == 5
     with pytest.raises(KeyError):
         first["alignment"]
 

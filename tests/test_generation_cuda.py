@@ -20,7 +20,6 @@ from lightseq_fairseq import library
 from lightseq_fairseq.generation import search
 from lightseq_fairseq.generation.decoder import StepDecoder
 from lightseq_fairseq.generation.late import LateProgress
-from lightseq_fairseq.training.batch import Segments
 
 pytestmark = pytest.mark.gpu
 
@@ -220,8 +219,7 @@ def test_weights_that_change_or_move(toy: Toy) -> None:
 def test_memory_that_grows(toy: Toy) -> None:
     model = copy.deepcopy(toy.ls).cuda()
     tokens = batches(True)[0]["net_input"]["src_tokens"]
-    source = Segments.from_mask(tokens.ne(1))
-    given = source.pack(tokens), source, search.Rules(4, 1, 2, 3), 2, 40
+    given = tokens, search.Rules(4, 1, 2, 3), 2, 40
     found = [
         search.search(model.decoder.steps, model.encoder, model.decoder, *given, positions)
         for positions in (2, 50)

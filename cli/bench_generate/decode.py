@@ -45,7 +45,7 @@ def main() -> None:
     def translate(sample: dict[str, Any]) -> list[int]:
         sample = utils.move_to_cuda(sample) if gpu else sample
         hypotheses = task.inference_step(generator, [model], sample)
-        return [len(best["tokens"].tolist()) for best, *_ in hypotheses]
+        return [len(found[0]["tokens"].tolist()) for found in hypotheses]
 
     samples = stopwatch.batches(task, cfg, given.sentences)
     peak = torch.cuda.max_memory_reserved if gpu else None

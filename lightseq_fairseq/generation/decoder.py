@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,33 +93,38 @@ class StepDecoder:
         rows: the most that are needed; positions: so many at least.
         """
         memory = self._open(decoder)
-        memory.open(_room(rows), positions, cu_seqlens.cpu(), len(features), 0)
+        memory.open(_room(rows), positions, cu_seqlens.cpu().numpy(), 0)
         memory.send()
         memory.keep_source(_keys_and_values(decoder, features))
         return memory
 
-    def open(
-        self, encoder: Any, decoder: Any, tokens: Tensor, source: Segments, rows: int,
-        positions: int,
-    ) -> Memory:  # fmt: skip
+    def open(self, encoder: Any, decoder: Any, tokens: Tensor, rows: int, positions: int) -> Memory:
         """The same without the encoder's output, which is ``encode``'s.
 
-        tokens: [T] of packed sentences, which lie in ``source``; best on the CPU, where they are
-        read. The caller writes the rest of ``memory.host`` and sends it.
+        tokens: int64 [B, S], sentences with pads anywhere, as ``Segments.from_mask`` has them.
+        The caller writes the rest of ``memory.host`` and sends it.
         """
-        memory = self._open(decoder, encoder)
-        count = len(tokens)
-        room = self._size(count)
-        memory.open(_room(rows), positions, source.cu_seqlens.cpu(), count, room)
+        fetched = tokens.to("cpu", non_blocking=True)
+        memory = self._open(decoder, encoder)  # meanwhile
+        # The one wait of a batch before its end: how many tokens are real decides about all shapes.
+        if tokens.is_cuda:
+            torch.cuda.current_stream(tokens.device).synchronize()
+        padded = fetched.numpy()
+        is_real = padded != encoder.padding_idx
+        lengths = is_real.sum(1)
+        cu_seqlens = np.append(0, lengths.cumsum())
+        count = int(cu_seqlens[-1])
+        memory.open(_room(rows), positions, cu_seqlens, self._size(count))
         # Behind them are zeros, which lie in no sentence.
-        memory.host["source_tokens"][:count] = tokens.cpu().numpy()
-        memory.host["source_positions"][:count] = source.positions.cpu().numpy()
+        memory.host["source_tokens"][:count] = padded[is_real]
+        memory.host["source_positions"][:count] = np.arange(count) - cu_seqlens[:-1].repeat(lengths)
         return memory
 
     def encode(self, encoder: Any, decoder: Any, sentences: int, longest: int) -> None:
         """From the source tokens in ``memory`` to what all steps share, as a graph of its own.
 
-        encoder: has ``features`` as that of ``plugins.transformer``. longest: of B sentences.
+        encoder: has ``features`` and ``padding_idx``, as that of ``plugins.transformer``. longest:
+        of B sentences.
         """
         memory, sentences = self.memory, self._size(sentences)
 

@@ -24,17 +24,20 @@ class LateProgress:
         reports: int32 [2, 2], see ``ops.beam_advance``.
     """
 
+    _of_steps: torch.cuda.Stream  # looked up once a search
+
     def __init__(self, device: torch.device) -> None:
         self.reports = torch.zeros(2, 2, dtype=torch.int32)
         self._beside: torch.cuda.Stream | None = None
         self._launched = 0  # steps of the search at hand
         if device.type == "cuda":
             self._beside = torch.cuda.Stream(device)
+            self._of_steps = torch.cuda.current_stream(device)
             # torch sees this copy, not what kernels write. From now on it keeps the memory, should
             # a search be dropped, until the stream is through with its last step.
             self.reports = self.reports.pin_memory()
             self.reports.copy_(torch.zeros_like(self.reports, device=device), non_blocking=True)
-            self._of_steps().synchronize()
+            self._of_steps.synchronize()
         self._places = self.reports.flatten().numpy().view(np.uint64)
 
     def begin(self, unfinished: int) -> None:
@@ -43,6 +46,8 @@ class LateProgress:
         self._report_after(self._launched)
         self._places[:] = unfinished << 32, 0
         self._launched = 0
+        if self._beside is not None:
+            self._of_steps = torch.cuda.current_stream(self._beside.device)
 
     def unfinished(self, step: int) -> int:
         """After the steps before ``step``, which has been launched; on a CPU after it as well."""
@@ -61,15 +66,11 @@ class LateProgress:
                 return report >> 32
             if is_idle:
                 break
-            is_idle = self._beside is None or (look % _LOOKS == 0 and self._of_steps().query())
+            is_idle = self._beside is None or (look % _LOOKS == 0 and self._of_steps.query())
         raise RuntimeError(f"after {steps} steps of a search, the last one has not reported")
 
     def beside(self, steps_matter: bool) -> torch.cuda.Stream | None:
         """A stream beside that of the steps, if any; after those so far where they matter."""
         if self._beside is not None and steps_matter:
-            self._beside.wait_stream(self._of_steps())
+            self._beside.wait_stream(self._of_steps)
         return self._beside
-
-    def _of_steps(self) -> torch.cuda.Stream:
-        assert self._beside is not None
-        return torch.cuda.current_stream(self._beside.device)

@@ -12,6 +12,10 @@ sentences, S padded source length.
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,8 +29,9 @@ _PER_CELL = {
     "hypothesis_scores": torch.float32,
 }
 _PER_ROW = ("tokens", "scores", "sentences", "lengths", "totals")
+_IN_BLOCK = ("progress", *_PER_ROW, "cu_seqlens", "source_tokens", "source_positions")
 _REAL = ("scores", "totals")  # float32 in the block, which is int32 otherwise
-_ALIGNED = 64  # numbers of the block: each part begins at a multiple
+_ALIGNED = 64  # numbers of four bytes: each part of an allocation begins at a multiple
 
 
 class Memory:
@@ -37,6 +42,7 @@ class Memory:
         like: one of its weights, for dtype and device.
 
     Attributes:
+        positions, rows: P and R.
         cache: [P, L, 2, R, C], keys and values of self-attention.
         ancestry, past_tokens, hypothesis_tokens: int32 [P, R].
         past_scores, hypothesis_scores: float32 [P, R].
@@ -72,44 +78,38 @@ class Memory:
         self.moved = True
         self._flat: dict[str, Tensor] = {}
         self._cells = 0
+        self._dealt: tuple[int, ...] | None = None
         self.rng = self._take("rng", 2, torch.int64)
-
-    @property
-    def positions(self) -> int:
-        return len(self.ancestry)
-
-    @property
-    def rows(self) -> int:
-        return len(self.tokens)
 
     @property
     def nbytes(self) -> int:
         return sum(flat.nbytes for flat in self._flat.values())
 
-    def open(self, rows: int, positions: int, cu_seqlens: Tensor, tokens: int, room: int) -> None:
+    def open(self, rows: int, positions: int, cu_seqlens: np.ndarray, room: int) -> None:
         """Deal out room for a batch, and begin ``host``: no hypotheses, no source tokens yet.
 
-        rows, positions: R, and P at least. cu_seqlens: int32 [B + 1], on the CPU. tokens: T.
-        room: tokens that the encoder is to read, T or more; 0 where it has read them.
+        rows, positions: R, and P at least. cu_seqlens: integers [B + 1]. room: tokens that the
+        encoder is to read, T or more; 0 where it has read them.
         """
         self._deal(rows, positions, max(rows, len(cu_seqlens)) + 1, room)
-        self.ancestry.zero_()  # rows without a hypothesis look there, too
+        tokens = int(cu_seqlens[-1])
         # Rounded up, as batches differ a little in size.
         flat = self._take("source", _power(tokens) * self.layers * 2 * self.width, self.dtype)
         self.source = flat.view(-1, self.layers, 2, self.width)
         pinned = self.device.type == "cuda"
         self._sent = torch.zeros(len(self._block), dtype=torch.int32, pin_memory=pinned)
-        self.host = {name: part.numpy() for name, part in self._parts_of(self._sent).items()}
+        self.host: dict[str, np.ndarray] = self._parts_of(self._sent.numpy(), np.float32)
         self.host["sentences"].fill(-1)
         self.host["cu_seqlens"].fill(tokens)
-        self.host["cu_seqlens"][: len(cu_seqlens)] = cu_seqlens.numpy()
+        self.host["cu_seqlens"][: len(cu_seqlens)] = cu_seqlens
 
     def send(self) -> None:
         """Bring ``host`` to the device, once a batch."""
         self._block.copy_(self._sent, non_blocking=True)
 
     def keep_source(self, keys_and_values: Tensor) -> None:
-        """[T, L * 2 * C] into ``source``."""
+        """[T, L * 2 * C] into ``source``: the last of what a batch begins with."""
+        self.ancestry.zero_()  # rows without a hypothesis look there, too
         self.source[: len(keys_and_values)].view_as(keys_and_values).copy_(keys_and_values)
 
     def place_columns(self, index: Tensor, shape: tuple[int, int]) -> None:
@@ -121,44 +121,49 @@ class Memory:
     def resize(self, rows: int, positions: int, used: int) -> None:
         """Go on with more rows or positions: the first ``used`` positions move along."""
         old = {name: getattr(self, name)[:used] for name in ("cache", *_PER_CELL)}
-        for name in (*old, "block"):
+        for name in ("cache", "cells", "block"):
             del self._flat[name]
-        old |= self._parts_of(self._block)
-        self._cells = 0
+        old |= self._parts_of(self._block, torch.float32)
+        self._cells, self._dealt = 0, None
         self._deal(rows, positions, len(self.cu_seqlens), len(self.source_tokens))
         self.sentences.fill_(-1)
         for name, kept in old.items():
             getattr(self, name)[tuple(map(slice, kept.shape))].copy_(kept)
 
     def _deal(self, rows: int, positions: int, boundaries: int, room: int) -> None:
+        """Make the tensors of a batch, unless they are those of the one before."""
         self._cells = max(self._cells, rows * positions)
-        positions = self._cells // rows
-        shape = (positions, self.layers, 2, rows, self.width)
+        shapes = rows, self._cells, boundaries, room
+        if shapes == self._dealt:
+            return
+        self._dealt = shapes
+        self.rows, self.positions = rows, self._cells // rows
+        shape = (self.positions, self.layers, 2, rows, self.width)
         numbers = self.layers * 2 * self.width
         flat = self._take("cache", self._cells * numbers, self.dtype)
-        self.cache = flat[: positions * rows * numbers].view(shape)
-        for name, dtype in _PER_CELL.items():
-            flat = self._take(name, self._cells, dtype)
-            setattr(self, name, flat[: positions * rows].view(positions, rows))
+        self.cache = flat[: self.positions * rows * numbers].view(shape)
+        apart, kinds = _aligned(self._cells), len(_PER_CELL)
+        flat = self._take("cells", kinds * apart, torch.int32)
+        parts = flat.as_strided((kinds, self.positions, rows), (apart, rows, 1)).unbind()
+        for (name, dtype), part in zip(_PER_CELL.items(), parts, strict=True):
+            setattr(self, name, part.view(dtype))
         # A part's place follows from R, and that of source_positions from the room as well: a
         # graph that is made for these finds it there in every batch.
-        self._sizes = {
-            "progress": len(Progress),
-            **dict.fromkeys(_PER_ROW, rows),
-            "cu_seqlens": boundaries,
-            "source_tokens": room,
-            "source_positions": room,
+        sizes = (len(Progress), *[rows] * len(_PER_ROW), boundaries, room, room)
+        *starts, end = itertools.accumulate(map(_aligned, sizes), initial=0)
+        self._places = {
+            name: slice(start, start + size)
+            for name, start, size in zip(_IN_BLOCK, starts, sizes, strict=True)
         }
-        size = sum(map(_aligned, self._sizes.values()))
-        self._block = self._take("block", _power(size), torch.int32)[:size]
-        for name, part in self._parts_of(self._block).items():
+        self._block = self._take("block", _power(end), torch.int32)[:end]
+        for name, part in self._parts_of(self._block, torch.float32).items():
             setattr(self, name, part)
         self.step = self.progress[Progress.STEP]
 
-    def _parts_of(self, block: Tensor) -> dict[str, Tensor]:
-        parts = block.split([_aligned(size) for size in self._sizes.values()])
-        named = {n: p[:size] for (n, size), p in zip(self._sizes.items(), parts, strict=True)}
-        return named | {name: named[name].view(torch.float32) for name in _REAL}
+    def _parts_of(self, block: Any, real: Any) -> dict[str, Any]:
+        """Of the block or its like on the host, a tensor or an array with its name for float32."""
+        parts = {name: block[place] for name, place in self._places.items()}
+        return parts | {name: parts[name].view(real) for name in _REAL}
 
     def _take(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor of at least that size: the one of before, or a new one of zeros."""

@@ -1,15 +1,16 @@
 """What a search has found, as fairseq's generators give it.
 
-All hypotheses come to the host in one copy. Most are never looked at, so the tensors of each are
-made when somebody asks for them.
+The host makes the hypotheses while the encoder still works, and learns of all of them in one copy.
+Most are never looked at, so tensors are made when somebody asks for them: then for the hypotheses
+of the same rank of all sentences at once, as who reads the best of one reads that of each.
 
-Letters: B sentences, M columns of results (beam of them a sentence), P positions.
+Letters: B sentences, M = B * beam hypotheses at most, P positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
-from itertools import islice, repeat
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,99 +22,120 @@ from lightseq_fairseq.generation.memory import Memory
 _PARTS = ("tokens", "score", "attention", "alignment", "positional_scores")
 
 
-class _Batch:
-    """The hypotheses of a batch, a row each.
+class _Rank(dict[str, Sequence[Tensor]]):
+    """The hypotheses of one rank: by name their parts, sentence by sentence, once asked for."""
 
-    Args:
-        block: int32 [M, 2 + 2 * P], see ``_fetched``.
-    """
+    def learn(self, block: np.ndarray, rows: np.ndarray) -> None:
+        """block: what ``_fetched`` gives. rows: int64 [B], where in it they stand."""
+        self._block, self._rows = block, rows
 
-    def __init__(self, block: Tensor) -> None:
-        positions = block.shape[1] // 2 - 1
-        numbers, reals = block.numpy(), block.view(torch.float32).numpy()
-        self._lengths, self._totals = numbers[:, 0].copy(), reals[:, 1].copy()
-        self._tokens = numbers[:, 2 : 2 + positions].astype(np.int64)
-        self._scores = reals[:, 2 + positions :].copy()
-        self._scores[:, 1:] -= reals[:, 2 + positions : -1]
+    def __missing__(self, name: str) -> Sequence[Tensor]:
+        self[name] = made = self._make(name)
+        return made
 
-    def ranked(self, beam: int) -> tuple[list[int], list[int]]:
-        """The rows that are results, sentence by sentence, best first; how many a sentence has."""
-        found = self._lengths > 0
-        ranks = np.where(found, -self._totals, np.inf).reshape(-1, beam)
-        order = ranks.argsort(axis=1, kind="stable")
-        rows = (order + np.arange(0, len(found), beam)[:, None]).ravel()
-        return rows[found[rows]].tolist(), found.reshape(-1, beam).sum(1).tolist()
-
-    def part(self, name: str, row: int) -> Tensor:
-        if name == "tokens":
-            return torch.from_numpy(self._tokens[row, : self._lengths[row]])
+    def _make(self, name: str) -> Sequence[Tensor]:
+        found = self._block[self._rows]
+        lengths, reals, positions = found[:, 0], found.view(np.float32), found.shape[1] // 2 - 1
         if name == "score":
-            return torch.from_numpy(self._totals[row : row + 1])[0]
-        if name == "positional_scores":
-            return torch.from_numpy(self._scores[row, : self._lengths[row]])
-        return torch.empty(0)
+            return torch.from_numpy(reals[:, 1].copy()).unbind()
+        if name == "tokens":
+            padded = found[:, 2 : 2 + positions].astype(np.int64)
+        elif name == "positional_scores":
+            padded = np.diff(reals[:, 2 + positions :], axis=1, prepend=np.float32(0))
+        elif name in _PARTS:
+            return torch.empty(len(found), 0).unbind()
+        else:
+            raise KeyError(name)
+        packed = padded[np.arange(positions) < lengths[:, None]]
+        return torch.from_numpy(packed).split(lengths.tolist())
 
 
 class Hypothesis(MutableMapping[str, Tensor]):
     """A hypothesis of L tokens, the end included: fairseq's dict, except that it is none.
 
     tokens int64 [L], score float32 [], positional_scores float32 [L]; attention and alignment are
-    empty. All are on the CPU.
+    empty. All are on the CPU. Copies, and what is unpickled, are dicts.
     Source: ``finalize_hypos`` of ``fairseq.sequence_generator.SequenceGenerator``.
     """
 
-    __slots__ = ("_batch", "_made", "_row")
+    __slots__ = ("_own", "_rank", "_sentence")
 
-    def __init__(self, batch: _Batch, row: int) -> None:
-        self._batch, self._row = batch, row
-        self._made: dict[str, Tensor | None] | None = None
-
-    @property
-    def _parts(self) -> dict[str, Tensor | None]:
-        """All names, and None where nobody has asked yet."""
-        if self._made is None:
-            self._made = dict.fromkeys(_PARTS)
-        return self._made
+    def __init__(self, rank: _Rank, sentence: int) -> None:
+        self._rank, self._sentence = rank, sentence
+        self._own: dict[str, Tensor] | None = None  # instead of the rank's, once one was changed
 
     def __getitem__(self, name: str) -> Tensor:
-        part = self._parts[name]
-        if part is None:
-            part = self._parts[name] = self._batch.part(name, self._row)
-        return part
+        if self._own is None:
+            return self._rank[name][self._sentence]
+        return self._own[name]
+
+    def _changed(self) -> dict[str, Tensor]:
+        if self._own is None:
+            self._own = dict(self)
+        return self._own
 
     def __setitem__(self, name: str, part: Tensor) -> None:
-        self._parts[name] = part
+        self._changed()[name] = part
 
     def __delitem__(self, name: str) -> None:
-        del self._parts[name]
+        del self._changed()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
+        return iter(_PARTS if self._own is None else self._own)
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(_PARTS if self._own is None else self._own)
 
     def __repr__(self) -> str:
         return repr(dict(self))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Clones: each tensor lies in one with those of the other sentences.
+        return dict, ({name: part.clone() for name, part in self.items()},)
 
-def results(
-    memory: Memory, sentences: int, positions: int, beam: int, stream: torch.cuda.Stream | None
-) -> list[list[Hypothesis]]:
-    """The results of each sentence, best first: all that ``ops.beam_advance`` has kept.
 
-    positions: P, the longest result. stream: in whose order the device is to be asked.
-    Raises UserError where a sentence has none.
+class Results:
+    """The results of a search: made while it runs, told what they are when it has ended.
+
+    Args:
+        sentences, beam: B, and how many results each has, as a rule.
     """
-    batch = _Batch(_fetched(memory, sentences * beam, positions, stream))
-    rows, numbers = batch.ranked(beam)
-    if 0 in numbers:
-        raise UserError(
-            "a sentence has no translation of a finite score: the model's output is not a number, "
-            "which a diverged training or an overflow of --fp16 leaves behind."
-        )
-    hypotheses = map(Hypothesis, repeat(batch), rows)
-    return [list(islice(hypotheses, number)) for number in numbers]
+
+    def __init__(self, sentences: int, beam: int) -> None:
+        self._ranks = [_Rank() for _ in range(beam)]
+        self._of_sentences = [
+            [Hypothesis(rank, sentence) for rank in self._ranks] for sentence in range(sentences)
+        ]
+
+    def fetch(
+        self, memory: Memory, positions: int, stream: torch.cuda.Stream | None
+    ) -> list[list[Hypothesis]]:
+        """Those of each sentence, best first: all that ``ops.beam_advance`` has kept.
+
+        positions: P, the longest result. stream: in whose order the device is to be asked.
+        Raises UserError where a sentence has none.
+        """
+        sentences, beam = len(self._of_sentences), len(self._ranks)
+        # A copy, since users may keep results, and pinned memory is to serve the next batch.
+        block = _fetched(memory, sentences * beam, positions, stream).numpy().copy()
+        found = block[:, 0] > 0
+        order = np.where(found, -block[:, 1].view(np.float32), np.inf).reshape(sentences, beam)
+        rows = order.argsort(axis=1, kind="stable") + np.arange(0, len(block), beam)[:, None]
+        for rank, its_rows in zip(self._ranks, rows.T, strict=True):
+            rank.learn(block, its_rows)
+        if not found.all():
+            self._keep(found.reshape(sentences, beam).sum(1).tolist())
+        return self._of_sentences
+
+    def _keep(self, numbers: list[int]) -> None:
+        """So many of each sentence."""
+        if 0 in numbers:
+            raise UserError(
+                "a sentence has no translation of a finite score: the model's output is not a "
+                "number, which a diverged training or an overflow of --fp16 leaves behind."
+            )
+        for each, number in zip(self._of_sentences, numbers, strict=True):
+            del each[number:]
 
 
 def _fetched(

@@ -20,9 +20,8 @@ from torch import Tensor
 from lightseq_fairseq import ops
 from lightseq_fairseq.generation.decoder import StepDecoder, bucket, first_bucket
 from lightseq_fairseq.generation.memory import Memory
-from lightseq_fairseq.generation.results import Hypothesis, results
+from lightseq_fairseq.generation.results import Hypothesis, Results
 from lightseq_fairseq.ops.beam_search import Progress
-from lightseq_fairseq.training.batch import Segments
 
 MOST_BEAM = 64  # that the CUDA kernels have room for
 
@@ -55,15 +54,14 @@ class Rules:
 
 @torch.no_grad()
 def search(
-    steps: StepDecoder, encoder: Any, decoder: Any, tokens: Tensor, source: Segments,
-    rules: Rules, first: int, max_len: int, positions: int, rng: Tensor | None = None,
+    steps: StepDecoder, encoder: Any, decoder: Any, tokens: Tensor, rules: Rules, first: int,
+    max_len: int, positions: int, rng: Tensor | None = None,
 ) -> list[list[Hypothesis]]:  # fmt: skip
     """The results of each sentence, best first, as fairseq's ``SequenceGenerator`` gives them.
 
     Args:
         steps: the decoder's; see ``StepDecoder`` for ``encoder`` and ``decoder``.
-        tokens: int64 [T], the packed sentences, at least one; source: where they lie. The CPU is
-            the place for both: what a batch begins with is put together there.
+        tokens: int64 [B, S], padded sentences, at least one; on any device.
         first: the token to begin with.
         max_len: tokens of a result without its end.
         positions: so many will do, as a rule; there are more when they do not.
@@ -71,16 +69,17 @@ def search(
 
     Returns: a list for each sentence, see ``generation.results.Hypothesis``.
     """
-    sentences, beam = len(source.cu_seqlens) - 1, rules.beam
+    (sentences, longest), beam = tokens.shape, rules.beam
     rows = first_bucket(sentences * beam)
     user = _User()
     steps = steps.lent_to(user)
     try:
-        memory = steps.open(encoder, decoder, tokens, source, rows, min(positions, max_len + 1))
+        memory = steps.open(encoder, decoder, tokens, rows, min(positions, max_len + 1))
         _start(memory, sentences, rules, first, max_len)
         if rng is not None:
             memory.rng.copy_(rng)
-        steps.encode(encoder, decoder, sentences, source.max_len)
+        steps.encode(encoder, decoder, sentences, longest)
+        results = Results(sentences, beam)  # while the GPU works
         steps.progress.begin(sentences)
         for step in range(max_len + 1):
             steps.make_room(rows, step + 1, step)
@@ -96,7 +95,7 @@ def search(
         raise
     # A step that found nothing unfinished changes no results: they need not wait for it. Those of
     # the steps before it can be read: a step reports when all of the GPU can see what it has kept.
-    found = results(memory, sentences, step + 1, beam, steps.progress.beside(left > 0))
+    found = results.fetch(memory, step + 1, steps.progress.beside(left > 0))
     steps.end()
     return found
 

@@ -20,7 +20,6 @@ from lightseq_fairseq.generation.incremental import expected_length
 from lightseq_fairseq.generation.search import MOST_BEAM, Rules, search
 from lightseq_fairseq.layers import draw_rng
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
-from lightseq_fairseq.training.batch import Segments
 
 
 class LSSequenceGenerator(SequenceGenerator):
@@ -39,8 +38,7 @@ class LSSequenceGenerator(SequenceGenerator):
             rules = self._rules(inputs["src_tokens"].is_cuda)
         if rules is None:
             return super()._generate(sample, prefix_tokens, constraints, bos_token)
-        # The one wait of a batch: how many tokens are real decides about all shapes.
-        tokens = inputs["src_tokens"].cpu()
+        tokens = inputs["src_tokens"]
         if len(tokens) == 0:
             return []
         longest = tokens.shape[1]
@@ -50,9 +48,8 @@ class LSSequenceGenerator(SequenceGenerator):
         )
         model = self.model.single_model
         rng = draw_rng() if rules.sampled else None
-        source = Segments.from_mask(tokens.ne(model.encoder.padding_idx))
         return search(
-            model.decoder.steps, model.encoder, model.decoder, source.pack(tokens), source, rules,
+            model.decoder.steps, model.encoder, model.decoder, tokens, rules,
             self.eos if bos_token is None else bos_token, max_len, expected_length(longest), rng,
         )  # fmt: skip
 
