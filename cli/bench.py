@@ -156,7 +156,7 @@ def _train(
     help=f"So many of the {test_set.SENTENCES}.  [default: 200 at batch 1, else all]",
 )  # fmt: skip
 @click.option(
-    "--max-tokens", type=click.IntRange(corpora.LONGEST), default=12_000, show_default=True,
+    "--max-tokens", type=click.IntRange(corpora.LONGEST), default=18_000, show_default=True,
     help="Source tokens of a batch by tokens, pads included.",
 )  # fmt: skip
 @click.option(

@@ -49,7 +49,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # references on the CPU, of severa
 cd "$log"
 
 # One file of tests, alone or under a tool of compute-sanitizer, which fails it by what it finds.
-# Checked accesses are ten to a hundred times slower: there the largest tests are left out.
+# Checked accesses are ten to a hundred times slower: there the largest tests are left out. No
+# backtraces: they would hold on to Python's frames, and so to every tensor of every test.
 run() { # tests, memcheck or racecheck; name of the file
     local name=$1-$2
     local words=("$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root"
@@ -59,6 +60,7 @@ run() { # tests, memcheck or racecheck; name of the file
         "${words[@]}" gpu
     else
         compute-sanitizer --tool "$1" --error-exitcode 9 --target-processes all \
+            --show-backtrace no \
             "${words[@]}" "gpu and not large"
     fi >"$log/$name.txt" 2>&1 || status=$?
     echo "$name: $(tail -n 1 "$log/$name.txt") ($((SECONDS - began)) s, status $status)"

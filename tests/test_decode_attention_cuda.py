@@ -17,8 +17,13 @@ pytestmark = pytest.mark.gpu
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 HEADS = [(16, 64), (3, 32), (2, 128), (5, 8), (3, 72)]
 # Few hypotheses share out their keys among warps, many do not.
-COUNTS = [1, 5, 70, 1300]
+COUNTS = [1, 5, 70]
 BEAMS = [1, 4, 5, 8, 64]
+
+
+def largest(number):
+    """The last of a parameter's values, which shows no single access that others do not."""
+    return pytest.param(number, marks=pytest.mark.large)
 
 
 def randn(*shape, dtype):
@@ -139,7 +144,7 @@ def test_kernels_are_loaded():
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("step", [0, 1, 27, 200])
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [*COUNTS, largest(1300)])
 def test_self(count, step, dtype):
     check(Past(count, step, dtype))
 
@@ -147,7 +152,7 @@ def test_self(count, step, dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("beam", BEAMS)
 @pytest.mark.parametrize("shared", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("slots", [1, 37, 400])
+@pytest.mark.parametrize("slots", [1, 37, largest(400)])
 def test_self_shares_ancestors(slots, shared, beam, dtype):
     """Slots that do not end with the rows, too."""
     if slots * beam > 4000:
@@ -159,7 +164,7 @@ def test_self_shares_ancestors(slots, shared, beam, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("beam", [4, 5, 8, 12])
-@pytest.mark.parametrize("slots", [1, 40, 300])
+@pytest.mark.parametrize("slots", [1, 40, largest(300)])
 def test_lines_that_meet(slots, beam, dtype):
     """As a search leaves them: the further back, the fewer ancestors a slot has."""
     own = torch.arange(slots * beam, device="cuda")
@@ -173,7 +178,7 @@ def test_lines_that_meet(slots, beam, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("beam", [4, 5, 8, 12, 64])
-@pytest.mark.parametrize("slots", [1, 60, 330])
+@pytest.mark.parametrize("slots", [1, 60, largest(330)])
 def test_bits_do_not_depend_on_who_shares(slots, beam, dtype):
     """Siblings whose ancestors hold the same numbers, in one row of the cache and in rows apart."""
     count, step = min(slots, 3000 // beam) * beam, 45
@@ -201,7 +206,7 @@ def test_spare_rows_of_zeros(dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("beam", [1, 4, 5, 8, 12, 32])
-@pytest.mark.parametrize("sentences", [1, 30, 330])
+@pytest.mark.parametrize("sentences", [1, 30, largest(330)])
 def test_cross(sentences, beam, dtype):
     check(Source(lengths_of(sentences), range(sentences), beam, dtype))
 
@@ -339,7 +344,7 @@ def test_same_bits_again():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [5, 500])
+@pytest.mark.parametrize("count", [5, largest(500)])
 def test_one_graph_serves_all_steps(count, dtype):
     """Captured once with nodes of every kind before the kernels; replayed at every position."""
     heads, width, steps = 4, 64, 12

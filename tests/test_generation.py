@@ -199,6 +199,16 @@ def test_buckets() -> None:
         assert n <= 256 or (size % 64 == 0 and size < n + 64)
 
 
+@pytest.mark.parametrize("bpe_symbol", [None, "@@ "])
+def test_text_is_that_of_fairseqs_own_look_up(toy: Toy, bpe_symbol: str | None) -> None:
+    words = toy.task.target_dictionary
+    numbers = torch.randint(0, len(words) + 2, (7, 30), dtype=torch.int32)  # and words it lacks
+    for tokens in (*numbers, numbers, numbers[0, :0], numbers[0].tolist()):
+        for options in ({}, {"unk_string": "?"}, {"escape_unk": True, "include_eos": True}):
+            text = words.string(tokens, bpe_symbol, **options)
+            assert text == type(words).string.__wrapped__(words, tokens, bpe_symbol, **options)
+
+
 def test_hypotheses_are_dicts_to_their_users(toy: Toy) -> None:
     sample = next(iter(held_out(toy.task)))
     ours, native = (

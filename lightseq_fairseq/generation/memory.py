@@ -97,8 +97,10 @@ class Memory:
         flat = self._take("source", _power(tokens) * self.layers * 2 * self.width, self.dtype)
         self.source = flat.view(-1, self.layers, 2, self.width)
         pinned = self.device.type == "cuda"
-        self._sent = torch.zeros(len(self._block), dtype=torch.int32, pin_memory=pinned)
-        self.host: dict[str, np.ndarray] = self._parts_of(self._sent.numpy(), np.float32)
+        self._sent = torch.empty(len(self._block), dtype=torch.int32, pin_memory=pinned)
+        block = self._sent.numpy()
+        block.fill(0)  # by this thread: waking torch's others would take longer
+        self.host: dict[str, np.ndarray] = self._parts_of(block, np.float32)
         self.host["sentences"].fill(-1)
         self.host["cu_seqlens"].fill(tokens)
         self.host["cu_seqlens"][: len(cu_seqlens)] = cu_seqlens

@@ -3,7 +3,8 @@
 ``task.build_generator`` gives fairseq's generator as ever, of a class that searches by itself
 where it knows how: one ``ls_transformer``, beam search, diverse beam search or, on a GPU, sampling.
 Whatever else is asked of it, it leaves to fairseq's own search, which calls our decoder token by
-token. Importing this module changes ``FairseqTask.build_generator``.
+token. Importing this module changes ``FairseqTask.build_generator``, and how words of translations
+are looked up: a list of numbers at once.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from fairseq import search as fairseq_search
+from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
+from fairseq.tasks.translation import TranslationTask
 from torch import Tensor
 
 from lightseq_fairseq.generation.incremental import expected_length
@@ -108,4 +112,26 @@ def _choose_in_build_generator() -> None:
     FairseqTask.build_generator = build_generator
 
 
+def _look_words_up_at_once() -> None:
+    """The same text without taking tensors apart.
+
+    ``Dictionary.string`` reads each number of a tensor several times, which is most of the time of
+    writing translations. --eval-bleu strips pads off references one by one, where each waits for
+    the GPU.
+    """
+    string, score = Dictionary.string, TranslationTask._inference_with_bleu
+
+    @functools.wraps(string)
+    def string_of_list(self: Any, tensor: Any, *others: Any, **options: Any) -> str:
+        is_sentence = torch.is_tensor(tensor) and tensor.dim() == 1
+        return string(self, tensor.tolist() if is_sentence else tensor, *others, **options)
+
+    @functools.wraps(score)
+    def score_on_cpu(self: Any, generator: Any, sample: dict[str, Any], model: Any) -> Any:
+        return score(self, generator, {**sample, "target": sample["target"].cpu()}, model)
+
+    Dictionary.string, TranslationTask._inference_with_bleu = string_of_list, score_on_cpu
+
+
 _choose_in_build_generator()
+_look_words_up_at_once()
