@@ -184,6 +184,23 @@ def train_plot(rows: list[dict[str, Any]]) -> str:
     return bar_chart("target tokens a second in training", groups, ticks)
 
 
+def check_table(rows: list[dict[str, Any]]) -> list[str]:
+    """What each check of gpu_check.sh ran, and what it found."""
+    lines = ["| check | tests | failures | skipped | found |", "|---|---|---|---|---|"]
+    for row in rows:
+        found = "; ".join(row.get("summary", []))
+        failures = row["failures"] + row["errors"]
+        cells = row["case"], row["tests"], failures, row["skipped"], found
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    common = {key: sorted({row[key] for row in rows}) for key in ("gpu", "torch", "commit")}
+    return [
+        *lines,
+        "",
+        f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
+        f"{', '.join(commit[:10] for commit in common['commit'])}.",
+    ]
+
+
 TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[str]]]] = {
     "quickstart": ("examples/quickstart/results/bleu.json", bleu_table),
     "multi30k": ("examples/multi30k/results/bleu.json", bleu_table),
@@ -192,6 +209,7 @@ TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[str]]]] = {
     "generate": ("scripts/results/generate-h200.json", generate_table),
     "convergence": (CONVERGENCE, convergence_table),
     "translation": ("scripts/results/translation-h200.json", translation_table),
+    "gpu_check": ("scripts/results/gpu-check-h200.json", check_table),
 }
 PLOTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
     OPS_PLOT: ("scripts/results/ops-h200.json", op_plot),
