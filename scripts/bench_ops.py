@@ -5,10 +5,13 @@
 
 What is compared is in `bench_ops_cases`. How it is timed:
 
-* CUDA events around one run. Before them the GPU spins for a millisecond, so that the host has
-  launched the whole run by the time its first kernel starts: what counts is time on the GPU.
-* Before that a write of 256 MB takes the L2 cache. A run finds it full of lines that are not its
-  own and still have to be written back, as it leaves it to the next one.
+* CUDA events around a few runs: as many as take a millisecond, eight at most. Before them the GPU
+  spins for a millisecond, so that the host has launched enough by the time the first kernel starts:
+  what counts is time on the GPU.
+* Before every run a write of 256 MB takes the L2 cache. A run finds it full of lines that are not
+  its own and still have to be written back, as it leaves it to the next write. What the writes
+  take without the runs is subtracted. So an op pays for being launched behind another kernel, as in
+  a step, and not for what lies between two events besides, some 4 us.
 * All systems of a case take turns in one process; p20, p50 and p80 of 25 turns after 3 to warm up.
 * `gb_per_s` counts the least bytes of the case, whatever a system really moves. `copy_share` is
   that over what a copy of 2 GiB from device to device moves in the same process, read and written.
@@ -35,11 +38,13 @@ from lightseq_fairseq import library
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SYSTEMS = ("ours", "eager", "compile", "library", "apex")
 TURNS, WARM_UP = 25, 3
+MOST_REPEATS, ENOUGH_MS = 8, 1.0  # runs between two events
 SPIN_CYCLES = 2_000_000  # about a millisecond
 FLUSH_BYTES, COPY_BYTES = 256 << 20, 2 << 30
 
 Row = dict[str, Any]
 Times = tuple[float, float, float]  # p20, p50, p80 in ms
+Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 def measure(
@@ -49,26 +54,39 @@ def measure(
 ) -> dict[str, Times]:
     """Times of every run, in turns, each on a cold L2."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    for _ in range(WARM_UP):
-        for run in runs.values():
-            restore()
-            run()
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
-    for _ in range(turns):
-        for name, run in runs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def time(run: Callable[[], object], repeats: int) -> Events:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SPIN_CYCLES)
+        start.record()
+        for _ in range(repeats):
             restore()
             flush.fill_(1)
-            torch.cuda._sleep(SPIN_CYCLES)
-            start.record()
             run()
-            end.record()
-            events[name].append((start, end))
-    torch.cuda.synchronize()
+        end.record()
+        return start, end
+
+    everything = {**runs, "": lambda: None}  # without a run: what restoring and writing take
+    first = {}
+    for _ in range(WARM_UP):
+        first = {name: elapsed([time(run, 1)])[0] for name, run in everything.items()}
+    fastest = min(first[name] for name in runs) - first[""]
+    repeats = max(1, min(MOST_REPEATS, round(ENOUGH_MS / max(fastest, 1e-3))))
+    events: dict[str, list[Events]] = {name: [] for name in everything}
+    for _ in range(turns):
+        for name, run in everything.items():
+            events[name].append(time(run, repeats))
+    _, without, _ = percentiles(elapsed(events.pop("")))
     return {
-        name: percentiles([start.elapsed_time(end) for start, end in pairs])
+        name: percentiles([(ms - without) / repeats for ms in elapsed(pairs)])
         for name, pairs in events.items()
     }
+
+
+def elapsed(pairs: Sequence[Events]) -> list[float]:
+    """Milliseconds between two events each."""
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in pairs]
 
 
 def percentiles(times: Sequence[float]) -> Times:

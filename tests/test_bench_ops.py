@@ -124,6 +124,17 @@ def test_lengths_are_wmt_like(bench: Any) -> None:
     assert 1.01 < target.sum() / source.sum() < 1.05
 
 
+@pytest.mark.gpu
+def test_times_are_those_of_the_runs_alone(bench: Any) -> None:
+    runs = {"nothing": lambda: None, "short": lambda: torch.cuda._sleep(100_000)}
+    runs |= {"long": lambda: torch.cuda._sleep(400_000)}
+    _, nothing, _ = bench.measure(runs, turns=5)["nothing"]
+    _, short, _ = bench.measure(runs, turns=5)["short"]
+    _, long, _ = bench.measure({"long": runs["long"]}, turns=5)["long"]
+    assert abs(nothing) < 2e-3 < short  # ms
+    assert 3.6 < long / short < 4.4
+
+
 def test_rows(bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     times = {"ours": (1.0, 2.0, 4.0), "eager": (3.0, 4.0, 5.0)}
     monkeypatch.setattr(bench, "measure", lambda runs, restore: {s: times[s] for s in runs})
