@@ -4,138 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops_testing import assert_kernel_as_good_as, poison_cache
+from decode_attention_cases import (
+    FLOATS,
+    Past,
+    Source,
+    check,
+    largest,
+    lengths_of,
+    poisoned,
+    randn,
+)
 
 from lightseq_fairseq import library, ops
-from lightseq_fairseq.ops.decode_attention import (
-    decode_cross_attention_reference,
-    decode_self_attention_reference,
-)
 
 pytestmark = pytest.mark.gpu
 
-FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 HEADS = [(16, 64), (3, 32), (2, 128), (5, 8), (3, 72)]
 # Few hypotheses share out their keys among warps, many do not.
 COUNTS = [1, 5, 70]
 BEAMS = [1, 4, 5, 8, 64]
-
-
-def largest(number):
-    """The last of a parameter's values, which shows no single access that others do not."""
-    return pytest.param(number, marks=pytest.mark.large)
-
-
-def randn(*shape, dtype):
-    return torch.randn(shape, device="cuda").to(dtype)
-
-
-def poisoned(*shape, dtype):
-    return torch.full(shape, torch.nan, device="cuda", dtype=dtype)
-
-
-class Past:
-    """A strided cache; what must not be read is poisoned.
-
-    shared: how much of the ancestry, position by position, is the same for all of a slot.
-    """
-
-    reference = staticmethod(decode_self_attention_reference)
-    op = staticmethod(ops.decode_self_attention)
-
-    def __init__(self, count, step, dtype, heads=4, width=64, spare=3, beam=1, shared=0.0):
-        torch.manual_seed(count + step)
-        channels, rows = heads * width, count + spare
-        self.count, self.step, self.heads, self.scale = count, step, heads, width**-0.5
-        self.beam = beam
-        self.qkv = randn(count, 3 * channels, dtype=dtype)
-        self.both = poisoned(2, step + 2, rows, 2 * channels, dtype=dtype)
-        self.both[:, :step] = randn(2, step, rows, 2 * channels, dtype=dtype)
-        self.keys, self.values = self.cache(self.both)
-        self.ancestry = torch.full((step + 2, rows), -9, dtype=torch.int32, device="cuda")
-        self.ancestry[:step] = torch.randint(0, rows, (step, rows), device="cuda")
-        first = torch.arange(count, device="cuda") // beam * beam
-        together = torch.rand(step, 1, device="cuda") < shared
-        past = self.ancestry[:step]
-        past[:, :count] = torch.where(together, past[:, first], past[:, :count])
-        self.position = torch.tensor(step, dtype=torch.int32, device="cuda")
-
-    def cache(self, both):
-        """(keys, values), whose rows are parts of wider ones."""
-        return both[..., both.shape[-1] // 2 :].unbind(0)
-
-    def arguments(self, dtype=None):
-        """With copies of the cache, which a call writes to."""
-        dtype = dtype or self.qkv.dtype
-        cache = self.cache(self.both.to(dtype, copy=True))
-        settings = self.heads, self.scale, self.beam
-        return self.qkv.to(dtype), *cache, self.ancestry, self.position, *settings
-
-    def plain(self):
-        """In the case's own dtype, every hypothesis with a copy of its history."""
-        q, new_k, new_v = (x.unflatten(1, (self.heads, -1)) for x in self.qkv.chunk(3, 1))
-        row = self.ancestry[: self.step, : self.count].long()
-        place = torch.arange(self.step, device="cuda")[:, None]
-        k, v = (
-            torch.cat((x[place, row].unflatten(2, (self.heads, -1)), new[None]))
-            for x, new in ((self.keys, new_k), (self.values, new_v))
-        )
-        weights = torch.softmax(self.scale * torch.einsum("nhd,knhd->nhk", q, k), -1)
-        return torch.einsum("nhk,knhd->nhd", weights, v).flatten(1)
-
-
-class Source:
-    """Packed sentences between poison, keys and values parts of a wider matrix."""
-
-    reference = staticmethod(decode_cross_attention_reference)
-    op = staticmethod(ops.decode_cross_attention)
-
-    def __init__(self, lengths, sentences, beam, dtype, heads=4, width=64, tail=3):
-        torch.manual_seed(len(lengths) + beam)
-        channels, used = heads * width, sum(lengths)
-        self.beam, self.heads, self.scale = beam, heads, width**-0.5
-        self.q = randn(len(sentences) * beam + tail, channels, dtype=dtype)
-        both = poisoned(used + 1, 4 * channels, dtype=dtype)
-        both[:used] = randn(used, 4 * channels, dtype=dtype)
-        self.keys, self.values = both[:, channels : 2 * channels], both[:, 3 * channels :]
-        self.cu = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
-        self.sentences = torch.tensor(sentences, dtype=torch.int32).cuda()
-
-    def arguments(self, dtype=None):
-        tensors = self.q, self.keys, self.values
-        if dtype is not None:
-            tensors = tuple(x.to(dtype) for x in tensors)
-        return *tensors, self.cu, self.sentences, self.beam, self.heads, self.scale
-
-    def plain(self):
-        out = torch.zeros_like(self.q)
-        cu = self.cu.tolist()
-        for slot, sentence in enumerate(self.sentences.tolist()):
-            if sentence < 0 or cu[sentence] == cu[sentence + 1]:
-                continue
-            mine = slice(slot * self.beam, (slot + 1) * self.beam)
-            k, v = (
-                x[cu[sentence] : cu[sentence + 1]].unflatten(1, (self.heads, -1))
-                for x in (self.keys, self.values)
-            )
-            q = self.q[mine].unflatten(1, (self.heads, -1))
-            weights = torch.softmax(self.scale * torch.einsum("nhd,khd->nhk", q, k), -1)
-            out[mine] = torch.einsum("nhk,khd->nhd", weights, v).flatten(1)
-        return out
-
-
-def check(case):
-    exact = case.reference(*case.arguments(torch.float64))
-    plain = case.plain()
-    poison_cache()
-    ours = case.op(*case.arguments())
-    assert_kernel_as_good_as(ours, plain, exact, half_roundings=0.5)
-    assert torch.equal(ours.eq(0).all(1), exact.eq(0).all(1))
-
-
-def lengths_of(sentences):
-    generator = torch.Generator().manual_seed(sentences)
-    return torch.randint(1, 60, (sentences,), generator=generator).tolist()
 
 
 def test_kernels_are_loaded():
@@ -205,13 +92,6 @@ def test_spare_rows_of_zeros(dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("beam", [1, 4, 5, 8, 12, 32])
-@pytest.mark.parametrize("sentences", [1, 30, largest(330)])
-def test_cross(sentences, beam, dtype):
-    check(Source(lengths_of(sentences), range(sentences), beam, dtype))
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("heads", "width"), HEADS)
 def test_heads(heads, width, dtype):
     for count in (5, 700):
@@ -225,60 +105,6 @@ def test_long(dtype):
     check(Past(3, 3000, dtype, beam=3))
     check(Past(1400, 300, dtype, beam=7, shared=0.9))
     check(Source([2000, 1, 3100], [2, 0], 5, dtype))
-
-
-# Around a tile of keys, around what is on its way at once, and far beyond, with nothing in between.
-SPANS = [1, 15, 16, 0, 17, 127, 47, 48, 49, 0, 0, 300, 95, 96, 97, 31, 32, 33, 63, 64, 65, 191, 193]
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("beam", [1, 5, 8, 11, 64])
-@pytest.mark.parametrize("times", [1, 2, 4, 8])
-def test_spans(times, beam, dtype):
-    """Shared out among four warps, two, and not at all; the last block has warps without a slot."""
-    times = min(times, 160 // beam)
-    for heads, width in ((16, 64), (3, 128), (5, 24)):
-        check(Source(SPANS * times, range(len(SPANS) * times), beam, dtype, heads, width))
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("times", [1, 2, 8])
-def test_neighbours_of_nan(times, dtype):
-    """A sentence sees nothing of those before and behind it."""
-    source = Source(SPANS * times, range(len(SPANS) * times), 5, dtype, heads=16)
-    clean = source.op(*source.arguments())
-    lengths = source.cu.diff()
-    odd = torch.arange(len(lengths), device="cuda") % 2 == 1
-    tokens, rows = odd.repeat_interleave(lengths), torch.zeros(len(clean), device="cuda").bool()
-    source.keys[: len(tokens)][tokens] = torch.nan
-    source.values[: len(tokens)][tokens] = torch.nan
-    rows[: 5 * len(odd)] = (odd & (lengths > 0)).repeat_interleave(5)
-    torch.cuda.synchronize()
-    out = source.op(*source.arguments())
-    assert torch.equal(out[~rows], clean[~rows]) and out[rows].isnan().all()
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("times", [1, 2, 8])
-def test_bits_do_not_depend_on_other_sentences(times, dtype):
-    source = Source(SPANS * times, range(len(SPANS) * times), 5, dtype, heads=16)
-    together = source.op(*source.arguments())
-    own = torch.arange(len(source.sentences), device="cuda")
-    for slot in range(len(SPANS)):
-        source.sentences = torch.where(own == slot, own, -1).int()
-        torch.cuda.synchronize()
-        alone = source.op(*source.arguments())
-        mine = slice(slot * 5, slot * 5 + 5)
-        assert torch.equal(alone[mine], together[mine])
-        assert alone.count_nonzero() == alone[mine].count_nonzero()
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_empty_slots_and_sentences(dtype):
-    """Rows of no sentence are written: zeros."""
-    check(Source([0, 7, 0, 31, 32, 33, 0], [3, -1, 0, 1, -5, 6, 4, 5], 5, dtype))
-    check(Source([4], [-1, -1], 3, dtype))
-    check(Source([4], [], 3, dtype))
 
 
 def test_nobody_there():
@@ -429,21 +255,3 @@ def test_self_refusals(place, change, message):
         arguments[i] = change(arguments[i])
     with pytest.raises(RuntimeError, match=f"decode_self_attention: {message}"):
         ops.decode_self_attention(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("place", "change", "message"),
-    [
-        ((0, 1, 2), lambda x: x.double(), "q must be float32, float16 or bfloat16"),
-        ((6,), lambda heads: 1, "heads of 256 numbers"),
-        ((0,), lambda q: torch.nn.functional.pad(q, (1, 0))[:, 1:], "q must be contiguous"),
-        ((3,), lambda cu: torch.stack((cu, cu), 1)[:, 0], "cu_seqlens and sentences must be"),
-        ((4,), lambda s: torch.stack((s, s), 1)[:, 0], "cu_seqlens and sentences must be"),
-    ],
-)
-def test_cross_refusals(place, change, message):
-    arguments = list(Source([5, 9], [1, 0], 3, torch.bfloat16).arguments())
-    for i in place:
-        arguments[i] = change(arguments[i])
-    with pytest.raises(RuntimeError, match=f"decode_cross_attention: {message}"):
-        ops.decode_cross_attention(*arguments)
