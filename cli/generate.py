@@ -15,6 +15,7 @@ from lightseq_fairseq.cli.defaults import is_given
 from lightseq_fairseq.cli.launch import launcher, run
 from lightseq_fairseq.cli.replaced import replaced
 from lightseq_fairseq.cli.sentences import Sentences
+from lightseq_fairseq.cli.settings import looked_up_once
 from lightseq_fairseq.errors import UserError
 
 
@@ -45,14 +46,14 @@ def main(words: list[str], native: bool, output: Path | None, reference: TextIO 
     --distributed-rank only that share is translated, as in fairseq.
     """
 
-    def translate(fairseq_main: Callable[[Namespace], Any], args: Namespace) -> None:
+    def translate(fairseq_main: Callable[[Any], Any], args: Namespace) -> None:
         _translate(fairseq_main, args, words, output, reference)
 
     run("generate", words, native=native, around=translate)
 
 
 def _translate(
-    fairseq_main: Callable[[Namespace], Any], args: Namespace, words: list[str],
+    fairseq_main: Callable[[Any], Any], args: Namespace, words: list[str],
     output: Path | None, reference: TextIO | None,
 ) -> None:  # fmt: skip
     references = None if reference is None else score.lines_of(reference)
@@ -75,7 +76,7 @@ def _translate(
             shards.translate(args, out)
         else:
             with contextlib.redirect_stdout(out):
-                fairseq_main(args)
+                fairseq_main(looked_up_once(args))
         if (note := out.unknown.sentence()) is not None:
             click.echo(f"lightseq-generate: note: {note}", err=True)
         try:

@@ -18,6 +18,7 @@ from torch import multiprocessing
 
 from lightseq_fairseq.cli.launch import quiet
 from lightseq_fairseq.cli.sentences import Lines, Sentences
+from lightseq_fairseq.cli.settings import looked_up_once
 from lightseq_fairseq.errors import UserError
 
 _LOOK_AGAIN_S = 1.0
@@ -116,5 +117,5 @@ def _shard(rank: int, args: Namespace, queues: list[Any]) -> None:
         torch.cuda.set_device(rank)
     utils.import_user_module(args)
     with quiet(), contextlib.redirect_stdout(out):
-        generate.main(args)
+        generate.main(looked_up_once(args))
     queues[rank].put(None)
