@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from argparse import Namespace
 from typing import Any
 
 # The parts that fairseq-generate and -interactive read in their loops, and hand to nobody who
@@ -11,10 +12,11 @@ _READ_IN_LOOPS = ("common_eval", "dataset", "generation")
 
 
 class Settings:
-    """A part of a configuration whose settings are looked up once; what is set reaches both.
+    """A configuration, or a part of one, whose settings are looked up once.
 
     omegaconf takes some 10 us for a look. fairseq-generate looks more than twenty times at a
-    sentence, which is longer than the sentence takes to be translated in a large batch.
+    sentence, which is longer than the sentence takes to be translated in a large batch. What is set
+    here is set there.
     """
 
     def __init__(self, config: Any, parts: tuple[str, ...] = ()) -> None:
@@ -44,8 +46,6 @@ def looked_up_once(cfg: Any) -> Settings:
 
     cfg: what they take, a Namespace or fairseq's configuration.
     """
-    from argparse import Namespace
-
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
     config = convert_namespace_to_omegaconf(cfg) if isinstance(cfg, Namespace) else cfg
