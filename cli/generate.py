@@ -14,6 +14,7 @@ from lightseq_fairseq.cli import score
 from lightseq_fairseq.cli.defaults import is_given
 from lightseq_fairseq.cli.launch import launcher, run
 from lightseq_fairseq.cli.replaced import replaced
+from lightseq_fairseq.cli.samples import left_on_cpu
 from lightseq_fairseq.cli.sentences import Sentences
 from lightseq_fairseq.cli.settings import looked_up_once
 from lightseq_fairseq.errors import UserError
@@ -75,7 +76,7 @@ def _translate(
 
             shards.translate(args, out)
         else:
-            with contextlib.redirect_stdout(out):
+            with contextlib.redirect_stdout(out), left_on_cpu():
                 fairseq_main(looked_up_once(args))
         if (note := out.unknown.sentence()) is not None:
             click.echo(f"lightseq-generate: note: {note}", err=True)

@@ -12,6 +12,7 @@ import click
 
 from lightseq_fairseq.cli.defaults import is_given
 from lightseq_fairseq.cli.launch import launcher, run
+from lightseq_fairseq.cli.samples import left_on_cpu
 from lightseq_fairseq.cli.sentences import Lines, UnknownWords
 from lightseq_fairseq.cli.settings import looked_up_once
 
@@ -50,7 +51,7 @@ class _AtOnce(Lines):
 def _translate(fairseq_main: Callable[[Any], None], cfg: Any) -> None:
     out = _AtOnce()
     try:
-        with contextlib.redirect_stdout(out):
+        with contextlib.redirect_stdout(out), left_on_cpu():
             fairseq_main(looked_up_once(cfg))
     except Exception as error:
         # fairseq counts within the buffer, and whatever came before it has been translated.

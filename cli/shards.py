@@ -17,6 +17,7 @@ import torch
 from torch import multiprocessing
 
 from lightseq_fairseq.cli.launch import quiet
+from lightseq_fairseq.cli.samples import left_on_cpu
 from lightseq_fairseq.cli.sentences import Lines, Sentences
 from lightseq_fairseq.cli.settings import looked_up_once
 from lightseq_fairseq.errors import UserError
@@ -116,6 +117,6 @@ def _shard(rank: int, args: Namespace, queues: list[Any]) -> None:
     if torch.cuda.is_available() and not args.cpu:
         torch.cuda.set_device(rank)
     utils.import_user_module(args)
-    with quiet(), contextlib.redirect_stdout(out):
+    with quiet(), contextlib.redirect_stdout(out), left_on_cpu():
         generate.main(looked_up_once(args))
     queues[rank].put(None)

@@ -414,6 +414,6 @@ def test_which_generator_a_task_builds(toy: Toy) -> None:
     for options in ({"print_alignment": "hard"}, {"replace_unk": ""}, {"score_reference": True}):
         assert not issubclass(built([toy.ls], **options), LSSequenceGenerator)
     words = toy.task.target_dictionary
-    assert LSSequenceGenerator([toy.ls], words)._rules(False) is not None
-    assert LSSequenceGenerator([toy.ls], words, match_source_len=True)._rules(False) is None
-    assert LSSequenceGenerator([toy.ls], words, tokens_to_suppress=("one",))._rules(True) is None
+    assert LSSequenceGenerator([toy.ls], words)._rules() is not None
+    assert LSSequenceGenerator([toy.ls], words, match_source_len=True)._rules() is None
+    assert LSSequenceGenerator([toy.ls], words, tokens_to_suppress=("one",))._rules() is None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import cli_runs
 import digits
 import pytest
 import torch
@@ -20,6 +22,7 @@ from lightseq_fairseq import library
 from lightseq_fairseq.generation import search
 from lightseq_fairseq.generation.decoder import StepDecoder
 from lightseq_fairseq.generation.late import LateProgress
+from lightseq_fairseq.plugins import generator as plugin
 
 pytestmark = pytest.mark.gpu
 
@@ -44,12 +47,12 @@ def batches(on_gpu: bool) -> list[dict[str, Any]]:
     return [utils.move_to_cuda(sample) if on_gpu else sample for sample in samples]
 
 
-def translate(model: Any, by: Any = None, **options: Any) -> Found:
-    """The hypotheses of all held-out sentences, where the model is."""
+def translate(model: Any, by: Any = None, on_cpu: bool = False, **options: Any) -> Found:
+    """The hypotheses of all held-out sentences, from samples where the model is or on the CPU."""
     toy = digits.toy()
     generator = toy.task.build_generator([model], GenerationConfig(**options), seq_gen_cls=by)
     found: list[Any] = []
-    for sample in batches(next(model.parameters()).is_cuda):
+    for sample in batches(next(model.parameters()).is_cuda and not on_cpu):
         found += toy.task.inference_step(generator, [model], sample)
     return found
 
@@ -136,6 +139,95 @@ def test_nothing_waits_within_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(search, "_start", without_waiting(search._start))
     translate(model, beam=5)
     assert set(calls) == {"run", "_compact", "_start"}
+    # Nor does anything before it, where the sample is on the CPU.
+    monkeypatch.setattr(StepDecoder, "open", without_waiting(StepDecoder.open))
+    monkeypatch.setattr(StepDecoder, "encode", without_waiting(StepDecoder.encode))
+    translate(model, on_cpu=True, beam=5)
+    assert {"open", "encode"} < set(calls)
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        translate(model, beam=5)
+
+
+@pytest.fixture(name="devices")
+def devices_of_searches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Whose searches there are, and where each finds its source tokens."""
+    seen: list[tuple[str, str]] = []
+    ours, fairseqs = search.search, SequenceGenerator._generate
+
+    def counted(*arguments: Any) -> Any:
+        seen.append(("ours", arguments[3].device.type))
+        return ours(*arguments)
+
+    def of_fairseq(self: Any, sample: Any, *others: Any, **options: Any) -> Any:
+        given = (*sample["net_input"].values(), *others)
+        seen.extend(("fairseq's", each.device.type) for each in given if torch.is_tensor(each))
+        return fairseqs(self, sample, *others, **options)
+
+    monkeypatch.setattr(plugin, "search", counted)
+    monkeypatch.setattr(SequenceGenerator, "_generate", of_fairseq)
+    return seen
+
+
+LEFT_TO_FAIRSEQ: dict[str, dict[str, Any]] = {
+    "ngrams": {"beam": 3, "no_repeat_ngram_size": 2},
+    "source-length": {"beam": 4, "match_source_len": True},
+}
+
+
+@pytest.mark.parametrize("options", [*SEARCHES.values(), *LEFT_TO_FAIRSEQ.values()],
+                         ids=[*SEARCHES, *LEFT_TO_FAIRSEQ])  # fmt: skip
+def test_samples_on_the_cpu(
+    toy: Toy, options: dict[str, Any], devices: list[tuple[str, str]]
+) -> None:
+    """The same bits. Our search takes them as they are, fairseq's has them moved."""
+    model = copy.deepcopy(toy.ls).cuda()
+    for _ in range(2):  # after which both find the same algorithms and graphs
+        moved = translate(model, **options)
+    devices.clear()
+    found = translate(model, on_cpu=True, **options)
+    is_left = options in LEFT_TO_FAIRSEQ.values()
+    assert set(devices) == {("fairseq's", "cuda") if is_left else ("ours", "cpu")}
+    assert words(found) == words(moved)
+    for mine, other in zip(found, moved, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            assert torch.equal(a["positional_scores"], b["positional_scores"])
+
+
+def test_prefixes_on_the_cpu(toy: Toy, devices: list[tuple[str, str]]) -> None:
+    model = copy.deepcopy(toy.ls).cuda()
+    generator = toy.task.build_generator([model], GenerationConfig(beam=3))
+    found = [
+        words(generator.generate([model], sample, prefix_tokens=sample["target"][:, :2]))
+        for sample in (batches(False)[0], batches(True)[0])
+    ]
+    assert found[0] == found[1]
+    assert set(devices) == {("fairseq's", "cuda")}
+
+
+@pytest.mark.parametrize("flags", ["", "--no-repeat-ngram-size 2", "--print-alignment hard"])
+def test_where_the_launchers_leave_samples(
+    toy: Toy, devices: list[tuple[str, str]], tmp_path: Path, flags: str
+) -> None:
+    (tmp_path / "lines").write_text(
+        "eins zwei drei vier fünf sechs\nacht drei null neun eins eins zwei\n"
+    )
+    given = f"-s src -t tgt --dataset-impl raw --beam 2 --num-workers 0 {flags}".split()
+    for command, more in (
+        ("generate", ["--gen-subset", "valid", "--max-tokens", "800"]),
+        ("interactive", ["--input", str(tmp_path / "lines")]),
+    ):
+        found = []
+        for last in (["--cpu"], ["--distributed-world-size", "1"]):
+            devices.clear()
+            result = cli_runs.run(
+                command, toy.folder, "--path", toy.paths[-1], *given, *more, *last
+            )
+            assert result.exit_code == 0, (result.output, result.exception)
+            lines = [line.split("\t") for line in result.stdout.splitlines()]
+            # Without scores, whose last digits differ.
+            found.append([(k, *rest[-1:]) for k, *rest in lines if k[:2] in ("S-", "T-", "D-")])
+        assert found[0] == found[1] and len(found[0]) >= 4
+        assert set(devices) == {("fairseq's", "cuda") if flags else ("ours", "cpu")}
 
 
 def test_the_host_is_one_step_late(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:

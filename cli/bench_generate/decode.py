@@ -4,11 +4,13 @@
         --max-tokens N --warm-up N --passes N --report FILE [--native] [--cpu]
 
 Goes through the doors of fairseq-generate: its parser, ``load_model_ensemble``, the task's
-``build_generator`` and ``inference_step``.
+``build_generator``, ``move_to_cuda`` and ``inference_step``. The last but one leaves samples on the
+CPU for our search, as in lightseq-generate, and moves them for fairseq's.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 from lightseq_fairseq import cli
 from lightseq_fairseq.cli.bench_generate import stopwatch
 from lightseq_fairseq.cli.bench_generate.cases import PRECISIONS
+from lightseq_fairseq.cli.samples import left_on_cpu
 
 
 def main() -> None:
@@ -24,6 +27,11 @@ def main() -> None:
     # The name decides whose parts are put in place, as for the launchers.
     sys.argv = ["fairseq-generate" if given.native else "lightseq-generate", *words]
     cli.register()
+    with left_on_cpu():
+        _run(given, words)
+
+
+def _run(given: argparse.Namespace, words: list[str]) -> None:
     import torch
     from fairseq import checkpoint_utils, options, tasks, utils
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf

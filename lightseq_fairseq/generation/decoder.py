@@ -106,7 +106,8 @@ class StepDecoder:
         """
         fetched = tokens.to("cpu", non_blocking=True)
         memory = self._open(decoder, encoder)  # meanwhile
-        # The one wait of a batch before its end: how many tokens are real decides about all shapes.
+        # How many tokens are real decides about all shapes. Where they come from the GPU, this is
+        # the one wait of a batch before its end.
         if tokens.is_cuda:
             torch.cuda.current_stream(tokens.device).synchronize()
         padded = fetched.numpy()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from fairseq import search as fairseq_search
+from fairseq import utils
 from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
@@ -30,6 +31,7 @@ class LSSequenceGenerator(SequenceGenerator):
     """``fairseq.sequence_generator.SequenceGenerator`` without the host in its loop.
 
     The results are the same; ``attention`` of a hypothesis is empty, and tensors are on the CPU.
+    Samples may be on any device. On the CPU they spare this search a wait for the GPU.
     """
 
     def _generate(
@@ -39,8 +41,12 @@ class LSSequenceGenerator(SequenceGenerator):
         inputs = sample["net_input"]
         rules = None
         if prefix_tokens is None and constraints is None and "src_tokens" in inputs:
-            rules = self._rules(inputs["src_tokens"].is_cuda)
+            rules = self._rules()
         if rules is None:
+            # fairseq's search wants all of them where the model is.
+            sample, prefix_tokens, constraints = utils.apply_to_sample(
+                lambda tensor: tensor.to(self._device), (sample, prefix_tokens, constraints)
+            )
             return super()._generate(sample, prefix_tokens, constraints, bos_token)
         tokens = inputs["src_tokens"]
         if len(tokens) == 0:
@@ -57,7 +63,11 @@ class LSSequenceGenerator(SequenceGenerator):
             self.eos if bos_token is None else bos_token, max_len, expected_length(longest), rng,
         )  # fmt: skip
 
-    def _rules(self, is_cuda: bool) -> Rules | None:
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _rules(self) -> Rules | None:
         """How to search, or None where fairseq's search is to do it."""
         strategy = self.search
         if (
@@ -67,7 +77,7 @@ class LSSequenceGenerator(SequenceGenerator):
             or self.token_indices_to_suppress is not None
             or self.match_source_len
             or 2 * self.beam_size >= self.vocab_size
-            or (is_cuda and self.beam_size > MOST_BEAM)
+            or (self.beam_size > MOST_BEAM and self._device.type == "cuda")
         ):
             return None
         if type(strategy) is fairseq_search.BeamSearch:
@@ -77,7 +87,7 @@ class LSSequenceGenerator(SequenceGenerator):
             special = {"groups": strategy.num_groups, "diversity": -strategy.diversity_strength}
             if self.beam_size % strategy.num_groups or special["diversity"] < 0:
                 return None
-        elif type(strategy) is fairseq_search.Sampling and is_cuda:
+        elif type(strategy) is fairseq_search.Sampling and self._device.type == "cuda":
             # On a CPU a seed gives the draws that it gives fairseq.
             special = {
                 "sampled": True,

@@ -1,0 +1,65 @@
+"""Samples that stay on the CPU, where the search is ours.
+
+fairseq's loops bring every sample to the GPU and then print it sentence by sentence, each of which
+waits for the GPU. Our search reads the source on the CPU, and leaves its results there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@contextmanager
+def left_on_cpu() -> Iterator[None]:
+    """Within it, fairseq's loops of translation leave samples on the CPU for our generator.
+
+    That is while the one that ``task.build_generator`` gave last is an ``LSSequenceGenerator``,
+    which moves what it leaves to fairseq's search itself. For any other they are moved as ever.
+    """
+    from fairseq import utils
+    from fairseq.tasks import FairseqTask
+    from fairseq_cli import interactive
+
+    from lightseq_fairseq.plugins.generator import LSSequenceGenerator
+
+    build, move, make = FairseqTask.build_generator, utils.move_to_cuda, interactive.make_batches
+    is_ours = False
+
+    def build_generator(*args: Any, **options: Any) -> Any:
+        nonlocal is_ours
+        generator = build(*args, **options)
+        is_ours = isinstance(generator, LSSequenceGenerator)
+        return generator
+
+    def move_to_cuda(sample: Any, device: Any = None) -> Any:
+        return sample if is_ours else move(sample, device)
+
+    def make_batches(*args: Any, **options: Any) -> Iterator[Any]:
+        for batch in make(*args, **options):
+            yield _staying(batch) if is_ours else batch
+
+    # fairseq-generate moves samples by the first of these, fairseq-interactive tensor by tensor.
+    utils.move_to_cuda, interactive.make_batches = move_to_cuda, make_batches
+    FairseqTask.build_generator = build_generator
+    try:
+        yield
+    finally:
+        utils.move_to_cuda, interactive.make_batches = move, make
+        FairseqTask.build_generator = build
+
+
+def _staying(batch: Any) -> Any:
+    """A ``Batch`` of fairseq-interactive with tokens and lengths that ``cuda`` does not move."""
+
+    def staying(tensor: Tensor) -> Tensor:
+        view = tensor.view_as(tensor)
+        vars(view)["cuda"] = lambda: tensor
+        return view
+
+    tokens, lengths = staying(batch.src_tokens), staying(batch.src_lengths)
+    return batch._replace(src_tokens=tokens, src_lengths=lengths)
