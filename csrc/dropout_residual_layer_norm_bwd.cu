@@ -25,6 +25,7 @@
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/columns.cuh"
+#include "common/dependent_launch.cuh"
 #include "common/layer_norm.cuh"
 #include "common/optional.h"
 
@@ -76,6 +77,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     dropout_residual_layer_norm_bwd_kernel(const __grid_constant__ BwdParams<T> p) {
   extern __shared__ uint4 shared[];
   __shared__ float2 rooms[2][S::kTeams][S::kWarps];
+  wait_for_previous_kernel();
   // Two groups of floats would fill sixteen registers, which the wide kernel lacks.
   constexpr bool kHoldsGamma = S::kGroups * sizeof(T) < 2 * sizeof(float);
   auto queue = queue_of<T, S, kNorm, kStream>(p, shared);
@@ -201,13 +203,19 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   }
   if constexpr (S::kTeams > 1) {
     __syncthreads();
-    const float* const sums = reinterpret_cast<const float*>(shared);
-    const int all = kMaxSums * p.columns;
+    const float4* const sums = reinterpret_cast<const float4*>(shared);
+    const int all = kMaxSums * p.columns / 4;
     for (int i = threadIdx.y * S::kThreads + threadIdx.x; i < all; i += kBlockThreads) {
-      float total = 0.0f;
+      float4 total = sums[i];
 #pragma unroll
-      for (int team = 0; team < S::kTeams; ++team) total += sums[team * all + i];
-      partials[i] = total;
+      for (int team = 1; team < S::kTeams; ++team) {
+        const float4 sum = sums[team * all + i];
+        total.x += sum.x;
+        total.y += sum.y;
+        total.z += sum.z;
+        total.w += sum.w;
+      }
+      reinterpret_cast<float4*>(partials)[i] = total;
     }
   }
 }
@@ -230,9 +238,8 @@ void launch_bwd(BwdParams<T> params, const Tensor& grad, const Gradients& gradie
   Tensor partials = allocate(grad, {sums ? blocks : 0, kMaxSums, columns}, ScalarType::Float);
   params.partials = output_of<float>(partials);
   if (blocks > 0 && columns > 0) {
-    kernel<<<params.rows.blocks, dim3(S::kThreads, S::kTeams), params.rows.shared, stream>>>(
-        params);
-    check_launch("dropout_residual_layer_norm_bwd");
+    launch_early("dropout_residual_layer_norm_bwd", kernel, dim3(params.rows.blocks),
+                 dim3(S::kThreads, S::kTeams), params.rows.shared, stream, params);
   }
   if (sums) {
     add_partials(partials.const_data_ptr<float>(), blocks, columns, kMaxSums, gradients, accumulate,

@@ -50,20 +50,14 @@ __device__ __forceinline__ void store_gradient(void* data, int64_t i, float x, b
   }
 }
 
-// Warps of a block, and how many rows of partials each of them has on the way at a time: all of
-// them up to 144 blocks.
-constexpr int kSumWarps = 16;
-constexpr int kSumLoads = 9;
-// Of a multiprocessor. Where a block may start early it is kept to 32 registers a thread, so that
-// it has a chance beside the previous kernel's.
-#if __CUDA_ARCH__ >= 900
-constexpr int kSumBlocks = 4;
-#else
-constexpr int kSumBlocks = 1;
-#endif
+// Warps of a block, so few that one which starts early has a chance beside the previous kernel's,
+// and how many rows of partials each of them has on the way at a time: all of them up to 136
+// blocks.
+constexpr int kSumWarps = 8;
+constexpr int kSumLoads = 17;
 
 // A block adds 32 columns: its warps share out the rows of partials.
-static __global__ void __launch_bounds__(kWarp* kSumWarps, kSumBlocks)
+static __global__ void __launch_bounds__(kWarp* kSumWarps)
     column_sum_kernel(const float* partials, int blocks, int columns,
                       const __grid_constant__ Gradients gradients, bool accumulate) {
   using torch::headeronly::ScalarType;
