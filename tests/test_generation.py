@@ -204,7 +204,12 @@ def test_text_is_that_of_fairseqs_own_look_up(toy: Toy, bpe_symbol: str | None) 
     words = toy.task.target_dictionary
     numbers = torch.randint(0, len(words) + 2, (7, 30), dtype=torch.int32)  # and words it lacks
     for tokens in (*numbers, numbers, numbers[0, :0], numbers[0].tolist()):
-        for options in ({}, {"unk_string": "?"}, {"escape_unk": True, "include_eos": True}):
+        for options in (
+            {},
+            {"unk_string": "?"},
+            {"escape_unk": True, "include_eos": True},
+            {"extra_symbols_to_ignore": {words.pad(), 7}, "separator": "_"},
+        ):
             text = words.string(tokens, bpe_symbol, **options)
             assert text == type(words).string.__wrapped__(words, tokens, bpe_symbol, **options)
 
