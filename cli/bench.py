@@ -143,9 +143,10 @@ def _train(
     "--case", "cases", multiple=True,
     default=["t2t_big/btokens/beam5/bf16", "t2t_big/b1/beam4/bf16"], show_default=True,
     metavar="CASE,...",
-    help="What to translate with: <model>/b<batch>/beam<n>/<precision>. Models are those of "
-    "lightseq-bench train; a batch is a number of sentences, or the word tokens; precisions are "
-    "bf16, fp16 and fp32. May be given several times.",
+    help="What to translate with: <model>/<batch>/beam<n>/<precision>. Models are those of "
+    "lightseq-bench train; a batch is b<sentences>, or btokens<source tokens>, pads included "
+    f"(btokens alone: {generation.MAX_TOKENS}); precisions are bf16, fp16 and fp32. May be given "
+    "several times.",
 )  # fmt: skip
 @click.option(
     "--systems", metavar="SYSTEM,...",
@@ -154,10 +155,6 @@ def _train(
 @click.option(
     "--sentences", type=click.IntRange(1, test_set.SENTENCES),
     help=f"So many of the {test_set.SENTENCES}.  [default: 200 at batch 1, else all]",
-)  # fmt: skip
-@click.option(
-    "--max-tokens", type=click.IntRange(corpora.LONGEST), default=18_000, show_default=True,
-    help="Source tokens of a batch by tokens, pads included.",
 )  # fmt: skip
 @click.option(
     "--passes", type=click.IntRange(1), default=3, show_default=True,
@@ -187,7 +184,7 @@ def generate(
 
 def _generate(
     case_names: Sequence[str], system_names: str | None, output: Path | None, data: Path,
-    vocabulary: int, logs: Path, rounds: int, sentences: int | None, max_tokens: int, passes: int,
+    vocabulary: int, logs: Path, rounds: int, sentences: int | None, passes: int,
 ) -> list[str]:  # fmt: skip
     """Everything that `generate` does; the case and system of each run that failed."""
     cases = [generation.Case.parse(word) for name in case_names for word in name.split(",")]
@@ -206,7 +203,7 @@ def _generate(
         count = sentences or (200 if case.batch == 1 else test_set.SENTENCES)
         words = generation.command(
             case, system, files[case.model].folder.resolve(), stem.with_suffix(".json"), count,
-            max_tokens, passes, gpu,
+            passes, gpu,
         )  # fmt: skip
         _, report = bench_runs.process(words, generation.environment(system, logs), stem)
         if "unable" in report:
@@ -214,7 +211,7 @@ def _generate(
         return report
 
     def row(case: generation.Case, system: str, runs: list[bench_runs.Row]) -> bench_runs.Row:
-        by_tokens = {"max_tokens": max_tokens} if case.batch is None else {}
+        by_tokens = {"max_tokens": case.max_tokens} if case.batch is None else {}
         return generation_rows.row(case, system, runs, {**about, **by_tokens})
 
     bench = Bench(generation.why_not, measure, row, generation_rows.table)

@@ -41,7 +41,7 @@ def generate_table(rows: Rows) -> list[str]:
                 f"{row['p99_ms']:.1f} | {row['peak_gib']:.1f} | {row['first_s']:.2f} |"
             )
     common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
-    tokens = sorted({row["max_tokens"] for row in rows if "max_tokens" in row})
+    tokens = sorted({row["max_tokens"] for row in rows if "/btokens/" in row["case"]})
     by_tokens = f"; `btokens`: at most {', '.join(map(str, tokens))} source tokens" * bool(tokens)
     return [
         *lines,

@@ -111,16 +111,19 @@ def test_commands_differ_in_nothing_but_the_system(
 ) -> None:
     case = Case.parse("base/b32/beam5/fp16")
     assert str(case) == "base/b32/beam5/fp16" and case.batch == 32
-    assert Case.parse("base/btokens/beam5/fp16").batch is None
+    for name, tokens in (("btokens", 18000), ("btokens4096", 4096)):
+        by_tokens = Case.parse(f"base/{name}/beam5/fp16")
+        assert (by_tokens.batch, by_tokens.max_tokens) == (None, tokens)
+        assert str(by_tokens) == f"base/{name}/beam5/fp16"
     words = {
-        system: command(case, system, tmp_path, tmp_path / "r.json", 90, 4000, 3, True)
+        system: command(case, system, tmp_path, tmp_path / "r.json", 90, 3, True)
         for system in cases.SYSTEMS
     }
     ours, native = words["ours"], words["fairseq_no_cudnn"]
     warm = ours.index("--warm-up") + 1
     assert [*ours[:warm], "1", *ours[warm + 1 :], "--native"] == native
     assert [w.replace(".ctranslate", ".decode") for w in words["ctranslate2"]] == native[:-1]
-    assert "--cpu" in command(case, "ours", tmp_path, tmp_path / "r.json", 90, 4000, 3, False)
+    assert "--cpu" in command(case, "ours", tmp_path, tmp_path / "r.json", 90, 3, False)
     assert environment("fairseq_no_cudnn", tmp_path)["LIGHTSEQ_CUDNN_ATTENTION"] == "0"
 
 
@@ -148,6 +151,7 @@ def test_ctranslate2_finds_cublas_under_the_name_it_wants(
         ),
         (["--case", "tiny/b0/beam4/fp32"], "There is no case tiny/b0/beam4/fp32"),
         (["--case", "tiny/b1/beam4"], "There is no case tiny/b1/beam4"),
+        (["--case", "tiny/btokens199/beam4/fp32"], "the longest sentence has 200 tokens"),
         (["--systems", "ours,theirs"], "There is no system theirs: --systems takes ours,"),
     ],
 )
@@ -165,20 +169,20 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_everything_once(data: Path, tmp_path: Path) -> None:
     output = tmp_path / "rows.json"
     done = bench_generate(
-        "--case", "tiny/b8/beam2/fp32,tiny/btokens/beam2/bf16", "--data", data, "--vocabulary",
-        VOCABULARY, "--sentences", 24, "--max-tokens", 300, "--passes", 1, "--rounds", 1,
-        "--output", output, "--logs", tmp_path / "logs",
+        "--case", "tiny/b8/beam2/fp32,tiny/btokens300/beam2/bf16", "--data", data, "--vocabulary",
+        VOCABULARY, "--sentences", 24, "--passes", 1, "--rounds", 1, "--output", output,
+        "--logs", tmp_path / "logs",
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
     found = {(row["case"], row["system"]): row for row in json.loads(output.read_text())}
     all_three = {("tiny/b8/beam2/fp32", system) for system in cases.SYSTEMS}
     # CTranslate2 says that it has no bfloat16 on this CPU, or has it.
     refused = (
-        "tiny/btokens/beam2/bf16 ctranslate2: cannot run here: Requested bfloat16" in done.stderr
+        "tiny/btokens300/beam2/bf16 ctranslate2: cannot run here: Requested bfloat16" in done.stderr
     )
-    in_bf16 = {("tiny/btokens/beam2/bf16", s) for s in cases.SYSTEMS if s != "ctranslate2"}
+    in_bf16 = {("tiny/btokens300/beam2/bf16", s) for s in cases.SYSTEMS if s != "ctranslate2"}
     assert set(found) == all_three | in_bf16 | (
-        set() if refused else {("tiny/btokens/beam2/bf16", "ctranslate2")}
+        set() if refused else {("tiny/btokens300/beam2/bf16", "ctranslate2")}
     )
     for (case, system), row in found.items():
         assert f"\n{system} " in done.stdout or done.stdout.startswith(system)

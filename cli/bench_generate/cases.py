@@ -10,39 +10,52 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightseq_fairseq.cli.bench_train.cases import SHAPES, Shape
+from lightseq_fairseq.cli.bench_train.corpus import LONGEST
 from lightseq_fairseq.errors import UserError
 
 # As fairseq, torch and CTranslate2 call them.
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+MAX_TOKENS = 18_000  # of a batch by tokens, if a case does not say
 
 
 class Case(NamedTuple):
-    """A model, the sentences of a batch (None: by tokens), hypotheses a sentence, a precision."""
+    """A model, its batches, hypotheses a sentence, a precision.
+
+    Attributes:
+        batch: sentences of a batch; None: as many as ``max_tokens`` allow.
+        max_tokens: source tokens of a batch, pads included; None: of any number.
+    """
 
     model: str
     batch: int | None
+    max_tokens: int | None
     beam: int
     precision: str
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """The case that ``text`` names, as in ``t2t_big/b32/beam4/bf16``.
+        """The case that ``text`` names, as ``t2t_big/b32/beam4/bf16`` or ``.../btokens4096/...``.
 
         Raises:
             UserError: there is no such case.
         """
-        found = re.fullmatch(r"(\w+)/b([1-9]\d*|tokens)/beam([1-9]\d*)/(\w+)", text)
-        if found is None or found[1] not in SHAPES or found[4] not in PRECISIONS:
+        found = re.fullmatch(r"(\w+)/b(?:([1-9]\d*)|tokens([1-9]\d*)?)/beam([1-9]\d*)/(\w+)", text)
+        if found is None or found[1] not in SHAPES or found[5] not in PRECISIONS:
             raise UserError(
-                f"There is no case {text}: a case is <model>/b<sentences of a batch, or the word "
-                f"tokens>/beam<n>/<precision>, with a model of {', '.join(SHAPES)} and a precision "
-                f"of {', '.join(PRECISIONS)}, for example t2t_big/btokens/beam5/bf16."
+                f"There is no case {text}: a case is <model>/<batch>/beam<n>/<precision>, with a "
+                f"model of {', '.join(SHAPES)}, a batch of b<sentences> or btokens<source tokens> "
+                f"and a precision of {', '.join(PRECISIONS)}, for example "
+                "t2t_big/btokens4096/beam5/bf16."
             )
-        batch = None if found[2] == "tokens" else int(found[2])
-        return cls(found[1], batch, int(found[3]), found[4])
+        batch = None if found[2] is None else int(found[2])
+        max_tokens = int(found[3] or MAX_TOKENS) if batch is None else None
+        if max_tokens is not None and max_tokens < LONGEST:
+            raise UserError(f"There is no case {text}: the longest sentence has {LONGEST} tokens.")
+        return cls(found[1], batch, max_tokens, int(found[4]), found[5])
 
     def __str__(self) -> str:
-        return f"{self.model}/b{self.batch or 'tokens'}/beam{self.beam}/{self.precision}"
+        tokens = "tokens" if self.max_tokens == MAX_TOKENS else f"tokens{self.max_tokens}"
+        return f"{self.model}/b{self.batch or tokens}/beam{self.beam}/{self.precision}"
 
     @property
     def shape(self) -> Shape:
@@ -79,15 +92,13 @@ def why_not(system: str, case: Case) -> str | None:
 
 
 def command(
-    case: Case, system: str, folder: Path, report: Path, sentences: int, max_tokens: int,
-    passes: int, gpu: bool,
-) -> list[str]:  # fmt: skip
+    case: Case, system: str, folder: Path, report: Path, sentences: int, passes: int, gpu: bool
+) -> list[str]:
     """The command of one run: the first so many sentences, so many times."""
     how = SYSTEMS[system]
     words = [sys.executable, "-m", f"{__package__}.{how.module}", "--report", str(report)]
     words += ["--case", str(case), "--data", str(folder), "--sentences", str(sentences)]
-    words += ["--max-tokens", str(max_tokens), "--warm-up", str(how.warm_up)]
-    words += ["--passes", str(passes)]
+    words += ["--warm-up", str(how.warm_up), "--passes", str(passes)]
     return words + ["--native"] * how.native + ["--cpu"] * (not gpu)
 
 

@@ -1,7 +1,7 @@
 """One system of fairseq's on a test set: our model and search, or with --native its own.
 
     python -m lightseq_fairseq.cli.bench_generate.decode --case CASE --data DIR --sentences N
-        --max-tokens N --warm-up N --passes N --report FILE [--native] [--cpu]
+        --warm-up N --passes N --report FILE [--native] [--cpu]
 
 Goes through the doors of fairseq-generate: its parser, ``load_model_ensemble``, the task's
 ``build_generator``, ``move_to_cuda`` and ``inference_step``. The last but one leaves samples on the

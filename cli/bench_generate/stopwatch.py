@@ -24,7 +24,7 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--case", type=Case.parse, required=True)
     parser.add_argument("--data", type=lambda word: TestSet(Path(word)), required=True)
-    for flag in ("--sentences", "--max-tokens", "--warm-up", "--passes"):
+    for flag in ("--sentences", "--warm-up", "--passes"):
         parser.add_argument(flag, type=int, required=True)
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--native", action="store_true")
@@ -42,7 +42,7 @@ def generation_words(given: argparse.Namespace) -> list[str]:
     if case.batch is None:
         # By eight, fairseq's default, three sentences would be left for a batch of their own: the
         # longest ones, with a quarter of all steps.
-        words += ["--max-tokens", str(given.max_tokens), "--required-batch-size-multiple", "1"]
+        words += ["--max-tokens", str(case.max_tokens), "--required-batch-size-multiple", "1"]
     else:
         words += ["--batch-size", str(case.batch)]
     return words + ["--fp16"] * (case.precision == "fp16") + ["--cpu"] * given.cpu
