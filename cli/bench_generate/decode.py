@@ -53,7 +53,7 @@ def _run(given: argparse.Namespace, words: list[str]) -> None:
     def translate(sample: dict[str, Any]) -> list[int]:
         sample = utils.move_to_cuda(sample) if gpu else sample
         hypotheses = task.inference_step(generator, [model], sample)
-        return [len(found[0]["tokens"].tolist()) for found in hypotheses]
+        return [len(found[0]["tokens"].cpu()) for found in hypotheses]
 
     samples = stopwatch.batches(task, cfg, given.sentences)
     peak = torch.cuda.max_memory_reserved if gpu else None
