@@ -3,8 +3,8 @@
 ``task.build_generator`` gives fairseq's generator as ever, of a class that searches by itself
 where it knows how: one ``ls_transformer``, beam search, diverse beam search or, on a GPU, sampling.
 Whatever else is asked of it, it leaves to fairseq's own search, which calls our decoder token by
-token. Importing this module changes ``FairseqTask.build_generator``, and how words of translations
-are looked up: a list of numbers at once.
+token. Importing this module changes ``FairseqTask.build_generator``, and how translations become
+text: a sentence at once.
 """
 
 from __future__ import annotations
