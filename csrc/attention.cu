@@ -41,7 +41,6 @@ struct FwdParams {
   Packed<const T> q, k, v;
   Packed<T> out;
   float* lse;
-  int rows;  // of q
   float scale;
   float keep_scale;  // 1 / (1 - p)
   Dropout dropout;
@@ -141,8 +140,8 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
 
   if (blockIdx.x >= work.blocks) {
     const int first = work.cu_q[work.sentences];
-    zero_rows(p.out, first, p.rows, work);
-    for (int row = first + blockIdx.x - work.blocks; row < p.rows; row += kZeroBlocks) {
+    zero_rows(p.out, first, work.rows_q, work);
+    for (int row = first + blockIdx.x - work.blocks; row < work.rows_q; row += kZeroBlocks) {
       for (int head = threadIdx.x; head < work.heads; head += blockDim.x) {
         p.lse[static_cast<int64_t>(row) * work.heads + head] = 0.0f;
       }
@@ -226,7 +225,6 @@ std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const
     if (out.numel() == 0) return;
     p.out = packed<T>(kOp, "out", out);
     p.lse = lse.mutable_data_ptr<float>();
-    p.rows = static_cast<int>(q.size(0));
     p.scale = static_cast<float>(scale);
     p.keep_scale = static_cast<float>(1.0 / (1.0 - dropout_p));
     p.work = work_of(kOp, q, k, cu_q, cu_k, causal);

@@ -34,7 +34,6 @@ struct BwdParams {
   Packed<const T> dout, q, k, v, out;
   const float* lse;
   Packed<T> dq, dk, dv;
-  int rows_q, rows_k;
   float scale;
   float keep_scale;  // 1 / (1 - p)
   float grad_scale;  // scale / (1 - p)
@@ -377,9 +376,9 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
   const Work& work = p.work;
 
   if (blockIdx.x >= work.blocks) {
-    zero_rows(p.dq, work.cu_q[work.sentences], p.rows_q, work);
-    zero_rows(p.dk, work.cu_k[work.sentences], p.rows_k, work);
-    zero_rows(p.dv, work.cu_k[work.sentences], p.rows_k, work);
+    zero_rows(p.dq, work.cu_q[work.sentences], work.rows_q, work);
+    zero_rows(p.dk, work.cu_k[work.sentences], work.rows_k, work);
+    zero_rows(p.dv, work.cu_k[work.sentences], work.rows_k, work);
     return;
   }
   for_each_unit<kRows<T, kWidth>>(
@@ -424,8 +423,6 @@ void attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const T
     p.lse = lse.const_data_ptr<float>();
     p.dropout = dropout_of(kOp, rng, site, dropout_p);
     if (dq.numel() + dk.numel() == 0) return;
-    p.rows_q = static_cast<int>(q.size(0));
-    p.rows_k = static_cast<int>(k.size(0));
     p.scale = static_cast<float>(scale);
     p.keep_scale = static_cast<float>(1.0 / (1.0 - dropout_p));
     p.grad_scale = p.scale * p.keep_scale;

@@ -17,6 +17,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <cassert>
 #include <climits>
 #include <cstdint>
 #include <string>
@@ -71,6 +72,7 @@ struct Packed {
 struct Work {
   const int* cu_q;
   const int* cu_k;
+  int rows_q, rows_k;
   int sentences;
   int heads;
   int width;
@@ -186,6 +188,11 @@ struct Plan {
   uint32_t micro_batch;
 };
 
+// Whether a tensor of so many rows has a sentence from `first` to `end`.
+__device__ __forceinline__ bool has_sentence(int rows, int first, int end) {
+  return 0 <= first && first <= end && end <= rows;
+}
+
 // Lists the next units of this block's window in plan.units; by one warp. Sentence number
 // `sentence` is the next to look at, and of that one `done` units have been listed already.
 template <int kRows>
@@ -199,8 +206,11 @@ __device__ __forceinline__ void list_units(Plan& plan, const Work& work, int par
     Unit unit;
     unit.first_q = work.cu_q[sentence];
     unit.first_k = work.cu_k[sentence];
-    unit.length_q = work.cu_q[sentence + 1] - unit.first_q;
-    unit.length_k = work.cu_k[sentence + 1] - unit.first_k;
+    const int end_q = work.cu_q[sentence + 1], end_k = work.cu_k[sentence + 1];
+    assert(has_sentence(work.rows_q, unit.first_q, end_q) && "cu_q ascends within [0, Tq]");
+    assert(has_sentence(work.rows_k, unit.first_k, end_k) && "cu_k ascends within [0, Tk]");
+    unit.length_q = end_q - unit.first_q;
+    unit.length_k = end_k - unit.first_k;
     const uint32_t begin = unit.first_q + static_cast<uint32_t>(unit.first_k);
     const uint32_t end = begin + unit.length_q + unit.length_k;
     const int first_window = begin >> work.window_shift;
@@ -374,6 +384,7 @@ __device__ __forceinline__ void store_rows(const Packed<T>& x, T* stage,
 // Rows first ... rows - 1 become zero; called by the last kZeroBlocks blocks of the grid.
 template <typename T>
 __device__ void zero_rows(const Packed<T>& x, int first, int rows, const Work& work) {
+  assert(has_sentence(rows, first, first) && "cu_q and cu_k end within [0, Tq] and [0, Tk]");
   const int per_head = work.width / Vec<T>::kSize, per_row = work.heads * per_head;
   for (int row = first + blockIdx.x - work.blocks; row < rows; row += kZeroBlocks) {
     for (int i = threadIdx.x; i < per_row; i += blockDim.x) {
@@ -401,6 +412,8 @@ inline Work work_of(const char* op, const Tensor& q, const Tensor& k, const Tens
   while (shift < 7 && (rows >> (shift + 1)) >= kEnoughBlocks) ++shift;
   return {cu_q.const_data_ptr<int>(),
           cu_k.const_data_ptr<int>(),
+          static_cast<int>(q.size(0)),
+          static_cast<int>(k.size(0)),
           static_cast<int>(sentences),
           static_cast<int>(q.size(1)),
           static_cast<int>(q.size(2)),
