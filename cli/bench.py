@@ -120,6 +120,7 @@ def _train(
     if output is None and gpu:
         output = ROOT / "scripts" / "results" / "train-h200.json"
     about = {"commit": result_rows.current_commit(), **about}
+    able = bench_runs.able_systems(training.why_not, cases, systems)
     data = corpora.ensure(corpus, pairs, vocabulary)
 
     def measure(case: training.Case, system: str, stem: Path) -> training_rows.Run:
@@ -134,8 +135,8 @@ def _train(
     def row(case: training.Case, system: str, runs: list[training_rows.Run]) -> bench_runs.Row:
         return training_rows.row(case, system, data, runs, about)
 
-    bench = Bench(training.why_not, measure, row, training_rows.table)
-    return bench_runs.take_turns(bench, cases, systems, rounds, logs, output, result_rows)
+    bench = Bench(measure, row, training_rows.table)
+    return bench_runs.take_turns(bench, able, rounds, logs, output, result_rows)
 
 
 @main.command()
@@ -194,9 +195,10 @@ def _generate(
     if output is None and gpu:
         output = ROOT / "scripts" / "results" / "generate-h200.json"
     about = {"commit": result_rows.current_commit(), **about}
+    able = bench_runs.able_systems(generation.why_not, cases, systems)
     files = {
         model: test_set.ensure(data / model, generation.SHAPES[model], vocabulary)
-        for model in dict.fromkeys(case.model for case in cases)
+        for model in dict.fromkeys(case.model for case in able)
     }
 
     def measure(case: generation.Case, system: str, stem: Path) -> bench_runs.Row:
@@ -214,8 +216,8 @@ def _generate(
         by_tokens = {"max_tokens": case.max_tokens} if case.batch is None else {}
         return generation_rows.row(case, system, runs, {**about, **by_tokens})
 
-    bench = Bench(generation.why_not, measure, row, generation_rows.table)
-    return bench_runs.take_turns(bench, cases, systems, rounds, logs, output, result_rows)
+    bench = Bench(measure, row, generation_rows.table)
+    return bench_runs.take_turns(bench, able, rounds, logs, output, result_rows)
 
 
 def _finish(bench: Any, *arguments: Any, **options: Any) -> None:

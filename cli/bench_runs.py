@@ -8,8 +8,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import click
@@ -17,6 +18,9 @@ import click
 from lightseq_fairseq.errors import UserError
 
 Row = dict[str, Any]
+
+# Where our library keeps the algorithms that it has timed, and torch.compile the code it has made.
+CACHES = ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 class Unable(UserError):
@@ -27,48 +31,51 @@ class Bench(NamedTuple):
     """A benchmark, for `take_turns`.
 
     Attributes:
-        why_not: (system, case) -> a sentence if the one cannot do the other here.
         measure: (case, system, stem of the run's files) -> what was measured; raises UserError
             where the run failed, `Unable` where it finds that it cannot be.
         row: (case, system, all runs of it) -> its result row.
         table: rows of one case -> lines to read.
     """
 
-    why_not: Callable[[str, Any], str | None]
     measure: Callable[[Any, str, Path], Any]
     row: Callable[[Any, str, list[Any]], Row]
     table: Callable[[Sequence[Row]], list[str]]
 
 
 def take_turns(
-    bench: Bench, cases: Iterable[Any], systems: Iterable[str], rounds: int, logs: Path,
-    output: Path | None, result_rows: Any,
+    bench: Bench, able: Mapping[Any, Sequence[str]], rounds: int, logs: Path, output: Path | None,
+    result_rows: Any,
 ) -> list[str]:  # fmt: skip
-    """Runs each system on each case, and writes and prints the rows.
+    """Runs the systems of each case, and writes and prints the rows.
 
     Args:
+        able: case -> systems, as `able_systems` finds them.
         logs: the folder of the runs' files.
         output: the file of rows, of which those of the same case and system are replaced.
         result_rows: the module that writes it.
 
     Returns: the case and system of each run that failed.
+
+    Raises:
+        UserError: every system turned out to be one that cannot run here.
     """
     logs.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
-    for case in cases:
+    measured = False
+    for case, its_systems in able.items():
         runs: dict[str, list[Any]] = {}
-        able = list(_able(bench, systems, case))
+        left = list(its_systems)
         new: list[Row] = []
         # The systems take turns, so that what else the machine does meets all of them.
         for turn in range(1, rounds + 1):
-            for system in list(able):
+            for system in list(left):
                 name = f"{case} {system}"
                 stem = logs.resolve() / f"{str(case).replace('/', '-')}-{system}-{turn}"
                 click.echo(f"{name}, round {turn} of {rounds}: {stem}.log", err=True)
                 try:
                     runs.setdefault(system, []).append(bench.measure(case, system, stem))
                 except UserError as error:
-                    able.remove(system)
+                    left.remove(system)
                     click.echo(f"{name}: {error}", err=True)
                     if not isinstance(error, Unable):
                         failed.append(name)
@@ -78,17 +85,37 @@ def take_turns(
                 old = json.loads(output.read_text(encoding="utf-8")) if output.exists() else []
                 result_rows.write(merged(old, new), output)
         if new:
+            measured = True
             click.echo("\n".join(bench.table(new)))
+    if not measured and not failed:
+        raise UserError("nothing was measured: none of the systems can run here.")
     return failed
 
 
-def _able(bench: Bench, systems: Iterable[str], case: Any) -> Iterator[str]:
-    """The systems that can do the case here; why the others cannot is said."""
-    for system in systems:
-        if (reason := bench.why_not(system, case)) is None:
-            yield system
-        else:
-            click.echo(f"lightseq-bench: note: {case} without {system}: {reason}", err=True)
+def able_systems(
+    why_not: Callable[[str, Any], str | None], cases: Iterable[Any], systems: Sequence[str]
+) -> dict[Any, list[str]]:
+    """case -> the systems that can do it here; why the others cannot is said.
+
+    Args:
+        why_not: (system, case) -> a sentence if the one cannot do the other here.
+
+    Raises:
+        UserError: no system can do any case.
+    """
+    able: dict[Any, list[str]] = {case: [] for case in cases}
+    without = []
+    for case, its_systems in able.items():
+        for system in systems:
+            if (reason := why_not(system, case)) is None:
+                its_systems.append(system)
+            else:
+                without.append(f"{case} without {system}: {reason}")
+    if not any(able.values()):
+        raise UserError(f"nothing can be measured here: {' '.join(without)}")
+    for note in without:
+        click.echo(f"lightseq-bench: note: {note}", err=True)
+    return able
 
 
 def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
@@ -142,6 +169,8 @@ def result_rows(root: Path) -> Any:
 def process(words: Sequence[str], environment: Mapping[str, str], stem: Path) -> tuple[str, Row]:
     """Runs a command whose log and report are ``stem`` with their endings.
 
+    It finds its caches empty: what any system tunes or compiles at first is in its time.
+
     Returns: both.
 
     Raises:
@@ -149,9 +178,12 @@ def process(words: Sequence[str], environment: Mapping[str, str], stem: Path) ->
     """
     log, report = stem.with_suffix(".log"), stem.with_suffix(".json")
     report.unlink(missing_ok=True)
-    with open(log, "w", encoding="utf-8") as file:
+    with (
+        open(log, "w", encoding="utf-8") as file,
+        TemporaryDirectory(ignore_cleanup_errors=True) as cache,
+    ):
         status = subprocess.run(
-            words, env={**os.environ, **environment},
+            words, env={**os.environ, **dict.fromkeys(CACHES, cache), **environment},
             stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
         ).returncode  # fmt: skip
     text = log.read_text(encoding="utf-8", errors="replace")

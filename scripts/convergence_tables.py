@@ -38,8 +38,8 @@ def level(rows: Iterable[dict[str, Any]]) -> float:
 def convergence_table(rows: Rows) -> list[str]:
     """BLEU and last validation loss of each model and system, and how soon it got there."""
     lines = [
-        "| model | system | seeds | updates | BLEU | last validation loss | training | time to a "
-        "validation loss of |",
+        "| model | system | seeds | updates | BLEU | last validation loss | training, to that BLEU "
+        "and loss | time to a validation loss of |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for case, systems in cases(rows):
@@ -56,34 +56,46 @@ def convergence_table(rows: Rows) -> list[str]:
                 _range([row["updates"] for row in its], 0),
                 "" if its[0]["bleu"] is None else _range([row["bleu"] for row in its], 2),
                 _range([row["valid_loss"] for row in its], 3),
-                f"{mean(row['seconds'] for row in its):.0f} s",
+                _range([row["seconds"] for row in its], 0, " s"),
                 f"{goal:.2f}: {mean(point[1] for point in reached):.0f} s, "
                 f"{mean(point[0] for point in reached):.0f} updates",
             ]
             lines.append(f"| {' | '.join(cells)} |")
-    keys = ("gpu", "torch", "commit", "runs_at_once")
-    common = {key: sorted({str(row[key])[:40] for row in rows}) for key in keys}
-    shared = "the GPU by CUDA's MPS" if any(row["mps"] for row in rows) else "the GPU"
-    signatures = sorted({f"sacrebleu `{row['signature']}`; " for row in rows if row["bleu"]})
+    common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
+    signatures = sorted({f"sacrebleu `{row['signature']}`" for row in rows if row["bleu"]})
+    scored = (
+        "BLEU of test_2016_flickr by the average of a run's last checkpoints, scored once, when "
+        f"training has ended, so the time to it is training's ({', '.join(signatures)}); "
+    )
+    company = "; ".join(
+        f"{MODELS[case.split('/')[0]]}, {_company(its)}" for case, its in cases(rows)
+    )
     return [
         *lines,
         "",
         "![Losses of both systems](docs/convergence.svg)",
         "",
         f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
-        f"{', '.join(commit[:10] for commit in common['commit'])}; {''.join(signatures)}"
-        "means over the seeds (least to most); losses in bits a "
-        "target token, label smoothing included; times are wall times of training with its "
-        f"validations while {', '.join(common['runs_at_once'])} runs shared {shared}, so they "
-        "compare the systems with each other and with nothing else.",
+        f"{', '.join(commit[:10] for commit in common['commit'])}; means over the "
+        f"seeds (least to most); {scored if signatures else ''}losses in bits a target token, "
+        "label smoothing included; times are wall times of training with its validations, and "
+        "compare the systems of one model with each other and with nothing else, as runs shared "
+        f"the GPU: {company}.",
     ]
 
 
-def _range(values: list[float], digits: int) -> str:
+def _company(systems: dict[str, Rows]) -> str:
+    """How many runs of a case there were at a time."""
+    rows = [row for its in systems.values() for row in its]
+    at_once = " or ".join(map(str, sorted({row["runs_at_once"] for row in rows})))
+    shared = " by CUDA's MPS" if any(row["mps"] for row in rows) else ""
+    return f"{at_once} at once{shared}"
+
+
+def _range(values: list[float], digits: int, unit: str = "") -> str:
     """The mean, and what it is the mean of where that differs."""
-    least, most = min(values), max(values)
-    spread = f" ({least:.{digits}f} to {most:.{digits}f})" if least < most else ""
-    return f"{mean(values):.{digits}f}{spread}"
+    least, middle, most = (f"{f(values):.{digits}f}" for f in (min, mean, max))
+    return f"{middle}{unit}" + f" ({least} to {most})" * (least != most)
 
 
 class Line(NamedTuple):

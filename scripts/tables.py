@@ -20,13 +20,10 @@ from typing import Any
 from bar_chart import Bar, bar_chart
 from convergence_tables import convergence_plot, convergence_table
 from generate_tables import GENERATE_PLOT, generate_plot, generate_table
+from op_tables import OPS_PLOT, op_plot, op_table
 from translation_tables import translation_table
 
 ROOT = Path(__file__).resolve().parent.parent
-# What the table of ops shows: of the ops on tokens one size, of Adam the one there is.
-OPS_SIZE, ADAM_SIZE = "T16384", "N217M"
-OPS_PLOT = "scripts/results/ops-h200.svg"
-OPS_COLOURS = {"ours": "#1f6fb4", "compile": "#c4c4c4"}
 TRAIN_PLOT = "scripts/results/train-h200.svg"
 CONVERGENCE = "scripts/results/convergence-h200.json"
 TRAIN_SYSTEMS = {
@@ -60,61 +57,6 @@ def bleu_table(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def op_cases(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Rows of the table's size and precision: op -> system -> row, in the order of the file."""
-    cases: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        op, size, dtype = row["case"].split("/")
-        if dtype == "bf16" and size in (OPS_SIZE, ADAM_SIZE):
-            cases.setdefault(op, {})[row["system"]] = row
-    return cases
-
-
-def op_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Time and rate of every op, and how many times faster it is than each baseline."""
-    lines = [
-        "| op | ms | GB/s | of a copy | x eager | x torch.compile | x library |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for op, systems in op_cases(rows).items():
-        ours = systems["ours"]
-        cells = [f"`{op}`", f"{ours['ms']:.3f}", f"{ours['gb_per_s']:.0f}"]
-        cells.append(f"{ours['copy_share']:.0%}")
-        for system in ("eager", "compile", "library"):
-            ratio = systems[system]["ms"] / ours["ms"] if system in systems else None
-            cells.append("" if ratio is None else f"{ratio:.2f}")
-            if system == "compile" and ratio is not None and ratio < 1:
-                cells[-1] = f"**{ratio:.2f}, slower**"
-        lines.append(f"| {' | '.join(cells)} |")
-    common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
-    return [
-        *lines,
-        "",
-        f"![Share of the copy bandwidth]({OPS_PLOT})",
-        "",
-        f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
-        f"{', '.join(commit[:10] for commit in common['commit'])}; {OPS_SIZE[1:]} tokens "
-        "in WMT-like sentences (`long`: of 512 tokens; Adam: 217 M parameters), width 1024, ffn "
-        "4096, 40 000 words, 16 heads, dropout 0.1, bf16; median, cold L2, GB/s of least bytes.",
-    ]
-
-
-def op_plot(rows: list[dict[str, Any]]) -> str:
-    """SVG: which share of the copy bandwidth the memory-bound ops reach, ours and compiled."""
-    groups: dict[str, list[Bar | None]] = {}
-    for op, systems in op_cases(rows).items():
-        if not op.startswith("linear"):
-            shares = {system: row["copy_share"] for system, row in systems.items()}
-            groups[op] = [
-                Bar(shares[s], colour, f"{s} {shares[s]:.0%}", f"{s} {shares[s]:.1%}")
-                if s in shares
-                else None
-                for s, colour in OPS_COLOURS.items()
-            ]
-    ticks = {percent: f"{percent}%" for percent in (0, 25, 50, 75, 100)}
-    return bar_chart("least bytes over time, as share of a copy", groups, ticks)
-
-
 def train_cases(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
     """case -> system -> row; models and sizes in the order of the file, systems fast first."""
     cases: dict[str, dict[str, dict[str, Any]]] = {}
@@ -127,7 +69,7 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
     """Speed of each system in each case; below, the parts of our step."""
     lines = [
         "| case | system | target tokens/s | x fairseq | ms a step (p20-p80) | GPU busy | of the "
-        "floor | GiB | first 100 updates |",
+        "floor | GiB of the GPU | first 100 updates |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     parts = [
@@ -161,9 +103,23 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
         f"{', '.join(commit[:10] for commit in common['commit'])}; case: model, max-tokens, "
         'precision; "x fairseq" is to the fastest of fairseq\'s on the same batches; medians over '
         "intervals of 50 updates after the warm-up; the floor is counted: GEMMs at 790 TFLOP/s, "
-        "then the least bytes at 4.3 TB/s; parts from a profile of ten or 30 steps, whose kernels "
-        "take their usual time; gaps are what they leave of an unprofiled step.",
+        "then the least bytes at 4.3 TB/s; GPU busy and parts from a profile of ten or 30 steps, "
+        "whose kernels take their usual time, scaled to the tokens of the other steps; gaps are "
+        "what they leave of an unprofiled step; GiB: all that the process takes of the GPU, "
+        "torch's and what is beside it, but for its bare context; the first updates begin without "
+        f"timed algorithms or compiled code on disk{_otherwise(rows)}.",
     ]
+
+
+def _otherwise(rows: list[dict[str, Any]]) -> str:
+    """What is not so in rows that know no ``profiled_tokens``, which are older."""
+    old = sorted({row["commit"][:10] for row in rows if "profiled_tokens" not in row})
+    if not old:
+        return ""
+    return (
+        f". Not so in rows of commit {', '.join(old)}: there GiB are those of torch's allocator, "
+        "parts are not scaled, and caches on disk were as they were"
+    )
 
 
 def train_plot(rows: list[dict[str, Any]]) -> str:

@@ -92,7 +92,7 @@ def test_systems_agree(bench: Any) -> None:
     stems = {name.partition("/")[0].partition(".")[0] for name in names}
     assert stems == {
         *(f"{op}_{way}" for op in (
-            "embedding", "linear", "attention", "dropout_residual_layer_norm",
+            "embedding", "linear", "linear_layer", "attention", "dropout_residual_layer_norm",
             "bias_activation_dropout", "cross_entropy",
         ) for way in ("fwd", "bwd")),
         "decode_self_attention", "decode_cross_attention", "beam_candidates",

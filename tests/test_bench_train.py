@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -212,9 +214,12 @@ def test_intervals() -> None:
         rows.intervals(LOG, 200, 300)
 
 
-def report(first: float | None) -> dict[str, Any]:
-    profile = {"ms_per_step": 5000.0, "busy": 0.72, "part_ms": {"gemm": 3600.0, "gaps": 1400.0}}
-    return {"first_100_s": first, "peak_gib": 9.876, "timeline": profile}
+def report(first: float | None, tokens: int = 5000) -> dict[str, Any]:
+    parts = {"gemm": 3000.0, "optimizer": 1200.0, "gaps": 800.0}
+    profile = {"ms_per_step": 5000.0, "busy": 0.84, "part_ms": parts}
+    return {
+        "first_100_s": first, "peak_gib": 9.876, "timeline": profile, "profiled_tokens": tokens
+    }  # fmt: skip
 
 
 def test_row() -> None:
@@ -231,12 +236,17 @@ def test_row() -> None:
         "ms_per_step": 4000, "ms_p20": 2000, "ms_p50": 4000, "ms_p80": 8000,
         "source_tokens": 2000, "target_tokens": 4000, "floor_share": round(least / 4000, 4),
         "peak_gib": 9.88, "first_100_s": 3.5, "gpu_busy": 0.9, "profiled_ms_per_step": 5000.0,
-        "part_ms": {"gemm": 3600.0, "gaps": 400.0}, "rounds": 2,
+        "profiled_tokens": 5000,
+        # Products of batches that are a quarter larger; the optimizer's time knows no batch.
+        "part_ms": {"gemm": 2400.0, "optimizer": 1200.0, "gaps": 400.0}, "rounds": 2,
     }  # fmt: skip
+    short = [rows.Run(runs[0].intervals, report(4.0, tokens=1000))]
+    full = rows.row(case, "ours", corpus_, short, {})
+    assert full["gpu_busy"] == 1 and full["part_ms"]["gaps"] == 0
     slow = {**row, "system": "fairseq_no_cudnn", "tokens_per_s": 250, "first_100_s": None}
     lines = rows.table([slow, row])
     assert lines[1].split()[:3] == ["ours", "1000", "4.00"]
-    assert lines[2] == "    ms by part: gemm 3600.00, gaps 400.00"
+    assert lines[2] == "    ms by part: gemm 2400.00, optimizer 1200.00, gaps 400.00"
     assert lines[3].split()[:3] == ["fairseq_no_cudnn", "250", "1.00"]
     packed = rows.table([{**row, "system": "ours_packed"}, slow])[1]
     assert packed.split()[:3] == ["ours_packed", "1000", "4000.00"]  # no ratio to other batches
@@ -299,6 +309,11 @@ def test_sentences_do_not_see_each_other(model: str) -> None:
     with torch.no_grad():
         losses = [network(*compiled.pack(one, 512)).item() for one in (together, *alone)]
     assert losses[0] == pytest.approx(sum(losses[1:]), rel=1e-6)  # the loss is taken in float32
+
+
+def test_an_epoch_without_batches_is_refused(small: corpus.Corpus) -> None:
+    with pytest.raises(ValueError, match="is within --max-tokens 1"):
+        next(compiled.batches(small.folder, max_tokens=1, workers=0))
 
 
 def test_update_is_adam_on_masters() -> None:
@@ -375,8 +390,9 @@ def test_commands_differ_in_nothing_but_the_system(tmp_path: Path) -> None:
     [
         (["--case", "huge/4096/bf16"], "There is no case huge/4096/bf16: a case is <model>/"),
         (["--case", "tiny/256"], "There is no case tiny/256"),
+        (["--case", "tiny/199/bf16"], "tiny/199/bf16: the longest sentence has 200 tokens."),
         (["--systems", "ours,theirs"], "There is no system theirs: --systems takes ours,"),
-        (["--case", "tiny/64/bf16", "--corpus", Path(__file__).parent], "holds something else"),
+        (["--case", "tiny/256/bf16", "--corpus", Path(__file__).parent], "holds something else"),
     ],
 )
 def test_refusals(words: list[object], sentence: str) -> None:
@@ -392,20 +408,38 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bench, "ROOT", tmp_path)
-    done = bench_train("--case", "tiny/64/bf16")
+    done = bench_train("--case", "tiny/256/bf16")
     assert done.exit_code == 2 and "runs from a clone of the repository" in done.stderr
 
 
-def test_a_failed_run_is_told(small: corpus.Corpus, tmp_path: Path) -> None:
-    """No sentence is as short as that: the training refuses, and nothing is written."""
+def test_nothing_is_made_where_nothing_can_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     done = bench_train(
-        "--case", "tiny/1/bf16", "--systems", "fairseq", "--corpus", small.folder, "--pairs",
+        "--case", "tiny/256/bf16", "--systems", "fairseq_no_cudnn_apex", "--corpus",
+        tmp_path / "corpus", "--logs", tmp_path / "logs", "--output", tmp_path / "rows.json",
+    )  # fmt: skip
+    assert done.exit_code == 2 and list(tmp_path.iterdir()) == []
+    assert done.stderr == (
+        "lightseq-bench: error: nothing can be measured here: tiny/256/bf16 without "
+        "fairseq_no_cudnn_apex: apex is not installed.\n"
+    )
+
+
+def test_a_failed_run_is_told(small: corpus.Corpus, tmp_path: Path) -> None:
+    """A corpus without its sources: the training ends at once, and no row is written."""
+    damaged = tmp_path / "corpus"
+    shutil.copytree(small.folder, damaged)
+    (damaged / "train.en-de.en.bin").unlink()
+    done = bench_train(
+        "--case", "tiny/256/bf16", "--systems", "fairseq", "--corpus", damaged, "--pairs",
         small.pairs, "--vocabulary", small.vocabulary, "--logs", tmp_path, "--output",
         tmp_path / "rows.json", "--workers", 0, "--rounds", 2,
     )  # fmt: skip
-    assert done.exit_code == 2
-    assert "these runs failed: tiny/1/bf16 fairseq." in done.stderr
-    assert "raise --max-tokens" in done.stderr or "max-tokens" in done.stderr
+    assert done.exit_code == 2 and done.stderr.count("round 2 of 2") == 0
+    assert "these runs failed: tiny/256/bf16 fairseq." in done.stderr
+    assert "its log ends with" in done.stderr
     assert not (tmp_path / "rows.json").exists()
 
 
@@ -413,7 +447,7 @@ def test_everything_once(small: corpus.Corpus, tmp_path: Path) -> None:
     systems = ("ours", "ours_packed", "fairseq_no_cudnn", "torch_compile")
     output = tmp_path / "rows.json"
     done = bench_train(
-        "--case", "tiny/64/bf16", "--systems", ",".join((*systems, "fairseq_no_cudnn_apex")),
+        "--case", "tiny/256/bf16", "--systems", ",".join((*systems, "fairseq_no_cudnn_apex")),
         "--updates", 50, "--warm-up", 50, "--rounds", 1, "--corpus", small.folder,
         "--pairs", small.pairs, "--vocabulary", small.vocabulary, "--workers", 0,
         "--output", output, "--logs", tmp_path / "logs",
@@ -424,17 +458,19 @@ def test_everything_once(small: corpus.Corpus, tmp_path: Path) -> None:
     assert set(found) == set(systems)
     for system, row in found.items():
         assert f"\n{system} " in done.stdout
-        assert row["case"] == "tiny/64/bf16" and row["gpu"] == "none" and len(row["commit"]) == 40
+        assert row["case"] == "tiny/256/bf16" and row["gpu"] == "none" and len(row["commit"]) == 40
         assert 0 < row["gpu_busy"] <= 1 and row["first_100_s"] > 0 and row["peak_gib"] > 0.1
         # More where the profiled steps were slower than the others.
         assert sum(row["part_ms"].values()) > 0.99 * row["ms_per_step"]
         assert row["ms_p20"] <= row["ms_p50"] <= row["ms_p80"]
     # All but one train on the same batches, and on models of one size.
-    assert len({found[name]["target_tokens"] for name in systems if name != "ours_packed"}) == 1
+    alike = [found[name] for name in systems if name != "ours_packed"]
+    assert len({row["target_tokens"] for row in alike}) == 1
+    assert len({row["profiled_tokens"] for row in alike if row["system"] != "ours"}) == 1
     for system in ("ours", "ours_packed"):
-        log = (tmp_path / "logs" / f"tiny-64-bf16-{system}-1.log").read_text()
+        log = (tmp_path / "logs" / f"tiny-256-bf16-{system}-1.log").read_text()
         (line,) = re.findall(r"^lightseq-train .*", log, re.MULTILINE)
         assert ("--pack-tokens" in line.split()) == (system == "ours_packed")
-    log = (tmp_path / "logs" / "tiny-64-bf16-fairseq_no_cudnn-1.log").read_text()
+    log = (tmp_path / "logs" / "tiny-256-bf16-fairseq_no_cudnn-1.log").read_text()
     (count,) = re.findall(r"num. shared model params: ([\d,]+)", log)
     assert int(count.replace(",", "")) == parameters(SHAPES["tiny"], small.vocabulary)

@@ -17,6 +17,7 @@ from typing import Any
 from lightseq_fairseq.cli.bench_generate import stopwatch
 from lightseq_fairseq.cli.bench_generate.cases import PRECISIONS
 from lightseq_fairseq.cli.bench_generate.test_set import TestSet
+from lightseq_fairseq.cli.bench_memory import Memory
 
 
 def main() -> None:
@@ -35,7 +36,7 @@ def main() -> None:
     for sample in samples:
         sample["text"] = _text(sample["net_input"]["src_tokens"], task.source_dictionary)
     model = _model(given.data)
-    began, free = time.perf_counter(), _free(given)
+    memory, began = Memory(gpu=not given.cpu), time.perf_counter()
     try:
         translate = _translator(given, model)
         translate(samples[0])
@@ -45,8 +46,7 @@ def main() -> None:
         return
     load_s = time.perf_counter() - began
     # What its allocator has taken from the GPU it keeps, so the end shows the peak.
-    peak = None if given.cpu else lambda: free - _free(given)
-    stopwatch.measure(given, samples, translate, load_s, peak)
+    stopwatch.measure(given, samples, translate, load_s, memory)
 
 
 def _model(files: TestSet) -> Path:
@@ -84,16 +84,6 @@ def _translator(given: argparse.Namespace, model: Path) -> Any:
         return [len(result.hypotheses[0]) for result in results]
 
     return translate
-
-
-def _free(given: argparse.Namespace) -> int:
-    """Bytes that nobody uses on the GPU, with this process's context in place."""
-    if given.cpu:
-        return 0
-    import torch
-
-    torch.cuda.init()
-    return torch.cuda.mem_get_info()[0]
 
 
 if __name__ == "__main__":

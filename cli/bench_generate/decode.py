@@ -18,6 +18,7 @@ from typing import Any
 from lightseq_fairseq import cli
 from lightseq_fairseq.cli.bench_generate import stopwatch
 from lightseq_fairseq.cli.bench_generate.cases import PRECISIONS
+from lightseq_fairseq.cli.bench_memory import Memory
 from lightseq_fairseq.cli.samples import left_on_cpu
 
 
@@ -39,7 +40,7 @@ def _run(given: argparse.Namespace, words: list[str]) -> None:
     args = options.parse_args_and_arch(options.get_generation_parser(), words)
     cfg = convert_namespace_to_omegaconf(args)
     gpu = not given.cpu
-    began = time.perf_counter()
+    memory, began = Memory(gpu), time.perf_counter()
     task = tasks.setup_task(cfg.task)
     (model,), _ = checkpoint_utils.load_model_ensemble([cfg.common_eval.path], task=task)
     # fairseq-generate knows --fp16 only.
@@ -56,8 +57,7 @@ def _run(given: argparse.Namespace, words: list[str]) -> None:
         return [len(found[0]["tokens"].cpu()) for found in hypotheses]
 
     samples = stopwatch.batches(task, cfg, given.sentences)
-    peak = torch.cuda.max_memory_reserved if gpu else None
-    stopwatch.measure(given, samples, translate, load_s, peak)
+    stopwatch.measure(given, samples, translate, load_s, memory)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from lightseq_fairseq.cli.bench_generate.cases import Case
 from lightseq_fairseq.cli.bench_generate.test_set import SPLIT, TestSet
+from lightseq_fairseq.cli.bench_memory import Memory
 from lightseq_fairseq.cli.bench_train.corpus import SOURCE, TARGET
 
 
@@ -66,13 +66,13 @@ def measure(
     samples: Sequence[dict[str, Any]],
     translate: Callable[[dict[str, Any]], list[int]],
     load_s: float,
-    peak_bytes: Callable[[], int] | None,
+    memory: Memory,
 ) -> None:
     """Translates the samples ``--warm-up`` + ``--passes`` times and writes the report.
 
     Args:
         translate: gives the tokens of the best hypothesis of each sentence, ``</s>`` included.
-        peak_bytes: the most memory that the GPU has held; None: this process's.
+        memory: made before the model was loaded.
 
     Raises:
         RuntimeError: a hypothesis is not as long as the longest source of its batch.
@@ -95,10 +95,6 @@ def measure(
         "batch_s": passes[given.warm_up :],
         "sentences": sum(sample["nsentences"] for sample in samples),
         "tokens": tokens,
-        "peak_gib": (peak_bytes() if peak_bytes else _resident()) / 2**30,
+        "peak_gib": memory.peak() / 2**30,
     }
     given.report.write_text(json.dumps(report) + "\n", encoding="utf-8")
-
-
-def _resident() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lightseq_fairseq.cli.bench_train.corpus import SOURCE, TARGET
+from lightseq_fairseq.cli.bench_train.corpus import LONGEST, SOURCE, TARGET
 from lightseq_fairseq.errors import UserError
 
 LOG_INTERVAL = 50
@@ -65,6 +65,8 @@ class Case(NamedTuple):
                 f"model of {', '.join(SHAPES)} and a precision of {' or '.join(PRECISIONS)}, "
                 "for example t2t_big/4096/bf16."
             )
+        if int(tokens) < LONGEST:
+            raise UserError(f"There is no case {text}: the longest sentence has {LONGEST} tokens.")
         return cls(model, int(tokens), precision)
 
     def __str__(self) -> str:

@@ -16,7 +16,6 @@ pads, cut into sentences of their own, so that attention reads and writes every 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import time
@@ -145,7 +144,11 @@ class Update:
 
 
 def batches(data: Path, max_tokens: int, workers: int) -> Iterator[Batch]:
-    """fairseq's batches of the training split, packed, epoch after epoch in fairseq's order."""
+    """fairseq's batches of the training split, packed, epoch after epoch in fairseq's order.
+
+    Raises:
+        ValueError: an epoch has none; the iterator raises it.
+    """
     from lightseq_fairseq import fairseq_compat
 
     fairseq_compat.prepare()
@@ -163,8 +166,13 @@ def batches(data: Path, max_tokens: int, workers: int) -> Iterator[Batch]:
         dataset, max_tokens, max_positions=(max_tokens, max_tokens), ignore_invalid_inputs=True,
         required_batch_size_multiple=8, seed=1, num_workers=workers,
     )  # fmt: skip
-    endless = (epochs.next_epoch_itr(shuffle=True) for _ in itertools.count())
-    return itertools.chain.from_iterable(endless)
+
+    def endless() -> Iterator[Batch]:
+        while len(epoch := epochs.next_epoch_itr(shuffle=True)):
+            yield from epoch
+        raise ValueError(f"no sentence pair of {data} is within --max-tokens {max_tokens}")
+
+    return endless()
 
 
 def train(case: Case, data: Path, updates: int, workers: int, probe: Probe) -> None:
@@ -180,8 +188,8 @@ def train(case: Case, data: Path, updates: int, workers: int, probe: Probe) -> N
     began, interval_tokens = time.perf_counter(), 0
     for number in range(1, updates + probe.marks + 1):
         batch = next(feed)
-        probe.before_step(number - 1)
         tokens = int(batch.target.ne(PAD).sum())
+        probe.before_step(number - 1, tokens)
         loss, *grads = gradients(batch)
         update(number, grads, tokens)
         interval_tokens += tokens

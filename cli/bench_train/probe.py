@@ -4,16 +4,16 @@
         [--without-apex] -- WORD... (of lightseq-train)
 
 The report is a JSON object: ``first_100_s`` from the start of the first epoch to the end of update
-100, ``peak_gib`` reserved by torch's allocator (resident memory where there is no GPU), and the
-`timeline` of a few steps after update N. Speed is in the training log; before update N nothing
-happens here but one synchronisation after update 100.
+100, ``peak_gib`` up to update N (see `Memory`), the `timeline` of a few steps after it, and real
+target tokens a step of those, ``profiled_tokens``. Speed is in the training log; before update N
+nothing happens here but one synchronisation after update 100.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from lightseq_fairseq.cli.bench_memory import Memory
 from lightseq_fairseq.cli.bench_train.cases import MARKS_DROPPED
 from lightseq_fairseq.cli.bench_train.timeline import MARK, timeline
 
@@ -39,10 +40,11 @@ class Probe:
     def __init__(self, report: Path, updates: int, marks: int) -> None:
         self.report, self.updates, self.marks = report, updates, marks
         self.gpu = torch.cuda.is_available()
+        self._memory = Memory(self.gpu)
         self._began: float | None = None
         self._first: float | None = None
         self._peak = 0
-        self._marks = 0
+        self._tokens: list[int] = []  # of the step behind each mark
         self._profile: Any = None
 
     def begin(self) -> None:
@@ -50,29 +52,28 @@ class Probe:
         if self._began is None:
             self._began = time.perf_counter()
 
-    def before_step(self, num_updates: int) -> None:
-        """A step starts, after so many updates."""
+    def before_step(self, num_updates: int, tokens: int) -> None:
+        """A step of so many real target tokens starts, after so many updates."""
         if self._first is None and num_updates >= FIRST and self._began is not None:
             self._wait()
             self._first = time.perf_counter() - self._began
-        if num_updates < self.updates or self._marks == self.marks:
+        if num_updates < self.updates or len(self._tokens) == self.marks:
             return
         if self._profile is None:
-            # fairseq resets the peak with every step; what is reserved is rarely given back.
-            self._peak = self._memory()
+            self._peak = self._memory.peak()  # without the profiler's
             device = "CUDA" if self.gpu else "CPU"
             activity = getattr(torch.profiler.ProfilerActivity, device)
             self._profile = torch.profiler.profile(activities=[activity])
             self._profile.start()
         self._mark()
-        if self._marks == self.marks:
+        self._tokens.append(tokens)
+        if len(self._tokens) == self.marks:
             self._wait()
             self._profile.stop()
             self._write()
 
     def _mark(self) -> None:
         """Leaves `MARK` in the profile: on the device's own timeline, where there is one."""
-        self._marks += 1
         if self.gpu:
             torch.cuda._sleep(1)
         else:
@@ -83,11 +84,6 @@ class Probe:
         if self.gpu:
             torch.cuda.synchronize()
 
-    def _memory(self) -> int:
-        if self.gpu:
-            return torch.cuda.max_memory_reserved()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-
     def _write(self) -> None:
         trace = self.report.with_suffix(".trace.json")
         self._profile.export_chrome_trace(str(trace))
@@ -95,8 +91,10 @@ class Probe:
         trace.unlink()
         report = {
             "first_100_s": self._first,
-            "peak_gib": max(self._peak, self._memory()) / 2**30,
+            "peak_gib": self._peak / 2**30,
             "timeline": timeline(events, MARKS_DROPPED)._asdict(),
+            # The step behind the last mark has not begun.
+            "profiled_tokens": statistics.mean(self._tokens[MARKS_DROPPED:-1]),
         }
         self.report.write_text(json.dumps(report) + "\n", encoding="utf-8")
 
@@ -117,14 +115,19 @@ def attach(probe: Probe) -> None:
                 probe.begin()
                 return super().begin_epoch(*args, **kwargs)
 
-            def train_step(self, *args: Any, **kwargs: Any) -> Any:
-                probe.before_step(self.get_num_updates())
-                return super().train_step(*args, **kwargs)
+            def train_step(self, samples: Any, *args: Any, **kwargs: Any) -> Any:
+                probe.before_step(self.get_num_updates(), sum(map(_tokens, samples)))
+                return super().train_step(samples, *args, **kwargs)
 
         train.Trainer = ProbedTrainer
         main(*args, **kwargs)
 
     train.main = probed_main
+
+
+def _tokens(sample: Any) -> int:
+    """Real target tokens of a batch: fairseq's is a dictionary, ours an object."""
+    return int(sample["ntokens"] if isinstance(sample, dict) else sample.ntokens)
 
 
 def main() -> None:

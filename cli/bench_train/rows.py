@@ -64,6 +64,9 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
     Source tokens are counted from the target's by the ratio of the corpus: batches are drawn at
     random. Profile and peak are the last run's. A profiler slows what lies between kernels but not
     the kernels: their time comes from the profile, the gaps are what is left of an unprofiled step.
+    As the profiled steps have batches of their own (``profiled_tokens``), their kernels' times are
+    scaled to the tokens of the measured steps, the optimizer's excepted, which knows no batch.
+    ``gpu_busy`` is the sum of these times over ``ms_per_step``, 1 at most.
     """
     steady = [interval for run in runs for interval in run.intervals]
     times = sorted(interval.ms_per_step for interval in steady)
@@ -73,7 +76,12 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
     first = [run.report["first_100_s"] for run in runs if run.report["first_100_s"] is not None]
     report = runs[-1].report
     profile = report["timeline"]
-    part_ms = {part: ms for part, ms in profile["part_ms"].items() if part != "gaps"}
+    scale = target / report["profiled_tokens"]
+    part_ms = {
+        part: ms if part == "optimizer" else ms * scale
+        for part, ms in profile["part_ms"].items()
+        if part != "gaps"
+    }
     busy = min(sum(part_ms.values()), middle)
     least = sum(floor(case.shape, corpus.vocabulary, source, target))
     return {
@@ -92,6 +100,7 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
         "first_100_s": round(statistics.median(first), 2) if first else None,
         "gpu_busy": round(busy / middle, 4),
         "profiled_ms_per_step": round(profile["ms_per_step"], 3),
+        "profiled_tokens": round(report["profiled_tokens"]),
         "part_ms": {part: round(ms, 3) for part, ms in {**part_ms, "gaps": middle - busy}.items()},
         "rounds": len(runs),
     }

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from lightseq_fairseq import ops
 
-from .case import Case, Formula, Make, Sizes, without_autograd
+from .case import SITE, Case, Formula, Make, Run, Sizes, without_autograd
 
 
 def linear(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
@@ -26,6 +26,97 @@ def linear(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
         ("logits", c, sizes.vocabulary, False),
     ):
         yield from _linear(shape, tokens, inputs, outputs, has_bias, make)
+
+
+def linear_layer(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
+    """All products of an encoder layer, with what their epilogues can do: bias, ReLU, gradients.
+
+    Without activation dropout, so that ReLU is in the product. The biases of out and fc2 belong to
+    the ops that close a sublayer. What the layer reads besides weights: x makes qkv, a is
+    attention's result, y goes through the feed-forward.
+    """
+    c, f = sizes.width, sizes.ffn
+    x, a, y = (make.leaf(tokens, c) for _ in range(3))
+    qkv_w, qkv_b = make.leaf(3 * c, c, scale=c**-0.5), make.leaf(3 * c)
+    out_w = make.leaf(c, c, scale=c**-0.5)
+    fc1_w, fc1_b = make.leaf(f, c, scale=c**-0.5), make.leaf(f)
+    fc2_w = make.leaf(c, f, scale=f**-0.5)
+    leaves = (x, qkv_w, qkv_b, a, out_w, y, fc1_w, fc1_b, fc2_w)
+    dqkv, dout, dz = make.rows(tokens, 3 * c), make.rows(tokens, c), make.rows(tokens, c)
+    rng = make.rng()
+
+    def formula(
+        x: Tensor, qkv_w: Tensor, qkv_b: Tensor, a: Tensor, out_w: Tensor, y: Tensor,
+        fc1_w: Tensor, fc1_b: Tensor, fc2_w: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        h = functional.linear(y, fc1_w, fc1_b).relu()
+        qkv = functional.linear(x, qkv_w, qkv_b)
+        return qkv, functional.linear(a, out_w), functional.linear(h, fc2_w)
+
+    def hidden() -> Tensor:
+        return ops.linear_fwd(y, fc1_w, fc1_b, relu=True)
+
+    def forward() -> tuple[Tensor, ...]:
+        qkv, out = ops.linear_fwd(x, qkv_w, qkv_b), ops.linear_fwd(a, out_w, None)
+        return qkv, out, ops.linear_fwd(hidden(), fc2_w, None)
+
+    def backward() -> Run:
+        h = torch.no_grad()(hidden)()
+
+        def run() -> tuple[Tensor, ...]:
+            dqkv_w, dqkv_b, dout_w, dfc1_w, dfc1_b, dfc2_w = (
+                torch.empty_like(w) for w in (qkv_w, qkv_b, out_w, fc1_w, fc1_b, fc2_w)
+            )
+            dh = ops.linear_bwd(dz, h, fc2_w, dfc2_w, None, False, True)
+            dh = ops.bias_activation_dropout_bwd(
+                dh, h, None, "relu", 0.0, rng, SITE, dfc1_b, False
+            )  # fmt: skip
+            dy = ops.linear_bwd(dh, y, fc1_w, dfc1_w, None, False, True)
+            da = ops.linear_bwd(dout, a, out_w, dout_w, None, False, True)
+            dx = ops.linear_bwd(dqkv, x, qkv_w, dqkv_w, dqkv_b, False, True)
+            return dx, dqkv_w, dqkv_b, da, dout_w, dy, dfc1_w, dfc1_b, dfc2_w
+
+        return torch.no_grad()(run)
+
+    def separate_hidden() -> Tensor:
+        return torch.mm(y, fc1_w.t()).add_(fc1_b).relu_()
+
+    def separate_forward() -> tuple[Tensor, ...]:
+        qkv, out = torch.mm(x, qkv_w.t()).add_(qkv_b), torch.mm(a, out_w.t())
+        return qkv, out, torch.mm(separate_hidden(), fc2_w.t())
+
+    def separate_backward() -> Run:
+        h = torch.no_grad()(separate_hidden)()
+
+        def run() -> tuple[Tensor, ...]:
+            dh = torch.ops.aten.threshold_backward(torch.mm(dz, fc2_w), h, 0)
+            return (
+                torch.mm(dqkv, qkv_w), torch.mm(dqkv.t(), x), dqkv.sum(0),
+                torch.mm(dout, out_w), torch.mm(dout.t(), a),
+                torch.mm(dh, fc1_w), torch.mm(dh.t(), y), dh.sum(0),
+                torch.mm(dz.t(), h),
+            )  # fmt: skip
+
+        return torch.no_grad()(run)
+
+    fwd, bwd = Formula(formula, leaves, (dqkv, dout, dz)).systems()
+    operands = sum(leaf.nbytes for leaf in leaves)
+    results = dqkv.nbytes + dout.nbytes + dz.nbytes
+    saved = tokens * f * x.element_size()  # h
+    flops = 2 * tokens * sum(w.numel() for w in (qkv_w, out_w, fc1_w, fc2_w))
+    library = without_autograd(separate_forward)
+    yield Case(
+        f"linear_layer_fwd/T{tokens}",
+        operands + results + saved,
+        {"ours": without_autograd(forward), **fwd, "library": library},
+        flops,
+    )
+    yield Case(
+        f"linear_layer_bwd/T{tokens}",
+        2 * operands + results + saved,
+        {"ours": backward, **bwd, "library": separate_backward},
+        2 * flops,
+    )
 
 
 def linear_few_rows(sizes: Sizes, make: Make) -> Iterator[Case]:

@@ -1,0 +1,109 @@
+"""The table and the plot of what bench_ops.py has timed, for tables.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bar_chart import Bar, bar_chart
+
+Rows = list[dict[str, Any]]
+
+# What the table shows: of the ops on tokens one size, of Adam the one there is.
+OPS_SIZE, ADAM_SIZE = "T16384", "N217M"
+OPS_PLOT = "scripts/results/ops-h200.svg"
+OPS_COLOURS = {"ours": "#1f6fb4", "compile": "#c4c4c4"}
+
+
+def op_cases(rows: Rows, precision: str = "bf16") -> dict[str, dict[str, dict[str, Any]]]:
+    """Rows of the table's size: op -> system -> row, in the order of the file."""
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        op, size, dtype = row["case"].split("/")
+        if dtype == precision and size in (OPS_SIZE, ADAM_SIZE):
+            cases.setdefault(op, {})[row["system"]] = row
+    return cases
+
+
+def slower_elsewhere(rows: Rows) -> str:
+    """A sentence of all rows outside the table that are slower than torch.compile's code."""
+    cases: dict[str, dict[str, float]] = {}
+    for row in rows:
+        cases.setdefault(row["case"], {})[row["system"]] = row["ms"]
+    shown = {row["case"] for systems in op_cases(rows).values() for row in systems.values()}
+    ratios = {
+        case: ms["compile"] / ms["ours"]
+        for case, ms in cases.items()
+        if case not in shown and {"ours", "compile"} <= ms.keys()
+    }
+    slower = [f"`{case}` {ratio:.3f}" for case, ratio in ratios.items() if ratio < 1]
+    return (
+        "At other sizes and precisions ours is slower than torch.compile's code in "
+        f"{len(slower) or 'none'} of {len(ratios)} rows{': ' * bool(slower)}{', '.join(slower)}."
+    )
+
+
+def least_shares(rows: Rows) -> str:
+    """A sentence of the least share of the copy bandwidth by precision, at the table's size."""
+    least = []
+    for precision in dict.fromkeys(row["case"].split("/")[2] for row in rows):
+        shares = {
+            op: systems["ours"]["copy_share"]
+            for op, systems in op_cases(rows, precision).items()
+            if "ours" in systems and not op.startswith(("linear", "attention"))
+        }
+        if shares:
+            op = min(shares, key=shares.__getitem__)
+            least.append(f"{precision} {shares[op]:.0%} (`{op}`)")
+    return (
+        "Least share of the copy bandwidth, linear and attention apart: " + ", ".join(least) + "."
+    )
+
+
+def op_table(rows: Rows) -> list[str]:
+    """Time and rate of every op, and how many times faster it is than each baseline.
+
+    Below stands what the rows that are not shown would say against it.
+    """
+    lines = [
+        "| op | ms | GB/s | of a copy | x eager | x torch.compile | x library |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for op, systems in op_cases(rows).items():
+        ours = systems["ours"]
+        cells = [f"`{op}`", f"{ours['ms']:.3f}", f"{ours['gb_per_s']:.0f}"]
+        cells.append(f"{ours['copy_share']:.0%}")
+        for system in ("eager", "compile", "library"):
+            ratio = systems[system]["ms"] / ours["ms"] if system in systems else None
+            cells.append("" if ratio is None else f"{ratio:.2f}")
+            if system == "compile" and ratio is not None and ratio < 1:
+                cells[-1] = f"**{ratio:.2f}, slower**"
+        lines.append(f"| {' | '.join(cells)} |")
+    common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
+    return [
+        *lines,
+        "",
+        f"{slower_elsewhere(rows)} {least_shares(rows)}",
+        "",
+        f"![Share of the copy bandwidth]({OPS_PLOT})",
+        "",
+        f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
+        f"{', '.join(commit[:10] for commit in common['commit'])}; {OPS_SIZE[1:]} tokens "
+        "in WMT-like sentences (`long`: of 512 tokens; Adam: 217 M parameters), width 1024, ffn "
+        "4096, 40 000 words, 16 heads, dropout 0.1, bf16; median, cold L2, GB/s of least bytes.",
+    ]
+
+
+def op_plot(rows: Rows) -> str:
+    """SVG: which share of the copy bandwidth the memory-bound ops reach, ours and compiled."""
+    groups: dict[str, list[Bar | None]] = {}
+    for op, systems in op_cases(rows).items():
+        if not op.startswith("linear"):
+            shares = {system: row["copy_share"] for system, row in systems.items()}
+            groups[op] = [
+                Bar(shares[s], colour, f"{s} {shares[s]:.0%}", f"{s} {shares[s]:.1%}")
+                if s in shares
+                else None
+                for s, colour in OPS_COLOURS.items()
+            ]
+    ticks = {percent: f"{percent}%" for percent in (0, 25, 50, 75, 100)}
+    return bar_chart("least bytes over time, as share of a copy", groups, ticks)

@@ -1,0 +1,64 @@
+"""What the benchmarks of ``lightseq-bench`` share: runs, their caches, their memory."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightseq_fairseq.cli import bench_runs
+from lightseq_fairseq.cli.bench_memory import Memory
+from lightseq_fairseq.errors import UserError
+
+
+def test_systems_that_turn_out_to_be_unable(tmp_path: Path) -> None:
+    def measure(*arguments: Any) -> None:
+        raise bench_runs.Unable("cannot run here: no library.")
+
+    nothing = bench_runs.Bench(measure, lambda *found: {}, lambda found: [])
+    with pytest.raises(UserError, match="nothing was measured"):
+        bench_runs.take_turns(nothing, {"case": ["one"]}, 2, tmp_path, None, None)
+
+
+def test_every_run_finds_its_caches_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "table").write_text("algorithms")
+    stem = tmp_path / "run"
+    code = (
+        "import json, os, pathlib, sys\n"
+        "cache = pathlib.Path(os.environ['XDG_CACHE_HOME'])\n"
+        "json.dump([str(cache), *map(str, cache.iterdir())], open(sys.argv[1], 'w'))\n"
+        "(cache / 'table').write_text('mine')\n"
+    )
+    words = [sys.executable, "-c", code, str(stem.with_suffix(".json"))]
+    folders = [tuple(bench_runs.process(words, {}, stem)[1]) for _ in range(2)]
+    for (folder,) in folders:  # nothing was in it, and nothing is left of it
+        assert Path(folder) != tmp_path and not Path(folder).exists()
+
+
+def test_memory_is_what_the_process_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    use = {"free": 700, "reserved": 0, "peak": 0}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (use["free"], 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: use["reserved"])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: use["peak"])
+    memory = Memory(gpu=True)  # others hold 300
+    use.update(free=440, reserved=200, peak=250)  # 200 in torch, which had 250, and 60 beside it
+    assert memory.peak() == 310
+    assert Memory(gpu=False).peak() > 1 << 26
+
+
+@pytest.mark.gpu
+def test_memory_beside_torch_counts() -> None:
+    torch.cuda.reset_peak_memory_stats()  # what earlier tests have given back
+    memory, driver = Memory(gpu=True), ctypes.CDLL("libcuda.so.1")
+    pointer = ctypes.c_uint64()
+    size = torch.cuda.mem_get_info()[0] // 4
+    assert driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)) == 0
+    peak = memory.peak()
+    assert driver.cuMemFree_v2(pointer) == 0
+    # Other tests may share the GPU, but they do not take or give back as much in between.
+    assert size / 2 < peak < 2 * size
