@@ -183,6 +183,16 @@ def _resume(failure: Failure, request: Request) -> str | None:
     )
 
 
+def _min_len(failure: Failure, request: Request) -> str | None:
+    """By our search and by fairseq's."""
+    if not failure.text.startswith("min_len cannot be larger than max_len"):
+        return None
+    return (
+        "--min-len (or min_len in --eval-bleu-args) is longer than a translation may be: lower "
+        "it, or raise --max-len-a or --max-len-b, up to the model's positions."
+    )
+
+
 _PLAIN = re.compile(
     r"--[a-z]|Must specify|Please specify|Cannot combine|cannot use both --|"
     r"preprocessing\.py doesn't support|Minimum loss scale reached|"
@@ -330,7 +340,7 @@ _REASONS = {
 
 
 def _files(failure: Failure, request: Request) -> str | None:
-    """A file the user named, or one in the folder for checkpoints."""
+    """A file the user named, or one in the folder that training writes checkpoints to."""
     if failure.kind == "FileExistsError" and failure.errno is None:  # lightseq-preprocess
         return (
             f"{failure.text} exists already: choose another --destdir, or use that dictionary with "
@@ -342,10 +352,13 @@ def _files(failure: Failure, request: Request) -> str | None:
         name, number = failure.filename or "", failure.errno or 0
     if number not in _REASONS or not name:
         return None
+    read = getattr(request.args, "path", None)  # of training None
     save_dir = getattr(request.args, "save_dir", None)
-    if save_dir and (_lies_in(name, save_dir) or _lies_in(save_dir, name)):
+    if read is None and save_dir and (_lies_in(name, save_dir) or _lies_in(save_dir, name)):
         reason = os.strerror(number).lower()
         return f"Checkpoints cannot be written to {save_dir} ({reason}): choose another --save-dir."
+    if name in (read or "").split(os.pathsep):
+        return f"The checkpoint {name} {_REASONS[number]}: check --path."
     if any(_lies_in(name, path) for path in _named_paths(request)):
         return f"{name} {_REASONS[number]}: check the path on the command line."
     return None
@@ -374,6 +387,7 @@ _RULES: tuple[Callable[[Failure, Request], str | None], ...] = (
     _encoding,
     _checkpoint_missing,
     _resume,
+    _min_len,
     _fairseq_says_it,
     _schedule,
     _arch,

@@ -76,10 +76,13 @@ class _Batches(Lines):
     def __init__(self, rank: int, batches: Any) -> None:
         self.rank, self.batches = rank, batches
         self.lines: list[str] = []
+        self.translated = False
 
     def line(self, line: str) -> None:
+        of_sentence = Sentences.is_sentence(line)
+        self.translated |= of_sentence
         # A second log of the same would only be confusing.
-        if self.rank == 0 or Sentences.is_sentence(line):
+        if self.rank == 0 or of_sentence:
             self.lines.append(line)
 
     def cut(self) -> None:
@@ -108,6 +111,8 @@ def _shard(rank: int, args: Namespace, queues: list[Any]) -> None:
     from fairseq.logging import progress_bar
     from fairseq_cli import generate
 
+    # As in one process: started anew, the loader's workers would all import fairseq.
+    multiprocessing.set_start_method("fork", force=True)
     out = _Batches(rank, queues[rank])
     bar = progress_bar.progress_bar
     progress_bar.progress_bar = lambda *a, **k: _Progress(bar(*a, **k), out)
@@ -117,6 +122,10 @@ def _shard(rank: int, args: Namespace, queues: list[Any]) -> None:
     if torch.cuda.is_available() and not args.cpu:
         torch.cuda.set_device(rank)
     utils.import_user_module(args)
-    with quiet(), contextlib.redirect_stdout(out), left_on_cpu():
-        generate.main(looked_up_once(args))
+    try:
+        with quiet(), contextlib.redirect_stdout(out), left_on_cpu():
+            generate.main(looked_up_once(args))
+    except ZeroDivisionError:  # fairseq's last words, the speed, where a shard has no batch
+        if out.translated:
+            raise
     queues[rank].put(None)

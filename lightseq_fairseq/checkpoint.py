@@ -174,13 +174,22 @@ def own_storage(state: Any) -> Any:
     return utils.apply_to_sample(own, state)
 
 
-def save(state: Any, path: str) -> None:
+# How to go on after a checkpoint that training could not write.
+RESUME = (
+    "; the checkpoints saved before are intact, so make room and run the same command to continue"
+)
+
+
+def save(state: Any, path: str, advice: str = "") -> None:
     """``torch.save`` to a local file that is replaced as a whole or not at all.
+
+    Args:
+        advice: what the error says behind the reason.
 
     Raises:
         UserError: the file cannot be written (no space, no permission); ``path`` is as before.
     """
-    write_atomically(path, lambda file: torch.save(state, file))
+    write_atomically(path, lambda file: torch.save(state, file), advice)
 
 
 def copy(source: str, target: str, overwrite: bool = False) -> bool:
@@ -197,16 +206,19 @@ def copy(source: str, target: str, overwrite: bool = False) -> bool:
     ):
         return bool(PathManager.copy(source, target, overwrite))
     with open(source, "rb") as file:
-        write_atomically(target, lambda out: shutil.copyfileobj(file, out, 1 << 24))
+        write_atomically(target, lambda out: shutil.copyfileobj(file, out, 1 << 24), RESUME)
     return True
 
 
-def write_atomically(path: str, write: Callable[[BinaryIO], None]) -> None:
+def write_atomically(path: str, write: Callable[[BinaryIO], None], advice: str = "") -> None:
     """Let ``write`` fill a file that then takes the place of ``path``.
 
     The bytes are on the disk before the name is: killed at any moment, the machine even, there is
     either the old file or the new one. What may be left is ``path`` + ".tmp", which the next
     attempt overwrites.
+
+    Args:
+        advice: as for ``save``.
 
     Raises:
         UserError: on any OSError; ``path`` is as before and the temporary file gone.
@@ -227,10 +239,7 @@ def write_atomically(path: str, write: Callable[[BinaryIO], None]) -> None:
             refusal = file.refusal
         if refusal is None:
             raise
-        raise UserError(
-            f"cannot write {path} ({refusal.strerror or refusal}); the checkpoints saved before "
-            "are intact, so make room and run the same command to continue"
-        ) from error
+        raise UserError(f"cannot write {path} ({refusal.strerror or refusal}){advice}") from error
     with contextlib.suppress(OSError):  # some file systems cannot sync a folder
         folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
         try:

@@ -16,7 +16,7 @@ import tempfile
 import textwrap
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -184,9 +184,12 @@ def to_ctranslate2(
     """
     from ctranslate2.converters import FairseqConverter
 
+    # The converter reads the options and the weights, and its torch.load refuses what else a
+    # checkpoint holds: meters of --eval-bleu count in numpy arrays.
+    bare = {key: trained.checkpoint.get(key) for key in ("args", "cfg", "model")}
     with _whole(output) as place, torch.serialization.safe_globals([Namespace]):
         source = place.with_suffix(".pt")
-        to_fairseq(trained, source)
+        to_fairseq(replace(trained, checkpoint=bare), source)
         try:
             converter = FairseqConverter(str(source), str(paths["source"].parent))
             converter.convert(str(place), quantization=quantization)

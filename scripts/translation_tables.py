@@ -42,12 +42,15 @@ def translation_table(rows: Rows) -> list[str]:
     systems = {row["system"]: row for row in rows if row["case"] == "eval_bleu/fp32"}
     if len(systems) == 2:
         ours, fairseq = (systems[system] for system in ("ours", "fairseq_no_cudnn"))
+        total, fairseq_total = (sum(row["validation_s"]) for row in (ours, fairseq))
         notes.append(
             f"a validation with `--eval-bleu`, beam 5: {ours['s_per_validation']:.2f} s, fairseq "
             f"{fairseq['s_per_validation']:.2f} s, "
             f"{fairseq['s_per_validation'] / ours['s_per_validation']:.1f} times as long (median "
             f"of {len(ours['validation_s']) - 1} after the first, which took "
-            f"{ours['validation_s'][0]:.2f} and {fairseq['validation_s'][0]:.2f} s)"
+            f"{ours['validation_s'][0]:.2f} and {fairseq['validation_s'][0]:.2f} s; all "
+            f"{len(ours['validation_s'])}: {total:.1f} s, fairseq {fairseq_total:.1f} s, "
+            f"{fairseq_total / total:.1f} times as long)"
         )
     common = {key: sorted({str(row[key])[:40] for row in rows}) for key in ("gpu", "torch")}
     commits = ", ".join(sorted({row["commit"][:10] for row in rows}))

@@ -251,8 +251,9 @@ class TestAtomicWrites:
     def test_full_disk(self, how: str, path: Path) -> None:
         def work() -> None:
             runs.limit_files(100_000, killed=False)
-            with pytest.raises(UserError, match=r"checkpoint_last\.pt \(File too large\)"):
+            with pytest.raises(UserError, match=r"checkpoint_last\.pt \(File too large\)") as error:
                 self.write(how, path)
+            assert str(error.value).endswith({"save": "large)", "copy": checkpoint.RESUME}[how])
 
         assert runs.in_a_fork(work) == 0
         assert self.is_(path, self.OLD)

@@ -6,11 +6,13 @@ The tests import the optional packages themselves: where only GPU tests run, non
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import digits
@@ -18,6 +20,7 @@ import pytest
 import torch
 from cli_runs import SMALL, binarise, run, succeed
 from loaded import logits
+from training_runs import in_a_fork, limit_files
 
 # isort: split
 from fairseq import checkpoint_utils
@@ -192,6 +195,27 @@ def test_a_run_that_found_its_languages_in_the_data(data: Path, tmp_path: Path) 
     assert counts == [3, 5]
 
 
+def test_a_run_with_eval_bleu(data: Path, tmp_path: Path) -> None:
+    arch = ("--arch", "ls_transformer_tiny", "--optimizer", "ls_adam", "--lr", "0.01")
+    bleu = ("--eval-bleu", "--eval-bleu-args", '{"beam": 1, "max_len_b": 5}')
+    succeed("train", data, *arch, *bleu, *SMALL, "--save-dir", tmp_path)
+    with pytest.raises(UnpicklingError, match="numpy"):  # BLEU's counts
+        read(tmp_path / "checkpoint_best.pt")
+    average = tmp_path / "average.pt"
+    succeed("average", "--inputs", tmp_path / "checkpoint_best.pt", tmp_path / "checkpoint_last.pt",
+            "--output", average)  # fmt: skip
+    for source in (tmp_path / "checkpoint_best.pt", tmp_path / "checkpoint_last.pt", average):
+        for to in ("ctranslate2", "safetensors", "fairseq"):
+            succeed("export", source, "--to", to)
+    again = tmp_path / "average-fairseq.pt"
+    assert torch.equal(logits(again, ls=False), logits(average, ls=False))
+    succeed("export", again, "--to", "ctranslate2", "--output", tmp_path / "again")
+    of_average, of_again = (
+        (tmp_path / name / "model.bin").read_bytes() for name in ("average-ctranslate2", "again")
+    )
+    assert of_average == of_again
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -349,6 +373,22 @@ def test_what_cannot_be_exported_is_refused_and_nothing_written(
     assert result.stderr.count("\n") == 1
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
     assert len(list(tmp_path.iterdir())) == 4 + path.exists()
+
+
+@pytest.mark.parametrize("to", ["fairseq", "ctranslate2", "safetensors"])
+def test_a_full_disk(toy: digits.Toy, tmp_path: Path, to: str) -> None:
+    def work() -> None:
+        limit_files(20_000, killed=False)
+        result = run("export", toy.paths[-1], "--to", to, "--output", tmp_path / "out")
+        assert result.exit_code == 2
+        found = re.fullmatch(
+            rf"lightseq-export: error: cannot write {tmp_path}/\S+ \(.*File too large.*\)\n",
+            result.stderr,
+        )
+        assert found is not None, result.stderr
+
+    assert in_a_fork(work) == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("package", ["ctranslate2", "safetensors"])

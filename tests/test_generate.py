@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from click.testing import Result
 from sacrebleu.metrics import BLEU
 
 # isort: split
+import fairseq_cli.generate
 from fairseq import options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
@@ -141,6 +143,18 @@ def test_two_processes_print_what_one_prints(place: Path) -> None:
     assert f"Translated {COUNT} sentences" in two.stdout
 
 
+def test_more_processes_than_batches(place: Path, plain: str) -> None:
+    """And with a loader's worker each: nothing is left to clean up at the end."""
+    command = [sys.executable, "-m", "lightseq_fairseq.cli.generate", str(place / "data")]
+    command += ["--path", str(place / "checkpoint_last.pt"), "--distributed-world-size", "2"]
+    done = subprocess.run(
+        [*command, *shlex.split("--cpu --beam 2 --max-len-b 5")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(of_kind(done.stdout, "D")) == sorted(of_kind(plain, "D"))
+    assert "leaked" not in done.stderr
+
+
 def test_a_failure_of_one_of_them(place: Path, tmp_path: Path) -> None:
     result = generate(
         place, "--distributed-world-size", "2", "--path", "gone.pt", "--output", tmp_path / "out"
@@ -189,8 +203,25 @@ def test_what_is_refused_leaves_the_file_alone(place: Path, tmp_path: Path) -> N
         assert result.exit_code == 2 and sentence in result.stderr.splitlines()[-1]
     result = generate(place, "--output", tmp_path / "no" / "out")
     assert result.exit_code == 2 and f"cannot write {tmp_path}/no/out" in result.stderr
+    result = generate(place, "--output", tmp_path)
+    assert result.exit_code == 2 and f"cannot write {tmp_path} (Is a dir" in result.stderr
+    assert score_lines(result.stdout) == []  # before the work
     assert out.read_text() == "of yesterday\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latin", "out"]
+
+
+def test_sigterm_leaves_no_file(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def terminated(cfg: Any) -> None:
+        assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(fairseq_cli.generate, "main", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    result = generate(place, "--output", tmp_path / "out")
+    assert result.exit_code == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == [] and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_language_model_is_refused(place: Path, tmp_path: Path) -> None:

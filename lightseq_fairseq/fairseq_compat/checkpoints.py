@@ -130,9 +130,10 @@ def _name(file: Any) -> str:
 def _checkpoint_globals() -> list[Any]:
     """What the checkpoints of fairseq 0.6 to today hold besides tensors and containers."""
     allowed: list[Any] = [argparse.Namespace]
-    # Before 0.9 the meters were saved as they are (extra_state["train_meters"]).
+    # Before 0.9 the meters were saved as they are (extra_state["train_meters"]), and what we make
+    # of such a file, an average or an export, names them as they are named today.
     for meter in (meters.AverageMeter, meters.TimeMeter, meters.StopwatchMeter):
-        allowed.append((meter, f"fairseq.meters.{meter.__name__}"))
+        allowed += [meter, (meter, f"fairseq.meters.{meter.__name__}")]
     # A metric can be a numpy scalar. numpy 2 has moved the functions that rebuild one, and files
     # name them by either path.
     allowed += [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}]

@@ -187,7 +187,7 @@ class Trainer(native.Trainer):
         state = utils.move_to_cpu(self.state_dict())
         state["extra_state"].update(extra_state)
         if self.should_save_checkpoint_on_current_rank:
-            checkpoint.save(checkpoint.own_storage(state), filename)
+            checkpoint.save(checkpoint.own_storage(state), filename, checkpoint.RESUME)
         logger.info("Finished saving checkpoint to %s", os.path.abspath(filename))
 
     def load_checkpoint(
