@@ -319,7 +319,8 @@ def _worker(failure: Failure, request: Request) -> str | None:
 
 
 def _memory(failure: Failure, request: Request) -> str | None:
-    if failure.kind == "OutOfMemoryError":
+    # The kernels' allocations fail with these words alone, as a RuntimeError.
+    if failure.kind == "OutOfMemoryError" or failure.text.startswith("CUDA out of memory"):
         return (
             "The GPU is out of memory: lower --max-tokens (and raise --update-freq by the same "
             "factor to keep the batch size), or choose a smaller model."

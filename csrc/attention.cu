@@ -221,7 +221,6 @@ std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const
     p.dropout = dropout_of(kOp, rng, site, dropout_p);
     out = allocate(q, {q.size(0), q.size(1), q.size(2)});
     lse = allocate(q, {q.size(0), q.size(1)}, ScalarType::Float);
-    require(scale > 0.0, kOp, ": scale must be positive on a GPU, is ", scale);
     if (out.numel() == 0) return;
     p.out = packed<T>(kOp, "out", out);
     p.lse = lse.mutable_data_ptr<float>();

@@ -419,7 +419,6 @@ void attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const T
     p.dk = packed<T>(kOp, "dk", dk);
     p.dv = packed<T>(kOp, "dv", dv);
     require(lse.is_contiguous(), kOp, ": lse must be contiguous");
-    require(scale > 0.0, kOp, ": scale must be positive on a GPU, is ", scale);
     p.lse = lse.const_data_ptr<float>();
     p.dropout = dropout_of(kOp, rng, site, dropout_p);
     if (dq.numel() + dk.numel() == 0) return;

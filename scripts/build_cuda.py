@@ -33,6 +33,8 @@ TORCH_MINIMUM = (2, 11)
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11, one byte a number
 DEFAULT_ARCHITECTURES = ("80", "90")
 OLDEST_ARCHITECTURE = 80  # bfloat16 on the tensor cores, asynchronous copies
+# What an interrupted build leaves: objects and libraries that bear the number of its process.
+PARTIAL = re.compile(r"(?:\w+-[0-9a-f]{16}|liblightseq_cu\d+)\.(\d+)(?:\.o)?")
 RESOURCES = re.compile(r"ptxas info|Compile time|\s+\d+ bytes stack frame")
 HOST_FLAGS = "-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-unknown-pragmas"
 
@@ -122,6 +124,19 @@ def find_toolchain() -> Toolchain:
     return Toolchain(nvcc, cuda, torch, find_cublas(nvcc, cuda))
 
 
+def asked_architectures(text: str) -> tuple[str, ...]:
+    """The compute capabilities in what the user wrote, such as 80,90."""
+    architectures = tuple(re.findall(r"\w+", text))
+    for architecture in architectures:
+        number = re.match(r"\d+", architecture)
+        if number is None or int(number[0]) < OLDEST_ARCHITECTURE:
+            raise argparse.ArgumentTypeError(
+                f"the kernels need sm_{OLDEST_ARCHITECTURE} or later and sm_{architecture} was "
+                "asked for"
+            )
+    return architectures
+
+
 def visible_architectures() -> tuple[str, ...]:
     """Compute capabilities of this machine's GPUs ("90"), () where there is none."""
     if not shutil.which("nvidia-smi"):
@@ -179,6 +194,19 @@ def run_compiler(command: list[str]) -> list[str]:
     return report
 
 
+def remove_partials(folder: Path) -> None:
+    """Remove what interrupted builds left in the folder; builds that still run keep theirs."""
+    for path in folder.glob("*"):
+        partial = PARTIAL.fullmatch(path.name)
+        if partial is not None:
+            try:
+                os.kill(int(partial[1]), 0)  # only asks whether there is such a process
+            except ProcessLookupError:
+                path.unlink(missing_ok=True)
+            except PermissionError:
+                pass  # there is, of another user
+
+
 def compile_sources(
     toolchain: Toolchain, sources: Path, objects: Path, architectures: tuple[str, ...], jobs: int
 ) -> list[Path]:
@@ -198,6 +226,7 @@ def compile_sources(
         f"{toolchain.nvcc} {toolchain.cuda} {flags}".encode(),
     ]
     objects.mkdir(parents=True, exist_ok=True)
+    remove_partials(objects)
 
     def compile_one(unit: Path) -> tuple[Path, BuildError | None]:
         target = objects / f"{unit.stem}-{fingerprint([unit.read_bytes(), *headers])}.o"
@@ -244,6 +273,7 @@ def build(
         print(f"{library} is up to date")
     else:
         output.mkdir(parents=True, exist_ok=True)
+        remove_partials(output)
         description.unlink(missing_ok=True)
         # Linked beside and renamed: a process that has the old library loaded keeps it intact.
         partial = library.with_suffix(f".{os.getpid()}")
@@ -277,6 +307,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--architectures",
+        type=asked_architectures,
         default=os.environ.get("LIGHTSEQ_CUDA_ARCHITECTURES", ""),
         help="compute capabilities, oldest first, such as 80,90 (default: "
         "LIGHTSEQ_CUDA_ARCHITECTURES, else this machine's GPUs, else 80,90)",
@@ -297,7 +328,6 @@ def main() -> int:
         "lightseq-doctor and succeed",
     )
     arguments = parser.parse_args()
-    architectures = tuple(re.findall(r"\w+", arguments.architectures))
     if arguments.missing_package:
         print_missing_package()
         return 0
@@ -305,7 +335,7 @@ def main() -> int:
         if arguments.if_possible:
             try:
                 find_nvcc()
-                choose_architectures(architectures)
+                choose_architectures(arguments.architectures)
             except BuildError as reason:
                 arguments.output.mkdir(parents=True, exist_ok=True)
                 (arguments.output / "skipped.txt").write_text(f"{reason}\n")
@@ -315,7 +345,7 @@ def main() -> int:
             arguments.sources.resolve(),
             arguments.objects.resolve(),
             arguments.output.resolve(),
-            architectures,
+            arguments.architectures,
             arguments.jobs,
         )
     except BuildError as error:

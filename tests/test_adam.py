@@ -202,3 +202,26 @@ def test_refusals():
     state.step = torch.tensor(0.0)
     with pytest.raises(ValueError, match="step must be int64, got float32"):
         state.update(grad)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": LR}, "lr must be a tensor, got float"),
+        ({"beta1": 1.0}, "beta1 must be at least 0 and below 1, got 1.0"),
+        ({"beta2": -0.1}, "beta2 must be at least 0 and below 1, got -0.1"),
+    ],
+)
+def test_refused_settings(change, message):
+    state, one = State(torch.float32), torch.tensor(1.0)
+    arguments = {"step": state.step, "lr": one, "multiplier": one, "norm": one, "max_norm": 0.0}
+    arguments |= {
+        "clip_eps": 0.0,
+        "beta1": BETA1,
+        "beta2": BETA2,
+        "eps": EPS,
+        "weight_decay": DECAY,
+    }
+    tensors = state.param, state.exp_avg, state.exp_avg_sq, torch.randn(N), None
+    with pytest.raises(ValueError, match=f"adam_step: {message}"):
+        ops.adam_step(*tensors, **{**arguments, **change})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from ops_testing import assert_as_good_as, check_gradients, check_op, leaf, make_rng, poisoned
@@ -221,6 +223,8 @@ def test_opcheck(p, causal):
         (3, lambda cu: cu.long(), "cu_q must be int32, got int64"),
         (4, lambda cu: cu[:-1], r"cu_k must have shape \[5\], got \[4\]"),
         (5, lambda longest: -1, "max_q and max_k must be >= 0, got -1 and 6"),
+        (8, lambda scale: 0.0, "scale must be positive and finite, got 0.0"),
+        (8, lambda scale: math.nan, "scale must be positive and finite, got nan"),
         (9, lambda p: 1.5, "p must be at least 0 and below 1, got 1.5"),
         (10, lambda rng: rng.int(), "rng must be int64, got int32"),
     ],
@@ -241,6 +245,9 @@ def test_backward_refusals():
         case.bwd(out, lse[1:])
     with pytest.raises(ValueError, match=r"attention_bwd: dk must have shape \[14, 3, 4\]"):
         case.bwd(out, lse, (case.q, case.k[1:], case.v))
+    case.cu_k[1] = 15
+    with pytest.raises(ValueError, match="attention_bwd: cu_k must ascend"):
+        case.bwd(out, lse)
 
 
 @pytest.mark.parametrize(
@@ -249,10 +256,12 @@ def test_backward_refusals():
         (3, [0, 5, 4, 9, 14], r"cu_q must ascend within \[0, 14\], sentence 1 is rows 5 to 4"),
         (4, [0, 5, 9, 13, 15], r"cu_k must ascend within \[0, 14\], sentence 3 is rows 13 to 15"),
         (4, [-1, 5, 9, 13, 14], r"cu_k must ascend within \[0, 14\], sentence 0 is rows -1 to 5"),
+        (3, [0, 2, 8, 9, 14], "max_q is 5, but sentence 1 of cu_q has 6 rows"),
+        (4, [0, 2, 5, 6, 14], "max_k is 6, but sentence 3 of cu_k has 8 rows"),
     ],
 )
-def test_boundaries_are_checked_on_request(monkeypatch, index, boundaries, message):
-    monkeypatch.setenv("LIGHTSEQ_CHECK_INDICES", "1")
+def test_boundaries_are_checked(monkeypatch, index, boundaries, message):
+    monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES", raising=False)
     case = Case(CROSS)
     arguments = [*case.qkv, *case.settings()]
     ops.attention_fwd(*arguments)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 from ops_testing import assert_kernel_as_good_as, leaf, make_rng
@@ -284,7 +289,6 @@ def test_replayed_graph_draws_anew():
         (range(3), lambda x: x.new_zeros(len(x), 3, 12), "heads of 12 numbers"),
         ([1], lambda k: k.new_zeros(len(k), 1 + k[0].numel())[:, 1:].view(k.shape), "k must be"),
         ([3], lambda cu: torch.stack((cu, cu), 1)[:, 0], "cu_q and cu_k must be contiguous"),
-        ([8], lambda scale: 0.0, "scale must be positive"),
         ([10], lambda rng: torch.stack((rng, rng), 1)[:, 0], "rng must be contiguous"),
     ],
 )
@@ -310,3 +314,73 @@ def test_backward_refusals():
         out_, lse_, *gradients_ = changed
         with pytest.raises(RuntimeError, match=f"attention_bwd: {message}"):
             ops.attention_bwd(case.dout, *case.qkv, out_, lse_, *case.settings(), *gradients_)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"cu_q": 10_000}, r"cu_q must ascend within \[0, 532\], sentence 0 is rows 0 to 10000"),
+        ({"cu_k": -1}, r"cu_k must ascend within \[0, 656\], sentence 0 is rows 0 to -1"),
+        ({"lengths_q": [259]}, "max_q is 259, but sentence 6 of cu_q has 260 rows"),
+    ],
+)
+def test_wrong_boundaries_on_request(changed, message, monkeypatch):
+    """Refused before anything is launched: the GPU can be used afterwards."""
+    monkeypatch.setenv("LIGHTSEQ_CHECK_INDICES", "1")
+    case, wrong = Case(LENGTHS["cross"], torch.bfloat16), Case(LENGTHS["cross"], torch.bfloat16)
+    for name, value in changed.items():
+        if isinstance(value, int):
+            getattr(wrong, name)[1] = value
+        else:
+            setattr(wrong, name, value)
+    with pytest.raises(ValueError, match=f"attention_fwd: {message}"):
+        ops.attention_fwd(*wrong.qkv, *wrong.settings())
+    out, lse, *gradients = case.kernel()
+    with pytest.raises(ValueError, match=f"attention_bwd: {message}"):
+        ops.attention_bwd(case.dout, *case.qkv, out, lse, *wrong.settings(), *gradients)
+    check(case)
+
+
+# A process of its own, whose GPU an assertion takes away. Prints "done" if nothing stops it.
+PROGRAM = """
+import sys, torch
+from pathlib import Path
+from lightseq_fairseq import library
+library.DIRECTORY = Path(sys.argv[1])
+sys.path.insert(0, sys.argv[2])
+import test_attention_cuda as tests
+pass_, name, place, value = sys.argv[3], sys.argv[4], int(sys.argv[5]), int(sys.argv[6])
+case = tests.Case(([30, 40], None), torch.bfloat16)
+out, lse = tests.ops.attention_fwd(*case.qkv, *case.settings())
+gradients = [torch.empty_like(x) for x in case.qkv]
+getattr(case, name)[place] = value
+torch.cuda.synchronize()
+print("begun", flush=True)
+if pass_ == "forward":
+    tests.ops.attention_fwd(*case.qkv, *case.settings())
+else:
+    tests.ops.attention_bwd(case.dout, *case.qkv, out, lse, *case.settings(), *gradients)
+torch.cuda.synchronize()
+print("done", flush=True)
+"""
+
+
+@pytest.mark.large  # compute-sanitizer would report the assertion as an error of ours
+@pytest.mark.parametrize(
+    ("pass_", "name", "place", "value"),
+    [
+        ("forward", "cu_q", 1, 100),
+        ("forward", "cu_k", 1, -5),
+        ("backward", "cu_k", 1, 100),
+        ("backward", "cu_q", 2, 10_000),
+    ],
+)
+def test_wrong_boundaries_stop_the_kernel(pass_, name, place, value):
+    """With an assertion that names them, where nobody asked for checks before the launch."""
+    command = [sys.executable, "-c", PROGRAM, str(library.DIRECTORY), os.path.dirname(__file__)]
+    command += [pass_, name, str(place), str(value)]
+    environment = {**os.environ, "LIGHTSEQ_CHECK_INDICES": ""}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.returncode != 0 and ran.stdout == "begun\n", ran.stdout + ran.stderr
+    assert "device-side assert" in ran.stderr
+    assert re.search(f"Assertion .*{name}", ran.stderr), ran.stderr

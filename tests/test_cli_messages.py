@@ -118,6 +118,10 @@ def memory() -> None:
     raise OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 
+def memory_of_a_kernel() -> None:
+    raise RuntimeError("CUDA out of memory: lightseq wanted room for 1.5e+09 more numbers")
+
+
 def named_file() -> None:
     raise FileNotFoundError(errno.ENOENT, "No such file or directory", "codes.bpe")
 
@@ -147,6 +151,7 @@ KNOWN: list[tuple[Callable[[], None], Request, list[str]]] = [
     (loss_scale, TRAIN, ["Minimum loss scale", "learning rate"]),
     (no_requests, GENERATE, ["URL", "pip install requests"]),
     (memory, TRAIN, ["out of memory", "--max-tokens"]),
+    (memory_of_a_kernel, TRAIN, ["out of memory", "--max-tokens"]),
     (named_file, GENERATE, ["codes.bpe", "does not exist"]),
     (read_only, TRAIN, ["ck", "--save-dir"]),
     (full_disk, TRAIN, ["ck", "--save-dir", "space"]),

@@ -179,8 +179,8 @@ def test_refusals():
         ops.cross_entropy_bwd(torch.ones(T), logits, target, lse, 0.1, PAD)
 
 
-def test_range_check_is_a_debug_switch(monkeypatch):
-    monkeypatch.setenv("LIGHTSEQ_CHECK_INDICES", "1")
+def test_targets_are_checked(monkeypatch):
+    monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES", raising=False)
     logits, target = inputs()
     lse = ops.cross_entropy_fwd(logits, target, 0.1, PAD, False)[2]
     target[2] = V
@@ -189,6 +189,3 @@ def test_range_check_is_a_debug_switch(monkeypatch):
     target[5] = -1
     with pytest.raises(ValueError, match=r"cross_entropy_bwd: target must be .* got -1"):
         ops.cross_entropy_bwd(torch.ones(T), logits, target, lse, 0.1, PAD)
-    monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES")
-    with pytest.raises((IndexError, RuntimeError)):  # torch's own words
-        ops.cross_entropy_fwd(logits, target, 0.1, PAD, False)

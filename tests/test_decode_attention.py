@@ -208,8 +208,8 @@ def test_cross_refusals(place, change, message):
         ops.decode_cross_attention(*arguments)
 
 
-def test_range_check_is_a_debug_switch(monkeypatch):
-    monkeypatch.setenv("LIGHTSEQ_CHECK_INDICES", "1")
+def test_step_and_boundaries_are_checked(monkeypatch):
+    monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES", raising=False)
     case = Past()
     case.step = 8
     with pytest.raises(ValueError, match=r"decode_self_attention: step must be in .* got 8"):

@@ -191,8 +191,8 @@ def test_backward_refusals():
         bwd(dy, 0.0, dweight=poisoned(V, C + 1))
 
 
-def test_range_check_is_a_debug_switch(monkeypatch):
-    monkeypatch.setenv("LIGHTSEQ_CHECK_INDICES", "1")
+def test_indices_are_checked(monkeypatch):
+    monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES", raising=False)
     weight, position_weight = tables()
     arguments = (1.0, 0.0, make_rng(), 0)
     ops.embedding_fwd(TOKENS, weight, POSITIONS, position_weight, *arguments)
@@ -206,6 +206,3 @@ def test_range_check_is_a_debug_switch(monkeypatch):
         bwd(dy, 0.0, dweight=poisoned(V - 1, C))
     with pytest.raises(ValueError, match=r"embedding_bwd: positions must be in .* got 8"):
         bwd(dy, 0.0, dposition=poisoned(P - 1, C))
-    monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES")
-    with pytest.raises((IndexError, RuntimeError)):  # torch's own words
-        ops.embedding_fwd(TOKENS + 1, weight, None, None, *arguments)

@@ -261,6 +261,16 @@ def test_a_gpu_that_is_too_old_is_named(tmp_path):
     assert "sm_75" in (tmp_path / "lib" / "skipped.txt").read_text()
 
 
+@pytest.mark.parametrize(("asked", "named"), [("80,75", "sm_75"), ("native", "sm_native")])
+def test_asking_for_a_gpu_that_is_too_old_is_an_error(tmp_path, asked, named):
+    """Also where the build may be skipped: what cannot be done was asked for."""
+    command = [*BUILD, "--if-possible", "--output", str(tmp_path / "lib")]
+    result = run(command, LIGHTSEQ_CUDA_ARCHITECTURES=asked)
+    assert result.returncode != 0
+    assert f"the kernels need sm_80 or later and {named} was asked for" in result.stderr
+    assert not (tmp_path / "lib").exists()
+
+
 def build_in(folder: Path) -> subprocess.CompletedProcess[str]:
     return run(
         [
@@ -299,6 +309,24 @@ def test_only_what_changed_is_compiled_again(tmp_path):
     objects = {path.name.partition("-")[0] for path in (tmp_path / "objects").iterdir()}
     assert objects == {"first", "second"}
     assert len(list((tmp_path / "objects").iterdir())) == 4  # with ptxas's reports
+
+
+@needs_nvcc
+def test_what_an_interrupted_build_left_goes_with_the_next(tmp_path):
+    """What belongs to a process that is still there stays: another build may run beside."""
+    for folder in ("csrc", "objects", "lib"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "csrc" / "empty.cu").write_text("__global__ void empty() {}\n")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    names = f"objects/old-{'0a' * 8}.{{}}.o", "lib/liblightseq_cu13.{}"
+    for pid in (gone.pid, os.getpid()):
+        for name in names:
+            (tmp_path / name.format(pid)).touch()
+    result = build_in(tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert not any((tmp_path / name.format(gone.pid)).exists() for name in names)
+    assert all((tmp_path / name.format(os.getpid())).exists() for name in names)
 
 
 @needs_nvcc

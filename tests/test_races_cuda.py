@@ -1,7 +1,7 @@
 """Every kernel once at small, ragged sizes and nothing else on the GPU: what racecheck is run on.
 
-cuBLAS's kernels do not survive compute-sanitizer's racecheck, so no product is computed here and
-results are compared with nothing: only that they are finite, and equal when computed again.
+cuBLAS's kernels do not survive compute-sanitizer's racecheck, so no product of its is computed here
+and results are compared with nothing: only that they are finite, and equal when computed again.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from ops_testing import make_rng
 from torch import Tensor
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.ops.advance import KNOWN_RATES, Given, State
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+HALVES = [torch.float16, torch.bfloat16]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 SITE, P = 3, 0.25
 
 
@@ -208,6 +210,31 @@ def test_bias_gradient(outputs: int, dtype: torch.dtype) -> None:
         dbias = weight.new_empty(outputs)
         ops.linear_bwd(dy, x, weight, None, dbias, False, False)
         return (dbias,)
+
+    check(call)
+
+
+# One tile of outputs a block and four, and more inputs than are on their way at a time. In float32,
+# and of more than 16 rows, a product is cuBLAS's.
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(72, 24), (72, 4096), (4104, 24)])
+@pytest.mark.parametrize("rows", [3, 16])
+def test_linear_few_rows(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    x, weight = on_gpu(dtype, rows, inputs), on_gpu(dtype, outputs, inputs)
+    bias = on_gpu(dtype, outputs)
+    check(lambda: (ops.linear_fwd(x, weight, None), ops.linear_fwd(x, weight, bias, relu=True)))
+
+
+def test_advance() -> None:
+    before = torch.zeros(len(State), dtype=torch.float64)
+    before[State.LOSS_SCALE] = 2.0
+    given = torch.ones(len(Given) + KNOWN_RATES - 1, dtype=torch.float64).cuda()
+    norm = torch.tensor(3.0).cuda()
+
+    def call() -> tuple[Tensor, ...]:
+        state, rng = before.cuda(), make_rng().cuda()
+        ops.advance(state, rng, given, norm, 7, 2, 0.0, 0.0, 1e-4)
+        return state, rng
 
     check(call)
 

@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <map>
 #include <memory>
@@ -172,16 +173,22 @@ class Runs {
   Runs(int count, Run&& run) {
     cudaStream_t stream = nullptr;
     cudaGraph_t graph = nullptr;
+    std::exception_ptr failure;  // such as that memory is exhausted
     bool good = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess;
     good = good && cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed) == cudaSuccess;
     if (good) {
-      for (int i = 0; i < count; ++i) good = run(stream) == CUBLAS_STATUS_SUCCESS && good;
-      good = cudaStreamEndCapture(stream, &graph) == cudaSuccess && good;
+      try {
+        for (int i = 0; i < count; ++i) good = run(stream) == CUBLAS_STATUS_SUCCESS && good;
+      } catch (...) {
+        failure = std::current_exception();
+      }
+      good = cudaStreamEndCapture(stream, &graph) == cudaSuccess && good && !failure;
     }
     if (good) cudaGraphInstantiate(&graph_, graph, 0);
     if (graph != nullptr) cudaGraphDestroy(graph);
     if (stream != nullptr) cudaStreamDestroy(stream);
     cudaGetLastError();  // of a capture that failed; the algorithm is then left out
+    if (failure) std::rethrow_exception(failure);
   }
   ~Runs() {
     if (graph_ != nullptr) cudaGraphExecDestroy(graph_);

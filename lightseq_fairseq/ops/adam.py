@@ -63,9 +63,9 @@ def adam_step(
     step: int64 0-dim, incremented first. lr, multiplier (1 / (loss scale * sample size)), norm
     (of grad as it is, see adam_norm): 0-dim float.
     max_norm: clips norm * multiplier, 0 does not clip. clip_eps: 1e-6 is fairseq's rule for float32
-    and bfloat16, 0 its rule for float16.
+    and bfloat16, 0 its rule for float16. beta1, beta2: in [0, 1).
     Nothing changes where norm * multiplier is not finite.
-    Raises ValueError on a wrong shape, dtype, device or layout.
+    Raises ValueError on a wrong shape, dtype, device or layout, and on other betas.
     """
     op = "adam_step"
     _check_flat(op, "param", param, ("N",), (torch.float32, torch.float64))
@@ -78,6 +78,9 @@ def adam_step(
     check_tensor(op, "step", step, (), (torch.int64,), param)
     for name, scalar in (("lr", lr), ("multiplier", multiplier), ("norm", norm)):
         check_tensor(op, name, scalar, (), (torch.float32, torch.float64), param)
+    for name, beta in (("beta1", beta1), ("beta2", beta2)):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"{op}: {name} must be at least 0 and below 1, got {beta}")
     _STEP(
         param,
         exp_avg,

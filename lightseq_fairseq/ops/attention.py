@@ -15,6 +15,8 @@ The reference pads to [B, H, L, D] (padding.py), so that each step is one batche
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -44,11 +46,13 @@ def attention_fwd(
     q: [Tq, H, D]; k, v: [Tk, H, D]; rows may be strided (views of a wider GEMM's output).
     cu_q, cu_k: int32 [B + 1], first row of each sentence and the end of the last. A sentence may be
     empty on either side; a query without keys gives 0, and so do rows past the last sentence.
-    max_q, max_k: longest sentence, or more. scale: factor of the scores (fairseq: D^-0.5).
+    max_q, max_k: longest sentence, or more.
+    scale: factor of the scores, positive and finite (fairseq: D^-0.5).
     p, rng, site: dropout of the probabilities, see `philox.keep_mask`.
-    Raises ValueError on a wrong shape, dtype, device or layout. cu_* are not range-checked here.
+    Raises ValueError on a wrong shape, dtype, device or layout; on wrong boundaries and sentences
+    longer than max_* on a CPU, and on a GPU with LIGHTSEQ_CHECK_INDICES=1.
     """
-    _check("attention_fwd", q, k, v, cu_q, cu_k, max_q, max_k, p, rng)
+    _check("attention_fwd", q, k, v, cu_q, cu_k, max_q, max_k, scale, p, rng)
     outputs: tuple[Tensor, Tensor] = _FWD(
         q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, p, rng, site
     )
@@ -81,7 +85,7 @@ def attention_bwd(
     The rest as in forward. Raises ValueError like forward.
     """
     op = "attention_bwd"
-    _check(op, q, k, v, cu_q, cu_k, max_q, max_k, p, rng)
+    _check(op, q, k, v, cu_q, cu_k, max_q, max_k, scale, p, rng)
     for name, x, like in (
         ("dout", dout, q),
         ("out", out, q),
@@ -264,6 +268,7 @@ def _check(
     cu_k: Tensor,
     max_q: int,
     max_k: int,
+    scale: float,
     p: float,
     rng: Tensor,
 ) -> None:
@@ -278,9 +283,11 @@ def _check(
         raise ValueError(f"{op}: cu_q must hold at least one sentence, got {len(cu_q)} boundaries")
     if min(max_q, max_k) < 0:
         raise ValueError(f"{op}: max_q and max_k must be >= 0, got {max_q} and {max_k}")
+    if not 0.0 < scale < math.inf:
+        raise ValueError(f"{op}: scale must be positive and finite, got {scale}")
     check_dropout(op, p, rng, q)
-    check_boundaries(op, "cu_q", cu_q, len(q))
-    check_boundaries(op, "cu_k", cu_k, len(k))
+    check_boundaries(op, "cu_q", cu_q, len(q), ("max_q", max_q))
+    check_boundaries(op, "cu_k", cu_k, len(k), ("max_k", max_k))
 
 
 def _attention_fwd_fake(q: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """Argument checks of the public functions.
 
-They read shapes, dtypes, devices and strides only, never values: a check that reads a value would
-stop the host until the GPU has caught up. `check_range` does, where LIGHTSEQ_CHECK_INDICES asks.
+Of tensors on a GPU they read shapes, dtypes, devices and strides, and no values: a check that reads
+one stops the host until the GPU has caught up. `check_range` and `check_boundaries` read values, on
+a CPU always and on a GPU where LIGHTSEQ_CHECK_INDICES asks for it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ def check_tensor(
     like: Tensor | None = None,
 ) -> None:
     """Refuse x unless it has this shape (a str stands for any size), dtype and device of `like`."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
     if x.dim() != len(shape) or any(
         isinstance(want, int) and have != want for have, want in zip(x.shape, shape, strict=True)
     ):
@@ -55,19 +58,25 @@ def check_dropout(op: str, p: float, rng: Tensor, like: Tensor) -> None:
     check_tensor(op, "rng", rng, (2,), (torch.int64,), like)
 
 
-def _values_are_checked() -> bool:
-    """LIGHTSEQ_CHECK_INDICES=1: for debugging, since to read a value is to wait for the GPU."""
-    return os.environ.get("LIGHTSEQ_CHECK_INDICES") == "1"
+def _values_are_checked(x: Tensor) -> bool:
+    """On a CPU; on a GPU with LIGHTSEQ_CHECK_INDICES=1, since to read a value is to wait for it.
+
+    Tensors that stand for others have no values: on the device meta, torch's fake ones (subclasses
+    of Tensor), and what torch.compile traces.
+    """
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_meta:
+        return False
+    return x.device.type == "cpu" or os.environ.get("LIGHTSEQ_CHECK_INDICES") == "1"
 
 
 def check_range(op: str, name: str, indices: Tensor, size: int, letter: str) -> None:
-    """Refuse indices outside [0, size), with LIGHTSEQ_CHECK_INDICES=1 in the environment.
+    """Refuse indices outside [0, size), on a GPU with LIGHTSEQ_CHECK_INDICES=1 in the environment.
 
     Without it a CUDA kernel that meets such an index ends in a device-side assertion, after which
     the process cannot use the GPU any more.
     letter: what messages call the size.
     """
-    if not _values_are_checked() or indices.numel() == 0:
+    if not _values_are_checked(indices) or indices.numel() == 0:
         return
     least, most = (int(x) for x in indices.aminmax())
     if least < 0 or most >= size:
@@ -75,14 +84,23 @@ def check_range(op: str, name: str, indices: Tensor, size: int, letter: str) -> 
         raise ValueError(f"{op}: {name} must be in [0, {letter}) = [0, {size}), got {worst}")
 
 
-def check_boundaries(op: str, name: str, boundaries: Tensor, rows: int) -> None:
-    """Refuse cu_seqlens that descend or leave [0, rows], with LIGHTSEQ_CHECK_INDICES=1."""
-    if not _values_are_checked():
+def check_boundaries(
+    op: str, name: str, boundaries: Tensor, rows: int, longest: tuple[str, int] | None = None
+) -> None:
+    """Refuse cu_seqlens that descend or leave [0, rows], on a GPU as `check_range` does.
+
+    longest: name and value of the argument that no sentence may be longer than.
+    """
+    if not _values_are_checked(boundaries):
         return
-    values = boundaries.tolist()
-    for place, (start, end) in enumerate(itertools.pairwise(values)):
+    for place, (start, end) in enumerate(itertools.pairwise(boundaries.tolist())):
         if not 0 <= start <= end <= rows:
             raise ValueError(
                 f"{op}: {name} must ascend within [0, {rows}], "
                 f"sentence {place} is rows {start} to {end}"
+            )
+        if longest is not None and end - start > longest[1]:
+            raise ValueError(
+                f"{op}: {longest[0]} is {longest[1]}, "
+                f"but sentence {place} of {name} has {end - start} rows"
             )

@@ -29,8 +29,8 @@ def cross_entropy_fwd(
     logits: [T, V]. target: int32 or int64 [T], in [0, V). smoothing: in [0, 1).
     loss and nll are 0 and correct is False where target == padding_idx.
     correct: the largest logit is the target's; EMPTY (numel 0) unless accuracy.
-    Raises ValueError on a wrong shape, dtype, device or layout; on a target out of range only with
-    LIGHTSEQ_CHECK_INDICES=1.
+    Raises ValueError on a wrong shape, dtype, device or layout; on a target out of range on a CPU,
+    and on a GPU with LIGHTSEQ_CHECK_INDICES=1.
     """
     _check("cross_entropy_fwd", logits, target, smoothing)
     outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _FWD(

@@ -41,8 +41,9 @@ def decode_self_attention(
     device, so one captured graph serves all steps.
     beam: rows of a slot, which are neighbours. An ancestor that several of them share is read once
     for all; that is all it does, but for rounding.
-    Raises ValueError on a wrong shape, dtype, device or layout. A step beyond the cache stops a
-    CUDA kernel with a device-side assertion; LIGHTSEQ_CHECK_INDICES=1 checks it before.
+    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a step beyond the
+    cache. That stops a CUDA kernel with a device-side assertion; LIGHTSEQ_CHECK_INDICES=1 checks
+    it before.
     """
     op = "decode_self_attention"
     check_tensor(op, "keys", keys, ("P", "R", "C"), FLOATS)
@@ -81,7 +82,8 @@ def decode_cross_attention(
     sentences: int32 [slots], the sentence that each translates, negative for none.
     On a GPU q alone may be what the kernel right before it on the stream writes: the other tensors
     are read while that one is still at work.
-    Raises ValueError on a wrong shape, dtype, device or layout. Sentence numbers are not checked.
+    Raises ValueError on a wrong shape, dtype, device or layout; on wrong boundaries on a CPU, and
+    on a GPU with LIGHTSEQ_CHECK_INDICES=1. Sentence numbers are not checked.
     """
     op = "decode_cross_attention"
     check_tensor(op, "q", q, ("N", "C"), FLOATS)

@@ -33,8 +33,8 @@ def embedding_fwd(
     positions: int32 or int64 [T], in [0, P), with position_weight [P, C]; both None: no positions.
     scale: factor of the token embedding (fairseq: sqrt(C), or 1 with --no-scale-embedding).
     p, rng, site: dropout, see `philox.keep_mask`.
-    Raises ValueError on a wrong shape, dtype, device or layout; on an index out of range only with
-    LIGHTSEQ_CHECK_INDICES=1.
+    Raises ValueError on a wrong shape, dtype, device or layout; on an index out of range on a CPU,
+    and on a GPU with LIGHTSEQ_CHECK_INDICES=1.
     """
     op = "embedding_fwd"
     check_tensor(op, "tokens", tokens, ("T",), INTEGERS, weight)
