@@ -23,6 +23,7 @@ import click
 from lightseq_fairseq import cli
 from lightseq_fairseq.cli import defaults, messages, preflight
 from lightseq_fairseq.cli.clash import clash
+from lightseq_fairseq.errors import GPUHangs
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,16 @@ class Interrupted(Stop):
 
     def show(self, file: Any = None) -> None:
         click.echo(f"{self.program}: {self.format_message()}", file=file, err=file is None)
+
+
+class Abandoned(Stop):
+    """The end of a command whose GPU hangs: Python's way out would wait for it."""
+
+    def show(self, file: Any = None) -> None:
+        super().show(file)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(self.exit_code)
 
 
 class PassThrough(click.Command):
@@ -172,7 +183,8 @@ def _sentences(program: str, request: messages.Request) -> Iterator[None]:
         sentence = messages.explain(error, request)
         if sentence is not None:
             logger.debug("explained to the user as: %s", sentence, exc_info=error)
-            raise Stop(program, sentence) from error
+            stop = Abandoned if isinstance(error, GPUHangs) else Stop
+            raise stop(program, sentence) from error
         if isinstance(error, EOFError):  # click would print "Aborted!" and nothing else
             traceback.print_exc()
             raise SystemExit(1) from error

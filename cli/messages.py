@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from lightseq_fairseq.cli.defaults import value
 from lightseq_fairseq.cli.failures import Failure
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.errors import GPUHangs, UserError
 
 
 def nothing_to_batch(sentences: int, shortest: int) -> str:
@@ -48,7 +48,7 @@ class Request:
 def explain(error: BaseException, request: Request) -> str | None:
     """The sentence for ``error``, or None if it is not one of the failures known here."""
     failure = Failure.of(error)
-    if failure.kind == UserError.__name__:
+    if failure.kind in (UserError.__name__, GPUHangs.__name__):
         return failure.text
     for rule in _RULES:
         sentence = rule(failure, request)

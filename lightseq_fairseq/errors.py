@@ -1,4 +1,4 @@
-"""The one exception for input that the user can correct."""
+"""Exceptions that the launchers explain: input that the user can correct, a GPU that hangs."""
 
 from __future__ import annotations
 
@@ -9,3 +9,18 @@ class UserError(ValueError):
     The message is one clear sentence (two at most): what is wrong and what to do about it. The
     launchers print it without a traceback and leave with a non-zero exit status.
     """
+
+
+class GPUHangs(UserError):
+    """The GPU does not finish what it was given in so many seconds.
+
+    Nothing may wait for it any more, not even the destructors of what lies on it: the launchers
+    leave without Python's clean-up.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"The GPU has not finished a step in {seconds:.0f} seconds, which take milliseconds as "
+            f"a rule: see nvidia-smi and the kernel's log (dmesg, lines with Xid) for what became "
+            f"of it. Training goes on from its last checkpoint by the same command."
+        )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,9 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from lightseq_fairseq import library, ops
+from lightseq_fairseq.errors import GPUHangs
 
 logger = logging.getLogger(__name__)
 
+PATIENCE = 300.0  # seconds for a step before the GPU counts as hanging
+_BETWEEN_LOOKS = 1e-4  # seconds
 MOST_GRAPHS = 256
 _LARGEST_GRAPH = 64 << 20  # bytes; the rest of what goes meanwhile, other processes have taken
 _GRAPH_MEMORY = 0.1  # of the GPU's memory: what graphs themselves, without their tensors, may take
@@ -89,9 +94,12 @@ class Graphs:
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
-            if "out of memory" in str(error):
-                raise
-            self._refusal = str(error).splitlines()[0]
+            self._forget_failure()
+            # Of a capture that has failed, capture_end says no more than that.
+            cause = error.__context__ or error
+            if not isinstance(cause, RuntimeError) or "out of memory" in str(cause):
+                raise cause from None
+            self._refusal = str(cause).partition("\n")[0]
             logger.warning("%s go on without CUDA graphs: %s", self.what, self._refusal)
             return None
         taken = _used_outside_torch(self.device) - before
@@ -106,13 +114,42 @@ class Graphs:
             )  # fmt: skip
         return captured
 
+    def _forget_failure(self) -> None:
+        """End a capture for torch, where it remains underway once its stream refuses to end it."""
+        with contextlib.suppress(RuntimeError):  # it has ended: what failed was something else
+            # Until then the allocator keeps what other streams have used and empties no cache.
+            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+            torch._C._cuda_releasePool(self.device.index, self._pool)
+        # Torch's generator of random numbers leaves a capture at the end of the next one.
+        graph, something = torch.cuda.CUDAGraph(), torch.zeros(1, device=self.device)
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            something.zero_()
+            graph.capture_end()
+
     def clear(self) -> None:
-        if self._refusal is None:
+        if self._graphs:
             torch.cuda.synchronize(self.device)  # one of them may be running in the pool
         self._graphs.clear()
         self._plain.clear()
         if self._refusal is None:
             self._begin()
+
+
+def wait_for(event: torch.cuda.Event) -> None:
+    """Return when the GPU has passed ``event``.
+
+    Other than ``event.synchronize`` it leaves the core to others, and ends by Ctrl-C or an error
+    where the GPU hangs. Looks are counted, and no clock read: a process may be stopped meanwhile.
+
+    Raises:
+        GPUHangs: after ``PATIENCE`` seconds or somewhat more.
+    """
+    for _ in range(int(PATIENCE / _BETWEEN_LOOKS)):
+        if event.query():
+            return
+        time.sleep(_BETWEEN_LOOKS)
+    raise GPUHangs(PATIENCE)
 
 
 def _refusal(device: torch.device) -> str | None:

@@ -159,6 +159,10 @@ class DirectGradients:
         _direct = self
         try:
             yield
+        except BaseException:
+            for parameter in self.buffer.parameters:
+                parameter.grad = None  # of a backward that has not come to its end
+            raise
         finally:
             _direct = None
         for parameter in self.buffer.parameters:

@@ -77,14 +77,16 @@ list() {
     if [ -n "$sanitizer" ]; then
         echo "racecheck test_races_cuda"
         printf 'memcheck %s\n' "${files[@]}" | grep _cuda |
-            grep -v -E '_(generation|model|parity|races|step)_cuda'
+            grep -v -E '_(generation|model|parity|races|step|step_faults|step_memory)_cuda'
     fi
-    printf 'tests %s\n' "${files[@]}"
+    printf 'tests %s\n' "${files[@]}" | grep -v "$alone"
 }
+alone=test_step_memory_cuda  # it looks at all that the GPU has in use
 status=0
 echo "== tests"
 # shellcheck disable=SC2016
 list | xargs -P "${JOBS:-4}" -L 1 bash -c 'run "$@"' run | tee "$log/tests.txt" || status=1
+run tests "$alone" | tee -a "$log/tests.txt" || status=1
 
 # One row a check, for scripts/results.
 step results env COMMIT="${COMMIT:-$(git -C "$root" rev-parse HEAD 2>/dev/null || true)}" \

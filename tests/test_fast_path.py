@@ -17,7 +17,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import training_runs as runs
 
 from lightseq_fairseq.cli import messages
@@ -101,20 +100,22 @@ def test_out_of_memory_skips_the_batch(
 
 
 @pytest.mark.parametrize("bf16", [True, None])
-def test_a_gradient_that_is_not_finite_stops_the_run(
+def test_a_gradient_that_is_not_finite_stops_the_run_which_can_go_on(
     data: Path, tmp_path: Path, bf16: bool | None
 ) -> None:
-    flags = {
-        "lr": 1e30,
-        "lr_scheduler": "fixed",
-        "warmup_updates": 0,
-        "clip_norm": 0.0,
-        "bf16": bf16,
-    }
-    with pytest.raises(FloatingPointError, match=r"gradients are Nan/Inf in update 2; the state"):
-        run(data, tmp_path, **flags)
-    state = torch.load(tmp_path / "crash.pt", weights_only=False)
-    assert state["optimizer_history"][-1]["num_updates"] == 1
+    runs.assert_stops_and_goes_on(data, tmp_path, **runs.LS, bf16=bf16)
+
+
+def test_a_gradient_that_is_not_finite_and_a_file_that_cannot_be_written(
+    data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "crash.pt.tmp").mkdir()
+    with runs.nan_in_update(2), pytest.raises(FloatingPointError) as caught:
+        run(data, tmp_path)
+    sentence = messages.explain(caught.value, messages.Request())
+    assert sentence is not None
+    assert sentence.startswith("gradients are Nan/Inf in update 2. The state before it is lost: ")
+    assert f"cannot write {tmp_path}/crash.pt (Is a directory)" in sentence
 
 
 def test_another_number_of_batches_an_update_in_the_next_epoch(data: Path, tmp_path: Path) -> None:
@@ -175,6 +176,4 @@ def test_killed_five_times_at_random(data: Path, tmp_path: Path) -> None:
     rest = run(data, tmp_path / "killed", **flags)
     assert 0 < len(rest) < 20
     assert rest == whole[-len(rest) :]
-    ours, theirs = (runs.trained(tmp_path / name) for name in ("killed", "whole"))
-    assert ours.keys() == theirs.keys() != set()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert runs.differing(*(runs.trained(tmp_path / name) for name in ("killed", "whole"))) == []

@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightseq_fairseq.parameters import ALIGNMENT, as_one, flat_buffers, flatten_parameters
+from lightseq_fairseq.parameters import (
+    ALIGNMENT,
+    DirectGradients,
+    as_one,
+    flat_buffers,
+    flatten_parameters,
+)
 
 SHAPES = ((3, 5), (7,), (4, 5), (4, 5), (1,))
 
@@ -222,3 +228,15 @@ class TestGradients:
         assert used == [True, False, False, True, False]
         assert flat.sum() == module[0].numel()
         assert module[1].grad is None
+
+
+def test_nothing_is_left_of_a_backward_that_fails() -> None:
+    module = parameters((3,), (2,))
+    direct = DirectGradients(flatten_parameters(module)[0])
+    with pytest.raises(RuntimeError, match="halfway"), direct.write(accumulate=False):
+        module[0].sum().backward()
+        raise RuntimeError("halfway")
+    with direct.write(accumulate=False):
+        (2 * module[0].sum() + module[1].sum()).backward()
+    assert direct.view(module[0]).tolist() == [2, 2, 2]
+    assert direct.view(module[1]).tolist() == [1, 1]

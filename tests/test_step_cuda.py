@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import training_runs as runs
-from parity import write_corpus
 
+from lightseq_fairseq.ops.advance import Given
 from lightseq_fairseq.training import step
 
 pytestmark = pytest.mark.gpu
@@ -29,74 +31,116 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs.corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def graphs(caplog: pytest.LogCaptureFixture) -> int:
+def captured_graphs(log: str) -> int:
     """How many graphs the run has captured, to a power of two."""
-    found = re.findall(r"captured (\d+) CUDA graphs", caplog.text)
-    return max(map(int, found), default=0)
+    return max(map(int, re.findall(r"captured (\d+) CUDA graphs", log)), default=0)
+
+
+@dataclass
+class Found:
+    """What a run has computed, and what the host knew of it meanwhile.
+
+    counts: the host's count of updates when it started each. states: what each has reported.
+    """
+
+    folder: Path
+    losses: list[float]
+    counts: list[float]
+    states: list[str]  # as text, where one NaN is like another
+    graphs: int
+
+
+@pytest.fixture
+def found(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Found]:
+    """Runs with the given flags, captured or kernel by kernel."""
+    start, wait = step.TrainingStep.run, step.Report.wait
+
+    def get(name: str, captured: bool = True, **flags: Any) -> Found:
+        counts: list[float] = []
+        states: list[str] = []
+
+        def counted(self: step.TrainingStep, batches: Any, given: Any) -> step.Report:
+            counts.append(given[Given.NUM_UPDATES])
+            return start(self, batches, given)
+
+        def recorded(self: step.Report) -> list[float]:
+            values = wait(self)
+            states.append(repr(values))
+            return values
+
+        monkeypatch.setattr(step.TrainingStep, "run", counted)
+        monkeypatch.setattr(step.Report, "wait", recorded)
+        monkeypatch.setenv("LIGHTSEQ_CAPTURE", str(int(captured)))
+        caplog.set_level(logging.INFO)
+        caplog.clear()
+        losses = runs.run(data, tmp_path / name, **flags)
+        return Found(tmp_path / name, losses, counts, states, captured_graphs(caplog.text))
+
+    return get
+
+
+def assert_same(captured: Found, eager: Found) -> None:
+    assert captured.graphs >= 2
+    assert eager.graphs == 0
+    assert captured.losses == eager.losses
+    assert captured.states == eager.states
+    assert runs.differing(runs.trained(captured.folder), runs.trained(eager.folder)) == []
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.7])
 @pytest.mark.parametrize("update_freq", [1, 3])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_captured_and_eager_are_equal(
-    data: Path, tmp_path: Path, precision: str, update_freq: int, clip: float,
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    precision: str, update_freq: int, clip: float, found: Callable[..., Found]
+) -> None:
     flags = {**ON_GPU, **PRECISIONS[precision], "clip_norm": clip, "update_freq": update_freq}
     flags["max_update"] = 24
-    caplog.set_level(logging.INFO)
-    captured = runs.run(data, tmp_path / "captured", **flags)
-    assert graphs(caplog) >= 2
-    caplog.clear()
-    monkeypatch.setenv("LIGHTSEQ_CAPTURE", "0")
-    eager = runs.run(data, tmp_path / "eager", **flags)
-    assert graphs(caplog) == 0
-    assert captured == eager
-    assert len(captured) == 24
-    ours, theirs = (runs.trained(tmp_path / name) for name in ("captured", "eager"))
-    assert ours.keys() == theirs.keys() != set()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    captured = found("captured", **flags)
+    assert_same(captured, found("eager", captured=False, **flags))
+    assert len(captured.losses) == 24
 
 
+def test_captured_and_eager_are_equal_with_many_flags(found: Callable[..., Found]) -> None:
+    flags = {**ON_GPU, **PRECISIONS["fp16"], "fp16_scale_window": 1000, "update_freq": "2,1"}
+    flags.update(sentence_avg=True, report_accuracy=True, ignore_prefix_size=1, max_update=24)
+    captured = found("captured", **flags)
+    assert_same(captured, found("eager", captured=False, **flags))
+    assert len(captured.losses) == 24
+
+
+@pytest.mark.parametrize("log_interval", [1, 100])
 def test_overflows_are_skipped_as_fairseq_skips_them(
-    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    log_interval: int, found: Callable[..., Found], caplog: pytest.LogCaptureFixture
 ) -> None:
-    # The scale doubles every third update until it is too large, again and again.
+    """The scale doubles every third update until it is too large, again and again.
+
+    With an interval of 1 the host waits for every update; with 100 it has started two more when it
+    learns of one that was skipped.
+    """
     flags = {**ON_GPU, "fp16": True, "fp16_init_scale": 2**13, "fp16_scale_window": 3}
-    flags.update(max_update=40, log_interval=1)
-    caplog.set_level(logging.INFO)
-    found = {}
-    for name, native in (("ours", False), ("native", True)):
-        caplog.clear()
-        flags.update(runs.NATIVE if native else runs.LS)
-        runs.run(data, tmp_path / name, native=native, **flags)
-        state = torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=False)
-        scales = re.findall(r"setting loss scale to: ([\d.]+)", caplog.text)
-        found[name] = (
-            scales,
-            state["last_optimizer_state"]["loss_scale"],
-            state["optimizer_history"][-1]["num_updates"],
-        )
-    assert len(found["ours"][0]) >= 2
-    assert found["ours"] == found["native"]
+    flags["max_update"] = 40
 
+    def scales() -> list[str]:
+        return re.findall(r"setting loss scale to: ([\d.]+)", caplog.text)
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_gradient_that_is_not_finite_stops_the_run(
-    data: Path, tmp_path: Path, precision: str
-) -> None:
-    flags = {
-        **ON_GPU,
-        **PRECISIONS[precision],
-        "lr": 1e30,
-        "lr_scheduler": "fixed",
-        "warmup_updates": 0,
-        "clip_norm": 0.0,
-    }
-    with pytest.raises(FloatingPointError, match="gradients are Nan/Inf in update"):
-        runs.run(data, tmp_path / "run", **flags)
-    state = torch.load(tmp_path / "run/crash.pt", weights_only=False)
-    assert state["optimizer_history"][-1]["num_updates"] >= 1
+    captured = found("captured", **flags, log_interval=log_interval)
+    skips = {"captured": scales()}
+    eager = found("eager", captured=False, **flags, log_interval=1)
+    skips["eager"] = scales()
+    found("native", native=True, **{**flags, **runs.NATIVE}, log_interval=1)
+    skips["native"] = scales()
+    assert len(skips["captured"]) >= 2
+    assert skips["captured"] == skips["eager"] == skips["native"]
+    assert_same(captured, eager)
+    assert (captured.counts != eager.counts) == (log_interval == 100)
+    ends = set()
+    for name in skips:
+        state = torch.load(eager.folder.parent / name / "checkpoint_last.pt", weights_only=False)
+        scale = state["last_optimizer_state"]["loss_scale"]
+        ends.add((scale, state["optimizer_history"][-1]["num_updates"]))
+    assert len(ends) == 1
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -131,26 +175,3 @@ def test_validation_and_saving_do_not_disturb(data: Path, tmp_path: Path) -> Non
     flags.update(disable_validation=None, valid_subset="train", validate_interval_updates=5)
     flags.update(save_interval_updates=4)
     assert runs.run(data, tmp_path / "both", **flags) == alone
-
-
-@pytest.mark.large
-def test_memory_stays_flat_over_twenty_thousand_updates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Batches of fifteen shapes, of which thirteen may have graphs beside the update's."""
-    monkeypatch.setattr("lightseq_fairseq.graphs.MOST_GRAPHS", 14)
-    (tmp_path / "data").mkdir()
-    data = write_corpus(tmp_path / "data", pairs=2000, longest=60)
-    run, reserved, captured = step.TrainingStep.run, [], []
-
-    def recorded(self: step.TrainingStep, *arguments: Any) -> Any:
-        reserved.append(torch.cuda.memory_reserved())
-        captured.append(len(self._graphs._graphs))
-        return run(self, *arguments)
-
-    monkeypatch.setattr(step.TrainingStep, "run", recorded)
-    flags = {**ON_GPU, "bf16": True, "max_tokens": 640, "batch_size": 8, "no_save": True}
-    flags.update(lr=1e-4, max_update=20_000, log_interval=1000)
-    assert len(runs.run(data, tmp_path / "run", **flags)) == 20_000
-    assert max(captured) == 14
-    assert max(reserved) == max(reserved[:5000])

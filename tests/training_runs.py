@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import resource
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from parity import parse, write_corpus  # isort: skip  (prepares fairseq)
@@ -24,6 +26,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import metrics
 from fairseq_cli import train
 
+from lightseq_fairseq.training.step import TrainingStep
 from lightseq_fairseq.training.trainer import Trainer
 
 LS = {
@@ -117,9 +120,9 @@ def run(data: Path, save_dir: Path, native: bool = False, **flags: Any) -> list[
     return losses
 
 
-def trained(folder: Path) -> dict[str, torch.Tensor]:
-    """Parameters and moments that the run in ``folder`` saved last, by their path in the file."""
-    state = torch.load(folder / "checkpoint_last.pt", weights_only=False)
+def trained(folder: Path, name: str = "checkpoint_last.pt") -> dict[str, torch.Tensor]:
+    """Parameters and moments in a file that the run in ``folder`` saved, by their path in it."""
+    state = torch.load(folder / name, weights_only=False)
     found = _tensors({key: state[key] for key in ("model", "last_optimizer_state")}, "")
     # fairseq never fills this one.
     return {name: x for name, x in found.items() if not name.endswith("_float_tensor")}
@@ -132,6 +135,52 @@ def _tensors(state: Any, name: str) -> dict[str, torch.Tensor]:
         return {}
     items = state.items() if isinstance(state, dict) else enumerate(state)
     return {k: v for key, value in items for k, v in _tensors(value, f"{name}/{key}").items()}
+
+
+def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    """Names of what is not the same, bit by bit, in two results of ``trained``."""
+    assert ours.keys() == theirs.keys() != set()
+    return [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+@contextmanager
+def nan_in_update(number: int) -> Iterator[None]:
+    """A parameter is NaN in one update, counted from 1 in this process, and no more after it."""
+    step, calls = TrainingStep.run, 0
+
+    def planted(self: TrainingStep, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls != number:
+            return step(self, *arguments)
+        place = self.model.encoder.layers[0].fc1.weight.data[:1, :1]
+        kept = place.clone()
+        place.fill_(math.nan)
+        report = step(self, *arguments)
+        place.copy_(kept)
+        return report
+
+    with mock.patch.object(TrainingStep, "run", planted):
+        yield
+
+
+def assert_stops_and_goes_on(data: Path, folder: Path, **flags: Any) -> None:
+    """A run stops at a NaN in its tenth update, and goes on from the file that it leaves."""
+    run(data, folder / "before", **flags, max_update=9)
+    with nan_in_update(10), pytest.raises(FloatingPointError) as caught:
+        run(data, folder / "run", **flags, max_update=20)
+    crash = folder / "run/crash.pt"
+    sentence = str(caught.value)
+    assert sentence.startswith("gradients are Nan/Inf in update 10. The state before it is in ")
+    assert f"--restore-file {crash} --reset-dataloader" in sentence
+    assert differing(trained(crash.parent, crash.name), trained(folder / "before")) == []
+    flags.update(max_update=13, reset_dataloader=True)
+    found = [
+        run(data, folder / "rest", **flags, restore_file=str(file), no_save=True)
+        for file in (crash, folder / "before/checkpoint_last.pt")
+    ]
+    assert len(found[0]) == 4
+    assert found[0] == found[1]
 
 
 def run_ranks(data: Path, save_dir: Path, ranks: int, **flags: Any) -> list[list[float]]:

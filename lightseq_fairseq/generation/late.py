@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import torch
+
+from lightseq_fairseq import graphs
+from lightseq_fairseq.errors import GPUHangs
 
 _LOOKS = 1000  # between two questions whether the GPU still works
 
@@ -57,8 +61,11 @@ class LateProgress:
     def _report_after(self, steps: int) -> int:
         """The sentences unfinished after so many steps.
 
-        Raises RuntimeError where the GPU has met an error, or is idle and has not reported.
+        Raises RuntimeError where the GPU has met an error, or is idle and has not reported, and
+        GPUHangs where it is neither.
         """
+        # By the time that this thread has worked, as looking is: it may be stopped meanwhile.
+        limit = time.thread_time() + graphs.PATIENCE
         is_idle = False
         for look in itertools.count(1):
             report = self._places.item(steps % 2)
@@ -66,7 +73,10 @@ class LateProgress:
                 return report >> 32
             if is_idle:
                 break
-            is_idle = self._beside is None or (look % _LOOKS == 0 and self._of_steps.query())
+            if self._beside is None or look % _LOOKS == 0:
+                is_idle = self._beside is None or self._of_steps.query()
+                if not is_idle and time.thread_time() > limit:
+                    raise GPUHangs(graphs.PATIENCE)
         raise RuntimeError(f"after {steps} steps of a search, the last one has not reported")
 
     def beside(self, steps_matter: bool) -> torch.cuda.Stream | None:

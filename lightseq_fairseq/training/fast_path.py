@@ -20,6 +20,7 @@ from fairseq import optim
 from fairseq.logging import metrics
 from fairseq.tasks import FairseqTask
 
+from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.ops.advance import KNOWN_RATES, State
 from lightseq_fairseq.parameters import flat_buffers
 from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion
@@ -146,6 +147,7 @@ class FastPath:
 
         Raises:
             FloatingPointError: as fairseq's trainer does, for a step that was started earlier.
+            GPUHangs: such a step does not end.
         """
         trainer = self.trainer
         if not trainer.model.training:
@@ -238,18 +240,23 @@ class FastPath:
         trainer = self.trainer
         self._started.clear()
         trainer.set_num_updates(int(values[State.NUM_UPDATES]))
-        path = os.path.join(trainer.cfg.checkpoint.save_dir, "crash.pt")
-        trainer.consolidate_optimizer()
-        trainer.save_checkpoint(path, {})
+        reason = f"gradients are Nan/Inf in update {trainer.get_num_updates() + 1}."
         if values[State.STOPPED] == Stop.LEAST_SCALE:
-            raise FloatingPointError(
+            reason = (
                 f"Minimum loss scale reached ({trainer.cfg.common.min_loss_scale}). Your loss is "
                 "probably exploding. Try lowering the learning rate, using gradient clipping or "
                 "increasing the batch size."
             )
+        path = os.path.join(trainer.cfg.checkpoint.save_dir, "crash.pt")
+        trainer.consolidate_optimizer()
+        try:
+            trainer.save_checkpoint(path, {})
+        except UserError as error:
+            raise FloatingPointError(f"{reason} The state before it is lost: {error}") from error
+        # fairseq's crash.pt does not know its place in the epoch.
         raise FloatingPointError(
-            f"gradients are Nan/Inf in update {trainer.get_num_updates() + 1}; the state before it "
-            f"is in {path}"
+            f"{reason} The state before it is in {path}: to go on from there, epochs counted anew, "
+            f"add --restore-file {path} --reset-dataloader."
         )
 
     def _recover(self, error: RuntimeError) -> None:

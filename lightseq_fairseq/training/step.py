@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.graphs import Graphs
+from lightseq_fairseq.graphs import Graphs, wait_for
 from lightseq_fairseq.layers import label_smoothed_cross_entropy
 from lightseq_fairseq.ops.advance import KNOWN_RATES, Given, State, Stop
 from lightseq_fairseq.parameters import DirectGradients, FlatBuffer
@@ -74,9 +74,13 @@ class Report:
     arrived: torch.cuda.Event | None
 
     def wait(self) -> list[float]:
-        """The state after the step, see ``ops.advance.State``."""
+        """The state after the step, see ``ops.advance.State``.
+
+        Raises:
+            GPUHangs: the step does not end.
+        """
         if self.arrived is not None:
-            self.arrived.synchronize()
+            wait_for(self.arrived)
         return self.values.tolist()
 
 
@@ -266,7 +270,7 @@ class _Slot:
         self._numbers = _pinned(torch.zeros(_GIVEN, dtype=torch.int64), device)
 
     def stage(self, numbers: Tensor) -> Tensor:
-        self.written.synchronize()  # the copy before has left; a step long ago, so this is free
+        wait_for(self.written)  # the copy before has left; a step long ago, so this is free
         return self._numbers.copy_(numbers)
 
 
