@@ -1,5 +1,5 @@
-// Attention over packed sentences, forward. Backward is attention_bwd.cu; common/attention.cuh says
-// how both cut up the work.
+// Attention over packed sentences, forward. Backward is attention_bwd.cu; common/attention_work.cuh
+// says how both cut up the work.
 //
 //   out = dropout(softmax(scale * q k^T)) v       inside each sentence and head
 //

@@ -1,5 +1,5 @@
-// Attention over packed sentences, backward. attention.cu has the formula; common/attention.cuh
-// says how the work is cut up.
+// Attention over packed sentences, backward. attention.cu has the formula;
+// common/attention_work.cuh says how the work is cut up.
 //
 //   P = exp(scale * q k^T - lse)      M = dropout's mask of zeros and ones
 //   D = rowsum(P * M * dO V^T) = (1 - p) rowsum(dO * O)

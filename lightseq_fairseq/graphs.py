@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +88,7 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph: that waits for the device and gives back the allocator's memory.
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), _without_garbage_collection():
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
                     result = function()
@@ -95,11 +96,9 @@ class Graphs:
                     graph.capture_end()
         except RuntimeError as error:
             self._forget_failure()
-            # Of a capture that has failed, capture_end says no more than that.
-            cause = error.__context__ or error
-            if not isinstance(cause, RuntimeError) or "out of memory" in str(cause):
-                raise cause from None
-            self._refusal = str(cause).partition("\n")[0]
+            if not isinstance(_cause(error), RuntimeError) or "out of memory" in str(_cause(error)):
+                raise _cause(error) from None
+            self._refusal = str(_cause(error)).partition("\n")[0]
             logger.warning("%s go on without CUDA graphs: %s", self.what, self._refusal)
             return None
         taken = _used_outside_torch(self.device) - before
@@ -134,6 +133,27 @@ class Graphs:
         self._plain.clear()
         if self._refusal is None:
             self._begin()
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Nothing is collected meanwhile: to destroy another graph would end a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What ended a capture. Of one that has failed, capture_end says no more than that.
+
+    A function, since a variable would hold the exception, and with it, in a circle through its
+    traceback, everything that lay on the GPU at that moment.
+    """
+    return error.__context__ or error
 
 
 def wait_for(event: torch.cuda.Event) -> None:

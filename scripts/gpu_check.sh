@@ -79,14 +79,14 @@ list() {
         printf 'memcheck %s\n' "${files[@]}" | grep _cuda |
             grep -v -E '_(generation|model|parity|races|step|step_faults|step_memory)_cuda'
     fi
-    printf 'tests %s\n' "${files[@]}" | grep -v "$alone"
+    printf 'tests %s\n' "${files[@]}" | grep -v -x -F "${alone[@]/#/-etests }"
 }
-alone=test_step_memory_cuda  # it looks at all that the GPU has in use
+alone=(test_bench_ops test_step_memory_cuda)  # they look at time, at all that the GPU has in use
 status=0
 echo "== tests"
 # shellcheck disable=SC2016
 list | xargs -P "${JOBS:-4}" -L 1 bash -c 'run "$@"' run | tee "$log/tests.txt" || status=1
-run tests "$alone" | tee -a "$log/tests.txt" || status=1
+printf 'tests %s\n' "${alone[@]}" | xargs -L 1 bash -c 'run "$@"' run | tee -a "$log/tests.txt" || status=1
 
 # One row a check, for scripts/results.
 step results env COMMIT="${COMMIT:-$(git -C "$root" rev-parse HEAD 2>/dev/null || true)}" \

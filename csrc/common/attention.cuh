@@ -1,17 +1,5 @@
-// What attention's forward and backward share: how the work is cut up, how rows and dropout's bits
-// reach shared memory, and how results leave it.
-//
-// A block works on tiles of kRows rows in shared memory, 16 rows a warp. A sentence whose two sides
-// fit into a tile is short: it is on chip whole, and a tile holds as many of its heads as fit, each
-// in a slot of 2^shift rows, 16 to 128. A long sentence is cut into tiles, each of which walks the
-// tiles of the other side. A tile's worth of either is a unit of work.
-//
-// Who does which unit follows from cu_q and cu_k alone. Lay all sentences end to end, queries and
-// keys counted together, and cut that line into windows of 2^n rows, each of which has a block. A
-// sentence's units are dealt out to the windows it touches. So every block gets about as much to
-// do, one launch serves all lengths, and the host needs to know none of them. One warp makes the
-// list of what its block has to do: when every warp looked for itself, backward spent a third of
-// its time on that.
+// What attention's forward and backward share: how rows and dropout's bits reach shared memory, how
+// results leave it, and the numbers in between. attention_work.cuh says how the work is cut up.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -23,6 +11,7 @@
 #include <string>
 #include <utility>
 
+#include "common/attention_work.cuh"
 #include "common/check.h"
 #include "common/exp2.cuh"
 #include "common/mma.cuh"
@@ -32,11 +21,6 @@ namespace lightseq::attention {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-constexpr int kWarpRows = 16;
-constexpr int kSmallestShift = 4;        // of a slot: 16 rows
-constexpr int kZeroBlocks = 16;          // zero the rows past the last sentence
-constexpr int64_t kEnoughBlocks = 4096;  // windows grow as long as there are so many blocks
 
 // 16 KiB of numbers at most: five tiles then fit into every GPU's shared memory.
 template <int kMost, typename T, int kWidth>
@@ -66,54 +50,6 @@ struct Packed {
     return reinterpret_cast<T*>(reinterpret_cast<Byte*>(data) +
                                 static_cast<int64_t>(row) * token_bytes +
                                 static_cast<int64_t>(head) * head_bytes);
-  }
-};
-
-struct Work {
-  const int* cu_q;
-  const int* cu_k;
-  int rows_q, rows_k;
-  int sentences;
-  int heads;
-  int width;
-  bool causal;
-  float sentences_per_row;  // rows of queries and keys
-  int window_shift;         // a window is 2^window_shift rows
-  int64_t blocks;
-
-  // The sentence's place on the line of all queries and keys.
-  __device__ __forceinline__ uint32_t place(int sentence) const {
-    return static_cast<uint32_t>(cu_q[sentence]) + static_cast<uint32_t>(cu_k[sentence]);
-  }
-};
-
-enum Part : int { kQueries = 1, kKeys = 2 };  // the side whose tile a unit is, or both
-
-struct alignas(16) Unit {
-  int first_q, length_q, first_k, length_k;  // the sentence
-  int head, heads;                           // the first head in the tile, and how many there are
-  int shift;                                 // a head has 2^shift rows of the tile
-  int start;                                 // of the tile, in the sentence
-  int parts;
-
-  __device__ __forceinline__ int slot() const { return 1 << shift; }
-};
-
-// The 16 rows of a tile that a warp works on.
-struct Place {
-  int row;       // the first, in the tile
-  int slot;      // first row of their slot
-  int position;  // of the first, in the sentence
-  int head;
-  bool exists;
-
-  __device__ __forceinline__ explicit Place(const Unit& unit) {
-    row = threadIdx.x / kWarp * kWarpRows;
-    const int index = row >> unit.shift;
-    slot = index << unit.shift;
-    position = unit.start + row - slot;
-    head = unit.head + index;
-    exists = index < unit.heads;
   }
 };
 
@@ -150,128 +86,6 @@ __device__ __forceinline__ void hide(float (&s)[kBlocks][4], int query, int key,
       if (key + n * 8 + lane_column() + i % 2 > last) s[n][i] = -INFINITY;
     }
   }
-}
-
-// The last sentence that starts at `place` or before; a warp searches, first among the 64 sentences
-// around where it lies if all are equally long, else 32-ary.
-__device__ __forceinline__ int find_sentence(const Work& work, uint32_t place) {
-  const int lane = threadIdx.x % kWarp;
-  const int guess = static_cast<int>(place * work.sentences_per_row);
-  int first = max(min(guess - kWarp, work.sentences - 2 * kWarp), 0);
-  const int near[2] = {first + lane, first + lane + kWarp};
-  const bool before[2] = {near[0] < work.sentences && work.place(near[0]) <= place,
-                          near[1] < work.sentences && work.place(near[1]) <= place};
-  const int below =
-      __popc(__ballot_sync(kAllLanes, before[0])) + __popc(__ballot_sync(kAllLanes, before[1]));
-  const int last = min(2 * kWarp, work.sentences - first);
-  if ((below > 0 || first == 0) && (below < last || first + last == work.sentences)) {
-    return first + max(below - 1, 0);
-  }
-  first = 0;
-  int count = work.sentences;
-  while (count > 1) {
-    const int step = (count + kWarp - 1) / kWarp;
-    const int sentence = first + lane * step;
-    const bool is_before = lane * step < count && work.place(sentence) <= place;
-    const int skip = max(__popc(__ballot_sync(kAllLanes, is_before)) - 1, 0) * step;
-    first += skip;
-    count = min(step, count - skip);
-  }
-  return first;
-}
-
-// What a block has to do next, in shared memory, and dropout's numbers.
-struct Plan {
-  Unit units[kWarp];
-  int count;
-  uint2 seed;
-  uint32_t micro_batch;
-};
-
-// Whether a tensor of so many rows has a sentence from `first` to `end`.
-__device__ __forceinline__ bool has_sentence(int rows, int first, int end) {
-  return 0 <= first && first <= end && end <= rows;
-}
-
-// Lists the next units of this block's window in plan.units; by one warp. Sentence number
-// `sentence` is the next to look at, and of that one `done` units have been listed already.
-template <int kRows>
-__device__ __forceinline__ void list_units(Plan& plan, const Work& work, int parts, int& sentence,
-                                           int& done) {
-  const int rows_shift = 31 - __clz(kRows);
-  const int lane = threadIdx.x;
-  const uint32_t window = blockIdx.x;
-  int count = 0;
-  for (; sentence < work.sentences; ++sentence, done = 0) {
-    Unit unit;
-    unit.first_q = work.cu_q[sentence];
-    unit.first_k = work.cu_k[sentence];
-    const int end_q = work.cu_q[sentence + 1], end_k = work.cu_k[sentence + 1];
-    assert(has_sentence(work.rows_q, unit.first_q, end_q) && "cu_q ascends within [0, Tq]");
-    assert(has_sentence(work.rows_k, unit.first_k, end_k) && "cu_k ascends within [0, Tk]");
-    unit.length_q = end_q - unit.first_q;
-    unit.length_k = end_k - unit.first_k;
-    const uint32_t begin = unit.first_q + static_cast<uint32_t>(unit.first_k);
-    const uint32_t end = begin + unit.length_q + unit.length_k;
-    const int first_window = begin >> work.window_shift;
-    if (first_window > static_cast<int>(window)) break;
-    if (begin == end || end <= window << work.window_shift) continue;
-    const int windows = ((end - 1) >> work.window_shift) - first_window + 1;
-
-    const int longest = max(unit.length_q, unit.length_k);
-    const bool is_short = longest <= kRows;
-    unit.shift = is_short ? max(32 - __clz(longest - 1), kSmallestShift) : rows_shift;
-    const int together_shift = rows_shift - unit.shift, together = 1 << together_shift;
-    const int tiles_q = (unit.length_q + kRows - 1) / kRows;
-    const int tiles_k = parts & kKeys ? (unit.length_k + kRows - 1) / kRows : 0;
-    const int units =
-        is_short ? (work.heads + together - 1) >> together_shift : work.heads * (tiles_q + tiles_k);
-    const int u = window - first_window + (done + lane) * windows;
-    if (is_short) {
-      unit.head = u << together_shift;
-      unit.start = 0;
-      unit.parts = parts;
-    } else {
-      const int tile = u / work.heads;
-      unit.head = u - tile * work.heads;
-      unit.start = (tile < tiles_q ? tile : tile - tiles_q) * kRows;
-      unit.parts = tile < tiles_q ? kQueries : kKeys;
-    }
-    unit.heads = min(together, work.heads - unit.head);
-    const int fit = kWarp - count;
-    if (u < units && lane < fit) plan.units[count + lane] = unit;
-    const int left = __popc(__ballot_sync(kAllLanes, u < units));
-    count += min(left, fit);
-    if (left >= fit) {
-      done += fit;
-      break;
-    }
-  }
-  if (lane == 0) plan.count = count;
-}
-
-// Calls run(unit) for everything this block has to do. All threads take part.
-template <int kRows, typename Run>
-__device__ __forceinline__ void for_each_unit(Plan& plan, const Work& work, const Dropout& dropout,
-                                              int parts, Run&& run) {
-  int sentence = 0, done = 0;
-  if (threadIdx.x < kWarp) {
-    sentence = find_sentence(work, blockIdx.x << work.window_shift);
-  } else if (threadIdx.x == kWarp && dropout.threshold > 0) {
-    const uint64_t seed = dropout.rng[0];
-    plan.seed = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
-    plan.micro_batch = static_cast<uint32_t>(dropout.rng[1]);
-  }
-  int count;
-  do {
-    if (threadIdx.x < kWarp) list_units<kRows>(plan, work, parts, sentence, done);
-    __syncthreads();
-    count = plan.count;
-    for (int i = 0; i < count; ++i) {
-      run(plan.units[i]);
-      __syncthreads();  // shared memory has been read
-    }
-  } while (count == kWarp);
 }
 
 // Fills a tile from each tensor with its rows first, first + 1, ... of the sentence, `length` of
@@ -403,26 +217,6 @@ Packed<T> packed(const char* op, const char* name, const Tensor& x) {
           static_cast<int>(x.stride(1) * sizeof(T))};
 }
 
-inline Work work_of(const char* op, const Tensor& q, const Tensor& k, const Tensor& cu_q,
-                    const Tensor& cu_k, bool causal) {
-  require(cu_q.is_contiguous() && cu_k.is_contiguous(), op, ": cu_q and cu_k must be contiguous");
-  // Small windows even out the load, large ones save searches.
-  const int64_t rows = q.size(0) + k.size(0), sentences = cu_q.size(0) - 1;
-  int shift = 3;
-  while (shift < 7 && (rows >> (shift + 1)) >= kEnoughBlocks) ++shift;
-  return {cu_q.const_data_ptr<int>(),
-          cu_k.const_data_ptr<int>(),
-          static_cast<int>(q.size(0)),
-          static_cast<int>(k.size(0)),
-          static_cast<int>(sentences),
-          static_cast<int>(q.size(1)),
-          static_cast<int>(q.size(2)),
-          causal,
-          static_cast<float>(sentences) / static_cast<float>(rows),
-          shift,
-          (rows + (1 << shift) - 1) >> shift};
-}
-
 inline Dropout dropout_of(const char* op, const Tensor& rng, int64_t site, double p) {
   require(rng.is_contiguous(), op, ": rng must be contiguous");
   return {rng.const_data_ptr<int64_t>(), static_cast<uint32_t>(site), Dropout::threshold_of(p)};
@@ -447,16 +241,6 @@ void dispatch(const char* op, const char* name, ScalarType type, int64_t width,
 template <typename Function>
 void dispatch(const char* op, const Tensor& q, Function&& function) {
   dispatch(op, "q", q.scalar_type(), q.size(2), std::forward<Function>(function));
-}
-
-template <typename Kernel, typename Params>
-void launch(const char* op, Kernel kernel, const Params& params, int threads, size_t shared,
-            int32_t device) {
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                       static_cast<int>(shared));
-  const unsigned blocks = static_cast<unsigned>(params.work.blocks) + kZeroBlocks;
-  kernel<<<blocks, threads, shared, current_stream(device)>>>(params);
-  check_launch(op);
 }
 
 }  // namespace lightseq::attention
