@@ -204,13 +204,13 @@ def main() -> None:
             if args.only.search(name):
                 print(f"{time.monotonic() - begin:6.1f} s {name}", file=sys.stderr, flush=True)
                 rows += rows_of(case, name, args.systems, copy, about)
+                if args.output:
+                    write(rows, args.output)  # so that a run that is cut off leaves what it has
     if not rows:
         sys.exit(f"bench_ops: no case is called {args.only.pattern!r}")
     print(*table(rows), sep="\n")
     print(f"{about['gpu']}, torch {about['torch']}, commit {commit[:10]}, copy {copy:.0f} GB/s")
     print("GB/s, copy (share of the copy's) and TFLOP/s are those of the first system of a line.")
-    if args.output:
-        write(rows, args.output)
 
 
 if __name__ == "__main__":
