@@ -1,7 +1,7 @@
 """The baseline without fairseq: plain packed PyTorch under torch.compile, in a loop of its own.
 
     python -m lightseq_fairseq.cli.bench_train.compiled --case CASE --data DIR --report FILE
-        --updates N --marks N [--workers N]
+        --updates N --heat N --marks N [--workers N]
 
 What a good user of PyTorch could set up: inductor for everything between the GEMMs and attention,
 forward and backward in a CUDA graph for each size of batch, torch's fused AdamW on float32 masters
@@ -186,7 +186,7 @@ def train(case: Case, data: Path, updates: int, workers: int, probe: Probe) -> N
     feed = batches(data, case.max_tokens, workers)
     probe.begin()
     began, interval_tokens = time.perf_counter(), 0
-    for number in range(1, updates + probe.marks + 1):
+    for number in range(1, updates + probe.heat + probe.marks + 1):
         batch = next(feed)
         tokens = int(batch.target.ne(PAD).sum())
         probe.before_step(number - 1, tokens)
@@ -216,10 +216,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--updates", type=int, required=True)
+    parser.add_argument("--heat", type=int, required=True)
     parser.add_argument("--marks", type=int, required=True)
     parser.add_argument("--workers", type=int, default=4)
     given = parser.parse_args()
-    probe = Probe(given.report, given.updates, given.marks)
+    probe = Probe(given.report, given.updates, given.heat, given.marks)
     train(given.case, given.data, given.updates, given.workers, probe)
 
 

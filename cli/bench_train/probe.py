@@ -1,7 +1,7 @@
 """Runs lightseq-train and measures its steps from outside: the command is a user's command.
 
-    python -m lightseq_fairseq.cli.bench_train.probe --report FILE --updates N --marks N
-        [--without-apex] -- WORD... (of lightseq-train)
+    python -m lightseq_fairseq.cli.bench_train.probe --report FILE --updates N --heat N
+        --marks N [--without-apex] -- WORD... (of lightseq-train)
 
 The report is a JSON object: ``first_100_s`` from the start of the first epoch to the end of update
 100, ``peak_gib`` up to update N (see `Memory`), the `timeline` of a few steps after it, and real
@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from lightseq_fairseq.cli.bench_memory import Memory
-from lightseq_fairseq.cli.bench_train.cases import MARKS_DROPPED
 from lightseq_fairseq.cli.bench_train.timeline import MARK, timeline
 
 FIRST = 100
@@ -33,12 +32,13 @@ class Probe:
 
     Args:
         report: the file to write.
-        updates: after so many the profile begins; ``marks`` more have to follow.
-        marks: so many stand in the profile, one before each step.
+        updates: after so many the profiler starts; ``heat + marks`` more have to follow.
+        heat: so many it does not record, 1 at least, see ``cases.System``.
+        marks: so many stand in the record, one before each step.
     """
 
-    def __init__(self, report: Path, updates: int, marks: int) -> None:
-        self.report, self.updates, self.marks = report, updates, marks
+    def __init__(self, report: Path, updates: int, heat: int, marks: int) -> None:
+        self.report, self.updates, self.heat, self.marks = report, updates, heat, marks
         self.gpu = torch.cuda.is_available()
         self._memory = Memory(self.gpu)
         self._began: float | None = None
@@ -63,8 +63,15 @@ class Probe:
             self._peak = self._memory.peak()  # without the profiler's
             device = "CUDA" if self.gpu else "CPU"
             activity = getattr(torch.profiler.ProfilerActivity, device)
-            self._profile = torch.profiler.profile(activities=[activity])
+            self._profile = torch.profiler.profile(
+                activities=[activity],
+                schedule=torch.profiler.schedule(wait=0, warmup=self.heat, active=self.marks),
+            )
             self._profile.start()
+        elif self._profile.step_num < self.heat:
+            self._profile.step()
+        if self._profile.step_num < self.heat:
+            return
         self._mark()
         self._tokens.append(tokens)
         if len(self._tokens) == self.marks:
@@ -92,9 +99,9 @@ class Probe:
         report = {
             "first_100_s": self._first,
             "peak_gib": self._peak / 2**30,
-            "timeline": timeline(events, MARKS_DROPPED)._asdict(),
+            "timeline": timeline(events)._asdict(),
             # The step behind the last mark has not begun.
-            "profiled_tokens": statistics.mean(self._tokens[MARKS_DROPPED:-1]),
+            "profiled_tokens": statistics.mean(self._tokens[:-1]),
         }
         self.report.write_text(json.dumps(report) + "\n", encoding="utf-8")
 
@@ -134,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--updates", type=int, required=True)
+    parser.add_argument("--heat", type=int, required=True)
     parser.add_argument("--marks", type=int, required=True)
     parser.add_argument("--without-apex", action="store_true")
     parser.add_argument("words", nargs="+", help="of lightseq-train, after --")
@@ -141,7 +149,7 @@ def main() -> None:
     if arguments.without_apex:
         for name in ("apex", "fused_adam_cuda"):  # their import fails from now on
             sys.modules[name] = None  # type: ignore[assignment]
-    attach(Probe(arguments.report, arguments.updates, arguments.marks))
+    attach(Probe(arguments.report, arguments.updates, arguments.heat, arguments.marks))
     from lightseq_fairseq.cli import train
 
     train.main(arguments.words)

@@ -45,8 +45,8 @@ def part_of(name: str) -> str:
     return next(part for part, found in PARTS.items() if re.search(found, name, re.IGNORECASE))
 
 
-def timeline(events: Iterable[dict[str, Any]], dropped: int) -> Timeline:
-    """What lies between the marks, without the first ``dropped`` steps.
+def timeline(events: Iterable[dict[str, Any]]) -> Timeline:
+    """What lies between the marks.
 
     Where kernels overlap, the one that started first has the time, so that nothing counts twice.
 
@@ -55,9 +55,9 @@ def timeline(events: Iterable[dict[str, Any]], dropped: int) -> Timeline:
     """
     timed = [event for event in events if event.get("ph") == "X"]
     marks = sorted(float(event["ts"]) for event in timed if MARK in event["name"])
-    if len(marks) < dropped + 2:
-        raise ValueError(f"the profile holds {len(marks)} marks, {dropped + 2} are needed")
-    begin, end, steps = marks[dropped], marks[-1], len(marks) - 1 - dropped
+    if len(marks) < 2:
+        raise ValueError(f"the profile holds {len(marks)} marks, 2 are needed")
+    begin, end, steps = marks[0], marks[-1], len(marks) - 1
     work = sorted(
         (float(event["ts"]), float(event["dur"]), event["name"])
         for event in timed
