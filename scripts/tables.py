@@ -104,8 +104,8 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
         'precision; "x fairseq" is to the fastest of fairseq\'s on the same batches; medians over '
         "intervals of 50 updates after the warm-up; the floor is counted: GEMMs at 790 TFLOP/s, "
         "then the least bytes at 4.3 TB/s; GPU busy and parts from a profile of ten or 30 steps, "
-        "whose kernels take their usual time, scaled to the tokens of the other steps; gaps are "
-        "what they leave of an unprofiled step; GiB: all that the process takes of the GPU, "
+        "which is slower: where steps wait for the GPU by its shares (busy is rather more), else "
+        "by its kernels' times, scaled to the tokens of the other steps; GiB: all that the process takes of the GPU, "
         "torch's and what is beside it, but for its bare context; the first updates begin without "
         f"timed algorithms or compiled code on disk{_otherwise(rows)}.",
     ]

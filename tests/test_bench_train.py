@@ -238,6 +238,16 @@ def test_row() -> None:
         # Products of batches that are a quarter larger; the optimizer's time knows no batch.
         "part_ms": {"gemm": 2400.0, "optimizer": 1200.0, "gaps": 400.0}, "rounds": 2,
     }  # fmt: skip
+    # Steps that the GPU holds up, and which the profiler makes longer: the profile's shares count.
+    full = report(4.0)
+    full["timeline"] = {
+        "ms_per_step": 5000.0,
+        "busy": 0.96,
+        "part_ms": {"gemm": 4800.0, "gaps": 200.0},
+    }
+    held_up = rows.row(case, "ours", corpus_, [rows.Run(runs[0].intervals, full)], {})
+    assert held_up["gpu_busy"] == 0.96
+    assert held_up["part_ms"] == {"gemm": 1920.0, "gaps": 80.0}
     short = [rows.Run(runs[0].intervals, report(4.0, tokens=1000))]
     full = rows.row(case, "ours", corpus_, short, {})
     assert full["gpu_busy"] == 1 and full["part_ms"]["gaps"] == 0

@@ -84,7 +84,7 @@ class System(NamedTuple):
             hundred sizes of batch when it meets it, the last of them late; the compiled baseline
             has a dozen or two; fairseq only fills its memory pool.
         heat: updates under the profiler before its record begins. The GPU idles while a profiler
-            starts, and cooled down it is two percent faster than in the updates that are measured.
+            starts, and cooled down it has higher clocks than in the updates that are measured.
         marks: between the updates of the record. Many for ours, whose updates differ in size and
             make small records.
         native: fairseq's own parts, by the same command.

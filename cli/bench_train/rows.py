@@ -18,6 +18,7 @@ from lightseq_fairseq.cli.bench_train.corpus import Corpus
 from lightseq_fairseq.cli.bench_train.floor import floor
 from lightseq_fairseq.errors import UserError
 
+_HELD_UP_BY_GPU = 0.9  # busy so much of a profile, it is the GPU that steps wait for
 _LINE = re.compile(r"\| INFO \| train_inner \| (\{.*\})$", re.MULTILINE)
 
 
@@ -62,11 +63,14 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
     """The result row of a system: its runs taken together.
 
     Source tokens are counted from the target's by the ratio of the corpus: batches are drawn at
-    random. Profile and peak are the last run's. A profiler slows what lies between kernels but not
-    the kernels: their time comes from the profile, the gaps are what is left of an unprofiled step.
-    As the profiled steps have batches of their own (``profiled_tokens``), their kernels' times are
-    scaled to the tokens of the measured steps, the optimizer's excepted, which knows no batch.
-    ``gpu_busy`` is the sum of these times over ``ms_per_step``, 1 at most.
+    random. Profile and peak are the last run's. ``part_ms`` is the time of the kernels of each part
+    in a step of ``ms_per_step``, "gaps" what is left of it, ``gpu_busy`` the share of the others.
+
+    A profiler lengthens steps. Where the host holds them up, by the host's time: the kernels' times
+    are the profile's, scaled to the tokens of the measured steps (the profiled ones have batches of
+    their own), the optimizer's excepted, which knows no batch. Where the GPU does, by what lies
+    between kernels and by keeping them from overlapping: parts are the profile's shares, and
+    ``gpu_busy`` is rather more than said.
     """
     steady = [interval for run in runs for interval in run.intervals]
     times = sorted(interval.ms_per_step for interval in steady)
@@ -76,12 +80,12 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
     first = [run.report["first_100_s"] for run in runs if run.report["first_100_s"] is not None]
     report = runs[-1].report
     profile = report["timeline"]
-    scale = target / report["profiled_tokens"]
-    part_ms = {
-        part: ms if part == "optimizer" else ms * scale
-        for part, ms in profile["part_ms"].items()
-        if part != "gaps"
-    }
+    part_ms = {part: ms for part, ms in profile["part_ms"].items() if part != "gaps"}
+    if profile["busy"] > _HELD_UP_BY_GPU:
+        part_ms = {part: ms * middle / profile["ms_per_step"] for part, ms in part_ms.items()}
+    else:
+        scale = target / report["profiled_tokens"]
+        part_ms = {part: ms if part == "optimizer" else ms * scale for part, ms in part_ms.items()}
     busy = min(sum(part_ms.values()), middle)
     least = sum(floor(case.shape, corpus.vocabulary, source, target))
     return {
