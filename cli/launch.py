@@ -10,6 +10,7 @@ import argparse
 import functools
 import importlib
 import logging
+import multiprocessing
 import os
 import sys
 import traceback
@@ -133,7 +134,7 @@ def run(
         if complete is not None:
             sys.argv[1:] = request.argv = complete(sys.argv[1:])
         module = importlib.import_module(f"fairseq_cli.{command}")
-        with preflight.checks(command, request), _around(module, around):
+        with preflight.checks(command, request), _around(module, around), _no_workers_left():
             module.cli_main()
 
 
@@ -158,6 +159,24 @@ def _around(module: Any, call: Callable[..., None] | None) -> Iterator[None]:
         yield
     finally:
         module.main = fairseq_main
+
+
+@contextmanager
+def _no_workers_left() -> Iterator[None]:
+    """Ends the processes that loaders of data leave running, as at --max-update.
+
+    torch before 2.13 does so when Python exits, once it has waited five seconds for each of them:
+    with a GPU, and nobody having told them.
+    """
+    try:
+        yield
+    finally:
+        from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as Workers
+
+        if not hasattr(Workers, "_clean_up_persistent_workers_atexit"):
+            for child in multiprocessing.active_children():
+                if child.daemon:
+                    child.terminate()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import re
 import shlex
@@ -91,6 +92,27 @@ def test_waiting_threads_sleep_unless_told_otherwise(
 
 def _wait_policy() -> str | None:
     return os.environ.get("OMP_WAIT_POLICY")
+
+
+def test_no_worker_is_left(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataloader = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
+    ending = f"{dataloader}._clean_up_persistent_workers_atexit"  # torch before 2.13 has it not
+    monkeypatch.delattr(ending, raising=False)
+    workers: list[Any] = []
+    step = fairseq_cli.train.validate_and_save
+
+    def seen(*arguments: Any) -> Any:
+        workers[:] = multiprocessing.active_children()
+        return step(*arguments)
+
+    monkeypatch.setattr(fairseq_cli.train, "validate_and_save", seen)
+    flags = shlex.split("--num-workers 2 --data-buffer-size 1 --batch-size 1 --max-update 2")
+    words = ["--arch", "ls_transformer_tiny", "--no-save", "--save-dir", tmp_path, *SMALL, *flags]
+    succeed("train", data, *words)
+    assert len(workers) == 2
+    for worker in workers:
+        worker.join(timeout=2)
+        assert worker.exitcode == 0
 
 
 def test_help_imports_neither_torch_nor_fairseq() -> None:

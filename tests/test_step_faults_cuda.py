@@ -9,6 +9,9 @@ import multiprocessing
 import random
 import re
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +176,24 @@ def test_killed_five_times_at_random(
     assert 0 < len(rest) < 20
     assert rest == whole[-len(rest) :]
     assert runs.differing(*(runs.trained(tmp_path / name) for name in ("killed", "whole"))) == []
+
+
+def test_a_run_ends_when_training_does(data: Path, tmp_path: Path) -> None:
+    """Also in the middle of an epoch, where workers go on for batches that nobody wants."""
+    flags = {**ON_GPU, "bf16": True, "max_update": 3, "num_workers": 3, "no_save": True}
+    flags.update(batch_size=1, distributed_world_size=1)
+    named = {name.replace("_", "-"): value for name, value in flags.items()}
+    words = runs.command_line(data, tmp_path / "run", named)
+    command = [sys.executable, "-m", "lightseq_fairseq.cli.train", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "done training" in line:
+                trained = time.perf_counter()
+    assert process.returncode == 0, "".join(lines)
+    assert time.perf_counter() - trained < 4  # seconds; it was five for each worker
 
 
 def hang(words: list[str]) -> None:
