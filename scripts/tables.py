@@ -105,8 +105,9 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
         "intervals of 50 updates after the warm-up; the floor is counted: GEMMs at 790 TFLOP/s, "
         "then the least bytes at 4.3 TB/s; GPU busy and parts from a profile of ten or 30 steps, "
         "which is slower: where steps wait for the GPU by its shares (busy is rather more), else "
-        "by its kernels' times, scaled to the tokens of the other steps; GiB: all that the process takes of the GPU, "
-        "torch's and what is beside it, but for its bare context; the first updates begin without "
+        "by its kernels' times, scaled to the tokens of the other steps; GiB: all that the "
+        "process takes of the GPU, torch's and what is beside it, but for its bare context; the "
+        "first updates begin without "
         f"timed algorithms or compiled code on disk{_otherwise(rows)}.",
     ]
 

@@ -162,7 +162,8 @@ def train(inputs: dict[str, Path], save_dir: Path, line: str, native: bool) -> T
             parts = runs.NATIVE if native else runs.LS
             trace.losses += runs.run(data, save_dir, native, **{**parts, **PLAIN, **given})
         except (Exception, SystemExit) as error:
-            trace.error = f"{type(error).__name__}: {error}"
+            # Ours goes on to say where the state is, and how to go on from it.
+            trace.error = f"{type(error).__name__}: {error}".partition(" The state before")[0]
     told = "training takes fairseq's own steps: "
     for record in records:
         message = record.getMessage()
