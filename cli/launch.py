@@ -134,7 +134,7 @@ def run(
         if complete is not None:
             sys.argv[1:] = request.argv = complete(sys.argv[1:])
         module = importlib.import_module(f"fairseq_cli.{command}")
-        with preflight.checks(command, request), _around(module, around), _no_workers_left():
+        with preflight.checks(command, request), _around(module, around), no_workers_left():
             module.cli_main()
 
 
@@ -162,7 +162,7 @@ def _around(module: Any, call: Callable[..., None] | None) -> Iterator[None]:
 
 
 @contextmanager
-def _no_workers_left() -> Iterator[None]:
+def no_workers_left() -> Iterator[None]:
     """Ends the processes that loaders of data leave running, as at --max-update.
 
     torch before 2.13 does so when Python exits, once it has waited five seconds for each of them:

@@ -32,6 +32,7 @@ from lightseq_fairseq.cli.bench_train.cases import LOG_INTERVAL, Case
 from lightseq_fairseq.cli.bench_train.corpus import SOURCE, TARGET
 from lightseq_fairseq.cli.bench_train.packed_transformer import LONGEST, PAD, Batch, Transformer
 from lightseq_fairseq.cli.bench_train.probe import Probe
+from lightseq_fairseq.cli.launch import no_workers_left
 
 SIZES = 8  # of full batches, each compiled by itself
 LR, WARM_UP, BETAS, WEIGHT_DECAY = 5e-4, 4000, (0.9, 0.98), 1e-4
@@ -221,7 +222,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     given = parser.parse_args()
     probe = Probe(given.report, given.updates, given.heat, given.marks)
-    train(given.case, given.data, given.updates, given.workers, probe)
+    with no_workers_left():
+        train(given.case, given.data, given.updates, given.workers, probe)
 
 
 if __name__ == "__main__":
