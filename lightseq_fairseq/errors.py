@@ -22,5 +22,5 @@ class GPUHangs(UserError):
         super().__init__(
             f"The GPU has not finished a step in {seconds:.0f} seconds, which take milliseconds as "
             f"a rule: see nvidia-smi and the kernel's log (dmesg, lines with Xid) for what became "
-            f"of it. Training goes on from its last checkpoint by the same command."
+            f"of it. A training goes on from its last checkpoint by the same command."
         )
