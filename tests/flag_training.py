@@ -162,8 +162,12 @@ def train(inputs: dict[str, Path], save_dir: Path, line: str, native: bool) -> T
             parts = runs.NATIVE if native else runs.LS
             trace.losses += runs.run(data, save_dir, native, **{**parts, **PLAIN, **given})
         except (Exception, SystemExit) as error:
-            # Ours goes on to say where the state is, and how to go on from it.
-            trace.error = f"{type(error).__name__}: {error}".partition(" The state before")[0]
+            crash = save_dir / "crash.pt"
+            advice = (  # with which ours goes on
+                f" The state before it is in {crash}: to go on from there, epochs counted anew, "
+                f"add --restore-file {crash} --reset-dataloader."
+            )
+            trace.error = f"{type(error).__name__}: {error}".removesuffix(advice)
     told = "training takes fairseq's own steps: "
     for record in records:
         message = record.getMessage()
