@@ -13,6 +13,7 @@ from ops_testing import assert_kernel_as_good_as, leaf, make_rng
 
 from lightseq_fairseq import library, ops
 from lightseq_fairseq.ops.attention import attention_bwd_reference, attention_fwd_reference
+from lightseq_fairseq.training.batch import Segments
 
 pytestmark = pytest.mark.gpu
 
@@ -324,9 +325,9 @@ def test_backward_refusals():
         ({"lengths_q": [259]}, "max_q is 259, but sentence 6 of cu_q has 260 rows"),
     ],
 )
-def test_wrong_boundaries_on_request(changed, message, monkeypatch):
+def test_wrong_boundaries(changed, message, monkeypatch):
     """Refused before anything is launched: the GPU can be used afterwards."""
-    monkeypatch.setenv("LIGHTSEQ_CHECK_INDICES", "1")
+    monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES", raising=False)
     case, wrong = Case(LENGTHS["cross"], torch.bfloat16), Case(LENGTHS["cross"], torch.bfloat16)
     for name, value in changed.items():
         if isinstance(value, int):
@@ -341,7 +342,35 @@ def test_wrong_boundaries_on_request(changed, message, monkeypatch):
     check(case)
 
 
-# A process of its own, whose GPU an assertion takes away. Prints "done" if nothing stops it.
+def test_boundaries_are_read_once(monkeypatch):
+    """To read them is to wait for the GPU: a second call does not, unless they were written to."""
+    monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES", raising=False)
+    case = Case(LENGTHS["cross"], torch.bfloat16)
+    arguments = (*case.qkv, *case.settings())
+    out, lse, *gradients = case.kernel()
+    mask = torch.ones(4, 30, dtype=torch.bool, device="cuda")
+    segments = Segments.from_mask(mask)
+    q = torch.randn(120, 3, 64, device="cuda")
+    cu, longest = segments.cu_seqlens, segments.max_len
+    own = (q, q, q, cu, cu, longest, longest, False, 0.125, 0.0, case.rng, SITE)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ops.attention_fwd(*arguments)
+        ops.attention_bwd(case.dout, *case.qkv, out, lse, *case.settings(), *gradients)
+        ops.attention_fwd(*own)  # boundaries that we have made ourselves are not read at all
+        case.cu_k[1] += 0
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            ops.attention_fwd(*arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with pytest.raises(ValueError, match=r"cu_q must ascend within \[0, 119\]"):
+        ops.attention_fwd(q[:119], *own[1:])
+    with pytest.raises(ValueError, match="max_k is 29, but sentence 0 of cu_k has 30 rows"):
+        ops.attention_fwd(*own[:6], 29, *own[7:])
+
+
+# A process of its own, whose GPU an assertion takes away. Boundaries that a captured graph reads
+# are wrong when it is replayed, where no check can see them. Prints "done" if nothing stops it.
 PROGRAM = """
 import sys, torch
 from pathlib import Path
@@ -353,13 +382,17 @@ pass_, name, place, value = sys.argv[3], sys.argv[4], int(sys.argv[5]), int(sys.
 case = tests.Case(([30, 40], None), torch.bfloat16)
 out, lse = tests.ops.attention_fwd(*case.qkv, *case.settings())
 gradients = [torch.empty_like(x) for x in case.qkv]
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    if pass_ == "forward":
+        tests.ops.attention_fwd(*case.qkv, *case.settings())
+    else:
+        tests.ops.attention_bwd(case.dout, *case.qkv, out, lse, *case.settings(), *gradients)
+graph.replay()
 getattr(case, name)[place] = value
 torch.cuda.synchronize()
 print("begun", flush=True)
-if pass_ == "forward":
-    tests.ops.attention_fwd(*case.qkv, *case.settings())
-else:
-    tests.ops.attention_bwd(case.dout, *case.qkv, out, lse, *case.settings(), *gradients)
+graph.replay()
 torch.cuda.synchronize()
 print("done", flush=True)
 """
@@ -376,7 +409,7 @@ print("done", flush=True)
     ],
 )
 def test_wrong_boundaries_stop_the_kernel(pass_, name, place, value):
-    """With an assertion that names them, where nobody asked for checks before the launch."""
+    """With an assertion that names them."""
     command = [sys.executable, "-c", PROGRAM, str(library.DIRECTORY), os.path.dirname(__file__)]
     command += [pass_, name, str(place), str(value)]
     environment = {**os.environ, "LIGHTSEQ_CHECK_INDICES": ""}

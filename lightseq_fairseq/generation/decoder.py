@@ -23,6 +23,7 @@ from lightseq_fairseq.graphs import Graphs
 from lightseq_fairseq.layers.attention import MultiheadAttention
 from lightseq_fairseq.layers.decoder import memory_weights
 from lightseq_fairseq.layers.residual_norm import Residual, residual_norm_fwd
+from lightseq_fairseq.ops.checks import trust_boundaries
 from lightseq_fairseq.parameters import as_one
 from lightseq_fairseq.training.batch import Segments
 
@@ -130,11 +131,12 @@ class StepDecoder:
         memory, sentences = self.memory, self._size(sentences)
 
         def run() -> None:
-            segments = Segments(
-                memory.cu_seqlens[: sentences + 1], longest, memory.source_positions,
-                memory.source_positions[:0], (sentences, longest),
-            )  # fmt: skip
-            features = encoder.features(memory.source_tokens, segments, memory.rng)
+            tokens, positions = memory.source_tokens, memory.source_positions
+            boundaries = memory.cu_seqlens[: sentences + 1]
+            trust_boundaries(boundaries, len(tokens), longest)
+            shape = (sentences, longest)
+            segments = Segments(boundaries, longest, positions, positions[:0], shape)
+            features = encoder.features(tokens, segments, memory.rng)
             memory.keep_source(_keys_and_values(decoder, features))
 
         self.run(("source", len(memory.source_tokens), sentences), run)
@@ -201,6 +203,7 @@ class StepDecoder:
         x = decoder.embed_packed(memory.tokens[:rows], positions, 1, rng, 1)
         layers = list(decoder.layers)
         slots = memory.sentences[: rows // beam]
+        trust_boundaries(memory.cu_seqlens, len(memory.source), len(memory.source))
         stream = weights = None
         if layers[0].normalize_before:
             norm, stream = layers[0].self_attn_layer_norm, x

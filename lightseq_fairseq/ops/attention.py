@@ -49,8 +49,8 @@ def attention_fwd(
     max_q, max_k: longest sentence, or more.
     scale: factor of the scores, positive and finite (fairseq: D^-0.5).
     p, rng, site: dropout of the probabilities, see `philox.keep_mask`.
-    Raises ValueError on a wrong shape, dtype, device or layout; on wrong boundaries and sentences
-    longer than max_* on a CPU, and on a GPU with LIGHTSEQ_CHECK_INDICES=1.
+    Raises ValueError on a wrong shape, dtype, device or layout, on wrong boundaries and sentences
+    longer than max_*; on a GPU boundaries are read as `checks.check_boundaries` says.
     """
     _check("attention_fwd", q, k, v, cu_q, cu_k, max_q, max_k, scale, p, rng)
     outputs: tuple[Tensor, Tensor] = _FWD(

@@ -1,8 +1,8 @@
 """Argument checks of the public functions.
 
-Of tensors on a GPU they read shapes, dtypes, devices and strides, and no values: a check that reads
-one stops the host until the GPU has caught up. `check_range` and `check_boundaries` read values, on
-a CPU always and on a GPU where LIGHTSEQ_CHECK_INDICES asks for it.
+Of tensors on a GPU they read shapes, dtypes, devices and strides: a check that reads a value stops
+the host until the GPU has caught up. `check_range` reads values on a CPU, and on a GPU where
+LIGHTSEQ_CHECK_INDICES asks for it; `check_boundaries` reads those of a GPU once for each tensor.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
+_TRUSTED = "_lightseq_boundaries"  # attribute of tensors: (_version, rows, longest)
 
 
 def check_tensor(
@@ -58,14 +59,13 @@ def check_dropout(op: str, p: float, rng: Tensor, like: Tensor) -> None:
     check_tensor(op, "rng", rng, (2,), (torch.int64,), like)
 
 
-def _values_are_checked(x: Tensor) -> bool:
-    """On a CPU; on a GPU with LIGHTSEQ_CHECK_INDICES=1, since to read a value is to wait for it.
+def _has_values(x: Tensor) -> bool:
+    """Not so on the device meta, for torch's fake tensors (a subclass) and in torch.compile."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and not x.is_meta
 
-    Tensors that stand for others have no values: on the device meta, torch's fake ones (subclasses
-    of Tensor), and what torch.compile traces.
-    """
-    if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_meta:
-        return False
+
+def _may_wait(x: Tensor) -> bool:
+    """Whether every value may be read every time: on a CPU, or as LIGHTSEQ_CHECK_INDICES=1 asks."""
     return x.device.type == "cpu" or os.environ.get("LIGHTSEQ_CHECK_INDICES") == "1"
 
 
@@ -76,7 +76,7 @@ def check_range(op: str, name: str, indices: Tensor, size: int, letter: str) -> 
     the process cannot use the GPU any more.
     letter: what messages call the size.
     """
-    if not _values_are_checked(indices) or indices.numel() == 0:
+    if not _has_values(indices) or not _may_wait(indices) or indices.numel() == 0:
         return
     least, most = (int(x) for x in indices.aminmax())
     if least < 0 or most >= size:
@@ -87,12 +87,23 @@ def check_range(op: str, name: str, indices: Tensor, size: int, letter: str) -> 
 def check_boundaries(
     op: str, name: str, boundaries: Tensor, rows: int, longest: tuple[str, int] | None = None
 ) -> None:
-    """Refuse cu_seqlens that descend or leave [0, rows], on a GPU as `check_range` does.
+    """Refuse cu_seqlens that descend or leave [0, rows].
 
     longest: name and value of the argument that no sentence may be longer than.
+    On a GPU they are read, and waited for, when this tensor is first seen or has been written to
+    since: what was read is kept on the tensor, as `trust_boundaries` does. While a CUDA graph is
+    captured nothing can be read; wrong ones then end in a device-side assertion of the kernel.
     """
-    if not _values_are_checked(boundaries):
+    if not _has_values(boundaries):
         return
+    if not _may_wait(boundaries):
+        version, end, most = getattr(boundaries, _TRUSTED, (None, 0, 0))
+        fits = end <= rows and (longest is None or most <= longest[1])
+        if fits and version == _version(boundaries):
+            return
+        if torch.cuda.is_current_stream_capturing():
+            return
+    end = most = 0
     for place, (start, end) in enumerate(itertools.pairwise(boundaries.tolist())):
         if not 0 <= start <= end <= rows:
             raise ValueError(
@@ -104,3 +115,21 @@ def check_boundaries(
                 f"{op}: {longest[0]} is {longest[1]}, "
                 f"but sentence {place} of {name} has {end - start} rows"
             )
+        most = max(most, end - start)
+    trust_boundaries(boundaries, end, most)
+
+
+def trust_boundaries(boundaries: Tensor, rows: int, longest: int) -> Tensor:
+    """Give back the boundaries, which `check_boundaries` need not read on a GPU.
+
+    They are known to be sums of lengths from 0 on that end at `rows` or before, of sentences of
+    `longest` tokens or fewer. Writing to them ends the trust.
+    """
+    if _has_values(boundaries):
+        setattr(boundaries, _TRUSTED, (_version(boundaries), rows, longest))
+    return boundaries
+
+
+def _version(x: Tensor) -> int:
+    """torch's count of writes to a tensor, which those of inference mode do not have."""
+    return 0 if x.is_inference() else x._version

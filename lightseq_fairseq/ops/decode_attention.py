@@ -82,8 +82,8 @@ def decode_cross_attention(
     sentences: int32 [slots], the sentence that each translates, negative for none.
     On a GPU q alone may be what the kernel right before it on the stream writes: the other tensors
     are read while that one is still at work.
-    Raises ValueError on a wrong shape, dtype, device or layout; on wrong boundaries on a CPU, and
-    on a GPU with LIGHTSEQ_CHECK_INDICES=1. Sentence numbers are not checked.
+    Raises ValueError on a wrong shape, dtype, device or layout and on wrong boundaries, which are
+    read as `checks.check_boundaries` says. Sentence numbers are not checked.
     """
     op = "decode_cross_attention"
     check_tensor(op, "q", q, ("N", "C"), FLOATS)

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightseq_fairseq.ops.checks import trust_boundaries
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -47,6 +49,7 @@ class Segments:
         if mask.shape[1]:
             torch.cumsum(counts[:, -1], 0, dtype=torch.int32, out=cu_seqlens[1:])
         positions = counts.flatten().index_select(0, index) - 1
+        trust_boundaries(cu_seqlens, len(index), mask.shape[1])
         return cls(cu_seqlens, mask.shape[1], positions, index, (mask.shape[0], mask.shape[1]))
 
     @classmethod
@@ -187,6 +190,7 @@ def open_block(block: Tensor, bucket: Bucket, longest_source: int, longest_targe
     cu_source, cu_target = (part.view(torch.int32)[: bucket.sentences + 1] for part in boundaries)
 
     def segments(cu_seqlens: Tensor, longest: int, positions: Tensor) -> Segments:
+        trust_boundaries(cu_seqlens, len(positions), longest)
         return Segments(cu_seqlens, longest, positions, block[:0], (bucket.sentences, longest))
 
     return Packed(
