@@ -111,7 +111,7 @@ def test_commands_differ_in_nothing_but_the_system(
 ) -> None:
     case = Case.parse("base/b32/beam5/fp16")
     assert str(case) == "base/b32/beam5/fp16" and case.batch == 32
-    for name, tokens in (("btokens", 18000), ("btokens4096", 4096)):
+    for name, tokens in (("btokens", 18500), ("btokens4096", 4096)):
         by_tokens = Case.parse(f"base/{name}/beam5/fp16")
         assert (by_tokens.batch, by_tokens.max_tokens) == (None, tokens)
         assert str(by_tokens) == f"base/{name}/beam5/fp16"

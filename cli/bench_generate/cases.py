@@ -15,7 +15,7 @@ from lightseq_fairseq.errors import UserError
 
 # As fairseq, torch and CTranslate2 call them.
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-MAX_TOKENS = 18_000  # of a batch by tokens, if a case does not say
+MAX_TOKENS = 18_500  # of a batch by tokens, if a case does not say
 
 
 class Case(NamedTuple):
