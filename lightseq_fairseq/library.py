@@ -24,6 +24,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 DIRECTORY = Path(__file__).resolve().parent / "_lib"
+_HOPPER = 90  # compute capability
 BUILD_COMMAND = "python scripts/build_cuda.py"
 
 # Registrations last as long as this object.
@@ -61,12 +62,15 @@ def covers(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool:
     """Whether a library compiled for `architectures` runs on a GPU of that compute capability.
 
     Machine code runs on the same major and the same or a later minor number; of the newest
-    architecture the library holds PTX too, which the driver compiles for any later GPU.
+    architecture the library holds PTX too, which the driver compiles for any later GPU. That of one
+    before Hopper does not do for Hopper and later: there the host launches kernels in clusters and
+    before their predecessors have ended, and code made for older GPUs does not know of either.
     """
     numbers = [int(re.sub(r"\D", "", architecture)) for architecture in architectures]
     gpu = 10 * capability[0] + capability[1]
+    newest = max(numbers, default=gpu + 1)
     return any(n <= gpu and n // 10 == capability[0] for n in numbers) or (
-        bool(numbers) and max(numbers) <= gpu
+        newest <= gpu and (newest >= _HOPPER or gpu < _HOPPER)
     )
 
 

@@ -162,9 +162,9 @@ def choose_architectures(wanted: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def architecture_flags(architectures: tuple[str, ...]) -> list[str]:
-    """Machine code for each, and the last one's PTX for GPUs that are newer still."""
+    """Machine code for each, and the newest one's PTX for GPUs that are newer still."""
     flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
-    newest = architectures[-1]
+    newest = max(architectures, key=lambda name: int(re.sub(r"\D", "", name)))
     return [*flags, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
 
 
@@ -309,7 +309,7 @@ def main() -> int:
         "--architectures",
         type=asked_architectures,
         default=os.environ.get("LIGHTSEQ_CUDA_ARCHITECTURES", ""),
-        help="compute capabilities, oldest first, such as 80,90 (default: "
+        help="compute capabilities, such as 80,90 (default: "
         "LIGHTSEQ_CUDA_ARCHITECTURES, else this machine's GPUs, else 80,90)",
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")

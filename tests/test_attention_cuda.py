@@ -290,7 +290,6 @@ def test_replayed_graph_draws_anew():
         (range(3), lambda x: x.new_zeros(len(x), 3, 12), "heads of 12 numbers"),
         ([1], lambda k: k.new_zeros(len(k), 1 + k[0].numel())[:, 1:].view(k.shape), "k must be"),
         ([3], lambda cu: torch.stack((cu, cu), 1)[:, 0], "cu_q and cu_k must be contiguous"),
-        ([10], lambda rng: torch.stack((rng, rng), 1)[:, 0], "rng must be contiguous"),
     ],
 )
 def test_refusals(index, change, message):

@@ -73,6 +73,9 @@ def test_what_is_missing_is_said(tmp_path, files, cuda, said):
         (("80", "90"), (7, 5), False),
         (("86", "120"), (8, 0), False),
         (("86", "120"), (9, 0), False),
+        (("75",), (8, 6), True),
+        (("80",), (9, 0), False),  # made without what is launched there
+        (("80", "89"), (12, 0), False),
         ((), (9, 0), False),
     ],
 )

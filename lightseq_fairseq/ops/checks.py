@@ -57,6 +57,8 @@ def check_dropout(op: str, p: float, rng: Tensor, like: Tensor) -> None:
     if not 0.0 <= p < 1.0:
         raise ValueError(f"{op}: p must be at least 0 and below 1, got {p}")
     check_tensor(op, "rng", rng, (2,), (torch.int64,), like)
+    if not rng.is_contiguous():
+        raise ValueError(f"{op}: rng must be contiguous, its stride is {rng.stride(0)}")
 
 
 def _has_values(x: Tensor) -> bool:
