@@ -74,8 +74,8 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
     "fairseq, torch_compile.  [default: all that this machine can run]",
 )
 @click.option(
-    "--updates", type=click.IntRange(50), default=300, show_default=True,
-    help="Updates that are measured in a run, after the warm-up.",
+    "--updates", type=click.IntRange(1), default=300, show_default=True,
+    help="Updates that are measured in a run, after the warm-up: intervals of 50, rounded up.",
 )  # fmt: skip
 @click.option(
     "--warm-up", type=click.IntRange(0),
@@ -125,12 +125,13 @@ def _train(
 
     def measure(case: training.Case, system: str, stem: Path) -> training_rows.Run:
         before = training.SYSTEMS[system].warm_up if warm_up is None else warm_up
+        before, measured = map(training.in_intervals, (before, updates))
         words = training.command(
-            case, system, data.folder.resolve(), stem.with_suffix(".json"), before + updates, gpu,
+            case, system, data.folder.resolve(), stem.with_suffix(".json"), before + measured, gpu,
             workers,
         )  # fmt: skip
         log, report = bench_runs.process(words, training.environment(system), stem)
-        return training_rows.Run(training_rows.intervals(log, before, before + updates), report)
+        return training_rows.Run(training_rows.intervals(log, before, before + measured), report)
 
     def row(case: training.Case, system: str, runs: list[training_rows.Run]) -> bench_runs.Row:
         return training_rows.row(case, system, data, runs, about)

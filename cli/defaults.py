@@ -51,7 +51,7 @@ CHOICES = (
         ),
     ),
     Choice(
-        unless=("--optimizer", "--criterion", "--lr-scheduler", "--lr"),
+        unless=("--optimizer", "--criterion", "--lr-scheduler"),
         flags=(
             ("--lr", "5e-4"),
             ("--lr-scheduler", "inverse_sqrt"),
@@ -121,8 +121,8 @@ def missing(argv: Sequence[str], machine: Machine) -> list[str]:
     """The words to add so that a command with an ``ls_`` arch is complete; [] for another one.
 
     Nothing the user set is overridden. The learning-rate schedule is left alone once the user
-    sets the optimizer, the criterion, the scheduler or the rate; the precision once the optimizer
-    or the criterion.
+    sets the optimizer, the criterion or the scheduler; the precision once the optimizer or the
+    criterion.
     """
     if not (value(argv, ARCH) or "").startswith(PREFIX):
         return []

@@ -183,7 +183,7 @@ SEVERAL_RANKS = frozenset(_SEVERAL_RANKS.split())
 # Of the parsers' settings that all commands share, those that only training reads.
 _TRAINING = """
 --log-file --aim-repo --aim-run-hash --tensorboard-logdir --wandb-project --azureml-logging
---tpu --bf16 --memory-efficient-bf16 --fp16-no-flatten-grads --fp16-init-scale --fp16-scale-window
+--tpu --fp16-no-flatten-grads --fp16-init-scale --fp16-scale-window
 --fp16-scale-tolerance --on-cpu-convert-precision --min-loss-scale --threshold-loss-scale
 --amp --amp-batch-retries --amp-init-scale --amp-scale-window --empty-cache-freq
 --model-parallel-size --quantization-config-path --profile --reset-logging --suppress-crashes
@@ -244,7 +244,8 @@ UNREAD = {
         "generate": _TRAINING + _EVAL_BLEU + _GENERATION + ENCODING + "--criterion --valid-subset "
         "--train-subset --all-gather-list-size --distributed-num-procs --distributed-backend "
         "--distributed-init-method --distributed-port --device-id --distributed-no-spawn",
-        "validate": _TRAINING + ENCODING + _TOKENS + _SCORING + "--post-process --quiet "
+        "validate": _TRAINING + ENCODING + _TOKENS + _SCORING + "--bf16 "
+        "--memory-efficient-bf16 --post-process --quiet "
         "--results-path --gen-subset --train-subset --criterion --distributed-num-procs",
         "interactive": _TRAINING + _EVAL_BLEU + _GENERATION + _SCORING + "--criterion "
         "--all-gather-list-size --distributed-num-procs --no-progress-bar --log-interval "

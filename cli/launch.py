@@ -213,7 +213,10 @@ def _sentences(program: str, request: messages.Request) -> Iterator[None]:
 def _interrupted(request: messages.Request) -> str:
     if not hasattr(request.args, "max_update"):
         return "interrupted."
-    last = os.path.join(request.args.save_dir, "checkpoint_last.pt")
-    if os.path.isfile(last):
-        return f"interrupted; the same command goes on from {last}."
-    return "interrupted before the first checkpoint; the same command starts anew."
+    suffix = request.args.checkpoint_suffix
+    last = os.path.join(request.args.save_dir, f"checkpoint_last{suffix}.pt")
+    if not os.path.isfile(last):
+        return "interrupted before the first checkpoint; the same command starts anew."
+    begins = [flag for flag in messages.BEGINNING if defaults.is_given(request.argv, (flag,))]
+    without = f" without {' '.join(begins)}" if begins else ""
+    return f"interrupted; the same command{without} goes on from {last}."

@@ -57,6 +57,12 @@ def explain(error: BaseException, request: Request) -> str | None:
     return None
 
 
+# What a run begins with, and is not to be said again where it goes on.
+BEGINNING = (
+    *("--restore-file", "--finetune-from-model", "--reset-optimizer", "--reset-lr-scheduler"),
+    *("--reset-dataloader", "--reset-meters"),
+)
+
 _MISMATCH = re.compile(
     r"size mismatch for (\S+): copying a param with shape torch\.Size\(\[([\d, ]*)\]\) from "
     r"checkpoint, the shape in current model is torch\.Size\(\[([\d, ]*)\]\)"
@@ -190,6 +196,15 @@ def _min_len(failure: Failure, request: Request) -> str | None:
     return (
         "--min-len (or min_len in --eval-bleu-args) is longer than a translation may be: lower "
         "it, or raise --max-len-a or --max-len-b, up to the model's positions."
+    )
+
+
+def _search(failure: Failure, request: Request) -> str | None:
+    if not failure.text.startswith("Provided Search parameters are mutually exclusive"):
+        return None
+    return (
+        "--sampling, --diverse-beam-groups, --diversity-rate, --match-source-len and --constraints "
+        "are searches of their own: give one of them."
     )
 
 
@@ -349,13 +364,19 @@ def _files(failure: Failure, request: Request) -> str | None:
         )
     if failure.kind == "FileNotFoundError" and failure.filename is None and failure.errno is None:
         name, number = failure.text, errno.ENOENT  # --user-dir, raised with the path alone
+    elif found := re.fullmatch(r"file (.*) not found", failure.text):  # a model of --bpe
+        name, number = found[1], errno.ENOENT
     else:
         name, number = failure.filename or "", failure.errno or 0
     if number not in _REASONS or not name:
         return None
     read = getattr(request.args, "path", None)  # of training None
     save_dir = getattr(request.args, "save_dir", None)
-    if read is None and save_dir and (_lies_in(name, save_dir) or _lies_in(save_dir, name)):
+    is_read = number == errno.ENOENT and any(
+        _lies_in(name, path) for path in _named_paths(request) if path != save_dir
+    )
+    in_save_dir = save_dir and (_lies_in(name, save_dir) or _lies_in(save_dir, name))
+    if read is None and in_save_dir and not is_read:
         reason = os.strerror(number).lower()
         return f"Checkpoints cannot be written to {save_dir} ({reason}): choose another --save-dir."
     if name in (read or "").split(os.pathsep):
@@ -389,6 +410,7 @@ _RULES: tuple[Callable[[Failure, Request], str | None], ...] = (
     _checkpoint_missing,
     _resume,
     _min_len,
+    _search,
     _fairseq_says_it,
     _schedule,
     _arch,

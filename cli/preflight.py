@@ -154,13 +154,21 @@ def _is_json(text: str) -> bool:
         return False
 
 
+_FROM_NONE = ("num_workers", "seed")
+_FROM_ONE = (
+    *("beam", "nbest", "update_freq", "max_tokens", "batch_size"),
+    *("save_interval", "validate_interval", "log_interval"),
+)
+
+
 def numbers(args: argparse.Namespace) -> None:
-    """Refuses counts below one, a rank that is none of the ranks, rates that are no rates."""
-    for name in ("beam", "nbest", "update_freq", "max_tokens", "batch_size"):
-        found = getattr(args, name, None)
-        counts = found if isinstance(found, list) else [found]
-        if any(count is not None and count < 1 for count in counts):
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1.")
+    """Refuses counts that are too low, a rank that is none, rates that are no rates."""
+    for least, counted in enumerate((_FROM_NONE, _FROM_ONE)):
+        for name in counted:
+            found = getattr(args, name, None)
+            counts = found if isinstance(found, list) else [found]
+            if any(count is not None and count < least for count in counts):
+                raise UserError(f"--{name.replace('_', '-')} must be at least {least}.")
     rank, ranks = args.distributed_rank, args.distributed_world_size
     if rank is not None and not 0 <= rank < ranks:
         raise UserError(

@@ -177,7 +177,7 @@ class Output:
 
     def translations(self, tokens: bool) -> list[str]:
         """In the order of the test set; a generation's are its ``H`` (``tokens``) or ``D``."""
-        if not self.sentences["H"]:
+        if not self.sentences["H" if tokens else "D"]:
             return self.plain
         return self._ordered("H" if tokens else "D")
 

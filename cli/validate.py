@@ -14,15 +14,18 @@ def main(words: list[str], native: bool) -> None:
     """Measure the loss of a checkpoint on a binarised split.
 
     Takes every option of fairseq-validate, and checkpoints that lightseq-train or fairseq-train
-    wrote; --task translation is filled in where no task is named:
+    wrote. Filled in where they are not given: --task translation, --max-tokens 4096.
 
     \b
         lightseq-validate data-bin/wmt14_en_de --path checkpoints/checkpoint_best.pt \\
-            --valid-subset test --max-tokens 4096
+            --valid-subset test
     """
-    # fairseq-validate has no default task and fails without one.
-    named = defaults.is_given(words, ("--task",))
-    run("validate", words if named else ["--task", "translation", *words], native=native)
+    # fairseq-validate has no default of either, and fails without one.
+    if not defaults.is_given(words, ("--max-tokens", "--batch-size", "--max-sentences")):
+        words = ["--max-tokens", "4096", *words]
+    if not defaults.is_given(words, ("--task",)):
+        words = ["--task", "translation", *words]
+    run("validate", words, native=native)
 
 
 if __name__ == "__main__":

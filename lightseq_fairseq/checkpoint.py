@@ -211,7 +211,7 @@ def copy(source: str, target: str, overwrite: bool = False) -> bool:
 
 
 def write_atomically(path: str, write: Callable[[BinaryIO], None], advice: str = "") -> None:
-    """Let ``write`` fill a file that then takes the place of ``path``.
+    """Let ``write`` fill a file that then takes the place of ``path``, or of what it links to.
 
     The bytes are on the disk before the name is: killed at any moment, the machine even, there is
     either the old file or the new one. What may be left is ``path`` + ".tmp", which the next
@@ -221,16 +221,20 @@ def write_atomically(path: str, write: Callable[[BinaryIO], None], advice: str =
         advice: as for ``save``.
 
     Raises:
-        UserError: on any OSError; ``path`` is as before and the temporary file gone.
+        UserError: on any OSError, and where ``path`` is a pipe or a device; it is as before and the
+            temporary file gone.
     """
-    temporary = f"{path}.tmp"
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise UserError(f"cannot write {path} (it is not a regular file){advice}")
+    target = os.path.realpath(path)
+    temporary = f"{target}.tmp"
     file = None
     try:
         with _Writer(io.FileIO(temporary, "wb")) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.remove(temporary)
@@ -241,7 +245,7 @@ def write_atomically(path: str, write: Callable[[BinaryIO], None], advice: str =
             raise
         raise UserError(f"cannot write {path} ({refusal.strerror or refusal}){advice}") from error
     with contextlib.suppress(OSError):  # some file systems cannot sync a folder
-        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+        folder = os.open(os.path.dirname(target), os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:

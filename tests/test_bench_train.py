@@ -357,7 +357,7 @@ def test_everything_once(small: corpus.Corpus, tmp_path: Path) -> None:
     output = tmp_path / "rows.json"
     done = bench_train(
         "--case", "tiny/256/bf16", "--systems", ",".join((*systems, "fairseq_no_cudnn_apex")),
-        "--updates", 50, "--warm-up", 50, "--rounds", 1, "--corpus", small.folder,
+        "--updates", 40, "--warm-up", 5, "--rounds", 1, "--corpus", small.folder,
         "--pairs", small.pairs, "--vocabulary", small.vocabulary, "--workers", 0,
         "--output", output, "--logs", tmp_path / "logs",
     )  # fmt: skip

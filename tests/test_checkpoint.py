@@ -259,6 +259,16 @@ class TestAtomicWrites:
         assert self.is_(path, self.OLD)
         assert not path.with_name(path.name + ".tmp").exists()
 
+    def test_a_link_and_a_pipe_stay(self, path: Path) -> None:
+        link, pipe = path.with_name("link.pt"), path.with_name("pipe.pt")
+        link.symlink_to(path)
+        checkpoint.save(self.NEW, str(link))
+        assert link.is_symlink() and self.is_(path, self.NEW)
+        os.mkfifo(pipe)
+        with pytest.raises(UserError, match=r"pipe\.pt \(it is not a regular file\)"):
+            checkpoint.save(self.NEW, str(pipe))
+        assert pipe.is_fifo()
+
     def test_no_permission(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="cannot write"):
             checkpoint.save(self.OLD, str(tmp_path / "missing" / "x.pt"))

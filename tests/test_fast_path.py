@@ -18,9 +18,23 @@ from unittest import mock
 
 import pytest
 import training_runs as runs
+from fairseq.criterions import register_criterion
+from fairseq.criterions.label_smoothed_cross_entropy import (
+    LabelSmoothedCrossEntropyCriterionConfig,
+)
 
 from lightseq_fairseq.cli import messages
+from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion
 from lightseq_fairseq.training.step import TrainingStep
+
+
+@register_criterion("ls_tenfold", dataclass=LabelSmoothedCrossEntropyCriterionConfig)
+class Tenfold(LabelSmoothedCrossEntropyCriterion):
+    """As somebody's --user-dir may extend ours."""
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        loss, sample_size, logged = super().forward(*arguments, **keywords)
+        return 10 * loss, sample_size, {**logged, "loss": 10 * logged["loss"]}
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +55,7 @@ def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
     [
         ({"arch": "transformer_tiny"}, "the arch is not an ls_transformer"),
         ({"criterion": "label_smoothed_cross_entropy"}, "the criterion is not ls_label_smoothed"),
+        ({"criterion": "ls_tenfold"}, "the criterion is not ls_label_smoothed"),
         ({"optimizer": "adam"}, "the optimizer is not ls_adam"),
         ({"encoder_layerdrop": 0.2}, "--encoder-layerdrop"),
         ({"memory_efficient_bf16": True, "bf16": True}, "--memory-efficient-bf16"),
@@ -57,6 +72,21 @@ def test_what_is_not_covered_takes_fairseqs_step_and_says_so_once(
     assert len(losses) > 4
     assert len(reasons(caplog)) == 1
     assert reason in reasons(caplog)[0]
+
+
+def test_what_extends_ours_is_called(data: Path, tmp_path: Path) -> None:
+    losses, tenfold = (
+        run(
+            data,
+            tmp_path / name,
+            criterion=name,
+            dropout=0,
+            attention_dropout=0,
+            activation_dropout=0,
+        )
+        for name in ("ls_label_smoothed_cross_entropy", "ls_tenfold")
+    )
+    assert tenfold[0] == pytest.approx(10 * losses[0], rel=1e-3)
 
 
 def test_all_of_ours_take_our_step(

@@ -100,6 +100,7 @@ LINES = {
 LANGUAGE_MODEL = "--lm-path {model} --lm-weight 0.7"
 SHARDS = "--checkpoint-shard-count 2"
 HALF = ["--fp16", "--memory-efficient-fp16"]
+BF16 = ["--bf16", "--memory-efficient-bf16"]
 DROPOUT = [
     "--model-overrides {'dropout':0.3} | --retain-dropout --seed 3",
     "--model-overrides {'dropout':0.3} --retain-dropout --seed 3 | "
@@ -112,7 +113,7 @@ BARE = {
     "interactive": "{data} --path {checkpoint} --cpu --input {text}/test.de",
 }
 PROVEN: Proofs = {
-    (command, table.HONOURED): (proven(*lines, BARE[command]) | names(*HALF))
+    (command, table.HONOURED): (proven(*lines, BARE[command]) | names(*HALF, *BF16))
     & rows(command, table.HONOURED)
     for command, lines in LINES.items()
 }
@@ -319,6 +320,19 @@ def test_half_precision(
         assert len(same_words) > len(exact) / 2
         errors.append(max(abs(a - b) for k in same_words for a, b in zip(found[k], exact[k])))
     assert errors[0] <= 2 * errors[1] + 1e-3  # losses are printed with three digits
+
+
+@pytest.mark.parametrize("line", BF16)
+@pytest.mark.parametrize("command", ["generate", "interactive"])
+def test_bf16(places: Places, runs: Callable[[str], Run], command: str, line: str) -> None:
+    """Our models translate in it. fairseq's do not."""
+    exact, ours = (
+        scores(x) for x in (runs(command)("", False), shown(command, places, line, False))
+    )
+    errors = [abs(a - b) for k in ours.keys() & exact.keys() for a, b in zip(ours[k], exact[k])]
+    assert len(ours.keys() & exact.keys()) > len(exact) / 2
+    assert 1e-4 < max(errors) < 0.1
+    assert scores(shown(command, places, line, True)) == scores(runs(command)("", True))
 
 
 def scores(found: Shown) -> dict[str, list[float]]:

@@ -111,6 +111,20 @@ def test_output(place: Path, plain: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_output_through_a_link_or_a_pipe(place: Path, plain: str, tmp_path: Path) -> None:
+    target, link, pipe = (tmp_path / name for name in ("target", "link", "pipe"))
+    target.write_text("old")
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE, text=True) as reader:
+        for path in (link, pipe):
+            assert generate(place, "--nbest", "2", "--output", path).exit_code == 0
+        read = reader.communicate(timeout=60)[0]
+    assert link.is_symlink() and pipe.is_fifo()
+    assert target.read_text() == read
+    assert read.splitlines() == [*sentences(plain), *score_lines(plain)]
+
+
 def test_results_path_is_fairseq_s(place: Path, plain: str, tmp_path: Path) -> None:
     generate(place, "--nbest", "2", "--results-path", tmp_path / "new")
     written = (tmp_path / "new" / "generate-test.txt").read_text()

@@ -89,6 +89,12 @@ def test_output_of_a_generation_is_put_in_order(
     assert succeed("score", "--sys", generation, "-r", reference, *words) == expected
 
 
+def test_its_detokenised_lines_will_do(generation: Path, reference: Path, expected: str) -> None:
+    kept = [line for line in generation.read_text().split("\n") if line.startswith("D-")]
+    generation.write_text("".join(f"{line}\n" for line in kept))
+    assert succeed("score", "--sys", generation, "-r", reference) == expected
+
+
 def test_a_test_set_of_sacrebleu_s(tmp_path: Path, generation: Path) -> None:
     folder = tmp_path / "wmt14" / "full"
     folder.mkdir(parents=True)

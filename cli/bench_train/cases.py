@@ -14,6 +14,11 @@ from lightseq_fairseq.errors import UserError
 LOG_INTERVAL = 50
 
 
+def in_intervals(updates: int) -> int:
+    """So many updates or more: whole intervals of the log."""
+    return -(-updates // LOG_INTERVAL) * LOG_INTERVAL
+
+
 class Shape(NamedTuple):
     """A model: fairseq's name of the architecture, and its sizes."""
 

@@ -117,8 +117,9 @@ class _Placeholder(types.ModuleType):
 @contextlib.contextmanager
 def _warnings_silenced() -> Iterator[None]:
     # Invalid escapes in fairseq's strings (SyntaxWarning from Python 3.12 on), torch.jit.script
-    # decorators (DeprecationWarning from torch 2.13 on) and the like: nobody who trains can act on
-    # them.
+    # decorators (DeprecationWarning from torch 2.13 on) and the like, and the advice of a task for
+    # speech to install tensorboardX: nobody who trains can act on them.
+    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         for category in (DeprecationWarning, SyntaxWarning, FutureWarning):
             warnings.simplefilter("ignore", category)

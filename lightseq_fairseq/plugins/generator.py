@@ -117,7 +117,7 @@ def _choose_in_build_generator() -> None:
             getattr(args, name, None) is not None and getattr(args, name) is not False
             for name in ("print_alignment", "replace_unk")
         )
-        if seq_gen_cls is None and not alignments and isinstance(models[0], LSTransformerModel):
+        if seq_gen_cls is None and not alignments and type(models[0]) is LSTransformerModel:
             seq_gen_cls = LSSequenceGenerator
         return original(self, models, args, seq_gen_cls, *others, **options)
 

@@ -305,6 +305,12 @@ class LSTransformerModel(FlatModel, TransformerModel):
     def sides(self) -> list[tuple[LSTransformerEncoder, LSTransformerDecoder]]:
         return [(self.encoder, self.decoder)]
 
+    def prepare_for_inference_(self, cfg: Any) -> None:
+        """As fairseq's, which knows --fp16 alone: a model translates in bf16, too."""
+        super().prepare_for_inference_(cfg)
+        if cfg.common.bf16 and not cfg.common.fp16:
+            self.bfloat16()
+
     def forward(
         self, src_tokens: Tensor, src_lengths: Tensor | None, prev_output_tokens: Tensor,
         return_all_hiddens: bool = True, features_only: bool = False,

@@ -64,10 +64,10 @@ def refusal(trainer: Any) -> str | None:
     cfg, model, criterion = trainer.cfg, trainer.get_model(), trainer.get_criterion()
     task = type(trainer.task)
     reasons = {
-        "the arch is not an ls_transformer": not isinstance(model, LSTransformerModel),
-        "the criterion is not ls_label_smoothed_cross_entropy": not isinstance(
-            criterion, LabelSmoothedCrossEntropyCriterion
-        ),
+        # Not those of --user-dir that extend ours: their forward would never be called.
+        "the arch is not an ls_transformer": type(model) is not LSTransformerModel,
+        "the criterion is not ls_label_smoothed_cross_entropy": type(criterion)
+        is not LabelSmoothedCrossEntropyCriterion,
         "the optimizer is not ls_adam": getattr(cfg.optimizer, "_name", None) != "ls_adam",
         "there are several ranks": trainer.data_parallel_world_size > 1,
         "the task trains in a way of its own": task.train_step is not FairseqTask.train_step
@@ -254,9 +254,12 @@ class FastPath:
         except UserError as error:
             raise FloatingPointError(f"{reason} The state before it is lost: {error}") from error
         # fairseq's crash.pt does not know its place in the epoch.
+        instead = " instead of --finetune-from-model" * bool(
+            trainer.cfg.checkpoint.finetune_from_model
+        )
         raise FloatingPointError(
             f"{reason} The state before it is in {path}: to go on from there, epochs counted anew, "
-            f"add --restore-file {path} --reset-dataloader."
+            f"add --restore-file {path} --reset-dataloader{instead}."
         )
 
     def _recover(self, error: RuntimeError) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import logging
 import os
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from fairseq import trainer as native
 from fairseq.file_io import PathManager
 from fairseq.logging import metrics
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq import library
 from lightseq_fairseq.plugins import dictionaries
 from lightseq_fairseq.plugins.optimizer import FP16Optimizer
 from lightseq_fairseq.training import batch, fast_path, optimizer_order, pack_tokens
@@ -64,7 +63,7 @@ class Trainer(native.Trainer):
     ) -> None:
         self._fast_path: FastPath | None = None
         self._refusal: str | None = None  # why fairseq's own step is taken
-        self._has_told = False
+        self._told = ""
         self._fairseqs: Any = None  # fairseq's iterator of the training set
         self._iterator: Any = None  # the same, of batches that are fuller, packed, or both
         super().__init__(cfg, task, model, criterion, quantizer)
@@ -102,10 +101,18 @@ class Trainer(native.Trainer):
             if self._refusal is None:
                 dataset = PackingDataset(iterator.dataset, fast_path.granularity(self))
                 self._iterator.dataset, self._iterator.collate_fn = dataset, dataset.collater
-        if self._has_ls and self._refusal is not None and not self._has_told:
-            logger.info("training takes fairseq's own steps: %s", self._refusal)
-            self._has_told = True
+        self._tell_steps()
         return self._iterator if fills or self._refusal is None else iterator
+
+    def _tell_steps(self) -> None:
+        """What training is made of, once in the log, and once more if that changes."""
+        ops = "CUDA kernels" if self.cuda and library.load().kernels else "PyTorch references"
+        steps = f"packed steps of {ops}"
+        if self._refusal is not None:
+            steps = f"fairseq's own steps: {self._refusal}"
+        if self._has_ls and steps != self._told:
+            logger.info("training takes %s", steps)
+            self._told = steps
 
     @metrics.aggregate("train")
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
@@ -209,7 +216,7 @@ class Trainer(native.Trainer):
         )  # fmt: skip
         if not self._has_ls:
             return super().load_checkpoint(*arguments)
-        with _explained(filename), self._on_loading(reset_optimizer):
+        with self._on_loading(reset_optimizer):
             extra_state = super().load_checkpoint(*arguments)
         if extra_state is not None:
             self._restore_masters(extra_state.pop(_MASTERS, {}))
@@ -250,34 +257,3 @@ class Trainer(native.Trainer):
                     # Files from before fairseq 0.9 use other names; their rounding has to do.
                     if name in tensors and tensors[name].shape == master.shape:
                         master.copy_(tensors[name])
-
-
-@contextlib.contextmanager
-def _explained(filename: str) -> Iterator[None]:
-    """fairseq's ways of refusing a checkpoint, as one sentence."""
-    try:
-        yield
-    except UserError:
-        raise
-    except AssertionError as error:
-        if "does not match" not in str(error):
-            raise
-        raise UserError(f"{filename}: {error}") from error
-    except Exception as error:
-        if not str(error).startswith("Cannot load model parameters"):
-            raise
-        raise UserError(
-            f"{filename} does not fit this model ({_reason(error.__context__)}); train with the "
-            "--arch, options and dictionaries of that run, or choose another --save-dir"
-        ) from error
-
-
-def _reason(error: BaseException | None) -> str:
-    text = str(error)
-    sizes = re.search(
-        r"size mismatch for (\S+): .*?Size\((\[.*?\])\).*?Size\((\[.*?\])\)", text, re.DOTALL
-    )
-    if sizes:
-        return f"{sizes[1]} is {sizes[2]} in the file and {sizes[3]} in the model"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[min(1, len(lines) - 1)].rstrip(". ") if lines else type(error).__name__
