@@ -2,7 +2,7 @@
 
     python scripts/tables.py [--check]
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; every result file has one.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; ``TABLES`` names their files.
 Without its result file, a table's place is left as it is. ``--check`` writes nothing and fails
 when a table or a plot differs from what its file gives.
 """

@@ -1,8 +1,12 @@
 """What happens between a fairseq batch and an updated model.
 
-    batch      padded batch -> packed tokens
-    flat_adam  flat gradient -> flat parameters
-    trainer    fairseq's training loop around them, and what it leaves on disk
+    batch            sentence pairs -> packed tokens
+    pack_tokens      batches filled by real tokens
+    step             packed tokens -> gradients -> update, as CUDA graphs
+    flat_adam        flat gradient -> flat parameters
+    fast_path        the step in fairseq's training loop; what takes fairseq's own instead
+    optimizer_order  moments of old checkpoints, to the parameters they belong to
+    trainer          fairseq's training loop around them, and what it leaves on disk
 
-The first two import torch and no fairseq.
+batch, step and flat_adam import torch and no fairseq.
 """
