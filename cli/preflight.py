@@ -121,10 +121,10 @@ _JSON = {"eval_bleu_args": "'{\"beam\": 4}'", "eval_bleu_detok_args": '\'{"lang"
 
 def values(args: argparse.Namespace) -> None:
     """Refuses text that fairseq could not evaluate, and a detokenizer that is not registered."""
-    for examples, reads in ((_PYTHON, _is_python), (_JSON, _is_json)):
+    for examples, is_like in ((_PYTHON, _is_python_like), (_JSON, _is_json)):
         for name, example in examples.items():
             text = getattr(args, name, None)
-            if isinstance(text, str) and not reads(text):
+            if isinstance(text, str) and not is_like(text, example):
                 raise UserError(
                     f"--{name.replace('_', '-')} {text} cannot be read: write {example}."
                 )
@@ -138,16 +138,23 @@ def values(args: argparse.Namespace) -> None:
         )
 
 
-def _is_python(text: str) -> bool:
-    """Whether it is an expression of literals."""
+def _is_python_like(text: str, example: str) -> bool:
+    """Whether it is an expression of literals, and a dict or so many numbers as the example is."""
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except SyntaxError:
         return False
-    return not any(isinstance(node, ast.Name) for node in ast.walk(tree))
+    if any(isinstance(node, ast.Name) for node in ast.walk(tree)):
+        return False
+    wanted = ast.parse(example[1:-1], mode="eval").body
+    if not isinstance(wanted, ast.Tuple):
+        return not isinstance(tree.body, (ast.Constant, ast.Tuple, ast.List))
+    if isinstance(tree.body, (ast.Tuple, ast.List)):
+        return len(tree.body.elts) == len(wanted.elts)
+    return not isinstance(tree.body, (ast.Constant, ast.Dict))
 
 
-def _is_json(text: str) -> bool:
+def _is_json(text: str, example: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)
     except ValueError:

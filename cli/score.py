@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Iterable
@@ -99,7 +100,10 @@ def score(
         translations = output.translations(tokens=detokenize is not None)
         if detokenize is not None:
             translations = _detokenized(translations, detokenize)
-        metric = BLEU(trg_lang=(language_pair or "").rpartition("-")[2])
+        try:
+            metric = BLEU(trg_lang=(language_pair or "").rpartition("-")[2])
+        except RuntimeError as error:  # Japanese and Korean are cut by packages of their own
+            raise UserError(" ".join(str(error).split())) from error
     result, signature = bleu(output.name, translations, references, metric)
     prefix = "compound_split_" if compound_split else ""
     result.name = f"{prefix.replace('_', '-')}BLEU"
@@ -210,8 +214,11 @@ class Output:
 
 def lines_of(file: TextIO) -> list[str]:
     """The lines of a file, without their ends; refuses what is not UTF-8."""
+    if isinstance(file, io.TextIOWrapper):
+        file.reconfigure(newline="\n")  # as sacrebleu reads: a lone CR ends no line
     try:
-        return [line.rstrip("\n") for line in file]  # str.splitlines would cut at U+2028 as well
+        # str.splitlines would cut at U+2028 as well.
+        return [line.removesuffix("\n").removesuffix("\r") for line in file]
     except UnicodeDecodeError as error:
         raise UserError(f"{file.name} is not UTF-8 text ({error})") from error
 

@@ -89,6 +89,14 @@ def test_output_of_a_generation_is_put_in_order(
     assert succeed("score", "--sys", generation, "-r", reference, *words) == expected
 
 
+def test_lines_end_as_for_sacrebleu(tmp_path: Path, reference: Path, expected: str) -> None:
+    """At LF and CRLF, and not at a lone CR."""
+    system = tmp_path / "system"
+    texts = [f"{text}\r\n".replace(" ", "\r", 1) for text in TRANSLATIONS]
+    system.write_bytes("".join(texts).encode())
+    assert succeed("score", "--sys", system, "-r", reference) == expected
+
+
 def test_its_detokenised_lines_will_do(generation: Path, reference: Path, expected: str) -> None:
     kept = [line for line in generation.read_text().split("\n") if line.startswith("D-")]
     generation.write_text("".join(f"{line}\n" for line in kept))

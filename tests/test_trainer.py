@@ -183,6 +183,18 @@ class TestNativeRuns:
         assert issubclass(trainer.Trainer, native_trainer.Trainer)
 
 
+def test_an_average_begins_where_the_file_has_none(
+    finished: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = finished("fp32")
+    shutil.copy(run.folder / "checkpoint_1_5.pt", tmp_path / "checkpoint_last.pt")
+    run.resume(tmp_path, store_ema=True, ema_decay=1.0)
+    before = load(run.folder / "checkpoint_1_5.pt")["model"]
+    average = load(tmp_path / "checkpoint_last.pt")["extra_state"]["ema"]
+    weights = [name for name in before if not name.endswith(".version")]
+    assert all(torch.equal(average[name], before[name]) for name in weights)
+
+
 class TestRefusals:
     def refused(self, run: Run, folder: Path, **flags: Any) -> str:
         """The sentence; the file must be as it was."""

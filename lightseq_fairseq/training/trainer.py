@@ -237,6 +237,9 @@ class Trainer(native.Trainer):
             dictionaries.check(self.task, state["extra_state"].get("dictionaries"))
             if not reset_optimizer:
                 optimizer_order.follow_model(state, self.get_model())
+            if self.cfg.ema.store_ema and "ema" not in state["extra_state"]:
+                # fairseq is to begin it from the file's model, which it has dropped by then.
+                state["extra_state"]["ema"] = dict(state["model"])
             if self.cfg.common.fp16 or self.cfg.common.bf16:
                 kept = {key: state.get(key) or {} for key in ("model", "criterion")}
                 state["extra_state"][_MASTERS] = kept
