@@ -25,8 +25,8 @@ from lightseq_fairseq.errors import UserError
 
 fairseq_compat.prepare()
 
-from fairseq import checkpoint_utils, models, options, tasks  # noqa: E402
-from fairseq.data import BucketPadLengthDataset, ListDataset, data_utils  # noqa: E402
+from fairseq import checkpoint_utils, models, options, tasks, utils  # noqa: E402
+from fairseq.data import BucketPadLengthDataset, Dictionary, ListDataset, data_utils  # noqa: E402
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf  # noqa: E402
 from fairseq.logging import meters  # noqa: E402
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase  # noqa: E402
@@ -523,3 +523,23 @@ def test_cudnn_attention_is_off_unless_asked_for(
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     assert enabled == (kept == "1")
+
+
+class TestReplacingUnknownWords:
+    ALIGNMENT = [(0, 0), (1, 1), (2, 2), (3, 3)]
+
+    def text(self, source: str) -> str:
+        words = Dictionary()
+        for word in ("new@@", "er", "car"):
+            words.add_symbol(word)
+        tokens = words.encode_line("new@@ <unk> car", add_if_not_exist=False)
+        found = utils.post_process_prediction(tokens, source, self.ALIGNMENT, {}, words, "@@ ")
+        assert words.string(found[0]) == found[1]
+        return str(found[1])
+
+    def test_before_subwords_are_joined(self) -> None:
+        assert self.text("neu@@ 7 Auto") == "new7 car"
+
+    def test_of_a_source_that_has_lost_its_subwords(self) -> None:
+        with pytest.raises(UserError, match="--replace-unk finds fewer source words"):
+            self.text("neu7 Auto")

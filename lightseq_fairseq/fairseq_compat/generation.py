@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from fairseq import utils
+from fairseq.data import data_utils
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.tasks import FairseqTask
+
+from lightseq_fairseq.errors import UserError
 
 # What 0.12.2 fills "--replace-unk" with where no file follows: --post-process's default.
 _NO_FILE = "@@ "
@@ -23,6 +26,7 @@ def repair() -> None:
         _repair_alignments()
         _repair_build_generator()
     _repair_load_align_dict()
+    _repair_joined_subwords()
     if _repeats_ngrams():
         _repair_ngram_repeat_block()
 
@@ -69,9 +73,38 @@ def _repair_alignments() -> None:
         else:
             weights = [[float(weight) for weight in row] for row in alignment]
             source_of = {target: row.index(max(row)) for target, row in enumerate(weights)}
+        if max(source_of.values()) > len(src_str.split()):  # the last one stands for </s>
+            raise UserError(
+                "--replace-unk finds fewer source words than the model has read: leave out --bpe "
+                "and --tokenizer, in lightseq-interactive --remove-bpe too, and apply them later."
+            )
         return str(original(hypo_str, src_str, source_of, *rest))
 
     utils.replace_unk = replace_unk
+
+
+def _repair_joined_subwords() -> None:
+    # --remove-bpe joins the subwords of a translation before --replace-unk counts its words, of
+    # which the alignment knows nothing: other source words appear, and an <unk> that is joined to
+    # its neighbour stays.
+    original = utils.post_process_prediction
+
+    @functools.wraps(original)
+    def post_process_prediction(
+        hypo_tokens: Any, src_str: str, alignment: Any, align_dict: Any, tgt_dict: Any,
+        remove_bpe: str | None = None, *rest: Any, **options: Any,
+    ) -> Any:  # fmt: skip
+        replaces = align_dict is not None and remove_bpe is not None
+        subwords = None if replaces else remove_bpe
+        found = original(
+            hypo_tokens, src_str, alignment, align_dict, tgt_dict, subwords, *rest, **options
+        )
+        if not replaces:
+            return found
+        text = data_utils.post_process(found[1], remove_bpe)
+        return tgt_dict.encode_line(text, add_if_not_exist=True), text, alignment
+
+    utils.post_process_prediction = post_process_prediction
 
 
 def _repeats_ngrams() -> bool:
