@@ -80,7 +80,7 @@ NOTES = {
     "--left-pad-source": "in validation; training packs sentences: there are no pads",
     "--left-pad-target": "in validation; training packs sentences: there are no pads; with "
     "`--num-batch-buckets` refused",
-    "--export": "no layer here is another one for TorchScript; native models of the checkpoint are",
+    "--export": "our layers are the same with it; native ones become those fit for TorchScript",
     "--tokenizer": "kept in the checkpoint for `torch.hub`",
     "--bpe": "kept in the checkpoint for `torch.hub`",
     "--scoring": "kept in the checkpoint",
