@@ -109,7 +109,7 @@ DROPOUT = [
 # command -> what each of its runs is given
 BARE = {
     "generate": "{data} --path {checkpoint} --cpu",
-    "validate": "{data} --path {checkpoint} --cpu --max-tokens 99",
+    "validate": "{data} --path {checkpoint} --cpu",
     "interactive": "{data} --path {checkpoint} --cpu --input {text}/test.de",
 }
 PROVEN: Proofs = {
