@@ -123,6 +123,7 @@ def test_a_refusal_names_the_setting_the_reason_and_the_way_out(
 
 # Values that are none of the defaults, where `another` cannot tell.
 VALUES = {
+    "--optimizer-overrides": "{'x':7}",
     "--update-epoch-batch-itr": "True",
     "--eval-bleu-args": '{"beam":7}',
     "--eval-bleu-detok": "space",
