@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Measures what needs no GPU: distance from fairseq in float64, time of a training step, packing.
+"""Measures what needs no GPU: distance from fairseq in float64, time of steps and translations,
+packing.
 
     OMP_NUM_THREADS=1 python scripts/measure_cpu.py
 
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import datetime
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -56,14 +56,17 @@ def parity_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def speed_rows(folder: Path) -> list[dict[str, Any]]:
-    """Our time of a step over fairseq's at two batch sizes, one thread."""
+    """Our time of a step over fairseq's at two batch sizes, and of a batch's translations."""
     folder = speed.write_wmt_like(folder)
+    found = {
+        "step/2000 tokens": speed.step_ratios(folder, 2000, 12),
+        "step/200 tokens": speed.step_ratios(folder, 200, 60),
+        "translate/32 sentences": speed.translation_ratios(folder, 12),
+    }
     rows = []
-    for max_tokens, steps in ((2000, 12), (200, 60)):
-        ratios = sorted(speed.step_ratios(folder, max_tokens, steps))
-        p20, p80 = ratios[len(ratios) // 5], ratios[len(ratios) * 4 // 5]
-        figures = {"p20": p20, "p50": statistics.median(ratios), "p80": p80}
-        rows.append({"case": f"step/{max_tokens} tokens", **figures})
+    for case, ratios in found.items():
+        p20, p50, p80 = (float(np.quantile(ratios, q)) for q in (0.2, 0.5, 0.8))
+        rows.append({"case": case, "p20": p20, "p50": p50, "p80": p80})
     return rows
 
 

@@ -186,17 +186,20 @@ def test_parts_in_whatever_order(toy: Toy) -> None:
 
 
 def test_buckets() -> None:
-    assert [step_decoder.bucket(n) for n in (1, 2, 3, 5, 33, 64)] == [1, 2, 4, 8, 64, 64]
-    sizes = sorted({step_decoder.bucket(n) for n in range(1, 5000)})
-    assert all(a <= b for a, b in zip(sizes, [step_decoder.bucket(n) for n in sizes], strict=True))
-    assert all(step_decoder.bucket(n) >= n for n in range(1, 5000))
+    gpu = torch.device("cuda")
+    bucket, first_bucket = step_decoder.bucket, step_decoder.first_bucket
+    assert [bucket(n, gpu) for n in (1, 2, 3, 5, 33, 64)] == [1, 2, 4, 8, 64, 64]
+    sizes = sorted({bucket(n, gpu) for n in range(1, 5000)})
+    assert [bucket(n, gpu) for n in sizes] == sizes
+    assert all(bucket(n, gpu) >= n for n in range(1, 5000))
     assert all(n % 64 == 0 for n in sizes if n > 64)
     for first, most in ((64, 1), (128, 2), (256, 4), (512, 4), (1024, 8), (2048, 8)):
         assert sum(first < n <= 2 * first for n in sizes) == most
     for n in range(1, 5000):
-        size = step_decoder.first_bucket(n)
-        assert n <= size <= step_decoder.bucket(n)
+        size = first_bucket(n, gpu)
+        assert n <= size <= bucket(n, gpu)
         assert n <= 256 or (size % 64 == 0 and size < n + 64)
+        assert {bucket(n, torch.device("cpu")), first_bucket(n, torch.device("cpu"))} == {n}
 
 
 @pytest.mark.parametrize("bpe_symbol", [None, "@@ "])

@@ -30,24 +30,28 @@ from lightseq_fairseq.training.batch import Segments
 _KEPT = 0.1  # of the GPU's memory: the most that is held between two batches
 
 
-def bucket(rows: int) -> int:
-    """How many rows steps run with for so many hypotheses: few different numbers.
+def bucket(rows: int, device: torch.device) -> int:
+    """How many rows steps run with for so many hypotheses: few different numbers on a GPU.
 
     Powers of two up to 64, then multiples of 64: four to a doubling, and eight from 1024 on, where
-    a row more is time more.
+    a row more is time more. On a CPU, which captures no graphs, so many as there are.
     """
+    if device.type != "cuda":
+        return rows
     if rows <= 64:
         return 1 << max(rows - 1, 0).bit_length()
     unit = max(64, 1 << ((rows - 1).bit_length() - (4 if rows > 1024 else 3)))
     return -(-rows // unit) * unit
 
 
-def first_bucket(rows: int) -> int:
+def first_bucket(rows: int, device: torch.device) -> int:
     """The same for the first steps of a batch, closer: it has no other rows for most of its time.
 
     Products are timed for multiples of 64 (csrc/common/matmul.h).
     """
-    return bucket(rows) if rows <= 256 else -(-rows // 64) * 64
+    if rows <= 256 or device.type != "cuda":
+        return bucket(rows, device)
+    return -(-rows // 64) * 64
 
 
 class Attention(NamedTuple):
@@ -116,7 +120,7 @@ class StepDecoder:
         lengths = is_real.sum(1)
         cu_seqlens = np.append(0, lengths.cumsum())
         count = int(cu_seqlens[-1])
-        memory.open(_room(rows), positions, cu_seqlens, self._size(count))
+        memory.open(_room(rows), positions, cu_seqlens, bucket(count, memory.device))
         # Behind them are zeros, which lie in no sentence.
         memory.host["source_tokens"][:count] = padded[is_real]
         memory.host["source_positions"][:count] = np.arange(count) - cu_seqlens[:-1].repeat(lengths)
@@ -128,7 +132,8 @@ class StepDecoder:
         encoder: has ``features`` and ``padding_idx``, as that of ``plugins.transformer``. longest:
         of B sentences.
         """
-        memory, sentences = self.memory, self._size(sentences)
+        memory = self.memory
+        sentences = bucket(sentences, memory.device)
 
         def run() -> None:
             tokens, positions = memory.source_tokens, memory.source_positions
@@ -140,10 +145,6 @@ class StepDecoder:
             memory.keep_source(_keys_and_values(decoder, features))
 
         self.run(("source", len(memory.source_tokens), sentences), run)
-
-    def _size(self, count: int) -> int:
-        """Few different ones on a GPU, as for the steps."""
-        return bucket(count) if self.memory.device.type == "cuda" else count
 
     def _open(self, decoder: Any, *others: Any) -> Memory:
         if self._weights is None or not self._weights.intact(decoder, *others):

@@ -39,7 +39,8 @@ class Incremental:
         self._rows = len(rows)
         self._length = 0  # tokens of every hypothesis
         longest = expected_length(source.shape[1])
-        memory = self._steps.begin(decoder, features, source.cu_seqlens, bucket(len(rows)), longest)
+        room = bucket(len(rows), features.device)
+        memory = self._steps.begin(decoder, features, source.cu_seqlens, room, longest)
         memory.place_columns(source.index, source.shape)
         memory.sentences[: self._rows] = rows.int()
 
@@ -55,7 +56,7 @@ class Incremental:
                 f"expected {self._length + 1} of {self._rows}, got {tokens.shape[1]} of "
                 f"{tokens.shape[0]}."
             )
-        rows = bucket(self._rows)
+        rows = bucket(self._rows, tokens.device)
         self._steps.make_room(rows, self._length + 1, self._length)
         memory = self._steps.memory
         memory.tokens[: self._rows] = tokens[:, -1]
@@ -75,7 +76,7 @@ class Incremental:
 
     def reorder(self, order: Tensor) -> None:
         """Keep the hypotheses ``order`` (int64 [N'])."""
-        self._steps.make_room(bucket(len(order)), self._length, self._length)
+        self._steps.make_room(bucket(len(order), order.device), self._length, self._length)
         memory, before = self._steps.memory, self._rows
         self._rows = len(order)
         past = memory.ancestry[: self._length]

@@ -70,7 +70,8 @@ def search(
     Returns: a list for each sentence, see ``generation.results.Hypothesis``.
     """
     (sentences, longest), beam = tokens.shape, rules.beam
-    rows = first_bucket(sentences * beam)
+    device = next(decoder.parameters()).device
+    rows = first_bucket(sentences * beam, device)
     user = _User()
     steps = steps.lent_to(user)
     try:
@@ -87,8 +88,8 @@ def search(
             left = steps.progress.unfinished(step)
             if left == 0:
                 break
-            if bucket(left * beam) < rows:
-                rows = bucket(left * beam)
+            if bucket(left * beam, device) < rows:
+                rows = bucket(left * beam, device)
                 _compact(memory, step + 1, rows // beam, beam)
     except BaseException:
         steps.forget()

@@ -30,9 +30,11 @@ def check_tensor(
     """Refuse x unless it has this shape (a str stands for any size), dtype and device of `like`."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
-    if x.dim() != len(shape) or any(
-        isinstance(want, int) and have != want for have, want in zip(x.shape, shape, strict=True)
-    ):
+    sizes = x.shape
+    fits = len(sizes) == len(shape)
+    for have, want in zip(sizes, shape, strict=False):
+        fits = fits and (have == want or isinstance(want, str))
+    if not fits:
         wanted = ", ".join(map(str, shape))
         raise ValueError(f"{op}: {name} must have shape [{wanted}], got {list(x.shape)}")
     if x.dtype not in dtypes:

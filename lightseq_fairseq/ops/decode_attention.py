@@ -125,8 +125,8 @@ def decode_self_attention_reference(
     own = torch.arange(rows, dtype=ancestry.dtype, device=ancestry.device)
     row = torch.cat((ancestry[:last, :rows], own[None])).t().long()
     position = torch.arange(last + 1, device=row.device)
-    past_keys, past_values = keys[position, row], values[position, row]  # [N, step + 1, C]
-    return _attend(q[:, None], past_keys, past_values, None, heads, scale)[:, 0]
+    past = _by_heads(keys, values, (position, row), heads)
+    return _attend(q[:, None], *past, None, heads, scale)[:, 0]
 
 
 def decode_cross_attention_reference(
@@ -149,26 +149,54 @@ def decode_cross_attention_reference(
         return out
     position = torch.arange(longest, device=q.device)
     hidden = position >= length[:, None]  # [slots, longest]
-    token = (start[:, None] + position).masked_fill_(hidden, 0)
-    slot_keys, slot_values = (x[token].masked_fill_(hidden[..., None], 0) for x in (keys, values))
+    # Behind a sentence stands its last token again, as nobody else's numbers may come in.
+    token = torch.minimum(position, length[:, None] - 1).clamp_min(0) + start[:, None]
+    token.clamp_max_(len(keys) - 1)
+    of_slots = _by_heads(keys, values, (token,), heads)
     queries = q[: slots * beam].unflatten(0, (slots, beam))
-    attended = _attend(queries, slot_keys, slot_values, hidden, heads, scale)
+    attended = _attend(queries, *of_slots, hidden, heads, scale)
     attended.masked_fill_((length == 0)[:, None, None], 0)
     out[: slots * beam] = attended.flatten(0, 1)
     return out
 
 
+def _by_heads(
+    keys: Tensor, values: Tensor, places: tuple[Tensor, ...], heads: int
+) -> tuple[Tensor, Tensor]:
+    """keys[places] and values[places], each [B * H, Lk, D]: so a product of matrices takes them.
+
+    places: integers [B, Lk] for all dimensions but the last. The heads of all rows are numbered
+    through and picked by one index, which copies D numbers at a time; keys[places] copies one.
+    """
+    width = keys.shape[-1] // heads
+    strides = keys.stride()
+    if strides != values.stride() or any(stride % width for stride in strides[:-1]):
+        keys, values = keys.contiguous(), values.contiguous()
+        strides = keys.stride()
+    index = torch.arange(heads, device=keys.device)[:, None]
+    room = heads
+    for place, stride, size in zip(places, strides[:-1], keys.shape[:-1], strict=True):
+        index = index + place[..., None, :] * (stride // width)  # [B, H, Lk]
+        room += (size - 1) * (stride // width)
+    picked = [
+        x.as_strided((room, width), (width, 1)).index_select(0, index.flatten())
+        for x in (keys, values)
+    ]
+    shape = (-1, index.shape[-1], width)
+    return picked[0].view(shape), picked[1].view(shape)
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, heads: int, scale: float
 ) -> Tensor:
-    """q [B, Lq, C] over k and v [B, Lk, C]; hidden bool [B, Lk]: keys that nobody sees."""
+    """q [B, Lq, C] over k and v [B * H, Lk, D]; hidden bool [B, Lk]: keys that nobody sees."""
     dtype = work_dtype(q)
-    queries, keys, values = (x.to(dtype).unflatten(2, (heads, -1)) for x in (q, k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", queries, keys).mul_(scale)
+    queries = q.to(dtype).unflatten(2, (heads, -1)).transpose(1, 2)
+    scores = torch.bmm(queries.flatten(0, 1), k.to(dtype).transpose(1, 2)).mul_(scale)
     if hidden is not None:
-        scores.masked_fill_(hidden[:, None, None], -torch.inf)
-    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), values)
-    return out.flatten(2).to(q.dtype)
+        scores.unflatten(0, (-1, heads)).masked_fill_(hidden[:, None, None], -torch.inf)
+    out = torch.bmm(scores.softmax(-1), v.to(dtype)).view(queries.shape)
+    return out.transpose(1, 2).flatten(2).to(q.dtype)
 
 
 def _check_heads(op: str, channels: int, heads: int) -> None:

@@ -6,6 +6,7 @@ runs where the compiled library is missing; the compiled library attaches the CU
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,20 @@ _LIBRARY = torch.library.Library("lightseq", "FRAGMENT")
 REFERENCES: dict[str, Callable[..., Any]] = {}
 
 
+def _without_autograd(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The layers know the derivatives; the reference's steps, some of which write in place, must
+    not be recorded."""
+
+    @functools.wraps(reference)
+    def run(*arguments: Any) -> Any:
+        if not torch.is_grad_enabled():  # as in a backward pass and in translating
+            return reference(*arguments)
+        with torch.no_grad():
+            return reference(*arguments)
+
+    return run
+
+
 def register(
     schema: str, reference: Callable[..., Any], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
@@ -27,9 +42,7 @@ def register(
     fake: the same signature, returns empty tensors of the right shape, dtype and strides.
     """
     name = schema.partition("(")[0]
-    # The layers know the derivatives; autograd must not record the reference's steps, some of which
-    # write in place.
-    reference = torch.no_grad()(reference)
+    reference = _without_autograd(reference)
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, reference, "CPU")
     torch.library.register_fake(f"lightseq::{name}", fake, lib=_LIBRARY)
