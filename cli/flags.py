@@ -123,6 +123,10 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 lambda args: args.retain_iter_history and args.task == "translation", _REFINEMENT),
         Refusal("--constraints", _is_set("--constraints"), "a binarised test set holds none",
                 "drop it, or translate lines that bring their own with lightseq-interactive"),
+        Refusal("--print-alignment",
+                lambda args: args.print_alignment == "soft" and args.score_reference,
+                "with --score-reference alignments are hard ones", "give --print-alignment hard",
+                always=False),
         _PADS_WITHIN,
     ),
     "interactive": (
@@ -130,6 +134,9 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 *_PIPELINE),
         Refusal("--score-reference", _is_set("--score-reference"), "lines come without a reference",
                 "drop it, or score with lightseq-generate"),
+        Refusal("--print-alignment", lambda args: args.print_alignment == "soft",
+                "fairseq-interactive writes hard ones", "give --print-alignment hard, or take "
+                "lightseq-generate", always=False),
     ),
     "validate": (
         Refusal("--pipeline-model-parallel", _is_set("--pipeline-model-parallel"),

@@ -254,6 +254,20 @@ def data(command: str, args: argparse.Namespace) -> None:
                 f"lightseq-preprocess ({_PREFIX_FLAGS.get(split, '--testpref')}), or name the one "
                 f"it holds with {_SUBSET_FLAGS[command, split == args.train_subset]}."
             )
+        reader = _reader_of_targets(command, args)
+        if reader is not None and not _has_split(folder, split, target, source):
+            raise UserError(
+                f"{folder} holds the {split} split without its {target} side, which {reader} "
+                "reads: binarise both sides with lightseq-preprocess."
+            )
+
+
+def _reader_of_targets(command: str, args: argparse.Namespace) -> str | None:
+    if command != "generate":
+        return f"lightseq-{command}"
+    if args.score_reference:
+        return "--score-reference"
+    return "--prefix-size" if args.prefix_size > 0 else None
 
 
 _PREFIX_FLAGS = {"train": "--trainpref", "valid": "--validpref", "test": "--testpref"}
@@ -282,7 +296,7 @@ def _splits(
 
 
 def _has_split(folder: str, split: str, source: str, target: str) -> bool:
-    """Whether sentences of ``split`` lie in ``folder``, binarised in either direction or raw."""
+    """Whether its ``source`` side of ``split`` lies there, binarised in either direction or raw."""
     stems = (f"{split}.{source}-{target}.{source}", f"{split}.{target}-{source}.{source}")
     return any(
         os.path.exists(os.path.join(folder, stem + ending))

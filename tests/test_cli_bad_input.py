@@ -26,6 +26,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("no_dictionary", "dict.*"),
         ("no_train", "train.*"),
         ("no_valid", "valid.*"),
+        ("one_side", "*.en.[bi]*"),
     ):
         shutil.copytree(place / "bin", place / name, ignore=shutil.ignore_patterns(pattern))
     shutil.copytree(place / "bin", place / "swapped_words")
@@ -100,6 +101,10 @@ BAD = [
     (f"generate nowhere {OURS}", ["nowhere", "does not exist"]),
     (f"generate bin {OURS} --gen-subset no", ["no split", "--gen-subset"]),
     (f"validate bin {OURS} --valid-subset no --max-tokens 99", ["no split"]),
+    (f"train one_side {LS}", ["without its en side", "lightseq-train reads"]),
+    (f"validate one_side {OURS}", ["without its en side", "lightseq-validate reads"]),
+    (f"generate one_side {OURS} --prefix-size 1", ["without its en side", "--prefix-size"]),
+    (f"generate one_side {OURS} --score-reference", ["without its en side", "--score-reference"]),
     (f"interactive no_dictionary {OURS}", ["dict.de.txt"]),
     (f"interactive bin {OURS} --input gone.de", ["gone.de", "not exist"]),
     ("preprocess -s de -t en --trainpref gone --destdir out", ["gone.de", "does not exist"]),
@@ -169,6 +174,9 @@ BAD = [
     (f"generate bin {OURS} --bpe bytes", ["--bpe bytes", "choose another"]),
     (f"generate bin {OURS} --bpe fastbpe", ["--bpe-codes is missing"]),
     (f"generate bin {OURS} --scoring wer", ["install editdistance"]),
+    (f"generate bin {OURS} --lm-path ours/checkpoint_last.pt", ["--lm-path", "no language model"]),
+    (f"generate bin {OURS} --score-reference --print-alignment soft", ["--print-alignment hard"]),
+    (f"interactive bin {OURS} --print-alignment soft", ["--print-alignment", "hard"]),
     (f"generate bin {OURS} --lr-scheduler step --lr abc", ["--lr", "abc", "0.1,0.05"]),
     (f"interactive bin {OURS} --lr-scheduler triangular", ["required", "--max-lr"]),
     (f"generate bin {OURS} --min-len 300", ["--min-len", "raise --max-len-a or --max-len-b"]),
@@ -234,6 +242,7 @@ GOOD = [
     f"train bin {LS} {SIZE} --bf16",
     f"generate short {OURS} {SHORT}",
     f"generate long {OURS} {SHORT} {SKIP}",
+    f"generate one_side {OURS} {SHORT}",
     f"interactive bin {OURS} {SHORT} --input short.de",
     f"interactive bin {OURS} {SHORT} --input long.de {SKIP}",
     f"validate short {OURS} --batch-size 1",

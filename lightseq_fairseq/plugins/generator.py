@@ -16,11 +16,13 @@ import torch
 from fairseq import search as fairseq_search
 from fairseq import utils
 from fairseq.data import Dictionary, data_utils
+from fairseq.models import FairseqLanguageModel
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.translation import TranslationTask
 from torch import Tensor
 
+from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.incremental import expected_length
 from lightseq_fairseq.generation.search import MOST_BEAM, Rules, search
 from lightseq_fairseq.layers import draw_rng
@@ -112,6 +114,12 @@ def _choose_in_build_generator() -> None:
     def build_generator(
         self: Any, models: Any, args: Any, seq_gen_cls: Any = None, *others: Any, **options: Any
     ) -> Any:
+        language_model = (options.get("extra_gen_cls_kwargs") or {}).get("lm_model")
+        if not isinstance(language_model, (FairseqLanguageModel, type(None))):
+            raise UserError(
+                f"The model of --lm-path is no language model but {type(language_model).__name__}: "
+                "give one that was trained with --task language_modeling."
+            )
         # Alignments, which --replace-unk needs as well, come from another generator of fairseq's.
         alignments = any(
             getattr(args, name, None) is not None and getattr(args, name) is not False
