@@ -263,6 +263,7 @@ def data(command: str, args: argparse.Namespace) -> None:
 
 
 def _reader_of_targets(command: str, args: argparse.Namespace) -> str | None:
+    """What reads target sides; translating as such does not."""
     if command != "generate":
         return f"lightseq-{command}"
     if args.score_reference:
@@ -296,7 +297,7 @@ def _splits(
 
 
 def _has_split(folder: str, split: str, source: str, target: str) -> bool:
-    """Whether its ``source`` side of ``split`` lies there, binarised in either direction or raw."""
+    """Whether the ``source`` side of ``split`` is there, binarised in either direction or raw."""
     stems = (f"{split}.{source}-{target}.{source}", f"{split}.{target}-{source}.{source}")
     return any(
         os.path.exists(os.path.join(folder, stem + ending))

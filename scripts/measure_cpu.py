@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Measures what needs no GPU: distance from fairseq in float64, time of steps and translations,
-packing.
+"""Measures what needs no GPU: parity in float64, time of steps and of translations, packing.
 
     OMP_NUM_THREADS=1 python scripts/measure_cpu.py
 

@@ -132,6 +132,19 @@ def test_cross_equals_attention_over_sentences():
     torch.testing.assert_close(ops.decode_cross_attention(*case.arguments()), wanted.flatten(1))
 
 
+@pytest.mark.parametrize("spoilt", range(5))
+def test_no_sentence_sees_numbers_of_another(spoilt):
+    case = Source(2, [0, 1, 2, 3, 4], tail=0)
+    before = ops.decode_cross_attention(*case.arguments())
+    first, end = case.cu[spoilt : spoilt + 2].tolist()
+    for x in (case.keys, case.values):
+        x[first:end] = torch.nan
+    after = ops.decode_cross_attention(*case.arguments())
+    own = torch.arange(10) // 2 == spoilt
+    assert torch.equal(after[~own], before[~own])
+    assert after[own].isnan().all() == (end > first)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bit(dtype):
     """Against the loop in the same precision."""

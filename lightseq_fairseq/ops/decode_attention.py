@@ -165,8 +165,9 @@ def _by_heads(
 ) -> tuple[Tensor, Tensor]:
     """keys[places] and values[places], each [B * H, Lk, D]: so a product of matrices takes them.
 
-    places: integers [B, Lk] for all dimensions but the last. The heads of all rows are numbered
-    through and picked by one index, which copies D numbers at a time; keys[places] copies one.
+    places: integers for all dimensions but the last, which broadcast to [B, Lk]. The heads of all
+    rows are numbered through and picked by one index: that copies D numbers at a time, and
+    keys[places] one.
     """
     width = keys.shape[-1] // heads
     strides = keys.stride()
