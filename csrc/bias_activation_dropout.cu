@@ -349,7 +349,7 @@ Tensor bias_activation_dropout_bwd(const Tensor& dy, const Tensor& x, std::optio
     // As many rows of blocks as run side by side: each leaves a row of partial sums.
     const int64_t blocks =
         std::min(blocks_for(rows, kRows), std::max<int64_t>(1, resident / over_columns));
-    Tensor partials = allocate(x, {dbias.has_value() ? blocks : 0, columns}, ScalarType::Float);
+    Tensor partials = allocate(x, {dbias.has_value() ? blocks : 0, 1, columns}, ScalarType::Float);
     if (rows > 0 && columns > 0) {
       const Params<T> params{data_of<T>(dy),
                              data_of<T>(x),
@@ -368,10 +368,7 @@ Tensor bias_activation_dropout_bwd(const Tensor& dy, const Tensor& x, std::optio
       });
       check_launch(op);
     }
-    if (dbias.has_value()) {
-      add_partials(partials.const_data_ptr<float>(), blocks, columns, 1, gradients, accumulate,
-                   stream);
-    }
+    if (dbias.has_value()) add_partials(partials, gradients, accumulate, stream);
   });
   return dx;
 }

@@ -241,10 +241,7 @@ void launch_bwd(BwdParams<T> params, const Tensor& grad, const Gradients& gradie
     launch_early("dropout_residual_layer_norm_bwd", kernel, dim3(params.rows.blocks),
                  dim3(S::kThreads, S::kTeams), params.rows.shared, stream, params);
   }
-  if (sums) {
-    add_partials(partials.const_data_ptr<float>(), blocks, columns, kMaxSums, gradients, accumulate,
-                 stream);
-  }
+  if (sums) add_partials(partials, gradients, accumulate, stream);
 }
 
 std::tuple<Tensor, Tensor> dropout_residual_layer_norm_bwd(

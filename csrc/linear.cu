@@ -179,7 +179,7 @@ void add_dbias(const Matrix& dy, const Gradient& dbias, int64_t outputs, bool ac
   const int64_t wave = resident_blocks(dy.owner.get_device(), kSumBlocks);
   const int64_t rows_per_block = std::max<int64_t>(kSumWarps, blocks_for(dy.rows * across, wave));
   const int64_t blocks = blocks_for(dy.rows, rows_per_block);
-  const Tensor partials = allocate(dy.owner, {blocks, outputs}, ScalarType::Float);
+  const Tensor partials = allocate(dy.owner, {blocks, 1, outputs}, ScalarType::Float);
   dispatch_float(dy.type, "linear_bwd: dy", [&](auto zero) {
     using T = decltype(zero);
     linear_dbias_kernel<T><<<dim3(across, blocks), dim3(kWarp, kSumWarps), 0, stream>>>(
@@ -187,7 +187,7 @@ void add_dbias(const Matrix& dy, const Gradient& dbias, int64_t outputs, bool ac
         partials.mutable_data_ptr<float>(), outputs);
   });
   check_launch("linear_dbias");
-  add_partials(partials.const_data_ptr<float>(), blocks, outputs, 1, {{dbias}}, accumulate, stream);
+  add_partials(partials, {{dbias}}, accumulate, stream);
 }
 
 void check_operands(const char* op, const Tensor& x, const Tensor& weight) {

@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightseq_fairseq import ops
+
 # Every tensor begins on such a boundary (bytes): vectorised kernels, TMA and cublasLt's best
 # algorithms want 16 to 128, and 256 is what CUDA's own allocator promises.
 ALIGNMENT = 256
@@ -157,14 +159,17 @@ class DirectGradients:
         global _direct
         self._added = None if accumulate else set()
         _direct = self
+        ops.sums_later(self.flat)
         try:
             yield
         except BaseException:
+            ops.sums_now(self.flat, wanted=False)
             for parameter in self.buffer.parameters:
                 parameter.grad = None  # of a backward that has not come to its end
             raise
         finally:
             _direct = None
+        ops.sums_now(self.flat, wanted=True)
         for parameter in self.buffer.parameters:
             if parameter.grad is not None:
                 view = self.view(parameter)

@@ -65,6 +65,8 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "cross_entropy_fwd": lambda: (randn(T, V), tokens(V), 0.1, 1, True),
     "cross_entropy_bwd": lambda: (randn(T), randn(T, V), tokens(V), randn(T).add(3), 0.1, 1),
+    "sums_later": lambda: (randn(V),),
+    "sums_now": lambda: (randn(V), True),
     "decode_self_attention": lambda: (
         *(randn(4, 48), randn(6, 5, 16), randn(6, 5, 16), torch.randint(0, 5, (6, 5)).int()),
         *(torch.tensor(3), 2, 0.4),

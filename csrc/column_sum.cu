@@ -1,0 +1,238 @@
+// Sums over rows, the second half: what kernels have left in partial sums becomes gradients of
+// parameters (common/column_sum.cuh tells of the first).
+//
+//   gradient [C] (+)= sum over blocks of partials [blocks, C]      each rounded once
+//
+//   bytes moved   partials once
+//   determinism   a sum's order depends on the number of its blocks alone: it has the same bits
+//                 whether it is made alone or with others, at once or later
+//
+// A backward pass leaves some sixty of them, and each is as much launch as work. Between
+// sums_later(flat) and sums_now(flat) those whose gradients lie in `flat` are collected, and share
+// launches. Their partials are kept until then, so a launch comes as well when these have grown to
+// what the second cache may still hold, or one gradient is written twice.
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "common/check.h"
+#include "common/column_sum.cuh"
+#include "common/dependent_launch.cuh"
+#include "common/reduce.cuh"
+#include "common/vec.cuh"
+
+namespace lightseq {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Warps of a block, so few that one which starts early has a chance beside the previous kernel's,
+// and how many rows of partials each of them has on the way at a time: all of them up to 136
+// blocks.
+constexpr int kSumWarps = 8;
+constexpr int kSumLoads = 17;
+constexpr int kMostTogether = 80;        // sums of a launch: a kernel's arguments end at 4 KB
+constexpr int64_t kMostHeld = 16 << 20;  // bytes of partials
+
+struct ColumnSum {
+  const float* partials;
+  Gradient gradient;
+  int pitch;  // from one block's partials to the next one's
+  int blocks, columns;
+  int first_strip;  // of the launch's strips of 32 columns
+  bool accumulate;
+};
+
+struct ColumnSums {
+  ColumnSum of[kMostTogether];
+  int count;
+};
+static_assert(sizeof(ColumnSums) <= 4096, "a kernel's arguments");
+
+template <typename T>
+__device__ __forceinline__ void store_gradient(void* data, int64_t i, float x, bool accumulate) {
+  T* const target = static_cast<T*>(data) + i;
+  if constexpr (sizeof(T) == 8) {
+    *target = accumulate ? *target + x : x;
+  } else {
+    *target = from_float<T>(accumulate ? to_float(*target) + x : x);
+  }
+}
+
+// A block adds up one strip: its warps share out the rows of partials.
+__global__ void __launch_bounds__(kWarp* kSumWarps)
+    column_sum_kernel(const __grid_constant__ ColumnSums sums) {
+  const int strip = static_cast<int>(blockIdx.x);
+  int mine = 0;
+  for (int end = sums.count; end - mine > 1;) {
+    const int middle = (mine + end) / 2;
+    (sums.of[middle].first_strip <= strip ? mine : end) = middle;
+  }
+  const ColumnSum& p = sums.of[mine];
+  const int column = (strip - p.first_strip) * kWarp + static_cast<int>(threadIdx.x);
+  wait_for_previous_kernel();
+  float sum = 0.0f;
+  if (column < p.columns) {
+    const float* const partials = p.partials + column;
+    for (int first = threadIdx.y; first < p.blocks; first += kSumLoads * kSumWarps) {
+      const float* at = partials + static_cast<int64_t>(first) * p.pitch;
+      float parts[kSumLoads];
+#pragma unroll
+      for (int u = 0; u < kSumLoads; ++u, at += kSumWarps * static_cast<int64_t>(p.pitch)) {
+        parts[u] = first + u * kSumWarps < p.blocks ? *at : 0.0f;
+      }
+#pragma unroll
+      for (int u = 0; u < kSumLoads; ++u) sum += parts[u];
+    }
+  }
+  __shared__ float of_warp[kSumWarps][kWarp];
+  of_warp[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || column >= p.columns) return;
+#pragma unroll
+  for (int warp = 1; warp < kSumWarps; ++warp) sum += of_warp[warp][threadIdx.x];
+  switch (p.gradient.type) {
+    case ScalarType::Double:
+      return store_gradient<double>(p.gradient.data, column, sum, p.accumulate);
+    case ScalarType::Half:
+      return store_gradient<__half>(p.gradient.data, column, sum, p.accumulate);
+    case ScalarType::BFloat16:
+      return store_gradient<__nv_bfloat16>(p.gradient.data, column, sum, p.accumulate);
+    default:
+      return store_gradient<float>(p.gradient.data, column, sum, p.accumulate);
+  }
+}
+
+// The sums of one launch, and what keeps their partials.
+class Together {
+ public:
+  bool is_full() const { return sums_.count > kMostTogether - kMaxSums || bytes_ > kMostHeld; }
+
+  void add(const Tensor& partials, const Gradients& gradients, bool accumulate) {
+    const int blocks = static_cast<int>(partials.size(0)), kinds = static_cast<int>(partials.size(1));
+    const int columns = static_cast<int>(partials.size(2));
+    const auto* const data = partials.const_data_ptr<float>();
+    for (int kind = 0; kind < kinds; ++kind) {
+      const Gradient& gradient = gradients.of[kind];
+      if (gradient.data == nullptr) continue;
+      sums_.of[sums_.count++] = {data + static_cast<int64_t>(kind) * columns, gradient,
+                                 kinds * columns, blocks, columns, strips_, accumulate};
+      strips_ += static_cast<int>(blocks_for(columns, kWarp));
+    }
+    held_.push_back(partials);
+    bytes_ += partials.numel() * static_cast<int64_t>(sizeof(float));
+  }
+
+  bool writes(const void* gradient) const {
+    return std::any_of(sums_.of, sums_.of + sums_.count,
+                       [&](const ColumnSum& sum) { return sum.gradient.data == gradient; });
+  }
+
+  void launch(cudaStream_t stream) {
+    if (strips_ > 0) {
+      // It waits for the previous kernel before it reads what that leaves behind.
+      launch_early("column_sum", column_sum_kernel, dim3(strips_), dim3(kWarp, kSumWarps), 0,
+                   stream, sums_);
+    }
+    *this = {};
+  }
+
+ private:
+  ColumnSums sums_{};
+  std::vector<Tensor> held_;
+  int64_t bytes_ = 0;
+  int strips_ = 0;
+};
+
+// What is collected on a device. The thread that runs a backward pass is another one than that which
+// begins and ends this.
+class LateSums {
+ public:
+  static LateSums& of(int32_t device) {
+    static std::mutex mutex;
+    // Never destroyed: where a process ends within a step, memory could not be given back any more.
+    static auto& all = *new std::map<int32_t, LateSums>;
+    const std::lock_guard<std::mutex> lock(mutex);
+    return all[device];
+  }
+
+  void begin(const Tensor& flat, cudaStream_t stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    sums_.launch(stream_);  // of a flat gradient that is not at its end yet
+    flat_ = flat;
+    stream_ = stream;
+  }
+
+  void end(bool wanted) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    flat_.reset();
+    if (wanted) {
+      sums_.launch(stream_);
+    } else {
+      sums_ = {};
+    }
+  }
+
+  // False if these are to be added up at once.
+  bool take(const Tensor& partials, const Gradients& gradients, bool accumulate,
+            cudaStream_t stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!flat_.has_value() || stream != stream_) return false;
+    const auto* const begin = static_cast<const char*>(flat_->const_data_ptr());
+    const char* const end = begin + flat_->numel() * static_cast<int64_t>(flat_->element_size());
+    bool again = false;
+    for (const Gradient& gradient : gradients.of) {
+      const auto* const at = static_cast<const char*>(gradient.data);
+      if (at == nullptr) continue;
+      if (at < begin || at >= end) return false;
+      again = again || sums_.writes(at);
+    }
+    if (again) sums_.launch(stream);
+    sums_.add(partials, gradients, accumulate);
+    if (sums_.is_full()) sums_.launch(stream);
+    return true;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::optional<Tensor> flat_;  // kept, so that nothing else comes to lie there
+  cudaStream_t stream_ = nullptr;
+  Together sums_;
+};
+
+void sums_later(Tensor flat) {
+  require(flat.is_contiguous(), "sums_later: flat must be contiguous");
+  const int32_t device = flat.get_device();
+  LateSums::of(device).begin(flat, current_stream(device));
+}
+
+void sums_now(Tensor flat, bool wanted) {
+  const torch::stable::accelerator::DeviceGuard guard(flat.get_device());
+  LateSums::of(flat.get_device()).end(wanted);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
+  m.impl("sums_later", TORCH_BOX(&sums_later));
+  m.impl("sums_now", TORCH_BOX(&sums_now));
+}
+
+}  // namespace
+
+void add_partials(const Tensor& partials, const Gradients& gradients, bool accumulate,
+                  cudaStream_t stream) {
+  if (LateSums::of(partials.get_device()).take(partials, gradients, accumulate, stream)) return;
+  Together alone;
+  alone.add(partials, gradients, accumulate);
+  alone.launch(stream);
+}
+
+}  // namespace lightseq

@@ -1,0 +1,58 @@
+"""Sums over rows, gradients of biases and of LayerNorms, that share launches.
+
+The kernels of `linear_bwd`, `bias_activation_dropout_bwd` and `dropout_residual_layer_norm_bwd`
+leave partial sums behind, which a second launch adds up. A step has some sixty of these, of a
+microsecond each: between `sums_later` and `sums_now` a few launches do for all. The references need
+no second launch, and there both do nothing.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .checks import FLOATS, check_rows, check_tensor
+from .registry import register
+
+
+def sums_later(flat: Tensor) -> None:
+    """From now on sums that ops write into ``flat`` come when they come, by `sums_now` at last.
+
+    Until then nobody may read them or write what an op has been told to write. Gradients elsewhere
+    are complete when their op returns, as ever, and so are those of other streams than the current.
+
+    flat: [N], contiguous. A device has one at a time: the one before ends, as by `sums_now`.
+    Raises ValueError on a wrong shape, dtype or layout.
+    """
+    _check("sums_later", flat)
+    _LATER(flat)
+
+
+def sums_now(flat: Tensor, wanted: bool) -> None:
+    """What `sums_later` has begun ends: sums that have not come yet come now, or never do.
+
+    flat: as for `sums_later`. wanted: False after an error, when nobody will read them.
+    Raises ValueError on a wrong shape, dtype or layout.
+    """
+    _check("sums_now", flat)
+    _NOW(flat, wanted)
+
+
+def sums_later_reference(flat: Tensor) -> None:
+    """Reference of lightseq::sums_later."""
+
+
+def sums_now_reference(flat: Tensor, wanted: bool) -> None:
+    """Reference of lightseq::sums_now."""
+
+
+def _check(op: str, flat: Tensor) -> None:
+    check_tensor(op, "flat", flat, ("N",), FLOATS)
+    check_rows(op, "flat", flat)
+
+
+def _fake(*arguments: object) -> None:
+    return None
+
+
+_LATER = register("sums_later(Tensor flat) -> ()", sums_later_reference, _fake)
+_NOW = register("sums_now(Tensor(a!) flat, bool wanted) -> ()", sums_now_reference, _fake)
