@@ -26,9 +26,11 @@
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/columns.cuh"
+#include "common/dependent_launch.cuh"
 #include "common/exp2.cuh"
 #include "common/occupancy.h"
 #include "common/optional.h"
+#include "common/reduce.cuh"
 
 namespace lightseq {
 namespace {

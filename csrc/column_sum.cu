@@ -118,14 +118,20 @@ class Together {
   bool is_full() const { return sums_.count > kMostTogether - kMaxSums || bytes_ > kMostHeld; }
 
   void add(const Tensor& partials, const Gradients& gradients, bool accumulate) {
-    const int blocks = static_cast<int>(partials.size(0)), kinds = static_cast<int>(partials.size(1));
+    const int blocks = static_cast<int>(partials.size(0)),
+              kinds = static_cast<int>(partials.size(1));
     const int columns = static_cast<int>(partials.size(2));
     const auto* const data = partials.const_data_ptr<float>();
     for (int kind = 0; kind < kinds; ++kind) {
       const Gradient& gradient = gradients.of[kind];
       if (gradient.data == nullptr) continue;
-      sums_.of[sums_.count++] = {data + static_cast<int64_t>(kind) * columns, gradient,
-                                 kinds * columns, blocks, columns, strips_, accumulate};
+      sums_.of[sums_.count++] = {data + static_cast<int64_t>(kind) * columns,
+                                 gradient,
+                                 kinds * columns,
+                                 blocks,
+                                 columns,
+                                 strips_,
+                                 accumulate};
       strips_ += static_cast<int>(blocks_for(columns, kWarp));
     }
     held_.push_back(partials);
@@ -153,8 +159,8 @@ class Together {
   int strips_ = 0;
 };
 
-// What is collected on a device. The thread that runs a backward pass is another one than that which
-// begins and ends this.
+// What is collected on a device. The thread that runs a backward pass is another one than that
+// which begins and ends this.
 class LateSums {
  public:
   static LateSums& of(int32_t device) {

@@ -35,6 +35,7 @@
 #include "common/linear_few_rows.h"
 #include "common/matmul.h"
 #include "common/occupancy.h"
+#include "common/reduce.cuh"
 #include "common/vec.cuh"
 
 namespace lightseq {

@@ -55,14 +55,6 @@ struct FewRows {
   bool weights_are_old;  // and bias: the kernel before does not write them
 };
 
-__device__ __forceinline__ void end_of_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-__device__ __forceinline__ void wait_for_oldest_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kAhead - 1) : "memory");
-}
-
 // The left operands of two products from 16 bytes of every row. With eight rows, one operand does
 // for both: the first product has them in its upper half, the second in its lower half, and the
 // other halves of their results mean nothing.
@@ -156,7 +148,7 @@ __global__ void __launch_bounds__(kWarp* kMaxWarps)
 #pragma unroll
     for (int place = 0; place < kAhead; ++place) {
       if (begin + place >= p.chunks) break;
-      wait_for_oldest_copies();
+      wait_for_copies_but<kAhead - 1>();
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t fragments[2][4];

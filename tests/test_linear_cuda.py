@@ -363,5 +363,5 @@ def test_table_on_disk(tmp_path):
     assert lines_in(tmp_path / "alone") == alone
     mended = lines_in(tmp_path / "damaged")
     assert mended[:2] == [alone[0], one_wrong]
-    products = [line.rsplit(" ", 10)[0] for line in alone]
+    products = [line.rsplit(" ", 11)[0] for line in alone]
     assert products[2] in mended[-1] and len(mended) == 7

@@ -1,9 +1,9 @@
-// Which of cublasLt's algorithms computes which product, for one GPU.
+// Which algorithm computes which product, for one GPU.
 //
 // Behind the table in memory stands a text file in the user's cache folder. Its name holds all that
 // decides whether an algorithm is valid and fast; a line is
 //
-//   <numbers of the product> <needs workspace> <8 words of the algorithm> <checksum>
+//   <numbers of the product> <tile> <needs workspace> <8 words of the algorithm> <checksum>
 //
 // Lines are only ever appended, each by one write, so processes that share a file do each other no
 // harm; of two lines for one product the first counts. A line with a wrong checksum is skipped, and
@@ -26,9 +26,11 @@
 
 namespace lightseq {
 
+// One of cublasLt's, or the shape of a tile of linear_tiles.cu, which are numbered from 1 on.
 struct Algorithm {
   cublasLtMatmulAlgo_t algo;
   bool needs_workspace;
+  int tile = 0;
 };
 
 class AlgorithmTable {
@@ -50,7 +52,7 @@ class AlgorithmTable {
     algorithms_.emplace(key, algorithm);
     std::ostringstream text;
     for (const int64_t number : key) text << number << ' ';
-    text << algorithm.needs_workspace << std::hex;
+    text << algorithm.tile << ' ' << algorithm.needs_workspace << std::hex;
     for (const uint64_t word : algorithm.algo.data) text << ' ' << word;
     const uint64_t sum = checksum(text.str());
     text << ' ' << sum << '\n';
@@ -82,7 +84,7 @@ class AlgorithmTable {
     Algorithm algorithm;
     uint64_t sum = 0;
     for (int64_t& number : key) text >> number;
-    text >> algorithm.needs_workspace >> std::hex;
+    text >> algorithm.tile >> algorithm.needs_workspace >> std::hex;
     for (uint64_t& word : algorithm.algo.data) text >> word;
     text >> sum;
     if (text && sum == checksum(line.substr(0, end))) algorithms_.emplace(key, algorithm);

@@ -37,8 +37,9 @@ inline Gradient gradient_of(const char* op, const char* name,
   return {tensor->mutable_data_ptr(), tensor->scalar_type()};
 }
 
-// partials: float [blocks, sums, columns]. Adds them up in column_sum.cu: at once, or, if all of the
-// gradients lie in a buffer of which sums_later() has said so, when sums_now() is called at the latest.
+// partials: float [blocks, sums, columns]. Adds them up in column_sum.cu: at once, or, if all of
+// the gradients lie in a buffer of which sums_later() has said so, when sums_now() is called at the
+// latest.
 void add_partials(const torch::stable::Tensor& partials, const Gradients& gradients,
                   bool accumulate, cudaStream_t stream);
 

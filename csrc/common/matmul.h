@@ -1,4 +1,5 @@
-// One matrix product through cublasLt, by the fastest of the algorithms that it proposes.
+// One matrix product, by the fastest of the algorithms that cublasLt proposes, and of our own where
+// there are some (linear_tiles.cu).
 //
 // When a product is first seen, the proposals are timed in turn and the fastest is remembered: in
 // memory, and on disk for later processes (algorithm_table.h). Which one is fastest hangs on how
@@ -19,6 +20,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <climits>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -35,6 +37,7 @@
 #include "algorithm_table.h"
 #include "check.h"
 #include "cublaslt.h"
+#include "linear_tiles.h"
 
 namespace lightseq {
 
@@ -86,6 +89,13 @@ struct Product {
   const void* bias = nullptr;
   bool relu = false;
   bool accumulate = false;
+
+  // What our own kernels compute.
+  bool is_forward_in_16_bits() const {
+    return transpose_b && !transpose_a && !accumulate &&
+           a.type != torch::headeronly::ScalarType::Float && out.type == a.type &&
+           std::max(a.columns, out.columns) <= INT_MAX / 2;
+  }
 
   cublasLtEpilogue_t epilogue() const {
     if (relu) return bias != nullptr ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
@@ -152,6 +162,10 @@ inline std::vector<Algorithm> propose(cublasLtHandle_t handle, const Product& p,
 
 inline cublasStatus_t run(cublasLtHandle_t handle, const Product& p, Description& d,
                           const Algorithm& algorithm, cudaStream_t stream) {
+  if (algorithm.tile > 0) {
+    return multiply_by_tiles(p, algorithm.tile, stream) ? CUBLAS_STATUS_SUCCESS
+                                                        : CUBLAS_STATUS_NOT_SUPPORTED;
+  }
   const float one = 1.0f;
   const float beta = p.accumulate ? 1.0f : 0.0f;
   std::optional<torch::stable::Tensor> workspace;
@@ -256,6 +270,9 @@ inline Algorithm search(cublasLtHandle_t handle, Product p, cudaStream_t stream)
     plain.bias = nullptr;
     plain.relu = false;
     add_proposals(plain);
+  }
+  if (p.a.rows <= kMostTiledRows && p.is_forward_in_16_bits()) {
+    for (int tile = 1; tile <= kTiles; ++tile) algorithms.push_back({{}, false, tile});
   }
   if (p.accumulate) {
     p.out.owner = allocate(p.out.owner, {p.out.rows, p.out.stride}, p.out.type);

@@ -46,6 +46,16 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;\n" ::: "memory");
 }
 
+// Copies started since the last end, perhaps none, become a group; then waits for all of the
+// thread's groups but so many of the newest.
+__device__ __forceinline__ void end_of_copies() {
+  asm volatile("cp.async.commit_group;\n" ::: "memory");
+}
+template <int kNewest>
+__device__ __forceinline__ void wait_for_copies_but() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(kNewest) : "memory");
+}
+
 // Four 8x8 blocks of 16-bit numbers; lane l gives the address of row l % 8 of block l / 8.
 __device__ __forceinline__ void load_blocks(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"

@@ -1,0 +1,245 @@
+// linear_fwd of some rows, up to a few hundred, of 16-bit numbers: T rows, K inputs, N outputs.
+//
+//   y [T, N] = x W^T + b, or its positive part      sums in float32, rounded once
+//
+//   bytes moved   W and x once for each tile of the result in their way, from the second cache
+//   determinism   sums have a fixed order, which depends on K alone
+//
+// A step of decoding has such products, whose weights change each time. They take a few
+// microseconds, much of which is latency: until the weights come, until x comes, until the last of
+// it is added up. So all that a block has room for of its weights is on its way to shared memory
+// before it waits for the kernel before, which makes x (common/dependent_launch.cuh says when it
+// may), and all of x right after that.
+//
+// A block makes a tile of the result, small enough that there are about as many tiles as
+// multiprocessors. Its warps share out the inputs in chunks of 32 and add their sums up at the end;
+// each copies what it will read itself, and warps meet only there.
+//
+// A row of a chunk is 64 bytes, and two of them a line of all banks. The 16-byte parts of row r lie
+// where r / 2 % 4 exchanges them: the eight rows that ldmatrix reads at a time are in different
+// banks.
+
+#include <cstdint>
+
+#include "common/check.h"
+#include "common/columns.cuh"
+#include "common/dependent_launch.cuh"
+#include "common/linear_tiles.h"
+#include "common/matmul.h"
+#include "common/mma.cuh"
+
+namespace lightseq {
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kChunk = 32;  // inputs
+constexpr int kRowBytes = kChunk * 2;
+constexpr int kPartBytes = 16;  // of a row, one access
+constexpr int kParts = kRowBytes / kPartBytes;
+
+template <typename T>
+struct Tiled {
+  const T *x, *weight, *bias;  // bias null: none
+  T* y;
+  int64_t x_stride, weight_stride, y_stride;
+  int rows, inputs, outputs;
+  int chunks;  // of every warp
+  bool relu;
+  bool weights_are_old;  // and bias: the kernel before does not write them
+};
+
+// A tile of the result: so many rows and outputs. kAhead: chunks of a warp that there is room for.
+template <int kTileRows, int kTileOutputs, int kChunksAhead>
+struct Tile {
+  static constexpr int kRows = kTileRows, kOutputs = kTileOutputs, kAhead = kChunksAhead;
+  static constexpr int kRowBlocks = kRows / 16, kColumnBlocks = kOutputs / 8;  // of mma
+  static constexpr int kChunkBytes = (kRows + kOutputs) * kRowBytes;
+  static constexpr int kResultBytes = kRows * kOutputs * static_cast<int>(sizeof(float));
+  static constexpr int kFragments = 2 * kRowBlocks * kColumnBlocks;  // of 8 rows and 8 outputs
+  static_assert(kColumnBlocks <= kWarps && kWarps % kColumnBlocks == 0,
+                "the fragments that a warp finishes have the same outputs");
+
+  // Bytes of a warp's own shared memory.
+  __host__ __device__ static constexpr int room(int chunks) {
+    const int copies = (chunks < kAhead ? chunks : kAhead) * kChunkBytes;
+    return copies > kResultBytes ? copies : kResultBytes;
+  }
+};
+
+__device__ __forceinline__ int part_offset(int row, int part) {
+  return row * kRowBytes + (part ^ row / 2 % kParts) * kPartBytes;
+}
+
+template <typename T, typename S>
+__global__ void __launch_bounds__(kWarp* kWarps, 1)
+    linear_tiles_kernel(const __grid_constant__ Tiled<T> p) {
+  extern __shared__ uint4 shared[];
+  const int lane = threadIdx.x, warp = threadIdx.y;
+  char* const room = reinterpret_cast<char*>(shared) + warp * S::room(p.chunks);
+  const int first_row = static_cast<int>(blockIdx.y) * S::kRows;
+  const int first_output = static_cast<int>(blockIdx.x) * S::kOutputs;
+
+  // Eight rows at a time, a lane 16 bytes. What does not exist is zeros.
+  const auto copy = [&](int chunk, const T* from, int64_t stride, int rows_left, int rows,
+                        char* to) {
+    const int row = lane / kParts, part = lane % kParts;
+    const int input = (chunk * kWarps + warp) * kChunk + part * 8;
+    from += row * stride + input;
+#pragma unroll
+    for (int i = 0; i < rows; i += kWarp / kParts) {
+      copy_async(to + part_offset(i + row, part), from + i * stride,
+                 input < p.inputs && i + row < rows_left);
+    }
+  };
+  const auto place_of = [&](int chunk) { return room + chunk % S::kAhead * S::kChunkBytes; };
+  const auto copy_weights = [&](int chunk) {
+    copy(chunk, p.weight + first_output * p.weight_stride, p.weight_stride,
+         p.outputs - first_output, S::kOutputs, place_of(chunk) + S::kRows * kRowBytes);
+  };
+  const auto copy_rows = [&](int chunk) {
+    copy(chunk, p.x + first_row * p.x_stride, p.x_stride, p.rows - first_row, S::kRows,
+         place_of(chunk));
+  };
+
+  if (!p.weights_are_old) wait_for_previous_kernel();
+  const int at_once = min(p.chunks, S::kAhead);
+  for (int chunk = 0; chunk < at_once; ++chunk) copy_weights(chunk);
+  // In the end a warp adds up every eighth fragment, a lane two neighbours of a row.
+  const int output = first_output + warp % S::kColumnBlocks * 8 + lane_column();
+  unsigned bias = 0;
+  if (p.bias != nullptr && output < p.outputs) {
+    bias = __ldcg(reinterpret_cast<const unsigned*>(p.bias + output));
+  }
+  wait_for_previous_kernel();
+  start_next_kernel();
+  for (int chunk = 0; chunk < S::kAhead; ++chunk) {
+    if (chunk < p.chunks) copy_rows(chunk);
+    end_of_copies();
+  }
+
+  float sums[S::kRowBlocks][S::kColumnBlocks][4] = {};
+  for (int chunk = 0; chunk < p.chunks; ++chunk) {
+    wait_for_copies_but<S::kAhead - 1>();
+    __syncwarp();
+    const char* const rows = place_of(chunk);
+    const char* const weights = rows + S::kRows * kRowBytes;
+#pragma unroll
+    for (int k = 0; k < kParts; k += 2) {  // 16 inputs
+      uint32_t left[S::kRowBlocks][4];
+#pragma unroll
+      for (int i = 0; i < S::kRowBlocks; ++i) {
+        load_blocks(left[i], rows + part_offset(i * 16 + lane % 16, k + lane / 16));
+      }
+#pragma unroll
+      for (int n = 0; n < S::kColumnBlocks; n += 2) {
+        uint32_t right[4];
+        load_blocks(right,
+                    weights + part_offset(n * 8 + lane % 8 + lane / 16 * 8, k + lane / 8 % 2));
+#pragma unroll
+        for (int i = 0; i < S::kRowBlocks; ++i) {
+          mma<T>(sums[i][n], left[i], right[0], right[1]);
+          mma<T>(sums[i][n + 1], left[i], right[2], right[3]);
+        }
+      }
+    }
+    __syncwarp();
+    if (chunk + S::kAhead < p.chunks) {
+      copy_weights(chunk + S::kAhead);
+      copy_rows(chunk + S::kAhead);
+    }
+    end_of_copies();
+  }
+
+  // A warp's sums take the place of what its lanes have read.
+  const auto result = [&](int of_warp, int fragment) -> float2& {
+    char* const at = reinterpret_cast<char*>(shared) + of_warp * S::room(p.chunks);
+    return reinterpret_cast<float2*>(at)[fragment * kWarp + lane];
+  };
+#pragma unroll
+  for (int i = 0; i < S::kRowBlocks; ++i) {
+#pragma unroll
+    for (int n = 0; n < S::kColumnBlocks; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        result(warp, (2 * i + half) * S::kColumnBlocks + n) = {sums[i][n][2 * half],
+                                                               sums[i][n][2 * half + 1]};
+      }
+    }
+  }
+  __syncthreads();
+  const float2 added = unpack_pair<T>(bias);
+#pragma unroll
+  for (int fragment = warp; fragment < S::kFragments; fragment += kWarps) {
+    const int row = first_row + fragment / S::kColumnBlocks * 8 + lane_row();
+    if (row >= p.rows || output >= p.outputs) continue;
+    float2 sum = result(0, fragment);
+#pragma unroll
+    for (int other = 1; other < kWarps; ++other) {
+      const float2 part = result(other, fragment);
+      sum.x += part.x;
+      sum.y += part.y;
+    }
+    sum.x += added.x;
+    sum.y += added.y;
+    if (p.relu) sum = {fmaxf(sum.x, 0.0f), fmaxf(sum.y, 0.0f)};
+    store_pair(p.y + row * p.y_stride + output, sum.x, sum.y);
+  }
+}
+
+// dispatch_tile(tile, [&](auto shape) { using S = decltype(shape); ... })
+template <typename Function>
+void dispatch_tile(int tile, Function&& function) {
+  switch (tile) {
+    case 1:
+      return function(Tile<32, 32, 4>{});
+    case 2:
+      return function(Tile<64, 32, 4>{});
+    default:
+      return function(Tile<64, 64, 3>{});
+  }
+}
+
+}  // namespace
+
+bool multiply_by_tiles(const Product& p, int tile, cudaStream_t stream) {
+  const int64_t chunks = blocks_for(p.a.columns, kChunk * kWarps);
+  int device = 0, most = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  bool launched = false;
+  const auto launch = [&](auto zero, auto shape) {
+    using T = decltype(zero);
+    using S = decltype(shape);
+    const auto kernel = linear_tiles_kernel<T, S>;
+    if (kWarps * S::room(S::kAhead) > most) return;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         kWarps * S::room(S::kAhead));
+    const Tiled<T> tiled{static_cast<const T*>(p.a.data),
+                         static_cast<const T*>(p.b.data),
+                         static_cast<const T*>(p.bias),
+                         static_cast<T*>(p.out.data),
+                         p.a.stride,
+                         p.b.stride,
+                         p.out.stride,
+                         static_cast<int>(p.a.rows),
+                         static_cast<int>(p.a.columns),
+                         static_cast<int>(p.out.columns),
+                         static_cast<int>(chunks),
+                         p.relu,
+                         follows_early_kernel(stream)};
+    launch_early(p.op, kernel,
+                 dim3(blocks_for(p.out.columns, S::kOutputs), blocks_for(p.a.rows, S::kRows)),
+                 dim3(kWarp, kWarps), kWarps * S::room(static_cast<int>(chunks)), stream, tiled);
+    launched = true;
+  };
+  dispatch_tile(tile, [&](auto shape) {
+    if (p.a.type == torch::headeronly::ScalarType::Half) {
+      launch(__half{}, shape);
+    } else {
+      launch(__nv_bfloat16{}, shape);
+    }
+  });
+  return launched;
+}
+
+}  // namespace lightseq

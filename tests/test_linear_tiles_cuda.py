@@ -1,0 +1,123 @@
+"""Products of some rows by tiles of our own: any size, and begun before the kernel ahead is over.
+
+A timed search decides where they are taken. Here the table that it leaves on disk is rewritten, so
+that each tile computes everything once.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ops_testing import assert_as_good_as, poison_cache
+from test_linear_few_rows_cuda import Chain, assert_same_bits, captured, drawn, inside
+from torch.nn import functional
+
+from lightseq_fairseq import ops
+
+pytestmark = [pytest.mark.gpu, pytest.mark.large]
+
+TILES = 3
+SHARED = 192 << 10  # bytes that a block of the larger ones wants
+TILE_FIELD = 8  # of a line of the table, behind the numbers of the product
+ROWS = [32, 64, 192, 512]  # of numbers of rows that are searched
+# Inputs and outputs: one tile, no whole chunk of inputs, none for some warps, more inputs than are
+# on their way at a time, more tiles than run side by side; widths that are padded.
+SIZES = [
+    (8, 8), (72, 24), (256, 40), (1024, 1024), (1032, 1048), (4096, 1024), (1024, 4096), (97, 131),
+]  # fmt: skip
+
+
+def products(dtype: torch.dtype) -> None:
+    torch.manual_seed(8)
+    for k, n in SIZES:
+        weight, bias = drawn(n, k, dtype=dtype, scale=k**-0.5), drawn(n, dtype=dtype)
+        wide_weight = inside(weight)
+        for rows in ROWS:
+            x = drawn(rows, k, dtype=dtype)
+            wide_x, exact = inside(x), x.double() @ weight.double().t()
+            what = f"{rows} x {k} x {n}"
+            poison_cache()
+            y = ops.linear_fwd(x, weight, None)
+            assert_as_good_as(y, functional.linear(x, weight), exact, what)
+            y = ops.linear_fwd(wide_x, wide_weight, bias)
+            plain, exact = functional.linear(x, weight, bias), exact + bias.double()
+            assert_as_good_as(y, plain, exact, f"{what}, bias")
+            y = ops.linear_fwd(wide_x, weight, bias, relu=True)
+            assert_as_good_as(y, plain.relu(), exact.relu(), f"{what}, positive part")
+            assert y.ge(0).all()
+
+
+def chain(dtype: torch.dtype) -> None:
+    """Within a graph, where weights are read early: each replay has those of its time."""
+    products_of = Chain(64, 1024, 4096, 40_000, dtype)
+    graph, results = captured(products_of)
+    for _ in range(20):
+        products_of.rewrite()
+        for x in results:
+            x.fill_(torch.nan)
+        graph.replay()
+        assert_same_bits(results, products_of())
+
+
+def program(tile: int) -> None:
+    """What a process of its own does: everything, by that tile if the table says so."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for dtype in (torch.float16, torch.bfloat16):
+            products(dtype)
+            chain(dtype)
+        torch.cuda.synchronize()
+    runs = {e.key: e.count for e in profile.key_averages() if "linear_tiles_kernel" in e.key}
+    if tile > 0:
+        assert len(runs) == 2, runs  # of both types, and of no other tile
+        assert min(runs.values()) > 3 * len(SIZES) * len(ROWS), runs
+
+
+def run(cache: Path, tile: int) -> None:
+    code = f"import test_linear_tiles_cuda as test; test.program({tile})"
+    environment = {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=os.path.dirname(__file__), capture_output=True, text=True,
+        env={**os.environ, **environment}, timeout=300, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+
+
+def checksum(text: str) -> int:  # FNV-1a, as csrc/common/algorithm_table.h has it
+    total = 0xCBF29CE484222325
+    for byte in text.encode():
+        total = (total ^ byte) * 0x100000001B3 % 2**64
+    return total
+
+
+def with_tile(line: str, tile: int) -> str:
+    fields = line.split(" ")[:-1]
+    fields[TILE_FIELD] = str(tile)
+    text = " ".join(fields)
+    return f"{text} {checksum(text):x}\n"
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As a search fills it."""
+    if torch.cuda.get_device_properties(0).shared_memory_per_block_optin < SHARED:
+        pytest.skip("blocks of this GPU have too little shared memory for these tiles")
+    cache = tmp_path_factory.mktemp("searched")
+    run(cache, 0)
+    (file,) = (cache / "lightseq_fairseq").iterdir()
+    return file
+
+
+@pytest.mark.parametrize("tile", range(1, TILES + 1))
+def test_every_product_by_one_tile(tile: int, table: Path, tmp_path: Path) -> None:
+    lines = table.read_text().splitlines()
+    assert len(lines) == len(set(lines)) > 100
+    rewritten = tmp_path / "lightseq_fairseq" / table.name
+    rewritten.parent.mkdir()
+    rewritten.write_text("".join(with_tile(line, tile) for line in lines))
+    run(tmp_path, tile)
+    assert len(rewritten.read_text().splitlines()) == len(lines)  # none had to be searched
