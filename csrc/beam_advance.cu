@@ -345,8 +345,6 @@ void beam_advance(const Tensor& candidate_scores, const Tensor& candidate_tokens
   const int32_t device = progress.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const size_t shared = beam * width * (sizeof(float) + sizeof(int));
-  cudaFuncSetAttribute(beam_advance_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                       static_cast<int>(shared));
   launch_early(kOp, beam_advance_kernel, dim3(std::max<int64_t>(1, slots)), dim3(kThreads), shared,
                current_stream(device), params);
 }

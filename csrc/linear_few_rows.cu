@@ -244,11 +244,8 @@ void multiply_few_rows(const Product& p, cudaStream_t stream) {
                          follows_early_kernel(stream)};
     const auto kernel =
         linear_few_rows_kernel<T, decltype(tile_count)::value, decltype(row_tile_count)::value>;
-    const int64_t shared = of_block * tile_bytes;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                         static_cast<int>(shared));
-    launch_early(p.op, kernel, dim3(blocks_for(tiles, of_block)), dim3(kWarp, warps), shared,
-                 stream, few);
+    launch_early(p.op, kernel, dim3(blocks_for(tiles, of_block)), dim3(kWarp, warps),
+                 of_block * tile_bytes, stream, few);
   };
   const auto with_type = [&](auto tile_count, auto row_tile_count) {
     if (p.a.type == torch::headeronly::ScalarType::Half) {

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.large]
 TILES = 3
 SHARED = 192 << 10  # bytes that a block of the larger ones wants
 TILE_FIELD = 8  # of a line of the table, behind the numbers of the product
-ROWS = [32, 64, 192, 512]  # of numbers of rows that are searched
+ROWS = [32, 64, 128]  # of numbers of rows that are searched
 # Inputs and outputs: one tile, no whole chunk of inputs, none for some warps, more inputs than are
 # on their way at a time, more tiles than run side by side; widths that are padded.
 SIZES = [

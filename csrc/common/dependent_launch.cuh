@@ -71,6 +71,9 @@ inline bool follows_early_kernel(cudaStream_t stream) {
   return now.node != nullptr && now.node == early.node && now.capture == early.capture;
 }
 
+// More than that a block gets only on demand.
+constexpr size_t kSharedByDefault = 48 << 10;
+
 // kernel<<<grid, block, shared, stream>>>(arguments...) and its launch check. `what`: for messages.
 template <typename... Parameters, typename... Arguments>
 void launch_early(const char* what, void (*kernel)(Parameters...), dim3 grid, dim3 block,
@@ -78,6 +81,15 @@ void launch_early(const char* what, void (*kernel)(Parameters...), dim3 grid, di
   int device = 0, major = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (shared > kSharedByDefault) {
+    // All that there is: another thread may be about to launch the same kernel with more.
+    int most = 0;
+    cudaFuncAttributes of_kernel{};
+    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    cudaFuncGetAttributes(&of_kernel, kernel);
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         most - static_cast<int>(of_kernel.sharedSizeBytes));
+  }
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;

@@ -249,8 +249,6 @@ void launch_tiles(const char* op, void (*kernel)(Keys, Shape, T*), const Keys& k
   tiles = blocks_for(beam, queries);
   const Team team = team_for(items * tiles, device, kRingWarps, busy_warps);
   constexpr size_t kShared = sizeof(Ring) * kRingWarps;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                       static_cast<int>(kShared));
   launch_early(op, kernel, dim3(blocks_for(items, kRingWarps >> team.shift), tiles),
                dim3(kWarp, kRingWarps), kShared, current_stream(device), keys,
                shape_of<T>(out, heads, width, scale, team, beam, queries),
