@@ -119,10 +119,10 @@ def able_systems(
 
 
 def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """``old`` with the rows of the same case and system replaced, the others kept."""
-    fresh = {(row["case"], row["system"]) for row in new}
-    kept = [row for row in old if (row["case"], row["system"]) not in fresh]
-    return sorted([*kept, *new], key=lambda row: row["case"])
+    """``old`` with the rows of the same case and system replaced, and what is left of ``new``."""
+    fresh = {(row["case"], row["system"]): row for row in new}
+    kept = [fresh.pop((row["case"], row["system"]), row) for row in old]
+    return [*kept, *fresh.values()]
 
 
 def chosen(names: str | None, systems: Mapping[str, Any]) -> list[str]:

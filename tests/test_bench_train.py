@@ -259,9 +259,8 @@ def test_row() -> None:
     packed = rows.table([{**row, "system": "ours_packed"}, slow])[1]
     assert packed.split()[:3] == ["ours_packed", "1000", "4000.00"]  # no ratio to other batches
     other = {**slow, "case": "base/4096/bf16"}
-    assert merged([other, slow, row], [{**row, "rounds": 9}]) == [
-        other, slow, {**row, "rounds": 9},
-    ]  # fmt: skip
+    again, unseen = {**slow, "rounds": 9}, {**row, "case": "iwslt/4096/bf16"}
+    assert merged([slow, other, row], [unseen, again]) == [again, other, row, unseen]
 
 
 # --- the command
