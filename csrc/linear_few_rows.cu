@@ -29,6 +29,7 @@
 #include "common/columns.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/linear_few_rows.h"
+#include "common/linear_forward.cuh"
 #include "common/mma.cuh"
 #include "common/occupancy.h"
 
@@ -43,17 +44,6 @@ constexpr int kAhead = 4;       // chunks of a warp on their way
 constexpr int kTileBytes = kTile * kChunk * 2;
 constexpr int kMinWarps = 8, kMaxWarps = 16;
 static_assert(kMaxTiles * kFewRows / kTile <= kMinWarps, "a warp finishes a tile");
-
-template <typename T>
-struct FewRows {
-  const T *x, *weight, *bias;  // bias null: none
-  T* y;
-  int64_t x_stride, weight_stride, y_stride;
-  int rows, inputs, outputs;
-  int chunks;  // of every warp
-  bool relu;
-  bool weights_are_old;  // and bias: the kernel before does not write them
-};
 
 // The left operands of two products from 16 bytes of every row. With eight rows, one operand does
 // for both: the first product has them in its upper half, the second in its lower half, and the
@@ -72,7 +62,7 @@ __device__ __forceinline__ void fragments_of(const Columns<T> (&x)[2], uint32_t 
 // kTiles: of outputs. kRowTiles: of rows.
 template <typename T, int kTiles, int kRowTiles>
 __global__ void __launch_bounds__(kWarp* kMaxWarps)
-    linear_few_rows_kernel(const __grid_constant__ FewRows<T> p) {
+    linear_few_rows_kernel(const __grid_constant__ Forward<T> p) {
   extern __shared__ uint4 shared[];
   char* const room = reinterpret_cast<char*>(shared);
   const int room_of_warp = min(p.chunks, kAhead) * kTiles * kTileBytes;
@@ -114,10 +104,7 @@ __global__ void __launch_bounds__(kWarp* kMaxWarps)
   const int row = warp % kRowTiles * kTile + g;
   const int output = first_output + warp / kRowTiles * kTile + 2 * t;
   const bool finishes = warp < kTiles * kRowTiles && row < p.rows && output < p.outputs;
-  unsigned bias = 0;
-  if (finishes && p.bias != nullptr) {
-    bias = __ldcg(reinterpret_cast<const unsigned*>(p.bias + output));
-  }
+  const uint32_t bias = finishes ? p.bias_pair(output) : 0;
   const T* x[kRowTiles];
   int left[kRowTiles];  // of its inputs; rows that do not exist have none
 #pragma unroll
@@ -182,18 +169,7 @@ __global__ void __launch_bounds__(kWarp* kMaxWarps)
   }
   __syncthreads();
   if (!finishes) return;
-  float2 sum = result(0, warp);
-#pragma unroll 8
-  for (int other = 1; other < warps; ++other) {
-    const float2 part = result(other, warp);
-    sum.x += part.x;
-    sum.y += part.y;
-  }
-  const float2 added = unpack_pair<T>(bias);
-  sum.x += added.x;
-  sum.y += added.y;
-  if (p.relu) sum = {fmaxf(sum.x, 0.0f), fmaxf(sum.y, 0.0f)};
-  store_pair(p.y + row * p.y_stride + output, sum.x, sum.y);
+  p.finish(row, output, warps, [&](int of_warp) { return result(of_warp, warp); }, bias);
 }
 
 // dispatch_tiles(n, [&](auto count) { ... decltype(count)::value ... })
@@ -227,38 +203,20 @@ void multiply_few_rows(const Product& p, cudaStream_t stream) {
   const int64_t of_block =
       std::clamp<int64_t>(room / 2 / tile_bytes, 1, std::min<int64_t>(shared_out, kMaxTiles));
 
-  const auto launch = [&](auto zero, auto tile_count, auto row_tile_count) {
-    using T = decltype(zero);
-    const FewRows<T> few{static_cast<const T*>(p.a.data),
-                         static_cast<const T*>(p.b.data),
-                         static_cast<const T*>(p.bias),
-                         static_cast<T*>(p.out.data),
-                         p.a.stride,
-                         p.b.stride,
-                         p.out.stride,
-                         static_cast<int>(p.a.rows),
-                         static_cast<int>(p.a.columns),
-                         static_cast<int>(p.out.columns),
-                         static_cast<int>(chunks),
-                         p.relu,
-                         follows_early_kernel(stream)};
-    const auto kernel =
-        linear_few_rows_kernel<T, decltype(tile_count)::value, decltype(row_tile_count)::value>;
-    launch_early(p.op, kernel, dim3(blocks_for(tiles, of_block)), dim3(kWarp, warps),
-                 of_block * tile_bytes, stream, few);
-  };
-  const auto with_type = [&](auto tile_count, auto row_tile_count) {
-    if (p.a.type == torch::headeronly::ScalarType::Half) {
-      launch(__half{}, tile_count, row_tile_count);
-    } else {
-      launch(__nv_bfloat16{}, tile_count, row_tile_count);
-    }
+  const auto launch = [&](auto tile_count, auto row_tile_count) {
+    dispatch_16_bits(p, [&](auto zero) {
+      using T = decltype(zero);
+      const auto kernel =
+          linear_few_rows_kernel<T, decltype(tile_count)::value, decltype(row_tile_count)::value>;
+      launch_early(p.op, kernel, dim3(blocks_for(tiles, of_block)), dim3(kWarp, warps),
+                   of_block * tile_bytes, stream, Forward<T>(p, chunks, stream));
+    });
   };
   dispatch_tiles(of_block, [&](auto tile_count) {
     if (p.a.rows <= kTile) {
-      with_type(tile_count, std::integral_constant<int, 1>{});
+      launch(tile_count, std::integral_constant<int, 1>{});
     } else {
-      with_type(tile_count, std::integral_constant<int, 2>{});
+      launch(tile_count, std::integral_constant<int, 2>{});
     }
   });
 }

@@ -22,10 +22,9 @@
 #include <cstdint>
 
 #include "common/check.h"
-#include "common/columns.cuh"
 #include "common/dependent_launch.cuh"
+#include "common/linear_forward.cuh"
 #include "common/linear_tiles.h"
-#include "common/matmul.h"
 #include "common/mma.cuh"
 
 namespace lightseq {
@@ -36,17 +35,6 @@ constexpr int kChunk = 32;  // inputs
 constexpr int kRowBytes = kChunk * 2;
 constexpr int kPartBytes = 16;  // of a row, one access
 constexpr int kParts = kRowBytes / kPartBytes;
-
-template <typename T>
-struct Tiled {
-  const T *x, *weight, *bias;  // bias null: none
-  T* y;
-  int64_t x_stride, weight_stride, y_stride;
-  int rows, inputs, outputs;
-  int chunks;  // of every warp
-  bool relu;
-  bool weights_are_old;  // and bias: the kernel before does not write them
-};
 
 // A tile of the result: so many rows and outputs. kAhead: chunks of a warp that there is room for.
 template <int kTileRows, int kTileOutputs, int kChunksAhead>
@@ -72,7 +60,7 @@ __device__ __forceinline__ int part_offset(int row, int part) {
 
 template <typename T, typename S>
 __global__ void __launch_bounds__(kWarp* kWarps, 1)
-    linear_tiles_kernel(const __grid_constant__ Tiled<T> p) {
+    linear_tiles_kernel(const __grid_constant__ Forward<T> p) {
   extern __shared__ uint4 shared[];
   const int lane = threadIdx.x, warp = threadIdx.y;
   char* const room = reinterpret_cast<char*>(shared) + warp * S::room(p.chunks);
@@ -106,10 +94,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, 1)
   for (int chunk = 0; chunk < at_once; ++chunk) copy_weights(chunk);
   // In the end a warp adds up every eighth fragment, a lane two neighbours of a row.
   const int output = first_output + warp % S::kColumnBlocks * 8 + lane_column();
-  unsigned bias = 0;
-  if (p.bias != nullptr && output < p.outputs) {
-    bias = __ldcg(reinterpret_cast<const unsigned*>(p.bias + output));
-  }
+  const uint32_t bias = output < p.outputs ? p.bias_pair(output) : 0;
   wait_for_previous_kernel();
   start_next_kernel();
   for (int chunk = 0; chunk < S::kAhead; ++chunk) {
@@ -167,22 +152,11 @@ __global__ void __launch_bounds__(kWarp* kWarps, 1)
     }
   }
   __syncthreads();
-  const float2 added = unpack_pair<T>(bias);
 #pragma unroll
   for (int fragment = warp; fragment < S::kFragments; fragment += kWarps) {
     const int row = first_row + fragment / S::kColumnBlocks * 8 + lane_row();
     if (row >= p.rows || output >= p.outputs) continue;
-    float2 sum = result(0, fragment);
-#pragma unroll
-    for (int other = 1; other < kWarps; ++other) {
-      const float2 part = result(other, fragment);
-      sum.x += part.x;
-      sum.y += part.y;
-    }
-    sum.x += added.x;
-    sum.y += added.y;
-    if (p.relu) sum = {fmaxf(sum.x, 0.0f), fmaxf(sum.y, 0.0f)};
-    store_pair(p.y + row * p.y_stride + output, sum.x, sum.y);
+    p.finish(row, output, kWarps, [&](int of_warp) { return result(of_warp, fragment); }, bias);
   }
 }
 
@@ -207,35 +181,17 @@ bool multiply_by_tiles(const Product& p, int tile, cudaStream_t stream) {
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   bool launched = false;
-  const auto launch = [&](auto zero, auto shape) {
-    using T = decltype(zero);
-    using S = decltype(shape);
-    const auto kernel = linear_tiles_kernel<T, S>;
-    if (kWarps * S::room(S::kAhead) > most) return;
-    const Tiled<T> tiled{static_cast<const T*>(p.a.data),
-                         static_cast<const T*>(p.b.data),
-                         static_cast<const T*>(p.bias),
-                         static_cast<T*>(p.out.data),
-                         p.a.stride,
-                         p.b.stride,
-                         p.out.stride,
-                         static_cast<int>(p.a.rows),
-                         static_cast<int>(p.a.columns),
-                         static_cast<int>(p.out.columns),
-                         static_cast<int>(chunks),
-                         p.relu,
-                         follows_early_kernel(stream)};
-    launch_early(p.op, kernel,
-                 dim3(blocks_for(p.out.columns, S::kOutputs), blocks_for(p.a.rows, S::kRows)),
-                 dim3(kWarp, kWarps), kWarps * S::room(static_cast<int>(chunks)), stream, tiled);
-    launched = true;
-  };
   dispatch_tile(tile, [&](auto shape) {
-    if (p.a.type == torch::headeronly::ScalarType::Half) {
-      launch(__half{}, shape);
-    } else {
-      launch(__nv_bfloat16{}, shape);
-    }
+    using S = decltype(shape);
+    if (kWarps * S::room(S::kAhead) > most) return;
+    dispatch_16_bits(p, [&](auto zero) {
+      using T = decltype(zero);
+      launch_early(p.op, linear_tiles_kernel<T, S>,
+                   dim3(blocks_for(p.out.columns, S::kOutputs), blocks_for(p.a.rows, S::kRows)),
+                   dim3(kWarp, kWarps), kWarps * S::room(static_cast<int>(chunks)), stream,
+                   Forward<T>(p, chunks, stream));
+    });
+    launched = true;
   });
   return launched;
 }

@@ -1,0 +1,76 @@
+// What our own kernels of linear_fwd share (linear_few_rows.cu, linear_tiles.cu), whose warps share
+// out the inputs: operands, and how the warps' sums become a result.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "columns.cuh"
+#include "dependent_launch.cuh"
+#include "matmul.h"
+#include "mma.cuh"
+
+namespace lightseq {
+
+// A Product that is_forward_in_16_bits(), of numbers T.
+template <typename T>
+struct Forward {
+  const T *x, *weight, *bias;  // bias null: none
+  T* y;
+  int64_t x_stride, weight_stride, y_stride;
+  int rows, inputs, outputs;
+  int chunks;  // of every warp
+  bool relu;
+  bool weights_are_old;  // and bias: the kernel before does not write them
+
+  Forward(const Product& p, int64_t chunks_of_warp, cudaStream_t stream)
+      : x(static_cast<const T*>(p.a.data)),
+        weight(static_cast<const T*>(p.b.data)),
+        bias(static_cast<const T*>(p.bias)),
+        y(static_cast<T*>(p.out.data)),
+        x_stride(p.a.stride),
+        weight_stride(p.b.stride),
+        y_stride(p.out.stride),
+        rows(static_cast<int>(p.a.rows)),
+        inputs(static_cast<int>(p.a.columns)),
+        outputs(static_cast<int>(p.out.columns)),
+        chunks(static_cast<int>(chunks_of_warp)),
+        relu(p.relu),
+        weights_are_old(follows_early_kernel(stream)) {}
+
+  // Of an output and the next.
+  __device__ __forceinline__ uint32_t bias_pair(int output) const {
+    return bias == nullptr ? 0 : __ldcg(reinterpret_cast<const uint32_t*>(bias + output));
+  }
+
+  // y of an output and the next, from sums of each warp.
+  template <typename SumsOf>
+  __device__ __forceinline__ void finish(int row, int output, int warps, SumsOf&& sums_of,
+                                         uint32_t bias_of_both) const {
+    float2 sum = sums_of(0);
+#pragma unroll 8
+    for (int warp = 1; warp < warps; ++warp) {
+      const float2 part = sums_of(warp);
+      sum.x += part.x;
+      sum.y += part.y;
+    }
+    const float2 added = unpack_pair<T>(bias_of_both);
+    sum.x += added.x;
+    sum.y += added.y;
+    if (relu) sum = {fmaxf(sum.x, 0.0f), fmaxf(sum.y, 0.0f)};
+    store_pair(y + row * y_stride + output, sum.x, sum.y);
+  }
+};
+
+// launch(T{}), with the product's T.
+template <typename Launch>
+void dispatch_16_bits(const Product& p, Launch&& launch) {
+  if (p.a.type == torch::headeronly::ScalarType::Half) {
+    launch(__half{});
+  } else {
+    launch(__nv_bfloat16{});
+  }
+}
+
+}  // namespace lightseq
