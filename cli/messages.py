@@ -68,6 +68,10 @@ _MISMATCH = re.compile(
     r"checkpoint, the shape in current model is torch\.Size\(\[([\d, ]*)\]\)"
 )
 _VOCABULARY = ("embed_tokens.weight", "output_projection.weight")
+_ITS_DICTIONARIES = (
+    "use the data directory it was trained on, or binarise with its dictionaries "
+    "(lightseq-preprocess --srcdict, --tgtdict)."
+)
 
 
 def _checkpoint(request: Request) -> str:
@@ -78,6 +82,21 @@ def _checkpoint(request: Request) -> str:
         if path == "checkpoint_last.pt":
             path = os.path.join(getattr(request.args, "save_dir", ""), path)
     return f"checkpoint {path}" if path else "the checkpoint"
+
+
+def _data_directory(request: Request) -> str:
+    return getattr(request.args, "data", None) or "the data directory"
+
+
+def _joined_dictionary(failure: Failure, request: Request) -> str | None:
+    """fairseq names a flag, which is the checkpoint's where one is read."""
+    reads = getattr(request.args, "path", None) is not None
+    if not reads or "requires a joined dictionary" not in failure.text:
+        return None
+    return (
+        f"The source and the target dictionary in {_data_directory(request)} differ and "
+        f"{_checkpoint(request)} was trained with one for both; {_ITS_DICTIONARIES}"
+    )
 
 
 def _state_dict(failure: Failure, request: Request) -> str | None:
@@ -92,10 +111,8 @@ def _state_dict(failure: Failure, request: Request) -> str | None:
             side = "source" if name.startswith("encoder") else "target"
             return (
                 f"The dictionary does not match {checkpoint}: the {side} dictionary in "
-                f"{getattr(request.args, 'data', None) or 'the data directory'} has {built_words} "
-                f"words and the checkpoint was trained with {saved_words}; use the data directory "
-                f"it was trained on, or binarise with its dictionaries (lightseq-preprocess "
-                f"--srcdict, --tgtdict)."
+                f"{_data_directory(request)} has {built_words} words and the checkpoint was "
+                f"trained with {saved_words}; {_ITS_DICTIONARIES}"
             )
     if mismatches:
         name, saved, built = mismatches[0]
@@ -404,6 +421,7 @@ def _one_line(text: str) -> str:
 
 _RULES: tuple[Callable[[Failure, Request], str | None], ...] = (
     _state_dict,
+    _joined_dictionary,
     _too_long,
     _data,
     _encoding,

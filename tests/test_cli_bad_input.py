@@ -33,6 +33,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dictionary = place / "swapped_words" / "dict.de.txt"
     first, second, *others = dictionary.read_text().splitlines()
     dictionary.write_text("\n".join([second, first, *others]) + "\n")
+    texts = [(f"--{split}pref", place / "text" / split) for split in SPLITS]
+    succeed(
+        "preprocess", "-s", "de", "-t", "en", "--destdir", place / "joined", "--joined-dictionary",
+        *(word for pair in texts for word in pair),
+    )  # fmt: skip
     (place / "empty").mkdir()
     (place / "a_file").write_text("text\n")
 
@@ -49,9 +54,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )  # fmt: skip
 
     positions = ["--max-source-positions", "15", "--max-target-positions", "15"]
-    for name, kind in (("ours", LS), ("native", NATIVE)):
+    for name, data, kind in (
+        ("ours", "bin", LS),
+        ("native", "bin", NATIVE),
+        ("shared", "joined", f"{LS} --share-all-embeddings"),
+    ):
         succeed(
-            "train", place / "bin", *kind.split(), *SMALL, *positions, "--save-dir", place / name
+            "train", place / data, *kind.split(), *SMALL, *positions, "--save-dir", place / name
         )
     (place / "damaged").mkdir()
     whole = (place / "ours" / "checkpoint_last.pt").read_bytes()
@@ -202,6 +211,7 @@ BAD = [
     (f"validate other_words {OURS} --max-tokens 99", ["dictionar", "24"]),
     (f"train other_words {LS} {SIZE} {POSITIONS} --save-dir ours", ["dictionar", "24", "ours/"]),
     (f"train other_words {NATIVE} {SIZE} {POSITIONS} --save-dir native", ["dictionar", "native/"]),
+    ("generate bin --path shared/checkpoint_last.pt", ["in bin differ", "shared/", "--tgtdict"]),
     (f"generate swapped_words {OURS}", ["source dictionary", "same size", "--srcdict"]),
     (f"interactive swapped_words {OURS}", ["source dictionary", "--srcdict"]),
     (f"validate swapped_words {OURS} --max-tokens 99", ["source dictionary"]),
