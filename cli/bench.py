@@ -131,7 +131,8 @@ def _train(
             workers,
         )  # fmt: skip
         log, report = bench_runs.process(words, training.environment(system), stem)
-        return training_rows.Run(training_rows.intervals(log, before, before + measured), report)
+        steady = training_rows.intervals(log, before, before + measured)
+        return training_rows.Run(before, steady, report)
 
     def row(case: training.Case, system: str, runs: list[training_rows.Run]) -> bench_runs.Row:
         return training_rows.row(case, system, data, runs, about)

@@ -58,19 +58,25 @@ def bleu_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def train_cases(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """case -> system -> row; models and sizes in the order of the file, systems fast first."""
+    """case -> system -> row; models in the file's order, small sizes and fast systems first."""
     cases: dict[str, dict[str, dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: -row["tokens_per_s"]):
         cases.setdefault(row["case"], {})[row["system"]] = row
-    return {case: cases[case] for case in dict.fromkeys(row["case"] for row in rows)}
+    models = list(dict.fromkeys(row["case"].split("/")[0] for row in rows))
+
+    def place(case: str) -> tuple[int, int, str]:
+        model, tokens, precision = case.split("/")
+        return models.index(model), int(tokens), precision
+
+    return {case: cases[case] for case in sorted(cases, key=place)}
 
 
 def train_table(rows: list[dict[str, Any]]) -> list[str]:
     """Speed of each system in each case; below, the parts of our step."""
     lines = [
         "| case | system | target tokens/s | x fairseq | ms a step (p20-p80) | GPU busy | of the "
-        "floor | GiB of the GPU | first 100 updates |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "floor | GiB of the GPU | first 100 updates | warm-up |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     parts = [
         "| our step, ms | GEMM | attention | elementwise | cross entropy | optimizer | gaps |",
@@ -86,7 +92,7 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
                 f"| `{case}` | {TRAIN_SYSTEMS[system][0]} | {row['tokens_per_s'] / 1e3:.0f}k | "
                 f"{ratio} | {row['ms_per_step']:.1f} ({row['ms_p20']:.1f}-{row['ms_p80']:.1f}) | "
                 f"{row['gpu_busy']:.0%} | {row['floor_share']:.0%} | {row['peak_gib']:.1f} | "
-                f"{first} |"
+                f"{first} | {row['warm_up']} |"
             )
         if "ours" in systems:
             part_ms = systems["ours"]["part_ms"]
@@ -102,12 +108,12 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
         f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
         f"{', '.join(commit[:10] for commit in common['commit'])}; case: model, max-tokens, "
         'precision; "x fairseq" is to the fastest of fairseq\'s on the same batches; medians over '
-        "intervals of 50 updates after the warm-up; the floor is counted: GEMMs at 790 TFLOP/s, "
-        "then the least bytes at 4.3 TB/s; GPU busy and parts from a profile of ten or 30 steps, "
-        "which is slower: where steps wait for the GPU by its shares (busy is rather more), else "
-        "by its kernels' times, scaled to the tokens of the other steps; GiB: all that the "
-        "process takes of the GPU, torch's and what is beside it, but for its bare context; the "
-        "first updates begin without "
+        "intervals of 50 updates after so many of warm-up; the floor is counted: GEMMs at 790 "
+        "TFLOP/s, then the least bytes at 4.3 TB/s; GPU busy and parts from a profile of ten or 30 "
+        "steps, which is slower: where steps wait for the GPU by its shares (busy is rather "
+        "more), else by its kernels' times, scaled to the tokens of the other steps; GiB: all "
+        "that the process takes of the GPU, torch's and what is beside it, but for its bare "
+        "context; the first updates begin without "
         f"timed algorithms or compiled code on disk{_otherwise(rows)}.",
     ]
 

@@ -224,8 +224,8 @@ def test_row() -> None:
     case, corpus_ = Case.parse("t2t_big/4096/bf16"), corpus.Corpus(Path(), 1, 40_000, 100, 200)
     interval = rows.Interval
     runs = [
-        rows.Run([interval(1000, 4000), interval(2000, 4000)], report(4.0)),
-        rows.Run([interval(500, 4000)], report(3.0)),
+        rows.Run(50, [interval(1000, 4000), interval(2000, 4000)], report(4.0)),
+        rows.Run(50, [interval(500, 4000)], report(3.0)),
     ]
     row = rows.row(case, "ours", corpus_, runs, {"commit": "abc"})
     least = sum(floor(case.shape, 40_000, 2000, 4000))
@@ -236,7 +236,8 @@ def test_row() -> None:
         "peak_gib": 9.88, "first_100_s": 3.5, "gpu_busy": 0.9, "profiled_ms_per_step": 5000.0,
         "profiled_tokens": 5000,
         # Products of batches that are a quarter larger; the optimizer's time knows no batch.
-        "part_ms": {"gemm": 2400.0, "optimizer": 1200.0, "gaps": 400.0}, "rounds": 2,
+        "part_ms": {"gemm": 2400.0, "optimizer": 1200.0, "gaps": 400.0}, "warm_up": 50,
+        "rounds": 2,
     }  # fmt: skip
     # Steps that the GPU holds up, and which the profiler makes longer: the profile's shares count.
     full = report(4.0)
@@ -245,10 +246,10 @@ def test_row() -> None:
         "busy": 0.96,
         "part_ms": {"gemm": 4800.0, "gaps": 200.0},
     }
-    held_up = rows.row(case, "ours", corpus_, [rows.Run(runs[0].intervals, full)], {})
+    held_up = rows.row(case, "ours", corpus_, [runs[0]._replace(report=full)], {})
     assert held_up["gpu_busy"] == 0.96
     assert held_up["part_ms"] == {"gemm": 1920.0, "gaps": 80.0}
-    short = [rows.Run(runs[0].intervals, report(4.0, tokens=1000))]
+    short = [runs[0]._replace(report=report(4.0, tokens=1000))]
     full = rows.row(case, "ours", corpus_, short, {})
     assert full["gpu_busy"] == 1 and full["part_ms"]["gaps"] == 0
     slow = {**row, "system": "fairseq_no_cudnn", "tokens_per_s": 250, "first_100_s": None}

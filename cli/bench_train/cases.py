@@ -88,8 +88,9 @@ class System(NamedTuple):
         warm_up: updates before anything is measured. Ours captures a graph for each of some two
             hundred sizes of batch when it meets it, the last of them late; the compiled baseline
             has a dozen or two; fairseq only fills its memory pool.
-        heat: updates under the profiler before its record begins. The GPU idles while a profiler
-            starts, and cooled down it has higher clocks than in the updates that are measured.
+        heat: updates of up to 4096 tokens under the profiler before its record, fewer the larger
+            they are. The GPU idles while a profiler starts, and cooled down it has higher clocks
+            than in the updates that are measured.
         marks: between the updates of the record. Many for ours, whose updates differ in size and
             make small records.
         native: fairseq's own parts, by the same command.
@@ -133,7 +134,7 @@ def command(
     how = SYSTEMS[system]
     here = f"{__package__}.{'compiled' if system == 'torch_compile' else 'probe'}"
     words = [sys.executable, "-m", here, "--report", str(report), "--updates", str(updates)]
-    heat = how.heat if gpu else 1
+    heat = max(how.heat * 4096 // max(case.max_tokens, 4096), 5) if gpu else 1
     words += ["--heat", str(heat), "--marks", str(how.marks)]
     if system == "torch_compile":
         words += ["--case", str(case), "--data", str(data), "--workers", str(workers)]

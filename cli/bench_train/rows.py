@@ -34,8 +34,9 @@ class Interval(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One run of a system: its steady intervals, and what the probe reports."""
+    """One run of a system: updates before the first of its steady intervals, these, its report."""
 
+    warm_up: int
     intervals: list[Interval]
     report: dict[str, Any]
 
@@ -63,8 +64,9 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
     """The result row of a system: its runs taken together.
 
     Source tokens are counted from the target's by the ratio of the corpus: batches are drawn at
-    random. Profile and peak are the last run's. ``part_ms`` is the time of the kernels of each part
-    in a step of ``ms_per_step``, "gaps" what is left of it, ``gpu_busy`` the share of the others.
+    random. Profile, peak and warm-up are the last run's. ``part_ms`` is the time of the kernels of
+    each part in a step of ``ms_per_step``, "gaps" what is left of it, ``gpu_busy`` the share of the
+    others.
 
     A profiler lengthens steps. Where the host holds them up, by the host's time: the kernels' times
     are the profile's, scaled to the tokens of the measured steps (the profiled ones have batches of
@@ -106,6 +108,7 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
         "profiled_ms_per_step": round(profile["ms_per_step"], 3),
         "profiled_tokens": round(report["profiled_tokens"]),
         "part_ms": {part: round(ms, 3) for part, ms in {**part_ms, "gaps": middle - busy}.items()},
+        "warm_up": runs[-1].warm_up,
         "rounds": len(runs),
     }
 
