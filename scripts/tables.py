@@ -113,20 +113,8 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
         "steps, which is slower: where steps wait for the GPU by its shares (busy is rather "
         "more), else by its kernels' times, scaled to the tokens of the other steps; GiB: all "
         "that the process takes of the GPU, torch's and what is beside it, but for its bare "
-        "context; the first updates begin without "
-        f"timed algorithms or compiled code on disk{_otherwise(rows)}.",
+        "context; the first updates begin without timed algorithms or compiled code on disk.",
     ]
-
-
-def _otherwise(rows: list[dict[str, Any]]) -> str:
-    """What is not so in rows that know no ``profiled_tokens``, which are older."""
-    old = sorted({row["commit"][:10] for row in rows if "profiled_tokens" not in row})
-    if not old:
-        return ""
-    return (
-        f". Not so in rows of commit {', '.join(old)}: there GiB are those of torch's allocator, "
-        "parts are not scaled, and caches on disk were as they were"
-    )
 
 
 def train_plot(rows: list[dict[str, Any]]) -> str:
@@ -166,7 +154,6 @@ def check_table(rows: list[dict[str, Any]]) -> list[str]:
 
 TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[str]]]] = {
     "quickstart": ("examples/quickstart/results/bleu.json", bleu_table),
-    "multi30k": ("examples/multi30k/results/bleu.json", bleu_table),
     "ops": ("scripts/results/ops-h200.json", op_table),
     "train": ("scripts/results/train-h200.json", train_table),
     "generate": ("scripts/results/generate-h200.json", generate_table),

@@ -90,13 +90,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(data: Path, out: Path, *words: str) -> tuple[str, list[dict[str, Any]]]:
     """A short run of run.sh: its last line and the rows after it."""
-    results = out / "bleu.json"
-    result = script(
-        *("run.sh", *words, "--updates", str(UPDATES)),
-        *("--data", data, "--out", out, "--results", results),
-    )
+    result = script("run.sh", *words, "--updates", str(UPDATES), "--data", data, "--out", out)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    return result.stdout.splitlines()[-1], json.loads(results.read_text())
+    return result.stdout.splitlines()[-1], json.loads((out / "bleu.json").read_text())
 
 
 @pytest.fixture(scope="module")

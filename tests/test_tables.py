@@ -183,18 +183,6 @@ def test_table_of_training(trained: Path) -> None:
     ]
 
 
-def test_older_rows_of_training_are_told_apart(trained: Path) -> None:
-    older = [row for row in train_rows() if row["case"] == "base/4096/bf16"]
-    del older[0]["profiled_tokens"]
-    older[0]["commit"] = "fedcba9876543210"
-    text = (trained / "README.md").read_text()
-    assert text.endswith("or compiled code on disk.\n<!-- end -->\n")
-    (trained / TRAIN_RESULTS).write_text(json.dumps(train_rows()[:4] + older))
-    assert tables(trained).returncode == 0
-    text = (trained / "README.md").read_text()
-    assert "on disk. Not so in rows of commit fedcba9876: there GiB are" in text
-
-
 def test_plot_of_training(trained: Path) -> None:
     picture = ElementTree.parse(trained / TRAIN_PLOT).getroot()
     words = {element.text for element in picture.iter() if element.tag.endswith("text")}

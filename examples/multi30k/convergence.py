@@ -66,7 +66,7 @@ def command(run: Run, args: argparse.Namespace) -> Command:
     words += ["--seed", str(run.seed)]
     words += ["--native"] * (run.system == "fairseq")
     words += ["--updates", str(args.updates)] * (args.updates is not None)
-    words += ["--data", args.data, "--out", args.out, "--results", args.out / "bleu.json"]
+    words += ["--data", args.data, "--out", args.out]
     environment = {
         "PRECISION": run.precision,
         # fairseq at its fastest, whatever the caller's environment says.

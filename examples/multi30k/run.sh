@@ -2,7 +2,7 @@
 # Multi30k English-German: train, average, translate test_2016_flickr, score, write the result's row.
 #
 #   bash examples/multi30k/run.sh [--native] [--model small|t2t_big] [--seed N] [--updates N]
-#                                 [--data DIR] [--out DIR] [--results FILE] [-- WORD...]
+#                                 [--data DIR] [--out DIR] [-- WORD...]
 #
 # --native runs stock fairseq's model, optimizer and criterion with the same flags. PRECISION is
 # fp32 (default; bf16 for t2t_big), fp16 or bf16. An interrupted run continues where its last
@@ -19,7 +19,6 @@ seed=1
 updates=
 data=$here/data
 out=$here/out
-results=$here/results/bleu.json
 words=()
 
 while [ $# -gt 0 ]; do
@@ -30,7 +29,6 @@ while [ $# -gt 0 ]; do
         --updates) updates=${2:?--updates needs a number}; shift 2 ;;
         --data) data=${2:?--data needs a folder}; shift 2 ;;
         --out) out=${2:?--out needs a folder}; shift 2 ;;
-        --results) results=${2:?--results needs a file}; shift 2 ;;
         --) words=("${@:2}"); break ;;
         *) echo "run.sh: unknown argument $1 (see the top of ${BASH_SOURCE[0]})" >&2; exit 2 ;;
     esac
@@ -98,6 +96,6 @@ lightseq-generate "$data/bin" ${native[@]+"${native[@]}"} --source-lang en --tar
 bleu=$(lightseq-score --sys "$run/generate.log" --reference "$data/text/test_2016_flickr.de" \
     --detokenize de --json "$run/bleu.json")
 python3 "$here/../record.py" "$checkpoints/checkpoint_last.pt" "$run/bleu.json" \
-    --results "$results" --case "multi30k en-de test_2016_flickr $precision" \
+    --results "$out/bleu.json" --case "multi30k en-de test_2016_flickr $precision" \
     --system "$system" --seed "$seed"
 echo "$bleu"
