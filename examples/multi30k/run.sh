@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Multi30k English-German: train, average, translate test_2016_flickr, score, write the result's row.
+# Multi30k English-German: train, average, translate test_2016_flickr, score, write the result's row
+# into bleu.json of --out.
 #
 #   bash examples/multi30k/run.sh [--native] [--model small|t2t_big] [--seed N] [--updates N]
 #                                 [--data DIR] [--out DIR] [-- WORD...]
