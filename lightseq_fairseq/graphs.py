@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import time
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -34,11 +35,11 @@ class Graphs:
     """Runs functions without arguments as CUDA graphs.
 
     The first time is plain: nothing is done twice, and libraries choose their algorithms then. A
-    function for which they have chosen already is captured at once. All graphs share one pool of
-    memory, which they may since they run one after the other and leave only results in it. The
-    least recently used one goes when there are too many; each time that happens to a function it
-    has to run plainly twice as often before it is captured again, since batches of too many shapes
-    would else be captured over and over.
+    function for which they have chosen already is captured at once. Graphs and plain runs share one
+    pool of memory, which they may since they run one after the other and leave only results in it.
+    The least recently used graph goes when there are too many; each time that happens to a function
+    it has to run plainly twice as often before it is captured again, since batches of too many
+    shapes would else be captured over and over.
 
     Args:
         what: the functions, in a few words for the log.
@@ -56,17 +57,18 @@ class Graphs:
             self._begin()
 
     def _begin(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = _Pool(self.device)
         self._stream = torch.cuda.Stream(self.device)
         self._memory = 0  # bytes of the graphs themselves
         self._told = 1  # the log is told when there are so many
         self._budget = int(_GRAPH_MEMORY * torch.cuda.mem_get_info(self.device)[1])
+        torch.cuda.empty_cache()  # what is free elsewhere is no use to the pool
 
     def run(self, key: Any, function: Callable[[], Any], is_prepared: bool = False) -> Any:
         """Run ``function``, or the graph of an earlier one with that key.
 
         is_prepared: libraries have nothing to choose any more.
-        Returns what the function does; a graph writes to the same tensors every time.
+        Returns what the function does; whatever runs next may write over it.
         """
         captured = self._graphs.get(key)
         if captured is not None:
@@ -75,9 +77,18 @@ class Graphs:
             captured = self._capture(key, function)
         if captured is None:
             self._plain[key] += 1
-            return function()
+            return function() if self._refusal is not None else self._run_plainly(function)
         captured.graph.replay()
         return captured.result
+
+    def _run_plainly(self, function: Callable[[], Any]) -> Any:
+        """On the stream of captures: to torch's allocator, free memory is that of one stream."""
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream), self._pool.serves():
+            result = function()
+        current.wait_stream(self._stream)
+        return result
 
     def _capture(self, key: Any, function: Callable[[], Any]) -> _Captured | None:
         while len(self._graphs) >= MOST_GRAPHS or (self._graphs and self._memory > self._budget):
@@ -89,7 +100,7 @@ class Graphs:
         # Not torch.cuda.graph: that waits for the device and gives back the allocator's memory.
         try:
             with torch.cuda.stream(self._stream), _without_garbage_collection():
-                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                graph.capture_begin(self._pool.id, capture_error_mode="thread_local")
                 try:
                     result = function()
                 finally:
@@ -117,8 +128,8 @@ class Graphs:
         """End a capture for torch, where it remains underway once its stream refuses to end it."""
         with contextlib.suppress(RuntimeError):  # it has ended: what failed was something else
             # Until then the allocator keeps what other streams have used and empties no cache.
-            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
-            torch._C._cuda_releasePool(self.device.index, self._pool)
+            torch._C._cuda_endAllocateToPool(self.device.index, self._pool.id)
+            torch._C._cuda_releasePool(self.device.index, self._pool.id)
         # Torch's generator of random numbers leaves a capture at the end of the next one.
         graph, something = torch.cuda.CUDAGraph(), torch.zeros(1, device=self.device)
         with torch.cuda.stream(self._stream):
@@ -127,12 +138,40 @@ class Graphs:
             graph.capture_end()
 
     def clear(self) -> None:
-        if self._graphs:
-            torch.cuda.synchronize(self.device)  # one of them may be running in the pool
-        self._graphs.clear()
+        """Forget all graphs and give their memory back."""
         self._plain.clear()
         if self._refusal is None:
+            torch.cuda.synchronize(self.device)  # one of them may be running in the pool
+            self._graphs.clear()
             self._begin()
+
+
+class _Pool:
+    """Memory of torch's allocator that graphs have to themselves, and what runs between them.
+
+    Attributes:
+        id: what ``capture_begin`` takes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.id = torch.cuda.graph_pool_handle()
+        self._place = place = device.index, self.id
+        # A pool ends with its last graph. This one stays: it begins with a use that lasts.
+        torch._C._cuda_beginAllocateToPool(*place)
+        torch._C._cuda_endAllocateToPool(*place)
+        weakref.finalize(self, torch._C._cuda_releasePool, *place).atexit = False
+
+    @contextlib.contextmanager
+    def serves(self) -> Iterator[None]:
+        """Within it all memory comes from here, which ``torch.cuda.use_mem_pool`` does for the
+        calling thread alone: backward has another. Nothing that is cached elsewhere is given back.
+        """
+        torch._C._cuda_beginAllocateToPool(*self._place)
+        try:
+            yield
+        finally:
+            torch._C._cuda_endAllocateToPool(*self._place)
+            torch._C._cuda_releasePool(*self._place)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 
 from lightseq_fairseq.cli import messages
 from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion
+from lightseq_fairseq.plugins.transformer import LSTransformerModel
 from lightseq_fairseq.training.step import TrainingStep
 
 
@@ -109,6 +110,31 @@ def test_a_run_with_layerdrop_goes_on_without(
     caplog.set_level(logging.INFO)
     assert len(run(data, tmp_path, **{**flags, "max_update": 16})) == 7
     assert reasons(caplog) == ["parameters have been updated differently often"]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_an_update_of_two_batches_that_ran_out_of_memory_is_made_again(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, batch: int
+) -> None:
+    packed_logits = LSTransformerModel.packed_logits
+
+    def train(fails: bool) -> tuple[list[float], int]:
+        calls = []
+
+        def counted(self: LSTransformerModel, *arguments: Any) -> Any:
+            calls.append(arguments)
+            logits = packed_logits(self, *arguments)
+            if fails and len(calls) == 2 + batch:  # in the second update
+                raise RuntimeError("CUDA out of memory: a test wanted all of it")
+            return logits
+
+        with mock.patch.object(LSTransformerModel, "packed_logits", counted):
+            return run(data, tmp_path, update_freq="2", dropout=0.1), len(calls)
+
+    caplog.set_level(logging.INFO)
+    losses, count = train(fails=False)
+    assert train(fails=True) == (losses, count + batch)
+    assert caplog.text.count("the update begins again") == 1
 
 
 def test_out_of_memory_skips_the_batch(

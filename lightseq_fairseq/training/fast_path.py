@@ -153,6 +153,8 @@ class FastPath:
         if not trainer.model.training:
             trainer.model.train()
             trainer.criterion.train()
+            if trainer.cuda:  # what a validation has left free is no use to steps
+                torch.cuda.empty_cache()
         count = trainer.get_num_updates()
         output = self._logging_output(batches)
         given = [count, output["sample_size"] or 1, *self._rates_at(count)]

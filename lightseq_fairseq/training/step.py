@@ -13,6 +13,7 @@ Letters: N elements of the flat buffers, S and T packed rows of source and targe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ from lightseq_fairseq.ops.advance import KNOWN_RATES, Given, State, Stop
 from lightseq_fairseq.parameters import DirectGradients, FlatBuffer
 from lightseq_fairseq.training.batch import PackedBatch, open_block
 from lightseq_fairseq.training.flat_adam import FlatAdam
+
+logger = logging.getLogger(__name__)
 
 STEPS_AHEAD = KNOWN_RATES - 2  # unfinished steps the host may leave behind when it starts another
 _GIVEN = len(Given) + KNOWN_RATES - 1  # numbers that travel in front of a batch
@@ -131,6 +134,24 @@ class TrainingStep:
             raise RuntimeError("lightseq: the model's parameters have moved during training")
         if self._inputs.make_room(batches):
             self._graphs.clear()  # they read where the inputs were
+        fits = True
+        try:
+            self._collect_gradients(batches, given)
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            fits = False
+        if not fits:  # now that nothing holds what the error has left on the device
+            # Graphs keep memory in pieces that other batches may not fit into. Without them, once
+            # more from the first batch on, which overwrites gradients and sums.
+            logger.info("out of memory: the update begins again, without the CUDA graphs so far")
+            self.abandon()
+            self.rng[1].zero_()
+            self._collect_gradients(batches, given)
+        self._graphs.run("update", self._update)
+        return self._report()
+
+    def _collect_gradients(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> None:
         for place, batch in enumerate(batches):
             block = self._inputs.send(batch, given)
             first = place == 0
@@ -143,8 +164,6 @@ class TrainingStep:
             sides = {("source", batch.bucket.source, first), ("target", batch.bucket.target, first)}
             self._graphs.run((batch.bucket, first), forward_backward, sides <= self._searched)
             self._searched |= sides
-        self._graphs.run("update", self._update)
-        return self._report()
 
     def _forward_backward(self, batch: PackedBatch, block: Tensor, first: bool) -> None:
         packed = open_block(
