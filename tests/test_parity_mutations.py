@@ -364,7 +364,7 @@ def scale_of(a: Arguments) -> float:
 def dropout_before_layernorm_embedding(patch: Patch) -> None:
     def change(a: Arguments) -> Any:
         norm, a["norm"] = a["norm"], None
-        return lambda x: layer_norm(x, norm)
+        return lambda x: layer_norm(x, norm, a["rng"])[1]
 
     change_embed(patch, change)
 

@@ -24,6 +24,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, target, lse)
         ctx.smoothing, ctx.padding_idx = smoothing, padding_idx
         ctx.mark_non_differentiable(nll, correct)
+        ctx.set_materialize_grads(False)
         return loss, nll, correct
 
     @staticmethod

@@ -113,11 +113,11 @@ def run_decoder_with_weights(
     """
     stack = list(layers)
     if not stack:
-        return (x if last_norm is None else layer_norm(x, last_norm)), None
+        return (x if last_norm is None else layer_norm(x, last_norm, rng)[1]), None
     memories, slices = project_memory(stack, encoder_out), ColumnSlices()
     stream = wanted = None
     if stack[0].normalize_before:
-        stream, x = x, layer_norm(x, stack[0].self_attn_layer_norm)
+        stream, x = layer_norm(x, stack[0].self_attn_layer_norm, rng)
     for place, (layer, memory) in enumerate(zip(stack, memories, strict=True)):
         following = stack[place + 1].self_attn_layer_norm if place + 1 < len(stack) else last_norm
         x, stream, weights = layer.step(

@@ -87,7 +87,7 @@ def embed(
         if positions is not None and position_weight is not None:
             x = x + position_weight.index_select(0, positions)
     if norm is not None:
-        x = layer_norm(x, norm)
+        x = layer_norm(x, norm, rng)[1]
     return x if plain or p == 0.0 else _Dropout.apply(x, p, rng, site)
 
 

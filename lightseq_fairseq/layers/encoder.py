@@ -116,10 +116,10 @@ def run_encoder(
     """Run a stack on x [T, C]; in pre-norm stacks each norm rides on the op before it."""
     stack = list(layers)
     if not stack:
-        return x if last_norm is None else layer_norm(x, last_norm)
+        return x if last_norm is None else layer_norm(x, last_norm, rng)[1]
     stream = None
     if stack[0].normalize_before:
-        stream, x = x, layer_norm(x, stack[0].self_attn_layer_norm)
+        stream, x = layer_norm(x, stack[0].self_attn_layer_norm, rng)
     for place, layer in enumerate(stack):
         following = stack[place + 1].self_attn_layer_norm if place + 1 < len(stack) else last_norm
         x, stream = layer.step(x, stream, segments, rng, following)

@@ -88,26 +88,33 @@ def input_gradients(
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-        rng = torch.zeros(2, dtype=torch.int64, device=x.device)
+    def forward(
+        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, eps: float, rng: Tensor
+    ) -> tuple[Tensor, Tensor]:
         _, y, mean, rstd = ops.dropout_residual_layer_norm_fwd(
             x, None, None, gamma, beta, 0.0, rng, 0, eps
         )
         ctx.save_for_backward(x, gamma, beta, mean, rstd, rng)
-        return y
+        ctx.set_materialize_grads(False)
+        return x, y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(ctx: Any, dstream: Tensor | None, dy: Tensor) -> Any:
         x, gamma, beta, mean, rstd, rng = ctx.saved_tensors
         to = gradients_for(gamma, beta)
         dgamma, dbeta = to.tensors
+        dstream = None if dstream is None else dstream.contiguous()
         _, dx = ops.dropout_residual_layer_norm_bwd(
-            dy.contiguous(), None, x, gamma, mean, rstd, 0.0, rng, 0, dgamma, dbeta, None,
+            dy.contiguous(), dstream, x, gamma, mean, rstd, 0.0, rng, 0, dgamma, dbeta, None,
             to.accumulate,
         )  # fmt: skip
-        return dx, *to.handed(), None
+        return dx, *to.handed(), None, None
 
 
-def layer_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
-    """LayerNorm of packed rows x [T, C], for the places no residual leads to."""
-    return _LayerNorm.apply(x, norm.weight, norm.bias, norm.eps)
+def layer_norm(x: Tensor, norm: nn.LayerNorm, rng: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed rows x [T, C] as a stream, and their LayerNorm, for the places no residual leads to.
+
+    The kernel of backward adds up the gradients of both. rng: any; there is no dropout here.
+    """
+    stream, y = _LayerNorm.apply(x, norm.weight, norm.bias, norm.eps, rng)
+    return stream, y
