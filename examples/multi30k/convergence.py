@@ -3,8 +3,8 @@
     python examples/multi30k/convergence.py [--jobs N] [--data DIR] [--out DIR]
         [--model small|t2t_big] [--seeds N] [--updates N] [-- WORD...]
 
-Two models of run.sh: ``small``, its recipe to the BLEU score, three seeds a system; and
-``t2t_big``, the layers of a Transformer big in bf16, for the loss curves of two seeds a system.
+Two models of run.sh: ``small``, its recipe to the BLEU score, six seeds a system; and
+``t2t_big``, the layers of a Transformer big in bf16, for the loss curves of four seeds a system.
 Each run has a folder with its logs in ``--out``. As soon as it has ended, its row is in
 ``convergence.json`` there, and its checkpoints are deleted. Given again, the command trains what
 has no row yet, from the start. WORDs go to every lightseq-train.
@@ -34,7 +34,7 @@ from curves import read_records  # noqa: E402
 from record import Row, circumstances, write_row  # noqa: E402
 from side_by_side import Command, run_all  # noqa: E402
 
-SEEDS = {"small": 3, "t2t_big": 2}
+SEEDS = {"small": 6, "t2t_big": 4}
 
 
 class Run(NamedTuple):
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "out" / "convergence",
                         help="folder of the rows and of the runs' logs")  # fmt: skip
     parser.add_argument("--model", choices=SEEDS, help="this one alone")
-    parser.add_argument("--seeds", type=int, help="seeds of each system  [3 small, 2 t2t_big]")
+    parser.add_argument("--seeds", type=int, help="seeds of each system  [6 small, 4 t2t_big]")
     parser.add_argument("--updates", type=int, help="instead of the recipe's number")
     parser.add_argument("words", nargs="*", metavar="-- WORD", help="more words for lightseq-train")
     args = parser.parse_args()
