@@ -22,6 +22,7 @@ from fairseq.criterions import register_criterion
 from fairseq.criterions.label_smoothed_cross_entropy import (
     LabelSmoothedCrossEntropyCriterionConfig,
 )
+from fairseq.tasks.translation import TranslationTask
 
 from lightseq_fairseq.cli import messages
 from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion
@@ -153,6 +154,41 @@ def test_out_of_memory_skips_the_batch(
     assert len(calls) == 5
     assert len(losses) == 4
     assert "attempting to recover from OOM" in caplog.text
+
+
+def test_a_validation_that_ran_out_of_memory_gets_that_of_the_graphs(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    validates, forgets = TranslationTask.valid_step, TrainingStep.forget_graphs
+
+    def validate(fails: bool) -> tuple[list[float], list[str]]:
+        events = []
+
+        def validated(self: TranslationTask, *arguments: Any) -> Any:
+            events.append("batch")
+            found = validates(self, *arguments)
+            if fails and len(events) == 3:  # the second batch
+                raise RuntimeError("CUDA out of memory: a test wanted all of it")
+            events.append(str(found))
+            return found
+
+        def forgotten(self: TrainingStep) -> None:
+            events.append("forget")
+            forgets(self)
+
+        flags = {"disable_validation": None, "validate_interval_updates": 2}
+        with (
+            mock.patch.object(TranslationTask, "valid_step", validated),
+            mock.patch.object(TrainingStep, "forget_graphs", forgotten),
+        ):
+            return run(data, tmp_path, **flags), events
+
+    caplog.set_level(logging.INFO)
+    losses, events = validate(fails=False)
+    assert len(events) > 4
+    events[3:3] = ["forget", "batch"]
+    assert validate(fails=True) == (losses, events)
+    assert caplog.text.count("the batch begins again") == 1
 
 
 @pytest.mark.parametrize("bf16", [True, None])

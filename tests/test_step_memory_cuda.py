@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import training_runs as runs
+from fairseq.tasks.translation import TranslationTask
 from parity import write_corpus
 from test_step_cuda import ON_GPU
 
@@ -88,7 +90,44 @@ def test_steps_leave_nothing_in_the_memory_of_graphs(
 
     monkeypatch.setattr(Graphs, "run", recorded)
     flags = {**ON_GPU, "bf16": True, "max_tokens": 1024, "update_freq": "3", "no_save": True}
-    runs.run(data, tmp_path / "run", **flags, max_update=40, validate_interval_updates=10)
+    flags.update(max_update=40, validate_interval_updates=10, disable_validation=None)
+    runs.run(data, tmp_path / "run", **flags)
     assert len(left) > 100
     # The first step makes the table of positions, the first graph torch's generator two numbers.
     assert sum(max(more, 0) for more in left[1:]) <= 4096
+
+
+def test_a_validation_takes_the_memory_of_graphs_where_it_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "data").mkdir()
+    data = write_corpus(tmp_path / "data", pairs=2000, longest=60)
+    flags = {**ON_GPU, "bf16": True, "max_tokens": 8192, "encoder_embed_dim": 512}
+    flags.update(max_update=24, validate_interval_updates=12, disable_validation=None, no_save=True)
+    validates, valid = TranslationTask.valid_step, []
+    more, limit = 64 << 20, 0  # bytes that a validation wants, and what it may have with all else
+
+    def validated(self: TranslationTask, *arguments: Any) -> Any:
+        loss, *others = validates(self, *arguments)
+        valid.append(loss.item())
+        return loss, *others
+
+    def greedy(self: TranslationTask, *arguments: Any) -> Any:
+        nonlocal limit
+        torch.cuda.empty_cache()
+        limit = limit or torch.cuda.memory_reserved() + more // 2
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+        try:
+            torch.empty(more, dtype=torch.uint8, device="cuda")
+            return validated(self, *arguments)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+    caplog.set_level(logging.INFO)
+    found = []
+    for name, valid_step in (("plenty", validated), ("little", greedy)):
+        valid.clear()
+        monkeypatch.setattr(TranslationTask, "valid_step", valid_step)
+        found.append((runs.run(data, tmp_path / name, **flags), list(valid)))
+    assert found[0] == found[1]
+    assert 1 <= caplog.text.count("the batch begins again") <= 2

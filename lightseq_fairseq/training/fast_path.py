@@ -184,6 +184,10 @@ class FastPath:
         while len(self._started) > ahead:
             self._log(self._started.popleft())
 
+    def forget_graphs(self) -> None:
+        """Give the memory of graphs back; steps that follow capture others."""
+        self._step.forget_graphs()
+
     def _logging_output(self, batches: Sequence[PackedBatch]) -> dict[str, Any]:
         ntokens = sum(batch.ntokens for batch in batches)
         nsentences = sum(batch.nsentences for batch in batches)
@@ -268,7 +272,7 @@ class FastPath:
         """As fairseq does: say it, forget the batch, go on."""
         self.trainer._log_oom(error)
         logger.warning("attempting to recover from OOM in forward/backward pass")
-        self._step.abandon()
+        self._step.forget_graphs()
         self.trainer.zero_grad()
         if self.trainer.cuda:
             torch.cuda.empty_cache()

@@ -145,7 +145,7 @@ class TrainingStep:
             # Graphs keep memory in pieces that other batches may not fit into. Without them, once
             # more from the first batch on, which overwrites gradients and sums.
             logger.info("out of memory: the update begins again, without the CUDA graphs so far")
-            self.abandon()
+            self.forget_graphs()
             self.rng[1].zero_()
             self._collect_gradients(batches, given)
         self._graphs.run("update", self._update)
@@ -215,8 +215,8 @@ class TrainingStep:
             arrived.record()
         return Report(values, arrived)
 
-    def abandon(self) -> None:
-        """Forget the graphs and their memory, after an error within a step."""
+    def forget_graphs(self) -> None:
+        """Give the memory of graphs back, also after an error within a step."""
         self._graphs.clear()
 
 

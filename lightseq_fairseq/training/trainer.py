@@ -136,6 +136,23 @@ class Trainer(native.Trainer):
         self.settle()
         super().begin_valid_epoch(epoch)
 
+    def valid_step(self, sample: Any, raise_oom: bool = False) -> Any:
+        """One batch of validation; see ``fairseq.trainer.Trainer.valid_step``.
+
+        Where memory runs out, graphs of training give up theirs, and the batch begins again.
+        """
+        if self._fast_path is None:
+            return super().valid_step(sample, raise_oom)
+        try:
+            return super().valid_step(sample, raise_oom=True)
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+        # Now that nothing holds what the error has left on the device.
+        logger.info("out of memory: the batch begins again, without the CUDA graphs so far")
+        self._fast_path.forget_graphs()
+        return super().valid_step(sample, raise_oom=True)
+
     def state_dict(self) -> dict[str, Any]:
         """fairseq's training state under native names, float32 parameters included."""
         self.settle()
