@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU's memory did not suffice: torch's allocator says so in these words, and our
+    kernels do (``csrc/common/check.h``), since fairseq looks for them.
+    """
+    return "out of memory" in str(error)
+
+
 class UserError(ValueError):
     """A request that cannot be honoured as it stands.
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightseq_fairseq import library, ops
-from lightseq_fairseq.errors import GPUHangs
+from lightseq_fairseq.errors import GPUHangs, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Graphs:
                     graph.capture_end()
         except RuntimeError as error:
             self._forget_failure()
-            if not isinstance(_cause(error), RuntimeError) or "out of memory" in str(_cause(error)):
+            if not isinstance(_cause(error), RuntimeError) or is_out_of_memory(_cause(error)):
                 raise _cause(error) from None
             self._refusal = str(_cause(error)).partition("\n")[0]
             logger.warning("%s go on without CUDA graphs: %s", self.what, self._refusal)

@@ -20,7 +20,7 @@ from fairseq import optim
 from fairseq.logging import metrics
 from fairseq.tasks import FairseqTask
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.errors import UserError, is_out_of_memory
 from lightseq_fairseq.ops.advance import KNOWN_RATES, State
 from lightseq_fairseq.parameters import flat_buffers
 from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion
@@ -161,7 +161,7 @@ class FastPath:
         try:
             report = self._step.run(batches, given)
         except RuntimeError as error:
-            if "out of memory" not in str(error):
+            if not is_out_of_memory(error):
                 raise
             self._recover(error)
             return None

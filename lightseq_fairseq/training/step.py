@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.errors import is_out_of_memory
 from lightseq_fairseq.graphs import Graphs, wait_for
 from lightseq_fairseq.layers import label_smoothed_cross_entropy
 from lightseq_fairseq.ops.advance import KNOWN_RATES, Given, State, Stop
@@ -138,7 +139,7 @@ class TrainingStep:
         try:
             self._collect_gradients(batches, given)
         except RuntimeError as error:
-            if "out of memory" not in str(error):
+            if not is_out_of_memory(error):
                 raise
             fits = False
         if not fits:  # now that nothing holds what the error has left on the device

@@ -20,6 +20,7 @@ from fairseq.file_io import PathManager
 from fairseq.logging import metrics
 
 from lightseq_fairseq import library
+from lightseq_fairseq.errors import is_out_of_memory
 from lightseq_fairseq.plugins import dictionaries
 from lightseq_fairseq.plugins.optimizer import FP16Optimizer
 from lightseq_fairseq.training import batch, fast_path, optimizer_order, pack_tokens
@@ -146,7 +147,7 @@ class Trainer(native.Trainer):
         try:
             return super().valid_step(sample, raise_oom=True)
         except RuntimeError as error:
-            if "out of memory" not in str(error):
+            if not is_out_of_memory(error):
                 raise
         # Now that nothing holds what the error has left on the device.
         logger.info("out of memory: the batch begins again, without the CUDA graphs so far")
