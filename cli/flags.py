@@ -178,8 +178,7 @@ PART_OF = {
     for part in parts.split()
 }
 
-# In training: what changes nothing where there is one rank. With several, the reason that
-# ``fast_path.refusal`` gives for taking fairseq's own step.
+# In training: what changes nothing where there is one rank.
 _SEVERAL_RANKS = """
 --all-gather-list-size --ddp-backend --ddp-comm-hook --bucket-cap-mb --fix-batches-to-gpus
 --find-unused-parameters --gradient-as-bucket-view --heartbeat-timeout --broadcast-buffers

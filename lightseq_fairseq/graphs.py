@@ -20,6 +20,7 @@ from lightseq_fairseq.errors import GPUHangs, is_out_of_memory
 logger = logging.getLogger(__name__)
 
 PATIENCE = 300.0  # seconds for a step before the GPU counts as hanging
+_PATIENCE_WITH_OTHERS = 1800.0  # one of them may be writing a checkpoint
 _BETWEEN_LOOKS = 1e-4  # seconds
 MOST_GRAPHS = 256
 _LARGEST_GRAPH = 64 << 20  # bytes; the rest of what goes meanwhile, other processes have taken
@@ -202,13 +203,14 @@ def wait_for(event: torch.cuda.Event) -> None:
     where the GPU hangs. Looks are counted, and no clock read: a process may be stopped meanwhile.
 
     Raises:
-        GPUHangs: after ``PATIENCE`` seconds or somewhat more.
+        GPUHangs: after ``PATIENCE`` seconds or somewhat more, half an hour beside other ranks.
     """
-    for _ in range(int(PATIENCE / _BETWEEN_LOOKS)):
+    patience = _PATIENCE_WITH_OTHERS if torch.distributed.is_initialized() else PATIENCE
+    for _ in range(int(patience / _BETWEEN_LOOKS)):
         if event.query():
             return
         time.sleep(_BETWEEN_LOOKS)
-    raise GPUHangs(PATIENCE)
+    raise GPUHangs(patience)
 
 
 def _refusal(device: torch.device) -> str | None:

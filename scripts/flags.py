@@ -63,7 +63,8 @@ NOTES = {
     "--criterion": "`ls_label_smoothed_cross_entropy`; with another one: fallback; those of other "
     "tasks are refused",
     "--activation-fn": "relu, gelu, gelu_accurate; others are refused",
-    "--ddp-backend": "`fully_sharded` is refused: parameters live in one flat buffer",
+    "--ddp-backend": "fallback with `slowmo`; `fully_sharded` is refused: parameters live in one "
+    "flat buffer; the others make no difference to the captured step",
     "--sacrebleu": "with `--bpe`: spares a warning",
     "--fp16": "on a CPU refused, unless with `--fp16-no-flatten-grads`",
     "--fp16-no-flatten-grads": "decides the form of the optimizer's state in checkpoints",
@@ -71,7 +72,16 @@ NOTES = {
     "--write-checkpoints-asynchronously": "refused where the package iopath is missing",
     "--retain-dropout": "fairseq's own layers",
     "--fix-batches-to-gpus": "of `--dataset-impl cached`, whose sentences are fetched in advance",
-    "--all-gather-list-size": "of criteria whose logs cannot be summed",
+    "--all-gather-list-size": "of logs that cannot be summed",
+    **dict.fromkeys(
+        (
+            "--bucket-cap-mb",
+            "--broadcast-buffers",
+            "--find-unused-parameters",
+            "--gradient-as-bucket-view",
+        ),
+        "of the wrapper around the model, which the captured step does not call",
+    ),
     "--aim-repo": "a warning where the package aim is missing",
     "--azureml-logging": "a warning where the package azureml-core is missing",
     "--tensorboard-logdir": "a warning where the package tensorboard is missing",
@@ -190,7 +200,8 @@ def answer(command: str, name: str, choices: list[str]) -> tuple[str, str]:
         kind = REFUSED if whole in NOT_WITH_OURS else answer(command, whole.split()[0], [])[0]
         return kind, f"part of `{whole}`"
     if command == "train" and name in {*flags.SEVERAL_RANKS, *RANKS.split()}:
-        return FALLBACK, "with several ranks"
+        is_fallback = name in {*fast_path.FALLBACK, "--all-gather-list-size"}
+        return FALLBACK if is_fallback else HONOURED, "with several ranks"
     if command == "train" and name in {*fast_path.FALLBACK, *DATA}:
         return FALLBACK, DATA.get(name, "")
     return (FALLBACK if name in OTHER_LAYERS else HONOURED), ""

@@ -77,7 +77,7 @@ list() {
     if [ -n "$sanitizer" ]; then
         echo "racecheck test_races_cuda"
         printf 'memcheck %s\n' "${files[@]}" | grep _cuda |
-            grep -v -E '_(generation|model|parity|races|step|step_faults|step_memory)_cuda'
+            grep -v -E '_(generation|model|parity|races|ranks|step|step_faults|step_memory)_cuda'
     fi
     printf 'tests %s\n' "${files[@]}" | grep -v -x -F "${alone[@]/#/-etests }"
 }

@@ -30,6 +30,9 @@ from torch.distributed.algorithms import ddp_comm_hooks
 from torch.nn.parallel import DistributedDataParallel
 from training_runs import exit_status, fork
 
+from lightseq_fairseq.training.batch import PackedBatch, open_block
+from lightseq_fairseq.training.step import TrainingStep
+
 Trace = dict[str, Any]
 
 TWO = (
@@ -40,7 +43,9 @@ TRAIN = "--max-tokens 60 --max-update 4 --lr 0.02 --lr-scheduler fixed "
 # settings -> those that the run without them has, too
 TRAINING = {
     "--bucket-cap-mb 1 --find-unused-parameters --gradient-as-bucket-view --broadcast-buffers "
-    "--ddp-comm-hook fp16 --heartbeat-timeout 60 --device-id 1": "",
+    "--device-id 1": "",
+    "--ddp-comm-hook fp16": "",
+    "--heartbeat-timeout 60": "",
     "--ddp-backend legacy_ddp": "",
     # Of datasets that are fetched in advance only.
     "--fix-batches-to-gpus": "--dataset-impl cached",
@@ -57,8 +62,10 @@ BMUF = (
 INIT = names(TWO) - {"--dropout"}
 STARTED = "--distributed-port --distributed-no-spawn"
 PROVEN: Proofs = {
-    ("train", table.FALLBACK): (names(BMUF, STARTED, *TRAINING) | INIT)
-    & rows("train", table.FALLBACK),
+    **{
+        ("train", kind): (names(BMUF, STARTED, *TRAINING) | INIT) & rows("train", kind)
+        for kind in (table.FALLBACK, table.HONOURED)
+    },
     ("validate", table.HONOURED): names(STARTED, "--all-gather-list-size --device-id") | INIT,
     ("interactive", table.HONOURED): names(STARTED, "--device-id") | INIT,
 }
@@ -93,11 +100,26 @@ def checkpoint(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoint_last.pt"
 
 
+def sentences(batch: Any) -> list[list[int]]:
+    """The source sentences of a batch, packed or fairseq's, sorted."""
+    if isinstance(batch, PackedBatch):
+        packed = open_block(batch.block, batch.bucket, batch.longest_source, batch.longest_target)
+        ends = packed.source.cu_seqlens[1 : batch.nsentences]
+        return sorted(s.tolist() for s in packed.source_tokens.tensor_split(ends.tolist()))
+    source = batch["net_input"]
+    return sorted(
+        tokens[-length:].tolist()  # pads are on the left
+        for tokens, length in zip(source["src_tokens"], source["src_lengths"], strict=True)
+    )
+
+
 @contextmanager
 def watched() -> Iterator[Trace]:
     """What fairseq asks for in this process, by the names of the settings."""
     seen: Trace = {"losses": [], "batches": [], "reads": 0, "init": None, "wrapper": None}
+    seen["is_captured"] = False
     step, reduce = trainer.Trainer.train_step, trainer.Trainer._reduce_and_log_stats
+    start = TrainingStep.run
     init, load = torch.distributed.init_process_group, checkpoint_utils.load_checkpoint_to_cpu
     gather, hook = distributed_utils.all_gather_list, ddp_comm_hooks.register_ddp_comm_hook
 
@@ -127,8 +149,13 @@ def watched() -> Iterator[Trace]:
         return hook(kind, model)
 
     def train_step(self: Any, samples: Any, raise_oom: bool = False) -> Any:
-        seen["batches"].append([sample["id"].tolist() for sample in samples if sample])
+        seen["batches"].append([sentences(sample) for sample in samples if len(sample)])
         return step(self, samples, raise_oom)
+
+    def start_step(self: Any, batches: Any, *arguments: Any) -> Any:
+        seen["batches"].append([sentences(batch) for batch in batches])
+        seen["is_captured"] = True
+        return start(self, batches, *arguments)
 
     def reduced(self: Any, outputs: Any, *arguments: Any) -> Any:
         seen["losses"].append(float(sum(output["loss"] for output in outputs)))
@@ -152,6 +179,7 @@ def watched() -> Iterator[Trace]:
         mock.patch.object(wrappers, "SlowMoDistributedDataParallel", wrap_for_slowmo, create=True),
         mock.patch.object(ddp_comm_hooks, "register_ddp_comm_hook", compress),
         mock.patch.object(trainer.Trainer, "train_step", train_step),
+        mock.patch.object(TrainingStep, "run", start_step),
         mock.patch.object(trainer.Trainer, "_reduce_and_log_stats", reduced),
         mock.patch.object(checkpoint_utils, "load_checkpoint_to_cpu", load_checkpoint),
         mock.patch.object(distributed_utils, "all_gather_list", all_gather_list),
@@ -180,7 +208,7 @@ def run(command: str, data: Path, place: Path, line: str, folder: Path) -> list[
 
 
 def agree(ours: list[Trace], theirs: list[Trace], but: tuple[str, ...] = ()) -> bool:
-    different = {"told", "init", *but}
+    different = {"told", "init", "is_captured", *but}
     return all(
         a["losses"] == pytest.approx(b["losses"], rel=1e-4)
         and {k: v for k, v in a.items() if k not in different | {"losses"}}
@@ -211,6 +239,8 @@ class TestTraining:
             ours, theirs = train(f"{base} {line}", ""), train(f"{base} {line}")
             without = train(f"{base} " if apart else base)
         assert agree(ours, theirs), (ours, theirs)
+        is_captured = "legacy" in line or not names(line) & rows("train", table.FALLBACK)
+        assert ours[0]["is_captured"] == is_captured
         for setting in names(line):
             key = setting.removeprefix("--").replace("-", "_")
             key = CHANGED.get(key, key)

@@ -29,6 +29,7 @@ from lightseq_fairseq.training import step
 from lightseq_fairseq.training.batch import Packed
 from lightseq_fairseq.training.fast_path import FastPath
 from lightseq_fairseq.training.flat_adam import FlatAdam
+from lightseq_fairseq.training.step import Count
 
 Patch = pytest.MonkeyPatch
 Arguments = dict[str, Any]
@@ -201,25 +202,26 @@ def clip_of_fp16_as_of_fp32(patch: Patch) -> None:
 # Sample size
 
 
-def change_sample_size(patch: Patch, change: Callable[[Any, dict[str, Any]], float]) -> None:
-    """Let ``change(step, logging output)`` say how many samples a step has."""
-    logging_output = FastPath._logging_output
+def change_sample_size(patch: Patch, change: Callable[[Any, list[float]], float]) -> None:
+    """Let ``change(step, counts)`` say how many samples a step has."""
+    counts_of = FastPath._counts
 
-    def changed(self: Any, batches: Any) -> dict[str, Any]:
-        output = logging_output(self, batches)
-        return {**output, "sample_size": change(self, output)}
+    def changed(self: Any, batches: Any) -> list[float]:
+        counts = counts_of(self, batches)
+        counts[Count.SAMPLE_SIZE] = change(self, counts)
+        return counts
 
-    patch.setattr(FastPath, "_logging_output", changed)
+    patch.setattr(FastPath, "_counts", changed)
 
 
 @mutation(updates=2)
 def sentences_for_tokens(patch: Patch) -> None:
-    change_sample_size(patch, lambda self, output: output["nsentences"])
+    change_sample_size(patch, lambda self, counts: counts[Count.SENTENCES])
 
 
 @mutation(updates=2, sentence_avg=True)
 def tokens_for_sentences(patch: Patch) -> None:
-    change_sample_size(patch, lambda self, output: output["ntokens"])
+    change_sample_size(patch, lambda self, counts: counts[Count.TOKENS])
 
 
 @mutation(sentence_avg=True)
@@ -243,7 +245,7 @@ def mean_of_every_micro_batch(patch: Patch) -> None:
         return losses, *rest
 
     patch.setattr(step, "label_smoothed_cross_entropy", changed)
-    change_sample_size(patch, lambda self, output: parity.FLAGS["update-freq"])
+    change_sample_size(patch, lambda self, counts: parity.FLAGS["update-freq"])
 
 
 @mutation()
@@ -255,9 +257,9 @@ def last_micro_batch_only(patch: Patch) -> None:
 
 @mutation(ignore_prefix_size=2)
 def ignored_prefix_leaves_the_sample_size(patch: Patch) -> None:
-    def change(self: Any, output: dict[str, Any]) -> float:
-        ignored = self.trainer.get_criterion().ignore_prefix_size * output["nsentences"]
-        return float(output["sample_size"] - ignored)
+    def change(self: Any, counts: list[float]) -> float:
+        ignored = self.trainer.get_criterion().ignore_prefix_size * counts[Count.SENTENCES]
+        return counts[Count.SAMPLE_SIZE] - ignored
 
     change_sample_size(patch, change)
 

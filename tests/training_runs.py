@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import multiprocessing
 import os
 import resource
 import signal
@@ -184,24 +185,36 @@ def assert_stops_and_goes_on(data: Path, folder: Path, **flags: Any) -> None:
 
 
 def run_ranks(data: Path, save_dir: Path, ranks: int, **flags: Any) -> list[list[float]]:
-    """Losses of each rank of one distributed run on this machine."""
+    """Losses of each rank of one distributed run on this machine, if need be on one GPU."""
     save_dir.mkdir()
-    start = train.main
-
-    def of_rank(rank: int) -> None:
-        flags.update(
-            distributed_world_size=ranks, distributed_rank=rank, distributed_backend="gloo",
-            distributed_init_method=f"file://{save_dir}/rendezvous", ddp_backend="legacy_ddp",
-            distributed_no_spawn=True,
-        )  # fmt: skip
-        main = functools.partial(distributed_utils.distributed_main, rank, start, kwargs={})
-        with mock.patch.object(train, "main", main):
-            losses = run(data, save_dir, **flags)
-        (save_dir / f"rank{rank}").write_text(json.dumps(losses))
-
-    children = [fork(functools.partial(of_rank, rank)) for rank in range(ranks)]
-    assert [exit_status(child) for child in children] == [0] * ranks
+    flags = {
+        "distributed_world_size": ranks, "distributed_no_spawn": True, "ddp_backend": "legacy_ddp",
+        "distributed_init_method": f"file://{save_dir}/rendezvous", **flags,
+    }  # fmt: skip
+    of_rank = functools.partial(_run_rank, data, save_dir, flags)
+    if flags.get("cpu", True):
+        children = [fork(functools.partial(of_rank, rank)) for rank in range(ranks)]
+        statuses = [exit_status(child) for child in children]
+    else:  # CUDA does not survive a fork
+        context = multiprocessing.get_context("spawn")
+        processes = [context.Process(target=of_rank, args=(rank,)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        statuses = [process.exitcode for process in processes]
+    assert statuses == [0] * ranks
     return [json.loads((save_dir / f"rank{rank}").read_text()) for rank in range(ranks)]
+
+
+def _run_rank(data: Path, save_dir: Path, flags: dict[str, Any], rank: int) -> None:
+    gpus = 0 if flags.get("cpu", True) else torch.cuda.device_count()
+    backend = "gloo" if gpus < flags["distributed_world_size"] else "nccl"
+    device = rank % gpus if gpus else rank
+    start = functools.partial(distributed_utils.distributed_main, device, train.main, kwargs={})
+    with mock.patch.object(train, "main", start):
+        losses = run(data, save_dir, **flags, distributed_rank=rank, distributed_backend=backend)
+    (save_dir / f"rank{rank}").write_text(json.dumps(losses))
 
 
 def fork(work: Callable[[], None]) -> int:

@@ -30,7 +30,9 @@ from lightseq_fairseq.training.flat_adam import FlatAdam
 from lightseq_fairseq.training.step import (
     SCALER,
     STEPS_AHEAD,
+    Count,
     Loss,
+    Ranks,
     Report,
     Rules,
     Stop,
@@ -56,7 +58,18 @@ FALLBACK: dict[str, Callable[[Any, Any], bool]] = {
     "--profile": lambda cfg, model: cfg.common.profile,
     "--encoder-layerdrop": lambda cfg, model: model.cfg.encoder.layerdrop > 0,
     "--decoder-layerdrop": lambda cfg, model: model.cfg.decoder.layerdrop > 0,
+    # Of several ranks, what would happen between backward and update.
+    "--ddp-backend": lambda cfg, model: _of_ranks(cfg, "ddp_backend") == "slowmo",
+    "--ddp-comm-hook": lambda cfg, model: _of_ranks(cfg, "ddp_comm_hook") not in (None, "none"),
+    # It counts calls of the wrapper that fairseq puts around the model.
+    "--heartbeat-timeout": lambda cfg, model: (_of_ranks(cfg, "heartbeat_timeout") or 0) > 0,
 }
+
+
+def _of_ranks(cfg: Any, name: str) -> Any:
+    """A setting of several ranks, or None where there is one."""
+    ranks = cfg.distributed_training
+    return getattr(ranks, name) if ranks.distributed_world_size > 1 else None
 
 
 def refusal(trainer: Any) -> str | None:
@@ -69,9 +82,10 @@ def refusal(trainer: Any) -> str | None:
         "the criterion is not ls_label_smoothed_cross_entropy": type(criterion)
         is not LabelSmoothedCrossEntropyCriterion,
         "the optimizer is not ls_adam": getattr(cfg.optimizer, "_name", None) != "ls_adam",
-        "there are several ranks": trainer.data_parallel_world_size > 1,
         "the task trains in a way of its own": task.train_step is not FairseqTask.train_step
         or task.optimizer_step is not FairseqTask.optimizer_step,
+        "the task's logs cannot be summed": trainer.data_parallel_world_size > 1
+        and not task.logging_outputs_can_be_summed(criterion),
     }
     found = next((reason for reason, applies in reasons.items() if applies), None)
     found = found or next((flag for flag, asked in FALLBACK.items() if asked(cfg, model)), None)
@@ -107,11 +121,10 @@ def granularity(trainer: Any) -> Granularity:
 
 @dataclass
 class _Started:
-    """A step that has been started, and what is known of it already."""
+    """A step that has been started, and what is known of it already: see ``step.Count``."""
 
     report: Report
-    sample_size: int
-    logging_output: dict[str, Any]
+    counts: list[float]
 
 
 class FastPath:
@@ -122,7 +135,13 @@ class FastPath:
         self.trainer = trainer
         optimizer = trainer.optimizer
         self._scaler = optimizer.scaler if isinstance(optimizer, optim.FP16Optimizer) else None
-        rules = Rules(cfg.common.seed, cfg.optimization.clip_norm, 1e-6)
+        ranks = Ranks(trainer.data_parallel_world_size, trainer.data_parallel_process_group)
+        self._is_alone = ranks.count == 1
+        seed = cfg.common.seed + (trainer.data_parallel_rank << 32)  # each draws masks of its own
+        if not self._is_alone:
+            # Until a step tells: ranks that stop by the clock go by the same one.
+            trainer._cumulative_training_time = trainer._previous_training_time
+        rules = Rules(seed, cfg.optimization.clip_norm, 1e-6)
         scaler = self._scaler
         if scaler is not None:
             rules = Rules(
@@ -134,7 +153,8 @@ class FastPath:
             criterion.ignore_prefix_size,
         )  # fmt: skip
         (low,) = flat_buffers(trainer.get_model().parameters())
-        self._step = TrainingStep(trainer.get_model(), low, _adam(optimizer), loss, rules)
+        model = trainer.get_model()
+        self._step = TrainingStep(model, low, _adam(optimizer), loss, rules, ranks)
         self._step.set_state(trainer.get_num_updates(), scaler)
         self._rates: dict[int, float] = {}
         self._started: deque[_Started] = deque()
@@ -156,16 +176,17 @@ class FastPath:
             if trainer.cuda:  # what a validation has left free is no use to steps
                 torch.cuda.empty_cache()
         count = trainer.get_num_updates()
-        output = self._logging_output(batches)
-        given = [count, output["sample_size"] or 1, *self._rates_at(count)]
+        batches = [batch for batch in batches if len(batch)]  # one of several ranks may have none
         try:
-            report = self._step.run(batches, given)
+            started = self._start(batches, count)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             self._recover(error)
-            return None
-        self._started.append(_Started(report, output["sample_size"], output))
+            if self._is_alone:
+                return None
+            started = self._start([], count)  # the other ranks wait for this one
+        self._started.append(started)
         trainer.set_num_updates(count + 1)
         self._log_memory(count + 1)
         self.settle(0 if ends_epoch or self._is_looked_at(count + 1) else STEPS_AHEAD)
@@ -188,15 +209,17 @@ class FastPath:
         """Give the memory of graphs back; steps that follow capture others."""
         self._step.forget_graphs()
 
-    def _logging_output(self, batches: Sequence[PackedBatch]) -> dict[str, Any]:
+    def _start(self, batches: Sequence[PackedBatch], count: int) -> _Started:
+        counts = self._counts(batches)
+        given = [count, counts[Count.SAMPLE_SIZE] or 1, *self._rates_at(count), *counts]
+        return _Started(self._step.run(batches, given), counts)
+
+    def _counts(self, batches: Sequence[PackedBatch]) -> list[float]:
         ntokens = sum(batch.ntokens for batch in batches)
         nsentences = sum(batch.nsentences for batch in batches)
-        criterion = self.trainer.get_criterion()
-        return {
-            "ntokens": ntokens,
-            "nsentences": nsentences,
-            "sample_size": nsentences if criterion.sentence_avg else ntokens,
-        }
+        sample_size = nsentences if self.trainer.get_criterion().sentence_avg else ntokens
+        seconds = self.trainer._local_cumulative_training_time()
+        return [sample_size, ntokens, nsentences, seconds]
 
     def _rates_at(self, count: int) -> list[float]:
         """Learning rates at this count and those before it: the device may be behind."""
@@ -219,7 +242,10 @@ class FastPath:
 
     def _log(self, started: _Started) -> None:
         values = started.report.wait()
-        trainer, scaler = self.trainer, self._scaler
+        trainer, scaler, counts = self.trainer, self._scaler, started.counts
+        if not self._is_alone:
+            counts = values[len(State) :]
+            trainer._cumulative_training_time = counts[Count.SECONDS] / self._step.ranks.count
         if scaler is not None:
             for place, name in SCALER.items():
                 value = values[place]
@@ -233,12 +259,17 @@ class FastPath:
             )
             trainer.set_num_updates(trainer.get_num_updates() - 1)
         else:
-            output = started.logging_output
-            output.update(loss=values[State.LOSS], nll_loss=values[State.NLL])
+            output: dict[str, Any] = {
+                "sample_size": int(counts[Count.SAMPLE_SIZE]),
+                "ntokens": int(counts[Count.TOKENS]),
+                "nsentences": int(counts[Count.SENTENCES]),
+                "loss": values[State.LOSS],
+                "nll_loss": values[State.NLL],
+            }
             if trainer.get_criterion().report_accuracy:
                 output.update(n_correct=values[State.CORRECT], total=values[State.TOTAL])
             norm = torch.tensor(values[State.NORM], dtype=torch.float64)
-            self._logged = trainer._reduce_and_log_stats([output], started.sample_size, norm)
+            self._logged = trainer._reduce_and_log_stats([output], output["sample_size"], norm)
         if scaler is not None:
             metrics.log_scalar("loss_scale", scaler.loss_scale, priority=700, round=4, weight=0)
 
@@ -259,6 +290,8 @@ class FastPath:
             trainer.save_checkpoint(path, {})
         except UserError as error:
             raise FloatingPointError(f"{reason} The state before it is lost: {error}") from error
+        finally:
+            self._step.ranks.wait()  # the first one to end takes the others along
         # fairseq's crash.pt does not know its place in the epoch.
         instead = " instead of --finetune-from-model" * bool(
             trainer.cfg.checkpoint.finetune_from_model

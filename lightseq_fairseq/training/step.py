@@ -1,9 +1,10 @@
 """One training step without the host: forward, backward and update as CUDA graphs.
 
 The host sends a packed batch ahead on a stream of its own and launches two graphs: forward and
-backward, one for each bucket of shapes, and the update. Whatever depends on a result (loss scale,
-clipping, skipped updates, learning rate, dropout's counter) is decided on the device by
-`ops.advance`; what is to be logged comes back while later steps already run.
+backward, one for each bucket of shapes, and the update; between the two several ranks add up what
+they have. Whatever depends on a result (loss scale, clipping, skipped updates, learning rate,
+dropout's counter) is decided on the device by `ops.advance`; what is to be logged comes back while
+later steps already run.
 
 On a CPU, and wherever a graph cannot be captured, the same functions run one kernel at a time with
 the same results.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -32,8 +34,44 @@ from lightseq_fairseq.training.flat_adam import FlatAdam
 
 logger = logging.getLogger(__name__)
 
+
+class Count(IntEnum):
+    """What several ranks add up beside their gradients: places behind the state.
+
+    The losses among the state (``State.LOSS`` and what follows) are added up with them.
+    """
+
+    SAMPLE_SIZE = 0
+    TOKENS = 1
+    SENTENCES = 2
+    SECONDS = 3  # of training, so that all ranks stop by the clock together
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train one model, each with batches of its own.
+
+    Attributes:
+        count: how many; each has the same number of updates, some with no batch.
+        group: of ``torch.distributed``.
+    """
+
+    count: int = 1
+    group: Any = None
+
+    def add_up(self, x: Tensor) -> None:
+        """``x``, float of any shape, becomes the sum over the ranks on each of them."""
+        torch.distributed.all_reduce(x, group=self.group)
+
+    def wait(self) -> None:
+        """Return when all ranks have come here."""
+        if self.count > 1:
+            torch.distributed.barrier(self.group)
+
+
 STEPS_AHEAD = KNOWN_RATES - 2  # unfinished steps the host may leave behind when it starts another
-_GIVEN = len(Given) + KNOWN_RATES - 1  # numbers that travel in front of a batch
+_RULING = len(Given) + KNOWN_RATES - 1  # numbers that rule the update, see ops.advance
+_GIVEN = _RULING + len(Count)  # numbers that travel in front of a batch
 _BATCH = _GIVEN + _GIVEN % 2  # where the batch begins: its parts want 16-byte boundaries
 
 
@@ -78,7 +116,7 @@ class Report:
     arrived: torch.cuda.Event | None
 
     def wait(self) -> list[float]:
-        """The state after the step, see ``ops.advance.State``.
+        """The state after the step, see ``ops.advance.State``, and of several ranks the counts.
 
         Raises:
             GPUHangs: the step does not end.
@@ -95,24 +133,28 @@ class TrainingStep:
         model: has ``packed_logits(packed, rng)``; all its parameters are trained.
         low: the buffer of its parameters.
         adam: fused, on ``low`` itself or on a float32 copy with the same places.
-        loss, rules: see there.
+        loss, rules, ranks: see there.
 
     Attributes:
         state: float64 [len(State)] on the device.
     """
 
     def __init__(
-        self, model: Any, low: FlatBuffer, adam: FlatAdam, loss: Loss, rules: Rules
+        self, model: Any, low: FlatBuffer, adam: FlatAdam, loss: Loss, rules: Rules, ranks: Ranks
     ) -> None:
         self.model, self.low, self.adam, self.loss, self.rules = model, low, adam, loss, rules
+        self.ranks = ranks
         self.device = low.data.device
         self.gradients = DirectGradients(low)
-        self.state = torch.zeros(len(State), dtype=torch.float64, device=self.device)
+        self._numbers = torch.zeros(
+            len(State) + len(Count), dtype=torch.float64, device=self.device
+        )
+        self.state, self._counts = self._numbers.split([len(State), len(Count)])
         self.rng = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._inputs = _Inputs(self.device)
         self._graphs = Graphs(self.device, "training steps")
         self._searched: set[tuple[str, int, bool]] = set()  # rows whose products have run plainly
-        self._reports = [_pinned(torch.zeros(len(State), dtype=torch.float64), self.device)
+        self._reports = [_pinned(torch.zeros_like(self._numbers, device="cpu"), self.device)
                          for _ in range(KNOWN_RATES)]  # fmt: skip
         self._next_report = 0
 
@@ -129,7 +171,8 @@ class TrainingStep:
     def run(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> Report:
         """One update by the gradient of all ``batches``; returns before the device has begun.
 
-        given: see ``ops.advance.Given``; the sample size is that of all batches.
+        batches: of several ranks one may have none.
+        given: see ``ops.advance.Given``, then `Count`; numbers are those of all batches here.
         """
         if not self.low.intact():
             raise RuntimeError("lightseq: the model's parameters have moved during training")
@@ -149,12 +192,18 @@ class TrainingStep:
             self.forget_graphs()
             self.rng[1].zero_()
             self._collect_gradients(batches, given)
+        if self.ranks.count > 1:
+            self._add_up()
         self._graphs.run("update", self._update)
         return self._report()
 
     def _collect_gradients(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> None:
+        if not batches:
+            self._inputs.send(torch.zeros(0, dtype=torch.int64), given)
+            self.gradients.flat.zero_()
+            self.state[State.LOSS :].zero_()
         for place, batch in enumerate(batches):
-            block = self._inputs.send(batch, given)
+            block = self._inputs.send(batch.block, given)
             first = place == 0
 
             def forward_backward(
@@ -182,6 +231,8 @@ class TrainingStep:
         del logits
         with self.gradients.write(accumulate=not first):
             scale = self.state[State.LOSS_SCALE].to(losses.dtype)
+            if self.ranks.count > 1:  # as DDP does: the sum shall not overflow
+                scale = scale / self.ranks.count
             losses.backward(scale.expand_as(losses))
         counted = [losses.detach(), nll]
         if loss.accuracy:
@@ -192,10 +243,25 @@ class TrainingStep:
         self.rng[1].add_(1)
 
     @torch.no_grad()
+    def _add_up(self) -> None:
+        """Make gradient and sums those of all ranks.
+
+        Not captured: ranks meet different buckets in one update, and a collective would have to be
+        in the same graph on all of them.
+        """
+        given, ranks = self._inputs.given(), self.ranks
+        self._counts.copy_(given[_RULING:])
+        ranks.add_up(self.gradients.flat)
+        ranks.add_up(self._numbers[State.LOSS :])
+        # The gradient is the mean over the ranks.
+        mean = self._counts[Count.SAMPLE_SIZE].clamp_min(1.0) / ranks.count
+        given[Given.SAMPLE_SIZE].copy_(mean)
+
+    @torch.no_grad()
     def _update(self) -> None:
         rules, state = self.rules, self.state
         norm = ops.adam_norm(self.gradients.flat)
-        given = self._inputs.given()
+        given = self._inputs.given()[:_RULING]
         ops.advance(
             state, self.rng, given, norm, rules.seed, rules.scale_window, rules.tolerance,
             rules.threshold, rules.min_loss_scale,
@@ -209,7 +275,7 @@ class TrainingStep:
     def _report(self) -> Report:
         values = self._reports[self._next_report]
         self._next_report = (self._next_report + 1) % len(self._reports)
-        values.copy_(self.state, non_blocking=True)
+        values.copy_(self._numbers, non_blocking=True)
         arrived = None
         if self.device.type == "cuda":
             arrived = torch.cuda.Event()
@@ -247,12 +313,12 @@ class _Inputs:
     def given(self) -> Tensor:
         return self._block[:_GIVEN].view(torch.float64)
 
-    def send(self, batch: PackedBatch, given: Sequence[float]) -> Tensor:
-        """int64 block on the device: ``given`` as float64, then the batch's."""
+    def send(self, batch: Tensor, given: Sequence[float]) -> Tensor:
+        """int64 block on the device: ``given`` as float64, then the batch's block."""
         numbers = torch.tensor(given, dtype=torch.float64).view(torch.int64)
-        size = _BATCH + len(batch.block)
+        size = _BATCH + len(batch)
         if not self.is_cuda:
-            self._block = torch.cat([numbers, batch.block.new_zeros(_BATCH - _GIVEN), batch.block])
+            self._block = torch.cat([numbers, batch.new_zeros(_BATCH - _GIVEN), batch])
             return self._block
         compute = torch.cuda.current_stream(self.device)
         slot = self._slots.pop(0)
@@ -261,7 +327,7 @@ class _Inputs:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(slot.read)
             slot.block[:_GIVEN].copy_(slot.stage(numbers), non_blocking=True)
-            slot.block[_BATCH:size].copy_(batch.block, non_blocking=True)
+            slot.block[_BATCH:size].copy_(batch, non_blocking=True)
             slot.written.record(self._stream)
         compute.wait_event(slot.written)
         self._block[:size].copy_(slot.block[:size], non_blocking=True)
@@ -270,7 +336,7 @@ class _Inputs:
 
     def make_room(self, batches: Sequence[PackedBatch]) -> bool:
         """Whether the place that graphs read has moved: it was too small for one of these."""
-        size = _BATCH + max(len(batch.block) for batch in batches)
+        size = _BATCH + max((len(batch.block) for batch in batches), default=0)
         if not self.is_cuda or size <= len(self._block):
             return False
         torch.cuda.synchronize(self.device)
@@ -298,4 +364,14 @@ def _pinned(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory() if device.type == "cuda" else x
 
 
-__all__ = ["SCALER", "STEPS_AHEAD", "Loss", "Report", "Rules", "Stop", "TrainingStep"]
+__all__ = [
+    "SCALER",
+    "STEPS_AHEAD",
+    "Count",
+    "Loss",
+    "Ranks",
+    "Report",
+    "Rules",
+    "Stop",
+    "TrainingStep",
+]
