@@ -65,7 +65,8 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
     metavar="CASE,...",
     help="What to train: <model>/<max-tokens>/<precision>. Models are t2t_big, 12e12d and 24e24d "
     "(t2t_big with 12 and 24 layers a side), base, iwslt, and tiny, which a CPU can run; "
-    "precisions are bf16 and fp16. May be given several times.",
+    "precisions are bf16 and fp16; /x<n> behind them is for n GPUs with a batch each. May be given "
+    "several times.",
 )  # fmt: skip
 @click.option(
     "--systems",

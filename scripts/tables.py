@@ -34,7 +34,11 @@ TRAIN_SYSTEMS = {
     "fairseq_no_cudnn": ("fairseq, cuDNN attention off", "#a8a8a8"),
     "fairseq": ("fairseq as it comes", "#c4c4c4"),
 }
-PARTS = ("gemm", "attention", "elementwise", "cross_entropy", "optimizer", "gaps")
+PARTS = {
+    "gemm": "GEMM", "attention": "attention", "elementwise": "elementwise",
+    "cross_entropy": "cross entropy", "optimizer": "optimizer", "all_reduce": "sum over GPUs",
+    "gaps": "gaps",
+}  # fmt: skip
 SYSTEMS = {"lightseq": "`lightseq-train`", "fairseq": "fairseq (same flags, `--native`)"}
 
 
@@ -65,8 +69,8 @@ def train_cases(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any
     models = list(dict.fromkeys(row["case"].split("/")[0] for row in rows))
 
     def place(case: str) -> tuple[int, int, str]:
-        model, tokens, precision = case.split("/")
-        return models.index(model), int(tokens), precision
+        model, tokens, *rest = case.split("/")
+        return models.index(model), int(tokens), "/".join(rest)
 
     return {case: cases[case] for case in sorted(cases, key=place)}
 
@@ -78,10 +82,9 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
         "floor | GiB of the GPU | first 100 updates | warm-up |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    parts = [
-        "| our step, ms | GEMM | attention | elementwise | cross entropy | optimizer | gaps |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    ours = [row["part_ms"] for row in rows if row["system"] == "ours"]
+    shown = {part: name for part, name in PARTS.items() if any(ms.get(part) for ms in ours)}
+    parts = [f"| our step, ms | {' | '.join(shown.values())} |", "|---|" + "---|" * len(shown)]
     for case, systems in train_cases(rows).items():
         fairseq = [row["tokens_per_s"] for name, row in systems.items() if "fairseq" in name]
         for system, row in systems.items():
@@ -96,7 +99,8 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
             )
         if "ours" in systems:
             part_ms = systems["ours"]["part_ms"]
-            parts.append(f"| `{case}` | {' | '.join(f'{part_ms[p]:.2f}' for p in PARTS)} |")
+            cells = [f"{part_ms.get(part, 0.0):.2f}" for part in shown]
+            parts.append(f"| `{case}` | {' | '.join(cells)} |")
     common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
     return [
         *lines,
@@ -106,13 +110,13 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
         f"![Training speed]({TRAIN_PLOT})",
         "",
         f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
-        f"{', '.join(commit[:10] for commit in common['commit'])}; case: model, max-tokens, "
-        'precision; "x fairseq" is to the fastest of fairseq\'s on the same batches; medians over '
-        "intervals of 50 updates after so many of warm-up; the floor is counted: GEMMs at 790 "
-        "TFLOP/s, then the least bytes at 4.3 TB/s; GPU busy and parts from a profile of ten or 30 "
-        "steps, which is slower: where steps wait for the GPU by its shares (busy is rather "
-        "more), else by its kernels' times, scaled to the tokens of the other steps; GiB: all "
-        "that the process takes of the GPU, torch's and what is beside it, but for its bare "
+        f"{', '.join(commit[:10] for commit in common['commit'])}; case: model, max-tokens "
+        'of a GPU, precision; "x fairseq" is to the fastest of fairseq\'s on the same batches; '
+        "medians over intervals of 50 updates after so many of warm-up; the floor is counted: "
+        "GEMMs at 790 TFLOP/s, then the least bytes at 4.3 TB/s; GPU busy and parts from a profile "
+        "of ten or 30 steps, which is slower: where steps wait for the GPU by its shares (busy is "
+        "rather more), else by its kernels' times, scaled to the tokens of the other steps; GiB: "
+        "all that the process takes of the GPU, torch's and what is beside it, but for its bare "
         "context; the first updates begin without timed algorithms or compiled code on disk.",
     ]
 

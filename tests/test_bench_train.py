@@ -18,7 +18,14 @@ from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.cli import bench
 from lightseq_fairseq.cli.bench_runs import merged
 from lightseq_fairseq.cli.bench_train import corpus, rows
-from lightseq_fairseq.cli.bench_train.cases import SHAPES, SYSTEMS, Case, command, environment
+from lightseq_fairseq.cli.bench_train.cases import (
+    SHAPES,
+    SYSTEMS,
+    Case,
+    command,
+    environment,
+    why_not,
+)
 from lightseq_fairseq.cli.bench_train.floor import floor, parameters
 from lightseq_fairseq.cli.bench_train.packed_transformer import Transformer
 from lightseq_fairseq.cli.bench_train.timeline import part_of, timeline
@@ -153,7 +160,7 @@ def test_timeline() -> None:
     assert found.part_ms == pytest.approx(
         {
             "gemm": 0.1, "attention": 0.05, "cross_entropy": 0.05, "elementwise": 0.05,
-            "optimizer": 0.05, "gaps": 0.7,
+            "optimizer": 0.05, "all_reduce": 0, "gaps": 0.7,
         }
     )  # fmt: skip
     assert found.busy == pytest.approx(0.3)
@@ -167,6 +174,7 @@ def test_timeline() -> None:
         ("nvjet_hsh_192x192_64x3_2x1_v_bz_coopB_bias_TNT", "gemm"),
         ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128>", "gemm"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "gemm"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage)", "all_reduce"),
         ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
         ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
@@ -239,6 +247,10 @@ def test_row() -> None:
         "part_ms": {"gemm": 2400.0, "optimizer": 1200.0, "gaps": 400.0}, "warm_up": 50,
         "rounds": 2,
     }  # fmt: skip
+    both = rows.row(case._replace(gpus=2), "ours", corpus_, runs, {})
+    assert both["case"] == "t2t_big/4096/bf16/x2" and both["target_tokens"] == 4000
+    least = sum(floor(case.shape, 40_000, 1000, 2000))  # of each GPU
+    assert both["floor_share"] == round(least / 4000, 4)
     # Steps that the GPU holds up, and which the profiler makes longer: the profile's shares count.
     full = report(4.0)
     full["timeline"] = {
@@ -299,6 +311,8 @@ def test_commands_differ_in_nothing_but_the_system(tmp_path: Path) -> None:
     [
         (["--case", "huge/4096/bf16"], "There is no case huge/4096/bf16: a case is <model>/"),
         (["--case", "tiny/256"], "There is no case tiny/256"),
+        (["--case", "tiny/256/bf16/x1"], "There is no case tiny/256/bf16/x1"),
+        (["--case", "tiny/256/bf16/8"], "There is no case tiny/256/bf16/8"),
         (["--case", "tiny/199/bf16"], "tiny/199/bf16: the longest sentence has 200 tokens."),
         (["--systems", "ours,theirs"], "There is no system theirs: --systems takes ours,"),
         (["--case", "tiny/256/bf16", "--corpus", Path(__file__).parent], "holds something else"),
@@ -383,3 +397,30 @@ def test_everything_once(small: corpus.Corpus, tmp_path: Path) -> None:
     log = (tmp_path / "logs" / "tiny-256-bf16-fairseq_no_cudnn-1.log").read_text()
     (count,) = re.findall(r"num. shared model params: ([\d,]+)", log)
     assert int(count.replace(",", "")) == parameters(SHAPES["tiny"], small.vocabulary)
+
+
+def test_two_ranks(small: corpus.Corpus, tmp_path: Path) -> None:
+    output, systems = tmp_path / "rows.json", ("ours", "fairseq_no_cudnn")
+    done = bench_train(
+        "--case", "tiny/256/bf16/x2", "--systems", ",".join((*systems, "torch_compile")),
+        "--updates", 40, "--warm-up", 5, "--rounds", 1, "--corpus", small.folder,
+        "--pairs", small.pairs, "--vocabulary", small.vocabulary, "--workers", 0,
+        "--output", output, "--logs", tmp_path / "logs",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    assert "x2 without torch_compile: the baseline trains on one GPU." in done.stderr
+    found = {row["system"]: row for row in json.loads(output.read_text())}
+    assert set(found) == set(systems)
+    for row in found.values():
+        assert row["case"] == "tiny/256/bf16/x2" and row["part_ms"]["all_reduce"] > 0
+        # Of both ranks: fairseq's batches have up to 256 tokens.
+        assert 256 < row["target_tokens"] <= 512 and 256 < row["profiled_tokens"] <= 512
+    assert len({row["target_tokens"] for row in found.values()}) == 1
+    log = (tmp_path / "logs" / "tiny-256-bf16-x2-ours-1.log").read_text()
+    assert "training takes packed steps" in log
+
+
+def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert why_not("ours", Case.parse("t2t_big/4096/bf16/x4")) is None
+    assert why_not("ours", Case.parse("t2t_big/4096/bf16/x8")) == "this machine has 4 GPU(s)."

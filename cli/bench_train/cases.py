@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from lightseq_fairseq.cli.bench_train.corpus import LONGEST, SOURCE, TARGET
 from lightseq_fairseq.errors import UserError
 
@@ -48,33 +50,40 @@ PRECISIONS = ("bf16", "fp16")
 
 
 class Case(NamedTuple):
-    """A model, the tokens of its batches at most, and a precision."""
+    """A model, the tokens of its batches at most, a precision, and GPUs with a batch each."""
 
     model: str
     max_tokens: int
     precision: str
+    gpus: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """The case that ``text`` names, as in ``t2t_big/4096/bf16``.
+        """The case that ``text`` names, as in ``t2t_big/4096/bf16`` or ``t2t_big/4096/bf16/x8``.
 
         Raises:
             UserError: there is no such case.
         """
         model, _, rest = text.partition("/")
-        tokens, _, precision = rest.partition("/")
-        if model not in SHAPES or precision not in PRECISIONS or not tokens.isdecimal():
+        tokens, _, rest = rest.partition("/")
+        precision, several, gpus = rest.partition("/x")
+        if (
+            model not in SHAPES
+            or precision not in PRECISIONS
+            or not tokens.isdecimal()
+            or (several and not (gpus.isdecimal() and int(gpus) > 1))
+        ):
             raise UserError(
                 f"There is no case {text}: a case is <model>/<max-tokens>/<precision>, with a "
                 f"model of {', '.join(SHAPES)} and a precision of {' or '.join(PRECISIONS)}, "
-                "for example t2t_big/4096/bf16."
+                "for example t2t_big/4096/bf16, and for eight GPUs t2t_big/4096/bf16/x8."
             )
         if int(tokens) < LONGEST:
             raise UserError(f"There is no case {text}: the longest sentence has {LONGEST} tokens.")
-        return cls(model, int(tokens), precision)
+        return cls(model, int(tokens), precision, int(gpus or 1))
 
     def __str__(self) -> str:
-        return "/".join(map(str, self))
+        return "/".join(map(str, self[:3])) + f"/x{self.gpus}" * (self.gpus > 1)
 
     @property
     def shape(self) -> Shape:
@@ -124,6 +133,10 @@ def why_not(system: str, case: Case) -> str | None:
         return "apex is not installed."
     if system == "torch_compile" and case.precision != "bf16":
         return "the baseline scales no loss, it trains in bf16 only."
+    if system == "torch_compile" and case.gpus > 1:
+        return "the baseline trains on one GPU."
+    if 0 < torch.cuda.device_count() < case.gpus:
+        return f"this machine has {torch.cuda.device_count()} GPU(s)."
     return None
 
 
@@ -133,7 +146,10 @@ def command(
     """The command of one run: ``updates`` updates, then those that are profiled."""
     how = SYSTEMS[system]
     here = f"{__package__}.{'compiled' if system == 'torch_compile' else 'probe'}"
-    words = [sys.executable, "-m", here, "--report", str(report), "--updates", str(updates)]
+    words = [sys.executable]
+    if case.gpus > 1:
+        words += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.gpus)]
+    words += ["-m", here, "--report", str(report), "--updates", str(updates)]
     heat = max(how.heat * 4096 // max(case.max_tokens, 4096), 5) if gpu else 1
     words += ["--heat", str(heat), "--marks", str(how.marks)]
     if system == "torch_compile":
@@ -166,7 +182,7 @@ def _training(
         "--max-update": updates,
         "--num-workers": workers,
         "--seed": 1,
-        "--distributed-world-size": 1,
+        "--distributed-world-size": case.gpus,
         "--source-lang": SOURCE,
         "--target-lang": TARGET,
         "--save-dir": report.with_suffix(".checkpoints"),
@@ -176,4 +192,6 @@ def _training(
     words = [str(data), *(str(word) for pair in flags.items() for word in pair)]
     words += ["--share-all-embeddings", "--no-save", "--disable-validation", f"--{case.precision}"]
     words += ["--native"] * how.native + ["--pack-tokens"] * how.pack_tokens
+    if case.gpus > 1 and not gpu:
+        words += ["--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]
     return words + ["--cpu"] * (not gpu)

@@ -6,13 +6,15 @@
 The report is a JSON object: ``first_100_s`` from the start of the first epoch to the end of update
 100, ``peak_gib`` up to update N (see `Memory`), the `timeline` of a few steps after it, and real
 target tokens a step of those, ``profiled_tokens``. Speed is in the training log; before update N
-nothing happens here but one synchronisation after update 100.
+nothing happens here but one synchronisation after update 100. Of several ranks the first one's
+report is FILE, and its tokens count for all.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -123,7 +125,8 @@ def attach(probe: Probe) -> None:
                 return super().begin_epoch(*args, **kwargs)
 
             def train_step(self, samples: Any, *args: Any, **kwargs: Any) -> Any:
-                probe.before_step(self.get_num_updates(), sum(map(_tokens, samples)))
+                tokens = sum(map(_tokens, samples)) * self.data_parallel_world_size
+                probe.before_step(self.get_num_updates(), tokens)
                 return super().train_step(samples, *args, **kwargs)
 
         train.Trainer = ProbedTrainer
@@ -134,6 +137,8 @@ def attach(probe: Probe) -> None:
 
 def _tokens(sample: Any) -> int:
     """Real target tokens of a batch: fairseq's is a dictionary, ours an object."""
+    if not len(sample):  # what a rank has where batches do not suffice for all
+        return 0
     return int(sample["ntokens"] if isinstance(sample, dict) else sample.ntokens)
 
 
@@ -149,7 +154,10 @@ def main() -> None:
     if arguments.without_apex:
         for name in ("apex", "fused_adam_cuda"):  # their import fails from now on
             sys.modules[name] = None  # type: ignore[assignment]
-    attach(Probe(arguments.report, arguments.updates, arguments.heat, arguments.marks))
+    report, rank = arguments.report, os.environ.get("RANK", "0")
+    if rank != "0":
+        report = report.with_suffix(f".rank{rank}.json")
+    attach(Probe(report, arguments.updates, arguments.heat, arguments.marks))
     from lightseq_fairseq.cli import train
 
     train.main(arguments.words)

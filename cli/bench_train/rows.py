@@ -64,9 +64,10 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
     """The result row of a system: its runs taken together.
 
     Source tokens are counted from the target's by the ratio of the corpus: batches are drawn at
-    random. Profile, peak and warm-up are the last run's. ``part_ms`` is the time of the kernels of
-    each part in a step of ``ms_per_step``, "gaps" what is left of it, ``gpu_busy`` the share of the
-    others.
+    random. Tokens are those of all GPUs, the floor that of one with its share of them; what the
+    report says is the first GPU's. Profile, peak and warm-up are the last run's. ``part_ms`` is the
+    time of the kernels of each part in a step of ``ms_per_step``, "gaps" what is left of it,
+    ``gpu_busy`` the share of the others.
 
     A profiler lengthens steps. Where the host holds them up, by the host's time: the kernels' times
     are the profile's, scaled to the tokens of the measured steps (the profiled ones have batches of
@@ -89,7 +90,7 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
         scale = target / report["profiled_tokens"]
         part_ms = {part: ms if part == "optimizer" else ms * scale for part, ms in part_ms.items()}
     busy = min(sum(part_ms.values()), middle)
-    least = sum(floor(case.shape, corpus.vocabulary, source, target))
+    least = sum(floor(case.shape, corpus.vocabulary, source / case.gpus, target / case.gpus))
     return {
         **about,
         "case": str(case),

@@ -18,6 +18,7 @@ PARTS = {
     "cross_entropy": r"cross_entropy|log_?softmax|nll_loss",
     "optimizer": r"adam|advance_kernel|multi_tensor|lpnorm",
     "attention": r"attention|flash|fmha|sdpa|softmax",
+    "all_reduce": r"nccl|all_?reduce",
     "gemm": r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|_mm\b|::linear|matmul",
     "elementwise": r"",
 }
