@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -366,18 +367,25 @@ def test_a_failed_run_is_told(small: corpus.Corpus, tmp_path: Path) -> None:
     assert not (tmp_path / "rows.json").exists()
 
 
-def test_everything_once(small: corpus.Corpus, tmp_path: Path) -> None:
-    systems = ("ours", "ours_packed", "fairseq_no_cudnn", "torch_compile")
-    output = tmp_path / "rows.json"
+def bench_once(
+    small: corpus.Corpus, folder: Path, case: str, systems: Sequence[str]
+) -> tuple[Any, dict[str, Any]]:
+    """The command, which has ended well, and its rows by system."""
+    output = folder / "rows.json"
     done = bench_train(
-        "--case", "tiny/256/bf16", "--systems", ",".join((*systems, "fairseq_no_cudnn_apex")),
+        "--case", case, "--systems", ",".join(systems),
         "--updates", 40, "--warm-up", 5, "--rounds", 1, "--corpus", small.folder,
         "--pairs", small.pairs, "--vocabulary", small.vocabulary, "--workers", 0,
-        "--output", output, "--logs", tmp_path / "logs",
+        "--output", output, "--logs", folder / "logs",
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
+    return done, {row["system"]: row for row in json.loads(output.read_text())}
+
+
+def test_everything_once(small: corpus.Corpus, tmp_path: Path) -> None:
+    systems = ("ours", "ours_packed", "fairseq_no_cudnn", "torch_compile")
+    done, found = bench_once(small, tmp_path, "tiny/256/bf16", (*systems, "fairseq_no_cudnn_apex"))
     assert "without fairseq_no_cudnn_apex: apex is not installed." in done.stderr
-    found = {row["system"]: row for row in json.loads(output.read_text())}
     assert set(found) == set(systems)
     for system, row in found.items():
         assert f"\n{system} " in done.stdout
@@ -400,16 +408,9 @@ def test_everything_once(small: corpus.Corpus, tmp_path: Path) -> None:
 
 
 def test_two_ranks(small: corpus.Corpus, tmp_path: Path) -> None:
-    output, systems = tmp_path / "rows.json", ("ours", "fairseq_no_cudnn")
-    done = bench_train(
-        "--case", "tiny/256/bf16/x2", "--systems", ",".join((*systems, "torch_compile")),
-        "--updates", 40, "--warm-up", 5, "--rounds", 1, "--corpus", small.folder,
-        "--pairs", small.pairs, "--vocabulary", small.vocabulary, "--workers", 0,
-        "--output", output, "--logs", tmp_path / "logs",
-    )  # fmt: skip
-    assert done.exit_code == 0, done.stderr
+    systems = ("ours", "fairseq_no_cudnn")
+    done, found = bench_once(small, tmp_path, "tiny/256/bf16/x2", (*systems, "torch_compile"))
     assert "x2 without torch_compile: the baseline trains on one GPU." in done.stderr
-    found = {row["system"]: row for row in json.loads(output.read_text())}
     assert set(found) == set(systems)
     for row in found.values():
         assert row["case"] == "tiny/256/bf16/x2" and row["part_ms"]["all_reduce"] > 0
