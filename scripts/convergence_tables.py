@@ -73,8 +73,6 @@ def convergence_table(rows: Rows) -> list[str]:
     return [
         *lines,
         "",
-        "![Losses of both systems](docs/convergence.svg)",
-        "",
         f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
         f"{', '.join(commit[:10] for commit in common['commit'])}; means over the "
         f"seeds (least to most); {scored if signatures else ''}losses in bits a target token, "

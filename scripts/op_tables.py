@@ -84,8 +84,6 @@ def op_table(rows: Rows) -> list[str]:
         "",
         f"{slower_elsewhere(rows)} {least_shares(rows)}",
         "",
-        f"![Share of the copy bandwidth]({OPS_PLOT})",
-        "",
         f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
         f"{', '.join(commit[:10] for commit in common['commit'])}; {OPS_SIZE[1:]} tokens "
         "in WMT-like sentences (`long`: of 512 tokens; Adam: 217 M parameters), width 1024, ffn "

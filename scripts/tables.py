@@ -1,8 +1,9 @@
-"""Writes the tables of measured figures into the README, and the plots, from the result files.
+"""Writes the tables of measured figures into the documents, and the plots, from the result files.
 
     python scripts/tables.py [--check]
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; ``TABLES`` names their files.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``: what users ask first in the
+README, the rest in docs/measured.md. ``TABLES`` names their files.
 Without its result file, a table's place is left as it is. ``--check`` writes nothing and fails
 when a table or a plot differs from what its file gives.
 """
@@ -19,11 +20,17 @@ from typing import Any
 
 from bar_chart import Bar, bar_chart
 from convergence_tables import convergence_plot, convergence_table
-from generate_tables import GENERATE_PLOT, generate_plot, generate_table
+from generate_tables import (
+    GENERATE_PLOT,
+    generate_by_case,
+    generate_plot,
+    generate_table,
+)
 from op_tables import OPS_PLOT, op_plot, op_table
 from translation_tables import translation_table
 
 ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = "README.md", "docs/measured.md"
 TRAIN_PLOT = "scripts/results/train-h200.svg"
 CONVERGENCE = "scripts/results/convergence-h200.json"
 TRAIN_SYSTEMS = {
@@ -107,8 +114,6 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
         "",
         *parts,
         "",
-        f"![Training speed]({TRAIN_PLOT})",
-        "",
         f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
         f"{', '.join(commit[:10] for commit in common['commit'])}; case: model, max-tokens "
         'of a GPU, precision; "x fairseq" is to the fastest of fairseq\'s on the same batches; '
@@ -118,6 +123,35 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
         "rather more), else by its kernels' times, scaled to the tokens of the other steps; GiB: "
         "all that the process takes of the GPU, torch's and what is beside it, but for its bare "
         "context; the first updates begin without timed algorithms or compiled code on disk.",
+    ]
+
+
+def train_by_case(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each case that fairseq was measured in: its fastest system, and ours."""
+    lines = [
+        "| case | `lightseq-train`, target tokens/s | fairseq | times as fast | ms a step | GiB | "
+        "fairseq's |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    shown = []
+    for case, systems in train_cases(rows).items():
+        native = [row for name, row in systems.items() if "fairseq" in name]
+        if not native or "ours" not in systems:
+            continue
+        ours, fairseq = systems["ours"], max(native, key=lambda row: row["tokens_per_s"])
+        shown += [ours, fairseq]
+        speed, native_speed = ours["tokens_per_s"], fairseq["tokens_per_s"]
+        lines.append(
+            f"| `{case}` | {speed / 1e3:.0f}k | {native_speed / 1e3:.0f}k | "
+            f"{speed / native_speed:.1f} | {ours['ms_per_step']:.1f} | {ours['peak_gib']:.1f} | "
+            f"{fairseq['peak_gib']:.1f} |"
+        )
+    gpus = sorted({f"{row['gpu']}; torch {row['torch']}" for row in shown})
+    return [
+        *lines,
+        "",
+        f"{'; '.join(gpus)}; case: model, max-tokens of a GPU, precision; `t2t_big` is "
+        "`ls_transformer_wmt_en_de_big_t2t`, `12e12d` the same with 12 layers each.",
     ]
 
 
@@ -160,7 +194,9 @@ TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[str]]]] = {
     "quickstart": ("examples/quickstart/results/bleu.json", bleu_table),
     "ops": ("scripts/results/ops-h200.json", op_table),
     "train": ("scripts/results/train-h200.json", train_table),
+    "train_by_case": ("scripts/results/train-h200.json", train_by_case),
     "generate": ("scripts/results/generate-h200.json", generate_table),
+    "generate_by_case": ("scripts/results/generate-h200.json", generate_by_case),
     "convergence": (CONVERGENCE, convergence_table),
     "translation": ("scripts/results/translation-h200.json", translation_table),
     "gpu_check": ("scripts/results/gpu-check-h200.json", check_table),
@@ -194,14 +230,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail instead of writing")
     check = parser.parse_args().check
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
+    documents = [ROOT / name for name in DOCUMENTS if (ROOT / name).exists()]
+    texts = {document: document.read_text(encoding="utf-8") for document in documents}
     measured = {name: path for name, (path, _) in TABLES.items() if (ROOT / path).exists()}
-    missing = [name for name in measured if f"<!-- table: {name} -->" not in text]
+    places = "".join(texts.values())
+    missing = [name for name in measured if f"<!-- table: {name} -->" not in places]
     if missing:
-        sys.exit(f"README.md has no place for the tables {', '.join(missing)}")
+        sys.exit(f"{' and '.join(DOCUMENTS)} have no place for the tables {', '.join(missing)}")
 
-    files = {readme: filled(text)}
+    files = {document: filled(text) for document, text in texts.items()}
     for name, (path, render) in PLOTS.items():
         if (ROOT / path).exists():
             files[ROOT / name] = render(rows_of(path))
