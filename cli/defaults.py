@@ -139,11 +139,16 @@ def missing(argv: Sequence[str], machine: Machine) -> list[str]:
     return added
 
 
-def complete(argv: Sequence[str], machine: Machine) -> list[str]:
-    """``argv`` with the `missing` words, before a ``--`` if there is one."""
+def with_options(argv: Sequence[str], options: Sequence[str]) -> list[str]:
+    """``argv`` with further options, before a ``--`` if there is one."""
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
-    return words[:end] + missing(words, machine) + words[end:]
+    return [*words[:end], *options, *words[end:]]
+
+
+def complete(argv: Sequence[str], machine: Machine) -> list[str]:
+    """``argv`` with the `missing` words."""
+    return with_options(argv, missing(argv, machine))
 
 
 def note(argv: Sequence[str]) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from lightseq_fairseq.cli.defaults import is_given
+from lightseq_fairseq.cli.defaults import is_given, with_options
 from lightseq_fairseq.cli.launch import launcher, run
 from lightseq_fairseq.cli.samples import left_on_cpu
 from lightseq_fairseq.cli.sentences import Lines, UnknownWords
@@ -71,8 +71,7 @@ def _one_process(argv: list[str]) -> list[str]:
     ranks = ("--distributed-world-size", "--distributed-port", "--distributed-init-method")
     if is_given(argv, ranks):
         return argv
-    end = argv.index("--") if "--" in argv else len(argv)
-    return [*argv[:end], "--distributed-world-size", "1", *argv[end:]]
+    return with_options(argv, ("--distributed-world-size", "1"))
 
 
 if __name__ == "__main__":

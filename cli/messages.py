@@ -192,6 +192,12 @@ def _resume(failure: Failure, request: Request) -> str | None:
             f"own: keep its data, --max-tokens, --batch-size and --pack-tokens, or go back to the "
             f"first epoch with --reset-dataloader."
         )
+    if failure.kind == "UnboundLocalError" and "'valid_losses'" in failure.text:
+        return (  # fairseq's loop over an epoch's updates had none
+            f"The epoch that {_checkpoint(request)} broke off in has no update left with this "
+            f"--update-freq: keep the one it had until the epoch is over, or begin the first epoch "
+            f"again with --reset-dataloader."
+        )
     found = re.match(
         r"(Criterion|Optimizer) does not match; please reset the optimizer "
         r"\(--reset-optimizer\)\.\s+(\S+) vs (\S+)",

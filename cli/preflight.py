@@ -100,11 +100,19 @@ def inputs(command: str, args: argparse.Namespace) -> None:
 
 
 def _reads_sentence_pairs(task: str) -> bool:
-    """Whether the task finds its data as fairseq's translation does; subclasses may not."""
+    """Whether the task finds dictionaries and data as fairseq's translation does; subclasses may
+    not."""
     from fairseq.tasks import TASK_REGISTRY
     from fairseq.tasks.translation import TranslationTask
 
-    return getattr(TASK_REGISTRY[task], "load_dataset", None) is TranslationTask.load_dataset
+    def function(cls: type, name: str) -> object:
+        method = getattr(cls, name, None)
+        return getattr(method, "__func__", method)
+
+    return all(
+        function(TASK_REGISTRY[task], name) is function(TranslationTask, name)
+        for name in ("setup_task", "load_dictionary", "load_dataset")
+    )
 
 
 # Settings whose text fairseq evaluates, with an example of each.

@@ -52,7 +52,7 @@ def main(words: list[str], native: bool, pack_tokens: bool) -> None:
             print(defaults.command_line(argv), flush=True)
             if (note := defaults.note(argv)) is not None:
                 click.echo(f"lightseq-train: note: {note}", err=True)
-        return argv + _log_format(argv)
+        return defaults.with_options(argv, _log_format(argv))
 
     run("train", words, native=native or not ours, complete=complete)
 

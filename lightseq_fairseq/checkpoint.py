@@ -242,6 +242,8 @@ def write_atomically(path: str, write: Callable[[BinaryIO], None], advice: str =
         if refusal is None and file is not None:
             refusal = file.refusal
         if refusal is None:
+            if _is_interrupt(error):
+                raise KeyboardInterrupt from None
             raise
         raise UserError(f"cannot write {path} ({refusal.strerror or refusal}){advice}") from error
     with contextlib.suppress(OSError):  # some file systems cannot sync a folder
@@ -250,6 +252,13 @@ def write_atomically(path: str, write: Callable[[BinaryIO], None], advice: str =
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether it is Ctrl-C, or came of it: torch closes the archive, which then is not whole."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 class _Writer(io.BufferedWriter):

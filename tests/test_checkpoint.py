@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -276,6 +277,22 @@ class TestAtomicWrites:
     def test_other_errors_are_not_explained_away(self, path: Path) -> None:
         with pytest.raises(AttributeError):
             checkpoint.save({"a": lambda: 0}, str(path))
+        assert self.is_(path, self.OLD)
+        assert not path.with_name(path.name + ".tmp").exists()
+
+    def test_interrupted(self, path: Path) -> None:
+        """torch closes its archive all the same, and complains of that."""
+
+        def interrupted(writer: io.BufferedWriter, data: bytes) -> int:
+            if writer.tell() > 100_000:
+                raise KeyboardInterrupt
+            return io.BufferedWriter.write(writer, data)
+
+        with (
+            mock.patch.object(checkpoint._Writer, "write", interrupted),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            self.write("save", path)
         assert self.is_(path, self.OLD)
         assert not path.with_name(path.name + ".tmp").exists()
 

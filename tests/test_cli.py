@@ -179,6 +179,12 @@ def test_the_arch_alone_is_a_complete_command(data: Path, configurations: list[A
     assert configurations[1] == cfg
 
 
+def test_operands_behind_two_dashes(data: Path, configurations: list[Any]) -> None:
+    succeed("train", "--arch", "ls_transformer_tiny", "--", data)
+    (cfg,) = configurations
+    assert cfg.task.data == str(data) and cfg.common.log_format == "simple"
+
+
 def test_native_runs_the_twin(data: Path, configurations: list[Any]) -> None:
     command = [str(data), "--arch", "ls_transformer_iwslt_de_en", "--dropout", "0.2"]
     succeed("train", *command)

@@ -38,6 +38,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "preprocess", "-s", "de", "-t", "en", "--destdir", place / "joined", "--joined-dictionary",
         *(word for pair in texts for word in pair),
     )  # fmt: skip
+    shutil.copytree(place / "bin", place / "renamed_dictionaries")
+    for language, name in (("de", "from"), ("en", "to")):
+        dictionary = place / "renamed_dictionaries" / f"dict.{language}.txt"
+        dictionary.rename(dictionary.with_name(f"{name}.txt"))
+    (place / "tasks").mkdir()
+    (place / "tasks" / "__init__.py").write_text(TASKS)
     (place / "empty").mkdir()
     (place / "a_file").write_text("text\n")
 
@@ -88,6 +94,40 @@ def digests(folder: Path) -> dict[Path, str]:
     }
 
 
+TASKS = """
+from fairseq.tasks import TASK_REGISTRY, register_task
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
+
+
+class OwnDictionaries(TranslationTask):
+    @classmethod
+    def setup_task(cls, cfg, **kwargs):
+        source, target = (cls.load_dictionary(f"{cfg.data}/{name}.txt") for name in ("from", "to"))
+        cfg.source_lang, cfg.target_lang = "de", "en"
+        return cls(cfg, source, target)
+
+
+class NoSourceDictionary(TranslationTask):
+    is_building = False
+
+    def build_model(self, *args, **kwargs):
+        self.is_building = True
+        try:
+            return super().build_model(*args, **kwargs)
+        finally:
+            self.is_building = False
+
+    @property
+    def source_dictionary(self):
+        if not self.is_building:
+            raise NotImplementedError
+        return self.src_dict
+
+
+if "own_dictionaries" not in TASK_REGISTRY:
+    register_task("own_dictionaries", dataclass=TranslationConfig)(OwnDictionaries)
+    register_task("no_source_dictionary", dataclass=TranslationConfig)(NoSourceDictionary)
+"""
 SIZE = " ".join(SMALL)
 POSITIONS = "--max-source-positions 15 --max-target-positions 15"
 TRAIN = f"train bin {LS} {SIZE} {POSITIONS}"
@@ -250,6 +290,10 @@ GOOD = [
     f"train short {NATIVE} {SIZE} --batch-size 1",
     f"train long {LS} {SIZE} {POSITIONS} {SKIP}",
     f"train bin {LS} {SIZE} --bf16",
+    f"train swapped_words {LS} {SIZE} {POSITIONS} --finetune-from-model ours/checkpoint_last.pt",
+    f"train renamed_dictionaries {LS} {SIZE} --user-dir tasks --task own_dictionaries",
+    f"train bin --arch transformer_tiny --optimizer ls_adam --criterion cross_entropy {SIZE} "
+    "--user-dir tasks --task no_source_dictionary",
     f"generate short {OURS} {SHORT}",
     f"generate long {OURS} {SHORT} {SKIP}",
     f"generate one_side {OURS} {SHORT}",
@@ -264,9 +308,13 @@ GOOD = [
 
 
 @pytest.mark.parametrize("line", GOOD, ids=[line.replace(SIZE, "") for line in GOOD])
-def test_unusual_input_works(launch: Callable[[str], Result], tmp_path: Path, line: str) -> None:
+def test_unusual_input_works(
+    launch: Callable[[str], Result], tmp_path: Path, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
     result = launch(line + (f" --save-dir {tmp_path}" if line.startswith("train") else " --cpu"))
     assert result.exit_code == 0, (result.output, result.exception)
+    if "swapped_words" in line:
+        assert "The source dictionary is not the one" in caplog.text
     sentences = {"generate short": 3, "generate long": 2, "interactive": 2}
     for start, count in sentences.items():
         if line.startswith(start):

@@ -87,6 +87,12 @@ def fewer_batches() -> None:
     )
 
 
+def epoch_without_update() -> None:
+    raise UnboundLocalError(
+        "cannot access local variable 'valid_losses' where it is not associated"
+    )
+
+
 def own_flag_check() -> None:
     raise AssertionError("--sampling requires --nbest to be equal to --beam")
 
@@ -145,6 +151,7 @@ KNOWN: list[tuple[Callable[[], None], Request, list[str]]] = [
     (no_checkpoint, GENERATE, ["a.pt", "--path"]),
     (other_optimizer, TRAIN, ["FP16Optimizer", "FairseqAdam", "--reset-optimizer"]),
     (fewer_batches, TRAIN, ["ck/checkpoint_last.pt", "--pack-tokens", "--reset-dataloader"]),
+    (epoch_without_update, TRAIN, ["ck/checkpoint_last.pt", "--update-freq", "--reset-dataloader"]),
     (own_flag_check, GENERATE, ["--sampling requires --nbest to be equal to --beam."]),
     (no_optimizer, TRAIN, ["--optimizer"]),
     (too_many_ranks, TRAIN, ["--distributed-world-size is 4", "1 GPU"]),

@@ -13,28 +13,43 @@ from lightseq_fairseq.errors import UserError
 
 
 def digests(task: Any) -> dict[str, str]:
-    """Of the task's source and target dictionary: "<number of symbols>:<their SHA-256>"."""
-    sides = {"source": task.source_dictionary, "target": task.target_dictionary}
-    return {
-        side: f"{len(words)}:{hashlib.sha256(chr(10).join(words.symbols).encode()).hexdigest()}"
-        for side, words in sides.items()
-        if words is not None
-    }
+    """Of the task's source and target dictionary: "<number of symbols>:<their SHA-256>".
+
+    A user's task need not have either: its source may be pictures.
+    """
+    found = {}
+    for side in ("source", "target"):
+        try:
+            symbols = getattr(getattr(task, f"{side}_dictionary"), "symbols", None)
+        except NotImplementedError:  # FairseqTask's own
+            continue
+        if symbols is not None:
+            text = "\n".join(symbols).encode()
+            found[side] = f"{len(symbols)}:{hashlib.sha256(text).hexdigest()}"
+    return found
 
 
-def check(task: Any, trained_with: dict[str, str] | None) -> None:
-    """Compare the task's dictionaries with those of a checkpoint; None or {} says nothing.
+def difference(task: Any, trained_with: dict[str, str] | None) -> str | None:
+    """A sentence on the side of the task that has other symbols than a checkpoint's, or None.
 
-    Sizes that differ are left to the embedding, which says so itself.
-
-    Raises:
-        UserError: naming the side that has other symbols.
+    Sizes that differ are left to the embedding, which says so itself. None or {} says nothing.
     """
     for side, digest in digests(task).items():
         expected = (trained_with or {}).get(side, digest)
         if expected != digest and expected.partition(":")[0] == digest.partition(":")[0]:
-            raise UserError(
+            return (
                 f"The {side} dictionary is not the one the checkpoint was trained with (same size, "
                 "other symbols): use the data directory of that run, or binarise with its "
                 f"dictionaries (lightseq-preprocess --{'src' if side == 'source' else 'tgt'}dict)."
             )
+    return None
+
+
+def check(task: Any, trained_with: dict[str, str] | None) -> None:
+    """Refuse a checkpoint of other dictionaries than the task's.
+
+    Raises:
+        UserError: see `difference`.
+    """
+    if (sentence := difference(task, trained_with)) is not None:
+        raise UserError(sentence)

@@ -252,7 +252,11 @@ class Trainer(native.Trainer):
 
         def load_and_keep(*args: Any, **kwargs: Any) -> Any:
             state = load(*args, **kwargs)
-            dictionaries.check(self.task, state["extra_state"].get("dictionaries"))
+            trained_with = state["extra_state"].get("dictionaries")
+            if args[0] != self.cfg.checkpoint.finetune_from_model:
+                dictionaries.check(self.task, trained_with)
+            elif (sentence := dictionaries.difference(self.task, trained_with)) is not None:
+                logger.warning(sentence)  # the tokens may be meant to have new meanings
             if not reset_optimizer:
                 optimizer_order.follow_model(state, self.get_model())
             if self.cfg.ema.store_ema and "ema" not in state["extra_state"]:
