@@ -20,7 +20,8 @@ def register() -> None:
 
     The program is the name in ``sys.argv[0]``, which spawned ranks inherit: ``lightseq-train``
     trains with our trainer, ``lightseq-generate``, ``-validate`` and ``-interactive`` build our
-    model from checkpoints; under a ``fairseq-*`` name fairseq's own parts stay where they are.
+    model from checkpoints; under a ``fairseq-*`` name fairseq's own parts stay where they are, and
+    its own model is built for every checkpoint.
 
     Raises:
         UserError: fairseq is missing or cannot be used.
@@ -38,6 +39,10 @@ def register() -> None:
         from lightseq_fairseq import checkpoint
 
         checkpoint.use_ls_models()
+    elif program in ("fairseq-generate", "fairseq-validate", "fairseq-interactive"):  # --native
+        from lightseq_fairseq import checkpoint
+
+        checkpoint.use_native_models()
 
 
 # While the script's module is imported again, multiprocessing.parent_process() is still None; the

@@ -143,6 +143,8 @@ def _chosen(
                     "--num-epoch-checkpoints or --num-update-checkpoints"
                 )
         return list(inputs)
+    if len(inputs) == 1 and not inputs[0].exists():
+        raise UserError(f"{inputs[0]} does not exist: give --inputs the folder of a run")
     if len(inputs) > 1 or not inputs[0].is_dir():
         raise UserError("to find checkpoints by their numbers, give --inputs one folder")
     pattern = EPOCHS if updates is None else UPDATES

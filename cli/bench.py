@@ -43,7 +43,7 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
         click.option(
             "--output", type=click.Path(path_type=Path),
             help="Result rows: those of the same case and system are replaced, others stay.  "
-            f"[default: scripts/results/{name}-h200.json, or none without a GPU]",
+            f"[default: scripts/results/{name}-h200.json on an H200, else none]",
         ),
         click.option(
             "--logs", type=click.Path(path_type=Path), default=ROOT / "build" / f"bench-{name}",
@@ -118,7 +118,7 @@ def _train(
     systems = bench_runs.chosen(system_names, training.SYSTEMS)
     result_rows = bench_runs.result_rows(ROOT)
     gpu, about = bench_runs.machine(cases, "tiny/256/bf16")
-    if output is None and gpu:
+    if output is None and "H200" in about["gpu"]:  # whose rows are kept
         output = ROOT / "scripts" / "results" / "train-h200.json"
     about = {"commit": result_rows.current_commit(), **about}
     able = bench_runs.able_systems(training.why_not, cases, systems)
@@ -195,7 +195,7 @@ def _generate(
     systems = bench_runs.chosen(system_names, generation.SYSTEMS)
     result_rows = bench_runs.result_rows(ROOT)
     gpu, about = bench_runs.machine(cases, "tiny/b32/beam4/fp32")
-    if output is None and gpu:
+    if output is None and "H200" in about["gpu"]:  # whose rows are kept
         output = ROOT / "scripts" / "results" / "generate-h200.json"
     about = {"commit": result_rows.current_commit(), **about}
     able = bench_runs.able_systems(generation.why_not, cases, systems)

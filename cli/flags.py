@@ -127,6 +127,10 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 lambda args: args.print_alignment == "soft" and args.score_reference,
                 "with --score-reference alignments are hard ones", "give --print-alignment hard",
                 always=False),
+        Refusal("--left-pad-target",
+                lambda args: args.score_reference and getattr(args, "left_pad_target", False),
+                "--score-reference reads scores from the left, where the pads would be",
+                "drop one of the two", always=False),
         _PADS_WITHIN,
     ),
     "interactive": (

@@ -32,8 +32,9 @@ def nothing_to_batch(sentences: int, shortest: int) -> str:
 def over_max_tokens(longest: int, max_tokens: int | None) -> str:
     """For a sentence of ``longest`` tokens that no batch of ``max_tokens`` can hold."""
     return (
-        f"The longest sentence has {longest} tokens and --max-tokens is {max_tokens}: raise "
-        f"--max-tokens to {longest} or more, or leave such sentences out of the data."
+        f"The longest sentence has {longest} tokens and --max-tokens (in validation "
+        f"--max-tokens-valid) is {max_tokens}: raise it to {longest} or more, or leave such "
+        f"sentences out of the data."
     )
 
 
@@ -147,8 +148,9 @@ def _data(failure: Failure, request: Request) -> str | None:
     found = re.match(r"Dataset not found: (\S+) \((.*)\)", failure.text)
     if found:
         return (
-            f"{found[2]} holds no split named {found[1]}: binarise it with lightseq-preprocess, or "
-            f"name another with --train-subset, --valid-subset or --gen-subset."
+            f"{found[2]} holds no split named {found[1]}: binarise it with lightseq-preprocess, "
+            f"name another with --train-subset, --valid-subset or --gen-subset, or give "
+            f"--dataset-impl raw where it is text."
         )
     if failure.text.startswith("The dataset is empty"):
         return (
@@ -170,14 +172,23 @@ def _data(failure: Failure, request: Request) -> str | None:
 
 def _encoding(failure: Failure, request: Request) -> str | None:
     found = re.match(r"'utf-8' codec can't decode (.*?): ", failure.text)
-    if failure.kind != "UnicodeDecodeError" or found is None:
+    if failure.kind == "UnicodeDecodeError" and found is not None:
+        what = found[1]
+    elif failure.text.startswith("negative seek") and "file_chunker" in failure.source:
+        what = "the beginning of a file"  # before which fairseq looks for that of a character
+    else:
         return None
-    return f"The text is not UTF-8 ({found[1]}): convert it first, for example with iconv."
+    return f"The text is not UTF-8 ({what}): convert it first, for example with iconv."
 
 
 def _checkpoint_missing(failure: Failure, request: Request) -> str | None:
     found = re.match(r"Model file not found: (.*)", failure.text)
-    return f"The checkpoint {found[1]} does not exist: check --path." if found else None
+    if found is None:
+        return None
+    if not found[1]:
+        return "--path names an empty file: check what stands between its colons."
+    flag = "--lm-path" if found[1] == getattr(request.args, "lm_path", None) else "--path"
+    return f"The checkpoint {found[1]} does not exist: check {flag}."
 
 
 def _resume(failure: Failure, request: Request) -> str | None:
@@ -219,6 +230,17 @@ def _min_len(failure: Failure, request: Request) -> str | None:
     return (
         "--min-len (or min_len in --eval-bleu-args) is longer than a translation may be: lower "
         "it, or raise --max-len-a or --max-len-b, up to the model's positions."
+    )
+
+
+def _no_end(failure: Failure, request: Request) -> str | None:
+    """fairseq's search has come to the longest translation and none has ended."""
+    counted = re.match(r"(\d+) < \1$", failure.text)
+    if counted is None or "sequence_generator.py" not in failure.source:
+        return None
+    return (
+        "A sentence has no translation of a finite score: the model has diverged, or --prefix-size "
+        "meets a target without a word."
     )
 
 
@@ -306,9 +328,13 @@ def _user_dir(failure: Failure, request: Request) -> str | None:
     path = getattr(request.args, "user_dir", None) or value(request.argv, ("--user-dir",))
     if path is None or failure.kind != "ModuleNotFoundError":
         return None
-    if failure.text != f"No module named '{os.path.basename(os.path.abspath(path))}'":
+    package = os.path.basename(os.path.abspath(path)).partition(".")[0]
+    if failure.text != f"No module named '{package}'":
         return None
-    return f"--user-dir {path} is no package: name a folder that Python can import."
+    return (
+        f"--user-dir {path} is no package: name a folder that Python can import, without a dot in "
+        f"its name."
+    )
 
 
 def _package(failure: Failure, request: Request) -> str | None:
@@ -434,6 +460,7 @@ _RULES: tuple[Callable[[Failure, Request], str | None], ...] = (
     _checkpoint_missing,
     _resume,
     _min_len,
+    _no_end,
     _search,
     _fairseq_says_it,
     _schedule,

@@ -90,8 +90,9 @@ def inputs(command: str, args: argparse.Namespace) -> None:
             "--path is missing: name the checkpoint, for example "
             "--path checkpoints/checkpoint_best.pt."
         )
-    values(args)
+    values(command, args)
     numbers(args)
+    unknown_words(command, args)
     if command == "train":
         precision(args)
         pack_tokens(args)
@@ -127,7 +128,7 @@ _PYTHON = {
 _JSON = {"eval_bleu_args": "'{\"beam\": 4}'", "eval_bleu_detok_args": '\'{"lang": "de"}\''}
 
 
-def values(args: argparse.Namespace) -> None:
+def values(command: str, args: argparse.Namespace) -> None:
     """Refuses text that fairseq could not evaluate, and a detokenizer that is not registered."""
     for examples, is_like in ((_PYTHON, _is_python_like), (_JSON, _is_json)):
         for name, example in examples.items():
@@ -136,14 +137,41 @@ def values(args: argparse.Namespace) -> None:
                 raise UserError(
                     f"--{name.replace('_', '-')} {text} cannot be read: write {example}."
                 )
+    from fairseq.data.data_utils import post_process
     from fairseq.data.encoders import TOKENIZER_REGISTRY
 
+    flag, symbol = "--remove-bpe", None
+    if command in ("generate", "interactive"):
+        symbol = args.post_process
+    elif command == "train" and getattr(args, "eval_bleu", False):
+        flag, symbol = "--eval-bleu-remove-bpe", args.eval_bleu_remove_bpe
+    try:
+        post_process("", symbol)
+    except NotImplementedError as error:
+        raise UserError(
+            f"{flag} {symbol} is not known: take @@, sentencepiece, wordpiece, letter, silence, "
+            "_EOW or none."
+        ) from error
     detokenizer = getattr(args, "eval_bleu", False) and args.eval_bleu_detok
     if detokenizer and detokenizer not in TOKENIZER_REGISTRY:
         known = ", ".join(sorted(TOKENIZER_REGISTRY))
         raise UserError(
             f"There is no tokenizer named {detokenizer} for --eval-bleu-detok: {known}."
         )
+
+
+def unknown_words(command: str, args: argparse.Namespace) -> None:
+    """Refuses --replace-unk where the source's subwords are joined before one is looked up."""
+    if getattr(args, "replace_unk", None) is None:
+        return
+    for name, flag in (("post_process", "--remove-bpe"), ("bpe", "--bpe"),
+                       ("tokenizer", "--tokenizer")):  # fmt: skip
+        joins = command == ("interactive" if name == "post_process" else "generate")
+        if joins and getattr(args, name, None):
+            raise UserError(
+                f"--replace-unk counts subwords, which {flag} would have joined in the source: "
+                f"leave {flag} out, and apply it to the translations."
+            )
 
 
 def _is_python_like(text: str, example: str) -> bool:
@@ -171,7 +199,8 @@ def _is_json(text: str, example: str) -> bool:
 
 _FROM_NONE = ("num_workers", "seed")
 _FROM_ONE = (
-    *("beam", "nbest", "update_freq", "max_tokens", "batch_size"),
+    *("beam", "nbest", "update_freq", "max_tokens", "batch_size", "distributed_world_size"),
+    *("required_batch_size_multiple", "required_seq_len_multiple"),
     *("save_interval", "validate_interval", "log_interval"),
 )
 

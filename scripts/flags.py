@@ -89,7 +89,11 @@ NOTES = {
     "--required-seq-len-multiple": "in validation; training packs sentences: nothing to round up",
     "--left-pad-source": "in validation; training packs sentences: there are no pads",
     "--left-pad-target": "in validation; training packs sentences: there are no pads; with "
-    "`--num-batch-buckets` refused",
+    "`--num-batch-buckets` or `--score-reference` refused",
+    "--max-tokens": "from 1 on; fairseq takes less for no limit, as without the setting",
+    "--batch-size": "from 1 on; fairseq takes less for no limit, as without the setting",
+    "--replace-unk": "refused where a source's subwords are joined: in interactive with "
+    "`--remove-bpe`, in generate with `--bpe` or `--tokenizer`",
     "--export": "our layers are the same with it; native ones become those fit for TorchScript",
     "--tokenizer": "kept in the checkpoint for `torch.hub`",
     "--bpe": "kept in the checkpoint for `torch.hub`",

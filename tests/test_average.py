@@ -114,6 +114,7 @@ def test_named_checkpoints_are_summed_in_float64_and_rounded_once(tmp_path: Path
         ),
         ("--inputs {0} --num-epoch-checkpoints 2 --num-update-checkpoints 2", "exclude each other"),
         ("--inputs {0}/checkpoint8.pt --num-epoch-checkpoints 1", "give --inputs one folder"),
+        ("--inputs {0}/gone --num-epoch-checkpoints 1", "gone does not exist"),
         ("--inputs {0}/checkpoint8.pt --checkpoint-upper-bound 1", "needs --num-epoch-checkpoints"),
         ("--inputs {0}/checkpoint8.pt {0}/no.pt", "{0}/no.pt cannot be read (No such file"),
         ("--inputs {0}/checkpoint8.pt {1}/wide.pt", "{1}/wide.pt and {0}/checkpoint8.pt hold diff"),

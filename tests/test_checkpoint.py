@@ -175,6 +175,18 @@ class TestUseLsModels:
             real = tokens.ne(1)
             torch.testing.assert_close(a[real], b[real], rtol=1e-4, atol=1e-5)
 
+    def test_a_file_that_names_ours_becomes_native(
+        self, ls_run: Path, tmp_path: Path, installed: Any
+    ) -> None:
+        state = torch.load(ls_run, weights_only=False)
+        state["cfg"]["model"]._name = state["cfg"]["model"].arch = "ls_transformer_tiny"
+        torch.save(state, tmp_path / "ls.pt")
+        assert type(self.load(tmp_path / "ls.pt")) is LSTransformerModel
+        with mock.patch.object(checkpoint_utils, "load_checkpoint_to_cpu", installed):
+            assert type(self.load(tmp_path / "ls.pt")) is LSTransformerModel
+            checkpoint.use_native_models()
+            assert type(self.load(tmp_path / "ls.pt")) is TransformerModel
+
     def test_an_explicit_architecture_is_respected(self, native_run: Path) -> None:
         model = self.load(native_run, arg_overrides={"arch": "transformer"})
         assert type(model) is TransformerModel

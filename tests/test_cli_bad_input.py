@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from cli_runs import SMALL, SPLITS, binarise, run, succeed
 from click.testing import Result
 
@@ -42,6 +43,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for language, name in (("de", "from"), ("en", "to")):
         dictionary = place / "renamed_dictionaries" / f"dict.{language}.txt"
         dictionary.rename(dictionary.with_name(f"{name}.txt"))
+    (place / "latin1.de").write_bytes(b"caf\xe9\n" + b"un mot\n" * 20_000)
+    (place / "latin1_later.de").write_bytes(b"un mot\n" * 20_000 + b"caf\xe9\n")
+    for name in ("latin1", "latin1_later"):
+        (place / f"{name}.en").write_text("a word\n" * 20_001)
+    (place / "dotted.tasks").mkdir()
+    (place / "dotted.tasks" / "__init__.py").write_text("")
     (place / "tasks").mkdir()
     (place / "tasks" / "__init__.py").write_text(TASKS)
     (place / "empty").mkdir()
@@ -68,6 +75,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         succeed(
             "train", place / data, *kind.split(), *SMALL, *positions, "--save-dir", place / name
         )
+    state = torch.load(place / "ours" / "checkpoint_last.pt", weights_only=False)
+    torch.save({"model": state["model"]}, place / "weights.pt")
+    state["model"]["decoder.layers.0.fc1.weight"].fill_(torch.nan)
+    torch.save(state, place / "diverged.pt")
     (place / "damaged").mkdir()
     whole = (place / "ours" / "checkpoint_last.pt").read_bytes()
     (place / "damaged" / "checkpoint_last.pt").write_bytes(whole[: len(whole) // 2])
@@ -158,6 +169,8 @@ BAD = [
     (f"interactive bin {OURS} --input gone.de", ["gone.de", "not exist"]),
     ("preprocess -s de -t en --trainpref gone --destdir out", ["gone.de", "does not exist"]),
     ("preprocess --trainpref text/train -s de -t en --destdir bin", ["bin/dict.de.txt", "exists"]),
+    ("preprocess -s de -t en --trainpref latin1 --destdir out", ["not UTF-8", "iconv"]),
+    ("preprocess -s de -t en --trainpref latin1_later --destdir out", ["not UTF-8", "0xe9"]),
     # names
     ("train bin --arch ls_transformer_tiyn", ["ls_transformer_tiyn", "ls_transformer_tiny"]),
     ("train bin --arch transformer_tiyn", ["transformer_tiyn", "transformer_tiny"]),
@@ -168,10 +181,11 @@ BAD = [
     (f"train bin {LS} --optimizer qqqq", ["qqqq", "--optimizer"]),
     (f"train bin {LS} --user-dir gone", ["gone", "does not exist"]),
     # sizes
-    (f"{TRAIN} --max-tokens 7", ["10 tokens", "--max-tokens is 7", "raise --max-tokens to 10"]),
+    (f"{TRAIN} --max-tokens 7", ["10 tokens", "--max-tokens", "is 7", "raise it to 10"]),
     (f"{TRAIN} --max-tokens 3", ["too long", "4 tokens", "raise --max-tokens"]),
-    (f"{TRAIN_NATIVE} --max-tokens 7", ["10 tokens", "raise --max-tokens to 10"]),
-    (f"generate bin {OURS} --max-tokens 7", ["raise --max-tokens to"]),
+    (f"{TRAIN_NATIVE} --max-tokens 7", ["10 tokens", "--max-tokens", "raise it to 10"]),
+    (f"{TRAIN} --max-tokens-valid 5", ["--max-tokens-valid) is 5", "raise it to"]),
+    (f"generate bin {OURS} --max-tokens 7", ["--max-tokens", "is 7", "raise it to"]),
     (f"generate long {OURS}", ["Sentence 0", "21", "15", "--skip-invalid"]),
     ("generate long --path native/checkpoint_last.pt --native", ["Sentence 0", "--skip-invalid"]),
     (f"validate long {OURS} --max-tokens 99", ["Sentence 0", "--skip-invalid"]),
@@ -212,6 +226,13 @@ BAD = [
     (f"{TRAIN} --lr-scheduler step --min-lr 8", ["--lr-scheduler step"]),
     (f"{TRAIN} --lr-scheduler triangular", ["required", "--max-lr"]),
     (f"{TRAIN} --user-dir a_file", ["--user-dir a_file", "folder"]),
+    (f"{TRAIN} --user-dir dotted.tasks", ["--user-dir dotted.tasks", "without a dot"]),
+    (f"{TRAIN} --required-seq-len-multiple 0", ["--required-seq-len-multiple must be at least 1"]),
+    (f"generate bin {OURS} --required-batch-size-multiple 0", ["multiple must be at least 1"]),
+    (f"{TRAIN} --eval-bleu --eval-bleu-remove-bpe @", ["--eval-bleu-remove-bpe @ is", "@@"]),
+    (f"generate bin {OURS} --remove-bpe bpe", ["--remove-bpe bpe is not known", "sentencepiece"]),
+    (f"interactive bin {OURS} --remove-bpe --replace-unk", ["--replace-unk", "--remove-bpe out"]),
+    (f"generate bin {OURS} --tokenizer space --replace-unk", ["--replace-unk", "--tokenizer out"]),
     (f"generate bin {OURS} --beam 0", ["--beam must be at least 1"]),
     (f"generate bin {OURS} --beam 4 --diverse-beam-groups 3", ["--beam", "divisible"]),
     (f"generate bin {OURS} --model-overrides '{{x'", ["--model-overrides"]),
@@ -237,6 +258,12 @@ BAD = [
     ("validate bin --max-tokens 99", ["--path"]),
     ("generate bin --path gone.pt", ["gone.pt", "does not exist"]),
     ("validate bin --path gone.pt --max-tokens 99", ["gone.pt", "does not exist"]),
+    ("generate bin --path ours/checkpoint_last.pt:", ["--path names an empty file"]),
+    (f"generate bin {OURS} --lm-path gone.pt --lm-weight 1", ["gone.pt", "check --lm-path"]),
+    ("generate bin --path weights.pt", ["weights.pt", "without the options"]),
+    (f"{TRAIN} --save-dir . --restore-file weights.pt", ["weights.pt", "without the options"]),
+    ("generate bin --path diverged.pt --print-alignment", ["finite score", "diverged"]),
+    ("generate bin --path diverged.pt --native", ["finite score", "diverged"]),
     ("generate bin --path empty", ["empty", "directory"]),
     ("generate bin --path .", ["The checkpoint . is a directory", "check --path"]),
     ("interactive bin --path ours --save-dir ours", ["The checkpoint ours is", "check --path"]),

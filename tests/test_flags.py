@@ -104,6 +104,7 @@ def checkpoint(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("command", "line"),
     [(command, line) for command, lines in REFUSED.items() for line in lines]
     + [("train", line) for line in ON_CONDITION]
+    + [("generate", "--left-pad-target --score-reference")]
     + [(command, PADS) for command in ("train", "generate", "validate")],
 )
 def test_a_refusal_names_the_setting_the_reason_and_the_way_out(

@@ -39,13 +39,19 @@ def load_checkpoint(file: Any, map_location: Any = None, **options: Any) -> Any:
     Dead parameters of 0.12.2 (`drop_dead_parameters`) and settings of newer versions are left out.
 
     Raises:
-        UserError: as for ``read_checkpoint``, or the file is the original LightSeq's.
+        UserError: as for ``read_checkpoint``, or the file is the original LightSeq's, or holds
+            nothing but weights.
     """
     checkpoint = read_checkpoint(file, map_location, **options)
     if is_original_lightseq(checkpoint["model"]):
         raise UserError(
             f"{_name(file)} is a checkpoint of the original LightSeq: make one of fairseq's of it "
             "with lightseq-import"
+        )
+    if not {"optimizer_history", "best_loss"} & checkpoint.keys():  # one is in every one of theirs
+        raise UserError(
+            f"{_name(file)} is not a fairseq checkpoint: it holds weights, without the options of "
+            "a model"
         )
     drop_dead_parameters(checkpoint)
     _drop_unknown_settings(checkpoint.get("cfg"))
