@@ -8,13 +8,15 @@
 //
 //   saved for backward   lse; the logits themselves, which become their gradient in place
 //   bytes moved          forward reads the logits once; backward reads them once and writes them
-//                        once, rows whose target is the pad symbol it only writes
+//                        once, rows whose target is the pad symbol it only writes. Forward and
+//                        backward at once, where dloss is known beforehand: read and written once
 //   determinism          a row's sums are added in an order that depends on V and on where in a
 //                        line of memory the row begins
 //
 // A block takes one row. Its threads hold several 16-byte loads in flight and keep a running
 // maximum with the sum of exponentials relative to it, so one pass is enough. V may be any number
-// and rows may start anywhere: what is left over at both ends goes to one thread each.
+// and rows may start anywhere: what is left over at both ends goes to one thread each. Forward and
+// backward at once keep the row in shared memory in between; one that does not fit takes both ways.
 //
 // A NaN logit makes a NaN lse, and so do an infinite one and a row of -inf, as in the reference; a
 // single -inf is a class of probability 0. A row with a NaN counts as wrong. A target out of range
@@ -35,6 +37,7 @@
 #include "common/columns.cuh"
 #include "common/cut.cuh"
 #include "common/exp2.cuh"
+#include "common/mma.cuh"
 #include "common/reduce.cuh"
 #include "common/scalars.cuh"
 #include "common/vec.cuh"
@@ -47,6 +50,7 @@ using torch::stable::Tensor;
 
 constexpr int kFwdThreads = 128, kFwdLoads = 2;  // loads of 8 logits in flight, for each thread
 constexpr int kBwdThreads = 512, kBwdLoads = 4;
+constexpr int kBothThreads = 512, kBothLoads = 2;
 constexpr int kSize = kColumnsPerDraw;  // logits of one load
 
 // ---- kernels ----
@@ -106,14 +110,38 @@ struct Rows {
   float share, own;  // weight of every class's negative log-probability, further of the target's
 };
 
-template <typename T, bool kAccuracy>
-__global__ void __launch_bounds__(kFwdThreads)
-    cross_entropy_fwd_kernel(const T* __restrict__ logits, const Rows rows,
-                             float* __restrict__ loss, float* __restrict__ nll,
-                             float* __restrict__ lse, bool* __restrict__ correct) {
-  const T* const row = logits + blockIdx.x * rows.stride;
-  const Cut cut(row, rows.classes);
-  const int64_t wanted = rows.target.at(blockIdx.x);
+// The vectors of a row, from memory or from where copy_row() has put them.
+template <typename T>
+struct InMemory {
+  const T* row;
+  __device__ __forceinline__ void load(Columns<T>& x, const Cut& cut, int i) const {
+    x.load_streaming(row + cut.column_of_vector(i));
+  }
+};
+
+template <typename T>
+struct OnChip {
+  const T* vectors;
+  __device__ __forceinline__ void load(Columns<T>& x, const Cut&, int i) const {
+    x.load_shared(vectors + i * kSize);
+  }
+};
+
+// Where the results of the row blockIdx.x go. lse: null where nobody asks.
+struct Results {
+  float *loss, *nll, *lse;
+  bool* correct;
+
+  __device__ __forceinline__ void store_losses(float of_loss, float of_nll) const {
+    loss[blockIdx.x] = of_loss;
+    nll[blockIdx.x] = of_nll;
+  }
+};
+
+// Stores the results of a row and returns its lse, to all threads. `wanted`: its target.
+template <int kThreads, bool kAccuracy, typename T, typename Source>
+__device__ __forceinline__ float forward(const Source& source, const T* row, const Cut& cut,
+                                         const Rows& rows, int64_t wanted, const Results& results) {
   const bool is_pad = wanted == rows.padding_idx;
   assert(is_pad || (wanted >= 0 && wanted < rows.classes && "target in [0, V)"));
   const int target = static_cast<int>(wanted);
@@ -127,16 +155,19 @@ __global__ void __launch_bounds__(kFwdThreads)
     const float top = seen.add(x);
     if constexpr (kAccuracy) beaten = column < target ? top >= mine : top > mine;
   }
-  for (int first = threadIdx.x; first < cut.vectors; first += kFwdThreads * kFwdLoads) {
+  if (kAccuracy && threadIdx.x == 0 && !is_pad) {
+    for (int i = ::max(0, target - kSize + 1); i < target; ++i) beaten |= to_float(row[i]) >= mine;
+  }
+  for (int first = threadIdx.x; first < cut.vectors; first += kThreads * kFwdLoads) {
     Columns<T> logit[kFwdLoads];
 #pragma unroll
     for (int u = 0; u < kFwdLoads; ++u) {
-      const int i = first + u * kFwdThreads;
-      if (i < cut.vectors) logit[u].load_streaming(row + cut.column_of_vector(i));
+      const int i = first + u * kThreads;
+      if (i < cut.vectors) source.load(logit[u], cut, i);
     }
 #pragma unroll
     for (int u = 0; u < kFwdLoads; ++u) {
-      const int i = first + u * kFwdThreads;
+      const int i = first + u * kThreads;
       if (i >= cut.vectors) break;
       float x[kSize];
       logit[u].unpack(x);
@@ -147,64 +178,43 @@ __global__ void __launch_bounds__(kFwdThreads)
     }
   }
 
-  const float max = block_reduce<kFwdThreads>(seen.max, Max{});
-  const float sum =
-      block_reduce<kFwdThreads>(seen.sum * ShiftedExponential<T>(max)(seen.max), Sum{});
-  const float total = block_reduce<kFwdThreads>(seen.total, Sum{});
+  const float max = block_reduce<kThreads>(seen.max, Max{});
+  const float sum = block_reduce<kThreads>(seen.sum * ShiftedExponential<T>(max)(seen.max), Sum{});
+  const float total = block_reduce<kThreads>(seen.total, Sum{});
   if constexpr (kAccuracy) beaten = __syncthreads_or(beaten);
-  if (threadIdx.x > 0) return;
-  const float log_sum = sum > 0.0f ? max + logf(sum) : NAN;
-  const float own_loss = log_sum - mine;
-  const float all_losses = static_cast<float>(rows.classes) * log_sum - total;
-  lse[blockIdx.x] = log_sum;
-  nll[blockIdx.x] = is_pad ? 0.0f : own_loss;
-  loss[blockIdx.x] = is_pad              ? 0.0f
-                     : rows.share > 0.0f ? rows.own * own_loss + rows.share * all_losses
-                                         : own_loss;
+  const float lse = sum > 0.0f ? max + logf(sum) : NAN;
+  if (threadIdx.x > 0) return lse;
+  const float own_loss = lse - mine;
+  const float all_losses = static_cast<float>(rows.classes) * lse - total;
+  const float loss = rows.share > 0.0f ? rows.own * own_loss + rows.share * all_losses : own_loss;
+  results.store_losses(is_pad ? 0.0f : loss, is_pad ? 0.0f : own_loss);
+  if (results.lse != nullptr) results.lse[blockIdx.x] = lse;
   if constexpr (kAccuracy) {
-    for (int i = ::max(0, target - kSize + 1); i < target && !beaten; ++i) {
-      beaten = to_float(row[i]) >= mine;
-    }
-    const bool has_nan = isnan(log_sum) && !isinf(mine);
-    correct[blockIdx.x] = !is_pad && !beaten && !has_nan;
+    const bool has_nan = isnan(lse) && !isinf(mine);
+    results.correct[blockIdx.x] = !is_pad && !beaten && !has_nan;
   }
+  return lse;
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kBwdThreads)
-    cross_entropy_bwd_kernel(T* __restrict__ logits, const Rows rows, const Floats dloss,
-                             const Floats lse) {
-  T* const row = logits + blockIdx.x * rows.stride;
-  const Cut cut(row, rows.classes);
-  const int64_t wanted = rows.target.at(blockIdx.x);
-  if (wanted == rows.padding_idx) {  // not read: the row may hold anything
-    const Columns<T> zeros = {};
-    for (int i = threadIdx.x; i < cut.vectors; i += kBwdThreads) {
-      zeros.store(row + cut.column_of_vector(i));
-    }
-    if (static_cast<int>(threadIdx.x) < cut.scalars) {
-      row[cut.column_of_scalar(threadIdx.x)] = from_float<T>(0.0f);
-    }
-    return;
-  }
-  const int target = static_cast<int>(wanted);
-  const float scale = dloss.at<float>(blockIdx.x);
-  const ShiftedExponential<T> exponential(lse.at<float>(blockIdx.x));
+// Writes a row's gradient over it.
+template <int kThreads, int kLoads, typename T, typename Source>
+__device__ __forceinline__ void backward(const Source& source, T* row, const Cut& cut,
+                                         const Rows& rows, int target, float dloss, float lse) {
+  const ShiftedExponential<T> exponential(lse);
   const auto gradient = [&](float x, int column) {
     const float p = exponential(x) - rows.share;
-    return scale * (column == target ? p - rows.own : p);
+    return dloss * (column == target ? p - rows.own : p);
   };
-
-  for (int first = threadIdx.x; first < cut.vectors; first += kBwdThreads * kBwdLoads) {
-    Columns<T> logit[kBwdLoads];
+  for (int first = threadIdx.x; first < cut.vectors; first += kThreads * kLoads) {
+    Columns<T> logit[kLoads];
 #pragma unroll
-    for (int u = 0; u < kBwdLoads; ++u) {
-      const int i = first + u * kBwdThreads;
-      if (i < cut.vectors) logit[u].load_streaming(row + cut.column_of_vector(i));
+    for (int u = 0; u < kLoads; ++u) {
+      const int i = first + u * kThreads;
+      if (i < cut.vectors) source.load(logit[u], cut, i);
     }
 #pragma unroll
-    for (int u = 0; u < kBwdLoads; ++u) {
-      const int i = first + u * kBwdThreads;
+    for (int u = 0; u < kLoads; ++u) {
+      const int i = first + u * kThreads;
       if (i >= cut.vectors) break;
       const int column = cut.column_of_vector(i);
       float x[kSize];
@@ -221,6 +231,72 @@ __global__ void __launch_bounds__(kBwdThreads)
   }
 }
 
+// The gradient of a row whose target is the pad symbol. It is not read: it may hold anything.
+template <int kThreads, typename T>
+__device__ __forceinline__ void clear(T* row, const Cut& cut) {
+  const Columns<T> zeros = {};
+  for (int i = threadIdx.x; i < cut.vectors; i += kThreads) {
+    zeros.store(row + cut.column_of_vector(i));
+  }
+  if (static_cast<int>(threadIdx.x) < cut.scalars) {
+    row[cut.column_of_scalar(threadIdx.x)] = from_float<T>(0.0f);
+  }
+}
+
+template <typename T, bool kAccuracy>
+__global__ void __launch_bounds__(kFwdThreads)
+    cross_entropy_fwd_kernel(const T* __restrict__ logits, const Rows rows, const Results results) {
+  const T* const row = logits + blockIdx.x * rows.stride;
+  const Cut cut(row, rows.classes);
+  forward<kFwdThreads, kAccuracy>(InMemory<T>{row}, row, cut, rows, rows.target.at(blockIdx.x),
+                                  results);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kBwdThreads)
+    cross_entropy_bwd_kernel(T* __restrict__ logits, const Rows rows, const Floats dloss,
+                             const Floats lse) {
+  T* const row = logits + blockIdx.x * rows.stride;
+  const Cut cut(row, rows.classes);
+  const int64_t target = rows.target.at(blockIdx.x);
+  if (target == rows.padding_idx) return clear<kBwdThreads>(row, cut);
+  backward<kBwdThreads, kBwdLoads>(InMemory<T>{row}, row, cut, rows, static_cast<int>(target),
+                                   dloss.at<float>(blockIdx.x), lse.at<float>(blockIdx.x));
+}
+
+// Two blocks of so many threads share a multiprocessor: one computes while the other loads.
+template <typename T, bool kAccuracy>
+__global__ void __launch_bounds__(kBothThreads, 2)
+    cross_entropy_fwd_bwd_kernel(T* logits, const Rows rows, const Floats dloss,
+                                 const Results results) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  T* const vectors = reinterpret_cast<T*>(shared);
+  T* const row = logits + blockIdx.x * rows.stride;
+  const Cut cut(row, rows.classes);
+  const int64_t target = rows.target.at(blockIdx.x);
+  if (target == rows.padding_idx) {
+    clear<kBothThreads>(row, cut);
+    if (threadIdx.x == 0) {
+      results.store_losses(0.0f, 0.0f);
+      if constexpr (kAccuracy) results.correct[blockIdx.x] = false;
+    }
+    return;
+  }
+  // A thread reads what it has copied itself.
+  for (int i = threadIdx.x; i < cut.vectors; i += kBothThreads) {
+    constexpr int kPerCopy = Vec<T>::kSize;
+#pragma unroll
+    for (int part = 0; part < kSize; part += kPerCopy) {
+      copy_async(vectors + i * kSize + part, row + cut.column_of_vector(i) + part, true);
+    }
+  }
+  const float scale = dloss.at<float>(blockIdx.x);
+  wait_for_copies();
+  const OnChip<T> source{vectors};
+  const float lse = forward<kBothThreads, kAccuracy>(source, row, cut, rows, target, results);
+  backward<kBothThreads, kBothLoads>(source, row, cut, rows, static_cast<int>(target), scale, lse);
+}
+
 // ---- launchers ----
 
 Rows rows_of(const char* op, const Tensor& logits, const Tensor& target, double smoothing,
@@ -233,15 +309,28 @@ Rows rows_of(const char* op, const Tensor& logits, const Tensor& target, double 
           padding_idx,      static_cast<float>(share), static_cast<float>(1.0 - smoothing - share)};
 }
 
+// [T] each; correct is empty unless asked for.
+struct Outputs {
+  Tensor loss, nll, correct;
+
+  Outputs(const Tensor& logits, bool accuracy)
+      : loss(allocate(logits, {logits.size(0)}, ScalarType::Float)),
+        nll(allocate(logits, {logits.size(0)}, ScalarType::Float)),
+        correct(allocate(logits, {accuracy ? logits.size(0) : 0}, ScalarType::Bool)) {}
+
+  Results results(float* lse) {
+    return {loss.mutable_data_ptr<float>(), nll.mutable_data_ptr<float>(), lse,
+            correct.mutable_data_ptr<bool>()};
+  }
+};
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_fwd(const Tensor& logits,
                                                              const Tensor& target, double smoothing,
                                                              int64_t padding_idx, bool accuracy) {
   const char* const op = "cross_entropy_fwd";
   const int64_t count = logits.size(0);
-  Tensor loss = allocate(logits, {count}, ScalarType::Float);
-  Tensor nll = allocate(logits, {count}, ScalarType::Float);
+  Outputs outputs(logits, accuracy);
   Tensor lse = allocate(logits, {count}, ScalarType::Float);
-  Tensor correct = allocate(logits, {accuracy ? count : 0}, ScalarType::Bool);
   const Rows rows = rows_of(op, logits, target, smoothing, padding_idx);
   const int32_t device = logits.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -251,12 +340,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_fwd(const Tensor& logit
     const auto kernel =
         accuracy ? cross_entropy_fwd_kernel<T, true> : cross_entropy_fwd_kernel<T, false>;
     kernel<<<static_cast<unsigned>(count), kFwdThreads, 0, current_stream(device)>>>(
-        static_cast<const T*>(logits.const_data_ptr()), rows, loss.mutable_data_ptr<float>(),
-        nll.mutable_data_ptr<float>(), lse.mutable_data_ptr<float>(),
-        correct.mutable_data_ptr<bool>());
+        static_cast<const T*>(logits.const_data_ptr()), rows,
+        outputs.results(lse.mutable_data_ptr<float>()));
     check_launch(op);
   });
-  return {loss, nll, lse, correct};
+  return {outputs.loss, outputs.nll, lse, outputs.correct};
 }
 
 void cross_entropy_bwd(const Tensor& dloss, Tensor logits, const Tensor& target, const Tensor& lse,
@@ -275,9 +363,54 @@ void cross_entropy_bwd(const Tensor& dloss, Tensor logits, const Tensor& target,
   });
 }
 
+// Whether a multiprocessor has room for two rows of so many bytes.
+template <typename Kernel>
+bool has_room(Kernel kernel, size_t row_bytes, int32_t device) {
+  int most = 0, reserved = 0;
+  cudaFuncAttributes of_kernel{};
+  cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device);
+  cudaFuncGetAttributes(&of_kernel, kernel);
+  return 2 * (row_bytes + of_kernel.sharedSizeBytes + reserved) <= static_cast<size_t>(most);
+}
+
+std::tuple<Tensor, Tensor, Tensor> cross_entropy_fwd_bwd(const Tensor& dloss, Tensor logits,
+                                                         const Tensor& target, double smoothing,
+                                                         int64_t padding_idx, bool accuracy) {
+  const char* const op = "cross_entropy_fwd_bwd";
+  const Rows rows = rows_of(op, logits, target, smoothing, padding_idx);
+  const int32_t device = logits.get_device();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  std::tuple<Tensor, Tensor, Tensor> results;
+  dispatch_float(logits.scalar_type(), "cross_entropy_fwd_bwd: logits", [&](auto zero) {
+    using T = decltype(zero);
+    const size_t row_bytes = sizeof(T) * logits.size(1);
+    const auto kernel =
+        accuracy ? cross_entropy_fwd_bwd_kernel<T, true> : cross_entropy_fwd_bwd_kernel<T, false>;
+    if (!has_room(kernel, row_bytes, device)) {
+      auto [loss, nll, lse, correct] =
+          cross_entropy_fwd(logits, target, smoothing, padding_idx, accuracy);
+      cross_entropy_bwd(dloss, logits, target, lse, smoothing, padding_idx);
+      results = {loss, nll, correct};
+      return;
+    }
+    Outputs outputs(logits, accuracy);
+    results = {outputs.loss, outputs.nll, outputs.correct};
+    if (logits.size(0) == 0) return;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         static_cast<int>(row_bytes));
+    kernel<<<static_cast<unsigned>(logits.size(0)), kBothThreads, row_bytes,
+             current_stream(device)>>>(static_cast<T*>(logits.mutable_data_ptr()), rows,
+                                       Floats(dloss), outputs.results(nullptr));
+    check_launch(op);
+  });
+  return results;
+}
+
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
   m.impl("cross_entropy_fwd", TORCH_BOX(&cross_entropy_fwd));
   m.impl("cross_entropy_bwd", TORCH_BOX(&cross_entropy_bwd));
+  m.impl("cross_entropy_fwd_bwd", TORCH_BOX(&cross_entropy_fwd_bwd));
 }
 
 }  // namespace

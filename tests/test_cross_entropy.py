@@ -48,6 +48,17 @@ def test_equals_formula(smoothing, target_dtype):
     torch.testing.assert_close(logits, reference.grad)
 
 
+@pytest.mark.parametrize("accuracy", [True, False])
+def test_forward_and_backward_at_once(accuracy):
+    logits, target = inputs()
+    dloss = torch.randn(T, dtype=torch.float64)
+    loss, nll, lse, correct = ops.cross_entropy_fwd(logits, target, 0.1, PAD, accuracy)
+    gradient = logits.clone()
+    ops.cross_entropy_bwd(dloss, gradient, target, lse, 0.1, PAD)
+    at_once = ops.cross_entropy_fwd_bwd(dloss, logits, target, 0.1, PAD, accuracy)
+    assert all(map(torch.equal, (*at_once, logits), (loss, nll, correct, gradient)))
+
+
 def test_smoothing_counts_every_class_but_the_target_once():
     """V - 1, not V: the trap that only a small vocabulary shows."""
     logits = torch.tensor([[2.0, 0.0, 1.0]], dtype=torch.float64)
@@ -160,6 +171,7 @@ def test_opcheck(smoothing, accuracy):
     check_op("cross_entropy_fwd", logits, target, smoothing, PAD, accuracy)
     lse = ops.cross_entropy_fwd(logits, target, smoothing, PAD, accuracy)[2]
     check_op("cross_entropy_bwd", torch.ones(T), logits, target, lse, smoothing, PAD)
+    check_op("cross_entropy_fwd_bwd", torch.ones(T), logits, target, smoothing, PAD, accuracy)
 
 
 def test_refusals():
@@ -177,6 +189,8 @@ def test_refusals():
     with pytest.raises(ValueError, match="cross_entropy_bwd: lse must be float32, got float64"):
         lse = torch.zeros(T, dtype=torch.float64)
         ops.cross_entropy_bwd(torch.ones(T), logits, target, lse, 0.1, PAD)
+    with pytest.raises(ValueError, match=r"cross_entropy_fwd_bwd: dloss must have shape \[9\]"):
+        ops.cross_entropy_fwd_bwd(torch.ones(2), logits, target, 0.1, PAD, False)
 
 
 def test_targets_are_checked(monkeypatch):

@@ -45,11 +45,12 @@ def formula(logits, target, smoothing):
 
 
 def test_kernels_are_loaded():
-    assert {"cross_entropy_fwd", "cross_entropy_bwd"} <= set(library.load().kernels)
+    kernels = {"cross_entropy_fwd", "cross_entropy_bwd", "cross_entropy_fwd_bwd"}
+    assert kernels <= set(library.load().kernels)
 
 
 # (rows, classes, stride, shift): one row; fewer classes than a vector; rows that start at any
-# place relative to 16 bytes; padded rows; a shifted start.
+# place relative to 16 bytes; padded rows; more than shared memory has room for; a shifted start.
 LAYOUTS = [
     (1, 2, None, 0),
     (9, 5, None, 0),
@@ -57,6 +58,7 @@ LAYOUTS = [
     (64, 1032, None, 0),
     (41, 40001, None, 0),
     (40, 42999, 43008, 0),
+    (11, 130001, None, 0),
     (33, 8191, None, 3),
 ]
 
@@ -74,6 +76,8 @@ def test_errs_no_more_than_plain_torch(rows, classes, stride, shift, smoothing, 
         loss.backward(dloss.to(kind))
         results.append((loss.detach(), nll.detach(), x.grad))
     storage_before = logits.as_strided((rows, stride or classes), (stride or classes, 1)).clone()
+    at_once = torch.empty_strided(logits.shape, logits.stride(), dtype=dtype, device="cuda")
+    at_once.copy_(logits)
 
     poison_cache()
     loss, nll, lse, correct = ops.cross_entropy_fwd(logits, target, smoothing, PAD, False)
@@ -86,6 +90,15 @@ def test_errs_no_more_than_plain_torch(rows, classes, stride, shift, smoothing, 
     if stride:  # what lies between the rows belongs to somebody else
         after = logits.as_strided((rows, stride), (stride, 1))
         assert torch.equal(after[:, classes:], storage_before[:, classes:])
+
+    between = at_once.as_strided((rows, stride or classes), (stride or classes, 1))
+    between[:, classes:] = 7.0
+    poison_cache()
+    loss, nll, correct = ops.cross_entropy_fwd_bwd(dloss, at_once, target, smoothing, PAD, False)
+    assert loss.dtype == nll.dtype == torch.float32 and correct.numel() == 0
+    for ours, plain, exact in zip((loss.to(dtype), nll.to(dtype), at_once), *results, strict=True):
+        assert_kernel_as_good_as(ours, plain, exact)
+    assert between[:, classes:].eq(7.0).all()
 
 
 @pytest.mark.parametrize("target_dtype", [torch.int32, torch.int64])
@@ -104,6 +117,9 @@ def test_accuracy(dtype, target_dtype):
     assert expected.any() and not expected.all()
     without = ops.cross_entropy_fwd(logits, target, 0.1, PAD, False)
     assert all(map(torch.equal, outputs[:3], without[:3]))
+    dloss = torch.ones(2000, device="cuda")
+    at_once = ops.cross_entropy_fwd_bwd(dloss, logits, target, 0.1, PAD, True)
+    assert torch.equal(at_once[2].cpu(), expected)
 
 
 @pytest.mark.parametrize("classes", [5, 1000, 4001])
@@ -129,10 +145,16 @@ def test_nan_and_infinities(classes, smoothing, dtype):
     whole = [i for i in range(12) if i not in (6, 7, 8)]
     assert torch.equal(ours[3].cpu()[whole], expected[3][whole])
     dloss = torch.ones(12)
+    at_once = logits.clone()
+    results = ops.cross_entropy_fwd_bwd(dloss.cuda(), at_once, target, smoothing, PAD, True)
+    for mine, other in zip(results[:2], expected[:2], strict=True):
+        torch.testing.assert_close(mine.cpu(), other, equal_nan=True)
+    assert torch.equal(results[2], ours[3])
     ops.cross_entropy_bwd(dloss.cuda(), logits, target, ours[2], smoothing, PAD)
     ops.cross_entropy_bwd(dloss, reference, target.cpu(), expected[2], smoothing, PAD)
     # Whatever is finite in the reference is finite here, and the other way round.
     assert torch.equal(logits.cpu().isfinite(), reference.isfinite())
+    assert torch.equal(at_once.cpu().isfinite(), reference.isfinite())
 
 
 @pytest.mark.parametrize("size", [-6e4, 6e4])
@@ -152,11 +174,17 @@ def test_large_logits(dtype, size):
 def test_padding_rows_become_zero_whatever_they_held(dtype):
     logits, target = inputs(50, 1003, dtype)
     logits[::5], logits[5] = math.nan, math.inf
+    is_pad, dloss, at_once = target == PAD, torch.full((50,), math.nan).cuda(), logits.clone()
     loss, nll, lse, correct = ops.cross_entropy_fwd(logits, target, 0.1, PAD, True)
-    is_pad = target == PAD
-    assert loss[is_pad].eq(0).all() and nll[is_pad].eq(0).all() and not correct[is_pad].any()
-    ops.cross_entropy_bwd(torch.full((50,), math.nan).cuda(), logits, target, lse, 0.1, PAD)
-    assert logits[is_pad].eq(0).all() and not logits[is_pad].signbit().any()
+    ops.cross_entropy_bwd(dloss, logits, target, lse, 0.1, PAD)
+    results = ops.cross_entropy_fwd_bwd(dloss, at_once, target, 0.1, PAD, True)
+    for of_loss, of_nll, is_correct, gradient in (
+        (loss, nll, correct, logits),
+        (*results, at_once),
+    ):
+        assert of_loss[is_pad].eq(0).all() and of_nll[is_pad].eq(0).all()
+        assert not is_correct[is_pad].any()
+        assert gradient[is_pad].eq(0).all() and not gradient[is_pad].signbit().any()
 
 
 @pytest.mark.parametrize("dloss_dtype", [*DTYPES, torch.float64])
@@ -193,9 +221,15 @@ def test_65k_tokens_of_43k_classes():
     for whole, part in zip((loss, nll, lse, correct), alone, strict=True):
         assert torch.equal(whole[chosen], part)
     torch.testing.assert_close(lse, logits.logsumexp(-1).float(), rtol=0.02, atol=0.0)
-    ops.cross_entropy_bwd(torch.ones((), device="cuda").expand(rows), logits, target, lse, 0.1, PAD)
-    ops.cross_entropy_bwd(torch.ones(8, device="cuda"), some, some_target, alone[2], 0.1, PAD)
+    one, at_once = torch.ones((), device="cuda"), some.clone()
+    ops.cross_entropy_bwd(one.expand(rows), logits, target, lse, 0.1, PAD)
+    ops.cross_entropy_bwd(one.expand(8), some, some_target, alone[2], 0.1, PAD)
     assert torch.equal(logits[chosen], some)
+    logits[chosen] = at_once
+    whole = ops.cross_entropy_fwd_bwd(one.expand(rows), logits, target, 0.1, PAD, True)
+    part = ops.cross_entropy_fwd_bwd(one.expand(8), at_once, some_target, 0.1, PAD, True)
+    assert torch.equal(logits[chosen], at_once)
+    assert all(torch.equal(x[chosen], y) for x, y in zip(whole, part, strict=True))
 
 
 def test_deterministic_and_replayable():
@@ -206,7 +240,9 @@ def test_deterministic_and_replayable():
         gradient = logits.clone()
         outputs = ops.cross_entropy_fwd(gradient, target, 0.1, PAD, True)
         ops.cross_entropy_bwd(dloss, gradient, target, outputs[2], 0.1, PAD)
-        return *outputs, gradient
+        at_once = logits.clone()
+        results = ops.cross_entropy_fwd_bwd(dloss, at_once, target, 0.1, PAD, True)
+        return *outputs, gradient, *results, at_once
 
     first = run()
     assert all(map(torch.equal, first, run()))
@@ -224,6 +260,8 @@ def test_empty():
     outputs = ops.cross_entropy_fwd(logits[:0], target[:0], 0.1, PAD, True)
     assert [len(x) for x in outputs] == [0, 0, 0, 0]
     ops.cross_entropy_bwd(outputs[0], logits[:0], target[:0], outputs[2], 0.1, PAD)
+    at_once = ops.cross_entropy_fwd_bwd(outputs[0], logits[:0], target[:0], 0.1, PAD, True)
+    assert [len(x) for x in at_once] == [0, 0, 0]
 
 
 def test_refusals():
@@ -233,6 +271,10 @@ def test_refusals():
     with pytest.raises(RuntimeError, match="cross_entropy_bwd: logits must be float32, float16 or"):
         lse = torch.zeros(3, dtype=torch.float64, device="cuda")
         ops.cross_entropy_bwd(lse, logits, target, lse, 0.1, PAD)
+    with pytest.raises(
+        RuntimeError, match="cross_entropy_fwd_bwd: logits must be float32, float16"
+    ):
+        ops.cross_entropy_fwd_bwd(lse, logits, target, 0.1, PAD, False)
     with pytest.raises(
         ValueError, match="cross_entropy_fwd: logits must be contiguous in its last"
     ):

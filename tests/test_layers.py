@@ -275,6 +275,16 @@ def test_cross_entropy_and_its_gradient(smoothing: float) -> None:
     torch.testing.assert_close(gradient, wanted)
 
 
+def test_cross_entropy_where_the_gradient_of_the_loss_is_known_beforehand() -> None:
+    logits = torch.randn(6, 9, dtype=torch.float64, requires_grad=True)
+    target, dloss = torch.tensor([3, 1, 8, 0, 1, 2]), torch.tensor(0.3, dtype=torch.float64)
+    found = []
+    for known in (None, dloss):
+        results = label_smoothed_cross_entropy(logits.clone(), target, 0.1, 1, True, known)
+        found.append((*results, *torch.autograd.grad(results[0].sum() * dloss, logits)))
+    assert all(map(torch.equal, *found))
+
+
 def test_backward_through_overwritten_logits_is_refused() -> None:
     logits = torch.randn(3, 5, requires_grad=True) * 1
     loss, _, _ = label_smoothed_cross_entropy(logits, torch.tensor([2, 3, 4]), 0.1, 1)

@@ -101,6 +101,7 @@ def smoothing_shared_by_all_classes(patch: Patch) -> None:
 
     change_op(patch, "cross_entropy_fwd", change)
     change_op(patch, "cross_entropy_bwd", change)
+    change_op(patch, "cross_entropy_fwd_bwd", change)
 
 
 # Adam

@@ -177,7 +177,9 @@ def test_cross_entropy(classes: int, dtype: torch.dtype) -> None:
         gradient = logits.clone()
         loss, nll, lse, correct = ops.cross_entropy_fwd(gradient, target, 0.1, 1, True)
         ops.cross_entropy_bwd(dloss, gradient, target, lse, 0.1, 1)
-        return loss, nll, lse, correct, gradient
+        at_once = logits.clone()
+        results = ops.cross_entropy_fwd_bwd(dloss, at_once, target, 0.1, 1, True)
+        return loss, nll, lse, correct, gradient, *results, at_once
 
     check(call)
 

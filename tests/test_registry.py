@@ -65,6 +65,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "cross_entropy_fwd": lambda: (randn(T, V), tokens(V), 0.1, 1, True),
     "cross_entropy_bwd": lambda: (randn(T), randn(T, V), tokens(V), randn(T).add(3), 0.1, 1),
+    "cross_entropy_fwd_bwd": lambda: (randn(T), randn(T, V), tokens(V), 0.1, 1, True),
     "sums_later": lambda: (randn(V),),
     "sums_now": lambda: (randn(V), True),
     "decode_self_attention": lambda: (

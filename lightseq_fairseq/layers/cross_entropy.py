@@ -16,12 +16,20 @@ from lightseq_fairseq import ops
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, smoothing: float, padding_idx: int, accuracy: bool
-    ) -> Any:
-        loss, nll, lse, correct = ops.cross_entropy_fwd(
-            logits, target, smoothing, padding_idx, accuracy
-        )
-        ctx.save_for_backward(logits, target, lse)
+        ctx: Any, logits: Tensor, target: Tensor, smoothing: float, padding_idx: int,
+        accuracy: bool, dloss: Tensor | None,
+    ) -> Any:  # fmt: skip
+        ctx.is_gradient = dloss is not None
+        if dloss is not None:
+            loss, nll, correct = ops.cross_entropy_fwd_bwd(
+                dloss.expand(len(logits)), logits, target, smoothing, padding_idx, accuracy
+            )
+            ctx.save_for_backward(logits)
+        else:
+            loss, nll, lse, correct = ops.cross_entropy_fwd(
+                logits, target, smoothing, padding_idx, accuracy
+            )
+            ctx.save_for_backward(logits, target, lse)
         ctx.smoothing, ctx.padding_idx = smoothing, padding_idx
         ctx.mark_non_differentiable(nll, correct)
         ctx.set_materialize_grads(False)
@@ -29,15 +37,22 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:
-        logits, target, lse = ctx.saved_tensors
-        # The gradient replaces the logits: the largest tensor of the step exists once. A second
-        # backward through the same graph is refused by autograd's version check.
-        ops.cross_entropy_bwd(dloss, logits, target, lse, ctx.smoothing, ctx.padding_idx)
-        return logits, None, None, None, None
+        logits, *others = ctx.saved_tensors
+        if not ctx.is_gradient:
+            # The gradient replaces the logits: the largest tensor of the step exists once. A second
+            # backward through the same graph is refused by autograd's version check.
+            target, lse = others
+            ops.cross_entropy_bwd(dloss, logits, target, lse, ctx.smoothing, ctx.padding_idx)
+        return logits, None, None, None, None, None
 
 
 def label_smoothed_cross_entropy(
-    logits: Tensor, target: Tensor, smoothing: float, padding_idx: int, accuracy: bool = False
+    logits: Tensor,
+    target: Tensor,
+    smoothing: float,
+    padding_idx: int,
+    accuracy: bool = False,
+    dloss: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss of each row; the backward pass overwrites ``logits`` with their gradient.
 
@@ -46,6 +61,8 @@ def label_smoothed_cross_entropy(
         target: int64 [T]; rows whose target is ``padding_idx`` count nothing.
         smoothing: epsilon; it is shared by the V - 1 other classes as in fairseq.
         accuracy: also say which rows have their target as arg max.
+        dloss: float scalar, if known beforehand: the gradient that every row's loss will get in the
+            backward pass. The logits are overwritten at once then, which reads them once less.
 
     Returns:
         loss [T] (differentiable) and nll [T], in nats, float32 (float64 for float64 logits), and
@@ -53,4 +70,4 @@ def label_smoothed_cross_entropy(
 
     Source: ``fairseq.criterions.label_smoothed_cross_entropy.label_smoothed_nll_loss``.
     """
-    return _CrossEntropy.apply(logits, target, smoothing, padding_idx, accuracy)
+    return _CrossEntropy.apply(logits, target, smoothing, padding_idx, accuracy, dloss)

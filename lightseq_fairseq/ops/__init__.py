@@ -20,7 +20,7 @@ from .dropout_residual_layer_norm import (
     dropout_residual_layer_norm_fwd,
 )
 from .bias_activation_dropout import bias_activation_dropout_bwd, bias_activation_dropout_fwd
-from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd
+from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_fwd_bwd
 from .column_sum import sums_later, sums_now
 from .beam_search import beam_candidates, beam_sample
 from .beam_advance import beam_advance
@@ -45,6 +45,7 @@ __all__ = [
     "bias_activation_dropout_bwd",
     "cross_entropy_fwd",
     "cross_entropy_bwd",
+    "cross_entropy_fwd_bwd",
     "sums_later",
     "sums_now",
     "beam_candidates",

@@ -5,10 +5,12 @@ loss = (1 - s - s') * nll + s' * sum_j (lse - logit[j]),  s' = s / (V - 1)  for 
 dlogit[j] = dloss * (softmax[j] - s' - (1 - s - s') * [j == target])
 
 No log-probabilities are stored: forward keeps lse, backward turns the logits into their gradient in
-place. T rows (tokens), V vocabulary.
+place. Where dloss is known beforehand both are one pass. T rows (tokens), V vocabulary.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +54,27 @@ def cross_entropy_bwd(
     check_tensor(op, "dloss", dloss, target.shape, FLOATS, logits)
     check_tensor(op, "lse", lse, target.shape, (work_dtype(logits),), logits)
     _BWD(dloss, logits, target, lse, smoothing, padding_idx)
+
+
+def cross_entropy_fwd_bwd(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    smoothing: float,
+    padding_idx: int,
+    accuracy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Overwrite logits [T, V] with their gradient; return (loss [T], nll [T], correct [T]).
+
+    Both of the above at once; arguments and errors as there.
+    """
+    op = "cross_entropy_fwd_bwd"
+    _check(op, logits, target, smoothing)
+    check_tensor(op, "dloss", dloss, target.shape, FLOATS, logits)
+    outputs: tuple[Tensor, Tensor, Tensor] = _FWD_BWD(
+        dloss, logits, target, smoothing, padding_idx, accuracy
+    )
+    return outputs
 
 
 def cross_entropy_fwd_reference(
@@ -105,6 +128,22 @@ def cross_entropy_bwd_reference(
             block.copy_(grad)
 
 
+def cross_entropy_fwd_bwd_reference(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    smoothing: float,
+    padding_idx: int,
+    accuracy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Reference of lightseq::cross_entropy_fwd_bwd."""
+    loss, nll, lse, correct = cross_entropy_fwd_reference(
+        logits, target, smoothing, padding_idx, accuracy
+    )
+    cross_entropy_bwd_reference(dloss, logits, target, lse, smoothing, padding_idx)
+    return loss, nll, correct
+
+
 def _weights(smoothing: float, classes: int) -> tuple[float, float]:
     """(weight of every class's negative log-probability, further weight of the target's)."""
     share = smoothing / (classes - 1) if smoothing > 0 else 0.0
@@ -139,6 +178,11 @@ def _cross_entropy_bwd_fake(*arguments: object) -> None:
     return None
 
 
+def _cross_entropy_fwd_bwd_fake(dloss: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    loss, nll, _, correct = _cross_entropy_fwd_fake(*arguments)
+    return loss, nll, correct
+
+
 _FWD = register(
     "cross_entropy_fwd(Tensor logits, Tensor target, float smoothing, int padding_idx,"
     " bool accuracy) -> (Tensor loss, Tensor nll, Tensor lse, Tensor correct)",
@@ -150,4 +194,10 @@ _BWD = register(
     " float smoothing, int padding_idx) -> ()",
     cross_entropy_bwd_reference,
     _cross_entropy_bwd_fake,
+)
+_FWD_BWD = register(
+    "cross_entropy_fwd_bwd(Tensor dloss, Tensor(a!) logits, Tensor target, float smoothing,"
+    " int padding_idx, bool accuracy) -> (Tensor loss, Tensor nll, Tensor correct)",
+    cross_entropy_fwd_bwd_reference,
+    _cross_entropy_fwd_bwd_fake,
 )

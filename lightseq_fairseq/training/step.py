@@ -223,17 +223,17 @@ class TrainingStep:
         if loss.ignored_prefix > 0:
             ignored = packed.target.positions < loss.ignored_prefix
             labels = labels.masked_fill(ignored, loss.padding_idx)
+        scale = self.state[State.LOSS_SCALE]
+        if self.ranks.count > 1:  # as DDP does: the sum shall not overflow
+            scale = scale / self.ranks.count
         with torch.enable_grad():
             logits = self.model.packed_logits(packed, self.rng)
             losses, nll, correct = label_smoothed_cross_entropy(
-                logits, labels, loss.smoothing, loss.padding_idx, loss.accuracy
+                logits, labels, loss.smoothing, loss.padding_idx, loss.accuracy, scale
             )
         del logits
         with self.gradients.write(accumulate=not first):
-            scale = self.state[State.LOSS_SCALE].to(losses.dtype)
-            if self.ranks.count > 1:  # as DDP does: the sum shall not overflow
-                scale = scale / self.ranks.count
-            losses.backward(scale.expand_as(losses))
+            losses.backward(scale.to(losses.dtype).expand_as(losses))
         counted = [losses.detach(), nll]
         if loss.accuracy:
             counted += [correct.to(nll.dtype), (labels != loss.padding_idx).to(nll.dtype)]

@@ -49,25 +49,41 @@ class Formula:
 
     def systems(self) -> tuple[dict[str, Callable[[], Run]], dict[str, Callable[[], Run]]]:
         """The systems eager and compile of the forward and of the backward case."""
+        both = self._functions()
+        return (
+            {name: lambda get=get: self._forward(get()) for name, get in both.items()},
+            {name: lambda get=get: self._backward(get()) for name, get in both.items()},
+        )
 
+    def systems_at_once(self) -> dict[str, Callable[[], Run]]:
+        """The same of a case that is forward and backward."""
+        both = self._functions()
+        return {name: lambda get=get: self._at_once(get()) for name, get in both.items()}
+
+    def _functions(self) -> dict[str, Callable[[], Callable[..., tuple[Tensor, ...]]]]:
         @functools.cache
         def compiled() -> Callable[..., tuple[Tensor, ...]]:
             torch.compiler.reset()  # every shape gets its own code, none meets a recompile limit
             return torch.compile(self.function, dynamic=False)
 
-        both = {"eager": lambda: self.function, "compile": compiled}
-        return (
-            {name: lambda get=get: self._forward(get()) for name, get in both.items()},
-            {name: lambda get=get: self._backward(get()) for name, get in both.items()},
-        )
+        return {"eager": lambda: self.function, "compile": compiled}
 
     def _forward(self, function: Callable[..., tuple[Tensor, ...]]) -> Run:
         return lambda: function(*self.inputs)
 
     def _backward(self, function: Callable[..., tuple[Tensor, ...]]) -> Run:
         outputs = function(*self.inputs)[: len(self.grads)]
-        leaves = [x for x in self.inputs if x.requires_grad]
-        return lambda: torch.autograd.grad(outputs, leaves, self.grads, retain_graph=True)
+        return lambda: torch.autograd.grad(outputs, self._leaves(), self.grads, retain_graph=True)
+
+    def _at_once(self, function: Callable[..., tuple[Tensor, ...]]) -> Run:
+        def run() -> Sequence[Tensor]:
+            outputs = function(*self.inputs)[: len(self.grads)]
+            return torch.autograd.grad(outputs, self._leaves(), self.grads)
+
+        return run
+
+    def _leaves(self) -> list[Tensor]:
+        return [x for x in self.inputs if x.requires_grad]
 
 
 @dataclass(frozen=True)

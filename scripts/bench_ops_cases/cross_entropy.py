@@ -33,7 +33,8 @@ def cross_entropy(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
     def forward() -> tuple[Tensor, ...]:
         return ops.cross_entropy_fwd(logits, target, SMOOTHING, PAD, False)[:2]
 
-    fwd, bwd = Formula(formula, (logits,), (dloss,)).systems()
+    plain = Formula(formula, (logits,), (dloss,))
+    fwd, bwd = plain.systems()
     yield Case(
         f"cross_entropy_fwd/T{tokens}", logits.nbytes, {"ours": without_autograd(forward), **fwd}
     )
@@ -53,5 +54,16 @@ def cross_entropy(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
         f"cross_entropy_bwd/T{tokens}",
         2 * logits.nbytes,
         {"ours": ours_backward, **bwd},
+        restore=lambda: overwritten.copy_(logits.detach()),
+    )
+
+    def at_once() -> tuple[Tensor, ...]:
+        ops.cross_entropy_fwd_bwd(dloss, overwritten, target, SMOOTHING, PAD, False)
+        return (overwritten,)
+
+    yield Case(
+        f"cross_entropy_fwd_bwd/T{tokens}",
+        2 * logits.nbytes,
+        {"ours": without_autograd(at_once), **plain.systems_at_once()},
         restore=lambda: overwritten.copy_(logits.detach()),
     )
