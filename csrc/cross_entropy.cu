@@ -110,7 +110,7 @@ struct Rows {
   float share, own;  // weight of every class's negative log-probability, further of the target's
 };
 
-// The vectors of a row, from memory or from where copy_row() has put them.
+// The vectors of a row, from memory or from their copy in shared memory.
 template <typename T>
 struct InMemory {
   const T* row;
