@@ -10,8 +10,11 @@
 //   param  = (param - lr * weight_decay * param) - size * (m / (sqrt(v) + eps))
 //   low    = param rounded to 16 bits
 //
+// Beside a bfloat16 copy, param may be kept as what that copy leaves of it, in 16 bits more
+// (ops/adam.py: split_floats).
+//
 //   bytes moved   norm reads grad; the step reads grad, param, m, v and writes param, m, v, low:
-//                 2 + 28 bytes a parameter with 16-bit gradients and copy
+//                 2 + 28 bytes a parameter with 16-bit gradients and copy, 2 + 26 with such a rest
 //   determinism   norm: every thread sums its share in float, shares are added in double in the
 //                 order of threads and blocks; the number of blocks depends on N and the GPU
 //
@@ -97,7 +100,6 @@ __global__ void __launch_bounds__(kNormThreads)
 }
 
 struct Params {
-  float* param;
   float* exp_avg;
   float* exp_avg_sq;
   int64_t count;
@@ -163,6 +165,33 @@ __device__ __forceinline__ void update(const Coefficients& c, float grad, float&
   p = __fsub_rn(__fmaf_rn(c.decay, p, p), step);
 }
 
+// A number as a bfloat16 and the difference of their bits. One half-way between two bfloat16 whose
+// difference would be 2^15 moves by its last bit.
+__device__ __forceinline__ float join(__nv_bfloat16 high, int16_t rest) {
+  return __uint_as_float((static_cast<uint32_t>(__bfloat16_as_ushort(high)) << 16) + rest);
+}
+
+__device__ __forceinline__ int16_t rest_of(float x, __nv_bfloat16 high) {
+  const uint32_t difference =
+      __float_as_uint(x) - (static_cast<uint32_t>(__bfloat16_as_ushort(high)) << 16);
+  return static_cast<int16_t>(min(static_cast<int>(difference), INT16_MAX));
+}
+
+// The same of a parameter as it is kept; `low` becomes its 16-bit copy.
+template <typename P, typename L>
+__device__ __forceinline__ void update(const Coefficients& c, float grad, P& kept, L& low, float& m,
+                                       float& v) {
+  if constexpr (std::is_same_v<P, int16_t>) {
+    float p = join(low, kept);
+    update(c, grad, p, m, v);
+    low = from_float<L>(p);
+    kept = rest_of(p, low);
+  } else {
+    update(c, grad, kept, m, v);
+    low = from_float<L>(kept);
+  }
+}
+
 // Four elements: 16 bytes of float, 8 of a 16-bit type, so that a warp's accesses to every tensor
 // are without gaps.
 template <typename T>
@@ -186,26 +215,29 @@ __device__ __forceinline__ void store_quad(T* address, const Quad<T>& x) {
 }
 
 // A block takes kQuads * kStepThreads neighbouring quads: the shorter the stretch of memory that is
-// being worked on, the faster memory is. low: null where no 16-bit copy is wanted.
-template <typename G, typename L>
+// being worked on, the faster memory is. P: float, or int16_t for what `low` leaves of the
+// parameters. low: null where no 16-bit copy is wanted.
+template <typename P, typename G, typename L>
 __global__ void __launch_bounds__(kStepThreads)
-    adam_step_kernel(const __grid_constant__ Params params, const G* __restrict__ grad,
-                     L* __restrict__ low) {
+    adam_step_kernel(const __grid_constant__ Params params, P* __restrict__ param,
+                     const G* __restrict__ grad, L* __restrict__ low) {
+  constexpr bool kSplit = std::is_same_v<P, int16_t>;
   constexpr int kWork = kQuads * kStepThreads;
   const int64_t quads = params.count / 4, first = static_cast<int64_t>(blockIdx.x) * kWork;
   const int left = static_cast<int>(min(static_cast<int64_t>(kWork), quads - first));
-  grad += 4 * first;
-  float* const param = params.param + 4 * first;
   float* const exp_avg = params.exp_avg + 4 * first;
   float* const exp_avg_sq = params.exp_avg_sq + 4 * first;
   Quad<G> g[kQuads];
-  Quad<float> p[kQuads], m[kQuads], v[kQuads];
+  Quad<P> kept[kQuads];
+  Quad<L> rounded[kQuads];
+  Quad<float> m[kQuads], v[kQuads];
 #pragma unroll
   for (int u = 0; u < kQuads; ++u) {  // under way while the first thread computes
     const int i = threadIdx.x + u * kStepThreads;
     if (i >= left) break;
-    g[u] = load_quad(grad + 4 * i);
-    p[u] = load_quad(param + 4 * i);
+    g[u] = load_quad(grad + 4 * (first + i));
+    kept[u] = load_quad(param + 4 * (first + i));
+    if constexpr (kSplit) rounded[u] = load_quad(low + 4 * (first + i));
     m[u] = load_quad(exp_avg + 4 * i);
     v[u] = load_quad(exp_avg_sq + 4 * i);
   }
@@ -223,21 +255,22 @@ __global__ void __launch_bounds__(kStepThreads)
   for (int u = 0; u < kQuads; ++u) {
     const int i = threadIdx.x + u * kStepThreads;
     if (i >= left) break;
-    Quad<L> rounded;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      update(c, to_float(g[u].values[e]), p[u].values[e], m[u].values[e], v[u].values[e]);
-      rounded.values[e] = from_float<L>(p[u].values[e]);
+      update(c, to_float(g[u].values[e]), kept[u].values[e], rounded[u].values[e], m[u].values[e],
+             v[u].values[e]);
     }
-    store_quad(param + 4 * i, p[u]);
+    store_quad(param + 4 * (first + i), kept[u]);
     store_quad(exp_avg + 4 * i, m[u]);
     store_quad(exp_avg_sq + 4 * i, v[u]);
-    if (low != nullptr) store_quad(low + 4 * (first + i), rounded);
+    if (kSplit || low != nullptr) store_quad(low + 4 * (first + i), rounded[u]);
   }
   const int64_t i = 4 * quads + threadIdx.x;  // what is left belongs to the first block
   if (blockIdx.x == 0 && i < params.count) {
-    update(c, to_float(grad[i]), param[i], exp_avg[i], exp_avg_sq[i]);
-    if (low != nullptr) low[i] = from_float<L>(params.param[i]);
+    L of_param = {};
+    if constexpr (kSplit) of_param = low[i];
+    update(c, to_float(grad[i]), param[i], of_param, exp_avg[i], exp_avg_sq[i]);
+    if (kSplit || low != nullptr) low[i] = of_param;
   }
   if (threadIdx.x == 0 && counter >> kStepBits == gridDim.x - 1) {
     atomicExch(params.step, number_of(counter) + 1);
@@ -282,12 +315,13 @@ void adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& gr
                const Tensor& multiplier, const Tensor& norm, double max_norm, double clip_eps,
                double beta1, double beta2, double eps, double weight_decay) {
   const char* const op = "adam_step";
-  require(param.scalar_type() == ScalarType::Float, op, ": param must be float32 on a GPU");
-  check_aligned(op, "param", param, sizeof(Quad<float>));
+  const bool is_split = param.scalar_type() == ScalarType::Short;
+  require(is_split || param.scalar_type() == ScalarType::Float, op,
+          ": param must be float32 on a GPU");
+  check_aligned(op, "param", param, is_split ? sizeof(Quad<int16_t>) : sizeof(Quad<float>));
   check_aligned(op, "exp_avg", exp_avg, sizeof(Quad<float>));
   check_aligned(op, "exp_avg_sq", exp_avg_sq, sizeof(Quad<float>));
-  const Params params{param.mutable_data_ptr<float>(),
-                      exp_avg.mutable_data_ptr<float>(),
+  const Params params{exp_avg.mutable_data_ptr<float>(),
                       exp_avg_sq.mutable_data_ptr<float>(),
                       param.numel(),
                       reinterpret_cast<unsigned long long*>(step.mutable_data_ptr<int64_t>()),
@@ -308,20 +342,24 @@ void adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& gr
   dispatch_float(grad.scalar_type(), "adam_step: grad", [&](auto zero) {
     using G = decltype(zero);
     check_aligned(op, "grad", grad, sizeof(Quad<G>));
-    const auto launch = [&](auto* low) {
+    const auto launch = [&](auto* kept, auto* low) {
+      using P = std::remove_pointer_t<decltype(kept)>;
       using L = std::remove_pointer_t<decltype(low)>;
-      const auto kernel = adam_step_kernel<G, L>;
+      const auto kernel = adam_step_kernel<P, G, L>;
       kernel<<<static_cast<unsigned>(blocks), kStepThreads, 0, current_stream(device)>>>(
-          params, static_cast<const G*>(grad.const_data_ptr()), low);
+          params, kept, static_cast<const G*>(grad.const_data_ptr()), low);
       check_launch(op);
     };
-    if (param_low.has_value()) {
-      check_aligned(op, "param_low", *param_low, sizeof(Quad<__half>));
-      void* const low = param_low->mutable_data_ptr();
-      if (param_low->scalar_type() == ScalarType::Half) return launch(static_cast<__half*>(low));
-      return launch(static_cast<__nv_bfloat16*>(low));
+    void* const low = param_low.has_value() ? param_low->mutable_data_ptr() : nullptr;
+    if (low != nullptr) check_aligned(op, "param_low", *param_low, sizeof(Quad<__half>));
+    if (is_split) {
+      return launch(param.mutable_data_ptr<int16_t>(), static_cast<__nv_bfloat16*>(low));
     }
-    launch(static_cast<__nv_bfloat16*>(nullptr));
+    float* const whole = param.mutable_data_ptr<float>();
+    if (low != nullptr && param_low->scalar_type() == ScalarType::Half) {
+      return launch(whole, static_cast<__half*>(low));
+    }
+    launch(whole, static_cast<__nv_bfloat16*>(low));
   });
 }
 

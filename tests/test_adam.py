@@ -140,6 +140,40 @@ def test_low_precision_copy(low):
     torch.testing.assert_close(state.param, alone.param)
 
 
+def test_split_floats():
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (100_000,), generator=generator).int()
+    special = [0, -(2**31), 1, 0x7F7FFFFF, 0x7F800000, 0x3F7F8000, 0x3F808000, 0x3F807FFF]
+    x = torch.cat([torch.tensor(special, dtype=torch.int32), bits]).view(torch.float32)
+    x = x[~x.isnan()]
+    high = torch.empty(len(x), dtype=torch.bfloat16)
+    rest = ops.split_floats(x, high)
+    assert rest.dtype == torch.int16 and torch.equal(high, x.bfloat16())
+    joined = ops.join_floats(high, rest)
+    moved = joined.view(torch.int32) != x.view(torch.int32)
+    assert x[moved].view(torch.int32).bitwise_and(0x1FFFF).eq(0x8000).all() and moved[6]
+    assert (joined.view(torch.int32) - x.view(torch.int32))[moved].eq(-1).all()
+    assert torch.equal(joined.bfloat16(), high)
+    again = torch.empty_like(high)
+    assert torch.equal(ops.split_floats(joined, again), rest) and torch.equal(again, high)
+
+
+def test_a_split_parameter_is_updated_like_a_whole_one():
+    whole, split = State(torch.float32, torch.bfloat16), State(torch.float32, torch.bfloat16)
+    split.param = ops.split_floats(split.param, split.param_low)
+    split.exp_avg, split.exp_avg_sq = whole.exp_avg.clone(), whole.exp_avg_sq.clone()
+    for _ in range(20):
+        grad = torch.randn(N).bfloat16()
+        whole.update(grad, 0.5, 1.0)
+        split.update(grad, 0.5, 1.0)
+    joined = ops.join_floats(split.param_low, split.param)
+    # The one in 131072 that lies half-way moves.
+    torch.testing.assert_close(joined, whole.param, rtol=1e-6, atol=0.0)
+    assert (joined == whole.param).float().mean() > 0.99
+    for mine, other in zip(split.tensors()[1:], whole.tensors()[1:], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=0.0)
+
+
 def test_float32_stays_as_close_as_fairseq():
     """Errors of 20 float32 steps against float64, ours and fairseq's order in plain torch."""
     exact, ours, plain = State(), State(torch.float32), State(torch.float32)
@@ -182,6 +216,10 @@ def test_opcheck(low):
     scalars = (torch.tensor(LR), torch.tensor(0.5), grad.norm())
     tensors = (state.param, state.exp_avg, state.exp_avg_sq, grad, state.param_low, state.step)
     check_op("adam_step", *tensors, *scalars, 1.0, 1e-6, BETA1, BETA2, EPS, DECAY)
+    if low is None:
+        low = torch.empty(N, dtype=torch.bfloat16)
+        tensors = (ops.split_floats(state.param, low), *tensors[1:4], low, state.step)
+        check_op("adam_step", *tensors, *scalars, 1.0, 1e-6, BETA1, BETA2, EPS, DECAY)
 
 
 def test_refusals():
@@ -193,9 +231,14 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"adam_step: grad must have shape \[1000\], got \[999\]"):
         State(torch.float32).update(grad[1:])
     with pytest.raises(
-        ValueError, match="adam_step: param must be float32 or float64, got float16"
+        ValueError, match="adam_step: param must be float32 or float64 or int16, got float16"
     ):
         State(torch.float16).update(grad)
+    for low in (None, torch.float16):
+        state = State(torch.float32, low)
+        state.param = state.param.short()
+        with pytest.raises(ValueError, match="an int16 param needs a bfloat16 param_low"):
+            state.update(grad)
     with pytest.raises(ValueError, match="param_low must be float16 or bfloat16, got float32"):
         State(torch.float32, torch.float32).update(grad)
     state = State(torch.float32)

@@ -9,7 +9,7 @@ other. Activations and weights have 16 bits. With N the bytes of all rows of one
                     and their gradients are in the GEMMs
     embedding       2 N forward, 4 N backward
     cross entropy   4 bytes a logit: read once, the gradient written in its place
-    Adam            28 bytes a parameter
+    Adam            28 bytes a parameter, float32 ones as a whole (two less if split)
 
 Letters: S source tokens, T target tokens, C width, F ffn width, V vocabulary.
 """

@@ -25,7 +25,7 @@ from .column_sum import sums_later, sums_now
 from .beam_search import beam_candidates, beam_sample
 from .beam_advance import beam_advance
 from .advance import advance
-from .adam import adam_norm, adam_step
+from .adam import adam_norm, adam_step, join_floats, split_floats
 from .registry import REFERENCES
 
 __all__ = [
@@ -54,6 +54,8 @@ __all__ = [
     "advance",
     "adam_norm",
     "adam_step",
+    "join_floats",
+    "split_floats",
     "REFERENCES",
 ]
 

@@ -19,6 +19,7 @@ from lightseq_fairseq.parameters import FlatBuffer, flat_buffers
 _CLIP_EPS = 1e-6  # fairseq.utils.clip_grad_norm_ divides by norm + 1e-6
 _HALF = (torch.float16, torch.bfloat16)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_BLOCK = 1 << 22  # parameters that are split or joined at a time
 
 
 @dataclass
@@ -122,6 +123,7 @@ class FlatAdam(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         # fairseq's Adam reads amsgrad in the groups that it loads.
         self._flats: list[_Flat] = []
+        self._split: tuple[Tensor, Tensor] | None = None  # the two halves of the parameters
         super().__init__(params, {**defaults, "amsgrad": False})
         self._lay_out()
         self._reset_factors()
@@ -235,6 +237,7 @@ class FlatAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.join()
         for flat, gradient, used in self._gather():
             flat.update(gradient, used, self._multiplier, self._norm, self._max_norm)
         self._reset_factors()
@@ -256,6 +259,33 @@ class FlatAdam(torch.optim.Optimizer):
         return self._flats[0].buffer
 
     @torch.no_grad()
+    def split(self, low: Tensor) -> None:
+        """Keep of a fused optimizer's float32 parameters only what ``low`` leaves of them.
+
+        An update moves 2 bytes a parameter less then. The rest lies in the parameters' own memory:
+        until `join` they mean nothing. low: bfloat16 [N], laid out like `buffer`.
+        """
+        if self._split is not None:
+            return
+        whole = self.buffer.data
+        rest = whole.view(torch.int16)[: len(whole)]
+        blocks = zip(whole.split(_BLOCK), low.split(_BLOCK), rest.split(_BLOCK), strict=True)
+        for of_whole, of_low, of_rest in blocks:  # forward: what is overwritten has been read
+            of_rest.copy_(ops.split_floats(of_whole, of_low))
+        self._split = low, rest
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Make the parameters float32 again; whoever reads them calls this before."""
+        if self._split is None:
+            return
+        halves = (half.split(_BLOCK) for half in self._split)
+        blocks = zip(self.buffer.data.split(_BLOCK), *halves, strict=True)
+        for of_whole, of_low, of_rest in reversed(list(blocks)):
+            of_whole.copy_(ops.join_floats(of_low, of_rest))
+        self._split = None
+
+    @torch.no_grad()
     def fused_step(
         self, gradient: Tensor, low: Tensor | None, lr: Tensor, multiplier: Tensor, norm: Tensor,
         max_norm: float, clip_eps: float,
@@ -268,8 +298,9 @@ class FlatAdam(torch.optim.Optimizer):
         (flat,) = self._flats
         group = flat.group
         beta1, beta2 = group["betas"]
+        param = flat.buffer.data if self._split is None else self._split[1]
         ops.adam_step(
-            flat.buffer.data, flat.exp_avg, flat.exp_avg_sq, gradient, low, flat.spans[0].step,
+            param, flat.exp_avg, flat.exp_avg_sq, gradient, low, flat.spans[0].step,
             lr, multiplier, norm, max_norm, clip_eps, beta1, beta2, group["eps"],
             group["weight_decay"],
         )  # fmt: skip

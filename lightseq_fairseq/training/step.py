@@ -145,6 +145,7 @@ class TrainingStep:
         self.model, self.low, self.adam, self.loss, self.rules = model, low, adam, loss, rules
         self.ranks = ranks
         self.device = low.data.device
+        self._has_copy = adam.buffer.data.data_ptr() != low.data.data_ptr()  # float32 beside low
         self.gradients = DirectGradients(low)
         self._numbers = torch.zeros(
             len(State) + len(Count), dtype=torch.float64, device=self.device
@@ -194,6 +195,8 @@ class TrainingStep:
             self._collect_gradients(batches, given)
         if self.ranks.count > 1:
             self._add_up()
+        if self._has_copy and self.low.data.dtype == torch.bfloat16:
+            self.adam.split(self.low.data)
         self._graphs.run("update", self._update)
         return self._report()
 
@@ -266,9 +269,8 @@ class TrainingStep:
             state, self.rng, given, norm, rules.seed, rules.scale_window, rules.tolerance,
             rules.threshold, rules.min_loss_scale,
         )  # fmt: skip
-        low = None if self.adam.buffer.data.data_ptr() == self.low.data.data_ptr() else self.low
         self.adam.fused_step(
-            self.gradients.flat, None if low is None else low.data, state[State.RATE],
+            self.gradients.flat, self.low.data if self._has_copy else None, state[State.RATE],
             state[State.MULTIPLIER], norm, rules.max_norm, rules.clip_eps,
         )  # fmt: skip
 

@@ -26,6 +26,7 @@ from lightseq_fairseq.plugins.optimizer import FP16Optimizer
 from lightseq_fairseq.training import batch, fast_path, optimizer_order, pack_tokens
 from lightseq_fairseq.training.batch import PackingDataset
 from lightseq_fairseq.training.fast_path import FastPath
+from lightseq_fairseq.training.flat_adam import FlatAdam
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +177,9 @@ class Trainer(native.Trainer):
         optimizer = self.optimizer
         if not isinstance(optimizer, optim.FP16Optimizer):
             return {}
+        adam = optimizer.fp32_optimizer.optimizer
+        if isinstance(adam, FlatAdam):
+            adam.join()
         masters: dict[int, Tensor] = {}
         if optimizer.has_flat_params:
             for device, flat in optimizer.fp32_params.items():

@@ -36,7 +36,7 @@ def adam(sizes: Sizes, make: Make) -> Iterator[Case]:
     start = torch.randn(count, device=make.device)
     lr, multiplier = (torch.tensor(x, device=make.device) for x in (RATE, 1.0))
     (norm,) = norm_of()
-    is_low = make.dtype != torch.float32
+    is_low, is_split = make.dtype != torch.float32, make.dtype == torch.bfloat16
 
     def state() -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
         """param, exp_avg, exp_avg_sq, param_low, step: own ones for every system."""
@@ -46,11 +46,12 @@ def adam(sizes: Sizes, make: Make) -> Iterator[Case]:
 
     def ours() -> Run:
         param, exp_avg, exp_avg_sq, low, step = state()
-        buffers = (param, exp_avg, exp_avg_sq, grad, low, step, lr, multiplier, norm)
+        kept = ops.split_floats(param, low) if is_split else param
+        buffers = (kept, exp_avg, exp_avg_sq, grad, low, step, lr, multiplier, norm)
 
         def run() -> list[Tensor]:
             ops.adam_step(*buffers, MAX_NORM, CLIP_EPS, *BETAS, EPS, DECAY)
-            return [param, exp_avg, exp_avg_sq]
+            return [kept, exp_avg, exp_avg_sq]
 
         return torch.no_grad()(run)
 
@@ -100,5 +101,5 @@ def adam(sizes: Sizes, make: Make) -> Iterator[Case]:
         from apex.optimizers import FusedAdam
 
         systems["apex"] = lambda: optimizer_run(FusedAdam, adam_w_mode=True)
-    copies = grad.itemsize if is_low else 0
+    copies = 0 if is_split else grad.itemsize if is_low else 0
     yield Case(f"adam_step/{size}", grad.nbytes + count * (6 * 4 + copies), systems)
