@@ -23,6 +23,7 @@
 #include <optional>
 #include <string>
 
+#include "common/backward.h"
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/columns.cuh"
@@ -215,7 +216,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBwdBlocks)
   float bias[kColumnsPerDraw] = {};
   if (rows > 0) load_bias(p.bias, column, bias);
   float dbias[kColumnsPerDraw] = {};
-  const Rng rng(p.dropout.dropout.rng);
+  const Rng rng = p.dropout.drops() ? Rng(p.dropout.dropout.rng) : Rng();
   for (int64_t row = first_row<kUnroll>(); row < rows; row += rows_per_step<kUnroll>()) {
     const int left = rows_left<kUnroll>(rows, row);
     const T* const dy_row = p.dy + row * p.dy_stride + column;
@@ -329,11 +330,9 @@ Tensor bias_activation_dropout_fwd(const Tensor& x, std::optional<Tensor> bias,
   return y;
 }
 
-Tensor bias_activation_dropout_bwd(const Tensor& dy, const Tensor& x, std::optional<Tensor> bias,
-                                   std::string activation, double p, const Tensor& rng,
-                                   int64_t site, std::optional<Tensor> dbias, bool accumulate) {
-  const char* const op = "bias_activation_dropout_bwd";
-  const Activation which = activation_of(op, activation);
+Tensor backward(const char* op, const Tensor& dy, const Tensor& x,
+                const std::optional<Tensor>& bias, Activation which, const DropoutFactors& dropout,
+                std::optional<Tensor> dbias, bool accumulate) {
   check_inputs(op, x, bias);
   check_rows(op, "dy", dy);
   const Gradients gradients{{gradient_of(op, "dbias", dbias)}};
@@ -362,7 +361,7 @@ Tensor bias_activation_dropout_bwd(const Tensor& dy, const Tensor& x, std::optio
                              x.stride(0),
                              rows,
                              columns,
-                             DropoutFactors(rng.const_data_ptr<int64_t>(), site, p)};
+                             dropout};
       const dim3 grid(over_columns, blocks);
       dispatch_activation(which, [&](auto chosen) {
         bias_activation_dropout_bwd_kernel<T, chosen.value, kBwdUnroll<T>>
@@ -375,10 +374,27 @@ Tensor bias_activation_dropout_bwd(const Tensor& dy, const Tensor& x, std::optio
   return dx;
 }
 
+Tensor bias_activation_dropout_bwd(const Tensor& dy, const Tensor& x, std::optional<Tensor> bias,
+                                   std::string activation, double p, const Tensor& rng,
+                                   int64_t site, std::optional<Tensor> dbias, bool accumulate) {
+  const char* const op = "bias_activation_dropout_bwd";
+  const DropoutFactors dropout(rng.const_data_ptr<int64_t>(), site, p);
+  return backward(op, dy, x, bias, activation_of(op, activation), dropout, dbias, accumulate);
+}
+
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
   m.impl("bias_activation_dropout_fwd", TORCH_BOX(&bias_activation_dropout_fwd));
   m.impl("bias_activation_dropout_bwd", TORCH_BOX(&bias_activation_dropout_bwd));
 }
 
 }  // namespace
+
+Tensor relu_bwd(const Tensor& dy, const Tensor& x, float scale, std::optional<Tensor> dbias,
+                bool accumulate) {
+  DropoutFactors nothing_drops(nullptr, 0, 0.0);
+  nothing_drops.scale = scale;
+  return backward("relu_linear_bwd", dy, x, std::nullopt, Activation::kRelu, nothing_drops, dbias,
+                  accumulate);
+}
+
 }  // namespace lightseq

@@ -36,6 +36,7 @@
 #include "common/check.h"
 #include "common/columns.cuh"
 #include "common/cut.cuh"
+#include "common/dependent_launch.cuh"
 #include "common/exp2.cuh"
 #include "common/mma.cuh"
 #include "common/reduce.cuh"
@@ -269,6 +270,7 @@ template <typename T, bool kAccuracy>
 __global__ void __launch_bounds__(kBothThreads, 2)
     cross_entropy_fwd_bwd_kernel(T* logits, const Rows rows, const Floats dloss,
                                  const Results results) {
+  wait_for_previous_kernel();
   extern __shared__ __align__(16) unsigned char shared[];
   T* const vectors = reinterpret_cast<T*>(shared);
   T* const row = logits + blockIdx.x * rows.stride;
@@ -397,12 +399,9 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_fwd_bwd(const Tensor& dloss, Te
     Outputs outputs(logits, accuracy);
     results = {outputs.loss, outputs.nll, outputs.correct};
     if (logits.size(0) == 0) return;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                         static_cast<int>(row_bytes));
-    kernel<<<static_cast<unsigned>(logits.size(0)), kBothThreads, row_bytes,
-             current_stream(device)>>>(static_cast<T*>(logits.mutable_data_ptr()), rows,
-                                       Floats(dloss), outputs.results(nullptr));
-    check_launch(op);
+    launch_early(op, kernel, static_cast<unsigned>(logits.size(0)), kBothThreads, row_bytes,
+                 current_stream(device), static_cast<T*>(logits.mutable_data_ptr()), rows,
+                 Floats(dloss), outputs.results(nullptr));
   });
   return results;
 }

@@ -30,6 +30,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include "common/backward.h"
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/linear_few_rows.h"
@@ -225,6 +226,8 @@ Tensor linear_fwd(const Tensor& x, const Tensor& weight, const std::optional<Ten
   return y;
 }
 
+}  // namespace
+
 // dy [T, N], x [T, K], weight [N, K] -> dx [T, K] (empty unless need_dx); dweight [N, K] and
 // dbias [N] are overwritten, or added to; dx is added to onto [T, K] where that is given.
 Tensor linear_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight,
@@ -267,6 +270,8 @@ Tensor linear_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight,
   }
   return dx;
 }
+
+namespace {
 
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
   m.impl("linear_fwd", TORCH_BOX(&linear_fwd));

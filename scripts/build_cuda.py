@@ -36,6 +36,8 @@ OLDEST_ARCHITECTURE = 80  # bfloat16 on the tensor cores, asynchronous copies
 # What an interrupted build leaves: objects and libraries that bear the number of its process.
 PARTIAL = re.compile(r"(?:\w+-[0-9a-f]{16}|liblightseq_cu\d+)\.(\d+)(?:\.o)?")
 RESOURCES = re.compile(r"ptxas info|Compile time|\s+\d+ bytes stack frame")
+# Units that include it have instructions of sm_90 alone, which nvcc calls sm_90a.
+WARPGROUPS = '"common/warpgroup.cuh"'
 HOST_FLAGS = "-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-unknown-pragmas"
 
 
@@ -161,11 +163,15 @@ def choose_architectures(wanted: tuple[str, ...]) -> tuple[str, ...]:
     return usable or DEFAULT_ARCHITECTURES
 
 
-def architecture_flags(architectures: tuple[str, ...]) -> list[str]:
+def architecture_flags(architectures: tuple[str, ...], source: str) -> list[str]:
     """Machine code for each, and the newest one's PTX for GPUs that are newer still."""
-    flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
     newest = max(architectures, key=lambda name: int(re.sub(r"\D", "", name)))
-    return [*flags, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
+    ptx = f"-gencode=arch=compute_{newest},code=compute_{newest}"
+    defined = []
+    if WARPGROUPS in source:
+        architectures = tuple("90a" if a == "90" else a for a in architectures)
+        defined = ["-DLIGHTSEQ_SM90A"] if "90a" in architectures else []
+    return [*(f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures), ptx, *defined]
 
 
 def fingerprint(parts: list[bytes]) -> str:
@@ -218,12 +224,11 @@ def compile_sources(
         *("-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v", "-Xcompiler", HOST_FLAGS),
         *(f"-I{sources}", "-isystem", str(toolchain.torch / "include"), STABLE_ABI),
         *(("-isystem", str(toolchain.cublas)) if toolchain.cublas else ()),
-        *architecture_flags(architectures),
     ]
     headers = [
         *(path.read_bytes() for path in sorted((sources / "common").glob("*"))),
         (toolchain.torch / "version.py").read_bytes(),
-        f"{toolchain.nvcc} {toolchain.cuda} {flags}".encode(),
+        f"{toolchain.nvcc} {toolchain.cuda} {flags} {architectures}".encode(),
     ]
     objects.mkdir(parents=True, exist_ok=True)
     remove_partials(objects)
@@ -235,7 +240,8 @@ def compile_sources(
         say(f"compiling {unit.name} for sm_{', sm_'.join(architectures)}")
         partial = target.with_suffix(f".{os.getpid()}.o")  # an interrupted nvcc leaves no object
         try:
-            command = [toolchain.nvcc, *flags, "-c", str(unit), "-o", str(partial)]
+            command = [toolchain.nvcc, *flags, *architecture_flags(architectures, unit.read_text())]
+            command += ["-c", str(unit), "-o", str(partial)]
             target.with_suffix(".txt").write_text("\n".join(run_compiler(command)) + "\n")
             partial.replace(target)
         except BuildError as error:

@@ -76,8 +76,7 @@ def test_errs_no_more_than_plain_torch(rows, classes, stride, shift, smoothing, 
         loss.backward(dloss.to(kind))
         results.append((loss.detach(), nll.detach(), x.grad))
     storage_before = logits.as_strided((rows, stride or classes), (stride or classes, 1)).clone()
-    at_once = torch.empty_strided(logits.shape, logits.stride(), dtype=dtype, device="cuda")
-    at_once.copy_(logits)
+    at_once = inputs(rows, classes, dtype, stride, shift)[0]
 
     poison_cache()
     loss, nll, lse, correct = ops.cross_entropy_fwd(logits, target, smoothing, PAD, False)

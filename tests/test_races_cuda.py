@@ -185,7 +185,8 @@ def test_cross_entropy(classes: int, dtype: torch.dtype) -> None:
 
 
 @DTYPES
-def test_adam(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_split", [False, True])
+def test_adam(is_split: bool, dtype: torch.dtype) -> None:
     size = 20_003
     start, grad = on_gpu(torch.float32, size), on_gpu(dtype, size)
     scalars = tuple(torch.tensor(x, dtype=torch.float32).cuda() for x in (1e-3, 0.5))
@@ -193,6 +194,8 @@ def test_adam(dtype: torch.dtype) -> None:
     def call() -> tuple[Tensor, ...]:
         param, moments = start.clone(), (torch.zeros_like(start), torch.zeros_like(start))
         low, step = torch.zeros(size, dtype=torch.bfloat16).cuda(), torch.tensor(0).cuda()
+        if is_split:
+            param = ops.split_floats(param, low)
         norm = ops.adam_norm(grad)
         ops.adam_step(
             *(param, *moments, grad, low, step, *scalars, norm),

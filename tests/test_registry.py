@@ -63,6 +63,9 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "bias_activation_dropout_bwd": lambda: (
         *(randn(T, C), randn(T, C), randn(C), "gelu", P, make_rng(), SITE, randn(C), True),
     ),
+    "relu_linear_bwd": lambda: (
+        *(randn(T, V), randn(T, C).relu(), randn(V, C), P, randn(V, C), randn(C), True),
+    ),
     "cross_entropy_fwd": lambda: (randn(T, V), tokens(V), 0.1, 1, True),
     "cross_entropy_bwd": lambda: (randn(T), randn(T, V), tokens(V), randn(T).add(3), 0.1, 1),
     "cross_entropy_fwd_bwd": lambda: (randn(T), randn(T, V), tokens(V), 0.1, 1, True),

@@ -19,7 +19,7 @@ PARTS = {
     "optimizer": r"adam|advance_kernel|multi_tensor|lpnorm",
     "attention": r"attention|flash|fmha|sdpa|softmax",
     "all_reduce": r"nccl|all_?reduce",
-    "gemm": r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|_mm\b|::linear|matmul",
+    "gemm": r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|_mm\b|::(relu_)?linear(?!_dbias)|matmul",
     "elementwise": r"",
 }
 # Work of the device. Copies from and to the host run beside it. Without a GPU: torch's CPU ops.

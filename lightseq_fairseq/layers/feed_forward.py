@@ -37,11 +37,14 @@ class Activation:
 
     @property
     def is_in_product(self) -> bool:
-        """Whether the product in front of it applies it: one pass over [T, F] less.
-
-        Backward then reads the activation's sign, which is that of what came in.
-        """
+        """Whether the product in front of it applies it: one pass over [T, F] less."""
         return self.name == "relu" and self.p == 0.0
+
+    @property
+    def sign_tells(self) -> bool:
+        """Whether backward can read from what came out where nothing has passed: that is 0 where
+        dropout has dropped it, too."""
+        return self.name == "relu"
 
 
 class _FeedForward(torch.autograd.Function):
@@ -51,14 +54,14 @@ class _FeedForward(torch.autograd.Function):
         w1, b1, w2, b2, gamma, beta = weights
         a = activation
         if a.is_in_product:
-            h1 = h2 = ops.linear_fwd(x, w1, b1, relu=True)
+            h1, h2 = None, ops.linear_fwd(x, w1, b1, relu=True)
         else:
             h1 = ops.linear_fwd(x, w1, None)
             h2 = ops.bias_activation_dropout_fwd(h1, b1, a.name, a.p, a.rng, a.site)
         h3 = ops.linear_fwd(h2, w2, None)
         saved, outputs = residual_norm_fwd(h3, b2, x if stream is None else stream,
                                            gamma, beta, residual)  # fmt: skip
-        ctx.save_for_backward(x, h1, h2, w1, b1, w2, b2, *saved)
+        ctx.save_for_backward(x, None if a.sign_tells else h1, h2, w1, b1, w2, b2, *saved)
         ctx.activation, ctx.residual, ctx.post_norm = activation, residual, stream is None
         ctx.set_materialize_grads(False)
         return outputs
@@ -68,17 +71,18 @@ class _FeedForward(torch.autograd.Function):
         x, h1, h2, w1, b1, w2, b2, *saved = ctx.saved_tensors
         a = ctx.activation
         dh3, dresidual, closing = residual_norm_bwd(dstream, dy, b2, saved, ctx.residual)
-        to_w1, to_b1, to_w2 = gradients_for(w1), gradients_for(b1), gradients_for(w2)
-        dh2 = ops.linear_bwd(dh3, h2, w2, to_w2.tensors[0], None, to_w2.accumulate, True)
-        dh1 = ops.bias_activation_dropout_bwd(
-            dh2, h1, None if a.is_in_product else b1, a.name, a.p, a.rng, a.site,
-            to_b1.tensors[0], to_b1.accumulate,
-        )  # fmt: skip
+        to_w1, to_others = gradients_for(w1), gradients_for(b1, w2)
+        db1, dw2 = to_others.tensors
+        if a.sign_tells:
+            dh1 = ops.relu_linear_bwd(dh3, h2, w2, a.p, dw2, db1, to_others.accumulate)
+        else:
+            dh2 = ops.linear_bwd(dh3, h2, w2, dw2, None, to_others.accumulate, True)
+            dh1 = ops.bias_activation_dropout_bwd(
+                dh2, h1, b1, a.name, a.p, a.rng, a.site, db1, to_others.accumulate
+            )
         dx, dstream = input_gradients(ctx.post_norm, dresidual, dh1, x, w1, to_w1.tensors[0], None,
                                       to_w1.accumulate)  # fmt: skip
-        return (
-            dx, dstream, None, None, *to_w1.handed(), *to_b1.handed(), *to_w2.handed(), *closing
-        )  # fmt: skip
+        return dx, dstream, None, None, *to_w1.handed(), *to_others.handed(), *closing
 
 
 def feed_forward(

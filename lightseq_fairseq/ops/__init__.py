@@ -20,6 +20,7 @@ from .dropout_residual_layer_norm import (
     dropout_residual_layer_norm_fwd,
 )
 from .bias_activation_dropout import bias_activation_dropout_bwd, bias_activation_dropout_fwd
+from .relu_linear import relu_linear_bwd
 from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_fwd_bwd
 from .column_sum import sums_later, sums_now
 from .beam_search import beam_candidates, beam_sample
@@ -43,6 +44,7 @@ __all__ = [
     "dropout_residual_layer_norm_bwd",
     "bias_activation_dropout_fwd",
     "bias_activation_dropout_bwd",
+    "relu_linear_bwd",
     "cross_entropy_fwd",
     "cross_entropy_bwd",
     "cross_entropy_fwd_bwd",

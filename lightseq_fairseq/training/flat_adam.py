@@ -19,7 +19,7 @@ from lightseq_fairseq.parameters import FlatBuffer, flat_buffers
 _CLIP_EPS = 1e-6  # fairseq.utils.clip_grad_norm_ divides by norm + 1e-6
 _HALF = (torch.float16, torch.bfloat16)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_BLOCK = 1 << 22  # parameters that are split or joined at a time
+_BLOCK = 1 << 20  # parameters that are split or joined at a time
 
 
 @dataclass

@@ -177,6 +177,8 @@ class TrainingStep:
         """
         if not self.low.intact():
             raise RuntimeError("lightseq: the model's parameters have moved during training")
+        if self._has_copy and self.low.data.dtype == torch.bfloat16:
+            self.adam.split(self.low.data)
         if self._inputs.make_room(batches):
             self._graphs.clear()  # they read where the inputs were
         fits = True
@@ -195,8 +197,6 @@ class TrainingStep:
             self._collect_gradients(batches, given)
         if self.ranks.count > 1:
             self._add_up()
-        if self._has_copy and self.low.data.dtype == torch.bfloat16:
-            self.adam.split(self.low.data)
         self._graphs.run("update", self._update)
         return self._report()
 

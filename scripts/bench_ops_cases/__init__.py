@@ -6,9 +6,9 @@ or written once) and, for products, its operations; every system is measured aga
 * ours: the public functions of `lightseq_fairseq.ops`, with their outputs allocated as layers do.
 * eager: the formula in plain torch, in training mode; its backward is autograd's.
 * compile: torch.compile of that same formula; its backward is the one that it generates.
-* library: a kernel that torch brings along. linear: torch.mm, without biases; linear_layer: it and
-  a kernel each for bias, ReLU and their gradients; attention: the varlen FlashAttention-2;
-  adam_step: AdamW(fused=True) between a cast to float32 and a copy-out.
+* library: a kernel that torch brings along. linear: torch.mm, without biases; linear_layer and
+  relu_linear: it and a kernel each for bias, ReLU and their gradients; attention: the varlen
+  FlashAttention-2; adam_step: AdamW(fused=True) between a cast to float32 and a copy-out.
 * apex: its FusedAdam in the same place, where apex imports.
 
 T tokens, C width, F ffn width, V vocabulary, H heads, D head width, K inputs and N outputs; in
@@ -31,6 +31,7 @@ from .decode_attention import decode_attention
 from .dropout_residual_layer_norm import dropout_residual_layer_norm
 from .embedding import embedding
 from .linear import linear, linear_few_rows, linear_layer
+from .relu_linear import relu_linear
 
 __all__ = ["Case", "Sizes", "cases"]
 
@@ -39,6 +40,7 @@ BUILDERS = (
     embedding,
     linear,
     linear_layer,
+    relu_linear,
     attention,
     dropout_residual_layer_norm,
     bias_activation_dropout,

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from lightseq_fairseq import ops
 
-from .case import SITE, Case, Formula, Make, Run, Sizes, without_autograd
+from .case import Case, Formula, Make, Run, Sizes, without_autograd
 
 
 def linear(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
@@ -43,7 +43,6 @@ def linear_layer(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
     fc2_w = make.leaf(c, f, scale=f**-0.5)
     leaves = (x, qkv_w, qkv_b, a, out_w, y, fc1_w, fc1_b, fc2_w)
     dqkv, dout, dz = make.rows(tokens, 3 * c), make.rows(tokens, c), make.rows(tokens, c)
-    rng = make.rng()
 
     def formula(
         x: Tensor, qkv_w: Tensor, qkv_b: Tensor, a: Tensor, out_w: Tensor, y: Tensor,
@@ -67,10 +66,7 @@ def linear_layer(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
             dqkv_w, dqkv_b, dout_w, dfc1_w, dfc1_b, dfc2_w = (
                 torch.empty_like(w) for w in (qkv_w, qkv_b, out_w, fc1_w, fc1_b, fc2_w)
             )
-            dh = ops.linear_bwd(dz, h, fc2_w, dfc2_w, None, False, True)
-            dh = ops.bias_activation_dropout_bwd(
-                dh, h, None, "relu", 0.0, rng, SITE, dfc1_b, False
-            )  # fmt: skip
+            dh = ops.relu_linear_bwd(dz, h, fc2_w, 0.0, dfc2_w, dfc1_b, False)
             dy = ops.linear_bwd(dh, y, fc1_w, dfc1_w, None, False, True)
             da = ops.linear_bwd(dout, a, out_w, dout_w, None, False, True)
             dx = ops.linear_bwd(dqkv, x, qkv_w, dqkv_w, dqkv_b, False, True)

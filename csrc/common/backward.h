@@ -1,0 +1,24 @@
+// Backward passes that others are made of.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace lightseq {
+
+// linear.cu
+torch::stable::Tensor linear_bwd(const torch::stable::Tensor& dy, const torch::stable::Tensor& x,
+                                 const torch::stable::Tensor& weight,
+                                 std::optional<torch::stable::Tensor> dweight,
+                                 std::optional<torch::stable::Tensor> dbias,
+                                 std::optional<torch::stable::Tensor> onto, bool accumulate,
+                                 bool need_dx);
+
+// bias_activation_dropout.cu: dy * scale where x > 0, else 0, and its column sum.
+torch::stable::Tensor relu_bwd(const torch::stable::Tensor& dy, const torch::stable::Tensor& x,
+                               float scale, std::optional<torch::stable::Tensor> dbias,
+                               bool accumulate);
+
+}  // namespace lightseq

@@ -1,0 +1,81 @@
+"""Backward of a product with a positive part: x = dropout(relu(z)), y = x weight^T.
+
+dz = dy weight / (1 - p) where x > 0, else 0, as what is dropped is 0, too;
+dweight (+)= dy^T x;  dbias (+)= column sum of dz, the gradient
+of a bias within z.
+
+T packed tokens (rows), K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import FLOATS, check_rows, check_tensor
+from .linear import linear_bwd_reference
+from .numerics import column_sum, store_gradient
+from .registry import register
+
+
+def relu_linear_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    p: float,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    accumulate: bool,
+) -> Tensor:
+    """dz [T, K]. Where x is NaN, dz is what it were without relu.
+
+    dy: [T, N]. x: [T, K], nowhere negative. weight: [N, K]. One dtype. dweight: [N, K], dbias: [K],
+    either or both None; overwritten, or added to with accumulate. p: dropout's probability.
+    Raises ValueError on a wrong shape, dtype, device or layout, and on p outside [0, 1).
+    """
+    op = "relu_linear_bwd"
+    check_tensor(op, "x", x, ("T", "K"), FLOATS)
+    check_tensor(op, "weight", weight, ("N", x.shape[1]), (x.dtype,), x)
+    check_tensor(op, "dy", dy, (x.shape[0], weight.shape[0]), (x.dtype,), x)
+    for name, operand in (("x", x), ("weight", weight), ("dy", dy)):
+        check_rows(op, name, operand)
+    if dweight is not None:
+        check_tensor(op, "dweight", dweight, weight.shape, FLOATS, x)
+        check_rows(op, "dweight", dweight)
+    if dbias is not None:
+        check_tensor(op, "dbias", dbias, x.shape[1:], FLOATS, x)
+    if not 0 <= p < 1:
+        raise ValueError(f"{op}: p must be in [0, 1), got {p}")
+    dz: Tensor = _BWD(dy, x, weight, p, dweight, dbias, accumulate)
+    return dz
+
+
+def relu_linear_bwd_reference(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    p: float,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    accumulate: bool,
+) -> Tensor:
+    """Reference of lightseq::relu_linear_bwd."""
+    dz = linear_bwd_reference(dy, x, weight, dweight, None, None, accumulate, True)
+    torch.ops.aten.threshold_backward(dz, x, 0, grad_input=dz)
+    if p > 0:
+        dz.mul_(1 / (1 - p))
+    if dbias is not None:
+        store_gradient(dbias, column_sum(dz), accumulate)
+    return dz
+
+
+def _relu_linear_bwd_fake(dy: Tensor, x: Tensor, *arguments: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_BWD = register(
+    "relu_linear_bwd(Tensor dy, Tensor x, Tensor weight, float p, Tensor(a!)? dweight,"
+    " Tensor(b!)? dbias, bool accumulate) -> Tensor",
+    relu_linear_bwd_reference,
+    _relu_linear_bwd_fake,
+)
