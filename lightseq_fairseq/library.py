@@ -122,7 +122,10 @@ def _attach(directory: Path, references: Mapping[str, Callable[..., Any]]) -> St
 
     kernels = tuple(name for name in references if _has_cuda_kernel(name))
     missing = tuple(name for name in references if name not in kernels)
-    why = reason or f"{path} holds no kernel for {', '.join(missing)}"
+    why = reason or (
+        f"{path} was compiled from older sources and holds no kernel for {', '.join(missing)}; "
+        f"`{BUILD_COMMAND}` in a checkout compiles it anew"
+    )
     for name in missing:
         _IMPLEMENTATIONS.impl(name, _with_warning(references[name], why), "CUDA")
     return Status(path, reason, architectures, kernels, missing)
