@@ -164,10 +164,12 @@ def unknown_words(command: str, args: argparse.Namespace) -> None:
     """Refuses --replace-unk where the source's subwords are joined before one is looked up."""
     if getattr(args, "replace_unk", None) is None:
         return
-    for name, flag in (("post_process", "--remove-bpe"), ("bpe", "--bpe"),
-                       ("tokenizer", "--tokenizer")):  # fmt: skip
-        joins = command == ("interactive" if name == "post_process" else "generate")
-        if joins and getattr(args, name, None):
+    joining = {
+        "interactive": {"--remove-bpe": "post_process"},
+        "generate": {"--bpe": "bpe", "--tokenizer": "tokenizer"},
+    }
+    for flag, name in joining.get(command, {}).items():
+        if getattr(args, name, None):
             raise UserError(
                 f"--replace-unk counts subwords, which {flag} would have joined in the source: "
                 f"leave {flag} out, and apply it to the translations."

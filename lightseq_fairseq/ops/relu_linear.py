@@ -1,8 +1,7 @@
 """Backward of a product with a positive part: x = dropout(relu(z)), y = x weight^T.
 
-dz = dy weight / (1 - p) where x > 0, else 0, as what is dropped is 0, too;
-dweight (+)= dy^T x;  dbias (+)= column sum of dz, the gradient
-of a bias within z.
+dz = dy weight / (1 - p) where x > 0, else 0, as what is dropped is 0, too;  dweight (+)= dy^T x;
+dbias (+)= column sum of dz, the gradient of a bias within z.
 
 T packed tokens (rows), K inputs, N outputs.
 """
