@@ -90,6 +90,8 @@ def kernels() -> Iterator[Finding]:
         yield Finding(f"none: {status.reason}", slow if torch.cuda.is_available() else "")
     else:
         compiled_for = ", ".join(f"sm_{number}" for number in status.architectures)
+        if status.acts_as is not None:
+            compiled_for += f", for tests: acts as on sm_{status.acts_as}"
         yield Finding(f"{', '.join(status.kernels)} ({compiled_for}; {status.path})")
     if status.references:
         yield Finding(f"torch references stand in for {', '.join(status.references)}")

@@ -29,6 +29,7 @@
 #include "common/columns.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/exp2.cuh"
+#include "common/nan.cuh"
 #include "common/occupancy.h"
 #include "common/optional.h"
 #include "common/reduce.cuh"
@@ -91,16 +92,18 @@ __device__ __forceinline__ float exponential_of_gelu(float v) {
   return exp2_approximate(fminf(-2.0f * kLog2E * u, 126.0f));
 }
 
-__device__ __forceinline__ float relu(float v) {
-  asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(v));
-  return v;
-}
+// Beyond +-kFar gelu is v or 0 and its derivative 1 or 0, in any float type; there infinities would
+// meet zeros.
+constexpr float kFar = 128.0f;
 
 template <typename T, Activation kActivation>
 __device__ __forceinline__ float activate(float v) {
   if constexpr (kActivation == Activation::kRelu) return relu(v);
-  if constexpr (kActivation == Activation::kGelu) return relu(v) - fabsf(v) * normal_tail<T>(v);
+  if constexpr (kActivation == Activation::kGelu) {
+    return relu(v) - at_most(fabsf(v), kFar) * normal_tail<T>(v);
+  }
   if constexpr (kActivation == Activation::kGeluAccurate) {
+    v = at_least(v, -kFar);
     return v * reciprocal_approximate(1.0f + exponential_of_gelu(v));
   }
   return v;
@@ -110,6 +113,7 @@ __device__ __forceinline__ float activate(float v) {
 template <typename T, Activation kActivation>
 __device__ __forceinline__ float differentiate(float dy, float v) {
   if constexpr (kActivation == Activation::kRelu) return v <= 0.0f ? 0.0f : dy;
+  v = at_least(at_most(v, kFar), -kFar);
   if constexpr (kActivation == Activation::kGelu) {
     const float tail = normal_tail<T>(v);
     const float density = exp2_approximate(-0.5f * kLog2E * v * v);  // times sqrt(2 pi)
@@ -332,10 +336,11 @@ Tensor bias_activation_dropout_fwd(const Tensor& x, std::optional<Tensor> bias,
 
 Tensor backward(const char* op, const Tensor& dy, const Tensor& x,
                 const std::optional<Tensor>& bias, Activation which, const DropoutFactors& dropout,
-                std::optional<Tensor> dbias, bool accumulate) {
+                std::optional<Tensor> dbias, bool accumulate,
+                const std::optional<Tensor>& parameter = std::nullopt) {
   check_inputs(op, x, bias);
   check_rows(op, "dy", dy);
-  const Gradients gradients{{gradient_of(op, "dbias", dbias)}};
+  const Gradients gradients{{gradient_of(op, "dbias", dbias, parameter)}};
   const int64_t rows = x.size(0), columns = x.size(1);
   Tensor dx = allocate(x, {rows, columns});
 
@@ -390,11 +395,11 @@ STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
 }  // namespace
 
 Tensor relu_bwd(const Tensor& dy, const Tensor& x, float scale, std::optional<Tensor> dbias,
-                bool accumulate) {
+                const std::optional<Tensor>& bias, bool accumulate) {
   DropoutFactors nothing_drops(nullptr, 0, 0.0);
   nothing_drops.scale = scale;
   return backward("relu_linear_bwd", dy, x, std::nullopt, Activation::kRelu, nothing_drops, dbias,
-                  accumulate);
+                  accumulate, bias);
 }
 
 }  // namespace lightseq

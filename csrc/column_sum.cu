@@ -10,7 +10,8 @@
 // A backward pass leaves some sixty of them, and each is as much launch as work. Between
 // sums_later(flat) and sums_now(flat) those whose gradients lie in `flat` are collected, and share
 // launches. Their partials are kept until then, so a launch comes as well when these have grown to
-// what the second cache may still hold, or one gradient is written twice.
+// what the second cache may still hold, or a number is written twice. A gradient that lies in
+// `flat` only in part is not collected, and waits for those that are.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -40,7 +41,7 @@ using torch::stable::Tensor;
 // blocks.
 constexpr int kSumWarps = 8;
 constexpr int kSumLoads = 17;
-constexpr int kMostTogether = 80;        // sums of a launch: a kernel's arguments end at 4 KB
+constexpr int kMostTogether = 72;        // sums of a launch: a kernel's arguments end at 4 KB
 constexpr int64_t kMostHeld = 16 << 20;  // bytes of partials
 
 struct ColumnSum {
@@ -65,6 +66,19 @@ __device__ __forceinline__ void store_gradient(void* data, int64_t i, float x, b
     *target = accumulate ? *target + x : x;
   } else {
     *target = from_float<T>(accumulate ? to_float(*target) + x : x);
+  }
+}
+
+__device__ __forceinline__ float number_at(const void* data, ScalarType type, int64_t i) {
+  switch (type) {
+    case ScalarType::Double:
+      return static_cast<float>(static_cast<const double*>(data)[i]);
+    case ScalarType::Half:
+      return to_float(static_cast<const __half*>(data)[i]);
+    case ScalarType::BFloat16:
+      return to_float(static_cast<const __nv_bfloat16*>(data)[i]);
+    default:
+      return static_cast<const float*>(data)[i];
   }
 }
 
@@ -100,6 +114,10 @@ __global__ void __launch_bounds__(kWarp* kSumWarps)
   if (threadIdx.y != 0 || column >= p.columns) return;
 #pragma unroll
   for (int warp = 1; warp < kSumWarps; ++warp) sum += of_warp[warp][threadIdx.x];
+  if (p.gradient.parameter != nullptr) {
+    const float value = number_at(p.gradient.parameter, p.gradient.parameter_type, column);
+    if (isnan(value)) sum = value;
+  }
   switch (p.gradient.type) {
     case ScalarType::Double:
       return store_gradient<double>(p.gradient.data, column, sum, p.accumulate);
@@ -109,6 +127,17 @@ __global__ void __launch_bounds__(kWarp* kSumWarps)
       return store_gradient<__nv_bfloat16>(p.gradient.data, column, sum, p.accumulate);
     default:
       return store_gradient<float>(p.gradient.data, column, sum, p.accumulate);
+  }
+}
+
+int64_t bytes_of(const Gradient& gradient, int64_t columns) {
+  switch (gradient.type) {
+    case ScalarType::Double:
+      return 8 * columns;
+    case ScalarType::Float:
+      return 4 * columns;
+    default:
+      return 2 * columns;
   }
 }
 
@@ -138,9 +167,12 @@ class Together {
     bytes_ += partials.numel() * static_cast<int64_t>(sizeof(float));
   }
 
-  bool writes(const void* gradient) const {
-    return std::any_of(sums_.of, sums_.of + sums_.count,
-                       [&](const ColumnSum& sum) { return sum.gradient.data == gradient; });
+  // Whether one of them writes between these addresses.
+  bool overlap(const char* begin, const char* end) const {
+    return std::any_of(sums_.of, sums_.of + sums_.count, [&](const ColumnSum& sum) {
+      const auto* const at = static_cast<const char*>(sum.gradient.data);
+      return at < end && begin < at + bytes_of(sum.gradient, sum.columns);
+    });
   }
 
   void launch(cudaStream_t stream) {
@@ -196,13 +228,15 @@ class LateSums {
     const auto* const begin = static_cast<const char*>(flat_->const_data_ptr());
     const char* const end = begin + flat_->numel() * static_cast<int64_t>(flat_->element_size());
     bool again = false;
+    bool is_inside = true;
     for (const Gradient& gradient : gradients.of) {
       const auto* const at = static_cast<const char*>(gradient.data);
       if (at == nullptr) continue;
-      if (at < begin || at >= end) return false;
-      again = again || sums_.writes(at);
+      is_inside = is_inside && at >= begin && at + bytes_of(gradient, partials.size(2)) <= end;
+      again = again || sums_.overlap(at, at + bytes_of(gradient, partials.size(2)));
     }
     if (again) sums_.launch(stream);
+    if (!is_inside) return false;
     sums_.add(partials, gradients, accumulate);
     if (sums_.is_full()) sums_.launch(stream);
     return true;

@@ -368,12 +368,11 @@ void cross_entropy_bwd(const Tensor& dloss, Tensor logits, const Tensor& target,
 // Whether a multiprocessor has room for two rows of so many bytes.
 template <typename Kernel>
 bool has_room(Kernel kernel, size_t row_bytes, int32_t device) {
-  int most = 0, reserved = 0;
-  cudaFuncAttributes of_kernel{};
-  cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-  cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device);
-  cudaFuncGetAttributes(&of_kernel, kernel);
-  return 2 * (row_bytes + of_kernel.sharedSizeBytes + reserved) <= static_cast<size_t>(most);
+  const auto static_bytes = shared_memory_of_block(device) -
+                            dynamic_shared_memory_of(reinterpret_cast<const void*>(kernel), device);
+  const auto reserved = attribute_of(device, cudaDevAttrReservedSharedMemoryPerBlock);
+  return 2 * (row_bytes + static_bytes + reserved) <=
+         static_cast<size_t>(shared_memory_of_multiprocessor(device));
 }
 
 std::tuple<Tensor, Tensor, Tensor> cross_entropy_fwd_bwd(const Tensor& dloss, Tensor logits,

@@ -129,7 +129,7 @@ Tensor decode_cross_attention(const Tensor& q, const Tensor& keys, const Tensor&
                            static_cast<const T*>(keys.const_data_ptr()),
                            q.stride(0),
                            to_values<T>(kOp, keys, values),
-                           bytes_between<T>(kOp, keys, 0),
+                           stride_between<T>(kOp, keys, 0),
                            0,
                            cu_seqlens.const_data_ptr<int>(),
                            sentences.const_data_ptr<int>(),

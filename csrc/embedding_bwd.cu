@@ -288,8 +288,9 @@ void add_to_table(const char* op, Gradients<T> g, const Tensor& indices, Tensor 
   sort.table_stride = g.table_stride * size;
   sort.row_bytes = columns * size;
   sort_tokens(sort, stream);
-  const auto kernel = g.dropout.dropout.threshold > 0 ? embedding_sum_kernel<T, true>
-                                                      : embedding_sum_kernel<T, false>;
+  // With p <= 2^-17 nothing is dropped, and what is kept is scaled all the same.
+  const auto kernel =
+      g.dropout.scale != 1.0f ? embedding_sum_kernel<T, true> : embedding_sum_kernel<T, false>;
   kernel<<<spans * slabs, kBlock, 0, stream>>>(sort, g);
   check_launch(op);
 }

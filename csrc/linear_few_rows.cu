@@ -196,8 +196,7 @@ void multiply_few_rows(const Product& p, cudaStream_t stream) {
   const int64_t chunks = blocks_for(p.a.columns, kChunk * warps);
   const int64_t tile_bytes = warps * std::min<int64_t>(chunks, kAhead) * kTileBytes;
   // A block for each multiprocessor; where there are more, two should have room side by side.
-  int room = 0;
-  cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  const int room = shared_memory_of_multiprocessor(device);
   const int64_t tiles = blocks_for(p.out.columns, kTile);
   const int64_t shared_out = blocks_for(tiles, resident_blocks(device, 1));
   const int64_t of_block =

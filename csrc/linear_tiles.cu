@@ -177,9 +177,9 @@ void dispatch_tile(int tile, Function&& function) {
 
 bool multiply_by_tiles(const Product& p, int tile, cudaStream_t stream) {
   const int64_t chunks = blocks_for(p.a.columns, kChunk * kWarps);
-  int device = 0, most = 0;
+  int device = 0;
   cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  const int most = shared_memory_of_block(device);
   bool launched = false;
   dispatch_tile(tile, [&](auto shape) {
     using S = decltype(shape);

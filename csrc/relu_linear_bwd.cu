@@ -2,7 +2,8 @@
 //
 //   dz      [T, K]     = (dy W) [x > 0] / (1 - p)      sums in float32, rounded once
 //   dweight [N, K] (+)= dy^T x
-//   dbias   [K]    (+)= column sum of dz     as it is rounded: the gradient of a bias within z
+//   dbias   [K]    (+)= column sum of dz     as it is rounded: the gradient of a bias within z, and
+//                       NaN where that bias is: ReLU in a product has made 0 of it
 //
 //   bytes moved   dy and W from the second cache, some times; x and dz once
 //   determinism   sums have a fixed order, which depends on N alone, and on T for dbias
@@ -327,19 +328,19 @@ std::optional<Tensor> dz_of_tiles(const Matrix& dy, const Matrix& weight, const 
 }
 
 // dy [T, N], x [T, K], weight [N, K] -> dz [T, K]; dweight [N, K] and dbias [K] are overwritten, or
-// added to.
+// added to. bias [K], or none.
 Tensor relu_linear_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight, double p,
-                       std::optional<Tensor> dweight, std::optional<Tensor> dbias,
-                       bool accumulate) {
+                       std::optional<Tensor> dweight, std::optional<Tensor> dbias, bool accumulate,
+                       std::optional<Tensor> bias) {
   const float scale = static_cast<float>(1.0 / (1.0 - p));
   const int32_t device = x.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const Gradient bias = gradient_of("relu_linear_bwd", "dbias", dbias);
-  const std::optional<Tensor> dz = dz_of_tiles(Matrix(dy), Matrix(weight), Matrix(x), scale, bias,
-                                               accumulate, device, current_stream(device));
+  const Gradient of_bias = gradient_of("relu_linear_bwd", "dbias", dbias, bias);
+  const std::optional<Tensor> dz = dz_of_tiles(Matrix(dy), Matrix(weight), Matrix(x), scale,
+                                               of_bias, accumulate, device, current_stream(device));
   const Tensor dx =
       linear_bwd(dy, x, weight, dweight, std::nullopt, std::nullopt, accumulate, !dz.has_value());
-  return dz.has_value() ? *dz : relu_bwd(dx, x, scale, dbias, accumulate);
+  return dz.has_value() ? *dz : relu_bwd(dx, x, scale, dbias, bias, accumulate);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {

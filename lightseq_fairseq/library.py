@@ -13,17 +13,19 @@ import functools
 import importlib
 import json
 import logging
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 logger = logging.getLogger(__name__)
 
-DIRECTORY = Path(__file__).resolve().parent / "_lib"
+# Not resolved: gpu_check.sh puts links to this package beside another library.
+DIRECTORY = Path(__file__).absolute().parent / "_lib"
 _HOPPER = 90  # compute capability
 BUILD_COMMAND = "python scripts/build_cuda.py"
 
@@ -40,6 +42,7 @@ class Status:
     architectures: tuple[str, ...]  #: compute capabilities it was compiled for, such as "90"
     kernels: tuple[str, ...]  #: ops that have a CUDA kernel
     references: tuple[str, ...]  #: ops that run their torch reference on a GPU
+    acts_as: int | None = None  #: made for tests: the compute capability it takes every GPU for
 
 
 _status: Status | None = None
@@ -58,17 +61,22 @@ def load() -> Status:
     return _status
 
 
-def covers(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool:
+def covers(
+    architectures: tuple[str, ...], capability: tuple[int, int], acts_as: int | None = None
+) -> bool:
     """Whether a library compiled for `architectures` runs on a GPU of that compute capability.
 
     Machine code runs on the same major and the same or a later minor number; of the newest
     architecture the library holds PTX too, which the driver compiles for any later GPU. That of one
     before Hopper does not do for Hopper and later: there the host launches kernels in clusters and
-    before their predecessors have ended, and code made for older GPUs does not know of either.
+    before their predecessors have ended, and code made for older GPUs does not know of either. A
+    library made with `acts_as` holds PTX alone, and its host knows.
     """
     numbers = [int(re.sub(r"\D", "", architecture)) for architecture in architectures]
     gpu = 10 * capability[0] + capability[1]
     newest = max(numbers, default=gpu + 1)
+    if acts_as is not None:
+        return newest <= gpu
     return any(n <= gpu and n // 10 == capability[0] for n in numbers) or (
         newest <= gpu and (newest >= _HOPPER or gpu < _HOPPER)
     )
@@ -103,16 +111,18 @@ def _attach(directory: Path, references: Mapping[str, Callable[..., Any]]) -> St
     path: Path | None = None
     reason = ""
     architectures: tuple[str, ...] = ()
+    acts_as = None
     try:
         path = find(directory, torch.version.cuda)
         description = json.loads(path.with_suffix(".json").read_text())
         architectures = tuple(description["architectures"])
-        gpus = sorted(_gpus())
-        if gpus and not any(covers(architectures, gpu) for gpu in gpus):
+        acts_as = description.get("acts_as")
+        gpu = _gpu_in_use()
+        if gpu is not None and not covers(architectures, gpu, acts_as):
             raise FileNotFoundError(
-                f"{path} was compiled for sm_{', sm_'.join(architectures)} and this machine has "
-                f"sm_{gpus[0][0]}{gpus[0][1]}; `{BUILD_COMMAND}` in a checkout compiles for the "
-                "machine's GPUs, from sm_80 on"
+                f"{path} was compiled for sm_{', sm_'.join(architectures)} and the GPU in use is "
+                f"sm_{gpu[0]}{gpu[1]}; `{BUILD_COMMAND}` in a checkout compiles for the machine's "
+                "GPUs, from sm_80 on"
             )
         torch.ops.load_library(str(path))
     except FileNotFoundError as error:
@@ -128,11 +138,51 @@ def _attach(directory: Path, references: Mapping[str, Callable[..., Any]]) -> St
     )
     for name in missing:
         _IMPLEMENTATIONS.impl(name, _with_warning(references[name], why), "CUDA")
-    return Status(path, reason, architectures, kernels, missing)
+    return Status(path, reason, architectures, kernels, missing, acts_as)
 
 
-def _gpus() -> set[tuple[int, int]]:
-    """Compute capabilities of the machine's GPUs, empty where the driver does not tell.
+class Gpu(NamedTuple):
+    """A GPU of the machine, as its driver lists it."""
+
+    uuid: str
+    capability: tuple[int, int]
+
+
+def _gpu_in_use() -> tuple[int, int] | None:
+    """Compute capability of the GPU that torch takes first; None without one."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.get_device_capability()
+    gpus = visible(_gpus(), os.environ)
+    return gpus[0].capability if gpus else None
+
+
+def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
+    """Those of ``gpus``, which are in the order of their buses, that CUDA shows, in its order.
+
+    CUDA reads CUDA_VISIBLE_DEVICES up to the first entry that names no GPU; an entry is a number
+    or the beginning of a UUID. It numbers the fastest GPU first, which is taken to be the one of
+    the latest compute capability, or with CUDA_DEVICE_ORDER=PCI_BUS_ID by their buses. Parts of a
+    GPU (MIG) are not told apart: all GPUs are shown.
+    """
+    ordered = list(gpus)
+    if environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        ordered.sort(key=lambda gpu: gpu.capability, reverse=True)
+    wanted = environment.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None or wanted.startswith("MIG-"):
+        return ordered
+    shown: list[Gpu] = []
+    for entry in map(str.strip, wanted.split(",")):
+        named = [gpu for gpu in ordered if entry and gpu.uuid.startswith(entry)]
+        if entry.isdecimal() and int(entry) < len(ordered):
+            named = [ordered[int(entry)]]
+        if len(named) != 1:
+            break
+        shown += named
+    return shown
+
+
+def _gpus() -> list[Gpu]:
+    """The machine's GPUs in the order of their buses, none where the driver does not tell.
 
     By NVML and not by CUDA: an import must not initialise CUDA, which children that the process
     forks later could then not use.
@@ -140,18 +190,20 @@ def _gpus() -> set[tuple[int, int]]:
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return set()
+        return []
     if nvml.nvmlInit_v2() != 0:
-        return set()
-    found = set()
+        return []
+    found = []
     count, device, major, minor = ctypes.c_uint(), ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    uuid = ctypes.create_string_buffer(96)
     nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
     for index in range(count.value):
         if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0:
             nvml.nvmlDeviceGetCudaComputeCapability(
                 device, ctypes.byref(major), ctypes.byref(minor)
             )
-            found.add((major.value, minor.value))
+            nvml.nvmlDeviceGetUUID(device, uuid, len(uuid))
+            found.append(Gpu(uuid.value.decode(), (major.value, minor.value)))
     nvml.nvmlShutdown()
     return found
 

@@ -163,10 +163,22 @@ def choose_architectures(wanted: tuple[str, ...]) -> tuple[str, ...]:
     return usable or DEFAULT_ARCHITECTURES
 
 
-def architecture_flags(architectures: tuple[str, ...], source: str) -> list[str]:
-    """Machine code for each, and the newest one's PTX for GPUs that are newer still."""
+def ptx_to_act_as(capability: int) -> str:
+    """The architecture whose PTX stands for GPUs of ``capability`` on a Hopper card."""
+    return str(min(capability, 90))
+
+
+def architecture_flags(
+    architectures: tuple[str, ...], source: str, acts_as: int | None = None
+) -> list[str]:
+    """Machine code for each, and the newest one's PTX for GPUs that are newer still.
+
+    With ``acts_as`` PTX alone: the driver compiles it for the card that the tests run on.
+    """
     newest = max(architectures, key=lambda name: int(re.sub(r"\D", "", name)))
     ptx = f"-gencode=arch=compute_{newest},code=compute_{newest}"
+    if acts_as is not None:
+        return [ptx, f"-DLIGHTSEQ_ACTS_AS={acts_as}"]
     defined = []
     if WARPGROUPS in source:
         architectures = tuple("90a" if a == "90" else a for a in architectures)
@@ -214,8 +226,9 @@ def remove_partials(folder: Path) -> None:
 
 
 def compile_sources(
-    toolchain: Toolchain, sources: Path, objects: Path, architectures: tuple[str, ...], jobs: int
-) -> list[Path]:
+    toolchain: Toolchain, sources: Path, objects: Path, architectures: tuple[str, ...], jobs: int,
+    acts_as: int | None,
+) -> list[Path]:  # fmt: skip
     """Object files of all sources/*.cu; those that exist already are left alone."""
     units = sorted(sources.glob("*.cu"))
     if not units:
@@ -228,7 +241,7 @@ def compile_sources(
     headers = [
         *(path.read_bytes() for path in sorted((sources / "common").glob("*"))),
         (toolchain.torch / "version.py").read_bytes(),
-        f"{toolchain.nvcc} {toolchain.cuda} {flags} {architectures}".encode(),
+        f"{toolchain.nvcc} {toolchain.cuda} {flags} {architectures} {acts_as}".encode(),
     ]
     objects.mkdir(parents=True, exist_ok=True)
     remove_partials(objects)
@@ -240,8 +253,8 @@ def compile_sources(
         say(f"compiling {unit.name} for sm_{', sm_'.join(architectures)}")
         partial = target.with_suffix(f".{os.getpid()}.o")  # an interrupted nvcc leaves no object
         try:
-            command = [toolchain.nvcc, *flags, *architecture_flags(architectures, unit.read_text())]
-            command += ["-c", str(unit), "-o", str(partial)]
+            targets = architecture_flags(architectures, unit.read_text(), acts_as)
+            command = [toolchain.nvcc, *flags, *targets, "-c", str(unit), "-o", str(partial)]
             target.with_suffix(".txt").write_text("\n".join(run_compiler(command)) + "\n")
             partial.replace(target)
         except BuildError as error:
@@ -262,16 +275,20 @@ def compile_sources(
 
 
 def build(
-    sources: Path, objects: Path, output: Path, architectures: tuple[str, ...], jobs: int
-) -> Path:
+    sources: Path, objects: Path, output: Path, architectures: tuple[str, ...], jobs: int,
+    acts_as: int | None = None,
+) -> Path:  # fmt: skip
     """Compile, link and describe the library; returns its path."""
     toolchain = find_toolchain()
+    if acts_as is not None:
+        architectures = (ptx_to_act_as(acts_as),)
     architectures = choose_architectures(architectures)
-    compiled = compile_sources(toolchain, sources, objects, architectures, jobs)
+    compiled = compile_sources(toolchain, sources, objects, architectures, jobs, acts_as)
     library = output / f"liblightseq_cu{toolchain.major}.so"
     record = {
         "cuda": toolchain.cuda,
         "architectures": list(architectures),
+        "acts_as": acts_as,
         "objects": [path.name for path in compiled],
     }
     description = library.with_suffix(".json")
@@ -318,6 +335,13 @@ def main() -> int:
         help="compute capabilities, such as 80,90 (default: "
         "LIGHTSEQ_CUDA_ARCHITECTURES, else this machine's GPUs, else 80,90)",
     )
+    parser.add_argument(
+        "--acts-as",
+        type=int,
+        choices=(80, 86, 89, 100, 120),
+        help="for tests on a Hopper card: a library that treats it as a GPU of this compute "
+        "capability; give it an --output and --objects of its own",
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")
     parser.add_argument("--sources", type=Path, default=ROOT / "csrc")
     parser.add_argument("--objects", type=Path, default=ROOT / "build" / "cuda")
@@ -353,6 +377,7 @@ def main() -> int:
             arguments.output.resolve(),
             arguments.architectures,
             arguments.jobs,
+            arguments.acts_as,
         )
     except BuildError as error:
         print(f"CUDA build failed: {error}", file=sys.stderr)

@@ -5,6 +5,9 @@
 # given as it is and installs nothing; logs, test reports, result rows (COMMIT names the commit where
 # there is no .git) and exit status are left in a folder.
 #
+# ACTS_AS=80 (or 89, 120) makes the same checks of the code and the choices that GPUs of that compute
+# capability take, on a Hopper card; give each a folder of its own.
+#
 #   PYTHON=.venv/bin/python bash scripts/gpu_check.sh [log folder, default build/gpu_check]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -36,14 +39,21 @@ print(f"python {platform.python_version()}, torch {torch.__version__}, CUDA {tor
 print(*(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())), sep="\n")
 PYTHON
 
-step build "$python" scripts/build_cuda.py
+library=$root/lightseq_fairseq/_lib
+words=()
+if [ -n "${ACTS_AS:-}" ]; then
+    library=$log/_lib
+    words=(--acts-as "$ACTS_AS" --output "$library" --objects "$log/objects")
+fi
+step build "$python" scripts/build_cuda.py "${words[@]}"
 
 # The package as it would be installed (setup.cfg puts cli/ into it), of links into this checkout.
 # The tests run from another folder, where the checkout itself is not importable.
 site=$log/site
 rm -rf "$site"
 mkdir -p "$site/lightseq_fairseq"
-ln -s "$root"/lightseq_fairseq/* "$root/cli" "$site/lightseq_fairseq/"
+ln -sfn "$root"/lightseq_fairseq/* "$root/cli" "$site/lightseq_fairseq/"
+ln -sfn "$library" "$site/lightseq_fairseq/_lib"
 export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # references on the CPU, of several files at a time
 cd "$log"
@@ -106,7 +116,8 @@ for kind in ("tests", "memcheck", "racecheck"):
         sys.exit(f"no rows: {', '.join(sorted(without))} ended without a report")
     suites = [ElementTree.parse(report).getroot().find("testsuite") for report in reports]
     keys = ("tests", "failures", "errors", "skipped")
-    row = {"case": kind, **{key: sum(int(suite.get(key)) for suite in suites) for key in keys}}
+    case = f"{kind}/sm_{os.environ['ACTS_AS']}" if os.environ.get("ACTS_AS") else kind
+    row = {"case": case, **{key: sum(int(suite.get(key)) for suite in suites) for key in keys}}
     if kind != "tests":
         text = "".join(path.read_text() for path in logs)
         row["summary"] = sorted(set(re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", text)))

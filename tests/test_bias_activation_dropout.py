@@ -140,3 +140,16 @@ def test_refusals():
         bwd(x[:, :8], x, bias, "relu", 0.0, None)
     with pytest.raises(ValueError, match=r"bwd: dbias must have shape \[9\], got \[6, 9\]"):
         bwd(x, x, bias, "relu", 0.0, x)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_accurate"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gelu_of_infinities_is_its_limit(activation, dtype):
+    x = torch.tensor([[torch.inf, -torch.inf, 3e38, -3e38, 200, -200, torch.nan, 0]], dtype=dtype)
+    rng = torch.tensor([1, 2])
+    y = ops.bias_activation_dropout_fwd(x, None, activation, 0.0, rng, 0)
+    assert torch.equal(y[0, :6], x[0, :6].clamp_min(0)) and y[0, 6].isnan()
+    dx = ops.bias_activation_dropout_bwd(
+        torch.ones_like(x), x, None, activation, 0.0, rng, 0, None, False
+    )
+    assert dx[0, :6].tolist() == [1, 0, 1, 0, 1, 0] and dx[0, 6].isnan()

@@ -135,6 +135,19 @@ def test_not_a_number_stays_visible(activation, p):
     assert dbias.isnan().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_accurate"])
+def test_gelu_of_infinities_is_its_limit(activation, dtype):
+    inner = Inner(1, 8, dtype, activation, 0.0, with_bias=False)
+    numbers = torch.tensor([[math.inf, -math.inf, 3e38, -3e38, 200, -200, math.nan, 0]])
+    inner.x, inner.dy = numbers.to("cuda", dtype), torch.ones(1, 8, device="cuda", dtype=dtype)
+    y, dx = inner.forward()[0].float(), inner.backward()[0].float()
+    expected = inner.x[0, :6].float().clamp_min(0)
+    assert torch.allclose(y[:6], expected, rtol=0, atol=1e-30) and y[6].isnan()
+    assert torch.allclose(dx[:6].cpu(), torch.tensor([1.0, 0] * 3), rtol=0, atol=1e-30)
+    assert dx[6].isnan()
+
+
 @pytest.mark.parametrize("grad_dtype", [*DTYPES, torch.float64])
 def test_dbias_has_any_float_type_and_accumulates(grad_dtype):
     inner = Inner(500, 512, torch.float16)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 Sum = tuple[str, int, int]  # op, rows, columns
-# Ragged, larger than a launch holds (80 sums), larger than what is kept (16 MB).
+# Ragged, larger than a launch holds (72 sums), larger than what is kept (16 MB).
 MANY = [
     [("linear", 33, 40), ("close", 70, 264), ("activation", 5, 8), ("linear", 1, 1000)],
     [("close", 9, 64), ("linear", 300, 24)] * 30,
@@ -122,6 +122,24 @@ def test_one_begins_before_the_other_ends() -> None:
             assert torch.equal(first, expected)
             sums.write(second)
         assert torch.equal(second, expected)
+
+
+def test_a_gradient_that_lies_in_part_in_the_flat_one() -> None:
+    """It is complete at once, and comes behind the deferred sums that write the same numbers."""
+    dy = torch.randn(50, 64, device="cuda")
+    x, weight = dy.new_ones(50, 8), dy.new_ones(64, 8)
+    expected, ours = (torch.zeros(160, device="cuda") for _ in range(2))
+
+    def write(buffer: Tensor) -> None:
+        for begin, accumulate in ((0, False), (32, True), (96, True)):
+            target = buffer[begin : begin + 64]
+            ops.linear_bwd(dy, x, weight, None, target, accumulate, False)
+
+    write(expected)
+    with later(ours[:128]):
+        write(ours)
+        assert torch.equal(ours[96:], expected[96:])
+    assert torch.equal(ours, expected)
 
 
 def test_unwanted_sums_never_come() -> None:

@@ -255,3 +255,19 @@ def test_self_refusals(place, change, message):
         arguments[i] = change(arguments[i])
     with pytest.raises(RuntimeError, match=f"decode_self_attention: {message}"):
         ops.decode_self_attention(*arguments)
+
+
+@pytest.mark.large
+def test_a_cache_of_more_than_32_bits_of_bytes_a_position():
+    """As 24 layers and more than 22 000 hypotheses have it: rows stay near, positions are far."""
+    case = Past(6, 2, torch.bfloat16, heads=2, width=64)
+    qkv, keys, values, *rest = case.arguments()
+    far = torch.empty(keys.shape[0] * (2**30 + 8), dtype=torch.bfloat16, device="cuda")
+    row = 2 * keys.shape[2]
+    copies = []
+    for x, start in ((keys, 0), (values, keys.shape[2])):
+        copies.append(far[start:].as_strided(keys.shape, (2**30 + 8, row, 1)))
+        copies[-1].copy_(x)
+    assert torch.equal(case.op(qkv, *copies, *rest), case.op(qkv, keys, values, *rest))
+    for copy, x in zip(copies, (keys, values), strict=True):
+        assert torch.equal(copy.nan_to_num(), x.nan_to_num())

@@ -130,6 +130,17 @@ def test_accumulate_adds(dtype, table):
         assert torch.equal(rounded, exact.to(table))
 
 
+def test_a_rate_that_drops_nothing_scales_forward_and_backward_alike():
+    """Dropout's bits resolve 2^-16; a rate below half of that has a scale all the same."""
+    p = 2.0**-17
+    batch = Batch(100, 50, 31, 64, torch.float32)
+    for scaled, plain in (
+        (batch.forward(p), batch.forward(0.0)),
+        (batch.backward(p)[0], batch.backward(0.0)[0]),
+    ):
+        assert abs(scaled.double().norm() / plain.double().norm() - 1 / (1 - p)) < 1e-6
+
+
 @pytest.mark.parametrize("positions", [True, False])
 def test_padding(positions):
     batch = Batch(500, 30, 31, 64, torch.float32)

@@ -83,6 +83,39 @@ def test_covers(architectures, capability, runs):
     assert library.covers(architectures, capability) is runs
 
 
+def test_a_library_that_acts_as_on_older_gpus_runs_on_newer_ones():
+    assert library.covers(("80",), (9, 0), acts_as=80)
+    assert library.covers(("90",), (9, 0), acts_as=120)
+    assert not library.covers(("90",), (8, 9), acts_as=120)
+
+
+T4, A100, H100 = (
+    library.Gpu(f"GPU-{name}", capability)
+    for name, capability in (("1a2b", (7, 5)), ("1a77", (8, 0)), ("9f00", (9, 0)))
+)
+BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "shown"),
+    [
+        ({}, [H100, A100, T4]),
+        (BY_BUS, [T4, A100, H100]),
+        ({**BY_BUS, "CUDA_VISIBLE_DEVICES": "0"}, [T4]),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, [H100]),
+        ({"CUDA_VISIBLE_DEVICES": " 2, 0"}, [T4, H100]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, []),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, []),
+        ({"CUDA_VISIBLE_DEVICES": "1,7,0"}, [A100]),  # up to the one that does not exist
+        ({"CUDA_VISIBLE_DEVICES": "GPU-1a2b,GPU-9f"}, [T4, H100]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-1a"}, []),  # of two
+        ({"CUDA_VISIBLE_DEVICES": "MIG-1234"}, [H100, A100, T4]),
+    ],
+)
+def test_visible_gpus(environment, shown):
+    assert library.visible([T4, A100, H100], environment) == shown
+
+
 # --- Loading ---------------------------------------------------------------------------------
 
 STATUS = """
@@ -166,11 +199,11 @@ def test_a_library_that_does_not_load_is_named(tmp_path):
     assert f"{tmp_path}/liblightseq_cu13.so does not load" in status["reason"]
 
 
-@pytest.mark.parametrize(("gpus", "loads"), [({(7, 5)}, False), ({(9, 0), (7, 5)}, True)])
-def test_a_library_for_other_gpus_is_left_alone(tmp_path, gpus, loads):
+@pytest.mark.parametrize(("gpu", "loads"), [((7, 5), False), ((9, 0), True), (None, True)])
+def test_a_library_for_other_gpus_is_left_alone(tmp_path, gpu, loads):
     (tmp_path / "liblightseq_cu13.so").write_text("not a library, which shows when it is loaded")
     (tmp_path / "liblightseq_cu13.json").write_text('{"architectures": ["80", "90"]}')
-    code = f"from lightseq_fairseq import library; library._gpus = lambda: {gpus}\n{STATUS}"
+    code = f"from lightseq_fairseq import library; library._gpu_in_use = lambda: {gpu}\n{STATUS}"
     status = json.loads(
         in_fresh_python(f"import torch; torch.version.cuda = '13.0'\n{code}", tmp_path)
     )
@@ -178,7 +211,7 @@ def test_a_library_for_other_gpus_is_left_alone(tmp_path, gpus, loads):
     if loads:
         assert "does not load" in status["reason"]
     else:
-        assert "compiled for sm_80, sm_90 and this machine has sm_75" in status["reason"]
+        assert "compiled for sm_80, sm_90 and the GPU in use is sm_75" in status["reason"]
 
 
 def test_importing_the_ops_is_enough_and_says_nothing():

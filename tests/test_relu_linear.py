@@ -104,3 +104,13 @@ def test_no_rows():
     dweight, dbias = poisoned(N, K), poisoned(K)
     dz = ops.relu_linear_bwd(dy[:0], z[:0], weight, 0.0, dweight, dbias, False)
     assert dz.shape == (0, K) and not dweight.any() and not dbias.any()
+
+
+def test_a_nan_in_the_bias_shows_in_its_gradient():
+    """ReLU in a product makes 0 of it on a GPU, and x says nothing of it."""
+    dy, x, weight = torch.randn(6, 5), torch.randn(6, 8).relu(), torch.randn(5, 8)
+    bias, dbias = torch.zeros(8), torch.empty(8)
+    bias[3] = torch.nan
+    dz = ops.relu_linear_bwd(dy, x, weight, 0.0, None, dbias, False, bias)
+    assert not dz.isnan().any()
+    assert dbias.isnan().tolist() == bias.isnan().tolist()

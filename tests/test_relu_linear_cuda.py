@@ -121,3 +121,38 @@ def test_in_a_graph():
         given.copy_(dy * factor)
         graph.replay()
         torch.testing.assert_close(total, expected * factor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize(("rows", "k", "n"), [TILED[0], OTHERS[0]])
+def test_a_nan_in_the_bias_shows_in_its_gradient(rows, k, n, dtype):
+    x, weight, dy = inputs(rows, k, n, dtype)
+    bias, dbias = torch.zeros_like(x[0]), torch.empty_like(x[0])
+    bias[3] = torch.nan
+    dz = ops.relu_linear_bwd(dy, x, weight, P, None, dbias, False, bias)
+    assert not dz.isnan().any()
+    assert torch.equal(dbias.isnan(), bias.isnan())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("rows", [4, 40, 300])
+@pytest.mark.parametrize("where", ["x", "weight", "bias"])
+def test_a_nan_reaches_a_gradient(where, rows, dtype):
+    """Whatever the product's ReLU makes of it in forward."""
+    from lightseq_fairseq.layers import EncoderLayer
+    from lightseq_fairseq.training.batch import Segments
+
+    torch.manual_seed(1)
+    layer = EncoderLayer(64, 128, 4, activation="relu", normalize_before=True).to("cuda", dtype)
+    with torch.no_grad():
+        if where != "x":
+            getattr(layer.fc1, where).view(-1)[5] = torch.nan
+    x = torch.randn(rows, 64, device="cuda", dtype=dtype)
+    if where == "x":
+        x[0, 0] = torch.nan
+    x.requires_grad_()
+    segments = Segments.from_lengths(torch.tensor([rows], device="cuda"))
+    y = layer(x, segments, torch.tensor([1, 0], device="cuda"))
+    y.float().sum().backward()
+    norms = [p.grad.float().norm() for p in layer.parameters() if p.grad is not None]
+    assert y.isnan().any() or torch.stack([*norms, x.grad.float().norm()]).isnan().any()

@@ -19,6 +19,7 @@
 #include <cstdint>
 
 #include "common/check.h"
+#include "common/launch.h"
 #include "common/philox.cuh"
 #include "common/reduce.cuh"
 
@@ -224,11 +225,8 @@ inline Work work_of(const char* op, const Tensor& q, const Tensor& k, const Tens
 template <typename Kernel, typename Params>
 void launch(const char* op, Kernel kernel, const Params& params, int threads, size_t shared,
             int32_t device) {
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                       static_cast<int>(shared));
   const unsigned blocks = static_cast<unsigned>(params.work.blocks) + kZeroBlocks;
-  kernel<<<blocks, threads, shared, current_stream(device)>>>(params);
-  check_launch(op);
+  lightseq::launch(op, kernel, dim3(blocks), dim3(threads), shared, current_stream(device), params);
 }
 
 }  // namespace lightseq::attention

@@ -16,9 +16,10 @@ torch::stable::Tensor linear_bwd(const torch::stable::Tensor& dy, const torch::s
                                  std::optional<torch::stable::Tensor> onto, bool accumulate,
                                  bool need_dx);
 
-// bias_activation_dropout.cu: dy * scale where x > 0, else 0, and its column sum.
+// bias_activation_dropout.cu: dy * scale where x > 0, else 0, and its column sum, NaN where `bias`
+// is.
 torch::stable::Tensor relu_bwd(const torch::stable::Tensor& dy, const torch::stable::Tensor& x,
                                float scale, std::optional<torch::stable::Tensor> dbias,
-                               bool accumulate);
+                               const std::optional<torch::stable::Tensor>& bias, bool accumulate);
 
 }  // namespace lightseq

@@ -27,17 +27,51 @@ void require(bool holds, const Parts&... parts) {
   throw std::runtime_error(message.str());
 }
 
-// Memory of `like`'s device, from torch's allocator; of its dtype unless another is given. What the
-// allocator says of a failure is lost on the way through the stable interface, and it has one
-// reason to fail. fairseq looks for "out of memory" in the message and skips the batch.
+// Keeps torch from logging, within its life, what goes wrong at its C interface: the caller says it
+// in a sentence, where torch before 2.13 logs the frames of its C++ stack.
+class NoTorchLog {
+ public:
+  NoTorchLog() : level_(level()) {
+    if (level_ == nullptr) return;
+    before_ = *level_;
+    *level_ = kFatal;
+  }
+  ~NoTorchLog() {
+    if (level_ != nullptr) *level_ = before_;
+  }
+  NoTorchLog(const NoTorchLog&) = delete;
+  NoTorchLog& operator=(const NoTorchLog&) = delete;
+
+ private:
+  static constexpr int kFatal = 3;
+  static int* level() {
+    static int* const found = static_cast<int*>(dlsym(RTLD_DEFAULT, "FLAGS_caffe2_log_level"));
+    return found;
+  }
+  int* const level_;
+  int before_ = 0;
+};
+
+// Memory of `like`'s device, from torch's allocator; of its dtype unless another is given.
+//
+// Why the allocator fails is lost on the way through torch's C interface, so it is found out here.
+// fairseq looks for "out of memory" in the message and skips the batch.
 inline torch::stable::Tensor allocate(
     const torch::stable::Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
     std::optional<torch::headeronly::ScalarType> type = std::nullopt) {
+  double elements = 1.0;
+  for (const int64_t size : sizes) {
+    require(size >= 0, "lightseq: a tensor cannot have ", size, " rows or columns");
+    elements *= static_cast<double>(size);
+  }
+  require(elements < 0x1p59, "lightseq: no tensor can have ", elements, " numbers");
   try {
+    const NoTorchLog quiet;
     return torch::stable::new_empty(like, sizes, type);
   } catch (const std::exception&) {
-    double elements = 1.0;
-    for (const int64_t size : sizes) elements *= static_cast<double>(size);
+    const cudaError_t error = cudaPeekAtLastError();  // one that stays: a kernel has failed before
+    require(error == cudaSuccess || error == cudaErrorMemoryAllocation,
+            "lightseq: no memory can be allocated: ", cudaGetErrorString(error));
     require(false, "CUDA out of memory: lightseq wanted room for ", elements, " more numbers");
     throw;
   }

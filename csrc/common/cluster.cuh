@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "device.h"
+
 namespace lightseq {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -17,11 +19,7 @@ namespace lightseq {
 
 constexpr int kMaxCluster = 8;  // on every GPU that has them
 
-inline bool has_clusters(int32_t device) {
-  int major = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  return major >= 9;
-}
+inline bool has_clusters(int32_t device) { return capability_of(device) >= 90; }
 
 // All threads of the cluster: who goes on sees what any of them has written into shared memory.
 // Before the first writing it takes one, too, so that all blocks are there.

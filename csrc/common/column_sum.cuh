@@ -24,6 +24,9 @@ constexpr int kMaxSums = 3;
 struct Gradient {
   void* data = nullptr;
   torch::headeronly::ScalarType type = torch::headeronly::ScalarType::Float;
+  // Of what parameter, where a NaN in that shall be one in the gradient; or null.
+  torch::headeronly::ScalarType parameter_type = torch::headeronly::ScalarType::Float;
+  const void* parameter = nullptr;
 };
 
 struct Gradients {
@@ -31,10 +34,17 @@ struct Gradients {
 };
 
 inline Gradient gradient_of(const char* op, const char* name,
-                            const std::optional<torch::stable::Tensor>& tensor) {
+                            const std::optional<torch::stable::Tensor>& tensor,
+                            const std::optional<torch::stable::Tensor>& parameter = std::nullopt) {
   if (!tensor.has_value()) return {};
   require(tensor->is_contiguous(), op, ": ", name, " must be contiguous");
-  return {tensor->mutable_data_ptr(), tensor->scalar_type()};
+  Gradient gradient{tensor->mutable_data_ptr(), tensor->scalar_type()};
+  if (parameter.has_value()) {
+    require(parameter->is_contiguous(), op, ": the parameter of ", name, " must be contiguous");
+    gradient.parameter = parameter->const_data_ptr();
+    gradient.parameter_type = parameter->scalar_type();
+  }
+  return gradient;
 }
 
 // partials: float [blocks, sums, columns]. Adds them up in column_sum.cu: at once, or, if all of

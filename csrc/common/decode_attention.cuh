@@ -132,11 +132,14 @@ struct Shape {
   int beam, queries;  // of a slot, and of a tile at most
 };
 
-// `count` times `bytes` further on.
+constexpr int kStrideUnit = 16;  // bytes: every row starts at a multiple of them
+
+// `count` times `stride`, in units of kStrideUnit, further on. The factors fit 32 bits: one
+// instruction, and a cache of 32 GB a position.
 template <typename T>
-__device__ __forceinline__ const T* forward(const T* from, int count, int bytes) {
+__device__ __forceinline__ const T* forward(const T* from, int count, int stride) {
   return reinterpret_cast<const T*>(reinterpret_cast<const char*>(from) +
-                                    static_cast<int64_t>(count) * bytes);
+                                    static_cast<int64_t>(count * kStrideUnit) * stride);
 }
 
 // ---- kernel ----
@@ -144,7 +147,7 @@ __device__ __forceinline__ const T* forward(const T* from, int count, int bytes)
 // Keys has
 //   span(row), query(row)        a query's keys, and itself
 //   start(span)                  position 0 in row 0 of the cache
-//   stride, row_stride           bytes from there to the next position, and to the next row
+//   stride, row_stride           from there to the next position, and to the next row
 //   row_of(span, position)       in which row the position lies
 //   to_value                     from a key to its value
 // and, where a query brings a key of its own (kHasNewest),
@@ -287,12 +290,13 @@ int64_t to_values(const char* op, const Tensor& keys, const Tensor& values) {
          static_cast<const T*>(keys.const_data_ptr());
 }
 
-// From one index of a dimension to the next.
+// From one index of a dimension to the next, in units of kStrideUnit.
 template <typename T>
-int bytes_between(const char* op, const Tensor& keys, int64_t dimension) {
-  const int64_t bytes = keys.stride(dimension) * static_cast<int64_t>(sizeof(T));
-  require(bytes <= INT_MAX, op, ": keys are too far apart");
-  return static_cast<int>(bytes);
+int stride_between(const char* op, const Tensor& keys, int64_t dimension) {
+  const int64_t stride = keys.stride(dimension) * static_cast<int64_t>(sizeof(T)) / kStrideUnit;
+  require(stride <= INT_MAX && keys.size(dimension) <= INT_MAX / kStrideUnit, op,
+          ": keys are too far apart");
+  return static_cast<int>(stride);
 }
 
 template <typename T>

@@ -18,7 +18,8 @@
 
 #include <cuda_runtime.h>
 
-#include "check.h"
+#include "device.h"
+#include "launch.h"
 
 namespace lightseq {
 
@@ -71,37 +72,17 @@ inline bool follows_early_kernel(cudaStream_t stream) {
   return now.node != nullptr && now.node == early.node && now.capture == early.capture;
 }
 
-// More than that a block gets only on demand.
-constexpr size_t kSharedByDefault = 48 << 10;
-
 // kernel<<<grid, block, shared, stream>>>(arguments...) and its launch check. `what`: for messages.
 template <typename... Parameters, typename... Arguments>
 void launch_early(const char* what, void (*kernel)(Parameters...), dim3 grid, dim3 block,
                   size_t shared, cudaStream_t stream, const Arguments&... arguments) {
-  int device = 0, major = 0;
+  int device = 0;
   cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (shared > kSharedByDefault) {
-    // All that there is: another thread may be about to launch the same kernel with more.
-    int most = 0;
-    cudaFuncAttributes of_kernel{};
-    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    cudaFuncGetAttributes(&of_kernel, kernel);
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                         most - static_cast<int>(of_kernel.sharedSizeBytes));
-  }
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = major >= 9 ? 1 : 0;
-  cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
-  check_launch(what);
+  launch_with(capability_of(device) >= 90 ? &early : nullptr, what, kernel, grid, block, shared,
+              stream, arguments...);
   last_early_node() = LastNode(stream);
 }
 

@@ -22,7 +22,7 @@
 #include <cassert>
 #include <cstdint>
 
-#include "common/check.h"
+#include "common/launch.h"
 #include "common/reduce.cuh"
 #include "common/scalars.cuh"
 
@@ -189,8 +189,8 @@ inline void sort_tokens(Sort p, cudaStream_t stream) {
   p.owner_shift = kLeastOwnerShift;
   while (static_cast<int64_t>(kMostOwned) << p.owner_shift < p.vocabulary) ++p.owner_shift;
   constexpr int kBytes = kSortWarps * kMostOwned * sizeof(int);
-  cudaFuncSetAttribute(embedding_sort_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  embedding_sort_kernel<<<1u << p.owner_shift, kSortBlock, kBytes, stream>>>(p);
+  launch("embedding_bwd", embedding_sort_kernel, dim3(1u << p.owner_shift), dim3(kSortBlock),
+         kBytes, stream, p);
 }
 
 }  // namespace lightseq::embedding

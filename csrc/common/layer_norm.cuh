@@ -78,12 +78,9 @@ struct Rows {
 // row_bytes: of all that a team reads of a row. least: bytes of shared memory needed in any case.
 template <typename S, typename Kernel>
 Rows share_out(Kernel kernel, int64_t rows, int row_bytes, int least, int32_t device) {
-  constexpr int kStaticBytes = 1024;  // at most, for sums over a row
-  int room = 0;
-  cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  const int stages = 2 * S::kTeams * row_bytes <= room - kStaticBytes ? 2 : 1;
+  const int room = dynamic_shared_memory_of(reinterpret_cast<const void*>(kernel), device);
+  const int stages = 2 * S::kTeams * row_bytes <= room ? 2 : 1;
   const int bytes = std::max(stages * S::kTeams * row_bytes, least);
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   const int64_t blocks = std::min(rows, resident_blocks(kernel, kBlockThreads, device, bytes));
   const int64_t teams = std::max<int64_t>(1, blocks * S::kTeams);
   return {teams, static_cast<int>(rows / teams), static_cast<int>(rows % teams), stages,

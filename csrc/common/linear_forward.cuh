@@ -10,6 +10,7 @@
 #include "dependent_launch.cuh"
 #include "matmul.h"
 #include "mma.cuh"
+#include "nan.cuh"
 
 namespace lightseq {
 
@@ -58,7 +59,7 @@ struct Forward {
     const float2 added = unpack_pair<T>(bias_of_both);
     sum.x += added.x;
     sum.y += added.y;
-    if (relu) sum = {fmaxf(sum.x, 0.0f), fmaxf(sum.y, 0.0f)};
+    if (relu) sum = {lightseq::relu(sum.x), lightseq::relu(sum.y)};
     store_pair(y + row * y_stride + output, sum.x, sum.y);
   }
 };

@@ -37,6 +37,7 @@
 #include "algorithm_table.h"
 #include "check.h"
 #include "cublaslt.h"
+#include "device.h"
 #include "linear_tiles.h"
 
 namespace lightseq {
@@ -350,7 +351,9 @@ struct Multiplier {
     cudaDriverGetVersion(&driver);
     std::ostringstream text;
     text << properties.name << '-' << properties.multiProcessorCount << "-driver-" << driver
-         << "-cublaslt-" << cublaslt().version() << ".txt";
+         << "-cublaslt-" << cublaslt().version();
+    if (kActsAs != 0) text << "-acts-as-" << kActsAs;
+    text << ".txt";
     std::string name = text.str();
     for (char& c : name) {
       if (std::isalnum(static_cast<unsigned char>(c)) == 0 && c != '.') c = '-';

@@ -8,22 +8,20 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "check.h"
+#include "device.h"
 
 namespace lightseq {
 
 // Where `per_multiprocessor` of them run side by side.
 inline int64_t resident_blocks(int32_t device, int64_t per_multiprocessor) {
-  int count = 0;
-  const cudaError_t error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  require(error == cudaSuccess, "lightseq: cuda:", device, ": ", cudaGetErrorString(error));
-  return count * per_multiprocessor;
+  return attribute_of(device, cudaDevAttrMultiProcessorCount) * per_multiprocessor;
 }
 
 // `shared`: bytes of dynamic shared memory.
 template <typename Kernel>
 int64_t resident_blocks(Kernel kernel, int threads, int32_t device, size_t shared = 0) {
   int side_by_side = 0;
+  if (shared > 0) dynamic_shared_memory_of(reinterpret_cast<const void*>(kernel), device);
   cudaOccupancyMaxActiveBlocksPerMultiprocessor(&side_by_side, kernel, threads, shared);
   return resident_blocks(device, std::max(1, side_by_side));
 }

@@ -16,6 +16,7 @@
 #include <type_traits>
 
 #include "check.h"
+#include "device.h"
 #include "matmul.h"
 
 // Where the body of a kernel that uses this may stand.
@@ -34,12 +35,9 @@ constexpr int kProductDepth = 16;     // and what it adds up
 constexpr int kProductSums = kProductRows * kProductColumns / kWarpgroup;  // of a thread
 
 // Whether kernels for it were compiled, and this GPU runs them.
-inline bool has_warpgroups(int32_t device) {
+inline bool has_warpgroups([[maybe_unused]] int32_t device) {
 #ifdef LIGHTSEQ_SM90A
-  int major = 0, minor = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  return major == 9 && minor == 0;
+  return capability_of(device) == 90;
 #else
   return false;
 #endif

@@ -74,7 +74,7 @@ class _FeedForward(torch.autograd.Function):
         to_w1, to_others = gradients_for(w1), gradients_for(b1, w2)
         db1, dw2 = to_others.tensors
         if a.sign_tells:
-            dh1 = ops.relu_linear_bwd(dh3, h2, w2, a.p, dw2, db1, to_others.accumulate)
+            dh1 = ops.relu_linear_bwd(dh3, h2, w2, a.p, dw2, db1, to_others.accumulate, b1)
         else:
             dh2 = ops.linear_bwd(dh3, h2, w2, dw2, None, to_others.accumulate, True)
             dh1 = ops.bias_activation_dropout_bwd(

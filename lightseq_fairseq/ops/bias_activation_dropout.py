@@ -68,7 +68,9 @@ def bias_activation_dropout_fwd_reference(
     if activation == "relu":
         y.relu_()
     elif activation != "identity":
-        y = functional.gelu(y, approximate=_APPROXIMATION[activation])
+        # Infinities as their limits; torch's formulas multiply them by 0.
+        near = functional.gelu(y.clamp(-_FAR, _FAR), approximate=_APPROXIMATION[activation])
+        y = torch.where(y > _FAR, y, near)
     if p > 0:
         for part, factor in dropout_factors(rng, site, x.shape, p, dtype):
             y[part].mul_(factor)
@@ -100,6 +102,7 @@ def bias_activation_dropout_bwd_reference(
             torch.ops.aten.threshold_backward(dx, before, 0, grad_input=dx)
         else:
             approximation = _APPROXIMATION[activation]
+            before = before.clamp(-_FAR, _FAR)
             torch.ops.aten.gelu_backward(dx, before, approximate=approximation, grad_input=dx)
     if dbias is not None:
         store_gradient(dbias, column_sum(dx), accumulate)
@@ -107,6 +110,7 @@ def bias_activation_dropout_bwd_reference(
 
 
 _APPROXIMATION = {"gelu": "none", "gelu_accurate": "tanh"}
+_FAR = 128.0  # beyond +-_FAR gelu is its argument or 0, and its derivative 1 or 0
 
 
 def _check(op: str, x: Tensor, bias: Tensor | None, activation: str, p: float, rng: Tensor) -> None:

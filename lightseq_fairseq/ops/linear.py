@@ -21,7 +21,8 @@ def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool = Fals
     """y [T, N] = x weight^T + bias, with relu its positive part.
 
     x: [T, K]. weight: [N, K]. bias: [N] or None. One dtype.
-    relu: a NaN becomes 0 on a GPU. Its derivative is 1 where y > 0, else 0.
+    relu: a NaN may become 0 on a GPU, see csrc/common/nan.cuh. Its derivative is 1 where y > 0,
+    else 0.
     Raises ValueError on a wrong shape, dtype, device or layout.
     """
     op = "linear_fwd"

@@ -25,11 +25,13 @@ def relu_linear_bwd(
     dweight: Tensor | None,
     dbias: Tensor | None,
     accumulate: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """dz [T, K]. Where x is NaN, dz is what it were without relu.
 
     dy: [T, N]. x: [T, K], nowhere negative. weight: [N, K]. One dtype. dweight: [N, K], dbias: [K],
     either or both None; overwritten, or added to with accumulate. p: dropout's probability.
+    bias: [K], the one within z, or None: dbias is NaN where it is, since x need not be.
     Raises ValueError on a wrong shape, dtype, device or layout, and on p outside [0, 1).
     """
     op = "relu_linear_bwd"
@@ -45,7 +47,9 @@ def relu_linear_bwd(
         check_tensor(op, "dbias", dbias, x.shape[1:], FLOATS, x)
     if not 0 <= p < 1:
         raise ValueError(f"{op}: p must be in [0, 1), got {p}")
-    dz: Tensor = _BWD(dy, x, weight, p, dweight, dbias, accumulate)
+    if bias is not None:
+        check_tensor(op, "bias", bias, x.shape[1:], FLOATS, x)
+    dz: Tensor = _BWD(dy, x, weight, p, dweight, dbias, accumulate, bias)
     return dz
 
 
@@ -57,6 +61,7 @@ def relu_linear_bwd_reference(
     dweight: Tensor | None,
     dbias: Tensor | None,
     accumulate: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Reference of lightseq::relu_linear_bwd."""
     dz = linear_bwd_reference(dy, x, weight, dweight, None, None, accumulate, True)
@@ -65,6 +70,8 @@ def relu_linear_bwd_reference(
         dz.mul_(1 / (1 - p))
     if dbias is not None:
         store_gradient(dbias, column_sum(dz), accumulate)
+        if bias is not None:
+            dbias.masked_fill_(bias.isnan(), torch.nan)
     return dz
 
 
@@ -74,7 +81,7 @@ def _relu_linear_bwd_fake(dy: Tensor, x: Tensor, *arguments: object) -> Tensor:
 
 _BWD = register(
     "relu_linear_bwd(Tensor dy, Tensor x, Tensor weight, float p, Tensor(a!)? dweight,"
-    " Tensor(b!)? dbias, bool accumulate) -> Tensor",
+    " Tensor(b!)? dbias, bool accumulate, Tensor? bias=None) -> Tensor",
     relu_linear_bwd_reference,
     _relu_linear_bwd_fake,
 )
