@@ -255,7 +255,8 @@ def test_backward_refusals():
     [
         (3, [0, 5, 4, 9, 14], r"cu_q must ascend within \[0, 14\], sentence 1 is rows 5 to 4"),
         (4, [0, 5, 9, 13, 15], r"cu_k must ascend within \[0, 14\], sentence 3 is rows 13 to 15"),
-        (4, [-1, 5, 9, 13, 14], r"cu_k must ascend within \[0, 14\], sentence 0 is rows -1 to 5"),
+        (4, [-1, 5, 9, 13, 14], "cu_k must begin with 0, begins with -1"),
+        (3, [1, 5, 9, 13, 14], "cu_q must begin with 0, begins with 1"),
         (3, [0, 2, 8, 9, 14], "max_q is 5, but sentence 1 of cu_q has 6 rows"),
         (4, [0, 2, 5, 6, 14], "max_k is 6, but sentence 3 of cu_k has 8 rows"),
     ],

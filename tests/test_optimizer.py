@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 from lightseq_fairseq.parameters import flatten_parameters
+from lightseq_fairseq.training import flat_adam
 from lightseq_fairseq.training.flat_adam import FlatAdam
 
 SHAPES = ((7, 5), (3,), (64,), (9, 33), (1,), (4, 4))
@@ -481,3 +482,32 @@ class TestAsAPlugin:
         set_gradients(0, [p for p in model if p.requires_grad])
         ours.step()
         assert torch.equal(model[2], before)
+
+
+@pytest.mark.parametrize("place", range(7))
+@pytest.mark.parametrize("function", ["split_floats", "join_floats"])
+def test_an_error_amid_splitting_loses_nothing(
+    function: str, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory may run out at any block; whoever tries again, in either direction, goes on."""
+    parameter = nn.Parameter(torch.randn(100))
+    expected, low = parameter.detach().clone(), torch.empty(100, dtype=torch.bfloat16)
+    adam = FlatAdam([parameter])
+    monkeypatch.setattr(flat_adam, "_BLOCK", 16)
+    convert, calls = getattr(flat_adam.ops, function), iter(range(1000))
+
+    def fails_once(*arguments: Any) -> Any:
+        if next(calls) == place:
+            raise RuntimeError("CUDA out of memory")
+        return convert(*arguments)
+
+    monkeypatch.setattr(flat_adam.ops, function, fails_once)
+    directions = {"split_floats": lambda: adam.split(low), "join_floats": adam.join}
+    if function == "join_floats":
+        adam.split(low)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        directions[function]()
+    for direction in directions.values():  # from where it was, then back
+        direction()
+    assert torch.equal(parameter.detach(), expected)
+    assert torch.equal(low, expected.bfloat16())

@@ -91,7 +91,7 @@ def check_range(op: str, name: str, indices: Tensor, size: int, letter: str) -> 
 def check_boundaries(
     op: str, name: str, boundaries: Tensor, rows: int, longest: tuple[str, int] | None = None
 ) -> None:
-    """Refuse cu_seqlens that descend or leave [0, rows].
+    """Refuse cu_seqlens that do not begin with 0, descend or leave [0, rows].
 
     longest: name and value of the argument that no sentence may be longer than.
     On a GPU they are read, and waited for, when this tensor is first seen or has been written to
@@ -108,7 +108,11 @@ def check_boundaries(
         if torch.cuda.is_current_stream_capturing():
             return
     end = most = 0
-    for place, (start, end) in enumerate(itertools.pairwise(boundaries.tolist())):
+    values = boundaries.tolist()
+    if values[:1] != [0]:
+        first = values[0] if values else "nothing"
+        raise ValueError(f"{op}: {name} must begin with 0, begins with {first}")
+    for place, (start, end) in enumerate(itertools.pairwise(values)):
         if not 0 <= start <= end <= rows:
             raise ValueError(
                 f"{op}: {name} must ascend within [0, {rows}], "

@@ -123,7 +123,8 @@ class FlatAdam(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         # fairseq's Adam reads amsgrad in the groups that it loads.
         self._flats: list[_Flat] = []
-        self._split: tuple[Tensor, Tensor] | None = None  # the two halves of the parameters
+        self._halves: tuple[Tensor, Tensor] | None = None  # of the parameters, where they are split
+        self._split_blocks = 0  # so many blocks of _BLOCK, the first ones, are split
         super().__init__(params, {**defaults, "amsgrad": False})
         self._lay_out()
         self._reset_factors()
@@ -264,26 +265,36 @@ class FlatAdam(torch.optim.Optimizer):
 
         An update moves 2 bytes a parameter less then. The rest lies in the parameters' own memory:
         until `join` they mean nothing. low: bfloat16 [N], laid out like `buffer`.
+
+        It is done block by block, and so is `join`. Where an error ends one of them (memory may
+        run out), nothing is lost: the next call of either goes on from there.
         """
-        if self._split is not None:
+        if self._split_blocks == -(-len(low) // _BLOCK):  # as in each step but the first
             return
-        whole = self.buffer.data
-        rest = whole.view(torch.int16)[: len(whole)]
-        blocks = zip(whole.split(_BLOCK), low.split(_BLOCK), rest.split(_BLOCK), strict=True)
-        for of_whole, of_low, of_rest in blocks:  # forward: what is overwritten has been read
+        if self._halves is None:
+            self._halves = low, self.buffer.data.view(torch.int16)[: len(low)]
+        blocks = self._blocks()
+        while self._split_blocks < len(blocks):  # forward: what is overwritten has been read
+            of_whole, of_low, of_rest = blocks[self._split_blocks]
             of_rest.copy_(ops.split_floats(of_whole, of_low))
-        self._split = low, rest
+            self._split_blocks += 1
 
     @torch.no_grad()
     def join(self) -> None:
         """Make the parameters float32 again; whoever reads them calls this before."""
-        if self._split is None:
-            return
-        halves = (half.split(_BLOCK) for half in self._split)
-        blocks = zip(self.buffer.data.split(_BLOCK), *halves, strict=True)
-        for of_whole, of_low, of_rest in reversed(list(blocks)):
+        blocks = self._blocks()
+        while self._split_blocks > 0:
+            of_whole, of_low, of_rest = blocks[self._split_blocks - 1]
             of_whole.copy_(ops.join_floats(of_low, of_rest))
-        self._split = None
+            self._split_blocks -= 1
+        self._halves = None
+
+    def _blocks(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Blocks of the parameters, of their bfloat16 copy, and of what that leaves of them."""
+        if self._halves is None:
+            return []
+        parts = (x.split(_BLOCK) for x in (self.buffer.data, *self._halves))
+        return list(zip(*parts, strict=True))
 
     @torch.no_grad()
     def fused_step(
@@ -298,7 +309,7 @@ class FlatAdam(torch.optim.Optimizer):
         (flat,) = self._flats
         group = flat.group
         beta1, beta2 = group["betas"]
-        param = flat.buffer.data if self._split is None else self._split[1]
+        param = flat.buffer.data if self._halves is None else self._halves[1]
         ops.adam_step(
             param, flat.exp_avg, flat.exp_avg_sq, gradient, low, flat.spans[0].step,
             lr, multiplier, norm, max_norm, clip_eps, beta1, beta2, group["eps"],
