@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import subprocess
 import sys
 from argparse import Namespace
@@ -442,3 +444,100 @@ def test_empty_stacks(last_norm: nn.LayerNorm | None) -> None:
 def test_width_that_no_head_count_divides() -> None:
     with pytest.raises(ValueError, match="embed_dim 10 is no multiple of num_heads 4"):
         MultiheadAttention(10, 4)
+
+
+def dropping(count: int) -> nn.ModuleList:
+    """Layers of equal weights which nobody has given sites."""
+    torch.manual_seed(3)
+    first = EncoderLayer(16, 32, 2, dropout=0.5).double()
+    return nn.ModuleList(copy.deepcopy(first) for _ in range(count))
+
+
+def test_layers_without_sites_draw_masks_of_their_own() -> None:
+    segments = lengths(3, 4)
+    x, rng = rows(segments, 16).detach(), RNG.clone()
+    layers, others = dropping(3), dropping(3)
+    outputs = [layer(x, segments, rng) for layer in layers]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(outputs, 2))
+    for again in (
+        layers,
+        others,
+    ):  # the same ones in the next pass, and others that are built alike
+        rng = RNG.clone()
+        for layer, expected in zip(again, outputs, strict=True):
+            assert torch.equal(layer(x, segments, rng), expected)
+
+
+def test_both_sides_draw_masks_of_their_own() -> None:
+    segments = lengths(5)
+    rng = RNG.clone()
+    tables = [Embedding(9, 16, 1, dropout=0.5) for _ in range(2)]
+    layers = [EncoderLayer(16, 32, 2, dropout=0.5), DecoderLayer(16, 32, 2, dropout=0.5)]
+    tokens = torch.arange(5)
+    dropped = [table(tokens, segments, rng) == 0 for table in tables]
+    assert not torch.equal(*dropped)
+    memory = layers[0](torch.randn(5, 16), segments, rng)
+    layers[1](torch.randn(5, 16), memory, segments, segments, rng)
+    sites = [module._own_site for module in (*tables, *layers)]
+    assert all(b - a >= 6 for a, b in itertools.pairwise(sites))
+
+
+def test_sites_that_meet_are_refused() -> None:
+    segments = lengths(3)
+    x = rows(segments, 16).detach()
+    one, other = dropping(2)
+    for layer in (one, other):
+        layer(x, segments, RNG.clone())  # each alone in its pass
+    rng = RNG.clone()
+    one(x, segments, rng)
+    with pytest.raises(ValueError, match="give each of them a site of its own"):
+        other(x, segments, rng)
+
+
+def test_lengths_may_be_a_list() -> None:
+    by_list, by_tensor = Segments.from_lengths([3, 0, 2]), lengths(3, 0, 2)
+    assert torch.equal(by_list.cu_seqlens, by_tensor.cu_seqlens)
+    assert torch.equal(by_list.positions, by_tensor.positions)
+    assert len(Segments.from_lengths([]).positions) == 0
+
+
+@NORMS
+@pytest.mark.parametrize("counts", [[], [0, 0]])
+def test_empty_batches(normalize_before: bool, counts: list[int]) -> None:
+    segments, rng = Segments.from_lengths(counts), RNG.clone()
+    table = Embedding(9, 16, 1, dropout=0.5)
+    encoder = EncoderLayer(16, 32, 2, normalize_before=normalize_before, **RATES)
+    decoder = DecoderLayer(16, 32, 2, normalize_before=normalize_before, **RATES)
+    tokens = torch.empty(0, dtype=torch.int64)
+    x = encoder(table(tokens, segments, rng), segments, rng)
+    y = decoder(table(tokens, segments, rng, site=1), x, segments, segments, rng)
+    loss, _, _ = label_smoothed_cross_entropy(linear(y, table.weight), tokens, 0.1, 1)
+    loss.sum().backward()
+    assert y.shape == (0, 16) and loss.shape == (0,)
+    for parameter in (*encoder.parameters(), *decoder.parameters(), table.weight):
+        assert parameter.grad is None or not parameter.grad.any()
+
+
+def test_autocast_says_what_to_do() -> None:
+    segments = lengths(3)
+    layer = EncoderLayer(16, 32, 2)
+    x = torch.randn(3, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(
+            ValueError, match=r"torch\.autocast does not convert.*convert the layers"
+        ):
+            layer(x.bfloat16(), segments, RNG)
+        y = layer.bfloat16()(x.bfloat16(), segments, RNG)
+    assert y.dtype == torch.bfloat16
+
+
+def test_a_layer_alone_moves_to_another_type() -> None:
+    layer, segments = EncoderLayer(16, 32, 2), lengths(4)
+    names = [name for name, _ in layer.named_parameters()]
+    values = [p.detach().clone() for p in layer.parameters()]
+    layer.to(torch.float64)
+    assert [name for name, _ in layer.named_parameters()] == names
+    for parameter, value in zip(layer.parameters(), values, strict=True):
+        assert parameter.dtype == torch.float64 and torch.equal(parameter, value.double())
+    layer(rows(segments, 16), segments, RNG).sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())

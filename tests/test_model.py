@@ -190,6 +190,24 @@ def test_longer_than_any_table_so_far(corpus: Path) -> None:
     assert ours.max_positions() == native.max_positions()
 
 
+def test_a_table_that_graphs_may_read_outlives_longer_sentences(corpus: Path) -> None:
+    ours, _, inputs = pair(corpus)
+    with torch.no_grad():
+        expected = ours(**inputs)[0]
+        small = [side._positions(1) for side in (ours.encoder, ours.decoder)]
+        rows, places = [len(table) for table in small], [table.data_ptr() for table in small]
+        values = [table.clone() for table in small]
+        del small
+        tokens = torch.full((1, max(rows) + 1), 7)
+        ours(tokens, None, tokens)
+        others = [torch.full((row, 16), torch.nan) for row in rows for _ in range(4)]
+        assert not {other.data_ptr() for other in others} & set(places)
+        for side, value in zip((ours.encoder, ours.decoder), values, strict=True):
+            assert len(side._positions(1)) > len(value)
+            assert torch.equal(side._outgrown[0], value)
+        assert torch.equal(ours(**inputs)[0], expected)
+
+
 def test_dropout_acts_in_training_and_follows_the_seed(corpus: Path) -> None:
     task, model = build(corpus, LS, dropout=0.3, attention_dropout=0.2, activation_dropout=0.1)
     inputs = batch(task, 8)

@@ -82,7 +82,7 @@ class _SelfAttention(torch.autograd.Function):
                 *weights: Tensor) -> Any:  # fmt: skip
         q_w, k_w, v_w, q_b, k_b, v_b, out_w, out_b, gamma, beta = weights
         qkv = ops.linear_fwd(x, as_one([q_w, k_w, v_w]), as_one([q_b, k_b, v_b]))
-        q, k, v = qkv.view(x.shape[0], 3, heads.count, -1).unbind(1)
+        q, k, v = qkv.unflatten(1, (3, heads.count, -1)).unbind(1)
         out, lse = ops.attention_fwd(q, k, v, **heads.arguments(x.shape[1]))
         h = ops.linear_fwd(out.view_as(x), out_w, None)
         saved, outputs = residual_norm_fwd(h, out_b, x if stream is None else stream,
@@ -95,15 +95,15 @@ class _SelfAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
         x, qkv, out, lse, q_w, k_w, v_w, q_b, k_b, v_b, out_w, out_b, *saved = ctx.saved_tensors
-        heads, rows, width = ctx.heads, x.shape[0], x.shape[1]
+        heads, width = ctx.heads, x.shape[1]
         dh, dresidual, closing = residual_norm_bwd(dstream, dy, out_b, saved, ctx.residual)
         to_out = gradients_for(out_w)
         dout = ops.linear_bwd(
             dh, out.view_as(x), out_w, to_out.tensors[0], None, to_out.accumulate, True
         )
         dqkv = torch.empty_like(qkv)
-        q, k, v = qkv.view(rows, 3, heads.count, -1).unbind(1)
-        dq, dk, dv = dqkv.view(rows, 3, heads.count, -1).unbind(1)
+        q, k, v = qkv.unflatten(1, (3, heads.count, -1)).unbind(1)
+        dq, dk, dv = dqkv.unflatten(1, (3, heads.count, -1)).unbind(1)
         ops.attention_bwd(
             dout.view_as(out), q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **heads.arguments(width)
         )
@@ -122,8 +122,8 @@ class _CrossAttention(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, stream: Tensor | None, memory: Tensor, slices: ColumnSlices,
                 heads: Heads, residual: Residual, *weights: Tensor) -> Any:  # fmt: skip
         q_w, q_b, out_w, out_b, gamma, beta = weights
-        q = ops.linear_fwd(x, q_w, q_b).view(x.shape[0], heads.count, -1)
-        k, v = memory.view(memory.shape[0], 2, heads.count, -1).unbind(1)
+        q = ops.linear_fwd(x, q_w, q_b).unflatten(1, (heads.count, -1))
+        k, v = memory.unflatten(1, (2, heads.count, -1)).unbind(1)
         out, lse = ops.attention_fwd(q, k, v, **heads.arguments(x.shape[1]))
         h = ops.linear_fwd(out.view_as(x), out_w, None)
         saved, outputs = residual_norm_fwd(h, out_b, x if stream is None else stream,
@@ -145,8 +145,8 @@ class _CrossAttention(torch.autograd.Function):
         )
         dq = torch.empty_like(q)
         dmemory = ctx.slices.like(memory)
-        k, v = memory.view(memory.shape[0], 2, heads.count, -1).unbind(1)
-        dk, dv = dmemory.view(memory.shape[0], 2, heads.count, -1).unbind(1)
+        k, v = memory.unflatten(1, (2, heads.count, -1)).unbind(1)
+        dk, dv = dmemory.unflatten(1, (2, heads.count, -1)).unbind(1)
         ops.attention_bwd(
             dout.view_as(out), q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **heads.arguments(width)
         )

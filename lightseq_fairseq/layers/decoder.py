@@ -29,7 +29,7 @@ class DecoderLayer(TransformerLayer):
     def __init__(
         self, embed_dim: int, ffn_dim: int, num_heads: int, *, encoder_dim: int | None = None,
         dropout: float = 0.0, attention_dropout: float = 0.0, activation_dropout: float = 0.0,
-        activation: str = "relu", normalize_before: bool = False, site: int = 0,
+        activation: str = "relu", normalize_before: bool = False, site: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             dropout=dropout, activation_dropout=activation_dropout, activation=activation,
@@ -60,10 +60,10 @@ class DecoderLayer(TransformerLayer):
         The third result is ``MultiheadAttention.cross_weights`` if they are needed.
         """
         norms = self.norms(next_norm)
-        heads = self.self_attn.heads(target, target, causal, rng, self.site)
+        heads = self.self_attn.heads(target, target, causal, rng, self.first_site(rng))
         residual = self.residual(norms[0], rng, 1)
         stream, x = self.self_attn.self_attention(x, stream, heads, residual)
-        heads = self.encoder_attn.heads(target, source, False, rng, self.site + 2)
+        heads = self.encoder_attn.heads(target, source, False, rng, self.first_site(rng) + 2)
         weights = self.encoder_attn.cross_weights(x, memory, heads) if need_weights else None
         residual = self.residual(norms[1], rng, 3)
         stream, x = self.encoder_attn.cross_attention(x, stream, memory, slices, heads, residual)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.residual_norm import layer_norm
+from lightseq_fairseq.layers.sites import first_site
 from lightseq_fairseq.parameters import gradients_for
 from lightseq_fairseq.training.batch import Segments
 
@@ -135,10 +136,16 @@ class Embedding(nn.Module):
             table[padding_idx] = 0
         self.position_weight = nn.Parameter(table, requires_grad=learned)
 
-    def forward(self, tokens: Tensor, segments: Segments, rng: Tensor, site: int = 0) -> Tensor:
-        """tokens int64 [T] -> [T, C]; ``rng`` int64 [2] from ``layers.draw_rng``."""
+    def forward(
+        self, tokens: Tensor, segments: Segments, rng: Tensor, site: int | None = None
+    ) -> Tensor:
+        """tokens int64 [T] -> [T, C]; ``rng`` int64 [2] from ``layers.draw_rng``.
+
+        site: of dropout. None: one of the module's own, see ``sites.first_site``; where one module
+        embeds source and target, give the two calls sites 0 and 1.
+        """
         return embed(
             tokens, self.weight, segments.positions + self.padding_idx + 1, self.position_weight,
             scale=self.scale, padding_idx=self.padding_idx,
-            p=self.dropout if self.training else 0.0, rng=rng, site=site,
+            p=self.dropout if self.training else 0.0, rng=rng, site=first_site(self, site, rng),
         )  # fmt: skip

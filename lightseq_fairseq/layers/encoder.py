@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from lightseq_fairseq.layers.attention import MultiheadAttention
 from lightseq_fairseq.layers.feed_forward import Activation, feed_forward
 from lightseq_fairseq.layers.residual_norm import Residual, layer_norm
+from lightseq_fairseq.layers.sites import first_site
 from lightseq_fairseq.training.batch import Segments
-
-SITES_PER_LAYER = 8  # places that drop, reserved a layer: decoder layers use six
 
 
 class TransformerLayer(nn.Module):
@@ -26,21 +25,25 @@ class TransformerLayer(nn.Module):
 
     def __init__(
         self, *, dropout: float, activation_dropout: float, activation: str,
-        normalize_before: bool, site: int,
+        normalize_before: bool, site: int | None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.dropout, self.activation_dropout = dropout, activation_dropout
         self.activation, self.normalize_before, self.site = activation, normalize_before, site
 
+    def first_site(self, rng: Tensor) -> int:
+        """See ``sites.first_site``."""
+        return first_site(self, self.site, rng)
+
     def residual(self, norm: nn.LayerNorm | None, rng: Tensor, site: int) -> Residual:
         p = self.dropout if self.training else 0.0
-        return Residual(norm, self.normalize_before, p, rng, self.site + site)
+        return Residual(norm, self.normalize_before, p, rng, self.first_site(rng) + site)
 
     def feed_forward(
         self, x: Tensor, stream: Tensor | None, norm: nn.LayerNorm | None, rng: Tensor, site: int
     ) -> tuple[Any, Any]:
         p = self.activation_dropout if self.training else 0.0
-        activation = Activation(self.activation, p, rng, self.site + site)
+        activation = Activation(self.activation, p, rng, self.first_site(rng) + site)
         residual = self.residual(norm, rng, site + 1)
         return feed_forward(x, stream, self.fc1, self.fc2, activation, residual)
 
@@ -54,8 +57,9 @@ class EncoderLayer(TransformerLayer):
         activation_dropout: behind the activation. All act in training mode only.
         activation: relu, gelu (erf) or gelu_accurate (tanh).
         normalize_before: pre-LayerNorm (t2t) instead of post-LayerNorm (Vaswani et al. 2017).
-        site: first dropout site of the layer; layers that share an ``rng`` need their own,
-            ``SITES_PER_LAYER`` apart.
+        site: first dropout site of the layer. None: one that no other layer of the pass has,
+            see ``sites.first_site``. Layers that are given theirs need sites
+            ``sites.SITES_PER_LAYER`` apart.
 
     Source: ``fairseq.modules.transformer_layer.TransformerEncoderLayerBase``.
     """
@@ -63,7 +67,7 @@ class EncoderLayer(TransformerLayer):
     def __init__(
         self, embed_dim: int, ffn_dim: int, num_heads: int, *, dropout: float = 0.0,
         attention_dropout: float = 0.0, activation_dropout: float = 0.0,
-        activation: str = "relu", normalize_before: bool = False, site: int = 0,
+        activation: str = "relu", normalize_before: bool = False, site: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             dropout=dropout, activation_dropout=activation_dropout, activation=activation,
@@ -86,7 +90,7 @@ class EncoderLayer(TransformerLayer):
         """
         own = (self.self_attn_layer_norm, self.final_layer_norm)
         closing = (own[1], next_norm) if self.normalize_before else own
-        heads = self.self_attn.heads(segments, segments, False, rng, self.site)
+        heads = self.self_attn.heads(segments, segments, False, rng, self.first_site(rng))
         residual = self.residual(closing[0], rng, 1)
         stream, x = self.self_attn.self_attention(x, stream, heads, residual)
         stream, x = self.feed_forward(x, stream, closing[1], rng, 2)

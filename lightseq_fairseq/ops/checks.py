@@ -39,11 +39,19 @@ def check_tensor(
         raise ValueError(f"{op}: {name} must have shape [{wanted}], got {list(x.shape)}")
     if x.dtype not in dtypes:
         wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise ValueError(
-            f"{op}: {name} must be {wanted}, got {str(x.dtype).removeprefix('torch.')}"
-        )
+        got = str(x.dtype).removeprefix("torch.")
+        raise ValueError(f"{op}: {name} must be {wanted}, got {got}{_of_autocast(x)}")
     if like is not None and x.device != like.device:
         raise ValueError(f"{op}: {name} is on {x.device}, the other tensors are on {like.device}")
+
+
+def _of_autocast(x: Tensor) -> str:
+    if not torch.is_autocast_enabled(x.device.type):
+        return ""
+    return (
+        "; torch.autocast does not convert what these ops are given: convert the layers "
+        "(layer.to(torch.bfloat16)), or their inputs to the weights' dtype"
+    )
 
 
 def check_rows(op: str, name: str, x: Tensor) -> None:

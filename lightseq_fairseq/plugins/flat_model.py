@@ -9,7 +9,7 @@ from torch import Tensor
 from lightseq_fairseq import library
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.layers.decoder import memory_weights
-from lightseq_fairseq.layers.encoder import SITES_PER_LAYER
+from lightseq_fairseq.layers.sites import SITES_PER_LAYER
 from lightseq_fairseq.parameters import flatten_parameters
 from lightseq_fairseq.plugins.unsupported import unsupported_width
 

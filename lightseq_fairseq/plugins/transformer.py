@@ -56,6 +56,7 @@ class _Side:
     """What the encoder and the decoder share: the embedding of packed tokens."""
 
     _table: Tensor | None = None
+    _outgrown: tuple[Tensor, ...] = ()  # smaller tables, which captured graphs may still read
 
     def embed_packed(self: Any, tokens: Tensor, positions: Tensor, longest: int, rng: Tensor,
                      site: int) -> Tensor:  # fmt: skip
@@ -63,7 +64,8 @@ class _Side:
         table = None
         if self.embed_positions is not None:
             first = self.padding_idx + 1  # row of position 0
-            # Built once for the longest sentence there may be: a CUDA graph keeps its address.
+            # Built for the longest sentence that --max-*-positions allow. Where one is longer all
+            # the same, another table is made, and graphs go on reading the one they know.
             table = self._positions(max(longest, self.max_positions()) + first)
             if torch.is_grad_enabled() and table.requires_grad:
                 positions = positions + first
@@ -86,6 +88,8 @@ class _Side:
             table.device != like.device
         ):  # fmt: skip
             rows = max(1024, 1 << (rows - 1).bit_length())
+            if table is not None:
+                self._outgrown += (table,)
             table = sinusoidal_positions(rows, module.embedding_dim, self.padding_idx)
             self._table = table = table.to(like)
         return table

@@ -8,6 +8,7 @@ Letters: S, T packed tokens, B sentences, L longest sentence, C width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -45,16 +46,18 @@ class Segments:
         """
         counts = mask.cumsum(1)
         index = mask.flatten().nonzero().squeeze(1)
-        cu_seqlens = torch.zeros(mask.shape[0] + 1, dtype=torch.int32, device=mask.device)
-        if mask.shape[1]:
+        sentences = max(mask.shape[0], 1)  # ops want one, which may be empty
+        cu_seqlens = torch.zeros(sentences + 1, dtype=torch.int32, device=mask.device)
+        if mask.numel():
             torch.cumsum(counts[:, -1], 0, dtype=torch.int32, out=cu_seqlens[1:])
         positions = counts.flatten().index_select(0, index) - 1
         trust_boundaries(cu_seqlens, len(index), mask.shape[1])
         return cls(cu_seqlens, mask.shape[1], positions, index, (mask.shape[0], mask.shape[1]))
 
     @classmethod
-    def from_lengths(cls, lengths: Tensor) -> Segments:
-        """Segments of sentences of the given lengths (int [B], in tokens)."""
+    def from_lengths(cls, lengths: Tensor | Sequence[int]) -> Segments:
+        """Segments of sentences of the given lengths (int [B], or a list; in tokens)."""
+        lengths = torch.as_tensor(lengths, dtype=torch.int64)
         steps = torch.arange(int(lengths.max()) if lengths.numel() else 0, device=lengths.device)
         return cls.from_mask(steps < lengths[:, None])
 
