@@ -254,3 +254,18 @@ def test_out_of_memory_leaves_the_process_usable(
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
     assert torch.equal(op(24, 16, "cuda").cpu(), expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("counts", [[], [0, 0]])
+def test_an_empty_batch(dtype: torch.dtype, counts: list[int]) -> None:
+    model = Model(True, "relu").to("cuda", dtype)
+    sentences = Segments.from_lengths(torch.tensor(counts, dtype=torch.int64, device="cuda"))
+    rng, none = make_rng("cuda"), torch.empty(0, dtype=torch.int64, device="cuda")
+    x = model.table(none, sentences, rng, site=0)
+    memory = layers.run_encoder(model.encoder, model.norms[0], x, sentences, rng)
+    y = layers.run_decoder(model.decoder, model.norms[1], x, memory, sentences, sentences, rng)
+    layers.linear(y, model.table.weight).float().sum().backward()
+    assert y.shape == (0, C)
+    torch.cuda.synchronize()
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
