@@ -27,18 +27,22 @@ SMALL = shlex.split(
     "--log-interval 1"
 )
 EPOCHS = 3
+# A folder's name that a shell which reads it as code would run.
+CODE = "it's $(touch hacked) `touch hacked`; touch hacked"
 
 
 def script(name: str, *words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """One of the shell scripts, in the environment that these tests run in."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return subprocess.run(
+    result = subprocess.run(
         ["bash", str(FOLDER / name), *map(str, words)],
         env={**os.environ, "PATH": path, "PRECISION": "fp32", **variables},
         capture_output=True,
         text=True,
         timeout=280,
     )
+    assert not Path("hacked").exists()
+    return result
 
 
 def succeed(name: str, *words: str | Path, **variables: str) -> list[str]:
@@ -99,7 +103,7 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(archives: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wmt14") / "data"
+    folder = tmp_path_factory.mktemp("wmt14") / CODE
     succeed("prepare.sh", "--from", archives, folder, MERGES="60", JOBS="1")
     return folder
 
@@ -147,11 +151,18 @@ def test_a_wrong_argument_is_refused(name: str, words: list[str], message: str) 
     assert message in result.stderr and result.stderr.count("\n") == 1
 
 
+def test_settings_are_read_and_not_run(tmp_path: Path) -> None:
+    (tmp_path / "settings").write_text("touch hacked\n")
+    result = script("evaluate.sh", tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1 and "start train.sh once more" in result.stderr
+
+
 def rows_of_a_run(data: Path, out: Path, *words: str) -> tuple[Path, list[str], dict[str, object]]:
     """A short run of train.sh and evaluate.sh: its folder, its last two lines, its row."""
     options = ("--data", data, "--out", out, "--updates", "1000")
     last = succeed("train.sh", *words, *options, "--", *SMALL, "--max-epoch", str(EPOCHS))[-1]
-    run = Path(last.split()[-1])
+    run = Path(shlex.split(last)[-1])
     results = out / "bleu.json"
     lines = succeed(
         *("evaluate.sh", run, "--average", str(EPOCHS)),
@@ -162,7 +173,7 @@ def rows_of_a_run(data: Path, out: Path, *words: str) -> tuple[Path, list[str], 
 
 
 def test_a_run_ends_with_both_scores_and_its_row(data: Path, tmp_path: Path) -> None:
-    run, lines, row = rows_of_a_run(data, tmp_path, "--seed", "3")
+    run, lines, row = rows_of_a_run(data, tmp_path / CODE, "--seed", "3")
     command = re.search(r"lightseq-train .*", (run / "train.log").read_text())
     assert command is not None and "--arch ls_transformer_vaswani_wmt_en_de_big" in command[0]
     assert "--update-freq 128 " in command[0] and "--dropout 0.3" in command[0]

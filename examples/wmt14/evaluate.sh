@@ -26,8 +26,16 @@ if [ ! -e "$run/settings" ]; then
     echo "evaluate.sh: '$run' is no run; give the folder that train.sh names at its end" >&2
     exit 2
 fi
-# shellcheck disable=SC1091
-. "$run/settings" # system native recipe seed precision data
+mapfile -d '' -t settings <"$run/settings"
+if [ ${#settings[@]} != 5 ]; then
+    echo "evaluate.sh: $run/settings is none of this train.sh's: start train.sh once more with the" \
+        "same arguments" >&2
+    exit 2
+fi
+system=${settings[0]} recipe=${settings[1]} seed=${settings[2]} precision=${settings[3]}
+data=${settings[4]}
+native=()
+[ "$system" = lightseq ] || native=(--native)
 
 lightseq-average --inputs "$run/checkpoints" --num-epoch-checkpoints "$average" \
     --output "$run/averaged.pt"

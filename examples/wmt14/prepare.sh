@@ -55,17 +55,20 @@ for url in "${urls[@]}"; do
     tar -xzf "$archives/${url##*/}" -C "$raw"
 done
 
-in_chunks() { # COMMAND: standard input through it, JOBS chunks of lines at a time
+in_chunks() { # COMMAND WORD...: standard input through it, JOBS chunks of lines at a time
     local chunks
     chunks=$(mktemp -d "$text/chunks.XXXXXX")
     split -a 4 -l 200000 - "$chunks/"
-    find "$chunks" -type f | xargs -P "$jobs" -d '\n' -n 1 sh -c "$1"' <"$0" >"$0.out"'
+    # The file comes last. The words are never read as shell code, whatever a folder is called.
+    # shellcheck disable=SC2016
+    find "$chunks" -type f -print0 |
+        xargs -0 -P "$jobs" -n 1 bash -c '"${@:1:$#-1}" <"${!#}" >"${!#}.out"' in_chunks "$@"
     cat "$chunks"/*.out
     rm -r "$chunks"
 }
 
 tokenise() { # LANG [normalize -c]: a carriage return inside a line would begin another one
-    tr '\r\t' '  ' | in_chunks "sacremoses -q -l $* tokenize -a"
+    tr '\r\t' '  ' | in_chunks sacremoses -q -l "$@" tokenize -a
 }
 
 segments() { # FILE.sgm: its sentences
@@ -97,7 +100,7 @@ cat "$text/train.tok.en" "$text/train.tok.de" |
     TQDM_DISABLE=1 subword-nmt learn-bpe -s "$merges" >"$text/codes"
 for split in train valid test; do
     for lang in en de; do
-        in_chunks "subword-nmt apply-bpe -c '$text/codes'" \
+        in_chunks subword-nmt apply-bpe -c "$text/codes" \
             <"$text/$split.tok.$lang" >"$text/$split.bpe.$lang"
     done
 done
@@ -105,9 +108,11 @@ done
 # What Moses' clean-corpus-n.perl -ratio 1.5 keeps: 1 to 250 subwords a side, neither side more than
 # one and a half times as long as the other.
 paste "$text/train.bpe.en" "$text/train.bpe.de" |
-    awk -F '\t' -v en="$text/train.clean.en" -v de="$text/train.clean.de" '
+    EN=$text/train.clean.en DE=$text/train.clean.de awk -F '\t' '
         { m = split($1, words, " "); n = split($2, words, " ") }
-        m && n && m <= 250 && n <= 250 && m <= 1.5 * n && n <= 1.5 * m { print $1 >en; print $2 >de }'
+        m && n && m <= 250 && n <= 250 && m <= 1.5 * n && n <= 1.5 * m {
+            print $1 >ENVIRON["EN"]; print $2 >ENVIRON["DE"]
+        }'
 
 lightseq-preprocess --source-lang en --target-lang de --joined-dictionary --destdir "$data/bin" \
     --trainpref "$text/train.clean" --validpref "$text/valid.bpe" --testpref "$text/test.bpe" \

@@ -58,7 +58,7 @@ fi
 data=$(cd "$data" && pwd)
 run=$out/$system-$recipe-seed$seed-$precision
 mkdir -p "$run"
-declare -p system native recipe seed precision data >"$run/settings" # for evaluate.sh
+printf '%s\0' "$system" "$recipe" "$seed" "$precision" "$data" >"$run/settings" # for evaluate.sh
 gpus=$(python3 -c 'import torch; print(max(1, torch.cuda.device_count()))')
 
 # fairseq makes one more update each time it resumes a run that is complete, hence the mark.
@@ -75,4 +75,4 @@ if [ ! -e "$run/trained-$updates" ]; then
         --log-format json --log-interval 100 "$@" 2>&1 | tee -a "$run/train.log"
     touch "$run/trained-$updates"
 fi
-echo "== now: bash $here/evaluate.sh $run"
+printf '== now: bash %q %q\n' "$here/evaluate.sh" "$run"
