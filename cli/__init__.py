@@ -21,7 +21,7 @@ def register() -> None:
     The program is the name in ``sys.argv[0]``, which spawned ranks inherit: ``lightseq-train``
     trains with our trainer, ``lightseq-generate``, ``-validate`` and ``-interactive`` build our
     model from checkpoints; under a ``fairseq-*`` name fairseq's own parts stay where they are, and
-    its own model is built for every checkpoint.
+    its own model is built for every checkpoint. Either training ends as `training.process` says.
 
     Raises:
         UserError: fairseq is missing or cannot be used.
@@ -35,6 +35,10 @@ def register() -> None:
         from lightseq_fairseq.training import trainer
 
         trainer.install()
+    elif program == "fairseq-train":  # --native
+        from lightseq_fairseq.training import process
+
+        process.install()
     elif program in ("lightseq-generate", "lightseq-validate", "lightseq-interactive"):
         from lightseq_fairseq import checkpoint
 

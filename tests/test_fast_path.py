@@ -201,7 +201,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_which_can_go_on(
 def test_a_gradient_that_is_not_finite_and_a_file_that_cannot_be_written(
     data: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "crash.pt.tmp").mkdir()
+    (tmp_path / "crash.pt").mkdir()
     with runs.nan_in_update(2), pytest.raises(FloatingPointError) as caught:
         run(data, tmp_path)
     sentence = messages.explain(caught.value, messages.Request())

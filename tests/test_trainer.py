@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import signal
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -267,10 +269,11 @@ class TestCrashes:
             if moment == ("second renamed" if len(renamed) > 1 else "renamed"):
                 runs.die()
             if moment == "copy":
-                runs.limit_files(50_000, killed=True)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
 
         def sabotage() -> None:
             os.replace = sabotaged  # in the child only
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             if moment == "write":
                 runs.limit_files(50_000, killed=True)
 
