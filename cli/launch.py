@@ -147,12 +147,14 @@ def run(
 
 @contextmanager
 def _program(name: str, words: Sequence[str]) -> Iterator[None]:
-    """fairseq, and the ranks it spawns, read the command from ``sys.argv``."""
+    """fairseq reads the command from ``sys.argv``, and the ranks it spawns whose command it is."""
     saved = sys.argv
     sys.argv = [name, *words]
+    os.environ[cli.PROGRAM] = name
     try:
         yield
     finally:
+        del os.environ[cli.PROGRAM]
         sys.argv = saved
 
 
