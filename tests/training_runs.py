@@ -130,9 +130,7 @@ def run(data: Path, save_dir: Path, native: bool = False, **flags: Any) -> list[
 def trained(folder: Path, name: str = "checkpoint_last.pt") -> dict[str, torch.Tensor]:
     """Parameters and moments in a file that the run in ``folder`` saved, by their path in it."""
     state = torch.load(folder / name, weights_only=False)
-    found = _tensors({key: state[key] for key in ("model", "last_optimizer_state")}, "")
-    # fairseq never fills this one.
-    return {name: x for name, x in found.items() if not name.endswith("_float_tensor")}
+    return _tensors({key: state[key] for key in ("model", "last_optimizer_state")}, "")
 
 
 def _tensors(state: Any, name: str) -> dict[str, torch.Tensor]:
