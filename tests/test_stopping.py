@@ -144,8 +144,18 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["alone", "native", "spawned"])
-def test_the_launcher_says_so(binarised: Path, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "number", "to_all"),
+    [
+        ("alone", signal.SIGTERM, True),
+        ("native", signal.SIGUSR1, True),
+        ("spawned", signal.SIGTERM, False),
+        ("spawned", signal.SIGTERM, True),
+    ],
+)
+def test_the_launcher_says_so(
+    binarised: Path, tmp_path: Path, how: str, number: signal.Signals, to_all: bool
+) -> None:
     (tmp_path / "script.py").write_text(SPAWNING)
     words = {"alone": [], "native": ["--native"], "spawned": [*shlex.split(RANKS)]}[how]
     program = (
@@ -154,8 +164,9 @@ def test_the_launcher_says_so(binarised: Path, tmp_path: Path, how: str) -> None
     process = subprocess.Popen(
         [sys.executable, *program, str(binarised), "--arch", "ls_transformer_tiny",
          "--save-dir", str(tmp_path / "save"), *cli_runs.SMALL, *words, "--max-update", "1000000",
-         "--disable-validation", "--log-interval", "1", "--save-interval", "1000000"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+         "--disable-validation", "--log-interval", "1", "--save-interval", "1000000",
+         "--num-workers", "1"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:
         assert process.stdout is not None
@@ -164,16 +175,16 @@ def test_the_launcher_says_so(binarised: Path, tmp_path: Path, how: str) -> None
                 break
         second = cli_runs.run("train", binarised, "--arch", "ls_transformer_tiny",
                               "--save-dir", tmp_path / "save", *cli_runs.SMALL)  # fmt: skip
-        process.send_signal(signal.SIGTERM)
+        # To all processes, as batch systems do, or to the first one alone.
+        os.killpg(process.pid, number) if to_all else process.send_signal(number)
         _, complaint = process.communicate(timeout=100)
     finally:
         process.kill()
-    assert process.returncode == 143, complaint
+    assert process.returncode == 128 + number, complaint
     assert "Traceback" not in complaint
     last = tmp_path / "save/checkpoint_last.pt"
-    assert complaint.splitlines()[-1] == (
-        f"lightseq-train: stopped by SIGTERM; the same command goes on from {last}."
-    )
+    sentence = f"lightseq-train: stopped by {number.name}; the same command goes on from {last}."
+    assert complaint.splitlines().count(sentence) == 1
     torch.load(last, weights_only=False)
     assert sorted(os.listdir(tmp_path / "save")) == ["checkpoint_last.pt"]
     assert second.exit_code == 2

@@ -39,6 +39,7 @@ class HostCopies:
         self.release()
         # Shared memory: where a process forks to load data, no page changes its place.
         self._memory = mmap.mmap(-1, max(size, 1))
+        torch.frombuffer(self._memory, dtype=torch.uint8).zero_()  # has the system provide it
         if device.type != "cuda":
             return
         # In a thread of its own: where it fails, the next launch from the same one would fail, too.

@@ -17,6 +17,7 @@ from lightseq_fairseq.training import stopping  # isort: skip  (prepares fairseq
 from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 from fairseq_cli import train
+from torch.utils.data._utils import worker
 
 from lightseq_fairseq import files
 from lightseq_fairseq.training.background import WRITER
@@ -64,8 +65,10 @@ def around(main: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _hooks(cfg: Any, folder: ExitStack) -> Iterator[None]:
-    """Where fairseq's ``main`` comes to the folder of checkpoints, and asks whether to stop."""
+    """Where fairseq's ``main`` comes to the folder of checkpoints, and asks whether to stop; and
+    where torch starts a process that loads data."""
     verify, should_stop = checkpoint_utils.verify_checkpoint_directory, train.should_stop_early
+    load_batches = worker._worker_loop
 
     def verify_checkpoint_directory(save_dir: str) -> None:  # called by the first rank
         if not cfg.checkpoint.no_save and PathManager.supports_rename(save_dir):
@@ -79,11 +82,13 @@ def _hooks(cfg: Any, folder: ExitStack) -> Iterator[None]:
         stops = should_stop(cfg, valid_loss)
         return stops or STOPPING.reason is not None
 
+    worker._worker_loop = stopping.load_batches  # type: ignore[assignment]
     checkpoint_utils.verify_checkpoint_directory = verify_checkpoint_directory
     train.should_stop_early = should_stop_early
     try:
         yield
     finally:
+        worker._worker_loop = load_batches
         checkpoint_utils.verify_checkpoint_directory = verify
         train.should_stop_early = should_stop
 

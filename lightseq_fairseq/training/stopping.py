@@ -8,6 +8,7 @@ every update anyway, and all of them end after the update in which they read the
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 from lightseq_fairseq import plugins  # noqa: F401  isort: skip  (prepares fairseq)
 
 from fairseq import trainer as native
+from torch.utils.data._utils import worker as _worker
 
 from lightseq_fairseq.errors import StoppedBySignal
 
@@ -59,6 +61,9 @@ class Stopping:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
         if self.reason is not None:
+            if multiprocessing.parent_process() is not None:
+                # A rank that was spawned, which its parent ends when it sees the first one end.
+                self._handle(signal.SIG_IGN)
             raise StoppedBySignal(self.reason.name)
 
     def begin(self, checkpoints: Any) -> None:
@@ -97,6 +102,24 @@ class Stopping:
 
 STOPPING = Stopping()  # of this process
 
+_load_batches = _worker._worker_loop
+
+
+def load_batches(*arguments: Any) -> None:
+    """torch's loop of a process that loads data, which only the process it loads them for ends.
+
+    Batch systems send signals to all processes of a job, and training needs batches to its end.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WORTH)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _load_batches(*arguments)
+
+
+def _end_with_parent() -> None:
+    while signal.sigwaitinfo(_WORTH).si_pid != os.getppid():
+        pass
+    os._exit(0)
+
 
 class Trainer(native.Trainer):
     """``fairseq.trainer.Trainer`` whose ranks agree on signals."""
@@ -121,4 +144,4 @@ class Trainer(native.Trainer):
         return outputs, sums[:-1]
 
 
-__all__ = ["STOPPING", "Stopping", "Trainer"]
+__all__ = ["STOPPING", "Stopping", "Trainer", "load_batches"]

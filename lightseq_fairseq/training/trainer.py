@@ -233,11 +233,11 @@ class Trainer(stopping.Trainer):
             WRITER.save(state, filename, self.device)
 
     def _make_room(self) -> None:
-        """For checkpoints, while data are loaded: locking that memory takes its time."""
+        """For checkpoints, while data are loaded: a system gives new memory slowly."""
         saves = self.should_save_checkpoint_on_current_rank and not self.cfg.checkpoint.no_save
-        if self._has_ls and self.cuda and saves:
+        if self._has_ls and saves:
             sizes = [parameter.numel() for parameter in self.get_model().parameters()]
-            WRITER.reserve(_FLOATS * 4 * (sum(sizes) + 16 * len(sizes)), self.device)
+            WRITER.reserve(_FLOATS * 4 * (sum(sizes) + 16 * len(sizes)) + (1 << 16), self.device)
 
     def load_checkpoint(
         self,
