@@ -52,7 +52,8 @@ def main() -> None:
     watch(starts)
     words = [
         str(data.folder), "--save-dir", str(saves), "--disable-validation",
-        "--no-epoch-checkpoints", "--save-interval-updates", str(EVERY), "--keep-interval-updates", "1",
+        "--no-epoch-checkpoints", "--keep-interval-updates", "1",
+        "--save-interval-updates", str(EVERY),
         "--max-update", str(EVERY * arguments.saves + WINDOW + 1), "--log-interval", "50",
         *arguments.words,
     ]  # fmt: skip
