@@ -12,16 +12,19 @@ import multiprocessing
 import os
 import sys
 
-__all__ = ["register"]
+__all__ = ["PROGRAM", "register"]
+
+PROGRAM = "LIGHTSEQ_PROGRAM"  # an environment variable, while a launcher runs
 
 
 def register() -> None:
     """Registers the plugins and puts this package's parts in place for the program that runs.
 
-    The program is the name in ``sys.argv[0]``, which spawned ranks inherit: ``lightseq-train``
+    The program is the name in ``sys.argv[0]``, which spawned ranks get from the environment, since
+    that is the script's path while its module is imported again: ``lightseq-train``
     trains with our trainer, ``lightseq-generate``, ``-validate`` and ``-interactive`` build our
     model from checkpoints; under a ``fairseq-*`` name fairseq's own parts stay where they are, and
-    its own model is built for every checkpoint.
+    its own model is built for every checkpoint. Either training ends as `training.process` says.
 
     Raises:
         UserError: fairseq is missing or cannot be used.
@@ -29,12 +32,16 @@ def register() -> None:
     from lightseq_fairseq import plugins  # noqa: F401  (its import registers)
     from lightseq_fairseq.cli import guards
 
-    program = os.path.basename(sys.argv[0])
+    program = os.path.basename(os.environ.get(PROGRAM, sys.argv[0]))
     guards.install(refuse_nothing=not program.endswith("interactive"))
     if program == "lightseq-train":
         from lightseq_fairseq.training import trainer
 
         trainer.install()
+    elif program == "fairseq-train":  # --native
+        from lightseq_fairseq.training import process
+
+        process.install()
     elif program in ("lightseq-generate", "lightseq-validate", "lightseq-interactive"):
         from lightseq_fairseq import checkpoint
 

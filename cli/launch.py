@@ -12,11 +12,12 @@ import importlib
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import click
@@ -24,7 +25,9 @@ import click
 from lightseq_fairseq import cli
 from lightseq_fairseq.cli import defaults, messages, preflight
 from lightseq_fairseq.cli.clash import clash
-from lightseq_fairseq.errors import GPUHangs
+from lightseq_fairseq.cli.failures import Failure
+from lightseq_fairseq.cli.signals import Ranks, sent_to_ranks
+from lightseq_fairseq.errors import GPUHangs, StoppedBySignal
 
 logger = logging.getLogger(__name__)
 
@@ -32,20 +35,20 @@ logger = logging.getLogger(__name__)
 class Stop(click.ClickException):
     """The end of a command for a known reason, which the message says in a sentence."""
 
-    exit_code = 2
-
-    def __init__(self, program: str, sentence: str) -> None:
+    def __init__(self, program: str, sentence: str, status: int = 2) -> None:
         super().__init__(sentence)
         self.program = program
+        self.exit_code = status  # type: ignore[misc]
 
     def show(self, file: Any = None) -> None:
         click.echo(f"{self.program}: error: {self.format_message()}", file=file, err=file is None)
 
 
 class Interrupted(Stop):
-    """The user's Ctrl-C; the status is the one that shells give to SIGINT."""
+    """The user's Ctrl-C, SIGTERM or SIGUSR1; the status is the one that shells give to it."""
 
-    exit_code = 130
+    def __init__(self, program: str, sentence: str, number: int = signal.SIGINT) -> None:
+        super().__init__(program, sentence, 128 + number)
 
     def show(self, file: Any = None) -> None:
         click.echo(f"{self.program}: {self.format_message()}", file=file, err=file is None)
@@ -129,7 +132,11 @@ def run(
     if (explanation := clash()) is not None:
         click.echo(f"lightseq-{command}: warning: {explanation}", err=True)
     program = f"{'fairseq' if native else 'lightseq'}-{command}"
-    with _sentences(f"lightseq-{command}", request), _program(program, words), quiet():
+    with ExitStack() as around_all:
+        ranks = around_all.enter_context(sent_to_ranks()) if command == "train" else Ranks()
+        around_all.enter_context(_sentences(f"lightseq-{command}", request, ranks))
+        around_all.enter_context(_program(program, words))
+        around_all.enter_context(quiet())
         cli.register()
         if complete is not None:
             sys.argv[1:] = request.argv = complete(sys.argv[1:])
@@ -140,12 +147,14 @@ def run(
 
 @contextmanager
 def _program(name: str, words: Sequence[str]) -> Iterator[None]:
-    """fairseq, and the ranks it spawns, read the command from ``sys.argv``."""
+    """fairseq reads the command from ``sys.argv``, and the ranks it spawns whose command it is."""
     saved = sys.argv
     sys.argv = [name, *words]
+    os.environ[cli.PROGRAM] = name
     try:
         yield
     finally:
+        del os.environ[cli.PROGRAM]
         sys.argv = saved
 
 
@@ -192,13 +201,18 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _sentences(program: str, request: messages.Request) -> Iterator[None]:
+def _sentences(program: str, request: messages.Request, ranks: Ranks) -> Iterator[None]:
     """Turns failures that the user can correct into `Stop`; others keep their traceback."""
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted(program, _interrupted(request)) from None
+        raise Interrupted(program, _interrupted(request, "interrupted")) from None
     except Exception as error:
+        failure = Failure.of(error)
+        ended_by = failure.text if failure.kind == StoppedBySignal.__name__ else ranks.told
+        if ended_by is not None:
+            how = _interrupted(request, f"stopped by {ended_by}")
+            raise Interrupted(program, how, signal.Signals[ended_by]) from None
         sentence = messages.explain(error, request)
         if sentence is not None:
             logger.debug("explained to the user as: %s", sentence, exc_info=error)
@@ -210,13 +224,13 @@ def _sentences(program: str, request: messages.Request) -> Iterator[None]:
         raise
 
 
-def _interrupted(request: messages.Request) -> str:
+def _interrupted(request: messages.Request, how: str) -> str:
     if not hasattr(request.args, "max_update"):
-        return "interrupted."
+        return f"{how}."
     suffix = request.args.checkpoint_suffix
     last = os.path.join(request.args.save_dir, f"checkpoint_last{suffix}.pt")
     if not os.path.isfile(last):
-        return "interrupted before the first checkpoint; the same command starts anew."
+        return f"{how} before the first checkpoint; the same command starts anew."
     begins = [flag for flag in messages.BEGINNING if defaults.is_given(request.argv, (flag,))]
     without = f" without {' '.join(begins)}" if begins else ""
-    return f"interrupted; the same command{without} goes on from {last}."
+    return f"{how}; the same command{without} goes on from {last}."

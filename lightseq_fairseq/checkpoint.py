@@ -6,14 +6,11 @@ and ``use_ls_models`` maps a native Transformer back to ours when it is loaded f
 
 from __future__ import annotations
 
-import contextlib
-import io
 import logging
-import os
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +26,7 @@ from fairseq.models.multilingual_transformer import MultilingualTransformerModel
 from fairseq.models.transformer import TransformerModel
 from fairseq.optim import OPTIMIZER_REGISTRY
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.files import write_atomically
 from lightseq_fairseq.plugins.unsupported import unsupported_option
 
 logger = logging.getLogger(__name__)
@@ -226,79 +223,3 @@ def copy(source: str, target: str, overwrite: bool = False) -> bool:
     with open(source, "rb") as file:
         write_atomically(target, lambda out: shutil.copyfileobj(file, out, 1 << 24), RESUME)
     return True
-
-
-def write_atomically(path: str, write: Callable[[BinaryIO], None], advice: str = "") -> None:
-    """Let ``write`` fill a file that then takes the place of ``path``, or of what it links to.
-
-    The bytes are on the disk before the name is: killed at any moment, the machine even, there is
-    either the old file or the new one. What may be left is ``path`` + ".tmp", which the next
-    attempt overwrites.
-
-    Args:
-        advice: as for ``save``.
-
-    Raises:
-        UserError: on any OSError, and where ``path`` is a pipe or a device; it is as before and the
-            temporary file gone.
-    """
-    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise UserError(f"cannot write {path} (it is not a regular file){advice}")
-    target = os.path.realpath(path)
-    temporary = f"{target}.tmp"
-    file = None
-    try:
-        with _Writer(io.FileIO(temporary, "wb")) as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
-        refusal = error if isinstance(error, OSError) else None
-        if refusal is None and file is not None:
-            refusal = file.refusal
-        if refusal is None:
-            if _is_interrupt(error):
-                raise KeyboardInterrupt from None
-            raise
-        raise UserError(f"cannot write {path} ({refusal.strerror or refusal}){advice}") from error
-    with contextlib.suppress(OSError):  # some file systems cannot sync a folder
-        folder = os.open(os.path.dirname(target), os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether it is Ctrl-C, or came of it: torch closes the archive, which then is not whole."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__context__
-    return error is not None
-
-
-class _Writer(io.BufferedWriter):
-    """A file that remembers why it could not be written.
-
-    torch.save turns an OSError into a RuntimeError about positions in the archive.
-    """
-
-    refusal: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            self.refusal = error
-            raise
-
-
-class _AtomicCopies(PathManager):
-    copy = staticmethod(copy)
-
-
-def make_copies_atomic() -> None:
-    """fairseq's ``save_checkpoint`` copies to checkpoint_best.pt and checkpoint_last.pt by ours."""
-    checkpoint_utils.PathManager = _AtomicCopies

@@ -31,3 +31,10 @@ class GPUHangs(UserError):
             f"a rule: see nvidia-smi and the kernel's log (dmesg, lines with Xid) for what became "
             f"of it. A training goes on from its last checkpoint by the same command."
         )
+
+
+class StoppedBySignal(Exception):
+    """Training has ended after an update since the system asked for it; a checkpoint is saved.
+
+    The message is the signal's name, ``SIGTERM`` or ``SIGUSR1``, and nothing else.
+    """

@@ -49,8 +49,10 @@ def unchanged() -> Iterator[None]:
     """Undoes what one launcher run leaves in fairseq's modules and in the root logger."""
     places = (
         (fairseq_cli.train, "Trainer"),
+        (fairseq_cli.train, "main"),
         (checkpoint_utils, "load_checkpoint_to_cpu"),
         (checkpoint_utils, "PathManager"),
+        (checkpoint_utils, "os"),
         (data_utils, "batch_by_size"),
     )
     patches = [mock.patch.object(module, name, getattr(module, name)) for module, name in places]

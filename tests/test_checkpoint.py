@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightseq_fairseq import checkpoint
+from lightseq_fairseq import checkpoint, files
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat.checkpoints import read_checkpoint
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
@@ -232,12 +232,14 @@ class TestAtomicWrites:
         found = torch.load(path)
         return found.keys() == state.keys() and all(torch.equal(found[k], state[k]) for k in state)
 
+    def nothing_else(self, path: Path) -> None:
+        assert sorted(os.listdir(path.parent)) == ["checkpoint1.pt", "checkpoint_last.pt"]
+
     @pytest.mark.parametrize("how", ["save", "copy"])
     def test_replaces(self, how: str, path: Path) -> None:
-        path.with_name(path.name + ".tmp").write_bytes(b"left by a killed run")
         self.write(how, path)
         assert self.is_(path, self.NEW)
-        assert sorted(os.listdir(path.parent)) == ["checkpoint1.pt", "checkpoint_last.pt"]
+        self.nothing_else(path)
 
     @pytest.mark.parametrize("how", ["save", "copy"])
     @pytest.mark.parametrize("moment", ["write", "fsync", "replace", "replaced"])
@@ -259,6 +261,7 @@ class TestAtomicWrites:
         assert self.is_(path, self.NEW if moment == "replaced" else self.OLD)
         self.write(how, path)
         assert self.is_(path, self.NEW)
+        self.nothing_else(path)
 
     @pytest.mark.parametrize("how", ["save", "copy"])
     def test_full_disk(self, how: str, path: Path) -> None:
@@ -270,7 +273,7 @@ class TestAtomicWrites:
 
         assert runs.in_a_fork(work) == 0
         assert self.is_(path, self.OLD)
-        assert not path.with_name(path.name + ".tmp").exists()
+        self.nothing_else(path)
 
     def test_a_link_and_a_pipe_stay(self, path: Path) -> None:
         link, pipe = path.with_name("link.pt"), path.with_name("pipe.pt")
@@ -290,7 +293,7 @@ class TestAtomicWrites:
         with pytest.raises(AttributeError):
             checkpoint.save({"a": lambda: 0}, str(path))
         assert self.is_(path, self.OLD)
-        assert not path.with_name(path.name + ".tmp").exists()
+        self.nothing_else(path)
 
     def test_interrupted(self, path: Path) -> None:
         """torch closes its archive all the same, and complains of that."""
@@ -301,12 +304,12 @@ class TestAtomicWrites:
             return io.BufferedWriter.write(writer, data)
 
         with (
-            mock.patch.object(checkpoint._Writer, "write", interrupted),
+            mock.patch.object(files._Writer, "write", interrupted),
             pytest.raises(KeyboardInterrupt),
         ):
             self.write("save", path)
         assert self.is_(path, self.OLD)
-        assert not path.with_name(path.name + ".tmp").exists()
+        self.nothing_else(path)
 
     def test_a_copy_is_a_file_of_its_own(self, path: Path) -> None:
         """fairseq overwrites checkpoint_last.pt in place; checkpoint1.pt must not notice."""

@@ -11,12 +11,15 @@ import multiprocessing
 import os
 import random
 import re
+import select
 import signal
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import training_runs as runs
 from fairseq.criterions import register_criterion
 from fairseq.criterions.label_smoothed_cross_entropy import (
@@ -27,6 +30,7 @@ from fairseq.tasks.translation import TranslationTask
 from lightseq_fairseq.cli import messages
 from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
+from lightseq_fairseq.training.background import Writer
 from lightseq_fairseq.training.step import TrainingStep
 
 
@@ -201,7 +205,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_which_can_go_on(
 def test_a_gradient_that_is_not_finite_and_a_file_that_cannot_be_written(
     data: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "crash.pt.tmp").mkdir()
+    (tmp_path / "crash.pt").mkdir()
     with runs.nan_in_update(2), pytest.raises(FloatingPointError) as caught:
         run(data, tmp_path)
     sentence = messages.explain(caught.value, messages.Request())
@@ -269,3 +273,39 @@ def test_killed_five_times_at_random(data: Path, tmp_path: Path) -> None:
     assert 0 < len(rest) < 20
     assert rest == whole[-len(rest) :]
     assert runs.differing(*(runs.trained(tmp_path / name) for name in ("killed", "whole"))) == []
+
+
+def test_killed_at_random_while_it_saves(data: Path, tmp_path: Path) -> None:
+    """After each kill every name holds a whole checkpoint, the last one no older than before."""
+    flags = {"max_update": 50, "no_save": None, "save_interval_updates": 1, "bf16": True}
+    flags.update(keep_interval_updates=2, no_epoch_checkpoints=True)
+    whole = run(data, tmp_path / "whole", **flags)
+    generator, folder, save = random.Random(7), tmp_path / "killed", Writer.save
+    reader, writer = os.pipe()
+    updates = 0
+    for _ in range(8):
+
+        def told(self: Writer, *arguments: Any) -> None:
+            save(self, *arguments)
+            os.write(writer, b".")
+
+        with mock.patch.object(Writer, "save", told):
+            child = runs.fork(functools.partial(run, data, folder, **flags))
+        os.read(reader, 1)
+        time.sleep(generator.uniform(0, 0.06))
+        os.kill(child, signal.SIGKILL)
+        assert runs.exit_status(child) == -signal.SIGKILL
+        while select.select([reader], [], [], 0)[0]:
+            os.read(reader, 100)
+        for path in folder.glob("*.pt"):
+            state = torch.load(path, weights_only=False)
+            if path.name == "checkpoint_last.pt":
+                last = state["optimizer_history"][-1]["num_updates"]
+                assert last >= updates
+                updates = last
+        assert len(list(folder.glob("checkpoint_*_*.pt"))) <= 3
+    assert updates
+    rest = run(data, folder, **flags)
+    assert rest == whole[updates:]
+    assert runs.differing(runs.trained(folder), runs.trained(tmp_path / "whole")) == []
+    assert sorted(os.listdir(folder)) == sorted(os.listdir(tmp_path / "whole"))

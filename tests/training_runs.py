@@ -27,6 +27,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import metrics
 from fairseq_cli import train
 
+from lightseq_fairseq.training import process
 from lightseq_fairseq.training.step import TrainingStep
 from lightseq_fairseq.training.trainer import Trainer
 
@@ -84,7 +85,10 @@ def fresh_process() -> Iterator[None]:
     """What fairseq and this package keep in globals from run to run, put aside."""
     vars(checkpoint_utils.save_checkpoint).pop("best", None)
     metrics.reset()
-    with mock.patch.object(checkpoint_utils, "PathManager", checkpoint_utils.PathManager):
+    with (
+        mock.patch.object(checkpoint_utils, "PathManager", checkpoint_utils.PathManager),
+        mock.patch.object(checkpoint_utils, "os", checkpoint_utils.os),
+    ):
         yield
 
 
@@ -117,16 +121,16 @@ def run(data: Path, save_dir: Path, native: bool = False, **flags: Any) -> list[
             task.reduce_metrics = recorded
 
     with fresh_process(), mock.patch.object(train, "Trainer", Recorded):
-        train.main(configure(data, save_dir, flags))
+        is_rank = "distributed_rank" in flags
+        main = train.main if is_rank else process.around(train.main)
+        main(configure(data, save_dir, flags))
     return losses
 
 
 def trained(folder: Path, name: str = "checkpoint_last.pt") -> dict[str, torch.Tensor]:
     """Parameters and moments in a file that the run in ``folder`` saved, by their path in it."""
     state = torch.load(folder / name, weights_only=False)
-    found = _tensors({key: state[key] for key in ("model", "last_optimizer_state")}, "")
-    # fairseq never fills this one.
-    return {name: x for name, x in found.items() if not name.endswith("_float_tensor")}
+    return _tensors({key: state[key] for key in ("model", "last_optimizer_state")}, "")
 
 
 def _tensors(state: Any, name: str) -> dict[str, torch.Tensor]:
@@ -211,7 +215,8 @@ def _run_rank(data: Path, save_dir: Path, flags: dict[str, Any], rank: int) -> N
     gpus = 0 if flags.get("cpu", True) else torch.cuda.device_count()
     backend = "gloo" if gpus < flags["distributed_world_size"] else "nccl"
     device = rank % gpus if gpus else rank
-    start = functools.partial(distributed_utils.distributed_main, device, train.main, kwargs={})
+    main = process.around(train.main)
+    start = functools.partial(distributed_utils.distributed_main, device, main, kwargs={})
     with mock.patch.object(train, "main", start):
         losses = run(data, save_dir, **flags, distributed_rank=rank, distributed_backend=backend)
     (save_dir / f"rank{rank}").write_text(json.dumps(losses))

@@ -1,10 +1,12 @@
-"""Loading a checkpoint without running what it says, and without 0.12.2's dead parameters."""
+"""Checkpoints: loading one without running what it says, and without 0.12.2's dead parameters;
+nothing in one that nobody has written."""
 
 from __future__ import annotations
 
 import argparse
 import collections
 import errno
+import functools
 import logging
 import os
 import pickle
@@ -17,6 +19,8 @@ import torch
 from fairseq import checkpoint_utils, registry
 from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import meters
+from fairseq.models.transformer import TransformerDecoderBase, TransformerEncoderBase
+from fairseq.modules import AdaptiveInput, AdaptiveSoftmax, SinusoidalPositionalEmbedding
 
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat.layers import DEAD_PARAMETERS
@@ -26,11 +30,47 @@ logger = logging.getLogger(__name__)
 
 
 def repair() -> None:
-    """Makes fairseq load its checkpoints under torch's ``weights_only`` rule."""
+    """Makes fairseq load its checkpoints under torch's ``weights_only`` rule, and write all of them
+    by itself."""
     # From 2.6 on torch.load refuses a fairseq checkpoint ("Weights only load failed") because it
     # holds an argparse.Namespace, and so does a rank that is handed one by rank 0.
     checkpoint_utils.torch = Overlay(torch, load=load_checkpoint)
     distributed_utils.torch = Overlay(torch, load=_load_from_rank)
+    for module in (SinusoidalPositionalEmbedding, AdaptiveInput, AdaptiveSoftmax):
+        _fill_new_buffer(module)
+    for stack in (TransformerEncoderBase, TransformerDecoderBase):
+        _fill_loaded_buffer(stack)
+
+
+_BUFFER = "_float_tensor"  # stands for a module's type; fairseq saves it and never writes to it
+
+
+def _fill_new_buffer(module: Any) -> None:
+    # Its memory is as it was found: two equal runs would write files that differ.
+    original_init = module.__init__
+
+    @functools.wraps(original_init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original_init(self, *args, **kwargs)
+        if _BUFFER in self._buffers:  # newer versions have none
+            self._buffers[_BUFFER].zero_()
+
+    module.__init__ = __init__
+
+
+def _fill_loaded_buffer(stack: Any) -> None:
+    # Loading puts a new one, as it was found, in the place of the one in the file.
+    original = stack.upgrade_state_dict_named
+
+    @functools.wraps(original)
+    def upgrade_state_dict_named(self: Any, state_dict: dict[str, Any], name: str) -> Any:
+        upgraded = original(self, state_dict, name)
+        buffer = state_dict.get(f"{name}.embed_positions.{_BUFFER}")
+        if buffer is not None:
+            buffer.zero_()
+        return upgraded
+
+    stack.upgrade_state_dict_named = upgrade_state_dict_named
 
 
 def load_checkpoint(file: Any, map_location: Any = None, **options: Any) -> Any:

@@ -7,6 +7,10 @@
     fast_path        the step in fairseq's training loop; what takes fairseq's own instead
     optimizer_order  moments of old checkpoints, to the parameters they belong to
     trainer          fairseq's training loop around them, and what it leaves on disk
+    host_copies      a training state, copied to the host's memory
+    background       checkpoints are written from it while training goes on
+    stopping         signals that end training with a checkpoint
+    process          what surrounds fairseq's training in each process
 
 batch, step and flat_adam import torch and no fairseq.
 """

@@ -25,6 +25,7 @@ from lightseq_fairseq.ops.advance import KNOWN_RATES, State
 from lightseq_fairseq.parameters import flat_buffers
 from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
+from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.batch import Granularity, PackedBatch
 from lightseq_fairseq.training.flat_adam import FlatAdam
 from lightseq_fairseq.training.step import (
@@ -38,6 +39,7 @@ from lightseq_fairseq.training.step import (
     Stop,
     TrainingStep,
 )
+from lightseq_fairseq.training.stopping import STOPPING
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +191,11 @@ class FastPath:
         self._started.append(started)
         trainer.set_num_updates(count + 1)
         self._log_memory(count + 1)
+        if self._is_alone:
+            STOPPING.agree(STOPPING.worth())
         self.settle(0 if ends_epoch or self._is_looked_at(count + 1) else STEPS_AHEAD)
+        if STOPPING.reason is not None:  # a step that has just been logged may have brought it
+            self.settle()
         return self._logged if trainer.get_num_updates() > count else None
 
     def _log_memory(self, count: int) -> None:
@@ -219,7 +225,7 @@ class FastPath:
         nsentences = sum(batch.nsentences for batch in batches)
         sample_size = nsentences if self.trainer.get_criterion().sentence_avg else ntokens
         seconds = self.trainer._local_cumulative_training_time()
-        return [sample_size, ntokens, nsentences, seconds]
+        return [sample_size, ntokens, nsentences, seconds, STOPPING.worth()]
 
     def _rates_at(self, count: int) -> list[float]:
         """Learning rates at this count and those before it: the device may be behind."""
@@ -245,6 +251,7 @@ class FastPath:
         trainer, scaler, counts = self.trainer, self._scaler, started.counts
         if not self._is_alone:
             counts = values[len(State) :]
+            STOPPING.agree(counts[Count.SIGNALS])
             trainer._cumulative_training_time = counts[Count.SECONDS] / self._step.ranks.count
         if scaler is not None:
             for place, name in SCALER.items():
@@ -288,6 +295,7 @@ class FastPath:
         trainer.consolidate_optimizer()
         try:
             trainer.save_checkpoint(path, {})
+            WRITER.finish()
         except UserError as error:
             raise FloatingPointError(f"{reason} The state before it is lost: {error}") from error
         finally:

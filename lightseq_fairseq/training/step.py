@@ -45,6 +45,7 @@ class Count(IntEnum):
     TOKENS = 1
     SENTENCES = 2
     SECONDS = 3  # of training, so that all ranks stop by the clock together
+    SIGNALS = 4  # that have come to a rank, see ``stopping``
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from lightseq_fairseq import checkpoint  # isort: skip  (prepares fairseq for the imports below)
 
-from fairseq import checkpoint_utils, optim, utils
-from fairseq import trainer as native
+from fairseq import checkpoint_utils, optim
 from fairseq.file_io import PathManager
 from fairseq.logging import metrics
 
@@ -23,7 +22,16 @@ from lightseq_fairseq import library
 from lightseq_fairseq.errors import is_out_of_memory
 from lightseq_fairseq.plugins import dictionaries
 from lightseq_fairseq.plugins.optimizer import FP16Optimizer
-from lightseq_fairseq.training import batch, fast_path, optimizer_order, pack_tokens
+from lightseq_fairseq.training import (
+    background,
+    batch,
+    fast_path,
+    optimizer_order,
+    pack_tokens,
+    process,
+    stopping,
+)
+from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.batch import PackingDataset
 from lightseq_fairseq.training.fast_path import FastPath
 from lightseq_fairseq.training.flat_adam import FlatAdam
@@ -34,6 +42,7 @@ logger = logging.getLogger(__name__)
 # that is what fairseq hands from rank 0 to all others.
 _MASTERS = "lightseq_masters"
 _LOSS_SCALER = "loss_scaler"
+_FLOATS = 3  # of a parameter in a checkpoint: itself and two moments
 _SCALER_COUNTERS = (
     "_iter",
     "_last_overflow_iter",
@@ -44,12 +53,10 @@ _SCALER_COUNTERS = (
 
 def install() -> None:
     """Make ``fairseq_cli.train`` use this Trainer."""
-    from fairseq_cli import train
-
-    train.Trainer = Trainer
+    process.install(Trainer)
 
 
-class Trainer(native.Trainer):
+class Trainer(stopping.Trainer):
     """``fairseq.trainer.Trainer`` for runs with an ``ls_`` component; fairseq's own for others.
 
     Checkpoints differ from fairseq's in what they keep, not in form: with ``--fp16`` and ``--bf16``
@@ -71,7 +78,7 @@ class Trainer(native.Trainer):
         super().__init__(cfg, task, model, criterion, quantizer)
         self._has_ls = checkpoint.uses_ls(self.cfg)
         if self._has_ls:
-            checkpoint.make_copies_atomic()
+            background.install()
 
     def _build_optimizer(self) -> None:
         self._fast_path = None
@@ -118,7 +125,12 @@ class Trainer(native.Trainer):
 
     @metrics.aggregate("train")
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
-        """One update; see ``fairseq.trainer.Trainer.train_step``."""
+        """One update; see ``fairseq.trainer.Trainer.train_step``.
+
+        Raises:
+            UserError: a checkpoint could not be written.
+        """
+        WRITER.check()
         if self._refusal is not None:
             return super().train_step(samples, raise_oom)
         if self._fast_path is None:
@@ -202,10 +214,12 @@ class Trainer(native.Trainer):
         }
 
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> None:
-        """Save all training state; ``filename`` is replaced as a whole or not at all.
+        """Copy all training state, which ``WRITER`` then writes while training goes on.
+
+        ``filename`` is replaced as a whole or not at all.
 
         Raises:
-            UserError: the file cannot be written.
+            UserError: the checkpoint before this one could not be written.
         """
         asynchronous = self.cfg.checkpoint.write_checkpoints_asynchronously
         if not self._has_ls or asynchronous or not PathManager.supports_rename(filename):
@@ -213,11 +227,17 @@ class Trainer(native.Trainer):
             return
         logger.info("Saving checkpoint to %s", os.path.abspath(filename))
         # On all ranks: it may need internal communication.
-        state = utils.move_to_cpu(self.state_dict())
+        state = self.state_dict()
         state["extra_state"].update(extra_state)
         if self.should_save_checkpoint_on_current_rank:
-            checkpoint.save(checkpoint.own_storage(state), filename, checkpoint.RESUME)
-        logger.info("Finished saving checkpoint to %s", os.path.abspath(filename))
+            WRITER.save(state, filename, self.device)
+
+    def _make_room(self) -> None:
+        """For checkpoints, while data are loaded: a system gives new memory slowly."""
+        saves = self.should_save_checkpoint_on_current_rank and not self.cfg.checkpoint.no_save
+        if self._has_ls and saves:
+            sizes = [parameter.numel() for parameter in self.get_model().parameters()]
+            WRITER.reserve(_FLOATS * 4 * (sum(sizes) + 16 * len(sizes)) + (1 << 16), self.device)
 
     def load_checkpoint(
         self,
@@ -233,6 +253,7 @@ class Trainer(native.Trainer):
             UserError: the file is damaged, or belongs to another model, criterion or optimizer.
         """
         self._fast_path = None
+        self._make_room()
         arguments = (
             filename, reset_optimizer, reset_lr_scheduler, optimizer_overrides, reset_meters
         )  # fmt: skip

@@ -1,0 +1,128 @@
+"""Copies of a training state in the host's memory, made without waiting for the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import mmap
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fairseq import utils
+from torch import Tensor
+
+from lightseq_fairseq.graphs import wait_for
+
+_HALF = (torch.float16, torch.bfloat16)
+_LINE = 64  # bytes; tensors begin at multiples
+
+
+class HostCopies:
+    """Memory for one copy of a state, which is kept for the next one.
+
+    Beside a GPU it is page-locked, so that the GPU writes into it by itself. Where that is refused,
+    as on a CPU, copies are made at once.
+    """
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._unlock: weakref.finalize[..., Any] | None = None
+
+    def reserve(self, size: int, device: torch.device) -> None:
+        """Have memory of ``size`` bytes for states on ``device``; copies made before end."""
+        if self._memory is not None and len(self._memory) >= size:
+            return
+        self.release()
+        # Shared memory: where a process forks to load data, no page changes its place.
+        self._memory = mmap.mmap(-1, max(size, 1))
+        torch.frombuffer(self._memory, dtype=torch.uint8).zero_()  # has the system provide it
+        if device.type != "cuda":
+            return
+        # In a thread of its own: where it fails, the next launch from the same one would fail, too.
+        locking = threading.Thread(target=self._lock, args=(self._memory, device))
+        locking.start()
+        locking.join()
+
+    def _lock(self, memory: mmap.mmap, device: torch.device) -> None:
+        place = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        with torch.cuda.device(device):
+            refused = int(torch.cuda.cudart().cudaHostRegister(place, len(memory), 0))
+        if not refused:
+            self._unlock = weakref.finalize(self, _unlock, place)
+            self._unlock.atexit = False  # the driver may be gone by then
+
+    def release(self) -> None:
+        """Give the memory back; copies of states may not be used any more."""
+        if self._unlock is not None:
+            self._unlock()
+        self._memory = self._unlock = None
+
+    def of(self, state: Any, device: torch.device) -> tuple[Any, Callable[[], None]]:
+        """The same nested state, as it is when the GPU has done what it was given so far.
+
+        Tensors come as fairseq's ``move_to_cpu`` gives them, in float32 if they had 16 bits, each
+        with a storage of its own, since ``torch.save`` writes all of a storage. Tied ones stay
+        tied. Everything else is copied as well: whoever goes on training may change it.
+
+        Returns:
+            The copy, and a function that waits until its tensors are filled. They are overwritten
+            by the next call.
+        """
+        tensors: dict[Any, Tensor] = {}
+
+        def note(x: Tensor) -> Tensor:
+            return tensors.setdefault(_identity(x), x)
+
+        utils.apply_to_sample(note, state)
+        self.reserve(sum(_room(x) for x in tensors.values()), device)
+        assert self._memory is not None
+        copies: dict[Any, Tensor] = {}
+        start = 0
+        for key, x in tensors.items():
+            copies[key] = _place(self._memory, start, x).copy_(x.detach(), non_blocking=True)
+            start += _room(x)
+        arrived = None
+        if device.type == "cuda":
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(device))
+
+        def wait() -> None:
+            if arrived is not None:
+                wait_for(arrived)
+
+        moved = utils.apply_to_sample(lambda x: copies[_identity(x)], state)
+        return copy.deepcopy(moved, {id(x): x for x in copies.values()}), wait
+
+
+def _identity(x: Tensor) -> Any:
+    return x.device, x.data_ptr(), x.dtype, x.shape, x.stride()
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in _HALF else x.dtype
+
+
+def _room(x: Tensor) -> int:
+    """Bytes that a copy takes."""
+    return math.ceil(x.numel() * _dtype(x).itemsize / _LINE) * _LINE
+
+
+def _place(memory: mmap.mmap, start: int, x: Tensor) -> Tensor:
+    """An unfilled tensor like ``x`` from byte ``start`` on, with a storage that is no longer."""
+    like = torch.empty_like(x, dtype=_dtype(x), device="meta")
+    if not x.numel():
+        return torch.empty(x.shape, dtype=like.dtype)
+    flat = torch.frombuffer(memory, dtype=like.dtype, count=x.numel(), offset=start)
+    return flat.as_strided(x.shape, like.stride())
+
+
+def _unlock(place: int) -> None:
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.cudart().cudaHostUnregister(place)
+
+
+__all__ = ["HostCopies"]
