@@ -12,11 +12,11 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightseq_fairseq.cli import flags
+from lightseq_fairseq.cli import flags, preflight_data
 from lightseq_fairseq.cli.defaults import PREFIX, value
 from lightseq_fairseq.cli.messages import Request
 from lightseq_fairseq.errors import UserError
@@ -85,6 +85,8 @@ def names(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
 
 def inputs(command: str, args: argparse.Namespace) -> None:
     """Refuses what the command cannot start from; ``args`` is fairseq's namespace."""
+    from fairseq.tasks import TASK_REGISTRY
+
     if command != "train" and getattr(args, "path", None) is None:
         raise UserError(
             "--path is missing: name the checkpoint, for example "
@@ -99,7 +101,9 @@ def inputs(command: str, args: argparse.Namespace) -> None:
         restore_file(args)
         best_metric(args)
     if _reads_sentence_pairs(args.task):
-        data(command, args)
+        preflight_data.data(command, args)
+    elif TASK_REGISTRY[args.task].__module__.startswith("fairseq.tasks."):
+        preflight_data.sentences(command, args)
 
 
 def _reads_sentence_pairs(task: str) -> bool:
@@ -294,88 +298,3 @@ def pack_tokens(args: argparse.Namespace) -> None:
             "--pack-tokens fills batches by their tokens and --num-batch-buckets by their "
             "sentences: drop one of the two."
         )
-
-
-def data(command: str, args: argparse.Namespace) -> None:
-    """Refuses a data directory without the dictionaries or the splits that the command reads."""
-    from fairseq import utils
-    from fairseq.data.data_utils import infer_language_pair
-
-    folders = utils.split_paths(args.data)
-    for folder in folders:
-        if not os.path.isdir(folder):
-            raise UserError(
-                f"The data directory {folder} does not exist: give the --destdir that "
-                f"lightseq-preprocess wrote."
-            )
-    source, target = args.source_lang, args.target_lang
-    if source is None or target is None:
-        source, target = infer_language_pair(folders[0])
-        if source is None or target is None:
-            raise UserError(
-                f"{folders[0]} holds no binarised sentence pairs (no file such as "
-                f"train.de-en.de.idx): give the --destdir that lightseq-preprocess wrote."
-            )
-    for language in (source, target):
-        if not os.path.isfile(os.path.join(folders[0], f"dict.{language}.txt")):
-            raise UserError(
-                f"{folders[0]} holds no dict.{language}.txt: give the --destdir that "
-                f"lightseq-preprocess wrote, and its languages with -s and -t."
-            )
-    for folder, split in _splits(command, args, folders):
-        if not _has_split(folder, split, source, target):
-            raise UserError(
-                f"{folder} holds no {split} split for {source}-{target}: binarise one with "
-                f"lightseq-preprocess ({_PREFIX_FLAGS.get(split, '--testpref')}), or name the one "
-                f"it holds with {_SUBSET_FLAGS[command, split == args.train_subset]}."
-            )
-        reader = _reader_of_targets(command, args)
-        if reader is not None and not _has_split(folder, split, target, source):
-            raise UserError(
-                f"{folder} holds the {split} split without its {target} side, which {reader} "
-                "reads: binarise both sides with lightseq-preprocess."
-            )
-
-
-def _reader_of_targets(command: str, args: argparse.Namespace) -> str | None:
-    """What reads target sides; translating as such does not."""
-    if command != "generate":
-        return f"lightseq-{command}"
-    if args.score_reference:
-        return "--score-reference"
-    return "--prefix-size" if args.prefix_size > 0 else None
-
-
-_PREFIX_FLAGS = {"train": "--trainpref", "valid": "--validpref", "test": "--testpref"}
-_SUBSET_FLAGS = {
-    ("train", True): "--train-subset",
-    ("train", False): "--valid-subset",
-    ("validate", True): "--valid-subset",
-    ("validate", False): "--valid-subset",
-    ("generate", True): "--gen-subset",
-    ("generate", False): "--gen-subset",
-}
-
-
-def _splits(
-    command: str, args: argparse.Namespace, folders: Sequence[str]
-) -> Iterable[tuple[str, str]]:
-    """The (directory, split) pairs that the command will certainly read."""
-    if command == "train":
-        yield from ((folder, args.train_subset) for folder in folders)
-        if args.disable_validation:
-            return
-    if command in ("train", "validate"):
-        yield from ((folders[0], split) for split in args.valid_subset.split(","))
-    elif command == "generate":
-        yield folders[0], args.gen_subset
-
-
-def _has_split(folder: str, split: str, source: str, target: str) -> bool:
-    """Whether the ``source`` side of ``split`` is there, binarised in either direction or raw."""
-    stems = (f"{split}.{source}-{target}.{source}", f"{split}.{target}-{source}.{source}")
-    return any(
-        os.path.exists(os.path.join(folder, stem + ending))
-        for stem in stems
-        for ending in ("", ".idx", ".bin")
-    )
