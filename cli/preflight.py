@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightseq_fairseq.cli import flags, preflight_data
+from lightseq_fairseq.cli import flags, preflight_checkpoints, preflight_data, registered
 from lightseq_fairseq.cli.defaults import PREFIX, value
 from lightseq_fairseq.cli.messages import Request
 from lightseq_fairseq.errors import UserError
@@ -98,8 +98,8 @@ def inputs(command: str, args: argparse.Namespace) -> None:
     if command == "train":
         precision(args)
         pack_tokens(args)
-        restore_file(args)
-        best_metric(args)
+        preflight_checkpoints.first(args)
+        preflight_checkpoints.best_metric(args)
     if _reads_sentence_pairs(args.task):
         preflight_data.data(command, args)
     elif TASK_REGISTRY[args.task].__module__.startswith("fairseq.tasks."):
@@ -112,12 +112,8 @@ def _reads_sentence_pairs(task: str) -> bool:
     from fairseq.tasks import TASK_REGISTRY
     from fairseq.tasks.translation import TranslationTask
 
-    def function(cls: type, name: str) -> object:
-        method = getattr(cls, name, None)
-        return getattr(method, "__func__", method)
-
     return all(
-        function(TASK_REGISTRY[task], name) is function(TranslationTask, name)
+        registered.function(TASK_REGISTRY[task], name) is registered.function(TranslationTask, name)
         for name in ("setup_task", "load_dictionary", "load_dataset")
     )
 
@@ -243,40 +239,6 @@ def precision(args: argparse.Namespace) -> None:
     flat = args.fp16 and not (args.memory_efficient_fp16 or args.fp16_no_flatten_grads)
     if flat and (args.cpu or not torch.cuda.is_available()):
         raise UserError("--fp16 needs a GPU: leave it out, or use --bf16, which a CPU can do too.")
-
-
-def restore_file(args: argparse.Namespace) -> None:
-    """Refuses a checkpoint to begin with that does not exist: fairseq would train from scratch."""
-    from fairseq.file_io import PathManager
-
-    for name in ("restore_file", "continue_once"):
-        path = getattr(args, name, None)
-        # The default is looked for in --save-dir, where a new run has none; those with a suffix
-        # are a part each of one checkpoint, and fairseq knows their names.
-        is_default = name == "restore_file" and path == "checkpoint_last.pt"
-        if not path or is_default or args.checkpoint_suffix or PathManager.exists(path):
-            continue
-        there = os.path.join(args.save_dir, path)
-        hint = f"there is a {there}" if os.path.isfile(there) else "check the path, or leave it out"
-        raise UserError(f"--{name.replace('_', '-')} {path} does not exist: {hint}.")
-
-
-# Of fairseq's translation: what validation measures, and what it does with the flag alone.
-_MEASURED = ("loss", "nll_loss", "ppl")
-_MEASURED_WITH = {"bleu": "eval_bleu", "accuracy": "report_accuracy"}
-
-
-def best_metric(args: argparse.Namespace) -> None:
-    """Refuses a metric by which checkpoints shall be compared and that is never measured."""
-    metric = args.best_checkpoint_metric
-    flag = _MEASURED_WITH.get(metric)
-    if args.disable_validation or metric in _MEASURED or flag is None:
-        return
-    if getattr(args, flag, None) is False:
-        raise UserError(
-            f"--best-checkpoint-metric {metric} is measured with --{flag.replace('_', '-')} alone: "
-            f"add that, or name {', '.join(_MEASURED[:-1])} or {_MEASURED[-1]}."
-        )
 
 
 def pack_tokens(args: argparse.Namespace) -> None:
