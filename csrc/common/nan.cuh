@@ -2,8 +2,8 @@
 //
 // The policy: in training a NaN, in whatever tensor it begins, reaches the loss or the gradient
 // norm, and the run stops or skips the update as fairseq does. cublasLt's ReLU alone makes 0 of a
-// NaN: one in x or in the weight shows in dx, which multiplies by them again, and one in the bias in
-// that one's gradient (relu_linear_bwd).
+// NaN. One in x or in the weight shows in dx, which multiplies by them again; one in the bias shows
+// in the bias's gradient (relu_linear_bwd).
 #pragma once
 
 #include <cuda_runtime.h>
