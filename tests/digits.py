@@ -72,6 +72,15 @@ class Toy:
     paths: list[Path]
 
 
+def sentences(*lengths: int) -> Tensor:
+    """Source sentences of so many tokens, int64 [B, S], padded on the left."""
+    padded = torch.ones(len(lengths), max(lengths), dtype=torch.int64)
+    for row, length in zip(padded, lengths, strict=True):
+        row[-length:] = 4 + torch.arange(length) * 7 % 10
+        row[-1] = 2
+    return padded
+
+
 @functools.cache
 def toy() -> Toy:
     """The same for all tests of a process: training takes most of their time."""

@@ -22,6 +22,7 @@ from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation import decoder as step_decoder
 from lightseq_fairseq.generation.search import Rules, search
 from lightseq_fairseq.generation.weights import Weights
+from lightseq_fairseq.graphs import Graphs
 from lightseq_fairseq.plugins import generator as plugin
 from lightseq_fairseq.plugins.generator import LSSequenceGenerator
 
@@ -123,6 +124,30 @@ def inputs(toy: Toy, sample: dict[str, Any] | None = None) -> dict[str, Any]:
 
 def plain(results: Sequence[Sequence[Mapping[str, Tensor]]]) -> list[Any]:
     return [[(h["tokens"].tolist(), float(h["score"])) for h in each] for each in results]
+
+
+def test_graphs_of_one_key_read_one_table(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens in as many sentences, one of which no table has had a place for so far."""
+    model = copy.deepcopy(toy.ls)
+    rows = model.encoder.table_rows(1)
+    tables: dict[Any, set[int]] = {}
+    run = Graphs.run
+
+    def seen(self: Graphs, key: Any, *arguments: Any) -> Any:
+        if "source" in key:
+            tables.setdefault(key, set()).add(len(model.encoder._table))
+            before = model.encoder._table
+        result = run(self, key, *arguments)
+        assert "source" not in key or model.encoder._table is before  # none is made in a capture
+        return result
+
+    monkeypatch.setattr(Graphs, "run", seen)
+    for counts in ((rows - 10, rows - 10), (rows + 50, rows - 70)):
+        tokens = digits.sentences(*counts)
+        search(
+            model.decoder.steps, model.encoder, model.decoder, tokens, Rules(1, 1, 2, 3), 2, 1, 2
+        )
+    assert sorted(map(list, tables.values())) == [[rows], [2 * rows]]
 
 
 def test_memory_that_grows_and_rows_that_vanish(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:

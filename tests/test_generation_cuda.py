@@ -319,6 +319,34 @@ def test_memory_that_grows(toy: Toy) -> None:
     assert words(found[0]) == words(found[1])
 
 
+def test_tables_of_positions_that_grow(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of a smaller table go on, and none of them serves a sentence that is longer."""
+    rows = toy.ls.encoder.table_rows(1)
+    short, long = (rows - 10, rows - 10), (rows + 50, rows - 70)
+    shape = 8, rows, toy.ls.decoder.embed_tokens.embedding_dim
+    nans = functools.partial(torch.full, shape, torch.nan, device="cuda")
+
+    def found(captured: bool) -> list[Any]:
+        monkeypatch.setenv("LIGHTSEQ_CAPTURE", str(int(captured)))
+        model = copy.deepcopy(toy.ls).cuda()
+        results = []
+        for counts in (short, short, short, long, long, long, short, short):
+            tokens = digits.sentences(*counts).cuda()
+            given = tokens, search.Rules(2, 1, 2, 3), 2, 8, 10
+            results.append(
+                words(search.search(model.decoder.steps, model.encoder, model.decoder, *given))
+            )
+            if len(results) == 3:  # the decoder's table grows as well, outside of its steps
+                with torch.no_grad():
+                    model(tokens, None, digits.sentences(rows + 50).cuda().expand(2, -1))
+                kept = [nans()]  # where memory has become free
+                kept += model.decoder.steps.run(("nans",), lambda: [nans() for _ in range(2)])
+        assert (graphs(model) > 0) == captured
+        return results
+
+    assert found(True) == found(False)
+
+
 def test_sampling(toy: Toy) -> None:
     model = copy.deepcopy(toy.ls).cuda()
     greedy = words(translate(model, beam=1))

@@ -110,6 +110,39 @@ def test_captured_and_eager_are_equal_with_many_flags(found: Callable[..., Found
     assert len(captured.losses) == 24
 
 
+def test_a_longer_sentence_between_updates_leaves_graphs_right(
+    found: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes larger tables of positions; graphs have captured the smaller ones."""
+    start, updates = step.TrainingStep._collect_gradients, 0
+
+    def after_a_long_one(self: step.TrainingStep, *arguments: Any) -> None:
+        nonlocal updates
+        updates += 1
+        if updates == 18:  # each bucket of an epoch of 7 updates has its graph
+            sides = self.model.encoder, self.model.decoder
+            small = [side._table for side in sides]
+            shape = 8, *small[0].shape
+            tokens = torch.full((1, len(small[0]) + 1), 7, device="cuda")
+            self.model.eval()
+            with torch.no_grad():
+                self.model(tokens, None, tokens)
+            self.model.train()
+            assert all(len(s._table) > len(t) for s, t in zip(sides, small, strict=True))
+            del small
+            nans: list[Any] = [torch.full(shape, torch.nan, device="cuda")]  # in what is free
+            nans += self._graphs.run(
+                "nans", lambda: [torch.full(shape, torch.nan, device="cuda") for _ in range(2)]
+            )
+        start(self, *arguments)
+
+    monkeypatch.setattr(step.TrainingStep, "_collect_gradients", after_a_long_one)
+    flags = {**ON_GPU, "max_update": 32}
+    captured = found("captured", **flags)
+    updates = 0
+    assert_same(captured, found("eager", captured=False, **flags))
+
+
 @pytest.mark.parametrize("log_interval", [1, 100])
 def test_overflows_are_skipped_as_fairseq_skips_them(
     log_interval: int, found: Callable[..., Found], caplog: pytest.LogCaptureFixture

@@ -129,8 +129,8 @@ class StepDecoder:
     def encode(self, encoder: Any, decoder: Any, sentences: int, longest: int) -> None:
         """From the source tokens in ``memory`` to what all steps share, as a graph of its own.
 
-        encoder: has ``features`` and ``padding_idx``, as that of ``plugins.transformer``. longest:
-        of B sentences.
+        encoder: has ``features``, ``padding_idx`` and ``table_rows``, as that of
+        ``plugins.transformer``. longest: of B sentences.
         """
         memory = self.memory
         sentences = bucket(sentences, memory.device)
@@ -144,7 +144,8 @@ class StepDecoder:
             features = encoder.features(tokens, segments, memory.rng)
             memory.keep_source(_keys_and_values(decoder, features))
 
-        self.run(("source", len(memory.source_tokens), sentences), run)
+        table = encoder.table_rows(longest)
+        self.run(("source", len(memory.source_tokens), sentences, table), run)
 
     def _open(self, decoder: Any, *others: Any) -> Memory:
         if self._weights is None or not self._weights.intact(decoder, *others):

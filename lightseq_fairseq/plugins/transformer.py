@@ -61,12 +61,9 @@ class _Side:
     def embed_packed(self: Any, tokens: Tensor, positions: Tensor, longest: int, rng: Tensor,
                      site: int) -> Tensor:  # fmt: skip
         """tokens [T] at ``positions`` [T] (from 0, below ``longest``) -> [T, C]."""
-        table = None
-        if self.embed_positions is not None:
+        table = self._table_for(longest)
+        if table is not None:
             first = self.padding_idx + 1  # row of position 0
-            # Built for the longest sentence that --max-*-positions allow. Where one is longer all
-            # the same, another table is made, and graphs go on reading the one they know.
-            table = self._positions(max(longest, self.max_positions()) + first)
             if torch.is_grad_enabled() and table.requires_grad:
                 positions = positions + first
             else:  # no gradient goes to the table: it may as well begin there
@@ -78,18 +75,35 @@ class _Side:
             project=getattr(self, "project_in_dim", None), norm=self.layernorm_embedding,
         )  # fmt: skip
 
+    def table_rows(self: Any, longest: int) -> int:
+        """Rows of the positions' table for sentences of up to ``longest`` tokens, 0 without one.
+
+        It belongs to the key of a graph: another one that has captured fewer rows would be read
+        beyond its end. The table is made here, since that cannot be captured.
+        """
+        table = self._table_for(longest)
+        return 0 if table is None else len(table)
+
+    def _table_for(self: Any, longest: int) -> Tensor | None:
+        if self.embed_positions is None:
+            return None
+        # Made for the longest sentence that --max-*-positions allow. Where one is longer all the
+        # same, another table is made, and graphs go on reading the one they know.
+        rows: int = max(longest, self.max_positions()) + self.padding_idx + 1
+        table: Tensor = self._positions(rows)
+        return table
+
     def _positions(self: Any, rows: int) -> Tensor:
         """Learned weight, or a sinusoidal table of at least ``rows`` rows in the model's dtype."""
         module, like = self.embed_positions, self.embed_tokens.weight
         if not isinstance(module, SinusoidalPositionalEmbedding):
             return module.weight
         table = self._table
-        if table is None or table.shape[0] < rows or table.dtype != like.dtype or (
-            table.device != like.device
-        ):  # fmt: skip
+        fits = table is not None and table.dtype == like.dtype and table.device == like.device
+        if not fits or table.shape[0] < rows:
             rows = max(1024, 1 << (rows - 1).bit_length())
-            if table is not None:
-                self._outgrown += (table,)
+            # Of another type or device: the weights have changed as well, which ends all graphs.
+            self._outgrown = (*self._outgrown, table) if fits else ()
             table = sinusoidal_positions(rows, module.embedding_dim, self.padding_idx)
             self._table = table = table.to(like)
         return table
