@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightseq_fairseq.cli import flags, preflight_checkpoints, preflight_data, registered
-from lightseq_fairseq.cli.defaults import PREFIX, value
+from lightseq_fairseq.cli.defaults import value
 from lightseq_fairseq.cli.messages import Request
 from lightseq_fairseq.errors import UserError
 
@@ -42,7 +42,9 @@ def checks(command: str, request: Request) -> Iterator[None]:
         parser: argparse.ArgumentParser, input_args: Any = None, *more: Any, **keywords: Any
     ) -> Any:
         names(parser, request.argv)
-        if command == "train":  # absent unless given; the launcher's --help explains it
+        if command == "train":
+            registered.check_task(request.argv)
+            # Absent unless given; the launcher's --help explains it.
             parser.add_argument(
                 "--pack-tokens", action="store_true", default=argparse.SUPPRESS,
                 help=argparse.SUPPRESS,
@@ -223,7 +225,7 @@ def numbers(args: argparse.Namespace) -> None:
             f"--distributed-rank is {rank} and --distributed-world-size {ranks}: ranks count from "
             f"0 to {ranks - 1}."
         )
-    if not str(getattr(args, "arch", None)).startswith(PREFIX):  # else it is fairseq's business
+    if not registered.is_fused(getattr(args, "arch", None)):  # then it is fairseq's business
         return
     for name in ("dropout", "attention_dropout", "activation_dropout", "relu_dropout",
                  "label_smoothing"):  # fmt: skip

@@ -178,6 +178,9 @@ BAD = [
     (f"train bin {LS} --criterion=ls_smoothed_cross_entropy", ["ls_label_smoothed_cross_entropy"]),
     (f"train bin {LS} --lr-scheduler inverse_root", ["inverse_root", "inverse_sqrt"]),
     (f"train bin {LS} --task tranlation", ["tranlation", "translation"]),
+    (f"train bin {LS} --task denoising", ["--task denoising", "--task translation"]),
+    (f"train bin {LS} --task language_modeling", ["pairs of sentences", "language_modeling"]),
+    (f"train bin {LS} --task masked_lm", ["pairs of sentences", "masked_lm"]),
     (f"train bin {LS} --optimizer qqqq", ["qqqq", "--optimizer"]),
     (f"train bin {LS} --user-dir gone", ["gone", "does not exist"]),
     # sizes
