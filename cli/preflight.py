@@ -93,6 +93,12 @@ def inputs(command: str, args: argparse.Namespace) -> None:
     values(command, args)
     numbers(args)
     unknown_words(command, args)
+    length_penalty(args)
+    if command == "generate" and args.constraints and not args.sampling:  # flags.py: ours at all
+        raise UserError(
+            "--constraints stand in lines of text, and a binarised test set holds none: drop it, "
+            "or translate with lightseq-interactive."
+        )
     if command == "train":
         precision(args)
         pack_tokens(args)
@@ -230,6 +236,19 @@ def numbers(args: argparse.Namespace) -> None:
         rate = getattr(args, name, None) or 0
         if not 0 <= rate < 1:
             raise UserError(f"--{name.replace('_', '-')} is {rate}: give a number from 0 below 1.")
+
+
+def length_penalty(args: argparse.Namespace) -> None:
+    """Refuses --lenpen where a translation's length to that power is no number any more."""
+    penalty, flag = getattr(args, "lenpen", None), "--lenpen"
+    if getattr(args, "eval_bleu", False):
+        penalty = json.loads(args.eval_bleu_args).get("lenpen")
+        flag = "lenpen in --eval-bleu-args"
+    if penalty is not None and not abs(float(penalty)) <= 50:
+        raise UserError(
+            f"{flag} is {penalty}: give a number from -50 to 50. Scores are divided by the length "
+            "to this power, usually 0 to 2."
+        )
 
 
 def precision(args: argparse.Namespace) -> None:
