@@ -1,6 +1,7 @@
 """Where fairseq fails without the facts, or not at all, and they are known only there.
 
-Making batches: how long a sentence is. Loading a model: what it is.
+Making batches: how long a sentence is. Loading a model: what it is. Reading a split: whether its
+files are whole and its tokens in the dictionary.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from lightseq_fairseq.cli import messages
+from lightseq_fairseq.cli import binarised, messages
 from lightseq_fairseq.errors import UserError
 
 
 def install(refuse_nothing: bool) -> None:
-    """Puts both guards in place; a second call changes nothing."""
+    """Puts the guards in place; a second call changes nothing."""
     _guard_batches(refuse_nothing)
     _guard_models()
+    _guard_datasets()
 
 
 def _guard_batches(refuse_nothing: bool) -> None:
@@ -87,3 +89,26 @@ def _guard_models() -> None:
 
     load_model_ensemble.looks_at_the_model = True  # type: ignore[attr-defined]
     checkpoint_utils.load_model_ensemble = load_model_ensemble
+
+
+def _guard_datasets() -> None:
+    """A token that the dictionary does not know ends in an assertion on the GPU."""
+    from fairseq.data import indexed_dataset
+
+    original = indexed_dataset.make_dataset
+    if getattr(original, "looks_at_the_tokens", False):
+        return
+
+    @functools.wraps(original)
+    def make_dataset(
+        path: str, impl: str, fix_lua_indexing: bool = False, dictionary: Any = None
+    ) -> Any:
+        sentences = binarised.find(path, impl)
+        dataset = original(path, impl, fix_lua_indexing, dictionary)
+        if sentences is not None and dictionary is not None:
+            # fairseq has just read the whole file, so that it is in memory.
+            binarised.check_words(sentences, len(dictionary), everywhere=True)
+        return dataset
+
+    make_dataset.looks_at_the_tokens = True  # type: ignore[attr-defined]
+    indexed_dataset.make_dataset = make_dataset

@@ -12,12 +12,12 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightseq_fairseq.cli import flags
-from lightseq_fairseq.cli.defaults import PREFIX, value
+from lightseq_fairseq.cli import flags, preflight_checkpoints, registered
+from lightseq_fairseq.cli.defaults import value
 from lightseq_fairseq.cli.messages import Request
 from lightseq_fairseq.errors import UserError
 
@@ -42,7 +42,9 @@ def checks(command: str, request: Request) -> Iterator[None]:
         parser: argparse.ArgumentParser, input_args: Any = None, *more: Any, **keywords: Any
     ) -> Any:
         names(parser, request.argv)
-        if command == "train":  # absent unless given; the launcher's --help explains it
+        if command == "train":
+            registered.check_task(request.argv)
+            # Absent unless given; the launcher's --help explains it.
             parser.add_argument(
                 "--pack-tokens", action="store_true", default=argparse.SUPPRESS,
                 help=argparse.SUPPRESS,
@@ -85,6 +87,10 @@ def names(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
 
 def inputs(command: str, args: argparse.Namespace) -> None:
     """Refuses what the command cannot start from; ``args`` is fairseq's namespace."""
+    from fairseq.tasks import TASK_REGISTRY
+
+    from lightseq_fairseq.cli import preflight_data  # reads by numpy, which --help can do without
+
     if command != "train" and getattr(args, "path", None) is None:
         raise UserError(
             "--path is missing: name the checkpoint, for example "
@@ -93,13 +99,21 @@ def inputs(command: str, args: argparse.Namespace) -> None:
     values(command, args)
     numbers(args)
     unknown_words(command, args)
+    length_penalty(args)
+    if command == "generate" and args.constraints and not args.sampling:  # flags.py: ours at all
+        raise UserError(
+            "--constraints stand in lines of text, and a binarised test set holds none: drop it, "
+            "or translate with lightseq-interactive."
+        )
     if command == "train":
         precision(args)
         pack_tokens(args)
-        restore_file(args)
-        best_metric(args)
+        preflight_checkpoints.first(args)
+        preflight_checkpoints.best_metric(args)
     if _reads_sentence_pairs(args.task):
-        data(command, args)
+        preflight_data.data(command, args)
+    elif TASK_REGISTRY[args.task].__module__.startswith("fairseq.tasks."):
+        preflight_data.sentences(command, args)
 
 
 def _reads_sentence_pairs(task: str) -> bool:
@@ -108,12 +122,8 @@ def _reads_sentence_pairs(task: str) -> bool:
     from fairseq.tasks import TASK_REGISTRY
     from fairseq.tasks.translation import TranslationTask
 
-    def function(cls: type, name: str) -> object:
-        method = getattr(cls, name, None)
-        return getattr(method, "__func__", method)
-
     return all(
-        function(TASK_REGISTRY[task], name) is function(TranslationTask, name)
+        registered.function(TASK_REGISTRY[task], name) is registered.function(TranslationTask, name)
         for name in ("setup_task", "load_dictionary", "load_dataset")
     )
 
@@ -223,13 +233,26 @@ def numbers(args: argparse.Namespace) -> None:
             f"--distributed-rank is {rank} and --distributed-world-size {ranks}: ranks count from "
             f"0 to {ranks - 1}."
         )
-    if not str(getattr(args, "arch", None)).startswith(PREFIX):  # else it is fairseq's business
+    if not registered.is_fused(getattr(args, "arch", None)):  # then it is fairseq's business
         return
     for name in ("dropout", "attention_dropout", "activation_dropout", "relu_dropout",
                  "label_smoothing"):  # fmt: skip
         rate = getattr(args, name, None) or 0
         if not 0 <= rate < 1:
             raise UserError(f"--{name.replace('_', '-')} is {rate}: give a number from 0 below 1.")
+
+
+def length_penalty(args: argparse.Namespace) -> None:
+    """Refuses --lenpen where a translation's length to that power is no number any more."""
+    penalty, flag = getattr(args, "lenpen", None), "--lenpen"
+    if getattr(args, "eval_bleu", False):
+        penalty = json.loads(args.eval_bleu_args).get("lenpen")
+        flag = "lenpen in --eval-bleu-args"
+    if penalty is not None and not abs(float(penalty)) <= 50:
+        raise UserError(
+            f"{flag} is {penalty}: give a number from -50 to 50. Scores are divided by the length "
+            "to this power, usually 0 to 2."
+        )
 
 
 def precision(args: argparse.Namespace) -> None:
@@ -239,40 +262,6 @@ def precision(args: argparse.Namespace) -> None:
     flat = args.fp16 and not (args.memory_efficient_fp16 or args.fp16_no_flatten_grads)
     if flat and (args.cpu or not torch.cuda.is_available()):
         raise UserError("--fp16 needs a GPU: leave it out, or use --bf16, which a CPU can do too.")
-
-
-def restore_file(args: argparse.Namespace) -> None:
-    """Refuses a checkpoint to begin with that does not exist: fairseq would train from scratch."""
-    from fairseq.file_io import PathManager
-
-    for name in ("restore_file", "continue_once"):
-        path = getattr(args, name, None)
-        # The default is looked for in --save-dir, where a new run has none; those with a suffix
-        # are a part each of one checkpoint, and fairseq knows their names.
-        is_default = name == "restore_file" and path == "checkpoint_last.pt"
-        if not path or is_default or args.checkpoint_suffix or PathManager.exists(path):
-            continue
-        there = os.path.join(args.save_dir, path)
-        hint = f"there is a {there}" if os.path.isfile(there) else "check the path, or leave it out"
-        raise UserError(f"--{name.replace('_', '-')} {path} does not exist: {hint}.")
-
-
-# Of fairseq's translation: what validation measures, and what it does with the flag alone.
-_MEASURED = ("loss", "nll_loss", "ppl")
-_MEASURED_WITH = {"bleu": "eval_bleu", "accuracy": "report_accuracy"}
-
-
-def best_metric(args: argparse.Namespace) -> None:
-    """Refuses a metric by which checkpoints shall be compared and that is never measured."""
-    metric = args.best_checkpoint_metric
-    flag = _MEASURED_WITH.get(metric)
-    if args.disable_validation or metric in _MEASURED or flag is None:
-        return
-    if getattr(args, flag, None) is False:
-        raise UserError(
-            f"--best-checkpoint-metric {metric} is measured with --{flag.replace('_', '-')} alone: "
-            f"add that, or name {', '.join(_MEASURED[:-1])} or {_MEASURED[-1]}."
-        )
 
 
 def pack_tokens(args: argparse.Namespace) -> None:
@@ -294,88 +283,3 @@ def pack_tokens(args: argparse.Namespace) -> None:
             "--pack-tokens fills batches by their tokens and --num-batch-buckets by their "
             "sentences: drop one of the two."
         )
-
-
-def data(command: str, args: argparse.Namespace) -> None:
-    """Refuses a data directory without the dictionaries or the splits that the command reads."""
-    from fairseq import utils
-    from fairseq.data.data_utils import infer_language_pair
-
-    folders = utils.split_paths(args.data)
-    for folder in folders:
-        if not os.path.isdir(folder):
-            raise UserError(
-                f"The data directory {folder} does not exist: give the --destdir that "
-                f"lightseq-preprocess wrote."
-            )
-    source, target = args.source_lang, args.target_lang
-    if source is None or target is None:
-        source, target = infer_language_pair(folders[0])
-        if source is None or target is None:
-            raise UserError(
-                f"{folders[0]} holds no binarised sentence pairs (no file such as "
-                f"train.de-en.de.idx): give the --destdir that lightseq-preprocess wrote."
-            )
-    for language in (source, target):
-        if not os.path.isfile(os.path.join(folders[0], f"dict.{language}.txt")):
-            raise UserError(
-                f"{folders[0]} holds no dict.{language}.txt: give the --destdir that "
-                f"lightseq-preprocess wrote, and its languages with -s and -t."
-            )
-    for folder, split in _splits(command, args, folders):
-        if not _has_split(folder, split, source, target):
-            raise UserError(
-                f"{folder} holds no {split} split for {source}-{target}: binarise one with "
-                f"lightseq-preprocess ({_PREFIX_FLAGS.get(split, '--testpref')}), or name the one "
-                f"it holds with {_SUBSET_FLAGS[command, split == args.train_subset]}."
-            )
-        reader = _reader_of_targets(command, args)
-        if reader is not None and not _has_split(folder, split, target, source):
-            raise UserError(
-                f"{folder} holds the {split} split without its {target} side, which {reader} "
-                "reads: binarise both sides with lightseq-preprocess."
-            )
-
-
-def _reader_of_targets(command: str, args: argparse.Namespace) -> str | None:
-    """What reads target sides; translating as such does not."""
-    if command != "generate":
-        return f"lightseq-{command}"
-    if args.score_reference:
-        return "--score-reference"
-    return "--prefix-size" if args.prefix_size > 0 else None
-
-
-_PREFIX_FLAGS = {"train": "--trainpref", "valid": "--validpref", "test": "--testpref"}
-_SUBSET_FLAGS = {
-    ("train", True): "--train-subset",
-    ("train", False): "--valid-subset",
-    ("validate", True): "--valid-subset",
-    ("validate", False): "--valid-subset",
-    ("generate", True): "--gen-subset",
-    ("generate", False): "--gen-subset",
-}
-
-
-def _splits(
-    command: str, args: argparse.Namespace, folders: Sequence[str]
-) -> Iterable[tuple[str, str]]:
-    """The (directory, split) pairs that the command will certainly read."""
-    if command == "train":
-        yield from ((folder, args.train_subset) for folder in folders)
-        if args.disable_validation:
-            return
-    if command in ("train", "validate"):
-        yield from ((folders[0], split) for split in args.valid_subset.split(","))
-    elif command == "generate":
-        yield folders[0], args.gen_subset
-
-
-def _has_split(folder: str, split: str, source: str, target: str) -> bool:
-    """Whether the ``source`` side of ``split`` is there, binarised in either direction or raw."""
-    stems = (f"{split}.{source}-{target}.{source}", f"{split}.{target}-{source}.{source}")
-    return any(
-        os.path.exists(os.path.join(folder, stem + ending))
-        for stem in stems
-        for ending in ("", ".idx", ".bin")
-    )

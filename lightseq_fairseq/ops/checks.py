@@ -56,7 +56,7 @@ def _of_autocast(x: Tensor) -> str:
 
 def check_rows(op: str, name: str, x: Tensor) -> None:
     """Refuse x unless its last dimension is contiguous: kernels read rows 16 bytes at a time."""
-    if x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
+    if x.numel() and x.shape[-1] > 1 and x.stride(-1) != 1:
         raise ValueError(
             f"{op}: {name} must be contiguous in its last dimension, its strides are {x.stride()}"
         )

@@ -83,7 +83,9 @@ class HostCopies:
         copies: dict[Any, Tensor] = {}
         start = 0
         for key, x in tensors.items():
-            copies[key] = _place(self._memory, start, x).copy_(x.detach(), non_blocking=True)
+            # Converted where it lies: a copy that converts waits for the GPU.
+            converted = x.detach().to(_dtype(x))
+            copies[key] = _place(self._memory, start, x).copy_(converted, non_blocking=True)
             start += _room(x)
         arrived = None
         if device.type == "cuda":

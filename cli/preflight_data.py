@@ -1,0 +1,182 @@
+"""Checks of the data directory before fairseq starts: what is missing, damaged, does not match."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+
+from lightseq_fairseq.errors import UserError
+
+
+def data(command: str, args: argparse.Namespace) -> None:
+    """Refuses a data directory without the dictionaries or the splits that the command reads."""
+    from fairseq import utils
+    from fairseq.data.data_utils import infer_language_pair
+
+    folders = utils.split_paths(args.data)
+    for folder in folders:
+        if not os.path.isdir(folder):
+            raise UserError(
+                f"The data directory {folder} does not exist: give the --destdir that "
+                f"lightseq-preprocess wrote."
+            )
+    source, target = args.source_lang, args.target_lang
+    if source is None or target is None:
+        source, target = infer_language_pair(folders[0])
+        if source is None or target is None:
+            raise UserError(
+                f"{folders[0]} holds no binarised sentence pairs (no file such as "
+                f"train.de-en.de.idx): give the --destdir that lightseq-preprocess wrote."
+            )
+    for language in (source, target):
+        if not os.path.isfile(os.path.join(folders[0], f"dict.{language}.txt")):
+            raise UserError(
+                f"{folders[0]} holds no dict.{language}.txt: give the --destdir that "
+                f"lightseq-preprocess wrote, and its languages with -s and -t."
+            )
+    for folder, split in _splits(command, args, folders):
+        if not _has_split(folder, split, source, target):
+            raise UserError(
+                f"{folder} holds no {split} split for {source}-{target}: binarise one with "
+                f"lightseq-preprocess ({_PREFIX_FLAGS.get(split, '--testpref')}), or name the one "
+                f"it holds with {_SUBSET_FLAGS[command, split == args.train_subset]}."
+            )
+        reader = _reader_of_targets(command, args)
+        if reader is not None and not _has_split(folder, split, target, source):
+            raise UserError(
+                f"{folder} holds the {split} split without its {target} side, which {reader} "
+                "reads: binarise both sides with lightseq-preprocess."
+            )
+    sentences(command, args)
+
+
+def sentences(command: str, args: argparse.Namespace) -> None:
+    """Refuses splits whose files are cut off, or do not match each other or the dictionaries.
+
+    What a task adds to its dictionaries is known once it is set up, so here only those of fairseq's
+    translation are compared, and by a sample of each file. `guards` does the rest when they are
+    read, which for all but the first directory is epochs later.
+    """
+    from fairseq import utils
+    from fairseq.tasks import TASK_REGISTRY
+    from fairseq.tasks.translation import TranslationTask
+
+    from lightseq_fairseq.cli import binarised  # numpy, which --help does without
+
+    folders = utils.split_paths(getattr(args, "data", None) or "")
+    splits = list(_splits(command, args, folders))
+    pairs = _pairs(args, folders[0]) if splits else []
+    words = {}
+    if TASK_REGISTRY[args.task] is TranslationTask:
+        for language in itertools.chain(*pairs):
+            path = os.path.join(folders[0], f"dict.{language}.txt")
+            words[language] = len(TranslationTask.load_dictionary(path))
+    for (folder, split), pair in itertools.product(splits, pairs):
+        for stem in _parts(command, args, os.path.join(folder, split), *pair):
+            counts = {}
+            for language in pair:
+                path, side = stem + language, None
+                if _is_text(path, args.dataset_impl):
+                    counts[path] = _lines(path)
+                elif (side := binarised.find(path, args.dataset_impl)) is not None:
+                    counts[path] = len(side.lengths)
+                if side is not None and language in words:
+                    binarised.check_words(side, words[language], everywhere=False)
+            if len(set(counts.values())) > 1:
+                (one, its), (other, others) = counts.items()
+                raise UserError(
+                    f"{one} has {its} sentences and {other} {others}: binarise both again with "
+                    "lightseq-preprocess, from files of equally many lines."
+                )
+
+
+def _pairs(args: argparse.Namespace, folder: str) -> list[tuple[str, str]]:
+    """The languages that the command reads sentence pairs of."""
+    from fairseq.data.data_utils import infer_language_pair
+
+    source, target = getattr(args, "source_lang", None), getattr(args, "target_lang", None)
+    if source is not None and target is not None:
+        return [(source, target)]
+    if hasattr(args, "lang_pairs"):
+        named = args.lang_pairs or []
+        several = named.split(",") if isinstance(named, str) else named
+        divided = [pair.split("-") for pair in several]
+        return [(pair[0], pair[1]) for pair in divided if len(pair) == 2]
+    if hasattr(args, "source_lang") and os.path.isdir(folder):
+        source, target = infer_language_pair(folder)
+    return [] if source is None or target is None else [(source, target)]
+
+
+def _parts(
+    command: str, args: argparse.Namespace, path: str, source: str, target: str
+) -> Iterator[str]:
+    """Paths of a split's files up to the language; fairseq reads train, train1, ... as one."""
+    training = command == "train" and os.path.basename(path) == args.train_subset
+    for number in itertools.count():
+        name = f"{path}{number or ''}"
+        for stem in (f"{name}.{source}-{target}.", f"{name}.{target}-{source}."):
+            if any(os.path.isfile(stem + source + ending) for ending in ("", ".idx", ".bin")):
+                yield stem
+                break
+        else:
+            return
+        if not training and not getattr(args, "combine_valid_subsets", False):
+            return
+
+
+def _is_text(path: str, implementation: str | None) -> bool:
+    return implementation in (None, "raw") and os.path.isfile(path)
+
+
+def _lines(path: str) -> int:
+    with open(path, encoding="utf-8") as file:  # as fairseq reads and divides it
+        count = sum(1 for _ in file)
+    if count == 0:
+        raise UserError(f"{path} is empty: write the split's sentences there, or name another.")
+    return count
+
+
+def _reader_of_targets(command: str, args: argparse.Namespace) -> str | None:
+    """What reads target sides; translating as such does not."""
+    if command != "generate":
+        return f"lightseq-{command}"
+    if args.score_reference:
+        return "--score-reference"
+    return "--prefix-size" if args.prefix_size > 0 else None
+
+
+_PREFIX_FLAGS = {"train": "--trainpref", "valid": "--validpref", "test": "--testpref"}
+_SUBSET_FLAGS = {
+    ("train", True): "--train-subset",
+    ("train", False): "--valid-subset",
+    ("validate", True): "--valid-subset",
+    ("validate", False): "--valid-subset",
+    ("generate", True): "--gen-subset",
+    ("generate", False): "--gen-subset",
+}
+
+
+def _splits(
+    command: str, args: argparse.Namespace, folders: Sequence[str]
+) -> Iterable[tuple[str, str]]:
+    """The (directory, split) pairs that the command will certainly read."""
+    if command == "train":
+        yield from ((folder, args.train_subset) for folder in folders)
+        if args.disable_validation:
+            return
+    if command in ("train", "validate"):
+        yield from ((folders[0], split) for split in args.valid_subset.split(","))
+    elif command == "generate":
+        yield folders[0], args.gen_subset
+
+
+def _has_split(folder: str, split: str, source: str, target: str) -> bool:
+    """Whether the ``source`` side of ``split`` is there, binarised in either direction or raw."""
+    stems = (f"{split}.{source}-{target}.{source}", f"{split}.{target}-{source}.{source}")
+    return any(
+        os.path.exists(os.path.join(folder, stem + ending))
+        for stem in stems
+        for ending in ("", ".idx", ".bin")
+    )
