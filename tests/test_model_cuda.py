@@ -269,3 +269,30 @@ def test_an_empty_batch(dtype: torch.dtype, counts: list[int]) -> None:
     assert y.shape == (0, C)
     torch.cuda.synchronize()
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_layers_without_sites_drop_what_they_drop_on_a_cpu() -> None:
+    tables = nn.ModuleList(layers.Embedding(V, C, PAD, dropout=0.5) for _ in range(2))
+    for table in tables:
+        nn.init.ones_(table.weight)
+        nn.init.zeros_(table.position_weight)
+
+    def dropped(device: str) -> list[Tensor]:
+        tokens, rng = torch.arange(2, 66, device=device), make_rng(device)
+        sentences = segments([40, 24], device)
+        return [(table(tokens, sentences, rng) == 0).cpu() for table in tables.to(device)]
+
+    on_cpu, on_gpu = dropped("cpu"), dropped("cuda")
+    assert all(map(torch.equal, on_gpu, on_cpu))
+    assert not torch.equal(*on_gpu)
+
+
+def test_a_layer_alone_moves_to_the_gpu() -> None:
+    layer = layers.EncoderLayer(C, F, H)
+    values = [p.detach().clone() for p in layer.parameters()]
+    layer.to("cuda", torch.float16)
+    for parameter, value in zip(layer.parameters(), values, strict=True):
+        assert parameter.is_cuda and torch.equal(parameter.cpu(), value.half())
+    x = torch.randn(9, C, device="cuda", dtype=torch.float16)
+    layer(x, segments([4, 5], "cuda"), make_rng("cuda")).float().sum().backward()
+    assert all(p.grad is not None and p.grad.is_cuda for p in layer.parameters())

@@ -19,7 +19,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, smoothing: float, padding_idx: int,
         accuracy: bool, dloss: Tensor | None,
     ) -> Any:  # fmt: skip
-        ctx.is_gradient = dloss is not None
+        ctx.is_gradient, ctx.is_overwritten = dloss is not None, False
         if dloss is not None:
             loss, nll, correct = ops.cross_entropy_fwd_bwd(
                 dloss.expand(len(logits)), logits, target, smoothing, padding_idx, accuracy
@@ -37,12 +37,18 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:
+        if ctx.is_overwritten:
+            raise RuntimeError(
+                "label_smoothed_cross_entropy: an earlier backward pass has overwritten the logits "
+                "with their gradient; compute the loss again for another one, or add up what you "
+                "want the gradient of and call backward once"
+            )
         logits, *others = ctx.saved_tensors
         if not ctx.is_gradient:
-            # The gradient replaces the logits: the largest tensor of the step exists once. A second
-            # backward through the same graph is refused by autograd's version check.
+            # The gradient replaces the logits: the largest tensor of the step exists once.
             target, lse = others
             ops.cross_entropy_bwd(dloss, logits, target, lse, ctx.smoothing, ctx.padding_idx)
+            ctx.is_overwritten = True
         return logits, None, None, None, None, None
 
 
@@ -55,6 +61,9 @@ def label_smoothed_cross_entropy(
     dloss: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss of each row; the backward pass overwrites ``logits`` with their gradient.
+
+    A second backward pass through the same loss therefore ends in a RuntimeError, unless ``dloss``
+    is given.
 
     Args:
         logits: [T, V], float64/32/16 or bfloat16, contiguous.

@@ -58,7 +58,7 @@ class EncoderLayer(TransformerLayer):
         activation: relu, gelu (erf) or gelu_accurate (tanh).
         normalize_before: pre-LayerNorm (t2t) instead of post-LayerNorm (Vaswani et al. 2017).
         site: first dropout site of the layer. None: one that no other layer of the pass has,
-            see ``sites.first_site``. Layers that are given theirs need sites
+            see ``sites.first_site``. Layers that are given theirs need sites below 2**20 and
             ``sites.SITES_PER_LAYER`` apart.
 
     Source: ``fairseq.modules.transformer_layer.TransformerEncoderLayerBase``.

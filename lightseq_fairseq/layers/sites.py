@@ -2,41 +2,54 @@
 
 from __future__ import annotations
 
-from weakref import WeakValueDictionary
+from itertools import count
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 SITES_PER_LAYER = 8  # reserved for each layer: decoder layers use six
-_OWNERS = "_lightseq_owners"  # attribute of an rng: first site -> the module that draws there
+_FIRST = 1 << 20  # of the sites that are given here; those that users choose lie below
+
+
+class _Pass:
+    """The modules that have drawn from one rng."""
+
+    def __init__(self) -> None:
+        self.sites: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self.taken: set[int] = set()  # also by modules that are no more
+
+    def site_of(self, module: nn.Module) -> int:
+        own: int | None = self.sites.get(module)
+        if own is None:
+            own = getattr(module, "_own_site", None)  # of another pass
+            if own is None or own in self.taken:
+                own = next(n for n in count(_FIRST, SITES_PER_LAYER) if n not in self.taken)
+            self.taken.add(own)
+            self.sites[module] = own
+            module._own_site = own  # type: ignore[assignment]
+        return own
+
+
+# Beside the rngs and not on them: an rng may be saved and copied.
+_passes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def first_site(module: nn.Module, site: int | None, rng: Tensor) -> int:
     """The first dropout site of ``module``: ``site``, or one that no other module has on ``rng``.
 
     Modules without a ``site`` are numbered in the order in which they first see an rng, and keep
-    their number: models that are built and used alike draw alike.
+    their number where they can: models that are built and used alike draw alike. Where two modules
+    with one number meet, a layer and its copy say, the later one gets another.
 
-    Raises:
-        ValueError: two modules that were numbered in different passes have the same one.
+    A module that is called twice with one rng draws the same masks twice, as a pass that is
+    recomputed has to. For other masks, give the second call an rng of its own.
     """
     if site is not None:
         return site
     if not module.training:
         return 0
-    owners = getattr(rng, _OWNERS, None)
-    if owners is None:
-        owners = WeakValueDictionary()
-        setattr(rng, _OWNERS, owners)
-    own: int | None = getattr(module, "_own_site", None)
-    if own is None:
-        own = SITES_PER_LAYER * (1 + len(owners))
-        while own in owners:
-            own += SITES_PER_LAYER
-        module._own_site = own  # type: ignore[assignment]
-    if owners.setdefault(own, module) is not module:
-        raise ValueError(
-            f"two modules would draw the same dropout masks, at site {own}: give each of them a "
-            f"site of its own, as in EncoderLayer(..., site={SITES_PER_LAYER}), the next one "
-            f"site={2 * SITES_PER_LAYER}"
-        )
+    if rng not in _passes:
+        _passes[rng] = _Pass()
+    own: int = _passes[rng].site_of(module)
     return own
