@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 PREFIX = "ls_"
 ARCH = ("--arch", "-a")
-REGISTERED = (ARCH, ("--optimizer",), ("--criterion",))
+PARTS = (("--optimizer",), ("--criterion",))
+REGISTERED = (ARCH, *PARTS)
 
 
 class Machine(NamedTuple):
@@ -113,18 +114,20 @@ def is_given(argv: Sequence[str], flags: Sequence[str]) -> bool:
 
 
 def uses_lightseq(argv: Sequence[str]) -> bool:
-    """Whether the arch, the optimizer or the criterion of the command is one of ours."""
+    """Whether the arch, the optimizer or the criterion of the command is one of ours, by name."""
     return any((value(argv, flags) or "").startswith(PREFIX) for flags in REGISTERED)
 
 
-def missing(argv: Sequence[str], machine: Machine) -> list[str]:
-    """The words to add so that a command with an ``ls_`` arch is complete; [] for another one.
+def missing(argv: Sequence[str], machine: Machine, fused: bool | None = None) -> list[str]:
+    """The words to add so that a command with an arch of ours is complete; [] for another one.
 
     Nothing the user set is overridden. The learning-rate schedule is left alone once the user
     sets the optimizer, the criterion or the scheduler; the precision once the optimizer or the
-    criterion.
+    criterion. ``fused`` says whether the arch is ours; where it is not given, its name does.
     """
-    if not (value(argv, ARCH) or "").startswith(PREFIX):
+    if fused is None:
+        fused = (value(argv, ARCH) or "").startswith(PREFIX)
+    if not fused:
         return []
     added: list[str] = []
     for choice in CHOICES:
@@ -146,9 +149,9 @@ def with_options(argv: Sequence[str], options: Sequence[str]) -> list[str]:
     return [*words[:end], *options, *words[end:]]
 
 
-def complete(argv: Sequence[str], machine: Machine) -> list[str]:
+def complete(argv: Sequence[str], machine: Machine, fused: bool | None = None) -> list[str]:
     """``argv`` with the `missing` words."""
-    return with_options(argv, missing(argv, machine))
+    return with_options(argv, missing(argv, machine, fused))
 
 
 def note(argv: Sequence[str]) -> str | None:

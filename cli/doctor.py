@@ -19,6 +19,7 @@ from typing import NamedTuple
 import click
 
 import lightseq_fairseq
+from lightseq_fairseq import startup
 from lightseq_fairseq.cli.clash import clash
 from lightseq_fairseq.errors import UserError
 
@@ -116,6 +117,16 @@ def fairseq() -> Iterator[Finding]:
         yield Finding(version) if tested else Finding(f"{version} (untested)", advice)
     finally:
         logging.disable(before)
+    yield _startup()
+
+
+def _startup() -> Finding:
+    command, place = f"python -m {startup.__name__}", startup.location()
+    if not os.path.exists(place):
+        return Finding(f"imports in lightseq's commands alone ({command}: everywhere)")
+    if os.environ.get(startup.SWITCH) == "0":
+        return Finding(f"imports in lightseq's commands alone ({startup.SWITCH} is 0)")
+    return Finding(f"imports everywhere, by {place} ({command} --remove)")
 
 
 def scripts() -> Iterator[Finding]:

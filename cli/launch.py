@@ -104,14 +104,15 @@ def launcher(command: str) -> Callable[[Callable[..., None]], click.Command]:
 def run(
     command: str,
     words: Sequence[str],
-    native: bool = False,
+    native: bool | Callable[[], bool] = False,
     complete: Callable[[list[str]], list[str]] | None = None,
     around: Callable[[Callable[[argparse.Namespace], Any], argparse.Namespace], None] | None = None,
 ) -> None:
     """Runs ``fairseq_cli.<command>`` on ``words``.
 
     Args:
-        native: fairseq's own model and trainer stay in place (see `lightseq_fairseq.cli.register`).
+        native: fairseq's own model and trainer stay in place (see `lightseq_fairseq.cli.register`);
+            a function says so once fairseq may be imported.
         complete: gives the final words, once torch may be imported.
         around: is called with fairseq's ``main`` and its argument, in its place.
 
@@ -131,12 +132,12 @@ def run(
     request = messages.Request(words)
     if (explanation := clash()) is not None:
         click.echo(f"lightseq-{command}: warning: {explanation}", err=True)
-    program = f"{'fairseq' if native else 'lightseq'}-{command}"
     with ExitStack() as around_all:
         ranks = around_all.enter_context(sent_to_ranks()) if command == "train" else Ranks()
         around_all.enter_context(_sentences(f"lightseq-{command}", request, ranks))
-        around_all.enter_context(_program(program, words))
         around_all.enter_context(quiet())
+        parts = "fairseq" if (native() if callable(native) else native) else "lightseq"
+        around_all.enter_context(_program(f"{parts}-{command}", words))
         cli.register()
         if complete is not None:
             sys.argv[1:] = request.argv = complete(sys.argv[1:])

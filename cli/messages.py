@@ -245,7 +245,9 @@ def _no_end(failure: Failure, request: Request) -> str | None:
 
 
 def _search(failure: Failure, request: Request) -> str | None:
-    if not failure.text.startswith("Provided Search parameters are mutually exclusive"):
+    if not failure.text.startswith(
+        ("Provided Search parameters are mutually exclusive", "Target-side constraints were")
+    ):
         return None
     return (
         "--sampling, --diverse-beam-groups, --diversity-rate, --match-source-len and --constraints "
@@ -253,8 +255,19 @@ def _search(failure: Failure, request: Request) -> str | None:
     )
 
 
+def _sampling(failure: Failure, request: Request) -> str | None:
+    if failure.text.startswith("invalid multinomial distribution"):
+        return (
+            "--sampling finds no token that it may draw: raise --temperature, --sampling-topk or "
+            "--sampling-topp, or lower --min-len."
+        )
+    if failure.text.startswith("selected index k out of range") and "search.py" in failure.source:
+        return "--sampling-topk is more than the target dictionary has words: lower it."
+    return None
+
+
 _PLAIN = re.compile(
-    r"--[a-z]|Must specify|Please specify|Cannot combine|cannot use both --|"
+    r"--[a-z]|Valid paths|Must specify|Please specify|Cannot combine|cannot use both --|"
     r"preprocessing\.py doesn't support|Minimum loss scale reached|"
     r"gradients are Nan/Inf in update|DiverseBeamSearch requires"
 )
@@ -462,6 +475,7 @@ _RULES: tuple[Callable[[Failure, Request], str | None], ...] = (
     _min_len,
     _no_end,
     _search,
+    _sampling,
     _fairseq_says_it,
     _schedule,
     _arch,

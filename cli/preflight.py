@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightseq_fairseq.cli import flags, preflight_checkpoints, preflight_data, registered
-from lightseq_fairseq.cli.defaults import PREFIX, value
+from lightseq_fairseq.cli import flags, preflight_checkpoints, registered
+from lightseq_fairseq.cli.defaults import value
 from lightseq_fairseq.cli.messages import Request
 from lightseq_fairseq.errors import UserError
 
@@ -42,7 +42,9 @@ def checks(command: str, request: Request) -> Iterator[None]:
         parser: argparse.ArgumentParser, input_args: Any = None, *more: Any, **keywords: Any
     ) -> Any:
         names(parser, request.argv)
-        if command == "train":  # absent unless given; the launcher's --help explains it
+        if command == "train":
+            registered.check_task(request.argv)
+            # Absent unless given; the launcher's --help explains it.
             parser.add_argument(
                 "--pack-tokens", action="store_true", default=argparse.SUPPRESS,
                 help=argparse.SUPPRESS,
@@ -87,6 +89,8 @@ def inputs(command: str, args: argparse.Namespace) -> None:
     """Refuses what the command cannot start from; ``args`` is fairseq's namespace."""
     from fairseq.tasks import TASK_REGISTRY
 
+    from lightseq_fairseq.cli import preflight_data  # reads by numpy, which --help can do without
+
     if command != "train" and getattr(args, "path", None) is None:
         raise UserError(
             "--path is missing: name the checkpoint, for example "
@@ -95,6 +99,12 @@ def inputs(command: str, args: argparse.Namespace) -> None:
     values(command, args)
     numbers(args)
     unknown_words(command, args)
+    length_penalty(args)
+    if command == "generate" and args.constraints and not args.sampling:  # flags.py: ours at all
+        raise UserError(
+            "--constraints stand in lines of text, and a binarised test set holds none: drop it, "
+            "or translate with lightseq-interactive."
+        )
     if command == "train":
         precision(args)
         pack_tokens(args)
@@ -223,13 +233,26 @@ def numbers(args: argparse.Namespace) -> None:
             f"--distributed-rank is {rank} and --distributed-world-size {ranks}: ranks count from "
             f"0 to {ranks - 1}."
         )
-    if not str(getattr(args, "arch", None)).startswith(PREFIX):  # else it is fairseq's business
+    if not registered.is_fused(getattr(args, "arch", None)):  # then it is fairseq's business
         return
     for name in ("dropout", "attention_dropout", "activation_dropout", "relu_dropout",
                  "label_smoothing"):  # fmt: skip
         rate = getattr(args, name, None) or 0
         if not 0 <= rate < 1:
             raise UserError(f"--{name.replace('_', '-')} is {rate}: give a number from 0 below 1.")
+
+
+def length_penalty(args: argparse.Namespace) -> None:
+    """Refuses --lenpen where a translation's length to that power is no number any more."""
+    penalty, flag = getattr(args, "lenpen", None), "--lenpen"
+    if getattr(args, "eval_bleu", False):
+        penalty = json.loads(args.eval_bleu_args).get("lenpen")
+        flag = "lenpen in --eval-bleu-args"
+    if penalty is not None and not abs(float(penalty)) <= 50:
+        raise UserError(
+            f"{flag} is {penalty}: give a number from -50 to 50. Scores are divided by the length "
+            "to this power, usually 0 to 2."
+        )
 
 
 def precision(args: argparse.Namespace) -> None:

@@ -7,7 +7,6 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 
-from lightseq_fairseq.cli import binarised
 from lightseq_fairseq.errors import UserError
 
 
@@ -63,6 +62,8 @@ def sentences(command: str, args: argparse.Namespace) -> None:
     from fairseq import utils
     from fairseq.tasks import TASK_REGISTRY
     from fairseq.tasks.translation import TranslationTask
+
+    from lightseq_fairseq.cli import binarised  # numpy, which --help does without
 
     folders = utils.split_paths(getattr(args, "data", None) or "")
     splits = list(_splits(command, args, folders))

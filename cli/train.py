@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from lightseq_fairseq.cli import defaults
+from lightseq_fairseq.cli import defaults, registered
 from lightseq_fairseq.cli.launch import launcher, run
 
 
@@ -39,22 +39,25 @@ def main(words: list[str], native: bool, pack_tokens: bool) -> None:
     first. Nothing you set is overridden: once you set the optimizer or the criterion, schedule and
     precision are yours. A command without any ls_ is fairseq-train, unchanged.
     """
-    ours = defaults.uses_lightseq(words)
     if pack_tokens:  # preflight.checks makes fairseq's parser take it
         words = ["--pack-tokens", *words]
 
+    def is_native() -> bool:
+        return native or not registered.uses_lightseq(words)
+
     def complete(argv: list[str]) -> list[str]:
-        if not ours or "--help" in argv:
+        if "--help" in argv or not registered.uses_lightseq(argv):
             return argv
-        argv = defaults.complete(argv, _machine(argv))
-        argv = defaults.native_twin(argv) if native else argv
+        fused = registered.is_fused(defaults.value(argv, defaults.ARCH))
+        argv = defaults.complete(argv, _machine(argv), fused)
+        argv = registered.native_twin(argv) if native else argv
         if _is_first_rank(argv):
             print(defaults.command_line(argv), flush=True)
             if (note := defaults.note(argv)) is not None:
                 click.echo(f"lightseq-train: note: {note}", err=True)
         return defaults.with_options(argv, _log_format(argv))
 
-    run("train", words, native=native or not ours, complete=complete)
+    run("train", words, native=is_native, complete=complete)
 
 
 def _machine(argv: list[str]) -> defaults.Machine:

@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _SUBMODULES = (
     "errors",  # what the user did wrong, in one sentence
     "cli",  # the command that was typed
+    "startup",  # import fairseq, typed anywhere in this environment
     "fairseq_compat",  # fairseq, made importable on a current Python and torch
     "plugins",  # model, criterion and optimizer as fairseq sees them
     "training",  # padded batch -> packed tokens

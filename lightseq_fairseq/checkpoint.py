@@ -17,6 +17,7 @@ from torch import Tensor
 
 # First of all that concerns fairseq: it prepares fairseq for being imported and registers ours.
 from lightseq_fairseq.plugins.transformer import LSTransformerModel  # isort: skip
+from lightseq_fairseq.plugins.multilingual import LSMultilingualTransformerModel  # isort: skip
 
 from fairseq import checkpoint_utils, utils
 from fairseq.criterions import CRITERION_REGISTRY
@@ -51,10 +52,14 @@ def native_name(kind: str, name: str) -> str:
     stripped = name[len(_PREFIX) :]
     if name.startswith(_PREFIX) and name in registry and stripped in registry:
         return stripped
-    if kind == "arch" and issubclass(registry.get(name, object), LSTransformerModel):
-        # An architecture of the user's own. The file holds every option it has set, and fairseq's
-        # base architecture fills in only what is missing.
-        return "transformer"
+    # An architecture of the user's own: the file holds every option it has set, and fairseq's base
+    # architecture fills in only what is missing.
+    for model, native in (
+        (LSTransformerModel, "transformer"),
+        (LSMultilingualTransformerModel, "multilingual_transformer"),
+    ):
+        if kind == "arch" and issubclass(registry.get(name, object), model):
+            return native
     return name
 
 

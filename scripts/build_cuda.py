@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+OBJECTS = ROOT / "build" / "cuda"
+OUTPUT = ROOT / "lightseq_fairseq" / "_lib"
 TORCH_MINIMUM = (2, 11)
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11, one byte a number
 DEFAULT_ARCHITECTURES = ("80", "90")
@@ -340,12 +342,12 @@ def main() -> int:
         type=int,
         choices=(80, 86, 89, 100, 120),
         help="for tests on a Hopper card: a library that treats it as a GPU of this compute "
-        "capability; give it an --output and --objects of its own",
+        "capability; it needs an --output and --objects of its own",
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")
     parser.add_argument("--sources", type=Path, default=ROOT / "csrc")
-    parser.add_argument("--objects", type=Path, default=ROOT / "build" / "cuda")
-    parser.add_argument("--output", type=Path, default=ROOT / "lightseq_fairseq" / "_lib")
+    parser.add_argument("--objects", type=Path, default=OBJECTS)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument(
         "--missing-package",
         action="store_true",
@@ -358,6 +360,9 @@ def main() -> int:
         "lightseq-doctor and succeed",
     )
     arguments = parser.parse_args()
+    in_use = arguments.output.resolve() == OUTPUT or arguments.objects.resolve() == OBJECTS
+    if arguments.acts_as is not None and in_use:
+        parser.error("--acts-as needs an --output and --objects of its own")
     if arguments.missing_package:
         print_missing_package()
         return 0

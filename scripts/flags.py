@@ -118,10 +118,11 @@ What `lightseq-train`, `-generate`, `-validate` and `-interactive` make of each 
   says so.
 
 Not listed are the settings of other optimizers and criteria, which are fairseq's own: a run with
-one of them is a fallback. So are other tasks, as far as their data or training step differ. A part
-of another setting ("part of") has that one's answer; given alone it changes nothing, which a note
-says; so have settings of several ranks, given to one. A command with nothing `ls_` in it, and one
-with `--native`, is fairseq's and refuses nothing.
+one of them is a fallback. So are other tasks, as far as their data or training step differ; those
+of fairseq's that do not translate are refused. A part of another setting ("part of") has that one's
+answer; given alone it changes nothing, which a note says; so have settings of several ranks, given
+to one. A command with nothing of ours in it, and one with `--native`, is fairseq's and refuses
+nothing.
 
 Each row is what a test finds when it runs the command: where the answer is honoured or fallback,
 beside fairseq's own command, and beside that command without the setting, which does something

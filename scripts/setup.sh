@@ -6,6 +6,7 @@
 #   LIGHTSEQ_BUILD=1                           the CUDA kernels are wanted: no nvcc is an error
 #   LIGHTSEQ_BUILD=0                           leave the CUDA kernels out
 #   LIGHTSEQ_CUDA_ARCHITECTURES=80,90          compile for these instead of this machine's GPU
+#   LIGHTSEQ_FAIRSEQ_HOOK=0                    import fairseq stays as it is (lightseq_fairseq.startup)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -65,6 +66,13 @@ if ! "$python" -c 'import importlib.metadata; importlib.metadata.version("fairse
     env -u CUDA_HOME "$python" -m pip install --quiet --no-deps fairseq==0.12.2 ||
         fail "fairseq 0.12.2 is compiled while it is installed: a C++ compiler (g++) and Python's" \
             "headers (python3-dev) are needed"
+fi
+
+# Without it fairseq-train, fairseq's other commands and notebooks cannot import fairseq.
+if [ "${LIGHTSEQ_FAIRSEQ_HOOK:-}" = 0 ]; then
+    "$python" -m lightseq_fairseq.startup --remove
+else
+    "$python" -m lightseq_fairseq.startup
 fi
 
 # cublasLt.h: a full CUDA toolkit has it, torch's CUDA wheels bring it; elsewhere it comes by itself.

@@ -74,9 +74,11 @@ class TestNames:
     def test_native_name(self, kind: str, name: str, native: str) -> None:
         assert checkpoint.native_name(kind, name) == native
 
-    def test_architecture_of_the_users_own(self) -> None:
-        with mock.patch.dict(ARCH_MODEL_REGISTRY, my_transformer=LSTransformerModel):
-            assert checkpoint.native_name("arch", "my_transformer") == "transformer"
+    @pytest.mark.parametrize("base", ["transformer", "multilingual_transformer"])
+    def test_architecture_of_the_users_own(self, base: str) -> None:
+        ours = ARCH_MODEL_REGISTRY[f"ls_{base}"]
+        with mock.patch.dict(ARCH_MODEL_REGISTRY, mine=type("Mine", (ours,), {})):
+            assert checkpoint.native_name("arch", "mine") == base
 
     def test_everywhere_in_a_configuration(self) -> None:
         def cfg(arch: str, criterion: str, optimizer: str) -> dict[str, Any]:

@@ -208,21 +208,64 @@ def test_a_command_without_ls_is_fairseq_train(
     assert configurations[0] == configurations[1]
 
 
-def test_a_user_s_own_directory_is_imported(
-    data: Path, configurations: list[Any], tmp_path: Path
+OF_MINE = """
+from fairseq.models import ARCH_MODEL_REGISTRY, register_model, register_model_architecture
+from lightseq_fairseq.plugins.transformer import LSTransformerModel
+
+
+def small(args):
+    args.encoder_layers = getattr(args, "encoder_layers", 3)
+
+
+if "arch_of_mine" not in ARCH_MODEL_REGISTRY:
+    register_model("model_of_mine")(type("OfMine", (LSTransformerModel,), {}))
+    register_model_architecture("model_of_mine", "arch_of_mine")(small)
+    register_model_architecture("ls_transformer", "ls_transformer_of_mine")(small)
+    register_model_architecture("transformer", "ls_of_fairseq")(small)
+"""
+
+
+@pytest.fixture(scope="module")
+def user_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("user") / "own_architectures"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(OF_MINE)
+    return str(folder)
+
+
+@pytest.mark.parametrize("arch", ["ls_transformer_of_mine", "arch_of_mine"])
+def test_a_user_s_own_arch_is_completed_by_its_class(
+    data: Path, configurations: list[Any], user_dir: str, arch: str
 ) -> None:
-    (tmp_path / "own_architectures").mkdir()
-    (tmp_path / "own_architectures" / "__init__.py").write_text(
-        "from fairseq.models import register_model_architecture\n"
-        "@register_model_architecture('ls_transformer', 'ls_transformer_of_mine')\n"
-        "def mine(args):\n"
-        "    args.encoder_layers = getattr(args, 'encoder_layers', 3)\n"
-    )
-    folder = str(tmp_path / "own_architectures")
-    line = succeed("train", data, "--user-dir", folder, "--arch", "ls_transformer_of_mine")
-    assert configurations[0].common.user_dir == folder
+    line = succeed("train", data, "--user-dir", user_dir, "--arch", arch)
+    assert configurations[0].common.user_dir == user_dir
     assert configurations[0].model.encoder_layers == 3
-    assert f"--user-dir {folder}" in line
+    assert configurations[0].optimizer._name == "ls_adam"
+    assert f"--user-dir {user_dir}" in line and "--max-tokens 4096" in line
+
+
+def test_a_user_s_arch_on_fairseq_s_model_is_not_ours(
+    data: Path, configurations: list[Any], user_dir: str
+) -> None:
+    words = ["--user-dir", user_dir, "--arch", "ls_of_fairseq", "--optimizer", "adam"]
+    succeed("train", data, *words, "--batch-size", "4")
+    assert configurations[0].criterion._name == "cross_entropy"
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("--dropout 2", "--dropout is 2"),
+        ("--adaptive-input", "--adaptive-input"),
+        ("--native", "no arch of fairseq's own for arch_of_mine"),
+        ("--task denoising", "--task denoising gives it none"),
+    ],
+)
+def test_a_user_s_own_arch_is_checked_as_ours(
+    data: Path, configurations: list[Any], user_dir: str, words: str, part: str
+) -> None:
+    result = run("train", data, "--user-dir", user_dir, "--arch", "arch_of_mine", *words.split())
+    assert result.exit_code == 2 and part in result.stderr.splitlines()[-1], result.output
 
 
 @pytest.mark.parametrize("terminals", [{"stdout", "stderr"}, {"stdout"}, {"stderr"}, set()])

@@ -30,6 +30,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("one_side", "*.en.[bi]*"),
     ):
         shutil.copytree(place / "bin", place / name, ignore=shutil.ignore_patterns(pattern))
+    shutil.copytree(place / "bin", place / "two_valid")
+    for path in (place / "bin").glob("valid.*"):
+        shutil.copy(path, place / "two_valid" / path.name.replace("valid", "valid1"))
     shutil.copytree(place / "bin", place / "swapped_words")
     dictionary = place / "swapped_words" / "dict.de.txt"
     first, second, *others = dictionary.read_text().splitlines()
@@ -144,6 +147,9 @@ POSITIONS = "--max-source-positions 15 --max-target-positions 15"
 TRAIN = f"train bin {LS} {SIZE} {POSITIONS}"
 TRAIN_NATIVE = f"train bin {NATIVE} {SIZE} {POSITIONS}"
 OURS = "--path ours/checkpoint_last.pt"
+THEIRS = "--path native/checkpoint_last.pt --native"
+OVERFLOW = "--memory-efficient-fp16 --fp16 --fp16-init-scale 1073741824 --min-loss-scale 536870912"
+DRAWN = "--input text/test.de --sampling --nbest 5"
 SHORT = "--max-len-b 3"
 SKIP = "--skip-invalid-size-inputs-valid-test"
 
@@ -158,6 +164,8 @@ BAD = [
     (f"train no_valid {LS}", ["no_valid", "valid", "--validpref"]),
     (f"train bin {LS} -s de -t fr", ["dict.fr.txt", "-t"]),
     (f"train bin {LS} --valid-subset valid,nothing", ["nothing", "--valid-subset"]),
+    (f"train two_valid {LS} {SIZE}", ["valid1", "--combine-val", "--ignore-unused-valid-subsets"]),
+    (f"train two_valid {NATIVE} {SIZE}", ["valid1", "--combine-val"]),
     (f"generate nowhere {OURS}", ["nowhere", "does not exist"]),
     (f"generate bin {OURS} --gen-subset no", ["no split", "--gen-subset"]),
     (f"validate bin {OURS} --valid-subset no --max-tokens 99", ["no split"]),
@@ -178,6 +186,9 @@ BAD = [
     (f"train bin {LS} --criterion=ls_smoothed_cross_entropy", ["ls_label_smoothed_cross_entropy"]),
     (f"train bin {LS} --lr-scheduler inverse_root", ["inverse_root", "inverse_sqrt"]),
     (f"train bin {LS} --task tranlation", ["tranlation", "translation"]),
+    (f"train bin {LS} --task denoising", ["--task denoising", "--task translation"]),
+    (f"train bin {LS} --task language_modeling", ["pairs of sentences", "language_modeling"]),
+    (f"train bin {LS} --task masked_lm", ["pairs of sentences", "masked_lm"]),
     (f"train bin {LS} --optimizer qqqq", ["qqqq", "--optimizer"]),
     (f"train bin {LS} --user-dir gone", ["gone", "does not exist"]),
     # sizes
@@ -199,6 +210,17 @@ BAD = [
     (f"{TRAIN} --quant-noise-pq 0.1", ["--quant-noise-pq", "--native"]),
     (f"train bin --arch transformer_tiny {SIZE}", ["--optimizer is missing"]),
     (f"train bin {NATIVE}", ["--max-tokens or --batch-size"]),
+    (f"{TRAIN_NATIVE} {OVERFLOW}", ["Minimum loss scale reached"]),
+    (f"{TRAIN} --update-epoch-batch-itr yes", ["--update-epoch-batch-itr", "True nor False"]),
+    (f"{TRAIN} --eval-bleu --eval-bleu-args '{{\"lenpen\": 99}}'", ["lenpen in --eval-bleu-args"]),
+    (f"generate bin {OURS} --lenpen 1000", ["--lenpen is 1000", "from -50 to 50"]),
+    (f"generate bin {THEIRS} --lenpen nan", ["--lenpen is nan", "from -50 to 50"]),
+    (f"generate bin {THEIRS} --constraints", ["--constraints", "lightseq-interactive"]),
+    (f"interactive bin {OURS} {DRAWN} --constraints", ["give one of them"]),
+    (f"interactive bin {THEIRS} {DRAWN} --constraints", ["give one of them"]),
+    (f"interactive bin {OURS} {DRAWN} --sampling-topk 99", ["--sampling-topk", "lower it"]),
+    (f"interactive bin {THEIRS} {DRAWN} --sampling-topk 99", ["--sampling-topk", "lower it"]),
+    (f"interactive bin {THEIRS} {DRAWN} --temperature 1e-30", ["no token", "--temperature"]),
     (f"{TRAIN} --share-all-embeddings", ["--share-all-embeddings", "joined dictionary"]),
     (f"{TRAIN} --distributed-world-size 3", ["--distributed-world-size is 3"]),
     (f"{TRAIN} --save-dir a_file/below", ["a_file/below", "--save-dir"]),
@@ -264,7 +286,7 @@ BAD = [
     (f"generate bin {OURS} --lr-scheduler step --lr abc", ["--lr", "abc", "0.1,0.05"]),
     (f"interactive bin {OURS} --lr-scheduler triangular", ["required", "--max-lr"]),
     (f"generate bin {OURS} --min-len 300", ["--min-len", "raise --max-len-a or --max-len-b"]),
-    ("generate bin --path native/checkpoint_last.pt --native --min-len 300", ["--min-len"]),
+    (f"generate bin {THEIRS} --min-len 300", ["--min-len"]),
     (f"interactive bin {OURS} --input short.de --min-len 300", ["--min-len", "--max-len-b"]),
     (f"{TRAIN} --eval-bleu --eval-bleu-args '{{\"min_len\": 300}}'", ["in --eval-bleu-args"]),
     # checkpoints
@@ -333,6 +355,8 @@ GOOD = [
     f"train bin {LS} {SIZE} --bf16",
     f"train bin {LS} {SIZE} --restore-file checkpoint_last.pt",  # fairseq's default, said aloud
     f"train bin {LS} {SIZE} --report-accuracy --best-checkpoint-metric accuracy",
+    f"train bin {LS} {SIZE} --update-epoch-batch-itr true",
+    f"train two_valid {LS} {SIZE} --valid-subset valid,valid1",
     f"train swapped_words {LS} {SIZE} {POSITIONS} --finetune-from-model ours/checkpoint_last.pt",
     f"train renamed_dictionaries {LS} {SIZE} --user-dir tasks --task own_dictionaries",
     f"train bin --arch transformer_tiny --optimizer ls_adam --criterion cross_entropy {SIZE} "

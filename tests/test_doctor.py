@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +79,13 @@ def test_skipped_build_is_repeated(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     (problem,) = problems(doctor.kernels, fatal=False)
     assert problem == "Training on this GPU is slow: the CUDA build was skipped: no nvcc."
+
+
+def test_a_library_for_tests_is_named(monkeypatch):
+    status = library.Status(Path("lib.so"), "", ("90",), ("adam_step",), (), acts_as=120)
+    monkeypatch.setattr(library, "load", lambda: status)
+    (finding,) = doctor.kernels()
+    assert finding.text == "adam_step (sm_90, for tests: acts as on sm_120; lib.so)"
 
 
 @pytest.mark.parametrize("error", [UserError("fairseq is missing: pip"), KeyError("odd fairseq")])

@@ -30,6 +30,7 @@ from fairseq.data import BucketPadLengthDataset, Dictionary, ListDataset, data_u
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf  # noqa: E402
 from fairseq.logging import meters  # noqa: E402
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase  # noqa: E402
+from fairseq.nan_detector import NanDetector  # noqa: E402
 
 from lightseq_fairseq.fairseq_compat import batches, layers  # noqa: E402
 
@@ -505,6 +506,26 @@ def test_checkpoint_with_dead_parameters_continues(
     assert len(moments) == len(after)
     for (name, value), moment in zip(after, moments, strict=True):
         assert moment.numel() == value.numel() and moment.unique().tolist() == [mark[name]]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_torchscript_takes_the_model(checkpoint: dict[str, Any], native: Path) -> None:
+    model = build(checkpoint, native / "bin").eval()
+    tokens, length = torch.tensor([[4, 5, 6, 2]]), torch.tensor([4])
+    scores, _ = torch.jit.script(model)(tokens, length, tokens)
+    torch.testing.assert_close(scores, model(tokens, length, tokens)[0])
+
+
+def test_the_module_in_which_a_number_stops_being_one_is_named(
+    checkpoint: dict[str, Any], native: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build(checkpoint, native / "bin")
+    tokens, length = torch.tensor([[4, 5, 6, 2]]), torch.tensor([4])
+    with NanDetector(model):
+        scores, _ = model(tokens, length, tokens)
+        (scores * float("inf")).sum().backward()
+    assert re.search(r"detected in output of decoder\S*, shape: .*, backward", caplog.text)
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 # Attention

@@ -180,14 +180,18 @@ def test_a_gpu_is_left_alone(inputs: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_the_checkpoint_is_of_a_model_for_export(inputs: dict[str, Path], tmp_path: Path) -> None:
-    """That is, of LayerNorms that TorchScript takes."""
+    """That is, of LayerNorms that TorchScript takes; it takes the whole model."""
     norm = transformer_layer.LayerNorm
 
     def run(line: str, native: bool) -> list[bool]:
         folder = tmp_path / f"native{line}" if native else tmp_path
         train(inputs, folder, SAVE + line, native)
         with mock.patch.object(transformer_layer, "LayerNorm", side_effect=norm) as spy:
-            checkpoint_utils.load_model_ensemble([str(folder / "checkpoint_last.pt")])
+            (model,), _ = checkpoint_utils.load_model_ensemble([str(folder / "checkpoint_last.pt")])
+        model.eval()
+        tokens = torch.tensor([[4, 5, 2]])
+        scores, _ = torch.jit.script(model)(tokens, torch.tensor([3]), tokens)
+        torch.testing.assert_close(scores, model(tokens, torch.tensor([3]), tokens)[0])
         return [call.kwargs["export"] for call in spy.call_args_list]
 
     ours, _ = prove(EXPORT, run, operator.eq)

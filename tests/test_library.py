@@ -214,6 +214,24 @@ def test_a_library_for_other_gpus_is_left_alone(tmp_path, gpu, loads):
         assert "compiled for sm_80, sm_90 and the GPU in use is sm_75" in status["reason"]
 
 
+@pytest.mark.parametrize(
+    ("shown", "said"), [("0", "does not load"), ("1", "GPU in use is sm_80"), ("", "does not load")]
+)
+def test_the_gpu_that_cuda_shows_decides_and_cuda_stays_untouched(tmp_path, shown, said):
+    (tmp_path / "liblightseq_cu13.so").write_text("not a library, which shows when it is loaded")
+    (tmp_path / "liblightseq_cu13.json").write_text('{"architectures": ["90"]}')
+    code = f"""
+import os, torch
+from lightseq_fairseq import library
+torch.version.cuda = "13.0"
+os.environ["CUDA_VISIBLE_DEVICES"] = "{shown}"
+library._gpus = lambda: [library.Gpu("GPU-a", (8, 0)), library.Gpu("GPU-b", (9, 0))]
+{STATUS}
+assert not torch.cuda.is_initialized()
+"""
+    assert said in json.loads(in_fresh_python(code, tmp_path))["reason"]
+
+
 def test_importing_the_ops_is_enough_and_says_nothing():
     code = """
 import lightseq_fairseq.ops as ops, torch
@@ -315,6 +333,34 @@ def build_in(folder: Path) -> subprocess.CompletedProcess[str]:
             *("--output", str(folder / "lib"), "--architectures", "80"),
         ]
     )
+
+
+@needs_nvcc
+@pytest.mark.parametrize(("acts_as", "ptx"), [(80, "80"), (89, "89"), (120, "90")])
+def test_a_library_that_acts_as_another_gpu_holds_ptx_alone(tmp_path, acts_as, ptx):
+    (tmp_path / "csrc").mkdir()
+    source = f"static_assert(LIGHTSEQ_ACTS_AS == {acts_as});\n__global__ void empty() {{}}\n"
+    (tmp_path / "csrc" / "empty.cu").write_text(source)
+    result = run(
+        [
+            *(*BUILD, "--acts-as", str(acts_as), "--sources", str(tmp_path / "csrc")),
+            *("--objects", str(tmp_path / "objects"), "--output", str(tmp_path / "lib")),
+        ]
+    )
+    assert result.returncode == 0, result.stderr
+    (described,) = (tmp_path / "lib").glob("*.json")
+    record = json.loads(described.read_text())
+    assert (record["acts_as"], record["architectures"]) == (acts_as, [ptx])
+    (report,) = (tmp_path / "objects").glob("*.txt")
+    assert "ptxas" not in report.read_text()  # which makes machine code
+
+
+@pytest.mark.parametrize("given", ["--output", "--objects"])
+def test_a_library_for_tests_never_replaces_the_one_in_use(tmp_path, given):
+    """Nor its objects: it needs folders of its own. Neither is touched, with nvcc or without."""
+    result = run([*BUILD, "--acts-as", "80", given, str(tmp_path)], CUDA_HOME=str(tmp_path))
+    assert result.returncode == 2
+    assert "--acts-as needs an --output and --objects of its own" in result.stderr
 
 
 @needs_nvcc

@@ -93,11 +93,15 @@ def test_the_same_log_gives_the_same_file(tmp_path: Path) -> None:
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
-@pytest.mark.parametrize("words", [("--update", "3"), ("--updates",)])
+CODE = "a[$(touch hacked)]"  # what bash would run where it expects a number
+
+
+@pytest.mark.parametrize("words", [("--update", "3"), ("--updates",), ("--updates", CODE)])
 def test_a_wrong_argument_is_refused(words: tuple[str, ...]) -> None:
     result = run(*words)
     assert result.returncode != 0
     assert words[0] in result.stderr and "== data" not in result.stdout
+    assert not Path("hacked").exists()
 
 
 def test_a_failing_step_fails_the_command(tmp_path: Path) -> None:

@@ -27,9 +27,12 @@ def is_close(ours, expected, dtype):
 
 @DTYPES
 def test_cross_entropy(dtype):
-    """Vocabularies around 48 KiB a row, one number apart, and up to more than a block can have."""
-    around = (48 << 10) // dtype.itemsize
-    for classes in (*range(around - 72, around + 9), *range(8, 130_000, 4111)):
+    """Vocabularies around 48 KiB a row and around the largest row that stays in shared memory, one
+    number apart, and up to more than a block can have."""
+    of_gpu = torch.cuda.get_device_properties(0).shared_memory_per_multiprocessor
+    around, most = (48 << 10) // dtype.itemsize, (of_gpu // 2 - 1024) // dtype.itemsize
+    by_one = (*range(around - 72, around + 9), *range(most - 200 // dtype.itemsize, most + 9))
+    for classes in (*by_one, *range(8, 130_000, 4111)):
         logits = torch.randn(8, classes, device="cuda").to(dtype)
         target = torch.arange(8, device="cuda")
         expected = functional.cross_entropy(logits.double(), target, reduction="none")
@@ -94,6 +97,20 @@ def test_linear(dtype):
             weight = (torch.randn(136, k, device="cuda") * k**-0.5).to(dtype)
             y = ops.linear_fwd(x, weight, None)
             assert is_close(y, x.double() @ weight.double().t(), dtype), (rows, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_linear_of_few_rows(dtype):
+    """As many outputs as give a block of that kernel one to four tiles, on any GPU."""
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    for tiles in (1, 2, 3, 4):
+        outputs = (tiles * blocks - 1) * 8
+        for k in (8, 512, 520, 768, 1024, 1536, 1544, 2048, 3072, 4096, 8192):
+            weight = (torch.randn(outputs, k, device="cuda") * k**-0.5).to(dtype)
+            for rows in (3, 16):
+                x = torch.randn(rows, k, device="cuda").to(dtype)
+                y = ops.linear_fwd(x, weight, None)
+                assert is_close(y, x.double() @ weight.double().t(), dtype), (rows, k, outputs)
 
 
 @DTYPES

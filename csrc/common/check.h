@@ -11,6 +11,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
+#include <mutex>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -31,26 +32,41 @@ void require(bool holds, const Parts&... parts) {
 // in a sentence, where torch before 2.13 logs the frames of its C++ stack.
 class NoTorchLog {
  public:
-  NoTorchLog() : level_(level()) {
-    if (level_ == nullptr) return;
-    before_ = *level_;
-    *level_ = kFatal;
-  }
-  ~NoTorchLog() {
-    if (level_ != nullptr) *level_ = before_;
-  }
+  NoTorchLog() { enter_or_leave(1); }
+  ~NoTorchLog() { enter_or_leave(-1); }
   NoTorchLog(const NoTorchLog&) = delete;
   NoTorchLog& operator=(const NoTorchLog&) = delete;
 
  private:
-  static constexpr int kFatal = 3;
-  static int* level() {
-    static int* const found = static_cast<int*>(dlsym(RTLD_DEFAULT, "FLAGS_caffe2_log_level"));
-    return found;
+  // Threads may overlap: the level returns to what the first one found when the last one leaves.
+  static void enter_or_leave(int by) {
+    constexpr int kFatal = 3;
+    static int* const level = static_cast<int*>(dlsym(RTLD_DEFAULT, "FLAGS_caffe2_log_level"));
+    static std::mutex mutex;
+    static int inside = 0, before = 0;
+    if (level == nullptr) return;
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (inside == 0) before = *level;
+    inside += by;
+    *level = inside > 0 ? kFatal : before;
   }
-  int* const level_;
-  int before_ = 0;
 };
+
+// The error of a kernel that has failed before, after which a GPU does nothing more for this
+// process; cudaSuccess if there is none. The runtime linked in here has not seen what torch's has
+// been told, so the driver is asked, in a way that a graph under capture survives.
+inline cudaError_t lasting_error(int32_t device) {
+  int before = 0;
+  size_t free = 0, total = 0;
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  cudaGetDevice(&before);
+  cudaSetDevice(device);
+  const cudaError_t error = cudaMemGetInfo(&free, &total);
+  cudaSetDevice(before);
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  return error == cudaErrorMemoryAllocation ? cudaSuccess : error;
+}
 
 // Memory of `like`'s device, from torch's allocator; of its dtype unless another is given.
 //
@@ -69,8 +85,8 @@ inline torch::stable::Tensor allocate(
     const NoTorchLog quiet;
     return torch::stable::new_empty(like, sizes, type);
   } catch (const std::exception&) {
-    const cudaError_t error = cudaPeekAtLastError();  // one that stays: a kernel has failed before
-    require(error == cudaSuccess || error == cudaErrorMemoryAllocation,
+    const cudaError_t error = lasting_error(like.get_device());
+    require(error == cudaSuccess,
             "lightseq: no memory can be allocated: ", cudaGetErrorString(error));
     require(false, "CUDA out of memory: lightseq wanted room for ", elements, " more numbers");
     throw;

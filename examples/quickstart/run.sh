@@ -24,6 +24,12 @@ while [ $# -gt 0 ]; do
         *) echo "run.sh: unknown argument $1 (see the top of ${BASH_SOURCE[0]})" >&2; exit 2 ;;
     esac
 done
+for number in "$updates" "$pairs" "$seed"; do # bash would evaluate any other text that it divides
+    case $number in
+        *[!0-9]*)
+            echo "run.sh: --updates, --pairs and --seed are numbers, not $number" >&2; exit 2 ;;
+    esac
+done
 
 # An environment that has everything is used as it is.
 if ! command -v lightseq-train >/dev/null ||

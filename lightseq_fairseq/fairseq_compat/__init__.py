@@ -8,7 +8,7 @@ not for a version number, and leaves a fairseq alone that does not show it.
     command_line  --arch, --bf16 and --lr
     deprecations  calls that hydra and torch warn about
     batches       sentences that are dropped, functions that numpy has dropped, files over 2 GiB
-    layers        0.12.2's encoder layer, cuDNN attention
+    layers        0.12.2's encoder layer, the search for a NaN, cuDNN attention
     checkpoints   loading without running what a file says
     generation    --replace-unk, --no-repeat-ngram-size
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 
+from lightseq_fairseq import startup
 from lightseq_fairseq.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ def prepare() -> None:
     """Imports fairseq and repairs it; every later call does nothing.
 
     Must run before anything imports fairseq where fairseq does not import by itself (0.12.2 and
-    0.12.3 on Python 3.11 and later); an already imported fairseq is repaired all the same.
+    0.12.3 on Python 3.11 and later) and `startup`'s line is not installed; an already imported
+    fairseq is repaired all the same.
 
     Raises:
         UserError: fairseq or a package that it needs is missing, or its version is too different
@@ -44,6 +46,7 @@ def prepare() -> None:
     global _prepared
     if _prepared:
         return
+    startup.unwatch()
     _require("torch")
     _require("fairseq")
 

@@ -22,6 +22,7 @@ def repair() -> None:
     if _addresses_overflow():
         _repair_addresses()
     _repair_load_langpair_dataset()
+    _repair_extra_valid_paths()
     _repair_indexed_datasets()
     if _drops_sentences():
         _repair_batch_by_size()
@@ -80,6 +81,18 @@ def _repair_load_langpair_dataset() -> None:
         return original(*args, upsample_primary=primary, **options)
 
     translation.load_langpair_dataset = load_langpair_dataset
+
+
+def _repair_extra_valid_paths() -> None:
+    # "--valid-subset valid,valid1": fairseq looks for "valid1.de-en.de" in that list and ends in
+    # "Valid paths ['valid1.de-en.de', ...] will be ignored".
+    original = data_utils._find_extra_valid_paths
+
+    @functools.wraps(original)
+    def _find_extra_valid_paths(dataset_path: str) -> set[str]:
+        return {name.partition(".")[0] for name in original(dataset_path)}
+
+    data_utils._find_extra_valid_paths = _find_extra_valid_paths
 
 
 def _repair_indexed_datasets() -> None:

@@ -48,7 +48,7 @@ def _repair_parse_args_and_arch() -> None:
             arch = _arch(parser, given)
             if arch is not None:
                 check_arch(arch)
-            _mend_schedules(parser)
+            _mend_values(parser)
             if modify_parser is not None:
                 modify_parser(parser)
 
@@ -76,7 +76,7 @@ def _arch(parser: argparse.ArgumentParser, given: list[str]) -> str | None:
     return arch_parser.parse_known_args(given)[0].arch
 
 
-def _mend_schedules(parser: argparse.ArgumentParser) -> None:
+def _mend_values(parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:
         if action.dest == "lr":
             # In commands that do not train it is the schedule's alone. Then fairseq leaves it a
@@ -86,6 +86,9 @@ def _mend_schedules(parser: argparse.ArgumentParser) -> None:
         elif action.default == "???" and action.type is float:
             # --max-lr: otherwise argparse complains of these question marks.
             action.required, action.default = True, None
+        elif action.dest == "update_epoch_batch_itr":
+            # It wants a value and takes Python's words alone: "malformed node or string".
+            action.type = _truth
 
 
 def _rates(text: str) -> list[float]:
@@ -96,6 +99,12 @@ def _rates(text: str) -> list[float]:
             f"{text} is no learning rate: write a number, or one for each epoch, as in 0.1,0.05"
         ) from error
     return rates
+
+
+def _truth(text: str) -> str:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text} is neither True nor False")
+    return text.capitalize()
 
 
 def _repair_build_model() -> None:

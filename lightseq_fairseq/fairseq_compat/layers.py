@@ -1,4 +1,5 @@
-"""fairseq's own layers: what 0.12.2 adds to the encoder layer, and cuDNN attention."""
+"""fairseq's own layers: what 0.12.2 adds to the encoder layer, where a number stops being one, and
+cuDNN attention."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from fairseq.modules import transformer_layer
+from fairseq.nan_detector import NanDetector
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +28,11 @@ DEAD_PARAMETERS = (
 
 
 def repair() -> None:
-    """Removes 0.12.2's dead parameters and switches cuDNN attention off."""
+    """Removes 0.12.2's dead parameters, lets NanDetector see every module and switches cuDNN
+    attention off."""
     _repair_encoder_layer()
+    if _fails_on_dicts():
+        _repair_nan_detector()
     _disable_cudnn_attention()
 
 
@@ -58,6 +63,47 @@ def _repair_encoder_layer() -> None:
 
     layer_class.__init__ = __init__
     layer_class._load_from_state_dict = _load_from_state_dict
+    # TorchScript compiles no branch behind a constant that is False; this one names the parameters.
+    layer_class.__constants__ = [*getattr(layer_class, "__constants__", ()), "can_use_fastpath"]
+
+
+class _DictOfLists(torch.nn.Module):
+    """What an encoder of fairseq's returns."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+        return {"encoder_out": [x]}
+
+
+def _fails_on_dicts() -> bool:
+    model = _DictOfLists()
+    with NanDetector(model):
+        try:
+            model(torch.zeros(2))
+        except StopIteration:
+            return True
+    return False
+
+
+def _repair_nan_detector() -> None:
+    # fairseq names the module in which a number stops being one before it ends such a run. Its
+    # backward hooks look for a tensor among the values of the encoder's output, which are lists:
+    # "StopIteration", in place of "Minimum loss scale reached". These hooks wait at each tensor.
+    def add_hooks(self: Any, module: torch.nn.Module) -> None:
+        if self.forward:
+            self.fhooks.append(module.register_forward_hook(self.fhook_fn))
+        if self.backward:
+            self.fhooks.append(module.register_forward_hook(functools.partial(watch, self)))
+
+    def watch(self: Any, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if torch.is_tensor(output):
+            if output.requires_grad:
+                hook = functools.partial(self.bhook_fn, module, inputs)
+                self.bhooks.append(output.register_hook(hook))
+        elif isinstance(output, (dict, list, tuple)):
+            for part in output.values() if isinstance(output, dict) else output:
+                watch(self, module, inputs, part)
+
+    NanDetector.add_hooks = add_hooks
 
 
 def _disable_cudnn_attention() -> None:
