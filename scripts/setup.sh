@@ -15,7 +15,7 @@ fail() {
     exit 1
 }
 
-is_supported() { # fairseq 0.12.2 does not install on Python 3.13
+is_supported() { # fairseq 0.12.2 builds on Python 3.13; whether it trains there was not tried
     "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
 }
 
