@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ import training_runs as runs
 
 from lightseq_fairseq import checkpoint
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.host_copies import HostCopies
 from lightseq_fairseq.training.step import TrainingStep
 
@@ -113,6 +115,24 @@ class TestRuns:
         ):
             runs.run(data, tmp_path, **flags(save_interval_updates=3))
         assert sorted(os.listdir(tmp_path)) == ["checkpoint_1_3.pt", "checkpoint_last.pt"]
+
+
+def test_a_forked_process_has_a_queue_of_its_own(tmp_path: Path) -> None:
+    ours, its = tmp_path / "ours", tmp_path / "its"
+    for file in (ours, its):
+        file.touch()
+    WRITER.remove(str(ours))
+
+    def work() -> None:
+        signal.alarm(20)  # ends it where it waits for a thread of ours
+        WRITER.remove(str(its))
+        WRITER.close()
+
+    try:
+        assert runs.in_a_fork(work) == 0
+    finally:
+        WRITER.close()
+    assert os.listdir(tmp_path) == []
 
 
 class TestCopies:

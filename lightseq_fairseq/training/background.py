@@ -34,6 +34,10 @@ class Writer:
     """Writes one checkpoint at a time in a thread."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Have neither a queue nor a thread nor memory."""
         self._copies = HostCopies()
         self._thread: futures.ThreadPoolExecutor | None = None
         self._tasks: list[futures.Future[None]] = []
@@ -134,6 +138,7 @@ class Writer:
 
 
 WRITER = Writer()  # of this process, which trains one model at a time
+os.register_at_fork(after_in_child=WRITER.begin)  # where the thread does not run
 
 
 class _Folder(PathManager):
