@@ -204,7 +204,14 @@ def _resume(failure: Failure, request: Request) -> str | None:
             f"first epoch with --reset-dataloader."
         )
     if failure.kind == "UnboundLocalError" and "'valid_losses'" in failure.text:
-        return (  # fairseq's loop over an epoch's updates had none
+        # fairseq's loop over an epoch's updates had none.
+        if getattr(request.args, "skip_remainder_batch", False):
+            return (
+                "An epoch has no update left: --skip-remainder-batch leaves out its last batches, "
+                "which are fewer than --update-freq; lower --update-freq, or drop "
+                "--skip-remainder-batch."
+            )
+        return (
             f"The epoch that {_checkpoint(request)} broke off in has no update left with this "
             f"--update-freq: keep the one it had until the epoch is over, or begin the first epoch "
             f"again with --reset-dataloader."

@@ -7,16 +7,14 @@ than translation is fairseq's own business.
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightseq_fairseq.cli import flags, preflight_checkpoints, registered
+from lightseq_fairseq.cli import flags, preflight_checkpoints, preflight_values, registered
 from lightseq_fairseq.cli.defaults import value
 from lightseq_fairseq.cli.messages import Request
 from lightseq_fairseq.errors import UserError
@@ -96,10 +94,10 @@ def inputs(command: str, args: argparse.Namespace) -> None:
             "--path is missing: name the checkpoint, for example "
             "--path checkpoints/checkpoint_best.pt."
         )
-    values(command, args)
+    preflight_values.values(command, args)
     numbers(args)
-    unknown_words(command, args)
-    length_penalty(args)
+    preflight_values.unknown_words(command, args)
+    preflight_values.length_penalty(args)
     if command == "generate" and args.constraints and not args.sampling:  # flags.py: ours at all
         raise UserError(
             "--constraints stand in lines of text, and a binarised test set holds none: drop it, "
@@ -126,89 +124,6 @@ def _reads_sentence_pairs(task: str) -> bool:
         registered.function(TASK_REGISTRY[task], name) is registered.function(TranslationTask, name)
         for name in ("setup_task", "load_dictionary", "load_dataset")
     )
-
-
-# Settings whose text fairseq evaluates, with an example of each.
-_PYTHON = {
-    "adam_betas": "'(0.9, 0.98)'",
-    "optimizer_overrides": "\"{'weight_decay': 0.1}\"",
-    "model_overrides": "\"{'data': 'data-bin'}\"",
-    "phase_ratio": "'(0.1, 0.4, 0.5)'",
-    "epoch2lr": "\"{'1': 0.001}\"",
-    "update2lr": "\"{'100': 0.001}\"",
-}
-_JSON = {"eval_bleu_args": "'{\"beam\": 4}'", "eval_bleu_detok_args": '\'{"lang": "de"}\''}
-
-
-def values(command: str, args: argparse.Namespace) -> None:
-    """Refuses text that fairseq could not evaluate, and a detokenizer that is not registered."""
-    for examples, is_like in ((_PYTHON, _is_python_like), (_JSON, _is_json)):
-        for name, example in examples.items():
-            text = getattr(args, name, None)
-            if isinstance(text, str) and not is_like(text, example):
-                raise UserError(
-                    f"--{name.replace('_', '-')} {text} cannot be read: write {example}."
-                )
-    from fairseq.data.data_utils import post_process
-    from fairseq.data.encoders import TOKENIZER_REGISTRY
-
-    flag, symbol = "--remove-bpe", None
-    if command in ("generate", "interactive"):
-        symbol = args.post_process
-    elif command == "train" and getattr(args, "eval_bleu", False):
-        flag, symbol = "--eval-bleu-remove-bpe", args.eval_bleu_remove_bpe
-    try:
-        post_process("", symbol)
-    except NotImplementedError as error:
-        raise UserError(
-            f"{flag} {symbol} is not known: take @@, sentencepiece, wordpiece, letter, silence, "
-            "_EOW or none."
-        ) from error
-    detokenizer = getattr(args, "eval_bleu", False) and args.eval_bleu_detok
-    if detokenizer and detokenizer not in TOKENIZER_REGISTRY:
-        known = ", ".join(sorted(TOKENIZER_REGISTRY))
-        raise UserError(
-            f"There is no tokenizer named {detokenizer} for --eval-bleu-detok: {known}."
-        )
-
-
-def unknown_words(command: str, args: argparse.Namespace) -> None:
-    """Refuses --replace-unk where the source's subwords are joined before one is looked up."""
-    if getattr(args, "replace_unk", None) is None:
-        return
-    joining = {
-        "interactive": {"--remove-bpe": "post_process"},
-        "generate": {"--bpe": "bpe", "--tokenizer": "tokenizer"},
-    }
-    for flag, name in joining.get(command, {}).items():
-        if getattr(args, name, None):
-            raise UserError(
-                f"--replace-unk counts subwords, which {flag} would have joined in the source: "
-                f"leave {flag} out, and apply it to the translations."
-            )
-
-
-def _is_python_like(text: str, example: str) -> bool:
-    """Whether it is an expression of literals, and a dict or so many numbers as the example is."""
-    try:
-        tree = ast.parse(text.strip(), mode="eval")
-    except SyntaxError:
-        return False
-    if any(isinstance(node, ast.Name) for node in ast.walk(tree)):
-        return False
-    wanted = ast.parse(example[1:-1], mode="eval").body
-    if not isinstance(wanted, ast.Tuple):
-        return not isinstance(tree.body, (ast.Constant, ast.Tuple, ast.List))
-    if isinstance(tree.body, (ast.Tuple, ast.List)):
-        return len(tree.body.elts) == len(wanted.elts)
-    return not isinstance(tree.body, (ast.Constant, ast.Dict))
-
-
-def _is_json(text: str, example: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
 
 
 _FROM_NONE = ("num_workers", "seed")
@@ -240,19 +155,6 @@ def numbers(args: argparse.Namespace) -> None:
         rate = getattr(args, name, None) or 0
         if not 0 <= rate < 1:
             raise UserError(f"--{name.replace('_', '-')} is {rate}: give a number from 0 below 1.")
-
-
-def length_penalty(args: argparse.Namespace) -> None:
-    """Refuses --lenpen where a translation's length to that power is no number any more."""
-    penalty, flag = getattr(args, "lenpen", None), "--lenpen"
-    if getattr(args, "eval_bleu", False):
-        penalty = json.loads(args.eval_bleu_args).get("lenpen")
-        flag = "lenpen in --eval-bleu-args"
-    if penalty is not None and not abs(float(penalty)) <= 50:
-        raise UserError(
-            f"{flag} is {penalty}: give a number from -50 to 50. Scores are divided by the length "
-            "to this power, usually 0 to 2."
-        )
 
 
 def precision(args: argparse.Namespace) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from lightseq_fairseq.cli import preflight_values
 from lightseq_fairseq.errors import UserError
 
 
@@ -49,6 +51,7 @@ def data(command: str, args: argparse.Namespace) -> None:
                 f"{folder} holds the {split} split without its {target} side, which {reader} "
                 "reads: binarise both sides with lightseq-preprocess."
             )
+    _joiner(command, args, os.path.join(folders[0], f"dict.{target}.txt"))
     sentences(command, args)
 
 
@@ -90,6 +93,32 @@ def sentences(command: str, args: argparse.Namespace) -> None:
                     f"{one} has {its} sentences and {other} {others}: binarise both again with "
                     "lightseq-preprocess, from files of equally many lines."
                 )
+
+
+# --remove-bpe -> what a word of a dictionary that was made for it looks like
+_JOINERS = {"@@": r".+@@", "sentencepiece": "\u2581.*", "wordpiece": "_.+", "_EOW": ".+_EOW"}
+_SHARE_JOINED = 0.01  # of the words; fewer may stand in any text
+
+
+def _joiner(command: str, args: argparse.Namespace, path: str) -> None:
+    """Refuses to join subwords in another way than the dictionary of the translations shows."""
+    flag, asked = preflight_values.joiner(command, args)
+    asked = {"@@ ": "@@", "subword_nmt": "@@"}.get(asked or "", asked)
+    if asked not in _JOINERS:
+        return
+    with open(path, encoding="utf-8") as file:
+        words = [line.partition(" ")[0] for line in file]
+    counts = {
+        kind: sum(re.fullmatch(form, word) is not None for word in words)
+        for kind, form in _JOINERS.items()
+    }
+    shown = max(counts, key=lambda kind: counts[kind])
+    if counts[asked] == 0 and counts[shown] > _SHARE_JOINED * len(words):
+        instead = flag if shown == "@@" else f"{flag} {shown}"
+        raise UserError(
+            f"{flag} is {asked}, but {path} has no word marked so, and {counts[shown]} of its "
+            f"{len(words)} words are marked as {shown} marks them: give {instead}."
+        )
 
 
 def _pairs(args: argparse.Namespace, folder: str) -> list[tuple[str, str]]:

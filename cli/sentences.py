@@ -48,7 +48,7 @@ class UnknownWords:
         words = line.partition("\t")[2].split()
         self.sources += 1
         self.words += len(words)
-        self.unknown += line.count("<unk>")  # not words: joined subwords may stick to it
+        self.unknown += sum("<unk>" in word for word in words)  # which may be joined of subwords
 
     def sentence(self) -> str | None:
         """What to tell the user, None where there is nothing to tell."""

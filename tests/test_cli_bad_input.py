@@ -30,6 +30,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("one_side", "*.en.[bi]*"),
     ):
         shutil.copytree(place / "bin", place / name, ignore=shutil.ignore_patterns(pattern))
+    for name, form in (("pieces", "\u2581{}"), ("subwords", "{}@@")):
+        shutil.copytree(place / "bin", place / name)
+        dictionary = place / name / "dict.en.txt"
+        words = [line.split() for line in dictionary.read_text().splitlines()]
+        dictionary.write_text("".join(f"{form.format(word)} {count}\n" for word, count in words))
     shutil.copytree(place / "bin", place / "two_valid")
     for path in (place / "bin").glob("valid.*"):
         shutil.copy(path, place / "two_valid" / path.name.replace("valid", "valid1"))
@@ -56,6 +61,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "tasks" / "__init__.py").write_text(TASKS)
     (place / "empty").mkdir()
     (place / "a_file").write_text("text\n")
+    (place / "half_lexicon").write_text("w1 v1\nw2\n")
 
     # 20 words, far beyond the positions of the checkpoints below; an empty line; a single word.
     (place / "long.de").write_text(" ".join(["w1"] * 20) + "\n\nw2\n")
@@ -235,6 +241,15 @@ BAD = [
     (f"{TRAIN} --adam-betas foo", ["--adam-betas foo", "(0.9, 0.98)"]),
     (f"{TRAIN} --optimizer-overrides '{{x'", ["--optimizer-overrides", "weight_decay"]),
     (f"{TRAIN} --eval-bleu --eval-bleu-args '{{beam:4}}'", ["--eval-bleu-args", "beam"]),
+    (f"{TRAIN} --eval-bleu --eval-bleu-args '{{\"bem\": 4}}'", ["names bem", "did you mean beam?"]),
+    (f"{TRAIN} --eval-bleu --eval-bleu-args '{{\"beam\": \"4\"}}'", ['beam in', '"4"', "a number"]),
+    (f"{TRAIN} --eval-bleu --eval-bleu-args '{{\"beam\": 4.5}}'", ["is 4.5", "a number"]),
+    (f"{TRAIN} --eval-bleu --eval-bleu-args '{{\"sampling\": 1}}'", ["is 1", "true or false"]),
+    (f"{TRAIN} --lr-scheduler manual --update2lr '{{5:1}}'", ["--update2lr {5:1}", "'100': 0.001"]),
+    (f"{TRAIN} --lr-scheduler manual --update2lr '{{\"5-\":1}}'", ["--update2lr", "'100': 0.001"]),
+    (f"{TRAIN} --lr-scheduler manual --epoch2lr '{{\"1\":\"x\"}}'", ["--epoch2lr", "'1-2': 0.001"]),
+    (f"{TRAIN} --lr-scheduler manual --epoch2lr '[1]'", ["--epoch2lr [1]"]),
+    (f"{TRAIN} --skip-remainder-batch --update-freq 99", ["--skip-remainder-batch", "lower"]),
     (f"{TRAIN} --eval-bleu --eval-bleu-detok mose", ["mose", "--eval-bleu-detok", "moses"]),
     (f"{TRAIN} --best-checkpoint-metric bleu", ["--best-checkpoint-metric bleu", "--eval-bleu"]),
     (f"{TRAIN} --best-checkpoint-metric accuracy", ["metric accuracy", "--report-accuracy"]),
@@ -267,6 +282,13 @@ BAD = [
     (f"generate bin {OURS} --required-batch-size-multiple 0", ["multiple must be at least 1"]),
     (f"{TRAIN} --eval-bleu --eval-bleu-remove-bpe @", ["--eval-bleu-remove-bpe @ is", "@@"]),
     (f"generate bin {OURS} --remove-bpe bpe", ["--remove-bpe bpe is not known", "sentencepiece"]),
+    (f"generate pieces {OURS} --remove-bpe", ["--remove-bpe is @@", "--remove-bpe sentencepiece."]),
+    (f"interactive subwords {OURS} --remove-bpe sentencepiece", ["20 of its", "--remove-bpe."]),
+    (f"generate subwords {THEIRS} --remove-bpe _EOW", ["subwords/dict.en.txt has no word"]),
+    (f"train pieces {LS} {SIZE} --eval-bleu --eval-bleu-remove-bpe", ["bpe sentencepiece."]),
+    (f"generate bin {OURS} --replace-unk half_lexicon", ["Line 2 of half_lexicon"]),
+    (f"interactive bin {THEIRS} --replace-unk half_lexicon", ["Line 2 of half_lexicon"]),
+    (f"generate bin {OURS} --replace-unk gone", ["gone", "does not exist"]),
     (f"interactive bin {OURS} --remove-bpe --replace-unk", ["--replace-unk", "--remove-bpe out"]),
     (f"generate bin {OURS} --tokenizer space --replace-unk", ["--replace-unk", "--tokenizer out"]),
     (f"generate bin {OURS} --beam 0", ["--beam must be at least 1"]),
@@ -303,7 +325,7 @@ BAD = [
     ("generate bin --path empty", ["empty", "directory"]),
     ("generate bin --path .", ["The checkpoint . is a directory", "check --path"]),
     ("interactive bin --path ours --save-dir ours", ["The checkpoint ours is", "check --path"]),
-    ("generate bin --path a_file", ["a_file", "truncated or corrupt"]),
+    ("generate bin --path a_file", ["a_file is no checkpoint but a text file"]),
     ("generate bin --path damaged/checkpoint_last.pt", ["damaged/checkpoint_last.pt", "truncated"]),
     ("generate bin --path damaged/checkpoint_last.pt --native", ["damaged/checkpoint_last.pt"]),
     (f"{TRAIN} --save-dir damaged", ["damaged/checkpoint_last.pt", "truncated"]),
@@ -361,7 +383,9 @@ GOOD = [
     f"train renamed_dictionaries {LS} {SIZE} --user-dir tasks --task own_dictionaries",
     f"train bin --arch transformer_tiny --optimizer ls_adam --criterion cross_entropy {SIZE} "
     "--user-dir tasks --task no_source_dictionary",
+    f"train bin {LS} {SIZE} --lr-scheduler manual --update2lr '{{\"1-2\":1,\"3\":0.1}}'",
     f"generate short {OURS} {SHORT}",
+    f"generate short {OURS} {SHORT} --remove-bpe sentencepiece",
     f"generate long {OURS} {SHORT} {SKIP}",
     f"generate one_side {OURS} {SHORT}",
     f"interactive bin {OURS} {SHORT} --input short.de",

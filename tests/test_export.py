@@ -373,7 +373,7 @@ CT2 = "--to ctranslate2"
         (None, f"{CT2} --output {{0}}/no/such", "cannot write {0}/no/such (No such file"),
         (None, "--to safetensors --output {0}/no/such", "cannot write {0}/no/such (No such file"),
         (None, "--to fairseq --output {0}/no/such.pt", "cannot write {0}/no/such.pt (No such file"),
-        ("text", CT2, "{0}/changed.pt is truncated or corrupt"),
+        ("text", CT2, "{0}/changed.pt is no checkpoint but a text file"),
         ("weights", CT2, "{0}/changed.pt is not a fairseq checkpoint: it holds no model"),
         ("none", CT2, "{0}/changed.pt cannot be read (No such file"),
     ],

@@ -105,7 +105,7 @@ def read_checkpoint(file: Any, map_location: Any = None, **options: Any) -> Any:
 
     Raises:
         UserError: the file holds an object of a type that is not allowed (the sentence names it),
-            is truncated or corrupt, or holds no model.
+            is a text, truncated or corrupt, or holds no model.
     """
     checkpoint = _load(file, map_location, _checkpoint_globals(), options)
     if not isinstance(checkpoint, dict) or "model" not in checkpoint:
@@ -162,9 +162,21 @@ def _load(file: Any, map_location: Any, allowed: list[Any], options: dict[str, A
                 f"{_name(file)} refers to {refused[1]}, which is no part of a fairseq checkpoint "
                 "and could run code when it is loaded; if you trust the file, save it without that"
             ) from error
+        if _is_text(file):
+            raise UserError(f"{_name(file)} is no checkpoint but a text file") from error
         raise UserError(
             f"{_name(file)} is truncated or corrupt; restore it or use an earlier checkpoint"
         ) from error
+
+
+def _is_text(file: Any) -> bool:
+    """Whether a file begins as text does; one that is empty does not."""
+    if isinstance(file, (str, os.PathLike)):
+        with open(file, "rb") as opened:
+            return _is_text(opened)
+    file.seek(0)
+    beginning = file.read(1000).decode(errors="ignore")
+    return beginning != "" and all(c.isprintable() or c.isspace() for c in beginning)
 
 
 def _name(file: Any) -> str:

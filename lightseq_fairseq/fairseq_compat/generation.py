@@ -15,7 +15,7 @@ from fairseq.tasks import FairseqTask
 from lightseq_fairseq.errors import UserError
 
 # What 0.12.2 fills "--replace-unk" with where no file follows: --post-process's default.
-_NO_FILE = "@@ "
+NO_FILE = "@@ "
 
 
 def repair() -> None:
@@ -37,7 +37,7 @@ def _repair_load_align_dict() -> None:
 
     @functools.wraps(original)
     def load_align_dict(replace_unk: Any) -> Any:
-        return original("" if replace_unk == _NO_FILE else replace_unk)
+        return original("" if replace_unk == NO_FILE else replace_unk)
 
     utils.load_align_dict = load_align_dict
 
