@@ -1,0 +1,172 @@
+"""Checks before fairseq starts: settings whose value is a text that fairseq reads later."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from lightseq_fairseq.errors import UserError
+
+
+def values(command: str, args: argparse.Namespace) -> None:
+    """Refuses text that fairseq could not evaluate, and a detokenizer that is not registered."""
+    for name, (is_right, example) in _EVALUATED.items():
+        text = getattr(args, name, None)
+        if isinstance(text, str) and not is_right(text):
+            raise UserError(f"--{name.replace('_', '-')} {text} cannot be read: write {example}.")
+    if getattr(args, "eval_bleu", False):
+        _search_settings(json.loads(args.eval_bleu_args))
+    from fairseq.data.data_utils import post_process
+    from fairseq.data.encoders import TOKENIZER_REGISTRY
+
+    flag, symbol = joiner(command, args)
+    try:
+        post_process("", symbol)
+    except NotImplementedError as error:
+        raise UserError(
+            f"{flag} {symbol} is not known: take @@, sentencepiece, wordpiece, letter, silence, "
+            "_EOW or none."
+        ) from error
+    detokenizer = getattr(args, "eval_bleu", False) and args.eval_bleu_detok
+    if detokenizer and detokenizer not in TOKENIZER_REGISTRY:
+        known = ", ".join(sorted(TOKENIZER_REGISTRY))
+        raise UserError(
+            f"There is no tokenizer named {detokenizer} for --eval-bleu-detok: {known}."
+        )
+
+
+def joiner(command: str, args: argparse.Namespace) -> tuple[str, str | None]:
+    """The flag by which the command joins subwords of translations, and its value."""
+    if command in ("generate", "interactive"):
+        return "--remove-bpe", args.post_process
+    if command == "train" and getattr(args, "eval_bleu", False):
+        return "--eval-bleu-remove-bpe", args.eval_bleu_remove_bpe
+    return "--remove-bpe", None
+
+
+def unknown_words(command: str, args: argparse.Namespace) -> None:
+    """Refuses --replace-unk where the source's subwords are joined before one is looked up, and
+    a dictionary for it that fairseq could not read."""
+    from lightseq_fairseq.fairseq_compat.generation import NO_FILE
+
+    path = getattr(args, "replace_unk", None)
+    if path is None:
+        return
+    joining = {
+        "interactive": {"--remove-bpe": "post_process"},
+        "generate": {"--bpe": "bpe", "--tokenizer": "tokenizer"},
+    }
+    for flag, name in joining.get(command, {}).items():
+        if getattr(args, name, None):
+            raise UserError(
+                f"--replace-unk counts subwords, which {flag} would have joined in the source: "
+                f"leave {flag} out, and apply it to the translations."
+            )
+    if path in ("", NO_FILE):
+        return
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if len(line.split()) < 2:
+                raise UserError(
+                    f"Line {number} of {path}, which --replace-unk names, is no pair of words: "
+                    "write a source word and its translation on each line."
+                )
+
+
+def length_penalty(args: argparse.Namespace) -> None:
+    """Refuses --lenpen where a translation's length to that power is no number any more."""
+    penalty, flag = getattr(args, "lenpen", None), "--lenpen"
+    if getattr(args, "eval_bleu", False):
+        penalty = json.loads(args.eval_bleu_args).get("lenpen")
+        flag = "lenpen in --eval-bleu-args"
+    if penalty is not None and not abs(float(penalty)) <= 50:
+        raise UserError(
+            f"{flag} is {penalty}: give a number from -50 to 50. Scores are divided by the length "
+            "to this power, usually 0 to 2."
+        )
+
+
+def _search_settings(given: dict[str, Any]) -> None:
+    """Refuses settings of --eval-bleu-args that no search has; fairseq ignores them silently."""
+    from fairseq.dataclass.configs import GenerationConfig
+
+    known = {field.name: field.default for field in dataclasses.fields(GenerationConfig)}
+    for name, value in given.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "beam and lenpen are such settings."
+            raise UserError(f"--eval-bleu-args names {name}, which no search has: {hint}")
+        default = known[name]
+        is_number = isinstance(value, (int, float))
+        wanted = "true or false" if isinstance(default, bool) else "a number"
+        if isinstance(default, (int, float)) and (
+            not is_number
+            or isinstance(default, bool) != isinstance(value, bool)
+            or (isinstance(default, int) and not float(value).is_integer())
+        ):
+            raise UserError(
+                f"{name} in --eval-bleu-args is {json.dumps(value)}: give {wanted}, such as "
+                f"{json.dumps(default)}."
+            )
+
+
+def _python(text: str) -> ast.expr | None:
+    """The text as an expression of literals, None where it is none."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError):
+        return None
+    return None if any(isinstance(node, ast.Name) for node in ast.walk(tree)) else tree
+
+
+def _is_tuple(count: int) -> Callable[[str], bool]:
+    def is_tuple(text: str) -> bool:
+        tree = _python(text)
+        if isinstance(tree, (ast.Tuple, ast.List)):
+            return len(tree.elts) == count
+        return tree is not None and not isinstance(tree, (ast.Constant, ast.Dict))
+
+    return is_tuple
+
+
+def _is_dict(text: str) -> bool:
+    tree = _python(text)
+    return tree is not None and not isinstance(tree, (ast.Constant, ast.Tuple, ast.List))
+
+
+def _is_schedule(text: str) -> bool:
+    """Whether ``--lr-scheduler manual`` can read it: epochs or updates, and their rates."""
+    try:
+        rates = ast.literal_eval(text.replace(" ", ""))
+        return all(
+            re.fullmatch(r"\d+(,\d+)*|\d+-\d+", when) is not None and float(rate) >= 0
+            for when, rate in rates.items()
+        )
+    except (SyntaxError, ValueError, TypeError, AttributeError):
+        return False
+
+
+def _is_json(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+# Settings whose text fairseq evaluates: whether it can, and an example.
+_EVALUATED: dict[str, tuple[Callable[[str], bool], str]] = {
+    "adam_betas": (_is_tuple(2), "'(0.9, 0.98)'"),
+    "phase_ratio": (_is_tuple(3), "'(0.1, 0.4, 0.5)'"),
+    "optimizer_overrides": (_is_dict, "\"{'weight_decay': 0.1}\""),
+    "model_overrides": (_is_dict, "\"{'data': 'data-bin'}\""),
+    "epoch2lr": (_is_schedule, "\"{'1-2': 0.001, '3': 0.0005}\""),
+    "update2lr": (_is_schedule, "\"{'100': 0.001, '200': 0.0005}\""),
+    "eval_bleu_args": (_is_json, "'{\"beam\": 4}'"),
+    "eval_bleu_detok_args": (_is_json, '\'{"lang": "de"}\''),
+}
