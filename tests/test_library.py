@@ -337,9 +337,10 @@ def build_in(folder: Path) -> subprocess.CompletedProcess[str]:
 
 @needs_nvcc
 @pytest.mark.parametrize(("acts_as", "ptx"), [(80, "80"), (89, "89"), (120, "90")])
-def test_a_library_that_acts_as_another_gpu_holds_ptx_alone(tmp_path, acts_as, ptx):
+def test_a_library_that_acts_as_another_gpu_is_made_of_its_ptx(tmp_path, acts_as, ptx):
     (tmp_path / "csrc").mkdir()
     source = f"static_assert(LIGHTSEQ_ACTS_AS == {acts_as});\n__global__ void empty() {{}}\n"
+    source += f"#ifdef __CUDA_ARCH__\nstatic_assert(__CUDA_ARCH__ == {ptx}0);\n#endif\n"
     (tmp_path / "csrc" / "empty.cu").write_text(source)
     result = run(
         [
@@ -352,7 +353,7 @@ def test_a_library_that_acts_as_another_gpu_holds_ptx_alone(tmp_path, acts_as, p
     record = json.loads(described.read_text())
     assert (record["acts_as"], record["architectures"]) == (acts_as, [ptx])
     (report,) = (tmp_path / "objects").glob("*.txt")
-    assert "ptxas" not in report.read_text()  # which makes machine code
+    assert set(re.findall(r"for '(\w+)'", report.read_text())) == {"sm_90"}
 
 
 @pytest.mark.parametrize("given", ["--output", "--objects"])
