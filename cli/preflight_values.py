@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import ast
-import dataclasses
 import difflib
 import json
 import re
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -96,24 +96,29 @@ def _search_settings(given: dict[str, Any]) -> None:
     """Refuses settings of --eval-bleu-args that no search has; fairseq ignores them silently."""
     from fairseq.dataclass.configs import GenerationConfig
 
-    known = {field.name: field.default for field in dataclasses.fields(GenerationConfig)}
+    known = typing.get_type_hints(GenerationConfig)
     for name, value in given.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else "beam and lenpen are such settings."
             raise UserError(f"--eval-bleu-args names {name}, which no search has: {hint}")
-        default = known[name]
-        is_number = isinstance(value, (int, float))
-        wanted = "true or false" if isinstance(default, bool) else "a number"
-        if isinstance(default, (int, float)) and (
-            not is_number
-            or isinstance(default, bool) != isinstance(value, bool)
-            or (isinstance(default, int) and not float(value).is_integer())
-        ):
-            raise UserError(
-                f"{name} in --eval-bleu-args is {json.dumps(value)}: give {wanted}, such as "
-                f"{json.dumps(default)}."
-            )
+        for kind, is_right, wanted in _KINDS:
+            if known[name] is kind and not is_right(value):
+                raise UserError(
+                    f"{name} in --eval-bleu-args is {json.dumps(value)}: give {wanted}."
+                )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# Of a search's settings: their type, whether a value is of it, and what is asked for.
+_KINDS: tuple[tuple[type, Callable[[Any], bool], str], ...] = (
+    (bool, lambda value: isinstance(value, bool), "true or false"),
+    (int, lambda value: _is_number(value) and float(value).is_integer(), "a whole number"),
+    (float, _is_number, "a number"),
+)
 
 
 def _python(text: str) -> ast.expr | None:

@@ -29,6 +29,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in on_gpu]
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch.manual_seed(1)  # the same draws in each run, alone or among others
+
+
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     # Other test processes share the GPU, and the sizes here are so many that few blocks of memory
     # would serve again.

@@ -201,13 +201,17 @@ def test_a_run_ends_when_training_does(data: Path, tmp_path: Path) -> None:
 
 
 def hang(words: list[str]) -> None:
-    """lightseq-train in a process of its own, with a fifth step that takes the GPU two minutes."""
+    """lightseq-train in a process of its own, with a step that takes the GPU two minutes.
+
+    It comes when all sizes of batches have been captured: what CUDA loads or captures first might
+    wait for the GPU by itself.
+    """
     step, calls = TrainingStep.run, 0
 
     def hangs(self: TrainingStep, *arguments: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == 5:
+        if calls == 40:
             torch.cuda._sleep(240_000_000_000)  # cycles
         return step(self, *arguments)
 
@@ -219,7 +223,7 @@ def hang(words: list[str]) -> None:
 def test_the_launcher_gets_away_from_a_gpu_that_hangs(
     data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    flags = {**ON_GPU, "bf16": True, "max_update": 20, "distributed_world_size": 1}
+    flags = {**ON_GPU, "bf16": True, "max_update": 80, "distributed_world_size": 1}
     named = {name.replace("_", "-"): value for name, value in flags.items()}
     words = runs.command_line(data, tmp_path / "run", named)
     process = multiprocessing.get_context("spawn").Process(target=hang, args=(words,), daemon=True)

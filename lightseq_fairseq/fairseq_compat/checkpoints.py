@@ -170,13 +170,18 @@ def _load(file: Any, map_location: Any, allowed: list[Any], options: dict[str, A
 
 
 def _is_text(file: Any) -> bool:
-    """Whether a file begins as text does; one that is empty does not."""
+    """Whether a file begins as text does; an empty one and the stump of an archive do not."""
     if isinstance(file, (str, os.PathLike)):
         with open(file, "rb") as opened:
             return _is_text(opened)
     file.seek(0)
     beginning = file.read(1000).decode(errors="ignore")
-    return beginning != "" and all(c.isprintable() or c.isspace() for c in beginning)
+    is_archive = beginning.startswith("PK")
+    return (
+        bool(beginning.strip())
+        and not is_archive
+        and all(c.isprintable() or c.isspace() for c in beginning)
+    )
 
 
 def _name(file: Any) -> str:
