@@ -30,8 +30,9 @@ def register() -> None:
         UserError: fairseq is missing or cannot be used.
     """
     from lightseq_fairseq import plugins  # noqa: F401  (its import registers)
-    from lightseq_fairseq.cli import guards
+    from lightseq_fairseq.cli import guards, logs
 
+    logs.leave_out_configurations()
     program = os.path.basename(os.environ.get(PROGRAM, sys.argv[0]))
     guards.install(refuse_nothing=not program.endswith("interactive"))
     if program == "lightseq-train":

@@ -17,13 +17,15 @@ from lightseq_fairseq.cli.bench_train import cases as training
 from lightseq_fairseq.cli.bench_train import corpus as corpora
 from lightseq_fairseq.cli.bench_train import rows as training_rows
 from lightseq_fairseq.cli.launch import Stop
+from lightseq_fairseq.cli.version import version
 from lightseq_fairseq.errors import UserError
 
 # The clone that this package is run from: commits of result rows are known nowhere else.
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@click.group(context_settings={"max_content_width": 100})
+@click.group(name="lightseq-bench", context_settings={"max_content_width": 100})
+@version
 def main() -> None:
     """Measure the speed of training and of translation on this machine."""
 

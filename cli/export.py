@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from lightseq_fairseq.cli.launch import Stop
+from lightseq_fairseq.cli.version import version
 from lightseq_fairseq.errors import UserError
 
 # ctranslate2.specs.model_spec.ACCEPTED_MODEL_TYPES, known here without the package.
@@ -18,6 +19,7 @@ QUANTIZATIONS = (
 
 
 @click.command(name="lightseq-export", context_settings={"max_content_width": 100})
+@version
 @click.argument("source", metavar="CHECKPOINT", type=click.Path(path_type=Path))
 @click.option(
     "--to", required=True, type=click.Choice(["fairseq", "ctranslate2", "safetensors"]),

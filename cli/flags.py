@@ -322,7 +322,7 @@ def notes(
         # Not in validate, which takes the rest of the configuration from the checkpoint.
         elif flag in PART_OF and command != "validate" and not _whole_is_set(flag, parser, args):
             yield f"{flag} has no effect without {PART_OF[flag]}."
-        elif flag in SEVERAL_RANKS and command == "train" and _has_one_rank(args):
+        elif flag in SEVERAL_RANKS and command == "train" and has_one_rank(args):
             yield f"{flag} has no effect with one rank."
 
 
@@ -333,6 +333,7 @@ def _whole_is_set(flag: str, parser: argparse.ArgumentParser, args: argparse.Nam
     return value == choice if choice else bool(value) and value != parser.get_default(dest)
 
 
-def _has_one_rank(args: argparse.Namespace) -> bool:
+def has_one_rank(args: argparse.Namespace) -> bool:
+    """Whether the command is one process, and not a rank of several or what starts them."""
     started = os.environ.get("WORLD_SIZE", "1") != "1" or args.distributed_port > 0
     return args.distributed_world_size == 1 and not started

@@ -9,10 +9,12 @@ from pathlib import Path
 import click
 
 from lightseq_fairseq.cli.launch import Stop
+from lightseq_fairseq.cli.version import version
 from lightseq_fairseq.errors import UserError
 
 
 @click.command(name="lightseq-import", context_settings={"max_content_width": 100})
+@version
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("output", type=click.Path(path_type=Path))
 def main(checkpoint: Path, output: Path) -> None:

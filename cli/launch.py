@@ -23,10 +23,12 @@ from typing import Any
 import click
 
 from lightseq_fairseq import cli
-from lightseq_fairseq.cli import defaults, messages, preflight
+from lightseq_fairseq.cli import command_lines, defaults, messages, preflight
 from lightseq_fairseq.cli.clash import clash
 from lightseq_fairseq.cli.failures import Failure
+from lightseq_fairseq.cli.logs import LOG_CONFIG
 from lightseq_fairseq.cli.signals import Ranks, sent_to_ranks
+from lightseq_fairseq.cli.version import version
 from lightseq_fairseq.errors import GPUHangs, StoppedBySignal
 
 logger = logging.getLogger(__name__)
@@ -83,13 +85,19 @@ def launcher(command: str) -> Callable[[Callable[..., None]], click.Command]:
 
     def decorate(function: Callable[..., None]) -> click.Command:
         @functools.wraps(function)
-        def body(words: list[str], fairseq_help: bool, **options: Any) -> None:
-            function([*words, "--help"] if fairseq_help else words, **options)
+        def body(words: list[str], fairseq_help: bool, log_config: bool, **options: Any) -> None:
+            with _environment(LOG_CONFIG, "1" if log_config else None):
+                function([*words, "--help"] if fairseq_help else words, **options)
 
+        body = version(body)
+        body = click.option(
+            "--log-config", is_flag=True, help="Log fairseq's whole configuration at the start."
+        )(body)
         body = click.option(
             "--fairseq-help",
             is_flag=True,
-            help=f"List the options of fairseq-{command}, all of which are taken here too.",
+            help=f"List the flags of fairseq-{command}, all of which are taken here too, those of "
+            "the arch, the task, the optimizer, ... that the command names among them.",
         )(body)
         body = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[DATA] ...")(body)
         return click.command(
@@ -106,6 +114,7 @@ def run(
     words: Sequence[str],
     native: bool | Callable[[], bool] = False,
     complete: Callable[[list[str]], list[str]] | None = None,
+    announce: Callable[[], None] | None = None,
     around: Callable[[Callable[[argparse.Namespace], Any], argparse.Namespace], None] | None = None,
 ) -> None:
     """Runs ``fairseq_cli.<command>`` on ``words``.
@@ -114,15 +123,18 @@ def run(
         native: fairseq's own model and trainer stay in place (see `lightseq_fairseq.cli.register`);
             a function says so once fairseq may be imported.
         complete: gives the final words, once torch may be imported.
+        announce: is called when the final words are found to be in order.
         around: is called with fairseq's ``main`` and its argument, in its place.
 
     Raises:
         Stop: the input is at fault; the message says how.
         SystemExit: fairseq's parser refused the words and has said why.
     """
-    # Read when torch is loaded, just below. By default a CPU thread that waits for another spins,
-    # and beside a second busy program that has been seen to slow training down thirtyfold.
+    # Both are read when torch is loaded, just below. By default a CPU thread that waits for another
+    # spins, and beside a second busy program that has been seen to slow training down thirtyfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Of ranks that cannot reach another one torch would log each try, with twenty lines of C++.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not native and defaults.is_given(words, ("--retain-dropout",)):
         # fairseq switches its dropout modules on; the fused layers drop in training only.
         click.echo(
@@ -142,7 +154,9 @@ def run(
         if complete is not None:
             sys.argv[1:] = request.argv = complete(sys.argv[1:])
         module = importlib.import_module(f"fairseq_cli.{command}")
-        with preflight.checks(command, request), _around(module, around), no_workers_left():
+        around_all.enter_context(command_lines.refused_in_a_sentence(command))
+        around_all.enter_context(preflight.checks(command, request, announce))
+        with _around(module, around), no_workers_left():
             module.cli_main()
 
 
@@ -151,12 +165,23 @@ def _program(name: str, words: Sequence[str]) -> Iterator[None]:
     """fairseq reads the command from ``sys.argv``, and the ranks it spawns whose command it is."""
     saved = sys.argv
     sys.argv = [name, *words]
-    os.environ[cli.PROGRAM] = name
+    try:
+        with _environment(cli.PROGRAM, name):
+            yield
+    finally:
+        sys.argv = saved
+
+
+@contextmanager
+def _environment(name: str, value: str | None) -> Iterator[None]:
+    """Within it the variable has this value, which spawned processes see; None leaves it alone."""
+    if value is not None:
+        os.environ[name] = value
     try:
         yield
     finally:
-        del os.environ[cli.PROGRAM]
-        sys.argv = saved
+        if value is not None:
+            del os.environ[name]
 
 
 @contextmanager

@@ -402,6 +402,49 @@ def _worker(failure: Failure, request: Request) -> str | None:
     )
 
 
+# Of gloo, NCCL and the store in which ranks meet, where one of them is gone.
+_GONE = re.compile(
+    r"Connection (closed|reset) by peer|Connection was likely closed|Broken pipe|Socket Timeout|"
+    r"Read(ing)? error|Write error|ncclRemoteError|ncclSystemError|remote process exited|"
+    r"NCCL communicator was aborted|Timed out waiting \d+ ?ms for (send|recv)|"
+    r"failed to (recv|send), got|Gloo connectFullMesh failed"
+)
+_BY_RANKS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
+_NOT_COME = re.compile(r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+)")
+
+
+def _rank(failure: Failure, request: Request) -> str | None:
+    """What a rank hears of others that have ended, or have never come."""
+    if failure.kind == "ProcessExitedException":  # of processes that this one has started
+        found = re.match(r"process (\d+) terminated with (?:signal |exit code )(\w+)", failure.text)
+        if found is None:
+            return None
+        how = f"by {found[2]}" if found[2].startswith("SIG") else f"with status {found[2]}"
+        why = ", often because the machine is out of memory" if found[2] == "SIGKILL" else ""
+        goes_on = "; the same command goes on from the last checkpoint" if _trains(request) else ""
+        return (
+            f"Process {found[1]} of those that this command has started ended {how}{why}{goes_on}."
+        )
+    if failure.kind not in _BY_RANKS:
+        return None
+    if found := _NOT_COME.search(failure.text):
+        return (
+            f"{found[2]} of {found[3]} ranks have come within {found[1]} seconds: the logs of the "
+            "others say why they have not, and all of them need the same --distributed-init-method "
+            "or MASTER_ADDR and MASTER_PORT."
+        )
+    if _GONE.search(failure.text):
+        goes_on = (
+            ", and the same command goes on from the last checkpoint" if _trains(request) else ""
+        )
+        return f"Another rank has ended: its own log says why{goes_on}."
+    return None
+
+
+def _trains(request: Request) -> bool:
+    return hasattr(request.args, "max_update")
+
+
 def _memory(failure: Failure, request: Request) -> str | None:
     # The kernels' allocations fail with these words alone, as a RuntimeError.
     if failure.kind == "OutOfMemoryError" or failure.text.startswith("CUDA out of memory"):
@@ -492,6 +535,7 @@ _RULES: tuple[Callable[[Failure, Request], str | None], ...] = (
     _package,
     _configuration,
     _worker,
+    _rank,
     _memory,
     _files,
 )

@@ -10,23 +10,35 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightseq_fairseq.cli import flags, preflight_checkpoints, preflight_values, registered
-from lightseq_fairseq.cli.defaults import value
+from lightseq_fairseq.cli import (
+    command_lines,
+    flags,
+    preflight_checkpoints,
+    preflight_values,
+    registered,
+)
+from lightseq_fairseq.cli.defaults import is_given, value
 from lightseq_fairseq.cli.messages import Request
 from lightseq_fairseq.errors import UserError
 
 
 @contextmanager
-def checks(command: str, request: Request) -> Iterator[None]:
+def checks(
+    command: str, request: Request, passed: Callable[[], None] | None = None
+) -> Iterator[None]:
     """Within it, fairseq's parsing of the command line is followed by the checks.
 
-    ``request.args`` receives what fairseq has parsed. ``command``: train, generate, ... In training
-    the parser takes --pack-tokens as well: fairseq makes it a part of the model's configuration,
-    where the trainer finds it, also in ranks that are spawned.
+    ``request.args`` receives what fairseq has parsed. In training the parser takes --pack-tokens as
+    well: fairseq makes it a part of the model's configuration, where the trainer finds it, also in
+    ranks that are spawned.
+
+    Args:
+        command: train, generate, ...
+        passed: called once the checks have found nothing.
 
     Raises:
         UserError: an unknown name, a setting that is not supported, missing data, a precision the
@@ -40,6 +52,10 @@ def checks(command: str, request: Request) -> Iterator[None]:
         parser: argparse.ArgumentParser, input_args: Any = None, *more: Any, **keywords: Any
     ) -> Any:
         names(parser, request.argv)
+        words = sys.argv[1:] if input_args is None else list(input_args)
+        if "--help" in words:
+            words.remove("--help")
+            command_lines.with_all_flags(command, parse, parser, words)
         if command == "train":
             registered.check_task(request.argv)
             # Absent unless given; the launcher's --help explains it.
@@ -53,7 +69,9 @@ def checks(command: str, request: Request) -> Iterator[None]:
             request.args = parsed
             if os.path.basename(sys.argv[0]).startswith("lightseq-"):  # else all is fairseq's
                 flags.check(command, request.argv, parser, parsed)
-            inputs(command, parsed)
+            inputs(command, request.argv, parsed)
+            if passed is not None:
+                passed()
         return parsed
 
     options.parse_args_and_arch = parse_and_check
@@ -83,7 +101,7 @@ def names(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
                 )
 
 
-def inputs(command: str, args: argparse.Namespace) -> None:
+def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
     """Refuses what the command cannot start from; ``args`` is fairseq's namespace."""
     from fairseq.tasks import TASK_REGISTRY
 
@@ -96,6 +114,7 @@ def inputs(command: str, args: argparse.Namespace) -> None:
         )
     preflight_values.values(command, args)
     numbers(args)
+    backend(argv, args)
     preflight_values.unknown_words(command, args)
     preflight_values.length_penalty(args)
     if command == "generate" and args.constraints and not args.sampling:  # flags.py: ours at all
@@ -155,6 +174,22 @@ def numbers(args: argparse.Namespace) -> None:
         rate = getattr(args, name, None) or 0
         if not 0 <= rate < 1:
             raise UserError(f"--{name.replace('_', '-')} is {rate}: give a number from 0 below 1.")
+
+
+def backend(argv: Sequence[str], args: argparse.Namespace) -> None:
+    """Has ranks without GPUs exchange numbers by gloo: fairseq's default, NCCL, is for GPUs."""
+    import torch
+
+    flag = "--distributed-backend"
+    if flags.has_one_rank(args) or (torch.cuda.is_available() and not args.cpu):
+        return
+    if args.distributed_backend != "nccl":
+        return
+    if is_given(argv, (flag,)):
+        raise UserError(
+            f"{flag} nccl is for GPUs, and there is none: give {flag} gloo, or drop it."
+        )
+    args.distributed_backend = "gloo"
 
 
 def precision(args: argparse.Namespace) -> None:

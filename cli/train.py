@@ -46,18 +46,26 @@ def main(words: list[str], native: bool, pack_tokens: bool) -> None:
         return native or not registered.uses_lightseq(words)
 
     def complete(argv: list[str]) -> list[str]:
-        if "--help" in argv or not registered.uses_lightseq(argv):
+        if "--help" in argv:
+            arch = [] if defaults.is_given(argv, defaults.ARCH) else ["--arch", "ls_transformer"]
+            return defaults.complete([*arch, *argv], defaults.Machine())
+        if not registered.uses_lightseq(argv):
             return argv
         fused = registered.is_fused(defaults.value(argv, defaults.ARCH))
         argv = defaults.complete(argv, _machine(argv), fused)
         argv = registered.native_twin(argv) if native else argv
-        if _is_first_rank(argv):
+        completed.append(argv)
+        return defaults.with_options(argv, _log_format(argv))
+
+    completed: list[list[str]] = []
+
+    def announce() -> None:
+        for argv in filter(_is_first_rank, completed):
             print(defaults.command_line(argv), flush=True)
             if (note := defaults.note(argv)) is not None:
                 click.echo(f"lightseq-train: note: {note}", err=True)
-        return defaults.with_options(argv, _log_format(argv))
 
-    run("train", words, native=is_native, complete=complete)
+    run("train", words, native=is_native, complete=complete, announce=announce)
 
 
 def _machine(argv: list[str]) -> defaults.Machine:

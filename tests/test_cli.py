@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import multiprocessing
 import os
 import re
@@ -25,6 +26,7 @@ from click.testing import CliRunner
 import fairseq_cli.train
 from fairseq import options
 
+import lightseq_fairseq
 from lightseq_fairseq.cli import train
 from lightseq_fairseq.cli.clash import clash
 from lightseq_fairseq.cli.launch import launcher
@@ -125,11 +127,53 @@ def test_help_imports_neither_torch_nor_fairseq() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_fairseq_help_is_fairseq_s_own(data: Path) -> None:
-    result = run("train", "--fairseq-help")
-    assert result.exit_code == 0
-    assert "--distributed-world-size" in result.stdout
-    assert not result.stdout.startswith("lightseq-train")
+@pytest.mark.parametrize(
+    "command", [*COMMANDS, "average", "score", "export", "import_", "doctor", "bench"]
+)
+def test_version(command: str) -> None:
+    said = succeed(command, "--version")
+    assert said == f"lightseq-{command.removesuffix('_')} {lightseq_fairseq.__version__}\n"
+
+
+def test_fairseq_help_lists_the_flags_of_what_the_command_names() -> None:
+    said = succeed("train", "--fairseq-help")
+    assert said.startswith("usage: lightseq-train [flags]\n")
+    ours = (
+        "distributed-world-size",
+        "encoder-layers",
+        "adam-betas",
+        "label-smoothing",
+        "source-lang",
+    )
+    assert [flag for flag in ours if f"  --{flag} " not in said] == []
+    said = succeed("train", "--fairseq-help", "--arch", "lstm", "--optimizer", "nag")
+    assert "--encoder-bidirectional" in said and "--momentum" in said
+    assert "--share-all-embeddings  " not in said and "--adam-betas" not in said
+    for command, flag in (("generate", "--beam"), ("validate", "--valid-subset")):
+        assert flag in succeed(command, "--fairseq-help")
+
+
+def test_the_configuration_is_logged_where_it_is_asked_for(
+    data: Path, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = data.parent / "text" / "test"
+    words: dict[str, list[str | Path]] = {
+        "train": [data, "--arch", "ls_transformer_tiny", *SMALL, "--no-save"],
+        "generate": [data, "--path", trained, *QUICK],
+        "validate": [data, "--path", trained, "--cpu"],
+        "interactive": [data, "--path", trained, *QUICK, "--input", f"{text}.de"],
+        "preprocess": ["-s", "de", "-t", "en", "--testpref", text, "--destdir", tmp_path / "data"],
+    }
+    caplog.set_level(logging.INFO)
+    for command in COMMANDS:
+        longest = {}
+        for asked in ("", "--log-config"):
+            caplog.clear()
+            succeed(command, *words[command], *filter(None, [asked]))
+            configurations = ("{'_name': None, 'common'", "Namespace(")
+            longest[asked] = [m for m in caplog.messages if m.startswith(configurations)]
+            assert caplog.messages
+        assert len(longest[""]) == 0 and len(longest["--log-config"]) == 1, command
 
 
 @pytest.mark.parametrize(

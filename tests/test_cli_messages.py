@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
+import signal
+import time
 import traceback
 from collections.abc import Callable
 
 import pytest
-from torch.multiprocessing import ProcessRaisedException
+import torch
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from lightseq_fairseq.cli.messages import Request, explain
 from lightseq_fairseq.errors import UserError
 
 TRAIN = Request(
     ["bin", "--arch", "x", "--save-dir", "ck"],
-    argparse.Namespace(data="bin", save_dir="ck", restore_file="checkpoint_last.pt", path=None),
+    argparse.Namespace(
+        data="bin", save_dir="ck", restore_file="checkpoint_last.pt", path=None, max_update=9
+    ),
 )
 GENERATE = Request(
     ["bin", "--path", "a.pt", "--bpe-codes=codes.bpe"],
@@ -128,6 +134,34 @@ def memory_of_a_kernel() -> None:
     raise RuntimeError("CUDA out of memory: lightseq wanted room for 1.5e+09 more numbers")
 
 
+def gloo_has_lost_a_rank() -> None:
+    raise RuntimeError(
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:4517: "
+        "Connection reset by peer. This is typically caused by a remote worker hanging or bugs in "
+        "the application. Check the logs of the remote worker."
+    )
+
+
+class DistBackendError(RuntimeError):
+    """As torch.distributed names it."""
+
+
+def nccl_has_lost_a_rank() -> None:
+    raise DistBackendError(
+        "NCCL error in: ProcessGroupNCCL.cpp:77, remote process exited or there was a network "
+        "error, NCCL version 2.28\nncclRemoteError: A call failed possibly due to a network error "
+        "or a remote process exiting prematurely."
+    )
+
+
+class DistStoreError(RuntimeError):
+    """As torch.distributed names it."""
+
+
+def ranks_have_not_come() -> None:
+    raise DistStoreError("Timed out after 601 seconds waiting for clients. 1/2 clients joined.")
+
+
 def named_file() -> None:
     raise FileNotFoundError(errno.ENOENT, "No such file or directory", "codes.bpe")
 
@@ -159,6 +193,9 @@ KNOWN: list[tuple[Callable[[], None], Request, list[str]]] = [
     (no_requests, GENERATE, ["URL", "pip install requests"]),
     (memory, TRAIN, ["out of memory", "--max-tokens"]),
     (memory_of_a_kernel, TRAIN, ["out of memory", "--max-tokens"]),
+    (gloo_has_lost_a_rank, TRAIN, ["Another rank has ended", "its own log", "the same command"]),
+    (nccl_has_lost_a_rank, GENERATE, ["Another rank has ended: its own log says why."]),
+    (ranks_have_not_come, TRAIN, ["1 of 2 ranks", "601 seconds", "--distributed-init-method"]),
     (named_file, GENERATE, ["codes.bpe", "does not exist"]),
     (read_only, TRAIN, ["ck", "--save-dir"]),
     (full_disk, TRAIN, ["ck", "--save-dir", "space"]),
@@ -196,6 +233,33 @@ def test_and_the_same_one_from_another_process(
     assert explain(raised, request_) == explain(error, request_)
     worker = f"Caught {type(error).__name__} in DataLoader worker process 0.\nOriginal {text}"
     assert explain(type(error)(worker), request_) == explain(error, request_)
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        (
+            TRAIN,
+            "Process 1 of those that this command has started ended by SIGKILL, often because the "
+            "machine is out of memory; the same command goes on from the last checkpoint.",
+        ),
+        (
+            GENERATE,
+            "Process 1 of those that this command has started ended by SIGKILL, often because the "
+            "machine is out of memory.",
+        ),
+    ],
+)
+def test_a_process_that_was_killed(request_: Request, sentence: str) -> None:
+    with pytest.raises(ProcessExitedException) as error:
+        torch.multiprocessing.start_processes(_kill, nprocs=2, start_method="fork")
+    assert explain(error.value, request_) == sentence
+
+
+def _kill(number: int) -> None:
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
 
 
 def mistake() -> None:

@@ -11,6 +11,7 @@ not for a version number, and leaves a fairseq alone that does not show it.
     layers        0.12.2's encoder layer, the search for a NaN, cuDNN attention
     checkpoints   loading without running what a file says
     generation    --replace-unk, --no-repeat-ngram-size
+    ranks         what ranks gather
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def prepare() -> None:
             deprecations,
             generation,
             layers,
+            ranks,
         )
 
         command_line.repair()
@@ -77,6 +79,7 @@ def prepare() -> None:
         layers.repair()
         checkpoints.repair()
         generation.repair()
+        ranks.repair()
     except (ImportError, AttributeError) as error:
         raise UserError(
             f"fairseq {version} differs too much from the versions this package supports "

@@ -1,4 +1,5 @@
-"""What surrounds fairseq's training in each process that trains: folder, signals, checkpoints."""
+"""What surrounds fairseq's training in each process that trains: folder, signals, checkpoints, and
+a look at the other ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ import torch
 from lightseq_fairseq.training import stopping  # isort: skip  (prepares fairseq)
 
 from fairseq import checkpoint_utils
+from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq_cli import train
 from torch.utils.data._utils import worker
 
 from lightseq_fairseq import files
+from lightseq_fairseq.training import ranks
 from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.stopping import STOPPING
 
@@ -31,6 +34,19 @@ def install(trainer: type = stopping.Trainer) -> None:
     train.Trainer = trainer
     if not hasattr(train.main, "is_guarded"):
         train.main = around(train.main)  # spawned ranks find it by its name
+        distributed_utils.distributed_init = meeting(distributed_utils.distributed_init)
+
+
+def meeting(initialise: Callable[[Any], int]) -> Callable[[Any], int]:
+    """fairseq's ``distributed_init``, which says so where it has to wait."""
+
+    @functools.wraps(initialise)
+    def distributed_init(cfg: Any) -> int:
+        settings = cfg.distributed_training
+        with ranks.waiting_for_all(settings.distributed_rank, settings.distributed_world_size):
+            return initialise(cfg)
+
+    return distributed_init
 
 
 def around(main: Callable[..., None]) -> Callable[..., None]:
@@ -46,7 +62,7 @@ def around(main: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(main)
     def guarded(cfg: Any, *arguments: Any, **keywords: Any) -> None:
-        with STOPPING.handled(), ExitStack() as folder, _hooks(cfg, folder):
+        with STOPPING.handled(), ranks.watched(), ExitStack() as folder, _hooks(cfg, folder):
             try:
                 main(cfg, *arguments, **keywords)
             except BaseException:

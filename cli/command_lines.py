@@ -1,0 +1,172 @@
+"""What a command line may hold: the flags that each command knows, and a sentence for what it does
+not know.
+
+Everything here is asked for once a command line is wrong, or its flags are to be listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightseq_fairseq.errors import UserError
+
+# Command -> fairseq's function that makes its parser, None where the command is ours alone.
+_PARSERS = {
+    "train": "get_training_parser",
+    "generate": "get_generation_parser",
+    "interactive": "get_interactive_generation_parser",
+    "validate": "get_validation_parser",
+    "preprocess": "get_preprocessing_parser",
+    "average": None,
+    "score": None,
+    "export": None,
+}
+
+
+@contextmanager
+def refused_in_a_sentence(command: str) -> Iterator[None]:
+    """Within it, parsers raise UserError, where argparse prints all flags and leaves.
+
+    Args:
+        command: train, generate, ...
+    """
+
+    def error(parser: argparse.ArgumentParser, message: str) -> None:
+        raise UserError(_sentence(command, parser, message))
+
+    original = argparse.ArgumentParser.error
+    argparse.ArgumentParser.error = error  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.error = original  # type: ignore[method-assign]
+
+
+def with_all_flags(
+    command: str, parse: Callable[..., Any], parser: argparse.ArgumentParser, words: list[str]
+) -> None:
+    """Prints the help of all flags that the command takes, and leaves.
+
+    fairseq's own --help comes before it has added the flags of the arch, the task, the optimizer,
+    ... that the command names.
+
+    Args:
+        parse: fairseq's ``parse_args_and_arch``.
+        words: the command line without --help.
+    """
+    seen: list[argparse.ArgumentParser] = []
+
+    def show(parser: argparse.ArgumentParser) -> None:
+        seen.append(parser)  # fairseq calls this before it adds flags, and afterwards
+        if len(seen) == 2:
+            parser.usage = f"lightseq-{command} [flags]"
+            parser.print_help()
+            parser.exit()
+
+    parse(parser, words, modify_parser=show)
+
+
+def _sentence(command: str, parser: argparse.ArgumentParser, message: str) -> str:
+    """``message`` is argparse's."""
+    found = re.match(r"unrecognized arguments: (\S+)", message)
+    if found is not None:
+        return _unknown(command, parser, found[1])
+    found = re.fullmatch(r"the following arguments are required: (.*)", message)
+    if found is not None:
+        if found[1] == "data":
+            return (
+                f"The data directory is missing: lightseq-{command} --help shows a whole command."
+            )
+        return f"{found[1]} is required here: --fairseq-help says what it is."
+    found = re.match(r"argument (\S+): (.*)", message, re.DOTALL)
+    if found is None:
+        return _ended(message)
+    flag, says = found[1].rpartition("/")[2], found[2]
+    if value := re.match(r"invalid (\w+) value: (.*)", says):
+        wanted = {"int": "a whole number", "float": "a number"}.get(value[1], f"of type {value[1]}")
+        return f"{flag} cannot be {value[2].strip(chr(39))}: it must be {wanted}."
+    if choice := re.match(r"invalid choice: (.*) \(choose from (.*)\)", says):
+        name, known = choice[1].strip("'"), choice[2].replace("'", "")
+        return f"{flag} cannot be {name}: choose one of {known}."
+    if re.match(r"expected (one|at least one) argument", says):
+        return f"{flag} stands without its value."
+    if re.match("ignored explicit argument", says):
+        return f"{flag} takes no value."
+    return _ended(f"{flag}: {says}")
+
+
+def _ended(text: str) -> str:
+    text = " ".join(text.split())
+    return text if text.endswith((".", "!", "?")) else text + "."
+
+
+def _unknown(command: str, parser: argparse.ArgumentParser, word: str) -> str:
+    """The sentence for a word that the command has no place for."""
+    flag = word.partition("=")[0]
+    if not flag.startswith("-"):
+        return f"lightseq-{command} has no place for {word}: a flag takes fewer values than given."
+    known = set(parser._option_string_actions) | _own_flags(command)
+    having = [name for name in _PARSERS if name != command and flag in _flags(name)]
+    if having:
+        return f"lightseq-{command} has no {flag}: it is a flag of {_listed(having)}."
+    if (component := _component_with(flag, known)) is not None:
+        return f"{flag} is a flag of {component}, which this command does not use."
+    close = difflib.get_close_matches(flag, sorted(known), n=1, cutoff=0.7)
+    hint = f"did you mean {close[0]}?" if close else "--fairseq-help lists all flags."
+    return f"lightseq-{command} has no {flag}: {hint}"
+
+
+def _listed(commands: list[str]) -> str:
+    names = [f"lightseq-{name}" for name in commands]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _flags(command: str) -> set[str]:
+    """The flags of a command, whatever its task, model, ... are."""
+    from fairseq import options
+
+    name = _PARSERS[command]
+    of_fairseq = set() if name is None else set(getattr(options, name)()._option_string_actions)
+    return of_fairseq | _own_flags(command)
+
+
+def _own_flags(command: str) -> set[str]:
+    """Those of ours."""
+    main = importlib.import_module(f"lightseq_fairseq.cli.{command}").main
+    return {flag for parameter in main.params for flag in parameter.opts if flag.startswith("-")}
+
+
+def _component_with(flag: str, known: set[str]) -> str | None:
+    """An arch, a task, an optimizer, ... that has the flag, such as ``--optimizer adagrad``."""
+    from fairseq.models import ARCH_MODEL_REGISTRY
+    from fairseq.registry import REGISTRIES
+    from fairseq.tasks import TASK_REGISTRY
+
+    registries = {"--arch": ARCH_MODEL_REGISTRY, "--task": TASK_REGISTRY}
+    for name, registry in REGISTRIES.items():
+        registries["--" + name.replace("_", "-")] = registry["registry"]
+    for whose, registry in registries.items():
+        if whose in known:
+            for name, component in registry.items():
+                if flag in _flags_of(component):
+                    return f"{whose} {name}"
+    return None
+
+
+def _flags_of(component: Any) -> set[str]:
+    from fairseq.dataclass.utils import gen_parser_from_dataclass
+
+    parser = argparse.ArgumentParser(add_help=False, conflict_handler="resolve")
+    with contextlib.suppress(Exception):  # some need packages that are not installed
+        if hasattr(component, "add_args"):
+            component.add_args(parser)
+        elif (settings := getattr(component, "__dataclass", None)) is not None:
+            gen_parser_from_dataclass(parser, settings())
+    return set(parser._option_string_actions)
