@@ -162,8 +162,9 @@ def test_the_configuration_is_logged_where_it_is_asked_for(
         "generate": [data, "--path", trained, *QUICK],
         "validate": [data, "--path", trained, "--cpu"],
         "interactive": [data, "--path", trained, *QUICK, "--input", f"{text}.de"],
-        "preprocess": ["-s", "de", "-t", "en", "--testpref", text, "--destdir", tmp_path / "data"],
-    }
+        "preprocess": ["-s", "de", "-t", "en", "--testpref", text, "--destdir", tmp_path / "data",
+                       "--srcdict", data / "dict.de.txt", "--tgtdict", data / "dict.en.txt"],
+    }  # fmt: skip
     caplog.set_level(logging.INFO)
     for command in COMMANDS:
         logger = logging.getLogger(f"fairseq_cli.{command}")
