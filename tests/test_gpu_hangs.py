@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +15,7 @@ import training_runs as runs
 from lightseq_fairseq import graphs
 from lightseq_fairseq.errors import GPUHangs
 from lightseq_fairseq.generation.late import LateProgress
+from lightseq_fairseq.training.host_copies import HostCopies
 from lightseq_fairseq.training.step import Report, TrainingStep
 
 
@@ -69,8 +71,15 @@ def test_the_launcher_says_it_and_leaves_at_once(
     def hangs(*_: object) -> None:
         raise GPUHangs(300)
 
+    def waits_for_the_gpu(copies: HostCopies) -> None:
+        if copies._memory is not None:
+            os._exit(9)
+
     def work() -> None:
-        with mock.patch.object(TrainingStep, "run", hangs):
+        with (
+            mock.patch.object(TrainingStep, "run", hangs),
+            mock.patch.object(HostCopies, "release", waits_for_the_gpu),
+        ):
             train.main(words)
 
     # Had Python's own way out been taken, the fork would have seen it and its status be another.

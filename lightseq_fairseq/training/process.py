@@ -22,6 +22,7 @@ from fairseq_cli import train
 from torch.utils.data._utils import worker
 
 from lightseq_fairseq import files
+from lightseq_fairseq.errors import GPUHangs
 from lightseq_fairseq.training import ranks
 from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.stopping import STOPPING
@@ -65,9 +66,10 @@ def around(main: Callable[..., None]) -> Callable[..., None]:
         with STOPPING.handled(), ranks.watched(), ExitStack() as folder, _hooks(cfg, folder):
             try:
                 main(cfg, *arguments, **keywords)
-            except BaseException:
+            except BaseException as error:
                 try:
-                    WRITER.close()
+                    # A GPU that hangs keeps whoever gives its memory back.
+                    WRITER.finish() if isinstance(error, GPUHangs) else WRITER.close()
                 except Exception as error:
                     logger.error("%s", error)
                 raise
