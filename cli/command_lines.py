@@ -155,18 +155,20 @@ def _component_with(flag: str, known: set[str]) -> str | None:
     for whose, registry in registries.items():
         if whose in known:
             for name, component in registry.items():
-                if flag in _flags_of(component):
-                    return f"{whose} {name}"
+                with contextlib.suppress(Exception):  # some need packages that are not installed
+                    if any(flag in action.option_strings for action in actions_of(component)):
+                        return f"{whose} {name}"
     return None
 
 
-def _flags_of(component: Any) -> set[str]:
+def actions_of(component: Any) -> list[argparse.Action]:
+    """The flags that a registered class adds, as fairseq's ``parse_args_and_arch`` finds them."""
     from fairseq.dataclass.utils import gen_parser_from_dataclass
 
-    parser = argparse.ArgumentParser(add_help=False, conflict_handler="resolve")
-    with contextlib.suppress(Exception):  # some need packages that are not installed
-        if hasattr(component, "add_args"):
-            component.add_args(parser)
-        elif (settings := getattr(component, "__dataclass", None)) is not None:
-            gen_parser_from_dataclass(parser, settings())
-    return set(parser._option_string_actions)
+    parser = argparse.ArgumentParser(add_help=False)
+    settings = vars(component).get("__dataclass")
+    if hasattr(component, "add_args"):
+        component.add_args(parser)
+    elif settings is not None:
+        gen_parser_from_dataclass(parser, settings())
+    return parser._actions

@@ -13,16 +13,16 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightseq_fairseq import plugins  # noqa: F401  (prepares fairseq)
 
 # isort: split
 from fairseq import options, registry
-from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.optim.bmuf import FairseqBMUF
 
 from lightseq_fairseq.cli import flags
+from lightseq_fairseq.cli.command_lines import actions_of
 from lightseq_fairseq.plugins import optimizer, unsupported
 from lightseq_fairseq.training import fast_path
 
@@ -65,6 +65,7 @@ NOTES = {
     "--activation-fn": "relu, gelu, gelu_accurate; others are refused",
     "--ddp-backend": "fallback with `slowmo`; `fully_sharded` is refused: parameters live in one "
     "flat buffer; the others make no difference to the captured step",
+    "--distributed-backend": "without GPUs it is gloo, and nccl is refused",
     "--sacrebleu": "with `--bpe`: spares a warning",
     "--fp16": "on a CPU refused, unless with `--fp16-no-flatten-grads`",
     "--fp16-no-flatten-grads": "decides the form of the optimizer's state in checkpoints",
@@ -174,17 +175,6 @@ def of_choices(command: str) -> Iterator[tuple[argparse.Action, str]]:
     if command == "train":
         for action in actions_of(FairseqBMUF):
             yield action, "--use-bmuf"
-
-
-def actions_of(component: Any) -> list[argparse.Action]:
-    """The settings that a registered class adds, found as ``parse_args_and_arch`` finds them."""
-    parser = argparse.ArgumentParser(add_help=False)
-    dataclass = vars(component).get("__dataclass")
-    if hasattr(component, "add_args"):
-        component.add_args(parser)
-    elif dataclass is not None:
-        gen_parser_from_dataclass(parser, dataclass())
-    return parser._actions
 
 
 def answer(command: str, name: str, choices: list[str]) -> tuple[str, str]:

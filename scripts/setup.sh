@@ -2,7 +2,7 @@
 # Everything in one command: .venv with torch, fairseq, this package and its CUDA kernels. Needs no
 # root, may be run again at any time, and then does only what is missing.
 #
-#   PYTHON=python3.12 bash scripts/setup.sh    another Python (default: the first of 3.10 to 3.12)
+#   PYTHON=python3.12 bash scripts/setup.sh    another Python (default: the first of 3.10 to 3.13)
 #   LIGHTSEQ_BUILD=1                           the CUDA kernels are wanted: no nvcc is an error
 #   LIGHTSEQ_BUILD=0                           leave the CUDA kernels out
 #   LIGHTSEQ_CUDA_ARCHITECTURES=80,90          compile for these instead of this machine's GPU
@@ -15,25 +15,25 @@ fail() {
     exit 1
 }
 
-is_supported() { # fairseq 0.12.2 builds on Python 3.13; whether it trains there was not tried
-    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
+is_supported() {
+    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
 }
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.10}; do
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
         if is_supported "$candidate"; then
             command -v "$candidate"
             return
         fi
     done
-    fail "${PYTHON:-python3} is not Python 3.10, 3.11 or 3.12: install one of them and name it," \
+    fail "${PYTHON:-python3} is not Python 3.10 to 3.13: install one of them and name it," \
         "as in PYTHON=python3.11 bash scripts/setup.sh"
 }
 
 if [ -x .venv/bin/pip ]; then # pip comes last: a .venv without it is unfinished
     is_supported .venv/bin/python ||
-        fail ".venv holds a Python other than 3.10 to 3.12: remove .venv and run this again"
+        fail ".venv holds a Python other than 3.10 to 3.13: remove .venv and run this again"
 else
     python=$(find_python)
     echo "setup: .venv from $python ($("$python" --version))"
