@@ -153,6 +153,19 @@ def test_fairseq_help_lists_the_flags_of_what_the_command_names() -> None:
         assert flag in succeed(command, "--fairseq-help")
 
 
+def test_a_setting_that_is_missing_is_told_without_all_others(
+    data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """fairseq logs each of them where it cannot compose its configuration."""
+    words = ["--arch", "ls_transformer_tiny", *SMALL, "--lr-scheduler", "polynomial_decay"]
+    caplog.set_level(logging.INFO)
+    for asked in ((), ("--log-config",)):
+        caplog.clear()
+        result = run("train", data, *words, *asked)
+        assert "--total-num-update is missing" in result.stderr
+        assert ("Overrides: " in caplog.text) == bool(asked)
+
+
 def test_the_configuration_is_logged_where_it_is_asked_for(
     data: Path, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
