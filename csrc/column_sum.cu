@@ -252,6 +252,7 @@ class LateSums {
 void sums_later(Tensor flat) {
   require(flat.is_contiguous(), "sums_later: flat must be contiguous");
   const int32_t device = flat.get_device();
+  const torch::stable::accelerator::DeviceGuard guard(device);
   LateSums::of(device).begin(flat, current_stream(device));
 }
 

@@ -55,6 +55,7 @@ def _prepares(load: Callable[[Any], None]) -> Callable[[Any], None]:
             fairseq_compat.prepare()
         except errors.UserError as error:
             if "fairseq" not in sys.modules:
+                watch()  # for when what is missing has been installed
                 raise ImportError(str(error), name="fairseq") from error
             print(f"lightseq_fairseq: {error}", file=sys.stderr)  # imported, but not repaired
         return None

@@ -564,3 +564,15 @@ class TestReplacingUnknownWords:
     def test_of_a_source_that_has_lost_its_subwords(self) -> None:
         with pytest.raises(UserError, match="--replace-unk finds fewer source words"):
             self.text("neu7 Auto")
+
+
+def test_no_task_fails_on_an_empty_batch_of_validation() -> None:
+    from fairseq.tasks import TASK_REGISTRY, FairseqTask
+
+    class FromUserDir(FairseqTask):
+        def valid_step(self, sample: Any, model: Any, criterion: Any) -> Any:
+            return sample["target"]
+
+    for task in (*TASK_REGISTRY.values(), FromUserDir):
+        assert task.valid_step(object.__new__(task), {}, None, None) == (0.0, 0, {}), task
+    assert FromUserDir.valid_step(object.__new__(FromUserDir), {"target": 7}, None, None) == 7

@@ -548,6 +548,44 @@ def test_lengths_may_be_a_list() -> None:
     assert len(Segments.from_lengths([]).positions) == 0
 
 
+@pytest.mark.parametrize("wrong", [[-1, 3], [2.5, 1.0], [[1, 2]], 3])
+def test_lengths_that_are_none(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="lengths must be one whole number from 0 on for each"):
+        Segments.from_lengths(wrong)
+
+
+def test_segments_on_another_device() -> None:
+    there = lengths(3, 2).to("meta")
+    assert {x.device.type for x in (there.cu_seqlens, there.positions, there.index)} == {"meta"}
+    assert (there.max_len, there.shape) == (3, (2, 3))
+    assert Segments.from_lengths([3, 2], "cpu").cu_seqlens.tolist() == [0, 3, 5]
+
+
+def test_training_without_an_rng_says_how_to_get_one() -> None:
+    layer = EncoderLayer(16, 32, 2, dropout=0.1)
+    with pytest.raises(ValueError, match=r"layers need an rng.*draw_rng"):
+        layer(torch.ones(3, 16), lengths(3), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("what", ["layer", "linear", "embedding", "loss"])
+def test_a_gradient_of_a_gradient_is_refused(what: str) -> None:
+    segments, rng = lengths(3), RNG.clone()
+    x = torch.randn(3, 16, requires_grad=True)
+    weight = torch.randn(16, 16, requires_grad=True)
+    if what == "layer":
+        y = EncoderLayer(16, 32, 2, dropout=0.1)(x, segments, rng)
+    elif what == "linear":
+        y = linear(x, weight)
+    elif what == "embedding":
+        table = Embedding(9, 16, 1)
+        x, y = table.weight, table(torch.arange(3), segments, rng)
+    else:
+        y = label_smoothed_cross_entropy(linear(x, weight), torch.arange(3), 0.1, 1)[0]
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice a function that was marked"):
+        gradient.square().sum().backward()
+
+
 @NORMS
 @pytest.mark.parametrize("counts", [[], [0, 0]])
 def test_empty_batches(normalize_before: bool, counts: list[int]) -> None:

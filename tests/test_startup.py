@@ -50,6 +50,20 @@ def test_fairseq_imports_and_is_repaired(site: Path) -> None:
     assert run.stdout[:3] == "0.1" and run.stderr == ""
 
 
+def test_an_import_that_lacked_a_package_is_made_again(site: Path) -> None:
+    """As in a notebook, where the package is installed and the cell run once more."""
+    run = python(
+        site,
+        "sys.modules['hydra'] = None\n"
+        "try:\n import fairseq\nexcept ImportError as error:\n print('hydra-core' in str(error))\n"
+        "del sys.modules['hydra']\n"
+        "import fairseq.data.data_utils\n"
+        "print(type(fairseq.data.data_utils.np).__name__)\n",
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["True", "Overlay"]
+
+
 def test_python_starts_without_anything_else(site: Path) -> None:
     run = python(
         site,

@@ -137,6 +137,7 @@ __device__ __forceinline__ void list_units(Plan& plan, const Work& work, int par
     const int end_q = work.cu_q[sentence + 1], end_k = work.cu_k[sentence + 1];
     assert(has_sentence(work.rows_q, unit.first_q, end_q) && "cu_q ascends within [0, Tq]");
     assert(has_sentence(work.rows_k, unit.first_k, end_k) && "cu_k ascends within [0, Tk]");
+    assert((sentence > 0 || unit.first_q + unit.first_k == 0) && "cu_q and cu_k begin with 0");
     unit.length_q = end_q - unit.first_q;
     unit.length_k = end_k - unit.first_k;
     const uint32_t begin = unit.first_q + static_cast<uint32_t>(unit.first_k);

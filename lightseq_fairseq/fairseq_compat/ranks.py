@@ -10,7 +10,6 @@ import torch
 from fairseq.distributed import utils
 from fairseq.models import distributed_fairseq_model as wrappers
 from fairseq.tasks import FairseqTask
-from fairseq.tasks.translation import TranslationTask
 from torch import nn
 
 
@@ -24,7 +23,18 @@ def repair() -> None:
 def _repair_empty_batches() -> None:
     # Ranks get equally many batches, the last ones of which may be empty. The trainer knows, but
     # fairseq-validate does not: "KeyError: 'net_input'".
-    for task in (FairseqTask, TranslationTask):
+    tasks = [FairseqTask]
+    for task in tasks:  # and whatever extends one
+        tasks += task.__subclasses__()
+        if "valid_step" in vars(task):
+            _repair_valid_step(task)
+    FairseqTask.__init_subclass__ = classmethod(_with_valid_step)
+
+
+def _with_valid_step(task: Any, **options: Any) -> None:
+    """What is done to a task that --user-dir brings."""
+    super(FairseqTask, task).__init_subclass__(**options)
+    if "valid_step" in vars(task):
         _repair_valid_step(task)
 
 
@@ -32,10 +42,10 @@ def _repair_valid_step(task: Any) -> None:
     original = task.valid_step
 
     @functools.wraps(original)
-    def valid_step(self: Any, sample: Any, model: Any, criterion: Any, **options: Any) -> Any:
+    def valid_step(self: Any, sample: Any, *arguments: Any, **options: Any) -> Any:
         if isinstance(sample, dict) and not sample:
             return 0.0, 0, {}
-        return original(self, sample, model, criterion, **options)
+        return original(self, sample, *arguments, **options)
 
     task.valid_step = valid_step
 

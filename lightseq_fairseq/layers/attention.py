@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightseq_fairseq import ops
@@ -93,6 +94,7 @@ class _SelfAttention(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
         x, qkv, out, lse, q_w, k_w, v_w, q_b, k_b, v_b, out_w, out_b, *saved = ctx.saved_tensors
         heads, width = ctx.heads, x.shape[1]
@@ -135,6 +137,7 @@ class _CrossAttention(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
         x, memory, q, out, lse, q_w, q_b, out_w, out_b, *saved = ctx.saved_tensors
         heads, width = ctx.heads, x.shape[1]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightseq_fairseq import ops
 
@@ -36,6 +37,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss, nll, correct
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:
         if ctx.is_overwritten:
             raise RuntimeError(

@@ -12,7 +12,9 @@ def draw_rng(device: torch.device | str = "cpu") -> Tensor:
     The seed is drawn from torch's CPU generator, so ``torch.manual_seed`` decides it. fairseq
     seeds that generator before every update, which makes a resumed run draw the same masks.
     Every mask of the pass follows from these two numbers (see ``ops.philox``); backward
-    recomputes them instead of storing them.
+    recomputes them instead of storing them. Give this tensor itself, not copies of it, to all
+    layers of the pass, and to those on another device one drawn for that: by it layers know which
+    others draw in the same pass.
     """
     seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64)
     return torch.cat([seed, torch.zeros(1, dtype=torch.int64)]).to(device)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.residual_norm import layer_norm
@@ -28,6 +29,7 @@ class _Embedding(torch.autograd.Function):
         return ops.embedding_fwd(tokens, weight, positions, position_weight, scale, p, rng, site)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         tokens, weight, positions, position_weight, rng = ctx.saved_tensors
         learned = ctx.needs_input_grad[3]
@@ -49,6 +51,7 @@ class _Dropout(torch.autograd.Function):
         return ops.bias_activation_dropout_fwd(x, None, "identity", p, rng, site)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, rng = ctx.saved_tensors
         dx = ops.bias_activation_dropout_bwd(

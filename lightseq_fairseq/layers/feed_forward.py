@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.residual_norm import (
@@ -67,6 +68,7 @@ class _FeedForward(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
         x, h1, h2, w1, b1, w2, b2, *saved = ctx.saved_tensors
         a = ctx.activation

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.parameters import as_one, gradients_for
@@ -30,6 +31,7 @@ class _Linear(torch.autograd.Function):
         return y if parts == 1 else y.chunk(parts, dim=1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         x, *parameters = ctx.saved_tensors
         count = len(ctx.rows)

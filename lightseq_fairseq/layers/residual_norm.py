@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.parameters import gradients_for
@@ -99,6 +100,7 @@ class _LayerNorm(torch.autograd.Function):
         return x, y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor) -> Any:
         x, gamma, beta, mean, rstd, rng = ctx.saved_tensors
         to = gradients_for(gamma, beta)

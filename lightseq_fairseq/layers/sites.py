@@ -43,8 +43,15 @@ def first_site(module: nn.Module, site: int | None, rng: Tensor) -> int:
     with one number meet, a layer and its copy say, the later one gets another.
 
     A module that is called twice with one rng draws the same masks twice, as a pass that is
-    recomputed has to. For other masks, give the second call an rng of its own.
+    recomputed has to. For other masks, give the second call an rng of its own. A copy of an rng
+    counts as another pass with the same numbers: layers on several devices take one drawn for each
+    device, not copies of one.
+
+    Raises:
+        ValueError: there is no rng, which training needs.
     """
+    if rng is None:
+        raise ValueError("layers need an rng, int64 [2]: rng = lightseq_fairseq.layers.draw_rng()")
     if site is not None:
         return site
     if not module.training:

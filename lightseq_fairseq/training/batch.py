@@ -55,11 +55,32 @@ class Segments:
         return cls(cu_seqlens, mask.shape[1], positions, index, (mask.shape[0], mask.shape[1]))
 
     @classmethod
-    def from_lengths(cls, lengths: Tensor | Sequence[int]) -> Segments:
-        """Segments of sentences of the given lengths (int [B], or a list; in tokens)."""
-        lengths = torch.as_tensor(lengths, dtype=torch.int64)
+    def from_lengths(
+        cls, lengths: Tensor | Sequence[int], device: torch.device | str | None = None
+    ) -> Segments:
+        """Segments of sentences of the given lengths (int [B], or a list; in tokens).
+
+        device: of the segments, by default that of ``lengths``, of a list the CPU.
+
+        Raises:
+            ValueError: the lengths are no whole numbers from 0 on, one a sentence.
+        """
+        given = torch.as_tensor(lengths, device=device)
+        lengths = given.to(torch.int64)
+        if lengths.dim() != 1 or (lengths != given).any() or (lengths < 0).any():
+            raise ValueError(
+                "lengths must be one whole number from 0 on for each sentence, got "
+                f"{given.tolist()}"
+            )
         steps = torch.arange(int(lengths.max()) if lengths.numel() else 0, device=lengths.device)
         return cls.from_mask(steps < lengths[:, None])
+
+    def to(self, device: torch.device | str) -> Segments:
+        """The same on ``device``."""
+        moved = (x.to(device) for x in (self.cu_seqlens, self.positions, self.index))
+        cu_seqlens, positions, index = moved
+        trust_boundaries(cu_seqlens, len(positions), self.max_len)
+        return Segments(cu_seqlens, self.max_len, positions, index, self.shape)
 
     def pack(self, padded: Tensor) -> Tensor:
         """[B, L, ...] -> [T, ...]; differentiable."""
