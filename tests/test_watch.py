@@ -119,6 +119,8 @@ def test_a_stopped_rank_is_reported_while_the_others_wait(data: Path, tmp_path: 
     said: list[str] = []
 
     def keep(text: str, *values: Any) -> None:
+        if "has waited" in text:  # to begin with, on a busy machine
+            return
         said.append(text % values)
         (tmp_path / f"said{torch.distributed.get_rank()}").write_text(json.dumps(said))
 
