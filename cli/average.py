@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 
-from lightseq_fairseq.cli.launch import Stop
-from lightseq_fairseq.cli.version import version
+from lightseq_fairseq.cli.commands import Stop, own
 from lightseq_fairseq.errors import UserError
 
 Checkpoint = dict[str, Any]
@@ -19,8 +18,7 @@ EPOCHS = re.compile(r"checkpoint(\d+)\.pt")
 UPDATES = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 
 
-@click.command(name="lightseq-average", context_settings={"max_content_width": 100})
-@version
+@own("lightseq-average")
 @click.option(
     "--inputs", "first", multiple=True, required=True, metavar="PATH ...",
     type=click.Path(path_type=Path),

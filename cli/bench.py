@@ -16,8 +16,7 @@ from lightseq_fairseq.cli.bench_runs import Bench, Unable
 from lightseq_fairseq.cli.bench_train import cases as training
 from lightseq_fairseq.cli.bench_train import corpus as corpora
 from lightseq_fairseq.cli.bench_train import rows as training_rows
-from lightseq_fairseq.cli.launch import Stop
-from lightseq_fairseq.cli.version import version
+from lightseq_fairseq.cli.commands import Stop, version
 from lightseq_fairseq.errors import UserError
 
 # The clone that this package is run from: commits of result rows are known nowhere else.

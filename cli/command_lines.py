@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.errors import UserError
 
 # Command -> fairseq's function that makes its parser, None where the command is ours alone.
@@ -109,18 +110,35 @@ def _ended(text: str) -> str:
 
 def _unknown(command: str, parser: argparse.ArgumentParser, word: str) -> str:
     """The sentence for a word that the command has no place for."""
-    flag = word.partition("=")[0]
+    flag, program = word.partition("=")[0], f"lightseq-{command}"
     if not flag.startswith("-"):
-        return f"lightseq-{command} has no place for {word}: a flag takes fewer values than given."
+        return f"{program} has no place for {word}: a flag takes fewer values than given."
     known = set(parser._option_string_actions) | _own_flags(command)
-    having = [name for name in _PARSERS if name != command and flag in _flags(name)]
-    if having:
-        return f"lightseq-{command} has no {flag}: it is a flag of {_listed(having)}."
-    if (component := _component_with(flag, known)) is not None:
+    component = None if _having(program, flag) else _component_with(flag, known)
+    if component is not None:
         return f"{flag} is a flag of {component}, which this command does not use."
+    return unknown_flag(program, flag, known, ": --fairseq-help lists all flags.")
+
+
+def unknown_flag(program: str, flag: str, known: set[str], otherwise: str = ".") -> str:
+    """The sentence for a flag that ``program`` does not have: who has it, or which one is like it.
+
+    Args:
+        known: the flags that it has.
+        otherwise: the sentence's end where there is neither.
+    """
+    having = _having(program, flag)
     close = difflib.get_close_matches(flag, sorted(known), n=1, cutoff=0.7)
-    hint = f"did you mean {close[0]}?" if close else "--fairseq-help lists all flags."
-    return f"lightseq-{command} has no {flag}: {hint}"
+    if having:
+        otherwise = f": it is a flag of {_listed(having)}."
+    elif close:
+        otherwise = f": did you mean {close[0]}?"
+    return f"{program} has no {flag}{otherwise}"
+
+
+def _having(program: str, flag: str) -> list[str]:
+    """Other commands that have the flag."""
+    return [name for name in _PARSERS if f"lightseq-{name}" != program and flag in _flags(name)]
 
 
 def _listed(commands: list[str]) -> str:
@@ -129,12 +147,15 @@ def _listed(commands: list[str]) -> str:
 
 
 def _flags(command: str) -> set[str]:
-    """The flags of a command, whatever its task, model, ... are."""
-    from fairseq import options
+    """The flags of a command, whatever its task, model, ... are; without fairseq those of ours."""
+    name, found = _PARSERS[command], _own_flags(command)
+    with contextlib.suppress(UserError):
+        if name is not None:
+            fairseq_compat.prepare()
+            from fairseq import options
 
-    name = _PARSERS[command]
-    of_fairseq = set() if name is None else set(getattr(options, name)()._option_string_actions)
-    return of_fairseq | _own_flags(command)
+            found |= set(getattr(options, name)()._option_string_actions)
+    return found
 
 
 def _own_flags(command: str) -> set[str]:

@@ -21,7 +21,7 @@ import click
 import lightseq_fairseq
 from lightseq_fairseq import startup
 from lightseq_fairseq.cli.clash import clash
-from lightseq_fairseq.cli.version import version
+from lightseq_fairseq.cli.commands import own
 from lightseq_fairseq.errors import UserError
 
 PACKAGE = "lightseq_fairseq"
@@ -154,8 +154,7 @@ SECTIONS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
 )
 
 
-@click.command(name="lightseq-doctor", context_settings={"max_content_width": 100})
-@version
+@own("lightseq-doctor")
 def main() -> None:
     """Print what lightseq_fairseq runs on, and what is wrong with it.
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from lightseq_fairseq.cli.launch import Stop
-from lightseq_fairseq.cli.version import version
+from lightseq_fairseq.cli.commands import Stop, own
 from lightseq_fairseq.errors import UserError
 
 # ctranslate2.specs.model_spec.ACCEPTED_MODEL_TYPES, known here without the package.
@@ -18,8 +17,7 @@ QUANTIZATIONS = (
 )  # fmt: skip
 
 
-@click.command(name="lightseq-export", context_settings={"max_content_width": 100})
-@version
+@own("lightseq-export")
 @click.argument("source", metavar="CHECKPOINT", type=click.Path(path_type=Path))
 @click.option(
     "--to", required=True, type=click.Choice(["fairseq", "ctranslate2", "safetensors"]),

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import click
 
-from lightseq_fairseq.cli.launch import Stop
-from lightseq_fairseq.cli.version import version
+from lightseq_fairseq.cli.commands import Stop, own
 from lightseq_fairseq.errors import UserError
 
 
-@click.command(name="lightseq-import", context_settings={"max_content_width": 100})
-@version
+@own("lightseq-import")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("output", type=click.Path(path_type=Path))
 def main(checkpoint: Path, output: Path) -> None:

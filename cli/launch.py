@@ -25,25 +25,13 @@ import click
 from lightseq_fairseq import cli
 from lightseq_fairseq.cli import command_lines, defaults, messages, preflight
 from lightseq_fairseq.cli.clash import clash
+from lightseq_fairseq.cli.commands import Stop, version
 from lightseq_fairseq.cli.failures import Failure
 from lightseq_fairseq.cli.logs import LOG_CONFIG
 from lightseq_fairseq.cli.signals import Ranks, sent_to_ranks
-from lightseq_fairseq.cli.version import version
 from lightseq_fairseq.errors import GPUHangs, StoppedBySignal
 
 logger = logging.getLogger(__name__)
-
-
-class Stop(click.ClickException):
-    """The end of a command for a known reason, which the message says in a sentence."""
-
-    def __init__(self, program: str, sentence: str, status: int = 2) -> None:
-        super().__init__(sentence)
-        self.program = program
-        self.exit_code = status  # type: ignore[misc]
-
-    def show(self, file: Any = None) -> None:
-        click.echo(f"{self.program}: error: {self.format_message()}", file=file, err=file is None)
 
 
 class Interrupted(Stop):

@@ -274,7 +274,7 @@ def _sampling(failure: Failure, request: Request) -> str | None:
 
 
 _PLAIN = re.compile(
-    r"--[a-z]|Valid paths|Must specify|Please specify|Cannot combine|cannot use both --|"
+    r"--[a-z]|Must specify|Please specify|Cannot combine|cannot use both --|"
     r"preprocessing\.py doesn't support|Minimum loss scale reached|"
     r"gradients are Nan/Inf in update|DiverseBeamSearch requires"
 )
@@ -298,6 +298,34 @@ def _fairseq_says_it(failure: Failure, request: Request) -> str | None:
                 f"lower it, or start one process per rank with torchrun."
             )
     return None
+
+
+def _unnamed_sets(failure: Failure, request: Request) -> str | None:
+    """fairseq says that validation sets are ignored, and ends."""
+    found = re.match(r"Valid paths \[(.*)\] will be ignored", failure.text)
+    if found is None:
+        return None
+    sets = found[1].replace("'", "")
+    return (
+        f"The data have validation sets that --valid-subset does not name ({sets}): name them, "
+        "take all with --combine-valid-subsets, or leave them with --ignore-unused-valid-subsets."
+    )
+
+
+def _conflict(failure: Failure, request: Request) -> str | None:
+    """An arch and a task that define one flag."""
+    found = re.search(r"conflicting option strings?: (.*)", failure.text)
+    if failure.kind != "ArgumentError" or found is None:
+        return None
+    arch, task = (getattr(request.args, name, None) for name in ("arch", "task"))
+    arch, task = (
+        arch or value(request.argv, ("--arch", "-a")),
+        task or value(request.argv, ("--task",)),
+    )
+    return (
+        f"--arch {arch} and --task {task} both define {found[1]} in this fairseq, and cannot be "
+        "used together: take another of one."
+    )
 
 
 def _schedule(failure: Failure, request: Request) -> str | None:
@@ -526,7 +554,9 @@ _RULES: tuple[Callable[[Failure, Request], str | None], ...] = (
     _no_end,
     _search,
     _sampling,
+    _unnamed_sets,
     _fairseq_says_it,
+    _conflict,
     _schedule,
     _arch,
     _metric,

@@ -117,7 +117,7 @@ def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
     backend(argv, args)
     preflight_values.unknown_words(command, args)
     preflight_values.length_penalty(args)
-    if command == "generate" and args.constraints and not args.sampling:  # flags.py: ours at all
+    if command == "generate" and args.constraints:  # flags.py refuses those of ours that sample
         raise UserError(
             "--constraints stand in lines of text, and a binarised test set holds none: drop it, "
             "or translate with lightseq-interactive."

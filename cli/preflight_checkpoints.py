@@ -32,7 +32,8 @@ def first(args: argparse.Namespace) -> None:
     if path is not None and not PathManager.isfile(path):
         there = os.path.join(args.save_dir, path)
         hint = f"there is a {there}" if os.path.isfile(there) else "check the path, or leave it out"
-        raise UserError(f"{flag} {path or repr(path)} does not exist: {hint}.")
+        wrong = "is a folder" if os.path.isdir(path) else "does not exist"
+        raise UserError(f"{flag} {path or repr(path)} {wrong}: {hint}.")
 
 
 def best_metric(args: argparse.Namespace) -> None:

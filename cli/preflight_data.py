@@ -16,12 +16,14 @@ def data(command: str, args: argparse.Namespace) -> None:
     """Refuses a data directory without the dictionaries or the splits that the command reads."""
     from fairseq import utils
     from fairseq.data.data_utils import infer_language_pair
+    from fairseq.tasks.translation import TranslationTask
 
     folders = utils.split_paths(args.data)
     for folder in folders:
         if not os.path.isdir(folder):
+            wrong = "is no directory" if os.path.exists(folder) else "does not exist"
             raise UserError(
-                f"The data directory {folder} does not exist: give the --destdir that "
+                f"The data directory {folder} {wrong}: give the --destdir that "
                 f"lightseq-preprocess wrote."
             )
     source, target = args.source_lang, args.target_lang
@@ -42,7 +44,7 @@ def data(command: str, args: argparse.Namespace) -> None:
         if not _has_split(folder, split, source, target):
             raise UserError(
                 f"{folder} holds no {split} split for {source}-{target}: binarise one with "
-                f"lightseq-preprocess ({_PREFIX_FLAGS.get(split, '--testpref')}), or name the one "
+                f"lightseq-preprocess ({_prefix_flag(split)}), or name the one "
                 f"it holds with {_SUBSET_FLAGS[command, split == args.train_subset]}."
             )
         reader = _reader_of_targets(command, args)
@@ -51,7 +53,9 @@ def data(command: str, args: argparse.Namespace) -> None:
                 f"{folder} holds the {split} split without its {target} side, which {reader} "
                 "reads: binarise both sides with lightseq-preprocess."
             )
-    _joiner(command, args, os.path.join(folders[0], f"dict.{target}.txt"))
+    dictionary = os.path.join(folders[0], f"dict.{target}.txt")
+    _joiner(command, args, dictionary)
+    preflight_values.sampling(command, args, len(TranslationTask.load_dictionary(dictionary)))
     sentences(command, args)
 
 
@@ -96,7 +100,10 @@ def sentences(command: str, args: argparse.Namespace) -> None:
 
 
 # --remove-bpe -> what a word of a dictionary that was made for it looks like
-_JOINERS = {"@@": r".+@@", "sentencepiece": "\u2581.*", "wordpiece": "_.+", "_EOW": ".+_EOW"}
+_JOINERS = {
+    "@@": r".+@@", "sentencepiece": "\u2581.*", "wordpiece": "_.+", "_EOW": ".+_EOW",
+    "letter": r"\|",  # where a word ends; all else is a letter
+}  # fmt: skip
 _SHARE_JOINED = 0.01  # of the words; fewer may stand in any text
 
 
@@ -113,6 +120,11 @@ def _joiner(command: str, args: argparse.Namespace, path: str) -> None:
         for kind, form in _JOINERS.items()
     }
     shown = max(counts, key=lambda kind: counts[kind])
+    if asked == "letter" and counts[asked] == 0:
+        raise UserError(
+            f"{flag} letter joins all words of a sentence, as {path} has no | to end them: give "
+            f"{flag} for what it holds, or leave it out."
+        )
     if counts[asked] == 0 and counts[shown] > _SHARE_JOINED * len(words):
         instead = flag if shown == "@@" else f"{flag} {shown}"
         raise UserError(
@@ -176,7 +188,12 @@ def _reader_of_targets(command: str, args: argparse.Namespace) -> str | None:
     return "--prefix-size" if args.prefix_size > 0 else None
 
 
-_PREFIX_FLAGS = {"train": "--trainpref", "valid": "--validpref", "test": "--testpref"}
+def _prefix_flag(split: str) -> str:
+    """lightseq-preprocess's flag for the text of a split."""
+    kind = next((kind for kind in ("train", "valid") if split.startswith(kind)), "test")
+    return f"--{kind}pref"
+
+
 _SUBSET_FLAGS = {
     ("train", True): "--train-subset",
     ("train", False): "--valid-subset",

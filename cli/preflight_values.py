@@ -6,6 +6,7 @@ import argparse
 import ast
 import difflib
 import json
+import math
 import re
 import typing
 from collections.abc import Callable
@@ -25,13 +26,20 @@ def values(command: str, args: argparse.Namespace) -> None:
     from fairseq.data.data_utils import post_process
     from fairseq.data.encoders import TOKENIZER_REGISTRY
 
+    for name, value in vars(args).items():
+        if isinstance(value, float) and math.isnan(value):
+            raise UserError(f"--{name.replace('_', '-')} is nan, which is no number: give one.")
     flag, symbol = joiner(command, args)
+    if symbol == "@@":
+        raise UserError(
+            f"{flag} @@ takes the marks away and does not join what they mark: give {flag} alone."
+        )
     try:
         post_process("", symbol)
     except NotImplementedError as error:
         raise UserError(
-            f"{flag} {symbol} is not known: take @@, sentencepiece, wordpiece, letter, silence, "
-            "_EOW or none."
+            f"{flag} {symbol} is not known: give {flag} alone for @@, or sentencepiece, wordpiece, "
+            "letter, silence, _EOW or none."
         ) from error
     detokenizer = getattr(args, "eval_bleu", False) and args.eval_bleu_detok
     if detokenizer and detokenizer not in TOKENIZER_REGISTRY:
@@ -70,13 +78,29 @@ def unknown_words(command: str, args: argparse.Namespace) -> None:
             )
     if path in ("", NO_FILE):
         return
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
-            if len(line.split()) < 2:
+            if len(line.split()) < 2 or "\ufffd" in line:
                 raise UserError(
-                    f"Line {number} of {path}, which --replace-unk names, is no pair of words: "
-                    "write a source word and its translation on each line."
+                    f"Line {number} of {path}, which --replace-unk names, is no pair of words in "
+                    "UTF-8: write a source word and its translation on each line."
                 )
+
+
+def sampling(command: str, args: argparse.Namespace, words: int) -> None:
+    """Refuses limits of --sampling beyond what there is to draw from: ``words`` of a dictionary."""
+    topk, topp = "--sampling-topk", "--sampling-topp"
+    given = {topk: getattr(args, "sampling_topk", 0), topp: getattr(args, "sampling_topp", 0)}
+    if command == "train":
+        settings = json.loads(args.eval_bleu_args) if getattr(args, "eval_bleu", False) else {}
+        topk, topp = "sampling_topk in --eval-bleu-args", "sampling_topp in --eval-bleu-args"
+        given = {topk: settings.get("sampling_topk", 0), topp: settings.get("sampling_topp", 0)}
+    if given[topk] > words:
+        raise UserError(
+            f"{topk} is {given[topk]} and the target dictionary has {words} words: lower it."
+        )
+    if given[topp] > 1:
+        raise UserError(f"{topp} is {given[topp]}: give a share of the probability, 1 at most.")
 
 
 def length_penalty(args: argparse.Namespace) -> None:
@@ -107,6 +131,8 @@ def _search_settings(given: dict[str, Any]) -> None:
                 raise UserError(
                     f"{name} in --eval-bleu-args is {json.dumps(value)}: give {wanted}."
                 )
+        if name in ("beam", "nbest") and value < 1:
+            raise UserError(f"{name} in --eval-bleu-args must be at least 1.")
 
 
 def _is_number(value: Any) -> bool:

@@ -11,16 +11,14 @@ from typing import Any, TextIO
 
 import click
 
-from lightseq_fairseq.cli.launch import Stop
+from lightseq_fairseq.cli.commands import Stop, own
 from lightseq_fairseq.cli.replaced import replaced
-from lightseq_fairseq.cli.version import version
 from lightseq_fairseq.errors import UserError
 
 Row = dict[str, Any]
 
 
-@click.command(name="lightseq-score", context_settings={"max_content_width": 100})
-@version
+@own("lightseq-score")
 @click.option(
     "--sys", "system", required=True, metavar="FILE", type=click.File(encoding="utf-8"),
     help="What lightseq-generate or fairseq-generate printed, or translations, one a line; "

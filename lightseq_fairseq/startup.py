@@ -23,7 +23,8 @@ SWITCH = "LIGHTSEQ_FAIRSEQ_HOOK"
 
 # Python runs a line that begins with "import", whatever else is installed when it comes to it.
 _LINE = (
-    f"import os; os.environ.get({SWITCH!r}) != '0' and "
+    f"import os, sys; os.environ.get({SWITCH!r}) != '0' "
+    "and 'lightseq_fairseq.startup' not in sys.orig_argv and "
     r'exec("try:\n import lightseq_fairseq.startup as s\n s.watch()\nexcept Exception:\n pass")'
 )
 

@@ -135,6 +135,28 @@ def test_version(command: str) -> None:
     assert said == f"lightseq-{command.removesuffix('_')} {lightseq_fairseq.__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("score --beam 1", "lightseq-score has no --beam: it is a flag of lightseq-generate and "
+         "lightseq-interactive."),
+        ("average --output x --input y", "lightseq-average has no --input: it is a flag of "
+         "lightseq-interactive."),
+        ("export --quantisation int8", "lightseq-export has no --quantisation: did you mean "
+         "--quantization?"),
+        ("doctor --x", "lightseq-doctor has no --x."),
+        ("average --num-epoch-checkpoints x", "Invalid value for '--num-epoch-checkpoints': 'x' is "
+         "not a valid integer range."),
+        ("score", "Missing option '--sys'."),
+    ],
+)  # fmt: skip
+def test_wrong_words_of_our_own_commands_end_in_a_sentence(line: str, sentence: str) -> None:
+    command, *words = line.split()
+    result = run(command, *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"lightseq-{command}: error: {sentence}\n"
+
+
 def test_fairseq_help_lists_the_flags_of_what_the_command_names() -> None:
     said = succeed("train", "--fairseq-help")
     assert said.startswith("usage: lightseq-train [flags]\n")

@@ -576,3 +576,16 @@ def test_no_task_fails_on_an_empty_batch_of_validation() -> None:
     for task in (*TASK_REGISTRY.values(), FromUserDir):
         assert task.valid_step(object.__new__(task), {}, None, None) == (0.0, 0, {}), task
     assert FromUserDir.valid_step(object.__new__(FromUserDir), {"target": 7}, None, None) == 7
+
+
+def test_fairseqs_own_checkpoints_are_written_beside_their_name(tmp_path: Path) -> None:
+    """Not to <name>.tmp, which may be another run's, or a link."""
+    from fairseq.checkpoint_utils import torch_persistent_save
+
+    (tmp_path / "precious").write_text("precious")
+    path = tmp_path / "checkpoint1.pt"
+    (tmp_path / "checkpoint1.pt.tmp").symlink_to("precious")
+    torch_persistent_save({"model": torch.ones(3)}, str(path))
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert not path.is_symlink() and torch.equal(torch.load(path)["model"], torch.ones(3))
+    assert len(list(tmp_path.iterdir())) == 3

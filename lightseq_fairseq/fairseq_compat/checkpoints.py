@@ -18,10 +18,12 @@ import omegaconf
 import torch
 from fairseq import checkpoint_utils, registry
 from fairseq.distributed import utils as distributed_utils
+from fairseq.file_io import PathManager
 from fairseq.logging import meters
 from fairseq.models.transformer import TransformerDecoderBase, TransformerEncoderBase
 from fairseq.modules import AdaptiveInput, AdaptiveSoftmax, SinusoidalPositionalEmbedding
 
+from lightseq_fairseq import files
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat.layers import DEAD_PARAMETERS
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
@@ -36,10 +38,26 @@ def repair() -> None:
     # holds an argparse.Namespace, and so does a rank that is handed one by rank 0.
     checkpoint_utils.torch = Overlay(torch, load=load_checkpoint)
     distributed_utils.torch = Overlay(torch, load=_load_from_rank)
+    _repair_torch_persistent_save()
     for module in (SinusoidalPositionalEmbedding, AdaptiveInput, AdaptiveSoftmax):
         _fill_new_buffer(module)
     for stack in (TransformerEncoderBase, TransformerDecoderBase):
         _fill_loaded_buffer(stack)
+
+
+def _repair_torch_persistent_save() -> None:
+    # fairseq writes to <name>.tmp: two runs into one folder mix their files there, a link of that
+    # name is followed, and one that could not be written stays.
+    original = checkpoint_utils.torch_persistent_save
+
+    @functools.wraps(original)
+    def torch_persistent_save(obj: Any, filename: Any, async_write: bool = False) -> None:
+        if async_write or not PathManager.supports_rename(filename):
+            original(obj, filename, async_write)
+        else:
+            files.write_atomically(os.fspath(filename), lambda file: torch.save(obj, file))
+
+    checkpoint_utils.torch_persistent_save = torch_persistent_save
 
 
 _BUFFER = "_float_tensor"  # stands for a module's type; fairseq saves it and never writes to it

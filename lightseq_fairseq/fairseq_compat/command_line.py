@@ -25,7 +25,8 @@ def check_arch(name: str) -> None:
     if name in known:
         return
     close = difflib.get_close_matches(name, sorted(known), n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else "--help lists the known ones."
+    ours = ", ".join(sorted(arch for arch in known if arch.startswith("ls_transformer")))
+    hint = f"did you mean {' or '.join(close)}?" if close else f"there are {ours}, and fairseq's."
     raise UserError(f"there is no architecture called {name}; {hint}")
 
 
