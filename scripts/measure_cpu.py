@@ -34,7 +34,8 @@ from fairseq.data import (  # noqa: E402
 )
 from test_parity import PRE_NORM, SHARED  # noqa: E402
 
-from lightseq_fairseq.training.batch import Granularity, PackingDataset  # noqa: E402
+from lightseq_fairseq.packing import Granularity  # noqa: E402
+from lightseq_fairseq.training.batch import PackingDataset  # noqa: E402
 
 RESULTS = ROOT / "scripts" / "results" / "cpu.json"
 

@@ -13,7 +13,7 @@ from ops_testing import assert_kernel_as_good_as, leaf, make_rng
 
 from lightseq_fairseq import library, ops
 from lightseq_fairseq.ops.attention import attention_bwd_reference, attention_fwd_reference
-from lightseq_fairseq.training.batch import Segments
+from lightseq_fairseq.packing import Segments
 
 pytestmark = pytest.mark.gpu
 

@@ -29,7 +29,7 @@ from flag_runs import Proofs, launch, names, rows, table
 from torch.distributed.algorithms import ddp_comm_hooks
 from training_runs import exit_status, fork
 
-from lightseq_fairseq.training.batch import PackedBatch, open_block
+from lightseq_fairseq.packing import PackedBatch, open_block
 from lightseq_fairseq.training.step import TrainingStep
 
 Trace = dict[str, Any]

@@ -33,7 +33,7 @@ from lightseq_fairseq.layers import (
     sinusoidal_positions,
 )
 from lightseq_fairseq.layers.linear import linear_parts
-from lightseq_fairseq.training.batch import Segments
+from lightseq_fairseq.packing import Segments
 
 RNG = torch.tensor([1234, 5])
 RATES = {"dropout": 0.3, "attention_dropout": 0.2, "activation_dropout": 0.4}
@@ -56,7 +56,7 @@ def rows(segments: Segments, width: int) -> Tensor:
 WITHOUT_FAIRSEQ = """
 import sys, torch
 from lightseq_fairseq import layers
-from lightseq_fairseq.training.batch import Segments
+from lightseq_fairseq.packing import Segments
 
 source = Segments.from_lengths(torch.tensor([3, 5]))
 target = Segments.from_lengths(torch.tensor([4, 2]))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq import layers, ops
-from lightseq_fairseq.training.batch import Segments
+from lightseq_fairseq.packing import Segments
 
 pytestmark = pytest.mark.gpu
 

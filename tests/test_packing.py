@@ -28,17 +28,16 @@ from fairseq.data import (  # noqa: E402
     indexed_dataset,
 )
 
-from lightseq_fairseq.training.batch import (  # noqa: E402
+from lightseq_fairseq.packing import (  # noqa: E402
     Bucket,
     Granularity,
     Packed,
     PackedBatch,
-    PackingDataset,
     Segments,
     block_size,
-    covers,
     open_block,
 )
+from lightseq_fairseq.training.batch import PackingDataset, covers  # noqa: E402
 
 VOCABULARY = 50
 PAD, EOS = 1, 2

@@ -22,11 +22,11 @@ from torch import Tensor
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.residual_norm import layer_norm
 from lightseq_fairseq.ops.advance import State
+from lightseq_fairseq.packing import Packed
 from lightseq_fairseq.parameters import DirectGradients
 from lightseq_fairseq.plugins import transformer
 from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion as Criterion
 from lightseq_fairseq.training import step
-from lightseq_fairseq.training.batch import Packed
 from lightseq_fairseq.training.fast_path import FastPath
 from lightseq_fairseq.training.flat_adam import FlatAdam
 from lightseq_fairseq.training.step import Count

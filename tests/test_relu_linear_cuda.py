@@ -140,7 +140,7 @@ def test_a_nan_in_the_bias_shows_in_its_gradient(rows, k, n, dtype):
 def test_a_nan_reaches_a_gradient(where, rows, dtype):
     """Whatever the product's ReLU makes of it in forward."""
     from lightseq_fairseq.layers import EncoderLayer
-    from lightseq_fairseq.training.batch import Segments
+    from lightseq_fairseq.packing import Segments
 
     torch.manual_seed(1)
     layer = EncoderLayer(64, 128, 4, activation="relu", normalize_before=True).to("cuda", dtype)

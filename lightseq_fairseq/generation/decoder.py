@@ -24,8 +24,8 @@ from lightseq_fairseq.layers.attention import MultiheadAttention
 from lightseq_fairseq.layers.decoder import memory_weights
 from lightseq_fairseq.layers.residual_norm import Residual, residual_norm_fwd
 from lightseq_fairseq.ops.checks import trust_boundaries
+from lightseq_fairseq.packing import Segments
 from lightseq_fairseq.parameters import as_one
-from lightseq_fairseq.training.batch import Segments
 
 _KEPT = 0.1  # of the GPU's memory: the most that is held between two batches
 

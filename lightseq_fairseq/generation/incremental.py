@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.decoder import Attention, StepDecoder, bucket
-from lightseq_fairseq.training.batch import Segments
+from lightseq_fairseq.packing import Segments
 
 
 class Incremental:

@@ -22,8 +22,8 @@ from lightseq_fairseq.layers.residual_norm import (
     residual_norm_bwd,
     residual_norm_fwd,
 )
+from lightseq_fairseq.packing import Segments
 from lightseq_fairseq.parameters import as_one, gradients_for
-from lightseq_fairseq.training.batch import Segments
 
 
 @dataclass(frozen=True)

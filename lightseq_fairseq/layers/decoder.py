@@ -15,7 +15,7 @@ from lightseq_fairseq.layers.attention import ColumnSlices, MultiheadAttention
 from lightseq_fairseq.layers.encoder import TransformerLayer
 from lightseq_fairseq.layers.linear import linear_parts
 from lightseq_fairseq.layers.residual_norm import layer_norm
-from lightseq_fairseq.training.batch import Segments
+from lightseq_fairseq.packing import Segments
 
 
 class DecoderLayer(TransformerLayer):

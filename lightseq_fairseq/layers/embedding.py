@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.residual_norm import layer_norm
 from lightseq_fairseq.layers.sites import first_site
+from lightseq_fairseq.packing import Segments
 from lightseq_fairseq.parameters import gradients_for
-from lightseq_fairseq.training.batch import Segments
 
 
 class _Embedding(torch.autograd.Function):

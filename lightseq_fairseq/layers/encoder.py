@@ -14,7 +14,7 @@ from lightseq_fairseq.layers.attention import MultiheadAttention
 from lightseq_fairseq.layers.feed_forward import Activation, feed_forward
 from lightseq_fairseq.layers.residual_norm import Residual, layer_norm
 from lightseq_fairseq.layers.sites import first_site
-from lightseq_fairseq.training.batch import Segments
+from lightseq_fairseq.packing import Segments
 
 
 class TransformerLayer(nn.Module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightseq_fairseq.training.batch import Segments
+from lightseq_fairseq.packing import Segments
 
 
 class EncoderOut(dict[str, list[Tensor]]):

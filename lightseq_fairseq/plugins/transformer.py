@@ -34,11 +34,11 @@ from lightseq_fairseq.layers import (
 )
 from lightseq_fairseq.layers.decoder import DecoderLayer, run_decoder_with_weights
 from lightseq_fairseq.layers.encoder import EncoderLayer
+from lightseq_fairseq.packing import Packed, Segments
 from lightseq_fairseq.plugins import dictionaries
 from lightseq_fairseq.plugins.encoder_out import EncoderOut, repack
 from lightseq_fairseq.plugins.flat_model import FlatModel
 from lightseq_fairseq.plugins.unsupported import unsupported_option
-from lightseq_fairseq.training.batch import Packed, Segments
 
 
 def _rng(module: torch.nn.Module, device: torch.device) -> Tensor:

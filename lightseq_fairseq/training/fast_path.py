@@ -22,11 +22,11 @@ from fairseq.tasks import FairseqTask
 
 from lightseq_fairseq.errors import UserError, is_out_of_memory
 from lightseq_fairseq.ops.advance import KNOWN_RATES, State
+from lightseq_fairseq.packing import Granularity, PackedBatch
 from lightseq_fairseq.parameters import flat_buffers
 from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
 from lightseq_fairseq.training.background import WRITER
-from lightseq_fairseq.training.batch import Granularity, PackedBatch
 from lightseq_fairseq.training.flat_adam import FlatAdam
 from lightseq_fairseq.training.step import (
     SCALER,

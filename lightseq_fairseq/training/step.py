@@ -28,8 +28,8 @@ from lightseq_fairseq.errors import is_out_of_memory
 from lightseq_fairseq.graphs import Graphs, wait_for
 from lightseq_fairseq.layers import label_smoothed_cross_entropy
 from lightseq_fairseq.ops.advance import KNOWN_RATES, Given, State, Stop
+from lightseq_fairseq.packing import PackedBatch, open_block
 from lightseq_fairseq.parameters import DirectGradients, FlatBuffer
-from lightseq_fairseq.training.batch import PackedBatch, open_block
 from lightseq_fairseq.training.flat_adam import FlatAdam
 
 logger = logging.getLogger(__name__)

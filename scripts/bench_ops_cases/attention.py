@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.training.batch import Segments
+from lightseq_fairseq.packing import Segments
 
 from .batch import segments
 from .case import SITE, Case, Formula, Make, Run, Sizes, without_autograd
