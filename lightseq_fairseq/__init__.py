@@ -17,7 +17,8 @@ _SUBMODULES = (
     "startup",  # import fairseq, typed anywhere in this environment
     "fairseq_compat",  # fairseq, made importable on a current Python and torch
     "plugins",  # model, criterion and optimizer as fairseq sees them
-    "training",  # padded batch -> packed tokens
+    "training",  # sentence pairs -> packed batch -> update
+    "packing",  # rows of a batch end to end, in one block
     "layers",  # embedding -> encoder -> decoder -> criterion, and back
     "ops",  # what a layer calls: schema, readable reference
     "library",  # the same ops as CUDA kernels

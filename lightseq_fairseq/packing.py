@@ -3,7 +3,9 @@
 ``Segments`` says where the sentences lie. ``PackedBatch`` is a batch in one block of int64, which
 travels between processes and devices whole; ``open_block`` gives its parts.
 
-Letters: S, T packed tokens, B sentences, L longest sentence, C width.
+A batch has one stream of rows or several: pairs of sentences have a source and a target.
+
+Letters: T packed rows, B sentences, L longest sentence.
 """
 
 from __future__ import annotations
@@ -92,17 +94,33 @@ class Segments:
         return padded.index_copy(0, self.index, packed).unflatten(0, self.shape)
 
 
+class Stream(NamedTuple):
+    """A kind of rows that batches have, sentences of which lie end to end.
+
+    Attributes:
+        name: how it is called, such as "source".
+        columns: names of the int64 numbers that each row has, besides its position.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+
+
+Layout = tuple[Stream, ...]  # of a batch: what a model is given
+
+# Pairs of sentences. ``previous`` is the decoder's input, ``labels`` what it is to say.
+SENTENCE_PAIRS: Layout = (Stream("source", ("tokens",)), Stream("target", ("previous", "labels")))
+
+
 class Bucket(NamedTuple):
     """The shapes that a captured graph is made for.
 
     Attributes:
-        source: S, rows of the packed source.
-        target: T, rows of the packed target.
+        rows: of each stream of the layout, in its order.
         sentences: B, how many sentences there is room for.
     """
 
-    source: int
-    target: int
+    rows: tuple[int, ...]
     sentences: int
 
 
@@ -123,104 +141,100 @@ class Granularity(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Packed:
-    """The parts of a batch's block, see ``open_block``.
-
-    Rows past the real tokens hold pads at position 0 and lie in no sentence; sentences past the
-    real ones are empty.
+class Rows:
+    """One stream of a batch. Rows past the real ones lie in no sentence, at position 0.
 
     Attributes:
-        source_tokens: int64 [S].
-        source: segments of the source.
-        previous_tokens: int64 [T], the decoder's input.
-        target: segments of the target.
-        labels: int64 [T], what the decoder is to say.
+        columns: int64 [T], by the names of the stream's columns.
+        segments: where the sentences lie; those past the real ones are empty.
     """
 
-    source_tokens: Tensor
-    source: Segments
-    previous_tokens: Tensor
-    target: Segments
-    labels: Tensor
+    columns: dict[str, Tensor]
+    segments: Segments
+
+    def __getitem__(self, column: str) -> Tensor:
+        return self.columns[column]
+
+
+Packed = dict[str, Rows]  # a batch's streams by their names, see ``open_block``
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A batch of sentence pairs as one block, which travels between processes and devices whole.
+    """A batch as one block, which travels between processes and devices whole.
 
     Attributes:
-        block: int64 [block_size(bucket)], on the CPU.
+        block: int64 [block_size(layout, bucket)], on the CPU.
+        layout: its streams.
         bucket: the shapes of its parts.
-        nsentences: real sentence pairs.
-        ntokens: real target tokens, pads not counted (fairseq's ``ntokens``).
-        longest_source: length of the longest sentence; references need such an upper bound.
-        longest_target: the same of the target.
+        nsentences: real sentences, or pairs of them.
+        ntokens: real tokens that are counted, pads not among them (fairseq's ``ntokens``).
+        longest: length of the longest sentence of each stream; references need such an upper bound.
     """
 
     block: Tensor
+    layout: Layout
     bucket: Bucket
     nsentences: int
     ntokens: int
-    longest_source: int
-    longest_target: int
+    longest: tuple[int, ...]
 
     def __len__(self) -> int:
-        """Sentence pairs: fairseq takes a sample of length 0 for a dummy."""
+        """Sentences: fairseq takes a sample of length 0 for a dummy."""
         return self.nsentences
 
     def pin_memory(self) -> PackedBatch:
         """The same with its block in pinned memory; ``DataLoader``'s pin thread calls this."""
         return replace(self, block=self.block.pin_memory())
 
+    def open(self, block: Tensor | None = None) -> Packed:
+        """Its streams, as views of its block or of a copy of that; see ``open_block``."""
+        block = self.block if block is None else block
+        return open_block(block, self.layout, self.bucket, self.longest)
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Through a worker's pipe by value: torch would put the block into shared memory, and
         # fetching its file descriptor takes the main process longer than reading the block does.
-        rest = (self.bucket, self.nsentences, self.ntokens, self.longest_source)
-        return _from_array, (self.block.numpy(), *rest, self.longest_target)
+        rest = (self.layout, self.bucket, self.nsentences, self.ntokens, self.longest)
+        return _from_array, (self.block.numpy(), *rest)
 
 
 def _from_array(block: np.ndarray, *rest: Any) -> PackedBatch:
     return PackedBatch(torch.from_numpy(block), *rest)
 
 
-def _part_sizes(bucket: Bucket) -> list[int]:
+def _part_sizes(layout: Layout, bucket: Bucket) -> list[int]:
     # In int64, in the block's order. Even, so that every part starts on a 16-byte boundary;
     # boundaries of sentences are int32, two to an int64.
     boundaries = (bucket.sentences + 2) // 2
-    sizes = [bucket.source] * 2 + [bucket.target] * 3 + [boundaries] * 2
+    sizes = []
+    for stream, rows in zip(layout, bucket.rows, strict=True):
+        sizes += [rows] * (len(stream.columns) + 1) + [boundaries]
     return [size + size % 2 for size in sizes]
 
 
-def block_size(bucket: Bucket) -> int:
+def block_size(layout: Layout, bucket: Bucket) -> int:
     """Elements (int64) of a block of these shapes."""
-    return sum(_part_sizes(bucket))
+    return sum(_part_sizes(layout, bucket))
 
 
-def open_block(block: Tensor, bucket: Bucket, longest_source: int, longest_target: int) -> Packed:
+def open_block(block: Tensor, layout: Layout, bucket: Bucket, longest: Sequence[int]) -> Packed:
     """Views of a block's parts; nothing is copied or read, so it may be a graph's input.
 
     Args:
-        block: int64 [block_size(bucket)] on any device: source tokens and positions, previous
-            tokens, target positions and labels (int64), boundaries of the source's and of the
-            target's sentences (int32).
-        longest_source: upper bound of the source's sentence lengths.
-        longest_target: the same of the target.
+        block: int64 [block_size(layout, bucket)] on any device: of each stream its columns and its
+            positions (int64), then the boundaries of its sentences (int32).
+        longest: upper bounds of the streams' sentence lengths.
 
     The segments' ``index`` is empty: there is no padded batch to go back to.
     """
-    source_tokens, source_positions, previous, target_positions, labels, *boundaries = block.split(
-        _part_sizes(bucket)
-    )
-    cu_source, cu_target = (part.view(torch.int32)[: bucket.sentences + 1] for part in boundaries)
-
-    def segments(cu_seqlens: Tensor, longest: int, positions: Tensor) -> Segments:
-        trust_boundaries(cu_seqlens, len(positions), longest)
-        return Segments(cu_seqlens, longest, positions, block[:0], (bucket.sentences, longest))
-
-    return Packed(
-        source_tokens[: bucket.source],
-        segments(cu_source, longest_source, source_positions[: bucket.source]),
-        previous[: bucket.target],
-        segments(cu_target, longest_target, target_positions[: bucket.target]),
-        labels[: bucket.target],
-    )
+    parts = iter(block.split(_part_sizes(layout, bucket)))
+    packed = {}
+    for stream, rows, most in zip(layout, bucket.rows, longest, strict=True):
+        columns = {name: next(parts)[:rows] for name in stream.columns}
+        positions = next(parts)[:rows]
+        cu_seqlens = next(parts).view(torch.int32)[: bucket.sentences + 1]
+        trust_boundaries(cu_seqlens, rows, most)
+        segments = Segments(cu_seqlens, most, positions, block[:0], (bucket.sentences, most))
+        packed[stream.name] = Rows(columns, segments)
+    return packed

@@ -29,7 +29,7 @@ from flag_runs import Proofs, launch, names, rows, table
 from torch.distributed.algorithms import ddp_comm_hooks
 from training_runs import exit_status, fork
 
-from lightseq_fairseq.packing import PackedBatch, open_block
+from lightseq_fairseq.packing import PackedBatch
 from lightseq_fairseq.training.step import TrainingStep
 
 Trace = dict[str, Any]
@@ -102,9 +102,9 @@ def checkpoint(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sentences(batch: Any) -> list[list[int]]:
     """The source sentences of a batch, packed or fairseq's, sorted."""
     if isinstance(batch, PackedBatch):
-        packed = open_block(batch.block, batch.bucket, batch.longest_source, batch.longest_target)
-        ends = packed.source.cu_seqlens[1 : batch.nsentences]
-        return sorted(s.tolist() for s in packed.source_tokens.tensor_split(ends.tolist()))
+        source = batch.open()["source"]
+        ends = source.segments.cu_seqlens[1 : batch.nsentences]
+        return sorted(s.tolist() for s in source["tokens"].tensor_split(ends.tolist()))
     source = batch["net_input"]
     return sorted(
         tokens[-length:].tolist()  # pads are on the left

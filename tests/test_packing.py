@@ -29,11 +29,14 @@ from fairseq.data import (  # noqa: E402
 )
 
 from lightseq_fairseq.packing import (  # noqa: E402
+    SENTENCE_PAIRS,
     Bucket,
     Granularity,
+    Layout,
     Packed,
     PackedBatch,
     Segments,
+    Stream,
     block_size,
     open_block,
 )
@@ -95,16 +98,16 @@ def pairs(
 
 
 def opened(batch: PackedBatch) -> Packed:
-    return open_block(batch.block, batch.bucket, batch.longest_source, batch.longest_target)
+    return batch.open()
 
 
 def ours(batch: PackedBatch) -> list[tuple[list[int], ...]]:
     """Source, its positions, decoder input, its positions and labels of every real sentence."""
-    packed = opened(batch)
+    source, target = opened(batch).values()
     columns = []
     for segments, rows in (
-        (packed.source, (packed.source_tokens, packed.source.positions)),
-        (packed.target, (packed.previous_tokens, packed.target.positions, packed.labels)),
+        (source.segments, (source["tokens"], source.segments.positions)),
+        (target.segments, (target["previous"], target.segments.positions, target["labels"])),
     ):
         bounds = segments.cu_seqlens.tolist()[: len(batch) + 1]
         for row in rows:
@@ -157,10 +160,9 @@ def test_sentences_are_fairseqs(
     assert ours(batch) == expected
     native = dataset.collater([dataset[i] for i in BATCH])
     assert (batch.nsentences, batch.ntokens) == (native["nsentences"], native["ntokens"])
-    assert batch.longest_source == max(len(sentence[0]) for sentence in expected)
-    assert batch.longest_target == max(len(sentence[2]) for sentence in expected)
-    rows = [sum(len(sentence[side]) for sentence in expected) for side in (0, 2)]
-    assert batch.bucket == Bucket(*rows, len(BATCH))
+    assert batch.longest == tuple(max(len(sentence[i]) for sentence in expected) for i in (0, 2))
+    rows = tuple(sum(len(sentence[side]) for sentence in expected) for side in (0, 2))
+    assert batch.bucket == Bucket(rows, len(BATCH))
 
 
 def test_file_and_items_give_the_same_block(tmp_path: Path) -> None:
@@ -179,14 +181,13 @@ def test_rows_past_the_tokens_belong_to_no_sentence() -> None:
     exact, rounded = (PackingDataset(dataset, Granularity(g)).__getitems__(BATCH) for g in (1, 64))
     assert ours(rounded) == ours(exact)
     assert (rounded.nsentences, rounded.ntokens) == (exact.nsentences, exact.ntokens)
-    assert rounded.bucket == Bucket(64, 64, 256)
-    packed, n = opened(rounded), len(BATCH)
-    for real, tokens, segments in (
-        (exact.bucket.source, (packed.source_tokens,), packed.source),
-        (exact.bucket.target, (packed.previous_tokens, packed.labels), packed.target),
-    ):
+    assert rounded.bucket == Bucket((64, 64), 256)
+    n = len(BATCH)
+    for real, rows in zip(exact.bucket.rows, opened(rounded).values(), strict=True):
         assert 0 < real < 64
-        assert all(torch.equal(row[real:], torch.full((64 - real,), PAD)) for row in tokens)
+        pads = torch.full((64 - real,), PAD)
+        assert all(torch.equal(column[real:], pads) for column in rows.columns.values())
+        segments = rows.segments
         assert not segments.positions[real:].any()
         assert segments.cu_seqlens[n:].tolist() == [real] * (257 - n)
 
@@ -200,7 +201,7 @@ def test_room_for_sentences_comes_in_classes(count: int, room: int) -> None:
     for granularity in (8, 64):
         batch = PackingDataset(dataset, Granularity(granularity)).__getitems__(indices)
         assert batch.bucket.sentences == room
-        assert batch.bucket.source % granularity == 0
+        assert batch.bucket.rows[0] % granularity == 0
         assert ours(batch) == ours(PackingDataset(dataset).__getitems__(indices))
     assert PackingDataset(dataset).__getitems__(indices).bucket.sentences == count
 
@@ -213,34 +214,42 @@ def test_rare_numbers_of_rows_are_rounded_further() -> None:
     found = []
     for usual, step in ((0, 8), (500, 32)):
         batch = PackingDataset(dataset, Granularity(8, usual)).__getitems__(BATCH)
-        assert batch.bucket.target == -(-batch.ntokens // step) * step
+        assert batch.bucket.rows[1] == -(-batch.ntokens // step) * step
         found.append(ours(batch))
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("bucket", [Bucket(5, 7, 3), Bucket(64, 32, 256), Bucket(0, 0, 0)])
-def test_parts_are_views_on_16_byte_boundaries(bucket: Bucket) -> None:
-    block = torch.empty(block_size(bucket), dtype=torch.int64)
-    packed = open_block(block, bucket, 4, 6)
-    parts = [
-        packed.source_tokens, packed.source.positions, packed.previous_tokens,
-        packed.target.positions, packed.labels, packed.source.cu_seqlens, packed.target.cu_seqlens,
-    ]  # fmt: skip
-    assert [len(part) for part in parts[:5]] == [bucket.source] * 2 + [bucket.target] * 3
+ONE_SIDED = (Stream("target", ("previous", "labels")), Stream("masked", ("places",)))
+
+
+@pytest.mark.parametrize("layout", [SENTENCE_PAIRS, ONE_SIDED, SENTENCE_PAIRS[:1]])
+@pytest.mark.parametrize(("rows", "sentences"), [((5, 7), 3), ((64, 32), 256), ((0, 0), 0)])
+def test_parts_are_views_on_16_byte_boundaries(
+    layout: Layout, rows: tuple[int, ...], sentences: int
+) -> None:
+    bucket, longest = Bucket(rows[: len(layout)], sentences), (4, 6)[: len(layout)]
+    block = torch.empty(block_size(layout, bucket), dtype=torch.int64)
+    packed = open_block(block, layout, bucket, longest)
+    assert list(packed) == [stream.name for stream in layout]
     end = 0
-    for part in parts:
-        offset = part.storage_offset() * part.element_size()
-        assert offset % 16 == 0 and offset >= end
-        assert part.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
-        end = offset + part.nbytes
-    assert end <= block.nbytes < end + 16
-    for segments, longest in ((packed.source, 4), (packed.target, 6)):
+    for stream, count, most in zip(layout, bucket.rows, longest, strict=True):
+        found = packed[stream.name]
+        assert tuple(found.columns) == stream.columns
+        segments = found.segments
+        parts = [*found.columns.values(), segments.positions]
+        assert [len(part) for part in parts] == [count] * len(parts)
+        for part in (*parts, segments.cu_seqlens):
+            offset = part.storage_offset() * part.element_size()
+            assert offset % 16 == 0 and offset >= end
+            assert part.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
+            end = offset + part.nbytes
         assert segments.cu_seqlens.dtype == torch.int32
-        assert segments.cu_seqlens.shape == (bucket.sentences + 1,)
-        assert (segments.max_len, segments.shape) == (longest, (bucket.sentences, longest))
+        assert segments.cu_seqlens.shape == (sentences + 1,)
+        assert (segments.max_len, segments.shape) == (most, (sentences, most))
         assert segments.index.numel() == 0
+    assert end <= block.nbytes < end + 16
     # Without memory there is nothing to read.
-    open_block(block.to("meta"), bucket, 4, 6)
+    open_block(block.to("meta"), layout, bucket, longest)
 
 
 @pytest.mark.parametrize("in_file", [True, False])
@@ -248,7 +257,7 @@ def test_parts_are_views_on_16_byte_boundaries(bucket: Bucket) -> None:
 def test_no_sentences(tmp_path: Path, in_file: bool, granularity: int) -> None:
     dataset = pairs(sentences(1), sentences(2), tmp_path if in_file else None)
     batch = PackingDataset(dataset, Granularity(granularity)).__getitems__([])
-    assert len(batch) == batch.ntokens == batch.longest_source == batch.bucket.source == 0
+    assert len(batch) == batch.ntokens == sum(batch.longest) == sum(batch.bucket.rows) == 0
     assert ours(batch) == []
 
 
@@ -257,7 +266,7 @@ def test_sentence_of_pads_alone() -> None:
     dataset = pairs(source, target)
     batch = PackingDataset(dataset).__getitems__([1, 0, 1])
     assert ours(batch) == fairseqs(dataset, [1, 0, 1])
-    assert batch.ntokens == 2 and batch.bucket == Bucket(2, 4, 3)
+    assert batch.ntokens == 2 and batch.bucket == Bucket((2, 4), 3)
 
 
 def test_pin_memory_pins_the_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,11 @@ from torch import Tensor
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.residual_norm import layer_norm
 from lightseq_fairseq.ops.advance import State
-from lightseq_fairseq.packing import Packed
+from lightseq_fairseq.packing import Packed, PackedBatch
 from lightseq_fairseq.parameters import DirectGradients
 from lightseq_fairseq.plugins import transformer
 from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion as Criterion
-from lightseq_fairseq.training import step
+from lightseq_fairseq.training import objectives
 from lightseq_fairseq.training.fast_path import FastPath
 from lightseq_fairseq.training.flat_adam import FlatAdam
 from lightseq_fairseq.training.step import Count
@@ -238,14 +238,14 @@ def nll_per_sentence(patch: Patch) -> None:
 @mutation()
 def mean_of_every_micro_batch(patch: Patch) -> None:
     # Each micro-batch divided by its own size, not the sum of all by the sum of their sizes.
-    loss = step.label_smoothed_cross_entropy
+    loss = objectives.label_smoothed_cross_entropy
 
     def changed(logits: Tensor, labels: Tensor, *settings: Any) -> Any:
         losses, *rest = loss(logits, labels, *settings)
         losses.register_hook(lambda gradient: gradient / len(labels))
         return losses, *rest
 
-    patch.setattr(step, "label_smoothed_cross_entropy", changed)
+    patch.setattr(objectives, "label_smoothed_cross_entropy", changed)
     change_sample_size(patch, lambda self, counts: parity.FLAGS["update-freq"])
 
 
@@ -312,16 +312,19 @@ def pad_row_does_not_learn_from_the_projection(patch: Patch) -> None:
 @mutation()
 def positions_count_pads(patch: Patch) -> None:
     # The column of the batch: the same for right-padded sources, not for left-padded ones.
-    open_block = step.open_block
+    open_batch = PackedBatch.open
 
-    def changed(*arguments: Any) -> Packed:
-        packed = open_block(*arguments)
-        source = packed.source
+    def changed(self: PackedBatch, block: Tensor | None = None) -> Packed:
+        packed = open_batch(self, block)
+        if block is None:  # it is being filled
+            return packed
+        source = packed["source"].segments
         lengths = source.cu_seqlens.diff()
         pads = (source.max_len - lengths).repeat_interleave(lengths)
-        return replace(packed, source=replace(source, positions=source.positions + pads))
+        moved = replace(source, positions=source.positions + pads)
+        return {**packed, "source": replace(packed["source"], segments=moved)}
 
-    patch.setattr(step, "open_block", changed)
+    patch.setattr(PackedBatch, "open", changed)
 
 
 @mutation()

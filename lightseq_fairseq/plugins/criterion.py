@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.layers import label_smoothed_cross_entropy
+from lightseq_fairseq.training.objectives import LabelSmoothing
 
 
 @register_criterion(
@@ -56,6 +57,13 @@ class LabelSmoothedCrossEntropyCriterion(native.LabelSmoothedCrossEntropyCriteri
             logging_output["n_correct"] = correct.sum()
             logging_output["total"] = target.ne(self.padding_idx).sum()
         return loss, sample_size, logging_output
+
+    def objective(self) -> LabelSmoothing:
+        """The same for the captured step."""
+        return LabelSmoothing(
+            self.eps, self.padding_idx, self.report_accuracy, self.ignore_prefix_size,
+            self.sentence_avg,
+        )  # fmt: skip
 
     def _padded(self, rows: Tensor, target: Tensor, segments: Any) -> Tensor:
         """Losses of all rows in the places of target [B, L], without its prefix: [B * L', 1]."""

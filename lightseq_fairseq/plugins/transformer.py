@@ -362,9 +362,12 @@ class LSTransformerModel(FlatModel, TransformerModel):
         return segments.pad(x), _extras(_over_heads(weights, alignment_heads))
 
     def packed_logits(self, batch: Packed, rng: Tensor) -> Tensor:
-        """Logits [T, V] of a packed batch; ``rng`` int64 [2] from ``layers.draw_rng``."""
-        memory = self.encoder.features(batch.source_tokens, batch.source, rng)
-        x, _ = self.decoder.features(batch.previous_tokens, batch.target, memory, batch.source, rng)
+        """Logits [T, V] of a batch of sentence pairs; ``rng`` int64 [2] from ``draw_rng``."""
+        source, target = batch["source"], batch["target"]
+        memory = self.encoder.features(source["tokens"], source.segments, rng)
+        x, _ = self.decoder.features(
+            target["previous"], target.segments, memory, source.segments, rng
+        )
         return self.decoder.output_layer(x)
 
 

@@ -1,7 +1,8 @@
 """What happens between a fairseq batch and an updated model.
 
-    batch            sentence pairs -> packed tokens
+    batch            sentence pairs -> packed batches
     pack_tokens      batches filled by real tokens
+    objectives       packed batch, model -> losses, and what is logged
     step             packed tokens -> gradients -> update, as CUDA graphs
     flat_adam        flat gradient -> flat parameters
     fast_path        the step in fairseq's training loop; what takes fairseq's own instead
@@ -11,6 +12,7 @@
     background       checkpoints are written from it while training goes on
     stopping         signals that end training with a checkpoint
     process          what surrounds fairseq's training in each process
+    ranks            what ranks tell of each other
 
-batch, step and flat_adam import torch and no fairseq.
+batch, objectives, step, flat_adam and ranks import torch and no fairseq.
 """

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightseq_fairseq.packing import Bucket, Granularity, PackedBatch, block_size, open_block
+from lightseq_fairseq.packing import SENTENCE_PAIRS, Bucket, Granularity, PackedBatch, block_size
 
 
 def covers(dataset: Any) -> str | None:
@@ -97,23 +97,20 @@ class PackingDataset(torch.utils.data.Dataset[Any]):
             kept = previous != pad
             target, previous = target.keep(kept), previous[kept]
 
-        tokens, labels = source.tokens, target.tokens
-        bucket = self._bucket(len(tokens), len(labels), len(source.lengths))
-        longest = [int(side.lengths.max(initial=0)) for side in (source, target)]
-        block = torch.zeros(block_size(bucket), dtype=torch.int64)
-        packed = open_block(block, bucket, *longest)
-        for part, values, past in (
-            (packed.source_tokens, tokens, pad),
-            (packed.source.positions, source.positions(), 0),
-            (packed.source.cu_seqlens, source.boundaries(), len(tokens)),
-            (packed.previous_tokens, previous, pad),
-            (packed.target.positions, target.positions(), 0),
-            (packed.target.cu_seqlens, target.boundaries(), len(labels)),
-            (packed.labels, labels, pad),
-        ):
-            part.numpy()[: len(values)] = values
-            part.numpy()[len(values) :] = past
-        return PackedBatch(block, bucket, len(source.lengths), int(ntokens), *longest)
+        room = self._bucket(len(source.tokens), len(target.tokens), len(source.lengths))
+        longest = tuple(int(side.lengths.max(initial=0)) for side in (source, target))
+        block = torch.zeros(block_size(SENTENCE_PAIRS, room), dtype=torch.int64)
+        batch = PackedBatch(block, SENTENCE_PAIRS, room, len(source.lengths), int(ntokens), longest)
+        columns = {
+            "source": {"tokens": source.tokens},
+            "target": {"previous": previous, "labels": target.tokens},
+        }
+        for (name, rows), side in zip(batch.open().items(), (source, target), strict=True):
+            for column, values in columns[name].items():
+                _fill(rows[column], values, pad)
+            _fill(rows.segments.positions, side.positions(), 0)
+            _fill(rows.segments.cu_seqlens, side.boundaries(), len(side.tokens))
+        return batch
 
     def _bucket(self, source: int, target: int, sentences: int) -> Bucket:
         if self.granularity.fine > 1:
@@ -122,7 +119,14 @@ class PackingDataset(torch.utils.data.Dataset[Any]):
             while room < sentences:
                 room *= 4
             sentences = room
-        return Bucket(self.granularity.rounded(source), self.granularity.rounded(target), sentences)
+        rounded = self.granularity.rounded
+        return Bucket((rounded(source), rounded(target)), sentences)
+
+
+def _fill(part: Tensor, values: np.ndarray, past: int) -> None:
+    """Write the values into a part of a block, and ``past`` behind them."""
+    part.numpy()[: len(values)] = values
+    part.numpy()[len(values) :] = past
 
 
 class _Sentences(NamedTuple):

@@ -24,15 +24,13 @@ from lightseq_fairseq.errors import UserError, is_out_of_memory
 from lightseq_fairseq.ops.advance import KNOWN_RATES, State
 from lightseq_fairseq.packing import Granularity, PackedBatch
 from lightseq_fairseq.parameters import flat_buffers
-from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion
-from lightseq_fairseq.plugins.transformer import LSTransformerModel
 from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.flat_adam import FlatAdam
+from lightseq_fairseq.training.objectives import Objective, declares
 from lightseq_fairseq.training.step import (
     SCALER,
     STEPS_AHEAD,
     Count,
-    Loss,
     Ranks,
     Report,
     Rules,
@@ -79,10 +77,11 @@ def refusal(trainer: Any) -> str | None:
     cfg, model, criterion = trainer.cfg, trainer.get_model(), trainer.get_criterion()
     task = type(trainer.task)
     reasons = {
-        # Not those of --user-dir that extend ours: their forward would never be called.
-        "the arch is not an ls_transformer": type(model) is not LSTransformerModel,
-        "the criterion is not ls_label_smoothed_cross_entropy": type(criterion)
-        is not LabelSmoothedCrossEntropyCriterion,
+        # Nor are those of --user-dir that extend ours, unless they declare it themselves.
+        "the arch is not an ls_transformer": not declares(model, "packed_logits"),
+        "the criterion is not ls_label_smoothed_cross_entropy": not declares(
+            criterion, "objective"
+        ),
         "the optimizer is not ls_adam": getattr(cfg.optimizer, "_name", None) != "ls_adam",
         "the task trains in a way of its own": task.train_step is not FairseqTask.train_step
         or task.optimizer_step is not FairseqTask.optimizer_step,
@@ -150,13 +149,10 @@ class FastPath:
                 rules.seed, rules.max_norm, 0.0, scaler.scale_window, scaler.tolerance,
                 scaler.threshold or 0.0, scaler.min_loss_scale,
             )  # fmt: skip
-        loss = Loss(
-            criterion.eps, criterion.padding_idx, criterion.report_accuracy,
-            criterion.ignore_prefix_size,
-        )  # fmt: skip
         (low,) = flat_buffers(trainer.get_model().parameters())
         model = trainer.get_model()
-        self._step = TrainingStep(model, low, _adam(optimizer), loss, rules, ranks)
+        self._objective: Objective = criterion.objective()
+        self._step = TrainingStep(model, low, _adam(optimizer), self._objective, rules, ranks)
         self._step.set_state(trainer.get_num_updates(), scaler)
         self._rates: dict[int, float] = {}
         self._started: deque[_Started] = deque()
@@ -223,8 +219,8 @@ class FastPath:
     def _counts(self, batches: Sequence[PackedBatch]) -> list[float]:
         ntokens = sum(batch.ntokens for batch in batches)
         nsentences = sum(batch.nsentences for batch in batches)
-        sample_size = nsentences if self.trainer.get_criterion().sentence_avg else ntokens
         seconds = self.trainer._local_cumulative_training_time()
+        sample_size = self._objective.sample_size(batches)
         return [sample_size, ntokens, nsentences, seconds, STOPPING.worth()]
 
     def _rates_at(self, count: int) -> list[float]:
@@ -270,11 +266,8 @@ class FastPath:
                 "sample_size": int(counts[Count.SAMPLE_SIZE]),
                 "ntokens": int(counts[Count.TOKENS]),
                 "nsentences": int(counts[Count.SENTENCES]),
-                "loss": values[State.LOSS],
-                "nll_loss": values[State.NLL],
+                **self._objective.logged(values[State.LOSS : len(State)]),
             }
-            if trainer.get_criterion().report_accuracy:
-                output.update(n_correct=values[State.CORRECT], total=values[State.TOTAL])
             norm = torch.tensor(values[State.NORM], dtype=torch.float64)
             self._logged = trainer._reduce_and_log_stats([output], output["sample_size"], norm)
         if scaler is not None:

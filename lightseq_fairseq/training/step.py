@@ -26,11 +26,11 @@ from torch import Tensor
 from lightseq_fairseq import ops
 from lightseq_fairseq.errors import is_out_of_memory
 from lightseq_fairseq.graphs import Graphs, wait_for
-from lightseq_fairseq.layers import label_smoothed_cross_entropy
 from lightseq_fairseq.ops.advance import KNOWN_RATES, Given, State, Stop
-from lightseq_fairseq.packing import PackedBatch, open_block
+from lightseq_fairseq.packing import PackedBatch
 from lightseq_fairseq.parameters import DirectGradients, FlatBuffer
 from lightseq_fairseq.training.flat_adam import FlatAdam
+from lightseq_fairseq.training.objectives import Objective
 
 logger = logging.getLogger(__name__)
 
@@ -77,20 +77,6 @@ _BATCH = _GIVEN + _GIVEN % 2  # where the batch begins: its parts want 16-byte b
 
 
 @dataclass(frozen=True)
-class Loss:
-    """What the criterion asks for; see ``layers.label_smoothed_cross_entropy``.
-
-    Attributes:
-        ignored_prefix: first target tokens of each sentence that count nothing.
-    """
-
-    smoothing: float
-    padding_idx: int
-    accuracy: bool
-    ignored_prefix: int
-
-
-@dataclass(frozen=True)
 class Rules:
     """How an update is made.
 
@@ -131,20 +117,21 @@ class TrainingStep:
     """Trains one model on one device, a packed batch at a time.
 
     Args:
-        model: has ``packed_logits(packed, rng)``; all its parameters are trained.
+        model: what the objective asks for is its business; all its parameters are trained.
         low: the buffer of its parameters.
         adam: fused, on ``low`` itself or on a float32 copy with the same places.
-        loss, rules, ranks: see there.
+        objective, rules, ranks: see there.
 
     Attributes:
         state: float64 [len(State)] on the device.
     """
 
     def __init__(
-        self, model: Any, low: FlatBuffer, adam: FlatAdam, loss: Loss, rules: Rules, ranks: Ranks
-    ) -> None:
-        self.model, self.low, self.adam, self.loss, self.rules = model, low, adam, loss, rules
-        self.ranks = ranks
+        self, model: Any, low: FlatBuffer, adam: FlatAdam, objective: Objective, rules: Rules,
+        ranks: Ranks,
+    ) -> None:  # fmt: skip
+        self.model, self.low, self.adam, self.objective = model, low, adam, objective
+        self.rules, self.ranks = rules, ranks
         self.device = low.data.device
         self._has_copy = adam.buffer.data.data_ptr() != low.data.data_ptr()  # float32 beside low
         self.gradients = DirectGradients(low)
@@ -215,32 +202,21 @@ class TrainingStep:
             ) -> None:
                 self._forward_backward(batch, block, first)
 
-            sides = {("source", batch.bucket.source, first), ("target", batch.bucket.target, first)}
-            self._graphs.run((batch.bucket, first), forward_backward, sides <= self._searched)
-            self._searched |= sides
+            streams = zip(batch.layout, batch.bucket.rows, strict=True)
+            sizes = {(stream.name, rows, first) for stream, rows in streams}
+            self._graphs.run((batch.bucket, first), forward_backward, sizes <= self._searched)
+            self._searched |= sizes
 
     def _forward_backward(self, batch: PackedBatch, block: Tensor, first: bool) -> None:
-        packed = open_block(
-            block[_BATCH:], batch.bucket, batch.longest_source, batch.longest_target
-        )
-        labels, loss = packed.labels, self.loss
-        if loss.ignored_prefix > 0:
-            ignored = packed.target.positions < loss.ignored_prefix
-            labels = labels.masked_fill(ignored, loss.padding_idx)
         scale = self.state[State.LOSS_SCALE]
         if self.ranks.count > 1:  # as DDP does: the sum shall not overflow
             scale = scale / self.ranks.count
         with torch.enable_grad():
-            logits = self.model.packed_logits(packed, self.rng)
-            losses, nll, correct = label_smoothed_cross_entropy(
-                logits, labels, loss.smoothing, loss.padding_idx, loss.accuracy, scale
+            losses, counted = self.objective.losses(
+                self.model, batch.open(block[_BATCH:]), self.rng, scale
             )
-        del logits
         with self.gradients.write(accumulate=not first):
             losses.backward(scale.to(losses.dtype).expand_as(losses))
-        counted = [losses.detach(), nll]
-        if loss.accuracy:
-            counted += [correct.to(nll.dtype), (labels != loss.padding_idx).to(nll.dtype)]
         sums = torch.stack(counted).sum(1, dtype=torch.float64)
         totals = self.state[State.LOSS : State.LOSS + len(counted)]
         totals.copy_(sums) if first else totals.add_(sums)
@@ -371,7 +347,6 @@ __all__ = [
     "SCALER",
     "STEPS_AHEAD",
     "Count",
-    "Loss",
     "Ranks",
     "Report",
     "Rules",
