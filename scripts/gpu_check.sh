@@ -5,6 +5,8 @@
 # given as it is and installs nothing; logs, test reports, result rows (COMMIT names the commit where
 # there is no .git) and exit status are left in a folder.
 #
+# CHECKS names what is run of "tests memcheck racecheck", all of it if not said.
+#
 # ACTS_AS=80 (or 89, 120) makes the same checks of the code and the choices that GPUs of that compute
 # capability take, on a Hopper card; give each a folder of its own.
 #
@@ -85,20 +87,24 @@ mapfile -t files < <(grep -l 'mark\.gpu' "$root"/tests/test_*.py | xargs -d '\n'
 unchecked="allocate|background|generation|model|parity|races|ranks|step|step_faults|step_memory"
 # Races are looked for where no kernel of cuBLAS runs, which racecheck does not bring to an end.
 sanitizer=$(command -v compute-sanitizer || true)
+checks=" ${CHECKS:-tests memcheck racecheck} "
 list() {
-    if [ -n "$sanitizer" ]; then
-        echo "racecheck test_races_cuda"
-        printf 'memcheck %s\n' "${files[@]}" | grep _cuda |
-            grep -v -E "_($unchecked)_cuda"
-    fi
-    printf 'tests %s\n' "${files[@]}" | grep -v -x -F "${alone[@]/#/-etests }"
+    {
+        if [ -n "$sanitizer" ]; then
+            echo "racecheck test_races_cuda"
+            printf 'memcheck %s\n' "${files[@]}" | grep _cuda | grep -v -E "_($unchecked)_cuda"
+        fi
+        printf 'tests %s\n' "${files[@]}" | grep -v -x -F "${alone[@]/#/-etests }"
+    } | while read -r check file; do
+        if [[ $checks = *" $check "* ]]; then echo "$check $file"; fi
+    done
 }
 alone=(test_bench_ops test_step_memory_cuda)  # they look at time, at all that the GPU has in use
 status=0
 echo "== tests"
 # shellcheck disable=SC2016
 list | xargs -P "${JOBS:-4}" -L 1 bash -c 'run "$@"' run | tee "$log/tests.txt" || status=1
-printf 'tests %s\n' "${alone[@]}" | xargs -L 1 bash -c 'run "$@"' run | tee -a "$log/tests.txt" || status=1
+[[ $checks != *" tests "* ]] || printf 'tests %s\n' "${alone[@]}" | xargs -L 1 bash -c 'run "$@"' run | tee -a "$log/tests.txt" || status=1
 
 # One row a check, for scripts/results.
 step results env COMMIT="${COMMIT:-$(git -C "$root" rev-parse HEAD 2>/dev/null || true)}" \
