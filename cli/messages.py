@@ -435,9 +435,8 @@ _GONE = re.compile(
     r"Connection (closed|reset) by peer|Connection was likely closed|Broken pipe|Socket Timeout|"
     r"Read(ing)? error|Write error|ncclRemoteError|ncclSystemError|remote process exited|"
     r"NCCL communicator was aborted|Timed out waiting \d+ ?ms for (send|recv)|"
-    r"failed to (recv|send), got|Gloo connectFullMesh failed"
+    r"failed to (recv|send), got|connectFullMesh failed"
 )
-_BY_RANKS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _NOT_COME = re.compile(r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+)")
 
 
@@ -453,7 +452,12 @@ def _rank(failure: Failure, request: Request) -> str | None:
         return (
             f"Process {found[1]} of those that this command has started ended {how}{why}{goes_on}."
         )
-    if failure.kind not in _BY_RANKS:
+    by_gloo = failure.kind == "RuntimeError" and "gloo" in failure.text.lower()
+    if not by_gloo and failure.kind not in (
+        "DistBackendError",
+        "DistNetworkError",
+        "DistStoreError",
+    ):
         return None
     if found := _NOT_COME.search(failure.text):
         return (

@@ -281,12 +281,16 @@ def bug_while_handling() -> None:
         raise TypeError("unsupported operand") from None
 
 
+def read_error() -> None:
+    raise RuntimeError("Read error: Broken pipe")  # of anything but other ranks
+
+
 def shapes() -> None:
     raise RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)")
 
 
 @pytest.mark.parametrize(
-    "failure", [mistake, own_assertion, foreign_file, bug_while_handling, shapes]
+    "failure", [mistake, own_assertion, foreign_file, bug_while_handling, read_error, shapes]
 )
 @pytest.mark.parametrize(
     "request_", [TRAIN, GENERATE, Request()], ids=["train", "generate", "none"]

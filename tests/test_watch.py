@@ -86,6 +86,14 @@ def test_time_in_which_this_rank_is_stopped_is_no_silence_of_others(scene: Scene
     assert scene.pass_time(SILENCE - 5, alive=(1, 2)) == ""
 
 
+def test_a_rank_that_has_come_to_its_end_is_not_missed(scene: Scene) -> None:
+    """The first one may still be writing a checkpoint."""
+    scene.pass_time(10, alive=(1, 2))
+    Watch(scene.store, 2, 3).leave()
+    assert scene.pass_time(100, alive=(1,)) == ""
+    assert "rank 1 has been silent" in scene.pass_time(40, alive=())
+
+
 def test_who_keeps_the_store_may_end(scene: Scene) -> None:
     """The next exchange of gradients tells of it."""
     with mock.patch.object(
@@ -135,7 +143,9 @@ def test_a_stopped_rank_is_reported_while_the_others_wait(data: Path, tmp_path: 
     with (
         mock.patch.object(trainer.Trainer, "begin_epoch", begin_epoch),
         mock.patch.object(ranks, "SILENCE", 1.0),
-        mock.patch.object(ranks, "reported", lambda what, look: every(what, look, 0.1)),
+        mock.patch.object(
+            ranks, "reported", lambda what, look, **last: every(what, look, 0.1, **last)
+        ),
         mock.patch.object(ranks.logger, "warning", keep),
     ):
         both = runs.run_ranks(data, tmp_path / "run", 2, **runs.LS, no_save=True, max_update=20)

@@ -7,6 +7,7 @@ and looks whether the numbers of others go up.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
@@ -22,16 +23,27 @@ logger = logging.getLogger(__name__)
 SILENCE = 30.0  # seconds; a rank that is silent for longer is reported
 _BEAT = 5.0  # seconds between two looks
 _NEIGHBOURS = 8  # ranks that one watches: enough where a machine's stop at once, few for the store
+_HAS_LEFT = 1 << 40  # what a rank adds to its number in the end, beyond all counting
 
 
 @contextmanager
-def reported(what: str, look: Callable[[], None], every: float = _BEAT) -> Iterator[None]:
-    """Within it ``look`` is called now and then by a thread, which ends with it."""
+def reported(
+    what: str,
+    look: Callable[[], None],
+    every: float = _BEAT,
+    last: Callable[[], None] | None = None,
+) -> Iterator[None]:
+    """Within it ``look`` is called now and then by a thread, which calls ``last`` when it ends.
+
+    Nobody waits for the thread: what it asks may never be answered.
+    """
     ended = threading.Event()
 
     def run() -> None:
         while not ended.wait(every):
             look()
+        if last is not None:
+            last()
 
     thread = threading.Thread(target=run, name=what, daemon=True)
     thread.start()
@@ -94,7 +106,7 @@ def watched() -> Iterator[None]:
     store: Any = torch.distributed.distributed_c10d._get_default_store()
     store = store.clone()
     watch = Watch(torch.distributed.PrefixStore("alive", store), rank, count)
-    with reported("heartbeat", watch.beat), reported("ranks", watch.look):
+    with reported("heartbeat", watch.beat, last=watch.leave), reported("ranks", watch.look):
         yield
 
 
@@ -125,13 +137,20 @@ class Watch:
         self._asked = self._clock()
         try:
             self._store.add(str(self._rank), 1)
-            for other, number in self._numbers.items():
+            for other, number in list(self._numbers.items()):
                 now = self._store.add(str(other), 0)
-                if now != number:
+                if now >= _HAS_LEFT:
+                    self._numbers.pop(other)
+                elif now != number:
                     self._numbers[other], self._heard[other] = now, self._clock()
         except RuntimeError:  # whoever keeps it has ended, of which the next exchange will tell
             self._is_over = True
         self._asked = None
+
+    def leave(self) -> None:
+        """Say that this rank has come to its end, so that nobody misses it."""
+        with contextlib.suppress(RuntimeError):
+            self._store.add(str(self._rank), _HAS_LEFT)
 
     def look(self) -> None:
         """Tell the log what has changed."""
@@ -144,8 +163,8 @@ class Watch:
             if 0 not in self._silent:  # who keeps the store as a rule
                 self._tell(None, now - self._asked)
             return  # nobody can be heard meanwhile
-        for other, heard in self._heard.items():
-            self._tell(other, now - heard)
+        for other in list(self._numbers):
+            self._tell(other, now - self._heard[other])
         self._tell(None, 0.0)
 
     def _tell(self, other: int | None, seconds: float) -> None:
