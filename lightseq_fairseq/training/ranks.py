@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 SILENCE = 30.0  # seconds; a rank that is silent for longer is reported
 _BEAT = 5.0  # seconds between two looks
+_LAST_WORDS = 5.0  # seconds that the end of a thread may take
 _NEIGHBOURS = 8  # ranks that one watches: enough where a machine's stop at once, few for the store
 _HAS_LEFT = 1 << 40  # what a rank adds to its number in the end, beyond all counting
 
@@ -35,7 +36,8 @@ def reported(
 ) -> Iterator[None]:
     """Within it ``look`` is called now and then by a thread, which calls ``last`` when it ends.
 
-    Nobody waits for the thread: what it asks may never be answered.
+    The thread is waited for, as Python aborts where it ends while torch's code runs in one; but not
+    for long, as what it asks may never be answered.
     """
     ended = threading.Event()
 
@@ -51,6 +53,7 @@ def reported(
         yield
     finally:
         ended.set()
+        thread.join(_LAST_WORDS)
 
 
 @contextmanager
