@@ -82,7 +82,11 @@ export -f run
 export root log python
 
 # Files without a GPU test are not imported: they may need packages that this machine lacks.
-mapfile -t files < <(grep -l 'mark\.gpu' "$root"/tests/test_*.py | xargs -d '\n' basename -s .py)
+# Those for which all others wait come last.
+mapfile -t files < <({
+    grep -l 'mark\.gpu' "$root"/tests/test_*.py | xargs -d '\n' grep -L 'mark\.alone'
+    grep -l 'mark\.alone' "$root"/tests/test_*.py
+} | xargs -d '\n' basename -s .py)
 # Tests that run out of memory on purpose, look at time or train are not checked again for accesses.
 unchecked="allocate|background|generation|model|parity|races|ranks|step|step_faults|step_memory"
 # Races are looked for where no kernel of cuBLAS runs, which racecheck does not bring to an end.
@@ -94,17 +98,15 @@ list() {
             echo "racecheck test_races_cuda"
             printf 'memcheck %s\n' "${files[@]}" | grep _cuda | grep -v -E "_($unchecked)_cuda"
         fi
-        printf 'tests %s\n' "${files[@]}" | grep -v -x -F "${alone[@]/#/-etests }"
+        printf 'tests %s\n' "${files[@]}"
     } | while read -r check file; do
         if [[ $checks = *" $check "* ]]; then echo "$check $file"; fi
     done
 }
-alone=(test_bench_ops test_step_memory_cuda)  # they look at time, at all that the GPU has in use
 status=0
 echo "== tests"
 # shellcheck disable=SC2016
 list | xargs -P "${JOBS:-4}" -L 1 bash -c 'run "$@"' run | tee "$log/tests.txt" || status=1
-[[ $checks != *" tests "* ]] || printf 'tests %s\n' "${alone[@]}" | xargs -L 1 bash -c 'run "$@"' run | tee -a "$log/tests.txt" || status=1
 
 # One row a check, for scripts/results.
 step results env COMMIT="${COMMIT:-$(git -C "$root" rev-parse HEAD 2>/dev/null || true)}" \

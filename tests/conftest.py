@@ -1,9 +1,30 @@
-"""Tests marked `gpu` run where torch sees a GPU; asking for them elsewhere is an error."""
+"""Tests marked `gpu` run where torch sees a GPU; asking for them elsewhere is an error.
+
+Test processes share the GPU, except in tests marked `alone`, for which all others wait.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+from typing import IO
+
 import pytest
 import torch
+
+LOCK = Path(tempfile.gettempdir()) / f"lightseq-gpu-tests-{os.getuid()}"
+LOCKED = pytest.StashKey[IO[str]]()
+
+
+def _lock_gpu(alone: bool) -> IO[str]:
+    """Who waits for the others to end keeps the door shut, or there would always be one."""
+    with Path(f"{LOCK}.door").open("w") as door:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        gpu = Path(f"{LOCK}.gpu").open("w")  # noqa: SIM115 (closed in teardown)
+        fcntl.flock(gpu, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    return gpu
 
 
 def _asked_for(config: pytest.Config) -> bool:
@@ -29,12 +50,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in on_gpu]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.manual_seed(1)  # the same draws in each run, alone or among others
+    if item.get_closest_marker("gpu"):
+        item.stash[LOCKED] = _lock_gpu(alone=item.get_closest_marker("alone") is not None)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     # Other test processes share the GPU, and the sizes here are so many that few blocks of memory
     # would serve again.
     if item.get_closest_marker("gpu"):
         torch.cuda.empty_cache()
+        with item.stash[LOCKED] as gpu:
+            fcntl.flock(gpu, fcntl.LOCK_UN)  # forked children may still have the file open

@@ -125,6 +125,8 @@ def test_lengths_are_wmt_like(bench: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.timeout(900)  # others end first
 def test_times_are_those_of_the_runs_alone(bench: Any) -> None:
     runs = {"nothing": lambda: None, "short": lambda: torch.cuda._sleep(100_000)}
     runs |= {"long": lambda: torch.cuda._sleep(400_000)}

@@ -1,4 +1,4 @@
-"""Memory of a long run on a GPU. It looks at all that the GPU has in use, so it runs alone."""
+"""Memory of a long run on a GPU."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ def resident() -> int:
 
 
 @pytest.mark.large
+@pytest.mark.alone
+@pytest.mark.timeout(900)  # others end first
 def test_memory_stays_flat_over_twenty_thousand_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
