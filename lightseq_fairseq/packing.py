@@ -156,7 +156,16 @@ class Rows:
         return self.columns[column]
 
 
-Packed = dict[str, Rows]  # a batch's streams by their names, see ``open_block``
+class Packed(dict[str, Rows]):
+    """A batch's streams by their names, see ``PackedBatch.open``.
+
+    Attributes:
+        part: what of the model the batch trains, "" for all of it.
+    """
+
+    def __init__(self, streams: dict[str, Rows], part: str = "") -> None:
+        super().__init__(streams)
+        self.part = part
 
 
 @dataclass(frozen=True)
@@ -170,6 +179,7 @@ class PackedBatch:
         nsentences: real sentences, or pairs of them.
         ntokens: real tokens that are counted, pads not among them (fairseq's ``ntokens``).
         longest: length of the longest sentence of each stream; references need such an upper bound.
+        part: what of the model it trains, such as a pair of languages; "" for all of it.
     """
 
     block: Tensor
@@ -178,6 +188,7 @@ class PackedBatch:
     nsentences: int
     ntokens: int
     longest: tuple[int, ...]
+    part: str = ""
 
     def __len__(self) -> int:
         """Sentences: fairseq takes a sample of length 0 for a dummy."""
@@ -190,12 +201,13 @@ class PackedBatch:
     def open(self, block: Tensor | None = None) -> Packed:
         """Its streams, as views of its block or of a copy of that; see ``open_block``."""
         block = self.block if block is None else block
-        return open_block(block, self.layout, self.bucket, self.longest)
+        return Packed(open_block(block, self.layout, self.bucket, self.longest), self.part)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Through a worker's pipe by value: torch would put the block into shared memory, and
         # fetching its file descriptor takes the main process longer than reading the block does.
-        rest = (self.layout, self.bucket, self.nsentences, self.ntokens, self.longest)
+        counts = (self.nsentences, self.ntokens, self.longest)
+        rest = (self.layout, self.bucket, *counts, self.part)
         return _from_array, (self.block.numpy(), *rest)
 
 
@@ -218,7 +230,9 @@ def block_size(layout: Layout, bucket: Bucket) -> int:
     return sum(_part_sizes(layout, bucket))
 
 
-def open_block(block: Tensor, layout: Layout, bucket: Bucket, longest: Sequence[int]) -> Packed:
+def open_block(
+    block: Tensor, layout: Layout, bucket: Bucket, longest: Sequence[int]
+) -> dict[str, Rows]:
     """Views of a block's parts; nothing is copied or read, so it may be a graph's input.
 
     Args:

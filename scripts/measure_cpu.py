@@ -35,7 +35,7 @@ from fairseq.data import (  # noqa: E402
 from test_parity import PRE_NORM, SHARED  # noqa: E402
 
 from lightseq_fairseq.packing import Granularity  # noqa: E402
-from lightseq_fairseq.training.batch import PackingDataset  # noqa: E402
+from lightseq_fairseq.training.batch import PackingPairs  # noqa: E402
 
 RESULTS = ROOT / "scripts" / "results" / "cpu.json"
 
@@ -93,7 +93,7 @@ def binarised(folder: Path, pairs: int, vocabulary: int = 40000) -> Any:
 def packing_rows(folder: Path) -> list[dict[str, Any]]:
     """Real target tokens a second: of a worker's processor time, and of two workers' loader."""
     dataset = binarised(folder, 100_000)
-    packing = PackingDataset(dataset, Granularity(128))
+    packing = PackingPairs(dataset, Granularity(128))
     with data_utils.numpy_seed(1):
         indices = dataset.ordered_indices()
     batches = list(dataset.batch_by_size(indices, max_tokens=4096, required_batch_size_multiple=8))

@@ -59,7 +59,7 @@ def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({"arch": "transformer_tiny"}, "the arch is not an ls_transformer"),
+        ({"arch": "transformer_tiny"}, "the arch has no packed steps"),
         ({"criterion": "label_smoothed_cross_entropy"}, "the criterion is not ls_label_smoothed"),
         ({"criterion": "ls_tenfold"}, "the criterion is not ls_label_smoothed"),
         ({"optimizer": "adam"}, "the optimizer is not ls_adam"),

@@ -40,7 +40,7 @@ from lightseq_fairseq.packing import (  # noqa: E402
     block_size,
     open_block,
 )
-from lightseq_fairseq.training.batch import PackingDataset, covers  # noqa: E402
+from lightseq_fairseq.training.batch import PackingPairs, covers  # noqa: E402
 
 VOCABULARY = 50
 PAD, EOS = 1, 2
@@ -154,7 +154,7 @@ def test_sentences_are_fairseqs(
         source = [torch.cat([torch.tensor([5]), sentence]) for sentence in source]
     dataset = pairs(source, target, tmp_path if in_file else None, **options)
     assert covers(dataset) is None
-    batch = PackingDataset(dataset).__getitems__(BATCH)
+    batch = PackingPairs(dataset).__getitems__(BATCH)
 
     expected = fairseqs(dataset, BATCH)
     assert ours(batch) == expected
@@ -166,7 +166,7 @@ def test_sentences_are_fairseqs(
 
 
 def test_file_and_items_give_the_same_block(tmp_path: Path) -> None:
-    packing = PackingDataset(pairs(sentences(1), sentences(2), tmp_path), Granularity(16))
+    packing = PackingPairs(pairs(sentences(1), sentences(2), tmp_path), Granularity(16))
     from_file, from_items = (
         packing.__getitems__(BATCH),
         packing.collater([packing[i] for i in BATCH]),
@@ -178,7 +178,7 @@ def test_file_and_items_give_the_same_block(tmp_path: Path) -> None:
 
 def test_rows_past_the_tokens_belong_to_no_sentence() -> None:
     dataset = pairs(sentences(1), sentences(2))
-    exact, rounded = (PackingDataset(dataset, Granularity(g)).__getitems__(BATCH) for g in (1, 64))
+    exact, rounded = (PackingPairs(dataset, Granularity(g)).__getitems__(BATCH) for g in (1, 64))
     assert ours(rounded) == ours(exact)
     assert (rounded.nsentences, rounded.ntokens) == (exact.nsentences, exact.ntokens)
     assert rounded.bucket == Bucket((64, 64), 256)
@@ -199,11 +199,11 @@ def test_room_for_sentences_comes_in_classes(count: int, room: int) -> None:
     dataset = pairs(sentences(1), sentences(2))
     indices = np.arange(count) % PAIRS
     for granularity in (8, 64):
-        batch = PackingDataset(dataset, Granularity(granularity)).__getitems__(indices)
+        batch = PackingPairs(dataset, Granularity(granularity)).__getitems__(indices)
         assert batch.bucket.sentences == room
         assert batch.bucket.rows[0] % granularity == 0
-        assert ours(batch) == ours(PackingDataset(dataset).__getitems__(indices))
-    assert PackingDataset(dataset).__getitems__(indices).bucket.sentences == count
+        assert ours(batch) == ours(PackingPairs(dataset).__getitems__(indices))
+    assert PackingPairs(dataset).__getitems__(indices).bucket.sentences == count
 
 
 def test_rare_numbers_of_rows_are_rounded_further() -> None:
@@ -213,7 +213,7 @@ def test_rare_numbers_of_rows_are_rounded_further() -> None:
     dataset = pairs(sentences(1), sentences(2))
     found = []
     for usual, step in ((0, 8), (500, 32)):
-        batch = PackingDataset(dataset, Granularity(8, usual)).__getitems__(BATCH)
+        batch = PackingPairs(dataset, Granularity(8, usual)).__getitems__(BATCH)
         assert batch.bucket.rows[1] == -(-batch.ntokens // step) * step
         found.append(ours(batch))
     assert found[0] == found[1]
@@ -256,7 +256,7 @@ def test_parts_are_views_on_16_byte_boundaries(
 @pytest.mark.parametrize("granularity", [1, 64])
 def test_no_sentences(tmp_path: Path, in_file: bool, granularity: int) -> None:
     dataset = pairs(sentences(1), sentences(2), tmp_path if in_file else None)
-    batch = PackingDataset(dataset, Granularity(granularity)).__getitems__([])
+    batch = PackingPairs(dataset, Granularity(granularity)).__getitems__([])
     assert len(batch) == batch.ntokens == sum(batch.longest) == sum(batch.bucket.rows) == 0
     assert ours(batch) == []
 
@@ -264,13 +264,13 @@ def test_no_sentences(tmp_path: Path, in_file: bool, granularity: int) -> None:
 def test_sentence_of_pads_alone() -> None:
     source, target = ([torch.tensor([5, EOS]), torch.tensor([PAD])] for _ in range(2))
     dataset = pairs(source, target)
-    batch = PackingDataset(dataset).__getitems__([1, 0, 1])
+    batch = PackingPairs(dataset).__getitems__([1, 0, 1])
     assert ours(batch) == fairseqs(dataset, [1, 0, 1])
     assert batch.ntokens == 2 and batch.bucket == Bucket((2, 4), 3)
 
 
 def test_pin_memory_pins_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = PackingDataset(pairs(sentences(1), sentences(2))).__getitems__(BATCH)
+    batch = PackingPairs(pairs(sentences(1), sentences(2))).__getitems__(BATCH)
     monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
     pinned = pin_memory(batch)
     assert pinned.block.data_ptr() != batch.block.data_ptr()
@@ -278,7 +278,7 @@ def test_pin_memory_pins_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_workers_send_what_was_packed(tmp_path: Path) -> None:
-    packing = PackingDataset(pairs(sentences(1), sentences(2), tmp_path), Granularity(16))
+    packing = PackingPairs(pairs(sentences(1), sentences(2), tmp_path), Granularity(16))
     batches = [BATCH, [], BATCH[:2].tolist(), BATCH[::-1]]
     loader = DataLoader(packing, batch_sampler=batches, collate_fn=packing.collater, num_workers=2)
     received = list(loader)
@@ -295,7 +295,7 @@ def test_fairseqs_iterator(tmp_path: Path) -> None:
         EpochBatchIterator(dataset, dataset.collater, batches, num_shards=2, shard_id=1)
         for _ in range(2)
     )
-    packed.dataset = PackingDataset(dataset)
+    packed.dataset = PackingPairs(dataset)
     packed.collate_fn = packed.dataset.collater
     assert ours(packed.first_batch) == fairseqs(dataset, batches[0])
     for _ in range(2):
@@ -312,7 +312,7 @@ def test_fairseqs_iterator(tmp_path: Path) -> None:
 
 def test_pickled_without_the_corpus(tmp_path: Path) -> None:
     long = sentences(1, longest=4000)
-    packing = PackingDataset(pairs(long, long, tmp_path), Granularity(16))
+    packing = PackingPairs(pairs(long, long, tmp_path), Granularity(16))
     expected = packing.__getitems__(BATCH)
     pickled = pickle.dumps(packing)
     assert len(pickled) < sum(len(sentence) for sentence in long)
@@ -321,7 +321,7 @@ def test_pickled_without_the_corpus(tmp_path: Path) -> None:
 
 def test_everything_else_is_the_datasets() -> None:
     dataset = pairs(sentences(1), sentences(2))
-    packing = PackingDataset(dataset)
+    packing = PackingPairs(dataset)
     assert len(packing) == PAIRS
     assert packing[3]["source"] is dataset[3]["source"]
     assert packing.sizes is dataset.sizes and packing.supports_fetch_outside_dataloader

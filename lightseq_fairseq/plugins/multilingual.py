@@ -1,6 +1,6 @@
 """``ls_multilingual_transformer``: a fused Transformer for each pair of languages.
 
-For ``--task multilingual_translation``, whose training step is its own.
+For ``--task multilingual_translation``, each update of which has a batch of every pair.
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ from typing import Any
 from fairseq.models import ARCH_CONFIG_REGISTRY, register_model, register_model_architecture
 from fairseq.models.multilingual_transformer import MultilingualTransformerModel
 from fairseq.models.transformer import TransformerConfig
+from torch import Tensor
 
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.packing import Packed
 from lightseq_fairseq.plugins.flat_model import FlatModel
-from lightseq_fairseq.plugins.transformer import LSTransformerDecoder, LSTransformerEncoder
+from lightseq_fairseq.plugins.transformer import (
+    LSTransformerDecoder,
+    LSTransformerEncoder,
+    packed_logits,
+)
 from lightseq_fairseq.plugins.unsupported import unsupported_option
 
 
@@ -56,6 +62,11 @@ class LSMultilingualTransformerModel(FlatModel, MultilingualTransformerModel):
 
     def sides(self) -> list[tuple[LSTransformerEncoder, LSTransformerDecoder]]:
         return [(model.encoder, model.decoder) for model in self.models.values()]
+
+    def packed_logits(self, batch: Packed, rng: Tensor) -> Tensor:
+        """Logits [T, V] of a batch of the pair ``batch.part``; ``rng`` from ``draw_rng``."""
+        pair = self.models[batch.part]
+        return packed_logits(pair.encoder, pair.decoder, batch, rng)
 
 
 for _arch in ("multilingual_transformer", "multilingual_transformer_iwslt_de_en"):

@@ -363,12 +363,17 @@ class LSTransformerModel(FlatModel, TransformerModel):
 
     def packed_logits(self, batch: Packed, rng: Tensor) -> Tensor:
         """Logits [T, V] of a batch of sentence pairs; ``rng`` int64 [2] from ``draw_rng``."""
-        source, target = batch["source"], batch["target"]
-        memory = self.encoder.features(source["tokens"], source.segments, rng)
-        x, _ = self.decoder.features(
-            target["previous"], target.segments, memory, source.segments, rng
-        )
-        return self.decoder.output_layer(x)
+        return packed_logits(self.encoder, self.decoder, batch, rng)
+
+
+def packed_logits(
+    encoder: LSTransformerEncoder, decoder: LSTransformerDecoder, batch: Packed, rng: Tensor
+) -> Tensor:
+    """See ``LSTransformerModel.packed_logits``."""
+    source, target = batch["source"], batch["target"]
+    memory = encoder.features(source["tokens"], source.segments, rng)
+    x, _ = decoder.features(target["previous"], target.segments, memory, source.segments, rng)
+    return decoder.output_layer(x)
 
 
 TRANSLATION_ARCHS = (

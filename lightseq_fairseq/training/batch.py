@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,14 +12,26 @@ from torch import Tensor
 from lightseq_fairseq.packing import SENTENCE_PAIRS, Bucket, Granularity, PackedBatch, block_size
 
 
+def packing(dataset: Any, granularity: Granularity | None = None) -> PackingDataset:
+    """The dataset, which ``covers`` has no objection to, with batches that come out packed."""
+    from fairseq.data import RoundRobinZipDatasets
+
+    kind = PackingParts if type(dataset) is RoundRobinZipDatasets else PackingPairs
+    return kind(dataset, granularity)
+
+
 def covers(dataset: Any) -> str | None:
-    """Why ``PackingDataset`` cannot take the place of this dataset's collater, in a few words.
+    """Why ``packing`` cannot take the place of this dataset's collater, in a few words.
 
-    None where it can. Only fairseq's ``LanguagePairDataset`` itself is covered: what wraps or
-    extends it may change a batch in ways that are not seen here.
+    None where it can. Only fairseq's ``LanguagePairDataset`` itself is covered, and several of them
+    zipped by its ``RoundRobinZipDatasets``: what wraps or extends them may change a batch in ways
+    that are not seen here.
     """
-    from fairseq.data import LanguagePairDataset
+    from fairseq.data import LanguagePairDataset, RoundRobinZipDatasets
 
+    if type(dataset) is RoundRobinZipDatasets and dataset.eval_key is None:
+        found = map(covers, dataset.datasets.values())
+        return next((reason for reason in found if reason is not None), None)
     if type(dataset) is not LanguagePairDataset:
         return f"data from {type(dataset).__name__}"
     reasons = {
@@ -35,30 +48,11 @@ def covers(dataset: Any) -> str | None:
 class PackingDataset(torch.utils.data.Dataset[Any]):
     """A dataset whose batches come out packed, for ``DataLoader`` and fairseq's batch iterator.
 
-    Everything but the making of batches is the wrapped dataset's. A batch has the sentences,
-    tokens and decoder input of fairseq's ``collate`` in ``language_pair_dataset.py``, in the order
-    of the given indices: packed attention has no use for fairseq's sort by source length. A
-    token spelled like the pad is dropped from the source, and on the target side the row whose
-    decoder input it is, as ``Segments.from_mask`` does.
-    Use it with its own ``collater``.
-
-    Args:
-        dataset: fairseq's LanguagePairDataset, one that ``covers`` has no objection to.
-        granularity: of the numbers of rows. With one above 1, room for sentences comes in classes
-            256, 1024, 4096, ...
+    Everything but the making of batches is the wrapped dataset's. Use it with its own ``collater``.
     """
 
-    def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
-        from fairseq.data.indexed_dataset import MMapIndexedDataset
-
+    def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self.granularity = granularity or Granularity()
-        adds_tokens = (
-            dataset.append_eos_to_target or dataset.append_bos or dataset.remove_eos_from_source
-        )
-        self._mapped = not adds_tokens and all(
-            type(side) is MMapIndexedDataset for side in (dataset.src, dataset.tgt)
-        )
 
     def __getattr__(self, name: str) -> Any:
         # Unpickling asks for names before there is a dataset.
@@ -72,15 +66,54 @@ class PackingDataset(torch.utils.data.Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
+    def __getitems__(self, indices: Any) -> Any:
+        """The batch of these items; torch's fetcher calls this where it exists."""
+        raise NotImplementedError
+
+    def collater(self, samples: Any) -> Any:
+        """What ``__getitems__`` gave, as it is; a list of this dataset's items is packed."""
+        raise NotImplementedError
+
+
+class PackingPairs(PackingDataset):
+    """Batches of sentence pairs, each a ``PackedBatch``.
+
+    A batch has the sentences, tokens and decoder input of fairseq's ``collate`` in
+    ``language_pair_dataset.py``, in the order of the given indices: packed attention has no use for
+    fairseq's sort by source length. A token spelled like the pad is dropped from the source, and on
+    the target side the row whose decoder input it is, as ``Segments.from_mask`` does.
+
+    Args:
+        dataset: fairseq's LanguagePairDataset, one that ``covers`` has no objection to.
+        granularity: of the numbers of rows. With one above 1, room for sentences comes in classes
+            256, 1024, 4096, ...
+        part: what of the model the batches train, see ``PackedBatch``.
+    """
+
+    def __init__(
+        self, dataset: Any, granularity: Granularity | None = None, part: str = ""
+    ) -> None:
+        from fairseq.data.indexed_dataset import MMapIndexedDataset
+
+        super().__init__(dataset)
+        self.granularity = granularity or Granularity()
+        self.part = part
+        adds_tokens = (
+            dataset.append_eos_to_target or dataset.append_bos or dataset.remove_eos_from_source
+        )
+        self._mapped = not adds_tokens and all(
+            type(side) is MMapIndexedDataset for side in (dataset.src, dataset.tgt)
+        )
+
     def __getitems__(self, indices: Any) -> PackedBatch:
-        """The batch of these sentence pairs; torch's fetcher calls this where it exists."""
+        """The batch of these sentence pairs."""
         if not self._mapped:
             return self.collater([self.dataset[index] for index in indices])
         indices = np.asarray(indices, dtype=np.int64)
         return self._pack(_read(self.dataset.src, indices), _read(self.dataset.tgt, indices))
 
     def collater(self, samples: Any) -> PackedBatch:
-        """What ``__getitems__`` gave, as it is; a list of this dataset's items is packed."""
+        """See ``PackingDataset``."""
         if isinstance(samples, PackedBatch):
             return samples
         return self._pack(*(_join([s[side] for s in samples]) for side in ("source", "target")))
@@ -100,7 +133,8 @@ class PackingDataset(torch.utils.data.Dataset[Any]):
         room = self._bucket(len(source.tokens), len(target.tokens), len(source.lengths))
         longest = tuple(int(side.lengths.max(initial=0)) for side in (source, target))
         block = torch.zeros(block_size(SENTENCE_PAIRS, room), dtype=torch.int64)
-        batch = PackedBatch(block, SENTENCE_PAIRS, room, len(source.lengths), int(ntokens), longest)
+        counts = (len(source.lengths), int(ntokens), longest)
+        batch = PackedBatch(block, SENTENCE_PAIRS, room, *counts, self.part)
         columns = {
             "source": {"tokens": source.tokens},
             "target": {"previous": previous, "labels": target.tokens},
@@ -121,6 +155,39 @@ class PackingDataset(torch.utils.data.Dataset[Any]):
             sentences = room
         rounded = self.granularity.rounded
         return Bucket((rounded(source), rounded(target)), sentences)
+
+
+class PackingParts(PackingDataset):
+    """Batches of several parts of a model, each a list of ``PackedBatch``.
+
+    Args:
+        dataset: fairseq's RoundRobinZipDatasets of what ``PackingPairs`` takes: a pair of languages
+            is a part.
+        granularity: see ``PackingPairs``.
+    """
+
+    def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
+        super().__init__(dataset)
+        self.parts = {
+            part: PackingPairs(pairs, granularity, part) for part, pairs in dataset.datasets.items()
+        }
+
+    def __getitems__(self, indices: Any) -> list[PackedBatch]:
+        """A batch of each part: the items that fairseq's dataset has at these places."""
+        place = self.dataset._map_index  # a shorter part begins again at its end
+        return [
+            pairs.__getitems__([place(part, index) for index in indices])
+            for part, pairs in self.parts.items()
+        ]
+
+    def collater(self, samples: Sequence[Any]) -> list[PackedBatch]:
+        """See ``PackingDataset``."""
+        if all(isinstance(sample, PackedBatch) for sample in samples):
+            return list(samples)
+        return [
+            pairs.collater([sample[part] for sample in samples])
+            for part, pairs in self.parts.items()
+        ]
 
 
 def _fill(part: Tensor, values: np.ndarray, past: int) -> None:

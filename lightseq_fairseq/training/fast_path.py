@@ -19,6 +19,7 @@ import torch
 from fairseq import optim
 from fairseq.logging import metrics
 from fairseq.tasks import FairseqTask
+from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
 
 from lightseq_fairseq.errors import UserError, is_out_of_memory
 from lightseq_fairseq.ops.advance import KNOWN_RATES, State
@@ -56,8 +57,8 @@ FALLBACK: dict[str, Callable[[Any, Any], bool]] = {
     "--empty-cache-freq": lambda cfg, model: cfg.common.empty_cache_freq > 0,
     # A graph that is replayed names no operation to the profiler.
     "--profile": lambda cfg, model: cfg.common.profile,
-    "--encoder-layerdrop": lambda cfg, model: model.cfg.encoder.layerdrop > 0,
-    "--decoder-layerdrop": lambda cfg, model: model.cfg.decoder.layerdrop > 0,
+    "--encoder-layerdrop": lambda cfg, model: getattr(cfg.model, "encoder_layerdrop", 0) > 0,
+    "--decoder-layerdrop": lambda cfg, model: getattr(cfg.model, "decoder_layerdrop", 0) > 0,
     # Of several ranks, what would happen between backward and update.
     "--ddp-backend": lambda cfg, model: _of_ranks(cfg, "ddp_backend") == "slowmo",
     "--ddp-comm-hook": lambda cfg, model: _of_ranks(cfg, "ddp_comm_hook") not in (None, "none"),
@@ -72,19 +73,31 @@ def _of_ranks(cfg: Any, name: str) -> Any:
     return getattr(ranks, name) if ranks.distributed_world_size > 1 else None
 
 
+def _trains_as_fairseqs(task: Any) -> bool:
+    """Whether an update of a task (a class) is the sum of what a criterion says of each batch.
+
+    So it is, too, where fairseq's sample has a batch of each pair of languages.
+    """
+
+    def parts(task: Any) -> tuple[Any, Any]:
+        return task.train_step, getattr(task, "_per_lang_pair_train_loss", None)
+
+    sums = parts(task) in (parts(FairseqTask), parts(MultilingualTranslationTask))
+    return sums and task.optimizer_step is FairseqTask.optimizer_step
+
+
 def refusal(trainer: Any) -> str | None:
     """Why a run takes fairseq's own training step, in a few words, or None."""
     cfg, model, criterion = trainer.cfg, trainer.get_model(), trainer.get_criterion()
     task = type(trainer.task)
     reasons = {
         # Nor are those of --user-dir that extend ours, unless they declare it themselves.
-        "the arch is not an ls_transformer": not declares(model, "packed_logits"),
+        "the arch has no packed steps": not declares(model, "packed_logits"),
         "the criterion is not ls_label_smoothed_cross_entropy": not declares(
             criterion, "objective"
         ),
         "the optimizer is not ls_adam": getattr(cfg.optimizer, "_name", None) != "ls_adam",
-        "the task trains in a way of its own": task.train_step is not FairseqTask.train_step
-        or task.optimizer_step is not FairseqTask.optimizer_step,
+        "the task trains in a way of its own": not _trains_as_fairseqs(task),
         "the task's logs cannot be summed": trainer.data_parallel_world_size > 1
         and not task.logging_outputs_can_be_summed(criterion),
     }
@@ -118,6 +131,11 @@ def granularity(trainer: Any) -> Granularity:
     fine = _LEAST_GRANULARITY * max(1, round(most / _BUCKETS / _LEAST_GRANULARITY))
     # fairseq fills batches up to --max-tokens: nine in ten have more than three quarters of them.
     return Granularity(fine, most * 3 // 4 if most >= _BUCKETS * _LEAST_GRANULARITY else 0)
+
+
+def _batches(sample: Any) -> list[PackedBatch]:
+    """Those of a sample; one of several ranks may have none."""
+    return [x for x in (sample if isinstance(sample, list) else [sample]) if len(x) > 0]
 
 
 @dataclass
@@ -158,8 +176,8 @@ class FastPath:
         self._started: deque[_Started] = deque()
         self._logged: dict[str, Any] = {}  # what fairseq's step returns, of the last one logged
 
-    def train_step(self, batches: Sequence[PackedBatch], ends_epoch: bool) -> dict[str, Any] | None:
-        """Start the update by ``batches``.
+    def train_step(self, samples: Sequence[Any], ends_epoch: bool) -> dict[str, Any] | None:
+        """Start the update by ``samples``, as ``training.batch`` makes them.
 
         Returns what the last finished one logged, or None where the loop is not to count one.
 
@@ -174,7 +192,7 @@ class FastPath:
             if trainer.cuda:  # what a validation has left free is no use to steps
                 torch.cuda.empty_cache()
         count = trainer.get_num_updates()
-        batches = [batch for batch in batches if len(batch)]  # one of several ranks may have none
+        batches = [batch for sample in samples for batch in _batches(sample)]
         try:
             started = self._start(batches, count)
         except RuntimeError as error:

@@ -20,7 +20,10 @@ class PackedModel(Protocol):
     """A model that the captured step trains; its class declares it by a ``packed_logits``."""
 
     def packed_logits(self, batch: Packed, rng: Tensor) -> Tensor:
-        """Logits [T, V] of the rows that have labels; ``rng`` int64 [2], see ``draw_rng``."""
+        """Logits [T, V] of the rows that have labels; ``rng`` int64 [2], see ``draw_rng``.
+
+        A model of several parts has to look at ``batch.part``.
+        """
         ...
 
 

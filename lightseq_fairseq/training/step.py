@@ -142,7 +142,8 @@ class TrainingStep:
         self.rng = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._inputs = _Inputs(self.device)
         self._graphs = Graphs(self.device, "training steps")
-        self._searched: set[tuple[str, int, bool]] = set()  # rows whose products have run plainly
+        # Part, stream and rows whose products have run plainly.
+        self._searched: set[tuple[str, str, int, bool]] = set()
         self._reports = [_pinned(torch.zeros_like(self._numbers, device="cpu"), self.device)
                          for _ in range(KNOWN_RATES)]  # fmt: skip
         self._next_report = 0
@@ -191,8 +192,9 @@ class TrainingStep:
     def _collect_gradients(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> None:
         if not batches:
             self._inputs.send(torch.zeros(0, dtype=torch.int64), given)
-            self.gradients.flat.zero_()
             self.state[State.LOSS :].zero_()
+        if not batches or any(batch.part for batch in batches):  # else the first writes all of it
+            self.gradients.flat.zero_()
         for place, batch in enumerate(batches):
             block = self._inputs.send(batch.block, given)
             first = place == 0
@@ -203,8 +205,9 @@ class TrainingStep:
                 self._forward_backward(batch, block, first)
 
             streams = zip(batch.layout, batch.bucket.rows, strict=True)
-            sizes = {(stream.name, rows, first) for stream, rows in streams}
-            self._graphs.run((batch.bucket, first), forward_backward, sizes <= self._searched)
+            sizes = {(batch.part, stream.name, rows, first) for stream, rows in streams}
+            shapes = (batch.part, batch.bucket, first)
+            self._graphs.run(shapes, forward_backward, sizes <= self._searched)
             self._searched |= sizes
 
     def _forward_backward(self, batch: PackedBatch, block: Tensor, first: bool) -> None:

@@ -32,7 +32,6 @@ from lightseq_fairseq.training import (
     stopping,
 )
 from lightseq_fairseq.training.background import WRITER
-from lightseq_fairseq.training.batch import PackingDataset
 from lightseq_fairseq.training.fast_path import FastPath
 from lightseq_fairseq.training.flat_adam import FlatAdam
 
@@ -108,7 +107,7 @@ class Trainer(stopping.Trainer):
                 limits = self.cfg.dataset
                 pack_tokens.refill(self._iterator, limits.max_tokens, limits.batch_size)
             if self._refusal is None:
-                dataset = PackingDataset(iterator.dataset, fast_path.granularity(self))
+                dataset = batch.packing(iterator.dataset, fast_path.granularity(self))
                 self._iterator.dataset, self._iterator.collate_fn = dataset, dataset.collater
         self._tell_steps()
         return self._iterator if fills or self._refusal is None else iterator
