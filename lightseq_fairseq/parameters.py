@@ -83,6 +83,7 @@ class FlatBuffer:
         self.offsets = [p.storage_offset() - start for p in parameters]
         size = self.offsets[-1] + last.numel()
         self.data = first.detach().as_strided((size,), (1,))
+        self._shapes = [p.shape for p in parameters]
         self._addresses = [p.data_ptr() for p in parameters]
         self._gradient: Tensor | None = None
         self._gradient_views: list[Tensor] = []
@@ -91,6 +92,26 @@ class FlatBuffer:
         """Whether every parameter still lies where it lay (``.to()`` moves them, for one)."""
         return [p.data_ptr() for p in self.parameters] == self._addresses
 
+    def lend(self) -> Tensor:
+        """The memory [N] for another use, until `take_back`.
+
+        Meanwhile ``data`` and the parameters are empty tensors: who reads one, to save it for one,
+        gets an error, and no numbers that mean something else.
+        """
+        memory = self.data
+        self.data = memory.new_empty(0)
+        for parameter in self.parameters:
+            parameter.data = self.data
+        self._addresses = [0] * len(self.parameters)
+        return memory
+
+    def take_back(self, memory: Tensor) -> None:
+        """The end of `lend`: parameters are where and what they were, by what is in ``memory``."""
+        self.data = memory
+        for parameter, view in zip(self.parameters, self.views(memory), strict=True):
+            parameter.data = view
+        self._addresses = [p.data_ptr() for p in self.parameters]
+
     def zeros(self, dtype: torch.dtype | None = None) -> Tensor:
         """A new zero tensor [N] on the same device; of the parameters' dtype by default."""
         return torch.zeros_like(self.data, dtype=dtype)
@@ -98,8 +119,8 @@ class FlatBuffer:
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of ``flat`` [N] in the places and shapes of the parameters."""
         return [
-            flat[offset : offset + p.numel()].view(p.shape)
-            for p, offset in zip(self.parameters, self.offsets, strict=True)
+            flat[offset : offset + shape.numel()].view(shape)
+            for shape, offset in zip(self._shapes, self.offsets, strict=True)
         ]
 
     def gather_gradients(self) -> tuple[Tensor, list[bool]]:

@@ -309,3 +309,19 @@ def test_killed_at_random_while_it_saves(data: Path, tmp_path: Path) -> None:
     assert rest == whole[updates:]
     assert runs.differing(runs.trained(folder), runs.trained(tmp_path / "whole")) == []
     assert sorted(os.listdir(folder)) == sorted(os.listdir(tmp_path / "whole"))
+
+
+def test_an_epoch_of_other_data_goes_on_with_fairseqs_steps(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As shards may hold: the float32 parameters, which the steps before had split, are there."""
+    caplog.set_level(logging.INFO)
+    flags = {"bf16": True, "dropout": 0.0, "max_update": 24, "lr": 1e-2}
+    everything = run(data, tmp_path, **flags)
+    answers = iter([None])
+    covers = mock.Mock(side_effect=lambda dataset: next(answers, "other data"))
+    with mock.patch("lightseq_fairseq.training.batch.covers", covers):
+        losses = run(data, tmp_path, **flags)
+    assert covers.call_count >= 2 and reasons(caplog) == ["other data"]
+    assert losses[:6] == everything[:6]
+    assert max(losses[6:]) < 1.05 * max(losses[:6])  # in another order

@@ -511,3 +511,20 @@ def test_an_error_amid_splitting_loses_nothing(
         direction()
     assert torch.equal(parameter.detach(), expected)
     assert torch.equal(low, expected.bfloat16())
+
+
+def test_split_parameters_cannot_be_read() -> None:
+    """They hold no numbers then; a state or a step puts them together first."""
+    parameter = nn.Parameter(torch.randn(6, 5))
+    expected, low = parameter.detach().clone(), torch.empty(30, dtype=torch.bfloat16)
+    adam = FlatAdam([parameter])
+    adam.split(low)
+    with pytest.raises(RuntimeError):
+        torch.empty(6, 5).copy_(parameter.detach())
+    assert adam.buffer.intact() and len(adam.buffer.data) == 0
+    adam.state_dict()
+    assert torch.equal(parameter.detach(), expected) and adam.buffer.intact()
+    parameter.grad = torch.ones(6, 5)
+    adam.split(low)
+    adam.step()
+    assert parameter.shape == (6, 5) and not torch.equal(parameter.detach(), expected)

@@ -225,6 +225,11 @@ class FastPath:
         while len(self._started) > ahead:
             self._log(self._started.popleft())
 
+    def leave(self) -> None:
+        """Leave everything as fairseq's own steps want it."""
+        self.settle()
+        self._step.adam.join()
+
     def forget_graphs(self) -> None:
         """Give the memory of graphs back; steps that follow capture others."""
         self._step.forget_graphs()

@@ -88,6 +88,42 @@ class _Flat:
             )  # fmt: skip
 
 
+class _Split:
+    """A buffer's float32 parameters while only what bfloat16 ones leave of them is kept.
+
+    The rest lies in the parameters' own memory, which the buffer lends: they cannot be read.
+
+    Args:
+        low: bfloat16 [N], laid out like ``buffer``.
+
+    Attributes:
+        rest: int16 [N], see ``ops.split_floats``.
+    """
+
+    def __init__(self, buffer: FlatBuffer, low: Tensor) -> None:
+        self._buffer = buffer
+        self._memory = buffer.lend()
+        self.rest = self._memory.view(torch.int16)[: len(low)]
+        parts = (x.split(_BLOCK) for x in (self._memory, low, self.rest))
+        self._blocks = list(zip(*parts, strict=True))
+        self._done = 0  # blocks, from the first one on
+
+    def split(self) -> None:
+        """Go on, block by block, forward: what is overwritten has been read."""
+        while self._done < len(self._blocks):
+            of_whole, of_low, of_rest = self._blocks[self._done]
+            of_rest.copy_(ops.split_floats(of_whole, of_low))
+            self._done += 1
+
+    def join(self) -> None:
+        """The way back; the buffer has its parameters again at its end."""
+        while self._done > 0:
+            of_whole, of_low, of_rest = self._blocks[self._done - 1]
+            of_whole.copy_(ops.join_floats(of_low, of_rest))
+            self._done -= 1
+        self._buffer.take_back(self._memory)
+
+
 class FlatAdam(torch.optim.Optimizer):
     """Adam with decoupled weight decay whose state is flat in memory and native in files.
 
@@ -123,8 +159,7 @@ class FlatAdam(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         # fairseq's Adam reads amsgrad in the groups that it loads.
         self._flats: list[_Flat] = []
-        self._halves: tuple[Tensor, Tensor] | None = None  # of the parameters, where they are split
-        self._split_blocks = 0  # so many blocks of _BLOCK, the first ones, are split
+        self._split: _Split | None = None
         super().__init__(params, {**defaults, "amsgrad": False})
         self._lay_out()
         self._reset_factors()
@@ -263,38 +298,22 @@ class FlatAdam(torch.optim.Optimizer):
     def split(self, low: Tensor) -> None:
         """Keep of a fused optimizer's float32 parameters only what ``low`` leaves of them.
 
-        An update moves 2 bytes a parameter less then. The rest lies in the parameters' own memory:
-        until `join` they mean nothing. low: bfloat16 [N], laid out like `buffer`.
+        An update moves 2 bytes a parameter less then. Until `join` the parameters cannot be read.
+        low: bfloat16 [N], laid out like `buffer`.
 
         It is done block by block, and so is `join`. Where an error ends one of them (memory may
         run out), nothing is lost: the next call of either goes on from there.
         """
-        if self._split_blocks == -(-len(low) // _BLOCK):  # as in each step but the first
-            return
-        if self._halves is None:
-            self._halves = low, self.buffer.data.view(torch.int16)[: len(low)]
-        blocks = self._blocks()
-        while self._split_blocks < len(blocks):  # forward: what is overwritten has been read
-            of_whole, of_low, of_rest = blocks[self._split_blocks]
-            of_rest.copy_(ops.split_floats(of_whole, of_low))
-            self._split_blocks += 1
+        if self._split is None:
+            self._split = _Split(self.buffer, low)
+        self._split.split()
 
     @torch.no_grad()
     def join(self) -> None:
         """Make the parameters float32 again; whoever reads them calls this before."""
-        blocks = self._blocks()
-        while self._split_blocks > 0:
-            of_whole, of_low, of_rest = blocks[self._split_blocks - 1]
-            of_whole.copy_(ops.join_floats(of_low, of_rest))
-            self._split_blocks -= 1
-        self._halves = None
-
-    def _blocks(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Blocks of the parameters, of their bfloat16 copy, and of what that leaves of them."""
-        if self._halves is None:
-            return []
-        parts = (x.split(_BLOCK) for x in (self.buffer.data, *self._halves))
-        return list(zip(*parts, strict=True))
+        if self._split is not None:
+            self._split.join()
+            self._split = None
 
     @torch.no_grad()
     def fused_step(
@@ -309,7 +328,7 @@ class FlatAdam(torch.optim.Optimizer):
         (flat,) = self._flats
         group = flat.group
         beta1, beta2 = group["betas"]
-        param = flat.buffer.data if self._halves is None else self._halves[1]
+        param = flat.buffer.data if self._split is None else self._split.rest
         ops.adam_step(
             param, flat.exp_avg, flat.exp_avg_sq, gradient, low, flat.spans[0].step,
             lr, multiplier, norm, max_norm, clip_eps, beta1, beta2, group["eps"],
@@ -318,6 +337,7 @@ class FlatAdam(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """fairseq's format: {step, exp_avg, exp_avg_sq} of each parameter updated so far."""
+        self.join()
         self.state.clear()
         self.state.update(self._states())
         for group in self.param_groups:

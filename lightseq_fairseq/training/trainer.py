@@ -98,6 +98,9 @@ class Trainer(stopping.Trainer):
         self._refusal = self._refusal or batch.covers(iterator.dataset)
         if self._refusal is None and self._fast_path is None:
             self._refusal = fast_path.state_refusal(self)
+        if self._refusal is not None and self._fast_path is not None:  # of another shard's data
+            self._fast_path.leave()
+            self._fast_path = None
         fills = getattr(self.cfg.model, "pack_tokens", False)
         if (fills or self._refusal is None) and iterator is not self._fairseqs:
             # fairseq keeps the iterator of a dataset and gives it to whoever asks, validation
