@@ -44,13 +44,13 @@ def register() -> None:
 
         process.install()
     elif program in ("lightseq-generate", "lightseq-validate", "lightseq-interactive"):
-        from lightseq_fairseq import checkpoint
+        from lightseq_fairseq.checkpoints import models
 
-        checkpoint.use_ls_models()
+        models.use_ls_models()
     elif program in ("fairseq-generate", "fairseq-validate", "fairseq-interactive"):  # --native
-        from lightseq_fairseq import checkpoint
+        from lightseq_fairseq.checkpoints import models
 
-        checkpoint.use_native_models()
+        models.use_native_models()
 
 
 # While the script's module is imported again, multiprocessing.parent_process() is still None; the

@@ -58,9 +58,9 @@ def main(
         if output.resolve() in [path.resolve() for path in paths]:
             raise UserError(f"{output} is one of the checkpoints to average: name another --output")
         averaged = average(paths)
-        from lightseq_fairseq import checkpoint
+        from lightseq_fairseq.checkpoints import saving
 
-        checkpoint.save(averaged, str(output))
+        saving.save(averaged, str(output))
     except UserError as error:
         raise Stop("lightseq-average", str(error)) from error
     names = paths[0].name if len(paths) == 1 else f"{paths[-1].name} to {paths[0].name}"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from lightseq_fairseq.checkpoints import files
 from lightseq_fairseq.errors import UserError
 
 Row = dict[str, Any]
@@ -57,7 +58,8 @@ def take_turns(
     Returns: the case and system of each run that failed.
 
     Raises:
-        UserError: every system turned out to be one that cannot run here.
+        UserError: every system turned out to be one that cannot run here, or ``output`` cannot be
+            written.
     """
     logs.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
@@ -83,7 +85,9 @@ def take_turns(
             new = [bench.row(case, system, its) for system, its in runs.items() if its]
             if new and output is not None:
                 old = json.loads(output.read_text(encoding="utf-8")) if output.exists() else []
-                result_rows.write(merged(old, new), output)
+                output.parent.mkdir(parents=True, exist_ok=True)
+                with files.placed(output) as place:
+                    result_rows.write(merged(old, new), place)
         if new:
             measured = True
             click.echo("\n".join(bench.table(new)))

@@ -54,7 +54,7 @@ def main(
             raise UserError("--quantization goes with --to ctranslate2 only")
         if to != "fairseq":
             _require(to)
-        from lightseq_fairseq import export
+        from lightseq_fairseq.checkpoints import export
 
         trained = export.read(source)
         if to == "fairseq":

@@ -13,10 +13,10 @@ import click
 from lightseq_fairseq.cli import score
 from lightseq_fairseq.cli.defaults import is_given
 from lightseq_fairseq.cli.launch import launcher, run
-from lightseq_fairseq.cli.replaced import replaced
 from lightseq_fairseq.cli.samples import left_on_cpu
 from lightseq_fairseq.cli.sentences import Sentences
 from lightseq_fairseq.cli.settings import looked_up_once
+from lightseq_fairseq.cli.text_output import text_output
 from lightseq_fairseq.errors import UserError
 
 
@@ -69,8 +69,8 @@ def _translate(
         )
     quiet, args.quiet, args.results_path = args.quiet, False, None
     unscored: UserError | None = None
-    with replaced(path) if path else contextlib.nullcontext() as file:
-        out = Sentences(path, file, quiet, asked_for_score)
+    with text_output(path) if path else contextlib.nullcontext() as file:
+        out = Sentences(file, quiet, asked_for_score)
         if shared:
             from lightseq_fairseq.cli import shards
 

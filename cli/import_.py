@@ -39,7 +39,7 @@ def convert(source: Path, target: Path) -> str:
     """
     if target.exists():
         raise UserError(f"{target} exists already: choose another name")
-    from lightseq_fairseq import checkpoint, original_lightseq
+    from lightseq_fairseq.checkpoints import original_lightseq, saving
 
     # isort: split
     from lightseq_fairseq.fairseq_compat.checkpoints import read_checkpoint
@@ -53,7 +53,7 @@ def convert(source: Path, target: Path) -> str:
         native = original_lightseq.to_native(original)
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
-    checkpoint.save(checkpoint.own_storage(native), str(target))
+    saving.save(saving.own_storage(native), str(target))
     if getattr(original.get("args"), "enable_quant", False):
         click.echo("lightseq-import: note: fairseq's model leaves the quantisation out", err=True)
     flags = " ".join(_flags(native["args"]))

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import click
 
 from lightseq_fairseq.cli.commands import Stop, own
-from lightseq_fairseq.cli.replaced import replaced
+from lightseq_fairseq.cli.text_output import text_output
 from lightseq_fairseq.errors import UserError
 
 Row = dict[str, Any]
@@ -57,7 +57,7 @@ def main(row_file: Path | None, **options: Any) -> None:
     try:
         row, line = score(**options)
         if row_file is not None:
-            with replaced(row_file) as file:
+            with text_output(row_file) as file:
                 file.write(json.dumps(row) + "\n")
     except UserError as error:
         raise Stop("lightseq-score", str(error)) from error

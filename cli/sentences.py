@@ -10,11 +10,9 @@ from __future__ import annotations
 import io
 import re
 import sys
-from pathlib import Path
 from typing import TextIO
 
 from lightseq_fairseq.cli import score
-from lightseq_fairseq.cli.replaced import unwritable
 
 _SENTENCE = re.compile(r"([A-Z])-\d+(?:_\d+)?\t")
 
@@ -64,17 +62,14 @@ class Sentences(Lines):
     """Stands in for standard output while fairseq generates.
 
     Args:
-        path: the file that receives the sentences and the score, None for the terminal.
-        file: that file, open.
+        file: receives the sentences and the score; None for the terminal.
         quiet: the sentences are scored only.
         asked_for_score: fairseq's own score is passed on as well.
     """
 
-    def __init__(
-        self, path: Path | None, file: TextIO | None, quiet: bool, asked_for_score: bool
-    ) -> None:
+    def __init__(self, file: TextIO | None, quiet: bool, asked_for_score: bool) -> None:
         self.terminal = sys.stdout
-        self.path, self.file, self.quiet = path, file, quiet
+        self.file, self.quiet = file, quiet
         self.asked_for_score = asked_for_score
         self.output = score.Output("the generation")
         self.unknown = UnknownWords()
@@ -99,7 +94,7 @@ class Sentences(Lines):
         if self.quiet:
             return
         if self.file:
-            self._keep(line)
+            print(line, file=self.file)
         else:
             self.log(line)
 
@@ -136,11 +131,4 @@ class Sentences(Lines):
         """A score, which belongs to the sentences and to the log."""
         self.log(line)
         if self.file:
-            self._keep(line)
-
-    def _keep(self, line: str) -> None:
-        assert self.file is not None and self.path is not None
-        try:
             print(line, file=self.file)
-        except OSError as error:
-            raise unwritable(self.path, error) from error

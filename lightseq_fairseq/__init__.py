@@ -24,7 +24,7 @@ _SUBMODULES = (
     "library",  # the same ops as CUDA kernels
     "parameters",  # flat parameters and flat gradient, which the optimizer updates
     "generation",  # the trained model, translating
-    "checkpoint",  # what is left on disk
+    "checkpoints",  # what is left on disk
 )
 
 __all__ = ["__version__", *_SUBMODULES]

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightseq_fairseq import checkpoint  # isort: skip  (prepares fairseq)
+from lightseq_fairseq.checkpoints import models  # isort: skip  (prepares fairseq)
 
 from fairseq import checkpoint_utils
 
@@ -23,7 +23,7 @@ def logits(path: Path, ls: bool, change: Callable[[Any], None] = lambda model: N
     load = checkpoint_utils.load_checkpoint_to_cpu
     with mock.patch.object(checkpoint_utils, "load_checkpoint_to_cpu", load), torch.no_grad():
         if ls:
-            checkpoint.use_ls_models()
+            models.use_ls_models()
         (model,), _ = checkpoint_utils.load_model_ensemble([str(path)])
         assert isinstance(model, LSTransformerModel) == ls
         change(model)

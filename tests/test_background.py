@@ -14,7 +14,7 @@ import pytest
 import torch
 import training_runs as runs
 
-from lightseq_fairseq import checkpoint
+from lightseq_fairseq.checkpoints import saving
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.host_copies import HostCopies
@@ -37,7 +37,7 @@ class TestRuns:
         self, data: Path, tmp_path: Path
     ) -> None:
         """Saves at 2, 4, 6, ... of which two are kept; the one at 6 begins, and waits for us."""
-        run, save, steps = TrainingStep.run, checkpoint.save, []
+        run, save, steps = TrainingStep.run, saving.save, []
         seen: dict[str, list[str]] = {}
         may_write = threading.Event()
 
@@ -56,7 +56,7 @@ class TestRuns:
         kept = flags(save_interval_updates=2, keep_interval_updates=2, max_update=8)
         with (
             mock.patch.object(TrainingStep, "run", step),
-            mock.patch.object(checkpoint, "save", slow),
+            mock.patch.object(saving, "save", slow),
         ):
             runs.run(data, tmp_path, **kept)
         assert seen["meanwhile"] == [
@@ -65,7 +65,7 @@ class TestRuns:
         assert sorted(os.listdir(tmp_path)) == [
             "checkpoint_1_6.pt", "checkpoint_2_8.pt", "checkpoint_last.pt"
         ]  # fmt: skip
-        with mock.patch.object(checkpoint, "save", save):
+        with mock.patch.object(saving, "save", save):
             runs.run(data, tmp_path / "plain", **flags(max_update=6))
         written = runs.trained(tmp_path, "checkpoint_1_6.pt")
         assert runs.differing(written, runs.trained(tmp_path / "plain")) == []
@@ -73,7 +73,7 @@ class TestRuns:
     def test_an_error_ends_the_run_and_keeps_what_there_was(
         self, data: Path, tmp_path: Path
     ) -> None:
-        save = checkpoint.save
+        save = saving.save
 
         def fails(state: Any, path: str, advice: str) -> None:
             if path.endswith("_4.pt"):
@@ -82,7 +82,7 @@ class TestRuns:
 
         kept = flags(save_interval_updates=2, keep_interval_updates=1)
         with (
-            mock.patch.object(checkpoint, "save", fails),
+            mock.patch.object(saving, "save", fails),
             pytest.raises(
                 UserError, match=r"_1_4\.pt \(No space left on device\); the checkpoints"
             ),
@@ -96,7 +96,7 @@ class TestRuns:
     def test_an_interrupted_run_ends_when_its_checkpoint_is_written(
         self, data: Path, tmp_path: Path
     ) -> None:
-        run, save, steps = TrainingStep.run, checkpoint.save, []
+        run, save, steps = TrainingStep.run, saving.save, []
 
         def step(self: TrainingStep, *arguments: Any) -> Any:
             steps.append(arguments)
@@ -110,7 +110,7 @@ class TestRuns:
 
         with (
             mock.patch.object(TrainingStep, "run", step),
-            mock.patch.object(checkpoint, "save", slow),
+            mock.patch.object(saving, "save", slow),
             pytest.raises(KeyboardInterrupt),
         ):
             runs.run(data, tmp_path, **flags(save_interval_updates=3))
@@ -146,9 +146,7 @@ class TestCopies:
             "flags": torch.tensor([True, False]),
             "numbers": [1, {"n": 2}],
         }
-        expected = torch.load(
-            self.saved(checkpoint.own_storage(state), tmp_path), weights_only=False
-        )
+        expected = torch.load(self.saved(saving.own_storage(state), tmp_path), weights_only=False)
         copies = HostCopies()
         copied, wait = copies.of(state, CPU)
         flat.zero_()

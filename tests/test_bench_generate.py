@@ -59,7 +59,6 @@ def test_the_model_ends_no_sentence(data: Path) -> None:
 
 
 def test_the_test_set_is_pinned_and_kept(data: Path, tmp_path: Path) -> None:
-    (tmp_path / "again.part").mkdir()  # what an interrupted run leaves
     again = test_set.ensure(tmp_path / "again", SHAPES["tiny"], VOCABULARY)
     for name in ("dict.de.txt", "test.en-de.en.bin", "test.en-de.en.idx", "test.en-de.de.bin"):
         assert (again.folder / name).read_bytes() == (data / "tiny" / name).read_bytes()

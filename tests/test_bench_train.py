@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -74,11 +75,10 @@ def test_fairseq_reads_the_corpus(small: corpus.Corpus) -> None:
 
 
 def test_corpus_is_pinned_and_kept(small: corpus.Corpus, tmp_path: Path) -> None:
-    (tmp_path / "again.part").mkdir()  # what an interrupted run leaves
     again = corpus.ensure(tmp_path / "again", **SMALL)
     names = sorted(path.name for path in small.folder.iterdir())
     assert names == sorted(path.name for path in again.folder.iterdir())
-    assert not (tmp_path / "again.part").exists()
+    assert os.listdir(tmp_path) == ["again"]
     assert all((small.folder / n).read_bytes() == (again.folder / n).read_bytes() for n in names)
     before = (again.folder / "train.en-de.de.bin").stat().st_mtime_ns
     assert corpus.ensure(again.folder, **SMALL) == again

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightseq_fairseq import checkpoint, files
+from lightseq_fairseq.checkpoints import files, models, names, saving
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat.checkpoints import read_checkpoint
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
@@ -72,13 +72,13 @@ class TestNames:
         ],
     )
     def test_native_name(self, kind: str, name: str, native: str) -> None:
-        assert checkpoint.native_name(kind, name) == native
+        assert names.native_name(kind, name) == native
 
     @pytest.mark.parametrize("base", ["transformer", "multilingual_transformer"])
     def test_architecture_of_the_users_own(self, base: str) -> None:
         ours = ARCH_MODEL_REGISTRY[f"ls_{base}"]
         with mock.patch.dict(ARCH_MODEL_REGISTRY, mine=type("Mine", (ours,), {})):
-            assert checkpoint.native_name("arch", "mine") == base
+            assert names.native_name("arch", "mine") == base
 
     def test_everywhere_in_a_configuration(self) -> None:
         def cfg(arch: str, criterion: str, optimizer: str) -> dict[str, Any]:
@@ -94,11 +94,11 @@ class TestNames:
 
         ours = cfg("ls_transformer_tiny", "ls_label_smoothed_cross_entropy", "ls_adam")
         native = cfg("transformer_tiny", "label_smoothed_cross_entropy", "adam")
-        assert checkpoint.native_cfg(ours) == native
+        assert names.native_cfg(ours) == native
         assert ours["model"].arch == "ls_transformer_tiny"  # a copy
-        assert checkpoint.native_cfg(native) == native
-        assert checkpoint.uses_ls(Namespace(**ours, ema=None))
-        assert not checkpoint.uses_ls(Namespace(**native))
+        assert names.native_cfg(native) == native
+        assert names.uses_ls(Namespace(**ours, ema=None))
+        assert not names.uses_ls(Namespace(**native))
 
 
 class TestFiles:
@@ -156,8 +156,8 @@ class TestUseLsModels:
     def installed(self) -> Any:
         load = checkpoint_utils.load_checkpoint_to_cpu
         with mock.patch.object(checkpoint_utils, "load_checkpoint_to_cpu", load):
-            checkpoint.use_ls_models()
-            checkpoint.use_ls_models()
+            models.use_ls_models()
+            models.use_ls_models()
             yield load
 
     def load(self, path: Path, **options: Any) -> nn.Module:
@@ -186,7 +186,7 @@ class TestUseLsModels:
         assert type(self.load(tmp_path / "ls.pt")) is LSTransformerModel
         with mock.patch.object(checkpoint_utils, "load_checkpoint_to_cpu", installed):
             assert type(self.load(tmp_path / "ls.pt")) is LSTransformerModel
-            checkpoint.use_native_models()
+            models.use_native_models()
             assert type(self.load(tmp_path / "ls.pt")) is TransformerModel
 
     def test_an_explicit_architecture_is_respected(self, native_run: Path) -> None:
@@ -200,18 +200,18 @@ class TestUseLsModels:
         state["cfg"]["model"].activation_fn = "tanh"
         path = tmp_path / "tanh.pt"
         torch.save(state, path)
-        with caplog.at_level(logging.INFO, logger="lightseq_fairseq.checkpoint"):
+        with caplog.at_level(logging.INFO, logger=models.__name__):
             assert type(self.load(path)) is TransformerModel
-        (record,) = (r for r in caplog.records if r.name == "lightseq_fairseq.checkpoint")
+        (record,) = (r for r in caplog.records if r.name == models.__name__)
         assert "tanh" in record.getMessage()
         assert str(path) in record.getMessage()
 
     def test_architectures_without_a_counterpart(self) -> None:
-        assert checkpoint.ls_arch(Namespace(arch="lstm")) == (None, None)
-        assert checkpoint.ls_arch(Namespace(arch="transformer_align")) == (None, None)
+        assert names.ls_arch(Namespace(arch="lstm")) == (None, None)
+        assert names.ls_arch(Namespace(arch="transformer_align")) == (None, None)
         args = Namespace(arch="transformer_iwslt_de_en")
         ARCH_CONFIG_REGISTRY[args.arch](args)
-        assert checkpoint.ls_arch(args) == ("ls_transformer_iwslt_de_en", None)
+        assert names.ls_arch(args) == ("ls_transformer_iwslt_de_en", None)
 
 
 class TestAtomicWrites:
@@ -220,15 +220,15 @@ class TestAtomicWrites:
 
     @pytest.fixture
     def path(self, tmp_path: Path) -> Path:
-        checkpoint.save(self.OLD, str(tmp_path / "checkpoint_last.pt"))
-        checkpoint.save(self.NEW, str(tmp_path / "checkpoint1.pt"))
+        saving.save(self.OLD, str(tmp_path / "checkpoint_last.pt"))
+        saving.save(self.NEW, str(tmp_path / "checkpoint1.pt"))
         return tmp_path / "checkpoint_last.pt"
 
     def write(self, how: str, path: Path) -> None:
         if how == "save":
-            checkpoint.save(self.NEW, str(path))
+            saving.save(self.NEW, str(path))
         else:
-            checkpoint.copy(str(path.with_name("checkpoint1.pt")), str(path), overwrite=True)
+            saving.copy(str(path.with_name("checkpoint1.pt")), str(path), overwrite=True)
 
     def is_(self, path: Path, state: dict[str, torch.Tensor]) -> bool:
         found = torch.load(path)
@@ -271,7 +271,7 @@ class TestAtomicWrites:
             runs.limit_files(100_000, killed=False)
             with pytest.raises(UserError, match=r"checkpoint_last\.pt \(File too large\)") as error:
                 self.write(how, path)
-            assert str(error.value).endswith({"save": "large)", "copy": checkpoint.RESUME}[how])
+            assert str(error.value).endswith({"save": "large)", "copy": saving.RESUME}[how])
 
         assert runs.in_a_fork(work) == 0
         assert self.is_(path, self.OLD)
@@ -280,33 +280,33 @@ class TestAtomicWrites:
     def test_a_link_and_a_pipe_stay(self, path: Path) -> None:
         link, pipe = path.with_name("link.pt"), path.with_name("pipe.pt")
         link.symlink_to(path)
-        checkpoint.save(self.NEW, str(link))
+        saving.save(self.NEW, str(link))
         assert link.is_symlink() and self.is_(path, self.NEW)
         os.mkfifo(pipe)
         with pytest.raises(UserError, match=r"pipe\.pt \(it is not a regular file\)"):
-            checkpoint.save(self.NEW, str(pipe))
+            saving.save(self.NEW, str(pipe))
         assert pipe.is_fifo()
 
     def test_no_permission(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="cannot write"):
-            checkpoint.save(self.OLD, str(tmp_path / "missing" / "x.pt"))
+            saving.save(self.OLD, str(tmp_path / "missing" / "x.pt"))
 
     def test_other_errors_are_not_explained_away(self, path: Path) -> None:
         with pytest.raises(AttributeError):
-            checkpoint.save({"a": lambda: 0}, str(path))
+            saving.save({"a": lambda: 0}, str(path))
         assert self.is_(path, self.OLD)
         self.nothing_else(path)
 
     def test_interrupted(self, path: Path) -> None:
         """torch closes its archive all the same, and complains of that."""
 
-        def interrupted(writer: io.BufferedWriter, data: bytes) -> int:
-            if writer.tell() > 100_000:
+        def interrupted(file: io.FileIO, data: bytes) -> int:
+            if file.tell() > 100_000:
                 raise KeyboardInterrupt
-            return io.BufferedWriter.write(writer, data)
+            return io.FileIO.write(file, data)
 
         with (
-            mock.patch.object(files._Writer, "write", interrupted),
+            mock.patch.object(files._File, "write", interrupted),
             pytest.raises(KeyboardInterrupt),
         ):
             self.write("save", path)
@@ -324,7 +324,7 @@ class TestOwnStorage:
     def test_views_are_copied_and_ties_kept(self) -> None:
         flat = torch.arange(10.0)
         tied, alone = flat[2:6].view(2, 2), torch.zeros(3)
-        state = checkpoint.own_storage({"a": tied, "b": [flat[2:6].view(2, 2)], "c": alone, "d": 1})
+        state = saving.own_storage({"a": tied, "b": [flat[2:6].view(2, 2)], "c": alone, "d": 1})
         assert state["c"] is alone
         assert state["d"] == 1
         assert torch.equal(state["a"], tied)

@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 import training_runs as runs
 
-from lightseq_fairseq import files
+from lightseq_fairseq.checkpoints import files
 from lightseq_fairseq.errors import UserError
 
 
 def write(path: Path, content: bytes) -> None:
-    files.write_atomically(str(path), lambda file: file.write(content))
+    with files.replaced(path) as file:
+        file.write(content)
 
 
 def another(folder: Path, begins: str) -> subprocess.Popen[str]:
     """A second process that says "within" while it does what ``begins``."""
-    code = f"from lightseq_fairseq import files\nimport sys\n{begins}\n"
+    code = f"from lightseq_fairseq.checkpoints import files\nimport sys\n{begins}\n"
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(folder)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -40,13 +41,12 @@ with files.sole_user(sys.argv[1]):
     sys.stdin.readline()
 """
 WRITES = """
-def slowly(file):
+with files.replaced(sys.argv[1] + "/x.pt") as file:
     file.write(b"theirs " * 9999)
     file.flush()
     print("within", flush=True)
     sys.stdin.readline()
     file.write(b"whole")
-files.write_atomically(sys.argv[1] + "/x.pt", slowly)
 """
 
 
@@ -85,6 +85,18 @@ class TestWrites:
         write(tmp_path / "x.pt", b"ours")
         assert victim.read_bytes() == b"precious"
 
+    def test_errors_of_the_file_and_of_the_block(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.pt"
+        path.write_bytes(b"old")
+        with pytest.raises(FileNotFoundError, match="another file"), files.replaced(path):
+            raise FileNotFoundError("another file")
+        with (
+            pytest.raises(UserError, match=r"^cannot write /dev/full \(No space left .*\); stop$"),
+            files.replaced("/dev/full", "; stop", streams=True) as file,
+        ):
+            file.write(b"new" * 9999)
+        assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["x.pt"]
+
     def test_mode_is_what_umask_leaves(self, tmp_path: Path) -> None:
         before = os.umask(0o027)
         try:
@@ -106,6 +118,56 @@ class TestWrites:
         assert leftover.exists()  # it might be written to
         with files.sole_user(str(tmp_path)), files.sole_user(str(tmp_path)):
             pass
+
+
+class TestPlaced:
+    def test_a_file_and_a_folder(self, tmp_path: Path) -> None:
+        file, folder = tmp_path / "rows", tmp_path / "model"
+        file.write_bytes(b"old")
+        (tmp_path / "link").symlink_to(file)
+        with files.placed(tmp_path / "link") as place:
+            place.write_bytes(b"new")
+            place.with_suffix(".scratch").write_bytes(b"")
+            assert file.read_bytes() == b"old"
+        with files.placed(folder) as place:
+            (place / "within").mkdir(parents=True)
+            (place / "within" / "weights").write_bytes(b"theirs")
+            assert not folder.exists()
+        assert file.read_bytes() == b"new" and (tmp_path / "link").is_symlink()
+        assert (folder / "within" / "weights").read_bytes() == b"theirs"
+        assert sorted(os.listdir(tmp_path)) == ["link", "model", "rows"]
+
+    def test_what_a_killed_process_leaves_goes(self, tmp_path: Path) -> None:
+        code = """
+with files.placed(sys.argv[1] + "/model") as place:
+    place.mkdir()
+    print("within", flush=True)
+    sys.stdin.readline()
+"""
+        others = [another(tmp_path, code) for _ in range(2)]
+        others[0].kill()
+        others[0].wait()
+        assert len(os.listdir(tmp_path)) == 4
+        write(tmp_path / "x.pt", b"ours")
+        assert len(os.listdir(tmp_path)) == 3  # what the other one is making stays
+        end(others[1])
+        assert sorted(os.listdir(tmp_path)) == ["model", "x.pt"]
+
+    def test_errors_leave_what_there_was(self, tmp_path: Path) -> None:
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "weights").write_bytes(b"old")
+        os.mkfifo(tmp_path / "pipe")
+        for name in ("model", "pipe", "no/model"):
+            with (
+                pytest.raises(UserError, match=f"cannot write {tmp_path}/{name} \\("),
+                files.placed(tmp_path / name) as place,
+            ):
+                place.mkdir()
+        with pytest.raises(KeyError), files.placed(tmp_path / "other") as place:
+            place.mkdir()
+            raise KeyError
+        assert (tmp_path / "model" / "weights").read_bytes() == b"old"
+        assert sorted(os.listdir(tmp_path)) == ["model", "pipe"]
 
 
 class TestSoleUser:

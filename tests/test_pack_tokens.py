@@ -21,7 +21,7 @@ from fairseq.data import LanguagePairDataset
 from fairseq.tasks.translation import TranslationTask
 from parity import write_corpus
 
-from lightseq_fairseq.checkpoint import native_cfg
+from lightseq_fairseq.checkpoints.names import native_cfg
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.training import pack_tokens
 from lightseq_fairseq.training.pack_tokens import cut, refill

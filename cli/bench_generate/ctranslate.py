@@ -51,7 +51,7 @@ def main() -> None:
 
 def _model(files: TestSet) -> Path:
     if not files.ctranslate2.exists():
-        from lightseq_fairseq import export
+        from lightseq_fairseq.checkpoints import export
 
         trained = export.read(files.checkpoint)
         dictionaries = export.find_dictionaries(trained, str(files.folder))

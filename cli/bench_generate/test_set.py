@@ -9,10 +9,10 @@ where its greatest length says, by every system and in every precision alike.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightseq_fairseq.checkpoints import files
 from lightseq_fairseq.cli.bench_train import corpus
 from lightseq_fairseq.cli.bench_train.cases import Shape
 from lightseq_fairseq.cli.bench_train.corpus import EOS, SOURCE, TARGET
@@ -44,18 +44,17 @@ def ensure(folder: Path, shape: Shape, vocabulary: int) -> TestSet:
     They are written beside ``folder`` and moved once they are complete.
 
     Raises:
-        UserError: the folder holds something else.
+        UserError: the folder holds something else, or cannot be written.
     """
     wanted = {"shape": list(shape), "vocabulary": vocabulary, "sentences": SENTENCES}
     if not folder.exists():
-        part = folder.with_name(folder.name + ".part")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        corpus.write_dictionaries(part, vocabulary)
-        corpus.write_split(part, SPLIT, SENTENCES, vocabulary, SEED)
-        _write_checkpoint(TestSet(part), shape, folder)
-        (part / _MANIFEST).write_text(json.dumps(wanted) + "\n", encoding="utf-8")
-        part.rename(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with files.placed(folder) as part:
+            part.mkdir()
+            corpus.write_dictionaries(part, vocabulary)
+            corpus.write_split(part, SPLIT, SENTENCES, vocabulary, SEED)
+            _write_checkpoint(TestSet(part), shape, folder)
+            (part / _MANIFEST).write_text(json.dumps(wanted) + "\n", encoding="utf-8")
     try:
         found = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -68,7 +67,7 @@ def ensure(folder: Path, shape: Shape, vocabulary: int) -> TestSet:
     return TestSet(folder)
 
 
-def _write_checkpoint(files: TestSet, shape: Shape, home: Path) -> None:
+def _write_checkpoint(test_set: TestSet, shape: Shape, home: Path) -> None:
     """The checkpoint says that the dictionaries are in ``home``."""
     from lightseq_fairseq import fairseq_compat
 
@@ -78,7 +77,7 @@ def _write_checkpoint(files: TestSet, shape: Shape, home: Path) -> None:
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from omegaconf import OmegaConf
 
-    words = [str(files.folder), "--arch", shape.arch, "--optimizer", "adam", "-s", SOURCE]
+    words = [str(test_set.folder), "--arch", shape.arch, "--optimizer", "adam", "-s", SOURCE]
     words += ["-t", TARGET, "--share-all-embeddings"]
     words += ["--encoder-layers", str(shape.encoder_layers)]
     words += ["--decoder-layers", str(shape.decoder_layers)]
@@ -99,4 +98,4 @@ def _write_checkpoint(files: TestSet, shape: Shape, home: Path) -> None:
         "last_optimizer_state": None,
         "extra_state": {},
     }
-    torch.save(state, files.checkpoint)
+    torch.save(state, test_set.checkpoint)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import struct
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightseq_fairseq.checkpoints import files
 from lightseq_fairseq.errors import UserError
 
 SOURCE, TARGET = "en", "de"
@@ -49,15 +49,14 @@ def ensure(folder: Path, pairs: int = PAIRS, vocabulary: int = VOCABULARY) -> Co
     ``MMapIndexedDataset`` reads them, dictionaries, and a manifest.
 
     Raises:
-        UserError: the folder holds something else.
+        UserError: the folder holds something else, or cannot be written.
     """
     if not folder.exists():
-        part = folder.with_name(folder.name + ".part")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        manifest = {"pairs": pairs, "vocabulary": vocabulary, **_write(part, pairs, vocabulary)}
-        (part / MANIFEST).write_text(json.dumps(manifest) + "\n", encoding="utf-8")
-        part.rename(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with files.placed(folder) as part:
+            part.mkdir()
+            manifest = {"pairs": pairs, "vocabulary": vocabulary, **_write(part, pairs, vocabulary)}
+            (part / MANIFEST).write_text(json.dumps(manifest) + "\n", encoding="utf-8")
     found = opened(folder)
     if (found.pairs, found.vocabulary) != (pairs, vocabulary):
         raise UserError(

@@ -23,7 +23,7 @@ from fairseq.logging import meters
 from fairseq.models.transformer import TransformerDecoderBase, TransformerEncoderBase
 from fairseq.modules import AdaptiveInput, AdaptiveSoftmax, SinusoidalPositionalEmbedding
 
-from lightseq_fairseq import files
+from lightseq_fairseq.checkpoints import files
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat.layers import DEAD_PARAMETERS
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
@@ -55,7 +55,8 @@ def _repair_torch_persistent_save() -> None:
         if async_write or not PathManager.supports_rename(filename):
             original(obj, filename, async_write)
         else:
-            files.write_atomically(os.fspath(filename), lambda file: torch.save(obj, file))
+            with files.replaced(filename) as file:
+                torch.save(obj, file)
 
     checkpoint_utils.torch_persistent_save = torch_persistent_save
 

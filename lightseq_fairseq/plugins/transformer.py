@@ -22,6 +22,7 @@ from fairseq.modules import SinusoidalPositionalEmbedding
 from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
 from torch import Tensor
 
+from lightseq_fairseq.checkpoints import dictionaries
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.decoder import Attention, StepDecoder
 from lightseq_fairseq.generation.incremental import Incremental
@@ -35,7 +36,6 @@ from lightseq_fairseq.layers import (
 from lightseq_fairseq.layers.decoder import DecoderLayer, run_decoder_with_weights
 from lightseq_fairseq.layers.encoder import EncoderLayer
 from lightseq_fairseq.packing import Packed, Segments
-from lightseq_fairseq.plugins import dictionaries
 from lightseq_fairseq.plugins.encoder_out import EncoderOut, repack
 from lightseq_fairseq.plugins.flat_model import FlatModel
 from lightseq_fairseq.plugins.unsupported import unsupported_option

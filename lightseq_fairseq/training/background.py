@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lightseq_fairseq import checkpoint  # isort: skip  (prepares fairseq for the imports below)
+from lightseq_fairseq.checkpoints import saving  # isort: skip  (prepares fairseq for the imports below)
 
 from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
@@ -61,7 +61,7 @@ class Writer:
 
         def write() -> None:
             wait()
-            checkpoint.save(copied, path, checkpoint.RESUME)
+            saving.save(copied, path, saving.RESUME)
 
         self._will_exist[os.path.abspath(path)] = True
         self._do(write)
@@ -70,7 +70,7 @@ class Writer:
     def copy(self, source: str, target: str) -> None:
         """Copy a file when it has been written."""
         self._will_exist[os.path.abspath(target)] = True
-        self._do(partial(checkpoint.copy, source, target, True))
+        self._do(partial(saving.copy, source, target, True))
 
     def remove(self, path: str) -> None:
         """Delete a file when all before it is done."""

@@ -21,7 +21,7 @@ from fairseq.file_io import PathManager
 from fairseq_cli import train
 from torch.utils.data._utils import worker
 
-from lightseq_fairseq import files
+from lightseq_fairseq.checkpoints import files
 from lightseq_fairseq.errors import GPUHangs
 from lightseq_fairseq.training import ranks
 from lightseq_fairseq.training.background import WRITER

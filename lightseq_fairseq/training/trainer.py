@@ -12,21 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightseq_fairseq import checkpoint  # isort: skip  (prepares fairseq for the imports below)
+from lightseq_fairseq.checkpoints import names  # isort: skip  (prepares fairseq for the imports below)
 
 from fairseq import checkpoint_utils, optim
 from fairseq.file_io import PathManager
 from fairseq.logging import metrics
 
 from lightseq_fairseq import library
+from lightseq_fairseq.checkpoints import dictionaries, optimizer_order
 from lightseq_fairseq.errors import is_out_of_memory
-from lightseq_fairseq.plugins import dictionaries
 from lightseq_fairseq.plugins.optimizer import FP16Optimizer
 from lightseq_fairseq.training import (
     background,
     batch,
     fast_path,
-    optimizer_order,
     pack_tokens,
     process,
     stopping,
@@ -75,7 +74,7 @@ class Trainer(stopping.Trainer):
         self._fairseqs: Any = None  # fairseq's iterator of the training set
         self._iterator: Any = None  # the same, of batches that are fuller, packed, or both
         super().__init__(cfg, task, model, criterion, quantizer)
-        self._has_ls = checkpoint.uses_ls(self.cfg)
+        self._has_ls = names.uses_ls(self.cfg)
         if self._has_ls:
             background.install()
 
@@ -175,7 +174,7 @@ class Trainer(stopping.Trainer):
         state: dict[str, Any] = super().state_dict()
         if not self._has_ls:
             return state
-        state["cfg"] = checkpoint.native_cfg(state["cfg"])
+        state["cfg"] = names.native_cfg(state["cfg"])
         state["extra_state"]["dictionaries"] = dictionaries.digests(self.task)
         for key, module in (("model", self.get_model()), ("criterion", self.get_criterion())):
             for name, master in self._masters(module).items():

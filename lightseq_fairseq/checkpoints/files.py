@@ -1,34 +1,40 @@
-"""Files that are written whole or not at all, and folders that one run has to itself.
+"""Files and folders that are written whole or not at all, and folders that one run has to itself.
 
-Both go by POSIX locks: NFS knows them, a child process does not inherit them, and they end with
+All go by POSIX locks: NFS knows them, a child process does not inherit them, and they end with
 their process, however it ends. Where a file system has none, nothing waits and nobody is told.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import io
 import os
 import re
 import secrets
+import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from lightseq_fairseq.errors import UserError
 
 _LOCK = ".lightseq-lock"
 _TEMPORARY = re.compile(r".+\.([0-9a-f]{8})-[0-9a-f]{8}\.tmp")  # the machine, a random number
-_DAY = 86400.0  # seconds; no file is written for so long
+_FOLDER = ".d"  # at the end of such a name: what is written along with that file
+_DAY = 86400.0  # seconds; nothing is written for so long
+_STREAM = "it is not a regular file"
 _writing: set[str] = set()  # by this process, which its own locks do not keep out
 
 
-def write_atomically(path: str, write: Callable[[BinaryIO], None], advice: str = "") -> None:
-    """Let ``write`` fill a file that then takes the place of ``path``, or of what it links to.
+@contextmanager
+def replaced(path: str | Path, advice: str = "", streams: bool = False) -> Iterator[BinaryIO]:
+    """A file to fill, which then takes the place of ``path``, or of what it links to.
 
     The bytes are on the disk before the name is: killed at any moment, the machine even, there is
     either the old file or the new one. Until then they lie beside it in a file of their own, which
@@ -36,43 +42,72 @@ def write_atomically(path: str, write: Callable[[BinaryIO], None], advice: str =
 
     Args:
         advice: what the error says behind the reason.
+        streams: a pipe or a device is written to as it is.
 
     Raises:
-        UserError: on any OSError, and where ``path`` is a pipe or a device; it is as before and the
-            temporary file gone.
+        UserError: the file cannot be written, or ``path`` is a folder, or a pipe or a device
+            without ``streams``; it is as before and the temporary file gone. An OSError of the
+            block that has nothing to do with the file is raised as it is.
     """
-    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise UserError(f"cannot write {path} (it is not a regular file){advice}")
+    is_stream = _is_stream(path)
+    if is_stream and not streams:
+        raise _unwritable(path, _STREAM, advice)
+    if os.path.isdir(path):  # renaming finds it out, too, when all the work is done
+        raise _unwritable(path, os.strerror(errno.EISDIR), advice)
     target = os.path.realpath(path)
-    folder = os.path.dirname(target)
-    temporary, file = "", None
+    file, within = None, False
     try:
-        _remove_abandoned(folder)
-        temporary, number = _create_beside(target)
-        with _Writer(io.FileIO(number, "wb")) as file:
-            write(file)
-            file.flush()
-            os.fsync(number)
-            os.replace(temporary, target)
+        with _opened(path) if is_stream else _beside(target) as (temporary, number):
+            file = _File(number, "wb", closefd=False)
+            with io.BufferedWriter(file) as buffered:
+                within = True
+                yield buffered
+                within = False
+            if not is_stream:
+                os.fsync(number)
+                os.replace(temporary, target)
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
-        refusal = error if isinstance(error, OSError) else None
-        if refusal is None and file is not None:
-            refusal = file.refusal
-        if refusal is None:
-            if _is_interrupt(error):
-                raise KeyboardInterrupt from None
-            raise
-        raise UserError(f"cannot write {path} ({refusal.strerror or refusal}){advice}") from error
-    finally:
-        _writing.discard(temporary)
-    with contextlib.suppress(OSError):  # some file systems cannot sync a folder
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
+        refusal = file.refusal if file is not None else None
+        if refusal is None and isinstance(error, OSError) and not within:
+            refusal = error
+        if refusal is not None:
+            raise _unwritable(path, refusal, advice) from error
+        if _is_interrupt(error):
+            raise KeyboardInterrupt from None
+        raise
+
+
+@contextmanager
+def placed(path: str | Path) -> Iterator[Path]:
+    """The same for what others write by its path, or for a folder: where it is to be made.
+
+    That is alone in a folder beside ``path``, where more may be put that is gone in the end.
+
+    Raises:
+        UserError: as for `replaced`, also where the block raised an OSError of any kind, and where
+            a file takes the place of a folder, or a folder that of a file or of a full folder.
+    """
+    if _is_stream(path):
+        raise _unwritable(path, _STREAM)
+    target = os.path.realpath(path)
+    try:
+        with _beside(target) as (temporary, _):
+            place = Path(temporary + _FOLDER, "new")
+            place.parent.mkdir()
+            yield place
+            for part in (*place.rglob("*"), place):
+                _sync(part)
+            os.replace(place, target)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _is_stream(path: str | Path) -> bool:
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
+def _unwritable(path: str | Path, reason: OSError | str, advice: str = "") -> UserError:
+    return UserError(f"cannot write {path} ({getattr(reason, 'strerror', None) or reason}){advice}")
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
@@ -82,7 +117,7 @@ def _is_interrupt(error: BaseException | None) -> bool:
     return error is not None
 
 
-class _Writer(io.BufferedWriter):
+class _File(io.FileIO):
     """A file that remembers why it could not be written.
 
     torch.save turns an OSError into a RuntimeError about positions in the archive.
@@ -98,8 +133,34 @@ class _Writer(io.BufferedWriter):
             raise
 
 
+@contextmanager
+def _opened(path: str | Path) -> Iterator[tuple[str, int]]:
+    number = os.open(path, os.O_WRONLY)
+    try:
+        yield str(path), number
+    finally:
+        os.close(number)
+
+
+@contextmanager
+def _beside(target: str) -> Iterator[tuple[str, int]]:
+    """Path and descriptor of a new file beside ``target``, locked for the block.
+
+    What the block has not moved away is removed then, a folder of that name and `_FOLDER` as well.
+    """
+    folder = os.path.dirname(target)
+    _remove_abandoned(folder)
+    path, number = _create_beside(target)
+    try:
+        yield path, number
+        _sync(folder)
+    finally:
+        _remove(path)
+        os.close(number)
+
+
 def _create_beside(target: str) -> tuple[str, int]:
-    """Path and descriptor of a new, locked file; its mode is what umask leaves."""
+    """The file's mode is what umask leaves."""
     while True:
         path = f"{target}.{_machine()}-{secrets.token_hex(4)}.tmp"
         _writing.add(path)
@@ -108,9 +169,27 @@ def _create_beside(target: str) -> tuple[str, int]:
         if _lock(number) is not False and _is_at(path, number):
             return path, number
         os.close(number)
-        _writing.discard(path)
-        with contextlib.suppress(OSError):
-            os.remove(path)
+        _remove(path)
+
+
+def _remove(path: str) -> None:
+    shutil.rmtree(path + _FOLDER, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.remove(path)  # the last: whoever finds it tries again
+    _writing.discard(path)
+
+
+def _sync(path: str | Path) -> None:
+    """Have a file, or the names in a folder, on the disk."""
+    try:
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+    except OSError:
+        if not os.path.isdir(path):  # some file systems cannot sync one
+            raise
 
 
 def _remove_abandoned(folder: str) -> None:
@@ -135,7 +214,7 @@ def _remove_abandoned(folder: str) -> None:
                 is_here = lock is True and found[1] == _machine()
                 is_old = time.time() - os.fstat(number).st_mtime > _DAY
                 if is_here or (is_old and lock is not False):
-                    os.remove(path)
+                    _remove(path)
             finally:
                 os.close(number)
 
@@ -215,4 +294,4 @@ def _enter(folder: str, path: str) -> int | None:
             )
 
 
-__all__ = ["sole_user", "write_atomically"]
+__all__ = ["placed", "replaced", "sole_user"]

@@ -7,15 +7,11 @@ a file whose weights are not those of its options is found before anything is wr
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
-import os
 import shutil
-import tempfile
 import textwrap
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,16 +19,16 @@ from typing import Any
 
 import torch
 
-from lightseq_fairseq import checkpoint  # isort: skip  (prepares fairseq for the imports below)
+from lightseq_fairseq.checkpoints import names  # isort: skip  (prepares fairseq for the imports below)
 
 from fairseq import utils
 from fairseq.data import Dictionary, data_utils
 from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.models.transformer import TransformerModel
 
+from lightseq_fairseq.checkpoints import dictionaries, files, saving
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat.checkpoints import load_checkpoint
-from lightseq_fairseq.plugins import dictionaries
 
 
 @dataclass
@@ -73,7 +69,7 @@ def read(source: Path) -> Trained:
 
 def _options(state: dict[str, Any], source: Path) -> Namespace:
     cfg = state.get("cfg") or {}
-    found: Any = checkpoint.native_cfg({"model": state.get("args") or cfg.get("model")})["model"]
+    found: Any = names.native_cfg({"model": state.get("args") or cfg.get("model")})["model"]
     named = vars(found) if isinstance(found, Namespace) else found or {}
     arch = named.get("arch") or named.get("_name")
     if not isinstance(found, Namespace) or ARCH_MODEL_REGISTRY.get(arch) is not TransformerModel:
@@ -166,8 +162,8 @@ def to_fairseq(trained: Trained, output: Path) -> None:
     if trained.checkpoint.get("args"):  # from before fairseq 0.10.2
         state["args"] = trained.args
     else:
-        state["cfg"] = {**checkpoint.native_cfg(state["cfg"]), "model": trained.args}
-    checkpoint.save(state, str(output))
+        state["cfg"] = {**names.native_cfg(state["cfg"]), "model": trained.args}
+    saving.save(state, str(output))
 
 
 def to_ctranslate2(
@@ -187,7 +183,7 @@ def to_ctranslate2(
     # The converter reads the options and the weights, and its torch.load refuses what else a
     # checkpoint holds: meters of --eval-bleu count in numpy arrays.
     bare = {key: trained.checkpoint.get(key) for key in ("args", "cfg", "model")}
-    with _whole(output) as place, torch.serialization.safe_globals([Namespace]):
+    with files.placed(output) as place, torch.serialization.safe_globals([Namespace]):
         source = place.with_suffix(".pt")
         to_fairseq(replace(trained, checkpoint=bare), source)
         try:
@@ -218,7 +214,7 @@ def to_safetensors(trained: Trained, paths: dict[str, Path], output: Path) -> No
         "dictionaries": {side: path.name for side, path in paths.items()},
         "options": vars(trained.args),
     }
-    with _whole(output) as place:
+    with files.placed(output) as place:
         place.mkdir()
         for path in paths.values():
             shutil.copyfile(path, place / path.name)
@@ -230,18 +226,6 @@ def to_safetensors(trained: Trained, paths: dict[str, Path], output: Path) -> No
         except SafetensorError as error:
             raise OSError(str(error)) from error
         shutil.copymode(place / "config.json", weights)  # safetensors' own is the user's alone
-
-
-@contextlib.contextmanager
-def _whole(output: Path) -> Iterator[Path]:
-    """A path beside ``output`` that takes its name in the end, or is gone after a failure."""
-    try:
-        with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
-            place = Path(folder) / "export"
-            yield place
-            os.rename(place, output)
-    except OSError as error:
-        raise UserError(f"cannot write {output} ({error.strerror or error})") from error
 
 
 def _short(error: Exception) -> str:

@@ -1,0 +1,39 @@
+"""What a command writes where the user says: whole or not at all, also where a signal ends it."""
+
+from __future__ import annotations
+
+import io
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from lightseq_fairseq.checkpoints import files
+
+
+@contextmanager
+def text_output(path: Path) -> Iterator[TextIO]:
+    """`files.replaced` for UTF-8 text. A pipe or a device is written to as it is.
+
+    The block is to run in the main thread, which alone may handle signals.
+
+    Raises:
+        UserError: as for `files.replaced`.
+        SystemExit: SIGTERM or SIGHUP has come, with the status that shells give to it.
+    """
+    # Not where nohup has a process outlive its terminal.
+    ending = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
+    before = {number: signal.signal(number, _leave) for number in ending}
+    try:
+        with files.replaced(path, streams=True) as file:
+            text = io.TextIOWrapper(file, encoding="utf-8", line_buffering=file.isatty())
+            yield text
+            text.flush()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, frame: Any) -> None:
+    raise SystemExit(128 + number)

@@ -1,0 +1,65 @@
+"""Which model fairseq builds for a checkpoint: ours or its own, whichever the file names."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from lightseq_fairseq.checkpoints.names import ls_arch, native_name  # isort: skip  (prepares fairseq)
+
+from fairseq import checkpoint_utils
+
+logger = logging.getLogger(__name__)
+
+
+def use_ls_models() -> None:
+    """From now on fairseq builds our model for checkpoints of its own Transformer.
+
+    What ours cannot honour stays native, and one line says why. An architecture that the caller
+    overrides explicitly is respected. Calling it twice is harmless.
+    """
+    _choose_models(_use_ls_model)
+
+
+def use_native_models() -> None:
+    """From now on fairseq builds its own model for checkpoints that name ours.
+
+    fairseq-train writes those where --user-dir has brought it our parts. Calling it twice is
+    harmless.
+    """
+    _choose_models(_use_native_model)
+
+
+def _choose_models(choose: Callable[[Namespace, dict[str, Any], str], None]) -> None:
+    native_load = checkpoint_utils.load_checkpoint_to_cpu
+    if getattr(native_load, "chooses_models", False):
+        return
+
+    def load(path: str, arg_overrides: Any = None, load_on_all_ranks: bool = False) -> Any:
+        state = native_load(path, arg_overrides, load_on_all_ranks)
+        args: Any = state.get("args") or getattr(state.get("cfg"), "model", None)
+        # A model configured by a dataclass is none of fairseq's Transformers.
+        if isinstance(args, Namespace) and not {"_name", "arch"} & set(arg_overrides or ()):
+            choose(args, state, path)
+        return state
+
+    load.chooses_models = True  # type: ignore[attr-defined]
+    checkpoint_utils.load_checkpoint_to_cpu = load
+
+
+def _use_ls_model(args: Namespace, state: dict[str, Any], path: str) -> None:
+    name, reason = ls_arch(args)
+    if reason:
+        logger.info("%s keeps fairseq's own layers: %s", path, reason)
+    if name:
+        args._name = args.arch = name
+        # What the model's builder compares with the dictionaries it is given.
+        args.dictionaries = (state.get("extra_state") or {}).get("dictionaries")
+
+
+def _use_native_model(args: Namespace, state: dict[str, Any], path: str) -> None:
+    for key in ("_name", "arch"):
+        if isinstance(name := getattr(args, key, None), str):
+            setattr(args, key, native_name("arch", name))

@@ -1,0 +1,112 @@
+"""What fairseq calls what we call ``ls_...``, and the other way round.
+
+A file never mentions this package: whatever is saved under ``ls_`` names bears the native ones.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+# First of all that concerns fairseq: it prepares fairseq for being imported and registers ours.
+from lightseq_fairseq.plugins.transformer import LSTransformerModel  # isort: skip
+from lightseq_fairseq.plugins.multilingual import LSMultilingualTransformerModel  # isort: skip
+
+from fairseq.criterions import CRITERION_REGISTRY
+from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.models.multilingual_transformer import MultilingualTransformerModel
+from fairseq.models.transformer import TransformerModel
+from fairseq.optim import OPTIMIZER_REGISTRY
+
+from lightseq_fairseq.plugins.unsupported import unsupported_option
+
+_PREFIX = "ls_"
+_OWN_SETTINGS = ("pack_tokens",)  # of lightseq-train, which fairseq does not know
+_REGISTRIES = {
+    "arch": ARCH_MODEL_REGISTRY,
+    "criterion": CRITERION_REGISTRY,
+    "optimizer": OPTIMIZER_REGISTRY,
+}
+
+
+def native_name(kind: str, name: str) -> str:
+    """What fairseq calls the component that we call ``name``; other names come back unchanged.
+
+    Args:
+        kind: "arch", "criterion" or "optimizer".
+        name: as on the command line, ``ls_transformer_iwslt_de_en`` for example.
+    """
+    registry = _REGISTRIES[kind]
+    stripped = name[len(_PREFIX) :]
+    if name.startswith(_PREFIX) and name in registry and stripped in registry:
+        return stripped
+    # An architecture of the user's own: the file holds every option it has set, and fairseq's base
+    # architecture fills in only what is missing.
+    for model, native in (
+        (LSTransformerModel, "transformer"),
+        (LSMultilingualTransformerModel, "multilingual_transformer"),
+    ):
+        if kind == "arch" and issubclass(registry.get(name, object), model):
+            return native
+    return name
+
+
+def native_cfg(cfg: Any) -> Any:
+    """A copy of a configuration in which every ``ls_`` name is fairseq's, without our settings.
+
+    Args:
+        cfg: fairseq's configuration as nested dicts, in which Namespaces may stand for sections
+            (``cfg["model"]`` of an architecture from the command line), or one section of it.
+    """
+    return _renamed(cfg, "")
+
+
+def _renamed(node: Any, kind: str) -> Any:
+    if isinstance(node, Namespace):
+        return Namespace(**_renamed(vars(node), kind))
+    if not isinstance(node, dict):
+        return node
+    renamed = {}
+    for key, value in node.items():
+        if key in _OWN_SETTINGS:
+            continue
+        if isinstance(value, str):
+            of_kind = kind if key == "_name" else key
+            renamed[key] = native_name(of_kind, value) if of_kind in _REGISTRIES else value
+        else:
+            renamed[key] = _renamed(value, "arch" if key == "model" else str(key))
+    return renamed
+
+
+def uses_ls(cfg: Any) -> bool:
+    """Whether architecture, criterion or optimizer of a fairseq configuration is one of ours."""
+    for kind, section in (
+        ("arch", "model"),
+        ("criterion", "criterion"),
+        ("optimizer", "optimizer"),
+    ):
+        node = getattr(cfg, section, None)
+        name = getattr(node, "_name", None) or getattr(node, kind, None)
+        if name and native_name(kind, name) != name:
+            return True
+    return False
+
+
+def ls_arch(args: Namespace) -> tuple[str | None, str | None]:
+    """The ``ls_`` architecture for the options of a native model.
+
+    Args:
+        args: the model's Namespace in a checkpoint; ``_name`` or ``arch`` is its architecture.
+
+    Returns:
+        (name, None) where ours can honour every option, (None, sentence) where the sentence names
+        one that it cannot, and (None, None) for a model that is no fairseq Transformer.
+    """
+    arch = getattr(args, "_name", None) or getattr(args, "arch", None) or ""
+    name = _PREFIX + arch
+    model = ARCH_MODEL_REGISTRY.get(arch)
+    ours = model is TransformerModel or model is MultilingualTransformerModel
+    if not ours or name not in ARCH_MODEL_REGISTRY:
+        return None, None
+    reason = unsupported_option(args)
+    return (None, reason) if reason else (name, None)
