@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
+from lightseq_fairseq.library import REFERENCES
+
 # FRAGMENT and not DEF: the compiled library opens the same namespace to attach its kernels.
 _LIBRARY = torch.library.Library("lightseq", "FRAGMENT")
-
-#: Op name without namespace -> reference implementation, in order of registration.
-REFERENCES: dict[str, Callable[..., Any]] = {}
 
 
 def _without_autograd(reference: Callable[..., Any]) -> Callable[..., Any]:
