@@ -84,7 +84,7 @@ def nvcc() -> Iterator[Finding]:
 def kernels() -> Iterator[Finding]:
     import torch
 
-    from lightseq_fairseq import library
+    from lightseq_fairseq.ops import library  # which the ops load
 
     status = library.load()
     if status.path is None:

@@ -1,16 +1,15 @@
 """The compiled CUDA kernels: found, loaded once, and replaced by the references where they lack.
 
 ``scripts/build_cuda.py`` writes one library per CUDA major version into ``lightseq_fairseq/_lib``.
-Loading it attaches its kernels to the ops of `lightseq_fairseq.ops`. Every other op runs its torch
-reference on a GPU as well: same results, several times slower, said once in the log when it
-happens. ``lightseq-doctor`` prints the `Status`.
+Importing `lightseq_fairseq.ops` loads it, which attaches its kernels to them. Every other op runs
+its torch reference on a GPU as well: same results, several times slower, said once in the log when
+it happens. ``lightseq-doctor`` prints the `Status`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
 import json
 import logging
 import os
@@ -45,6 +44,10 @@ class Status:
     acts_as: int | None = None  #: made for tests: the compute capability it takes every GPU for
 
 
+#: Op name without namespace -> reference implementation, in order of definition: what the ops
+#: give to this module, which knows nothing else of them.
+REFERENCES: dict[str, Callable[..., Any]] = {}
+
 _status: Status | None = None
 
 
@@ -52,12 +55,15 @@ def load() -> Status:
     """Loads the library and fills in the references; every later call returns the same Status.
 
     Never raises for a library that is missing or does not load: `Status.reason` says why.
+
+    Raises:
+        RuntimeError: the ops, for which it would be loaded, have not been imported.
     """
     global _status
-    # Importing the ops calls this function, so the references are fetched before anything is done.
-    references = importlib.import_module("lightseq_fairseq.ops").REFERENCES
+    if not REFERENCES:
+        raise RuntimeError("lightseq: import lightseq_fairseq.ops before library.load()")
     if _status is None:
-        _status = _attach(DIRECTORY, references)
+        _status = _attach(DIRECTORY)
     return _status
 
 
@@ -107,7 +113,7 @@ def find(directory: Path, cuda: str | None) -> Path:
     raise FileNotFoundError(f"{what}; `{BUILD_COMMAND}` in a checkout compiles them")
 
 
-def _attach(directory: Path, references: Mapping[str, Callable[..., Any]]) -> Status:
+def _attach(directory: Path) -> Status:
     path: Path | None = None
     reason = ""
     architectures: tuple[str, ...] = ()
@@ -130,14 +136,14 @@ def _attach(directory: Path, references: Mapping[str, Callable[..., Any]]) -> St
     except OSError as error:
         reason, path = f"{path} does not load: {error.__cause__ or error}", None
 
-    kernels = tuple(name for name in references if _has_cuda_kernel(name))
-    missing = tuple(name for name in references if name not in kernels)
+    kernels = tuple(name for name in REFERENCES if _has_cuda_kernel(name))
+    missing = tuple(name for name in REFERENCES if name not in kernels)
     why = reason or (
         f"{path} was compiled from older sources and holds no kernel for {', '.join(missing)}; "
         f"`{BUILD_COMMAND}` in a checkout compiles it anew"
     )
     for name in missing:
-        _IMPLEMENTATIONS.impl(name, _with_warning(references[name], why), "CUDA")
+        _IMPLEMENTATIONS.impl(name, _with_warning(REFERENCES[name], why), "CUDA")
     return Status(path, reason, architectures, kernels, missing, acts_as)
 
 

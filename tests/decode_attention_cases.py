@@ -7,10 +7,6 @@ import torch
 from ops_testing import assert_kernel_as_good_as, poison_cache
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.ops.decode_attention import (
-    decode_cross_attention_reference,
-    decode_self_attention_reference,
-)
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -34,7 +30,7 @@ class Past:
     shared: how much of the ancestry, position by position, is the same for all of a slot.
     """
 
-    reference = staticmethod(decode_self_attention_reference)
+    reference = staticmethod(ops.REFERENCES["decode_self_attention"])
     op = staticmethod(ops.decode_self_attention)
 
     def __init__(self, count, step, dtype, heads=4, width=64, spare=3, beam=1, shared=0.0):
@@ -81,7 +77,7 @@ class Past:
 class Source:
     """Packed sentences between poison, keys and values parts of a wider matrix."""
 
-    reference = staticmethod(decode_cross_attention_reference)
+    reference = staticmethod(ops.REFERENCES["decode_cross_attention"])
     op = staticmethod(ops.decode_cross_attention)
 
     def __init__(self, lengths, sentences, beam, dtype, heads=4, width=64, tail=3):

@@ -12,7 +12,6 @@ import torch
 from ops_testing import assert_kernel_as_good_as, leaf, make_rng
 
 from lightseq_fairseq import library, ops
-from lightseq_fairseq.ops.attention import attention_bwd_reference, attention_fwd_reference
 from lightseq_fairseq.packing import Segments
 
 pytestmark = pytest.mark.gpu
@@ -78,9 +77,10 @@ class Case:
     def exact(self):
         """The reference in float64."""
         qkv = [x.double() for x in self.qkv]
-        out, lse = attention_fwd_reference(*qkv, *self.settings())
+        forward, backward = (ops.REFERENCES[f"attention_{name}"] for name in ("fwd", "bwd"))
+        out, lse = forward(*qkv, *self.settings())
         gradients = [torch.empty_like(x) for x in qkv]
-        attention_bwd_reference(self.dout.double(), *qkv, out, lse, *self.settings(), *gradients)
+        backward(self.dout.double(), *qkv, out, lse, *self.settings(), *gradients)
         return out, lse, *gradients
 
     def plain(self):

@@ -12,7 +12,6 @@ from ops_testing import make_rng, poison_cache
 from torch import Tensor
 
 from lightseq_fairseq import library, ops
-from lightseq_fairseq.ops.beam_search import beam_candidates_reference, beam_sample_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +40,7 @@ def rules(min_len=0, unk_penalty=0.0, temperature=1.0, pad=PAD, eos=EOS, unk=UNK
 def same_as_reference(logits, scores, progress, count, options):
     poison_cache()
     ours = ops.beam_candidates(logits, scores, progress, count, *options)
-    wanted = beam_candidates_reference(logits, scores, progress, count, *options)
+    wanted = ops.REFERENCES["beam_candidates"](logits, scores, progress, count, *options)
     torch.testing.assert_close(ours[0], wanted[0], rtol=1e-5, atol=2e-5)
     assert torch.equal(ours[1], wanted[1])
     again = ops.beam_candidates(logits, scores, progress, count, *options)
@@ -200,7 +199,7 @@ def test_draws_what_the_reference_draws(topk, topp, classes, dtype):
     arguments = sampling(logits, scores, sentences, beam, topk, topp, **options)
     poison_cache()
     ours, again = ops.beam_sample(*arguments), ops.beam_sample(*arguments)
-    wanted = beam_sample_reference(*arguments)
+    wanted = ops.REFERENCES["beam_sample"](*arguments)
     assert all(map(torch.equal, ours, again))
     same = ours[1] == wanted[1]
     ties = dtype != torch.float32 and (topk > 0 or topp > 0)

@@ -123,9 +123,9 @@ import dataclasses, json, sys
 from pathlib import Path
 from lightseq_fairseq import library
 library.DIRECTORY = Path(sys.argv[1])
+from lightseq_fairseq import ops
 status = library.load()
 assert library.load() is status
-from lightseq_fairseq import ops
 assert set(status.kernels) | set(status.references) == set(ops.REFERENCES)
 print(json.dumps(dataclasses.asdict(status), default=str))
 """
@@ -230,6 +230,20 @@ library._gpus = lambda: [library.Gpu("GPU-a", (8, 0)), library.Gpu("GPU-b", (9, 
 assert not torch.cuda.is_initialized()
 """
     assert said in json.loads(in_fresh_python(code, tmp_path))["reason"]
+
+
+def test_the_library_does_not_import_the_ops():
+    """The ops import and load it; before them there is nothing that it could be loaded for."""
+    code = """
+import sys
+from lightseq_fairseq import library
+try:
+    library.load()
+except RuntimeError as error:
+    print(error)
+assert "lightseq_fairseq.ops" not in sys.modules
+"""
+    assert in_fresh_python(code) == "lightseq: import lightseq_fairseq.ops before library.load()\n"
 
 
 def test_importing_the_ops_is_enough_and_says_nothing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -142,6 +143,36 @@ def in_float32(name: str, arguments: tuple[Any, ...], device: str) -> tuple[Any,
 def test_every_op_is_covered_and_exported():
     assert set(ARGUMENTS) == set(ops.REFERENCES)
     assert set(ARGUMENTS) <= set(ops.__all__)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        "relu_linear_bwd(Tensor dy, Tensor x, Tensor weight, float p, Tensor(a!)? dweight,"
+        " Tensor(b!)? dbias, bool accumulate, Tensor? bias=None) -> Tensor",
+        "cross_entropy_fwd_bwd(Tensor dloss, Tensor(a!) logits, Tensor target, float smoothing,"
+        " int padding_idx, bool accuracy) -> (Tensor loss, Tensor nll, Tensor correct)",
+        "decode_self_attention(Tensor qkv, Tensor(a!) keys, Tensor(b!) values, Tensor ancestry,"
+        " Tensor step, int heads, float scale, int beam=1) -> Tensor",
+        "bias_activation_dropout_fwd(Tensor x, Tensor? bias, str activation, float p, Tensor rng,"
+        " int site) -> Tensor",
+        "sums_later(Tensor flat) -> ()",
+    ],
+)
+def test_schemas_follow_from_the_definitions(schema):
+    """Kernels are compiled for these: what they are written as must not move them."""
+    op = getattr(torch.ops.lightseq, schema.partition("(")[0])
+    assert str(op.default._schema) == f"lightseq::{schema}"
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_public_functions_take_what_the_schemas_name(name):
+    function = getattr(ops, name)
+    schema = getattr(torch.ops.lightseq, name).default._schema
+    assert set(inspect.signature(function).parameters) == {x.name for x in schema.arguments}
+    assert function.__name__ == name and function.__doc__
+    with pytest.raises(TypeError, match="nonsense"):
+        function(*arguments_of(name), nonsense=1)
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)

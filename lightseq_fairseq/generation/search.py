@@ -51,6 +51,11 @@ class Rules:
     topk: int = 0
     topp: float = 0.0
 
+    def of_tokens(self) -> dict[str, Any]:
+        """What both ``ops.beam_candidates`` and ``ops.beam_sample`` take of these."""
+        names = ("pad", "eos", "unk", "min_len", "unk_penalty", "temperature")
+        return {name: getattr(self, name) for name in names}
+
 
 @torch.no_grad()
 def search(
@@ -124,20 +129,35 @@ def _advance(steps: StepDecoder, decoder: Any, rows: int, rules: Rules) -> None:
     slots = rows // beam
     logits = decoder.output_layer(x)[: slots * beam]
     scores, sentences = memory.scores[: slots * beam], memory.sentences[:slots]
-    tokens = (rules.pad, rules.eos, rules.unk, rules.min_len, rules.unk_penalty, rules.temperature)
     if rules.sampled:
         candidates = ops.beam_sample(
-            logits, scores, sentences, memory.progress, memory.rng, beam, rules.topk, rules.topp,
-            *tokens,
+            logits, scores, sentences, memory.progress, memory.rng,
+            beam=beam, topk=rules.topk, topp=rules.topp, **rules.of_tokens(),
         )  # fmt: skip
     else:
-        candidates = ops.beam_candidates(logits, scores, memory.progress, 2 * beam, *tokens)
+        candidates = ops.beam_candidates(
+            logits, scores, memory.progress, count=2 * beam, **rules.of_tokens()
+        )
     ops.beam_advance(
-        *candidates, memory.progress, sentences, memory.tokens[: slots * beam], scores,
-        memory.ancestry, memory.past_tokens, memory.past_scores, memory.hypothesis_tokens,
-        memory.hypothesis_scores, memory.lengths, memory.totals, steps.progress.reports,
-        beam, rules.groups, rules.diversity, rules.eos, rules.length_penalty,
-    )  # fmt: skip
+        *candidates,
+        progress=memory.progress,
+        sentences=sentences,
+        tokens=memory.tokens[: slots * beam],
+        scores=scores,
+        ancestry=memory.ancestry,
+        past_tokens=memory.past_tokens,
+        past_scores=memory.past_scores,
+        hypothesis_tokens=memory.hypothesis_tokens,
+        hypothesis_scores=memory.hypothesis_scores,
+        lengths=memory.lengths,
+        totals=memory.totals,
+        reports=steps.progress.reports,
+        beam=beam,
+        groups=rules.groups,
+        diversity=rules.diversity,
+        eos=rules.eos,
+        length_penalty=rules.length_penalty,
+    )
 
 
 def _compact(memory: Memory, positions: int, slots: int, beam: int) -> None:

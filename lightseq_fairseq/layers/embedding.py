@@ -36,8 +36,9 @@ class _Embedding(torch.autograd.Function):
         to = gradients_for(weight, *([position_weight] if learned else []))
         dweight, dposition = to.tensors if learned else (to.tensors[0], None)
         ops.embedding_bwd(
-            dy.contiguous(), tokens, positions, ctx.scale, ctx.padding_idx, ctx.p, rng, ctx.site,
-            dweight, dposition, to.accumulate,
+            dy.contiguous(), tokens, positions, ctx.scale, ctx.padding_idx,
+            p=ctx.p, rng=rng, site=ctx.site,
+            dweight=dweight, dposition_weight=dposition, accumulate=to.accumulate,
         )  # fmt: skip
         handed = to.handed()
         return None, handed[0], None, handed[1] if learned else None, None, None, None, None, None
@@ -55,8 +56,9 @@ class _Dropout(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, rng = ctx.saved_tensors
         dx = ops.bias_activation_dropout_bwd(
-            dy.contiguous(), x, None, "identity", ctx.p, rng, ctx.site, None, False
-        )
+            dy.contiguous(), x, None, "identity", p=ctx.p, rng=rng, site=ctx.site,
+            dbias=None, accumulate=False,
+        )  # fmt: skip
         return dx, None, None, None
 
 

@@ -80,8 +80,9 @@ class _FeedForward(torch.autograd.Function):
         else:
             dh2 = ops.linear_bwd(dh3, h2, w2, dw2, None, to_others.accumulate, True)
             dh1 = ops.bias_activation_dropout_bwd(
-                dh2, h1, b1, a.name, a.p, a.rng, a.site, db1, to_others.accumulate
-            )
+                dh2, h1, b1, a.name, p=a.p, rng=a.rng, site=a.site,
+                dbias=db1, accumulate=to_others.accumulate,
+            )  # fmt: skip
         dx, dstream = input_gradients(ctx.post_norm, dresidual, dh1, x, w1, to_w1.tensors[0], None,
                                       to_w1.accumulate)  # fmt: skip
         return dx, dstream, None, None, *to_w1.handed(), *to_others.handed(), *closing

@@ -49,8 +49,9 @@ def residual_norm_fwd(
     """
     eps = 0.0 if residual.norm is None else residual.norm.eps
     total, y, mean, rstd = ops.dropout_residual_layer_norm_fwd(
-        h, bias, stream, gamma, beta, residual.p, residual.rng, residual.site, eps
-    )
+        h, bias, stream, gamma, beta,
+        p=residual.p, rng=residual.rng, site=residual.site, eps=eps,
+    )  # fmt: skip
     outputs = (total if residual.keep_stream else None, None if gamma is None else y)
     return [total, mean, rstd], outputs
 
@@ -66,8 +67,9 @@ def residual_norm_bwd(
     to = gradients_for(*(p for p in (bias, gamma, beta) if p is not None))
     dbias, dgamma, dbeta = (*to.tensors, None, None)[:3]
     dh, dresidual = ops.dropout_residual_layer_norm_bwd(
-        dy, dstream, total, gamma, mean, rstd, residual.p, residual.rng, residual.site,
-        dgamma, dbeta, dbias, to.accumulate,
+        dy, dstream, total, gamma, mean, rstd,
+        p=residual.p, rng=residual.rng, site=residual.site,
+        dgamma=dgamma, dbeta=dbeta, dbias=dbias, accumulate=to.accumulate,
     )  # fmt: skip
     handed = (*to.handed(), None, None)[:3]
     return (dh if residual.p > 0 else dresidual), dresidual, handed
@@ -93,7 +95,7 @@ class _LayerNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, eps: float, rng: Tensor
     ) -> tuple[Tensor, Tensor]:
         _, y, mean, rstd = ops.dropout_residual_layer_norm_fwd(
-            x, None, None, gamma, beta, 0.0, rng, 0, eps
+            x, None, None, gamma, beta, p=0.0, rng=rng, site=0, eps=eps
         )
         ctx.save_for_backward(x, gamma, beta, mean, rstd, rng)
         ctx.set_materialize_grads(False)
@@ -107,8 +109,8 @@ class _LayerNorm(torch.autograd.Function):
         dgamma, dbeta = to.tensors
         dstream = None if dstream is None else dstream.contiguous()
         _, dx = ops.dropout_residual_layer_norm_bwd(
-            dy.contiguous(), dstream, x, gamma, mean, rstd, 0.0, rng, 0, dgamma, dbeta, None,
-            to.accumulate,
+            dy.contiguous(), dstream, x, gamma, mean, rstd, p=0.0, rng=rng, site=0,
+            dgamma=dgamma, dbeta=dbeta, dbias=None, accumulate=to.accumulate,
         )  # fmt: skip
         return dx, *to.handed(), None, None
 

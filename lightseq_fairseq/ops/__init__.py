@@ -1,8 +1,10 @@
 """The ops, in the order in which a batch meets them.
 
-Each file holds one op: its schema (`lightseq::<stem>_fwd`, `_bwd`), a readable reference in plain
-torch (the CPU kernel and the oracle of the tests), a shape function, and the typed functions
-exported here, which check their arguments and call the op.
+Each file holds one op, as a rule a forward and a backward one (`lightseq::<stem>_fwd`, `_bwd`). Its
+definition is a typed tuple of the arguments that checks itself, knows the shapes of what comes out,
+and computes it in plain torch: the CPU kernel and the oracle of the tests. From it follow the
+schema and the functions exported here, which check their arguments and call the op; arguments
+beyond eight are given by name. See `registry.define`.
 """
 # ruff: noqa: I001, RUF022  (this order, not the alphabet's, tells the story)
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .checks import check_tensor
-from .registry import register
+from .registry import Written, define
 
 KNOWN_RATES = 4  # learning rates that an update brings along: how far the host may be ahead
 
@@ -56,17 +57,7 @@ class Given(IntEnum):
     RATE = 2  # learning rate at that count; then those of the counts before it
 
 
-def advance(
-    state: Tensor,
-    rng: Tensor,
-    given: Tensor,
-    norm: Tensor,
-    seed: int,
-    scale_window: int,
-    tolerance: float,
-    threshold: float,
-    min_loss_scale: float,
-) -> None:
+class Advance(NamedTuple):
     """Decide on one update: write what Adam reads into ``state``, and what follows from it.
 
     state: float64 [len(State)]. rng: int64 [2], becomes (seed + number of updates, 0).
@@ -75,53 +66,54 @@ def advance(
     tolerance, threshold, min_loss_scale: as fairseq's flags; threshold 0 for none.
     Raises ValueError on a wrong shape, dtype or device.
     """
-    op = "advance"
-    check_tensor(op, "state", state, (len(State),), (torch.float64,))
-    check_tensor(op, "rng", rng, (2,), (torch.int64,), state)
-    check_tensor(op, "given", given, (len(Given) + KNOWN_RATES - 1,), (torch.float64,), state)
-    check_tensor(op, "norm", norm, (), (torch.float32, torch.float64), state)
-    _ADVANCE(
-        state, rng, given, norm, seed, scale_window, tolerance, threshold, min_loss_scale
-    )  # fmt: skip
+
+    state: Written
+    rng: Written
+    given: Tensor
+    norm: Tensor
+    seed: int
+    scale_window: int
+    tolerance: float
+    threshold: float
+    min_loss_scale: float
+
+    def check(self, op: str) -> None:
+        state, rng, given, norm = self[:4]
+        check_tensor(op, "state", state, (len(State),), (torch.float64,))
+        check_tensor(op, "rng", rng, (2,), (torch.int64,), state)
+        check_tensor(op, "given", given, (len(Given) + KNOWN_RATES - 1,), (torch.float64,), state)
+        check_tensor(op, "norm", norm, (), (torch.float32, torch.float64), state)
+
+    def reference(self) -> None:
+        state, rng, given, norm, seed, scale_window, tolerance, threshold, min_loss_scale = self
+        s, ahead = state.tolist(), given.tolist()
+        count = s[State.NUM_UPDATES]
+        multiplier = 1.0 / (s[State.LOSS_SCALE] * ahead[Given.SAMPLE_SIZE])
+        total = float(norm) * multiplier
+        is_finite = math.isfinite(total) and s[State.STOPPED] == Stop.RUNNING
+        behind = min(max(int(ahead[Given.NUM_UPDATES] - count), 0), KNOWN_RATES - 1)
+
+        s[State.RATE] = ahead[Given.RATE + behind]
+        # Adam leaves everything alone where the norm is not finite.
+        s[State.MULTIPLIER] = multiplier if is_finite else math.nan
+        s[State.NORM], s[State.SKIPPED] = total, not is_finite
+        if s[State.STOPPED] == Stop.RUNNING and not is_finite:
+            s[State.STOPPED] = Stop.NOT_FINITE
+            if scale_window > 0:
+                s[State.STOPPED] = Stop.RUNNING
+                _overflow(s, tolerance, threshold, min_loss_scale)
+        elif is_finite:
+            s[State.NUM_UPDATES] = count + 1
+            if scale_window > 0:
+                if (s[State.SCALER_ITER] - s[State.LAST_OVERFLOW_ITER]) % scale_window == 0:
+                    s[State.LOSS_SCALE] *= 2.0
+                    s[State.LAST_RESCALE_ITER] = s[State.SCALER_ITER]
+                s[State.SCALER_ITER] += 1
+        state.copy_(state.new_tensor(s))
+        rng.copy_(rng.new_tensor([seed + int(s[State.NUM_UPDATES]), 0]))
 
 
-def advance_reference(
-    state: Tensor,
-    rng: Tensor,
-    given: Tensor,
-    norm: Tensor,
-    seed: int,
-    scale_window: int,
-    tolerance: float,
-    threshold: float,
-    min_loss_scale: float,
-) -> None:
-    """Reference of lightseq::advance."""
-    s, ahead = state.tolist(), given.tolist()
-    count = s[State.NUM_UPDATES]
-    multiplier = 1.0 / (s[State.LOSS_SCALE] * ahead[Given.SAMPLE_SIZE])
-    total = float(norm) * multiplier
-    is_finite = math.isfinite(total) and s[State.STOPPED] == Stop.RUNNING
-    behind = min(max(int(ahead[Given.NUM_UPDATES] - count), 0), KNOWN_RATES - 1)
-
-    s[State.RATE] = ahead[Given.RATE + behind]
-    # Adam leaves everything alone where the norm is not finite.
-    s[State.MULTIPLIER] = multiplier if is_finite else math.nan
-    s[State.NORM], s[State.SKIPPED] = total, not is_finite
-    if s[State.STOPPED] == Stop.RUNNING and not is_finite:
-        s[State.STOPPED] = Stop.NOT_FINITE
-        if scale_window > 0:
-            s[State.STOPPED] = Stop.RUNNING
-            _overflow(s, tolerance, threshold, min_loss_scale)
-    elif is_finite:
-        s[State.NUM_UPDATES] = count + 1
-        if scale_window > 0:
-            if (s[State.SCALER_ITER] - s[State.LAST_OVERFLOW_ITER]) % scale_window == 0:
-                s[State.LOSS_SCALE] *= 2.0
-                s[State.LAST_RESCALE_ITER] = s[State.SCALER_ITER]
-            s[State.SCALER_ITER] += 1
-    state.copy_(state.new_tensor(s))
-    rng.copy_(rng.new_tensor([seed + int(s[State.NUM_UPDATES]), 0]))
+advance = define("advance", Advance)
 
 
 def _overflow(s: list[float], tolerance: float, threshold: float, least: float) -> None:
@@ -139,15 +131,3 @@ def _overflow(s: list[float], tolerance: float, threshold: float, least: float) 
         s[State.STOPPED] = Stop.LEAST_SCALE
     else:
         s[State.SCALER_ITER] += 1
-
-
-def _advance_fake(*arguments: object) -> None:
-    return None
-
-
-_ADVANCE = register(
-    "advance(Tensor(a!) state, Tensor(b!) rng, Tensor given, Tensor norm, int seed,"
-    " int scale_window, float tolerance, float threshold, float min_loss_scale) -> ()",
-    advance_reference,
-    _advance_fake,
-)

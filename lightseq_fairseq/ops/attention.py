@@ -16,6 +16,7 @@ The reference pads to [B, H, L, D] (padding.py), so that each step is one batche
 from __future__ import annotations
 
 import math
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,23 +25,12 @@ from .checks import FLOATS, check_boundaries, check_dropout, check_rows, check_t
 from .numerics import work_dtype
 from .padding import pad, padded_tokens, slots_of, slotted
 from .philox import dropout_factors
-from .registry import register
+from .registry import Written, define
+
+Attended = tuple[Annotated[Tensor, "out"], Annotated[Tensor, "lse"]]
 
 
-def attention_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
-    p: float,
-    rng: Tensor,
-    site: int,
-) -> tuple[Tensor, Tensor]:
+class AttentionFwd(NamedTuple):
     """(out [Tq, H, D] contiguous, lse [Tq, H] float32 (float64 for float64)).
 
     q: [Tq, H, D]; k, v: [Tk, H, D]; rows may be strided (views of a wider GEMM's output).
@@ -52,175 +42,168 @@ def attention_fwd(
     Raises ValueError on a wrong shape, dtype, device or layout, on wrong boundaries and sentences
     longer than max_*; on a GPU boundaries are read as `checks.check_boundaries` says.
     """
-    _check("attention_fwd", q, k, v, cu_q, cu_k, max_q, max_k, scale, p, rng)
-    outputs: tuple[Tensor, Tensor] = _FWD(
-        q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, p, rng, site
-    )
-    return outputs
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    causal: bool
+    scale: float
+    p: float
+    rng: Tensor
+    site: int
+
+    def check(self, op: str) -> None:
+        q, k, v, cu_q, cu_k, max_q, max_k = self[:7]
+        check_tensor(op, "q", q, ("Tq", "H", "D"), FLOATS)
+        check_tensor(op, "k", k, ("Tk", *q.shape[1:]), (q.dtype,), q)
+        check_tensor(op, "v", v, k.shape, (q.dtype,), q)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_rows(op, name, x)
+        check_tensor(op, "cu_q", cu_q, ("B + 1",), (torch.int32,), q)
+        check_tensor(op, "cu_k", cu_k, cu_q.shape, (torch.int32,), q)
+        if len(cu_q) < 2:
+            boundaries = len(cu_q)
+            raise ValueError(
+                f"{op}: cu_q must hold at least one sentence, got {boundaries} boundaries"
+            )
+        if min(max_q, max_k) < 0:
+            raise ValueError(f"{op}: max_q and max_k must be >= 0, got {max_q} and {max_k}")
+        if not 0.0 < self.scale < math.inf:
+            raise ValueError(f"{op}: scale must be positive and finite, got {self.scale}")
+        check_dropout(op, self.p, self.rng, q)
+        check_boundaries(op, "cu_q", cu_q, len(q), ("max_q", max_q))
+        check_boundaries(op, "cu_k", cu_k, len(k), ("max_k", max_k))
+
+    def shape(self) -> Attended:
+        q = self.q
+        return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=work_dtype(q))
+
+    def reference(self) -> Attended:
+        q, k, v, cu_q, cu_k, max_q, max_k = self[:7]
+        (rows, heads, width), dtype = q.shape, work_dtype(q)
+        if min(q.numel(), k.numel(), max_q, max_k) == 0:
+            return q.new_zeros(q.shape), q.new_zeros((rows, heads), dtype=dtype)
+        tokens_q, tokens_k = padded_tokens(cu_q, max_q), padded_tokens(cu_k, max_k)
+        padded_q, padded_k = pad(q, tokens_q), pad(k, tokens_k)
+        queries, keys = slotted(padded_q, max_q), slotted(padded_k, max_k)
+
+        scores = queries.new_empty((len(cu_q) - 1, heads, max_q, max_k))
+        scores.copy_(_hidden(self))
+        scores = scores.view(-1, max_q, max_k)
+        scores.baddbmm_(queries, keys.transpose(1, 2), alpha=self.scale)
+        largest = scores.amax(-1, keepdim=True)
+        probabilities = scores.sub_(largest).exp_()
+        total = probabilities.sum(-1, keepdim=True)
+        probabilities.div_(total)
+        padded_lse = largest.add_(total.log_()).view(-1)
+        if self.p > 0:
+            _drop(self, probabilities, tokens_q, out=probabilities)
+
+        slots = slots_of(cu_q, rows, heads, max_q, seeing=cu_k)
+        # Operands that have done their work lend their memory to later ones.
+        values = slotted(pad(v, tokens_k, into=padded_k), max_k)
+        out = _product(probabilities, values, into=padded_q).index_select(0, slots)
+        lse = torch.cat((padded_lse, padded_lse.new_zeros(1))).index_select(0, slots)
+        return out.view(rows, heads, width).to(q.dtype), lse.view(rows, heads)
 
 
-def attention_bwd(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
-    p: float,
-    rng: Tensor,
-    site: int,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
+attention_fwd = define("attention_fwd", AttentionFwd)
+
+
+class AttentionBwd(NamedTuple):
     """Write the whole of dq [Tq, H, D], dk and dv [Tk, H, D], zeros past the last sentence.
 
     dout: [Tq, H, D]. out, lse: forward's. dq, dk, dv may be strided like q, k, v.
     The rest as in forward. Raises ValueError like forward.
     """
-    op = "attention_bwd"
-    _check(op, q, k, v, cu_q, cu_k, max_q, max_k, scale, p, rng)
-    for name, x, like in (
-        ("dout", dout, q),
-        ("out", out, q),
-        ("dq", dq, q),
-        ("dk", dk, k),
-        ("dv", dv, v),
-    ):
-        check_tensor(op, name, x, like.shape, (q.dtype,), q)
-        check_rows(op, name, x)
-    check_tensor(op, "lse", lse, q.shape[:2], (work_dtype(q),), q)
-    _BWD(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
-        causal,
-        scale,
-        p,
-        rng,
-        site,
-        dq,
-        dk,
-        dv,
-    )
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    causal: bool
+    scale: float
+    p: float
+    rng: Tensor
+    site: int
+    dq: Written
+    dk: Written
+    dv: Written
+
+    @property
+    def forward(self) -> AttentionFwd:
+        return AttentionFwd(self.q, self.k, self.v, *self[6:15])
+
+    def check(self, op: str) -> None:
+        self.forward.check(op)
+        q, k = self.q, self.k
+        for name, x, like in (
+            ("dout", self.dout, q),
+            ("out", self.out, q),
+            ("dq", self.dq, q),
+            ("dk", self.dk, k),
+            ("dv", self.dv, k),
+        ):
+            check_tensor(op, name, x, like.shape, (q.dtype,), q)
+            check_rows(op, name, x)
+        check_tensor(op, "lse", self.lse, q.shape[:2], (work_dtype(q),), q)
+
+    def reference(self) -> None:
+        forward = self.forward
+        q, k, v, cu_q, cu_k, max_q, max_k = forward[:7]
+        (rows, heads, width), scale = q.shape, self.scale
+        if min(q.numel(), k.numel(), max_q, max_k) == 0:
+            for gradient in (self.dq, self.dk, self.dv):
+                gradient.zero_()
+            return
+        tokens_q, tokens_k = padded_tokens(cu_q, max_q), padded_tokens(cu_k, max_k)
+        padded_q, padded_k, padded_v = pad(q, tokens_q), pad(k, tokens_k), pad(v, tokens_k)
+        padded_dout = pad(self.dout, tokens_q)
+        queries, douts = slotted(padded_q, max_q), slotted(padded_dout, max_q)
+        keys, values = slotted(padded_k, max_k), slotted(padded_v, max_k)
+
+        # An infinite lse makes the probabilities of padded queries zero: they then give nothing to
+        # dk and dv.
+        is_padding = torch.arange(max_q, device=q.device) >= cu_q.diff()[:, None]
+        padded_lse = self.lse[tokens_q].masked_fill_(is_padding[..., None], torch.inf)
+        scores = queries.new_empty((len(cu_q) - 1, heads, max_q, max_k))
+        torch.sub(_hidden(forward), padded_lse.transpose(1, 2)[..., None], out=scores)
+        probabilities = scores.view(-1, max_q, max_k)
+        probabilities.baddbmm_(queries, keys.transpose(1, 2), alpha=scale).exp_()
+        kept = probabilities
+        if self.p > 0:
+            kept = torch.empty_like(probabilities)
+            _drop(forward, probabilities, tokens_q, out=kept)
+
+        dscores = torch.bmm(douts, values.transpose(1, 2)).mul_(kept)
+        rowsum = dscores.sum(-1, keepdim=True)
+        dscores.addcmul_(probabilities, rowsum, value=-1.0).mul_(scale)
+
+        # Operands that have done their work lend their memory to the products.
+        slots_q = slots_of(cu_q, rows, heads, max_q, seeing=cu_k)
+        slots_k = slots_of(cu_k, len(k), heads, max_k, seeing=cu_q)
+        packed = queries.new_empty((max(rows, len(k)) * heads, width))
+        for gradient, left, right, slots, memory in (
+            (self.dv, kept.transpose(1, 2), douts, slots_k, padded_v),
+            (self.dk, dscores.transpose(1, 2), queries, slots_k, padded_v),
+            (self.dq, dscores, keys, slots_q, padded_dout),
+        ):
+            product = _product(left, right, into=memory)
+            result = torch.index_select(product, 0, slots, out=packed[: len(slots)])
+            gradient.copy_(result.view(gradient.shape))
 
 
-def attention_fwd_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
-    p: float,
-    rng: Tensor,
-    site: int,
-) -> tuple[Tensor, Tensor]:
-    """Reference of lightseq::attention_fwd."""
-    (rows, heads, width), dtype = q.shape, work_dtype(q)
-    if min(q.numel(), k.numel(), max_q, max_k) == 0:
-        return q.new_zeros(q.shape), q.new_zeros((rows, heads), dtype=dtype)
-    tokens_q, tokens_k = padded_tokens(cu_q, max_q), padded_tokens(cu_k, max_k)
-    padded_q, padded_k = pad(q, tokens_q), pad(k, tokens_k)
-    queries, keys = slotted(padded_q, max_q), slotted(padded_k, max_k)
-
-    scores = queries.new_empty((len(cu_q) - 1, heads, max_q, max_k))
-    scores.copy_(_hidden(cu_k, max_q, max_k, causal, dtype))
-    scores = scores.view(-1, max_q, max_k)
-    scores.baddbmm_(queries, keys.transpose(1, 2), alpha=scale)
-    largest = scores.amax(-1, keepdim=True)
-    probabilities = scores.sub_(largest).exp_()
-    total = probabilities.sum(-1, keepdim=True)
-    probabilities.div_(total)
-    padded_lse = largest.add_(total.log_()).view(-1)
-    if p > 0:
-        _drop(probabilities, tokens_q, rows, heads, p, rng, site, out=probabilities)
-
-    slots = slots_of(cu_q, rows, heads, max_q, seeing=cu_k)
-    # Operands that have done their work lend their memory to later ones.
-    values = slotted(pad(v, tokens_k, into=padded_k), max_k)
-    out = _product(probabilities, values, into=padded_q).index_select(0, slots)
-    lse = torch.cat((padded_lse, padded_lse.new_zeros(1))).index_select(0, slots)
-    return out.view(rows, heads, width).to(q.dtype), lse.view(rows, heads)
-
-
-def attention_bwd_reference(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
-    p: float,
-    rng: Tensor,
-    site: int,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
-    """Reference of lightseq::attention_bwd."""
-    (rows, heads, width), dtype = q.shape, work_dtype(q)
-    if min(q.numel(), k.numel(), max_q, max_k) == 0:
-        for gradient in (dq, dk, dv):
-            gradient.zero_()
-        return
-    tokens_q, tokens_k = padded_tokens(cu_q, max_q), padded_tokens(cu_k, max_k)
-    padded_q, padded_k, padded_v = pad(q, tokens_q), pad(k, tokens_k), pad(v, tokens_k)
-    padded_dout = pad(dout, tokens_q)
-    queries, douts = slotted(padded_q, max_q), slotted(padded_dout, max_q)
-    keys, values = slotted(padded_k, max_k), slotted(padded_v, max_k)
-
-    # An infinite lse makes the probabilities of padded queries zero: they then give nothing to
-    # dk and dv.
-    is_padding = torch.arange(max_q, device=q.device) >= cu_q.diff()[:, None]
-    padded_lse = lse[tokens_q].masked_fill_(is_padding[..., None], torch.inf).transpose(1, 2)
-    scores = queries.new_empty((len(cu_q) - 1, heads, max_q, max_k))
-    torch.sub(_hidden(cu_k, max_q, max_k, causal, dtype), padded_lse[..., None], out=scores)
-    probabilities = scores.view(-1, max_q, max_k)
-    probabilities.baddbmm_(queries, keys.transpose(1, 2), alpha=scale).exp_()
-    kept = probabilities
-    if p > 0:
-        kept = torch.empty_like(probabilities)
-        _drop(probabilities, tokens_q, rows, heads, p, rng, site, out=kept)
-
-    dscores = torch.bmm(douts, values.transpose(1, 2)).mul_(kept)
-    rowsum = dscores.sum(-1, keepdim=True)
-    dscores.addcmul_(probabilities, rowsum, value=-1.0).mul_(scale)
-
-    # Operands that have done their work lend their memory to the products.
-    slots_q = slots_of(cu_q, rows, heads, max_q, seeing=cu_k)
-    slots_k = slots_of(cu_k, len(k), heads, max_k, seeing=cu_q)
-    packed = queries.new_empty((max(rows, len(k)) * heads, width))
-    for gradient, left, right, slots, memory in (
-        (dv, kept.transpose(1, 2), douts, slots_k, padded_v),
-        (dk, dscores.transpose(1, 2), queries, slots_k, padded_v),
-        (dq, dscores, keys, slots_q, padded_dout),
-    ):
-        product = _product(left, right, into=memory)
-        result = torch.index_select(product, 0, slots, out=packed[: len(slots)])
-        gradient.copy_(result.view(gradient.shape))
+attention_bwd = define("attention_bwd", AttentionBwd)
 
 
 def _product(left: Tensor, right: Tensor, into: Tensor) -> Tensor:
@@ -229,85 +212,22 @@ def _product(left: Tensor, right: Tensor, into: Tensor) -> Tensor:
     return into
 
 
-def _hidden(cu_k: Tensor, max_q: int, max_k: int, causal: bool, dtype: torch.dtype) -> Tensor:
+def _hidden(a: AttentionFwd) -> Tensor:
     """Minus infinity where a query must not see a key, else 0: [B, 1, 1 or Lq, Lk]."""
-    key = torch.arange(max_k, device=cu_k.device)
-    hidden = (key >= cu_k.diff()[:, None])[:, None, None]
-    if causal:
-        hidden = hidden | (key > torch.arange(max_q, device=cu_k.device)[:, None])
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=cu_k.device)
+    key = torch.arange(a.max_k, device=a.cu_k.device)
+    hidden = (key >= a.cu_k.diff()[:, None])[:, None, None]
+    if a.causal:
+        hidden = hidden | (key > torch.arange(a.max_q, device=a.cu_k.device)[:, None])
+    mask = torch.zeros(hidden.shape, dtype=work_dtype(a.q), device=a.cu_k.device)
     return mask.masked_fill_(hidden, -torch.inf)
 
 
-def _drop(
-    probabilities: Tensor,
-    tokens_q: Tensor,
-    rows: int,
-    heads: int,
-    p: float,
-    rng: Tensor,
-    site: int,
-    out: Tensor,
-) -> None:
+def _drop(a: AttentionFwd, probabilities: Tensor, tokens_q: Tensor, out: Tensor) -> None:
     """out = dropout(probabilities), both [B * H, Lq, Lk]."""
-    keys = probabilities.shape[2]
-    head = torch.arange(heads, device=rng.device)[:, None]
+    (rows, heads, _), keys = a.q.shape, probabilities.shape[2]
+    head = torch.arange(heads, device=a.rng.device)[:, None]
     row_ids = (tokens_q[:, None].long() * heads + head).view(-1)
     matrix, result = probabilities.view(-1, keys), out.view(-1, keys)
     shape, dtype = (rows * heads, keys), probabilities.dtype
-    for part, factor in dropout_factors(rng, site, shape, p, dtype, row_ids):
+    for part, factor in dropout_factors(a.rng, a.site, shape, a.p, dtype, row_ids):
         torch.mul(matrix[part], factor, out=result[part])
-
-
-def _check(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    p: float,
-    rng: Tensor,
-) -> None:
-    check_tensor(op, "q", q, ("Tq", "H", "D"), FLOATS)
-    check_tensor(op, "k", k, ("Tk", *q.shape[1:]), (q.dtype,), q)
-    check_tensor(op, "v", v, k.shape, (q.dtype,), q)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_rows(op, name, x)
-    check_tensor(op, "cu_q", cu_q, ("B + 1",), (torch.int32,), q)
-    check_tensor(op, "cu_k", cu_k, cu_q.shape, (torch.int32,), q)
-    if len(cu_q) < 2:
-        raise ValueError(f"{op}: cu_q must hold at least one sentence, got {len(cu_q)} boundaries")
-    if min(max_q, max_k) < 0:
-        raise ValueError(f"{op}: max_q and max_k must be >= 0, got {max_q} and {max_k}")
-    if not 0.0 < scale < math.inf:
-        raise ValueError(f"{op}: scale must be positive and finite, got {scale}")
-    check_dropout(op, p, rng, q)
-    check_boundaries(op, "cu_q", cu_q, len(q), ("max_q", max_q))
-    check_boundaries(op, "cu_k", cu_k, len(k), ("max_k", max_k))
-
-
-def _attention_fwd_fake(q: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=work_dtype(q))
-
-
-def _attention_bwd_fake(*arguments: object) -> None:
-    return None
-
-
-_FWD = register(
-    "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, int max_q, int max_k,"
-    " bool causal, float scale, float p, Tensor rng, int site) -> (Tensor out, Tensor lse)",
-    attention_fwd_reference,
-    _attention_fwd_fake,
-)
-_BWD = register(
-    "attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_q,"
-    " Tensor cu_k, int max_q, int max_k, bool causal, float scale, float p, Tensor rng, int site,"
-    " Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()",
-    attention_bwd_reference,
-    _attention_bwd_fake,
-)

@@ -10,35 +10,17 @@ a row; P positions and R >= N rows of the memory that all steps share.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .beam_search import Progress, check_slots
 from .checks import check_tensor
-from .registry import register
+from .registry import Written, define
 
 
-def beam_advance(
-    candidate_scores: Tensor,
-    candidate_tokens: Tensor,
-    progress: Tensor,
-    sentences: Tensor,
-    tokens: Tensor,
-    scores: Tensor,
-    ancestry: Tensor,
-    past_tokens: Tensor,
-    past_scores: Tensor,
-    hypothesis_tokens: Tensor,
-    hypothesis_scores: Tensor,
-    lengths: Tensor,
-    totals: Tensor,
-    reports: Tensor,
-    beam: int,
-    groups: int,
-    diversity: float,
-    eos: int,
-    length_penalty: float,
-) -> None:
+class BeamAdvance(NamedTuple):
     """Choose each sentence's next hypotheses, keep those that end, count and report the step.
 
     candidate_scores float32, candidate_tokens int32 [N, W]: of `beam_candidates` with W = 2 * beam,
@@ -57,107 +39,107 @@ def beam_advance(
     An end counts only among the first `beam` candidates, and only until there are beam results.
     Raises ValueError on a wrong shape, dtype, device or layout.
     """
-    op = "beam_advance"
-    check_tensor(op, "candidate_scores", candidate_scores, ("N", "W"), (torch.float32,))
-    rows, width = candidate_scores.shape
-    like, integer, real = candidate_scores, (torch.int32,), (torch.float32,)
-    check_tensor(op, "candidate_tokens", candidate_tokens, (rows, width), integer, like)
-    check_tensor(op, "progress", progress, (len(Progress),), integer, like)
-    check_tensor(op, "tokens", tokens, (rows,), integer, like)
-    check_tensor(op, "scores", scores, (rows,), real, like)
-    check_slots(op, sentences, beam, scores)
-    if width not in (1, 2 * beam):
-        raise ValueError(f"{op}: W must be 1 or twice the beam, {2 * beam}, got {width}")
-    if groups < 1 or beam % groups:
-        raise ValueError(f"{op}: {groups} groups do not divide a beam of {beam}")
-    check_tensor(op, "ancestry", ancestry, ("P", "R"), integer, like)
-    memory = {"past_tokens": past_tokens, "hypothesis_tokens": hypothesis_tokens}
-    for name, x in memory.items():
-        check_tensor(op, name, x, ancestry.shape, integer, like)
-    for name, x in {"past_scores": past_scores, "hypothesis_scores": hypothesis_scores}.items():
-        check_tensor(op, name, x, ancestry.shape, real, like)
-    check_tensor(op, "lengths", lengths, ancestry.shape[1:], integer, like)
-    check_tensor(op, "totals", totals, ancestry.shape[1:], real, like)
-    check_tensor(op, "reports", reports, (2, 2), integer)
-    if reports.device.type != "cpu":
-        raise ValueError(f"{op}: reports must be on the CPU, is on {reports.device}")
-    if rows > ancestry.shape[1]:
-        raise ValueError(f"{op}: {rows} hypotheses do not fit into {ancestry.shape[1]} rows")
-    _ADVANCE(
-        *(candidate_scores, candidate_tokens, progress, sentences, tokens, scores, ancestry),
-        *(past_tokens, past_scores, hypothesis_tokens, hypothesis_scores, lengths, totals),
-        *(reports, beam, groups, diversity, eos, length_penalty),
-    )
+
+    candidate_scores: Tensor
+    candidate_tokens: Tensor
+    progress: Written
+    sentences: Written
+    tokens: Written
+    scores: Written
+    ancestry: Written
+    past_tokens: Written
+    past_scores: Written
+    hypothesis_tokens: Written
+    hypothesis_scores: Written
+    lengths: Written
+    totals: Written
+    reports: Written
+    beam: int
+    groups: int
+    diversity: float
+    eos: int
+    length_penalty: float
+
+    def check(self, op: str) -> None:
+        like, integer, real = self.candidate_scores, (torch.int32,), (torch.float32,)
+        check_tensor(op, "candidate_scores", like, ("N", "W"), real)
+        rows, width = like.shape
+        beam, groups, ancestry = self.beam, self.groups, self.ancestry
+        check_tensor(op, "candidate_tokens", self.candidate_tokens, (rows, width), integer, like)
+        check_tensor(op, "progress", self.progress, (len(Progress),), integer, like)
+        check_tensor(op, "tokens", self.tokens, (rows,), integer, like)
+        check_tensor(op, "scores", self.scores, (rows,), real, like)
+        check_slots(op, self.sentences, beam, self.scores)
+        if width not in (1, 2 * beam):
+            raise ValueError(f"{op}: W must be 1 or twice the beam, {2 * beam}, got {width}")
+        if groups < 1 or beam % groups:
+            raise ValueError(f"{op}: {groups} groups do not divide a beam of {beam}")
+        check_tensor(op, "ancestry", ancestry, ("P", "R"), integer, like)
+        for name, x, dtypes in (
+            ("past_tokens", self.past_tokens, integer),
+            ("hypothesis_tokens", self.hypothesis_tokens, integer),
+            ("past_scores", self.past_scores, real),
+            ("hypothesis_scores", self.hypothesis_scores, real),
+        ):
+            check_tensor(op, name, x, ancestry.shape, dtypes, like)
+        check_tensor(op, "lengths", self.lengths, ancestry.shape[1:], integer, like)
+        check_tensor(op, "totals", self.totals, ancestry.shape[1:], real, like)
+        check_tensor(op, "reports", self.reports, (2, 2), integer)
+        if self.reports.device.type != "cpu":
+            raise ValueError(f"{op}: reports must be on the CPU, is on {self.reports.device}")
+        if rows > ancestry.shape[1]:
+            raise ValueError(f"{op}: {rows} hypotheses do not fit into {ancestry.shape[1]} rows")
+
+    def reference(self) -> None:
+        progress, beam, lengths, ancestry = self.progress, self.beam, self.lengths, self.ancestry
+        step, max_len = int(progress[Progress.STEP]), int(progress[Progress.MAX_LEN])
+        slots = (self.sentences >= 0).nonzero()[:, 0]
+        places = torch.arange(beam, device=slots.device)
+        rows = slots[:, None] * beam + places
+        self.past_tokens[step, rows] = self.tokens[rows]
+        self.past_scores[step, rows] = self.scores[rows]
+        best, words, parents = (x[slots] for x in _merge(self))
+        parents = slots[:, None] * beam + parents
+
+        # Those that end, as columns of the results.
+        first = self.sentences[slots].long()[:, None] * beam
+        ends = (words == self.eos) & (best > -torch.inf)
+        counting = ends & (torch.arange(best.shape[1], device=best.device) < beam)
+        result = counting.cumsum(1) - 1 + (lengths[first + places] > 0).sum(1, keepdim=True)
+        kept = counting & (result < beam)
+        columns, ending = (first + result)[kept], parents[kept]
+        lineage = torch.cat((ancestry[1:step, ending], ending[None].int())).long()
+        if step:
+            positions = torch.arange(1, step + 1, device=lineage.device)[:, None]
+            self.hypothesis_tokens[:step, columns] = self.past_tokens[positions, lineage]
+            self.hypothesis_scores[:step, columns] = self.past_scores[positions, lineage]
+        self.hypothesis_tokens[step, columns] = self.eos
+        self.hypothesis_scores[step, columns] = best[kept]
+        lengths[columns] = step + 1
+        self.totals[columns] = best[kept] / (step + 1) ** self.length_penalty
+
+        # Those that go on: the best that do not end; sampled rows that have ended stay, as dead
+        # ones.
+        order = ends.int().argsort(dim=1, stable=True)[:, :beam]
+        parents = parents.gather(1, order)
+        self.tokens[rows] = words.gather(1, order)
+        self.scores[rows] = best.masked_fill(ends, -torch.inf).gather(1, order)
+        ancestry[:step, rows] = ancestry[:step, parents]
+        ancestry[step, rows] = parents.int()
+
+        finished = (lengths[first + places] > 0).all(1) | (step >= max_len)
+        self.sentences[slots[finished]] = -1
+        self.scores[rows[finished]] = -torch.inf
+        progress[Progress.UNFINISHED] -= finished.sum()
+        progress[Progress.STEP] += 1
+        unfinished = int(progress[Progress.UNFINISHED])
+        self.reports[(step + 1) % 2] = torch.tensor((step + 1, unfinished), dtype=torch.int32)
 
 
-def beam_advance_reference(
-    candidate_scores: Tensor,
-    candidate_tokens: Tensor,
-    progress: Tensor,
-    sentences: Tensor,
-    tokens: Tensor,
-    scores: Tensor,
-    ancestry: Tensor,
-    past_tokens: Tensor,
-    past_scores: Tensor,
-    hypothesis_tokens: Tensor,
-    hypothesis_scores: Tensor,
-    lengths: Tensor,
-    totals: Tensor,
-    reports: Tensor,
-    beam: int,
-    groups: int,
-    diversity: float,
-    eos: int,
-    length_penalty: float,
-) -> None:
-    """Reference of lightseq::beam_advance."""
-    step, max_len = int(progress[Progress.STEP]), int(progress[Progress.MAX_LEN])
-    slots = (sentences >= 0).nonzero()[:, 0]
-    places = torch.arange(beam, device=sentences.device)
-    rows = slots[:, None] * beam + places
-    past_tokens[step, rows], past_scores[step, rows] = tokens[rows], scores[rows]
-    best, words, parents = (
-        x[slots] for x in _merge(candidate_scores, candidate_tokens, beam, groups, diversity)
-    )
-    parents = slots[:, None] * beam + parents
-
-    # Those that end, as columns of the results.
-    first = sentences[slots].long()[:, None] * beam
-    ends = (words == eos) & (best > -torch.inf)
-    counting = ends & (torch.arange(best.shape[1], device=best.device) < beam)
-    result = counting.cumsum(1) - 1 + (lengths[first + places] > 0).sum(1, keepdim=True)
-    kept = counting & (result < beam)
-    columns, ending = (first + result)[kept], parents[kept]
-    lineage = torch.cat((ancestry[1:step, ending], ending[None].int())).long()
-    if step:
-        positions = torch.arange(1, step + 1, device=lineage.device)[:, None]
-        hypothesis_tokens[:step, columns] = past_tokens[positions, lineage]
-        hypothesis_scores[:step, columns] = past_scores[positions, lineage]
-    hypothesis_tokens[step, columns], hypothesis_scores[step, columns] = eos, best[kept]
-    lengths[columns] = step + 1
-    totals[columns] = best[kept] / (step + 1) ** length_penalty
-
-    # Those that go on: the best that do not end; sampled rows that have ended stay, as dead ones.
-    order = ends.int().argsort(dim=1, stable=True)[:, :beam]
-    parents = parents.gather(1, order)
-    tokens[rows] = words.gather(1, order)
-    scores[rows] = best.masked_fill(ends, -torch.inf).gather(1, order)
-    ancestry[:step, rows] = ancestry[:step, parents]
-    ancestry[step, rows] = parents.int()
-
-    finished = (lengths[first + places] > 0).all(1) | (step >= max_len)
-    sentences[slots[finished]] = -1
-    scores[rows[finished]] = -torch.inf
-    progress[Progress.UNFINISHED] -= finished.sum()
-    progress[Progress.STEP] += 1
-    unfinished = int(progress[Progress.UNFINISHED])
-    reports[(step + 1) % 2] = torch.tensor((step + 1, unfinished), dtype=torch.int32)
+beam_advance = define("beam_advance", BeamAdvance)
 
 
-def _merge(
-    candidate_scores: Tensor, candidate_tokens: Tensor, beam: int, groups: int, diversity: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _merge(a: BeamAdvance) -> tuple[Tensor, Tensor, Tensor]:
     """The candidates of each sentence in order: scores, tokens, place of the parent in the slot.
 
     All [S, 2 * beam], or [S, beam] where they were drawn. Group g of G owns the places g, g + G,
@@ -165,9 +147,9 @@ def _merge(
     time that a group before it has picked the same token; the groups then take turns.
     Source: fairseq.search.BeamSearch and DiverseBeamSearch.
     """
-    width = candidate_scores.shape[1]
-    scores, tokens = (x.view(-1, beam, width) for x in (candidate_scores, candidate_tokens))
-    parents = torch.arange(beam, device=scores.device)[:, None].expand(scores.shape)
+    width, groups = a.candidate_scores.shape[1], a.groups
+    scores, tokens = (x.view(-1, a.beam, width) for x in (a.candidate_scores, a.candidate_tokens))
+    parents = torch.arange(a.beam, device=scores.device)[:, None].expand(scores.shape)
     if width == 1:
         return scores[..., 0], tokens[..., 0], parents[..., 0]
     picks: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -175,7 +157,7 @@ def _merge(
         mine = [x[:, group::groups].flatten(1) for x in (scores, tokens, parents)]
         if picks:
             picked = torch.cat([words for _, words, _ in picks], 1)
-            mine[0] = mine[0] - diversity * (mine[1][..., None] == picked[:, None]).sum(-1)
+            mine[0] = mine[0] - a.diversity * (mine[1][..., None] == picked[:, None]).sum(-1)
         # Among equals the lowest place, then the lowest token.
         index = ((mine[2] << 32) + mine[1]).argsort(dim=1)
         ranks = mine[0].gather(1, index).argsort(dim=1, descending=True, stable=True)
@@ -183,18 +165,3 @@ def _merge(
         picks.append((mine[0].gather(1, index), mine[1].gather(1, index), mine[2].gather(1, index)))
     merged = [torch.stack(parts, 2).flatten(1) for parts in zip(*picks, strict=True)]
     return merged[0], merged[1], merged[2]
-
-
-def _advance_fake(*arguments: object) -> None:
-    return None
-
-
-_ADVANCE = register(
-    "beam_advance(Tensor candidate_scores, Tensor candidate_tokens, Tensor(a!) progress,"
-    " Tensor(b!) sentences, Tensor(c!) tokens, Tensor(d!) scores, Tensor(e!) ancestry,"
-    " Tensor(f!) past_tokens, Tensor(g!) past_scores, Tensor(h!) hypothesis_tokens,"
-    " Tensor(i!) hypothesis_scores, Tensor(j!) lengths, Tensor(k!) totals, Tensor(l!) reports,"
-    " int beam, int groups, float diversity, int eos, float length_penalty) -> ()",
-    beam_advance_reference,
-    _advance_fake,
-)

@@ -10,14 +10,14 @@ S slots, each decoding one sentence with `beam` neighbouring rows; N = S * beam 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .checks import FLOATS, check_rows, check_tensor
 from .philox import uniforms
-from .registry import register
+from .registry import define
 
 
 class Progress(IntEnum):
@@ -29,18 +29,10 @@ class Progress(IntEnum):
     SCRATCH = 3  # a kernel's own, zero between launches
 
 
-def beam_candidates(
-    logits: Tensor,
-    scores: Tensor,
-    progress: Tensor,
-    count: int,
-    pad: int,
-    eos: int,
-    unk: int,
-    min_len: int,
-    unk_penalty: float,
-    temperature: float,
-) -> tuple[Tensor, Tensor]:
+Candidates = tuple[Annotated[Tensor, "candidate_scores"], Annotated[Tensor, "candidate_tokens"]]
+
+
+class BeamCandidates(NamedTuple):
     """The best continuations of each row: (scores float32 [N, count], tokens int32 [N, count]).
 
     logits: [N, V], of the next token. scores: float32 [N], sums of log-probabilities so far.
@@ -51,32 +43,47 @@ def beam_candidates(
     Raises ValueError on a wrong shape, dtype, device or layout.
     Source: fairseq.search.BeamSearch.step, and SequenceGenerator before it.
     """
-    op = "beam_candidates"
-    _check_logits(op, logits, scores, progress)
-    if not 1 <= count < logits.shape[1]:
-        raise ValueError(f"{op}: count must be at least 1 and below V, got {count}")
-    best: tuple[Tensor, Tensor] = _CANDIDATES(
-        logits, scores, progress, count, pad, eos, unk, min_len, unk_penalty, temperature
-    )
-    return best
+
+    logits: Tensor
+    scores: Tensor
+    progress: Tensor
+    count: int  # type: ignore[assignment]  # a tuple has a method of that name
+    pad: int
+    eos: int
+    unk: int
+    min_len: int
+    unk_penalty: float
+    temperature: float
+
+    def check(self, op: str) -> None:
+        logits, scores, progress, count = self[:4]
+        _check_logits(op, logits, scores, progress)
+        if not 1 <= count < logits.shape[1]:
+            raise ValueError(f"{op}: count must be at least 1 and below V, got {count}")
+
+    def shape(self) -> Candidates:
+        return _empty(self.logits, self.count)
+
+    def reference(self) -> Candidates:
+        count = self.count
+        totals = _log_probabilities(self).add_(self.scores[:, None])
+        best, tokens = totals.topk(count + 1)
+        tied, tokens = (best[:, count - 1] == best[:, count]).nonzero()[:, 0], tokens[:, :count]
+        if len(tied):  # topk breaks ties as it likes: of the tokens that equal the last, the lowest
+            last = best[tied, count - 1 : count]
+            better, equal = totals[tied] > last, totals[tied] == last
+            room = count - better.sum(1, keepdim=True)
+            chosen = better | (equal & (equal.cumsum(1) <= room))
+            tokens[tied] = chosen.nonzero()[:, 1].view(-1, count)
+        tokens = tokens.sort(1).values
+        best, order = totals.gather(1, tokens).sort(dim=1, descending=True, stable=True)
+        return best, tokens.gather(1, order).int()
 
 
-def beam_sample(
-    logits: Tensor,
-    scores: Tensor,
-    sentences: Tensor,
-    progress: Tensor,
-    rng: Tensor,
-    beam: int,
-    topk: int,
-    topp: float,
-    pad: int,
-    eos: int,
-    unk: int,
-    min_len: int,
-    unk_penalty: float,
-    temperature: float,
-) -> tuple[Tensor, Tensor]:
+beam_candidates = define("beam_candidates", BeamCandidates)
+
+
+class BeamSample(NamedTuple):
     """One continuation of each row, drawn: (scores float32 [N, 1], tokens int32 [N, 1]).
 
     sentences: int32 [S], which one a slot decodes. rng: int64 [2], see `philox`; a draw is a
@@ -86,95 +93,69 @@ def beam_sample(
     A row that can say nothing gives eos with -inf. The rest as in `beam_candidates`.
     Source: fairseq.search.Sampling; Holtzman et al. 2020 (topp). The draws are not fairseq's.
     """
-    op = "beam_sample"
-    _check_logits(op, logits, scores, progress)
-    check_slots(op, sentences, beam, scores)
-    check_tensor(op, "rng", rng, (2,), (torch.int64,), logits)
-    drawn: tuple[Tensor, Tensor] = _SAMPLE(
-        *(logits, scores, sentences, progress, rng, beam, topk, topp),
-        *(pad, eos, unk, min_len, unk_penalty, temperature),
-    )
-    return drawn
+
+    logits: Tensor
+    scores: Tensor
+    sentences: Tensor
+    progress: Tensor
+    rng: Tensor
+    beam: int
+    topk: int
+    topp: float
+    pad: int
+    eos: int
+    unk: int
+    min_len: int
+    unk_penalty: float
+    temperature: float
+
+    def check(self, op: str) -> None:
+        logits, scores, sentences, progress, rng, beam = self[:6]
+        _check_logits(op, logits, scores, progress)
+        check_slots(op, sentences, beam, scores)
+        check_tensor(op, "rng", rng, (2,), (torch.int64,), logits)
+
+    def shape(self) -> Candidates:
+        return _empty(self.logits, 1)
+
+    def reference(self) -> Candidates:
+        logits, scores, sentences, progress, rng, beam, topk, topp = self[:8]
+        logs = _log_probabilities(self)
+        weights = logs.exp()
+        if topp > 0 or topk > 0:
+            falling, order = weights.sort(dim=1, descending=True, stable=True)
+            # fairseq's topp: the token with which the sum reaches topp is in, too.
+            last = (falling.cumsum(1) < topp).sum(1) if topp > 0 else topk - 1
+            rank = torch.arange(weights.shape[1], device=weights.device).expand_as(weights)
+            last = torch.as_tensor(last, device=rank.device).view(-1, 1)
+            falling = falling.masked_fill(rank > last, 0)
+            weights = torch.zeros_like(weights).scatter_(1, order, falling)
+        sums = weights.double().cumsum(1)
+        place = torch.arange(beam, device=sentences.device)
+        hypotheses = (sentences.long()[:, None] * beam + place).flatten()
+        targets = uniforms(rng, 0, hypotheses, int(progress[Progress.STEP])) * sums[:, -1]
+        tokens = torch.searchsorted(sums, targets[:, None], right=True)
+        nothing = ((sums[:, -1] <= 0) | scores.isneginf())[:, None]
+        tokens = tokens.clamp_(max=logits.shape[1] - 1).masked_fill_(nothing, self.eos)
+        drawn = logs.gather(1, tokens).add_(scores[:, None]).masked_fill_(nothing, -torch.inf)
+        return drawn, tokens.int()
 
 
-def beam_candidates_reference(
-    logits: Tensor,
-    scores: Tensor,
-    progress: Tensor,
-    count: int,
-    *rules: Any,
-) -> tuple[Tensor, Tensor]:
-    """Reference of lightseq::beam_candidates."""
-    totals = _log_probabilities(logits, progress, *rules).add_(scores[:, None])
-    best, tokens = totals.topk(count + 1)
-    tied, tokens = (best[:, count - 1] == best[:, count]).nonzero()[:, 0], tokens[:, :count]
-    if len(tied):  # topk breaks ties as it likes: of the tokens that equal the last, the lowest
-        last = best[tied, count - 1 : count]
-        better, equal = totals[tied] > last, totals[tied] == last
-        room = count - better.sum(1, keepdim=True)
-        chosen = better | (equal & (equal.cumsum(1) <= room))
-        tokens[tied] = chosen.nonzero()[:, 1].view(-1, count)
-    tokens = tokens.sort(1).values
-    best, order = totals.gather(1, tokens).sort(dim=1, descending=True, stable=True)
-    return best, tokens.gather(1, order).int()
+beam_sample = define("beam_sample", BeamSample)
 
 
-def beam_sample_reference(
-    logits: Tensor,
-    scores: Tensor,
-    sentences: Tensor,
-    progress: Tensor,
-    rng: Tensor,
-    beam: int,
-    topk: int,
-    topp: float,
-    pad: int,
-    eos: int,
-    *rules: Any,
-) -> tuple[Tensor, Tensor]:
-    """Reference of lightseq::beam_sample."""
-    logs = _log_probabilities(logits, progress, pad, eos, *rules)
-    weights = logs.exp()
-    if topp > 0 or topk > 0:
-        falling, order = weights.sort(dim=1, descending=True, stable=True)
-        # fairseq's topp: the token with which the sum reaches topp is in, too.
-        last = (falling.cumsum(1) < topp).sum(1) if topp > 0 else topk - 1
-        rank = torch.arange(weights.shape[1], device=weights.device).expand_as(weights)
-        last = torch.as_tensor(last, device=rank.device).view(-1, 1)
-        falling = falling.masked_fill(rank > last, 0)
-        weights = torch.zeros_like(weights).scatter_(1, order, falling)
-    sums = weights.double().cumsum(1)
-    place = torch.arange(beam, device=sentences.device)
-    hypotheses = (sentences.long()[:, None] * beam + place).flatten()
-    targets = uniforms(rng, 0, hypotheses, int(progress[Progress.STEP])) * sums[:, -1]
-    tokens = torch.searchsorted(sums, targets[:, None], right=True)
-    nothing = ((sums[:, -1] <= 0) | scores.isneginf())[:, None]
-    tokens = tokens.clamp_(max=logits.shape[1] - 1).masked_fill_(nothing, eos)
-    drawn = logs.gather(1, tokens).add_(scores[:, None]).masked_fill_(nothing, -torch.inf)
-    return drawn, tokens.int()
-
-
-def _log_probabilities(
-    logits: Tensor,
-    progress: Tensor,
-    pad: int,
-    eos: int,
-    unk: int,
-    min_len: int,
-    unk_penalty: float,
-    temperature: float,
-) -> Tensor:
+def _log_probabilities(a: BeamCandidates | BeamSample) -> Tensor:
     """float32 [N, V] under fairseq's rules, which act after the softmax."""
-    step, max_len = int(progress[Progress.STEP]), int(progress[Progress.MAX_LEN])
-    logs = torch.log_softmax(logits.float() / temperature, dim=1)
+    step, max_len = int(a.progress[Progress.STEP]), int(a.progress[Progress.MAX_LEN])
+    logs = torch.log_softmax(a.logits.float() / a.temperature, dim=1)
     logs.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
-    logs[:, pad] = -torch.inf
-    logs[:, unk] -= unk_penalty
+    logs[:, a.pad] = -torch.inf
+    logs[:, a.unk] -= a.unk_penalty
     if step >= max_len:
-        logs[:, :eos] = -torch.inf
-        logs[:, eos + 1 :] = -torch.inf
-    if step < min_len:
-        logs[:, eos] = -torch.inf
+        logs[:, : a.eos] = -torch.inf
+        logs[:, a.eos + 1 :] = -torch.inf
+    if step < a.min_len:
+        logs[:, a.eos] = -torch.inf
     return logs
 
 
@@ -194,28 +175,6 @@ def _check_logits(op: str, logits: Tensor, scores: Tensor, progress: Tensor) -> 
     check_tensor(op, "progress", progress, (len(Progress),), (torch.int32,), logits)
 
 
-def _candidates_fake(logits: Tensor, scores: Tensor, progress: Tensor, count: int, *rules: Any
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _empty(logits: Tensor, count: int) -> Candidates:
     shape = (logits.shape[0], count)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
-
-
-def _sample_fake(logits: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
-    shape = (logits.shape[0], 1)
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
-
-
-_RULES = "int pad, int eos, int unk, int min_len, float unk_penalty, float temperature"
-_CANDIDATES = register(
-    f"beam_candidates(Tensor logits, Tensor scores, Tensor progress, int count, {_RULES})"
-    " -> (Tensor candidate_scores, Tensor candidate_tokens)",
-    beam_candidates_reference,
-    _candidates_fake,
-)
-_SAMPLE = register(
-    "beam_sample(Tensor logits, Tensor scores, Tensor sentences, Tensor progress, Tensor rng,"
-    f" int beam, int topk, float topp, {_RULES})"
-    " -> (Tensor candidate_scores, Tensor candidate_tokens)",
-    beam_sample_reference,
-    _sample_fake,
-)

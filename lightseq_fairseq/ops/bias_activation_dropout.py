@@ -7,6 +7,8 @@ T packed tokens (rows), F ffn width. Dropout's row is the token's row, its colum
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -14,132 +16,110 @@ from torch.nn import functional
 from .checks import FLOATS, check_dropout, check_rows, check_tensor
 from .numerics import column_sum, store_gradient, work_dtype
 from .philox import dropout_factors
-from .registry import register
+from .registry import Written, define
 
 #: fairseq's names. gelu is the erf form, gelu_accurate the tanh approximation.
 ACTIVATIONS = ("identity", "relu", "gelu", "gelu_accurate")
-
-
-def bias_activation_dropout_fwd(
-    x: Tensor, bias: Tensor | None, activation: str, p: float, rng: Tensor, site: int
-) -> Tensor:
-    """y [T, F] = dropout(activation(x + bias)), in x's dtype.
-
-    x: [T, F]. bias: [F] of x's dtype, or None. activation: one of ACTIVATIONS.
-    p, rng, site: dropout, see `philox.keep_mask`.
-    Raises ValueError on an unknown activation, a wrong shape, dtype, device or layout.
-    """
-    _check("bias_activation_dropout_fwd", x, bias, activation, p, rng)
-    y: Tensor = _FWD(x, bias, activation, p, rng, site)
-    return y
-
-
-def bias_activation_dropout_bwd(
-    dy: Tensor,
-    x: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    p: float,
-    rng: Tensor,
-    site: int,
-    dbias: Tensor | None,
-    accumulate: bool,
-) -> Tensor:
-    """dx [T, F]; its column sum goes into dbias [F] (overwritten, or added to with accumulate).
-
-    dy: [T, F]. The rest as in forward. Raises ValueError like forward.
-    """
-    op = "bias_activation_dropout_bwd"
-    _check(op, x, bias, activation, p, rng)
-    check_tensor(op, "dy", dy, x.shape, (x.dtype,), x)
-    check_rows(op, "dy", dy)
-    if dbias is not None:
-        check_tensor(op, "dbias", dbias, x.shape[1:], FLOATS, x)
-    dx: Tensor = _BWD(dy, x, bias, activation, p, rng, site, dbias, accumulate)
-    return dx
-
-
-def bias_activation_dropout_fwd_reference(
-    x: Tensor, bias: Tensor | None, activation: str, p: float, rng: Tensor, site: int
-) -> Tensor:
-    """Reference of lightseq::bias_activation_dropout_fwd."""
-    dtype = work_dtype(x)
-    y = x.to(dtype, copy=True) if bias is None else torch.add(x.to(dtype), bias)
-    if activation == "relu":
-        y.relu_()
-    elif activation != "identity":
-        # Infinities as their limits; torch's formulas multiply them by 0.
-        near = functional.gelu(y.clamp(-_FAR, _FAR), approximate=_APPROXIMATION[activation])
-        y = torch.where(y > _FAR, y, near)
-    if p > 0:
-        for part, factor in dropout_factors(rng, site, x.shape, p, dtype):
-            y[part].mul_(factor)
-    return y.to(x.dtype)
-
-
-def bias_activation_dropout_bwd_reference(
-    dy: Tensor,
-    x: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    p: float,
-    rng: Tensor,
-    site: int,
-    dbias: Tensor | None,
-    accumulate: bool,
-) -> Tensor:
-    """Reference of lightseq::bias_activation_dropout_bwd."""
-    dtype = work_dtype(x)
-    dx = torch.empty_like(dy, dtype=dtype)
-    if p > 0:
-        for part, factor in dropout_factors(rng, site, dy.shape, p, dtype):
-            torch.mul(dy[part], factor, out=dx[part])
-    else:
-        dx.copy_(dy)
-    if activation != "identity":
-        before = x.to(dtype) if bias is None else torch.add(x.to(dtype), bias)
-        if activation == "relu":
-            torch.ops.aten.threshold_backward(dx, before, 0, grad_input=dx)
-        else:
-            approximation = _APPROXIMATION[activation]
-            before = before.clamp(-_FAR, _FAR)
-            torch.ops.aten.gelu_backward(dx, before, approximate=approximation, grad_input=dx)
-    if dbias is not None:
-        store_gradient(dbias, column_sum(dx), accumulate)
-    return dx.to(x.dtype)
 
 
 _APPROXIMATION = {"gelu": "none", "gelu_accurate": "tanh"}
 _FAR = 128.0  # beyond +-_FAR gelu is its argument or 0, and its derivative 1 or 0
 
 
-def _check(op: str, x: Tensor, bias: Tensor | None, activation: str, p: float, rng: Tensor) -> None:
-    check_tensor(op, "x", x, ("T", "F"), FLOATS)
-    check_rows(op, "x", x)
-    if bias is not None:
-        check_tensor(op, "bias", bias, x.shape[1:], (x.dtype,), x)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation must be one of {ACTIVATIONS}, got {activation!r}")
-    check_dropout(op, p, rng, x)
+class BiasActivationDropoutFwd(NamedTuple):
+    """y [T, F] = dropout(activation(x + bias)), in x's dtype.
+
+    x: [T, F]. bias: [F] of x's dtype, or None. activation: one of ACTIVATIONS.
+    p, rng, site: dropout, see `philox.keep_mask`.
+    Raises ValueError on an unknown activation, a wrong shape, dtype, device or layout.
+    """
+
+    x: Tensor
+    bias: Tensor | None
+    activation: str
+    p: float
+    rng: Tensor
+    site: int
+
+    def check(self, op: str) -> None:
+        x, bias, activation, p, rng, _ = self
+        check_tensor(op, "x", x, ("T", "F"), FLOATS)
+        check_rows(op, "x", x)
+        if bias is not None:
+            check_tensor(op, "bias", bias, x.shape[1:], (x.dtype,), x)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"{op}: activation must be one of {ACTIVATIONS}, got {activation!r}")
+        check_dropout(op, p, rng, x)
+
+    def shape(self) -> Tensor:
+        return self.x.new_empty(self.x.shape)
+
+    def reference(self) -> Tensor:
+        x, bias, activation, p, rng, site = self
+        dtype = work_dtype(x)
+        y = x.to(dtype, copy=True) if bias is None else torch.add(x.to(dtype), bias)
+        if activation == "relu":
+            y.relu_()
+        elif activation != "identity":
+            # Infinities as their limits; torch's formulas multiply them by 0.
+            near = functional.gelu(y.clamp(-_FAR, _FAR), approximate=_APPROXIMATION[activation])
+            y = torch.where(y > _FAR, y, near)
+        if p > 0:
+            for part, factor in dropout_factors(rng, site, x.shape, p, dtype):
+                y[part].mul_(factor)
+        return y.to(x.dtype)
 
 
-def _bias_activation_dropout_fwd_fake(x: Tensor, *arguments: object) -> Tensor:
-    return x.new_empty(x.shape)
+bias_activation_dropout_fwd = define("bias_activation_dropout_fwd", BiasActivationDropoutFwd)
 
 
-def _bias_activation_dropout_bwd_fake(dy: Tensor, x: Tensor, *arguments: object) -> Tensor:
-    return x.new_empty(x.shape)
+class BiasActivationDropoutBwd(NamedTuple):
+    """dx [T, F]; its column sum goes into dbias [F] (overwritten, or added to with accumulate).
+
+    dy: [T, F]. The rest as in forward. Raises ValueError like forward.
+    """
+
+    dy: Tensor
+    x: Tensor
+    bias: Tensor | None
+    activation: str
+    p: float
+    rng: Tensor
+    site: int
+    dbias: Written | None
+    accumulate: bool
+
+    def check(self, op: str) -> None:
+        dy, x, dbias = self.dy, self.x, self.dbias
+        BiasActivationDropoutFwd(*self[1:7]).check(op)
+        check_tensor(op, "dy", dy, x.shape, (x.dtype,), x)
+        check_rows(op, "dy", dy)
+        if dbias is not None:
+            check_tensor(op, "dbias", dbias, x.shape[1:], FLOATS, x)
+
+    def shape(self) -> Tensor:
+        return self.x.new_empty(self.x.shape)
+
+    def reference(self) -> Tensor:
+        dy, x, bias, activation, p, rng, site, dbias, accumulate = self
+        dtype = work_dtype(x)
+        dx = torch.empty_like(dy, dtype=dtype)
+        if p > 0:
+            for part, factor in dropout_factors(rng, site, dy.shape, p, dtype):
+                torch.mul(dy[part], factor, out=dx[part])
+        else:
+            dx.copy_(dy)
+        if activation != "identity":
+            before = x.to(dtype) if bias is None else torch.add(x.to(dtype), bias)
+            if activation == "relu":
+                torch.ops.aten.threshold_backward(dx, before, 0, grad_input=dx)
+            else:
+                approximation = _APPROXIMATION[activation]
+                before = before.clamp(-_FAR, _FAR)
+                torch.ops.aten.gelu_backward(dx, before, approximate=approximation, grad_input=dx)
+        if dbias is not None:
+            store_gradient(dbias, column_sum(dx), accumulate)
+        return dx.to(x.dtype)
 
 
-_FWD = register(
-    "bias_activation_dropout_fwd(Tensor x, Tensor? bias, str activation, float p, Tensor rng,"
-    " int site) -> Tensor",
-    bias_activation_dropout_fwd_reference,
-    _bias_activation_dropout_fwd_fake,
-)
-_BWD = register(
-    "bias_activation_dropout_bwd(Tensor dy, Tensor x, Tensor? bias, str activation, float p,"
-    " Tensor rng, int site, Tensor(a!)? dbias, bool accumulate) -> Tensor",
-    bias_activation_dropout_bwd_reference,
-    _bias_activation_dropout_bwd_fake,
-)
+bias_activation_dropout_bwd = define("bias_activation_dropout_bwd", BiasActivationDropoutBwd)

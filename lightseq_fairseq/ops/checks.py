@@ -32,8 +32,9 @@ def check_tensor(
         raise ValueError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
     sizes = x.shape
     fits = len(sizes) == len(shape)
-    for have, want in zip(sizes, shape, strict=False):
-        fits = fits and (have == want or isinstance(want, str))
+    for have, want in zip(sizes, shape):
+        if have != want and not isinstance(want, str):
+            fits = False
     if not fits:
         wanted = ", ".join(map(str, shape))
         raise ValueError(f"{op}: {name} must have shape [{wanted}], got {list(x.shape)}")
@@ -56,7 +57,7 @@ def _of_autocast(x: Tensor) -> str:
 
 def check_rows(op: str, name: str, x: Tensor) -> None:
     """Refuse x unless its last dimension is contiguous: kernels read rows 16 bytes at a time."""
-    if x.numel() and x.shape[-1] > 1 and x.stride(-1) != 1:
+    if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel():
         raise ValueError(
             f"{op}: {name} must be contiguous in its last dimension, its strides are {x.stride()}"
         )

@@ -8,13 +8,15 @@ no second launch, and there both do nothing.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from .checks import FLOATS, check_rows, check_tensor
-from .registry import register
+from .registry import Written, define
 
 
-def sums_later(flat: Tensor) -> None:
+class SumsLater(NamedTuple):
     """From now on sums that ops write into ``flat`` come when they come, by `sums_now` at last.
 
     Until then nobody may read them or write what an op has been told to write. Gradients elsewhere
@@ -23,36 +25,35 @@ def sums_later(flat: Tensor) -> None:
     flat: [N], contiguous. A device has one at a time: the one before ends, as by `sums_now`.
     Raises ValueError on a wrong shape, dtype or layout.
     """
-    _check("sums_later", flat)
-    _LATER(flat)
+
+    flat: Tensor
+
+    def check(self, op: str) -> None:
+        check_tensor(op, "flat", self.flat, ("N",), FLOATS)
+        check_rows(op, "flat", self.flat)
+
+    def reference(self) -> None:
+        pass
 
 
-def sums_now(flat: Tensor, wanted: bool) -> None:
+sums_later = define("sums_later", SumsLater)
+
+
+class SumsNow(NamedTuple):
     """What `sums_later` has begun ends: sums that have not come yet come now, or never do.
 
     flat: as for `sums_later`. wanted: False after an error, when nobody will read them.
     Raises ValueError on a wrong shape, dtype or layout.
     """
-    _check("sums_now", flat)
-    _NOW(flat, wanted)
+
+    flat: Written
+    wanted: bool
+
+    def check(self, op: str) -> None:
+        SumsLater(self.flat).check(op)
+
+    def reference(self) -> None:
+        pass
 
 
-def sums_later_reference(flat: Tensor) -> None:
-    """Reference of lightseq::sums_later."""
-
-
-def sums_now_reference(flat: Tensor, wanted: bool) -> None:
-    """Reference of lightseq::sums_now."""
-
-
-def _check(op: str, flat: Tensor) -> None:
-    check_tensor(op, "flat", flat, ("N",), FLOATS)
-    check_rows(op, "flat", flat)
-
-
-def _fake(*arguments: object) -> None:
-    return None
-
-
-_LATER = register("sums_later(Tensor flat) -> ()", sums_later_reference, _fake)
-_NOW = register("sums_now(Tensor(a!) flat, bool wanted) -> ()", sums_now_reference, _fake)
+sums_now = define("sums_now", SumsNow)

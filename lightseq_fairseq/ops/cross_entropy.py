@@ -10,22 +10,31 @@ place. Where dloss is known beforehand both are one pass. T rows (tokens), V voc
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .checks import FLOATS, INTEGERS, check_range, check_rows, check_tensor
 from .numerics import work_dtype
-from .registry import register
+from .registry import Written, define
 
 # Logits taken at a time: a block stays in a CPU's last cache, its temporaries small on a GPU.
 _CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 26
 
 
-def cross_entropy_fwd(
-    logits: Tensor, target: Tensor, smoothing: float, padding_idx: int, accuracy: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+Outputs = tuple[
+    Annotated[Tensor, "loss"],
+    Annotated[Tensor, "nll"],
+    Annotated[Tensor, "lse"],
+    Annotated[Tensor, "correct"],
+]
+OutputsOfBoth = tuple[
+    Annotated[Tensor, "loss"], Annotated[Tensor, "nll"], Annotated[Tensor, "correct"]
+]
+
+
+class CrossEntropyFwd(NamedTuple):
     """(loss [T], nll [T], lse [T], correct [T]); float32 (float64 for float64), correct bool.
 
     logits: [T, V]. target: int32 or int64 [T], in [0, V). smoothing: in [0, 1).
@@ -34,114 +43,123 @@ def cross_entropy_fwd(
     Raises ValueError on a wrong shape, dtype, device or layout; on a target out of range on a CPU,
     and on a GPU with LIGHTSEQ_CHECK_INDICES=1.
     """
-    _check("cross_entropy_fwd", logits, target, smoothing)
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _FWD(
-        logits, target, smoothing, padding_idx, accuracy
-    )
-    return outputs
+
+    logits: Tensor
+    target: Tensor
+    smoothing: float
+    padding_idx: int
+    accuracy: bool
+
+    def check(self, op: str) -> None:
+        _check(op, self.logits, self.target, self.smoothing)
+
+    def shape(self) -> Outputs:
+        logits, rows = self.logits, self.logits.shape[0]
+        loss, nll, lse = (logits.new_empty(rows, dtype=work_dtype(logits)) for _ in range(3))
+        return loss, nll, lse, logits.new_empty(rows if self.accuracy else 0, dtype=torch.bool)
+
+    def reference(self) -> Outputs:
+        logits, target, smoothing, padding_idx, accuracy = self
+        rows, dtype = len(logits), work_dtype(logits)
+        lse, total = logits.new_empty(rows, dtype=dtype), logits.new_empty(rows, dtype=dtype)
+        best = torch.empty(rows if accuracy else 0, dtype=torch.int64, device=logits.device)
+        for part in _blocks(logits):
+            block = logits[part].to(dtype)
+            if accuracy:
+                best[part] = block.argmax(-1)
+                top = block.gather(-1, best[part, None])
+            else:
+                top = block.amax(-1, keepdim=True)
+            lse[part] = block.sub(top).exp_().sum(-1).log_().add_(top[:, 0])
+            if smoothing > 0:
+                total[part] = block.sum(-1)
+        columns = target.long()[:, None]
+        nll = lse - logits.gather(1, columns)[:, 0]
+        loss = nll
+        if smoothing > 0:
+            share, own = _weights(smoothing, logits.shape[1])
+            loss = own * nll + share * (logits.shape[1] * lse - total)
+        is_pad = target == padding_idx
+        correct = (best == target) & ~is_pad if accuracy else best.bool()
+        return loss.masked_fill(is_pad, 0.0), nll.masked_fill_(is_pad, 0.0), lse, correct
 
 
-def cross_entropy_bwd(
-    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, smoothing: float, padding_idx: int
-) -> None:
+cross_entropy_fwd = define("cross_entropy_fwd", CrossEntropyFwd)
+
+
+class CrossEntropyBwd(NamedTuple):
     """Overwrite logits [T, V] with their gradient; rows with target == padding_idx become 0.
 
     dloss: float [T], gradient of loss; may be an expanded scalar. lse: forward's.
     Raises ValueError on a wrong shape, dtype, device or layout.
     """
-    op = "cross_entropy_bwd"
-    _check(op, logits, target, smoothing)
-    check_tensor(op, "dloss", dloss, target.shape, FLOATS, logits)
-    check_tensor(op, "lse", lse, target.shape, (work_dtype(logits),), logits)
-    _BWD(dloss, logits, target, lse, smoothing, padding_idx)
+
+    dloss: Tensor
+    logits: Written
+    target: Tensor
+    lse: Tensor
+    smoothing: float
+    padding_idx: int
+
+    def check(self, op: str) -> None:
+        dloss, logits, target, lse, smoothing, _ = self
+        _check(op, logits, target, smoothing)
+        check_tensor(op, "dloss", dloss, target.shape, FLOATS, logits)
+        check_tensor(op, "lse", lse, target.shape, (work_dtype(logits),), logits)
+
+    def reference(self) -> None:
+        dloss, logits, target, lse, smoothing, padding_idx = self
+        dtype = work_dtype(logits)
+        # A bit mask and no factor: rows of no sentence may hold infinities, and 0 * inf is NaN.
+        bits = torch.int64 if dtype == torch.float64 else torch.int32
+        not_pad = (target != padding_idx)[:, None].to(bits).neg_()
+        scale = dloss.to(dtype)[:, None]
+        share, own = _weights(smoothing, logits.shape[1])
+        columns = target.long()[:, None]
+        for part in _blocks(logits):
+            block = logits[part]
+            grad = block if block.dtype == dtype else block.to(dtype)
+            grad.sub_(lse[part, None]).exp_()
+            if share > 0:
+                grad.sub_(share)
+            grad.scatter_add_(1, columns[part], grad.new_full((1, 1), -own).expand(len(grad), 1))
+            grad.mul_(scale[part]).view(bits).bitwise_and_(not_pad[part])
+            if grad is not block:
+                block.copy_(grad)
 
 
-def cross_entropy_fwd_bwd(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    smoothing: float,
-    padding_idx: int,
-    accuracy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+cross_entropy_bwd = define("cross_entropy_bwd", CrossEntropyBwd)
+
+
+class CrossEntropyFwdBwd(NamedTuple):
     """Overwrite logits [T, V] with their gradient; return (loss [T], nll [T], correct [T]).
 
     Both of the above at once; arguments and errors as there.
     """
-    op = "cross_entropy_fwd_bwd"
-    _check(op, logits, target, smoothing)
-    check_tensor(op, "dloss", dloss, target.shape, FLOATS, logits)
-    outputs: tuple[Tensor, Tensor, Tensor] = _FWD_BWD(
-        dloss, logits, target, smoothing, padding_idx, accuracy
-    )
-    return outputs
+
+    dloss: Tensor
+    logits: Written
+    target: Tensor
+    smoothing: float
+    padding_idx: int
+    accuracy: bool
+
+    def check(self, op: str) -> None:
+        _check(op, self.logits, self.target, self.smoothing)
+        check_tensor(op, "dloss", self.dloss, self.target.shape, FLOATS, self.logits)
+
+    def shape(self) -> OutputsOfBoth:
+        loss, nll, _, correct = CrossEntropyFwd(*self[1:]).shape()
+        return loss, nll, correct
+
+    def reference(self) -> OutputsOfBoth:
+        dloss, logits, target, smoothing, padding_idx, _ = self
+        loss, nll, lse, correct = CrossEntropyFwd(*self[1:]).reference()
+        CrossEntropyBwd(dloss, logits, target, lse, smoothing, padding_idx).reference()
+        return loss, nll, correct
 
 
-def cross_entropy_fwd_reference(
-    logits: Tensor, target: Tensor, smoothing: float, padding_idx: int, accuracy: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reference of lightseq::cross_entropy_fwd."""
-    rows, dtype = len(logits), work_dtype(logits)
-    lse, total = logits.new_empty(rows, dtype=dtype), logits.new_empty(rows, dtype=dtype)
-    best = torch.empty(rows if accuracy else 0, dtype=torch.int64, device=logits.device)
-    for part in _blocks(logits):
-        block = logits[part].to(dtype)
-        if accuracy:
-            best[part] = block.argmax(-1)
-            top = block.gather(-1, best[part, None])
-        else:
-            top = block.amax(-1, keepdim=True)
-        lse[part] = block.sub(top).exp_().sum(-1).log_().add_(top[:, 0])
-        if smoothing > 0:
-            total[part] = block.sum(-1)
-    columns = target.long()[:, None]
-    nll = lse - logits.gather(1, columns)[:, 0]
-    loss = nll
-    if smoothing > 0:
-        share, own = _weights(smoothing, logits.shape[1])
-        loss = own * nll + share * (logits.shape[1] * lse - total)
-    is_pad = target == padding_idx
-    correct = (best == target) & ~is_pad if accuracy else best.bool()
-    return loss.masked_fill(is_pad, 0.0), nll.masked_fill_(is_pad, 0.0), lse, correct
-
-
-def cross_entropy_bwd_reference(
-    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, smoothing: float, padding_idx: int
-) -> None:
-    """Reference of lightseq::cross_entropy_bwd."""
-    dtype = work_dtype(logits)
-    # A bit mask and no factor: rows of no sentence may hold infinities, and 0 * inf is NaN.
-    bits = torch.int64 if dtype == torch.float64 else torch.int32
-    not_pad = (target != padding_idx)[:, None].to(bits).neg_()
-    scale = dloss.to(dtype)[:, None]
-    share, own = _weights(smoothing, logits.shape[1])
-    columns = target.long()[:, None]
-    for part in _blocks(logits):
-        block = logits[part]
-        grad = block if block.dtype == dtype else block.to(dtype)
-        grad.sub_(lse[part, None]).exp_()
-        if share > 0:
-            grad.sub_(share)
-        grad.scatter_add_(1, columns[part], grad.new_full((1, 1), -own).expand(len(grad), 1))
-        grad.mul_(scale[part]).view(bits).bitwise_and_(not_pad[part])
-        if grad is not block:
-            block.copy_(grad)
-
-
-def cross_entropy_fwd_bwd_reference(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    smoothing: float,
-    padding_idx: int,
-    accuracy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Reference of lightseq::cross_entropy_fwd_bwd."""
-    loss, nll, lse, correct = cross_entropy_fwd_reference(
-        logits, target, smoothing, padding_idx, accuracy
-    )
-    cross_entropy_bwd_reference(dloss, logits, target, lse, smoothing, padding_idx)
-    return loss, nll, correct
+cross_entropy_fwd_bwd = define("cross_entropy_fwd_bwd", CrossEntropyFwdBwd)
 
 
 def _weights(smoothing: float, classes: int) -> tuple[float, float]:
@@ -164,40 +182,3 @@ def _check(op: str, logits: Tensor, target: Tensor, smoothing: float) -> None:
     if logits.shape[1] < 2:
         raise ValueError(f"{op}: logits must have at least 2 classes, got {logits.shape[1]}")
     check_range(op, "target", target, logits.shape[1], "V")
-
-
-def _cross_entropy_fwd_fake(
-    logits: Tensor, target: Tensor, smoothing: float, padding_idx: int, accuracy: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = logits.shape[0]
-    loss, nll, lse = (logits.new_empty(rows, dtype=work_dtype(logits)) for _ in range(3))
-    return loss, nll, lse, logits.new_empty(rows if accuracy else 0, dtype=torch.bool)
-
-
-def _cross_entropy_bwd_fake(*arguments: object) -> None:
-    return None
-
-
-def _cross_entropy_fwd_bwd_fake(dloss: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    loss, nll, _, correct = _cross_entropy_fwd_fake(*arguments)
-    return loss, nll, correct
-
-
-_FWD = register(
-    "cross_entropy_fwd(Tensor logits, Tensor target, float smoothing, int padding_idx,"
-    " bool accuracy) -> (Tensor loss, Tensor nll, Tensor lse, Tensor correct)",
-    cross_entropy_fwd_reference,
-    _cross_entropy_fwd_fake,
-)
-_BWD = register(
-    "cross_entropy_bwd(Tensor dloss, Tensor(a!) logits, Tensor target, Tensor lse,"
-    " float smoothing, int padding_idx) -> ()",
-    cross_entropy_bwd_reference,
-    _cross_entropy_bwd_fake,
-)
-_FWD_BWD = register(
-    "cross_entropy_fwd_bwd(Tensor dloss, Tensor(a!) logits, Tensor target, float smoothing,"
-    " int padding_idx, bool accuracy) -> (Tensor loss, Tensor nll, Tensor correct)",
-    cross_entropy_fwd_bwd_reference,
-    _cross_entropy_fwd_bwd_fake,
-)

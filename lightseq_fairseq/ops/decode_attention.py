@@ -14,24 +14,17 @@ H heads; S sentences, T packed source tokens.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .checks import FLOATS, INTEGERS, check_boundaries, check_range, check_rows, check_tensor
 from .numerics import work_dtype
-from .registry import register
+from .registry import Written, define
 
 
-def decode_self_attention(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    ancestry: Tensor,
-    step: Tensor,
-    heads: int,
-    scale: float,
-    beam: int = 1,
-) -> Tensor:
+class DecodeSelfAttention(NamedTuple):
     """out [N, C] contiguous; writes the new tokens' keys and values to row n of position step.
 
     qkv: [N, 3 * C], query, key and value of the new tokens, as one product leaves them.
@@ -45,35 +38,53 @@ def decode_self_attention(
     cache. That stops a CUDA kernel with a device-side assertion; LIGHTSEQ_CHECK_INDICES=1 checks
     it before.
     """
-    op = "decode_self_attention"
-    check_tensor(op, "keys", keys, ("P", "R", "C"), FLOATS)
-    positions, rows, channels = keys.shape
-    check_tensor(op, "values", values, keys.shape, (keys.dtype,), keys)
-    check_tensor(op, "qkv", qkv, ("N", 3 * channels), (keys.dtype,), keys)
-    check_tensor(op, "ancestry", ancestry, (positions, rows), (torch.int32,), keys)
-    check_tensor(op, "step", step, (), INTEGERS, keys)
-    for name, x in (("qkv", qkv), ("keys", keys), ("values", values), ("ancestry", ancestry)):
-        check_rows(op, name, x)
-    if len(qkv) > rows:
-        raise ValueError(f"{op}: {len(qkv)} hypotheses do not fit into a cache of {rows} rows")
-    if beam < 1:
-        raise ValueError(f"{op}: beam must be at least 1, got {beam}")
-    _check_heads(op, channels, heads)
-    check_range(op, "step", step, positions, "P")
-    out: Tensor = _SELF(qkv, keys, values, ancestry, step, heads, scale, beam)
-    return out
+
+    qkv: Tensor
+    keys: Written
+    values: Written
+    ancestry: Tensor
+    step: Tensor
+    heads: int
+    scale: float
+    beam: int = 1
+
+    def check(self, op: str) -> None:
+        qkv, keys, values, ancestry, step, heads, _, beam = self
+        check_tensor(op, "keys", keys, ("P", "R", "C"), FLOATS)
+        positions, rows, channels = keys.shape
+        check_tensor(op, "values", values, keys.shape, (keys.dtype,), keys)
+        check_tensor(op, "qkv", qkv, ("N", 3 * channels), (keys.dtype,), keys)
+        check_tensor(op, "ancestry", ancestry, (positions, rows), (torch.int32,), keys)
+        check_tensor(op, "step", step, (), INTEGERS, keys)
+        for name, x in (("qkv", qkv), ("keys", keys), ("values", values), ("ancestry", ancestry)):
+            check_rows(op, name, x)
+        if len(qkv) > rows:
+            raise ValueError(f"{op}: {len(qkv)} hypotheses do not fit into a cache of {rows} rows")
+        if beam < 1:
+            raise ValueError(f"{op}: beam must be at least 1, got {beam}")
+        _check_heads(op, channels, heads)
+        check_range(op, "step", step, positions, "P")
+
+    def shape(self) -> Tensor:
+        return self.qkv.new_empty((self.qkv.shape[0], self.qkv.shape[1] // 3))
+
+    def reference(self) -> Tensor:
+        qkv, keys, values, ancestry, step, heads, scale, _ = self
+        rows, last = len(qkv), int(step)
+        q, k, v = qkv.chunk(3, dim=1)
+        keys[last, :rows], values[last, :rows] = k, v
+
+        own = torch.arange(rows, dtype=ancestry.dtype, device=ancestry.device)
+        row = torch.cat((ancestry[:last, :rows], own[None])).t().long()
+        position = torch.arange(last + 1, device=row.device)
+        past = _by_heads(keys, values, (position, row), heads)
+        return _attend(q[:, None], *past, None, heads, scale)[:, 0]
 
 
-def decode_cross_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    cu_seqlens: Tensor,
-    sentences: Tensor,
-    beam: int,
-    heads: int,
-    scale: float,
-) -> Tensor:
+decode_self_attention = define("decode_self_attention", DecodeSelfAttention)
+
+
+class DecodeCrossAttention(NamedTuple):
     """out [N, C] contiguous; a query gives 0 where its sentence is empty or there is none.
 
     q: [N, C], N >= len(sentences) * beam; rows of one slot are neighbours, further ones give 0.
@@ -85,79 +96,62 @@ def decode_cross_attention(
     Raises ValueError on a wrong shape, dtype, device or layout and on wrong boundaries, which are
     read as `checks.check_boundaries` says. Sentence numbers are not checked.
     """
-    op = "decode_cross_attention"
-    check_tensor(op, "q", q, ("N", "C"), FLOATS)
-    channels = q.shape[1]
-    check_tensor(op, "keys", keys, ("T", channels), (q.dtype,), q)
-    check_tensor(op, "values", values, keys.shape, (q.dtype,), q)
-    check_tensor(op, "cu_seqlens", cu_seqlens, ("S + 1",), (torch.int32,), q)
-    check_tensor(op, "sentences", sentences, ("slots",), (torch.int32,), q)
-    for name, x in (("q", q), ("keys", keys), ("values", values)):
-        check_rows(op, name, x)
-    if beam < 1 or len(q) < len(sentences) * beam:
-        raise ValueError(
-            f"{op}: q must have beam rows for each of {len(sentences)} sentences,"
-            f" got {len(q)} rows and beam {beam}"
-        )
-    if len(cu_seqlens) < 2:
-        raise ValueError(f"{op}: cu_seqlens must hold at least one sentence")
-    _check_heads(op, channels, heads)
-    check_boundaries(op, "cu_seqlens", cu_seqlens, len(keys))
-    out: Tensor = _CROSS(q, keys, values, cu_seqlens, sentences, beam, heads, scale)
-    return out
 
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    cu_seqlens: Tensor
+    sentences: Tensor
+    beam: int
+    heads: int
+    scale: float
 
-def decode_self_attention_reference(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    ancestry: Tensor,
-    step: Tensor,
-    heads: int,
-    scale: float,
-    beam: int = 1,
-) -> Tensor:
-    """Reference of lightseq::decode_self_attention."""
-    rows, last = len(qkv), int(step)
-    q, k, v = qkv.chunk(3, dim=1)
-    keys[last, :rows], values[last, :rows] = k, v
+    def check(self, op: str) -> None:
+        q, keys, values, cu_seqlens, sentences, beam, heads, _ = self
+        check_tensor(op, "q", q, ("N", "C"), FLOATS)
+        channels = q.shape[1]
+        check_tensor(op, "keys", keys, ("T", channels), (q.dtype,), q)
+        check_tensor(op, "values", values, keys.shape, (q.dtype,), q)
+        check_tensor(op, "cu_seqlens", cu_seqlens, ("S + 1",), (torch.int32,), q)
+        check_tensor(op, "sentences", sentences, ("slots",), (torch.int32,), q)
+        for name, x in (("q", q), ("keys", keys), ("values", values)):
+            check_rows(op, name, x)
+        if beam < 1 or len(q) < len(sentences) * beam:
+            raise ValueError(
+                f"{op}: q must have beam rows for each of {len(sentences)} sentences,"
+                f" got {len(q)} rows and beam {beam}"
+            )
+        if len(cu_seqlens) < 2:
+            raise ValueError(f"{op}: cu_seqlens must hold at least one sentence")
+        _check_heads(op, channels, heads)
+        check_boundaries(op, "cu_seqlens", cu_seqlens, len(keys))
 
-    own = torch.arange(rows, dtype=ancestry.dtype, device=ancestry.device)
-    row = torch.cat((ancestry[:last, :rows], own[None])).t().long()
-    position = torch.arange(last + 1, device=row.device)
-    past = _by_heads(keys, values, (position, row), heads)
-    return _attend(q[:, None], *past, None, heads, scale)[:, 0]
+    def shape(self) -> Tensor:
+        return self.q.new_empty(self.q.shape)
 
-
-def decode_cross_attention_reference(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    cu_seqlens: Tensor,
-    sentences: Tensor,
-    beam: int,
-    heads: int,
-    scale: float,
-) -> Tensor:
-    """Reference of lightseq::decode_cross_attention."""
-    slots, sentence = len(sentences), sentences.clamp_min(0).long()
-    start = cu_seqlens[sentence]
-    length = (cu_seqlens[sentence + 1] - start).masked_fill_(sentences < 0, 0)
-    longest = int(length.max()) if slots else 0
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    if longest == 0:
+    def reference(self) -> Tensor:
+        q, keys, values, cu_seqlens, sentences, beam, heads, scale = self
+        slots, sentence = len(sentences), sentences.clamp_min(0).long()
+        start = cu_seqlens[sentence]
+        length = (cu_seqlens[sentence + 1] - start).masked_fill_(sentences < 0, 0)
+        longest = int(length.max()) if slots else 0
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        if longest == 0:
+            return out
+        position = torch.arange(longest, device=q.device)
+        hidden = position >= length[:, None]  # [slots, longest]
+        # Behind a sentence stands its last token again, as nobody else's numbers may come in.
+        token = torch.minimum(position, length[:, None] - 1).clamp_min(0) + start[:, None]
+        token.clamp_max_(len(keys) - 1)
+        of_slots = _by_heads(keys, values, (token,), heads)
+        queries = q[: slots * beam].unflatten(0, (slots, beam))
+        attended = _attend(queries, *of_slots, hidden, heads, scale)
+        attended.masked_fill_((length == 0)[:, None, None], 0)
+        out[: slots * beam] = attended.flatten(0, 1)
         return out
-    position = torch.arange(longest, device=q.device)
-    hidden = position >= length[:, None]  # [slots, longest]
-    # Behind a sentence stands its last token again, as nobody else's numbers may come in.
-    token = torch.minimum(position, length[:, None] - 1).clamp_min(0) + start[:, None]
-    token.clamp_max_(len(keys) - 1)
-    of_slots = _by_heads(keys, values, (token,), heads)
-    queries = q[: slots * beam].unflatten(0, (slots, beam))
-    attended = _attend(queries, *of_slots, hidden, heads, scale)
-    attended.masked_fill_((length == 0)[:, None, None], 0)
-    out[: slots * beam] = attended.flatten(0, 1)
-    return out
+
+
+decode_cross_attention = define("decode_cross_attention", DecodeCrossAttention)
 
 
 def _by_heads(
@@ -203,25 +197,3 @@ def _attend(
 def _check_heads(op: str, channels: int, heads: int) -> None:
     if heads < 1 or channels % heads:
         raise ValueError(f"{op}: {channels} channels cannot be cut into {heads} heads")
-
-
-def _decode_self_attention_fake(qkv: Tensor, *arguments: object) -> Tensor:
-    return qkv.new_empty((qkv.shape[0], qkv.shape[1] // 3))
-
-
-def _decode_cross_attention_fake(q: Tensor, *arguments: object) -> Tensor:
-    return q.new_empty(q.shape)
-
-
-_SELF = register(
-    "decode_self_attention(Tensor qkv, Tensor(a!) keys, Tensor(b!) values, Tensor ancestry,"
-    " Tensor step, int heads, float scale, int beam=1) -> Tensor",
-    decode_self_attention_reference,
-    _decode_self_attention_fake,
-)
-_CROSS = register(
-    "decode_cross_attention(Tensor q, Tensor keys, Tensor values, Tensor cu_seqlens,"
-    " Tensor sentences, int beam, int heads, float scale) -> Tensor",
-    decode_cross_attention_reference,
-    _decode_cross_attention_fake,
-)

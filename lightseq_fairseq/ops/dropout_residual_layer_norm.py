@@ -11,26 +11,26 @@ T packed tokens (rows), C model width. Dropout's row is the token's row, its col
 
 from __future__ import annotations
 
+from typing import Annotated, NamedTuple
+
 import torch
 from torch import Tensor
 
 from .checks import FLOATS, check_dropout, check_rows, check_tensor
 from .numerics import column_sum, store_gradient, work_dtype
 from .philox import dropout_factors
-from .registry import register
+from .registry import Written, define
+
+Outputs = tuple[
+    Annotated[Tensor, "sum"],
+    Annotated[Tensor, "y"],
+    Annotated[Tensor, "mean"],
+    Annotated[Tensor, "rstd"],
+]
+Gradients = tuple[Annotated[Tensor, "dx"], Annotated[Tensor, "dresidual"]]
 
 
-def dropout_residual_layer_norm_fwd(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    p: float,
-    rng: Tensor,
-    site: int,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class DropoutResidualLayerNormFwd(NamedTuple):
     """(sum [T, C], y [T, C], mean [T], rstd [T]).
 
     x, residual: [T, C]. bias, gamma, beta: [C]. All of one dtype; bias, residual may be None.
@@ -39,39 +39,72 @@ def dropout_residual_layer_norm_fwd(
     mean and rstd are float32 (float64 for float64). p, rng, site: dropout, see `philox.keep_mask`.
     Raises ValueError on a wrong shape, dtype, device or layout.
     """
-    op = "dropout_residual_layer_norm_fwd"
-    check_tensor(op, "x", x, ("T", "C"), FLOATS)
-    check_rows(op, "x", x)
-    if residual is not None:
-        check_tensor(op, "residual", residual, x.shape, (x.dtype,), x)
-        check_rows(op, "residual", residual)
-    for name, vector in (("bias", bias), ("gamma", gamma), ("beta", beta)):
-        if vector is not None:
-            check_tensor(op, name, vector, x.shape[1:], (x.dtype,), x)
-    if (gamma is None) != (beta is None):
-        raise ValueError(f"{op}: give both gamma and beta, or neither")
-    check_dropout(op, p, rng, x)
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _FWD(
-        x, bias, residual, gamma, beta, p, rng, site, eps
-    )
-    return outputs
+
+    x: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    gamma: Tensor | None
+    beta: Tensor | None
+    p: float
+    rng: Tensor
+    site: int
+    eps: float
+
+    def check(self, op: str) -> None:
+        x, bias, residual, gamma, beta = self[:5]
+        check_tensor(op, "x", x, ("T", "C"), FLOATS)
+        check_rows(op, "x", x)
+        if residual is not None:
+            check_tensor(op, "residual", residual, x.shape, (x.dtype,), x)
+            check_rows(op, "residual", residual)
+        for name, vector in (("bias", bias), ("gamma", gamma), ("beta", beta)):
+            if vector is not None:
+                check_tensor(op, name, vector, x.shape[1:], (x.dtype,), x)
+        if (gamma is None) != (beta is None):
+            raise ValueError(f"{op}: give both gamma and beta, or neither")
+        check_dropout(op, self.p, self.rng, x)
+
+    @property
+    def _is_x(self) -> bool:
+        """Whether the sum is x itself."""
+        return self.bias is None and self.residual is None and self.p == 0
+
+    def shape(self) -> Outputs:
+        x, rows, dtype = self.x, self.x.shape[0], work_dtype(self.x)
+        total = x.new_empty(0) if self._is_x else x.new_empty(x.shape)
+        if self.gamma is None:
+            nothing = x.new_empty(0, dtype=dtype)
+            return total, x.new_empty(0), nothing, nothing.clone()
+        statistics = [x.new_empty(rows, dtype=dtype) for _ in range(2)]
+        return total, x.new_empty(x.shape), statistics[0], statistics[1]
+
+    def reference(self) -> Outputs:
+        x, bias, residual, gamma, beta, p, rng, site, eps = self
+        dtype = work_dtype(x)
+        empty = x.new_empty(0)
+        is_x = self._is_x
+        total = x.to(dtype, copy=not is_x) if bias is None else torch.add(x.to(dtype), bias)
+        if p > 0:
+            for part, factor in dropout_factors(rng, site, x.shape, p, dtype):
+                total[part].mul_(factor)
+        if residual is not None:
+            total.add_(residual)
+        stored = empty if is_x else total.to(x.dtype)
+        if gamma is None or beta is None:
+            nothing = x.new_empty(0, dtype=dtype)
+            return stored, empty, nothing, nothing.clone()
+        y, mean, rstd = torch.native_layer_norm(
+            total, gamma.shape, gamma.to(dtype), beta.to(dtype), eps
+        )
+        return stored, y.to(x.dtype), mean.view(-1), rstd.view(-1)
 
 
-def dropout_residual_layer_norm_bwd(
-    dy: Tensor | None,
-    dsum: Tensor | None,
-    sum: Tensor,
-    gamma: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    p: float,
-    rng: Tensor,
-    site: int,
-    dgamma: Tensor | None,
-    dbeta: Tensor | None,
-    dbias: Tensor | None,
-    accumulate: bool,
-) -> tuple[Tensor, Tensor]:
+dropout_residual_layer_norm_fwd = define(
+    "dropout_residual_layer_norm_fwd", DropoutResidualLayerNormFwd
+)
+
+
+class DropoutResidualLayerNormBwd(NamedTuple):
     """(dx [T, C], dresidual [T, C]); dx is EMPTY when p == 0, where it would be dresidual.
 
     dy, dsum: [T, C], gradients of forward's y and sum; either may be None, not both.
@@ -79,159 +112,84 @@ def dropout_residual_layer_norm_bwd(
     dgamma, dbeta, dbias: [C] or None, overwritten, or added to with accumulate.
     Raises ValueError on a wrong shape, dtype, device or layout.
     """
-    op = "dropout_residual_layer_norm_bwd"
-    grad = dsum if dy is None else dy
-    if grad is None:
-        raise ValueError(f"{op}: one of dy and dsum must be given")
-    check_tensor(op, "dy" if dsum is None else "dsum", grad, ("T", "C"), FLOATS)
-    for name, rows in (("dy", dy), ("dsum", dsum)):
-        if rows is not None:
-            check_tensor(op, name, rows, grad.shape, (grad.dtype,), grad)
-            check_rows(op, name, rows)
-    if dy is not None:
-        if gamma is None:
-            raise ValueError(f"{op}: dy needs gamma")
-        check_tensor(op, "sum", sum, grad.shape, (grad.dtype,), grad)
-        check_rows(op, "sum", sum)
-        check_tensor(op, "gamma", gamma, grad.shape[1:], (grad.dtype,), grad)
-        check_tensor(op, "mean", mean, grad.shape[:1], (work_dtype(grad),), grad)
-        check_tensor(op, "rstd", rstd, grad.shape[:1], (work_dtype(grad),), grad)
-    for name, vector in (("dgamma", dgamma), ("dbeta", dbeta), ("dbias", dbias)):
-        if vector is not None:
-            check_tensor(op, name, vector, grad.shape[1:], FLOATS, grad)
-    check_dropout(op, p, rng, grad)
-    outputs: tuple[Tensor, Tensor] = _BWD(
-        dy, dsum, sum, gamma, mean, rstd, p, rng, site, dgamma, dbeta, dbias, accumulate
-    )
-    return outputs
+
+    dy: Tensor | None
+    dsum: Tensor | None
+    sum: Tensor
+    gamma: Tensor | None
+    mean: Tensor
+    rstd: Tensor
+    p: float
+    rng: Tensor
+    site: int
+    dgamma: Written | None
+    dbeta: Written | None
+    dbias: Written | None
+    accumulate: bool
+
+    def check(self, op: str) -> None:
+        dy, dsum, sum, gamma, mean, rstd = self[:6]
+        grad = dsum if dy is None else dy
+        if grad is None:
+            raise ValueError(f"{op}: one of dy and dsum must be given")
+        check_tensor(op, "dy" if dsum is None else "dsum", grad, ("T", "C"), FLOATS)
+        for name, rows in (("dy", dy), ("dsum", dsum)):
+            if rows is not None:
+                check_tensor(op, name, rows, grad.shape, (grad.dtype,), grad)
+                check_rows(op, name, rows)
+        if dy is not None:
+            if gamma is None:
+                raise ValueError(f"{op}: dy needs gamma")
+            check_tensor(op, "sum", sum, grad.shape, (grad.dtype,), grad)
+            check_rows(op, "sum", sum)
+            check_tensor(op, "gamma", gamma, grad.shape[1:], (grad.dtype,), grad)
+            check_tensor(op, "mean", mean, grad.shape[:1], (work_dtype(grad),), grad)
+            check_tensor(op, "rstd", rstd, grad.shape[:1], (work_dtype(grad),), grad)
+        vectors = (("dgamma", self.dgamma), ("dbeta", self.dbeta), ("dbias", self.dbias))
+        for name, vector in vectors:
+            if vector is not None:
+                check_tensor(op, name, vector, grad.shape[1:], FLOATS, grad)
+        check_dropout(op, self.p, self.rng, grad)
+
+    def shape(self) -> Gradients:
+        grad = self.dsum if self.dy is None else self.dy
+        assert grad is not None
+        return grad.new_empty(grad.shape if self.p > 0 else 0), grad.new_empty(grad.shape)
+
+    def reference(self) -> Gradients:
+        dy, dsum, total, gamma, mean, rstd, p, rng, site, dgamma, dbeta, dbias, accumulate = self
+        if dy is not None and gamma is not None:
+            dtype = work_dtype(dy)
+            weight = gamma.to(dtype)
+            dresidual, gamma_grad, beta_grad = torch.ops.aten.native_layer_norm_backward(
+                dy.to(dtype),
+                total.to(dtype),
+                gamma.shape,
+                mean.view(-1, 1),
+                rstd.view(-1, 1),
+                weight,
+                weight,
+                (True, dgamma is not None, dbeta is not None),
+            )
+            store_gradient(dgamma, gamma_grad, accumulate)
+            store_gradient(dbeta, beta_grad, accumulate)
+            if dsum is not None:
+                dresidual.add_(dsum)
+            stored = dy.dtype
+        else:
+            assert dsum is not None
+            dresidual = dsum.to(work_dtype(dsum), copy=True)
+            stored = dsum.dtype
+        dx = dresidual
+        if p > 0:
+            dx = torch.empty_like(dresidual)
+            for part, factor in dropout_factors(rng, site, dx.shape, p, dx.dtype):
+                torch.mul(dresidual[part], factor, out=dx[part])
+        if dbias is not None:
+            store_gradient(dbias, column_sum(dx), accumulate)
+        return (dx.to(stored) if p > 0 else dx.new_empty(0, dtype=stored)), dresidual.to(stored)
 
 
-def dropout_residual_layer_norm_fwd_reference(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    p: float,
-    rng: Tensor,
-    site: int,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reference of lightseq::dropout_residual_layer_norm_fwd."""
-    dtype = work_dtype(x)
-    empty = x.new_empty(0)
-    is_x = bias is None and residual is None and p == 0
-    total = x.to(dtype, copy=not is_x) if bias is None else torch.add(x.to(dtype), bias)
-    if p > 0:
-        for part, factor in dropout_factors(rng, site, x.shape, p, dtype):
-            total[part].mul_(factor)
-    if residual is not None:
-        total.add_(residual)
-    stored = empty if is_x else total.to(x.dtype)
-    if gamma is None or beta is None:
-        nothing = x.new_empty(0, dtype=dtype)
-        return stored, empty, nothing, nothing.clone()
-    y, mean, rstd = torch.native_layer_norm(
-        total, gamma.shape, gamma.to(dtype), beta.to(dtype), eps
-    )
-    return stored, y.to(x.dtype), mean.view(-1), rstd.view(-1)
-
-
-def dropout_residual_layer_norm_bwd_reference(
-    dy: Tensor | None,
-    dsum: Tensor | None,
-    sum: Tensor,
-    gamma: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    p: float,
-    rng: Tensor,
-    site: int,
-    dgamma: Tensor | None,
-    dbeta: Tensor | None,
-    dbias: Tensor | None,
-    accumulate: bool,
-) -> tuple[Tensor, Tensor]:
-    """Reference of lightseq::dropout_residual_layer_norm_bwd."""
-    if dy is not None and gamma is not None:
-        dtype = work_dtype(dy)
-        weight = gamma.to(dtype)
-        dresidual, gamma_grad, beta_grad = torch.ops.aten.native_layer_norm_backward(
-            dy.to(dtype),
-            sum.to(dtype),
-            gamma.shape,
-            mean.view(-1, 1),
-            rstd.view(-1, 1),
-            weight,
-            weight,
-            (True, dgamma is not None, dbeta is not None),
-        )
-        store_gradient(dgamma, gamma_grad, accumulate)
-        store_gradient(dbeta, beta_grad, accumulate)
-        if dsum is not None:
-            dresidual.add_(dsum)
-        stored = dy.dtype
-    else:
-        assert dsum is not None
-        dresidual = dsum.to(work_dtype(dsum), copy=True)
-        stored = dsum.dtype
-    dx = dresidual
-    if p > 0:
-        dx = torch.empty_like(dresidual)
-        for part, factor in dropout_factors(rng, site, dx.shape, p, dx.dtype):
-            torch.mul(dresidual[part], factor, out=dx[part])
-    if dbias is not None:
-        store_gradient(dbias, column_sum(dx), accumulate)
-    return (dx.to(stored) if p > 0 else dx.new_empty(0, dtype=stored)), dresidual.to(stored)
-
-
-def _dropout_residual_layer_norm_fwd_fake(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    p: float,
-    rng: Tensor,
-    site: int,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, dtype = x.shape[0], work_dtype(x)
-    is_x = bias is None and residual is None and p == 0
-    total = x.new_empty(0) if is_x else x.new_empty(x.shape)
-    if gamma is None:
-        nothing = x.new_empty(0, dtype=dtype)
-        return total, x.new_empty(0), nothing, nothing.clone()
-    statistics = [x.new_empty(rows, dtype=dtype) for _ in range(2)]
-    return total, x.new_empty(x.shape), statistics[0], statistics[1]
-
-
-def _dropout_residual_layer_norm_bwd_fake(
-    dy: Tensor | None,
-    dsum: Tensor | None,
-    sum: Tensor,
-    gamma: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    p: float,
-    *arguments: object,
-) -> tuple[Tensor, Tensor]:
-    grad = dsum if dy is None else dy
-    assert grad is not None
-    return grad.new_empty(grad.shape if p > 0 else 0), grad.new_empty(grad.shape)
-
-
-_FWD = register(
-    "dropout_residual_layer_norm_fwd(Tensor x, Tensor? bias, Tensor? residual, Tensor? gamma,"
-    " Tensor? beta, float p, Tensor rng, int site, float eps)"
-    " -> (Tensor sum, Tensor y, Tensor mean, Tensor rstd)",
-    dropout_residual_layer_norm_fwd_reference,
-    _dropout_residual_layer_norm_fwd_fake,
-)
-_BWD = register(
-    "dropout_residual_layer_norm_bwd(Tensor? dy, Tensor? dsum, Tensor sum, Tensor? gamma,"
-    " Tensor mean, Tensor rstd, float p, Tensor rng, int site, Tensor(a!)? dgamma,"
-    " Tensor(b!)? dbeta, Tensor(c!)? dbias, bool accumulate) -> (Tensor dx, Tensor dresidual)",
-    dropout_residual_layer_norm_bwd_reference,
-    _dropout_residual_layer_norm_bwd_fake,
+dropout_residual_layer_norm_bwd = define(
+    "dropout_residual_layer_norm_bwd", DropoutResidualLayerNormBwd
 )

@@ -8,13 +8,92 @@ T packed tokens (rows), K inputs, N outputs.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from .checks import FLOATS, check_rows, check_tensor
 from .numerics import column_sum, store_gradient, work_dtype
-from .registry import register
+from .registry import Written, define
+
+
+class LinearFwd(NamedTuple):
+    """Arguments of lightseq::linear_fwd; see `linear_fwd`."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    relu: bool
+
+    def check(self, op: str) -> None:
+        x, weight, bias, _ = self
+        _check(op, x, weight)
+        if bias is not None:
+            check_tensor(op, "bias", bias, weight.shape[:1], (x.dtype,), x)
+
+    def shape(self) -> Tensor:
+        return self.x.new_empty((self.x.shape[0], self.weight.shape[0]))
+
+    def reference(self) -> Tensor:
+        x, weight, bias, relu = self
+        product_bias = None if bias is None else _operand(bias)
+        y = functional.linear(_operand(x), _operand(weight), product_bias)
+        return (y.relu_() if relu else y).to(x.dtype)
+
+
+class LinearBwd(NamedTuple):
+    """Arguments of lightseq::linear_bwd; see `linear_bwd`."""
+
+    dy: Tensor
+    x: Tensor
+    weight: Tensor
+    dweight: Written | None
+    dbias: Written | None
+    onto: Written | None
+    accumulate: bool
+    need_dx: bool
+
+    def check(self, op: str) -> None:
+        dy, x, weight, dweight, dbias, onto, _, need_dx = self
+        _check(op, x, weight)
+        check_tensor(op, "dy", dy, (x.shape[0], weight.shape[0]), (x.dtype,), x)
+        check_rows(op, "dy", dy)
+        if dweight is not None:
+            check_tensor(op, "dweight", dweight, weight.shape, FLOATS, x)
+            check_rows(op, "dweight", dweight)
+        if dbias is not None:
+            check_tensor(op, "dbias", dbias, weight.shape[:1], FLOATS, x)
+        if onto is not None:
+            check_tensor(op, "onto", onto, x.shape, (x.dtype,), x)
+            check_rows(op, "onto", onto)
+            if need_dx:
+                raise ValueError(f"{op}: dx is either returned or added to onto, not both")
+
+    def shape(self) -> Tensor:
+        return self.x.new_empty(self.x.shape if self.need_dx else 0)
+
+    def reference(self) -> Tensor:
+        dy, x, weight, dweight, dbias, onto, accumulate, need_dx = self
+        grad = _operand(dy)
+        if dbias is not None:
+            store_gradient(dbias, column_sum(grad), accumulate)
+        if dweight is not None:
+            columns, rows = grad.t(), _operand(x)
+            if dweight.dtype != grad.dtype:
+                store_gradient(dweight, columns @ rows, accumulate)
+            elif accumulate:
+                dweight.addmm_(columns, rows)
+            else:
+                torch.mm(columns, rows, out=dweight)
+        if onto is not None:
+            onto.copy_(torch.addmm(_operand(onto), grad, _operand(weight)))
+        return (grad @ _operand(weight)).to(x.dtype) if need_dx else x.new_empty(0)
+
+
+_FWD = define("linear_fwd", LinearFwd)
+_BWD = define("linear_bwd", LinearBwd)
 
 
 def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool = False) -> Tensor:
@@ -25,12 +104,7 @@ def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool = Fals
     else 0.
     Raises ValueError on a wrong shape, dtype, device or layout.
     """
-    op = "linear_fwd"
-    _check(op, x, weight)
-    if bias is not None:
-        check_tensor(op, "bias", bias, weight.shape[:1], (x.dtype,), x)
-    y: Tensor = _FWD(x, weight, bias, relu)
-    return y
+    return _FWD(x, weight, bias, relu)
 
 
 def linear_bwd(
@@ -50,56 +124,7 @@ def linear_bwd(
     product itself, and not returned (need_dx must be False).
     Raises ValueError on a wrong shape, dtype, device or layout.
     """
-    op = "linear_bwd"
-    _check(op, x, weight)
-    check_tensor(op, "dy", dy, (x.shape[0], weight.shape[0]), (x.dtype,), x)
-    check_rows(op, "dy", dy)
-    if dweight is not None:
-        check_tensor(op, "dweight", dweight, weight.shape, FLOATS, x)
-        check_rows(op, "dweight", dweight)
-    if dbias is not None:
-        check_tensor(op, "dbias", dbias, weight.shape[:1], FLOATS, x)
-    if onto is not None:
-        check_tensor(op, "onto", onto, x.shape, (x.dtype,), x)
-        check_rows(op, "onto", onto)
-        if need_dx:
-            raise ValueError(f"{op}: dx is either returned or added to onto, not both")
-    dx: Tensor = _BWD(dy, x, weight, dweight, dbias, onto, accumulate, need_dx)
-    return dx
-
-
-def linear_fwd_reference(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-    """Reference of lightseq::linear_fwd."""
-    product_bias = None if bias is None else _operand(bias)
-    y = functional.linear(_operand(x), _operand(weight), product_bias)
-    return (y.relu_() if relu else y).to(x.dtype)
-
-
-def linear_bwd_reference(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    onto: Tensor | None,
-    accumulate: bool,
-    need_dx: bool,
-) -> Tensor:
-    """Reference of lightseq::linear_bwd."""
-    grad = _operand(dy)
-    if dbias is not None:
-        store_gradient(dbias, column_sum(grad), accumulate)
-    if dweight is not None:
-        columns, rows = grad.t(), _operand(x)
-        if dweight.dtype != grad.dtype:
-            store_gradient(dweight, columns @ rows, accumulate)
-        elif accumulate:
-            dweight.addmm_(columns, rows)
-        else:
-            torch.mm(columns, rows, out=dweight)
-    if onto is not None:
-        onto.copy_(torch.addmm(_operand(onto), grad, _operand(weight)))
-    return (grad @ _operand(weight)).to(x.dtype) if need_dx else x.new_empty(0)
+    return _BWD(dy, x, weight, dweight, dbias, onto, accumulate, need_dx)
 
 
 def _operand(x: Tensor) -> Tensor:
@@ -112,33 +137,3 @@ def _check(op: str, x: Tensor, weight: Tensor) -> None:
     check_rows(op, "x", x)
     check_tensor(op, "weight", weight, ("N", x.shape[1]), (x.dtype,), x)
     check_rows(op, "weight", weight)
-
-
-def _linear_fwd_fake(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
-
-
-def _linear_bwd_fake(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    onto: Tensor | None,
-    accumulate: bool,
-    need_dx: bool,
-) -> Tensor:
-    return x.new_empty(x.shape if need_dx else 0)
-
-
-_FWD = register(
-    "linear_fwd(Tensor x, Tensor weight, Tensor? bias, bool relu) -> Tensor",
-    linear_fwd_reference,
-    _linear_fwd_fake,
-)
-_BWD = register(
-    "linear_bwd(Tensor dy, Tensor x, Tensor weight, Tensor(a!)? dweight, Tensor(b!)? dbias,"
-    " Tensor(c!)? onto, bool accumulate, bool need_dx) -> Tensor",
-    linear_bwd_reference,
-    _linear_bwd_fake,
-)

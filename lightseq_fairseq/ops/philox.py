@@ -14,13 +14,13 @@ R rows, G groups of eight columns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .checks import check_dropout, check_tensor
-from .registry import register
+from .registry import define
 
 ROUNDS = 7
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
@@ -48,13 +48,31 @@ def keep_mask(rng: Tensor, site: int, rows: Tensor, columns: int, p: float) -> T
     return mask
 
 
-def dropout_mask(rng: Tensor, site: int, rows: int, columns: int, p: float) -> Tensor:
+class DropoutMask(NamedTuple):
     """`keep_mask` of the rows 0 ... rows - 1, on rng's device: bool [rows, columns]."""
-    check_dropout("dropout_mask", p, rng, rng)
-    if rows < 0 or columns < 0:
-        raise ValueError(f"dropout_mask: rows and columns must be >= 0, got {rows} and {columns}")
-    mask: Tensor = _MASK(rng, site, rows, columns, p)
-    return mask
+
+    rng: Tensor
+    site: int
+    rows: int
+    columns: int
+    p: float
+
+    def check(self, op: str) -> None:
+        check_dropout(op, self.p, self.rng, self.rng)
+        if self.rows < 0 or self.columns < 0:
+            raise ValueError(
+                f"{op}: rows and columns must be >= 0, got {self.rows} and {self.columns}"
+            )
+
+    def shape(self) -> Tensor:
+        return self.rng.new_empty((self.rows, self.columns), dtype=torch.bool)
+
+    def reference(self) -> Tensor:
+        rows = torch.arange(self.rows, device=self.rng.device)
+        return keep_mask(self.rng, self.site, rows, self.columns, self.p)
+
+
+dropout_mask = define("dropout_mask", DropoutMask)
 
 
 def dropout_factors(
@@ -95,15 +113,6 @@ def uniforms(rng: Tensor, site: int, rows: Tensor, group: int) -> Tensor:
     groups = torch.tensor([group], device=rows.device)
     halves = _signed_numbers(seed, micro_batch, site, rows, groups)[:, :2].double() + 32768
     return (halves[:, 1] * 65536 + halves[:, 0] + 0.5) / 2**32
-
-
-def dropout_mask_reference(rng: Tensor, site: int, rows: int, columns: int, p: float) -> Tensor:
-    """Reference of lightseq::dropout_mask."""
-    return keep_mask(rng, site, torch.arange(rows, device=rng.device), columns, p)
-
-
-def _dropout_mask_fake(rng: Tensor, site: int, rows: int, columns: int, p: float) -> Tensor:
-    return rng.new_empty((rows, columns), dtype=torch.bool)
 
 
 def _least_kept(p: float) -> int:
@@ -179,10 +188,3 @@ def _signed_numbers(seed: Any, micro_batch: Any, site: int, rows: Tensor, groups
         high = product.bitwise_left_shift_(32).bitwise_xor_(_HIGH_SIGNS)
         torch.bitwise_or(low, high, out=numbers[..., half])
     return numbers.view(torch.int16).view(len(rows), -1)
-
-
-_MASK = register(
-    "dropout_mask(Tensor rng, int site, int rows, int columns, float p) -> Tensor",
-    dropout_mask_reference,
-    _dropout_mask_fake,
-)

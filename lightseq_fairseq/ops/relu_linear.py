@@ -8,25 +8,18 @@ T packed tokens (rows), K inputs, N outputs.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .checks import FLOATS, check_rows, check_tensor
-from .linear import linear_bwd_reference
+from .linear import LinearBwd
 from .numerics import column_sum, store_gradient
-from .registry import register
+from .registry import Written, define
 
 
-def relu_linear_bwd(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    p: float,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    accumulate: bool,
-    bias: Tensor | None = None,
-) -> Tensor:
+class ReluLinearBwd(NamedTuple):
     """dz [T, K]. Where x is NaN, dz is what it were without relu.
 
     dy: [T, N]. x: [T, K], nowhere negative. weight: [N, K]. One dtype. dweight: [N, K], dbias: [K],
@@ -34,54 +27,47 @@ def relu_linear_bwd(
     bias: [K], the one within z, or None: dbias is NaN where it is, since x need not be.
     Raises ValueError on a wrong shape, dtype, device or layout, and on p outside [0, 1).
     """
-    op = "relu_linear_bwd"
-    check_tensor(op, "x", x, ("T", "K"), FLOATS)
-    check_tensor(op, "weight", weight, ("N", x.shape[1]), (x.dtype,), x)
-    check_tensor(op, "dy", dy, (x.shape[0], weight.shape[0]), (x.dtype,), x)
-    for name, operand in (("x", x), ("weight", weight), ("dy", dy)):
-        check_rows(op, name, operand)
-    if dweight is not None:
-        check_tensor(op, "dweight", dweight, weight.shape, FLOATS, x)
-        check_rows(op, "dweight", dweight)
-    if dbias is not None:
-        check_tensor(op, "dbias", dbias, x.shape[1:], FLOATS, x)
-    if not 0 <= p < 1:
-        raise ValueError(f"{op}: p must be in [0, 1), got {p}")
-    if bias is not None:
-        check_tensor(op, "bias", bias, x.shape[1:], FLOATS, x)
-    dz: Tensor = _BWD(dy, x, weight, p, dweight, dbias, accumulate, bias)
-    return dz
 
+    dy: Tensor
+    x: Tensor
+    weight: Tensor
+    p: float
+    dweight: Written | None
+    dbias: Written | None
+    accumulate: bool
+    bias: Tensor | None = None
 
-def relu_linear_bwd_reference(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    p: float,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    accumulate: bool,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Reference of lightseq::relu_linear_bwd."""
-    dz = linear_bwd_reference(dy, x, weight, dweight, None, None, accumulate, True)
-    torch.ops.aten.threshold_backward(dz, x, 0, grad_input=dz)
-    if p > 0:
-        dz.mul_(1 / (1 - p))
-    if dbias is not None:
-        store_gradient(dbias, column_sum(dz), accumulate)
+    def check(self, op: str) -> None:
+        dy, x, weight, p, dweight, dbias, _, bias = self
+        check_tensor(op, "x", x, ("T", "K"), FLOATS)
+        check_tensor(op, "weight", weight, ("N", x.shape[1]), (x.dtype,), x)
+        check_tensor(op, "dy", dy, (x.shape[0], weight.shape[0]), (x.dtype,), x)
+        for name, operand in (("x", x), ("weight", weight), ("dy", dy)):
+            check_rows(op, name, operand)
+        if dweight is not None:
+            check_tensor(op, "dweight", dweight, weight.shape, FLOATS, x)
+            check_rows(op, "dweight", dweight)
+        if dbias is not None:
+            check_tensor(op, "dbias", dbias, x.shape[1:], FLOATS, x)
+        if not 0 <= p < 1:
+            raise ValueError(f"{op}: p must be in [0, 1), got {p}")
         if bias is not None:
-            dbias.masked_fill_(bias.isnan(), torch.nan)
-    return dz
+            check_tensor(op, "bias", bias, x.shape[1:], FLOATS, x)
+
+    def shape(self) -> Tensor:
+        return self.x.new_empty(self.x.shape)
+
+    def reference(self) -> Tensor:
+        dy, x, weight, p, dweight, dbias, accumulate, bias = self
+        dz = LinearBwd(dy, x, weight, dweight, None, None, accumulate, need_dx=True).reference()
+        torch.ops.aten.threshold_backward(dz, x, 0, grad_input=dz)
+        if p > 0:
+            dz.mul_(1 / (1 - p))
+        if dbias is not None:
+            store_gradient(dbias, column_sum(dz), accumulate)
+            if bias is not None:
+                dbias.masked_fill_(bias.isnan(), torch.nan)
+        return dz
 
 
-def _relu_linear_bwd_fake(dy: Tensor, x: Tensor, *arguments: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-_BWD = register(
-    "relu_linear_bwd(Tensor dy, Tensor x, Tensor weight, float p, Tensor(a!)? dweight,"
-    " Tensor(b!)? dbias, bool accumulate, Tensor? bias=None) -> Tensor",
-    relu_linear_bwd_reference,
-    _relu_linear_bwd_fake,
-)
+relu_linear_bwd = define("relu_linear_bwd", ReluLinearBwd)

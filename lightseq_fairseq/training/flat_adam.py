@@ -83,8 +83,9 @@ class _Flat:
             half = low.dtype in _HALF
             ops.adam_step(
                 low.float() if half else low, self.exp_avg[start:stop], self.exp_avg_sq[start:stop],
-                gradient[start:stop], low if half else None, span.step, lr, factor, norm,
-                max_norm, _CLIP_EPS, beta1, beta2, group["eps"], group["weight_decay"],
+                gradient[start:stop], low if half else None, span.step,
+                lr=lr, multiplier=factor, norm=norm, max_norm=max_norm, clip_eps=_CLIP_EPS,
+                beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
             )  # fmt: skip
 
 
@@ -331,8 +332,8 @@ class FlatAdam(torch.optim.Optimizer):
         param = flat.buffer.data if self._split is None else self._split.rest
         ops.adam_step(
             param, flat.exp_avg, flat.exp_avg_sq, gradient, low, flat.spans[0].step,
-            lr, multiplier, norm, max_norm, clip_eps, beta1, beta2, group["eps"],
-            group["weight_decay"],
+            lr=lr, multiplier=multiplier, norm=norm, max_norm=max_norm, clip_eps=clip_eps,
+            beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:

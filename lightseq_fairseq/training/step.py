@@ -246,8 +246,9 @@ class TrainingStep:
         norm = ops.adam_norm(self.gradients.flat)
         given = self._inputs.given()[:_RULING]
         ops.advance(
-            state, self.rng, given, norm, rules.seed, rules.scale_window, rules.tolerance,
-            rules.threshold, rules.min_loss_scale,
+            state, self.rng, given, norm, seed=rules.seed, scale_window=rules.scale_window,
+            tolerance=rules.tolerance, threshold=rules.threshold,
+            min_loss_scale=rules.min_loss_scale,
         )  # fmt: skip
         self.adam.fused_step(
             self.gradients.flat, self.low.data if self._has_copy else None, state[State.RATE],
