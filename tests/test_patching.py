@@ -76,6 +76,28 @@ def test_plugins_change_nothing_in_fairseq_but_its_registries() -> None:
     assert printed == ["True True", "[] False"]
 
 
+@pytest.mark.parametrize(
+    "asks",
+    [
+        "from fairseq import utils; utils.import_user_module(Namespace(user_dir=FOLDER))",
+        "from lightseq_fairseq.plugins.flat_model import FlatModel\n"
+        "class Native:\n"
+        "    build_model = classmethod(lambda cls, args, task: None)\n"
+        "type('Model', (FlatModel, Native), {}).build_model(None, None)",
+    ],
+    ids=["--user-dir", "a model is built"],
+)
+def test_hooks_come_with_who_asks_for_our_parts(asks: str) -> None:
+    printed = python(
+        f"from argparse import Namespace; FOLDER = {str(ROOT / 'plugins')!r}\n{asks}\n"
+        "from lightseq_fairseq.fairseq_compat import patching\n"
+        "print('ls_transformer' in ARCH_MODEL_REGISTRY)\n"
+        "print(*{patching.state(p) for p in patching.PATCHES if p.phase == 'model'})\n"
+        "print(*sorted({patching.state(p) for p in patching.PATCHES if p.phase == 'repair'}))\n"
+    )
+    assert printed == ["True", "applied", "applied not needed"]
+
+
 def test_what_changes_is_what_the_list_says_and_once() -> None:
     """All phases, as a process would see them that trains and translates."""
     printed = python(

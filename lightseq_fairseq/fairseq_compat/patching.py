@@ -59,7 +59,6 @@ _DEAD = "0.12.2 keeps eight untrained parameters a layer, and fails on post-norm
 _BUFFER = "a buffer that nobody writes makes files of equal runs differ"
 _UNKNOWN = "0.12.2's --replace-unk wants alignments that it has not computed, or cannot read"
 _LAZY = "--dataset-impl lazy: workers share the position in a file; cached: KeyError"
-_IDLE = "workers leave signals to their parent, which needs batches to its end"
 
 PATCHES = (
     Patch(
@@ -324,7 +323,7 @@ PATCHES = (
     ),
     Patch(
         "scoped", "torch.utils.data._utils.worker:_worker_loop", "training.stopping:load_batches",
-        _IDLE, instead=True,
+        "workers leave signals to their parent, which needs batches to its end", instead=True,
     ),
     Patch(
         "scoped", "fairseq.optim:FP16Optimizer", "training.trainer:Trainer",
@@ -369,7 +368,10 @@ def apply(phase: str) -> None:
 
 @contextmanager
 def within(target: str, ours: Any) -> Iterator[None]:
-    """Within it a listed name is replaced by ``ours``, or by a call of it with the original."""
+    """Within it a listed name is replaced by ``ours``, or by a call of it with the original.
+
+    What is applied to the same name within it is undone with it.
+    """
     (patch,) = (p for p in PATCHES if p.target == target and p.phase in ("import", "scoped"))
     owner, name = _place(target)
     before, was_inherited = getattr_static(owner, name), name not in vars(owner)

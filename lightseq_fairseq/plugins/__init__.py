@@ -23,6 +23,7 @@ from lightseq_fairseq.plugins import transformer  # noqa: E402, F401, I001
 from lightseq_fairseq.plugins import multilingual  # noqa: E402, F401
 from lightseq_fairseq.plugins import criterion, optimizer  # noqa: E402, F401
 
-if __name__ == "plugins":  # some repairs come too late when a model is built: --bf16, loading
+if __name__ != f"{patching.PACKAGE}.plugins":
+    # A model that is built asks for them too, which is late for --bf16 and for loading checkpoints.
     fairseq_compat.prepare()
     patching.apply("model")
