@@ -29,28 +29,31 @@ def register() -> None:
     Raises:
         UserError: fairseq is missing or cannot be used.
     """
+    from lightseq_fairseq import fairseq_compat
+
+    fairseq_compat.prepare()
     from lightseq_fairseq import plugins  # noqa: F401  (its import registers)
-    from lightseq_fairseq.cli import guards, logs
+    from lightseq_fairseq.cli import logs
+    from lightseq_fairseq.fairseq_compat import patching
 
     logs.leave_out_configurations()
     program = os.path.basename(os.environ.get(PROGRAM, sys.argv[0]))
-    guards.install(refuse_nothing=not program.endswith("interactive"))
-    if program == "lightseq-train":
-        from lightseq_fairseq.training import trainer
+    phases = ["model", "launcher", *_PHASES.get(program, ())]
+    if not program.endswith("interactive"):
+        phases.append("whole split")
+    for phase in phases:
+        patching.apply(phase)
 
-        trainer.install()
-    elif program == "fairseq-train":  # --native
-        from lightseq_fairseq.training import process
 
-        process.install()
-    elif program in ("lightseq-generate", "lightseq-validate", "lightseq-interactive"):
-        from lightseq_fairseq.checkpoints import models
-
-        models.use_ls_models()
-    elif program in ("fairseq-generate", "fairseq-validate", "fairseq-interactive"):  # --native
-        from lightseq_fairseq.checkpoints import models
-
-        models.use_native_models()
+# Program -> phases of `fairseq_compat.patching`; of fairseq's the names that --native takes.
+_PHASES = {
+    "lightseq-train": ("our trainer", "training"),
+    "fairseq-train": ("fairseq's trainer", "training"),
+    **{f"lightseq-{name}": ("our models",) for name in ("generate", "validate", "interactive")},
+    **{
+        f"fairseq-{name}": ("fairseq's models",) for name in ("generate", "validate", "interactive")
+    },
+}
 
 
 # While the script's module is imported again, multiprocessing.parent_process() is still None; the

@@ -17,6 +17,7 @@ from typing import Any
 
 from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.fairseq_compat import patching
 
 # Command -> fairseq's function that makes its parser, None where the command is ours alone.
 _PARSERS = {
@@ -39,15 +40,11 @@ def refused_in_a_sentence(command: str) -> Iterator[None]:
         command: train, generate, ...
     """
 
-    def error(parser: argparse.ArgumentParser, message: str) -> None:
+    def error(original: Any, parser: argparse.ArgumentParser, message: str) -> None:
         raise UserError(_sentence(command, parser, message))
 
-    original = argparse.ArgumentParser.error
-    argparse.ArgumentParser.error = error  # type: ignore[method-assign, assignment]
-    try:
+    with patching.within("argparse:ArgumentParser.error", error):
         yield
-    finally:
-        argparse.ArgumentParser.error = original  # type: ignore[method-assign]
 
 
 def with_all_flags(

@@ -155,7 +155,8 @@ SECTIONS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
 
 
 @own("lightseq-doctor")
-def main() -> None:
+@click.option("--verbose", is_flag=True, help="List what is replaced in fairseq, and why.")
+def main(verbose: bool) -> None:
     """Print what lightseq_fairseq runs on, and what is wrong with it.
 
     The exit status is 0 if training can run and 1 if it cannot.
@@ -170,6 +171,11 @@ def main() -> None:
                 problems.append(finding)
         if label == "torch" and problems:
             break  # the rest cannot be looked at without torch
+    if verbose:
+        from lightseq_fairseq.fairseq_compat import patching
+
+        click.echo("\nNames that are replaced in fairseq, and for it, in this order:")
+        click.echo("\n".join(patching.report()))
     for finding in problems:
         click.echo(f"\n{finding.problem}")
     fatal = any(finding.fatal for finding in problems)

@@ -30,6 +30,7 @@ from lightseq_fairseq.cli.failures import Failure
 from lightseq_fairseq.cli.logs import LOG_CONFIG
 from lightseq_fairseq.cli.signals import Ranks, sent_to_ranks
 from lightseq_fairseq.errors import GPUHangs, StoppedBySignal
+from lightseq_fairseq.fairseq_compat import patching
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,9 @@ def run(
         module = importlib.import_module(f"fairseq_cli.{command}")
         around_all.enter_context(command_lines.refused_in_a_sentence(command))
         around_all.enter_context(preflight.checks(command, request, announce))
-        with _around(module, around), no_workers_left():
+        if around is not None:
+            around_all.enter_context(patching.within(f"fairseq_cli.{command}:main", around))
+        with no_workers_left():
             module.cli_main()
 
 
@@ -170,18 +173,6 @@ def _environment(name: str, value: str | None) -> Iterator[None]:
     finally:
         if value is not None:
             del os.environ[name]
-
-
-@contextmanager
-def _around(module: Any, call: Callable[..., None] | None) -> Iterator[None]:
-    """Within it, ``cli_main`` of a fairseq_cli module calls ``call(main, ...)`` for ``main``."""
-    fairseq_main = module.main
-    if call is not None:
-        module.main = functools.partial(call, fairseq_main)
-    try:
-        yield
-    finally:
-        module.main = fairseq_main
 
 
 @contextmanager

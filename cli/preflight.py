@@ -24,6 +24,7 @@ from lightseq_fairseq.cli import (
 from lightseq_fairseq.cli.defaults import is_given, value
 from lightseq_fairseq.cli.messages import Request
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.fairseq_compat import patching
 
 
 @contextmanager
@@ -44,13 +45,11 @@ def checks(
         UserError: an unknown name, a setting that is not supported, missing data, a precision the
             machine has not.
     """
-    from fairseq import options
-
-    parse = options.parse_args_and_arch
 
     def parse_and_check(
-        parser: argparse.ArgumentParser, input_args: Any = None, *more: Any, **keywords: Any
-    ) -> Any:
+        parse: Callable[..., Any],
+        parser: argparse.ArgumentParser, input_args: Any = None, *more: Any, **keywords: Any,
+    ) -> Any:  # fmt: skip
         names(parser, request.argv)
         words = sys.argv[1:] if input_args is None else list(input_args)
         if "--help" in words:
@@ -74,11 +73,8 @@ def checks(
                 passed()
         return parsed
 
-    options.parse_args_and_arch = parse_and_check
-    try:
+    with patching.within("fairseq.options:parse_args_and_arch", parse_and_check):
         yield
-    finally:
-        options.parse_args_and_arch = parse
 
 
 def names(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:

@@ -38,10 +38,12 @@ def uses_lightseq(argv: Sequence[str]) -> bool:
     folder = value(argv, ("--user-dir",))
     if folder is None:
         return defaults.uses_lightseq(argv)
-    from lightseq_fairseq import plugins  # noqa: F401  (fairseq does not import without it)
+    from lightseq_fairseq import fairseq_compat
 
-    # isort: split
+    fairseq_compat.prepare()
     from fairseq import utils
+
+    from lightseq_fairseq import plugins  # noqa: F401  (its import registers)
 
     utils.import_user_module(Namespace(user_dir=folder))
     return is_fused(value(argv, defaults.ARCH)) or any(

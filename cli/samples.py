@@ -6,9 +6,11 @@ waits for the GPU. Our search reads the source on the CPU, and leaves its result
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from lightseq_fairseq.fairseq_compat import patching
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,36 +23,31 @@ def left_on_cpu() -> Iterator[None]:
     That is while the one that ``task.build_generator`` gave last is an ``LSSequenceGenerator``,
     which moves what it leaves to fairseq's search itself. For any other they are moved as ever.
     """
-    from fairseq import utils
-    from fairseq.tasks import FairseqTask
-    from fairseq_cli import interactive
-
     from lightseq_fairseq.plugins.generator import LSSequenceGenerator
 
-    build, move, make = FairseqTask.build_generator, utils.move_to_cuda, interactive.make_batches
+    patching.apply("model")  # by which the search is ours, and not in the block
     is_ours = False
 
-    def build_generator(*args: Any, **options: Any) -> Any:
+    def build_generator(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         nonlocal is_ours
-        generator = build(*args, **options)
+        generator = original(*args, **options)
         is_ours = isinstance(generator, LSSequenceGenerator)
         return generator
 
-    def move_to_cuda(sample: Any, device: Any = None) -> Any:
-        return sample if is_ours else move(sample, device)
+    def move_to_cuda(original: Callable[..., Any], sample: Any, device: Any = None) -> Any:
+        return sample if is_ours else original(sample, device)
 
-    def make_batches(*args: Any, **options: Any) -> Iterator[Any]:
-        for batch in make(*args, **options):
+    def make_batches(original: Callable[..., Any], *args: Any, **options: Any) -> Iterator[Any]:
+        for batch in original(*args, **options):
             yield _staying(batch) if is_ours else batch
 
     # fairseq-generate moves samples by the first of these, fairseq-interactive tensor by tensor.
-    utils.move_to_cuda, interactive.make_batches = move_to_cuda, make_batches
-    FairseqTask.build_generator = build_generator
-    try:
+    with (
+        patching.within("fairseq.utils:move_to_cuda", move_to_cuda),
+        patching.within("fairseq_cli.interactive:make_batches", make_batches),
+        patching.within("fairseq.tasks:FairseqTask.build_generator", build_generator),
+    ):
         yield
-    finally:
-        utils.move_to_cuda, interactive.make_batches = move, make
-        FairseqTask.build_generator = build
 
 
 def _staying(batch: Any) -> Any:

@@ -10,7 +10,7 @@ import contextlib
 import queue
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from lightseq_fairseq.cli.samples import left_on_cpu
 from lightseq_fairseq.cli.sentences import Lines, Sentences
 from lightseq_fairseq.cli.settings import looked_up_once
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.fairseq_compat import patching
 
 _LOOK_AGAIN_S = 1.0
 
@@ -108,14 +109,15 @@ class _Progress:
 def _shard(rank: int, args: Namespace, queues: list[Any]) -> None:
     """One process: its import of this package has registered the plugins."""
     from fairseq import utils
-    from fairseq.logging import progress_bar
     from fairseq_cli import generate
 
     # As in one process: started anew, the loader's workers would all import fairseq.
     multiprocessing.set_start_method("fork", force=True)
     out = _Batches(rank, queues[rank])
-    bar = progress_bar.progress_bar
-    progress_bar.progress_bar = lambda *a, **k: _Progress(bar(*a, **k), out)
+
+    def progress_bar(original: Callable[..., Any], *args: Any, **options: Any) -> _Progress:
+        return _Progress(original(*args, **options), out)
+
     args.distributed_rank = rank
     if rank > 0:
         args.log_format = "none"
@@ -123,7 +125,12 @@ def _shard(rank: int, args: Namespace, queues: list[Any]) -> None:
         torch.cuda.set_device(rank)
     utils.import_user_module(args)
     try:
-        with quiet(), contextlib.redirect_stdout(out), left_on_cpu():
+        with (
+            quiet(),
+            contextlib.redirect_stdout(out),
+            left_on_cpu(),
+            patching.within("fairseq.logging.progress_bar:progress_bar", progress_bar),
+        ):
             generate.main(looked_up_once(args))
     except ZeroDivisionError:  # fairseq's last words, the speed, where a shard has no batch
         if out.translated:

@@ -70,6 +70,11 @@ def watch() -> None:
     sys.meta_path.insert(0, Finder())
 
 
+def is_watching() -> bool:
+    """Whether fairseq would be prepared if it were imported now."""
+    return "fairseq" not in sys.modules and any(isinstance(f, Finder) for f in sys.meta_path)
+
+
 def unwatch() -> None:
     """Leaves the import of fairseq as Python has it."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]

@@ -204,10 +204,10 @@ def test_every_sentence_is_in_one_batch(
         return made[:-1] if len(made[-1]) % multiple else made
 
     monkeypatch.setattr(data_utils, "batch_by_size", dropping)
-    batches.repair()
-    assert data_utils.batch_by_size is not dropping
+    assert batches.drops_sentences()
     sizes = np.arange(3, 3 + sentences)
-    made = data_utils.batch_by_size(
+    made = batches.batch_by_size(
+        dropping,
         range(sentences),
         num_tokens_fn=lambda index: sizes[index],
         num_tokens_vec=sizes if vectorised else None,
@@ -216,12 +216,6 @@ def test_every_sentence_is_in_one_batch(
     )
     assert [index for batch in made for index in batch] == list(range(sentences))
     assert all(sizes[batch].max() * len(batch) <= 400 for batch in made)
-
-
-def test_batches_are_left_alone_where_none_is_dropped() -> None:
-    repaired = data_utils.batch_by_size
-    batches.repair()
-    assert data_utils.batch_by_size is repaired
 
 
 def test_buckets_of_lengths_on_numpy_2() -> None:
@@ -540,7 +534,7 @@ def test_cudnn_attention_is_off_unless_asked_for(
     else:
         monkeypatch.setenv("LIGHTSEQ_CUDNN_ATTENTION", kept)
     torch.backends.cuda.enable_cudnn_sdp(True)
-    layers.repair()
+    layers.disable_cudnn_attention()
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     assert enabled == (kept == "1")

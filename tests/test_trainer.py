@@ -22,6 +22,7 @@ from fairseq_cli import train
 
 from lightseq_fairseq.cli import messages
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.training import trainer
 
 FP16 = {"fp16": True, "fp16_init_scale": 64, "fp16_scale_window": 4}
@@ -237,7 +238,7 @@ class TestNativeRuns:
 
     def test_install(self) -> None:
         with mock.patch.object(train, "Trainer", native_trainer.Trainer):
-            trainer.install()
+            patching.apply("our trainer")
             assert train.Trainer is trainer.Trainer
         assert issubclass(trainer.Trainer, native_trainer.Trainer)
 

@@ -27,6 +27,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import metrics
 from fairseq_cli import train
 
+from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.training import process
 from lightseq_fairseq.training.step import TrainingStep
 from lightseq_fairseq.training.trainer import Trainer
@@ -122,7 +123,7 @@ def run(data: Path, save_dir: Path, native: bool = False, **flags: Any) -> list[
 
     with fresh_process(), mock.patch.object(train, "Trainer", Recorded):
         is_rank = "distributed_rank" in flags
-        main = train.main if is_rank else process.around(train.main)
+        main = train.main if is_rank else patching.around(train.main, process.main)
         main(configure(data, save_dir, flags))
     return losses
 
@@ -215,7 +216,7 @@ def _run_rank(data: Path, save_dir: Path, flags: dict[str, Any], rank: int) -> N
     gpus = 0 if flags.get("cpu", True) else torch.cuda.device_count()
     backend = "gloo" if gpus < flags["distributed_world_size"] else "nccl"
     device = rank % gpus if gpus else rank
-    main = process.around(train.main)
+    main = patching.around(train.main, process.main)
     start = functools.partial(distributed_utils.distributed_main, device, main, kwargs={})
     with mock.patch.object(train, "main", start):
         losses = run(data, save_dir, **flags, distributed_rank=rank, distributed_backend=backend)

@@ -18,6 +18,8 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch
 
 from lightseq_fairseq.cli.bench_memory import Memory
 from lightseq_fairseq.cli.bench_train.timeline import MARK, timeline
+from lightseq_fairseq.fairseq_compat import patching
 
 FIRST = 100
 
@@ -108,16 +111,15 @@ class Probe:
         self.report.write_text(json.dumps(report) + "\n", encoding="utf-8")
 
 
-def attach(probe: Probe) -> None:
-    """Every Trainer that ``fairseq_cli.train`` makes from here on tells ``probe`` its steps."""
+@contextmanager
+def attached(probe: Probe) -> Iterator[None]:
+    """Within it every Trainer that ``fairseq_cli.train`` makes tells ``probe`` its steps."""
     from lightseq_fairseq import fairseq_compat
 
     fairseq_compat.prepare()
     from fairseq_cli import train
 
-    main = train.main
-
-    def probed_main(*args: Any, **kwargs: Any) -> None:
+    def main(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         # By now the launcher has put in place the Trainer that the command asks for.
         class ProbedTrainer(train.Trainer):
             def begin_epoch(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,10 +131,11 @@ def attach(probe: Probe) -> None:
                 probe.before_step(self.get_num_updates(), tokens)
                 return super().train_step(samples, *args, **kwargs)
 
-        train.Trainer = ProbedTrainer
-        main(*args, **kwargs)
+        with patching.within("fairseq_cli.train:Trainer", ProbedTrainer):
+            original(*args, **kwargs)
 
-    train.main = probed_main
+    with patching.within("fairseq_cli.train:main", main):
+        yield
 
 
 def _tokens(sample: Any) -> int:
@@ -157,10 +160,10 @@ def main() -> None:
     report, rank = arguments.report, os.environ.get("RANK", "0")
     if rank != "0":
         report = report.with_suffix(f".rank{rank}.json")
-    attach(Probe(report, arguments.updates, arguments.heat, arguments.marks))
-    from lightseq_fairseq.cli import train
+    with attached(Probe(report, arguments.updates, arguments.heat, arguments.marks)):
+        from lightseq_fairseq.cli import train
 
-    train.main(arguments.words)
+        train.main(arguments.words)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightseq_fairseq.checkpoints.names import ls_arch, native_name  # isort: skip  (prepares fairseq)
 
-from fairseq import checkpoint_utils
+from lightseq_fairseq.fairseq_compat import patching
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ def use_ls_models() -> None:
     What ours cannot honour stays native, and one line says why. An architecture that the caller
     overrides explicitly is respected. Calling it twice is harmless.
     """
-    _choose_models(_use_ls_model)
+    patching.apply("our models")
 
 
 def use_native_models() -> None:
@@ -29,24 +29,29 @@ def use_native_models() -> None:
     fairseq-train writes those where --user-dir has brought it our parts. Calling it twice is
     harmless.
     """
-    _choose_models(_use_native_model)
+    patching.apply("fairseq's models")
 
 
-def _choose_models(choose: Callable[[Namespace, dict[str, Any], str], None]) -> None:
-    native_load = checkpoint_utils.load_checkpoint_to_cpu
-    if getattr(native_load, "chooses_models", False):
-        return
+def load_for_ls_models(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """fairseq's ``load_checkpoint_to_cpu`` after `use_ls_models`."""
+    return _load(_use_ls_model, original, *args, **options)
 
-    def load(path: str, arg_overrides: Any = None, load_on_all_ranks: bool = False) -> Any:
-        state = native_load(path, arg_overrides, load_on_all_ranks)
-        args: Any = state.get("args") or getattr(state.get("cfg"), "model", None)
-        # A model configured by a dataclass is none of fairseq's Transformers.
-        if isinstance(args, Namespace) and not {"_name", "arch"} & set(arg_overrides or ()):
-            choose(args, state, path)
-        return state
 
-    load.chooses_models = True  # type: ignore[attr-defined]
-    checkpoint_utils.load_checkpoint_to_cpu = load
+def load_for_native_models(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The same after `use_native_models`."""
+    return _load(_use_native_model, original, *args, **options)
+
+
+def _load(
+    choose: Callable[[Namespace, dict[str, Any], str], None], original: Callable[..., Any],
+    path: str, arg_overrides: Any = None, load_on_all_ranks: bool = False,
+) -> Any:  # fmt: skip
+    state = original(path, arg_overrides, load_on_all_ranks)
+    args: Any = state.get("args") or getattr(state.get("cfg"), "model", None)
+    # A model configured by a dataclass is none of fairseq's Transformers.
+    if isinstance(args, Namespace) and not {"_name", "arch"} & set(arg_overrides or ()):
+        choose(args, state, path)
+    return state
 
 
 def _use_ls_model(args: Namespace, state: dict[str, Any], path: str) -> None:

@@ -9,6 +9,7 @@ from argparse import Namespace
 from typing import Any
 
 # First of all that concerns fairseq: it prepares fairseq for being imported and registers ours.
+from lightseq_fairseq.fairseq_compat import prepared  # noqa: F401  isort: skip
 from lightseq_fairseq.plugins.transformer import LSTransformerModel  # isort: skip
 from lightseq_fairseq.plugins.multilingual import LSMultilingualTransformerModel  # isort: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightseq_fairseq import plugins  # noqa: F401  # isort: skip  (prepares fairseq)
+from lightseq_fairseq.fairseq_compat import prepared  # noqa: F401  isort: skip
 
 from fairseq import utils
 from fairseq.file_io import PathManager

@@ -2,9 +2,11 @@
 
 ``prepare()`` imports fairseq and repairs what the installed version gets wrong: 0.12.2 (the
 default), 0.12.3, the development head and fairseq-fixed 0.12.3.1. A repair looks for its symptom,
-not for a version number, and leaves a fairseq alone that does not show it.
+not for a version number, and leaves a fairseq alone that does not show it. ``import_only()``
+repairs nothing.
 
-    importing     while fairseq is imported: dataclasses, scikit-learn, logging, hydra's plugins
+    patching      the list of all names that this package replaces in fairseq, repairs among them
+    importing     while fairseq is imported: dataclasses, scikit-learn, logging; hydra's plugins
     command_line  --arch, --bf16 and --lr
     deprecations  calls that hydra and torch warn about
     batches       sentences that are dropped, functions that numpy has dropped, files over 2 GiB
@@ -18,9 +20,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
 
 from lightseq_fairseq import startup
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.fairseq_compat import patching
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +35,20 @@ INSTALL_COMMAND = (
 TESTED_VERSIONS = ("0.12.2", "0.12.3")
 
 _prepared = False
+
+
+def import_only() -> None:
+    """Imports fairseq, also where it does not import by itself, and leaves it as it comes.
+
+    Where `startup`'s line waits for the first import, that is this one: fairseq is repaired.
+
+    Raises:
+        UserError: as for ``prepare``.
+    """
+    if startup.is_watching():
+        prepare()
+    elif "fairseq" not in sys.modules:
+        _import()
 
 
 def prepare() -> None:
@@ -48,12 +66,7 @@ def prepare() -> None:
     if _prepared:
         return
     startup.unwatch()
-    _require("torch")
-    _require("fairseq")
-
-    from lightseq_fairseq.fairseq_compat import importing
-
-    version = importing.import_fairseq(INSTALL_COMMAND)
+    version = _import()
     if not version.startswith(TESTED_VERSIONS):
         logger.warning(
             "fairseq %s is not one of the versions this package is tested with (%s): its known "
@@ -63,29 +76,23 @@ def prepare() -> None:
             ", ".join(TESTED_VERSIONS),
         )
     try:
-        from lightseq_fairseq.fairseq_compat import (
-            batches,
-            checkpoints,
-            command_line,
-            deprecations,
-            generation,
-            layers,
-            ranks,
-        )
-
-        command_line.repair()
-        deprecations.repair()
-        batches.repair()
-        layers.repair()
-        checkpoints.repair()
-        generation.repair()
-        ranks.repair()
+        patching.apply("repair")
+        from lightseq_fairseq.fairseq_compat import layers
     except (ImportError, AttributeError) as error:
         raise UserError(
             f"fairseq {version} differs too much from the versions this package supports "
             f"({error}); install it with: {INSTALL_COMMAND}"
         ) from error
+    layers.disable_cudnn_attention()
     _prepared = True
+
+
+def _import() -> str:
+    _require("torch")
+    _require("fairseq")
+    from lightseq_fairseq.fairseq_compat import importing
+
+    return importing.import_fairseq(INSTALL_COMMAND)
 
 
 def _require(name: str) -> None:

@@ -6,22 +6,20 @@ from __future__ import annotations
 import argparse
 import collections
 import errno
-import functools
 import logging
 import os
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import omegaconf
 import torch
-from fairseq import checkpoint_utils, registry
+from fairseq import registry
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.logging import meters
-from fairseq.models.transformer import TransformerDecoderBase, TransformerEncoderBase
-from fairseq.modules import AdaptiveInput, AdaptiveSoftmax, SinusoidalPositionalEmbedding
 
 from lightseq_fairseq.checkpoints import files
 from lightseq_fairseq.errors import UserError
@@ -31,65 +29,37 @@ from lightseq_fairseq.fairseq_compat.overlay import Overlay
 logger = logging.getLogger(__name__)
 
 
-def repair() -> None:
-    """Makes fairseq load its checkpoints under torch's ``weights_only`` rule, and write all of them
-    by itself."""
-    # From 2.6 on torch.load refuses a fairseq checkpoint ("Weights only load failed") because it
-    # holds an argparse.Namespace, and so does a rank that is handed one by rank 0.
-    checkpoint_utils.torch = Overlay(torch, load=load_checkpoint)
-    distributed_utils.torch = Overlay(torch, load=_load_from_rank)
-    _repair_torch_persistent_save()
-    for module in (SinusoidalPositionalEmbedding, AdaptiveInput, AdaptiveSoftmax):
-        _fill_new_buffer(module)
-    for stack in (TransformerEncoderBase, TransformerDecoderBase):
-        _fill_loaded_buffer(stack)
-
-
-def _repair_torch_persistent_save() -> None:
+def torch_persistent_save(
+    original: Callable[..., None], obj: Any, filename: Any, async_write: bool = False
+) -> None:
     # fairseq writes to <name>.tmp: two runs into one folder mix their files there, a link of that
     # name is followed, and one that could not be written stays.
-    original = checkpoint_utils.torch_persistent_save
-
-    @functools.wraps(original)
-    def torch_persistent_save(obj: Any, filename: Any, async_write: bool = False) -> None:
-        if async_write or not PathManager.supports_rename(filename):
-            original(obj, filename, async_write)
-        else:
-            with files.replaced(filename) as file:
-                torch.save(obj, file)
-
-    checkpoint_utils.torch_persistent_save = torch_persistent_save
+    if async_write or not PathManager.supports_rename(filename):
+        original(obj, filename, async_write)
+    else:
+        with files.replaced(filename) as file:
+            torch.save(obj, file)
 
 
 _BUFFER = "_float_tensor"  # stands for a module's type; fairseq saves it and never writes to it
 
 
-def _fill_new_buffer(module: Any) -> None:
+def with_new_buffer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     # Its memory is as it was found: two equal runs would write files that differ.
-    original_init = module.__init__
-
-    @functools.wraps(original_init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original_init(self, *args, **kwargs)
-        if _BUFFER in self._buffers:  # newer versions have none
-            self._buffers[_BUFFER].zero_()
-
-    module.__init__ = __init__
+    original(self, *args, **kwargs)
+    if _BUFFER in self._buffers:  # newer versions have none
+        self._buffers[_BUFFER].zero_()
 
 
-def _fill_loaded_buffer(stack: Any) -> None:
+def upgrade_state_dict_named(
+    original: Callable[..., Any], self: Any, state_dict: dict[str, Any], name: str
+) -> Any:
     # Loading puts a new one, as it was found, in the place of the one in the file.
-    original = stack.upgrade_state_dict_named
-
-    @functools.wraps(original)
-    def upgrade_state_dict_named(self: Any, state_dict: dict[str, Any], name: str) -> Any:
-        upgraded = original(self, state_dict, name)
-        buffer = state_dict.get(f"{name}.embed_positions.{_BUFFER}")
-        if buffer is not None:
-            buffer.zero_()
-        return upgraded
-
-    stack.upgrade_state_dict_named = upgrade_state_dict_named
+    upgraded = original(self, state_dict, name)
+    buffer = state_dict.get(f"{name}.embed_positions.{_BUFFER}")
+    if buffer is not None:
+        buffer.zero_()
+    return upgraded
 
 
 def load_checkpoint(file: Any, map_location: Any = None, **options: Any) -> Any:
@@ -161,6 +131,12 @@ def _drop_unknown_settings(cfg: Any) -> None:
 
 def _load_from_rank(file: Any, map_location: Any = None, **options: Any) -> Any:
     return _load(file, map_location, _checkpoint_globals() + _rank_globals(), options)
+
+
+# From 2.6 on torch.load refuses a fairseq checkpoint ("Weights only load failed") because it holds
+# an argparse.Namespace, and so does a rank that is handed one by rank 0.
+TORCH = Overlay(torch, load=load_checkpoint)
+TORCH_OF_RANKS = Overlay(torch, load=_load_from_rank)
 
 
 def _load(file: Any, map_location: Any, allowed: list[Any], options: dict[str, Any]) -> Any:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from fairseq import models, options, utils
+from fairseq import models, utils
 
 from lightseq_fairseq.errors import UserError
-
-
-def repair() -> None:
-    """Checks the architecture first, keeps ``--bf16`` on the GPU and reads ``--lr`` as a list."""
-    _repair_parse_args_and_arch()
-    _repair_build_model()
 
 
 def check_arch(name: str) -> None:
@@ -30,43 +24,39 @@ def check_arch(name: str) -> None:
     raise UserError(f"there is no architecture called {name}; {hint}")
 
 
-def _repair_parse_args_and_arch() -> None:
-    original = options.parse_args_and_arch
+def parse_args_and_arch(
+    original: Callable[..., Any],
+    parser: argparse.ArgumentParser,
+    input_args: list[str] | None = None,
+    parse_known: bool = False,
+    suppress_defaults: bool = False,
+    modify_parser: Any = None,
+) -> Any:
+    """Checks the architecture first, keeps ``--bf16`` on the GPU and reads ``--lr`` as a list."""
+    given = sys.argv[1:] if input_args is None else input_args
 
-    @functools.wraps(original)
-    def parse_args_and_arch(
-        parser: argparse.ArgumentParser,
-        input_args: list[str] | None = None,
-        parse_known: bool = False,
-        suppress_defaults: bool = False,
-        modify_parser: Any = None,
-    ) -> Any:
-        given = sys.argv[1:] if input_args is None else input_args
+    def check_then_modify(parser: argparse.ArgumentParser) -> None:
+        # fairseq calls this after importing --user-dir, hence after the last registration, and
+        # before argparse answers an unknown name with all three hundred known ones.
+        arch = _arch(parser, given)
+        if arch is not None:
+            check_arch(arch)
+        _mend_values(parser)
+        if modify_parser is not None:
+            modify_parser(parser)
 
-        def check_then_modify(parser: argparse.ArgumentParser) -> None:
-            # fairseq calls this after importing --user-dir, hence after the last registration,
-            # and before argparse answers an unknown name with all three hundred known ones.
-            arch = _arch(parser, given)
-            if arch is not None:
-                check_arch(arch)
-            _mend_values(parser)
-            if modify_parser is not None:
-                modify_parser(parser)
-
-        tpu = "--tpu" in given
-        try:
-            parsed = original(parser, input_args, parse_known, suppress_defaults, check_then_modify)
-        except ValueError as error:
-            if "--tpu" in str(error) and not tpu:
-                raise UserError("--fp16 and --bf16 exclude each other: give one of them") from error
-            raise
-        args = parsed[0] if parse_known else parsed
-        # "--bf16" switches the TPU on, and a GPU run ends in "module 'torch_xla'" errors.
-        if getattr(args, "tpu", False) and not tpu:
-            args.tpu = False
-        return parsed
-
-    options.parse_args_and_arch = parse_args_and_arch
+    tpu = "--tpu" in given
+    try:
+        parsed = original(parser, input_args, parse_known, suppress_defaults, check_then_modify)
+    except ValueError as error:
+        if "--tpu" in str(error) and not tpu:
+            raise UserError("--fp16 and --bf16 exclude each other: give one of them") from error
+        raise
+    args = parsed[0] if parse_known else parsed
+    # "--bf16" switches the TPU on, and a GPU run ends in "module 'torch_xla'" errors.
+    if getattr(args, "tpu", False) and not tpu:
+        args.tpu = False
+    return parsed
 
 
 def _arch(parser: argparse.ArgumentParser, given: list[str]) -> str | None:
@@ -108,16 +98,10 @@ def _truth(text: str) -> str:
     return text.capitalize()
 
 
-def _repair_build_model() -> None:
+def build_model(original: Callable[..., Any], cfg: Any, *args: Any, **kwargs: Any) -> Any:
     # A checkpoint of an architecture that is not registered here: fairseq formats its own message
     # wrongly and fails with "IndexError: Replacement index 1 out of range".
-    original = models.build_model
-
-    @functools.wraps(original)
-    def build_model(cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None)
-        if name:
-            check_arch(name)
-        return original(cfg, *args, **kwargs)
-
-    models.build_model = build_model
+    name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None)
+    if name:
+        check_arch(name)
+    return original(cfg, *args, **kwargs)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from fairseq import utils
 from fairseq.data import data_utils
 from fairseq.ngram_repeat_block import NGramRepeatBlock
-from fairseq.tasks import FairseqTask
 
 from lightseq_fairseq.errors import UserError
 
@@ -18,111 +17,81 @@ from lightseq_fairseq.errors import UserError
 NO_FILE = "@@ "
 
 
-def repair() -> None:
-    """Makes ``--replace-unk`` work with and without a file, and forbids what is to be forbidden."""
+def cannot_read_alignments() -> bool:
     try:
         utils.replace_unk("<unk>", "word", [(0, 0)], {}, "<unk>")
     except TypeError:
-        _repair_alignments()
-        _repair_build_generator()
-    _repair_load_align_dict()
-    _repair_joined_subwords()
-    if _repeats_ngrams():
-        _repair_ngram_repeat_block()
+        return True
+    return False
 
 
-def _repair_load_align_dict() -> None:
+def load_align_dict(original: Callable[[Any], Any], replace_unk: Any) -> Any:
     # Without this: FileNotFoundError: '@@ '.
-    original = utils.load_align_dict
-
-    @functools.wraps(original)
-    def load_align_dict(replace_unk: Any) -> Any:
-        return original("" if replace_unk == NO_FILE else replace_unk)
-
-    utils.load_align_dict = load_align_dict
+    return original("" if replace_unk == NO_FILE else replace_unk)
 
 
-def _repair_build_generator() -> None:
+def build_generator(
+    original: Callable[..., Any], self: Any, models: Any, args: Any, *others: Any, **options: Any
+) -> Any:
     # 0.12.2 computes alignments only for --print-alignment. Without them the first <unk> of a
     # translation ends in "IndexError: index 0 is out of bounds for dimension 0 with size 0".
-    original = FairseqTask.build_generator
-
-    @functools.wraps(original)
-    def build_generator(self: Any, models: Any, args: Any, *others: Any, **options: Any) -> Any:
-        wanted = getattr(args, "replace_unk", None) is not None
-        if wanted and not getattr(args, "print_alignment", None):
-            args = copy.copy(args)
-            args.print_alignment = "hard"
-        return original(self, models, args, *others, **options)
-
-    FairseqTask.build_generator = build_generator
+    wanted = getattr(args, "replace_unk", None) is not None
+    if wanted and not getattr(args, "print_alignment", None):
+        args = copy.copy(args)
+        args.print_alignment = "hard"
+    return original(self, models, args, *others, **options)
 
 
-def _repair_alignments() -> None:
+def replace_unk(
+    original: Callable[..., Any], hypo_str: str, src_str: str, alignment: Any, *rest: Any
+) -> str:
     # With them: "TypeError: list indices must be integers or slices, not tuple". Alignments are
     # pairs of (source, target) or, soft ones, rows of weights; replace_unk wants the source word of
     # each target word.
-    original = utils.replace_unk
-
-    @functools.wraps(original)
-    def replace_unk(hypo_str: str, src_str: str, alignment: Any, *rest: Any) -> str:
-        if not alignment:  # nothing to take a word from: an empty source, or no attention
-            return hypo_str
-        if isinstance(alignment[0], tuple):
-            source_of = {target: source for source, target in alignment}
-        else:
-            weights = [[float(weight) for weight in row] for row in alignment]
-            source_of = {target: row.index(max(row)) for target, row in enumerate(weights)}
-        if max(source_of.values()) > len(src_str.split()):  # the last one stands for </s>
-            raise UserError(
-                "--replace-unk finds fewer source words than the model has read: leave out --bpe "
-                "and --tokenizer, in lightseq-interactive --remove-bpe too, and apply them later."
-            )
-        return str(original(hypo_str, src_str, source_of, *rest))
-
-    utils.replace_unk = replace_unk
+    if not alignment:  # nothing to take a word from: an empty source, or no attention
+        return hypo_str
+    if isinstance(alignment[0], tuple):
+        source_of = {target: source for source, target in alignment}
+    else:
+        weights = [[float(weight) for weight in row] for row in alignment]
+        source_of = {target: row.index(max(row)) for target, row in enumerate(weights)}
+    if max(source_of.values()) > len(src_str.split()):  # the last one stands for </s>
+        raise UserError(
+            "--replace-unk finds fewer source words than the model has read: leave out --bpe "
+            "and --tokenizer, in lightseq-interactive --remove-bpe too, and apply them later."
+        )
+    return str(original(hypo_str, src_str, source_of, *rest))
 
 
-def _repair_joined_subwords() -> None:
+def post_process_prediction(
+    original: Callable[..., Any], hypo_tokens: Any, src_str: str, alignment: Any, align_dict: Any,
+    tgt_dict: Any, remove_bpe: str | None = None, *rest: Any, **options: Any,
+) -> Any:  # fmt: skip
     # --remove-bpe joins the subwords of a translation before --replace-unk counts its words, of
     # which the alignment knows nothing: other source words appear, and an <unk> that is joined to
     # its neighbour stays.
-    original = utils.post_process_prediction
-
-    @functools.wraps(original)
-    def post_process_prediction(
-        hypo_tokens: Any, src_str: str, alignment: Any, align_dict: Any, tgt_dict: Any,
-        remove_bpe: str | None = None, *rest: Any, **options: Any,
-    ) -> Any:  # fmt: skip
-        replaces = align_dict is not None and remove_bpe is not None
-        subwords = None if replaces else remove_bpe
-        found = original(
-            hypo_tokens, src_str, alignment, align_dict, tgt_dict, subwords, *rest, **options
-        )
-        if not replaces:
-            return found
-        text = data_utils.post_process(found[1], remove_bpe)
-        return tgt_dict.encode_line(text, add_if_not_exist=True), text, alignment
-
-    utils.post_process_prediction = post_process_prediction
+    replaces = align_dict is not None and remove_bpe is not None
+    subwords = None if replaces else remove_bpe
+    found = original(
+        hypo_tokens, src_str, alignment, align_dict, tgt_dict, subwords, *rest, **options
+    )
+    if not replaces:
+        return found
+    text = data_utils.post_process(found[1], remove_bpe)
+    return tgt_dict.encode_line(text, add_if_not_exist=True), text, alignment
 
 
-def _repeats_ngrams() -> bool:
+def repeats_ngrams() -> bool:
     # Three tokens, 5 6 5, in a buffer that has room for more: 6 must not come again.
     tokens, scores = torch.tensor([[5, 6, 5, 1, 1]]), torch.zeros(1, 8)
     blocked = NGramRepeatBlock(2, use_extension=False)(tokens, scores, 1, 1, 2)
     return bool(blocked[0, 6].isfinite())
 
 
-def _repair_ngram_repeat_block() -> None:
+def _no_repeat_ngram(
+    original: Callable[..., Any],
+    self: Any, tokens: Any, lprobs: Any, bsz: int, beam_size: int, step: int,
+) -> Any:  # fmt: skip
     # Without its CUDA extension, which pip does not build, 0.12.2 looks for the last n-gram at the
     # end of the buffer, where there are pads: "--no-repeat-ngram-size" forbids nothing.
-    original = NGramRepeatBlock._no_repeat_ngram
-
-    @functools.wraps(original)
-    def _no_repeat_ngram(
-        self: Any, tokens: Any, lprobs: Any, bsz: int, beam_size: int, step: int
-    ) -> Any:
-        return original(self, tokens[:, : step + 1], lprobs, bsz, beam_size, step)
-
-    NGramRepeatBlock._no_repeat_ngram = _no_repeat_ngram
+    return original(self, tokens[:, : step + 1], lprobs, bsz, beam_size, step)

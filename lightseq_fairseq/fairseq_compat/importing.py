@@ -1,14 +1,14 @@
-"""What the import of fairseq needs: applied while it runs, undone when it ends."""
+"""What fairseq needs while it is imported, and hydra when the first command line is parsed."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import importlib.machinery
 import importlib.util
 import inspect
 import logging
+import pkgutil
 import sys
 import types
 import warnings
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 
 # Import name -> name in the package index, where the two differ.
@@ -35,7 +36,7 @@ def import_fairseq(install_command: str) -> str:
     importlib.import_module("torch")  # outside of the blocks below, which are for fairseq's import
     try:
         with (
-            _hashable_dataclasses(),
+            patching.within("dataclasses:dataclass", dataclass),
             _scikit_learn_placeholders(),
             _warnings_silenced(),
             _root_logger_kept(),
@@ -52,33 +53,22 @@ def import_fairseq(install_command: str) -> str:
             f"fairseq needs {package}, which is not installed: pip install {package} "
             f"(everything that fairseq needs: {install_command})"
         ) from error
-    _repair_hydra_plugin_scan()
     return str(fairseq.__version__)
 
 
-@contextlib.contextmanager
-def _hashable_dataclasses() -> Iterator[None]:
+def dataclass(original: Callable[..., Any], cls: type | None = None, /, **options: Any) -> Any:
     # Python 3.11 refuses a field default whose class is unhashable, and a dataclass with eq is:
     # "mutable default <class 'CommonConfig'> for field common is not allowed". With object's hash
     # the classes of fairseq and hydra keep instances as defaults, which fairseq's hydra_init reads
     # (a default_factory would hide them from it).
-    original = dataclasses.dataclass
+    def decorate(cls: type) -> type:
+        made: Any = original(cls, **options)
+        root = made.__module__.partition(".")[0]
+        if made.__hash__ is None and root in ("fairseq", "hydra", "omegaconf"):
+            made.__hash__ = object.__hash__
+        return made
 
-    def dataclass(cls: type | None = None, /, **options: Any) -> Any:
-        def decorate(cls: type) -> type:
-            made: Any = original(cls, **options)
-            root = made.__module__.partition(".")[0]
-            if made.__hash__ is None and root in ("fairseq", "hydra", "omegaconf"):
-                made.__hash__ = object.__hash__
-            return made
-
-        return decorate if cls is None else decorate(cls)
-
-    dataclasses.dataclass = dataclass
-    try:
-        yield
-    finally:
-        dataclasses.dataclass = original
+    return decorate if cls is None else decorate(cls)
 
 
 @contextlib.contextmanager
@@ -139,23 +129,22 @@ def _root_logger_kept() -> Iterator[None]:
         logging.root.setLevel(level)
 
 
-def _repair_hydra_plugin_scan() -> None:
+def hydra_wants_find_module() -> bool:
     # hydra before 1.3 loads its plugins through importer.find_module, which Python 3.12 lacks:
     # "'FileFinder' object has no attribute 'find_module'" when the first command line is parsed.
     from hydra.core import plugins
 
-    if hasattr(importlib.machinery.FileFinder, "find_module"):
-        return
     source = inspect.getsource(plugins.Plugins)
-    if "find_module" not in source or "find_spec" in source:
-        return
+    is_gone = not hasattr(importlib.machinery.FileFinder, "find_module")
+    return is_gone and "find_module" in source and "find_spec" not in source
 
-    def walk_packages(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        for found in plugins_pkgutil.walk_packages(*args, **kwargs):
-            yield _FindModule(found.module_finder), found.name, found.ispkg
 
-    plugins_pkgutil = plugins.pkgutil
-    plugins.pkgutil = Overlay(plugins_pkgutil, walk_packages=walk_packages)
+def _walk_packages(*args: Any, **kwargs: Any) -> Iterator[Any]:
+    for found in pkgutil.walk_packages(*args, **kwargs):
+        yield _FindModule(found.module_finder), found.name, found.ispkg
+
+
+PKGUTIL = Overlay(pkgutil, walk_packages=_walk_packages)
 
 
 class _FindModule:

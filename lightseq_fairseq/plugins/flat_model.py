@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightseq_fairseq import library
+from lightseq_fairseq import fairseq_compat, library
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.layers.decoder import memory_weights
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
 from lightseq_fairseq.parameters import flatten_parameters
@@ -16,6 +17,13 @@ from lightseq_fairseq.plugins.unsupported import unsupported_width
 
 class FlatModel:
     """In front of a fairseq model among the bases of ours."""
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> Any:
+        """fairseq's, which from now on translates with our search."""
+        fairseq_compat.prepare()
+        patching.apply("model")
+        return super().build_model(args, task)  # type: ignore[misc]
 
     def sides(self) -> list[tuple[Any, Any]]:
         """The encoders and decoders that work together; one may be in several pairs."""

@@ -3,23 +3,21 @@
 ``task.build_generator`` gives fairseq's generator as ever, of a class that searches by itself
 where it knows how: one ``ls_transformer``, beam search, diverse beam search or, on a GPU, sampling.
 Whatever else is asked of it, it leaves to fairseq's own search, which calls our decoder token by
-token. Importing this module changes ``FairseqTask.build_generator``, and how translations become
-text: a sentence at once.
+token. The functions at the end take the places of fairseq's, see `fairseq_compat.patching`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from fairseq import search as fairseq_search
 from fairseq import utils
-from fairseq.data import Dictionary, data_utils
+from fairseq.data import data_utils
 from fairseq.models import FairseqLanguageModel
 from fairseq.sequence_generator import SequenceGenerator
-from fairseq.tasks import FairseqTask
-from fairseq.tasks.translation import TranslationTask
 from torch import Tensor
 
 from lightseq_fairseq.errors import UserError
@@ -107,67 +105,56 @@ class LSSequenceGenerator(SequenceGenerator):
         )  # fmt: skip
 
 
-def _choose_in_build_generator() -> None:
-    original = FairseqTask.build_generator
-
-    @functools.wraps(original)
-    def build_generator(
-        self: Any, models: Any, args: Any, seq_gen_cls: Any = None, *others: Any, **options: Any
-    ) -> Any:
-        language_model = (options.get("extra_gen_cls_kwargs") or {}).get("lm_model")
-        if not isinstance(language_model, (FairseqLanguageModel, type(None))):
-            raise UserError(
-                f"The model of --lm-path is no language model but {type(language_model).__name__}: "
-                "give one that was trained with --task language_modeling."
-            )
-        # Alignments, which --replace-unk needs as well, come from another generator of fairseq's.
-        alignments = any(
-            getattr(args, name, None) is not None and getattr(args, name) is not False
-            for name in ("print_alignment", "replace_unk")
+def build_generator(
+    original: Callable[..., Any],
+    self: Any, models: Any, args: Any, seq_gen_cls: Any = None, *others: Any, **options: Any,
+) -> Any:  # fmt: skip
+    """fairseq's ``FairseqTask.build_generator``, with our search for our model."""
+    language_model = (options.get("extra_gen_cls_kwargs") or {}).get("lm_model")
+    if not isinstance(language_model, (FairseqLanguageModel, type(None))):
+        raise UserError(
+            f"The model of --lm-path is no language model but {type(language_model).__name__}: "
+            "give one that was trained with --task language_modeling."
         )
-        if seq_gen_cls is None and not alignments and type(models[0]) is LSTransformerModel:
-            seq_gen_cls = LSSequenceGenerator
-        return original(self, models, args, seq_gen_cls, *others, **options)
+    # Alignments, which --replace-unk needs as well, come from another generator of fairseq's.
+    alignments = any(
+        getattr(args, name, None) is not None and getattr(args, name) is not False
+        for name in ("print_alignment", "replace_unk")
+    )
+    if seq_gen_cls is None and not alignments and type(models[0]) is LSTransformerModel:
+        seq_gen_cls = LSSequenceGenerator
+    return original(self, models, args, seq_gen_cls, *others, **options)
 
-    FairseqTask.build_generator = build_generator
 
+def string(
+    original: Callable[..., str],
+    self: Any, tensor: Any, bpe_symbol: Any = None, escape_unk: bool = False,
+    extra_symbols_to_ignore: Any = None, unk_string: str | None = None,
+    include_eos: bool = False, separator: str = " ",
+) -> str:  # fmt: skip
+    """The same text as fairseq's ``Dictionary.string``, in less time.
 
-def _look_words_up_at_once() -> None:
-    """The same text in less time.
-
-    ``Dictionary.string`` takes tensors apart number by number, and looks at each several times.
-    --eval-bleu strips pads off references one by one, where each waits for the GPU, and makes the
-    text of the same references at every validation.
+    That one takes tensors apart number by number, and looks at each several times.
     """
-    string, score = Dictionary.string, TranslationTask._inference_with_bleu
-
-    @functools.wraps(string)
-    def string_at_once(
-        self: Any, tensor: Any, bpe_symbol: Any = None, escape_unk: bool = False,
-        extra_symbols_to_ignore: Any = None, unk_string: str | None = None,
-        include_eos: bool = False, separator: str = " ",
-    ) -> str:  # fmt: skip
-        if not torch.is_tensor(tensor) or tensor.dim() != 1:
-            return string(
-                self, tensor, bpe_symbol, escape_unk, extra_symbols_to_ignore, unk_string,
-                include_eos, separator,
-            )  # fmt: skip
-        left_out = {*(extra_symbols_to_ignore or ()), *([] if include_eos else [self.eos()])}
-        if hasattr(self, "bos_index"):
-            left_out.add(self.bos())
-        unk = self.unk()
-        unknown = self.unk_string(escape_unk) if unk_string is None else unk_string
-        words = (unknown if i == unk else self[i] for i in tensor.tolist() if i not in left_out)
-        return data_utils.post_process(separator.join(words), bpe_symbol)
-
-    @functools.wraps(score)
-    def score_on_cpu(self: Any, generator: Any, sample: dict[str, Any], model: Any) -> Any:
-        if self.tokenizer is not None and "decode" not in vars(self.tokenizer):
-            self.tokenizer.decode = functools.lru_cache(_REMEMBERED)(self.tokenizer.decode)
-        return score(self, generator, {**sample, "target": sample["target"].cpu()}, model)
-
-    Dictionary.string, TranslationTask._inference_with_bleu = string_at_once, score_on_cpu
+    if not torch.is_tensor(tensor) or tensor.dim() != 1:
+        return original(
+            self, tensor, bpe_symbol, escape_unk, extra_symbols_to_ignore, unk_string,
+            include_eos, separator,
+        )  # fmt: skip
+    left_out = {*(extra_symbols_to_ignore or ()), *([] if include_eos else [self.eos()])}
+    if hasattr(self, "bos_index"):
+        left_out.add(self.bos())
+    unk = self.unk()
+    unknown = self.unk_string(escape_unk) if unk_string is None else unk_string
+    words = (unknown if i == unk else self[i] for i in tensor.tolist() if i not in left_out)
+    return data_utils.post_process(separator.join(words), bpe_symbol)
 
 
-_choose_in_build_generator()
-_look_words_up_at_once()
+def _inference_with_bleu(
+    original: Callable[..., Any], self: Any, generator: Any, sample: dict[str, Any], model: Any
+) -> Any:
+    # --eval-bleu strips pads off references one by one, where each waits for the GPU, and makes the
+    # text of the same references at every validation.
+    if self.tokenizer is not None and "decode" not in vars(self.tokenizer):
+        self.tokenizer.decode = functools.lru_cache(_REMEMBERED)(self.tokenizer.decode)
+    return original(self, generator, {**sample, "target": sample["target"].cpu()}, model)

@@ -24,6 +24,7 @@ from lightseq_fairseq.checkpoints import saving  # isort: skip  (prepares fairse
 from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 
+from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 from lightseq_fairseq.training.host_copies import HostCopies
 
@@ -141,7 +142,7 @@ WRITER = Writer()  # of this process, which trains one model at a time
 os.register_at_fork(after_in_child=WRITER.begin)  # where the thread does not run
 
 
-class _Folder(PathManager):
+class Folder(PathManager):
     """fairseq's access to files, where its ``save_checkpoint`` uses it."""
 
     @staticmethod
@@ -162,12 +163,12 @@ class _Folder(PathManager):
         WRITER.remove(path)
 
 
-def install() -> None:
+OS = Overlay(os, remove=Folder.rm)
+
+
+def take_over() -> None:
     """fairseq's ``save_checkpoint`` leaves copies and deletions to ``WRITER`` from now on."""
-    if checkpoint_utils.PathManager is _Folder:
-        return
-    checkpoint_utils.PathManager = _Folder
-    checkpoint_utils.os = Overlay(os, remove=_Folder.rm)
+    patching.apply("saving")
     checkpoint_utils.logger.addFilter(_say_later)
 
 
@@ -177,11 +178,11 @@ _SAVED = re.compile(r"(Saved checkpoint .* \(writing took )\S+( seconds\))", re.
 def _say_later(record: logging.LogRecord) -> bool:
     """fairseq says that a checkpoint is saved when it is, and how long that took."""
     found = _SAVED.fullmatch(str(record.msg))
-    if found is None or checkpoint_utils.PathManager is not _Folder:
+    if found is None or checkpoint_utils.PathManager is not Folder:
         return True
     before, after = found.groups()
     WRITER.say(checkpoint_utils.logger, lambda seconds: f"{before}{seconds:.1f}{after}")
     return False
 
 
-__all__ = ["WRITER", "Writer", "install"]
+__all__ = ["OS", "WRITER", "Folder", "Writer", "take_over"]

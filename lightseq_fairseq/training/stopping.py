@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightseq_fairseq import plugins  # noqa: F401  isort: skip  (prepares fairseq)
+from lightseq_fairseq.fairseq_compat import prepared  # noqa: F401  isort: skip
 
 from fairseq import trainer as native
 from torch.utils.data._utils import worker as _worker

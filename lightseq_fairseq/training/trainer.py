@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,20 +14,20 @@ from torch import Tensor, nn
 
 from lightseq_fairseq.checkpoints import names  # isort: skip  (prepares fairseq for the imports below)
 
-from fairseq import checkpoint_utils, optim
+from fairseq import optim
 from fairseq.file_io import PathManager
 from fairseq.logging import metrics
 
 from lightseq_fairseq import library
 from lightseq_fairseq.checkpoints import dictionaries, optimizer_order
 from lightseq_fairseq.errors import is_out_of_memory
+from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.plugins.optimizer import FP16Optimizer
 from lightseq_fairseq.training import (
     background,
     batch,
     fast_path,
     pack_tokens,
-    process,
     stopping,
 )
 from lightseq_fairseq.training.background import WRITER
@@ -47,11 +47,6 @@ _SCALER_COUNTERS = (
     "_last_rescale_iter",
     "_overflows_since_rescale",
 )
-
-
-def install() -> None:
-    """Make ``fairseq_cli.train`` use this Trainer."""
-    process.install(Trainer)
 
 
 class Trainer(stopping.Trainer):
@@ -76,7 +71,7 @@ class Trainer(stopping.Trainer):
         super().__init__(cfg, task, model, criterion, quantizer)
         self._has_ls = names.uses_ls(self.cfg)
         if self._has_ls:
-            background.install()
+            background.take_over()
 
     def _build_optimizer(self) -> None:
         self._fast_path = None
@@ -84,11 +79,8 @@ class Trainer(stopping.Trainer):
         if self._refusal is not None:
             super()._build_optimizer()
             return
-        fairseqs, optim.FP16Optimizer = optim.FP16Optimizer, FP16Optimizer
-        try:
+        with patching.within("fairseq.optim:FP16Optimizer", FP16Optimizer):
             super()._build_optimizer()
-        finally:
-            optim.FP16Optimizer = fairseqs
 
     def get_train_iterator(self, *arguments: Any, **keywords: Any) -> Any:
         """fairseq's batches of an epoch, or --pack-tokens'; packed ones for the captured step."""
@@ -274,9 +266,7 @@ class Trainer(stopping.Trainer):
     def _on_loading(self, reset_optimizer: bool) -> Iterator[None]:
         # fairseq rounds the file's parameters into the model, makes float32 copies of that and
         # drops the file. What it has read is kept here until those copies exist.
-        load = checkpoint_utils.load_checkpoint_to_cpu
-
-        def load_and_keep(*args: Any, **kwargs: Any) -> Any:
+        def load_and_keep(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             state = load(*args, **kwargs)
             trained_with = state["extra_state"].get("dictionaries")
             if args[0] != self.cfg.checkpoint.finetune_from_model:
@@ -293,11 +283,8 @@ class Trainer(stopping.Trainer):
                 state["extra_state"][_MASTERS] = kept
             return state
 
-        checkpoint_utils.load_checkpoint_to_cpu = load_and_keep
-        try:
+        with patching.within("fairseq.checkpoint_utils:load_checkpoint_to_cpu", load_and_keep):
             yield
-        finally:
-            checkpoint_utils.load_checkpoint_to_cpu = load
 
     @torch.no_grad()
     def _restore_masters(self, kept: dict[str, dict[str, Tensor]]) -> None:
