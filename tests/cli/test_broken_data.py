@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.cli_runs import SMALL, SPLITS, binarise, run, succeed
-from test_cli_bad_input import digests
+from helpers.cli_runs import SMALL, SPLITS, binarise, digests, run, succeed
 
 # isort: split
 from fairseq.data import indexed_dataset

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 import shutil
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import Result
-from helpers.cli_runs import SMALL, SPLITS, binarise, run, succeed
+from helpers.cli_runs import SMALL, SPLITS, binarise, digests, run, succeed
 
 LS = "--arch ls_transformer_tiny"
 NATIVE = "--arch transformer_tiny --optimizer adam"
@@ -104,14 +103,6 @@ def launch(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Resu
         return run(command, *words)
 
     return launch
-
-
-def digests(folder: Path) -> dict[Path, str]:
-    return {
-        path: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "preprocess.log"
-    }
 
 
 TASKS = """

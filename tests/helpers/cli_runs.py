@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import logging
 import random
@@ -90,3 +91,11 @@ def binarise(folder: Path, words: int = WORDS) -> Path:
         *(word for split, prefix in prefixes.items() for word in (f"--{split}pref", prefix)),
     )  # fmt: skip
     return folder / "data"
+
+
+def digests(folder: Path) -> dict[Path, str]:
+    return {
+        path: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "preprocess.log"
+    }

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -57,6 +58,11 @@ class Systems(NamedTuple):
 
 NATIVE = Systems("native", "native", "native")
 LS = Systems("ls", "ls", "ls")
+
+# Flags of the parity runs' four models.
+PRE_NORM = {"encoder_normalize_before": True, "decoder_normalize_before": True}
+SHARED = {"share_all_embeddings": True}
+NORMS = pytest.mark.parametrize("norm", [{}, PRE_NORM], ids=["post-norm", "pre-norm"])
 
 # The schedule of the parity runs; a test's own flags override these.
 FLAGS: dict[str, Any] = {
@@ -293,6 +299,17 @@ def every_unit_kept() -> Iterator[None]:
     ):
         assert ops.dropout_mask(torch.zeros(2, dtype=torch.int64), 0, 64, 64, 0.9).all()
         yield
+
+
+def permuted(seed: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def change(sample: dict[str, Any]) -> dict[str, Any]:
+        order = torch.randperm(len(sample["target"]), generator=generator)
+        inputs = {name: value[order] for name, value in sample["net_input"].items()}
+        return {**sample, "net_input": inputs, "target": sample["target"][order]}
+
+    return change
 
 
 class Deviation(NamedTuple):

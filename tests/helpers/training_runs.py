@@ -7,6 +7,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import traceback
@@ -37,6 +38,12 @@ LS = {
     "criterion": "ls_label_smoothed_cross_entropy",
 }
 NATIVE = {name: value.removeprefix("ls_") for name, value in LS.items()}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp16": {"fp16": True, "fp16_init_scale": 128},
+    "bf16": {"bf16": True},
+}
+ON_GPU = {**LS, "cpu": None, "encoder_embed_dim": 64, "encoder_attention_heads": 2}
 
 _FLAGS: dict[str, Any] = {
     "encoder-embed-dim": 16,
@@ -146,6 +153,11 @@ def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
     """Names of what is not the same, bit by bit, in two results of ``trained``."""
     assert ours.keys() == theirs.keys() != set()
     return [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+def captured_graphs(log: str) -> int:
+    """How many graphs the run has captured, to a power of two."""
+    return max(map(int, re.findall(r"captured (\d+) CUDA graphs", log)), default=0)
 
 
 @contextmanager

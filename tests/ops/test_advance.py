@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.advance_cases import SEED, given, start
 from torch import Tensor
 
 from lightseq_fairseq import fairseq_compat, ops
@@ -16,21 +17,6 @@ from lightseq_fairseq.training.step import SCALER
 fairseq_compat.prepare()
 
 from fairseq.optim.dynamic_loss_scaler import DynamicLossScaler  # noqa: E402
-
-SEED = 7
-
-
-def start(scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    state = torch.zeros(len(State), dtype=torch.float64)
-    state[State.LOSS_SCALE] = scale
-    state[State.LAST_OVERFLOW_ITER] = state[State.LAST_RESCALE_ITER] = -1
-    return state, torch.zeros(2, dtype=torch.int64)
-
-
-def given(count: int, sample_size: float = 10.0) -> Tensor:
-    """Learning rates are ten times their count."""
-    rates = [10.0 * (count - i) for i in range(KNOWN_RATES)]
-    return torch.tensor([count, sample_size, *rates], dtype=torch.float64)
 
 
 def advance(

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from test_advance import SEED, given, start
+from helpers.advance_cases import SEED, given, start
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.ops.advance import State

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.ops_testing import assert_as_good_as, poison_cache
-from test_linear_few_rows_cuda import (
+from helpers.linear_cases import (
     Chain,
     assert_replays_have_new_weights,
     captured,
     drawn,
     inside,
 )
+from helpers.ops_testing import assert_as_good_as, poison_cache
 from torch.nn import functional
 
 from lightseq_fairseq import library, ops

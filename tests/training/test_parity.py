@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,20 @@ import helpers.parity as parity
 import pytest
 import torch
 from fairseq.modules import layer_drop
-from helpers.parity import LS, NATIVE, Systems, command_line, compare, train
+from helpers.parity import (
+    LS,
+    NATIVE,
+    NORMS,
+    PRE_NORM,
+    SHARED,
+    Systems,
+    command_line,
+    compare,
+    permuted,
+    train,
+)
 
 from lightseq_fairseq.plugins import transformer
-
-PRE_NORM = {"encoder_normalize_before": True, "decoder_normalize_before": True}
-SHARED = {"share_all_embeddings": True}
-NORMS = pytest.mark.parametrize("norm", [{}, PRE_NORM], ids=["post-norm", "pre-norm"])
 
 
 @pytest.fixture(scope="module")
@@ -202,14 +208,3 @@ def test_float32_is_as_close_as_another_order_of_rows(corpus: Path, norm: dict[s
     allowed = [parity.largest_deviation(other, native) for other in shuffled]
     for name, value, limits in zip(found._fields, found, zip(*allowed, strict=True), strict=True):
         assert 0 < value <= 4 * max(limits), f"{name} {value:.1e}, native {max(limits):.1e}"
-
-
-def permuted(seed: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def change(sample: dict[str, Any]) -> dict[str, Any]:
-        order = torch.randperm(len(sample["target"]), generator=generator)
-        inputs = {name: value[order] for name, value in sample["net_input"].items()}
-        return {**sample, "net_input": inputs, "target": sample["target"][order]}
-
-    return change

@@ -8,8 +8,7 @@ from typing import Any
 import helpers.parity as parity
 import pytest
 import torch
-from helpers.parity import LS, NATIVE, Systems, command_line, train
-from test_parity import NORMS, permuted
+from helpers.parity import LS, NATIVE, NORMS, Systems, command_line, permuted, train
 
 from lightseq_fairseq import library
 

@@ -8,7 +8,7 @@ from typing import Any
 import helpers.training_runs as runs
 import pytest
 import torch
-from test_step_cuda import ON_GPU
+from helpers.training_runs import ON_GPU
 
 pytestmark = pytest.mark.gpu
 

@@ -12,28 +12,17 @@ from typing import Any
 import helpers.training_runs as runs
 import pytest
 import torch
+from helpers.training_runs import ON_GPU, PRECISIONS, captured_graphs
 
 from lightseq_fairseq.ops.advance import Given
 from lightseq_fairseq.training import step
 
 pytestmark = pytest.mark.gpu
 
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "fp16": {"fp16": True, "fp16_init_scale": 128},
-    "bf16": {"bf16": True},
-}
-ON_GPU = {**runs.LS, "cpu": None, "encoder_embed_dim": 64, "encoder_attention_heads": 2}
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs.corpus(tmp_path_factory.mktemp("corpus"))
-
-
-def captured_graphs(log: str) -> int:
-    """How many graphs the run has captured, to a power of two."""
-    return max(map(int, re.findall(r"captured (\d+) CUDA graphs", log)), default=0)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from typing import Any
 import helpers.training_runs as runs
 import pytest
 import torch
-from test_step_cuda import ON_GPU, PRECISIONS, captured_graphs
+from helpers.training_runs import ON_GPU, PRECISIONS, captured_graphs
 
 from lightseq_fairseq import graphs
 from lightseq_fairseq.plugins.transformer import LSTransformerModel

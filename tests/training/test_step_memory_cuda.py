@@ -12,7 +12,7 @@ import pytest
 import torch
 from fairseq.tasks.translation import TranslationTask
 from helpers.parity import write_corpus
-from test_step_cuda import ON_GPU
+from helpers.training_runs import ON_GPU
 
 from lightseq_fairseq.graphs import Graphs
 from lightseq_fairseq.training import step
