@@ -127,7 +127,7 @@ nothing.
 
 Each row is what a test finds when it runs the command: where the answer is honoured or fallback,
 beside fairseq's own command, and beside that command without the setting, which does something
-else. `tests/test_flags_proofs.py` fails when a row has no such test.
+else. `tests/flags/test_flags_proofs.py` fails when a row has no such test.
 """
 
 

@@ -66,7 +66,7 @@ cd "$log"
 run() { # tests, memcheck or racecheck; name of the file
     local name=$1-$2
     local words=("$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root"
-        -p no:cacheprovider -rs --junitxml="$log/$name.xml" "$root/tests/$2.py" -m)
+        -p no:cacheprovider -rs --junitxml="$log/$name.xml" "$(find "$root/tests" -name "$2.py")" -m)
     local status=0 began=$SECONDS
     if [ "$1" = tests ]; then
         "${words[@]}" gpu
@@ -83,9 +83,10 @@ export root log python
 
 # Files without a GPU test are not imported: they may need packages that this machine lacks.
 # Those for which all others wait come last.
+mapfile -t all < <(find "$root/tests" -name 'test_*.py' | sort)
 mapfile -t files < <({
-    grep -l 'mark\.gpu' "$root"/tests/test_*.py | xargs -d '\n' grep -L 'mark\.alone'
-    grep -l 'mark\.alone' "$root"/tests/test_*.py
+    grep -l 'mark\.gpu' "${all[@]}" | xargs -d '\n' grep -L 'mark\.alone'
+    grep -l 'mark\.alone' "${all[@]}"
 } | xargs -d '\n' basename -s .py)
 # Tests that run out of memory on purpose, look at time or train are not checked again for accesses.
 unchecked="allocate|background|generation|model|parity|races|ranks|step|step_faults|step_memory"

@@ -22,9 +22,9 @@ import torch
 from result_rows import current_commit, write
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "bench")]
 
-import parity  # noqa: E402
+import helpers.parity as parity  # noqa: E402
 import test_cpu_speed as speed  # noqa: E402
 from fairseq.data import (  # noqa: E402
     Dictionary,
@@ -32,7 +32,6 @@ from fairseq.data import (  # noqa: E402
     data_utils,
     indexed_dataset,
 )
-from test_parity import PRE_NORM, SHARED  # noqa: E402
 
 from lightseq_fairseq.packing import Granularity  # noqa: E402
 from lightseq_fairseq.training.batch import PackingPairs  # noqa: E402
@@ -44,8 +43,8 @@ def parity_rows(folder: Path) -> list[dict[str, Any]]:
     """Largest deviation from fairseq over 50 updates, of each of the four models of the test."""
     rows = []
     corpus = parity.write_corpus(folder)
-    for norm, norm_name in (({}, "post-norm"), (PRE_NORM, "pre-norm")):
-        for shared, name in (({}, "separate"), (SHARED, "shared")):
+    for norm, norm_name in (({}, "post-norm"), (parity.PRE_NORM, "pre-norm")):
+        for shared, name in (({}, "separate"), (parity.SHARED, "shared")):
             native, ours = (
                 parity.train(parity.command_line(corpus, systems, **norm, **shared), 50)
                 for systems in (parity.NATIVE, parity.LS)

@@ -1,0 +1,384 @@
+"""The documents' tables and the plots follow the result files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PLOT = "scripts/results/ops-h200.json", "scripts/results/ops-h200.svg"
+MEASURED = "docs/measured.md"
+README = "Ops:\n\n<!-- table: ops -->\n<!-- end -->\n\nThe rest.\n"
+MS = {
+    "embedding_fwd/T16384/bf16": {"ours": 0.02, "eager": 0.09, "compile": 0.03},
+    "embedding_fwd/T4096/bf16": {"ours": 77.0, "eager": 88.0, "compile": 99.0},
+    "linear_fwd.qkv/T16384/bf16": {"ours": 0.2, "eager": 0.2, "compile": 0.19, "library": 0.198},
+    "embedding_fwd/T65536/bf16": {"ours": 77.0, "eager": 88.0, "compile": 75.0},
+    "linear_fwd.qkv/T16384/fp32": {"ours": 77.0, "compile": 76.9},
+    "embedding_fwd/T16384/fp32": {"ours": 0.04, "compile": 0.06},
+    "adam_step/N217M/bf16": {"ours": 1.4, "eager": 6.0, "compile": 1.5, "library": 2.1},
+}
+
+
+def result_rows() -> list[dict[str, Any]]:
+    about = {"commit": "0123456789abcdef", "date": "2026-11-21", "gpu": "GPU X", "torch": "2.11"}
+    return [
+        {
+            **about, "case": case, "system": system, "ms": ms, "ms_p20": ms, "ms_p80": ms,
+            "gb_per_s": 3400.4, "copy_share": 0.7 if case.endswith("fp32") else 0.8,
+        }
+        for case, systems in MS.items()
+        for system, ms in systems.items()
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A repository of nothing but the tables' code and a README."""
+    (tmp_path / "scripts").mkdir()
+    for code in (ROOT / "scripts").glob("*.py"):
+        shutil.copy(code, tmp_path / "scripts")
+    (tmp_path / "README.md").write_text("Nothing was measured.\n")
+    return tmp_path
+
+
+@pytest.fixture
+def measured(tree: Path) -> Path:
+    (tree / RESULTS).parent.mkdir()
+    (tree / RESULTS).write_text(json.dumps(result_rows()))
+    (tree / "README.md").write_text(README)
+    return tree
+
+
+def tables(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = tree / "scripts" / "tables.py"
+    return subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True)
+
+
+def test_no_results_no_table(tree: Path) -> None:
+    assert tables(tree).returncode == tables(tree, "--check").returncode == 0
+    assert (tree / "README.md").read_text() == "Nothing was measured.\n"
+    assert not (tree / PLOT).exists()
+
+
+def test_results_want_a_table(measured: Path) -> None:
+    (measured / "README.md").write_text("Nothing was measured.\n")
+    done = tables(measured)
+    assert done.returncode != 0 and "have no place for the tables ops" in done.stderr
+
+
+def test_table_of_ops(measured: Path) -> None:
+    assert tables(measured).returncode == 0
+    text = (measured / "README.md").read_text()
+    assert text.startswith("Ops:\n") and text.endswith("<!-- end -->\n\nThe rest.\n")
+    assert [line for line in text.splitlines() if line.startswith("| `")] == [
+        "| `embedding_fwd` | 0.020 | 3400 | 80% | 4.50 | 1.50 |  |",
+        "| `linear_fwd.qkv` | 0.200 | 3400 | 80% | 1.00 | **0.95, slower** | 0.99 |",
+        "| `adam_step` | 1.400 | 3400 | 80% | 4.29 | 1.07 | 1.50 |",
+    ]
+    assert "GPU X; torch 2.11; commit 0123456789;" in text
+    assert (
+        "\nAt other sizes and precisions ours is slower than torch.compile's code in 2 of 4 rows: "
+        "`embedding_fwd/T65536/bf16` 0.974, `linear_fwd.qkv/T16384/fp32` 0.999. Least share of the "
+        "copy bandwidth, linear and attention apart: bf16 80% (`embedding_fwd`), fp32 70% "
+        "(`embedding_fwd`).\n"
+    ) in text
+
+
+def test_no_row_is_slower(measured: Path) -> None:
+    fast = [row for row in result_rows() if "bf16" in row["case"] and "T65536" not in row["case"]]
+    (measured / RESULTS).write_text(json.dumps(fast))
+    assert tables(measured).returncode == 0
+    text = (measured / "README.md").read_text()
+    assert "torch.compile's code in none of 1 rows. Least share" in text
+
+
+def test_plot_shows_what_is_bound_by_memory(measured: Path) -> None:
+    tables(measured)
+    picture = ElementTree.parse(measured / PLOT).getroot()
+    words = [element.text for element in picture.iter() if element.tag.endswith("text")]
+    assert {"embedding_fwd", "adam_step", "ours 80%", "compile 80%"} <= set(words)
+    assert not any(word and "linear" in word for word in words)
+
+
+@pytest.mark.parametrize("stale", ["README.md", PLOT])
+def test_check_finds_what_is_stale(measured: Path, stale: str) -> None:
+    tables(measured)
+    assert tables(measured, "--check").returncode == 0
+    old = (measured / stale).read_text().replace("80%", "81%")
+    (measured / stale).write_text(old)
+    done = tables(measured, "--check")
+    assert done.returncode != 0 and f"{stale} differs from its result file" in done.stderr
+    assert (measured / stale).read_text() == old
+    assert tables(measured).returncode == tables(measured, "--check").returncode == 0
+
+
+def test_check_wants_the_plot(measured: Path) -> None:
+    tables(measured)
+    (measured / PLOT).unlink()
+    assert tables(measured, "--check").returncode != 0
+
+
+TRAIN_RESULTS, TRAIN_PLOT = "scripts/results/train-h200.json", "scripts/results/train-h200.svg"
+TRAIN_README = "<!-- table: train -->\n<!-- end -->\n"
+BY_CASE = "<!-- table: {}_by_case -->\n<!-- end -->\n"
+
+
+def train_rows() -> list[dict[str, Any]]:
+    speeds = {
+        "t2t_big/4096/bf16": {
+            "ours": 320_400,
+            "ours_packed": 330_000,
+            "fairseq": 24_000,
+            "fairseq_no_cudnn": 80_100,
+        },
+        "base/4096/bf16": {"ours": 700_000},
+    }
+    return [
+        {
+            **about, "case": case, "system": system, "tokens_per_s": speed, "ms_per_step": 11.5,
+            "ms_p20": 11.1, "ms_p80": 12.25, "gpu_busy": 0.975, "floor_share": 0.81,
+            "peak_gib": 9.25, "profiled_tokens": 3700, "warm_up": 150,
+            "first_100_s": None if system == "fairseq" else 3.21,
+            "part_ms": {
+                "cross_entropy": 0.2, "optimizer": 1.5, "attention": 1.0, "gemm": 6.5,
+                "elementwise": 0.8, "gaps": 0.25,
+            },
+        }
+        for about in [{"commit": "0123456789abcdef", "gpu": "GPU X", "torch": "2.11"}]
+        for case, systems in speeds.items()
+        for system, speed in systems.items()
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def trained(tree: Path) -> Path:
+    (tree / TRAIN_RESULTS).parent.mkdir()
+    (tree / TRAIN_RESULTS).write_text(json.dumps(train_rows()))
+    (tree / "README.md").write_text(BY_CASE.format("train"))
+    (tree / "docs").mkdir()
+    (tree / MEASURED).write_text(TRAIN_README)
+    assert tables(tree).returncode == tables(tree, "--check").returncode == 0
+    return tree
+
+
+def test_table_of_training(trained: Path) -> None:
+    text = (trained / MEASURED).read_text()
+    assert [line for line in text.splitlines() if line.startswith("| `")] == [
+        "| `t2t_big/4096/bf16` | `lightseq-train --pack-tokens` | 330k |  | 11.5 (11.1-12.2) | "
+        "98% | 81% | 9.2 | 3.2 s | 150 |",
+        "| `t2t_big/4096/bf16` | `lightseq-train` | 320k | 4.00 | 11.5 (11.1-12.2) | 98% | 81% | "
+        "9.2 | 3.2 s | 150 |",
+        "| `t2t_big/4096/bf16` | fairseq, cuDNN attention off | 80k | 1.00 | 11.5 (11.1-12.2) | "
+        "98% | 81% | 9.2 | 3.2 s | 150 |",
+        "| `t2t_big/4096/bf16` | fairseq as it comes | 24k | 0.30 | 11.5 (11.1-12.2) | 98% | 81% | "
+        "9.2 |  | 150 |",
+        "| `base/4096/bf16` | `lightseq-train` | 700k |  | 11.5 (11.1-12.2) | 98% | 81% | 9.2 | "
+        "3.2 s | 150 |",
+        "| `t2t_big/4096/bf16` | 6.50 | 1.00 | 0.80 | 0.20 | 1.50 | 0.25 |",
+        "| `base/4096/bf16` | 6.50 | 1.00 | 0.80 | 0.20 | 1.50 | 0.25 |",
+    ]
+
+
+def test_table_of_training_by_case(trained: Path) -> None:
+    lines = (trained / "README.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith("| `")] == [
+        "| `t2t_big/4096/bf16` | 320k | 80k | 4.0 | 11.5 | 9.2 | 9.2 |",
+    ]
+
+
+def test_plot_of_training(trained: Path) -> None:
+    picture = ElementTree.parse(trained / TRAIN_PLOT).getroot()
+    words = {element.text for element in picture.iter() if element.tag.endswith("text")}
+    assert {"t2t_big/4096/bf16", "ours 320k", "fairseq_no_cudnn 80k", "700k"} <= words
+
+
+CURVES, CURVES_PLOT = "scripts/results/convergence-h200.json", "docs/convergence.svg"
+
+
+def convergence_rows() -> list[dict[str, Any]]:
+    # case -> system -> last loss, less 0.01 for each further seed, and the BLEU of each seed
+    runs = {
+        "small/fp32": {"lightseq": (3.0, [39.0, 39.5]), "fairseq": (3.0, [39.4])},
+        "t2t_big/bf16": {"fairseq": (4.0, [None, None]), "lightseq": (4.01, [None])},
+    }
+    return [
+        {
+            "commit": "0123456789abcdef", "gpu": "GPU X", "torch": "2.11",
+            "runs_at_once": 9 if case.startswith("small") else 4, "mps": seed == 0,
+            "case": case, "system": system, "seed": seed, "bleu": bleu, "signature": "nrefs:1",
+            "updates": 300, "valid_loss": loss - 0.01 * seed, "seconds": 30.0 + 2 * seed,
+            "train_curve": [[100, 10.0, 90.0], [200, 20.0, 4.5], [300, 30.0, 4.0]],
+            "valid_curve": [[100, 10.0, 9.0], [200, 20.0, loss], [300, 30.0, loss - 0.01 * seed]],
+        }
+        for case, systems in runs.items()
+        for system, (loss, scores) in systems.items()
+        for seed, bleu in enumerate(scores)
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def converged(tree: Path) -> Path:
+    (tree / CURVES).parent.mkdir()
+    (tree / CURVES).write_text(json.dumps(convergence_rows()))
+    (tree / "docs").mkdir()
+    (tree / "README.md").write_text("<!-- table: convergence -->\n<!-- end -->\n")
+    assert tables(tree).returncode == tables(tree, "--check").returncode == 0
+    return tree
+
+
+def test_table_of_convergence(converged: Path) -> None:
+    text = (converged / "README.md").read_text()
+    big, small = "Transformer big: 6+6 layers of width 1024, bf16", "4+4 layers of width 128, fp32"
+    native = "fairseq, cuDNN attention off"
+    assert [line for line in text.splitlines() if line.startswith("| ")][1:] == [
+        f"| {small} | `lightseq-train` | 2 | 300 | 39.25 (39.00 to 39.50) | "
+        "2.995 (2.990 to 3.000) | 31 s (30 to 32) | 3.03: 20 s, 200 updates |",
+        f"| {small} | {native} | 1 | 300 | 39.40 | 3.000 | 30 s | 3.03: 20 s, 200 updates |",
+        f"| {big} | `lightseq-train` | 1 | 300 |  | 4.010 | 30 s | 4.05: 20 s, 200 updates |",
+        f"| {big} | {native} | 2 | 300 |  | 3.995 (3.990 to 4.000) | 31 s (30 to 32) | "
+        "4.05: 20 s, 200 updates |",
+    ]
+    assert "| training, to that BLEU and loss |" in text
+    assert "GPU X; torch 2.11; commit 0123456789; means over the seeds" in text
+    assert "BLEU of test_2016_flickr by the average of a run's last checkpoints, scored" in text
+    assert "the time to it is training's (sacrebleu `nrefs:1`); losses in bits" in text
+    assert (
+        "4+4 layers of width 128, 9 at once by CUDA's MPS; Transformer big: 6+6 layers of width "
+        "1024, 4 at once by CUDA's MPS.\n"
+    ) in text
+
+
+def test_table_of_convergence_without_bleu(converged: Path) -> None:
+    big = [row for row in convergence_rows() if row["bleu"] is None]
+    (converged / CURVES).write_text(json.dumps([{**row, "mps": False} for row in big]))
+    assert tables(converged).returncode == 0
+    text = (converged / "README.md").read_text()
+    assert "test_2016" not in text and text.count("sacrebleu") == 0
+    assert "width 1024, 4 at once.\n" in text
+
+
+def test_plot_of_convergence(converged: Path) -> None:
+    picture = ElementTree.parse(converged / CURVES_PLOT).getroot()
+    lines = [element for element in picture.iter() if element.tag.endswith("polyline")]
+    # Three runs of each model; of the big one training and validation.
+    assert [len(line.attrib["points"].split()) for line in lines] == [2] * 9
+    words = {element.text for element in picture.iter() if element.tag.endswith("text")}
+    assert {"lightseq-train", "updates", "seconds"} <= words
+    (converged / CURVES_PLOT).unlink()
+    assert "docs/convergence.svg differs" in tables(converged, "--check").stderr
+
+
+GENERATE_RESULTS = "scripts/results/generate-h200.json"
+GENERATE_PLOT = "scripts/results/generate-h200.svg"
+
+
+@pytest.fixture
+def translated(tree: Path) -> Path:
+    """A test set by tokens, which all systems translated, and single sentences, which ours did."""
+    about = {"commit": "0123456789abcdef", "gpu": "GPU X", "torch": "2.11"}
+    figures = {"p50_ms": 8.04, "p99_ms": 20.5, "peak_gib": 3.25, "load_s": 2.75, "first_s": 1.5,
+               "tokens_per_s": 5}  # fmt: skip
+    rows = [
+        {**about, **figures, "case": case, "system": system, "sentences_per_s": speed,
+         "decode_s": 3003 / speed, **more}
+        for case, systems, more in (
+            ("t2t_big/btokens/beam5/bf16",
+             {"fairseq_no_cudnn": 400, "ours": 6000.6, "ctranslate2": 2000}, {"max_tokens": 4096}),
+            ("t2t_big/b1/beam4/bf16", {"ours": 120}, {}),
+        )
+        for system, speed in systems.items()
+    ]  # fmt: skip
+    (tree / GENERATE_RESULTS).parent.mkdir()
+    (tree / GENERATE_RESULTS).write_text(json.dumps(rows))
+    (tree / "README.md").write_text(BY_CASE.format("generate"))
+    (tree / "docs").mkdir()
+    (tree / MEASURED).write_text("<!-- table: generate -->\n<!-- end -->\n")
+    assert tables(tree).returncode == tables(tree, "--check").returncode == 0
+    return tree
+
+
+def test_table_of_generation(translated: Path) -> None:
+    text = (translated / MEASURED).read_text()
+    assert [line for line in text.splitlines() if line.startswith("| `")] == [
+        "| `t2t_big/btokens/beam5/bf16` | `lightseq-generate` | 6001 | 5 | 15.0 | 0.500 | "
+        "8.0, 20.5 | 3.2 | 2.8 | 1.50 |",
+        "| `t2t_big/btokens/beam5/bf16` | CTranslate2 | 2000 | 5 | 5.0 | 1.502 | 8.0, 20.5 | 3.2 | "
+        "2.8 | 1.50 |",
+        "| `t2t_big/btokens/beam5/bf16` | fairseq, cuDNN attention off | 400 | 5 | 1.0 | 7.508 | "
+        "8.0, 20.5 | 3.2 | 2.8 | 1.50 |",
+        "| `t2t_big/b1/beam4/bf16` | `lightseq-generate` | 120 | 5 |  | 25.025 | 8.0, 20.5 | 3.2 | "
+        "2.8 | 1.50 |",
+    ]
+    assert "`btokens`: at most 4096 source tokens" in text
+    assert "| load s | first pass s |" in text and "in the first pass ours captures graphs" in text
+
+
+def test_table_of_generation_by_case(translated: Path) -> None:
+    lines = (translated / "README.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith("| `")] == [
+        "| `t2t_big/btokens/beam5/bf16` | 6001 | 2000 | 400 | 15.0 | 8.0, 20.5 | 3.2 |",
+        "| `t2t_big/b1/beam4/bf16` | 120 |  |  |  | 8.0, 20.5 | 3.2 |",
+    ]
+
+
+def test_plot_of_generation(translated: Path) -> None:
+    picture = ElementTree.parse(translated / GENERATE_PLOT).getroot()
+    words = {element.text for element in picture.iter() if element.tag.endswith("text")}
+    assert {"t2t_big/b1/beam4/bf16", "ours 6001", "ctranslate2 2000", "ours 120"} <= words
+
+
+TRANSLATION = "scripts/results/translation-h200.json"
+
+
+@pytest.fixture
+def alike(tree: Path) -> Path:
+    """Two cases of which one has a difference, and validations with both systems."""
+    about = {"commit": "0123456789abcdef", "gpu": "GPU X", "torch": "2.11"}
+    score = {"system": "ours", "signature": "nrefs:1", "bleu": 39.31, "fairseq_bleu": 39.4}
+    rows = [
+        {**about, **score, "case": case, "flags": flags, "sentences": 1000, "hypotheses": 1000,
+         "identical_share": share, "greatest_score_difference": 1.4e-6, "differences": [],
+         "greatest_gap_of_a_difference": gap}
+        for case, flags, share, gap in (
+            ("lenpen-0.6/fp32", "--beam 4 --lenpen 0.6", 1.0, None),
+            ("beam-5/fp16", "--beam 5 --fp16", 0.985, 0.0012),
+        )
+    ] + [
+        {**about, "case": "eval_bleu/fp32", "system": system, "updates": 300, "bleu": 38.0,
+         "s_per_validation": seconds, "validation_s": [9.0, seconds, seconds]}
+        for system, seconds in (("fairseq_no_cudnn", 4.0), ("ours", 0.5))
+    ]  # fmt: skip
+    (tree / TRANSLATION).parent.mkdir()
+    (tree / TRANSLATION).write_text(json.dumps(rows))
+    (tree / "README.md").write_text("<!-- table: translation -->\n<!-- end -->\n")
+    return tree
+
+
+def test_table_of_translation(alike: Path) -> None:
+    assert tables(alike).returncode == tables(alike, "--check").returncode == 0
+    text = (alike / "README.md").read_text()
+    assert [line for line in text.splitlines() if line.startswith("| `")] == [
+        "| `--beam 4 --lenpen 0.6` | fp32 | 1000 | 100.0% | 1e-06 |  | 39.31 | 39.40 |",
+        "| `--beam 5` | fp16 | 1000 | 98.5% | 1e-06 | 1e-03 | 39.31 | 39.40 |",
+    ]
+    assert "GPU X; torch 2.11; commit 0123456789; same flags" in text
+    assert "0.50 s, fairseq 4.00 s, 8.0 times as long (median of 2 after the first," in text
+    assert "; all 3: 10.0 s, fairseq 17.0 s, 1.7 times as long)." in text
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_half_of_the_table_of_translation(alike: Path, timed: bool) -> None:
+    rows = json.loads((alike / TRANSLATION).read_text())
+    (alike / TRANSLATION).write_text(json.dumps([r for r in rows if timed == ("updates" in r)]))
+    assert tables(alike).returncode == 0
+    text = (alike / "README.md").read_text()
+    assert ("| flags |" in text, "a validation with" in text) == (not timed, timed)
+    assert "commit 0123456789; " in text

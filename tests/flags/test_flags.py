@@ -1,0 +1,269 @@
+"""docs/flags.md: a row for every setting; what is refused or has no effect is as its row says.
+
+What is honoured is the matter of the other files test_flags_*.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import helpers.cli_runs as cli_runs
+import pytest
+from fairseq import options
+from helpers.flag_runs import SETTINGS, Proofs, launch, names, rows, table
+
+from lightseq_fairseq.cli import flags
+from lightseq_fairseq.training import fast_path
+
+# ---- the table ----
+
+
+def test_the_table_is_what_the_script_writes() -> None:
+    assert table.TABLE.read_text() == table.text()
+
+
+@pytest.mark.parametrize("command", table.COMMANDS)
+def test_every_setting_has_a_row_with_an_answer(command: str) -> None:
+    parser_of, words = table.COMMANDS[command]
+    parser = parser_of()
+    options.parse_args_and_arch(parser, words.split())
+    column = 2 + list(table.COMMANDS).index(command)
+    found = {
+        name: line.split("|")[column].strip()
+        for line in table.TABLE.read_text().splitlines()
+        for name in re.findall(r"`([^`]+)`", line.split("|")[1] if line.startswith("|") else "")
+    }
+    kinds = {table.HONOURED, table.FALLBACK, table.REFUSED, table.UNREAD}
+    missing = {
+        option
+        for action in parser._actions
+        for option in action.option_strings or [action.dest]
+        if found.get(option) not in kinds
+    }
+    assert not missing
+
+
+def test_every_name_in_the_lists_is_a_setting() -> None:
+    train = {
+        *table.DATA, *table.RANKS.split(), *flags.SEVERAL_RANKS, *table.NOTES, *table.OTHER_LAYERS,
+        *fast_path.FALLBACK, *flags.PART_OF, *(w.split()[0] for w in flags.PART_OF.values()),
+    }  # fmt: skip
+    assert train <= SETTINGS.keys()
+    for command in table.COMMANDS:
+        own = {name for name, row in SETTINGS.items() if command in row.commands}
+        assert {refused.flag for refused in flags.REFUSED[command]} <= own
+    everywhere = set().union(*flags.UNREAD.values())
+    assert everywhere <= SETTINGS.keys()
+
+
+# ---- refused, by name, with the reason and the way out ----
+
+REFUSED = {
+    "train": [
+        "--adaptive-input", "--adaptive-softmax-cutoff 5,7", "--tie-adaptive-weights",
+        "--quant-noise-pq 0.1", "--quant-noise-scalar 0.1", "--no-cross-attention",
+        "--cross-self-attention", "--offload-activations", "--checkpoint-activations",
+        "--base-layers 1", "--char-inputs", "--encoder-xformers-att-config {}",
+        "--decoder-xformers-att-config {}", "--pipeline-model-parallel",
+        "--quantization-config-path x.yaml", "--amp", "--fp16-adam-stats", "--use-old-adam",
+        "--tpu", "--model-parallel-size 2", "--use-plasma-view", "--encoder-layers-to-keep 0",
+        "--decoder-layers-to-keep 0", "--cpu-offload", "--zero-sharding os",
+    ],
+    "generate": [
+        "--pipeline-model-parallel", "--print-step", "--retain-iter-history", "--constraints",
+    ],
+    "validate": ["--pipeline-model-parallel"],
+    "interactive": ["--pipeline-model-parallel", "--score-reference"],
+}  # fmt: skip
+# Refused for a value, or on a machine without a GPU or a package.
+ON_CONDITION = [
+    "--activation-fn tanh", "--ddp-backend fully_sharded", "--fp16", "--profile",
+    "--write-checkpoints-asynchronously", "--optimizer composite", "--criterion adaptive_loss",
+    "--criterion ctc", "--criterion sentence_ranking", "--criterion speech_to_spectrogram",
+]  # fmt: skip
+PADS = "--left-pad-target --num-batch-buckets 2"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cli_runs.binarise(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    launch("train", data, folder, "", ok=True)
+    return folder / "checkpoint_last.pt"
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [(command, line) for command, lines in REFUSED.items() for line in lines]
+    + [("train", line) for line in ON_CONDITION]
+    + [("generate", "--left-pad-target --score-reference")]
+    + [(command, PADS) for command in ("train", "generate", "validate")],
+)
+def test_a_refusal_names_the_setting_the_reason_and_the_way_out(
+    data: Path, checkpoint: Path, tmp_path: Path, command: str, line: str
+) -> None:
+    place = tmp_path / "save" if command == "train" else checkpoint
+    result = launch(command, data, place, line)
+    assert result.exit_code == 2, (result.output, result.exception)
+    (sentence,) = [text for text in result.output.splitlines() if "error:" in text]
+    flag = re.escape(line.split()[0])
+    assert re.search(rf"{flag}\b.* (\(.+\)|needs a GPU|support)", sentence), sentence
+    assert re.search(r"drop |leave it out|use --|--native|pip install", sentence), sentence
+    assert not (tmp_path / "save").exists() or not list((tmp_path / "save").glob("*.pt"))
+
+
+# ---- no effect, which a note says ----
+
+# Values that are none of the defaults, where `another` cannot tell.
+VALUES = {
+    "--optimizer-overrides": "{'x':7}",
+    "--update-epoch-batch-itr": "True",
+    "--eval-bleu-args": '{"beam":7}',
+    "--eval-bleu-detok": "space",
+    "--eval-bleu-detok-args": '{"x":7}',
+    "--ema-seed-model": "nowhere.pt",
+    "--phase-ratio": "(0.1,0.2,0.7)",
+    "--epoch2lr": "{'1':0.1}",
+    "--update2lr": "{'1':0.1}",
+    "--ddp-backend": "legacy_ddp",
+}
+# Components whose settings a parser takes once they are chosen.
+CHOICES = [
+    ("", "", "", ""),
+    ("inverse_sqrt", "moses", "fastbpe", "sacrebleu"),
+    ("cosine", "space", "subword_nmt", "wer"),
+    ("polynomial_decay", "nltk", "hf_byte_bpe", "bert_score"),
+    ("tri_stage", "space", "bert", "chrf"),
+    ("triangular", "space", "gpt2", "meteor"),
+    ("step", "space", "sentencepiece", "chrf"),
+    ("manual", "space", "byte_bpe", "chrf"),
+    ("reduce_lr_on_plateau", "space", "fastbpe", "chrf"),
+]
+
+
+KINDS = [f"--{kind.replace('_', '-')}" for kind in table.CHOICES]
+
+
+def spelled(command: str, wanted: set[str], chosen: tuple[str, ...] = ("",) * 4) -> list[str]:
+    """A command line of those settings among ``wanted`` that the parser takes, none at its
+    default."""
+    parser_of, words = table.COMMANDS[command]
+    parser = parser_of()
+    line = [
+        word
+        for kind, name in zip(KINDS, chosen, strict=True)
+        if name and kind in wanted
+        for word in (kind, name)
+    ]
+    required = ["--max-lr", "0.3"] if "triangular" in line else []
+    options.parse_args_and_arch(parser, [*words.split(), *line, *required])
+    for action in parser._actions:
+        flag = flags.name(action)
+        if flag in wanted and flag not in KINDS:
+            line.append(flag)
+            if action.nargs != 0:
+                line.append(VALUES.get(flag) or another(action))
+    return line
+
+
+def another(action: argparse.Action) -> str:
+    if action.choices:
+        return next(str(choice) for choice in action.choices if choice != action.default)
+    return "7" if str(action.default) != "7" else "5"
+
+
+Shown = Callable[[str, str], tuple[list[str], set[str]]]
+
+
+@pytest.fixture
+def told(data: Path, checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Shown:
+    """Runs a command: losses, hypotheses and references that it shows; settings in its notes."""
+
+    def run(command: str, line: str) -> tuple[list[str], set[str]]:
+        caplog.clear()
+        caplog.set_level(logging.INFO)
+        place = tmp_path if command == "train" else checkpoint
+        if command == "train":
+            line += " --no-save --log-interval 1 --log-format simple"
+        result = launch(command, data, place, line, ok=True)
+        text = result.stdout + "\n".join(record.getMessage() for record in caplog.records)
+        shown = re.findall(r"^[HDPST]-\d+\t.*|\b(?:nll_)?loss'?[ :=]+[\d.]+", text, re.M)
+        assert shown
+        return sorted(shown), set(re.findall(r"note: (\S+) has no effect", result.stderr))
+
+    return run
+
+
+@pytest.mark.parametrize("command", table.COMMANDS)
+def test_what_has_no_effect_is_noted_and_has_none(told: Shown, command: str) -> None:
+    wanted = PROVEN[command, table.UNREAD]
+    tried: set[str] = set()
+    plain, _ = told(command, "")
+    for chosen in CHOICES:
+        line = spelled(command, wanted - tried | set(KINDS) & wanted, chosen)
+        if set(line) & wanted - tried:
+            shown, noted = told(command, "-s de -t en " + " ".join(line))
+            assert noted == {word for word in line if word.startswith("--")}
+            assert shown == plain
+            tried |= noted
+    assert tried == wanted
+
+
+# With one rank these stand alone, too; --use-bmuf is wrapped around the optimizer all the same.
+RANKS = flags.SEVERAL_RANKS - {"--use-bmuf"}
+
+
+def test_a_part_without_its_whole_has_no_effect(told: Shown) -> None:
+    kinds = (table.HONOURED, table.FALLBACK, table.REFUSED)
+    parts = set().union(*(rows("train", kind) for kind in kinds)) & flags.PART_OF.keys()
+    plain, _ = told("train", "")
+    shown, noted = told("train", " ".join(spelled("train", parts | RANKS)))
+    assert noted == parts | RANKS
+    assert shown == plain
+
+
+def test_a_part_with_its_whole_is_not_noted(told: Shown) -> None:
+    _, noted = told("train", "--amp-init-scale 4 --ema-decay 0.9 --store-ema")
+    assert noted == {"--amp-init-scale"}
+
+
+def test_fairseqs_own_runs_are_left_alone(data: Path, tmp_path: Path) -> None:
+    result = launch("train", data, tmp_path, "--native --checkpoint-activations --pad 3", ok=True)
+    assert "note: --pad" not in result.stderr
+
+
+@pytest.mark.parametrize("command", table.COMMANDS)
+def test_help_is_the_launchers(command: str) -> None:
+    ours = cli_runs.succeed(command, "--help")
+    assert ours.startswith(f"Usage: lightseq-{command}") and "--fairseq-help" in ours
+    assert "--user-dir" in cli_runs.succeed(command, "--fairseq-help")
+
+
+ENCODING = set(flags.ENCODING.split())
+PROVEN: Proofs = {
+    (command, kind): found
+    for command in table.COMMANDS
+    for kind, found in (
+        (table.HONOURED, {"--help"}),
+        # test_flags_text.py: what belongs to a tokenizer that the command does read.
+        (
+            table.UNREAD,
+            rows(command, table.UNREAD) - (ENCODING if command == "generate" else set()),
+        ),
+        (table.REFUSED, names(*REFUSED[command])),
+    )
+}
+# A part with its whole is refused as the whole is; alone it has no effect.
+PROVEN["train", table.REFUSED] |= {
+    part
+    for part, whole in flags.PART_OF.items()
+    if whole in PROVEN["train", table.REFUSED] | set(table.NOT_WITH_OURS)
+}

@@ -1,0 +1,365 @@
+"""Translating on a GPU: what a CPU finds, with and without graphs, and no waiting in the loop."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import helpers.cli_runs as cli_runs
+import helpers.digits as digits
+import pytest
+import torch
+from fairseq import utils
+from fairseq.dataclass.configs import GenerationConfig
+from fairseq.sequence_generator import SequenceGenerator
+from helpers.digits import Toy, held_out
+from torch import Tensor
+
+from lightseq_fairseq import library
+from lightseq_fairseq.generation import search
+from lightseq_fairseq.generation.decoder import StepDecoder
+from lightseq_fairseq.generation.late import LateProgress
+from lightseq_fairseq.plugins import generator as plugin
+
+pytestmark = pytest.mark.gpu
+
+SEARCHES: dict[str, dict[str, Any]] = {
+    "greedy": {"beam": 1},
+    "beam-4": {"beam": 4, "lenpen": 0.6},
+    "beam-5": {"beam": 5, "unkpen": -1, "min_len": 3},
+    "max-len": {"beam": 4, "max_len_a": 0.5, "max_len_b": 3},
+    "groups": {"beam": 4, "diverse_beam_groups": 2, "diverse_beam_strength": 0.7},
+}
+Found = Sequence[Sequence[Mapping[str, Tensor]]]
+
+
+@pytest.fixture(scope="module", name="toy")
+def trained_toy() -> Toy:
+    return digits.toy()
+
+
+@functools.cache
+def batches(on_gpu: bool) -> list[dict[str, Any]]:
+    samples = list(held_out(digits.toy().task))
+    return [utils.move_to_cuda(sample) if on_gpu else sample for sample in samples]
+
+
+def translate(model: Any, by: Any = None, on_cpu: bool = False, **options: Any) -> Found:
+    """The hypotheses of all held-out sentences, from samples where the model is or on the CPU."""
+    toy = digits.toy()
+    generator = toy.task.build_generator([model], GenerationConfig(**options), seq_gen_cls=by)
+    found: list[Any] = []
+    for sample in batches(next(model.parameters()).is_cuda and not on_cpu):
+        found += toy.task.inference_step(generator, [model], sample)
+    return found
+
+
+def words(found: Found) -> list[list[list[int]]]:
+    return [[h["tokens"].tolist() for h in each] for each in found]
+
+
+def graphs(model: Any) -> int:
+    kept = model.decoder.steps._graphs
+    return 0 if kept is None else len(kept._graphs)
+
+
+def assert_close(ours: Found, expected: Found) -> None:
+    assert words(ours) == words(expected)
+    for mine, other in zip(ours, expected, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            for name in ("score", "positional_scores"):
+                torch.testing.assert_close(a[name].cpu(), b[name], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("by", [None, SequenceGenerator], ids=["own", "fairseqs"])
+@pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES.keys())
+def test_float32_is_the_cpus(toy: Toy, options: dict[str, Any], by: Any) -> None:
+    model = copy.deepcopy(toy.ls).cuda()
+    expected = translate(toy.ls, **options)
+    assert_close(translate(model, by, **options), expected)
+    before = graphs(model)
+    assert_close(translate(model, by, **options), expected)  # by graphs from the first step on
+    assert graphs(model) >= before > 0
+
+
+@pytest.mark.parametrize("by", [None, SequenceGenerator], ids=["own", "fairseqs"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_captured_and_plain_steps_are_equal(
+    toy: Toy, dtype: torch.dtype, by: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = copy.deepcopy(toy.ls).cuda().to(dtype)
+    runs = [translate(captured, by, beam=5) for _ in range(2)]
+    assert graphs(captured) > 0
+    monkeypatch.setenv("LIGHTSEQ_CAPTURE", "0")
+    plain = copy.deepcopy(toy.ls).cuda().to(dtype)
+    runs.append(translate(plain, by, beam=5))
+    assert graphs(plain) == 0
+    for run in runs[1:]:
+        assert words(run) == words(runs[0])
+        for mine, other in zip(run, runs[0], strict=True):
+            for a, b in zip(mine, other, strict=True):
+                assert torch.equal(a["positional_scores"], b["positional_scores"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bits_translate_as_well_as_fairseqs(toy: Toy, dtype: torch.dtype) -> None:
+    expected = words(translate(toy.ls, beam=4))
+
+    def others(model: Any) -> int:
+        """Sentences that 16 bits translate otherwise."""
+        found = words(translate(copy.deepcopy(model).cuda().to(dtype), beam=4))
+        return sum(a[0] != b[0] for a, b in zip(found, expected, strict=True))
+
+    assert others(toy.ls) <= max(2 * others(toy.native), 0.03 * len(expected))
+
+
+def test_nothing_waits_within_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(toy.ls).cuda()
+    for _ in range(3):  # after which nothing grows and nothing is left to capture
+        translate(model, beam=5)
+    calls: list[str] = []
+
+    def without_waiting(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapped(*arguments: Any) -> Any:
+            calls.append(function.__name__)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return function(*arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return wrapped
+
+    monkeypatch.setattr(StepDecoder, "run", without_waiting(StepDecoder.run))
+    monkeypatch.setattr(search, "_compact", without_waiting(search._compact))
+    monkeypatch.setattr(search, "_start", without_waiting(search._start))
+    translate(model, beam=5)
+    assert set(calls) == {"run", "_compact", "_start"}
+    # Nor does anything before it, where the sample is on the CPU.
+    monkeypatch.setattr(StepDecoder, "open", without_waiting(StepDecoder.open))
+    monkeypatch.setattr(StepDecoder, "encode", without_waiting(StepDecoder.encode))
+    translate(model, on_cpu=True, beam=5)
+    assert {"open", "encode"} < set(calls)
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        translate(model, beam=5)
+
+
+@pytest.fixture(name="devices")
+def devices_of_searches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Whose searches there are, and where each finds its source tokens."""
+    seen: list[tuple[str, str]] = []
+    ours, fairseqs = search.search, SequenceGenerator._generate
+
+    def counted(*arguments: Any) -> Any:
+        seen.append(("ours", arguments[3].device.type))
+        return ours(*arguments)
+
+    def of_fairseq(self: Any, sample: Any, *others: Any, **options: Any) -> Any:
+        given = (*sample["net_input"].values(), *others)
+        seen.extend(("fairseq's", each.device.type) for each in given if torch.is_tensor(each))
+        return fairseqs(self, sample, *others, **options)
+
+    monkeypatch.setattr(plugin, "search", counted)
+    monkeypatch.setattr(SequenceGenerator, "_generate", of_fairseq)
+    return seen
+
+
+LEFT_TO_FAIRSEQ: dict[str, dict[str, Any]] = {
+    "ngrams": {"beam": 3, "no_repeat_ngram_size": 2},
+    "source-length": {"beam": 4, "match_source_len": True},
+}
+
+
+@pytest.mark.parametrize("options", [*SEARCHES.values(), *LEFT_TO_FAIRSEQ.values()],
+                         ids=[*SEARCHES, *LEFT_TO_FAIRSEQ])  # fmt: skip
+def test_samples_on_the_cpu(
+    toy: Toy, options: dict[str, Any], devices: list[tuple[str, str]]
+) -> None:
+    """The same bits. Our search takes them as they are, fairseq's has them moved."""
+    model = copy.deepcopy(toy.ls).cuda()
+    for _ in range(2):  # after which both find the same algorithms and graphs
+        moved = translate(model, **options)
+    devices.clear()
+    found = translate(model, on_cpu=True, **options)
+    is_left = options in LEFT_TO_FAIRSEQ.values()
+    assert set(devices) == {("fairseq's", "cuda") if is_left else ("ours", "cpu")}
+    assert words(found) == words(moved)
+    for mine, other in zip(found, moved, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            assert torch.equal(a["positional_scores"], b["positional_scores"])
+
+
+def test_prefixes_on_the_cpu(toy: Toy, devices: list[tuple[str, str]]) -> None:
+    model = copy.deepcopy(toy.ls).cuda()
+    generator = toy.task.build_generator([model], GenerationConfig(beam=3))
+    found = [
+        words(generator.generate([model], sample, prefix_tokens=sample["target"][:, :2]))
+        for sample in (batches(False)[0], batches(True)[0])
+    ]
+    assert found[0] == found[1]
+    assert set(devices) == {("fairseq's", "cuda")}
+
+
+@pytest.mark.parametrize("flags", ["", "--no-repeat-ngram-size 2", "--print-alignment hard"])
+def test_where_the_launchers_leave_samples(
+    toy: Toy, devices: list[tuple[str, str]], tmp_path: Path, flags: str
+) -> None:
+    (tmp_path / "lines").write_text(
+        "eins zwei drei vier fünf sechs\nacht drei null neun eins eins zwei\n"
+    )
+    given = f"-s src -t tgt --dataset-impl raw --beam 2 --num-workers 0 {flags}".split()
+    for command, more in (
+        ("generate", ["--gen-subset", "valid", "--max-tokens", "800"]),
+        ("interactive", ["--input", str(tmp_path / "lines")]),
+    ):
+        found = []
+        for last in (["--cpu"], ["--distributed-world-size", "1"]):
+            devices.clear()
+            result = cli_runs.run(
+                command, toy.folder, "--path", toy.paths[-1], *given, *more, *last
+            )
+            assert result.exit_code == 0, (result.output, result.exception)
+            lines = [line.split("\t") for line in result.stdout.splitlines()]
+            # Without scores, whose last digits differ.
+            found.append([(k, *rest[-1:]) for k, *rest in lines if k[:2] in ("S-", "T-", "D-")])
+        assert found[0] == found[1] and len(found[0]) >= 4
+        assert set(devices) == {("fairseq's", "cuda") if flags else ("ours", "cpu")}
+
+
+def test_the_host_is_one_step_late(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it learns of a search is what a CPU learns, always one step later."""
+    seen: list[list[int]] = []
+    unfinished = LateProgress.unfinished
+
+    def recorded(self: LateProgress, step: int) -> int:
+        if step == 0:
+            seen.append([])
+        seen[-1].append(unfinished(self, step))
+        return seen[-1][-1]
+
+    monkeypatch.setattr(LateProgress, "unfinished", recorded)
+    translate(toy.ls, beam=3)
+    at_once = seen.copy()
+    model = copy.deepcopy(toy.ls).cuda()
+    sizes = [len(sample["id"]) for sample in batches(True)]
+    for _ in range(3):  # plain, captured, replayed
+        seen.clear()
+        translate(model, beam=3)
+        assert seen == [[size, *counts] for size, counts in zip(sizes, at_once, strict=True)]
+
+
+def test_reports_are_waited_for() -> None:
+    """Copies stand in for steps. The last of a search may end after the next one has begun."""
+    late = LateProgress(torch.device("cuda"))
+    stream = torch.cuda.current_stream()
+    copies = {n: torch.tensor(n, dtype=torch.int32, device="cuda") for n in ((1, 2), (2, 0))}
+
+    def step(done: int, unfinished: int) -> None:
+        torch.cuda._sleep(50_000_000)
+        late.reports[done % 2].copy_(copies[done, unfinished], non_blocking=True)
+
+    for sentences in (7, 5, 6):
+        late.begin(sentences)
+        stream.synchronize()
+        assert late.reports.tolist() == [[0, sentences], [0, 0]]  # nobody writes there any more
+        step(1, 2)
+        assert late.unfinished(0) == sentences and not stream.query()
+        step(2, 0)
+        assert late.unfinished(1) == 2 and not stream.query()
+    assert late.unfinished(2) == 0
+    with pytest.raises(RuntimeError, match="after 3 steps of a search, the last one has not rep"):
+        late.unfinished(3)
+
+
+def test_searches_one_after_the_other(toy: Toy) -> None:
+    """Each is read, and the next one begun, while the last step may still be running."""
+    model = copy.deepcopy(toy.ls).cuda()
+    samples = batches(True)
+    generator = toy.task.build_generator([model], GenerationConfig(beam=4))
+    alone = [words(toy.task.inference_step(generator, [model], sample)) for sample in samples]
+    found = [toy.task.inference_step(generator, [model], sample) for sample in samples * 5]
+    assert [words(each) for each in found] == alone * 5
+
+
+def test_graphs_are_bounded(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightseq_fairseq.graphs.MOST_GRAPHS", 3)
+    model = copy.deepcopy(toy.ls).cuda()
+    expected = translate(toy.ls, beam=3)
+    for _ in range(3):
+        assert_close(translate(model, beam=3), expected)
+        assert graphs(model) <= 3
+
+
+def test_weights_that_change_or_move(toy: Toy) -> None:
+    on_cpu, model = copy.deepcopy(toy.ls), copy.deepcopy(toy.ls).cuda()
+    translate(model, beam=2)
+    translate(model, beam=2)
+    with torch.no_grad():  # in place, as an optimizer does
+        for each in (on_cpu, model):
+            each.decoder.layers[0].fc1.weight.mul_(-1.0)
+    expected = translate(on_cpu, beam=2)
+    assert words(expected) != words(translate(toy.ls, beam=2))
+    assert_close(translate(model, beam=2), expected)
+    ours = translate(model.half().float(), beam=2)
+    assert_close(ours, translate(model.cpu(), beam=2))
+
+
+def test_memory_that_grows(toy: Toy) -> None:
+    model = copy.deepcopy(toy.ls).cuda()
+    tokens = batches(True)[0]["net_input"]["src_tokens"]
+    given = tokens, search.Rules(4, 1, 2, 3), 2, 40
+    found = [
+        search.search(model.decoder.steps, model.encoder, model.decoder, *given, positions)
+        for positions in (2, 50)
+    ]
+    assert words(found[0]) == words(found[1])
+
+
+def test_tables_of_positions_that_grow(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of a smaller table go on, and none of them serves a sentence that is longer."""
+    rows = toy.ls.encoder.table_rows(1)
+    short, long = (rows - 10, rows - 10), (rows + 50, rows - 70)
+    shape = 8, rows, toy.ls.decoder.embed_tokens.embedding_dim
+    nans = functools.partial(torch.full, shape, torch.nan, device="cuda")
+
+    def found(captured: bool) -> list[Any]:
+        monkeypatch.setenv("LIGHTSEQ_CAPTURE", str(int(captured)))
+        model = copy.deepcopy(toy.ls).cuda()
+        results = []
+        for counts in (short, short, short, long, long, long, short, short):
+            tokens = digits.sentences(*counts).cuda()
+            given = tokens, search.Rules(2, 1, 2, 3), 2, 8, 10
+            results.append(
+                words(search.search(model.decoder.steps, model.encoder, model.decoder, *given))
+            )
+            if len(results) == 3:  # the decoder's table grows as well, outside of its steps
+                with torch.no_grad():
+                    model(tokens, None, digits.sentences(rows + 50).cuda().expand(2, -1))
+                kept = [nans()]  # where memory has become free
+                kept += model.decoder.steps.run(("nans",), lambda: [nans() for _ in range(2)])
+        assert (graphs(model) > 0) == captured
+        return results
+
+    assert found(True) == found(False)
+
+
+def test_sampling(toy: Toy) -> None:
+    model = copy.deepcopy(toy.ls).cuda()
+    greedy = words(translate(model, beam=1))
+    torch.manual_seed(3)
+    best = words(translate(model, beam=3, sampling=True, sampling_topk=1))
+    assert all(h == g[0] for each, g in zip(best, greedy, strict=True) for h in each)
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(words(translate(model, beam=3, sampling=True, sampling_topp=0.9)))
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_every_kernel_is_there() -> None:
+    """Without one of them, nothing would have been captured above."""
+    assert not library.load().references

@@ -1,0 +1,103 @@
+"""Where lightseq-generate, -interactive and the benchmark leave their samples.
+
+A machine without a GPU stands in for one: what would bring a tensor there is counted instead.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import helpers.digits as digits
+import pytest
+import torch
+from helpers.cli_runs import run
+from helpers.digits import Toy, held_out
+
+# isort: split
+from fairseq import utils
+from fairseq.dataclass.configs import GenerationConfig
+from fairseq.sequence_generator import SequenceGenerator
+from fairseq.tasks import FairseqTask
+from fairseq_cli import generate, interactive
+
+from lightseq_fairseq.cli.samples import left_on_cpu
+
+FLAGS = shlex.split("-s src -t tgt --dataset-impl raw --beam 2 --distributed-world-size 1")
+HELD_OUT = shlex.split("--gen-subset valid --max-tokens 800 --num-workers 0")
+OURS = ("", "--diverse-beam-groups 2 --diverse-beam-strength 0.5", "--no-repeat-ngram-size 2",
+        "--prefix-size 1")  # fmt: skip
+OTHERS = ("--native", "--print-alignment hard")
+
+
+@pytest.fixture(scope="module", name="toy")
+def trained_toy() -> Toy:
+    return digits.toy()
+
+
+@pytest.fixture(name="moved")
+def stand_in_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Whatever fairseq's loops bring to the GPU."""
+    moved: list[Any] = []
+
+    def move(sample: Any, *_: Any, **__: Any) -> Any:
+        moved.append(sample)
+        return sample
+
+    has_gpu = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True))
+    monkeypatch.setattr(generate, "torch", has_gpu)
+    monkeypatch.setattr(interactive, "torch", has_gpu)
+    monkeypatch.setattr(torch.nn.Module, "cuda", lambda self: self)
+    monkeypatch.setattr(torch.Tensor, "cuda", move)
+    monkeypatch.setattr(utils, "move_to_cuda", move)
+    return moved
+
+
+def translate(toy: Toy, command: str, *words: str) -> list[str]:
+    """The lines of all sentences, but for the time they took."""
+    result = run(command, toy.folder, "--path", toy.paths[-1], *FLAGS, *words)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return [line for line in result.stdout.splitlines() if line[:2] in ("S-", "T-", "H-", "P-")]
+
+
+@pytest.mark.parametrize("words", OURS + OTHERS)
+def test_generate(toy: Toy, moved: list[Any], words: str) -> None:
+    given = ("generate", *HELD_OUT, *shlex.split(words))
+    lines = translate(toy, *given)
+    assert bool(moved) == (words in OTHERS)
+    assert len(lines) == 4 * digits.SENTENCES
+    assert lines == translate(toy, *given, "--cpu")
+
+
+@pytest.mark.parametrize("words", OURS[:-1] + OTHERS)
+def test_interactive(toy: Toy, moved: list[Any], tmp_path: Path, words: str) -> None:
+    path = tmp_path / "lines"
+    path.write_text("eins zwei drei\nvier fünf\n\nsechs\n")
+    given = ("interactive", "--input", str(path), *shlex.split(words))
+    lines = translate(toy, *given)
+    assert len(moved) == (8 if words in OTHERS else 0)  # tokens and lengths of four lines
+    assert len(lines) == 3 * 4
+    assert lines == translate(toy, *given, "--cpu")
+
+
+def test_the_newest_generator_decides(toy: Toy, moved: list[Any]) -> None:
+    sample = next(iter(held_out(toy.task)))
+    places = ((utils, "move_to_cuda"), (FairseqTask, "build_generator"),
+              (interactive, "make_batches"))  # fmt: skip
+    before = [getattr(owner, name) for owner, name in places]
+    with left_on_cpu():
+        for model, by, stays in (
+            (toy.native, None, False),
+            (toy.ls, None, True),
+            (toy.ls, SequenceGenerator, False),
+            (toy.ls, None, True),
+        ):
+            moved.clear()
+            toy.task.build_generator([model], GenerationConfig(), seq_gen_cls=by)
+            assert utils.move_to_cuda(sample) is sample and bool(moved) != stays
+    assert [getattr(owner, name) for owner, name in places] == before
+    with pytest.raises(ValueError), left_on_cpu():
+        raise ValueError
+    assert [getattr(owner, name) for owner, name in places] == before

@@ -1,0 +1,101 @@
+"""Launchers run in this process, on a corpus of a few lines."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import random
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+from click.testing import CliRunner, Result
+
+from lightseq_fairseq import plugins  # noqa: F401  (fairseq does not import without it)
+
+# isort: split
+import fairseq_cli.train
+from fairseq import checkpoint_utils
+from fairseq.data import data_utils
+
+SPLITS = {"train": 40, "valid": 6, "test": 6}
+WORDS = 20
+
+# One layer each, three updates: enough for a checkpoint.
+SMALL = shlex.split(
+    "--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 16 --encoder-ffn-embed-dim 16 "
+    "--max-update 3 --max-tokens 200 --num-workers 0 --no-epoch-checkpoints --cpu"
+)
+
+
+def run(command: str, *words: str | Path) -> Result:
+    """``lightseq-<command>`` with ``words``; fairseq is left as it was found."""
+    module = importlib.import_module(f"lightseq_fairseq.cli.{command}")
+    with unchanged():
+        return CliRunner().invoke(module.main, [str(word) for word in words])
+
+
+def succeed(command: str, *words: str | Path) -> str:
+    """The same, and what it printed; fails unless the launcher leaves with 0."""
+    result = run(command, *words)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Undoes what one launcher run leaves in fairseq's modules and in the root logger."""
+    places = (
+        (fairseq_cli.train, "Trainer"),
+        (fairseq_cli.train, "main"),
+        (checkpoint_utils, "load_checkpoint_to_cpu"),
+        (checkpoint_utils, "PathManager"),
+        (checkpoint_utils, "os"),
+        (data_utils, "batch_by_size"),
+    )
+    patches = [mock.patch.object(module, name, getattr(module, name)) for module, name in places]
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        vars(checkpoint_utils.save_checkpoint).pop("best", None)
+
+
+def write_text(folder: Path, words: int = WORDS) -> None:
+    """train/valid/test.de and .en in ``folder``: every word w7 translates to v7."""
+    source = random.Random(words)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, count in SPLITS.items():
+        lines = [source.choices(range(words), k=source.randint(3, 9)) for _ in range(count)]
+        for language, letter in (("de", "w"), ("en", "v")):
+            text = "".join(" ".join(f"{letter}{i}" for i in line) + "\n" for line in lines)
+            (folder / f"{split}.{language}").write_text(text)
+
+
+def binarise(folder: Path, words: int = WORDS) -> Path:
+    """A data directory made from `write_text` by lightseq-preprocess."""
+    write_text(folder / "text", words)
+    prefixes = {split: str(folder / "text" / split) for split in SPLITS}
+    succeed(
+        "preprocess", "-s", "de", "-t", "en", "--destdir", folder / "data",
+        *(word for split, prefix in prefixes.items() for word in (f"--{split}pref", prefix)),
+    )  # fmt: skip
+    return folder / "data"
+
+
+def digests(folder: Path) -> dict[Path, str]:
+    return {
+        path: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "preprocess.log"
+    }

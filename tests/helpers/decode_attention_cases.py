@@ -1,0 +1,128 @@
+"""What attention of a decode step is tested with: pasts, sentences, and the check of a result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.ops_testing import assert_kernel_as_good_as, poison_cache
+
+from lightseq_fairseq import ops
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def largest(number):
+    """The last of a parameter's values, which shows no single access that others do not."""
+    return pytest.param(number, marks=pytest.mark.large)
+
+
+def randn(*shape, dtype):
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def poisoned(*shape, dtype):
+    return torch.full(shape, torch.nan, device="cuda", dtype=dtype)
+
+
+class Past:
+    """A strided cache; what must not be read is poisoned.
+
+    shared: how much of the ancestry, position by position, is the same for all of a slot.
+    """
+
+    reference = staticmethod(ops.REFERENCES["decode_self_attention"])
+    op = staticmethod(ops.decode_self_attention)
+
+    def __init__(self, count, step, dtype, heads=4, width=64, spare=3, beam=1, shared=0.0):
+        torch.manual_seed(count + step)
+        channels, rows = heads * width, count + spare
+        self.count, self.step, self.heads, self.scale = count, step, heads, width**-0.5
+        self.beam = beam
+        self.qkv = randn(count, 3 * channels, dtype=dtype)
+        self.both = poisoned(2, step + 2, rows, 2 * channels, dtype=dtype)
+        self.both[:, :step] = randn(2, step, rows, 2 * channels, dtype=dtype)
+        self.keys, self.values = self.cache(self.both)
+        self.ancestry = torch.full((step + 2, rows), -9, dtype=torch.int32, device="cuda")
+        self.ancestry[:step] = torch.randint(0, rows, (step, rows), device="cuda")
+        first = torch.arange(count, device="cuda") // beam * beam
+        together = torch.rand(step, 1, device="cuda") < shared
+        past = self.ancestry[:step]
+        past[:, :count] = torch.where(together, past[:, first], past[:, :count])
+        self.position = torch.tensor(step, dtype=torch.int32, device="cuda")
+
+    def cache(self, both):
+        """(keys, values), whose rows are parts of wider ones."""
+        return both[..., both.shape[-1] // 2 :].unbind(0)
+
+    def arguments(self, dtype=None):
+        """With copies of the cache, which a call writes to."""
+        dtype = dtype or self.qkv.dtype
+        cache = self.cache(self.both.to(dtype, copy=True))
+        settings = self.heads, self.scale, self.beam
+        return self.qkv.to(dtype), *cache, self.ancestry, self.position, *settings
+
+    def plain(self):
+        """In the case's own dtype, every hypothesis with a copy of its history."""
+        q, new_k, new_v = (x.unflatten(1, (self.heads, -1)) for x in self.qkv.chunk(3, 1))
+        row = self.ancestry[: self.step, : self.count].long()
+        place = torch.arange(self.step, device="cuda")[:, None]
+        k, v = (
+            torch.cat((x[place, row].unflatten(2, (self.heads, -1)), new[None]))
+            for x, new in ((self.keys, new_k), (self.values, new_v))
+        )
+        weights = torch.softmax(self.scale * torch.einsum("nhd,knhd->nhk", q, k), -1)
+        return torch.einsum("nhk,knhd->nhd", weights, v).flatten(1)
+
+
+class Source:
+    """Packed sentences between poison, keys and values parts of a wider matrix."""
+
+    reference = staticmethod(ops.REFERENCES["decode_cross_attention"])
+    op = staticmethod(ops.decode_cross_attention)
+
+    def __init__(self, lengths, sentences, beam, dtype, heads=4, width=64, tail=3):
+        torch.manual_seed(len(lengths) + beam)
+        channels, used = heads * width, sum(lengths)
+        self.beam, self.heads, self.scale = beam, heads, width**-0.5
+        self.q = randn(len(sentences) * beam + tail, channels, dtype=dtype)
+        both = poisoned(used + 1, 4 * channels, dtype=dtype)
+        both[:used] = randn(used, 4 * channels, dtype=dtype)
+        self.keys, self.values = both[:, channels : 2 * channels], both[:, 3 * channels :]
+        self.cu = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+        self.sentences = torch.tensor(sentences, dtype=torch.int32).cuda()
+
+    def arguments(self, dtype=None):
+        tensors = self.q, self.keys, self.values
+        if dtype is not None:
+            tensors = tuple(x.to(dtype) for x in tensors)
+        return *tensors, self.cu, self.sentences, self.beam, self.heads, self.scale
+
+    def plain(self):
+        out = torch.zeros_like(self.q)
+        cu = self.cu.tolist()
+        for slot, sentence in enumerate(self.sentences.tolist()):
+            if sentence < 0 or cu[sentence] == cu[sentence + 1]:
+                continue
+            mine = slice(slot * self.beam, (slot + 1) * self.beam)
+            k, v = (
+                x[cu[sentence] : cu[sentence + 1]].unflatten(1, (self.heads, -1))
+                for x in (self.keys, self.values)
+            )
+            q = self.q[mine].unflatten(1, (self.heads, -1))
+            weights = torch.softmax(self.scale * torch.einsum("nhd,khd->nhk", q, k), -1)
+            out[mine] = torch.einsum("nhk,khd->nhd", weights, v).flatten(1)
+        return out
+
+
+def check(case):
+    exact = case.reference(*case.arguments(torch.float64))
+    plain = case.plain()
+    poison_cache()
+    ours = case.op(*case.arguments())
+    assert_kernel_as_good_as(ours, plain, exact, half_roundings=0.5)
+    assert torch.equal(ours.eq(0).all(1), exact.eq(0).all(1))
+
+
+def lengths_of(sentences):
+    generator = torch.Generator().manual_seed(sentences)
+    return torch.randint(1, 60, (sentences,), generator=generator).tolist()

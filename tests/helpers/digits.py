@@ -1,0 +1,140 @@
+"""A toy translation that a small model learns in seconds: digits, and a model trained on them."""
+
+from __future__ import annotations
+
+import functools
+import random
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import helpers.parity as parity
+import torch
+from fairseq.dataclass.configs import GenerationConfig
+from helpers.parity import LS, NATIVE, command_line
+from torch import Tensor
+
+SENTENCES = 200
+DIGITS = (
+    ["null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun"],
+    ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"],
+)
+TOY = {
+    "encoder_embed_dim": 64,
+    "encoder_ffn_embed_dim": 128,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "lr": 2e-3,
+    "warmup_updates": 100,
+    "clip_norm": 1.0,
+    "weight_decay": 0.0,
+    "update_freq": 1,
+    "max_tokens": 1000,
+}
+UPDATES = 250
+
+
+def write_digits(folder: Path) -> Path:
+    """German digits, to be read out in English from back to front.
+
+    In "test" some numbers have names that no dictionary knows.
+    """
+    rng = random.Random(3)
+    for side, words in zip(("src", "tgt"), DIGITS, strict=True):
+        (folder / f"dict.{side}.txt").write_text("".join(f"{word} 1\n" for word in words))
+    for split, count in (("train", 2000), ("valid", SENTENCES), ("test", SENTENCES)):
+        numbers = [[rng.randrange(10) for _ in range(rng.randint(6, 14))] for _ in range(count)]
+        german, english = DIGITS
+        source = [[german[i] for i in number] for number in numbers]
+        if split == "test":
+            source = [[w if rng.random() < 0.9 else f"{w}zig" for w in words] for words in source]
+        for side, lines in (
+            ("src", [" ".join(words) for words in source]),
+            ("tgt", [" ".join(english[i] for i in reversed(number)) for number in numbers]),
+        ):
+            (folder / f"{split}.src-tgt.{side}").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@dataclass
+class Toy:
+    """The task and two models with the same weights, trained by us.
+
+    ``paths`` are checkpoints of the training: halfway and at its end.
+    """
+
+    folder: Path
+    task: Any
+    ls: Any
+    native: Any
+    paths: list[Path]
+
+
+def sentences(*lengths: int) -> Tensor:
+    """Source sentences of so many tokens, int64 [B, S], padded on the left."""
+    padded = torch.ones(len(lengths), max(lengths), dtype=torch.int64)
+    for row, length in zip(padded, lengths, strict=True):
+        row[-length:] = 4 + torch.arange(length) * 7 % 10
+        row[-1] = 2
+    return padded
+
+
+@functools.cache
+def toy() -> Toy:
+    """The same for all tests of a process: training takes most of their time."""
+    # Kept as long as the process: pytest's own temporary folders end with a test or a module.
+    folder = write_digits(Path(_folder().name))
+    cfg = parity.parse(command_line(folder, LS, **TOY))
+    task, model, criterion = parity.build(cfg)
+    trainer = parity.Trainer(cfg, task, model, criterion)
+    batches = parity.batches(trainer, cfg)
+    paths = [folder / "halfway.pt", folder / "last.pt"]
+    for path in paths:
+        for _ in range(UPDATES // len(paths)):
+            trainer.train_step(next(batches))
+        trainer.consolidate_optimizer()
+        trainer.save_checkpoint(str(path), {})
+    native = task.build_model(parity.parse(command_line(folder, NATIVE, **TOY)).model)
+    native.load_state_dict(model.state_dict(), strict=True)
+    return Toy(folder, task, model.eval(), native.eval(), paths)
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="digits-")
+
+
+def held_out(task: Any, left_pad: bool = True) -> Iterator[dict[str, Any]]:
+    """Batches of the held-out sentences."""
+    task.load_dataset("valid")
+    dataset = task.dataset("valid")
+    dataset.left_pad_source = left_pad
+    return task.get_batch_iterator(dataset, max_tokens=800).next_epoch_itr(shuffle=False)
+
+
+Hypotheses = dict[int, list[dict[str, Tensor]]]
+
+
+def translate(
+    toy: Toy, models: list[Any], left_pad: bool = True, by: Any = None, **generation: Any
+) -> Hypotheses:
+    """All hypotheses of each held-out sentence, by the task's generator or one of class ``by``."""
+    generator = toy.task.build_generator(models, GenerationConfig(**generation), seq_gen_cls=by)
+    found: Hypotheses = {}
+    for sample in held_out(toy.task, left_pad):
+        hypotheses = toy.task.inference_step(generator, models, sample)
+        found |= dict(zip(sample["id"].tolist(), hypotheses, strict=True))
+    assert len(found) == SENTENCES
+    return found
+
+
+def assert_same(ours: Hypotheses, native: Hypotheses) -> None:
+    for sentence, expected in native.items():
+        for a, b in zip(ours[sentence], expected, strict=True):
+            assert a["tokens"].tolist() == b["tokens"].tolist(), sentence
+            torch.testing.assert_close(a["score"], b["score"], rtol=0, atol=1e-4)
+            torch.testing.assert_close(
+                a["positional_scores"], b["positional_scores"], rtol=0, atol=1e-4
+            )

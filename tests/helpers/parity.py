@@ -1,0 +1,375 @@
+"""Trains fairseq's Transformer and ours side by side and compares every update.
+
+Real text, fairseq's own parser, task, iterators and Trainer; only the architecture, the optimizer
+and the criterion are exchanged. In float64 two correct programs differ by rounding (1e-13 or so)
+and two different ones by far more, so a run compares functions, not noise.
+
+V vocabulary, B sentences of a batch, L longest sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightseq_fairseq import fairseq_compat
+
+fairseq_compat.prepare()
+
+import fairseq.modules  # noqa: E402
+from fairseq import options, tasks, utils  # noqa: E402
+from fairseq.data import iterators  # noqa: E402
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf  # noqa: E402
+from fairseq.logging import metrics  # noqa: E402
+from fairseq.trainer import Trainer as NativeTrainer  # noqa: E402
+
+import lightseq_fairseq.plugins  # noqa: E402, F401
+from lightseq_fairseq import ops  # noqa: E402
+from lightseq_fairseq.fairseq_compat.overlay import Overlay  # noqa: E402
+from lightseq_fairseq.ops import philox  # noqa: E402
+from lightseq_fairseq.training.trainer import Trainer  # noqa: E402
+
+VOCABULARY = 97
+PAD = 1
+
+# On tensors this small threads only wait for each other: minutes instead of seconds on a busy
+# machine. It also keeps the order of sums, and so every number here, the same on every machine.
+torch.set_num_threads(1)
+
+
+class Systems(NamedTuple):
+    """Whose architecture, optimizer and criterion a run takes: "ls" or "native"."""
+
+    arch: str
+    optimizer: str
+    criterion: str
+
+
+NATIVE = Systems("native", "native", "native")
+LS = Systems("ls", "ls", "ls")
+
+# Flags of the parity runs' four models.
+PRE_NORM = {"encoder_normalize_before": True, "decoder_normalize_before": True}
+SHARED = {"share_all_embeddings": True}
+NORMS = pytest.mark.parametrize("norm", [{}, PRE_NORM], ids=["post-norm", "pre-norm"])
+
+# The schedule of the parity runs; a test's own flags override these.
+FLAGS: dict[str, Any] = {
+    "arch": "transformer",
+    "optimizer": "adam",
+    "criterion": "label_smoothed_cross_entropy",
+    "encoder-embed-dim": 16,
+    "encoder-ffn-embed-dim": 24,
+    "encoder-attention-heads": 2,
+    "encoder-layers": 2,
+    "decoder-layers": 2,
+    "decoder-attention-heads": 2,
+    "dropout": 0.0,
+    "label-smoothing": 0.1,
+    "adam-betas": "(0.9, 0.98)",
+    "adam-eps": 1e-8,
+    "lr": 1e-3,
+    "lr-scheduler": "inverse_sqrt",
+    "warmup-updates": 10,
+    "weight-decay": 0.1,
+    "clip-norm": 0.7,
+    "update-freq": 2,
+    "max-tokens": 64,
+    "seed": 7,
+    "num-workers": 0,
+    "log-format": "none",
+    "cpu": True,
+}
+
+
+def write_corpus(folder: Path, pairs: int = 48, longest: int = 9, seed: int = 1) -> Path:
+    """Raw text of ``pairs`` sentence pairs and two dictionaries of V = 97 entries."""
+    rng = random.Random(seed)
+    words = [f"w{i}" for i in range(VOCABULARY - 4)]
+    lines = "".join(f"{word} {1000 - i}\n" for i, word in enumerate(words))
+    sides: dict[str, list[str]] = {"src": [], "tgt": []}
+    for _ in range(pairs):
+        ids = [
+            min(int(rng.expovariate(0.05)), len(words) - 1) for _ in range(rng.randint(1, longest))
+        ]
+        translated = [(7 * i + 3) % len(words) for i in reversed(ids)]
+        extra = [rng.randrange(len(words)) for _ in range(rng.randint(0, 2))]
+        sides["src"].append(" ".join(words[i] for i in ids))
+        sides["tgt"].append(" ".join(words[i] for i in translated + extra))
+    folder.mkdir(parents=True, exist_ok=True)
+    for side, text in sides.items():
+        (folder / f"dict.{side}.txt").write_text(lines)
+        for split in ("train", "valid"):
+            (folder / f"{split}.src-tgt.{side}").write_text("\n".join(text) + "\n")
+    return folder
+
+
+def command_line(data: Path, systems: Systems = LS, **flags: Any) -> list[str]:
+    """fairseq's command line; a flag that is True stands alone, one that is None is left out."""
+    merged = {**FLAGS, **{name.replace("_", "-"): value for name, value in flags.items()}}
+    for place, system in zip(("arch", "optimizer", "criterion"), systems, strict=True):
+        if system == "ls":
+            merged[place] = "ls_" + merged[place]
+    argv = [str(data), "--task", "translation", "--dataset-impl", "raw"]
+    argv += ["--source-lang", "src", "--target-lang", "tgt", "--no-save"]
+    for name, value in merged.items():
+        if value is not None:
+            argv += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return argv
+
+
+def parse(argv: Sequence[str]) -> Any:
+    """fairseq's configuration of a command line."""
+    # Each caller's own: builders write into it, and omegaconf's deepcopy shares the model's part.
+    return pickle.loads(_parsed(tuple(argv)))
+
+
+@functools.cache
+def _parsed(argv: tuple[str, ...]) -> bytes:
+    # Most of a short run's time is hydra's.
+    parser = options.get_training_parser()
+    args = options.parse_args_and_arch(parser, list(argv))
+    return pickle.dumps(convert_namespace_to_omegaconf(args))
+
+
+def build(cfg: Any) -> tuple[Any, Any, Any]:
+    """Task with its training set, model and criterion, seeded as ``fairseq_cli.train`` does."""
+    utils.set_torch_seed(cfg.common.seed)
+    task = tasks.setup_task(cfg.task)
+    model, criterion = task.build_model(cfg.model), task.build_criterion(cfg.criterion)
+    task.load_dataset("train")
+    return task, model, criterion
+
+
+@dataclass
+class Update:
+    """What one update did.
+
+    Attributes:
+        loss: summed over the tokens of all micro-batches.
+        norm: the gradient's, as the trainer logs it.
+        sample_size: of all micro-batches.
+        sample_sizes: of each logging output: of each micro-batch in fairseq's own step.
+        output: all that the criterion logs, summed over the micro-batches.
+        logged: what the trainer reports of the update: loss, nll_loss, accuracy, rounded.
+        parameters: by name, after the update.
+    """
+
+    loss: float
+    norm: float
+    sample_size: float
+    sample_sizes: list[float]
+    output: dict[str, float]
+    logged: dict[str, float]
+    parameters: dict[str, Tensor]
+
+
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def train(
+    argv: Sequence[str], updates: int, dtype: torch.dtype = torch.float64,
+    change_batch: Change | None = None,
+) -> list[Update]:  # fmt: skip
+    """Run ``updates`` updates and record each; ``change_batch`` sees every batch first."""
+    with native_in_float64() if dtype == torch.float64 else contextlib.nullcontext():
+        cfg = parse(argv)
+        task, model, criterion = build(cfg)
+        model.to(dtype)
+        metrics.reset()
+        ls = any("ls_" in name for name in argv)
+        trainer = (Trainer if ls else NativeTrainer)(cfg, task, model, criterion)
+        history: list[Update] = []
+        reduce_and_log = trainer._reduce_and_log_stats
+
+        def recorded(outputs: list[dict[str, Any]], sample_size: float, norm: Tensor) -> Any:
+            output = {name: float(sum(o[name] for o in outputs)) for name in outputs[0]}
+            sizes = [float(o["sample_size"]) for o in outputs]
+            logged = reduce_and_log(outputs, sample_size, norm)
+            history.append(
+                Update(
+                    output["loss"],
+                    float(norm),
+                    float(sample_size),
+                    sizes,
+                    output,
+                    logged={k: float(v) for k, v in logged.items() if k in _LOGGED},
+                    parameters={n: p.detach().clone() for n, p in model.named_parameters()},
+                )
+            )
+            return logged
+
+        trainer._reduce_and_log_stats = recorded
+        groups = batches(trainer, cfg)
+        while len(history) < updates:
+            samples = next(groups)
+            if change_batch is not None:
+                samples = [change_batch(sample) for sample in samples]
+            trainer.train_step(samples)
+            if ls:
+                trainer.settle()
+    return history
+
+
+_LOGGED = ("loss", "nll_loss", "accuracy", "n_correct", "total")
+
+
+def batches(trainer: Any, cfg: Any) -> Iterator[list[dict[str, Any]]]:
+    """Groups of ``--update-freq`` batches, epoch after epoch."""
+    epoch_itr = trainer.get_train_iterator(epoch=1)
+    while True:
+        itr = epoch_itr.next_epoch_itr(shuffle=True)
+        trainer.begin_epoch(epoch_itr.epoch)
+        for group in iterators.GroupedIterator(itr, cfg.optimization.update_freq[0]):
+            if len(group) == cfg.optimization.update_freq[0]:
+                yield group
+
+
+@contextlib.contextmanager
+def native_in_float64() -> Iterator[None]:
+    """fairseq without its casts to float32, which a float64 model does not want.
+
+    log_softmax, softmax and the gradient norm name ``torch.float32``: they read float64 instead.
+    gelu calls ``.float()``: it does not.
+    """
+    with (
+        mock.patch.object(utils, "torch", Overlay(torch, float32=torch.float64)),
+        mock.patch.object(fairseq.modules, "gelu", torch.nn.functional.gelu),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def mixed_precision_in_float64() -> Iterator[None]:
+    """What --fp16 and --bf16 change besides the numbers' width, on numbers that keep theirs.
+
+    Loss scale, clipping rule, copies of the parameters: all of fairseq's code for mixed precision
+    runs, but what asks for 16 or 32 bits gets the float64 it has.
+    """
+    to_float, to = torch.Tensor.float, torch.nn.Module.to
+
+    def float_(x: Tensor, *args: Any, **options: Any) -> Tensor:
+        return x if x.dtype == torch.float64 else to_float(x, *args, **options)
+
+    def to_(module: torch.nn.Module, *args: Any, **options: Any) -> torch.nn.Module:
+        bf16 = options.get("dtype") == torch.bfloat16
+        return module if bf16 else to(module, *args, **options)
+
+    with (
+        mock.patch.object(torch.Tensor, "float", float_),
+        mock.patch.object(torch.nn.Module, "half", lambda module: module),
+        mock.patch.object(torch.nn.Module, "to", to_),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def every_unit_kept() -> Iterator[None]:
+    """Dropout that drops nothing and still scales by 1 / (1 - p), in fairseq and in ours.
+
+    Two models then agree only if they drop at the same places with the same rates.
+    """
+    functional = torch.nn.functional
+    attention = functional.scaled_dot_product_attention
+
+    def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return x * (1 / (1 - p)) if training else x
+
+    def scaled_dot_product_attention(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, **options: Any,
+    ) -> Tensor:  # fmt: skip
+        return attention(q, k, v, attn_mask, 0.0, is_causal, **options) * (1 / (1 - dropout_p))
+
+    with (
+        mock.patch.object(functional, "dropout", dropout),
+        mock.patch.object(functional, "scaled_dot_product_attention", scaled_dot_product_attention),
+        mock.patch.object(philox, "_least_kept", lambda p: -(1 << 15)),
+    ):
+        assert ops.dropout_mask(torch.zeros(2, dtype=torch.int64), 0, 64, 64, 0.9).all()
+        yield
+
+
+def permuted(seed: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def change(sample: dict[str, Any]) -> dict[str, Any]:
+        order = torch.randperm(len(sample["target"]), generator=generator)
+        inputs = {name: value[order] for name, value in sample["net_input"].items()}
+        return {**sample, "net_input": inputs, "target": sample["target"][order]}
+
+    return change
+
+
+class Deviation(NamedTuple):
+    """Largest difference between two updates.
+
+    loss and norm are relative, parameters absolute. The keys' biases stand apart: softmax does
+    not depend on them, so their true gradient is zero and Adam scales what rounding leaves of it.
+    """
+
+    loss: float
+    norm: float
+    parameters: float
+    key_bias: float
+
+
+TOLERANCE = Deviation(loss=1e-9, norm=1e-9, parameters=1e-9, key_bias=1e-6)
+
+
+def deviation(ours: Update, native: Update) -> Deviation:
+    assert ours.parameters.keys() == native.parameters.keys()
+    worst = {True: 0.0, False: 0.0}
+    for name, value in native.parameters.items():
+        difference = (ours.parameters[name].double() - value.double()).abs().max().item()
+        key = name.endswith("k_proj.bias")
+        worst[key] = max(worst[key], difference)
+    return Deviation(
+        _relative(ours.loss, native.loss),
+        _relative(ours.norm, native.norm),
+        worst[False],
+        worst[True],
+    )
+
+
+def largest_deviation(ours: Sequence[Update], native: Sequence[Update]) -> Deviation:
+    """The largest of all updates, kind by kind."""
+    found = [deviation(a, b) for a, b in zip(ours, native, strict=True)]
+    return Deviation(*map(max, zip(*found, strict=True)))
+
+
+def _relative(a: float, b: float) -> float:
+    return abs(a - b) / abs(b) if b else abs(a)
+
+
+class ParityError(AssertionError):
+    """Two runs differ: says what, in which update and by how much."""
+
+
+def compare(
+    ours: Sequence[Update], native: Sequence[Update], tolerance: Deviation = TOLERANCE
+) -> None:
+    """Raise ParityError unless all updates agree."""
+    assert len(ours) == len(native) > 0
+    for number, (a, b) in enumerate(zip(ours, native, strict=True), 1):
+        if a.sample_size != b.sample_size:
+            raise ParityError(f"update {number}: sample size {a.sample_size}, {b.sample_size}")
+        for x, y in ((a.logged, b.logged), (a.output, b.output)):
+            same_names = x.keys() == y.keys()
+            if not same_names or any(_relative(x[k], y[k]) > tolerance.loss for k in y):
+                raise ParityError(f"update {number}: logged {x}, native {y}")
+        found = deviation(a, b)
+        for name, value, limit in zip(Deviation._fields, found, tolerance, strict=True):
+            if not value <= limit:
+                raise ParityError(f"update {number}: {name} differs by {value:.2e} > {limit:.0e}")

@@ -1,0 +1,271 @@
+"""Whole training runs of a tiny Transformer in this process, by fairseq's own main()."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from helpers.parity import parse, write_corpus  # isort: skip  (prepares fairseq)
+
+from fairseq import checkpoint_utils
+from fairseq import trainer as native_trainer
+from fairseq.distributed import utils as distributed_utils
+from fairseq.logging import metrics
+from fairseq_cli import train
+
+from lightseq_fairseq.fairseq_compat import patching
+from lightseq_fairseq.training import process
+from lightseq_fairseq.training.step import TrainingStep
+from lightseq_fairseq.training.trainer import Trainer
+
+LS = {
+    "arch": "ls_transformer_tiny",
+    "optimizer": "ls_adam",
+    "criterion": "ls_label_smoothed_cross_entropy",
+}
+NATIVE = {name: value.removeprefix("ls_") for name, value in LS.items()}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp16": {"fp16": True, "fp16_init_scale": 128},
+    "bf16": {"bf16": True},
+}
+ON_GPU = {**LS, "cpu": None, "encoder_embed_dim": 64, "encoder_attention_heads": 2}
+
+_FLAGS: dict[str, Any] = {
+    "encoder-embed-dim": 16,
+    "encoder-ffn-embed-dim": 32,
+    "encoder-layers": 1,
+    "decoder-layers": 1,
+    "share-decoder-input-output-embed": True,
+    "dropout": 0.2,
+    "attention-dropout": 0.1,
+    "activation-dropout": 0.1,
+    "label-smoothing": 0.1,
+    "adam-betas": "(0.9, 0.98)",
+    "weight-decay": 0.01,
+    "clip-norm": 1.0,
+    "lr": 5e-3,
+    "lr-scheduler": "inverse_sqrt",
+    "warmup-updates": 4,
+    "max-tokens": 96,
+    "seed": 3,
+    "num-workers": 0,
+    "log-format": "none",
+    "max-update": 12,
+    "cpu": True,
+    "disable-validation": True,
+}
+
+
+def corpus(folder: Path) -> Path:
+    """Data that make epochs of 7 updates."""
+    return write_corpus(folder, pairs=64)
+
+
+def command_line(data: Path, save_dir: Path, flags: dict[str, Any]) -> list[str]:
+    argv = [str(data), "--task", "translation", "--dataset-impl", "raw"]
+    argv += ["--source-lang", "src", "--target-lang", "tgt", "--save-dir", str(save_dir)]
+    for name, value in {**_FLAGS, **flags}.items():
+        if value is True:
+            argv.append(f"--{name}")
+        elif value is not None:
+            argv += [f"--{name}", str(value)]
+    return argv
+
+
+@contextmanager
+def fresh_process() -> Iterator[None]:
+    """What fairseq and this package keep in globals from run to run, put aside."""
+    vars(checkpoint_utils.save_checkpoint).pop("best", None)
+    metrics.reset()
+    with (
+        mock.patch.object(checkpoint_utils, "PathManager", checkpoint_utils.PathManager),
+        mock.patch.object(checkpoint_utils, "os", checkpoint_utils.os),
+    ):
+        yield
+
+
+def configure(data: Path, save_dir: Path, flags: dict[str, Any]) -> Any:
+    """fairseq's configuration; underscores in flags' names stand for dashes."""
+    named = {name.replace("_", "-"): value for name, value in flags.items()}
+    own = {"pack_tokens": True} if named.pop("pack-tokens", None) else {}  # no flag of fairseq's
+    cfg = parse(command_line(data, save_dir, named))
+    vars(cfg.model).update(own)
+    return cfg
+
+
+def run(data: Path, save_dir: Path, native: bool = False, **flags: Any) -> list[float]:
+    """Losses of the updates of one run, as they are given to the meters.
+
+    ``native`` trains with fairseq's own Trainer.
+    """
+    losses: list[float] = []
+
+    class Recorded(native_trainer.Trainer if native else Trainer):  # type: ignore[misc]
+        def __init__(self, cfg: Any, task: Any, *others: Any) -> None:
+            super().__init__(cfg, task, *others)
+            reduce_metrics = task.reduce_metrics
+
+            def recorded(logging_outputs: Any, criterion: Any) -> Any:
+                if self.model.training:
+                    losses.append(float(sum(output["loss"] for output in logging_outputs)))
+                return reduce_metrics(logging_outputs, criterion)
+
+            task.reduce_metrics = recorded
+
+    with fresh_process(), mock.patch.object(train, "Trainer", Recorded):
+        is_rank = "distributed_rank" in flags
+        main = train.main if is_rank else patching.around(train.main, process.main)
+        main(configure(data, save_dir, flags))
+    return losses
+
+
+def trained(folder: Path, name: str = "checkpoint_last.pt") -> dict[str, torch.Tensor]:
+    """Parameters and moments in a file that the run in ``folder`` saved, by their path in it."""
+    state = torch.load(folder / name, weights_only=False)
+    return _tensors({key: state[key] for key in ("model", "last_optimizer_state")}, "")
+
+
+def _tensors(state: Any, name: str) -> dict[str, torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return {name: state}
+    if not isinstance(state, (dict, list, tuple)):
+        return {}
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    return {k: v for key, value in items for k, v in _tensors(value, f"{name}/{key}").items()}
+
+
+def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    """Names of what is not the same, bit by bit, in two results of ``trained``."""
+    assert ours.keys() == theirs.keys() != set()
+    return [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+def captured_graphs(log: str) -> int:
+    """How many graphs the run has captured, to a power of two."""
+    return max(map(int, re.findall(r"captured (\d+) CUDA graphs", log)), default=0)
+
+
+@contextmanager
+def nan_in_update(number: int) -> Iterator[None]:
+    """A parameter is NaN in one update, counted from 1 in this process, and no more after it."""
+    step, calls = TrainingStep.run, 0
+
+    def planted(self: TrainingStep, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls != number:
+            return step(self, *arguments)
+        place = self.model.encoder.layers[0].fc1.weight.data[:1, :1]
+        kept = place.clone()
+        place.fill_(math.nan)
+        report = step(self, *arguments)
+        place.copy_(kept)
+        return report
+
+    with mock.patch.object(TrainingStep, "run", planted):
+        yield
+
+
+def assert_stops_and_goes_on(data: Path, folder: Path, **flags: Any) -> None:
+    """A run stops at a NaN in its tenth update, and goes on from the file that it leaves."""
+    run(data, folder / "before", **flags, max_update=9)
+    with nan_in_update(10), pytest.raises(FloatingPointError) as caught:
+        run(data, folder / "run", **flags, max_update=20)
+    crash = folder / "run/crash.pt"
+    sentence = str(caught.value)
+    assert sentence.startswith("gradients are Nan/Inf in update 10. The state before it is in ")
+    assert f"--restore-file {crash} --reset-dataloader" in sentence
+    assert differing(trained(crash.parent, crash.name), trained(folder / "before")) == []
+    flags.update(max_update=13, reset_dataloader=True)
+    found = [
+        run(data, folder / "rest", **flags, restore_file=str(file), no_save=True)
+        for file in (crash, folder / "before/checkpoint_last.pt")
+    ]
+    assert len(found[0]) == 4
+    assert found[0] == found[1]
+
+
+def run_ranks(data: Path, save_dir: Path, ranks: int, **flags: Any) -> list[list[float]]:
+    """Losses of each rank of one distributed run on this machine, if need be on one GPU."""
+    save_dir.mkdir()
+    flags = {
+        "distributed_world_size": ranks, "distributed_no_spawn": True, "ddp_backend": "legacy_ddp",
+        "distributed_init_method": f"file://{save_dir}/rendezvous", **flags,
+    }  # fmt: skip
+    of_rank = functools.partial(_run_rank, data, save_dir, flags)
+    if flags.get("cpu", True):
+        children = [fork(functools.partial(of_rank, rank)) for rank in range(ranks)]
+        statuses = [exit_status(child) for child in children]
+    else:  # CUDA does not survive a fork
+        context = multiprocessing.get_context("spawn")
+        processes = [context.Process(target=of_rank, args=(rank,)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        statuses = [process.exitcode for process in processes]
+    assert statuses == [0] * ranks
+    return [json.loads((save_dir / f"rank{rank}").read_text()) for rank in range(ranks)]
+
+
+def _run_rank(data: Path, save_dir: Path, flags: dict[str, Any], rank: int) -> None:
+    gpus = 0 if flags.get("cpu", True) else torch.cuda.device_count()
+    backend = "gloo" if gpus < flags["distributed_world_size"] else "nccl"
+    device = rank % gpus if gpus else rank
+    main = patching.around(train.main, process.main)
+    start = functools.partial(distributed_utils.distributed_main, device, main, kwargs={})
+    with mock.patch.object(train, "main", start):
+        losses = run(data, save_dir, **flags, distributed_rank=rank, distributed_backend=backend)
+    (save_dir / f"rank{rank}").write_text(json.dumps(losses))
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Start ``work`` in a child process that ends with it; returns the child's id."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            torch.set_num_threads(1)
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return child
+
+
+def exit_status(child: int) -> int:
+    """Negative if a signal has ended the child: that signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def in_a_fork(work: Callable[[], None]) -> int:
+    """Exit status of ``work`` in a child process."""
+    return exit_status(fork(work))
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def limit_files(size: int, killed: bool) -> None:
+    """From here on a file cannot grow beyond ``size`` bytes: an OSError, or the end."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL if killed else signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))

@@ -1,0 +1,278 @@
+"""Packed attention against a loop over sentences in plain torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers.ops_testing import (
+    assert_as_good_as,
+    check_gradients,
+    check_op,
+    leaf,
+    make_rng,
+    poisoned,
+)
+
+from lightseq_fairseq import ops
+
+H, D, SCALE, SITE = 3, 4, 0.6, 9
+# (query lengths, key lengths): ragged, single tokens, empty on one side, the other and both, first
+# and last place, nothing at all.
+SELF = ([3, 1, 5, 2], None)
+CROSS = ([3, 1, 5, 2], [2, 6, 1, 3])
+HOLES = ([3, 0, 1, 4, 0, 2], [2, 3, 5, 0, 0, 4])
+EDGES = ([0, 3, 2, 0], [4, 2, 0, 3])
+NOTHING = ([0, 0], [0, 0])
+# Bucket rows behind the last sentence, on each side.
+TAIL_Q, TAIL_K = 3, 2
+
+
+class Case:
+    """Packed tensors of one set of lengths, every row that belongs to no sentence poisoned."""
+
+    def __init__(self, lengths, causal=False, p=0.0, dtype=torch.float64, heads=H, width=D):
+        torch.manual_seed(0)
+        self.lengths_q, self.lengths_k = lengths[0], lengths[1] or lengths[0]
+        self.causal, self.p, self.dtype = causal, p, dtype
+        self.cu_q, self.cu_k = (
+            torch.tensor([0, *x]).cumsum(0).int() for x in (self.lengths_q, self.lengths_k)
+        )
+        self.used_q, self.used_k = sum(self.lengths_q), sum(self.lengths_k)
+        self.q, self.dout = (self.rows(self.used_q, TAIL_Q, heads, width) for _ in range(2))
+        self.k, self.v = (self.rows(self.used_k, TAIL_K, heads, width) for _ in range(2))
+
+    def rows(self, used, tail, heads, width):
+        x = torch.randn(used + tail, heads, width).to(self.dtype)
+        x[used:] = torch.nan
+        return x
+
+    def settings(self):
+        longest = max(self.lengths_q), max(self.lengths_k)
+        bits = (self.p, make_rng(), SITE)
+        return self.cu_q, self.cu_k, *longest, self.causal, SCALE, *bits
+
+    def fwd(self, q=None, k=None, v=None):
+        q, k, v = (
+            old if new is None else new for new, old in zip((q, k, v), self.qkv, strict=True)
+        )
+        return ops.attention_fwd(q, k, v, *self.settings())
+
+    @property
+    def qkv(self):
+        return self.q, self.k, self.v
+
+    def bwd(self, out, lse, gradients=None):
+        if gradients is None:
+            gradients = tuple(poisoned(*x.shape, dtype=self.dtype) for x in self.qkv)
+        ops.attention_bwd(self.dout, *self.qkv, out, lse, *self.settings(), *gradients)
+        return gradients
+
+    def loop(self, dtype=torch.float64):
+        """(out, lse, dq, dk, dv) sentence by sentence; what belongs to none is zero."""
+        q, k, v = (leaf(x, dtype) for x in self.qkv)
+        rows, heads, _ = q.shape
+        keep = ops.keep_mask(
+            make_rng(), SITE, torch.arange(rows * heads), max(1, *self.lengths_k), self.p
+        ).view(rows, heads, -1)
+        out = torch.zeros_like(q, requires_grad=False)
+        lse = torch.zeros(rows, heads, dtype=dtype)
+        for b, (length_q, length_k) in enumerate(zip(self.lengths_q, self.lengths_k, strict=True)):
+            if length_q == 0 or length_k == 0:
+                continue
+            mine, seen = (
+                slice(self.cu_q[b], self.cu_q[b + 1]),
+                slice(self.cu_k[b], self.cu_k[b + 1]),
+            )
+            scores = SCALE * torch.einsum("ihd,jhd->ihj", q[mine], k[seen])
+            if self.causal:
+                hidden = torch.ones(length_q, length_k).triu(1).bool()
+                scores = scores.masked_fill(hidden[:, None], -torch.inf)
+            lse[mine] = scores.logsumexp(-1).detach()
+            weights = scores.softmax(-1) * keep[mine, :, :length_k] / (1 - self.p)
+            out[mine] = torch.einsum("ihj,jhd->ihd", weights, v[seen])
+        if out.requires_grad:
+            (out * self.dout.to(dtype).nan_to_num(0.0)).sum().backward()
+        gradients = (torch.zeros_like(x) if x.grad is None else x.grad for x in (q, k, v))
+        return out.detach(), lse, *gradients
+
+
+@pytest.mark.parametrize(
+    "lengths", [SELF, CROSS, HOLES, EDGES, NOTHING], ids=["self", "cross", "holes", "edges", "none"]
+)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_equals_loop(lengths, causal, p):
+    case = Case(lengths, causal, p)
+    out, lse = case.fwd()
+    assert out.is_contiguous() and lse.dtype == torch.float64
+    expected = case.loop()
+    for name, ours, theirs in zip(
+        ("out", "lse", "dq", "dk", "dv"), (out, lse, *case.bwd(out, lse)), expected, strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_longest_may_be_an_upper_bound(causal):
+    case = Case(CROSS, causal, 0.3)
+    out, lse = case.fwd()
+    settings = list(case.settings())
+    settings[2:4] = 12, 11
+    wider = ops.attention_fwd(*case.qkv, *settings)
+    torch.testing.assert_close(wider, (out, lse))
+
+
+def test_views_of_one_product():
+    """q, k, v and their gradients as column blocks of [T, 3 * H * D], as the layers pass them."""
+    case = Case(SELF, True, 0.3)
+    expected = case.fwd()
+    gradients = case.bwd(*expected)
+
+    def blocks(x):
+        return [x[:, i * H * D : (i + 1) * H * D].unflatten(1, (H, D)) for i in range(3)]
+
+    tail = TAIL_Q - TAIL_K
+    case.k, case.v = (torch.cat((x, x[-1:].expand(tail, H, D))) for x in (case.k, case.v))
+    qkv = torch.cat([x.flatten(1) for x in case.qkv], 1)
+    case.q, case.k, case.v = blocks(qkv)
+    out, lse = case.fwd()
+    torch.testing.assert_close((out, lse), expected)
+    dqkv = poisoned(*qkv.shape)
+    case.bwd(out, lse, blocks(dqkv))
+    for ours, theirs in zip(blocks(dqkv), gradients, strict=True):
+        torch.testing.assert_close(ours[: len(theirs)], theirs)
+    assert dqkv.isfinite().all()
+
+
+def test_odd_strides():
+    """Heads that are not neighbours and rows whose distance is no multiple of the head width."""
+    case = Case(CROSS, False, 0.0)
+    expected = case.fwd()
+    spaced = poisoned(len(case.q), H * D + 3)
+    spaced[:, : H * D] = case.q.flatten(1)
+    case.q = spaced[:, : H * D].unflatten(1, (H, D))
+    case.k = case.k.transpose(0, 1).contiguous().transpose(0, 1)
+    torch.testing.assert_close(case.fwd(), expected)
+
+
+def test_rows_past_the_last_sentence_are_zero():
+    case = Case(SELF, True, 0.3)
+    out, lse = case.fwd()
+    for x in (out, lse, *case.bwd(out, lse)):
+        assert x[-TAIL_K:].eq(0).all()
+
+
+@pytest.mark.parametrize("lengths", [SELF, CROSS, HOLES], ids=["self", "cross", "holes"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradcheck(lengths, causal):
+    case = Case(lengths, causal, 0.3, heads=2, width=2)
+
+    def backward(douts, saved, outputs):
+        case.dout = douts[0].contiguous()
+        case.q, case.k, case.v = saved
+        return case.bwd(*outputs)
+
+    inputs = [x.nan_to_num(0.5) for x in case.qkv]
+    check_gradients(lambda *qkv: case.fwd(*qkv), backward, inputs)
+
+
+@pytest.mark.parametrize("scale", [1.0, 40.0])
+def test_large_scores(scale):
+    """Rows where all but one probability underflow in float32."""
+    exact = Case(CROSS)
+    exact.q *= scale
+    case = Case(CROSS, dtype=torch.float32)
+    case.q *= scale
+    out, lse = case.fwd()
+    expected = exact.loop()
+    for ours, theirs in zip((out, lse, *case.bwd(out, lse)), expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_16_bit(dtype, causal):
+    lengths = [17, 30, 1, 24], [11, 40, 8, 24]
+    case = Case(lengths, causal, 0.1, dtype, heads=2, width=32)
+    out, lse = case.fwd()
+    assert lse.dtype == torch.float32
+    ours = out, *case.bwd(out, lse)
+    plain, exact = (
+        (result[0], *result[2:]) for result in (case.loop(dtype), case.loop(torch.float64))
+    )
+    for name, *triple in zip(("out", "dq", "dk", "dv"), ours, plain, exact, strict=True):
+        assert_as_good_as(*triple, name)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_opcheck(p, causal):
+    case = Case(HOLES, causal, p)
+    case.q, case.k, case.v, case.dout = (
+        x.nan_to_num(0.0) for x in (case.q, case.k, case.v, case.dout)
+    )
+    out, lse = case.fwd()
+    check_op("attention_fwd", *case.qkv, *case.settings())
+    gradients = [torch.zeros_like(x) for x in case.qkv]
+    check_op("attention_bwd", case.dout, *case.qkv, out, lse, *case.settings(), *gradients)
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "message"),
+    [
+        (0, lambda q: q.flatten(1), r"q must have shape \[Tq, H, D\]"),
+        (1, lambda k: k[:, :2], r"k must have shape \[Tk, 3, 4\], got \[13, 2, 4\]"),
+        (2, lambda v: v[1:], r"v must have shape \[13, 3, 4\], got \[12, 3, 4\]"),
+        (1, lambda k: k.float(), "k must be float64, got float32"),
+        (0, lambda q: q.transpose(1, 2).contiguous().transpose(1, 2), "q must be contiguous in"),
+        (3, lambda cu: cu.long(), "cu_q must be int32, got int64"),
+        (4, lambda cu: cu[:-1], r"cu_k must have shape \[5\], got \[4\]"),
+        (5, lambda longest: -1, "max_q and max_k must be >= 0, got -1 and 6"),
+        (8, lambda scale: 0.0, "scale must be positive and finite, got 0.0"),
+        (8, lambda scale: math.nan, "scale must be positive and finite, got nan"),
+        (9, lambda p: 1.5, "p must be at least 0 and below 1, got 1.5"),
+        (10, lambda rng: rng.int(), "rng must be int64, got int32"),
+    ],
+)
+def test_refusals(index, change, message):
+    case = Case(CROSS)
+    case.k, case.v = case.k[:13], case.v[:13]
+    arguments = [*case.qkv, *case.settings()]
+    arguments[index] = change(arguments[index])
+    with pytest.raises(ValueError, match=f"attention_fwd: {message}"):
+        ops.attention_fwd(*arguments)
+
+
+def test_backward_refusals():
+    case = Case(CROSS)
+    out, lse = case.fwd()
+    with pytest.raises(ValueError, match=r"attention_bwd: lse must have shape \[14, 3\]"):
+        case.bwd(out, lse[1:])
+    with pytest.raises(ValueError, match=r"attention_bwd: dk must have shape \[14, 3, 4\]"):
+        case.bwd(out, lse, (case.q, case.k[1:], case.v))
+    case.cu_k[1] = 15
+    with pytest.raises(ValueError, match="attention_bwd: cu_k must ascend"):
+        case.bwd(out, lse)
+
+
+@pytest.mark.parametrize(
+    ("index", "boundaries", "message"),
+    [
+        (3, [0, 5, 4, 9, 14], r"cu_q must ascend within \[0, 14\], sentence 1 is rows 5 to 4"),
+        (4, [0, 5, 9, 13, 15], r"cu_k must ascend within \[0, 14\], sentence 3 is rows 13 to 15"),
+        (4, [-1, 5, 9, 13, 14], "cu_k must begin with 0, begins with -1"),
+        (3, [1, 5, 9, 13, 14], "cu_q must begin with 0, begins with 1"),
+        (3, [0, 2, 8, 9, 14], "max_q is 5, but sentence 1 of cu_q has 6 rows"),
+        (4, [0, 2, 5, 6, 14], "max_k is 6, but sentence 3 of cu_k has 8 rows"),
+    ],
+)
+def test_boundaries_are_checked(monkeypatch, index, boundaries, message):
+    monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES", raising=False)
+    case = Case(CROSS)
+    arguments = [*case.qkv, *case.settings()]
+    ops.attention_fwd(*arguments)
+    arguments[index] = torch.tensor(boundaries, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"attention_fwd: {message}"):
+        ops.attention_fwd(*arguments)

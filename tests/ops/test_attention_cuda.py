@@ -1,0 +1,418 @@
+"""The attention kernels against the reference in float64 and against plain torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers.ops_testing import assert_kernel_as_good_as, leaf, make_rng
+
+from lightseq_fairseq import library, ops
+from lightseq_fairseq.packing import Segments
+
+pytestmark = pytest.mark.gpu
+
+SITE = 9
+TAIL_Q, TAIL_K = 5, 3  # bucket rows behind the last sentence
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+# Query lengths, and key lengths where they differ. Kernels have tiles of 128, 64 or 32 rows with
+# slots of 16 rows or more, 16 rows a warp.
+LENGTHS = {
+    "edges": ([1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 1], None),
+    "ragged": ([28, 7, 41, 200, 19, 3, 66, 30, 24, 11, 150, 37, 90, 22, 54, 13], None),
+    "long": ([512, 5, 300, 40], None),
+    "cross": ([30, 1, 64, 20, 140, 3, 260, 9], [25, 40, 1, 130, 20, 300, 128, 9]),
+    "holes": ([0, 3, 0, 40, 200, 6, 0], [4, 0, 0, 30, 0, 150, 140]),
+}
+
+
+class Case:
+    """Packed tensors of one set of lengths as the layers pass them: q, k, v are column blocks of
+    wider matrices, and every row that belongs to no sentence is poisoned."""
+
+    def __init__(self, lengths, dtype, causal=False, p=0.0, heads=3, width=64):
+        torch.manual_seed(0)
+        self.lengths_q, self.lengths_k = lengths[0], lengths[1] or lengths[0]
+        self.dtype, self.causal, self.p, self.scale = dtype, causal, p, width**-0.5
+        self.cu_q, self.cu_k = (
+            torch.tensor([0, *x]).cumsum(0).int().cuda() for x in (self.lengths_q, self.lengths_k)
+        )
+        self.used_q, self.used_k = sum(self.lengths_q), sum(self.lengths_k)
+        self.rng = make_rng().cuda()
+        if lengths[1] is None:
+            self.q, self.k, self.v = self.blocks(3, self.used_q, TAIL_Q, heads, width)
+        else:
+            (self.q,) = self.blocks(1, self.used_q, TAIL_Q, heads, width)
+            self.k, self.v = self.blocks(2, self.used_k, TAIL_K, heads, width)
+        (self.dout,) = self.blocks(1, self.used_q, TAIL_Q, heads, width)
+
+    def blocks(self, count, used, tail, heads, width):
+        x = torch.randn(used + tail, count, heads, width, device="cuda").to(self.dtype)
+        x[used:] = torch.nan
+        return x.unbind(1)
+
+    @property
+    def qkv(self):
+        return self.q, self.k, self.v
+
+    def settings(self, dropout=True):
+        longest = max(self.lengths_q), max(self.lengths_k)
+        p = self.p if dropout else 0.0
+        return self.cu_q, self.cu_k, *longest, self.causal, self.scale, p, self.rng, SITE
+
+    def kernel(self):
+        """(out, lse, dq, dk, dv), every buffer poisoned before."""
+        poison(self.q)
+        out, lse = ops.attention_fwd(*self.qkv, *self.settings())
+        gradients = [like(x) for x in self.qkv]
+        ops.attention_bwd(self.dout, *self.qkv, out, lse, *self.settings(), *gradients)
+        return out, lse, *gradients
+
+    def exact(self):
+        """The reference in float64."""
+        qkv = [x.double() for x in self.qkv]
+        forward, backward = (ops.REFERENCES[f"attention_{name}"] for name in ("fwd", "bwd"))
+        out, lse = forward(*qkv, *self.settings())
+        gradients = [torch.empty_like(x) for x in qkv]
+        backward(self.dout.double(), *qkv, out, lse, *self.settings(), *gradients)
+        return out, lse, *gradients
+
+    def plain(self):
+        """torch ops in the case's own dtype, sentence by sentence."""
+        q, k, v = (leaf(x, self.dtype) for x in self.qkv)
+        rows, heads, _ = q.shape
+        keep = ops.keep_mask(
+            self.rng, SITE, torch.arange(rows * heads).cuda(), max(self.lengths_k), self.p
+        ).view(rows, heads, -1)
+        out = torch.zeros(q.shape, dtype=self.dtype, device="cuda")
+        lse = torch.zeros(rows, heads, device="cuda")
+        cu_q, cu_k = self.cu_q.tolist(), self.cu_k.tolist()
+        for b, (length_q, length_k) in enumerate(zip(self.lengths_q, self.lengths_k, strict=True)):
+            if length_q == 0 or length_k == 0:
+                continue
+            mine, seen = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+            scores = self.scale * torch.einsum("ihd,jhd->ihj", q[mine], k[seen])
+            if self.causal:
+                hidden = torch.ones(length_q, length_k, device="cuda").triu(1).bool()
+                scores = scores.masked_fill(hidden[:, None], -torch.inf)
+            lse[mine] = scores.logsumexp(-1).detach().float()
+            weights = scores.softmax(-1) * keep[mine, :, :length_k] / (1 - self.p)
+            out[mine] = torch.einsum("ihj,jhd->ihd", weights, v[seen])
+        (out * self.dout.nan_to_num(0.0)).sum().backward()
+        gradients = (x.grad.nan_to_num(0.0) for x in (q, k, v))
+        return out.detach(), lse, *gradients
+
+
+def like(x):
+    """A poisoned buffer with the strides of x: a column block of a wider matrix."""
+    rows, heads, width = x.shape
+    wide = torch.full((rows, x.stride(0)), torch.nan, dtype=x.dtype, device="cuda")
+    return wide[:, : heads * width].unflatten(1, (heads, width))
+
+
+def poison(q):
+    """Leave NaN in the memory that torch.empty is going to hand out."""
+    blocks = [torch.full(q.shape, torch.nan, dtype=q.dtype, device="cuda") for _ in range(2)]
+    blocks += [torch.full(q.shape[:2], torch.nan, device="cuda") for _ in range(2)]
+    del blocks
+
+
+def check(case):
+    for name, ours, plain, exact in zip(
+        NAMES, case.kernel(), case.plain(), case.exact(), strict=True
+    ):
+        used = case.used_k if name in ("dk", "dv") else case.used_q
+        assert ours[used:].eq(0).all(), f"{name}: rows past the last sentence"
+        assert_kernel_as_good_as(ours, plain, exact, name, half_roundings=0.5)
+
+
+def same(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_kernels_are_loaded():
+    assert {"attention_fwd", "attention_bwd"} <= set(library.load().kernels)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_numerics(lengths, p, causal, dtype):
+    check(Case(LENGTHS[lengths], dtype, causal, p))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("heads", "width"), [(1, 64), (16, 64), (5, 32), (4, 128), (3, 8), (2, 72), (6, 40)]
+)
+def test_heads(heads, width, dtype):
+    check(
+        Case(([30, 1, 64, 20, 140, 70], [25, 40, 1, 130, 20, 128]), dtype, False, 0.1, heads, width)
+    )
+    check(Case(([200, 3, 40], None), dtype, True, 0.1, heads, width))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_2000_tokens(dtype):
+    check(Case(([2000, 30], None), dtype, True, 0.1, heads=2))
+
+
+@pytest.mark.parametrize("factor", [1e-3, 30.0])
+def test_small_and_large_scores(factor):
+    """Rows of equal probabilities, and rows where all but one underflow."""
+    case = Case(LENGTHS["edges"], torch.float32)
+    case.scale *= factor
+    check(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 128])
+def test_drops_the_reference_bits(width, dtype):
+    """Equal scores, one-hot values and gradients: the results are the mask, forward and backward.
+
+    `first`: the keys (forward) or queries (backward) whose columns the one-hot rows show.
+    """
+    lengths, heads, p = [30, 64, 100, 200, 300], 3, 0.3
+    case = Case((lengths, None), dtype, p=p, heads=heads, width=width)
+    rows = case.used_q
+    position = torch.cat([torch.arange(n) for n in lengths]).cuda()
+    row_ids = torch.arange(rows * heads)
+    keep = ops.keep_mask(make_rng(), SITE, row_ids, max(lengths), p).view(rows, heads, -1).cuda()
+    keep &= (
+        torch.tensor(lengths).cuda().repeat_interleave(case.cu_q.diff().long())[:, None, None]
+        > torch.arange(max(lengths)).cuda()
+    )
+    case.q.zero_(), case.k.normal_()
+    for first in range(0, max(lengths), width):
+        shown = torch.arange(first, first + width).cuda()
+        one_hot = (position[:, None] == shown).float()[:, None].expand(rows, heads, width)
+        case.v[:rows], case.dout[:rows] = one_hot, one_hot
+        out, _, _, _, dv = case.kernel()
+        here = keep[..., first : first + width]
+        assert torch.equal(out[:rows, :, : here.shape[2]] > 0, here)
+        for start, length in zip(case.cu_q.tolist(), lengths, strict=False):
+            mine = slice(start, start + length)
+            queries = keep[mine][first : first + width, :, :length].permute(2, 1, 0)
+            assert torch.equal(dv[mine, :, : queries.shape[2]] > 0, queries)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_same_bits_again_and_anywhere(dtype):
+    """Two runs agree, and so does a sentence alone with itself in the middle of a batch."""
+    case = Case(LENGTHS["ragged"], dtype, True, 0.1)
+    assert same(case.kernel(), case.kernel())
+    case.p = 0.0
+    batch = case.kernel()
+    for sentence in (0, 3, 6, 10):
+        mine = slice(*case.cu_q[sentence : sentence + 2].tolist())
+        alone = Case(([case.lengths_q[sentence]], None), dtype, True)
+        for name in ("q", "k", "v", "dout"):
+            getattr(alone, name)[: alone.used_q] = getattr(case, name)[mine]
+        assert same([x[: alone.used_q] for x in alone.kernel()], [x[mine] for x in batch])
+
+
+def test_many_sentences():
+    """More sentences than a grid's second dimension may count; of one token, where out is v."""
+    sentences, heads, width = 70_001, 2, 64
+    case = Case(([1] * sentences, None), torch.bfloat16, heads=heads, width=width)
+    out, _, dq, dk, dv = (x[:sentences] for x in case.kernel())
+    assert torch.equal(out, case.v[:sentences]) and torch.equal(dv, case.dout[:sentences])
+    assert dq.abs().max() < 1e-2 and dk.abs().max() < 1e-2
+
+
+def test_longest_may_be_an_upper_bound():
+    case = Case(LENGTHS["cross"], torch.bfloat16, False, 0.1)
+    expected = ops.attention_fwd(*case.qkv, *case.settings())
+    settings = list(case.settings())
+    settings[2:4] = 4000, 5000
+    assert same(ops.attention_fwd(*case.qkv, *settings), expected)
+
+
+def test_heads_need_not_be_neighbours():
+    case = Case(LENGTHS["cross"], torch.bfloat16, False, 0.1)
+    expected = case.kernel()
+    case.k, case.v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (case.k, case.v))
+    out, lse = ops.attention_fwd(*case.qkv, *case.settings())
+    gradients = [torch.empty_like(x) for x in case.qkv]  # with the strides of q, k, v
+    ops.attention_bwd(case.dout, *case.qkv, out, lse, *case.settings(), *gradients)
+    assert same((out, lse, *gradients), expected)
+
+
+@pytest.mark.parametrize(("rows_q", "rows_k"), [(0, 7), (7, 0), (0, 0), (7, 7)])
+def test_nothing_to_attend_to(rows_q, rows_k):
+    """Empty sides, and rows that belong to no sentence at all: zeros everywhere."""
+    q, dout = (torch.full((rows_q, 2, 64), torch.nan, device="cuda") for _ in range(2))
+    k, v = (torch.full((rows_k, 2, 64), torch.nan, device="cuda") for _ in range(2))
+    cu = torch.zeros(3, dtype=torch.int32, device="cuda")
+    settings = cu, cu, 0, 0, False, 0.125, 0.1, make_rng().cuda(), SITE
+    poison(q)
+    out, lse = ops.attention_fwd(q, k, v, *settings)
+    gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    ops.attention_bwd(dout, q, k, v, out, lse, *settings, *gradients)
+    assert all(x.eq(0).all() for x in (out, lse, *gradients))
+
+
+def test_nan_shows():
+    case = Case(LENGTHS["ragged"], torch.bfloat16)
+    case.k[30, 1, 5] = torch.nan  # second sentence: rows 28 ... 34
+    out = case.kernel()[0]
+    assert out[28:35, 1].isnan().all() and out[:28].isfinite().all() and out[35:].isfinite().all()
+
+
+def test_replayed_graph_draws_anew():
+    """rng and the boundaries are read on the device: a replay sees those of its own time."""
+    case = Case(LENGTHS["ragged"], torch.bfloat16, False, 0.2)
+    case.kernel()
+    graph = torch.cuda.CUDAGraph()
+    gradients = [like(x) for x in case.qkv]
+    with torch.cuda.graph(graph):
+        out, lse = ops.attention_fwd(*case.qkv, *case.settings())
+        ops.attention_bwd(case.dout, *case.qkv, out, lse, *case.settings(), *gradients)
+    for micro_batch in (4, 5):
+        case.rng[1] = micro_batch
+        case.cu_q[4] = case.cu_k[4] = 266 + micro_batch  # was 276
+        graph.replay()
+        assert same((out, lse, *gradients), case.kernel())
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "message"),
+    [
+        (range(3), lambda x: x.double(), "q must be float32, float16 or bfloat16"),
+        (range(3), lambda x: x.new_zeros(len(x), 3, 136), "heads of 136 numbers"),
+        (range(3), lambda x: x.new_zeros(len(x), 3, 12), "heads of 12 numbers"),
+        ([1], lambda k: k.new_zeros(len(k), 1 + k[0].numel())[:, 1:].view(k.shape), "k must be"),
+        ([3], lambda cu: torch.stack((cu, cu), 1)[:, 0], "cu_q and cu_k must be contiguous"),
+    ],
+)
+def test_refusals(index, change, message):
+    case = Case(LENGTHS["edges"], torch.bfloat16)
+    arguments = [*case.qkv, *case.settings()]
+    for i in index:
+        arguments[i] = change(arguments[i])
+    with pytest.raises(RuntimeError, match=f"attention_fwd: {message}"):
+        ops.attention_fwd(*arguments)
+
+
+def test_backward_refusals():
+    case = Case(LENGTHS["edges"], torch.bfloat16)
+    out, lse, *gradients = case.kernel()
+    for changed, message in (
+        ((out, torch.stack((lse, lse), 2)[..., 0], *gradients), "lse must be contiguous"),
+        (
+            (out, lse, out.new_zeros(len(out), 193)[:, 1:].view(out.shape), *gradients[1:]),
+            "dq must",
+        ),
+    ):
+        out_, lse_, *gradients_ = changed
+        with pytest.raises(RuntimeError, match=f"attention_bwd: {message}"):
+            ops.attention_bwd(case.dout, *case.qkv, out_, lse_, *case.settings(), *gradients_)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"cu_q": 10_000}, r"cu_q must ascend within \[0, 532\], sentence 0 is rows 0 to 10000"),
+        ({"cu_k": -1}, r"cu_k must ascend within \[0, 656\], sentence 0 is rows 0 to -1"),
+        ({"lengths_q": [259]}, "max_q is 259, but sentence 6 of cu_q has 260 rows"),
+    ],
+)
+def test_wrong_boundaries(changed, message, monkeypatch):
+    """Refused before anything is launched: the GPU can be used afterwards."""
+    monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES", raising=False)
+    case, wrong = Case(LENGTHS["cross"], torch.bfloat16), Case(LENGTHS["cross"], torch.bfloat16)
+    for name, value in changed.items():
+        if isinstance(value, int):
+            getattr(wrong, name)[1] = value
+        else:
+            setattr(wrong, name, value)
+    with pytest.raises(ValueError, match=f"attention_fwd: {message}"):
+        ops.attention_fwd(*wrong.qkv, *wrong.settings())
+    out, lse, *gradients = case.kernel()
+    with pytest.raises(ValueError, match=f"attention_bwd: {message}"):
+        ops.attention_bwd(case.dout, *case.qkv, out, lse, *wrong.settings(), *gradients)
+    check(case)
+
+
+def test_boundaries_are_read_once(monkeypatch):
+    """To read them is to wait for the GPU: a second call does not, unless they were written to."""
+    monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES", raising=False)
+    case = Case(LENGTHS["cross"], torch.bfloat16)
+    arguments = (*case.qkv, *case.settings())
+    out, lse, *gradients = case.kernel()
+    mask = torch.ones(4, 30, dtype=torch.bool, device="cuda")
+    segments = Segments.from_mask(mask)
+    q = torch.randn(120, 3, 64, device="cuda")
+    cu, longest = segments.cu_seqlens, segments.max_len
+    own = (q, q, q, cu, cu, longest, longest, False, 0.125, 0.0, case.rng, SITE)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ops.attention_fwd(*arguments)
+        ops.attention_bwd(case.dout, *case.qkv, out, lse, *case.settings(), *gradients)
+        ops.attention_fwd(*own)  # boundaries that we have made ourselves are not read at all
+        case.cu_k[1] += 0
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            ops.attention_fwd(*arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with pytest.raises(ValueError, match=r"cu_q must ascend within \[0, 119\]"):
+        ops.attention_fwd(q[:119], *own[1:])
+    with pytest.raises(ValueError, match="max_k is 29, but sentence 0 of cu_k has 30 rows"):
+        ops.attention_fwd(*own[:6], 29, *own[7:])
+
+
+# A process of its own, whose GPU an assertion takes away. Boundaries that a captured graph reads
+# are wrong when it is replayed, where no check can see them. Prints "done" if nothing stops it.
+PROGRAM = """
+import sys, torch
+from pathlib import Path
+from lightseq_fairseq import library
+library.DIRECTORY = Path(sys.argv[1])
+import test_attention_cuda as tests
+pass_, name, place, value = sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+case = tests.Case(([30, 40], None), torch.bfloat16)
+out, lse = tests.ops.attention_fwd(*case.qkv, *case.settings())
+gradients = [torch.empty_like(x) for x in case.qkv]
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    if pass_ == "forward":
+        tests.ops.attention_fwd(*case.qkv, *case.settings())
+    else:
+        tests.ops.attention_bwd(case.dout, *case.qkv, out, lse, *case.settings(), *gradients)
+graph.replay()
+getattr(case, name)[place] = value
+torch.cuda.synchronize()
+print("begun", flush=True)
+graph.replay()
+torch.cuda.synchronize()
+print("done", flush=True)
+"""
+
+
+@pytest.mark.large  # compute-sanitizer would report the assertion as an error of ours
+@pytest.mark.parametrize(
+    ("pass_", "name", "place", "value"),
+    [
+        ("forward", "cu_q", 1, 100),
+        ("forward", "cu_k", 1, -5),
+        ("backward", "cu_k", 1, 100),
+        ("backward", "cu_q", 2, 10_000),
+    ],
+)
+def test_wrong_boundaries_stop_the_kernel(pass_, name, place, value):
+    """With an assertion that names them."""
+    command = [sys.executable, "-c", PROGRAM, str(library.DIRECTORY)]
+    command += [pass_, name, str(place), str(value)]
+    search = os.pathsep.join(sys.path)
+    environment = {**os.environ, "PYTHONPATH": search, "LIGHTSEQ_CHECK_INDICES": ""}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.returncode != 0 and ran.stdout == "begun\n", ran.stdout + ran.stderr
+    assert "device-side assert" in ran.stderr
+    assert re.search(f"Assertion .*{name}", ran.stderr), ran.stderr

@@ -1,0 +1,234 @@
+"""The merge of beam search against fairseq's rules, one hypothesis at a time in plain Python."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from helpers.ops_testing import check_op
+from torch import Tensor
+
+from lightseq_fairseq import fairseq_compat, ops
+
+fairseq_compat.prepare()
+
+from fairseq.search import DiverseBeamSearch  # noqa: E402
+
+EOS, V, P, MAX_LEN = 2, 12, 9, 7
+NAMES = ("progress", "sentences", "tokens", "scores", "ancestry", "past_tokens", "past_scores",
+         "hypothesis_tokens", "hypothesis_scores", "lengths", "totals", "reports")  # fmt: skip
+
+
+def state(sentences: list[int], beam: int, rows: int, groups: int = 1) -> dict[str, Tensor]:
+    """What a search begins with; everything that has to be written first is poisoned."""
+    count = len(sentences) * beam
+    scores = torch.full((count,), -torch.inf)
+    scores.view(-1, beam)[:, :groups] = 0.0
+    return {
+        "progress": torch.tensor([0, MAX_LEN, len(sentences), 0], dtype=torch.int32),
+        "sentences": torch.tensor(sentences, dtype=torch.int32),
+        "tokens": torch.full((count,), EOS, dtype=torch.int32),
+        "scores": scores,
+        "ancestry": torch.full((P, rows), -7, dtype=torch.int32),
+        "past_tokens": torch.full((P, rows), -7, dtype=torch.int32),
+        "past_scores": torch.full((P, rows), torch.nan),
+        "hypothesis_tokens": torch.full((P, rows), -7, dtype=torch.int32),
+        "hypothesis_scores": torch.full((P, rows), torch.nan),
+        "lengths": torch.zeros(rows, dtype=torch.int32),
+        "totals": torch.full((rows,), torch.nan),
+        "reports": torch.full((2, 2), -7, dtype=torch.int32),
+    }
+
+
+def advance(found: tuple[Tensor, Tensor], tensors: dict[str, Tensor], *options: Any) -> None:
+    ops.beam_advance(*found, *(tensors[name] for name in NAMES), *options)
+
+
+@dataclass
+class Hypothesis:
+    tokens: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+
+    def then(self, token: int, score: float) -> Hypothesis:
+        return Hypothesis([*self.tokens, token], [*self.scores, score])
+
+
+@dataclass
+class Sentence:
+    """fairseq's SequenceGenerator for one sentence, on lists."""
+
+    beam: int
+    alive: list[Hypothesis]
+    results: list[Hypothesis] = field(default_factory=list)
+    is_finished: bool = False
+
+    def advance(self, candidates: list[tuple[float, int, int]], step: int) -> None:
+        """candidates: (score, token, parent), best first."""
+        ends = [token == EOS and score > -math.inf for score, token, _ in candidates]
+        for (score, token, parent), is_end in list(zip(candidates, ends, strict=True))[: self.beam]:
+            if is_end and len(self.results) < self.beam:
+                self.results.append(self.alive[parent].then(token, score))
+        self.is_finished = len(self.results) == self.beam or step == MAX_LEN
+        going = [c for c, is_end in zip(candidates, ends, strict=True) if not is_end]
+        going += [(-math.inf, t, p) for (_, t, p), e in zip(candidates, ends, strict=True) if e]
+        self.alive = [self.alive[p].then(t, s) for s, t, p in going[: self.beam]]
+
+
+def random_candidates(scores: Tensor, width: int, step: int) -> tuple[Tensor, Tensor]:
+    """Lists as ops.beam_candidates or beam_sample (width 1) gives them, with many ends."""
+    lprobs = torch.log_softmax(torch.randn(len(scores), V) * 2, dim=1)
+    lprobs[:, EOS] += 1.0
+    if step == MAX_LEN:
+        lprobs[torch.arange(V).expand_as(lprobs) != EOS] = -torch.inf
+    totals = lprobs + scores[:, None]
+    if width == 1:
+        tokens = torch.multinomial(lprobs.exp(), 1)
+        tokens[scores.isneginf()] = EOS
+        return totals.gather(1, tokens), tokens.int()
+    best, tokens = totals.sort(dim=1, descending=True, stable=True)
+    return best[:, :width].contiguous(), tokens[:, :width].int().contiguous()
+
+
+def merged(scores: Tensor, tokens: Tensor, beam: int) -> list[tuple[float, int, int]]:
+    """The candidates of a sentence [beam, W] in order."""
+    flat = [
+        (score, token, parent)
+        for parent, (each, words) in enumerate(zip(scores.tolist(), tokens.tolist(), strict=True))
+        for score, token in zip(each, words, strict=True)
+    ]
+    if scores.shape[1] == 1:
+        return flat
+    return sorted(flat, key=lambda c: (-c[0], c[2], c[1]))[: 2 * beam]
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("beam, is_sampled", [(1, False), (2, False), (5, False), (3, True)])
+def test_a_whole_search(beam: int, is_sampled: bool, penalty: float) -> None:
+    torch.manual_seed(beam)
+    numbers = [3, 0, 1, 4, 2]
+    tensors = state(numbers, beam, 5 * beam + 2, beam if is_sampled else 1)
+    sentences = {n: Sentence(beam, [Hypothesis() for _ in range(beam)]) for n in numbers}
+    before = [-7, -7]
+    for step in range(MAX_LEN + 1):
+        found = random_candidates(tensors["scores"], 1 if is_sampled else 2 * beam, step)
+        slots = tensors["sentences"].tolist()
+        advance(found, tensors, beam, 1, 0.0, EOS, penalty)
+        for place, number in enumerate(slots):
+            if number >= 0:
+                rows = slice(place * beam, (place + 1) * beam)
+                candidates = merged(found[0][rows], found[1][rows], beam)
+                sentences[number].advance(candidates, step)
+        ended = {n for n, sentence in sentences.items() if sentence.is_finished}
+        assert set(tensors["sentences"].tolist()) - {-1} == set(numbers) - ended
+        done, unfinished = step + 1, len(numbers) - len(ended)
+        assert tensors["progress"].tolist() == [done, MAX_LEN, unfinished, 0]
+        assert tensors["reports"][done % 2].tolist() == [done, unfinished]
+        assert tensors["reports"][step % 2].tolist() == before
+        before = [done, unfinished]
+        for place, number in enumerate(numbers):
+            rows = slice(place * beam, (place + 1) * beam)
+            alive = sentences[number].alive
+            if number in ended:
+                assert tensors["scores"][rows].isneginf().all()
+            else:
+                assert tensors["tokens"][rows].tolist() == [h.tokens[-1] for h in alive]
+                assert tensors["scores"][rows].tolist() == [h.scores[-1] for h in alive]
+    assert len(ended) == len(numbers)
+    for number, sentence in sentences.items():
+        assert 0 < len(sentence.results) <= beam
+        for place, hypothesis in enumerate(sentence.results):
+            column, length = number * beam + place, len(hypothesis.tokens)
+            assert tensors["lengths"][column] == length
+            assert tensors["hypothesis_tokens"][:length, column].tolist() == hypothesis.tokens
+            assert tensors["hypothesis_scores"][:length, column].tolist() == hypothesis.scores
+            expected = torch.tensor(hypothesis.scores[-1]) / length**penalty
+            torch.testing.assert_close(tensors["totals"][column], expected)
+    assert (tensors["lengths"] > 0).sum() == sum(len(s.results) for s in sentences.values())
+    assert any(len(s.results) == beam for s in sentences.values())
+
+
+@pytest.mark.parametrize("groups, strength", [(2, 0.5), (3, 2.0), (6, 0.0)])
+@pytest.mark.parametrize("step", [0, 3])
+def test_groups_are_fairseqs(groups: int, strength: float, step: int) -> None:
+    torch.manual_seed(groups)
+    beam, slots = 6, 7
+
+    class Words:
+        def pad(self) -> int:
+            return 1
+
+        eos = unk = pad
+
+        def __len__(self) -> int:
+            return V * 3
+
+    lprobs = torch.log_softmax(torch.randn(slots, beam, V * 3) * 2, dim=-1)
+    history = -torch.rand(slots, beam, max(step, 1)) * 3
+    expected = DiverseBeamSearch(Words(), groups, strength).step(
+        step, lprobs.clone(), history if step else None
+    )
+    tensors = state(list(range(slots)), beam, slots * beam, groups)
+    if step:
+        tensors["scores"].copy_(history[:, :, step - 1].flatten())
+    totals = lprobs.flatten(0, 1) + tensors["scores"][:, None]
+    best, tokens = totals.sort(dim=1, descending=True, stable=True)
+    found = best[:, : 2 * beam].contiguous(), tokens[:, : 2 * beam].int().contiguous()
+    advance(found, tensors, beam, groups, strength, V * 3, 1.0)  # no token is an end
+    scores, words, parents = (x[:, :beam].flatten() for x in expected)
+    torch.testing.assert_close(tensors["scores"], scores)
+    assert torch.equal(tensors["tokens"].long(), words)
+    rows = torch.arange(slots).repeat_interleave(beam) * beam + parents
+    assert torch.equal(tensors["ancestry"][0].long(), rows)
+
+
+def test_ties_go_to_the_lowest_row_then_token() -> None:
+    tensors = state([0], 2, 2)
+    tensors["scores"].zero_()
+    scores = torch.tensor([[-1.0, -1.0, -2.0, -2.0], [-1.0, -2.0, -2.0, -3.0]])
+    tokens = torch.tensor([[5, 6, 3, 4], [7, 0, 1, 8]], dtype=torch.int32)
+    advance((scores, tokens), tensors, 2, 1, 0.0, EOS, 1.0)
+    assert tensors["tokens"].tolist() == [5, 6]
+    assert tensors["ancestry"][0].tolist() == [0, 0]
+
+
+def test_slots_of_no_sentence_are_left_alone() -> None:
+    tensors = state([-1, 1], 2, 6)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    found = random_candidates(tensors["scores"], 4, 0)
+    advance(found, tensors, 2, 1, 0.0, EOS, 1.0)
+    for name in ("tokens", "scores"):
+        assert torch.equal(tensors[name][:2], before[name][:2])
+    for name in ("ancestry", "past_tokens", "past_scores", "hypothesis_tokens"):
+        for columns in ((0, 1), (4, 5)):
+            kept = tensors[name][:, columns], before[name][:, columns]
+            assert torch.equal(*(x.nan_to_num(9.0) for x in kept)), name
+
+
+def test_torchs_checks() -> None:
+    tensors = state([1, -1, 0], 2, 8)
+    found = random_candidates(tensors["scores"], 4, 0)
+    check_op("beam_advance", *found, *(tensors[n] for n in NAMES), 2, 1, 0.0, EOS, 1.0)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    tensors = state([0, 1], 2, 4)
+    found = random_candidates(tensors["scores"], 4, 0)
+
+    def refused(match: str, beam: int = 2, groups: int = 1, **others: Tensor) -> None:
+        with pytest.raises(ValueError, match=match):
+            advance(found, {**tensors, **others}, beam, groups, 0.0, EOS, 1.0)
+
+    refused("W must be 1 or twice the beam, 8, got 4", beam=4, sentences=tensors["sentences"][:1])
+    refused("2 slots of beam 4 are not the 4 rows", beam=4)
+    refused("3 groups do not divide a beam of 2", groups=3)
+    refused("past_scores must have shape", past_scores=tensors["past_scores"][:, :3])
+    refused("lengths must be int32", lengths=tensors["lengths"].long())
+    refused(r"reports must have shape \[2, 2\]", reports=tensors["reports"][:1])
+    refused("reports must be int32", reports=tensors["reports"].long())
+    refused("reports must be on the CPU, is on meta", reports=tensors["reports"].to("meta"))
+    small = {n: t[:, :3] for n, t in tensors.items() if t.dim() == 2}
+    vectors = {n: tensors[n][:3] for n in ("lengths", "totals")}
+    refused("4 hypotheses do not fit into 3 rows", **small, **vectors)

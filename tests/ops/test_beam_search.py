@@ -1,0 +1,209 @@
+"""Candidates of beam search against fairseq's rules in plain torch, and what sampling draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.ops_testing import check_op, make_rng
+from torch import Tensor
+
+from lightseq_fairseq import fairseq_compat, ops
+from lightseq_fairseq.ops.beam_search import Progress
+from lightseq_fairseq.ops.philox import uniforms
+
+fairseq_compat.prepare()
+
+from fairseq.search import BeamSearch, Sampling  # noqa: E402
+
+PAD, EOS, UNK, V, S = 1, 2, 3, 23, 6
+INF = torch.inf
+
+
+class Words:
+    """As much of a dictionary as fairseq's searches look at."""
+
+    def pad(self) -> int:
+        return PAD
+
+    def eos(self) -> int:
+        return EOS
+
+    def unk(self) -> int:
+        return UNK
+
+    def __len__(self) -> int:
+        return V
+
+
+def progress(step: int, max_len: int = 9) -> Tensor:
+    values = [0] * len(Progress)
+    values[Progress.STEP], values[Progress.MAX_LEN] = step, max_len
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def rules(min_len: int = 2, unk_penalty: float = 0.0, temperature: float = 1.0) -> tuple[Any, ...]:
+    return PAD, EOS, UNK, min_len, unk_penalty, temperature
+
+
+def fairseqs(logits: Tensor, step: int, max_len: int, min_len: int, unk_penalty: float,
+             temperature: float) -> Tensor:  # fmt: skip
+    """Log-probabilities as ``SequenceGenerator._generate`` hands them to its search."""
+    lprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    lprobs[lprobs != lprobs] = -INF
+    lprobs[:, PAD] = -INF
+    lprobs[:, UNK] -= unk_penalty
+    if step >= max_len:
+        lprobs[:, :EOS] = -INF
+        lprobs[:, EOS + 1 :] = -INF
+    if step < min_len:
+        lprobs[:, EOS] = -INF
+    return lprobs
+
+
+def random_rows(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(rows, V).mul(3).to(dtype), -torch.rand(rows).mul(5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("step", [1, 2, 8])
+@pytest.mark.parametrize("unk_penalty, temperature", [(0.0, 1.0), (2.5, 0.7), (-4.0, 3.0)])
+@pytest.mark.parametrize("beam", [1, 4])
+def test_candidates_are_fairseqs(
+    beam: int, unk_penalty: float, temperature: float, step: int, dtype: torch.dtype
+) -> None:
+    logits, scores = random_rows(S * beam, dtype)
+    found, tokens = ops.beam_candidates(
+        logits, scores, progress(step), 2 * beam, *rules(2, unk_penalty, temperature)
+    )
+    assert found.dtype == torch.float32 and tokens.dtype == torch.int32
+    lprobs = fairseqs(logits, step, 9, 2, unk_penalty, temperature)
+    history = scores.view(S, beam, 1).expand(S, beam, step)
+    expected = BeamSearch(Words()).step(step, lprobs.view(S, beam, V), history)
+    # The best of the lists of a sentence's hypotheses are the best of all.
+    best, order = found.view(S, -1).topk(2 * beam)
+    parents = order // (2 * beam)
+    torch.testing.assert_close(best, expected[0])
+    assert torch.equal(tokens.view(S, -1).gather(1, order).long(), expected[1])
+    assert torch.equal(parents, expected[2])
+
+
+def test_only_the_end_at_the_end() -> None:
+    logits, scores = random_rows(4)
+    for step in (9, 10):
+        found, tokens = ops.beam_candidates(logits, scores, progress(step), 4, *rules())
+        assert (tokens[:, 0] == EOS).all() and found[:, 0].isfinite().all()
+        assert found[:, 1:].isneginf().all()
+    found, _ = ops.beam_candidates(logits, scores, progress(9), 4, *rules(min_len=10))
+    assert found.isneginf().all()
+
+
+def test_among_equals_the_lowest_token_comes_first() -> None:
+    logits = torch.zeros(2, V)
+    logits[1, 10:15] = 4.0
+    _, tokens = ops.beam_candidates(logits, torch.zeros(2), progress(3), 4, *rules())
+    assert tokens.tolist() == [[0, 2, 3, 4], [10, 11, 12, 13]]
+    _, tokens = ops.beam_candidates(logits, torch.zeros(2), progress(3), 8, *rules())
+    assert tokens.tolist() == [[0, 2, 3, 4, 5, 6, 7, 8], [10, 11, 12, 13, 14, 0, 2, 3]]
+
+
+def test_rows_without_a_hypothesis_and_without_numbers() -> None:
+    logits, scores = random_rows(4)
+    scores[0] = -INF
+    logits[1] = torch.nan
+    logits[2, 7] = torch.nan  # the softmax makes it the whole row's
+    logits[3, 7] = -INF
+    found, tokens = ops.beam_candidates(logits, scores, progress(3), 4, *rules())
+    assert found[:3].isneginf().all() and found[3].isfinite().all()
+    assert tokens[:3].tolist() == [[0, 1, 2, 3]] * 3
+    sentences = torch.arange(4, dtype=torch.int32)
+    drawn, tokens = sample(logits, scores, sentences)
+    assert drawn[:3].isneginf().all() and drawn[3].isfinite().all()
+    assert tokens[:3].eq(EOS).all()
+
+
+def sample(
+    logits: Tensor, scores: Tensor, sentences: Tensor, step: int = 3, topk: int = 0,
+    topp: float = 0.0, rng: Tensor | None = None, options: tuple[Any, ...] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return ops.beam_sample(
+        logits, scores, sentences, progress(step), make_rng() if rng is None else rng,
+        len(logits) // len(sentences), topk, topp, *(options or rules()),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"topk": 1}, {"topk": 5}, {"topp": 0.3}, {"topp": 0.9}, {"topk": 2, "topp": 0.9}],
+)
+def test_draws_have_fairseqs_distribution(options: dict[str, Any]) -> None:
+    count = 40_000
+    logits = torch.randn(V, generator=torch.Generator().manual_seed(5)).mul(2).repeat(count, 1)
+    sentences = torch.arange(count // 4, dtype=torch.int32)
+    setting = rules(unk_penalty=-1.0, temperature=1.3)
+    scores, tokens = sample(
+        logits, torch.full((count,), -2.0), sentences, options=setting, **options
+    )
+    lprobs = fairseqs(logits[:1], 3, 9, 2, -1.0, 1.3)
+    weights = lprobs.exp()[0]
+    if "topp" in options:
+        kept, index = Sampling(Words(), -1, options["topp"])._sample_topp(lprobs[None].clone())
+        weights = torch.zeros(V).scatter_(0, index[0, 0], kept[0, 0])
+    elif "topk" in options:
+        weights = (
+            torch.zeros(V).scatter_(0, weights.topk(5).indices[: options["topk"]], 1) * weights
+        )
+    wanted = (weights / weights.sum()).double()
+    found = tokens[:, 0].bincount(minlength=V).double() / count
+    assert ((found > 0) <= (wanted > 0)).all()
+    sigma = (wanted * (1 - wanted) / count).sqrt()
+    assert ((found - wanted).abs() <= 4.5 * sigma + 1e-9).all()
+    torch.testing.assert_close(scores[:, 0], lprobs[0][tokens[:, 0].long()] - 2.0)
+
+
+def test_a_draw_depends_on_sentence_place_and_step_alone() -> None:
+    logits = torch.zeros(12, V)
+    scores, sentences = torch.zeros(12), torch.tensor([4, 0, 9, 5], dtype=torch.int32)
+    _, whole = sample(logits, scores, sentences)
+    kept = torch.tensor([2, 0])
+    _, part = sample(logits[:6], scores[:6], sentences[kept])
+    assert torch.equal(part.view(2, 3), whole.view(4, 3)[kept])
+    assert not torch.equal(sample(logits, scores, sentences, step=4)[1], whole)
+    assert not torch.equal(sample(logits, scores, sentences, rng=make_rng(7))[1], whole)
+
+
+def test_uniform_numbers_are_the_generators_first_words() -> None:
+    rows = torch.tensor([0, 5, 2**33 + 1])
+    numbers = uniforms(make_rng(3, 1), 0, rows, 11)
+    # Sixteen bits of word 0 decide on columns 88 and 89 of dropout's mask.
+    for p in (0.25, 0.5, 0.8):
+        mask = ops.keep_mask(make_rng(3, 1), 0, rows, 90, p)[:, 89]
+        assert torch.equal((numbers * 65536).floor() >= round(65536 * p), mask)
+    assert ((numbers > 0) & (numbers < 1)).all()
+
+
+def test_torchs_checks() -> None:
+    logits, scores = random_rows(6)
+    check_op("beam_candidates", logits, scores, progress(3), 4, *rules())
+    sentences = torch.tensor([1, 0, -1], dtype=torch.int32)
+    check_op("beam_sample", logits, scores, sentences, progress(3), make_rng(), 2, 3, 0.0, *rules())
+
+
+def test_wrong_arguments_are_refused() -> None:
+    logits, scores = random_rows(6)
+    for count in (0, V):
+        with pytest.raises(ValueError, match=f"count must be at least 1 and below V, got {count}"):
+            ops.beam_candidates(logits, scores, progress(3), count, *rules())
+    with pytest.raises(ValueError, match="scores must have shape"):
+        ops.beam_candidates(logits, scores[:5], progress(3), 2, *rules())
+    with pytest.raises(ValueError, match="logits must be contiguous in its last dimension"):
+        ops.beam_candidates(logits.t().contiguous().t(), scores, progress(3), 2, *rules())
+    with pytest.raises(ValueError, match="progress must be int32"):
+        ops.beam_candidates(logits, scores, progress(3).long(), 2, *rules())
+    with pytest.raises(ValueError, match="2 slots of beam 2 are not the 6 rows"):
+        ops.beam_sample(
+            logits, scores, torch.zeros(2, dtype=torch.int32), progress(3), make_rng(), 2, 0, 0.0,
+            *rules(),
+        )  # fmt: skip

@@ -1,0 +1,282 @@
+"""The kernels of beam search and sampling against the references, which a GPU runs as well.
+
+Logits lie on a grid, so that totals are either equal or far apart and tokens have to agree, ties
+included.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.ops_testing import make_rng, poison_cache
+from torch import Tensor
+
+from lightseq_fairseq import library, ops
+
+pytestmark = pytest.mark.gpu
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+PAD, EOS, UNK = 1, 2, 3
+INF = torch.inf
+# Rows whose blocks are of middle size and small, and tokens of which a row has several blocks.
+MIDDLE, MANY = 400, 2500
+SEVERAL = 20_001
+
+
+def on_grid(rows, classes, dtype=torch.float32, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed + classes)
+    x = torch.randn(rows, classes, generator=generator, device="cuda")
+    return x.mul_(3).mul_(8).round_().div_(8).to(dtype)
+
+
+def progress_of(step, max_len=50):
+    return torch.tensor([step, max_len, 7, 0], dtype=torch.int32, device="cuda")
+
+
+def rules(min_len=0, unk_penalty=0.0, temperature=1.0, pad=PAD, eos=EOS, unk=UNK):
+    return pad, eos, unk, min_len, unk_penalty, temperature
+
+
+def same_as_reference(logits, scores, progress, count, options):
+    poison_cache()
+    ours = ops.beam_candidates(logits, scores, progress, count, *options)
+    wanted = ops.REFERENCES["beam_candidates"](logits, scores, progress, count, *options)
+    torch.testing.assert_close(ours[0], wanted[0], rtol=1e-5, atol=2e-5)
+    assert torch.equal(ours[1], wanted[1])
+    again = ops.beam_candidates(logits, scores, progress, count, *options)
+    assert all(map(torch.equal, ours, again))
+
+
+def test_kernels_are_loaded():
+    assert {"beam_candidates", "beam_sample", "beam_advance"} <= set(library.load().kernels)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("classes", [10, 97, 1000, 40_001, 250_000])
+@pytest.mark.parametrize("count", [1, 8, 10, 64, 128])
+def test_candidates(count, classes, dtype):
+    logits = on_grid(7, classes, dtype)
+    scores = torch.tensor([0.0, -3.25, -INF, -1.0, -70.5, 0.0, -2.0], device="cuda")
+    if count < classes:
+        same_as_reference(logits, scores, progress_of(5), count, rules())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("step", [0, 3, 50])
+@pytest.mark.parametrize(
+    ("rows", "classes"), [(3, 1003), (MIDDLE, 1003), (MANY, 1003), (3, SEVERAL)]
+)
+def test_rules(rows, classes, step, dtype):
+    """The tokens with rules among the best, wherever they stand in the vocabulary."""
+    logits = on_grid(rows, classes, dtype)
+    scores = -torch.rand(rows, device="cuda")
+    last, middle = classes - 1, classes // 2
+    for pad, eos, unk in ((1, 2, 3), (last - 2, 4, last), (700, 300, 0), (5, middle, last)):
+        logits[:, [pad, eos, unk]] = logits.amax(1, keepdim=True) + 1
+        for options in ({}, {"min_len": 1}, {"min_len": 51}, {"unk_penalty": 1.5}):
+            settings = rules(**options, pad=pad, eos=eos, unk=unk)
+            same_as_reference(logits, scores, progress_of(step), 10, settings)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+@pytest.mark.parametrize("penalty", [-3.97, 0.13])
+def test_temperature(temperature, penalty):
+    # Penalties off the logits' grid: where one made two tokens tie, rounding would order them.
+    logits, scores = on_grid(9, 777), torch.zeros(9, device="cuda")
+    options = rules(0, penalty, temperature)
+    same_as_reference(logits, scores, progress_of(5), 10, options)
+
+
+@pytest.mark.parametrize(
+    ("rows", "classes"), [(4, 5000), (MIDDLE, 5000), (MANY, 5000), (4, SEVERAL)]
+)
+@pytest.mark.parametrize("count", [1, 10, 32, 128])
+def test_ties(count, rows, classes):
+    """Equal logits in all or many places, and the best ones all with one thread or one block."""
+    zeros = torch.zeros(rows, classes, device="cuda")
+    ramp = torch.arange(classes, device="cuda") / 8
+    few, one_thread, two_values = on_grid(rows, classes), zeros.clone(), zeros.clone()
+    one_block = zeros.clone()
+    best = one_block[:, classes * 3 // 10 :][:, :300]
+    best[:] = ramp[:300].flip(0) + 1
+    best[:, 50:150] = 40.0
+    few[:, 5:-3] = -INF
+    two_values[:, ::3] = 1.0
+    for first in range(8):
+        one_thread[:, 1024 + first :: 1024] = ramp[: len(range(1024 + first, classes, 1024))] + 1
+    scores = torch.zeros(rows, device="cuda")
+    for logits in (zeros, zeros + ramp, zeros - ramp, few, one_thread, one_block, two_values):
+        same_as_reference(logits, scores, progress_of(5), count, rules())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("classes", [300, SEVERAL])
+def test_nan_and_infinities(classes, dtype):
+    logits = on_grid(6, classes, dtype)
+    logits[0] = -INF
+    logits[1, 7], logits[2, classes - 1], logits[3, 20] = torch.nan, torch.nan, INF
+    logits[4, ::2] = -INF
+    logits[5, :] = -INF
+    logits[5, 250] = 1.0
+    same_as_reference(logits, torch.zeros(6, device="cuda"), progress_of(5), 10, rules())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shift", [0, 1, 5])
+@pytest.mark.parametrize("classes", [3001, SEVERAL])
+def test_rows_may_begin_anywhere(classes, shift, dtype):
+    logits = on_grid(5, classes + 1100, dtype)[:, shift : shift + classes + shift]
+    scores = torch.zeros(5, device="cuda")
+    same_as_reference(logits, scores, progress_of(5), 10, rules())
+    hypotheses = torch.arange(1, 6, dtype=torch.int32, device="cuda")
+    drawn = draw(logits, scores, hypotheses, 1)
+    assert torch.equal(drawn[1], draw(logits.contiguous(), scores, hypotheses, 1)[1])
+
+
+@pytest.mark.large
+def test_more_logits_than_32_bits_count():
+    rows, classes = 60_000, 43_001
+    logits = torch.zeros(rows, classes, dtype=torch.bfloat16, device="cuda")
+    row = torch.arange(rows, device="cuda")
+    logits[row, 10 + row % 40_000] = 3.0
+    best, tokens = ops.beam_candidates(
+        logits, torch.zeros(rows, device="cuda"), progress_of(5), 2, *rules()
+    )
+    assert torch.equal(tokens[:, 0], (10 + row % 40_000).int()) and tokens[:, 1].eq(0).all()
+    assert best[:, 0].eq(best[0, 0]).all()
+
+
+def test_one_graph_serves_all_steps():
+    """Logits, scores and the step are read on the device."""
+    logits, scores, progress = on_grid(6, 999), torch.zeros(6, device="cuda"), progress_of(0)
+    sentences = torch.arange(2, dtype=torch.int32, device="cuda")
+    rng, options = make_rng().cuda(), rules(min_len=2)
+
+    def run():
+        drawn = ops.beam_sample(logits, scores, sentences, progress, rng, 3, 0, 0.0, *options)
+        return *ops.beam_candidates(logits, scores, progress, 8, *options), *drawn
+
+    expected = []
+    for step in (0, 2, 49, 50):
+        progress[0] = step
+        expected.append(run())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    for step, wanted in zip((0, 2, 49, 50), expected, strict=True):
+        progress[0] = step
+        graph.replay()
+        assert all(map(torch.equal, results, wanted))
+
+
+# ---- sampling ----
+
+
+def sampling(logits, scores, sentences, beam, topk=0, topp=0.0, step=4, **options):
+    """Arguments of the op."""
+    settings = beam, topk, topp, *rules(**options)
+    return logits, scores, sentences, progress_of(step), make_rng().cuda(), *settings
+
+
+def draw(*arguments, **options) -> tuple[Tensor, Tensor]:
+    return ops.beam_sample(*sampling(*arguments, **options))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("classes", [10, 500, 40_001])
+@pytest.mark.parametrize(
+    ("topk", "topp"), [(0, 0.0), (1, 0.0), (7, 0.0), (0, 0.3), (0, 0.95), (3, 0.999)]
+)
+def test_draws_what_the_reference_draws(topk, topp, classes, dtype):
+    """But where rounding decides, or tokens tie for the last place, as 16-bit logits often do."""
+    slots, beam = 60, 5
+    logits = torch.randn(slots * beam, classes, device="cuda").mul_(3).to(dtype)
+    scores = torch.randn(slots * beam, device="cuda")
+    scores[7] = scores[25:30] = -INF
+    sentences = torch.randperm(slots).int().cuda()
+    sentences[5] = -1
+    options = {"unk_penalty": 1.5, "temperature": 0.8, "min_len": 9}
+    arguments = sampling(logits, scores, sentences, beam, topk, topp, **options)
+    poison_cache()
+    ours, again = ops.beam_sample(*arguments), ops.beam_sample(*arguments)
+    wanted = ops.REFERENCES["beam_sample"](*arguments)
+    assert all(map(torch.equal, ours, again))
+    same = ours[1] == wanted[1]
+    ties = dtype != torch.float32 and (topk > 0 or topp > 0)
+    assert same.float().mean() > (0.6 if ties else 0.98)
+    torch.testing.assert_close(ours[0][same], wanted[0][same], rtol=1e-5, atol=2e-5)
+    for dead in (7, *range(25, 30)):
+        assert ours[1][dead] == EOS and ours[0][dead] == -INF
+
+
+@pytest.mark.parametrize(("topk", "topp"), [(0, 0.0), (10, 0.0), (0, 0.7)])
+def test_frequencies(topk, topp):
+    """200 000 draws from one distribution: chi-square within five deviations of its mean."""
+    draws, classes = 200_000, 50
+    generator = torch.Generator("cuda").manual_seed(1)
+    row = torch.randn(classes, generator=generator, device="cuda")
+    probabilities = row.double().softmax(0)
+    probabilities[PAD] = 0
+    falling, order = probabilities.sort(descending=True)
+    kept = falling.cumsum(0) - falling < topp if topp else torch.arange(classes).cuda() < topk
+    if topp or topk:
+        probabilities[order[~kept]] = 0
+    probabilities /= probabilities.sum()
+    sentences = torch.arange(draws, dtype=torch.int32, device="cuda")
+    logits = row.expand(draws, classes).contiguous()
+    scores = torch.zeros(draws, device="cuda")
+    tokens = draw(logits, scores, sentences, 1, topk, topp)[1].flatten()
+    counts = torch.bincount(tokens, minlength=classes).double()
+    possible = probabilities > 0
+    assert counts[~possible].sum() == 0
+    expected = draws * probabilities[possible]
+    chi_square = ((counts[possible] - expected) ** 2 / expected).sum().item()
+    freedom = int(possible.sum()) - 1
+    assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+def test_draws_differ_by_sentence_place_and_step():
+    logits, scores = torch.zeros(12, 4000, device="cuda"), torch.zeros(12, device="cuda")
+    sentences = torch.arange(4, dtype=torch.int32, device="cuda")
+    first = draw(logits, scores, sentences, 3)[1]
+    assert len(first.unique()) > 9
+    assert not torch.equal(first, draw(logits, scores, sentences, 3, step=5)[1])
+    moved = draw(logits, scores, sentences.flip(0), 3)[1].view(4, 3).flip(0)
+    assert torch.equal(moved.reshape(-1, 1), first)
+
+
+def test_nothing_to_say():
+    logits = on_grid(3, 40)
+    logits[0] = -INF
+    logits[1, 4] = torch.nan
+    sentences = torch.arange(3, dtype=torch.int32, device="cuda")
+    scores, tokens = draw(logits, torch.zeros(3, device="cuda"), sentences, 1)
+    assert tokens[:2].eq(EOS).all() and scores[:2].eq(-INF).all() and scores[2].isfinite()
+    empty = torch.zeros(0, device="cuda")
+    assert draw(logits[:0], empty, sentences[:0], 1)[1].shape == (0, 1)
+    arguments = logits[:0], empty, progress_of(1), 4, *rules()
+    assert [len(x) for x in ops.beam_candidates(*arguments)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "message"),
+    [
+        (0, lambda x: x.double(), "logits must be float32, float16 or bfloat16"),
+        (1, lambda x: torch.stack((x, x), 1)[:, 0], "scores and progress must be contiguous"),
+        (2, lambda x: torch.stack((x, x), 1)[:, 0], "scores and progress must be contiguous"),
+        (3, lambda count: 129, "count must be 1 to 128"),
+        (4, lambda pad: 400, "pad, eos and unk must be tokens, not 400"),
+        (6, lambda unk: -1, "pad, eos and unk must be tokens, not -1"),
+        (9, lambda temperature: 0.0, "temperature must be positive"),
+    ],
+)
+def test_refusals(place, change, message):
+    arguments = [on_grid(3, 400), torch.zeros(3, device="cuda"), progress_of(3), 4, *rules()]
+    arguments[place] = change(arguments[place])
+    with pytest.raises(RuntimeError, match=f"beam_candidates: {message}"):
+        ops.beam_candidates(*arguments)
+    if place in (0, 4):
+        arguments[3:4] = [make_rng().cuda(), 1, 0, 0.0]
+        sentences = torch.arange(3, dtype=torch.int32, device="cuda")
+        with pytest.raises(RuntimeError, match=f"beam_sample: {message}"):
+            ops.beam_sample(*arguments[:2], sentences, *arguments[2:])

@@ -1,0 +1,233 @@
+"""Attention of a decode step against a loop over hypotheses and against packed attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.ops_testing import assert_as_good_as, check_op, poisoned
+from torch import Tensor
+
+from lightseq_fairseq import ops
+
+H, D, SCALE = 3, 4, 0.6
+C = H * D
+
+
+class Past:
+    """A cache of `rows` rows, `step` positions of history; what must not be read is poisoned."""
+
+    def __init__(self, count=5, step=6, rows=8, dtype=torch.float64):
+        torch.manual_seed(0)
+        self.step = step
+        self.qkv = torch.randn(count, 3 * C).to(dtype)
+        both = poisoned(2, step + 2, rows, 2 * C, dtype=dtype)
+        both[:, :step] = torch.randn(2, step, rows, 2 * C).to(dtype)
+        self.keys, self.values = both[..., C:].unbind(0)  # rows of a wider matrix
+        self.ancestry = torch.full((step + 2, rows), -9, dtype=torch.int32)
+        self.ancestry[:step] = torch.randint(0, rows, (step, rows), dtype=torch.int32)
+
+    def arguments(self, step_dtype=torch.int64):
+        step = torch.tensor(self.step, dtype=step_dtype)
+        return self.qkv, self.keys, self.values, self.ancestry, step, H, SCALE
+
+    def of_hypothesis(self, n: int) -> tuple[Tensor, Tensor]:
+        """Its keys and values, the new ones last: [step + 1, C]."""
+        rows = self.ancestry[: self.step, n]
+        history = ([x[p, rows[p]] for p in range(self.step)] for x in (self.keys, self.values))
+        k, v = (torch.stack([*x, new[n]]) for x, new in zip(history, self.qkv.split(C, 1)[1:]))
+        return k, v
+
+
+class Source:
+    """Packed sentences, some rows past the last one, and slots that decode some of them."""
+
+    def __init__(self, beam, sentences, lengths=(3, 1, 0, 5, 2), tail=2, dtype=torch.float64):
+        torch.manual_seed(0)
+        self.beam, used = beam, sum(lengths)
+        self.q = torch.randn(len(sentences) * beam + tail, C).to(dtype)
+        both = poisoned(used + 2, 4 * C, dtype=dtype)
+        both[:used] = torch.randn(used, 4 * C).to(dtype)
+        self.keys, self.values = both[:, C : 2 * C], both[:, 3 * C :]
+        self.cu = torch.tensor([0, *lengths]).cumsum(0).int()
+        self.sentences = torch.tensor(sentences, dtype=torch.int32)
+
+    def arguments(self):
+        settings = self.cu, self.sentences, self.beam, H, SCALE
+        return self.q, self.keys, self.values, *settings
+
+    def of_hypothesis(self, n: int) -> tuple[Tensor, Tensor]:
+        slot = n // self.beam
+        sentence = int(self.sentences[slot]) if slot < len(self.sentences) else -1
+        if sentence < 0:
+            return self.keys[:0], self.values[:0]
+        mine = slice(*self.cu[sentence : sentence + 2].tolist())
+        return self.keys[mine], self.values[mine]
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One query [C] over k and v [L, C], head by head."""
+    q, k, v = (x.unflatten(-1, (H, D)) for x in (q, k, v))
+    weights = torch.softmax(SCALE * (k * q).sum(-1), 0)
+    return (weights[..., None] * v).sum(0).flatten()
+
+
+def expected(queries, case):
+    return torch.stack([formula(q, *case.of_hypothesis(n)) for n, q in enumerate(queries)])
+
+
+@pytest.mark.parametrize("step", [0, 1, 6])
+@pytest.mark.parametrize("step_dtype", [torch.int32, torch.int64])
+def test_self_equals_formula(step, step_dtype):
+    case = Past(step=step)
+    queries, new_keys, new_values = case.qkv.split(C, 1)
+    wanted = expected(queries, case)
+    before = case.keys.clone(), case.values.clone()
+    torch.testing.assert_close(
+        ops.decode_self_attention(*case.arguments(step_dtype)), wanted, rtol=1e-12, atol=1e-12
+    )
+    # The new rows are remembered, and nothing else is touched.
+    for cache, old, new in zip(
+        (case.keys, case.values), before, (new_keys, new_values), strict=True
+    ):
+        assert torch.equal(cache[step, :5], new)
+        old[step, :5] = new
+        assert torch.equal(cache.nan_to_num(99.0), old.nan_to_num(99.0))
+
+
+def test_ancestry_is_as_good_as_moving_the_cache():
+    """Four steps, after each of which hypotheses take the place of others."""
+    torch.manual_seed(1)
+    count, steps = 4, 5
+    keys, values = poisoned(2, steps, count, C).unbind(0)
+    moved = torch.empty(count, 0, 2 * C, dtype=torch.float64)
+    ancestry = torch.full((steps, count), -9, dtype=torch.int32)
+    for step in range(steps):
+        qkv = torch.randn(count, 3 * C, dtype=torch.float64)
+        out = ops.decode_self_attention(qkv, keys, values, ancestry, torch.tensor(step), H, SCALE)
+        moved = torch.cat((moved, qkv[:, None, C:]), 1)
+        for n in range(count):
+            torch.testing.assert_close(out[n], formula(qkv[n, :C], *moved[n].split(C, 1)))
+        parents = torch.randint(0, count, (count,))
+        moved = moved[parents]
+        ancestry[:step] = ancestry[:step, parents]
+        ancestry[step] = parents
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+@pytest.mark.parametrize("sentences", [[0, 1, 2, 3, 4], [3, -1, 0], [2], [-1, -1], []])
+def test_cross_equals_formula(beam, sentences):
+    case = Source(beam, sentences)
+    out = ops.decode_cross_attention(*case.arguments())
+    torch.testing.assert_close(out, expected(case.q, case))
+    nothing = [n for n in range(len(out)) if not len(case.of_hypothesis(n)[0])]
+    assert out[nothing].eq(0).all()
+
+
+def test_cross_equals_attention_over_sentences():
+    case = Source(4, [0, 1, 2, 3, 4], tail=0)
+    cu_q = torch.arange(0, 21, 4, dtype=torch.int32)
+    q, k, v = (x.unflatten(1, (H, D)) for x in (case.q, case.keys, case.values))
+    rng = torch.zeros(2, dtype=torch.int64)
+    wanted, _ = ops.attention_fwd(q, k, v, cu_q, case.cu, 4, 5, False, SCALE, 0.0, rng, 0)
+    torch.testing.assert_close(ops.decode_cross_attention(*case.arguments()), wanted.flatten(1))
+
+
+@pytest.mark.parametrize("spoilt", range(5))
+def test_no_sentence_sees_numbers_of_another(spoilt):
+    case = Source(2, [0, 1, 2, 3, 4], tail=0)
+    before = ops.decode_cross_attention(*case.arguments())
+    first, end = case.cu[spoilt : spoilt + 2].tolist()
+    for x in (case.keys, case.values):
+        x[first:end] = torch.nan
+    after = ops.decode_cross_attention(*case.arguments())
+    own = torch.arange(10) // 2 == spoilt
+    assert torch.equal(after[~own], before[~own])
+    assert after[own].isnan().all() == (end > first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit(dtype):
+    """Against the loop in the same precision."""
+    past, source = Past(dtype=dtype), Source(3, [3, 0, 1], dtype=dtype, tail=0)
+    for queries, case, op in (
+        (past.qkv[:, :C], past, ops.decode_self_attention),
+        (source.q, source, ops.decode_cross_attention),
+    ):
+        plain = expected(queries, case)
+        keys_values = [case.of_hypothesis(n) for n in range(len(queries))]
+        exact = torch.stack(
+            [formula(q.double(), k.double(), v.double()) for q, (k, v) in zip(queries, keys_values)]
+        )
+        assert_as_good_as(op(*case.arguments()), plain, exact, op.__name__)
+
+
+def test_nobody_there():
+    case = Past(count=0)
+    assert ops.decode_self_attention(*case.arguments()).shape == (0, C)
+    assert ops.decode_cross_attention(*Source(3, [], tail=0).arguments()).shape == (0, C)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_opcheck(step):
+    case = Past(step=step)
+    for x in (case.keys, case.values):
+        x.nan_to_num_(0.0)
+    case.ancestry.clamp_(min=0)
+    check_op("decode_self_attention", *case.arguments())
+    check_op("decode_cross_attention", *Source(2, [3, -1, 0]).arguments())
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "message"),
+    [
+        (0, lambda qkv: qkv[:, 1:], r"qkv must have shape \[N, 36\]"),
+        (0, lambda qkv: qkv.repeat(2, 1), "10 hypotheses do not fit into a cache of 8 rows"),
+        (0, lambda qkv: qkv.t().contiguous().t(), "qkv must be contiguous in its last dimension"),
+        (1, lambda keys: keys.flatten(0, 1), r"keys must have shape \[P, R, C\]"),
+        (2, lambda values: values[1:], r"values must have shape \[8, 8, 12\]"),
+        (2, lambda values: values.float(), "values must be float64, got float32"),
+        (3, lambda ancestry: ancestry.long(), "ancestry must be int32, got int64"),
+        (3, lambda ancestry: ancestry[:, 1:], r"ancestry must have shape \[8, 8\]"),
+        (4, lambda step: step[None], r"step must have shape \[\]"),
+        (4, lambda step: step.double(), "step must be int32 or int64, got float64"),
+        (5, lambda heads: 5, "12 channels cannot be cut into 5 heads"),
+        (7, lambda beam: 0, "beam must be at least 1, got 0"),
+    ],
+)
+def test_self_refusals(place, change, message):
+    arguments = [*Past().arguments(), 2]
+    arguments[place] = change(arguments[place])
+    with pytest.raises(ValueError, match=f"decode_self_attention: {message}"):
+        ops.decode_self_attention(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "message"),
+    [
+        (0, lambda q: q[:7], "q must have beam rows for each of 3 sentences"),
+        (1, lambda keys: keys[:, 1:], r"keys must have shape \[T, 12\]"),
+        (2, lambda values: values[1:], "values must have shape"),
+        (3, lambda cu: cu.long(), "cu_seqlens must be int32, got int64"),
+        (3, lambda cu: cu[:1], "cu_seqlens must hold at least one sentence"),
+        (4, lambda sentences: sentences[None], "sentences must have shape"),
+        (5, lambda beam: 0, "q must have beam rows"),
+        (6, lambda heads: 0, "12 channels cannot be cut into 0 heads"),
+    ],
+)
+def test_cross_refusals(place, change, message):
+    arguments = list(Source(3, [3, -1, 0]).arguments())
+    arguments[place] = change(arguments[place])
+    with pytest.raises(ValueError, match=f"decode_cross_attention: {message}"):
+        ops.decode_cross_attention(*arguments)
+
+
+def test_step_and_boundaries_are_checked(monkeypatch):
+    monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES", raising=False)
+    case = Past()
+    case.step = 8
+    with pytest.raises(ValueError, match=r"decode_self_attention: step must be in .* got 8"):
+        ops.decode_self_attention(*case.arguments())
+    source = Source(3, [0])
+    source.cu[2] = 0
+    with pytest.raises(ValueError, match="decode_cross_attention: cu_seqlens must ascend"):
+        ops.decode_cross_attention(*source.arguments())

@@ -1,0 +1,281 @@
+"""Bias, dropout, residual and LayerNorm against their composition in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.ops_testing import (
+    assert_as_good_as,
+    check_gradients,
+    check_op,
+    leaf,
+    make_rng,
+    poisoned,
+)
+from torch.nn import functional
+
+from lightseq_fairseq import ops
+
+T, C, SITE, EPS = 5, 11, 6, 1e-5
+ALL = ("bias", "residual", "norm")
+
+
+def inputs(dtype=torch.float64, rows=T, columns=C):
+    torch.manual_seed(0)
+    shapes = {
+        "x": (rows, columns),
+        "bias": (columns,),
+        "residual": (rows, columns),
+        "gamma": (columns,),
+        "beta": (columns,),
+    }
+    return {name: torch.randn(*shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+def choose(tensors, parts):
+    """The op's five tensors, None for the parts that are left out."""
+    return (
+        tensors["x"],
+        tensors["bias"] if "bias" in parts else None,
+        tensors["residual"] if "residual" in parts else None,
+        tensors["gamma"] if "norm" in parts else None,
+        tensors["beta"] if "norm" in parts else None,
+    )
+
+
+def fwd(tensors, parts, p):
+    return ops.dropout_residual_layer_norm_fwd(*choose(tensors, parts), p, make_rng(), SITE, EPS)
+
+
+def composed(tensors, parts, p):
+    x, bias, residual, gamma, beta = choose(tensors, parts)
+    total = x if bias is None else x + bias
+    if p > 0:
+        keep = ops.keep_mask(make_rng(), SITE, torch.arange(len(x)), x.shape[1], p)
+        total = total * keep / (1 - p)
+    if residual is not None:
+        total = residual + total
+    if gamma is None:
+        return total, None
+    return total, functional.layer_norm(total, gamma.shape, gamma, beta, EPS)
+
+
+@pytest.mark.parametrize("parts", [ALL, ("norm",), ("bias", "residual"), ("residual", "norm")])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("grads", ["dy", "dsum", "both"])
+def test_equals_torch(parts, p, grads):
+    tensors = inputs()
+    leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+    expected_sum, expected_y = composed(leaves, parts, p)
+    total, y, mean, rstd = fwd(tensors, parts, p)
+    if parts == ("norm",) and p == 0:
+        assert total.numel() == 0
+        total = tensors["x"]
+    torch.testing.assert_close(total, expected_sum.detach())
+    if "norm" in parts:
+        torch.testing.assert_close(y, expected_y.detach())
+        torch.testing.assert_close(mean, total.mean(1))
+        torch.testing.assert_close(rstd, (total.var(1, correction=0) + EPS).rsqrt())
+    else:
+        assert y.numel() == mean.numel() == rstd.numel() == 0
+
+    dy = torch.randn_like(total) if grads != "dsum" and "norm" in parts else None
+    dsum = torch.randn_like(total) if grads != "dy" or dy is None else None
+    loss = 0.0
+    if dy is not None:
+        loss = loss + (expected_y * dy).sum()
+    if dsum is not None:
+        loss = loss + (expected_sum * dsum).sum()
+    loss.backward()
+    use_norm = dy is not None
+    dgamma, dbeta = (poisoned(C), poisoned(C)) if use_norm else (None, None)
+    dbias = poisoned(C) if "bias" in parts else None
+    gamma = tensors["gamma"] if use_norm else None
+    dx, dresidual = ops.dropout_residual_layer_norm_bwd(
+        dy, dsum, total, gamma, mean, rstd, p, make_rng(), SITE, dgamma, dbeta, dbias, False
+    )
+    assert (dx.numel() == 0) == (p == 0)
+    torch.testing.assert_close(dx if p > 0 else dresidual, leaves["x"].grad)
+    if "residual" in parts:
+        torch.testing.assert_close(dresidual, leaves["residual"].grad)
+    if "bias" in parts:
+        torch.testing.assert_close(dbias, leaves["bias"].grad)
+    if use_norm:
+        torch.testing.assert_close(dgamma, leaves["gamma"].grad)
+        torch.testing.assert_close(dbeta, leaves["beta"].grad)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_gradcheck(p):
+    """Both outputs at once, all five inputs."""
+    tensors = inputs()
+
+    def backward(douts, saved, outputs):
+        dy, dsum = douts[1].contiguous(), douts[0].contiguous()
+        parameters = [poisoned(C) for _ in range(3)]
+        dx, dresidual = ops.dropout_residual_layer_norm_bwd(
+            dy,
+            dsum,
+            outputs[0],
+            saved[3],
+            outputs[2],
+            outputs[3],
+            p,
+            make_rng(),
+            SITE,
+            *parameters,
+            False,
+        )
+        dgamma, dbeta, dbias = parameters
+        return (dx if p > 0 else dresidual), dbias, dresidual, dgamma, dbeta
+
+    check_gradients(
+        lambda *arguments: ops.dropout_residual_layer_norm_fwd(
+            *arguments, p, make_rng(), SITE, EPS
+        ),
+        backward,
+        choose(tensors, ALL),
+        differentiable=2,
+    )
+
+
+def test_accumulate_adds():
+    tensors = inputs()
+    total, _, mean, rstd = fwd(tensors, ALL, 0.3)
+    dy = torch.randn_like(total)
+
+    def backward(gradients, accumulate):
+        ops.dropout_residual_layer_norm_bwd(
+            dy,
+            None,
+            total,
+            tensors["gamma"],
+            mean,
+            rstd,
+            0.3,
+            make_rng(),
+            SITE,
+            *gradients,
+            accumulate,
+        )
+        return gradients
+
+    fresh = backward([poisoned(C) for _ in range(3)], False)
+    before = [torch.randn(C, dtype=torch.float64) for _ in range(3)]
+    after = backward([t.clone() for t in before], True)
+    for new, old, gradient in zip(after, before, fresh, strict=True):
+        torch.testing.assert_close(new, old + gradient)
+
+
+def test_large_mean():
+    """Statistics that subtract the mean first: a mean of 1000 costs no digits of the variance."""
+    tensors = inputs(torch.float32, 16, 512)
+    tensors["x"] += 1000.0
+    y = fwd(tensors, ("norm",), 0.0)[1]
+    exact = composed({name: x.double() for name, x in tensors.items()}, ("norm",), 0.0)[1]
+    # Half a unit in the last place of 1000 is all that the input itself leaves undetermined.
+    assert (y.double() - exact).abs().max() < 1000 * 2.0**-24 * 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_16_bit(dtype, p):
+    tensors = inputs(dtype, 200, 128)
+    dy, dsum = torch.randn(2, 200, 128).to(dtype)
+    results = []
+    for kind in (dtype, torch.float64):
+        leaves = {name: leaf(x, kind) for name, x in tensors.items()}
+        total, y = composed(leaves, ALL, p)
+        torch.autograd.backward((y, total), (dy.to(kind), dsum.to(kind)))
+        names = ("x", "bias", "residual", "gamma", "beta")
+        results.append([total.detach(), y.detach(), *(leaves[name].grad for name in names)])
+    total, y, mean, rstd = fwd(tensors, ALL, p)
+    assert mean.dtype == rstd.dtype == torch.float32
+    dgamma, dbeta, dbias = (poisoned(128, dtype=dtype) for _ in range(3))
+    dx, dresidual = ops.dropout_residual_layer_norm_bwd(
+        dy,
+        dsum,
+        total,
+        tensors["gamma"],
+        mean,
+        rstd,
+        p,
+        make_rng(),
+        SITE,
+        dgamma,
+        dbeta,
+        dbias,
+        False,
+    )
+    ours = (total, y, dx if p > 0 else dresidual, dbias, dresidual, dgamma, dbeta)
+    for name, mine, plain, exact in zip(
+        ("sum", "y", "dx", "dbias", "dresidual", "dgamma", "dbeta"), ours, *results, strict=True
+    ):
+        assert_as_good_as(mine, plain, exact, name)
+
+
+def test_empty_batch():
+    tensors = inputs(rows=0)
+    total, y, mean, rstd = fwd(tensors, ALL, 0.1)
+    assert total.shape == y.shape == (0, C) and mean.shape == rstd.shape == (0,)
+    gradients = [poisoned(C) for _ in range(3)]
+    ops.dropout_residual_layer_norm_bwd(
+        y, None, total, tensors["gamma"], mean, rstd, 0.1, make_rng(), SITE, *gradients, False
+    )
+    assert all(g.eq(0).all() for g in gradients)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("parts", [ALL, ("norm",), ("residual",)])
+def test_opcheck(parts, p):
+    tensors, rng = inputs(), make_rng()
+    check_op("dropout_residual_layer_norm_fwd", *choose(tensors, parts), p, rng, SITE, EPS)
+    total, y, mean, rstd = fwd(tensors, parts, p)
+    total = total if total.numel() else tensors["x"]
+    gradients = [torch.zeros(C), torch.zeros(C), torch.zeros(C)]
+    if "norm" in parts:
+        arguments = (y, total, total, tensors["gamma"], mean, rstd, p, rng, SITE)
+        check_op("dropout_residual_layer_norm_bwd", *arguments, *gradients, True)
+        check_op("dropout_residual_layer_norm_bwd", *arguments, None, None, None, False)
+    else:
+        arguments = (None, total, total, None, mean, rstd, p, rng, SITE)
+        check_op("dropout_residual_layer_norm_bwd", *arguments, None, None, gradients[2], False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.randn(C)}, r"x must have shape \[T, C\], got \[11\]"),
+        ({"x": torch.randn(C, T).t()}, "x must be contiguous in its last dimension"),
+        ({"residual": torch.randn(T, C + 1)}, r"residual must have shape \[5, 11\], got \[5, 12\]"),
+        ({"gamma": torch.randn(C).half()}, "gamma must be float32, got float16"),
+        ({"beta": None}, "give both gamma and beta, or neither"),
+        ({"p": 1.0}, "p must be at least 0 and below 1, got 1.0"),
+    ],
+)
+def test_refusals(change, message):
+    arguments = {**inputs(torch.float32), "p": 0.1, "rng": make_rng(), "site": 0, "eps": EPS}
+    with pytest.raises(ValueError, match=f"dropout_residual_layer_norm_fwd: {message}"):
+        ops.dropout_residual_layer_norm_fwd(**{**arguments, **change})
+
+
+def test_backward_refusals():
+    tensors = inputs()
+    total, y, mean, rstd = fwd(tensors, ALL, 0.0)
+    none = (None, None, None, False)
+    with pytest.raises(ValueError, match="one of dy and dsum must be given"):
+        ops.dropout_residual_layer_norm_bwd(
+            None, None, total, None, mean, rstd, 0.0, make_rng(), SITE, *none
+        )
+    with pytest.raises(ValueError, match="dy needs gamma"):
+        ops.dropout_residual_layer_norm_bwd(
+            y, None, total, None, mean, rstd, 0.0, make_rng(), SITE, *none
+        )
+    with pytest.raises(ValueError, match=r"sum must have shape \[5, 11\], got \[0\]"):
+        ops.dropout_residual_layer_norm_bwd(
+            y, None, y.new_empty(0), tensors["gamma"], mean, rstd, 0.0, make_rng(), SITE, *none
+        )
+    with pytest.raises(ValueError, match="mean must be float64, got float32"):
+        ops.dropout_residual_layer_norm_bwd(
+            y, None, total, tensors["gamma"], mean.float(), rstd, 0.0, make_rng(), SITE, *none
+        )

@@ -1,0 +1,349 @@
+"""The kernels that close a sublayer, against float64 and measured by plain torch on the GPU."""
+
+from __future__ import annotations
+
+import functools
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers.ops_testing import assert_kernel_as_good_as, leaf, on_gpu, poison_cache
+from helpers.ops_testing import make_rng as rng_on
+from torch.nn import functional
+
+from lightseq_fairseq import library, ops
+
+make_rng = functools.partial(rng_on, device="cuda")
+
+pytestmark = pytest.mark.gpu
+
+SITE, EPS = 6, 1e-5
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NAMES = ("x", "bias", "residual", "gamma", "beta")
+ALL = ("bias", "residual", "norm")
+PARTS = [ALL, ("norm",), ("bias", "residual"), ("residual", "norm")]
+
+# (tokens, width): one token; a tile with rows missing; a width for each shape of the kernels, and
+# 8 and 1032, of which no thread count is a multiple; tiles of several rounds a block.
+SIZES = [
+    (1, 1024), (5, 8), (37, 256), (1000, 512), (5000, 1024), (601, 1032), (130, 2048), (77, 4096),
+    (33, 8192), (3, 5000),
+]  # fmt: skip
+
+
+class Sublayer:
+    """Inputs of a sublayer's close, its parts, and gradients of its two outputs."""
+
+    def __init__(self, tokens, width, dtype, parts=ALL, p=0.1, mean=0.0):
+        generator = torch.Generator("cuda").manual_seed(tokens + width)
+        shapes = {"x": (tokens, width), "residual": (tokens, width)}
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator, device="cuda")
+
+        self.tensors = {name: normal(*shapes.get(name, (width,))) for name in NAMES}
+        self.tensors["x"] += mean
+        self.tensors = {name: x.to(dtype) for name, x in self.tensors.items()}
+        self.dy, self.dsum = normal(2, tokens, width).to(dtype)
+        self.parts, self.p = parts, p
+
+    def chosen(self, tensors):
+        part_of = {"gamma": "norm", "beta": "norm"}
+        present = ("x", *self.parts)
+        return [tensors[name] if part_of.get(name, name) in present else None for name in NAMES]
+
+    def forward(self, rng=None):
+        poison_cache()
+        rng = make_rng() if rng is None else rng
+        chosen = self.chosen(self.tensors)
+        return ops.dropout_residual_layer_norm_fwd(*chosen, self.p, rng, SITE, EPS)
+
+    def backward(self, outputs, which="both", grads=None, accumulate=False, rng=None):
+        """dx (dresidual where that is the same), dresidual, then dgamma, dbeta, dbias."""
+        total, _, mean, rstd = outputs
+        x, bias, _, gamma, beta = self.chosen(self.tensors)
+        dy, dsum = self.grads_of_outputs(which)
+        if grads is None:
+            grads = [
+                None if v is None else torch.full_like(v, math.nan) for v in (gamma, beta, bias)
+            ]
+        poison_cache()
+        dx, dresidual = ops.dropout_residual_layer_norm_bwd(
+            dy, dsum, total if total.numel() else x, gamma, mean, rstd, self.p,
+            make_rng() if rng is None else rng, SITE, *grads, accumulate,
+        )  # fmt: skip
+        assert dx.numel() == (dresidual.numel() if self.p > 0 else 0)
+        return [dx if self.p > 0 else dresidual, dresidual, *grads]
+
+    def grads_of_outputs(self, which):
+        has_dy = "norm" in self.parts and which != "dsum"
+        return self.dy if has_dy else None, self.dsum if which != "dy" or not has_dy else None
+
+    def plain(self, dtype, which="both"):
+        """sum, y and the gradients of the five inputs in plain torch, with our dropout's mask."""
+        leaves = {name: leaf(x, dtype) for name, x in self.tensors.items()}
+        x, bias, residual, gamma, beta = self.chosen(leaves)
+        total = x if bias is None else x + bias
+        if self.p > 0:
+            keep = ops.dropout_mask(make_rng(device="cpu"), SITE, *x.shape, self.p).cuda()
+            total = total * keep / (1 - self.p)
+        total = total if residual is None else residual + total
+        y = None if gamma is None else functional.layer_norm(total, gamma.shape, gamma, beta, EPS)
+        dy, dsum = self.grads_of_outputs(which)
+        pairs = [(o, g) for o, g in ((y, dy), (total, dsum)) if g is not None]
+        torch.autograd.backward([o for o, _ in pairs], [g.to(dtype) for _, g in pairs])
+        grads = [leaves[name].grad for name in ("x", "residual", "gamma", "beta", "bias")]
+        return [total.detach(), None if y is None else y.detach(), *grads]
+
+
+def test_kernels_are_loaded():
+    names = {"dropout_residual_layer_norm_fwd", "dropout_residual_layer_norm_bwd"}
+    assert names <= set(library.load().kernels)
+
+
+def check_sublayer(layer, dtype, which="both"):
+    outputs = layer.forward()
+    total, y, mean, rstd = outputs
+    ours = [total, y, *layer.backward(outputs, which)]
+    plain, exact = layer.plain(dtype, which), layer.plain(torch.float64, which)
+    names = ("sum", "y", "dx", "dresidual", "dgamma", "dbeta", "dbias")
+    for name, mine, other, true in zip(names, ours, plain, exact, strict=True):
+        if other is not None and mine is not None and mine.numel():
+            assert_kernel_as_good_as(mine, other, true, name, half_roundings=0.5)
+    if layer.parts == ("norm",) and layer.p == 0:
+        assert total.numel() == 0
+    if "norm" in layer.parts:
+        assert mean.dtype == rstd.dtype == torch.float32
+        assert_kernel_as_good_as(
+            mean, plain[0].float().mean(1), exact[0].mean(1), "mean", half_roundings=0.5
+        )
+        true = (exact[0].var(1, correction=0) + EPS).rsqrt()
+        other = (plain[0].float().var(1, correction=0) + EPS).rsqrt()
+        assert_kernel_as_good_as(rstd, other, true, "rstd", half_roundings=0.5)
+    else:
+        assert y.numel() == mean.numel() == rstd.numel() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), SIZES)
+def test_errs_no_more_than_plain_torch(tokens, width, dtype):
+    check_sublayer(Sublayer(tokens, width, dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("which", ["dy", "dsum", "both"])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("parts", PARTS)
+def test_any_part_may_be_missing(parts, p, which, dtype):
+    check_sublayer(Sublayer(67, 768, dtype, parts, p), dtype, which)
+
+
+def test_large_mean():
+    """Statistics of centred values: a mean of 1000 costs no digits of the variance."""
+    check_sublayer(Sublayer(300, 1024, torch.float32, ("norm",), 0.0, mean=1000.0), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drops_what_the_reference_drops(dtype):
+    layer = Sublayer(70, 1032, dtype, ("bias",), 0.5)
+    kept = layer.forward()[0] != 0
+    expected = ops.dropout_mask(make_rng(device="cpu"), SITE, 70, 1032, 0.5)
+    value = (layer.tensors["x"].float() + layer.tensors["bias"].float()) != 0
+    assert torch.equal(kept, expected.cuda() & value)
+
+
+@pytest.mark.parametrize("grad_dtype", [*DTYPES, torch.float64])
+def test_parameter_gradients_have_any_float_type_and_accumulate(grad_dtype):
+    layer = Sublayer(500, 512, torch.float16)
+    outputs = layer.forward()
+    fresh = [torch.full((512,), math.nan, dtype=torch.float32, device="cuda") for _ in range(3)]
+    layer.backward(outputs, grads=fresh)
+    held = [torch.randn(512, device="cuda").to(grad_dtype) for _ in range(3)]
+    before = [x.clone() for x in held]
+    layer.backward(outputs, grads=held, accumulate=True)
+    for after, old, new in zip(held, before, fresh, strict=True):
+        assert torch.equal(after, old + new if grad_dtype == torch.float64 else old.add_(new))
+    some = [None, None, torch.full_like(fresh[2], math.nan)]
+    layer.backward(outputs, grads=some)
+    assert torch.equal(some[2], fresh[2])
+
+
+@pytest.mark.parametrize("width", [512, 1024, 1032, 8192])
+def test_same_input_same_bits(width):
+    layer = Sublayer(3001, width, torch.bfloat16)
+    runs = [[*(outputs := layer.forward()), *layer.backward(outputs)] for _ in range(3)]
+    for one, other in pairwise(runs):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("parts", "p"), [(ALL, 0.0), (ALL, 0.3), (("norm",), 0.0)])
+@pytest.mark.parametrize("width", [8, 256, 512, 1016, 1024, 4096])
+def test_few_rows_have_the_bits_of_many(width, parts, p, dtype):
+    """On both sides of each number of rows at which the kernel or its grid may change."""
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    layer = Sublayer(40 * processors, width, dtype, parts, p)
+    many = layer.forward()
+    rows = {name: layer.tensors[name] for name in ("x", "residual")}
+    full = [processors * 2**k for k in range(6)]
+    for count in (1, 4, 5, 16, 17, 131, 700, 1150, 2047, 2048, 2049, *full, *(n + 1 for n in full)):
+        layer.tensors.update({name: x[:count] for name, x in rows.items()})
+        few = layer.forward()
+        assert all(torch.equal(a, b[:count]) for a, b in zip(few, many, strict=True)), count
+
+
+@pytest.mark.parametrize("tokens", [4, 700, 5000])
+def test_waits_for_what_the_kernel_before_writes(tokens):
+    """In a graph a kernel starts before the previous one is over, whether that makes x or bias."""
+    layer, rng = Sublayer(tokens, 1024, torch.bfloat16), make_rng()
+    x, bias, residual, gamma, beta = layer.chosen(layer.tensors)
+
+    def chain(after_each):
+        y, total = x, residual
+        for call in range(48):
+            if call % 2:
+                bias.neg_()
+            total, y, _, _ = ops.dropout_residual_layer_norm_fwd(
+                y, bias, total, gamma, beta, 0.0, rng, SITE, EPS
+            )
+            after_each()
+        return y, total
+
+    chain(torch.cuda.synchronize)  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(lambda: None)
+    for _ in range(3):
+        x.mul_(-0.5)  # or the last replay's numbers would do
+        expected = chain(torch.cuda.synchronize)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+
+
+def test_rows_may_be_strided():
+    layer, strided = (Sublayer(90, 520, torch.bfloat16) for _ in range(2))
+    wide = [torch.full((90, 1040), math.nan, dtype=torch.bfloat16).cuda() for _ in range(4)]
+    for x, room in zip(("x", "residual"), wide, strict=False):
+        strided.tensors[x] = room[:, 8:528].copy_(layer.tensors[x])
+    strided.dy, strided.dsum = wide[2][:, :520].copy_(layer.dy), wide[3][:, :520].copy_(layer.dsum)
+    results = []
+    for each in (layer, strided):
+        outputs = each.forward()
+        results.append([*outputs, *each.backward(outputs)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.large
+def test_more_elements_than_32_bits_count():
+    tokens, width = 2**21 + 5, 1024
+    x = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
+    gamma, beta = torch.randn(2, width, dtype=torch.bfloat16, device="cuda")
+    rng, last = make_rng(), slice(tokens - 5, tokens)
+    total, y, mean, rstd = ops.dropout_residual_layer_norm_fwd(
+        x, None, None, gamma, beta, 0.5, rng, SITE, EPS
+    )
+    rows = torch.arange(tokens)[last]
+    keep = ops.keep_mask(make_rng(device="cpu"), SITE, rows, width, 0.5).cuda()
+    assert torch.equal(total[last], x[last] * keep * 2)
+    expected = functional.layer_norm(
+        total[last].float(), (width,), gamma.float(), beta.float(), EPS
+    )
+    torch.testing.assert_close(y[last].float(), expected, rtol=2**-8, atol=2**-8)
+    none = (None, None, None, False)
+    whole = ops.dropout_residual_layer_norm_bwd(
+        x, None, total, gamma, mean, rstd, 0.5, rng, SITE, *none
+    )
+    end = [t[last].clone() for t in (x, total, mean, rstd)]
+    _, dresidual = ops.dropout_residual_layer_norm_bwd(
+        end[0], None, end[1], gamma, *end[2:], 0.0, rng, SITE, *none
+    )
+    assert torch.equal(whole[1][last], dresidual)
+    assert torch.equal(whole[0][last], dresidual * keep * 2)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_no_tokens(p):
+    layer = Sublayer(0, 64, torch.float16, p=p)
+    outputs = layer.forward()
+    assert [tuple(x.shape) for x in outputs] == [(0, 64), (0, 64), (0,), (0,)]
+    dx, dresidual, *grads = layer.backward(outputs)
+    assert dx.shape == dresidual.shape == (0, 64)
+    assert all(g.eq(0).all() for g in grads)
+    held = [torch.ones(64, device="cuda") for _ in range(3)]
+    layer.backward(outputs, grads=held, accumulate=True)
+    assert all(g.eq(1).all() for g in held)
+
+
+def test_not_a_number_stays_visible():
+    layer = Sublayer(300, 1024, torch.float16, p=0.5)
+    layer.tensors["x"][7] = math.nan
+    total, y, _, _ = outputs = layer.forward()
+    assert total[7].isnan().all() and y[7].isnan().all() and total.isnan().sum() == 1024
+    dx, _, dgamma, _, _ = layer.backward(outputs)
+    assert dx[7].isnan().all() and dgamma.isnan().all()
+
+
+def test_replayed_graph_draws_anew():
+    layer, rng = Sublayer(200, 512, torch.bfloat16, p=0.5), make_rng(micro_batch=0)
+
+    def run():
+        chosen = layer.chosen(layer.tensors)
+        outputs = ops.dropout_residual_layer_norm_fwd(*chosen, layer.p, rng, SITE, EPS)
+        grads = [torch.empty_like(layer.tensors["gamma"]) for _ in range(3)]
+        return *outputs, *ops.dropout_residual_layer_norm_bwd(
+            layer.dy, layer.dsum, outputs[0], chosen[3], *outputs[2:], layer.p, rng, SITE,
+            *grads, False,
+        ), *grads  # fmt: skip
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for micro_batch in (1, 2):
+        rng[1] = micro_batch
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"x": torch.randn(4, 12)},
+            "x has rows of 12 numbers; on a GPU it must be a multiple of 8",
+        ),
+        (
+            {"x": torch.randn(4, 40)[:, 3:35]},
+            "x must be contiguous in its last dimension, with rows",
+        ),
+        ({"residual": torch.randn(4, 34)[:, :32]}, "residual must be contiguous in its last"),
+        ({"gamma": torch.randn(64)[::2]}, "gamma must be contiguous in its last dimension"),
+        ({"x": torch.randn(4, 32).double()}, "x must be float32, float16 or bfloat16 on a GPU"),
+        (
+            {"x": torch.randn(2, 16384)},
+            "rows have 16384 numbers; on a GPU they may have at most 8192",
+        ),
+    ],
+)
+def test_refusals(change, message):
+    shape, dtype = (
+        (change.get("x", torch.empty(4, 32))).shape,
+        change.get("x", torch.empty(0)).dtype,
+    )
+    tensors = {
+        "x": torch.randn(shape, dtype=dtype), "bias": None,
+        "residual": torch.randn(shape, dtype=dtype),
+        "gamma": torch.randn(shape[1], dtype=dtype), "beta": torch.randn(shape[1], dtype=dtype),
+    }  # fmt: skip
+    arguments = {name: None if t is None else on_gpu(t) for name, t in (tensors | change).items()}
+    with pytest.raises(RuntimeError, match=f"dropout_residual_layer_norm_fwd: {message}"):
+        ops.dropout_residual_layer_norm_fwd(**arguments, p=0.1, rng=make_rng(), site=SITE, eps=EPS)
+
+
+def test_backward_refuses_gradients_with_gaps():
+    layer = Sublayer(4, 32, torch.float32)
+    outputs = layer.forward()
+    grads = [torch.empty(64, device="cuda")[::2], None, None]
+    with pytest.raises(RuntimeError, match="_bwd: dgamma must be contiguous"):
+        layer.backward(outputs, grads=grads)

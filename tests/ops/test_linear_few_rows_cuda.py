@@ -1,0 +1,153 @@
+"""Products of few rows, a kernel of their own: any size, and begun before the kernel ahead is over.
+
+The kernel may read its weights early only within a graph, behind kernels that it knows. Elsewhere
+it does not, and computes the same bits: what graphs give is compared with that.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.linear_cases import (
+    NORM_EPS,
+    Chain,
+    assert_replays_have_new_weights,
+    assert_same_bits,
+    captured,
+    drawn,
+    inside,
+)
+from helpers.ops_testing import assert_as_good_as, make_rng, poison_cache
+from torch import Tensor
+from torch.nn import functional
+
+from lightseq_fairseq import ops
+
+pytestmark = pytest.mark.gpu
+
+MOST = 16  # rows of the kernel; products of more are cublasLt's
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+# Inputs and outputs: one tile, no whole chunk of inputs, blocks of one to four tiles, more inputs
+# than are on their way at a time, more blocks than run side by side.
+SIZES = [
+    (8, 8), (8, 40_000), (40_000, 8), (72, 24), (1024, 1024), (1032, 1048), (1024, 3072),
+    (1024, 4096), (4096, 1024), (4096, 4096), (1024, 40_000), (40_008, 1024), (4096, 40_008),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(6)
+
+
+@DTYPES
+@pytest.mark.parametrize(("k", "n"), SIZES)
+def test_errs_no_more_than_torch(k: int, n: int, dtype: torch.dtype) -> None:
+    """Every number of rows, with and without bias and positive part, strided or not."""
+    x = drawn(MOST + 1, k, dtype=dtype)
+    weight, bias = drawn(n, k, dtype=dtype, scale=k**-0.5), drawn(n, dtype=dtype)
+    product = x.double() @ weight.double().t()
+    wide_x, wide_weight = inside(x), inside(weight)
+    for rows in range(1, MOST + 2):
+        few, exact = x[:rows], product[:rows]
+        poison_cache()
+        y = ops.linear_fwd(few, weight, None)
+        assert y.is_contiguous()
+        assert_as_good_as(y, functional.linear(few, weight), exact, f"{rows} rows")
+        y = ops.linear_fwd(wide_x[:rows], wide_weight, bias)
+        plain, exact = functional.linear(few, weight, bias), exact + bias.double()
+        assert_as_good_as(y, plain, exact, f"{rows} rows, bias")
+        y = ops.linear_fwd(wide_x[:rows], weight, bias, relu=True)
+        assert_as_good_as(y, plain.relu(), exact.relu(), f"{rows} rows, positive part")
+        assert y.ge(0).all()
+
+
+@DTYPES
+@pytest.mark.parametrize(("k", "n"), [(8, 8), (136, 1048), (1024, 4096), (4096, 1024)])
+def test_a_row_does_not_depend_on_the_others(k: int, n: int, dtype: torch.dtype) -> None:
+    x, weight = drawn(MOST, k, dtype=dtype), drawn(n, k, dtype=dtype)
+    bias = drawn(n, dtype=dtype)
+    y = ops.linear_fwd(x, weight, bias)
+    for rows in range(1, MOST + 1):
+        for first in {0, MOST - rows}:
+            few = ops.linear_fwd(x[first : first + rows], weight, bias)
+            assert torch.equal(few, y[first : first + rows])
+    x[3, 5] = torch.nan
+    assert ops.linear_fwd(x, weight, bias).isnan().nonzero()[:, 0].unique().tolist() == [3]
+
+
+@DTYPES
+@pytest.mark.parametrize(("k", "n"), [(97, 131), (1032, 97), (36, 1)])
+def test_padded_widths(k: int, n: int, dtype: torch.dtype) -> None:
+    x, weight, bias = drawn(5, k, dtype=dtype), drawn(n, k, dtype=dtype), drawn(n, dtype=dtype)
+    exact = functional.linear(x.double(), weight.double(), bias.double())
+    poison_cache()
+    assert_as_good_as(ops.linear_fwd(x, weight, bias), functional.linear(x, weight, bias), exact)
+
+
+# --- Within a graph, begun early -------------------------------------------------------------
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 4, 8, 16])
+@pytest.mark.parametrize("sizes", [(1024, 4096, 40_000), (256, 520, 1000)], ids=["big", "small"])
+def test_weights_rewritten_between_replays(
+    sizes: tuple[int, int, int], rows: int, dtype: torch.dtype
+) -> None:
+    chain = Chain(rows, *sizes, dtype)
+    graph, results = captured(chain)
+    assert_replays_have_new_weights(chain, graph, results)
+    before = [x.clone() for x in chain()]
+    for _ in range(50):  # close behind each other, rewritten with what they hold
+        for weight in chain.weights:
+            weight.copy_(weight.clone())
+        graph.replay()
+    assert_same_bits(results, before)
+
+
+@DTYPES
+@pytest.mark.parametrize("norm_between", [True, False])
+def test_weights_written_within_the_graph(norm_between: bool, dtype: torch.dtype) -> None:
+    """By the kernel right before, or by the one before that, which lets its successors start early.
+
+    Weights change from replay to replay: one that came too early would be the last replay's.
+    """
+    k, n, rows = 2048, 8192, 4
+    x, gamma, beta = (drawn(*s, dtype=dtype) for s in ((rows, k), (k,), (k,)))
+    parts = [torch.empty(n // 2, k, dtype=dtype, device="cuda") for _ in range(2)]
+    rng = make_rng(device="cuda")
+
+    def call() -> list[Tensor]:
+        y, weight = x, torch.cat(parts)
+        if norm_between:
+            norm = None, None, gamma, beta, 0.0, rng, 1, NORM_EPS
+            y = ops.dropout_residual_layer_norm_fwd(x, *norm)[1]
+        return [y, ops.linear_fwd(y, weight, None)]
+
+    graph, results = captured(call)
+    for _ in range(50):
+        for part in parts:
+            part.normal_(std=k**-0.5)
+        graph.replay()
+        assert_same_bits(results, call())
+
+
+@DTYPES
+def test_results_of_one_product_are_the_next_ones_rows(dtype: torch.dtype) -> None:
+    """Products right behind each other, each of which starts the next at once."""
+    weights = [drawn(1024, 1024, dtype=dtype, scale=1024**-0.5) for _ in range(24)]
+    x = drawn(4, 1024, dtype=dtype)
+
+    def call() -> list[Tensor]:
+        results = [x]
+        for weight in weights:
+            results.append(ops.linear_fwd(results[-1], weight, None))
+        return results
+
+    graph, results = captured(call)
+    for _ in range(20):
+        x.normal_()
+        for result in results[1:]:
+            result.fill_(torch.nan)
+        graph.replay()
+        assert_same_bits(results, call())

@@ -1,0 +1,123 @@
+"""Dropout's bits: the generator's known answers, what the mask depends on, and its statistics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.ops_testing import check_op, make_rng
+
+from lightseq_fairseq import ops
+
+
+def philox_4x32(counter: tuple[int, ...], key: tuple[int, int], rounds: int) -> tuple[int, ...]:
+    """The generator as its paper states it, one counter at a time, in Python's integers."""
+    words, key_0, key_1 = tuple(counter), key[0], key[1]
+    for _ in range(rounds):
+        high_0, low_0 = divmod(0xD2511F53 * words[0], 1 << 32)
+        high_1, low_1 = divmod(0xCD9E8D57 * words[2], 1 << 32)
+        words = (high_1 ^ words[1] ^ key_0, low_1, high_0 ^ words[3] ^ key_1, low_0)
+        key_0, key_1 = (key_0 + 0x9E3779B9) % (1 << 32), (key_1 + 0xBB67AE85) % (1 << 32)
+    return words
+
+
+def test_published_vectors():
+    """The oracle itself: the authors' known answers for 7 and 10 rounds."""
+    assert philox_4x32((0, 0, 0, 0), (0, 0), 7) == (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)
+    assert philox_4x32((0, 0, 0, 0), (0, 0), 10) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+
+
+# Row ids beyond 2^32, every byte of the seed in use, negative seed, columns not a multiple of 8.
+@pytest.mark.parametrize("seed", [0, 0x0123_4567_89AB_CDEF, -5])
+@pytest.mark.parametrize(("site", "micro_batch", "p"), [(0, 0, 0.1), (37, 123456, 0.5)])
+def test_known_answers(seed, site, micro_batch, p):
+    rows = torch.tensor([0, 1, 7, 4096, 2**31 + 3, 2**32 + 9])
+    mask = ops.keep_mask(make_rng(seed, micro_batch), site, rows, 19, p)
+    key = (seed % (1 << 32), (seed >> 32) % (1 << 32))
+    for i, row in enumerate(rows.tolist()):
+        for column in range(19):
+            words = philox_4x32((column // 8, row % (1 << 32), site, micro_batch), key, 7)
+            number = (words[column % 8 // 2] >> (16 * (column % 2))) & 0xFFFF
+            assert mask[i, column].item() == (number >= min(round(p * 65536), 65535)), (row, column)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.9])
+@pytest.mark.parametrize(("rows", "columns"), [(2000, 512), (60000, 13)])
+def test_keep_rate(p, rows, columns):
+    mask = ops.dropout_mask(make_rng(), 5, rows, columns, p)
+    sigma = (p * (1 - p) / mask.numel()) ** 0.5
+    assert abs(mask.double().mean().item() - (1 - p)) < 4 * sigma + 2**-17
+    # Each column and each row by itself, with room for the largest of many deviations.
+    for dim in (0, 1):
+        worst = (mask.double().mean(dim) - (1 - p)).abs().max().item()
+        assert worst < 6.5 * (p * (1 - p) / mask.shape[dim]) ** 0.5
+
+
+def test_neighbours_are_independent():
+    """Agreement of an element with the next row and with the eight columns after it."""
+    mask = ops.dropout_mask(make_rng(), 1, 4000, 256, 0.5)
+    for shift_rows, shift_columns in [(1, 0), *((0, c) for c in range(1, 9))]:
+        agree = (
+            mask[shift_rows:, shift_columns:] == mask[: 4000 - shift_rows, : 256 - shift_columns]
+        )
+        assert abs(agree.double().mean().item() - 0.5) < 4 * 0.5 / agree.numel() ** 0.5
+
+
+def test_mask_is_a_function_of_row_and_column():
+    """Any subset of rows and any number of columns shows the same bits: tiles cannot matter."""
+    whole = ops.dropout_mask(make_rng(), 2, 3000, 200, 0.3)
+    rows = torch.tensor([2999, 0, 17, 17, 1024])
+    assert torch.equal(ops.keep_mask(make_rng(), 2, rows, 200, 0.3), whole[rows])
+    assert torch.equal(ops.dropout_mask(make_rng(), 2, 40, 77, 0.3), whole[:40, :77])
+
+
+def test_blocks_do_not_show():
+    """More rows than one cache block of 131072 groups holds."""
+    whole = ops.dropout_mask(make_rng(), 2, 70_000, 9, 0.3)
+    rows = torch.arange(0, 70_000, 977)
+    assert torch.equal(ops.keep_mask(make_rng(), 2, rows, 9, 0.3), whole[rows])
+
+
+def test_seed_micro_batch_and_site_matter():
+    masks = [
+        ops.dropout_mask(make_rng(seed, micro_batch), site, 64, 64, 0.5)
+        for seed, micro_batch, site in [
+            (1, 1, 1),
+            (2, 1, 1),
+            (1 + 2**32, 1, 1),
+            (1, 2, 1),
+            (1, 1, 2),
+        ]
+    ]
+    for i, first in enumerate(masks):
+        assert torch.equal(first, first.clone())
+        for second in masks[:i]:
+            assert 0.45 < (first == second).double().mean().item() < 0.55
+
+
+def test_nothing_dropped_at_zero():
+    assert ops.dropout_mask(make_rng(), 0, 300, 70, 0.0).all()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 8), (8, 0), (1, 1)])
+def test_small_shapes(rows, columns):
+    mask = ops.dropout_mask(make_rng(), 0, rows, columns, 0.5)
+    assert mask.shape == (rows, columns) and mask.dtype == torch.bool
+
+
+def test_opcheck():
+    check_op("dropout_mask", make_rng(), 3, 5, 20, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(2), 0, 4, 4, 0.1), "rng must be int64, got float32"),
+        ((torch.zeros(3, dtype=torch.int64), 0, 4, 4, 0.1), r"rng must have shape \[2\]"),
+        ((torch.arange(4)[::2], 0, 4, 4, 0.1), "rng must be contiguous, its stride is 2"),
+        ((make_rng(), 0, 4, 4, 1.0), "p must be at least 0 and below 1, got 1.0"),
+        ((make_rng(), 0, -1, 4, 0.1), "rows and columns must be >= 0, got -1 and 4"),
+    ],
+)
+def test_refusals(arguments, message):
+    with pytest.raises(ValueError, match=f"dropout_mask: {message}"):
+        ops.dropout_mask(*arguments)

@@ -1,0 +1,248 @@
+"""Every kernel once at small, ragged sizes and nothing else on the GPU: what racecheck is run on.
+
+cuBLAS's kernels do not survive compute-sanitizer's racecheck, so no product of its is computed here
+and results are compared with nothing: only that they are finite, and equal when computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.ops_testing import make_rng
+from torch import Tensor
+
+from lightseq_fairseq import ops
+from lightseq_fairseq.ops.advance import KNOWN_RATES, Given, State
+
+pytestmark = pytest.mark.gpu
+
+HALVES = [torch.float16, torch.bfloat16]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+SITE, P = 3, 0.25
+
+
+def on_gpu(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape).to(dtype).cuda()
+
+
+def ids(rows: int, size: int) -> Tensor:
+    return torch.randint(0, size, (rows,)).cuda()
+
+
+def check(call: Callable[[], tuple[Tensor, ...]]) -> None:
+    first, second = ([x.cpu() for x in call()] for _ in range(2))
+    for x, y in zip(first, second, strict=True):
+        assert x.isfinite().all() and torch.equal(x, y)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(2)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "lengths", [[3, 16, 1, 30], [64, 40], [100, 20, 128], [200, 150]], ids=lambda n: str(max(n))
+)
+def test_attention(lengths: list[int], causal: bool, width: int, dtype: torch.dtype) -> None:
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).cuda()
+    rows, longest = sum(lengths) + 2, max(lengths)
+    q, k, v, dout = (on_gpu(dtype, rows, 3, width) for _ in range(4))
+    rng = make_rng().cuda()
+    settings = (cu, cu, longest, longest, causal, width**-0.5, P, rng, SITE)
+
+    def call() -> tuple[Tensor, ...]:
+        out, lse = ops.attention_fwd(q, k, v, *settings)
+        gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+        ops.attention_bwd(dout, q, k, v, out, lse, *settings, *gradients)
+        return out, lse, *gradients
+
+    check(call)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [40, 64, 128])
+@pytest.mark.parametrize("sentences", [1, 50])
+def test_decode_attention(sentences: int, width: int, dtype: torch.dtype) -> None:
+    rows, heads, steps, beam = 5 * sentences, 3, 40, 5
+    channels = heads * width
+    qkv, cache = on_gpu(dtype, rows, 3 * channels), on_gpu(dtype, 2, steps, rows, channels)
+    memory = on_gpu(dtype, 70 * sentences, 2 * channels)
+    keys, values = memory.chunk(2, 1)
+    cu = torch.arange(0, 70 * sentences + 1, 70).int().cuda()
+    step, numbers = torch.tensor(steps - 1).cuda(), torch.arange(sentences).int().cuda()
+    ancestry = ids(steps * rows, rows).int().view(steps, rows)
+    ancestry[:20] = ancestry[:20, torch.arange(rows) // beam * beam]  # siblings have it in common
+
+    def call() -> tuple[Tensor, ...]:
+        settings = heads, width**-0.5
+        out = ops.decode_self_attention(qkv, *cache, ancestry, step, *settings, beam)
+        crossed = ops.decode_cross_attention(out, keys, values, cu, numbers, beam, *settings)
+        return out, crossed, cache
+
+    check(call)
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "classes"), [(5, 512 * 140), (400, 1003), (2000, 1003)])
+def test_beam_search(rows: int, classes: int, dtype: torch.dtype) -> None:
+    logits, scores = on_gpu(dtype, rows, classes), on_gpu(torch.float32, rows)
+    if classes % 512 == 0:  # one group of threads has all of the best, more than there is room for
+        logits[0] = 0.0
+        logits[0].view(-1, 512)[:, :8] = 1.0
+        logits[1] = 0.0
+        logits[1].view(-1, 512)[:, :72] = 1.0  # the same in each block of a row
+    sentences, progress = torch.arange(rows // 5).int().cuda(), torch.tensor([3, 9, 1, 0]).cuda()
+    progress, rules = progress.int(), (1, 2, 3, 0, 0.5, 1.0)
+    memory = torch.zeros(10, rows).cuda()
+
+    def call() -> tuple[Tensor, ...]:
+        found = ops.beam_candidates(logits, scores, progress, 10, *rules)
+        drawn = ops.beam_sample(
+            logits, scores, sentences, progress, make_rng().cuda(), 5, 7, 0.0, *rules
+        )
+        moved = [x.clone() for x in (progress, sentences, found[1][:, 0].contiguous(), scores)]
+        history = [memory.int(), memory.int(), memory.clone(), memory.int(), memory.clone()]
+        results = [memory[0].int(), memory[0].clone()]
+        reports = torch.zeros(2, 2, dtype=torch.int32).pin_memory()
+        ops.beam_advance(*found, *moved, *history, *results, reports, 5, 1, 0.0, 2, 1.0)
+        return *found, *drawn, *moved, *history, *results, reports
+
+    check(call)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [40, 1024, 2056])
+def test_dropout_residual_layer_norm(width: int, dtype: torch.dtype) -> None:
+    # As many rows for every team of threads: racecheck compares how many barriers two warps have
+    # passed, whichever these were, and finds races where one team has had a row more.
+    count = 16 * torch.cuda.get_device_properties(0).multi_processor_count
+    x, residual, dy, dsum = (on_gpu(dtype, count, width) for _ in range(4))
+    bias, gamma, beta = (on_gpu(dtype, width) for _ in range(3))
+    dropout = (P, make_rng().cuda(), SITE)
+
+    def call() -> tuple[Tensor, ...]:
+        total, y, mean, rstd = ops.dropout_residual_layer_norm_fwd(
+            x, bias, residual, gamma, beta, *dropout, 1e-5
+        )
+        vectors = tuple(torch.empty_like(gamma) for _ in range(3))
+        rows = ops.dropout_residual_layer_norm_bwd(
+            dy, dsum, total, gamma, mean, rstd, *dropout, *vectors, False
+        )
+        return total, y, mean, rstd, *rows, *vectors
+
+    check(call)
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["identity", "relu", "gelu", "gelu_accurate"])
+def test_bias_activation_dropout(activation: str, dtype: torch.dtype) -> None:
+    x, dy, bias = on_gpu(dtype, 37, 264), on_gpu(dtype, 37, 264), on_gpu(dtype, 264)
+    settings = (activation, P, make_rng().cuda(), SITE)
+
+    def call() -> tuple[Tensor, ...]:
+        dbias = torch.empty_like(bias)
+        y = ops.bias_activation_dropout_fwd(x, bias, *settings)
+        return y, ops.bias_activation_dropout_bwd(dy, x, bias, *settings, dbias, False), dbias
+
+    check(call)
+
+
+@DTYPES
+def test_embedding(dtype: torch.dtype) -> None:
+    tokens, positions = ids(300, 40), ids(300, 20)
+    weight, places, dy = on_gpu(dtype, 50, 72), on_gpu(dtype, 20, 72), on_gpu(dtype, 300, 72)
+    dropout = (P, make_rng().cuda(), SITE)
+
+    def call() -> tuple[Tensor, ...]:
+        y = ops.embedding_fwd(tokens, weight, positions, places, 2.0, *dropout)
+        dweight, dplaces = torch.empty_like(weight), torch.empty_like(places)
+        ops.embedding_bwd(dy, tokens, positions, 2.0, 1, *dropout, dweight, dplaces, False)
+        return y, dweight, dplaces
+
+    check(call)
+
+
+@DTYPES
+@pytest.mark.parametrize("classes", [97, 5000])
+def test_cross_entropy(classes: int, dtype: torch.dtype) -> None:
+    logits, target = on_gpu(dtype, 9, classes), ids(9, classes)
+    dloss = torch.ones(9).cuda()
+
+    def call() -> tuple[Tensor, ...]:
+        gradient = logits.clone()
+        loss, nll, lse, correct = ops.cross_entropy_fwd(gradient, target, 0.1, 1, True)
+        ops.cross_entropy_bwd(dloss, gradient, target, lse, 0.1, 1)
+        at_once = logits.clone()
+        results = ops.cross_entropy_fwd_bwd(dloss, at_once, target, 0.1, 1, True)
+        return loss, nll, lse, correct, gradient, *results, at_once
+
+    check(call)
+
+
+@DTYPES
+@pytest.mark.parametrize("is_split", [False, True])
+def test_adam(is_split: bool, dtype: torch.dtype) -> None:
+    size = 20_003
+    start, grad = on_gpu(torch.float32, size), on_gpu(dtype, size)
+    scalars = tuple(torch.tensor(x, dtype=torch.float32).cuda() for x in (1e-3, 0.5))
+
+    def call() -> tuple[Tensor, ...]:
+        param, moments = start.clone(), (torch.zeros_like(start), torch.zeros_like(start))
+        low, step = torch.zeros(size, dtype=torch.bfloat16).cuda(), torch.tensor(0).cuda()
+        if is_split:
+            param = ops.split_floats(param, low)
+        norm = ops.adam_norm(grad)
+        ops.adam_step(
+            *(param, *moments, grad, low, step, *scalars, norm),
+            *(1.0, 1e-6, 0.9, 0.98, 1e-8, 0.1),
+        )
+        return param, *moments, low, step, norm
+
+    check(call)
+
+
+@DTYPES
+@pytest.mark.parametrize("outputs", [64, 97])
+def test_bias_gradient(outputs: int, dtype: torch.dtype) -> None:
+    x, weight, dy = on_gpu(dtype, 300, 32), on_gpu(dtype, outputs, 32), on_gpu(dtype, 300, outputs)
+
+    def call() -> tuple[Tensor, ...]:
+        dbias = weight.new_empty(outputs)
+        ops.linear_bwd(dy, x, weight, None, dbias, False, False)
+        return (dbias,)
+
+    check(call)
+
+
+# One tile of outputs a block and four, and more inputs than are on their way at a time. In float32,
+# and of more than 16 rows, a product is cuBLAS's.
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(72, 24), (72, 4096), (4104, 24)])
+@pytest.mark.parametrize("rows", [3, 16])
+def test_linear_few_rows(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    x, weight = on_gpu(dtype, rows, inputs), on_gpu(dtype, outputs, inputs)
+    bias = on_gpu(dtype, outputs)
+    check(lambda: (ops.linear_fwd(x, weight, None), ops.linear_fwd(x, weight, bias, relu=True)))
+
+
+def test_advance() -> None:
+    before = torch.zeros(len(State), dtype=torch.float64)
+    before[State.LOSS_SCALE] = 2.0
+    given = torch.ones(len(Given) + KNOWN_RATES - 1, dtype=torch.float64).cuda()
+    norm = torch.tensor(3.0).cuda()
+
+    def call() -> tuple[Tensor, ...]:
+        state, rng = before.cuda(), make_rng().cuda()
+        ops.advance(state, rng, given, norm, 7, 2, 0.0, 0.0, 1e-4)
+        return state, rng
+
+    check(call)
+
+
+def test_dropout_mask() -> None:
+    check(lambda: (ops.dropout_mask(make_rng().cuda(), SITE, 50, 77, P),))

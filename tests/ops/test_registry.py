@@ -1,0 +1,222 @@
+"""What holds for every op: registered, deterministic, indifferent to grad mode, same on a GPU."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.ops_testing import make_rng, poisoned
+from torch import Tensor
+
+from lightseq_fairseq import ops
+from lightseq_fairseq.ops.advance import KNOWN_RATES, Given, State
+from lightseq_fairseq.ops.checks import trust_boundaries
+
+T, C, V, H, P, SITE = 10, 8, 12, 2, 0.3, 5
+CU = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+PROGRESS = torch.tensor([3, 5, 4, 0], dtype=torch.int32)  # see ops.beam_search.Progress
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def tokens(size: int) -> Tensor:
+    return torch.randint(0, size, (T,))
+
+
+def attention() -> tuple[Any, ...]:
+    return CU, CU, 5, 5, True, 0.5, P, make_rng(), SITE
+
+
+# Arguments of every op, in a state in which all of its branches have work to do.
+ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "dropout_mask": lambda: (make_rng(), SITE, T, C, P),
+    "embedding_fwd": lambda: (
+        *(tokens(V), randn(V, C), tokens(T), randn(T, C), 2.0, P, make_rng(), SITE),
+    ),
+    "embedding_bwd": lambda: (
+        *(randn(T, C), tokens(V), tokens(T), 2.0, 1, P, make_rng(), SITE),
+        *(randn(V, C), randn(T, C), True),
+    ),
+    "linear_fwd": lambda: (randn(T, C), randn(V, C), randn(V), True),
+    "linear_bwd": lambda: (
+        *(randn(T, V), randn(T, C), randn(V, C), randn(V, C), randn(V), True, False),
+        randn(T, C),
+    ),
+    "attention_fwd": lambda: (*(randn(T, H, C) for _ in range(3)), *attention()),
+    "attention_bwd": lambda: (
+        *(randn(T, H, C) for _ in range(5)),
+        *(randn(T, H), *attention()),
+        *(poisoned(T, H, C) for _ in range(3)),
+    ),
+    "dropout_residual_layer_norm_fwd": lambda: (
+        *(randn(T, C), randn(C), randn(T, C), randn(C), randn(C), P, make_rng(), SITE, 1e-5),
+    ),
+    "dropout_residual_layer_norm_bwd": lambda: (
+        *(randn(T, C), randn(T, C), randn(T, C), randn(C), randn(T), randn(T).abs()),
+        *(P, make_rng(), SITE, randn(C), randn(C), randn(C), True),
+    ),
+    "bias_activation_dropout_fwd": lambda: (randn(T, C), randn(C), "gelu", P, make_rng(), SITE),
+    "bias_activation_dropout_bwd": lambda: (
+        *(randn(T, C), randn(T, C), randn(C), "gelu", P, make_rng(), SITE, randn(C), True),
+    ),
+    "relu_linear_bwd": lambda: (
+        *(randn(T, V), randn(T, C).relu(), randn(V, C), P, randn(V, C), randn(C), True),
+    ),
+    "cross_entropy_fwd": lambda: (randn(T, V), tokens(V), 0.1, 1, True),
+    "cross_entropy_bwd": lambda: (randn(T), randn(T, V), tokens(V), randn(T).add(3), 0.1, 1),
+    "cross_entropy_fwd_bwd": lambda: (randn(T), randn(T, V), tokens(V), 0.1, 1, True),
+    "sums_later": lambda: (randn(V),),
+    "sums_now": lambda: (randn(V), True),
+    "decode_self_attention": lambda: (
+        *(randn(4, 48), randn(6, 5, 16), randn(6, 5, 16), torch.randint(0, 5, (6, 5)).int()),
+        *(torch.tensor(3), 2, 0.4),
+    ),
+    "decode_cross_attention": lambda: (
+        *(randn(T, 16), randn(8, 16), randn(8, 16), CU, torch.tensor([2, -1, 0]).int(), 3, 2, 0.4),
+    ),
+    "beam_candidates": lambda: (
+        *(randn(T, V), randn(T).float(), PROGRESS.clone(), 4, 1, 2, 3, 1, 0.5, 1.5),
+    ),
+    "beam_sample": lambda: (
+        *(randn(T, V), randn(T).float(), torch.arange(T // 2).int(), PROGRESS.clone(), make_rng()),
+        *(2, 5, 0.0, 1, 2, 3, 1, 0.5, 1.5),
+    ),
+    "beam_advance": lambda: (
+        *(randn(T, 4).float().sort(1, True)[0], torch.randint(2, 5, (T, 4)).int()),
+        *(PROGRESS.clone(), torch.tensor([1, -1, 0, 3, 2]).int(), tokens(V).int()),
+        *(randn(T).float(), torch.randint(0, T, (6, T)).int(), torch.randint(0, V, (6, T)).int()),
+        *(randn(6, T).float(), torch.zeros(6, T).int(), randn(6, T).float()),
+        *(torch.zeros(T).int(), randn(T).float(), torch.zeros(2, 2).int()),
+        *(2, 2, 0.5, 2, 0.6),
+    ),
+    "advance": lambda: (
+        *(torch.arange(len(State)).ne(State.STOPPED).double(), make_rng()),
+        *(randn(len(Given) + KNOWN_RATES - 1).abs(), torch.tensor(3.0)),
+        *(7, 2, 0.1, 0.0, 1e-4),
+    ),
+    "adam_norm": lambda: (randn(1000),),
+    "adam_step": lambda: (
+        *(randn(T), randn(T), randn(T).abs(), randn(T), randn(T).half(), torch.tensor(4)),
+        *(torch.tensor(1e-3), torch.tensor(0.5), torch.tensor(3.0)),
+        *(1.0, 1e-6, 0.9, 0.98, 1e-8, 0.1),
+    ),
+}
+
+
+# The argument that stays with the host, in pinned memory.
+OF_THE_HOST = {"beam_advance": 13}
+
+
+def arguments_of(name: str) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    return ARGUMENTS[name]()
+
+
+def results(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """What the op returns, and its arguments afterwards: some of them it writes."""
+    outputs = getattr(ops, name)(*arguments)
+    outputs = () if outputs is None else (outputs,) if isinstance(outputs, Tensor) else outputs
+    return [x for x in (*outputs, *arguments) if isinstance(x, Tensor)]
+
+
+def in_float32(name: str, arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    """Kernels take no float64, but for the scalars of a step."""
+    float64 = torch.float64 if name == "advance" else torch.float32
+
+    def moved(place: int, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if place == OF_THE_HOST.get(name):
+            return x.pin_memory() if device == "cuda" else x
+        there = x.to(device, float64 if x.dtype == torch.float64 else x.dtype)
+        # Boundaries that nobody vouches for are waited for, once: tests/ops/test_attention_cuda.py.
+        return trust_boundaries(there, 8, 5) if x is CU else there
+
+    return tuple(moved(*each) for each in enumerate(arguments))
+
+
+def test_every_op_is_covered_and_exported():
+    assert set(ARGUMENTS) == set(ops.REFERENCES)
+    assert set(ARGUMENTS) <= set(ops.__all__)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        "relu_linear_bwd(Tensor dy, Tensor x, Tensor weight, float p, Tensor(a!)? dweight,"
+        " Tensor(b!)? dbias, bool accumulate, Tensor? bias=None) -> Tensor",
+        "cross_entropy_fwd_bwd(Tensor dloss, Tensor(a!) logits, Tensor target, float smoothing,"
+        " int padding_idx, bool accuracy) -> (Tensor loss, Tensor nll, Tensor correct)",
+        "decode_self_attention(Tensor qkv, Tensor(a!) keys, Tensor(b!) values, Tensor ancestry,"
+        " Tensor step, int heads, float scale, int beam=1) -> Tensor",
+        "bias_activation_dropout_fwd(Tensor x, Tensor? bias, str activation, float p, Tensor rng,"
+        " int site) -> Tensor",
+        "sums_later(Tensor flat) -> ()",
+    ],
+)
+def test_schemas_follow_from_the_definitions(schema):
+    """Kernels are compiled for these: what they are written as must not move them."""
+    op = getattr(torch.ops.lightseq, schema.partition("(")[0])
+    assert str(op.default._schema) == f"lightseq::{schema}"
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_public_functions_take_what_the_schemas_name(name):
+    function = getattr(ops, name)
+    schema = getattr(torch.ops.lightseq, name).default._schema
+    assert set(inspect.signature(function).parameters) == {x.name for x in schema.arguments}
+    assert function.__name__ == name and function.__doc__
+    with pytest.raises(TypeError, match="nonsense"):
+        function(*arguments_of(name), nonsense=1)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_deterministic(name):
+    first, second = (results(name, arguments_of(name)) for _ in range(2))
+    assert first
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_inference_mode_changes_nothing(name):
+    expected = results(name, arguments_of(name))
+    with torch.inference_mode():
+        ours = results(name, arguments_of(name))
+    assert all(torch.equal(x, y) for x, y in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name.endswith("_fwd")])
+def test_inputs_that_require_gradients(name):
+    """A model called outside of no_grad: references write in place, which autograd would refuse."""
+    expected = results(name, arguments_of(name))
+    leaves = tuple(
+        x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for x in arguments_of(name)
+    )
+    ours = results(name, leaves)
+    assert all(torch.equal(x, y) for x, y in zip(ours, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_gpu_equals_cpu_without_synchronising(name):
+    """Every kernel means what its reference does, and the host never waits for it."""
+    expected = results(name, in_float32(name, arguments_of(name), "cpu"))
+    arguments = in_float32(name, arguments_of(name), "cuda")
+    # The first call may load what later ones use.
+    results(name, in_float32(name, arguments_of(name), "cuda"))
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ours = results(name, arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    for mine, other in zip(ours, expected, strict=True):
+        assert mine.is_cuda or mine.is_pinned()
+        # How exact a kernel is, its own tests ask.
+        torch.testing.assert_close(mine.cpu(), other, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,158 @@
+"""The product with a positive part, backward, against float64: by tiles, and without them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.ops_testing import assert_as_good_as, poison_cache
+from torch import Tensor
+
+from lightseq_fairseq import library, ops
+
+pytestmark = pytest.mark.gpu
+
+P = 0.2  # of dropout
+HALVES = [torch.float16, torch.bfloat16]
+# Rows, inputs, outputs. Tiles of 128 x 256 for most multiprocessors of an H200: whole ones, a last
+# pair with one, parts of a tile on all sides, a single step of the sum; four tiles a block.
+TILED = [
+    *((2304, 2048, 512), (4224, 1024, 1024), (2199, 2056, 520), (9001, 264, 40)),
+    *((3712, 1024, 512), (8192, 2048, 72), (3712, 4096, 1024)),
+]
+OTHERS = [(7, 64, 40), (300, 1024, 256), (2304, 2048, 97)]
+
+
+def inputs(rows: int, k: int, n: int, dtype: torch.dtype) -> list[Tensor]:
+    """x, weight, dy"""
+    torch.manual_seed(rows + k + n)
+    x = torch.randn(rows, k, device="cuda").relu_().to(dtype)
+    weight = (torch.randn(n, k, device="cuda") * n**-0.5).to(dtype)
+    return [x, weight, torch.randn(rows, n, device="cuda").to(dtype)]
+
+
+def formula(x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """As torch computes it in the dtype of its arguments."""
+    dz = (dy @ weight / (1 - P)).masked_fill_(x <= 0, 0)
+    return {"dz": dz, "dweight": dy.t() @ x, "dbias": dz.sum(0)}
+
+
+def run(x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    poison_cache()
+    dweight, dbias = torch.full_like(weight, torch.nan), torch.full_like(x[0], torch.nan)
+    dz = ops.relu_linear_bwd(dy, x, weight, P, dweight, dbias, False)
+    return {"dz": dz, "dweight": dweight, "dbias": dbias}
+
+
+def check(*operands: Tensor) -> None:
+    plain, exact = formula(*operands), formula(*(t.double() for t in operands))
+    for name, ours in run(*operands).items():
+        assert_as_good_as(ours, plain[name], exact[name], name)
+
+
+def test_kernel_is_loaded():
+    assert "relu_linear_bwd" in library.load().kernels
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("rows", "k", "n"), TILED + OTHERS)
+def test_errs_no_more_than_torch(rows, k, n, dtype):
+    check(*inputs(rows, k, n, dtype))
+
+
+@pytest.mark.parametrize(("rows", "k", "n"), [TILED[0], OTHERS[0]])
+def test_float32(rows, k, n):
+    x, weight, dy = inputs(rows, k, n, torch.float32)
+    exact = formula(*(t.double() for t in (x, weight, dy)))
+    for name, ours in run(x, weight, dy).items():
+        torch.testing.assert_close(ours.double(), exact[name], rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("rows", "k", "n"), [TILED[2], OTHERS[1]])
+def test_gradients_are_added(rows, k, n, dtype):
+    x, weight, dy = inputs(rows, k, n, dtype)
+    old = torch.randn_like(weight), torch.randn_like(x[0])
+    new = [t.clone() for t in old]
+    ops.relu_linear_bwd(dy, x, weight, P, *new, True)
+    plain, exact = formula(x, weight, dy), formula(*(t.double() for t in (x, weight, dy)))
+    for name, before, after in zip(("dweight", "dbias"), old, new, strict=True):
+        assert_as_good_as(after, before + plain[name], before.double() + exact[name], name)
+
+
+def test_same_bits_with_and_without_gradients_of_parameters():
+    x, weight, dy = inputs(*TILED[1], torch.bfloat16)
+    first, second = run(x, weight, dy), run(x, weight, dy)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert torch.equal(ops.relu_linear_bwd(dy, x, weight, P, None, None, False), first["dz"])
+
+
+@pytest.mark.parametrize(("rows", "k", "n"), [TILED[0], TILED[2]])
+def test_rows_of_a_wider_matrix(rows, k, n):
+    x, weight, dy = inputs(rows, k, n, torch.bfloat16)
+    wide = torch.full((rows, 1024), torch.nan, dtype=dy.dtype, device="cuda")
+    wide[:, 256 : 256 + n] = dy
+    assert torch.equal(run(x, weight, wide[:, 256 : 256 + n])["dz"], run(x, weight, dy)["dz"])
+
+
+@pytest.mark.parametrize(("rows", "k", "n"), [TILED[0], OTHERS[1]])
+def test_nan_stays(rows, k, n):
+    x, weight, dy = inputs(rows, k, n, torch.bfloat16)
+    dy[rows // 2, 3] = torch.nan
+    x[5, 9] = torch.nan
+    results = run(x, weight, dy)
+    positive = x[rows // 2] > 0
+    assert torch.equal(results["dz"][rows // 2].isnan(), positive)
+    assert torch.equal(results["dbias"].isnan(), positive)
+    assert results["dz"].isnan().sum() == positive.sum()
+    torch.testing.assert_close(results["dz"][5, 9], (dy[5] @ weight / (1 - P))[9])
+
+
+def test_in_a_graph():
+    """Behind another kernel, whose results it must wait for, and before one that reads its own."""
+    x, weight, dy = inputs(*TILED[1], torch.bfloat16)
+    expected = run(x, weight, dy)["dz"].float().sum(0)
+    given, dbias = dy.clone(), torch.empty_like(x[0])
+    ops.relu_linear_bwd(given, x, weight, P, None, dbias, False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        moved = given.clone()
+        total = ops.relu_linear_bwd(moved, x, weight, P, None, dbias, False).float().sum(0)
+    for factor in (1.0, 0.0, -2.0):
+        given.copy_(dy * factor)
+        graph.replay()
+        torch.testing.assert_close(total, expected * factor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize(("rows", "k", "n"), [TILED[0], OTHERS[0]])
+def test_a_nan_in_the_bias_shows_in_its_gradient(rows, k, n, dtype):
+    x, weight, dy = inputs(rows, k, n, dtype)
+    bias, dbias = torch.zeros_like(x[0]), torch.empty_like(x[0])
+    bias[3] = torch.nan
+    dz = ops.relu_linear_bwd(dy, x, weight, P, None, dbias, False, bias)
+    assert not dz.isnan().any()
+    assert torch.equal(dbias.isnan(), bias.isnan())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("rows", [4, 40, 300])
+@pytest.mark.parametrize("where", ["x", "weight", "bias"])
+def test_a_nan_reaches_a_gradient(where, rows, dtype):
+    """Whatever the product's ReLU makes of it in forward."""
+    from lightseq_fairseq.layers import EncoderLayer
+    from lightseq_fairseq.packing import Segments
+
+    torch.manual_seed(1)
+    layer = EncoderLayer(64, 128, 4, activation="relu", normalize_before=True).to("cuda", dtype)
+    with torch.no_grad():
+        if where != "x":
+            getattr(layer.fc1, where).view(-1)[5] = torch.nan
+    x = torch.randn(rows, 64, device="cuda", dtype=dtype)
+    if where == "x":
+        x[0, 0] = torch.nan
+    x.requires_grad_()
+    segments = Segments.from_lengths(torch.tensor([rows], device="cuda"))
+    y = layer(x, segments, torch.tensor([1, 0], device="cuda"))
+    y.float().sum().backward()
+    norms = [p.grad.float().norm() for p in layer.parameters() if p.grad is not None]
+    assert y.isnan().any() or torch.stack([*norms, x.grad.float().norm()]).isnan().any()

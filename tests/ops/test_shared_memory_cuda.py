@@ -1,0 +1,135 @@
+"""Kernels whose shared memory grows with a size, at every size that they take.
+
+A block gets 48 KiB without asking, static ones counted, so a kernel may fail at a few sizes alone.
+What they compute is looked at loosely here; the kernels' own tests measure it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.decode_attention_cases import Past, Source, check
+from helpers.ops_testing import make_rng
+from torch.nn import functional
+
+from lightseq_fairseq import ops
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+
+
+def is_close(ours, expected, dtype):
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    return (ours.double() - expected.double()).abs().max() <= tolerance * (1 + expected.abs().max())
+
+
+@DTYPES
+def test_cross_entropy(dtype):
+    """Vocabularies around 48 KiB a row and around the largest row that stays in shared memory, one
+    number apart, and up to more than a block can have."""
+    of_gpu = torch.cuda.get_device_properties(0).shared_memory_per_multiprocessor
+    around, most = (48 << 10) // dtype.itemsize, (of_gpu // 2 - 1024) // dtype.itemsize
+    by_one = (*range(around - 72, around + 9), *range(most - 200 // dtype.itemsize, most + 9))
+    for classes in (*by_one, *range(8, 130_000, 4111)):
+        logits = torch.randn(8, classes, device="cuda").to(dtype)
+        target = torch.arange(8, device="cuda")
+        expected = functional.cross_entropy(logits.double(), target, reduction="none")
+        ones = torch.ones(8, device="cuda")
+        for accuracy in (False, True):
+            x = logits.clone()
+            loss, _, _ = ops.cross_entropy_fwd_bwd(ones, x, target, 0.0, -1, accuracy)
+            assert is_close(loss, expected, dtype), classes
+            assert x.double().sum(1).abs().max() < 0.1, classes  # a gradient adds up to 0
+
+
+@DTYPES
+def test_layer_norm(dtype):
+    rng = make_rng(device="cuda")
+    for columns in (*range(8, 8193, 248), 1024, 2048, 4096, 6144, 8192):
+        # More than the kernel of few rows takes, so that they queue up, and few.
+        for rows in (3, 5000 if columns <= 1024 else 1200):
+            x, residual = torch.randn(2, rows, columns, device="cuda").to(dtype)
+            gamma, beta = torch.randn(2, columns, device="cuda").to(dtype)
+            total, y, mean, rstd = ops.dropout_residual_layer_norm_fwd(
+                x, None, residual, gamma, beta, 0.0, rng, 0, 1e-5
+            )
+            expected = functional.layer_norm(
+                (x + residual).double(), (columns,), gamma.double(), beta.double()
+            )
+            assert is_close(y, expected, dtype), columns
+            summed = x.double().sum(0)
+            for dsum in (x, None):
+                gradients = [torch.full_like(gamma, torch.nan) for _ in range(3)]
+                dresidual, _ = ops.dropout_residual_layer_norm_bwd(
+                    x, dsum, total, gamma, mean, rstd, 0.0, rng, 0, *gradients, False
+                )
+                assert is_close(gradients[1].float(), summed, dtype), columns
+                assert dresidual.isfinite().all(), columns
+            bias = torch.full_like(gamma, torch.nan)
+            ops.dropout_residual_layer_norm_bwd(
+                None, x, x, None, mean, rstd, 0.0, rng, 0, None, None, bias, False
+            )
+            assert is_close(bias.float(), summed, dtype), columns
+
+
+@DTYPES
+def test_attention(dtype):
+    cu = torch.tensor([0, 5, 70, 70, 300], dtype=torch.int32, device="cuda")
+    rng = make_rng(device="cuda")
+    for width in range(8, 129, 8):
+        q, k, v, dout = torch.randn(4, 300, 2, width, device="cuda").to(dtype)
+        rest = (cu, cu, 230, 230, True, width**-0.5, 0.0, rng, 0)
+        out, lse = ops.attention_fwd(q, k, v, *rest)
+        first = [x[5:70].double().transpose(0, 1) for x in (q, k, v)]
+        expected = functional.scaled_dot_product_attention(*first, is_causal=True).transpose(0, 1)
+        assert is_close(out[5:70], expected, dtype), width
+        gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+        ops.attention_bwd(dout, q, k, v, out, lse, *rest, *gradients)
+        assert all(x.isfinite().all() for x in gradients), width
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [8, 64, 72, 128])
+def test_decode_attention(width, dtype):
+    for beam in (1, 4, 5, 8, 16, 33, 64):
+        check(Past(3 * beam, 40, dtype, heads=2, width=width, beam=beam))
+        check(Source([9, 70, 1], [2, 0, 1], beam, dtype, heads=2, width=width))
+
+
+@DTYPES
+def test_linear(dtype):
+    """Rows of every kernel of ours and of cublasLt's."""
+    for rows in (1, 4, 9, 16, 17, 64, 100, 128, 300):
+        for k in (8, 72, 512, 1032, 2048, 4096, 8192):
+            x = torch.randn(rows, k, device="cuda").to(dtype)
+            weight = (torch.randn(136, k, device="cuda") * k**-0.5).to(dtype)
+            y = ops.linear_fwd(x, weight, None)
+            assert is_close(y, x.double() @ weight.double().t(), dtype), (rows, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_linear_of_few_rows(dtype):
+    """As many outputs as give a block of that kernel one to four tiles, on any GPU."""
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    for tiles in (1, 2, 3, 4):
+        outputs = (tiles * blocks - 1) * 8
+        for k in (8, 512, 520, 768, 1024, 1536, 1544, 2048, 3072, 4096, 8192):
+            weight = (torch.randn(outputs, k, device="cuda") * k**-0.5).to(dtype)
+            for rows in (3, 16):
+                x = torch.randn(rows, k, device="cuda").to(dtype)
+                y = ops.linear_fwd(x, weight, None)
+                assert is_close(y, x.double() @ weight.double().t(), dtype), (rows, k, outputs)
+
+
+@DTYPES
+def test_embedding(dtype):
+    for vocabulary in (9, 4096, 40_000, 300_000):
+        tokens = torch.randint(2, vocabulary, (5000,), device="cuda")
+        dy = torch.randn(5000, 64, device="cuda").to(dtype)
+        table = torch.full((vocabulary, 64), torch.nan, device="cuda")
+        ops.embedding_bwd(
+            dy, tokens, None, 1.0, 1, 0.0, make_rng(device="cuda"), 0, table, None, False
+        )
+        expected = torch.zeros(vocabulary, 64, device="cuda", dtype=torch.float64)
+        assert is_close(table, expected.index_add_(0, tokens, dy.double()), dtype), vocabulary

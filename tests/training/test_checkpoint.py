@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+import io
+import logging
+import os
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from lightseq_fairseq.checkpoints import files, models, names, saving
+from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.fairseq_compat.checkpoints import read_checkpoint
+from lightseq_fairseq.plugins.transformer import LSTransformerModel
+
+import helpers.training_runs as runs  # isort: skip  (fairseq has to be prepared before)
+
+from fairseq import checkpoint_utils
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+from fairseq.models.transformer import TransformerModel
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def ls_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ls")
+    runs.run(data, folder, **runs.LS, max_update=2)
+    return folder / "checkpoint_last.pt"
+
+
+@pytest.fixture(scope="module")
+def native_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("native")
+    runs.run(data, folder, native=True, **runs.NATIVE, max_update=2)
+    return folder / "checkpoint_last.pt"
+
+
+def test_what_the_caller_has_allowed_stays_allowed(native_run: Path) -> None:
+    with torch.serialization.safe_globals([Namespace]), native_run.open("rb") as file:
+        read_checkpoint(file)
+        assert Namespace in torch.serialization.get_safe_globals()
+    assert Namespace not in torch.serialization.get_safe_globals()
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        ("kind", "name", "native"),
+        [
+            ("arch", "ls_transformer", "transformer"),
+            (
+                "arch",
+                "ls_transformer_wmt_en_de_big_t2t",
+                "transformer_wmt_en_de_big_t2t",
+            ),
+            ("arch", "transformer_iwslt_de_en", "transformer_iwslt_de_en"),
+            ("arch", "lstm", "lstm"),
+            ("criterion", "ls_label_smoothed_cross_entropy", "label_smoothed_cross_entropy"),
+            ("criterion", "ls_of_somebody_else", "ls_of_somebody_else"),
+            ("optimizer", "ls_adam", "adam"),
+            ("optimizer", "sgd", "sgd"),
+        ],
+    )
+    def test_native_name(self, kind: str, name: str, native: str) -> None:
+        assert names.native_name(kind, name) == native
+
+    @pytest.mark.parametrize("base", ["transformer", "multilingual_transformer"])
+    def test_architecture_of_the_users_own(self, base: str) -> None:
+        ours = ARCH_MODEL_REGISTRY[f"ls_{base}"]
+        with mock.patch.dict(ARCH_MODEL_REGISTRY, mine=type("Mine", (ours,), {})):
+            assert names.native_name("arch", "mine") == base
+
+    def test_everywhere_in_a_configuration(self) -> None:
+        def cfg(arch: str, criterion: str, optimizer: str) -> dict[str, Any]:
+            return {
+                "common": {"seed": 1, "user_dir": "ls_adam"},
+                "model": Namespace(
+                    _name=arch, arch=arch, criterion=criterion, optimizer=optimizer, dropout=0.1
+                ),
+                "criterion": {"_name": criterion, "label_smoothing": 0.1},
+                "optimizer": {"_name": optimizer, "lr": [1.0]},
+                "task": {"_name": "translation", "data": "ls_transformer"},
+            }
+
+        ours = cfg("ls_transformer_tiny", "ls_label_smoothed_cross_entropy", "ls_adam")
+        native = cfg("transformer_tiny", "label_smoothed_cross_entropy", "adam")
+        assert names.native_cfg(ours) == native
+        assert ours["model"].arch == "ls_transformer_tiny"  # a copy
+        assert names.native_cfg(native) == native
+        assert names.uses_ls(Namespace(**ours, ema=None))
+        assert not names.uses_ls(Namespace(**native))
+
+
+class TestFiles:
+    """What ``lightseq-train`` leaves on disk, seen by somebody who has only fairseq."""
+
+    def test_nothing_in_it_is_ours(self, ls_run: Path, native_run: Path) -> None:
+        assert b"ls_" not in ls_run.read_bytes()
+        assert b"lightseq" not in ls_run.read_bytes()
+        ours, native = (
+            checkpoint_utils.load_checkpoint_to_cpu(str(p)) for p in (ls_run, native_run)
+        )
+        assert ours.keys() == native.keys()
+        assert list(ours["model"]) == list(native["model"])
+        for name, value in native["model"].items():
+            assert ours["model"][name].shape == value.shape, name
+            assert ours["model"][name].dtype == value.dtype, name
+        for side in ("encoder", "decoder"):
+            assert ours["model"][f"{side}.version"].item() == 3
+        for entry in ("criterion_name", "optimizer_name"):
+            assert ours["optimizer_history"][-1][entry] == native["optimizer_history"][-1][entry]
+        assert vars(ours["cfg"].model).keys() == vars(native["cfg"].model).keys()
+        states = [file["last_optimizer_state"] for file in (ours, native)]
+        assert states[0]["param_groups"] == states[1]["param_groups"]
+        assert states[0]["state"].keys() == states[1]["state"].keys()
+        for key, state in states[1]["state"].items():
+            assert {k: getattr(v, "shape", v) for k, v in states[0]["state"][key].items()} == {
+                k: getattr(v, "shape", v) for k, v in state.items()
+            }
+
+    def test_tensors_stand_alone(self, ls_run: Path) -> None:
+        state = checkpoint_utils.load_checkpoint_to_cpu(str(ls_run))
+        moments = [s["exp_avg"] for s in state["last_optimizer_state"]["state"].values()]
+        for tensor in [*state["model"].values(), *moments]:
+            assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+    def test_stock_fairseq_loads_it(self, ls_run: Path, data: Path) -> None:
+        script = (
+            "import sys; from lightseq_fairseq import fairseq_compat; fairseq_compat.prepare()\n"
+            "from fairseq import checkpoint_utils, models\n"
+            "(model,), cfg = checkpoint_utils.load_model_ensemble([sys.argv[1]])\n"
+            "print(type(model).__module__, cfg.optimizer._name, cfg.criterion._name)\n"
+            "assert not [name for name in models.ARCH_MODEL_REGISTRY if name.startswith('ls_')]\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(ls_run)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split("\n")[-2] == (
+            "fairseq.models.transformer.transformer_legacy adam label_smoothed_cross_entropy"
+        )
+
+
+class TestUseLsModels:
+    @pytest.fixture(autouse=True)
+    def installed(self) -> Any:
+        load = checkpoint_utils.load_checkpoint_to_cpu
+        with mock.patch.object(checkpoint_utils, "load_checkpoint_to_cpu", load):
+            models.use_ls_models()
+            models.use_ls_models()
+            yield load
+
+    def load(self, path: Path, **options: Any) -> nn.Module:
+        (model,), _ = checkpoint_utils.load_model_ensemble([str(path)], **options)
+        return model.eval()
+
+    def test_both_kinds_of_files(self, ls_run: Path, native_run: Path, installed: Any) -> None:
+        tokens = torch.tensor([[5, 9, 17, 2], [8, 4, 2, 1]])
+        for path in (ls_run, native_run):
+            ours = self.load(path)
+            with mock.patch.object(checkpoint_utils, "load_checkpoint_to_cpu", installed):
+                native = self.load(path)
+            assert type(ours) is LSTransformerModel
+            assert type(native) is TransformerModel
+            with torch.no_grad():
+                a, b = (m(tokens, torch.tensor([4, 3]), tokens)[0] for m in (ours, native))
+            real = tokens.ne(1)
+            torch.testing.assert_close(a[real], b[real], rtol=1e-4, atol=1e-5)
+
+    def test_a_file_that_names_ours_becomes_native(
+        self, ls_run: Path, tmp_path: Path, installed: Any
+    ) -> None:
+        state = torch.load(ls_run, weights_only=False)
+        state["cfg"]["model"]._name = state["cfg"]["model"].arch = "ls_transformer_tiny"
+        torch.save(state, tmp_path / "ls.pt")
+        assert type(self.load(tmp_path / "ls.pt")) is LSTransformerModel
+        with mock.patch.object(checkpoint_utils, "load_checkpoint_to_cpu", installed):
+            assert type(self.load(tmp_path / "ls.pt")) is LSTransformerModel
+            models.use_native_models()
+            assert type(self.load(tmp_path / "ls.pt")) is TransformerModel
+
+    def test_an_explicit_architecture_is_respected(self, native_run: Path) -> None:
+        model = self.load(native_run, arg_overrides={"arch": "transformer"})
+        assert type(model) is TransformerModel
+
+    def test_unsupported_options_stay_native(
+        self, native_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        state = torch.load(native_run, weights_only=False)
+        state["cfg"]["model"].activation_fn = "tanh"
+        path = tmp_path / "tanh.pt"
+        torch.save(state, path)
+        with caplog.at_level(logging.INFO, logger=models.__name__):
+            assert type(self.load(path)) is TransformerModel
+        (record,) = (r for r in caplog.records if r.name == models.__name__)
+        assert "tanh" in record.getMessage()
+        assert str(path) in record.getMessage()
+
+    def test_architectures_without_a_counterpart(self) -> None:
+        assert names.ls_arch(Namespace(arch="lstm")) == (None, None)
+        assert names.ls_arch(Namespace(arch="transformer_align")) == (None, None)
+        args = Namespace(arch="transformer_iwslt_de_en")
+        ARCH_CONFIG_REGISTRY[args.arch](args)
+        assert names.ls_arch(args) == ("ls_transformer_iwslt_de_en", None)
+
+
+class TestAtomicWrites:
+    OLD = {"a": torch.arange(3)}
+    NEW = {"a": torch.arange(50_000), "b": torch.arange(50_000)}
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        saving.save(self.OLD, str(tmp_path / "checkpoint_last.pt"))
+        saving.save(self.NEW, str(tmp_path / "checkpoint1.pt"))
+        return tmp_path / "checkpoint_last.pt"
+
+    def write(self, how: str, path: Path) -> None:
+        if how == "save":
+            saving.save(self.NEW, str(path))
+        else:
+            saving.copy(str(path.with_name("checkpoint1.pt")), str(path), overwrite=True)
+
+    def is_(self, path: Path, state: dict[str, torch.Tensor]) -> bool:
+        found = torch.load(path)
+        return found.keys() == state.keys() and all(torch.equal(found[k], state[k]) for k in state)
+
+    def nothing_else(self, path: Path) -> None:
+        assert sorted(os.listdir(path.parent)) == ["checkpoint1.pt", "checkpoint_last.pt"]
+
+    @pytest.mark.parametrize("how", ["save", "copy"])
+    def test_replaces(self, how: str, path: Path) -> None:
+        self.write(how, path)
+        assert self.is_(path, self.NEW)
+        self.nothing_else(path)
+
+    @pytest.mark.parametrize("how", ["save", "copy"])
+    @pytest.mark.parametrize("moment", ["write", "fsync", "replace", "replaced"])
+    def test_killed(self, how: str, moment: str, path: Path) -> None:
+        replace = os.replace
+
+        def work() -> None:
+            if moment == "write":
+                runs.limit_files(100_000, killed=True)
+            elif moment == "replaced":
+                with mock.patch.object(os, "replace", lambda *a: (replace(*a), runs.die())):
+                    self.write(how, path)
+            else:
+                with mock.patch.object(os, moment, runs.die):
+                    self.write(how, path)
+            self.write(how, path)
+
+        assert runs.in_a_fork(work) == -(signal.SIGXFSZ if moment == "write" else signal.SIGKILL)
+        assert self.is_(path, self.NEW if moment == "replaced" else self.OLD)
+        self.write(how, path)
+        assert self.is_(path, self.NEW)
+        self.nothing_else(path)
+
+    @pytest.mark.parametrize("how", ["save", "copy"])
+    def test_full_disk(self, how: str, path: Path) -> None:
+        def work() -> None:
+            runs.limit_files(100_000, killed=False)
+            with pytest.raises(UserError, match=r"checkpoint_last\.pt \(File too large\)") as error:
+                self.write(how, path)
+            assert str(error.value).endswith({"save": "large)", "copy": saving.RESUME}[how])
+
+        assert runs.in_a_fork(work) == 0
+        assert self.is_(path, self.OLD)
+        self.nothing_else(path)
+
+    def test_a_link_and_a_pipe_stay(self, path: Path) -> None:
+        link, pipe = path.with_name("link.pt"), path.with_name("pipe.pt")
+        link.symlink_to(path)
+        saving.save(self.NEW, str(link))
+        assert link.is_symlink() and self.is_(path, self.NEW)
+        os.mkfifo(pipe)
+        with pytest.raises(UserError, match=r"pipe\.pt \(it is not a regular file\)"):
+            saving.save(self.NEW, str(pipe))
+        assert pipe.is_fifo()
+
+    def test_no_permission(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="cannot write"):
+            saving.save(self.OLD, str(tmp_path / "missing" / "x.pt"))
+
+    def test_other_errors_are_not_explained_away(self, path: Path) -> None:
+        with pytest.raises(AttributeError):
+            saving.save({"a": lambda: 0}, str(path))
+        assert self.is_(path, self.OLD)
+        self.nothing_else(path)
+
+    def test_interrupted(self, path: Path) -> None:
+        """torch closes its archive all the same, and complains of that."""
+
+        def interrupted(file: io.FileIO, data: bytes) -> int:
+            if file.tell() > 100_000:
+                raise KeyboardInterrupt
+            return io.FileIO.write(file, data)
+
+        with (
+            mock.patch.object(files._File, "write", interrupted),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            self.write("save", path)
+        assert self.is_(path, self.OLD)
+        self.nothing_else(path)
+
+    def test_a_copy_is_a_file_of_its_own(self, path: Path) -> None:
+        """fairseq overwrites checkpoint_last.pt in place; checkpoint1.pt must not notice."""
+        self.write("copy", path)
+        path.write_bytes(b"overwritten in place")
+        assert self.is_(path.with_name("checkpoint1.pt"), self.NEW)
+
+
+class TestOwnStorage:
+    def test_views_are_copied_and_ties_kept(self) -> None:
+        flat = torch.arange(10.0)
+        tied, alone = flat[2:6].view(2, 2), torch.zeros(3)
+        state = saving.own_storage({"a": tied, "b": [flat[2:6].view(2, 2)], "c": alone, "d": 1})
+        assert state["c"] is alone
+        assert state["d"] == 1
+        assert torch.equal(state["a"], tied)
+        assert state["a"].untyped_storage().nbytes() == 16
+        assert state["a"].data_ptr() == state["b"][0].data_ptr() != tied.data_ptr()

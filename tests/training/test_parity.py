@@ -1,0 +1,238 @@
+"""Update for update the same training as fairseq: loss, gradient norm and every parameter."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import helpers.parity as parity
+import pytest
+import torch
+from fairseq.modules import layer_drop
+from helpers.parity import (
+    LS,
+    NATIVE,
+    NORMS,
+    PRE_NORM,
+    SHARED,
+    Systems,
+    command_line,
+    compare,
+    permuted,
+    train,
+)
+
+from lightseq_fairseq.plugins import transformer
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return parity.write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def check(corpus: Path, updates: int, **flags: Any) -> None:
+    native = train(command_line(corpus, NATIVE, **flags), updates)
+    compare(train(command_line(corpus, LS, **flags), updates), native)
+
+
+@NORMS
+@pytest.mark.parametrize("shared", [{}, SHARED], ids=["separate", "shared"])
+def test_fifty_updates(corpus: Path, norm: dict[str, Any], shared: dict[str, Any]) -> None:
+    native = train(command_line(corpus, NATIVE, **norm, **shared), 50)
+    ours = train(command_line(corpus, LS, **norm, **shared), 50)
+    compare(ours, native)
+    # The run is a hard one: it learns, clips most updates and not all, and both micro-batches of
+    # an update have a size of their own.
+    assert native[-1].logged["loss"] < 0.9 * native[0].logged["loss"]
+    assert 0.5 < sum(update.norm > parity.FLAGS["clip-norm"] for update in native) / 50 < 1
+    assert any(len(set(update.sample_sizes)) == 2 for update in native)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "right-pad-source": {"left_pad_source": True},  # fairseq's flag switches its default off
+    "gelu": {"activation_fn": "gelu"},
+    "gelu_accurate": {"activation_fn": "gelu_accurate"},
+    "learned-positions": {"encoder_learned_pos": True, "decoder_learned_pos": True},
+    "no-positions": {"no_token_positional_embeddings": True},
+    "layernorm-embedding": {"layernorm_embedding": True},
+    "no-scale-embedding": {"no_scale_embedding": True},
+    "decoder-shares-embeddings": {"share_decoder_input_output_embed": True},
+    "no-decoder-final-norm": {**PRE_NORM, "no_decoder_final_norm": True},
+    "pre-norm-encoder-only": {"encoder_normalize_before": True},
+    "pre-norm-decoder-only": {"decoder_normalize_before": True},
+    "other-decoder": {
+        "encoder_embed_dim": 32,
+        "decoder_embed_dim": 24,
+        "decoder_ffn_embed_dim": 40,
+        "decoder_attention_heads": 3,
+        "decoder_layers": 3,
+    },
+    "decoder-output-dim": {"decoder_output_dim": 28, "decoder_layers": 1},
+    "sentence-avg": {"sentence_avg": True},
+    "ignore-prefix": {"ignore_prefix_size": 2},
+    "report-accuracy": {"report_accuracy": True, "ignore_prefix_size": 1, "lr": 5e-3},
+    "no-smoothing": {"label_smoothing": 0.0},
+    "no-clipping": {"clip_norm": 0.0},
+    "three-micro-batches": {"update_freq": 3},
+    "adam-eps-betas": {"adam_eps": 1e-4, "adam_betas": "(0.8, 0.95)", "weight_decay": 0.0},
+}
+
+
+@pytest.mark.parametrize("flags", VARIANTS.values(), ids=VARIANTS)
+def test_variants(corpus: Path, flags: dict[str, Any]) -> None:
+    check(corpus, 6, **flags)
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_sources_are_padded_on_either_side(corpus: Path, left: bool) -> None:
+    # What test_fifty_updates and the variant right-pad-source stand on.
+    sources: list[torch.Tensor] = []
+
+    def note(sample: dict[str, Any]) -> dict[str, Any]:
+        sources.append(sample["net_input"]["src_tokens"])
+        return sample
+
+    argv = command_line(corpus, NATIVE, left_pad_source=None if left else True)
+    train(argv, 2, change_batch=note)
+    padded = [source for source in sources if source.eq(parity.PAD).any()]
+    assert padded
+    for source in padded:
+        assert source[:, 0 if left else -1].eq(parity.PAD).any()
+        assert not source[:, -1 if left else 0].eq(parity.PAD).any()
+
+
+def test_accuracy_counts_right_answers(corpus: Path) -> None:
+    history = train(command_line(corpus, LS, report_accuracy=True, lr=1e-2), 12)
+    last = history[-1].output
+    assert 0 < last["n_correct"] < last["total"] == last["ntokens"]
+    assert "accuracy" in history[-1].logged
+
+
+@NORMS
+def test_layer_drop(corpus: Path, norm: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Which layers stay is drawn from torch's generator, from which ours also draws a seed of its
+    # masks: without that draw both keep the same layers. Some updates keep none at all.
+    kept: list[int] = []
+    draw = layer_drop.LayerDropModuleList.__iter__
+    monkeypatch.setattr(transformer, "draw_rng", lambda device: torch.zeros(2, dtype=torch.int64))
+    monkeypatch.setattr(
+        layer_drop.LayerDropModuleList,
+        "__iter__",
+        lambda self: iter(_noting(kept, list(draw(self)))),
+    )
+    check(corpus, 8, encoder_layerdrop=0.6, decoder_layerdrop=0.6, **norm)
+    assert {0, 1, 2} <= set(kept)
+
+
+def _noting(kept: list[int], layers: list[Any]) -> list[Any]:
+    kept.append(len(layers))
+    return layers
+
+
+@NORMS
+@pytest.mark.parametrize("activation", ["gelu", "gelu_accurate"])
+def test_dropout_acts_where_fairseqs_does(
+    corpus: Path, norm: dict[str, Any], activation: str
+) -> None:
+    # With nothing dropped and everything scaled by 1 / (1 - p), a place or a rate that differs
+    # shows. ReLU would hide a dropout before the activation, as it is homogeneous.
+    flags = {
+        "dropout": 0.3,
+        "attention_dropout": 0.2,
+        "activation_dropout": 0.15,
+        "activation_fn": activation,
+        "layernorm_embedding": True,
+        **norm,
+    }
+    with parity.every_unit_kept():
+        check(corpus, 6, **flags)
+    plain = train(command_line(corpus, LS, **{**flags, "dropout": 0.0}), 1)
+    with parity.every_unit_kept(), pytest.raises(parity.ParityError):
+        compare(train(command_line(corpus, LS, **flags), 1), plain)
+
+
+PRECISIONS = {
+    "fp16": {"fp16": True, "fp16_no_flatten_grads": True},
+    "memory-efficient-fp16": {"memory_efficient_fp16": True},
+    "bf16": {"bf16": True},
+    "memory-efficient-bf16": {"memory_efficient_bf16": True},
+}
+
+
+@pytest.mark.parametrize("flags", PRECISIONS.values(), ids=PRECISIONS)
+def test_rules_of_mixed_precision(corpus: Path, flags: dict[str, Any]) -> None:
+    # Loss scale, the copies of the parameters and clipping, which fp16 does by another rule.
+    with parity.mixed_precision_in_float64():
+        check(corpus, 8, fp16_init_scale=4, fp16_scale_window=3, **flags)
+
+
+def test_relu_dropout_is_the_old_name(corpus: Path) -> None:
+    with parity.every_unit_kept():
+        check(corpus, 3, relu_dropout=0.2, activation_fn="gelu")
+
+
+MIXTURES = [Systems(*s) for s in itertools.product(("ls", "native"), repeat=3) if "ls" in s]
+
+
+@pytest.mark.parametrize("systems", MIXTURES, ids="-".join)
+def test_every_mixture(corpus: Path, systems: Systems) -> None:
+    flags = {**PRE_NORM, **SHARED, "report_accuracy": True, "ignore_prefix_size": 1}
+    native = train(command_line(corpus, NATIVE, **flags), 6)
+    compare(train(command_line(corpus, systems, **flags), 6), native)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"criterion": "cross_entropy", "label_smoothing": None},
+        {"optimizer": "sgd", "momentum": 0.9, "adam_betas": None, "adam_eps": None},
+    ],
+    ids=["cross_entropy", "sgd"],
+)
+def test_fairseqs_other_criteria_and_optimizers(corpus: Path, flags: dict[str, Any]) -> None:
+    ls = Systems("ls", "native" if "optimizer" in flags else "ls", "native")
+    native = train(command_line(corpus, NATIVE, **flags), 4)
+    compare(train(command_line(corpus, ls, **flags), 4), native)
+
+
+@NORMS
+def test_float32_is_as_close_as_another_order_of_rows(corpus: Path, norm: dict[str, Any]) -> None:
+    def run(systems: Systems, change_batch: Any = None) -> list[parity.Update]:
+        return train(command_line(corpus, systems, **norm), 24, torch.float32, change_batch)
+
+    native = run(NATIVE)
+    shuffled = [run(NATIVE, permuted(seed)) for seed in range(3)]
+    ours = run(LS)
+    found = parity.largest_deviation(ours, native)
+    allowed = [parity.largest_deviation(other, native) for other in shuffled]
+    for name, value, limits in zip(found._fields, found, zip(*allowed, strict=True), strict=True):
+        assert 0 < value <= 4 * max(limits), f"{name} {value:.1e}, native {max(limits):.1e}"
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [{}, {"share_decoders": True}, {"share_encoders": True, "share_all_embeddings": True}],
+    ids=["nothing", "decoders", "encoders-and-embeddings"],
+)
+def test_pairs_of_languages(corpus: Path, shared: dict[str, Any], tmp_path: Path) -> None:
+    """Both directions: each update trains two models, which may have parameters in common."""
+    flags = {**shared, "arch": "multilingual_transformer", "task": "multilingual_translation"}
+    if shared.get("share_all_embeddings"):
+        shutil.copytree(corpus, tmp_path, dirs_exist_ok=True)
+        corpus = tmp_path
+        shutil.copy(corpus / "dict.src.txt", corpus / "dict.tgt.txt")
+
+    def run(systems: Systems) -> list[parity.Update]:
+        argv = command_line(corpus, systems, **flags, lang_pairs="src-tgt,tgt-src")
+        for name in ("--source-lang", "--target-lang"):  # given, they mean translating
+            place = argv.index(name)
+            del argv[place : place + 2]
+        return train(argv, 24)
+
+    native, ours = run(NATIVE), run(LS)
+    assert all(len(update.sample_sizes) == 1 for update in ours)  # of both, in the captured step
+    for update in native:  # fairseq's task counts each pair by itself, too, and logs none of that
+        update.output = {k: v for k, v in update.output.items() if ":" not in k}
+    compare(ours, native)

@@ -1,0 +1,454 @@
+"""The parity runs notice the mistakes that people make: each is made here, and found.
+
+A mutation changes one rule of ours at the narrowest place. The run must pass without it and fail
+with it, with the same data, flags and number of updates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import helpers.parity as parity
+import pytest
+import torch
+from helpers.parity import LS, NATIVE, PAD, VOCABULARY, ParityError, command_line, compare, train
+from torch import Tensor
+
+from lightseq_fairseq import ops
+from lightseq_fairseq.layers.residual_norm import layer_norm
+from lightseq_fairseq.ops.advance import State
+from lightseq_fairseq.packing import Packed, PackedBatch
+from lightseq_fairseq.parameters import DirectGradients
+from lightseq_fairseq.plugins import transformer
+from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion as Criterion
+from lightseq_fairseq.training import objectives
+from lightseq_fairseq.training.fast_path import FastPath
+from lightseq_fairseq.training.flat_adam import FlatAdam
+from lightseq_fairseq.training.step import Count
+
+Patch = pytest.MonkeyPatch
+Arguments = dict[str, Any]
+
+
+@dataclass
+class Mutation:
+    """A mistake, and the run in which it shows.
+
+    Attributes:
+        make: makes the mistake.
+        flags: of the run, besides ``parity.FLAGS``.
+        updates: the first that shows it, at the latest. The learning rate of the first is zero.
+        context: what else the run stands in.
+    """
+
+    make: Callable[[Patch], None]
+    flags: dict[str, Any] = field(default_factory=dict)
+    updates: int = 1
+    context: Callable[[], Any] = contextlib.nullcontext
+
+
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def mutation(
+    updates: int = 1, context: Callable[[], Any] = contextlib.nullcontext, **flags: Any
+) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    """Enter the decorated function into MUTATIONS under its name."""
+
+    def enter(make: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        MUTATIONS[make.__name__] = Mutation(make, flags, updates, context)
+        return make
+
+    return enter
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return parity.write_corpus(tmp_path_factory.mktemp("corpus"), pairs=24, longest=7)
+
+
+@pytest.fixture(scope="module")
+def native_runs() -> dict[str, list[parity.Update]]:
+    return {}
+
+
+def change_op(patch: Patch, name: str, change: Callable[[Arguments], Any]) -> None:
+    """Call ``ops.<name>`` with the arguments that ``change`` has altered in place."""
+    op = getattr(ops, name)
+    signature = inspect.signature(op)
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        change(bound.arguments)
+        return op(*bound.args, **bound.kwargs)
+
+    patch.setattr(ops, name, changed)
+
+
+# Label smoothing
+
+
+@mutation(label_smoothing=0.2)
+def smoothing_shared_by_all_classes(patch: Patch) -> None:
+    # eps / V for every class, as in torch, instead of eps / (V - 1) for every other class.
+    def change(a: Arguments) -> None:
+        a["smoothing"] *= (VOCABULARY - 1) / VOCABULARY
+
+    change_op(patch, "cross_entropy_fwd", change)
+    change_op(patch, "cross_entropy_bwd", change)
+    change_op(patch, "cross_entropy_fwd_bwd", change)
+
+
+# Adam
+
+
+@mutation(updates=3)
+def eps_after_bias_correction(patch: Patch) -> None:
+    # m' / (sqrt(v') + eps) with m' and v' corrected, as in torch.
+    def change(a: Arguments) -> None:
+        a["eps"] *= (1 - a["beta2"] ** (int(a["step"]) + 1)) ** 0.5
+
+    change_op(patch, "adam_step", change)
+
+
+@mutation(updates=2)
+def decay_without_learning_rate(patch: Patch) -> None:
+    def change(a: Arguments) -> None:
+        a["weight_decay"] /= max(float(a["lr"]), 1e-9)
+
+    change_op(patch, "adam_step", change)
+
+
+@mutation(updates=2)
+def decay_in_the_gradient(patch: Patch) -> None:
+    # L2 regularisation, Adam before AdamW.
+    def change(a: Arguments) -> None:
+        a["grad"] = a["grad"] + a["weight_decay"] * a["param"] / a["multiplier"]
+        a["weight_decay"] = 0.0
+
+    change_op(patch, "adam_step", change)
+
+
+@mutation(updates=2)
+def decay_spares_biases_and_norms(patch: Patch) -> None:
+    fused_step = FlatAdam.fused_step
+
+    def changed(self: FlatAdam, *arguments: Any) -> None:
+        before = [
+            (p, p.detach().clone(), group["lr"] * group["weight_decay"])
+            for group in self.param_groups
+            for p in group["params"]
+            if p.dim() == 1
+        ]
+        fused_step(self, *arguments)
+        with torch.no_grad():
+            for parameter, value, decay in before:
+                parameter.add_(value, alpha=decay)
+
+    patch.setattr(FlatAdam, "fused_step", changed)
+
+
+# Clipping
+
+
+# 1e-6 is little beside a norm near 1: a high learning rate and an eps that ends Adam's indifference
+# to the length of the gradient show it within a few updates, the usual ones within ten or twenty.
+HIGH_RATE = {"lr": 0.05, "adam_eps": 1e-2}
+
+
+@mutation(updates=5, **HIGH_RATE)
+def clip_without_eps(patch: Patch) -> None:
+    change_op(patch, "adam_step", lambda a: a.update(clip_eps=0.0))
+
+
+@mutation(updates=4, clip_norm=5.0)
+def clip_not_capped(patch: Patch) -> None:
+    # A gradient that is shorter than the limit is stretched to it.
+    def change(a: Arguments) -> None:
+        limit, a["max_norm"] = a["max_norm"], 0.0
+        total = a["norm"] * a["multiplier"]
+        a["multiplier"] = a["multiplier"] * limit / (total + a["clip_eps"])
+
+    change_op(patch, "adam_step", change)
+
+
+@mutation()
+def norm_logged_after_clipping(patch: Patch) -> None:
+    advance = ops.advance
+
+    def changed(state: Tensor, *arguments: Any) -> None:
+        advance(state, *arguments)
+        state[State.NORM].clamp_(max=parity.FLAGS["clip-norm"])
+
+    patch.setattr(ops, "advance", changed)
+
+
+@mutation(
+    updates=5,
+    context=parity.mixed_precision_in_float64,
+    fp16=True,
+    fp16_no_flatten_grads=True,
+    **HIGH_RATE,
+)
+def clip_of_fp16_as_of_fp32(patch: Patch) -> None:
+    # max / (norm + 1e-6) where fp16 has max / norm.
+    change_op(patch, "adam_step", lambda a: a.update(clip_eps=1e-6))
+
+
+# Sample size
+
+
+def change_sample_size(patch: Patch, change: Callable[[Any, list[float]], float]) -> None:
+    """Let ``change(step, counts)`` say how many samples a step has."""
+    counts_of = FastPath._counts
+
+    def changed(self: Any, batches: Any) -> list[float]:
+        counts = counts_of(self, batches)
+        counts[Count.SAMPLE_SIZE] = change(self, counts)
+        return counts
+
+    patch.setattr(FastPath, "_counts", changed)
+
+
+@mutation(updates=2)
+def sentences_for_tokens(patch: Patch) -> None:
+    change_sample_size(patch, lambda self, counts: counts[Count.SENTENCES])
+
+
+@mutation(updates=2, sentence_avg=True)
+def tokens_for_sentences(patch: Patch) -> None:
+    change_sample_size(patch, lambda self, counts: counts[Count.TOKENS])
+
+
+@mutation(sentence_avg=True)
+def nll_per_sentence(patch: Patch) -> None:
+    native = Criterion.__mro__[1]
+
+    def changed(cls: Any, logging_outputs: list[dict[str, Any]]) -> None:
+        native.reduce_metrics([{**log, "ntokens": log["sample_size"]} for log in logging_outputs])
+
+    patch.setattr(Criterion, "reduce_metrics", classmethod(changed))
+
+
+@mutation()
+def mean_of_every_micro_batch(patch: Patch) -> None:
+    # Each micro-batch divided by its own size, not the sum of all by the sum of their sizes.
+    loss = objectives.label_smoothed_cross_entropy
+
+    def changed(logits: Tensor, labels: Tensor, *settings: Any) -> Any:
+        losses, *rest = loss(logits, labels, *settings)
+        losses.register_hook(lambda gradient: gradient / len(labels))
+        return losses, *rest
+
+    patch.setattr(objectives, "label_smoothed_cross_entropy", changed)
+    change_sample_size(patch, lambda self, counts: parity.FLAGS["update-freq"])
+
+
+@mutation()
+def last_micro_batch_only(patch: Patch) -> None:
+    # A gradient that is overwritten where it ought to be added to.
+    write = DirectGradients.write
+    patch.setattr(DirectGradients, "write", lambda self, accumulate: write(self, False))
+
+
+@mutation(ignore_prefix_size=2)
+def ignored_prefix_leaves_the_sample_size(patch: Patch) -> None:
+    def change(self: Any, counts: list[float]) -> float:
+        ignored = self.trainer.get_criterion().ignore_prefix_size * counts[Count.SENTENCES]
+        return counts[Count.SAMPLE_SIZE] - ignored
+
+    change_sample_size(patch, change)
+
+
+# The row of the pad token
+
+
+def look_up_a_pad(patch: Patch, padding_idx: int | None) -> None:
+    """End every batch with a pad token whose row carries a gradient, as stale rows would."""
+
+    def change(a: Arguments) -> None:
+        a["tokens"] = torch.cat([a["tokens"], a["tokens"].new_tensor([PAD])])
+        a["positions"] = torch.cat([a["positions"], a["positions"].new_tensor([PAD])])
+        a["dy"] = torch.cat([a["dy"], a["dy"].mean(0, keepdim=True)])
+        if padding_idx is not None:
+            a["padding_idx"] = padding_idx
+
+    change_op(patch, "embedding_bwd", change)
+
+
+@mutation()
+def pad_row_learns_from_look_ups(patch: Patch) -> None:
+    look_up_a_pad(patch, padding_idx=-1)
+
+
+def test_looked_up_pad_does_no_harm(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What pad_row_learns_from_look_ups adds is harmless while the op leaves the row out.
+    native = train(command_line(corpus, NATIVE), 2)
+    look_up_a_pad(monkeypatch, padding_idx=None)
+    compare(train(command_line(corpus, LS), 2), native)
+
+
+@mutation(share_all_embeddings=True)
+def pad_row_does_not_learn_from_the_projection(patch: Patch) -> None:
+    backward = ops.linear_bwd
+
+    def changed(dy: Tensor, x: Tensor, weight: Tensor, dweight: Tensor, *rest: Any) -> Tensor:
+        dx = backward(dy, x, weight, dweight, *rest)
+        if len(weight) == VOCABULARY:
+            dweight[PAD] = 0
+        return dx
+
+    patch.setattr(ops, "linear_bwd", changed)
+
+
+# Positions
+
+
+@mutation()
+def positions_count_pads(patch: Patch) -> None:
+    # The column of the batch: the same for right-padded sources, not for left-padded ones.
+    open_batch = PackedBatch.open
+
+    def changed(self: PackedBatch, block: Tensor | None = None) -> Packed:
+        packed = open_batch(self, block)
+        if block is None:  # it is being filled
+            return packed
+        source = packed["source"].segments
+        lengths = source.cu_seqlens.diff()
+        pads = (source.max_len - lengths).repeat_interleave(lengths)
+        moved = replace(source, positions=source.positions + pads)
+        return {**packed, "source": replace(packed["source"], segments=moved)}
+
+    patch.setattr(PackedBatch, "open", changed)
+
+
+@mutation()
+def positions_start_at_zero(patch: Patch) -> None:
+    # The sinusoidal table is handed over from the first position's row on.
+    change_embed(patch, lambda a: a.update(position_weight=a["position_weight"]._base))
+
+
+def change_embed(patch: Patch, change: Callable[[Arguments], Any]) -> None:
+    embed = transformer.embed
+    signature = inspect.signature(embed)
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        after = change(bound.arguments)
+        x = embed(*bound.args, **bound.kwargs)
+        return after(x) if callable(after) else x
+
+    patch.setattr(transformer, "embed", changed)
+
+
+# Dropout, in runs which keep every unit and scale it
+
+
+DROPOUT: dict[str, Any] = {
+    "context": parity.every_unit_kept,
+    "dropout": 0.3,
+    "attention_dropout": 0.2,
+    "activation_dropout": 0.15,
+    "activation_fn": "gelu",
+    "layernorm_embedding": True,
+}
+
+
+def scale_of(a: Arguments) -> float:
+    """1 / (1 - p) of an op's arguments, whose p becomes 0."""
+    scale: float = 1 / (1 - a["p"])
+    a["p"] = 0.0
+    return scale
+
+
+@mutation(**DROPOUT)
+def dropout_before_layernorm_embedding(patch: Patch) -> None:
+    def change(a: Arguments) -> Any:
+        norm, a["norm"] = a["norm"], None
+        return lambda x: layer_norm(x, norm, a["rng"])[1]
+
+    change_embed(patch, change)
+
+
+@mutation(**DROPOUT)
+def dropout_on_attention_scores(patch: Patch) -> None:
+    def change(a: Arguments) -> None:
+        a["scale"] *= scale_of(a)
+
+    change_op(patch, "attention_fwd", change)
+    change_op(patch, "attention_bwd", change)
+
+
+@mutation(**DROPOUT)
+def dropout_before_activation(patch: Patch) -> None:
+    def change(a: Arguments) -> None:
+        if a["activation"] != "identity":
+            scale = scale_of(a)
+            a["x"], a["bias"] = a["x"] * scale, a["bias"] * scale
+
+    change_op(patch, "bias_activation_dropout_fwd", change)
+
+
+@mutation(**DROPOUT)
+def dropout_after_residual(patch: Patch) -> None:
+    def change(a: Arguments) -> None:
+        if a["residual"] is not None:
+            a["x"], a["bias"], a["residual"] = a["x"] + a["bias"] + a["residual"], None, None
+
+    change_op(patch, "dropout_residual_layer_norm_fwd", change)
+
+
+@mutation(**DROPOUT)
+def dropout_rate_for_the_activation(patch: Patch) -> None:
+    def change(a: Arguments) -> None:
+        a["p"] = DROPOUT["dropout"] if a["p"] > 0 else 0.0
+
+    change_op(patch, "bias_activation_dropout_fwd", change)
+
+
+# Activation and LayerNorm
+
+
+def other_gelu(a: Arguments) -> None:
+    a["activation"] = {"gelu": "gelu_accurate", "gelu_accurate": "gelu"}[a["activation"]]
+
+
+@mutation(activation_fn="gelu")
+def tanh_for_erf(patch: Patch) -> None:
+    change_op(patch, "bias_activation_dropout_fwd", other_gelu)
+
+
+@mutation(activation_fn="gelu_accurate")
+def erf_for_tanh(patch: Patch) -> None:
+    change_op(patch, "bias_activation_dropout_fwd", other_gelu)
+
+
+@mutation()
+def another_layer_norm_eps(patch: Patch) -> None:
+    # PyTorch's and fairseq's default is 1e-5; T5, XLM and others take 1e-6 or 1e-12.
+    change_op(patch, "dropout_residual_layer_norm_fwd", lambda a: a.update(eps=1e-6))
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_found(
+    corpus: Path,
+    native_runs: dict[str, list[parity.Update]],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = MUTATIONS[name]
+    key = f"{case.flags} {case.updates} {case.context}"
+    argv = command_line(corpus, LS, **case.flags)
+    with case.context():
+        if key not in native_runs:
+            native = train(command_line(corpus, NATIVE, **case.flags), case.updates)
+            compare(train(argv, case.updates), native)
+            native_runs[key] = native
+        case.make(monkeypatch)
+        with pytest.raises(ParityError):
+            compare(train(argv, case.updates), native_runs[key])

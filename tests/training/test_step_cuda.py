@@ -1,0 +1,199 @@
+"""Whole runs on a GPU: a captured step is the same step as one launched kernel by kernel."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import helpers.training_runs as runs
+import pytest
+import torch
+from helpers.training_runs import ON_GPU, PRECISIONS, captured_graphs
+
+from lightseq_fairseq.ops.advance import Given
+from lightseq_fairseq.training import step
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@dataclass
+class Found:
+    """What a run has computed, and what the host knew of it meanwhile.
+
+    counts: the host's count of updates when it started each. states: what each has reported.
+    """
+
+    folder: Path
+    losses: list[float]
+    counts: list[float]
+    states: list[str]  # as text, where one NaN is like another
+    graphs: int
+
+
+@pytest.fixture
+def found(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Found]:
+    """Runs with the given flags, captured or kernel by kernel."""
+    start, wait = step.TrainingStep.run, step.Report.wait
+
+    def get(name: str, captured: bool = True, **flags: Any) -> Found:
+        counts: list[float] = []
+        states: list[str] = []
+
+        def counted(self: step.TrainingStep, batches: Any, given: Any) -> step.Report:
+            counts.append(given[Given.NUM_UPDATES])
+            return start(self, batches, given)
+
+        def recorded(self: step.Report) -> list[float]:
+            values = wait(self)
+            states.append(repr(values))
+            return values
+
+        monkeypatch.setattr(step.TrainingStep, "run", counted)
+        monkeypatch.setattr(step.Report, "wait", recorded)
+        monkeypatch.setenv("LIGHTSEQ_CAPTURE", str(int(captured)))
+        caplog.set_level(logging.INFO)
+        caplog.clear()
+        losses = runs.run(data, tmp_path / name, **flags)
+        return Found(tmp_path / name, losses, counts, states, captured_graphs(caplog.text))
+
+    return get
+
+
+def assert_same(captured: Found, eager: Found) -> None:
+    assert captured.graphs >= 2
+    assert eager.graphs == 0
+    assert captured.losses == eager.losses
+    assert captured.states == eager.states
+    assert runs.differing(runs.trained(captured.folder), runs.trained(eager.folder)) == []
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.7])
+@pytest.mark.parametrize("update_freq", [1, 3])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_captured_and_eager_are_equal(
+    precision: str, update_freq: int, clip: float, found: Callable[..., Found]
+) -> None:
+    flags = {**ON_GPU, **PRECISIONS[precision], "clip_norm": clip, "update_freq": update_freq}
+    flags["max_update"] = 24
+    captured = found("captured", **flags)
+    assert_same(captured, found("eager", captured=False, **flags))
+    assert len(captured.losses) == 24
+
+
+def test_captured_and_eager_are_equal_with_many_flags(found: Callable[..., Found]) -> None:
+    flags = {**ON_GPU, **PRECISIONS["fp16"], "fp16_scale_window": 1000, "update_freq": "2,1"}
+    flags.update(sentence_avg=True, report_accuracy=True, ignore_prefix_size=1, max_update=24)
+    captured = found("captured", **flags)
+    assert_same(captured, found("eager", captured=False, **flags))
+    assert len(captured.losses) == 24
+
+
+def test_a_longer_sentence_between_updates_leaves_graphs_right(
+    found: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes larger tables of positions; graphs have captured the smaller ones."""
+    start, updates = step.TrainingStep._collect_gradients, 0
+
+    def after_a_long_one(self: step.TrainingStep, *arguments: Any) -> None:
+        nonlocal updates
+        updates += 1
+        if updates == 18:  # each bucket of an epoch of 7 updates has its graph
+            sides = self.model.encoder, self.model.decoder
+            small = [side._table for side in sides]
+            shape = 8, *small[0].shape
+            tokens = torch.full((1, len(small[0]) + 1), 7, device="cuda")
+            self.model.eval()
+            with torch.no_grad():
+                self.model(tokens, None, tokens)
+            self.model.train()
+            assert all(len(s._table) > len(t) for s, t in zip(sides, small, strict=True))
+            del small
+            nans: list[Any] = [torch.full(shape, torch.nan, device="cuda")]  # in what is free
+            nans += self._graphs.run(
+                "nans", lambda: [torch.full(shape, torch.nan, device="cuda") for _ in range(2)]
+            )
+        start(self, *arguments)
+
+    monkeypatch.setattr(step.TrainingStep, "_collect_gradients", after_a_long_one)
+    flags = {**ON_GPU, "max_update": 32}
+    captured = found("captured", **flags)
+    updates = 0
+    assert_same(captured, found("eager", captured=False, **flags))
+
+
+@pytest.mark.parametrize("log_interval", [1, 100])
+def test_overflows_are_skipped_as_fairseq_skips_them(
+    log_interval: int, found: Callable[..., Found], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The scale doubles every third update until it is too large, again and again.
+
+    With an interval of 1 the host waits for every update; with 100 it has started two more when it
+    learns of one that was skipped.
+    """
+    flags = {**ON_GPU, "fp16": True, "fp16_init_scale": 2**13, "fp16_scale_window": 3}
+    flags["max_update"] = 40
+
+    def scales() -> list[str]:
+        return re.findall(r"setting loss scale to: ([\d.]+)", caplog.text)
+
+    captured = found("captured", **flags, log_interval=log_interval)
+    skips = {"captured": scales()}
+    eager = found("eager", captured=False, **flags, log_interval=1)
+    skips["eager"] = scales()
+    found("native", native=True, **{**flags, **runs.NATIVE}, log_interval=1)
+    skips["native"] = scales()
+    assert len(skips["captured"]) >= 2
+    assert skips["captured"] == skips["eager"] == skips["native"]
+    assert_same(captured, eager)
+    assert (captured.counts != eager.counts) == (log_interval == 100)
+    ends = set()
+    for name in skips:
+        state = torch.load(eager.folder.parent / name / "checkpoint_last.pt", weights_only=False)
+        scale = state["last_optimizer_state"]["loss_scale"]
+        ends.add((scale, state["optimizer_history"][-1]["num_updates"]))
+    assert len(ends) == 1
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_resumed_run_repeats_the_losses(data: Path, tmp_path: Path, precision: str) -> None:
+    flags = {**ON_GPU, **PRECISIONS[precision], "max_update": 24, "save_interval_updates": 9}
+    whole = runs.run(data, tmp_path / "whole", **flags)
+    restore = {"restore_file": str(tmp_path / "whole/checkpoint_2_9.pt")}
+    rest = runs.run(data, tmp_path / "rest", **flags, **restore)
+    assert rest == whole[9:]
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_either_goes_on_from_the_others_checkpoint(
+    data: Path, tmp_path: Path, precision: str, ours_first: bool
+) -> None:
+    flags = {**ON_GPU, **PRECISIONS[precision]}
+    first, second = (
+        {**flags, **(runs.LS if ours else runs.NATIVE), "native": not ours}
+        for ours in (ours_first, not ours_first)
+    )
+    runs.run(data, tmp_path / "both", **first)
+    rest = runs.run(data, tmp_path / "both", **{**second, "max_update": 24})
+    alone = runs.run(data, tmp_path / "alone", **{**first, "max_update": 24})
+    assert len(rest) == 12
+    assert rest == pytest.approx(alone[12:], rel=0.05)
+
+
+def test_validation_and_saving_do_not_disturb(data: Path, tmp_path: Path) -> None:
+    flags = {**ON_GPU, "bf16": True, "max_update": 24}
+    alone = runs.run(data, tmp_path / "alone", **flags)
+    flags.update(disable_validation=None, valid_subset="train", validate_interval_updates=5)
+    flags.update(save_interval_updates=4)
+    assert runs.run(data, tmp_path / "both", **flags) == alone

@@ -1,0 +1,137 @@
+"""Memory of a long run on a GPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import helpers.training_runs as runs
+import pytest
+import torch
+from fairseq.tasks.translation import TranslationTask
+from helpers.parity import write_corpus
+from helpers.training_runs import ON_GPU
+
+from lightseq_fairseq.graphs import Graphs
+from lightseq_fairseq.training import step
+
+pytestmark = pytest.mark.gpu
+
+SLACK = 32 << 20  # bytes in 15000 updates
+
+
+def resident() -> int:
+    """Bytes of the host's memory that this process has in use."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.large
+@pytest.mark.alone
+@pytest.mark.timeout(900)  # others end first
+def test_memory_stays_flat_over_twenty_thousand_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of fifteen shapes, of which thirteen may have graphs beside the update's."""
+    monkeypatch.setattr("lightseq_fairseq.graphs.MOST_GRAPHS", 14)
+    (tmp_path / "data").mkdir()
+    data = write_corpus(tmp_path / "data", pairs=2000, longest=60)
+    run, reserved, captured = step.TrainingStep.run, [], []
+    on_device, on_host = [], []  # of every hundredth update
+
+    def recorded(self: step.TrainingStep, *arguments: Any) -> Any:
+        if len(reserved) % 100 == 0:
+            free, total = torch.cuda.mem_get_info()
+            on_device.append(total - free)
+            on_host.append(resident())
+        reserved.append(torch.cuda.memory_reserved())
+        captured.append(len(self._graphs._graphs))
+        return run(self, *arguments)
+
+    monkeypatch.setattr(step.TrainingStep, "run", recorded)
+    flags = {**ON_GPU, "bf16": True, "max_tokens": 640, "batch_size": 8, "no_save": True}
+    flags.update(lr=1e-4, max_update=20_000, log_interval=1000)
+    assert len(runs.run(data, tmp_path / "run", **flags)) == 20_000
+    assert max(captured) == 14
+    assert max(reserved) == max(reserved[:5000])
+    for used in (on_device, on_host):
+        assert max(used[50:]) <= max(used[:50]) + SLACK
+
+
+def test_graphs_use_the_memory_of_plain_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    data = write_corpus(tmp_path / "data", pairs=4000, longest=60)
+    flags = {**ON_GPU, "bf16": True, "max_tokens": 16_384, "max_update": 40, "no_save": True}
+    reserved = {}
+    for captured in (True, False):
+        monkeypatch.setenv("LIGHTSEQ_CAPTURE", str(int(captured)))
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_reserved()
+        assert len(runs.run(data, tmp_path / str(captured), **flags)) == 40
+        reserved[captured] = torch.cuda.max_memory_reserved() - before
+    assert reserved[True] <= 1.5 * reserved[False]
+
+
+def test_steps_leave_nothing_in_the_memory_of_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier graph would write over it."""
+    (tmp_path / "data").mkdir()
+    data = write_corpus(tmp_path / "data", pairs=2000, longest=60)
+    run, left = Graphs.run, []
+
+    def recorded(self: Graphs, *arguments: Any) -> Any:
+        before = torch.cuda.memory_allocated()
+        assert run(self, *arguments) is None
+        left.append(torch.cuda.memory_allocated() - before)
+
+    monkeypatch.setattr(Graphs, "run", recorded)
+    flags = {**ON_GPU, "bf16": True, "max_tokens": 1024, "update_freq": "3", "no_save": True}
+    flags.update(max_update=40, validate_interval_updates=10, disable_validation=None)
+    runs.run(data, tmp_path / "run", **flags)
+    assert len(left) > 100
+    # The first step makes the table of positions, the first graph torch's generator two numbers.
+    assert sum(max(more, 0) for more in left[1:]) <= 4096
+
+
+def test_a_validation_takes_the_memory_of_graphs_where_it_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "data").mkdir()
+    data = write_corpus(tmp_path / "data", pairs=2000, longest=60)
+    flags = {**ON_GPU, "bf16": True, "max_tokens": 8192, "encoder_embed_dim": 512}
+    flags.update(encoder_attention_heads=8, decoder_attention_heads=8)
+    flags.update(max_update=24, validate_interval_updates=12, disable_validation=None, no_save=True)
+    flags.update(validate_interval=100)  # not at the ends of epochs: at updates 12 and 24 alone
+    validates, valid = TranslationTask.valid_step, []
+    more, limit = 64 << 20, 0  # bytes that a validation wants, and what it may have with all else
+
+    def validated(self: TranslationTask, *arguments: Any) -> Any:
+        loss, *others = validates(self, *arguments)
+        valid.append(loss.item())
+        return loss, *others
+
+    def greedy(self: TranslationTask, *arguments: Any) -> Any:
+        nonlocal limit
+        torch.cuda.empty_cache()
+        limit = limit or torch.cuda.memory_reserved() + more // 2
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+        try:
+            torch.empty(more, dtype=torch.uint8, device="cuda")
+            return validated(self, *arguments)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+    caplog.set_level(logging.INFO)
+    found = []
+    for name, valid_step in (("plenty", validated), ("little", greedy)):
+        valid.clear()
+        monkeypatch.setattr(TranslationTask, "valid_step", valid_step)
+        found.append((runs.run(data, tmp_path / name, **flags), list(valid)))
+    assert found[0] == found[1]
+    assert caplog.text.count("the batch begins again") == 2

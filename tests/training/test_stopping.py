@@ -1,0 +1,191 @@
+"""SIGTERM and SIGUSR1: a checkpoint after the update, from which the same command goes on."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import helpers.cli_runs as cli_runs
+import helpers.training_runs as runs
+import pytest
+import torch
+
+from lightseq_fairseq.errors import StoppedBySignal
+from lightseq_fairseq.training.stopping import Stopping, Trainer
+
+SETS = {"ours": runs.LS, "fairseq's steps": {**runs.LS, "optimizer": "adam"}}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def binarised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cli_runs.binarise(tmp_path_factory.mktemp("binarised"))
+
+
+def signalled(number: int, update: int, rank: int = 0) -> Any:
+    """A rank gets a signal while an update is under way, counted from 1."""
+    begin = Trainer._local_cumulative_training_time
+
+    def clock(self: Trainer) -> float:
+        is_it = not torch.distributed.is_initialized() or torch.distributed.get_rank() == rank
+        if is_it and self.get_num_updates() == update - 1 and self.model.training:
+            os.kill(os.getpid(), number)
+        return begin(self)
+
+    return mock.patch.object(Trainer, "_local_cumulative_training_time", clock)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("steps", SETS)
+def test_a_run_goes_on_bit_by_bit(
+    data: Path, tmp_path: Path, steps: str, number: signal.Signals
+) -> None:
+    flags = {**SETS[steps], "bf16": True, "max_update": 10}
+    whole = runs.run(data, tmp_path / "whole", **flags)
+    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1)]
+    for update in (3, 7):  # in the middle of the first epoch, and at its end
+        with signalled(number, update), pytest.raises(StoppedBySignal, match=number.name):
+            runs.run(data, tmp_path / "run", **flags)
+        last = torch.load(tmp_path / "run/checkpoint_last.pt", weights_only=False)
+        assert last["optimizer_history"][-1]["num_updates"] == update
+    losses = runs.run(data, tmp_path / "run", **flags)
+    assert losses == whole[7:]
+    assert runs.differing(runs.trained(tmp_path / "run"), runs.trained(tmp_path / "whole")) == []
+    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+@pytest.mark.parametrize("steps", SETS)
+def test_ranks_stop_after_the_same_update(data: Path, tmp_path: Path, steps: str) -> None:
+    """The signal comes to one of them, which is not the first."""
+    flags = {**SETS[steps], "max_update": 9}
+    whole = runs.run_ranks(data, tmp_path / "whole", 2, **flags)
+    with signalled(signal.SIGUSR1, 3, rank=1), pytest.raises(AssertionError):
+        runs.run_ranks(data, tmp_path / "run", 2, **flags)
+    state = torch.load(tmp_path / "run/checkpoint_last.pt", weights_only=False)
+    updates = state["optimizer_history"][-1]["num_updates"]
+    assert 3 <= updates <= 5
+    (tmp_path / "run/rendezvous").unlink(missing_ok=True)
+    (tmp_path / "run").rename(tmp_path / "stopped")
+    rest = runs.run_ranks(
+        data, tmp_path / "run", 2, **flags, restore_file=tmp_path / "stopped/checkpoint_last.pt"
+    )
+    assert rest == [losses[updates:] for losses in whole]
+
+
+def test_two_kinds_of_signals_are_told_apart_in_a_sum() -> None:
+    for numbers, reason in (
+        ([signal.SIGTERM] * 3, signal.SIGTERM),
+        ([signal.SIGUSR1] * 3, signal.SIGUSR1),
+        ([signal.SIGUSR1, signal.SIGTERM], signal.SIGTERM),
+        ([], None),
+    ):
+        ranks = [Stopping() for _ in numbers]
+        for rank, number in zip(ranks, numbers, strict=True):
+            rank._process = os.getpid()
+            rank._receive(number, None)
+        stopping = Stopping()
+        stopping.agree(sum(rank.worth() for rank in ranks))
+        assert stopping.reason == reason
+
+
+@pytest.mark.parametrize("flag", ["no_save", "no_last_checkpoints"])
+def test_a_run_that_saves_nothing_ends_at_once(data: Path, tmp_path: Path, flag: str) -> None:
+    def work() -> None:
+        with signalled(signal.SIGTERM, 2):
+            runs.run(data, tmp_path, **runs.LS, **{flag: True})
+
+    assert runs.in_a_fork(work) == -signal.SIGTERM
+
+
+def test_a_second_one_ends_at_once(data: Path, tmp_path: Path) -> None:
+    """Later than the same one that comes a second time, to a process and to its group."""
+    clock, ticks = time.monotonic, functools.partial(next, iter(range(0, 9000, 3)))
+
+    def work() -> None:
+        with mock.patch.object(time, "monotonic", lambda: clock() + ticks()):
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    step = runs.Trainer.train_step
+
+    def signalled_twice(self: Trainer, *arguments: Any) -> Any:
+        if self.get_num_updates() == 2:
+            work()
+        return step(self, *arguments)
+
+    def run() -> None:
+        with mock.patch.object(runs.Trainer, "train_step", signalled_twice):
+            runs.run(data, tmp_path, **runs.LS)
+
+    assert runs.in_a_fork(run) == -signal.SIGTERM
+    assert not (tmp_path / "checkpoint_last.pt").exists()
+
+
+RANKS = "--distributed-world-size 2 --distributed-backend gloo --ddp-backend legacy_ddp"
+SPAWNING = """
+from lightseq_fairseq.cli.train import main
+if __name__ == "__main__":
+    import torch
+    torch.cuda.device_count = lambda: 2  # fairseq spawns as many ranks as there are GPUs
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "to_all"),
+    [
+        ("alone", signal.SIGTERM, True),
+        ("native", signal.SIGUSR1, True),
+        ("spawned", signal.SIGTERM, False),
+        ("spawned", signal.SIGTERM, True),
+    ],
+)
+def test_the_launcher_says_so(
+    binarised: Path, tmp_path: Path, how: str, number: signal.Signals, to_all: bool
+) -> None:
+    (tmp_path / "script.py").write_text(SPAWNING)
+    words = {"alone": [], "native": ["--native"], "spawned": [*shlex.split(RANKS)]}[how]
+    program = (
+        [str(tmp_path / "script.py")] if how == "spawned" else ["-m", "lightseq_fairseq.cli.train"]
+    )
+    process = subprocess.Popen(
+        [sys.executable, *program, str(binarised), "--arch", "ls_transformer_tiny",
+         "--save-dir", str(tmp_path / "save"), *cli_runs.SMALL, *words, "--max-update", "1000000",
+         "--disable-validation", "--log-interval", "1", "--save-interval", "1000000",
+         "--num-workers", "1"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if re.search("num_updates[ =]+[3-9]", line):
+                break
+        second = cli_runs.run("train", binarised, "--arch", "ls_transformer_tiny",
+                              "--save-dir", tmp_path / "save", *cli_runs.SMALL)  # fmt: skip
+        # To all processes, as batch systems do, or to the first one alone.
+        os.killpg(process.pid, number) if to_all else process.send_signal(number)
+        _, complaint = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, complaint
+    assert "Traceback" not in complaint
+    last = tmp_path / "save/checkpoint_last.pt"
+    sentence = f"lightseq-train: stopped by {number.name}; the same command goes on from {last}."
+    assert complaint.splitlines().count(sentence) == 1
+    torch.load(last, weights_only=False)
+    assert sorted(os.listdir(tmp_path / "save")) == ["checkpoint_last.pt"]
+    assert second.exit_code == 2
+    assert f"Another training run writes to {tmp_path / 'save'} (process " in second.stderr
