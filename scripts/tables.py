@@ -1,6 +1,6 @@
 """Writes the tables of measured figures into the documents, and the plots, from the result files.
 
-    python scripts/tables.py [--check]
+    python -m scripts.tables [--check]
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``: what users ask first in the
 README, the rest in docs/measured.md. ``TABLES`` names their files.
@@ -248,7 +248,7 @@ def main() -> None:
         elif not file.exists() or file.read_text(encoding="utf-8") != content:
             sys.exit(
                 f"{file.relative_to(ROOT)} differs from its result file: "
-                "run python scripts/tables.py"
+                "run python -m scripts.tables"
             )
 
 
