@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from examples import curves
+from scripts import plots
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RUN = EXAMPLES / "quickstart" / "run.sh"
@@ -90,7 +91,7 @@ def test_curves_are_read_from_a_log_of_a_resumed_run(tmp_path: Path) -> None:
 def test_the_same_log_gives_the_same_file(tmp_path: Path) -> None:
     both = {"train_loss": {1: 3.0, 2: 2.0}, "valid_loss": {2: 2.5}, "valid_bleu": {2: 40.0}}
     for name in ("a.svg", "b.svg"):
-        curves.draw(both, "a title", tmp_path / name)
+        plots.draw(curves.picture(both, "a title"), tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
