@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from lightseq_fairseq import result_rows
 from lightseq_fairseq.cli import bench_runs
 from lightseq_fairseq.cli.bench_generate import cases as generation
 from lightseq_fairseq.cli.bench_generate import rows as generation_rows
@@ -18,9 +19,6 @@ from lightseq_fairseq.cli.bench_train import corpus as corpora
 from lightseq_fairseq.cli.bench_train import rows as training_rows
 from lightseq_fairseq.cli.commands import Stop, version
 from lightseq_fairseq.errors import UserError
-
-# The clone that this package is run from: commits of result rows are known nowhere else.
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @click.group(name="lightseq-bench", context_settings={"max_content_width": 100})
@@ -44,11 +42,11 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
         click.option(
             "--output", type=click.Path(path_type=Path),
             help="Result rows: those of the same case and system are replaced, others stay.  "
-            f"[default: scripts/results/{name}-h200.json on an H200, else none]",
+            "[default: none]",
         ),
         click.option(
-            "--logs", type=click.Path(path_type=Path), default=ROOT / "build" / f"bench-{name}",
-            help=f"Folder for the log and the report of each run.  [default: build/bench-{name}]",
+            "--logs", type=click.Path(path_type=Path), default=Path(f"build/bench-{name}"),
+            help="Folder for the log and the report of each run.", show_default=True,
         ),
     )  # fmt: skip
 
@@ -84,8 +82,8 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
     help="Updates before them.  [default: 4000 for ours, 500 for torch_compile, 150 for others]",
 )  # fmt: skip
 @click.option(
-    "--corpus", type=click.Path(path_type=Path), default=ROOT / "build" / "bench-corpus",
-    help="Folder of the sentence pairs, made if it does not exist.  [default: build/bench-corpus]",
+    "--corpus", type=click.Path(path_type=Path), default=Path("build/bench-corpus"),
+    help="Folder of the sentence pairs, made if it does not exist.", show_default=True,
 )  # fmt: skip
 @click.option(
     "--pairs", type=click.IntRange(1), default=corpora.PAIRS, show_default=True,
@@ -117,11 +115,7 @@ def _train(
     """Everything that `train` does; the case and system of each run that failed."""
     cases = [training.Case.parse(word) for name in case_names for word in name.split(",")]
     systems = bench_runs.chosen(system_names, training.SYSTEMS)
-    result_rows = bench_runs.result_rows(ROOT)
-    gpu, about = bench_runs.machine(cases, "tiny/256/bf16")
-    if output is None and "H200" in about["gpu"]:  # whose rows are kept
-        output = ROOT / "scripts" / "results" / "train-h200.json"
-    about = {"commit": result_rows.current_commit(), **about}
+    gpu, about = bench_runs.machine(cases, "tiny/256/bf16", kept=output is not None)
     able = bench_runs.able_systems(training.why_not, cases, systems)
     data = corpora.ensure(corpus, pairs, vocabulary)
 
@@ -140,7 +134,7 @@ def _train(
         return training_rows.row(case, system, data, runs, about)
 
     bench = Bench(measure, row, training_rows.table)
-    return bench_runs.take_turns(bench, able, rounds, logs, output, result_rows)
+    return bench_runs.take_turns(bench, able, rounds, logs, output)
 
 
 @main.command()
@@ -166,9 +160,9 @@ def _train(
     help="Passes over the sentences that are timed in a run, after the warm-up.",
 )  # fmt: skip
 @click.option(
-    "--data", type=click.Path(path_type=Path), default=ROOT / "build" / "bench-generate-data",
-    help="Folder of the sentences and a checkpoint for each model, made if they do not exist.  "
-    "[default: build/bench-generate-data]",
+    "--data", type=click.Path(path_type=Path), default=Path("build/bench-generate-data"),
+    help="Folder of the sentences and a checkpoint for each model, made if they do not exist.",
+    show_default=True,
 )  # fmt: skip
 @_shared("generate", rounds=2)
 def generate(
@@ -194,11 +188,7 @@ def _generate(
     """Everything that `generate` does; the case and system of each run that failed."""
     cases = [generation.Case.parse(word) for name in case_names for word in name.split(",")]
     systems = bench_runs.chosen(system_names, generation.SYSTEMS)
-    result_rows = bench_runs.result_rows(ROOT)
-    gpu, about = bench_runs.machine(cases, "tiny/b32/beam4/fp32")
-    if output is None and "H200" in about["gpu"]:  # whose rows are kept
-        output = ROOT / "scripts" / "results" / "generate-h200.json"
-    about = {"commit": result_rows.current_commit(), **about}
+    gpu, about = bench_runs.machine(cases, "tiny/b32/beam4/fp32", kept=output is not None)
     able = bench_runs.able_systems(generation.why_not, cases, systems)
     files = {
         model: test_set.ensure(data / model, generation.SHAPES[model], vocabulary)
@@ -221,12 +211,13 @@ def _generate(
         return generation_rows.row(case, system, runs, {**about, **by_tokens})
 
     bench = Bench(measure, row, generation_rows.table)
-    return bench_runs.take_turns(bench, able, rounds, logs, output, result_rows)
+    return bench_runs.take_turns(bench, able, rounds, logs, output)
 
 
 def _finish(bench: Any, *arguments: Any, **options: Any) -> None:
     """Runs it, and turns what went wrong into one sentence."""
     try:
+        result_rows.tabulate()
         failed = bench(*arguments, **options)
     except UserError as error:
         raise Stop("lightseq-bench", str(error)) from error

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import importlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +13,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from lightseq_fairseq.checkpoints import files
+from lightseq_fairseq import result_rows
 from lightseq_fairseq.errors import UserError
 
 Row = dict[str, Any]
@@ -44,8 +42,7 @@ class Bench(NamedTuple):
 
 
 def take_turns(
-    bench: Bench, able: Mapping[Any, Sequence[str]], rounds: int, logs: Path, output: Path | None,
-    result_rows: Any,
+    bench: Bench, able: Mapping[Any, Sequence[str]], rounds: int, logs: Path, output: Path | None
 ) -> list[str]:  # fmt: skip
     """Runs the systems of each case, and writes and prints the rows.
 
@@ -53,7 +50,6 @@ def take_turns(
         able: case -> systems, as `able_systems` finds them.
         logs: the folder of the runs' files.
         output: the file of rows, of which those of the same case and system are replaced.
-        result_rows: the module that writes it.
 
     Returns: the case and system of each run that failed.
 
@@ -86,8 +82,7 @@ def take_turns(
             if new and output is not None:
                 old = json.loads(output.read_text(encoding="utf-8")) if output.exists() else []
                 output.parent.mkdir(parents=True, exist_ok=True)
-                with files.placed(output) as place:
-                    result_rows.write(merged(old, new), place)
+                result_rows.write(merged(old, new), output)
         if new:
             measured = True
             click.echo("\n".join(bench.table(new)))
@@ -139,11 +134,12 @@ def chosen(names: str | None, systems: Mapping[str, Any]) -> list[str]:
     return wanted
 
 
-def machine(cases: Iterable[Any], small: str) -> tuple[bool, Row]:
-    """Whether there is a GPU, and what a result row says of the machine.
+def machine(cases: Iterable[Any], small: str, kept: bool) -> tuple[bool, Row]:
+    """Whether there is a GPU, and what a result row says of the machine, and of the code if kept.
 
     Raises:
         UserError: there is none, and a case is not of the model ``tiny``; ``small`` is one that is.
+            Rows are to be kept and nothing names their commit.
     """
     import torch
 
@@ -153,21 +149,10 @@ def machine(cases: Iterable[Any], small: str) -> tuple[bool, Row]:
             f"{big[0]} needs a GPU and torch sees none: without one, --case {small} shows "
             "that everything works."
         )
+    code = {"commit": result_rows.current_commit()} if kept else {}
     name = torch.cuda.get_device_name() if gpu else "none"
     date = datetime.date.today().isoformat()
-    return gpu, {"date": date, "gpu": name, "torch": torch.__version__}
-
-
-def result_rows(root: Path) -> Any:
-    """scripts/result_rows.py of the clone in ``root``, which all measuring scripts share."""
-    scripts = root / "scripts"
-    if not (scripts / "result_rows.py").is_file():
-        raise UserError(
-            "lightseq-bench runs from a clone of the repository, whose commit its results name: "
-            "install it with pip install -e ."
-        )
-    sys.path.append(str(scripts))
-    return importlib.import_module("result_rows")
+    return gpu, {**code, "date": date, "gpu": name, "torch": torch.__version__}
 
 
 def process(words: Sequence[str], environment: Mapping[str, str], stem: Path) -> tuple[str, Row]:

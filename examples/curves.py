@@ -9,13 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
-# A fixed salt and no date: the same log gives the same file, byte for byte.
-matplotlib.rcParams["svg.hashsalt"] = "lightseq_fairseq"
-
-import matplotlib.pyplot as plt  # noqa: E402  (the backend is chosen first)
+from scripts.plots import OURS, OURS_PALE, Curves, Panel, draw
 
 Curve = dict[int, float]  # number of updates -> value
 
@@ -49,22 +43,17 @@ def read_curves(log: Path) -> dict[str, Curve]:
     return {name: dict(sorted(curve.items())) for name, curve in curves.items()}
 
 
-def draw(curves: dict[str, Curve], title: str, svg: Path) -> None:
-    """Draw both losses over the updates and, on an axis of its own, BLEU."""
-    figure, loss_axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name, colour in (("train_loss", "tab:blue"), ("valid_loss", "tab:cyan")):
-        curve = curves[name]
-        loss_axis.plot(list(curve), list(curve.values()), color=colour, label=name)
-    loss_axis.set(title=title, xlabel="updates", ylabel="loss (bits a target token)")
-    loss_axis.set_ylim(bottom=0)
-    bleu = curves["valid_bleu"]
-    if bleu:
-        bleu_axis = loss_axis.twinx()
-        bleu_axis.plot(list(bleu), list(bleu.values()), "o-", color="tab:red", label="valid_bleu")
-        bleu_axis.set(ylabel="BLEU (valid, greedy)", ylim=(0, 100))
-    figure.legend(loc="outside lower center", ncols=3)
-    figure.savefig(svg, metadata={"Date": None})
-    plt.close(figure)
+def picture(curves: dict[str, Curve], title: str) -> Curves:
+    """Both losses over the updates and, where it was logged, BLEU."""
+    losses = [("training", list(curves["train_loss"].items())),
+              ("validation", list(curves["valid_loss"].items()))]  # fmt: skip
+    most = max(loss for _, points in losses for _, loss in points)
+    panels = [Panel("", "updates", "loss, bits a target token", (0, most), losses)]
+    colours = {"training": OURS_PALE, "validation": OURS}
+    if curves["valid_bleu"]:
+        bleu = [("validation", list(curves["valid_bleu"].items()))]
+        panels.append(Panel("", "updates", "BLEU by greedy search", (0, 100), bleu))
+    return Curves(title, colours, panels)
 
 
 def main() -> None:
@@ -76,7 +65,7 @@ def main() -> None:
     curves = read_curves(args.log)
     if not curves["train_loss"]:
         raise SystemExit(f"{args.log} holds no training figures; train with --log-format json")
-    draw(curves, args.title, args.svg)
+    draw(picture(curves, args.title), args.svg)
 
 
 if __name__ == "__main__":

@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import fcntl
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from lightseq_fairseq import fairseq_compat
+from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.result_rows import current_commit, write
 
 Row = dict[str, Any]
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "scripts"))
-
-from result_rows import current_commit, write  # noqa: E402
 
 
 def circumstances() -> Row:
     """What every row says of the code and the machine."""
+    try:
+        commit = current_commit()
+    except UserError as error:
+        sys.exit(str(error))
     return {
-        "commit": current_commit(),
+        "commit": commit,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
@@ -60,17 +60,11 @@ def write_row(row: Row, results: Path) -> None:
     Two runs that finish at the same moment both get their row in.
     """
     results.parent.mkdir(parents=True, exist_ok=True)
-    folder = os.open(results.parent, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+    with FileLock(f"{results}.lock"):
         rows = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
         rows = [other for other in rows if _key(other) != _key(row)]
         rows = sorted([*rows, row], key=_key)
-        partial = results.with_name(results.name + ".partial")
-        write(rows, partial)
-        os.replace(partial, results)
-    finally:
-        os.close(folder)  # releases the lock
+        write(rows, results)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Times every op, forward and backward, against plain torch, torch.compile and library kernels.
 
-    python scripts/bench_ops.py [--only REGEX] [--tokens 4096,16384] [--dtypes bf16,fp32]
+    python -m scripts.bench_ops [--only REGEX] [--tokens 4096,16384] [--dtypes bf16,fp32]
                                 [--systems ours,library] [--output scripts/results/ops-h200.json]
 
 What is compared is in `bench_ops_cases`. How it is timed:
@@ -30,10 +30,11 @@ from typing import Any
 
 import torch
 import torch._functorch.config
-from bench_ops_cases import Case, Sizes, cases
-from result_rows import current_commit, write
 
-from lightseq_fairseq import library
+from lightseq_fairseq import library, result_rows
+from lightseq_fairseq.errors import UserError
+
+from .bench_ops_cases import Case, Sizes, cases
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SYSTEMS = ("ours", "eager", "compile", "library", "apex")
@@ -129,18 +130,17 @@ def rows_of(case: Case, name: str, systems: Sequence[str], copy: float, about: R
 def table(rows: Sequence[Row]) -> list[str]:
     """The rows to read: a line a case, milliseconds of every system, rates of ours."""
     present = [system for system in SYSTEMS if any(row["system"] == system for row in rows)]
-    width = max(len(row["case"]) for row in rows)
-    head = [f"{system + ' ms':>11}" for system in present]
-    lines = [f"{'case':{width}}" + "".join(head) + f"{'GB/s':>8}{'copy':>6}{'TFLOP/s':>9}"]
     by_case: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_case.setdefault(row["case"], {})[row["system"]] = row
+    lines = []
     for name, systems in by_case.items():
         first = next(iter(systems.values()))
-        cells = [f"{systems[s]['ms']:11.4f}" if s in systems else " " * 11 for s in present]
-        rate = f"{first['gb_per_s']:8.0f}{first['copy_share']:6.0%}{first.get('tflops', ''):>9}"
-        lines.append(f"{name:{width}}" + "".join(cells) + rate)
-    return lines
+        times = [f"{systems[s]['ms']:.4f}" if s in systems else "" for s in present]
+        rate = f"{first['gb_per_s']:.0f}", f"{first['copy_share']:.0%}"
+        lines.append([name, *times, *rate, str(first.get("tflops", ""))])
+    head = ["case", *(f"{system} ms" for system in present), "GB/s", "copy", "TFLOP/s"]
+    return result_rows.table(head, lines)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -177,7 +177,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args, begin = parse(), time.monotonic()
-    commit = current_commit()
+    commit = result_rows.current_commit()
+    result_rows.tabulate()
     if not torch.cuda.is_available():
         sys.exit("bench_ops: torch sees no GPU here")
     if references := library.load().references:
@@ -204,8 +205,8 @@ def main() -> None:
             if args.only.search(name):
                 print(f"{time.monotonic() - begin:6.1f} s {name}", file=sys.stderr, flush=True)
                 rows += rows_of(case, name, args.systems, copy, about)
-                if args.output:
-                    write(rows, args.output)  # so that a run that is cut off leaves what it has
+                if args.output:  # at once, so that a run that is cut off leaves what it has
+                    result_rows.write(rows, args.output)
     if not rows:
         sys.exit(f"bench_ops: no case is called {args.only.pattern!r}")
     print(*table(rows), sep="\n")
@@ -214,4 +215,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"bench_ops: {error}")

@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any
+
+from lightseq_fairseq.result_rows import table
+
+from .plots import FAIRSEQ, FAIRSEQ_PALE, OURS, OURS_PALE, Curves, Panel, gpus
 
 Rows = list[dict[str, Any]]
 
@@ -15,8 +19,8 @@ MODELS = {
 }
 # system -> its name, colour of its losses in validation and, paler, in training
 SYSTEMS = {
-    "lightseq": ("`lightseq-train`", "#1f6fb4", "#8ebbe0"),
-    "fairseq": ("fairseq, cuDNN attention off", "#555555", "#b8b8b8"),
+    "lightseq": ("`lightseq-train`", OURS, OURS_PALE),
+    "fairseq": ("fairseq, cuDNN attention off", FAIRSEQ, FAIRSEQ_PALE),
 }
 
 
@@ -37,11 +41,7 @@ def level(rows: Iterable[dict[str, Any]]) -> float:
 
 def convergence_table(rows: Rows) -> list[str]:
     """BLEU and last validation loss of each model and system, and how soon it got there."""
-    lines = [
-        "| model | system | seeds | updates | BLEU | last validation loss | training, to that BLEU "
-        "and loss | time to a validation loss of |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for case, systems in cases(rows):
         model, _, precision = case.partition("/")
         goal = level(row for its in systems.values() for row in its)
@@ -60,7 +60,9 @@ def convergence_table(rows: Rows) -> list[str]:
                 f"{goal:.2f}: {mean(point[1] for point in reached):.0f} s, "
                 f"{mean(point[0] for point in reached):.0f} updates",
             ]
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(cells)
+    head = ["model", "system", "seeds", "updates", "BLEU", "last validation loss",
+            "training, to that BLEU and loss", "time to a validation loss of"]  # fmt: skip
     common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
     signatures = sorted({f"sacrebleu `{row['signature']}`" for row in rows if row["bleu"]})
     scored = (
@@ -71,7 +73,7 @@ def convergence_table(rows: Rows) -> list[str]:
         f"{MODELS[case.split('/')[0]]}, {_company(its)}" for case, its in cases(rows)
     )
     return [
-        *lines,
+        *table(head, lines, 2, "pipe"),
         "",
         f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
         f"{', '.join(commit[:10] for commit in common['commit'])}; means over the "
@@ -96,88 +98,33 @@ def _range(values: list[float], digits: int, unit: str = "") -> str:
     return f"{middle}{unit}" + f" ({least} to {most})" * (least != most)
 
 
-class Line(NamedTuple):
-    """A curve through (x, loss), its colour, and its tooltip."""
-
-    points: list[tuple[float, float]]
-    colour: str
-    title: str
-
-
-def convergence_plot(rows: Rows) -> str:
-    """SVG: losses of the big layers over updates; of the small model over time, validation only."""
-    panels: list[str] = []
+def convergence_plot(rows: Rows) -> Curves:
+    """Losses of the big layers over updates; of the small model over time, validation only."""
+    panels = []
     for case, systems in cases(rows):
         big = case.startswith("t2t_big")
-        lines = []
-        for kind, shade in (("train", 2), ("valid", 1)) if big else (("valid", 1),):
-            for system, its in reversed(systems.items()):  # ours on top
-                for row in its:
-                    points = [
-                        (update if big else seconds, loss)
-                        for update, seconds, loss in row[f"{kind}_curve"]
-                    ]
-                    title = f"{system}, seed {row['seed']}, {kind}"
-                    lines.append(Line(points, SYSTEMS[system][shade], title))
-        title = f"{case}: {'training (pale) and validation' if big else 'validation'} loss"
-        left = 420 * len(panels)
-        panels.append(
-            f'<g transform="translate({left})">\n'
-            + "\n".join(panel(title, "updates" if big else "seconds", lines))
-            + "\n</g>"
-        )
-    legend = [
-        f'<text x="{40 + 420 * place}" y="16" fill="{colour}">{name.strip("`")}</text>'
-        for place, (name, colour, _) in enumerate(SYSTEMS.values())
-    ]
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{420 * len(panels) + 20}" height="340" '
-        'font-family="sans-serif" font-size="12">'
-    )
-    white = '<rect width="100%" height="100%" fill="white"/>'
-    return "\n".join([head, white, *legend, *panels, "</svg>"]) + "\n"
+        curves = [
+            (in_words(system, kind), [(update if big else seconds, loss)
+                                      for update, seconds, loss in row[f"{kind}_curve"]])
+            for kind in (("train", "valid") if big else ("valid",))
+            for system, its in reversed(systems.items())  # ours on top
+            for row in its
+        ]  # fmt: skip
+        least = min(loss for _, points in curves for _, loss in points)
+        limits = math.floor(least), math.ceil(2 * least)
+        shown = [(name, [p for p in points if p[1] <= limits[1]]) for name, points in curves]
+        model, _, precision = case.partition("/")
+        across = "updates" if big else "seconds"
+        title = f"{MODELS[model]}, {precision}"
+        panels.append(Panel(title, across, "loss, bits a target token", limits, shown))
+    colours = {
+        in_words(system, kind): colour
+        for system, (_, *its) in SYSTEMS.items()
+        for kind, colour in zip(("valid", "train"), its)
+    }
+    return Curves(f"Losses on Multi30k, one curve for each seed, {gpus(rows)}", colours, panels)
 
 
-def panel(title: str, unit: str, lines: list[Line]) -> Iterator[str]:
-    """Axes and curves, 420 wide; what is above twice the least loss is left out."""
-    left, top, width, height = 40, 56, 360, 240
-    losses = [loss for line in lines for _, loss in line.points]
-    low = math.floor(min(losses))
-    high = math.ceil(2 * min(losses))
-    last = max(x for line in lines for x, _ in line.points)
-    x_step = next(
-        step
-        for power in range(9)
-        for step in (10**power, 2 * 10**power, 5 * 10**power)
-        if last <= 6 * step
-    )
-    x_scale, y_scale = width / max(last, 1), height / (high - low)
-
-    def across(x: float) -> float:
-        return left + x * x_scale
-
-    def down(loss: float) -> float:
-        return top + (high - loss) * y_scale
-
-    yield f'<text x="{left}" y="{top - 14}">{title}</text>'
-    for tick in range(low, high + 1):
-        y = down(tick)
-        yield f'<path d="M{left} {y:.1f}h{width}" stroke="#ddd"/>'
-        yield f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#666">{tick}</text>'
-    for tick in range(0, int(last) + 1, x_step):
-        yield (
-            f'<text x="{across(tick):.1f}" y="{top + height + 16}" text-anchor="middle" '
-            f'fill="#666">{tick}</text>'
-        )
-    yield (
-        f'<text x="{left + width}" y="{top + height + 32}" text-anchor="end" fill="#666">{unit}'
-        "</text>"
-    )
-    for line in lines:
-        points = " ".join(
-            f"{across(x):.1f},{down(loss):.1f}" for x, loss in line.points if loss <= high
-        )
-        yield (
-            f'<polyline points="{points}" fill="none" stroke="{line.colour}" stroke-width="1.2">'
-            f"<title>{line.title}</title></polyline>"
-        )
+def in_words(system: str, kind: str) -> str:
+    name = SYSTEMS[system][0].strip("`")
+    return f"{name}: {'validation' if kind == 'valid' else 'training'}"

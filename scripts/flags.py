@@ -1,6 +1,6 @@
 """Writes docs/flags.md: what becomes of every setting of fairseq's four commands.
 
-    python scripts/flags.py [--check]
+    python -m scripts.flags [--check]
 
 The settings are read from fairseq's own parsers (task translation), the answers from where they
 are given: what the arch, the optimizer and the captured step do not cover, and ``cli/flags.py``.
@@ -231,7 +231,7 @@ def main() -> int:
     if TABLE.is_file() and TABLE.read_text() == expected:
         return 0
     if check:
-        print(f"{TABLE.name} is stale: run python scripts/flags.py", file=sys.stderr)
+        print(f"{TABLE.name} is stale: run python -m scripts.flags", file=sys.stderr)
         return 1
     TABLE.parent.mkdir(exist_ok=True)
     TABLE.write_text(expected)

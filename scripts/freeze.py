@@ -2,8 +2,8 @@
 """What a checkout does, bit by bit, so that two of them can be compared: nothing may change in a
 refactoring.
 
-    python scripts/freeze.py --out A            # in the checkout before
-    python scripts/freeze.py --out B --from A   # after: also goes on from A's checkpoints
+    python -m scripts.freeze --out A            # in the checkout before
+    python -m scripts.freeze --out B --from A   # after: also goes on from A's checkpoints
     diff -r A/frozen B/frozen
 
 Everything is run by the public commands of the checkout that this file lies in, on a corpus made

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from bar_chart import Bar, bar_chart
+from lightseq_fairseq.result_rows import table
+
+from .plots import FAIRSEQ, OTHERS, OURS, Bars, gpus
 
 Rows = list[dict[str, Any]]
 
 GENERATE_PLOT = "scripts/results/generate-h200.svg"
+MODELS = {
+    "t2t_big": "Transformer big",
+    "12e12d": "Transformer big, 12+12 layers",
+    "24e24d": "Transformer big, 24+24 layers",
+    "base": "Transformer base",
+    "iwslt": "Transformer iwslt",
+}
 SYSTEMS = {
-    "ours": ("`lightseq-generate`", "#1f6fb4"),
-    "ctranslate2": ("CTranslate2", "#7fb2d9"),
-    "fairseq_no_cudnn": ("fairseq, cuDNN attention off", "#a8a8a8"),
+    "ours": ("`lightseq-generate`", OURS),
+    "ctranslate2": ("CTranslate2", OTHERS),
+    "fairseq_no_cudnn": ("fairseq, cuDNN attention off", FAIRSEQ),
 }
 
 
@@ -26,26 +35,24 @@ def cases(rows: Rows) -> dict[str, dict[str, dict[str, Any]]]:
 
 def generate_table(rows: Rows) -> list[str]:
     """Speed, latency and memory of each system in each case."""
-    lines = [
-        "| case | system | sentences/s | tokens/s | x fairseq | decode s | ms a batch p50, p99 | "
-        "GiB | load s | first pass s |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for case, systems in cases(rows).items():
         fairseq = systems.get("fairseq_no_cudnn")
         for system, row in systems.items():
             ratio = f"{row['sentences_per_s'] / fairseq['sentences_per_s']:.1f}" if fairseq else ""
-            lines.append(
-                f"| `{case}` | {SYSTEMS[system][0]} | {row['sentences_per_s']:.0f} | "
-                f"{row['tokens_per_s']} | {ratio} | {row['decode_s']:.3f} | {row['p50_ms']:.1f}, "
-                f"{row['p99_ms']:.1f} | {row['peak_gib']:.1f} | {row['load_s']:.1f} | "
-                f"{row['first_s']:.2f} |"
-            )
+            lines.append([
+                f"`{case}`", SYSTEMS[system][0], f"{row['sentences_per_s']:.0f}",
+                str(row["tokens_per_s"]), ratio, f"{row['decode_s']:.3f}",
+                f"{row['p50_ms']:.1f}, {row['p99_ms']:.1f}", f"{row['peak_gib']:.1f}",
+                f"{row['load_s']:.1f}", f"{row['first_s']:.2f}",
+            ])  # fmt: skip
+    head = ["case", "system", "sentences/s", "tokens/s", "x fairseq", "decode s",
+            "ms a batch p50, p99", "GiB", "load s", "first pass s"]  # fmt: skip
     common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
     tokens = sorted({row["max_tokens"] for row in rows if "/btokens/" in row["case"]})
     by_tokens = f"; `btokens`: at most {', '.join(map(str, tokens))} source tokens" * bool(tokens)
     return [
-        *lines,
+        *table(head, lines, 2, "pipe"),
         "",
         f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
         f"{', '.join(commit[:10] for commit in common['commit'])}; case: model, sentences of a "
@@ -58,11 +65,7 @@ def generate_table(rows: Rows) -> list[str]:
 
 def generate_by_case(rows: Rows) -> list[str]:
     """A line for each case: sentences a second of each system, and how much faster ours is."""
-    lines = [
-        "| case | `lightseq-generate`, sentences/s | CTranslate2 | fairseq | times as fast as "
-        "fairseq | ms a batch p50, p99 | GiB |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for case, systems in cases(rows).items():
         speeds = {name: row["sentences_per_s"] for name, row in systems.items()}
         fairseq = speeds.get("fairseq_no_cudnn")
@@ -70,24 +73,39 @@ def generate_by_case(rows: Rows) -> list[str]:
         cells = [f"{speeds[name]:.0f}" if name in speeds else "" for name in SYSTEMS]
         cells.append(f"{speeds['ours'] / fairseq:.1f}" if fairseq else "")
         cells += [f"{ours['p50_ms']:.1f}, {ours['p99_ms']:.1f}", f"{ours['peak_gib']:.1f}"]
-        lines.append(f"| `{case}` | {' | '.join(cells)} |")
+        lines.append([f"`{case}`", *cells])
+    head = ["case", "`lightseq-generate`, sentences/s", "CTranslate2", "fairseq",
+            "times as fast as fairseq", "ms a batch p50, p99", "GiB"]  # fmt: skip
     gpus = sorted({f"{row['gpu']}; torch {row['torch']}" for row in rows})
-    return [*lines, "", f"{'; '.join(gpus)}; case: model, sentences of a batch, beam, precision."]
+    below = f"{'; '.join(gpus)}; case: model, sentences of a batch, beam, precision."
+    return [*table(head, lines, 1, "pipe"), "", below]
 
 
-def generate_plot(rows: Rows) -> str:
-    """SVG: sentences a second of each system, in each case as a share of the fastest."""
-    groups: dict[str, list[Bar | None]] = {}
+def generate_plot(rows: Rows) -> Bars:
+    """Sentences a second of each system, in each case as a share of the fastest."""
+    groups = {}
     for case, systems in cases(rows).items():
         fastest = max(row["sentences_per_s"] for row in systems.values())
-        groups[case] = [
-            Bar(
+        groups[in_words(case, next(iter(systems.values())))] = {
+            SYSTEMS[system][0].strip("`"): (
                 row["sentences_per_s"] / fastest,
-                SYSTEMS[system][1],
-                f"{system} {row['sentences_per_s']:.0f}",
-                f"{SYSTEMS[system][0]}: {row['sentences_per_s']}",
+                f"{row['sentences_per_s']:.0f}",
             )
             for system, row in systems.items()
-        ]
-    ticks = {percent: f"{percent}%" for percent in (0, 25, 50, 75, 100)}
-    return bar_chart("sentences a second, as share of the fastest system's", groups, ticks)
+        }
+    return Bars(
+        title=f"Translation speed, {gpus(rows)}",
+        axis="share of the fastest system's; the numbers are sentences a second",
+        percent=True,
+        colours={name.strip("`"): colour for name, colour in SYSTEMS.values()},
+        groups=groups,
+    )
+
+
+def in_words(case: str, row: dict[str, Any]) -> str:
+    """ "t2t_big/b32/beam4/bf16" -> "Transformer big, 32 sentences at once, beam 4, bf16"."""
+    model, batch, beam, precision = case.split("/")
+    size = f"{batch.removeprefix('b')} sentence{'s' * (batch != 'b1')}"
+    if "tokens" in batch:
+        size = f"{row['max_tokens']} tokens"
+    return f"{MODELS[model]}, {size} at once, {beam.replace('beam', 'beam ')}, {precision}"

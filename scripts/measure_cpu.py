@@ -1,42 +1,32 @@
 #!/usr/bin/env python3
 """Measures what needs no GPU: parity in float64, time of steps and of translations, packing.
 
-    OMP_NUM_THREADS=1 python scripts/measure_cpu.py
+    PYTHONPATH=tests:tests/bench:tests/training OMP_NUM_THREADS=1 python -m scripts.measure_cpu
 
 Writes scripts/results/cpu.json. Takes a minute; the figures of parity and step are those of the
-tests' own functions.
+tests' own functions, hence PYTHONPATH.
 """
 
 from __future__ import annotations
 
 import datetime
 import random
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import helpers.parity as parity  # prepares fairseq
 import numpy as np
+import test_cpu_speed as speed
 import torch
-from result_rows import current_commit, write
+from fairseq.data import Dictionary, LanguagePairDataset, data_utils, indexed_dataset
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "bench")]
+from lightseq_fairseq.packing import Granularity
+from lightseq_fairseq.result_rows import current_commit, write
+from lightseq_fairseq.training.batch import PackingPairs
 
-import helpers.parity as parity  # noqa: E402
-import test_cpu_speed as speed  # noqa: E402
-from fairseq.data import (  # noqa: E402
-    Dictionary,
-    LanguagePairDataset,
-    data_utils,
-    indexed_dataset,
-)
-
-from lightseq_fairseq.packing import Granularity  # noqa: E402
-from lightseq_fairseq.training.batch import PackingPairs  # noqa: E402
-
-RESULTS = ROOT / "scripts" / "results" / "cpu.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "cpu.json"
 
 
 def parity_rows(folder: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures what saving a checkpoint costs training: seconds that updates around a save take more.
 
-    python scripts/measure_saves.py --folder /tmp/saves -- --arch ls_transformer_wmt_en_de_big_t2t
+    python -m scripts.measure_saves --folder /tmp/saves -- --arch ls_transformer_wmt_en_de_big_t2t
 
 trains on the benchmark's random corpus, which it writes to the folder, and saves every 600 updates.
 The time of the 50 updates from a save on is compared with that of the 50 before it. What stands

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from bar_chart import Bar, bar_chart
+from lightseq_fairseq.result_rows import table
+
+from .plots import OTHERS, OURS, Bars, gpus
 
 Rows = list[dict[str, Any]]
 
@@ -12,7 +14,18 @@ Rows = list[dict[str, Any]]
 OPS_SIZE, ADAM_SIZE = "T16384", "N217M"
 OPS_PLOT = "scripts/results/ops-h200.svg"
 PRODUCTS = "linear", "relu_linear"  # bound by arithmetic, as attention is
-OPS_COLOURS = {"ours": "#1f6fb4", "compile": "#c4c4c4"}
+PLOTTED = {"ours": ("lightseq-fairseq", OURS), "compile": ("torch.compile", OTHERS)}
+# For the plot's readers; the table has the names of the code.
+WORDS = {
+    "dropout_residual_layer_norm": "dropout + residual + LayerNorm",
+    "bias_activation_dropout": "bias + activation + dropout",
+    "adam_norm": "Adam: norm of the gradient",
+    "adam_step": "Adam: update",
+    "(long)": "(long sentences)",
+    "_fwd": ", forward",
+    "_bwd": ", backward",
+    "_": " ",
+}
 
 
 def op_cases(rows: Rows, precision: str = "bf16") -> dict[str, dict[str, dict[str, Any]]]:
@@ -65,10 +78,7 @@ def op_table(rows: Rows) -> list[str]:
 
     Below stands what the rows that are not shown would say against it.
     """
-    lines = [
-        "| op | ms | GB/s | of a copy | x eager | x torch.compile | x library |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for op, systems in op_cases(rows).items():
         ours = systems["ours"]
         cells = [f"`{op}`", f"{ours['ms']:.3f}", f"{ours['gb_per_s']:.0f}"]
@@ -78,10 +88,11 @@ def op_table(rows: Rows) -> list[str]:
             cells.append("" if ratio is None else f"{ratio:.2f}")
             if system == "compile" and ratio is not None and ratio < 1:
                 cells[-1] = f"**{ratio:.2f}, slower**"
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(cells)
+    head = ["op", "ms", "GB/s", "of a copy", "x eager", "x torch.compile", "x library"]
     common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
     return [
-        *lines,
+        *table(head, lines, 1, "pipe"),
         "",
         f"{slower_elsewhere(rows)} {least_shares(rows)}",
         "",
@@ -92,17 +103,31 @@ def op_table(rows: Rows) -> list[str]:
     ]
 
 
-def op_plot(rows: Rows) -> str:
-    """SVG: which share of the copy bandwidth the memory-bound ops reach, ours and compiled."""
-    groups: dict[str, list[Bar | None]] = {}
+def op_plot(rows: Rows) -> Bars:
+    """Which share of the copy bandwidth the memory-bound ops reach, ours and compiled."""
+    groups = {}
     for op, systems in op_cases(rows).items():
         if not op.startswith(PRODUCTS):
             shares = {system: row["copy_share"] for system, row in systems.items()}
-            groups[op] = [
-                Bar(shares[s], colour, f"{s} {shares[s]:.0%}", f"{s} {shares[s]:.1%}")
-                if s in shares
-                else None
-                for s, colour in OPS_COLOURS.items()
-            ]
-    ticks = {percent: f"{percent}%" for percent in (0, 25, 50, 75, 100)}
-    return bar_chart("least bytes over time, as share of a copy", groups, ticks)
+            groups[in_words(op)] = {
+                name: (shares[system], f"{shares[system]:.0%}")
+                for system, (name, _) in PLOTTED.items()
+                if system in shares
+            }
+    return Bars(
+        title=f"Memory-bound ops, {gpus(rows)}",
+        axis="least bytes that an op has to move, in a second, as share of a plain copy",
+        percent=True,
+        colours=dict(PLOTTED.values()),
+        groups=groups,
+    )
+
+
+def in_words(op: str) -> str:
+    """ "attention_fwd.self" -> "attention (self), forward"."""
+    op, _, variant = op.partition(".")
+    if variant:
+        op = op.replace("_fwd", f" ({variant})_fwd").replace("_bwd", f" ({variant})_bwd")
+    for name, words in WORDS.items():
+        op = op.replace(name, words)
+    return op

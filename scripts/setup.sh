@@ -54,7 +54,7 @@ wanted=$(cat setup.cfg setup.py pyproject.toml; pwd)
 if [ "$wanted" != "$(cat "$stamp" 2>/dev/null)" ]; then
     echo "setup: lightseq_fairseq and what it needs"
     # Without LIGHTSEQ_BUILD: pip builds in an environment that has no torch; the kernels are next.
-    env -u LIGHTSEQ_BUILD "$python" -m pip install --quiet --editable '.[fairseq,export,examples,test]'
+    env -u LIGHTSEQ_BUILD "$python" -m pip install --quiet --editable '.[fairseq,export,bench,docs,examples,test]'
     echo "$wanted" >"$stamp"
 fi
 

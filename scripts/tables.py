@@ -1,11 +1,11 @@
 """Writes the tables of measured figures into the documents, and the plots, from the result files.
 
-    python scripts/tables.py [--check]
+    python -m scripts.tables [--check]
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``: what users ask first in the
 README, the rest in docs/measured.md. ``TABLES`` names their files.
 Without its result file, a table's place is left as it is. ``--check`` writes nothing and fails
-when a table or a plot differs from what its file gives.
+when a table, or what a plot shows, differs from what its file gives.
 """
 
 from __future__ import annotations
@@ -16,30 +16,28 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from bar_chart import Bar, bar_chart
-from convergence_tables import convergence_plot, convergence_table
-from generate_tables import (
-    GENERATE_PLOT,
-    generate_by_case,
-    generate_plot,
-    generate_table,
-)
-from op_tables import OPS_PLOT, op_plot, op_table
-from translation_tables import translation_table
+from lightseq_fairseq.result_rows import table
+
+from . import plots
+from .convergence_tables import convergence_plot, convergence_table
+from .generate_tables import GENERATE_PLOT, MODELS, generate_by_case, generate_plot, generate_table
+from .op_tables import OPS_PLOT, op_plot, op_table
+from .plots import FAIRSEQ, FAIRSEQ_PALE, FAIRSEQ_TOO, OTHERS, OURS, OURS_TOO, Bars, Curves
+from .translation_tables import translation_table
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = "README.md", "docs/measured.md"
 TRAIN_PLOT = "scripts/results/train-h200.svg"
 CONVERGENCE = "scripts/results/convergence-h200.json"
 TRAIN_SYSTEMS = {
-    "ours": ("`lightseq-train`", "#1f6fb4"),
-    "ours_packed": ("`lightseq-train --pack-tokens`", "#4b93cc"),
-    "torch_compile": ("packed PyTorch, torch.compile, CUDA graphs", "#7fb2d9"),
-    "fairseq_no_cudnn_apex": ("fairseq + apex, cuDNN attention off", "#8c8c8c"),
-    "fairseq_no_cudnn": ("fairseq, cuDNN attention off", "#a8a8a8"),
-    "fairseq": ("fairseq as it comes", "#c4c4c4"),
+    "ours": ("`lightseq-train`", OURS),
+    "ours_packed": ("`lightseq-train --pack-tokens`", OURS_TOO),
+    "torch_compile": ("packed PyTorch, torch.compile, CUDA graphs", OTHERS),
+    "fairseq_no_cudnn_apex": ("fairseq + apex, cuDNN attention off", FAIRSEQ_TOO),
+    "fairseq_no_cudnn": ("fairseq, cuDNN attention off", FAIRSEQ),
+    "fairseq": ("fairseq as it comes", FAIRSEQ_PALE),
 }
 PARTS = {
     "gemm": "GEMM", "attention": "attention", "elementwise": "elementwise",
@@ -51,17 +49,17 @@ SYSTEMS = {"lightseq": "`lightseq-train`", "fairseq": "fairseq (same flags, `--n
 
 def bleu_table(rows: list[dict[str, Any]]) -> list[str]:
     """BLEU, updates and training time of each run; machine and signature below."""
-    lines = ["| system | seed | BLEU | updates | training |", "|---|---|---|---|---|"]
+    lines = []
     for row in sorted(rows, key=lambda row: (row["seed"], row["system"] != "lightseq")):
-        lines.append(
-            f"| {SYSTEMS[row['system']]} | {row['seed']} | {row['bleu']:.2f} | {row['updates']} | "
-            f"{row['train_seconds']:.0f} s |"
-        )
+        lines.append([
+            SYSTEMS[row["system"]], str(row["seed"]), f"{row['bleu']:.2f}", str(row["updates"]),
+            f"{row['train_seconds']:.0f} s",
+        ])  # fmt: skip
     common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "signature")}
     commits = sorted({row["commit"][:10] for row in rows})
     gpus = ["two CPU cores" if gpu == "none" else gpu for gpu in common["gpu"]]
     return [
-        *lines,
+        *table(["system", "seed", "BLEU", "updates", "training"], lines, 1, "pipe"),
         "",
         f"{', '.join(gpus)}; torch {', '.join(common['torch'])}; commit {', '.join(commits)}; "
         f"sacrebleu `{'`, `'.join(common['signature'])}`.",
@@ -84,35 +82,31 @@ def train_cases(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any
 
 def train_table(rows: list[dict[str, Any]]) -> list[str]:
     """Speed of each system in each case; below, the parts of our step."""
-    lines = [
-        "| case | system | target tokens/s | x fairseq | ms a step (p20-p80) | GPU busy | of the "
-        "floor | GiB of the GPU | first 100 updates | warm-up |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines, parts = [], []
     ours = [row["part_ms"] for row in rows if row["system"] == "ours"]
     shown = {part: name for part, name in PARTS.items() if any(ms.get(part) for ms in ours)}
-    parts = [f"| our step, ms | {' | '.join(shown.values())} |", "|---|" + "---|" * len(shown)]
     for case, systems in train_cases(rows).items():
         fairseq = [row["tokens_per_s"] for name, row in systems.items() if "fairseq" in name]
         for system, row in systems.items():
             compares = fairseq and system != "ours_packed"
             ratio = f"{row['tokens_per_s'] / max(fairseq):.2f}" if compares else ""
             first = "" if row["first_100_s"] is None else f"{row['first_100_s']:.1f} s"
-            lines.append(
-                f"| `{case}` | {TRAIN_SYSTEMS[system][0]} | {row['tokens_per_s'] / 1e3:.0f}k | "
-                f"{ratio} | {row['ms_per_step']:.1f} ({row['ms_p20']:.1f}-{row['ms_p80']:.1f}) | "
-                f"{row['gpu_busy']:.0%} | {row['floor_share']:.0%} | {row['peak_gib']:.1f} | "
-                f"{first} | {row['warm_up']} |"
-            )
+            lines.append([
+                f"`{case}`", TRAIN_SYSTEMS[system][0], f"{row['tokens_per_s'] / 1e3:.0f}k", ratio,
+                f"{row['ms_per_step']:.1f} ({row['ms_p20']:.1f}-{row['ms_p80']:.1f})",
+                f"{row['gpu_busy']:.0%}", f"{row['floor_share']:.0%}", f"{row['peak_gib']:.1f}",
+                first, str(row["warm_up"]),
+            ])  # fmt: skip
         if "ours" in systems:
             part_ms = systems["ours"]["part_ms"]
-            cells = [f"{part_ms.get(part, 0.0):.2f}" for part in shown]
-            parts.append(f"| `{case}` | {' | '.join(cells)} |")
+            parts.append([f"`{case}`", *(f"{part_ms.get(part, 0.0):.2f}" for part in shown)])
+    head = ["case", "system", "target tokens/s", "x fairseq", "ms a step (p20-p80)", "GPU busy",
+            "of the floor", "GiB of the GPU", "first 100 updates", "warm-up"]  # fmt: skip
     common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
     return [
-        *lines,
+        *table(head, lines, 2, "pipe"),
         "",
-        *parts,
+        *table(["our step, ms", *shown.values()], parts, 1, "pipe"),
         "",
         f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
         f"{', '.join(commit[:10] for commit in common['commit'])}; case: model, max-tokens "
@@ -128,12 +122,7 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
 
 def train_by_case(rows: list[dict[str, Any]]) -> list[str]:
     """A line for each case that fairseq was measured in: its fastest system, and ours."""
-    lines = [
-        "| case | `lightseq-train`, target tokens/s | fairseq | times as fast | ms a step | GiB | "
-        "fairseq's |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    shown = []
+    lines, shown = [], []
     for case, systems in train_cases(rows).items():
         native = [row for name, row in systems.items() if "fairseq" in name]
         if not native or "ours" not in systems:
@@ -141,49 +130,63 @@ def train_by_case(rows: list[dict[str, Any]]) -> list[str]:
         ours, fairseq = systems["ours"], max(native, key=lambda row: row["tokens_per_s"])
         shown += [ours, fairseq]
         speed, native_speed = ours["tokens_per_s"], fairseq["tokens_per_s"]
-        lines.append(
-            f"| `{case}` | {speed / 1e3:.0f}k | {native_speed / 1e3:.0f}k | "
-            f"{speed / native_speed:.1f} | {ours['ms_per_step']:.1f} | {ours['peak_gib']:.1f} | "
-            f"{fairseq['peak_gib']:.1f} |"
-        )
+        lines.append([
+            f"`{case}`", f"{speed / 1e3:.0f}k", f"{native_speed / 1e3:.0f}k",
+            f"{speed / native_speed:.1f}", f"{ours['ms_per_step']:.1f}", f"{ours['peak_gib']:.1f}",
+            f"{fairseq['peak_gib']:.1f}",
+        ])  # fmt: skip
+    head = ["case", "`lightseq-train`, target tokens/s", "fairseq", "times as fast", "ms a step",
+            "GiB", "fairseq's"]  # fmt: skip
     gpus = sorted({f"{row['gpu']}; torch {row['torch']}" for row in shown})
     return [
-        *lines,
+        *table(head, lines, 1, "pipe"),
         "",
         f"{'; '.join(gpus)}; case: model, max-tokens of a GPU, precision; `t2t_big` is "
         "`ls_transformer_wmt_en_de_big_t2t`, `12e12d` the same with 12 layers each.",
     ]
 
 
-def train_plot(rows: list[dict[str, Any]]) -> str:
-    """SVG: target tokens a second of each system in each case."""
-    full = -(-max(row["tokens_per_s"] for row in rows) // 100_000) * 100_000
-    groups: dict[str, list[Bar | None]] = {}
-    for case, systems in train_cases(rows).items():
-        groups[case] = [
-            Bar(
-                row["tokens_per_s"] / full,
-                TRAIN_SYSTEMS[system][1],
-                f"{system} {row['tokens_per_s'] / 1e3:.0f}k",
-                f"{TRAIN_SYSTEMS[system][0]}: {row['tokens_per_s']}",
+def train_plot(rows: list[dict[str, Any]]) -> Bars:
+    """Target tokens a second of each system in each case."""
+    groups = {
+        in_words(case): {
+            TRAIN_SYSTEMS[system][0].strip("`"): (
+                row["tokens_per_s"],
+                f"{row['tokens_per_s'] / 1e3:.0f}k",
             )
             for system, row in systems.items()
-        ]
-    ticks = {percent: f"{full * percent / 1e5:.0f}k" for percent in (0, 25, 50, 75, 100)}
-    return bar_chart("target tokens a second in training", groups, ticks)
+        }
+        for case, systems in train_cases(rows).items()
+    }
+    measured = {name for bars in groups.values() for name in bars}
+    systems = {name.strip("`"): colour for name, colour in TRAIN_SYSTEMS.values()}
+    return Bars(
+        title=f"Training speed, {plots.gpus(rows)}",
+        axis="target tokens a second; beside the model stands the size of a batch",
+        percent=False,
+        colours={name: colour for name, colour in systems.items() if name in measured},
+        groups=groups,
+    )
+
+
+def in_words(case: str) -> str:
+    """ "t2t_big/4096/bf16" -> "Transformer big, 4096 tokens, bf16"."""
+    model, tokens, precision, *gpus = case.split("/")
+    words = [MODELS[model], f"{tokens} tokens", precision, *(f"{x[1:]} GPUs" for x in gpus)]
+    return ", ".join(words)
 
 
 def check_table(rows: list[dict[str, Any]]) -> list[str]:
     """What each check of gpu_check.sh ran, and what it found."""
-    lines = ["| check | tests | failures | skipped | found |", "|---|---|---|---|---|"]
+    lines = []
     for row in rows:
         found = "; ".join(row.get("summary", []))
         failures = row["failures"] + row["errors"]
         cells = row["case"], row["tests"], failures, row["skipped"], found
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        lines.append([*map(str, cells)])
     common = {key: sorted({row[key] for row in rows}) for key in ("gpu", "torch", "commit")}
     return [
-        *lines,
+        *table(["check", "tests", "failures", "skipped", "found"], lines, 1, "pipe"),
         "",
         f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
         f"{', '.join(commit[:10] for commit in common['commit'])}.",
@@ -201,7 +204,7 @@ TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[str]]]] = {
     "translation": ("scripts/results/translation-h200.json", translation_table),
     "gpu_check": ("scripts/results/gpu-check-h200.json", check_table),
 }
-PLOTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
+PLOTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], Bars | Curves]]] = {
     OPS_PLOT: ("scripts/results/ops-h200.json", op_plot),
     TRAIN_PLOT: ("scripts/results/train-h200.json", train_plot),
     GENERATE_PLOT: ("scripts/results/generate-h200.json", generate_plot),
@@ -238,18 +241,22 @@ def main() -> None:
     if missing:
         sys.exit(f"{' and '.join(DOCUMENTS)} have no place for the tables {', '.join(missing)}")
 
-    files = {document: filled(text) for document, text in texts.items()}
-    for name, (path, render) in PLOTS.items():
-        if (ROOT / path).exists():
-            files[ROOT / name] = render(rows_of(path))
-    for file, content in files.items():
+    for document, text in texts.items():
         if not check:
-            file.write_text(content, encoding="utf-8")
-        elif not file.exists() or file.read_text(encoding="utf-8") != content:
-            sys.exit(
-                f"{file.relative_to(ROOT)} differs from its result file: "
-                "run python scripts/tables.py"
-            )
+            document.write_text(filled(text), encoding="utf-8")
+        elif text != filled(text):
+            stale(document)
+    for name, (path, picture_of) in PLOTS.items():
+        if (ROOT / path).exists():
+            picture = picture_of(rows_of(path))
+            if not check:
+                plots.draw(picture, ROOT / name)
+            elif not plots.is_drawn(picture, ROOT / name):
+                stale(ROOT / name)
+
+
+def stale(file: Path) -> NoReturn:
+    sys.exit(f"{file.relative_to(ROOT)} differs from its result file: run python -m scripts.tables")
 
 
 if __name__ == "__main__":

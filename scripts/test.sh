@@ -10,7 +10,7 @@ bash scripts/setup.sh
 PATH=$PWD/.venv/bin:$PATH
 
 # Commands that fail when a generated file is older than what it is generated from.
-up_to_date=("python scripts/tables.py --check" "python scripts/flags.py --check")
+up_to_date=("python -m scripts.tables --check" "python -m scripts.flags --check")
 
 failed=()
 check() {

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightseq_fairseq.result_rows import table
+
 Rows = list[dict[str, Any]]
 
 
 def translation_table(rows: Rows) -> list[str]:
     """How alike both systems translate in each case, and what validating by BLEU takes."""
     compared = [row for row in rows if "identical_share" in row]
-    lines: list[str] = []
-    if compared:
-        lines += [
-            "| flags | precision | sentences | identical | greatest difference of scores | "
-            "greatest gap where tokens differ | BLEU | fairseq's BLEU |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
+    lines = []
     for row in compared:
         gap = row["greatest_gap_of_a_difference"]
         cells = [
@@ -29,7 +25,9 @@ def translation_table(rows: Rows) -> list[str]:
             f"{row['bleu']:.2f}",
             f"{row['fairseq_bleu']:.2f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(cells)
+    head = ["flags", "precision", "sentences", "identical", "greatest difference of scores",
+            "greatest gap where tokens differ", "BLEU", "fairseq's BLEU"]  # fmt: skip
     notes = []
     if compared:
         signatures = sorted({row["signature"] for row in compared})
@@ -55,8 +53,7 @@ def translation_table(rows: Rows) -> list[str]:
     common = {key: sorted({str(row[key])[:40] for row in rows}) for key in ("gpu", "torch")}
     commits = ", ".join(sorted({row["commit"][:10] for row in rows}))
     return [
-        *lines,
-        *[""] * bool(lines),
+        *([*table(head, lines, 2, "pipe"), ""] if lines else []),
         f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit {commits}; "
         f"{'; '.join(notes)}.",
     ]

@@ -6,13 +6,23 @@ Test processes share the GPU, except in tests marked `alone`, for which all othe
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import IO
 
 import pytest
 import torch
+
+# The packages that `python -m scripts.tables` and its like find in the root, which is not on the
+# path here: beside them lies the package that is tested, without the cli of an installation.
+for _name in ("scripts", "examples"):
+    _file = Path(__file__).resolve().parents[1] / _name / "__init__.py"
+    _spec = importlib.util.spec_from_file_location(_name, _file)
+    assert _spec is not None
+    sys.modules[_name] = importlib.util.module_from_spec(_spec)
 
 LOCK = Path(tempfile.gettempdir()) / f"lightseq-gpu-tests-{os.getuid()}"
 LOCKED = pytest.StashKey[IO[str]]()

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from lightseq_fairseq import result_rows
 from lightseq_fairseq.cli.bench_generate.cases import Case
 from lightseq_fairseq.cli.bench_runs import Row
 
@@ -48,15 +49,15 @@ def _quantile(values: Sequence[float], share: float) -> float:
 def table(rows: Sequence[Row]) -> list[str]:
     """The rows of one case to read, fast first; "ratio" is to fairseq's."""
     fairseq: Any = {row["system"]: row["decode_s"] for row in rows}.get("fairseq_no_cudnn")
+    head = [rows[0]["case"], "sent/s", "tokens/s", "ratio", "decode s", "p50 ms", "p99 ms",
+            "first s", "load s", "GiB"]  # fmt: skip
     lines = [
-        f"{rows[0]['case']:26}{'sent/s':>10}{'tokens/s':>10}{'ratio':>7}{'decode s':>10}"
-        f"{'p50 ms':>9}{'p99 ms':>9}{'first s':>9}{'load s':>8}{'GiB':>7}"
-    ]
-    for row in sorted(rows, key=lambda row: row["decode_s"]):
-        ratio = "" if fairseq is None else f"{fairseq / row['decode_s']:.2f}"
-        lines.append(
-            f"{row['system']:26}{row['sentences_per_s']:10.1f}{row['tokens_per_s']:10}{ratio:>7}"
-            f"{row['decode_s']:10.3f}{row['p50_ms']:9.2f}{row['p99_ms']:9.2f}{row['first_s']:9.2f}"
-            f"{row['load_s']:8.1f}{row['peak_gib']:7.1f}"
-        )
-    return lines
+        [
+            row["system"], f"{row['sentences_per_s']:.1f}", str(row["tokens_per_s"]),
+            "" if fairseq is None else f"{fairseq / row['decode_s']:.2f}",
+            f"{row['decode_s']:.3f}", f"{row['p50_ms']:.2f}", f"{row['p99_ms']:.2f}",
+            f"{row['first_s']:.2f}", f"{row['load_s']:.1f}", f"{row['peak_gib']:.1f}",
+        ]
+        for row in sorted(rows, key=lambda row: row["decode_s"])
+    ]  # fmt: skip
+    return result_rows.table(head, lines)

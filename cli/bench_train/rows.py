@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from lightseq_fairseq import result_rows
 from lightseq_fairseq.cli.bench_runs import Row
 from lightseq_fairseq.cli.bench_train.cases import SYSTEMS, Case
 from lightseq_fairseq.cli.bench_train.corpus import Corpus
@@ -119,19 +120,24 @@ def table(rows: Sequence[Row]) -> list[str]:
     fastest = max(
         (row["tokens_per_s"] for row in rows if row["system"].startswith("fairseq")), default=None
     )
-    lines = [
-        f"{rows[0]['case']:22}{'tokens/s':>10}{'ratio':>7}{'ms':>9}{'p20':>9}{'p80':>9}"
-        f"{'busy':>6}{'floor':>7}{'GiB':>7}{'first 100':>11}"
-    ]
-    for row in sorted(rows, key=lambda row: -row["tokens_per_s"]):
+    ordered = sorted(rows, key=lambda row: -row["tokens_per_s"])
+    head = [rows[0]["case"], "tokens/s", "ratio", "ms", "p20", "p80"]
+    lines = []
+    for row in ordered:
         compares = fastest is not None and not SYSTEMS[row["system"]].pack_tokens
         ratio = f"{row['tokens_per_s'] / fastest:.2f}" if compares else ""
         first = "" if row["first_100_s"] is None else f"{row['first_100_s']:.1f} s"
-        lines.append(
-            f"{row['system']:22}{row['tokens_per_s']:10}{ratio:>7}{row['ms_per_step']:9.2f}"
-            f"{row['ms_p20']:9.2f}{row['ms_p80']:9.2f}{row['gpu_busy']:6.0%}"
-            f"{row['floor_share']:7.0%}{row['peak_gib']:7.1f}{first:>11}"
-        )
-        parts = ", ".join(f"{part} {ms:.2f}" for part, ms in row["part_ms"].items())
-        lines.append(f"    ms by part: {parts}")
-    return lines
+        times = [f"{row[key]:.2f}" for key in ("ms_per_step", "ms_p20", "ms_p80")]
+        shares = [f"{row[key]:.0%}" for key in ("gpu_busy", "floor_share")]
+        lines.append([row["system"], str(row["tokens_per_s"]), ratio, *times, *shares,
+                      f"{row['peak_gib']:.1f}", first])  # fmt: skip
+    parts = list(dict.fromkeys(part for row in ordered for part in row["part_ms"]))
+    by_part = [
+        [row["system"], *(f"{row['part_ms'].get(part, 0.0):.2f}" for part in parts)]
+        for row in ordered
+    ]
+    return [
+        *result_rows.table([*head, "busy", "floor", "GiB", "first 100"], lines),
+        "",
+        *result_rows.table(["ms by part", *parts], by_part),
+    ]

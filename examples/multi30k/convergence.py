@@ -1,6 +1,6 @@
 """Trains with both systems and several seeds, many runs at once, and keeps their curves as rows.
 
-    python examples/multi30k/convergence.py [--jobs N] [--data DIR] [--out DIR]
+    python -m examples.multi30k.convergence [--jobs N] [--data DIR] [--out DIR]
         [--model small|t2t_big] [--seeds N] [--updates N] [-- WORD...]
 
 Two models of run.sh: ``small``, its recipe to the BLEU score, six seeds a system; and
@@ -27,13 +27,11 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..curves import read_records
+from ..record import Row, circumstances, write_row
+from ..side_by_side import Command, run_all
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
-from curves import read_records  # noqa: E402
-from record import Row, circumstances, write_row  # noqa: E402
-from side_by_side import Command, run_all  # noqa: E402
-
 SEEDS = {"small": 6, "t2t_big": 4}
 
 

@@ -13,6 +13,7 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
 system=lightseq
 native=()
 model=small
@@ -64,6 +65,7 @@ case $precision in
 esac
 
 [ -e "$data/bin" ] || bash "$here/prepare.sh" "$data"
+out=$(realpath -m "$out")
 run=$out/$model-$system-seed$seed-$precision
 checkpoints=$run/checkpoints
 mkdir -p "$run"
@@ -85,8 +87,8 @@ if [ ! -e "$run/trained-$updates" ]; then
     touch "$run/trained-$updates"
 fi
 
-python3 "$here/../curves.py" "$run/train.log" "$run/curves.svg" \
-    --title "Multi30k en-de, $model, $system"
+(cd "$root" && python3 -m examples.curves "$run/train.log" "$run/curves.svg" \
+    --title "Multi30k en-de, $model, $system")
 [ -e "$checkpoints/checkpoint_last.pt" ] || exit 0 # --no-save
 
 echo "== $model, $system, seed $seed: averaging, translating, scoring"
@@ -96,7 +98,7 @@ lightseq-generate "$data/bin" ${native[@]+"${native[@]}"} --source-lang en --tar
     --remove-bpe >"$run/generate.log"
 bleu=$(lightseq-score --sys "$run/generate.log" --reference "$data/text/test_2016_flickr.de" \
     --detokenize de --json "$run/bleu.json")
-python3 "$here/../record.py" "$checkpoints/checkpoint_last.pt" "$run/bleu.json" \
+(cd "$root" && python3 -m examples.record "$checkpoints/checkpoint_last.pt" "$run/bleu.json" \
     --results "$out/bleu.json" --case "multi30k en-de test_2016_flickr $precision" \
-    --system "$system" --seed "$seed"
+    --system "$system" --seed "$seed")
 echo "$bleu"

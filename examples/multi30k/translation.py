@@ -1,8 +1,8 @@
 """Translates with both systems by the same flags and compares what they find; times --eval-bleu.
 
-    python examples/multi30k/translation.py --checkpoint FILE [--jobs N] [--case NAME ...]
+    python -m examples.multi30k.translation --checkpoint FILE [--jobs N] [--case NAME ...]
         [--data DIR] [--out DIR] [--results FILE] [-- WORD...]
-    python examples/multi30k/translation.py --checkpoint FILE --eval-bleu [--updates N]
+    python -m examples.multi30k.translation --checkpoint FILE --eval-bleu [--updates N]
         [--data DIR] [--out DIR] [--results FILE] [-- WORD...]
 
 FILE is the averaged.pt of a run of run.sh. WORDs go to every lightseq-generate or lightseq-train.
@@ -39,16 +39,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from lightseq_fairseq.cli.score import score
+from lightseq_fairseq.errors import UserError
+
+from ..curves import RECORD
+from ..record import Row, circumstances, write_row
+from ..side_by_side import Command, run_all
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
-from curves import RECORD  # noqa: E402
-from record import Row, circumstances, write_row  # noqa: E402
-from side_by_side import Command, run_all  # noqa: E402
-
-from lightseq_fairseq.cli.score import score  # noqa: E402
-from lightseq_fairseq.errors import UserError  # noqa: E402
-
 SETTINGS = {
     "beam-1": "--beam 1",
     "beam-4": "--beam 4",

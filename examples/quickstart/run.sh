@@ -39,6 +39,7 @@ if ! command -v lightseq-train >/dev/null ||
     . "$root/.venv/bin/activate"
 fi
 
+out=$(realpath -m "$out")
 text=$out/text
 bin=$out/bin
 checkpoints=$out/checkpoints
@@ -83,6 +84,7 @@ lightseq-generate "$bin" ${native[@]+"${native[@]}"} --source-lang de --target-l
     --remove-bpe >"$out/generate.log"
 grep '^D-' "$out/generate.log" | LC_ALL=C sort -t - -k 2n | cut -f 3- >"$out/test.hyp.en"
 
-python3 "$here/../curves.py" "$out/train.log" "$out/curves.svg" --title "German number names to English"
+(cd "$root" && python3 -m examples.curves "$out/train.log" "$out/curves.svg" \
+    --title "German number names to English")
 echo "== translations: $out/test.hyp.en   curves: $out/curves.svg"
 sacrebleu "$text/test.en" --input "$out/test.hyp.en" --format text --width 2 | tee "$out/bleu.txt"

@@ -8,6 +8,7 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
 run=
 average=10
 against=(--test-set wmt14/full --language-pair en-de)
@@ -26,6 +27,7 @@ if [ ! -e "$run/settings" ]; then
     echo "evaluate.sh: '$run' is no run; give the folder that train.sh names at its end" >&2
     exit 2
 fi
+run=$(realpath "$run") results=$(realpath -m "$results")
 mapfile -d '' -t settings <"$run/settings"
 if [ ${#settings[@]} != 5 ]; then
     echo "evaluate.sh: $run/settings is none of this train.sh's: start train.sh once more with the" \
@@ -39,15 +41,15 @@ native=()
 
 lightseq-average --inputs "$run/checkpoints" --num-epoch-checkpoints "$average" \
     --output "$run/averaged.pt"
-python3 "$here/../curves.py" "$run/train.log" "$run/curves.svg" \
-    --title "WMT14 en-de, $recipe, $system"
+(cd "$root" && python3 -m examples.curves "$run/train.log" "$run/curves.svg" \
+    --title "WMT14 en-de, $recipe, $system")
 lightseq-generate "$data/bin" ${native[@]+"${native[@]}"} --source-lang en --target-lang de \
     --path "$run/averaged.pt" --beam 4 --lenpen 0.6 --max-tokens 4096 \
     --remove-bpe >"$run/generate.log"
 bleu=$(lightseq-score --sys "$run/generate.log" "${against[@]}" --detokenize de \
     --json "$run/bleu.json")
 split=$(lightseq-score --sys "$run/generate.log" --compound-split --json "$run/split.json")
-python3 "$here/../record.py" "$run/checkpoints/checkpoint_last.pt" "$run/bleu.json" \
+(cd "$root" && python3 -m examples.record "$run/checkpoints/checkpoint_last.pt" "$run/bleu.json" \
     "$run/split.json" --results "$results" --case "wmt14 en-de $recipe $precision" \
-    --system "$system" --seed "$seed"
+    --system "$system" --seed "$seed")
 printf '%s\n' "$split" "$bleu"

@@ -96,7 +96,7 @@ def test_row() -> None:
     }  # fmt: skip
     native = {**row, "system": "fairseq_no_cudnn", "decode_s": 60.0}
     lines = rows.table([native, row])
-    assert [line.split()[:4] for line in lines[1:]] == [
+    assert [line.split()[:4] for line in lines[2:]] == [
         ["ours", "6.7", "200", "4.00"],
         ["fairseq_no_cudnn", "6.7", "200", "1.00"],
     ]

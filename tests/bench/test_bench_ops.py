@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+from lightseq_fairseq import result_rows
+from scripts import bench_ops as bench
+from scripts.bench_ops_cases.batch import sentence_lengths
+
+ROOT = Path(__file__).resolve().parents[2]
 # Without dropout: ours and torch draw different bits.
 SMALL = {
     "width": 16, "ffn": 24, "heads": 2, "vocabulary": 40, "decoder_layers": 2,
@@ -21,21 +24,11 @@ SMALL = {
 TOKENS = 70
 
 
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Any]:
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        import bench_ops
-
-        yield bench_ops
-    finally:
-        sys.path.remove(str(SCRIPTS))
-
-
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPTS / "bench_ops.py"), *arguments],
-        capture_output=True, text=True, env={"PATH": "", **environment},
+        [sys.executable, "-m", "scripts.bench_ops", *arguments], cwd=ROOT,
+        capture_output=True, text=True,
+        env={"PATH": "", "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **environment},
     )  # fmt: skip
 
 
@@ -54,7 +47,7 @@ def test_help() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [
-        ([], {}, "this tree is no git clone; name its commit with COMMIT=..."),
+        ([], {}, "bench_ops: This code is no git clone: name its commit with COMMIT=..."),
         (["--dtypes", "int8"], {}, "int8 is none of bf16, fp16, fp32"),
         (["--only", "("], {}, "argument --only: missing ), unterminated subpattern"),
         (["--tokens", "many"], {}, "invalid numbers value: 'many'"),
@@ -70,7 +63,7 @@ def test_without_a_gpu() -> None:
     assert "torch sees no GPU" in command(COMMIT="abc", CUDA_VISIBLE_DEVICES="").stderr
 
 
-def test_systems_agree(bench: Any) -> None:
+def test_systems_agree() -> None:
     """Every case without torch.compile, which computes eager's formula by construction."""
     names = []
     for case in bench.cases(bench.Sizes(**SMALL), [TOKENS], torch.float32, "cpu"):
@@ -100,7 +93,7 @@ def test_systems_agree(bench: Any) -> None:
     }  # fmt: skip
 
 
-def test_updates_keep_agreeing(bench: Any) -> None:
+def test_updates_keep_agreeing() -> None:
     (case,) = (
         case
         for case in bench.cases(bench.Sizes(**SMALL), [], torch.float32, "cpu")
@@ -114,9 +107,7 @@ def test_updates_keep_agreeing(bench: Any) -> None:
             assert_close(mine, other, system)
 
 
-def test_lengths_are_wmt_like(bench: Any) -> None:
-    from bench_ops_cases.batch import sentence_lengths
-
+def test_lengths_are_wmt_like() -> None:
     target, source = sentence_lengths(65536)
     assert target.sum() == 65536
     assert target.min() >= 2 and target.max() <= 200
@@ -127,7 +118,7 @@ def test_lengths_are_wmt_like(bench: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.timeout(900)  # others end first
-def test_times_are_those_of_the_runs_alone(bench: Any) -> None:
+def test_times_are_those_of_the_runs_alone() -> None:
     runs = {"nothing": lambda: None, "short": lambda: torch.cuda._sleep(100_000)}
     runs |= {"long": lambda: torch.cuda._sleep(400_000)}
     _, nothing, _ = bench.measure(runs, turns=5)["nothing"]
@@ -137,7 +128,7 @@ def test_times_are_those_of_the_runs_alone(bench: Any) -> None:
     assert 3.6 < long / short < 4.4
 
 
-def test_rows(bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     times = {"ours": (1.0, 2.0, 4.0), "eager": (3.0, 4.0, 5.0)}
     monkeypatch.setattr(bench, "measure", lambda runs, restore: {s: times[s] for s in runs})
     nothing = lambda: lambda: ()  # noqa: E731
@@ -150,7 +141,7 @@ def test_rows(bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
             "ms_p80": 4.0, "gb_per_s": 4.0, "copy_share": 0.4, "tflops": 0.5,
         }
     ]  # fmt: skip
-    bench.write(rows * 2, tmp_path / "new" / "rows.json")
+    result_rows.write(rows * 2, tmp_path / "new" / "rows.json")
     text = (tmp_path / "new" / "rows.json").read_text()
     assert json.loads(text) == rows * 2 and len(text.splitlines()) == 4
     assert "linear_fwd.qkv/T8/bf16" in "\n".join(bench.table(rows))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightseq_fairseq import result_rows
 from lightseq_fairseq.cli import bench_runs
 from lightseq_fairseq.cli.bench_memory import Memory
 from lightseq_fairseq.errors import UserError
@@ -21,7 +24,23 @@ def test_systems_that_turn_out_to_be_unable(tmp_path: Path) -> None:
 
     nothing = bench_runs.Bench(measure, lambda *found: {}, lambda found: [])
     with pytest.raises(UserError, match="nothing was measured"):
-        bench_runs.take_turns(nothing, {"case": ["one"]}, 2, tmp_path, None, None)
+        bench_runs.take_turns(nothing, {"case": ["one"]}, 2, tmp_path, None)
+
+
+def test_commit_is_that_of_this_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("COMMIT", raising=False)
+    assert re.fullmatch("[0-9a-f]{40}", result_rows.current_commit())
+    # An environment of packages within the clone of something else.
+    environment = tmp_path / "result_rows.py"
+    environment.touch()
+    who = ("-c", "user.name=x", "-c", "user.email=x")
+    for words in (["init", "-q"], [*who, "commit", "-q", "--allow-empty", "-m", "else"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    monkeypatch.setattr(result_rows, "SOURCE", environment)
+    with pytest.raises(UserError, match="no git clone"):
+        result_rows.current_commit()
+    monkeypatch.setenv("COMMIT", "abc")
+    assert result_rows.current_commit() == "abc"
 
 
 def test_every_run_finds_its_caches_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

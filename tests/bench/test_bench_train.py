@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from lightseq_fairseq import fairseq_compat
+from lightseq_fairseq import fairseq_compat, result_rows
 from lightseq_fairseq.cli import bench
 from lightseq_fairseq.cli.bench_runs import merged
 from lightseq_fairseq.cli.bench_train import corpus, rows
@@ -270,10 +271,13 @@ def test_row() -> None:
     assert full["gpu_busy"] == 1 and full["part_ms"]["gaps"] == 0
     slow = {**row, "system": "fairseq_no_cudnn", "tokens_per_s": 250, "first_100_s": None}
     lines = rows.table([slow, row])
-    assert lines[1].split()[:3] == ["ours", "1000", "4.00"]
-    assert lines[2] == "    ms by part: gemm 2400.00, optimizer 1200.00, gaps 400.00"
+    assert lines[2].split()[:3] == ["ours", "1000", "4.00"]
     assert lines[3].split()[:3] == ["fairseq_no_cudnn", "250", "1.00"]
-    packed = rows.table([{**row, "system": "ours_packed"}, slow])[1]
+    assert [line.split() for line in lines[5:8:2]] == [
+        ["ms", "by", "part", "gemm", "optimizer", "gaps"],
+        ["ours", "2400.00", "1200.00", "400.00"],
+    ]
+    packed = rows.table([{**row, "system": "ours_packed"}, slow])[2]
     assert packed.split()[:3] == ["ours_packed", "1000", "4000.00"]  # no ratio to other batches
     other = {**slow, "case": "base/4096/bf16"}
     again, unseen = {**slow, "rounds": 9}, {**row, "case": "iwslt/4096/bf16"}
@@ -333,10 +337,17 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 2 and "base/4096/bf16 needs a GPU" in done.stderr
 
 
-def test_without_a_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench, "ROOT", tmp_path)
+def test_rows_to_keep_need_a_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(result_rows, "SOURCE", tmp_path / "result_rows.py")
+    done = bench_train("--case", "tiny/256/bf16", "--output", tmp_path / "rows.json")
+    assert done.exit_code == 2 and "name its commit with COMMIT=..." in done.stderr
+
+
+def test_tables_need_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tabulate", None)
     done = bench_train("--case", "tiny/256/bf16")
-    assert done.exit_code == 2 and "runs from a clone of the repository" in done.stderr
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    assert "pip install 'lightseq-fairseq[bench]'" in done.stderr
 
 
 def test_nothing_is_made_where_nothing_can_run(

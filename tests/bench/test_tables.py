@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+
+from scripts import plots
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PLOT = "scripts/results/ops-h200.json", "scripts/results/ops-h200.svg"
@@ -58,8 +61,19 @@ def measured(tree: Path) -> Path:
 
 
 def tables(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    script = tree / "scripts" / "tables.py"
-    return subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True)
+    command = [sys.executable, "-m", "scripts.tables", *arguments]
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True)
+
+
+def squeezed(document: Path) -> str:
+    """Its text without what makes columns as wide as their widest cell."""
+    return re.sub(" +", " ", document.read_text())
+
+
+def words(picture: Path) -> set[str | None]:
+    """All that stands in it."""
+    elements = ElementTree.parse(picture).getroot().iter()
+    return {element.text for element in elements if element.tag.endswith("text")}
 
 
 def test_no_results_no_table(tree: Path) -> None:
@@ -76,10 +90,10 @@ def test_results_want_a_table(measured: Path) -> None:
 
 def test_table_of_ops(measured: Path) -> None:
     assert tables(measured).returncode == 0
-    text = (measured / "README.md").read_text()
+    text = squeezed(measured / "README.md")
     assert text.startswith("Ops:\n") and text.endswith("<!-- end -->\n\nThe rest.\n")
     assert [line for line in text.splitlines() if line.startswith("| `")] == [
-        "| `embedding_fwd` | 0.020 | 3400 | 80% | 4.50 | 1.50 |  |",
+        "| `embedding_fwd` | 0.020 | 3400 | 80% | 4.50 | 1.50 | |",
         "| `linear_fwd.qkv` | 0.200 | 3400 | 80% | 1.00 | **0.95, slower** | 0.99 |",
         "| `adam_step` | 1.400 | 3400 | 80% | 4.29 | 1.07 | 1.50 |",
     ]
@@ -96,16 +110,21 @@ def test_no_row_is_slower(measured: Path) -> None:
     fast = [row for row in result_rows() if "bf16" in row["case"] and "T65536" not in row["case"]]
     (measured / RESULTS).write_text(json.dumps(fast))
     assert tables(measured).returncode == 0
-    text = (measured / "README.md").read_text()
+    text = squeezed(measured / "README.md")
     assert "torch.compile's code in none of 1 rows. Least share" in text
 
 
 def test_plot_shows_what_is_bound_by_memory(measured: Path) -> None:
     tables(measured)
-    picture = ElementTree.parse(measured / PLOT).getroot()
-    words = [element.text for element in picture.iter() if element.tag.endswith("text")]
-    assert {"embedding_fwd", "adam_step", "ours 80%", "compile 80%"} <= set(words)
-    assert not any(word and "linear" in word for word in words)
+    found = words(measured / PLOT)
+    assert {
+        "embedding, forward",
+        "Adam: update",
+        "80%",
+        "lightseq-fairseq",
+        "torch.compile",
+    } <= found
+    assert not any(word and "linear" in word for word in found)
 
 
 @pytest.mark.parametrize("stale", ["README.md", PLOT])
@@ -118,6 +137,18 @@ def test_check_finds_what_is_stale(measured: Path, stale: str) -> None:
     assert done.returncode != 0 and f"{stale} differs from its result file" in done.stderr
     assert (measured / stale).read_text() == old
     assert tables(measured).returncode == tables(measured, "--check").returncode == 0
+
+
+def test_check_asks_for_what_a_plot_shows_and_not_for_its_bytes(measured: Path) -> None:
+    tables(measured)
+    drawn = (measured / PLOT).read_text()
+    assert plots.OURS in drawn.split("</metadata>")[1]
+    (measured / PLOT).write_text(drawn.replace('width="', 'height-of-nothing="1" width="'))
+    assert tables(measured, "--check").returncode == 0
+    (measured / PLOT).write_text("no picture")
+    assert tables(measured, "--check").returncode != 0
+    tables(measured)
+    assert (measured / PLOT).read_text() == drawn  # once more the same bytes
 
 
 def test_check_wants_the_plot(measured: Path) -> None:
@@ -170,17 +201,17 @@ def trained(tree: Path) -> Path:
 
 
 def test_table_of_training(trained: Path) -> None:
-    text = (trained / MEASURED).read_text()
+    text = squeezed(trained / MEASURED)
     assert [line for line in text.splitlines() if line.startswith("| `")] == [
-        "| `t2t_big/4096/bf16` | `lightseq-train --pack-tokens` | 330k |  | 11.5 (11.1-12.2) | "
+        "| `t2t_big/4096/bf16` | `lightseq-train --pack-tokens` | 330k | | 11.5 (11.1-12.2) | "
         "98% | 81% | 9.2 | 3.2 s | 150 |",
         "| `t2t_big/4096/bf16` | `lightseq-train` | 320k | 4.00 | 11.5 (11.1-12.2) | 98% | 81% | "
         "9.2 | 3.2 s | 150 |",
         "| `t2t_big/4096/bf16` | fairseq, cuDNN attention off | 80k | 1.00 | 11.5 (11.1-12.2) | "
         "98% | 81% | 9.2 | 3.2 s | 150 |",
         "| `t2t_big/4096/bf16` | fairseq as it comes | 24k | 0.30 | 11.5 (11.1-12.2) | 98% | 81% | "
-        "9.2 |  | 150 |",
-        "| `base/4096/bf16` | `lightseq-train` | 700k |  | 11.5 (11.1-12.2) | 98% | 81% | 9.2 | "
+        "9.2 | | 150 |",
+        "| `base/4096/bf16` | `lightseq-train` | 700k | | 11.5 (11.1-12.2) | 98% | 81% | 9.2 | "
         "3.2 s | 150 |",
         "| `t2t_big/4096/bf16` | 6.50 | 1.00 | 0.80 | 0.20 | 1.50 | 0.25 |",
         "| `base/4096/bf16` | 6.50 | 1.00 | 0.80 | 0.20 | 1.50 | 0.25 |",
@@ -188,16 +219,22 @@ def test_table_of_training(trained: Path) -> None:
 
 
 def test_table_of_training_by_case(trained: Path) -> None:
-    lines = (trained / "README.md").read_text().splitlines()
-    assert [line for line in lines if line.startswith("| `")] == [
+    text = squeezed(trained / "README.md")
+    assert [line for line in text.splitlines() if line.startswith("| `")] == [
         "| `t2t_big/4096/bf16` | 320k | 80k | 4.0 | 11.5 | 9.2 | 9.2 |",
     ]
 
 
 def test_plot_of_training(trained: Path) -> None:
-    picture = ElementTree.parse(trained / TRAIN_PLOT).getroot()
-    words = {element.text for element in picture.iter() if element.tag.endswith("text")}
-    assert {"t2t_big/4096/bf16", "ours 320k", "fairseq_no_cudnn 80k", "700k"} <= words
+    found = words(trained / TRAIN_PLOT)
+    assert {
+        "Transformer big, 4096 tokens, bf16",
+        "320k",
+        "80k",
+        "700k",
+        "Training speed, GPU X",
+    } <= found
+    assert {"lightseq-train", "fairseq, cuDNN attention off"} <= found
 
 
 CURVES, CURVES_PLOT = "scripts/results/convergence-h200.json", "docs/convergence.svg"
@@ -235,15 +272,15 @@ def converged(tree: Path) -> Path:
 
 
 def test_table_of_convergence(converged: Path) -> None:
-    text = (converged / "README.md").read_text()
+    text = squeezed(converged / "README.md")
     big, small = "Transformer big: 6+6 layers of width 1024, bf16", "4+4 layers of width 128, fp32"
     native = "fairseq, cuDNN attention off"
     assert [line for line in text.splitlines() if line.startswith("| ")][1:] == [
         f"| {small} | `lightseq-train` | 2 | 300 | 39.25 (39.00 to 39.50) | "
         "2.995 (2.990 to 3.000) | 31 s (30 to 32) | 3.03: 20 s, 200 updates |",
         f"| {small} | {native} | 1 | 300 | 39.40 | 3.000 | 30 s | 3.03: 20 s, 200 updates |",
-        f"| {big} | `lightseq-train` | 1 | 300 |  | 4.010 | 30 s | 4.05: 20 s, 200 updates |",
-        f"| {big} | {native} | 2 | 300 |  | 3.995 (3.990 to 4.000) | 31 s (30 to 32) | "
+        f"| {big} | `lightseq-train` | 1 | 300 | | 4.010 | 30 s | 4.05: 20 s, 200 updates |",
+        f"| {big} | {native} | 2 | 300 | | 3.995 (3.990 to 4.000) | 31 s (30 to 32) | "
         "4.05: 20 s, 200 updates |",
     ]
     assert "| training, to that BLEU and loss |" in text
@@ -260,18 +297,18 @@ def test_table_of_convergence_without_bleu(converged: Path) -> None:
     big = [row for row in convergence_rows() if row["bleu"] is None]
     (converged / CURVES).write_text(json.dumps([{**row, "mps": False} for row in big]))
     assert tables(converged).returncode == 0
-    text = (converged / "README.md").read_text()
+    text = squeezed(converged / "README.md")
     assert "test_2016" not in text and text.count("sacrebleu") == 0
     assert "width 1024, 4 at once.\n" in text
 
 
 def test_plot_of_convergence(converged: Path) -> None:
-    picture = ElementTree.parse(converged / CURVES_PLOT).getroot()
-    lines = [element for element in picture.iter() if element.tag.endswith("polyline")]
-    # Three runs of each model; of the big one training and validation.
-    assert [len(line.attrib["points"].split()) for line in lines] == [2] * 9
-    words = {element.text for element in picture.iter() if element.tag.endswith("text")}
-    assert {"lightseq-train", "updates", "seconds"} <= words
+    found = words(converged / CURVES_PLOT)
+    assert {"lightseq-train: validation", "updates", "seconds"} <= found
+    small, big = plots.shown(converged / CURVES_PLOT)["panels"]
+    # Three runs of each model; of the big one training and validation. Great losses are left out.
+    assert [len(points) for _, points in small["curves"]] == [2] * 3
+    assert [len(points) for _, points in big["curves"]] == [2] * 6
     (converged / CURVES_PLOT).unlink()
     assert "docs/convergence.svg differs" in tables(converged, "--check").stderr
 
@@ -306,7 +343,7 @@ def translated(tree: Path) -> Path:
 
 
 def test_table_of_generation(translated: Path) -> None:
-    text = (translated / MEASURED).read_text()
+    text = squeezed(translated / MEASURED)
     assert [line for line in text.splitlines() if line.startswith("| `")] == [
         "| `t2t_big/btokens/beam5/bf16` | `lightseq-generate` | 6001 | 5 | 15.0 | 0.500 | "
         "8.0, 20.5 | 3.2 | 2.8 | 1.50 |",
@@ -314,7 +351,7 @@ def test_table_of_generation(translated: Path) -> None:
         "2.8 | 1.50 |",
         "| `t2t_big/btokens/beam5/bf16` | fairseq, cuDNN attention off | 400 | 5 | 1.0 | 7.508 | "
         "8.0, 20.5 | 3.2 | 2.8 | 1.50 |",
-        "| `t2t_big/b1/beam4/bf16` | `lightseq-generate` | 120 | 5 |  | 25.025 | 8.0, 20.5 | 3.2 | "
+        "| `t2t_big/b1/beam4/bf16` | `lightseq-generate` | 120 | 5 | | 25.025 | 8.0, 20.5 | 3.2 | "
         "2.8 | 1.50 |",
     ]
     assert "`btokens`: at most 4096 source tokens" in text
@@ -322,17 +359,17 @@ def test_table_of_generation(translated: Path) -> None:
 
 
 def test_table_of_generation_by_case(translated: Path) -> None:
-    lines = (translated / "README.md").read_text().splitlines()
-    assert [line for line in lines if line.startswith("| `")] == [
+    text = squeezed(translated / "README.md")
+    assert [line for line in text.splitlines() if line.startswith("| `")] == [
         "| `t2t_big/btokens/beam5/bf16` | 6001 | 2000 | 400 | 15.0 | 8.0, 20.5 | 3.2 |",
-        "| `t2t_big/b1/beam4/bf16` | 120 |  |  |  | 8.0, 20.5 | 3.2 |",
+        "| `t2t_big/b1/beam4/bf16` | 120 | | | | 8.0, 20.5 | 3.2 |",
     ]
 
 
 def test_plot_of_generation(translated: Path) -> None:
-    picture = ElementTree.parse(translated / GENERATE_PLOT).getroot()
-    words = {element.text for element in picture.iter() if element.tag.endswith("text")}
-    assert {"t2t_big/b1/beam4/bf16", "ours 6001", "ctranslate2 2000", "ours 120"} <= words
+    found = words(translated / GENERATE_PLOT)
+    assert {"Transformer big, 4096 tokens at once, beam 5, bf16", "6001", "2000", "120"} <= found
+    assert {"Transformer big, 1 sentence at once, beam 4, bf16", "CTranslate2"} <= found
 
 
 TRANSLATION = "scripts/results/translation-h200.json"
@@ -364,9 +401,9 @@ def alike(tree: Path) -> Path:
 
 def test_table_of_translation(alike: Path) -> None:
     assert tables(alike).returncode == tables(alike, "--check").returncode == 0
-    text = (alike / "README.md").read_text()
+    text = squeezed(alike / "README.md")
     assert [line for line in text.splitlines() if line.startswith("| `")] == [
-        "| `--beam 4 --lenpen 0.6` | fp32 | 1000 | 100.0% | 1e-06 |  | 39.31 | 39.40 |",
+        "| `--beam 4 --lenpen 0.6` | fp32 | 1000 | 100.0% | 1e-06 | | 39.31 | 39.40 |",
         "| `--beam 5` | fp16 | 1000 | 98.5% | 1e-06 | 1e-03 | 39.31 | 39.40 |",
     ]
     assert "GPU X; torch 2.11; commit 0123456789; same flags" in text
@@ -379,6 +416,6 @@ def test_half_of_the_table_of_translation(alike: Path, timed: bool) -> None:
     rows = json.loads((alike / TRANSLATION).read_text())
     (alike / TRANSLATION).write_text(json.dumps([r for r in rows if timed == ("updates" in r)]))
     assert tables(alike).returncode == 0
-    text = (alike / "README.md").read_text()
+    text = squeezed(alike / "README.md")
     assert ("| flags |" in text, "a validation with" in text) == (not timed, timed)
     assert "commit 0123456789; " in text

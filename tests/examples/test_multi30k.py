@@ -9,19 +9,19 @@ import re
 import runpy
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.multi30k_runs import EXAMPLES, FOLDER, PATH, script
+from helpers.multi30k_runs import EXAMPLES, PATH, ROOT, command, script
+
+from examples import record
 
 RUN = "small-lightseq-seed3-fp32"
 UPDATES = 22  # two an epoch, and fairseq numbers no checkpoint at the end of one: 11 of them
 
-record = runpy.run_path(str(EXAMPLES / "record.py"))
 make_data = runpy.run_path(str(EXAMPLES / "quickstart" / "make_data.py"))
 
 
@@ -36,7 +36,7 @@ def test_a_row_replaces_that_of_its_case_system_and_seed(tmp_path: Path) -> None
     )
     for bleu, (case, system, seed) in enumerate(keys):
         row = {"case": case, "system": system, "seed": seed, "bleu": bleu}
-        record["write_row"](row, results)
+        record.write_row(row, results)
     rows = json.loads(results.read_text())
     assert [(row["case"], row["system"], row["seed"], row["bleu"]) for row in rows] == [
         ("a", "fairseq", 1, 1),
@@ -44,7 +44,7 @@ def test_a_row_replaces_that_of_its_case_system_and_seed(tmp_path: Path) -> None
         ("a", "lightseq", 2, 4),
         ("b", "lightseq", 2, 3),
     ]
-    assert [path.name for path in results.parent.iterdir()] == ["bleu.json"]
+    assert {path.name for path in results.parent.iterdir()} == {"bleu.json", "bleu.json.lock"}
 
 
 def test_updates_and_time_come_from_the_checkpoint(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_updates_and_time_come_from_the_checkpoint(tmp_path: Path) -> None:
         "extra_state": {"previous_training_time": 12.34},
     }
     torch.save(checkpoint, tmp_path / "checkpoint_last.pt")
-    figures = record["training_figures"](tmp_path / "checkpoint_last.pt")
+    figures = record.training_figures(tmp_path / "checkpoint_last.pt")
     assert figures == {"updates": 8000, "train_seconds": 12.3}
 
 
@@ -235,8 +235,10 @@ def test_trainings_end_with_the_command(
     stand_in: dict[str, str], words: list[str], tmp_path: Path
 ) -> None:
     stand_in["BEHAVIOUR"] = f"echo $$ >>{tmp_path}/training; sleep 60 & wait"
-    command = [sys.executable, str(FOLDER / "convergence.py"), *words]
-    with subprocess.Popen(command, env={**os.environ, **stand_in}, stderr=subprocess.PIPE) as run:
+    with subprocess.Popen(
+        command("convergence.py", *words), env={**os.environ, **stand_in}, cwd=ROOT,
+        stderr=subprocess.PIPE,
+    ) as run:  # fmt: skip
         training = tmp_path / "training"
         deadline = time.monotonic() + 60
         while not training.exists() or len(training.read_text().split()) < 4:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from examples import curves
+from scripts import plots
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUN = EXAMPLES / "quickstart" / "run.sh"
 
 make_data = runpy.run_path(str(EXAMPLES / "quickstart" / "make_data.py"))
-curves = runpy.run_path(str(EXAMPLES / "curves.py"))
 
 
 def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -79,7 +81,7 @@ def test_curves_are_read_from_a_log_of_a_resumed_run(tmp_path: Path) -> None:
         '12:04 | INFO | train | {"epoch": 1, "train_loss": "4", "train_num_updates": "40"}\n'
         '12:05 | INFO | train_inner | {"epoch": 1, "loss": "3.25", "num_updates": "40"}\n'
     )
-    assert curves["read_curves"](log) == {
+    assert curves.read_curves(log) == {
         "train_loss": {20: 4.5, 40: 3.25},
         "valid_loss": {20: 4.0},
         "valid_bleu": {20: 7.0},
@@ -89,7 +91,7 @@ def test_curves_are_read_from_a_log_of_a_resumed_run(tmp_path: Path) -> None:
 def test_the_same_log_gives_the_same_file(tmp_path: Path) -> None:
     both = {"train_loss": {1: 3.0, 2: 2.0}, "valid_loss": {2: 2.5}, "valid_bleu": {2: 40.0}}
     for name in ("a.svg", "b.svg"):
-        curves["draw"](both, "a title", tmp_path / name)
+        plots.draw(curves.picture(both, "a title"), tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
@@ -114,7 +116,7 @@ def test_the_command_trains_translates_and_scores(tmp_path: Path) -> None:
     result = run("--updates", "60", "--pairs", "1000", "--out", tmp_path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
-    curve = list(curves["read_curves"](tmp_path / "train.log")["train_loss"].values())
+    curve = list(curves.read_curves(tmp_path / "train.log")["train_loss"].values())
     assert len(curve) == 30  # every second update
     assert sum(curve[-4:]) < 0.6 * sum(curve[:4])
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import helpers.cli_runs as cli_runs
 from click.testing import Result
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from scripts import flags as table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,15 +38,6 @@ def _spare_time() -> None:
 _spare_time()
 
 
-def _load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"scripts_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-table = _load(ROOT / "scripts" / "flags.py")
 SETTINGS = table.settings()
 
 

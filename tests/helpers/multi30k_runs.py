@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
 FOLDER = EXAMPLES / "multi30k"
 # The commands of the environment that these tests run in.
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -15,11 +16,14 @@ PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 def script(name: str, *words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """One of the recipe's scripts."""
-    program = sys.executable if name.endswith(".py") else "bash"
     return subprocess.run(
-        [program, str(FOLDER / name), *map(str, words)],
-        env={**os.environ, "PATH": PATH, **variables},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+        command(name, *words), env={**os.environ, "PATH": PATH, **variables}, cwd=ROOT,
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+
+
+def command(name: str, *words: str | Path) -> list[str]:
+    program = ["bash", str(FOLDER / name)]
+    if name.endswith(".py"):
+        program = [sys.executable, "-m", f"examples.multi30k.{Path(name).stem}"]
+    return [*program, *map(str, words)]

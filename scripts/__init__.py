@@ -1,0 +1,1 @@
+"""Build, checks and table making, run from the root: `python -m scripts.tables`."""
