@@ -22,10 +22,10 @@ import torch
 from result_rows import current_commit, write
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "bench")]
+sys.path.insert(0, str(ROOT / "tests"))
 
+import helpers.cpu_speed as speed  # noqa: E402
 import helpers.parity as parity  # noqa: E402
-import test_cpu_speed as speed  # noqa: E402
 from fairseq.data import (  # noqa: E402
     Dictionary,
     LanguagePairDataset,
