@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures what needs no GPU: parity in float64, time of steps and of translations, packing.
 
-    PYTHONPATH=tests:tests/bench:tests/training OMP_NUM_THREADS=1 python -m scripts.measure_cpu
+    PYTHONPATH=tests OMP_NUM_THREADS=1 python -m scripts.measure_cpu
 
 Writes scripts/results/cpu.json. Takes a minute; the figures of parity and step are those of the
 tests' own functions, hence PYTHONPATH.
@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import helpers.parity as parity  # prepares fairseq
+import helpers.cpu_speed as speed  # prepares fairseq
+import helpers.parity as parity
 import numpy as np
-import test_cpu_speed as speed
 import torch
 from fairseq.data import Dictionary, LanguagePairDataset, data_utils, indexed_dataset
 

@@ -9,7 +9,7 @@ list where they are replaced for fairseq's sake.
     within("module:name", wrapper)   replaces one in a with block
 
 Either can be asked for twice. Nothing else in this package assigns to a name of fairseq's
-(`tests/test_patching.py`).
+(`tests/compat/test_patching.py`).
 """
 
 from __future__ import annotations
