@@ -8,8 +8,8 @@ list where they are replaced for fairseq's sake.
     apply("repair")                  replaces the names of a phase, for good
     within("module:name", wrapper)   replaces one in a with block
 
-Either can be asked for twice. Nothing else in this package assigns to a name of fairseq's
-(`tests/test_patching.py`).
+Either can be asked for twice. Nothing else in this package assigns to a name of fairseq's:
+`test_patching` looks for it.
 """
 
 from __future__ import annotations
