@@ -17,6 +17,17 @@ __all__ = ["PROGRAM", "register"]
 PROGRAM = "LIGHTSEQ_PROGRAM"  # an environment variable, while a launcher runs
 
 
+# Program -> phases of `fairseq_compat.patching`; of fairseq's the names that --native takes.
+_PHASES = {
+    "lightseq-train": ("our trainer", "training"),
+    "fairseq-train": ("fairseq's trainer", "training"),
+    **{f"lightseq-{name}": ("our models",) for name in ("generate", "validate", "interactive")},
+    **{
+        f"fairseq-{name}": ("fairseq's models",) for name in ("generate", "validate", "interactive")
+    },
+}
+
+
 def register() -> None:
     """Registers the plugins and puts this package's parts in place for the program that runs.
 
@@ -43,17 +54,6 @@ def register() -> None:
         phases.append("whole split")
     for phase in phases:
         patching.apply(phase)
-
-
-# Program -> phases of `fairseq_compat.patching`; of fairseq's the names that --native takes.
-_PHASES = {
-    "lightseq-train": ("our trainer", "training"),
-    "fairseq-train": ("fairseq's trainer", "training"),
-    **{f"lightseq-{name}": ("our models",) for name in ("generate", "validate", "interactive")},
-    **{
-        f"fairseq-{name}": ("fairseq's models",) for name in ("generate", "validate", "interactive")
-    },
-}
 
 
 # While the script's module is imported again, multiprocessing.parent_process() is still None; the

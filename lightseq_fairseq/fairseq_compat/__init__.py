@@ -6,6 +6,7 @@ not for a version number, and leaves a fairseq alone that does not show it. ``im
 repairs nothing.
 
     patching      the list of all names that this package replaces in fairseq, repairs among them
+    prepared      importing it calls ``prepare()``
     importing     while fairseq is imported: dataclasses, scikit-learn, logging; hydra's plugins
     command_line  --arch, --bf16 and --lr
     deprecations  calls that hydra and torch warn about

@@ -8,8 +8,8 @@ list where they are replaced for fairseq's sake.
     apply("repair")                  replaces the names of a phase, for good
     within("module:name", wrapper)   replaces one in a with block
 
-Either can be asked for twice. Nothing else in this package assigns to a name of fairseq's
-(`tests/compat/test_patching.py`).
+Either can be asked for twice. Nothing else in this package assigns to a name of fairseq's:
+`test_patching` looks for it.
 """
 
 from __future__ import annotations
@@ -267,13 +267,11 @@ PATCHES = (
     ),
     Patch(
         "our models", "fairseq.checkpoint_utils:load_checkpoint_to_cpu",
-        "checkpoints.models:load_for_ls_models",
-        "our model for a checkpoint of fairseq's Transformer",
+        "checkpoint:load_for_ls_models", "our model for a checkpoint of fairseq's Transformer",
     ),
     Patch(
         "fairseq's models", "fairseq.checkpoint_utils:load_checkpoint_to_cpu",
-        "checkpoints.models:load_for_native_models",
-        "fairseq's model for a checkpoint that names ours",
+        "checkpoint:load_for_native_models", "fairseq's model for a checkpoint that names ours",
     ),
     Patch(
         "saving", "fairseq.checkpoint_utils:PathManager", "training.background:Folder",
