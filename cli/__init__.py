@@ -44,7 +44,7 @@ def register() -> None:
 
     fairseq_compat.prepare()
     from lightseq_fairseq import plugins  # noqa: F401  (its import registers)
-    from lightseq_fairseq.cli import logs
+    from lightseq_fairseq.cli.start import logs
     from lightseq_fairseq.fairseq_compat import patching
 
     logs.leave_out_configurations()

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from lightseq_fairseq.cli.commands import Stop, own
+from lightseq_fairseq.cli.start.commands import Stop, own
 from lightseq_fairseq.errors import UserError
 
 Checkpoint = dict[str, Any]

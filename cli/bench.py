@@ -9,15 +9,15 @@ from typing import Any
 import click
 
 from lightseq_fairseq import result_rows
-from lightseq_fairseq.cli import bench_runs
-from lightseq_fairseq.cli.bench_generate import cases as generation
-from lightseq_fairseq.cli.bench_generate import rows as generation_rows
-from lightseq_fairseq.cli.bench_generate import test_set
-from lightseq_fairseq.cli.bench_runs import Bench, Unable
-from lightseq_fairseq.cli.bench_train import cases as training
-from lightseq_fairseq.cli.bench_train import corpus as corpora
-from lightseq_fairseq.cli.bench_train import rows as training_rows
-from lightseq_fairseq.cli.commands import Stop, version
+from lightseq_fairseq.cli.benchmark import runs
+from lightseq_fairseq.cli.benchmark.generate import cases as generation
+from lightseq_fairseq.cli.benchmark.generate import rows as generation_rows
+from lightseq_fairseq.cli.benchmark.generate import test_set
+from lightseq_fairseq.cli.benchmark.runs import Bench, Unable
+from lightseq_fairseq.cli.benchmark.train import cases as training
+from lightseq_fairseq.cli.benchmark.train import corpus as corpora
+from lightseq_fairseq.cli.benchmark.train import rows as training_rows
+from lightseq_fairseq.cli.start.commands import Stop, version
 from lightseq_fairseq.errors import UserError
 
 
@@ -114,9 +114,9 @@ def _train(
 ) -> list[str]:  # fmt: skip
     """Everything that `train` does; the case and system of each run that failed."""
     cases = [training.Case.parse(word) for name in case_names for word in name.split(",")]
-    systems = bench_runs.chosen(system_names, training.SYSTEMS)
-    gpu, about = bench_runs.machine(cases, "tiny/256/bf16", kept=output is not None)
-    able = bench_runs.able_systems(training.why_not, cases, systems)
+    systems = runs.chosen(system_names, training.SYSTEMS)
+    gpu, about = runs.machine(cases, "tiny/256/bf16", kept=output is not None)
+    able = runs.able_systems(training.why_not, cases, systems)
     data = corpora.ensure(corpus, pairs, vocabulary)
 
     def measure(case: training.Case, system: str, stem: Path) -> training_rows.Run:
@@ -126,15 +126,15 @@ def _train(
             case, system, data.folder.resolve(), stem.with_suffix(".json"), before + measured, gpu,
             workers,
         )  # fmt: skip
-        log, report = bench_runs.process(words, training.environment(system), stem)
+        log, report = runs.process(words, training.environment(system), stem)
         steady = training_rows.intervals(log, before, before + measured)
         return training_rows.Run(before, steady, report)
 
-    def row(case: training.Case, system: str, runs: list[training_rows.Run]) -> bench_runs.Row:
+    def row(case: training.Case, system: str, runs: list[training_rows.Run]) -> runs.Row:
         return training_rows.row(case, system, data, runs, about)
 
     bench = Bench(measure, row, training_rows.table)
-    return bench_runs.take_turns(bench, able, rounds, logs, output)
+    return runs.take_turns(bench, able, rounds, logs, output)
 
 
 @main.command()
@@ -187,31 +187,31 @@ def _generate(
 ) -> list[str]:  # fmt: skip
     """Everything that `generate` does; the case and system of each run that failed."""
     cases = [generation.Case.parse(word) for name in case_names for word in name.split(",")]
-    systems = bench_runs.chosen(system_names, generation.SYSTEMS)
-    gpu, about = bench_runs.machine(cases, "tiny/b32/beam4/fp32", kept=output is not None)
-    able = bench_runs.able_systems(generation.why_not, cases, systems)
+    systems = runs.chosen(system_names, generation.SYSTEMS)
+    gpu, about = runs.machine(cases, "tiny/b32/beam4/fp32", kept=output is not None)
+    able = runs.able_systems(generation.why_not, cases, systems)
     files = {
         model: test_set.ensure(data / model, generation.SHAPES[model], vocabulary)
         for model in dict.fromkeys(case.model for case in able)
     }
 
-    def measure(case: generation.Case, system: str, stem: Path) -> bench_runs.Row:
+    def measure(case: generation.Case, system: str, stem: Path) -> runs.Row:
         count = sentences or (200 if case.batch == 1 else test_set.SENTENCES)
         words = generation.command(
             case, system, files[case.model].folder.resolve(), stem.with_suffix(".json"), count,
             passes, gpu,
         )  # fmt: skip
-        _, report = bench_runs.process(words, generation.environment(system, logs), stem)
+        _, report = runs.process(words, generation.environment(system, logs), stem)
         if "unable" in report:
             raise Unable(f"cannot run here: {report['unable']}")
         return report
 
-    def row(case: generation.Case, system: str, runs: list[bench_runs.Row]) -> bench_runs.Row:
+    def row(case: generation.Case, system: str, runs: list[runs.Row]) -> runs.Row:
         by_tokens = {"max_tokens": case.max_tokens} if case.batch is None else {}
         return generation_rows.row(case, system, runs, {**about, **by_tokens})
 
     bench = Bench(measure, row, generation_rows.table)
-    return bench_runs.take_turns(bench, able, rounds, logs, output)
+    return runs.take_turns(bench, able, rounds, logs, output)
 
 
 def _finish(bench: Any, *arguments: Any, **options: Any) -> None:

@@ -20,8 +20,8 @@ import click
 
 import lightseq_fairseq
 from lightseq_fairseq import startup
-from lightseq_fairseq.cli.clash import clash
-from lightseq_fairseq.cli.commands import own
+from lightseq_fairseq.cli.start.commands import own
+from lightseq_fairseq.cli.start.old_lightseq import clash
 from lightseq_fairseq.errors import UserError
 
 PACKAGE = "lightseq_fairseq"

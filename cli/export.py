@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from lightseq_fairseq.cli.commands import Stop, own
+from lightseq_fairseq.cli.start.commands import Stop, own
 from lightseq_fairseq.errors import UserError
 
 # ctranslate2.specs.model_spec.ACCEPTED_MODEL_TYPES, known here without the package.

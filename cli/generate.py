@@ -11,12 +11,12 @@ from typing import Any, TextIO
 import click
 
 from lightseq_fairseq.cli import score
-from lightseq_fairseq.cli.defaults import is_given
-from lightseq_fairseq.cli.launch import launcher, run
-from lightseq_fairseq.cli.samples import left_on_cpu
-from lightseq_fairseq.cli.sentences import Sentences
-from lightseq_fairseq.cli.settings import looked_up_once
-from lightseq_fairseq.cli.text_output import text_output
+from lightseq_fairseq.cli.start.defaults import is_given
+from lightseq_fairseq.cli.start.launch import launcher, run
+from lightseq_fairseq.cli.translate.cached_config import looked_up_once
+from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
+from lightseq_fairseq.cli.translate.output import Sentences
+from lightseq_fairseq.cli.translate.text_output import text_output
 from lightseq_fairseq.errors import UserError
 
 
@@ -72,9 +72,9 @@ def _translate(
     with text_output(path) if path else contextlib.nullcontext() as file:
         out = Sentences(file, quiet, asked_for_score)
         if shared:
-            from lightseq_fairseq.cli import shards
+            from lightseq_fairseq.cli.translate import several_gpus
 
-            shards.translate(args, out)
+            several_gpus.translate(args, out)
         else:
             with contextlib.redirect_stdout(out), left_on_cpu():
                 fairseq_main(looked_up_once(args))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from lightseq_fairseq.cli.commands import Stop, own
+from lightseq_fairseq.cli.start.commands import Stop, own
 from lightseq_fairseq.errors import UserError
 
 

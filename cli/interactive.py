@@ -10,11 +10,11 @@ from typing import Any
 
 import click
 
-from lightseq_fairseq.cli.defaults import is_given, with_options
-from lightseq_fairseq.cli.launch import launcher, run
-from lightseq_fairseq.cli.samples import left_on_cpu
-from lightseq_fairseq.cli.sentences import Lines, UnknownWords
-from lightseq_fairseq.cli.settings import looked_up_once
+from lightseq_fairseq.cli.start.defaults import is_given, with_options
+from lightseq_fairseq.cli.start.launch import launcher, run
+from lightseq_fairseq.cli.translate.cached_config import looked_up_once
+from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
+from lightseq_fairseq.cli.translate.output import Lines, UnknownWords
 
 
 @launcher("interactive")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightseq_fairseq.cli.launch import launcher, run
+from lightseq_fairseq.cli.start.launch import launcher, run
 
 
 @launcher("preprocess")

@@ -11,8 +11,8 @@ from typing import Any, TextIO
 
 import click
 
-from lightseq_fairseq.cli.commands import Stop, own
-from lightseq_fairseq.cli.text_output import text_output
+from lightseq_fairseq.cli.start.commands import Stop, own
+from lightseq_fairseq.cli.translate.text_output import text_output
 from lightseq_fairseq.errors import UserError
 
 Row = dict[str, Any]

@@ -7,8 +7,8 @@ import sys
 
 import click
 
-from lightseq_fairseq.cli import defaults, registered
-from lightseq_fairseq.cli.launch import launcher, run
+from lightseq_fairseq.cli.start import defaults, registries
+from lightseq_fairseq.cli.start.launch import launcher, run
 
 
 @launcher("train")
@@ -43,17 +43,17 @@ def main(words: list[str], native: bool, pack_tokens: bool) -> None:
         words = ["--pack-tokens", *words]
 
     def is_native() -> bool:
-        return native or not registered.uses_lightseq(words)
+        return native or not registries.uses_lightseq(words)
 
     def complete(argv: list[str]) -> list[str]:
         if "--help" in argv:
             arch = [] if defaults.is_given(argv, defaults.ARCH) else ["--arch", "ls_transformer"]
             return defaults.complete([*arch, *argv], defaults.Machine())
-        if not registered.uses_lightseq(argv):
+        if not registries.uses_lightseq(argv):
             return argv
-        fused = registered.is_fused(defaults.value(argv, defaults.ARCH))
+        fused = registries.is_fused(defaults.value(argv, defaults.ARCH))
         argv = defaults.complete(argv, _machine(argv), fused)
-        argv = registered.native_twin(argv) if native else argv
+        argv = registries.native_twin(argv) if native else argv
         completed.append(argv)
         return defaults.with_options(argv, _log_format(argv))
 

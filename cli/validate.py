@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from lightseq_fairseq.cli import defaults
-from lightseq_fairseq.cli.launch import launcher, run
+from lightseq_fairseq.cli.start import defaults
+from lightseq_fairseq.cli.start.launch import launcher, run
 
 
 @launcher("validate")

@@ -3,7 +3,8 @@
     python -m scripts.flags [--check]
 
 The settings are read from fairseq's own parsers (task translation), the answers from where they
-are given: what the arch, the optimizer and the captured step do not cover, and ``cli/flags.py``.
+are given: what the arch, the optimizer and the captured step do not cover, and
+``cli/refusals/flags.py``.
 ``--check`` writes nothing and fails when the file differs.
 """
 
@@ -21,8 +22,8 @@ from lightseq_fairseq import plugins  # noqa: F401  (prepares fairseq)
 from fairseq import options, registry
 from fairseq.optim.bmuf import FairseqBMUF
 
-from lightseq_fairseq.cli import flags
-from lightseq_fairseq.cli.command_lines import actions_of
+from lightseq_fairseq.cli.refusals import flags
+from lightseq_fairseq.cli.start.command_lines import actions_of
 from lightseq_fairseq.plugins import optimizer, unsupported
 from lightseq_fairseq.training import fast_path
 

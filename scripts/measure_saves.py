@@ -43,7 +43,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     from lightseq_fairseq.cli import train
-    from lightseq_fairseq.cli.bench_train import corpus
+    from lightseq_fairseq.cli.benchmark.train import corpus
 
     data = corpus.ensure(arguments.folder / "corpus", arguments.pairs)
     saves = arguments.folder / "saves"

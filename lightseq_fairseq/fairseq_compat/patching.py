@@ -234,19 +234,22 @@ PATCHES = (
         "--eval-bleu waits for the GPU at each reference, whose text is the same every time",
     ),
     Patch(
-        "launcher", "fairseq.data.data_utils:batch_by_size", "cli.guards:batch_by_size",
+        "launcher", "fairseq.data.data_utils:batch_by_size", "cli.start.late_checks:batch_by_size",
         "a sentence over --max-tokens: how long it is",
     ),
     Patch(
-        "whole split", "fairseq.data.data_utils:batch_by_size", "cli.guards:some_to_batch",
+        "whole split", "fairseq.data.data_utils:batch_by_size",
+        "cli.start.late_checks:some_to_batch",
         "no sentence at all: fairseq trains on nothing or divides by zero",
     ),
     Patch(
         "launcher", "fairseq.checkpoint_utils:load_model_ensemble",
-        "cli.guards:load_model_ensemble", "--task translation with a model of another kind",
+        "cli.start.late_checks:load_model_ensemble",
+        "--task translation with a model of another kind",
     ),
     Patch(
-        "launcher", "fairseq.data.indexed_dataset:make_dataset", "cli.guards:make_dataset",
+        "launcher", "fairseq.data.indexed_dataset:make_dataset",
+        "cli.start.late_checks:make_dataset",
         "broken files, and tokens that the dictionary does not know",
     ),
     Patch(
@@ -282,35 +285,37 @@ PATCHES = (
         "the same of os.remove", instead=True,
     ),
     Patch(
-        "scoped", "fairseq_cli.generate:main", "cli.launch:run",
+        "scoped", "fairseq_cli.generate:main", "cli.start.launch:run",
         "lightseq-generate: --output, sacrebleu's score, several GPUs",
     ),
     Patch(
-        "scoped", "fairseq_cli.interactive:main", "cli.launch:run",
+        "scoped", "fairseq_cli.interactive:main", "cli.start.launch:run",
         "lightseq-interactive: each line at once",
     ),
     Patch(
-        "scoped", "argparse:ArgumentParser.error", "cli.command_lines:refused_in_a_sentence",
+        "scoped", "argparse:ArgumentParser.error", "cli.start.command_lines:refused_in_a_sentence",
         "argparse prints all flags",
     ),
     Patch(
-        "scoped", "fairseq.options:parse_args_and_arch", "cli.preflight:checks",
+        "scoped", "fairseq.options:parse_args_and_arch", "cli.start.preflight:checks",
         "bad input is found before anything is loaded; --pack-tokens",
     ),
     Patch(
-        "scoped", "fairseq.utils:move_to_cuda", "cli.samples:left_on_cpu",
+        "scoped", "fairseq.utils:move_to_cuda", "cli.translate.cpu_samples:left_on_cpu",
         "fairseq prints each sample, and would wait for the GPU at each",
     ),
     Patch(
-        "scoped", "fairseq_cli.interactive:make_batches", "cli.samples:left_on_cpu",
+        "scoped", "fairseq_cli.interactive:make_batches", "cli.translate.cpu_samples:left_on_cpu",
         "the same in lightseq-interactive",
     ),
     Patch(
-        "scoped", "fairseq.tasks:FairseqTask.build_generator", "cli.samples:left_on_cpu",
+        "scoped", "fairseq.tasks:FairseqTask.build_generator",
+        "cli.translate.cpu_samples:left_on_cpu",
         "tells whether the search is ours",
     ),
     Patch(
-        "scoped", "fairseq.logging.progress_bar:progress_bar", "cli.shards:translate",
+        "scoped", "fairseq.logging.progress_bar:progress_bar",
+        "cli.translate.several_gpus:translate",
         "several GPUs: the output is cut after every batch",
     ),
     Patch(
@@ -334,11 +339,11 @@ PATCHES = (
         "fairseq drops the float32 parameters of a file before it has made room for them",
     ),
     Patch(
-        "scoped", "fairseq_cli.train:main", "cli.bench_train.probe:attached",
+        "scoped", "fairseq_cli.train:main", "cli.benchmark.train.measured_trainer:attached",
         "lightseq-bench train: the Trainer that is there by then is measured",
     ),
     Patch(
-        "scoped", "fairseq_cli.train:Trainer", "cli.bench_train.probe:attached",
+        "scoped", "fairseq_cli.train:Trainer", "cli.benchmark.train.measured_trainer:attached",
         "lightseq-bench train: its steps", instead=True,
     ),
 )  # fmt: skip

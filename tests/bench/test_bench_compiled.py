@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import fairseq_compat
-from lightseq_fairseq.cli.bench_train import compiled, corpus
-from lightseq_fairseq.cli.bench_train.cases import SHAPES
-from lightseq_fairseq.cli.bench_train.packed_transformer import PAD, Transformer
+from lightseq_fairseq.cli.benchmark.train import compiled, corpus
+from lightseq_fairseq.cli.benchmark.train.cases import SHAPES
+from lightseq_fairseq.cli.benchmark.train.packed_transformer import PAD, Transformer
 
 fairseq_compat.prepare()
 

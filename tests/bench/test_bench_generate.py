@@ -12,9 +12,9 @@ from click.testing import CliRunner, Result
 
 from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.cli import bench
-from lightseq_fairseq.cli.bench_generate import cases, rows, test_set
-from lightseq_fairseq.cli.bench_generate.cases import SHAPES, Case, command, environment
-from lightseq_fairseq.cli.bench_train import corpus
+from lightseq_fairseq.cli.benchmark.generate import cases, rows, test_set
+from lightseq_fairseq.cli.benchmark.generate.cases import SHAPES, Case, command, environment
+from lightseq_fairseq.cli.benchmark.train import corpus
 from lightseq_fairseq.errors import UserError
 
 fairseq_compat.prepare()

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from lightseq_fairseq import result_rows
-from lightseq_fairseq.cli import bench_runs
-from lightseq_fairseq.cli.bench_memory import Memory
+from lightseq_fairseq.cli.benchmark import runs
+from lightseq_fairseq.cli.benchmark.memory import Memory
 from lightseq_fairseq.errors import UserError
 
 
 def test_systems_that_turn_out_to_be_unable(tmp_path: Path) -> None:
     def measure(*arguments: Any) -> None:
-        raise bench_runs.Unable("cannot run here: no library.")
+        raise runs.Unable("cannot run here: no library.")
 
-    nothing = bench_runs.Bench(measure, lambda *found: {}, lambda found: [])
+    nothing = runs.Bench(measure, lambda *found: {}, lambda found: [])
     with pytest.raises(UserError, match="nothing was measured"):
-        bench_runs.take_turns(nothing, {"case": ["one"]}, 2, tmp_path, None)
+        runs.take_turns(nothing, {"case": ["one"]}, 2, tmp_path, None)
 
 
 def test_commit_is_that_of_this_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_every_run_finds_its_caches_empty(tmp_path: Path, monkeypatch: pytest.Mo
         "(cache / 'table').write_text('mine')\n"
     )
     words = [sys.executable, "-c", code, str(stem.with_suffix(".json"))]
-    folders = [tuple(bench_runs.process(words, {}, stem)[1]) for _ in range(2)]
+    folders = [tuple(runs.process(words, {}, stem)[1]) for _ in range(2)]
     for (folder,) in folders:  # nothing was in it, and nothing is left of it
         assert Path(folder) != tmp_path and not Path(folder).exists()
 

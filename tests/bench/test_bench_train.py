@@ -19,9 +19,9 @@ from click.testing import CliRunner, Result
 
 from lightseq_fairseq import fairseq_compat, result_rows
 from lightseq_fairseq.cli import bench
-from lightseq_fairseq.cli.bench_runs import merged
-from lightseq_fairseq.cli.bench_train import corpus, rows
-from lightseq_fairseq.cli.bench_train.cases import (
+from lightseq_fairseq.cli.benchmark.runs import merged
+from lightseq_fairseq.cli.benchmark.train import corpus, rows
+from lightseq_fairseq.cli.benchmark.train.cases import (
     SHAPES,
     SYSTEMS,
     Case,
@@ -29,9 +29,9 @@ from lightseq_fairseq.cli.bench_train.cases import (
     environment,
     why_not,
 )
-from lightseq_fairseq.cli.bench_train.floor import floor, parameters
-from lightseq_fairseq.cli.bench_train.packed_transformer import Transformer
-from lightseq_fairseq.cli.bench_train.timeline import part_of, timeline
+from lightseq_fairseq.cli.benchmark.train.floor import floor, parameters
+from lightseq_fairseq.cli.benchmark.train.packed_transformer import Transformer
+from lightseq_fairseq.cli.benchmark.train.timeline import part_of, timeline
 from lightseq_fairseq.errors import UserError
 
 fairseq_compat.prepare()

@@ -28,8 +28,8 @@ from fairseq import options
 
 import lightseq_fairseq
 from lightseq_fairseq.cli import train
-from lightseq_fairseq.cli.clash import clash
-from lightseq_fairseq.cli.launch import launcher
+from lightseq_fairseq.cli.start.launch import launcher
+from lightseq_fairseq.cli.start.old_lightseq import clash
 
 QUICK = shlex.split("--cpu --beam 2 --max-len-b 5 --num-workers 0")
 RANKS = shlex.split(

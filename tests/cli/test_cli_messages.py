@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from lightseq_fairseq.cli.messages import Request, explain
+from lightseq_fairseq.cli.refusals.messages import Request, explain
 from lightseq_fairseq.errors import UserError
 
 TRAIN = Request(

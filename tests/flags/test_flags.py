@@ -16,7 +16,7 @@ import pytest
 from fairseq import options
 from helpers.flag_runs import SETTINGS, Proofs, launch, names, rows, table
 
-from lightseq_fairseq.cli import flags
+from lightseq_fairseq.cli.refusals import flags
 from lightseq_fairseq.training import fast_path
 
 # ---- the table ----

@@ -25,7 +25,7 @@ from fairseq.logging.meters import AverageMeter
 from helpers.flag_runs import Proofs, launch, prove, proven, table
 from helpers.flag_training import train
 
-from lightseq_fairseq.cli import flags
+from lightseq_fairseq.cli.refusals import flags
 
 # settings -> what fairseq's module for progress calls the package
 LOGS = {

@@ -29,7 +29,7 @@ from helpers.flag_runs import Proofs, launch, pieces, prove, proven, table
 
 import fairseq_cli.interactive  # isort: skip
 
-from lightseq_fairseq.cli import flags
+from lightseq_fairseq.cli.refusals import flags
 
 PIECES = ["w1", "w2"]
 # package -> what stands in for it answers

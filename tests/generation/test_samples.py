@@ -23,7 +23,7 @@ from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
 from fairseq_cli import generate, interactive
 
-from lightseq_fairseq.cli.samples import left_on_cpu
+from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 
 FLAGS = shlex.split("-s src -t tgt --dataset-impl raw --beam 2 --distributed-world-size 1")
 HELD_OUT = shlex.split("--gen-subset valid --max-tokens 800 --num-workers 0")

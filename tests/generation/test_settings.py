@@ -10,7 +10,7 @@ import pytest
 from omegaconf import DictConfig
 
 from lightseq_fairseq import fairseq_compat
-from lightseq_fairseq.cli.settings import looked_up_once
+from lightseq_fairseq.cli.translate.cached_config import looked_up_once
 
 fairseq_compat.prepare()
 

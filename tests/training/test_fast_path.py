@@ -27,7 +27,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 )
 from fairseq.tasks.translation import TranslationTask
 
-from lightseq_fairseq.cli import messages
+from lightseq_fairseq.cli.refusals import messages
 from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
 from lightseq_fairseq.training.background import Writer

@@ -20,7 +20,7 @@ from fairseq import trainer as native_trainer
 from fairseq.file_io import PathManager
 from fairseq_cli import train
 
-from lightseq_fairseq.cli import messages
+from lightseq_fairseq.cli.refusals import messages
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.training import trainer

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from lightseq_fairseq.cli import preflight_values
+from lightseq_fairseq.cli.start import preflight_values
 from lightseq_fairseq.errors import UserError
 
 
@@ -70,7 +70,7 @@ def sentences(command: str, args: argparse.Namespace) -> None:
     from fairseq.tasks import TASK_REGISTRY
     from fairseq.tasks.translation import TranslationTask
 
-    from lightseq_fairseq.cli import binarised  # numpy, which --help does without
+    from lightseq_fairseq.cli.start import binarised  # numpy, which --help does without
 
     folders = utils.split_paths(getattr(args, "data", None) or "")
     splits = list(_splits(command, args, folders))

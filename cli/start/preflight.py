@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightseq_fairseq.cli import (
+from lightseq_fairseq.cli.refusals import flags
+from lightseq_fairseq.cli.refusals.messages import Request
+from lightseq_fairseq.cli.start import (
     command_lines,
-    flags,
     preflight_checkpoints,
     preflight_values,
-    registered,
+    registries,
 )
-from lightseq_fairseq.cli.defaults import is_given, value
-from lightseq_fairseq.cli.messages import Request
+from lightseq_fairseq.cli.start.defaults import is_given, value
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat import patching
 
@@ -56,7 +56,7 @@ def checks(
             words.remove("--help")
             command_lines.with_all_flags(command, parse, parser, words)
         if command == "train":
-            registered.check_task(request.argv)
+            registries.check_task(request.argv)
             # Absent unless given; the launcher's --help explains it.
             parser.add_argument(
                 "--pack-tokens", action="store_true", default=argparse.SUPPRESS,
@@ -101,7 +101,9 @@ def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
     """Refuses what the command cannot start from; ``args`` is fairseq's namespace."""
     from fairseq.tasks import TASK_REGISTRY
 
-    from lightseq_fairseq.cli import preflight_data  # reads by numpy, which --help can do without
+    from lightseq_fairseq.cli.start import (
+        preflight_data,  # reads by numpy, which --help can do without
+    )
 
     if command != "train" and getattr(args, "path", None) is None:
         raise UserError(
@@ -136,7 +138,7 @@ def _reads_sentence_pairs(task: str) -> bool:
     from fairseq.tasks.translation import TranslationTask
 
     return all(
-        registered.function(TASK_REGISTRY[task], name) is registered.function(TranslationTask, name)
+        registries.function(TASK_REGISTRY[task], name) is registries.function(TranslationTask, name)
         for name in ("setup_task", "load_dictionary", "load_dataset")
     )
 
@@ -163,7 +165,7 @@ def numbers(args: argparse.Namespace) -> None:
             f"--distributed-rank is {rank} and --distributed-world-size {ranks}: ranks count from "
             f"0 to {ranks - 1}."
         )
-    if not registered.is_fused(getattr(args, "arch", None)):  # then it is fairseq's business
+    if not registries.is_fused(getattr(args, "arch", None)):  # then it is fairseq's business
         return
     for name in ("dropout", "attention_dropout", "activation_dropout", "relu_dropout",
                  "label_smoothing"):  # fmt: skip

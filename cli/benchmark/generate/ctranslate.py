@@ -1,6 +1,6 @@
 """CTranslate2 on a test set, with the batches of the other systems.
 
-    python -m lightseq_fairseq.cli.bench_generate.ctranslate (options of ``decode``)
+    python -m lightseq_fairseq.cli.benchmark.generate.ctranslate (options of ``decode``)
 
 The model is what lightseq-export makes of the checkpoint, once. Where CTranslate2 cannot run, the
 report is the reason.
@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightseq_fairseq.cli.bench_generate import stopwatch
-from lightseq_fairseq.cli.bench_generate.cases import PRECISIONS
-from lightseq_fairseq.cli.bench_generate.test_set import TestSet
-from lightseq_fairseq.cli.bench_memory import Memory
+from lightseq_fairseq.cli.benchmark.generate import stopwatch
+from lightseq_fairseq.cli.benchmark.generate.cases import PRECISIONS
+from lightseq_fairseq.cli.benchmark.generate.test_set import TestSet
+from lightseq_fairseq.cli.benchmark.memory import Memory
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lightseq_fairseq.cli.defaults import value
-from lightseq_fairseq.cli.failures import Failure
+from lightseq_fairseq.cli.refusals.causes import Failure
+from lightseq_fairseq.cli.start.defaults import value
 from lightseq_fairseq.errors import GPUHangs, UserError
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lightseq_fairseq.cli.bench_train.cases import Shape
+from lightseq_fairseq.cli.benchmark.train.cases import Shape
 
 FLOPS, BYTES = 790e9, 4.3e9  # a millisecond
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from lightseq_fairseq import __version__
-from lightseq_fairseq.cli import command_lines
+from lightseq_fairseq.cli.start import command_lines
 
 _Command = TypeVar("_Command")
 

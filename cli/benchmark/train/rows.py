@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lightseq_fairseq import result_rows
-from lightseq_fairseq.cli.bench_runs import Row
-from lightseq_fairseq.cli.bench_train.cases import SYSTEMS, Case
-from lightseq_fairseq.cli.bench_train.corpus import Corpus
-from lightseq_fairseq.cli.bench_train.floor import floor
+from lightseq_fairseq.cli.benchmark.runs import Row
+from lightseq_fairseq.cli.benchmark.train.cases import SYSTEMS, Case
+from lightseq_fairseq.cli.benchmark.train.corpus import Corpus
+from lightseq_fairseq.cli.benchmark.train.floor import floor
 from lightseq_fairseq.errors import UserError
 
 _HELD_UP_BY_GPU = 0.9  # busy so much of a profile, it is the GPU that steps wait for

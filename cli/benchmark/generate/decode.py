@@ -1,6 +1,6 @@
 """One system of fairseq's on a test set: our model and search, or with --native its own.
 
-    python -m lightseq_fairseq.cli.bench_generate.decode --case CASE --data DIR --sentences N
+    python -m lightseq_fairseq.cli.benchmark.generate.decode --case CASE --data DIR --sentences N
         --warm-up N --passes N --report FILE [--native] [--cpu]
 
 Goes through the doors of fairseq-generate: its parser, ``load_model_ensemble``, the task's
@@ -16,10 +16,10 @@ import time
 from typing import Any
 
 from lightseq_fairseq import cli
-from lightseq_fairseq.cli.bench_generate import stopwatch
-from lightseq_fairseq.cli.bench_generate.cases import PRECISIONS
-from lightseq_fairseq.cli.bench_memory import Memory
-from lightseq_fairseq.cli.samples import left_on_cpu
+from lightseq_fairseq.cli.benchmark.generate import stopwatch
+from lightseq_fairseq.cli.benchmark.generate.cases import PRECISIONS
+from lightseq_fairseq.cli.benchmark.memory import Memory
+from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 
 
 def main() -> None:

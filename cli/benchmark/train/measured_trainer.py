@@ -1,7 +1,7 @@
 """Runs lightseq-train and measures its steps from outside: the command is a user's command.
 
-    python -m lightseq_fairseq.cli.bench_train.probe --report FILE --updates N --heat N
-        --marks N [--without-apex] -- WORD... (of lightseq-train)
+    python -m lightseq_fairseq.cli.benchmark.train.measured_trainer --report FILE --updates N
+        --heat N --marks N [--without-apex] -- WORD... (of lightseq-train)
 
 The report is a JSON object: ``first_100_s`` from the start of the first epoch to the end of update
 100, ``peak_gib`` up to update N (see `Memory`), the `timeline` of a few steps after it, and real
@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from lightseq_fairseq.cli.bench_memory import Memory
-from lightseq_fairseq.cli.bench_train.timeline import MARK, timeline
+from lightseq_fairseq.cli.benchmark.memory import Memory
+from lightseq_fairseq.cli.benchmark.train.timeline import MARK, timeline
 from lightseq_fairseq.fairseq_compat import patching
 
 FIRST = 100

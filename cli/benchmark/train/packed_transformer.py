@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightseq_fairseq.cli.bench_train.cases import DROPOUT, Shape
+from lightseq_fairseq.cli.benchmark.train.cases import DROPOUT, Shape
 
 PAD = 1
 LONGEST = 256  # rows of a sentence at most

@@ -9,8 +9,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from lightseq_fairseq.cli import defaults
-from lightseq_fairseq.cli.defaults import value
+from lightseq_fairseq.cli.start import defaults
+from lightseq_fairseq.cli.start.defaults import value
 from lightseq_fairseq.errors import UserError
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightseq_fairseq import result_rows
-from lightseq_fairseq.cli.bench_generate.cases import Case
-from lightseq_fairseq.cli.bench_runs import Row
+from lightseq_fairseq.cli.benchmark.generate.cases import Case
+from lightseq_fairseq.cli.benchmark.runs import Row
 
 
 def row(case: Case, system: str, runs: Sequence[Row], about: Row) -> Row:

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from lightseq_fairseq.cli.bench_train.cases import SHAPES, Shape
-from lightseq_fairseq.cli.bench_train.corpus import LONGEST
+from lightseq_fairseq.cli.benchmark.train.cases import SHAPES, Shape
+from lightseq_fairseq.cli.benchmark.train.corpus import LONGEST
 from lightseq_fairseq.errors import UserError
 
 # As fairseq, torch and CTranslate2 call them.

@@ -1,6 +1,6 @@
 """The baseline without fairseq: plain packed PyTorch under torch.compile, in a loop of its own.
 
-    python -m lightseq_fairseq.cli.bench_train.compiled --case CASE --data DIR --report FILE
+    python -m lightseq_fairseq.cli.benchmark.train.compiled --case CASE --data DIR --report FILE
         --updates N --heat N --marks N [--workers N]
 
 What a good user of PyTorch could set up: inductor for everything between the GEMMs and attention,
@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightseq_fairseq.cli.bench_train import corpus
-from lightseq_fairseq.cli.bench_train.cases import LOG_INTERVAL, Case
-from lightseq_fairseq.cli.bench_train.corpus import SOURCE, TARGET
-from lightseq_fairseq.cli.bench_train.packed_transformer import LONGEST, PAD, Batch, Transformer
-from lightseq_fairseq.cli.bench_train.probe import Probe
-from lightseq_fairseq.cli.launch import no_workers_left
+from lightseq_fairseq.cli.benchmark.train import corpus
+from lightseq_fairseq.cli.benchmark.train.cases import LOG_INTERVAL, Case
+from lightseq_fairseq.cli.benchmark.train.corpus import SOURCE, TARGET
+from lightseq_fairseq.cli.benchmark.train.measured_trainer import Probe
+from lightseq_fairseq.cli.benchmark.train.packed_transformer import LONGEST, PAD, Batch, Transformer
+from lightseq_fairseq.cli.start.launch import no_workers_left
 
 SIZES = 8  # of full batches, each compiled by itself
 LR, WARM_UP, BETAS, WEIGHT_DECAY = 5e-4, 4000, (0.9, 0.98), 1e-4

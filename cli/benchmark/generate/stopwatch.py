@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightseq_fairseq.cli.bench_generate.cases import Case
-from lightseq_fairseq.cli.bench_generate.test_set import SPLIT, TestSet
-from lightseq_fairseq.cli.bench_memory import Memory
-from lightseq_fairseq.cli.bench_train.corpus import SOURCE, TARGET
+from lightseq_fairseq.cli.benchmark.generate.cases import Case
+from lightseq_fairseq.cli.benchmark.generate.test_set import SPLIT, TestSet
+from lightseq_fairseq.cli.benchmark.memory import Memory
+from lightseq_fairseq.cli.benchmark.train.corpus import SOURCE, TARGET
 
 
 def arguments(description: str | None) -> argparse.Namespace:

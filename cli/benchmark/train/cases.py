@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightseq_fairseq.cli.bench_train.corpus import LONGEST, SOURCE, TARGET
+from lightseq_fairseq.cli.benchmark.train.corpus import LONGEST, SOURCE, TARGET
 from lightseq_fairseq.errors import UserError
 
 LOG_INTERVAL = 50

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightseq_fairseq.checkpoints import files
-from lightseq_fairseq.cli.bench_train import corpus
-from lightseq_fairseq.cli.bench_train.cases import Shape
-from lightseq_fairseq.cli.bench_train.corpus import EOS, SOURCE, TARGET
+from lightseq_fairseq.cli.benchmark.train import corpus
+from lightseq_fairseq.cli.benchmark.train.cases import Shape
+from lightseq_fairseq.cli.benchmark.train.corpus import EOS, SOURCE, TARGET
 from lightseq_fairseq.errors import UserError
 
 SENTENCES, SEED = 3003, 2014

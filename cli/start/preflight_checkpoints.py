@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from lightseq_fairseq.cli.registered import function
+from lightseq_fairseq.cli.start.registries import function
 from lightseq_fairseq.errors import UserError
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import click
 
-from lightseq_fairseq.cli import defaults, registered
+from lightseq_fairseq.cli.start import defaults, registries
 from lightseq_fairseq.errors import UserError
 
 
@@ -104,13 +104,13 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 always=False),
         _PADS_WITHIN,
         Refusal("--criterion",
-                lambda args: registered.is_fused(args.arch)
+                lambda args: registries.is_fused(args.arch)
                 and args.criterion in _OF_OTHER_TASKS.split(),
                 "this one is for models of another kind",
                 "use --criterion ls_label_smoothed_cross_entropy or another one of translation",
                 always=False),
         Refusal("--optimizer",
-                lambda args: args.optimizer == "composite" and registered.is_fused(args.arch),
+                lambda args: args.optimizer == "composite" and registries.is_fused(args.arch),
                 "composite wants parameters that name their groups, which an ls_transformer's do "
                 "not", "use --optimizer ls_adam or another one", always=False),
     ),
@@ -303,7 +303,7 @@ def refusal(command: str, args: argparse.Namespace) -> str | None:
                 f"lightseq-{command} does not support {refused.flag} ({refused.reason}): "
                 f"{refused.way_out}."
             )
-    if command == "train" and registered.is_fused(args.arch):
+    if command == "train" and registries.is_fused(args.arch):
         # The model would say it too, after the data have been read.
         from lightseq_fairseq.plugins.unsupported import unsupported_option
 

@@ -23,12 +23,13 @@ from typing import Any
 import click
 
 from lightseq_fairseq import cli
-from lightseq_fairseq.cli import command_lines, defaults, messages, preflight
-from lightseq_fairseq.cli.clash import clash
-from lightseq_fairseq.cli.commands import Stop, version
-from lightseq_fairseq.cli.failures import Failure
-from lightseq_fairseq.cli.logs import LOG_CONFIG
-from lightseq_fairseq.cli.signals import Ranks, sent_to_ranks
+from lightseq_fairseq.cli.refusals import messages
+from lightseq_fairseq.cli.refusals.causes import Failure
+from lightseq_fairseq.cli.start import command_lines, defaults, preflight
+from lightseq_fairseq.cli.start.commands import Stop, version
+from lightseq_fairseq.cli.start.logs import LOG_CONFIG
+from lightseq_fairseq.cli.start.old_lightseq import clash
+from lightseq_fairseq.cli.start.signals import Ranks, sent_to_ranks
 from lightseq_fairseq.errors import GPUHangs, StoppedBySignal
 from lightseq_fairseq.fairseq_compat import patching
 

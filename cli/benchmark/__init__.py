@@ -1,0 +1,1 @@
+"""What lightseq-bench measures, and how."""

@@ -1,0 +1,1 @@
+"""What lightseq-generate and -interactive do around the search: output, samples, several GPUs."""
