@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from lightseq_fairseq.cli.start.commands import Stop, own
+from lightseq_fairseq.cli.start.commands import CommandError, own
 from lightseq_fairseq.errors import UserError
 
 Checkpoint = dict[str, Any]
@@ -62,7 +62,7 @@ def main(
 
         saving.save(averaged, str(output))
     except UserError as error:
-        raise Stop("lightseq-average", str(error)) from error
+        raise CommandError("lightseq-average", str(error)) from error
     names = paths[0].name if len(paths) == 1 else f"{paths[-1].name} to {paths[0].name}"
     click.echo(f"{output}: average of {len(paths)} checkpoints, {names}")
 

@@ -17,7 +17,7 @@ from lightseq_fairseq.cli.benchmark.runs import Bench, Unable
 from lightseq_fairseq.cli.benchmark.train import cases as training
 from lightseq_fairseq.cli.benchmark.train import corpus as corpora
 from lightseq_fairseq.cli.benchmark.train import rows as training_rows
-from lightseq_fairseq.cli.start.commands import Stop, version
+from lightseq_fairseq.cli.start.commands import CommandError, version
 from lightseq_fairseq.errors import UserError
 
 
@@ -220,9 +220,9 @@ def _finish(bench: Any, *arguments: Any, **options: Any) -> None:
         result_rows.tabulate()
         failed = bench(*arguments, **options)
     except UserError as error:
-        raise Stop("lightseq-bench", str(error)) from error
+        raise CommandError("lightseq-bench", str(error)) from error
     if failed:
-        raise Stop("lightseq-bench", f"these runs failed: {', '.join(failed)}.")
+        raise CommandError("lightseq-bench", f"these runs failed: {', '.join(failed)}.")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from lightseq_fairseq.cli.start.commands import Stop, own
+from lightseq_fairseq.cli.start.commands import CommandError, own
 from lightseq_fairseq.errors import UserError
 
 # ctranslate2.specs.model_spec.ACCEPTED_MODEL_TYPES, known here without the package.
@@ -68,7 +68,7 @@ def main(
             else:
                 export.to_safetensors(trained, paths, output)
     except UserError as error:
-        raise Stop("lightseq-export", str(error)) from error
+        raise CommandError("lightseq-export", str(error)) from error
     click.echo(f"{output} is written")
 
 

@@ -15,7 +15,7 @@ from lightseq_fairseq.cli.start.defaults import is_given
 from lightseq_fairseq.cli.start.launch import launcher, run
 from lightseq_fairseq.cli.translate.cached_config import looked_up_once
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
-from lightseq_fairseq.cli.translate.output import Sentences
+from lightseq_fairseq.cli.translate.output import GenerationOutput
 from lightseq_fairseq.cli.translate.text_output import text_output
 from lightseq_fairseq.errors import UserError
 
@@ -70,7 +70,7 @@ def _translate(
     quiet, args.quiet, args.results_path = args.quiet, False, None
     unscored: UserError | None = None
     with text_output(path) if path else contextlib.nullcontext() as file:
-        out = Sentences(file, quiet, asked_for_score)
+        out = GenerationOutput(file, quiet, asked_for_score)
         if shared:
             from lightseq_fairseq.cli.translate import several_gpus
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from lightseq_fairseq.cli.start.commands import Stop, own
+from lightseq_fairseq.cli.start.commands import CommandError, own
 from lightseq_fairseq.errors import UserError
 
 
@@ -28,7 +28,7 @@ def main(checkpoint: Path, output: Path) -> None:
     try:
         click.echo(f"{output} is written; to train it further:\n{convert(checkpoint, output)}")
     except UserError as error:
-        raise Stop("lightseq-import", str(error)) from error
+        raise CommandError("lightseq-import", str(error)) from error
 
 
 def convert(source: Path, target: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import click
 
-from lightseq_fairseq.cli.start.commands import Stop, own
+from lightseq_fairseq.cli.start.commands import CommandError, own
 from lightseq_fairseq.cli.translate.text_output import text_output
 from lightseq_fairseq.errors import UserError
 
@@ -60,7 +60,7 @@ def main(row_file: Path | None, **options: Any) -> None:
             with text_output(row_file) as file:
                 file.write(json.dumps(row) + "\n")
     except UserError as error:
-        raise Stop("lightseq-score", str(error)) from error
+        raise CommandError("lightseq-score", str(error)) from error
     click.echo(line)
 
 

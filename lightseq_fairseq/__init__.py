@@ -20,7 +20,7 @@ _SUBMODULES = (
     "training",  # sentence pairs -> packed batch -> update
     "packing",  # rows of a batch end to end, in one block
     "layers",  # embedding -> encoder -> decoder -> criterion, and back
-    "ops",  # what a layer calls: schema, readable reference
+    "ops",  # what a layer calls: signature, readable reference
     "library",  # the same ops as CUDA kernels
     "parameters",  # flat parameters and flat gradient, which the optimizer updates
     "generation",  # the trained model, translating

@@ -7,7 +7,7 @@ import resource
 import torch
 
 
-class Memory:
+class MemoryMeter:
     """What this process takes from here on: of the GPU, or without one its resident memory.
 
     torch's allocator knows of its own memory alone; CUDA graphs, the code of kernels and libraries

@@ -10,7 +10,7 @@ _WRAPPER = "Cannot load model parameters from checkpoint"  # fairseq's; the reas
 _ERRNO = re.compile(r"\[Errno (\d+)\] [^:]*(?:: '(.*)')?")
 
 
-class Failure(NamedTuple):
+class Cause(NamedTuple):
     """One exception: the name of its type (no module), its message, the source file that raised
     it, and for an OSError the file it is about and its number."""
 
@@ -21,7 +21,7 @@ class Failure(NamedTuple):
     errno: int | None = None
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException) -> Cause:
         """What ``error`` says.
 
         ``torch.multiprocessing.spawn`` and the DataLoader raise an exception of another process
@@ -43,7 +43,7 @@ class Failure(NamedTuple):
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
 
 
-def _from_traceback(text: str) -> Failure:
+def _from_traceback(text: str) -> Cause:
     """Reads the last exception of a formatted traceback (or the one it was raised in place of)."""
     parts = re.split(r"\n(?:During handling|The above exception)[^\n]*\n", text)
     failures = [_from_lines(part.splitlines()) for part in parts]
@@ -52,7 +52,7 @@ def _from_traceback(text: str) -> Failure:
     return failures[-1]
 
 
-def _from_lines(lines: list[str]) -> Failure:
+def _from_lines(lines: list[str]) -> Cause:
     start = 1 + max((i for i, line in enumerate(lines) if line.startswith('  File "')), default=-1)
     source = lines[start - 1].split('"')[1] if start else ""
     while start < len(lines) and lines[start].startswith("    "):  # the source and its carets
@@ -61,5 +61,5 @@ def _from_lines(lines: list[str]) -> Failure:
     kind, message = name.rpartition(".")[2].strip(), message.strip()
     number = _ERRNO.match(message)
     if number is None:
-        return Failure(kind, message, source)
-    return Failure(kind, message, source, number[2], int(number[1]))
+        return Cause(kind, message, source)
+    return Cause(kind, message, source, number[2], int(number[1]))

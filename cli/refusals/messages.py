@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lightseq_fairseq.cli.refusals.causes import Failure
+from lightseq_fairseq.cli.refusals.causes import Cause
 from lightseq_fairseq.cli.start.defaults import value
 from lightseq_fairseq.errors import GPUHangs, UserError
 
@@ -48,7 +48,7 @@ class Request:
 
 def explain(error: BaseException, request: Request) -> str | None:
     """The sentence for ``error``, or None if it is not one of the failures known here."""
-    failure = Failure.of(error)
+    failure = Cause.of(error)
     if failure.kind in (UserError.__name__, GPUHangs.__name__):
         return failure.text
     for rule in _RULES:
@@ -89,7 +89,7 @@ def _data_directory(request: Request) -> str:
     return getattr(request.args, "data", None) or "the data directory"
 
 
-def _joined_dictionary(failure: Failure, request: Request) -> str | None:
+def _joined_dictionary(failure: Cause, request: Request) -> str | None:
     """fairseq names a flag, which is the checkpoint's where one is read."""
     reads = getattr(request.args, "path", None) is not None
     if not reads or "requires a joined dictionary" not in failure.text:
@@ -100,7 +100,7 @@ def _joined_dictionary(failure: Failure, request: Request) -> str | None:
     )
 
 
-def _state_dict(failure: Failure, request: Request) -> str | None:
+def _state_dict(failure: Cause, request: Request) -> str | None:
     if not failure.text.startswith("Error(s) in loading state_dict"):
         return None
     checkpoint = _checkpoint(request)
@@ -131,7 +131,7 @@ _TOO_LONG = re.compile(
 )
 
 
-def _too_long(failure: Failure, request: Request) -> str | None:
+def _too_long(failure: Cause, request: Request) -> str | None:
     found = _TOO_LONG.match(failure.text)
     if found is None:
         return None
@@ -144,7 +144,7 @@ def _too_long(failure: Failure, request: Request) -> str | None:
     )
 
 
-def _data(failure: Failure, request: Request) -> str | None:
+def _data(failure: Cause, request: Request) -> str | None:
     found = re.match(r"Dataset not found: (\S+) \((.*)\)", failure.text)
     if found:
         return (
@@ -170,7 +170,7 @@ def _data(failure: Failure, request: Request) -> str | None:
     return None
 
 
-def _encoding(failure: Failure, request: Request) -> str | None:
+def _encoding(failure: Cause, request: Request) -> str | None:
     found = re.match(r"'utf-8' codec can't decode (.*?): ", failure.text)
     if failure.kind == "UnicodeDecodeError" and found is not None:
         what = found[1]
@@ -181,7 +181,7 @@ def _encoding(failure: Failure, request: Request) -> str | None:
     return f"The text is not UTF-8 ({what}): convert it first, for example with iconv."
 
 
-def _checkpoint_missing(failure: Failure, request: Request) -> str | None:
+def _checkpoint_missing(failure: Cause, request: Request) -> str | None:
     found = re.match(r"Model file not found: (.*)", failure.text)
     if found is None:
         return None
@@ -191,7 +191,7 @@ def _checkpoint_missing(failure: Failure, request: Request) -> str | None:
     return f"The checkpoint {found[1]} does not exist: check {flag}."
 
 
-def _resume(failure: Failure, request: Request) -> str | None:
+def _resume(failure: Cause, request: Request) -> str | None:
     if failure.kind == "KeyError" and "lr_scheduler" in failure.source:
         return (
             f"This run cannot continue {_checkpoint(request)}, which has another learning-rate "
@@ -230,7 +230,7 @@ def _resume(failure: Failure, request: Request) -> str | None:
     )
 
 
-def _min_len(failure: Failure, request: Request) -> str | None:
+def _min_len(failure: Cause, request: Request) -> str | None:
     """By our search and by fairseq's."""
     if not failure.text.startswith("min_len cannot be larger than max_len"):
         return None
@@ -240,7 +240,7 @@ def _min_len(failure: Failure, request: Request) -> str | None:
     )
 
 
-def _no_end(failure: Failure, request: Request) -> str | None:
+def _no_end(failure: Cause, request: Request) -> str | None:
     """fairseq's search has come to the longest translation and none has ended."""
     counted = re.match(r"(\d+) < \1$", failure.text)
     if counted is None or "sequence_generator.py" not in failure.source:
@@ -251,7 +251,7 @@ def _no_end(failure: Failure, request: Request) -> str | None:
     )
 
 
-def _search(failure: Failure, request: Request) -> str | None:
+def _search(failure: Cause, request: Request) -> str | None:
     if not failure.text.startswith(
         ("Provided Search parameters are mutually exclusive", "Target-side constraints were")
     ):
@@ -262,7 +262,7 @@ def _search(failure: Failure, request: Request) -> str | None:
     )
 
 
-def _sampling(failure: Failure, request: Request) -> str | None:
+def _sampling(failure: Cause, request: Request) -> str | None:
     if failure.text.startswith("invalid multinomial distribution"):
         return (
             "--sampling finds no token that it may draw: raise --temperature, --sampling-topk or "
@@ -280,7 +280,7 @@ _PLAIN = re.compile(
 )
 
 
-def _fairseq_says_it(failure: Failure, request: Request) -> str | None:
+def _fairseq_says_it(failure: Cause, request: Request) -> str | None:
     """fairseq's own checks of flags, whose text already says what is wrong."""
     if failure.kind in ("AssertionError", "ValueError", "FloatingPointError"):
         if _PLAIN.match(failure.text):
@@ -300,7 +300,7 @@ def _fairseq_says_it(failure: Failure, request: Request) -> str | None:
     return None
 
 
-def _unnamed_sets(failure: Failure, request: Request) -> str | None:
+def _unnamed_sets(failure: Cause, request: Request) -> str | None:
     """fairseq says that validation sets are ignored, and ends."""
     found = re.match(r"Valid paths \[(.*)\] will be ignored", failure.text)
     if found is None:
@@ -312,7 +312,7 @@ def _unnamed_sets(failure: Failure, request: Request) -> str | None:
     )
 
 
-def _conflict(failure: Failure, request: Request) -> str | None:
+def _conflict(failure: Cause, request: Request) -> str | None:
     """An arch and a task that define one flag."""
     found = re.search(r"conflicting option strings?: (.*)", failure.text)
     if failure.kind != "ArgumentError" or found is None:
@@ -328,7 +328,7 @@ def _conflict(failure: Failure, request: Request) -> str | None:
     )
 
 
-def _schedule(failure: Failure, request: Request) -> str | None:
+def _schedule(failure: Cause, request: Request) -> str | None:
     """fairseq's schedules check nothing but their settings, often without a word."""
     inside = os.path.join("fairseq", "optim", "lr_scheduler") in failure.source
     if not inside or failure.kind not in ("AssertionError", "ValueError", "ZeroDivisionError"):
@@ -341,7 +341,7 @@ def _schedule(failure: Failure, request: Request) -> str | None:
     )
 
 
-def _arch(failure: Failure, request: Request) -> str | None:
+def _arch(failure: Cause, request: Request) -> str | None:
     if (
         failure.kind == "RuntimeError"
         and not failure.text
@@ -351,7 +351,7 @@ def _arch(failure: Failure, request: Request) -> str | None:
     return None
 
 
-def _metric(failure: Failure, request: Request) -> str | None:
+def _metric(failure: Cause, request: Request) -> str | None:
     metric = getattr(request.args, "best_checkpoint_metric", None)
     if failure.kind == "KeyError" and failure.text == repr(metric) and "train.py" in failure.source:
         return (
@@ -361,7 +361,7 @@ def _metric(failure: Failure, request: Request) -> str | None:
     return None
 
 
-def _heads(failure: Failure, request: Request) -> str | None:
+def _heads(failure: Cause, request: Request) -> str | None:
     """By our layers and by fairseq's."""
     if re.match(r"embed_dim (\d+ is no multiple of|must be divisible by) num_heads", failure.text):
         return (
@@ -372,7 +372,7 @@ def _heads(failure: Failure, request: Request) -> str | None:
     return None
 
 
-def _user_dir(failure: Failure, request: Request) -> str | None:
+def _user_dir(failure: Cause, request: Request) -> str | None:
     path = getattr(request.args, "user_dir", None) or value(request.argv, ("--user-dir",))
     if path is None or failure.kind != "ModuleNotFoundError":
         return None
@@ -385,7 +385,7 @@ def _user_dir(failure: Failure, request: Request) -> str | None:
     )
 
 
-def _package(failure: Failure, request: Request) -> str | None:
+def _package(failure: Cause, request: Request) -> str | None:
     """fairseq's own sentence about a package that is missing."""
     if failure.kind not in ("ImportError", "ModuleNotFoundError"):
         return None
@@ -398,7 +398,7 @@ def _package(failure: Failure, request: Request) -> str | None:
     return _one_line(found[0]) if found else None
 
 
-def _configuration(failure: Failure, request: Request) -> str | None:
+def _configuration(failure: Cause, request: Request) -> str | None:
     """A value that a component's configuration does not take."""
     found = re.match(r"In 'config': Could not find '(\w+)/(\w+)'", failure.text)
     if found is not None:  # a component that fairseq registers without one
@@ -419,7 +419,7 @@ def _configuration(failure: Failure, request: Request) -> str | None:
 _WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed|exited)")
 
 
-def _worker(failure: Failure, request: Request) -> str | None:
+def _worker(failure: Cause, request: Request) -> str | None:
     found = _WORKER.match(failure.text)
     if found is None:
         return None
@@ -440,7 +440,7 @@ _GONE = re.compile(
 _NOT_COME = re.compile(r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+)")
 
 
-def _rank(failure: Failure, request: Request) -> str | None:
+def _rank(failure: Cause, request: Request) -> str | None:
     """What a rank hears of others that have ended, or have never come."""
     if failure.kind == "ProcessExitedException":  # of processes that this one has started
         found = re.match(r"process (\d+) terminated with (?:signal |exit code )(\w+)", failure.text)
@@ -477,7 +477,7 @@ def _trains(request: Request) -> bool:
     return hasattr(request.args, "max_update")
 
 
-def _memory(failure: Failure, request: Request) -> str | None:
+def _memory(failure: Cause, request: Request) -> str | None:
     # The kernels' allocations fail with these words alone, as a RuntimeError.
     if failure.kind == "OutOfMemoryError" or failure.text.startswith("CUDA out of memory"):
         return (
@@ -499,7 +499,7 @@ _REASONS = {
 }
 
 
-def _files(failure: Failure, request: Request) -> str | None:
+def _files(failure: Cause, request: Request) -> str | None:
     """A file the user named, or one in the folder that training writes checkpoints to."""
     if failure.kind == "FileExistsError" and failure.errno is None:  # lightseq-preprocess
         return (
@@ -546,7 +546,7 @@ def _one_line(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else text + "."
 
 
-_RULES: tuple[Callable[[Failure, Request], str | None], ...] = (
+_RULES: tuple[Callable[[Cause, Request], str | None], ...] = (
     _state_dict,
     _joined_dictionary,
     _too_long,

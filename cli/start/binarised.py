@@ -26,7 +26,7 @@ _TYPES: dict[int, type[np.integer]] = {
 _OF_MMAP, _OF_LEGACY = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
 
 
-class Sentences(NamedTuple):
+class BinarisedSentences(NamedTuple):
     """One side of a split, still in its files.
 
     Attributes:
@@ -52,7 +52,7 @@ class _Index(NamedTuple):
     first_id: int
 
 
-def find(path: str, implementation: str | None) -> Sentences | None:
+def find(path: str, implementation: str | None) -> BinarisedSentences | None:
     """The sentences in ``path.bin`` and ``path.idx``; None where it is neither of these formats.
 
     Reads the index alone. Source: ``fairseq.data.indexed_dataset``.
@@ -94,7 +94,9 @@ def find(path: str, implementation: str | None) -> Sentences | None:
         )
     if size == 0:
         raise UserError(f"{path}.bin is empty: {_AGAIN}.")
-    return Sentences(path, index.lengths, _mapped(f"{path}.bin").view(index.dtype), index.first_id)
+    return BinarisedSentences(
+        path, index.lengths, _mapped(f"{path}.bin").view(index.dtype), index.first_id
+    )
 
 
 def _mapped(path: str) -> np.ndarray:
@@ -153,7 +155,7 @@ def _end(index: _Index) -> int | None:
     return end
 
 
-def check_words(sentences: Sentences, words: int, everywhere: bool) -> None:
+def check_words(sentences: BinarisedSentences, words: int, everywhere: bool) -> None:
     """Refuses sentences with a token that is not in a dictionary of ``words`` symbols.
 
     Args:

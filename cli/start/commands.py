@@ -13,7 +13,7 @@ from lightseq_fairseq.cli.start import command_lines
 _Command = TypeVar("_Command")
 
 
-class Stop(click.ClickException):
+class CommandError(click.ClickException):
     """The end of a command for a known reason, which the message says in a sentence."""
 
     def __init__(self, program: str, sentence: str, status: int = 2) -> None:
@@ -33,9 +33,9 @@ class _Own(click.Command):
         except click.NoSuchOption as error:
             known = {flag for parameter in self.params for flag in parameter.opts}
             sentence = command_lines.unknown_flag(self.name, error.option_name, known)
-            raise Stop(self.name, sentence) from error
+            raise CommandError(self.name, sentence) from error
         except click.UsageError as error:
-            raise Stop(self.name, " ".join(error.format_message().split())) from error
+            raise CommandError(self.name, " ".join(error.format_message().split())) from error
 
 
 def own(name: str) -> Callable[[Callable[..., None]], click.Command]:

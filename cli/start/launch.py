@@ -24,9 +24,9 @@ import click
 
 from lightseq_fairseq import cli
 from lightseq_fairseq.cli.refusals import messages
-from lightseq_fairseq.cli.refusals.causes import Failure
+from lightseq_fairseq.cli.refusals.causes import Cause
 from lightseq_fairseq.cli.start import command_lines, defaults, preflight
-from lightseq_fairseq.cli.start.commands import Stop, version
+from lightseq_fairseq.cli.start.commands import CommandError, version
 from lightseq_fairseq.cli.start.logs import LOG_CONFIG
 from lightseq_fairseq.cli.start.old_lightseq import clash
 from lightseq_fairseq.cli.start.signals import Ranks, sent_to_ranks
@@ -36,7 +36,7 @@ from lightseq_fairseq.fairseq_compat import patching
 logger = logging.getLogger(__name__)
 
 
-class Interrupted(Stop):
+class Interrupted(CommandError):
     """The user's Ctrl-C, SIGTERM or SIGUSR1; the status is the one that shells give to it."""
 
     def __init__(self, program: str, sentence: str, number: int = signal.SIGINT) -> None:
@@ -46,7 +46,7 @@ class Interrupted(Stop):
         click.echo(f"{self.program}: {self.format_message()}", file=file, err=file is None)
 
 
-class Abandoned(Stop):
+class Abandoned(CommandError):
     """The end of a command whose GPU hangs: Python's way out would wait for it."""
 
     def show(self, file: Any = None) -> None:
@@ -117,7 +117,7 @@ def run(
         around: is called with fairseq's ``main`` and its argument, in its place.
 
     Raises:
-        Stop: the input is at fault; the message says how.
+        CommandError: the input is at fault; the message says how.
         SystemExit: fairseq's parser refused the words and has said why.
     """
     # Both are read when torch is loaded, just below. By default a CPU thread that waits for another
@@ -208,13 +208,13 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def _sentences(program: str, request: messages.Request, ranks: Ranks) -> Iterator[None]:
-    """Turns failures that the user can correct into `Stop`; others keep their traceback."""
+    """Turns failures that the user can correct into `CommandError`; others keep their traceback."""
     try:
         yield
     except KeyboardInterrupt:
         raise Interrupted(program, _interrupted(request, "interrupted")) from None
     except Exception as error:
-        failure = Failure.of(error)
+        failure = Cause.of(error)
         ended_by = failure.text if failure.kind == StoppedBySignal.__name__ else ranks.told
         if ended_by is not None:
             how = _interrupted(request, f"stopped by {ended_by}")
@@ -222,7 +222,7 @@ def _sentences(program: str, request: messages.Request, ranks: Ranks) -> Iterato
         sentence = messages.explain(error, request)
         if sentence is not None:
             logger.debug("explained to the user as: %s", sentence, exc_info=error)
-            stop = Abandoned if isinstance(error, GPUHangs) else Stop
+            stop = Abandoned if isinstance(error, GPUHangs) else CommandError
             raise stop(program, sentence) from error
         if isinstance(error, EOFError):  # click would print "Aborted!" and nothing else
             traceback.print_exc()

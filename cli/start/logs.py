@@ -14,7 +14,7 @@ _LOGGERS = (
 
 def _is_no_configuration(record: logging.LogRecord) -> bool:
     """A whole configuration has fifteen thousand characters; before an error comes one more."""
-    is_one = type(record.msg).__name__ in ("DictConfig", "Settings", "Namespace")
+    is_one = type(record.msg).__name__ in ("DictConfig", "CachedConfig", "Namespace")
     return not is_one and not str(record.msg).startswith("Error when composing. Overrides:")
 
 

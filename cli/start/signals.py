@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class Ranks:
+class SpawnedRanks:
     """Ranks that ``torch.multiprocessing.spawn`` has started, if it has.
 
     Attributes:
@@ -34,12 +34,12 @@ class Ranks:
 
 
 @contextmanager
-def sent_to_ranks() -> Iterator[Ranks]:
+def sent_to_ranks() -> Iterator[SpawnedRanks]:
     """Within it, which is a training run, signals are sent on.
 
     A process that trains by itself handles them itself, see ``training.stopping``.
     """
-    ranks = Ranks()
+    ranks = SpawnedRanks()
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGUSR1):

@@ -11,7 +11,7 @@ from typing import Any
 _READ_IN_LOOPS = ("common_eval", "dataset", "generation")
 
 
-class Settings:
+class CachedConfig:
     """A configuration, or a part of one, whose settings are looked up once.
 
     omegaconf takes some 10 us for a look. fairseq-generate looks more than twenty times at a
@@ -22,7 +22,7 @@ class Settings:
     def __init__(self, config: Any, parts: tuple[str, ...] = ()) -> None:
         self.__dict__["_config"] = config
         for part in parts:
-            self.__dict__[part] = Settings(getattr(config, part))
+            self.__dict__[part] = CachedConfig(getattr(config, part))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python asks for its protocols
@@ -34,14 +34,14 @@ class Settings:
         setattr(self._config, name, value)
         self.__dict__.pop(name, None)
 
-    def __copy__(self) -> Settings:
-        return Settings(copy.copy(self._config))
+    def __copy__(self) -> CachedConfig:
+        return CachedConfig(copy.copy(self._config))
 
     def __str__(self) -> str:
         return str(self._config)
 
 
-def looked_up_once(cfg: Any) -> Settings:
+def looked_up_once(cfg: Any) -> CachedConfig:
     """For ``main`` of fairseq_cli's generate and interactive.
 
     cfg: what they take, a Namespace or fairseq's configuration.
@@ -49,4 +49,4 @@ def looked_up_once(cfg: Any) -> Settings:
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
     config = convert_namespace_to_omegaconf(cfg) if isinstance(cfg, Namespace) else cfg
-    return Settings(config, _READ_IN_LOOPS)
+    return CachedConfig(config, _READ_IN_LOOPS)

@@ -58,7 +58,7 @@ class UnknownWords:
         )
 
 
-class Sentences(Lines):
+class GenerationOutput(Lines):
     """Stands in for standard output while fairseq generates.
 
     Args:

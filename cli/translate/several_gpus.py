@@ -19,14 +19,14 @@ from torch import multiprocessing
 from lightseq_fairseq.cli.start.launch import quiet
 from lightseq_fairseq.cli.translate.cached_config import looked_up_once
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
-from lightseq_fairseq.cli.translate.output import Lines, Sentences
+from lightseq_fairseq.cli.translate.output import GenerationOutput, Lines
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat import patching
 
 _LOOK_AGAIN_S = 1.0
 
 
-def translate(args: Namespace, sentences: Sentences) -> None:
+def translate(args: Namespace, sentences: GenerationOutput) -> None:
     """What ``fairseq_cli.generate.main(args)`` prints, by ``--distributed-world-size`` processes.
 
     Of fairseq's log there is what the first process says before its first batch.
@@ -80,7 +80,7 @@ class _Batches(Lines):
         self.translated = False
 
     def line(self, line: str) -> None:
-        of_sentence = Sentences.is_sentence(line)
+        of_sentence = GenerationOutput.is_sentence(line)
         self.translated |= of_sentence
         # A second log of the same would only be confusing.
         if self.rank == 0 or of_sentence:

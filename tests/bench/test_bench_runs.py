@@ -14,7 +14,7 @@ import torch
 
 from lightseq_fairseq import result_rows
 from lightseq_fairseq.cli.benchmark import runs
-from lightseq_fairseq.cli.benchmark.memory import Memory
+from lightseq_fairseq.cli.benchmark.memory import MemoryMeter
 from lightseq_fairseq.errors import UserError
 
 
@@ -64,16 +64,16 @@ def test_memory_is_what_the_process_takes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (use["free"], 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: use["reserved"])
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: use["peak"])
-    memory = Memory(gpu=True)  # others hold 300
+    memory = MemoryMeter(gpu=True)  # others hold 300
     use.update(free=440, reserved=200, peak=250)  # 200 in torch, which had 250, and 60 beside it
     assert memory.peak() == 310
-    assert Memory(gpu=False).peak() > 1 << 26
+    assert MemoryMeter(gpu=False).peak() > 1 << 26
 
 
 @pytest.mark.gpu
 def test_memory_beside_torch_counts() -> None:
     torch.cuda.reset_peak_memory_stats()  # what earlier tests have given back
-    memory, driver = Memory(gpu=True), ctypes.CDLL("libcuda.so.1")
+    memory, driver = MemoryMeter(gpu=True), ctypes.CDLL("libcuda.so.1")
     pointer = ctypes.c_uint64()
     size = torch.cuda.mem_get_info()[0] // 4
     assert driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)) == 0

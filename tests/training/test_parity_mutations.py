@@ -181,8 +181,8 @@ def clip_not_capped(patch: Patch) -> None:
 def norm_logged_after_clipping(patch: Patch) -> None:
     advance = ops.advance
 
-    def changed(state: Tensor, *arguments: Any) -> None:
-        advance(state, *arguments)
+    def changed(state: Tensor, *arguments: Any, **named: Any) -> None:
+        advance(state, *arguments, **named)
         state[State.NORM].clamp_(max=parity.FLAGS["clip-norm"])
 
     patch.setattr(ops, "advance", changed)

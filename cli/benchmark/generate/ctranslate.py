@@ -17,7 +17,7 @@ from typing import Any
 from lightseq_fairseq.cli.benchmark.generate import stopwatch
 from lightseq_fairseq.cli.benchmark.generate.cases import PRECISIONS
 from lightseq_fairseq.cli.benchmark.generate.test_set import TestSet
-from lightseq_fairseq.cli.benchmark.memory import Memory
+from lightseq_fairseq.cli.benchmark.memory import MemoryMeter
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     for sample in samples:
         sample["text"] = _text(sample["net_input"]["src_tokens"], task.source_dictionary)
     model = _model(given.data)
-    memory, began = Memory(gpu=not given.cpu), time.perf_counter()
+    memory, began = MemoryMeter(gpu=not given.cpu), time.perf_counter()
     try:
         translate = _translator(given, model)
         translate(samples[0])

@@ -18,7 +18,7 @@ from typing import Any
 from lightseq_fairseq import cli
 from lightseq_fairseq.cli.benchmark.generate import stopwatch
 from lightseq_fairseq.cli.benchmark.generate.cases import PRECISIONS
-from lightseq_fairseq.cli.benchmark.memory import Memory
+from lightseq_fairseq.cli.benchmark.memory import MemoryMeter
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 
 
@@ -40,7 +40,7 @@ def _run(given: argparse.Namespace, words: list[str]) -> None:
     args = options.parse_args_and_arch(options.get_generation_parser(), words)
     cfg = convert_namespace_to_omegaconf(args)
     gpu = not given.cpu
-    memory, began = Memory(gpu), time.perf_counter()
+    memory, began = MemoryMeter(gpu), time.perf_counter()
     task = tasks.setup_task(cfg.task)
     (model,), _ = checkpoint_utils.load_model_ensemble([cfg.common_eval.path], task=task)
     # fairseq-generate knows --fp16 only.

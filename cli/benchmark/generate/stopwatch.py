@@ -15,7 +15,7 @@ from typing import Any
 
 from lightseq_fairseq.cli.benchmark.generate.cases import Case
 from lightseq_fairseq.cli.benchmark.generate.test_set import SPLIT, TestSet
-from lightseq_fairseq.cli.benchmark.memory import Memory
+from lightseq_fairseq.cli.benchmark.memory import MemoryMeter
 from lightseq_fairseq.cli.benchmark.train.corpus import SOURCE, TARGET
 
 
@@ -66,7 +66,7 @@ def measure(
     samples: Sequence[dict[str, Any]],
     translate: Callable[[dict[str, Any]], list[int]],
     load_s: float,
-    memory: Memory,
+    memory: MemoryMeter,
 ) -> None:
     """Translates the samples ``--warm-up`` + ``--passes`` times and writes the report.
 

@@ -145,7 +145,7 @@ def command(
 ) -> list[str]:
     """The command of one run: ``updates`` updates, then those that are profiled."""
     how = SYSTEMS[system]
-    here = f"{__package__}.{'compiled' if system == 'torch_compile' else 'probe'}"
+    here = f"{__package__}.{'compiled' if system == 'torch_compile' else 'measured_trainer'}"
     words = [sys.executable]
     if case.gpus > 1:
         words += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.gpus)]
@@ -163,7 +163,7 @@ def command(
 
 def environment(system: str) -> dict[str, str]:
     """What the run finds in its environment besides the bench's own."""
-    # The launchers set the policy before torch is loaded, which is too late below a probe.
+    # The launchers set the policy before torch is loaded, which is too late below it.
     cudnn = "1" if SYSTEMS[system].cudnn else "0"
     return {"OMP_WAIT_POLICY": "passive", "LIGHTSEQ_CUDNN_ATTENTION": cudnn}
 

@@ -30,7 +30,7 @@ from torch.nn import functional
 from lightseq_fairseq.cli.benchmark.train import corpus
 from lightseq_fairseq.cli.benchmark.train.cases import LOG_INTERVAL, Case
 from lightseq_fairseq.cli.benchmark.train.corpus import SOURCE, TARGET
-from lightseq_fairseq.cli.benchmark.train.measured_trainer import Probe
+from lightseq_fairseq.cli.benchmark.train.measured_trainer import StepMeter
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import LONGEST, PAD, Batch, Transformer
 from lightseq_fairseq.cli.start.launch import no_workers_left
 
@@ -176,7 +176,7 @@ def batches(data: Path, max_tokens: int, workers: int) -> Iterator[Batch]:
     return endless()
 
 
-def train(case: Case, data: Path, updates: int, workers: int, probe: Probe) -> None:
+def train(case: Case, data: Path, updates: int, workers: int, meter: StepMeter) -> None:
     """``updates`` updates and those that are profiled; a line of the log every `LOG_INTERVAL`."""
     torch.manual_seed(1)
     torch._dynamo.config.recompile_limit = 2 * SIZES
@@ -185,12 +185,12 @@ def train(case: Case, data: Path, updates: int, workers: int, probe: Probe) -> N
     model = Transformer(case.shape, vocabulary).to(device, torch.bfloat16)
     gradients, update = Gradients(model), Update(list(model.parameters()))
     feed = batches(data, case.max_tokens, workers)
-    probe.begin()
+    meter.begin()
     began, interval_tokens = time.perf_counter(), 0
-    for number in range(1, updates + probe.heat + probe.marks + 1):
+    for number in range(1, updates + meter.heat + meter.marks + 1):
         batch = next(feed)
         tokens = int(batch.target.ne(PAD).sum())
-        probe.before_step(number - 1, tokens)
+        meter.before_step(number - 1, tokens)
         loss, *grads = gradients(batch)
         update(number, grads, tokens)
         interval_tokens += tokens
@@ -221,9 +221,9 @@ def main() -> None:
     parser.add_argument("--marks", type=int, required=True)
     parser.add_argument("--workers", type=int, default=4)
     given = parser.parse_args()
-    probe = Probe(given.report, given.updates, given.heat, given.marks)
+    meter = StepMeter(given.report, given.updates, given.heat, given.marks)
     with no_workers_left():
-        train(given.case, given.data, given.updates, given.workers, probe)
+        train(given.case, given.data, given.updates, given.workers, meter)
 
 
 if __name__ == "__main__":

@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 
-from lightseq_fairseq.cli.benchmark.memory import Memory
+from lightseq_fairseq.cli.benchmark.memory import MemoryMeter
 from lightseq_fairseq.cli.benchmark.train.timeline import MARK, timeline
 from lightseq_fairseq.fairseq_compat import patching
 
 FIRST = 100
 
 
-class Probe:
+class StepMeter:
     """Is told about the steps of a training and writes the report.
 
     Args:
@@ -45,7 +45,7 @@ class Probe:
     def __init__(self, report: Path, updates: int, heat: int, marks: int) -> None:
         self.report, self.updates, self.heat, self.marks = report, updates, heat, marks
         self.gpu = torch.cuda.is_available()
-        self._memory = Memory(self.gpu)
+        self._memory = MemoryMeter(self.gpu)
         self._began: float | None = None
         self._first: float | None = None
         self._peak = 0
@@ -112,8 +112,8 @@ class Probe:
 
 
 @contextmanager
-def attached(probe: Probe) -> Iterator[None]:
-    """Within it every Trainer that ``fairseq_cli.train`` makes tells ``probe`` its steps."""
+def attached(meter: StepMeter) -> Iterator[None]:
+    """Within it every Trainer that ``fairseq_cli.train`` makes tells ``meter`` its steps."""
     from lightseq_fairseq import fairseq_compat
 
     fairseq_compat.prepare()
@@ -123,12 +123,12 @@ def attached(probe: Probe) -> Iterator[None]:
         # By now the launcher has put in place the Trainer that the command asks for.
         class ProbedTrainer(train.Trainer):
             def begin_epoch(self, *args: Any, **kwargs: Any) -> Any:
-                probe.begin()
+                meter.begin()
                 return super().begin_epoch(*args, **kwargs)
 
             def train_step(self, samples: Any, *args: Any, **kwargs: Any) -> Any:
                 tokens = sum(map(_tokens, samples)) * self.data_parallel_world_size
-                probe.before_step(self.get_num_updates(), tokens)
+                meter.before_step(self.get_num_updates(), tokens)
                 return super().train_step(samples, *args, **kwargs)
 
         with patching.within("fairseq_cli.train:Trainer", ProbedTrainer):
@@ -160,7 +160,7 @@ def main() -> None:
     report, rank = arguments.report, os.environ.get("RANK", "0")
     if rank != "0":
         report = report.with_suffix(f".rank{rank}.json")
-    with attached(Probe(report, arguments.updates, arguments.heat, arguments.marks)):
+    with attached(StepMeter(report, arguments.updates, arguments.heat, arguments.marks)):
         from lightseq_fairseq.cli import train
 
         train.main(arguments.words)

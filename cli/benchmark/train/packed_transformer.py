@@ -50,7 +50,7 @@ def packed_attention(
     return out.transpose(0, 1)
 
 
-class Attention(nn.Module):
+class PackedAttention(nn.Module):
     """Multi-head attention; self attention where no memory [T, C] is given."""
 
     def __init__(self, shape: Shape, causal: bool = False, cross: bool = False) -> None:
@@ -89,8 +89,8 @@ class Layer(nn.Module):
     def __init__(self, shape: Shape, decoder: bool) -> None:
         super().__init__()
         self.pre = shape.normalize_before
-        self.attention = Attention(shape, causal=decoder)
-        self.cross = Attention(shape, cross=True) if decoder else None
+        self.attention = PackedAttention(shape, causal=decoder)
+        self.cross = PackedAttention(shape, cross=True) if decoder else None
         self.feed_forward = FeedForward(shape)
         self.norms = nn.ModuleList(nn.LayerNorm(shape.width) for _ in range(3 if decoder else 2))
 
