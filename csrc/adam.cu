@@ -37,6 +37,7 @@
 #include <type_traits>
 
 #include "common/check.h"
+#include "common/launch.cuh"
 #include "common/occupancy.h"
 #include "common/reduce.cuh"
 #include "common/scalars.cuh"
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(kNormThreads)
 #pragma unroll
     for (int u = 0; u < kNormLoads; ++u) {
       const int64_t i = first + u * threads;
-      x[u] = i < vectors ? load_streaming(grad + i * Vec<T>::kSize) : Vec<T>{};
+      x[u] = i < vectors ? load_cg(grad + i * Vec<T>::kSize) : Vec<T>{};
     }
 #pragma unroll
     for (int u = 0; u < kNormLoads; ++u) {
@@ -140,12 +141,12 @@ __device__ __forceinline__ bool compute_coefficients(const Params& p, Coefficien
   if (!isfinite(total)) return false;
   const double clip = p.max_norm > 0.0 ? fmin(1.0, p.max_norm / (total + p.clip_eps)) : 1.0;
   const double size = lr * sqrt(1.0 - power(p.beta2, step)) / (1.0 - power(p.beta1, step));
-  *result = {static_cast<float>(multiplier * clip),
-             static_cast<float>(1.0 - p.beta1),
-             static_cast<float>(1.0 - p.beta2),
-             static_cast<float>(p.eps),
-             static_cast<float>(size),
-             static_cast<float>(-lr * p.weight_decay)};
+  *result = {.factor = static_cast<float>(multiplier * clip),
+             .blend_1 = static_cast<float>(1.0 - p.beta1),
+             .blend_2 = static_cast<float>(1.0 - p.beta2),
+             .eps = static_cast<float>(p.eps),
+             .size = static_cast<float>(size),
+             .decay = static_cast<float>(-lr * p.weight_decay)};
   return true;
 }
 
@@ -293,19 +294,18 @@ Tensor adam_norm(const Tensor& grad) {
   dispatch_float(grad.scalar_type(), "adam_norm: grad", [&](auto zero) {
     using T = decltype(zero);
     const auto kernel = adam_norm_kernel<T>;
-    int64_t count = grad.numel();
+    const int64_t count = grad.numel();
     const int64_t work = blocks_for(count, kNormWork<T>);
     const int64_t blocks =
         std::clamp<int64_t>(work, 1, resident_blocks(kernel, kNormThreads, device));
     Tensor scratch = allocate(grad, {blocks}, ScalarType::Double);
-    const T* data = static_cast<const T*>(grad.const_data_ptr());
-    double* partials = scratch.mutable_data_ptr<double>();
-    float* result = norm.mutable_data_ptr<float>();
-    void* arguments[] = {&data, &count, &partials, &result};
-    cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel),
-                                static_cast<unsigned>(blocks), kNormThreads, arguments, 0,
-                                current_stream(device));
-    check_launch(op);
+    launch({.op = op,
+            .grid = static_cast<unsigned>(blocks),
+            .block = kNormThreads,
+            .stream = current_stream(device),
+            .cooperative = true},
+           kernel, static_cast<const T*>(grad.const_data_ptr()), count,
+           scratch.mutable_data_ptr<double>(), norm.mutable_data_ptr<float>());
   });
   return norm;
 }
@@ -321,19 +321,20 @@ void adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& gr
   check_aligned(op, "param", param, is_split ? sizeof(Quad<int16_t>) : sizeof(Quad<float>));
   check_aligned(op, "exp_avg", exp_avg, sizeof(Quad<float>));
   check_aligned(op, "exp_avg_sq", exp_avg_sq, sizeof(Quad<float>));
-  const Params params{exp_avg.mutable_data_ptr<float>(),
-                      exp_avg_sq.mutable_data_ptr<float>(),
-                      param.numel(),
-                      reinterpret_cast<unsigned long long*>(step.mutable_data_ptr<int64_t>()),
-                      Floats(lr),
-                      Floats(multiplier),
-                      Floats(norm),
-                      max_norm,
-                      clip_eps,
-                      beta1,
-                      beta2,
-                      eps,
-                      weight_decay};
+  const Params params{
+      .exp_avg = exp_avg.mutable_data_ptr<float>(),
+      .exp_avg_sq = exp_avg_sq.mutable_data_ptr<float>(),
+      .count = param.numel(),
+      .step = reinterpret_cast<unsigned long long*>(step.mutable_data_ptr<int64_t>()),
+      .lr = Floats(lr),
+      .multiplier = Floats(multiplier),
+      .norm = Floats(norm),
+      .max_norm = max_norm,
+      .clip_eps = clip_eps,
+      .beta1 = beta1,
+      .beta2 = beta2,
+      .eps = eps,
+      .weight_decay = weight_decay};
   constexpr int64_t kWork = 4 * kQuads * kStepThreads;  // of a block
   const int64_t blocks = std::max<int64_t>(1, blocks_for(params.count, kWork));
   require(blocks <= kMaxBlocks, op, ": too many parameters for one buffer");
@@ -342,24 +343,26 @@ void adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& gr
   dispatch_float(grad.scalar_type(), "adam_step: grad", [&](auto zero) {
     using G = decltype(zero);
     check_aligned(op, "grad", grad, sizeof(Quad<G>));
-    const auto launch = [&](auto* kept, auto* low) {
+    const auto start = [&](auto* kept, auto* low) {
       using P = std::remove_pointer_t<decltype(kept)>;
       using L = std::remove_pointer_t<decltype(low)>;
-      const auto kernel = adam_step_kernel<P, G, L>;
-      kernel<<<static_cast<unsigned>(blocks), kStepThreads, 0, current_stream(device)>>>(
-          params, kept, static_cast<const G*>(grad.const_data_ptr()), low);
-      check_launch(op);
+      launch({.op = op,
+              .grid = static_cast<unsigned>(blocks),
+              .block = kStepThreads,
+              .stream = current_stream(device)},
+             adam_step_kernel<P, G, L>, params, kept, static_cast<const G*>(grad.const_data_ptr()),
+             low);
     };
     void* const low = param_low.has_value() ? param_low->mutable_data_ptr() : nullptr;
     if (low != nullptr) check_aligned(op, "param_low", *param_low, sizeof(Quad<__half>));
     if (is_split) {
-      return launch(param.mutable_data_ptr<int16_t>(), static_cast<__nv_bfloat16*>(low));
+      return start(param.mutable_data_ptr<int16_t>(), static_cast<__nv_bfloat16*>(low));
     }
     float* const whole = param.mutable_data_ptr<float>();
     if (low != nullptr && param_low->scalar_type() == ScalarType::Half) {
-      return launch(whole, static_cast<__half*>(low));
+      return start(whole, static_cast<__half*>(low));
     }
-    launch(whole, static_cast<__nv_bfloat16*>(low));
+    start(whole, static_cast<__nv_bfloat16*>(low));
   });
 }
 

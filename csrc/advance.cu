@@ -18,6 +18,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "common/check.h"
+#include "common/launch.cuh"
 #include "common/scalars.cuh"
 
 namespace lightseq {
@@ -111,11 +112,13 @@ void advance(Tensor state, Tensor rng, const Tensor& given, const Tensor& norm, 
           "advance: state, rng and given must be contiguous");
   const int32_t device = state.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  advance_kernel<<<1, 1, 0, current_stream(device)>>>(
-      static_cast<State*>(state.mutable_data_ptr()), rng.mutable_data_ptr<int64_t>(),
-      static_cast<const Given*>(given.const_data_ptr()), Floats(norm), seed,
-      {scale_window, tolerance, threshold, min_loss_scale});
-  check_launch("advance");
+  launch({.op = "advance", .grid = 1, .block = 1, .stream = current_stream(device)}, advance_kernel,
+         static_cast<State*>(state.mutable_data_ptr()), rng.mutable_data_ptr<int64_t>(),
+         static_cast<const Given*>(given.const_data_ptr()), Floats(norm), seed,
+         Scaling{.window = scale_window,
+                 .tolerance = tolerance,
+                 .threshold = threshold,
+                 .least = min_loss_scale});
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) { m.impl("advance", TORCH_BOX(&advance)); }

@@ -67,16 +67,22 @@ struct Softmax {
   float shift[2] = {}, sum[2] = {};
 };
 
-// kChunk keys more. The first of them is the sentence's number `key`, lies in row `row_k` of the
-// tiles and has its bits in word `word`. The warp's first query sees keys below clear_end.
+// Of some neighbouring keys the first.
+struct Keys {
+  int first;  // number in the sentence
+  int row;    // of the tiles
+  int word;   // of dropout's bits
+};
+
+// kChunk keys more. The warp's first query sees keys below clear_end.
 template <int kChunk, typename T, int kWidth>
 __device__ __forceinline__ void attend(Softmax<kWidth>& state, FwdTiles<T, kWidth>& tiles,
                                        const FwdParams<T>& p, const Unit& unit, const Place& place,
-                                       int key, int row_k, int word, int clear_end) {
+                                       const Keys& keys, int clear_end) {
   const float scale = p.scale * Base<T>::kLogE;
   float s[kChunk / 8][4];
-  multiply_nt<T, kWidth>(s, tiles.q.row(place.row), tiles.k.row(row_k));
-  hide(s, place.position, key, unit.length_k, p.work.causal, clear_end);
+  multiply_nt<T, kWidth>(s, tiles.q.row(place.row), tiles.k.row(keys.row));
+  hide(s, place.position, keys.first, unit.length_k, p.work.causal, clear_end);
 
   float largest[2];
 #pragma unroll
@@ -92,7 +98,7 @@ __device__ __forceinline__ void attend(Softmax<kWidth>& state, FwdTiles<T, kWidt
   const float tolerance = kTolerance / scale;
   const bool outgrown =
       largest[0] > state.shift[0] + tolerance || largest[1] > state.shift[1] + tolerance;
-  if (key == 0) {
+  if (keys.first == 0) {
     state.shift[0] = largest[0];
     state.shift[1] = largest[1];
   } else if (__any_sync(kAllLanes, outgrown)) {
@@ -115,7 +121,7 @@ __device__ __forceinline__ void attend(Softmax<kWidth>& state, FwdTiles<T, kWidt
     const float offset = -state.shift[half] * scale;
     uint32_t keep = ~0u;
     if (p.dropout.threshold > 0) {
-      keep = tiles.keep[place.row + lane_row() + half * 8][word] >> lane_column();
+      keep = tiles.keep[place.row + lane_row() + half * 8][keys.word] >> lane_column();
     }
 #pragma unroll
     for (int n = 0; n < kChunk / 8; ++n) {
@@ -128,7 +134,7 @@ __device__ __forceinline__ void attend(Softmax<kWidth>& state, FwdTiles<T, kWidt
       }
     }
   }
-  multiply_nn<T, kWidth>(state.o, s, tiles.v.row(row_k));
+  multiply_nn<T, kWidth>(state.o, s, tiles.v.row(keys.row));
 }
 
 template <typename T, int kWidth>
@@ -168,16 +174,18 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
       load_tiles({&tiles.k, &tiles.v}, {p.k, p.v}, unit, unit.first_k + tile, unit.length_k - tile,
                  work.width);
       draw<2>(tiles.keep, tiles.plan, p.dropout, work, unit, unit.start, tile);
-      wait_for_copies();
+      cp_async_wait_all();
       __syncthreads();
       if (!works) continue;
       if (unit.slot() == 16) {
-        attend<16>(state, tiles, p, unit, place, 0, place.slot, 0, clear_end);
+        attend<16>(state, tiles, p, unit, place, {.first = 0, .row = place.slot, .word = 0},
+                   clear_end);
         continue;
       }
 #pragma unroll 1
       for (int chunk = 0; chunk < min(unit.slot(), warp_end - tile); chunk += 32) {
-        attend<32>(state, tiles, p, unit, place, tile + chunk, place.slot + chunk, chunk / 32,
+        attend<32>(state, tiles, p, unit, place,
+                   {.first = tile + chunk, .row = place.slot + chunk, .word = chunk / 32},
                    clear_end);
       }
     }
@@ -197,9 +205,8 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
             sees ? (state.shift[half] * scale + Base<T>::log(total)) * Base<T>::kLn : 0.0f;
       }
     }
-    store_rows<T, kWidth>(p.out, tiles.q.row(place.row), state.o, factor[0], factor[1], place.head,
-                          unit.first_q + place.position, unit.length_q - place.position,
-                          work.width);
+    store_rows<T, kWidth>(p.out, queries_of(unit, place), tiles.q.row(place.row), state.o,
+                          factor[0], factor[1], work.width);
   });
 }
 
@@ -227,8 +234,12 @@ std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const
     p.scale = static_cast<float>(scale);
     p.keep_scale = static_cast<float>(1.0 / (1.0 - dropout_p));
     p.work = work_of(kOp, q, k, cu_q, cu_k, causal);
-    launch(kOp, attention_fwd_kernel<T, kWidth>, p, kThreads<T, kWidth>,
-           sizeof(FwdTiles<T, kWidth>), device);
+    launch({.op = kOp,
+            .grid = grid_of(p.work),
+            .block = kThreads<T, kWidth>,
+            .shared = sizeof(FwdTiles<T, kWidth>),
+            .stream = current_stream(device)},
+           attention_fwd_kernel<T, kWidth>, p);
   });
   return {out, lse};
 }

@@ -74,7 +74,7 @@ __device__ __forceinline__ void whole_pass(BwdTiles<T, kWidth>& tiles, const Bwd
           }
         }
       }
-      store_blocks<T, kRow>(probabilities + own_rows + n * 8, kept[0], kept[1]);
+      store_fragments<T, kRow>(probabilities + own_rows + n * 8, kept[0], kept[1]);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -94,31 +94,27 @@ __device__ __forceinline__ void whole_pass(BwdTiles<T, kWidth>& tiles, const Bwd
   if (works) {
 #pragma unroll
     for (int n = 0; n < kSlot / 8; n += 2) {
-      store_blocks<T, kRow>(dscores + own_rows + n * 8, s[n], s[n + 1]);
+      store_fragments<T, kRow>(dscores + own_rows + n * 8, s[n], s[n + 1]);
     }
   }
   __syncthreads();  // P and dS are there, K has been read
   if (!place.exists) return;
 
   T* const stage = tiles.k.row(place.row);
-  const int length_k = unit.length_k - place.position;
-  const int first_k = unit.first_k + place.position;
+  const HeadRows keys = keys_of(unit, place);
   if (works) {
-    store_rows<T, kWidth>(p.dq, stage, dq, p.grad_scale, p.grad_scale, place.head,
-                          unit.first_q + place.position, unit.length_q - place.position,
+    store_rows<T, kWidth>(p.dq, queries_of(unit, place), stage, dq, p.grad_scale, p.grad_scale,
                           p.work.width);
   }
-  if (length_k <= 0) return;
+  if (keys.length <= 0) return;
   float dv[kWidth / 8][4] = {};
   multiply_tn<T, kWidth, kSlot>(dv, probabilities + place.position, tiles.dout.row(place.slot),
                                 unit.length_q);
-  store_rows<T, kWidth>(p.dv, stage, dv, p.keep_scale, p.keep_scale, place.head, first_k, length_k,
-                        p.work.width);
+  store_rows<T, kWidth>(p.dv, keys, stage, dv, p.keep_scale, p.keep_scale, p.work.width);
   float dk[kWidth / 8][4] = {};
   multiply_tn<T, kWidth, kSlot>(dk, dscores + place.position, tiles.q.row(place.slot),
                                 unit.length_q);
-  store_rows<T, kWidth>(p.dk, stage, dk, p.grad_scale, p.grad_scale, place.head, first_k, length_k,
-                        p.work.width);
+  store_rows<T, kWidth>(p.dk, keys, stage, dk, p.grad_scale, p.grad_scale, p.work.width);
 }
 
 // dQ of the warp's queries.
@@ -142,7 +138,7 @@ __device__ __forceinline__ void query_pass(BwdTiles<T, kWidth>& tiles, const Bwd
       load_queries<true>(tiles, p, unit, unit.start, 0);
     } else {
       draw<1>(tiles.keep, tiles.plan, p.dropout, p.work, unit, unit.start, tile);
-      wait_for_copies();
+      cp_async_wait_all();
       __syncthreads();
     }
     if (!works) continue;
@@ -176,9 +172,8 @@ __device__ __forceinline__ void query_pass(BwdTiles<T, kWidth>& tiles, const Bwd
     }
   }
   if (works) {
-    store_rows<T, kWidth>(p.dq, tiles.out.row(place.row), dq, p.grad_scale, p.grad_scale,
-                          place.head, unit.first_q + place.position, unit.length_q - place.position,
-                          p.work.width);
+    store_rows<T, kWidth>(p.dq, queries_of(unit, place), tiles.out.row(place.row), dq, p.grad_scale,
+                          p.grad_scale, p.work.width);
   }
 }
 
@@ -245,11 +240,9 @@ __device__ __forceinline__ void key_pass(BwdTiles<T, kWidth>& tiles, const BwdPa
     }
   }
   if (works) {
-    const int first = unit.first_k + place.position, length = unit.length_k - place.position;
-    store_rows<T, kWidth>(p.dk, row_k, dk, p.grad_scale, p.grad_scale, place.head, first, length,
-                          p.work.width);
-    store_rows<T, kWidth>(p.dv, row_v, dv, p.keep_scale, p.keep_scale, place.head, first, length,
-                          p.work.width);
+    const HeadRows keys = keys_of(unit, place);
+    store_rows<T, kWidth>(p.dk, keys, row_k, dk, p.grad_scale, p.grad_scale, p.work.width);
+    store_rows<T, kWidth>(p.dv, keys, row_v, dv, p.keep_scale, p.keep_scale, p.work.width);
   }
 }
 
@@ -311,8 +304,12 @@ void attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const T
     p.keep_scale = static_cast<float>(1.0 / (1.0 - dropout_p));
     p.grad_scale = p.scale * p.keep_scale;
     p.work = work_of(kOp, q, k, cu_q, cu_k, causal);
-    launch(kOp, attention_bwd_kernel<T, kWidth>, p, kThreads<T, kWidth>,
-           sizeof(BwdTiles<T, kWidth>), device);
+    launch({.op = kOp,
+            .grid = grid_of(p.work),
+            .block = kThreads<T, kWidth>,
+            .shared = sizeof(BwdTiles<T, kWidth>),
+            .stream = current_stream(device)},
+           attention_bwd_kernel<T, kWidth>, p);
   });
 }
 

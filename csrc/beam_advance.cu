@@ -26,7 +26,7 @@
 
 #include "common/beam_search.cuh"
 #include "common/check.h"
-#include "common/dependent_launch.cuh"
+#include "common/launch.cuh"
 #include "common/prefetch.cuh"
 
 namespace lightseq {
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kThreads) beam_advance_kernel(const Advance p)
   const int thread = threadIdx.x, number = blockIdx.x;
   const bool exists = number < p.slots;  // there is a block even if there is no slot
   if (exists) give_hints(p);
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
 
   // All reads at once. What one thread alone reads the others find in `slot`.
   const int first_row = number * p.beam;
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kThreads) beam_advance_kernel(const Advance p)
     scores[i] = p.candidate_scores[offset + i];
     tokens[i] = p.candidate_tokens[offset + i];
   }
-  start_next_kernel();
+  griddepcontrol_launch_dependents();
   __syncthreads();
   const int step = slot.step;
   if (slot.sentence < 0) return finish(p, step);
@@ -319,34 +319,38 @@ void beam_advance(const Tensor& candidate_scores, const Tensor& candidate_tokens
     require(x.is_contiguous(), kOp, ": ", name, " must be contiguous");
   }
   const int64_t slots = sentences.size(0), width = candidate_scores.size(1);
-  const Advance params{candidate_scores.const_data_ptr<float>(),
-                       candidate_tokens.const_data_ptr<int>(),
-                       progress.mutable_data_ptr<int>(),
-                       sentences.mutable_data_ptr<int>(),
-                       tokens.mutable_data_ptr<int>(),
-                       ancestry.mutable_data_ptr<int>(),
-                       past_tokens.mutable_data_ptr<int>(),
-                       hypothesis_tokens.mutable_data_ptr<int>(),
-                       lengths.mutable_data_ptr<int>(),
-                       scores.mutable_data_ptr<float>(),
-                       past_scores.mutable_data_ptr<float>(),
-                       hypothesis_scores.mutable_data_ptr<float>(),
-                       totals.mutable_data_ptr<float>(),
-                       reports_of(kOp, reports),
-                       ancestry.size(1),
-                       static_cast<int>(ancestry.size(0)),
-                       static_cast<int>(slots),
-                       static_cast<int>(beam),
-                       static_cast<int>(width),
-                       static_cast<int>(groups),
-                       static_cast<int>(eos),
-                       static_cast<float>(diversity),
-                       length_penalty};
+  const Advance params{.candidate_scores = candidate_scores.const_data_ptr<float>(),
+                       .candidate_tokens = candidate_tokens.const_data_ptr<int>(),
+                       .progress = progress.mutable_data_ptr<int>(),
+                       .sentences = sentences.mutable_data_ptr<int>(),
+                       .tokens = tokens.mutable_data_ptr<int>(),
+                       .ancestry = ancestry.mutable_data_ptr<int>(),
+                       .past_tokens = past_tokens.mutable_data_ptr<int>(),
+                       .hypothesis_tokens = hypothesis_tokens.mutable_data_ptr<int>(),
+                       .lengths = lengths.mutable_data_ptr<int>(),
+                       .scores = scores.mutable_data_ptr<float>(),
+                       .past_scores = past_scores.mutable_data_ptr<float>(),
+                       .hypothesis_scores = hypothesis_scores.mutable_data_ptr<float>(),
+                       .totals = totals.mutable_data_ptr<float>(),
+                       .reports = reports_of(kOp, reports),
+                       .memory_rows = ancestry.size(1),
+                       .positions = static_cast<int>(ancestry.size(0)),
+                       .slots = static_cast<int>(slots),
+                       .beam = static_cast<int>(beam),
+                       .width = static_cast<int>(width),
+                       .groups = static_cast<int>(groups),
+                       .eos = static_cast<int>(eos),
+                       .diversity = static_cast<float>(diversity),
+                       .length_penalty = length_penalty};
   const int32_t device = progress.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const size_t shared = beam * width * (sizeof(float) + sizeof(int));
-  launch_early(kOp, beam_advance_kernel, dim3(std::max<int64_t>(1, slots)), dim3(kThreads), shared,
-               current_stream(device), params);
+  launch({.op = kOp,
+          .grid = static_cast<unsigned>(std::max<int64_t>(1, slots)),
+          .block = kThreads,
+          .shared = beam * width * (sizeof(float) + sizeof(int)),
+          .stream = current_stream(device),
+          .dependent = true},
+         beam_advance_kernel, params);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) { m.impl("beam_advance", TORCH_BOX(&beam_advance)); }

@@ -24,7 +24,7 @@
 
 #include "common/beam_search.cuh"
 #include "common/check.h"
-#include "common/dependent_launch.cuh"
+#include "common/launch.cuh"
 #include "common/philox.cuh"
 
 namespace lightseq {
@@ -89,8 +89,8 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int drawn;
   const T* const row = logits + blockIdx.x * stride;
   const Cut cut(row, classes);
-  wait_for_previous_kernel();
-  start_next_kernel();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const Step step(rules);
   const float score = scores[blockIdx.x];
   if (!(score > -INFINITY)) {
@@ -182,8 +182,13 @@ std::tuple<Tensor, Tensor> beam_sample(const Tensor& logits, const Tensor& score
                                        double unk_penalty, double temperature) {
   constexpr const char* kOp = "beam_sample";
   const int64_t rows = logits.size(0), classes = logits.size(1);
-  const Rules rules =
-      rules_of(kOp, logits, scores, progress, pad, eos, unk, min_len, unk_penalty, temperature);
+  const Rules rules = rules_of(kOp, logits, scores, progress,
+                               {.pad = pad,
+                                .eos = eos,
+                                .unk = unk,
+                                .min_len = min_len,
+                                .unk_penalty = unk_penalty,
+                                .temperature = temperature});
   require(sentences.is_contiguous() && rng.is_contiguous(), kOp,
           ": sentences and rng must be contiguous");
   const int32_t device = logits.get_device();
@@ -193,13 +198,19 @@ std::tuple<Tensor, Tensor> beam_sample(const Tensor& logits, const Tensor& score
   dispatch_float(logits.scalar_type(), "beam_sample: logits", [&](auto zero) {
     using T = decltype(zero);
     if (rows == 0) return;
-    const Sampling sampling{rng.const_data_ptr<int64_t>(), sentences.const_data_ptr<int>(),
-                            static_cast<int>(beam), static_cast<int>(topk),
-                            static_cast<float>(topp)};
-    launch_early(kOp, beam_sample_kernel<T>, dim3(rows), dim3(kThreads), 0, current_stream(device),
-                 static_cast<const T*>(logits.const_data_ptr()), logits.stride(0),
-                 static_cast<int>(classes), scores.const_data_ptr<float>(), rules, sampling,
-                 totals.mutable_data_ptr<float>(), tokens.mutable_data_ptr<int>());
+    const Sampling sampling{.rng = rng.const_data_ptr<int64_t>(),
+                            .sentences = sentences.const_data_ptr<int>(),
+                            .beam = static_cast<int>(beam),
+                            .topk = static_cast<int>(topk),
+                            .topp = static_cast<float>(topp)};
+    launch({.op = kOp,
+            .grid = static_cast<unsigned>(rows),
+            .block = kThreads,
+            .stream = current_stream(device),
+            .dependent = true},
+           beam_sample_kernel<T>, static_cast<const T*>(logits.const_data_ptr()), logits.stride(0),
+           static_cast<int>(classes), scores.const_data_ptr<float>(), rules, sampling,
+           totals.mutable_data_ptr<float>(), tokens.mutable_data_ptr<int>());
   });
   return {totals, tokens};
 }

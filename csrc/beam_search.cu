@@ -31,7 +31,7 @@
 #include "common/beam_search.cuh"
 #include "common/check.h"
 #include "common/cluster.cuh"
-#include "common/dependent_launch.cuh"
+#include "common/launch.cuh"
 #include "common/occupancy.h"
 
 namespace lightseq {
@@ -126,8 +126,8 @@ __device__ __forceinline__ void find_candidates(const Logits<T>& logits, const f
   output.scores += static_cast<int64_t>(hypothesis) * output.count;
   output.tokens += static_cast<int64_t>(hypothesis) * output.count;
   if constexpr (kCluster > 1) cluster_sync();
-  wait_for_previous_kernel();
-  start_next_kernel();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 
   const Step step(rules);
   const int unk = step.unk - begin;
@@ -153,7 +153,7 @@ __device__ __forceinline__ void find_candidates(const Logits<T>& logits, const f
         best.consider(largest, first + kCount - 1);
       });
   if constexpr (kCluster > 1) {
-    if (threadIdx.x < kCluster) *of_block(&totals[part], threadIdx.x) = total;
+    if (threadIdx.x < kCluster) *mapa(&totals[part], threadIdx.x) = total;
     cluster_sync();
     float highest = kFloor, sum = 0.0f;
 #pragma unroll
@@ -191,7 +191,7 @@ __device__ __forceinline__ void find_candidates(const Logits<T>& logits, const f
     };
     const auto offer_vector = [&](int first) {
       Columns<T> eight;
-      eight.load_streaming(row + first);
+      eight.load_cg(row + first);
       float x[kSize];
       eight.unpack(x);
 #pragma unroll
@@ -245,9 +245,8 @@ __device__ __forceinline__ void find_candidates(const Logits<T>& logits, const f
   if constexpr (kCluster == 1) {
     write_best(listed, number, write_result);
   } else {
-    write_best(listed, number, [&](int rank, Key key) {
-      *of_block(&finalists[part * output.count + rank], 0) = key;
-    });
+    write_best(listed, number,
+               [&](int rank, Key key) { *mapa(&finalists[part * output.count + rank], 0) = key; });
     cluster_sync();
     if (part == 0) write_best(finalists, kCluster * output.count, write_result);
   }
@@ -278,8 +277,13 @@ std::tuple<Tensor, Tensor> beam_candidates(const Tensor& logits, const Tensor& s
                                            double unk_penalty, double temperature) {
   constexpr const char* kOp = "beam_candidates";
   const int64_t rows = logits.size(0), classes = logits.size(1);
-  const Rules rules =
-      rules_of(kOp, logits, scores, progress, pad, eos, unk, min_len, unk_penalty, temperature);
+  const Rules rules = rules_of(kOp, logits, scores, progress,
+                               {.pad = pad,
+                                .eos = eos,
+                                .unk = unk,
+                                .min_len = min_len,
+                                .unk_penalty = unk_penalty,
+                                .temperature = temperature});
   require(count >= 1 && count < classes && count <= kMaxCount, kOp, ": count must be 1 to ",
           kMaxCount, " and below V on a GPU, is ", count);
   const int32_t device = logits.get_device();
@@ -289,30 +293,37 @@ std::tuple<Tensor, Tensor> beam_candidates(const Tensor& logits, const Tensor& s
   dispatch_float(logits.scalar_type(), "beam_candidates: logits", [&](auto zero) {
     using T = decltype(zero);
     if (rows == 0) return;
-    const auto launch = [&](auto kernel, int threads, int64_t blocks) {
-      launch_early(kOp, kernel, dim3(blocks), dim3(threads), 0, current_stream(device),
-                   Logits<T>{static_cast<const T*>(logits.const_data_ptr()), logits.stride(0),
-                             static_cast<int>(classes)},
-                   scores.const_data_ptr<float>(), rules,
-                   count <= kMaxCount / 4 ? kMaxCount / 2 : kMaxCount,
-                   Output{best_scores.mutable_data_ptr<float>(),
-                          best_tokens.mutable_data_ptr<int>(), static_cast<int>(count)});
+    const auto start = [&](auto kernel, int threads, int64_t blocks) {
+      launch({.op = kOp,
+              .grid = static_cast<unsigned>(blocks),
+              .block = static_cast<unsigned>(threads),
+              .stream = current_stream(device),
+              .dependent = true},
+             kernel,
+             Logits<T>{.data = static_cast<const T*>(logits.const_data_ptr()),
+                       .stride = logits.stride(0),
+                       .classes = static_cast<int>(classes)},
+             scores.const_data_ptr<float>(), rules,
+             count <= kMaxCount / 4 ? kMaxCount / 2 : kMaxCount,
+             Output{.scores = best_scores.mutable_data_ptr<float>(),
+                    .tokens = best_tokens.mutable_data_ptr<int>(),
+                    .count = static_cast<int>(count)});
     };
     const bool few = rows * kMaxCluster <= resident_blocks(device, kFewBlocks) &&
                      classes >= kMaxCluster * kPart && count <= kMaxCount / 4 &&
                      has_clusters(device);
-    if (few) return launch(beam_candidates_cluster_kernel<T, 256>, 256, rows * kMaxCluster);
+    if (few) return start(beam_candidates_cluster_kernel<T, 256>, 256, rows * kMaxCluster);
     // The largest block with which all rows run side by side: none is left for a second wave, and
     // the more threads, the more bytes on their way. Rows in many waves keep the GPU busy anyway.
     const auto fits = [&](auto kernel, int threads) {
       return rows <= resident_blocks(kernel, threads, device);
     };
     if (fits(beam_candidates_kernel<T, 512>, 512)) {
-      launch(beam_candidates_kernel<T, 512>, 512, rows);
+      start(beam_candidates_kernel<T, 512>, 512, rows);
     } else if (fits(beam_candidates_kernel<T, 256>, 256)) {
-      launch(beam_candidates_kernel<T, 256>, 256, rows);
+      start(beam_candidates_kernel<T, 256>, 256, rows);
     } else {
-      launch(beam_candidates_kernel<T, 128>, 128, rows);
+      start(beam_candidates_kernel<T, 128>, 128, rows);
     }
   });
   return {best_scores, best_tokens};

@@ -27,8 +27,8 @@
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/columns.cuh"
-#include "common/dependent_launch.cuh"
 #include "common/exp2.cuh"
+#include "common/launch.cuh"
 #include "common/nan.cuh"
 #include "common/occupancy.h"
 #include "common/optional.h"
@@ -130,12 +130,12 @@ __device__ __forceinline__ float differentiate(float dy, float v) {
 
 template <typename T>
 struct Params {
-  const T* dy;  // backward only
+  const T* dy = nullptr;  // backward only
   const T* x;
-  const T* bias;    // null: none
-  T* output;        // y or dx
-  float* partials;  // [gridDim.y, columns] column sums of dx; null: not wanted
-  int64_t dy_stride, x_stride;
+  const T* bias;              // null: none
+  T* output;                  // y or dx
+  float* partials = nullptr;  // [gridDim.y, columns] column sums of dx; null: not wanted
+  int64_t dy_stride = 0, x_stride;
   int64_t rows, columns;
   DropoutFactors dropout;
 };
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, kFwdBlocks)
     Columns<T> x[kUnroll] = {};
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      if (u * kWarps < left) x[u].load_streaming(x_row + u * kWarps * p.x_stride);
+      if (u * kWarps < left) x[u].load_cg(x_row + u * kWarps * p.x_stride);
     }
     uint32_t keep[kUnroll];
     draw_rows(p.dropout, rng, row, group, keep);
@@ -230,8 +230,8 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBwdBlocks)
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       if (u * kWarps < left) {
-        dy[u].load_streaming(dy_row + u * kWarps * p.dy_stride);
-        if constexpr (kReadsX) x[u].load_streaming(x_row + u * kWarps * p.x_stride);
+        dy[u].load_cg(dy_row + u * kWarps * p.dy_stride);
+        if constexpr (kReadsX) x[u].load_cg(x_row + u * kWarps * p.x_stride);
       }
     }
     uint32_t keep[kUnroll];
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBwdBlocks)
     }
   }
   if (p.partials == nullptr) return;
-  start_next_kernel();
+  griddepcontrol_launch_dependents();
 
   __shared__ float of_warp[kWarps][kColumnsPerBlock];
 #pragma unroll
@@ -317,30 +317,37 @@ Tensor bias_activation_dropout_fwd(const Tensor& x, std::optional<Tensor> bias,
   dispatch_float(x.scalar_type(), "bias_activation_dropout_fwd: x", [&](auto zero) {
     using T = decltype(zero);
     constexpr int64_t kRows = kWarps * kFwdUnroll<T>;
-    const Params<T> params{
-        nullptr,          data_of<T>(x),
-        data_of<T>(bias), static_cast<T*>(y.mutable_data_ptr()),
-        nullptr,          0,
-        x.stride(0),      x.size(0),
-        x.size(1),        DropoutFactors(rng.const_data_ptr<int64_t>(), site, p)};
+    const Params<T> params{.x = data_of<T>(x),
+                           .bias = data_of<T>(bias),
+                           .output = static_cast<T*>(y.mutable_data_ptr()),
+                           .x_stride = x.stride(0),
+                           .rows = x.size(0),
+                           .columns = x.size(1),
+                           .dropout = DropoutFactors(rng.const_data_ptr<int64_t>(), site, p)};
     const dim3 grid(blocks_for(params.columns, kColumnsPerBlock),
                     std::min(kMaxGridY, blocks_for(params.rows, kRows)));
     dispatch_activation(which, [&](auto chosen) {
-      bias_activation_dropout_fwd_kernel<T, chosen.value, kFwdUnroll<T>>
-          <<<grid, dim3(kWarp, kWarps), 0, current_stream(device)>>>(params);
+      launch(
+          {.op = op, .grid = grid, .block = dim3(kWarp, kWarps), .stream = current_stream(device)},
+          bias_activation_dropout_fwd_kernel<T, chosen.value, kFwdUnroll<T>>, params);
     });
   });
-  check_launch(op);
   return y;
 }
 
-Tensor backward(const char* op, const Tensor& dy, const Tensor& x,
-                const std::optional<Tensor>& bias, Activation which, const DropoutFactors& dropout,
-                std::optional<Tensor> dbias, bool accumulate,
-                const std::optional<Tensor>& parameter = std::nullopt) {
-  check_inputs(op, x, bias);
+struct Backward {
+  std::optional<Tensor> bias;
+  Activation activation;
+  DropoutFactors dropout;
+  std::optional<Tensor> dbias;
+  std::optional<Tensor> parameter;  // whose gradient dbias is, see gradient_of(); or none
+  bool accumulate;
+};
+
+Tensor backward(const char* op, const Tensor& dy, const Tensor& x, const Backward& p) {
+  check_inputs(op, x, p.bias);
   check_rows(op, "dy", dy);
-  const Gradients gradients{{gradient_of(op, "dbias", dbias, parameter)}};
+  const Gradients gradients{{gradient_of(op, "dbias", p.dbias, p.parameter)}};
   const int64_t rows = x.size(0), columns = x.size(1);
   Tensor dx = allocate(x, {rows, columns});
 
@@ -355,26 +362,27 @@ Tensor backward(const char* op, const Tensor& dy, const Tensor& x,
     // As many rows of blocks as run side by side: each leaves a row of partial sums.
     const int64_t blocks =
         std::min(blocks_for(rows, kRows), std::max<int64_t>(1, resident / over_columns));
-    Tensor partials = allocate(x, {dbias.has_value() ? blocks : 0, 1, columns}, ScalarType::Float);
+    Tensor partials =
+        allocate(x, {p.dbias.has_value() ? blocks : 0, 1, columns}, ScalarType::Float);
     if (rows > 0 && columns > 0) {
-      const Params<T> params{data_of<T>(dy),
-                             data_of<T>(x),
-                             data_of<T>(bias),
-                             static_cast<T*>(dx.mutable_data_ptr()),
-                             dbias.has_value() ? partials.mutable_data_ptr<float>() : nullptr,
-                             dy.stride(0),
-                             x.stride(0),
-                             rows,
-                             columns,
-                             dropout};
+      const Params<T> params{
+          .dy = data_of<T>(dy),
+          .x = data_of<T>(x),
+          .bias = data_of<T>(p.bias),
+          .output = static_cast<T*>(dx.mutable_data_ptr()),
+          .partials = p.dbias.has_value() ? partials.mutable_data_ptr<float>() : nullptr,
+          .dy_stride = dy.stride(0),
+          .x_stride = x.stride(0),
+          .rows = rows,
+          .columns = columns,
+          .dropout = p.dropout};
       const dim3 grid(over_columns, blocks);
-      dispatch_activation(which, [&](auto chosen) {
-        bias_activation_dropout_bwd_kernel<T, chosen.value, kBwdUnroll<T>>
-            <<<grid, dim3(kWarp, kWarps), 0, stream>>>(params);
+      dispatch_activation(p.activation, [&](auto chosen) {
+        launch({.op = op, .grid = grid, .block = dim3(kWarp, kWarps), .stream = stream},
+               bias_activation_dropout_bwd_kernel<T, chosen.value, kBwdUnroll<T>>, params);
       });
-      check_launch(op);
     }
-    if (dbias.has_value()) add_partials(partials, gradients, accumulate, stream);
+    if (p.dbias.has_value()) add_partials(partials, gradients, p.accumulate, stream);
   });
   return dx;
 }
@@ -383,8 +391,13 @@ Tensor bias_activation_dropout_bwd(const Tensor& dy, const Tensor& x, std::optio
                                    std::string activation, double p, const Tensor& rng,
                                    int64_t site, std::optional<Tensor> dbias, bool accumulate) {
   const char* const op = "bias_activation_dropout_bwd";
-  const DropoutFactors dropout(rng.const_data_ptr<int64_t>(), site, p);
-  return backward(op, dy, x, bias, activation_of(op, activation), dropout, dbias, accumulate);
+  return backward(op, dy, x,
+                  {.bias = bias,
+                   .activation = activation_of(op, activation),
+                   .dropout = DropoutFactors(rng.const_data_ptr<int64_t>(), site, p),
+                   .dbias = dbias,
+                   .parameter = std::nullopt,
+                   .accumulate = accumulate});
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
@@ -398,8 +411,13 @@ Tensor relu_bwd(const Tensor& dy, const Tensor& x, float scale, std::optional<Te
                 const std::optional<Tensor>& bias, bool accumulate) {
   DropoutFactors nothing_drops(nullptr, 0, 0.0);
   nothing_drops.scale = scale;
-  return backward("relu_linear_bwd", dy, x, std::nullopt, Activation::kRelu, nothing_drops, dbias,
-                  accumulate, bias);
+  return backward("relu_linear_bwd", dy, x,
+                  {.bias = std::nullopt,
+                   .activation = Activation::kRelu,
+                   .dropout = nothing_drops,
+                   .dbias = dbias,
+                   .parameter = bias,
+                   .accumulate = accumulate});
 }
 
 }  // namespace lightseq

@@ -26,7 +26,7 @@
 
 #include "common/check.h"
 #include "common/column_sum.cuh"
-#include "common/dependent_launch.cuh"
+#include "common/launch.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kWarp* kSumWarps)
   }
   const ColumnSum& p = sums.of[mine];
   const int column = (strip - p.first_strip) * kWarp + static_cast<int>(threadIdx.x);
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   float sum = 0.0f;
   if (column < p.columns) {
     const float* const partials = p.partials + column;
@@ -154,13 +154,13 @@ class Together {
     for (int kind = 0; kind < kinds; ++kind) {
       const Gradient& gradient = gradients.of[kind];
       if (gradient.data == nullptr) continue;
-      sums_.of[sums_.count++] = {data + static_cast<int64_t>(kind) * columns,
-                                 gradient,
-                                 kinds * columns,
-                                 blocks,
-                                 columns,
-                                 strips_,
-                                 accumulate};
+      sums_.of[sums_.count++] = {.partials = data + static_cast<int64_t>(kind) * columns,
+                                 .gradient = gradient,
+                                 .pitch = kinds * columns,
+                                 .blocks = blocks,
+                                 .columns = columns,
+                                 .first_strip = strips_,
+                                 .accumulate = accumulate};
       strips_ += static_cast<int>(blocks_for(columns, kWarp));
     }
     held_.push_back(partials);
@@ -178,8 +178,12 @@ class Together {
   void launch(cudaStream_t stream) {
     if (strips_ > 0) {
       // It waits for the previous kernel before it reads what that leaves behind.
-      launch_early("column_sum", column_sum_kernel, dim3(strips_), dim3(kWarp, kSumWarps), 0,
-                   stream, sums_);
+      lightseq::launch({.op = "column_sum",
+                        .grid = static_cast<unsigned>(strips_),
+                        .block = dim3(kWarp, kSumWarps),
+                        .stream = stream,
+                        .dependent = true},
+                       column_sum_kernel, sums_);
     }
     *this = {};
   }

@@ -33,12 +33,12 @@
 #include <tuple>
 #include <type_traits>
 
+#include "common/async_copy.cuh"
 #include "common/check.h"
 #include "common/columns.cuh"
 #include "common/cut.cuh"
-#include "common/dependent_launch.cuh"
 #include "common/exp2.cuh"
-#include "common/mma.cuh"
+#include "common/launch.cuh"
 #include "common/reduce.cuh"
 #include "common/scalars.cuh"
 #include "common/vec.cuh"
@@ -116,7 +116,7 @@ template <typename T>
 struct InMemory {
   const T* row;
   __device__ __forceinline__ void load(Columns<T>& x, const Cut& cut, int i) const {
-    x.load_streaming(row + cut.column_of_vector(i));
+    x.load_cg(row + cut.column_of_vector(i));
   }
 };
 
@@ -270,7 +270,7 @@ template <typename T, bool kAccuracy>
 __global__ void __launch_bounds__(kBothThreads, 2)
     cross_entropy_fwd_bwd_kernel(T* logits, const Rows rows, const Floats dloss,
                                  const Results results) {
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   extern __shared__ __align__(16) unsigned char shared[];
   T* const vectors = reinterpret_cast<T*>(shared);
   T* const row = logits + blockIdx.x * rows.stride;
@@ -289,11 +289,11 @@ __global__ void __launch_bounds__(kBothThreads, 2)
     constexpr int kPerCopy = Vec<T>::kSize;
 #pragma unroll
     for (int part = 0; part < kSize; part += kPerCopy) {
-      copy_async(vectors + i * kSize + part, row + cut.column_of_vector(i) + part, true);
+      cp_async(vectors + i * kSize + part, row + cut.column_of_vector(i) + part);
     }
   }
   const float scale = dloss.at<float>(blockIdx.x);
-  wait_for_copies();
+  cp_async_wait_all();
   const OnChip<T> source{vectors};
   const float lse = forward<kBothThreads, kAccuracy>(source, row, cut, rows, target, results);
   backward<kBothThreads, kBothLoads>(source, row, cut, rows, static_cast<int>(target), scale, lse);
@@ -307,8 +307,12 @@ Rows rows_of(const char* op, const Tensor& logits, const Tensor& target, double 
   require(classes <= INT32_MAX, op, ": more than 2^31 classes");
   require(logits.stride(1) == 1, op, ": logits must be contiguous in the last dimension");
   const double share = smoothing > 0.0 ? smoothing / static_cast<double>(classes - 1) : 0.0;
-  return {logits.stride(0), static_cast<int>(classes), Indices(target),
-          padding_idx,      static_cast<float>(share), static_cast<float>(1.0 - smoothing - share)};
+  return {.stride = logits.stride(0),
+          .classes = static_cast<int>(classes),
+          .target = Indices(target),
+          .padding_idx = padding_idx,
+          .share = static_cast<float>(share),
+          .own = static_cast<float>(1.0 - smoothing - share)};
 }
 
 // [T] each; correct is empty unless asked for.
@@ -321,8 +325,10 @@ struct Outputs {
         correct(allocate(logits, {accuracy ? logits.size(0) : 0}, ScalarType::Bool)) {}
 
   Results results(float* lse) {
-    return {loss.mutable_data_ptr<float>(), nll.mutable_data_ptr<float>(), lse,
-            correct.mutable_data_ptr<bool>()};
+    return {.loss = loss.mutable_data_ptr<float>(),
+            .nll = nll.mutable_data_ptr<float>(),
+            .lse = lse,
+            .correct = correct.mutable_data_ptr<bool>()};
   }
 };
 
@@ -341,10 +347,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_fwd(const Tensor& logit
     if (count == 0) return;
     const auto kernel =
         accuracy ? cross_entropy_fwd_kernel<T, true> : cross_entropy_fwd_kernel<T, false>;
-    kernel<<<static_cast<unsigned>(count), kFwdThreads, 0, current_stream(device)>>>(
-        static_cast<const T*>(logits.const_data_ptr()), rows,
-        outputs.results(lse.mutable_data_ptr<float>()));
-    check_launch(op);
+    launch({.op = op,
+            .grid = static_cast<unsigned>(count),
+            .block = kFwdThreads,
+            .stream = current_stream(device)},
+           kernel, static_cast<const T*>(logits.const_data_ptr()), rows,
+           outputs.results(lse.mutable_data_ptr<float>()));
   });
   return {outputs.loss, outputs.nll, lse, outputs.correct};
 }
@@ -358,10 +366,12 @@ void cross_entropy_bwd(const Tensor& dloss, Tensor logits, const Tensor& target,
   dispatch_float(logits.scalar_type(), "cross_entropy_bwd: logits", [&](auto zero) {
     using T = decltype(zero);
     if (logits.size(0) == 0) return;
-    cross_entropy_bwd_kernel<T>
-        <<<static_cast<unsigned>(logits.size(0)), kBwdThreads, 0, current_stream(device)>>>(
-            static_cast<T*>(logits.mutable_data_ptr()), rows, Floats(dloss), Floats(lse));
-    check_launch(op);
+    launch({.op = op,
+            .grid = static_cast<unsigned>(logits.size(0)),
+            .block = kBwdThreads,
+            .stream = current_stream(device)},
+           cross_entropy_bwd_kernel<T>, static_cast<T*>(logits.mutable_data_ptr()), rows,
+           Floats(dloss), Floats(lse));
   });
 }
 
@@ -398,9 +408,14 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_fwd_bwd(const Tensor& dloss, Te
     Outputs outputs(logits, accuracy);
     results = {outputs.loss, outputs.nll, outputs.correct};
     if (logits.size(0) == 0) return;
-    launch_early(op, kernel, static_cast<unsigned>(logits.size(0)), kBothThreads, row_bytes,
-                 current_stream(device), static_cast<T*>(logits.mutable_data_ptr()), rows,
-                 Floats(dloss), outputs.results(nullptr));
+    launch({.op = op,
+            .grid = static_cast<unsigned>(logits.size(0)),
+            .block = kBothThreads,
+            .shared = row_bytes,
+            .stream = current_stream(device),
+            .dependent = true},
+           kernel, static_cast<T*>(logits.mutable_data_ptr()), rows, Floats(dloss),
+           outputs.results(nullptr));
   });
   return results;
 }

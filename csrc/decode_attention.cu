@@ -1,4 +1,4 @@
-// Self-attention of the newest token of every hypothesis, for generation. Cross-attention is
+// Self-attention of the new token of every hypothesis, for generation. Cross-attention is
 // decode_attention_cross.cu; common/decode_attention.cuh and query_tile.cuh have what both
 // share.
 //
@@ -39,7 +39,7 @@
 #include <cstdint>
 
 #include "common/decode_attention.cuh"
-#include "common/newest_token.cuh"
+#include "common/new_token.cuh"
 #include "common/prefetch.cuh"
 #include "common/query_tile.cuh"
 #include "common/scalars.cuh"
@@ -65,7 +65,7 @@ struct Past {
   Indices step;
   int positions, rows;  // of the cache
 
-  // Positions that lie in the cache: those before the newest.
+  // Positions that lie in the cache: those before the new one.
   __device__ __forceinline__ int count() const {
     const int64_t last = step.at(0);
     assert(last >= 0 && last < positions && "step in [0, P)");
@@ -73,17 +73,17 @@ struct Past {
   }
   __device__ __forceinline__ Span span(int row) const { return {row, count()}; }
   __device__ __forceinline__ const T* query(int row) const { return qkv + row * qkv_stride; }
-  __device__ __forceinline__ const T* newest(int row) const { return query(row) + channels; }
+  __device__ __forceinline__ const T* new_key(int row) const { return query(row) + channels; }
   __device__ __forceinline__ const T* start(Span) const { return keys; }
   __device__ __forceinline__ int row_of(Span span, int position) const {
     return ancestry[position * ancestry_stride + span.first];
   }
   // Where row `row` of the cache keeps the key of a position.
   __device__ __forceinline__ T* key_of(int position, int row) const {
-    return const_cast<T*>(forward(forward(keys, position, stride), row, row_stride));
+    return const_cast<T*>(offset_by(offset_by(keys, position, stride), row, row_stride));
   }
-  __device__ __forceinline__ void remember(Span span, int channel, const Columns<T>& key,
-                                           const Columns<T>& value) const {
+  __device__ __forceinline__ void append(Span span, int channel, const Columns<T>& key,
+                                         const Columns<T>& value) const {
     T* const to = key_of(span.count, span.first) + channel;
     key.store(to);
     value.store(to + to_value);
@@ -128,7 +128,7 @@ class Loader {
       ahead_ += kKeyTile << shape_.team.shift;
       read_ancestors();
     }
-    Load load{first, 0, last_};
+    Load load{.first = first, .rows = 0, .last = last_};
     int held[kHeld];  // a row of the cache, or ~ that of the ring which this load has for it
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) held[i] = rows_[i];
@@ -203,22 +203,22 @@ __global__ void __launch_bounds__(kWarp* kRingWarps, PastRing<T, kWidth>::kBlock
     past.prefetch_key(item.first_row, team.rank() * kKeyTile + threadIdx.x, item.head * shape.width,
                       shape.width);
   }
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
 
   Loader<T, Rows> loader(past, item, shape);
-  Newest<T, Rows> newest;
-  newest.load(past, item, shape, team.rank() == 0);
+  NewToken<T, Rows> token;
+  token.load(past, item, shape, team.rank() == 0);
   const int count = item.queries > 0 ? past.count() : 0;
   Load load = loader.start(ring, count, 0, Rows::kRows);
   QueryTile<T, kWidth, Rows> tile;
-  newest.put(tile, ring, past, item, count, shape, team.rank() == 0);
-  start_next_kernel();
+  token.init_tile(tile, ring, past, item, count, shape, team.rank() == 0);
+  griddepcontrol_launch_dependents();
 
 #pragma unroll 1
   while (load.families != 0) {
     const Load next =
         loader.start(ring, count, ring.wrap(load.first + load.rows), Rows::kRows - load.rows);
-    ring.wait_for_older();
+    ring.wait();
     tile.attend(ring, load, shape.scale);
     __syncwarp();
     load = next;
@@ -256,24 +256,25 @@ Tensor decode_self_attention(const Tensor& qkv, Tensor keys, Tensor values, cons
     using T = decltype(zero);
     constexpr int kWidth = decltype(tile_width)::value;
     if (rows == 0) return;
-    const Past<T> past{static_cast<const T*>(qkv.const_data_ptr()),
-                       qkv.stride(0),
-                       channels,
-                       static_cast<T*>(keys.mutable_data_ptr()),
-                       to_values<T>(kOp, keys, values),
-                       stride_between<T>(kOp, keys, 0),
-                       stride_between<T>(kOp, keys, 1),
-                       static_cast<int>(keys.size(1)),
-                       ancestry.const_data_ptr<int>(),
-                       Indices(step),
-                       static_cast<int>(keys.size(0)),
-                       static_cast<int>(keys.size(1))};
+    const Past<T> past{.qkv = static_cast<const T*>(qkv.const_data_ptr()),
+                       .qkv_stride = qkv.stride(0),
+                       .channels = channels,
+                       .keys = static_cast<T*>(keys.mutable_data_ptr()),
+                       .to_value = to_values<T>(kOp, keys, values),
+                       .stride = stride_between<T>(kOp, keys, 0),
+                       .row_stride = stride_between<T>(kOp, keys, 1),
+                       .ancestry_stride = static_cast<int>(keys.size(1)),
+                       .ancestry = ancestry.const_data_ptr<int>(),
+                       .step = Indices(step),
+                       .positions = static_cast<int>(keys.size(0)),
+                       .rows = static_cast<int>(keys.size(1))};
+    const Shape shape = shape_of<T>(out, heads, scale, beam);
     if constexpr (sizeof(T) == sizeof(float)) {
-      launch_rows<T, kWidth, true>(kOp, past, out, heads, width, scale);
+      launch_rows<T, kWidth, true>(kOp, past, shape, out);
     } else {
       const int64_t tiles = tiles_for(blocks_for(rows, beam) * heads, beam, device);
-      launch_tiles<PastRing<T, kWidth>>(kOp, decode_attention_self_kernel<T, kWidth>, past, out,
-                                        beam, tiles, heads, width, scale, kBusyWarps);
+      launch_tiles<PastRing<T, kWidth>>(kOp, decode_attention_self_kernel<T, kWidth>, past, shape,
+                                        out, tiles, kBusyWarps);
     }
   });
   return out;

@@ -1,4 +1,4 @@
-// Cross-attention of the newest token of every hypothesis, for generation. Self-attention is
+// Cross-attention of the new token of every hypothesis, for generation. Self-attention is
 // decode_attention.cu; common/decode_attention.cuh and query_tile.cuh have what both
 // share.
 //
@@ -46,7 +46,7 @@ struct Source {
   const int *cu_seqlens, *sentences;
   int slots, beam;
 
-  // May be asked for before wait_for_previous_kernel().
+  // May be asked for before griddepcontrol_wait().
   __device__ __forceinline__ Span span(int row) const {
     const int slot = row / beam;
     const int sentence = slot < slots ? peek(sentences + slot) : -1;
@@ -56,7 +56,7 @@ struct Source {
   }
   __device__ __forceinline__ const T* query(int row) const { return q + row * q_stride; }
   __device__ __forceinline__ const T* start(Span span) const {
-    return forward(keys, span.first, stride);
+    return offset_by(keys, span.first, stride);
   }
   __device__ __forceinline__ int row_of(Span, int) const { return 0; }
 };
@@ -83,22 +83,26 @@ __global__ void __launch_bounds__(kWarp* kRingWarps, SourceRing<T, kWidth>::kBlo
   const auto load_of = [&](int tile) {
     const int row = tile % kTiles * kKeyTile, rows = min(kKeyTile, span.count - first_key(tile));
     const int place = min(static_cast<int>(threadIdx.x) % kKeyTile, rows - 1);
-    return Load{row, rows, rows - 1, static_cast<unsigned>(row + place), 0xff};
+    return Load{.first = row,
+                .rows = rows,
+                .last = rows - 1,
+                .slots = static_cast<unsigned>(row + place),
+                .families = 0xff};
   };
   const auto copy = [&](int tile) {
-    const auto key = [&](int i) { return forward(keys, first_key(tile) + i, source.stride); };
+    const auto key = [&](int i) { return offset_by(keys, first_key(tile) + i, source.stride); };
     ring.copy(load_of(tile), key, source.to_value, shape.width);
   };
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) copy(tile);
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
 
   QueryTile<T, kWidth, Rows> queries;
   queries.load_queries(source.query(item.first_row) + channel, source.q_stride, item, shape);
-  start_next_kernel();
+  griddepcontrol_launch_dependents();
 #pragma unroll 1
   for (int tile = 0; first_key(tile) < span.count; ++tile) {
-    ring.template wait_for_older<kTiles - 1>();
+    ring.template wait<kTiles - 1>();
     queries.attend(ring, load_of(tile), shape.scale);
     copy(tile + kTiles);
   }
@@ -125,22 +129,23 @@ Tensor decode_cross_attention(const Tensor& q, const Tensor& keys, const Tensor&
     using T = decltype(zero);
     constexpr int kWidth = decltype(tile_width)::value;
     if (rows == 0) return;
-    const Source<T> source{static_cast<const T*>(q.const_data_ptr()),
-                           static_cast<const T*>(keys.const_data_ptr()),
-                           q.stride(0),
-                           to_values<T>(kOp, keys, values),
-                           stride_between<T>(kOp, keys, 0),
-                           0,
-                           cu_seqlens.const_data_ptr<int>(),
-                           sentences.const_data_ptr<int>(),
-                           static_cast<int>(sentences.size(0)),
-                           static_cast<int>(beam)};
+    const Source<T> source{.q = static_cast<const T*>(q.const_data_ptr()),
+                           .keys = static_cast<const T*>(keys.const_data_ptr()),
+                           .q_stride = q.stride(0),
+                           .to_value = to_values<T>(kOp, keys, values),
+                           .stride = stride_between<T>(kOp, keys, 0),
+                           .row_stride = 0,
+                           .cu_seqlens = cu_seqlens.const_data_ptr<int>(),
+                           .sentences = sentences.const_data_ptr<int>(),
+                           .slots = static_cast<int>(sentences.size(0)),
+                           .beam = static_cast<int>(beam)};
+    const Shape shape = shape_of<T>(out, heads, scale, beam);
     if constexpr (sizeof(T) == sizeof(float)) {
-      launch_rows<T, kWidth, false>(kOp, source, out, heads, width, scale);
+      launch_rows<T, kWidth, false>(kOp, source, shape, out);
     } else {
       launch_tiles<SourceRing<T, kWidth>>(kOp, decode_attention_cross_kernel<T, kWidth>, source,
-                                          out, beam, blocks_for(beam, kQueryTile), heads, width,
-                                          scale, kRingWarps * SourceRing<T, kWidth>::kBlocks);
+                                          shape, out, blocks_for(beam, kQueryTile),
+                                          kRingWarps * SourceRing<T, kWidth>::kBlocks);
     }
   });
   return out;

@@ -27,7 +27,7 @@
 
 #include "common/check.h"
 #include "common/columns.cuh"
-#include "common/dependent_launch.cuh"
+#include "common/launch.cuh"
 #include "common/layer_norm.cuh"
 #include "common/optional.h"
 #include "common/prefetch.cuh"
@@ -154,7 +154,7 @@ template <typename T, typename S>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     dropout_residual_layer_norm_fwd_kernel(const __grid_constant__ FwdParams<T> p) {
   extern __shared__ uint4 shared[];
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   RowQueue<T, S, 2> queue(p.rows, {p.x, p.residual}, {p.x_stride, p.residual_stride},
                           p.residual == nullptr ? 1 : 2, p.columns, shared);
   const Rng rng(p.dropout.dropout.rng);
@@ -190,14 +190,14 @@ __global__ void __launch_bounds__(kBlockThreads, kSideBySide<T>)
       if (vector != nullptr) prefetch(vector, p.columns * static_cast<int>(sizeof(T)));
     }
   }
-  wait_for_previous_kernel();
-  start_next_kernel();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   Columns<T> inputs[2][S::kGroups] = {};
 #pragma unroll
   for (int i = 0; i < S::kGroups; ++i) {
     if (S::column(i) >= p.columns) continue;
-    inputs[0][i].load_streaming(x + i * S::kStride);
-    if (p.residual != nullptr) inputs[1][i].load_streaming(residual + i * S::kStride);
+    inputs[0][i].load_cg(x + i * S::kStride);
+    if (p.residual != nullptr) inputs[1][i].load_cg(residual + i * S::kStride);
   }
   const Weights<T, S> weights(p);
   const Rng rng = p.drops ? Rng(p.dropout.dropout.rng) : Rng();
@@ -231,39 +231,44 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_residual_layer_norm_fwd(
   const DropoutFactors dropout(rng.const_data_ptr<int64_t>(), site, p);
   dispatch_float(x.scalar_type(), "dropout_residual_layer_norm_fwd: x", [&](auto zero) {
     using T = decltype(zero);
-    FwdParams<T> params{data_of<T>(x),
-                        data_of<T>(bias),
-                        data_of<T>(residual),
-                        data_of<T>(gamma),
-                        data_of<T>(beta),
-                        output_of<T>(sum),
-                        output_of<T>(y),
-                        output_of<float>(mean),
-                        output_of<float>(rstd),
-                        x.stride(0),
-                        stride_of(residual),
-                        {},
-                        static_cast<int>(columns),
-                        1.0f / static_cast<float>(columns),
-                        static_cast<float>(eps),
-                        p > 0.0,
-                        dropout};
+    FwdParams<T> params{.x = data_of<T>(x),
+                        .bias = data_of<T>(bias),
+                        .residual = data_of<T>(residual),
+                        .gamma = data_of<T>(gamma),
+                        .beta = data_of<T>(beta),
+                        .sum = output_of<T>(sum),
+                        .y = output_of<T>(y),
+                        .mean = output_of<float>(mean),
+                        .rstd = output_of<float>(rstd),
+                        .x_stride = x.stride(0),
+                        .residual_stride = stride_of(residual),
+                        .rows = {},
+                        .columns = static_cast<int>(columns),
+                        .inverse = 1.0f / static_cast<float>(columns),
+                        .eps = static_cast<float>(eps),
+                        .drops = p > 0.0,
+                        .dropout = dropout};
     dispatch_shape<kFwdGroups>(columns, [&](auto shape) {
       using S = decltype(shape);
-      const auto launch = [&](auto kernel, int64_t teams) {
-        launch_early(op, kernel, dim3(params.rows.blocks), dim3(S::kThreads, teams),
-                     params.rows.shared, current_stream(device), params);
+      const auto start = [&](auto kernel, int64_t teams) {
+        launch({.op = op,
+                .grid = params.rows.blocks,
+                .block = dim3(S::kThreads, teams),
+                .shared = static_cast<size_t>(params.rows.shared),
+                .stream = current_stream(device),
+                .dependent = true},
+               kernel, params);
       };
       const int64_t of_multiprocessor = blocks_for(rows, resident_blocks(device, 1));
       const int64_t side_by_side = blocks_for(of_multiprocessor, S::kTeams);
       if (side_by_side <= kSideBySide<T>) {
         const int64_t teams = blocks_for(of_multiprocessor, side_by_side);
         params.rows = one_each(rows, teams);
-        launch(dropout_residual_layer_norm_fwd_few_rows_kernel<T, S>, teams);
+        start(dropout_residual_layer_norm_fwd_few_rows_kernel<T, S>, teams);
       } else {
         const auto kernel = dropout_residual_layer_norm_fwd_kernel<T, S>;
         params.rows = share_out<S>(kernel, rows, RowQueue<T, S, 2>::kRowBytes, 0, device);
-        launch(kernel, S::kTeams);
+        start(kernel, S::kTeams);
       }
     });
   });

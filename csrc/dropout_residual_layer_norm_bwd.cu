@@ -25,7 +25,7 @@
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/columns.cuh"
-#include "common/dependent_launch.cuh"
+#include "common/launch.cuh"
 #include "common/layer_norm.cuh"
 #include "common/optional.h"
 
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     dropout_residual_layer_norm_bwd_kernel(const __grid_constant__ BwdParams<T> p) {
   extern __shared__ uint4 shared[];
   __shared__ float2 rooms[2][S::kTeams][S::kWarps];
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   // Two groups of floats would fill sixteen registers, which the wide kernel lacks.
   constexpr bool kHoldsGamma = S::kGroups * sizeof(T) < 2 * sizeof(float);
   auto queue = queue_of<T, S, kNorm, kStream>(p, shared);
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   float dbias[S::kGroups][kColumnsPerDraw] = {};
   int64_t output = row * p.columns + S::column(0), output_step = p.rows.step * p.columns;
   keep(output_step);
-  start_next_kernel();  // in the registers that this one leaves free
+  griddepcontrol_launch_dependents();  // in the registers that this one leaves free
 
   for (; left > 0; --left) {
     const float mean = next_mean, rstd = next_rstd;
@@ -238,8 +238,13 @@ void launch_bwd(BwdParams<T> params, const Tensor& grad, const Gradients& gradie
   Tensor partials = allocate(grad, {sums ? blocks : 0, kMaxSums, columns}, ScalarType::Float);
   params.partials = output_of<float>(partials);
   if (blocks > 0 && columns > 0) {
-    launch_early("dropout_residual_layer_norm_bwd", kernel, dim3(params.rows.blocks),
-                 dim3(S::kThreads, S::kTeams), params.rows.shared, stream, params);
+    launch({.op = "dropout_residual_layer_norm_bwd",
+            .grid = params.rows.blocks,
+            .block = dim3(S::kThreads, S::kTeams),
+            .shared = static_cast<size_t>(params.rows.shared),
+            .stream = stream,
+            .dependent = true},
+           kernel, params);
   }
   if (sums) add_partials(partials, gradients, accumulate, stream);
 }
@@ -273,22 +278,22 @@ std::tuple<Tensor, Tensor> dropout_residual_layer_norm_bwd(
   const DropoutFactors dropout(rng.const_data_ptr<int64_t>(), site, p);
   dispatch_float(grad.scalar_type(), "dropout_residual_layer_norm_bwd: dy", [&](auto zero) {
     using T = decltype(zero);
-    const BwdParams<T> params{data_of<T>(dy),
-                              data_of<T>(dsum),
-                              data_of<T>(sum),
-                              data_of<T>(gamma),
-                              data_of<float>(mean),
-                              data_of<float>(rstd),
-                              output_of<T>(dx),
-                              output_of<T>(dresidual),
-                              nullptr,
-                              stride_of(dy),
-                              stride_of(dsum),
-                              dy.has_value() ? sum.stride(0) : 0,
-                              {},
-                              static_cast<int>(columns),
-                              1.0f / static_cast<float>(columns),
-                              dropout};
+    const BwdParams<T> params{.dy = data_of<T>(dy),
+                              .dsum = data_of<T>(dsum),
+                              .sum = data_of<T>(sum),
+                              .gamma = data_of<T>(gamma),
+                              .mean = data_of<float>(mean),
+                              .rstd = data_of<float>(rstd),
+                              .dx = output_of<T>(dx),
+                              .dresidual = output_of<T>(dresidual),
+                              .partials = nullptr,
+                              .dy_stride = stride_of(dy),
+                              .dsum_stride = stride_of(dsum),
+                              .sum_stride = dy.has_value() ? sum.stride(0) : 0,
+                              .rows = {},
+                              .columns = static_cast<int>(columns),
+                              .inverse = 1.0f / static_cast<float>(columns),
+                              .dropout = dropout};
     dispatch_shape<kBwdGroups>(columns, [&](auto shape) {
       using S = decltype(shape);
       if (!dsum.has_value()) {

@@ -20,7 +20,7 @@
 
 #include "common/check.h"
 #include "common/columns.cuh"
-#include "common/dependent_launch.cuh"
+#include "common/launch.cuh"
 #include "common/optional.h"
 #include "common/reduce.cuh"
 #include "common/scalars.cuh"
@@ -33,7 +33,7 @@ using torch::stable::Tensor;
 constexpr int kWarps = 8;  // of a block
 constexpr int kBlock = kWarp * kWarps;
 constexpr int kSlab = kWarp * kColumnsPerDraw;  // columns of a warp
-constexpr int kTokens = 4, kAhead = 2;          // of a warp
+constexpr int kTokens = 4, kStages = 2;         // of a warp
 
 // On a multiprocessor: as many as there are registers for.
 template <typename T>
@@ -55,7 +55,7 @@ struct Lookup {
   int64_t rows, columns;
 };
 
-// A warp takes 256 columns of kTokens tokens, with kAhead of their rows on the way. What counts is
+// A warp takes 256 columns of kTokens tokens, with kStages of their rows under way. What counts is
 // the number of instructions: hence no branches, and a Philox call that shares with the next what
 // depends on the column alone. The blocks of one slab of columns follow each other, so that the
 // slab's part of the positions and of the commonest words stays in the multiprocessors' own caches.
@@ -65,9 +65,9 @@ __global__ void __launch_bounds__(kBlock, kBlocks<T>)
   constexpr int kOfBlock = kTokens * kWarps;
   __shared__ uint32_t tokens[kOfBlock], positions[kOfBlock];
   const bool positioned = p.places.data != nullptr;
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   // The next kernel's blocks come when the last of these have begun, and take nothing from them.
-  start_next_kernel();
+  griddepcontrol_launch_dependents();
   if (threadIdx.x < kOfBlock) {
     // Behind the last row, the last one is loaded again.
     const int64_t row = min(static_cast<int64_t>(blockIdx.x) * kOfBlock + threadIdx.x, p.rows - 1);
@@ -87,20 +87,20 @@ __global__ void __launch_bounds__(kBlock, kBlocks<T>)
   const T* const places = p.places.data + column;
   T* const target = y + first * p.columns + column;
   const Rng rng(p.dropout.dropout.rng);
-  Columns<T> word[kAhead], place[kAhead] = {};
+  Columns<T> word[kStages], place[kStages] = {};
   const auto start_loading = [&](int row) {
     const uint64_t token = tokens[of_warp + row], position = positions[of_warp + row];
-    word[row % kAhead].load(words + token * p.words.stride);
-    if (positioned) place[row % kAhead].load(places + position * p.places.stride);
+    word[row % kStages].load(words + token * p.words.stride);
+    if (positioned) place[row % kStages].load(places + position * p.places.stride);
   };
 #pragma unroll
-  for (int row = 0; row < kAhead; ++row) start_loading(row);
+  for (int row = 0; row < kStages; ++row) start_loading(row);
 #pragma unroll
   for (int row = 0; row < kTokens; ++row) {
     float x[kColumnsPerDraw], added[kColumnsPerDraw];
-    word[row % kAhead].unpack(x);
-    place[row % kAhead].unpack(added);
-    if (row + kAhead < kTokens) start_loading(row + kAhead);
+    word[row % kStages].unpack(x);
+    place[row % kStages].unpack(added);
+    if (row + kStages < kTokens) start_loading(row + kStages);
 #pragma unroll
     for (int e = 0; e < kColumnsPerDraw; ++e) x[e] = fmaf(x[e], p.scale, added[e]);
     if constexpr (kDrops) p.dropout.apply(p.dropout.draw(rng, first + row, group), x);
@@ -127,21 +127,27 @@ Tensor embedding_fwd(const Tensor& tokens, const Tensor& weight,
     if (y.numel() == 0) return;
     const auto table = [&](const Tensor& x) {
       require(x.stride(0) <= UINT32_MAX, op, ": rows are more than 2^32 numbers apart");
-      return Table<T>{static_cast<const T*>(x.const_data_ptr()), static_cast<uint32_t>(x.stride(0)),
-                      x.size(0)};
+      return Table<T>{.data = static_cast<const T*>(x.const_data_ptr()),
+                      .stride = static_cast<uint32_t>(x.stride(0)),
+                      .rows = x.size(0)};
     };
-    const Lookup<T> lookup{Indices(tokens),
-                           Indices(positions.has_value() ? *positions : tokens),
-                           table(weight),
-                           position_weight.has_value() ? table(*position_weight) : Table<T>{},
-                           static_cast<float>(scale),
-                           DropoutFactors(rng.const_data_ptr<int64_t>(), site, p),
-                           rows,
-                           columns};
+    const Lookup<T> lookup{
+        .tokens = Indices(tokens),
+        .positions = Indices(positions.has_value() ? *positions : tokens),
+        .words = table(weight),
+        .places = position_weight.has_value() ? table(*position_weight) : Table<T>{},
+        .scale = static_cast<float>(scale),
+        .dropout = DropoutFactors(rng.const_data_ptr<int64_t>(), site, p),
+        .rows = rows,
+        .columns = columns};
     const dim3 grid(blocks_for(rows, kWarps * kTokens), blocks_for(columns, kSlab));
     const auto kernel = p > 0.0 ? embedding_fwd_kernel<T, true> : embedding_fwd_kernel<T, false>;
-    launch_early(op, kernel, grid, dim3(kBlock), 0, current_stream(device), lookup,
-                 static_cast<T*>(y.mutable_data_ptr()));
+    launch({.op = op,
+            .grid = grid,
+            .block = kBlock,
+            .stream = current_stream(device),
+            .dependent = true},
+           kernel, lookup, static_cast<T*>(y.mutable_data_ptr()));
   });
   return y;
 }

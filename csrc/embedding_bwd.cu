@@ -25,9 +25,11 @@
 #include <cstdint>
 #include <optional>
 
+#include "common/async_copy.cuh"
 #include "common/check.h"
 #include "common/columns.cuh"
 #include "common/embedding_sort.cuh"
+#include "common/launch.cuh"
 #include "common/optional.h"
 #include "common/reduce.cuh"
 
@@ -48,7 +50,7 @@ constexpr int kShort = 8;                       // tokens of a row that no windo
 
 // Rows of dy on their way to a warp: as many bytes of every type.
 template <typename T>
-constexpr int kAhead = 8 / sizeof(T);
+constexpr int kStages = 8 / sizeof(T);
 
 template <typename T>
 struct Gradients {
@@ -81,17 +83,11 @@ __device__ __forceinline__ void add(Sums& sums, const Sums& values) {
   for (int e = 0; e < kColumnsPerDraw; ++e) sums[e] += values[e];
 }
 
-// Starts to copy eight columns to shared memory, on the way to which they occupy no registers.
+// Eight columns.
 template <typename T>
-__device__ __forceinline__ void start_copy(T* to, const T* from) {
-  const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+__device__ __forceinline__ void cp_async_columns(T* to, const T* from) {
 #pragma unroll
-  for (int i = 0; i < kColumnsPerDraw; i += Vec<T>::kSize) {
-    asm volatile(
-        "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared + i * static_cast<int>(sizeof(T))),
-        "l"(from + i)
-        : "memory");
-  }
+  for (int i = 0; i < kColumnsPerDraw; i += Vec<T>::kSize) cp_async(to + i, from + i);
 }
 
 // The sums into a row of the table, rounded once.
@@ -102,7 +98,7 @@ __device__ __forceinline__ void store_as(const Gradients<T>& g, int64_t row, int
   Columns<G> stored;
   Sums values = {};
   if (g.accumulate) {
-    stored.load_streaming(target);
+    stored.load_cg(target);
     stored.unpack(values);
   }
 #pragma unroll
@@ -153,7 +149,7 @@ __device__ __forceinline__ bool join_spans(const Sort& p, const Gradients<T>& g,
 #pragma unroll 4
   for (int i = 0; i < spans; ++i) {
     Sums values;
-    left.load_streaming(part(first + i));
+    left.load_cg(part(first + i));
     left.unpack(values);
     add(sums, values);
   }
@@ -163,7 +159,7 @@ __device__ __forceinline__ bool join_spans(const Sort& p, const Gradients<T>& g,
 template <typename T, bool kDrops>
 __global__ void __launch_bounds__(kBlock, sizeof(T) == 2 ? 4 : 3)
     embedding_sum_kernel(const __grid_constant__ Sort p, const __grid_constant__ Gradients<T> g) {
-  __shared__ alignas(16) T rows[kAhead<T>][kBlock][kColumnsPerDraw];
+  __shared__ alignas(16) T rows[kStages<T>][kBlock][kColumnsPerDraw];
   __shared__ alignas(16) float parts[kWarps][kSlab];  // of segments from earlier windows
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int span = static_cast<int>(blockIdx.x) / g.slabs;
@@ -182,21 +178,21 @@ __global__ void __launch_bounds__(kBlock, sizeof(T) == 2 ? 4 : 3)
   const bool is_last = place.index == place.count - 1 || (is_long && lane == kWindow - 1);
   const unsigned ends = __ballot_sync(kAllLanes, is_last);
   unsigned left = __ballot_sync(kAllLanes, is_here), ahead = left;
-  const auto copy_next = [&](int slot) {
+  const auto copy_next = [&](int stage) {
     if (ahead != 0) {
       const int64_t token = __shfl_sync(kAllLanes, place.token, __ffs(ahead) - 1);
       if (column < g.columns) {
-        start_copy(rows[slot][threadIdx.x], g.dy + token * g.dy_stride + column);
+        cp_async_columns(rows[stage][threadIdx.x], g.dy + token * g.dy_stride + column);
       }
     }
     ahead &= ahead - 1;
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    cp_async_commit();
   };
 #pragma unroll 1
-  for (int slot = 0; slot < kAhead<T>; ++slot) copy_next(slot);
+  for (int stage = 0; stage < kStages<T>; ++stage) copy_next(stage);
   Sums sums = {};
 #pragma unroll 1
-  for (int slot = 0; left != 0; left &= left - 1, slot = (slot + 1) % kAhead<T>) {
+  for (int stage = 0; left != 0; left &= left - 1, stage = (stage + 1) % kStages<T>) {
     const int at = __ffs(left) - 1;
     uint32_t keep = kKeepAll;  // drawn while the copies are on their way
     if constexpr (kDrops) {
@@ -204,12 +200,12 @@ __global__ void __launch_bounds__(kBlock, sizeof(T) == 2 ? 4 : 3)
     }
     Columns<T> x;
     Sums values;
-    asm volatile("cp.async.wait_group %0;" ::"n"(kAhead<T> - 1) : "memory");
-    x.load_shared(rows[slot][threadIdx.x]);
+    cp_async_wait<kStages<T> - 1>();
+    x.load_shared(rows[stage][threadIdx.x]);
     x.unpack(values);
     if constexpr (kDrops) g.dropout.apply(keep, values);
     add(sums, values);
-    copy_next(slot);
+    copy_next(stage);
     if ((ends >> at & 1) == 0) continue;
     const int row = __shfl_sync(kAllLanes, place.row, at);
     const int index = __shfl_sync(kAllLanes, place.index, at);
@@ -291,8 +287,9 @@ void add_to_table(const char* op, Gradients<T> g, const Tensor& indices, Tensor 
   // With p <= 2^-17 nothing is dropped, and what is kept is scaled all the same.
   const auto kernel =
       g.dropout.scale != 1.0f ? embedding_sum_kernel<T, true> : embedding_sum_kernel<T, false>;
-  kernel<<<spans * slabs, kBlock, 0, stream>>>(sort, g);
-  check_launch(op);
+  launch(
+      {.op = op, .grid = static_cast<unsigned>(spans * slabs), .block = kBlock, .stream = stream},
+      kernel, sort, g);
 }
 
 void embedding_bwd(const Tensor& dy, const Tensor& tokens, const std::optional<Tensor>& positions,
@@ -314,9 +311,11 @@ void embedding_bwd(const Tensor& dy, const Tensor& tokens, const std::optional<T
   const cudaStream_t stream = current_stream(device);
   dispatch_float(dy.scalar_type(), "embedding_bwd: dy", [&](auto zero) {
     using T = decltype(zero);
-    const Gradients<T> gradients{static_cast<const T*>(dy.const_data_ptr()), dy.stride(0),
-                                 dy.size(1), DropoutFactors(rng.const_data_ptr<int64_t>(), site, p),
-                                 accumulate};
+    const Gradients<T> gradients{.dy = static_cast<const T*>(dy.const_data_ptr()),
+                                 .dy_stride = dy.stride(0),
+                                 .columns = dy.size(1),
+                                 .dropout = DropoutFactors(rng.const_data_ptr<int64_t>(), site, p),
+                                 .accumulate = accumulate};
     if (dposition_weight.has_value()) {
       add_to_table(op, gradients, *positions, *dposition_weight, 1.0, -1, stream);
     }

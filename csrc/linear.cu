@@ -5,9 +5,9 @@
 //              dW [N, K] (+)= dy^T x          written by the product into the caller's buffer
 //              db [N]    (+)= column sum of dy
 //
-// The products are cublasLt's (common/matmul.h), but for forward's of at most 16 rows of 16-bit
-// numbers, as decoding has them (linear_few_rows.cu): float32 accumulation, and float32 throughout
-// for float32, no TF32. What is decided here is what they are given and what they do besides.
+// The products are cublasLt's (matmul.cu), but for forward's of at most 16 rows of 16-bit numbers,
+// as decoding has them (linear_few_rows.cu): float32 accumulation, and float32 throughout for
+// float32, no TF32. What is decided here is what they are given and what they do besides.
 //
 //   saved for backward   nothing
 //   bytes moved          each operand read once, each result written once, dy once more for db
@@ -33,6 +33,7 @@
 #include "common/backward.h"
 #include "common/check.h"
 #include "common/column_sum.cuh"
+#include "common/launch.cuh"
 #include "common/linear_few_rows.h"
 #include "common/matmul.h"
 #include "common/occupancy.h"
@@ -98,12 +99,12 @@ __global__ void __launch_bounds__(kWarp* kSumWarps, kSumBlocks)
       Vec<T> x[kSumRows];
 #pragma unroll
       for (int i = 0; i < kSumRows; ++i) {
-        x[i] = load_streaming(dy + (row + i * kSumWarps) * stride + column);
+        x[i] = load_cg(dy + (row + i * kSumWarps) * stride + column);
       }
 #pragma unroll
       for (int i = 0; i < kSumRows; ++i) add(x[i]);
     }
-    for (; row < end; row += kSumWarps) add(load_streaming(dy + row * stride + column));
+    for (; row < end; row += kSumWarps) add(load_cg(dy + row * stride + column));
   }
   __shared__ float of_warp[kSumWarps][kVec][kWarp];
 #pragma unroll
@@ -140,14 +141,13 @@ Matrix scratch_for(const Matrix& x, int64_t rows, int64_t columns) {
 
 void copy_padded(const Matrix& in, const Matrix& out, cudaStream_t stream) {
   const dim3 grid(blocks_for(out.rows, kCopyRows), blocks_for(out.columns, kCopyColumns * kWarp));
-  const auto launch = [&](auto zero) {
+  const auto start = [&](auto zero) {
     using T = decltype(zero);
-    copy_padded_kernel<T><<<grid, dim3(kWarp, kCopyRows), 0, stream>>>(
-        static_cast<const T*>(in.data), in.rows, in.columns, in.stride, static_cast<T*>(out.data),
-        out.rows, out.columns, out.stride);
+    launch({.op = "copy_padded", .grid = grid, .block = dim3(kWarp, kCopyRows), .stream = stream},
+           copy_padded_kernel<T>, static_cast<const T*>(in.data), in.rows, in.columns, in.stride,
+           static_cast<T*>(out.data), out.rows, out.columns, out.stride);
   };
-  in.bytes(1) == 4 ? launch(uint32_t{}) : launch(uint16_t{});
-  check_launch("copy_padded");
+  in.bytes(1) == 4 ? start(uint32_t{}) : start(uint16_t{});
 }
 
 // x itself where it fits, else a copy.
@@ -184,11 +184,13 @@ void add_dbias(const Matrix& dy, const Gradient& dbias, int64_t outputs, bool ac
   const Tensor partials = allocate(dy.owner, {blocks, 1, outputs}, ScalarType::Float);
   dispatch_float(dy.type, "linear_bwd: dy", [&](auto zero) {
     using T = decltype(zero);
-    linear_dbias_kernel<T><<<dim3(across, blocks), dim3(kWarp, kSumWarps), 0, stream>>>(
-        static_cast<const T*>(dy.data), dy.rows, dy.columns, dy.stride, rows_per_block,
-        partials.mutable_data_ptr<float>(), outputs);
+    launch({.op = "linear_dbias",
+            .grid = dim3(across, blocks),
+            .block = dim3(kWarp, kSumWarps),
+            .stream = stream},
+           linear_dbias_kernel<T>, static_cast<const T*>(dy.data), dy.rows, dy.columns, dy.stride,
+           rows_per_block, partials.mutable_data_ptr<float>(), outputs);
   });
-  check_launch("linear_dbias");
   add_partials(partials, {{dbias}}, accumulate, stream);
 }
 
@@ -213,10 +215,12 @@ Tensor linear_fwd(const Tensor& x, const Tensor& weight, const std::optional<Ten
 
   const int64_t k = width(weight.size(1));
   const int64_t n = width(weight.size(0));
-  Product product{kOp, Matrix(y), padded(Matrix(x), tokens, k, stream),
-                  padded(Matrix(weight), n, k, stream)};
-  product.transpose_b = true;
-  product.relu = relu;
+  Product product{.op = kOp,
+                  .out = Matrix(y),
+                  .a = padded(Matrix(x), tokens, k, stream),
+                  .b = padded(Matrix(weight), n, k, stream),
+                  .transpose_b = true,
+                  .relu = relu};
   std::optional<Matrix> added;
   if (bias) {
     added = padded(Matrix(*bias), 1, n, stream);
@@ -258,14 +262,20 @@ Tensor linear_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight,
   const Matrix grad = padded(Matrix(dy), tokens, n, stream);
   if (dbias) add_dbias(grad, bias, dbias->size(0), accumulate, stream);
   if (dweight) {
-    Product product{kOp, Matrix(*dweight), grad, padded(Matrix(x), tokens, k, stream)};
-    product.transpose_a = true;
-    product.accumulate = accumulate;
+    const Product product{.op = kOp,
+                          .out = Matrix(*dweight),
+                          .a = grad,
+                          .b = padded(Matrix(x), tokens, k, stream),
+                          .transpose_a = true,
+                          .accumulate = accumulate};
     multiply_padded(product, n, k, stream);
   }
   if (need_dx || onto) {
-    Product product{kOp, Matrix(onto ? *onto : dx), grad, padded(Matrix(weight), n, k, stream)};
-    product.accumulate = onto.has_value();
+    const Product product{.op = kOp,
+                          .out = Matrix(onto ? *onto : dx),
+                          .a = grad,
+                          .b = padded(Matrix(weight), n, k, stream),
+                          .accumulate = onto.has_value()};
     multiply_padded(product, tokens, k, stream);
   }
   return dx;

@@ -10,7 +10,7 @@
 // Such a product takes as long as its weights take to arrive, and then the latency of everything
 // else. So all of a block's weights are on their way to shared memory before it waits for the
 // kernel before, which makes x: they are usually there when x is. In its turn it lets the next
-// kernel begin as soon as it may (common/dependent_launch.cuh says when).
+// kernel begin as soon as it may (common/launch.cuh says when).
 //
 // A block has 8 to 32 outputs, so that there are about as many blocks as multiprocessors, and all
 // inputs. Its warps share these out in chunks of 64, one line of each weight row, and add their
@@ -27,7 +27,7 @@
 
 #include "common/check.h"
 #include "common/columns.cuh"
-#include "common/dependent_launch.cuh"
+#include "common/launch.cuh"
 #include "common/linear_few_rows.h"
 #include "common/linear_forward.cuh"
 #include "common/mma.cuh"
@@ -40,7 +40,7 @@ constexpr int kTile = 8;        // outputs, or rows of x
 constexpr int kMaxTiles = 4;    // of outputs, of a block
 constexpr int kFragments = 32;  // inputs of two fragments, one read of a lane
 constexpr int kChunk = 64;      // inputs of a warp at a time
-constexpr int kAhead = 4;       // chunks of a warp on their way
+constexpr int kStages = 4;      // of a warp's pipeline, a chunk each
 constexpr int kTileBytes = kTile * kChunk * 2;
 constexpr int kMinWarps = 8, kMaxWarps = 16;
 static_assert(kMaxTiles * kFewRows / kTile <= kMinWarps, "a warp finishes a tile");
@@ -62,10 +62,10 @@ __device__ __forceinline__ void fragments_of(const Columns<T> (&x)[2], uint32_t 
 // kTiles: of outputs. kRowTiles: of rows.
 template <typename T, int kTiles, int kRowTiles>
 __global__ void __launch_bounds__(kWarp* kMaxWarps)
-    linear_few_rows_kernel(const __grid_constant__ Forward<T> p) {
+    linear_few_rows_kernel(const __grid_constant__ LinearParams<T> p) {
   extern __shared__ uint4 shared[];
   char* const room = reinterpret_cast<char*>(shared);
-  const int room_of_warp = min(p.chunks, kAhead) * kTiles * kTileBytes;
+  const int room_of_warp = min(p.chunks, kStages) * kTiles * kTileBytes;
   const int warps = blockDim.y, warp = threadIdx.y;
   const int g = threadIdx.x / 4, t = threadIdx.x % 4;
   const int first_output = static_cast<int>(blockIdx.x) * kTiles * kTile;
@@ -73,32 +73,32 @@ __global__ void __launch_bounds__(kWarp* kMaxWarps)
 
   // The lane's part of a chunk is twice eight inputs of each tile. Those that do not exist are
   // zeros, as x has there.
-  const auto slot = [&](int place, int tile, int half) {
-    const int before = (place * kTiles + tile) * 2 + half;
+  const auto slot = [&](int stage, int tile, int half) {
+    const int before = (stage * kTiles + tile) * 2 + half;
     return reinterpret_cast<T*>(room + warp * room_of_warp + before * (kTileBytes / 2)) +
            threadIdx.x * 8;
   };
   const T* weight = p.weight + (first_output + g) * p.weight_stride + first_input;
   int weights_left = p.inputs - first_input;
-  const auto copy_next = [&](int place) {
+  const auto copy_next = [&](int stage) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int skipped = half * kFragments;
-        copy_async(slot(place, tile, half), weight + tile * kTile * p.weight_stride + skipped,
-                   skipped < weights_left && first_output + tile * kTile < p.outputs);
+        cp_async_zfill(slot(stage, tile, half), weight + tile * kTile * p.weight_stride + skipped,
+                       skipped < weights_left && first_output + tile * kTile < p.outputs);
       }
     }
     weight += step;
     weights_left -= step;
   };
 
-  if (!p.weights_are_old) wait_for_previous_kernel();
+  if (!p.weights_are_old) griddepcontrol_wait();
 #pragma unroll
-  for (int place = 0; place < kAhead; ++place) {
-    if (place < p.chunks) copy_next(place);
-    end_of_copies();
+  for (int stage = 0; stage < kStages; ++stage) {
+    if (stage < p.chunks) copy_next(stage);
+    cp_async_commit();
   }
   // In the end the first warps add up a tile of results each, a lane two neighbours of a row.
   const int row = warp % kRowTiles * kTile + g;
@@ -112,44 +112,44 @@ __global__ void __launch_bounds__(kWarp* kMaxWarps)
     x[i] = p.x + (i * kTile + g) * p.x_stride + first_input;
     left[i] = i * kTile + g < p.rows ? p.inputs - first_input : 0;
   }
-  wait_for_previous_kernel();
-  start_next_kernel();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 
   // Two sums a tile: a product waits for the one before it in its sum.
   float sums[kTiles][2][4] = {};
-  for (int begin = 0; begin < p.chunks; begin += kAhead) {
-    Columns<T> values[kAhead][2][kRowTiles] = {};
+  for (int begin = 0; begin < p.chunks; begin += kStages) {
+    Columns<T> values[kStages][2][kRowTiles] = {};
 #pragma unroll
-    for (int place = 0; place < kAhead; ++place) {
+    for (int stage = 0; stage < kStages; ++stage) {
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int skipped = half * kFragments;
-          if (skipped < left[i]) values[place][half][i].load(x[i] + skipped);
+          if (skipped < left[i]) values[stage][half][i].load(x[i] + skipped);
         }
         x[i] += step;
         left[i] -= step;
       }
     }
 #pragma unroll
-    for (int place = 0; place < kAhead; ++place) {
-      if (begin + place >= p.chunks) break;
-      wait_for_copies_but<kAhead - 1>();
+    for (int stage = 0; stage < kStages; ++stage) {
+      if (begin + stage >= p.chunks) break;
+      cp_async_wait<kStages - 1>();
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t fragments[2][4];
-        fragments_of(values[place][half], fragments);
+        fragments_of(values[stage][half], fragments);
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           Columns<T> w;
-          w.load_shared(slot(place, tile, half));
+          w.load_shared(slot(stage, tile, half));
           mma<T>(sums[tile][0], fragments[0], w.words[0], w.words[1]);
           mma<T>(sums[tile][1], fragments[1], w.words[2], w.words[3]);
         }
       }
-      if (begin + place + kAhead < p.chunks) copy_next(place);
-      end_of_copies();
+      if (begin + stage + kStages < p.chunks) copy_next(stage);
+      cp_async_commit();
     }
   }
 
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kWarp* kMaxWarps)
   }
   __syncthreads();
   if (!finishes) return;
-  p.finish(row, output, warps, [&](int of_warp) { return result(of_warp, warp); }, bias);
+  p.epilogue(row, output, warps, [&](int of_warp) { return result(of_warp, warp); }, bias);
 }
 
 // dispatch_tiles(n, [&](auto count) { ... decltype(count)::value ... })
@@ -194,7 +194,7 @@ void multiply_few_rows(const Product& p, cudaStream_t stream) {
   const int64_t warps =
       std::clamp<int64_t>(blocks_for(p.a.columns, 2 * kChunk), kMinWarps, kMaxWarps);
   const int64_t chunks = blocks_for(p.a.columns, kChunk * warps);
-  const int64_t tile_bytes = warps * std::min<int64_t>(chunks, kAhead) * kTileBytes;
+  const int64_t tile_bytes = warps * std::min<int64_t>(chunks, kStages) * kTileBytes;
   // A block for each multiprocessor; where there are more, two should have room side by side.
   const int room = shared_memory_of_multiprocessor(device);
   const int64_t tiles = blocks_for(p.out.columns, kTile);
@@ -202,20 +202,25 @@ void multiply_few_rows(const Product& p, cudaStream_t stream) {
   const int64_t of_block =
       std::clamp<int64_t>(room / 2 / tile_bytes, 1, std::min<int64_t>(shared_out, kMaxTiles));
 
-  const auto launch = [&](auto tile_count, auto row_tile_count) {
+  const auto start = [&](auto tile_count, auto row_tile_count) {
     dispatch_16_bits(p, [&](auto zero) {
       using T = decltype(zero);
       const auto kernel =
           linear_few_rows_kernel<T, decltype(tile_count)::value, decltype(row_tile_count)::value>;
-      launch_early(p.op, kernel, dim3(blocks_for(tiles, of_block)), dim3(kWarp, warps),
-                   of_block * tile_bytes, stream, Forward<T>(p, chunks, stream));
+      launch({.op = p.op,
+              .grid = static_cast<unsigned>(blocks_for(tiles, of_block)),
+              .block = dim3(kWarp, warps),
+              .shared = static_cast<size_t>(of_block * tile_bytes),
+              .stream = stream,
+              .dependent = true},
+             kernel, LinearParams<T>(p, chunks, stream));
     });
   };
   dispatch_tiles(of_block, [&](auto tile_count) {
     if (p.a.rows <= kTile) {
-      launch(tile_count, std::integral_constant<int, 1>{});
+      start(tile_count, std::integral_constant<int, 1>{});
     } else {
-      launch(tile_count, std::integral_constant<int, 2>{});
+      start(tile_count, std::integral_constant<int, 2>{});
     }
   });
 }

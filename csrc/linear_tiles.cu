@@ -8,8 +8,8 @@
 // A step of decoding has such products, whose weights change each time. They take a few
 // microseconds, much of which is latency: until the weights come, until x comes, until the last of
 // it is added up. So all that a block has room for of its weights is on its way to shared memory
-// before it waits for the kernel before, which makes x (common/dependent_launch.cuh says when it
-// may), and all of x right after that.
+// before it waits for the kernel before, which makes x (common/launch.cuh says when it may), and
+// all of x right after that.
 //
 // A block makes a tile of the result, small enough that there are about as many tiles as
 // multiprocessors. Its warps share out the inputs in chunks of 32 and add their sums up at the end;
@@ -22,7 +22,7 @@
 #include <cstdint>
 
 #include "common/check.h"
-#include "common/dependent_launch.cuh"
+#include "common/launch.cuh"
 #include "common/linear_forward.cuh"
 #include "common/linear_tiles.h"
 #include "common/mma.cuh"
@@ -36,10 +36,10 @@ constexpr int kRowBytes = kChunk * 2;
 constexpr int kPartBytes = 16;  // of a row, one access
 constexpr int kParts = kRowBytes / kPartBytes;
 
-// A tile of the result: so many rows and outputs. kAhead: chunks of a warp that there is room for.
-template <int kTileRows, int kTileOutputs, int kChunksAhead>
+// A tile of the result: so many rows and outputs. kStages: of a warp's pipeline, a chunk each.
+template <int kTileRows, int kTileOutputs, int kStages_>
 struct Tile {
-  static constexpr int kRows = kTileRows, kOutputs = kTileOutputs, kAhead = kChunksAhead;
+  static constexpr int kRows = kTileRows, kOutputs = kTileOutputs, kStages = kStages_;
   static constexpr int kRowBlocks = kRows / 16, kColumnBlocks = kOutputs / 8;  // of mma
   static constexpr int kChunkBytes = (kRows + kOutputs) * kRowBytes;
   static constexpr int kResultBytes = kRows * kOutputs * static_cast<int>(sizeof(float));
@@ -49,7 +49,7 @@ struct Tile {
 
   // Bytes of a warp's own shared memory.
   __host__ __device__ static constexpr int room(int chunks) {
-    const int copies = (chunks < kAhead ? chunks : kAhead) * kChunkBytes;
+    const int copies = (chunks < kStages ? chunks : kStages) * kChunkBytes;
     return copies > kResultBytes ? copies : kResultBytes;
   }
 };
@@ -60,7 +60,7 @@ __device__ __forceinline__ int part_offset(int row, int part) {
 
 template <typename T, typename S>
 __global__ void __launch_bounds__(kWarp* kWarps, 1)
-    linear_tiles_kernel(const __grid_constant__ Forward<T> p) {
+    linear_tiles_kernel(const __grid_constant__ LinearParams<T> p) {
   extern __shared__ uint4 shared[];
   const int lane = threadIdx.x, warp = threadIdx.y;
   char* const room = reinterpret_cast<char*>(shared) + warp * S::room(p.chunks);
@@ -75,50 +75,50 @@ __global__ void __launch_bounds__(kWarp* kWarps, 1)
     from += row * stride + input;
 #pragma unroll
     for (int i = 0; i < rows; i += kWarp / kParts) {
-      copy_async(to + part_offset(i + row, part), from + i * stride,
-                 input < p.inputs && i + row < rows_left);
+      cp_async_zfill(to + part_offset(i + row, part), from + i * stride,
+                     input < p.inputs && i + row < rows_left);
     }
   };
-  const auto place_of = [&](int chunk) { return room + chunk % S::kAhead * S::kChunkBytes; };
+  const auto stage_of = [&](int chunk) { return room + chunk % S::kStages * S::kChunkBytes; };
   const auto copy_weights = [&](int chunk) {
     copy(chunk, p.weight + first_output * p.weight_stride, p.weight_stride,
-         p.outputs - first_output, S::kOutputs, place_of(chunk) + S::kRows * kRowBytes);
+         p.outputs - first_output, S::kOutputs, stage_of(chunk) + S::kRows * kRowBytes);
   };
   const auto copy_rows = [&](int chunk) {
     copy(chunk, p.x + first_row * p.x_stride, p.x_stride, p.rows - first_row, S::kRows,
-         place_of(chunk));
+         stage_of(chunk));
   };
 
-  if (!p.weights_are_old) wait_for_previous_kernel();
-  const int at_once = min(p.chunks, S::kAhead);
+  if (!p.weights_are_old) griddepcontrol_wait();
+  const int at_once = min(p.chunks, S::kStages);
   for (int chunk = 0; chunk < at_once; ++chunk) copy_weights(chunk);
   // In the end a warp adds up every eighth fragment, a lane two neighbours of a row.
   const int output = first_output + warp % S::kColumnBlocks * 8 + lane_column();
   const uint32_t bias = output < p.outputs ? p.bias_pair(output) : 0;
-  wait_for_previous_kernel();
-  start_next_kernel();
-  for (int chunk = 0; chunk < S::kAhead; ++chunk) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  for (int chunk = 0; chunk < S::kStages; ++chunk) {
     if (chunk < p.chunks) copy_rows(chunk);
-    end_of_copies();
+    cp_async_commit();
   }
 
   float sums[S::kRowBlocks][S::kColumnBlocks][4] = {};
   for (int chunk = 0; chunk < p.chunks; ++chunk) {
-    wait_for_copies_but<S::kAhead - 1>();
+    cp_async_wait<S::kStages - 1>();
     __syncwarp();
-    const char* const rows = place_of(chunk);
+    const char* const rows = stage_of(chunk);
     const char* const weights = rows + S::kRows * kRowBytes;
 #pragma unroll
     for (int k = 0; k < kParts; k += 2) {  // 16 inputs
       uint32_t left[S::kRowBlocks][4];
 #pragma unroll
       for (int i = 0; i < S::kRowBlocks; ++i) {
-        load_blocks(left[i], rows + part_offset(i * 16 + lane % 16, k + lane / 16));
+        ldmatrix_x4(left[i], rows + part_offset(i * 16 + lane % 16, k + lane / 16));
       }
 #pragma unroll
       for (int n = 0; n < S::kColumnBlocks; n += 2) {
         uint32_t right[4];
-        load_blocks(right,
+        ldmatrix_x4(right,
                     weights + part_offset(n * 8 + lane % 8 + lane / 16 * 8, k + lane / 8 % 2));
 #pragma unroll
         for (int i = 0; i < S::kRowBlocks; ++i) {
@@ -128,11 +128,11 @@ __global__ void __launch_bounds__(kWarp* kWarps, 1)
       }
     }
     __syncwarp();
-    if (chunk + S::kAhead < p.chunks) {
-      copy_weights(chunk + S::kAhead);
-      copy_rows(chunk + S::kAhead);
+    if (chunk + S::kStages < p.chunks) {
+      copy_weights(chunk + S::kStages);
+      copy_rows(chunk + S::kStages);
     }
-    end_of_copies();
+    cp_async_commit();
   }
 
   // A warp's sums take the place of what its lanes have read.
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, 1)
   for (int fragment = warp; fragment < S::kFragments; fragment += kWarps) {
     const int row = first_row + fragment / S::kColumnBlocks * 8 + lane_row();
     if (row >= p.rows || output >= p.outputs) continue;
-    p.finish(row, output, kWarps, [&](int of_warp) { return result(of_warp, fragment); }, bias);
+    p.epilogue(row, output, kWarps, [&](int of_warp) { return result(of_warp, fragment); }, bias);
   }
 }
 
@@ -183,13 +183,16 @@ bool multiply_by_tiles(const Product& p, int tile, cudaStream_t stream) {
   bool launched = false;
   dispatch_tile(tile, [&](auto shape) {
     using S = decltype(shape);
-    if (kWarps * S::room(S::kAhead) > most) return;
+    if (kWarps * S::room(S::kStages) > most) return;
     dispatch_16_bits(p, [&](auto zero) {
       using T = decltype(zero);
-      launch_early(p.op, linear_tiles_kernel<T, S>,
-                   dim3(blocks_for(p.out.columns, S::kOutputs), blocks_for(p.a.rows, S::kRows)),
-                   dim3(kWarp, kWarps), kWarps * S::room(static_cast<int>(chunks)), stream,
-                   Forward<T>(p, chunks, stream));
+      launch({.op = p.op,
+              .grid = dim3(blocks_for(p.out.columns, S::kOutputs), blocks_for(p.a.rows, S::kRows)),
+              .block = dim3(kWarp, kWarps),
+              .shared = static_cast<size_t>(kWarps * S::room(static_cast<int>(chunks))),
+              .stream = stream,
+              .dependent = true},
+             linear_tiles_kernel<T, S>, LinearParams<T>(p, chunks, stream));
     });
     launched = true;
   });

@@ -19,6 +19,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "common/check.h"
+#include "common/launch.cuh"
 #include "common/philox.cuh"
 
 namespace lightseq {
@@ -67,10 +68,11 @@ Tensor dropout_mask(const Tensor& rng, int64_t site, int64_t rows, int64_t colum
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Dropout dropout{rng.const_data_ptr<int64_t>(), static_cast<uint32_t>(site),
                         Dropout::threshold_of(p)};
-  dropout_mask_kernel<<<blocks_for(rows, kRowsPerBlock), dim3(kLanes, kRowsPerBlock), 0,
-                        current_stream(device)>>>(keep.mutable_data_ptr<bool>(), dropout, rows,
-                                                  columns);
-  check_launch("dropout_mask");
+  launch({.op = "dropout_mask",
+          .grid = static_cast<unsigned>(blocks_for(rows, kRowsPerBlock)),
+          .block = dim3(kLanes, kRowsPerBlock),
+          .stream = current_stream(device)},
+         dropout_mask_kernel, keep.mutable_data_ptr<bool>(), dropout, rows, columns);
   return keep;
 }
 

@@ -12,11 +12,12 @@
 // times as long as its plain product (linear.cu), and a kernel behind that, as other GPUs take it,
 // reads and writes [T, K] once more.
 //
-// A block makes one tile of 128 x 256 of dz after the other. A warp asks for the operands, kStages
-// steps of 64 numbers ahead; two warpgroups multiply, with 64 rows each. Two blocks of a cluster
-// work on the same columns: each asks for half of the weight's, for both. Another warp asks for the
-// tile's x, which comes while its sums are made; dz takes its place in shared memory. While the
-// next tile's sums are made it leaves from there, and two more warps add up its columns.
+// A block makes one tile of 128 x 256 of dz after the other. A producer warp loads the operands by
+// TMA, kStages steps of 64 numbers ahead; two consumer warpgroups multiply by wgmma, with 64 rows
+// each. Two blocks of a cluster work on the same columns: each loads half of the weight's, by
+// multicast for both. Another warp loads the tile's x, which comes while its sums are made; dz
+// takes its place in shared memory. While the next tile's sums are made it is stored from there by
+// TMA, and two more warps add up its columns.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -32,12 +33,14 @@
 #include "common/cluster.cuh"
 #include "common/column_sum.cuh"
 #include "common/columns.cuh"
-#include "common/dependent_launch.cuh"
+#include "common/launch.cuh"
 #include "common/matmul.h"
+#include "common/mbarrier.cuh"
 #include "common/occupancy.h"
 #include "common/optional.h"
 #include "common/reduce.cuh"
-#include "common/warpgroup.cuh"
+#include "common/tma.cuh"
+#include "common/wgmma.cuh"
 
 namespace lightseq {
 namespace {
@@ -46,13 +49,13 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int kCluster = 2;
-constexpr int kMultipliers = 2;  // warpgroups
-constexpr int kRows = kMultipliers * kProductRows;
-constexpr int kColumns = kProductColumns;
-constexpr int kAcross = kColumns / kTileColumns;  // tiles of memory beside each other
-constexpr int kDepth = kTileColumns;              // numbers of a step
+constexpr int kConsumers = 2;  // warpgroups
+constexpr int kRows = kConsumers * kWgmmaM;
+constexpr int kColumns = kWgmmaN;
+constexpr int kAcross = kColumns / kSwizzleColumns;  // boxes beside each other
+constexpr int kDepth = kSwizzleColumns;              // numbers of a step
 constexpr int kStages = 3;
-constexpr int kThreads = (1 + kMultipliers) * kWarpgroup;
+constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 
 struct Params {
   CUtensorMap dy, weight, x, dz;
@@ -64,16 +67,16 @@ struct Params {
 
 struct Tiles {
   uint16_t dy[kStages][kRows * kDepth];
-  uint16_t weight[kStages][kAcross][kDepth * kTileColumns];
-  uint16_t x[kAcross][kRows * kTileColumns];  // then dz
-  Barrier full[kStages], empty[kStages];
-  Barrier has_x, has_dz, is_summed;
+  uint16_t weight[kStages][kAcross][kDepth * kSwizzleColumns];
+  uint16_t x[kAcross][kRows * kSwizzleColumns];  // then dz
+  Mbarrier full[kStages], empty[kStages];
+  Mbarrier x_full, dz_full, dz_summed;
 };
 
-#ifdef LIGHTSEQ_HAS_WARPGROUPS
+#ifdef LIGHTSEQ_HAS_WGMMA
 
-constexpr int kWarps = kMultipliers * kWarpgroup / kWarp;  // that multiply
-constexpr int kSummers = 2;                                // warps that add up columns
+constexpr int kConsumerWarps = kConsumers * kWarpgroup / kWarp;
+constexpr int kSumWarps = 2;  // that add up columns
 
 // The tiles of a block, each with the row and column that it begins with.
 template <typename Run>
@@ -85,75 +88,74 @@ __device__ __forceinline__ void for_each_tile(const Params& p, Run&& run) {
   }
 }
 
-// A place in a ring, and the parity of the turn.
-template <int kSize>
-struct Place {
+// The stage that comes next, and the parity of its barriers' phase.
+struct PipelineState {
   int index = 0;
   uint32_t parity = 0;
 
   __device__ __forceinline__ void advance() {
-    if (++index < kSize) return;
+    if (++index < kStages) return;
     index = 0;
     parity ^= 1;
   }
 };
 
-__device__ __forceinline__ void ask_for_operands(const Params& p, Tiles& tiles) {
+__device__ __forceinline__ void load_operands(const Params& p, Tiles& tiles) {
   constexpr int kShare = kAcross / kCluster;
   const int rank = blockIdx.x % kCluster;
-  Place<kStages> stage;
+  PipelineState stage;
   for_each_tile(p, [&](int row_tile, int column) {
     for (int step = 0; step < p.steps; ++step, stage.advance()) {
       tiles.empty[stage.index].wait(stage.parity ^ 1);
-      Barrier& full = tiles.full[stage.index];
-      full.expect(sizeof(tiles.dy[0]) + sizeof(tiles.weight[0]));
-      copy_tile(tiles.dy[stage.index], p.dy, step * kDepth, row_tile * kRows, full);
+      Mbarrier& full = tiles.full[stage.index];
+      full.arrive_expect_tx(sizeof(tiles.dy[0]) + sizeof(tiles.weight[0]));
+      tma_load(tiles.dy[stage.index], p.dy, step * kDepth, row_tile * kRows, full);
 #pragma unroll
       for (int i = rank * kShare, left = kShare; left > 0; ++i, --left) {
-        copy_tile(tiles.weight[stage.index][i], p.weight, column + i * kTileColumns, step * kDepth,
-                  full, (1 << kCluster) - 1);
+        tma_load_multicast(tiles.weight[stage.index][i], p.weight, column + i * kSwizzleColumns,
+                           step * kDepth, full, (1 << kCluster) - 1);
       }
     }
   });
 }
 
-__device__ __forceinline__ void exchange_x_for_dz(const Params& p, Tiles& tiles) {
+__device__ __forceinline__ void load_x_store_dz(const Params& p, Tiles& tiles) {
   uint32_t parity = 0;
   for_each_tile(p, [&](int row_tile, int column) {
-    wait_until_stores_have_read();
-    tiles.is_summed.wait(parity ^ 1);
-    tiles.has_x.expect(sizeof(tiles.x));
+    tma_store_wait_read();
+    tiles.dz_summed.wait(parity ^ 1);
+    tiles.x_full.arrive_expect_tx(sizeof(tiles.x));
 #pragma unroll
     for (int i = 0; i < kAcross; ++i) {
-      copy_tile(tiles.x[i], p.x, column + i * kTileColumns, row_tile * kRows, tiles.has_x);
+      tma_load(tiles.x[i], p.x, column + i * kSwizzleColumns, row_tile * kRows, tiles.x_full);
     }
-    tiles.has_dz.wait(parity);
+    tiles.dz_full.wait(parity);
     parity ^= 1;
 #pragma unroll
     for (int i = 0; i < kAcross; ++i) {
-      store_tile(p.dz, column + i * kTileColumns, row_tile * kRows, tiles.x[i]);
+      tma_store(p.dz, column + i * kSwizzleColumns, row_tile * kRows, tiles.x[i]);
     }
-    end_of_stores();
+    tma_store_commit();
   });
-  wait_until_stores_have_read();
+  tma_store_wait_read();
 }
 
 // A thread adds up four columns of a tile.
 template <typename T>
 __device__ __forceinline__ void add_up(const Params& p, Tiles& tiles, int thread) {
-  constexpr int kPerThread = kColumns / (kSummers * kWarp);
+  constexpr int kPerThread = kColumns / (kSumWarps * kWarp);
   static_assert(kPerThread == 4, "a thread reads 8 bytes of a row");
-  const int first = thread * kPerThread, part = first % kTileColumns / 8;
-  const char* const tile = reinterpret_cast<const char*>(tiles.x[first / kTileColumns]);
+  const int first = thread * kPerThread, chunk = first % kSwizzleColumns / 8;
+  const char* const tile = reinterpret_cast<const char*>(tiles.x[first / kSwizzleColumns]);
   uint32_t parity = 0;
   for_each_tile(p, [&](int row_tile, int column) {
-    tiles.has_dz.wait(parity);
+    tiles.dz_full.wait(parity);
     parity ^= 1;
     float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll 8
     for (int row = 0; row < kRows; ++row) {
       const uint2 words = *reinterpret_cast<const uint2*>(
-          tile + row * kTileRowBytes + swizzled_part(row, part) + first % 8 * sizeof(T));
+          tile + row * kSwizzleBytes + swizzle_128b(row, chunk) + first % 8 * sizeof(T));
       const float2 left = unpack_pair<T>(words.x), right = unpack_pair<T>(words.y);
       sum.x += left.x;
       sum.y += left.y;
@@ -161,7 +163,7 @@ __device__ __forceinline__ void add_up(const Params& p, Tiles& tiles, int thread
       sum.w += right.y;
     }
     __syncwarp();
-    if (thread % kWarp == 0) tiles.is_summed.arrive();
+    if (thread % kWarp == 0) tiles.dz_summed.arrive();
     if (p.partials != nullptr && row_tile < p.row_tiles && column + first < p.columns) {
       *reinterpret_cast<float4*>(p.partials + static_cast<int64_t>(row_tile) * p.columns + column +
                                  first) = sum;
@@ -179,13 +181,13 @@ __device__ __forceinline__ uint32_t choose(uint32_t pair, __nv_bfloat162 x) {
 
 // Makes dz of a thread's sums, in the place of x. `row`: the first of its two.
 template <typename T>
-__device__ __forceinline__ void make_dz(const float (&sums)[kProductSums], float scale,
+__device__ __forceinline__ void make_dz(const float (&sums)[kWgmmaAccumulators], float scale,
                                         Tiles& tiles, int row, int lane) {
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-  constexpr int kPairs = kProductSums / 2 / kAcross;
+  constexpr int kPairs = kWgmmaAccumulators / 2 / kAcross;
   const auto place = [&](int tile, int pair) {
-    return reinterpret_cast<char*>(tiles.x[tile]) + (row + pair % 2 * 8) * kTileRowBytes +
-           swizzled_part(lane / 4, pair / 2) + lane % 4 * 4;
+    return reinterpret_cast<char*>(tiles.x[tile]) + (row + pair % 2 * 8) * kSwizzleBytes +
+           swizzle_128b(lane / 4, pair / 2) + lane % 4 * 4;
   };
   Pair x[2][kPairs];
   const auto load = [&](int tile) {
@@ -208,44 +210,44 @@ __device__ __forceinline__ void make_dz(const float (&sums)[kProductSums], float
 }
 
 template <typename T>
-__device__ __forceinline__ void make_tiles(const Params& p, Tiles& tiles) {
+__device__ __forceinline__ void multiply_tiles(const Params& p, Tiles& tiles) {
   const int thread = threadIdx.x - kWarpgroup, warp = thread / kWarp, lane = thread % kWarp;
   const int row = warp * 16 + lane / 4;
-  const uint32_t dy_offset = thread / kWarpgroup * kProductRows * kTileRowBytes;
+  const uint32_t dy_offset = thread / kWarpgroup * kWgmmaM * kSwizzleBytes;
   const auto release = [&](int stage) {
-    if (lane < kCluster) tiles.empty[stage].arrive_at(lane);
+    if (lane < kCluster) tiles.empty[stage].arrive_cluster(lane);
   };
-  Place<kStages> stage;
+  PipelineState stage;
   uint32_t parity = 0;  // of the tile
   for_each_tile(p, [&](int, int) {
-    float sums[kProductSums];
+    float sums[kWgmmaAccumulators];
     int before = 0;
     for (int step = 0; step < p.steps; ++step, stage.advance()) {
       tiles.full[stage.index].wait(stage.parity);
       const uint32_t dy = shared_address(tiles.dy[stage.index]) + dy_offset;
       const uint32_t weight = shared_address(tiles.weight[stage.index]);
-      begin_products();
+      wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < kDepth; k += kProductDepth) {
-        add_product<T>(
-            sums, operand(dy + k * 2, 8 * kTileRowBytes, 16),
-            operand(weight + k * kTileRowBytes, 8 * kTileRowBytes, kDepth * kTileRowBytes),
+      for (int k = 0; k < kDepth; k += kWgmmaK) {
+        wgmma<T>(
+            sums, wgmma_descriptor(dy + k * 2, 8 * kSwizzleBytes, 16),
+            wgmma_descriptor(weight + k * kSwizzleBytes, 8 * kSwizzleBytes, kDepth * kSwizzleBytes),
             step + k > 0);
       }
-      end_of_products();
-      wait_for_products_but<1>();
+      wgmma_commit();
+      wgmma_wait<1>();
       if (step > 0) release(before);
       before = stage.index;
     }
-    wait_for_products(sums);
+    wgmma_wait_all(sums);
     release(before);
 
-    tiles.has_x.wait(parity);
+    tiles.x_full.wait(parity);
     parity ^= 1;
     make_dz<T>(sums, p.scale, tiles, row, lane);
-    show_writes();
+    fence_proxy_async();
     __syncwarp();
-    if (lane == 0) tiles.has_dz.arrive();
+    if (lane == 0) tiles.dz_full.arrive();
   });
 }
 
@@ -254,29 +256,29 @@ __device__ __forceinline__ void make_tiles(const Params& p, Tiles& tiles) {
 template <typename T>
 __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
     relu_linear_bwd_kernel(const __grid_constant__ Params p) {
-#ifdef LIGHTSEQ_HAS_WARPGROUPS
+#ifdef LIGHTSEQ_HAS_WGMMA
   extern __shared__ __align__(1024) unsigned char shared[];
   Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       tiles.full[i].init(1);
-      tiles.empty[i].init(kWarps * kCluster);
+      tiles.empty[i].init(kConsumerWarps * kCluster);
     }
-    tiles.has_x.init(1);
-    tiles.has_dz.init(kWarps);
-    tiles.is_summed.init(kSummers);
-    show_barriers();
+    tiles.x_full.init(1);
+    tiles.dz_full.init(kConsumerWarps);
+    tiles.dz_summed.init(kSumWarps);
+    fence_mbarrier_init();
   }
   cluster_sync();
-  wait_for_previous_kernel();
-  // 64 Ki registers are 168 a thread: those that multiply need more, of which 128 for their sums.
+  griddepcontrol_wait();
+  // 64 Ki registers are 168 a thread: consumers need more, of which 128 for their sums.
   if (threadIdx.x >= kWarpgroup) {
-    take_registers<232>();
-    make_tiles<T>(p, tiles);
+    setmaxnreg_inc<232>();
+    multiply_tiles<T>(p, tiles);
   } else {
-    leave_registers<40>();
-    if (threadIdx.x == 0) ask_for_operands(p, tiles);
-    if (threadIdx.x == kWarp) exchange_x_for_dz(p, tiles);
+    setmaxnreg_dec<40>();
+    if (threadIdx.x == 0) load_operands(p, tiles);
+    if (threadIdx.x == kWarp) load_x_store_dz(p, tiles);
     if (threadIdx.x >= 2 * kWarp) add_up<T>(p, tiles, threadIdx.x - 2 * kWarp);
     __syncwarp();
   }
@@ -286,19 +288,13 @@ __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// A matrix that the hardware copies in tiles.
-bool has_tiles(const Matrix& x) {
-  return x.columns % 8 == 0 && x.stride % 8 == 0 && x.stride >= x.columns &&
-         reinterpret_cast<uintptr_t>(x.data) % kRowAlignment == 0;
-}
-
 // dz in one kernel, by as many clusters as the GPU has room for. None where the GPU, or what it is
 // given, is not for that, or where there are too few tiles to fill it.
 std::optional<Tensor> dz_of_tiles(const Matrix& dy, const Matrix& weight, const Matrix& x,
                                   float scale, const Gradient& dbias, bool accumulate,
                                   int32_t device, cudaStream_t stream) {
-  if (!has_warpgroups(device) || x.type == ScalarType::Float) return std::nullopt;
-  if (!has_tiles(dy) || !has_tiles(weight) || !has_tiles(x)) return std::nullopt;
+  if (!has_wgmma(device) || x.type == ScalarType::Float) return std::nullopt;
+  if (!fits_tma(dy) || !fits_tma(weight) || !fits_tma(x)) return std::nullopt;
   const int64_t row_tiles = blocks_for(x.rows, kRows);
   const int64_t column_tiles = blocks_for(x.columns, kColumns);
   const int64_t clusters = resident_blocks(device, 1) / kCluster;
@@ -307,20 +303,24 @@ std::optional<Tensor> dz_of_tiles(const Matrix& dy, const Matrix& weight, const 
   const Tensor dz = allocate(x.owner, {x.rows, x.columns});
   const Tensor partials =
       allocate(x.owner, {dbias.data != nullptr ? row_tiles : 0, 1, x.columns}, ScalarType::Float);
-  const Params params{tiles_of(dy, kRows),
-                      tiles_of(weight, kDepth),
-                      tiles_of(x, kRows),
-                      tiles_of(Matrix(dz), kRows),
-                      scale,
-                      output_of<float>(partials),
-                      static_cast<int>(x.columns),
-                      static_cast<int>(blocks_for(dy.columns, kDepth)),
-                      static_cast<int>(row_tiles),
-                      static_cast<int>(column_tiles)};
+  const Params params{.dy = tensor_map_of(dy, kRows),
+                      .weight = tensor_map_of(weight, kDepth),
+                      .x = tensor_map_of(x, kRows),
+                      .dz = tensor_map_of(Matrix(dz), kRows),
+                      .scale = scale,
+                      .partials = output_of<float>(partials),
+                      .columns = static_cast<int>(x.columns),
+                      .steps = static_cast<int>(blocks_for(dy.columns, kDepth)),
+                      .row_tiles = static_cast<int>(row_tiles),
+                      .column_tiles = static_cast<int>(column_tiles)};
   const auto start = [&](auto zero) {
-    launch_early("relu_linear_bwd", relu_linear_bwd_kernel<decltype(zero)>,
-                 static_cast<unsigned>(kCluster * std::min(pairs, clusters)), kThreads,
-                 sizeof(Tiles), stream, params);
+    launch({.op = "relu_linear_bwd",
+            .grid = static_cast<unsigned>(kCluster * std::min(pairs, clusters)),
+            .block = kThreads,
+            .shared = sizeof(Tiles),
+            .stream = stream,
+            .dependent = true},
+           relu_linear_bwd_kernel<decltype(zero)>, params);
   };
   x.type == ScalarType::Half ? start(__half{}) : start(__nv_bfloat16{});
   if (dbias.data != nullptr) add_partials(partials, {{dbias}}, accumulate, stream);

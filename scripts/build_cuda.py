@@ -39,7 +39,7 @@ OLDEST_ARCHITECTURE = 80  # bfloat16 on the tensor cores, asynchronous copies
 PARTIAL = re.compile(r"(?:\w+-[0-9a-f]{16}|liblightseq_cu\d+)\.(\d+)(?:\.o)?")
 RESOURCES = re.compile(r"ptxas info|Compile time|\s+\d+ bytes stack frame")
 # Units that include it have instructions of sm_90 alone, which nvcc calls sm_90a.
-WARPGROUPS = '"common/warpgroup.cuh"'
+WGMMA = '"common/wgmma.cuh"'
 HOPPER = "sm_90"  # the card on which a library acts as another GPU
 HOST_FLAGS = "-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-unknown-pragmas"
 
@@ -185,7 +185,7 @@ def architecture_flags(
         assembled = f"-gencode=arch=compute_{newest},code={HOPPER}"
         return [assembled, ptx, f"-DLIGHTSEQ_ACTS_AS={acts_as}"]
     defined = []
-    if WARPGROUPS in source:
+    if WGMMA in source:
         architectures = tuple("90a" if a == "90" else a for a in architectures)
         defined = ["-DLIGHTSEQ_SM90A"] if "90a" in architectures else []
     return [*(f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures), ptx, *defined]
@@ -239,7 +239,7 @@ def compile_sources(
     if not units:
         raise BuildError(f"{sources} holds no .cu file")
     flags = [
-        *("-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v", "-Xcompiler", HOST_FLAGS),
+        *("-std=c++20", "-O3", "-lineinfo", "-Xptxas", "-v", "-Xcompiler", HOST_FLAGS),
         *(f"-I{sources}", "-isystem", str(toolchain.torch / "include"), STABLE_ABI),
         *(("-isystem", str(toolchain.cublas)) if toolchain.cublas else ()),
     ]

@@ -14,6 +14,7 @@
 #include "common/attention_work.cuh"
 #include "common/check.h"
 #include "common/exp2.cuh"
+#include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "common/philox.cuh"
 
@@ -89,8 +90,8 @@ __device__ __forceinline__ void hide(float (&s)[kBlocks][4], int query, int key,
 }
 
 // Fills a tile from each tensor with its rows first, first + 1, ... of the sentence, `length` of
-// them, the unit's heads below each other; the rest becomes zero. Complete after wait_for_copies
-// and a barrier.
+// them, the unit's heads below each other; the rest becomes zero. Complete after
+// cp_async_wait_all() and a barrier.
 template <typename T, int kRows, int kWidth, int kTensors>
 __device__ __forceinline__ void load_tiles(Tile<T, kRows, kWidth>* const (&tiles)[kTensors],
                                            const Packed<const T> (&tensors)[kTensors],
@@ -113,7 +114,7 @@ __device__ __forceinline__ void load_tiles(Tile<T, kRows, kWidth>* const (&tiles
 #pragma unroll
     for (int t = 0; t < kTensors; ++t) {
       const Packed<const T> rows{from[t], tensors[t].token_bytes, tensors[t].head_bytes};
-      copy_async(tiles[t]->row(row) + column, rows.at(position, head), valid);
+      cp_async_zfill(tiles[t]->row(row) + column, rows.at(position, head), valid);
     }
   }
 }
@@ -167,13 +168,30 @@ __device__ __forceinline__ void draw(Keep<kRows>& keep, const Plan& plan, const 
   }
 }
 
-// Writes a warp's 16 rows of results, times `low` (rows g) and `high` (rows g + 8), to the rows of
-// x from `first` on, `length` of them at most. They pass through `stage`, 16 rows of shared memory
-// that no other warp reads, to leave 16 bytes at a time.
+// Rows of a packed tensor, of one head.
+struct HeadRows {
+  int head, first, length;
+};
+
+// Of a place: its queries, and its keys, to the end of the sentence.
+__device__ __forceinline__ HeadRows queries_of(const Unit& unit, const Place& place) {
+  return {.head = place.head,
+          .first = unit.first_q + place.position,
+          .length = unit.length_q - place.position};
+}
+__device__ __forceinline__ HeadRows keys_of(const Unit& unit, const Place& place) {
+  return {.head = place.head,
+          .first = unit.first_k + place.position,
+          .length = unit.length_k - place.position};
+}
+
+// Writes a warp's 16 rows of results, times `low` (rows g) and `high` (rows g + 8), to x, as many
+// as `to` has. They pass through `stage`, 16 rows of shared memory that no other warp reads, to
+// leave 16 bytes at a time.
 template <typename T, int kWidth>
-__device__ __forceinline__ void store_rows(const Packed<T>& x, T* stage,
+__device__ __forceinline__ void store_rows(const Packed<T>& x, const HeadRows& to, T* stage,
                                            const float (&c)[kWidth / 8][4], float low, float high,
-                                           int head, int first, int length, int width) {
+                                           int width) {
   constexpr int kRow = kStride<T, kWidth>;
   __syncwarp();
 #pragma unroll
@@ -181,17 +199,17 @@ __device__ __forceinline__ void store_rows(const Packed<T>& x, T* stage,
     const float left[4] = {c[n][0] * low, c[n][1] * low, c[n][2] * high, c[n][3] * high};
     const float right[4] = {c[n + 1][0] * low, c[n + 1][1] * low, c[n + 1][2] * high,
                             c[n + 1][3] * high};
-    store_blocks<T, kRow>(stage + n * 8, left, right);
+    store_fragments<T, kRow>(stage + n * 8, left, right);
   }
   __syncwarp();
   constexpr int kPerRow = kWidth / Vec<T>::kSize, kRowsAtOnce = kWarp / kPerRow;
   const int lane = threadIdx.x % kWarp, column = lane % kPerRow * Vec<T>::kSize;
   if (column >= width) return;
-  const Packed<T> rows{x.at(first, head) + column, x.token_bytes, 0};
+  const Packed<T> rows{x.at(to.first, to.head) + column, x.token_bytes, 0};
 #pragma unroll
   for (int i = 0; i < kWarpRows; i += kRowsAtOnce) {
     const int row = i + lane / kPerRow;
-    if (row < length) store(rows.at(row, 0), load(stage + row * kRow + column));
+    if (row < to.length) store(rows.at(row, 0), load(stage + row * kRow + column));
   }
 }
 

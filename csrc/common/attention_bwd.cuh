@@ -103,7 +103,7 @@ __device__ __forceinline__ void load_queries(BwdTiles<T, kWidth>& tiles, const B
   }
   draw<1>(tiles.keep, tiles.plan, p.dropout, p.work, unit, start_q, start_k);
   tiles.lse[row] = lse * Base<T>::kLogE;
-  wait_for_copies();
+  cp_async_wait_all();
   __syncthreads();
 
   if constexpr (kRowsum) {

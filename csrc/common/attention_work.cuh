@@ -19,7 +19,6 @@
 #include <cstdint>
 
 #include "common/check.h"
-#include "common/launch.h"
 #include "common/philox.cuh"
 #include "common/reduce.cuh"
 
@@ -210,24 +209,21 @@ inline Work work_of(const char* op, const Tensor& q, const Tensor& k, const Tens
   const int64_t rows = q.size(0) + k.size(0), sentences = cu_q.size(0) - 1;
   int shift = 3;
   while (shift < 7 && (rows >> (shift + 1)) >= kEnoughBlocks) ++shift;
-  return {cu_q.const_data_ptr<int>(),
-          cu_k.const_data_ptr<int>(),
-          static_cast<int>(q.size(0)),
-          static_cast<int>(k.size(0)),
-          static_cast<int>(sentences),
-          static_cast<int>(q.size(1)),
-          static_cast<int>(q.size(2)),
-          causal,
-          static_cast<float>(sentences) / static_cast<float>(rows),
-          shift,
-          (rows + (1 << shift) - 1) >> shift};
+  return {.cu_q = cu_q.const_data_ptr<int>(),
+          .cu_k = cu_k.const_data_ptr<int>(),
+          .rows_q = static_cast<int>(q.size(0)),
+          .rows_k = static_cast<int>(k.size(0)),
+          .sentences = static_cast<int>(sentences),
+          .heads = static_cast<int>(q.size(1)),
+          .width = static_cast<int>(q.size(2)),
+          .causal = causal,
+          .sentences_per_row = static_cast<float>(sentences) / static_cast<float>(rows),
+          .window_shift = shift,
+          .blocks = (rows + (1 << shift) - 1) >> shift};
 }
 
-template <typename Kernel, typename Params>
-void launch(const char* op, Kernel kernel, const Params& params, int threads, size_t shared,
-            int32_t device) {
-  const unsigned blocks = static_cast<unsigned>(params.work.blocks) + kZeroBlocks;
-  lightseq::launch(op, kernel, dim3(blocks), dim3(threads), shared, current_stream(device), params);
+inline unsigned grid_of(const Work& work) {
+  return static_cast<unsigned>(work.blocks) + kZeroBlocks;
 }
 
 }  // namespace lightseq::attention

@@ -138,7 +138,7 @@ __device__ __forceinline__ Total<T> read_row(const T* row, const Cut& cut, float
 #pragma unroll
     for (int u = 0; u < kLoads; ++u) {
       const int i = first + u * kThreads;
-      if (i < cut.vectors) logits[u].load_streaming(row + cut.column_of_vector(i));
+      if (i < cut.vectors) logits[u].load_cg(row + cut.column_of_vector(i));
     }
 #pragma unroll
     for (int u = 0; u < kLoads; ++u) {
@@ -163,22 +163,30 @@ __device__ __forceinline__ float from_ordered(uint32_t x) {
   return __uint_as_float(x >> 31 ? x & 0x7fffffffu : ~x);
 }
 
+// The rules as an op is given them.
+struct GivenRules {
+  int64_t pad, eos, unk, min_len;
+  double unk_penalty, temperature;
+};
+
 inline Rules rules_of(const char* op, const Tensor& logits, const Tensor& scores,
-                      const Tensor& progress, int64_t pad, int64_t eos, int64_t unk,
-                      int64_t min_len, double unk_penalty, double temperature) {
+                      const Tensor& progress, const GivenRules& given) {
   require(logits.size(1) <= INT32_MAX - kSize, op, ": more than 2^31 tokens");
   require(logits.stride(1) == 1, op, ": logits must be contiguous in the last dimension");
   require(scores.is_contiguous() && progress.is_contiguous(), op,
           ": scores and progress must be contiguous");
-  require(temperature > 0.0, op, ": temperature must be positive, is ", temperature);
-  for (const int64_t token : {pad, eos, unk}) {
+  require(given.temperature > 0.0, op, ": temperature must be positive, is ", given.temperature);
+  for (const int64_t token : {given.pad, given.eos, given.unk}) {
     require(token >= 0 && token < logits.size(1), op, ": pad, eos and unk must be tokens, not ",
             token);
   }
-  return {progress.const_data_ptr<int>(), static_cast<int>(pad),
-          static_cast<int>(eos),          static_cast<int>(unk),
-          static_cast<int>(min_len),      static_cast<float>(unk_penalty),
-          static_cast<float>(temperature)};
+  return {.progress = progress.const_data_ptr<int>(),
+          .pad = static_cast<int>(given.pad),
+          .eos = static_cast<int>(given.eos),
+          .unk = static_cast<int>(given.unk),
+          .min_len = static_cast<int>(given.min_len),
+          .unk_penalty = static_cast<float>(given.unk_penalty),
+          .temperature = static_cast<float>(given.temperature)};
 }
 
 }  // namespace lightseq::beam_search

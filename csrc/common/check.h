@@ -1,6 +1,5 @@
-// What every launcher needs around its kernel: checks of layout, torch's current stream and a
-// launch check. Shapes and dtypes that the Python functions have checked already are not checked
-// again.
+// What every launcher needs around its kernel: checks of layout, and torch's current stream. Shapes
+// and dtypes that the Python functions have checked already are not checked again.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -132,13 +131,6 @@ inline void check_rows(const char* op, const char* name, const torch::stable::Te
 // How many blocks it takes where each does `per_block` of the work.
 inline int64_t blocks_for(int64_t work, int64_t per_block) {
   return (work + per_block - 1) / per_block;
-}
-
-// To be called right after <<<>>>: reports a launch that the driver refused (no code for this GPU,
-// too many resources). Faults inside a kernel surface later, as they do everywhere in CUDA.
-inline void check_launch(const char* kernel) {
-  const cudaError_t error = cudaGetLastError();
-  require(error == cudaSuccess, "lightseq: ", kernel, ": ", cudaGetErrorString(error));
 }
 
 }  // namespace lightseq

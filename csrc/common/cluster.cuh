@@ -29,9 +29,9 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
-// The same variable of another block, to write to.
+// The same variable in the shared memory of another block, to write to.
 template <typename T>
-__device__ __forceinline__ T* of_block(T* shared, int rank) {
+__device__ __forceinline__ T* mapa(T* shared, int rank) {
 #if __CUDA_ARCH__ >= 900
   asm("mapa.u64 %0, %0, %1;" : "+l"(shared) : "r"(rank));
 #endif

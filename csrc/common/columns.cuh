@@ -2,6 +2,7 @@
 // row-wise kernel works on. 16 bytes of a 16-bit type, 32 bytes of float.
 #pragma once
 
+#include "async_copy.cuh"
 #include "philox.cuh"
 #include "vec.cuh"
 
@@ -51,8 +52,8 @@ struct Columns {
     }
   }
 
-  // For what no kernel reads again soon: it passes the first cache by.
-  __device__ __forceinline__ void load_streaming(const T* address) {
+  // Past the first cache: for what no kernel reads again soon.
+  __device__ __forceinline__ void load_cg(const T* address) {
 #pragma unroll
     for (int i = 0; i < kWords; i += 4) {
       set(i, __ldcg(reinterpret_cast<const uint4*>(address) + i / 4));
@@ -71,7 +72,7 @@ struct Columns {
     }
   }
   __device__ __forceinline__ void load_shared(const T* address) {
-    load_shared(static_cast<uint32_t>(__cvta_generic_to_shared(address)));
+    load_shared(shared_address(address));
   }
 
   // In assembly, since nvcc makes four stores of a plain assignment here.

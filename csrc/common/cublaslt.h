@@ -19,9 +19,9 @@ struct CublasLt {
   decltype(&cublasLtGetVersion) version;
   decltype(&cublasLtGetStatusString) message;
   decltype(&cublasLtMatmul) matmul;
-  decltype(&cublasLtMatmulAlgoGetHeuristic) propose;
-  decltype(&cublasLtMatmulDescInit_internal) init_product;
-  decltype(&cublasLtMatmulDescSetAttribute) set_product;
+  decltype(&cublasLtMatmulAlgoGetHeuristic) get_heuristic;
+  decltype(&cublasLtMatmulDescInit_internal) init_desc;
+  decltype(&cublasLtMatmulDescSetAttribute) set_desc;
   decltype(&cublasLtMatmulPreferenceInit_internal) init_preference;
   decltype(&cublasLtMatmulPreferenceSetAttribute) set_preference;
   decltype(&cublasLtMatrixLayoutInit_internal) init_layout;
@@ -48,9 +48,9 @@ inline const CublasLt& cublaslt() {
     find(lt.version, "cublasLtGetVersion");
     find(lt.message, "cublasLtGetStatusString");
     find(lt.matmul, "cublasLtMatmul");
-    find(lt.propose, "cublasLtMatmulAlgoGetHeuristic");
-    find(lt.init_product, "cublasLtMatmulDescInit_internal");
-    find(lt.set_product, "cublasLtMatmulDescSetAttribute");
+    find(lt.get_heuristic, "cublasLtMatmulAlgoGetHeuristic");
+    find(lt.init_desc, "cublasLtMatmulDescInit_internal");
+    find(lt.set_desc, "cublasLtMatmulDescSetAttribute");
     find(lt.init_preference, "cublasLtMatmulPreferenceInit_internal");
     find(lt.set_preference, "cublasLtMatmulPreferenceSetAttribute");
     find(lt.init_layout, "cublasLtMatrixLayoutInit_internal");

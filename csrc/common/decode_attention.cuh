@@ -18,7 +18,7 @@
 
 #include "common/attention.cuh"
 #include "common/columns.cuh"
-#include "common/dependent_launch.cuh"
+#include "common/launch.cuh"
 #include "common/occupancy.h"
 
 namespace lightseq::decode_attention {
@@ -127,9 +127,10 @@ struct Span {
 
 struct Shape {
   int rows, heads, width;
-  float scale;  // of scores whose exponentials are Base<T>'s
-  Team team;
-  int beam, queries;  // of a slot, and of a tile at most
+  float scale;      // of scores whose exponentials are Base<T>'s
+  Team team{0};     // chosen by launch_rows() or launch_tiles()
+  int beam;         // queries of a slot
+  int queries = 1;  // of a tile at most; chosen by launch_tiles()
 };
 
 constexpr int kStrideUnit = 16;  // bytes: every row starts at a multiple of them
@@ -137,7 +138,7 @@ constexpr int kStrideUnit = 16;  // bytes: every row starts at a multiple of the
 // `count` times `stride`, in units of kStrideUnit, further on. The factors fit 32 bits: one
 // instruction, and a cache of 32 GB a position.
 template <typename T>
-__device__ __forceinline__ const T* forward(const T* from, int count, int stride) {
+__device__ __forceinline__ const T* offset_by(const T* from, int count, int stride) {
   return reinterpret_cast<const T*>(reinterpret_cast<const char*>(from) +
                                     static_cast<int64_t>(count * kStrideUnit) * stride);
 }
@@ -150,12 +151,12 @@ __device__ __forceinline__ const T* forward(const T* from, int count, int stride
 //   stride, row_stride           from there to the next position, and to the next row
 //   row_of(span, position)       in which row the position lies
 //   to_value                     from a key to its value
-// and, where a query brings a key of its own (kHasNewest),
-//   newest(row)                  that key
-//   remember(span, ...)          puts it, and its value, into the cache
+// and, where a query brings a key of its own (kHasNewKey),
+//   new_key(row)                 that key
+//   append(span, ...)            stores it, and its value, in the cache
 //
 // A block takes neighbouring queries; their heads follow one another in the grid.
-template <typename T, int kWidth, bool kHasNewest, typename Keys>
+template <typename T, int kWidth, bool kHasNewKey, typename Keys>
 __global__ void __launch_bounds__(kWarp* kWarps)
     decode_attention_rows_kernel(const Keys keys, const Shape shape, T* __restrict__ out) {
   constexpr int kLanes = kWidth / kSize, kGroups = kWarp / kLanes;
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(kWarp* kWarps)
   const int group = threadIdx.x / kLanes, column = threadIdx.x % kLanes * kSize;
   const int channel = head * shape.width + column;
   const bool works = row < shape.rows && column < shape.width;
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
 
   const Span span = row < shape.rows ? keys.span(row) : Span{0, 0};
   float q[kSize] = {};
@@ -178,7 +179,7 @@ __global__ void __launch_bounds__(kWarp* kWarps)
 #pragma unroll
     for (int e = 0; e < kSize; ++e) q[e] *= shape.scale;
   }
-  start_next_kernel();
+  griddepcontrol_launch_dependents();
   // Of a key that lies in a group of lanes; every lane takes part.
   const auto score_of = [&](const Columns<T>& key) {
     float k[kSize], sum = 0.0f;
@@ -193,13 +194,13 @@ __global__ void __launch_bounds__(kWarp* kWarps)
   };
 
   Softmax<T, 1, kSize> state;
-  if constexpr (kHasNewest) {
+  if constexpr (kHasNewKey) {
     const bool has = team.rank() == 0 && group == 0;
     Columns<T> key = {}, value = {};
     if (works && has) {
-      key.load(keys.newest(row) + channel);
-      value.load(keys.newest(row) + keys.channels + channel);
-      keys.remember(span, channel, key, value);
+      key.load(keys.new_key(row) + channel);
+      value.load(keys.new_key(row) + keys.channels + channel);
+      keys.append(span, channel, key, value);
     }
     const float score = score_of(key);
     if (has) {
@@ -222,7 +223,7 @@ __global__ void __launch_bounds__(kWarp* kWarps)
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const T* const from =
-          forward(forward(start, existing(u), keys.stride), rows[u], keys.row_stride);
+          offset_by(offset_by(start, existing(u), keys.stride), rows[u], keys.row_stride);
       key[u].load(from);
       value[u].load(from + keys.to_value);
     }
@@ -252,7 +253,7 @@ __global__ void __launch_bounds__(kWarp* kWarps)
     state.merge(0, [&](int, float x) { return __shfl_xor_sync(kAllLanes, x, offset); });
   }
   if (works && group == 0) {
-    const bool has_keys = kHasNewest || span.count > 0;
+    const bool has_keys = kHasNewKey || span.count > 0;
     const float factor = has_keys ? Base<T>::divide(1.0f, state.sum[0]) : 0.0f;
 #pragma unroll
     for (int e = 0; e < kSize; ++e) state.o[0][e] *= factor;
@@ -300,27 +301,27 @@ int stride_between(const char* op, const Tensor& keys, int64_t dimension) {
 }
 
 template <typename T>
-Shape shape_of(const Tensor& out, int64_t heads, int64_t width, double scale, Team team,
-               int64_t beam, int64_t queries) {
-  return {static_cast<int>(out.size(0)),
-          static_cast<int>(heads),
-          static_cast<int>(width),
-          static_cast<float>(scale * Base<T>::kLogE),
-          team,
-          static_cast<int>(beam),
-          static_cast<int>(queries)};
+Shape shape_of(const Tensor& out, int64_t heads, double scale, int64_t beam) {
+  return {.rows = static_cast<int>(out.size(0)),
+          .heads = static_cast<int>(heads),
+          .width = static_cast<int>(out.size(1) / heads),
+          .scale = static_cast<float>(scale * Base<T>::kLogE),
+          .beam = static_cast<int>(beam)};
 }
 
-template <typename T, int kWidth, bool kHasNewest, typename Keys>
-void launch_rows(const char* op, const Keys& keys, const Tensor& out, int64_t heads, int64_t width,
-                 double scale) {
+template <typename T, int kWidth, bool kHasNewKey, typename Keys>
+void launch_rows(const char* op, const Keys& keys, Shape shape, const Tensor& out) {
   const int32_t device = out.get_device();
-  const Team team = team_for(out.size(0) * heads, device, kWarps, kBusyWarps);
-  const int64_t blocks = blocks_for(out.size(0), kWarps >> team.shift) * heads;
-  launch_early(op, decode_attention_rows_kernel<T, kWidth, kHasNewest, Keys>, dim3(blocks),
-               dim3(kWarp, kWarps), shared_bytes<Softmax<T, 1, kSize>>(team),
-               current_stream(device), keys, shape_of<T>(out, heads, width, scale, team, 1, 1),
-               static_cast<T*>(out.mutable_data_ptr()));
+  shape.team = team_for(static_cast<int64_t>(shape.rows) * shape.heads, device, kWarps, kBusyWarps);
+  const int64_t blocks = blocks_for(shape.rows, kWarps >> shape.team.shift) * shape.heads;
+  launch({.op = op,
+          .grid = static_cast<unsigned>(blocks),
+          .block = dim3(kWarp, kWarps),
+          .shared = shared_bytes<Softmax<T, 1, kSize>>(shape.team),
+          .stream = current_stream(device),
+          .dependent = true},
+         decode_attention_rows_kernel<T, kWidth, kHasNewKey, Keys>, keys, shape,
+         static_cast<T*>(out.mutable_data_ptr()));
 }
 
 }  // namespace lightseq::decode_attention

@@ -22,7 +22,7 @@
 #include <cassert>
 #include <cstdint>
 
-#include "common/launch.h"
+#include "common/launch.cuh"
 #include "common/reduce.cuh"
 #include "common/scalars.cuh"
 
@@ -188,9 +188,12 @@ inline void sort_tokens(Sort p, cudaStream_t stream) {
   p.share = static_cast<int>(blocks_for(p.tokens, kSortBlock)) * kWarp;
   p.owner_shift = kLeastOwnerShift;
   while (static_cast<int64_t>(kMostOwned) << p.owner_shift < p.vocabulary) ++p.owner_shift;
-  constexpr int kBytes = kSortWarps * kMostOwned * sizeof(int);
-  launch("embedding_bwd", embedding_sort_kernel, dim3(1u << p.owner_shift), dim3(kSortBlock),
-         kBytes, stream, p);
+  launch({.op = "embedding_bwd",
+          .grid = 1u << p.owner_shift,
+          .block = kSortBlock,
+          .shared = kSortWarps * kMostOwned * sizeof(int),
+          .stream = stream},
+         embedding_sort_kernel, p);
 }
 
 }  // namespace lightseq::embedding

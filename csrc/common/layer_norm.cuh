@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "async_copy.cuh"
 #include "check.h"
 #include "columns.cuh"
 #include "occupancy.h"
@@ -83,14 +84,23 @@ Rows share_out(Kernel kernel, int64_t rows, int row_bytes, int least, int32_t de
   const int bytes = std::max(stages * S::kTeams * row_bytes, least);
   const int64_t blocks = std::min(rows, resident_blocks(kernel, kBlockThreads, device, bytes));
   const int64_t teams = std::max<int64_t>(1, blocks * S::kTeams);
-  return {teams, static_cast<int>(rows / teams), static_cast<int>(rows % teams), stages,
-          bytes, static_cast<unsigned>(blocks)};
+  return {.step = teams,
+          .each = static_cast<int>(rows / teams),
+          .longer = static_cast<int>(rows % teams),
+          .stages = stages,
+          .shared = bytes,
+          .blocks = static_cast<unsigned>(blocks)};
 }
 
 // A row for every team, of which a block has `teams`.
 inline Rows one_each(int64_t rows, int64_t teams) {
   const int64_t blocks = blocks_for(rows, teams);
-  return {blocks * teams, 0, static_cast<int>(rows), 0, 0, static_cast<unsigned>(blocks)};
+  return {.step = blocks * teams,
+          .each = 0,
+          .longer = static_cast<int>(rows),
+          .stages = 0,
+          .shared = 0,
+          .blocks = static_cast<unsigned>(blocks)};
 }
 
 // Keeps x in a register: nvcc would compute it again for every row.
@@ -115,8 +125,8 @@ class RowQueue {
       step_[k] = rows.step * strides[k] * static_cast<int>(sizeof(T));
       keep(step_[k]);
     }
-    stage_ = static_cast<uint32_t>(__cvta_generic_to_shared(shared)) +
-             threadIdx.y * rows.stages * kRowBytes + S::column(0) * static_cast<int>(sizeof(T));
+    stage_ = shared_address(shared) + threadIdx.y * rows.stages * kRowBytes +
+             S::column(0) * static_cast<int>(sizeof(T));
     both_ = 2 * stage_ + (pair_ ? kRowBytes : 0);
     keep(stage_);
     keep(both_);
@@ -138,9 +148,9 @@ class RowQueue {
   // Until the row is there.
   __device__ __forceinline__ void wait() const {
     if (pair_) {
-      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      cp_async_wait<1>();
     } else {
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      cp_async_wait<0>();
     }
   }
 
@@ -173,16 +183,13 @@ class RowQueue {
           if (S::column(i) >= columns_) continue;
 #pragma unroll
           for (int bytes = 0; bytes < kGroupBytes; bytes += kVecBytes) {
-            asm volatile(
-                "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(stage_ + place(k, i) + bytes),
-                "l"(next_[k] + place(0, i) + bytes)
-                : "memory");
+            cp_async(stage_ + place(k, i) + bytes, next_[k] + place(0, i) + bytes);
           }
         }
         next_[k] += step_[k];
       }
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    cp_async_commit();
   }
 
   static __device__ __forceinline__ void clear(uint32_t address) {
@@ -202,7 +209,7 @@ class RowQueue {
   bool pair_;
 };
 
-// Waits for the team's threads.
+// A named barrier of the team's threads.
 template <typename S>
 __device__ __forceinline__ void sync_team() {
   asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "n"(S::kThreads) : "memory");

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "columns.cuh"
-#include "dependent_launch.cuh"
+#include "launch.cuh"
 #include "matmul.h"
 #include "mma.cuh"
 #include "nan.cuh"
@@ -16,7 +16,7 @@ namespace lightseq {
 
 // A Product that is_forward_in_16_bits(), of numbers T.
 template <typename T>
-struct Forward {
+struct LinearParams {
   const T *x, *weight, *bias;  // bias null: none
   T* y;
   int64_t x_stride, weight_stride, y_stride;
@@ -25,7 +25,7 @@ struct Forward {
   bool relu;
   bool weights_are_old;  // and bias: the kernel before does not write them
 
-  Forward(const Product& p, int64_t chunks_of_warp, cudaStream_t stream)
+  LinearParams(const Product& p, int64_t chunks_of_warp, cudaStream_t stream)
       : x(static_cast<const T*>(p.a.data)),
         weight(static_cast<const T*>(p.b.data)),
         bias(static_cast<const T*>(p.bias)),
@@ -38,7 +38,7 @@ struct Forward {
         outputs(static_cast<int>(p.out.columns)),
         chunks(static_cast<int>(chunks_of_warp)),
         relu(p.relu),
-        weights_are_old(follows_early_kernel(stream)) {}
+        weights_are_old(follows_dependent_launch(stream)) {}
 
   // Of an output and the next.
   __device__ __forceinline__ uint32_t bias_pair(int output) const {
@@ -47,8 +47,8 @@ struct Forward {
 
   // y of an output and the next, from sums of each warp.
   template <typename SumsOf>
-  __device__ __forceinline__ void finish(int row, int output, int warps, SumsOf&& sums_of,
-                                         uint32_t bias_of_both) const {
+  __device__ __forceinline__ void epilogue(int row, int output, int warps, SumsOf&& sums_of,
+                                           uint32_t bias_of_both) const {
     float2 sum = sums_of(0);
 #pragma unroll 8
     for (int warp = 1; warp < warps; ++warp) {

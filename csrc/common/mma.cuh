@@ -9,8 +9,8 @@
 //
 // A result of N columns is float c[N / 8][4] in every lane. Lane 4g + t holds, of columns
 // 8n ... 8n + 7, columns 2t and 2t + 1 of row g in c[n][0], c[n][1] and of row g + 8 in c[n][2],
-// c[n][3]. Two neighbouring blocks of such columns are the left operand of the next product, which
-// is why probabilities need not leave the registers.
+// c[n][3]. Two neighbouring fragments are the left operand of the next product, which is why
+// probabilities need not leave the registers.
 //
 // A tile's rows are kStride numbers apart, 16 bytes more than their width: eight rows then start in
 // eight different groups of four banks, and neither ldmatrix nor 16-byte reads meet a conflict.
@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/async_copy.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 
@@ -31,44 +32,26 @@ constexpr int kStride = kWidth + Vec<T>::kSize;
 __device__ __forceinline__ int lane_row() { return threadIdx.x % kWarp / 4; }
 __device__ __forceinline__ int lane_column() { return threadIdx.x % 4 * 2; }
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-// Starts to copy 16 bytes from global to shared memory; zeros where !valid, and nothing is read.
-__device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)),
-               "l"(from), "r"(valid ? 16 : 0)
-               : "memory");
-}
-
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_all;\n" ::: "memory");
-}
-
-// Copies started since the last end, perhaps none, become a group; then waits for all of the
-// thread's groups but so many of the newest.
-__device__ __forceinline__ void end_of_copies() {
-  asm volatile("cp.async.commit_group;\n" ::: "memory");
-}
-template <int kNewest>
-__device__ __forceinline__ void wait_for_copies_but() {
-  asm volatile("cp.async.wait_group %0;\n" ::"n"(kNewest) : "memory");
-}
-
-// Four 8x8 blocks of 16-bit numbers; lane l gives the address of row l % 8 of block l / 8.
-__device__ __forceinline__ void load_blocks(uint32_t (&r)[4], const void* row) {
+// Four 8x8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared_address(row))
                : "memory");
 }
 
-__device__ __forceinline__ void load_blocks_transposed(uint32_t (&r)[4], const void* row) {
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared_address(row))
                : "memory");
+}
+
+// The transpose of an 8x8 matrix of 16-bit numbers: lane 4g + t has columns 2t and 2t + 1 of row g.
+__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t pair) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+  return transposed;
 }
 
 // Two numbers as 16-bit T, in one register.
@@ -92,10 +75,10 @@ __device__ __forceinline__ void store_pair(T* to, float first, float second) {
   }
 }
 
-// Two neighbouring blocks of a result, 16 rows of 16 numbers, to rows of kRow numbers.
+// Two neighbouring fragments of a result, 16 rows of 16 numbers, to rows of kRow numbers.
 template <typename T, int kRow>
-__device__ __forceinline__ void store_blocks(T* to, const float (&left)[4],
-                                             const float (&right)[4]) {
+__device__ __forceinline__ void store_fragments(T* to, const float (&left)[4],
+                                                const float (&right)[4]) {
 #if __CUDA_ARCH__ >= 900
   if constexpr (sizeof(T) == 2) {
     to += threadIdx.x % 16 * kRow + threadIdx.x % kWarp / 16 * 8;
@@ -160,11 +143,11 @@ __device__ __forceinline__ void multiply_nt(float (&c)[kBlocks][4], const T* a, 
 #pragma unroll
     for (int k = 0; k < kWidth; k += 16) {
       uint32_t left[4];
-      load_blocks(left, a + k);
+      ldmatrix_x4(left, a + k);
 #pragma unroll
       for (int n = 0; n < kBlocks; n += 2) {
         uint32_t right[4];
-        load_blocks(right, b + n * 8 * kRow + k);
+        ldmatrix_x4(right, b + n * 8 * kRow + k);
         mma<T>(c[n], left, right[0], right[1]);
         mma<T>(c[n + 1], left, right[2], right[3]);
       }
@@ -213,7 +196,7 @@ __device__ __forceinline__ void multiply_nn(float (&c)[kWidth / 8][4], const flo
 #pragma unroll
       for (int n = 0; n < kWidth / 8; n += 2) {
         uint32_t right[4];
-        load_blocks_transposed(right, b + k * 8 * kRow + n * 8);
+        ldmatrix_x4_trans(right, b + k * 8 * kRow + n * 8);
         mma<T>(c[n], left, right[0], right[1]);
         mma<T>(c[n + 1], left, right[2], right[3]);
       }
@@ -254,11 +237,11 @@ __device__ __forceinline__ void multiply_tn(float (&c)[kWidth / 8][4], const T* 
     for (int k = 0; k < kDepth; k += 16) {
       if (k >= rows) break;
       uint32_t left[4];
-      load_blocks_transposed(left, a + k * kRow);
+      ldmatrix_x4_trans(left, a + k * kRow);
 #pragma unroll
       for (int n = 0; n < kWidth / 8; n += 2) {
         uint32_t right[4];
-        load_blocks_transposed(right, b + k * kRow + n * 8);
+        ldmatrix_x4_trans(right, b + k * kRow + n * 8);
         mma<T>(c[n], left, right[0], right[1]);
         mma<T>(c[n + 1], left, right[2], right[3]);
       }

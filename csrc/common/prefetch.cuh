@@ -1,5 +1,5 @@
 // Hints: what a kernel is going to read is brought into the second cache, which all of the GPU
-// shares. Nothing is returned, so a hint may come before wait_for_previous_kernel() whatever the
+// shares. Nothing is returned, so a hint may come before griddepcontrol_wait() whatever the
 // previous kernel writes, and may be wrong. Numbers that only lead to the next hint are read by
 // peek(), and have to be checked against the bounds of memory.
 //

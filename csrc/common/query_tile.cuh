@@ -6,8 +6,8 @@
 // Keys and values come through a ring in shared memory, which belongs to the warp. What is copied
 // at a time is a load: one or more families' keys, every row that they read once. Other loads are
 // on their way while one is computed with. Which families make a load does not show in the results.
-// What lanes read or write as chunks and compute with as fragments changes from one to the other on
-// the ring's last rows, its desk.
+// What lanes read or write as chunks and compute with as fragments changes from one to the other in
+// the ring's last rows, its staging rows.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -37,13 +37,6 @@ struct Item {
   }
 };
 
-// The transpose of an 8x8 matrix of 16-bit numbers: lane 4g + t has columns 2t and 2t + 1 of row g.
-__device__ __forceinline__ uint32_t transpose(uint32_t pair) {
-  uint32_t transposed;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
-  return transposed;
-}
-
 // Families of a tile of keys, and where in the ring a lane's place of the tile has its row.
 struct Load {
   int first, rows;                   // in the ring
@@ -57,8 +50,8 @@ template <typename T, int kWidth, int kCapacity>
 struct alignas(128) Ring {
   static constexpr int kRows = kCapacity;
   static constexpr int kChunks = kWidth / kSize, kAtOnce = kWarp / kChunks;
-  static constexpr int kLoadRows = kRows - kKeyTile;  // at most: the next has room for one family
-  static constexpr int kDesk = kRows - kQueryTile;    // free where there is no load but one
+  static constexpr int kLoadRows = kRows - kKeyTile;   // at most: the next has room for one family
+  static constexpr int kStaging = kRows - kQueryTile;  // free where there is no load but one
   // That a multiprocessor has room for.
   static constexpr int kBlocks = 768 * 64 / (kRingWarps * kRows * kWidth);
 
@@ -72,7 +65,7 @@ struct alignas(128) Ring {
 
   // at(i): where the head's i-th key is; those behind the load's last may be anything. Channels
   // that do not exist are copies of the last ones: they meet a query of 0, or are not stored. All
-  // calls are counted by wait_for_older().
+  // calls are counted by wait().
   template <typename At>
   __device__ __forceinline__ void copy(const Load& load, const At& at, int64_t to_value,
                                        int width) {
@@ -88,17 +81,17 @@ struct alignas(128) Ring {
       for (int u = 0; u < kUnroll; ++u) {
         if (i + u * kAtOnce >= load.rows) continue;
         const int row = wrap(load.first + i + u * kAtOnce);
-        copy_async(chunk(row, 0, number), keys[u], true);
-        copy_async(chunk(row, 1, number), keys[u] + to_value, true);
+        cp_async(chunk(row, 0, number), keys[u]);
+        cp_async(chunk(row, 1, number), keys[u] + to_value);
       }
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    cp_async_commit();
   }
 
-  // For all copies but those of the newest loads.
-  template <int kNewest = 1>
-  __device__ __forceinline__ void wait_for_older() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
+  // Until at most the kPending newest loads are under way.
+  template <int kPending = 1>
+  __device__ __forceinline__ void wait() {
+    cp_async_wait<kPending>();
     __syncwarp();
   }
 };
@@ -123,24 +116,23 @@ struct QueryTile {
     }
   }
 
-  // Queries from the ring's desk, where they lie as keys.
-  __device__ __forceinline__ void take_queries(Rows& ring) {
+  // Queries from the staging rows, where they lie as keys.
+  __device__ __forceinline__ void ldmatrix_queries(Rows& ring) {
 #pragma unroll
     for (int i = 0; i < kWidth / kSize; i += 4) {
       uint32_t four[4];
-      load_blocks(four, ring.chunk(Rows::kDesk + threadIdx.x % 8, 0, i + threadIdx.x / 8));
+      ldmatrix_x4(four, ring.chunk(Rows::kStaging + threadIdx.x % 8, 0, i + threadIdx.x / 8));
 #pragma unroll
       for (int n = 0; n < 4; ++n) q[i + n] = four[n];
     }
   }
 
-  // The first results, from values on the desk; none are zeros.
-  __device__ __forceinline__ void take_values(Rows& ring) {
+  // The first results, from values in the staging rows; none are zeros.
+  __device__ __forceinline__ void ldmatrix_values(Rows& ring) {
 #pragma unroll
     for (int i = 0; i < kWidth / kSize; i += 4) {
       uint32_t four[4];
-      load_blocks_transposed(four,
-                             ring.chunk(Rows::kDesk + threadIdx.x % 8, 1, i + threadIdx.x / 8));
+      ldmatrix_x4_trans(four, ring.chunk(Rows::kStaging + threadIdx.x % 8, 1, i + threadIdx.x / 8));
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         const float2 pair = unpack_pair<T>(four[n]);
@@ -161,7 +153,7 @@ struct QueryTile {
 #pragma unroll
       for (int k = 0; k < kWidth / kSize; k += 2) {
         uint32_t left[4];
-        load_blocks(left, ring.chunk(static_cast<int>(slots & 0xff), 0, k + lane / 16));
+        ldmatrix_x4(left, ring.chunk(static_cast<int>(slots & 0xff), 0, k + lane / 16));
         mma<T>(score, left, q[k], q[k + 1]);
       }
       const unsigned mine = static_cast<unsigned>(families & 0xff) >> (2 * t);
@@ -185,9 +177,10 @@ struct QueryTile {
       p[e] = Base<T>::exp(p[e] - state.top[e % 2]);
       state.sum[e % 2] += p[e];
     }
-    const uint32_t low = transpose(pack<T>(p[0], p[1])), high = transpose(pack<T>(p[2], p[3]));
+    const uint32_t low = movmatrix_trans(pack<T>(p[0], p[1])),
+                   high = movmatrix_trans(pack<T>(p[2], p[3]));
 
-    // The transposed operand's blocks have their places in another order.
+    // The transposed operand's 8x8 matrices have their places in another order.
     slots = __shfl_sync(kAllLanes, load.slots, lane / 16 * 8 + lane % 8);
 #pragma unroll 1
     for (uint64_t families = load.families; families != 0; families >>= 8, slots >>= 8) {
@@ -195,8 +188,7 @@ struct QueryTile {
 #pragma unroll
       for (int k = 0; k < kWidth / kSize; k += 2) {
         uint32_t left[4];
-        load_blocks_transposed(left,
-                               ring.chunk(static_cast<int>(slots & 0xff), 1, k + lane / 8 % 2));
+        ldmatrix_x4_trans(left, ring.chunk(static_cast<int>(slots & 0xff), 1, k + lane / 8 % 2));
         float (&even)[kWidth / kSize] = state.o[0], (&odd)[kWidth / kSize] = state.o[1];
         float c[4] = {even[k], odd[k], even[k + 1], odd[k + 1]};
         mma<T>(c, left, low, high);
@@ -206,7 +198,7 @@ struct QueryTile {
     }
   }
 
-  // By way of the desk, so that rows leave whole.
+  // By way of the staging rows, so that rows leave whole.
   __device__ __forceinline__ void store(T* out, Rows& ring, const Item& item, const Shape& shape) {
     float factor[2];
 #pragma unroll
@@ -220,8 +212,8 @@ struct QueryTile {
 #pragma unroll
     for (int i = 0; i < kWidth / kSize; ++i) {
       const uint32_t pair =
-          transpose(pack<T>(state.o[0][i] * factor[0], state.o[1][i] * factor[1]));
-      *reinterpret_cast<uint32_t*>(ring.chunk(Rows::kDesk + g, 0, i) + 2 * t) = pair;
+          movmatrix_trans(pack<T>(state.o[0][i] * factor[0], state.o[1][i] * factor[1]));
+      *reinterpret_cast<uint32_t*>(ring.chunk(Rows::kStaging + g, 0, i) + 2 * t) = pair;
     }
     __syncwarp();
     const int number = threadIdx.x % Rows::kChunks;
@@ -230,7 +222,7 @@ struct QueryTile {
       const int query = i + threadIdx.x / Rows::kChunks;
       if (query >= item.queries || number * kSize >= shape.width) continue;
       Columns<T> packed;
-      packed.load_shared(ring.chunk(Rows::kDesk + query, 0, number));
+      packed.load_shared(ring.chunk(Rows::kStaging + query, 0, number));
       const int64_t row = static_cast<int64_t>(item.first_row + query) * shape.heads + item.head;
       packed.store(out + row * shape.width + number * kSize);
     }
@@ -241,18 +233,20 @@ struct QueryTile {
 
 // tiles: into how many a slot is cut. busy_warps: as for team_for().
 template <typename Ring, typename T, typename Keys>
-void launch_tiles(const char* op, void (*kernel)(Keys, Shape, T*), const Keys& keys,
-                  const Tensor& out, int64_t beam, int64_t tiles, int64_t heads, int64_t width,
-                  double scale, int busy_warps) {
+void launch_tiles(const char* op, void (*kernel)(Keys, Shape, T*), const Keys& keys, Shape shape,
+                  const Tensor& out, int64_t tiles, int busy_warps) {
   const int32_t device = out.get_device();
-  const int64_t queries = blocks_for(beam, tiles), items = blocks_for(out.size(0), beam) * heads;
-  tiles = blocks_for(beam, queries);
-  const Team team = team_for(items * tiles, device, kRingWarps, busy_warps);
-  constexpr size_t kShared = sizeof(Ring) * kRingWarps;
-  launch_early(op, kernel, dim3(blocks_for(items, kRingWarps >> team.shift), tiles),
-               dim3(kWarp, kRingWarps), kShared, current_stream(device), keys,
-               shape_of<T>(out, heads, width, scale, team, beam, queries),
-               static_cast<T*>(out.mutable_data_ptr()));
+  const int64_t items = blocks_for(shape.rows, shape.beam) * shape.heads;
+  shape.queries = static_cast<int>(blocks_for(shape.beam, tiles));
+  tiles = blocks_for(shape.beam, shape.queries);
+  shape.team = team_for(items * tiles, device, kRingWarps, busy_warps);
+  launch({.op = op,
+          .grid = dim3(blocks_for(items, kRingWarps >> shape.team.shift), tiles),
+          .block = dim3(kWarp, kRingWarps),
+          .shared = sizeof(Ring) * kRingWarps,
+          .stream = current_stream(device),
+          .dependent = true},
+         kernel, keys, shape, static_cast<T*>(out.mutable_data_ptr()));
 }
 
 }  // namespace lightseq::decode_attention

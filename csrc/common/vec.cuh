@@ -3,7 +3,7 @@
 //
 //   Vec<T>          16 bytes of T: 8 halves or 4 floats
 //   load, store     one 16-byte access; the address must be a multiple of 16 bytes
-//   load_streaming  the same past the first cache, for data that no kernel reads again soon
+//   load_cg         the same past the first cache, for data that no kernel reads again soon
 //   dispatch_float  calls a generic lambda with the tensor's element type
 #pragma once
 
@@ -55,7 +55,7 @@ __device__ __forceinline__ void store(T* address, const Vec<T>& x) {
 }
 
 template <typename T>
-__device__ __forceinline__ Vec<T> load_streaming(const T* address) {
+__device__ __forceinline__ Vec<T> load_cg(const T* address) {
   const int4 bits = __ldcg(reinterpret_cast<const int4*>(address));
   return *reinterpret_cast<const Vec<T>*>(&bits);
 }

@@ -18,7 +18,8 @@ from lightseq_fairseq import library
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = [sys.executable, str(ROOT / "scripts" / "build_cuda.py")]
 
-STEMS = [path.stem for path in (ROOT / "csrc").glob("*.cu")]
+# Of the units that have kernels.
+STEMS = [p.stem for p in (ROOT / "csrc").glob("*.cu") if "__global__" in p.read_text()]
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
 

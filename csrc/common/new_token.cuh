@@ -1,4 +1,4 @@
-// The newest tokens of a tile of hypotheses, with which its self-attention begins.
+// The new tokens of a tile of hypotheses, with which its self-attention begins.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace lightseq::decode_attention {
 
-// The queries, and the new tokens' own keys and values, which are the first that their queries
+// Their queries, and their own keys and values, which are the first that their queries
 // meet. A lane reads one chunk of a few rows. Past: decode_attention.cu's.
 template <typename T, typename Rows>
-struct Newest {
+struct NewToken {
   static constexpr int kParts = kQueryTile / Rows::kAtOnce;
 
   Columns<T> q[kParts] = {}, key[kParts] = {}, value[kParts] = {};
@@ -34,11 +34,12 @@ struct Newest {
 
   // Begins the tile; new keys and values go to the cache, too.
   template <typename Tile, typename Past>
-  __device__ __forceinline__ void put(Tile& tile, Rows& ring, const Past& past, const Item& item,
-                                      int step, const Shape& shape, bool keys) const {
+  __device__ __forceinline__ void init_tile(Tile& tile, Rows& ring, const Past& past,
+                                            const Item& item, int step, const Shape& shape,
+                                            bool keys) const {
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
-      const int row = Rows::kDesk + i * Rows::kAtOnce + query;
+      const int row = Rows::kStaging + i * Rows::kAtOnce + query;
       *reinterpret_cast<Columns<T>*>(ring.chunk(row, 0, number)) = q[i];
       *reinterpret_cast<Columns<T>*>(ring.chunk(row, 1, number)) = value[i];
     }
@@ -50,7 +51,7 @@ struct Newest {
           key[i].store(to);
           value[i].store(to + past.to_value);
         }
-        to = const_cast<T*>(forward(to, Rows::kAtOnce, past.row_stride));
+        to = const_cast<T*>(offset_by(to, Rows::kAtOnce, past.row_stride));
         float a[kSize], b[kSize], score = 0.0f;
         q[i].unpack(a);
         key[i].unpack(b);
@@ -71,8 +72,8 @@ struct Newest {
       tile.state.sum[0] = tile.state.sum[1] = tile.g == 0 ? 1.0f : 0.0f;
     }
     __syncwarp();
-    tile.take_queries(ring);
-    tile.take_values(ring);
+    tile.ldmatrix_queries(ring);
+    tile.ldmatrix_values(ring);
     __syncwarp();
   }
 

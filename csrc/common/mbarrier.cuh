@@ -1,0 +1,65 @@
+// mbarrier: a barrier in shared memory that counts arrivals and the bytes of TMA loads, from
+// compute capability 9.0 on.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "async_copy.cuh"
+
+namespace lightseq {
+
+// Goes from phase to phase: the first has parity 0.
+struct Mbarrier {
+  uint64_t state;
+
+  __device__ __forceinline__ void init(int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)),
+                 "r"(arrivals));
+  }
+  __device__ __forceinline__ void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
+  }
+  // At the same barrier of a block of the cluster.
+  __device__ __forceinline__ void arrive_cluster(int rank) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+        "}" ::"r"(shared_address(this)),
+        "r"(rank)
+        : "memory");
+  }
+  // Arrives, and has the phase wait for so many bytes.
+  __device__ __forceinline__ void arrive_expect_tx(uint32_t bytes) {
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)),
+        "r"(bytes)
+        : "memory");
+  }
+  // Returns when the phase of that parity is over: at once if that is the one before the current.
+  __device__ __forceinline__ void wait(uint32_t parity) const {
+    uint32_t is_over;
+    do {
+      asm volatile(
+          "{\n"
+          ".reg .pred p;\n"
+          "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, p;\n"
+          "}"
+          : "=r"(is_over)
+          : "r"(shared_address(this)), "r"(parity)
+          : "memory");
+    } while (!is_over);
+  }
+};
+
+// Of a thread that has initialised barriers, before the other threads of the cluster and the TMA
+// meet them.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+}  // namespace lightseq

@@ -1,0 +1,99 @@
+// TMA (cp.async.bulk.tensor): boxes of a matrix of 16-bit numbers that the hardware copies to
+// shared memory and back, from compute capability 9.0 on. A box has rows of 128 bytes in the
+// 128-byte swizzle, which wgmma reads: eight rows of one column are in different banks.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "async_copy.cuh"
+#include "check.h"
+#include "matmul.h"
+#include "mbarrier.cuh"
+
+namespace lightseq {
+
+constexpr int kSwizzleBytes = 128;                  // of a box's row,
+constexpr int kSwizzleColumns = kSwizzleBytes / 2;  // and its numbers
+
+// Whether the TMA can copy it.
+inline bool fits_tma(const Matrix& x) {
+  return x.columns % 8 == 0 && x.stride % 8 == 0 && x.stride >= x.columns &&
+         reinterpret_cast<uintptr_t>(x.data) % kRowAlignment == 0;
+}
+
+// In boxes of `rows` times kSwizzleColumns. What is outside of the matrix is read as zeros and not
+// written.
+inline CUtensorMap tensor_map_of(const Matrix& x, int rows) {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+#if CUDART_VERSION >= 12050
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
+                                     &found);
+#else
+    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+#endif
+    require(function != nullptr, "lightseq: the driver has no cuTensorMapEncodeTiled");
+    return reinterpret_cast<Encode>(function);
+  }();
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(x.columns), static_cast<cuuint64_t>(x.rows)};
+  const cuuint64_t stride = static_cast<cuuint64_t>(x.bytes(x.stride));
+  const cuuint32_t box[] = {kSwizzleColumns, static_cast<cuuint32_t>(rows)}, steps[] = {1, 1};
+  const bool half = x.type == torch::headeronly::ScalarType::Half;
+  CUtensorMap map;
+  const CUresult status = encode(
+      &map, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, x.data,
+      sizes, &stride, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  require(status == CUDA_SUCCESS, "lightseq: no tensor map of a matrix of ", x.rows, " x ",
+          x.columns, " (CUDA error ", static_cast<int>(status), ")");
+  return map;
+}
+
+// Byte of a box's row at which its 16 bytes numbered `chunk` lie.
+__device__ __forceinline__ int swizzle_128b(int row, int chunk) { return (chunk ^ row % 8) * 16; }
+
+__device__ __forceinline__ void tma_load(void* to, const CUtensorMap& from, int column, int row,
+                                         Mbarrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(to)),
+      "l"(&from), "r"(column), "r"(row), "r"(shared_address(&barrier))
+      : "memory");
+}
+
+// To the same place of all blocks of the cluster whose bits are set, and their barriers.
+__device__ __forceinline__ void tma_load_multicast(void* to, const CUtensorMap& from, int column,
+                                                   int row, Mbarrier& barrier, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+      "l"(&from), "r"(column), "r"(row), "r"(shared_address(&barrier)), "h"(blocks)
+      : "memory");
+}
+
+// Of each thread whose writes to shared memory a tma_store() behind it shall see.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void tma_store(const CUtensorMap& to, int column, int row,
+                                          const void* from) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&to),
+      "r"(column), "r"(row), "r"(shared_address(from))
+      : "memory");
+}
+__device__ __forceinline__ void tma_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until the places that this thread's stores are from may be written again.
+__device__ __forceinline__ void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+}  // namespace lightseq

@@ -1,0 +1,116 @@
+// wgmma: products that four warps, a warpgroup, make from shared memory, on GPUs of compute
+// capability 9.0. Code for it is made for sm_90a (scripts/build_cuda.py looks for this file); for
+// other GPUs a kernel that uses this is compiled as well, and must not be launched.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "device.h"
+
+// Where the body of a kernel that uses this may stand.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define LIGHTSEQ_HAS_WGMMA
+#endif
+
+namespace lightseq {
+
+constexpr int kWarpgroup = 128;  // threads
+constexpr int kWgmmaM = 64, kWgmmaN = 256, kWgmmaK = 16;
+constexpr int kWgmmaAccumulators = kWgmmaM * kWgmmaN / kWarpgroup;  // of a thread
+
+// Whether kernels for it were compiled, and this GPU runs them.
+inline bool has_wgmma([[maybe_unused]] int32_t device) {
+#ifdef LIGHTSEQ_SM90A
+  return capability_of(device) == 90;
+#else
+  return false;
+#endif
+}
+
+// Registers of each thread of a warpgroup: a multiple of 8.
+template <int kCount>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+// Describes an operand in the 128-byte swizzle (tma.cuh). Offsets in bytes: the stride from eight
+// rows to the next eight, and the leading one, from a box to the next beside it, where the product
+// is wider than a box.
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t stride_offset,
+                                                     uint32_t leading_offset) {
+  constexpr uint64_t kSwizzle128B = uint64_t{1} << 62;
+  return kSwizzle128B | static_cast<uint64_t>(stride_offset >> 4) << 32 |
+         static_cast<uint64_t>(leading_offset >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
+
+#define LIGHTSEQ_ACCUMULATORS_4(i) \
+  "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
+#define LIGHTSEQ_ACCUMULATORS_16(i)                                                           \
+  LIGHTSEQ_ACCUMULATORS_4(i), LIGHTSEQ_ACCUMULATORS_4(i + 4), LIGHTSEQ_ACCUMULATORS_4(i + 8), \
+      LIGHTSEQ_ACCUMULATORS_4(i + 12)
+#define LIGHTSEQ_ACCUMULATORS_64(i)                                                                \
+  LIGHTSEQ_ACCUMULATORS_16(i), LIGHTSEQ_ACCUMULATORS_16(i + 16), LIGHTSEQ_ACCUMULATORS_16(i + 32), \
+      LIGHTSEQ_ACCUMULATORS_16(i + 48)
+#define LIGHTSEQ_ACCUMULATOR_NAMES                                                               \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                       \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "             \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "             \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "             \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define LIGHTSEQ_WGMMA(type)                                                                       \
+  asm volatile(                                                                                    \
+      "{\n"                                                                                        \
+      ".reg .pred p;\n"                                                                            \
+      "setp.ne.b32 p, %130, 0;\n"                                                                  \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" LIGHTSEQ_ACCUMULATOR_NAMES \
+      "}, %128, %129, p, 1, 1, 0, 1;\n"                                                            \
+      "}"                                                                                          \
+      : LIGHTSEQ_ACCUMULATORS_64(0), LIGHTSEQ_ACCUMULATORS_64(64)                                  \
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)))
+
+// sums [64, 256] (+)= a [64, 16] b [16, 256], of a warpgroup, begun in the order of the calls; a
+// and b are descriptors. The rows of a's boxes are its own (K-major), those of b's what is added up
+// (MN-major). A thread's sums: row 16 * warp + lane / 4 (+ 8), columns 8 * i + lane % 4 * 2 (+ 1)
+// are sums[4 * i] (+ 2) (+ 1).
+template <typename T>
+__device__ __forceinline__ void wgmma(float (&sums)[kWgmmaAccumulators], uint64_t a, uint64_t b,
+                                      bool accumulate) {
+  if constexpr (std::is_same_v<T, __half>) {
+    LIGHTSEQ_WGMMA("f16");
+  } else {
+    LIGHTSEQ_WGMMA("bf16");
+  }
+}
+
+// Before the first wgmma behind other instructions that touch its sums.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Until at most the kPending newest groups are under way.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// Until the sums may be read.
+__device__ __forceinline__ void wgmma_wait_all(float (&sums)[kWgmmaAccumulators]) {
+  wgmma_wait<0>();
+#pragma unroll
+  for (int i = 0; i < kWgmmaAccumulators; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+}  // namespace lightseq
