@@ -29,7 +29,7 @@ from lightseq_fairseq.cli.start import command_lines, defaults, preflight
 from lightseq_fairseq.cli.start.commands import CommandError, version
 from lightseq_fairseq.cli.start.logs import LOG_CONFIG
 from lightseq_fairseq.cli.start.old_lightseq import clash
-from lightseq_fairseq.cli.start.signals import Ranks, sent_to_ranks
+from lightseq_fairseq.cli.start.signals import SpawnedRanks, sent_to_ranks
 from lightseq_fairseq.errors import GPUHangs, StoppedBySignal
 from lightseq_fairseq.fairseq_compat import patching
 
@@ -135,7 +135,7 @@ def run(
     if (explanation := clash()) is not None:
         click.echo(f"lightseq-{command}: warning: {explanation}", err=True)
     with ExitStack() as around_all:
-        ranks = around_all.enter_context(sent_to_ranks()) if command == "train" else Ranks()
+        ranks = around_all.enter_context(sent_to_ranks()) if command == "train" else SpawnedRanks()
         around_all.enter_context(_sentences(f"lightseq-{command}", request, ranks))
         around_all.enter_context(quiet())
         parts = "fairseq" if (native() if callable(native) else native) else "lightseq"
@@ -207,7 +207,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _sentences(program: str, request: messages.Request, ranks: Ranks) -> Iterator[None]:
+def _sentences(program: str, request: messages.Request, ranks: SpawnedRanks) -> Iterator[None]:
     """Turns failures that the user can correct into `CommandError`; others keep their traceback."""
     try:
         yield

@@ -270,11 +270,13 @@ PATCHES = (
     ),
     Patch(
         "our models", "fairseq.checkpoint_utils:load_checkpoint_to_cpu",
-        "checkpoint:load_for_ls_models", "our model for a checkpoint of fairseq's Transformer",
+        "checkpoints.models:load_for_ls_models",
+        "our model for a checkpoint of fairseq's Transformer",
     ),
     Patch(
         "fairseq's models", "fairseq.checkpoint_utils:load_checkpoint_to_cpu",
-        "checkpoint:load_for_native_models", "fairseq's model for a checkpoint that names ours",
+        "checkpoints.models:load_for_native_models",
+        "fairseq's model for a checkpoint that names ours",
     ),
     Patch(
         "saving", "fairseq.checkpoint_utils:PathManager", "training.background:Folder",

@@ -47,7 +47,7 @@ def bucket(rows: int, device: torch.device) -> int:
 def first_bucket(rows: int, device: torch.device) -> int:
     """The same for the first steps of a batch, closer: it has no other rows for most of its time.
 
-    Products are timed for multiples of 64 (csrc/common/matmul.h).
+    Products are timed for multiples of 64 (csrc/matmul.cu).
     """
     if rows <= 256 or device.type != "cuda":
         return bucket(rows, device)
