@@ -12,7 +12,7 @@ import click
 
 from lightseq_fairseq.cli import score
 from lightseq_fairseq.cli.start.defaults import is_given
-from lightseq_fairseq.cli.start.launch import launcher, run
+from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.translate.cached_config import looked_up_once
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 from lightseq_fairseq.cli.translate.output import GenerationOutput
@@ -50,7 +50,7 @@ def main(words: list[str], native: bool, output: Path | None, reference: TextIO 
     def translate(fairseq_main: Callable[[Any], Any], args: Namespace) -> None:
         _translate(fairseq_main, args, words, output, reference)
 
-    run("generate", words, native=native, around=translate)
+    run_fairseq("generate", words, native=native, around=translate)
 
 
 def _translate(

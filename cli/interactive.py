@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from lightseq_fairseq.cli.start.defaults import is_given, with_options
-from lightseq_fairseq.cli.start.launch import launcher, run
+from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.translate.cached_config import looked_up_once
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 from lightseq_fairseq.cli.translate.output import Lines, UnknownWords
@@ -32,7 +32,7 @@ def main(words: list[str], native: bool) -> None:
     A line is translated as soon as it is read, and printed at once. With --buffer-size N lines
     wait for each other and are translated together, in batches of --batch-size or --max-tokens.
     """
-    run("interactive", words, native=native, complete=_one_process, around=_translate)
+    run_fairseq("interactive", words, native=native, complete=_one_process, around=_translate)
 
 
 class _AtOnce(Lines):

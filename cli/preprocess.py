@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightseq_fairseq.cli.start.launch import launcher, run
+from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 
 
 @launcher("preprocess")
@@ -15,7 +15,7 @@ def main(words: list[str]) -> None:
         lightseq-preprocess -s en -t de --trainpref corpus/train.bpe --validpref corpus/valid.bpe \\
             --testpref corpus/test.bpe --destdir data-bin/wmt14_en_de --joined-dictionary
     """
-    run("preprocess", words)
+    run_fairseq("preprocess", words)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 import click
 
 from lightseq_fairseq.cli.start import defaults, registries
-from lightseq_fairseq.cli.start.launch import launcher, run
+from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 
 
 @launcher("train")
@@ -65,7 +65,7 @@ def main(words: list[str], native: bool, pack_tokens: bool) -> None:
             if (note := defaults.note(argv)) is not None:
                 click.echo(f"lightseq-train: note: {note}", err=True)
 
-    run("train", words, native=is_native, complete=complete, announce=announce)
+    run_fairseq("train", words, native=is_native, complete=complete, announce=announce)
 
 
 def _machine(argv: list[str]) -> defaults.Machine:

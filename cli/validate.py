@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from lightseq_fairseq.cli.start import defaults
-from lightseq_fairseq.cli.start.launch import launcher, run
+from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 
 
 @launcher("validate")
@@ -25,7 +25,7 @@ def main(words: list[str], native: bool) -> None:
         words = ["--max-tokens", "4096", *words]
     if not defaults.is_given(words, ("--task",)):
         words = ["--task", "translation", *words]
-    run("validate", words, native=native)
+    run_fairseq("validate", words, native=native)
 
 
 if __name__ == "__main__":

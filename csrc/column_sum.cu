@@ -8,10 +8,10 @@
 //                 whether it is made alone or with others, at once or later
 //
 // A backward pass leaves some sixty of them, and each is as much launch as work. Between
-// sums_later(flat) and sums_now(flat) those whose gradients lie in `flat` are collected, and share
-// launches. Their partials are kept until then, so a launch comes as well when these have grown to
-// what the second cache may still hold, or a number is written twice. A gradient that lies in
-// `flat` only in part is not collected, and waits for those that are.
+// defer_column_sums(flat) and flush_column_sums(flat) those whose gradients lie in `flat` are
+// collected, and share launches. Their partials are kept until then, so a launch comes as well when
+// these have grown to what the second cache may still hold, or a number is written twice. A
+// gradient that lies in `flat` only in part is not collected, and waits for those that are.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -253,21 +253,21 @@ class LateSums {
   Together sums_;
 };
 
-void sums_later(Tensor flat) {
-  require(flat.is_contiguous(), "sums_later: flat must be contiguous");
+void defer_column_sums(Tensor flat) {
+  require(flat.is_contiguous(), "defer_column_sums: flat must be contiguous");
   const int32_t device = flat.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
   LateSums::of(device).begin(flat, current_stream(device));
 }
 
-void sums_now(Tensor flat, bool wanted) {
+void flush_column_sums(Tensor flat, bool wanted) {
   const torch::stable::accelerator::DeviceGuard guard(flat.get_device());
   LateSums::of(flat.get_device()).end(wanted);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
-  m.impl("sums_later", TORCH_BOX(&sums_later));
-  m.impl("sums_now", TORCH_BOX(&sums_now));
+  m.impl("defer_column_sums", TORCH_BOX(&defer_column_sums));
+  m.impl("flush_column_sums", TORCH_BOX(&flush_column_sums));
 }
 
 }  // namespace

@@ -51,10 +51,10 @@ class Graphs:
         self._plain: Counter[Any] = Counter()  # plain runs since the graph went, by key
         self._needed: dict[Any, int] = {}  # so many before the next graph, once one has gone
         self._graphs: OrderedDict[Any, _Captured] = OrderedDict()
-        self._refusal = _refusal(device)
-        if self._refusal:
-            logger.info("%s are not captured: %s", what, self._refusal)
-        elif self._refusal is None:
+        self._why_not_captured = _why_not_captured(device)
+        if self._why_not_captured:
+            logger.info("%s are not captured: %s", what, self._why_not_captured)
+        elif self._why_not_captured is None:
             self._begin()
 
     def _begin(self) -> None:
@@ -65,7 +65,7 @@ class Graphs:
         self._budget = int(_GRAPH_MEMORY * torch.cuda.mem_get_info(self.device)[1])
         torch.cuda.empty_cache()  # what is free elsewhere is no use to the pool
 
-    def run(self, key: Any, function: Callable[[], Any], is_prepared: bool = False) -> Any:
+    def launch(self, key: Any, function: Callable[[], Any], is_prepared: bool = False) -> Any:
         """Run ``function``, or the graph of an earlier one with that key.
 
         is_prepared: libraries have nothing to choose any more.
@@ -74,11 +74,13 @@ class Graphs:
         captured = self._graphs.get(key)
         if captured is not None:
             self._graphs.move_to_end(key)
-        elif self._refusal is None and self._plain[key] >= self._needed.get(key, not is_prepared):
+        elif self._why_not_captured is None and self._plain[key] >= self._needed.get(
+            key, not is_prepared
+        ):
             captured = self._capture(key, function)
         if captured is None:
             self._plain[key] += 1
-            return function() if self._refusal is not None else self._run_plainly(function)
+            return function() if self._why_not_captured is not None else self._run_plainly(function)
         captured.graph.replay()
         return captured.result
 
@@ -110,8 +112,8 @@ class Graphs:
             self._forget_failure()
             if not isinstance(_cause(error), RuntimeError) or is_out_of_memory(_cause(error)):
                 raise _cause(error) from None
-            self._refusal = str(_cause(error)).partition("\n")[0]
-            logger.warning("%s go on without CUDA graphs: %s", self.what, self._refusal)
+            self._why_not_captured = str(_cause(error)).partition("\n")[0]
+            logger.warning("%s go on without CUDA graphs: %s", self.what, self._why_not_captured)
             return None
         taken = _used_outside_torch(self.device) - before
         self._memory += min(max(taken, 0), _LARGEST_GRAPH)
@@ -141,7 +143,7 @@ class Graphs:
     def clear(self) -> None:
         """Forget all graphs and give their memory back."""
         self._plain.clear()
-        if self._refusal is None:
+        if self._why_not_captured is None:
             torch.cuda.synchronize(self.device)  # one of them may be running in the pool
             self._graphs.clear()
             self._begin()
@@ -213,7 +215,7 @@ def wait_for(event: torch.cuda.Event) -> None:
     raise GPUHangs(patience)
 
 
-def _refusal(device: torch.device) -> str | None:
+def _why_not_captured(device: torch.device) -> str | None:
     """Why steps cannot be captured, in a few words; empty where nobody expects it."""
     if device.type != "cuda":
         return ""

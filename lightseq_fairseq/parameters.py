@@ -180,17 +180,17 @@ class DirectGradients:
         global _direct
         self._added = None if accumulate else set()
         _direct = self
-        ops.sums_later(self.flat)
+        ops.defer_column_sums(self.flat)
         try:
             yield
         except BaseException:
-            ops.sums_now(self.flat, wanted=False)
+            ops.flush_column_sums(self.flat, wanted=False)
             for parameter in self.buffer.parameters:
                 parameter.grad = None  # of a backward that has not come to its end
             raise
         finally:
             _direct = None
-        ops.sums_now(self.flat, wanted=True)
+        ops.flush_column_sums(self.flat, wanted=True)
         for parameter in self.buffer.parameters:
             if parameter.grad is not None:
                 view = self.view(parameter)

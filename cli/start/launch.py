@@ -99,7 +99,7 @@ def launcher(command: str) -> Callable[[Callable[..., None]], click.Command]:
     return decorate
 
 
-def run(
+def run_fairseq(
     command: str,
     words: Sequence[str],
     native: bool | Callable[[], bool] = False,

@@ -48,8 +48,8 @@ inline Gradient gradient_of(const char* op, const char* name,
 }
 
 // partials: float [blocks, sums, columns]. Adds them up in column_sum.cu: at once, or, if all of
-// the gradients lie in a buffer of which sums_later() has said so, when sums_now() is called at the
-// latest.
+// the gradients lie in a buffer of which defer_column_sums() has said so, when flush_column_sums()
+// is called at the latest.
 void add_partials(const torch::stable::Tensor& partials, const Gradients& gradients,
                   bool accumulate, cudaStream_t stream);
 

@@ -67,11 +67,11 @@ def replaced(path: str | Path, advice: str = "", streams: bool = False) -> Itera
                 os.fsync(number)
                 os.replace(temporary, target)
     except BaseException as error:
-        refusal = file.refusal if file is not None else None
-        if refusal is None and isinstance(error, OSError) and not within:
-            refusal = error
-        if refusal is not None:
-            raise _unwritable(path, refusal, advice) from error
+        failed = file.failed if file is not None else None
+        if failed is None and isinstance(error, OSError) and not within:
+            failed = error
+        if failed is not None:
+            raise _unwritable(path, failed, advice) from error
         if _is_interrupt(error):
             raise KeyboardInterrupt from None
         raise
@@ -123,13 +123,13 @@ class _File(io.FileIO):
     torch.save turns an OSError into a RuntimeError about positions in the archive.
     """
 
-    refusal: OSError | None = None
+    failed: OSError | None = None
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            self.refusal = error
+            self.failed = error
             raise
 
 

@@ -257,7 +257,7 @@ PATCHES = (
         "the captured step, and lossless native checkpoints", instead=True,
     ),
     Patch(
-        "fairseq's trainer", "fairseq_cli.train:Trainer", "training.stopping:Trainer",
+        "fairseq's trainer", "fairseq_cli.train:Trainer", "training.stopping:StoppableTrainer",
         "ranks agree on signals", instead=True,
     ),
     Patch(
@@ -287,11 +287,11 @@ PATCHES = (
         "the same of os.remove", instead=True,
     ),
     Patch(
-        "scoped", "fairseq_cli.generate:main", "cli.start.launch:run",
+        "scoped", "fairseq_cli.generate:main", "cli.start.launch:run_fairseq",
         "lightseq-generate: --output, sacrebleu's score, several GPUs",
     ),
     Patch(
-        "scoped", "fairseq_cli.interactive:main", "cli.start.launch:run",
+        "scoped", "fairseq_cli.interactive:main", "cli.start.launch:run_fairseq",
         "lightseq-interactive: each line at once",
     ),
     Patch(

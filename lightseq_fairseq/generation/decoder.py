@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.generation.late import LateProgress
-from lightseq_fairseq.generation.memory import Memory
-from lightseq_fairseq.generation.weights import Weights
+from lightseq_fairseq.generation.delayed_progress import DelayedProgress
+from lightseq_fairseq.generation.parameter_addresses import ParameterAddresses
+from lightseq_fairseq.generation.search_buffers import SearchBuffers
 from lightseq_fairseq.graphs import Graphs
 from lightseq_fairseq.layers.attention import MultiheadAttention
 from lightseq_fairseq.layers.decoder import memory_weights
@@ -54,7 +54,7 @@ def first_bucket(rows: int, device: torch.device) -> int:
     return -(-rows // 64) * 64
 
 
-class Attention(NamedTuple):
+class AttentionRequest(NamedTuple):
     """Of which layer's cross attention the weights are wanted, averaged over how many heads."""
 
     layer: int
@@ -71,11 +71,11 @@ class StepDecoder:
     therefore keeps no reference to it; a copy of it starts with an empty one.
     """
 
-    memory: Memory
-    progress: LateProgress
+    memory: SearchBuffers
+    progress: DelayedProgress
 
     def __init__(self) -> None:
-        self._weights: Weights | None = None
+        self._addresses: ParameterAddresses | None = None
         self._graphs: Graphs | None = None
         self._user: Callable[[], object] | None = None
 
@@ -91,7 +91,7 @@ class StepDecoder:
 
     def begin(
         self, decoder: Any, features: Tensor, cu_seqlens: Tensor, rows: int, positions: int
-    ) -> Memory:
+    ) -> SearchBuffers:
         """Make room for a batch and compute what its steps share.
 
         features: [T, C_enc], the encoder's packed output. cu_seqlens: int32 [B + 1].
@@ -103,7 +103,9 @@ class StepDecoder:
         memory.keep_source(_keys_and_values(decoder, features))
         return memory
 
-    def open(self, encoder: Any, decoder: Any, tokens: Tensor, rows: int, positions: int) -> Memory:
+    def open(
+        self, encoder: Any, decoder: Any, tokens: Tensor, rows: int, positions: int
+    ) -> SearchBuffers:
         """The same without the encoder's output, which is ``encode``'s.
 
         tokens: int64 [B, S], sentences with pads anywhere, as ``Segments.from_mask`` has them.
@@ -135,7 +137,7 @@ class StepDecoder:
         memory = self.memory
         sentences = bucket(sentences, memory.device)
 
-        def run() -> None:
+        def encode() -> None:
             tokens, positions = memory.source_tokens, memory.source_positions
             boundaries = memory.cu_seqlens[: sentences + 1]
             trust_boundaries(boundaries, len(tokens), longest)
@@ -145,16 +147,18 @@ class StepDecoder:
             memory.keep_source(_keys_and_values(decoder, features))
 
         table = encoder.table_rows(longest)
-        self.run(("source", len(memory.source_tokens), sentences, table), run)
+        self.launch(("source", len(memory.source_tokens), sentences, table), encode)
 
-    def _open(self, decoder: Any, *others: Any) -> Memory:
-        if self._weights is None or not self._weights.intact(decoder, *others):
+    def _open(self, decoder: Any, *others: Any) -> SearchBuffers:
+        if self._addresses is None or not self._addresses.intact(decoder, *others):
             self.forget()
             layers, first = list(decoder.layers), next(decoder.parameters())
-            self.memory = Memory(len(layers), layers[0].self_attn.out_proj.out_features, first)
-            self.progress = LateProgress(first.device)
+            self.memory = SearchBuffers(
+                len(layers), layers[0].self_attn.out_proj.out_features, first
+            )
+            self.progress = DelayedProgress(first.device)
             self._graphs = Graphs(first.device, "decoding steps")
-            self._weights = Weights(decoder, *others)
+            self._addresses = ParameterAddresses(decoder, *others)
         return self.memory
 
     def make_room(self, rows: int, positions: int, used: int) -> None:
@@ -164,7 +168,7 @@ class StepDecoder:
             most = max(positions, memory.positions * 3 // 2)
             memory.resize(_room(max(rows, memory.rows)), most, used)
 
-    def run(self, key: tuple[Any, ...], function: Callable[[], Any]) -> Any:
+    def launch(self, key: tuple[Any, ...], function: Callable[[], Any]) -> Any:
         """Run a step; a function of the same key is the same function.
 
         Returns what it returns, which the next run may overwrite.
@@ -172,7 +176,7 @@ class StepDecoder:
         assert self._graphs is not None
         if self.memory.moved:
             self._void()
-        return self._graphs.run((self.memory.rows, *key), function)
+        return self._graphs.launch((self.memory.rows, *key), function)
 
     def end(self) -> None:
         """Give back memory beyond what is kept."""
@@ -184,7 +188,7 @@ class StepDecoder:
         if self._graphs is not None:
             self._void()
             del self.memory, self.progress
-        self._graphs = self._weights = None
+        self._graphs = self._addresses = None
 
     def _void(self) -> None:
         """Drop the graphs: what they read lies elsewhere."""
@@ -193,12 +197,12 @@ class StepDecoder:
             self.memory.moved = False
 
     def features(
-        self, decoder: Any, rows: int, beam: int, attention: Attention | None = None
+        self, decoder: Any, rows: int, beam: int, attention: AttentionRequest | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Features [N, C] of ``memory.tokens[:rows]``, whose keys and values join the cache.
 
-        beam: rows of a slot, see ``Memory.sentences``. attention: weights that are wanted as well,
-        float32 [N, S]; then beam is 1.
+        beam: rows of a slot, see ``SearchBuffers.sentences``. attention: weights that are wanted as
+        well, float32 [N, S]; then beam is 1.
         """
         memory, rng = self.memory, self.memory.rng
         positions = memory.step.expand(rows)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.generation.decoder import Attention, StepDecoder, bucket
+from lightseq_fairseq.generation.decoder import AttentionRequest, StepDecoder, bucket
 from lightseq_fairseq.packing import Segments
 
 
@@ -45,7 +45,9 @@ class Incremental:
         memory.sentences[: self._rows] = rows.int()
 
     @torch.no_grad()
-    def step(self, decoder: Any, tokens: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
+    def decode_next(
+        self, decoder: Any, tokens: Tensor, attention: AttentionRequest
+    ) -> tuple[Tensor, Tensor]:
         """Features [N, C] of each hypothesis' newest token, and the weights [N, S], float32.
 
         tokens: int [N, length], so far; the newest is last. The next call overwrites the results.
@@ -68,7 +70,7 @@ class Incremental:
             return x, weights
 
         key = (rows, memory.columns.shape, attention)
-        x, weights = self._steps.run(key, advance)
+        x, weights = self._steps.launch(key, advance)
         own = torch.arange(self._rows, dtype=torch.int32, device=x.device)
         memory.ancestry[self._length, : self._rows] = own
         self._length += 1

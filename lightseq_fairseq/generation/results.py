@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.generation.memory import Memory
+from lightseq_fairseq.generation.search_buffers import SearchBuffers
 
 _PARTS = ("tokens", "score", "attention", "alignment", "positional_scores")
 
@@ -108,7 +108,7 @@ class Results:
         ]
 
     def fetch(
-        self, memory: Memory, positions: int, stream: torch.cuda.Stream | None
+        self, memory: SearchBuffers, positions: int, stream: torch.cuda.Stream | None
     ) -> list[list[Hypothesis]]:
         """Those of each sentence, best first: all that ``ops.beam_advance`` has kept.
 
@@ -139,7 +139,7 @@ class Results:
 
 
 def _fetched(
-    memory: Memory, count: int, positions: int, stream: torch.cuda.Stream | None
+    memory: SearchBuffers, count: int, positions: int, stream: torch.cuda.Stream | None
 ) -> Tensor:
     """The first columns as rows of one block on the CPU, int32 [M, 2 + 2 * P], by one copy.
 

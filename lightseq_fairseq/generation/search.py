@@ -19,15 +19,15 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.generation.decoder import StepDecoder, bucket, first_bucket
-from lightseq_fairseq.generation.memory import Memory
 from lightseq_fairseq.generation.results import Hypothesis, Results
+from lightseq_fairseq.generation.search_buffers import SearchBuffers
 from lightseq_fairseq.ops.beam_search import Progress
 
 MOST_BEAM = 64  # that the CUDA kernels have room for
 
 
 @dataclass(frozen=True)
-class Rules:
+class SearchOptions:
     """How to search; the names and meanings are those of fairseq's generators.
 
     Attributes:
@@ -59,8 +59,8 @@ class Rules:
 
 @torch.no_grad()
 def search(
-    steps: StepDecoder, encoder: Any, decoder: Any, tokens: Tensor, rules: Rules, first: int,
-    max_len: int, positions: int, rng: Tensor | None = None,
+    steps: StepDecoder, encoder: Any, decoder: Any, tokens: Tensor, rules: SearchOptions,
+    first: int, max_len: int, positions: int, rng: Tensor | None = None,
 ) -> list[list[Hypothesis]]:  # fmt: skip
     """The results of each sentence, best first, as fairseq's ``SequenceGenerator`` gives them.
 
@@ -89,7 +89,7 @@ def search(
         steps.progress.begin(sentences)
         for step in range(max_len + 1):
             steps.make_room(rows, step + 1, step)
-            steps.run((rows, rules), functools.partial(_advance, steps, decoder, rows, rules))
+            steps.launch((rows, rules), functools.partial(_advance, steps, decoder, rows, rules))
             left = steps.progress.unfinished(step)
             if left == 0:
                 break
@@ -110,7 +110,9 @@ class _User:
     """Somebody who holds a ``StepDecoder``."""
 
 
-def _start(memory: Memory, sentences: int, rules: Rules, first: int, max_len: int) -> None:
+def _start(
+    memory: SearchBuffers, sentences: int, rules: SearchOptions, first: int, max_len: int
+) -> None:
     host = memory.host
     host["progress"][[Progress.MAX_LEN, Progress.UNFINISHED]] = max_len, sentences
     host["sentences"][:sentences] = np.arange(sentences)
@@ -122,7 +124,7 @@ def _start(memory: Memory, sentences: int, rules: Rules, first: int, max_len: in
     memory.send()
 
 
-def _advance(steps: StepDecoder, decoder: Any, rows: int, rules: Rules) -> None:
+def _advance(steps: StepDecoder, decoder: Any, rows: int, rules: SearchOptions) -> None:
     """One step of all hypotheses, in places that never change."""
     memory, beam = steps.memory, rules.beam
     x, _ = steps.features(decoder, rows, beam)
@@ -160,7 +162,7 @@ def _advance(steps: StepDecoder, decoder: Any, rows: int, rules: Rules) -> None:
     )
 
 
-def _compact(memory: Memory, positions: int, slots: int, beam: int) -> None:
+def _compact(memory: SearchBuffers, positions: int, slots: int, beam: int) -> None:
     """Bring the unfinished sentences into the first ``slots``; keys and values stay in place."""
     kept = (memory.sentences < 0).int().argsort(stable=True)[:slots]
     rows = (kept[:, None] * beam + torch.arange(beam, device=kept.device)).flatten()

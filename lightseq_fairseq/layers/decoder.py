@@ -50,12 +50,12 @@ class DecoderLayer(TransformerLayer):
         own = (self.self_attn_layer_norm, self.encoder_attn_layer_norm, self.final_layer_norm)
         return (*own[1:], next_norm) if self.normalize_before else own
 
-    def step(
+    def forward_in_stack(
         self, x: Tensor, stream: Tensor | None, memory: Tensor, slices: ColumnSlices,
         target: Segments, source: Segments, rng: Tensor, next_norm: nn.LayerNorm | None,
         causal: bool = True, need_weights: bool = False,
     ) -> tuple[Any, Any, Tensor | None]:  # fmt: skip
-        """One layer of a stack, see ``EncoderLayer.step``; memory [T_src, 2 * C] holds k and v.
+        """One layer of a stack, see ``EncoderLayer``'s; memory [T_src, 2 * C] holds k and v.
 
         The third result is ``MultiheadAttention.cross_weights`` if they are needed.
         """
@@ -120,7 +120,7 @@ def run_decoder_with_weights(
         stream, x = layer_norm(x, stack[0].self_attn_layer_norm, rng)
     for place, (layer, memory) in enumerate(zip(stack, memories, strict=True)):
         following = stack[place + 1].self_attn_layer_norm if place + 1 < len(stack) else last_norm
-        x, stream, weights = layer.step(
+        x, stream, weights = layer.forward_in_stack(
             x, stream, memory, slices, target, source, rng, following, causal, place == attention_of
         )
         wanted = wanted if weights is None else weights

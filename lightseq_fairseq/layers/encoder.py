@@ -79,7 +79,7 @@ class EncoderLayer(TransformerLayer):
         self.fc2 = nn.Linear(ffn_dim, embed_dim)
         self.final_layer_norm = nn.LayerNorm(embed_dim)
 
-    def step(
+    def forward_in_stack(
         self, x: Tensor, stream: Tensor | None, segments: Segments, rng: Tensor,
         next_norm: nn.LayerNorm | None,
     ) -> tuple[Any, Any]:  # fmt: skip
@@ -126,5 +126,5 @@ def run_encoder(
         stream, x = layer_norm(x, stack[0].self_attn_layer_norm, rng)
     for place, layer in enumerate(stack):
         following = stack[place + 1].self_attn_layer_norm if place + 1 < len(stack) else last_norm
-        x, stream = layer.step(x, stream, segments, rng, following)
+        x, stream = layer.forward_in_stack(x, stream, segments, rng, following)
     return stream if x is None else x

@@ -24,10 +24,10 @@ from .dropout_residual_layer_norm import (
 from .bias_activation_dropout import bias_activation_dropout_bwd, bias_activation_dropout_fwd
 from .relu_linear import relu_linear_bwd
 from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_fwd_bwd
-from .column_sum import sums_later, sums_now
+from .column_sum import defer_column_sums, flush_column_sums
 from .beam_search import beam_candidates, beam_sample
 from .beam_advance import beam_advance
-from .advance import advance
+from .update_scalars import update_scalars
 from .adam import adam_norm, adam_step, join_floats, split_floats
 from .registry import REFERENCES
 
@@ -50,12 +50,12 @@ __all__ = [
     "cross_entropy_fwd",
     "cross_entropy_bwd",
     "cross_entropy_fwd_bwd",
-    "sums_later",
-    "sums_now",
+    "defer_column_sums",
+    "flush_column_sums",
     "beam_candidates",
     "beam_sample",
     "beam_advance",
-    "advance",
+    "update_scalars",
     "adam_norm",
     "adam_step",
     "join_floats",

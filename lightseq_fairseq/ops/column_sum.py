@@ -2,8 +2,8 @@
 
 The kernels of `linear_bwd`, `bias_activation_dropout_bwd` and `dropout_residual_layer_norm_bwd`
 leave partial sums behind, which a second launch adds up. A step has some sixty of these, of a
-microsecond each: between `sums_later` and `sums_now` a few launches do for all. The references need
-no second launch, and there both do nothing.
+microsecond each: between `defer_column_sums` and `flush_column_sums` a few launches do for all. The
+references need no second launch, and there both do nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .checks import FLOATS, check_rows, check_tensor
 from .registry import Written, define
 
 
-class SumsLater(NamedTuple):
-    """From now on sums that ops write into ``flat`` come when they come, by `sums_now` at last.
+class DeferColumnSums(NamedTuple):
+    """From now on sums that ops write into ``flat`` may come later, by `flush_column_sums` at last.
 
     Until then nobody may read them or write what an op has been told to write. Gradients elsewhere
     are complete when their op returns, as ever, and so are those of other streams than the current.
 
-    flat: [N], contiguous. A device has one at a time: the one before ends, as by `sums_now`.
+    flat: [N], contiguous. A device has one at a time: the one before is flushed.
     Raises ValueError on a wrong shape, dtype or layout.
     """
 
@@ -36,13 +36,13 @@ class SumsLater(NamedTuple):
         pass
 
 
-sums_later = define("sums_later", SumsLater)
+defer_column_sums = define("defer_column_sums", DeferColumnSums)
 
 
-class SumsNow(NamedTuple):
-    """What `sums_later` has begun ends: sums that have not come yet come now, or never do.
+class FlushColumnSums(NamedTuple):
+    """What `defer_column_sums` has begun ends: sums that have not come yet come now, or never do.
 
-    flat: as for `sums_later`. wanted: False after an error, when nobody will read them.
+    flat: as for `defer_column_sums`. wanted: False after an error, when nobody will read them.
     Raises ValueError on a wrong shape, dtype or layout.
     """
 
@@ -50,10 +50,10 @@ class SumsNow(NamedTuple):
     wanted: bool
 
     def check(self, op: str) -> None:
-        SumsLater(self.flat).check(op)
+        DeferColumnSums(self.flat).check(op)
 
     def reference(self) -> None:
         pass
 
 
-sums_now = define("sums_now", SumsNow)
+flush_column_sums = define("flush_column_sums", FlushColumnSums)

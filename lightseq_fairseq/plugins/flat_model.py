@@ -57,8 +57,8 @@ class FlatModel:
         # .half(), .cuda() and .to() give every parameter a storage of its own.
         super()._apply(fn, recurse)  # type: ignore[misc]
         if next(self.parameters()).is_cuda and "attention_fwd" in library.load().kernels:
-            refusal = unsupported_width(self.sides()[0][0].cfg)
-            if refusal:
-                raise UserError(refusal)
+            unsupported = unsupported_width(self.sides()[0][0].cfg)
+            if unsupported:
+                raise UserError(unsupported)
         self._flatten()
         return self

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.incremental import expected_length
-from lightseq_fairseq.generation.search import MOST_BEAM, Rules, search
+from lightseq_fairseq.generation.search import MOST_BEAM, SearchOptions, search
 from lightseq_fairseq.layers import draw_rng
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
 
@@ -69,7 +69,7 @@ class LSSequenceGenerator(SequenceGenerator):
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _rules(self) -> Rules | None:
+    def _rules(self) -> SearchOptions | None:
         """How to search, or None where fairseq's search is to do it."""
         strategy = self.search
         if (
@@ -98,7 +98,7 @@ class LSSequenceGenerator(SequenceGenerator):
             }
         else:
             return None
-        return Rules(
+        return SearchOptions(
             beam=self.beam_size, pad=self.pad, eos=self.eos, unk=self.unk, min_len=self.min_len,
             unk_penalty=self.unk_penalty, temperature=self.temperature,
             length_penalty=self.len_penalty if self.normalize_scores else 0.0, **special,

@@ -44,9 +44,9 @@ class LSMultilingualTransformerModel(FlatModel, MultilingualTransformerModel):
         Raises:
             UserError: naming the flag that cannot be honoured, the reason and the way out.
         """
-        refusal = unsupported_option(args)
-        if refusal:
-            raise UserError(refusal)
+        unsupported = unsupported_option(args)
+        if unsupported:
+            raise UserError(unsupported)
         pairs = super().build_model(args, task).models.items()  # of fairseq's class, by name
         return cls(
             OrderedDict((name, model.encoder) for name, model in pairs),

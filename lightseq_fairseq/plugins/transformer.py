@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightseq_fairseq.checkpoints import dictionaries
 from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.generation.decoder import Attention, StepDecoder
+from lightseq_fairseq.generation.decoder import AttentionRequest, StepDecoder
 from lightseq_fairseq.generation.incremental import Incremental
 from lightseq_fairseq.layers import (
     draw_rng,
@@ -225,8 +225,8 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         layer = self.num_layers - 1 if alignment_layer is None else alignment_layer
         if incremental_state is not None:
             hypotheses = self._incremental(encoder_out, incremental_state)
-            features, attention = hypotheses.step(
-                self, prev_output_tokens, Attention(layer, alignment_heads)
+            features, attention = hypotheses.decode_next(
+                self, prev_output_tokens, AttentionRequest(layer, alignment_heads)
             )
             return features.unsqueeze(1), _extras(attention.unsqueeze(1))
         memory, source = repack(encoder_out)
@@ -300,9 +300,9 @@ class LSTransformerModel(FlatModel, TransformerModel):
             UserError: naming the flag, the reason and the way out; or the dictionary that is not
                 the one of the checkpoint whose options ``args`` are.
         """
-        refusal = unsupported_option(args)
-        if refusal:
-            raise UserError(refusal)
+        unsupported = unsupported_option(args)
+        if unsupported:
+            raise UserError(unsupported)
         if isinstance(task, MultilingualTranslationTask):
             raise UserError(
                 "ls_transformer is one model, and --task multilingual_translation trains one for "

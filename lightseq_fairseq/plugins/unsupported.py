@@ -34,12 +34,14 @@ def unsupported_option(args: Namespace) -> str | None:
     """One sentence naming an option that ``ls_transformer`` cannot honour, or None."""
     for flag, name, reason in UNSUPPORTED:
         if getattr(args, name, None):
-            return _refusal(flag, reason)
+            return _sentence(flag, reason)
     activation = getattr(args, "activation_fn", "relu")
     if activation not in ACTIVATIONS:
-        return _refusal(f"--activation-fn {activation}", f"only {', '.join(ACTIVATIONS)} are fused")
+        return _sentence(
+            f"--activation-fn {activation}", f"only {', '.join(ACTIVATIONS)} are fused"
+        )
     if getattr(args, "ddp_backend", None) == "fully_sharded":
-        return _refusal("--ddp-backend fully_sharded", "parameters live in one flat buffer")
+        return _sentence("--ddp-backend fully_sharded", "parameters live in one flat buffer")
     return None
 
 
@@ -55,11 +57,13 @@ def unsupported_width(cfg: TransformerConfig) -> str | None:
             if width % 8 or width > most:
                 what = "the width of a head" if "heads" in flag else "it"
                 limit = f" up to {most}" if most < 1 << 20 else ""
-                return _refusal(flag, f"on a GPU {what} must be a multiple of 8{limit}, is {width}")
+                return _sentence(
+                    flag, f"on a GPU {what} must be a multiple of 8{limit}, is {width}"
+                )
     return None
 
 
-def _refusal(flag: str, reason: str) -> str:
+def _sentence(flag: str, reason: str) -> str:
     return (
         f"ls_transformer does not support {flag} ({reason}): drop it, or train with fairseq's own "
         "layers by adding --native."

@@ -22,7 +22,7 @@ from fairseq.tasks import FairseqTask
 from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
 
 from lightseq_fairseq.errors import UserError, is_out_of_memory
-from lightseq_fairseq.ops.advance import KNOWN_RATES, State
+from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State
 from lightseq_fairseq.packing import Granularity, PackedBatch
 from lightseq_fairseq.parameters import flat_buffers
 from lightseq_fairseq.training.background import WRITER
@@ -34,9 +34,9 @@ from lightseq_fairseq.training.step import (
     Count,
     Ranks,
     Report,
-    Rules,
-    Stop,
+    StopReason,
     TrainingStep,
+    UpdateRules,
 )
 from lightseq_fairseq.training.stopping import STOPPING
 
@@ -86,7 +86,7 @@ def _trains_as_fairseqs(task: Any) -> bool:
     return sums and task.optimizer_step is FairseqTask.optimizer_step
 
 
-def refusal(trainer: Any) -> str | None:
+def fallback_reason(trainer: Any) -> str | None:
     """Why a run takes fairseq's own training step, in a few words, or None."""
     cfg, model, criterion = trainer.cfg, trainer.get_model(), trainer.get_criterion()
     task = type(trainer.task)
@@ -111,7 +111,7 @@ def refusal(trainer: Any) -> str | None:
     return None if len(flat_buffers(parameters)) == 1 else "parameters are of several types"
 
 
-def state_refusal(trainer: Any) -> str | None:
+def state_fallback_reason(trainer: Any) -> str | None:
     """The same of what the run goes on from: a run with layerdrop updates some parameters less."""
     is_fused = _adam(trainer.optimizer).is_fused
     return None if is_fused else "parameters have been updated differently often"
@@ -160,10 +160,10 @@ class FastPath:
         if not self._is_alone:
             # Until a step tells: ranks that stop by the clock go by the same one.
             trainer._cumulative_training_time = trainer._previous_training_time
-        rules = Rules(seed, cfg.optimization.clip_norm, 1e-6)
+        rules = UpdateRules(seed, cfg.optimization.clip_norm, 1e-6)
         scaler = self._scaler
         if scaler is not None:
-            rules = Rules(
+            rules = UpdateRules(
                 rules.seed, rules.max_norm, 0.0, scaler.scale_window, scaler.tolerance,
                 scaler.threshold or 0.0, scaler.min_loss_scale,
             )  # fmt: skip
@@ -237,7 +237,7 @@ class FastPath:
     def _start(self, batches: Sequence[PackedBatch], count: int) -> _Started:
         counts = self._counts(batches)
         given = [count, counts[Count.SAMPLE_SIZE] or 1, *self._rates_at(count), *counts]
-        return _Started(self._step.run(batches, given), counts)
+        return _Started(self._step.update(batches, given), counts)
 
     def _counts(self, batches: Sequence[PackedBatch]) -> list[float]:
         ntokens = sum(batch.ntokens for batch in batches)
@@ -276,7 +276,7 @@ class FastPath:
             for place, name in SCALER.items():
                 value = values[place]
                 setattr(scaler, name, value if name == "loss_scale" else int(value))
-        if values[State.STOPPED] != Stop.RUNNING:
+        if values[State.STOPPED] != StopReason.RUNNING:
             self._stop(values)
         if values[State.SKIPPED]:
             logger.info(
@@ -301,7 +301,7 @@ class FastPath:
         self._started.clear()
         trainer.set_num_updates(int(values[State.NUM_UPDATES]))
         reason = f"gradients are Nan/Inf in update {trainer.get_num_updates() + 1}."
-        if values[State.STOPPED] == Stop.LEAST_SCALE:
+        if values[State.STOPPED] == StopReason.LEAST_SCALE:
             reason = (
                 f"Minimum loss scale reached ({trainer.cfg.common.min_loss_scale}). Your loss is "
                 "probably exploding. Try lowering the learning rate, using gradient clipping or "

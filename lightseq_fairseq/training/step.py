@@ -3,8 +3,8 @@
 The host sends a packed batch ahead on a stream of its own and launches two graphs: forward and
 backward, one for each bucket of shapes, and the update; between the two several ranks add up what
 they have. Whatever depends on a result (loss scale, clipping, skipped updates, learning rate,
-dropout's counter) is decided on the device by `ops.advance`; what is to be logged comes back while
-later steps already run.
+dropout's counter) is decided on the device by `ops.update_scalars`; what is to be logged comes back
+while later steps already run.
 
 On a CPU, and wherever a graph cannot be captured, the same functions run one kernel at a time with
 the same results.
@@ -26,7 +26,7 @@ from torch import Tensor
 from lightseq_fairseq import ops
 from lightseq_fairseq.errors import is_out_of_memory
 from lightseq_fairseq.graphs import Graphs, wait_for
-from lightseq_fairseq.ops.advance import KNOWN_RATES, Given, State, Stop
+from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State, StopReason
 from lightseq_fairseq.packing import PackedBatch
 from lightseq_fairseq.parameters import DirectGradients, FlatBuffer
 from lightseq_fairseq.training.flat_adam import FlatAdam
@@ -71,19 +71,19 @@ class Ranks:
 
 
 STEPS_AHEAD = KNOWN_RATES - 2  # unfinished steps the host may leave behind when it starts another
-_RULING = len(Given) + KNOWN_RATES - 1  # numbers that rule the update, see ops.advance
+_RULING = len(Given) + KNOWN_RATES - 1  # numbers that rule the update, see ops.update_scalars
 _GIVEN = _RULING + len(Count)  # numbers that travel in front of a batch
 _BATCH = _GIVEN + _GIVEN % 2  # where the batch begins: its parts want 16-byte boundaries
 
 
 @dataclass(frozen=True)
-class Rules:
+class UpdateRules:
     """How an update is made.
 
     Attributes:
         seed: of dropout, to which the number of updates is added.
         max_norm, clip_eps: clipping, see ``ops.adam_step``.
-        scale_window, tolerance, threshold, min_loss_scale: of the loss scale, see ``ops.advance``.
+        scale_window, tolerance, threshold, min_loss_scale: see ``ops.update_scalars``.
     """
 
     seed: int
@@ -103,7 +103,7 @@ class Report:
     arrived: torch.cuda.Event | None
 
     def wait(self) -> list[float]:
-        """The state after the step, see ``ops.advance.State``, and of several ranks the counts.
+        """The ``ops.update_scalars.State`` after the step, and of several ranks the counts.
 
         Raises:
             GPUHangs: the step does not end.
@@ -127,7 +127,7 @@ class TrainingStep:
     """
 
     def __init__(
-        self, model: Any, low: FlatBuffer, adam: FlatAdam, objective: Objective, rules: Rules,
+        self, model: Any, low: FlatBuffer, adam: FlatAdam, objective: Objective, rules: UpdateRules,
         ranks: Ranks,
     ) -> None:  # fmt: skip
         self.model, self.low, self.adam, self.objective = model, low, adam, objective
@@ -158,11 +158,11 @@ class TrainingStep:
         self.state.copy_(torch.tensor(values))
         self.rng.copy_(torch.tensor([self.rules.seed + num_updates, 0]))
 
-    def run(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> Report:
+    def update(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> Report:
         """One update by the gradient of all ``batches``; returns before the device has begun.
 
         batches: of several ranks one may have none.
-        given: see ``ops.advance.Given``, then `Count`; numbers are those of all batches here.
+        given: ``ops.update_scalars.Given``, then `Count`; numbers are those of all batches here.
         """
         if not self.low.intact():
             raise RuntimeError("lightseq: the model's parameters have moved during training")
@@ -186,7 +186,7 @@ class TrainingStep:
             self._collect_gradients(batches, given)
         if self.ranks.count > 1:
             self._add_up()
-        self._graphs.run("update", self._update)
+        self._graphs.launch("update", self._update)
         return self._report()
 
     def _collect_gradients(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> None:
@@ -207,7 +207,7 @@ class TrainingStep:
             streams = zip(batch.layout, batch.bucket.rows, strict=True)
             sizes = {(batch.part, stream.name, rows, first) for stream, rows in streams}
             shapes = (batch.part, batch.bucket, first)
-            self._graphs.run(shapes, forward_backward, sizes <= self._searched)
+            self._graphs.launch(shapes, forward_backward, sizes <= self._searched)
             self._searched |= sizes
 
     def _forward_backward(self, batch: PackedBatch, block: Tensor, first: bool) -> None:
@@ -245,7 +245,7 @@ class TrainingStep:
         rules, state = self.rules, self.state
         norm = ops.adam_norm(self.gradients.flat)
         given = self._inputs.given()[:_RULING]
-        ops.advance(
+        ops.update_scalars(
             state, self.rng, given, norm, seed=rules.seed, scale_window=rules.scale_window,
             tolerance=rules.tolerance, threshold=rules.threshold,
             min_loss_scale=rules.min_loss_scale,
@@ -353,7 +353,7 @@ __all__ = [
     "Count",
     "Ranks",
     "Report",
-    "Rules",
-    "Stop",
+    "StopReason",
     "TrainingStep",
+    "UpdateRules",
 ]

@@ -121,7 +121,7 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-class Trainer(native.Trainer):
+class StoppableTrainer(native.Trainer):
     """``fairseq.trainer.Trainer`` whose ranks agree on signals."""
 
     def begin_epoch(self, epoch: int) -> None:
@@ -144,4 +144,4 @@ class Trainer(native.Trainer):
         return outputs, sums[:-1]
 
 
-__all__ = ["STOPPING", "Stopping", "Trainer", "load_batches"]
+__all__ = ["STOPPING", "StoppableTrainer", "Stopping", "load_batches"]

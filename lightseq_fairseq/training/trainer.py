@@ -27,7 +27,7 @@ from lightseq_fairseq.training import (
     background,
     batch,
     fast_path,
-    pack_tokens,
+    full_batches,
     stopping,
 )
 from lightseq_fairseq.training.background import WRITER
@@ -49,7 +49,7 @@ _SCALER_COUNTERS = (
 )
 
 
-class Trainer(stopping.Trainer):
+class Trainer(stopping.StoppableTrainer):
     """``fairseq.trainer.Trainer`` for runs with an ``ls_`` component; fairseq's own for others.
 
     Checkpoints differ from fairseq's in what they keep, not in form: with ``--fp16`` and ``--bf16``
@@ -64,7 +64,7 @@ class Trainer(stopping.Trainer):
         self, cfg: Any, task: Any, model: Any, criterion: Any, quantizer: Any = None
     ) -> None:
         self._fast_path: FastPath | None = None
-        self._refusal: str | None = None  # why fairseq's own step is taken
+        self._fallback_reason: str | None = None  # why fairseq's own step is taken
         self._told = ""
         self._fairseqs: Any = None  # fairseq's iterator of the training set
         self._iterator: Any = None  # the same, of batches that are fuller, packed, or both
@@ -75,8 +75,8 @@ class Trainer(stopping.Trainer):
 
     def _build_optimizer(self) -> None:
         self._fast_path = None
-        self._refusal = fast_path.refusal(self)
-        if self._refusal is not None:
+        self._fallback_reason = fast_path.fallback_reason(self)
+        if self._fallback_reason is not None:
             super()._build_optimizer()
             return
         with patching.within("fairseq.optim:FP16Optimizer", FP16Optimizer):
@@ -86,32 +86,34 @@ class Trainer(stopping.Trainer):
         """fairseq's batches of an epoch, or --pack-tokens'; packed ones for the captured step."""
         iterator = super().get_train_iterator(*arguments, **keywords)
         assert self.optimizer is not None  # built here at the latest: it knows what is refused
-        self._refusal = self._refusal or batch.covers(iterator.dataset)
-        if self._refusal is None and self._fast_path is None:
-            self._refusal = fast_path.state_refusal(self)
-        if self._refusal is not None and self._fast_path is not None:  # of another shard's data
+        self._fallback_reason = self._fallback_reason or batch.covers(iterator.dataset)
+        if self._fallback_reason is None and self._fast_path is None:
+            self._fallback_reason = fast_path.state_fallback_reason(self)
+        if (
+            self._fallback_reason is not None and self._fast_path is not None
+        ):  # of another shard's data
             self._fast_path.leave()
             self._fast_path = None
         fills = getattr(self.cfg.model, "pack_tokens", False)
-        if (fills or self._refusal is None) and iterator is not self._fairseqs:
+        if (fills or self._fallback_reason is None) and iterator is not self._fairseqs:
             # fairseq keeps the iterator of a dataset and gives it to whoever asks, validation
             # with the training set for one. Ours is a copy that goes its own way.
             self._fairseqs, self._iterator = iterator, copy.copy(iterator)
             if fills:
                 limits = self.cfg.dataset
-                pack_tokens.refill(self._iterator, limits.max_tokens, limits.batch_size)
-            if self._refusal is None:
+                full_batches.refill(self._iterator, limits.max_tokens, limits.batch_size)
+            if self._fallback_reason is None:
                 dataset = batch.packing(iterator.dataset, fast_path.granularity(self))
                 self._iterator.dataset, self._iterator.collate_fn = dataset, dataset.collater
         self._tell_steps()
-        return self._iterator if fills or self._refusal is None else iterator
+        return self._iterator if fills or self._fallback_reason is None else iterator
 
     def _tell_steps(self) -> None:
         """What training is made of, once in the log, and once more if that changes."""
         ops = "CUDA kernels" if self.cuda and library.load().kernels else "PyTorch references"
         steps = f"packed steps of {ops}"
-        if self._refusal is not None:
-            steps = f"fairseq's own steps: {self._refusal}"
+        if self._fallback_reason is not None:
+            steps = f"fairseq's own steps: {self._fallback_reason}"
         if self._has_ls and steps != self._told:
             logger.info("training takes %s", steps)
             self._told = steps
@@ -124,7 +126,7 @@ class Trainer(stopping.Trainer):
             UserError: a checkpoint could not be written.
         """
         WRITER.check()
-        if self._refusal is not None:
+        if self._fallback_reason is not None:
             return super().train_step(samples, raise_oom)
         if self._fast_path is None:
             self._fast_path = FastPath(self)

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 import lightseq_fairseq
-from lightseq_fairseq import startup
+from lightseq_fairseq import fairseq_compat, startup
 from lightseq_fairseq.cli import doctor
 from lightseq_fairseq.fairseq_compat import patching
 
@@ -137,6 +137,7 @@ def _is_heir(name: str, listed: dict[str, str]) -> bool:
 
 
 def test_every_entry_refers_to_what_is_there() -> None:
+    fairseq_compat.prepare()
     for patch in patching.PATCHES:
         assert patch.phase in patching.PHASES and patch.why
         for name in filter(None, (patch.by, patch.when)):

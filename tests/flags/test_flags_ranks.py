@@ -118,7 +118,7 @@ def watched() -> Iterator[Trace]:
     seen: Trace = {"losses": [], "batches": [], "reads": 0, "init": None, "wrapper": None}
     seen["is_captured"] = False
     step, reduce = trainer.Trainer.train_step, trainer.Trainer._reduce_and_log_stats
-    start = TrainingStep.run
+    start = TrainingStep.update
     init, load = torch.distributed.init_process_group, checkpoint_utils.load_checkpoint_to_cpu
     gather, hook = distributed_utils.all_gather_list, ddp_comm_hooks.register_ddp_comm_hook
 
@@ -178,7 +178,7 @@ def watched() -> Iterator[Trace]:
         mock.patch.object(wrappers, "SlowMoDistributedDataParallel", wrap_for_slowmo, create=True),
         mock.patch.object(ddp_comm_hooks, "register_ddp_comm_hook", compress),
         mock.patch.object(trainer.Trainer, "train_step", train_step),
-        mock.patch.object(TrainingStep, "run", start_step),
+        mock.patch.object(TrainingStep, "update", start_step),
         mock.patch.object(trainer.Trainer, "_reduce_and_log_stats", reduced),
         mock.patch.object(checkpoint_utils, "load_checkpoint_to_cpu", load_checkpoint),
         mock.patch.object(distributed_utils, "all_gather_list", all_gather_list),

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation import decoder as step_decoder
-from lightseq_fairseq.generation.search import Rules, search
-from lightseq_fairseq.generation.weights import Weights
+from lightseq_fairseq.generation.parameter_addresses import ParameterAddresses
+from lightseq_fairseq.generation.search import SearchOptions, search
 from lightseq_fairseq.graphs import Graphs
 from lightseq_fairseq.plugins import generator as plugin
 from lightseq_fairseq.plugins.generator import LSSequenceGenerator
@@ -117,7 +117,7 @@ def inputs(toy: Toy, sample: dict[str, Any] | None = None) -> dict[str, Any]:
     tokens = sample["net_input"]["src_tokens"]
     return {
         "steps": toy.ls.decoder.steps, "encoder": toy.ls.encoder, "decoder": toy.ls.decoder,
-        "tokens": tokens, "rules": Rules(3, 1, 2, 3), "first": 2,
+        "tokens": tokens, "rules": SearchOptions(3, 1, 2, 3), "first": 2,
         "max_len": 20, "positions": 30,
     }  # fmt: skip
 
@@ -131,7 +131,7 @@ def test_graphs_of_one_key_read_one_table(toy: Toy, monkeypatch: pytest.MonkeyPa
     model = copy.deepcopy(toy.ls)
     rows = model.encoder.table_rows(1)
     tables: dict[Any, set[int]] = {}
-    run = Graphs.run
+    run = Graphs.launch
 
     def seen(self: Graphs, key: Any, *arguments: Any) -> Any:
         if "source" in key:
@@ -141,11 +141,18 @@ def test_graphs_of_one_key_read_one_table(toy: Toy, monkeypatch: pytest.MonkeyPa
         assert "source" not in key or model.encoder._table is before  # none is made in a capture
         return result
 
-    monkeypatch.setattr(Graphs, "run", seen)
+    monkeypatch.setattr(Graphs, "launch", seen)
     for counts in ((rows - 10, rows - 10), (rows + 50, rows - 70)):
         tokens = digits.sentences(*counts)
         search(
-            model.decoder.steps, model.encoder, model.decoder, tokens, Rules(1, 1, 2, 3), 2, 1, 2
+            model.decoder.steps,
+            model.encoder,
+            model.decoder,
+            tokens,
+            SearchOptions(1, 1, 2, 3),
+            2,
+            1,
+            2,
         )
     assert sorted(map(list, tables.values())) == [[rows], [2 * rows]]
 
@@ -325,17 +332,17 @@ CHANGES = (
 @pytest.mark.parametrize("change", CHANGES)
 def test_weights_that_lie_elsewhere_are_seen(toy: Toy, change: Any) -> None:
     model = copy.deepcopy(toy.ls)
-    weights = Weights(model.decoder, model.encoder)
+    addresses = ParameterAddresses(model.decoder, model.encoder)
     model.load_state_dict(toy.ls.state_dict())  # in place, as training is
     with torch.no_grad():
         model.decoder.layers[0].fc1.weight.mul_(2)
-    assert weights.intact(model.decoder, model.encoder)
-    assert not weights.intact(model.decoder)
+    assert addresses.intact(model.decoder, model.encoder)
+    assert not addresses.intact(model.decoder)
     other = copy.deepcopy(model)
-    assert not weights.intact(other.decoder, other.encoder)
-    assert not weights.intact(model.decoder, other.encoder)
+    assert not addresses.intact(other.decoder, other.encoder)
+    assert not addresses.intact(model.decoder, other.encoder)
     change(model)
-    assert not weights.intact(model.decoder, model.encoder)
+    assert not addresses.intact(model.decoder, model.encoder)
 
 
 def test_copies_of_a_model_share_nothing(toy: Toy) -> None:
@@ -425,12 +432,12 @@ def test_what_cannot_be_translated_is_said(toy: Toy) -> None:
 @pytest.mark.parametrize("special", [{"topk": 1}, {"topk": 4}, {"topp": 0.5}, {}])
 def test_sampling(toy: Toy, special: dict[str, Any]) -> None:
     given = inputs(toy)
-    given["rules"] = Rules(4, 1, 2, 3, sampled=True, **special)
+    given["rules"] = SearchOptions(4, 1, 2, 3, sampled=True, **special)
     draws = [plain(search(**given, rng=torch.tensor([seed, 0]))) for seed in (1, 1, 2)]
     assert draws[0] == draws[1]
     assert all(len(each) == 4 for each in draws[0])
     if special == {"topk": 1}:
-        given["rules"] = Rules(1, 1, 2, 3)
+        given["rules"] = SearchOptions(1, 1, 2, 3)
         greedy = plain(search(**given))
         assert all(h[0] == g[0][0] for each, g in zip(draws[0], greedy, strict=True) for h in each)
     else:

@@ -21,7 +21,7 @@ from torch import Tensor
 from lightseq_fairseq import library
 from lightseq_fairseq.generation import search
 from lightseq_fairseq.generation.decoder import StepDecoder
-from lightseq_fairseq.generation.late import LateProgress
+from lightseq_fairseq.generation.delayed_progress import DelayedProgress
 from lightseq_fairseq.plugins import generator as plugin
 
 pytestmark = pytest.mark.gpu
@@ -134,11 +134,11 @@ def test_nothing_waits_within_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch
 
         return wrapped
 
-    monkeypatch.setattr(StepDecoder, "run", without_waiting(StepDecoder.run))
+    monkeypatch.setattr(StepDecoder, "launch", without_waiting(StepDecoder.launch))
     monkeypatch.setattr(search, "_compact", without_waiting(search._compact))
     monkeypatch.setattr(search, "_start", without_waiting(search._start))
     translate(model, beam=5)
-    assert set(calls) == {"run", "_compact", "_start"}
+    assert set(calls) == {"launch", "_compact", "_start"}
     # Nor does anything before it, where the sample is on the CPU.
     monkeypatch.setattr(StepDecoder, "open", without_waiting(StepDecoder.open))
     monkeypatch.setattr(StepDecoder, "encode", without_waiting(StepDecoder.encode))
@@ -233,15 +233,15 @@ def test_where_the_launchers_leave_samples(
 def test_the_host_is_one_step_late(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it learns of a search is what a CPU learns, always one step later."""
     seen: list[list[int]] = []
-    unfinished = LateProgress.unfinished
+    unfinished = DelayedProgress.unfinished
 
-    def recorded(self: LateProgress, step: int) -> int:
+    def recorded(self: DelayedProgress, step: int) -> int:
         if step == 0:
             seen.append([])
         seen[-1].append(unfinished(self, step))
         return seen[-1][-1]
 
-    monkeypatch.setattr(LateProgress, "unfinished", recorded)
+    monkeypatch.setattr(DelayedProgress, "unfinished", recorded)
     translate(toy.ls, beam=3)
     at_once = seen.copy()
     model = copy.deepcopy(toy.ls).cuda()
@@ -254,25 +254,25 @@ def test_the_host_is_one_step_late(toy: Toy, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_reports_are_waited_for() -> None:
     """Copies stand in for steps. The last of a search may end after the next one has begun."""
-    late = LateProgress(torch.device("cuda"))
+    progress = DelayedProgress(torch.device("cuda"))
     stream = torch.cuda.current_stream()
     copies = {n: torch.tensor(n, dtype=torch.int32, device="cuda") for n in ((1, 2), (2, 0))}
 
     def step(done: int, unfinished: int) -> None:
         torch.cuda._sleep(50_000_000)
-        late.reports[done % 2].copy_(copies[done, unfinished], non_blocking=True)
+        progress.reports[done % 2].copy_(copies[done, unfinished], non_blocking=True)
 
     for sentences in (7, 5, 6):
-        late.begin(sentences)
+        progress.begin(sentences)
         stream.synchronize()
-        assert late.reports.tolist() == [[0, sentences], [0, 0]]  # nobody writes there any more
+        assert progress.reports.tolist() == [[0, sentences], [0, 0]]  # nobody writes there any more
         step(1, 2)
-        assert late.unfinished(0) == sentences and not stream.query()
+        assert progress.unfinished(0) == sentences and not stream.query()
         step(2, 0)
-        assert late.unfinished(1) == 2 and not stream.query()
-    assert late.unfinished(2) == 0
+        assert progress.unfinished(1) == 2 and not stream.query()
+    assert progress.unfinished(2) == 0
     with pytest.raises(RuntimeError, match="after 3 steps of a search, the last one has not rep"):
-        late.unfinished(3)
+        progress.unfinished(3)
 
 
 def test_searches_one_after_the_other(toy: Toy) -> None:
@@ -311,7 +311,7 @@ def test_weights_that_change_or_move(toy: Toy) -> None:
 def test_memory_that_grows(toy: Toy) -> None:
     model = copy.deepcopy(toy.ls).cuda()
     tokens = batches(True)[0]["net_input"]["src_tokens"]
-    given = tokens, search.Rules(4, 1, 2, 3), 2, 40
+    given = tokens, search.SearchOptions(4, 1, 2, 3), 2, 40
     found = [
         search.search(model.decoder.steps, model.encoder, model.decoder, *given, positions)
         for positions in (2, 50)
@@ -332,7 +332,7 @@ def test_tables_of_positions_that_grow(toy: Toy, monkeypatch: pytest.MonkeyPatch
         results = []
         for counts in (short, short, short, long, long, long, short, short):
             tokens = digits.sentences(*counts).cuda()
-            given = tokens, search.Rules(2, 1, 2, 3), 2, 8, 10
+            given = tokens, search.SearchOptions(2, 1, 2, 3), 2, 8, 10
             results.append(
                 words(search.search(model.decoder.steps, model.encoder, model.decoder, *given))
             )
@@ -340,7 +340,7 @@ def test_tables_of_positions_that_grow(toy: Toy, monkeypatch: pytest.MonkeyPatch
                 with torch.no_grad():
                     model(tokens, None, digits.sentences(rows + 50).cuda().expand(2, -1))
                 kept = [nans()]  # where memory has become free
-                kept += model.decoder.steps.run(("nans",), lambda: [nans() for _ in range(2)])
+                kept += model.decoder.steps.launch(("nans",), lambda: [nans() for _ in range(2)])
         assert (graphs(model) > 0) == captured
         return results
 

@@ -164,7 +164,7 @@ def captured_graphs(log: str) -> int:
 @contextmanager
 def nan_in_update(number: int) -> Iterator[None]:
     """A parameter is NaN in one update, counted from 1 in this process, and no more after it."""
-    step, calls = TrainingStep.run, 0
+    step, calls = TrainingStep.update, 0
 
     def planted(self: TrainingStep, *arguments: Any) -> Any:
         nonlocal calls
@@ -178,7 +178,7 @@ def nan_in_update(number: int) -> Iterator[None]:
         place.copy_(kept)
         return report
 
-    with mock.patch.object(TrainingStep, "run", planted):
+    with mock.patch.object(TrainingStep, "update", planted):
         yield
 
 

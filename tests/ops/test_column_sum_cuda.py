@@ -61,9 +61,9 @@ class Sums:
 
 @contextmanager
 def later(flat: Tensor) -> Iterator[None]:
-    ops.sums_later(flat)
+    ops.defer_column_sums(flat)
     yield
-    ops.sums_now(flat, wanted=True)
+    ops.flush_column_sums(flat, wanted=True)
 
 
 @DTYPES
@@ -145,9 +145,9 @@ def test_a_gradient_that_lies_in_part_in_the_flat_one() -> None:
 def test_unwanted_sums_never_come() -> None:
     sums = Sums(MANY[0], torch.bfloat16)
     ours, untouched = sums.flat(), sums.flat()
-    ops.sums_later(ours)
+    ops.defer_column_sums(ours)
     sums.write(ours)
-    ops.sums_now(ours, wanted=False)
+    ops.flush_column_sums(ours, wanted=False)
     with later(ours):
         pass
     assert torch.equal(ours, untouched)

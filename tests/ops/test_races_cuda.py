@@ -14,7 +14,7 @@ from helpers.ops_testing import make_rng
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.ops.advance import KNOWN_RATES, Given, State
+from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State
 
 pytestmark = pytest.mark.gpu
 
@@ -238,7 +238,7 @@ def test_advance() -> None:
 
     def call() -> tuple[Tensor, ...]:
         state, rng = before.cuda(), make_rng().cuda()
-        ops.advance(state, rng, given, norm, 7, 2, 0.0, 0.0, 1e-4)
+        ops.update_scalars(state, rng, given, norm, 7, 2, 0.0, 0.0, 1e-4)
         return state, rng
 
     check(call)

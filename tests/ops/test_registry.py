@@ -12,8 +12,8 @@ from helpers.ops_testing import make_rng, poisoned
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.ops.advance import KNOWN_RATES, Given, State
 from lightseq_fairseq.ops.checks import trust_boundaries
+from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State
 
 T, C, V, H, P, SITE = 10, 8, 12, 2, 0.3, 5
 CU = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
@@ -70,8 +70,8 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "cross_entropy_fwd": lambda: (randn(T, V), tokens(V), 0.1, 1, True),
     "cross_entropy_bwd": lambda: (randn(T), randn(T, V), tokens(V), randn(T).add(3), 0.1, 1),
     "cross_entropy_fwd_bwd": lambda: (randn(T), randn(T, V), tokens(V), 0.1, 1, True),
-    "sums_later": lambda: (randn(V),),
-    "sums_now": lambda: (randn(V), True),
+    "defer_column_sums": lambda: (randn(V),),
+    "flush_column_sums": lambda: (randn(V), True),
     "decode_self_attention": lambda: (
         *(randn(4, 48), randn(6, 5, 16), randn(6, 5, 16), torch.randint(0, 5, (6, 5)).int()),
         *(torch.tensor(3), 2, 0.4),
@@ -94,7 +94,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(torch.zeros(T).int(), randn(T).float(), torch.zeros(2, 2).int()),
         *(2, 2, 0.5, 2, 0.6),
     ),
-    "advance": lambda: (
+    "update_scalars": lambda: (
         *(torch.arange(len(State)).ne(State.STOPPED).double(), make_rng()),
         *(randn(len(Given) + KNOWN_RATES - 1).abs(), torch.tensor(3.0)),
         *(7, 2, 0.1, 0.0, 1e-4),
@@ -126,7 +126,7 @@ def results(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
 
 def in_float32(name: str, arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
     """Kernels take no float64, but for the scalars of a step."""
-    float64 = torch.float64 if name == "advance" else torch.float32
+    float64 = torch.float64 if name == "update_scalars" else torch.float32
 
     def moved(place: int, x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -156,7 +156,7 @@ def test_every_op_is_covered_and_exported():
         " Tensor step, int heads, float scale, int beam=1) -> Tensor",
         "bias_activation_dropout_fwd(Tensor x, Tensor? bias, str activation, float p, Tensor rng,"
         " int site) -> Tensor",
-        "sums_later(Tensor flat) -> ()",
+        "defer_column_sums(Tensor flat) -> ()",
     ],
 )
 def test_schemas_follow_from_the_definitions(schema):

@@ -37,7 +37,7 @@ class TestRuns:
         self, data: Path, tmp_path: Path
     ) -> None:
         """Saves at 2, 4, 6, ... of which two are kept; the one at 6 begins, and waits for us."""
-        run, save, steps = TrainingStep.run, saving.save, []
+        run, save, steps = TrainingStep.update, saving.save, []
         seen: dict[str, list[str]] = {}
         may_write = threading.Event()
 
@@ -55,7 +55,7 @@ class TestRuns:
 
         kept = flags(save_interval_updates=2, keep_interval_updates=2, max_update=8)
         with (
-            mock.patch.object(TrainingStep, "run", step),
+            mock.patch.object(TrainingStep, "update", step),
             mock.patch.object(saving, "save", slow),
         ):
             runs.run(data, tmp_path, **kept)
@@ -96,7 +96,7 @@ class TestRuns:
     def test_an_interrupted_run_ends_when_its_checkpoint_is_written(
         self, data: Path, tmp_path: Path
     ) -> None:
-        run, save, steps = TrainingStep.run, saving.save, []
+        run, save, steps = TrainingStep.update, saving.save, []
 
         def step(self: TrainingStep, *arguments: Any) -> Any:
             steps.append(arguments)
@@ -109,7 +109,7 @@ class TestRuns:
             save(state, path, advice)
 
         with (
-            mock.patch.object(TrainingStep, "run", step),
+            mock.patch.object(TrainingStep, "update", step),
             mock.patch.object(saving, "save", slow),
             pytest.raises(KeyboardInterrupt),
         ):

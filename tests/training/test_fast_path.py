@@ -99,8 +99,8 @@ def test_all_of_ours_take_our_step(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    step = TrainingStep.run
-    with mock.patch.object(TrainingStep, "run", autospec=True, side_effect=step) as spy:
+    step = TrainingStep.update
+    with mock.patch.object(TrainingStep, "update", autospec=True, side_effect=step) as spy:
         run(data, tmp_path)
     assert spy.call_count == 4
     assert reasons(caplog) == []
@@ -145,7 +145,7 @@ def test_an_update_of_two_batches_that_ran_out_of_memory_is_made_again(
 def test_out_of_memory_skips_the_batch(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    step, calls = TrainingStep.run, []
+    step, calls = TrainingStep.update, []
 
     def fails_once(self: TrainingStep, *arguments: Any) -> Any:
         calls.append(arguments)
@@ -153,7 +153,7 @@ def test_out_of_memory_skips_the_batch(
             raise RuntimeError("CUDA out of memory: a test wanted all of it")
         return step(self, *arguments)
 
-    with mock.patch.object(TrainingStep, "run", fails_once):
+    with mock.patch.object(TrainingStep, "update", fails_once):
         losses = run(data, tmp_path)
     assert len(calls) == 5
     assert len(losses) == 4
@@ -230,7 +230,7 @@ def test_validation_on_the_training_set(data: Path, tmp_path: Path) -> None:
 def test_a_killed_worker_ends_the_run_which_then_goes_on(data: Path, tmp_path: Path) -> None:
     flags = {"max_update": 10, "num_workers": 1, "no_save": None, "save_interval_updates": 2}
     whole = run(data, tmp_path / "whole", **flags)
-    step, calls, others = TrainingStep.run, [], set(multiprocessing.active_children())
+    step, calls, others = TrainingStep.update, [], set(multiprocessing.active_children())
 
     def kills(self: TrainingStep, *arguments: Any) -> Any:
         calls.append(arguments)
@@ -239,7 +239,7 @@ def test_a_killed_worker_ends_the_run_which_then_goes_on(data: Path, tmp_path: P
                 os.kill(worker.pid, signal.SIGKILL)
         return step(self, *arguments)
 
-    with mock.patch.object(TrainingStep, "run", kills), pytest.raises(RuntimeError) as caught:
+    with mock.patch.object(TrainingStep, "update", kills), pytest.raises(RuntimeError) as caught:
         run(data, tmp_path / "killed", **flags)
     sentence = messages.explain(caught.value, messages.Request())
     assert sentence is not None
@@ -252,7 +252,7 @@ def test_a_killed_worker_ends_the_run_which_then_goes_on(data: Path, tmp_path: P
 def test_killed_five_times_at_random(data: Path, tmp_path: Path) -> None:
     flags = {"max_update": 20, "no_save": None, "save_interval_updates": 2, "bf16": True}
     whole = run(data, tmp_path / "whole", **flags)
-    generator, step = random.Random(5), TrainingStep.run
+    generator, step = random.Random(5), TrainingStep.update
 
     def killed(updates: int) -> None:
         calls: list[Any] = []
@@ -263,7 +263,7 @@ def test_killed_five_times_at_random(data: Path, tmp_path: Path) -> None:
             calls.append(arguments)
             return step(self, *arguments)
 
-        with mock.patch.object(TrainingStep, "run", dies):
+        with mock.patch.object(TrainingStep, "update", dies):
             run(data, tmp_path / "killed", **flags)
 
     for _ in range(5):

@@ -14,7 +14,7 @@ import torch
 
 from lightseq_fairseq import graphs
 from lightseq_fairseq.errors import GPUHangs
-from lightseq_fairseq.generation.late import LateProgress
+from lightseq_fairseq.generation.delayed_progress import DelayedProgress
 from lightseq_fairseq.training.host_copies import HostCopies
 from lightseq_fairseq.training.step import Report, TrainingStep
 
@@ -54,11 +54,11 @@ def test_time_in_which_the_process_is_stopped_does_not_count() -> None:
 
 
 def test_a_step_of_a_search_that_does_not_end(is_impatient: None) -> None:
-    late = LateProgress(torch.device("cpu"))
-    late.begin(4)
-    late._beside = late._of_steps = Work(None)  # type: ignore[assignment]
+    progress = DelayedProgress(torch.device("cpu"))
+    progress.begin(4)
+    progress._beside = progress._of_steps = Work(None)  # type: ignore[assignment]
     with pytest.raises(GPUHangs):
-        late.unfinished(1)
+        progress.unfinished(1)
 
 
 def test_the_launcher_says_it_and_leaves_at_once(
@@ -77,7 +77,7 @@ def test_the_launcher_says_it_and_leaves_at_once(
 
     def work() -> None:
         with (
-            mock.patch.object(TrainingStep, "run", hangs),
+            mock.patch.object(TrainingStep, "update", hangs),
             mock.patch.object(HostCopies, "release", waits_for_the_gpu),
         ):
             train.main(words)

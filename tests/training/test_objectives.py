@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq.layers import Embedding, draw_rng, label_smoothed_cross_entropy, linear
-from lightseq_fairseq.ops.advance import KNOWN_RATES, State
+from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State
 from lightseq_fairseq.packing import Bucket, Packed, PackedBatch, Stream, block_size
 from lightseq_fairseq.parameters import flat_buffers, flatten_parameters
 from lightseq_fairseq.training.flat_adam import FlatAdam
 from lightseq_fairseq.training.objectives import LabelSmoothing, declares
-from lightseq_fairseq.training.step import Ranks, Rules, TrainingStep
+from lightseq_fairseq.training.step import Ranks, TrainingStep, UpdateRules
 
 LAYOUT = (Stream("target", ("previous", "labels")),)
 WORDS, PAD, RATE = 13, 1, 0.01
@@ -58,7 +58,12 @@ def test_a_model_without_a_source_is_trained(by_sentence: bool, accuracy: bool) 
     objective = LabelSmoothing(0.1, PAD, accuracy, 1, by_sentence)
     (low,) = flat_buffers(model.parameters())
     step = TrainingStep(
-        model, low, FlatAdam(model.parameters(), lr=RATE), objective, Rules(1, 0.0, 1e-6), Ranks()
+        model,
+        low,
+        FlatAdam(model.parameters(), lr=RATE),
+        objective,
+        UpdateRules(1, 0.0, 1e-6),
+        Ranks(),
     )
     step.set_state(0)
     adam = FlatAdam(expected.parameters(), lr=RATE)
@@ -67,7 +72,7 @@ def test_a_model_without_a_source_is_trained(by_sentence: bool, accuracy: bool) 
         size = objective.sample_size(batches)
         assert size == (5 if by_sentence else 15)
         given = [count, size, *[RATE] * KNOWN_RATES, size, 15, 5, 0, 0]
-        values = step.run(batches, given).wait()
+        values = step.update(batches, given).wait()
 
         adam.zero_grad()
         losses, right, total = 0.0, 0, 0

@@ -24,7 +24,7 @@ from helpers.parity import write_corpus
 from lightseq_fairseq.checkpoints.names import native_cfg
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.training import pack_tokens
-from lightseq_fairseq.training.pack_tokens import cut, refill
+from lightseq_fairseq.training.full_batches import cut, refill
 
 SEED = 3  # of training_runs
 # Masks differ from native's.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.residual_norm import layer_norm
-from lightseq_fairseq.ops.advance import State
+from lightseq_fairseq.ops.update_scalars import State
 from lightseq_fairseq.packing import Packed, PackedBatch
 from lightseq_fairseq.parameters import DirectGradients
 from lightseq_fairseq.plugins import transformer
@@ -179,13 +179,13 @@ def clip_not_capped(patch: Patch) -> None:
 
 @mutation()
 def norm_logged_after_clipping(patch: Patch) -> None:
-    advance = ops.advance
+    update_scalars = ops.update_scalars
 
     def changed(state: Tensor, *arguments: Any, **named: Any) -> None:
-        advance(state, *arguments, **named)
+        update_scalars(state, *arguments, **named)
         state[State.NORM].clamp_(max=parity.FLAGS["clip-norm"])
 
-    patch.setattr(ops, "advance", changed)
+    patch.setattr(ops, "update_scalars", changed)
 
 
 @mutation(

@@ -49,14 +49,14 @@ def test_two_ranks_train_as_fairseqs(data: Path, tmp_path: Path) -> None:
 
 
 def test_each_rank_draws_masks_of_its_own(data: Path, tmp_path: Path) -> None:
-    run = TrainingStep.run
+    run = TrainingStep.update
 
     def recorded(self: TrainingStep, *arguments: Any) -> Any:
         with (tmp_path / f"seeds{torch.distributed.get_rank()}").open("a") as file:
             print(self.rng.tolist(), file=file)
         return run(self, *arguments)
 
-    with mock.patch.object(TrainingStep, "run", recorded):
+    with mock.patch.object(TrainingStep, "update", recorded):
         runs.run_ranks(data, tmp_path / "ranks", 2, **runs.LS, no_save=True, max_update=5)
     seeds = [(tmp_path / f"seeds{rank}").read_text().split("\n") for rank in range(2)]
     assert [len(lines) for lines in seeds] == [6, 6]

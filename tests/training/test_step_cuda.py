@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.training_runs import ON_GPU, PRECISIONS, captured_graphs
 
-from lightseq_fairseq.ops.advance import Given
+from lightseq_fairseq.ops.update_scalars import Given
 from lightseq_fairseq.training import step
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +44,7 @@ def found(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Found]:
     """Runs with the given flags, captured or kernel by kernel."""
-    start, wait = step.TrainingStep.run, step.Report.wait
+    start, wait = step.TrainingStep.update, step.Report.wait
 
     def get(name: str, captured: bool = True, **flags: Any) -> Found:
         counts: list[float] = []
@@ -59,7 +59,7 @@ def found(
             states.append(repr(values))
             return values
 
-        monkeypatch.setattr(step.TrainingStep, "run", counted)
+        monkeypatch.setattr(step.TrainingStep, "update", counted)
         monkeypatch.setattr(step.Report, "wait", recorded)
         monkeypatch.setenv("LIGHTSEQ_CAPTURE", str(int(captured)))
         caplog.set_level(logging.INFO)
@@ -120,7 +120,7 @@ def test_a_longer_sentence_between_updates_leaves_graphs_right(
             assert all(len(s._table) > len(t) for s, t in zip(sides, small, strict=True))
             del small
             nans: list[Any] = [torch.full(shape, torch.nan, device="cuda")]  # in what is free
-            nans += self._graphs.run(
+            nans += self._graphs.launch(
                 "nans", lambda: [torch.full(shape, torch.nan, device="cuda") for _ in range(2)]
             )
         start(self, *arguments)

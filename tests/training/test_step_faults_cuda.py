@@ -44,7 +44,7 @@ def test_what_cannot_be_captured_goes_on_without_graphs(
     data: Path, tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    packed_logits, run = LSTransformerModel.packed_logits, TrainingStep.run
+    packed_logits, run = LSTransformerModel.packed_logits, TrainingStep.update
     steps: list[TrainingStep] = []
     memory: list[tuple[int, int]] = []
 
@@ -66,7 +66,7 @@ def test_what_cannot_be_captured_goes_on_without_graphs(
         return run(self, *arguments)
 
     monkeypatch.setattr(LSTransformerModel, "packed_logits", looks)
-    monkeypatch.setattr(TrainingStep, "run", recorded)
+    monkeypatch.setattr(TrainingStep, "update", recorded)
     flags = {**ON_GPU, "bf16": True, "max_update": 40}
     caplog.set_level(logging.INFO)
     refused = runs.run(data, tmp_path / "refused", **flags)
@@ -93,7 +93,7 @@ def test_training_goes_on_when_a_bucket_is_out_of_memory(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The update is made again without graphs; its batch is left out if that does not help."""
-    packed_logits, run = LSTransformerModel.packed_logits, TrainingStep.run
+    packed_logits, run = LSTransformerModel.packed_logits, TrainingStep.update
     starts = 0
     failed: int | None = None  # the start at which there was no memory
 
@@ -119,7 +119,7 @@ def test_training_goes_on_when_a_bucket_is_out_of_memory(
 
     flags = {**ON_GPU, "bf16": True, "max_update": 24}
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(TrainingStep, "run", counted)
+    monkeypatch.setattr(TrainingStep, "update", counted)
     with monkeypatch.context() as patch:
         patch.setattr(LSTransformerModel, "packed_logits", runs_out)
         losses = runs.run(data, tmp_path / "captured", **flags)
@@ -139,7 +139,7 @@ def train(turn: Any, data: Path, folder: Path, dies_after: int | None) -> None:
     """In a process of its own, once it is its turn; it leaves its losses, unless it is killed."""
     torch.zeros(1, device="cuda")
     turn.acquire()
-    step, calls = TrainingStep.run, 0
+    step, calls = TrainingStep.update, 0
 
     def dies(self: TrainingStep, *arguments: Any) -> Any:
         nonlocal calls
@@ -148,7 +148,7 @@ def train(turn: Any, data: Path, folder: Path, dies_after: int | None) -> None:
         calls += 1
         return step(self, *arguments)
 
-    TrainingStep.run = dies  # type: ignore[method-assign]
+    TrainingStep.update = dies  # type: ignore[method-assign]
     flags = {**ON_GPU, "bf16": True, "max_update": 20, "save_interval_updates": 2}
     losses = runs.run(data, folder, **flags)
     (folder / "losses").write_text(json.dumps(losses))
@@ -206,7 +206,7 @@ def hang(words: list[str]) -> None:
     It comes when all sizes of batches have been captured: what CUDA loads or captures first might
     wait for the GPU by itself.
     """
-    step, calls = TrainingStep.run, 0
+    step, calls = TrainingStep.update, 0
 
     def hangs(self: TrainingStep, *arguments: Any) -> Any:
         nonlocal calls
@@ -215,7 +215,7 @@ def hang(words: list[str]) -> None:
             torch.cuda._sleep(240_000_000_000)  # cycles
         return step(self, *arguments)
 
-    TrainingStep.run = hangs  # type: ignore[method-assign]
+    TrainingStep.update = hangs  # type: ignore[method-assign]
     graphs.PATIENCE = 1.0
     importlib.import_module("lightseq_fairseq.cli.train").main(words)
 

@@ -38,7 +38,7 @@ def test_memory_stays_flat_over_twenty_thousand_updates(
     monkeypatch.setattr("lightseq_fairseq.graphs.MOST_GRAPHS", 14)
     (tmp_path / "data").mkdir()
     data = write_corpus(tmp_path / "data", pairs=2000, longest=60)
-    run, reserved, captured = step.TrainingStep.run, [], []
+    run, reserved, captured = step.TrainingStep.update, [], []
     on_device, on_host = [], []  # of every hundredth update
 
     def recorded(self: step.TrainingStep, *arguments: Any) -> Any:
@@ -50,7 +50,7 @@ def test_memory_stays_flat_over_twenty_thousand_updates(
         captured.append(len(self._graphs._graphs))
         return run(self, *arguments)
 
-    monkeypatch.setattr(step.TrainingStep, "run", recorded)
+    monkeypatch.setattr(step.TrainingStep, "update", recorded)
     flags = {**ON_GPU, "bf16": True, "max_tokens": 640, "batch_size": 8, "no_save": True}
     flags.update(lr=1e-4, max_update=20_000, log_interval=1000)
     assert len(runs.run(data, tmp_path / "run", **flags)) == 20_000
@@ -83,14 +83,14 @@ def test_steps_leave_nothing_in_the_memory_of_graphs(
     """An earlier graph would write over it."""
     (tmp_path / "data").mkdir()
     data = write_corpus(tmp_path / "data", pairs=2000, longest=60)
-    run, left = Graphs.run, []
+    run, left = Graphs.launch, []
 
     def recorded(self: Graphs, *arguments: Any) -> Any:
         before = torch.cuda.memory_allocated()
         assert run(self, *arguments) is None
         left.append(torch.cuda.memory_allocated() - before)
 
-    monkeypatch.setattr(Graphs, "run", recorded)
+    monkeypatch.setattr(Graphs, "launch", recorded)
     flags = {**ON_GPU, "bf16": True, "max_tokens": 1024, "update_freq": "3", "no_save": True}
     flags.update(max_update=40, validate_interval_updates=10, disable_validation=None)
     runs.run(data, tmp_path / "run", **flags)

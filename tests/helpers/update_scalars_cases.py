@@ -1,11 +1,11 @@
-"""What ops.advance is tested with: a state to begin from, and what the host gives it."""
+"""What ops.update_scalars is tested with: a state to begin from, and what the host gives it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from lightseq_fairseq.ops.advance import KNOWN_RATES, State
+from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State
 
 SEED = 7
 

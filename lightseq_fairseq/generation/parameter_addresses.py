@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-class Weights:
+class ParameterAddresses:
     """Where the parameters of some modules lie, and of which type they are.
 
     Walking through a model takes tenths of a millisecond. This keeps the dicts in which modules

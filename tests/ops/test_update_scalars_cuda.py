@@ -1,4 +1,4 @@
-"""The kernel of ops.advance and its reference take the same decisions, bit for bit."""
+"""The kernel of ops.update_scalars and its reference take the same decisions, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from helpers.advance_cases import SEED, given, start
+from helpers.update_scalars_cases import SEED, given, start
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.ops.advance import State
+from lightseq_fairseq.ops.update_scalars import State
 
 pytestmark = pytest.mark.gpu
 
@@ -32,8 +32,8 @@ def test_same_as_the_reference(
         rules = (SEED, window, tolerance, threshold, least)
         # The host may be ahead of the device by some updates.
         numbers = given(int(state[State.NUM_UPDATES]) + step % 3, sample_size=step + 1.0)
-        ops.advance(state, rng, numbers, norm, *rules)
-        ops.advance(*on_gpu, numbers.cuda(), norm.cuda(), *rules)
+        ops.update_scalars(state, rng, numbers, norm, *rules)
+        ops.update_scalars(*on_gpu, numbers.cuda(), norm.cuda(), *rules)
         assert torch.equal(on_gpu[0].cpu().nan_to_num(-1.0), state.nan_to_num(-1.0))
         assert torch.equal(on_gpu[1].cpu(), rng)
     assert state[State.NUM_UPDATES] > 5

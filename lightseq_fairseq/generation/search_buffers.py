@@ -34,7 +34,7 @@ _REAL = ("scores", "totals")  # float32 in the block, which is int32 otherwise
 _ALIGNED = 64  # numbers of four bytes: each part of an allocation begins at a multiple
 
 
-class Memory:
+class SearchBuffers:
     """The tensors of a search; ``ops.beam_advance`` and ``ops.decode_attention`` say what for.
 
     Args:

@@ -14,7 +14,7 @@ from lightseq_fairseq.errors import GPUHangs
 _LOOKS = 1000  # between two questions whether the GPU still works
 
 
-class LateProgress:
+class DelayedProgress:
     """How many sentences are unfinished, known one step late so that the GPU never waits.
 
     Always exactly one: rows and with them rounding errors would else depend on the host's speed.

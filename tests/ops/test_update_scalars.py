@@ -1,4 +1,4 @@
-"""ops.advance decides what fairseq's host decides, update after update."""
+"""ops.update_scalars decides what fairseq's host decides, update after update."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.advance_cases import SEED, given, start
+from helpers.update_scalars_cases import SEED, given, start
 from torch import Tensor
 
 from lightseq_fairseq import fairseq_compat, ops
-from lightseq_fairseq.ops.advance import KNOWN_RATES, Given, State, Stop
+from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State, StopReason
 from lightseq_fairseq.training.step import SCALER
 
 fairseq_compat.prepare()
@@ -24,7 +24,7 @@ def advance(
     threshold: float = 0.0, least: float = 1e-4,
 ) -> None:  # fmt: skip
     norm_tensor = torch.tensor(norm, dtype=torch.float32)
-    ops.advance(
+    ops.update_scalars(
         state, rng, given(count), norm_tensor, SEED, window, tolerance, threshold, least
     )  # fmt: skip
 
@@ -85,9 +85,9 @@ def test_without_a_scale_the_first_nan_stops_everything() -> None:
     state, rng = start()
     advance(state, rng, 0, 1.0)
     advance(state, rng, 1, math.nan)
-    assert state[State.STOPPED] == Stop.NOT_FINITE
+    assert state[State.STOPPED] == StopReason.NOT_FINITE
     advance(state, rng, 2, 1.0)
-    assert state[State.STOPPED] == Stop.NOT_FINITE
+    assert state[State.STOPPED] == StopReason.NOT_FINITE
     assert state[State.NUM_UPDATES] == 1
     assert state[State.SKIPPED] == 1
     assert not math.isfinite(state[State.MULTIPLIER])
@@ -97,20 +97,20 @@ def test_without_a_scale_the_first_nan_stops_everything() -> None:
 def test_the_least_scale_stops_everything() -> None:
     state, rng = start(scale=4.0)
     advance(state, rng, 0, math.inf, window=10, least=1.0)
-    assert state[State.STOPPED] == Stop.RUNNING
+    assert state[State.STOPPED] == StopReason.RUNNING
     advance(state, rng, 0, math.inf, window=10, least=1.0)
-    assert state[State.STOPPED] == Stop.LEAST_SCALE
+    assert state[State.STOPPED] == StopReason.LEAST_SCALE
     assert state[State.LOSS_SCALE] == 2.0
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"state": torch.zeros(3, dtype=torch.float64)}, "advance: state must have shape"),
-        ({"state": torch.zeros(len(State))}, "advance: state must be float64"),
-        ({"rng": torch.zeros(2)}, "advance: rng must be int64"),
-        ({"given": torch.zeros(2, dtype=torch.float64)}, "advance: given must have shape"),
-        ({"norm": torch.zeros(1)}, "advance: norm must have shape"),
+        ({"state": torch.zeros(3, dtype=torch.float64)}, "update_scalars: state must have shape"),
+        ({"state": torch.zeros(len(State))}, "update_scalars: state must be float64"),
+        ({"rng": torch.zeros(2)}, "update_scalars: rng must be int64"),
+        ({"given": torch.zeros(2, dtype=torch.float64)}, "update_scalars: given must have shape"),
+        ({"norm": torch.zeros(1)}, "update_scalars: norm must have shape"),
     ],
 )
 def test_bad_arguments(change: dict[str, Tensor], message: str) -> None:
@@ -118,7 +118,7 @@ def test_bad_arguments(change: dict[str, Tensor], message: str) -> None:
     tensors = {"state": state, "rng": rng, "given": given(0), "norm": torch.tensor(1.0)}
     arguments = SimpleNamespace(**{**tensors, **change})
     with pytest.raises(ValueError, match=message):
-        ops.advance(
+        ops.update_scalars(
             arguments.state, arguments.rng, arguments.given, arguments.norm, SEED, 0, 0.0, 0.0, 0.0
         )
 

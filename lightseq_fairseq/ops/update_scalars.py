@@ -30,7 +30,7 @@ class State(IntEnum):
     LAST_OVERFLOW_ITER = 3
     LAST_RESCALE_ITER = 4
     OVERFLOWS_SINCE_RESCALE = 5
-    STOPPED = 6  # why nothing changes any more: a value of Stop
+    STOPPED = 6  # why nothing changes any more: a value of StopReason
     SKIPPED = 7  # whether the last update was
     NORM = 8  # of the gradient of the mean loss, before clipping
     RATE = 9  # learning rate of the update
@@ -41,7 +41,7 @@ class State(IntEnum):
     TOTAL = 14  # targets that could be correct
 
 
-class Stop(IntEnum):
+class StopReason(IntEnum):
     """Values of State.STOPPED."""
 
     RUNNING = 0
@@ -57,7 +57,7 @@ class Given(IntEnum):
     RATE = 2  # learning rate at that count; then those of the counts before it
 
 
-class Advance(NamedTuple):
+class UpdateScalars(NamedTuple):
     """Decide on one update: write what Adam reads into ``state``, and what follows from it.
 
     state: float64 [len(State)]. rng: int64 [2], becomes (seed + number of updates, 0).
@@ -90,17 +90,17 @@ class Advance(NamedTuple):
         count = s[State.NUM_UPDATES]
         multiplier = 1.0 / (s[State.LOSS_SCALE] * ahead[Given.SAMPLE_SIZE])
         total = float(norm) * multiplier
-        is_finite = math.isfinite(total) and s[State.STOPPED] == Stop.RUNNING
+        is_finite = math.isfinite(total) and s[State.STOPPED] == StopReason.RUNNING
         behind = min(max(int(ahead[Given.NUM_UPDATES] - count), 0), KNOWN_RATES - 1)
 
         s[State.RATE] = ahead[Given.RATE + behind]
         # Adam leaves everything alone where the norm is not finite.
         s[State.MULTIPLIER] = multiplier if is_finite else math.nan
         s[State.NORM], s[State.SKIPPED] = total, not is_finite
-        if s[State.STOPPED] == Stop.RUNNING and not is_finite:
-            s[State.STOPPED] = Stop.NOT_FINITE
+        if s[State.STOPPED] == StopReason.RUNNING and not is_finite:
+            s[State.STOPPED] = StopReason.NOT_FINITE
             if scale_window > 0:
-                s[State.STOPPED] = Stop.RUNNING
+                s[State.STOPPED] = StopReason.RUNNING
                 _overflow(s, tolerance, threshold, min_loss_scale)
         elif is_finite:
             s[State.NUM_UPDATES] = count + 1
@@ -113,7 +113,7 @@ class Advance(NamedTuple):
         rng.copy_(rng.new_tensor([seed + int(s[State.NUM_UPDATES]), 0]))
 
 
-advance = define("advance", Advance)
+update_scalars = define("update_scalars", UpdateScalars)
 
 
 def _overflow(s: list[float], tolerance: float, threshold: float, least: float) -> None:
@@ -128,6 +128,6 @@ def _overflow(s: list[float], tolerance: float, threshold: float, least: float) 
         s[State.OVERFLOWS_SINCE_RESCALE] = 0
     if s[State.LOSS_SCALE] <= least:
         s[State.LOSS_SCALE] = before
-        s[State.STOPPED] = Stop.LEAST_SCALE
+        s[State.STOPPED] = StopReason.LEAST_SCALE
     else:
         s[State.SCALER_ITER] += 1

@@ -9,7 +9,7 @@
 // that really took place: the host counts ahead and learns of a skipped update only later.
 //
 //   saved, moved   nothing to speak of: one thread, some 200 bytes; it is the launch that costs
-//   determinism    float64 arithmetic in the order of lightseq_fairseq/ops/advance.py, its twin
+//   determinism    float64 arithmetic in the order of its twin, ops/update_scalars.py
 //
 // Source of the rules: fairseq.optim.dynamic_loss_scaler.DynamicLossScaler.
 
@@ -26,7 +26,7 @@ namespace {
 
 using torch::stable::Tensor;
 
-// In step with State, Stop and Given of ops/advance.py.
+// In step with State, StopReason and Given of ops/update_scalars.py.
 struct State {
   double num_updates;
   double loss_scale;
@@ -37,7 +37,7 @@ struct State {
   double loss, nll, correct, total;
 };
 
-enum Stop : int { kRunning = 0, kNotFinite = 1, kLeastScale = 2 };
+enum StopReason : int { kRunning = 0, kNotFinite = 1, kLeastScale = 2 };
 
 constexpr int kKnownRates = 4;
 
@@ -70,9 +70,9 @@ __device__ void overflow(State& s, const Scaling& scaling) {
   }
 }
 
-__global__ void advance_kernel(State* __restrict__ state, int64_t* __restrict__ rng,
-                               const Given* __restrict__ given, Floats norm, int64_t seed,
-                               Scaling scaling) {
+__global__ void update_scalars_kernel(State* __restrict__ state, int64_t* __restrict__ rng,
+                                      const Given* __restrict__ given, Floats norm, int64_t seed,
+                                      Scaling scaling) {
   State s = *state;
   const double multiplier = 1.0 / (s.loss_scale * given->sample_size);
   const double total = norm.at<double>(0) * multiplier;
@@ -106,22 +106,26 @@ __global__ void advance_kernel(State* __restrict__ state, int64_t* __restrict__ 
   rng[1] = 0;
 }
 
-void advance(Tensor state, Tensor rng, const Tensor& given, const Tensor& norm, int64_t seed,
-             int64_t scale_window, double tolerance, double threshold, double min_loss_scale) {
+void update_scalars(Tensor state, Tensor rng, const Tensor& given, const Tensor& norm, int64_t seed,
+                    int64_t scale_window, double tolerance, double threshold,
+                    double min_loss_scale) {
   require(state.is_contiguous() && rng.is_contiguous() && given.is_contiguous(),
-          "advance: state, rng and given must be contiguous");
+          "update_scalars: state, rng and given must be contiguous");
   const int32_t device = state.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  launch({.op = "advance", .grid = 1, .block = 1, .stream = current_stream(device)}, advance_kernel,
-         static_cast<State*>(state.mutable_data_ptr()), rng.mutable_data_ptr<int64_t>(),
-         static_cast<const Given*>(given.const_data_ptr()), Floats(norm), seed,
+  launch({.op = "update_scalars", .grid = 1, .block = 1, .stream = current_stream(device)},
+         update_scalars_kernel, static_cast<State*>(state.mutable_data_ptr()),
+         rng.mutable_data_ptr<int64_t>(), static_cast<const Given*>(given.const_data_ptr()),
+         Floats(norm), seed,
          Scaling{.window = scale_window,
                  .tolerance = tolerance,
                  .threshold = threshold,
                  .least = min_loss_scale});
 }
 
-STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) { m.impl("advance", TORCH_BOX(&advance)); }
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
+  m.impl("update_scalars", TORCH_BOX(&update_scalars));
+}
 
 }  // namespace
 }  // namespace lightseq
