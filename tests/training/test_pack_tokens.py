@@ -23,7 +23,7 @@ from helpers.parity import write_corpus
 
 from lightseq_fairseq.checkpoints.names import native_cfg
 from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.training import pack_tokens
+from lightseq_fairseq.training import full_batches
 from lightseq_fairseq.training.full_batches import cut, refill
 
 SEED = 3  # of training_runs
@@ -231,7 +231,7 @@ def binarised(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_launcher_takes_the_flag(binarised: Path, tmp_path: Path) -> None:
-    with mock.patch.object(pack_tokens, "refill", side_effect=refill) as spy:
+    with mock.patch.object(full_batches, "refill", side_effect=refill) as spy:
         words = (binarised, "--arch", "ls_transformer_tiny", *cli_runs.SMALL, "--save-dir")
         line = cli_runs.succeed("train", *words, tmp_path / "a", "--pack-tokens").splitlines()[0]
         assert [call.args[1:] for call in spy.call_args_list] == [(200, None)]

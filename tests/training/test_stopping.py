@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from lightseq_fairseq.errors import StoppedBySignal
-from lightseq_fairseq.training.stopping import Stopping, Trainer
+from lightseq_fairseq.training.stopping import StoppableTrainer, Stopping
 
 SETS = {"ours": runs.LS, "fairseq's steps": {**runs.LS, "optimizer": "adam"}}
 
@@ -37,15 +37,15 @@ def binarised(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def signalled(number: int, update: int, rank: int = 0) -> Any:
     """A rank gets a signal while an update is under way, counted from 1."""
-    begin = Trainer._local_cumulative_training_time
+    begin = StoppableTrainer._local_cumulative_training_time
 
-    def clock(self: Trainer) -> float:
+    def clock(self: StoppableTrainer) -> float:
         is_it = not torch.distributed.is_initialized() or torch.distributed.get_rank() == rank
         if is_it and self.get_num_updates() == update - 1 and self.model.training:
             os.kill(os.getpid(), number)
         return begin(self)
 
-    return mock.patch.object(Trainer, "_local_cumulative_training_time", clock)
+    return mock.patch.object(StoppableTrainer, "_local_cumulative_training_time", clock)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -121,7 +121,7 @@ def test_a_second_one_ends_at_once(data: Path, tmp_path: Path) -> None:
 
     step = runs.Trainer.train_step
 
-    def signalled_twice(self: Trainer, *arguments: Any) -> Any:
+    def signalled_twice(self: runs.Trainer, *arguments: Any) -> Any:
         if self.get_num_updates() == 2:
             work()
         return step(self, *arguments)
@@ -184,7 +184,7 @@ def test_the_launcher_says_so(
     assert "Traceback" not in complaint
     last = tmp_path / "save/checkpoint_last.pt"
     sentence = f"lightseq-train: stopped by {number.name}; the same command goes on from {last}."
-    assert complaint.splitlines().count(sentence) == 1
+    assert complaint.splitlines().count(sentence) == 1, complaint
     torch.load(last, weights_only=False)
     assert sorted(os.listdir(tmp_path / "save")) == ["checkpoint_last.pt"]
     assert second.exit_code == 2
