@@ -6,9 +6,12 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+_SAME = 1.0  # seconds; a signal may be sent to a process, and to its group as well
 
 
 class SpawnedRanks:
@@ -20,12 +23,22 @@ class SpawnedRanks:
 
     told: str | None = None
 
+    def __init__(self) -> None:
+        self._first = float("inf")  # when SIGTERM has come
+
     def tell(self, number: int, frame: Any) -> None:
-        """Handler: ranks say what becomes of a signal; without any, it ends this process."""
+        """Handler: ranks say what becomes of a signal, a second SIGTERM ends them at once.
+
+        Without any, it ends this process.
+        """
         children = multiprocessing.active_children()
+        now = time.monotonic()
+        is_second = number == signal.SIGTERM and now - self._first > _SAME
+        if number == signal.SIGTERM:
+            self._first = min(self._first, now)
         for child in children:
             if child.pid is not None:
-                os.kill(child.pid, number)
+                os.kill(child.pid, signal.SIGKILL if is_second else number)
         if children:
             self.told = self.told or signal.Signals(number).name
         else:

@@ -332,6 +332,13 @@ PATCHES = (
         "scoped", "torch.utils.data._utils.worker:_worker_loop", "training.stopping:load_batches",
         "workers leave signals to their parent, which needs batches to its end", instead=True,
     ),
+    *(
+        Patch(
+            "scoped", f"multiprocessing.{module}:Popen._launch", "training.stopping:launch",
+            "threads that a worker has before it blocks signals would be found by them",
+        )
+        for module in ("popen_fork", "popen_spawn_posix")
+    ),
     Patch(
         "scoped", "fairseq.optim:FP16Optimizer", "training.trainer:Trainer",
         "the float32 parameters lie like the 16-bit ones", instead=True,

@@ -61,6 +61,8 @@ def main(original: Callable[..., None], cfg: Any, *arguments: Any, **keywords: A
         ranks.watched(),
         ExitStack() as folder,
         patching.within("torch.utils.data._utils.worker:_worker_loop", stopping.load_batches),
+        patching.within("multiprocessing.popen_fork:Popen._launch", stopping.launch),
+        patching.within("multiprocessing.popen_spawn_posix:Popen._launch", stopping.launch),
         patching.within(
             "fairseq.checkpoint_utils:verify_checkpoint_directory", verify_checkpoint_directory
         ),

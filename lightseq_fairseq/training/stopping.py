@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,7 +84,10 @@ class Stopping:
         now = time.monotonic()
         first = self._received.setdefault(number, now)
         is_ours = os.getpid() == self._process  # and not of a child that has inherited this
-        if number == signal.SIGTERM and (now - first > _SAME or not is_ours):
+        # A spawned rank gets what its parent gets, and perhaps learns of it a long product later:
+        # whether a signal is a second one its parent decides, which waits for nothing.
+        is_second = now - first > _SAME and multiprocessing.parent_process() is None
+        if number == signal.SIGTERM and (is_second or not is_ours):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -110,9 +113,24 @@ def load_batches(*arguments: Any) -> None:
 
     Batch systems send signals to all processes of a job, and training needs batches to its end.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _WORTH)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WORTH)  # as `launch` has done
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _load_batches(*arguments)
+
+
+def launch(original: Callable[[Any, Any], None], popen: Any, process: Any) -> None:
+    """multiprocessing's ``Popen._launch``; a child that loads data begins with signals blocked.
+
+    It may have threads before it comes to `load_batches` (a spawned one, of a spawned rank, has
+    those of numpy), and a signal finds whichever thread does not block it.
+    """
+    if process._target is not load_batches:
+        return original(popen, process)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _WORTH)
+    try:
+        original(popen, process)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_with_parent() -> None:
@@ -144,4 +162,4 @@ class StoppableTrainer(native.Trainer):
         return outputs, sums[:-1]
 
 
-__all__ = ["STOPPING", "StoppableTrainer", "Stopping", "load_batches"]
+__all__ = ["STOPPING", "StoppableTrainer", "Stopping", "launch", "load_batches"]

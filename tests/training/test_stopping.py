@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import re
 import shlex
@@ -19,6 +20,7 @@ import helpers.training_runs as runs
 import pytest
 import torch
 
+from lightseq_fairseq.cli.start import signals
 from lightseq_fairseq.errors import StoppedBySignal
 from lightseq_fairseq.training.stopping import StoppableTrainer, Stopping
 
@@ -127,11 +129,38 @@ def test_a_second_one_ends_at_once(data: Path, tmp_path: Path) -> None:
         return step(self, *arguments)
 
     def run() -> None:
-        with mock.patch.object(runs.Trainer, "train_step", signalled_twice):
+        with (
+            mock.patch.object(runs.Trainer, "train_step", signalled_twice),
+            mock.patch.object(multiprocessing, "parent_process", lambda: None),
+        ):
             runs.run(data, tmp_path, **runs.LS)
 
     assert runs.in_a_fork(run) == -signal.SIGTERM
     assert not (tmp_path / "checkpoint_last.pt").exists()
+
+
+def _ignore_sigterm(ready: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready.set()
+    time.sleep(60)
+
+
+def test_the_launcher_ends_ranks_by_a_second_one() -> None:
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    rank = context.Process(target=_ignore_sigterm, args=(ready,))
+    rank.start()
+    ready.wait(30)
+    ranks, start = signals.SpawnedRanks(), time.monotonic()
+    for after in (0, 0.5):  # to the launcher, and to its group as well
+        with mock.patch.object(time, "monotonic", lambda after=after: start + after):
+            ranks.tell(signal.SIGTERM, None)
+        rank.join(0.2)
+        assert rank.is_alive() and ranks.told == "SIGTERM"
+    with mock.patch.object(time, "monotonic", lambda: start + 1.5):
+        ranks.tell(signal.SIGTERM, None)
+    rank.join(30)
+    assert rank.exitcode == -signal.SIGKILL
 
 
 RANKS = "--distributed-world-size 2 --distributed-backend gloo --ddp-backend legacy_ddp"
@@ -167,6 +196,7 @@ def test_the_launcher_says_so(
          "--disable-validation", "--log-interval", "1", "--save-interval", "1000000",
          "--num-workers", "1"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},  # and so threads in each process
     )  # fmt: skip
     try:
         assert process.stdout is not None
