@@ -333,6 +333,11 @@ PATCHES = (
         "workers leave signals to their parent, which needs batches to its end", instead=True,
     ),
     Patch(
+        "scoped", "fairseq.models.transformer_lm:TransformerDecoder",
+        "plugins.language_model:LSTransformerLanguageModel",
+        "its build_model names the class of the decoder, and ours is another",
+    ),
+    Patch(
         "scoped", "fairseq.optim:FP16Optimizer", "training.trainer:Trainer",
         "the float32 parameters lie like the 16-bit ones", instead=True,
     ),
