@@ -111,6 +111,9 @@ Layout = tuple[Stream, ...]  # of a batch: what a model is given
 # Pairs of sentences. ``previous`` is the decoder's input, ``labels`` what it is to say.
 SENTENCE_PAIRS: Layout = (Stream("source", ("tokens",)), Stream("target", ("previous", "labels")))
 
+# Running text. ``labels`` are the tokens that follow ``previous``.
+TEXT: Layout = (Stream("target", ("previous", "labels")),)
+
 
 class Bucket(NamedTuple):
     """The shapes that a captured graph is made for.

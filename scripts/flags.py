@@ -61,8 +61,8 @@ NOTES = {
     "--sampling": "on a GPU with its own random stream: fairseq's distributions, not its draws",
     "--arch": "`ls_transformer` and its kin; with another one: fallback",
     "--optimizer": "`ls_adam`; with another one: fallback; `composite` is refused",
-    "--criterion": "`ls_label_smoothed_cross_entropy`; with another one: fallback; those of other "
-    "tasks are refused",
+    "--criterion": "`ls_label_smoothed_cross_entropy`, `ls_cross_entropy`; with another one: "
+    "fallback; those of other tasks are refused",
     "--activation-fn": "relu, gelu, gelu_accurate; others are refused",
     "--ddp-backend": "fallback with `slowmo`; `fully_sharded` is refused: parameters live in one "
     "flat buffer; the others make no difference to the captured step",
@@ -121,10 +121,10 @@ What `lightseq-train`, `-generate`, `-validate` and `-interactive` make of each 
 
 Not listed are the settings of other optimizers and criteria, which are fairseq's own: a run with
 one of them is a fallback. So are other tasks, as far as their data or training step differ; those
-of fairseq's that do not translate are refused. A part of another setting ("part of") has that one's
-answer; given alone it changes nothing, which a note says; so have settings of several ranks, given
-to one. A command with nothing of ours in it, and one with `--native`, is fairseq's and refuses
-nothing.
+of fairseq's with other data than the arch trains on are refused. A part of another setting ("part
+of") has that one's answer; given alone it changes nothing, which a note says; so have settings of
+several ranks, given to one. A command with nothing of ours in it, and one with `--native`, is
+fairseq's and refuses nothing.
 
 Each row is what a test finds when it runs the command: where the answer is honoured or fallback,
 beside fairseq's own command, and beside that command without the setting, which does something

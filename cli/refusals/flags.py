@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 lambda args: registries.is_fused(args.arch)
                 and args.criterion in _OF_OTHER_TASKS.split(),
                 "this one is for models of another kind",
-                "use --criterion ls_label_smoothed_cross_entropy or another one of translation",
+                "use --criterion ls_label_smoothed_cross_entropy or ls_cross_entropy",
                 always=False),
         Refusal("--optimizer",
                 lambda args: args.optimizer == "composite" and registries.is_fused(args.arch),

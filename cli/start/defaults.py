@@ -8,7 +8,7 @@ of it, stands on the command line, followed by ``=value`` or not.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 PREFIX = "ls_"
@@ -26,10 +26,15 @@ class Machine(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Flags that belong together: left alone once the user sets one of ``unless``."""
+    """Flags that belong together: left alone once the user sets one of ``unless``.
+
+    Attributes:
+        of_tasks: by the name of a task, what takes the place of ``flags``.
+    """
 
     unless: tuple[str, ...]
     flags: tuple[tuple[str, str], ...]
+    of_tasks: Mapping[str, tuple[tuple[str, str], ...]] = {}
 
 
 # The recipe of Vaswani et al. (2017), section 5, with the learning rate, the weight decay and the
@@ -50,6 +55,7 @@ CHOICES = (
             ("--criterion", "ls_label_smoothed_cross_entropy"),
             ("--label-smoothing", "0.1"),
         ),
+        of_tasks={"language_modeling": (("--criterion", "ls_cross_entropy"),)},
     ),
     Choice(
         unless=("--optimizer", "--criterion", "--lr-scheduler"),
@@ -129,10 +135,11 @@ def missing(argv: Sequence[str], machine: Machine, fused: bool | None = None) ->
         fused = (value(argv, ARCH) or "").startswith(PREFIX)
     if not fused:
         return []
+    task = value(argv, ("--task",)) or "translation"
     added: list[str] = []
     for choice in CHOICES:
         if not is_given(argv, choice.unless):
-            for flag, text in choice.flags:
+            for flag, text in choice.of_tasks.get(task, choice.flags):
                 if not is_given(argv, (flag,)):
                     added += [flag, text]
     if not is_given(argv, ("--distributed-world-size",)):

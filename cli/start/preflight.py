@@ -205,11 +205,20 @@ def pack_tokens(args: argparse.Namespace) -> None:
         return
     from fairseq.models import ARCH_MODEL_REGISTRY
 
+    from lightseq_fairseq.plugins.flat_model import SENTENCE_PAIRS
+
     ours = os.path.basename(sys.argv[0]) == "lightseq-train"
     if not ours or not getattr(ARCH_MODEL_REGISTRY.get(args.arch), "packs_tokens", False):
         raise UserError(
             "--pack-tokens needs a model that computes no pads: take --arch ls_transformer or one "
             "of its kin, without --native, or drop it."
+        )
+    if ARCH_MODEL_REGISTRY[args.arch].data is not SENTENCE_PAIRS:
+        # Nor would it come through: where fairseq keeps a model's settings by a dataclass, no other
+        # ones are among them.
+        raise UserError(
+            f"--pack-tokens counts the tokens of sentence pairs, and {args.arch} trains on other "
+            "data: drop it."
         )
     if args.max_tokens is None:
         raise UserError("--pack-tokens fills batches up to --max-tokens: give both, or drop it.")

@@ -66,21 +66,21 @@ def native_twin(argv: Sequence[str]) -> list[str]:
 
 
 def check_task(argv: Sequence[str]) -> None:
-    """Refuses to train our model on a task of fairseq's that does not translate.
+    """Refuses to train our model on a task of fairseq's that has other data.
 
     To be called before the command line is parsed, in which some of these tasks fail.
     """
+    from fairseq.models import ARCH_MODEL_REGISTRY
     from fairseq.tasks import TASK_REGISTRY
-    from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
-    from fairseq.tasks.translation import TranslationTask
-    from fairseq.tasks.translation_multi_simple_epoch import TranslationMultiSimpleEpochTask
 
-    arch, name = value(argv, defaults.ARCH), value(argv, ("--task",))
-    task = TASK_REGISTRY.get(name, TranslationTask)
-    translates = (TranslationTask, TranslationMultiSimpleEpochTask, MultilingualTranslationTask)
-    of_fairseq = task.__module__.startswith("fairseq.tasks.")
-    if of_fairseq and not issubclass(task, translates) and is_fused(arch):
+    arch, name = value(argv, defaults.ARCH), value(argv, ("--task",)) or "translation"
+    task = TASK_REGISTRY.get(name, object)  # fairseq refuses what is not registered
+    if not task.__module__.startswith("fairseq.tasks.") or not is_fused(arch):
+        return
+    data = ARCH_MODEL_REGISTRY[arch].data
+    if not issubclass(task, data.tasks):
+        words, instead = data.words
         raise UserError(
-            f"{arch} trains on pairs of sentences, and --task {name} gives it none: take --task "
-            "translation or another one of translation, or an arch of fairseq's own."
+            f"{arch} trains on {words}, and --task {name} gives it none: take {instead}, or an "
+            "arch of fairseq's own."
         )

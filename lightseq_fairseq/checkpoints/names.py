@@ -10,11 +10,10 @@ from typing import Any
 
 # First of all that concerns fairseq: it prepares fairseq for being imported and registers ours.
 from lightseq_fairseq.fairseq_compat import prepared  # noqa: F401  isort: skip
-from lightseq_fairseq.plugins.transformer import LSTransformerModel  # isort: skip
-from lightseq_fairseq.plugins.multilingual import LSMultilingualTransformerModel  # isort: skip
+from lightseq_fairseq import plugins  # noqa: F401  isort: skip
 
 from fairseq.criterions import CRITERION_REGISTRY
-from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.models.multilingual_transformer import MultilingualTransformerModel
 from fairseq.models.transformer import TransformerModel
 from fairseq.optim import OPTIMIZER_REGISTRY
@@ -43,13 +42,10 @@ def native_name(kind: str, name: str) -> str:
         return stripped
     # An architecture of the user's own: the file holds every option it has set, and fairseq's base
     # architecture fills in only what is missing.
-    for model, native in (
-        (LSTransformerModel, "transformer"),
-        (LSMultilingualTransformerModel, "multilingual_transformer"),
-    ):
-        if kind == "arch" and issubclass(registry.get(name, object), model):
-            return native
-    return name
+    extended = registry.get(name, object) if kind == "arch" else object
+    models = (ours for ours, model in MODEL_REGISTRY.items() if issubclass(extended, model))
+    ours = next((ours for ours in models if ours.startswith(_PREFIX)), name)
+    return ours.removeprefix(_PREFIX) if ours.removeprefix(_PREFIX) in MODEL_REGISTRY else name
 
 
 def native_cfg(cfg: Any) -> Any:

@@ -340,6 +340,11 @@ PATCHES = (
         for module in ("popen_fork", "popen_spawn_posix")
     ),
     Patch(
+        "scoped", "fairseq.models.transformer_lm:TransformerDecoder",
+        "plugins.language_model:LSTransformerLanguageModel",
+        "its build_model names the class of the decoder, and ours is another",
+    ),
+    Patch(
         "scoped", "fairseq.optim:FP16Optimizer", "training.trainer:Trainer",
         "the float32 parameters lie like the 16-bit ones", instead=True,
     ),

@@ -61,6 +61,8 @@ class EncoderLayer(TransformerLayer):
             see ``sites.first_site``. Layers that are given theirs need sites below 2**20 and
             ``sites.SITES_PER_LAYER`` apart.
 
+    It is a decoder's layer, too, where there is no source: run with ``causal``, of the same parts.
+
     Source: ``fairseq.modules.transformer_layer.TransformerEncoderLayerBase``.
     """
 
@@ -81,7 +83,7 @@ class EncoderLayer(TransformerLayer):
 
     def forward_in_stack(
         self, x: Tensor, stream: Tensor | None, segments: Segments, rng: Tensor,
-        next_norm: nn.LayerNorm | None,
+        next_norm: nn.LayerNorm | None, causal: bool = False,
     ) -> tuple[Any, Any]:  # fmt: skip
         """One layer of a stack: (x, stream) -> (x, stream).
 
@@ -90,7 +92,7 @@ class EncoderLayer(TransformerLayer):
         """
         own = (self.self_attn_layer_norm, self.final_layer_norm)
         closing = (own[1], next_norm) if self.normalize_before else own
-        heads = self.self_attn.heads(segments, segments, False, rng, self.first_site(rng))
+        heads = self.self_attn.heads(segments, segments, causal, rng, self.first_site(rng))
         residual = self.residual(closing[0], rng, 1)
         stream, x = self.self_attn.self_attention(x, stream, heads, residual)
         stream, x = self.feed_forward(x, stream, closing[1], rng, 2)
@@ -115,9 +117,12 @@ class EncoderLayer(TransformerLayer):
 
 def run_encoder(
     layers: Iterable[EncoderLayer], last_norm: nn.LayerNorm | None, x: Tensor,
-    segments: Segments, rng: Tensor,
+    segments: Segments, rng: Tensor, causal: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Run a stack on x [T, C]; in pre-norm stacks each norm rides on the op before it."""
+    """Run a stack on x [T, C]; in pre-norm stacks each norm rides on the op before it.
+
+    causal: a token sees only itself and what stands before it.
+    """
     stack = list(layers)
     if not stack:
         return x if last_norm is None else layer_norm(x, last_norm, rng)[1]
@@ -126,5 +131,5 @@ def run_encoder(
         stream, x = layer_norm(x, stack[0].self_attn_layer_norm, rng)
     for place, layer in enumerate(stack):
         following = stack[place + 1].self_attn_layer_norm if place + 1 < len(stack) else last_norm
-        x, stream = layer.forward_in_stack(x, stream, segments, rng, following)
+        x, stream = layer.forward_in_stack(x, stream, segments, rng, following, causal)
     return stream if x is None else x

@@ -2,7 +2,8 @@
 
     transformer  --arch ls_transformer...
     multilingual --arch ls_multilingual_transformer...
-    criterion    --criterion ls_label_smoothed_cross_entropy
+    language_model --arch ls_transformer_lm...
+    criterion    --criterion ls_label_smoothed_cross_entropy, ls_cross_entropy
     optimizer    --optimizer ls_adam
     generator    what task.build_generator gives for our model
 
@@ -20,7 +21,7 @@ from lightseq_fairseq.fairseq_compat import patching
 fairseq_compat.import_only()
 
 from lightseq_fairseq.plugins import transformer  # noqa: E402, F401, I001
-from lightseq_fairseq.plugins import multilingual  # noqa: E402, F401
+from lightseq_fairseq.plugins import language_model, multilingual  # noqa: E402, F401
 from lightseq_fairseq.plugins import criterion, optimizer  # noqa: E402, F401
 
 if __name__ != f"{patching.PACKAGE}.plugins":

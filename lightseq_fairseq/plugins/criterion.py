@@ -1,4 +1,4 @@
-"""``ls_label_smoothed_cross_entropy``: fairseq's criterion on one fused op.
+"""``ls_label_smoothed_cross_entropy`` and ``ls_cross_entropy``: fairseq's criteria on one fused op.
 
 Letters: B sentences, L longest sentence, T rows, V vocabulary.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from fairseq.criterions import cross_entropy as native_unsmoothed
 from fairseq.criterions import label_smoothed_cross_entropy as native
 from fairseq.criterions import register_criterion
 from torch import Tensor
 
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.layers import label_smoothed_cross_entropy
-from lightseq_fairseq.training.objectives import LabelSmoothing
+from lightseq_fairseq.training.objectives import CrossEntropy, LabelSmoothing
 
 
 @register_criterion(
@@ -36,14 +37,17 @@ class LabelSmoothedCrossEntropyCriterion(native.LabelSmoothedCrossEntropyCriteri
         ``reduce=False`` gives the loss of every target, [B * (L - ignored prefix), 1], as fairseq
         does.
         """
-        logits, target, segments = self._logits_and_target(model, sample)
+        logits, target, segments = _logits_and_target(
+            model, sample, self.padding_idx, self.ignore_prefix_size
+        )
         loss, nll, correct = label_smoothed_cross_entropy(
             logits, target, self.eps, self.padding_idx, self.report_accuracy
         )
         if reduce:
             loss, nll = loss.sum(), nll.sum()
         else:
-            loss, nll = (self._padded(x, sample["target"], segments) for x in (loss, nll))
+            loss, nll = (_padded(x, sample["target"], segments) for x in (loss, nll))
+            loss, nll = (x[:, self.ignore_prefix_size :].reshape(-1, 1) for x in (loss, nll))
         sentences = sample["target"].size(0)
         sample_size = sentences if self.sentence_avg else sample["ntokens"]
         logging_output = {
@@ -65,30 +69,66 @@ class LabelSmoothedCrossEntropyCriterion(native.LabelSmoothedCrossEntropyCriteri
             self.sentence_avg,
         )  # fmt: skip
 
-    def _padded(self, rows: Tensor, target: Tensor, segments: Any) -> Tensor:
-        """Losses of all rows in the places of target [B, L], without its prefix: [B * L', 1]."""
-        losses = rows.view(target.shape) if segments is None else segments.pad(rows)
-        return losses[:, self.ignore_prefix_size :].reshape(-1, 1)
 
-    def _logits_and_target(self, model: Any, sample: dict[str, Any]) -> tuple[Tensor, Tensor, Any]:
-        """Logits [T, V], targets [T] with ignored ones set to pad, and the segments if packed."""
-        segments = None
-        if getattr(model, "packs_tokens", False):
-            logits, segments = model(**sample["net_input"], packed=True)
-            target = segments.pack(sample["target"])
-            prefix = segments.positions < self.ignore_prefix_size
-        else:
-            net_output = model(**sample["net_input"])
-            if getattr(getattr(model, "decoder", None), "adaptive_softmax", None) is not None:
-                raise UserError(
-                    "ls_label_smoothed_cross_entropy needs every logit: use fairseq's "
-                    "--criterion adaptive_loss with --adaptive-softmax-cutoff."
-                )
-            logits = net_output[0].flatten(0, 1)
-            target = model.get_targets(sample, net_output)
-            prefix = target.new_zeros(target.shape, dtype=bool)
-            prefix[:, : self.ignore_prefix_size] = True
-            prefix, target = prefix.flatten(), target.flatten()
-        if self.ignore_prefix_size > 0:
-            target = target.masked_fill(prefix, self.padding_idx)
-        return logits, target, segments
+@register_criterion("ls_cross_entropy", dataclass=native_unsmoothed.CrossEntropyCriterionConfig)
+class CrossEntropyCriterion(native_unsmoothed.CrossEntropyCriterion):
+    """Cross entropy over packed logits, for ls and for native models.
+
+    As above: the class bears fairseq's name, and all else is that of
+    ``fairseq.criterions.cross_entropy``.
+    """
+
+    def forward(
+        self, model: Any, sample: dict[str, Any], reduce: bool = True
+    ) -> tuple[Tensor, int, dict[str, Any]]:
+        """Loss of a batch in nats, its sample size, and what is logged.
+
+        ``reduce=False`` gives the loss of every target, [B * L], as fairseq does.
+        """
+        logits, target, segments = _logits_and_target(model, sample, self.padding_idx)
+        loss, _, _ = label_smoothed_cross_entropy(logits, target, 0.0, self.padding_idx)
+        loss = loss.sum() if reduce else _padded(loss, sample["target"], segments).flatten()
+        sentences = sample["target"].size(0)
+        sample_size = sentences if self.sentence_avg else sample["ntokens"]
+        logging_output = {
+            "loss": loss.data,
+            "ntokens": sample["ntokens"],
+            "nsentences": sentences,
+            "sample_size": sample_size,
+        }
+        return loss, sample_size, logging_output
+
+    def objective(self) -> CrossEntropy:
+        """The same for the captured step."""
+        return CrossEntropy(self.padding_idx, self.sentence_avg)
+
+
+def _padded(rows: Tensor, target: Tensor, segments: Any) -> Tensor:
+    """Losses of all rows in the places of target [B, L]."""
+    return rows.view(target.shape) if segments is None else segments.pad(rows)
+
+
+def _logits_and_target(
+    model: Any, sample: dict[str, Any], padding_idx: int, ignored_prefix: int = 0
+) -> tuple[Tensor, Tensor, Any]:
+    """Logits [T, V], targets [T] with ignored ones set to pad, and the segments if packed."""
+    segments = None
+    if getattr(model, "packs_tokens", False):
+        logits, segments = model(**sample["net_input"], packed=True)
+        target = segments.pack(sample["target"])
+        prefix = segments.positions < ignored_prefix
+    else:
+        net_output = model(**sample["net_input"])
+        if getattr(getattr(model, "decoder", None), "adaptive_softmax", None) is not None:
+            raise UserError(
+                "An ls_ criterion needs every logit: use fairseq's --criterion adaptive_loss with "
+                "--adaptive-softmax-cutoff."
+            )
+        logits = net_output[0].flatten(0, 1)
+        target = model.get_targets(sample, net_output)
+        prefix = target.new_zeros(target.shape, dtype=bool)
+        prefix[:, :ignored_prefix] = True
+        prefix, target = prefix.flatten(), target.flatten()
+    if ignored_prefix > 0:
+        target = target.masked_fill(prefix, padding_idx)
+    return logits, target, segments

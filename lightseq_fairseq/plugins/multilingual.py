@@ -14,15 +14,13 @@ from fairseq.models.multilingual_transformer import MultilingualTransformerModel
 from fairseq.models.transformer import TransformerConfig
 from torch import Tensor
 
-from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.packing import Packed
-from lightseq_fairseq.plugins.flat_model import FlatModel
+from lightseq_fairseq.plugins.flat_model import SENTENCE_PAIRS, FlatModel
 from lightseq_fairseq.plugins.transformer import (
     LSTransformerDecoder,
     LSTransformerEncoder,
     packed_logits,
 )
-from lightseq_fairseq.plugins.unsupported import unsupported_option
 
 
 @register_model("ls_multilingual_transformer")
@@ -33,20 +31,15 @@ class LSMultilingualTransformerModel(FlatModel, MultilingualTransformerModel):
     names and initial values it keeps.
     """
 
+    data = SENTENCE_PAIRS
+
     def __init__(self, encoders: Any, decoders: Any) -> None:
         super().__init__(encoders, decoders)
         self.lay_out()
 
     @classmethod
     def build_model(cls, args: Namespace, task: Any) -> LSMultilingualTransformerModel:
-        """Build from fairseq's namespace.
-
-        Raises:
-            UserError: naming the flag that cannot be honoured, the reason and the way out.
-        """
-        unsupported = unsupported_option(args)
-        if unsupported:
-            raise UserError(unsupported)
+        """Build from fairseq's namespace; see ``FlatModel``."""
         pairs = super().build_model(args, task).models.items()  # of fairseq's class, by name
         return cls(
             OrderedDict((name, model.encoder) for name, model in pairs),

@@ -37,11 +37,10 @@ from lightseq_fairseq.layers.decoder import DecoderLayer, run_decoder_with_weigh
 from lightseq_fairseq.layers.encoder import EncoderLayer
 from lightseq_fairseq.packing import Packed, Segments
 from lightseq_fairseq.plugins.encoder_out import EncoderOut, repack
-from lightseq_fairseq.plugins.flat_model import FlatModel
-from lightseq_fairseq.plugins.unsupported import unsupported_option
+from lightseq_fairseq.plugins.flat_model import SENTENCE_PAIRS, FlatModel
 
 
-def _rng(module: torch.nn.Module, device: torch.device) -> Tensor:
+def dropout_rng(module: torch.nn.Module, device: torch.device) -> Tensor:
     """Dropout's numbers for one pass.
 
     In evaluation none are drawn: what the user samples with ``--seed`` is what fairseq's model,
@@ -139,7 +138,7 @@ class LSTransformerEncoder(_Side, TransformerEncoderBase):
         """
         if token_embeddings is not None:
             raise UserError("ls_transformer embeds tokens itself: pass tokens, not embeddings.")
-        features, segments = self.packed(src_tokens, _rng(self, src_tokens.device))
+        features, segments = self.packed(src_tokens, dropout_rng(self, src_tokens.device))
         mask = src_tokens.eq(self.padding_idx)
         padded = {
             "encoder_out": [segments.pad(features).transpose(0, 1)],
@@ -162,24 +161,32 @@ class LSTransformerEncoder(_Side, TransformerEncoderBase):
 
 
 class LSTransformerDecoder(_Side, TransformerDecoderBase):
-    """Decoder on packed tokens. Source: ``fairseq.models.transformer.TransformerDecoderBase``."""
+    """Decoder on packed tokens. Source: ``fairseq.models.transformer.TransformerDecoderBase``.
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    Like that one it may have no source: ``no_encoder_attn``, and memory and source are None.
+    """
+
+    def __init__(
+        self, cfg: TransformerConfig, dictionary: Any, embed_tokens: Any,
+        no_encoder_attn: bool = False, output_projection: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn, output_projection)
+        self.reads_source = not no_encoder_attn
         self.steps = StepDecoder()
 
     def build_decoder_layer(
         self, cfg: TransformerConfig, no_encoder_attn: bool = False
-    ) -> DecoderLayer:
-        return DecoderLayer(
-            cfg.decoder.embed_dim, cfg.decoder.ffn_embed_dim, cfg.decoder.attention_heads,
-            encoder_dim=cfg.encoder.embed_dim, normalize_before=cfg.decoder.normalize_before,
-            **_rates(cfg),
-        )  # fmt: skip
+    ) -> DecoderLayer | EncoderLayer:
+        side = cfg.decoder
+        sizes = (side.embed_dim, side.ffn_embed_dim, side.attention_heads)
+        rates = {"normalize_before": side.normalize_before, **_rates(cfg)}
+        if no_encoder_attn:
+            return EncoderLayer(*sizes, **rates)
+        return DecoderLayer(*sizes, encoder_dim=cfg.encoder.embed_dim, **rates)
 
     def packed(
-        self, prev_output_tokens: Tensor, memory: Tensor, source: Segments, rng: Tensor,
-        causal: bool = True, attention_of: int | None = None,
+        self, prev_output_tokens: Tensor, memory: Tensor | None, source: Segments | None,
+        rng: Tensor, causal: bool = True, attention_of: int | None = None,
     ) -> tuple[Tensor, Segments, Tensor | None]:  # fmt: skip
         """prev_output_tokens int64 [B, L], memory [T_src, C] -> features [T, C], segments, weights.
 
@@ -191,14 +198,18 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         return x, segments, weights
 
     def features(
-        self, tokens: Tensor, segments: Segments, memory: Tensor, source: Segments, rng: Tensor,
-        causal: bool = True, attention_of: int | None = None,
+        self, tokens: Tensor, segments: Segments, memory: Tensor | None, source: Segments | None,
+        rng: Tensor, causal: bool = True, attention_of: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """tokens [T] of packed sentences, memory [T_src, C] -> [T, C], weights as ``packed``."""
         x = self.embed_packed(tokens, segments.positions, segments.max_len, rng, 1)
-        x, weights = run_decoder_with_weights(
-            self.layers, self.layer_norm, x, memory, segments, source, rng, causal, attention_of
-        )
+        weights = None
+        if memory is None or source is None:
+            x = run_encoder(self.layers, self.layer_norm, x, segments, rng, causal)
+        else:
+            x, weights = run_decoder_with_weights(
+                self.layers, self.layer_norm, x, memory, segments, source, rng, causal, attention_of
+            )
         return self.project_out(x), weights
 
     def project_out(self, x: Tensor) -> Tensor:
@@ -220,18 +231,25 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         extra["attn"][0] holds the cross attention [B, L, L_src] of ``alignment_layer`` (default:
         the last) averaged over heads (``alignment_heads``: over so many, default all).
         """
-        if encoder_out is None:
+        if not self.reads_source:
+            encoder_out = None
+            if incremental_state is not None:
+                raise UserError(
+                    "ls_transformer_lm does not generate text yet: let fairseq's own model do it, "
+                    "which reads its checkpoints."
+                )
+        elif encoder_out is None:
             raise UserError("ls_transformer's decoder needs the encoder's output.")
         layer = self.num_layers - 1 if alignment_layer is None else alignment_layer
-        if incremental_state is not None:
+        if incremental_state is not None and encoder_out is not None:
             hypotheses = self._incremental(encoder_out, incremental_state)
             features, attention = hypotheses.decode_next(
                 self, prev_output_tokens, AttentionRequest(layer, alignment_heads)
             )
             return features.unsqueeze(1), _extras(attention.unsqueeze(1))
-        memory, source = repack(encoder_out)
+        memory, source = (None, None) if encoder_out is None else repack(encoder_out)
         features, segments, weights = self.packed(
-            prev_output_tokens, memory, source, _rng(self, memory.device),
+            prev_output_tokens, memory, source, dropout_rng(self, prev_output_tokens.device),
             causal=not full_context_alignment, attention_of=layer,
         )  # fmt: skip
         return segments.pad(features), _extras(_over_heads(weights, alignment_heads))
@@ -287,6 +305,7 @@ class LSTransformerModel(FlatModel, TransformerModel):
     """
 
     packs_tokens = True  # ls criteria ask the model for packed logits
+    data = SENTENCE_PAIRS
 
     def __init__(self, args: Namespace, encoder: Any, decoder: Any) -> None:
         super().__init__(args, encoder, decoder)
@@ -294,15 +313,12 @@ class LSTransformerModel(FlatModel, TransformerModel):
 
     @classmethod
     def build_model(cls, args: Namespace, task: Any) -> LSTransformerModel:
-        """Build from fairseq's namespace; refuses what the fused layers cannot honour.
+        """Build from fairseq's namespace.
 
         Raises:
-            UserError: naming the flag, the reason and the way out; or the dictionary that is not
-                the one of the checkpoint whose options ``args`` are.
+            UserError: as ``FlatModel`` does; or naming the dictionary that is not the one of the
+                checkpoint whose options ``args`` are.
         """
-        unsupported = unsupported_option(args)
-        if unsupported:
-            raise UserError(unsupported)
         if isinstance(task, MultilingualTranslationTask):
             raise UserError(
                 "ls_transformer is one model, and --task multilingual_translation trains one for "
@@ -349,7 +365,7 @@ class LSTransformerModel(FlatModel, TransformerModel):
             (logits [B, L, V] with zeros at pads, fairseq's dict of extras), or with ``packed``
             (logits [T, V], segments of the target).
         """
-        rng = _rng(self, src_tokens.device)
+        rng = dropout_rng(self, src_tokens.device)
         memory, source = self.encoder.packed(src_tokens, rng)
         layer = self.decoder.num_layers - 1 if alignment_layer is None else alignment_layer
         x, segments, weights = self.decoder.packed(

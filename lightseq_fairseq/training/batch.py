@@ -1,4 +1,4 @@
-"""Pairs of sentences from fairseq's dataset to packed batches, by ``DataLoader``'s workers."""
+"""Items of fairseq's datasets to packed batches, by ``DataLoader``'s workers."""
 
 from __future__ import annotations
 
@@ -9,40 +9,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightseq_fairseq.packing import SENTENCE_PAIRS, Bucket, Granularity, PackedBatch, block_size
+from lightseq_fairseq.packing import (
+    SENTENCE_PAIRS,
+    TEXT,
+    Bucket,
+    Granularity,
+    Layout,
+    PackedBatch,
+    block_size,
+)
 
 
 def packing(dataset: Any, granularity: Granularity | None = None) -> PackingDataset:
     """The dataset, which ``covers`` has no objection to, with batches that come out packed."""
-    from fairseq.data import RoundRobinZipDatasets
-
-    kind = PackingParts if type(dataset) is RoundRobinZipDatasets else PackingPairs
-    return kind(dataset, granularity)
+    return _kinds()[type(dataset)](dataset, granularity)
 
 
 def covers(dataset: Any) -> str | None:
     """Why ``packing`` cannot take the place of this dataset's collater, in a few words.
 
-    None where it can. Only fairseq's ``LanguagePairDataset`` itself is covered, and several of them
-    zipped by its ``RoundRobinZipDatasets``: what wraps or extends them may change a batch in ways
-    that are not seen here.
+    None where it can. Only the classes of ``_kinds`` themselves are covered: what wraps or extends
+    them may change a batch in ways that are not seen here.
     """
-    from fairseq.data import LanguagePairDataset, RoundRobinZipDatasets
-
-    if type(dataset) is RoundRobinZipDatasets and dataset.eval_key is None:
-        found = map(covers, dataset.datasets.values())
-        return next((reason for reason in found if reason is not None), None)
-    if type(dataset) is not LanguagePairDataset:
-        return f"data from {type(dataset).__name__}"
-    reasons = {
-        "no target sentences": dataset.tgt is None,
-        "alignments": dataset.align_dataset is not None,
-        "constraints": dataset.constraints is not None,
-        "language ids": not (dataset.src_lang_id is None and dataset.tgt_lang_id is None),
-        "no input feeding": not dataset.input_feeding,
-        "batches of bucketed lengths": dataset.buckets is not None,
-    }
+    kind = _kinds().get(type(dataset))
+    reasons = {f"data from {type(dataset).__name__}": True} if kind is None else kind.lacks(dataset)
     return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _kinds() -> dict[type, Any]:
+    """fairseq's classes of data, and who packs their batches."""
+    from fairseq.data import LanguagePairDataset, MonolingualDataset, RoundRobinZipDatasets
+
+    return {
+        LanguagePairDataset: PackingPairs,
+        RoundRobinZipDatasets: PackingParts,
+        MonolingualDataset: PackingText,
+    }
 
 
 class PackingDataset(torch.utils.data.Dataset[Any]):
@@ -66,6 +68,11 @@ class PackingDataset(torch.utils.data.Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
+    @staticmethod
+    def lacks(dataset: Any) -> dict[str, bool]:
+        """What it does not pack of its class of data, in a few words; whether this one has it."""
+        raise NotImplementedError
+
     def __getitems__(self, indices: Any) -> Any:
         """The batch of these items; torch's fetcher calls this where it exists."""
         raise NotImplementedError
@@ -85,8 +92,7 @@ class PackingPairs(PackingDataset):
 
     Args:
         dataset: fairseq's LanguagePairDataset, one that ``covers`` has no objection to.
-        granularity: of the numbers of rows. With one above 1, room for sentences comes in classes
-            256, 1024, 4096, ...
+        granularity: of the numbers of rows and sentences, see ``_packed``.
         part: what of the model the batches train, see ``PackedBatch``.
     """
 
@@ -104,6 +110,18 @@ class PackingPairs(PackingDataset):
         self._mapped = not adds_tokens and all(
             type(side) is MMapIndexedDataset for side in (dataset.src, dataset.tgt)
         )
+
+    @staticmethod
+    def lacks(dataset: Any) -> dict[str, bool]:
+        """See ``PackingDataset``."""
+        return {
+            "no target sentences": dataset.tgt is None,
+            "alignments": dataset.align_dataset is not None,
+            "constraints": dataset.constraints is not None,
+            "language ids": not (dataset.src_lang_id is None and dataset.tgt_lang_id is None),
+            "no input feeding": not dataset.input_feeding,
+            "batches of bucketed lengths": dataset.buckets is not None,
+        }
 
     def __getitems__(self, indices: Any) -> PackedBatch:
         """The batch of these sentence pairs."""
@@ -125,36 +143,12 @@ class PackingPairs(PackingDataset):
         # eos, then the target without its last token.
         previous = np.roll(target.tokens, 1)
         previous[target.positions() == 0] = self.dataset.eos
-        ntokens = np.count_nonzero(target.tokens != pad)
+        ntokens = int(np.count_nonzero(target.tokens != pad))
         if ntokens < len(target.tokens):
             kept = previous != pad
             target, previous = target.keep(kept), previous[kept]
-
-        room = self._bucket(len(source.tokens), len(target.tokens), len(source.lengths))
-        longest = tuple(int(side.lengths.max(initial=0)) for side in (source, target))
-        block = torch.zeros(block_size(SENTENCE_PAIRS, room), dtype=torch.int64)
-        counts = (len(source.lengths), int(ntokens), longest)
-        batch = PackedBatch(block, SENTENCE_PAIRS, room, *counts, self.part)
-        columns = {
-            "source": {"tokens": source.tokens},
-            "target": {"previous": previous, "labels": target.tokens},
-        }
-        for (name, rows), side in zip(batch.open().items(), (source, target), strict=True):
-            for column, values in columns[name].items():
-                _fill(rows[column], values, pad)
-            _fill(rows.segments.positions, side.positions(), 0)
-            _fill(rows.segments.cu_seqlens, side.boundaries(), len(side.tokens))
-        return batch
-
-    def _bucket(self, source: int, target: int, sentences: int) -> Bucket:
-        if self.granularity.fine > 1:
-            # Few classes: graphs are made for each, and an empty place costs four bytes.
-            room = 256
-            while room < sentences:
-                room *= 4
-            sentences = room
-        rounded = self.granularity.rounded
-        return Bucket((rounded(source), rounded(target)), sentences)
+        streams = [(source, [source.tokens]), (target, [previous, target.tokens])]
+        return _packed(SENTENCE_PAIRS, streams, pad, ntokens, self.granularity, self.part)
 
 
 class PackingParts(PackingDataset):
@@ -172,6 +166,13 @@ class PackingParts(PackingDataset):
             part: PackingPairs(pairs, granularity, part) for part, pairs in dataset.datasets.items()
         }
 
+    @staticmethod
+    def lacks(dataset: Any) -> dict[str, bool]:
+        """See ``PackingDataset``."""
+        reasons = {f"data from {type(dataset).__name__}": dataset.eval_key is not None}
+        found = map(covers, dataset.datasets.values())
+        return reasons | {reason: True for reason in found if reason is not None}
+
     def __getitems__(self, indices: Any) -> list[PackedBatch]:
         """A batch of each part: the items that fairseq's dataset has at these places."""
         place = self.dataset._map_index  # a shorter part begins again at its end
@@ -188,6 +189,79 @@ class PackingParts(PackingDataset):
             pairs.collater([sample[part] for sample in samples])
             for part, pairs in self.parts.items()
         ]
+
+
+class PackingText(PackingDataset):
+    """Batches of blocks of running text, each a ``PackedBatch``.
+
+    A batch has the blocks, decoder input and labels of fairseq's ``collate`` in
+    ``monolingual_dataset.py``. The row of a decoder input spelled like the pad is dropped, as
+    ``Segments.from_mask`` does; it counts among the tokens, as fairseq has it.
+
+    Args:
+        dataset: fairseq's MonolingualDataset, one that ``covers`` has no objection to.
+        granularity: of the numbers of rows and sentences, see ``_packed``.
+    """
+
+    def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
+        super().__init__(dataset)
+        self.granularity = granularity or Granularity()
+
+    @staticmethod
+    def lacks(dataset: Any) -> dict[str, bool]:
+        """See ``PackingDataset``."""
+        return {
+            "targets other than the next token": dataset.targets != ["future"],
+            # fairseq counts the blocks that only fill a batch up.
+            "batches of a fixed number of blocks": dataset.pad_to_bsz is not None,
+        }
+
+    def __getitems__(self, indices: Any) -> PackedBatch:
+        """The batch of these blocks."""
+        return self.collater([self.dataset[index] for index in indices])
+
+    def collater(self, samples: Any) -> PackedBatch:
+        """See ``PackingDataset``."""
+        if isinstance(samples, PackedBatch):
+            return samples
+        previous, labels = (_join([s[side] for s in samples]) for side in ("source", "target"))
+        pad, ntokens = self.dataset.vocab.pad(), len(previous.tokens)
+        kept = previous.tokens != pad
+        previous, labels = previous.keep(kept), labels.keep(kept)
+        streams = [(previous, [previous.tokens, labels.tokens])]
+        return _packed(TEXT, streams, pad, ntokens, self.granularity)
+
+
+def _packed(
+    layout: Layout, streams: Sequence[tuple[_Sentences, Sequence[np.ndarray]]], pad: int,
+    ntokens: int, granularity: Granularity, part: str = "",
+) -> PackedBatch:  # fmt: skip
+    """A batch as a block.
+
+    Args:
+        streams: of each stream of the layout its sentences and, in order, its columns.
+        pad: of the columns, where rows are past the real ones.
+        ntokens, part: see ``PackedBatch``.
+        granularity: of the numbers of rows. With one above 1, room for sentences comes in classes
+            256, 1024, 4096, ...
+    """
+    sides = [side for side, _ in streams]
+    sentences = room = len(sides[0].lengths)
+    if granularity.fine > 1:
+        # Few classes: graphs are made for each, and an empty place costs four bytes.
+        room = 256
+        while room < sentences:
+            room *= 4
+    bucket = Bucket(tuple(granularity.rounded(len(side.tokens)) for side in sides), room)
+    longest = tuple(int(side.lengths.max(initial=0)) for side in sides)
+    block = torch.zeros(block_size(layout, bucket), dtype=torch.int64)
+    batch = PackedBatch(block, layout, bucket, sentences, ntokens, longest, part)
+    for rows, (side, columns) in zip(batch.open().values(), streams, strict=True):
+        for column, values in zip(rows.columns.values(), columns, strict=True):
+            _fill(column, values, pad)
+        _fill(rows.segments.positions, side.positions(), 0)
+        _fill(rows.segments.cu_seqlens, side.boundaries(), len(side.tokens))
+    return batch
 
 
 def _fill(part: Tensor, values: np.ndarray, past: int) -> None:

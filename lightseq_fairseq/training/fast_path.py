@@ -93,9 +93,7 @@ def fallback_reason(trainer: Any) -> str | None:
     reasons = {
         # Nor are those of --user-dir that extend ours, unless they declare it themselves.
         "the arch has no packed steps": not declares(model, "packed_logits"),
-        "the criterion is not ls_label_smoothed_cross_entropy": not declares(
-            criterion, "objective"
-        ),
+        "the criterion has no packed steps": not declares(criterion, "objective"),
         "the optimizer is not ls_adam": getattr(cfg.optimizer, "_name", None) != "ls_adam",
         "the task trains in a way of its own": not _trains_as_fairseqs(task),
         "the task's logs cannot be summed": trainer.data_parallel_world_size > 1

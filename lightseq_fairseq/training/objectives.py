@@ -98,6 +98,20 @@ class LabelSmoothing:
         return dict(zip(names, sums, strict=False))
 
 
+class CrossEntropy(LabelSmoothing):
+    """The same without smoothing, of which the loss alone is logged.
+
+    Source: ``fairseq.criterions.cross_entropy``.
+    """
+
+    def __init__(self, padding_idx: int, by_sentence: bool) -> None:
+        super().__init__(0.0, padding_idx, False, 0, by_sentence)
+
+    def logged(self, sums: Sequence[float]) -> dict[str, float]:
+        """See ``Objective``."""
+        return {"loss": sums[0]}
+
+
 def declares(thing: Any, name: str) -> bool:
     """Whether the class of a model or a criterion itself has ``name``.
 
@@ -106,4 +120,4 @@ def declares(thing: Any, name: str) -> bool:
     return name in vars(type(thing))
 
 
-__all__ = ["LabelSmoothing", "Objective", "PackedModel", "declares"]
+__all__ = ["CrossEntropy", "LabelSmoothing", "Objective", "PackedModel", "declares"]

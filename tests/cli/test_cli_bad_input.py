@@ -148,6 +148,7 @@ THEIRS = "--path native/checkpoint_last.pt --native"
 OVERFLOW = "--memory-efficient-fp16 --fp16 --fp16-init-scale 1073741824 --min-loss-scale 536870912"
 DRAWN = "--input text/test.de --sampling --nbest 5"
 SHORT = "--max-len-b 3"
+TRAIN_TEXT = "train bin --task language_modeling --arch ls_transformer_lm"
 SKIP = "--skip-invalid-size-inputs-valid-test"
 
 BAD = [
@@ -186,6 +187,9 @@ BAD = [
     (f"train bin {LS} --task denoising", ["--task denoising", "--task translation"]),
     (f"train bin {LS} --task language_modeling", ["pairs of sentences", "language_modeling"]),
     (f"train bin {LS} --task masked_lm", ["pairs of sentences", "masked_lm"]),
+    ("train bin --arch ls_transformer_lm", ["running text", "--task translation", "language_mod"]),
+    (f"{TRAIN_TEXT} --pack-tokens", ["--pack-tokens", "sentence pairs", "drop it"]),
+    (f"{TRAIN_TEXT}_wiki103", ["--adaptive-softmax-cutoff", "every logit", "--native"]),
     (f"train bin {LS} --optimizer qqqq", ["qqqq", "--optimizer"]),
     (f"train bin {LS} --user-dir gone", ["gone", "does not exist"]),
     # sizes

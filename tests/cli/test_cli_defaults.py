@@ -83,6 +83,16 @@ def test_what_the_user_sets_is_left_alone(given: str, left_out: set[str]) -> Non
     assert added(f"{given} {ARCH}").keys() == ALL - left_out
 
 
+def test_text_has_its_own_criterion() -> None:
+    arch = "--arch ls_transformer_lm --task"
+    found = added(f"{arch} language_modeling")
+    assert found.keys() == ALL - {"--label-smoothing"}
+    assert found["--criterion"] == "ls_cross_entropy"
+    given = added(f"{arch} language_modeling --criterion ls_label_smoothed_cross_entropy")
+    assert found.keys() - given.keys() == {"--criterion", *SCHEDULE} - given.keys()
+    assert "--criterion" not in given
+
+
 @pytest.mark.parametrize(
     ("given", "machine", "precision"),
     [

@@ -131,7 +131,7 @@ LOG = [
 LINES = [*MODEL, *STEP, *SCHEDULES, *DATA, *VALIDATION, *CHECKPOINTS, *LOG]
 # -> why fairseq's own step is taken
 OTHER_PARTS = {
-    "--label-smoothing None | --criterion cross_entropy": "the criterion is not ls_",
+    "--label-smoothing None | --criterion cross_entropy": "the criterion has no packed steps",
     "--adam-betas None | --optimizer sgd": "the optimizer is not ls_adam",
 }
 CPU, EXPORT = "--cpu", "--export"

@@ -66,6 +66,10 @@ NORMS = pytest.mark.parametrize("norm", [{}, PRE_NORM], ids=["post-norm", "pre-n
 
 # The schedule of the parity runs; a test's own flags override these.
 FLAGS: dict[str, Any] = {
+    "task": "translation",
+    "dataset-impl": "raw",
+    "source-lang": "src",
+    "target-lang": "tgt",
     "arch": "transformer",
     "optimizer": "adam",
     "criterion": "label_smoothed_cross_entropy",
@@ -89,7 +93,27 @@ FLAGS: dict[str, Any] = {
     "seed": 7,
     "num-workers": 0,
     "log-format": "none",
+    "no-save": True,
     "cpu": True,
+}
+
+# What language models have in place of sentence pairs and an encoder.
+TEXT: dict[str, Any] = {
+    "task": "language_modeling",
+    "arch": "transformer_lm",
+    "criterion": "cross_entropy",
+    "label_smoothing": None,
+    "source_lang": None,
+    "target_lang": None,
+    "encoder_embed_dim": None,
+    "encoder_ffn_embed_dim": None,
+    "encoder_attention_heads": None,
+    "encoder_layers": None,
+    "tokens_per_sample": 12,
+    "decoder_embed_dim": 16,
+    "decoder_input_dim": 16,
+    "decoder_output_dim": 16,
+    "decoder_ffn_embed_dim": 24,
 }
 
 
@@ -115,14 +139,31 @@ def write_corpus(folder: Path, pairs: int = 48, longest: int = 9, seed: int = 1)
     return folder
 
 
+def write_text(folder: Path, lines: int = 60, longest: int = 9, seed: int = 1) -> Path:
+    """Raw running text: documents of sentences, an empty line between two; V = 97."""
+    rng = random.Random(seed)
+    words = [f"w{i}" for i in range(VOCABULARY - 4)]
+    text = [
+        " ".join(
+            words[min(int(rng.expovariate(0.05)), len(words) - 1)]
+            for _ in range(rng.randint(1, longest) if i % 7 != 6 else 0)
+        )
+        for i in range(lines)
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "dict.txt").write_text("".join(f"{w} {1000 - i}\n" for i, w in enumerate(words)))
+    for split in ("train", "valid"):
+        (folder / split).write_text("\n".join(text) + "\n")
+    return folder
+
+
 def command_line(data: Path, systems: Systems = LS, **flags: Any) -> list[str]:
     """fairseq's command line; a flag that is True stands alone, one that is None is left out."""
     merged = {**FLAGS, **{name.replace("_", "-"): value for name, value in flags.items()}}
     for place, system in zip(("arch", "optimizer", "criterion"), systems, strict=True):
         if system == "ls":
             merged[place] = "ls_" + merged[place]
-    argv = [str(data), "--task", "translation", "--dataset-impl", "raw"]
-    argv += ["--source-lang", "src", "--target-lang", "tgt", "--no-save"]
+    argv = [str(data)]
     for name, value in merged.items():
         if value is not None:
             argv += [f"--{name}"] if value is True else [f"--{name}", str(value)]

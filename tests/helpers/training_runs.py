@@ -47,6 +47,10 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 ON_GPU = {**LS, "cpu": None, "encoder_embed_dim": 64, "encoder_attention_heads": 2}
 
 _FLAGS: dict[str, Any] = {
+    "task": "translation",
+    "dataset-impl": "raw",
+    "source-lang": "src",
+    "target-lang": "tgt",
     "encoder-embed-dim": 16,
     "encoder-ffn-embed-dim": 32,
     "encoder-layers": 1,
@@ -78,8 +82,7 @@ def corpus(folder: Path) -> Path:
 
 
 def command_line(data: Path, save_dir: Path, flags: dict[str, Any]) -> list[str]:
-    argv = [str(data), "--task", "translation", "--dataset-impl", "raw"]
-    argv += ["--source-lang", "src", "--target-lang", "tgt", "--save-dir", str(save_dir)]
+    argv = [str(data), "--save-dir", str(save_dir)]
     for name, value in {**_FLAGS, **flags}.items():
         if value is True:
             argv.append(f"--{name}")

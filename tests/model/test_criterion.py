@@ -1,4 +1,4 @@
-"""``ls_label_smoothed_cross_entropy`` is fairseq's criterion, for our models and for fairseq's."""
+"""The criteria are fairseq's, for our models and for fairseq's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parity.write_corpus(tmp_path_factory.mktemp("corpus"), pairs=16)
 
 
-def build(corpus: Path, arch: str, criterion: str, **flags: Any) -> tuple[Any, Any, Any]:
+def build(corpus: Path, arch: str, criterion: str, /, **flags: Any) -> tuple[Any, Any, Any]:
     """Model and criterion in float64, and a batch; the same seed, the same model."""
     systems = Systems(arch, "native", criterion)
     task, model, loss = parity.build(parity.parse(command_line(corpus, systems, **flags)))
@@ -29,6 +29,7 @@ def build(corpus: Path, arch: str, criterion: str, **flags: Any) -> tuple[Any, A
     return model.double(), loss, dataset.collater([dataset[i] for i in range(12)])
 
 
+UNSMOOTHED = {"criterion": "cross_entropy", "label_smoothing": None}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no-smoothing": {"label_smoothing": 0.0},
@@ -36,6 +37,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ignore-prefix": {"ignore_prefix_size": 2, "report_accuracy": True},
     "ignore-everything": {"ignore_prefix_size": 50, "report_accuracy": True},
     "sentence-avg": {"sentence_avg": True},
+    "cross-entropy": UNSMOOTHED,
+    "cross-entropy-sentence-avg": {**UNSMOOTHED, "sentence_avg": True},
 }
 
 
@@ -88,8 +91,20 @@ def test_every_targets_loss(corpus: Path, arch: str, prefix: int) -> None:
 
 
 @MODELS
-def test_gradients(corpus: Path, arch: str) -> None:
-    flags = {"ignore_prefix_size": 1, "share_all_embeddings": True}
+def test_every_targets_cross_entropy(corpus: Path, arch: str) -> None:
+    model, ours, sample = build(corpus, arch, "ls", **UNSMOOTHED)
+    reference, native, _ = build(corpus, "native", "native", **UNSMOOTHED)
+    with parity.native_in_float64():
+        found, expected = (
+            c(m, sample, reduce=False)[0] for c, m in ((ours, model), (native, reference))
+        )
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@MODELS
+@pytest.mark.parametrize("kind", [{"ignore_prefix_size": 1}, UNSMOOTHED])
+def test_gradients(corpus: Path, arch: str, kind: dict[str, Any]) -> None:
+    flags = {**kind, "share_all_embeddings": True}
     model, ours, sample = build(corpus, arch, "ls", **flags)
     reference, native, _ = build(corpus, "native", "native", **flags)
     with parity.native_in_float64():
@@ -113,7 +128,16 @@ def test_one_token(corpus: Path) -> None:
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("flags", [{}, {"sentence_avg": True}, {"report_accuracy": True}])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"sentence_avg": True},
+        {"report_accuracy": True},
+        UNSMOOTHED,
+        {**UNSMOOTHED, "sentence_avg": True},
+    ],
+)
 def test_what_is_logged(corpus: Path, flags: dict[str, Any]) -> None:
     # Two workers' outputs, reduced as the trainer reduces them.
     logged = []
@@ -129,13 +153,17 @@ def test_what_is_logged(corpus: Path, flags: dict[str, Any]) -> None:
     assert ("accuracy" in logged[0]) == ("report_accuracy" in flags)
 
 
-def test_adaptive_softmax_is_refused(corpus: Path) -> None:
-    model, criterion, sample = build(corpus, "native", "ls", adaptive_softmax_cutoff="20,40")
+@pytest.mark.parametrize("kind", [{}, UNSMOOTHED])
+def test_adaptive_softmax_is_refused(corpus: Path, kind: dict[str, Any]) -> None:
+    flags = {"adaptive_softmax_cutoff": "20,40", **kind}
+    model, criterion, sample = build(corpus, "native", "ls", **flags)
     with pytest.raises(UserError, match="needs every logit: use fairseq's --criterion adaptive"):
         criterion(model, sample)
 
 
-def test_resumed_runs_take_it_for_fairseqs(corpus: Path) -> None:
+@pytest.mark.parametrize("kind", [{}, UNSMOOTHED])
+def test_resumed_runs_take_it_for_fairseqs(corpus: Path, kind: dict[str, Any]) -> None:
     # Checkpoints record the class's name and resuming asserts it.
-    criterion = build(corpus, "ls", "ls")[1]
-    assert type(criterion).__name__ == type(build(corpus, "ls", "native")[1]).__name__
+    criteria = [type(build(corpus, "ls", whose, **kind)[1]) for whose in ("ls", "native")]
+    assert criteria[0] is not criteria[1]
+    assert criteria[0].__name__ == criteria[1].__name__

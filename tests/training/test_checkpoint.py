@@ -8,7 +8,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -20,6 +20,7 @@ from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat.checkpoints import read_checkpoint
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
 
+import helpers.parity as parity  # isort: skip
 import helpers.training_runs as runs  # isort: skip  (fairseq has to be prepared before)
 
 from fairseq import checkpoint_utils
@@ -66,6 +67,9 @@ class TestNames:
             ("arch", "transformer_iwslt_de_en", "transformer_iwslt_de_en"),
             ("arch", "lstm", "lstm"),
             ("criterion", "ls_label_smoothed_cross_entropy", "label_smoothed_cross_entropy"),
+            ("arch", "ls_transformer_lm", "transformer_lm"),
+            ("arch", "ls_transformer_lm_gpt2_small", "transformer_lm_gpt2_small"),
+            ("criterion", "ls_cross_entropy", "cross_entropy"),
             ("criterion", "ls_of_somebody_else", "ls_of_somebody_else"),
             ("optimizer", "ls_adam", "adam"),
             ("optimizer", "sgd", "sgd"),
@@ -74,7 +78,7 @@ class TestNames:
     def test_native_name(self, kind: str, name: str, native: str) -> None:
         assert names.native_name(kind, name) == native
 
-    @pytest.mark.parametrize("base", ["transformer", "multilingual_transformer"])
+    @pytest.mark.parametrize("base", ["transformer", "multilingual_transformer", "transformer_lm"])
     def test_architecture_of_the_users_own(self, base: str) -> None:
         ours = ARCH_MODEL_REGISTRY[f"ls_{base}"]
         with mock.patch.dict(ARCH_MODEL_REGISTRY, mine=type("Mine", (ours,), {})):
@@ -149,6 +153,39 @@ class TestFiles:
         assert done.stdout.split("\n")[-2] == (
             "fairseq.models.transformer.transformer_legacy adam label_smoothed_cross_entropy"
         )
+
+
+class TestText:
+    """The same of language models, whose configuration is a dataclass in fairseq."""
+
+    FLAGS: ClassVar[dict[str, Any]] = {
+        **parity.TEXT, "sample_break_mode": "complete", "encoder_layers": None,
+        "decoder_attention_heads": 2, "max_tokens": 48,
+    }  # fmt: skip
+
+    def run(self, folder: Path, ours: bool = True, **flags: Any) -> list[float]:
+        parts = {"arch": "transformer_lm", "optimizer": "adam", "criterion": "cross_entropy"}
+        named = {kind: "ls_" * ours + name for kind, name in parts.items()}
+        data = parity.write_text(folder.parent / "text")
+        flags = {**self.FLAGS, **named, **flags}
+        return runs.run(data, folder, native=not ours, **flags)
+
+    def test_files_go_out_and_in(self, tmp_path: Path) -> None:
+        dropout = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+        whole = self.run(tmp_path / "whole", ours=False, max_update=10, **dropout)
+        for first in (True, False):
+            folder = tmp_path / f"ls{first}"
+            losses = self.run(folder, ours=first, max_update=5, **dropout)
+            losses += self.run(folder, ours=not first, max_update=10, **dropout)
+            assert losses == pytest.approx(whole, rel=1e-5)
+            assert b"ls_" not in (folder / "checkpoint_last.pt").read_bytes()
+
+    def test_goes_on_in_mid_epoch(self, tmp_path: Path) -> None:
+        whole = self.run(tmp_path / "whole", max_update=10)
+        parts = self.run(tmp_path / "parts", max_update=4)
+        assert parts + self.run(tmp_path / "parts", max_update=10) == whole
+        both = [runs.trained(tmp_path / name) for name in ("whole", "parts")]
+        assert runs.differing(*both) == []
 
 
 class TestUseLsModels:

@@ -116,7 +116,7 @@ def natives(data: Path, folder: Path, **flags: Any) -> list[float]:
         ({"bf16": True}, None),
         (
             {"criterion": "label_smoothed_cross_entropy"},
-            "the criterion is not ls_label_smoothed_cross_entropy",
+            "the criterion has no packed steps",
         ),
         ({"optimizer": "adam", "update_freq": 2, "max_update": 6}, "the optimizer is not ls_adam"),
         ({"required_seq_len_multiple": 4, "empty_cache_freq": 5}, "--empty-cache-freq"),

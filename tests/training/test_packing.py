@@ -24,6 +24,8 @@ from fairseq.data import (  # noqa: E402
     EpochBatchIterator,
     LanguagePairDataset,
     ListDataset,
+    MonolingualDataset,
+    TokenBlockDataset,
     TransformEosDataset,
     indexed_dataset,
 )
@@ -40,7 +42,7 @@ from lightseq_fairseq.packing import (  # noqa: E402
     block_size,
     open_block,
 )
-from lightseq_fairseq.training.batch import PackingPairs, covers  # noqa: E402
+from lightseq_fairseq.training.batch import PackingPairs, covers, packing  # noqa: E402
 
 VOCABULARY = 50
 PAD, EOS = 1, 2
@@ -353,3 +355,56 @@ def test_covers_language_pairs_alone() -> None:
     assert covers(TransformEosDataset(dataset, EOS)) == "data from TransformEosDataset"
     sides = dataset.src, dataset.src_sizes, DICTIONARY
     assert covers(Extended(*sides, *sides)) == "data from Extended"
+
+
+def text(breaks: str, pads: bool = False, **options: Any) -> Any:
+    """fairseq's dataset of running text, with pads spelled in it or not."""
+    found = with_pads(sentences(3)) if pads else sentences(3)
+    found[5] = found[20] = torch.tensor([EOS])  # between documents
+    sizes = np.array([len(sentence) for sentence in found])
+    blocks = TokenBlockDataset(
+        ListDataset(found, sizes), sizes, 11, PAD, EOS, breaks, include_targets=True
+    )
+    options = {"targets": ["future"], "add_eos_for_other_targets": breaks != "none", **options}
+    return MonolingualDataset(blocks, blocks.sizes, DICTIONARY, **options)
+
+
+TEXTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "pads": {"pads": True},
+    "bos": {"add_bos_token": True},
+    "fixed": {"fixed_pad_length": 30},
+}
+
+
+@pytest.mark.parametrize("breaks", ["none", "complete", "complete_doc", "eos"])
+@pytest.mark.parametrize("options", TEXTS.values(), ids=TEXTS)
+def test_text_is_fairseqs(breaks: str, options: dict[str, Any]) -> None:
+    dataset = text(breaks, **options)
+    assert covers(dataset) is None
+    indices = [3, 0, 7, 3, len(dataset) - 1]
+    sample = dataset.collater([dataset[i] for i in indices])
+    previous, labels = sample["net_input"]["src_tokens"], sample["target"]
+    segments = Segments.from_mask(previous.ne(PAD))
+    batch = packing(dataset).__getitems__(indices)
+    found = batch.open()["target"]
+    assert torch.equal(found["previous"], segments.pack(previous))
+    assert torch.equal(found["labels"], segments.pack(labels))
+    assert torch.equal(found.segments.positions, segments.positions)
+    assert torch.equal(found.segments.cu_seqlens, segments.cu_seqlens)
+    assert (batch.nsentences, batch.ntokens) == (sample["nsentences"], sample["ntokens"])
+    assert ("pads" in options) == (batch.ntokens > len(segments.positions))
+    assert batch.longest == (int(segments.cu_seqlens.diff().max()),)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"targets": ["past"]}, "targets other than the next token"),
+        ({"targets": ["self", "future"]}, "targets other than the next token"),
+        ({"targets": None}, "targets other than the next token"),
+        ({"pad_to_bsz": 8}, "batches of a fixed number of blocks"),
+    ],
+)
+def test_text_that_is_not_covered(options: dict[str, Any], reason: str) -> None:
+    assert covers(text("complete", **options)) == reason

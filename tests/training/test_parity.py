@@ -17,6 +17,7 @@ from helpers.parity import (
     NORMS,
     PRE_NORM,
     SHARED,
+    TEXT,
     Systems,
     command_line,
     compare,
@@ -225,10 +226,9 @@ def test_pairs_of_languages(corpus: Path, shared: dict[str, Any], tmp_path: Path
         shutil.copy(corpus / "dict.src.txt", corpus / "dict.tgt.txt")
 
     def run(systems: Systems) -> list[parity.Update]:
-        argv = command_line(corpus, systems, **flags, lang_pairs="src-tgt,tgt-src")
-        for name in ("--source-lang", "--target-lang"):  # given, they mean translating
-            place = argv.index(name)
-            del argv[place : place + 2]
+        # A source or target language, given, means translating.
+        none = {"source_lang": None, "target_lang": None}
+        argv = command_line(corpus, systems, **flags, **none, lang_pairs="src-tgt,tgt-src")
         return train(argv, 24)
 
     native, ours = run(NATIVE), run(LS)
@@ -236,3 +236,93 @@ def test_pairs_of_languages(corpus: Path, shared: dict[str, Any], tmp_path: Path
     for update in native:  # fairseq's task counts each pair by itself, too, and logs none of that
         update.output = {k: v for k, v in update.output.items() if ":" not in k}
     compare(ours, native)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return parity.write_text(tmp_path_factory.mktemp("text"))
+
+
+BREAKS = pytest.mark.parametrize("breaks", ["none", "complete", "complete_doc", "eos"])
+
+
+@BREAKS
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"share_decoder_input_output_embed": True},
+        {"decoder_normalize_before": True, "decoder_learned_pos": True, "activation_fn": "gelu"},
+    ],
+    ids=["post-norm-tied", "pre-norm-learned"],
+)
+def test_running_text(text: Path, breaks: str, flags: dict[str, Any]) -> None:
+    flags = {**TEXT, "sample_break_mode": breaks, "lr": 3e-3, **flags}
+    native = train(command_line(text, NATIVE, **flags), 30)
+    ours = train(command_line(text, LS, **flags), 30)
+    compare(ours, native)
+    assert all(len(update.sample_sizes) == 1 for update in ours)  # in the captured step
+    assert any(len(set(update.sample_sizes)) == 2 for update in native)
+    losses = [update.logged["loss"] for update in native]
+    assert sum(losses[-10:]) < 0.95 * sum(losses[:10])
+
+
+TEXTS: dict[str, dict[str, Any]] = {
+    "no-final-norm": {"decoder_normalize_before": True, "no_decoder_final_norm": True},
+    "no-positions": {"no_token_positional_embeddings": True},
+    "no-scale-embedding": {"no_scale_embedding": True},
+    "layernorm-embedding": {"layernorm_embedding": True},
+    "other-widths": {"decoder_input_dim": 20, "decoder_output_dim": 28},
+    "gpt": {"arch": "transformer_lm_gpt", "attention_dropout": 0.0},
+    "gpt3": {"arch": "transformer_lm_gpt3_small"},
+    "label-smoothing": {"criterion": "label_smoothed_cross_entropy", "label_smoothing": 0.1},
+    "sentence-avg": {"sentence_avg": True},
+    "bos": {"add_bos_token": True, "max_target_positions": 13},
+    "few-outputs": {"output_dictionary_size": 40},
+    "fixed-length": {"pad_to_fixed_length": True},
+    "shortened": {"sample_break_mode": "eos", "shorten_method": "truncate", "tokens_per_sample": 6},
+}
+
+
+@pytest.mark.parametrize("flags", TEXTS.values(), ids=TEXTS)
+def test_variants_of_running_text(text: Path, flags: dict[str, Any]) -> None:
+    flags = {**TEXT, "sample_break_mode": "complete", **flags}
+    native = train(command_line(text, NATIVE, **flags), 6)
+    ours = train(command_line(text, LS, **flags), 6)
+    compare(ours, native)
+    assert all(len(update.sample_sizes) == 1 for update in ours)
+
+
+def test_blocks_that_fill_a_batch_up_are_left_to_fairseqs_step(text: Path) -> None:
+    flags = {**TEXT, "pad_to_fixed_bsz": True, "batch_size": 8, "max_tokens": None}
+    native = train(command_line(text, NATIVE, **flags), 4)
+    ours = train(command_line(text, LS, **flags), 4)
+    compare(ours, native)
+    assert all(len(update.sample_sizes) == 2 for update in ours)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_dropout_of_language_models_acts_where_fairseqs_does(text: Path, activation: str) -> None:
+    flags = {
+        **TEXT,
+        "dropout": 0.3,
+        "attention_dropout": 0.2,
+        "activation_dropout": 0.15,
+        "activation_fn": activation,
+        "layernorm_embedding": True,
+    }
+    with parity.every_unit_kept():
+        check(text, 6, **flags)
+
+
+@pytest.mark.parametrize("systems", MIXTURES, ids="-".join)
+def test_every_mixture_on_running_text(text: Path, systems: Systems) -> None:
+    native = train(command_line(text, NATIVE, **TEXT), 4)
+    compare(train(command_line(text, systems, **TEXT), 4), native)
+
+
+def test_cross_entropy_of_sentence_pairs(corpus: Path) -> None:
+    flags = {"criterion": "cross_entropy", "label_smoothing": None}
+    native = train(command_line(corpus, NATIVE, **flags), 6)
+    ours = train(command_line(corpus, LS, **flags), 6)
+    compare(ours, native)
+    assert all(len(update.sample_sizes) == 1 for update in ours)

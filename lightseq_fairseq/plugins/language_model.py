@@ -1,0 +1,89 @@
+"""``ls_transformer_lm``: fairseq's language models, a decoder on packed tokens without a source.
+
+Letters: B blocks of text, L longest block, T packed tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fairseq.models import (
+    ARCH_CONFIG_REGISTRY,
+    ARCH_MODEL_INV_REGISTRY,
+    register_model,
+    register_model_architecture,
+)
+from fairseq.models.transformer import TransformerConfig
+from fairseq.models.transformer_lm import (
+    TransformerLanguageModel,
+    TransformerLanguageModelConfig,
+)
+from torch import Tensor
+
+from lightseq_fairseq.fairseq_compat import patching
+from lightseq_fairseq.packing import Packed
+from lightseq_fairseq.plugins.flat_model import TEXT, FlatModel
+from lightseq_fairseq.plugins.transformer import LSTransformerDecoder, dropout_rng
+
+
+@register_model("ls_transformer_lm", dataclass=TransformerLanguageModelConfig)
+class LSTransformerLanguageModel(FlatModel, TransformerLanguageModel):
+    """Says each token of a text by those before it.
+
+    Source: ``fairseq.models.transformer_lm.TransformerLanguageModel``, whose flags, names and
+    initial values it keeps.
+    """
+
+    packs_tokens = True
+    data = TEXT
+
+    def __init__(self, decoder: LSTransformerDecoder) -> None:
+        super().__init__(decoder)
+        self.lay_out()
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> LSTransformerLanguageModel:
+        """Build from fairseq's configuration; see ``FlatModel``."""
+        with patching.within("fairseq.models.transformer_lm:TransformerDecoder", _decoder):
+            model: LSTransformerLanguageModel = super().build_model(args, task)
+        return model
+
+    def sides(self) -> list[tuple[LSTransformerDecoder]]:
+        return [(self.decoder,)]
+
+    def forward(
+        self, src_tokens: Tensor, src_lengths: Tensor | None = None, packed: bool = False,
+        **options: Any,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """Logits of a batch.
+
+        Args:
+            src_tokens: int64 [B, L], padded on the right.
+            src_lengths: not used, the pads say it.
+            packed: return only the real tokens' rows, and no extras.
+            options: of fairseq's decoder.
+
+        Returns:
+            (logits [B, L, V], fairseq's dict of extras), or with ``packed`` (logits [T, V],
+            segments).
+        """
+        if not packed:
+            return super().forward(src_tokens, **options)
+        rng = dropout_rng(self, src_tokens.device)
+        x, segments, _ = self.decoder.packed(src_tokens, None, None, rng)
+        return self.decoder.output_layer(x), segments
+
+    def packed_logits(self, batch: Packed, rng: Tensor) -> Tensor:
+        """Logits [T, V] of a batch of running text; ``rng`` int64 [2] from ``draw_rng``."""
+        text = batch["target"]
+        x, _ = self.decoder.features(text["previous"], text.segments, None, None, rng)
+        return self.decoder.output_layer(x)
+
+
+def _decoder(original: Any, args: Any, *arguments: Any, **options: Any) -> LSTransformerDecoder:
+    return LSTransformerDecoder(TransformerConfig.from_namespace(args), *arguments, **options)
+
+
+for _arch in ARCH_MODEL_INV_REGISTRY["transformer_lm"]:
+    if _arch != "transformer_lm":  # which fairseq registers for each model with a dataclass
+        register_model_architecture("ls_transformer_lm", f"ls_{_arch}")(ARCH_CONFIG_REGISTRY[_arch])
