@@ -37,7 +37,7 @@ class Graphs:
 
     The first run of a key is eager: no work is done twice, and libraries search their algorithms in
     this run. If this search is done already, the first run is captured. Graphs and eager runs never
-    overlap and leave only their results in memory, so they share one memory pool.
+    overlap, and each may overwrite the results of the one before, so they share one memory pool.
 
     If there are too many graphs, the least recently used one is dropped (LRU). Each time this
     happens to a key, the key needs twice as many eager runs before it is captured again. Otherwise

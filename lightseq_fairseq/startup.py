@@ -14,7 +14,7 @@ import os
 import sys
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # every Python process imports this module, so it must import as little as it can
+if TYPE_CHECKING:  # every Python process imports this module: import only what is loaded anyway
     from collections.abc import Callable
     from importlib.machinery import ModuleSpec
     from typing import Any

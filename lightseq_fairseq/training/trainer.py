@@ -1,4 +1,4 @@
-"""fairseq's Trainer with the captured step and lossless, crash-safe, native checkpoints."""
+"""fairseq's Trainer with the captured step, and lossless, crash-safe checkpoints in its format."""
 
 from __future__ import annotations
 
