@@ -1,28 +1,30 @@
-"""Exceptions that the launchers explain: input that the user can correct, a GPU that hangs."""
+"""Exceptions that the launchers report without a traceback, such as errors in the user's input."""
 
 from __future__ import annotations
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU's memory did not suffice: torch's allocator says so in these words, and our
-    kernels do (``csrc/common/check.h``), since fairseq looks for them.
+    """Whether the GPU has run out of memory, by the text of the message.
+
+    torch's allocator and our kernels (``csrc/common/check.h``) both use these words, since fairseq
+    searches for them.
     """
     return "out of memory" in str(error)
 
 
 class UserError(ValueError):
-    """A request that cannot be honoured as it stands.
+    """A request that cannot be fulfilled, but that the user can correct.
 
     The message is one clear sentence (two at most): what is wrong and what to do about it. The
-    launchers print it without a traceback and leave with a non-zero exit status.
+    launchers print it without a traceback and exit with a non-zero status.
     """
 
 
 class GPUHangs(UserError):
-    """The GPU does not finish what it was given in so many seconds.
+    """The GPU has not finished its work within a time limit.
 
-    Nothing may wait for it any more, not even the destructors of what lies on it: the launchers
-    leave without Python's clean-up.
+    After this, nothing may wait for the GPU, not even destructors of its tensors. So the launchers
+    exit without Python's clean-up.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -34,7 +36,7 @@ class GPUHangs(UserError):
 
 
 class StoppedBySignal(Exception):
-    """Training has ended after an update since the system asked for it; a checkpoint is saved.
+    """A signal has ended training after an update; a checkpoint is saved.
 
-    The message is the signal's name, ``SIGTERM`` or ``SIGUSR1``, and nothing else.
+    The message is only the signal's name, ``SIGTERM`` or ``SIGUSR1``.
     """

@@ -1,4 +1,4 @@
-"""Functions that run again and again on a GPU, as CUDA graphs: steps of training, of decoding."""
+"""Capture and replay of CUDA graphs for functions that run many times: training, decoding steps."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lightseq_fairseq.errors import GPUHangs, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 300.0  # seconds for a step before the GPU counts as hanging
-_PATIENCE_WITH_OTHERS = 1800.0  # one of them may be writing a checkpoint
-_BETWEEN_LOOKS = 1e-4  # seconds
+PATIENCE = 300.0  # seconds that a step may take before the GPU counts as hung
+_PATIENCE_WITH_OTHERS = 1800.0  # with several ranks: another one may be writing a checkpoint
+_BETWEEN_LOOKS = 1e-4  # seconds between two polls of an event
 MOST_GRAPHS = 256
-_LARGEST_GRAPH = 64 << 20  # bytes; the rest of what goes meanwhile, other processes have taken
-_GRAPH_MEMORY = 0.1  # of the GPU's memory: what graphs themselves, without their tensors, may take
+_LARGEST_GRAPH = 64 << 20  # bytes; a larger loss of free memory is attributed to other processes
+_GRAPH_MEMORY = 0.1  # fraction of GPU memory for the graphs themselves, without their tensors
 
 
 class _Captured(NamedTuple):
@@ -33,23 +33,24 @@ class _Captured(NamedTuple):
 
 
 class Graphs:
-    """Runs functions without arguments as CUDA graphs.
+    """Runs functions without arguments, and replays them as CUDA graphs.
 
-    The first time is plain: nothing is done twice, and libraries choose their algorithms then. A
-    function for which they have chosen already is captured at once. Graphs and plain runs share one
-    pool of memory, which they may since they run one after the other and leave only results in it.
-    The least recently used graph goes when there are too many; each time that happens to a function
-    it has to run plainly twice as often before it is captured again, since batches of too many
-    shapes would else be captured over and over.
+    The first run of a key is eager: no work is done twice, and libraries search their algorithms in
+    this run. If this search is done already, the first run is captured. Graphs and eager runs never
+    overlap, and each may overwrite the results of the one before, so they share one memory pool.
+
+    If there are too many graphs, the least recently used one is dropped (LRU). Each time this
+    happens to a key, the key needs twice as many eager runs before it is captured again. Otherwise
+    batches with too many different shapes would be captured again and again.
 
     Args:
-        what: the functions, in a few words for the log.
+        what: a short name of the functions, for the log.
     """
 
     def __init__(self, device: torch.device, what: str) -> None:
         self.device, self.what = device, what
-        self._plain: Counter[Any] = Counter()  # plain runs since the graph went, by key
-        self._needed: dict[Any, int] = {}  # so many before the next graph, once one has gone
+        self._plain: Counter[Any] = Counter()  # key -> eager runs since its graph was dropped
+        self._needed: dict[Any, int] = {}  # key -> eager runs needed before it is captured again
         self._graphs: OrderedDict[Any, _Captured] = OrderedDict()
         self._why_not_captured = _why_not_captured(device)
         if self._why_not_captured:
@@ -61,15 +62,17 @@ class Graphs:
         self._pool = _Pool(self.device)
         self._stream = torch.cuda.Stream(self.device)
         self._memory = 0  # bytes of the graphs themselves
-        self._told = 1  # the log is told when there are so many
+        self._told = 1  # number of graphs at which the next log line is written
         self._budget = int(_GRAPH_MEMORY * torch.cuda.mem_get_info(self.device)[1])
-        torch.cuda.empty_cache()  # what is free elsewhere is no use to the pool
+        torch.cuda.empty_cache()  # the pool cannot use memory cached in other pools
 
     def launch(self, key: Any, function: Callable[[], Any], is_prepared: bool = False) -> Any:
-        """Run ``function``, or the graph of an earlier one with that key.
+        """Run ``function``, or replay the graph captured for ``key``.
 
-        is_prepared: libraries have nothing to choose any more.
-        Returns what the function does; whatever runs next may write over it.
+        is_prepared: libraries have already searched their algorithms for this key, so it may be
+        captured at its first run.
+
+        Returns the result of ``function``; the next run may overwrite it.
         """
         captured = self._graphs.get(key)
         if captured is not None:
@@ -85,7 +88,10 @@ class Graphs:
         return captured.result
 
     def _run_plainly(self, function: Callable[[], Any]) -> Any:
-        """On the stream of captures: to torch's allocator, free memory is that of one stream."""
+        """Run eagerly on the capture stream: torch's allocator reuses memory within a stream only.
+
+        Eager runs and graphs then share free memory.
+        """
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), self._pool.serves():
@@ -100,7 +106,7 @@ class Graphs:
             self._plain[oldest], self._needed[oldest] = 0, 2 * self._needed.get(oldest, 1)
         before = _used_outside_torch(self.device)
         graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph: that waits for the device and gives back the allocator's memory.
+        # Do not use torch.cuda.graph: it synchronizes the device and empties the allocator's cache.
         try:
             with torch.cuda.stream(self._stream), _without_garbage_collection():
                 graph.capture_begin(self._pool.id, capture_error_mode="thread_local")
@@ -128,12 +134,13 @@ class Graphs:
         return captured
 
     def _forget_failure(self) -> None:
-        """End a capture for torch, where it remains underway once its stream refuses to end it."""
-        with contextlib.suppress(RuntimeError):  # it has ended: what failed was something else
-            # Until then the allocator keeps what other streams have used and empties no cache.
+        """Clean up torch's capture state after a failed capture, which torch does not do itself."""
+        with contextlib.suppress(RuntimeError):  # raised if torch has ended the capture itself
+            # During a capture the allocator holds back memory that other streams have used, and
+            # empties no cache.
             torch._C._cuda_endAllocateToPool(self.device.index, self._pool.id)
             torch._C._cuda_releasePool(self.device.index, self._pool.id)
-        # Torch's generator of random numbers leaves a capture at the end of the next one.
+        # torch's random generator leaves capture mode only at the end of the next capture.
         graph, something = torch.cuda.CUDAGraph(), torch.zeros(1, device=self.device)
         with torch.cuda.stream(self._stream):
             graph.capture_begin(capture_error_mode="thread_local")
@@ -141,33 +148,36 @@ class Graphs:
             graph.capture_end()
 
     def clear(self) -> None:
-        """Forget all graphs and give their memory back."""
+        """Drop all graphs and free their memory."""
         self._plain.clear()
         if self._why_not_captured is None:
-            torch.cuda.synchronize(self.device)  # one of them may be running in the pool
+            torch.cuda.synchronize(self.device)  # a graph that uses the pool may still be running
             self._graphs.clear()
             self._begin()
 
 
 class _Pool:
-    """Memory of torch's allocator that graphs have to themselves, and what runs between them.
+    """A private pool of torch's allocator, for graphs and the eager runs between them.
 
     Attributes:
-        id: what ``capture_begin`` takes.
+        id: the pool's handle, for ``capture_begin``.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.id = torch.cuda.graph_pool_handle()
         self._place = place = device.index, self.id
-        # A pool ends with its last graph. This one stays: it begins with a use that lasts.
+        # torch frees a pool with its last graph. This first use counts as well and is not released
+        # until this object is destroyed, so the pool lives that long.
         torch._C._cuda_beginAllocateToPool(*place)
         torch._C._cuda_endAllocateToPool(*place)
         weakref.finalize(self, torch._C._cuda_releasePool, *place).atexit = False
 
     @contextlib.contextmanager
     def serves(self) -> Iterator[None]:
-        """Within it all memory comes from here, which ``torch.cuda.use_mem_pool`` does for the
-        calling thread alone: backward has another. Nothing that is cached elsewhere is given back.
+        """Allocate all device memory from this pool while the context is active.
+
+        ``torch.cuda.use_mem_pool`` does this for the calling thread only, but backward runs in
+        another thread. Memory cached outside this pool is not freed.
         """
         torch._C._cuda_beginAllocateToPool(*self._place)
         try:
@@ -179,7 +189,7 @@ class _Pool:
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Nothing is collected meanwhile: to destroy another graph would end a capture."""
+    """Disable garbage collection: destroying another graph would make the capture fail."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -190,22 +200,23 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What ended a capture. Of one that has failed, capture_end says no more than that.
+    """The original error of a failed capture: capture_end only reports that it failed.
 
-    A function, since a variable would hold the exception, and with it, in a circle through its
-    traceback, everything that lay on the GPU at that moment.
+    This is a function because a local variable would keep the exception alive, by a reference cycle
+    through its traceback, and with it all GPU tensors of that moment.
     """
     return error.__context__ or error
 
 
 def wait_for(event: torch.cuda.Event) -> None:
-    """Return when the GPU has passed ``event``.
+    """Wait until the GPU has passed ``event``.
 
-    Other than ``event.synchronize`` it leaves the core to others, and ends by Ctrl-C or an error
-    where the GPU hangs. Looks are counted, and no clock read: a process may be stopped meanwhile.
+    Unlike ``event.synchronize``, this does not occupy the CPU core, can be interrupted by Ctrl-C,
+    and raises an error if the GPU hangs. It counts polls instead of reading a clock, so that time
+    during which the process is stopped does not count.
 
     Raises:
-        GPUHangs: after ``PATIENCE`` seconds or somewhat more, half an hour beside other ranks.
+        GPUHangs: after ``PATIENCE`` seconds or slightly more; with several ranks after 30 minutes.
     """
     patience = _PATIENCE_WITH_OTHERS if torch.distributed.is_initialized() else PATIENCE
     for _ in range(int(patience / _BETWEEN_LOOKS)):
@@ -216,7 +227,7 @@ def wait_for(event: torch.cuda.Event) -> None:
 
 
 def _why_not_captured(device: torch.device) -> str | None:
-    """Why steps cannot be captured, in a few words; empty where nobody expects it."""
+    """Why steps cannot be captured, in a few words; "" on a CPU; None if they can be captured."""
     if device.type != "cuda":
         return ""
     if os.environ.get("LIGHTSEQ_CAPTURE") == "0":

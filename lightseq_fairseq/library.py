@@ -1,9 +1,9 @@
-"""The compiled CUDA kernels: found, loaded once, and replaced by the references where they lack.
+"""Finds and loads the compiled CUDA kernels; ops without a kernel use their torch reference.
 
 ``scripts/build_cuda.py`` writes one library per CUDA major version into ``lightseq_fairseq/_lib``.
-Importing `lightseq_fairseq.ops` loads it, which attaches its kernels to them. Every other op runs
-its torch reference on a GPU as well: same results, several times slower, said once in the log when
-it happens. ``lightseq-doctor`` prints the `Status`.
+Importing `lightseq_fairseq.ops` loads it, which registers its kernels for the ops. An op without a
+kernel runs its torch reference on a GPU as well: same results, but several times slower. The log
+warns once when this happens. ``lightseq-doctor`` prints the `Status`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# Not resolved: gpu_check.sh puts links to this package beside another library.
+# Do not resolve links: gpu_check.sh creates links to this package next to another library.
 DIRECTORY = Path(__file__).absolute().parent / "_lib"
 _HOPPER = 90  # compute capability
 BUILD_COMMAND = "python scripts/build_cuda.py"
 
-# Registrations last as long as this object.
+# Registrations exist as long as this object.
 _IMPLEMENTATIONS = torch.library.Library("lightseq", "IMPL")
 
 
@@ -37,27 +37,27 @@ class Status:
     """What `load` found."""
 
     path: Path | None  #: the library that was loaded
-    reason: str  #: why none was, "" where one was
+    reason: str  #: why none was loaded; "" if one was
     architectures: tuple[str, ...]  #: compute capabilities it was compiled for, such as "90"
     kernels: tuple[str, ...]  #: ops that have a CUDA kernel
     references: tuple[str, ...]  #: ops that run their torch reference on a GPU
-    acts_as: int | None = None  #: made for tests: the compute capability it takes every GPU for
+    acts_as: int | None = None  #: test builds: the compute capability it assumes for every GPU
 
 
-#: Op name without namespace -> reference implementation, in order of definition: what the ops
-#: give to this module, which knows nothing else of them.
+#: Op name without namespace -> reference implementation, in order of definition. The ops fill this
+#: in; it is all that this module knows of them.
 REFERENCES: dict[str, Callable[..., Any]] = {}
 
 _status: Status | None = None
 
 
 def load() -> Status:
-    """Loads the library and fills in the references; every later call returns the same Status.
+    """Load the library and register the references; later calls return the same Status.
 
-    Never raises for a library that is missing or does not load: `Status.reason` says why.
+    A library that is missing or does not load raises no error: `Status.reason` says why.
 
     Raises:
-        RuntimeError: the ops, for which it would be loaded, have not been imported.
+        RuntimeError: `lightseq_fairseq.ops` has not been imported.
     """
     global _status
     if not REFERENCES:
@@ -70,13 +70,13 @@ def load() -> Status:
 def covers(
     architectures: tuple[str, ...], capability: tuple[int, int], acts_as: int | None = None
 ) -> bool:
-    """Whether a library compiled for `architectures` runs on a GPU of that compute capability.
+    """Whether a library compiled for `architectures` runs on a GPU of compute `capability`.
 
-    Machine code runs on the same major and the same or a later minor number; of the newest
-    architecture the library holds PTX too, which the driver compiles for any later GPU. That of one
-    before Hopper does not do for Hopper and later: there the host launches kernels in clusters and
-    before their predecessors have ended, and code made for older GPUs does not know of either. A
-    library made with `acts_as` holds PTX alone, and its host knows.
+    Machine code runs on GPUs of the same major and the same or a later minor number. For its newest
+    architecture the library also holds PTX, which the driver compiles for any later GPU. PTX of an
+    architecture before Hopper cannot be used on Hopper and later: there the host code uses thread
+    block clusters and programmatic dependent launch, which kernels for older GPUs do not support. A
+    library built with `acts_as` holds only PTX, and its host code takes this into account.
     """
     numbers = [int(re.sub(r"\D", "", architecture)) for architecture in architectures]
     gpu = 10 * capability[0] + capability[1]
@@ -89,13 +89,13 @@ def covers(
 
 
 def find(directory: Path, cuda: str | None) -> Path:
-    """The library in `directory` for the CUDA version of torch, or any where torch has none.
+    """The library in `directory` for torch's CUDA version; the newest one if torch has no CUDA.
 
-    cuda: torch.version.cuda, such as "13.0". None, a torch without CUDA, takes the newest, which
-    loads there too.
+    cuda: torch.version.cuda, such as "13.0". None for a torch without CUDA, which can load the
+    library too.
 
     Raises:
-        FileNotFoundError: the message says what is there instead, and what to do.
+        FileNotFoundError: the message says what was found instead, and what to do.
     """
     name = re.compile(r"liblightseq_cu(\d+)\.so")
     found = {int(m[1]): path for path in directory.glob("*") if (m := name.fullmatch(path.name))}
@@ -148,14 +148,14 @@ def _attach(directory: Path) -> Status:
 
 
 class Gpu(NamedTuple):
-    """A GPU of the machine, as its driver lists it."""
+    """A GPU of the machine, as the driver lists it."""
 
     uuid: str
     capability: tuple[int, int]
 
 
 def _gpu_in_use() -> tuple[int, int] | None:
-    """Compute capability of the GPU that torch takes first; None without one."""
+    """Compute capability of torch's first GPU; None without a GPU."""
     if torch.cuda.is_initialized():
         return torch.cuda.get_device_capability()
     gpus = visible(_gpus(), os.environ)
@@ -163,12 +163,14 @@ def _gpu_in_use() -> tuple[int, int] | None:
 
 
 def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
-    """Those of ``gpus``, which are in the order of their buses, that CUDA shows, in its order.
+    """The GPUs that CUDA shows to a process with this environment, in CUDA's order.
 
-    CUDA reads CUDA_VISIBLE_DEVICES up to the first entry that names no GPU; an entry is a number
-    or the beginning of a UUID. It numbers the fastest GPU first, which is taken to be the one of
-    the latest compute capability, or with CUDA_DEVICE_ORDER=PCI_BUS_ID by their buses. Parts of a
-    GPU (MIG) are not told apart: all GPUs are shown.
+    gpus: in PCI bus order.
+
+    CUDA reads CUDA_VISIBLE_DEVICES up to the first entry that names no GPU. An entry is a number or
+    the beginning of a UUID. CUDA numbers the fastest GPU first; here this is assumed to be the GPU
+    with the latest compute capability. With CUDA_DEVICE_ORDER=PCI_BUS_ID it numbers by PCI bus.
+    MIG devices are not distinguished: with them, all GPUs are returned.
     """
     ordered = list(gpus)
     if environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
@@ -188,10 +190,10 @@ def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
 
 
 def _gpus() -> list[Gpu]:
-    """The machine's GPUs in the order of their buses, none where the driver does not tell.
+    """The machine's GPUs in PCI bus order; empty if the driver does not list them.
 
-    By NVML and not by CUDA: an import must not initialise CUDA, which children that the process
-    forks later could then not use.
+    This uses NVML instead of CUDA, since an import must not initialise CUDA: forked child processes
+    could then not use it.
     """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")

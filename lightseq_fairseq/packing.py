@@ -1,11 +1,13 @@
-"""Packed rows: the real tokens of a batch end to end, no padding.
+"""Packed rows: the real tokens of a batch, concatenated without padding.
 
-``Segments`` says where the sentences lie. ``PackedBatch`` is a batch in one block of int64, which
-travels between processes and devices whole; ``open_block`` gives its parts.
+``Segments`` holds the boundaries of the sentences. ``PackedBatch`` stores a batch in one int64
+block, which is transferred between processes and devices as a whole; ``open_block`` returns views
+of its parts.
 
-A batch has one stream of rows or several: pairs of sentences have a source and a target.
+A batch has one or more streams of rows. For example, sentence pairs have a source and a target
+stream.
 
-Letters: T packed rows, B sentences, L longest sentence.
+Shapes: T = packed rows, B = sentences, L = longest sentence.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from lightseq_fairseq.ops.checks import trust_boundaries
 
 @dataclass(frozen=True)
 class Segments:
-    """Where each sentence lies in the packed rows of a batch.
+    """The boundaries of the sentences in the packed rows of a batch.
 
     Attributes:
         cu_seqlens: int32 [B + 1], sentence b is rows ``cu_seqlens[b]:cu_seqlens[b + 1]``.
         max_len: length of the longest sentence, in tokens (an upper bound is enough).
-        positions: int64 [T], place of each row in its sentence, from 0.
-        index: int64 [T], place of each row in the padded batch, flattened row by row.
+        positions: int64 [T], position of each row in its sentence, from 0.
+        index: int64 [T], index of each row in the padded batch, flattened row by row.
         shape: (B, L) of the padded batch.
     """
 
@@ -43,12 +45,12 @@ class Segments:
     def from_mask(cls, mask: Tensor) -> Segments:
         """Segments of a padded batch; ``mask`` is bool [B, L], true at real tokens.
 
-        Pads may stand on either side or, as in fairseq, anywhere: what is left of a row is its
-        sentence, and positions count real tokens only (``fairseq.utils.make_positions``).
+        Pads may be on either side or, as in fairseq, anywhere: the sentence is the remaining tokens
+        of its row. Positions count real tokens only (``fairseq.utils.make_positions``).
         """
         counts = mask.cumsum(1)
         index = mask.flatten().nonzero().squeeze(1)
-        sentences = max(mask.shape[0], 1)  # ops want one, which may be empty
+        sentences = max(mask.shape[0], 1)  # ops need at least one sentence, which may be empty
         cu_seqlens = torch.zeros(sentences + 1, dtype=torch.int32, device=mask.device)
         if mask.numel():
             torch.cumsum(counts[:, -1], 0, dtype=torch.int32, out=cu_seqlens[1:])
@@ -62,10 +64,10 @@ class Segments:
     ) -> Segments:
         """Segments of sentences of the given lengths (int [B], or a list; in tokens).
 
-        device: of the segments, by default that of ``lengths``, of a list the CPU.
+        device: of the segments; default: that of ``lengths``, or the CPU for a list.
 
         Raises:
-            ValueError: the lengths are no whole numbers from 0 on, one a sentence.
+            ValueError: the lengths are not one whole number, 0 or greater, per sentence.
         """
         given = torch.as_tensor(lengths, device=device)
         lengths = given.to(torch.int64)
@@ -78,7 +80,7 @@ class Segments:
         return cls.from_mask(steps < lengths[:, None])
 
     def to(self, device: torch.device | str) -> Segments:
-        """The same on ``device``."""
+        """A copy on ``device``."""
         moved = (x.to(device) for x in (self.cu_seqlens, self.positions, self.index))
         cu_seqlens, positions, index = moved
         trust_boundaries(cu_seqlens, len(positions), self.max_len)
@@ -95,32 +97,32 @@ class Segments:
 
 
 class Stream(NamedTuple):
-    """A kind of rows that batches have, sentences of which lie end to end.
+    """One kind of rows in a batch, such as the source rows; sentences are concatenated.
 
     Attributes:
-        name: how it is called, such as "source".
-        columns: names of the int64 numbers that each row has, besides its position.
+        name: such as "source".
+        columns: names of the int64 values that each row has besides its position.
     """
 
     name: str
     columns: tuple[str, ...]
 
 
-Layout = tuple[Stream, ...]  # of a batch: what a model is given
+Layout = tuple[Stream, ...]  # the streams of a batch, which are a model's inputs
 
-# Pairs of sentences. ``previous`` is the decoder's input, ``labels`` what it is to say.
+# Sentence pairs. ``previous`` is the decoder's input, ``labels`` its expected output.
 SENTENCE_PAIRS: Layout = (Stream("source", ("tokens",)), Stream("target", ("previous", "labels")))
 
-# Running text. ``labels`` are the tokens that follow ``previous``.
+# Text of a language model. ``labels`` are the tokens that follow ``previous``.
 TEXT: Layout = (Stream("target", ("previous", "labels")),)
 
 
 class Bucket(NamedTuple):
-    """The shapes that a captured graph is made for.
+    """The shapes of a batch, and of the graph that is captured for it.
 
     Attributes:
-        rows: of each stream of the layout, in its order.
-        sentences: B, how many sentences there is room for.
+        rows: number of rows of each stream, in the order of the layout.
+        sentences: B, the number of sentences that fit.
     """
 
     rows: tuple[int, ...]
@@ -128,11 +130,11 @@ class Bucket(NamedTuple):
 
 
 class Granularity(NamedTuple):
-    """Numbers of rows are rounded up, so that shapes repeat.
+    """How numbers of rows are rounded up, so that shapes repeat.
 
-    fine: to multiples of this; 1 rounds nothing.
-    usual: up to so many rows, which is few for a batch, to multiples of four times as many: most
-        shapes would else be rare ones.
+    fine: round up to multiples of this; 1 means no rounding.
+    usual: batches with at most this many rows are rare, so they are rounded up to multiples of
+        ``4 * fine``. Otherwise most shapes would occur only rarely.
     """
 
     fine: int = 1
@@ -145,11 +147,11 @@ class Granularity(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """One stream of a batch. Rows past the real ones lie in no sentence, at position 0.
+    """One stream of a batch. Rows after the real ones belong to no sentence; their position is 0.
 
     Attributes:
-        columns: int64 [T], by the names of the stream's columns.
-        segments: where the sentences lie; those past the real ones are empty.
+        columns: column name -> int64 [T].
+        segments: boundaries of the sentences; sentences after the real ones are empty.
     """
 
     columns: dict[str, Tensor]
@@ -160,10 +162,10 @@ class Rows:
 
 
 class Packed(dict[str, Rows]):
-    """A batch's streams by their names, see ``PackedBatch.open``.
+    """Stream name -> rows of a batch, see ``PackedBatch.open``.
 
     Attributes:
-        part: what of the model the batch trains, "" for all of it.
+        part: the part of the model that the batch trains; "" for the whole model.
     """
 
     def __init__(self, streams: dict[str, Rows], part: str = "") -> None:
@@ -173,16 +175,16 @@ class Packed(dict[str, Rows]):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A batch as one block, which travels between processes and devices whole.
+    """A batch in one block, which is transferred between processes and devices as a whole.
 
     Attributes:
         block: int64 [block_size(layout, bucket)], on the CPU.
         layout: its streams.
         bucket: the shapes of its parts.
-        nsentences: real sentences, or pairs of them.
-        ntokens: real tokens that are counted, pads not among them (fairseq's ``ntokens``).
-        longest: length of the longest sentence of each stream; references need such an upper bound.
-        part: what of the model it trains, such as a pair of languages; "" for all of it.
+        nsentences: number of real sentences, or of sentence pairs.
+        ntokens: number of counted tokens, without pads (fairseq's ``ntokens``).
+        longest: length of the longest sentence of each stream; reference ops need this bound.
+        part: the part of the model that it trains, such as a language pair; "" for the whole model.
     """
 
     block: Tensor
@@ -194,21 +196,21 @@ class PackedBatch:
     part: str = ""
 
     def __len__(self) -> int:
-        """Sentences: fairseq takes a sample of length 0 for a dummy."""
+        """Number of sentences; fairseq treats a sample of length 0 as a dummy batch."""
         return self.nsentences
 
     def pin_memory(self) -> PackedBatch:
-        """The same with its block in pinned memory; ``DataLoader``'s pin thread calls this."""
+        """A copy with its block in pinned memory; ``DataLoader``'s pin thread calls this."""
         return replace(self, block=self.block.pin_memory())
 
     def open(self, block: Tensor | None = None) -> Packed:
-        """Its streams, as views of its block or of a copy of that; see ``open_block``."""
+        """Its streams, as views of ``block``: its own block or a copy of it; see ``open_block``."""
         block = self.block if block is None else block
         return Packed(open_block(block, self.layout, self.bucket, self.longest), self.part)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Through a worker's pipe by value: torch would put the block into shared memory, and
-        # fetching its file descriptor takes the main process longer than reading the block does.
+        # Send the block through the worker's pipe by value. torch would put it into shared memory,
+        # but fetching the file descriptor takes the main process longer than reading the block.
         counts = (self.nsentences, self.ntokens, self.longest)
         rest = (self.layout, self.bucket, *counts, self.part)
         return _from_array, (self.block.numpy(), *rest)
@@ -219,8 +221,8 @@ def _from_array(block: np.ndarray, *rest: Any) -> PackedBatch:
 
 
 def _part_sizes(layout: Layout, bucket: Bucket) -> list[int]:
-    # In int64, in the block's order. Even, so that every part starts on a 16-byte boundary;
-    # boundaries of sentences are int32, two to an int64.
+    # Sizes in int64 elements, in the block's order, rounded to even numbers so that every part
+    # starts on a 16-byte boundary. Sentence boundaries are int32, two per int64.
     boundaries = (bucket.sentences + 2) // 2
     sizes = []
     for stream, rows in zip(layout, bucket.rows, strict=True):
@@ -236,14 +238,14 @@ def block_size(layout: Layout, bucket: Bucket) -> int:
 def open_block(
     block: Tensor, layout: Layout, bucket: Bucket, longest: Sequence[int]
 ) -> dict[str, Rows]:
-    """Views of a block's parts; nothing is copied or read, so it may be a graph's input.
+    """Views of a block's parts. Nothing is copied or read, so the block may be a graph's input.
 
     Args:
-        block: int64 [block_size(layout, bucket)] on any device: of each stream its columns and its
-            positions (int64), then the boundaries of its sentences (int32).
-        longest: upper bounds of the streams' sentence lengths.
+        block: int64 [block_size(layout, bucket)] on any device. For each stream: its columns and
+            its positions (int64), then the boundaries of its sentences (int32).
+        longest: upper bound of the sentence lengths of each stream.
 
-    The segments' ``index`` is empty: there is no padded batch to go back to.
+    The segments' ``index`` is empty, since there is no corresponding padded batch.
     """
     parts = iter(block.split(_part_sizes(layout, bucket)))
     packed = {}

@@ -1,12 +1,12 @@
-"""One contiguous buffer under many parameters.
+"""Store many parameters in one contiguous buffer.
 
-A model owns ordinary parameters with ordinary names and shapes. Their storage is what is special:
-``flatten_parameters`` lays them end to end in one tensor, so that the projections of a fused GEMM
-are one matrix (``as_one``) and the optimizer updates everything with one kernel (``FlatBuffer``).
-Nothing keeps a handle on that tensor but the parameters themselves: whoever copies, pickles or
-converts a module gets parameters that are valid on their own, merely no longer neighbours.
+A model owns ordinary parameters with ordinary names and shapes. Only their storage is special:
+``flatten_parameters`` places them one after another in one tensor. So the projections of a fused
+GEMM are one matrix (``as_one``), and the optimizer updates everything with one kernel
+(``FlatBuffer``). Only the parameters themselves hold a reference to that tensor. Parameters of a
+module that was copied, pickled or converted are valid, but no longer neighbours in memory.
 
-Letters: N elements of a buffer, alignment gaps included.
+Shapes: N = elements of a buffer, including alignment gaps.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from torch import Tensor, nn
 
 from lightseq_fairseq import ops
 
-# Every tensor begins on such a boundary (bytes): vectorised kernels, TMA and cublasLt's best
-# algorithms want 16 to 128, and 256 is what CUDA's own allocator promises.
+# Alignment of every tensor in bytes. Vectorised kernels, TMA and the best cuBLASLt algorithms need
+# 16 to 128; CUDA's own allocator guarantees 256.
 ALIGNMENT = 256
-# Elements that alignment may leave between two neighbours: those of the narrowest type, since
-# float32 copies keep the places of 16-bit parameters.
+# Exclusive upper bound of an alignment gap, in elements. It is computed for 16-bit parameters,
+# since their float32 copies have the same offsets.
 _MOST_GAP = ALIGNMENT // 2
 
 
 def as_one(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """The tensors joined along ``dim``: a view where they are neighbours in memory, else a copy.
+    """Concatenate tensors along ``dim``: a view if they are neighbours in memory, else a copy.
 
     Args:
         tensors: at least one; same dtype and same shape apart from ``dim``.
         dim: the dimension along which they are joined.
 
     Returns:
-        A detached tensor. It shares memory with ``tensors`` when all have the same strides and
-        each begins where the one before ends; it is ``torch.cat`` of them otherwise.
+        A detached tensor. It shares memory with ``tensors`` if all have the same strides and each
+        begins where the previous one ends. Otherwise it is their ``torch.cat``.
     """
     first = tensors[0]
     if len(tensors) == 1:
@@ -53,7 +53,7 @@ def as_one(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
             tensor.storage_offset() != end
             or tensor.stride() != strides
             or tensor.dtype != dtype
-            # Two allocations may happen to touch: only one storage can be viewed as one.
+            # Two allocations may be adjacent by chance, but a view needs a single storage.
             or tensor.untyped_storage()._cdata != storage
             or tensor.shape[:dim] != shape[:dim]
             or tensor.shape[dim + 1 :] != shape[dim + 1 :]
@@ -65,18 +65,18 @@ def as_one(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 class FlatBuffer:
-    """Parameters that lie end to end in one tensor, with room for as flat a gradient.
+    """Parameters that are contiguous in one tensor, and a flat gradient of the same layout.
 
     Attributes:
-        parameters: in the order in which they lie.
-        offsets: first element of each in ``data``.
-        data: [N], detached, shares memory with the parameters. The few elements that alignment
-            leaves between two parameters are zero and stay zero under elementwise updates that
-            map zero with a zero gradient to zero.
+        parameters: in memory order.
+        offsets: index of the first element of each parameter in ``data``.
+        data: [N], detached, shares memory with the parameters. The alignment gaps between
+            parameters are zero. They stay zero under elementwise updates that map a zero parameter
+            with zero gradient to zero.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        """``parameters`` are contiguous, of one storage and dtype, in memory order."""
+        """``parameters``: contiguous, of one storage and one dtype, in memory order."""
         first, last = parameters[0], parameters[-1]
         start = first.storage_offset()
         self.parameters = list(parameters)
@@ -89,14 +89,14 @@ class FlatBuffer:
         self._gradient_views: list[Tensor] = []
 
     def intact(self) -> bool:
-        """Whether every parameter still lies where it lay (``.to()`` moves them, for one)."""
+        """Whether every parameter is still at its address (``.to()`` moves them, for example)."""
         return [p.data_ptr() for p in self.parameters] == self._addresses
 
     def lend(self) -> Tensor:
-        """The memory [N] for another use, until `take_back`.
+        """Return the memory [N] for another use, until `take_back`.
 
-        Meanwhile ``data`` and the parameters are empty tensors: who reads one, to save it for one,
-        gets an error, and no numbers that mean something else.
+        Meanwhile ``data`` and the parameters are empty tensors. So code that reads one, for example
+        to save it, gets an error instead of wrong numbers.
         """
         memory = self.data
         self.data = memory.new_empty(0)
@@ -106,34 +106,34 @@ class FlatBuffer:
         return memory
 
     def take_back(self, memory: Tensor) -> None:
-        """The end of `lend`: parameters are where and what they were, by what is in ``memory``."""
+        """Undo `lend`: the parameters are views of ``memory`` again and take its values."""
         self.data = memory
         for parameter, view in zip(self.parameters, self.views(memory), strict=True):
             parameter.data = view
         self._addresses = [p.data_ptr() for p in self.parameters]
 
     def zeros(self, dtype: torch.dtype | None = None) -> Tensor:
-        """A new zero tensor [N] on the same device; of the parameters' dtype by default."""
+        """A new zero tensor [N] on the same device; default dtype: that of the parameters."""
         return torch.zeros_like(self.data, dtype=dtype)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Views of ``flat`` [N] in the places and shapes of the parameters."""
+        """Views of ``flat`` [N] with the offsets and shapes of the parameters."""
         return [
             flat[offset : offset + shape.numel()].view(shape)
             for shape, offset in zip(self._shapes, self.offsets, strict=True)
         ]
 
     def gather_gradients(self) -> tuple[Tensor, list[bool]]:
-        """Bring ``.grad`` of all parameters into one tensor and leave views of it in ``.grad``.
+        """Copy ``.grad`` of all parameters into one tensor, and set ``.grad`` to views of it.
 
-        Gradients that are such views already (of an earlier call, or written in place since)
-        cost nothing. Set ``.grad`` to None to clear them: autograd then hands its gradients over
-        instead of adding them to zeros, which moves fewer bytes than a memset and the additions,
-        and a parameter that takes no part in the loss is told from one whose gradient is zero.
+        Gradients that are such views already (from an earlier call) are not copied. To clear
+        gradients, set ``.grad`` to None: autograd then assigns its gradients instead of adding them
+        to zeros. This moves fewer bytes than a memset and the additions, and it distinguishes an
+        unused parameter from one with a zero gradient.
 
         Returns:
-            The gradient [N], of the parameters' dtype, zero in the gaps and where a parameter has
-            none; and for each parameter whether it has one.
+            The gradient [N] in the parameters' dtype, zero in the gaps and for parameters without a
+            gradient; and for each parameter whether it has a gradient.
         """
         gradients = [p.grad for p in self.parameters]
         if len(gradients) == 1 and gradients[0] is not None and gradients[0].is_contiguous():
@@ -157,14 +157,14 @@ class FlatBuffer:
 
 
 class DirectGradients:
-    """A flat gradient that backward writes itself, so that autograd copies and adds nothing.
+    """A flat gradient into which ops write in backward, so that autograd copies and adds nothing.
 
-    The first write to a parameter in a backward pass overwrites, later ones (a tied embedding has
-    three) add. Parameters whose gradients come by another way than `gradients_for` get them in
-    ``.grad`` as ever; `write` takes those along at the end.
+    In a backward pass, the first write to a parameter's gradient overwrites it and later ones add
+    (a tied embedding has three). Gradients of ops that do not use `gradients_for` appear in
+    ``.grad`` as usual; `write` moves them into ``flat`` at its end.
 
     Attributes:
-        flat: [N], the gradient, in the places and of the dtype of the parameters.
+        flat: [N], the gradient, with the layout and dtype of the parameters.
     """
 
     def __init__(self, buffer: FlatBuffer) -> None:
@@ -172,11 +172,12 @@ class DirectGradients:
         self.flat = buffer.zeros()
         self._start = buffer.data.data_ptr()
         self._bytes = buffer.data.numel() * buffer.data.element_size()
-        self._added: set[int] | None = None  # addresses of what has been written; None: all has
+        # Addresses of the parameters whose gradient has been written; None: all of them.
+        self._added: set[int] | None = None
 
     @contextmanager
     def write(self, accumulate: bool) -> Iterator[None]:
-        """Within it backward writes into ``flat``; with ``accumulate`` it adds to what is there."""
+        """Let backward write into ``flat``; with ``accumulate`` it adds to the existing values."""
         global _direct
         self._added = None if accumulate else set()
         _direct = self
@@ -186,7 +187,7 @@ class DirectGradients:
         except BaseException:
             ops.flush_column_sums(self.flat, wanted=False)
             for parameter in self.buffer.parameters:
-                parameter.grad = None  # of a backward that has not come to its end
+                parameter.grad = None  # left by the unfinished backward pass
             raise
         finally:
             _direct = None
@@ -203,12 +204,12 @@ class DirectGradients:
         return 0 <= parameter.data_ptr() - self._start < self._bytes
 
     def view(self, parameter: Tensor) -> Tensor:
-        """The gradient of a parameter, or of the neighbours that ``as_one`` has joined."""
+        """The part of ``flat`` for a parameter, or for neighbours that ``as_one`` has joined."""
         offset = (parameter.data_ptr() - self._start) // parameter.element_size()
         return self.flat.as_strided(parameter.shape, parameter.stride(), offset)
 
     def is_added(self, parameter: Tensor) -> bool:
-        """Whether the next write has to add; from now on it has."""
+        """Whether the next write must add; marks the gradient as written, so later ones must."""
         if self._added is None or parameter.data_ptr() in self._added:
             return True
         self._added.add(parameter.data_ptr())
@@ -219,12 +220,12 @@ _direct: DirectGradients | None = None
 
 
 class Gradients(NamedTuple):
-    """Where an op writes the gradients of some parameters.
+    """The tensors into which an op writes the gradients of some parameters.
 
     Attributes:
         tensors: one for each parameter, of its shape and dtype.
-        accumulate: the op adds to them.
-        direct: they are in place; autograd gets none.
+        accumulate: whether the op adds to them instead of overwriting them.
+        direct: whether they are views of the flat gradient; autograd then receives None.
     """
 
     tensors: list[Tensor]
@@ -232,15 +233,15 @@ class Gradients(NamedTuple):
     direct: bool
 
     def handed(self, *pieces: Tensor) -> tuple[Tensor | None, ...]:
-        """What backward returns to autograd: ``pieces``, by default ``tensors``, or Nones."""
+        """What backward returns to autograd: ``pieces`` (default ``tensors``); Nones if direct."""
         pieces = pieces or tuple(self.tensors)
         return (None,) * len(pieces) if self.direct else pieces
 
 
 def gradients_for(*parameters: Tensor) -> Gradients:
-    """Where one op shall write the gradients of ``parameters`` (or of what ``as_one`` joined).
+    """Where an op must write the gradients of ``parameters`` (or of what ``as_one`` has joined).
 
-    Inside `DirectGradients.write` that is the flat gradient, elsewhere new tensors for autograd.
+    Inside `DirectGradients.write` this is the flat gradient; elsewhere new tensors for autograd.
     """
     direct = _direct
     if direct is None or not all(direct.holds(p) for p in parameters):
@@ -257,21 +258,20 @@ def gradients_for(*parameters: Tensor) -> Gradients:
 def flatten_parameters(
     module: nn.Module, groups: Iterable[Sequence[Tensor]] = ()
 ) -> list[FlatBuffer]:
-    """Lay the parameters of ``module`` end to end, one buffer for each dtype and device.
+    """Place the parameters of ``module`` one after another, in one buffer per dtype and device.
 
-    Names, shapes, values, ``requires_grad`` and ties stay as they are; only the storage changes,
-    and not even that where the layout is right already. Call it at the end of ``__init__`` and
-    again after ``Module._apply`` (``.half()``, ``.cuda()``, ...), which gives every parameter a
-    storage of its own.
+    Names, shapes, values, ``requires_grad`` and ties do not change. Only the storage changes, and
+    only if the layout is not right already. Call this at the end of ``__init__``, and again after
+    ``Module._apply`` (``.half()``, ``.cuda()``, ...), which gives every parameter its own storage.
 
     Args:
-        module: parameters lie in the order of ``module.parameters()``.
-        groups: parameters which follow one another without a gap, in the given order, so that
-            ``as_one`` is a view; each group stands where its first member in
-            ``module.parameters()`` does. Parameters of a group share dtype and device.
+        module: its parameters are placed in the order of ``module.parameters()``.
+        groups: each group's parameters are placed without gaps, in the given order, so that
+            ``as_one`` is a view. A group is placed where its first member occurs in
+            ``module.parameters()``. Parameters of a group share dtype and device.
 
     Returns:
-        The buffers, for those who want to look; the parameters alone keep them alive.
+        The buffers. The caller need not keep them: the parameters keep their storage alive.
     """
     group_of = {id(p): list(group) for group in groups for p in group}
     blocks: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = defaultdict(list)
@@ -287,9 +287,9 @@ def flatten_parameters(
 def flat_buffers(parameters: Iterable[Tensor]) -> list[FlatBuffer]:
     """The fewest buffers that hold exactly these parameters, for an optimizer.
 
-    Parameters that share a storage stay where they are: neighbours form one buffer, and one that
-    is missing between them (frozen, say) separates two. All others are moved into one buffer for
-    each dtype and device.
+    Parameters that share a storage are not moved: neighbours form one buffer. If a parameter
+    between them is missing (a frozen one, for example), they form two buffers. All other parameters
+    are moved into one buffer per dtype and device.
     """
     shared: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
     for parameter in {id(p): p for p in parameters}.values():
@@ -315,7 +315,10 @@ def _aligned(elements: int, itemsize: int) -> int:
 
 
 def _lay_out(blocks: Sequence[Sequence[Tensor]]) -> FlatBuffer:
-    """Put blocks of gapless parameters at aligned places of one new tensor, if they are not."""
+    """Place blocks at aligned offsets of one new tensor, unless they are so already.
+
+    The parameters of a block have no gaps between them.
+    """
     parameters = [p for block in blocks for p in block]
     itemsize = parameters[0].element_size()
     offsets: list[int] = []
@@ -346,7 +349,7 @@ def _lay_out(blocks: Sequence[Sequence[Tensor]]) -> FlatBuffer:
 
 
 def _runs(members: list[Tensor]) -> list[FlatBuffer]:
-    """Cut parameters of one storage into runs of neighbours, alignment gaps allowed."""
+    """Split parameters of one storage into runs of neighbours; alignment gaps are allowed."""
     members = sorted(members, key=lambda p: p.storage_offset())
     ends = [p.storage_offset() + p.numel() for p in members]
     start = members[0].storage_offset()
@@ -354,7 +357,8 @@ def _runs(members: list[Tensor]) -> list[FlatBuffer]:
     runs = [[members[0]]]
     for parameter, end in zip(members[1:], ends[:-1], strict=True):
         gap = whole[end - start : parameter.storage_offset() - start]
-        # A tensor that is not ours could hide in a gap; only zeros come to no harm there.
+        # A gap could hold a foreign tensor. Elementwise updates leave a gap unchanged only if it is
+        # all zeros.
         if parameter.storage_offset() < end or gap.numel() >= _MOST_GAP or bool(gap.any()):
             runs.append([])
         runs[-1].append(parameter)

@@ -1,4 +1,4 @@
-"""Result rows: the commit that they name, the file that keeps them, the table that shows them."""
+"""Result rows of measurements: their commit, their JSON file, and tables of them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ SOURCE = Path(__file__).resolve()
 
 
 def current_commit() -> str:
-    """The commit of this code's clone; COMMIT names it where the code came without its history.
+    """The commit of the git clone that holds this code, or the environment variable COMMIT.
+
+    COMMIT takes precedence; it is meant for copies of the code without git history.
 
     Raises:
-        UserError: neither is there.
+        UserError: there is neither a clone nor COMMIT.
     """
     if "COMMIT" in os.environ:
         return os.environ["COMMIT"]
-    # This file's name too: an installed package may lie within the clone of something else.
+    # Also ask for this file: an installed package may be inside the clone of another project.
     command = ["git", "-C", str(SOURCE.parent), "rev-parse", "HEAD", f"HEAD:./{SOURCE.name}"]
     try:
         done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -33,10 +35,10 @@ def current_commit() -> str:
 
 
 def write(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """A JSON list, one row a line, so that differences are readable.
+    """Write a JSON list with one row per line, so that diffs are readable.
 
     Raises:
-        UserError: the file cannot be written; it is as before.
+        UserError: the file cannot be written; it is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(row) for row in rows)
@@ -45,12 +47,12 @@ def write(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def tabulate() -> Callable[..., str]:
-    """The function that lays out a table, for which the extra `bench` brings a package.
+    """The function ``tabulate`` of the package tabulate, which the extra `bench` installs.
 
-    Whoever measures first and prints then asks for it before the first measurement.
+    Call this before a long measurement whose results will be printed as a table.
 
     Raises:
-        UserError: it is not installed.
+        UserError: tabulate is not installed.
     """
     try:
         from tabulate import tabulate
@@ -66,10 +68,11 @@ def tabulate() -> Callable[..., str]:
 def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1, form: str = "simple"
 ) -> list[str]:
-    """The lines of a table: so many columns of ``texts``, then numbers, as the cells have them.
+    """The lines of a table. Cells are printed as they are.
 
     Args:
-        form: how it is drawn, of tabulate's names: "simple" for a terminal, "pipe" in Markdown.
+        texts: the first so many columns are left-aligned texts; the others are right-aligned.
+        form: tabulate's name of the format: "simple" for a terminal, "pipe" for Markdown.
     """
     sides = ["left"] * texts + ["right"] * (len(head) - texts)
     lay_out = tabulate()

@@ -1,10 +1,11 @@
-"""``import fairseq`` by anybody in this Python: fairseq-train, a converter, a notebook.
+"""Makes ``import fairseq`` work everywhere in this Python: fairseq-train, a converter, a notebook.
 
-``python -m lightseq_fairseq.startup`` writes one line into this Python's site-packages, as
-scripts/setup.sh does. By it Python puts a finder in front of its others when it starts. That looks
-at one name: the first import of fairseq becomes `fairseq_compat.prepare`'s. Otherwise 0.12.2 ends
-in "mutable default <class 'CommonConfig'>" on Python 3.11 and later. ``--remove`` takes the line
-away again, and LIGHTSEQ_FAIRSEQ_HOOK=0 leaves it without effect.
+``python -m lightseq_fairseq.startup`` writes a .pth file with one line into this Python's
+site-packages; scripts/setup.sh does so too. With this line, Python installs an import finder at
+start-up, before the other finders. The finder acts on one name only: it lets
+`fairseq_compat.prepare` do the first import of fairseq. Without it, fairseq 0.12.2 fails with
+"mutable default <class 'CommonConfig'>" on Python 3.11 and later. ``--remove`` deletes the file,
+and LIGHTSEQ_FAIRSEQ_HOOK=0 disables it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import sys
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # every Python process imports this module: nothing that Python has not loaded
+if TYPE_CHECKING:  # every Python process imports this module: import only what is loaded anyway
     from collections.abc import Callable
     from importlib.machinery import ModuleSpec
     from typing import Any
@@ -21,7 +22,8 @@ if TYPE_CHECKING:  # every Python process imports this module: nothing that Pyth
 FILE = "lightseq_fairseq_startup.pth"
 SWITCH = "LIGHTSEQ_FAIRSEQ_HOOK"
 
-# Python runs a line that begins with "import", whatever else is installed when it comes to it.
+# Python executes a line of a .pth file that begins with "import". This one must not fail, whatever
+# else is installed.
 _LINE = (
     f"import os, sys; os.environ.get({SWITCH!r}) != '0' "
     "and 'lightseq_fairseq.startup' not in sys.orig_argv and "
@@ -30,7 +32,7 @@ _LINE = (
 
 
 class Finder:
-    """Finds fairseq where the others do, and has it prepared when it is loaded."""
+    """Finds fairseq with the other finders, and prepares it when it is loaded."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "fairseq" or name in sys.modules:
@@ -49,46 +51,46 @@ def _prepares(load: Callable[[Any], None]) -> Callable[[Any], None]:
         unwatch()
         try:
             from lightseq_fairseq import errors, fairseq_compat
-        except Exception:  # a broken installation of ours is no reason to keep fairseq back
+        except Exception:  # if our installation is broken, import fairseq without us
             return load(module)
-        del sys.modules["fairseq"]  # prepare() puts another one there, which the import returns
+        del sys.modules["fairseq"]  # prepare() imports it again; the import returns that module
         try:
             fairseq_compat.prepare()
         except errors.UserError as error:
             if "fairseq" not in sys.modules:
-                watch()  # for when what is missing has been installed
+                watch()  # try again at the next import, when what is missing may be installed
                 raise ImportError(str(error), name="fairseq") from error
-            print(f"lightseq_fairseq: {error}", file=sys.stderr)  # imported, but not repaired
+            print(f"lightseq_fairseq: {error}", file=sys.stderr)  # imported, but not patched
         return None
 
     return exec_module
 
 
 def watch() -> None:
-    """Waits for the first import of fairseq."""
+    """Install the finder, which acts on the first import of fairseq."""
     unwatch()
     sys.meta_path.insert(0, Finder())
 
 
 def is_watching() -> bool:
-    """Whether fairseq would be prepared if it were imported now."""
+    """Whether an import of fairseq would now be prepared."""
     return "fairseq" not in sys.modules and any(isinstance(f, Finder) for f in sys.meta_path)
 
 
 def unwatch() -> None:
-    """Leaves the import of fairseq as Python has it."""
+    """Remove the finder: Python imports fairseq without preparing it."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
 
 
 def location() -> str:
-    """Where the line stands, or would stand, for the Python that runs this."""
+    """Path of the .pth file for the Python that runs this; the file need not exist."""
     import sysconfig
 
     return os.path.join(sysconfig.get_path("purelib"), FILE)
 
 
 def main(words: list[str]) -> str | None:
-    """Writes the file, or removes it; returns the sentence that says why that is not possible."""
+    """Write or remove the file; returns an error message if this fails, else None."""
     path = location()
     if words not in ([], ["--remove"]):
         return "usage: python -m lightseq_fairseq.startup [--remove]"

@@ -1,10 +1,10 @@
-"""Translating with a trained model.
+"""Generation with a trained model.
 
-memory       what steps leave to later ones, at places that never change
-decoder      one step of all hypotheses, from ops alone, and its CUDA graphs
-search       our own search: beam search, diverse beam search, sampling
-results      what it has found, and what the host gets of it
-late         how far the search has come, as the host learns it
-weights      whether the parameters are still where graphs read them
-incremental  the same steps under a search of fairseq's
+search_buffers       the tensors of a search, at fixed addresses that CUDA graphs can use
+decoder              one decoding step of all hypotheses, and its CUDA graphs
+search               our search: beam search, diverse beam search, sampling
+results              the hypotheses that a search has found, on the host
+delayed_progress     tells the host, one step late, how many sentences are unfinished
+parameter_addresses  checks that the parameters are still where graphs read them
+incremental          the same decoding step under fairseq's own search
 """

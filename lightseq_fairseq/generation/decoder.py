@@ -1,7 +1,7 @@
-"""One step of the decoder from ops alone, and the graphs and the memory that serve all steps.
+"""One step of the decoder (ops only, no autograd), and the graphs and buffers of all steps.
 
-Letters: N rows (hypotheses and spare ones), C model width, H heads, T packed source tokens, B
-sentences, S padded source length.
+Shapes: N = rows (hypotheses and unused rows), C = model width, H = heads, T = packed source tokens,
+B = sentences, S = padded source length.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from lightseq_fairseq.ops.checks import trust_boundaries
 from lightseq_fairseq.packing import Segments
 from lightseq_fairseq.parameters import as_one
 
-_KEPT = 0.1  # of the GPU's memory: the most that is held between two batches
+_KEPT = 0.1  # fraction of the GPU's memory that may stay allocated between two batches
 
 
 def bucket(rows: int, device: torch.device) -> int:
-    """How many rows steps run with for so many hypotheses: few different numbers on a GPU.
+    """Rows of a step for ``rows`` hypotheses, rounded up so that few different graphs are needed.
 
-    Powers of two up to 64, then multiples of 64: four to a doubling, and eight from 1024 on, where
-    a row more is time more. On a CPU, which captures no graphs, so many as there are.
+    On a GPU: powers of two up to 64; then multiples of 64, with four buckets per doubling; above
+    1024 eight buckets per doubling, since there each additional row costs time. A CPU captures no
+    graphs, so nothing is rounded.
     """
     if device.type != "cuda":
         return rows
@@ -45,9 +46,10 @@ def bucket(rows: int, device: torch.device) -> int:
 
 
 def first_bucket(rows: int, device: torch.device) -> int:
-    """The same for the first steps of a batch, closer: it has no other rows for most of its time.
+    """Tighter rounding for a batch's first row count, which it keeps for most of its steps.
 
-    Products are timed for multiples of 64 (csrc/matmul.cu).
+    Above 256 rows: multiples of 64, for which GEMMs search their cuBLASLt algorithm
+    (csrc/matmul.cu).
     """
     if rows <= 256 or device.type != "cuda":
         return bucket(rows, device)
@@ -55,7 +57,10 @@ def first_bucket(rows: int, device: torch.device) -> int:
 
 
 class AttentionRequest(NamedTuple):
-    """Of which layer's cross attention the weights are wanted, averaged over how many heads."""
+    """Asks for the cross-attention weights of ``layer``, averaged over the first ``heads`` heads.
+
+    heads: None for all heads.
+    """
 
     layer: int
     heads: int | None
@@ -64,11 +69,12 @@ class AttentionRequest(NamedTuple):
 class StepDecoder:
     """Runs the steps of one decoder, as CUDA graphs where they can be captured.
 
-    Graphs, and the memory they read, are kept from batch to batch until the weights move.
+    The graphs and the buffers they read are kept from batch to batch, until the weights move.
 
-    ``decoder``, in the methods, has ``layers``, ``layer_norm``, ``embed_packed`` and
-    ``project_out`` as ``plugins.transformer.LSTransformerDecoder``. It owns this object, which
-    therefore keeps no reference to it; a copy of it starts with an empty one.
+    The methods' argument ``decoder`` has ``layers``, ``layer_norm``, ``embed_packed`` and
+    ``project_out``, as ``plugins.transformer.LSTransformerDecoder`` does. The decoder owns this
+    object, so this object keeps no reference to the decoder. A copy of the decoder gets an empty
+    ``StepDecoder``.
     """
 
     memory: SearchBuffers
@@ -83,7 +89,7 @@ class StepDecoder:
         return type(self), ()
 
     def lent_to(self, user: object) -> StepDecoder:
-        """This, or an empty one while another user, who got this one, still lives."""
+        """Lend this object to ``user``; while an earlier user is alive, return a new empty one."""
         if self._user is not None and self._user() is not None:
             return StepDecoder()
         self._user = weakref.ref(user)
@@ -92,10 +98,10 @@ class StepDecoder:
     def begin(
         self, decoder: Any, features: Tensor, cu_seqlens: Tensor, rows: int, positions: int
     ) -> SearchBuffers:
-        """Make room for a batch and compute what its steps share.
+        """Allocate the buffers of a batch, and compute the cross-attention keys and values.
 
         features: [T, C_enc], the encoder's packed output. cu_seqlens: int32 [B + 1].
-        rows: the most that are needed; positions: so many at least.
+        rows: the most rows of the batch. positions: the least number of positions to allocate.
         """
         memory = self._open(decoder)
         memory.open(_room(rows), positions, cu_seqlens.cpu().numpy(), 0)
@@ -106,15 +112,15 @@ class StepDecoder:
     def open(
         self, encoder: Any, decoder: Any, tokens: Tensor, rows: int, positions: int
     ) -> SearchBuffers:
-        """The same without the encoder's output, which is ``encode``'s.
+        """As `begin`, from source tokens; ``encode`` then runs the encoder.
 
-        tokens: int64 [B, S], sentences with pads anywhere, as ``Segments.from_mask`` has them.
-        The caller writes the rest of ``memory.host`` and sends it.
+        tokens: int64 [B, S], sentences with pads anywhere, see ``Segments.from_mask``.
+        The caller writes the rest of ``memory.host`` and calls ``memory.send``.
         """
         fetched = tokens.to("cpu", non_blocking=True)
-        memory = self._open(decoder, encoder)  # meanwhile
-        # How many tokens are real decides about all shapes. Where they come from the GPU, this is
-        # the one wait of a batch before its end.
+        memory = self._open(decoder, encoder)  # while the copy runs
+        # All shapes depend on the number of real tokens. For tokens on the GPU, this is the only
+        # synchronization before the end of the batch.
         if tokens.is_cuda:
             torch.cuda.current_stream(tokens.device).synchronize()
         padded = fetched.numpy()
@@ -123,16 +129,18 @@ class StepDecoder:
         cu_seqlens = np.append(0, lengths.cumsum())
         count = int(cu_seqlens[-1])
         memory.open(_room(rows), positions, cu_seqlens, bucket(count, memory.device))
-        # Behind them are zeros, which lie in no sentence.
+        # The rows after ``count`` are zero and belong to no sentence.
         memory.host["source_tokens"][:count] = padded[is_real]
         memory.host["source_positions"][:count] = np.arange(count) - cu_seqlens[:-1].repeat(lengths)
         return memory
 
     def encode(self, encoder: Any, decoder: Any, sentences: int, longest: int) -> None:
-        """From the source tokens in ``memory`` to what all steps share, as a graph of its own.
+        """Run the encoder on the source tokens in ``memory``, as a separate graph.
 
-        encoder: has ``features``, ``padding_idx`` and ``table_rows``, as that of
-        ``plugins.transformer``. longest: of B sentences.
+        It stores the cross-attention keys and values of all layers in ``memory.source``.
+
+        encoder: has ``features``, ``padding_idx`` and ``table_rows``, as the encoder of
+        ``plugins.transformer``. longest: length of the longest of the B sentences.
         """
         memory = self.memory
         sentences = bucket(sentences, memory.device)
@@ -162,16 +170,16 @@ class StepDecoder:
         return self.memory
 
     def make_room(self, rows: int, positions: int, used: int) -> None:
-        """Go on with at least so many rows and positions; the first ``used`` positions are kept."""
+        """Grow the buffers to ``rows`` and ``positions``; keep the first ``used`` positions."""
         memory = self.memory
         if rows > memory.rows or positions > memory.positions:
             most = max(positions, memory.positions * 3 // 2)
             memory.resize(_room(max(rows, memory.rows)), most, used)
 
     def launch(self, key: tuple[Any, ...], function: Callable[[], Any]) -> Any:
-        """Run a step; a function of the same key is the same function.
+        """Run ``function`` or replay its graph; equal keys must mean the same computation.
 
-        Returns what it returns, which the next run may overwrite.
+        Returns the result of ``function``, which the next run may overwrite.
         """
         assert self._graphs is not None
         if self.memory.moved:
@@ -179,19 +187,19 @@ class StepDecoder:
         return self._graphs.launch((self.memory.rows, *key), function)
 
     def end(self) -> None:
-        """Give back memory beyond what is kept."""
+        """After a batch: free buffers and graphs if the buffers exceed what may stay allocated."""
         if self.memory.nbytes > _most_kept(self.memory.device):
             self.forget()
 
     def forget(self) -> None:
-        """Drop graphs and memory, after an error within a step, say."""
+        """Drop graphs and buffers, for example after an error within a step."""
         if self._graphs is not None:
             self._void()
             del self.memory, self.progress
         self._graphs = self._addresses = None
 
     def _void(self) -> None:
-        """Drop the graphs: what they read lies elsewhere."""
+        """Drop the graphs, whose input addresses are no longer valid."""
         if self._graphs is not None:
             self._graphs.clear()
             self.memory.moved = False
@@ -199,10 +207,10 @@ class StepDecoder:
     def features(
         self, decoder: Any, rows: int, beam: int, attention: AttentionRequest | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Features [N, C] of ``memory.tokens[:rows]``, whose keys and values join the cache.
+        """Features [N, C] of ``memory.tokens[:rows]``; appends their keys and values to the cache.
 
-        beam: rows of a slot, see ``SearchBuffers.sentences``. attention: weights that are wanted as
-        well, float32 [N, S]; then beam is 1.
+        beam: rows per slot, see ``SearchBuffers.sentences``. attention: which cross-attention
+        weights to return too, float32 [N, S]; this requires beam 1.
         """
         memory, rng = self.memory, self.memory.rng
         positions = memory.step.expand(rows)
@@ -250,20 +258,20 @@ class StepDecoder:
 
 @functools.cache
 def _most_kept(device: torch.device) -> float:
-    """Bytes of memory between two batches."""
+    """Bytes of buffers that may stay allocated between two batches."""
     if device.type != "cuda":
         return 0.0
     return _KEPT * torch.cuda.get_device_properties(device).total_memory
 
 
 def _keys_and_values(decoder: Any, features: Tensor) -> Tensor:
-    """What all layers' cross attention reads, [T, L * 2 * C]."""
+    """Cross-attention keys and values of all L layers, [T, L * 2 * C]."""
     weight, bias = (as_one(parameters) for parameters in memory_weights(list(decoder.layers)))
     return ops.linear_fwd(features, weight, bias)
 
 
 def _room(rows: int) -> int:
-    """Rows of the memory for batches of so many: 2^k or 3 * 2^k, as every size has its graphs."""
+    """Rows to allocate for ``rows``: 2^k or 3 * 2^k, since each size needs its own graphs."""
     power = 1 << max(rows - 1, 0).bit_length()
     return power * 3 // 4 if power >= 4 and rows <= power * 3 // 4 else power
 
@@ -275,7 +283,7 @@ def _scale(block: MultiheadAttention) -> float:
 def _close(
     out: Tensor, x: Tensor, stream: Tensor | None, block: MultiheadAttention, residual: Residual
 ) -> Any:
-    """Output projection and the sublayer's end, as ``MultiheadAttention.self_attention`` has it."""
+    """Output projection, residual and LayerNorm, as in ``MultiheadAttention.self_attention``."""
     h = ops.linear_fwd(out, block.out_proj.weight, None)
     before = x if stream is None else stream
     return residual_norm_fwd(h, block.out_proj.bias, before, *residual.parameters, residual)[1]
@@ -284,7 +292,7 @@ def _close(
 def _cross_weights(
     q: Tensor, keys: Tensor, columns: Tensor, sentences: Tensor, block: MultiheadAttention
 ) -> Tensor:
-    """What q [N, C] attends to, at the places of the padded source: float32 [H, N, S]."""
+    """Attention weights of the queries q [N, C] over the padded source: float32 [H, N, S]."""
     tokens = columns[sentences.clamp_min(0).long()].long()
     heads = block.num_heads
     queries = q.unflatten(1, (heads, -1)) * _scale(block)

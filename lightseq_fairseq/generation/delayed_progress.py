@@ -1,4 +1,4 @@
-"""What the host knows of a search that runs ahead of it."""
+"""Lets the host follow the progress of a search without stopping the GPU."""
 
 from __future__ import annotations
 
@@ -11,42 +11,43 @@ import torch
 from lightseq_fairseq import graphs
 from lightseq_fairseq.errors import GPUHangs
 
-_LOOKS = 1000  # between two questions whether the GPU still works
+_LOOKS = 1000  # polls of the report between two queries whether the GPU is still busy
 
 
 class DelayedProgress:
-    """How many sentences are unfinished, known one step late so that the GPU never waits.
+    """Tells the host, one step late, how many sentences are unfinished, so the GPU never waits.
 
-    Always exactly one: rows and with them rounding errors would else depend on the host's speed.
-    On a CPU, where nothing runs ahead, it is none.
+    The delay is always exactly one step. Otherwise the row count, and with it rounding errors,
+    would depend on the host's speed. On a CPU there is no delay.
 
-    Every step leaves a report in memory of the host, which looks until it is there. Reports take
-    turns in two places: the host launches step n + 1 when it has read the report of step n - 1, so
-    none is replaced before it has been read. Both numbers of a report are read at once, too.
+    Every step writes a report to pinned memory, which the host polls. Reports alternate between two
+    places. The host launches step n + 1 only after it has read the report of step n - 1, so no
+    report is overwritten before it is read. The two numbers of a report are read in one 8-byte
+    access.
 
     Attributes:
         reports: int32 [2, 2], see ``ops.beam_advance``.
     """
 
-    _of_steps: torch.cuda.Stream  # looked up once a search
+    _of_steps: torch.cuda.Stream  # the stream of the steps, looked up once per search
 
     def __init__(self, device: torch.device) -> None:
         self.reports = torch.zeros(2, 2, dtype=torch.int32)
         self._beside: torch.cuda.Stream | None = None
-        self._launched = 0  # steps of the search at hand
+        self._launched = 0  # launched steps of the current search
         if device.type == "cuda":
             self._beside = torch.cuda.Stream(device)
             self._of_steps = torch.cuda.current_stream(device)
-            # torch sees this copy, not what kernels write. From now on it keeps the memory, should
-            # a search be dropped, until the stream is through with its last step.
+            # torch does not see that kernels write this memory, but it sees this copy. So if a
+            # search is dropped, torch frees the memory only after the stream's last step.
             self.reports = self.reports.pin_memory()
             self.reports.copy_(torch.zeros_like(self.reports, device=device), non_blocking=True)
             self._of_steps.synchronize()
         self._places = self.reports.flatten().numpy().view(np.uint64)
 
     def begin(self, unfinished: int) -> None:
-        """Before the first step of a search of so many sentences."""
-        # The last step of the search before, which nobody had to wait for, may not have reported.
+        """Call this before the first step of a search of ``unfinished`` sentences."""
+        # The last step of the previous search may not have reported yet, since no one waits for it.
         self._report_after(self._launched)
         self._places[:] = unfinished << 32, 0
         self._launched = 0
@@ -54,17 +55,19 @@ class DelayedProgress:
             self._of_steps = torch.cuda.current_stream(self._beside.device)
 
     def unfinished(self, step: int) -> int:
-        """After the steps before ``step``, which has been launched; on a CPU after it as well."""
+        """Unfinished sentences before ``step``, which has just been launched; on a CPU after it."""
         self._launched = step + 1
         return self._report_after(step if self._beside is not None else step + 1)
 
     def _report_after(self, steps: int) -> int:
-        """The sentences unfinished after so many steps.
+        """The number of sentences that are unfinished after ``steps`` steps.
 
-        Raises RuntimeError where the GPU has met an error, or is idle and has not reported, and
-        GPUHangs where it is neither.
+        Raises:
+            RuntimeError: the GPU has an error, or is idle without having reported.
+            GPUHangs: the GPU is still busy after ``graphs.PATIENCE`` seconds.
         """
-        # By the time that this thread has worked, as looking is: it may be stopped meanwhile.
+        # Limit the CPU time of this thread, which polling uses up: time during which the process is
+        # stopped does not count.
         limit = time.thread_time() + graphs.PATIENCE
         is_idle = False
         for look in itertools.count(1):
@@ -80,7 +83,7 @@ class DelayedProgress:
         raise RuntimeError(f"after {steps} steps of a search, the last one has not reported")
 
     def beside(self, steps_matter: bool) -> torch.cuda.Stream | None:
-        """A stream beside that of the steps, if any; after those so far where they matter."""
+        """A second stream (None on a CPU); it waits for the launched steps if ``steps_matter``."""
         if self._beside is not None and steps_matter:
             self._beside.wait_stream(self._of_steps)
         return self._beside

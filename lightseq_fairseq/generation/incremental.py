@@ -1,10 +1,10 @@
-"""The decoder under a search that is not ours: fairseq's generators call it token by token.
+"""Incremental decoding for fairseq's own generators, which call the decoder token by token.
 
-They choose, reorder and drop hypotheses themselves (constraints, prefixes, ensembles, language
-models, n-gram blocking); keys and values stay in the same static memory as under our own search,
-and the decoder's part of a step is a graph where its shapes come again.
+These generators select, reorder and drop hypotheses themselves (constraints, prefixes, ensembles,
+language models, n-gram blocking). Keys and values are in the same static buffers as in our own
+search. The decoder's part of a step is replayed as a graph when its shapes repeat.
 
-Letters: N hypotheses, C model width, T packed source tokens, B sentences, S padded source
+Shapes: N = hypotheses, C = model width, T = packed source tokens, B = sentences, S = padded source
 length.
 """
 
@@ -21,12 +21,12 @@ from lightseq_fairseq.packing import Segments
 
 
 class Incremental:
-    """What fairseq calls incremental state: the hypotheses of one batch so far.
+    """fairseq's incremental state: the hypotheses of one batch so far.
 
     Args:
         steps: the decoder's; see ``StepDecoder`` for ``decoder``.
-        features: [T, C_enc], the encoder's packed output. source: where its B sentences lie.
-        rows: int64 [N], which sentence a hypothesis translates; None for one of each.
+        features: [T, C_enc], the encoder's packed output. source: the segments of its B sentences.
+        rows: int64 [N], the sentence of each hypothesis; None for one hypothesis per sentence.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Incremental:
             rows = torch.arange(source.shape[0], device=features.device)
         self._steps = steps.lent_to(self)
         self._rows = len(rows)
-        self._length = 0  # tokens of every hypothesis
+        self._length = 0  # tokens of each hypothesis so far
         longest = expected_length(source.shape[1])
         room = bucket(len(rows), features.device)
         memory = self._steps.begin(decoder, features, source.cu_seqlens, room, longest)
@@ -48,9 +48,10 @@ class Incremental:
     def decode_next(
         self, decoder: Any, tokens: Tensor, attention: AttentionRequest
     ) -> tuple[Tensor, Tensor]:
-        """Features [N, C] of each hypothesis' newest token, and the weights [N, S], float32.
+        """Features [N, C] of the newest tokens, and the attention weights, float32 [N, S].
 
-        tokens: int [N, length], so far; the newest is last. The next call overwrites the results.
+        tokens: int [N, length], the hypotheses so far, newest token last. The next call overwrites
+        the results.
         """
         if tokens.shape != (self._rows, self._length + 1):
             raise UserError(
@@ -77,7 +78,7 @@ class Incremental:
         return x[: self._rows], weights[: self._rows]
 
     def reorder(self, order: Tensor) -> None:
-        """Keep the hypotheses ``order`` (int64 [N'])."""
+        """Replace the hypotheses by those at the indices ``order`` (int64 [N'])."""
         self._steps.make_room(bucket(len(order), order.device), self._length, self._length)
         memory, before = self._steps.memory, self._rows
         self._rows = len(order)
@@ -88,5 +89,5 @@ class Incremental:
 
 
 def expected_length(source: int) -> int:
-    """Positions that hypotheses rarely exceed, for a longest source of so many tokens."""
+    """A length in positions that hypotheses rarely exceed; ``source``: longest source, tokens."""
     return source * 5 // 4 + 8

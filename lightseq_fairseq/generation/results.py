@@ -1,10 +1,11 @@
-"""What a search has found, as fairseq's generators give it.
+"""The results of a search, in the form of fairseq's generators.
 
-The host makes the hypotheses while the encoder still works, and learns of all of them in one copy.
-Most are never looked at, so tensors are made when somebody asks for them: then for the hypotheses
-of the same rank of all sentences at once, as who reads the best of one reads that of each.
+The host creates the hypothesis objects while the encoder still runs, and later fetches all results
+in one copy. Most of them are never read, so tensors are created on first access. They are then
+created for the hypotheses of this rank of all sentences at once: a caller who reads the best
+hypothesis of one sentence usually reads the best of every sentence.
 
-Letters: B sentences, M = B * beam hypotheses at most, P positions.
+Shapes: B = sentences, M = B * beam hypotheses at most, P = positions.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ _PARTS = ("tokens", "score", "attention", "alignment", "positional_scores")
 
 
 class _Rank(dict[str, Sequence[Tensor]]):
-    """The hypotheses of one rank: by name their parts, sentence by sentence, once asked for."""
+    """The hypotheses of one rank (such as the best ones) of all sentences.
+
+    Maps the name of a part to one tensor per sentence, created on first access.
+    """
 
     def learn(self, block: np.ndarray, rows: np.ndarray) -> None:
-        """block: what ``_fetched`` gives. rows: int64 [B], where in it they stand."""
+        """block: the result of ``_fetched``. rows: int64 [B], the rows of these hypotheses."""
         self._block, self._rows = block, rows
 
     def __missing__(self, name: str) -> Sequence[Tensor]:
@@ -51,10 +55,10 @@ class _Rank(dict[str, Sequence[Tensor]]):
 
 
 class Hypothesis(MutableMapping[str, Tensor]):
-    """A hypothesis of L tokens, the end included: fairseq's dict, except that it is none.
+    """A hypothesis of L tokens including eos; behaves like fairseq's dict, but is not a dict.
 
     tokens int64 [L], score float32 [], positional_scores float32 [L]; attention and alignment are
-    empty. All are on the CPU. Copies, and what is unpickled, are dicts.
+    empty. All are on the CPU. Copying or unpickling gives a real dict.
     Source: ``finalize_hypos`` of ``fairseq.sequence_generator.SequenceGenerator``.
     """
 
@@ -62,7 +66,7 @@ class Hypothesis(MutableMapping[str, Tensor]):
 
     def __init__(self, rank: _Rank, sentence: int) -> None:
         self._rank, self._sentence = rank, sentence
-        self._own: dict[str, Tensor] | None = None  # instead of the rank's, once one was changed
+        self._own: dict[str, Tensor] | None = None  # replaces the rank's parts after a change
 
     def __getitem__(self, name: str) -> Tensor:
         if self._own is None:
@@ -90,15 +94,15 @@ class Hypothesis(MutableMapping[str, Tensor]):
         return repr(dict(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Clones: each tensor lies in one with those of the other sentences.
+        # Clone: each tensor is a view of a storage that holds all sentences.
         return dict, ({name: part.clone() for name, part in self.items()},)
 
 
 class Results:
-    """The results of a search: made while it runs, told what they are when it has ended.
+    """The results of a search; create it while the search runs, and `fetch` at its end.
 
     Args:
-        sentences, beam: B, and how many results each has, as a rule.
+        sentences, beam: B, and the results per sentence (a sentence may get fewer).
     """
 
     def __init__(self, sentences: int, beam: int) -> None:
@@ -110,13 +114,16 @@ class Results:
     def fetch(
         self, memory: SearchBuffers, positions: int, stream: torch.cuda.Stream | None
     ) -> list[list[Hypothesis]]:
-        """Those of each sentence, best first: all that ``ops.beam_advance`` has kept.
+        """The results of each sentence, best first: all that ``ops.beam_advance`` has kept.
 
-        positions: P, the longest result. stream: in whose order the device is to be asked.
-        Raises UserError where a sentence has none.
+        positions: P, the length of the longest result. stream: the stream of the copy; None for
+        the CPU.
+
+        Raises:
+            UserError: a sentence has no result.
         """
         sentences, beam = len(self._of_sentences), len(self._ranks)
-        # A copy, since users may keep results, and pinned memory is to serve the next batch.
+        # Copy, since users may keep results while the next batch reuses the pinned memory.
         block = _fetched(memory, sentences * beam, positions, stream).numpy().copy()
         found = block[:, 0] > 0
         order = np.where(found, -block[:, 1].view(np.float32), np.inf).reshape(sentences, beam)
@@ -128,7 +135,7 @@ class Results:
         return self._of_sentences
 
     def _keep(self, numbers: list[int]) -> None:
-        """So many of each sentence."""
+        """Keep only the first ``numbers[b]`` results of sentence b."""
         if 0 in numbers:
             raise UserError(
                 "a sentence has no translation of a finite score: the model's output is not a "
@@ -141,10 +148,10 @@ class Results:
 def _fetched(
     memory: SearchBuffers, count: int, positions: int, stream: torch.cuda.Stream | None
 ) -> Tensor:
-    """The first columns as rows of one block on the CPU, int32 [M, 2 + 2 * P], by one copy.
+    """The first ``count`` hypotheses in one block on the CPU, int32 [M, 2 + 2 * P], by one copy.
 
-    Of each: its length, its score, its tokens, its scores up to each of them. Scores are bits of
-    float32.
+    Each row: length, score, tokens, cumulative score up to each token. Scores are stored as their
+    float32 bits.
     """
     with torch.cuda.stream(stream):
         block = torch.cat(

@@ -1,10 +1,10 @@
 """Beam search, diverse beam search and sampling with one model, without the host in the loop.
 
-A step is one CUDA graph: decoder, candidates, and what becomes of them. The host only launches it,
-and learns one step late how many sentences are unfinished: so it sees the end, and makes the rows
-fewer when enough sentences are through.
+A step is one CUDA graph: decoder, candidates, and selection of the next hypotheses. The host only
+launches it. One step late, the host learns how many sentences are unfinished. From this it knows
+when the search ends, and it reduces the number of rows when enough sentences are finished.
 
-Letters: B sentences, T packed source tokens, N rows.
+Shapes: B = sentences, T = packed source tokens, N = rows.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from lightseq_fairseq.generation.results import Hypothesis, Results
 from lightseq_fairseq.generation.search_buffers import SearchBuffers
 from lightseq_fairseq.ops.beam_search import Progress
 
-MOST_BEAM = 64  # that the CUDA kernels have room for
+MOST_BEAM = 64  # the largest beam that the CUDA kernels support
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How to search; the names and meanings are those of fairseq's generators.
+    """Settings of a search; names and meanings are those of fairseq's generators.
 
     Attributes:
-        beam: hypotheses of a sentence, and results.
+        beam: hypotheses, and results, per sentence.
         pad, eos, unk, min_len, unk_penalty, temperature: see ``ops.beam_candidates``.
         length_penalty, groups, diversity: see ``ops.beam_advance``.
-        sampled, topk, topp: draw the tokens, see ``ops.beam_sample``.
+        sampled, topk, topp: sample the tokens, see ``ops.beam_sample``.
     """
 
     beam: int
@@ -52,7 +52,7 @@ class SearchOptions:
     topp: float = 0.0
 
     def of_tokens(self) -> dict[str, Any]:
-        """What both ``ops.beam_candidates`` and ``ops.beam_sample`` take of these."""
+        """The arguments that ``ops.beam_candidates`` and ``ops.beam_sample`` have in common."""
         names = ("pad", "eos", "unk", "min_len", "unk_penalty", "temperature")
         return {name: getattr(self, name) for name in names}
 
@@ -67,9 +67,9 @@ def search(
     Args:
         steps: the decoder's; see ``StepDecoder`` for ``encoder`` and ``decoder``.
         tokens: int64 [B, S], padded sentences, at least one; on any device.
-        first: the token to begin with.
-        max_len: tokens of a result without its end.
-        positions: so many will do, as a rule; there are more when they do not.
+        first: the first decoder input token.
+        max_len: the most tokens of a result, without eos.
+        positions: positions to allocate at first; more are allocated when needed.
         rng: int64 [2], for sampling.
 
     Returns: a list for each sentence, see ``generation.results.Hypothesis``.
@@ -99,15 +99,16 @@ def search(
     except BaseException:
         steps.forget()
         raise
-    # A step that found nothing unfinished changes no results: they need not wait for it. Those of
-    # the steps before it can be read: a step reports when all of the GPU can see what it has kept.
+    # If no sentence is left, the step that is still running changes no results, so do not wait for
+    # it. The results of the earlier steps can be read: a step writes its report only after its
+    # results are visible to the whole GPU.
     found = results.fetch(memory, step + 1, steps.progress.beside(left > 0))
     steps.end()
     return found
 
 
 class _User:
-    """Somebody who holds a ``StepDecoder``."""
+    """Its lifetime marks how long a search uses a ``StepDecoder``, see ``lent_to``."""
 
 
 def _start(
@@ -117,7 +118,8 @@ def _start(
     host["progress"][[Progress.MAX_LEN, Progress.UNFINISHED]] = max_len, sentences
     host["sentences"][:sentences] = np.arange(sentences)
     host["tokens"].fill(first)
-    # All hypotheses of a sentence are the same at first: one of each group is to have descendants.
+    # At first all hypotheses of a sentence are equal: only one per group may have continuations,
+    # or all of them when sampling.
     host["scores"].fill(-np.inf)
     scores = host["scores"][: sentences * rules.beam].reshape(sentences, rules.beam)
     scores[:, : rules.beam if rules.sampled else rules.groups] = 0.0
@@ -125,7 +127,7 @@ def _start(
 
 
 def _advance(steps: StepDecoder, decoder: Any, rows: int, rules: SearchOptions) -> None:
-    """One step of all hypotheses, in places that never change."""
+    """One step of all hypotheses, on buffers at fixed addresses."""
     memory, beam = steps.memory, rules.beam
     x, _ = steps.features(decoder, rows, beam)
     slots = rows // beam
@@ -163,7 +165,7 @@ def _advance(steps: StepDecoder, decoder: Any, rows: int, rules: SearchOptions) 
 
 
 def _compact(memory: SearchBuffers, positions: int, slots: int, beam: int) -> None:
-    """Bring the unfinished sentences into the first ``slots``; keys and values stay in place."""
+    """Move the unfinished sentences to the first ``slots`` slots; keys and values do not move."""
     kept = (memory.sentences < 0).int().argsort(stable=True)[:slots]
     rows = (kept[:, None] * beam + torch.arange(beam, device=kept.device)).flatten()
     memory.sentences[:slots] = memory.sentences[kept]

@@ -1,13 +1,13 @@
-"""What the steps of a search leave to later ones, at addresses that captured graphs may keep.
+"""The tensors that the steps of a search share, at fixed addresses that captured graphs can use.
 
-Everything lies position by position, so that a step writes one stretch, and nothing moves when
-hypotheses are reordered: what stands at position p of hypothesis n lies in row ancestry[p, n].
-One allocation serves batches of many short and of few long sentences: its cells, one for each
-position and row, are dealt out anew for every batch. What is known when a batch begins, the host
-writes into one block, which travels to the device whole.
+The position is the outermost dimension, so a step writes one contiguous range. Nothing moves when
+hypotheses are reordered: the entry of hypothesis n at position p is in row ancestry[p, n].
+One allocation serves batches of many short and of few long sentences. It has one cell for each pair
+of position and row, and its cells are reassigned for every batch. The inputs of a batch are written
+by the host into one block, which is copied to the device as a whole.
 
-P positions and R rows of the batch at hand; L layers, C model width; T packed source tokens, B
-sentences, S padded source length.
+Shapes: P = positions and R = rows of the current batch, L = layers, C = model width, T = packed
+source tokens, B = sentences, S = padded source length.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _PER_CELL = {
 }
 _PER_ROW = ("tokens", "scores", "sentences", "lengths", "totals")
 _IN_BLOCK = ("progress", *_PER_ROW, "cu_seqlens", "source_tokens", "source_positions")
-_REAL = ("scores", "totals")  # float32 in the block, which is int32 otherwise
-_ALIGNED = 64  # numbers of four bytes: each part of an allocation begins at a multiple
+_REAL = ("scores", "totals")  # float32 parts of the block; the others are int32
+_ALIGNED = 64  # 4-byte elements: the alignment of each part of an allocation
 
 
 class SearchBuffers:
-    """The tensors of a search; ``ops.beam_advance`` and ``ops.decode_attention`` say what for.
+    """The tensors of a search; ``ops.beam_advance``, ``ops.decode_attention`` explain their use.
 
     Args:
         layers, width: L and C of the decoder.
-        like: one of its weights, for dtype and device.
+        like: one of the decoder's weights; gives dtype and device.
 
     Attributes:
         positions, rows: P and R.
@@ -49,13 +49,13 @@ class SearchBuffers:
         tokens, lengths: int32 [R]. scores, totals: float32 [R].
         sentences: int32 [R], the sentence of each slot, -1 for none.
         source: [., L, 2, C], keys and values of cross attention, in the first T rows.
-        cu_seqlens: int32 [.], where the sentences lie in ``source``; behind the last one all T.
-        source_tokens, source_positions: int32 [.], the packed source, where the encoder reads it.
-        columns: int32 [., S], row of ``source`` at each place of the padded source, -1 at pads.
+        cu_seqlens: int32 [.], boundaries of the sentences in ``source``; T after the last one.
+        source_tokens, source_positions: int32 [.], the packed source, which the encoder reads.
+        columns: int32 [., S], row of ``source`` for each padded source position, -1 at pads.
         progress: int32 [4], see ``ops.beam_search.Progress``. step: its STEP, a view.
-        host: what ``send`` brings into tensors of these names, from ``tokens`` to ``progress``.
-        rng: int64 [2], of sampling.
-        moved: whether something lies elsewhere than when somebody last set this to False.
+        host: name -> numpy array on the host; ``send`` copies each to the tensor of that name.
+        rng: int64 [2], for sampling.
+        moved: whether any tensor was reallocated since the user last set this to False.
     """
 
     ancestry: Tensor
@@ -86,42 +86,42 @@ class SearchBuffers:
         return sum(flat.nbytes for flat in self._flat.values())
 
     def open(self, rows: int, positions: int, cu_seqlens: np.ndarray, room: int) -> None:
-        """Deal out room for a batch, and begin ``host``: no hypotheses, no source tokens yet.
+        """Assign the cells for a batch, and initialise ``host`` without hypotheses or tokens.
 
-        rows, positions: R, and P at least. cu_seqlens: integers [B + 1]. room: tokens that the
-        encoder is to read, T or more; 0 where it has read them.
+        rows, positions: R, and the least P. cu_seqlens: integers [B + 1]. room: rows of
+        ``source_tokens``, T or more; 0 if the encoder has run already.
         """
         self._deal(rows, positions, max(rows, len(cu_seqlens)) + 1, room)
         tokens = int(cu_seqlens[-1])
-        # Rounded up, as batches differ a little in size.
+        # Rounded up, so that a slightly larger batch needs no new allocation.
         flat = self._take("source", _power(tokens) * self.layers * 2 * self.width, self.dtype)
         self.source = flat.view(-1, self.layers, 2, self.width)
         pinned = self.device.type == "cuda"
         self._sent = torch.empty(len(self._block), dtype=torch.int32, pin_memory=pinned)
         block = self._sent.numpy()
-        block.fill(0)  # by this thread: waking torch's others would take longer
+        block.fill(0)  # numpy uses this thread only; waking torch's threads would take longer
         self.host: dict[str, np.ndarray] = self._parts_of(block, np.float32)
         self.host["sentences"].fill(-1)
         self.host["cu_seqlens"].fill(tokens)
         self.host["cu_seqlens"][: len(cu_seqlens)] = cu_seqlens
 
     def send(self) -> None:
-        """Bring ``host`` to the device, once a batch."""
+        """Copy ``host`` to the device; called once per batch."""
         self._block.copy_(self._sent, non_blocking=True)
 
     def keep_source(self, keys_and_values: Tensor) -> None:
-        """[T, L * 2 * C] into ``source``: the last of what a batch begins with."""
-        self.ancestry.zero_()  # rows without a hypothesis look there, too
+        """Write [T, L * 2 * C] into ``source``; this completes the inputs of a batch."""
+        self.ancestry.zero_()  # unused rows read it too
         self.source[: len(keys_and_values)].view_as(keys_and_values).copy_(keys_and_values)
 
     def place_columns(self, index: Tensor, shape: tuple[int, int]) -> None:
-        """Fill ``columns``: packed token t stands at index[t] of the padded source, flattened."""
+        """Fill ``columns``: packed token t is at index[t] of the flattened padded source."""
         places = self._take("columns", max(shape[0] * shape[1], 1), torch.int32).fill_(-1)
         places[index] = torch.arange(len(index), dtype=torch.int32, device=places.device)
         self.columns = places[: len(places) // shape[1] * shape[1]].view(-1, shape[1])
 
     def resize(self, rows: int, positions: int, used: int) -> None:
-        """Go on with more rows or positions: the first ``used`` positions move along."""
+        """Reallocate with more rows or positions; the first ``used`` positions are copied."""
         old = {name: getattr(self, name)[:used] for name in ("cache", *_PER_CELL)}
         for name in ("cache", "cells", "block"):
             del self._flat[name]
@@ -133,7 +133,7 @@ class SearchBuffers:
             getattr(self, name)[tuple(map(slice, kept.shape))].copy_(kept)
 
     def _deal(self, rows: int, positions: int, boundaries: int, room: int) -> None:
-        """Make the tensors of a batch, unless they are those of the one before."""
+        """Make the tensors of a batch, unless those of the previous batch have the same shapes."""
         self._cells = max(self._cells, rows * positions)
         shapes = rows, self._cells, boundaries, room
         if shapes == self._dealt:
@@ -149,8 +149,8 @@ class SearchBuffers:
         parts = flat.as_strided((kinds, self.positions, rows), (apart, rows, 1)).unbind()
         for (name, dtype), part in zip(_PER_CELL.items(), parts, strict=True):
             setattr(self, name, part.view(dtype))
-        # A part's place follows from R, and that of source_positions from the room as well: a
-        # graph that is made for these finds it there in every batch.
+        # The offset of a part depends only on R (for source_positions also on the room), so a graph
+        # captured for these sizes finds it at the same address in every batch.
         sizes = (len(Progress), *[rows] * len(_PER_ROW), boundaries, room, room)
         *starts, end = itertools.accumulate(map(_aligned, sizes), initial=0)
         self._places = {
@@ -163,12 +163,12 @@ class SearchBuffers:
         self.step = self.progress[Progress.STEP]
 
     def _parts_of(self, block: Any, real: Any) -> dict[str, Any]:
-        """Of the block or its like on the host, a tensor or an array with its name for float32."""
+        """Name -> part of ``block``, a tensor or a numpy array; ``real``: its float32 dtype."""
         parts = {name: block[place] for name, place in self._places.items()}
         return parts | {name: parts[name].view(real) for name in _REAL}
 
     def _take(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of at least that size: the one of before, or a new one of zeros."""
+        """A flat tensor of at least ``size`` elements: the existing one, or new zeros."""
         flat = self._flat.get(name)
         if flat is None or len(flat) < size:
             flat = self._flat[name] = torch.zeros(size, dtype=dtype, device=self.device)
@@ -181,5 +181,5 @@ def _aligned(size: int) -> int:
 
 
 def _power(size: int) -> int:
-    """The power of two that is at least so large."""
+    """The smallest power of two that is at least ``size``."""
     return 1 << max(size - 1, 0).bit_length()

@@ -1,5 +1,5 @@
-"""Fused Transformer layers on packed tokens, usable without fairseq, in the order of the data."""
-# ruff: noqa: I001, RUF022  (this order, not the alphabet's, tells the story)
+"""Fused Transformer layers on packed tokens, usable without fairseq."""
+# ruff: noqa: I001, RUF022  (sorted in the order of the data flow, not alphabetically)
 
 from lightseq_fairseq.layers.dropout import draw_rng
 from lightseq_fairseq.layers.embedding import Embedding, embed, sinusoidal_positions

@@ -1,7 +1,7 @@
-"""Attention sublayers: projections, attention, and the residual that follows, one autograd node.
+"""Attention sublayers: projections, attention, residual and LayerNorm in one autograd node.
 
-Letters: T packed tokens, B sentences, L longest sentence, S longest source, C model width, H heads,
-D head width.
+Shapes: T = packed tokens, B = sentences, L = longest sentence, S = longest source, C = model width,
+H = heads, D = head width.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from lightseq_fairseq.parameters import as_one, gradients_for
 
 @dataclass(frozen=True)
 class Heads:
-    """How an attention block splits and drops: everything that is no tensor of the graph.
+    """Settings of an attention call: all arguments that are not differentiated.
 
     Attributes:
         count: number of heads H; the head width D is C / H.
-        queries, keys: segments of the query and of the key side.
-        causal: a token sees only itself and what stands before it.
-        p: dropout of the attention probabilities.
-        rng: int64 [2] (seed, micro-batch), see ``ops.philox``; ``site`` names this place.
+        queries, keys: segments of the query side and of the key side.
+        causal: a token attends only to itself and to earlier tokens.
+        p: dropout rate of the attention probabilities.
+        rng: int64 [2] (seed, micro-batch), see ``ops.philox``. site: the dropout site.
     """
 
     count: int
@@ -47,7 +47,7 @@ class Heads:
     site: int
 
     def arguments(self, width: int) -> dict[str, Any]:
-        """What ``ops.attention_fwd`` and ``_bwd`` take besides tensors of model width C."""
+        """The arguments of ``ops.attention_fwd`` and ``_bwd`` besides tensors of model width C."""
         return {
             "cu_q": self.queries.cu_seqlens,
             "cu_k": self.keys.cu_seqlens,
@@ -62,16 +62,16 @@ class Heads:
 
 
 class ColumnSlices:
-    """Room for the gradients of all column slices of one tensor, side by side as they are.
+    """One buffer for the gradients of all column slices of a tensor, in the tensor's layout.
 
-    So the product that made the tensor has its whole gradient without a copy.
+    So the GEMM that made the tensor gets its whole gradient without a copy.
     """
 
     def __init__(self) -> None:
         self._whole: Tensor | None = None
 
     def like(self, part: Tensor) -> Tensor:
-        """The gradient of ``part``, [T, C'] and a slice of a contiguous tensor; not filled."""
+        """Unfilled gradient of ``part`` [T, C'], a column slice of a contiguous tensor."""
         if self._whole is None:
             self._whole = part.new_empty(part.shape[0], part.stride(0))
         return self._whole.as_strided(part.shape, part.stride(), part.storage_offset())
@@ -167,8 +167,9 @@ class MultiheadAttention(nn.Module):
     Args:
         embed_dim: width C of the queries and of the output.
         num_heads: H; must divide C.
-        key_dim: width of keys and values (the encoder's width in cross attention); default C.
-        dropout: of the attention probabilities, in training mode.
+        key_dim: width of the inputs of the key and value projections (in cross attention the
+            encoder's width); default C.
+        dropout: rate for the attention probabilities, in training mode.
 
     Source: ``fairseq.modules.MultiheadAttention``; Vaswani et al. 2017, section 3.2.
     """
@@ -181,7 +182,7 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"embed_dim {embed_dim} is no multiple of num_heads {num_heads}")
         self.num_heads, self.dropout = num_heads, dropout
         key_dim = embed_dim if key_dim is None else key_dim
-        # The order of construction and initialisation is fairseq's: same seed, same numbers.
+        # Construct and initialise in fairseq's order, so that the same seed gives the same values.
         self.k_proj = nn.Linear(key_dim, embed_dim)
         self.v_proj = nn.Linear(key_dim, embed_dim)
         self.q_proj = nn.Linear(embed_dim, embed_dim)
@@ -201,10 +202,10 @@ class MultiheadAttention(nn.Module):
     def self_attention(
         self, x: Tensor, stream: Tensor | None, heads: Heads, residual: Residual
     ) -> tuple[Any, Any]:
-        """Attend within sentences, x [T, C]; the result is added to ``stream`` and normalised.
+        """Self-attention of x [T, C] within sentences; adds the result to ``stream``, normalises.
 
-        ``stream`` None means that x itself is the residual (post-LayerNorm). Returns
-        (new stream, normalised), as ``residual_norm.residual_norm_fwd`` describes.
+        ``stream`` is the residual stream; None means that x itself is the residual
+        (post-LayerNorm). Returns (new stream, normalised), see ``residual_norm.residual_norm_fwd``.
         """
         q, k, v, o = self.q_proj, self.k_proj, self.v_proj, self.out_proj
         return _SelfAttention.apply(
@@ -218,7 +219,7 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Any, Any]:  # fmt: skip
         """As ``self_attention``, with keys and values from ``memory`` [T_src, 2 * C].
 
-        ``slices`` is one for all layers whose memories are slices of one tensor.
+        All layers whose memories are column slices of one tensor share one ``slices``.
         """
         q, o = self.q_proj, self.out_proj
         return _CrossAttention.apply(
@@ -227,11 +228,10 @@ class MultiheadAttention(nn.Module):
         )  # fmt: skip
 
     def cross_weights(self, x: Tensor, memory: Tensor, heads: Heads) -> Tensor:
-        """What the queries x [T, C] attend to in ``memory`` [T_src, 2 * C], before dropout.
+        """Attention weights of the queries x [T, C] over ``memory`` [T_src, 2 * C], before dropout.
 
-        For alignments, beside ``cross_attention``, which never holds these numbers. Returns float32
-        [H, B, L, S] in the places of the padded batches, zeros where the source has pads;
-        differentiable.
+        For alignments: ``cross_attention`` never stores these weights. Returns float32
+        [H, B, L, S], indexed as the padded batches, zero at source pads; differentiable.
         """
         q = F.linear(x, self.q_proj.weight, self.q_proj.bias) * (x.shape[1] // heads.count) ** -0.5
         k = memory[:, : x.shape[1]]

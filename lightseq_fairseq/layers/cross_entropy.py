@@ -1,6 +1,6 @@
 """Label-smoothed cross entropy over the vocabulary.
 
-Letters: T rows, V vocabulary.
+Shapes: T = rows, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _CrossEntropy(torch.autograd.Function):
             )
         logits, *others = ctx.saved_tensors
         if not ctx.is_gradient:
-            # The gradient replaces the logits: the largest tensor of the step exists once.
+            # The gradient overwrites the logits: the largest tensor of the step exists only once.
             target, lse = others
             ops.cross_entropy_bwd(dloss, logits, target, lse, ctx.smoothing, ctx.padding_idx)
             ctx.is_overwritten = True
@@ -64,16 +64,17 @@ def label_smoothed_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss of each row; the backward pass overwrites ``logits`` with their gradient.
 
-    A second backward pass through the same loss therefore ends in a RuntimeError, unless ``dloss``
-    is given.
+    So a second backward pass through the same loss raises a RuntimeError, unless ``dloss`` is
+    given.
 
     Args:
         logits: [T, V], float64/32/16 or bfloat16, contiguous.
-        target: int64 [T]; rows whose target is ``padding_idx`` count nothing.
-        smoothing: epsilon; it is shared by the V - 1 other classes as in fairseq.
-        accuracy: also say which rows have their target as arg max.
-        dloss: float scalar, if known beforehand: the gradient that every row's loss will get in the
-            backward pass. The logits are overwritten at once then, which reads them once less.
+        target: int64 [T]; rows whose target is ``padding_idx`` are ignored.
+        smoothing: epsilon; it is distributed over the V - 1 other classes, as in fairseq.
+        accuracy: also return which rows have their target as arg max.
+        dloss: float scalar, the gradient that every row's loss will receive in the backward pass,
+            if it is known in advance. Then forward already overwrites the logits with their
+            gradient, which saves one read of the logits.
 
     Returns:
         loss [T] (differentiable) and nll [T], in nats, float32 (float64 for float64 logits), and

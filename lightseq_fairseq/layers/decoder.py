@@ -1,7 +1,7 @@
-"""The Transformer decoder layer and stack on packed tokens, and one step of generation.
+"""The Transformer decoder layer and stack on packed tokens.
 
-Letters: T packed tokens, N hypotheses, C model width, F ffn width, H heads, D head width,
-S source length, L target length so far.
+Shapes: T = packed target tokens, T_src = packed source tokens, B = sentences, L = longest target,
+S = longest source, C = model width, C_enc = encoder width, H = heads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DecoderLayer(TransformerLayer):
         self.final_layer_norm = nn.LayerNorm(embed_dim)
 
     def norms(self, next_norm: nn.LayerNorm | None) -> tuple[nn.LayerNorm | None, ...]:
-        """The norm that closes each of the three sublayers."""
+        """The LayerNorm that is applied at the end of each of the three sublayers."""
         own = (self.self_attn_layer_norm, self.encoder_attn_layer_norm, self.final_layer_norm)
         return (*own[1:], next_norm) if self.normalize_before else own
 
@@ -55,9 +55,10 @@ class DecoderLayer(TransformerLayer):
         target: Segments, source: Segments, rng: Tensor, next_norm: nn.LayerNorm | None,
         causal: bool = True, need_weights: bool = False,
     ) -> tuple[Any, Any, Tensor | None]:  # fmt: skip
-        """One layer of a stack, see ``EncoderLayer``'s; memory [T_src, 2 * C] holds k and v.
+        """One layer of a stack, see ``EncoderLayer.forward_in_stack``.
 
-        The third result is ``MultiheadAttention.cross_weights`` if they are needed.
+        memory: [T_src, 2 * C], keys and values of the cross attention. The third result is
+        ``MultiheadAttention.cross_weights`` with ``need_weights``, else None.
         """
         norms = self.norms(next_norm)
         heads = self.self_attn.heads(target, target, causal, rng, self.first_site(rng))
@@ -78,16 +79,16 @@ class DecoderLayer(TransformerLayer):
 
 
 def memory_weights(layers: Iterable[DecoderLayer]) -> tuple[list[Tensor], list[Tensor]]:
-    """All layers' cross-attention key and value weights, and biases, in the order of their GEMM."""
+    """Cross-attention key and value weights, and biases, of all layers, in their GEMM's order."""
     blocks = [layer.encoder_attn for layer in layers]
     projections = [p for block in blocks for p in (block.k_proj, block.v_proj)]
     return [p.weight for p in projections], [p.bias for p in projections]
 
 
 def project_memory(layers: list[DecoderLayer], encoder_out: Tensor) -> tuple[Tensor, ...]:
-    """Keys and values of every layer's cross attention in one GEMM.
+    """Compute keys and values of every layer's cross attention in one GEMM.
 
-    encoder_out [T_src, C_enc] -> a tensor [T_src, 2 * C] for each layer.
+    encoder_out [T_src, C_enc] -> one tensor [T_src, 2 * C] per layer.
     """
     return linear_parts(encoder_out, len(layers), *memory_weights(layers))
 
@@ -96,7 +97,10 @@ def run_decoder(
     layers: Iterable[DecoderLayer], last_norm: nn.LayerNorm | None, x: Tensor,
     encoder_out: Tensor, target: Segments, source: Segments, rng: Tensor, causal: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Run a stack on x [T, C], attending to encoder_out [T_src, C_enc]."""
+    """Run a stack on x [T, C] with cross attention to encoder_out [T_src, C_enc]; returns [T, C].
+
+    causal: a target token attends only to itself and to earlier target tokens.
+    """
     return run_decoder_with_weights(
         layers, last_norm, x, encoder_out, target, source, rng, causal, None
     )[0]
@@ -107,9 +111,10 @@ def run_decoder_with_weights(
     encoder_out: Tensor, target: Segments, source: Segments, rng: Tensor, causal: bool,
     attention_of: int | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """As ``run_decoder``, with the cross-attention weights of the layer ``attention_of`` or None.
+    """As ``run_decoder``; also returns the cross-attention weights of the layer ``attention_of``.
 
-    The weights are those of ``MultiheadAttention.cross_weights``, [H, B, L, S].
+    The weights are ``MultiheadAttention.cross_weights``, [H, B, L, S]; None if ``attention_of`` is
+    None.
     """
     stack = list(layers)
     if not stack:

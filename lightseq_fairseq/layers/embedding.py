@@ -1,6 +1,6 @@
 """Token and position embedding of packed tokens.
 
-Letters: T packed tokens, V vocabulary, C model width, P positions.
+Shapes: T = packed tokens, V = vocabulary, C = model width, P = positions.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def embed(
     Args:
         tokens: int64 or int32 [T].
         weight: [V, C]; the row ``padding_idx`` receives no gradient from look-ups.
-        positions: int64 [T] rows of ``position_weight`` [P, C]; None for no positions.
+        positions: int64 [T], rows of ``position_weight`` [P, C]; None for no positions.
         scale: factor of the token embedding, sqrt(C) in fairseq.
         p, rng, site: dropout, see ``ops.philox``.
-        project: width change between embedding and model (fairseq's ``project_in_dim``).
+        project: maps the embedding width to the model width (fairseq's ``project_in_dim``).
         norm: LayerNorm before the dropout (``--layernorm-embedding``).
 
     Returns: [T, C].
@@ -100,8 +100,8 @@ def embed(
 def sinusoidal_positions(count: int, width: int, padding_idx: int) -> Tensor:
     """Sinusoidal table, float32 [count, width], row ``padding_idx`` zero.
 
-    The layout is tensor2tensor's and fairseq's: the sines of all frequencies, then the cosines;
-    not the interleaved one of Vaswani et al. 2017. Bitwise equal to
+    The layout is that of tensor2tensor and fairseq: the sines of all frequencies, then the cosines.
+    Vaswani et al. 2017 interleave them instead. Bitwise equal to
     ``fairseq.modules.SinusoidalPositionalEmbedding.get_embedding``.
     """
     half = width // 2
@@ -115,15 +115,15 @@ def sinusoidal_positions(count: int, width: int, padding_idx: int) -> Tensor:
 
 
 class Embedding(nn.Module):
-    """Scaled token embedding plus positions plus dropout, for use without fairseq.
+    """Scaled token embedding plus position embedding plus dropout, for use without fairseq.
 
     Args:
         vocabulary: V. width: C. padding_idx: id of the pad token.
-        positions: longest sentence, in tokens.
-        dropout: in training mode.
-        learned: learned instead of sinusoidal positions.
+        positions: length of the longest sentence, in tokens.
+        dropout: rate in training mode.
+        learned: use learned instead of sinusoidal positions.
 
-    Positions start at ``padding_idx + 1`` as in fairseq, so weights can be exchanged.
+    Positions start at ``padding_idx + 1`` as in fairseq, so weights can be exchanged with fairseq.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class Embedding(nn.Module):
     ) -> Tensor:
         """tokens int64 [T] -> [T, C]; ``rng`` int64 [2] from ``layers.draw_rng``.
 
-        site: of dropout. None: one of the module's own, see ``sites.first_site``; where one module
-        embeds source and target, give the two calls sites 0 and 1.
+        site: the dropout site. None assigns one to this module, see ``sites.first_site``. If one
+        module embeds source and target, pass sites 0 and 1 to the two calls.
         """
         return embed(
             tokens, self.weight, segments.positions + self.padding_idx + 1, self.position_weight,

@@ -1,6 +1,6 @@
 """The Transformer encoder layer and stack on packed tokens.
 
-Letters: T packed tokens, C model width, F ffn width, H heads.
+Shapes: T = packed tokens, C = model width, F = feed-forward width, H = heads.
 """
 
 from __future__ import annotations
@@ -49,19 +49,20 @@ class TransformerLayer(nn.Module):
 
 
 class EncoderLayer(TransformerLayer):
-    """Self-attention and feed-forward with residuals; fairseq's parameter names and values.
+    """Self-attention and feed-forward with residuals; fairseq's parameter names and initial values.
 
     Args:
         embed_dim: C. ffn_dim: F. num_heads: H.
-        dropout: of each sublayer's output; attention_dropout: of the probabilities;
-        activation_dropout: behind the activation. All act in training mode only.
+        dropout: rate for each sublayer's output. attention_dropout: for the attention
+            probabilities. activation_dropout: after the activation. All in training mode only.
         activation: relu, gelu (erf) or gelu_accurate (tanh).
         normalize_before: pre-LayerNorm (t2t) instead of post-LayerNorm (Vaswani et al. 2017).
-        site: first dropout site of the layer. None: one that no other layer of the pass has,
-            see ``sites.first_site``. Layers that are given theirs need sites below 2**20 and
+        site: first dropout site of the layer. None assigns one that no other layer of the pass has,
+            see ``sites.first_site``. Sites that you choose must be below 2**20 and at least
             ``sites.SITES_PER_LAYER`` apart.
 
-    It is a decoder's layer, too, where there is no source: run with ``causal``, of the same parts.
+    With ``causal`` in ``run_encoder``, it is also the layer of a decoder-only model, which has the
+    same parts.
 
     Source: ``fairseq.modules.transformer_layer.TransformerEncoderLayerBase``.
     """
@@ -87,8 +88,9 @@ class EncoderLayer(TransformerLayer):
     ) -> tuple[Any, Any]:  # fmt: skip
         """One layer of a stack: (x, stream) -> (x, stream).
 
-        Pre-norm: x is normalised already, ``stream`` is the residual, and the layer's last op
-        applies ``next_norm``, the norm of whatever follows. Post-norm: ``stream`` is None.
+        Pre-norm: x is already normalised, ``stream`` is the residual stream, and the layer's last
+        op applies ``next_norm``, the LayerNorm of the next layer or of the stack's end. Post-norm:
+        ``stream`` is None.
         """
         own = (self.self_attn_layer_norm, self.final_layer_norm)
         closing = (own[1], next_norm) if self.normalize_before else own
@@ -103,7 +105,7 @@ class EncoderLayer(TransformerLayer):
         return run_encoder([self], None, x, segments, rng)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
-        """Accept what older fairseq versions called or stored differently."""
+        """Accept checkpoints of older fairseq versions, which name or store weights differently."""
         for place, norm in enumerate(("self_attn_layer_norm", "final_layer_norm")):
             for kind in ("weight", "bias"):
                 old = state_dict.pop(f"{name}.layer_norms.{place}.{kind}", None)
@@ -119,9 +121,11 @@ def run_encoder(
     layers: Iterable[EncoderLayer], last_norm: nn.LayerNorm | None, x: Tensor,
     segments: Segments, rng: Tensor, causal: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Run a stack on x [T, C]; in pre-norm stacks each norm rides on the op before it.
+    """Run a stack on x [T, C]; returns [T, C].
 
-    causal: a token sees only itself and what stands before it.
+    In pre-norm stacks, each LayerNorm is fused into the op before it.
+
+    causal: a token attends only to itself and to earlier tokens.
     """
     stack = list(layers)
     if not stack:

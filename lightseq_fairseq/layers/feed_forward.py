@@ -1,6 +1,6 @@
-"""The position-wise feed-forward sublayer, one autograd node.
+"""The position-wise feed-forward sublayer as one autograd node.
 
-Letters: T packed tokens, C model width, F ffn width.
+Shapes: T = packed tokens, C = model width, F = feed-forward width.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightseq_fairseq.parameters import gradients_for
 
 @dataclass(frozen=True)
 class Activation:
-    """The non-linearity and the dropout behind it.
+    """The activation function and the dropout after it.
 
     Attributes:
         name: relu, gelu (erf) or gelu_accurate (tanh), fairseq's names.
@@ -38,13 +38,13 @@ class Activation:
 
     @property
     def is_in_product(self) -> bool:
-        """Whether the product in front of it applies it: one pass over [T, F] less."""
+        """Whether the GEMM before it applies it in its epilogue: saves one pass over [T, F]."""
         return self.name == "relu" and self.p == 0.0
 
     @property
     def sign_tells(self) -> bool:
-        """Whether backward can read from what came out where nothing has passed: that is 0 where
-        dropout has dropped it, too."""
+        """Whether backward needs only the output, not the input: the gradient is 0 where the output
+        is 0, by relu or by dropout."""
         return self.name == "relu"
 
 
@@ -92,10 +92,10 @@ def feed_forward(
     x: Tensor, stream: Tensor | None, fc1: nn.Linear, fc2: nn.Linear,
     activation: Activation, residual: Residual,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """fc2(dropout(act(fc1(x)))), closed by ``residual``; x [T, C], differentiable.
+    """fc2(dropout(act(fc1(x)))), then residual and LayerNorm; x [T, C], differentiable.
 
     ``stream`` None means that x itself is the residual (post-LayerNorm). Returns
-    (new stream, normalised), as ``residual_norm.residual_norm_fwd`` describes.
+    (new stream, normalised), see ``residual_norm.residual_norm_fwd``.
 
     Source: Vaswani et al. 2017, section 3.3; ``fairseq.modules.transformer_layer``.
     """

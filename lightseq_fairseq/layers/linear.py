@@ -1,6 +1,6 @@
 """Projection of packed rows: y = x W^T + b.
 
-Letters: T rows, K inputs, N outputs.
+Shapes: T = rows, K = input features, N = output features.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightseq_fairseq.parameters import as_one, gradients_for
 
 
 class _Linear(torch.autograd.Function):
-    """One GEMM over several stacked weight matrices, one output for each of ``parts``."""
+    """One GEMM over several stacked weight matrices; the result is split into ``parts`` outputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: int, *parameters: Tensor) -> Any:
@@ -59,8 +59,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def linear_parts(x: Tensor, parts: int, weights: list[Tensor], biases: list[Tensor]) -> Any:
     """Project x [T, K] by all ``weights`` (each [N_i, K]) in one GEMM.
 
-    Returns ``parts`` tensors of equal width, column slices of the one result [T, sum N_i].
-    When the weights are neighbours in the flat buffer nothing is copied.
+    Returns ``parts`` tensors of equal width: column slices of the result [T, sum N_i].
+    If the weights are neighbours in the flat buffer, nothing is copied.
     """
     y = _Linear.apply(x, parts, *weights, *biases)
     return (y,) if parts == 1 else y

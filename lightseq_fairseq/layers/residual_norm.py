@@ -1,6 +1,6 @@
-"""What closes every sublayer: add bias, drop, add the residual, normalise - one op.
+"""The end of every sublayer as one op: add bias, dropout, add the residual, LayerNorm.
 
-Letters: T packed tokens, C model width.
+Shapes: T = packed tokens, C = model width.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lightseq_fairseq.parameters import gradients_for
 
 @dataclass(frozen=True)
 class Residual:
-    """The close of one sublayer.
+    """Settings for the end of one sublayer.
 
     Attributes:
         norm: the LayerNorm applied to the new residual stream: the sublayer's own (post-norm) or
-            the one that feeds the next sublayer (pre-norm); None when nothing follows.
-        keep_stream: pre-norm; the sum itself goes on as the residual stream.
+            the next sublayer's (pre-norm); None if no LayerNorm follows.
+        keep_stream: also return the sum as the new residual stream (pre-norm).
         p, rng, site: dropout of the sublayer's output, see ``ops.philox``.
     """
 
@@ -43,9 +43,10 @@ def residual_norm_fwd(
     h: Tensor, bias: Tensor, stream: Tensor, gamma: Tensor | None, beta: Tensor | None,
     residual: Residual,
 ) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None]]:  # fmt: skip
-    """Close a sublayer whose GEMM output, without its bias, is h [T, C].
+    """Finish a sublayer: h [T, C] is the output of its last GEMM without bias.
 
-    Returns what backward needs, and (new stream [T, C] or None, normalised [T, C] or None).
+    Returns the tensors that backward needs, and (new stream [T, C] or None, normalised [T, C] or
+    None).
     """
     eps = 0.0 if residual.norm is None else residual.norm.eps
     total, y, mean, rstd = ops.dropout_residual_layer_norm_fwd(
@@ -79,10 +80,10 @@ def input_gradients(
     post_norm: bool, dresidual: Tensor, dy: Tensor, x: Tensor, weight: Tensor, dweight: Tensor,
     dbias: Tensor | None, accumulate: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Backward of a sublayer's first product, dy [T, N] to x [T, K].
+    """Backward of a sublayer's first GEMM, from dy [T, N] to x [T, K].
 
-    Returns the gradients of x and of the residual stream. With post-LayerNorm x is the stream: the
-    product then adds its part to ``dresidual``.
+    Returns the gradients of x and of the residual stream. With post-LayerNorm, x is the residual,
+    so the GEMM adds its result to ``dresidual``, and the second gradient is None.
     """
     onto = dresidual if post_norm else None
     dx = ops.linear_bwd(dy, x, weight, dweight, dbias, accumulate, not post_norm, onto)
@@ -116,9 +117,11 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, norm: nn.LayerNorm, rng: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed rows x [T, C] as a stream, and their LayerNorm, for the places no residual leads to.
+    """Return x [T, C] itself as the residual stream, and its LayerNorm.
 
-    The kernel of backward adds up the gradients of both. rng: any; there is no dropout here.
+    For places without a residual before them, such as the start of a pre-norm stack. The backward
+    kernel sums the gradients of both results. rng: its value is not used, since there is no
+    dropout.
     """
     stream, y = _LayerNorm.apply(x, norm.weight, norm.bias, norm.eps, rng)
     return stream, y

@@ -1,17 +1,17 @@
-"""What happens between a fairseq batch and an updated model.
+"""Training: from a fairseq batch to an updated model.
 
-    batch         sentence pairs -> packed batches
-    full_batches  --pack-tokens: batches filled by real tokens
-    objectives    packed batch, model -> losses, and what is logged
-    step          packed tokens -> gradients -> update, as CUDA graphs
+    batch         dataset items -> packed batches
+    full_batches  --pack-tokens: batches filled by real tokens, without counting pads
+    objectives    packed batch, model -> losses, and the sums that are logged
+    step          packed batch -> gradients -> update, as CUDA graphs
     flat_adam     flat gradient -> flat parameters
-    fast_path     the step in fairseq's training loop; what takes fairseq's own instead
-    trainer       fairseq's training loop around them, and what it leaves on disk
-    host_copies   a training state, copied to the host's memory
-    background    checkpoints are written from it while training goes on
+    fast_path     runs the step in fairseq's training loop; decides when fairseq's own step runs
+    trainer       fairseq's Trainer with that step, and its checkpoints
+    host_copies   copies a training state to host memory
+    background    writes checkpoints from that copy while training continues
     stopping      signals that end training with a checkpoint
-    process       what surrounds fairseq's training in each process
-    ranks         what ranks tell of each other
+    process       wraps fairseq's training in each process
+    ranks         reports ranks that no longer respond
 
-batch, objectives, step, flat_adam and ranks import torch and no fairseq.
+At import, batch, objectives, step, flat_adam and ranks need torch but not fairseq.
 """

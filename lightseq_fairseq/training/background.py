@@ -1,9 +1,10 @@
-"""Checkpoints are written while training goes on, by one thread, in the order of fairseq's calls.
+"""Write checkpoints in a background thread while training continues.
 
-fairseq's ``save_checkpoint`` has the trainer write one file, copies it to its other names and
-deletes old ones. Here the trainer copies its state to the host's memory, and the rest is put in a
-queue: so nothing is deleted before its successor is on the disk. To fairseq, which lists the folder
-in between, the folder looks as it will when the queue is empty.
+fairseq's ``save_checkpoint`` lets the trainer write one file, copies this file to its other names
+and deletes old files. Here the trainer only copies its state to host memory. One thread then
+writes, copies and deletes in the order of fairseq's calls, so no old file is deleted before the new
+one is on disk. When fairseq lists the folder in between, it sees the files that will exist when the
+queue is empty.
 """
 
 from __future__ import annotations
@@ -38,23 +39,26 @@ class Writer:
         self.begin()
 
     def begin(self) -> None:
-        """Have neither a queue nor a thread nor memory."""
+        """Start with an empty queue, no thread and no memory."""
         self._copies = HostCopies()
         self._thread: futures.ThreadPoolExecutor | None = None
         self._tasks: list[futures.Future[None]] = []
         self._failed = False
-        self._will_exist: dict[str, bool] = {}  # files that the queue makes or deletes
+        # Path -> True if a queued task creates the file, False if it deletes it.
+        self._will_exist: dict[str, bool] = {}
         self._began = 0.0
 
     def reserve(self, size: int, device: torch.device) -> None:
-        """Begin to make room for states of ``size`` bytes, which takes a second for large ones."""
+        """Allocate memory for states of ``size`` bytes in the thread; large ones take a second."""
         self._do(partial(self._copies.reserve, size, device))
 
     def save(self, state: Any, path: str, device: torch.device) -> None:
-        """Copy ``state`` as it is now, and write it to ``path`` later.
+        """Copy the current ``state``, and write the copy to ``path`` in the thread.
+
+        Waits first until the previous checkpoint is written.
 
         Raises:
-            UserError: the checkpoint before this one could not be written.
+            UserError: the previous checkpoint could not be written.
         """
         self.finish()
         self._began = time.monotonic()
@@ -69,22 +73,22 @@ class Writer:
         self.say(logger, lambda seconds: f"Finished saving checkpoint to {os.path.abspath(path)}")
 
     def copy(self, source: str, target: str) -> None:
-        """Copy a file when it has been written."""
+        """Queue a copy of a file."""
         self._will_exist[os.path.abspath(target)] = True
         self._do(partial(saving.copy, source, target, True))
 
     def remove(self, path: str) -> None:
-        """Delete a file when all before it is done."""
+        """Queue the deletion of a file."""
         self._will_exist[os.path.abspath(path)] = False
         self._do(partial(os.remove, path))
 
     def say(self, to: logging.Logger, text: Callable[[float], str]) -> None:
-        """Log a line when all before it is done; ``text`` gets the seconds since `save`."""
+        """Queue a log line; ``text`` maps the seconds since `save` to the line."""
         began = self._began
         self._do(lambda: to.info("%s", text(time.monotonic() - began)))
 
     def listed(self, folder: str, names: list[str]) -> list[str]:
-        """``names`` of files in a folder, as they will be."""
+        """The files of ``folder`` after all queued tasks; ``names`` are the files there now."""
         folder = os.path.abspath(folder)
         found = dict.fromkeys(names, True)
         for path, will_exist in list(self._will_exist.items()):
@@ -93,7 +97,7 @@ class Writer:
         return [name for name, will_exist in found.items() if will_exist]
 
     def will_exist(self, path: str) -> bool:
-        """Whether the queue makes this file."""
+        """Whether a queued task creates this file."""
         return self._will_exist.get(os.path.abspath(path), False)
 
     def _do(self, task: Callable[[], Any]) -> None:
@@ -102,7 +106,7 @@ class Writer:
         self._tasks.append(self._thread.submit(self._unless_failed, task))
 
     def _unless_failed(self, task: Callable[[], Any]) -> None:
-        if self._failed:  # do not copy or delete after a file that could not be written
+        if self._failed:  # after a failed write, copy and delete nothing
             return
         try:
             task()
@@ -114,7 +118,7 @@ class Writer:
         """Wait until the queue is empty.
 
         Raises:
-            UserError: a file could not be written; what came after it has not been tried.
+            UserError: a file could not be written; the tasks queued after it were not run.
         """
         futures.wait(self._tasks)
         tasks, self._tasks, self._failed = self._tasks, [], False
@@ -123,12 +127,12 @@ class Writer:
             task.result()
 
     def check(self) -> None:
-        """Raise what `finish` would, if something has failed already."""
+        """If a task has failed already, raise its error as `finish` does."""
         if self._failed:
             self.finish()
 
     def close(self) -> None:
-        """The same, and give the memory back."""
+        """Do as `finish` does, then end the thread and free the memory."""
         try:
             self.finish()
         finally:
@@ -138,12 +142,12 @@ class Writer:
             self._copies.release()
 
 
-WRITER = Writer()  # of this process, which trains one model at a time
-os.register_at_fork(after_in_child=WRITER.begin)  # where the thread does not run
+WRITER = Writer()  # one per process, since a process trains one model at a time
+os.register_at_fork(after_in_child=WRITER.begin)  # a forked child does not have the thread
 
 
 class Folder(PathManager):
-    """fairseq's access to files, where its ``save_checkpoint`` uses it."""
+    """Replaces fairseq's ``PathManager`` in its ``save_checkpoint``: queues copies, deletions."""
 
     @staticmethod
     def copy(source: str, target: str, overwrite: bool = False) -> bool:
@@ -167,7 +171,7 @@ OS = Overlay(os, remove=Folder.rm)
 
 
 def take_over() -> None:
-    """fairseq's ``save_checkpoint`` leaves copies and deletions to ``WRITER`` from now on."""
+    """Make fairseq's ``save_checkpoint`` leave copies and deletions to ``WRITER``."""
     patching.apply("saving")
     checkpoint_utils.logger.addFilter(_say_later)
 
@@ -176,7 +180,7 @@ _SAVED = re.compile(r"(Saved checkpoint .* \(writing took )\S+( seconds\))", re.
 
 
 def _say_later(record: logging.LogRecord) -> bool:
-    """fairseq says that a checkpoint is saved when it is, and how long that took."""
+    """Delay fairseq's line "Saved checkpoint" until the file is on disk, with the true duration."""
     found = _SAVED.fullmatch(str(record.msg))
     if found is None or checkpoint_utils.PathManager is not Folder:
         return True

@@ -1,4 +1,4 @@
-"""Items of fairseq's datasets to packed batches, by ``DataLoader``'s workers."""
+"""Make packed batches of items of fairseq's datasets, in the workers of ``DataLoader``."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from lightseq_fairseq.packing import (
 
 
 def packing(dataset: Any, granularity: Granularity | None = None) -> PackingDataset:
-    """The dataset, which ``covers`` has no objection to, with batches that come out packed."""
+    """Wrap ``dataset`` so that its batches are packed; ``covers(dataset)`` must be None."""
     return _kinds()[type(dataset)](dataset, granularity)
 
 
 def covers(dataset: Any) -> str | None:
-    """Why ``packing`` cannot take the place of this dataset's collater, in a few words.
+    """Why ``packing`` cannot replace this dataset's collater, in a few words; None if it can.
 
-    None where it can. Only the classes of ``_kinds`` themselves are covered: what wraps or extends
-    them may change a batch in ways that are not seen here.
+    Only the exact classes of ``_kinds`` are covered. A wrapper or subclass could change a batch in
+    ways that this code does not know of.
     """
     kind = _kinds().get(type(dataset))
     reasons = {f"data from {type(dataset).__name__}": True} if kind is None else kind.lacks(dataset)
@@ -37,7 +37,7 @@ def covers(dataset: Any) -> str | None:
 
 
 def _kinds() -> dict[type, Any]:
-    """fairseq's classes of data, and who packs their batches."""
+    """fairseq's dataset class -> the class that packs its batches."""
     from fairseq.data import LanguagePairDataset, MonolingualDataset, RoundRobinZipDatasets
 
     return {
@@ -48,16 +48,16 @@ def _kinds() -> dict[type, Any]:
 
 
 class PackingDataset(torch.utils.data.Dataset[Any]):
-    """A dataset whose batches come out packed, for ``DataLoader`` and fairseq's batch iterator.
+    """A dataset with packed batches, for ``DataLoader`` and fairseq's batch iterator.
 
-    Everything but the making of batches is the wrapped dataset's. Use it with its own ``collater``.
+    Use this object's ``collater``. Everything else is forwarded to the wrapped dataset.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
     def __getattr__(self, name: str) -> Any:
-        # Unpickling asks for names before there is a dataset.
+        # Unpickling looks up attributes before ``dataset`` is set.
         if name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
@@ -70,15 +70,15 @@ class PackingDataset(torch.utils.data.Dataset[Any]):
 
     @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:
-        """What it does not pack of its class of data, in a few words; whether this one has it."""
+        """Unsupported features, in a few words -> whether ``dataset`` uses them."""
         raise NotImplementedError
 
     def __getitems__(self, indices: Any) -> Any:
-        """The batch of these items; torch's fetcher calls this where it exists."""
+        """The batch of these items; torch's fetcher calls this method if it exists."""
         raise NotImplementedError
 
     def collater(self, samples: Any) -> Any:
-        """What ``__getitems__`` gave, as it is; a list of this dataset's items is packed."""
+        """Pack a list of items; return the result of ``__getitems__`` unchanged."""
         raise NotImplementedError
 
 
@@ -86,14 +86,15 @@ class PackingPairs(PackingDataset):
     """Batches of sentence pairs, each a ``PackedBatch``.
 
     A batch has the sentences, tokens and decoder input of fairseq's ``collate`` in
-    ``language_pair_dataset.py``, in the order of the given indices: packed attention has no use for
-    fairseq's sort by source length. A token spelled like the pad is dropped from the source, and on
-    the target side the row whose decoder input it is, as ``Segments.from_mask`` does.
+    ``language_pair_dataset.py``. It keeps the order of the given indices: packed attention does not
+    need fairseq's sort by source length. If a real token equals the pad token, its row is dropped
+    from the source; on the target side, the row whose decoder input is the pad token is dropped.
+    ``Segments.from_mask`` does the same.
 
     Args:
-        dataset: fairseq's LanguagePairDataset, one that ``covers`` has no objection to.
-        granularity: of the numbers of rows and sentences, see ``_packed``.
-        part: what of the model the batches train, see ``PackedBatch``.
+        dataset: fairseq's LanguagePairDataset; ``covers(dataset)`` must be None.
+        granularity: rounding of the numbers of rows and sentences, see ``_packed``.
+        part: the part of the model that the batches train, see ``PackedBatch``.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class PackingPairs(PackingDataset):
         pad = self.dataset.src_dict.pad()
         if (source.tokens == pad).any():
             source = source.keep(source.tokens != pad)
-        # eos, then the target without its last token.
+        # Decoder input: eos, then the target without its last token.
         previous = np.roll(target.tokens, 1)
         previous[target.positions() == 0] = self.dataset.eos
         ntokens = int(np.count_nonzero(target.tokens != pad))
@@ -152,11 +153,11 @@ class PackingPairs(PackingDataset):
 
 
 class PackingParts(PackingDataset):
-    """Batches of several parts of a model, each a list of ``PackedBatch``.
+    """Batches for several parts of a model: each batch is a list of one ``PackedBatch`` per part.
 
     Args:
-        dataset: fairseq's RoundRobinZipDatasets of what ``PackingPairs`` takes: a pair of languages
-            is a part.
+        dataset: fairseq's RoundRobinZipDatasets of datasets that ``PackingPairs`` accepts; each
+            language pair is a part.
         granularity: see ``PackingPairs``.
     """
 
@@ -174,8 +175,8 @@ class PackingParts(PackingDataset):
         return reasons | {reason: True for reason in found if reason is not None}
 
     def __getitems__(self, indices: Any) -> list[PackedBatch]:
-        """A batch of each part: the items that fairseq's dataset has at these places."""
-        place = self.dataset._map_index  # a shorter part begins again at its end
+        """One batch per part, of the items that fairseq's dataset returns for ``indices``."""
+        place = self.dataset._map_index  # a shorter part starts again at its end
         return [
             pairs.__getitems__([place(part, index) for index in indices])
             for part, pairs in self.parts.items()
@@ -195,12 +196,12 @@ class PackingText(PackingDataset):
     """Batches of blocks of running text, each a ``PackedBatch``.
 
     A batch has the blocks, decoder input and labels of fairseq's ``collate`` in
-    ``monolingual_dataset.py``. The row of a decoder input spelled like the pad is dropped, as
-    ``Segments.from_mask`` does; it counts among the tokens, as fairseq has it.
+    ``monolingual_dataset.py``. A row whose decoder input is the pad token is dropped, as
+    ``Segments.from_mask`` does. It still counts in ``ntokens``, as in fairseq.
 
     Args:
-        dataset: fairseq's MonolingualDataset, one that ``covers`` has no objection to.
-        granularity: of the numbers of rows and sentences, see ``_packed``.
+        dataset: fairseq's MonolingualDataset; ``covers(dataset)`` must be None.
+        granularity: rounding of the numbers of rows and sentences, see ``_packed``.
     """
 
     def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
@@ -212,7 +213,7 @@ class PackingText(PackingDataset):
         """See ``PackingDataset``."""
         return {
             "targets other than the next token": dataset.targets != ["future"],
-            # fairseq counts the blocks that only fill a batch up.
+            # fairseq also counts the blocks that it adds to fill a batch.
             "batches of a fixed number of blocks": dataset.pad_to_bsz is not None,
         }
 
@@ -236,19 +237,19 @@ def _packed(
     layout: Layout, streams: Sequence[tuple[_Sentences, Sequence[np.ndarray]]], pad: int,
     ntokens: int, granularity: Granularity, part: str = "",
 ) -> PackedBatch:  # fmt: skip
-    """A batch as a block.
+    """Write a batch into one block.
 
     Args:
-        streams: of each stream of the layout its sentences and, in order, its columns.
-        pad: of the columns, where rows are past the real ones.
+        streams: for each stream of the layout, its sentences and its columns in layout order.
+        pad: value of the columns in the rows after the real ones.
         ntokens, part: see ``PackedBatch``.
-        granularity: of the numbers of rows. With one above 1, room for sentences comes in classes
-            256, 1024, 4096, ...
+        granularity: rounding of the numbers of rows. If ``granularity.fine`` is above 1, the number
+            of sentences is rounded up to 256, 1024, 4096, ...
     """
     sides = [side for side, _ in streams]
     sentences = room = len(sides[0].lengths)
     if granularity.fine > 1:
-        # Few classes: graphs are made for each, and an empty place costs four bytes.
+        # Few sizes, since each needs its own graphs; an unused sentence costs only 4 bytes.
         room = 256
         while room < sentences:
             room *= 4
@@ -265,13 +266,13 @@ def _packed(
 
 
 def _fill(part: Tensor, values: np.ndarray, past: int) -> None:
-    """Write the values into a part of a block, and ``past`` behind them."""
+    """Write ``values`` into a part of a block, and fill the rest of the part with ``past``."""
     part.numpy()[: len(values)] = values
     part.numpy()[len(values) :] = past
 
 
 class _Sentences(NamedTuple):
-    """One side of a batch: tokens end to end and the sentences' lengths."""
+    """One side of a batch: the concatenated tokens, and the length of each sentence."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -280,11 +281,11 @@ class _Sentences(NamedTuple):
         return np.concatenate(([0], self.lengths.cumsum()))
 
     def positions(self) -> np.ndarray:
-        """[tokens], place of each in its sentence."""
+        """[tokens], the position of each token in its sentence, from 0."""
         return _positions(self.lengths)
 
     def keep(self, kept: np.ndarray) -> _Sentences:
-        """The same without the tokens where ``kept``, bool [tokens], is false."""
+        """Copy with only the tokens where ``kept`` (bool [tokens]) is true."""
         sentence = np.repeat(np.arange(len(self.lengths)), self.lengths)[kept]
         return _Sentences(self.tokens[kept], np.bincount(sentence, minlength=len(self.lengths)))
 
@@ -295,9 +296,9 @@ def _positions(lengths: np.ndarray) -> np.ndarray:
 
 
 def _read(side: Any, indices: np.ndarray) -> _Sentences:
-    """Sentences of fairseq's MMapIndexedDataset, straight from the file's memory."""
-    # Its own __getitem__ takes several microseconds a sentence. The array over the file is not
-    # kept: pickling would copy the corpus into every worker.
+    """Read sentences of fairseq's MMapIndexedDataset directly from the memory-mapped file."""
+    # The dataset's __getitem__ takes several microseconds per sentence. Do not store the array over
+    # the file: pickling it would copy the corpus into every worker.
     index = side._index
     tokens = np.frombuffer(side._bin_buffer, dtype=index.dtype)
     lengths = index.sizes[indices].astype(np.int64)

@@ -1,9 +1,9 @@
-"""The captured step inside fairseq's training loop: who may take it, and fairseq's bookkeeping.
+"""The captured step inside fairseq's training loop: which runs use it, and fairseq's bookkeeping.
 
-fairseq's loop expects that a step has happened when ``train_step`` returns. Here it has been
-started: the count of updates runs ahead of the device by a few steps, and what a step has to say
-is logged when it arrives. Where the loop looks at more than the count (it validates, saves, stops,
-ends an epoch) everything is waited for first, and a skipped update is taken off the count.
+fairseq's loop expects that a step has finished when ``train_step`` returns. Here it has only been
+launched: the host's count of updates is a few steps ahead of the device, and the results of a step
+are logged when they arrive. Before the loop uses more than the count (it validates, saves, stops or
+ends an epoch), the host waits for all steps. A skipped update is subtracted from the count.
 """
 
 from __future__ import annotations
@@ -42,41 +42,41 @@ from lightseq_fairseq.training.stopping import STOPPING
 
 logger = logging.getLogger(__name__)
 
-_LEAST_GRANULARITY = 64  # rows; the products search their algorithm for multiples of it
-_BUCKETS = 32  # sizes a side might have, up to --max-tokens
+_LEAST_GRANULARITY = 64  # rows; GEMMs search their cuBLASLt algorithm for multiples of it
+_BUCKETS = 32  # about so many different row counts per side, up to --max-tokens
 
 
-# What fairseq's own step does and the captured one does not: flag -> whether a run asks for it, by
-# its configuration and our model.
+# Flags that only fairseq's own step supports -> whether a run (its configuration and our model)
+# uses them.
 FALLBACK: dict[str, Callable[[Any, Any], bool]] = {
     "--memory-efficient-fp16": lambda cfg, model: cfg.common.memory_efficient_fp16,
     "--memory-efficient-bf16": lambda cfg, model: cfg.common.memory_efficient_bf16,
     "--store-ema": lambda cfg, model: cfg.ema.store_ema,
     "--use-bmuf": lambda cfg, model: cfg.optimization.use_bmuf,
-    # Captured graphs keep their memory whatever the cache gives back.
+    # Emptying the cache does not free the memory of captured graphs.
     "--empty-cache-freq": lambda cfg, model: cfg.common.empty_cache_freq > 0,
-    # A graph that is replayed names no operation to the profiler.
+    # In the replay of a graph the profiler sees no named operations.
     "--profile": lambda cfg, model: cfg.common.profile,
     "--encoder-layerdrop": lambda cfg, model: getattr(cfg.model, "encoder_layerdrop", 0) > 0,
     "--decoder-layerdrop": lambda cfg, model: getattr(cfg.model, "decoder_layerdrop", 0) > 0,
-    # Of several ranks, what would happen between backward and update.
+    # With several ranks: these act between backward and update.
     "--ddp-backend": lambda cfg, model: _of_ranks(cfg, "ddp_backend") == "slowmo",
     "--ddp-comm-hook": lambda cfg, model: _of_ranks(cfg, "ddp_comm_hook") not in (None, "none"),
-    # It counts calls of the wrapper that fairseq puts around the model.
+    # The heartbeat counts calls of fairseq's wrapper around the model.
     "--heartbeat-timeout": lambda cfg, model: (_of_ranks(cfg, "heartbeat_timeout") or 0) > 0,
 }
 
 
 def _of_ranks(cfg: Any, name: str) -> Any:
-    """A setting of several ranks, or None where there is one."""
+    """A setting of distributed training, or None with a single rank."""
     ranks = cfg.distributed_training
     return getattr(ranks, name) if ranks.distributed_world_size > 1 else None
 
 
 def _trains_as_fairseqs(task: Any) -> bool:
-    """Whether an update of a task (a class) is the sum of what a criterion says of each batch.
+    """Whether an update of ``task`` (a class) is the sum of the criterion's loss over its batches.
 
-    So it is, too, where fairseq's sample has a batch of each pair of languages.
+    This also holds for fairseq's multilingual task, whose sample has one batch per language pair.
     """
 
     def parts(task: Any) -> tuple[Any, Any]:
@@ -87,11 +87,11 @@ def _trains_as_fairseqs(task: Any) -> bool:
 
 
 def fallback_reason(trainer: Any) -> str | None:
-    """Why a run takes fairseq's own training step, in a few words, or None."""
+    """Why a run uses fairseq's own training step, in a few words; None if it does not."""
     cfg, model, criterion = trainer.cfg, trainer.get_model(), trainer.get_criterion()
     task = type(trainer.task)
     reasons = {
-        # Nor are those of --user-dir that extend ours, unless they declare it themselves.
+        # Also true for subclasses from --user-dir, unless they declare packed steps themselves.
         "the arch has no packed steps": not declares(model, "packed_logits"),
         "the criterion has no packed steps": not declares(criterion, "objective"),
         "the optimizer is not ls_adam": getattr(cfg.optimizer, "_name", None) != "ls_adam",
@@ -110,7 +110,10 @@ def fallback_reason(trainer: Any) -> str | None:
 
 
 def state_fallback_reason(trainer: Any) -> str | None:
-    """The same of what the run goes on from: a run with layerdrop updates some parameters less."""
+    """As `fallback_reason`, for the loaded state.
+
+    After a run with layerdrop, some parameters have been updated less often than others.
+    """
     is_fused = _adam(trainer.optimizer).is_fused
     return None if is_fused else "parameters have been updated differently often"
 
@@ -122,30 +125,30 @@ def _adam(optimizer: Any) -> FlatAdam:
 
 
 def granularity(trainer: Any) -> Granularity:
-    """How batches are rounded up."""
+    """How row counts of batches are rounded up."""
     if not trainer.cuda:
         return Granularity()
     most = trainer.cfg.dataset.max_tokens or 0
     fine = _LEAST_GRANULARITY * max(1, round(most / _BUCKETS / _LEAST_GRANULARITY))
-    # fairseq fills batches up to --max-tokens: nine in ten have more than three quarters of them.
+    # fairseq fills batches up to --max-tokens: 90% of them have more than 3/4 of it.
     return Granularity(fine, most * 3 // 4 if most >= _BUCKETS * _LEAST_GRANULARITY else 0)
 
 
 def _batches(sample: Any) -> list[PackedBatch]:
-    """Those of a sample; one of several ranks may have none."""
+    """The batches of a sample; with several ranks, a rank may have none."""
     return [x for x in (sample if isinstance(sample, list) else [sample]) if len(x) > 0]
 
 
 @dataclass
 class _Started:
-    """A step that has been started, and what is known of it already: see ``step.Count``."""
+    """A launched step: its report, and this rank's counts in the order of ``step.Count``."""
 
     report: Report
     counts: list[float]
 
 
 class FastPath:
-    """Runs a trainer's steps; made when the trainer has loaded what it continues from."""
+    """Runs a trainer's steps. Create it after the trainer has loaded its checkpoint."""
 
     def __init__(self, trainer: Any) -> None:
         cfg, criterion = trainer.cfg, trainer.get_criterion()
@@ -154,9 +157,10 @@ class FastPath:
         self._scaler = optimizer.scaler if isinstance(optimizer, optim.FP16Optimizer) else None
         ranks = Ranks(trainer.data_parallel_world_size, trainer.data_parallel_process_group)
         self._is_alone = ranks.count == 1
-        seed = cfg.common.seed + (trainer.data_parallel_rank << 32)  # each draws masks of its own
+        seed = cfg.common.seed + (trainer.data_parallel_rank << 32)  # different masks per rank
         if not self._is_alone:
-            # Until a step tells: ranks that stop by the clock go by the same one.
+            # All ranks must see the same time, to stop together at a time limit. Until a step
+            # reports the mean over the ranks, this is the time before this run.
             trainer._cumulative_training_time = trainer._previous_training_time
         rules = UpdateRules(seed, cfg.optimization.clip_norm, 1e-6)
         scaler = self._scaler
@@ -172,22 +176,23 @@ class FastPath:
         self._step.set_state(trainer.get_num_updates(), scaler)
         self._rates: dict[int, float] = {}
         self._started: deque[_Started] = deque()
-        self._logged: dict[str, Any] = {}  # what fairseq's step returns, of the last one logged
+        self._logged: dict[str, Any] = {}  # the return value of train_step, of the last logged step
 
     def train_step(self, samples: Sequence[Any], ends_epoch: bool) -> dict[str, Any] | None:
-        """Start the update by ``samples``, as ``training.batch`` makes them.
+        """Launch the update by ``samples``, which ``training.batch`` has made.
 
-        Returns what the last finished one logged, or None where the loop is not to count one.
+        Returns the logging output of the last logged step, or None if fairseq's loop must not
+        count an update.
 
         Raises:
-            FloatingPointError: as fairseq's trainer does, for a step that was started earlier.
-            GPUHangs: such a step does not end.
+            FloatingPointError: as in fairseq's trainer, for a step that was launched earlier.
+            GPUHangs: a step that was launched earlier does not finish.
         """
         trainer = self.trainer
         if not trainer.model.training:
             trainer.model.train()
             trainer.criterion.train()
-            if trainer.cuda:  # what a validation has left free is no use to steps
+            if trainer.cuda:  # steps cannot use the memory that validation left in the cache
                 torch.cuda.empty_cache()
         count = trainer.get_num_updates()
         batches = [batch for sample in samples for batch in _batches(sample)]
@@ -199,19 +204,22 @@ class FastPath:
             self._recover(error)
             if self._is_alone:
                 return None
-            started = self._start([], count)  # the other ranks wait for this one
+            started = self._start([], count)  # other ranks wait for this one in the collective
         self._started.append(started)
         trainer.set_num_updates(count + 1)
         self._log_memory(count + 1)
         if self._is_alone:
             STOPPING.agree(STOPPING.worth())
         self.settle(0 if ends_epoch or self._is_looked_at(count + 1) else STEPS_AHEAD)
-        if STOPPING.reason is not None:  # a step that has just been logged may have brought it
+        if STOPPING.reason is not None:  # the step just logged may have set it
             self.settle()
         return self._logged if trainer.get_num_updates() > count else None
 
     def _log_memory(self, count: int) -> None:
-        """fairseq's gb_free, when it is looked at: what graphs use counts as reserved only."""
+        """Log fairseq's gb_free every log interval.
+
+        It is computed from the reserved memory, which includes that of the graphs.
+        """
         trainer = self.trainer
         if trainer.cuda_env is not None and count % trainer.cfg.common.log_interval == 0:
             used = torch.cuda.max_memory_reserved() / 2**30
@@ -219,17 +227,17 @@ class FastPath:
             metrics.log_scalar("gb_free", free, priority=1500, round=1, weight=0)
 
     def settle(self, ahead: int = 0) -> None:
-        """Wait for all steps but the last ``ahead`` and log them."""
+        """Wait for all steps except the last ``ahead``, and log them."""
         while len(self._started) > ahead:
             self._log(self._started.popleft())
 
     def leave(self) -> None:
-        """Leave everything as fairseq's own steps want it."""
+        """Restore the state that fairseq's own steps need."""
         self.settle()
         self._step.adam.join()
 
     def forget_graphs(self) -> None:
-        """Give the memory of graphs back; steps that follow capture others."""
+        """Free the memory of all graphs; later steps capture new ones."""
         self._step.forget_graphs()
 
     def _start(self, batches: Sequence[PackedBatch], count: int) -> _Started:
@@ -245,14 +253,17 @@ class FastPath:
         return [sample_size, ntokens, nsentences, seconds, STOPPING.worth()]
 
     def _rates_at(self, count: int) -> list[float]:
-        """Learning rates at this count and those before it: the device may be behind."""
+        """Learning rates at this count and the counts before it.
+
+        The device needs an earlier rate if updates were skipped that the host does not yet know of.
+        """
         rate = self.trainer.get_lr()
         self._rates[count] = rate
         self._rates.pop(count - KNOWN_RATES, None)
         return [self._rates.get(count - i, rate) for i in range(KNOWN_RATES)]
 
     def _is_looked_at(self, count: int) -> bool:
-        """Whether fairseq's loop does more at this count than to log what it has."""
+        """Whether fairseq's loop does more at this count than to log: the host must wait first."""
         cfg = self.trainer.cfg
         intervals = [cfg.checkpoint.save_interval_updates, cfg.dataset.validate_interval_updates]
         if self._scaler is not None:
@@ -313,8 +324,8 @@ class FastPath:
         except UserError as error:
             raise FloatingPointError(f"{reason} The state before it is lost: {error}") from error
         finally:
-            self._step.ranks.wait()  # the first one to end takes the others along
-        # fairseq's crash.pt does not know its place in the epoch.
+            self._step.ranks.wait()  # the first rank to end would end the others
+        # crash.pt does not store the position in the epoch, as in fairseq.
         instead = " instead of --finetune-from-model" * bool(
             trainer.cfg.checkpoint.finetune_from_model
         )
@@ -324,7 +335,7 @@ class FastPath:
         )
 
     def _recover(self, error: RuntimeError) -> None:
-        """As fairseq does: say it, forget the batch, go on."""
+        """Recover from out of memory as fairseq does: log it, drop the batch, continue."""
         self.trainer._log_oom(error)
         logger.warning("attempting to recover from OOM in forward/backward pass")
         self._step.forget_graphs()

@@ -1,6 +1,6 @@
-"""Adam over flat buffers: one kernel for all parameters, fairseq's numbers and file format.
+"""Adam over flat buffers: one kernel updates all parameters; results and files are fairseq's.
 
-Letters: N elements of a buffer of parameters, alignment gaps included.
+Shapes: N = elements of a parameter buffer, including alignment gaps.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lightseq_fairseq.parameters import FlatBuffer, flat_buffers
 _CLIP_EPS = 1e-6  # fairseq.utils.clip_grad_norm_ divides by norm + 1e-6
 _HALF = (torch.float16, torch.bfloat16)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_BLOCK = 1 << 20  # parameters that are split or joined at a time
+_BLOCK = 1 << 20  # parameters that one kernel splits or joins
 
 
 @dataclass
 class _Span:
-    """Neighbouring parameters ``first`` to ``last`` which have taken equally many steps."""
+    """Neighbouring parameters ``first`` to ``last`` (inclusive) with the same step count."""
 
     first: int
     last: int
@@ -32,7 +32,7 @@ class _Span:
 
 
 class _Flat:
-    """A buffer, its Adam state, and how often each of its parameters has been updated."""
+    """A buffer, its Adam state, and the step count of each of its parameters."""
 
     def __init__(self, buffer: FlatBuffer, group: dict[str, Any], expert: bool) -> None:
         self.buffer = buffer
@@ -46,14 +46,14 @@ class _Flat:
         self.set_steps([0] * len(buffer.parameters))
 
     def steps(self) -> list[int]:
-        """Updates taken by each parameter; reads the device once a span."""
+        """Step count of each parameter; reads the device once per span."""
         counts: list[int] = []
         for span in self.spans:
             counts += [int(span.step)] * (span.last - span.first + 1)
         return counts
 
     def set_steps(self, counts: list[int]) -> None:
-        """``counts`` holds the updates taken by each parameter."""
+        """Set the step count of each parameter."""
         self.spans: list[_Span] = []
         for place, count in enumerate(counts):
             if place and counts[place - 1] == count:
@@ -63,7 +63,7 @@ class _Flat:
                 self.spans.append(_Span(place, place, step))
 
     def due(self, used: list[bool]) -> list[_Span]:
-        """The spans of used parameters; a span that is used in part is cut for good."""
+        """The spans of used parameters; a partly used span is split permanently."""
         if not all(used):
             self.spans = [piece for span in self.spans for piece in _cut(span, used)]
         return [span for span in self.spans if used[span.first]]
@@ -71,7 +71,7 @@ class _Flat:
     def update(
         self, gradient: Tensor, used: list[bool], multiplier: Any, norm: Any, max_norm: float
     ) -> None:
-        """One step with ``gradient`` [N] on the parameters that are ``used``."""
+        """Update the parameters that are ``used`` with ``gradient`` [N]."""
         buffer, group = self.buffer, self.group
         beta1, beta2 = group["betas"]
         device = buffer.data.device
@@ -90,15 +90,16 @@ class _Flat:
 
 
 class _Split:
-    """A buffer's float32 parameters while only what bfloat16 ones leave of them is kept.
+    """Stores float32 parameters as 16-bit remainders over their bfloat16 copies.
 
-    The rest lies in the parameters' own memory, which the buffer lends: they cannot be read.
+    The remainders overwrite the memory of the float32 parameters, which the buffer lends.
+    Meanwhile the float32 parameters cannot be read.
 
     Args:
         low: bfloat16 [N], laid out like ``buffer``.
 
     Attributes:
-        rest: int16 [N], see ``ops.split_floats``.
+        rest: int16 [N], the remainders, see ``ops.split_floats``.
     """
 
     def __init__(self, buffer: FlatBuffer, low: Tensor) -> None:
@@ -107,17 +108,20 @@ class _Split:
         self.rest = self._memory.view(torch.int16)[: len(low)]
         parts = (x.split(_BLOCK) for x in (self._memory, low, self.rest))
         self._blocks = list(zip(*parts, strict=True))
-        self._done = 0  # blocks, from the first one on
+        self._done = 0  # the first so many blocks are split
 
     def split(self) -> None:
-        """Go on, block by block, forward: what is overwritten has been read."""
+        """Split the remaining blocks, first to last.
+
+        The remainder of a block overwrites only blocks that have been read already.
+        """
         while self._done < len(self._blocks):
             of_whole, of_low, of_rest = self._blocks[self._done]
             of_rest.copy_(ops.split_floats(of_whole, of_low))
             self._done += 1
 
     def join(self) -> None:
-        """The way back; the buffer has its parameters again at its end."""
+        """Restore the blocks, last to first, and then the buffer's parameters."""
         while self._done > 0:
             of_whole, of_low, of_rest = self._blocks[self._done - 1]
             of_whole.copy_(ops.join_floats(of_low, of_rest))
@@ -126,16 +130,17 @@ class _Split:
 
 
 class FlatAdam(torch.optim.Optimizer):
-    """Adam with decoupled weight decay whose state is flat in memory and native in files.
+    """Adam with decoupled weight decay; its state is flat in memory and in fairseq's file format.
 
-    Parameters become views of flat buffers unless the model has laid them out so already; the
-    moments lie in equally flat ones, float32 (float64 for float64 parameters). 16-bit parameters,
-    which fairseq passes with ``--memory-efficient-fp16``, are updated in float32 and rounded once;
-    the float32 copy lives as long as the update does, because that flag asks for its memory.
+    Parameters become views of flat buffers, unless the model has laid them out so already. The
+    moments lie in flat buffers of the same layout, float32 (float64 for float64 parameters). 16-bit
+    parameters, which fairseq passes with ``--memory-efficient-fp16``, are updated in float32 and
+    rounded once. That float32 copy exists only during the update, since the flag asks to save
+    memory.
 
-    A parameter without a gradient is left alone as in fairseq: no decay, no step, and from then on
-    a step count of its own. Gradients are gathered by ``clip_grad_norm`` or ``step`` and scaled
-    inside the update only, so that ``.grad`` shows them as backward has left them.
+    As in fairseq, a parameter without a gradient is not updated: no decay, no step. From then on it
+    has its own step count. ``clip_grad_norm`` or ``step`` gather the gradients. They are scaled
+    only inside the update, so ``.grad`` stays as backward has written it.
 
     Args:
         params: parameters or torch's parameter groups.
@@ -146,7 +151,7 @@ class FlatAdam(torch.optim.Optimizer):
 
     supports_memory_efficient_fp16 = True
     supports_flat_params = True
-    # fairseq's hack would put its own tensors in the place of our views after loading.
+    # After loading, fairseq's hack would replace our views by its own tensors.
     disable_mem_eff_fp16_loading_hack = True
 
     def __init__(
@@ -158,7 +163,7 @@ class FlatAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        # fairseq's Adam reads amsgrad in the groups that it loads.
+        # fairseq's Adam reads "amsgrad" of the groups that it loads.
         self._flats: list[_Flat] = []
         self._split: _Split | None = None
         super().__init__(params, {**defaults, "amsgrad": False})
@@ -166,18 +171,18 @@ class FlatAdam(torch.optim.Optimizer):
         self._reset_factors()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train more parameters; see ``torch.optim.Optimizer.add_param_group``."""
+        """Add parameters; see ``torch.optim.Optimizer.add_param_group``."""
         super().add_param_group(param_group)
-        if self._flats:  # not yet while the parent's __init__ adds the first ones
+        if self._flats:  # empty while the parent's __init__ adds the first groups
             self._lay_out()
 
     def _reset_factors(self) -> None:
         self._multiplier: float | Tensor = 1.0
-        self._norm: float | Tensor = 1.0  # of the gradients as they are, before the multiplier
+        self._norm: float | Tensor = 1.0  # of the gradients before the multiplier
         self._max_norm = 0.0
 
     def _lay_out(self) -> None:
-        """Build the buffers, or build them anew around the state there is."""
+        """Build the buffers; build them again around an existing state."""
         states = {id(p): state for p, state in self._states()}
         self._flats = []
         for group in self.param_groups:
@@ -188,7 +193,7 @@ class FlatAdam(torch.optim.Optimizer):
             self._set_states(states)
 
     def _states(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """(parameter, native state) of all parameters that have been updated."""
+        """(parameter, state in fairseq's format) of all parameters that have been updated."""
         return [
             (parameter, {"step": step, **dict(zip(_MOMENTS, views, strict=True))})
             for flat in self._flats
@@ -199,7 +204,7 @@ class FlatAdam(torch.optim.Optimizer):
         ]
 
     def _set_states(self, states: dict[int, dict[str, Any]]) -> None:
-        """Inverse of ``_states``, by ``id(parameter)``; who is missing has not been updated."""
+        """Inverse of ``_states``, keyed by ``id(parameter)``; a missing one was never updated."""
         for flat in self._flats:
             found = [states.get(id(p)) for p in flat.buffer.parameters]
             for state, views in zip(found, flat.moments, strict=True):
@@ -216,14 +221,14 @@ class FlatAdam(torch.optim.Optimizer):
         return [(flat, *flat.buffer.gather_gradients()) for flat in self._flats]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set all gradients to None, whatever ``set_to_none`` says, and forget their factor."""
+        """Set all gradients to None, whatever ``set_to_none`` is, and reset their multiplier."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
         self._reset_factors()
 
     def multiply_grads(self, c: float | Tensor) -> None:
-        """Multiply the gradients by ``c`` (number or 0-dim tensor) in the coming update."""
+        """Multiply the gradients by ``c`` (number or 0-dim tensor) in the next update."""
         self._fold_clip()
         if isinstance(c, Tensor):
             c = c.to(self._device)
@@ -234,7 +239,8 @@ class FlatAdam(torch.optim.Optimizer):
         return self.param_groups[0]["params"][0].device
 
     def _fold_clip(self) -> None:
-        # The op clips last of all: what is asked for after a clip has to find it done.
+        # The op clips after it multiplies. A request that follows a clip must see its result, so
+        # turn the clip into a multiplier.
         if self._max_norm > 0:
             total = torch.as_tensor(self._norm * self._multiplier)
             self._multiplier = self._multiplier * _clip_factor(self._max_norm, total)
@@ -243,15 +249,15 @@ class FlatAdam(torch.optim.Optimizer):
     def clip_grad_norm(
         self, max_norm: float, aggregate_norm_fn: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """L2 norm of all gradients before clipping; the coming update clips it to ``max_norm``.
+        """L2 norm of all gradients before clipping; the next update clips it to ``max_norm``.
 
         Args:
-            max_norm: 0 only measures.
-            aggregate_norm_fn: maps the norm of this rank's gradients to that of all, as fairseq's
-                sharded training asks.
+            max_norm: 0 only computes the norm.
+            aggregate_norm_fn: maps the norm of this rank's gradients to the norm over all ranks;
+                fairseq's sharded training needs it.
 
         Returns:
-            0-dim float32 tensor (float64 for float64 gradients), all factors included.
+            0-dim float32 tensor (float64 for float64 gradients), including all multipliers.
         """
         self._fold_clip()
         gathered = self._gather()
@@ -269,7 +275,7 @@ class FlatAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; none where the norm is not finite."""
+        """Update every parameter that has a gradient; update nothing if the norm is not finite."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -282,7 +288,7 @@ class FlatAdam(torch.optim.Optimizer):
 
     @property
     def is_fused(self) -> bool:
-        """Whether all parameters lie in one intact buffer and have been updated equally often."""
+        """Whether all parameters lie in one intact buffer and have the same step count."""
         return (
             len(self._flats) == 1
             and len(self._flats[0].spans) == 1
@@ -297,13 +303,14 @@ class FlatAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def split(self, low: Tensor) -> None:
-        """Keep of a fused optimizer's float32 parameters only what ``low`` leaves of them.
+        """Store each fp32 parameter as its 16-bit remainder over the bf16 copy ``low``.
 
-        An update moves 2 bytes a parameter less then. Until `join` the parameters cannot be read.
+        Only for a fused optimizer. An update then moves 2 bytes per parameter less. Until `join`
+        the fp32 parameters cannot be read.
         low: bfloat16 [N], laid out like `buffer`.
 
-        It is done block by block, and so is `join`. Where an error ends one of them (memory may
-        run out), nothing is lost: the next call of either goes on from there.
+        `split` and `join` work block by block. If an error ends one of them (such as out of
+        memory), nothing is lost: the next call of either one continues from that block.
         """
         if self._split is None:
             self._split = _Split(self.buffer, low)
@@ -311,7 +318,7 @@ class FlatAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def join(self) -> None:
-        """Make the parameters float32 again; whoever reads them calls this before."""
+        """Undo `split`: restore the float32 parameters. Call this before reading them."""
         if self._split is not None:
             self._split.join()
             self._split = None
@@ -321,10 +328,11 @@ class FlatAdam(torch.optim.Optimizer):
         self, gradient: Tensor, low: Tensor | None, lr: Tensor, multiplier: Tensor, norm: Tensor,
         max_norm: float, clip_eps: float,
     ) -> None:  # fmt: skip
-        """Update all parameters of a fused optimizer by scalars on its device; for CUDA graphs.
+        """Update all parameters of a fused optimizer with scalars on the device; for CUDA graphs.
 
-        gradient: [N], laid out like `buffer`. low: 16-bit parameters that follow, or None. The
-        rest as in ``ops.adam_step``; whatever `multiply_grads` was told does not count.
+        gradient: [N], laid out like `buffer`. low: 16-bit copies of the parameters, which are
+        updated too, or None. The other arguments are those of ``ops.adam_step``. The factors of
+        `multiply_grads` are ignored.
         """
         (flat,) = self._flats
         group = flat.group
@@ -337,21 +345,22 @@ class FlatAdam(torch.optim.Optimizer):
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """fairseq's format: {step, exp_avg, exp_avg_sq} of each parameter updated so far."""
+        """fairseq's format: {step, exp_avg, exp_avg_sq} of each parameter that was updated."""
         self.join()
         self.state.clear()
         self.state.update(self._states())
         for group in self.param_groups:
-            if "step" in group:  # a state of apex has been loaded, which counts in the group
+            if "step" in group:  # from a loaded apex state, which stores the step in the group
                 steps = [self.state[p]["step"] for p in group["params"] if p in self.state]
                 group["step"] = max(steps, default=0)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of fairseq's Adam, with or without apex, or of this one.
+        """Load a state of this optimizer or of fairseq's Adam (with or without apex).
 
-        The moments may come as one tensor for each parameter or as one vector of all parameters
-        in order (``--fp16`` with flat gradients), whichever way this optimizer is given them.
+        The saved moments may be one tensor per parameter, or one vector of all parameters in order
+        (``--fp16`` with flat gradients). Both forms work, however this optimizer holds its
+        parameters.
 
         Raises:
             UserError: the state belongs to other parameters.
@@ -372,7 +381,7 @@ class FlatAdam(torch.optim.Optimizer):
 
 
 def _read(state: dict[str, Any] | None, group: dict[str, Any]) -> dict[str, Any] | None:
-    """Step and moments of one saved entry, None if it has not been updated."""
+    """Step and moments of one saved entry; None if it has not been updated."""
     if not state:
         return None
     found = {"step": state.get("step", group.get("step", 0))}
@@ -385,7 +394,7 @@ def _read(state: dict[str, Any] | None, group: dict[str, Any]) -> dict[str, Any]
 def _match(
     parameters: list[Tensor], saved: list[dict[str, Any] | None]
 ) -> dict[int, dict[str, Any]]:
-    """``id(parameter)`` -> state, cutting or joining vectors of several parameters."""
+    """``id(parameter)`` -> state; splits or joins vectors that hold several parameters."""
     sizes = [p.numel() for p in parameters]
     states = [state for state in saved if state is not None]
     if len(saved) == len(sizes) and all(
@@ -413,17 +422,17 @@ def _match(
 
 
 def _cut(span: _Span, used: list[bool]) -> list[_Span]:
-    """The span in pieces that are used as a whole or not at all."""
+    """Cut the span into pieces, each entirely used or entirely unused."""
     edges = [p for p in range(span.first + 1, span.last + 1) if used[p] != used[p - 1]]
     if not edges:
         return [span]
     firsts, lasts = [span.first, *edges], [*(p - 1 for p in edges), span.last]
-    # Counters are tensors and must not be shared: the pieces go separate ways from here.
+    # Step counts are tensors; each piece needs its own, since the pieces are updated separately.
     return [_Span(f, e, span.step.clone()) for f, e in zip(firsts, lasts, strict=True)]
 
 
 def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
-    """0-dim tensor on the device, float64 if made of a number; nothing is copied from the host."""
+    """0-dim tensor on the device; float64 for a number, which is filled in without a host copy."""
     if isinstance(value, Tensor):
         return value.to(device)
     return torch.full((), value, dtype=torch.float64, device=device)

@@ -1,12 +1,12 @@
-"""``--pack-tokens``: batches of as many real tokens as --max-tokens allows.
+"""``--pack-tokens``: fill batches with as many real tokens as --max-tokens allows.
 
-fairseq counts pads as well: a batch ends where its sentences times the longest of them would
-exceed --max-tokens, and again for their number to be a multiple of
---required-batch-size-multiple. A model that never sees a pad has room for more.
+fairseq counts pads as well: it ends a batch before (number of sentences) * (longest sentence)
+exceeds --max-tokens, and shrinks it further so that the number of sentences is a multiple of
+--required-batch-size-multiple. A model without pads can hold more real tokens.
 
-fairseq's order goes by source, then target length, so that sources would fill a batch long before
-its targets do, or the other way round. Here it goes by the longer side of a pair: with the others
-mixed, both sides fill alike.
+fairseq sorts pairs by source length, then by target length. Then one side would often fill a batch
+long before the other side. Here pairs are sorted by their longer side and shuffled among equals, so
+both sides fill at the same rate.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from lightseq_fairseq.errors import UserError
 
 
 def refill(iterator: Any, max_tokens: int, max_sentences: int | None) -> None:
-    """Gives fairseq's iterator of an epoch fuller batches of its sentences.
+    """Replace the batches of fairseq's epoch iterator by fuller ones of the same sentences.
 
     Args:
-        iterator: an ``EpochBatchIterator`` that nothing has been drawn from, over sentence pairs;
-            its seed decides who shares a batch among pairs as long as each other.
+        iterator: an unused ``EpochBatchIterator`` over sentence pairs. Its seed shuffles pairs of
+            equal length.
         max_tokens, max_sentences: see ``cut``.
 
     Raises:
-        UserError: its data are no sentence pairs.
+        UserError: the dataset does not hold sentence pairs.
     """
     dataset = iterator.dataset
     if not isinstance(dataset, LanguagePairDataset):
@@ -38,7 +38,7 @@ def refill(iterator: Any, max_tokens: int, max_sentences: int | None) -> None:
             f"{type(dataset).__name__}: drop it, or take --task translation."
         )
     sides = (dataset.src_sizes, dataset.tgt_sizes)
-    pairs = np.concatenate(iterator.frozen_batches)  # none of them is too long
+    pairs = np.concatenate(iterator.frozen_batches)  # fairseq has removed pairs that are too long
     pairs = np.random.default_rng(iterator.seed).permutation(pairs)
     order = pairs[np.maximum(*(side[pairs] for side in sides)).argsort(kind="stable")]
     iterator._frozen_batches = tuple(cut(order, sides, max_tokens, max_sentences))
@@ -47,15 +47,15 @@ def refill(iterator: Any, max_tokens: int, max_sentences: int | None) -> None:
 def cut(
     order: np.ndarray, sizes: Sequence[np.ndarray], max_tokens: int, max_sentences: int | None
 ) -> list[np.ndarray]:
-    """Consecutive runs of ``order``, each as long as may be.
+    """Cut ``order`` into consecutive batches, each as long as the limits allow.
 
     Args:
-        order: int64 [N], places of sentence pairs in their dataset.
-        sizes: tokens of the dataset's sentences, an array for each side.
-        max_tokens: what a batch may have of them on either side, and no sentence exceeds.
-        max_sentences: pairs that it may have; None for any number.
+        order: int64 [N], indices of sentence pairs in their dataset.
+        sizes: lengths of the dataset's sentences in tokens, one array per side.
+        max_tokens: the most tokens of a batch on each side; no sentence may be longer.
+        max_sentences: the most pairs of a batch; None for no limit.
     """
-    # Tokens before each pair. A batch then is one search a side, of the numbers alone.
+    # Tokens before each pair: the end of a batch is then one binary search per side.
     before = [np.concatenate(([0], side[order].cumsum(dtype=np.int64))) for side in sizes]
     batches, start = [], 0
     while start < len(order):

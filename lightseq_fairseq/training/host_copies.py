@@ -1,4 +1,4 @@
-"""Copies of a training state in the host's memory, made without waiting for the GPU."""
+"""Copy a training state to host memory without waiting for the GPU."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torch import Tensor
 from lightseq_fairseq.graphs import wait_for
 
 _HALF = (torch.float16, torch.bfloat16)
-_LINE = 64  # bytes; tensors begin at multiples
+_LINE = 64  # bytes; the alignment of each tensor
 
 
 class HostCopies:
-    """Memory for one copy of a state, which is kept for the next one.
+    """Host memory for one copy of a state; it is reused for the next copy.
 
-    Beside a GPU it is page-locked, so that the GPU writes into it by itself. Where that is refused,
-    as on a CPU, copies are made at once.
+    With a GPU it is pinned memory, so that copies are asynchronous. On a CPU, or if pinning fails,
+    copies are synchronous.
     """
 
     def __init__(self) -> None:
@@ -33,16 +33,16 @@ class HostCopies:
         self._unlock: weakref.finalize[..., Any] | None = None
 
     def reserve(self, size: int, device: torch.device) -> None:
-        """Have memory of ``size`` bytes for states on ``device``; copies made before end."""
+        """Ensure ``size`` bytes for states on ``device``; if it grows, old copies are invalid."""
         if self._memory is not None and len(self._memory) >= size:
             return
         self.release()
-        # Shared memory: where a process forks to load data, no page changes its place.
+        # A shared mapping: after a fork (data loading), copy-on-write moves none of its pages.
         self._memory = mmap.mmap(-1, max(size, 1))
-        torch.frombuffer(self._memory, dtype=torch.uint8).zero_()  # has the system provide it
+        torch.frombuffer(self._memory, dtype=torch.uint8).zero_()  # makes the system commit pages
         if device.type != "cuda":
             return
-        # In a thread of its own: where it fails, the next launch from the same one would fail, too.
+        # In a separate thread: if pinning fails, the next kernel launch of its thread fails too.
         locking = threading.Thread(target=self._lock, args=(self._memory, device))
         locking.start()
         locking.join()
@@ -56,21 +56,21 @@ class HostCopies:
             self._unlock.atexit = False  # the driver may be gone by then
 
     def release(self) -> None:
-        """Give the memory back; copies of states may not be used any more."""
+        """Free the memory; copies of states must not be used any more."""
         if self._unlock is not None:
             self._unlock()
         self._memory = self._unlock = None
 
     def of(self, state: Any, device: torch.device) -> tuple[Any, Callable[[], None]]:
-        """The same nested state, as it is when the GPU has done what it was given so far.
+        """Copy a nested state as it is after all GPU work that has been launched so far.
 
-        Tensors come as fairseq's ``move_to_cpu`` gives them, in float32 if they had 16 bits, each
-        with a storage of its own, since ``torch.save`` writes all of a storage. Tied ones stay
-        tied. Everything else is copied as well: whoever goes on training may change it.
+        As in fairseq's ``move_to_cpu``, 16-bit tensors become float32. Each tensor has its own
+        storage, since ``torch.save`` writes whole storages. Tied tensors stay tied. Everything that
+        is not a tensor is copied too, since training continues and may change it.
 
         Returns:
-            The copy, and a function that waits until its tensors are filled. They are overwritten
-            by the next call.
+            The copy, and a function that waits until its tensors are filled. The next call
+            overwrites them.
         """
         tensors: dict[Any, Tensor] = {}
 
@@ -83,7 +83,7 @@ class HostCopies:
         copies: dict[Any, Tensor] = {}
         start = 0
         for key, x in tensors.items():
-            # Converted where it lies: a copy that converts waits for the GPU.
+            # Convert on the source device: a copy that also converts is synchronous.
             converted = x.detach().to(_dtype(x))
             copies[key] = _place(self._memory, start, x).copy_(converted, non_blocking=True)
             start += _room(x)
@@ -109,12 +109,12 @@ def _dtype(x: Tensor) -> torch.dtype:
 
 
 def _room(x: Tensor) -> int:
-    """Bytes that a copy takes."""
+    """Bytes of a copy of ``x``, rounded up to the alignment."""
     return math.ceil(x.numel() * _dtype(x).itemsize / _LINE) * _LINE
 
 
 def _place(memory: mmap.mmap, start: int, x: Tensor) -> Tensor:
-    """An unfilled tensor like ``x`` from byte ``start`` on, with a storage that is no longer."""
+    """An unfilled tensor like ``x`` at byte ``start``; its storage holds only this tensor."""
     like = torch.empty_like(x, dtype=_dtype(x), device="meta")
     if not x.numel():
         return torch.empty(x.shape, dtype=like.dtype)

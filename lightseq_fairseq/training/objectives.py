@@ -1,7 +1,8 @@
-"""What a model is trained for: from a packed batch and the model to losses, and what is logged.
+"""Training objectives: map a model and a packed batch to losses and to the sums that are logged.
 
-The captured step asks an objective for these and knows neither the model's outputs nor the labels.
-A criterion declares its own: its class, and not one it extends, has a method ``objective``.
+The captured step calls an objective; it does not handle the model's outputs or the labels itself.
+A criterion declares its objective by a method ``objective`` of its own class. An inherited method
+does not count.
 """
 
 from __future__ import annotations
@@ -17,51 +18,51 @@ from lightseq_fairseq.packing import Packed, PackedBatch
 
 
 class PackedModel(Protocol):
-    """A model that the captured step trains; its class declares it by a ``packed_logits``."""
+    """A model that the captured step can train; its own class must define ``packed_logits``."""
 
     def packed_logits(self, batch: Packed, rng: Tensor) -> Tensor:
         """Logits [T, V] of the rows that have labels; ``rng`` int64 [2], see ``draw_rng``.
 
-        A model of several parts has to look at ``batch.part``.
+        A model of several parts must check ``batch.part``.
         """
         ...
 
 
 class Objective(Protocol):
-    """What the captured step asks of a criterion."""
+    """What the captured step needs from a criterion."""
 
     def losses(
         self, model: Any, batch: Packed, rng: Tensor, scale: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """Losses [T], the sum of which is to be small, and what is summed up for the log.
+        """Losses [T], whose sum is minimised, and the tensors whose sums are logged.
 
-        What is summed up: at most four tensors [T], the losses first.
+        The latter are at most four tensors [T], the losses first.
 
         Args:
-            scale: [], what the step multiplies the losses' gradient by.
+            scale: [], the factor by which the step multiplies the gradient of the losses.
         """
         ...
 
     def sample_size(self, batches: Sequence[PackedBatch]) -> int:
-        """What the gradient of all these batches is divided by."""
+        """The divisor of the gradient of all ``batches``."""
         ...
 
     def logged(self, sums: Sequence[float]) -> dict[str, float]:
-        """The sums that ``losses`` asked for, as the criterion's ``reduce_metrics`` knows them."""
+        """The sums of ``losses``, under the names of the criterion's ``reduce_metrics``."""
         ...
 
 
 @dataclass(frozen=True)
 class LabelSmoothing:
-    """Label-smoothed cross entropy of a stream "target" with labels.
+    """Label-smoothed cross entropy over the labels of the stream "target".
 
     Source: ``fairseq.criterions.label_smoothed_cross_entropy``.
 
     Attributes:
-        padding_idx: label of rows that count nothing.
-        accuracy: whether correct labels are counted.
-        ignored_prefix: first target tokens of each sentence that count nothing.
-        by_sentence: the gradient is divided by sentences and not by tokens.
+        padding_idx: label of rows that are ignored.
+        accuracy: whether to count correct predictions.
+        ignored_prefix: number of target tokens at the start of each sentence that are ignored.
+        by_sentence: divide the gradient by the number of sentences instead of tokens.
     """
 
     smoothing: float
@@ -99,7 +100,7 @@ class LabelSmoothing:
 
 
 class CrossEntropy(LabelSmoothing):
-    """The same without smoothing, of which the loss alone is logged.
+    """Cross entropy without smoothing; only the loss is logged.
 
     Source: ``fairseq.criterions.cross_entropy``.
     """
@@ -113,9 +114,10 @@ class CrossEntropy(LabelSmoothing):
 
 
 def declares(thing: Any, name: str) -> bool:
-    """Whether the class of a model or a criterion itself has ``name``.
+    """Whether the class of ``thing`` (a model or a criterion) itself defines ``name``.
 
-    Not so where it only extends one that has: what it changes would never be called.
+    An inherited definition does not count: the captured step would never call what the subclass
+    changes.
     """
     return name in vars(type(thing))
 

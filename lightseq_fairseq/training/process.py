@@ -1,5 +1,5 @@
-"""What surrounds fairseq's training in each process that trains: folder, signals, checkpoints, and
-a look at the other ranks."""
+"""Wraps fairseq's training in each process: checkpoint folder lock, signals, checkpoint writing,
+and reports of ranks that do not respond."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ logger = logging.getLogger(__name__)
 
 
 def distributed_init(original: Callable[[Any], int], cfg: Any) -> int:
-    """fairseq's, which says so where it has to wait."""
+    """fairseq's ``distributed_init``; it logs when it has to wait for other ranks."""
     settings = cfg.distributed_training
     with ranks.waiting_for_all(settings.distributed_rank, settings.distributed_world_size):
         return original(cfg)
 
 
 def main(original: Callable[..., None], cfg: Any, *arguments: Any, **keywords: Any) -> None:
-    """fairseq's ``main`` of training, from which the same command can go on however it ends.
+    """fairseq's ``main`` of training; however it ends, the same command can continue the run.
 
-    The folder of checkpoints is the run's own before data are loaded. A signal ends it with a
-    checkpoint. It has ended when the last checkpoint is on the disk.
+    It locks the checkpoint folder before data are loaded. A signal ends training with a checkpoint.
+    It returns only when the last checkpoint is on disk.
 
     Raises:
         UserError: another run uses the folder, or a checkpoint could not be written.
@@ -45,9 +45,9 @@ def main(original: Callable[..., None], cfg: Any, *arguments: Any, **keywords: A
     """
 
     def verify_checkpoint_directory(verify: Callable[[str], None], save_dir: str) -> None:
-        # Called by the first rank.
+        # Only rank 0 calls this.
         if not cfg.checkpoint.no_save and PathManager.supports_rename(save_dir):
-            with contextlib.suppress(OSError):  # fairseq will say so
+            with contextlib.suppress(OSError):  # fairseq reports it below
                 os.makedirs(save_dir, exist_ok=True)
             folder.enter_context(files.sole_user(save_dir))
         verify(save_dir)
@@ -72,14 +72,14 @@ def main(original: Callable[..., None], cfg: Any, *arguments: Any, **keywords: A
             original(cfg, *arguments, **keywords)
         except BaseException as error:
             try:
-                # A GPU that hangs keeps whoever gives its memory back.
+                # With a hung GPU, freeing pinned memory would never return: only write the files.
                 WRITER.finish() if isinstance(error, GPUHangs) else WRITER.close()
             except Exception as error:
                 logger.error("%s", error)
             raise
         WRITER.close()
         if STOPPING.reason is not None and torch.distributed.is_initialized():
-            torch.distributed.barrier()  # the first rank that ends may end the others
+            torch.distributed.barrier()  # the launcher may end all ranks when the first one ends
 
 
 __all__ = ["distributed_init", "main"]

@@ -1,8 +1,8 @@
-"""Several ranks: each one says when another one is silent, or does not come.
+"""With several ranks: log when another rank stops responding, or never joins.
 
-A rank that has stopped keeps all others waiting in the next exchange of gradients, for minutes and
-without a word. So each counts up a number in the store in which the ranks have met, by a thread,
-and looks whether the numbers of others go up.
+If a rank stops, all others wait in the next gradient all-reduce, for minutes and without a message.
+So a thread of each rank increments its own counter in the rendezvous store (a heartbeat), and reads
+the counters of other ranks to see whether they increase.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-SILENCE = 30.0  # seconds; a rank that is silent for longer is reported
-_BEAT = 5.0  # seconds between two looks
-_LAST_WORDS = 5.0  # seconds that the end of a thread may take
-_NEIGHBOURS = 8  # ranks that one watches: enough where a machine's stop at once, few for the store
-_HAS_LEFT = 1 << 40  # what a rank adds to its number in the end, beyond all counting
+SILENCE = 30.0  # seconds; a rank without a heartbeat for longer is reported
+_BEAT = 5.0  # seconds between two heartbeats, and between two checks
+_LAST_WORDS = 5.0  # seconds to wait for the end of a thread
+# Ranks that each rank watches: few requests to the store, but enough if all ranks of one machine
+# stop at once.
+_NEIGHBOURS = 8
+_HAS_LEFT = 1 << 40  # a rank adds this to its counter at its end; heartbeats never reach it
 
 
 @contextmanager
@@ -34,10 +36,10 @@ def reported(
     every: float = _BEAT,
     last: Callable[[], None] | None = None,
 ) -> Iterator[None]:
-    """Within it ``look`` is called now and then by a thread, which calls ``last`` when it ends.
+    """Call ``look`` in a thread, each ``every`` seconds, until the context exits; then ``last``.
 
-    The thread is waited for, as Python aborts where it ends while torch's code runs in one; but not
-    for long, as what it asks may never be answered.
+    The exit waits for the thread: Python aborts if it ends while a thread runs torch code. It waits
+    only a few seconds, since the store may never answer.
     """
     ended = threading.Event()
 
@@ -58,10 +60,10 @@ def reported(
 
 @contextmanager
 def waiting_for_all(rank: int, count: int) -> Iterator[None]:
-    """Within it, which is the meeting of all ranks, the log says what is waited for.
+    """Log while this rank waits in the rendezvous for the other ranks.
 
-    torch waits without a look at Python, whose handlers of signals would not be called: so signals
-    end the process, as they do before training in any case.
+    While torch waits, Python's signal handlers would not run. So the default action of signals
+    applies, which ends the process, as always before training starts.
     """
     began = time.monotonic()
     told = 1
@@ -97,15 +99,15 @@ def _signals_that_end() -> Iterator[None]:
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Within it the log says when another rank has been silent, and when it is back.
+    """Log when another rank stops responding, and when it responds again.
 
-    To be entered by all ranks once they have met; for one process nothing happens.
+    All ranks enter this context after the rendezvous. With a single process it does nothing.
     """
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         yield
         return
     rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    # A connection of its own: what waits in the other one would make this one wait, too.
+    # A separate connection: a blocking request on the default one would block heartbeats too.
     store: Any = torch.distributed.distributed_c10d._get_default_store()
     store = store.clone()
     watch = Watch(torch.distributed.PrefixStore("alive", store), rank, count)
@@ -114,11 +116,11 @@ def watched() -> Iterator[None]:
 
 
 class Watch:
-    """What this rank knows of the next ones.
+    """Sends this rank's heartbeat and watches those of the next ranks.
 
     Args:
-        store: holds a number for each rank.
-        clock: in seconds.
+        store: holds a counter for each rank.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -128,13 +130,13 @@ class Watch:
         others = [(rank + i) % count for i in range(1, min(count, _NEIGHBOURS + 1))]
         self._numbers = dict.fromkeys(others, -1)
         self._heard = dict.fromkeys(others, clock())
-        self._asked: float | None = None  # when the store was asked for what it has not answered
+        self._asked: float | None = None  # start time of the pending request to the store, if any
         self._looked = clock()
         self._silent: set[int | None] = set()  # None: the store
         self._is_over = False
 
     def beat(self) -> None:
-        """Count up, and see how far the others have come."""
+        """Increment this rank's counter, and read those of the watched ranks."""
         if self._is_over:
             return
         self._asked = self._clock()
@@ -146,26 +148,26 @@ class Watch:
                     self._numbers.pop(other)
                 elif now != number:
                     self._numbers[other], self._heard[other] = now, self._clock()
-        except RuntimeError:  # whoever keeps it has ended, of which the next exchange will tell
+        except RuntimeError:  # the store's process has ended; the next collective will report it
             self._is_over = True
         self._asked = None
 
     def leave(self) -> None:
-        """Say that this rank has come to its end, so that nobody misses it."""
+        """Mark this rank as ended, so that other ranks do not report it."""
         with contextlib.suppress(RuntimeError):
             self._store.add(str(self._rank), _HAS_LEFT)
 
     def look(self) -> None:
-        """Tell the log what has changed."""
+        """Log ranks that became silent or responsive since the last call."""
         now, before = self._clock(), self._looked
         self._looked = now
-        if now - before > SILENCE / 2:  # this process was stopped, and has heard nobody meanwhile
+        if now - before > SILENCE / 2:  # this process itself was stopped, so restart all timers
             self._heard = dict.fromkeys(self._heard, now)
             self._asked = now if self._asked is not None else None
         if self._asked is not None and now - self._asked > SILENCE:
-            if 0 not in self._silent:  # who keeps the store as a rule
+            if 0 not in self._silent:  # rank 0 usually holds the store
                 self._tell(None, now - self._asked)
-            return  # nobody can be heard meanwhile
+            return  # without the store, other ranks cannot be checked
         for other in list(self._numbers):
             self._tell(other, now - self._heard[other])
         self._tell(None, 0.0)

@@ -1,15 +1,15 @@
-"""One training step without the host: forward, backward and update as CUDA graphs.
+"""One training step as CUDA graphs (forward, backward, update), without waiting for the host.
 
-The host sends a packed batch ahead on a stream of its own and launches two graphs: forward and
-backward, one for each bucket of shapes, and the update; between the two several ranks add up what
-they have. Whatever depends on a result (loss scale, clipping, skipped updates, learning rate,
-dropout's counter) is decided on the device by `ops.update_scalars`; what is to be logged comes back
-while later steps already run.
+The host prefetches a packed batch on a separate stream and launches two graphs: forward and
+backward, one graph per bucket of shapes, and then the update. With several ranks, gradients and
+sums are all-reduced between the two graphs. Everything that depends on a result (loss scale,
+clipping, skipped updates, learning rate, dropout counter) is decided on the device by
+`ops.update_scalars`. The values to log are copied back while later steps already run.
 
-On a CPU, and wherever a graph cannot be captured, the same functions run one kernel at a time with
-the same results.
+On a CPU, and wherever a graph cannot be captured, the same functions run eagerly with the same
+results.
 
-Letters: N elements of the flat buffers, S and T packed rows of source and target.
+Shapes: N = elements of the flat buffers, S and T = packed rows of source and target.
 """
 
 from __future__ import annotations
@@ -36,52 +36,52 @@ logger = logging.getLogger(__name__)
 
 
 class Count(IntEnum):
-    """What several ranks add up beside their gradients: places behind the state.
+    """Indices of the counts that are all-reduced besides the gradient; they follow the state.
 
-    The losses among the state (``State.LOSS`` and what follows) are added up with them.
+    The sums in the state (from ``State.LOSS`` on) are reduced in the same collective.
     """
 
     SAMPLE_SIZE = 0
     TOKENS = 1
     SENTENCES = 2
-    SECONDS = 3  # of training, so that all ranks stop by the clock together
-    SIGNALS = 4  # that have come to a rank, see ``stopping``
+    SECONDS = 3  # training time, so that all ranks stop together at a time limit
+    SIGNALS = 4  # signals that a rank has received, see ``stopping``
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that train one model, each with batches of its own.
+    """The processes that train one model, each on its own batches.
 
     Attributes:
-        count: how many; each has the same number of updates, some with no batch.
-        group: of ``torch.distributed``.
+        count: number of ranks. All ranks run the same number of updates; a rank may have no batch.
+        group: process group of ``torch.distributed``.
     """
 
     count: int = 1
     group: Any = None
 
     def add_up(self, x: Tensor) -> None:
-        """``x``, float of any shape, becomes the sum over the ranks on each of them."""
+        """All-reduce: replace ``x`` (float, any shape) on each rank by the sum over all ranks."""
         torch.distributed.all_reduce(x, group=self.group)
 
     def wait(self) -> None:
-        """Return when all ranks have come here."""
+        """Barrier over all ranks."""
         if self.count > 1:
             torch.distributed.barrier(self.group)
 
 
-STEPS_AHEAD = KNOWN_RATES - 2  # unfinished steps the host may leave behind when it starts another
-_RULING = len(Given) + KNOWN_RATES - 1  # numbers that rule the update, see ops.update_scalars
-_GIVEN = _RULING + len(Count)  # numbers that travel in front of a batch
-_BATCH = _GIVEN + _GIVEN % 2  # where the batch begins: its parts want 16-byte boundaries
+STEPS_AHEAD = KNOWN_RATES - 2  # steps that may be unfinished when the host returns to the loop
+_RULING = len(Given) + KNOWN_RATES - 1  # numbers that ops.update_scalars reads as ``given``
+_GIVEN = _RULING + len(Count)  # numbers in front of a batch in its block
+_BATCH = _GIVEN + _GIVEN % 2  # start of the batch in the block; its parts are 16-byte aligned
 
 
 @dataclass(frozen=True)
 class UpdateRules:
-    """How an update is made.
+    """Settings of an update.
 
     Attributes:
-        seed: of dropout, to which the number of updates is added.
+        seed: dropout seed; the number of updates is added to it.
         max_norm, clip_eps: clipping, see ``ops.adam_step``.
         scale_window, tolerance, threshold, min_loss_scale: see ``ops.update_scalars``.
     """
@@ -97,16 +97,16 @@ class UpdateRules:
 
 @dataclass
 class Report:
-    """What a step has left in the state, on its way to the host."""
+    """A copy of the state after a step, which may still be in transfer to the host."""
 
     values: Tensor
     arrived: torch.cuda.Event | None
 
     def wait(self) -> list[float]:
-        """The ``ops.update_scalars.State`` after the step, and of several ranks the counts.
+        """The ``ops.update_scalars.State`` after the step, then the counts (with several ranks).
 
         Raises:
-            GPUHangs: the step does not end.
+            GPUHangs: the step does not finish.
         """
         if self.arrived is not None:
             wait_for(self.arrived)
@@ -114,13 +114,13 @@ class Report:
 
 
 class TrainingStep:
-    """Trains one model on one device, a packed batch at a time.
+    """Trains one model on one device, with packed batches.
 
     Args:
-        model: what the objective asks for is its business; all its parameters are trained.
+        model: is passed to the objective; all its parameters are trained.
         low: the buffer of its parameters.
-        adam: fused, on ``low`` itself or on a float32 copy with the same places.
-        objective, rules, ranks: see there.
+        adam: fused, on ``low`` itself or on a float32 copy with the same layout.
+        objective, rules, ranks: see their classes.
 
     Attributes:
         state: float64 [len(State)] on the device.
@@ -142,14 +142,15 @@ class TrainingStep:
         self.rng = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._inputs = _Inputs(self.device)
         self._graphs = Graphs(self.device, "training steps")
-        # Part, stream and rows whose products have run plainly.
+        # (part, stream, rows, first) whose GEMMs have run eagerly: their cuBLASLt algorithm search
+        # is done.
         self._searched: set[tuple[str, str, int, bool]] = set()
         self._reports = [_pinned(torch.zeros_like(self._numbers, device="cpu"), self.device)
                          for _ in range(KNOWN_RATES)]  # fmt: skip
         self._next_report = 0
 
     def set_state(self, num_updates: int, scaler: Any = None) -> None:
-        """Begin at ``num_updates`` with the scale and the counters of fairseq's loss scaler."""
+        """Start at ``num_updates``, with loss scale and counters of fairseq's loss scaler."""
         values = [0.0] * len(State)
         values[State.NUM_UPDATES] = num_updates
         values[State.LOSS_SCALE] = 1.0
@@ -159,17 +160,17 @@ class TrainingStep:
         self.rng.copy_(torch.tensor([self.rules.seed + num_updates, 0]))
 
     def update(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> Report:
-        """One update by the gradient of all ``batches``; returns before the device has begun.
+        """Launch one update by the gradient of all ``batches``, without waiting for the device.
 
-        batches: of several ranks one may have none.
-        given: ``ops.update_scalars.Given``, then `Count`; numbers are those of all batches here.
+        batches: the micro-batches of this rank; with several ranks, a rank may have none.
+        given: ``ops.update_scalars.Given``, then `Count` of all batches of this rank.
         """
         if not self.low.intact():
             raise RuntimeError("lightseq: the model's parameters have moved during training")
         if self._has_copy and self.low.data.dtype == torch.bfloat16:
             self.adam.split(self.low.data)
         if self._inputs.make_room(batches):
-            self._graphs.clear()  # they read where the inputs were
+            self._graphs.clear()  # they read the old address of the inputs
         fits = True
         try:
             self._collect_gradients(batches, given)
@@ -177,9 +178,9 @@ class TrainingStep:
             if not is_out_of_memory(error):
                 raise
             fits = False
-        if not fits:  # now that nothing holds what the error has left on the device
-            # Graphs keep memory in pieces that other batches may not fit into. Without them, once
-            # more from the first batch on, which overwrites gradients and sums.
+        if not fits:  # outside the except block, where the error no longer holds device memory
+            # The graphs' memory may be too fragmented for this batch. Free it and start again with
+            # the first batch, which overwrites gradients and sums.
             logger.info("out of memory: the update begins again, without the CUDA graphs so far")
             self.forget_graphs()
             self.rng[1].zero_()
@@ -193,7 +194,8 @@ class TrainingStep:
         if not batches:
             self._inputs.send(torch.zeros(0, dtype=torch.int64), given)
             self.state[State.LOSS :].zero_()
-        if not batches or any(batch.part for batch in batches):  # else the first writes all of it
+        # Otherwise the first batch overwrites the whole gradient.
+        if not batches or any(batch.part for batch in batches):
             self.gradients.flat.zero_()
         for place, batch in enumerate(batches):
             block = self._inputs.send(batch.block, given)
@@ -212,7 +214,7 @@ class TrainingStep:
 
     def _forward_backward(self, batch: PackedBatch, block: Tensor, first: bool) -> None:
         scale = self.state[State.LOSS_SCALE]
-        if self.ranks.count > 1:  # as DDP does: the sum shall not overflow
+        if self.ranks.count > 1:  # as in DDP, so that the sum over the ranks does not overflow
             scale = scale / self.ranks.count
         with torch.enable_grad():
             losses, counted = self.objective.losses(
@@ -227,16 +229,16 @@ class TrainingStep:
 
     @torch.no_grad()
     def _add_up(self) -> None:
-        """Make gradient and sums those of all ranks.
+        """All-reduce the gradient and the sums.
 
-        Not captured: ranks meet different buckets in one update, and a collective would have to be
-        in the same graph on all of them.
+        This is not captured: in one update, ranks replay graphs of different buckets, but a
+        collective would have to be in the same graph on all ranks.
         """
         given, ranks = self._inputs.given(), self.ranks
         self._counts.copy_(given[_RULING:])
         ranks.add_up(self.gradients.flat)
         ranks.add_up(self._numbers[State.LOSS :])
-        # The gradient is the mean over the ranks.
+        # The gradient is now the mean over the ranks, so divide the sample size as well.
         mean = self._counts[Count.SAMPLE_SIZE].clamp_min(1.0) / ranks.count
         given[Given.SAMPLE_SIZE].copy_(mean)
 
@@ -266,7 +268,7 @@ class TrainingStep:
         return Report(values, arrived)
 
     def forget_graphs(self) -> None:
-        """Give the memory of graphs back, also after an error within a step."""
+        """Free the memory of all graphs; also works after an error within a step."""
         self._graphs.clear()
 
 
@@ -276,14 +278,14 @@ SCALER = {
     State.LAST_OVERFLOW_ITER: "_last_overflow_iter",
     State.LAST_RESCALE_ITER: "_last_rescale_iter",
     State.OVERFLOWS_SINCE_RESCALE: "_overflows_since_rescale",
-}  # fairseq's DynamicLossScaler
+}  # attributes of fairseq's DynamicLossScaler
 
 
 class _Inputs:
-    """Batches on their way to the device, each with what the host gives the update.
+    """Prefetches batches to the device, each with the numbers that the host gives the update.
 
-    They are copied on a stream of their own into a ring of slots while earlier steps still compute,
-    and from there into the one place that the graphs read.
+    A separate stream copies them into a ring of slots while earlier steps still compute. From a
+    slot they are copied to the fixed address that the graphs read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -297,7 +299,7 @@ class _Inputs:
         return self._block[:_GIVEN].view(torch.float64)
 
     def send(self, batch: Tensor, given: Sequence[float]) -> Tensor:
-        """int64 block on the device: ``given`` as float64, then the batch's block."""
+        """Copy to the device; returns an int64 block: ``given`` as float64, then the batch."""
         numbers = torch.tensor(given, dtype=torch.float64).view(torch.int64)
         size = _BATCH + len(batch)
         if not self.is_cuda:
@@ -318,28 +320,28 @@ class _Inputs:
         return self._block[:size]
 
     def make_room(self, batches: Sequence[PackedBatch]) -> bool:
-        """Whether the place that graphs read has moved: it was too small for one of these."""
+        """Make the block that graphs read large enough; returns whether its address changed."""
         size = _BATCH + max((len(batch.block) for batch in batches), default=0)
         if not self.is_cuda or size <= len(self._block):
             return False
         torch.cuda.synchronize(self.device)
-        size *= 2  # batches are of similar size, so this is rarely done twice
+        size *= 2  # batches have similar sizes, so this rarely happens twice
         self._block = torch.empty(size, dtype=torch.int64, device=self.device)
         self._slots = [_Slot(size, self.device) for _ in range(KNOWN_RATES)]
         return True
 
 
 class _Slot:
-    """One place of the ring: device memory, pinned numbers, and who has finished with them."""
+    """One slot of the ring: device memory, pinned memory, and the events of write and read."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        # Not filled: that would happen on another stream than the copies, and perhaps after them.
+        # Left unfilled: a fill would run on another stream than the copies, possibly after them.
         self.block = torch.empty(size, dtype=torch.int64, device=device)
         self.written, self.read = torch.cuda.Event(), torch.cuda.Event()
         self._numbers = _pinned(torch.zeros(_GIVEN, dtype=torch.int64), device)
 
     def stage(self, numbers: Tensor) -> Tensor:
-        wait_for(self.written)  # the copy before has left; a step long ago, so this is free
+        wait_for(self.written)  # the slot's previous copy was several steps ago: no real wait
         return self._numbers.copy_(numbers)
 
 

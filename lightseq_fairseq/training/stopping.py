@@ -1,8 +1,9 @@
-"""SIGTERM and SIGUSR1 end training after an update, with a checkpoint, on all ranks at once.
+"""SIGTERM and SIGUSR1 end training after an update, with a checkpoint, on all ranks together.
 
-Batch systems send one of them before they end a job. It may come to one rank, or to each of them
-during another update. So each rank adds what has come to it to the numbers that ranks sum up in
-every update anyway, and all of them end after the update in which they read the same sum.
+Batch systems send one of these signals before they end a job. It may reach only one rank, or reach
+the ranks during different updates. So each rank encodes its received signals as a number, which
+every update's all-reduce sums over the ranks. All ranks read the same sum and stop after the same
+update.
 """
 
 from __future__ import annotations
@@ -26,32 +27,34 @@ from lightseq_fairseq.errors import StoppedBySignal
 
 logger = logging.getLogger(__name__)
 
-# What a signal adds to the sum over ranks, in which they are told apart.
+# What each signal adds to the sum over the ranks; the sum shows which signals were received.
 _WORTH = {signal.SIGTERM: 1.0, signal.SIGUSR1: float(1 << 20)}
-_SAME = 1.0  # seconds; a signal may be sent to a process, and to its group as well
+# Seconds. Two equal signals within this time count as one: a sender may signal the process and its
+# process group.
+_SAME = 1.0
 
 
 class Stopping:
-    """What has come to this process, and what the ranks have agreed on.
+    """The signals this process has received, and the one on which the ranks have agreed.
 
     Attributes:
-        reason: the signal by which training ends with the update that is under way, or None.
+        reason: the signal because of which training ends with the current update, or None.
     """
 
     def __init__(self) -> None:
         self.reason: signal.Signals | None = None
-        self._received: dict[int, float] = {}  # signal -> when
-        self._before: dict[int, Any] = {}  # handlers
+        self._received: dict[int, float] = {}  # signal -> time of its first arrival
+        self._before: dict[int, Any] = {}  # signal -> handler before `handled`
         self._process = 0
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """A training run; afterwards signals do what they did before it.
+        """Handle signals during a training run; afterwards restore the previous handlers.
 
-        Until `begin` they end the process, as there is nothing to save.
+        Until `begin`, a signal ends the process: there is nothing to save yet.
 
         Raises:
-            StoppedBySignal: at the end, if that was the reason.
+            StoppedBySignal: at the end, if a signal ended training.
         """
         vars(self).update(vars(Stopping()))
         try:
@@ -62,18 +65,21 @@ class Stopping:
                 signal.signal(number, handler)
         if self.reason is not None:
             if multiprocessing.parent_process() is not None:
-                # A rank that was spawned, which its parent ends when it sees the first one end.
+                # This is a spawned rank. Its parent sends SIGTERM to all ranks when one ends.
                 self._handle(signal.SIG_IGN)
             raise StoppedBySignal(self.reason.name)
 
     def begin(self, checkpoints: Any) -> None:
-        """From now on an update is finished and saved; ``checkpoints``: fairseq's settings."""
+        """From now on, a signal lets the update finish and a checkpoint be saved.
+
+        Not if the settings ``checkpoints`` (fairseq's) write no last checkpoint.
+        """
         if not checkpoints.no_save and not checkpoints.no_last_checkpoints:
             self._handle(self._receive)
 
     def _handle(self, handler: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # where Python allows it to nobody else
+            return  # Python allows signal handlers to be set only in the main thread
         self._process = os.getpid()
         for number in _WORTH:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -83,46 +89,48 @@ class Stopping:
     def _receive(self, number: int, frame: Any) -> None:
         now = time.monotonic()
         first = self._received.setdefault(number, now)
-        is_ours = os.getpid() == self._process  # and not of a child that has inherited this
-        # A spawned rank gets what its parent gets, and perhaps learns of it a long product later:
-        # whether a signal is a second one its parent decides, which waits for nothing.
+        is_ours = os.getpid() == self._process  # False in a forked child, which inherits handlers
+        # Only the parent decides whether a signal is a second one, since it is never busy. A
+        # spawned rank receives the same signals, but Python may run its handler much later, after a
+        # long computation.
         is_second = now - first > _SAME and multiprocessing.parent_process() is None
         if number == signal.SIGTERM and (is_second or not is_ours):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def worth(self) -> float:
-        """What this rank adds to the sum."""
+        """What this rank's received signals add to the sum over the ranks."""
         return sum(_WORTH[signal.Signals(number)] for number in self._received)
 
     def agree(self, total: float) -> None:
-        """``total``: the sum over the ranks, which all of them read after the same update."""
+        """Set ``reason`` from ``total``, the sum that all ranks read after the same update."""
         if total and self.reason is None:
             is_term = total % _WORTH[signal.SIGUSR1] > 0
             self.reason = signal.SIGTERM if is_term else signal.SIGUSR1
             logger.info("%s: training ends with this update", self.reason.name)
 
 
-STOPPING = Stopping()  # of this process
+STOPPING = Stopping()  # one per process
 
 _load_batches = _worker._worker_loop
 
 
 def load_batches(*arguments: Any) -> None:
-    """torch's loop of a process that loads data, which only the process it loads them for ends.
+    """torch's loop of a data loading worker; only signals of the parent process end it.
 
-    Batch systems send signals to all processes of a job, and training needs batches to its end.
+    Batch systems send signals to all processes of a job, but training needs its workers until it
+    ends.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _WORTH)  # as `launch` has done
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WORTH)  # `launch` has done this already
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _load_batches(*arguments)
 
 
 def launch(original: Callable[[Any, Any], None], popen: Any, process: Any) -> None:
-    """multiprocessing's ``Popen._launch``; a child that loads data begins with signals blocked.
+    """multiprocessing's ``Popen._launch``; a data loading worker starts with signals blocked.
 
-    It may have threads before it comes to `load_batches` (a spawned one, of a spawned rank, has
-    those of numpy), and a signal finds whichever thread does not block it.
+    A worker may have threads before it reaches `load_batches` (numpy starts some in a spawned
+    worker), and a signal is delivered to any thread that does not block it.
     """
     if process._target is not load_batches:
         return original(popen, process)

@@ -1,4 +1,4 @@
-"""fairseq's Trainer with the captured step and lossless, crash-safe, native checkpoints."""
+"""fairseq's Trainer with the captured step, and lossless, crash-safe checkpoints in its format."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from lightseq_fairseq.training.flat_adam import FlatAdam
 
 logger = logging.getLogger(__name__)
 
-# In memory only, from the loader to the end of load_checkpoint: a name in extra_state because
-# that is what fairseq hands from rank 0 to all others.
+# A key of extra_state during load_checkpoint, never in a file. It is in extra_state because fairseq
+# broadcasts this from rank 0 to all other ranks.
 _MASTERS = "lightseq_masters"
 _LOSS_SCALER = "loss_scaler"
-_FLOATS = 3  # of a parameter in a checkpoint: itself and two moments
+_FLOATS = 3  # floats per parameter in a checkpoint: its value and two moments
 _SCALER_COUNTERS = (
     "_iter",
     "_last_overflow_iter",
@@ -50,24 +50,25 @@ _SCALER_COUNTERS = (
 
 
 class Trainer(stopping.StoppableTrainer):
-    """``fairseq.trainer.Trainer`` for runs with an ``ls_`` component; fairseq's own for others.
+    """``fairseq.trainer.Trainer`` with the captured step and lossless checkpoints.
 
-    Checkpoints differ from fairseq's in what they keep, not in form: with ``--fp16`` and ``--bf16``
-    "model" holds the float32 parameters that the optimizer works on, where fairseq writes their
-    16-bit rounding, and ``extra_state`` the counters of the loss scale and the digests of the
-    dictionaries. So a resumed run continues
-    as if it had not been interrupted. Stock fairseq reads them; and a file of stock fairseq
-    continues here.
+    A run without any ``ls_`` component behaves as in fairseq.
+
+    Checkpoints have fairseq's format, but with ``--fp16`` or ``--bf16``, "model" holds the fp32
+    master weights, where fairseq writes their 16-bit rounding. ``extra_state`` also holds the
+    counters of the loss scale and the digests of the dictionaries. So a resumed run continues as if
+    it had not been interrupted. Stock fairseq can read these files, and this class can continue
+    from files of stock fairseq.
     """
 
     def __init__(
         self, cfg: Any, task: Any, model: Any, criterion: Any, quantizer: Any = None
     ) -> None:
         self._fast_path: FastPath | None = None
-        self._fallback_reason: str | None = None  # why fairseq's own step is taken
-        self._told = ""
+        self._fallback_reason: str | None = None  # why fairseq's own step runs
+        self._told = ""  # the last logged kind of steps
         self._fairseqs: Any = None  # fairseq's iterator of the training set
-        self._iterator: Any = None  # the same, of batches that are fuller, packed, or both
+        self._iterator: Any = None  # a copy of it whose batches are fuller, packed, or both
         super().__init__(cfg, task, model, criterion, quantizer)
         self._has_ls = names.uses_ls(self.cfg)
         if self._has_ls:
@@ -83,21 +84,21 @@ class Trainer(stopping.StoppableTrainer):
             super()._build_optimizer()
 
     def get_train_iterator(self, *arguments: Any, **keywords: Any) -> Any:
-        """fairseq's batches of an epoch, or --pack-tokens'; packed ones for the captured step."""
+        """An epoch's batches: fairseq's or --pack-tokens'; packed if the captured step runs."""
         iterator = super().get_train_iterator(*arguments, **keywords)
-        assert self.optimizer is not None  # built here at the latest: it knows what is refused
+        assert self.optimizer is not None  # builds the optimizer, which sets _fallback_reason
         self._fallback_reason = self._fallback_reason or batch.covers(iterator.dataset)
         if self._fallback_reason is None and self._fast_path is None:
             self._fallback_reason = fast_path.state_fallback_reason(self)
         if (
             self._fallback_reason is not None and self._fast_path is not None
-        ):  # of another shard's data
+        ):  # the data of this shard cannot be packed, those of an earlier one could
             self._fast_path.leave()
             self._fast_path = None
         fills = getattr(self.cfg.model, "pack_tokens", False)
         if (fills or self._fallback_reason is None) and iterator is not self._fairseqs:
-            # fairseq keeps the iterator of a dataset and gives it to whoever asks, validation
-            # with the training set for one. Ours is a copy that goes its own way.
+            # fairseq caches the iterator of a dataset and uses it for other purposes too, such as
+            # validation on the training set. So change only a copy.
             self._fairseqs, self._iterator = iterator, copy.copy(iterator)
             if fills:
                 limits = self.cfg.dataset
@@ -109,7 +110,7 @@ class Trainer(stopping.StoppableTrainer):
         return self._iterator if fills or self._fallback_reason is None else iterator
 
     def _tell_steps(self) -> None:
-        """What training is made of, once in the log, and once more if that changes."""
+        """Log which kind of steps training runs, at first and whenever it changes."""
         ops = "CUDA kernels" if self.cuda and library.load().kernels else "PyTorch references"
         steps = f"packed steps of {ops}"
         if self._fallback_reason is not None:
@@ -136,7 +137,7 @@ class Trainer(stopping.StoppableTrainer):
         return output
 
     def settle(self) -> None:
-        """Wait for the steps that have been started, and log them."""
+        """Wait for all launched steps, and log them."""
         if self._fast_path is not None:
             self._fast_path.settle()
 
@@ -148,7 +149,7 @@ class Trainer(stopping.StoppableTrainer):
     def valid_step(self, sample: Any, raise_oom: bool = False) -> Any:
         """One batch of validation; see ``fairseq.trainer.Trainer.valid_step``.
 
-        Where memory runs out, graphs of training give up theirs, and the batch begins again.
+        If memory runs out, the graphs of training are freed and the batch is repeated.
         """
         if self._fast_path is None:
             return super().valid_step(sample, raise_oom)
@@ -157,13 +158,13 @@ class Trainer(stopping.StoppableTrainer):
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-        # Now that nothing holds what the error has left on the device.
+        # Outside the except block, where the error no longer holds device memory.
         logger.info("out of memory: the batch begins again, without the CUDA graphs so far")
         self._fast_path.forget_graphs()
         return super().valid_step(sample, raise_oom=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """fairseq's training state under native names, float32 parameters included."""
+        """fairseq's training state under fairseq's names, with the fp32 master weights."""
         self.settle()
         state: dict[str, Any] = super().state_dict()
         if not self._has_ls:
@@ -180,7 +181,7 @@ class Trainer(stopping.StoppableTrainer):
         return state
 
     def _masters(self, module: nn.Module) -> dict[str, Tensor]:
-        """Name -> float32 parameter behind a 16-bit one, as views of what FP16Optimizer holds."""
+        """Name of a 16-bit parameter -> its fp32 master weight, a view of FP16Optimizer's."""
         optimizer = self.optimizer
         if not isinstance(optimizer, optim.FP16Optimizer):
             return {}
@@ -190,7 +191,7 @@ class Trainer(stopping.StoppableTrainer):
         masters: dict[int, Tensor] = {}
         if optimizer.has_flat_params:
             for device, flat in optimizer.fp32_params.items():
-                # fairseq keeps one vector a device where a model is spread, else one for all.
+                # fairseq has one vector per device if the model spans devices, else one in total.
                 members = [
                     p
                     for p in optimizer.fp16_params
@@ -209,26 +210,26 @@ class Trainer(stopping.StoppableTrainer):
         }
 
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> None:
-        """Copy all training state, which ``WRITER`` then writes while training goes on.
+        """Copy all training state; ``WRITER`` then writes it while training continues.
 
-        ``filename`` is replaced as a whole or not at all.
+        ``filename`` is replaced atomically.
 
         Raises:
-            UserError: the checkpoint before this one could not be written.
+            UserError: the previous checkpoint could not be written.
         """
         asynchronous = self.cfg.checkpoint.write_checkpoints_asynchronously
         if not self._has_ls or asynchronous or not PathManager.supports_rename(filename):
             super().save_checkpoint(filename, extra_state)
             return
         logger.info("Saving checkpoint to %s", os.path.abspath(filename))
-        # On all ranks: it may need internal communication.
+        # On all ranks, since it may run collectives.
         state = self.state_dict()
         state["extra_state"].update(extra_state)
         if self.should_save_checkpoint_on_current_rank:
             WRITER.save(state, filename, self.device)
 
     def _make_room(self) -> None:
-        """For checkpoints, while data are loaded: a system gives new memory slowly."""
+        """Allocate host memory for checkpoints while data are loaded, since allocation is slow."""
         saves = self.should_save_checkpoint_on_current_rank and not self.cfg.checkpoint.no_save
         if self._has_ls and saves:
             sizes = [parameter.numel() for parameter in self.get_model().parameters()]
@@ -266,19 +267,19 @@ class Trainer(stopping.StoppableTrainer):
 
     @contextlib.contextmanager
     def _on_loading(self, reset_optimizer: bool) -> Iterator[None]:
-        # fairseq rounds the file's parameters into the model, makes float32 copies of that and
-        # drops the file. What it has read is kept here until those copies exist.
+        # fairseq rounds the file's parameters to the model's 16 bits, makes the fp32 master weights
+        # from these and drops the file. Keep the file's parameters until the master weights exist.
         def load_and_keep(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             state = load(*args, **kwargs)
             trained_with = state["extra_state"].get("dictionaries")
             if args[0] != self.cfg.checkpoint.finetune_from_model:
                 dictionaries.check(self.task, trained_with)
             elif (sentence := dictionaries.difference(self.task, trained_with)) is not None:
-                logger.warning(sentence)  # the tokens may be meant to have new meanings
+                logger.warning(sentence)  # only a warning: fine-tuning may change the dictionary
             if not reset_optimizer:
                 optimizer_order.follow_model(state, self.get_model())
             if self.cfg.ema.store_ema and "ema" not in state["extra_state"]:
-                # fairseq is to begin it from the file's model, which it has dropped by then.
+                # fairseq would start the EMA from the file's model, which it has dropped by then.
                 state["extra_state"]["ema"] = dict(state["model"])
             if self.cfg.common.fp16 or self.cfg.common.bf16:
                 kept = {key: state.get(key) or {} for key in ("model", "criterion")}
@@ -294,6 +295,6 @@ class Trainer(stopping.StoppableTrainer):
             tensors = kept.get(key)
             if tensors:
                 for name, master in self._masters(module).items():
-                    # Files from before fairseq 0.9 use other names; their rounding has to do.
+                    # Files older than fairseq 0.9 use other names: the rounded values stay.
                     if name in tensors and tensors[name].shape == master.shape:
                         master.copy_(tensors[name])
