@@ -2,10 +2,10 @@
 
     python -m scripts.tables [--check]
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``: what users ask first in the
-README, the rest in docs/measured.md. ``TABLES`` names their files.
-Without its result file, a table's place is left as it is. ``--check`` writes nothing and fails
-when a table, or what a plot shows, differs from what its file gives.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``: the overview in the
+README, the rest in docs/measured.md. ``TABLES`` names their files. Without
+its result files, a table's place is left as it is. ``--check`` writes nothing and fails when a
+table, or what a plot shows, differs from what its file gives.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from . import plots
 from .convergence_tables import convergence_plot, convergence_table
 from .generate_tables import GENERATE_PLOT, MODELS, generate_by_case, generate_plot, generate_table
 from .op_tables import OPS_PLOT, op_plot, op_table
+from .overview_table import overview_table
 from .plots import FAIRSEQ, FAIRSEQ_PALE, FAIRSEQ_TOO, OTHERS, OURS, OURS_TOO, Bars, Curves
 from .translation_tables import translation_table
 
@@ -193,21 +194,25 @@ def check_table(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[str]]]] = {
-    "quickstart": ("examples/quickstart/results/bleu.json", bleu_table),
-    "ops": ("scripts/results/ops-h200.json", op_table),
-    "train": ("scripts/results/train-h200.json", train_table),
-    "train_by_case": ("scripts/results/train-h200.json", train_by_case),
-    "generate": ("scripts/results/generate-h200.json", generate_table),
-    "generate_by_case": ("scripts/results/generate-h200.json", generate_by_case),
-    "convergence": (CONVERGENCE, convergence_table),
-    "translation": ("scripts/results/translation-h200.json", translation_table),
-    "gpu_check": ("scripts/results/gpu-check-h200.json", check_table),
+TRAIN, GENERATE = "scripts/results/train-h200.json", "scripts/results/generate-h200.json"
+TRANSLATION = "scripts/results/translation-h200.json"
+# name of a table -> its result files, and the function that makes it of their rows
+TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[str]]]] = {
+    "overview": ((TRAIN, GENERATE, CONVERGENCE, TRANSLATION), overview_table),
+    "quickstart": (("examples/quickstart/results/bleu.json",), bleu_table),
+    "ops": (("scripts/results/ops-h200.json",), op_table),
+    "train": ((TRAIN,), train_table),
+    "train_by_case": ((TRAIN,), train_by_case),
+    "generate": ((GENERATE,), generate_table),
+    "generate_by_case": ((GENERATE,), generate_by_case),
+    "convergence": ((CONVERGENCE,), convergence_table),
+    "translation": ((TRANSLATION,), translation_table),
+    "gpu_check": (("scripts/results/gpu-check-h200.json",), check_table),
 }
 PLOTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], Bars | Curves]]] = {
     OPS_PLOT: ("scripts/results/ops-h200.json", op_plot),
-    TRAIN_PLOT: ("scripts/results/train-h200.json", train_plot),
-    GENERATE_PLOT: ("scripts/results/generate-h200.json", generate_plot),
+    TRAIN_PLOT: (TRAIN, train_plot),
+    GENERATE_PLOT: (GENERATE, generate_plot),
     "docs/convergence.svg": (CONVERGENCE, convergence_plot),
 }
 
@@ -216,10 +221,11 @@ def filled(text: str) -> str:
     """``text`` with every table made anew."""
 
     def table(match: re.Match[str]) -> str:
-        path, render = TABLES[match[1]]
-        if not (ROOT / path).exists():
+        paths, render = TABLES[match[1]]
+        if not all((ROOT / path).exists() for path in paths):
             return match[0]
-        return "\n".join([f"<!-- table: {match[1]} -->", *render(rows_of(path)), "<!-- end -->"])
+        lines = render(*map(rows_of, paths))
+        return "\n".join([f"<!-- table: {match[1]} -->", *lines, "<!-- end -->"])
 
     return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
@@ -235,7 +241,9 @@ def main() -> None:
     check = parser.parse_args().check
     documents = [ROOT / name for name in DOCUMENTS if (ROOT / name).exists()]
     texts = {document: document.read_text(encoding="utf-8") for document in documents}
-    measured = {name: path for name, (path, _) in TABLES.items() if (ROOT / path).exists()}
+    measured = [
+        name for name, (paths, _) in TABLES.items() if all((ROOT / path).exists() for path in paths)
+    ]
     places = "".join(texts.values())
     missing = [name for name in measured if f"<!-- table: {name} -->" not in places]
     if missing:

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from scripts import plots
+from scripts.overview_table import overview_table
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PLOT = "scripts/results/ops-h200.json", "scripts/results/ops-h200.svg"
@@ -419,3 +420,25 @@ def test_half_of_the_table_of_translation(alike: Path, timed: bool) -> None:
     text = squeezed(alike / "README.md")
     assert ("| flags |" in text, "a validation with" in text) == (not timed, timed)
     assert "commit 0123456789; " in text
+
+
+def test_overview_has_a_column_for_each_system(tree: Path) -> None:
+    about = {"gpu": "GPU X", "torch": "2.11"}
+    generate = [
+        {**about, "case": "t2t_big/b1/beam4/bf16", "system": system, "sentences_per_s": speed,
+         "peak_gib": 2.0}
+        for system, speed in (("ours", 120), ("fairseq_no_cudnn", 3), ("ctranslate2", 20))
+    ]  # fmt: skip
+    same = [{**about, "case": "beam-5/fp32", "bleu": 39.31, "fairseq_bleu": 39.4}]
+    parts = train_rows(), generate, convergence_rows(), same
+    lines = overview_table(*parts)
+    (tree / "README.md").write_text("\n".join(lines))
+    found = [line for line in squeezed(tree / "README.md").splitlines() if line.startswith("| ")]
+    assert [found[1], *found[3:4], *found[5:]] == [
+        "| training big, 4096 | 320k, 9.2 GiB | 80k, 9.2 GiB | 4.0 | | | 163k | 88k |",
+        "| training base, 4096 | 700k, 9.2 GiB | | | | | 257k | 99k |",
+        "| translating one by one | 120, 2.0 GiB | 3, 2.0 GiB | 40.0 | | 20, 2.0 GiB | | |",
+        "| BLEU, each trained its own | 39.25 | 39.40 | | | | | |",
+        "| BLEU, one checkpoint | 39.31 | 39.40 | | | | | |",
+    ]
+    assert lines[-1] == "GPU X; torch 2.11."
