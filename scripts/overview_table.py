@@ -47,7 +47,8 @@ def overview_table(train: Rows, generate: Rows, convergence: Rows, translation: 
     for case, words in TRANSLATION.items():
         row = {r["system"]: r for r in generate if r["case"] == case}
         speeds = {
-            name: f"{r['sentences_per_s']:.0f}, {r['peak_gib']:.1f} GiB" for name, r in row.items()
+            name: f"{_speed(r['sentences_per_s'])}, {r['peak_gib']:.1f} GiB"
+            for name, r in row.items()
         }
         native = _fastest_native(row, "sentences_per_s")
         ratio = _ratio(row, native, "sentences_per_s")
@@ -59,10 +60,10 @@ def overview_table(train: Rows, generate: Rows, convergence: Rows, translation: 
         [r["bleu"] for r in convergence if r["system"] == system and r["bleu"] is not None]
         for system in ("lightseq", "fairseq")
     ]
-    lines.append(["BLEU, each trained its own", *(_mean(s) for s in scores), *[""] * 5])
+    lines.append(["BLEU, each trains its model", *(_mean(s) for s in scores), *[""] * 5])
     same = [r for r in translation if r["case"] == "beam-5/fp32"]
     pairs = [[r[key] for r in same] for key in ("bleu", "fairseq_bleu")]
-    lines.append(["BLEU, one checkpoint", *(_mean(s) for s in pairs), *[""] * 5])
+    lines.append(["BLEU, the same checkpoint", *(_mean(s) for s in pairs), *[""] * 5])
 
     head = ["", "lightseq-fairseq", "fairseq", "times as fast", "torch.compile", "CTranslate2",
             "LightSeq\\*", "fairseq + apex\\*"]  # fmt: skip
@@ -79,6 +80,10 @@ def _fastest_native(row: dict[str, dict[str, Any]], figure: str) -> str:
 def _ratio(row: dict[str, dict[str, Any]], native: str, figure: str) -> str:
     both = "ours" in row and native in row
     return f"{row['ours'][figure] / row[native][figure]:.1f}" if both else ""
+
+
+def _speed(sentences: float) -> str:
+    return f"{sentences:.1f}" if sentences < 10 else f"{sentences:.0f}"
 
 
 def _mean(values: Iterable[float]) -> str:
