@@ -66,7 +66,7 @@ def checks(
         # fairseq-validate parses several times; check only the first result.
         if isinstance(parsed, argparse.Namespace) and not vars(request.args):
             request.args = parsed
-            if os.path.basename(sys.argv[0]).startswith("lightseq-"):  # not with --native
+            if os.path.basename(sys.argv[0]).startswith("lightseq-"):  # not for native runs
                 flags.check(command, request.argv, parser, parsed)
             inputs(command, request.argv, parsed)
             if passed is not None:

@@ -41,8 +41,8 @@ _prepared = False
 def import_only() -> None:
     """Imports fairseq without repairs, even a version that cannot be imported by itself.
 
-    Exception: if `startup`'s import hook is active, fairseq is repaired, since this import may be
-    the first one, which the hook waits for.
+    Exception: if `startup`'s import hook is active, this is the first import of fairseq, and the
+    hook repairs it.
 
     Raises:
         UserError: as for ``prepare``.

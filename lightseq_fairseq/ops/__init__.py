@@ -4,8 +4,7 @@ Each file defines one op, usually as a forward and a backward (`lightseq::<stem>
 definition is a NamedTuple of the arguments. Its methods check the arguments, give the output shapes
 and compute the result in plain torch: that reference is the CPU kernel and the oracle of the tests.
 `registry.define` derives the schema from it, and the public function exported here, which checks
-its arguments and calls the op. Where an op has more than eight arguments, callers pass them by
-name.
+its arguments and calls the op. Callers pass arguments after the eighth by name.
 """
 # ruff: noqa: I001, RUF022  (imports in the order of use, not in alphabetical order)
 
