@@ -1,9 +1,9 @@
-"""Launchers: fairseq's five commands with this package's parts registered.
+"""Launchers: fairseq's five commands with this package's plugins and patches.
 
-A launcher answers ``--help`` by itself; everything that takes seconds to import waits until there
-is work to do. `register` is that moment. In a rank that ``torch.multiprocessing.spawn`` started it
-runs as soon as this package is imported: such a rank imports the console script's module again and
-unpickles fairseq's configuration right after, with no launcher in between.
+A launcher answers ``--help`` without slow imports. fairseq and torch are imported only when there
+is work to do; then `register` is called. A rank started by ``torch.multiprocessing.spawn`` has no
+launcher: it imports the console script's module again and then unpickles fairseq's configuration.
+Therefore `register` runs there as soon as this package is imported.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import sys
 
 __all__ = ["PROGRAM", "register"]
 
-PROGRAM = "LIGHTSEQ_PROGRAM"  # an environment variable, while a launcher runs
+PROGRAM = "LIGHTSEQ_PROGRAM"  # environment variable with the program's name while a launcher runs
 
 
-# Program -> phases of `fairseq_compat.patching`; of fairseq's the names that --native takes.
+# Program -> phases of `fairseq_compat.patching`. With --native the program is fairseq-<command>.
 _PHASES = {
     "lightseq-train": ("our trainer", "training"),
     "fairseq-train": ("fairseq's trainer", "training"),
@@ -29,13 +29,15 @@ _PHASES = {
 
 
 def register() -> None:
-    """Registers the plugins and puts this package's parts in place for the program that runs.
+    """Registers the plugins and applies the patches of the program that runs.
 
-    The program is the name in ``sys.argv[0]``, which spawned ranks get from the environment, since
-    that is the script's path while its module is imported again: ``lightseq-train``
-    trains with our trainer, ``lightseq-generate``, ``-validate`` and ``-interactive`` build our
-    model from checkpoints; under a ``fairseq-*`` name fairseq's own parts stay where they are, and
-    its own model is built for every checkpoint. Either training ends as `training.process` says.
+    The program is the name in ``sys.argv[0]``. Spawned ranks take it from the environment, because
+    there ``sys.argv[0]`` is the script's path while its module is imported again.
+
+    ``lightseq-train`` trains with our trainer. ``lightseq-generate``, ``-validate`` and
+    ``-interactive`` build our model from checkpoints. The ``fairseq-*`` names keep fairseq's own
+    trainer, and build fairseq's own model for every checkpoint. Both trainings run within
+    `training.process`, which handles signals and the run's folder.
 
     Raises:
         UserError: fairseq is missing or cannot be used.
@@ -56,7 +58,7 @@ def register() -> None:
         patching.apply(phase)
 
 
-# While the script's module is imported again, multiprocessing.parent_process() is still None; the
-# name is set before.
+# Test the process name: it is already set while the script's module is imported again, whereas
+# multiprocessing.parent_process() is still None.
 if multiprocessing.current_process().name != "MainProcess":
     register()

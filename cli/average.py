@@ -1,4 +1,4 @@
-"""``lightseq-average``: one checkpoint with the mean of the weights of several."""
+"""``lightseq-average``: averages the weights of several checkpoints into one."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def main(
 
 
 def average(paths: Sequence[Path]) -> Checkpoint:
-    """The first checkpoint with the mean of all their weights, without an optimizer state.
+    """The first checkpoint with the mean of all weights, without optimizer state.
 
-    The averaging of checkpoints of Vaswani et al. 2017, section 6.1, as fairseq's
-    scripts/average_checkpoints.py does it. Weights are summed in float64 and rounded once: to
-    float32, which is what our checkpoints hold in every precision, or to float64 where they are
-    that. Tied weights stay tied; tensors of integers are those of the first checkpoint.
+    Checkpoint averaging as in Vaswani et al. 2017, section 6.1, and in fairseq's
+    scripts/average_checkpoints.py. Weights are summed in float64 and rounded once, to float32 (the
+    dtype of our checkpoints in every precision) or, for float64 weights, to float64. Tied weights
+    stay tied. Integer tensors are copied from the first checkpoint.
 
     Args:
         paths: checkpoints of one run, of this package or of fairseq.
@@ -84,7 +84,7 @@ def average(paths: Sequence[Path]) -> Checkpoint:
     import torch
 
     checkpoint = _load(paths[0])
-    checkpoint["last_optimizer_state"] = None  # it belongs to no mean of weights
+    checkpoint["last_optimizer_state"] = None  # it does not fit averaged weights
     model = checkpoint["model"]
     sums = {
         name: value.to(torch.float64, copy=True)
@@ -99,7 +99,7 @@ def average(paths: Sequence[Path]) -> Checkpoint:
             raise UserError(f"{path} and {paths[0]} hold different models: average one run's only")
         for name in sums:
             sums[name] += other[name]
-    means: dict[Any, Any] = {}  # one for each tensor of the model, which may have several names
+    means: dict[Any, Any] = {}  # one per tensor of the model; tied tensors have several names
     for name, total in sums.items():
         value = model[name]
         dtype = torch.promote_types(value.dtype, torch.float32)
@@ -127,7 +127,7 @@ def _load(path: Path) -> Checkpoint:
 def _chosen(
     inputs: Sequence[Path], epochs: int | None, updates: int | None, bound: int | None
 ) -> list[Path]:
-    """The checkpoints that the options ask for; out of a folder the newest first, as in fairseq."""
+    """The checkpoints that the options select; from a folder the newest first, as in fairseq."""
     if epochs is not None and updates is not None:
         raise UserError("--num-epoch-checkpoints and --num-update-checkpoints exclude each other")
     count = epochs if updates is None else updates

@@ -1,4 +1,4 @@
-"""``lightseq-bench``: measures whole runs, ours beside what else a user could set up."""
+"""``lightseq-bench``: measures whole runs of this package and of alternative systems."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
-    """The options that both benches take alike; ``name`` is the bench's."""
+    """Decorator: the options that both benchmarks share; ``name`` is the benchmark."""
     options = (
         click.option(
             "--rounds", type=click.IntRange(1), default=rounds, show_default=True,
@@ -215,7 +215,7 @@ def _generate(
 
 
 def _finish(bench: Any, *arguments: Any, **options: Any) -> None:
-    """Runs it, and turns what went wrong into one sentence."""
+    """Runs the benchmark, and turns an error into one sentence."""
     try:
         result_rows.tabulate()
         failed = bench(*arguments, **options)

@@ -1,4 +1,4 @@
-"""``lightseq-doctor``: what is installed here, what is missing, and whether training can run."""
+"""``lightseq-doctor``: reports installed and missing parts, and whether training can run."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ TORCH_MINIMUM = (2, 11)
 
 
 class Finding(NamedTuple):
-    """A line of the report, and what is wrong about it."""
+    """A line of the report, and the problem that it shows, if any."""
 
     text: str
-    problem: str = ""  #: a sentence that says what to do, or ""
-    fatal: bool = False  #: the problem keeps training from running
+    problem: str = ""  #: a sentence that says what to do; "" if there is no problem
+    fatal: bool = False  #: training cannot run with this problem
 
 
 def python() -> Iterator[Finding]:
@@ -170,7 +170,7 @@ def main(verbose: bool) -> None:
             if finding.problem:
                 problems.append(finding)
         if label == "torch" and problems:
-            break  # the rest cannot be looked at without torch
+            break  # the remaining checks need torch
     if verbose:
         from lightseq_fairseq.fairseq_compat import patching
 

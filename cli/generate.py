@@ -84,13 +84,13 @@ def _translate(
             title = f"Generate {args.gen_subset} with beam={args.beam}"
             out.result(title, None if reference is None else reference.name, references)
         except UserError as error:
-            unscored = error  # the translations are worth their file all the same
+            unscored = error  # still write the translations
     if unscored is not None:
         raise unscored
 
 
 def _results(args: Namespace, output: Path | None) -> Path:
-    """The file of fairseq's ``--results-path``, whose folder is made as fairseq makes it."""
+    """The file for fairseq's ``--results-path``; creates the folder, as fairseq does."""
     if output is not None:
         raise UserError("--output and --results-path exclude each other: give one of them.")
     folder = Path(args.results_path)

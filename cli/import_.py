@@ -1,4 +1,4 @@
-"""``lightseq-import``: a checkpoint of the original LightSeq as one of fairseq."""
+"""``lightseq-import``: converts a checkpoint of the original LightSeq to fairseq's format."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def main(checkpoint: Path, output: Path) -> None:
 
 
 def convert(source: Path, target: Path) -> str:
-    """Does the work; returns a command that trains the model further.
+    """Converts the checkpoint; returns a command that trains the model further.
 
     Raises:
-        UserError: ``source`` cannot be read or translated, or ``target`` exists already.
+        UserError: ``source`` cannot be read or converted, or ``target`` exists already.
     """
     if target.exists():
         raise UserError(f"{target} exists already: choose another name")
@@ -61,7 +61,7 @@ def convert(source: Path, target: Path) -> str:
 
 
 def _flags(args: Namespace) -> Iterator[str]:
-    """The options by which lightseq-train builds the same model: what its arch does not say."""
+    """Options for lightseq-train to build the same model: those that differ from the arch's."""
     from fairseq.models import ARCH_CONFIG_REGISTRY
 
     yield f"--arch ls_{args.arch}"

@@ -36,7 +36,7 @@ def main(words: list[str], native: bool) -> None:
 
 
 class _AtOnce(Lines):
-    """Standard output, every line at once: into a pipe, Python would gather eight kilobytes."""
+    """Standard output that is flushed after each line; to a pipe Python would buffer 8 KB."""
 
     def __init__(self) -> None:
         self.terminal = sys.stdout
@@ -54,7 +54,7 @@ def _translate(fairseq_main: Callable[[Any], None], cfg: Any) -> None:
         with contextlib.redirect_stdout(out), left_on_cpu():
             fairseq_main(looked_up_once(cfg))
     except Exception as error:
-        # fairseq counts within the buffer, and whatever came before it has been translated.
+        # fairseq's number counts within the buffer; all lines before the buffer are translated.
         found = re.match(r"Size of sample #(\d+)", str(error))
         if found is None:
             raise
@@ -67,7 +67,7 @@ def _translate(fairseq_main: Callable[[Any], None], cfg: Any) -> None:
 
 
 def _one_process(argv: list[str]) -> list[str]:
-    """fairseq would start a process for each GPU, all of which read the same input."""
+    """``argv`` for one process; fairseq would start one per GPU, all reading the same input."""
     ranks = ("--distributed-world-size", "--distributed-port", "--distributed-init-method")
     if is_given(argv, ranks):
         return argv

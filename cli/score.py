@@ -68,7 +68,7 @@ def score(
     system: TextIO, reference: TextIO | None, test_set: str | None, language_pair: str | None,
     detokenize: str | None, compound_split: bool,
 ) -> tuple[Row, str]:  # fmt: skip
-    """What `main` writes and what it prints.
+    """Computes the score that `main` writes and prints.
 
     Returns:
         (row, line): ``row`` holds "bleu" (0 to 100, two decimals) and "signature", with the prefix
@@ -93,7 +93,7 @@ def score(
         tokens = output.references() if reference is None else lines_of(reference)
         references = [split_compounds(tokens)]
         translations = split_compounds(output.translations(tokens=True))
-        # As fairseq-score counts: on the tokens as they are, without smoothing.
+        # As in fairseq-score: on the tokens as given, without smoothing.
         metric = BLEU(tokenize="none", smooth_method="none", force=True)
     else:
         references = [lines_of(reference)] if reference else _test_set(test_set, language_pair)
@@ -102,7 +102,7 @@ def score(
             translations = _detokenized(translations, detokenize)
         try:
             metric = BLEU(trg_lang=(language_pair or "").rpartition("-")[2])
-        except RuntimeError as error:  # Japanese and Korean are cut by packages of their own
+        except RuntimeError as error:  # Japanese and Korean tokenizers need extra packages
             raise UserError(" ".join(str(error).split())) from error
     result, signature = bleu(output.name, translations, references, metric)
     prefix = "compound_split_" if compound_split else ""
@@ -117,12 +117,12 @@ def bleu(
     """sacrebleu's score of ``translations`` and its signature.
 
     Args:
-        name: of the translations, for the message.
-        references: one list or several, each as long as the translations.
-        metric: a ``sacrebleu.metrics.BLEU``; by default the one of sacrebleu's own command.
+        name: name of the translations in messages.
+        references: one or more lists, each as long as the translations.
+        metric: a ``sacrebleu.metrics.BLEU``; default: that of sacrebleu's own command.
 
     Raises:
-        UserError: there is nothing to score, or there are more or fewer references.
+        UserError: there is nothing to score, or the numbers of lines differ.
     """
     from sacrebleu.metrics import BLEU
 
@@ -138,13 +138,13 @@ def bleu(
 
 
 def split_compounds(lines: Iterable[str]) -> list[str]:
-    """Tokenised lines with words split at hyphens, into the tokens of fairseq's
+    """Tokenised lines with words split at hyphens, as in fairseq's
     scripts/compound_split_bleu.sh: ``Rhein-Main`` becomes ``Rhein ##AT##-##AT## Main``.
 
-    What a tokeniser has split already (``Rhein @-@ Main``, Moses' ``-a``) stays as it is.
+    Words that a tokeniser has already split (``Rhein @-@ Main``, Moses' ``-a``) are not changed.
     """
 
-    # ASCII: Perl, in whose bytes the scores of the literature were counted, has other spaces.
+    # ASCII: published scores were computed by Perl on bytes, where only ASCII spaces count.
     hyphen = re.compile(r"(?<!\S)@-@(?!\S)|(\S)-(\S)", re.ASCII)
     return [
         hyphen.sub(lambda m: f"{m[1]} ##AT##-##AT## {m[2]}" if m[1] else m[0], line)
@@ -160,8 +160,8 @@ class Output:
     of its batches.
 
     Args:
-        name: what messages call it.
-        lines: its lines; `add` takes more.
+        name: its name in messages.
+        lines: its lines; `add` appends more.
     """
 
     def __init__(self, name: str, lines: Iterable[str] = ()) -> None:
@@ -172,15 +172,16 @@ class Output:
             self.add(line)
 
     def add(self, line: str) -> None:
-        """One line more, without its end."""
-        match = re.match(r"([THD])-(\d+)\t(?:.*\t)?(.*)", line)  # H and D: a score between
+        """Appends a line, given without its line end."""
+        match = re.match(r"([THD])-(\d+)\t(?:.*\t)?(.*)", line)  # H and D also have a score
         if match is None:
             self.plain.append(line)
         else:
             self.sentences[match[1]].setdefault(int(match[2]), match[3])
 
     def translations(self, tokens: bool) -> list[str]:
-        """In the order of the test set; a generation's are its ``H`` (``tokens``) or ``D``."""
+        """Translations in the order of the test set; of a generation the ``H`` lines (``tokens``)
+        or the ``D`` lines."""
         if not self.sentences["H" if tokens else "D"]:
             return self.plain
         return self._ordered("H" if tokens else "D")
@@ -195,7 +196,7 @@ class Output:
         return self._ordered("T")
 
     def rebuilt(self) -> tuple[list[str], list[str]]:
-        """(translations, targets) of all sentences that are there, however many were left out."""
+        """(translations, targets) of all sentences in the output; some may be missing."""
         targets, translations = self.sentences["T"], self.sentences["D"]
         numbers = sorted(targets.keys() & translations.keys())
         return [translations[n] for n in numbers], [targets[n] for n in numbers]
@@ -213,18 +214,18 @@ class Output:
 
 
 def lines_of(file: TextIO) -> list[str]:
-    """The lines of a file, without their ends; refuses what is not UTF-8."""
+    """The lines of a file, without their line ends; raises an error if it is not UTF-8."""
     if isinstance(file, io.TextIOWrapper):
-        file.reconfigure(newline="\n")  # as sacrebleu reads: a lone CR ends no line
+        file.reconfigure(newline="\n")  # as in sacrebleu: a lone CR does not end a line
     try:
-        # str.splitlines would cut at U+2028 as well.
+        # str.splitlines would also split at U+2028.
         return [line.removesuffix("\n").removesuffix("\r") for line in file]
     except UnicodeDecodeError as error:
         raise UserError(f"{file.name} is not UTF-8 text ({error})") from error
 
 
 def _test_set(name: str | None, pair: str | None) -> list[list[str]]:
-    """The references of one of sacrebleu's test sets, downloaded where they are not yet."""
+    """The references of one of sacrebleu's test sets, downloaded if needed."""
     from sacrebleu import utils
 
     if name is None:

@@ -1,4 +1,4 @@
-"""``lightseq-train``: fairseq-train, with this package's parts where the command names them."""
+"""``lightseq-train``: fairseq-train, with this package's components if the command names them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def main(words: list[str], native: bool, pack_tokens: bool) -> None:
     first. Nothing you set is overridden: once you set the optimizer or the criterion, schedule and
     precision are yours. A command without any ls_ is fairseq-train, unchanged.
     """
-    if pack_tokens:  # preflight.checks makes fairseq's parser take it
+    if pack_tokens:  # preflight.checks adds the flag to fairseq's parser
         words = ["--pack-tokens", *words]
 
     def is_native() -> bool:
@@ -80,21 +80,21 @@ def _machine(argv: list[str]) -> defaults.Machine:
 
 
 def _torchrun() -> bool:
-    """Whether the environment gives this process its rank, by fairseq's own test for that."""
+    """Whether the environment gives this process its rank (the same test as in fairseq)."""
     return {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"} <= os.environ.keys()
 
 
 def _is_first_rank(argv: list[str]) -> bool:
-    """Whether this is rank 0, or the process that will start the ranks."""
+    """Whether this process is rank 0, or starts the ranks."""
     if _torchrun():
         return os.environ["RANK"] == "0"
-    if defaults.is_given(argv, ("--distributed-port",)):  # fairseq then asks Slurm
+    if defaults.is_given(argv, ("--distributed-port",)):  # then fairseq takes the rank from Slurm
         return os.environ.get("SLURM_PROCID", "0") == "0"
     return (defaults.value(argv, ("--distributed-rank",)) or "0") == "0"
 
 
 def _log_format(argv: list[str]) -> list[str]:
-    """A progress bar on a terminal; plain lines as soon as the output goes anywhere else."""
+    """A progress bar on a terminal; plain lines if the output is redirected."""
     if defaults.is_given(argv, ("--log-format", "--no-progress-bar")):
         return []
     terminal = sys.stdout.isatty() and sys.stderr.isatty()

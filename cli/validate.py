@@ -20,7 +20,7 @@ def main(words: list[str], native: bool) -> None:
         lightseq-validate data-bin/wmt14_en_de --path checkpoints/checkpoint_best.pt \\
             --valid-subset test
     """
-    # fairseq-validate has no default of either, and fails without one.
+    # fairseq-validate has no default for these two and fails without them.
     if not defaults.is_given(words, ("--max-tokens", "--batch-size", "--max-sentences")):
         words = ["--max-tokens", "4096", *words]
     if not defaults.is_given(words, ("--task",)):

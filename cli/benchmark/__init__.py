@@ -1,1 +1,1 @@
-"""What lightseq-bench measures, and how."""
+"""The benchmarks of lightseq-bench."""

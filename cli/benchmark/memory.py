@@ -1,4 +1,4 @@
-"""How much memory a run takes, asked alike for every system of ``lightseq-bench``."""
+"""Memory of a run, measured in the same way for every system of ``lightseq-bench``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 
 
 class MemoryMeter:
-    """What this process takes from here on: of the GPU, or without one its resident memory.
+    """Memory that this process uses from now on: GPU memory, or without a GPU resident memory.
 
-    torch's allocator knows of its own memory alone; CUDA graphs, the code of kernels and libraries
-    take theirs beside it. So the GPU is asked, which knows no processes: what is in use now, by
-    others and by this process's bare context, is subtracted, and others have to stay as they are.
+    torch's allocator counts only its own memory; CUDA graphs, kernel code and libraries use more.
+    So the meter reads the GPU's memory in use, for all processes. It subtracts the memory in use
+    when it is created (other processes, and this process's context); other processes must not
+    change theirs.
     """
 
     def __init__(self, gpu: bool) -> None:
@@ -20,7 +21,7 @@ class MemoryMeter:
         self._before = _in_use() if gpu else 0
 
     def peak(self) -> int:
-        """Bytes: torch's peak, and what else is in use now, which is rarely given back."""
+        """Bytes: torch's peak plus other memory in use now, which is rarely released."""
         if not self._gpu:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         given_back = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
@@ -28,6 +29,6 @@ class MemoryMeter:
 
 
 def _in_use() -> int:
-    """Bytes of the GPU that anybody uses, with this process's context in place."""
+    """Bytes of GPU memory in use by all processes, including this process's CUDA context."""
     free, total = torch.cuda.mem_get_info()
     return total - free

@@ -1,4 +1,4 @@
-"""What the benchmarks of ``lightseq-bench`` share: systems that take turns, and result rows."""
+"""Common code of the benchmarks of ``lightseq-bench``: runs in turns, and result rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightseq_fairseq.errors import UserError
 
 Row = dict[str, Any]
 
-# Where our library keeps the algorithms that it has timed, and torch.compile the code it has made.
+# Cache folders of our library (timed GEMM algorithms) and of torch.compile (generated code).
 CACHES = ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
@@ -30,10 +30,10 @@ class Bench(NamedTuple):
     """A benchmark, for `take_turns`.
 
     Attributes:
-        measure: (case, system, stem of the run's files) -> what was measured; raises UserError
-            where the run failed, `Unable` where it finds that it cannot be.
-        row: (case, system, all runs of it) -> its result row.
-        table: rows of one case -> lines to read.
+        measure: (case, system, stem of the run's files) -> measurements; raises UserError if the
+            run fails, and `Unable` if the machine cannot run the system.
+        row: (case, system, all its runs) -> result row.
+        table: rows of one case -> lines to print.
     """
 
     measure: Callable[[Any, str, Path], Any]
@@ -49,13 +49,12 @@ def take_turns(
     Args:
         able: case -> systems, as `able_systems` finds them.
         logs: the folder of the runs' files.
-        output: the file of rows, of which those of the same case and system are replaced.
+        output: the file of rows; rows of the same case and system are replaced.
 
     Returns: the case and system of each run that failed.
 
     Raises:
-        UserError: every system turned out to be one that cannot run here, or ``output`` cannot be
-            written.
+        UserError: no system can run here, or ``output`` cannot be written.
     """
     logs.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
@@ -64,7 +63,7 @@ def take_turns(
         runs: dict[str, list[Any]] = {}
         left = list(its_systems)
         new: list[Row] = []
-        # The systems take turns, so that what else the machine does meets all of them.
+        # The systems take turns, so that other load on the machine affects all of them.
         for turn in range(1, rounds + 1):
             for system in list(left):
                 name = f"{case} {system}"
@@ -77,7 +76,7 @@ def take_turns(
                     click.echo(f"{name}: {error}", err=True)
                     if not isinstance(error, Unable):
                         failed.append(name)
-            # After each round: an hour of runs that is cut short is not lost.
+            # Write after each round, so that an interrupted benchmark keeps its results.
             new = [bench.row(case, system, its) for system, its in runs.items() if its]
             if new and output is not None:
                 old = json.loads(output.read_text(encoding="utf-8")) if output.exists() else []
@@ -94,10 +93,10 @@ def take_turns(
 def able_systems(
     why_not: Callable[[str, Any], str | None], cases: Iterable[Any], systems: Sequence[str]
 ) -> dict[Any, list[str]]:
-    """case -> the systems that can do it here; why the others cannot is said.
+    """case -> systems that can run it here; prints why the others cannot.
 
     Args:
-        why_not: (system, case) -> a sentence if the one cannot do the other here.
+        why_not: (system, case) -> the reason if the system cannot run the case here, else None.
 
     Raises:
         UserError: no system can do any case.
@@ -118,14 +117,14 @@ def able_systems(
 
 
 def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """``old`` with the rows of the same case and system replaced, and what is left of ``new``."""
+    """``old`` with rows of the same case and system replaced, then the other rows of ``new``."""
     fresh = {(row["case"], row["system"]): row for row in new}
     kept = [fresh.pop((row["case"], row["system"]), row) for row in old]
     return [*kept, *fresh.values()]
 
 
 def chosen(names: str | None, systems: Mapping[str, Any]) -> list[str]:
-    """The systems that ``--systems`` names, by default all."""
+    """The systems named by ``--systems``; default: all."""
     wanted = list(systems) if names is None else names.split(",")
     if unknown := [name for name in wanted if name not in systems]:
         raise UserError(
@@ -135,11 +134,11 @@ def chosen(names: str | None, systems: Mapping[str, Any]) -> list[str]:
 
 
 def machine(cases: Iterable[Any], small: str, kept: bool) -> tuple[bool, Row]:
-    """Whether there is a GPU, and what a result row says of the machine, and of the code if kept.
+    """(whether there is a GPU, columns of a result row about the machine and, if kept, the code).
 
     Raises:
-        UserError: there is none, and a case is not of the model ``tiny``; ``small`` is one that is.
-            Rows are to be kept and nothing names their commit.
+        UserError: there is no GPU and a case needs one (only the model ``tiny`` does not; ``small``
+            is the example for the message), or rows are kept but the commit is unknown.
     """
     import torch
 
@@ -156,14 +155,14 @@ def machine(cases: Iterable[Any], small: str, kept: bool) -> tuple[bool, Row]:
 
 
 def process(words: Sequence[str], environment: Mapping[str, str], stem: Path) -> tuple[str, Row]:
-    """Runs a command whose log and report are ``stem`` with their endings.
+    """Runs a command; the files of its log and report are named ``stem`` plus an ending.
 
-    It finds its caches empty: what any system tunes or compiles at first is in its time.
+    The run starts with empty caches, so its time includes initial tuning and compilation.
 
-    Returns: both.
+    Returns: (log, report).
 
     Raises:
-        UserError: it failed; the message ends with the log's last lines.
+        UserError: the command failed; the message ends with the log's last lines.
     """
     log, report = stem.with_suffix(".log"), stem.with_suffix(".json")
     report.unlink(missing_ok=True)

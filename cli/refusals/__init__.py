@@ -1,1 +1,1 @@
-"""What users are told: known failures, refused settings, and which exception was the cause."""
+"""Error messages for users: known failures, unsupported settings, the exception that caused one."""

@@ -1,4 +1,4 @@
-"""The exception that matters: behind fairseq's wrapper, or in another process's report."""
+"""Finds the original exception: below fairseq's wrapper, or in another process's traceback."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Cause(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> Cause:
-        """What ``error`` says.
+        """The cause of ``error``.
 
-        ``torch.multiprocessing.spawn`` and the DataLoader raise an exception of another process
-        with its formatted traceback as the message, from which it is read back.
+        ``torch.multiprocessing.spawn`` and the DataLoader re-raise an exception of another process
+        with its formatted traceback as the message; the cause is parsed from that text.
         """
         text = str(error)
         if type(error).__name__ == "ProcessRaisedException" or _IN_WORKER.match(text):
@@ -44,7 +44,7 @@ _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
 
 
 def _from_traceback(text: str) -> Cause:
-    """Reads the last exception of a formatted traceback (or the one it was raised in place of)."""
+    """Parses the last exception of a formatted traceback, or the one that it replaced."""
     parts = re.split(r"\n(?:During handling|The above exception)[^\n]*\n", text)
     failures = [_from_lines(part.splitlines()) for part in parts]
     if len(failures) > 1 and failures[-1].text.startswith(_WRAPPER):

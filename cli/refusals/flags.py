@@ -1,9 +1,9 @@
-"""What becomes of fairseq's settings, as far as no other code says it: refusals and notes.
+"""fairseq settings that we do not support (errors), or that have no effect (notes).
 
-Every setting of train, generate, validate and interactive (task translation) has one of four
-answers: it is honoured, by the captured step where training has one; it is honoured by fairseq's
-own step (``fast_path.FALLBACK``); it is refused by name; or it has no effect in fairseq either, and
-a note says so. docs/flags.md is the list of them all, made by ``scripts/flags.py``.
+For each setting of train, generate, validate and interactive (task translation) there are four
+cases. It is supported, in training by the captured step. It is supported by fairseq's own step
+(``fast_path.FALLBACK``). It raises an error that names it. Or it has no effect in fairseq either,
+and a note says so. docs/flags.md lists all settings; ``scripts/flags.py`` generates it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lightseq_fairseq.errors import UserError
 
 
 class Refusal(NamedTuple):
-    """A setting that a command does not take.
+    """A setting that a command does not support.
 
     Attributes:
         flag: its name.
-        asked: whether fairseq's namespace asks for it.
-        reason, way_out: parts of the sentence, see `refusal`.
-        always: it is refused whatever the machine has.
+        asked: function of fairseq's namespace: is the setting used?
+        reason, way_out: parts of the message, see `refusal`.
+        always: whether it is an error on every machine.
     """
 
     flag: str
@@ -48,7 +48,7 @@ def _lacks_gpu(args: argparse.Namespace) -> bool:
     return args.cpu or not torch.cuda.is_available()
 
 
-# fairseq's pruning loses a side whose layers are not named.
+# The advice names both sides: if the layers of one side are not given, fairseq loses that side.
 _PRUNE_LATER = (
     "drop it, train all layers with --encoder-layerdrop and --decoder-layerdrop, and prune when "
     "translating: lightseq-generate --model-overrides \"{'encoder_layers_to_keep': '0,2', "
@@ -66,8 +66,8 @@ _PADS_WITHIN = Refusal(
     always=False,
 )
 
-# fairseq's criteria that ask more of the model or the data than a translation model and pairs of
-# sentences have.
+# fairseq criteria that need another kind of model or data than a translation model and sentence
+# pairs.
 _OF_OTHER_TASKS = """
 adaptive_loss ctc fastspeech2 hubert label_smoothed_cross_entropy_with_ctc
 latency_augmented_label_smoothed_cross_entropy legacy_masked_lm_loss masked_lm model nat_loss
@@ -75,8 +75,8 @@ sentence_prediction sentence_prediction_adapters sentence_ranking speech_to_spec
 speech_to_unit speech_unit_lm_criterion tacotron2 vocab_parallel_cross_entropy wav2vec
 """
 
-# Not here is what the arch and the optimizer refuse themselves: ``plugins.unsupported.UNSUPPORTED``
-# and ``plugins.optimizer.UNSUPPORTED``.
+# Not listed here: settings that the arch or the optimizer rejects, see
+# ``plugins.unsupported.UNSUPPORTED`` and ``plugins.optimizer.UNSUPPORTED``.
 REFUSED: dict[str, tuple[Refusal, ...]] = {
     "train": (
         Refusal("--tpu", _is_set("--tpu"), "there are kernels for CUDA GPUs and references for "
@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
     ),
 }  # fmt: skip
 
-# part -> the setting without which it means nothing
+# setting -> the setting without which it has no effect
 PART_OF = {
     part: whole
     for whole, parts in {
@@ -182,7 +182,7 @@ PART_OF = {
     for part in parts.split()
 }
 
-# In training: what changes nothing where there is one rank.
+# Training settings that have no effect with one rank.
 _SEVERAL_RANKS = """
 --all-gather-list-size --ddp-backend --ddp-comm-hook --bucket-cap-mb --fix-batches-to-gpus
 --find-unused-parameters --gradient-as-bucket-view --heartbeat-timeout --broadcast-buffers
@@ -190,7 +190,7 @@ _SEVERAL_RANKS = """
 """
 SEVERAL_RANKS = frozenset(_SEVERAL_RANKS.split())
 
-# Of the parsers' settings that all commands share, those that only training reads.
+# Settings that all parsers have but only training reads.
 _TRAINING = """
 --log-file --aim-repo --aim-run-hash --tensorboard-logdir --wandb-project --azureml-logging
 --tpu --fp16-no-flatten-grads --fp16-init-scale --fp16-scale-window
@@ -221,7 +221,7 @@ _TRAINING = """
 --hold-steps --decay-steps --phase-ratio --init-lr-scale --final-lr-scale --lr-patience
 --lr-threshold --lr-deacy-period --lr-decay --epoch2lr --update2lr
 """
-# Of --tokenizer, --bpe and --scoring: what only text that is read needs, what all of it needs.
+# Settings of --tokenizer, --bpe and --scoring: needed only for input text, or for all text.
 ENCODING = """
 --moses-no-dash-splits --moses-no-escape --sentencepiece-enable-sampling --sentencepiece-alpha
 """
@@ -238,13 +238,13 @@ _EVAL_BLEU = """
 --eval-bleu --eval-bleu-args --eval-bleu-detok --eval-bleu-detok-args --eval-tokenized-bleu
 --eval-bleu-remove-bpe --eval-bleu-print-samples
 """
-# Those of beam search's that only iterative refinement or nothing reads any more.
+# Settings of generation that only iterative refinement reads, or that nothing reads any more.
 _GENERATION = """
 --no-early-stop --no-beamable-mm --iter-decode-eos-penalty --iter-decode-max-iter
 --iter-decode-force-max-iter --iter-decode-with-beam --iter-decode-with-external-reranker
 --decoding-format --no-seed-provided --eos-token
 """
-# command -> settings that its parser takes and that nothing in it depends on, in fairseq either
+# command -> settings that its parser accepts but that have no effect, also in fairseq
 UNREAD = {
     command: frozenset(flags.split())
     for command, flags in {
@@ -269,7 +269,7 @@ UNREAD = {
 
 
 def name(action: argparse.Action) -> str:
-    """What a setting is called here: of several names the one that fairseq's code reads."""
+    """The name used here for a setting: if it has several names, the one in fairseq's code."""
     read = "--" + action.dest.replace("_", "-")
     return read if read in action.option_strings else [*action.option_strings, action.dest][0]
 
@@ -277,26 +277,26 @@ def name(action: argparse.Action) -> str:
 def check(
     command: str, argv: Sequence[str], parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> None:
-    """Refuses what the command does not take, and says which settings of ``argv`` change nothing.
+    """Checks the settings of a command, and prints a note for each one without effect.
 
     Args:
-        parser: fairseq's, with all settings of the task, the model and so on.
-        args: what it has made of ``argv``.
+        parser: fairseq's parser, with all settings of the task, the model and so on.
+        args: the namespace parsed from ``argv``.
 
     Raises:
-        UserError: naming the setting, the reason and the way out.
+        UserError: an unsupported setting; the message names it, the reason and what to do.
     """
     sentence = refusal(command, args)
     if sentence is not None:
         raise UserError(sentence)
-    # The lists are of this task's settings; and once will do where torchrun starts several ranks.
+    # The lists are for this task only. With torchrun, rank 0 prints the notes for all ranks.
     if args.task == "translation" and os.environ.get("RANK", "0") == "0":
         for note in notes(command, argv, parser, args):
             click.echo(f"lightseq-{command}: note: {note}", err=True)
 
 
 def refusal(command: str, args: argparse.Namespace) -> str | None:
-    """One sentence naming a setting that the command does not take, or None."""
+    """A sentence that names a setting that the command does not support, or None."""
     for refused in REFUSED[command]:
         if refused.asked(args):
             return (
@@ -304,7 +304,7 @@ def refusal(command: str, args: argparse.Namespace) -> str | None:
                 f"{refused.way_out}."
             )
     if command == "train" and registries.is_fused(args.arch):
-        # The model would say it too, after the data have been read.
+        # The model would report it too, but only after the data are loaded.
         from lightseq_fairseq.plugins.unsupported import unsupported_option
 
         return unsupported_option(args)
@@ -314,12 +314,12 @@ def refusal(command: str, args: argparse.Namespace) -> str | None:
 def notes(
     command: str, argv: Sequence[str], parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> Iterator[str]:
-    """Yields a sentence for each setting of ``argv`` that changes nothing."""
+    """Yields a sentence for each setting of ``argv`` that has no effect."""
     given = {name(a) for a in parser._actions if defaults.is_given(argv, a.option_strings)}
     for flag in sorted(given):
         if flag in UNREAD[command]:
             yield f"{flag} has no effect: nothing in fairseq-{command} depends on it."
-        # Not in validate, which takes the rest of the configuration from the checkpoint.
+        # Not for validate, which reads the rest of the configuration from the checkpoint.
         elif flag in PART_OF and command != "validate" and not _whole_is_set(flag, parser, args):
             yield f"{flag} has no effect without {PART_OF[flag]}."
         elif flag in SEVERAL_RANKS and command == "train" and has_one_rank(args):
@@ -334,6 +334,6 @@ def _whole_is_set(flag: str, parser: argparse.ArgumentParser, args: argparse.Nam
 
 
 def has_one_rank(args: argparse.Namespace) -> bool:
-    """Whether the command is one process, and not a rank of several or what starts them."""
+    """Whether the command runs as one process: neither one of several ranks nor their parent."""
     started = os.environ.get("WORLD_SIZE", "1") != "1" or args.distributed_port > 0
     return args.distributed_world_size == 1 and not started

@@ -1,8 +1,8 @@
-"""Known failures as sentences: the one place that reads exceptions of fairseq and torch.
+"""Messages for known failures: the only module that interprets exceptions of fairseq and torch.
 
-`explain` gives the sentence for a failure that the user can correct, and None for any other one,
-which keeps its traceback. A rule recognises a failure by the words of fairseq's own message, never
-by its type alone, so that a bug is not mistaken for bad input.
+`explain` returns a sentence for a failure that the user can correct. For any other failure it
+returns None, and the traceback is shown. A rule recognises a failure by the words of its message,
+never by its type alone, so that a bug is not mistaken for bad input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightseq_fairseq.errors import GPUHangs, UserError
 
 
 def nothing_to_batch(sentences: int, shortest: int) -> str:
-    """For a split of ``sentences`` sentences, none of which any batch may hold."""
+    """The message for a split of ``sentences`` sentences, none of which fits in a batch."""
     if sentences == 0:
         return "The split holds no sentence: binarise it again with lightseq-preprocess."
     return (
@@ -30,7 +30,7 @@ def nothing_to_batch(sentences: int, shortest: int) -> str:
 
 
 def over_max_tokens(longest: int, max_tokens: int | None) -> str:
-    """For a sentence of ``longest`` tokens that no batch of ``max_tokens`` can hold."""
+    """The message for a sentence of ``longest`` tokens, more than ``max_tokens`` of a batch."""
     return (
         f"The longest sentence has {longest} tokens and --max-tokens (in validation "
         f"--max-tokens-valid) is {max_tokens}: raise it to {longest} or more, or leave such "
@@ -40,14 +40,14 @@ def over_max_tokens(longest: int, max_tokens: int | None) -> str:
 
 @dataclass
 class Request:
-    """What was asked for: the words of the command, and fairseq's namespace once it is parsed."""
+    """The user's command: its words, and fairseq's namespace once it is parsed."""
 
     argv: Sequence[str] = ()
     args: argparse.Namespace = field(default_factory=argparse.Namespace)
 
 
 def explain(error: BaseException, request: Request) -> str | None:
-    """The sentence for ``error``, or None if it is not one of the failures known here."""
+    """The message for ``error``, or None if it is not a known failure."""
     failure = Cause.of(error)
     if failure.kind in (UserError.__name__, GPUHangs.__name__):
         return failure.text
@@ -58,7 +58,7 @@ def explain(error: BaseException, request: Request) -> str | None:
     return None
 
 
-# What a run begins with, and is not to be said again where it goes on.
+# Flags for the start of a run; do not repeat them when the run is resumed.
 BEGINNING = (
     *("--restore-file", "--finetune-from-model", "--reset-optimizer", "--reset-lr-scheduler"),
     *("--reset-dataloader", "--reset-meters"),
@@ -76,7 +76,7 @@ _ITS_DICTIONARIES = (
 
 
 def _checkpoint(request: Request) -> str:
-    """How to call the checkpoint that the command reads."""
+    """The name for messages of the checkpoint that the command reads."""
     path = getattr(request.args, "path", None)
     if path is None:
         path = getattr(request.args, "restore_file", None)
@@ -90,7 +90,7 @@ def _data_directory(request: Request) -> str:
 
 
 def _joined_dictionary(failure: Cause, request: Request) -> str | None:
-    """fairseq names a flag, which is the checkpoint's where one is read."""
+    """fairseq's error about --joined-dictionary; the flag may come from the checkpoint."""
     reads = getattr(request.args, "path", None) is not None
     if not reads or "requires a joined dictionary" not in failure.text:
         return None
@@ -175,7 +175,7 @@ def _encoding(failure: Cause, request: Request) -> str | None:
     if failure.kind == "UnicodeDecodeError" and found is not None:
         what = found[1]
     elif failure.text.startswith("negative seek") and "file_chunker" in failure.source:
-        what = "the beginning of a file"  # before which fairseq looks for that of a character
+        what = "the beginning of a file"  # fairseq seeks the start of a character before it
     else:
         return None
     return f"The text is not UTF-8 ({what}): convert it first, for example with iconv."
@@ -204,7 +204,7 @@ def _resume(failure: Cause, request: Request) -> str | None:
             f"first epoch with --reset-dataloader."
         )
     if failure.kind == "UnboundLocalError" and "'valid_losses'" in failure.text:
-        # fairseq's loop over an epoch's updates had none.
+        # fairseq's loop over the updates of an epoch had no iteration.
         if getattr(request.args, "skip_remainder_batch", False):
             return (
                 "An epoch has no update left: --skip-remainder-batch leaves out its last batches, "
@@ -231,7 +231,7 @@ def _resume(failure: Cause, request: Request) -> str | None:
 
 
 def _min_len(failure: Cause, request: Request) -> str | None:
-    """By our search and by fairseq's."""
+    """min_len exceeds the maximum length: an error of our search and of fairseq's."""
     if not failure.text.startswith("min_len cannot be larger than max_len"):
         return None
     return (
@@ -241,7 +241,7 @@ def _min_len(failure: Cause, request: Request) -> str | None:
 
 
 def _no_end(failure: Cause, request: Request) -> str | None:
-    """fairseq's search has come to the longest translation and none has ended."""
+    """fairseq's search has reached the maximum length, and no hypothesis has ended."""
     counted = re.match(r"(\d+) < \1$", failure.text)
     if counted is None or "sequence_generator.py" not in failure.source:
         return None
@@ -281,7 +281,7 @@ _PLAIN = re.compile(
 
 
 def _fairseq_says_it(failure: Cause, request: Request) -> str | None:
-    """fairseq's own checks of flags, whose text already says what is wrong."""
+    """fairseq's own checks of flags whose message already says what is wrong."""
     if failure.kind in ("AssertionError", "ValueError", "FloatingPointError"):
         if _PLAIN.match(failure.text):
             return _one_line(failure.text)
@@ -301,7 +301,7 @@ def _fairseq_says_it(failure: Cause, request: Request) -> str | None:
 
 
 def _unnamed_sets(failure: Cause, request: Request) -> str | None:
-    """fairseq says that validation sets are ignored, and ends."""
+    """fairseq reports that validation sets are ignored, and stops."""
     found = re.match(r"Valid paths \[(.*)\] will be ignored", failure.text)
     if found is None:
         return None
@@ -313,7 +313,7 @@ def _unnamed_sets(failure: Cause, request: Request) -> str | None:
 
 
 def _conflict(failure: Cause, request: Request) -> str | None:
-    """An arch and a task that define one flag."""
+    """An arch and a task define the same flag."""
     found = re.search(r"conflicting option strings?: (.*)", failure.text)
     if failure.kind != "ArgumentError" or found is None:
         return None
@@ -329,7 +329,7 @@ def _conflict(failure: Cause, request: Request) -> str | None:
 
 
 def _schedule(failure: Cause, request: Request) -> str | None:
-    """fairseq's schedules check nothing but their settings, often without a word."""
+    """fairseq's lr schedulers check their settings with assertions, often without a message."""
     inside = os.path.join("fairseq", "optim", "lr_scheduler") in failure.source
     if not inside or failure.kind not in ("AssertionError", "ValueError", "ZeroDivisionError"):
         return None
@@ -362,7 +362,7 @@ def _metric(failure: Cause, request: Request) -> str | None:
 
 
 def _heads(failure: Cause, request: Request) -> str | None:
-    """By our layers and by fairseq's."""
+    """The model width is not a multiple of the heads: an error of our layers and of fairseq's."""
     if re.match(r"embed_dim (\d+ is no multiple of|must be divisible by) num_heads", failure.text):
         return (
             "The width of a layer is no multiple of its number of heads: give others of "
@@ -386,7 +386,7 @@ def _user_dir(failure: Cause, request: Request) -> str | None:
 
 
 def _package(failure: Cause, request: Request) -> str | None:
-    """fairseq's own sentence about a package that is missing."""
+    """fairseq's own message about a missing package."""
     if failure.kind not in ("ImportError", "ModuleNotFoundError"):
         return None
     if failure.text == "No module named 'requests'":
@@ -399,7 +399,7 @@ def _package(failure: Cause, request: Request) -> str | None:
 
 
 def _configuration(failure: Cause, request: Request) -> str | None:
-    """A value that a component's configuration does not take."""
+    """A value that a component's configuration rejects."""
     found = re.match(r"In 'config': Could not find '(\w+)/(\w+)'", failure.text)
     if found is not None:  # a component that fairseq registers without one
         flag = "--" + found[1].replace("_", "-")
@@ -430,7 +430,7 @@ def _worker(failure: Cause, request: Request) -> str | None:
     )
 
 
-# Of gloo, NCCL and the store in which ranks meet, where one of them is gone.
+# Messages of gloo, NCCL and the rendezvous store if another rank is gone.
 _GONE = re.compile(
     r"Connection (closed|reset) by peer|Connection was likely closed|Broken pipe|Socket Timeout|"
     r"Read(ing)? error|Write error|ncclRemoteError|ncclSystemError|remote process exited|"
@@ -441,7 +441,7 @@ _NOT_COME = re.compile(r"Timed out after (\d+) seconds waiting for clients\. (\d
 
 
 def _rank(failure: Cause, request: Request) -> str | None:
-    """What a rank hears of others that have ended, or have never come."""
+    """Errors of a rank if other ranks have ended or have never connected."""
     if failure.kind == "ProcessExitedException":  # of processes that this one has started
         found = re.match(r"process (\d+) terminated with (?:signal |exit code )(\w+)", failure.text)
         if found is None:
@@ -478,7 +478,7 @@ def _trains(request: Request) -> bool:
 
 
 def _memory(failure: Cause, request: Request) -> str | None:
-    # The kernels' allocations fail with these words alone, as a RuntimeError.
+    # Allocations of our kernels raise a RuntimeError with only this message.
     if failure.kind == "OutOfMemoryError" or failure.text.startswith("CUDA out of memory"):
         return (
             "The GPU is out of memory: lower --max-tokens (and raise --update-freq by the same "
@@ -500,7 +500,7 @@ _REASONS = {
 
 
 def _files(failure: Cause, request: Request) -> str | None:
-    """A file the user named, or one in the folder that training writes checkpoints to."""
+    """A file that the user named, or a file in the checkpoint folder of training."""
     if failure.kind == "FileExistsError" and failure.errno is None:  # lightseq-preprocess
         return (
             f"{failure.text} exists already: choose another --destdir, or use that dictionary with "
@@ -514,7 +514,7 @@ def _files(failure: Cause, request: Request) -> str | None:
         name, number = failure.filename or "", failure.errno or 0
     if number not in _REASONS or not name:
         return None
-    read = getattr(request.args, "path", None)  # of training None
+    read = getattr(request.args, "path", None)  # None in training
     save_dir = getattr(request.args, "save_dir", None)
     is_read = number == errno.ENOENT and any(
         _lies_in(name, path) for path in _named_paths(request) if path != save_dir
@@ -531,7 +531,7 @@ def _files(failure: Cause, request: Request) -> str | None:
 
 
 def _lies_in(name: str, path: str) -> bool:
-    """Whether ``name`` is ``path``, lies below it, or continues it after a dot (a prefix)."""
+    """Whether ``name`` is ``path``, is below it, or is ``path`` followed by a dot and more."""
     name, path = os.path.abspath(name), os.path.abspath(path)
     return name == path or name.startswith((path + os.sep, path + "."))
 

@@ -1,1 +1,1 @@
-"""What happens between a command line and the first update or translation: flags, checks, ranks."""
+"""From the command line to the first update or translation: flags, checks, ranks."""

@@ -1,7 +1,8 @@
-"""Whether binarised sentences are whole and fit the dictionary, before fairseq reads them.
+"""Checks of binarised sentences before fairseq reads them: complete files, tokens in the
+dictionary.
 
-fairseq maps their files without a look. What is cut off, or was binarised with a larger dictionary,
-would end in a traceback, in an assertion on the GPU, or in words that nobody wrote.
+fairseq maps these files without a check. A truncated file, or one binarised with a larger
+dictionary, would cause a traceback, a device-side assertion on the GPU, or wrong words.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import numpy as np
 from lightseq_fairseq.errors import UserError
 
 _AGAIN = "binarise it again with lightseq-preprocess"
-# Tokens that are looked at together; and how many such blocks of a large file make a sample.
+# Tokens per block of a check; and the number of blocks sampled from a large file.
 _BLOCK = 1 << 17
 _SAMPLE = 32
-# The numbers that fairseq's indices give to types of integers.
+# fairseq's codes of integer types in index files.
 _TYPES: dict[int, type[np.integer]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
     9: np.uint32, 10: np.uint64,
@@ -27,13 +28,14 @@ _OF_MMAP, _OF_LEGACY = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
 
 
 class BinarisedSentences(NamedTuple):
-    """One side of a split, still in its files.
+    """One side (language) of a split, memory-mapped.
 
     Attributes:
-        path: of the files, without ``.bin`` and ``.idx``.
+        path: path of the files without ``.bin`` and ``.idx``.
         lengths: int32 or int64 [N], tokens of each sentence.
-        tokens: of an integer type [T], the sentences end to end.
-        first_id: how the dictionary's first symbol is written: 0, or 1 in the older format.
+        tokens: an integer type [T], all sentences concatenated.
+        first_id: the number that stands for the dictionary's first symbol: 0, or 1 in the older
+            format.
     """
 
     path: str
@@ -43,7 +45,7 @@ class BinarisedSentences(NamedTuple):
 
 
 class _Index(NamedTuple):
-    """What a ``.idx`` file says; ``starts`` of sentences are in units of ``unit`` bytes."""
+    """Contents of a ``.idx`` file; ``starts`` of sentences are in units of ``unit`` bytes."""
 
     lengths: np.ndarray
     starts: np.ndarray
@@ -53,15 +55,15 @@ class _Index(NamedTuple):
 
 
 def find(path: str, implementation: str | None) -> BinarisedSentences | None:
-    """The sentences in ``path.bin`` and ``path.idx``; None where it is neither of these formats.
+    """The sentences in ``path.bin`` and ``path.idx``; None if there are none, or in another format.
 
-    Reads the index alone. Source: ``fairseq.data.indexed_dataset``.
+    Reads only the index. Source: ``fairseq.data.indexed_dataset``.
 
     Args:
-        implementation: value of --dataset-impl, or None for what the index is of.
+        implementation: value of --dataset-impl; None: determined from the index.
 
     Raises:
-        UserError: a file is missing, damaged, empty, or does not belong to the other.
+        UserError: a file is missing, damaged or empty, or the two files do not match.
     """
     if implementation not in (None, "mmap", "lazy", "cached"):
         return None
@@ -100,14 +102,14 @@ def find(path: str, implementation: str | None) -> BinarisedSentences | None:
 
 
 def _mapped(path: str) -> np.ndarray:
-    """The bytes of a file; numpy cannot map one without any."""
+    """The bytes of a file, memory-mapped; numpy cannot map an empty file."""
     if os.path.getsize(path) == 0:
         return np.empty(0, np.uint8)
     return np.memmap(path, mode="r").view(np.ndarray)
 
 
 def _mmap_index(content: np.ndarray) -> _Index | None:
-    """None where it is not as long as it says, or of no integers."""
+    """Parses the index of --dataset-impl mmap; None if its size or its type code is invalid."""
     head = len(_OF_MMAP) + struct.calcsize("<QBQ")
     if len(content) < head:
         return None
@@ -120,7 +122,7 @@ def _mmap_index(content: np.ndarray) -> _Index | None:
 
 
 def _legacy_index(content: np.ndarray) -> _Index | None:
-    """The same of --dataset-impl lazy and cached."""
+    """Parses the index of --dataset-impl lazy and cached; None if it is invalid."""
     head = len(_OF_LEGACY) + struct.calcsize("<QQQQQ")
     if len(content) < head:
         return None
@@ -143,7 +145,7 @@ def _legacy_index(content: np.ndarray) -> _Index | None:
 
 
 def _end(index: _Index) -> int | None:
-    """Bytes of all sentences; None where they do not lie end to end, as fairseq writes them."""
+    """Bytes of all sentences; None if they are not contiguous, as fairseq writes them."""
     end, width = 0, index.dtype().itemsize
     for first in range(0, len(index.lengths), _BLOCK):
         sizes = index.lengths[first : first + _BLOCK].astype(np.int64) * width
@@ -156,14 +158,14 @@ def _end(index: _Index) -> int | None:
 
 
 def check_words(sentences: BinarisedSentences, words: int, everywhere: bool) -> None:
-    """Refuses sentences with a token that is not in a dictionary of ``words`` symbols.
+    """Checks that all tokens are in a dictionary of ``words`` symbols.
 
     Args:
-        everywhere: look at every token, which takes a tenth of fairseq's own reading of the file;
-            else at a sample of a large file.
+        everywhere: check all tokens, which takes a tenth of the time in which fairseq reads the
+            file; otherwise check a sample of a large file.
 
     Raises:
-        UserError: naming the first such sentence that was seen.
+        UserError: a token is not in the dictionary; names the first such sentence that was found.
     """
     tokens, lowest = sentences.tokens, sentences.first_id
     step = _BLOCK if everywhere else max(_BLOCK, len(tokens) // _SAMPLE)

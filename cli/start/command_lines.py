@@ -1,7 +1,6 @@
-"""What a command line may hold: the flags that each command knows, and a sentence for what it does
-not know.
+"""The flags of each command, and one-sentence errors for command lines that are wrong.
 
-Everything here is asked for once a command line is wrong, or its flags are to be listed.
+This code runs only if a command line is wrong, or if its flags are to be listed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat import patching
 
-# Command -> fairseq's function that makes its parser, None where the command is ours alone.
+# Command -> fairseq's function that makes its parser; None if fairseq has no such command.
 _PARSERS = {
     "train": "get_training_parser",
     "generate": "get_generation_parser",
@@ -34,7 +33,7 @@ _PARSERS = {
 
 @contextmanager
 def refused_in_a_sentence(command: str) -> Iterator[None]:
-    """Within it, parsers raise UserError, where argparse prints all flags and leaves.
+    """Within the block parsers raise UserError; argparse would print all flags and exit.
 
     Args:
         command: train, generate, ...
@@ -50,10 +49,10 @@ def refused_in_a_sentence(command: str) -> Iterator[None]:
 def with_all_flags(
     command: str, parse: Callable[..., Any], parser: argparse.ArgumentParser, words: list[str]
 ) -> None:
-    """Prints the help of all flags that the command takes, and leaves.
+    """Prints the help of all flags that the command takes, and exits.
 
-    fairseq's own --help comes before it has added the flags of the arch, the task, the optimizer,
-    ... that the command names.
+    fairseq's own --help does not show the flags of the arch, the task, the optimizer, ... that the
+    command names: it is printed before fairseq adds them.
 
     Args:
         parse: fairseq's ``parse_args_and_arch``.
@@ -62,7 +61,7 @@ def with_all_flags(
     seen: list[argparse.ArgumentParser] = []
 
     def show(parser: argparse.ArgumentParser) -> None:
-        seen.append(parser)  # fairseq calls this before it adds flags, and afterwards
+        seen.append(parser)  # fairseq calls this twice: before and after it adds these flags
         if len(seen) == 2:
             parser.usage = f"lightseq-{command} [flags]"
             parser.print_help()
@@ -72,7 +71,7 @@ def with_all_flags(
 
 
 def _sentence(command: str, parser: argparse.ArgumentParser, message: str) -> str:
-    """``message`` is argparse's."""
+    """Our error sentence for argparse's ``message``."""
     found = re.match(r"unrecognized arguments: (\S+)", message)
     if found is not None:
         return _unknown(command, parser, found[1])
@@ -144,7 +143,7 @@ def _listed(commands: list[str]) -> str:
 
 
 def _flags(command: str) -> set[str]:
-    """The flags of a command, whatever its task, model, ... are; without fairseq those of ours."""
+    """Flags of a command for any task, model, ...; only our own if fairseq is missing."""
     name, found = _PARSERS[command], _own_flags(command)
     with contextlib.suppress(UserError):
         if name is not None:
@@ -156,7 +155,7 @@ def _flags(command: str) -> set[str]:
 
 
 def _own_flags(command: str) -> set[str]:
-    """Those of ours."""
+    """The command's own click options."""
     main = importlib.import_module(f"lightseq_fairseq.cli.{command}").main
     return {flag for parameter in main.params for flag in parameter.opts if flag.startswith("-")}
 
@@ -173,14 +172,14 @@ def _component_with(flag: str, known: set[str]) -> str | None:
     for whose, registry in registries.items():
         if whose in known:
             for name, component in registry.items():
-                with contextlib.suppress(Exception):  # some need packages that are not installed
+                with contextlib.suppress(Exception):  # some need packages that may be missing
                     if any(flag in action.option_strings for action in actions_of(component)):
                         return f"{whose} {name}"
     return None
 
 
 def actions_of(component: Any) -> list[argparse.Action]:
-    """The flags that a registered class adds, as fairseq's ``parse_args_and_arch`` finds them."""
+    """The flags that a registered class adds, found as in fairseq's ``parse_args_and_arch``."""
     from fairseq.dataclass.utils import gen_parser_from_dataclass
 
     parser = argparse.ArgumentParser(add_help=False)

@@ -1,4 +1,4 @@
-"""What our own commands share with the launchers: ``--version``, a sentence for wrong words."""
+"""Common code of our own commands and the launchers: ``--version``, one-sentence errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Command = TypeVar("_Command")
 
 
 class CommandError(click.ClickException):
-    """The end of a command for a known reason, which the message says in a sentence."""
+    """Ends a command for a known reason; the message is one sentence."""
 
     def __init__(self, program: str, sentence: str, status: int = 2) -> None:
         super().__init__(sentence)
@@ -39,12 +39,12 @@ class _Own(click.Command):
 
 
 def own(name: str) -> Callable[[Callable[..., None]], click.Command]:
-    """Decorator: makes the command ``name`` of a function and click's decorators behind it."""
+    """Decorator: makes the command ``name`` from a function and the click decorators below it."""
     settings = {"max_content_width": 100}
     return lambda body: click.command(name=name, cls=_Own, context_settings=settings)(version(body))
 
 
 def version(command: _Command) -> _Command:
-    """Decorator: the command takes ``--version``."""
+    """Decorator: adds ``--version`` to a command."""
     option = click.version_option(__version__, message="%(prog)s %(version)s")
     return option(command)  # type: ignore[type-var]

@@ -1,8 +1,8 @@
-"""What ``lightseq-train`` adds to a command: the flags a complete run needs and nobody typed.
+"""The default flags that ``lightseq-train`` adds to a command to make it complete.
 
 Pure functions on lists of command-line words; neither torch nor fairseq is imported. fairseq's
-parser takes no abbreviations (``allow_abbrev=False``), so a flag is set when its name, or an alias
-of it, stands on the command line, followed by ``=value`` or not.
+parser accepts no abbreviations (``allow_abbrev=False``). So a flag is set if its name or an alias
+is on the command line, with or without ``=value``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REGISTERED = (ARCH, *PARTS)
 
 
 class Machine(NamedTuple):
-    """What the defaults depend on: ranks of the run, usable GPUs of this host, their bf16."""
+    """Facts that defaults depend on: ranks of the run, usable GPUs of this host, bf16 support."""
 
     ranks: int = 1
     gpus: int = 0
@@ -26,10 +26,10 @@ class Machine(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Flags that belong together: left alone once the user sets one of ``unless``.
+    """Default flags that belong together; none is added if the user sets one of ``unless``.
 
     Attributes:
-        of_tasks: by the name of a task, what takes the place of ``flags``.
+        of_tasks: task name -> flags to use instead of ``flags``.
     """
 
     unless: tuple[str, ...]
@@ -37,8 +37,8 @@ class Choice(NamedTuple):
     of_tasks: Mapping[str, tuple[tuple[str, str], ...]] = {}
 
 
-# The recipe of Vaswani et al. (2017), section 5, with the learning rate, the weight decay and the
-# warm-up that fairseq's own translation example trains its big Transformers with.
+# The recipe of Vaswani et al. (2017), section 5, with the learning rate, weight decay and warm-up
+# of fairseq's translation example for big Transformers.
 CHOICES = (
     Choice(
         unless=("--optimizer",),
@@ -73,7 +73,7 @@ CHOICES = (
         unless=("--max-epoch", "--stop-time-hours"),
         flags=(("--max-update", "300000"),),
     ),
-    # fairseq's own defaults; they are written out because the run cannot be repeated without them.
+    # fairseq's own defaults. They are added so that the printed command repeats the run.
     Choice(unless=(), flags=(("--update-freq", "1"), ("--seed", "1"))),
 )
 
@@ -88,9 +88,10 @@ PRECISION = (
 
 
 def values(argv: Sequence[str], flags: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Yields (word, first character, text) of each value that ``argv`` gives to one of ``flags``.
+    """Yields (word index, first character, text) of each value that ``argv`` gives to a flag.
 
-    A flag that stands without a value yields nothing. Words after ``--`` are operands.
+    ``flags`` are the names of the flag. Without a value nothing is yielded. Words after ``--`` are
+    operands.
     """
     for index, word in enumerate(argv):
         if word == "--":
@@ -106,13 +107,13 @@ def values(argv: Sequence[str], flags: Sequence[str]) -> Iterator[tuple[int, int
 
 
 def value(argv: Sequence[str], flags: Sequence[str]) -> str | None:
-    """The value that counts for a flag known by any of ``flags`` (the last one), or None."""
+    """The effective (last) value of a flag that has the names ``flags``, or None."""
     found = [text for _, _, text in values(argv, flags)]
     return found[-1] if found else None
 
 
 def is_given(argv: Sequence[str], flags: Sequence[str]) -> bool:
-    """Whether one of the long ``flags`` stands on the command line, with or without a value."""
+    """Whether one of the long ``flags`` is on the command line, with or without a value."""
     words = list(argv)
     if "--" in words:
         words = words[: words.index("--")]
@@ -125,11 +126,11 @@ def uses_lightseq(argv: Sequence[str]) -> bool:
 
 
 def missing(argv: Sequence[str], machine: Machine, fused: bool | None = None) -> list[str]:
-    """The words to add so that a command with an arch of ours is complete; [] for another one.
+    """The words that complete a command with an ls_ arch; [] for another arch.
 
-    Nothing the user set is overridden. The learning-rate schedule is left alone once the user
-    sets the optimizer, the criterion or the scheduler; the precision once the optimizer or the
-    criterion. ``fused`` says whether the arch is ours; where it is not given, its name does.
+    Nothing that the user sets is overridden. The learning-rate schedule is not added if the user
+    sets the optimizer, the criterion or the scheduler; the precision is not added if the user sets
+    the optimizer or the criterion. fused: whether the arch is ours; None: decided by its name.
     """
     if fused is None:
         fused = (value(argv, ARCH) or "").startswith(PREFIX)
@@ -157,12 +158,12 @@ def with_options(argv: Sequence[str], options: Sequence[str]) -> list[str]:
 
 
 def complete(argv: Sequence[str], machine: Machine, fused: bool | None = None) -> list[str]:
-    """``argv`` with the `missing` words."""
+    """``argv`` with the `missing` words added."""
     return with_options(argv, missing(argv, machine, fused))
 
 
 def note(argv: Sequence[str]) -> str | None:
-    """A sentence on a completed command that is likely not what was meant, or None."""
+    """A warning about a completed command that the user probably does not intend, or None."""
     if is_given(argv, ("--lr",)):
         return None
     return (
@@ -181,5 +182,5 @@ def native_twin(argv: Sequence[str]) -> list[str]:
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """The line that repeats the run, quoted for a shell."""
+    """The command line that repeats the run, quoted for a shell."""
     return shlex.join(["lightseq-train", *argv])

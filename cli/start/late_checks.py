@@ -1,7 +1,9 @@
-"""Where fairseq fails without the facts, or not at all, and they are known only there.
+"""Checks inside fairseq, at the first place where sentence lengths or the loaded model are known.
 
-Making batches: how long a sentence is. Loading a model: what it is. Reading a split: whether its
-files are whole and its tokens in the dictionary. `fairseq_compat.patching` puts them in place.
+fairseq itself fails there with an unclear message, or does not fail at all. When it makes batches,
+we check the sentence lengths; when it loads a model, its type; when it reads a split, that the
+files are complete and the tokens are in the dictionary. `fairseq_compat.patching` installs these
+functions.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ def batch_by_size(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Says how long the sentences are that cannot be batched."""
+    """If a sentence exceeds --max-tokens, raises UserError with its length."""
     try:
         return original(indices, num_tokens_fn, num_tokens_vec, max_tokens, *args, **kwargs)
     except AssertionError as error:
@@ -40,9 +42,9 @@ def some_to_batch(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Refuses no sentence at all, with which fairseq trains on nothing or divides by zero.
+    """Raises UserError if there is no sentence: fairseq would train on nothing or divide by zero.
 
-    Only ``interactive`` goes on, since it reads a few lines at a time.
+    Not used in ``lightseq-interactive``, which reads a few lines at a time.
     """
     if len(indices) == 0:
         dataset = getattr(num_tokens_fn, "__self__", ())
@@ -59,7 +61,10 @@ def load_model_ensemble(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Refuses a language model, say, which would translate as well, into nonsense."""
+    """Raises UserError for a model that is no translation model, such as a language model.
+
+    fairseq would run it, and print nonsense.
+    """
     from fairseq.models import FairseqEncoderDecoderModel
     from fairseq.models.nat import FairseqNATModel
     from fairseq.tasks.translation import TranslationTask
@@ -84,10 +89,13 @@ def make_dataset(
     fix_lua_indexing: bool = False,
     dictionary: Any = None,
 ) -> Any:
-    """Refuses a token that the dictionary does not know, an assertion on the GPU otherwise."""
+    """Raises UserError on a token that is not in the dictionary.
+
+    Without this check it would fail in a device-side assertion on the GPU.
+    """
     sentences = binarised.find(path, impl)
     dataset = original(path, impl, fix_lua_indexing, dictionary)
     if sentences is not None and dictionary is not None:
-        # fairseq has just read the whole file, so that it is in memory.
+        # fairseq has just read the whole file, so it is in the page cache: check all tokens.
         binarised.check_words(sentences, len(dictionary), everywhere=True)
     return dataset

@@ -1,7 +1,7 @@
-"""What the five launchers share: their click command, and the way from it into fairseq.
+"""Common code of the five launchers: their click command, and the call of fairseq.
 
-Every word that is not one of a launcher's own options goes to fairseq as it was typed, in the same
-order. fairseq is imported only once there is something to run.
+All words that are not a launcher's own options are passed to fairseq unchanged and in the same
+order. fairseq is imported only when there is something to run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Interrupted(CommandError):
-    """The user's Ctrl-C, SIGTERM or SIGUSR1; the status is the one that shells give to it."""
+    """Ends a command after Ctrl-C, SIGTERM or SIGUSR1; the exit status is 128 + signal number."""
 
     def __init__(self, program: str, sentence: str, number: int = signal.SIGINT) -> None:
         super().__init__(program, sentence, 128 + number)
@@ -47,7 +47,7 @@ class Interrupted(CommandError):
 
 
 class Abandoned(CommandError):
-    """The end of a command whose GPU hangs: Python's way out would wait for it."""
+    """Ends a command whose GPU hangs, by os._exit: a normal exit would wait for the GPU."""
 
     def show(self, file: Any = None) -> None:
         super().show(file)
@@ -60,7 +60,7 @@ class PassThrough(click.Command):
     """A command that keeps unknown options, their order and ``--`` for another parser."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        # click drops the "--" and would read the h in -sch as -h, so both are handled before it.
+        # Handle "--" and -h before click does: it drops "--" and reads the h in -sch as -h.
         end = args.index("--") if "--" in args else len(args)
         own = ["--help" if word == "-h" else word for word in args[:end]]
         if not args:
@@ -110,23 +110,23 @@ def run_fairseq(
     """Runs ``fairseq_cli.<command>`` on ``words``.
 
     Args:
-        native: fairseq's own model and trainer stay in place (see `lightseq_fairseq.cli.register`);
-            a function says so once fairseq may be imported.
-        complete: gives the final words, once torch may be imported.
-        announce: is called when the final words are found to be in order.
-        around: is called with fairseq's ``main`` and its argument, in its place.
+        native: use fairseq's own model and trainer (see `lightseq_fairseq.cli.register`). A
+            function is called when importing fairseq is allowed.
+        complete: returns the final words; called when importing torch is allowed.
+        announce: called after the checks of the final words have passed.
+        around: called instead of fairseq's ``main``, with ``main`` and its argument.
 
     Raises:
-        CommandError: the input is at fault; the message says how.
-        SystemExit: fairseq's parser refused the words and has said why.
+        CommandError: the input is wrong; the message says how.
+        SystemExit: fairseq's parser rejected the words and has printed why.
     """
-    # Both are read when torch is loaded, just below. By default a CPU thread that waits for another
-    # spins, and beside a second busy program that has been seen to slow training down thirtyfold.
+    # torch reads both variables when it is loaded, just below. By default waiting CPU threads spin;
+    # with a second busy program on the machine, we have seen this slow training down 30 times.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Of ranks that cannot reach another one torch would log each try, with twenty lines of C++.
+    # If a rank cannot reach another one, torch would log each try with twenty lines of C++ trace.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not native and defaults.is_given(words, ("--retain-dropout",)):
-        # fairseq switches its dropout modules on; the fused layers drop in training only.
+        # fairseq enables its dropout modules for this flag; the fused layers drop only in training.
         click.echo(
             f"lightseq-{command}: note: --retain-dropout runs fairseq's own layers", err=True
         )
@@ -154,7 +154,7 @@ def run_fairseq(
 
 @contextmanager
 def _program(name: str, words: Sequence[str]) -> Iterator[None]:
-    """fairseq reads the command from ``sys.argv``, and the ranks it spawns whose command it is."""
+    """Sets ``sys.argv``, from which fairseq reads the command, and PROGRAM, for spawned ranks."""
     saved = sys.argv
     sys.argv = [name, *words]
     try:
@@ -166,7 +166,7 @@ def _program(name: str, words: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _environment(name: str, value: str | None) -> Iterator[None]:
-    """Within it the variable has this value, which spawned processes see; None leaves it alone."""
+    """Sets an environment variable within the block; spawned processes see it. None: no change."""
     if value is not None:
         os.environ[name] = value
     try:
@@ -178,10 +178,10 @@ def _environment(name: str, value: str | None) -> Iterator[None]:
 
 @contextmanager
 def no_workers_left() -> Iterator[None]:
-    """Ends the processes that loaders of data leave running, as at --max-update.
+    """Ends data loader workers that are still running, for example after --max-update.
 
-    torch before 2.13 does so when Python exits, once it has waited five seconds for each of them:
-    with a GPU, and nobody having told them.
+    With a GPU, torch before 2.13 waits five seconds for each such worker when Python exits, because
+    nothing has told them to stop.
     """
     try:
         yield
@@ -196,7 +196,7 @@ def no_workers_left() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings that torch gives fairseq and that no user can act on."""
+    """Silences warnings of torch about fairseq's code, which users cannot fix."""
     with warnings.catch_warnings():
         for message in (
             "'pin_memory' argument is set as true but no accelerator",
@@ -208,7 +208,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def _sentences(program: str, request: messages.Request, ranks: SpawnedRanks) -> Iterator[None]:
-    """Turns failures that the user can correct into `CommandError`; others keep their traceback."""
+    """Turns errors that the user can correct into `CommandError`; others keep their traceback."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The old ``lightseq`` distribution installs scripts of the same names: whose are they?"""
+"""Detects the old ``lightseq`` distribution, which installs scripts of the same names."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ OTHER = "lightseq"
 
 
 def clash() -> str | None:
-    """One sentence if the distribution ``lightseq`` is installed as well, else None.
+    """A warning if the distribution ``lightseq`` is installed as well, else None.
 
-    The script that pip wrote last is the one that runs, and removing either package takes the
-    scripts of both away.
+    The script of the package that was installed last runs. Uninstalling either package removes the
+    scripts of both.
     """
     try:
         scripts = metadata.distribution(OTHER).entry_points.select(group="console_scripts")

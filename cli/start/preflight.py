@@ -1,7 +1,7 @@
-"""Checks before fairseq starts, for bad input whose exception would come late or mislead.
+"""Checks before fairseq starts, for bad input that fairseq reports late or misleadingly.
 
-They read the parsed flags and list directories; nothing is created or loaded. Input of tasks other
-than translation is fairseq's own business.
+They read the parsed flags, the dictionaries and the data files' indices; nothing is created and no
+model is loaded. For tasks other than translation, most of the input is left to fairseq.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from lightseq_fairseq.fairseq_compat import patching
 def checks(
     command: str, request: Request, passed: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Within it, fairseq's parsing of the command line is followed by the checks.
+    """Within the block the checks run after fairseq has parsed the command line.
 
-    ``request.args`` receives what fairseq has parsed. In training the parser takes --pack-tokens as
-    well: fairseq makes it a part of the model's configuration, where the trainer finds it, also in
-    ranks that are spawned.
+    ``request.args`` is set to the parsed namespace. In training the parser also accepts
+    --pack-tokens: fairseq adds it to the model's configuration, where the trainer finds it, also in
+    spawned ranks.
 
     Args:
         command: train, generate, ...
-        passed: called once the checks have found nothing.
+        passed: called if the checks have passed.
 
     Raises:
-        UserError: an unknown name, a setting that is not supported, missing data, a precision the
-            machine has not.
+        UserError: an unknown name, an unsupported setting, missing data, or a precision that the
+            machine does not support.
     """
 
     def parse_and_check(
@@ -57,16 +57,16 @@ def checks(
             command_lines.with_all_flags(command, parse, parser, words)
         if command == "train":
             registries.check_task(request.argv)
-            # Absent unless given; the launcher's --help explains it.
+            # Not in the namespace unless given; the launcher's --help explains it.
             parser.add_argument(
                 "--pack-tokens", action="store_true", default=argparse.SUPPRESS,
                 help=argparse.SUPPRESS,
             )  # fmt: skip
         parsed = parse(parser, input_args, *more, **keywords)
-        # fairseq-validate parses again for what was given, and in doing so once more for defaults.
+        # fairseq-validate parses several times; check only the first result.
         if isinstance(parsed, argparse.Namespace) and not vars(request.args):
             request.args = parsed
-            if os.path.basename(sys.argv[0]).startswith("lightseq-"):  # else all is fairseq's
+            if os.path.basename(sys.argv[0]).startswith("lightseq-"):  # not for native runs
                 flags.check(command, request.argv, parser, parsed)
             inputs(command, request.argv, parsed)
             if passed is not None:
@@ -78,9 +78,9 @@ def checks(
 
 
 def names(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
-    """Refuses a task, optimizer, ... that is not registered, and names the closest ones.
+    """Raises UserError if a task, optimizer, ... is not registered, and names the closest ones.
 
-    The arch, which native checkpoints name as well, is checked by `fairseq_compat`.
+    `fairseq_compat` checks the arch, which may also come from a checkpoint.
     """
     from fairseq.registry import REGISTRIES
 
@@ -98,11 +98,11 @@ def names(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
 
 
 def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
-    """Refuses what the command cannot start from; ``args`` is fairseq's namespace."""
+    """Raises UserError on input that the command cannot use; ``args`` is fairseq's namespace."""
     from fairseq.tasks import TASK_REGISTRY
 
     from lightseq_fairseq.cli.start import (
-        preflight_data,  # reads by numpy, which --help can do without
+        preflight_data,  # imports numpy, which --help does not need
     )
 
     if command != "train" and getattr(args, "path", None) is None:
@@ -115,7 +115,7 @@ def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
     backend(argv, args)
     preflight_values.unknown_words(command, args)
     preflight_values.length_penalty(args)
-    if command == "generate" and args.constraints:  # flags.py refuses those of ours that sample
+    if command == "generate" and args.constraints:  # with sampling, flags.py refuses them
         raise UserError(
             "--constraints stand in lines of text, and a binarised test set holds none: drop it, "
             "or translate with lightseq-interactive."
@@ -132,8 +132,8 @@ def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
 
 
 def _reads_sentence_pairs(task: str) -> bool:
-    """Whether the task finds dictionaries and data as fairseq's translation does; subclasses may
-    not."""
+    """Whether the task loads dictionaries and data with the methods of fairseq's translation task;
+    a subclass may override them."""
     from fairseq.tasks import TASK_REGISTRY
     from fairseq.tasks.translation import TranslationTask
 
@@ -152,7 +152,7 @@ _FROM_ONE = (
 
 
 def numbers(args: argparse.Namespace) -> None:
-    """Refuses counts that are too low, a rank that is none, rates that are no rates."""
+    """Raises UserError on counts that are too low, an invalid rank, and rates outside [0, 1)."""
     for least, counted in enumerate((_FROM_NONE, _FROM_ONE)):
         for name in counted:
             found = getattr(args, name, None)
@@ -165,7 +165,7 @@ def numbers(args: argparse.Namespace) -> None:
             f"--distributed-rank is {rank} and --distributed-world-size {ranks}: ranks count from "
             f"0 to {ranks - 1}."
         )
-    if not registries.is_fused(getattr(args, "arch", None)):  # then it is fairseq's business
+    if not registries.is_fused(getattr(args, "arch", None)):  # fairseq checks its own models
         return
     for name in ("dropout", "attention_dropout", "activation_dropout", "relu_dropout",
                  "label_smoothing"):  # fmt: skip
@@ -175,7 +175,7 @@ def numbers(args: argparse.Namespace) -> None:
 
 
 def backend(argv: Sequence[str], args: argparse.Namespace) -> None:
-    """Has ranks without GPUs exchange numbers by gloo: fairseq's default, NCCL, is for GPUs."""
+    """Selects the gloo backend for ranks without GPUs; fairseq's default, NCCL, needs GPUs."""
     import torch
 
     flag = "--distributed-backend"
@@ -191,7 +191,7 @@ def backend(argv: Sequence[str], args: argparse.Namespace) -> None:
 
 
 def precision(args: argparse.Namespace) -> None:
-    """Refuses fairseq's flat fp16 optimizer without a GPU: it asks CUDA for its device."""
+    """Raises UserError for fairseq's flat fp16 optimizer without a GPU: it uses a CUDA device."""
     import torch
 
     flat = args.fp16 and not (args.memory_efficient_fp16 or args.fp16_no_flatten_grads)
@@ -200,7 +200,7 @@ def precision(args: argparse.Namespace) -> None:
 
 
 def pack_tokens(args: argparse.Namespace) -> None:
-    """Refuses --pack-tokens for a model that computes pads, and where it contradicts batches."""
+    """Raises UserError if --pack-tokens does not fit the model, its data or the batch flags."""
     if not hasattr(args, "pack_tokens"):
         return
     from fairseq.models import ARCH_MODEL_REGISTRY
@@ -214,8 +214,8 @@ def pack_tokens(args: argparse.Namespace) -> None:
             "of its kin, without --native, or drop it."
         )
     if ARCH_MODEL_REGISTRY[args.arch].data is not SENTENCE_PAIRS:
-        # Nor would it come through: where fairseq keeps a model's settings by a dataclass, no other
-        # ones are among them.
+        # The flag would not reach the model anyway: if a model's configuration is a dataclass,
+        # fairseq drops all other settings.
         raise UserError(
             f"--pack-tokens counts the tokens of sentence pairs, and {args.arch} trains on other "
             "data: drop it."

@@ -1,4 +1,4 @@
-"""Checks before fairseq trains: the checkpoint it begins with, and how checkpoints are compared."""
+"""Checks before training: the initial checkpoint, and the metric that compares checkpoints."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightseq_fairseq.errors import UserError
 
 
 def first(args: argparse.Namespace) -> None:
-    """Refuses a checkpoint to begin with that does not exist: fairseq would train from scratch."""
+    """Raises UserError if the initial checkpoint is missing: fairseq would train from scratch."""
     from fairseq.file_io import PathManager
 
     suffix = args.checkpoint_suffix
-    if args.use_sharded_state and args.ddp_backend == "fully_sharded":  # a file a rank
+    if args.use_sharded_state and args.ddp_backend == "fully_sharded":  # one file per rank
         suffix += "-shard0"
     if args.restore_file != "checkpoint_last.pt":
         if args.finetune_from_model is not None:
@@ -22,7 +22,7 @@ def first(args: argparse.Namespace) -> None:
                 "--restore-file and --finetune-from-model exclude each other: drop one."
             )
         flag, path = "--restore-file", args.restore_file.replace(".pt", suffix + ".pt")
-    # The default lies in --save-dir, where a new run has none; then the others count.
+    # The default is a file in --save-dir. A new run has no such file; then the other flags apply.
     elif PathManager.exists(os.path.join(args.save_dir, f"checkpoint_last{suffix}.pt")):
         return
     elif args.continue_once is not None:
@@ -37,9 +37,9 @@ def first(args: argparse.Namespace) -> None:
 
 
 def best_metric(args: argparse.Namespace) -> None:
-    """Refuses a metric by which checkpoints shall be compared and that is never measured.
+    """Raises UserError if validation does not measure --best-checkpoint-metric.
 
-    fairseq would look for it after the first validation, and end without a checkpoint.
+    fairseq would fail after the first validation, without a checkpoint.
     """
     measured = _measured(args)
     metric = args.best_checkpoint_metric
@@ -55,7 +55,7 @@ _ALWAYS_MEASURED = ("wps", "wpb", "bsz", "num_updates")
 
 
 def _measured(args: argparse.Namespace) -> tuple[str, ...] | None:
-    """What validation measures; None where the task or the criterion is none that is known here."""
+    """The metrics of validation; None if the task or the criterion is not known here."""
     from fairseq.criterions import CRITERION_REGISTRY
     from fairseq.criterions.cross_entropy import CrossEntropyCriterion
     from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion

@@ -1,4 +1,5 @@
-"""Checks of the data directory before fairseq starts: what is missing, damaged, does not match."""
+"""Checks of the data directory before fairseq starts: files that are missing, damaged or do not
+match."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from lightseq_fairseq.errors import UserError
 
 
 def data(command: str, args: argparse.Namespace) -> None:
-    """Refuses a data directory without the dictionaries or the splits that the command reads."""
+    """Raises UserError if the data directory lacks a dictionary or split that the command reads."""
     from fairseq import utils
     from fairseq.data.data_utils import infer_language_pair
     from fairseq.tasks.translation import TranslationTask
@@ -60,17 +61,18 @@ def data(command: str, args: argparse.Namespace) -> None:
 
 
 def sentences(command: str, args: argparse.Namespace) -> None:
-    """Refuses splits whose files are cut off, or do not match each other or the dictionaries.
+    """Raises UserError if a split's files are truncated, or do not match each other or a
+    dictionary.
 
-    What a task adds to its dictionaries is known once it is set up, so here only those of fairseq's
-    translation are compared, and by a sample of each file. `guards` does the rest when they are
-    read, which for all but the first directory is epochs later.
+    A task may add symbols to its dictionaries when it is set up. So only fairseq's translation task
+    is checked against the dictionaries here, with a sample of each file. `late_checks` checks all
+    tokens when fairseq reads a file, which for directories after the first is epochs later.
     """
     from fairseq import utils
     from fairseq.tasks import TASK_REGISTRY
     from fairseq.tasks.translation import TranslationTask
 
-    from lightseq_fairseq.cli.start import binarised  # numpy, which --help does without
+    from lightseq_fairseq.cli.start import binarised  # imports numpy, which --help does not need
 
     folders = utils.split_paths(getattr(args, "data", None) or "")
     splits = list(_splits(command, args, folders))
@@ -99,16 +101,16 @@ def sentences(command: str, args: argparse.Namespace) -> None:
                 )
 
 
-# --remove-bpe -> what a word of a dictionary that was made for it looks like
+# --remove-bpe -> pattern of the marked words in a dictionary made for that kind of subwords
 _JOINERS = {
     "@@": r".+@@", "sentencepiece": "\u2581.*", "wordpiece": "_.+", "_EOW": ".+_EOW",
-    "letter": r"\|",  # where a word ends; all else is a letter
+    "letter": r"\|",  # marks the end of a word; all other symbols are letters
 }  # fmt: skip
-_SHARE_JOINED = 0.01  # of the words; fewer may stand in any text
+_SHARE_JOINED = 0.01  # share of the words; fewer matches may occur in any text
 
 
 def _joiner(command: str, args: argparse.Namespace, path: str) -> None:
-    """Refuses to join subwords in another way than the dictionary of the translations shows."""
+    """Raises UserError if the way to join subwords does not match the target dictionary."""
     flag, asked = preflight_values.joiner(command, args)
     asked = {"@@ ": "@@", "subword_nmt": "@@"}.get(asked or "", asked)
     if asked not in _JOINERS:
@@ -134,7 +136,7 @@ def _joiner(command: str, args: argparse.Namespace, path: str) -> None:
 
 
 def _pairs(args: argparse.Namespace, folder: str) -> list[tuple[str, str]]:
-    """The languages that the command reads sentence pairs of."""
+    """The language pairs that the command reads."""
     from fairseq.data.data_utils import infer_language_pair
 
     source, target = getattr(args, "source_lang", None), getattr(args, "target_lang", None)
@@ -153,7 +155,7 @@ def _pairs(args: argparse.Namespace, folder: str) -> list[tuple[str, str]]:
 def _parts(
     command: str, args: argparse.Namespace, path: str, source: str, target: str
 ) -> Iterator[str]:
-    """Paths of a split's files up to the language; fairseq reads train, train1, ... as one."""
+    """Paths of a split's files without the language; fairseq reads train, train1, ... as one."""
     training = command == "train" and os.path.basename(path) == args.train_subset
     for number in itertools.count():
         name = f"{path}{number or ''}"
@@ -172,7 +174,7 @@ def _is_text(path: str, implementation: str | None) -> bool:
 
 
 def _lines(path: str) -> int:
-    with open(path, encoding="utf-8") as file:  # as fairseq reads and divides it
+    with open(path, encoding="utf-8") as file:  # counts lines as fairseq does
         count = sum(1 for _ in file)
     if count == 0:
         raise UserError(f"{path} is empty: write the split's sentences there, or name another.")
@@ -180,7 +182,7 @@ def _lines(path: str) -> int:
 
 
 def _reader_of_targets(command: str, args: argparse.Namespace) -> str | None:
-    """What reads target sides; translating as such does not."""
+    """The command or flag that reads the target side, or None; translation alone does not."""
     if command != "generate":
         return f"lightseq-{command}"
     if args.score_reference:
@@ -207,7 +209,7 @@ _SUBSET_FLAGS = {
 def _splits(
     command: str, args: argparse.Namespace, folders: Sequence[str]
 ) -> Iterable[tuple[str, str]]:
-    """The (directory, split) pairs that the command will certainly read."""
+    """The (directory, split) pairs that the command reads in any case."""
     if command == "train":
         yield from ((folder, args.train_subset) for folder in folders)
         if args.disable_validation:
@@ -219,7 +221,7 @@ def _splits(
 
 
 def _has_split(folder: str, split: str, source: str, target: str) -> bool:
-    """Whether the ``source`` side of ``split`` is there, binarised in either direction or raw."""
+    """Whether the ``source`` side of ``split`` exists, binarised in either direction or raw."""
     stems = (f"{split}.{source}-{target}.{source}", f"{split}.{target}-{source}.{source}")
     return any(
         os.path.exists(os.path.join(folder, stem + ending))

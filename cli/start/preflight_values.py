@@ -1,4 +1,4 @@
-"""Checks before fairseq starts: settings whose value is a text that fairseq reads later."""
+"""Checks before fairseq starts: settings whose value is text that fairseq evaluates later."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from lightseq_fairseq.errors import UserError
 
 
 def values(command: str, args: argparse.Namespace) -> None:
-    """Refuses text that fairseq could not evaluate, and a detokenizer that is not registered."""
+    """Raises UserError on text that fairseq cannot evaluate, on NaN, and on unknown joiners or
+    detokenizers."""
     for name, (is_right, example) in _EVALUATED.items():
         text = getattr(args, name, None)
         if isinstance(text, str) and not is_right(text):
@@ -50,7 +51,7 @@ def values(command: str, args: argparse.Namespace) -> None:
 
 
 def joiner(command: str, args: argparse.Namespace) -> tuple[str, str | None]:
-    """The flag by which the command joins subwords of translations, and its value."""
+    """(flag, value) of the setting with which the command joins subwords of translations."""
     if command in ("generate", "interactive"):
         return "--remove-bpe", args.post_process
     if command == "train" and getattr(args, "eval_bleu", False):
@@ -59,8 +60,8 @@ def joiner(command: str, args: argparse.Namespace) -> tuple[str, str | None]:
 
 
 def unknown_words(command: str, args: argparse.Namespace) -> None:
-    """Refuses --replace-unk where the source's subwords are joined before one is looked up, and
-    a dictionary for it that fairseq could not read."""
+    """Raises UserError if --replace-unk cannot work: the source's subwords are joined before the
+    lookup, or its dictionary file is not readable."""
     from lightseq_fairseq.fairseq_compat.generation import NO_FILE
 
     path = getattr(args, "replace_unk", None)
@@ -88,7 +89,7 @@ def unknown_words(command: str, args: argparse.Namespace) -> None:
 
 
 def sampling(command: str, args: argparse.Namespace, words: int) -> None:
-    """Refuses limits of --sampling beyond what there is to draw from: ``words`` of a dictionary."""
+    """Raises UserError if topk exceeds the dictionary's ``words`` symbols, or topp exceeds 1."""
     topk, topp = "--sampling-topk", "--sampling-topp"
     given = {topk: getattr(args, "sampling_topk", 0), topp: getattr(args, "sampling_topp", 0)}
     if command == "train":
@@ -104,7 +105,7 @@ def sampling(command: str, args: argparse.Namespace, words: int) -> None:
 
 
 def length_penalty(args: argparse.Namespace) -> None:
-    """Refuses --lenpen where a translation's length to that power is no number any more."""
+    """Raises UserError if --lenpen is so large that length ** lenpen overflows."""
     penalty, flag = getattr(args, "lenpen", None), "--lenpen"
     if getattr(args, "eval_bleu", False):
         penalty = json.loads(args.eval_bleu_args).get("lenpen")
@@ -117,7 +118,7 @@ def length_penalty(args: argparse.Namespace) -> None:
 
 
 def _search_settings(given: dict[str, Any]) -> None:
-    """Refuses settings of --eval-bleu-args that no search has; fairseq ignores them silently."""
+    """Raises UserError on unknown settings in --eval-bleu-args, which fairseq would ignore."""
     from fairseq.dataclass.configs import GenerationConfig
 
     known = typing.get_type_hints(GenerationConfig)
@@ -139,7 +140,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-# Of a search's settings: their type, whether a value is of it, and what is asked for.
+# For settings of the search: (type, test of a value, description for the message).
 _KINDS: tuple[tuple[type, Callable[[Any], bool], str], ...] = (
     (bool, lambda value: isinstance(value, bool), "true or false"),
     (int, lambda value: _is_number(value) and float(value).is_integer(), "a whole number"),
@@ -148,7 +149,7 @@ _KINDS: tuple[tuple[type, Callable[[Any], bool], str], ...] = (
 
 
 def _python(text: str) -> ast.expr | None:
-    """The text as an expression of literals, None where it is none."""
+    """The text parsed as a Python expression without names; None if it is none."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError):
@@ -172,7 +173,7 @@ def _is_dict(text: str) -> bool:
 
 
 def _is_schedule(text: str) -> bool:
-    """Whether ``--lr-scheduler manual`` can read it: epochs or updates, and their rates."""
+    """Whether ``--lr-scheduler manual`` can read the text: epochs or updates -> learning rates."""
     try:
         rates = ast.literal_eval(text.replace(" ", ""))
         return all(
@@ -190,7 +191,7 @@ def _is_json(text: str) -> bool:
         return False
 
 
-# Settings whose text fairseq evaluates: whether it can, and an example.
+# Settings whose text fairseq evaluates: (test, example for the message).
 _EVALUATED: dict[str, tuple[Callable[[str], bool], str]] = {
     "adam_betas": (_is_tuple(2), "'(0.9, 0.98)'"),
     "phase_ratio": (_is_tuple(3), "'(0.1, 0.4, 0.5)'"),

@@ -1,6 +1,7 @@
-"""What is whose, by fairseq's registries: by class, as --user-dir may extend what is ours.
+"""Tells our components from fairseq's by their class in fairseq's registries.
 
-What is asked before fairseq is imported goes by names (`defaults`).
+A class test also covers user classes (--user-dir) that extend ours. Before fairseq is imported,
+only names can be tested, see `defaults`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from lightseq_fairseq.errors import UserError
 
 
 def function(cls: Any, name: str) -> Any:
-    """A method as a function: the same for two classes where one has it from the other."""
+    """A method as a plain function; it is the same object in a class and a subclass that inherits
+    it."""
     method = getattr(cls, name, None)
     return getattr(method, "__func__", method)
 
 
 def is_fused(arch: str | None) -> bool:
-    """Whether the architecture's model is one of ours, or extends one."""
+    """Whether the architecture's model is one of ours or a subclass of one."""
     from lightseq_fairseq.plugins.flat_model import FlatModel
 
     # isort: split
@@ -33,7 +35,7 @@ def is_fused(arch: str | None) -> bool:
 def uses_lightseq(argv: Sequence[str]) -> bool:
     """Whether the arch, the optimizer or the criterion of the command is one of ours.
 
-    fairseq is imported only for a --user-dir, which may bring archs of any name.
+    fairseq is imported only for a --user-dir, which may register archs with any name.
     """
     folder = value(argv, ("--user-dir",))
     if folder is None:
@@ -52,10 +54,10 @@ def uses_lightseq(argv: Sequence[str]) -> bool:
 
 
 def native_twin(argv: Sequence[str]) -> list[str]:
-    """The same command with fairseq's own parts in place of ours.
+    """The same command with fairseq's own arch, optimizer and criterion in place of ours.
 
     Raises:
-        UserError: its arch extends ours, and none of fairseq's is called like it.
+        UserError: the arch extends ours, and fairseq has no arch of the corresponding name.
     """
     arch, twin = value(argv, defaults.ARCH), defaults.native_twin(argv)
     if is_fused(arch) and is_fused(value(twin, defaults.ARCH)):
@@ -66,15 +68,15 @@ def native_twin(argv: Sequence[str]) -> list[str]:
 
 
 def check_task(argv: Sequence[str]) -> None:
-    """Refuses to train our model on a task of fairseq's that has other data.
+    """Raises UserError if a task of fairseq does not provide the data that our model trains on.
 
-    To be called before the command line is parsed, in which some of these tasks fail.
+    Call it before the command line is parsed: some of these tasks already fail in parsing.
     """
     from fairseq.models import ARCH_MODEL_REGISTRY
     from fairseq.tasks import TASK_REGISTRY
 
     arch, name = value(argv, defaults.ARCH), value(argv, ("--task",)) or "translation"
-    task = TASK_REGISTRY.get(name, object)  # fairseq refuses what is not registered
+    task = TASK_REGISTRY.get(name, object)  # fairseq reports a name that is not registered
     if not task.__module__.startswith("fairseq.tasks.") or not is_fused(arch):
         return
     data = ARCH_MODEL_REGISTRY[arch].data

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 on their way from the process that has started the ranks to each of them."""
+"""Forwards SIGTERM and SIGUSR1 from the process that spawned the ranks to each rank."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_SAME = 1.0  # seconds; a signal may be sent to a process, and to its group as well
+_SAME = 1.0  # seconds; within this time a second SIGTERM counts as the same (process and group)
 
 
 class SpawnedRanks:
-    """Ranks that ``torch.multiprocessing.spawn`` has started, if it has.
+    """The ranks that ``torch.multiprocessing.spawn`` has started, if any.
 
     Attributes:
-        told: name of the first signal that has been sent on to them.
+        told: name of the first signal that was forwarded to them.
     """
 
     told: str | None = None
 
     def __init__(self) -> None:
-        self._first = float("inf")  # when SIGTERM has come
+        self._first = float("inf")  # time of the first SIGTERM
 
     def tell(self, number: int, frame: Any) -> None:
-        """Handler: ranks say what becomes of a signal, a second SIGTERM ends them at once.
+        """Signal handler: forwards the signal to the ranks; a second SIGTERM kills them at once.
 
-        Without any, it ends this process.
+        Without ranks the signal ends this process.
         """
         children = multiprocessing.active_children()
         now = time.monotonic()
@@ -48,9 +48,9 @@ class SpawnedRanks:
 
 @contextmanager
 def sent_to_ranks() -> Iterator[SpawnedRanks]:
-    """Within it, which is a training run, signals are sent on.
+    """Within the block, a training run, signals are forwarded to spawned ranks.
 
-    A process that trains by itself handles them itself, see ``training.stopping``.
+    A process that trains itself replaces this handler by its own, see ``training.stopping``.
     """
     ranks = SpawnedRanks()
     before: dict[signal.Signals, Any] = {}

@@ -1,1 +1,1 @@
-"""What lightseq-generate and -interactive do around the search: output, samples, several GPUs."""
+"""Code of lightseq-generate and -interactive around the search: output, samples, several GPUs."""

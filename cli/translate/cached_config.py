@@ -1,4 +1,4 @@
-"""fairseq's configuration, for loops that read it again for every sentence."""
+"""A cache for fairseq's configuration, for loops that read it for each sentence."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import copy
 from argparse import Namespace
 from typing import Any
 
-# The parts that fairseq-generate and -interactive read in their loops, and hand to nobody who
-# asks for more than attributes.
+# Sections that fairseq-generate and -interactive read in their loops, and only by attribute.
 _READ_IN_LOOPS = ("common_eval", "dataset", "generation")
 
 
 class CachedConfig:
-    """A configuration, or a part of one, whose settings are looked up once.
+    """A configuration, or a section of one, that looks up each setting only once.
 
-    omegaconf takes some 10 us for a look. fairseq-generate looks more than twenty times at a
-    sentence, which is longer than the sentence takes to be translated in a large batch. What is set
-    here is set there.
+    A look-up in omegaconf takes about 10 us. fairseq-generate does more than twenty for each
+    sentence, which takes longer than its translation in a large batch. Assignments are passed on to
+    the original.
     """
 
     def __init__(self, config: Any, parts: tuple[str, ...] = ()) -> None:
@@ -25,7 +24,7 @@ class CachedConfig:
             self.__dict__[part] = CachedConfig(getattr(config, part))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python asks for its protocols
+        if name.startswith("__"):  # Python looks up special methods
             raise AttributeError(name)
         value = self.__dict__[name] = getattr(self._config, name)
         return value
@@ -42,9 +41,10 @@ class CachedConfig:
 
 
 def looked_up_once(cfg: Any) -> CachedConfig:
-    """For ``main`` of fairseq_cli's generate and interactive.
+    """The configuration for ``main`` of fairseq_cli's generate and interactive, with cached
+    sections.
 
-    cfg: what they take, a Namespace or fairseq's configuration.
+    cfg: their argument, a Namespace or fairseq's configuration.
     """
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 

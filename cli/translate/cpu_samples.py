@@ -1,7 +1,7 @@
-"""Samples that stay on the CPU, where the search is ours.
+"""Keeps samples on the CPU if our search is used.
 
-fairseq's loops bring every sample to the GPU and then print it sentence by sentence, each of which
-waits for the GPU. Our search reads the source on the CPU, and leaves its results there.
+fairseq's loops move each sample to the GPU and then print it sentence by sentence, with a host sync
+for each. Our search takes the source from the CPU, and its results are on the CPU.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 @contextmanager
 def left_on_cpu() -> Iterator[None]:
-    """Within it, fairseq's loops of translation leave samples on the CPU for our generator.
+    """Within the block fairseq's translation loops leave samples on the CPU for our generator.
 
-    That is while the one that ``task.build_generator`` gave last is an ``LSSequenceGenerator``,
-    which moves what it leaves to fairseq's search itself. For any other they are moved as ever.
+    This holds while the generator that ``task.build_generator`` returned last is an
+    ``LSSequenceGenerator``. If that falls back to fairseq's search, it moves the samples itself.
+    For any other generator the loops move the samples as usual.
     """
     from lightseq_fairseq.plugins.generator import LSSequenceGenerator
 
-    patching.apply("model")  # by which the search is ours, and not in the block
+    patching.apply("model")  # before the block, whose end would undo it
     is_ours = False
 
     def build_generator(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -51,7 +52,7 @@ def left_on_cpu() -> Iterator[None]:
 
 
 def _staying(batch: Any) -> Any:
-    """A ``Batch`` of fairseq-interactive with tokens and lengths that ``cuda`` does not move."""
+    """A ``Batch`` of fairseq-interactive whose tokens and lengths ignore ``cuda()``."""
 
     def staying(tensor: Tensor) -> Tensor:
         view = tensor.view_as(tensor)

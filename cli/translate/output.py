@@ -1,8 +1,9 @@
-"""Where the lines of a generation go: to the terminal or a file, and into the score.
+"""Output of a generation: writes its lines to the terminal or a file, and computes the score.
 
-fairseq prints sentences as lines of a kind and a number (``H-12<tab>...``), its log between them,
-and a score at the end. Sentences are passed on as they are. The score becomes sacrebleu's, which
-says how it was computed; fairseq's own counts the tokens of the dictionary and says nothing.
+fairseq prints each sentence as lines with a kind and a number (``H-12<tab>...``), its log between
+them, and a score at the end. The sentences are passed on unchanged. The score is replaced by
+sacrebleu's, whose signature says how it was computed; fairseq's own score has no such information
+and counts tokens of the dictionary.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _SENTENCE = re.compile(r"([A-Z])-\d+(?:_\d+)?\t")
 
 
 class Lines(io.TextIOBase):
-    """A text stream whose lines come to `line` one by one, without their ends."""
+    """A text stream that calls `line` with each line, without the line end."""
 
     _rest = ""
 
@@ -36,20 +37,20 @@ class Lines(io.TextIOBase):
 
 
 class UnknownWords:
-    """Counts the source words that were in no dictionary."""
+    """Counts the source words that are not in the dictionary."""
 
     def __init__(self) -> None:
         self.sources = self.words = self.unknown = 0
 
     def count(self, line: str) -> None:
-        """A line ``S-<n>`` of a generation."""
+        """Counts the words of a line ``S-<n>`` of a generation."""
         words = line.partition("\t")[2].split()
         self.sources += 1
         self.words += len(words)
         self.unknown += sum("<unk>" in word for word in words)  # which may be joined of subwords
 
     def sentence(self) -> str | None:
-        """What to tell the user, None where there is nothing to tell."""
+        """A note for the user, or None if there were no unknown words to report."""
         if not self.unknown:
             return None
         return (
@@ -59,12 +60,12 @@ class UnknownWords:
 
 
 class GenerationOutput(Lines):
-    """Stands in for standard output while fairseq generates.
+    """Replaces standard output while fairseq generates.
 
     Args:
-        file: receives the sentences and the score; None for the terminal.
-        quiet: the sentences are scored only.
-        asked_for_score: fairseq's own score is passed on as well.
+        file: receives the sentences and the score; None: the terminal.
+        quiet: do not write the sentences, only score them.
+        asked_for_score: also pass on fairseq's own score.
     """
 
     def __init__(self, file: TextIO | None, quiet: bool, asked_for_score: bool) -> None:
@@ -76,7 +77,7 @@ class GenerationOutput(Lines):
 
     @staticmethod
     def is_sentence(line: str) -> bool:
-        """Whether it is about a sentence, and not of the log."""
+        """Whether the line belongs to a sentence, not to the log."""
         return _SENTENCE.match(line) is not None
 
     def line(self, line: str) -> None:
@@ -99,7 +100,7 @@ class GenerationOutput(Lines):
             self.log(line)
 
     def log(self, line: str) -> None:
-        """To the terminal, whatever the sentences are written to."""
+        """Writes a line to the terminal, even if the sentences are written to a file."""
         print(line, file=self.terminal)
 
     def flush(self) -> None:
@@ -128,7 +129,7 @@ class GenerationOutput(Lines):
         self._say(f"{title}: {result.format(width=2, signature=signature)} ({said})")
 
     def _say(self, line: str) -> None:
-        """A score, which belongs to the sentences and to the log."""
+        """Writes a score both to the sentences and to the log."""
         self.log(line)
         if self.file:
             print(line, file=self.file)

@@ -1,7 +1,7 @@
-"""A generation by several processes, each with a GPU and every n-th batch, as if it were by one.
+"""Generation on several GPUs, one process per GPU, with the output of a single process.
 
-fairseq shards a test set itself: of n, shard r takes the batches r, r + n, r + 2n, ... So the
-batches of all shards, taken in turns, are those of one process in its order.
+fairseq shards the test set: shard r of n has the batches r, r + n, r + 2n, ... Taking one batch of
+each shard in turn restores the order of a single process.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _LOOK_AGAIN_S = 1.0
 
 
 def translate(args: Namespace, sentences: GenerationOutput) -> None:
-    """What ``fairseq_cli.generate.main(args)`` prints, by ``--distributed-world-size`` processes.
+    """Writes the output of ``fairseq_cli.generate.main(args)``, computed by several processes.
 
-    Of fairseq's log there is what the first process says before its first batch.
+    Their number is ``--distributed-world-size``. Of fairseq's log, only the lines that the first
+    process writes before its first batch are kept.
 
     Raises:
-        UserError: there are fewer GPUs.
-        torch.multiprocessing.ProcessRaisedException: what one of them has raised.
+        UserError: the machine has fewer GPUs.
+        torch.multiprocessing.ProcessRaisedException: one of the processes raised an exception.
     """
     count, began = args.distributed_world_size, time.perf_counter()
     if not args.cpu and 0 < torch.cuda.device_count() < count:
@@ -46,7 +47,7 @@ def translate(args: Namespace, sentences: GenerationOutput) -> None:
         _shard, (args, queues), nprocs=count, join=False, start_method="spawn"
     )
     try:
-        # fairseq gives all shards the same number of batches, the last ones may be empty.
+        # All shards have the same number of batches; the last ones may be empty.
         while None not in (batches := [_next(q, processes) for q in queues]):
             for lines in batches:
                 for line in lines:
@@ -68,7 +69,7 @@ def _next(batches: Any, processes: Any) -> Any:
         try:
             return batches.get(timeout=_LOOK_AGAIN_S)
         except queue.Empty:
-            processes.join(timeout=0)  # raises what any of them has raised
+            processes.join(timeout=0)  # re-raises an exception of a process
 
 
 class _Batches(Lines):
@@ -82,7 +83,7 @@ class _Batches(Lines):
     def line(self, line: str) -> None:
         of_sentence = GenerationOutput.is_sentence(line)
         self.translated |= of_sentence
-        # A second log of the same would only be confusing.
+        # Only rank 0 passes on its log.
         if self.rank == 0 or of_sentence:
             self.lines.append(line)
 
@@ -92,7 +93,7 @@ class _Batches(Lines):
 
 
 class _Progress:
-    """fairseq's progress bar, which cuts the output after every batch."""
+    """Wraps fairseq's progress bar, and splits the output after each batch."""
 
     def __init__(self, bar: Any, out: _Batches) -> None:
         self.bar, self.out = bar, out
@@ -107,11 +108,11 @@ class _Progress:
 
 
 def _shard(rank: int, args: Namespace, queues: list[Any]) -> None:
-    """One process: its import of this package has registered the plugins."""
+    """The body of one process; importing this package there has registered the plugins."""
     from fairseq import utils
     from fairseq_cli import generate
 
-    # As in one process: started anew, the loader's workers would all import fairseq.
+    # Fork the loader's workers, as in a single process: spawned ones would import fairseq again.
     multiprocessing.set_start_method("fork", force=True)
     out = _Batches(rank, queues[rank])
 
@@ -132,7 +133,7 @@ def _shard(rank: int, args: Namespace, queues: list[Any]) -> None:
             patching.within("fairseq.logging.progress_bar:progress_bar", progress_bar),
         ):
             generate.main(looked_up_once(args))
-    except ZeroDivisionError:  # fairseq's last words, the speed, where a shard has no batch
+    except ZeroDivisionError:  # fairseq's speed report, if a shard has no batch
         if out.translated:
             raise
     queues[rank].put(None)

@@ -1,4 +1,4 @@
-"""What a command writes where the user says: whole or not at all, also where a signal ends it."""
+"""Atomic writes of a command's output file, also if a signal ends the command."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightseq_fairseq.checkpoints import files
 
 @contextmanager
 def text_output(path: Path) -> Iterator[TextIO]:
-    """`files.replaced` for UTF-8 text. A pipe or a device is written to as it is.
+    """`files.replaced` for UTF-8 text. A pipe or a device is written directly.
 
-    The block is to run in the main thread, which alone may handle signals.
+    Use it in the main thread: only that can handle signals.
 
     Raises:
         UserError: as for `files.replaced`.
-        SystemExit: SIGTERM or SIGHUP has come, with the status that shells give to it.
+        SystemExit: on SIGTERM or SIGHUP, with the shell's exit status, 128 + signal number.
     """
-    # Not where nohup has a process outlive its terminal.
+    # Skip ignored signals: nohup ignores SIGHUP so that a process outlives its terminal.
     ending = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
     before = {number: signal.signal(number, _leave) for number in ending}
     try:

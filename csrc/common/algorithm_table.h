@@ -1,13 +1,13 @@
-// Which algorithm computes which product, for one GPU.
+// Table of the algorithm for each product, for one GPU.
 //
-// Behind the table in memory stands a text file in the user's cache folder. Its name holds all that
-// decides whether an algorithm is valid and fast; a line is
+// The table is stored in a text file in the user's cache folder. The file name contains everything
+// that decides whether an algorithm is valid and fast. A line is
 //
 //   <numbers of the product> <tile> <needs workspace> <8 words of the algorithm> <checksum>
 //
-// Lines are only ever appended, each by one write, so processes that share a file do each other no
-// harm; of two lines for one product the first counts. A line with a wrong checksum is skipped, and
-// its product is searched and appended anew. A file that cannot be read or written is done without.
+// Lines are only appended, each by one write, so processes can share the file. If there are two
+// lines for a product, the first is used. A line with a wrong checksum is skipped; its product is
+// searched again and appended. If the file cannot be read or written, the table works without it.
 #pragma once
 
 #include <cublasLt.h>
@@ -26,7 +26,7 @@
 
 namespace lightseq {
 
-// One of cublasLt's, or the shape of a tile of linear_tiles.cu, which are numbered from 1 on.
+// An algorithm of cublasLt, or (tile > 0) a tile shape of linear_tiles.cu, numbered from 1.
 struct Algorithm {
   cublasLtMatmulAlgo_t algo;
   bool needs_workspace;

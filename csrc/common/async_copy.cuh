@@ -1,5 +1,5 @@
-// cp.async: copies from global to shared memory that pass through no registers. A thread waits for
-// its own copies, group by group; other threads see them after a barrier.
+// cp.async: asynchronous copies from global to shared memory that do not pass through registers. A
+// thread waits for its own copies, group by group; other threads see them after a barrier.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,12 +8,12 @@
 
 namespace lightseq {
 
-// As PTX takes it: an address in the window of shared memory.
+// The address in the shared memory window, as PTX needs it.
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes.
+// Copies 16 bytes.
 __device__ __forceinline__ void cp_async(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -21,25 +21,25 @@ __device__ __forceinline__ void cp_async(void* to, const void* from) {
   cp_async(shared_address(to), from);
 }
 
-// The same, or zeros where !valid, and nothing is read.
+// Copies 16 bytes; if !valid, writes zeros and reads nothing.
 __device__ __forceinline__ void cp_async_zfill(void* to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                "r"(valid ? 16 : 0)
                : "memory");
 }
 
-// The copies since the last commit, perhaps none, become a group.
+// Makes a group of the copies since the last commit; the group may be empty.
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Until at most the kPending newest groups are under way.
+// Waits until at most the kPending newest groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Until no copy is under way, committed or not.
+// Waits for all copies, committed or not.
 __device__ __forceinline__ void cp_async_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }

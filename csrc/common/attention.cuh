@@ -1,5 +1,5 @@
-// What attention's forward and backward share: how rows and dropout's bits reach shared memory, how
-// results leave it, and the numbers in between. attention_work.cuh says how the work is cut up.
+// Common code of attention's forward and backward: loading rows and dropout bits into shared
+// memory, exponentials and masks, storing results. attention_work.cuh divides the work.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -23,7 +23,7 @@ namespace lightseq::attention {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// 16 KiB of numbers at most: five tiles then fit into every GPU's shared memory.
+// A tile has at most 16 KiB, so that five tiles fit into every GPU's shared memory.
 template <int kMost, typename T, int kWidth>
 constexpr int kTileRows = std::min<int>(kMost, 16384 / (kWidth * sizeof(T)));
 
@@ -34,8 +34,8 @@ struct Tile {
   __device__ __forceinline__ T* row(int i) { return numbers[i]; }
 };
 
-// For __launch_bounds__: as many threads a multiprocessor as may have 128 registers each, which is
-// what 16-bit heads of 64 need.
+// For __launch_bounds__: 512 threads per multiprocessor, with 128 registers each, which 16-bit
+// heads of width 64 need.
 template <typename T, int kWidth, int kThreads>
 constexpr int kMinBlocks = kWidth == 64 && sizeof(T) == 2 ? 512 / kThreads : 1;
 
@@ -54,8 +54,8 @@ struct Packed {
   }
 };
 
-// Exponentials and logarithms: to base 2 for 16-bit numbers, where that is one instruction and the
-// factor log2(e) becomes part of `scale`; to base e for float32, where its rounding would count.
+// Exponentials and logarithms. For 16-bit types to base 2: one instruction, and the factor log2(e)
+// becomes part of `scale`. For float32 to base e, since the rounding of that factor would matter.
 template <typename T>
 struct Base {
   static constexpr bool kIsTwo = sizeof(T) == 2;
@@ -72,9 +72,9 @@ struct Base {
   static __device__ __forceinline__ float log(float x) { return kIsTwo ? __log2f(x) : logf(x); }
 };
 
-// Scores become -inf where a query does not see the key. They are those of the sentence's query
-// number `query` and the warp's 15 after it with key number `key` and the following ones. All of
-// those queries see the keys below clear_end.
+// Masks scores with -inf where a query must not attend to a key. The scores are those of the warp's
+// 16 queries, from number `query` of the sentence on, with the keys from number `key` on. All of
+// these queries attend to the keys below clear_end.
 template <int kBlocks>
 __device__ __forceinline__ void hide(float (&s)[kBlocks][4], int query, int key, int length_k,
                                      bool causal, int clear_end) {
@@ -89,9 +89,9 @@ __device__ __forceinline__ void hide(float (&s)[kBlocks][4], int query, int key,
   }
 }
 
-// Fills a tile from each tensor with its rows first, first + 1, ... of the sentence, `length` of
-// them, the unit's heads below each other; the rest becomes zero. Complete after
-// cp_async_wait_all() and a barrier.
+// Loads a tile from each tensor: `length` rows from row `first` on, for each of the unit's heads,
+// one head below the other; the rest becomes zero. Complete after cp_async_wait_all() and a
+// barrier.
 template <typename T, int kRows, int kWidth, int kTensors>
 __device__ __forceinline__ void load_tiles(Tile<T, kRows, kWidth>* const (&tiles)[kTensors],
                                            const Packed<const T> (&tensors)[kTensors],
@@ -103,7 +103,7 @@ __device__ __forceinline__ void load_tiles(Tile<T, kRows, kWidth>* const (&tiles
   const T* from[kTensors];
 #pragma unroll
   for (int t = 0; t < kTensors; ++t) from[t] = tensors[t].at(first, unit.head) + column;
-  // The compiler must not see that the offsets below are the same for every tile of a sentence: it
+  // Hide from the compiler that the offsets below are the same for every tile of a sentence: it
   // would keep all of them in registers.
   int row = threadIdx.x / kPerRow;
   asm volatile("" : "+r"(row));
@@ -119,12 +119,12 @@ __device__ __forceinline__ void load_tiles(Tile<T, kRows, kWidth>* const (&tiles
   }
 }
 
-// Dropout's bits of a tile of queries and a tile of keys: bit j of keep[row][i] says whether the
-// query in that row keeps its slot's key 32 * i + j.
+// Dropout bits of a tile of queries and a tile of keys: bit j of keep[row][i] is set if the query
+// in that row keeps key 32 * i + j of its slot.
 template <int kRows>
 using Keep = uint32_t[kRows][kRows / 32];
 
-// keep_bits of philox.cuh with fewer instructions: two 16-bit comparisons at a time.
+// The same as keep_bits of philox.cuh with fewer instructions: two 16-bit comparisons at a time.
 __device__ __forceinline__ uint32_t keep_byte(uint4 counter, uint2 key, uint32_t threshold) {
   constexpr uint32_t kHigh = 0x80008000u;
   const uint4 random = philox4x32(counter, key);
@@ -142,8 +142,8 @@ __device__ __forceinline__ uint32_t keep_byte(uint4 counter, uint2 key, uint32_t
   return ((low & 0x08040201u) | (high & 0x80402010u)) * 0x01010101u >> 24;
 }
 
-// Meant to run while copies are under way. The threads share out what there is to draw, `groups`
-// bytes for each of the unit's queries, without gaps.
+// Generates dropout bits; call it while copies are in flight. The threads divide the work evenly:
+// `groups` bytes for each query and head of the unit.
 template <int kUnroll, int kRows>
 __device__ __forceinline__ void draw(Keep<kRows>& keep, const Plan& plan, const Dropout& dropout,
                                      const Work& work, const Unit& unit, int start_q, int start_k) {
@@ -173,7 +173,7 @@ struct HeadRows {
   int head, first, length;
 };
 
-// Of a place: its queries, and its keys, to the end of the sentence.
+// The queries (or keys) from a place to the end of the sentence.
 __device__ __forceinline__ HeadRows queries_of(const Unit& unit, const Place& place) {
   return {.head = place.head,
           .first = unit.first_q + place.position,
@@ -185,9 +185,9 @@ __device__ __forceinline__ HeadRows keys_of(const Unit& unit, const Place& place
           .length = unit.length_k - place.position};
 }
 
-// Writes a warp's 16 rows of results, times `low` (rows g) and `high` (rows g + 8), to x, as many
-// as `to` has. They pass through `stage`, 16 rows of shared memory that no other warp reads, to
-// leave 16 bytes at a time.
+// Writes a warp's 16 rows of results, multiplied by `low` (rows g) and `high` (rows g + 8), to x;
+// only as many rows as `to` has. They pass through `stage`, 16 rows of shared memory that only this
+// warp uses, so that global stores have 16 bytes.
 template <typename T, int kWidth>
 __device__ __forceinline__ void store_rows(const Packed<T>& x, const HeadRows& to, T* stage,
                                            const float (&c)[kWidth / 8][4], float low, float high,
@@ -213,7 +213,7 @@ __device__ __forceinline__ void store_rows(const Packed<T>& x, const HeadRows& t
   }
 }
 
-// Rows first ... rows - 1 become zero; called by the last kZeroBlocks blocks of the grid.
+// Sets rows first ... rows - 1 to zero; called by the last kZeroBlocks blocks of the grid.
 template <typename T>
 __device__ void zero_rows(const Packed<T>& x, int first, int rows, const Work& work) {
   assert(has_sentence(rows, first, first) && "cu_q and cu_k end within [0, Tq] and [0, Tk]");
@@ -240,7 +240,7 @@ inline Dropout dropout_of(const char* op, const Tensor& rng, int64_t site, doubl
   return {rng.const_data_ptr<int64_t>(), static_cast<uint32_t>(site), Dropout::threshold_of(p)};
 }
 
-// Calls function(zero of the element type, width of a tile's rows). `name`: of the tensor.
+// Calls function(zero of the element type, width of a tile's rows). `name`: the tensor's name.
 template <typename Function>
 void dispatch(const char* op, const char* name, ScalarType type, int64_t width,
               Function&& function) {

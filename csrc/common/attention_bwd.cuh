@@ -1,5 +1,5 @@
-// What the passes of attention's backward share: their operands, their shared memory, and how it is
-// filled. attention_bwd.cu has the formulas.
+// Common code of the passes of attention's backward: operands, shared memory, and loading of it.
+// attention_bwd.cu has the formulas.
 #pragma once
 
 #include <cmath>
@@ -26,7 +26,7 @@ constexpr int kRows = kTileRows<128, T, kWidth>;
 template <typename T, int kWidth>
 constexpr int kThreads = kRows<T, kWidth> / kWarpRows * kWarp;
 
-// The rows of `out` give D, then hold dQ on its way out.
+// The tile of `out` serves to compute D; later it stages dQ for the store.
 template <typename T, int kWidth>
 struct BwdTiles {
   Tile<T, kRows<T, kWidth>, kWidth> q, dout, out, k, v;
@@ -42,9 +42,9 @@ __device__ __forceinline__ void load_keys(BwdTiles<T, kWidth>& tiles, const BwdP
              p.work.width);
 }
 
-// D of the warp's queries from P and dO V^T, where all keys are in the tile. Where there are few,
-// dS is little more than the rounding errors of its two terms, and D now has the same: float32 is
-// held to more than dO O^T can give.
+// Computes D of the warp's queries from P and dO V^T, if all keys are in the tile. With few keys dS
+// is hardly larger than the rounding errors of its two terms. Computed like this, D has the same
+// errors as the other term, so they cancel. D from dO O^T would not be accurate enough for float32.
 template <typename T, int kWidth>
 __device__ __forceinline__ void sum_rows(BwdTiles<T, kWidth>& tiles, const BwdParams<T>& p,
                                          const Unit& unit, int start_q) {
@@ -80,8 +80,8 @@ __device__ __forceinline__ void sum_rows(BwdTiles<T, kWidth>& tiles, const BwdPa
   }
 }
 
-// Loads everything about the queries from start_q on, draws the bits, and waits for all copies that
-// are under way.
+// Loads all data of the queries from start_q on, generates the dropout bits, and waits for all
+// copies in flight.
 template <bool kRowsum, typename T, int kWidth>
 __device__ __forceinline__ void load_queries(BwdTiles<T, kWidth>& tiles, const BwdParams<T>& p,
                                              const Unit& unit, int start_q, int start_k) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ void load_queries(BwdTiles<T, kWidth>& tiles, const B
     load_tiles({&tiles.q, &tiles.dout}, {p.q, p.dout}, unit, first, length, p.work.width);
   }
 
-  // Probabilities of rows that do not exist become exp(-inf).
+  // lse = inf for rows that do not exist: their probabilities become exp(-inf) = 0.
   const int warp_row = threadIdx.x / kWarp * kWarpRows;
   const int row = warp_row + threadIdx.x % kWarpRows;
   const int position = row & (unit.slot() - 1), head = row >> unit.shift;

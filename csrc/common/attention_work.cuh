@@ -1,16 +1,16 @@
-// How attention's work is cut up, and who does what.
+// Division of attention's work into units, and assignment of units to blocks.
 //
-// A block works on tiles of kRows rows in shared memory, 16 rows a warp. A sentence whose two sides
-// fit into a tile is short: it is on chip whole, and a tile holds as many of its heads as fit, each
-// in a slot of 2^shift rows, 16 to 128. A long sentence is cut into tiles, each of which walks the
-// tiles of the other side. A tile's worth of either is a unit of work.
+// A block works on tiles of kRows rows in shared memory, 16 rows per warp. A sentence is short if
+// both sides fit into a tile. Then a tile holds as many of its heads as fit, each in a slot of
+// 2^shift rows, 16 to 128. A long sentence is divided into tiles, each of which iterates over the
+// tiles of the other side. In both cases the work of one tile is a unit.
 //
-// Who does which unit follows from cu_q and cu_k alone. Lay all sentences end to end, queries and
-// keys counted together, and cut that line into windows of 2^n rows, each of which has a block. A
-// sentence's units are dealt out to the windows it touches. So every block gets about as much to
-// do, one launch serves all lengths, and the host needs to know none of them. One warp makes the
-// list of what its block has to do: when every warp looked for itself, backward spent a third of
-// its time on that.
+// The assignment depends only on cu_q and cu_k. Concatenate all sentences, with queries and keys
+// counted together, and divide this line into windows of 2^n rows, one per block. The units of a
+// sentence are distributed over the windows that it overlaps. So all blocks have about the same
+// work, one launch serves all sentence lengths, and the host needs to know none of them. One warp
+// lists the units of its block; when every warp searched for itself, backward spent a third of its
+// time on that.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -27,9 +27,9 @@ namespace lightseq::attention {
 using torch::stable::Tensor;
 
 constexpr int kWarpRows = 16;
-constexpr int kSmallestShift = 4;        // of a slot: 16 rows
-constexpr int kZeroBlocks = 16;          // zero the rows past the last sentence
-constexpr int64_t kEnoughBlocks = 4096;  // windows grow as long as there are so many blocks
+constexpr int kSmallestShift = 4;        // smallest slot: 16 rows
+constexpr int kZeroBlocks = 16;          // blocks that zero the rows past the last sentence
+constexpr int64_t kEnoughBlocks = 4096;  // windows grow while there are at least this many blocks
 
 struct Work {
   const int* cu_q;
@@ -43,19 +43,19 @@ struct Work {
   int window_shift;         // a window is 2^window_shift rows
   int64_t blocks;
 
-  // The sentence's place on the line of all queries and keys.
+  // Start of the sentence on the line of all queries and keys.
   __device__ __forceinline__ uint32_t place(int sentence) const {
     return static_cast<uint32_t>(cu_q[sentence]) + static_cast<uint32_t>(cu_k[sentence]);
   }
 };
 
-enum Part : int { kQueries = 1, kKeys = 2 };  // the side whose tile a unit is, or both
+enum Part : int { kQueries = 1, kKeys = 2 };  // the side of a unit's tile, or both
 
 struct alignas(16) Unit {
   int first_q, length_q, first_k, length_k;  // the sentence
-  int head, heads;                           // the first head in the tile, and how many there are
+  int head, heads;                           // the first head in the tile, and the number of heads
   int shift;                                 // a head has 2^shift rows of the tile
-  int start;                                 // of the tile, in the sentence
+  int start;                                 // position of the tile in the sentence
   int parts;
 
   __device__ __forceinline__ int slot() const { return 1 << shift; }
@@ -63,9 +63,9 @@ struct alignas(16) Unit {
 
 // The 16 rows of a tile that a warp works on.
 struct Place {
-  int row;       // the first, in the tile
-  int slot;      // first row of their slot
-  int position;  // of the first, in the sentence
+  int row;       // first row, in the tile
+  int slot;      // first row of the slot, in the tile
+  int position;  // position of the first row in the sentence
   int head;
   bool exists;
 
@@ -79,8 +79,8 @@ struct Place {
   }
 };
 
-// The last sentence that starts at `place` or before; a warp searches, first among the 64 sentences
-// around where it lies if all are equally long, else 32-ary.
+// The last sentence that starts at or before `place`. A warp searches: first 64 sentences around
+// the position that equal lengths would give, then, if that fails, a 32-ary search.
 __device__ __forceinline__ int find_sentence(const Work& work, uint32_t place) {
   const int lane = threadIdx.x % kWarp;
   const int guess = static_cast<int>(place * work.sentences_per_row);
@@ -107,7 +107,7 @@ __device__ __forceinline__ int find_sentence(const Work& work, uint32_t place) {
   return first;
 }
 
-// What a block has to do next, in shared memory, and dropout's numbers.
+// The next units of a block, in shared memory, and the dropout rng.
 struct Plan {
   Unit units[kWarp];
   int count;
@@ -115,13 +115,13 @@ struct Plan {
   uint32_t micro_batch;
 };
 
-// Whether a tensor of so many rows has a sentence from `first` to `end`.
+// Whether [first, end) is a valid sentence of a tensor of `rows` rows.
 __device__ __forceinline__ bool has_sentence(int rows, int first, int end) {
   return 0 <= first && first <= end && end <= rows;
 }
 
-// Lists the next units of this block's window in plan.units; by one warp. Sentence number
-// `sentence` is the next to look at, and of that one `done` units have been listed already.
+// Lists the next units of this block's window in plan.units; called by one warp. It continues at
+// sentence number `sentence`, of which `done` units have been listed already.
 template <int kRows>
 __device__ __forceinline__ void list_units(Plan& plan, const Work& work, int parts, int& sentence,
                                            int& done) {
@@ -178,7 +178,7 @@ __device__ __forceinline__ void list_units(Plan& plan, const Work& work, int par
   if (lane == 0) plan.count = count;
 }
 
-// Calls run(unit) for everything this block has to do. All threads take part.
+// Calls run(unit) for all units of this block. All threads must call it.
 template <int kRows, typename Run>
 __device__ __forceinline__ void for_each_unit(Plan& plan, const Work& work, const Dropout& dropout,
                                               int parts, Run&& run) {
@@ -197,7 +197,7 @@ __device__ __forceinline__ void for_each_unit(Plan& plan, const Work& work, cons
     count = plan.count;
     for (int i = 0; i < count; ++i) {
       run(plan.units[i]);
-      __syncthreads();  // shared memory has been read
+      __syncthreads();  // all threads have finished reading shared memory
     }
   } while (count == kWarp);
 }
@@ -205,7 +205,7 @@ __device__ __forceinline__ void for_each_unit(Plan& plan, const Work& work, cons
 inline Work work_of(const char* op, const Tensor& q, const Tensor& k, const Tensor& cu_q,
                     const Tensor& cu_k, bool causal) {
   require(cu_q.is_contiguous() && cu_k.is_contiguous(), op, ": cu_q and cu_k must be contiguous");
-  // Small windows even out the load, large ones save searches.
+  // Small windows balance the load better; large ones need fewer searches.
   const int64_t rows = q.size(0) + k.size(0), sentences = cu_q.size(0) - 1;
   int shift = 3;
   while (shift < 7 && (rows >> (shift + 1)) >= kEnoughBlocks) ++shift;

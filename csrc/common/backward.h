@@ -1,4 +1,4 @@
-// Backward passes that others are made of.
+// Backward functions that other backward ops call.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -16,8 +16,8 @@ torch::stable::Tensor linear_bwd(const torch::stable::Tensor& dy, const torch::s
                                  std::optional<torch::stable::Tensor> onto, bool accumulate,
                                  bool need_dx);
 
-// bias_activation_dropout.cu: dy * scale where x > 0, else 0, and its column sum, NaN where `bias`
-// is.
+// bias_activation_dropout.cu: dy * scale where x > 0, else 0, and its column sum in dbias, which is
+// NaN where `bias` is NaN.
 torch::stable::Tensor relu_bwd(const torch::stable::Tensor& dy, const torch::stable::Tensor& x,
                                float scale, std::optional<torch::stable::Tensor> dbias,
                                const std::optional<torch::stable::Tensor>& bias, bool accumulate);

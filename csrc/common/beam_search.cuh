@@ -1,7 +1,8 @@
-// What beam search and sampling share: log-softmax of a row of logits, and fairseq's rules about
-// pad, eos and unk, which act after it.
+// Common code of beam search and sampling: log-softmax of a row of logits, and fairseq's rules for
+// pad, eos and unk, which are applied after it.
 //
-//   l = log_softmax(logits / temperature), pad and what the step forbids -inf, unk less its penalty
+//   l = log_softmax(logits / temperature); -inf for pad and for tokens that the step forbids;
+//       unk_penalty is subtracted for unk
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -20,10 +21,10 @@ namespace lightseq::beam_search {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int kSize = kColumnsPerDraw;  // logits of one load
-constexpr float kFloor = -1e30f;        // a maximum of nothing: exp(-inf - kFloor) has to be 0
+constexpr int kSize = kColumnsPerDraw;  // logits per load
+constexpr float kFloor = -1e30f;        // initial maximum; finite, so that exp(-inf - kFloor) is 0
 
-// Places in `progress`, int32 on the device (ops/beam_search.py: Progress).
+// Indices into `progress`, int32 on the device (ops/beam_search.py: Progress).
 enum : int { kStep = 0, kMaxLen = 1, kUnfinished = 2, kScratch = 3 };
 
 struct Rules {
@@ -37,7 +38,7 @@ struct Step {
   int number, pad, eos, unk;
   float unk_penalty;
   bool only_eos, no_eos;
-  int lowest, highest;  // of the tokens with a rule
+  int lowest, highest;  // smallest and largest token with a rule
 
   __device__ __forceinline__ explicit Step(const Rules& rules)
       : number(rules.progress[kStep]),
@@ -50,7 +51,7 @@ struct Step {
         lowest(min(pad, min(eos, unk))),
         highest(max(pad, max(eos, unk))) {}
 
-  // Whether a token among these may have a rule of its own.
+  // Whether the tokens first ... first + count - 1 may include one with a rule.
   __device__ __forceinline__ bool touches(int first, int count) const {
     return first <= highest && first + count > lowest;
   }
@@ -79,8 +80,8 @@ class Exponential {
   float rate_, shift_;
 };
 
-// log_softmax of a row; -inf where that is NaN. A row with a NaN or +inf, or with -inf alone, has
-// a log_sum of NaN.
+// log_softmax of a row; NaN becomes -inf. log_sum is NaN if the row has a NaN or +inf, or only
+// -inf.
 struct LogSoftmax {
   float rate, top, log_sum;  // 1 / temperature; the largest logit, divided by it
 
@@ -90,13 +91,13 @@ struct LogSoftmax {
   }
 };
 
-// Of logits: the largest, and the sum of exponentials relative to it.
+// The largest of some logits, and the sum of exponentials relative to it.
 template <typename T>
 struct Total {
   float top, sum;
 
-  // The same sum relative to another one. That of nothing is no number otherwise: at kFloor the
-  // factor, which fmaf does not round, can be infinite.
+  // The sum relative to another maximum. An empty sum needs a case of its own: with top = kFloor
+  // the factor can be infinite (fmaf does not round in between), and 0 * inf is NaN.
   __device__ __forceinline__ float sum_from(float highest, float rate) const {
     return sum == 0.0f ? 0.0f : sum * Exponential<T>(highest, rate)(top);
   }
@@ -105,8 +106,8 @@ struct Total {
   }
 };
 
-// Reads a row, and shows it to visit(first token, logits[n], their largest) with n of 8 and of 1.
-// The whole block takes part; kThreads are more than a row can have scalars.
+// Reads a row and calls visit(first token, logits[n], their largest) with n = 8 or n = 1. All
+// threads of the block must call it; kThreads exceeds the number of scalars that a row can have.
 template <typename T, int kThreads, int kLoads, typename Visit>
 __device__ __forceinline__ Total<T> read_row(const T* row, const Cut& cut, float rate,
                                              const Visit& visit) {
@@ -154,7 +155,7 @@ __device__ __forceinline__ Total<T> read_row(const T* row, const Cut& cut, float
   return {highest, total};
 }
 
-// Floats in an order that unsigned integers have, too; no NaN. -0 is 0.
+// Maps a float (not NaN) to an unsigned integer with the same order. -0 and 0 are equal.
 __device__ __forceinline__ uint32_t ordered(float x) {
   const uint32_t bits = __float_as_uint(x + 0.0f);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -163,7 +164,7 @@ __device__ __forceinline__ float from_ordered(uint32_t x) {
   return __uint_as_float(x >> 31 ? x & 0x7fffffffu : ~x);
 }
 
-// The rules as an op is given them.
+// The rules as given in the op's arguments.
 struct GivenRules {
   int64_t pad, eos, unk, min_len;
   double unk_penalty, temperature;

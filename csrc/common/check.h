@@ -1,5 +1,5 @@
-// What every launcher needs around its kernel: checks of layout, and torch's current stream. Shapes
-// and dtypes that the Python functions have checked already are not checked again.
+// Common code of all launchers: layout checks, allocation, and torch's current stream. Shapes and
+// dtypes that the Python functions have checked are not checked again.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,8 +17,8 @@
 
 namespace lightseq {
 
-// Raises RuntimeError in Python with the parts as its message, and nothing else: torch's own macro
-// would put this file's name in front.
+// If !holds, raises RuntimeError in Python with exactly the parts as its message; torch's own macro
+// would add this file's name in front.
 template <typename... Parts>
 void require(bool holds, const Parts&... parts) {
   if (holds) return;
@@ -27,8 +27,8 @@ void require(bool holds, const Parts&... parts) {
   throw std::runtime_error(message.str());
 }
 
-// Keeps torch from logging, within its life, what goes wrong at its C interface: the caller says it
-// in a sentence, where torch before 2.13 logs the frames of its C++ stack.
+// While it exists, torch does not log errors at its C interface. The caller reports them in one
+// sentence; torch before 2.13 would log its C++ stack trace.
 class NoTorchLog {
  public:
   NoTorchLog() { enter_or_leave(1); }
@@ -37,7 +37,7 @@ class NoTorchLog {
   NoTorchLog& operator=(const NoTorchLog&) = delete;
 
  private:
-  // Threads may overlap: the level returns to what the first one found when the last one leaves.
+  // Several threads may be inside: the last one to leave restores the level that the first found.
   static void enter_or_leave(int by) {
     constexpr int kFatal = 3;
     static int* const level = static_cast<int*>(dlsym(RTLD_DEFAULT, "FLAGS_caffe2_log_level"));
@@ -51,9 +51,9 @@ class NoTorchLog {
   }
 };
 
-// The error of a kernel that has failed before, after which a GPU does nothing more for this
-// process; cudaSuccess if there is none. The runtime linked in here has not seen what torch's has
-// been told, so the driver is asked, in a way that a graph under capture survives.
+// The sticky error of an earlier kernel, after which this process cannot use the GPU any more;
+// cudaSuccess if there is none. The CUDA runtime linked in here does not know errors reported to
+// torch's runtime, so query the driver, in a way that is allowed during capture.
 inline cudaError_t lasting_error(int32_t device) {
   int before = 0;
   size_t free = 0, total = 0;
@@ -67,10 +67,10 @@ inline cudaError_t lasting_error(int32_t device) {
   return error == cudaErrorMemoryAllocation ? cudaSuccess : error;
 }
 
-// Memory of `like`'s device, from torch's allocator; of its dtype unless another is given.
+// A new tensor on `like`'s device, from torch's allocator; its dtype is `like`'s if not given.
 //
-// Why the allocator fails is lost on the way through torch's C interface, so it is found out here.
-// fairseq looks for "out of memory" in the message and skips the batch.
+// torch's C interface does not say why the allocator failed, so determine the reason here. fairseq
+// skips the batch if the message contains "out of memory".
 inline torch::stable::Tensor allocate(
     const torch::stable::Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
     std::optional<torch::headeronly::ScalarType> type = std::nullopt) {
@@ -92,11 +92,11 @@ inline torch::stable::Tensor allocate(
   }
 }
 
-// The stream on which torch runs `device`'s work at the moment.
+// torch's current stream on `device`.
 //
-// The function lives in libtorch_cuda, which does not exist in a CPU build of torch. A direct
-// reference would keep this library from loading there, and a weak one crashes, so it is looked up
-// once, in the copy that torch has already loaded.
+// The function is in libtorch_cuda, which a CPU build of torch does not have. With a direct
+// reference this library would not load there, and a weak reference crashes. So the function is
+// looked up once, in the copy that torch has loaded.
 inline cudaStream_t current_stream(int32_t device) {
   using GetStream = AOTITorchError (*)(int32_t, void**);
   static const GetStream get_stream = [] {
@@ -112,8 +112,9 @@ inline cudaStream_t current_stream(int32_t device) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Kernels read rows 16 bytes at a time and draw dropout for 8 columns at once: the last dimension
-// of x must be contiguous and a multiple of 8, and every row must start on a 16-byte boundary.
+// Kernels read rows 16 bytes at a time and generate dropout bits for 8 columns at a time. So the
+// last dimension of x must be contiguous and a multiple of 8, and each row must start on a 16-byte
+// boundary.
 inline void check_rows(const char* op, const char* name, const torch::stable::Tensor& x) {
   if (x.numel() == 0) return;
   const int64_t last = x.dim() - 1;
@@ -128,7 +129,7 @@ inline void check_rows(const char* op, const char* name, const torch::stable::Te
           " must be contiguous in its last dimension, with rows on 16-byte boundaries");
 }
 
-// How many blocks it takes where each does `per_block` of the work.
+// Number of blocks if each does `per_block` units of the work.
 inline int64_t blocks_for(int64_t work, int64_t per_block) {
   return (work + per_block - 1) / per_block;
 }

@@ -1,6 +1,6 @@
-// Blocks of a cluster run side by side and write into each other's shared memory: on GPUs that can,
-// from compute capability 9.0 on. For older ones a kernel with LIGHTSEQ_CLUSTER is compiled as
-// well, and must not be launched.
+// Thread block clusters: their blocks run at the same time and can write into each other's shared
+// memory. They need compute capability 9.0 or later. A kernel with LIGHTSEQ_CLUSTER also compiles
+// for older GPUs, but must not be launched there.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,19 +17,19 @@ namespace lightseq {
 #define LIGHTSEQ_CLUSTER(count)
 #endif
 
-constexpr int kMaxCluster = 8;  // on every GPU that has them
+constexpr int kMaxCluster = 8;  // supported by every GPU with clusters
 
 inline bool has_clusters(int32_t device) { return capability_of(device) >= 90; }
 
-// All threads of the cluster: who goes on sees what any of them has written into shared memory.
-// Before the first writing it takes one, too, so that all blocks are there.
+// Barrier of all threads of the cluster; afterwards each thread sees all writes to shared memory
+// from before it. Also call it once before the first write, so that all blocks have started.
 __device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 #endif
 }
 
-// The same variable in the shared memory of another block, to write to.
+// The address of the same variable in the shared memory of another block, for writing.
 template <typename T>
 __device__ __forceinline__ T* mapa(T* shared, int rank) {
 #if __CUDA_ARCH__ >= 900

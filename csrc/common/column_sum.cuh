@@ -1,10 +1,10 @@
-// The second half of a sum over rows, for gradients of parameters.
+// The second step of a column sum, for gradients of parameters.
 //
-// A kernel that walks over rows keeps the sums of its columns in registers and leaves one row of
-// partial sums a block behind: float [blocks, sums, columns], where `sums` counts the parameters
-// whose gradients it makes. add_partials() adds the blocks up and writes each sum into the gradient
-// that the caller owns, rounded once. Everything is added in an order that depends on the sizes
-// alone, so the same input gives the same bits.
+// A kernel that iterates over rows keeps column sums in registers. Each block writes one row of
+// partial sums: float [blocks, sums, columns], where `sums` is the number of parameters whose
+// gradients the kernel computes. add_partials() reduces over the blocks and writes each sum to the
+// caller's gradient, rounded once. The order of additions depends only on the sizes, so the same
+// input gives the same bits.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,11 +20,11 @@ namespace lightseq {
 
 constexpr int kMaxSums = 3;
 
-// Where a sum goes: a contiguous tensor of any float type, or nowhere (data is null).
+// Output of a sum: a contiguous tensor of any float type, or none (data is null).
 struct Gradient {
   void* data = nullptr;
   torch::headeronly::ScalarType type = torch::headeronly::ScalarType::Float;
-  // Of what parameter, where a NaN in that shall be one in the gradient; or null.
+  // The parameter, if a NaN in it shall become NaN in its gradient; otherwise null.
   torch::headeronly::ScalarType parameter_type = torch::headeronly::ScalarType::Float;
   const void* parameter = nullptr;
 };
@@ -47,9 +47,8 @@ inline Gradient gradient_of(const char* op, const char* name,
   return gradient;
 }
 
-// partials: float [blocks, sums, columns]. Adds them up in column_sum.cu: at once, or, if all of
-// the gradients lie in a buffer of which defer_column_sums() has said so, when flush_column_sums()
-// is called at the latest.
+// partials: float [blocks, sums, columns]. Reduces them (column_sum.cu) at once or, if all
+// gradients are in the buffer of defer_column_sums(), at the latest in flush_column_sums().
 void add_partials(const torch::stable::Tensor& partials, const Gradients& gradients,
                   bool accumulate, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
-// Eight neighbouring columns of a row: what one call of Philox draws for, and what a thread of a
-// row-wise kernel works on. 16 bytes of a 16-bit type, 32 bytes of float.
+// Eight adjacent columns of a row. One call of Philox generates their dropout bits, and a thread of
+// a row-wise kernel processes them together. 16 bytes of a 16-bit type, 32 bytes of float.
 #pragma once
 
 #include "async_copy.cuh"
@@ -8,7 +8,7 @@
 
 namespace lightseq {
 
-// Two numbers of a word in memory, the first in its low half.
+// The two numbers of a word in memory; the first is in the low half.
 template <typename T>
 __device__ __forceinline__ float2 unpack_pair(uint32_t word);
 template <>
@@ -33,14 +33,14 @@ __device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float first, float 
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// As they are in memory: eight halves on the way from there occupy four registers, not eight.
+// Packed as in memory: eight 16-bit numbers of a load in flight occupy four registers, not eight.
 template <typename T>
 struct Columns {
   static constexpr int kWords = kColumnsPerDraw * sizeof(T) / sizeof(uint32_t);
   uint32_t words[kWords];
 
-  // For what is read again soon, such as a bias. In assembly, so that nvcc reads it again instead
-  // of keeping it, which costs registers.
+  // For data that is read again soon, such as a bias. In assembly, so that nvcc loads it again
+  // instead of keeping it in registers.
   __device__ __forceinline__ void load(const T* address) {
 #pragma unroll
     for (int i = 0; i < kWords; i += 4) {
@@ -52,7 +52,7 @@ struct Columns {
     }
   }
 
-  // Past the first cache: for what no kernel reads again soon.
+  // Bypasses L1: for data that no kernel reads again soon.
   __device__ __forceinline__ void load_cg(const T* address) {
 #pragma unroll
     for (int i = 0; i < kWords; i += 4) {
@@ -60,7 +60,7 @@ struct Columns {
     }
   }
 
-  // Keeps its place behind the instructions that wait for a copy to shared memory.
+  // volatile: must not move before the instructions that wait for a copy to shared memory.
   __device__ __forceinline__ void load_shared(uint32_t address) {
 #pragma unroll
     for (int i = 0; i < kWords; i += 4) {
@@ -75,7 +75,7 @@ struct Columns {
     load_shared(shared_address(address));
   }
 
-  // In assembly, since nvcc makes four stores of a plain assignment here.
+  // In assembly, because nvcc compiles a plain assignment to four stores here.
   __device__ __forceinline__ void store(T* address) const {
 #pragma unroll
     for (int i = 0; i < kWords; i += 4) {
@@ -119,8 +119,8 @@ struct Columns {
   }
 };
 
-// A kernel's own copy of rng: behind the pointer it would be read again after every store. Zeros
-// where nothing is dropped.
+// A kernel's copy of rng in registers: through the pointer it would be loaded again after every
+// store. Zeros if nothing is dropped.
 struct Rng {
   int64_t numbers[2] = {};
   Rng() = default;
@@ -129,8 +129,8 @@ struct Rng {
 
 constexpr uint32_t kKeepAll = 0xffu;
 
-// What dropout multiplies columns by, in forward and backward: 0 or 1 / (1 - p). Bits are drawn
-// while a kernel waits for memory, and applied when it has come.
+// Dropout's factors of columns in forward and backward: 0 or 1 / (1 - p). A kernel generates the
+// bits while it waits for memory, and applies them when the data has arrived.
 struct DropoutFactors {
   Dropout dropout;
   float scale;  // 1 / (1 - p)
@@ -139,14 +139,14 @@ struct DropoutFactors {
       : dropout{rng, static_cast<uint32_t>(site), Dropout::threshold_of(p)},
         scale(static_cast<float>(1.0 / (1.0 - p))) {}
 
-  // Whether there is anything to draw; otherwise the bits are kKeepAll.
+  // Whether bits must be generated; otherwise use kKeepAll.
   __device__ __forceinline__ bool drops() const { return dropout.threshold > 0; }
 
   __device__ __forceinline__ uint32_t draw(const Rng& rng, int64_t row, int64_t group) const {
     return keep_bits({rng.numbers, dropout.site, dropout.threshold}, row, group);
   }
 
-  // A product and not a choice, so that a NaN stays visible where it is dropped.
+  // Multiply, do not select: a NaN must propagate even if its element is dropped.
   __device__ __forceinline__ void apply(uint32_t keep, float (&x)[kColumnsPerDraw]) const {
 #pragma unroll
     for (int e = 0; e < kColumnsPerDraw; ++e) x[e] *= keep >> e & 1u ? scale : 0.0f;

@@ -1,6 +1,6 @@
-// The functions of libcublasLt, looked up at run time in the copy that torch has loaded: a CPU
-// build of torch has none, and a second copy would waste memory. cublasLt.h of any minor version
-// describes every library of the same major version.
+// The functions of libcublasLt, looked up at run time in the copy that torch has loaded. A link
+// dependency would fail with a CPU build of torch, which has no such library, and could load a
+// second copy. The header cublasLt.h fits all libraries of the same major version.
 #pragma once
 
 #include <cublasLt.h>

@@ -1,13 +1,14 @@
-// What self- and cross-attention of a decode step share: one query a hypothesis and head.
+// Common code of self- and cross-attention of a decode step: one query per hypothesis and head.
 //
 //   out[n] = softmax(scale * q[n] k^T) v
 //
-// decode_attention_rows_kernel: float32. A warp for a query and head. A lane has eight channels, so
-// a head of 64 takes eight lanes and a warp works on four keys at a time. Each group of lanes has
-// an online softmax of its own (Milakov and Gimelshein 2018); these are merged at the end. Where
-// keys and values lie is a parameter. For 16-bit numbers see query_tile.cuh.
+// decode_attention_rows_kernel: float32, one warp per query and head. A lane has eight channels, so
+// a head of width 64 uses eight lanes, and a warp processes four keys at a time. Each group of
+// lanes has its own online softmax (Milakov and Gimelshein 2018); they are merged at the end. A
+// template parameter gives the addresses of keys and values. For 16-bit types see query_tile.cuh.
 //
-// Where queries are too few to fill the GPU, up to eight warps of a block share out one's keys.
+// If there are too few queries to fill the GPU, up to eight warps of a block split the keys of one
+// query.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -26,14 +27,14 @@ namespace lightseq::decode_attention {
 using attention::Base;
 using torch::stable::Tensor;
 
-constexpr int kWarps = 8;               // of a block, all of which may share out a query's keys
-constexpr int kBusyWarps = 32;          // a multiprocessor, from which on they need not
-constexpr int kSize = kColumnsPerDraw;  // channels of a lane
+constexpr int kWarps = 8;               // per block; all may split the keys of one query
+constexpr int kBusyWarps = 32;          // per multiprocessor; with more, keys are not split
+constexpr int kSize = kColumnsPerDraw;  // channels per lane
 
 // ---- softmax ----
 
-// Softmax so far of kQueries queries, and kColumns channels of their results. Exponentials are
-// relative to `top`, the largest score.
+// Online softmax state of kQueries queries, with kColumns channels of their results. Exponentials
+// are relative to `top`, the largest score so far.
 template <typename T, int kQueries, int kColumns>
 struct Softmax {
   float top[kQueries], sum[kQueries], o[kQueries][kColumns];
@@ -41,7 +42,7 @@ struct Softmax {
   __device__ __forceinline__ Softmax() {
 #pragma unroll
     for (int i = 0; i < kQueries; ++i) {
-      top[i] = -0.5f * FLT_MAX;  // not -inf: exp(-inf - top) has to be 0
+      top[i] = -0.5f * FLT_MAX;  // finite, so that exp(-inf - top) is 0
       sum[i] = 0.0f;
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) o[i][c] = 0.0f;
@@ -57,7 +58,7 @@ struct Softmax {
     for (int c = 0; c < kColumns; ++c) o[i][c] *= factor;
   }
 
-  // other(n, x): the n-th number of another softmax of the query, which is x in this one.
+  // other(n, x): the n-th number of another state of the query; x is that number of this state.
   template <typename Other>
   __device__ __forceinline__ void merge(int i, const Other& other) {
     const float other_top = other(0, top[i]);
@@ -72,15 +73,15 @@ struct Softmax {
   }
 };
 
-// ---- who does what ----
+// ---- division of work ----
 
-// 2^shift neighbouring warps of a block make a team, which does one item: a head of one query or of
-// a few. They share out its keys.
+// 2^shift adjacent warps of a block are a team. A team processes one item, a head of one or a few
+// queries, and its warps split the keys.
 struct Team {
   int shift;
 
   __device__ __forceinline__ int warps() const { return 1 << shift; }
-  __device__ __forceinline__ int items() const { return blockDim.y >> shift; }  // of a block
+  __device__ __forceinline__ int items() const { return blockDim.y >> shift; }  // per block
   __device__ __forceinline__ int item() const { return threadIdx.y >> shift; }
   __device__ __forceinline__ int rank() const { return threadIdx.y & (warps() - 1); }
 };
@@ -90,8 +91,9 @@ size_t shared_bytes(Team team) {
   return team.shift == 0 ? 0 : sizeof(Softmax) * kWarps * kWarp;
 }
 
-// The first `busy` warps of a team have seen keys: the first of all gets what they know, lane by
-// lane. The whole block takes part. A warp has `room` numbers of shared memory for it.
+// Merges the states of a team's first `busy` warps (those that have processed keys) into its first
+// warp, lane by lane. All threads of the block must call it. A warp uses `room` numbers of shared
+// memory.
 template <typename T, int kQueries, int kColumns>
 __device__ __forceinline__ void merge(Softmax<T, kQueries, kColumns>& state, Team team, int busy,
                                       int room = kQueries * (2 + kColumns) * kWarp) {
@@ -120,23 +122,23 @@ __device__ __forceinline__ void merge(Softmax<T, kQueries, kColumns>& state, Tea
   }
 }
 
-// The keys of a query: `first` says where they are.
+// The keys of a query: `first` tells where they are stored.
 struct Span {
   int first, count;
 };
 
 struct Shape {
   int rows, heads, width;
-  float scale;      // of scores whose exponentials are Base<T>'s
+  float scale;      // factor of scores, for the base of Base<T>
   Team team{0};     // chosen by launch_rows() or launch_tiles()
-  int beam;         // queries of a slot
-  int queries = 1;  // of a tile at most; chosen by launch_tiles()
+  int beam;         // queries per slot
+  int queries = 1;  // maximum per tile; chosen by launch_tiles()
 };
 
-constexpr int kStrideUnit = 16;  // bytes: every row starts at a multiple of them
+constexpr int kStrideUnit = 16;  // bytes; each row starts at a multiple of this
 
-// `count` times `stride`, in units of kStrideUnit, further on. The factors fit 32 bits: one
-// instruction, and a cache of 32 GB a position.
+// The address `count` strides after `from`; stride is in units of kStrideUnit. Both factors fit
+// into 32 bits, so this is one instruction, and a position of the cache may have up to 32 GB.
 template <typename T>
 __device__ __forceinline__ const T* offset_by(const T* from, int count, int stride) {
   return reinterpret_cast<const T*>(reinterpret_cast<const char*>(from) +
@@ -146,21 +148,21 @@ __device__ __forceinline__ const T* offset_by(const T* from, int count, int stri
 // ---- kernel ----
 
 // Keys has
-//   span(row), query(row)        a query's keys, and itself
-//   start(span)                  position 0 in row 0 of the cache
-//   stride, row_stride           from there to the next position, and to the next row
-//   row_of(span, position)       in which row the position lies
+//   span(row), query(row)        the keys of a query, and the query
+//   start(span)                  address of position 0 in row 0 of the cache
+//   stride, row_stride           from a position to the next, from a row to the next
+//   row_of(span, position)       the row that holds the position
 //   to_value                     from a key to its value
-// and, where a query brings a key of its own (kHasNewKey),
+// and, if a query has a new key of its own (kHasNewKey),
 //   new_key(row)                 that key
-//   append(span, ...)            stores it, and its value, in the cache
+//   append(span, ...)            stores the key and its value in the cache
 //
-// A block takes neighbouring queries; their heads follow one another in the grid.
+// A block processes one head of adjacent queries; the heads of these are adjacent in the grid.
 template <typename T, int kWidth, bool kHasNewKey, typename Keys>
 __global__ void __launch_bounds__(kWarp* kWarps)
     decode_attention_rows_kernel(const Keys keys, const Shape shape, T* __restrict__ out) {
   constexpr int kLanes = kWidth / kSize, kGroups = kWarp / kLanes;
-  constexpr int kUnroll = 8 / sizeof(T);  // a lane has 128 bytes of keys and values on the way
+  constexpr int kUnroll = 8 / sizeof(T);  // 128 bytes of keys and values in flight per lane
   constexpr int kChunk = kGroups * kUnroll;
   const Team team = shape.team;
   const int head = blockIdx.x % shape.heads;
@@ -180,7 +182,7 @@ __global__ void __launch_bounds__(kWarp* kWarps)
     for (int e = 0; e < kSize; ++e) q[e] *= shape.scale;
   }
   griddepcontrol_launch_dependents();
-  // Of a key that lies in a group of lanes; every lane takes part.
+  // The score of a key that is distributed over a group of lanes; all lanes must call it.
   const auto score_of = [&](const Columns<T>& key) {
     float k[kSize], sum = 0.0f;
     key.unpack(k);
@@ -210,8 +212,8 @@ __global__ void __launch_bounds__(kWarp* kWarps)
     }
   }
 
-  // Positions that do not exist are copies of the last one, with no probability. Lanes beyond the
-  // head repeat its last channels, with a query of 0.
+  // Positions that do not exist read the last one, with probability 0. Lanes past the head's width
+  // read its last channels, with a query of 0.
   const T* const start = keys.start(span) + head * shape.width + min(column, shape.width - kSize);
   for (int first = team.rank() * kChunk; first < span.count; first += kChunk << team.shift) {
     const auto position = [&](int u) { return first + u * kGroups + group; };
@@ -265,8 +267,8 @@ __global__ void __launch_bounds__(kWarp* kWarps)
 
 // ---- launch ----
 
-// Larger teams, of at most a block's warps, for as long as no multiprocessor has more than
-// `busy_warps`.
+// The largest team, of at most `warps` warps, with which no multiprocessor has more than
+// `busy_warps` warps.
 inline Team team_for(int64_t items, int32_t device, int warps, int busy_warps) {
   const int64_t busy = resident_blocks(device, busy_warps);
   Team team{0};
@@ -281,7 +283,7 @@ inline int64_t width_of(const char* op, int64_t channels, int64_t heads) {
   return channels / heads;
 }
 
-// From keys to values, which have to lie alike.
+// Offset from keys to values, which must have the same strides.
 template <typename T>
 int64_t to_values(const char* op, const Tensor& keys, const Tensor& values) {
   for (int64_t i = 0; i < keys.dim(); ++i) {
@@ -291,7 +293,7 @@ int64_t to_values(const char* op, const Tensor& keys, const Tensor& values) {
          static_cast<const T*>(keys.const_data_ptr());
 }
 
-// From one index of a dimension to the next, in units of kStrideUnit.
+// Stride of a dimension, in units of kStrideUnit.
 template <typename T>
 int stride_between(const char* op, const Tensor& keys, int64_t dimension) {
   const int64_t stride = keys.stride(dimension) * static_cast<int64_t>(sizeof(T)) / kStrideUnit;

@@ -1,9 +1,8 @@
-// What the host knows of a GPU, and how much shared memory a kernel may have on it: the one place
-// that asks the driver.
+// GPU properties and limits of shared memory; all queries of device attributes are here.
 //
-// A library made by `build_cuda.py --acts-as N`, for tests, takes every GPU for one of compute
-// capability N, and so the paths that the host chooses for those: its code is PTX that also runs on
-// the GPU at hand.
+// For tests, `build_cuda.py --acts-as N` builds a library that treats every GPU as one of compute
+// capability N, so that the host chooses the code paths for N. Its code is PTX, which also runs on
+// the actual GPU.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,7 +22,7 @@
 
 namespace lightseq {
 
-constexpr int kActsAs = LIGHTSEQ_ACTS_AS;  // 0: as what the GPU is
+constexpr int kActsAs = LIGHTSEQ_ACTS_AS;  // 0: use the GPU's own capability
 
 inline int attribute_of(int32_t device, cudaDeviceAttr attribute) {
   int value = 0;
@@ -39,29 +38,28 @@ inline int capability_of(int32_t device) {
          attribute_of(device, cudaDevAttrComputeCapabilityMinor);
 }
 
-// Shared memory that one block can have, by the tables of the CUDA programming guide.
+// Maximum bytes of shared memory per block, from the tables of the CUDA programming guide.
 constexpr int shared_memory_of_capability(int capability) {
   if (capability == 80 || capability == 87) return 163 << 10;
   return capability < 90 || capability >= 120 ? 99 << 10 : 227 << 10;
 }
 
-// Bytes of shared memory that a block can have, static ones counted.
+// Maximum bytes of shared memory per block, including static shared memory.
 inline int shared_memory_of_block(int32_t device) {
   const int most = attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   return kActsAs == 0 ? most : std::min(most, shared_memory_of_capability(kActsAs));
 }
 
-// Bytes of shared memory that the blocks of a multiprocessor share, those that the driver takes of
-// each block counted.
+// Bytes of shared memory per multiprocessor, including the driver's share for each block.
 inline int shared_memory_of_multiprocessor(int32_t device) {
   const int most = attribute_of(device, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   return kActsAs == 0 ? most : std::min(most, shared_memory_of_capability(kActsAs) + (1 << 10));
 }
 
-// Bytes of dynamic shared memory that a block of `kernel` can have, and from now on may ask for.
+// Maximum bytes of dynamic shared memory per block of `kernel`; later launches may use all of it.
 //
-// Without asking a block gets 48 KiB, static ones counted. So the first call for a kernel and a GPU
-// asks for all that there is; more calls cost a look into a table.
+// The default limit is 48 KiB per block, including static shared memory. The first call for a
+// kernel and a GPU raises the limit to the maximum; later calls only look into a table.
 inline int dynamic_shared_memory_of(const void* kernel, int32_t device) {
   static std::mutex mutex;
   static std::map<std::pair<const void*, int32_t>, int> known;

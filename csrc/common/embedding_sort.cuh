@@ -1,18 +1,19 @@
-// Backward of embedding, first half: one kernel sorts T tokens by their rows of a table, V of them,
-// and writes the zeros of those rows that do not occur.
+// Backward of embedding, first step: one kernel sorts T tokens by their row of a table with V rows,
+// and sets rows that do not occur to zero.
 //
-// Each block owns the rows v with v % owners == its number and does all that concerns them, so that
-// none waits for another. Its warps have a share of all tokens each:
+// Each block owns the rows v with v % owners == its number and does all work for them, so no block
+// waits for another. Each of its warps has a share of all tokens:
 //
-//   count   from all tokens, in shared memory: the share's tokens of each row of the block, and one
-//           sum of what belongs to the blocks before this one
-//   place   these counts give a row's places in `order`, and where among them each share begins
+//   count   in shared memory: for each row of the block, the tokens of the share; and the total
+//           number of tokens that belong to blocks before this one
+//   place   from these counts: the range of each row in `order`, and where each share begins in it
 //   order   the warps read their shares again and write the block's tokens to their places
-//   clear   zeros into the rows without tokens; half of the warps begin with this
+//   clear   set rows without tokens to zero; half of the warps begin with this
 //
-//   bytes moved    the indices, which all blocks read twice, from the caches; 16 bytes a token; the
-//                  zeros
-//   determinism    tokens are sorted by owner, then row, then number: atomics only count
+//   bytes moved    the indices, which all blocks read twice (from the caches); 16 bytes per token;
+//                  the zeros
+//   determinism    tokens are sorted by owner, then row, then number; atomics are only used to
+//                  count
 //
 // An index out of range stops the kernel with a device-side assertion; it is not counted.
 #pragma once
@@ -28,33 +29,33 @@
 
 namespace lightseq::embedding {
 
-constexpr int kSortWarps = 32;  // of a block
+constexpr int kSortWarps = 32;  // per block
 constexpr int kSortBlock = kWarp * kSortWarps;
-constexpr int kLeastOwnerShift = 7;  // 128 blocks, which most GPUs hold at a time
-constexpr int kMostOwned = 512;      // rows of a block
-constexpr int kBatch = 8;            // tokens of a lane on their way from memory
+constexpr int kLeastOwnerShift = 7;  // 128 blocks, all resident on most GPUs
+constexpr int kMostOwned = 512;      // rows per block
+constexpr int kBatch = 8;            // tokens per lane with loads in flight
 
-// A token in its place among the sorted ones.
+// An entry of the sorted tokens.
 struct alignas(16) Place {
-  int token;         // its number
-  int row;           // of the table
-  int index, count;  // among the tokens of that row; of the excluded row, none count
+  int token;         // number of the token
+  int row;           // its row of the table
+  int index, count;  // index among the tokens of that row, their count (excluded row: 0)
 };
 
 struct Sort {
   Indices indices;
   int tokens;
-  int share = 0;        // tokens of a warp
+  int share = 0;        // tokens per warp
   int owner_shift = 0;  // owners = 2^owner_shift
   int64_t vocabulary = 0, excluded = -1;
   Place* order = nullptr;  // [tokens]
   int* arrived = nullptr;  // [arrivals] zeros for the next kernel
   int64_t arrivals = 0;
-  char* table = nullptr;  // null: absent rows stay as they are
+  char* table = nullptr;  // null: rows without tokens are not changed
   int64_t table_stride = 0, row_bytes = 0;
 };
 
-// Sum of x over the threads before this one; in `total`, over all of them.
+// Exclusive prefix sum of x over the threads of the block; `total` is the sum over all threads.
 __device__ __forceinline__ int exclusive_sum(int x, int& total) {
   __shared__ int of_warp[kSortWarps];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -67,7 +68,7 @@ __device__ __forceinline__ int exclusive_sum(int x, int& total) {
     return sum;
   };
   const int sum = inclusive(x);
-  __syncthreads();  // an earlier call's readers are done
+  __syncthreads();  // all threads have read the result of the previous call
   if (lane == kWarp - 1) of_warp[warp] = sum;
   __syncthreads();
   const int warps = inclusive(of_warp[lane]);
@@ -91,8 +92,8 @@ static __global__ void __launch_bounds__(kSortBlock)
 
   int* const counted = counts + warp * kMostOwned;
   const int first = min(warp * p.share, p.tokens), end = min(first + p.share, p.tokens);
-  // The lower half of an index says all but whether it is valid, and is where int32 has it: no
-  // branch keeps one load from following the other.
+  // Load only the lower 32 bits of an index: they identify the row if it is valid, and have the
+  // same address for int32 and int64. Without a branch on the type, the loads can overlap.
   const auto* const indices = static_cast<const char*>(p.indices.data);
   const int64_t step = p.indices.stride * (p.indices.wide ? sizeof(int64_t) : sizeof(int32_t));
   const auto load_rows = [&](int token, uint32_t (&rows)[kBatch]) {
@@ -183,7 +184,7 @@ static __global__ void __launch_bounds__(kSortBlock)
   }
 }
 
-// Enqueues the sort; p.share and p.owner_shift are chosen here.
+// Launches the sort; chooses p.share and p.owner_shift.
 inline void sort_tokens(Sort p, cudaStream_t stream) {
   p.share = static_cast<int>(blocks_for(p.tokens, kSortBlock)) * kWarp;
   p.owner_shift = kLeastOwnerShift;

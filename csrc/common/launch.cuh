@@ -1,21 +1,23 @@
-// How kernels are launched, and how they follow each other closely.
+// Kernel launches, with programmatic dependent launch.
 //
-// Programmatic dependent launch: on GPUs that can, from compute capability 9.0 on, a kernel with
-// Launch::dependent may start while the one before it on the stream is still at work.
+// Programmatic dependent launch: on GPUs that support it (compute capability 9.0 and later), a
+// kernel with Launch::dependent may start while the previous kernel in the stream still runs.
 //
-// Such a kernel calls griddepcontrol_wait() before it touches memory, but for what is said below,
-// and griddepcontrol_launch_dependents() only after that. Blocks may be over without either, but
-// not all of them: whoever waits for the kernel would wait for too little. A kernel that is not
-// dependent has waited when it starts, and calls griddepcontrol_launch_dependents() wherever it
-// likes.
+// Such a kernel calls griddepcontrol_wait() before it accesses memory (exceptions below), and
+// griddepcontrol_launch_dependents() only after that. A block may end without either call, but at
+// least one block must call griddepcontrol_wait(): otherwise the kernel could end before its
+// predecessor, and the next kernel would wait only for this one. A kernel that is not dependent
+// starts after its predecessor has ended, and may call griddepcontrol_launch_dependents() at any
+// point.
 //
-// So when a kernel starts behind a dependent one, everything before its predecessor is over, and
-// can be read past the first cache. What the predecessor itself writes cannot, even if its blocks
-// are over: their last numbers may still be on their way. Before it waits, a kernel may therefore
-// read what a known predecessor does not write: weights. follows_dependent_launch() knows those
-// launched here, whose results are rows of tokens and sums of gradients; nobody may take these for
-// the weights of the kernel right behind. And it may read what its op forbids any predecessor to
-// write, as decode_cross_attention does.
+// So when a kernel starts after a dependent one, everything before its predecessor has completed,
+// and its results can be read if the reads bypass the L1 cache. The results of the predecessor
+// cannot be read yet, even if its blocks have ended: their last stores may still be in flight.
+// Before its wait, a kernel may therefore read memory that a known predecessor does not write: the
+// weights. follows_dependent_launch() recognises predecessors that were launched here. Their
+// results are rows of tokens and sums of gradients; do not use these as weights of the next kernel.
+// A kernel may also read inputs that its op does not allow any predecessor to write, as
+// decode_cross_attention does.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,23 +30,23 @@
 
 namespace lightseq {
 
-// Lets the next kernel start as soon as every block has called this or is over. Blocks that wait
-// occupy a multiprocessor: in a kernel whose own blocks are all running they take nothing from it.
+// The next kernel may start when all blocks have called this or have ended. Its blocks then occupy
+// multiprocessors while they wait. This costs nothing if all blocks of this kernel are resident.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Returns when the previous kernel is over and what it wrote can be read. May be called again.
+// Waits until the previous kernel has ended and its results can be read. May be called repeatedly.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The one node of a graph under capture that the stream's next will depend on; null if there is
-// none, or several.
+// During capture: the single graph node on which the stream's next node will depend; null outside
+// of capture, or if there are several.
 struct LastNode {
   unsigned long long capture = 0;
   cudaGraphNode_t node = nullptr;
@@ -64,14 +66,14 @@ struct LastNode {
   LastNode() = default;
 };
 
-// Of this thread's last dependent launch.
+// The node of this thread's last dependent launch.
 inline LastNode& last_dependent_node() {
   static thread_local LastNode last;
   return last;
 }
 
-// Whether a kernel launched now comes right behind a dependent one. Nobody can tell outside a
-// graph: what others launch on the stream does not show.
+// Whether a kernel launched now directly follows a dependent kernel of ours. Always false outside
+// of capture: launches of other code on the stream are not visible there.
 inline bool follows_dependent_launch(cudaStream_t stream) {
   const LastNode now(stream), last = last_dependent_node();
   return now.node != nullptr && now.node == last.node && now.capture == last.capture;
@@ -80,15 +82,14 @@ inline bool follows_dependent_launch(cudaStream_t stream) {
 struct Launch {
   const char* op;  // for messages
   dim3 grid, block;
-  size_t shared = 0;  // bytes of dynamic shared memory: up to all that the GPU has
+  size_t shared = 0;  // bytes of dynamic shared memory, up to the GPU's maximum
   cudaStream_t stream;
-  bool dependent = false;    // on the kernel before, as said above
-  bool cooperative = false;  // blocks wait for each other
+  bool dependent = false;    // programmatic dependent launch, see above
+  bool cooperative = false;  // blocks wait for each other, so all must be resident
 };
 
-// kernel<<<grid, block, shared, stream>>>(arguments...). Raises an error if the driver refuses: no
-// code for this GPU, too many resources. Faults inside a kernel surface later, as they do
-// everywhere in CUDA.
+// kernel<<<grid, block, shared, stream>>>(arguments...). Raises an error if the launch fails: no
+// code for this GPU, too many resources. Errors inside a kernel appear later, as always in CUDA.
 template <typename... Parameters, typename... Arguments>
 void launch(const Launch& how, void (*kernel)(Parameters...), const Arguments&... arguments) {
   int device = 0;

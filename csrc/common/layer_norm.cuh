@@ -1,10 +1,11 @@
-// How dropout_residual_layer_norm_fwd and _bwd share rows out among threads.
+// Distribution of rows among threads in dropout_residual_layer_norm_fwd and _bwd.
 //
-// As many blocks as run side by side stay until the last row. In a block, teams of threads take a
-// row each; a thread keeps to its columns, so that what belongs to these (bias, gamma, sums over
-// rows) waits in registers. Rows come by way of shared memory, where every thread copies what it
-// will read itself: only sums over a row make a team's threads wait for each other. Where forward's
-// rows are few, each has a team (one_each) and comes straight to its registers.
+// The grid has as many blocks as are resident at a time (persistent blocks). In a block, each team
+// of threads processes one row at a time. A thread always has the same columns, so it keeps their
+// data (bias, gamma, sums over rows) in registers. Rows are copied through shared memory, and each
+// thread copies exactly the parts that it reads itself; so only sums over a row need a barrier of
+// the team. If forward has few rows, each row gets its own team (one_each) and is loaded directly
+// to registers.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -24,15 +25,15 @@ namespace lightseq {
 constexpr int kMaxColumns = 8192;
 constexpr int kBlockThreads = 512;
 
-// A row is shared out among the kThreads of a team, which take every kThreads-th group of eight
-// columns; where the row is shorter, the last of them idle.
+// A row is divided among the kThreads threads of a team: each has every kThreads-th group of eight
+// columns. If the row is shorter, the last threads idle.
 template <int kThreads_, int kGroups_>
 struct Shape {
   static constexpr int kThreads = kThreads_;
   static constexpr int kGroups = kGroups_;
   static constexpr int kTeams = kBlockThreads / kThreads;
-  static constexpr int kWarps = kThreads / kWarp;             // of a team
-  static constexpr int kStride = kThreads * kColumnsPerDraw;  // between groups of a thread
+  static constexpr int kWarps = kThreads / kWarp;             // per team
+  static constexpr int kStride = kThreads * kColumnsPerDraw;  // between a thread's groups
   static constexpr int kColumns = kStride * kGroups;
 
   // First column of this thread's i-th group.
@@ -41,7 +42,7 @@ struct Shape {
   }
 };
 
-// kGroups: of a thread; two in any case where a block has too few threads.
+// kGroups: groups per thread; always two if one group each would need more threads than a block.
 template <int kGroups, typename Function>
 void dispatch_shape(int64_t columns, Function&& function) {
   if (columns <= 512) return function(Shape<64 / kGroups, kGroups>{});
@@ -56,18 +57,18 @@ inline void check_width(const char* op, int64_t columns) {
           " numbers; on a GPU they may have at most ", kMaxColumns);
 }
 
-// Like x, or empty where the output does not exist.
+// A tensor like x, or an empty one if the output does not exist.
 inline torch::stable::Tensor empty_rows(const torch::stable::Tensor& x, bool exists) {
   return exists ? allocate(x, {x.size(0), x.size(1)}) : allocate(x, {0});
 }
 
-// Which rows are whose. Neighbouring rows go to different blocks, so that the last rows keep all of
-// them busy.
+// Assignment of rows to teams. Adjacent rows go to different blocks, so that the last rows are
+// spread over all blocks.
 struct Rows {
-  int64_t step;      // between a team's rows: the number of teams
-  int each, longer;  // a team takes `each` rows, the first `longer` teams take one more
-  int stages;        // rows in shared memory for every team: 2, or 1 where that does not fit
-  int shared;        // bytes of that
+  int64_t step;      // distance between a team's rows: the number of teams
+  int each, longer;  // a team has `each` rows, the first `longer` teams have one more
+  int stages;        // rows in shared memory per team: 2, or 1 if two do not fit
+  int shared;        // bytes of shared memory
   unsigned blocks;
 
   __device__ __forceinline__ int64_t first() const {
@@ -76,7 +77,7 @@ struct Rows {
   __device__ __forceinline__ int count() const { return each + (first() < longer ? 1 : 0); }
 };
 
-// row_bytes: of all that a team reads of a row. least: bytes of shared memory needed in any case.
+// row_bytes: bytes of a row in all inputs. least: minimum bytes of shared memory.
 template <typename S, typename Kernel>
 Rows share_out(Kernel kernel, int64_t rows, int row_bytes, int least, int32_t device) {
   const int room = dynamic_shared_memory_of(reinterpret_cast<const void*>(kernel), device);
@@ -92,7 +93,7 @@ Rows share_out(Kernel kernel, int64_t rows, int row_bytes, int least, int32_t de
           .blocks = static_cast<unsigned>(blocks)};
 }
 
-// A row for every team, of which a block has `teams`.
+// One row per team, with `teams` teams per block.
 inline Rows one_each(int64_t rows, int64_t teams) {
   const int64_t blocks = blocks_for(rows, teams);
   return {.step = blocks * teams,
@@ -103,18 +104,18 @@ inline Rows one_each(int64_t rows, int64_t teams) {
           .blocks = static_cast<unsigned>(blocks)};
 }
 
-// Keeps x in a register: nvcc would compute it again for every row.
+// Keeps x in a register: nvcc would recompute it for each row.
 __device__ __forceinline__ void keep(int64_t& x) { asm volatile("" : "+l"(x)); }
 __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
-// A team's rows on their way through shared memory: kInputs tensors side by side.
+// Queue of a team's rows in shared memory; a row of kInputs tensors is stored side by side.
 template <typename T, typename S, int kInputs>
 class RowQueue {
  public:
   static constexpr int kInputBytes = S::kColumns * static_cast<int>(sizeof(T));
   static constexpr int kRowBytes = kInputs * kInputBytes;
 
-  // Starts to copy. inputs: how many of `data` there are; the others read as zeros.
+  // Starts the first copies. inputs: number of tensors in `data`; the others read as zeros.
   __device__ __forceinline__ RowQueue(const Rows& rows, const T* const (&data)[kInputs],
                                       const int64_t (&strides)[kInputs], int inputs, int columns,
                                       void* shared)
@@ -145,7 +146,7 @@ class RowQueue {
     }
   }
 
-  // Until the row is there.
+  // Waits until the current row has arrived.
   __device__ __forceinline__ void wait() const {
     if (pair_) {
       cp_async_wait<1>();
@@ -154,14 +155,14 @@ class RowQueue {
     }
   }
 
-  // This thread's i-th group of the row, of the k-th tensor; zeros beyond the row's end.
+  // Reads this thread's i-th group of the row from the k-th tensor; zeros past the row's end.
   __device__ __forceinline__ void get(int k, int i, float (&x)[kColumnsPerDraw]) const {
     Columns<T> packed;
     packed.load_shared(stage_ + place(k, i));
     packed.unpack(x);
   }
 
-  // The row has been read: another may take its place.
+  // Releases the row that has been read, and starts the copy of another one in its place.
   __device__ __forceinline__ void pop() {
     copy();
     stage_ = both_ - stage_;
@@ -201,10 +202,10 @@ class RowQueue {
   }
 
   static constexpr int kGroupBytes = kColumnsPerDraw * static_cast<int>(sizeof(T));
-  const char* next_[kInputs];  // this thread's columns of the row that is copied next
+  const char* next_[kInputs];  // this thread's columns of the next row to copy
   int64_t step_[kInputs];
   uint32_t stage_, both_;  // address of this thread's columns; the sum of both stages' addresses
-  int left_;               // rows to be copied
+  int left_;               // rows still to be copied
   int inputs_, columns_;
   bool pair_;
 };
@@ -215,7 +216,7 @@ __device__ __forceinline__ void sync_team() {
   asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "n"(S::kThreads) : "memory");
 }
 
-// Sum over a row. room: of the team's own, and not that of the sum before.
+// Sum over a row. room: shared memory of the team; consecutive sums need different rooms.
 template <typename S>
 __device__ __forceinline__ float team_sum(float x, float (&room)[S::kWarps]) {
   x = warp_reduce(x, Sum{});
@@ -229,7 +230,7 @@ __device__ __forceinline__ float team_sum(float x, float (&room)[S::kWarps]) {
   return x;
 }
 
-// Two of them with the shuffles of one: half of a warp adds up the first, half the second.
+// Two sums with the shuffles of one: half of a warp adds the first, the other half the second.
 template <typename S>
 __device__ __forceinline__ float2 team_sum(float2 x, float2 (&room)[S::kWarps]) {
   constexpr int kHalf = kWarp / 2;

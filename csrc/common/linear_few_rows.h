@@ -1,4 +1,4 @@
-// linear_fwd of few rows, as decoding has them: see linear_few_rows.cu.
+// linear_fwd for few rows, as in decoding: see linear_few_rows.cu.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@ namespace lightseq {
 
 constexpr int64_t kFewRows = 16;
 
-// Whether it is a product for multiply_few_rows().
+// Whether multiply_few_rows() can compute the product.
 inline bool has_few_rows(const Product& p) {
   return p.a.rows <= kFewRows && p.is_forward_in_16_bits();
 }

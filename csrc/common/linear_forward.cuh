@@ -1,5 +1,5 @@
-// What our own kernels of linear_fwd share (linear_few_rows.cu, linear_tiles.cu), whose warps share
-// out the inputs: operands, and how the warps' sums become a result.
+// Common code of our own linear_fwd kernels (linear_few_rows.cu, linear_tiles.cu), whose warps
+// split the input dimension: operands, and the epilogue that adds the warps' sums.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,16 +14,16 @@
 
 namespace lightseq {
 
-// A Product that is_forward_in_16_bits(), of numbers T.
+// Kernel parameters of a Product with is_forward_in_16_bits() and element type T.
 template <typename T>
 struct LinearParams {
   const T *x, *weight, *bias;  // bias null: none
   T* y;
   int64_t x_stride, weight_stride, y_stride;
   int rows, inputs, outputs;
-  int chunks;  // of every warp
+  int chunks;  // per warp
   bool relu;
-  bool weights_are_old;  // and bias: the kernel before does not write them
+  bool weights_are_old;  // the previous kernel does not write weight and bias
 
   LinearParams(const Product& p, int64_t chunks_of_warp, cudaStream_t stream)
       : x(static_cast<const T*>(p.a.data)),
@@ -40,12 +40,12 @@ struct LinearParams {
         relu(p.relu),
         weights_are_old(follows_dependent_launch(stream)) {}
 
-  // Of an output and the next.
+  // Bias of outputs `output` and `output + 1`, packed.
   __device__ __forceinline__ uint32_t bias_pair(int output) const {
     return bias == nullptr ? 0 : __ldcg(reinterpret_cast<const uint32_t*>(bias + output));
   }
 
-  // y of an output and the next, from sums of each warp.
+  // Writes y of outputs `output` and `output + 1` from the sums of each warp.
   template <typename SumsOf>
   __device__ __forceinline__ void epilogue(int row, int output, int warps, SumsOf&& sums_of,
                                            uint32_t bias_of_both) const {
@@ -64,7 +64,7 @@ struct LinearParams {
   }
 };
 
-// launch(T{}), with the product's T.
+// Calls launch(T{}) with the product's element type T.
 template <typename Launch>
 void dispatch_16_bits(const Product& p, Launch&& launch) {
   if (p.a.type == torch::headeronly::ScalarType::Half) {

@@ -1,4 +1,4 @@
-// linear_fwd of some rows, as decoding has them: see linear_tiles.cu.
+// linear_fwd for a moderate number of rows, as in decoding: see linear_tiles.cu.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,10 +7,10 @@ namespace lightseq {
 
 struct Product;
 
-constexpr int kTiles = 3;                // shapes of a tile, numbered from 1 on
-constexpr int64_t kMostTiledRows = 128;  // more rows gain nothing
+constexpr int kTiles = 3;                // number of tile shapes, numbered from 1
+constexpr int64_t kMostTiledRows = 128;  // no speed-up for more rows
 
-// False where a block of this GPU has too little shared memory for such tiles.
+// False if a block of this GPU has too little shared memory for these tiles.
 bool multiply_by_tiles(const Product& p, int tile, cudaStream_t stream);
 
 }  // namespace lightseq

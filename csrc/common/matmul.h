@@ -1,4 +1,4 @@
-// One matrix product, by the fastest algorithm there is for it (matmul.cu).
+// One matrix product, computed by the fastest available algorithm (matmul.cu).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@ namespace lightseq {
 
 constexpr int64_t kRowAlignment = 16;  // bytes
 
-// Rows of numbers in device memory.
+// A matrix in device memory.
 struct Matrix {
   void* data;
   int64_t rows, columns, stride;
@@ -44,7 +44,7 @@ struct Product {
   bool relu = false;
   bool accumulate = false;
 
-  // What our own kernels compute.
+  // Whether our own kernels (linear_few_rows.cu, linear_tiles.cu) can compute it.
   bool is_forward_in_16_bits() const {
     return transpose_b && !transpose_a && !accumulate &&
            a.type != torch::headeronly::ScalarType::Float && out.type == a.type &&

@@ -1,5 +1,5 @@
-// mbarrier: a barrier in shared memory that counts arrivals and the bytes of TMA loads, from
-// compute capability 9.0 on.
+// mbarrier: a barrier in shared memory that counts arrivals and the bytes of TMA loads. It needs
+// compute capability 9.0 or later.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@
 
 namespace lightseq {
 
-// Goes from phase to phase: the first has parity 0.
+// Advances from phase to phase; the first phase has parity 0.
 struct Mbarrier {
   uint64_t state;
 
@@ -21,7 +21,7 @@ struct Mbarrier {
   __device__ __forceinline__ void arrive() {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
   }
-  // At the same barrier of a block of the cluster.
+  // Arrives at the same barrier of another block of the cluster.
   __device__ __forceinline__ void arrive_cluster(int rank) {
     asm volatile(
         "{\n"
@@ -32,14 +32,15 @@ struct Mbarrier {
         "r"(rank)
         : "memory");
   }
-  // Arrives, and has the phase wait for so many bytes.
+  // Arrives, and makes the phase wait for `bytes` more bytes of TMA loads.
   __device__ __forceinline__ void arrive_expect_tx(uint32_t bytes) {
     asm volatile(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)),
         "r"(bytes)
         : "memory");
   }
-  // Returns when the phase of that parity is over: at once if that is the one before the current.
+  // Waits until the phase of this parity has completed; returns at once if that is the previous
+  // phase.
   __device__ __forceinline__ void wait(uint32_t parity) const {
     uint32_t is_over;
     do {
@@ -56,8 +57,8 @@ struct Mbarrier {
   }
 };
 
-// Of a thread that has initialised barriers, before the other threads of the cluster and the TMA
-// meet them.
+// Call it in the thread that has initialised barriers, before other threads of the cluster or the
+// TMA use them.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

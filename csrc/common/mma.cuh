@@ -1,19 +1,19 @@
-// Products of small tiles that lie in shared memory, computed by single warps.
+// Products of small tiles in shared memory; each is computed by one warp.
 //
 //   multiply_nt   c[16, N]  = a[16, W] b[N, W]^T
-//   multiply_nn   c[16, W] += p[16, N] b[N, W]       p in registers, as multiply_nt left it
+//   multiply_nn   c[16, W] += p[16, N] b[N, W]       p in registers, a result of multiply_nt
 //   multiply_tn   c[16, W] += a[K, 16]^T b[K, W]
 //
-// 16-bit numbers go through the tensor cores (mma.sync m16n8k16: every GPU from sm_80 on), float32
-// through fused multiply-adds, so that it keeps all of its 24 bits. Sums are float32.
+// 16-bit types use the tensor cores (mma.sync m16n8k16: all GPUs from sm_80 on). float32 uses fused
+// multiply-adds, to keep all of its 24 bits. Accumulation is in float32.
 //
-// A result of N columns is float c[N / 8][4] in every lane. Lane 4g + t holds, of columns
-// 8n ... 8n + 7, columns 2t and 2t + 1 of row g in c[n][0], c[n][1] and of row g + 8 in c[n][2],
-// c[n][3]. Two neighbouring fragments are the left operand of the next product, which is why
-// probabilities need not leave the registers.
+// A result of N columns is float c[N / 8][4] in each lane. For columns 8n ... 8n + 7, lane 4g + t
+// holds columns 2t and 2t + 1: of row g in c[n][0], c[n][1], and of row g + 8 in c[n][2], c[n][3].
+// Two adjacent fragments have the layout of the left operand of the next product, so probabilities
+// stay in registers.
 //
-// A tile's rows are kStride numbers apart, 16 bytes more than their width: eight rows then start in
-// eight different groups of four banks, and neither ldmatrix nor 16-byte reads meet a conflict.
+// The row stride of a tile is kStride numbers, 16 bytes more than the width. Eight rows then start
+// in eight different groups of four banks, so ldmatrix and 16-byte reads have no bank conflicts.
 #pragma once
 
 #include <cstdint>
@@ -28,11 +28,12 @@ namespace lightseq {
 template <typename T, int kWidth>
 constexpr int kStride = kWidth + Vec<T>::kSize;
 
-// Where a result's first number in this lane lies.
+// Row and column of this lane's first number of a result.
 __device__ __forceinline__ int lane_row() { return threadIdx.x % kWarp / 4; }
 __device__ __forceinline__ int lane_column() { return threadIdx.x % 4 * 2; }
 
-// Four 8x8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four 8x8 matrices of 16-bit numbers; lane l passes the address of row l % 8 of matrix
+// l / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -54,7 +55,7 @@ __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t pair) {
   return transposed;
 }
 
-// Two numbers as 16-bit T, in one register.
+// Packs two numbers as 16-bit T into one register.
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float first, float second) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -75,7 +76,7 @@ __device__ __forceinline__ void store_pair(T* to, float first, float second) {
   }
 }
 
-// Two neighbouring fragments of a result, 16 rows of 16 numbers, to rows of kRow numbers.
+// Stores two adjacent fragments of a result, 16 rows of 16 numbers; the row stride is kRow numbers.
 template <typename T, int kRow>
 __device__ __forceinline__ void store_fragments(T* to, const float (&left)[4],
                                                 const float (&right)[4]) {
@@ -153,8 +154,8 @@ __device__ __forceinline__ void multiply_nt(float (&c)[kBlocks][4], const T* a, 
       }
     }
   } else {
-    // Sums of four, added up with their rounding errors carried along (Kahan 1965): attention's
-    // backward takes differences of such products that nearly cancel.
+    // Partial sums of four, added with compensated summation (Kahan 1965): attention's backward
+    // subtracts such products that are nearly equal.
     float lost[kBlocks][4] = {};
     a += lane_row() * kRow;
     b += lane_column() * kRow;
@@ -202,8 +203,8 @@ __device__ __forceinline__ void multiply_nn(float (&c)[kWidth / 8][4], const flo
       }
     }
   } else {
-    // A sum of its own for these rows, 32 columns at a time, and c takes that: one chain of
-    // additions over all rows of a long sentence would lose more bits.
+    // Sum these rows separately, 32 columns at a time, and add the sum to c: one chain of additions
+    // over all rows of a long sentence would lose more bits.
     b += lane_column();
 #pragma unroll
     for (int first = 0; first < kWidth / 8; first += 4) {
@@ -224,7 +225,8 @@ __device__ __forceinline__ void multiply_nn(float (&c)[kWidth / 8][4], const flo
   }
 }
 
-// Of a and b the first `rows` of at most kDepth rows, rounded up to 16 for 16-bit numbers.
+// Uses the first `rows` (at most kDepth) rows of a and b, rounded up to a multiple of 16 for 16-bit
+// types.
 template <typename T, int kWidth, int kDepth>
 __device__ __forceinline__ void multiply_tn(float (&c)[kWidth / 8][4], const T* a, const T* b,
                                             int rows) {

@@ -1,11 +1,11 @@
-// Maximum and minimum that keep a NaN, where fmaxf and fminf would drop it.
+// Maximum and minimum that propagate NaN; fmaxf and fminf would drop it.
 //
-// The policy: in training a NaN, in whatever tensor it begins, reaches the loss or the gradient
-// norm, and the run stops or skips the update as fairseq does. Kernels of ours keep it. cublasLt's
-// ReLU alone, y = relu(x W^T + b), makes 0 of it, and backward shows what forward has hidden: the
-// gradient of y is 0 there, and 0 times NaN is NaN. One in W shows in dx = dy W, one in x in
-// dW = dy^T x, and one in b, which nothing multiplies by, is put into db by relu_linear_bwd. Where
-// there is no backward, in validation and in translation, it may stay hidden.
+// The policy: in training, a NaN in any tensor reaches the loss or the gradient norm, and the run
+// stops or skips the update, as in fairseq. Our kernels propagate NaN. The only exception is
+// cublasLt's ReLU epilogue, y = relu(x W^T + b), which turns NaN into 0. Then the NaN reappears in
+// backward: the gradient of y is 0 there, and 0 * NaN is NaN. A NaN in W appears in dx = dy W, a
+// NaN in x appears in dW = dy^T x. Nothing multiplies by b, so relu_linear_bwd writes a NaN of b to
+// db. Without backward, in validation and translation, the NaN may stay hidden.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,4 +1,4 @@
-// The new tokens of a tile of hypotheses, with which its self-attention begins.
+// The new tokens of a tile of hypotheses; self-attention of the tile begins with them.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace lightseq::decode_attention {
 
-// Their queries, and their own keys and values, which are the first that their queries
-// meet. A lane reads one chunk of a few rows. Past: decode_attention.cu's.
+// Queries, keys and values of the new tokens. A query first attends to its own key. A lane reads
+// one chunk of a few rows. Past: see decode_attention.cu.
 template <typename T, typename Rows>
 struct NewToken {
   static constexpr int kParts = kQueryTile / Rows::kAtOnce;
@@ -17,7 +17,7 @@ struct NewToken {
   Columns<T> q[kParts] = {}, key[kParts] = {}, value[kParts] = {};
   const unsigned query = threadIdx.x / Rows::kChunks, number = threadIdx.x % Rows::kChunks;
 
-  // keys: whether more than the queries is wanted.
+  // keys: whether to load keys and values, too.
   template <typename Past>
   __device__ __forceinline__ void load(const Past& past, const Item& item, const Shape& shape,
                                        bool keys) {
@@ -32,7 +32,7 @@ struct NewToken {
     }
   }
 
-  // Begins the tile; new keys and values go to the cache, too.
+  // Initialises the tile; also stores the new keys and values in the cache.
   template <typename Tile, typename Past>
   __device__ __forceinline__ void init_tile(Tile& tile, Rows& ring, const Past& past,
                                             const Item& item, int step, const Shape& shape,

@@ -1,5 +1,5 @@
-// How many blocks of a kernel a GPU holds at a time: for kernels whose blocks wait for each other
-// or share their work out among themselves.
+// Occupancy: how many blocks of a kernel are resident on a GPU at a time. For kernels whose blocks
+// wait for each other, or that divide all work among the resident blocks.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,7 @@
 
 namespace lightseq {
 
-// Where `per_multiprocessor` of them run side by side.
+// For `per_multiprocessor` resident blocks (or warps) per multiprocessor.
 inline int64_t resident_blocks(int32_t device, int64_t per_multiprocessor) {
   return attribute_of(device, cudaDevAttrMultiProcessorCount) * per_multiprocessor;
 }

@@ -1,5 +1,5 @@
-// Tensors that an op may do without: what a launcher asks of them, and what stands for them when
-// they are missing.
+// Optional tensors of an op: pointers, strides and checks, with a substitute if the tensor is
+// missing.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -16,13 +16,13 @@ const T* data_of(const std::optional<torch::stable::Tensor>& tensor) {
   return tensor.has_value() ? static_cast<const T*>(tensor->const_data_ptr()) : nullptr;
 }
 
-// Of an output that is empty where it does not exist.
+// Pointer to an output; null if the output is empty, which means that it does not exist.
 template <typename T>
 T* output_of(const torch::stable::Tensor& tensor) {
   return tensor.numel() > 0 ? static_cast<T*>(tensor.mutable_data_ptr()) : nullptr;
 }
 
-// From one row to the next.
+// Row stride in elements; 0 if the tensor is missing.
 inline int64_t stride_of(const std::optional<torch::stable::Tensor>& tensor) {
   return tensor.has_value() ? tensor->stride(0) : 0;
 }

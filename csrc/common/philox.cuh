@@ -6,10 +6,10 @@
 //   key      (seed low, seed high)                             one per run
 //   counter  (column / 8, row, site, micro-batch)              32 bits each
 //
-// `site` numbers the places in the model that drop, `row` and `column` are the element's own
-// coordinates, not the thread's, so that tiling, fusion and packing may change without changing a
-// single draw. One call yields 128 bits = eight 16-bit numbers, one per column of the group, low
-// half of each word first; 16 bits make the drop rate exact to 2^-17, far below what a run can see.
+// `site` numbers the dropouts in the model; `row` and `column` are the coordinates of the element,
+// not of the thread. So tiling, fusion and packing can change without changing any bit. One call
+// gives 128 bits = eight 16-bit numbers, one per column of the group, low half of each word first.
+// With 16 bits the drop rate is exact to 2^-17, a difference that no run can show.
 //
 // The functions also compile for the host, which is how the tests check them without a GPU.
 #pragma once
@@ -24,8 +24,8 @@ namespace lightseq {
 constexpr int kPhiloxRounds = 7;
 constexpr int kColumnsPerDraw = 8;
 
-// Upper half of a product. Of __umulhi() and the lower half ptxas makes one instruction, of a
-// 64-bit product with a constant two.
+// Upper half of a product. ptxas fuses __umulhi() and the lower half into one instruction; a 64-bit
+// product with a constant takes two.
 __host__ __device__ __forceinline__ uint32_t multiply_high(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
   return __umulhi(a, b);
@@ -46,14 +46,14 @@ __host__ __device__ __forceinline__ uint4 philox4x32(uint4 counter, uint2 key) {
   return counter;
 }
 
-// Dropout of one place in the model during one micro-batch, passed to a kernel by value.
+// Parameters of one dropout in the model for one micro-batch, passed to a kernel by value.
 struct Dropout {
-  const int64_t* rng;  // device memory: (seed, micro-batch), read by the kernel so that a captured
-                       // graph draws new bits at every replay
+  const int64_t* rng;  // device memory: (seed, micro-batch), read by the kernel so that each replay
+                       // of a captured graph generates new bits
   uint32_t site;
   uint32_t threshold;  // a column is kept where its 16 bits are >= threshold
 
-  // Half to even, as Python rounds; 16 bits, so that the largest number is always kept.
+  // Rounds half to even, as Python does. At most 65535, so that the largest number is always kept.
   static uint32_t threshold_of(double p) {
     return static_cast<uint32_t>(std::fmin(std::nearbyint(p * 65536.0), 65535.0));
   }

@@ -1,28 +1,28 @@
-// Hints: what a kernel is going to read is brought into the second cache, which all of the GPU
-// shares. Nothing is returned, so a hint may come before griddepcontrol_wait() whatever the
-// previous kernel writes, and may be wrong. Numbers that only lead to the next hint are read by
-// peek(), and have to be checked against the bounds of memory.
+// Prefetches into the L2 cache, which the whole GPU shares. A prefetch returns no value. So it may
+// come before griddepcontrol_wait(), whatever the previous kernel writes, and its address may be
+// out of date. Values that only serve to compute the next prefetch are read with peek(); check them
+// against the bounds of the memory.
 //
-// In a step of few hypotheses, whose weights sweep the second cache each time, every link of a
-// chain of reads would else be a wait for memory.
+// In a decode step of few hypotheses the weights evict everything else from L2. Without prefetches
+// each read of a chain of dependent reads would wait for memory.
 #pragma once
 
 #include <cuda_runtime.h>
 
 namespace lightseq {
 
-// Past the first cache: what it brings there could be out of date when it is read in earnest.
+// Bypasses L1: a line cached there now could be stale when the kernel reads it later.
 template <typename T>
 __device__ __forceinline__ T peek(const T* address) {
   return __ldcg(address);
 }
 
-// The number at the address, and what of its neighbours memory hands out with it.
+// Prefetches the cache line that holds the address.
 __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// A stretch of memory; address and bytes must be multiples of 16.
+// Prefetches a range; address and bytes must be multiples of 16.
 __device__ __forceinline__ void prefetch(const void* address, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes));

@@ -1,13 +1,14 @@
-// Attention of a decode step in 16-bit numbers: a warp takes a head and up to eight queries of a
-// slot, 16 keys at a time. Queries that meet the same 16 keys are a family, and do so on the tensor
-// cores together. In self-attention those with the same ancestors at all 16 positions are one; in
-// cross-attention all of them always are. decode_attention.cuh has the rest.
+// Attention of a decode step for 16-bit types. A warp processes one head and up to eight queries of
+// a slot, 16 keys at a time. Queries that attend to the same 16 keys are a family; the tensor cores
+// process them together. In self-attention, a family is the queries with the same ancestors at all
+// 16 positions; in cross-attention, all queries are one family. The rest is in
+// decode_attention.cuh.
 //
-// Keys and values come through a ring in shared memory, which belongs to the warp. What is copied
-// at a time is a load: one or more families' keys, every row that they read once. Other loads are
-// on their way while one is computed with. Which families make a load does not show in the results.
-// What lanes read or write as chunks and compute with as fragments changes from one to the other in
-// the ring's last rows, its staging rows.
+// Keys and values are copied through a ring buffer in shared memory, one per warp. The rows copied
+// at a time are a load: the keys and values of one or more families, each row once. While one load
+// is processed, others are in flight. The grouping of families into loads does not change the
+// results. The last rows of the ring are staging rows: there, data that lanes read or write as
+// chunks is converted to or from fragments.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -19,13 +20,13 @@
 
 namespace lightseq::decode_attention {
 
-constexpr int kQueryTile = 8;  // queries of a warp
-constexpr int kKeyTile = 16;   // keys of a product
-constexpr int kRingWarps = 4;  // of a block
+constexpr int kQueryTile = 8;  // queries per warp
+constexpr int kKeyTile = 16;   // keys per product
+constexpr int kRingWarps = 4;  // per block
 
-// A head of a tile of queries, which are neighbours in a slot: what a team does.
+// The work of a team: one head of a tile of adjacent queries of a slot.
 struct Item {
-  int head, slot, first_row, queries;  // 0 queries: nothing
+  int head, slot, first_row, queries;  // queries == 0: no work
 
   __device__ __forceinline__ explicit Item(const Shape& shape) {
     const int number = static_cast<int>(blockIdx.x) * shape.team.items() + shape.team.item();
@@ -37,35 +38,35 @@ struct Item {
   }
 };
 
-// Families of a tile of keys, and where in the ring a lane's place of the tile has its row.
+// Families of a tile of keys, and the row in the ring for this lane's key of the tile.
 struct Load {
-  int first, rows;                   // in the ring
-  int last;                          // place of the tile that exists; those behind are copies
-  uint64_t slots = 0, families = 0;  // a byte each: row of the ring; bits of its queries
+  int first, rows;                   // first row in the ring, number of rows
+  int last;                          // last key of the tile that exists; later ones are copies
+  uint64_t slots = 0, families = 0;  // one byte per family: row of the ring; bits of its queries
 };
 
-// Eight numbers are a chunk, and chunks change places within a row, so that eight rows in a line
-// have their n-th chunks in eight different groups of banks.
+// A chunk is eight numbers. Chunks are permuted (swizzled) within a row, so that the n-th chunks of
+// eight consecutive rows are in eight different groups of banks.
 template <typename T, int kWidth, int kCapacity>
 struct alignas(128) Ring {
   static constexpr int kRows = kCapacity;
   static constexpr int kChunks = kWidth / kSize, kAtOnce = kWarp / kChunks;
-  static constexpr int kLoadRows = kRows - kKeyTile;   // at most: the next has room for one family
-  static constexpr int kStaging = kRows - kQueryTile;  // free where there is no load but one
-  // That a multiprocessor has room for.
+  static constexpr int kLoadRows = kRows - kKeyTile;   // maximum; leaves room for another family
+  static constexpr int kStaging = kRows - kQueryTile;  // free if there is at most one load
+  // Blocks that fit on a multiprocessor.
   static constexpr int kBlocks = 768 * 64 / (kRingWarps * kRows * kWidth);
 
-  T rows[kRows][2][kWidth];     // keys, and their values
-  const T* sources[kLoadRows];  // keys that the next load has to copy, where somebody lists them
+  T rows[kRows][2][kWidth];     // keys and their values
+  const T* sources[kLoadRows];  // keys that the next load must copy, if the kernel lists them
 
   static __device__ __forceinline__ int wrap(int row) { return row < kRows ? row : row - kRows; }
   __device__ __forceinline__ T* chunk(int row, int side, int number) {
     return &rows[row][side][(number ^ row % 8) * kSize];
   }
 
-  // at(i): where the head's i-th key is; those behind the load's last may be anything. Channels
-  // that do not exist are copies of the last ones: they meet a query of 0, or are not stored. All
-  // calls are counted by wait().
+  // at(i): address of the head's i-th key; any address past the load's last key. Channels that do
+  // not exist are copies of the last ones; they are multiplied by a query of 0, or not stored.
+  // wait() counts each call as one load.
   template <typename At>
   __device__ __forceinline__ void copy(const Load& load, const At& at, int64_t to_value,
                                        int width) {
@@ -88,7 +89,7 @@ struct alignas(128) Ring {
     cp_async_commit();
   }
 
-  // Until at most the kPending newest loads are under way.
+  // Waits until at most the kPending newest loads are in flight.
   template <int kPending = 1>
   __device__ __forceinline__ void wait() {
     cp_async_wait<kPending>();
@@ -96,16 +97,17 @@ struct alignas(128) Ring {
   }
 };
 
-// Lane 4g + t holds, as mma.cuh has it, rows g and g + 8 of left operands and of results, columns g
-// of right operands. Scores are [keys, queries] = K Q^T, results are [channels, queries] = V^T P^T.
+// Layout as in mma.cuh: lane 4g + t holds rows g and g + 8 of left operands and of results, and
+// column g of right operands. Scores are [keys, queries] = K Q^T; results are
+// [channels, queries] = V^T P^T.
 template <typename T, int kWidth, typename Rows>
 struct QueryTile {
-  uint32_t q[kWidth / kSize];           // query g, channels 8i + 2t and the next
+  uint32_t q[kWidth / kSize];           // query g, channels 8i + 2t and 8i + 2t + 1
   Softmax<T, 2, kWidth / kSize> state;  // queries 2t and 2t + 1, channels 8i + g
   const int g = threadIdx.x / 4, t = threadIdx.x % 4;
 
-  // Queries from memory. first: of the first one, the head's first channel. stride: numbers from
-  // one to the next.
+  // Loads queries from global memory. first: the head's first channel of the first query. stride:
+  // numbers from one query to the next.
   __device__ __forceinline__ void load_queries(const T* first, int64_t stride, const Item& item,
                                                const Shape& shape) {
 #pragma unroll
@@ -116,7 +118,7 @@ struct QueryTile {
     }
   }
 
-  // Queries from the staging rows, where they lie as keys.
+  // Loads queries from the staging rows, where they are stored in place of keys.
   __device__ __forceinline__ void ldmatrix_queries(Rows& ring) {
 #pragma unroll
     for (int i = 0; i < kWidth / kSize; i += 4) {
@@ -127,7 +129,7 @@ struct QueryTile {
     }
   }
 
-  // The first results, from values in the staging rows; none are zeros.
+  // Initialises the results with the values in the staging rows; missing values are zeros there.
   __device__ __forceinline__ void ldmatrix_values(Rows& ring) {
 #pragma unroll
     for (int i = 0; i < kWidth / kSize; i += 4) {
@@ -141,8 +143,8 @@ struct QueryTile {
     }
   }
 
-  // A family takes part with its own columns of a product, the others stay as they are, to the
-  // bit, NaN or not.
+  // Processes a load. From each product a family uses only its own columns; the other columns keep
+  // their bits, even if the product is NaN there.
   __device__ __forceinline__ void attend(Rows& ring, const Load& load, float scale) {
     const int lane = threadIdx.x;
     uint64_t slots = load.slots;
@@ -180,7 +182,7 @@ struct QueryTile {
     const uint32_t low = movmatrix_trans(pack<T>(p[0], p[1])),
                    high = movmatrix_trans(pack<T>(p[2], p[3]));
 
-    // The transposed operand's 8x8 matrices have their places in another order.
+    // The 8x8 matrices of the transposed operand are in another order.
     slots = __shfl_sync(kAllLanes, load.slots, lane / 16 * 8 + lane % 8);
 #pragma unroll 1
     for (uint64_t families = load.families; families != 0; families >>= 8, slots >>= 8) {
@@ -198,7 +200,7 @@ struct QueryTile {
     }
   }
 
-  // By way of the staging rows, so that rows leave whole.
+  // Stores the results through the staging rows, so that stores are contiguous.
   __device__ __forceinline__ void store(T* out, Rows& ring, const Item& item, const Shape& shape) {
     float factor[2];
 #pragma unroll
@@ -231,7 +233,7 @@ struct QueryTile {
 
 // ---- launch ----
 
-// tiles: into how many a slot is cut. busy_warps: as for team_for().
+// tiles: number of tiles per slot. busy_warps: as for team_for().
 template <typename Ring, typename T, typename Keys>
 void launch_tiles(const char* op, void (*kernel)(Keys, Shape, T*), const Keys& keys, Shape shape,
                   const Tensor& out, int64_t tiles, int busy_warps) {

@@ -1,5 +1,5 @@
-// Sums and maxima over a warp or a block, in a fixed order: the same input gives the same bits.
-// Every thread of the warp or block must take part and receives the result.
+// Reductions (sum, maximum) over a warp or a block, in a fixed order: the same input gives the same
+// bits. All threads of the warp or block must call, and all receive the result.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct Sum {
   }
 };
 
-// NaN is lost, as in fmaxf: where a NaN must show, it shows in a sum.
+// Drops NaN, as fmaxf does; where a NaN must propagate, it does so through a sum.
 struct Max {
   __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
@@ -30,15 +30,15 @@ __device__ __forceinline__ T warp_reduce(T x, Operation operation) {
   return x;
 }
 
-// kThreads: a multiple of 32, at most 1024. Threads are numbered by threadIdx.x alone.
-// Synchronises the block once at each end, so that calls may follow each other.
+// kThreads: a multiple of 32, at most 1024. Threads are numbered by threadIdx.x only.
+// Synchronises the block before and after the write to shared memory, so calls may follow directly.
 template <int kThreads, typename Operation, typename T>
 __device__ __forceinline__ T block_reduce(T x, Operation operation) {
   constexpr int kWarps = kThreads / kWarp;
   x = warp_reduce(x, operation);
   if constexpr (kWarps > 1) {
     __shared__ T of_warp[kWarps];
-    __syncthreads();  // an earlier call's readers are done
+    __syncthreads();  // all threads have read the result of the previous call
     if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = x;
     __syncthreads();
     x = of_warp[0];

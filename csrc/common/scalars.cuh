@@ -1,5 +1,5 @@
-// Numbers that a kernel reads one at a time: token ids, a loss scale, one gradient a row. Their
-// type is known at run time only. A branch on it is cheaper than one more copy of the kernel.
+// Values that a kernel reads one at a time: token ids, a loss scale, one gradient per row. Their
+// dtype is known only at run time. A branch on it is cheaper than another instance of the kernel.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

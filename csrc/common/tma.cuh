@@ -1,6 +1,6 @@
-// TMA (cp.async.bulk.tensor): boxes of a matrix of 16-bit numbers that the hardware copies to
-// shared memory and back, from compute capability 9.0 on. A box has rows of 128 bytes in the
-// 128-byte swizzle, which wgmma reads: eight rows of one column are in different banks.
+// TMA (cp.async.bulk.tensor): the hardware copies boxes of a 16-bit matrix to shared memory and
+// back. It needs compute capability 9.0 or later. A box has rows of 128 bytes in the 128-byte
+// swizzle, which wgmma can read: eight rows of one column are in different banks.
 #pragma once
 
 #include <cuda.h>
@@ -15,17 +15,17 @@
 
 namespace lightseq {
 
-constexpr int kSwizzleBytes = 128;                  // of a box's row,
-constexpr int kSwizzleColumns = kSwizzleBytes / 2;  // and its numbers
+constexpr int kSwizzleBytes = 128;                  // bytes of a box's row
+constexpr int kSwizzleColumns = kSwizzleBytes / 2;  // 16-bit numbers of a box's row
 
-// Whether the TMA can copy it.
+// Whether the TMA can copy the matrix.
 inline bool fits_tma(const Matrix& x) {
   return x.columns % 8 == 0 && x.stride % 8 == 0 && x.stride >= x.columns &&
          reinterpret_cast<uintptr_t>(x.data) % kRowAlignment == 0;
 }
 
-// In boxes of `rows` times kSwizzleColumns. What is outside of the matrix is read as zeros and not
-// written.
+// Tensor map with boxes of `rows` times kSwizzleColumns. Outside of the matrix, loads give zeros
+// and stores write nothing.
 inline CUtensorMap tensor_map_of(const Matrix& x, int rows) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
@@ -54,7 +54,7 @@ inline CUtensorMap tensor_map_of(const Matrix& x, int rows) {
   return map;
 }
 
-// Byte of a box's row at which its 16 bytes numbered `chunk` lie.
+// Byte offset of the 16-byte chunk number `chunk` within row `row` of a box.
 __device__ __forceinline__ int swizzle_128b(int row, int chunk) { return (chunk ^ row % 8) * 16; }
 
 __device__ __forceinline__ void tma_load(void* to, const CUtensorMap& from, int column, int row,
@@ -66,7 +66,7 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap& from, int 
       : "memory");
 }
 
-// To the same place of all blocks of the cluster whose bits are set, and their barriers.
+// Loads to the same address in all blocks of the cluster whose bits are set, with their barriers.
 __device__ __forceinline__ void tma_load_multicast(void* to, const CUtensorMap& from, int column,
                                                    int row, Mbarrier& barrier, uint16_t blocks) {
   asm volatile(
@@ -76,7 +76,7 @@ __device__ __forceinline__ void tma_load_multicast(void* to, const CUtensorMap& 
       : "memory");
 }
 
-// Of each thread whose writes to shared memory a tma_store() behind it shall see.
+// Call it in each thread that has written to shared memory, before a tma_store() of that data.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -91,7 +91,7 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& to, int column, int
 __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Until the places that this thread's stores are from may be written again.
+// Waits until this thread's stores have read their shared memory, so that it may be overwritten.
 __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }

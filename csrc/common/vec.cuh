@@ -1,9 +1,9 @@
-// Numbers in memory and numbers in registers: tensors are read and written 16 bytes at a time and
-// computed with in float.
+// Vector loads and stores, and conversions: tensors are read and written 16 bytes at a time, and
+// computed in float.
 //
 //   Vec<T>          16 bytes of T: 8 halves or 4 floats
 //   load, store     one 16-byte access; the address must be a multiple of 16 bytes
-//   load_cg         the same past the first cache, for data that no kernel reads again soon
+//   load_cg         a load that bypasses L1, for data that no kernel reads again soon
 //   dispatch_float  calls a generic lambda with the tensor's element type
 #pragma once
 

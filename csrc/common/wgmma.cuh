@@ -1,6 +1,6 @@
-// wgmma: products that four warps, a warpgroup, make from shared memory, on GPUs of compute
-// capability 9.0. Code for it is made for sm_90a (scripts/build_cuda.py looks for this file); for
-// other GPUs a kernel that uses this is compiled as well, and must not be launched.
+// wgmma: products computed by a warpgroup (four warps) from shared memory, on GPUs of compute
+// capability 9.0. The code is compiled for sm_90a (scripts/build_cuda.py looks for this file). A
+// kernel that uses it also compiles for other GPUs, but must not be launched there.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,9 +21,9 @@ namespace lightseq {
 
 constexpr int kWarpgroup = 128;  // threads
 constexpr int kWgmmaM = 64, kWgmmaN = 256, kWgmmaK = 16;
-constexpr int kWgmmaAccumulators = kWgmmaM * kWgmmaN / kWarpgroup;  // of a thread
+constexpr int kWgmmaAccumulators = kWgmmaM * kWgmmaN / kWarpgroup;  // per thread
 
-// Whether kernels for it were compiled, and this GPU runs them.
+// Whether wgmma kernels were compiled and this GPU can run them.
 inline bool has_wgmma([[maybe_unused]] int32_t device) {
 #ifdef LIGHTSEQ_SM90A
   return capability_of(device) == 90;
@@ -32,7 +32,7 @@ inline bool has_wgmma([[maybe_unused]] int32_t device) {
 #endif
 }
 
-// Registers of each thread of a warpgroup: a multiple of 8.
+// Sets the registers per thread of a warpgroup, a multiple of 8.
 template <int kCount>
 __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
@@ -42,9 +42,9 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// Describes an operand in the 128-byte swizzle (tma.cuh). Offsets in bytes: the stride from eight
-// rows to the next eight, and the leading one, from a box to the next beside it, where the product
-// is wider than a box.
+// Descriptor of an operand in the 128-byte swizzle (tma.cuh). Offsets in bytes: stride_offset from
+// eight rows to the next eight; leading_offset from a box to the next one beside it, used if the
+// product is wider than a box.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t stride_offset,
                                                      uint32_t leading_offset) {
   constexpr uint64_t kSwizzle128B = uint64_t{1} << 62;
@@ -80,10 +80,10 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t 
       : LIGHTSEQ_ACCUMULATORS_64(0), LIGHTSEQ_ACCUMULATORS_64(64)                                  \
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)))
 
-// sums [64, 256] (+)= a [64, 16] b [16, 256], of a warpgroup, begun in the order of the calls; a
-// and b are descriptors. The rows of a's boxes are its own (K-major), those of b's what is added up
-// (MN-major). A thread's sums: row 16 * warp + lane / 4 (+ 8), columns 8 * i + lane % 4 * 2 (+ 1)
-// are sums[4 * i] (+ 2) (+ 1).
+// sums [64, 256] (+)= a [64, 16] b [16, 256], asynchronous, by a warpgroup; calls execute in order.
+// a and b are descriptors. The rows of a's boxes are rows of a (K-major); the rows of b's boxes are
+// the K dimension (MN-major). A thread's sums: row 16 * warp + lane / 4 (+ 8), columns
+// 8 * i + lane % 4 * 2 (+ 1) are sums[4 * i] (+ 2) (+ 1).
 template <typename T>
 __device__ __forceinline__ void wgmma(float (&sums)[kWgmmaAccumulators], uint64_t a, uint64_t b,
                                       bool accumulate) {
@@ -94,19 +94,19 @@ __device__ __forceinline__ void wgmma(float (&sums)[kWgmmaAccumulators], uint64_
   }
 }
 
-// Before the first wgmma behind other instructions that touch its sums.
+// Fence before the first wgmma after other instructions that access its sums.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Until at most the kPending newest groups are under way.
+// Waits until at most the kPending newest groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// Until the sums may be read.
+// Waits for all groups; afterwards the sums may be read.
 __device__ __forceinline__ void wgmma_wait_all(float (&sums)[kWgmmaAccumulators]) {
   wgmma_wait<0>();
 #pragma unroll

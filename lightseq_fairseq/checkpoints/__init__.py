@@ -1,11 +1,11 @@
-"""What is left on disk, and who can read it. Importing this package loads none of it.
+"""Reading and writing checkpoints. Importing this package imports none of its modules.
 
-files              files and folders that are whole or not there, and a folder for one run alone
-saving             a state into such a file
-names              what fairseq calls what we call ls_..., and the other way round
-models             which model fairseq builds for a checkpoint
-optimizer_order    Adam's state in a file whose parameters are others than the model's
+files              atomic writes of files and folders, and a lock for a run's folder
+saving             saves a state to a file atomically
+names              native fairseq names of our ls_ names, and the reverse
+models             which model class fairseq builds for a checkpoint
+optimizer_order    Adam's state for a model whose parameters have another order than the file's
 dictionaries       which dictionaries a model was trained with
-original_lightseq  checkpoints of the original LightSeq as fairseq's
-export             trained models for fairseq, CTranslate2 and safetensors
+original_lightseq  converts checkpoints of the original LightSeq to fairseq's
+export             exports trained models to fairseq, CTranslate2 and safetensors
 """

@@ -1,7 +1,8 @@
-"""Which dictionaries a model was trained with.
+"""Checks that a checkpoint is used with the dictionaries it was trained with.
 
-A fairseq checkpoint holds none: another dictionary of the same size loads without a word and
-translates nonsense. Ours holds a digest of each, which a later command compares with what it has.
+A fairseq checkpoint holds no dictionary. With another one of the same size the model loads without
+an error and translates to nonsense. Our checkpoints hold a digest of each dictionary, and later
+commands compare it with the dictionaries of their task.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from lightseq_fairseq.errors import UserError
 
 
 def digests(task: Any) -> dict[str, str]:
-    """Of the task's source and target dictionary: "<number of symbols>:<their SHA-256>".
+    """Digests of the task's "source" and "target" dictionary: "<number of symbols>:<SHA-256>".
 
-    A user's task need not have either: its source may be pictures.
+    A task may lack either dictionary, for example if its source is images; then so does the result.
     """
     found = {}
     for side in ("source", "target"):
         try:
             symbols = getattr(getattr(task, f"{side}_dictionary"), "symbols", None)
-        except NotImplementedError:  # FairseqTask's own
+        except NotImplementedError:  # raised by FairseqTask's default property
             continue
         if symbols is not None:
             text = "\n".join(symbols).encode()
@@ -30,9 +31,10 @@ def digests(task: Any) -> dict[str, str]:
 
 
 def difference(task: Any, trained_with: dict[str, str] | None) -> str | None:
-    """A sentence on the side of the task that has other symbols than a checkpoint's, or None.
+    """A sentence that names a dictionary whose symbols differ from the checkpoint's, or None.
 
-    Sizes that differ are left to the embedding, which says so itself. None or {} says nothing.
+    Different sizes are not reported here: loading the embedding reports them. If ``trained_with``
+    is None or {}, nothing is compared.
     """
     for side, digest in digests(task).items():
         expected = (trained_with or {}).get(side, digest)
@@ -46,10 +48,10 @@ def difference(task: Any, trained_with: dict[str, str] | None) -> str | None:
 
 
 def check(task: Any, trained_with: dict[str, str] | None) -> None:
-    """Refuse a checkpoint of other dictionaries than the task's.
+    """Check that the task has the checkpoint's dictionaries.
 
     Raises:
-        UserError: see `difference`.
+        UserError: a dictionary differs, see `difference`.
     """
     if (sentence := difference(task, trained_with)) is not None:
         raise UserError(sentence)

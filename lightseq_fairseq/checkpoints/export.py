@@ -1,8 +1,9 @@
-"""Trained models for other programs: stock fairseq, CTranslate2, and whoever reads safetensors.
+"""Exports trained models to other programs: stock fairseq, CTranslate2, readers of safetensors.
 
-Whichever program or version wrote the checkpoint, fairseq's own Transformer is built from its
-options and takes its weights. So every export has today's names, float32 and complete options, and
-a file whose weights are not those of its options is found before anything is written.
+The export builds fairseq's own Transformer from the checkpoint's options and loads its weights,
+whichever program or version wrote the file. So every export has today's parameter names, float32
+weights and complete options. If the weights do not match the options, the error comes before
+anything is written.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from lightseq_fairseq.fairseq_compat.checkpoints import load_checkpoint
 
 @dataclass
 class Trained:
-    """What a checkpoint holds, as stock fairseq has it."""
+    """A loaded checkpoint, with the model as stock fairseq builds it."""
 
     checkpoint: dict[str, Any]
-    args: Namespace  #: the options, native names throughout
+    args: Namespace  #: the options, with native fairseq names only
     model: TransformerModel  #: float32, on the CPU
 
 
 def read(source: Path) -> Trained:
-    """The translation Transformer of a checkpoint of this package or of any fairseq.
+    """Load the translation Transformer from a checkpoint of this package or of any fairseq version.
 
     Raises:
-        UserError: the file cannot be read, is no checkpoint, or holds no such model.
+        UserError: the file cannot be read, is not a checkpoint, or holds no such model.
     """
     try:
         with source.open("rb") as file:
@@ -60,7 +61,7 @@ def read(source: Path) -> Trained:
         )
         model = TransformerModel.build_model(args, task)
         model.load_state_dict(state["model"], strict=True)
-    except Exception as error:  # of any layer of fairseq's and torch's
+    except Exception as error:  # fairseq and torch raise many types here
         raise UserError(
             f"{source} does not hold the model that its options describe ({_short(error)})"
         ) from error
@@ -79,13 +80,13 @@ def _options(state: dict[str, Any], source: Path) -> Namespace:
             "exported"
         )
     args = copy.copy(found)
-    # The command line may have left these to the task, where CTranslate2 does not look.
+    # These options may be only in the task's section, which CTranslate2 does not read.
     task: Any = cfg.get("task") or {}
     task = vars(task) if isinstance(task, Namespace) else task
     for name in ("source_lang", "target_lang", "data"):
         setattr(args, name, getattr(args, name, None) or task.get(name))
     args.task = getattr(args, "task", None) or task.get("_name", "translation")
-    # Files with initial values, which may be gone and matter no more.
+    # Files of pretrained embeddings: not needed any more, and they may not exist.
     args.encoder_embed_path = args.decoder_embed_path = None
     return args
 
@@ -95,7 +96,7 @@ def _rows(weights: dict[str, Any], side: str) -> int:
 
 
 def _stand_in(size: int) -> Dictionary:
-    """A dictionary of that many symbols: a model asks no more of one."""
+    """A placeholder dictionary of ``size`` symbols; building a model needs only the size."""
     dictionary = Dictionary()
     for number in range(size - len(dictionary)):
         dictionary.add_symbol(str(number))
@@ -103,14 +104,16 @@ def _stand_in(size: int) -> Dictionary:
 
 
 def find_dictionaries(trained: Trained, data: str | None) -> dict[str, Path]:
-    """The files of the "source" and the "target" dictionary, which belong to the model.
+    """Paths of the model's "source" and "target" dictionary files.
 
     Args:
-        data: the folder to look in; None for the one that the checkpoint names. Languages that the
-            checkpoint does not name come from the files there, as in fairseq, and join its options.
+        data: the folder to search; None for the folder named in the checkpoint. If the checkpoint
+            does not name the languages, they are inferred from the files there, as in fairseq, and
+            added to ``trained.args``.
 
     Raises:
-        UserError: no such file, another dictionary, or a task with other dictionaries.
+        UserError: a file is missing or is not the model's dictionary, or the model was trained with
+            another task than translation.
     """
     args = trained.args
     if args.task != "translation":
@@ -118,7 +121,7 @@ def find_dictionaries(trained: Trained, data: str | None) -> dict[str, Path]:
             f"the model was trained with --task {args.task}, whose dictionaries are its own: "
             "export it with --to fairseq, without --data"
         )
-    places = data or args.data or "."  # a list in old checkpoints
+    places = data or args.data or "."  # args.data is a list in old checkpoints
     folder = Path(utils.split_paths(places)[0] if isinstance(places, str) else places[0])
     advice = "name the folder with the run's dictionaries, as in --data data-bin"
     if not folder.is_dir():
@@ -137,7 +140,7 @@ def find_dictionaries(trained: Trained, data: str | None) -> dict[str, Path]:
         path = paths[side] = folder / f"dict.{language}.txt"
         try:
             dictionary = loaded[f"{side}_dictionary"] = Dictionary.load(str(path))
-        except Exception as error:  # fairseq raises that itself for what it cannot decode
+        except Exception as error:  # fairseq raises a bare Exception if it cannot decode the file
             raise UserError(f"{path} cannot be read ({_short(error)}): {advice}") from error
         rows = _rows(trained.checkpoint["model"], part)
         if len(dictionary) != rows:
@@ -152,10 +155,10 @@ def find_dictionaries(trained: Trained, data: str | None) -> dict[str, Path]:
 def to_fairseq(trained: Trained, output: Path) -> None:
     """Write a checkpoint for stock fairseq and for CTranslate2's FairseqConverter.
 
-    It is to translate with and to train further, without the optimizer's state.
+    It has no optimizer state. It can be used for translation and to start further training.
 
     Raises:
-        UserError: ``output`` cannot be written, and is not there.
+        UserError: ``output`` cannot be written; it is unchanged then.
     """
     state = {**trained.checkpoint, "args": None, "last_optimizer_state": None}
     state["model"] = trained.model.state_dict()
@@ -173,15 +176,15 @@ def to_ctranslate2(
 
     Args:
         paths: from ``find_dictionaries``.
-        quantization: the type of CTranslate2's to store weights in; None keeps float32.
+        quantization: CTranslate2's name of the type to store weights in; None keeps float32.
 
     Raises:
-        UserError: CTranslate2 has no such model, or as for ``to_fairseq``.
+        UserError: CTranslate2 does not support the model, or as for ``to_fairseq``.
     """
     from ctranslate2.converters import FairseqConverter
 
-    # The converter reads the options and the weights, and its torch.load refuses what else a
-    # checkpoint holds: meters of --eval-bleu count in numpy arrays.
+    # The converter needs only the options and the weights. Its torch.load refuses other parts of a
+    # checkpoint, such as the numpy arrays in the meters of --eval-bleu.
     bare = {key: trained.checkpoint.get(key) for key in ("args", "cfg", "model")}
     with files.placed(output) as place, torch.serialization.safe_globals([Namespace]):
         source = place.with_suffix(".pt")
@@ -191,14 +194,14 @@ def to_ctranslate2(
             converter.convert(str(place), quantization=quantization)
         except OSError:
             raise
-        except Exception as error:  # of any kind: its checks, and attributes that it does not find
+        except Exception as error:  # of any type: its own checks, or an AttributeError
             raise UserError(f"CTranslate2 cannot convert this model ({_short(error)})") from error
 
 
 def to_safetensors(trained: Trained, paths: dict[str, Path], output: Path) -> None:
     """Write the folder ``output``: model.safetensors, config.json and the dictionaries.
 
-    A tensor with several names is there once, as ``safetensors.torch.load_model`` expects it.
+    Tied tensors are stored once, as ``safetensors.torch.load_model`` expects.
 
     Args:
         paths: from ``find_dictionaries``.
@@ -225,9 +228,9 @@ def to_safetensors(trained: Trained, paths: dict[str, Path], output: Path) -> No
             save_model(trained.model, str(weights))
         except SafetensorError as error:
             raise OSError(str(error)) from error
-        shutil.copymode(place / "config.json", weights)  # safetensors' own is the user's alone
+        shutil.copymode(place / "config.json", weights)  # safetensors writes with mode 600
 
 
 def _short(error: Exception) -> str:
-    """Its text on one line, without the end of a long list."""
+    """The error's text on one line, shortened to 300 characters."""
     return textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__

@@ -1,7 +1,8 @@
-"""Files and folders that are written whole or not at all, and folders that one run has to itself.
+"""Atomic writes of files and folders, and exclusive use of a folder by one run.
 
-All go by POSIX locks: NFS knows them, a child process does not inherit them, and they end with
-their process, however it ends. Where a file system has none, nothing waits and nobody is told.
+All functions use POSIX locks: NFS supports them, child processes do not inherit them, and the
+system releases them when the process ends, even if it is killed. On a file system without locks,
+the functions work without locking and give no warning.
 """
 
 from __future__ import annotations
@@ -25,34 +26,35 @@ from typing import Any, BinaryIO
 from lightseq_fairseq.errors import UserError
 
 _LOCK = ".lightseq-lock"
-_TEMPORARY = re.compile(r".+\.([0-9a-f]{8})-[0-9a-f]{8}\.tmp")  # the machine, a random number
-_FOLDER = ".d"  # at the end of such a name: what is written along with that file
-_DAY = 86400.0  # seconds; nothing is written for so long
+_TEMPORARY = re.compile(r".+\.([0-9a-f]{8})-[0-9a-f]{8}\.tmp")  # machine id, random number
+_FOLDER = ".d"  # suffix of the folder that belongs to a temporary file
+_DAY = 86400.0  # seconds; longer than any write takes
 _STREAM = "it is not a regular file"
-_writing: set[str] = set()  # by this process, which its own locks do not keep out
+_writing: set[str] = set()  # this process's temporary files: its own locks do not exclude itself
 
 
 @contextmanager
 def replaced(path: str | Path, advice: str = "", streams: bool = False) -> Iterator[BinaryIO]:
-    """A file to fill, which then takes the place of ``path``, or of what it links to.
+    """Yield a temporary file to write; at the end of the block it replaces ``path`` atomically.
 
-    The bytes are on the disk before the name is: killed at any moment, the machine even, there is
-    either the old file or the new one. Until then they lie beside it in a file of their own, which
-    is removed on an error; that of a killed process is removed by the next write to the folder.
+    If ``path`` is a symbolic link, its target is replaced. The data is synced to disk before the
+    rename: after a kill or a crash at any moment there is either the old or the new file. The
+    temporary file is in the same folder. It is removed on an error; if the process is killed, the
+    next write to the folder removes it.
 
     Args:
-        advice: what the error says behind the reason.
-        streams: a pipe or a device is written to as it is.
+        advice: text that the error message adds after the reason.
+        streams: allow a pipe or a device, which is written directly.
 
     Raises:
-        UserError: the file cannot be written, or ``path`` is a folder, or a pipe or a device
-            without ``streams``; it is as before and the temporary file gone. An OSError of the
-            block that has nothing to do with the file is raised as it is.
+        UserError: the file cannot be written, or ``path`` is a folder, or (without ``streams``) a
+            pipe or a device. ``path`` is unchanged then, and the temporary file is removed. An
+            OSError of the block that does not concern the file is raised unchanged.
     """
     is_stream = _is_stream(path)
     if is_stream and not streams:
         raise _unwritable(path, _STREAM, advice)
-    if os.path.isdir(path):  # renaming finds it out, too, when all the work is done
+    if os.path.isdir(path):  # check now: the rename would fail only after all the work
         raise _unwritable(path, os.strerror(errno.EISDIR), advice)
     target = os.path.realpath(path)
     file, within = None, False
@@ -79,13 +81,14 @@ def replaced(path: str | Path, advice: str = "", streams: bool = False) -> Itera
 
 @contextmanager
 def placed(path: str | Path) -> Iterator[Path]:
-    """The same for what others write by its path, or for a folder: where it is to be made.
+    """Yield a temporary path; what the block creates there then replaces ``path`` atomically.
 
-    That is alone in a folder beside ``path``, where more may be put that is gone in the end.
+    Like `replaced`, for a folder or for a file that other code writes by path. The temporary path
+    is in its own folder beside ``path``. Other files in that folder are removed at the end.
 
     Raises:
-        UserError: as for `replaced`, also where the block raised an OSError of any kind, and where
-            a file takes the place of a folder, or a folder that of a file or of a full folder.
+        UserError: as for `replaced`; also on any OSError of the block, and if a file would replace
+            a folder, or a folder would replace a file or a folder that is not empty.
     """
     if _is_stream(path):
         raise _unwritable(path, _STREAM)
@@ -111,16 +114,19 @@ def _unwritable(path: str | Path, reason: OSError | str, advice: str = "") -> Us
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether it is Ctrl-C, or came of it: torch closes the archive, which then is not whole."""
+    """Whether the error is a KeyboardInterrupt or was raised while handling one.
+
+    On Ctrl-C torch.save closes its incomplete archive, which raises another error.
+    """
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None
 
 
 class _File(io.FileIO):
-    """A file that remembers why it could not be written.
+    """A file that keeps the OSError of a failed write.
 
-    torch.save turns an OSError into a RuntimeError about positions in the archive.
+    torch.save turns that error into a RuntimeError about positions in the archive.
     """
 
     failed: OSError | None = None
@@ -144,9 +150,9 @@ def _opened(path: str | Path) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def _beside(target: str) -> Iterator[tuple[str, int]]:
-    """Path and descriptor of a new file beside ``target``, locked for the block.
+    """Yield path and descriptor of a new file beside ``target``, locked within the block.
 
-    What the block has not moved away is removed then, a folder of that name and `_FOLDER` as well.
+    At the end the file is removed, unless the block has renamed it, and so is its `_FOLDER`.
     """
     folder = os.path.dirname(target)
     _remove_abandoned(folder)
@@ -160,12 +166,12 @@ def _beside(target: str) -> Iterator[tuple[str, int]]:
 
 
 def _create_beside(target: str) -> tuple[str, int]:
-    """The file's mode is what umask leaves."""
+    """Create and lock a temporary file; its mode follows the umask."""
     while True:
         path = f"{target}.{_machine()}-{secrets.token_hex(4)}.tmp"
         _writing.add(path)
         number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        # Another process may have taken it for abandoned before it was locked.
+        # Before it was locked, another process may have removed it as abandoned: then try again.
         if _lock(number) is not False and _is_at(path, number):
             return path, number
         os.close(number)
@@ -175,12 +181,12 @@ def _create_beside(target: str) -> tuple[str, int]:
 def _remove(path: str) -> None:
     shutil.rmtree(path + _FOLDER, ignore_errors=True)
     with contextlib.suppress(OSError):
-        os.remove(path)  # the last: whoever finds it tries again
+        os.remove(path)  # last: if the folder could not be removed, a later write tries again
     _writing.discard(path)
 
 
 def _sync(path: str | Path) -> None:
-    """Have a file, or the names in a folder, on the disk."""
+    """Sync a file, or the entries of a folder, to disk."""
     try:
         number = os.open(path, os.O_RDONLY)
         try:
@@ -188,15 +194,15 @@ def _sync(path: str | Path) -> None:
         finally:
             os.close(number)
     except OSError:
-        if not os.path.isdir(path):  # some file systems cannot sync one
+        if not os.path.isdir(path):  # some file systems cannot sync a folder
             raise
 
 
 def _remove_abandoned(folder: str) -> None:
     """Remove temporary files whose process has ended.
 
-    A lock that can be had says so among the processes of one machine. Another machine's locks may
-    be invisible here, so of its files only those go that nobody has written to for a day.
+    If the file is from this machine, its process has ended if we can lock it. The locks of another
+    machine may be invisible here, so its files are removed only after a day without a write.
     """
     try:
         names = os.listdir(folder)
@@ -220,7 +226,7 @@ def _remove_abandoned(folder: str) -> None:
 
 
 def _machine() -> str:
-    """Eight digits for the system that runs, containers included: they share its locks."""
+    """Eight hex digits that identify the running system; its containers share it and its locks."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             name = file.read()
@@ -230,7 +236,10 @@ def _machine() -> str:
 
 
 def _lock(number: int) -> bool | None:
-    """Lock a file until it is closed: False if another process has, None if there are no locks."""
+    """Lock a file until it is closed.
+
+    False if another process holds the lock, None if the file system has no locks.
+    """
     try:
         fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -250,12 +259,13 @@ def _is_at(path: str, number: int) -> bool:
 
 @contextmanager
 def sole_user(folder: str) -> Iterator[None]:
-    """Within it no other process enters the same block for the same folder.
+    """Lock a folder: within the block, no other process can enter a block for the same folder.
 
-    A folder that cannot be written to is entered as well: the first file in it will say so.
+    If the folder is not writable, the block runs without a lock; the first write into the folder
+    then reports the error.
 
     Raises:
-        UserError: another process is within; the sentence names it. The folder is as it was.
+        UserError: another process holds the lock; the message names it. The folder is unchanged.
     """
     path = os.path.join(folder, _LOCK)
     number = _enter(folder, path)
@@ -264,7 +274,7 @@ def sole_user(folder: str) -> Iterator[None]:
     finally:
         if number is not None:
             with contextlib.suppress(OSError):
-                os.remove(path)  # while it is locked: whoever waits for it finds it gone
+                os.remove(path)  # before unlocking: a process that opened it sees it is removed
             os.close(number)
 
 
@@ -277,7 +287,7 @@ def _enter(folder: str, path: str) -> int | None:
         lock = _lock(number)
         if lock and _is_at(path, number):
             since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-            with contextlib.suppress(OSError):  # a full disk
+            with contextlib.suppress(OSError):  # such as a full disk
                 os.truncate(number, 0)
                 text = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
                 os.write(number, text.encode())
@@ -287,7 +297,7 @@ def _enter(folder: str, path: str) -> int | None:
             return None
         text = os.read(number, 1000).decode(errors="replace")
         os.close(number)
-        if lock is False:  # else the run that had it ended just now and took the file with it
+        if lock is False:  # otherwise the other run has just ended and removed the file: try again
             raise UserError(
                 f"Another training run writes to {folder} ({text or 'it has just begun'}): wait "
                 f"until it has ended, end it, or choose another --save-dir."

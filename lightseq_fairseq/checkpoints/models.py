@@ -1,4 +1,5 @@
-"""Which model fairseq builds for a checkpoint: ours or its own, whichever the file names."""
+"""Chooses the model that fairseq builds for a checkpoint: ours or fairseq's own, independent of
+which one the file names."""
 
 from __future__ import annotations
 
@@ -15,19 +16,18 @@ logger = logging.getLogger(__name__)
 
 
 def use_ls_models() -> None:
-    """From now on fairseq builds our model for checkpoints of its own Transformer.
+    """Make fairseq build our model for checkpoints of its own Transformer.
 
-    What ours cannot honour stays native, and one line says why. An architecture that the caller
-    overrides explicitly is respected. Calling it twice is harmless.
+    If our model does not support an option, fairseq's own is built, and one log line says why. An
+    architecture that the caller overrides explicitly is kept. Calling it twice is safe.
     """
     patching.apply("our models")
 
 
 def use_native_models() -> None:
-    """From now on fairseq builds its own model for checkpoints that name ours.
+    """Make fairseq build its own model for checkpoints that name our architectures.
 
-    fairseq-train writes those where --user-dir has brought it our parts. Calling it twice is
-    harmless.
+    fairseq-train with our plugins in --user-dir writes such checkpoints. Calling it twice is safe.
     """
     patching.apply("fairseq's models")
 
@@ -38,7 +38,7 @@ def load_for_ls_models(original: Callable[..., Any], *args: Any, **options: Any)
 
 
 def load_for_native_models(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """The same after `use_native_models`."""
+    """fairseq's ``load_checkpoint_to_cpu`` after `use_native_models`."""
     return _load(_use_native_model, original, *args, **options)
 
 
@@ -48,7 +48,7 @@ def _load(
 ) -> Any:  # fmt: skip
     state = original(path, arg_overrides, load_on_all_ranks)
     args: Any = state.get("args") or getattr(state.get("cfg"), "model", None)
-    # A model configured by a dataclass is none of fairseq's Transformers.
+    # A model configured by a dataclass is not one of the Transformers that we replace.
     if isinstance(args, Namespace) and not {"_name", "arch"} & set(arg_overrides or ()):
         choose(args, state, path)
     return state
@@ -60,7 +60,7 @@ def _use_ls_model(args: Namespace, state: dict[str, Any], path: str) -> None:
         logger.info("%s keeps fairseq's own layers: %s", path, reason)
     if name:
         args._name = args.arch = name
-        # What the model's builder compares with the dictionaries it is given.
+        # build_model compares these digests with the task's dictionaries.
         args.dictionaries = (state.get("extra_state") or {}).get("dictionaries")
 
 

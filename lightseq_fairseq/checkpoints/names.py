@@ -1,6 +1,6 @@
-"""What fairseq calls what we call ``ls_...``, and the other way round.
+"""Native fairseq names of our ``ls_`` names, and the reverse.
 
-A file never mentions this package: whatever is saved under ``ls_`` names bears the native ones.
+Checkpoints of lightseq-train never mention this package: ``ls_`` names are saved as native names.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-# First of all that concerns fairseq: it prepares fairseq for being imported and registers ours.
+# These two come before all imports of fairseq: they repair fairseq and register our plugins.
 from lightseq_fairseq.fairseq_compat import prepared  # noqa: F401  isort: skip
 from lightseq_fairseq import plugins  # noqa: F401  isort: skip
 
@@ -21,7 +21,7 @@ from fairseq.optim import OPTIMIZER_REGISTRY
 from lightseq_fairseq.plugins.unsupported import unsupported_option
 
 _PREFIX = "ls_"
-_OWN_SETTINGS = ("pack_tokens",)  # of lightseq-train, which fairseq does not know
+_OWN_SETTINGS = ("pack_tokens",)  # settings of lightseq-train that fairseq does not know
 _REGISTRIES = {
     "arch": ARCH_MODEL_REGISTRY,
     "criterion": CRITERION_REGISTRY,
@@ -30,18 +30,18 @@ _REGISTRIES = {
 
 
 def native_name(kind: str, name: str) -> str:
-    """What fairseq calls the component that we call ``name``; other names come back unchanged.
+    """The native fairseq name of an ``ls_`` component; other names are returned unchanged.
 
     Args:
         kind: "arch", "criterion" or "optimizer".
-        name: as on the command line, ``ls_transformer_iwslt_de_en`` for example.
+        name: as on the command line, for example ``ls_transformer_iwslt_de_en``.
     """
     registry = _REGISTRIES[kind]
     stripped = name[len(_PREFIX) :]
     if name.startswith(_PREFIX) and name in registry and stripped in registry:
         return stripped
-    # An architecture of the user's own: the file holds every option it has set, and fairseq's base
-    # architecture fills in only what is missing.
+    # An architecture that a user has registered for one of our models: the file holds all options
+    # that it has set, so fairseq's base architecture can stand in; it only fills in missing ones.
     extended = registry.get(name, object) if kind == "arch" else object
     models = (ours for ours, model in MODEL_REGISTRY.items() if issubclass(extended, model))
     ours = next((ours for ours in models if ours.startswith(_PREFIX)), name)
@@ -49,11 +49,11 @@ def native_name(kind: str, name: str) -> str:
 
 
 def native_cfg(cfg: Any) -> Any:
-    """A copy of a configuration in which every ``ls_`` name is fairseq's, without our settings.
+    """A copy of a configuration with native names for all ``ls_`` names, and without our settings.
 
     Args:
-        cfg: fairseq's configuration as nested dicts, in which Namespaces may stand for sections
-            (``cfg["model"]`` of an architecture from the command line), or one section of it.
+        cfg: fairseq's configuration, or a section of it, as nested dicts. A section may be a
+            Namespace, as ``cfg["model"]`` of an architecture from the command line.
     """
     return _renamed(cfg, "")
 
@@ -96,8 +96,8 @@ def ls_arch(args: Namespace) -> tuple[str | None, str | None]:
         args: the model's Namespace in a checkpoint; ``_name`` or ``arch`` is its architecture.
 
     Returns:
-        (name, None) where ours can honour every option, (None, sentence) where the sentence names
-        one that it cannot, and (None, None) for a model that is no fairseq Transformer.
+        (name, None) if our model supports all options; (None, sentence) if it does not, where the
+        sentence names the option; (None, None) if we have no counterpart of the model.
     """
     arch = getattr(args, "_name", None) or getattr(args, "arch", None) or ""
     name = _PREFIX + arch

@@ -1,7 +1,7 @@
-"""Adam's state in a file whose parameters have other names, or another order, than the model's.
+"""Reorders Adam's state from a file whose parameters differ from the model's in name or order.
 
-The state names nothing: entry i, or stretch i of one flat vector, belongs to parameter i. Files
-from before fairseq 0.10 count other parameters: query, key and value stacked in one, for example.
+The state holds no names: entry i, or part i of a flat vector, belongs to parameter i. Files from
+before fairseq 0.10 have other parameters, for example query, key and value stacked in one.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def follow_model(state: dict[str, Any], model: Any) -> None:
     """Put the optimizer state of a loaded file in the order of ``model``'s parameters.
 
-    The moments go the way that the model's ``upgrade_state_dict`` sends the parameters.
+    The model's ``upgrade_state_dict`` converts the moments as it converts the parameters.
 
     Args:
-        state: what fairseq's ``load_checkpoint_to_cpu`` returns, before its model is loaded;
-            "last_optimizer_state" is replaced where the orders differ.
-        model: a fairseq model; as when loading, upgrading may take layers from it that a file of
-            that age has not.
+        state: the result of fairseq's ``load_checkpoint_to_cpu``, before the model is loaded;
+            "last_optimizer_state" is replaced if the orders differ.
+        model: a fairseq model. As in loading, the upgrade may remove layers from it that an old
+            file does not have.
 
     Raises:
         UserError: the optimizer state does not belong to the file's parameters.
@@ -34,12 +34,15 @@ def follow_model(state: dict[str, Any], model: Any) -> None:
     optimizer, values = state.get("last_optimizer_state"), state["model"]
     if not isinstance(optimizer, dict) or len(optimizer.get("param_groups", ())) != 1:
         return
-    # A state dict lists names in the order of parameters(); tied ones, which count once, twice.
+    # A state dict lists names in the order of parameters(), but it lists tied parameters twice.
     names = [name for name in values if not name.endswith(_BUFFERS)]
     versions = {name: value for name, value in values.items() if name.endswith("version")}
 
     def upgraded(tensors: dict[str, Tensor]) -> list[Tensor] | None:
-        """What becomes of ``tensors`` under old names, in the order of the model's parameters."""
+        """Upgrade ``tensors`` (by old name); return them in the order of the model's parameters.
+
+        None if a parameter of the model is missing.
+        """
         tensors = {**versions, **tensors}
         model.upgrade_state_dict(tensors)
         wanted = [name for name, _ in model.named_parameters()]
@@ -48,7 +51,7 @@ def follow_model(state: dict[str, Any], model: Any) -> None:
     marks = {n: torch.tensor(i).expand(values[n].shape) for i, n in enumerate(names)}
     places = upgraded(marks)
     if places is None:
-        return  # another model, which loading will refuse
+        return  # the file is of another model: loading it will raise an error
     origins = [int(place.view(-1)[0]) for place in places]
     counted = sorted(set(origins))
     if origins == counted:
@@ -71,7 +74,7 @@ def follow_model(state: dict[str, Any], model: Any) -> None:
 
 
 def _entries(optimizer: dict[str, Any], parameters: list[Tensor]) -> list[dict[str, Any]]:
-    """One entry a parameter, its moments in the parameter's shape."""
+    """Adam's state as one entry per parameter, with the moments in the parameter's shape."""
     found = [optimizer["state"].get(i, {}) for i in optimizer["param_groups"][0]["params"]]
     sizes = [parameter.numel() for parameter in parameters]
     if len(found) == 1:

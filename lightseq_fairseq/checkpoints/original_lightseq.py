@@ -1,12 +1,13 @@
-"""Checkpoints of the original LightSeq (github.com/bytedance/lightseq) under fairseq's names.
+"""Converts checkpoints of the original LightSeq (github.com/bytedance/lightseq) to fairseq's.
 
-LightSeq keeps each layer's parameters end to end in one vector, ``layers.<n>.para``. Two layouts
-were published. LightSeq 2 has the plain vectors and the embeddings as a table. LightSeq 3 adds the
-bounds of its quantisation, ``clip_max``: 12 numbers at the end of an encoder layer, 24 behind a
-decoder layer's own parameters, one at the end of the embeddings, which are a vector there, too.
-In both the first decoder layer ends with the cross attention's keys and values of all layers.
+LightSeq stores the parameters of each layer in one vector, ``layers.<n>.para``. There are two
+published layouts. In LightSeq 2 the vectors hold only the parameters, and the embeddings are a
+table. LightSeq 3 adds the quantisation bounds, ``clip_max``: 12 numbers at the end of an encoder
+layer, 24 after a decoder layer's own parameters, and one at the end of the embeddings, which are a
+vector, too. In both layouts the vector of the first decoder layer ends with the key and value
+projections of the cross attention of all layers.
 
-Letters: C model width, F ffn width, N decoder layers, V vocabulary, P positions.
+Shapes: C = model width, F = ffn width, N = decoder layers, V = vocabulary, P = positions.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from lightseq_fairseq.layers import sinusoidal_positions
 from lightseq_fairseq.plugins.transformer import TRANSLATION_ARCHS
 
 Tensors = dict[str, Tensor]
-Shapes = dict[str, tuple[int, ...]]  # by fairseq's name, in the order of a vector
+Shapes = dict[str, tuple[int, ...]]  # by fairseq's name, in the order of the vector
 
-_PAD = 1  # of every dictionary of fairseq
-_POSITIONS = 1024  # fairseq's default; LightSeq ended at 300
+_PAD = 1  # the pad index in all dictionaries of fairseq
+_POSITIONS = 1024  # fairseq's default; LightSeq's table had 300
 _CLIP_MAX = {"encoder": 12, "decoder": 24}
 
-# What LightSeq's command line took and its model did not look at.
+# Options that LightSeq's command line accepted and its model ignored, with neutral values.
 _NEVER_READ = {
     "encoder_embed_path": None,
     "decoder_embed_path": None,
@@ -54,21 +55,23 @@ _ITS_OWN = ("use_torch_layer", "enable_quant", "quant_mode", "enable_GCQ", "GCQ_
 
 
 def to_native(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint of a native fairseq Transformer that computes the same function.
+    """Convert to a checkpoint of a native fairseq Transformer that computes the same function.
 
-    The same up to the epsilon of LayerNorm, 1e-8 in LightSeq and 1e-5 in fairseq, and without
-    quantisation. LightSeq's sinusoidal positions begin two rows before fairseq's, so they become
-    learned ones with its values; its gelu is fairseq's gelu_accurate; its output projection is
-    the target embedding.
+    Two differences remain: the epsilon of LayerNorm (1e-8 in LightSeq, 1e-5 in fairseq), and the
+    quantisation, which is dropped. LightSeq's sinusoidal positions begin two rows before fairseq's,
+    so they become learned positions with LightSeq's values. Its gelu is fairseq's gelu_accurate.
+    Its output projection is the target embedding.
 
     Args:
-        checkpoint: with "args" (or "cfg", from fairseq 0.11 on) and "model".
+        checkpoint: with "args" (or "cfg", since fairseq 0.11) and "model".
 
     Returns:
-        "args", "model" in float32 and what fairseq needs to begin a run; no optimizer state.
+        "args", "model" in float32 and the entries that fairseq needs to start a run; no optimizer
+        state.
 
     Raises:
-        UserError: the weights do not belong to the options, or to any Transformer of fairseq's.
+        UserError: the weights do not match the options, or no fairseq Transformer computes the
+            same function.
     """
     args: Any = checkpoint.get("args") or (checkpoint.get("cfg") or {}).get("model")
     source: Tensors = {
@@ -126,7 +129,10 @@ def _named(source: Tensors, name: str) -> Tensor:
 
 
 def _layer(args: Namespace, source: Tensors, side: str, n: int) -> Tensors:
-    """Parameters in a layer's vector: its own, and in the first decoder layer the memory's."""
+    """Parameters in a layer's vector, by fairseq's names.
+
+    The first decoder layer's vector also holds the cross-attention keys and values of all layers.
+    """
     name = f"{side}.layers.{n}.para"
     vector = _named(source, name).flatten()
     width, ffn = args.encoder_embed_dim, getattr(args, f"{side}_ffn_embed_dim")
@@ -151,7 +157,10 @@ def _layer(args: Namespace, source: Tensors, side: str, n: int) -> Tensors:
 
 
 def _own_shapes(width: int, ffn: int, side: str) -> Shapes:
-    """q, k and v of self-attention lie as one matrix [3 C, C], whose rows are theirs in turn."""
+    """Shapes of a layer's own parameters, in the order of its vector.
+
+    q, k and v of self-attention are stored as one matrix [3 C, C]: the rows of q, then k, then v.
+    """
     shapes: Shapes = {}
     projections = {"self_attn": "qkv", "encoder_attn": "q"}
     for block in ("self_attn", "encoder_attn")[: 1 if side == "encoder" else 2]:
@@ -165,7 +174,7 @@ def _own_shapes(width: int, ffn: int, side: str) -> Shapes:
 
 
 def _cut(vector: Tensor, shapes: Shapes) -> Tensors:
-    """Views of the start of ``vector``, end to end."""
+    """Split the start of ``vector`` into consecutive views of these shapes."""
     sizes = list(map(math.prod, shapes.values()))
     pieces = vector[: sum(sizes)].split(sizes)
     return {
@@ -174,7 +183,7 @@ def _cut(vector: Tensor, shapes: Shapes) -> Tensors:
 
 
 def _last_norm(args: Namespace, source: Tensors, side: str) -> Tensors:
-    """The LayerNorm behind a pre-norm stack."""
+    """The LayerNorm after a pre-norm stack; {} if there is none."""
     off = side == "decoder" and getattr(args, "no_decoder_final_norm", False)
     if off or not getattr(args, f"{side}_normalize_before"):
         return {}
@@ -187,7 +196,7 @@ def _embeddings(args: Namespace, source: Tensors, side: str) -> Tensors:
     name, width = f"{side}.embed_tokens", args.encoder_embed_dim
     in_vector = f"{name}.para" in source
     found = source[f"{name}.para"] if in_vector else _named(source, f"{name}.embeddings")
-    if found.numel() % width > 1:  # one number is clip_max
+    if found.numel() % width > 1:  # one extra number is clip_max
         raise UserError(f"{name} holds {found.numel():,} numbers, no rows of width {width}")
     rows = found.flatten()[: found.numel() // width * width].view(-1, width)
     if in_vector and (args.encoder_learned_pos or args.decoder_learned_pos):
@@ -195,7 +204,8 @@ def _embeddings(args: Namespace, source: Tensors, side: str) -> Tensors:
         longest = args.max_source_positions if shared else args.max_target_positions
         rows, positions = rows[:-longest], rows[-longest:]
     else:
-        # The last row is made zero in this place, as the row of the pad is in fairseq.
+        # sinusoidal_positions sets the pad's row to zero; with padding_idx=-1 that is the last row,
+        # which is dropped.
         positions = sinusoidal_positions(_POSITIONS + 1, width, padding_idx=-1)[:-1]
     return {
         f"{name}.weight": rows,
@@ -218,7 +228,7 @@ def _native_args(args: Namespace, model: Tensors) -> Namespace:
         "decoder_input_dim": args.decoder_embed_dim,
     }
     if changed["arch"] not in TRANSLATION_ARCHS:
-        changed["arch"] = "transformer"  # somebody's own; the options say all that it did
+        changed["arch"] = "transformer"  # a user's own architecture; args hold all its options
     for side, option in (("encoder", "max_source_positions"), ("decoder", "max_target_positions")):
         changed[option] = len(model[f"{side}.embed_positions.weight"]) - _PAD - 1
     if getattr(args, "activation_fn", "relu") == "gelu":

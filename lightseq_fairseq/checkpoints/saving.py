@@ -1,4 +1,4 @@
-"""A state of training, or a model, into a file that is whole or not there."""
+"""Saves a training state or a model to a file atomically."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from fairseq.file_io import PathManager
 
 from lightseq_fairseq.checkpoints import files
 
-# How to go on after a checkpoint that training could not write.
+# Advice for the error message if training could not write a checkpoint.
 RESUME = (
     "; the checkpoints saved before are intact, so make room and run the same command to continue"
 )
 
 
 def own_storage(state: Any) -> Any:
-    """The same nested state with every tensor that is part of a larger one copied out of it.
+    """The same nested state, with a copy of each tensor that is a view of a larger storage.
 
-    ``torch.save`` writes the storage behind a tensor, all of it: a parameter taken out of such a
-    file would drag the flat buffer along for ever. Tied tensors stay one.
+    ``torch.save`` writes the whole storage of a tensor. A parameter loaded from such a file would
+    keep the whole flat buffer alive. Tied tensors stay tied.
     """
     copies: dict[Any, Tensor] = {}
 
@@ -41,23 +41,23 @@ def own_storage(state: Any) -> Any:
 
 
 def save(state: Any, path: str, advice: str = "") -> None:
-    """``torch.save`` to a local file that is replaced as a whole or not at all.
+    """``torch.save`` to a local file, which is replaced atomically.
 
     Args:
-        advice: what the error says behind the reason.
+        advice: text that the error message adds after the reason.
 
     Raises:
-        UserError: the file cannot be written (no space, no permission); ``path`` is as before.
+        UserError: the file cannot be written (no space, no permission); ``path`` is unchanged.
     """
     with files.replaced(path, advice) as file:
         torch.save(state, file)
 
 
 def copy(source: str, target: str, overwrite: bool = False) -> bool:
-    """``fairseq.file_io.PathManager.copy``, with ``target`` replaced as a whole or not at all.
+    """``fairseq.file_io.PathManager.copy``, but ``target`` is replaced atomically.
 
-    A real copy and no hard link: stock fairseq, to which a user may return, overwrites
-    checkpoint_last.pt in place, and an epoch's checkpoint of the same inode would change with it.
+    This makes a real copy, not a hard link: stock fairseq, which may resume the run, overwrites
+    checkpoint_last.pt in place, and would change an epoch's checkpoint with the same inode.
 
     Raises:
         UserError: as for ``save``.

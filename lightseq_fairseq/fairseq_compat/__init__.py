@@ -1,20 +1,20 @@
-"""Everything that fairseq needs on a current Python, torch and numpy, in one place.
+"""Repairs that let fairseq run on current versions of Python, torch and numpy.
 
-``prepare()`` imports fairseq and repairs what the installed version gets wrong: 0.12.2 (the
-default), 0.12.3, the development head and fairseq-fixed 0.12.3.1. A repair looks for its symptom,
-not for a version number, and leaves a fairseq alone that does not show it. ``import_only()``
-repairs nothing.
+``prepare()`` imports fairseq and repairs the known bugs of the installed version: 0.12.2 (the
+default), 0.12.3, the development head or fairseq-fixed 0.12.3.1. A repair usually tests for its
+symptom, not for a version number, and is skipped if the symptom is absent. ``import_only()``
+imports fairseq without repairs.
 
-    patching      the list of all names that this package replaces in fairseq, repairs among them
+    patching      the list of all names that this package replaces in fairseq, including repairs
     prepared      importing it calls ``prepare()``
-    importing     while fairseq is imported: dataclasses, scikit-learn, logging; hydra's plugins
+    importing     during fairseq's import: dataclasses, scikit-learn, logging; hydra's plugins
     command_line  --arch, --bf16 and --lr
     deprecations  calls that hydra and torch warn about
-    batches       sentences that are dropped, functions that numpy has dropped, files over 2 GiB
-    layers        0.12.2's encoder layer, the search for a NaN, cuDNN attention
-    checkpoints   loading without running what a file says
+    batches       dropped sentences, functions that numpy has removed, files over 2 GiB
+    layers        0.12.2's encoder layer, the NaN detector, cuDNN attention
+    checkpoints   safe loading (weights_only), dead parameters, settings of newer versions
     generation    --replace-unk, --no-repeat-ngram-size
-    ranks         what ranks gather
+    ranks         empty batches; gathering and DistributedDataParallel without GPUs
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ _prepared = False
 
 
 def import_only() -> None:
-    """Imports fairseq, also where it does not import by itself, and leaves it as it comes.
+    """Imports fairseq without repairs, even a version that cannot be imported by itself.
 
-    Where `startup`'s line waits for the first import, that is this one: fairseq is repaired.
+    Exception: if `startup`'s import hook is active, this is the first import of fairseq, and the
+    hook repairs it.
 
     Raises:
         UserError: as for ``prepare``.
@@ -55,13 +56,13 @@ def import_only() -> None:
 def prepare() -> None:
     """Imports fairseq and repairs it; every later call does nothing.
 
-    Must run before anything imports fairseq where fairseq does not import by itself (0.12.2 and
-    0.12.3 on Python 3.11 and later) and `startup`'s line is not installed; an already imported
-    fairseq is repaired all the same.
+    fairseq 0.12.2 and 0.12.3 cannot be imported by themselves on Python 3.11 and later. There this
+    must run before anything else imports fairseq, unless `startup`'s import hook is installed. A
+    fairseq that is already imported is repaired as well.
 
     Raises:
-        UserError: fairseq or a package that it needs is missing, or its version is too different
-            for the repairs to find their places.
+        UserError: fairseq or a package that it needs is missing, or the version differs so much
+            that the names to replace do not exist.
     """
     global _prepared
     if _prepared:
@@ -103,7 +104,8 @@ def _require(name: str) -> None:
             f"{name} is not installed; run scripts/setup.sh, or install it with: {INSTALL_COMMAND}"
         )
     if spec.origin is None:
-        # A folder of that name without __init__.py, such as a git clone, imports as empty package.
+        # A folder of that name without __init__.py, such as a git clone, imports as a namespace
+        # package.
         folder = next(iter(spec.submodule_search_locations or ()), name)
         raise UserError(
             f"the folder {folder} hides the package {name} or stands where it is not installed; "

@@ -1,4 +1,4 @@
-"""How fairseq makes batches: dropped sentences, numpy functions that are gone, large files."""
+"""Repairs of fairseq's data code: dropped sentences, removed numpy functions, files over 2 GiB."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _percentile(a: Any, q: Any, *, interpolation: Any = "linear", **options: Any
 
 
 def _missing_in_numpy() -> dict[str, Any]:
-    # numpy 2.4 knows neither np.int, np.float and np.compat nor percentile(interpolation=...), and
-    # numpy 2.2 warns of the latter: --num-batch-buckets fails in get_buckets, then in
+    # numpy 2.4 lacks np.int, np.float, np.compat and percentile(interpolation=...); numpy 2.2 warns
+    # about the latter. Without them --num-batch-buckets fails in get_buckets, then in
     # num_tokens_vec.
     names: dict[str, Any] = {"int": int, "float": float, "compat": types.SimpleNamespace(long=int)}
     names = {name: value for name, value in names.items() if name not in np.__dict__}
@@ -43,9 +43,9 @@ def addresses_overflow() -> bool:
 
 
 def finalize(original: Callable[..., None], self: Any, index_file: str) -> None:
-    # `lightseq-preprocess --workers 2` joins files whose sizes are np.int32, and since numpy 2 the
-    # addresses summed from them are as well: past 2 GiB they are negative, with no more than a
-    # warning, and training reads nonsense.
+    # `lightseq-preprocess --workers 2` merges files whose sizes are np.int32. Since numpy 2 the
+    # addresses summed from them are np.int32 too: beyond 2 GiB they overflow to negative numbers,
+    # with only a warning, and training reads wrong data.
     self._sizes = [int(size) for size in self._sizes]
     original(self, index_file)
 
@@ -53,22 +53,22 @@ def finalize(original: Callable[..., None], self: Any, index_file: str) -> None:
 def load_langpair_dataset(
     original: Callable[..., Any], *args: Any, upsample_primary: int, **options: Any
 ) -> Any:
-    # A folder with "train" and "train1" is read as one corpus, its first part --upsample-primary
-    # times. Where the flag is not given that is -1 times: "negative dimensions are not allowed".
+    # fairseq reads "train" and "train1" as one corpus and repeats the first part --upsample-primary
+    # times. Without the flag the value is -1: "negative dimensions are not allowed".
     primary = 1 if upsample_primary == -1 else upsample_primary
     return original(*args, upsample_primary=primary, **options)
 
 
 def _find_extra_valid_paths(original: Callable[[str], set[str]], dataset_path: str) -> set[str]:
-    # "--valid-subset valid,valid1": fairseq looks for "valid1.de-en.de" in that list and ends in
-    # "Valid paths ['valid1.de-en.de', ...] will be ignored".
+    # With "--valid-subset valid,valid1" fairseq compares file names such as "valid1.de-en.de" with
+    # the list of subsets and stops: "Valid paths ['valid1.de-en.de', ...] will be ignored".
     return {name.partition(".")[0] for name in original(dataset_path)}
 
 
-# The trainer looks at the first batch before it starts the loader's workers and before anything is
-# cached. With "--dataset-impl lazy" the workers thus share an open file and its position, and now
-# and then one reads where another has just moved it: other words in the batch, without a word. With
-# "--dataset-impl cached": "KeyError: np.int64(13)".
+# The trainer reads the first batch before it starts the data loader's workers and before anything
+# is cached. With "--dataset-impl lazy" the workers then share one open file and its position.
+# Sometimes one worker reads where another has just moved the position: the batch silently holds
+# wrong words. With "--dataset-impl cached" reading fails: "KeyError: np.int64(13)".
 
 
 def read_data(original: Callable[..., None], self: Any, path: str) -> None:
@@ -99,9 +99,9 @@ def drops_sentences() -> bool:
 
 
 def batch_by_size(original: Callable[..., Any], indices: Any, *args: Any, **kwargs: Any) -> Any:
-    # The head and fairseq-fixed leave the last batch out unless --required-batch-size-multiple (8)
-    # divides its size: 48 of 50 test sentences are translated. Batches are consecutive runs of the
-    # indices, so what is missing is the tail.
+    # The head and fairseq-fixed drop the last sentences unless --required-batch-size-multiple (8)
+    # divides their number: only 48 of 50 test sentences are translated. Batches are consecutive
+    # ranges of the indices, so the dropped sentences are the tail: append them as one more batch.
     if not isinstance(indices, np.ndarray):
         indices = np.fromiter(indices, dtype=np.int64, count=-1)
     if len(indices) == 0:

@@ -1,5 +1,5 @@
-"""Checkpoints: loading one without running what it says, and without 0.12.2's dead parameters;
-nothing in one that nobody has written."""
+"""Checkpoints: safe loading (``weights_only``), without 0.12.2's dead parameters, and saving
+without uninitialised memory in the file."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 def torch_persistent_save(
     original: Callable[..., None], obj: Any, filename: Any, async_write: bool = False
 ) -> None:
-    # fairseq writes to <name>.tmp: two runs into one folder mix their files there, a link of that
-    # name is followed, and one that could not be written stays.
+    # fairseq writes to <name>.tmp first. Two runs in the same folder would overwrite each other's
+    # file, a symbolic link of that name is followed, and a failed write leaves the file behind.
     if async_write or not PathManager.supports_rename(filename):
         original(obj, filename, async_write)
     else:
@@ -41,20 +41,20 @@ def torch_persistent_save(
             torch.save(obj, file)
 
 
-_BUFFER = "_float_tensor"  # stands for a module's type; fairseq saves it and never writes to it
+_BUFFER = "_float_tensor"  # marks a module's dtype; fairseq saves it and never initialises it
 
 
 def with_new_buffer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    # Its memory is as it was found: two equal runs would write files that differ.
+    # The buffer is uninitialised memory: the files of two identical runs would differ.
     original(self, *args, **kwargs)
-    if _BUFFER in self._buffers:  # newer versions have none
+    if _BUFFER in self._buffers:  # newer versions have no such buffer
         self._buffers[_BUFFER].zero_()
 
 
 def upgrade_state_dict_named(
     original: Callable[..., Any], self: Any, state_dict: dict[str, Any], name: str
 ) -> Any:
-    # Loading puts a new one, as it was found, in the place of the one in the file.
+    # fairseq replaces the buffer from the file by a new, uninitialised one: set it to zero.
     upgraded = original(self, state_dict, name)
     buffer = state_dict.get(f"{name}.embed_positions.{_BUFFER}")
     if buffer is not None:
@@ -63,13 +63,13 @@ def upgrade_state_dict_named(
 
 
 def load_checkpoint(file: Any, map_location: Any = None, **options: Any) -> Any:
-    """``torch.load`` of a fairseq checkpoint, upgraded to what this fairseq can read.
+    """``torch.load`` of a fairseq checkpoint, converted so that this fairseq can use it.
 
-    Dead parameters of 0.12.2 (`drop_dead_parameters`) and settings of newer versions are left out.
+    It removes dead parameters of 0.12.2 (`drop_dead_parameters`) and settings of newer versions.
 
     Raises:
-        UserError: as for ``read_checkpoint``, or the file is the original LightSeq's, or holds
-            nothing but weights.
+        UserError: as for ``read_checkpoint``, or the file is a checkpoint of the original LightSeq,
+            or holds only weights.
     """
     checkpoint = read_checkpoint(file, map_location, **options)
     if is_original_lightseq(checkpoint["model"]):
@@ -77,7 +77,8 @@ def load_checkpoint(file: Any, map_location: Any = None, **options: Any) -> Any:
             f"{_name(file)} is a checkpoint of the original LightSeq: make one of fairseq's of it "
             "with lightseq-import"
         )
-    if not {"optimizer_history", "best_loss"} & checkpoint.keys():  # one is in every one of theirs
+    # Every fairseq checkpoint has one of these keys.
+    if not {"optimizer_history", "best_loss"} & checkpoint.keys():
         raise UserError(
             f"{_name(file)} is not a fairseq checkpoint: it holds weights, without the options of "
             "a model"
@@ -88,13 +89,13 @@ def load_checkpoint(file: Any, map_location: Any = None, **options: Any) -> Any:
 
 
 def read_checkpoint(file: Any, map_location: Any = None, **options: Any) -> Any:
-    """``torch.load`` of a checkpoint under ``weights_only``, with fairseq's own types allowed.
+    """``torch.load`` of a checkpoint with ``weights_only=True``, with fairseq's types allowed.
 
-    Types that the caller has passed to ``torch.serialization.add_safe_globals`` load as well.
+    Types passed to ``torch.serialization.add_safe_globals`` are allowed as well.
 
     Raises:
-        UserError: the file holds an object of a type that is not allowed (the sentence names it),
-            is a text, truncated or corrupt, or holds no model.
+        UserError: the file holds an object of a type that is not allowed (the message names it),
+            is a text file, is truncated or corrupt, or holds no model.
     """
     checkpoint = _load(file, map_location, _checkpoint_globals(), options)
     if not isinstance(checkpoint, dict) or "model" not in checkpoint:
@@ -103,15 +104,15 @@ def read_checkpoint(file: Any, map_location: Any = None, **options: Any) -> Any:
 
 
 def is_original_lightseq(model: dict[str, Any]) -> bool:
-    """Whether a state dict is one of the original LightSeq, whose layers are flat vectors."""
+    """Whether a state dict is from the original LightSeq, whose layers are flat vectors."""
     return any(name.endswith(".para") for name in model)
 
 
 def _drop_unknown_settings(cfg: Any) -> None:
-    """Removes what a newer fairseq lets one set and this one does not know, in place.
+    """Removes settings that only a newer fairseq knows from the configuration, in place.
 
-    fairseq-validate builds the task and the criterion of the checkpoint, and 0.12 refuses a
-    setting that these do not have; newer versions drop it, too.
+    fairseq-validate builds the task and the criterion of the checkpoint. 0.12 raises an error on a
+    setting that they do not have; newer versions drop it, as this function does.
     """
     from fairseq.tasks import TASK_DATACLASS_REGISTRY
 
@@ -133,21 +134,22 @@ def _load_from_rank(file: Any, map_location: Any = None, **options: Any) -> Any:
     return _load(file, map_location, _checkpoint_globals() + _rank_globals(), options)
 
 
-# From 2.6 on torch.load refuses a fairseq checkpoint ("Weights only load failed") because it holds
-# an argparse.Namespace, and so does a rank that is handed one by rank 0.
+# Since torch 2.6 torch.load refuses a fairseq checkpoint ("Weights only load failed"), because it
+# holds an argparse.Namespace. So do other ranks when rank 0 sends them the checkpoint.
 TORCH = Overlay(torch, load=load_checkpoint)
 TORCH_OF_RANKS = Overlay(torch, load=_load_from_rank)
 
 
 def _load(file: Any, map_location: Any, allowed: list[Any], options: dict[str, Any]) -> Any:
-    # On its way out torch takes off what it was given, also where the caller had allowed it.
+    # On exit, safe_globals removes all types it was given, even those that the user had allowed
+    # before. So give it only the types that are missing.
     known = torch.serialization.get_safe_globals()
     missing = [kind for kind in allowed if kind not in known]
     try:
         with torch.serialization.safe_globals(missing):
             return torch.load(file, map_location, **{**options, "weights_only": True})
     except Exception as error:
-        # A truncated archive makes torch seek to before its start, which the system calls invalid.
+        # For a truncated archive torch seeks to a negative position, which gives EINVAL.
         failed_to_read = isinstance(error, OSError) and error.errno != errno.EINVAL
         if failed_to_read or isinstance(error, MemoryError):
             raise
@@ -165,7 +167,7 @@ def _load(file: Any, map_location: Any, allowed: list[Any], options: dict[str, A
 
 
 def _is_text(file: Any) -> bool:
-    """Whether a file begins as text does; an empty one and the stump of an archive do not."""
+    """Whether a file begins like text; False for an empty file and a truncated archive."""
     if isinstance(file, (str, os.PathLike)):
         with open(file, "rb") as opened:
             return _is_text(opened)
@@ -186,14 +188,14 @@ def _name(file: Any) -> str:
 
 
 def _checkpoint_globals() -> list[Any]:
-    """What the checkpoints of fairseq 0.6 to today hold besides tensors and containers."""
+    """Types in checkpoints of fairseq 0.6 to today, besides tensors and containers."""
     allowed: list[Any] = [argparse.Namespace]
-    # Before 0.9 the meters were saved as they are (extra_state["train_meters"]), and what we make
-    # of such a file, an average or an export, names them as they are named today.
+    # Before 0.9 the meters were pickled as objects (extra_state["train_meters"]). Files that we
+    # make from such a checkpoint (an average, an export) use today's names of these classes.
     for meter in (meters.AverageMeter, meters.TimeMeter, meters.StopwatchMeter):
         allowed += [meter, (meter, f"fairseq.meters.{meter.__name__}")]
-    # A metric can be a numpy scalar. numpy 2 has moved the functions that rebuild one, and files
-    # name them by either path.
+    # A metric can be a numpy scalar. numpy 2 has moved the functions that rebuild it, so files use
+    # either path.
     allowed += [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}]
     functions: list[Any] = [np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]]
     for rebuild in functions:
@@ -203,7 +205,7 @@ def _checkpoint_globals() -> list[Any]:
 
 
 def _rank_globals() -> list[Any]:
-    """What rank 0 adds to a checkpoint before it hands it on: the configuration as omegaconf's."""
+    """Types that rank 0 adds when it sends a checkpoint: the configuration as omegaconf objects."""
     return [
         distributed_utils._TensorPlaceholder,
         omegaconf.DictConfig,
@@ -222,15 +224,15 @@ def _rank_globals() -> list[Any]:
 def drop_dead_parameters(checkpoint: dict[str, Any]) -> None:
     """Removes the dead parameters of an unrepaired 0.12.2 from a checkpoint, in place.
 
-    They leave the model, its moving average and Adam's state, where they have no gradient but take
-    their places in the numbering and, in fp16 runs, in the one flat vector.
+    They are removed from the model, its moving average (EMA) and Adam's state. In Adam's state they
+    have no gradient, but they count in the numbering and, in fp16 runs, in the flat vector.
     """
     model = checkpoint["model"]
     dead = _dead_names(model)
     if not dead:
         return
-    # A state dict lists names in the order of parameters(), tied weights twice; those come behind
-    # the encoder's layers, so that places up to the last dead parameter agree.
+    # A state dict lists names in the order of parameters(), but tied weights twice. The second
+    # names come after the encoder's layers, so places up to the last dead parameter are the same.
     names = [name for name in model if not name.endswith((".version", "._float_tensor"))]
     places = {place for place, name in enumerate(names) if name in dead}
     sizes = [model[name].numel() for name in names[: max(places) + 1]]
@@ -253,14 +255,17 @@ def _dead_names(model: dict[str, Any]) -> set[str]:
 
 
 def _drop_from_optimizer(optimizer: dict[str, Any], dead: set[int], sizes: list[int]) -> None:
-    """``dead``: places among the parameters; ``sizes``: elements of each, to the last dead one."""
+    """Removes dead parameters from the optimizer state, in place.
+
+    dead: their places among the parameters. sizes: elements of each parameter up to the last dead.
+    """
     group, state = optimizer["param_groups"][0], optimizer["state"]
     if len(group["params"]) > 1:  # one entry per parameter
         kept = [number for place, number in enumerate(group["params"]) if place not in dead]
         optimizer["state"] = {new: state[old] for new, old in enumerate(kept) if old in state}
         group["params"] = list(range(len(kept)))
         return
-    for moments in state.values():  # one vector of all parameters, end to end
+    for moments in state.values():  # one vector per moment, all parameters concatenated
         for name, moment in moments.items():
             if torch.is_tensor(moment) and moment.dim() == 1 and moment.numel() > sum(sizes):
                 head = moment[: sum(sizes)].split(sizes)

@@ -1,4 +1,4 @@
-"""What fairseq makes of ``--arch``, ``--bf16`` and ``--lr``."""
+"""Repairs of how fairseq parses ``--arch``, ``--bf16`` and ``--lr``."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def parse_args_and_arch(
     given = sys.argv[1:] if input_args is None else input_args
 
     def check_then_modify(parser: argparse.ArgumentParser) -> None:
-        # fairseq calls this after importing --user-dir, hence after the last registration, and
-        # before argparse answers an unknown name with all three hundred known ones.
+        # fairseq calls this after it has imported --user-dir, so all names are registered, and
+        # before argparse would answer an unknown name with a list of all 300 known ones.
         arch = _arch(parser, given)
         if arch is not None:
             check_arch(arch)
@@ -53,7 +53,7 @@ def parse_args_and_arch(
             raise UserError("--fp16 and --bf16 exclude each other: give one of them") from error
         raise
     args = parsed[0] if parse_known else parsed
-    # "--bf16" switches the TPU on, and a GPU run ends in "module 'torch_xla'" errors.
+    # In fairseq "--bf16" also sets --tpu, and a GPU run stops with "module 'torch_xla'" errors.
     if getattr(args, "tpu", False) and not tpu:
         args.tpu = False
     return parsed
@@ -70,15 +70,16 @@ def _arch(parser: argparse.ArgumentParser, given: list[str]) -> str | None:
 def _mend_values(parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:
         if action.dest == "lr":
-            # In commands that do not train it is the schedule's alone. Then fairseq leaves it a
-            # text, or None, and fails where it turns either into a list.
+            # In commands other than training, only the lr scheduler defines --lr. fairseq then
+            # keeps it as a string or None, and fails when it converts it to a list.
             action.type = _rates
             action.default = argparse.SUPPRESS if action.default is None else action.default
         elif action.default == "???" and action.type is float:
-            # --max-lr: otherwise argparse complains of these question marks.
+            # --max-lr: argparse would try to parse its default "???" as a number.
             action.required, action.default = True, None
         elif action.dest == "update_epoch_batch_itr":
-            # It wants a value and takes Python's words alone: "malformed node or string".
+            # The flag needs a value and accepts only Python literals, such as True: otherwise
+            # "malformed node or string".
             action.type = _truth
 
 
@@ -99,8 +100,8 @@ def _truth(text: str) -> str:
 
 
 def build_model(original: Callable[..., Any], cfg: Any, *args: Any, **kwargs: Any) -> Any:
-    # A checkpoint of an architecture that is not registered here: fairseq formats its own message
-    # wrongly and fails with "IndexError: Replacement index 1 out of range".
+    # For a checkpoint of an architecture that is not registered here, fairseq formats its own error
+    # message wrongly: "IndexError: Replacement index 1 out of range".
     name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None)
     if name:
         check_arch(name)

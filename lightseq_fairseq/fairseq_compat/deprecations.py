@@ -1,5 +1,4 @@
-"""Calls of fairseq that hydra and torch still serve, with a warning that only its authors could act
-on."""
+"""Calls in fairseq that still work but make hydra and torch warn; users cannot fix the calls."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ TORCH = Overlay(torch, cuda=Overlay(torch.cuda, amp=_AMP))
 
 
 def convert_namespace_to_omegaconf(original: Callable[[Any], Any], args: Any) -> Any:
-    # fairseq composes its configuration in the way of hydra 1.0; later ones answer with six
-    # warnings, twenty lines, at the start of each command.
+    # fairseq composes its configuration as for hydra 1.0. Later versions print six warnings (twenty
+    # lines) at the start of each command.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return original(args)

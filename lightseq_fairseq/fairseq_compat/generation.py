@@ -1,4 +1,4 @@
-"""What 0.12.2 makes of ``--replace-unk`` and ``--no-repeat-ngram-size``."""
+"""Repairs of ``--replace-unk`` and ``--no-repeat-ngram-size`` in 0.12.2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fairseq.ngram_repeat_block import NGramRepeatBlock
 
 from lightseq_fairseq.errors import UserError
 
-# What 0.12.2 fills "--replace-unk" with where no file follows: --post-process's default.
+# The value that 0.12.2 gives to "--replace-unk" without a file: the default of --post-process.
 NO_FILE = "@@ "
 
 
@@ -26,15 +26,15 @@ def cannot_read_alignments() -> bool:
 
 
 def load_align_dict(original: Callable[[Any], Any], replace_unk: Any) -> Any:
-    # Without this: FileNotFoundError: '@@ '.
+    # Without this repair: FileNotFoundError: '@@ '.
     return original("" if replace_unk == NO_FILE else replace_unk)
 
 
 def build_generator(
     original: Callable[..., Any], self: Any, models: Any, args: Any, *others: Any, **options: Any
 ) -> Any:
-    # 0.12.2 computes alignments only for --print-alignment. Without them the first <unk> of a
-    # translation ends in "IndexError: index 0 is out of bounds for dimension 0 with size 0".
+    # 0.12.2 computes alignments only for --print-alignment. Without them the first <unk> in a
+    # translation raises "IndexError: index 0 is out of bounds for dimension 0 with size 0".
     wanted = getattr(args, "replace_unk", None) is not None
     if wanted and not getattr(args, "print_alignment", None):
         args = copy.copy(args)
@@ -45,17 +45,17 @@ def build_generator(
 def replace_unk(
     original: Callable[..., Any], hypo_str: str, src_str: str, alignment: Any, *rest: Any
 ) -> str:
-    # With them: "TypeError: list indices must be integers or slices, not tuple". Alignments are
-    # pairs of (source, target) or, soft ones, rows of weights; replace_unk wants the source word of
-    # each target word.
-    if not alignment:  # nothing to take a word from: an empty source, or no attention
+    # With alignments, 0.12.2 raises "TypeError: list indices must be integers or slices, not
+    # tuple". Hard alignments are pairs (source, target), soft ones are rows of weights. replace_unk
+    # needs the source word of each target word.
+    if not alignment:  # an empty source, or no attention: there is no word to copy
         return hypo_str
     if isinstance(alignment[0], tuple):
         source_of = {target: source for source, target in alignment}
     else:
         weights = [[float(weight) for weight in row] for row in alignment]
         source_of = {target: row.index(max(row)) for target, row in enumerate(weights)}
-    if max(source_of.values()) > len(src_str.split()):  # the last one stands for </s>
+    if max(source_of.values()) > len(src_str.split()):  # index len(...) is </s>
         raise UserError(
             "--replace-unk finds fewer source words than the model has read: leave out --bpe "
             "and --tokenizer, in lightseq-interactive --remove-bpe too, and apply them later."
@@ -67,9 +67,9 @@ def post_process_prediction(
     original: Callable[..., Any], hypo_tokens: Any, src_str: str, alignment: Any, align_dict: Any,
     tgt_dict: Any, remove_bpe: str | None = None, *rest: Any, **options: Any,
 ) -> Any:  # fmt: skip
-    # --remove-bpe joins the subwords of a translation before --replace-unk counts its words, of
-    # which the alignment knows nothing: other source words appear, and an <unk> that is joined to
-    # its neighbour stays.
+    # fairseq joins subwords (--remove-bpe) before --replace-unk counts the words, but the alignment
+    # refers to subwords. Wrong source words are copied, and an <unk> joined to its neighbour stays.
+    # So replace first, then join.
     replaces = align_dict is not None and remove_bpe is not None
     subwords = None if replaces else remove_bpe
     found = original(
@@ -82,7 +82,7 @@ def post_process_prediction(
 
 
 def repeats_ngrams() -> bool:
-    # Three tokens, 5 6 5, in a buffer that has room for more: 6 must not come again.
+    # Three tokens, 5 6 5, in a longer buffer: 6 must be blocked as the next token.
     tokens, scores = torch.tensor([[5, 6, 5, 1, 1]]), torch.zeros(1, 8)
     blocked = NGramRepeatBlock(2, use_extension=False)(tokens, scores, 1, 1, 2)
     return bool(blocked[0, 6].isfinite())
@@ -92,6 +92,6 @@ def _no_repeat_ngram(
     original: Callable[..., Any],
     self: Any, tokens: Any, lprobs: Any, bsz: int, beam_size: int, step: int,
 ) -> Any:  # fmt: skip
-    # Without its CUDA extension, which pip does not build, 0.12.2 looks for the last n-gram at the
-    # end of the buffer, where there are pads: "--no-repeat-ngram-size" forbids nothing.
+    # Without its CUDA extension, which pip does not build, 0.12.2 takes the last n-gram from the
+    # end of the buffer, where there are only pads: "--no-repeat-ngram-size" blocks nothing.
     return original(self, tokens[:, : step + 1], lprobs, bsz, beam_size, step)

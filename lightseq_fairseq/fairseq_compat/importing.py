@@ -1,4 +1,4 @@
-"""What fairseq needs while it is imported, and hydra when the first command line is parsed."""
+"""Repairs during fairseq's import, and of hydra's plugin loading at the first command line."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def import_fairseq(install_command: str) -> str:
     """Imports fairseq with all its models and tasks and returns its version.
 
     Raises:
-        UserError: a package that fairseq imports is missing; the sentence says how to install it.
+        UserError: a package that fairseq imports is missing; the message says how to install it.
     """
-    importlib.import_module("torch")  # outside of the blocks below, which are for fairseq's import
+    importlib.import_module("torch")  # before the blocks below, which are only for fairseq
     try:
         with (
             patching.within("dataclasses:dataclass", dataclass),
@@ -41,7 +41,8 @@ def import_fairseq(install_command: str) -> str:
             _warnings_silenced(),
             _root_logger_kept(),
         ):
-            # fairseq loads hydra's configuration classes only when a command line is parsed.
+            # fairseq imports hydra.conf only when it parses a command line, but hydra's dataclasses
+            # need the repair as well.
             importlib.import_module("hydra.conf")
             fairseq = importlib.import_module("fairseq")
     except ModuleNotFoundError as error:
@@ -57,10 +58,10 @@ def import_fairseq(install_command: str) -> str:
 
 
 def dataclass(original: Callable[..., Any], cls: type | None = None, /, **options: Any) -> Any:
-    # Python 3.11 refuses a field default whose class is unhashable, and a dataclass with eq is:
-    # "mutable default <class 'CommonConfig'> for field common is not allowed". With object's hash
-    # the classes of fairseq and hydra keep instances as defaults, which fairseq's hydra_init reads
-    # (a default_factory would hide them from it).
+    # Python 3.11 refuses a field default of an unhashable class, and a dataclass with eq is
+    # unhashable: "mutable default <class 'CommonConfig'> for field common is not allowed". Giving
+    # the classes of fairseq and hydra object's hash allows instances as defaults. A default_factory
+    # is no alternative: fairseq's hydra_init reads the default instances.
     def decorate(cls: type) -> type:
         made: Any = original(cls, **options)
         root = made.__module__.partition(".")[0]
@@ -73,9 +74,9 @@ def dataclass(original: Callable[..., Any], cls: type | None = None, /, **option
 
 @contextlib.contextmanager
 def _scikit_learn_placeholders() -> Iterator[None]:
-    # The head and fairseq-fixed import scikit-learn (and scipy) for audio classification and
-    # sentence prediction unconditionally: "No module named 'sklearn'", for a user who translates.
-    # The names that those modules bind complain when they are called.
+    # The head and fairseq-fixed always import scikit-learn and scipy, which only audio
+    # classification and sentence prediction use: "No module named 'sklearn'". The placeholders
+    # raise a UserError only when such a function is called.
     placeholders: dict[str, types.ModuleType] = {}
     for package, child in (("sklearn", "metrics"), ("scipy", "stats")):
         if importlib.util.find_spec(package) is None:
@@ -106,9 +107,9 @@ class _Placeholder(types.ModuleType):
 
 @contextlib.contextmanager
 def _warnings_silenced() -> Iterator[None]:
-    # Invalid escapes in fairseq's strings (SyntaxWarning from Python 3.12 on), torch.jit.script
-    # decorators (DeprecationWarning from torch 2.13 on) and the like, and the advice of a task for
-    # speech to install tensorboardX: nobody who trains can act on them.
+    # Silence warnings that users cannot fix: invalid escapes in fairseq's strings (SyntaxWarning,
+    # since Python 3.12), torch.jit.script decorators (DeprecationWarning, since torch 2.13) and
+    # similar ones; also a speech task's advice to install tensorboardX.
     logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         for category in (DeprecationWarning, SyntaxWarning, FutureWarning):
@@ -118,9 +119,10 @@ def _warnings_silenced() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _root_logger_kept() -> Iterator[None]:
-    # Some of fairseq's speech modules configure the root logger when they are imported. fairseq_cli
-    # does so before it imports fairseq; coming second it would be ignored, and the training log
-    # would go to stderr, in fairseq-fixed in another format and at level DEBUG.
+    # Some of fairseq's speech modules configure the root logger when they are imported. In stock
+    # fairseq, fairseq_cli configures it first, before it imports fairseq. Here fairseq is imported
+    # first, and fairseq_cli's configuration would be ignored: the training log would go to stderr,
+    # in fairseq-fixed in another format and at level DEBUG. So restore the root logger.
     handlers, level = list(logging.root.handlers), logging.root.level
     try:
         yield
@@ -130,7 +132,7 @@ def _root_logger_kept() -> Iterator[None]:
 
 
 def hydra_wants_find_module() -> bool:
-    # hydra before 1.3 loads its plugins through importer.find_module, which Python 3.12 lacks:
+    # hydra before 1.3 loads its plugins with importer.find_module, which Python 3.12 has removed:
     # "'FileFinder' object has no attribute 'find_module'" when the first command line is parsed.
     from hydra.core import plugins
 

@@ -1,5 +1,4 @@
-"""fairseq's own layers: what 0.12.2 adds to the encoder layer, where a number stops being one, and
-cuDNN attention."""
+"""Repairs of fairseq's layers: 0.12.2's dead parameters, the NaN detector, cuDNN attention."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from fairseq.nan_detector import NanDetector
 
 logger = logging.getLogger(__name__)
 
-# Copies of the real parameters that 0.12.2 keeps for its fast path, in the order of registration.
+# Copies of parameters that 0.12.2 keeps for its fast path, in the order of registration.
 DEAD_PARAMETERS = (
     "in_proj_weight",
     "in_proj_bias",
@@ -30,8 +29,8 @@ DEAD_PARAMETERS = (
 
 # 0.12.2 gives each encoder layer a second, untrained copy of its parameters for a fused inference
 # path. The copies take memory and optimizer state (transformer_wmt_en_de_big_t2t: 285 instead of
-# 210 million), DistributedDataParallel stops at them because they get no gradient, and the path
-# itself fails on post-norm encoders: "Mask Type should be defined".
+# 210 million parameters). They get no gradient, which DistributedDataParallel reports as an error.
+# The path itself fails on post-norm encoders: "Mask Type should be defined".
 
 
 def has_dead_parameters() -> bool:
@@ -45,21 +44,22 @@ def without_dead_parameters(
     for name in DEAD_PARAMETERS:
         delattr(self, name)
     self.can_use_fastpath = False
-    # TorchScript compiles no branch behind a constant that is False; this one names the parameters.
+    # TorchScript does not compile a branch whose condition is a constant False. This branch uses
+    # the deleted parameters, so make its condition a constant.
     self.__constants__ = [*getattr(self, "__constants__", ()), "can_use_fastpath"]
 
 
 def _load_from_state_dict(
     original: Callable[..., None], self: Any, state_dict: dict[str, Any], prefix: str, *args: Any
 ) -> None:
-    # 0.12.2's own puts the copies there; state dicts that it has written hold them.
+    # 0.12.2's version adds the copies to the state dict, and its checkpoints contain them.
     for name in DEAD_PARAMETERS:
         state_dict.pop(prefix + name, None)
     torch.nn.Module._load_from_state_dict(self, state_dict, prefix, *args)
 
 
 class _DictOfLists(torch.nn.Module):
-    """What an encoder of fairseq's returns."""
+    """Returns the same kind of output as fairseq's encoders."""
 
     def forward(self, x: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         return {"encoder_out": [x]}
@@ -75,9 +75,10 @@ def fails_on_dicts() -> bool:
     return False
 
 
-# fairseq names the module in which a number stops being one before it ends such a run. Its backward
-# hooks look for a tensor among the values of the encoder's output, which are lists:
-# "StopIteration", in place of "Minimum loss scale reached". These hooks wait at each tensor.
+# Before fairseq stops a run on NaN or infinity, NanDetector names the module where it first occurs.
+# Its backward hooks expect a tensor among the values of the encoder's output, but these are lists:
+# "StopIteration" hides the real error, "Minimum loss scale reached". The hooks below are registered
+# on each tensor of an output, at any depth.
 
 
 def add_hooks(original: Callable[..., None], self: Any, module: torch.nn.Module) -> None:
@@ -98,9 +99,9 @@ def _watch(detector: Any, module: torch.nn.Module, inputs: Any, output: Any) -> 
 
 
 def disable_cudnn_attention() -> None:
-    """Unless LIGHTSEQ_CUDNN_ATTENTION is 1."""
-    # torch 2.11 prefers cuDNN attention on recent GPUs and builds a plan for every new shape, and
-    # nearly every batch of a translation run is one: 24k instead of 95k tokens/s on an H200.
+    """Disables torch's cuDNN attention, unless LIGHTSEQ_CUDNN_ATTENTION is 1."""
+    # torch 2.11 prefers cuDNN attention on recent GPUs. It builds a plan for each new shape, and in
+    # translation nearly every batch has a new shape: 24k instead of 95k tokens/s on an H200.
     if os.environ.get("LIGHTSEQ_CUDNN_ATTENTION") == "1":
         return
     torch.backends.cuda.enable_cudnn_sdp(False)

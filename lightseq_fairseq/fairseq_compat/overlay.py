@@ -1,4 +1,4 @@
-"""One module as another module sees it."""
+"""A copy of a module with some names replaced, for use by one other module."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class Overlay(types.ModuleType):
-    """A module with some names replaced, everything else being the original's.
+    """A module with some names replaced; all other names are those of the original.
 
-    Bound to a name inside one module (``checkpoint_utils.torch = Overlay(torch, load=...)``) it
-    changes what that module calls and nothing for anybody else.
+    Assign it to a name in one module, as in ``checkpoint_utils.torch = Overlay(torch, load=...)``.
+    It changes what that module calls, and nothing for other modules.
     """
 
     def __init__(self, module: types.ModuleType, **replacements: Any) -> None:

@@ -1,15 +1,15 @@
-"""Every name of fairseq that this package replaces, and why: one list, and what puts it in place.
+"""The list of all names that this package replaces in fairseq, and the functions that replace them.
 
 ``PATCHES`` is the list, in the order in which names are replaced; `lightseq-doctor --verbose`
-prints it. What an entry refers to lies in the module that it belongs to: most often a function that
-gets the original, then the original's arguments. Names of Python's, torch's and hydra's are in the
-list where they are replaced for fairseq's sake.
+prints it. The replacement of an entry is defined in the module that it belongs to. Most often it is
+a function that gets the original function, then the original's arguments. The list includes names
+of Python, torch and hydra that are replaced for fairseq.
 
-    apply("repair")                  replaces the names of a phase, for good
-    within("module:name", wrapper)   replaces one in a with block
+    apply("repair")                  replaces the names of a phase, permanently
+    within("module:name", wrapper)   replaces one name in a with block
 
-Either can be asked for twice. Nothing else in this package assigns to a name of fairseq's:
-`test_patching` looks for it.
+Calling either of them twice is safe. Nothing else in this package assigns to names of fairseq;
+`test_patching` checks this.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ PHASES = {
 class Patch(NamedTuple):
     """One name that is replaced."""
 
-    phase: str  #: when
-    target: str  #: what: "module:name" or "module:Class.name"
-    by: str  #: where the replacement lies in this package; of "scoped", the code that makes it
-    why: str  #: what fails, or is missing, without it
-    instead: bool = False  #: it is the new value itself, no function around the old one
-    when: str = ""  #: where the function lies that says whether this fairseq needs it
-    everywhere: bool = False  #: also in modules that have imported it, and in subclasses
+    phase: str  #: when it is replaced: a key of PHASES
+    target: str  #: the name: "module:name" or "module:Class.name"
+    by: str  #: "module:name" of the replacement; for "scoped", of the code that replaces it
+    why: str  #: what fails, or is missing, without the replacement
+    instead: bool = False  #: the replacement is the new value, not a wrapper of the old one
+    when: str = ""  #: "module:name" of a function: does this fairseq need it? "" means always
+    everywhere: bool = False  #: also replace it in modules that imported it, and in subclasses
 
 
 _NUMPY = "numpy 2 has no np.int, np.float, np.compat and percentile(interpolation=)"
@@ -362,17 +362,17 @@ PATCHES = (
     ),
 )  # fmt: skip
 
-# What has been done in this process, which a reload of this module keeps.
+# State of this process; a reload of this module keeps it.
 _replacements: dict[Patch, Any] = globals().get("_replacements", {})
-_is_needed: dict[str, bool] = globals().get("_is_needed", {})  # by the name of the test
+_is_needed: dict[str, bool] = globals().get("_is_needed", {})  # results, by Patch.when
 _undone: set[Patch] = globals().get("_undone", set())
 
 
 def apply(phase: str) -> None:
-    """Replaces the names of a phase, where they are not replaced and this fairseq needs it.
+    """Replaces the names of a phase, except those already replaced or not needed by this fairseq.
 
     Raises:
-        ImportError, AttributeError: a name is not there; then all are as they were.
+        ImportError, AttributeError: a name does not exist; then nothing has been replaced.
     """
     found = [(*_place(p.target), _ours(p.by), p) for p in PATCHES if p.phase == phase]
     for owner, name, ours, patch in found:
@@ -387,9 +387,9 @@ def apply(phase: str) -> None:
 
 @contextmanager
 def within(target: str, ours: Any) -> Iterator[None]:
-    """Within it a listed name is replaced by ``ours``, or by a call of it with the original.
+    """Replaces a listed name within the block, by ``ours`` or by a wrapper that calls ``ours``.
 
-    What is applied to the same name within it is undone with it.
+    If other code replaces the same name within the block, the end of the block undoes that, too.
     """
     (patch,) = (p for p in PATCHES if p.target == target and p.phase in ("import", "scoped"))
     owner, name = _place(target)
@@ -407,7 +407,7 @@ def within(target: str, ours: Any) -> Iterator[None]:
 
 
 def around(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """``original`` as it is known, by a call of ``ours`` with it and its arguments."""
+    """A wrapper of ``original`` that calls ``ours`` with ``original`` and the arguments."""
 
     @functools.wraps(original)
     def call(*args: Any, **keywords: Any) -> Any:
@@ -417,7 +417,7 @@ def around(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[.
 
 
 def state(patch: Patch) -> str:
-    """What has become of an entry in this process."""
+    """The state of an entry in this process, as a short text."""
     module, _, path = patch.target.partition(":")
     value: Any = sys.modules.get(module)
     for name in path.split("."):
@@ -430,7 +430,7 @@ def state(patch: Patch) -> str:
 
 
 def report() -> Iterator[str]:
-    """The lines of `lightseq-doctor --verbose`: what, when, why and whether, in order."""
+    """The lines of `lightseq-doctor --verbose`: each entry by phase, with its state and reason."""
     for phase, when in PHASES.items():
         yield f"{phase}: {when}"
         for patch in PATCHES:
@@ -445,7 +445,11 @@ def _ours(name: str) -> Any:
 
 
 def _place(target: str) -> tuple[Any, str]:
-    """The module or class, and the name in it, which is there."""
+    """(module or class, name in it) of a target.
+
+    Raises:
+        ImportError, AttributeError: it does not exist.
+    """
     module, _, path = target.partition(":")
     *classes, name = path.split(".")
     owner = functools.reduce(getattr, classes, importlib.import_module(module))
@@ -454,13 +458,13 @@ def _place(target: str) -> tuple[Any, str]:
 
 
 def _needs(patch: Patch) -> bool:
-    if patch.when and patch.when not in _is_needed:  # asked once: a repair hides the symptom
+    if patch.when and patch.when not in _is_needed:  # tested once: the repair removes the symptom
         _is_needed[patch.when] = _ours(patch.when)()
     return _is_needed.get(patch.when, True)
 
 
 def _is_in_place(patch: Patch, value: Any) -> bool:
-    """Whether a name's value is what the entry has put there, or is wrapped around that."""
+    """Whether a name's value is the entry's replacement, or a wrapper of it."""
     while value is not None and patch in _replacements:
         if value is _replacements[patch]:
             return True
@@ -469,10 +473,11 @@ def _is_in_place(patch: Patch, value: Any) -> bool:
 
 
 def _holders(owner: Any, name: str) -> list[Any]:
-    """``owner`` and its subclasses that define the name; or modules that have the same value."""
+    """Owners of the name: ``owner`` and the subclasses that define it, or, if ``owner`` is a
+    module, all modules of fairseq that bind the name to the same value."""
     if isinstance(owner, type):
         heirs: list[Any] = [owner]
-        for heir in heirs:  # and whatever extends one
+        for heir in heirs:  # the list grows: subclasses of subclasses
             heirs += [child for child in heir.__subclasses__() if child not in heirs]
         return [heir for heir in heirs if name in vars(heir)]
     modules = [module for key, module in sys.modules.items() if key.startswith("fairseq")]

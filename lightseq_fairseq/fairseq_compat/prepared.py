@@ -1,4 +1,4 @@
-"""Importing this prepares fairseq, for modules whose next imports are fairseq's."""
+"""Importing this module calls ``prepare()``. Import it before fairseq's modules."""
 
 from lightseq_fairseq import fairseq_compat
 

@@ -1,12 +1,12 @@
-"""The ops, in the order in which a batch meets them.
+"""The ops, in the order in which a training step uses them.
 
-Each file holds one op, as a rule a forward and a backward one (`lightseq::<stem>_fwd`, `_bwd`). Its
-definition is a typed tuple of the arguments that checks itself, knows the shapes of what comes out,
-and computes it in plain torch: the CPU kernel and the oracle of the tests. From it follow the
-schema and the functions exported here, which check their arguments and call the op; arguments
-beyond eight are given by name. See `registry.define`.
+Each file defines one op, usually as a forward and a backward (`lightseq::<stem>_fwd`, `_bwd`). The
+definition is a NamedTuple of the arguments. Its methods check the arguments, give the output shapes
+and compute the result in plain torch: that reference is the CPU kernel and the oracle of the tests.
+`registry.define` derives the schema from it, and the public function exported here, which checks
+its arguments and calls the op. Callers pass arguments after the eighth by name.
 """
-# ruff: noqa: I001, RUF022  (this order, not the alphabet's, tells the story)
+# ruff: noqa: I001, RUF022  (imports in the order of use, not in alphabetical order)
 
 from __future__ import annotations
 
@@ -63,4 +63,4 @@ __all__ = [
     "REFERENCES",
 ]
 
-library.load()  # attaches the CUDA kernels, and the references where there is none
+library.load()  # registers the CUDA kernels; an op without one runs its reference on the GPU

@@ -1,18 +1,18 @@
-"""Adam over one flat buffer, with unscaling, clipping, overflow skip (fairseq: optim/adam.py).
+"""Adam over one flat buffer, with unscaling, clipping and overflow skip (fairseq: optim/adam.py).
 
 g     = grad * multiplier * min(1, max_norm / (norm * multiplier + clip_eps))
 m, v  = beta1 m + (1 - beta1) g,  beta2 v + (1 - beta2) g^2
 param = (1 - lr * weight_decay) param - size * m / (sqrt(v) + eps)
 size  = lr * sqrt(1 - beta2^step) / (1 - beta1^step)
 
-Kingma & Ba 2015 with fairseq's order of operations (eps joins sqrt(v) before bias correction) and
-decoupled decay (Loshchilov & Hutter 2019). Where norm * multiplier is not finite, nothing changes;
-the CUDA kernel decides that without asking the host.
+Kingma & Ba 2015 with fairseq's order of operations (eps is added to sqrt(v) before bias
+correction) and decoupled weight decay (Loshchilov & Hutter 2019). If norm * multiplier is not
+finite, the update is skipped; the CUDA kernel decides this on the device, without a host sync.
 
-Beside a bfloat16 copy of param, the rest of param takes 16 bits more (`split_floats`): an update
-then moves 26 bytes a parameter instead of 28.
+With a bfloat16 copy of the weights, the float32 master weights can be stored as that copy plus 16
+more bits (`split_floats`). An update then moves 26 bytes per parameter instead of 28.
 
-N elements of the flat buffers.
+Shapes: N = elements of the flat buffers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .checks import FLOATS, check_tensor
 from .numerics import work_dtype
 from .registry import Written, define
 
-# Elements updated at a time on a CPU: the blocks of the five operands stay in its last cache.
+# Elements per block on a CPU, chosen so that the five operands' blocks fit the last-level cache.
 _CPU_BLOCK = 1 << 18
-# Squares are summed in rows of this many, then over the rows in float64: float32 sums stay short.
+# Elements per float32 partial norm; the partial norms are combined in float64.
 _NORM_ROW = 1 << 9
 
 
 class AdamNorm(NamedTuple):
-    """L2 norm of grad [N]: 0-dim float32 (float64 for float64). NaN and infinity stay visible.
+    """L2 norm of grad [N]: 0-dim float32 (float64 for float64). NaN and infinity propagate.
 
     Raises ValueError unless grad is a contiguous vector of a float dtype.
     """
@@ -62,17 +62,17 @@ adam_norm = define("adam_norm", AdamNorm)
 
 
 class AdamStep(NamedTuple):
-    """One update in place: param, exp_avg, exp_avg_sq, step and, when given, param_low.
+    """Update param, exp_avg, exp_avg_sq, step and, if given, param_low, all in place.
 
     param, exp_avg, exp_avg_sq: [N], float32 or float64. grad: [N], any float dtype.
-    param_low: 16-bit [N] or None, receives the new param rounded. If it is bfloat16, param may be
-    int16: what `split_floats` makes of float32.
+    param_low: 16-bit [N] or None; receives the new param, rounded. If it is bfloat16, param may be
+    int16 (the second part of split float32 master weights, see `split_floats`).
     step: int64 0-dim, incremented first. lr, multiplier (1 / (loss scale * sample size)), norm
-    (of grad as it is, see adam_norm): 0-dim float.
-    max_norm: clips norm * multiplier, 0 does not clip. clip_eps: 1e-6 is fairseq's rule for float32
-    and bfloat16, 0 its rule for float16. beta1, beta2: in [0, 1).
-    Nothing changes where norm * multiplier is not finite.
-    Raises ValueError on a wrong shape, dtype, device or layout, and on other betas.
+    (of grad as given, from `adam_norm`): 0-dim float.
+    max_norm: clips norm * multiplier; 0 disables clipping. clip_eps: fairseq uses 1e-6 for float32
+    and bfloat16, and 0 for float16. beta1, beta2: in [0, 1).
+    If norm * multiplier is not finite, nothing is written.
+    Raises ValueError on a wrong shape, dtype, device or layout, and on betas outside [0, 1).
     """
 
     param: Written
@@ -137,8 +137,9 @@ class AdamStep(NamedTuple):
             update = torch.sqrt(v, out=g).add_(eps)
             torch.div(m, update, out=update).mul_(size)
             if weight_decay != 0:
-                # Rounded by itself, as fairseq does: the LayerNorm weights, all near 1, would
-                # otherwise drift from fairseq's by an ulp an update, always to the same side.
+                # Round the decay separately, as fairseq does. A fused operation would make
+                # LayerNorm weights, all near 1, drift from fairseq's by one ulp per update, always
+                # in the same direction.
                 p.add_(p, alpha=-rate * weight_decay)
             p.sub_(update)
             if param_low is None:
@@ -153,10 +154,11 @@ adam_step = define("adam_step", AdamStep)
 
 
 def split_floats(x: Tensor, high: Tensor) -> Tensor:
-    """int16 [N]: the difference of the bits of float32 x [N] and of high, bfloat16 [N], which
-    becomes x rounded.
+    """Split float32 x [N] into a bfloat16 and an int16 part; `join_floats` joins them again.
 
-    One half-way between two bfloat16, whose difference is 2^15, moves by its last bit.
+    Writes x, rounded, to high (bfloat16 [N]). Returns int16 [N]: the bits of x minus those of high.
+    The split is exact, except where x lies half-way between two bfloat16 and the difference would
+    be 2^15: there the joined value differs from x in the last bit.
     """
     high.copy_(x)
     difference = x.view(torch.int32) - (high.view(torch.int16).int() << 16)
@@ -164,7 +166,7 @@ def split_floats(x: Tensor, high: Tensor) -> Tensor:
 
 
 def join_floats(high: Tensor, rest: Tensor) -> Tensor:
-    """Inverse of `split_floats`: float32 [N]."""
+    """Inverse of `split_floats`: float32 [N] from its bfloat16 and int16 parts."""
     return (high.view(torch.int16).int() << 16).add_(rest).view(torch.float32)
 
 

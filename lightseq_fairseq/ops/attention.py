@@ -1,16 +1,18 @@
-"""Attention over packed sentences: self, causal and cross, no [B, H, L, L] tensor in the interface.
+"""Attention over packed sentences: self, causal and cross. No argument is a [B, H, L, L] tensor.
 
-out = dropout(softmax(scale * q k^T)) v        inside each sentence and head (Vaswani et al. 2017)
+out = dropout(softmax(scale * q k^T)) v       within each sentence and head (Vaswani et al. 2017)
 
-Query i of a sentence sees its keys j < length, with causal those with j <= i. Forward saves the
-log-sum-exp of every row; backward recomputes the probabilities from it (Dao et al. 2022):
+Query i attends to the keys j < length of its sentence, and with causal only to j <= i. Forward
+saves the log-sum-exp of every row; backward recomputes the probabilities from it (Dao et al. 2022):
 P = exp(S - lse), dV = (P*m)^T dO, dP = (dO V^T)*m, dS = P * (dP - rowsum(P * dP)), m = mask/(1-p);
-rowsum(P * dP) equals rowsum(dO * O), which a kernel that never holds a whole row of P can use.
+rowsum(P * dP) equals rowsum(dO * O); kernels use the latter, since they never hold a whole row of
+P.
 
-T packed tokens (rows), B sentences, L longest sentence, H heads, D head width.
-Dropout's row is query row * H + head, its column the key's position in its sentence.
+Shapes: T = packed tokens (rows), Tq and Tk those of queries and keys, B = sentences, L = longest
+sentence, H = heads, D = head width.
+Dropout: the row id is query row * H + head, the column is the key's position in its sentence.
 
-The reference pads to [B, H, L, D] (padding.py), so that each step is one batched product.
+The reference pads to [B, H, L, D] (padding.py), so that each product is one batched matmul.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ class AttentionFwd(NamedTuple):
     """(out [Tq, H, D] contiguous, lse [Tq, H] float32 (float64 for float64)).
 
     q: [Tq, H, D]; k, v: [Tk, H, D]; rows may be strided (views of a wider GEMM's output).
-    cu_q, cu_k: int32 [B + 1], first row of each sentence and the end of the last. A sentence may be
-    empty on either side; a query without keys gives 0, and so do rows past the last sentence.
-    max_q, max_k: longest sentence, or more.
+    cu_q, cu_k: int32 [B + 1], first row of each sentence, then the end of the last. A sentence may
+    be empty on either side. out is 0 for a query without keys and for rows past the last sentence.
+    max_q, max_k: length of the longest sentence, or an upper bound of it.
     scale: factor of the scores, positive and finite (fairseq: D^-0.5).
     p, rng, site: dropout of the probabilities, see `philox.keep_mask`.
-    Raises ValueError on a wrong shape, dtype, device or layout, on wrong boundaries and sentences
-    longer than max_*; on a GPU boundaries are read as `checks.check_boundaries` says.
+    Raises ValueError on a wrong shape, dtype, device or layout, on invalid boundaries and on
+    sentences longer than max_*. When boundaries on a GPU are checked: `checks.check_boundaries`.
     """
 
     q: Tensor
@@ -104,7 +106,7 @@ class AttentionFwd(NamedTuple):
             _drop(self, probabilities, tokens_q, out=probabilities)
 
         slots = slots_of(cu_q, rows, heads, max_q, seeing=cu_k)
-        # Operands that have done their work lend their memory to later ones.
+        # Reuse the memory of operands that are no longer needed.
         values = slotted(pad(v, tokens_k, into=padded_k), max_k)
         out = _product(probabilities, values, into=padded_q).index_select(0, slots)
         lse = torch.cat((padded_lse, padded_lse.new_zeros(1))).index_select(0, slots)
@@ -115,10 +117,10 @@ attention_fwd = define("attention_fwd", AttentionFwd)
 
 
 class AttentionBwd(NamedTuple):
-    """Write the whole of dq [Tq, H, D], dk and dv [Tk, H, D], zeros past the last sentence.
+    """Overwrite dq [Tq, H, D], dk and dv [Tk, H, D]; rows past the last sentence become 0.
 
-    dout: [Tq, H, D]. out, lse: forward's. dq, dk, dv may be strided like q, k, v.
-    The rest as in forward. Raises ValueError like forward.
+    dout: [Tq, H, D]. out, lse: forward's results. dq, dk, dv may be strided like q, k, v.
+    Other arguments and errors as in forward.
     """
 
     dout: Tensor
@@ -172,8 +174,7 @@ class AttentionBwd(NamedTuple):
         queries, douts = slotted(padded_q, max_q), slotted(padded_dout, max_q)
         keys, values = slotted(padded_k, max_k), slotted(padded_v, max_k)
 
-        # An infinite lse makes the probabilities of padded queries zero: they then give nothing to
-        # dk and dv.
+        # lse = inf makes the probabilities of padded queries 0, so that they add nothing to dk, dv.
         is_padding = torch.arange(max_q, device=q.device) >= cu_q.diff()[:, None]
         padded_lse = self.lse[tokens_q].masked_fill_(is_padding[..., None], torch.inf)
         scores = queries.new_empty((len(cu_q) - 1, heads, max_q, max_k))
@@ -189,7 +190,7 @@ class AttentionBwd(NamedTuple):
         rowsum = dscores.sum(-1, keepdim=True)
         dscores.addcmul_(probabilities, rowsum, value=-1.0).mul_(scale)
 
-        # Operands that have done their work lend their memory to the products.
+        # The products reuse the memory of operands that are no longer needed.
         slots_q = slots_of(cu_q, rows, heads, max_q, seeing=cu_k)
         slots_k = slots_of(cu_k, len(k), heads, max_k, seeing=cu_q)
         packed = queries.new_empty((max(rows, len(k)) * heads, width))
@@ -207,13 +208,13 @@ attention_bwd = define("attention_bwd", AttentionBwd)
 
 
 def _product(left: Tensor, right: Tensor, into: Tensor) -> Tensor:
-    """left @ right, [B * H, L, D], in the memory of `into` [B * H * L + 1, D], which it returns."""
+    """Write left @ right, [B * H, L, D], to `into` [B * H * L + 1, D]; return `into`."""
     torch.bmm(left, right, out=slotted(into, left.shape[1]))
     return into
 
 
 def _hidden(a: AttentionFwd) -> Tensor:
-    """Minus infinity where a query must not see a key, else 0: [B, 1, 1 or Lq, Lk]."""
+    """Additive mask [B, 1, 1 or Lq, Lk]: -inf where a query must not attend to a key, else 0."""
     key = torch.arange(a.max_k, device=a.cu_k.device)
     hidden = (key >= a.cu_k.diff()[:, None])[:, None, None]
     if a.causal:

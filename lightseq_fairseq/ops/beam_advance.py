@@ -1,11 +1,11 @@
-"""What becomes of a sentence's hypotheses: candidates are merged, some end, the best go on.
+"""Advance beam search by one step: merge candidates, store finished hypotheses, keep the best.
 
-Those that end are kept as the sentence's results (fairseq: SequenceGenerator._generate). Nothing is
-copied when hypotheses are reordered: what stands at position p of hypothesis n lies in row
-ancestry[p, n], as in `decode_attention`; only the ancestry moves.
+Finished hypotheses become the sentence's results (fairseq: SequenceGenerator._generate).
+Reordering hypotheses copies no cache, tokens or scores: position p of hypothesis n is stored in row
+ancestry[p, n], as in `decode_attention`, and only ancestry is reordered.
 
-S slots, each decoding one sentence with `beam` neighbouring rows; N = S * beam rows; W candidates
-a row; P positions and R >= N rows of the memory that all steps share.
+Shapes: S = slots, each of which decodes one sentence in `beam` adjacent rows; N = S * beam rows;
+W = candidates per row; P = positions and R >= N rows of the buffers that all steps share.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from .registry import Written, define
 
 
 class BeamAdvance(NamedTuple):
-    """Choose each sentence's next hypotheses, keep those that end, count and report the step.
+    """Choose each sentence's next hypotheses, store finished ones, count the step and report it.
 
-    candidate_scores float32, candidate_tokens int32 [N, W]: of `beam_candidates` with W = 2 * beam,
-    or of `beam_sample`, W = 1: then each row goes on with its own.
-    groups > 1: diverse beam search (Vijayakumar et al. 2018), see `_merge`; divides beam.
-    All that follows is written. sentences int32 [S]: becomes -1 when the sentence has beam results
-    or the step is MAX_LEN; a negative one is left alone. tokens int32, scores float32 [N]: newest
-    token and score of each row; -inf in rows that decode nothing. ancestry, past_tokens int32,
-    past_scores float32 [P, R]: see above; tokens and scores of earlier steps.
+    candidate_scores float32, candidate_tokens int32 [N, W]: from `beam_candidates` (W = 2 * beam)
+    or from `beam_sample` (W = 1: each row continues with its own token).
+    groups: must divide beam; above 1, diverse beam search (Vijayakumar et al. 2018), see `_merge`.
+    The op writes the following arguments, and progress (see `Progress`).
+    sentences int32 [S]: sentence of each slot. Set to -1 when the sentence has `beam` results or
+    the step is MAX_LEN. Slots with a negative number are skipped.
+    tokens int32, scores float32 [N]: newest token and score of each row; the score is -inf in rows
+    that decode nothing.
+    ancestry, past_tokens int32, past_scores float32 [P, R]: ancestry as above; tokens and scores
+    of earlier steps.
     Results of sentence b are the columns b * beam + i of hypothesis_tokens int32 and
-    hypothesis_scores float32 [P, R] (sum up to each token, eos last), lengths int32 [R] (tokens
-    with eos; 0: none yet) and totals float32 [R]: score / length ** length_penalty.
-    reports int32 [2, 2], contiguous, on the CPU, in pinned memory where the rest is on a GPU: when
-    n steps are done, row n % 2 becomes (n, UNFINISHED), both at once. Whoever sees that, the host
-    for one, may have the results read, however long the stream is busy with other things.
-    An end counts only among the first `beam` candidates, and only until there are beam results.
+    hypothesis_scores float32 [P, R] (cumulative score at each token, eos last), lengths int32 [R]
+    (tokens with eos; 0: no result yet) and totals float32 [R]: score / length ** length_penalty.
+    reports int32 [2, 2], contiguous, on the CPU, in pinned memory if the rest is on a GPU: after n
+    steps, row n % 2 is set to (n, UNFINISHED) by one store. As soon as the host sees this report,
+    it may have the results of these steps read, without waiting for later work in the stream.
+    An eos counts only among the first `beam` candidates, and only until there are `beam` results.
     Raises ValueError on a wrong shape, dtype, device or layout.
     """
 
@@ -101,7 +104,7 @@ class BeamAdvance(NamedTuple):
         best, words, parents = (x[slots] for x in _merge(self))
         parents = slots[:, None] * beam + parents
 
-        # Those that end, as columns of the results.
+        # Store finished hypotheses as columns of the results.
         first = self.sentences[slots].long()[:, None] * beam
         ends = (words == self.eos) & (best > -torch.inf)
         counting = ends & (torch.arange(best.shape[1], device=best.device) < beam)
@@ -118,8 +121,8 @@ class BeamAdvance(NamedTuple):
         lengths[columns] = step + 1
         self.totals[columns] = best[kept] / (step + 1) ** self.length_penalty
 
-        # Those that go on: the best that do not end; sampled rows that have ended stay, as dead
-        # ones.
+        # Continue with the best unfinished candidates. With sampling a finished row stays, with
+        # score -inf.
         order = ends.int().argsort(dim=1, stable=True)[:, :beam]
         parents = parents.gather(1, order)
         self.tokens[rows] = words.gather(1, order)
@@ -140,11 +143,11 @@ beam_advance = define("beam_advance", BeamAdvance)
 
 
 def _merge(a: BeamAdvance) -> tuple[Tensor, Tensor, Tensor]:
-    """The candidates of each sentence in order: scores, tokens, place of the parent in the slot.
+    """Sort the candidates of each slot: scores, tokens, and the parent's row within the slot.
 
-    All [S, 2 * beam], or [S, beam] where they were drawn. Group g of G owns the places g, g + G,
-    ...; it takes the 2 * beam / G best of its own, after `diversity` has been taken off for each
-    time that a group before it has picked the same token; the groups then take turns.
+    All [S, 2 * beam], or [S, beam] with sampling. Of G groups, group g owns the rows g, g + G, ...
+    of a slot. It takes the 2 * beam / G best of its own candidates, after subtracting `diversity`
+    for each time an earlier group has picked the same token. The result interleaves the groups.
     Source: fairseq.search.BeamSearch and DiverseBeamSearch.
     """
     width, groups = a.candidate_scores.shape[1], a.groups
@@ -158,7 +161,7 @@ def _merge(a: BeamAdvance) -> tuple[Tensor, Tensor, Tensor]:
         if picks:
             picked = torch.cat([words for _, words, _ in picks], 1)
             mine[0] = mine[0] - a.diversity * (mine[1][..., None] == picked[:, None]).sum(-1)
-        # Among equals the lowest place, then the lowest token.
+        # Ties: the lowest row first, then the lowest token.
         index = ((mine[2] << 32) + mine[1]).argsort(dim=1)
         ranks = mine[0].gather(1, index).argsort(dim=1, descending=True, stable=True)
         index = index.gather(1, ranks[:, : width // groups])

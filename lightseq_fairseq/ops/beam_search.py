@@ -1,10 +1,12 @@
-"""How each hypothesis may go on: its best next tokens (beam search), or one drawn (sampling).
+"""Next tokens of each hypothesis: the best ones (beam search), or one random token (sampling).
 
-l = log_softmax(logits / temperature), in float32, under fairseq's rules for pad, eos and unk;
-the best of score + l, or one token with the probability exp(l). `beam_advance` goes on from there.
-Whatever changes from step to step is read on the device, so one captured graph serves all steps.
+l = log_softmax(logits / temperature), in float32, then fairseq's rules for pad, eos and unk.
+Beam search takes the best of score + l; sampling draws one token with probability exp(l).
+`beam_advance` continues from there. All values that change between steps are read on the device,
+so that one captured graph serves all steps.
 
-S slots, each decoding one sentence with `beam` neighbouring rows; N = S * beam rows; V vocabulary.
+Shapes: S = slots, each of which decodes one sentence in `beam` adjacent rows; N = S * beam rows;
+V = vocabulary.
 """
 
 from __future__ import annotations
@@ -21,25 +23,26 @@ from .registry import define
 
 
 class Progress(IntEnum):
-    """Places in the progress of a search, int32 [len(Progress)] on the device."""
+    """Indices into the progress of a search, int32 [len(Progress)] on the device."""
 
     STEP = 0  # position of the hypotheses' newest tokens, from 0
     MAX_LEN = 1  # the step at which every hypothesis must end
-    UNFINISHED = 2  # sentences
-    SCRATCH = 3  # a kernel's own, zero between launches
+    UNFINISHED = 2  # number of unfinished sentences
+    SCRATCH = 3  # scratch space of a kernel, zero between launches
 
 
 Candidates = tuple[Annotated[Tensor, "candidate_scores"], Annotated[Tensor, "candidate_tokens"]]
 
 
 class BeamCandidates(NamedTuple):
-    """The best continuations of each row: (scores float32 [N, count], tokens int32 [N, count]).
+    """The best next tokens of each row: (scores float32 [N, count], tokens int32 [N, count]).
 
     logits: [N, V], of the next token. scores: float32 [N], sums of log-probabilities so far.
-    progress: int32 [4], see `Progress`. count: how many; below V.
-    pad is never chosen; eos not before step min_len, and alone from step MAX_LEN on; unk_penalty
-    is taken off unk's log-probability; the logits are divided by temperature before anything.
-    Best first, among equals the lowest token; a NaN counts as -inf.
+    progress: int32 [4], see `Progress`. count: candidates per row, below V.
+    The logits are divided by temperature first. Then pad is excluded, eos is excluded before step
+    min_len and is the only token from step MAX_LEN on, and unk_penalty is subtracted from the
+    log-probability of unk.
+    Candidates are sorted, best first; ties: the lowest token first. A NaN counts as -inf.
     Raises ValueError on a wrong shape, dtype, device or layout.
     Source: fairseq.search.BeamSearch.step, and SequenceGenerator before it.
     """
@@ -69,7 +72,7 @@ class BeamCandidates(NamedTuple):
         totals = _log_probabilities(self).add_(self.scores[:, None])
         best, tokens = totals.topk(count + 1)
         tied, tokens = (best[:, count - 1] == best[:, count]).nonzero()[:, 0], tokens[:, :count]
-        if len(tied):  # topk breaks ties as it likes: of the tokens that equal the last, the lowest
+        if len(tied):  # topk breaks ties arbitrarily: among equals of the last, keep the lowest
             last = best[tied, count - 1 : count]
             better, equal = totals[tied] > last, totals[tied] == last
             room = count - better.sum(1, keepdim=True)
@@ -84,14 +87,16 @@ beam_candidates = define("beam_candidates", BeamCandidates)
 
 
 class BeamSample(NamedTuple):
-    """One continuation of each row, drawn: (scores float32 [N, 1], tokens int32 [N, 1]).
+    """One random next token of each row: (scores float32 [N, 1], tokens int32 [N, 1]).
 
-    sentences: int32 [S], which one a slot decodes. rng: int64 [2], see `philox`; a draw is a
-    function of rng, the sentence, the row's place in the slot and the step.
-    topp > 0: from the fewest of the likeliest tokens whose probabilities reach topp in sum;
-    otherwise topk > 0: from the topk likeliest; otherwise from all. Scores are not renormalised.
-    A row that can say nothing gives eos with -inf. The rest as in `beam_candidates`.
-    Source: fairseq.search.Sampling; Holtzman et al. 2020 (topp). The draws are not fairseq's.
+    sentences: int32 [S], the sentence that each slot decodes. rng: int64 [2], see `philox`. A draw
+    is a function of rng, the sentence, the row's index in the slot and the step.
+    topp > 0: sample from the smallest set of most likely tokens whose probabilities sum to topp;
+    otherwise topk > 0: from the topk most likely; otherwise from all. Scores are not renormalised.
+    A row without any possible token, or whose score is -inf, gives eos with score -inf. Other
+    arguments and errors as in `beam_candidates`.
+    Source: fairseq.search.Sampling; Holtzman et al. 2020 (topp). The random numbers differ from
+    fairseq's.
     """
 
     logits: Tensor
@@ -124,7 +129,7 @@ class BeamSample(NamedTuple):
         weights = logs.exp()
         if topp > 0 or topk > 0:
             falling, order = weights.sort(dim=1, descending=True, stable=True)
-            # fairseq's topp: the token with which the sum reaches topp is in, too.
+            # As in fairseq, the token with which the sum reaches topp is included.
             last = (falling.cumsum(1) < topp).sum(1) if topp > 0 else topk - 1
             rank = torch.arange(weights.shape[1], device=weights.device).expand_as(weights)
             last = torch.as_tensor(last, device=rank.device).view(-1, 1)
@@ -145,7 +150,7 @@ beam_sample = define("beam_sample", BeamSample)
 
 
 def _log_probabilities(a: BeamCandidates | BeamSample) -> Tensor:
-    """float32 [N, V] under fairseq's rules, which act after the softmax."""
+    """Log-probabilities float32 [N, V]; fairseq's token rules are applied after the softmax."""
     step, max_len = int(a.progress[Progress.STEP]), int(a.progress[Progress.MAX_LEN])
     logs = torch.log_softmax(a.logits.float() / a.temperature, dim=1)
     logs.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
@@ -160,7 +165,7 @@ def _log_probabilities(a: BeamCandidates | BeamSample) -> Tensor:
 
 
 def check_slots(op: str, sentences: Tensor, beam: int, scores: Tensor) -> None:
-    """Refuse sentences that are not int32 [S] with S * beam rows of scores."""
+    """Raise ValueError unless sentences is int32 [S] and scores has S * beam rows."""
     check_tensor(op, "sentences", sentences, ("S",), (torch.int32,), scores)
     if beam < 1 or len(sentences) * beam != len(scores):
         raise ValueError(

@@ -1,8 +1,9 @@
-"""What stands between a feed-forward's two GEMMs: y = dropout(activation(x + bias)).
+"""The steps between the two GEMMs of a feed-forward block: y = dropout(activation(x + bias)).
 
-Backward recomputes x + bias from the GEMM's output x and draws the dropout bits again.
+Backward recomputes x + bias from the GEMM's output x and generates the dropout bits again.
 
-T packed tokens (rows), F ffn width. Dropout's row is the token's row, its column the channel.
+Shapes: T = packed tokens (rows), F = ffn width.
+Dropout: the row id is the token's row, the column is the channel.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from .numerics import column_sum, store_gradient, work_dtype
 from .philox import dropout_factors
 from .registry import Written, define
 
-#: fairseq's names. gelu is the erf form, gelu_accurate the tanh approximation.
+#: fairseq's names: gelu is the erf form, gelu_accurate is the tanh approximation.
 ACTIVATIONS = ("identity", "relu", "gelu", "gelu_accurate")
 
 
 _APPROXIMATION = {"gelu": "none", "gelu_accurate": "tanh"}
-_FAR = 128.0  # beyond +-_FAR gelu is its argument or 0, and its derivative 1 or 0
+_FAR = 128.0  # beyond +-_FAR gelu(x) is x or 0, and its derivative 1 or 0
 
 
 class BiasActivationDropoutFwd(NamedTuple):
@@ -61,7 +62,7 @@ class BiasActivationDropoutFwd(NamedTuple):
         if activation == "relu":
             y.relu_()
         elif activation != "identity":
-            # Infinities as their limits; torch's formulas multiply them by 0.
+            # Infinities map to their limits; torch's formulas would multiply them by 0 (NaN).
             near = functional.gelu(y.clamp(-_FAR, _FAR), approximate=_APPROXIMATION[activation])
             y = torch.where(y > _FAR, y, near)
         if p > 0:
@@ -74,9 +75,9 @@ bias_activation_dropout_fwd = define("bias_activation_dropout_fwd", BiasActivati
 
 
 class BiasActivationDropoutBwd(NamedTuple):
-    """dx [T, F]; its column sum goes into dbias [F] (overwritten, or added to with accumulate).
+    """dx [T, F]; its column sum is written to dbias [F] or, with accumulate, added to it.
 
-    dy: [T, F]. The rest as in forward. Raises ValueError like forward.
+    dy: [T, F]. Other arguments and errors as in forward.
     """
 
     dy: Tensor

@@ -1,8 +1,8 @@
 """Argument checks of the public functions.
 
-Of tensors on a GPU they read shapes, dtypes, devices and strides: a check that reads a value stops
-the host until the GPU has caught up. `check_range` reads values on a CPU, and on a GPU where
-LIGHTSEQ_CHECK_INDICES asks for it; `check_boundaries` reads those of a GPU once for each tensor.
+For tensors on a GPU most checks read only shapes, dtypes, devices and strides: reading a value
+makes the host wait for the GPU. `check_range` reads values on a CPU, and on a GPU only with
+LIGHTSEQ_CHECK_INDICES=1. `check_boundaries` reads the values of a GPU tensor once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ def check_tensor(
     dtypes: Sequence[torch.dtype],
     like: Tensor | None = None,
 ) -> None:
-    """Refuse x unless it has this shape (a str stands for any size), dtype and device of `like`."""
+    """Raise ValueError unless x has this shape, one of the dtypes and the device of `like`.
+
+    In `shape` a str stands for any size.
+    """
     if not isinstance(x, Tensor):
         raise ValueError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
     sizes = x.shape
@@ -56,7 +59,10 @@ def _of_autocast(x: Tensor) -> str:
 
 
 def check_rows(op: str, name: str, x: Tensor) -> None:
-    """Refuse x unless its last dimension is contiguous: kernels read rows 16 bytes at a time."""
+    """Raise ValueError unless the last dimension of x is contiguous.
+
+    Kernels read rows 16 bytes at a time.
+    """
     if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel():
         raise ValueError(
             f"{op}: {name} must be contiguous in its last dimension, its strides are {x.stride()}"
@@ -64,7 +70,7 @@ def check_rows(op: str, name: str, x: Tensor) -> None:
 
 
 def check_dropout(op: str, p: float, rng: Tensor, like: Tensor) -> None:
-    """Refuse a drop probability outside [0, 1) and an rng that is not int64 [2] = (seed, batch)."""
+    """Raise ValueError unless p is in [0, 1) and rng is int64 [2] = (seed, micro-batch number)."""
     if not 0.0 <= p < 1.0:
         raise ValueError(f"{op}: p must be at least 0 and below 1, got {p}")
     check_tensor(op, "rng", rng, (2,), (torch.int64,), like)
@@ -73,21 +79,21 @@ def check_dropout(op: str, p: float, rng: Tensor, like: Tensor) -> None:
 
 
 def _has_values(x: Tensor) -> bool:
-    """Not so on the device meta, for torch's fake tensors (a subclass) and in torch.compile."""
+    """False on the meta device, for torch's fake tensors (a subclass) and in torch.compile."""
     return not torch.compiler.is_compiling() and type(x) is Tensor and not x.is_meta
 
 
 def _may_wait(x: Tensor) -> bool:
-    """Whether every value may be read every time: on a CPU, or as LIGHTSEQ_CHECK_INDICES=1 asks."""
+    """Whether a check may read values on every call: on a CPU, or with LIGHTSEQ_CHECK_INDICES=1."""
     return x.device.type == "cpu" or os.environ.get("LIGHTSEQ_CHECK_INDICES") == "1"
 
 
 def check_range(op: str, name: str, indices: Tensor, size: int, letter: str) -> None:
-    """Refuse indices outside [0, size), on a GPU with LIGHTSEQ_CHECK_INDICES=1 in the environment.
+    """Raise ValueError on indices outside [0, size); on a GPU only with LIGHTSEQ_CHECK_INDICES=1.
 
-    Without it a CUDA kernel that meets such an index ends in a device-side assertion, after which
-    the process cannot use the GPU any more.
-    letter: what messages call the size.
+    Without that variable a CUDA kernel that reads such an index fails with a device-side assertion,
+    and the process cannot use the GPU any more.
+    letter: name of the size in messages.
     """
     if not _has_values(indices) or not _may_wait(indices) or indices.numel() == 0:
         return
@@ -100,12 +106,12 @@ def check_range(op: str, name: str, indices: Tensor, size: int, letter: str) -> 
 def check_boundaries(
     op: str, name: str, boundaries: Tensor, rows: int, longest: tuple[str, int] | None = None
 ) -> None:
-    """Refuse cu_seqlens that do not begin with 0, descend or leave [0, rows].
+    """Raise ValueError on cu_seqlens that do not begin with 0, descend or leave [0, rows].
 
-    longest: name and value of the argument that no sentence may be longer than.
-    On a GPU they are read, and waited for, when this tensor is first seen or has been written to
-    since: what was read is kept on the tensor, as `trust_boundaries` does. While a CUDA graph is
-    captured nothing can be read; wrong ones then end in a device-side assertion of the kernel.
+    longest: name and value of the argument that limits the length of a sentence.
+    On a GPU the values are read (the host waits) when this tensor is first checked, and again after
+    a write to it. The result is cached on the tensor, see `trust_boundaries`. During capture
+    nothing can be read; invalid boundaries then fail in a device-side assertion of the kernel.
     """
     if not _has_values(boundaries):
         return
@@ -133,15 +139,15 @@ def check_boundaries(
                 f"but sentence {place} of {name} has {end - start} rows"
             )
         most = max(most, end - start)
-    if not boundaries.is_inference():  # of which nobody could tell that they have been written to
+    if not boundaries.is_inference():  # these have no version counter, which would tell of writes
         trust_boundaries(boundaries, end, most)
 
 
 def trust_boundaries(boundaries: Tensor, rows: int, longest: int) -> Tensor:
-    """Give back the boundaries, which `check_boundaries` need not read on a GPU.
+    """Return the boundaries, marked as valid: `check_boundaries` does not read them on a GPU.
 
-    They are known to be sums of lengths from 0 on that end at `rows` or before, of sentences of
-    `longest` tokens or fewer. Writing to them ends the trust.
+    The caller knows that they are cumulative lengths that begin with 0 and end at `rows` or below,
+    and that no sentence is longer than `longest`. A write to the tensor removes the mark.
     """
     if _has_values(boundaries):
         setattr(boundaries, _TRUSTED, (_version(boundaries), rows, longest))
@@ -149,5 +155,5 @@ def trust_boundaries(boundaries: Tensor, rows: int, longest: int) -> Tensor:
 
 
 def _version(x: Tensor) -> int:
-    """torch's count of writes to a tensor, which those of inference mode do not have."""
+    """torch's version counter, which counts writes; 0 for inference tensors, which have none."""
     return 0 if x.is_inference() else x._version

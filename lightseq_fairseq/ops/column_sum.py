@@ -1,9 +1,9 @@
-"""Sums over rows, gradients of biases and of LayerNorms, that share launches.
+"""Column sums (gradients of biases and of LayerNorms) that share launches.
 
 The kernels of `linear_bwd`, `bias_activation_dropout_bwd` and `dropout_residual_layer_norm_bwd`
-leave partial sums behind, which a second launch adds up. A step has some sixty of these, of a
-microsecond each: between `defer_column_sums` and `flush_column_sums` a few launches do for all. The
-references need no second launch, and there both do nothing.
+write partial sums, which a second kernel reduces. A step has about sixty of these launches, of
+about a microsecond each. Between `defer_column_sums` and `flush_column_sums` they are collected
+into a few launches. The references need no second launch, so there both ops do nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from .registry import Written, define
 
 
 class DeferColumnSums(NamedTuple):
-    """From now on sums that ops write into ``flat`` may come later, by `flush_column_sums` at last.
+    """Defer column sums into ``flat`` until `flush_column_sums`.
 
-    Until then nobody may read them or write what an op has been told to write. Gradients elsewhere
-    are complete when their op returns, as ever, and so are those of other streams than the current.
+    Until then do not read gradients in ``flat`` that an op has been told to write, and do not write
+    to them. Gradients outside ``flat``, and gradients of ops on other streams than the current one,
+    are not deferred.
 
-    flat: [N], contiguous. A device has one at a time: the one before is flushed.
+    flat: [N], contiguous. One per device: a second call flushes the sums of the first.
     Raises ValueError on a wrong shape, dtype or layout.
     """
 
@@ -40,9 +41,9 @@ defer_column_sums = define("defer_column_sums", DeferColumnSums)
 
 
 class FlushColumnSums(NamedTuple):
-    """What `defer_column_sums` has begun ends: sums that have not come yet come now, or never do.
+    """Flush deferred sums, or discard them if ``wanted`` is False, and stop deferring.
 
-    flat: as for `defer_column_sums`. wanted: False after an error, when nobody will read them.
+    flat: as for `defer_column_sums`. wanted: False after an error, when the sums are not used.
     Raises ValueError on a wrong shape, dtype or layout.
     """
 

@@ -4,8 +4,10 @@ nll  = lse - logit[target]
 loss = (1 - s - s') * nll + s' * sum_j (lse - logit[j]),  s' = s / (V - 1)  for smoothing s
 dlogit[j] = dloss * (softmax[j] - s' - (1 - s - s') * [j == target])
 
-No log-probabilities are stored: forward keeps lse, backward turns the logits into their gradient in
-place. Where dloss is known beforehand both are one pass. T rows (tokens), V vocabulary.
+No log-probabilities are stored: forward saves lse = log-sum-exp, and backward overwrites the logits
+with their gradient. If dloss is known before forward, one op does both in one pass.
+
+Shapes: T = rows (tokens), V = vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from .checks import FLOATS, INTEGERS, check_range, check_rows, check_tensor
 from .numerics import work_dtype
 from .registry import Written, define
 
-# Logits taken at a time: a block stays in a CPU's last cache, its temporaries small on a GPU.
+# Logits per block: it fits a CPU's last-level cache; on a GPU it limits the size of temporaries.
 _CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 26
 
 
@@ -39,9 +41,9 @@ class CrossEntropyFwd(NamedTuple):
 
     logits: [T, V]. target: int32 or int64 [T], in [0, V). smoothing: in [0, 1).
     loss and nll are 0 and correct is False where target == padding_idx.
-    correct: the largest logit is the target's; EMPTY (numel 0) unless accuracy.
-    Raises ValueError on a wrong shape, dtype, device or layout; on a target out of range on a CPU,
-    and on a GPU with LIGHTSEQ_CHECK_INDICES=1.
+    correct: whether the target's logit is the largest; EMPTY (numel 0) unless accuracy is set.
+    Raises ValueError on a wrong shape, dtype, device or layout; on a target out of range (on a GPU
+    only with LIGHTSEQ_CHECK_INDICES=1).
     """
 
     logits: Tensor
@@ -90,7 +92,7 @@ cross_entropy_fwd = define("cross_entropy_fwd", CrossEntropyFwd)
 class CrossEntropyBwd(NamedTuple):
     """Overwrite logits [T, V] with their gradient; rows with target == padding_idx become 0.
 
-    dloss: float [T], gradient of loss; may be an expanded scalar. lse: forward's.
+    dloss: float [T], gradient of loss; may be an expanded scalar. lse: forward's result.
     Raises ValueError on a wrong shape, dtype, device or layout.
     """
 
@@ -110,7 +112,7 @@ class CrossEntropyBwd(NamedTuple):
     def reference(self) -> None:
         dloss, logits, target, lse, smoothing, padding_idx = self
         dtype = work_dtype(logits)
-        # A bit mask and no factor: rows of no sentence may hold infinities, and 0 * inf is NaN.
+        # A bit mask, not a factor: rows past the last sentence may hold inf, and 0 * inf is NaN.
         bits = torch.int64 if dtype == torch.float64 else torch.int32
         not_pad = (target != padding_idx)[:, None].to(bits).neg_()
         scale = dloss.to(dtype)[:, None]
@@ -134,7 +136,7 @@ cross_entropy_bwd = define("cross_entropy_bwd", CrossEntropyBwd)
 class CrossEntropyFwdBwd(NamedTuple):
     """Overwrite logits [T, V] with their gradient; return (loss [T], nll [T], correct [T]).
 
-    Both of the above at once; arguments and errors as there.
+    `CrossEntropyFwd` and `CrossEntropyBwd` in one pass; arguments and errors as there.
     """
 
     dloss: Tensor
@@ -163,7 +165,7 @@ cross_entropy_fwd_bwd = define("cross_entropy_fwd_bwd", CrossEntropyFwdBwd)
 
 
 def _weights(smoothing: float, classes: int) -> tuple[float, float]:
-    """(weight of every class's negative log-probability, further weight of the target's)."""
+    """(weight of each class's negative log-probability, additional weight of the target's)."""
     share = smoothing / (classes - 1) if smoothing > 0 else 0.0
     return share, 1.0 - smoothing - share
 

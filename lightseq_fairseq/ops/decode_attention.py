@@ -1,15 +1,14 @@
-"""Attention of the newest token of every hypothesis: over its own past, and over the source.
+"""Attention of the newest token of each hypothesis: self-attention (cached) and cross attention.
 
-out[n] = softmax(scale * q[n] k^T) v      in each head, for one query a hypothesis
+out[n] = softmax(scale * q[n] k^T) v      in each head, with one query per hypothesis
 
-self:  k and v are those of positions 0 ... step of the hypothesis. The cache keeps them where they
-       were computed: the row that holds position p of hypothesis n is ancestry[p, n], so that beam
-       search reorders 4 bytes a position instead of the cache (FasterTransformer's indirection).
-cross: k and v are those of the sentence that the hypothesis translates, one packed copy for all
-       hypotheses of its beam.
+self:  k and v are those of positions 0 ... step of the hypothesis. They stay in the cache where
+       they were first written: row ancestry[p, n] holds position p of hypothesis n. Beam search
+       thus reorders 4 bytes per position instead of the cache (FasterTransformer's indirection).
+cross: k and v are those of the source sentence, packed; all hypotheses of its beam share them.
 
-N hypotheses, beam of them neighbours in a slot; P positions and R rows of the cache; C channels,
-H heads; S sentences, T packed source tokens.
+Shapes: N = hypotheses, `beam` adjacent rows per slot; P = positions and R = rows of the cache;
+C = channels, H = heads; S = sentences, T = packed source tokens.
 """
 
 from __future__ import annotations
@@ -25,18 +24,17 @@ from .registry import Written, define
 
 
 class DecodeSelfAttention(NamedTuple):
-    """out [N, C] contiguous; writes the new tokens' keys and values to row n of position step.
+    """out [N, C] contiguous; writes the new tokens' keys and values to keys[step], values[step].
 
-    qkv: [N, 3 * C], query, key and value of the new tokens, as one product leaves them.
-    keys, values: [P, R, C] with R >= N, one layer's cache; any strides but the last one's.
-    ancestry: int32 [P, R]; ancestry[p, n] in [0, R) for p < step, anything from there on.
-    step: int32 or int64, no dimension: the position of the new token, below P. It is read on the
-    device, so one captured graph serves all steps.
-    beam: rows of a slot, which are neighbours. An ancestor that several of them share is read once
-    for all; that is all it does, but for rounding.
-    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a step beyond the
-    cache. That stops a CUDA kernel with a device-side assertion; LIGHTSEQ_CHECK_INDICES=1 checks
-    it before.
+    qkv: [N, 3 * C], query, key and value of the new tokens, as one GEMM writes them.
+    keys, values: [P, R, C] with R >= N, one layer's cache; the last dimension must be contiguous.
+    ancestry: int32 [P, R]; ancestry[p, n] in [0, R) for p < step; entries from step on are ignored.
+    step: int32 or int64, 0-dim: the position of the new token, below P. It is read on the device,
+    so that one captured graph serves all steps.
+    beam: adjacent rows of a slot. The kernel reads an ancestor that several of them share once.
+    This is a hint: it changes the result only by rounding.
+    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU if step >= P. On a GPU
+    such a step fails in a device-side assertion; LIGHTSEQ_CHECK_INDICES=1 raises the error instead.
     """
 
     qkv: Tensor
@@ -85,16 +83,16 @@ decode_self_attention = define("decode_self_attention", DecodeSelfAttention)
 
 
 class DecodeCrossAttention(NamedTuple):
-    """out [N, C] contiguous; a query gives 0 where its sentence is empty or there is none.
+    """out [N, C] contiguous; 0 for a query whose sentence is empty or whose slot has no sentence.
 
-    q: [N, C], N >= len(sentences) * beam; rows of one slot are neighbours, further ones give 0.
-    keys, values: [T, C], rows may be strided (views of all layers' product).
-    cu_seqlens: int32 [S + 1], first row of each sentence and the end of the last.
-    sentences: int32 [slots], the sentence that each translates, negative for none.
-    On a GPU q alone may be what the kernel right before it on the stream writes: the other tensors
-    are read while that one is still at work.
-    Raises ValueError on a wrong shape, dtype, device or layout and on wrong boundaries, which are
-    read as `checks.check_boundaries` says. Sentence numbers are not checked.
+    q: [N, C], N >= len(sentences) * beam; the rows of a slot are adjacent; out is 0 for later rows.
+    keys, values: [T, C], rows may be strided (views of one GEMM for all layers).
+    cu_seqlens: int32 [S + 1], first row of each sentence, then the end of the last.
+    sentences: int32 [slots], the sentence that each slot translates, negative for none.
+    On a GPU only q may be written by the kernel directly before this one in the stream: the other
+    tensors are read while that kernel still runs (programmatic dependent launch).
+    Raises ValueError on a wrong shape, dtype, device or layout and on invalid boundaries (when they
+    are checked on a GPU: `checks.check_boundaries`). Sentence numbers are not checked.
     """
 
     q: Tensor
@@ -140,7 +138,8 @@ class DecodeCrossAttention(NamedTuple):
             return out
         position = torch.arange(longest, device=q.device)
         hidden = position >= length[:, None]  # [slots, longest]
-        # Behind a sentence stands its last token again, as nobody else's numbers may come in.
+        # Positions past the end repeat the sentence's last token: values of another sentence, if
+        # not finite, must not reach the result (0 * inf is NaN).
         token = torch.minimum(position, length[:, None] - 1).clamp_min(0) + start[:, None]
         token.clamp_max_(len(keys) - 1)
         of_slots = _by_heads(keys, values, (token,), heads)
@@ -157,11 +156,11 @@ decode_cross_attention = define("decode_cross_attention", DecodeCrossAttention)
 def _by_heads(
     keys: Tensor, values: Tensor, places: tuple[Tensor, ...], heads: int
 ) -> tuple[Tensor, Tensor]:
-    """keys[places] and values[places], each [B * H, Lk, D]: so a product of matrices takes them.
+    """keys[places] and values[places], each [B * H, Lk, D], the layout for a batched matmul.
 
-    places: integers for all dimensions but the last, which broadcast to [B, Lk]. The heads of all
-    rows are numbered through and picked by one index: that copies D numbers at a time, and
-    keys[places] one.
+    places: integer indices for all dimensions but the last; they broadcast to [B, Lk]. The tensors
+    are viewed as rows of width D, one per head, and gathered by one index. This copies D numbers at
+    a time; keys[places] would copy single numbers.
     """
     width = keys.shape[-1] // heads
     strides = keys.stride()
@@ -184,7 +183,7 @@ def _by_heads(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, heads: int, scale: float
 ) -> Tensor:
-    """q [B, Lq, C] over k and v [B * H, Lk, D]; hidden bool [B, Lk]: keys that nobody sees."""
+    """Attention of q [B, Lq, C] to k and v [B * H, Lk, D]; hidden bool [B, Lk]: masked keys."""
     dtype = work_dtype(q)
     queries = q.to(dtype).unflatten(2, (heads, -1)).transpose(1, 2)
     scores = torch.bmm(queries.flatten(0, 1), k.to(dtype).transpose(1, 2)).mul_(scale)

@@ -1,12 +1,13 @@
-"""The seam between two sublayers: bias, dropout, residual and LayerNorm in one pass.
+"""The steps between two sublayers, in one pass: bias, dropout, residual and LayerNorm.
 
 sum = residual + dropout(x + bias)
 y   = (sum - mean) * rstd * gamma + beta        (Ba et al. 2016; fairseq: eps 1e-5)
 
-Backward saves sum, mean and rstd and draws the dropout bits again:
+Forward saves sum, mean and rstd; backward generates the dropout bits again:
 dresidual = LayerNorm'(dy) + dsum,  dx = dresidual * mask / (1 - p),  dbias = column sum of dx.
 
-T packed tokens (rows), C model width. Dropout's row is the token's row, its column the channel.
+Shapes: T = packed tokens (rows), C = model width.
+Dropout: the row id is the token's row, the column is the channel.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class DropoutResidualLayerNormFwd(NamedTuple):
     """(sum [T, C], y [T, C], mean [T], rstd [T]).
 
     x, residual: [T, C]. bias, gamma, beta: [C]. All of one dtype; bias, residual may be None.
-    sum is EMPTY (numel 0) where it would be x itself: no bias, no residual, p == 0.
-    gamma and beta None: no LayerNorm, and y, mean, rstd are EMPTY.
+    sum is EMPTY (numel 0) if it equals x (no bias, no residual, p == 0): use x instead.
+    gamma and beta None: no LayerNorm; y, mean, rstd are EMPTY.
     mean and rstd are float32 (float64 for float64). p, rng, site: dropout, see `philox.keep_mask`.
     Raises ValueError on a wrong shape, dtype, device or layout.
     """
@@ -66,7 +67,7 @@ class DropoutResidualLayerNormFwd(NamedTuple):
 
     @property
     def _is_x(self) -> bool:
-        """Whether the sum is x itself."""
+        """Whether sum equals x, so that it is not stored."""
         return self.bias is None and self.residual is None and self.p == 0
 
     def shape(self) -> Outputs:
@@ -105,11 +106,11 @@ dropout_residual_layer_norm_fwd = define(
 
 
 class DropoutResidualLayerNormBwd(NamedTuple):
-    """(dx [T, C], dresidual [T, C]); dx is EMPTY when p == 0, where it would be dresidual.
+    """(dx [T, C], dresidual [T, C]); with p == 0 dx is EMPTY, since it equals dresidual.
 
-    dy, dsum: [T, C], gradients of forward's y and sum; either may be None, not both.
-    sum: [T, C], forward's (x where that came back empty); read only with dy. mean, rstd: forward's.
-    dgamma, dbeta, dbias: [C] or None, overwritten, or added to with accumulate.
+    dy, dsum: [T, C], gradients of forward's y and sum; one of them may be None.
+    sum: [T, C], forward's result (x if that is EMPTY); read only with dy. mean, rstd: forward's.
+    dgamma, dbeta, dbias: [C] or None; overwritten or, with accumulate, added to.
     Raises ValueError on a wrong shape, dtype, device or layout.
     """
 

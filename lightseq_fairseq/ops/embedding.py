@@ -2,8 +2,8 @@
 
 y = dropout(scale * weight[token] + position_weight[position])
 
-T packed tokens (rows), C model width, V vocabulary, P rows of the position table.
-Dropout's row is the token's row, its column the channel. Nothing but the indices is saved.
+Shapes: T = packed tokens (rows), C = model width, V = vocabulary, P = rows of the position table.
+Dropout: the row id is the token's row, the column is the channel. Backward needs only the indices.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class EmbeddingFwd(NamedTuple):
     """y [T, C] in weight's dtype.
 
     tokens: int32 or int64 [T], in [0, V). weight: [V, C].
-    positions: int32 or int64 [T], in [0, P), with position_weight [P, C]; both None: no positions.
+    positions: int32 or int64 [T], in [0, P). position_weight: [P, C]. Both None: no positions.
     scale: factor of the token embedding (fairseq: sqrt(C), or 1 with --no-scale-embedding).
     p, rng, site: dropout, see `philox.keep_mask`.
-    Raises ValueError on a wrong shape, dtype, device or layout; on an index out of range on a CPU,
-    and on a GPU with LIGHTSEQ_CHECK_INDICES=1.
+    Raises ValueError on a wrong shape, dtype, device or layout; on an index out of range (on a GPU
+    only with LIGHTSEQ_CHECK_INDICES=1).
     """
 
     tokens: Tensor
@@ -73,10 +73,11 @@ embedding_fwd = define("embedding_fwd", EmbeddingFwd)
 
 
 class EmbeddingBwd(NamedTuple):
-    """Gradients of the two tables, written into (or, with accumulate, added to) the caller's.
+    """Write the gradients of the two tables to the caller's tensors or, with accumulate, add them.
 
-    dy: [T, C]. dweight: [V, C] or None. dposition_weight: [P, C] or None. The rest as in forward.
-    padding_idx: rows whose token is this one give nothing to dweight; negative excludes none.
+    dy: [T, C]. dweight: [V, C] or None. dposition_weight: [P, C] or None. Other arguments as in
+    forward.
+    padding_idx: rows with this token are left out of dweight; a negative value excludes none.
     Raises ValueError on a wrong shape, dtype, device or layout.
     """
 
@@ -135,15 +136,18 @@ embedding_bwd = define("embedding_bwd", EmbeddingBwd)
 def _add_rows(
     table: Tensor, indices: Tensor, rows: Tensor, excluded: int, accumulate: bool
 ) -> None:
-    """table[indices[t]] += rows[t] in a deterministic order, but for the row `excluded`."""
+    """table[indices[t]] += rows[t] in a deterministic order, except for the row `excluded`.
+
+    Without accumulate the table is overwritten. A negative `excluded` excludes no row.
+    """
     direct = table.dtype == rows.dtype
     total = table if direct else torch.zeros_like(table, dtype=rows.dtype)
     if direct and not accumulate:
         total.zero_()
     kept = total[excluded].clone() if excluded >= 0 else None
-    if table.is_cuda:  # sorts the indices, where index_add_ would use atomics
+    if table.is_cuda:  # index_put_ sorts the indices; index_add_ would use atomics
         total.index_put_((indices.long(),), rows, accumulate=True)
-    else:  # adds row after row, where index_put_ would use atomics
+    else:  # index_add_ adds row after row; index_put_ would use atomics
         total.index_add_(0, indices, rows)
     if kept is not None:
         total[excluded].copy_(kept)

@@ -1,9 +1,9 @@
-"""Matrix products with a weight: y = x weight^T + bias, or relu of that.
+"""Linear layer: y = x weight^T + bias, optionally with relu.
 
-Backward: dx (+)= dy weight,  dweight (+)= dy^T x,  dbias (+)= column sum of dy. The products write
-into the caller's buffers themselves, also where they accumulate.
+Backward: dx (+)= dy weight,  dweight (+)= dy^T x,  dbias (+)= column sum of dy. The GEMMs write
+into the caller's buffers directly, also when they accumulate.
 
-T packed tokens (rows), K inputs, N outputs.
+Shapes: T = packed tokens (rows), K = inputs, N = outputs.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ _BWD = define("linear_bwd", LinearBwd)
 
 
 def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool = False) -> Tensor:
-    """y [T, N] = x weight^T + bias, with relu its positive part.
+    """y [T, N] = x weight^T + bias, or relu of that.
 
-    x: [T, K]. weight: [N, K]. bias: [N] or None. One dtype.
-    relu: a NaN may become 0 on a GPU, see csrc/common/nan.cuh. Its derivative is 1 where y > 0,
-    else 0.
+    x: [T, K]. weight: [N, K]. bias: [N] or None. All of one dtype.
+    relu: its derivative is 1 where y > 0, else 0. A NaN may become 0 on a GPU, see
+    csrc/common/nan.cuh.
     Raises ValueError on a wrong shape, dtype, device or layout.
     """
     return _FWD(x, weight, bias, relu)
@@ -119,16 +119,16 @@ def linear_bwd(
 ) -> Tensor:
     """dx [T, K], EMPTY (numel 0) unless need_dx.
 
-    dy: [T, N]. x, weight: forward's. dweight: [N, K], dbias: [N], either or both None; overwritten,
-    or added to with accumulate. onto: [T, K], another gradient of x: dx is added to it, by the
-    product itself, and not returned (need_dx must be False).
+    dy: [T, N]. x, weight: as in forward. dweight: [N, K] or None, dbias: [N] or None; overwritten
+    or, with accumulate, added to. onto: [T, K], another gradient of x: the GEMM adds dx to it in
+    place, and dx is not returned (need_dx must be False).
     Raises ValueError on a wrong shape, dtype, device or layout.
     """
     return _BWD(dy, x, weight, dweight, dbias, onto, accumulate, need_dx)
 
 
 def _operand(x: Tensor) -> Tensor:
-    """A CPU multiplies 16-bit numbers in float32; a GPU's product accumulates in it by itself."""
+    """x in the GEMM's dtype: 16-bit x becomes float32 on a CPU; GPU GEMMs accumulate in float32."""
     return x if x.is_cuda else x.to(work_dtype(x))
 
 

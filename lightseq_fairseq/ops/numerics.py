@@ -1,4 +1,4 @@
-"""Rules that every reference follows: which precision it works in and how it hands back results."""
+"""Rules that all references follow: their working precision, and how they store gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def column_sum(x: Tensor) -> Tensor:
 
 
 def store_gradient(target: Tensor | None, value: Tensor, accumulate: bool) -> None:
-    """Overwrite the caller's gradient with value, or add to it; rounds once, to target's dtype."""
+    """Overwrite the caller's gradient with value, or add value to it; round once, to its dtype."""
     if target is None:
         return
     if accumulate:

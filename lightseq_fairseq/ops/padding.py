@@ -1,9 +1,10 @@
 """Packed tokens to padded slots and back, for references that work on whole batches at once.
 
-T packed tokens (rows), B sentences, L longest sentence, H heads, D head width.
+Shapes: T = packed tokens (rows), B = sentences, L = longest sentence, H = heads, D = head width.
 
-Slots behind a sentence's end hold a copy of a real row, never uninitialised numbers. One more row,
-of zeros, serves every packed row that has no slot: past the last sentence, or nothing to see.
+Slots past the end of a sentence hold a copy of a real row, never uninitialised numbers. One extra
+row of zeros at the end serves all packed rows without a slot: rows past the last sentence, and rows
+whose sentence is empty on the other side of the attention.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from .numerics import work_dtype
 
 
 def padded_tokens(cu: Tensor, longest: int) -> Tensor:
-    """Packed row of each slot [B, L]; slots behind a sentence's end repeat its last row."""
+    """Packed row of each slot [B, L]; slots past the end of a sentence repeat its last row."""
     last = cu.diff().sub_(1).clamp_(min=0)
     position = torch.arange(longest, device=cu.device)
     tokens = cu[:-1, None] + torch.minimum(position, last[:, None])
-    # An empty sentence borrows a row from the next one, the last of them from the one before.
+    # An empty sentence uses the row that follows it; at the end, the last row of all.
     return tokens.clamp_(max=(cu[-1] - 1).clamp(min=0))
 
 
 def pad(x: Tensor, tokens: Tensor, into: Tensor | None = None) -> Tensor:
     """x [T, H, D] -> [B * H * L + 1, D] in the working precision; the last row is zero.
 
-    into: an earlier result of the same shape, overwritten.
+    into: an earlier result of the same shape, to reuse its memory.
     """
     rows, heads, width = x.shape
     step = x.stride(0)
     if x.stride(1) != width or step % width:
         x, step = x.contiguous(), heads * width
-    # Strided rows as rows of width D: one gather makes the [B, H, L] order without a transpose.
+    # View strided rows as rows of width D: one gather gives the order [B, H, L] without transpose.
     flat = x.as_strided(((rows - 1) * (step // width) + heads, width), (width, 1))
     head = torch.arange(heads, device=x.device)[:, None]
     index = (tokens[:, None].long() * (step // width) + head).view(-1)
@@ -51,9 +52,9 @@ def slotted(padded: Tensor, longest: int) -> Tensor:
 
 
 def slots_of(cu: Tensor, rows: int, heads: int, longest: int, seeing: Tensor) -> Tensor:
-    """Slot in [B * H * L] of each packed row and head, [T * H]; the one behind the last holds 0.
+    """Slot in [B * H * L] of each packed row and head: [T * H]. Without a slot: B * H * L, zeros.
 
-    seeing: boundaries of the other side; rows whose sentence is empty there have no slot either.
+    seeing: boundaries of the other side; rows whose sentence is empty there have no slot.
     """
     row = torch.arange(rows, dtype=cu.dtype, device=cu.device)
     sentence = torch.bucketize(row, cu[1:], right=True)

@@ -1,14 +1,14 @@
-"""Dropout's random bits: Philox-4x32 with 7 rounds (Salmon et al., SC 2011).
+"""Random bits of dropout: Philox-4x32 with 7 rounds (Salmon et al., SC 2011).
 
-A bit is a pure function of (seed, micro-batch, site, row, column), so nothing is stored for
-backward: it draws the same bits again. Tiles, paths and devices agree bit for bit.
+A bit is a pure function of (seed, micro-batch, site, row, column). Nothing is saved for backward,
+which generates the same bits again. All kernels, code paths and devices give the same bits.
 
 counter = (column // 8, row, site, micro-batch)    key = (seed's low word, seed's high word)
-The four output words are eight 16-bit numbers, low half first: number e belongs to column 8g + e.
-An element is kept iff its number >= min(round(65536 * p), 65535), a threshold of 16 bits too; kept
-values are scaled by 1 / (1 - p).
+The four output words are eight 16-bit numbers, low half first: number e of group g belongs to
+column 8g + e. An element is kept if its number >= min(round(65536 * p), 65535), a 16-bit threshold.
+Kept values are scaled by 1 / (1 - p).
 
-R rows, G groups of eight columns.
+Shapes: R = rows, G = groups of eight columns.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ ROUNDS = 7
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _WORD = 0xFFFFFFFF
-# The sign bits of the two 16-bit numbers in an int64's lower and in its upper half.
+# Sign bits of the two 16-bit numbers in the lower half of an int64, and of those in the upper half.
 _LOW_SIGNS = 0x80008000
 _HIGH_SIGNS = (0x80008000 << 32) - (1 << 64)
-# Groups drawn at a time on a CPU: enough for two threads, few enough to stay in cache.
+# Groups per block on a CPU: enough for two threads, few enough to stay in cache.
 _GROUPS_PER_BLOCK = 1 << 15
 
 
 def keep_mask(rng: Tensor, site: int, rows: Tensor, columns: int, p: float) -> Tensor:
     """Which elements dropout keeps: bool [len(rows), columns].
 
-    rng: int64 [2] = (seed, micro-batch number). site: number of the place in the model.
-    rows: int64 [R], row ids. The mask of some rows is those rows of the whole mask.
+    rng: int64 [2] = (seed, micro-batch number). site: number of the dropout in the model.
+    rows: int64 [R], row ids. A row of the mask depends only on its id, not on the other rows.
     Raises ValueError on a wrong p, shape, dtype or device.
     """
     check_dropout("keep_mask", p, rng, rows)
@@ -83,11 +83,11 @@ def dropout_factors(
     dtype: torch.dtype,
     rows: Tensor | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """What dropout multiplies a matrix of this shape by, 0 or 1 / (1 - p), block by block.
+    """Dropout factors (0 or 1 / (1 - p)) of a matrix of this shape, block by block.
 
-    rows: int64 [R], the rows wanted, in any order; None: all, in order.
-    Yields (slice of the wanted rows, their factors [rows of the slice, columns]). A caller applies
-    a block while it is in a CPU's cache; the next one overwrites it. A GPU gets one block.
+    rows: int64 [R], row ids in any order; None: 0 ... shape[0] - 1.
+    Yields (slice of the rows, their factors [rows of the slice, columns]). Apply each block at
+    once, while it is in the CPU's cache: the next one overwrites it. On a GPU there is one block.
     """
     scale = 1.0 / (1.0 - p)
     if rng.is_cuda:  # one kernel where the compiled library is present
@@ -100,7 +100,7 @@ def dropout_factors(
     for part, numbers in _blocks_of_numbers(rng, site, row_ids, shape[1]):
         if len(factors) < len(numbers):
             factors = torch.empty(numbers.shape, dtype=dtype)
-        # Comparing straight into floats is several times faster than going through bool.
+        # Comparing directly into a float output is several times faster than through bool.
         yield part, torch.ge(numbers, _least_kept(p), out=factors[: len(numbers)]).mul_(scale)
 
 
@@ -116,7 +116,7 @@ def uniforms(rng: Tensor, site: int, rows: Tensor, group: int) -> Tensor:
 
 
 def _least_kept(p: float) -> int:
-    """The least number that is kept, among signed 16-bit numbers."""
+    """Threshold as a signed 16-bit number: the smallest number that is kept."""
     return min(round(p * 65536), 65535) - 32768
 
 
@@ -128,7 +128,7 @@ def _blocks_of_numbers(
         return
     groups = torch.arange((columns + 7) // 8, device=rng.device)
     block = len(rows) if rng.is_cuda else max(1, _GROUPS_PER_BLOCK // len(groups))
-    # Two Python ints on a CPU; on a GPU two 0-dim tensors, which the host need not wait for.
+    # Two Python ints on a CPU; on a GPU two 0-dim tensors, which need no host sync.
     seed, micro_batch = rng.unbind() if rng.is_cuda else rng.tolist()
     for start in range(0, len(rows), block):
         part = slice(start, start + block)
@@ -136,11 +136,12 @@ def _blocks_of_numbers(
 
 
 def _signed_numbers(seed: Any, micro_batch: Any, site: int, rows: Tensor, groups: Tensor) -> Tensor:
-    """The 16-bit numbers less 2^15, so that signed comparisons order them: int16 [R, 8 * G].
+    """The 16-bit numbers minus 2^15, so that signed comparison orders them: int16 [R, 8 * G].
 
-    Words are the low halves of int64 elements. The upper halves are cleared only where a product
-    needs them clear: words 1 and 3 of a round are just xor-ed, so theirs stay whatever they are.
-    In rounds 0 and 1 most words depend on the row alone or the group alone and are kept that small.
+    A word is the low half of an int64 element. The upper half is cleared only for multiplication:
+    words 1 and 3 of a round are only xor-ed, so their upper halves may hold any bits.
+    In rounds 0 and 1 most words depend only on the row or only on the group: they stay [R, 1] or
+    [1, G].
     """
     keys = [
         (((seed & _WORD) + i * _WEYL_0) & _WORD, (((seed >> 32) & _WORD) + i * _WEYL_1) & _WORD)
@@ -162,7 +163,7 @@ def _signed_numbers(seed: Any, micro_batch: Any, site: int, rows: Tensor, groups
     word_2 = (((product_0 >> 32) ^ keys[1][1]) & _WORD) ^ word_3
     word_3 = product_0 & _WORD
 
-    # Round 2: words [R,G], [R,G], [R,G], [1,G]; from here on in place.
+    # Round 2: words [R,G], [R,G], [R,G], [1,G]; in place from here on.
     product_0, product_1 = word_0 * _MULTIPLIER_0, word_2 * _MULTIPLIER_1
     word_0 = (product_1 >> 32).bitwise_xor_(word_1 ^ keys[2][0]).bitwise_and_(_WORD)
     word_1 = product_1
@@ -177,7 +178,8 @@ def _signed_numbers(seed: Any, micro_batch: Any, site: int, rows: Tensor, groups
         word_2.bitwise_xor_(word_3).bitwise_xor_(key_1).bitwise_and_(_WORD)
         word_1, word_3 = product_1, product_0
 
-    # Last round: words (0, 1) and (2, 3) leave as one int64 each, every 16-bit sign bit flipped.
+    # Last round: words (0, 1) and (2, 3) are stored as one int64 each, all 16-bit sign bits
+    # flipped.
     numbers = torch.empty((len(rows), len(groups), 2), dtype=torch.int64, device=rows.device)
     product_0, product_1 = word_0.mul_(_MULTIPLIER_0), word_2.mul_(_MULTIPLIER_1)
     for half, product, word, key in (

@@ -1,8 +1,8 @@
-"""How an op of this project comes to be: one definition, from which all else follows.
+"""`define` registers an op with torch from one definition.
 
-A definition is the typed tuple of the op's arguments with a reference, a check and a shape function
-as its methods. The reference is plain torch. It is the op's CPU kernel, the oracle of the tests,
-and what a GPU runs where the compiled library is missing; that attaches the CUDA kernels.
+A definition is a NamedTuple of the op's arguments, with a check, a shape function and a reference
+as methods. The reference is plain torch. It is the CPU kernel and the oracle of the tests; a GPU
+runs it if the compiled library, which registers the CUDA kernels, has no kernel for the op.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightseq_fairseq.library import REFERENCES
 
-# FRAGMENT and not DEF: the compiled library opens the same namespace to attach its kernels.
+# FRAGMENT, not DEF: the compiled library opens the same namespace to register its kernels.
 _LIBRARY = torch.library.Library("lightseq", "FRAGMENT")
 
 #: A tensor that the op writes.
@@ -29,18 +29,18 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Definition(Protocol[R_co]):
-    """A NamedTuple whose fields are the op's arguments; annotations and defaults are its schema's.
+    """A NamedTuple whose fields, with their annotations and defaults, give the op's schema.
 
     Types: Tensor, `Written`, int, float, bool, str, and `| None` of these.
-    A class whose reference returns something also has a method ``shape``: the same for tensors
-    without values, empty ones of the right shape, dtype and strides.
+    If the reference returns a result, the class also needs a method ``shape``. It returns
+    uninitialised tensors of the result's shape, dtype and strides, without reading any values.
     """
 
     def check(self, op: str) -> None:
-        """Raise a ValueError that begins with ``op`` where an argument cannot be used."""
+        """Raise a ValueError that begins with ``op`` if an argument is invalid."""
 
     def reference(self) -> R_co:
-        """What the op computes: None, a Tensor, or a tuple of ``Annotated[Tensor, name]``."""
+        """Compute the result: None, a Tensor, or a tuple of ``Annotated[Tensor, name]``."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -48,15 +48,16 @@ class Definition(Protocol[R_co]):
 def define(name: str, definition: Callable[P, Definition[R]]) -> Callable[P, R]:
     """Define ``lightseq::<name>`` and return its public function.
 
-    That takes the definition's fields, by position or name, checks them and calls the op. The op
-    itself takes them by position; its reference becomes the CPU kernel and is put in REFERENCES.
+    The public function takes the definition's fields by position or name, checks them and calls the
+    op. The op itself takes them by position. The reference becomes its CPU kernel and is added to
+    REFERENCES.
     """
 
     def reference(*arguments: Any) -> Any:
-        if not torch.is_grad_enabled():  # as in a backward pass and in translating
+        if not torch.is_grad_enabled():  # in backward and in translation
             return construct(*arguments).reference()
-        # The layers know the derivatives; the reference's steps, some of which write in place, must
-        # not be recorded.
+        # The layers implement the derivatives. Autograd must not record the reference's steps, some
+        # of which write in place.
         with torch.no_grad():
             return construct(*arguments).reference()
 
@@ -81,10 +82,10 @@ def define(name: str, definition: Callable[P, Definition[R]]) -> Callable[P, R]:
 
 
 def _signature(definition: Any) -> str:
-    """Arguments and results of a definition in the words of torch's schemas.
+    """Arguments and results of a definition as a torch schema string.
 
-    Not by ``torch.library.infer_schema``, whose results have no names and whose ints are SymInt:
-    the compiled library's kernels take int.
+    ``torch.library.infer_schema`` is not used: it gives results no names, and makes ints SymInt,
+    while the compiled kernels take int.
     """
     hints = get_type_hints(definition, include_extras=True)
     letters = iter("abcdefghijklmnopqrstuvwxyz")

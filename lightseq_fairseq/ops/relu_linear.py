@@ -1,9 +1,9 @@
-"""Backward of a product with a positive part: x = dropout(relu(z)), y = x weight^T.
+"""Backward of dropout(relu(z)) and the linear layer after it: x = dropout(relu(z)), y = x weight^T.
 
-dz = dy weight / (1 - p) where x > 0, else 0, as what is dropped is 0, too;  dweight (+)= dy^T x;
-dbias (+)= column sum of dz, the gradient of a bias within z.
+dz = dy weight / (1 - p) where x > 0, else 0 (dropped elements of x are 0 as well);
+dweight (+)= dy^T x;  dbias (+)= column sum of dz, the gradient of the bias within z.
 
-T packed tokens (rows), K inputs, N outputs.
+Shapes: T = packed tokens (rows), K = inputs, N = outputs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from .registry import Written, define
 
 
 class ReluLinearBwd(NamedTuple):
-    """dz [T, K]. Where x is NaN, dz is what it were without relu.
+    """dz [T, K]. Where x is NaN, dz is the same as without relu.
 
-    dy: [T, N]. x: [T, K], nowhere negative. weight: [N, K]. One dtype. dweight: [N, K], dbias: [K],
-    either or both None; overwritten, or added to with accumulate. p: dropout's probability.
-    bias: [K], the one within z, or None: dbias is NaN where it is, since x need not be.
+    dy: [T, N]. x: [T, K], non-negative. weight: [N, K]. All of one dtype. dweight: [N, K] or None,
+    dbias: [K] or None; overwritten or, with accumulate, added to. p: dropout probability.
+    bias: [K], the bias within z, or None. Where bias is NaN, dbias becomes NaN: the kernel of
+    forward may have turned that NaN into 0 in x (see `linear.linear_fwd`).
     Raises ValueError on a wrong shape, dtype, device or layout, and on p outside [0, 1).
     """
 

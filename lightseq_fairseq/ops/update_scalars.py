@@ -1,9 +1,9 @@
-"""The scalars of a training step, where the optimizer's kernels read them: on the device.
+"""The scalars of a training step, kept on the device, where the optimizer's kernels read them.
 
-Between the gradient's norm and Adam one thread decides what fairseq's host decides: how the
-gradient is scaled, which learning rate counts, whether the update is skipped, what becomes of the
-loss scale (``fairseq.optim.dynamic_loss_scaler.DynamicLossScaler``) and of the number of updates,
-from which the next step's dropout follows. The host need not know any of it at once.
+fairseq decides these on the host. Here one GPU thread decides them, between the gradient norm and
+Adam: the scaling of the gradient, the learning rate, whether the update is skipped, the new loss
+scale (``fairseq.optim.dynamic_loss_scaler.DynamicLossScaler``) and the number of updates, which
+seeds the next step's dropout. The host can read the results later; no step waits for it.
 """
 
 from __future__ import annotations
@@ -18,52 +18,54 @@ from torch import Tensor
 from .checks import check_tensor
 from .registry import Written, define
 
-KNOWN_RATES = 4  # learning rates that an update brings along: how far the host may be ahead
+# Learning rates that the host gives with each update: for its own update count and the counts just
+# below, since the device may have skipped updates the host does not know of yet.
+KNOWN_RATES = 4
 
 
 class State(IntEnum):
-    """Places in the state, float64 [len(State)]: whole numbers are exact up to 2^53."""
+    """Indices into the state, float64 [len(State)]; integers are exact up to 2^53."""
 
-    NUM_UPDATES = 0  # that took place
+    NUM_UPDATES = 0  # updates that were not skipped
     LOSS_SCALE = 1
     SCALER_ITER = 2  # fairseq's counters, under its names
     LAST_OVERFLOW_ITER = 3
     LAST_RESCALE_ITER = 4
     OVERFLOWS_SINCE_RESCALE = 5
-    STOPPED = 6  # why nothing changes any more: a value of StopReason
-    SKIPPED = 7  # whether the last update was
-    NORM = 8  # of the gradient of the mean loss, before clipping
+    STOPPED = 6  # a value of StopReason; unless RUNNING, all further updates are skipped
+    SKIPPED = 7  # whether the last update was skipped
+    NORM = 8  # norm of the gradient of the mean loss, before clipping
     RATE = 9  # learning rate of the update
-    MULTIPLIER = 10  # 1 / (loss scale * sample size)
-    LOSS = 11  # sums over the update's batches, written by the step itself
+    MULTIPLIER = 10  # 1 / (loss scale * sample size); NaN to skip the update
+    LOSS = 11  # LOSS to TOTAL: sums over the update's batches, written by the training step
     NLL = 12
     CORRECT = 13
-    TOTAL = 14  # targets that could be correct
+    TOTAL = 14  # targets counted for accuracy
 
 
 class StopReason(IntEnum):
     """Values of State.STOPPED."""
 
     RUNNING = 0
-    NOT_FINITE = 1  # a gradient that is, without a loss scale that could be lowered
+    NOT_FINITE = 1  # the gradient is not finite, and there is no loss scale to lower
     LEAST_SCALE = 2  # the loss scale has reached its minimum
 
 
 class Given(IntEnum):
-    """Places in what the host gives each update, float64 [len(Given) + KNOWN_RATES - 1]."""
+    """Indices into the host's input to each update, float64 [len(Given) + KNOWN_RATES - 1]."""
 
-    NUM_UPDATES = 0  # the host's count before this update: at least the device's
+    NUM_UPDATES = 0  # the host's update count before this update; at least the device's count
     SAMPLE_SIZE = 1
-    RATE = 2  # learning rate at that count; then those of the counts before it
+    RATE = 2  # learning rate at that count, followed by the rates of the counts just below it
 
 
 class UpdateScalars(NamedTuple):
-    """Decide on one update: write what Adam reads into ``state``, and what follows from it.
+    """Decide one update: write Adam's scalars to ``state``; update the loss scale and the counts.
 
-    state: float64 [len(State)]. rng: int64 [2], becomes (seed + number of updates, 0).
-    given: float64, see `Given`. norm: 0-dim float32 or float64, of the gradient as it is.
-    scale_window: updates without an overflow after which the loss scale doubles; 0: there is none.
-    tolerance, threshold, min_loss_scale: as fairseq's flags; threshold 0 for none.
+    state: float64 [len(State)]. rng: int64 [2], set to (seed + number of updates, 0).
+    given: float64, see `Given`. norm: 0-dim float32 or float64, of the gradient before scaling.
+    scale_window: the loss scale doubles after this many updates without overflow; 0: no loss scale.
+    tolerance, threshold, min_loss_scale: as fairseq's flags; threshold 0: no threshold.
     Raises ValueError on a wrong shape, dtype or device.
     """
 
@@ -94,7 +96,7 @@ class UpdateScalars(NamedTuple):
         behind = min(max(int(ahead[Given.NUM_UPDATES] - count), 0), KNOWN_RATES - 1)
 
         s[State.RATE] = ahead[Given.RATE + behind]
-        # Adam leaves everything alone where the norm is not finite.
+        # adam_step skips the update if norm * multiplier is not finite.
         s[State.MULTIPLIER] = multiplier if is_finite else math.nan
         s[State.NORM], s[State.SKIPPED] = total, not is_finite
         if s[State.STOPPED] == StopReason.RUNNING and not is_finite:
@@ -117,7 +119,7 @@ update_scalars = define("update_scalars", UpdateScalars)
 
 
 def _overflow(s: list[float], tolerance: float, threshold: float, least: float) -> None:
-    """DynamicLossScaler.check_overflow of a norm that is not finite."""
+    """fairseq's DynamicLossScaler.check_overflow, for a norm that is not finite."""
     since_rescale = s[State.SCALER_ITER] - s[State.LAST_RESCALE_ITER]
     before = s[State.LOSS_SCALE]
     s[State.LAST_OVERFLOW_ITER] = s[State.SCALER_ITER]

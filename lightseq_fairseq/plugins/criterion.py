@@ -1,6 +1,6 @@
 """``ls_label_smoothed_cross_entropy`` and ``ls_cross_entropy``: fairseq's criteria on one fused op.
 
-Letters: B sentences, L longest sentence, T rows, V vocabulary.
+Shapes: B = sentences, L = longest sentence, T = rows (packed tokens), V = vocabulary.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from lightseq_fairseq.training.objectives import CrossEntropy, LabelSmoothing
     dataclass=native.LabelSmoothedCrossEntropyCriterionConfig,
 )
 class LabelSmoothedCrossEntropyCriterion(native.LabelSmoothedCrossEntropyCriterion):
-    """Label-smoothed cross entropy over packed logits, for ls and for native models.
+    """Label-smoothed cross entropy over packed logits, for ls_ models and native fairseq models.
 
-    The class bears fairseq's name because a resumed run asserts that the names are equal.
-    Flags, sample size and logged values are those of
+    The class has the name of fairseq's class, because fairseq compares the names when it resumes a
+    run. Flags, sample size and logged values are those of
     ``fairseq.criterions.label_smoothed_cross_entropy``.
     """
 
     def forward(
         self, model: Any, sample: dict[str, Any], reduce: bool = True
     ) -> tuple[Tensor, int, dict[str, Any]]:
-        """Loss of a batch in nats, its sample size, and what is logged.
+        """Loss of a batch in nats (summed), its sample size, and the logging output.
 
-        ``reduce=False`` gives the loss of every target, [B * (L - ignored prefix), 1], as fairseq
-        does.
+        ``reduce=False`` gives the loss of each target, [B * (L - ignored prefix), 1], as in
+        fairseq.
         """
         logits, target, segments = _logits_and_target(
             model, sample, self.padding_idx, self.ignore_prefix_size
@@ -63,7 +63,7 @@ class LabelSmoothedCrossEntropyCriterion(native.LabelSmoothedCrossEntropyCriteri
         return loss, sample_size, logging_output
 
     def objective(self) -> LabelSmoothing:
-        """The same for the captured step."""
+        """This criterion in the form that the captured step uses."""
         return LabelSmoothing(
             self.eps, self.padding_idx, self.report_accuracy, self.ignore_prefix_size,
             self.sentence_avg,
@@ -72,18 +72,18 @@ class LabelSmoothedCrossEntropyCriterion(native.LabelSmoothedCrossEntropyCriteri
 
 @register_criterion("ls_cross_entropy", dataclass=native_unsmoothed.CrossEntropyCriterionConfig)
 class CrossEntropyCriterion(native_unsmoothed.CrossEntropyCriterion):
-    """Cross entropy over packed logits, for ls and for native models.
+    """Cross entropy over packed logits, for ls_ models and native fairseq models.
 
-    As above: the class bears fairseq's name, and all else is that of
-    ``fairseq.criterions.cross_entropy``.
+    The class has the name of fairseq's class, as above. Flags, sample size and logged values are
+    those of ``fairseq.criterions.cross_entropy``.
     """
 
     def forward(
         self, model: Any, sample: dict[str, Any], reduce: bool = True
     ) -> tuple[Tensor, int, dict[str, Any]]:
-        """Loss of a batch in nats, its sample size, and what is logged.
+        """Loss of a batch in nats (summed), its sample size, and the logging output.
 
-        ``reduce=False`` gives the loss of every target, [B * L], as fairseq does.
+        ``reduce=False`` gives the loss of each target, [B * L], as in fairseq.
         """
         logits, target, segments = _logits_and_target(model, sample, self.padding_idx)
         loss, _, _ = label_smoothed_cross_entropy(logits, target, 0.0, self.padding_idx)
@@ -99,19 +99,19 @@ class CrossEntropyCriterion(native_unsmoothed.CrossEntropyCriterion):
         return loss, sample_size, logging_output
 
     def objective(self) -> CrossEntropy:
-        """The same for the captured step."""
+        """This criterion in the form that the captured step uses."""
         return CrossEntropy(self.padding_idx, self.sentence_avg)
 
 
 def _padded(rows: Tensor, target: Tensor, segments: Any) -> Tensor:
-    """Losses of all rows in the places of target [B, L]."""
+    """Losses of all rows, padded to the shape of target [B, L]."""
     return rows.view(target.shape) if segments is None else segments.pad(rows)
 
 
 def _logits_and_target(
     model: Any, sample: dict[str, Any], padding_idx: int, ignored_prefix: int = 0
 ) -> tuple[Tensor, Tensor, Any]:
-    """Logits [T, V], targets [T] with ignored ones set to pad, and the segments if packed."""
+    """Logits [T, V], targets [T] (pad where ignored), and the segments, or None if not packed."""
     segments = None
     if getattr(model, "packs_tokens", False):
         logits, segments = model(**sample["net_input"], packed=True)

@@ -1,6 +1,7 @@
-"""What an encoder hands to a decoder under fairseq's generators.
+"""The encoder's output in fairseq's generators.
 
-Letters: B sentences, N hypotheses, L padded source length, T packed source tokens, C model width.
+Shapes: B = sentences, N = hypotheses, L = padded source length, T = packed source tokens,
+C = model width.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from lightseq_fairseq.packing import Segments
 
 
 class EncoderOut(dict[str, list[Tensor]]):
-    """fairseq's dict of an encoder's output, of hypotheses that are reordered again and again.
+    """fairseq's dict of an encoder's output, which reorders its padded tensors only on access.
 
-    Generators ask for that after every step. Our decoder reads ``rows``; what others read is
-    gathered only when they do.
+    fairseq's generators reorder the output after each step. Our decoder needs only ``rows``; the
+    padded tensors are gathered when another decoder reads them.
 
     Attributes:
         features, segments: the packed output [T, C] of B sentences.

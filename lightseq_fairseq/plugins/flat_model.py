@@ -1,4 +1,4 @@
-"""What our models have in common: places for dropout, and parameters that lie end to end."""
+"""Common base of the ls_ models: dropout sites, and parameters in one flat buffer."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lightseq_fairseq.plugins.unsupported import unsupported_option, unsupported
 
 
 class Data(NamedTuple):
-    """What a model trains on.
+    """The kind of data that a model trains on.
 
     Attributes:
-        tasks: fairseq's that have it, and all that extend them.
-        words: what it is, for those who have taken another task; and what they are to take.
+        tasks: fairseq tasks that provide it; their subclasses count as well.
+        words: for error messages about another task: a name of the data, and the task to use.
     """
 
     tasks: tuple[type, ...]
@@ -39,21 +39,21 @@ TEXT = Data((LanguageModelingTask,), ("running text", "--task language_modeling"
 
 
 class FlatModel:
-    """In front of a fairseq model among the bases of ours.
+    """Mixin of the ls_ models; it comes before the fairseq model in the list of base classes.
 
     Attributes:
-        data: what it trains on.
+        data: the kind of data that the model trains on.
     """
 
     data: ClassVar[Data]
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> Any:
-        """fairseq's, which from now on translates with our search.
+        """Build the model as fairseq does; from then on, generation uses our search where it can.
 
         Raises:
-            UserError: naming a flag that the fused layers cannot honour, the reason and the way
-                out.
+            UserError: the fused layers do not support an option; the message names the option, the
+                reason and what to do.
         """
         if (unsupported := unsupported_option(args)) is not None:
             raise UserError(unsupported)
@@ -62,20 +62,20 @@ class FlatModel:
         return super().build_model(args, task)  # type: ignore[misc]
 
     def sides(self) -> list[tuple[Any, ...]]:
-        """The stacks that work together, such as an encoder and its decoder, in the order of the
-        data; one may be in several places."""
+        """The groups of stacks that run together, such as an encoder and its decoder, in the order
+        of the data flow; a stack may be in several groups."""
         raise NotImplementedError
 
     def lay_out(self) -> None:
-        """To be called when the layers exist."""
+        """Number the dropout sites and flatten the parameters; call it when all layers exist."""
         for stacks in self.sides():
-            # Sites 0 and 1 are the embeddings'; each layer has its own numbers after them.
+            # Sites 0 and 1 belong to the embeddings; each layer gets its own sites after them.
             for place, layer in enumerate(_layers(*stacks), 1):
                 layer.site = place * SITES_PER_LAYER
         self._flatten()
 
     def fused_groups(self) -> list[list[Tensor]]:
-        """Parameters one GEMM reads together, so that they lie side by side."""
+        """Groups of parameters that one GEMM reads; each group is contiguous in the flat buffer."""
         groups: list[list[Tensor]] = []
         for stacks in self.sides():
             layers = _layers(*stacks)
@@ -91,7 +91,7 @@ class FlatModel:
         flatten_parameters(self, self.fused_groups())
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
-        # .half(), .cuda() and .to() give every parameter a storage of its own.
+        # .half(), .cuda() and .to() give each parameter its own storage: flatten them again.
         super()._apply(fn, recurse)  # type: ignore[misc]
         if next(self.parameters()).is_cuda and "attention_fwd" in library.load().kernels:
             unsupported = unsupported_width(self.sides()[0][0].cfg)
@@ -102,5 +102,5 @@ class FlatModel:
 
 
 def _layers(*stacks: Any) -> list[Any]:
-    # children(), as iterating over a list with --encoder-layerdrop leaves some layers out.
+    # Use children(): with --encoder-layerdrop, iterating over the list itself skips layers.
     return [layer for stack in stacks for layer in stack.layers.children()]

@@ -1,9 +1,9 @@
-"""What fairseq's tasks translate with when the model is ours: the search of ``generation``.
+"""The generator of fairseq's tasks for ``ls_transformer``: the search of ``generation``.
 
-``task.build_generator`` gives fairseq's generator as ever, of a class that searches by itself
-where it knows how: one ``ls_transformer``, beam search, diverse beam search or, on a GPU, sampling.
-Whatever else is asked of it, it leaves to fairseq's own search, which calls our decoder token by
-token. The functions at the end take the places of fairseq's, see `fairseq_compat.patching`.
+``task.build_generator`` returns a subclass of fairseq's generator. It runs our search for a single
+``ls_transformer`` with beam search, diverse beam search or, on a GPU, sampling. For all other
+options it falls back to fairseq's search, which calls our decoder token by token. The functions at
+the end replace functions of fairseq, see `fairseq_compat.patching`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lightseq_fairseq.generation.search import MOST_BEAM, SearchOptions, search
 from lightseq_fairseq.layers import draw_rng
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
 
-_REMEMBERED = 1 << 16  # sentences of which --eval-bleu keeps the text, some 200 bytes each
+_REMEMBERED = 1 << 16  # detokenized sentences that --eval-bleu caches, about 200 bytes each
 
 
 class LSSequenceGenerator(SequenceGenerator):
-    """``fairseq.sequence_generator.SequenceGenerator`` without the host in its loop.
+    """``fairseq.sequence_generator.SequenceGenerator`` whose search loop runs on the device.
 
-    The results are the same; ``attention`` of a hypothesis is empty, and tensors are on the CPU.
-    Samples may be on any device. On the CPU they spare this search a wait for the GPU.
+    The results are the same, except that ``attention`` of a hypothesis is empty and its tensors are
+    on the CPU. Samples may be on any device; samples on the CPU save a host sync.
     """
 
     def _generate(
@@ -45,7 +45,7 @@ class LSSequenceGenerator(SequenceGenerator):
         if prefix_tokens is None and constraints is None and "src_tokens" in inputs:
             rules = self._rules()
         if rules is None:
-            # fairseq's search wants all of them where the model is.
+            # fairseq's search needs all tensors on the model's device.
             sample, prefix_tokens, constraints = utils.apply_to_sample(
                 lambda tensor: tensor.to(self._device), (sample, prefix_tokens, constraints)
             )
@@ -70,7 +70,7 @@ class LSSequenceGenerator(SequenceGenerator):
         return next(self.model.parameters()).device
 
     def _rules(self) -> SearchOptions | None:
-        """How to search, or None where fairseq's search is to do it."""
+        """The options of our search, or None if fairseq's search must be used."""
         strategy = self.search
         if (
             self.model.models_size > 1
@@ -85,12 +85,13 @@ class LSSequenceGenerator(SequenceGenerator):
         if type(strategy) is fairseq_search.BeamSearch:
             special: dict[str, Any] = {}
         elif type(strategy) is fairseq_search.DiverseBeamSearch:
-            # fairseq keeps the strength's negative. It raises where groups do not divide the beam.
+            # fairseq stores the strength negated. It raises an error if the number of groups does
+            # not divide the beam.
             special = {"groups": strategy.num_groups, "diversity": -strategy.diversity_strength}
             if self.beam_size % strategy.num_groups or special["diversity"] < 0:
                 return None
         elif type(strategy) is fairseq_search.Sampling and self._device.type == "cuda":
-            # On a CPU a seed gives the draws that it gives fairseq.
+            # On a CPU use fairseq's search, so that a seed gives the same samples as in fairseq.
             special = {
                 "sampled": True,
                 "topk": max(strategy.sampling_topk, 0),
@@ -109,14 +110,14 @@ def build_generator(
     original: Callable[..., Any],
     self: Any, models: Any, args: Any, seq_gen_cls: Any = None, *others: Any, **options: Any,
 ) -> Any:  # fmt: skip
-    """fairseq's ``FairseqTask.build_generator``, with our search for our model."""
+    """fairseq's ``FairseqTask.build_generator``, with our generator for ``ls_transformer``."""
     language_model = (options.get("extra_gen_cls_kwargs") or {}).get("lm_model")
     if not isinstance(language_model, (FairseqLanguageModel, type(None))):
         raise UserError(
             f"The model of --lm-path is no language model but {type(language_model).__name__}: "
             "give one that was trained with --task language_modeling."
         )
-    # Alignments, which --replace-unk needs as well, come from another generator of fairseq's.
+    # Alignments (also needed for --replace-unk) come from another generator class of fairseq.
     alignments = any(
         getattr(args, name, None) is not None and getattr(args, name) is not False
         for name in ("print_alignment", "replace_unk")
@@ -132,9 +133,9 @@ def string(
     extra_symbols_to_ignore: Any = None, unk_string: str | None = None,
     include_eos: bool = False, separator: str = " ",
 ) -> str:  # fmt: skip
-    """The same text as fairseq's ``Dictionary.string``, in less time.
+    """Faster version of fairseq's ``Dictionary.string`` with the same result.
 
-    That one takes tensors apart number by number, and looks at each several times.
+    fairseq's reads the elements of a tensor one by one, and each of them several times.
     """
     if not torch.is_tensor(tensor) or tensor.dim() != 1:
         return original(
@@ -153,8 +154,8 @@ def string(
 def _inference_with_bleu(
     original: Callable[..., Any], self: Any, generator: Any, sample: dict[str, Any], model: Any
 ) -> Any:
-    # --eval-bleu strips pads off references one by one, where each waits for the GPU, and makes the
-    # text of the same references at every validation.
+    # --eval-bleu strips the pads of each reference separately, with a host sync each: move the
+    # targets to the CPU first. It also detokenizes the same references at each validation: cache.
     if self.tokenizer is not None and "decode" not in vars(self.tokenizer):
         self.tokenizer.decode = functools.lru_cache(_REMEMBERED)(self.tokenizer.decode)
     return original(self, generator, {**sample, "target": sample["target"].cpu()}, model)

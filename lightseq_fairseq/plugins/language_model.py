@@ -1,6 +1,7 @@
-"""``ls_transformer_lm``: fairseq's language models, a decoder on packed tokens without a source.
+"""``ls_transformer_lm``: fairseq's Transformer language models, a decoder-only model on packed
+tokens.
 
-Letters: B blocks of text, L longest block, T packed tokens, V vocabulary.
+Shapes: B = blocks of text, L = longest block, T = packed tokens, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from lightseq_fairseq.plugins.transformer import LSTransformerDecoder, dropout_r
 
 @register_model("ls_transformer_lm", dataclass=TransformerLanguageModelConfig)
 class LSTransformerLanguageModel(FlatModel, TransformerLanguageModel):
-    """Says each token of a text by those before it.
+    """Decoder-only language model: predicts each token of a text from the tokens before it.
 
-    Source: ``fairseq.models.transformer_lm.TransformerLanguageModel``, whose flags, names and
-    initial values it keeps.
+    Source: ``fairseq.models.transformer_lm.TransformerLanguageModel``, whose flags, parameter names
+    and initial values it keeps.
     """
 
     packs_tokens = True
@@ -59,9 +60,9 @@ class LSTransformerLanguageModel(FlatModel, TransformerLanguageModel):
 
         Args:
             src_tokens: int64 [B, L], padded on the right.
-            src_lengths: not used, the pads say it.
-            packed: return only the real tokens' rows, and no extras.
-            options: of fairseq's decoder.
+            src_lengths: not used; the lengths follow from the pads.
+            packed: return only the rows of real tokens, and no extras.
+            options: passed to fairseq's decoder.
 
         Returns:
             (logits [B, L, V], fairseq's dict of extras), or with ``packed`` (logits [T, V],
@@ -85,5 +86,5 @@ def _decoder(original: Any, args: Any, *arguments: Any, **options: Any) -> LSTra
 
 
 for _arch in ARCH_MODEL_INV_REGISTRY["transformer_lm"]:
-    if _arch != "transformer_lm":  # which fairseq registers for each model with a dataclass
+    if _arch != "transformer_lm":  # fairseq registers this one itself (model with a dataclass)
         register_model_architecture("ls_transformer_lm", f"ls_{_arch}")(ARCH_CONFIG_REGISTRY[_arch])

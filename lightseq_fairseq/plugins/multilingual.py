@@ -1,6 +1,6 @@
-"""``ls_multilingual_transformer``: a fused Transformer for each pair of languages.
+"""``ls_multilingual_transformer``: a fused Transformer for each language pair.
 
-For ``--task multilingual_translation``, each update of which has a batch of every pair.
+For ``--task multilingual_translation``, where each update has one batch of each language pair.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from lightseq_fairseq.plugins.transformer import (
 
 @register_model("ls_multilingual_transformer")
 class LSMultilingualTransformerModel(FlatModel, MultilingualTransformerModel):
-    """Encoders and decoders on packed tokens, shared among pairs as the flags say.
+    """Encoders and decoders on packed tokens, shared among language pairs as the flags say.
 
     Source: ``fairseq.models.multilingual_transformer.MultilingualTransformerModel``, whose flags,
-    names and initial values it keeps.
+    parameter names and initial values it keeps.
     """
 
     data = SENTENCE_PAIRS
@@ -40,7 +40,8 @@ class LSMultilingualTransformerModel(FlatModel, MultilingualTransformerModel):
     @classmethod
     def build_model(cls, args: Namespace, task: Any) -> LSMultilingualTransformerModel:
         """Build from fairseq's namespace; see ``FlatModel``."""
-        pairs = super().build_model(args, task).models.items()  # of fairseq's class, by name
+        # super() returns fairseq's class: take its encoders and decoders, by language pair.
+        pairs = super().build_model(args, task).models.items()
         return cls(
             OrderedDict((name, model.encoder) for name, model in pairs),
             OrderedDict((name, model.decoder) for name, model in pairs),
@@ -57,7 +58,10 @@ class LSMultilingualTransformerModel(FlatModel, MultilingualTransformerModel):
         return [(model.encoder, model.decoder) for model in self.models.values()]
 
     def packed_logits(self, batch: Packed, rng: Tensor) -> Tensor:
-        """Logits [T, V] of a batch of the pair ``batch.part``; ``rng`` from ``draw_rng``."""
+        """Logits [T, V] of a batch of the pair ``batch.part``; ``rng`` int64 [2] from ``draw_rng``.
+
+        T = packed target tokens, V = vocabulary.
+        """
         pair = self.models[batch.part]
         return packed_logits(pair.encoder, pair.decoder, batch, rng)
 

@@ -1,4 +1,4 @@
-"""``ls_adam``: fairseq's ``adam`` over flat buffers."""
+"""``ls_adam``: fairseq's ``adam`` on flat parameter buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.parameters import flat_buffers
 from lightseq_fairseq.training.flat_adam import FlatAdam
 
-# Options that select another implementation of Adam, and why they do not apply to this one.
+# Options that select another implementation of Adam, and why ls_adam does not support them.
 UNSUPPORTED = {
     "fp16_adam_stats": "its moments are float32",
     "use_old_adam": "there is one implementation of it",
@@ -25,14 +25,14 @@ UNSUPPORTED = {
 
 @register_optimizer("ls_adam", dataclass=native.FairseqAdamConfig)
 class FairseqAdam(native.FairseqAdam):
-    """fairseq's ``adam`` with ``FlatAdam`` inside: same flags, same numbers, same files.
+    """fairseq's ``adam`` implemented by ``FlatAdam``: same flags, same results, same checkpoints.
 
-    The class bears fairseq's name because a resumed run asserts that the optimizer's name is the
-    one in the checkpoint: so either continues what the other has saved.
+    The class has the name of fairseq's class, because fairseq compares the optimizer's name with
+    the one in the checkpoint when it resumes a run. Each of the two can resume the other's run.
 
-    With ``--fp16`` and ``--bf16`` fairseq's ``FP16Optimizer`` owns the float32 parameters, the
-    loss scale and its rule of clipping, and this optimizer works on what it is given: one flat
-    vector, or a list which becomes one.
+    With ``--fp16`` and ``--bf16`` fairseq's ``FP16Optimizer`` owns the float32 master weights, the
+    loss scale and the clipping rule. This optimizer then works on the parameters it is given: one
+    flat vector, or a list, which it flattens.
     """
 
     def __init__(self, cfg: Any, params: Iterable[Any]) -> None:
@@ -44,7 +44,7 @@ class FairseqAdam(native.FairseqAdam):
         Raises:
             UserError: for a flag that selects another implementation of Adam.
         """
-        # Not the parent's __init__, which would build fairseq's own Adam beside ours.
+        # Skip the parent's __init__, which would also build fairseq's Adam.
         FairseqOptimizer.__init__(self, cfg)
         for option, reason in UNSUPPORTED.items():
             if getattr(cfg, option, False):
@@ -61,32 +61,35 @@ class FairseqAdam(native.FairseqAdam):
 
     @optimizer.setter
     def optimizer(self, optimizer: Any) -> None:
-        # Only fairseq.optim.shard_ assigns it.
+        # Only fairseq.optim.shard_ assigns this attribute.
         raise UserError(
             "--optimizer ls_adam does not support --zero-sharding os; use --optimizer adam for it"
         )
 
     def zero_grad(self) -> None:
-        """Clear the gradients and what has been asked of them."""
+        """Clear the gradients and reset their pending factor."""
         self._optimizer.zero_grad()
 
     def multiply_grads(self, c: float | Tensor) -> None:
-        """Multiply the gradients by ``c``: a number, or a 0-dim tensor that is not read here."""
+        """Multiply the gradients by ``c``: a number, or a 0-dim tensor (no host sync)."""
         self._optimizer.multiply_grads(c)
 
     def clip_grad_norm(
         self, max_norm: float, aggregate_norm_fn: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Norm before clipping; see ``FlatAdam.clip_grad_norm``."""
+        """Clip the gradients and return their norm before clipping.
+
+        See ``FlatAdam.clip_grad_norm``.
+        """
         return self._optimizer.clip_grad_norm(max_norm, aggregate_norm_fn)
 
 
 class FP16Optimizer(optim.FP16Optimizer):
-    """fairseq's, with the float32 parameters laid out like the 16-bit ones.
+    """fairseq's ``FP16Optimizer`` with master weights in the same layout as the 16-bit weights.
 
-    So one kernel updates both. It bears fairseq's name because a resumed run asserts that, and
-    writes what fairseq would: with ``--fp16`` one vector of each moment unless
-    ``--fp16-no-flatten-grads`` is given.
+    One kernel can then update both. The class has the name of fairseq's class, which fairseq
+    compares when it resumes a run. Its state dict has fairseq's format: with ``--fp16`` one flat
+    vector per moment, unless ``--fp16-no-flatten-grads`` is given.
     """
 
     def __init__(self, cfg: Any, *arguments: Any, **keywords: Any) -> None:
@@ -95,7 +98,7 @@ class FP16Optimizer(optim.FP16Optimizer):
 
     @classmethod
     def build_optimizer(cls, cfg: Any, params: Iterable[Any], **keywords: Any) -> FP16Optimizer:
-        """From fairseq's configuration and the 16-bit parameters."""
+        """Build from fairseq's configuration and the 16-bit parameters."""
         params = list(params)
         masters = {
             id(parameter): nn.Parameter(view)
@@ -108,7 +111,7 @@ class FP16Optimizer(optim.FP16Optimizer):
         return cls(cfg, params, optim.build_optimizer(cfg.optimizer, fp32_params), fp32_params)
 
     def state_dict(self) -> dict[str, Any]:
-        """What fairseq's FP16Optimizer would write."""
+        """The state in the format of fairseq's FP16Optimizer."""
         state: dict[str, Any] = super().state_dict()
         if not self._writes_vectors or not state["state"]:
             return state

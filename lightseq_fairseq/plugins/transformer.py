@@ -1,8 +1,10 @@
 """``ls_transformer``: fairseq's Transformer computed on packed tokens by the fused layers.
 
-Everything that is not computation is fairseq's own class underneath: flags, parameter names,
-initial values, checkpoint upgrades, the dictionary. Letters: B sentences, L longest sentence,
-T packed tokens, C model width, V vocabulary.
+Everything except the computation is inherited from fairseq's classes: flags, parameter names,
+initial values, checkpoint upgrades, the dictionary.
+
+Shapes: B = sentences, N = hypotheses, L = longest sentence, T = packed tokens, C = model width,
+H = heads, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ from lightseq_fairseq.plugins.flat_model import SENTENCE_PAIRS, FlatModel
 
 
 def dropout_rng(module: torch.nn.Module, device: torch.device) -> Tensor:
-    """Dropout's numbers for one pass.
+    """Dropout's rng for one pass: int64 [2].
 
-    In evaluation none are drawn: what the user samples with ``--seed`` is what fairseq's model,
-    which draws nothing either, would give.
+    In evaluation nothing is drawn from torch's generator, as in fairseq's model. Sampling with
+    ``--seed`` therefore gives the same results as with fairseq's model.
     """
     if module.training:
         return draw_rng(device)
@@ -52,10 +54,10 @@ def dropout_rng(module: torch.nn.Module, device: torch.device) -> Tensor:
 
 
 class _Side:
-    """What the encoder and the decoder share: the embedding of packed tokens."""
+    """Common base of encoder and decoder: the embedding of packed tokens."""
 
     _table: Tensor | None = None
-    _outgrown: tuple[Tensor, ...] = ()  # smaller tables, which captured graphs may still read
+    _outgrown: tuple[Tensor, ...] = ()  # smaller tables that captured graphs may still read
 
     def embed_packed(self: Any, tokens: Tensor, positions: Tensor, longest: int, rng: Tensor,
                      site: int) -> Tensor:  # fmt: skip
@@ -65,7 +67,7 @@ class _Side:
             first = self.padding_idx + 1  # row of position 0
             if torch.is_grad_enabled() and table.requires_grad:
                 positions = positions + first
-            else:  # no gradient goes to the table: it may as well begin there
+            else:  # the table needs no gradient: a view that begins at that row will do
                 table = table[first:]
         return embed(
             tokens, self.embed_tokens.weight, None if table is None else positions, table,
@@ -75,10 +77,10 @@ class _Side:
         )  # fmt: skip
 
     def table_rows(self: Any, longest: int) -> int:
-        """Rows of the positions' table for sentences of up to ``longest`` tokens, 0 without one.
+        """Rows of the position table for sentences of up to ``longest`` tokens; 0 without a table.
 
-        It belongs to the key of a graph: another one that has captured fewer rows would be read
-        beyond its end. The table is made here, since that cannot be captured.
+        This number is part of a graph's key: a graph captured with a smaller table would read past
+        its end. The call also creates the table if needed, which is not possible during capture.
         """
         table = self._table_for(longest)
         return 0 if table is None else len(table)
@@ -86,8 +88,8 @@ class _Side:
     def _table_for(self: Any, longest: int) -> Tensor | None:
         if self.embed_positions is None:
             return None
-        # Made for the longest sentence that --max-*-positions allow. Where one is longer all the
-        # same, another table is made, and graphs go on reading the one they know.
+        # The table covers the longest sentence that --max-*-positions allow. A longer sentence
+        # gets a new table, while captured graphs keep reading the old one.
         rows: int = max(longest, self.max_positions()) + self.padding_idx + 1
         table: Tensor = self._positions(rows)
         return table
@@ -101,7 +103,8 @@ class _Side:
         fits = table is not None and table.dtype == like.dtype and table.device == like.device
         if not fits or table.shape[0] < rows:
             rows = max(1024, 1 << (rows - 1).bit_length())
-            # Of another type or device: the weights have changed as well, which ends all graphs.
+            # If dtype or device differ, the weights have been moved too, and no graph is valid any
+            # more: then no old table needs to be kept.
             self._outgrown = (*self._outgrown, table) if fits else ()
             table = sinusoidal_positions(rows, module.embedding_dim, self.padding_idx)
             self._table = table = table.to(like)
@@ -118,7 +121,7 @@ class LSTransformerEncoder(_Side, TransformerEncoderBase):
         )  # fmt: skip
 
     def packed(self, src_tokens: Tensor, rng: Tensor) -> tuple[Tensor, Segments]:
-        """src_tokens int64 [B, L] -> features [T, C] and where each sentence lies in them."""
+        """src_tokens int64 [B, L] -> features [T, C] and the segments (rows of each sentence)."""
         segments = Segments.from_mask(src_tokens.ne(self.padding_idx))
         return self.features(segments.pack(src_tokens), segments, rng), segments
 
@@ -131,10 +134,10 @@ class LSTransformerEncoder(_Side, TransformerEncoderBase):
         self, src_tokens: Tensor, src_lengths: Tensor | None = None,
         return_all_hiddens: bool = False, token_embeddings: Tensor | None = None,
     ) -> dict[str, list[Tensor]]:  # fmt: skip
-        """fairseq's padded interface, for generators and foreign decoders.
+        """fairseq's padded interface, for fairseq's generators and other decoders.
 
         Returns a dict with encoder_out [L, B, C] (zeros at pads), encoder_padding_mask [B, L] and
-        src_lengths [B, 1]; intermediate states are not kept.
+        src_lengths [B, 1]. Intermediate states are not returned.
         """
         if token_embeddings is not None:
             raise UserError("ls_transformer embeds tokens itself: pass tokens, not embeddings.")
@@ -154,7 +157,7 @@ class LSTransformerEncoder(_Side, TransformerEncoderBase):
     def reorder_encoder_out(
         self, encoder_out: dict[str, list[Tensor]], new_order: Tensor
     ) -> dict[str, list[Tensor]]:
-        """The output for hypotheses ``new_order`` (int64 [N]) of before."""
+        """Reorder the output: row i becomes the former row ``new_order[i]`` (int64 [N])."""
         if isinstance(encoder_out, EncoderOut):
             return encoder_out.reordered(new_order)
         return super().reorder_encoder_out(encoder_out, new_order)
@@ -163,7 +166,8 @@ class LSTransformerEncoder(_Side, TransformerEncoderBase):
 class LSTransformerDecoder(_Side, TransformerDecoderBase):
     """Decoder on packed tokens. Source: ``fairseq.models.transformer.TransformerDecoderBase``.
 
-    Like that one it may have no source: ``no_encoder_attn``, and memory and source are None.
+    Like fairseq's, it may have no source: then ``no_encoder_attn`` is True, and the arguments
+    memory (encoder features) and source (their segments) are None.
     """
 
     def __init__(
@@ -190,7 +194,8 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
     ) -> tuple[Tensor, Segments, Tensor | None]:  # fmt: skip
         """prev_output_tokens int64 [B, L], memory [T_src, C] -> features [T, C], segments, weights.
 
-        The weights are None or, of the layer ``attention_of``, [H, B, L, L_src].
+        weights: cross-attention probabilities [H, B, L, L_src] of the layer ``attention_of``, or
+        None.
         """
         segments = Segments.from_mask(prev_output_tokens.ne(self.padding_idx))
         tokens = segments.pack(prev_output_tokens)
@@ -201,7 +206,7 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         self, tokens: Tensor, segments: Segments, memory: Tensor | None, source: Segments | None,
         rng: Tensor, causal: bool = True, attention_of: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """tokens [T] of packed sentences, memory [T_src, C] -> [T, C], weights as ``packed``."""
+        """tokens [T] of packed sentences, memory [T_src, C] -> [T, C], weights as in ``packed``."""
         x = self.embed_packed(tokens, segments.positions, segments.max_len, rng, 1)
         weights = None
         if memory is None or source is None:
@@ -213,7 +218,7 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         return self.project_out(x), weights
 
     def project_out(self, x: Tensor) -> Tensor:
-        """Features of the stack [T, C] to the width of the output embedding."""
+        """Project features of the stack [T, C] to the width of the output embedding."""
         return x if self.project_out_dim is None else linear(x, self.project_out_dim.weight)
 
     def output_layer(self, features: Tensor) -> Tensor:
@@ -228,8 +233,8 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
     ) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
         """fairseq's padded interface: features [B, L, C], or [B, 1, C] with incremental state.
 
-        extra["attn"][0] holds the cross attention [B, L, L_src] of ``alignment_layer`` (default:
-        the last) averaged over heads (``alignment_heads``: over so many, default all).
+        extra["attn"][0] is the cross attention [B, L, L_src] of ``alignment_layer`` (default: the
+        last), averaged over the first ``alignment_heads`` heads (default: all).
         """
         if not self.reads_source:
             encoder_out = None
@@ -270,14 +275,17 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
     def reorder_incremental_state(
         self, incremental_state: dict[str, Any], new_order: Tensor
     ) -> None:
-        """Keep the hypotheses ``new_order``, as beam search asks after every step."""
+        """Reorder the hypotheses: row i becomes the former row ``new_order[i]``.
+
+        Beam search calls this after each step.
+        """
         kept = self.get_incremental_state(incremental_state, "hypotheses")
         if kept is not None:
             kept["hypotheses"].reorder(new_order)
 
 
 def _over_heads(weights: Tensor | None, heads: int | None) -> Tensor | None:
-    """Weights [H, B, L, L_src] averaged over the first ``heads``."""
+    """Weights [H, B, L, L_src], averaged over the first ``heads`` heads (None: all)."""
     return None if weights is None else weights[:heads].mean(0)
 
 
@@ -290,7 +298,7 @@ def _rates(cfg: TransformerConfig) -> dict[str, Any]:
     return {
         "dropout": cfg.dropout,
         "attention_dropout": cfg.attention_dropout,
-        # --relu-dropout is the old name; fairseq reads it where the new one is zero.
+        # --relu-dropout is the old name; like fairseq, read it if the new one is zero.
         "activation_dropout": float(cfg.activation_dropout or cfg.relu_dropout or 0.0),
         "activation": str(cfg.activation_fn),
     }
@@ -300,11 +308,11 @@ def _rates(cfg: TransformerConfig) -> dict[str, Any]:
 class LSTransformerModel(FlatModel, TransformerModel):
     """Transformer on packed tokens with all parameters in one flat buffer.
 
-    Source: ``fairseq.models.transformer.TransformerModel``, whose flags, names and initial values
-    it keeps; Vaswani et al. 2017.
+    Source: ``fairseq.models.transformer.TransformerModel``, whose flags, parameter names and
+    initial values it keeps; Vaswani et al. 2017.
     """
 
-    packs_tokens = True  # ls criteria ask the model for packed logits
+    packs_tokens = True  # the ls_ criteria call forward with packed=True
     data = SENTENCE_PAIRS
 
     def __init__(self, args: Namespace, encoder: Any, decoder: Any) -> None:
@@ -316,8 +324,8 @@ class LSTransformerModel(FlatModel, TransformerModel):
         """Build from fairseq's namespace.
 
         Raises:
-            UserError: as ``FlatModel`` does; or naming the dictionary that is not the one of the
-                checkpoint whose options ``args`` are.
+            UserError: as in ``FlatModel``; for --task multilingual_translation; or if ``args`` are
+                a checkpoint's options and a dictionary differs from the checkpoint's.
         """
         if isinstance(task, MultilingualTranslationTask):
             raise UserError(
@@ -340,7 +348,7 @@ class LSTransformerModel(FlatModel, TransformerModel):
         return [(self.encoder, self.decoder)]
 
     def prepare_for_inference_(self, cfg: Any) -> None:
-        """As fairseq's, which knows --fp16 alone: a model translates in bf16, too."""
+        """As fairseq's, but with --bf16 as well; fairseq's handles only --fp16."""
         super().prepare_for_inference_(cfg)
         if cfg.common.bf16 and not cfg.common.fp16:
             self.bfloat16()
@@ -355,11 +363,11 @@ class LSTransformerModel(FlatModel, TransformerModel):
 
         Args:
             src_tokens: int64 [B, L_src], padded on either side.
-            src_lengths: not used, the pads say it.
+            src_lengths: not used; the lengths follow from the pads.
             prev_output_tokens: int64 [B, L], padded on the right.
             features_only: stop before the projection to the vocabulary.
             alignment_layer, alignment_heads: see ``LSTransformerDecoder.extract_features``.
-            packed: return only the real tokens' rows, and no extras.
+            packed: return only the rows of real tokens, and no extras.
 
         Returns:
             (logits [B, L, V] with zeros at pads, fairseq's dict of extras), or with ``packed``

@@ -1,4 +1,4 @@
-"""What ``ls_transformer`` cannot honour of fairseq's options, and why."""
+"""fairseq options that ``ls_transformer`` does not support, and why."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fairseq.models.transformer import TransformerConfig
 
 ACTIVATIONS = ("relu", "gelu", "gelu_accurate")
 
-# flag, attribute of fairseq's namespace that is set by it, why it is not covered
+# (flag, the attribute of fairseq's namespace that it sets, why it is not supported)
 UNSUPPORTED = (
     ("--adaptive-softmax-cutoff", "adaptive_softmax_cutoff", "the loss needs every logit"),
     ("--adaptive-input", "adaptive_input", "the embedding is one table"),
@@ -17,7 +17,8 @@ UNSUPPORTED = (
     ("--quant-noise-scalar", "quant_noise_scalar", "the fused layers have no quantisation noise"),
     ("--no-cross-attention", "no_cross_attention", "every decoder layer attends to the source"),
     ("--cross-self-attention", "cross_self_attention", "source and target are packed apart"),
-    # Offloading first: fairseq makes it imply checkpointing, which the user did not ask for.
+    # Offloading before checkpointing: fairseq's --offload-activations also sets the latter, which
+    # the user did not give.
     ("--offload-activations", "offload_activations", "layers keep what backward needs"),
     ("--checkpoint-activations", "checkpoint_activations", "layers keep what backward needs"),
     ("--base-layers", "base_layers", "mixture-of-experts layers are not fused"),
@@ -36,7 +37,7 @@ UNSUPPORTED = (
 
 
 def unsupported_option(args: Namespace) -> str | None:
-    """One sentence naming an option that ``ls_transformer`` cannot honour, or None."""
+    """A sentence that names an option that ``ls_transformer`` does not support, or None."""
     for flag, name, reason in UNSUPPORTED:
         if getattr(args, name, None):
             return _sentence(flag, reason)
@@ -51,7 +52,7 @@ def unsupported_option(args: Namespace) -> str | None:
 
 
 def unsupported_width(cfg: TransformerConfig) -> str | None:
-    """One sentence naming a width that the CUDA kernels cannot honour, or None."""
+    """A sentence that names a width that the CUDA kernels do not support, or None."""
     for name, side in (("encoder", cfg.encoder), ("decoder", cfg.decoder)):
         heads = side.attention_heads
         for flag, width, most in (

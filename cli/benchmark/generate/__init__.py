@@ -1,9 +1,9 @@
-"""``lightseq-bench generate``: test sets translated, ours beside what else a user could set up.
+"""``lightseq-bench generate``: translates test sets with this package and alternative systems.
 
-test_set     sentences as long and as frequent as newstest's, and a model that never ends a sentence
-cases        what is translated, by which systems, with which commands
-stopwatch    the passes over the test set, timed
-decode       one system of fairseq's, ours or its own, through the doors of fairseq-generate
-ctranslate   the same sentences by CTranslate2
+test_set     sentences with newstest-like lengths, and a model that never chooses ``</s>``
+cases        cases, systems, and the commands that run them
+stopwatch    timed passes over the test set
+decode       runs fairseq-generate's code with our model and search, or with fairseq's own
+ctranslate   runs CTranslate2 on the same sentences
 rows         reports -> result rows -> the printed table
 """

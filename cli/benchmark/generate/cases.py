@@ -1,4 +1,4 @@
-"""What is translated, by which systems, and the commands that do it."""
+"""The cases of ``lightseq-bench generate``, the systems, and the commands that run them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lightseq_fairseq.cli.benchmark.train.cases import SHAPES, Shape
 from lightseq_fairseq.cli.benchmark.train.corpus import LONGEST
 from lightseq_fairseq.errors import UserError
 
-# As fairseq, torch and CTranslate2 call them.
+# Our name -> the name in fairseq, torch and CTranslate2.
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-MAX_TOKENS = 18_500  # of a batch by tokens, if a case does not say
+MAX_TOKENS = 18_500  # default token limit of a batch that is filled by tokens
 
 
 class Case(NamedTuple):
-    """A model, its batches, hypotheses a sentence, a precision.
+    """A model, its batches, hypotheses per sentence, a precision.
 
     Attributes:
-        batch: sentences of a batch; None: as many as ``max_tokens`` allow.
-        max_tokens: source tokens of a batch, pads included; None: of any number.
+        batch: sentences per batch; None: as many as ``max_tokens`` allow.
+        max_tokens: limit of source tokens per batch, with pads; None: no limit.
     """
 
     model: str
@@ -66,10 +66,10 @@ class System(NamedTuple):
     """How a case is translated.
 
     Attributes:
-        module: the program of this package that does it.
-        warm_up: passes over the test set before the timed ones. Ours captures a graph for each of
-            its shapes; all fill their memory pools.
-        native: fairseq's own model and search.
+        module: the module of this package that runs it.
+        warm_up: passes over the test set before the timed ones. In these, ours captures a graph
+            for each shape, and all systems fill their memory pools.
+        native: use fairseq's own model and search.
     """
 
     module: str = "decode"
@@ -85,7 +85,7 @@ SYSTEMS = {
 
 
 def why_not(system: str, case: Case) -> str | None:
-    """A sentence if this machine cannot run the system."""
+    """The reason if this machine cannot run the system, else None."""
     if system == "ctranslate2" and importlib.util.find_spec("ctranslate2") is None:
         return "ctranslate2 is not installed."
     return None
@@ -94,7 +94,7 @@ def why_not(system: str, case: Case) -> str | None:
 def command(
     case: Case, system: str, folder: Path, report: Path, sentences: int, passes: int, gpu: bool
 ) -> list[str]:
-    """The command of one run: the first so many sentences, so many times."""
+    """The command of one run: the number of sentences, and of passes over them."""
     how = SYSTEMS[system]
     words = [sys.executable, "-m", f"{__package__}.{how.module}", "--report", str(report)]
     words += ["--case", str(case), "--data", str(folder), "--sentences", str(sentences)]
@@ -103,10 +103,10 @@ def command(
 
 
 def environment(system: str, logs: Path) -> dict[str, str]:
-    """What the run finds in its environment besides the bench's own.
+    """Environment variables of the run, in addition to the benchmark's own environment.
 
-    CTranslate2's wheel asks for cuBLAS 12 by file name. It gets the copy that torch has loaded,
-    under that name, by links in the folder ``logs``; its first batch shows whether they agree.
+    CTranslate2's wheel loads cuBLAS 12 by file name. Links in the folder ``logs`` give it torch's
+    copy under that name; its first batch shows whether this works.
     """
     found = {"OMP_WAIT_POLICY": "passive", "LIGHTSEQ_CUDNN_ATTENTION": "0"}
     if system == "ctranslate2" and (cublas := _cublas()):
@@ -122,7 +122,7 @@ def environment(system: str, logs: Path) -> dict[str, str]:
 
 
 def _cublas() -> list[Path]:
-    """The files of cuBLAS that this process has loaded, which torch has done."""
+    """The files of cuBLAS that torch has loaded in this process."""
     import torch  # noqa: F401
 
     maps = Path("/proc/self/maps")

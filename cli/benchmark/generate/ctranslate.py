@@ -45,7 +45,7 @@ def main() -> None:
         given.report.write_text(json.dumps({"unable": reason}) + "\n", encoding="utf-8")
         return
     load_s = time.perf_counter() - began
-    # What its allocator has taken from the GPU it keeps, so the end shows the peak.
+    # Its allocator never returns memory to the GPU, so memory in use at the end is the peak.
     stopwatch.measure(given, samples, translate, load_s, memory)
 
 
@@ -60,13 +60,13 @@ def _model(files: TestSet) -> Path:
 
 
 def _text(tokens: Any, words: Any) -> list[list[str]]:
-    """Words of the sources, without ``</s>``, which CTranslate2 adds itself."""
+    """Words of the source sentences, without ``</s>``, which CTranslate2 adds itself."""
     special = (words.pad(), words.eos())
     return [[words[i] for i in row if i not in special] for row in tokens.tolist()]
 
 
 def _translator(given: argparse.Namespace, model: Path) -> Any:
-    """A function as `stopwatch.measure` wants it."""
+    """The ``translate`` function for `stopwatch.measure`."""
     import ctranslate2
 
     translator = ctranslate2.Translator(
@@ -76,7 +76,7 @@ def _translator(given: argparse.Namespace, model: Path) -> Any:
 
     def translate(sample: dict[str, Any]) -> list[int]:
         length = sample["net_input"]["src_tokens"].shape[1]
-        # It stops after its greatest length, without </s>.
+        # CTranslate2 stops at the maximum length, without </s>.
         results = translator.translate_batch(
             sample["text"], beam_size=given.case.beam, max_decoding_length=length,
             min_decoding_length=length,

@@ -25,7 +25,7 @@ from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 def main() -> None:
     given = stopwatch.arguments(__doc__)
     words = stopwatch.generation_words(given)
-    # The name decides whose parts are put in place, as for the launchers.
+    # The program name decides which patches are applied, as for the launchers.
     sys.argv = ["fairseq-generate" if given.native else "lightseq-generate", *words]
     cli.register()
     with left_on_cpu():
@@ -43,7 +43,7 @@ def _run(given: argparse.Namespace, words: list[str]) -> None:
     memory, began = MemoryMeter(gpu), time.perf_counter()
     task = tasks.setup_task(cfg.task)
     (model,), _ = checkpoint_utils.load_model_ensemble([cfg.common_eval.path], task=task)
-    # fairseq-generate knows --fp16 only.
+    # fairseq-generate supports only --fp16.
     model = model.to(getattr(torch, PRECISIONS[given.case.precision]))
     if gpu:
         model.cuda()

@@ -1,4 +1,4 @@
-"""The reports of a system's runs as a result row, and rows as a table to read."""
+"""Result rows from the reports of a system's runs, and the printed table."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lightseq_fairseq.cli.benchmark.runs import Row
 def row(case: Case, system: str, runs: Sequence[Row], about: Row) -> Row:
     """The result row of a system: medians over the passes of all its runs.
 
-    ``decode_s`` is the time of all ``sentences``, with every pass over them a sample; ``p50_ms``
-    and ``p99_ms`` are of batches, at batch 1 of sentences. Not in it are ``load_s``, the model on
-    its way from the file to the device, and ``first_s``, the very first pass.
+    ``decode_s`` is the time for all ``sentences``; each pass over them is one sample. ``p50_ms``
+    and ``p99_ms`` are times per batch (at batch 1: per sentence). Not included in these are
+    ``load_s``, loading the model from the file to the device, and ``first_s``, the first pass.
     """
     passes = [sum(seconds) for run in runs for seconds in run["batch_s"]]
     batches = [second for run in runs for seconds in run["batch_s"] for second in seconds]
@@ -42,12 +42,12 @@ def row(case: Case, system: str, runs: Sequence[Row], about: Row) -> Row:
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
-    """The value that so many are not above, one of ``values``."""
+    """The quantile ``share`` of ``values``, without interpolation."""
     return sorted(values)[round((len(values) - 1) * share)]
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """The rows of one case to read, fast first; "ratio" is to fairseq's."""
+    """The table of one case, fastest first; "ratio" is relative to fairseq."""
     fairseq: Any = {row["system"]: row["decode_s"] for row in rows}.get("fairseq_no_cudnn")
     head = [rows[0]["case"], "sent/s", "tokens/s", "ratio", "decode s", "p50 ms", "p99 ms",
             "first s", "load s", "GiB"]  # fmt: skip

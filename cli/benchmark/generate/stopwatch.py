@@ -1,7 +1,7 @@
-"""The passes over a test set, and the report of them: the same for every system.
+"""Timed passes over a test set and their report, the same for every system.
 
-Timed is a batch at a time: from token numbers in the host's memory to the best hypothesis of each
-sentence there. Models are loaded before, batches made before, text is made of neither.
+Each batch is timed by itself, from token numbers in host memory to the best hypothesis of each
+sentence in host memory. Not included are loading the model, making batches, and converting to text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightseq_fairseq.cli.benchmark.train.corpus import SOURCE, TARGET
 
 
 def arguments(description: str | None) -> argparse.Namespace:
-    """What `cases.command` gives a program."""
+    """Parses the arguments that `cases.command` passes to a program."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--case", type=Case.parse, required=True)
     parser.add_argument("--data", type=lambda word: TestSet(Path(word)), required=True)
@@ -37,11 +37,11 @@ def generation_words(given: argparse.Namespace) -> list[str]:
     case: Case = given.case
     words = [str(given.data.folder), "--path", str(given.data.checkpoint), "-s", SOURCE]
     words += ["-t", TARGET, "--gen-subset", SPLIT, "--beam", str(case.beam), "--num-workers", "0"]
-    # fairseq's greatest length leaves </s> out, which the length of a source contains.
+    # fairseq's maximum length does not count </s>; the length of a source does.
     words += ["--max-len-a", "1", "--max-len-b=-1", "--distributed-world-size", "1"]
     if case.batch is None:
-        # By eight, fairseq's default, three sentences would be left for a batch of their own: the
-        # longest ones, with a quarter of all steps.
+        # With fairseq's default, 8, the three longest sentences would form their own batch, with a
+        # quarter of all steps.
         words += ["--max-tokens", str(case.max_tokens), "--required-batch-size-multiple", "1"]
     else:
         words += ["--batch-size", str(case.batch)]
@@ -49,7 +49,7 @@ def generation_words(given: argparse.Namespace) -> list[str]:
 
 
 def batches(task: Any, cfg: Any, sentences: int) -> list[dict[str, Any]]:
-    """fairseq-generate's batches of the first so many sentences, collated."""
+    """fairseq-generate's collated batches of the first ``sentences`` sentences."""
     task.load_dataset(SPLIT)
     dataset = task.dataset(SPLIT)
     order = dataset.ordered_indices()
@@ -71,8 +71,8 @@ def measure(
     """Translates the samples ``--warm-up`` + ``--passes`` times and writes the report.
 
     Args:
-        translate: gives the tokens of the best hypothesis of each sentence, ``</s>`` included.
-        memory: made before the model was loaded.
+        translate: returns the tokens of the best hypothesis of each sentence, with ``</s>``.
+        memory: created before the model was loaded.
 
     Raises:
         RuntimeError: a hypothesis is not as long as the longest source of its batch.

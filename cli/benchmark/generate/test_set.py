@@ -1,9 +1,9 @@
-"""What is translated, and by which weights: both are numbers of a seeded generator.
+"""The test set and the model's weights, both from a seeded random generator.
 
-3003 sentences, as many as newstest2014 has, of WMT-like lengths (mean 28 with ``</s>``). The model
-has random weights, which take the time of trained ones. The row of ``</s>`` in its embedding, which
-is the output's as well, is zero: thousands of words are always likelier, so that a sentence ends
-where its greatest length says, by every system and in every precision alike.
+3003 sentences, as in newstest2014, with WMT-like lengths (mean 28 with ``</s>``). The model has
+random weights; they take the same time as trained ones. The row of ``</s>`` in the embedding, which
+is shared with the output projection, is zero. Thousands of words are then always more likely than
+``</s>``, so each sentence ends at its maximum length, in every system and every precision.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class TestSet(NamedTuple):
 
     @property
     def ctranslate2(self) -> Path:
-        """The same model for CTranslate2, once `ctranslate` has made it."""
+        """The folder of the model for CTranslate2; `ctranslate` creates it."""
         return self.folder / "ctranslate2"
 
 
 def ensure(folder: Path, shape: Shape, vocabulary: int) -> TestSet:
-    """The sentences and the model in ``folder``, written there unless they are there.
+    """The sentences and the model in ``folder``; writes them if they do not exist.
 
-    They are written beside ``folder`` and moved once they are complete.
+    They are written beside ``folder``, and moved when complete.
 
     Raises:
         UserError: the folder holds something else, or cannot be written.
@@ -68,7 +68,7 @@ def ensure(folder: Path, shape: Shape, vocabulary: int) -> TestSet:
 
 
 def _write_checkpoint(test_set: TestSet, shape: Shape, home: Path) -> None:
-    """The checkpoint says that the dictionaries are in ``home``."""
+    """Writes the checkpoint, which names ``home`` as the folder of the dictionaries."""
     from lightseq_fairseq import fairseq_compat
 
     fairseq_compat.prepare()
@@ -93,7 +93,7 @@ def _write_checkpoint(test_set: TestSet, shape: Shape, home: Path) -> None:
         "args": None,
         "cfg": saved,
         "model": model.state_dict(),
-        # What fairseq reads of every checkpoint, to translate with it too.
+        # fairseq reads this entry of each checkpoint, also for translation.
         "optimizer_history": [{"optimizer_name": "FairseqAdam", "lr_scheduler_state": {}}],
         "last_optimizer_state": None,
         "extra_state": {},

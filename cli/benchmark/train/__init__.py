@@ -1,10 +1,10 @@
-"""``lightseq-bench train``: whole training runs, ours beside what else a user could set up.
+"""``lightseq-bench train``: whole training runs of this package and of alternative systems.
 
-corpus            sentence pairs as long and as frequent as WMT's, in fairseq's binary format
-cases             what is trained, by which systems, with which commands
-measured_trainer  runs lightseq-train in a process of its own and looks at its steps from outside
-compiled          the baseline that is no fairseq: packed PyTorch under torch.compile
-timeline          a profile, as time by part of the step
-floor             the least time that the arithmetic and the bytes of a step take
+corpus            sentence pairs with WMT-like lengths and word frequencies, in fairseq's format
+cases             cases, systems, and the commands that run them
+measured_trainer  runs lightseq-train in its own process and measures its steps
+compiled          the baseline without fairseq: packed PyTorch under torch.compile
+timeline          time per part of the step, from a profile
+floor             lower bound of the step time, from its arithmetic and its memory traffic
 rows              training logs and reports -> result rows -> the printed table
 """

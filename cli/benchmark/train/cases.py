@@ -1,4 +1,4 @@
-"""What is trained, by which systems, and the commands that do it."""
+"""The cases of ``lightseq-bench train``, the systems, and the commands that run them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOG_INTERVAL = 50
 
 
 def in_intervals(updates: int) -> int:
-    """So many updates or more: whole intervals of the log."""
+    """``updates`` rounded up to whole intervals of the log."""
     return -(-updates // LOG_INTERVAL) * LOG_INTERVAL
 
 
@@ -43,14 +43,14 @@ SHAPES = {
     "24e24d": _T2T_BIG._replace(encoder_layers=24, decoder_layers=24),
     "base": Shape("transformer_wmt_en_de", 512, 2048, 8),
     "iwslt": Shape("transformer_iwslt_de_en", 512, 1024, 4),
-    # What a machine without a GPU can run, to see that everything works.
+    # For machines without a GPU, to test that everything works.
     "tiny": Shape("transformer_tiny", 64, 64, 2, 2, 2),
 }
 PRECISIONS = ("bf16", "fp16")
 
 
 class Case(NamedTuple):
-    """A model, the tokens of its batches at most, a precision, and GPUs with a batch each."""
+    """A model, its --max-tokens, a precision, and the number of GPUs (each with its own batch)."""
 
     model: str
     max_tokens: int
@@ -94,18 +94,18 @@ class System(NamedTuple):
     """How a case is trained.
 
     Attributes:
-        warm_up: updates before anything is measured. Ours captures a graph for each of some two
-            hundred sizes of batch when it meets it, the last of them late; the compiled baseline
-            has a dozen or two; fairseq only fills its memory pool.
-        heat: updates of up to 4096 tokens under the profiler before its record, fewer the larger
-            they are. The GPU idles while a profiler starts, and cooled down it has higher clocks
-            than in the updates that are measured.
-        marks: between the updates of the record. Many for ours, whose updates differ in size and
+        warm_up: updates before the measurement. Ours captures a graph for each of about 200 batch
+            sizes when it first meets the size, which may be late; the compiled baseline has one or
+            two dozen sizes; fairseq only fills its memory pool.
+        heat: updates under the profiler before it records, for batches of up to 4096 tokens; fewer
+            for larger batches. The GPU idles and cools while a profiler starts, and then has higher
+            clocks than in the measured updates.
+        marks: marks between the recorded updates. Many for ours, whose updates differ in size and
             make small records.
-        native: fairseq's own parts, by the same command.
-        apex: fairseq takes apex's Adam and LayerNorm, as it does wherever apex imports.
-        cudnn: cuDNN attention is left on, as fairseq comes.
-        pack_tokens: batches are filled by real tokens; all others train on fairseq's.
+        native: run the same command with fairseq's own model and trainer.
+        apex: let fairseq use apex's Adam and LayerNorm, as it does if apex can be imported.
+        cudnn: keep cuDNN attention on, as in stock fairseq.
+        pack_tokens: fill batches by real tokens; all other systems train on fairseq's batches.
     """
 
     warm_up: int = 150
@@ -128,7 +128,7 @@ SYSTEMS = {
 
 
 def why_not(system: str, case: Case) -> str | None:
-    """A sentence if this machine cannot run the system, or the system not the case."""
+    """The reason if this machine cannot run the system, or the system cannot run the case."""
     if SYSTEMS[system].apex and importlib.util.find_spec("apex") is None:
         return "apex is not installed."
     if system == "torch_compile" and case.precision != "bf16":
@@ -143,7 +143,7 @@ def why_not(system: str, case: Case) -> str | None:
 def command(
     case: Case, system: str, data: Path, report: Path, updates: int, gpu: bool, workers: int
 ) -> list[str]:
-    """The command of one run: ``updates`` updates, then those that are profiled."""
+    """The command of one run: ``updates`` updates, then the profiled ones."""
     how = SYSTEMS[system]
     here = f"{__package__}.{'compiled' if system == 'torch_compile' else 'measured_trainer'}"
     words = [sys.executable]
@@ -162,7 +162,7 @@ def command(
 
 
 def environment(system: str) -> dict[str, str]:
-    """What the run finds in its environment besides the bench's own."""
+    """Environment variables of the run, in addition to the benchmark's own environment."""
     # The launchers set the policy before torch is loaded, which is too late below it.
     cudnn = "1" if SYSTEMS[system].cudnn else "0"
     return {"OMP_WAIT_POLICY": "passive", "LIGHTSEQ_CUDNN_ATTENTION": cudnn}
@@ -171,7 +171,7 @@ def environment(system: str) -> dict[str, str]:
 def _training(
     case: Case, how: System, data: Path, report: Path, updates: int, gpu: bool, workers: int
 ) -> Sequence[str]:
-    """Words for lightseq-train, which adds optimizer, criterion and schedule for all alike."""
+    """Words for lightseq-train, which adds the same optimizer, criterion and schedule for all."""
     shape = case.shape
     flags = {
         "--arch": f"ls_{shape.arch}",

@@ -3,14 +3,14 @@
     python -m lightseq_fairseq.cli.benchmark.train.compiled --case CASE --data DIR --report FILE
         --updates N --heat N --marks N [--workers N]
 
-What a good user of PyTorch could set up: inductor for everything between the GEMMs and attention,
-forward and backward in a CUDA graph for each size of batch, torch's fused AdamW on float32 masters
-of bf16 weights. It trains on fairseq's batches, packed by as many worker processes, and logs as
-fairseq does. It lies beside the other systems because it is started as they are.
+This is what an experienced PyTorch user could set up: inductor for everything between the GEMMs and
+attention, forward and backward in one CUDA graph per batch size, torch's fused AdamW on float32
+master weights of bf16 weights. It trains on fairseq's batches, packed by the same number of worker
+processes, and logs in fairseq's format. The benchmark starts it like the other systems.
 
-A batch is rounded up to one of a few static sizes, since each is compiled by itself: both sides to
-the same multiple of an eighth of max-tokens, sentences to a power of two. What is rounded up is
-pads, cut into sentences of their own, so that attention reads and writes every row.
+A batch is rounded up to one of a few static sizes, since each size is compiled separately: both
+sides to the same multiple of an eighth of max-tokens, sentences to a power of two. The added rows
+are pads, grouped into extra sentences, so that attention reads and writes every row.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from lightseq_fairseq.cli.benchmark.train.measured_trainer import StepMeter
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import LONGEST, PAD, Batch, Transformer
 from lightseq_fairseq.cli.start.launch import no_workers_left
 
-SIZES = 8  # of full batches, each compiled by itself
+SIZES = 8  # number of batch sizes; each is compiled separately
 LR, WARM_UP, BETAS, WEIGHT_DECAY = 5e-4, 4000, (0.9, 0.98), 1e-4
 
 
 def pack(padded: dict[str, Any], max_tokens: int) -> Batch:
-    """fairseq's batch with its rows rounded up; the work of a DataLoader worker."""
+    """fairseq's batch, packed and with its rows rounded up; runs in a DataLoader worker."""
     inputs = padded["net_input"]
     sides = (inputs["src_tokens"], inputs["prev_output_tokens"])
     lengths = [side.ne(PAD).sum(1) for side in sides]
     rows = [int(side.sum()) for side in lengths]
-    # Room for the pads' sentences, none of which may be empty on one side only. (It is enough as
-    # long as no batch's sides differ as much as max-tokens.)
+    # Room for the pads' sentences; none of them may be empty on one side only. (This is enough
+    # unless the two sides of a batch differ by about max-tokens.)
     step, room = max(max_tokens // SIZES, 1), max(max_tokens // LONGEST, 1)
     size = -(-(max(rows) + room) // step) * step
     fill = -(-(size - min(rows)) // LONGEST)
@@ -71,12 +71,12 @@ def _filled(side: Tensor, size: int) -> Tensor:
 
 
 class Gradients:
-    """Loss and gradients of batches: compiled, and on a GPU one CUDA graph for each size."""
+    """Loss and gradients of batches: compiled, and on a GPU with one CUDA graph per size."""
 
     def __init__(self, model: Transformer) -> None:
         self.parameters = list(model.parameters())
         self.gpu = self.parameters[0].is_cuda
-        # Without a GPU there is no speed to show, and a C++ compiler is not everywhere.
+        # Without a GPU speed does not matter, and a C++ compiler may be missing.
         backend = "inductor" if self.gpu else "eager"
         self._model = torch.compile(model, backend=backend, dynamic=False)
         self._graphs: dict[tuple[int, int], tuple[Any, Batch, list[Tensor]]] = {}
@@ -85,7 +85,7 @@ class Gradients:
     def __call__(self, batch: Batch) -> list[Tensor]:
         """[loss summed over real targets, a gradient of it for each parameter].
 
-        They are overwritten by the next batch.
+        The next batch overwrites them.
         """
         if not self.gpu:
             return self._compute(batch)
@@ -108,12 +108,12 @@ class Gradients:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles, and lets every library allocate what it keeps
+            for _ in range(2):  # compile, and let libraries allocate their workspaces
                 self._compute(inputs)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # One pool: what a replay leaves besides its results is nobody's when the next one starts.
-        # Thread-local: the thread that pins the next batches goes on calling CUDA.
+        # One pool for all graphs: besides its results, a replay leaves nothing that is still used.
+        # Thread-local: the thread that pins the next batches keeps calling CUDA during capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             results = self._compute(inputs)
         self._pool = graph.pool()
@@ -121,7 +121,7 @@ class Gradients:
 
 
 class Update:
-    """AdamW on float32 masters, learning rate by the inverse square root."""
+    """AdamW on float32 master weights, with an inverse square root learning rate schedule."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self.parameters = parameters
@@ -136,7 +136,7 @@ class Update:
 
     @torch.no_grad()
     def __call__(self, number: int, gradients: list[Tensor], tokens: int) -> None:
-        """Update ``number`` (from 1) by gradients of a loss summed over so many tokens."""
+        """Update ``number`` (from 1), with gradients of a loss summed over ``tokens`` tokens."""
         self.adam.param_groups[0]["lr"] = LR * min(number / WARM_UP, (WARM_UP / number) ** 0.5)
         torch._foreach_copy_(self.gradients, gradients)
         torch._foreach_div_(self.gradients, tokens)
@@ -148,7 +148,7 @@ def batches(data: Path, max_tokens: int, workers: int) -> Iterator[Batch]:
     """fairseq's batches of the training split, packed, epoch after epoch in fairseq's order.
 
     Raises:
-        ValueError: an epoch has none; the iterator raises it.
+        ValueError: an epoch has no batch; raised by the iterator.
     """
     from lightseq_fairseq import fairseq_compat
 
@@ -162,7 +162,7 @@ def batches(data: Path, max_tokens: int, workers: int) -> Iterator[Batch]:
     dataset = task.dataset("train")
     collate = dataset.collater
     dataset.collater = lambda samples: pack(collate(samples), max_tokens)
-    # As fairseq's Trainer asks for them: sentences that fill no batch are left out.
+    # The same call as in fairseq's Trainer, so the same sentences are dropped.
     epochs = task.get_batch_iterator(
         dataset, max_tokens, max_positions=(max_tokens, max_tokens), ignore_invalid_inputs=True,
         required_batch_size_multiple=8, seed=1, num_workers=workers,
@@ -177,7 +177,7 @@ def batches(data: Path, max_tokens: int, workers: int) -> Iterator[Batch]:
 
 
 def train(case: Case, data: Path, updates: int, workers: int, meter: StepMeter) -> None:
-    """``updates`` updates and those that are profiled; a line of the log every `LOG_INTERVAL`."""
+    """Runs ``updates`` updates, then the profiled ones; logs every `LOG_INTERVAL` updates."""
     torch.manual_seed(1)
     torch._dynamo.config.recompile_limit = 2 * SIZES
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -201,7 +201,7 @@ def train(case: Case, data: Path, updates: int, workers: int, meter: StepMeter) 
 
 
 def _log(number: int, nats: float, tokens: int, seconds: float) -> None:
-    """fairseq's line of an interval, as far as the bench reads it."""
+    """Prints fairseq's log line of an interval, with the entries that the benchmark reads."""
     line = {
         "loss": f"{nats / math.log(2):.3f}",
         "wps": f"{tokens / seconds:.1f}",

@@ -1,8 +1,9 @@
-"""The benchmark's sentence pairs, the same on every machine: numbers of a seeded generator.
+"""The benchmark's sentence pairs, from a seeded random generator: the same on every machine.
 
-Lengths are WMT-like (``</s>`` counted): lognormal with mean 28 and sigma 0.55, from 2 to 200, a
-target its source times a normal number of mean 1.03 and deviation 0.15. Words are independent and
-follow Zipf's law over a joint dictionary. A million pairs take seconds: nothing is done by token.
+Lengths (with ``</s>``) are WMT-like: source lengths are lognormal with mean 28 and sigma 0.55, from
+2 to 200; a target length is the source length times a normal number with mean 1.03 and standard
+deviation 0.15. Words are independent and follow Zipf's law over a joint dictionary. The code is
+vectorised: a million pairs take seconds.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from lightseq_fairseq.checkpoints import files
 from lightseq_fairseq.errors import UserError
 
 SOURCE, TARGET = "en", "de"
-VOCABULARY = 40_000  # <s>, <pad>, </s> and <unk>, which fairseq puts first, included
+VOCABULARY = 40_000  # including <s>, <pad>, </s> and <unk>, which fairseq puts first
 SPECIALS, EOS = 4, 2
 MEAN, SIGMA, SHORTEST, LONGEST = 28, 0.55, 2, 200
 RATIO, RATIO_DEVIATION = 1.03, 0.15
 PAIRS, VALID_PAIRS, SEED = 1_000_000, 1000, 1
 MANIFEST = "corpus.json"
 
-_QUANTILES = 1 << 22  # the rarest word still has ten of them
+_QUANTILES = 1 << 22  # even the rarest word has ten of them
 _TOKENS_AT_ONCE = 1 << 24
 _INDEX_HEADER = b"MMIDIDX\x00\x00" + struct.pack("<QB", 1, 8)  # version 1, uint16
 
 
 class Corpus(NamedTuple):
-    """A corpus on disk: its folder, and what its training split holds (tokens with ``</s>``)."""
+    """A corpus on disk: its folder, and the size of its training split (tokens with ``</s>``)."""
 
     folder: Path
     pairs: int
@@ -43,10 +44,10 @@ class Corpus(NamedTuple):
 
 
 def ensure(folder: Path, pairs: int = PAIRS, vocabulary: int = VOCABULARY) -> Corpus:
-    """The corpus of so many pairs and words in ``folder``, written there unless it is there.
+    """The corpus of ``pairs`` pairs and ``vocabulary`` words in ``folder``; written if missing.
 
-    It is written beside ``folder`` and moved once it is complete: .bin and .idx as fairseq's
-    ``MMapIndexedDataset`` reads them, dictionaries, and a manifest.
+    It is written beside ``folder``, and moved when complete: .bin and .idx in the format of
+    fairseq's ``MMapIndexedDataset``, dictionaries, and a manifest.
 
     Raises:
         UserError: the folder holds something else, or cannot be written.
@@ -92,7 +93,8 @@ def lengths(pairs: int, rng: np.random.Generator) -> tuple[NDArray[np.int32], ND
 
 
 def word_quantiles(vocabulary: int) -> NDArray[np.uint16]:
-    """Words [2^22] in as many places as Zipf's law gives them: a random place is a random word."""
+    """Words uint16 [2^22], each repeated in proportion to Zipf's law: a uniform random index gives
+    a word with the right frequency."""
     cumulated = (1 / np.arange(1, vocabulary - SPECIALS + 1)).cumsum()
     places = (np.arange(_QUANTILES) + 0.5) / _QUANTILES * cumulated[-1]
     return (np.searchsorted(cumulated, places) + SPECIALS).astype(np.uint16)
@@ -106,7 +108,7 @@ def _write(folder: Path, pairs: int, vocabulary: int) -> dict[str, int]:
 
 
 def write_dictionaries(folder: Path, vocabulary: int) -> None:
-    """The joint dictionary, once for each side."""
+    """Writes the joint dictionary, once for each side."""
     words = "".join(f"w{number} 1\n" for number in range(vocabulary - SPECIALS))
     for language in (SOURCE, TARGET):
         (folder / f"dict.{language}.txt").write_text(words, encoding="utf-8")

@@ -1,17 +1,17 @@
-"""The least time a training step can take on an H200: its arithmetic and its bytes, counted.
+"""Lower bound of the time of a training step on an H200, from its arithmetic and memory traffic.
 
-GEMMs at the best rate they are seen to reach, everything else at the rate of a copy, one after the
-other. Activations and weights have 16 bits. With N the bytes of all rows of one activation:
+GEMMs run at the best rate measured, everything else at the rate of a copy, one after the other.
+Activations and weights have 16 bits. N = bytes of all rows of one activation:
 
-    attention       4 N forward, 8 N backward; half of it the queries' rows, half the keys'
+    attention       4 N forward, 8 N backward; half for the rows of queries, half for keys
     sublayer close  4 N forward, 5 N backward (dropout, residual, LayerNorm in one pass)
-    feed-forward    one bit an element for dropout's mask, written and read; biases, activations
+    feed-forward    one bit per element for the dropout mask, written and read; biases, activations
                     and their gradients are in the GEMMs
     embedding       2 N forward, 4 N backward
-    cross entropy   4 bytes a logit: read once, the gradient written in its place
-    Adam            28 bytes a parameter, float32 ones as a whole (two less if split)
+    cross entropy   4 bytes per logit: read once, then overwritten with the gradient
+    Adam            28 bytes per parameter with whole float32 master weights (26 if split)
 
-Letters: S source tokens, T target tokens, C width, F ffn width, V vocabulary.
+Shapes: S = source tokens, T = target tokens, C = width, F = ffn width, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from lightseq_fairseq.cli.benchmark.train.cases import Shape
 
-FLOPS, BYTES = 790e9, 4.3e9  # a millisecond
+FLOPS, BYTES = 790e9, 4.3e9  # per millisecond
 
 
 class Floor(NamedTuple):
@@ -46,7 +46,7 @@ def parameters(shape: Shape, vocabulary: int) -> int:
 
 
 def floor(shape: Shape, vocabulary: int, source: float, target: float) -> Floor:
-    """Least time of a step over so many real tokens (means of many steps will do)."""
+    """Lower bound for a step with these numbers of real tokens (or their means over many steps)."""
     c, f, encoder, decoder = shape.width, shape.ffn, shape.encoder_layers, shape.decoder_layers
     # Multiply-adds of the forward GEMMs; a step does each three times: forward, dx, dW.
     encoder_layer = source * (4 * c * c + 2 * c * f)

@@ -3,11 +3,11 @@
     python -m lightseq_fairseq.cli.benchmark.train.measured_trainer --report FILE --updates N
         --heat N --marks N [--without-apex] -- WORD... (of lightseq-train)
 
-The report is a JSON object: ``first_100_s`` from the start of the first epoch to the end of update
-100, ``peak_gib`` up to update N (see `Memory`), the `timeline` of a few steps after it, and real
-target tokens a step of those, ``profiled_tokens``. Speed is in the training log; before update N
-nothing happens here but one synchronisation after update 100. Of several ranks the first one's
-report is FILE, and its tokens count for all.
+The report is a JSON object: ``first_100_s``, the time from the start of the first epoch to the end
+of update 100; ``peak_gib`` up to update N (see `MemoryMeter`); the `timeline` of a few steps after
+it; and ``profiled_tokens``, the real target tokens per step of these. The speed is in the training
+log. Before update N this code does nothing except one synchronisation after update 100. With
+several ranks, FILE is the report of rank 0, and its tokens count for all ranks.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ FIRST = 100
 
 
 class StepMeter:
-    """Is told about the steps of a training and writes the report.
+    """Receives the steps of a training run and writes the report.
 
     Args:
         report: the file to write.
-        updates: after so many the profiler starts; ``heat + marks`` more have to follow.
-        heat: so many it does not record, 1 at least, see ``cases.System``.
-        marks: so many stand in the record, one before each step.
+        updates: the profiler starts after this many updates; ``heat + marks`` more must follow.
+        heat: updates that the profiler does not record, at least 1, see ``cases.System``.
+        marks: number of marks in the record, one before each step.
     """
 
     def __init__(self, report: Path, updates: int, heat: int, marks: int) -> None:
@@ -49,23 +49,23 @@ class StepMeter:
         self._began: float | None = None
         self._first: float | None = None
         self._peak = 0
-        self._tokens: list[int] = []  # of the step behind each mark
+        self._tokens: list[int] = []  # tokens of the step after each mark
         self._profile: Any = None
 
     def begin(self) -> None:
-        """The first epoch starts; later calls change nothing."""
+        """Call at the start of the first epoch; later calls have no effect."""
         if self._began is None:
             self._began = time.perf_counter()
 
     def before_step(self, num_updates: int, tokens: int) -> None:
-        """A step of so many real target tokens starts, after so many updates."""
+        """Call before a step of ``tokens`` real target tokens, after ``num_updates`` updates."""
         if self._first is None and num_updates >= FIRST and self._began is not None:
             self._wait()
             self._first = time.perf_counter() - self._began
         if num_updates < self.updates or len(self._tokens) == self.marks:
             return
         if self._profile is None:
-            self._peak = self._memory.peak()  # without the profiler's
+            self._peak = self._memory.peak()  # before the profiler allocates memory
             device = "CUDA" if self.gpu else "CPU"
             activity = getattr(torch.profiler.ProfilerActivity, device)
             self._profile = torch.profiler.profile(
@@ -85,7 +85,7 @@ class StepMeter:
             self._write()
 
     def _mark(self) -> None:
-        """Leaves `MARK` in the profile: on the device's own timeline, where there is one."""
+        """Records `MARK` in the profile, on the timeline of the device if there is one."""
         if self.gpu:
             torch.cuda._sleep(1)
         else:
@@ -105,7 +105,7 @@ class StepMeter:
             "first_100_s": self._first,
             "peak_gib": self._peak / 2**30,
             "timeline": timeline(events)._asdict(),
-            # The step behind the last mark has not begun.
+            # The step after the last mark has not begun.
             "profiled_tokens": statistics.mean(self._tokens[:-1]),
         }
         self.report.write_text(json.dumps(report) + "\n", encoding="utf-8")
@@ -113,14 +113,14 @@ class StepMeter:
 
 @contextmanager
 def attached(meter: StepMeter) -> Iterator[None]:
-    """Within it every Trainer that ``fairseq_cli.train`` makes tells ``meter`` its steps."""
+    """Within the block, Trainers that ``fairseq_cli.train`` creates report steps to ``meter``."""
     from lightseq_fairseq import fairseq_compat
 
     fairseq_compat.prepare()
     from fairseq_cli import train
 
     def main(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        # By now the launcher has put in place the Trainer that the command asks for.
+        # The launcher has already installed the Trainer that the command selects.
         class ProbedTrainer(train.Trainer):
             def begin_epoch(self, *args: Any, **kwargs: Any) -> Any:
                 meter.begin()
@@ -140,7 +140,7 @@ def attached(meter: StepMeter) -> Iterator[None]:
 
 def _tokens(sample: Any) -> int:
     """Real target tokens of a batch: fairseq's is a dictionary, ours an object."""
-    if not len(sample):  # what a rank has where batches do not suffice for all
+    if not len(sample):  # an empty batch: this rank has none left
         return 0
     return int(sample["ntokens"] if isinstance(sample, dict) else sample.ntokens)
 
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("words", nargs="+", help="of lightseq-train, after --")
     arguments = parser.parse_args()
     if arguments.without_apex:
-        for name in ("apex", "fused_adam_cuda"):  # their import fails from now on
+        for name in ("apex", "fused_adam_cuda"):  # makes their import fail
             sys.modules[name] = None  # type: ignore[assignment]
     report, rank = arguments.report, os.environ.get("RANK", "0")
     if rank != "0":

@@ -1,7 +1,8 @@
 """A plain PyTorch Transformer on packed tokens: standard modules, and FlashAttention-2 from torch.
 
-Its op is the one behind ``torch.nn.attention.varlen``, whose function takes no dropout.
-Letters: T packed rows, B sentences, C width, H heads.
+It calls the op behind ``torch.nn.attention.varlen`` directly, because that function has no dropout.
+
+Shapes: T = packed rows, B = sentences, C = width, H = heads.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch.nn import functional
 from lightseq_fairseq.cli.benchmark.train.cases import DROPOUT, Shape
 
 PAD = 1
-LONGEST = 256  # rows of a sentence at most
+LONGEST = 256  # maximum rows of a sentence
 SMOOTHING = 0.1
 
 
 class Batch(NamedTuple):
-    """Packed batch: int64 [T] tokens and positions, int32 [B + 1] where sentences start."""
+    """Packed batch: int64 [T] tokens and positions, int32 [B + 1] sentence boundaries."""
 
     source: Tensor
     source_positions: Tensor
@@ -35,7 +36,7 @@ class Batch(NamedTuple):
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, p: float, causal: bool
 ) -> Tensor:
-    """Attention within sentences: q [T, H, C / H] -> the same; a dense mask without a GPU."""
+    """Attention within sentences: q [T, H, C / H] -> same shape; without a GPU by a dense mask."""
     if q.device.type != "cpu":
         flash = torch.ops.aten._flash_attention_forward
         out: Tensor = flash(q, k, v, cu_q, cu_k, LONGEST, LONGEST, p, causal, False)[0]
@@ -51,7 +52,7 @@ def packed_attention(
 
 
 class PackedAttention(nn.Module):
-    """Multi-head attention; self attention where no memory [T, C] is given."""
+    """Multi-head attention; self-attention if no memory [T, C] is given."""
 
     def __init__(self, shape: Shape, causal: bool = False, cross: bool = False) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Summed label-smoothed loss of a `Batch`, by one shared embedding."""
+    """Transformer with one shared embedding; computes the summed label-smoothed loss of a batch."""
 
     positions: Tensor
 

@@ -1,7 +1,7 @@
-"""What the runs of a case left behind, as result rows and as a table to read.
+"""Result rows from the logs and reports of a case's runs, and the printed table.
 
-Speed is what the training log says: target tokens a second (fairseq's wps) and tokens a step, over
-each interval of the log after the warm-up. Medians over the intervals of all rounds.
+The speed is taken from the training log: target tokens per second (fairseq's wps) and tokens per
+step, for each interval of the log after the warm-up; then medians over the intervals of all rounds.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lightseq_fairseq.cli.benchmark.train.corpus import Corpus
 from lightseq_fairseq.cli.benchmark.train.floor import floor
 from lightseq_fairseq.errors import UserError
 
-_HELD_UP_BY_GPU = 0.9  # busy so much of a profile, it is the GPU that steps wait for
+_HELD_UP_BY_GPU = 0.9  # busy share of a profile above which the GPU limits the step time
 _LINE = re.compile(r"\| INFO \| train_inner \| (\{.*\})$", re.MULTILINE)
 
 
 class Interval(NamedTuple):
-    """Means over an interval of the log: target tokens a second, target tokens a step."""
+    """Means over an interval of the log: target tokens per second, target tokens per step."""
 
     tokens_per_s: float
     tokens: float
@@ -35,7 +35,7 @@ class Interval(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One run of a system: updates before the first of its steady intervals, these, its report."""
+    """One run: updates before the first steady interval, the steady intervals, the report."""
 
     warm_up: int
     intervals: list[Interval]
@@ -46,7 +46,7 @@ def intervals(log: str, after: int, until: int) -> list[Interval]:
     """Intervals that lie between update ``after`` and update ``until``, from a log in JSON lines.
 
     Raises:
-        UserError: there are none.
+        UserError: there is no such interval.
     """
     found = []
     previous = 0
@@ -62,19 +62,19 @@ def intervals(log: str, after: int, until: int) -> list[Interval]:
 
 
 def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row) -> Row:
-    """The result row of a system: its runs taken together.
+    """The result row of a system, from all its runs.
 
-    Source tokens are counted from the target's by the ratio of the corpus: batches are drawn at
-    random. Tokens are those of all GPUs, the floor that of one with its share of them; what the
-    report says is the first GPU's. Profile, peak and warm-up are the last run's. ``part_ms`` is the
-    time of the kernels of each part in a step of ``ms_per_step``, "gaps" what is left of it,
-    ``gpu_busy`` the share of the others.
+    Source tokens are estimated from target tokens by the ratio of the corpus, since batches are
+    random. Tokens are summed over all GPUs; the floor is for one GPU with its share of the tokens;
+    the report is that of the first GPU. Profile, peak and warm-up are from the last run.
+    ``part_ms`` is the kernel time of each part in a step of ``ms_per_step``, "gaps" is the rest,
+    and ``gpu_busy`` is the share of all parts except the gaps.
 
-    A profiler lengthens steps. Where the host holds them up, by the host's time: the kernels' times
-    are the profile's, scaled to the tokens of the measured steps (the profiled ones have batches of
-    their own), the optimizer's excepted, which knows no batch. Where the GPU does, by what lies
-    between kernels and by keeping them from overlapping: parts are the profile's shares, and
-    ``gpu_busy`` is rather more than said.
+    A profiler makes steps longer. If the host limits the step time, it adds host time: then the
+    kernel times are those of the profile, scaled to the tokens of the measured steps (the profiled
+    steps have other batches), except the optimizer's, which does not depend on the batch. If the
+    GPU limits it, the profiler adds gaps between kernels and prevents their overlap: then the parts
+    are the shares in the profile, and the true ``gpu_busy`` is rather higher.
     """
     steady = [interval for run in runs for interval in run.intervals]
     times = sorted(interval.ms_per_step for interval in steady)
@@ -116,7 +116,7 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """The rows of one case to read; "ratio" is to the fastest of fairseq's on the same batches."""
+    """The table of one case; "ratio" is relative to the fastest fairseq run on the same batches."""
     fastest = max(
         (row["tokens_per_s"] for row in rows if row["system"].startswith("fairseq")), default=None
     )

@@ -1,8 +1,8 @@
-"""A profile of training steps, as time by part of the step.
+"""Time per part of the training step, from a profile.
 
-Input are the events of a trace file of ``torch.profiler`` (the Chrome format: ``ts`` and ``dur`` in
-microseconds). Between steps stand marks, so that what lies between the first and the last of them
-is a whole number of steps.
+The input is the events of a trace file of ``torch.profiler`` (Chrome format: ``ts`` and ``dur`` in
+microseconds). There is a mark between two steps, so the time from the first mark to the last is a
+whole number of steps.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 MARK = "spin_kernel"
-# The first that is found in a kernel's name counts. What none of them finds is elementwise: norms,
-# dropout, activations, embeddings, copies, and whatever of fairseq's loss and Adam has no name.
+# The first pattern found in a kernel's name decides its part. All other kernels are "elementwise":
+# norms, dropout, activations, embeddings, copies, and kernels of fairseq's loss and Adam that have
+# generic names.
 PARTS = {
     "cross_entropy": r"cross_entropy|log_?softmax|nll_loss",
     "optimizer": r"adam|advance_kernel|multi_tensor|lpnorm",
@@ -22,7 +23,8 @@ PARTS = {
     "gemm": r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|_mm\b|::(relu_)?linear(?!_dbias)|matmul",
     "elementwise": r"",
 }
-# Work of the device. Copies from and to the host run beside it. Without a GPU: torch's CPU ops.
+# Event categories of device work; without a GPU, torch's CPU ops. Copies between host and device
+# run in parallel with it and are not counted.
 _WORK = ("kernel", "gpu_memset", "gpu_memcpy", "cpu_op")
 _BESIDE = re.compile(r"Memcpy (HtoD|DtoH)")
 
@@ -32,8 +34,8 @@ class Timeline(NamedTuple):
 
     Attributes:
         ms_per_step: wall time under the profiler.
-        busy: share of it in which the device works.
-        part_ms: milliseconds a step by part, "gaps" included; their sum is ``ms_per_step``.
+        busy: share of that time in which the device works.
+        part_ms: milliseconds per step for each part, with "gaps"; their sum is ``ms_per_step``.
     """
 
     ms_per_step: float
@@ -42,14 +44,14 @@ class Timeline(NamedTuple):
 
 
 def part_of(name: str) -> str:
-    """The part of the step that a kernel belongs to, by its name."""
+    """The part of the step to which a kernel belongs, from its name."""
     return next(part for part, found in PARTS.items() if re.search(found, name, re.IGNORECASE))
 
 
 def timeline(events: Iterable[dict[str, Any]]) -> Timeline:
-    """What lies between the marks.
+    """The timeline between the first and the last mark.
 
-    Where kernels overlap, the one that started first has the time, so that nothing counts twice.
+    If kernels overlap, the time counts for the one that started first, so nothing counts twice.
 
     Raises:
         ValueError: there are too few marks.
