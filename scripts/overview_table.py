@@ -33,29 +33,12 @@ def overview_table(train: Rows, generate: Rows, convergence: Rows, translation: 
     """A line for each measured case, a column for each system; without a row a cell is empty."""
     lines = []
     for case, words in TRAINING.items():
-        row = {r["system"]: r for r in train if r["case"] == case}
-        speeds = {
-            name: f"{r['tokens_per_s'] / 1e3:.0f}k, {r['peak_gib']:.1f} GiB"
-            for name, r in row.items()
-        }
-        native = _fastest_native(row, "tokens_per_s")
-        ratio = _ratio(row, native, "tokens_per_s")
-        lines.append([
-            words, speeds.get("ours", ""), speeds.get(native, ""), ratio,
-            speeds.get("torch_compile", ""), "", *AT_THE_START[case],
-        ])  # fmt: skip
+        ours, native, ratio, cells = _systems(train, case, "tokens_per_s")
+        others = cells.get("torch_compile", ""), "", *AT_THE_START[case]
+        lines.append([words, ours, native, ratio, *others])
     for case, words in TRANSLATION.items():
-        row = {r["system"]: r for r in generate if r["case"] == case}
-        speeds = {
-            name: f"{_speed(r['sentences_per_s'])}, {r['peak_gib']:.1f} GiB"
-            for name, r in row.items()
-        }
-        native = _fastest_native(row, "sentences_per_s")
-        ratio = _ratio(row, native, "sentences_per_s")
-        lines.append([
-            words, speeds.get("ours", ""), speeds.get(native, ""), ratio, "",
-            speeds.get("ctranslate2", ""), "", "",
-        ])  # fmt: skip
+        ours, native, ratio, cells = _systems(generate, case, "sentences_per_s")
+        lines.append([words, ours, native, ratio, "", cells.get("ctranslate2", ""), "", ""])
     scores = [
         [r["bleu"] for r in convergence if r["system"] == system and r["bleu"] is not None]
         for system in ("lightseq", "fairseq")
@@ -72,18 +55,21 @@ def overview_table(train: Rows, generate: Rows, convergence: Rows, translation: 
     return [*table(head, lines, 1, "pipe"), "", f"{', '.join(machines)}."]
 
 
-def _fastest_native(row: dict[str, dict[str, Any]], figure: str) -> str:
+def _systems(rows: Rows, case: str, figure: str) -> tuple[str, str, str, dict[str, str]]:
+    """Cells of a case: ours, fairseq's fastest, their ratio, and each system's by its name."""
+    row = {r["system"]: r for r in rows if r["case"] == case}
+    cells = {name: f"{_speed(r[figure])}, {r['peak_gib']:.1f} GiB" for name, r in row.items()}
     natives = [name for name in NATIVE if name in row]
-    return max(natives, key=lambda name: row[name][figure], default="")
-
-
-def _ratio(row: dict[str, dict[str, Any]], native: str, figure: str) -> str:
+    native = max(natives, key=lambda name: row[name][figure], default="")
     both = "ours" in row and native in row
-    return f"{row['ours'][figure] / row[native][figure]:.1f}" if both else ""
+    ratio = f"{row['ours'][figure] / row[native][figure]:.1f}" if both else ""
+    return cells.get("ours", ""), cells.get(native, ""), ratio, cells
 
 
-def _speed(sentences: float) -> str:
-    return f"{sentences:.1f}" if sentences < 10 else f"{sentences:.0f}"
+def _speed(per_second: float) -> str:
+    if per_second >= 10_000:
+        return f"{per_second / 1e3:.0f}k"
+    return f"{per_second:.1f}" if per_second < 10 else f"{per_second:.0f}"
 
 
 def _mean(values: Iterable[float]) -> str:

@@ -132,6 +132,14 @@ def _noting(kept: list[int], layers: list[Any]) -> list[Any]:
     return layers
 
 
+RATES = {
+    "dropout": 0.3,
+    "attention_dropout": 0.2,
+    "activation_dropout": 0.15,
+    "layernorm_embedding": True,
+}
+
+
 @NORMS
 @pytest.mark.parametrize("activation", ["gelu", "gelu_accurate"])
 def test_dropout_acts_where_fairseqs_does(
@@ -139,14 +147,7 @@ def test_dropout_acts_where_fairseqs_does(
 ) -> None:
     # With nothing dropped and everything scaled by 1 / (1 - p), a place or a rate that differs
     # shows. ReLU would hide a dropout before the activation, as it is homogeneous.
-    flags = {
-        "dropout": 0.3,
-        "attention_dropout": 0.2,
-        "activation_dropout": 0.15,
-        "activation_fn": activation,
-        "layernorm_embedding": True,
-        **norm,
-    }
+    flags = {**RATES, "activation_fn": activation, **norm}
     with parity.every_unit_kept():
         check(corpus, 6, **flags)
     plain = train(command_line(corpus, LS, **{**flags, "dropout": 0.0}), 1)
@@ -302,14 +303,7 @@ def test_blocks_that_fill_a_batch_up_are_left_to_fairseqs_step(text: Path) -> No
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 def test_dropout_of_language_models_acts_where_fairseqs_does(text: Path, activation: str) -> None:
-    flags = {
-        **TEXT,
-        "dropout": 0.3,
-        "attention_dropout": 0.2,
-        "activation_dropout": 0.15,
-        "activation_fn": activation,
-        "layernorm_embedding": True,
-    }
+    flags = {**TEXT, **RATES, "activation_fn": activation}
     with parity.every_unit_kept():
         check(text, 6, **flags)
 
