@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 
-from helpers.parity import parse, write_corpus  # isort: skip  (prepares fairseq)
+from helpers.parity import TEXT as _TEXT, parse, write_corpus  # isort: skip  (prepares fairseq)
 
 from fairseq import checkpoint_utils
 from fairseq import trainer as native_trainer
@@ -73,6 +73,17 @@ _FLAGS: dict[str, Any] = {
     "max-update": 12,
     "cpu": True,
     "disable-validation": True,
+}
+
+# A language model; its data are helpers.parity.write_text's.
+TEXT: dict[str, Any] = {
+    **_TEXT,
+    "arch": "ls_transformer_lm",
+    "optimizer": "ls_adam",
+    "criterion": "ls_cross_entropy",
+    "sample_break_mode": "complete",
+    "decoder_attention_heads": 2,
+    "max_tokens": 48,
 }
 
 

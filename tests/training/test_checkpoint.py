@@ -8,7 +8,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -158,16 +158,11 @@ class TestFiles:
 class TestText:
     """The same of language models, whose configuration is a dataclass in fairseq."""
 
-    FLAGS: ClassVar[dict[str, Any]] = {
-        **parity.TEXT, "sample_break_mode": "complete", "encoder_layers": None,
-        "decoder_attention_heads": 2, "max_tokens": 48,
-    }  # fmt: skip
-
     def run(self, folder: Path, ours: bool = True, **flags: Any) -> list[float]:
-        parts = {"arch": "transformer_lm", "optimizer": "adam", "criterion": "cross_entropy"}
-        named = {kind: "ls_" * ours + name for kind, name in parts.items()}
+        parts = ("arch", "optimizer", "criterion")
+        native = {name: runs.TEXT[name].removeprefix("ls_") for name in parts}
         data = parity.write_text(folder.parent / "text")
-        flags = {**self.FLAGS, **named, **flags}
+        flags = {**runs.TEXT, **({} if ours else native), **flags}
         return runs.run(data, folder, native=not ours, **flags)
 
     def test_files_go_out_and_in(self, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import helpers.parity as parity
 import pytest
 import torch
-from helpers.parity import LS, NATIVE, NORMS, Systems, command_line, permuted, train
+from helpers.parity import LS, NATIVE, PRE_NORM, TEXT, Systems, command_line, permuted, train
 
 from lightseq_fairseq import library
 
@@ -22,28 +22,51 @@ FLAGS = {
     "share_all_embeddings": True,
     "max_tokens": 128,
 }
+TEXT_FLAGS = {
+    **TEXT,
+    "cpu": None,
+    "decoder_embed_dim": 64,
+    "decoder_input_dim": 64,
+    "decoder_output_dim": 64,
+    "decoder_ffn_embed_dim": 128,
+    "sample_break_mode": "complete",
+    "tokens_per_sample": 40,
+    "max_tokens": 128,
+}
+GPT = {"decoder_normalize_before": True, "decoder_learned_pos": True, "activation_fn": "gelu"}
+MODELS: dict[str, dict[str, Any]] = {
+    "translation-post-norm": FLAGS,
+    "translation-pre-norm": {**FLAGS, **PRE_NORM},
+    "language-model": {**TEXT_FLAGS, "share_decoder_input_output_embed": True},
+    "gpt": {**TEXT_FLAGS, **GPT},
+}
 UPDATES = 50
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return parity.write_corpus(tmp_path_factory.mktemp("corpus"), pairs=96, longest=24)
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Task -> its data."""
+    folder = tmp_path_factory.mktemp("corpora")
+    return {
+        "translation": parity.write_corpus(folder / "pairs", pairs=96, longest=24),
+        "language_modeling": parity.write_text(folder / "text", lines=160, longest=24),
+    }
 
 
 def test_every_op_has_a_kernel() -> None:
     assert library.load().references == ()
 
 
-@NORMS
-def test_float32(corpus: Path, norm: dict[str, Any]) -> None:
+@pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)
+def test_float32(corpora: dict[str, Path], flags: dict[str, Any]) -> None:
     """Loss, norm and parameters: as close to native as native to itself with rows permuted.
 
     But for the keys' biases, which in float32 are nothing but rounding: float64's test holds them.
     """
 
     def run(systems: Systems, change_batch: Any = None) -> list[parity.Update]:
-        flags = {**FLAGS, **norm}
-        return train(command_line(corpus, systems, **flags), UPDATES, torch.float32, change_batch)
+        argv = command_line(corpora[flags.get("task", "translation")], systems, **flags)
+        return train(argv, UPDATES, torch.float32, change_batch)
 
     native = run(NATIVE)
     others = [parity.largest_deviation(run(NATIVE, permuted(seed)), native) for seed in range(3)]
@@ -54,13 +77,14 @@ def test_float32(corpus: Path, norm: dict[str, Any]) -> None:
     assert native[-1].logged["loss"] < 0.9 * native[0].logged["loss"]
 
 
+@pytest.mark.parametrize("model", ["translation-post-norm", "gpt"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_16_bit_loss_curve(corpus: Path, precision: str) -> None:
+def test_16_bit_loss_curve(corpora: dict[str, Path], precision: str, model: str) -> None:
     """No further from native's curve than native's own runs are from each other."""
 
     def curve(systems: Systems, change_batch: Any = None) -> torch.Tensor:
-        flags = {**FLAGS, precision: True, "fp16_init_scale": 128}
-        argv = command_line(corpus, systems, **flags)
+        flags = {**MODELS[model], precision: True, "fp16_init_scale": 128}
+        argv = command_line(corpora[flags.get("task", "translation")], systems, **flags)
         history = train(argv, UPDATES, torch.float32, change_batch)
         return torch.tensor([update.loss / update.sample_size for update in history])
 

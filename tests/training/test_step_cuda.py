@@ -12,6 +12,7 @@ from typing import Any
 import helpers.training_runs as runs
 import pytest
 import torch
+from helpers.parity import write_text
 from helpers.training_runs import ON_GPU, PRECISIONS, captured_graphs
 
 from lightseq_fairseq.ops.update_scalars import Given
@@ -46,7 +47,7 @@ def found(
     """Runs with the given flags, captured or kernel by kernel."""
     start, wait = step.TrainingStep.update, step.Report.wait
 
-    def get(name: str, captured: bool = True, **flags: Any) -> Found:
+    def get(name: str, captured: bool = True, corpus: Path = data, **flags: Any) -> Found:
         counts: list[float] = []
         states: list[str] = []
 
@@ -64,7 +65,7 @@ def found(
         monkeypatch.setenv("LIGHTSEQ_CAPTURE", str(int(captured)))
         caplog.set_level(logging.INFO)
         caplog.clear()
-        losses = runs.run(data, tmp_path / name, **flags)
+        losses = runs.run(corpus, tmp_path / name, **flags)
         return Found(tmp_path / name, losses, counts, states, captured_graphs(caplog.text))
 
     return get
@@ -86,6 +87,18 @@ def test_captured_and_eager_are_equal(
 ) -> None:
     flags = {**ON_GPU, **PRECISIONS[precision], "clip_norm": clip, "update_freq": update_freq}
     flags["max_update"] = 24
+    captured = found("captured", **flags)
+    assert_same(captured, found("eager", captured=False, **flags))
+    assert len(captured.losses) == 24
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_captured_and_eager_are_equal_on_running_text(
+    precision: str, tmp_path: Path, found: Callable[..., Found]
+) -> None:
+    flags = {**runs.TEXT, **PRECISIONS[precision], "cpu": None, "max_update": 24}
+    flags |= {f"decoder_{side}_dim": 64 for side in ("embed", "input", "output")}
+    flags["corpus"] = write_text(tmp_path / "text")
     captured = found("captured", **flags)
     assert_same(captured, found("eager", captured=False, **flags))
     assert len(captured.losses) == 24
