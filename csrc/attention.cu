@@ -145,6 +145,7 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
   const Work& work = p.work;
 
   if (blockIdx.x >= work.blocks) {
+    check_boundaries(work);
     const int first = work.cu_q[work.sentences];
     zero_rows(p.out, first, work.rows_q, work);
     for (int row = first + blockIdx.x - work.blocks; row < work.rows_q; row += kZeroBlocks) {

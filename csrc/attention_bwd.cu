@@ -254,6 +254,7 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
   const Work& work = p.work;
 
   if (blockIdx.x >= work.blocks) {
+    check_boundaries(work);
     zero_rows(p.dq, work.cu_q[work.sentences], work.rows_q, work);
     zero_rows(p.dk, work.cu_k[work.sentences], work.rows_k, work);
     zero_rows(p.dv, work.cu_k[work.sentences], work.rows_k, work);

@@ -120,11 +120,23 @@ __device__ __forceinline__ bool has_sentence(int rows, int first, int end) {
   return 0 <= first && first <= end && end <= rows;
 }
 
+// What the blocks of the windows do not see: the slots of sentences that are not used, and where
+// the first one begins. Called by the last kZeroBlocks blocks of the grid.
+__device__ __forceinline__ void check_boundaries(const Work& work) {
+  assert(work.cu_q[0] == 0 && work.cu_k[0] == 0 && "cu_q and cu_k begin with 0");
+  const int first = (blockIdx.x - static_cast<unsigned>(work.blocks)) * blockDim.x + threadIdx.x;
+  for (int i = first; i < work.sentences; i += kZeroBlocks * blockDim.x) {
+    assert(has_sentence(work.rows_q, work.cu_q[i], work.cu_q[i + 1]) && "cu_q ascends");
+    assert(has_sentence(work.rows_k, work.cu_k[i], work.cu_k[i + 1]) && "cu_k ascends");
+  }
+}
+
 // Lists the next units of this block's window in plan.units; called by one warp. It continues at
-// sentence number `sentence`, of which `done` units have been listed already.
+// sentence number `sentence`, of which `done` units have been listed already. All sentences end at
+// `line_end`: a batch often has hundreds of unused slots there, which this must not walk over.
 template <int kRows>
-__device__ __forceinline__ void list_units(Plan& plan, const Work& work, int parts, int& sentence,
-                                           int& done) {
+__device__ __forceinline__ void list_units(Plan& plan, const Work& work, int parts,
+                                           uint32_t line_end, int& sentence, int& done) {
   const int rows_shift = 31 - __clz(kRows);
   const int lane = threadIdx.x;
   const uint32_t window = blockIdx.x;
@@ -136,11 +148,11 @@ __device__ __forceinline__ void list_units(Plan& plan, const Work& work, int par
     const int end_q = work.cu_q[sentence + 1], end_k = work.cu_k[sentence + 1];
     assert(has_sentence(work.rows_q, unit.first_q, end_q) && "cu_q ascends within [0, Tq]");
     assert(has_sentence(work.rows_k, unit.first_k, end_k) && "cu_k ascends within [0, Tk]");
-    assert((sentence > 0 || unit.first_q + unit.first_k == 0) && "cu_q and cu_k begin with 0");
     unit.length_q = end_q - unit.first_q;
     unit.length_k = end_k - unit.first_k;
     const uint32_t begin = unit.first_q + static_cast<uint32_t>(unit.first_k);
     const uint32_t end = begin + unit.length_q + unit.length_k;
+    if (begin == line_end) break;
     const int first_window = begin >> work.window_shift;
     if (first_window > static_cast<int>(window)) break;
     if (begin == end || end <= window << work.window_shift) continue;
@@ -183,7 +195,9 @@ template <int kRows, typename Run>
 __device__ __forceinline__ void for_each_unit(Plan& plan, const Work& work, const Dropout& dropout,
                                               int parts, Run&& run) {
   int sentence = 0, done = 0;
+  uint32_t line_end = 0;
   if (threadIdx.x < kWarp) {
+    line_end = work.place(work.sentences);
     sentence = find_sentence(work, blockIdx.x << work.window_shift);
   } else if (threadIdx.x == kWarp && dropout.threshold > 0) {
     const uint64_t seed = dropout.rng[0];
@@ -192,7 +206,7 @@ __device__ __forceinline__ void for_each_unit(Plan& plan, const Work& work, cons
   }
   int count;
   do {
-    if (threadIdx.x < kWarp) list_units<kRows>(plan, work, parts, sentence, done);
+    if (threadIdx.x < kWarp) list_units<kRows>(plan, work, parts, line_end, sentence, done);
     __syncthreads();
     count = plan.count;
     for (int i = 0; i < count; ++i) {

@@ -29,6 +29,7 @@ LENGTHS = {
     "long": ([512, 5, 300, 40], None),
     "cross": ([30, 1, 64, 20, 140, 3, 260, 9], [25, 40, 1, 130, 20, 300, 128, 9]),
     "holes": ([0, 3, 0, 40, 200, 6, 0], [4, 0, 0, 30, 0, 150, 140]),
+    "unused": ([17, 150, 4, *[0] * 600], None),
 }
 
 
@@ -377,7 +378,7 @@ from lightseq_fairseq import library
 library.DIRECTORY = Path(sys.argv[1])
 import test_attention_cuda as tests
 pass_, name, place, value = sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
-case = tests.Case(([30, 40], None), torch.bfloat16)
+case = tests.Case(([30, 40, 0, 0], None), torch.bfloat16)
 out, lse = tests.ops.attention_fwd(*case.qkv, *case.settings())
 gradients = [torch.empty_like(x) for x in case.qkv]
 graph = torch.cuda.CUDAGraph()
@@ -404,6 +405,8 @@ print("done", flush=True)
         ("forward", "cu_k", 1, -5),
         ("backward", "cu_k", 1, 100),
         ("backward", "cu_q", 2, 10_000),
+        ("forward", "cu_q", 0, 1),
+        ("backward", "cu_k", 3, 65),  # a slot behind the last sentence
     ],
 )
 def test_wrong_boundaries_stop_the_kernel(pass_, name, place, value):
