@@ -9,10 +9,10 @@
 //
 // A backward pass has some sixty column sums, and each one's launch takes as long as its work. So
 // between defer_column_sums(flat) and flush_column_sums(flat), the sums whose gradients lie in
-// `flat` are collected and share launches. Their partials are kept until the launch. A launch also
-// comes before the flush, if the partials grow larger than L2 is likely to hold, or if a gradient
-// would be written twice. A gradient that lies only partly in `flat` is not collected: it is summed
-// at once, after the collected sums that it overlaps.
+// `flat` are collected and share launches. Their partials are kept until the launch. The collected
+// sums are launched before the flush if their partials become larger than L2 is likely to hold, or
+// if a gradient would be written twice. A gradient that lies only partly in `flat` is not
+// collected: it is summed at once, after the collected sums that it overlaps.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
