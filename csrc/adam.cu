@@ -1,8 +1,8 @@
-// Adam over one flat buffer of N parameters: unscale, clip, overflow skip, decoupled decay, 16-bit
-// copy, in one pass.
+// Adam over one flat buffer of N parameters: unscaling, clipping, overflow skip, decoupled weight
+// decay and 16-bit copy, in one pass.
 //
 //   norm   = sqrt(sum grad^2)
-//   total  = norm * multiplier; not finite: nothing below happens
+//   total  = norm * multiplier; if it is not finite, the update is skipped
 //   step  += 1
 //   g      = grad * multiplier * min(1, max_norm / (total + clip_eps))
 //   m, v   = lerp(m, g, 1 - beta1), lerp(v, g^2, 1 - beta2)
@@ -10,21 +10,23 @@
 //   param  = (param - lr * weight_decay * param) - size * (m / (sqrt(v) + eps))
 //   low    = param rounded to 16 bits
 //
-// Beside a bfloat16 copy, param may be kept as what that copy leaves of it, in 16 bits more
-// (ops/adam.py: split_floats).
+// If `low` is bfloat16, param may be stored as its 16-bit remainder over `low` (ops/adam.py:
+// split_floats).
 //
-//   bytes moved   norm reads grad; the step reads grad, param, m, v and writes param, m, v, low:
-//                 2 + 28 bytes a parameter with 16-bit gradients and copy, 2 + 26 with such a rest
-//   determinism   norm: every thread sums its share in float, shares are added in double in the
+//   bytes moved   adam_norm reads grad; adam_step reads grad, param, m, v and writes param, m, v,
+//                 low. With 16-bit gradients and copy: 2 + 28 bytes per parameter, or 2 + 26 with
+//                 the remainder.
+//   determinism   norm: each thread sums its share in float; the shares are added in double, in the
 //                 order of threads and blocks; the number of blocks depends on N and the GPU
 //
-// Both are one launch, and no number is read by the host: learning rate, loss scale, norm and step
-// lie in device memory. Scalars are computed in double, once a block.
+// adam_norm and adam_step are one launch each. The host reads no value: learning rate, loss scale,
+// norm and step are in device memory. Scalars are computed in double, once per block.
 //
-// Every operation on an element is rounded where eager torch rounds it, so the parameters are those
-// of the reference on the same GPU bit for bit. __fmul_rn and its like keep the compiler from
-// fusing more than torch's own kernels do. Weight decay in particular is a rounding by itself:
-// joined with the step, weights near 1 drift away from fairseq's.
+// Every operation on an element is rounded where eager torch rounds it. So the parameters are equal
+// bit for bit to those of the reference on the same GPU. __fmul_rn and similar intrinsics prevent
+// the compiler from fusing more operations than torch's own kernels do. In particular, weight decay
+// is rounded separately: if it were fused with the step, weights near 1 would drift away from
+// fairseq's.
 
 #include <cooperative_groups.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -50,15 +52,15 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int kNormThreads = 512;
-constexpr int kNormLoads = 4;  // of 16 bytes in flight, for each thread
+constexpr int kNormLoads = 4;  // 16-byte loads in flight per thread
 template <typename T>
-constexpr int64_t kNormWork = Vec<T>::kSize * kNormLoads * kNormThreads;  // of a block at a time
+constexpr int64_t kNormWork = Vec<T>::kSize * kNormLoads * kNormThreads;  // elements per block
 constexpr int kStepThreads = 256;
-constexpr int kQuads = 2;  // of elements in flight, for each thread
+constexpr int kQuads = 2;  // groups of four elements in flight per thread
 
 // ---- kernels ----
 
-// Blocks leave their sums in `partials` and wait for each other; the first one adds them up.
+// All blocks write their sums to `partials` and wait for each other; the first block adds them.
 template <typename T>
 __global__ void __launch_bounds__(kNormThreads)
     adam_norm_kernel(const T* __restrict__ grad, int64_t count, double* __restrict__ partials,
@@ -113,9 +115,9 @@ struct Coefficients {
   float factor, blend_1, blend_2, eps, size, decay;
 };
 
-// The counter's lower bits are the number of updates. Every block reads it and one has to store the
-// next: the upper bits count the blocks that have read, and the last of them stores. None waits,
-// and nothing has to be zero beforehand.
+// The lower bits of the counter are the number of updates. Every block reads it, and one block must
+// store the next number. So the upper bits count the blocks that have read it, and the last of
+// these blocks stores. No block waits, and no second counter must be zeroed before.
 constexpr int kStepBits = 40;
 constexpr int64_t kMaxBlocks = 1 << 23;
 
@@ -123,7 +125,7 @@ __device__ __forceinline__ unsigned long long number_of(unsigned long long count
   return counter & ((1ull << kStepBits) - 1);
 }
 
-// base^exponent in few registers, which the elements on their way have to share.
+// base^exponent in few registers, because the loads in flight occupy most of them.
 __device__ __forceinline__ double power(double base, unsigned long long exponent) {
   double result = 1.0;
 #pragma unroll 1
@@ -133,7 +135,7 @@ __device__ __forceinline__ double power(double base, unsigned long long exponent
   return result;
 }
 
-// False: the gradient has overflowed.
+// Returns false if the gradient has overflowed.
 __device__ __forceinline__ bool compute_coefficients(const Params& p, Coefficients* result) {
   const double multiplier = p.multiplier.at<double>(0), lr = p.lr.at<double>(0);
   const unsigned long long step = number_of(__ldcg(p.step)) + 1;
@@ -150,7 +152,7 @@ __device__ __forceinline__ bool compute_coefficients(const Params& p, Coefficien
   return true;
 }
 
-// torch.lerp, which goes from the nearer end.
+// torch.lerp, which starts at the end that is nearer to the result.
 __device__ __forceinline__ float lerp(float from, float to, float weight) {
   const float way = __fsub_rn(to, from);
   return weight < 0.5f ? __fmaf_rn(weight, way, from)
@@ -166,19 +168,20 @@ __device__ __forceinline__ void update(const Coefficients& c, float grad, float&
   p = __fsub_rn(__fmaf_rn(c.decay, p, p), step);
 }
 
-// A number as a bfloat16 and the difference of their bits. One half-way between two bfloat16 whose
-// difference would be 2^15 moves by its last bit.
-__device__ __forceinline__ float join(__nv_bfloat16 high, int16_t rest) {
-  return __uint_as_float((static_cast<uint32_t>(__bfloat16_as_ushort(high)) << 16) + rest);
+// A float is stored as a bfloat16 and a remainder, the difference of their bits. If the float lies
+// half-way between two bfloat16 and the difference would be 2^15, its last bit changes.
+__device__ __forceinline__ float join(__nv_bfloat16 high, int16_t remainder) {
+  return __uint_as_float((static_cast<uint32_t>(__bfloat16_as_ushort(high)) << 16) + remainder);
 }
 
-__device__ __forceinline__ int16_t rest_of(float x, __nv_bfloat16 high) {
+__device__ __forceinline__ int16_t remainder_of(float x, __nv_bfloat16 high) {
   const uint32_t difference =
       __float_as_uint(x) - (static_cast<uint32_t>(__bfloat16_as_ushort(high)) << 16);
   return static_cast<int16_t>(min(static_cast<int>(difference), INT16_MAX));
 }
 
-// The same of a parameter as it is kept; `low` becomes its 16-bit copy.
+// Updates a parameter as stored: in float, or as remainder over `low`. Writes its 16-bit copy to
+// `low`.
 template <typename P, typename L>
 __device__ __forceinline__ void update(const Coefficients& c, float grad, P& kept, L& low, float& m,
                                        float& v) {
@@ -186,15 +189,15 @@ __device__ __forceinline__ void update(const Coefficients& c, float grad, P& kep
     float p = join(low, kept);
     update(c, grad, p, m, v);
     low = from_float<L>(p);
-    kept = rest_of(p, low);
+    kept = remainder_of(p, low);
   } else {
     update(c, grad, kept, m, v);
     low = from_float<L>(kept);
   }
 }
 
-// Four elements: 16 bytes of float, 8 of a 16-bit type, so that a warp's accesses to every tensor
-// are without gaps.
+// Four elements: 16 bytes of float or 8 bytes of a 16-bit type. So a warp's accesses to each tensor
+// are contiguous.
 template <typename T>
 struct alignas(4 * sizeof(T)) Quad {
   static constexpr int kSize = 4;
@@ -202,7 +205,7 @@ struct alignas(4 * sizeof(T)) Quad {
   T values[kSize];
 };
 
-// Past the first cache: that alone takes 1.47 ms where loads that are evicted first take 1.50.
+// Bypasses L1: an update took 1.47 ms like this, and 1.50 ms with evict-first loads.
 template <typename T>
 __device__ __forceinline__ Quad<T> load_quad(const T* address) {
   const auto bits = __ldcg(reinterpret_cast<const typename Quad<T>::Bits*>(address));
@@ -215,9 +218,9 @@ __device__ __forceinline__ void store_quad(T* address, const Quad<T>& x) {
       *reinterpret_cast<const typename Quad<T>::Bits*>(&x);
 }
 
-// A block takes kQuads * kStepThreads neighbouring quads: the shorter the stretch of memory that is
-// being worked on, the faster memory is. P: float, or int16_t for what `low` leaves of the
-// parameters. low: null where no 16-bit copy is wanted.
+// A block processes kQuads * kStepThreads adjacent quads: memory is faster if the addresses in
+// flight lie close together. P: float, or int16_t if param holds remainders over `low`. low: null
+// if no 16-bit copy is wanted.
 template <typename P, typename G, typename L>
 __global__ void __launch_bounds__(kStepThreads)
     adam_step_kernel(const __grid_constant__ Params params, P* __restrict__ param,
@@ -233,7 +236,7 @@ __global__ void __launch_bounds__(kStepThreads)
   Quad<L> rounded[kQuads];
   Quad<float> m[kQuads], v[kQuads];
 #pragma unroll
-  for (int u = 0; u < kQuads; ++u) {  // under way while the first thread computes
+  for (int u = 0; u < kQuads; ++u) {  // in flight while the first thread computes coefficients
     const int i = threadIdx.x + u * kStepThreads;
     if (i >= left) break;
     g[u] = load_quad(grad + 4 * (first + i));
@@ -266,7 +269,7 @@ __global__ void __launch_bounds__(kStepThreads)
     store_quad(exp_avg_sq + 4 * i, v[u]);
     if (kSplit || low != nullptr) store_quad(low + 4 * (first + i), rounded[u]);
   }
-  const int64_t i = 4 * quads + threadIdx.x;  // what is left belongs to the first block
+  const int64_t i = 4 * quads + threadIdx.x;  // the first block updates the last count % 4 elements
   if (blockIdx.x == 0 && i < params.count) {
     L of_param = {};
     if constexpr (kSplit) of_param = low[i];
@@ -282,7 +285,7 @@ __global__ void __launch_bounds__(kStepThreads)
 
 void check_aligned(const char* op, const char* name, const Tensor& x, int64_t bytes) {
   require(reinterpret_cast<uintptr_t>(x.data_ptr()) % bytes == 0, op, ": ", name,
-          " must start on a ", bytes, "-byte boundary");
+          " must be aligned to ", bytes, " bytes");
 }
 
 Tensor adam_norm(const Tensor& grad) {
@@ -335,9 +338,9 @@ void adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& gr
       .beta2 = beta2,
       .eps = eps,
       .weight_decay = weight_decay};
-  constexpr int64_t kWork = 4 * kQuads * kStepThreads;  // of a block
+  constexpr int64_t kWork = 4 * kQuads * kStepThreads;  // elements per block
   const int64_t blocks = std::max<int64_t>(1, blocks_for(params.count, kWork));
-  require(blocks <= kMaxBlocks, op, ": too many parameters for one buffer");
+  require(blocks <= kMaxBlocks, op, ": ", params.count, " parameters are too many for one buffer");
   const int32_t device = param.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
   dispatch_float(grad.scalar_type(), "adam_step: grad", [&](auto zero) {

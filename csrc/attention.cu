@@ -1,22 +1,24 @@
-// Attention over packed sentences, forward. Backward is attention_bwd.cu; common/attention_work.cuh
-// says how both cut up the work.
+// Attention over packed sentences, forward. Backward is in attention_bwd.cu;
+// common/attention_work.cuh explains how both divide the work.
 //
-//   out = dropout(softmax(scale * q k^T)) v       inside each sentence and head
+//   out = dropout(softmax(scale * q k^T)) v       within each sentence and head
 //
-// A warp owns 16 queries and holds their scores with up to 32 keys in registers at a time. Softmax
-// is online (a running maximum and sum, Milakov and Gimelshein 2018), so that sentences of any
-// length take the same path; no score leaves the chip.
+// A warp processes 16 queries. It holds their scores with up to 32 keys at a time in registers.
+// Softmax is online: it keeps a running maximum and a running sum (Milakov and Gimelshein 2018). So
+// the same code serves sentences of any length, and no score is written to global memory.
+//
+// T is the number of packed tokens, H the number of heads.
 //
 //   saved for backward   out, and lse = log(sum of exp(scores)), float32 [T, H]
-//   bytes moved          q, k, v read, out and lse written, once each where a sentence fits into a
-//                        tile; a longer one's k and v are read again by each tile of its queries,
-//                        from the cache
-//   determinism          no atomics; every number is summed in a fixed order, which depends on the
-//                        sentence alone and not on the batch around it
+//   bytes moved          If a sentence fits into a tile, q, k, v, out and lse are each read or
+//                        written once. In a longer sentence each tile of queries reads k and v
+//                        again, from the cache.
+//   determinism          no atomics; every sum has a fixed order, which depends only on the
+//                        sentence and not on the rest of the batch
 //
-// Dropped probabilities are zeros in the second product; the sum of the row counts them, as softmax
-// comes before dropout. Their bits are drawn into shared memory while keys and values are on their
-// way there.
+// Dropped probabilities are zeros in the second product. They still count in the sum of the row,
+// because softmax comes before dropout. The dropout bits are generated into shared memory while
+// keys and values are being copied there.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -31,8 +33,9 @@ namespace {
 
 using namespace attention;
 
-// A row's exponentials are taken relative to `shift`, which follows the running maximum only when
-// that has outgrown it by kTolerance: rescaling is rare then, and exp(8) overflows nothing.
+// Softmax computes exp(score - shift). `shift` is set to the running maximum only when the maximum
+// exceeds it by more than kTolerance. So rescaling is rare, and values up to exp(8) do not
+// overflow.
 constexpr float kTolerance = 8.0f;
 
 template <typename T>
@@ -46,7 +49,7 @@ struct FwdParams {
   Dropout dropout;
 };
 
-// Small blocks, of which many share a multiprocessor: some load while others compute.
+// Small blocks: many are resident on an SM, and some of them load while others compute.
 template <typename T, int kWidth>
 constexpr int kRows = kTileRows<64, T, kWidth>;
 template <typename T, int kWidth>
@@ -59,22 +62,22 @@ struct FwdTiles {
   Plan plan;
 };
 
-// Softmax so far of a warp's queries: results, and of rows g and g + 8 the shift and the lane's
-// part of the sum.
+// Online softmax state of a warp's queries: the results o, and for rows g and g + 8 (see mma.cuh)
+// the shift and this lane's part of the sum.
 template <int kWidth>
 struct Softmax {
   float o[kWidth / 8][4] = {};
   float shift[2] = {}, sum[2] = {};
 };
 
-// Of some neighbouring keys the first.
+// The first of several adjacent keys.
 struct Keys {
   int first;  // number in the sentence
-  int row;    // of the tiles
-  int word;   // of dropout's bits
+  int row;    // row in the tiles
+  int word;   // word of dropout bits
 };
 
-// kChunk keys more. The warp's first query sees keys below clear_end.
+// Processes kChunk more keys. The warp's first query attends to all keys below clear_end.
 template <int kChunk, typename T, int kWidth>
 __device__ __forceinline__ void attend(Softmax<kWidth>& state, FwdTiles<T, kWidth>& tiles,
                                        const FwdParams<T>& p, const Unit& unit, const Place& place,
@@ -159,7 +162,8 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
   for_each_unit<kRows<T, kWidth>>(tiles.plan, work, p.dropout, kQueries, [&](const Unit unit) {
     const Place place(unit);
     const bool works = place.exists && place.position < unit.length_q;
-    // Keys that the tile's and the warp's last query and the warp's first query see.
+    // Ends of the keys to which these queries attend: the last one of the tile, the last one of the
+    // warp, the first one of the warp.
     const int tile_end = min(unit.length_k, work.causal ? unit.start + unit.slot() : INT_MAX);
     const int warp_end = min(unit.length_k, work.causal ? place.position + kWarpRows : INT_MAX);
     const int clear_end = min(unit.length_k, work.causal ? place.position + 1 : INT_MAX);

@@ -1,22 +1,22 @@
-// Attention over packed sentences, backward. attention.cu has the formula;
-// common/attention_work.cuh says how the work is cut up.
+// Attention over packed sentences, backward. attention.cu has the formula of forward;
+// common/attention_work.cuh explains how the work is divided.
 //
-//   P = exp(scale * q k^T - lse)      M = dropout's mask of zeros and ones
+//   P = exp(scale * q k^T - lse)      M = dropout mask of zeros and ones
 //   D = rowsum(P * M * dO V^T) = (1 - p) rowsum(dO * O)
 //   dV = (P * M)^T dO / (1 - p)       dS = P * (M * dO V^T - D)
 //   dQ = scale / (1 - p) dS K         dK = scale / (1 - p) dS^T Q
 //
-// Sentences of at most 64 tokens: P and dS are computed once, by warps that own 16 queries each,
-// and pass through shared memory to the warps that own 16 keys (five small products). Up to 128
-// tokens shared memory has no room for them: a second pass computes S^T = K Q^T and V dO^T afresh
-// (seven). A tile of a longer sentence makes one of these passes: it holds its own side and walks
-// the tiles of the other.
+// Sentences of at most 64 tokens: warps with 16 queries each compute P and dS once, and pass them
+// through shared memory to the warps with 16 keys each (five small products). Sentences of 65 to
+// 128 tokens: shared memory is too small for P and dS, so a second pass computes S^T = K Q^T and
+// V dO^T again (seven products). Longer sentences: a tile performs only one of the two passes. It
+// keeps its own side and iterates over the tiles of the other side.
 //
-//   read besides dout    q, k, v, lse; out for D only where a row of P is in no warp whole
-//   bytes moved          everything once where a sentence fits into a tile; tiles of longer ones
-//                        come again from the cache
-//   determinism          no atomics; every number is summed in a fixed order, which depends on the
-//                        sentence alone and not on the batch around it
+//   inputs         dout, q, k, v, lse; and out, to compute D, if no warp has a whole row of P
+//   bytes moved    everything once if a sentence fits into a tile; tiles of longer sentences are
+//                  read again from the cache
+//   determinism    no atomics; every sum has a fixed order, which depends only on the sentence and
+//                  not on the rest of the batch
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -28,10 +28,10 @@ namespace {
 
 using namespace attention;
 
-// All three gradients of heads that have kSlot rows, from one computation of P and dS. A warp makes
-// those of its 16 queries. P goes where `out` would be, for which D is not needed here: a warp has
-// whole rows of P. dS goes beside it or, where that is full, replaces V. Then each warp reads its
-// 16 keys' columns of both.
+// Computes all three gradients of heads in slots of kSlot rows, with one computation of P and dS. A
+// warp computes P and dS of its 16 queries. P is stored in the tile of `out`, which is free: each
+// warp has whole rows of P, so D is computed without `out`. dS is stored beside P if there is
+// space, otherwise in place of V. Then each warp reads the columns of its 16 keys from both.
 template <int kSlot, typename T, int kWidth>
 __device__ __forceinline__ void whole_pass(BwdTiles<T, kWidth>& tiles, const BwdParams<T>& p,
                                            const Unit& unit) {
@@ -97,7 +97,7 @@ __device__ __forceinline__ void whole_pass(BwdTiles<T, kWidth>& tiles, const Bwd
       store_fragments<T, kRow>(dscores + own_rows + n * 8, s[n], s[n + 1]);
     }
   }
-  __syncthreads();  // P and dS are there, K has been read
+  __syncthreads();  // P and dS have been written, K has been read
   if (!place.exists) return;
 
   T* const stage = tiles.k.row(place.row);
@@ -117,7 +117,7 @@ __device__ __forceinline__ void whole_pass(BwdTiles<T, kWidth>& tiles, const Bwd
   store_rows<T, kWidth>(p.dk, keys, stage, dk, p.grad_scale, p.grad_scale, p.work.width);
 }
 
-// dQ of the warp's queries.
+// Computes dQ of the warp's queries.
 template <typename T, int kWidth>
 __device__ __forceinline__ void query_pass(BwdTiles<T, kWidth>& tiles, const BwdParams<T>& p,
                                            const Unit& unit) {
@@ -177,7 +177,7 @@ __device__ __forceinline__ void query_pass(BwdTiles<T, kWidth>& tiles, const Bwd
   }
 }
 
-// dK and dV of the warp's keys. loaded: the tiles hold everything already.
+// Computes dK and dV of the warp's keys. loaded: whether the tiles already hold all inputs.
 template <typename T, int kWidth>
 __device__ __forceinline__ void key_pass(BwdTiles<T, kWidth>& tiles, const BwdParams<T>& p,
                                          const Unit& unit, bool loaded) {
@@ -223,7 +223,7 @@ __device__ __forceinline__ void key_pass(BwdTiles<T, kWidth>& tiles, const BwdPa
           if (p.dropout.threshold > 0) {
             keep = tiles.keep[row_q + column + e][bit / 32] >> bit % 32;
           }
-          // Queries before the lane's first key, by how many.
+          // How many positions the query is before the lane's first key.
           const int before = place.position + lane_row() - (tile + chunk + column + e);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
@@ -271,7 +271,7 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
           if constexpr (kRows<T, kWidth> >= 64) whole_pass<64>(tiles, p, unit);
         } else {
           if (unit.parts & kQueries) query_pass(tiles, p, unit);
-          if (whole) __syncthreads();  // K and V have been read, their rows may become results
+          if (whole) __syncthreads();  // K and V have been read; results may overwrite their rows
           if (unit.parts & kKeys) key_pass(tiles, p, unit, whole);
         }
       });

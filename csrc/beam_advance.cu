@@ -1,18 +1,21 @@
-// Beam search, second half: the candidates of a sentence's hypotheses are merged, some end and are
-// kept as results, the best go on. ops/beam_advance.py says what is written where; the order of
-// everything is fairseq's.
+// Beam search, second step: merges the candidates of a sentence's hypotheses, stores those that end
+// as results, and continues with the best others. ops/beam_advance.py explains the buffers; all
+// rules are fairseq's.
 //
-//   bytes moved   the candidates, and 4 bytes a position and hypothesis of the ancestry, read and
-//                 written; 16 bytes a position of every hypothesis that ends
-//   determinism   the order of candidates is total; no result depends on who comes first
+//   bytes moved   the candidates; 4 bytes per position and hypothesis of the ancestry, read and
+//                 written; 16 bytes per position of each hypothesis that ends
+//   determinism   the order of candidates has no ties, so no result depends on the order of
+//                 execution
 //
-// A block takes a slot (a sentence). A candidate's place in the order is the number of those that
-// are better, which a few threads count in shared memory. Diverse beam search does the same for one
-// group of hypotheses after the other. What one thread waits for, others have asked for already:
-// first of all for hints of everything but the candidates, which come last.
+// A block processes a slot (the hypotheses of a sentence). The rank of a candidate is the number of
+// better ones, which a few threads count in shared memory. Diverse beam search does this for one
+// group of hypotheses after the other. The time is mostly latency, so the block prefetches
+// everything except the candidates before it waits for the previous kernel, which computes the
+// candidates.
 //
-// The last block that is done counts the step and reports it to the host: 8 bytes in one store,
-// into pinned memory, behind a fence. Whoever sees them finds all results that the step has kept.
+// The last block to finish counts the step and reports it to the host: it writes 8 bytes to pinned
+// memory, in one store after a fence. If the host sees this report, all results of the step are
+// complete.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -36,7 +39,7 @@ using namespace beam_search;
 
 constexpr int kThreads = 256;
 constexpr int kMaxBeam = 64;
-constexpr int kReports = 2;  // rows of them: the host is one step late at most
+constexpr int kReports = 2;  // rows of `reports`; the host is at most one step late
 
 struct Advance {
   const float* candidate_scores;
@@ -45,8 +48,8 @@ struct Advance {
   int* sentences;
   int *tokens, *ancestry, *past_tokens, *hypothesis_tokens, *lengths;
   float *scores, *past_scores, *hypothesis_scores, *totals;
-  uint64_t* reports;    // the host's memory
-  int64_t memory_rows;  // from one position to the next
+  uint64_t* reports;    // pinned host memory
+  int64_t memory_rows;  // stride between positions: R of ops/beam_advance.py
   int positions, slots, beam, width, groups, eos;
   float diversity;
   double length_penalty;
@@ -54,20 +57,21 @@ struct Advance {
 
 // ---- kernel ----
 
-// What a block knows of its slot. Beside it in shared memory are the candidates, [beam, width]:
-// scores, then tokens.
+// State of a block, in shared memory. The candidates are there, too: scores [beam, width], then
+// tokens [beam, width].
 struct Slot {
   int step, sentence, first_row;
-  int count;  // of candidates in order, those of all beams together
-  float score[2 * kMaxBeam];
-  int token[2 * kMaxBeam], parent[2 * kMaxBeam];  // parent: row
-  int parents[kMaxBeam];                          // of the hypotheses that go on
-  int ending[kMaxBeam];  // of the candidates in order, those that become results
+  int count;                                      // number of merged candidates; below, in order:
+  float score[2 * kMaxBeam];                      // scores of the merged candidates
+  int token[2 * kMaxBeam], parent[2 * kMaxBeam];  // their tokens, and rows of their parents
+  int parents[kMaxBeam];                          // parents of the hypotheses that continue
+  int ending[kMaxBeam];                           // merged candidates that become results
 };
 
-// How many candidates of a group are better than number `mine`, which belongs to `row`. Among
-// equals the lowest row, then the lowest token. 2^n neighbouring threads, `parts`, share out the
-// work; all threads of their warps take part. Counts beyond `most` need not be right.
+// The number of candidates of a group that are better than candidate `mine` of row `row`. Ties: the
+// lowest row first, then the lowest token. `parts` adjacent threads, a power of two, split the
+// work; all threads of the warp must call it. Ranks above `most` may be too low, but stay above
+// `most`.
 __device__ __forceinline__ int rank_of(const Advance& p, const float* scores, const int* tokens,
                                        int group, int row, int mine, int parts, int most) {
   const float score = scores[mine];
@@ -85,10 +89,10 @@ __device__ __forceinline__ int rank_of(const Advance& p, const float* scores, co
   return rank;
 }
 
-// Candidates are in shared memory; whoever needs them after this has passed a barrier.
+// Writes the candidates of all groups to `slot`, in order. Ends with a barrier.
 __device__ __forceinline__ void merge(const Advance& p, float* scores, int* tokens, Slot& slot) {
   const int candidates = p.beam * p.width;
-  if (p.width == 1) {  // drawn: every hypothesis goes on with its own
+  if (p.width == 1) {  // sampling: every hypothesis continues with its own candidate
     for (int i = threadIdx.x; i < p.beam; i += kThreads) {
       slot.score[i] = scores[i];
       slot.token[i] = tokens[i];
@@ -117,7 +121,7 @@ __device__ __forceinline__ void merge(const Advance& p, float* scores, int* toke
       const int mine = min(i, candidates - 1), row = mine / p.width;
       const int rank = rank_of(p, scores, tokens, group, row, mine, parts, per_group);
       if (i > mine || row % p.groups != group || rank >= per_group) continue;
-      const int place = rank * p.groups + group;  // groups take turns
+      const int place = rank * p.groups + group;  // groups alternate in the order
       slot.score[place] = scores[mine];
       slot.token[place] = tokens[mine];
       slot.parent[place] = slot.first_row + row;
@@ -126,8 +130,8 @@ __device__ __forceinline__ void merge(const Advance& p, float* scores, int* toke
   }
 }
 
-// `count` hypotheses that end at this step become results: what stands at position p of a result is
-// the token of position p + 1.
+// Stores `count` hypotheses that end at this step as results, in columns from first_column on.
+// Position p of a result is the token of position p + 1 of the hypothesis.
 __device__ __forceinline__ void keep(const Advance& p, const Slot& slot, int first_column,
                                      int count) {
   const int step = slot.step, length = step + 1;
@@ -152,8 +156,8 @@ __device__ __forceinline__ void keep(const Advance& p, const Slot& slot, int fir
   }
 }
 
-// New rows' ancestors are those of their parents. A thread has a hypothesis, at a position after
-// the other; most keep the ancestor that they have.
+// Copies the ancestors of the parents to the rows of the children. A thread has one hypothesis and
+// iterates over positions. It writes only if the ancestor changes, which is rare.
 __device__ __forceinline__ void inherit(const Advance& p, const Slot& slot) {
   const int at_once = kThreads / p.beam;
   const int place = static_cast<int>(threadIdx.x) / p.beam;
@@ -164,13 +168,13 @@ __device__ __forceinline__ void inherit(const Advance& p, const Slot& slot) {
     const bool works = position < min(slot.step, first + at_once);
     int* const row = p.ancestry + position * p.memory_rows;
     const int ancestor = works ? row[parent] : 0, before = works ? row[own] : 0;
-    __syncthreads();  // all of a position have been read
+    __syncthreads();  // all ancestors of these positions have been read
     if (works && ancestor != before) row[own] = ancestor;
   }
 }
 
-// What the step is going to read, but for the candidates.
-__device__ __forceinline__ void give_hints(const Advance& p) {
+// Prefetches all data that the step reads, except the candidates.
+__device__ __forceinline__ void prefetch_slot(const Advance& p) {
   const int first_row = static_cast<int>(blockIdx.x) * p.beam;
   const int thread = threadIdx.x, place = thread / p.beam, child = thread - place * p.beam;
   if (place == 0) {
@@ -185,10 +189,11 @@ __device__ __forceinline__ void give_hints(const Advance& p) {
   }
 }
 
-// The block has written all that it keeps. One thread's fence holds for the whole block, since it
-// comes after a barrier, and the last block's for all of them, of which it has heard by the
-// counter. The host has read what the report replaces: that is two steps old, and the host at most
-// one late.
+// Called when the block has written all its results. The last block counts the step and reports it.
+// The fences order all results before the report: one thread's fence holds for its block, because
+// it comes after a barrier; the last block's fence holds for all blocks, because it comes after
+// their increments of the counter. The report overwrites that of two steps ago, which the host has
+// read, because it is at most one step late.
 __device__ __forceinline__ void finish(const Advance& p, int step) {
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -208,11 +213,12 @@ __global__ void __launch_bounds__(kThreads) beam_advance_kernel(const Advance p)
   __shared__ Slot slot;
   int* const tokens = reinterpret_cast<int*>(scores + p.beam * p.width);
   const int thread = threadIdx.x, number = blockIdx.x;
-  const bool exists = number < p.slots;  // there is a block even if there is no slot
-  if (exists) give_hints(p);
+  const bool exists = number < p.slots;  // without slots, there is still one block
+  if (exists) prefetch_slot(p);
   griddepcontrol_wait();
 
-  // All reads at once. What one thread alone reads the others find in `slot`.
+  // All reads are in flight together. One thread reads the scalars, and passes them to the others
+  // in `slot`.
   const int first_row = number * p.beam;
   const bool hypothesis = exists && thread < p.beam;
   const int token = hypothesis ? p.tokens[first_row + thread] : 0;
@@ -241,10 +247,11 @@ __global__ void __launch_bounds__(kThreads) beam_advance_kernel(const Advance p)
     p.past_scores[now + first_row + thread] = score;
   }
   merge(p, scores, tokens, slot);
-  const int columns = __syncthreads_count(length > 0);  // with results already
+  const int columns = __syncthreads_count(length > 0);  // number of results of earlier steps
 
-  // Those that end, as long as results are wanted, and only if they are among the first `beam`. The
-  // best that do not end go on; then, where tokens were drawn, those that do, as dead ones.
+  // A candidate with eos becomes a result if it is among the first `beam` and the sentence has
+  // fewer than `beam` results. The best candidates without eos continue. With sampling, those with
+  // eos follow them and continue as dead rows, with score -inf.
   const auto ends = [&](int i) { return slot.token[i] == p.eos && slot.score[i] > -INFINITY; };
   int ended_before = 0, ended = 0, results = columns;
   for (int i = 0; i < slot.count; ++i) {
@@ -281,15 +288,15 @@ __global__ void __launch_bounds__(kThreads) beam_advance_kernel(const Advance p)
 
 // ---- launcher ----
 
-// Where the GPU finds the host's reports.
+// The device address of the reports, which are in host memory.
 uint64_t* reports_of(const char* op, const Tensor& reports) {
   cudaPointerAttributes memory{};
   const cudaError_t error = cudaPointerGetAttributes(&memory, reports.mutable_data_ptr());
   require(error == cudaSuccess, op, ": reports: ", cudaGetErrorString(error));
   require(memory.type == cudaMemoryTypeHost && memory.devicePointer != nullptr, op,
-          ": reports must be pinned memory of the CPU");
+          ": reports must be in pinned memory of the CPU");
   require(reinterpret_cast<uintptr_t>(memory.devicePointer) % sizeof(uint64_t) == 0, op,
-          ": reports must begin on an 8-byte boundary");
+          ": reports must be aligned to 8 bytes");
   return static_cast<uint64_t*>(memory.devicePointer);
 }
 
@@ -300,7 +307,7 @@ void beam_advance(const Tensor& candidate_scores, const Tensor& candidate_tokens
                   int64_t beam, int64_t groups, double diversity, int64_t eos,
                   double length_penalty) {
   constexpr const char* kOp = "beam_advance";
-  require(beam <= kMaxBeam, kOp, ": beam must be at most ", kMaxBeam, " on a GPU, is ", beam);
+  require(beam <= kMaxBeam, kOp, ": beam must be at most ", kMaxBeam, " on a GPU, got ", beam);
   const std::pair<const char*, const Tensor&> all[] = {{"candidate_scores", candidate_scores},
                                                        {"candidate_tokens", candidate_tokens},
                                                        {"progress", progress},

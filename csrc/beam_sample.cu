@@ -1,18 +1,20 @@
-// Sampling: one continuation of every hypothesis, drawn. Beam search is beam_search.cu.
+// Sampling: draws one continuation of every hypothesis. Beam search is in beam_search.cu.
 //
-//   w[j]  = exp(l[j]) of the tokens that stay in, else 0         l: common/beam_search.cuh
+//   w[j]  = exp(l[j]) if token j is a candidate, else 0          l: common/beam_search.cuh
 //   token = the first one with w[0] + ... + w[token] > u (w[0] + ... + w[V - 1])
 //   total = score + l[token]
 //
-// u is a uniform number of Philox, a function of the seed, the sentence, the hypothesis' place in
-// it and the step. In are the largest l whose weights reach topp in sum, or the topk largest, or
-// all; what equals the smallest of them is in as well.
+// V is the vocabulary size. u is a uniform random number from Philox: a function of rng, the
+// sentence, the index of the hypothesis in the sentence, and the step. The candidates, which may be
+// drawn, are the tokens with the largest l whose probabilities add up to topp, or the topk largest,
+// or all tokens. Tokens whose l equals the smallest of these are candidates, too.
 //
-//   bytes moved   the logits are read once, then once more to draw, and up to 32 times to find the
-//                 smallest that is in: by bisection of its bits. A row stays in the caches.
-//   determinism   sums have a fixed order, which depends on V and on where a row begins in memory
+//   bytes moved   The logits are read once for log_softmax and once to draw. With topp or topk they
+//                 are read up to 32 times more, to find the smallest candidate by bisection of its
+//                 bits. A row stays in the caches.
+//   determinism   sums have a fixed order, which depends on V and on the alignment of the row
 //
-// A block takes a row. The last pass deals out the tokens in pieces, in their order, a thread each.
+// A block processes a row. In the last pass, each thread has a range of adjacent tokens.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -43,7 +45,7 @@ struct Sampling {
   float topp;
 };
 
-// In (0, 1), as ops/philox.py draws it.
+// The same number in (0, 1) as ops/philox.py draws.
 __device__ __forceinline__ double uniform(const Sampling& sampling, int row, int step) {
   const int sentence = sampling.sentences[row / sampling.beam];
   const auto hypothesis = static_cast<uint32_t>(sentence * sampling.beam + row % sampling.beam);
@@ -54,8 +56,8 @@ __device__ __forceinline__ double uniform(const Sampling& sampling, int row, int
   return (words.x + 0.5) * 0x1p-32;
 }
 
-// Sum of x over the threads before this one, over these and this one, and over all. One thread's
-// `after` is the next one's `before`, to the bit.
+// Prefix sums of x over the threads of the block: without this thread, including it, and over all
+// threads. `after` of a thread and `before` of the next thread have the same bits.
 struct Scan {
   double before, after, total;
 };
@@ -103,7 +105,7 @@ __global__ void __launch_bounds__(kThreads)
   const LogSoftmax log_softmax =
       read_row<T, kThreads, kLoads>(row, cut, rate, [](int, const auto&, float) {
       }).log_softmax(rate);
-  // A logit under the rules: l in another scale.
+  // A logit under the rules of the step, on the scale of the logits.
   const auto ruled = [&](int token, float logit) {
     if (step.forbids(token) || isnan(log_softmax.log_sum)) return -INFINITY;
     return token == step.unk ? logit - step.unk_penalty * rules.temperature : logit;
@@ -111,7 +113,7 @@ __global__ void __launch_bounds__(kThreads)
   const float top = log_softmax.top * rules.temperature;
   const Exponential<T> exponential(top, log_softmax.rate);
 
-  // The smallest logit that is in: the largest bound that is reached by enough.
+  // The smallest logit of a candidate: the largest bound that enough logits reach.
   uint32_t least = ordered(-INFINITY);
   const bool by_sum = sampling.topp > 0.0f;
   if (by_sum || sampling.topk > 0) {

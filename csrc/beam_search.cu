@@ -1,24 +1,28 @@
-// Beam search, first half: the best continuations of every hypothesis. The second half, which
-// merges the beams of a sentence, is beam_advance.cu; sampling is beam_sample.cu.
+// Beam search, first step: the best continuations of every hypothesis. The second step, which
+// merges the candidates of a sentence, is in beam_advance.cu; sampling is in beam_sample.cu.
 //
 //   total[j] = score + l[j]       l: common/beam_search.cuh
-//   the `count` largest totals of a row in order, among equals the lowest token first
+//   result: the `count` largest totals of a row, sorted; ties: the lowest token first
 //
-//   bytes moved   the logits are read once; then a few hundred of them again
-//   determinism   the order is total, so the result does not depend on who finds what first
+//   bytes moved   the logits are read once; a few hundred of them once more
+//   determinism   the order has no ties, so the result does not depend on the order of execution
 //
-// A block takes a row (a hypothesis), or, where rows are few, a cluster of blocks takes one and
-// each has a part of it: they tell each other their sums of exponentials, and in the end the first
-// block hears of each one's best. Threads read the logits once, for the sum of exponentials, and
-// remember their best one and the largest of all others (the hierarchical search of LightSeq, Wang
-// et al. 2021: a rough bound first). Threads form groups; the `count`-th best of the groups' bests
-// is a bound that at least `count` tokens reach. Who has a best one within the bound offers it with
-// its neighbours; only whose second is within it, too, has to look through its logits again. A
-// dozen tokens or so are offered, and each counts how many are better.
+// A block processes a row (a hypothesis). If there are few rows, a cluster of blocks processes one:
+// each block has a part of the row, they exchange their sums of exponentials, and at the end the
+// first block receives the best tokens of each block.
 //
-// A key is a total with its token, in one number: larger is better, and no two are the same. Where
-// too many tokens reach the bound (equal logits), the `count`-th best of those listed is a closer
-// one, and the block tries again.
+// The search first finds a rough bound (the hierarchical search of LightSeq, Wang et al. 2021).
+//   1. Each thread reads its logits once, for the sum of exponentials. It keeps its best vector
+//      (eight adjacent logits) and `second`, the largest logit outside of this vector.
+//   2. Threads form groups. The `count`-th best of the groups' best logits is the bound: at least
+//      `count` tokens reach it.
+//   3. A thread whose best logit reaches the bound adds the tokens of this vector that reach it to
+//      a list. Only if `second` also reaches the bound, all its logits are read again.
+//   4. About a dozen tokens are listed. For each the rank is the number of better ones.
+//
+// A key combines a total and its token in one number: larger is better, and all keys differ. If too
+// many tokens reach the bound (equal logits), the `count`-th best of the listed keys becomes the
+// new bound, and the block repeats steps 3 and 4.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -41,10 +45,12 @@ using namespace beam_search;
 
 using Key = unsigned long long;
 
-constexpr int kMaxCount = 128;  // of candidates, and of groups
-constexpr int kListed = 1024;   // keys that there is room for
-constexpr int kFewBlocks = 2;   // a multiprocessor: up to there a row has several, if it can give
-constexpr int kPart = 1024;     // tokens to each
+constexpr int kMaxCount = 128;  // maximum number of candidates, and of groups
+constexpr int kListed = 1024;   // size of the list of keys
+// Clusters are used if their grid has at most kFewBlocks blocks per SM, and each block has at least
+// kPart tokens.
+constexpr int kFewBlocks = 2;
+constexpr int kPart = 1024;
 
 // ---- kernel ----
 
@@ -52,18 +58,18 @@ __device__ __forceinline__ Key key_of(float total, int token) {
   return static_cast<Key>(ordered(total)) << 32 | ~static_cast<uint32_t>(token);
 }
 
-// How many keys are better.
+// The number of better keys.
 __device__ __forceinline__ int rank_of(Key key, const Key* keys, int number) {
   int rank = 0;
   for (int i = 0; i < number; ++i) rank += keys[i] > key;
   return rank;
 }
 
-// A thread's best logit but unk's, which has a penalty, and the largest among those that do not
-// share its vector.
+// A thread's best logit, and `second`, the largest logit outside of the vector of the best one.
+// Without unk, which has a penalty and is listed separately.
 struct Best {
   float logit, second = -INFINITY;
-  int last;  // token of its vector, or the token itself
+  int last;  // last token of the best logit's vector; a scalar's own token
 
   __device__ __forceinline__ explicit Best(const Cut& cut) : logit(-INFINITY), last(-1) {
     const int thread = threadIdx.x;
@@ -90,7 +96,7 @@ struct Output {
   int count;
 };
 
-// Only eos, if anything, has a chance: the rest follows in the order of tokens.
+// Writes the result if all tokens except possibly eos have -inf: eos first, then the lowest tokens.
 __device__ __forceinline__ void write_end(const Output& output, int eos, float total) {
   const bool has_end = total > -INFINITY;
   for (int i = threadIdx.x; i < output.count; i += blockDim.x) {
@@ -111,12 +117,13 @@ template <typename T, int kThreads, int kLoads, int kCluster>
 __device__ __forceinline__ void find_candidates(const Logits<T>& logits, const float* scores,
                                                 const Rules& rules, int groups, Output output) {
   __shared__ Key group_best[kMaxCount], listed[kListed], bound;
-  __shared__ Key finalists[kCluster > 1 ? kListed : 1];  // the best of each block, in the first one
-  __shared__ Total<T> totals[kCluster];                  // of all blocks, in each
-  __shared__ int number;                                 // of keys listed
+  __shared__ Key finalists[kCluster > 1 ? kListed : 1];  // in the first block: each block's best
+  __shared__ Total<T> totals[kCluster];                  // in each block: the totals of all blocks
+  __shared__ int number;                                 // number of listed keys
   const int hypothesis = blockIdx.x / kCluster, part = blockIdx.x % kCluster;
   const T* const whole = logits.data + hypothesis * logits.stride;
-  // The block's part, whose tokens are counted from `begin` on. Whole lines, if rows are.
+  // The block's part of the row begins with token `begin`. Parts consist of whole cache lines if
+  // rows do.
   constexpr int kLine = kLineBytes / sizeof(T);
   const int each =
       kCluster == 1 ? logits.classes : ((logits.classes - 1) / (kCluster * kLine) + 1) * kLine;
@@ -132,7 +139,8 @@ __device__ __forceinline__ void find_candidates(const Logits<T>& logits, const f
   const Step step(rules);
   const int unk = step.unk - begin;
   const float score = scores[hypothesis], rate = 1.0f / rules.temperature;
-  // Where rows are many a dead one is not worth reading; where they are few the reads do not wait.
+  // A hypothesis with score -inf is dead. If rows are many, do not read it. In a cluster, reads do
+  // not wait for the score.
   const bool dead = !(score > -INFINITY);
   if (kCluster == 1 && dead) return write_end(output, step.eos, -INFINITY);
   if (threadIdx.x < kMaxCount) group_best[threadIdx.x] = 0;
@@ -163,7 +171,7 @@ __device__ __forceinline__ void find_candidates(const Logits<T>& logits, const f
     total = {highest, sum};
   }
   const LogSoftmax log_softmax = total.log_softmax(rate);
-  const auto total_of = [&](int token, float logit) {  // token of the row
+  const auto total_of = [&](int token, float logit) {  // token: counted from the start of the row
     return step.apply(token, log_softmax(logit)) + score;
   };
   if (dead || step.only_eos || isnan(log_softmax.log_sum)) {
@@ -171,7 +179,8 @@ __device__ __forceinline__ void find_candidates(const Logits<T>& logits, const f
     return;
   }
 
-  // The bound. A group's key bears the last token of the vector: whoever is in it has a better one.
+  // Compute the bound. A thread's key has the last token of its vector, which makes it the smallest
+  // possible key: the key of the actual best token is at least as large.
   const Key mine = best.last < 0 ? 0 : key_of(log_softmax(best.logit) + score, begin + best.last);
   atomicMax(&group_best[threadIdx.x % groups], mine);
   __syncthreads();
@@ -252,8 +261,9 @@ __device__ __forceinline__ void find_candidates(const Logits<T>& logits, const f
   }
 }
 
-// 16-bit logits: two blocks of 512 threads, four of 256 or nine of 128 side by side have 64, 64 or
-// 72 KiB on their way. float32 has more than enough with one load less, and registers for it.
+// For 16-bit logits, the resident blocks of an SM (two of 512 threads, four of 256 or nine of 128)
+// have 64, 64 or 72 KiB in flight. For float32, three loads per thread are more than enough and
+// need fewer registers.
 template <typename T, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1152 / kThreads)
     beam_candidates_kernel(const Logits<T> logits, const float* scores, const Rules rules,
@@ -285,7 +295,7 @@ std::tuple<Tensor, Tensor> beam_candidates(const Tensor& logits, const Tensor& s
                                 .unk_penalty = unk_penalty,
                                 .temperature = temperature});
   require(count >= 1 && count < classes && count <= kMaxCount, kOp, ": count must be 1 to ",
-          kMaxCount, " and below V on a GPU, is ", count);
+          kMaxCount, " and below V on a GPU, got ", count);
   const int32_t device = logits.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
   Tensor best_scores = allocate(logits, {rows, count}, ScalarType::Float);
@@ -313,8 +323,8 @@ std::tuple<Tensor, Tensor> beam_candidates(const Tensor& logits, const Tensor& s
                      classes >= kMaxCluster * kPart && count <= kMaxCount / 4 &&
                      has_clusters(device);
     if (few) return start(beam_candidates_cluster_kernel<T, 256>, 256, rows * kMaxCluster);
-    // The largest block with which all rows run side by side: none is left for a second wave, and
-    // the more threads, the more bytes on their way. Rows in many waves keep the GPU busy anyway.
+    // Choose the largest block size with which all rows are resident, so that there is no second
+    // wave: more threads have more bytes in flight. With many waves the GPU is busy anyway.
     const auto fits = [&](auto kernel, int threads) {
       return rows <= resident_blocks(kernel, threads, device);
     };

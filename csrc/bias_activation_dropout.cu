@@ -1,18 +1,19 @@
-// What stands between the two GEMMs of a feed-forward: T rows (tokens), F columns (ffn width).
+// The operations between the two GEMMs of a feed-forward sublayer. T rows (tokens), F columns (FFN
+// width).
 //
 //   y     = dropout(activation(x + bias))          activation: identity, relu, gelu, gelu_accurate
-//   dx    = dropout(dy) * activation'(x + bias)    the same dropout bits, drawn again
+//   dx    = dropout(dy) * activation'(x + bias)    the same dropout bits, generated again
 //   dbias = column sum of dx
 //
-//   saved for backward   nothing but x itself
+//   saved for backward   only x
 //   bytes moved          forward x and y; backward dy, x (not for identity) and dx
-//   determinism          dbias is added up in an order that depends on the sizes alone
+//   determinism          the order of dbias' sums depends only on the sizes
 //
-// A warp stands on 256 columns, eight a lane, and walks down the rows: bias and the lane's share of
-// dbias stay in registers. It holds the loads of several rows in flight. The warps of a block share
-// the columns and take turns in the rows; what they have summed for dbias they add up at the end.
+// A warp processes 256 columns, eight per lane, and iterates over rows. So the bias and the lane's
+// part of dbias stay in registers. The loads of several rows are in flight. The warps of a block
+// have the same columns and different rows; at the end they add their parts of dbias.
 //
-// NaN survives every activation, relu included: the gradient norm has to see it.
+// NaN passes through every activation, also relu, so that it reaches the gradient norm.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -42,8 +43,8 @@ using torch::stable::Tensor;
 
 constexpr int kWarps = 8;
 constexpr int kColumnsPerBlock = kWarp * kColumnsPerDraw;
-// Blocks that a multiprocessor holds, which bounds the registers of a thread. Code for the later
-// GPUs needs a few more of them.
+// Resident blocks per SM; this limits the registers per thread. Code for compute capability 10.0
+// and later needs a few more registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kFwdBlocks = 2;
 #else
@@ -58,18 +59,18 @@ constexpr float kSqrtHalf = 0.70710678118654752f;       // 1 / sqrt(2)
 constexpr float kSqrtTwoOverPi = 0.79788456080286536f;  // sqrt(2 / pi)
 constexpr float kGeluCubic = 0.044715f;
 
-// As exact as exp2_approximate.
+// Has the accuracy of exp2_approximate.
 __device__ __forceinline__ float reciprocal_approximate(float x) {
   asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
   return x;
 }
 
-// The probability that a normal variable exceeds |v|.
+// The probability that a standard normal variable exceeds |v|.
 //
-// With erff, gelu in 16 bits takes longer to compute than to read and write. There, 2 to the power
-// of a polynomial stands in for it: fitted to log2 of the probability on [0, 7], its relative error
-// is below 6e-6 up to |v| = 4 and 4e-5 up to 5.5, where float16 resolves 5e-4; beyond, it falls to
-// 0.
+// For 16-bit types, computing gelu with erff would take longer than its memory accesses. So these
+// types use 2^polynomial(|v|), fitted to log2 of the probability on [0, 7]. Its relative error is
+// below 6e-6 up to |v| = 4 and below 4e-5 up to 5.5; float16 resolves 5e-4. For larger |v| it
+// falls to 0.
 template <typename T>
 __device__ __forceinline__ float normal_tail(float v) {
   const float a = fabsf(v);
@@ -85,15 +86,15 @@ __device__ __forceinline__ float normal_tail(float v) {
   return exp2_approximate(log2);
 }
 
-// gelu_accurate is v * sigmoid(2u), as (1 + tanh(u)) / 2 = sigmoid(2u) = 1 / (1 + exp(-2u)). The
-// bound of the exponent keeps the exponential finite, for the derivative.
+// gelu_accurate(v) = v (1 + tanh(u)) / 2 = v * sigmoid(2u) = v / (1 + exp(-2u)). Returns exp(-2u),
+// with a bound on the exponent: the derivative needs a finite value.
 __device__ __forceinline__ float exponential_of_gelu(float v) {
   const float u = v * fmaf(kSqrtTwoOverPi * kGeluCubic, v * v, kSqrtTwoOverPi);
   return exp2_approximate(fminf(-2.0f * kLog2E * u, 126.0f));
 }
 
-// Beyond +-kFar gelu is v or 0 and its derivative 1 or 0, in any float type; there infinities would
-// meet zeros.
+// For |v| > kFar, in every float type, gelu is v or 0 and its derivative is 1 or 0. Bounding v
+// there avoids infinity * 0.
 constexpr float kFar = 128.0f;
 
 template <typename T, Activation kActivation>
@@ -109,7 +110,7 @@ __device__ __forceinline__ float activate(float v) {
   return v;
 }
 
-// dy times the derivative at v.
+// dy times the derivative of the activation at v.
 template <typename T, Activation kActivation>
 __device__ __forceinline__ float differentiate(float dy, float v) {
   if constexpr (kActivation == Activation::kRelu) return v <= 0.0f ? 0.0f : dy;
@@ -134,13 +135,13 @@ struct Params {
   const T* x;
   const T* bias;              // null: none
   T* output;                  // y or dx
-  float* partials = nullptr;  // [gridDim.y, columns] column sums of dx; null: not wanted
+  float* partials = nullptr;  // [gridDim.y, columns] column sums of dx; null: do not compute
   int64_t dy_stride = 0, x_stride;
   int64_t rows, columns;
   DropoutFactors dropout;
 };
 
-// -0 changes nothing that it is added to, not even the sign of a zero.
+// Without a bias the values are -0: adding -0 changes no number, not even the sign of a zero.
 template <typename T>
 __device__ __forceinline__ void load_bias(const T* bias, int64_t column,
                                           float (&values)[kColumnsPerDraw]) {
@@ -152,7 +153,7 @@ __device__ __forceinline__ void load_bias(const T* bias, int64_t column,
   packed.unpack(values);
 }
 
-// A block takes kUnroll * kWarps neighbouring rows at a time, each warp every kWarps-th of them.
+// A block processes kUnroll * kWarps adjacent rows at a time; each warp has every kWarps-th row.
 template <int kUnroll>
 __device__ __forceinline__ int64_t first_row() {
   return static_cast<int64_t>(blockIdx.y) * (kUnroll * kWarps) + threadIdx.y;
@@ -161,7 +162,7 @@ template <int kUnroll>
 __device__ __forceinline__ int64_t rows_per_step() {
   return static_cast<int64_t>(gridDim.y) * (kUnroll * kWarps);
 }
-// How many rows there are from this one on, as far as one step reaches.
+// Number of rows from `row` on, at most those of one step.
 template <int kUnroll>
 __device__ __forceinline__ int rows_left(int64_t rows, int64_t row) {
   return static_cast<int>(min(rows - row, static_cast<int64_t>(kUnroll * kWarps)));
@@ -226,7 +227,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBwdBlocks)
     const T* const dy_row = p.dy + row * p.dy_stride + column;
     const T* const x_row = p.x + row * p.x_stride + column;
     T* const dx_row = p.output + row * p.columns + column;
-    Columns<T> dy[kUnroll] = {}, x[kUnroll] = {};  // rows beyond the last: dx is zero
+    Columns<T> dy[kUnroll] = {}, x[kUnroll] = {};  // zeros past the last row, so dx is zero there
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       if (u * kWarps < left) {
@@ -273,7 +274,8 @@ Activation activation_of(const char* op, const std::string& name) {
   if (name == "identity") return Activation::kIdentity;
   if (name == "relu") return Activation::kRelu;
   if (name == "gelu") return Activation::kGelu;
-  require(name == "gelu_accurate", op, ": no activation is called ", name);
+  require(name == "gelu_accurate", op, ": activation must be identity, relu, gelu or gelu_accurate",
+          ", got ", name);
   return Activation::kGeluAccurate;
 }
 
@@ -297,7 +299,7 @@ void dispatch_activation(Activation activation, Function&& function) {
   }
 }
 
-// Rows whose loads a thread has in flight: 64 bytes of every tensor in forward, 32 in backward.
+// Rows in flight per thread: 64 bytes of each tensor in forward, 32 bytes in backward.
 template <typename T>
 constexpr int kFwdUnroll = 8 / sizeof(T);
 template <typename T>
@@ -340,7 +342,7 @@ struct Backward {
   Activation activation;
   DropoutFactors dropout;
   std::optional<Tensor> dbias;
-  std::optional<Tensor> parameter;  // whose gradient dbias is, see gradient_of(); or none
+  std::optional<Tensor> parameter;  // the parameter whose NaN shall appear in dbias, or none
   bool accumulate;
 };
 
@@ -359,7 +361,7 @@ Tensor backward(const char* op, const Tensor& dy, const Tensor& x, const Backwar
     constexpr int64_t kRows = kWarps * kBwdUnroll<T>;
     const int64_t over_columns = std::max<int64_t>(1, blocks_for(columns, kColumnsPerBlock));
     const int64_t resident = resident_blocks(device, kBwdBlocks);
-    // As many rows of blocks as run side by side: each leaves a row of partial sums.
+    // No more blocks than can be resident, because each row of blocks writes partial sums.
     const int64_t blocks =
         std::min(blocks_for(rows, kRows), std::max<int64_t>(1, resident / over_columns));
     Tensor partials =

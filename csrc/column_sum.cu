@@ -1,17 +1,18 @@
-// Sums over rows, the second half: what kernels have left in partial sums becomes gradients of
-// parameters (common/column_sum.cuh tells of the first).
+// The second step of a column sum: the partial sums of kernels become gradients of parameters.
+// common/column_sum.cuh explains the first step.
 //
 //   gradient [C] (+)= sum over blocks of partials [blocks, C]      each rounded once
 //
 //   bytes moved   partials once
-//   determinism   a sum's order depends on the number of its blocks alone: it has the same bits
-//                 whether it is made alone or with others, at once or later
+//   determinism   the order of a sum depends only on the number of its blocks: it has the same bits
+//                 alone or together with other sums, at once or deferred
 //
-// A backward pass leaves some sixty of them, and each is as much launch as work. Between
-// defer_column_sums(flat) and flush_column_sums(flat) those whose gradients lie in `flat` are
-// collected, and share launches. Their partials are kept until then, so a launch comes as well when
-// these have grown to what the second cache may still hold, or a number is written twice. A
-// gradient that lies in `flat` only in part is not collected, and waits for those that are.
+// A backward pass has some sixty column sums, and each one's launch takes as long as its work. So
+// between defer_column_sums(flat) and flush_column_sums(flat), the sums whose gradients lie in
+// `flat` are collected and share launches. Their partials are kept until the launch. The collected
+// sums are launched before the flush if their partials become larger than L2 is likely to hold, or
+// if a gradient would be written twice. A gradient that lies only partly in `flat` is not
+// collected: it is summed at once, after the collected sums that it overlaps.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -36,20 +37,19 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Warps of a block, so few that one which starts early has a chance beside the previous kernel's,
-// and how many rows of partials each of them has on the way at a time: all of them up to 136
-// blocks.
+// Warps per block: so few that a block can become resident while the previous kernel still runs.
 constexpr int kSumWarps = 8;
+// Rows of partials that a warp has in flight; with up to 136 blocks of partials, all of them.
 constexpr int kSumLoads = 17;
-constexpr int kMostTogether = 72;        // sums of a launch: a kernel's arguments end at 4 KB
-constexpr int64_t kMostHeld = 16 << 20;  // bytes of partials
+constexpr int kMostTogether = 72;        // sums per launch; kernel arguments are limited to 4 KB
+constexpr int64_t kMostHeld = 16 << 20;  // bytes of partials kept for a launch
 
 struct ColumnSum {
   const float* partials;
   Gradient gradient;
-  int pitch;  // from one block's partials to the next one's
+  int pitch;  // numbers from one block's partials to the next block's
   int blocks, columns;
-  int first_strip;  // of the launch's strips of 32 columns
+  int first_strip;  // all sums of a launch are divided into strips of 32 columns
   bool accumulate;
 };
 
@@ -57,7 +57,7 @@ struct ColumnSums {
   ColumnSum of[kMostTogether];
   int count;
 };
-static_assert(sizeof(ColumnSums) <= 4096, "a kernel's arguments");
+static_assert(sizeof(ColumnSums) <= 4096, "kernel arguments are limited to 4 KB");
 
 template <typename T>
 __device__ __forceinline__ void store_gradient(void* data, int64_t i, float x, bool accumulate) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ float number_at(const void* data, ScalarType type, in
   }
 }
 
-// A block adds up one strip: its warps share out the rows of partials.
+// A block computes the sums of one strip; the rows of partials are divided among its warps.
 __global__ void __launch_bounds__(kWarp* kSumWarps)
     column_sum_kernel(const __grid_constant__ ColumnSums sums) {
   const int strip = static_cast<int>(blockIdx.x);
@@ -141,8 +141,8 @@ int64_t bytes_of(const Gradient& gradient, int64_t columns) {
   }
 }
 
-// The sums of one launch, and what keeps their partials.
-class Together {
+// The sums of one launch, and references to their partials, which keep these allocated.
+class SumLaunch {
  public:
   bool is_full() const { return sums_.count > kMostTogether - kMaxSums || bytes_ > kMostHeld; }
 
@@ -167,7 +167,7 @@ class Together {
     bytes_ += partials.numel() * static_cast<int64_t>(sizeof(float));
   }
 
-  // Whether one of them writes between these addresses.
+  // Whether one of the sums writes between these addresses.
   bool overlap(const char* begin, const char* end) const {
     return std::any_of(sums_.of, sums_.of + sums_.count, [&](const ColumnSum& sum) {
       const auto* const at = static_cast<const char*>(sum.gradient.data);
@@ -177,7 +177,7 @@ class Together {
 
   void launch(cudaStream_t stream) {
     if (strips_ > 0) {
-      // It waits for the previous kernel before it reads what that leaves behind.
+      // The kernel waits for its predecessor before it reads the partials.
       lightseq::launch({.op = "column_sum",
                         .grid = static_cast<unsigned>(strips_),
                         .block = dim3(kWarp, kSumWarps),
@@ -195,21 +195,21 @@ class Together {
   int strips_ = 0;
 };
 
-// What is collected on a device. The thread that runs a backward pass is another one than that
-// which begins and ends this.
-class LateSums {
+// The sums collected on a device. Locked, because autograd adds sums in a thread of its own, and
+// another thread calls begin() and end().
+class DeferredSums {
  public:
-  static LateSums& of(int32_t device) {
+  static DeferredSums& of(int32_t device) {
     static std::mutex mutex;
-    // Never destroyed: where a process ends within a step, memory could not be given back any more.
-    static auto& all = *new std::map<int32_t, LateSums>;
+    // Never destroyed: if a process ends within a step, it could not free GPU memory any more.
+    static auto& all = *new std::map<int32_t, DeferredSums>;
     const std::lock_guard<std::mutex> lock(mutex);
     return all[device];
   }
 
   void begin(const Tensor& flat, cudaStream_t stream) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    sums_.launch(stream_);  // of a flat gradient that is not at its end yet
+    sums_.launch(stream_);  // sums deferred by an earlier begin() without an end()
     flat_ = flat;
     stream_ = stream;
   }
@@ -224,7 +224,7 @@ class LateSums {
     }
   }
 
-  // False if these are to be added up at once.
+  // Returns false if the caller must compute these sums at once.
   bool take(const Tensor& partials, const Gradients& gradients, bool accumulate,
             cudaStream_t stream) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -248,21 +248,21 @@ class LateSums {
 
  private:
   std::mutex mutex_;
-  std::optional<Tensor> flat_;  // kept, so that nothing else comes to lie there
+  std::optional<Tensor> flat_;  // a reference, so that its memory is not reused meanwhile
   cudaStream_t stream_ = nullptr;
-  Together sums_;
+  SumLaunch sums_;
 };
 
 void defer_column_sums(Tensor flat) {
   require(flat.is_contiguous(), "defer_column_sums: flat must be contiguous");
   const int32_t device = flat.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  LateSums::of(device).begin(flat, current_stream(device));
+  DeferredSums::of(device).begin(flat, current_stream(device));
 }
 
 void flush_column_sums(Tensor flat, bool wanted) {
   const torch::stable::accelerator::DeviceGuard guard(flat.get_device());
-  LateSums::of(flat.get_device()).end(wanted);
+  DeferredSums::of(flat.get_device()).end(wanted);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
@@ -274,8 +274,8 @@ STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
 
 void add_partials(const Tensor& partials, const Gradients& gradients, bool accumulate,
                   cudaStream_t stream) {
-  if (LateSums::of(partials.get_device()).take(partials, gradients, accumulate, stream)) return;
-  Together alone;
+  if (DeferredSums::of(partials.get_device()).take(partials, gradients, accumulate, stream)) return;
+  SumLaunch alone;
   alone.add(partials, gradients, accumulate);
   alone.launch(stream);
 }

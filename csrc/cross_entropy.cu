@@ -3,24 +3,25 @@
 //   lse       = log sum_j exp(logit[j])
 //   nll       = lse - logit[target]
 //   loss      = (1 - s - s') nll + s' sum_j (lse - logit[j]),   s' = s / (V - 1) for smoothing s
-//   correct   = no class has a larger logit than the target, none before it has as large a one
+//   correct   = whether the target is the first class with the largest logit
 //   dlogit[j] = dloss (exp(logit[j] - lse) - s' - (1 - s - s') [j == target])
 //
-//   saved for backward   lse; the logits themselves, which become their gradient in place
-//   bytes moved          forward reads the logits once; backward reads them once and writes them
-//                        once, rows whose target is the pad symbol it only writes. Forward and
-//                        backward at once, where dloss is known beforehand: read and written once
-//   determinism          a row's sums are added in an order that depends on V and on where in a
-//                        line of memory the row begins
+//   saved for backward   lse and the logits, which backward overwrites with their gradient
+//   bytes moved          Forward reads the logits once. Backward reads and writes them once; rows
+//                        whose target is the pad symbol are only written. If dloss is known in
+//                        advance, fwd_bwd does both, and reads and writes the logits once.
+//   determinism          sums of a row have a fixed order, which depends on V and on the alignment
+//                        of the row
 //
-// A block takes one row. Its threads hold several 16-byte loads in flight and keep a running
-// maximum with the sum of exponentials relative to it, so one pass is enough. V may be any number
-// and rows may start anywhere: what is left over at both ends goes to one thread each. Forward and
-// backward at once keep the row in shared memory in between; one that does not fit takes both ways.
+// A block processes one row. Its threads have several 16-byte loads in flight. They keep a running
+// maximum and the sum of exponentials relative to it, so forward needs only one pass. V may be any
+// number and rows may start at any address: the numbers before the first and after the last aligned
+// vector are read one per thread. fwd_bwd keeps the row in shared memory between its two passes. If
+// rows are too long for that, it launches forward and then backward.
 //
-// A NaN logit makes a NaN lse, and so do an infinite one and a row of -inf, as in the reference; a
-// single -inf is a class of probability 0. A row with a NaN counts as wrong. A target out of range
-// that is not the pad symbol stops the kernel with a device-side assertion.
+// lse is NaN if the row has a NaN or +inf, or only -inf, as in the reference. Otherwise -inf is a
+// class of probability 0. A row with a NaN counts as wrong. A target out of range that is not the
+// pad symbol stops the kernel with a device-side assertion.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -49,15 +50,16 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int kFwdThreads = 128, kFwdLoads = 2;  // loads of 8 logits in flight, for each thread
+constexpr int kFwdThreads = 128, kFwdLoads = 2;  // loads: of 8 logits each, in flight per thread
 constexpr int kBwdThreads = 512, kBwdLoads = 4;
 constexpr int kBothThreads = 512, kBothLoads = 2;
-constexpr int kSize = kColumnsPerDraw;  // logits of one load
+constexpr int kSize = kColumnsPerDraw;  // logits per load
 
 // ---- kernels ----
 
-// exp(x - shift). For 16-bit logits in two instructions: the hardware's power of two errs by 2 ulp,
-// and rounding shift * log2(e) costs no more than the rounding of the shift itself.
+// exp(x - shift). For 16-bit logits in two instructions. This is accurate enough: the hardware's
+// power of two has an error of 2 ulp, and rounding shift * log2(e) has no larger effect than
+// rounding the shift.
 template <typename T>
 class ShiftedExponential {
  public:
@@ -72,14 +74,14 @@ class ShiftedExponential {
   float shift_;
 };
 
-// What a thread knows of the logits it has seen.
+// Running maximum and sums over the logits that a thread has read.
 template <typename T>
 struct Running {
-  float max = -0.5f * FLT_MAX;  // not -inf: exp(-inf - max) has to be 0
-  float sum = 0.0f;             // of exp(logit - max)
-  float total = 0.0f;           // of the logits
+  float max = -0.5f * FLT_MAX;  // finite, so that exp(-inf - max) is 0
+  float sum = 0.0f;             // sum of exp(logit - max)
+  float total = 0.0f;           // sum of the logits
 
-  // Returns the largest.
+  // Adds logits and returns the largest of them.
   template <int kCount>
   __device__ __forceinline__ float add(const float (&x)[kCount]) {
     float top = x[0];
@@ -108,10 +110,10 @@ struct Rows {
   int classes;
   Indices target;
   int64_t padding_idx;
-  float share, own;  // weight of every class's negative log-probability, further of the target's
+  float share, own;  // weights in the loss: of every class, and the target's additional weight
 };
 
-// The vectors of a row, from memory or from their copy in shared memory.
+// Loads the vectors of a row, from global memory or from their copy in shared memory.
 template <typename T>
 struct InMemory {
   const T* row;
@@ -128,7 +130,7 @@ struct OnChip {
   }
 };
 
-// Where the results of the row blockIdx.x go. lse: null where nobody asks.
+// Outputs of forward; a block writes element blockIdx.x. lse null: do not write.
 struct Results {
   float *loss, *nll, *lse;
   bool* correct;
@@ -139,7 +141,7 @@ struct Results {
   }
 };
 
-// Stores the results of a row and returns its lse, to all threads. `wanted`: its target.
+// Stores the results of a row, and returns its lse to all threads. wanted: the target.
 template <int kThreads, bool kAccuracy, typename T, typename Source>
 __device__ __forceinline__ float forward(const Source& source, const T* row, const Cut& cut,
                                          const Rows& rows, int64_t wanted, const Results& results) {
@@ -149,13 +151,14 @@ __device__ __forceinline__ float forward(const Source& source, const T* row, con
   const float mine = is_pad ? 0.0f : to_float(row[target]);
 
   Running<T> seen;
-  bool beaten = false;  // by a larger logit, or by as large a one before the target's vector
+  bool beaten = false;  // found a larger logit, or an equal one of a class before the target
   if (static_cast<int>(threadIdx.x) < cut.scalars) {
     const int column = cut.column_of_scalar(threadIdx.x);
     const float x[1] = {to_float(row[column])};
     const float top = seen.add(x);
     if constexpr (kAccuracy) beaten = column < target ? top >= mine : top > mine;
   }
+  // The classes before the target that may be in the same vector.
   if (kAccuracy && threadIdx.x == 0 && !is_pad) {
     for (int i = ::max(0, target - kSize + 1); i < target; ++i) beaten |= to_float(row[i]) >= mine;
   }
@@ -197,7 +200,7 @@ __device__ __forceinline__ float forward(const Source& source, const T* row, con
   return lse;
 }
 
-// Writes a row's gradient over it.
+// Overwrites a row of logits with its gradient.
 template <int kThreads, int kLoads, typename T, typename Source>
 __device__ __forceinline__ void backward(const Source& source, T* row, const Cut& cut,
                                          const Rows& rows, int target, float dloss, float lse) {
@@ -232,7 +235,8 @@ __device__ __forceinline__ void backward(const Source& source, T* row, const Cut
   }
 }
 
-// The gradient of a row whose target is the pad symbol. It is not read: it may hold anything.
+// Writes the zero gradient of a row whose target is the pad symbol. The row is not read, since it
+// may contain any bits.
 template <int kThreads, typename T>
 __device__ __forceinline__ void clear(T* row, const Cut& cut) {
   const Columns<T> zeros = {};
@@ -265,7 +269,7 @@ __global__ void __launch_bounds__(kBwdThreads)
                                    dloss.at<float>(blockIdx.x), lse.at<float>(blockIdx.x));
 }
 
-// Two blocks of so many threads share a multiprocessor: one computes while the other loads.
+// Two blocks are resident per SM: one computes while the other loads.
 template <typename T, bool kAccuracy>
 __global__ void __launch_bounds__(kBothThreads, 2)
     cross_entropy_fwd_bwd_kernel(T* logits, const Rows rows, const Floats dloss,
@@ -284,7 +288,7 @@ __global__ void __launch_bounds__(kBothThreads, 2)
     }
     return;
   }
-  // A thread reads what it has copied itself.
+  // Each thread copies exactly the vectors that it reads itself, so no barrier is needed.
   for (int i = threadIdx.x; i < cut.vectors; i += kBothThreads) {
     constexpr int kPerCopy = Vec<T>::kSize;
 #pragma unroll
@@ -304,7 +308,7 @@ __global__ void __launch_bounds__(kBothThreads, 2)
 Rows rows_of(const char* op, const Tensor& logits, const Tensor& target, double smoothing,
              int64_t padding_idx) {
   const int64_t classes = logits.size(1);
-  require(classes <= INT32_MAX, op, ": more than 2^31 classes");
+  require(classes <= INT32_MAX, op, ": fewer than 2^31 classes are supported, got ", classes);
   require(logits.stride(1) == 1, op, ": logits must be contiguous in the last dimension");
   const double share = smoothing > 0.0 ? smoothing / static_cast<double>(classes - 1) : 0.0;
   return {.stride = logits.stride(0),
@@ -315,7 +319,7 @@ Rows rows_of(const char* op, const Tensor& logits, const Tensor& target, double 
           .own = static_cast<float>(1.0 - smoothing - share)};
 }
 
-// [T] each; correct is empty unless asked for.
+// [T] each; `correct` is empty if accuracy is false.
 struct Outputs {
   Tensor loss, nll, correct;
 
@@ -375,7 +379,7 @@ void cross_entropy_bwd(const Tensor& dloss, Tensor logits, const Tensor& target,
   });
 }
 
-// Whether a multiprocessor has room for two rows of so many bytes.
+// Whether the shared memory of an SM suffices for two rows of row_bytes.
 template <typename Kernel>
 bool has_room(Kernel kernel, size_t row_bytes, int32_t device) {
   const auto static_bytes = shared_memory_of_block(device) -

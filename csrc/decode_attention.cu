@@ -1,31 +1,34 @@
-// Self-attention of the new token of every hypothesis, for generation. Cross-attention is
-// decode_attention_cross.cu; common/decode_attention.cuh and query_tile.cuh have what both
+// Self-attention of the new token of every hypothesis, for generation. Cross-attention is in
+// decode_attention_cross.cu; common/decode_attention.cuh and query_tile.cuh have the code that both
 // share.
 //
 //   out[n] = softmax(scale * q[n] k^T) v        in each head, over positions 0 ... step
 //
-// Position p of hypothesis n lies in row ancestry[p, n] of the cache, so beam search moves indices
-// instead of keys and values (as FasterTransformer does). The new token's key and value come
-// straight from qkv and are written to the cache on the way. The `beam` hypotheses of a sentence
-// are neighbours, and share most of their past.
+// Position p of hypothesis n is stored in row ancestry[p, n] of the cache. So beam search moves
+// indices instead of keys and values (as FasterTransformer does). The key and value of the new
+// token are read from qkv, used at once, and also written to the cache. The `beam` hypotheses of a
+// sentence are in adjacent rows, its slot, and share most of their past.
 //
-//   bytes moved   every key and value once for eight hypotheses of a sentence that share it, as
-//                 long as 32 rows hold what they read at 16 positions. The new rows are read and
-//                 written once.
-//   determinism   sums have a fixed order, which depends on the sizes and the step alone, and not
-//                 on who shares what with whom
+//   bytes moved   A key or value that up to eight hypotheses of a sentence share is read once, if
+//                 these hypotheses have at most 32 different rows at 16 positions. The new rows
+//                 are read and written once.
+//   determinism   sums have a fixed order, which depends only on the sizes and the step, and not on
+//                 which hypotheses share keys
 //
-// decode_attention_self_kernel: 16-bit numbers, a warp for a head and up to eight hypotheses of a
-// slot. It takes 16 positions at a time. Hypotheses with the same ancestors at all 16 are a family,
-// which meets its keys on the tensor cores in one go, while the others stay as they are: so a
-// hypothesis adds up the same numbers in the same order, alone or not. Keys and values come through
-// a ring in shared memory (common/query_tile.cuh): where families part within the 16 positions
-// they share the rows that they have in common there, and what comes next is on its way while a
-// warp computes. Few slots have smaller tiles of hypotheses, down to one, and more warps, whose
-// reads are all under way at once. float32 takes decode_attention_rows_kernel, where hypotheses
-// meet in the first cache.
+// decode_attention_self_kernel: for 16-bit types. A warp processes one head and up to eight
+// hypotheses of a slot, 16 positions at a time. Hypotheses with the same ancestors at all 16
+// positions are a family. The tensor cores multiply the keys of a family by its queries in one
+// product; the sums of other hypotheses are not changed. So a hypothesis adds the same numbers in
+// the same order, whether or not others are in its family.
 //
-// `step` is read on the device and the grid does not depend on it: one captured graph serves all
+// Keys and values are copied through a ring buffer in shared memory (common/query_tile.cuh). If
+// families differ only at some of the 16 positions, they share the rows of the other positions.
+// While a warp computes, the next rows are in flight. If there are few slots, the tiles have fewer
+// hypotheses, down to one, so that more warps have loads in flight.
+//
+// decode_attention_rows_kernel: for float32. Hypotheses share keys through the L1 cache.
+//
+// `step` is read on the device and the grid does not depend on it, so one captured graph serves all
 // steps.
 
 #include <torch/csrc/stable/accelerator.h>
@@ -49,11 +52,12 @@ namespace {
 
 using namespace decode_attention;
 
-// A load of up to 32 rows, and room for a family of the next one.
+// Holds a load of up to 32 rows, and at least one family (16 rows) of the next load.
 template <typename T, int kWidth>
 using PastRing = Ring<T, kWidth, 48>;
 
-// The past of a hypothesis; `first` is its row.
+// The positions before the new token; the `Keys` of decode_attention.cuh. `first` of a Span is the
+// row of the hypothesis.
 template <typename T>
 struct Past {
   const T* qkv;
@@ -63,9 +67,9 @@ struct Past {
   int stride, row_stride, ancestry_stride;
   const int* ancestry;
   Indices step;
-  int positions, rows;  // of the cache
+  int positions, rows;  // sizes of the cache
 
-  // Positions that lie in the cache: those before the new one.
+  // Number of positions in the cache before the new one.
   __device__ __forceinline__ int count() const {
     const int64_t last = step.at(0);
     assert(last >= 0 && last < positions && "step in [0, P)");
@@ -78,7 +82,7 @@ struct Past {
   __device__ __forceinline__ int row_of(Span span, int position) const {
     return ancestry[position * ancestry_stride + span.first];
   }
-  // Where row `row` of the cache keeps the key of a position.
+  // Address of the key of a position in row `row` of the cache.
   __device__ __forceinline__ T* key_of(int position, int row) const {
     return const_cast<T*>(offset_by(offset_by(keys, position, stride), row, row_stride));
   }
@@ -89,10 +93,10 @@ struct Past {
     value.store(to + to_value);
   }
 
-  // A hint of the key and the value that a hypothesis has at a position.
+  // Prefetches the key and the value that a hypothesis has at a position.
   __device__ __forceinline__ void prefetch_key(int hypothesis, int position, int channel,
                                                int width) const {
-    const int last = peek(static_cast<const int*>(step.data));  // of 64 bits the lower half
+    const int last = peek(static_cast<const int*>(step.data));  // the lower half, if 64 bits
     if (position >= min(last, positions)) return;
     const int row = peek(ancestry + position * ancestry_stride + hypothesis);
     if (row < 0 || row >= rows) return;
@@ -104,8 +108,9 @@ struct Past {
 
 // ---- kernel ----
 
-// Copies what the hypotheses of a tile have to read, load by load. A lane has, at one place of 16
-// positions, the ancestors of queries 4 * half ... + 3. What does not exist is a copy.
+// Groups the keys of a tile of hypotheses into loads, and starts their copies. A lane holds the
+// ancestors of queries 4 * half ... 4 * half + 3 at one of the 16 positions. For positions and
+// queries that do not exist it holds a copy of the last one.
 template <typename T, typename Rows>
 class Loader {
  public:
@@ -114,8 +119,8 @@ class Loader {
     read_ancestors();
   }
 
-  // The next of `count` positions, to the ring's rows from `first` on, of which `room` are free.
-  // What comes behind the last load is empty.
+  // Starts the next load of the first `count` positions, into the `room` free rows of the ring from
+  // `first` on. After the last load it returns empty ones.
   __device__ __forceinline__ Load start(Rows& ring, int count, int first, int room) {
     if (waiting_ == 0 && ahead_ < count) {
       waiting_ = (1u << item_.queries) - 1;
@@ -129,13 +134,13 @@ class Loader {
       read_ancestors();
     }
     Load load{.first = first, .rows = 0, .last = last_};
-    int held[kHeld];  // a row of the cache, or ~ that of the ring which this load has for it
+    int held[kHeld];  // row of the cache; after it is in the load: ~(row of the ring)
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) held[i] = rows_[i];
     const int place = min(place_, last_);
 #pragma unroll 1
     while (waiting_ != 0) {
-      // The first one's family, and its ancestor at this lane's place.
+      // The family of the first waiting query, and this query's ancestor at the lane's position.
       const unsigned leader = __ffs(waiting_) - 1;
       const int even = leader & 2 ? held[2] : held[0], odd = leader & 2 ? held[3] : held[1];
       const int ancestor =
@@ -186,9 +191,11 @@ class Loader {
   const Item& item_;
   const Shape& shape_;
   const int place_ = threadIdx.x % kKeyTile, half_ = threadIdx.x / kKeyTile;
-  int ahead_, position_ = 0, last_ = 0;  // ahead: of the ancestors in `next`
-  int next_[kHeld], rows_[kHeld] = {};
-  unsigned waiting_ = 0;  // queries that have not met the tile's keys
+  // ahead_: first position of the ancestors in next_. position_: first position of those in rows_;
+  // last_: the last of the 16 positions from there that exists.
+  int ahead_, position_ = 0, last_ = 0;
+  int next_[kHeld], rows_[kHeld] = {};  // ancestors at the next and at the current positions
+  unsigned waiting_ = 0;                // bits of the queries whose keys are not yet loaded
 };
 
 template <typename T, int kWidth>
@@ -231,8 +238,8 @@ __global__ void __launch_bounds__(kWarp* kRingWarps, PastRing<T, kWidth>::kBlock
 
 // ---- launcher ----
 
-// Into how many tiles a slot is cut: the smaller they are the more reads are under way at once,
-// and all warps shall run side by side.
+// Number of tiles per slot: as many as possible, because small tiles have more loads in flight, but
+// all warps must be resident.
 int64_t tiles_for(int64_t items, int64_t beam, int32_t device) {
   const int64_t warps = resident_blocks(device, kRingWarps * PastRing<__half, 64>::kBlocks);
   int64_t tiles = blocks_for(beam, kQueryTile);
@@ -248,7 +255,7 @@ Tensor decode_self_attention(const Tensor& qkv, Tensor keys, Tensor values, cons
   check_rows(kOp, "keys", keys);
   check_rows(kOp, "values", values);
   require(ancestry.is_contiguous() && ancestry.numel() <= INT_MAX, kOp,
-          ": ancestry must be contiguous, with at most 2^31 numbers");
+          ": ancestry must be contiguous, with fewer than 2^31 elements");
   const int32_t device = qkv.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
   Tensor out = allocate(qkv, {rows, channels});

@@ -1,25 +1,26 @@
-// Cross-attention of the new token of every hypothesis, for generation. Self-attention is
-// decode_attention.cu; common/decode_attention.cuh and query_tile.cuh have what both
+// Cross-attention of the new token of every hypothesis, for generation. Self-attention is in
+// decode_attention.cu; common/decode_attention.cuh and query_tile.cuh have the code that both
 // share.
 //
 //   out[n] = softmax(scale * q[n] k^T) v        in each head, over the sentence that n translates
 //
-// The `beam` hypotheses of a sentence are neighbours; keys and values exist once a sentence. Rows
-// that belong to no sentence, or to an empty one, become 0.
+// The `beam` hypotheses of a sentence are in adjacent rows, its slot. Keys and values exist once
+// per sentence. Rows that belong to no sentence, or to an empty one, become 0.
 //
-//   bytes moved   every key and value once for eight hypotheses of a sentence, q and out once
-//   determinism   sums have a fixed order, which depends on the sizes and the lengths alone
+//   bytes moved   each key and value once per eight hypotheses of a sentence; q and out once
+//   determinism   sums have a fixed order, which depends only on the sizes and the lengths
 //
-// 16-bit numbers take decode_attention_cross_kernel, in which a warp has a head and up to eight
-// queries of a sentence. It copies keys and values through a ring in shared memory
-// (common/query_tile.cuh), two tiles of 16 ahead, so that nearly all of what a batch of ordinary
-// sentences has is on its way at once: six layers' keys and values are larger than the second cache
-// and come from memory each time. They are as old as the search, and only the queries are new: the
-// kernel asks for the first tiles before it waits for the one before, which makes the queries.
-// Where there are few slots the warps of a block share out the keys of a sentence.
+// decode_attention_cross_kernel: for 16-bit types. A warp processes one head and up to eight
+// queries of a sentence. It copies keys and values through a ring buffer in shared memory
+// (common/query_tile.cuh), two tiles of 16 keys ahead. So for sentences of usual lengths nearly all
+// loads are in flight at once. This matters, because the keys and values of six layers are larger
+// than L2 and are read from memory in each step. They are computed before the search; only the
+// queries are new in each step. So the kernel starts to load the first tiles before it waits for
+// the previous kernel, which computes the queries. If there are few slots, the warps of a block
+// split the keys of a sentence.
 //
-// float32 takes decode_attention_rows_kernel, where the queries of a sentence sit in one block and
-// meet in the first cache.
+// decode_attention_rows_kernel: for float32. The queries of a sentence are in one block and share
+// keys through the L1 cache.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -37,16 +38,17 @@ namespace {
 
 using namespace decode_attention;
 
-// A sentence; `first` is its first token.
+// The source sentences; the `Keys` of decode_attention.cuh. `first` of a Span is the first token of
+// the sentence.
 template <typename T>
 struct Source {
   const T *q, *keys;
   int64_t q_stride, to_value;
-  int stride, row_stride;  // all in one row
+  int stride, row_stride;  // all positions are in row 0, so row_stride is 0
   const int *cu_seqlens, *sentences;
   int slots, beam;
 
-  // May be asked for before griddepcontrol_wait().
+  // May be called before griddepcontrol_wait(): no previous kernel may write these tensors.
   __device__ __forceinline__ Span span(int row) const {
     const int slot = row / beam;
     const int sentence = slot < slots ? peek(sentences + slot) : -1;
@@ -61,7 +63,8 @@ struct Source {
   __device__ __forceinline__ int row_of(Span, int) const { return 0; }
 };
 
-// Room for what most sentences have, and as many warps as can hide the latency of the others' rest.
+// The ring has 32 rows: enough for most sentences, and small enough for many resident warps, which
+// hide the latency of longer sentences.
 template <typename T, int kWidth>
 using SourceRing = Ring<T, kWidth, 32>;
 
@@ -79,7 +82,7 @@ __global__ void __launch_bounds__(kWarp* kRingWarps, SourceRing<T, kWidth>::kBlo
   const Span span = item.queries > 0 ? source.span(item.first_row) : Span{0, 0};
   const T* const keys = source.start(span) + channel;
   const auto first_key = [&](int tile) { return (tile << team.shift | team.rank()) * kKeyTile; };
-  // All queries are a family. Places behind the last key are copies of it.
+  // All queries are one family. Places past the last key are copies of it.
   const auto load_of = [&](int tile) {
     const int row = tile % kTiles * kKeyTile, rows = min(kKeyTile, span.count - first_key(tile));
     const int place = min(static_cast<int>(threadIdx.x) % kKeyTile, rows - 1);

@@ -1,20 +1,21 @@
-// What closes a sublayer, forward: T rows (tokens), C columns (model width).
+// The end of a sublayer (dropout, residual, LayerNorm), forward. T rows (tokens), C columns (model
+// width).
 //
 //   sum = residual + dropout(x + bias)
 //   y   = (sum - mean) * rstd * gamma + beta       mean and variance over a row's columns
 //
-//   saved for backward   sum (as it was rounded), mean and rstd (of the sum before it was rounded)
+//   saved for backward   sum (rounded), and mean and rstd (of the sum before rounding)
 //   bytes moved          x, residual, sum and y, each once
-//   determinism          no sum crosses a row, and a row's are added up in a fixed order
+//   determinism          all sums are over one row, in a fixed order
 //
-// A row lives in the registers of a team of threads, so that the variance is that of centred values
-// and nothing is read twice. Meanwhile the next rows are on their way (common/layer_norm.cuh). Any
-// part may be missing: bias, residual, LayerNorm (gamma and beta), dropout (p == 0).
+// A team of threads holds a row in registers. So the variance can be computed from centred values,
+// and nothing is read twice. Meanwhile the next rows are being copied (common/layer_norm.cuh).
+// Optional: bias, residual, LayerNorm (gamma and beta), dropout (p == 0: none).
 //
-// Where every team on the GPU has at most one row, as in a step of translation, everything lies in
-// the second cache but the weights, and latency is what the kernel takes. There a kernel of its own
-// loads rows into registers at once, gives hints of the weights before the previous kernel is over,
-// and lets the next one start. Teams and the order of sums are the same: so are the bits of a row.
+// If there are so few rows that no team has more than one, as in a decode step, all data are in L2
+// except the weights, and the time is mostly latency. For this case a separate kernel loads rows
+// directly to registers, prefetches the weights before the previous kernel has ended, and lets the
+// next kernel start. Teams and the order of sums are the same, so a row has the same bits.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -38,17 +39,17 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int kFwdGroups = 2;  // of columns, for each thread
+constexpr int kFwdGroups = 2;  // groups of columns per thread
 
-// Blocks on a multiprocessor where rows are few: as many as its registers hold.
+// Resident blocks per SM of the kernel for few rows: as many as the registers allow.
 template <typename T>
 constexpr int kSideBySide = sizeof(T) == sizeof(float) ? 1 : 2;
 
 template <typename T>
 struct FwdParams {
-  const T *x, *bias, *residual;  // bias, residual null: none
+  const T *x, *bias, *residual;  // bias, residual null: missing
   const T *gamma, *beta;         // null: no LayerNorm
-  T *sum, *y;                    // sum null: it would be x
+  T *sum, *y;                    // sum null: it equals x
   float *mean, *rstd;
   int64_t x_stride, residual_stride;
   Rows rows;
@@ -59,7 +60,7 @@ struct FwdParams {
   DropoutFactors dropout;
 };
 
-// Of a thread's columns.
+// Bias, gamma and beta of a thread's columns.
 template <typename T, typename S>
 struct Weights {
   Columns<T> bias[S::kGroups] = {}, gamma[S::kGroups] = {}, beta[S::kGroups] = {};
@@ -76,8 +77,9 @@ struct Weights {
   }
 };
 
-// A team's row, whose columns are written to `output` on. get(k, i, x): this thread's i-th group of
-// x (k = 0) and of residual (k = 1), zeros where there is none; done(): both have been read.
+// Processes one row of a team. output: index of the thread's first result in sum and y. get(k, i,
+// x): reads this thread's i-th group of x (k = 0) or residual (k = 1), zeros if it does not exist.
+// done(): called when both have been read.
 template <typename T, typename S, typename Get, typename Done>
 __device__ __forceinline__ void close_row(const FwdParams<T>& p, const Weights<T, S>& weights,
                                           const Rng& rng, int64_t row, int64_t output, Get&& get,
@@ -121,7 +123,7 @@ __device__ __forceinline__ void close_row(const FwdParams<T>& p, const Weights<T
   float squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < S::kGroups; ++i) {
-    const float centre = S::column(i) < p.columns ? mean : 0.0f;  // zeros beyond the row's end
+    const float centre = S::column(i) < p.columns ? mean : 0.0f;  // keeps zeros past the row's end
 #pragma unroll
     for (int e = 0; e < kColumnsPerDraw; ++e) {
       total[i][e] -= centre;
@@ -149,7 +151,8 @@ __device__ __forceinline__ void close_row(const FwdParams<T>& p, const Weights<T
   }
 }
 
-// Many rows: memory's work to the end, of which the next kernel should take nothing.
+// For many rows. The kernel is limited by memory until its end, so it does not let the next kernel
+// start early, which would compete for memory.
 template <typename T, typename S>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     dropout_residual_layer_norm_fwd_kernel(const __grid_constant__ FwdParams<T> p) {
@@ -173,13 +176,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   }
 }
 
-// Few rows, one for a team: they are all on their way at once, so the next kernel's weights may
-// come, too.
+// For few rows, one per team. All loads are in flight at once, so the next kernel may start and
+// load its weights.
 template <typename T, typename S>
 __global__ void __launch_bounds__(kBlockThreads, kSideBySide<T>)
     dropout_residual_layer_norm_fwd_few_rows_kernel(const __grid_constant__ FwdParams<T> p) {
   if (p.rows.count() == 0) return;
-  // So few numbers that 32 bits count them.
+  // There are so few rows that 32 bits suffice for indices.
   const int row = static_cast<int>(p.rows.first());
   const T* const x = p.x + row * p.x_stride + S::column(0);
   const T* const residual = p.residual + row * p.residual_stride + S::column(0);

@@ -1,17 +1,18 @@
-// What closes a sublayer, backward: T rows (tokens), C columns (model width).
+// The end of a sublayer (dropout, residual, LayerNorm), backward. T rows (tokens), C columns (model
+// width).
 //
 //   dresidual = rstd * (g - mean(g) - n * mean(g * n)) + dsum
 //               where g = dy * gamma and n = (sum - mean) * rstd
-//   dx        = dropout(dresidual)                 the bits of forward, drawn again
+//   dx        = dropout(dresidual)                 forward's dropout bits, generated again
 //   dgamma, dbeta, dbias = column sums of dy * n, dy, dx
 //
-//   bytes moved     dy, dsum, sum, dresidual and dx, each once, and a row of partial sums a block
-//   determinism     everything is added up in an order that depends on the sizes alone
+//   bytes moved     dy, dsum, sum, dresidual and dx, each once; per block a row of partial sums
+//   determinism     the order of every sum depends only on the sizes
 //
-// How rows reach the teams of threads that take one each is told in common/layer_norm.cuh. A thread
-// holds its columns' share of the three sums in registers; the teams of a block add theirs up in
-// shared memory. Either of dy (no LayerNorm) and dsum may be missing, and so may dropout (p == 0)
-// and each of the column sums.
+// common/layer_norm.cuh explains how rows are distributed among teams of threads. A thread holds
+// its part of the three column sums in registers; at the end the teams of a block add their parts
+// in shared memory. Optional: dy (missing if there was no LayerNorm) or dsum, dropout (p == 0:
+// none), and each of the column sums.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -35,13 +36,13 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int kBwdGroups = 1;  // of columns, for each thread: more would need too many registers
+constexpr int kBwdGroups = 1;  // groups of columns per thread; more need too many registers
 
 template <typename T>
 struct BwdParams {
-  const T *dy, *dsum, *sum, *gamma;  // dy, dsum null: none; sum and gamma are read with dy only
+  const T *dy, *dsum, *sum, *gamma;  // dy, dsum null: missing; sum and gamma are read only with dy
   const float *mean, *rstd;
-  T *dx, *dresidual;  // dx null: it would be dresidual
+  T *dx, *dresidual;  // dx null: it equals dresidual
   float* partials;    // [gridDim.x, 3, columns] column sums for dgamma, dbeta, dbias; null: none
   int64_t dy_stride, dsum_stride, sum_stride;
   Rows rows;
@@ -50,42 +51,41 @@ struct BwdParams {
   DropoutFactors dropout;
 };
 
-// kNorm: dy is given. kStream: dsum is given.
-template <typename T, typename S, bool kNorm, bool kStream>
-using BwdQueue = RowQueue<T, S, 2 * kNorm + kStream>;
+template <typename T, typename S, bool kHasDy, bool kHasDsum>
+using BwdQueue = RowQueue<T, S, 2 * kHasDy + kHasDsum>;
 
-template <typename T, typename S, bool kNorm, bool kStream>
-__device__ __forceinline__ BwdQueue<T, S, kNorm, kStream> queue_of(const BwdParams<T>& p,
-                                                                   void* shared) {
-  constexpr int kInputs = 2 * kNorm + kStream;
-  if constexpr (kNorm && kStream) {
+template <typename T, typename S, bool kHasDy, bool kHasDsum>
+__device__ __forceinline__ BwdQueue<T, S, kHasDy, kHasDsum> queue_of(const BwdParams<T>& p,
+                                                                     void* shared) {
+  constexpr int kInputs = 2 * kHasDy + kHasDsum;
+  if constexpr (kHasDy && kHasDsum) {
     return {p.rows,
             {p.dy, p.sum, p.dsum},
             {p.dy_stride, p.sum_stride, p.dsum_stride},
             kInputs,
             p.columns,
             shared};
-  } else if constexpr (kNorm) {
+  } else if constexpr (kHasDy) {
     return {p.rows, {p.dy, p.sum}, {p.dy_stride, p.sum_stride}, kInputs, p.columns, shared};
   } else {
     return {p.rows, {p.dsum}, {p.dsum_stride}, kInputs, p.columns, shared};
   }
 }
 
-template <typename T, typename S, bool kNorm, bool kStream>
+template <typename T, typename S, bool kHasDy, bool kHasDsum>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     dropout_residual_layer_norm_bwd_kernel(const __grid_constant__ BwdParams<T> p) {
   extern __shared__ uint4 shared[];
   __shared__ float2 rooms[2][S::kTeams][S::kWarps];
   griddepcontrol_wait();
-  // Two groups of floats would fill sixteen registers, which the wide kernel lacks.
+  // Two groups of floats would need sixteen registers, too many in the kernel for wide rows.
   constexpr bool kHoldsGamma = S::kGroups * sizeof(T) < 2 * sizeof(float);
-  auto queue = queue_of<T, S, kNorm, kStream>(p, shared);
+  auto queue = queue_of<T, S, kHasDy, kHasDsum>(p, shared);
   int64_t row = p.rows.first();
   int left = p.rows.count();
   float next_mean = 0.0f, next_rstd = 0.0f;
   Columns<T> gamma[S::kGroups] = {};
-  if constexpr (kNorm) {
+  if constexpr (kHasDy) {
     if (left > 0) {
       next_mean = p.mean[row];
       next_rstd = p.rstd[row];
@@ -101,11 +101,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   float dbias[S::kGroups][kColumnsPerDraw] = {};
   int64_t output = row * p.columns + S::column(0), output_step = p.rows.step * p.columns;
   keep(output_step);
-  griddepcontrol_launch_dependents();  // in the registers that this one leaves free
+  griddepcontrol_launch_dependents();  // the next kernel can use the registers that are free here
 
   for (; left > 0; --left) {
     const float mean = next_mean, rstd = next_rstd;
-    if (kNorm && left > 1) {
+    if (kHasDy && left > 1) {
       next_mean = p.mean[row + p.rows.step];
       next_rstd = p.rstd[row + p.rows.step];
     }
@@ -114,8 +114,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     // With c = sum - mean and g = dy * gamma: dresidual = rstd * g - shift - slope * c.
     float shift = 0.0f, slope = 0.0f;
     float g[S::kGroups][kColumnsPerDraw] = {}, c[S::kGroups][kColumnsPerDraw];
-    if constexpr (kNorm) {
-      float2 sums = {};  // of g and of g * c
+    if constexpr (kHasDy) {
+      float2 sums = {};  // sums of g and of g * c
 #pragma unroll
       for (int i = 0; i < S::kGroups; ++i) {
         float weight[kColumnsPerDraw];
@@ -143,8 +143,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 #pragma unroll
       for (int i = 0; i < S::kGroups; ++i) {
         float (&d)[kColumnsPerDraw] = g[i];
-        if constexpr (kNorm) {
-          if constexpr (S::kGroups > 1) {  // in registers there is no room for so many
+        if constexpr (kHasDy) {
+          if constexpr (S::kGroups > 1) {  // too many to keep in registers: read c again
             queue.get(1, i, c[i]);
 #pragma unroll
             for (int e = 0; e < kColumnsPerDraw; ++e) c[i][e] -= mean;
@@ -152,9 +152,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 #pragma unroll
           for (int e = 0; e < kColumnsPerDraw; ++e) d[e] = rstd * d[e] - shift - slope * c[i][e];
         }
-        if constexpr (kStream) {
+        if constexpr (kHasDsum) {
           float term[kColumnsPerDraw];
-          queue.get(2 * kNorm, i, term);
+          queue.get(2 * kHasDy, i, term);
 #pragma unroll
           for (int e = 0; e < kColumnsPerDraw; ++e) d[e] += term[e];
         }
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   }
   if (p.partials == nullptr) return;
 
-  // The teams of a block are added up in shared memory, the three kinds of sums side by side.
+  // Add the sums of the block's teams in shared memory. Layout: [team, kind of sum, column].
   float* const partials = p.partials + int64_t{kMaxSums} * blockIdx.x * p.columns;
   float* const room = reinterpret_cast<float*>(shared) + threadIdx.y * kMaxSums * p.columns;
   float* const target = S::kTeams == 1 ? partials : room;
@@ -220,11 +220,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   }
 }
 
-// Fills in who takes which rows and where partial sums go, launches, and adds the sums up.
-template <typename T, typename S, bool kNorm, bool kStream>
+// Assigns rows to teams, allocates partial sums, launches, and computes the column sums.
+template <typename T, typename S, bool kHasDy, bool kHasDsum>
 void launch_bwd(BwdParams<T> params, const Tensor& grad, const Gradients& gradients,
                 bool accumulate) {
-  const auto kernel = dropout_residual_layer_norm_bwd_kernel<T, S, kNorm, kStream>;
+  const auto kernel = dropout_residual_layer_norm_bwd_kernel<T, S, kHasDy, kHasDsum>;
   const int32_t device = grad.get_device();
   const cudaStream_t stream = current_stream(device);
   const int64_t columns = params.columns;
@@ -232,7 +232,7 @@ void launch_bwd(BwdParams<T> params, const Tensor& grad, const Gradients& gradie
                     gradients.of[2].data != nullptr;
   constexpr int kSumBytes =
       S::kTeams == 1 ? 0 : S::kTeams * kMaxSums * S::kColumns * static_cast<int>(sizeof(float));
-  params.rows = share_out<S>(kernel, grad.size(0), BwdQueue<T, S, kNorm, kStream>::kRowBytes,
+  params.rows = share_out<S>(kernel, grad.size(0), BwdQueue<T, S, kHasDy, kHasDsum>::kRowBytes,
                              kSumBytes, device);
   const int64_t blocks = params.rows.blocks;
   Tensor partials = allocate(grad, {sums ? blocks : 0, kMaxSums, columns}, ScalarType::Float);
@@ -264,7 +264,7 @@ std::tuple<Tensor, Tensor> dropout_residual_layer_norm_bwd(
     require(mean.is_contiguous() && rstd.is_contiguous(), op, ": mean and rstd must be contiguous");
   }
   Gradients gradients{{{}, {}, gradient_of(op, "dbias", dbias)}};
-  if (dy.has_value()) {  // otherwise there was no LayerNorm, and nothing to say of its parameters
+  if (dy.has_value()) {  // otherwise there was no LayerNorm, so its parameters have no gradient
     gradients.of[0] = gradient_of(op, "dgamma", dgamma);
     gradients.of[1] = gradient_of(op, "dbeta", dbeta);
   }

@@ -2,12 +2,12 @@
 //
 //   y[t] = dropout(scale * weight[token[t]] + position_weight[position[t]])
 //
-//   saved for backward   the indices; dropout's bits are drawn again
+//   saved for backward   the indices; backward generates the dropout bits again
 //   bytes moved          the rows of the tables that occur, once each, and y
-//   determinism          there are no sums but the one of two numbers
+//   determinism          each result is a sum of only two numbers
 //
-// There may be no positions, and no dropout (p == 0). An index out of range stops the kernel with a
-// device-side assertion before anything is read there.
+// Optional: positions, dropout (p == 0: none). An index out of range stops the kernel with a
+// device-side assertion before the table is read.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -30,18 +30,18 @@ namespace {
 
 using torch::stable::Tensor;
 
-constexpr int kWarps = 8;  // of a block
+constexpr int kWarps = 8;  // per block
 constexpr int kBlock = kWarp * kWarps;
-constexpr int kSlab = kWarp * kColumnsPerDraw;  // columns of a warp
-constexpr int kTokens = 4, kStages = 2;         // of a warp
+constexpr int kSlab = kWarp * kColumnsPerDraw;  // columns per warp
+constexpr int kTokens = 4, kStages = 2;         // per warp: tokens, and loads in flight
 
-// On a multiprocessor: as many as there are registers for.
+// Resident blocks per SM: as many as the registers allow.
 template <typename T>
 constexpr int kBlocks = sizeof(T) == 4 ? 3 : 4;
 
 template <typename T>
 struct Table {
-  const T* data;  // null: none
+  const T* data;  // null: no table
   uint32_t stride;
   int64_t rows;
 };
@@ -55,10 +55,10 @@ struct Lookup {
   int64_t rows, columns;
 };
 
-// A warp takes 256 columns of kTokens tokens, with kStages of their rows under way. What counts is
-// the number of instructions: hence no branches, and a Philox call that shares with the next what
-// depends on the column alone. The blocks of one slab of columns follow each other, so that the
-// slab's part of the positions and of the commonest words stays in the multiprocessors' own caches.
+// A warp processes 256 columns (a slab) of kTokens tokens, with kStages of their rows in flight.
+// The number of instructions limits the speed. So there are no branches, and the tokens' Philox
+// calls share the parts that depend only on the column. Adjacent blocks have the same slab, so that
+// its part of the position table and of the most frequent words stays in L1.
 template <typename T, bool kDrops>
 __global__ void __launch_bounds__(kBlock, kBlocks<T>)
     embedding_fwd_kernel(const __grid_constant__ Lookup<T> p, T* __restrict__ y) {
@@ -66,10 +66,11 @@ __global__ void __launch_bounds__(kBlock, kBlocks<T>)
   __shared__ uint32_t tokens[kOfBlock], positions[kOfBlock];
   const bool positioned = p.places.data != nullptr;
   griddepcontrol_wait();
-  // The next kernel's blocks come when the last of these have begun, and take nothing from them.
+  // The next kernel starts only when the last of these blocks have started, so it takes no
+  // resources from them.
   griddepcontrol_launch_dependents();
   if (threadIdx.x < kOfBlock) {
-    // Behind the last row, the last one is loaded again.
+    // Past the last row, load the last row again.
     const int64_t row = min(static_cast<int64_t>(blockIdx.x) * kOfBlock + threadIdx.x, p.rows - 1);
     const int64_t token = p.tokens.at(row), position = positioned ? p.positions.at(row) : 0;
     assert(token >= 0 && token < p.words.rows && "tokens in [0, V)");
@@ -126,7 +127,8 @@ Tensor embedding_fwd(const Tensor& tokens, const Tensor& weight,
     using T = decltype(zero);
     if (y.numel() == 0) return;
     const auto table = [&](const Tensor& x) {
-      require(x.stride(0) <= UINT32_MAX, op, ": rows are more than 2^32 numbers apart");
+      require(x.stride(0) <= UINT32_MAX, op, ": rows of a table must be less than 2^32 elements",
+              " apart, got ", x.stride(0));
       return Table<T>{.data = static_cast<const T*>(x.const_data_ptr()),
                       .stride = static_cast<uint32_t>(x.stride(0)),
                       .rows = x.size(0)};

@@ -2,20 +2,22 @@
 //
 //   dweight[v] = scale * sum over t with token[t] == v of dropout'(dy[t])
 //
-// and the positions' table alike, without the factor. The padding symbol's row of dweight gets
-// nothing. dropout' multiplies by the bits of forward, drawn again.
+// The gradient of the position table is the same without the factor. The padding symbol gets no
+// gradient in dweight. dropout' applies forward's dropout bits, generated again.
 //
-//   bytes moved   dy, the table's gradient (where it accumulates, only the rows that occur), and
-//                 what the sort needs
-//   determinism   a row's tokens are added in ascending order in parts that their places among the
-//                 sorted tokens decide about, and those in order too; no atomic decides about it
+//   bytes moved   dy, the gradient of the table (when accumulating, only the rows that occur), and
+//                 the data of the sort
+//   determinism   Each sum is divided into parts by the places of its tokens among the sorted
+//                 tokens. Tokens within a part, and then the parts, are added in ascending order.
+//                 The order does not depend on atomics.
 //
-// common/embedding_sort.cuh sorts the tokens by their rows of the table and writes the zeros of the
-// rows that do not occur. Of the sorted tokens, sum_kernel gives every warp a window of 16 places,
-// so that all have about as much to do however the tokens are distributed (the commonest word can
-// be 18% of a batch). A row with 8 tokens at most is added up by the warp in whose window it
-// begins. A longer one is cut where windows end: the block joins its warps' parts in shared memory,
-// and of several blocks the last to finish joins what all have left in memory.
+// common/embedding_sort.cuh sorts the tokens by their row of the table, and sets rows that do not
+// occur to zero. The tokens of a row are then a segment of adjacent places. embedding_sum_kernel
+// gives each warp a window of 16 places. So all warps have about the same work, even if some tokens
+// are frequent (the most frequent word can be 18% of a batch). A segment of at most 8 tokens is
+// summed by the warp in whose window it begins. A longer segment is divided where windows end. The
+// block adds the parts of its warps in shared memory; if a segment extends over several blocks, the
+// last of them to finish adds all their parts, through global memory.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -41,14 +43,14 @@ using embedding::Sort;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int kWarps = 8;  // of a block
+constexpr int kWarps = 8;  // per block
 constexpr int kBlock = kWarp * kWarps;
-constexpr int kSlab = kWarp * kColumnsPerDraw;  // columns of a warp
-constexpr int kWindow = 16;                     // places of a warp
-constexpr int kSpan = kWindow * kWarps;         // of a block
-constexpr int kShort = 8;                       // tokens of a row that no window's end cuts
+constexpr int kSlab = kWarp * kColumnsPerDraw;  // columns per warp
+constexpr int kWindow = 16;                     // places per warp
+constexpr int kSpan = kWindow * kWarps;         // places per block
+constexpr int kShort = 8;                       // segments of up to kShort tokens are not divided
 
-// Rows of dy on their way to a warp: as many bytes of every type.
+// Rows of dy in flight per warp: the same number of bytes for every type.
 template <typename T>
 constexpr int kStages = 8 / sizeof(T);
 
@@ -60,7 +62,7 @@ struct Gradients {
   bool accumulate;
   float scale = 1.0f;
   int slabs = 0;
-  float* partials = nullptr;  // [spans, 2, columns] see join_spans
+  float* partials = nullptr;  // [spans, 2, columns], see join_spans()
   void* table = nullptr;
   int64_t table_stride = 0;
   ScalarType table_type = ScalarType::Float;
@@ -83,14 +85,14 @@ __device__ __forceinline__ void add(Sums& sums, const Sums& values) {
   for (int e = 0; e < kColumnsPerDraw; ++e) sums[e] += values[e];
 }
 
-// Eight columns.
+// Copies eight columns.
 template <typename T>
 __device__ __forceinline__ void cp_async_columns(T* to, const T* from) {
 #pragma unroll
   for (int i = 0; i < kColumnsPerDraw; i += Vec<T>::kSize) cp_async(to + i, from + i);
 }
 
-// The sums into a row of the table, rounded once.
+// Writes the sums to a row of the table, or adds them to it; rounds once.
 template <typename G, typename T>
 __device__ __forceinline__ void store_as(const Gradients<T>& g, int64_t row, int64_t column,
                                          const Sums& sums) {
@@ -121,15 +123,16 @@ __device__ __forceinline__ void store_sums(const Gradients<T>& g, int64_t row, i
   }
 }
 
-// Leaves a span's part of a segment in memory. If all its other spans have done so before, the sums
-// become those of the segment, and the result is true.
+// Writes the block's part of a segment to global memory. If it is the last of the segment's blocks
+// to do so, sets `sums` to the sums of the whole segment and returns true.
 template <typename T>
 __device__ __forceinline__ bool join_spans(const Sort& p, const Gradients<T>& g,
                                            const Segment& segment, int span, int slab,
                                            int64_t column, Sums& sums) {
   const int first = segment.start / kSpan, spans = (segment.end - 1) / kSpan - first + 1;
   const bool is_inside = column < g.columns;
-  // A span can have two parts to leave: of the segment that comes in, of the one that goes out.
+  // A span can have two parts to write: of the segment that continues from the previous span, and
+  // of the one that continues in the next span.
   const auto part = [&](int of) {
     return g.partials + (2 * static_cast<int64_t>(of) + (of == first)) * g.columns + column;
   };
@@ -160,7 +163,7 @@ template <typename T, bool kDrops>
 __global__ void __launch_bounds__(kBlock, sizeof(T) == 2 ? 4 : 3)
     embedding_sum_kernel(const __grid_constant__ Sort p, const __grid_constant__ Gradients<T> g) {
   __shared__ alignas(16) T rows[kStages<T>][kBlock][kColumnsPerDraw];
-  __shared__ alignas(16) float parts[kWarps][kSlab];  // of segments from earlier windows
+  __shared__ alignas(16) float parts[kWarps][kSlab];  // of segments that begin in earlier windows
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int span = static_cast<int>(blockIdx.x) / g.slabs;
   const int slab = static_cast<int>(blockIdx.x) - span * g.slabs;
@@ -169,10 +172,11 @@ __global__ void __launch_bounds__(kBlock, sizeof(T) == 2 ? 4 : 3)
   const int window = span * kSpan + warp * kWindow;
   const Rng rng(g.dropout.dropout.rng);
 
-  // A lane for each place of the window and for what may follow of its last segment.
+  // One lane per place of the window; further lanes for the places up to which a short segment can
+  // extend past the window.
   Place place = {};
   if (lane < kWindow + kShort - 1 && lane < p.tokens - window) place = p.order[window + lane];
-  const int begin = lane - place.index;  // of the segment, in the window
+  const int begin = lane - place.index;  // first place of the segment, relative to the window
   const bool is_long = place.count > kShort;
   const bool is_here = is_long ? lane < kWindow : place.count > 0 && begin >= 0 && begin < kWindow;
   const bool is_last = place.index == place.count - 1 || (is_long && lane == kWindow - 1);
@@ -194,7 +198,7 @@ __global__ void __launch_bounds__(kBlock, sizeof(T) == 2 ? 4 : 3)
 #pragma unroll 1
   for (int stage = 0; left != 0; left &= left - 1, stage = (stage + 1) % kStages<T>) {
     const int at = __ffs(left) - 1;
-    uint32_t keep = kKeepAll;  // drawn while the copies are on their way
+    uint32_t keep = kKeepAll;  // generate bits while the copies are in flight
     if constexpr (kDrops) {
       keep = g.dropout.draw(rng, __shfl_sync(kAllLanes, place.token, at), group);
     }
@@ -217,12 +221,13 @@ __global__ void __launch_bounds__(kBlock, sizeof(T) == 2 ? 4 : 3)
     } else if (index == count - 1) {
       store_sums(g, row, column, sums);
     } else {
-      break;  // it goes on in the next window; the sums are needed below
+      break;  // the segment continues in the next window; the sums are used below
     }
     clear(sums);
   }
 
-  // A long segment is joined by the warp in whose window it begins, or else by the block's first.
+  // The parts of a long segment are added by the warp in whose window it begins; if it begins
+  // before the span, by the first warp.
   __syncthreads();
   const bool goes_on = is_long && begin >= 0 && place.index < place.count - 1;
   const bool came = is_long && place.index > 0;
@@ -252,7 +257,7 @@ __global__ void __launch_bounds__(kBlock, sizeof(T) == 2 ? 4 : 3)
   }
 }
 
-// table[indices[t]] += scale * row t of g, but for the row `excluded`.
+// table[indices[t]] (+)= scale * dropout'(dy[t]) for all tokens t, except in the row `excluded`.
 template <typename T>
 void add_to_table(const char* op, Gradients<T> g, const Tensor& indices, Tensor table, double scale,
                   int64_t excluded, cudaStream_t stream) {
@@ -262,7 +267,8 @@ void add_to_table(const char* op, Gradients<T> g, const Tensor& indices, Tensor 
     if (!g.accumulate) torch::stable::zero_(table);
     return;
   }
-  require(tokens <= INT32_MAX - embedding::kSortBlock, op, ": more than 2^31 tokens");
+  require(tokens <= INT32_MAX - embedding::kSortBlock, op, ": at most 2^31 tokens are supported",
+          ", got ", tokens);
   const int64_t slabs = blocks_for(columns, kSlab), spans = blocks_for(tokens, kSpan);
   constexpr int64_t kInts = sizeof(Place) / sizeof(int);
   Tensor scratch = allocate(indices, {kInts * tokens + spans * slabs}, ScalarType::Int);
@@ -284,7 +290,7 @@ void add_to_table(const char* op, Gradients<T> g, const Tensor& indices, Tensor 
   sort.table_stride = g.table_stride * size;
   sort.row_bytes = columns * size;
   sort_tokens(sort, stream);
-  // With p <= 2^-17 nothing is dropped, and what is kept is scaled all the same.
+  // Test the scale, not the threshold: if 0 < p <= 2^-17, nothing is dropped, but dy is scaled.
   const auto kernel =
       g.dropout.scale != 1.0f ? embedding_sum_kernel<T, true> : embedding_sum_kernel<T, false>;
   launch(

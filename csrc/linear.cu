@@ -1,29 +1,30 @@
-// Matrix products with a weight: y = x W^T + b, or its positive part.
+// Linear layers: y = x W^T + b, or relu of it. T rows (tokens), K inputs, N outputs.
 //
 //   forward    y  [T, N]   = x W^T + b
 //   backward   dx [T, K]   = dy W
-//              dW [N, K] (+)= dy^T x          written by the product into the caller's buffer
+//              dW [N, K] (+)= dy^T x          the product writes to the caller's buffer
 //              db [N]    (+)= column sum of dy
 //
-// The products are cublasLt's (matmul.cu), but for forward's of at most 16 rows of 16-bit numbers,
-// as decoding has them (linear_few_rows.cu): float32 accumulation, and float32 throughout for
-// float32, no TF32. What is decided here is what they are given and what they do besides.
+// linear_few_rows.cu computes forward's products of at most 16 rows in 16-bit types, which decoding
+// has. matmul.cu computes all others: with cuBLASLt or, for at most 128 rows, with linear_tiles.cu
+// if that is faster. All accumulate in float32, and float32 operands are multiplied in float32,
+// without TF32. This file prepares their operands, and computes db.
 //
 //   saved for backward   nothing
 //   bytes moved          each operand read once, each result written once, dy once more for db
-//   determinism          same input, same bits, as long as the table of algorithms is the same: all
-//                        of them reduce in a fixed order, and so does db
+//   determinism          The same input gives the same bits if the table of algorithms is the same.
+//                        All algorithms, and db, sum in a fixed order.
 //
-// Layout. cublasLt is four to seven times slower where rows do not start on 16-byte boundaries or
-// are no multiple of 16 bytes long (a vocabulary of 40001), whatever the distance between them. It
-// never sees such operands here: they are copied into scratch with zeros beside and below them, and
-// results are copied out of scratch.
+// Layout. cuBLASLt is four to seven times slower if rows do not start on 16-byte boundaries, or if
+// their length is no multiple of 16 bytes (as with a vocabulary of 40001), whatever their stride.
+// So such operands are copied into scratch memory and padded with zeros; such results are computed
+// in scratch memory and copied from there.
 //
-// Epilogues. The product adds the bias and takes the positive part, for nothing or nearly so. In
-// backward cublasLt's epilogues lose. The derivative of ReLU in the product for dx made it three
-// times slower (557 us, against 173 and 79 for the product and a kernel). The bias gradient is a
-// kernel of our own: cublasLt's epilogue can neither accumulate nor write another type than the
-// product's, and on an H200 in bfloat16 it costs more than reading dy once again.
+// Epilogues. In forward, the product also adds the bias and applies ReLU, at almost no cost. In
+// backward, cuBLASLt's epilogues are too slow. With the derivative of ReLU as epilogue, the product
+// for dx took 557 us; the product alone took 173 us and a separate kernel 79 us. The bias gradient
+// has a kernel of its own, because cuBLASLt's epilogue can neither accumulate nor write another
+// type than the product's. On an H200 in bfloat16 it also takes longer than reading dy again.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -49,10 +50,10 @@ using torch::stable::Tensor;
 // ---- kernels ----
 
 constexpr int kCopyRows = 8;
-constexpr int kCopyColumns = 8;  // of a lane
+constexpr int kCopyColumns = 8;  // per lane
 
-// out[r, c] = in[r, c], and 0 where `in` has no such element. Number by number: neither side's rows
-// need be aligned.
+// out[r, c] = in[r, c], or 0 if `in` has no such element. Copies one number at a time, so that rows
+// may have any alignment.
 template <typename T>
 __global__ void copy_padded_kernel(const T* __restrict__ in, int64_t in_rows, int64_t in_columns,
                                    int64_t in_stride, T* __restrict__ out, int64_t out_rows,
@@ -74,11 +75,11 @@ __global__ void copy_padded_kernel(const T* __restrict__ in, int64_t in_rows, in
 }
 
 constexpr int kSumWarps = 8;
-constexpr int kSumBlocks = 4;  // on a multiprocessor
-constexpr int kSumRows = 8;    // in flight, of a warp
+constexpr int kSumBlocks = 4;  // resident blocks per SM
+constexpr int kSumRows = 8;    // rows in flight per warp
 
-// Each block adds up `rows_per_block` rows of 32 vectors of columns: its warps share out the rows.
-// Every sum is left to add_partials(), `outputs` of them a block.
+// Each block sums `rows_per_block` rows of 32 vectors of columns; its warps split the rows. It
+// writes `outputs` partial sums, which add_partials() reduces.
 template <typename T>
 __global__ void __launch_bounds__(kWarp* kSumWarps, kSumBlocks)
     linear_dbias_kernel(const T* __restrict__ dy, int64_t rows, int64_t columns, int64_t stride,
@@ -118,13 +119,13 @@ __global__ void __launch_bounds__(kWarp* kSumWarps, kSumBlocks)
   partials[blockIdx.y * outputs + first_column + mine] = sum;
 }
 
-// ---- operands that cublasLt can read ----
+// ---- operands that cuBLASLt can read fast ----
 
-constexpr int64_t kPadding = 64;  // numbers: rows of scratch fill whole lines of the cache
+constexpr int64_t kPadding = 64;  // numbers; rows of scratch memory fill whole cache lines
 
 int64_t rounded_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-// The width that operands with rows of n numbers have in a product.
+// The padded width of operands with rows of n numbers.
 int64_t width(int64_t n) { return n % 8 == 0 ? n : rounded_up(n, kPadding); }
 
 bool fits(const Matrix& x, int64_t rows, int64_t columns) {
@@ -150,7 +151,7 @@ void copy_padded(const Matrix& in, const Matrix& out, cudaStream_t stream) {
   in.bytes(1) == 4 ? start(uint32_t{}) : start(uint16_t{});
 }
 
-// x itself where it fits, else a copy.
+// x itself if it has this size and alignment, otherwise a padded copy.
 Matrix padded(const Matrix& x, int64_t rows, int64_t columns, cudaStream_t stream) {
   if (fits(x, rows, columns)) return x;
   Matrix copy = scratch_for(x, rows, columns);
@@ -162,8 +163,7 @@ void multiply_fitting(const Product& p, cudaStream_t stream) {
   has_few_rows(p) ? multiply_few_rows(p, stream) : multiply(p, stream);
 }
 
-// The product of padded operands, whose result has `rows` x `columns`, into p.out, which may be
-// smaller.
+// Multiplies padded operands, whose result is [rows, columns], into p.out, which may be smaller.
 void multiply_padded(Product p, int64_t rows, int64_t columns, cudaStream_t stream) {
   if (fits(p.out, rows, columns)) return multiply_fitting(p, stream);
   const Matrix out = p.out;
@@ -198,7 +198,7 @@ void check_operands(const char* op, const Tensor& x, const Tensor& weight) {
   const ScalarType type = x.scalar_type();
   require(type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16, op,
           ": x must be float32, float16 or bfloat16 on a GPU");
-  require(weight.numel() > 0, op, ": weight is empty");
+  require(weight.numel() > 0, op, ": weight must not be empty");
 }
 
 // x [T, K], weight [N, K], bias [N] or none -> y [T, N]
@@ -232,8 +232,8 @@ Tensor linear_fwd(const Tensor& x, const Tensor& weight, const std::optional<Ten
 
 }  // namespace
 
-// dy [T, N], x [T, K], weight [N, K] -> dx [T, K] (empty unless need_dx); dweight [N, K] and
-// dbias [N] are overwritten, or added to; dx is added to onto [T, K] where that is given.
+// dy [T, N], x [T, K], weight [N, K] -> dx [T, K] (empty unless need_dx). Writes dweight [N, K] and
+// dbias [N]: overwrites or accumulates. If onto [T, K] is given, adds dx to it.
 Tensor linear_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight,
                   std::optional<Tensor> dweight, std::optional<Tensor> dbias,
                   std::optional<Tensor> onto, bool accumulate, bool need_dx) {
@@ -244,7 +244,7 @@ Tensor linear_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight,
     require(type == x.scalar_type() || type == ScalarType::Float, kOp,
             ": dweight must have x's dtype or be float32 on a GPU");
     require(dweight->size(0) == 1 || dweight->stride(0) >= dweight->size(1), kOp,
-            ": rows of dweight overlap");
+            ": rows of dweight must not overlap");
   }
   const Gradient bias = gradient_of(kOp, "dbias", dbias);
   const int64_t tokens = x.size(0);

@@ -1,25 +1,26 @@
-// linear_fwd of at most 16 rows of 16-bit numbers: T rows, K inputs, N outputs.
+// linear_fwd for at most 16 rows, for 16-bit types: T rows, K inputs, N outputs.
 //
-//   y [T, N] = x W^T + b, or its positive part      sums in float32, rounded once
+//   y [T, N] = x W^T + b, or relu of it             sums in float32, rounded once
 //
-//   bytes moved   W once, from memory as a rule: a decoder's weights are larger than any cache.
-//                 x once a block, from the second cache. Nothing else counts.
-//   determinism   sums have a fixed order, which depends on K alone: a row's result is the same
-//                 whatever the other rows are, and however many
+//   bytes moved   W once, usually from memory: a decoder's weights are larger than any cache. x
+//                 once per block, from L2. The rest is negligible.
+//   determinism   sums have a fixed order, which depends only on K: the result of a row does not
+//                 depend on the other rows or their number
 //
-// Such a product takes as long as its weights take to arrive, and then the latency of everything
-// else. So all of a block's weights are on their way to shared memory before it waits for the
-// kernel before, which makes x: they are usually there when x is. In its turn it lets the next
-// kernel begin as soon as it may (common/launch.cuh says when).
+// The time of such a product is the time until the weights have arrived, plus latencies. So a block
+// starts to copy its weights to shared memory before it waits for the previous kernel, which
+// computes x. Usually the weights have arrived when x is complete. The block also lets the next
+// kernel start as early as allowed (common/launch.cuh explains when).
 //
-// A block has 8 to 32 outputs, so that there are about as many blocks as multiprocessors, and all
-// inputs. Its warps share these out in chunks of 64, one line of each weight row, and add their
-// sums up at the end. Every thread copies what it will read itself: warps meet only there.
+// A block has all inputs and 8 to 32 outputs, so that there are about as many blocks as SMs. Its
+// warps split the inputs in chunks of 64, which is one cache line of each weight row, and add their
+// sums at the end. Each thread copies exactly the data that it reads itself, so only these final
+// sums need a barrier.
 //
-// Products are mma.sync's: 16 rows of x, those that do not exist being zeros, times 8 rows of W.
-// Which 16 inputs it multiplies at a time does not matter, as long as both sides agree. Lane 4g + t
-// reads inputs 8t ... 8t + 7 of 32, 16 bytes, of row g of either, and takes them for columns 2t,
-// 2t + 1, 2t + 8 and 2t + 9 of two fragments: no ldmatrix, and no bank conflicts.
+// mma.sync multiplies 16 rows of x (zeros for rows that do not exist) by 8 rows of W. The order of
+// the inputs within a product does not matter, if it is the same for x and W. So lane 4g + t reads
+// 16 bytes, inputs 8t ... 8t + 7 of 32, from row g of x and of W. It uses them as columns 2t,
+// 2t + 1, 2t + 8 and 2t + 9 of two fragments. This needs no ldmatrix and has no bank conflicts.
 
 #include <algorithm>
 #include <cstdint>
@@ -37,17 +38,17 @@ namespace lightseq {
 namespace {
 
 constexpr int kTile = 8;        // outputs, or rows of x
-constexpr int kMaxTiles = 4;    // of outputs, of a block
-constexpr int kFragments = 32;  // inputs of two fragments, one read of a lane
+constexpr int kMaxTiles = 4;    // tiles of outputs per block
+constexpr int kFragments = 32;  // inputs of two fragments, which a lane reads at once
 constexpr int kChunk = 64;      // inputs of a warp at a time
-constexpr int kStages = 4;      // of a warp's pipeline, a chunk each
+constexpr int kStages = 4;      // stages of a warp's pipeline; each holds a chunk
 constexpr int kTileBytes = kTile * kChunk * 2;
 constexpr int kMinWarps = 8, kMaxWarps = 16;
-static_assert(kMaxTiles * kFewRows / kTile <= kMinWarps, "a warp finishes a tile");
+static_assert(kMaxTiles * kFewRows / kTile <= kMinWarps, "a warp adds up at most one tile");
 
-// The left operands of two products from 16 bytes of every row. With eight rows, one operand does
-// for both: the first product has them in its upper half, the second in its lower half, and the
-// other halves of their results mean nothing.
+// The left operands of two products, from 16 bytes of each row. If there are at most eight rows,
+// one operand serves both products: the first product uses its upper half, the second its lower
+// half. The other half of each result is not used.
 template <typename T>
 __device__ __forceinline__ void fragments_of(const Columns<T> (&x)[1], uint32_t (&f)[2][4]) {
 #pragma unroll
@@ -59,7 +60,7 @@ __device__ __forceinline__ void fragments_of(const Columns<T> (&x)[2], uint32_t 
   for (int i = 0; i < 8; ++i) f[i / 4][i % 4] = x[i % 2].words[i / 2];
 }
 
-// kTiles: of outputs. kRowTiles: of rows.
+// kTiles: tiles of outputs per block. kRowTiles: tiles of rows, 1 or 2.
 template <typename T, int kTiles, int kRowTiles>
 __global__ void __launch_bounds__(kWarp* kMaxWarps)
     linear_few_rows_kernel(const __grid_constant__ LinearParams<T> p) {
@@ -71,8 +72,8 @@ __global__ void __launch_bounds__(kWarp* kMaxWarps)
   const int first_output = static_cast<int>(blockIdx.x) * kTiles * kTile;
   const int first_input = warp * kChunk + t * 8, step = warps * kChunk;
 
-  // The lane's part of a chunk is twice eight inputs of each tile. Those that do not exist are
-  // zeros, as x has there.
+  // The lane's part of a chunk is two times eight inputs of each tile. Inputs that do not exist are
+  // zeros, as in x.
   const auto slot = [&](int stage, int tile, int half) {
     const int before = (stage * kTiles + tile) * 2 + half;
     return reinterpret_cast<T*>(room + warp * room_of_warp + before * (kTileBytes / 2)) +
@@ -100,13 +101,14 @@ __global__ void __launch_bounds__(kWarp* kMaxWarps)
     if (stage < p.chunks) copy_next(stage);
     cp_async_commit();
   }
-  // In the end the first warps add up a tile of results each, a lane two neighbours of a row.
+  // At the end each of the first warps adds up a tile of results; a lane has two adjacent outputs
+  // of a row.
   const int row = warp % kRowTiles * kTile + g;
   const int output = first_output + warp / kRowTiles * kTile + 2 * t;
   const bool finishes = warp < kTiles * kRowTiles && row < p.rows && output < p.outputs;
   const uint32_t bias = finishes ? p.bias_pair(output) : 0;
   const T* x[kRowTiles];
-  int left[kRowTiles];  // of its inputs; rows that do not exist have none
+  int left[kRowTiles];  // inputs left to read; rows that do not exist have none
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
     x[i] = p.x + (i * kTile + g) * p.x_stride + first_input;
@@ -115,7 +117,7 @@ __global__ void __launch_bounds__(kWarp* kMaxWarps)
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
 
-  // Two sums a tile: a product waits for the one before it in its sum.
+  // Two sums per tile, because each product must wait for the previous product of the same sum.
   float sums[kTiles][2][4] = {};
   for (int begin = 0; begin < p.chunks; begin += kStages) {
     Columns<T> values[kStages][2][kRowTiles] = {};
@@ -153,7 +155,7 @@ __global__ void __launch_bounds__(kWarp* kMaxWarps)
     }
   }
 
-  // A warp's sums take the place of its weights, which its lanes have read.
+  // A warp writes its sums over its weights, which its lanes have read.
   const auto result = [&](int of_warp, int tile) -> float2& {
     return reinterpret_cast<float2*>(room + of_warp * room_of_warp)[tile * kWarp + threadIdx.x];
   };
@@ -195,7 +197,7 @@ void multiply_few_rows(const Product& p, cudaStream_t stream) {
       std::clamp<int64_t>(blocks_for(p.a.columns, 2 * kChunk), kMinWarps, kMaxWarps);
   const int64_t chunks = blocks_for(p.a.columns, kChunk * warps);
   const int64_t tile_bytes = warps * std::min<int64_t>(chunks, kStages) * kTileBytes;
-  // A block for each multiprocessor; where there are more, two should have room side by side.
+  // One block per SM; if there are more blocks, two should fit on an SM.
   const int room = shared_memory_of_multiprocessor(device);
   const int64_t tiles = blocks_for(p.out.columns, kTile);
   const int64_t shared_out = blocks_for(tiles, resident_blocks(device, 1));

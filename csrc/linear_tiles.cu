@@ -1,23 +1,23 @@
-// linear_fwd of some rows, up to a hundred, of 16-bit numbers: T rows, K inputs, N outputs.
+// linear_fwd for up to about a hundred rows, for 16-bit types: T rows, K inputs, N outputs.
 //
-//   y [T, N] = x W^T + b, or its positive part      sums in float32, rounded once
+//   y [T, N] = x W^T + b, or relu of it             sums in float32, rounded once
 //
-//   bytes moved   W and x once for each tile of the result in their way, from the second cache
-//   determinism   sums have a fixed order, which depends on K alone
+//   bytes moved   W is read once per tile of rows, x once per tile of outputs, from L2
+//   determinism   sums have a fixed order, which depends only on K
 //
-// A step of decoding has such products, whose weights change each time. They take a few
-// microseconds, much of which is latency: until the weights come, until x comes, until the last of
-// it is added up. So all that a block has room for of its weights is on its way to shared memory
-// before it waits for the kernel before, which makes x (common/launch.cuh says when it may), and
-// all of x right after that.
+// A decode step has such products, each with another weight. They take a few microseconds, much of
+// it latency: first the weights must arrive, then x, then the last sums are added. So a block
+// starts to copy its weights to shared memory, as many as fit, before it waits for the previous
+// kernel, which computes x (common/launch.cuh explains when this is allowed). Right after the wait
+// it starts to copy x.
 //
-// A block makes a tile of the result, small enough that there are about as many tiles as
-// multiprocessors. Its warps share out the inputs in chunks of 32 and add their sums up at the end;
-// each copies what it will read itself, and warps meet only there.
+// A block computes a tile of the result. Tiles are so small that there are about as many as SMs.
+// The warps of a block split the inputs in chunks of 32, and add their sums at the end. Each warp
+// copies exactly the data that it reads itself, so only these final sums need a barrier.
 //
-// A row of a chunk is 64 bytes, and two of them a line of all banks. The 16-byte parts of row r lie
-// where r / 2 % 4 exchanges them: the eight rows that ldmatrix reads at a time are in different
-// banks.
+// A row of a chunk has 64 bytes, so two rows occupy all banks once. The 16-byte parts of row r are
+// permuted (xor with r / 2 % 4), so that the eight rows that ldmatrix reads at a time are in
+// different banks.
 
 #include <cstdint>
 
@@ -33,21 +33,21 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kChunk = 32;  // inputs
 constexpr int kRowBytes = kChunk * 2;
-constexpr int kPartBytes = 16;  // of a row, one access
+constexpr int kPartBytes = 16;  // one access
 constexpr int kParts = kRowBytes / kPartBytes;
 
-// A tile of the result: so many rows and outputs. kStages: of a warp's pipeline, a chunk each.
+// A tile of the result. kStages: stages of a warp's pipeline; each holds a chunk.
 template <int kTileRows, int kTileOutputs, int kStages_>
 struct Tile {
   static constexpr int kRows = kTileRows, kOutputs = kTileOutputs, kStages = kStages_;
-  static constexpr int kRowBlocks = kRows / 16, kColumnBlocks = kOutputs / 8;  // of mma
+  static constexpr int kRowBlocks = kRows / 16, kColumnBlocks = kOutputs / 8;  // mma operands
   static constexpr int kChunkBytes = (kRows + kOutputs) * kRowBytes;
   static constexpr int kResultBytes = kRows * kOutputs * static_cast<int>(sizeof(float));
   static constexpr int kFragments = 2 * kRowBlocks * kColumnBlocks;  // of 8 rows and 8 outputs
   static_assert(kColumnBlocks <= kWarps && kWarps % kColumnBlocks == 0,
-                "the fragments that a warp finishes have the same outputs");
+                "all fragments that a warp adds up have the same outputs");
 
-  // Bytes of a warp's own shared memory.
+  // Bytes of shared memory per warp.
   __host__ __device__ static constexpr int room(int chunks) {
     const int copies = (chunks < kStages ? chunks : kStages) * kChunkBytes;
     return copies > kResultBytes ? copies : kResultBytes;
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, 1)
   const int first_row = static_cast<int>(blockIdx.y) * S::kRows;
   const int first_output = static_cast<int>(blockIdx.x) * S::kOutputs;
 
-  // Eight rows at a time, a lane 16 bytes. What does not exist is zeros.
+  // Copies eight rows at a time, 16 bytes per lane. Rows and inputs that do not exist become zeros.
   const auto copy = [&](int chunk, const T* from, int64_t stride, int rows_left, int rows,
                         char* to) {
     const int row = lane / kParts, part = lane % kParts;
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, 1)
   if (!p.weights_are_old) griddepcontrol_wait();
   const int at_once = min(p.chunks, S::kStages);
   for (int chunk = 0; chunk < at_once; ++chunk) copy_weights(chunk);
-  // In the end a warp adds up every eighth fragment, a lane two neighbours of a row.
+  // At the end a warp adds up every eighth fragment; a lane has two adjacent outputs of a row.
   const int output = first_output + warp % S::kColumnBlocks * 8 + lane_column();
   const uint32_t bias = output < p.outputs ? p.bias_pair(output) : 0;
   griddepcontrol_wait();
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, 1)
     cp_async_commit();
   }
 
-  // A warp's sums take the place of what its lanes have read.
+  // A warp writes its sums over its chunks, which its lanes have read.
   const auto result = [&](int of_warp, int fragment) -> float2& {
     char* const at = reinterpret_cast<char*>(shared) + of_warp * S::room(p.chunks);
     return reinterpret_cast<float2*>(at)[fragment * kWarp + lane];

@@ -1,16 +1,18 @@
-// One matrix product, by the fastest of the algorithms that cublasLt proposes, and of our own where
-// there are some (linear_tiles.cu).
+// One matrix product, by the fastest of the algorithms that cuBLASLt proposes and of our own tiles
+// (linear_tiles.cu).
 //
-// When a product is first seen, the proposals are timed in turn and the fastest is remembered: in
-// memory, and on disk for later processes (common/algorithm_table.h). Which one is fastest hangs on
-// how many tiles the tokens make: at 3456 tokens the best for 3333 took up to 1.7 times the time of
-// the best. So each number of tokens has its own entry, and only multiples of 64 are searched:
-// batches that come again are rounded, and a ragged number may never come again. For that one
-// cublasLt's favourite runs, as it does for what is first seen while a graph is captured. Steps of
-// decoding have few rows, whose numbers are powers of two.
+// When a product occurs for the first time, the algorithms are timed in turns, and the fastest is
+// stored: in memory, and in a file for later processes (common/algorithm_table.h). The fastest
+// algorithm depends on the number of tokens: at 3456 tokens, the best algorithm for 3333 tokens
+// took up to 1.7 times as long as the best for 3456. So each number of tokens has its own entry.
 //
-// LIGHTSEQ_LINEAR_SEARCH=0 takes cublasLt's choice everywhere: to see what the search is worth, and
-// for runs whose bits must not depend on which algorithm won.
+// Only multiples of 64 tokens are timed, and below 64 tokens powers of two, which decode steps
+// have. Batches that repeat have such numbers, because their rows are rounded up to buckets; other
+// numbers may never occur again. For these, and for products that first occur during the capture of
+// a graph, cuBLASLt's first proposal is used.
+//
+// LIGHTSEQ_LINEAR_SEARCH=0 always uses cuBLASLt's first proposal: to measure what the search gains,
+// and for runs whose bits must not depend on timings.
 
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/ops.h>
@@ -44,14 +46,17 @@ namespace {
 
 constexpr int64_t kWorkspace = 32 << 20;  // bytes; what NVIDIA recommends for Hopper
 constexpr int kProposals = 8;
-constexpr int64_t kSearchedTokens = 64;  // and multiples
-constexpr int64_t kFewTokens = 64;       // below it the powers of two are
+constexpr int64_t kSearchedTokens = 64;  // multiples of it are searched
+constexpr int64_t kFewTokens = 64;       // below it, powers of two are searched
 constexpr int kRounds = 3;
-constexpr float kMilliseconds = 0.1f;  // of work in one measurement, at least
-constexpr int kMostRuns = 8;           // in one measurement
-constexpr float kHopeless = 1.2f;      // times the fastest, when each has run once,
-constexpr float kLaunch = 0.01f;       // and milliseconds that launching may take the host
-constexpr float kFaster = 0.99f;       // what an algorithm must be to displace one proposed earlier
+constexpr float kMilliseconds = 0.1f;  // of work in one measurement; kMostRuns may limit it
+constexpr int kMostRuns = 8;           // runs of an algorithm in one measurement
+// After one run each, an algorithm is dropped if it took longer than kHopeless times the fastest
+// plus kLaunch, the milliseconds that the host may need for a launch.
+constexpr float kHopeless = 1.2f;
+constexpr float kLaunch = 0.01f;
+// To replace an earlier algorithm, a later one must take less than this fraction of its time.
+constexpr float kFaster = 0.99f;
 
 cudaDataType_t cuda_type_of(const Matrix& x) {
   using torch::headeronly::ScalarType;
@@ -64,8 +69,9 @@ cublasLtEpilogue_t epilogue_of(const Product& p) {
   return p.bias != nullptr ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-// A product in cublasLt's terms: A is our b, B our a. It thinks in columns: what is a matrix to us
-// is its transposed to cublasLt, and out = op(a) op(b) becomes out^T = op(b)^T op(a)^T.
+// Descriptors of a product for cuBLASLt, whose A is our b and whose B is our a. cuBLASLt's matrices
+// are column-major, so it sees the transpose of each of our matrices, and out = op(a) op(b) becomes
+// out^T = op(b)^T op(a)^T.
 struct MatmulDesc {
   cublasLtMatmulDescOpaque_t matmul;
   cublasLtMatrixLayoutOpaque_t a, b, out;
@@ -91,7 +97,7 @@ struct MatmulDesc {
   }
 };
 
-// At most `wanted` of cublasLt's proposals, its favourite first.
+// At most `wanted` of cuBLASLt's proposals, in its order.
 std::vector<Algorithm> propose(cublasLtHandle_t handle, const Product& p, int wanted) {
   const CublasLt& lt = cublaslt();
   cublasLtMatmulPreferenceOpaque_t preference;
@@ -100,7 +106,8 @@ std::vector<Algorithm> propose(cublasLtHandle_t handle, const Product& p, int wa
     lt.check(lt.set_preference(&preference, attribute, &value, sizeof(value)), p.op);
   };
   set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(kWorkspace));
-  // No reduction, or one through float32 scratch: a reduction in place may differ from run to run.
+  // Allow only algorithms without a split-K reduction, or with one in float32 scratch memory: an
+  // in-place reduction may differ from run to run.
   set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
       static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
   for (const auto alignment :
@@ -114,7 +121,7 @@ std::vector<Algorithm> propose(cublasLtHandle_t handle, const Product& p, int wa
   lt.check(lt.get_heuristic(handle, &d.matmul, &d.a, &d.b, &d.out, &d.out, &preference, wanted,
                             results, &found),
            p.op);
-  require(found > 0, p.op, ": cublasLt has no algorithm for this product");
+  require(found > 0, p.op, ": cuBLASLt has no algorithm for this product");
   std::vector<Algorithm> algorithms;
   for (int i = 0; i < found; ++i) {
     algorithms.push_back(
@@ -141,16 +148,16 @@ cublasStatus_t run(cublasLtHandle_t handle, const Product& p, MatmulDesc& d,
                            workspace ? kWorkspace : 0, stream);
 }
 
-// Runs of one algorithm, one after the other, as a CUDA graph. Launched one by one, small products
-// take the host longer than the GPU; and what an algorithm does besides, such as zeroing a counter
-// first, costs in a graph what it will cost in the captured step.
+// Several runs of one algorithm, one after the other, as a CUDA graph. Without a graph, launches of
+// small products would take the host longer than the GPU. Extra operations of an algorithm, such as
+// zeroing a counter, take as long in this graph as in the captured step.
 class Runs {
  public:
   template <typename Run>
   Runs(int count, Run&& run) {
     cudaStream_t stream = nullptr;
     cudaGraph_t graph = nullptr;
-    std::exception_ptr failure;  // such as that memory is exhausted
+    std::exception_ptr failure;  // for example out of memory
     bool good = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess;
     good = good && cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed) == cudaSuccess;
     if (good) {
@@ -164,7 +171,7 @@ class Runs {
     if (good) cudaGraphInstantiate(&graph_, graph, 0);
     if (graph != nullptr) cudaGraphDestroy(graph);
     if (stream != nullptr) cudaStreamDestroy(stream);
-    cudaGetLastError();  // of a capture that failed; the algorithm is then left out
+    cudaGetLastError();  // clears the error of a failed capture; launch() then returns false
     if (failure) std::rethrow_exception(failure);
   }
   ~Runs() {
@@ -181,7 +188,8 @@ class Runs {
   cudaGraphExec_t graph_ = nullptr;
 };
 
-// How long each of several works on a stream takes, in milliseconds. Waits once, for the last.
+// Measures how long each of several pieces of work on a stream takes, in milliseconds. The host
+// waits only once, for the last one.
 class Stopwatch {
  public:
   explicit Stopwatch(size_t most) : events_(most + 1) {
@@ -193,7 +201,7 @@ class Stopwatch {
   Stopwatch(const Stopwatch&) = delete;
   Stopwatch& operator=(const Stopwatch&) = delete;
 
-  // work(i) is infinitely slow if it returns false.
+  // work(i) starts piece i; if it returns false, its time is infinite.
   template <typename Work>
   std::vector<float> milliseconds(size_t count, cudaStream_t stream, Work&& work) {
     std::vector<float> times(count, std::numeric_limits<float>::infinity());
@@ -214,8 +222,9 @@ class Stopwatch {
   std::vector<cudaEvent_t> events_;
 };
 
-// The fastest algorithm: the least time of rounds in which all take turns. The product is computed
-// many times over, so one that accumulates is computed into scratch.
+// Searches for the fastest algorithm: all run in turns, several rounds, and the minimum time of
+// each counts. The product is computed many times, so one that accumulates writes to scratch
+// memory.
 Algorithm search(cublasLtHandle_t handle, Product p, cudaStream_t stream) {
   std::vector<Algorithm> algorithms;
   const auto add_proposals = [&](const Product& product) {
@@ -228,7 +237,8 @@ Algorithm search(cublasLtHandle_t handle, Product p, cudaStream_t stream) {
   };
   add_proposals(p);
   if (epilogue_of(p) != CUBLASLT_EPILOGUE_DEFAULT) {
-    // Many of these have an epilogue too, and without being proposed for it be the fastest.
+    // Many algorithms proposed for the product without epilogue also support the epilogue. One of
+    // them may be the fastest, although cuBLASLt does not propose it for the epilogue.
     Product plain = p;
     plain.bias = nullptr;
     plain.relu = false;
@@ -248,10 +258,10 @@ Algorithm search(cublasLtHandle_t handle, Product p, cudaStream_t stream) {
   const auto run_once = [&](size_t i) {
     return run(handle, p, desc, algorithms[i], stream) == CUBLAS_STATUS_SUCCESS;
   };
-  stopwatch.milliseconds(algorithms.size(), stream, run_once);  // kernels are loaded
+  stopwatch.milliseconds(algorithms.size(), stream, run_once);  // loads the kernels
   std::vector<float> times = stopwatch.milliseconds(algorithms.size(), stream, run_once);
   const float fastest = *std::min_element(times.begin(), times.end());
-  // The hopeless ones go, as far as the host's speed lets them be seen.
+  // Drop those that are clearly slower.
   std::vector<Algorithm> contenders;
   for (size_t i = 0; i < algorithms.size(); ++i) {
     if (times[i] <= kHopeless * fastest + kLaunch) contenders.push_back(algorithms[i]);
@@ -276,7 +286,7 @@ Algorithm search(cublasLtHandle_t handle, Product p, cudaStream_t stream) {
   return contenders[best];
 }
 
-// What is kept for each GPU for as long as the process lives.
+// The state of a GPU, kept until the process ends.
 struct Multiplier {
   cublasLtHandle_t handle;
   AlgorithmTable table;
@@ -294,8 +304,8 @@ struct Multiplier {
   }
 
  private:
-  // The first product of a process may be part of a graph under capture; what cublasLt allocates
-  // for itself is not.
+  // The first product of a process may occur during a capture. cuBLASLt's allocations for its
+  // handle must not be captured.
   static cublasLtHandle_t create_handle() {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     cudaThreadExchangeStreamCaptureMode(&mode);
@@ -363,8 +373,8 @@ void multiply(const Product& p, cudaStream_t stream) {
   const auto run_by = [&](const Algorithm& a) {
     return run(multiplier.handle, p, desc, a, stream);
   };
-  // One that does not fit, as it may be if strides differ from those that it was found with, is
-  // refused before anything is launched.
+  // The stored algorithm may not support this product, because strides can differ from those of the
+  // search. Then it returns an error before it launches anything, and cuBLASLt's proposal runs.
   if (algorithm && run_by(*algorithm) == CUBLAS_STATUS_SUCCESS) return;
   cublaslt().check(run_by(propose(multiplier.handle, p, 1)[0]), p.op);
 }

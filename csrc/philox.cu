@@ -1,17 +1,18 @@
-// Dropout mask: which elements of a [rows, columns] activation are kept.
+// Dropout mask: which elements of a [rows, columns] activation are kept. See common/philox.cuh for
+// the random numbers.
 //
 //   keep[r, c] = u16(seed, micro-batch, site, r, c) >= min(round(p * 65536), 65535)
 //
-// On a GPU the torch references (lightseq_fairseq/ops) draw their masks through this op; a kernel
-// that drops calls keep_bits() on the elements it holds in registers instead, forward and backward
-// alike. It is also the smallest kernel that goes through the whole build.
+// The torch references (lightseq_fairseq/ops) use this op if they run on a GPU. Kernels with
+// dropout do not use it: in forward and backward they call keep_bits() for the elements in their
+// registers. This file is also the smallest complete example of a kernel.
 //
 //   saved for backward   nothing
-//   bytes moved          rows * columns written (one byte an element), 16 read
+//   bytes moved          rows * columns written (one byte per element), 16 read
 //   determinism          every element is a pure function of its coordinates
 //
-// A thread draws 8 neighbouring columns with one Philox call. A warp walks along one row, a block
-// holds 8 rows.
+// A thread generates the bits of 8 adjacent columns with one Philox call. A warp processes one row,
+// a block 8 rows.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -58,9 +59,10 @@ __global__ void dropout_mask_kernel(bool* __restrict__ keep, Dropout dropout, in
 // rng int64 [2] = (seed, micro-batch) -> bool [rows, columns]
 Tensor dropout_mask(const Tensor& rng, int64_t site, int64_t rows, int64_t columns, double p) {
   require(rng.scalar_type() == ScalarType::Long && rng.numel() == 2 && rng.is_contiguous(),
-          "dropout_mask: rng must be two contiguous int64 numbers");
-  require(rows >= 0 && columns >= 0, "dropout_mask: negative size");
-  require(p >= 0.0 && p < 1.0, "dropout_mask: p must be at least 0 and below 1, is ", p);
+          "dropout_mask: rng must be a contiguous int64 tensor of two elements");
+  require(rows >= 0 && columns >= 0, "dropout_mask: rows and columns must not be negative, got ",
+          rows, " and ", columns);
+  require(p >= 0.0 && p < 1.0, "dropout_mask: p must be at least 0 and below 1, got ", p);
   Tensor keep = allocate(rng, {rows, columns}, ScalarType::Bool);
   if (keep.numel() == 0) return keep;
 

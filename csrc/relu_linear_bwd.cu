@@ -1,23 +1,26 @@
-// Backward of a product with a positive part: x = dropout(relu(z)) [T, K], y = x W^T [T, N].
+// Backward of a linear layer and the ReLU and dropout in front of it: x = dropout(relu(z)) [T, K],
+// y = x W^T [T, N].
 //
 //   dz      [T, K]     = (dy W) [x > 0] / (1 - p)      sums in float32, rounded once
 //   dweight [N, K] (+)= dy^T x
-//   dbias   [K]    (+)= column sum of dz     as it is rounded: the gradient of a bias within z, and
-//                       NaN where that bias is: ReLU in a product has made 0 of it
+//   dbias   [K]    (+)= column sum of dz, after dz is rounded
 //
-//   bytes moved   dy and W from the second cache, some times; x and dz once
-//   determinism   sums have a fixed order, which depends on N alone, and on T for dbias
+// dbias is the gradient of a bias that was added in z. It becomes NaN where that bias is NaN: the
+// ReLU epilogue of the product has turned the NaN into 0 (common/nan.cuh).
 //
-// On GPUs of compute capability 9.0 dz is one kernel. cublasLt's own epilogue for it takes three
-// times as long as its plain product (linear.cu), and a kernel behind that, as other GPUs take it,
-// reads and writes [T, K] once more.
+//   bytes moved   dy and W several times, from L2; x and dz once
+//   determinism   sums have a fixed order, which depends only on N, and for dbias also on T
 //
-// A block makes one tile of 128 x 256 of dz after the other. A producer warp loads the operands by
-// TMA, kStages steps of 64 numbers ahead; two consumer warpgroups multiply by wgmma, with 64 rows
-// each. Two blocks of a cluster work on the same columns: each loads half of the weight's, by
-// multicast for both. Another warp loads the tile's x, which comes while its sums are made; dz
-// takes its place in shared memory. While the next tile's sums are made it is stored from there by
-// TMA, and two more warps add up its columns.
+// On GPUs of compute capability 9.0, one kernel computes dz. cuBLASLt's own epilogue for it takes
+// three times as long as the product without epilogue (linear.cu). Other GPUs run the product and
+// then a second kernel, which reads and writes [T, K] once more.
+//
+// A block computes tiles of 128 x 256 of dz, one after the other. A producer warp loads the
+// operands by TMA, kStages steps of 64 numbers ahead. Two consumer warpgroups multiply with wgmma,
+// 64 rows each. The two blocks of a cluster work on the same columns: each loads half of the
+// weight's tile, and TMA multicast writes it to both. Another warp loads the tile of x while the
+// consumers still multiply. dz then replaces x in shared memory. While the consumers work on the
+// next tile, TMA stores dz from there, and two more warps compute its column sums.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -52,15 +55,15 @@ constexpr int kCluster = 2;
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kRows = kConsumers * kWgmmaM;
 constexpr int kColumns = kWgmmaN;
-constexpr int kAcross = kColumns / kSwizzleColumns;  // boxes beside each other
-constexpr int kDepth = kSwizzleColumns;              // numbers of a step
+constexpr int kAcross = kColumns / kSwizzleColumns;  // boxes side by side in a tile
+constexpr int kDepth = kSwizzleColumns;              // part of N that a step multiplies
 constexpr int kStages = 3;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 
 struct Params {
   CUtensorMap dy, weight, x, dz;
   float scale;      // 1 / (1 - p)
-  float* partials;  // [row_tiles, columns] column sums of dz; null: not wanted
+  float* partials;  // [row_tiles, columns] column sums of dz; null: do not compute
   int columns, steps;
   int row_tiles, column_tiles;
 };
@@ -76,9 +79,9 @@ struct Tiles {
 #ifdef LIGHTSEQ_HAS_WGMMA
 
 constexpr int kConsumerWarps = kConsumers * kWarpgroup / kWarp;
-constexpr int kSumWarps = 2;  // that add up columns
+constexpr int kSumWarps = 2;  // for the column sums
 
-// The tiles of a block, each with the row and column that it begins with.
+// Calls run(row tile, first column) for each tile of the block.
 template <typename Run>
 __device__ __forceinline__ void for_each_tile(const Params& p, Run&& run) {
   const int tiles = (p.row_tiles + kCluster - 1) / kCluster * p.column_tiles;
@@ -88,7 +91,7 @@ __device__ __forceinline__ void for_each_tile(const Params& p, Run&& run) {
   }
 }
 
-// The stage that comes next, and the parity of its barriers' phase.
+// The next stage, and the parity of the current phase of its barriers.
 struct PipelineState {
   int index = 0;
   uint32_t parity = 0;
@@ -140,7 +143,7 @@ __device__ __forceinline__ void load_x_store_dz(const Params& p, Tiles& tiles) {
   tma_store_wait_read();
 }
 
-// A thread adds up four columns of a tile.
+// Computes column sums of dz: four columns of each tile per thread.
 template <typename T>
 __device__ __forceinline__ void add_up(const Params& p, Tiles& tiles, int thread) {
   constexpr int kPerThread = kColumns / (kSumWarps * kWarp);
@@ -171,7 +174,7 @@ __device__ __forceinline__ void add_up(const Params& p, Tiles& tiles, int thread
   });
 }
 
-// A pair where x is positive or NaN, else zero.
+// Keeps each number of the pair where x is positive or NaN; the others become zero.
 __device__ __forceinline__ uint32_t choose(uint32_t pair, __half2 x) {
   return pair & __hgtu2_mask(x, __half2{});
 }
@@ -179,7 +182,8 @@ __device__ __forceinline__ uint32_t choose(uint32_t pair, __nv_bfloat162 x) {
   return pair & __hgtu2_mask(x, __nv_bfloat162{});
 }
 
-// Makes dz of a thread's sums, in the place of x. `row`: the first of its two.
+// Computes dz from a thread's sums, and writes it in place of x. `row`: the first of the thread's
+// two rows.
 template <typename T>
 __device__ __forceinline__ void make_dz(const float (&sums)[kWgmmaAccumulators], float scale,
                                         Tiles& tiles, int row, int lane) {
@@ -199,7 +203,7 @@ __device__ __forceinline__ void make_dz(const float (&sums)[kWgmmaAccumulators],
   load(0);
 #pragma unroll
   for (int tile = 0; tile < kAcross; ++tile) {
-    if (tile + 1 < kAcross) load(tile + 1);  // nvcc moves no load ahead of a store
+    if (tile + 1 < kAcross) load(tile + 1);  // here, because nvcc moves no load ahead of a store
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const float* const both = sums + 2 * (tile * kPairs + i);
@@ -218,7 +222,7 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, Tiles& tiles) {
     if (lane < kCluster) tiles.empty[stage].arrive_cluster(lane);
   };
   PipelineState stage;
-  uint32_t parity = 0;  // of the tile
+  uint32_t parity = 0;  // of x_full
   for_each_tile(p, [&](int, int) {
     float sums[kWgmmaAccumulators];
     int before = 0;
@@ -271,7 +275,7 @@ __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
   }
   cluster_sync();
   griddepcontrol_wait();
-  // 64 Ki registers are 168 a thread: consumers need more, of which 128 for their sums.
+  // An SM has 64 Ki registers, which is 168 per thread. Consumers need more, 128 for sums alone.
   if (threadIdx.x >= kWarpgroup) {
     setmaxnreg_inc<232>();
     multiply_tiles<T>(p, tiles);
@@ -282,14 +286,14 @@ __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
     if (threadIdx.x >= 2 * kWarp) add_up<T>(p, tiles, threadIdx.x - 2 * kWarp);
     __syncwarp();
   }
-  cluster_sync();  // the other block may still write here
+  cluster_sync();  // the other block may still write to this block's shared memory
 #else
   asm volatile("trap;");
 #endif
 }
 
-// dz in one kernel, by as many clusters as the GPU has room for. None where the GPU, or what it is
-// given, is not for that, or where there are too few tiles to fill it.
+// Computes dz in one kernel, with as many clusters as can be resident. Returns nothing if the GPU
+// or the operands do not support this kernel, or if there are too few tiles to fill the GPU.
 std::optional<Tensor> dz_of_tiles(const Matrix& dy, const Matrix& weight, const Matrix& x,
                                   float scale, const Gradient& dbias, bool accumulate,
                                   int32_t device, cudaStream_t stream) {
@@ -327,8 +331,8 @@ std::optional<Tensor> dz_of_tiles(const Matrix& dy, const Matrix& weight, const 
   return dz;
 }
 
-// dy [T, N], x [T, K], weight [N, K] -> dz [T, K]; dweight [N, K] and dbias [K] are overwritten, or
-// added to. bias [K], or none.
+// dy [T, N], x [T, K], weight [N, K], bias [K] or none -> dz [T, K]. Writes dweight [N, K] and
+// dbias [K]: overwrites or accumulates.
 Tensor relu_linear_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight, double p,
                        std::optional<Tensor> dweight, std::optional<Tensor> dbias, bool accumulate,
                        std::optional<Tensor> bias) {

@@ -1,15 +1,17 @@
-// The scalars of a training step: what fairseq's host decides between the gradient's norm and Adam.
+// The scalars of a training step: the decisions that fairseq makes on the host between computing
+// the gradient norm and Adam.
 //
 //   multiplier = 1 / (loss scale * sample size)      total = norm * multiplier
-//   total finite:      the update counts; every scale_window of them the loss scale doubles
-//   total not finite:  Adam is given a multiplier that is not finite, and leaves everything alone;
-//                      the loss scale is halved, or, where there is none, nothing changes any more
+//   total finite:      the update counts; after scale_window updates without overflow the loss
+//                      scale is doubled
+//   total not finite:  the multiplier for Adam becomes NaN, so Adam changes nothing; the loss scale
+//                      is halved; without loss scaling, all later updates are skipped, too
 //
-// The learning rate is looked up among those the host has sent along, by the number of updates
-// that really took place: the host counts ahead and learns of a skipped update only later.
+// The host sends the learning rates of several updates. The kernel selects one by the number of
+// updates that really took place: the host counts ahead, and learns of a skipped update only later.
 //
-//   saved, moved   nothing to speak of: one thread, some 200 bytes; it is the launch that costs
-//   determinism    float64 arithmetic in the order of its twin, ops/update_scalars.py
+//   bytes moved    some 200 bytes, by one thread; the time is that of a launch
+//   determinism    float64 arithmetic, in the same order as the reference, ops/update_scalars.py
 //
 // Source of the rules: fairseq.optim.dynamic_loss_scaler.DynamicLossScaler.
 
@@ -26,7 +28,7 @@ namespace {
 
 using torch::stable::Tensor;
 
-// In step with State, StopReason and Given of ops/update_scalars.py.
+// Same fields in the same order as State, StopReason and Given of ops/update_scalars.py.
 struct State {
   double num_updates;
   double loss_scale;

@@ -1,1 +1,3 @@
-"""Recipes of whole trainings; their Python runs from the root: `python -m examples.curves`."""
+"""Recipes for complete trainings. Run their Python modules from the root of the repository, as in
+`python -m examples.curves`.
+"""

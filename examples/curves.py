@@ -13,13 +13,13 @@ from scripts.plots import OURS, OURS_PALE, Curves, Panel, draw
 
 Curve = dict[int, float]  # number of updates -> value
 
-# fairseq logs a batch's figures as `... | train_inner | {"epoch": 1, ...}` and a validation's as
-# `... | valid | {...}`; other log lines hold braces too, but no quoted first key after this bar.
+# fairseq logs training as `... | train_inner | {"epoch": 1, ...}` and validation as
+# `... | valid | {...}`. Other log lines may contain braces, but not after these words and bars.
 RECORD = re.compile(r"\| (train_inner|valid) \| (\{\".*\})\s*$")
 
 
 def read_records(log: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the records of a log in order: ``train_inner`` or ``valid``, fairseq's figures."""
+    """Yield the records of a log in order: ("train_inner" or "valid", fairseq's figures)."""
     for line in log.read_text(encoding="utf-8").splitlines():
         match = RECORD.search(line)
         if match is not None:
@@ -27,10 +27,10 @@ def read_records(log: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_curves(log: Path) -> dict[str, Curve]:
-    """Read ``train_loss``, ``valid_loss`` and, where it was logged, ``valid_bleu``.
+    """Read the curves ``train_loss``, ``valid_loss`` and ``valid_bleu`` (empty if not logged).
 
-    The losses are in bits a target token and include the label smoothing. An update that the log
-    holds twice, because the run was resumed, keeps its last value.
+    Losses are in bits per target token and include label smoothing. If an update is logged twice,
+    because the run was resumed, its last value counts.
     """
     curves: dict[str, Curve] = {"train_loss": {}, "valid_loss": {}, "valid_bleu": {}}
     for kind, record in read_records(log):
@@ -44,11 +44,11 @@ def read_curves(log: Path) -> dict[str, Curve]:
 
 
 def picture(curves: dict[str, Curve], title: str) -> Curves:
-    """Both losses over the updates and, where it was logged, BLEU."""
+    """Return the plot of both losses over the updates and, if it was logged, BLEU."""
     losses = [("training", list(curves["train_loss"].items())),
               ("validation", list(curves["valid_loss"].items()))]  # fmt: skip
     most = max(loss for _, points in losses for _, loss in points)
-    panels = [Panel("", "updates", "loss, bits a target token", (0, most), losses)]
+    panels = [Panel("", "updates", "loss, bits per target token", (0, most), losses)]
     colours = {"training": OURS_PALE, "validation": OURS}
     if curves["valid_bleu"]:
         bleu = [("validation", list(curves["valid_bleu"].items()))]
@@ -58,13 +58,13 @@ def picture(curves: dict[str, Curve], title: str) -> Curves:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("log", type=Path, help="what the training command printed")
-    parser.add_argument("svg", type=Path, help="the file to write")
+    parser.add_argument("log", type=Path, help="output of the training command")
+    parser.add_argument("svg", type=Path, help="file to write")
     parser.add_argument("--title", default="", help="title of the plot")
     args = parser.parse_args()
     curves = read_curves(args.log)
     if not curves["train_loss"]:
-        raise SystemExit(f"{args.log} holds no training figures; train with --log-format json")
+        raise SystemExit(f"{args.log} has no training records; train with --log-format json")
     draw(picture(curves, args.title), args.svg)
 
 

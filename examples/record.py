@@ -1,7 +1,7 @@
-"""Write a finished run's row into a file of results, in place of its earlier row.
+"""Write the row of a finished run to a file of results, and replace its earlier row.
 
-One row a case, system and seed (where rows have seeds): the file shows what a rerun of every row
-would have to reproduce.
+The file has one row per case, system and, if rows have seeds, seed. So it always shows the latest
+result of each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 def circumstances() -> Row:
-    """What every row says of the code and the machine."""
+    """Return the part of a row that describes the code and the machine."""
     try:
         commit = current_commit()
     except UserError as error:
@@ -38,7 +38,10 @@ def circumstances() -> Row:
 
 
 def training_figures(checkpoint: Path) -> Row:
-    """Updates and wall seconds of training, validation and saving, summed over restarts."""
+    """Return the number of updates, and the wall time of training, validation and saving.
+
+    The time is in seconds, summed over restarts of the run.
+    """
     fairseq_compat.prepare()
     from lightseq_fairseq.fairseq_compat.checkpoints import load_checkpoint
 
@@ -55,9 +58,9 @@ def _key(row: Row) -> tuple[str, str, int]:
 
 
 def write_row(row: Row, results: Path) -> None:
-    """Add ``row``, or replace the one of the same case, system and seed (0 without one).
+    """Add ``row``, or replace the row with the same case, system and seed (0 if it has none).
 
-    Two runs that finish at the same moment both get their row in.
+    The file is locked, so two runs that finish at the same time both write their rows.
     """
     results.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{results}.lock"):
@@ -70,9 +73,9 @@ def write_row(row: Row, results: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a finished run's row.")
     parser.add_argument("checkpoint", type=Path, help="the run's checkpoint_last.pt")
-    parser.add_argument("scores", type=Path, nargs="+", help="what lightseq-score --json wrote")
-    parser.add_argument("--results", type=Path, required=True, help="the file of rows")
-    parser.add_argument("--case", required=True, help="what was trained and tested")
+    parser.add_argument("scores", type=Path, nargs="+", help="files of lightseq-score --json")
+    parser.add_argument("--results", type=Path, required=True, help="the file of results")
+    parser.add_argument("--case", required=True, help="name of the model and the test set")
     parser.add_argument("--system", choices=["lightseq", "fairseq"], required=True)
     parser.add_argument("--seed", type=int, required=True)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Runs commands beside each other, so many at a time, and ends them with this process."""
+"""Run commands in parallel, and end them when this process ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Name = TypeVar("Name")
 
 
 class Command(NamedTuple):
-    """Its words, the file of all that it prints, and what it finds in its environment besides."""
+    """A command: its words, the file for its output, and additional environment variables."""
 
     words: list[str | Path]
     output: Path
@@ -23,7 +23,7 @@ class Command(NamedTuple):
 
 
 def start(command: Command) -> subprocess.Popen[bytes]:
-    """In a session of its own: it can be ended as a whole."""
+    """Start the command in its own session, so that it can be ended with all its children."""
     with open(command.output, "wb") as output:
         return subprocess.Popen(
             command.words, env={**os.environ, **command.environment}, start_new_session=True,
@@ -34,15 +34,15 @@ def start(command: Command) -> subprocess.Popen[bytes]:
 def run_all(
     commands: Mapping[Name, Command], jobs: int, done: Callable[[Name], None]
 ) -> list[Name]:
-    """Runs ``commands`` in their order, ``jobs`` at a time, and calls ``done`` as each ends well.
+    """Run ``commands`` in order, ``jobs`` in parallel; call ``done`` after each that succeeds.
 
-    Returns those that failed; the last lines of their output are printed.
+    Returns the names of the failed ones, and prints the last lines of their output.
     """
     waiting, failed = list(commands), list[Name]()
     running: dict[Name, subprocess.Popen[bytes]] = {}
     program = Path(sys.argv[0]).name
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: sys.exit(f"{program}: ended from outside"))
+        signal.signal(number, lambda *_: sys.exit(f"{program}: stopped by a signal"))
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -60,7 +60,7 @@ def run_all(
                 failed.append(name)
                 output = commands[name].output.read_text(encoding="utf-8", errors="replace")
                 last = output.splitlines()[-5:]
-                print(f"{name}: status {process.returncode}", *last, sep="\n    ", flush=True)
+                print(f"{name}: exit status {process.returncode}", *last, sep="\n    ", flush=True)
     finally:
         for process in running.values():
             os.killpg(process.pid, signal.SIGTERM)

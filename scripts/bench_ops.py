@@ -1,20 +1,21 @@
-"""Times every op, forward and backward, against plain torch, torch.compile and library kernels.
+"""Time every op, forward and backward, against eager torch, torch.compile and library kernels.
 
     python -m scripts.bench_ops [--only REGEX] [--tokens 4096,16384] [--dtypes bf16,fp32]
                                 [--systems ours,library] [--output scripts/results/ops-h200.json]
 
-What is compared is in `bench_ops_cases`. How it is timed:
+`bench_ops_cases` says what is compared. How it is timed:
 
-* CUDA events around a few runs: as many as take a millisecond, eight at most. Before them the GPU
-  spins for a millisecond, so that the host has launched enough by the time the first kernel starts:
-  what counts is time on the GPU.
-* Before every run a write of 256 MB takes the L2 cache. A run finds it full of lines that are not
-  its own and still have to be written back, as it leaves it to the next write. What the writes
-  take without the runs is subtracted. So an op pays for being launched behind another kernel, as in
-  a step, and not for what lies between two events besides, some 4 us.
-* All systems of a case take turns in one process; p20, p50 and p80 of 25 turns after 3 to warm up.
-* `gb_per_s` counts the least bytes of the case, whatever a system really moves. `copy_share` is
-  that over what a copy of 2 GiB from device to device moves in the same process, read and written.
+* CUDA events enclose a few runs: as many as take a millisecond, at most eight. Before them the GPU
+  spins for a millisecond. Meanwhile the host launches the runs, so that only GPU time counts.
+* Before every run, a write of 256 MB evicts everything else from the L2 cache. The cache is then
+  full of dirty lines, which the run must write back; the next write does the same for the run's
+  lines. The time of the writes alone is measured and subtracted. So the time of an op includes its
+  launch behind another kernel, as in a step, but not the overhead of the two events, some 4 us.
+* All systems of a case run in turns in one process. Reported are p20, p50 and p80 of 25 turns,
+  after 3 turns of warm-up.
+* `gb_per_s` counts the minimum bytes of the case, whatever a system really moves. `copy_share` is
+  this rate relative to a device-to-device copy of 2 GiB in the same process, counting bytes read
+  and written.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from .bench_ops_cases import Case, Sizes, cases
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SYSTEMS = ("ours", "eager", "compile", "library", "apex")
 TURNS, WARM_UP = 25, 3
-MOST_REPEATS, ENOUGH_MS = 8, 1.0  # runs between two events
+MOST_REPEATS, ENOUGH_MS = 8, 1.0  # maximum runs between two events; milliseconds that suffice
 SPIN_CYCLES = 2_000_000  # about a millisecond
 FLUSH_BYTES, COPY_BYTES = 256 << 20, 2 << 30
 
@@ -53,7 +54,10 @@ def measure(
     restore: Callable[[], object] = lambda: None,
     turns: int = TURNS,
 ) -> dict[str, Times]:
-    """Times of every run, in turns, each on a cold L2."""
+    """Return the times of every run; the runs take turns, each with a cold L2 cache.
+
+    restore: called before every run, untimed.
+    """
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
     def time(run: Callable[[], object], repeats: int) -> Events:
@@ -67,7 +71,7 @@ def measure(
         end.record()
         return start, end
 
-    everything = {**runs, "": lambda: None}  # without a run: what restoring and writing take
+    everything = {**runs, "": lambda: None}  # "": the time of restoring and writing alone
     first = {}
     for _ in range(WARM_UP):
         first = {name: elapsed([time(run, 1)])[0] for name, run in everything.items()}
@@ -85,20 +89,20 @@ def measure(
 
 
 def elapsed(pairs: Sequence[Events]) -> list[float]:
-    """Milliseconds between two events each."""
+    """Return the milliseconds between the two events of each pair."""
     torch.cuda.synchronize()
     return [start.elapsed_time(end) for start, end in pairs]
 
 
 def percentiles(times: Sequence[float]) -> Times:
-    """p20, p50 and p80."""
+    """Return p20, p50 and p80."""
     ordered = sorted(times)
     low, middle, high = (ordered[round((len(ordered) - 1) * q)] for q in (0.2, 0.5, 0.8))
     return low, middle, high
 
 
 def copy_bandwidth() -> float:
-    """GB/s of a large copy on the device, bytes read plus bytes written."""
+    """Return the GB/s of a large copy on the device: bytes read plus bytes written."""
     source, target = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     source.random_()
     _, middle, _ = measure({"copy": lambda: target.copy_(source)})["copy"]
@@ -106,7 +110,7 @@ def copy_bandwidth() -> float:
 
 
 def rows_of(case: Case, name: str, systems: Sequence[str], copy: float, about: Row) -> list[Row]:
-    """One row a system of the case; nothing of it is left on the GPU afterwards."""
+    """Return one row for each system of the case. The systems' tensors are freed afterwards."""
     runs = {s: make() for s, make in case.systems.items() if s in systems}
     rows = []
     for system, (low, middle, high) in measure(runs, case.restore).items():
@@ -128,7 +132,7 @@ def rows_of(case: Case, name: str, systems: Sequence[str], copy: float, about: R
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """The rows to read: a line a case, milliseconds of every system, rates of ours."""
+    """Return a text table: one line per case, with the time of every system and our rates."""
     present = [system for system in SYSTEMS if any(row["system"] == system for row in rows)]
     by_case: dict[str, dict[str, Row]] = {}
     for row in rows:
@@ -166,12 +170,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--only", type=regex, default="", metavar="REGEX", help="cases whose name it finds"
+        "--only", type=regex, default="", metavar="REGEX", help="only cases whose name matches"
     )
     parser.add_argument("--tokens", type=numbers, default=[4096, 16384, 65536])
     parser.add_argument("--dtypes", type=some_of(tuple(DTYPES)), default=["bf16"])
     parser.add_argument("--systems", type=some_of(SYSTEMS), default=list(SYSTEMS))
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON, one row a line")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file, one row per line")
     return parser.parse_args(arguments)
 
 
@@ -180,15 +184,16 @@ def main() -> None:
     commit = result_rows.current_commit()
     result_rows.tabulate()
     if not torch.cuda.is_available():
-        sys.exit("bench_ops: torch sees no GPU here")
+        sys.exit("bench_ops: torch finds no GPU; run it on a machine with a GPU")
     if references := library.load().references:
         message = f"bench_ops: no CUDA kernel for {', '.join(references)}"
         if args.output:
             sys.exit(f"{message}; compile them before results are written")
         print(f"{message}: `ours` is their torch reference", file=sys.stderr)
-    # cuDNN plans every new shape anew; FlashAttention-2 and memory-efficient attention do not.
+    # cuDNN makes a new plan for every new shape; FlashAttention-2 and memory-efficient attention
+    # do not.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # A backward pass that is run again and again must not overwrite what forward saved for it.
+    # The backward pass runs many times, so it must not overwrite the tensors that forward saved.
     torch._functorch.config.donated_buffer = False
 
     copy = copy_bandwidth()
@@ -205,13 +210,13 @@ def main() -> None:
             if args.only.search(name):
                 print(f"{time.monotonic() - begin:6.1f} s {name}", file=sys.stderr, flush=True)
                 rows += rows_of(case, name, args.systems, copy, about)
-                if args.output:  # at once, so that a run that is cut off leaves what it has
+                if args.output:  # after every case, so that an interrupted run keeps its results
                     result_rows.write(rows, args.output)
     if not rows:
-        sys.exit(f"bench_ops: no case is called {args.only.pattern!r}")
+        sys.exit(f"bench_ops: no case matches --only {args.only.pattern!r}")
     print(*table(rows), sep="\n")
     print(f"{about['gpu']}, torch {about['torch']}, commit {commit[:10]}, copy {copy:.0f} GB/s")
-    print("GB/s, copy (share of the copy's) and TFLOP/s are those of the first system of a line.")
+    print("GB/s, copy (share of the copy's rate) and TFLOP/s: of the first system in the line.")
 
 
 if __name__ == "__main__":

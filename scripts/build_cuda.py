@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Compile csrc/*.cu into one library that serves every supported Python and torch of a CUDA major.
+"""Compile csrc/*.cu into one library for a CUDA major version, any supported Python and torch.
 
-The sources use torch's stable C++ interface (torch/csrc/stable, pinned to 2.11), so torch's headers
-are all that is needed: a CPU build of torch will do, and neither Python nor pybind11 is involved.
+The sources use torch's stable C++ interface (torch/csrc/stable, pinned to 2.11). So the build needs
+only torch's headers, also from a CPU build of torch, and neither Python's headers nor pybind11.
 
     csrc/<stem>.cu  ->  build/cuda/<stem>-<fingerprint>.o     and .txt: ptxas's resource report
                     ->  lightseq_fairseq/_lib/liblightseq_cu<major>.so
 
-The fingerprint covers everything an object depends on, so whatever is unchanged is not compiled
-again. CUDA's runtime is linked in: the library loads on a machine that has no GPU and no CUDA.
+The fingerprint is a hash of everything that an object depends on, so unchanged units are not
+compiled again. CUDA's runtime is linked statically: the library also loads on a machine without a
+GPU and without CUDA.
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ ROOT = Path(__file__).resolve().parent.parent
 OBJECTS = ROOT / "build" / "cuda"
 OUTPUT = ROOT / "lightseq_fairseq" / "_lib"
 TORCH_MINIMUM = (2, 11)
-STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11, one byte a number
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11, one byte per number
 DEFAULT_ARCHITECTURES = ("80", "90")
 OLDEST_ARCHITECTURE = 80  # bfloat16 on the tensor cores, asynchronous copies
-# What an interrupted build leaves: objects and libraries that bear the number of its process.
+# Unfinished files of an interrupted build: objects and libraries named after its process ID.
 PARTIAL = re.compile(r"(?:\w+-[0-9a-f]{16}|liblightseq_cu\d+)\.(\d+)(?:\.o)?")
 RESOURCES = re.compile(r"ptxas info|Compile time|\s+\d+ bytes stack frame")
-# Units that include it have instructions of sm_90 alone, which nvcc calls sm_90a.
+# Units that include this have instructions that only sm_90 has; nvcc calls that target sm_90a.
 WGMMA = '"common/wgmma.cuh"'
-HOPPER = "sm_90"  # the card on which a library acts as another GPU
+HOPPER = "sm_90"  # the GPU that runs a library built with --acts-as
 HOST_FLAGS = "-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-unknown-pragmas"
 
 
 class BuildError(Exception):
-    """The library cannot be built; the text says why."""
+    """Raised if the library cannot be built; the text says why."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The compiler, the torch whose headers it reads, and those of cuBLAS that it lacks."""
+    """The compiler, the folder of torch, and the folder of cuBLAS's headers if nvcc lacks them."""
 
     nvcc: str
     cuda: str
@@ -63,7 +64,7 @@ class Toolchain:
 
 
 def find_nvcc() -> str:
-    """Path of nvcc: of CUDA_HOME where that is set, else on the PATH, else /usr/local/cuda."""
+    """Return the path of nvcc: from CUDA_HOME if set, else from the PATH, else /usr/local/cuda."""
     home = os.environ.get("CUDA_HOME")
     candidates = [f"{home}/bin/nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
     for candidate in candidates:
@@ -76,22 +77,22 @@ def find_nvcc() -> str:
 
 
 def cuda_version(nvcc: str) -> str:
-    """The toolkit's version, such as 13.0."""
+    """Return the version of the CUDA toolkit, for example 13.0."""
     answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     found = re.search(r"release (\d+\.\d+)", answer)
     if found is None:
-        raise BuildError(f"{nvcc} --version names no release")
+        raise BuildError(f"{nvcc} --version does not print a release")
     return found[1]
 
 
 def cublas_package(cuda: str) -> str:
-    """The pip package that holds cuBLAS and its headers."""
+    """Return the pip package that contains cuBLAS and its headers."""
     major = int(cuda.partition(".")[0])
     return f"nvidia-cublas=={major}.*" if major >= 13 else f"nvidia-cublas-cu{major}"
 
 
 def find_cublas(nvcc: str, cuda: str) -> Path | None:
-    """The folder with cublasLt.h of the pip package; None where the toolkit has its own."""
+    """Return the pip package's folder with cublasLt.h; None if the toolkit has this header."""
     toolkit = Path(nvcc).resolve().parent.parent
     for folder in (toolkit / "include", *toolkit.glob("targets/*/include")):
         if (folder / "cublasLt.h").exists():
@@ -102,8 +103,8 @@ def find_cublas(nvcc: str, cuda: str) -> Path | None:
             if (folder := Path(site, name, "include")).joinpath("cublasLt.h").exists():
                 return folder
     raise BuildError(
-        f"cublasLt.h was found neither in {toolkit} nor in {sys.prefix}: "
-        f"`pip install --no-deps '{cublas_package(cuda)}'` brings it"
+        f"cublasLt.h was found neither in {toolkit} nor in {sys.prefix}; "
+        f"install it: pip install --no-deps '{cublas_package(cuda)}'"
     )
 
 
@@ -130,7 +131,7 @@ def find_toolchain() -> Toolchain:
 
 
 def asked_architectures(text: str) -> tuple[str, ...]:
-    """The compute capabilities in what the user wrote, such as 80,90."""
+    """Return the compute capabilities in the user's text, for example 80,90."""
     architectures = tuple(re.findall(r"\w+", text))
     for architecture in architectures:
         number = re.match(r"\d+", architecture)
@@ -143,7 +144,7 @@ def asked_architectures(text: str) -> tuple[str, ...]:
 
 
 def visible_architectures() -> tuple[str, ...]:
-    """Compute capabilities of this machine's GPUs ("90"), () where there is none."""
+    """Return the compute capabilities of this machine's GPUs, as in ("90",); () without a GPU."""
     if not shutil.which("nvidia-smi"):
         return ()
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
@@ -153,7 +154,10 @@ def visible_architectures() -> tuple[str, ...]:
 
 
 def choose_architectures(wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """What is asked for, else this machine's GPUs as far as kernels run there, else the default."""
+    """Return `wanted` if not empty, else this machine's supported GPUs, else the default.
+
+    Raises BuildError if this machine has GPUs but none is supported.
+    """
     if wanted:
         return wanted
     visible = visible_architectures()
@@ -167,17 +171,17 @@ def choose_architectures(wanted: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def ptx_to_act_as(capability: int) -> str:
-    """The architecture whose PTX stands for GPUs of ``capability`` on a Hopper card."""
+    """Return the architecture of the PTX that a Hopper GPU runs to act as ``capability``."""
     return str(min(capability, 90))
 
 
 def architecture_flags(
     architectures: tuple[str, ...], source: str, acts_as: int | None = None
 ) -> list[str]:
-    """Machine code for each, and the newest one's PTX for GPUs that are newer still.
+    """Return nvcc's flags: machine code for each architecture, and PTX of the newest.
 
-    With ``acts_as`` the one PTX, and what it assembles to for Hopper: the driver would do that
-    anew in each process of the tests.
+    GPUs that are newer than all of them run the PTX. With ``acts_as``: one PTX, and its machine
+    code for Hopper, so that the driver need not compile the PTX again in each test process.
     """
     newest = max(architectures, key=lambda name: int(re.sub(r"\D", "", name)))
     ptx = f"-gencode=arch=compute_{newest},code=compute_{newest}"
@@ -199,13 +203,13 @@ def fingerprint(parts: list[bytes]) -> str:
 
 
 def say(text: str) -> None:
-    """Print in one write, so that the lines of compilers side by side do not mix."""
+    """Print in one write, so that lines of parallel compilers do not mix."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def run_compiler(command: list[str]) -> list[str]:
-    """Run it, print what it warns of, and return what ptxas says of each kernel's resources."""
+    """Run the command, print its warnings, and return ptxas's report of the kernels' resources."""
     result = subprocess.run(command, capture_output=True, text=True)
     lines = (result.stdout + result.stderr).splitlines()
     report = [line for line in lines if RESOURCES.match(line)]
@@ -218,26 +222,26 @@ def run_compiler(command: list[str]) -> list[str]:
 
 
 def remove_partials(folder: Path) -> None:
-    """Remove what interrupted builds left in the folder; builds that still run keep theirs."""
+    """Remove the files of interrupted builds from the folder, but not those of running builds."""
     for path in folder.glob("*"):
         partial = PARTIAL.fullmatch(path.name)
         if partial is not None:
             try:
-                os.kill(int(partial[1]), 0)  # only asks whether there is such a process
+                os.kill(int(partial[1]), 0)  # signal 0 only checks that the process exists
             except ProcessLookupError:
                 path.unlink(missing_ok=True)
             except PermissionError:
-                pass  # there is, of another user
+                pass  # the process exists and belongs to another user
 
 
 def compile_sources(
     toolchain: Toolchain, sources: Path, objects: Path, architectures: tuple[str, ...], jobs: int,
     acts_as: int | None,
 ) -> list[Path]:  # fmt: skip
-    """Object files of all sources/*.cu; those that exist already are left alone."""
+    """Return the object files of all sources/*.cu; compile those that do not exist yet."""
     units = sorted(sources.glob("*.cu"))
     if not units:
-        raise BuildError(f"{sources} holds no .cu file")
+        raise BuildError(f"{sources} has no .cu file")
     flags = [
         *("-std=c++20", "-O3", "-lineinfo", "-Xptxas", "-v", "-Xcompiler", HOST_FLAGS),
         *(f"-I{sources}", "-isystem", str(toolchain.torch / "include"), STABLE_ABI),
@@ -283,7 +287,7 @@ def build(
     sources: Path, objects: Path, output: Path, architectures: tuple[str, ...], jobs: int,
     acts_as: int | None = None,
 ) -> Path:  # fmt: skip
-    """Compile, link and describe the library; returns its path."""
+    """Compile and link the library, write its description (.json), and return its path."""
     toolchain = find_toolchain()
     if acts_as is not None:
         architectures = (ptx_to_act_as(acts_as),)
@@ -303,13 +307,14 @@ def build(
         output.mkdir(parents=True, exist_ok=True)
         remove_partials(output)
         description.unlink(missing_ok=True)
-        # Linked beside and renamed: a process that has the old library loaded keeps it intact.
+        # Link to another name, then rename: a process that has loaded the old library keeps it.
         partial = library.with_suffix(f".{os.getpid()}")
         command = [toolchain.nvcc, "-shared", "-cudart", "static", "-o", str(partial)]
         command += [str(path) for path in compiled]
         command += [f"-L{toolchain.torch / 'lib'}", "-ltorch_cpu", "-ldl"]
-        # Symbols that torch does not have must fail here, not on the user's machine; those of the
-        # static runtime stay private, for torch may have loaded one of its own.
+        # --no-undefined: symbols that torch lacks must fail here, not on the user's machine.
+        # --exclude-libs: symbols of the static CUDA runtime stay private, because torch may load
+        # its own runtime.
         command += ["-Xlinker", "--no-undefined", "-Xlinker", "--exclude-libs=ALL"]
         run_compiler(command)
         partial.replace(library)
@@ -324,7 +329,7 @@ def print_missing_package() -> None:
         nvcc = find_nvcc()
         cuda = cuda_version(nvcc)
     except BuildError:
-        return  # the build will say so
+        return  # the build will report it
     try:
         find_cublas(nvcc, cuda)
     except BuildError:
@@ -337,35 +342,35 @@ def main() -> int:
         "--architectures",
         type=asked_architectures,
         default=os.environ.get("LIGHTSEQ_CUDA_ARCHITECTURES", ""),
-        help="compute capabilities, such as 80,90 (default: "
+        help="compute capabilities, for example 80,90 (default: "
         "LIGHTSEQ_CUDA_ARCHITECTURES, else this machine's GPUs, else 80,90)",
     )
     parser.add_argument(
         "--acts-as",
         type=int,
         choices=(80, 86, 89, 100, 120),
-        help="for tests on a Hopper card: a library that treats it as a GPU of this compute "
-        "capability; it needs an --output and --objects of its own",
+        help="for tests on a Hopper GPU: build a library that treats it as a GPU of this compute "
+        "capability; needs another --output and --objects",
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="parallel compilers")
     parser.add_argument("--sources", type=Path, default=ROOT / "csrc")
     parser.add_argument("--objects", type=Path, default=OBJECTS)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument(
         "--missing-package",
         action="store_true",
-        help="only print the pip package that the build lacks, if any",
+        help="only print the pip package that the build needs and does not find, if any",
     )
     parser.add_argument(
         "--if-possible",
         action="store_true",
-        help="without nvcc or a GPU that the kernels run on, say so in one line, leave it for "
-        "lightseq-doctor and succeed",
+        help="if nvcc is missing or no GPU here is supported, print and record the reason (for "
+        "lightseq-doctor) and exit with status 0",
     )
     arguments = parser.parse_args()
     in_use = arguments.output.resolve() == OUTPUT or arguments.objects.resolve() == OBJECTS
     if arguments.acts_as is not None and in_use:
-        parser.error("--acts-as needs an --output and --objects of its own")
+        parser.error("--acts-as needs an --output and --objects other than the defaults")
     if arguments.missing_package:
         print_missing_package()
         return 0

@@ -1,4 +1,4 @@
-"""The table and the plot of what examples/multi30k/convergence.py has trained, for tables.py."""
+"""The table and the plot of the results of examples/multi30k/convergence.py, for tables.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODELS = {
     "small": "4+4 layers of width 128",
     "t2t_big": "Transformer big: 6+6 layers of width 1024",
 }
-# system -> its name, colour of its losses in validation and, paler, in training
+# system -> its name, colour of its validation losses, and a paler colour of its training losses
 SYSTEMS = {
     "lightseq": ("`lightseq-train`", OURS, OURS_PALE),
     "fairseq": ("fairseq, cuDNN attention off", FAIRSEQ, FAIRSEQ_PALE),
@@ -25,7 +25,7 @@ SYSTEMS = {
 
 
 def cases(rows: Rows) -> Iterator[tuple[str, dict[str, Rows]]]:
-    """Yields each case, and its rows by system, ours first."""
+    """Yield each case with its rows by system, ours first."""
     for case in sorted({row["case"] for row in rows}):
         systems = {
             system: [row for row in rows if (row["case"], row["system"]) == (case, system)]
@@ -35,12 +35,12 @@ def cases(rows: Rows) -> Iterator[tuple[str, dict[str, Rows]]]:
 
 
 def level(rows: Iterable[dict[str, Any]]) -> float:
-    """A validation loss that every run gets to: 1% above the best one of the worst run."""
+    """Return a validation loss that every run reaches: 1% above the worst run's best loss."""
     return 1.01 * max(min(loss for _, _, loss in row["valid_curve"]) for row in rows)
 
 
 def convergence_table(rows: Rows) -> list[str]:
-    """BLEU and last validation loss of each model and system, and how soon it got there."""
+    """Return the table of BLEU, last validation loss and training time of each model and system."""
     lines = []
     for case, systems in cases(rows):
         model, _, precision = case.partition("/")
@@ -85,7 +85,7 @@ def convergence_table(rows: Rows) -> list[str]:
 
 
 def _company(systems: dict[str, Rows]) -> str:
-    """How many runs of a case there were at a time."""
+    """Return how many runs of a case shared the GPU."""
     rows = [row for its in systems.values() for row in its]
     at_once = " or ".join(map(str, sorted({row["runs_at_once"] for row in rows})))
     shared = " by CUDA's MPS" if any(row["mps"] for row in rows) else ""
@@ -93,13 +93,13 @@ def _company(systems: dict[str, Rows]) -> str:
 
 
 def _range(values: list[float], digits: int, unit: str = "") -> str:
-    """The mean, and what it is the mean of where that differs."""
+    """Return the mean, and minimum and maximum if they differ."""
     least, middle, most = (f"{f(values):.{digits}f}" for f in (min, mean, max))
     return f"{middle}{unit}" + f" ({least} to {most})" * (least != most)
 
 
 def convergence_plot(rows: Rows) -> Curves:
-    """Losses of the big layers over updates; of the small model over time, validation only."""
+    """Return the plot of losses: t2t_big over updates; small over time, validation only."""
     panels = []
     for case, systems in cases(rows):
         big = case.startswith("t2t_big")

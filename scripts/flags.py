@@ -1,11 +1,11 @@
-"""Writes docs/flags.md: what becomes of every setting of fairseq's four commands.
+"""Write docs/flags.md: how every setting of fairseq's four commands is treated.
 
     python -m scripts.flags [--check]
 
-The settings are read from fairseq's own parsers (task translation), the answers from where they
-are given: what the arch, the optimizer and the captured step do not cover, and
+The settings come from fairseq's own parsers (task translation). The answers come from the code that
+gives them: the lists of what the arch, the optimizer and the captured step do not support, and
 ``cli/refusals/flags.py``.
-``--check`` writes nothing and fails when the file differs.
+``--check`` writes nothing and fails if the file is out of date.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ COMMANDS = {
     "validate": (options.get_validation_parser, "data --task translation"),
     "interactive": (options.get_interactive_generation_parser, "data"),
 }
-# Registries whose other members' settings are listed too. Those of other optimizers and criteria
-# have one answer, which the text gives.
+# Registries for which the settings of all members are listed. Other optimizers and criteria are not
+# listed: all their settings have the same answer, which the introduction gives.
 CHOICES = ("lr_scheduler", "tokenizer", "bpe", "scoring")
 
-# Settings that make the training data other than fairseq's plain sentence pairs: what
-# ``training.batch.covers`` says of them.
+# Settings with which the training data are not plain sentence pairs, as named by
+# ``training.batch.covers``.
 DATA = {
     "--load-alignments": "alignments",
     "--num-batch-buckets": "batches of bucketed lengths",
 }
-# Which ranks there are; what else several of them read is in ``flags.SEVERAL_RANKS``.
+# Settings that define the ranks; other settings for several ranks are in ``flags.SEVERAL_RANKS``.
 RANKS = """
 --distributed-world-size --distributed-rank --distributed-backend --distributed-init-method
 --distributed-port --device-id --distributed-no-spawn --grouped-shuffling
 """
-# A choice that is refused, of a setting that is not; and where fairseq's layers take over.
+# A refused choice of a setting that is otherwise not refused; settings that use fairseq's layers.
 NOT_WITH_OURS = ("--ddp-backend fully_sharded",)
 OTHER_LAYERS = ("--retain-dropout",)
 NOTES = {
@@ -133,13 +133,13 @@ else. `tests/flags/test_flags_proofs.py` fails when a row has no such test.
 
 
 class Setting(NamedTuple):
-    """One row.
+    """One row: a setting.
 
     Attributes:
-        aliases: all names.
-        commands: those that have it.
-        choices: the components whose setting it is, as in "--lr-scheduler cosine"; [] where a
-            command line of `COMMANDS` has it already.
+        aliases: all names of the setting.
+        commands: the commands that have it.
+        choices: the choices that add this setting, for example "--lr-scheduler cosine"; empty if a
+            command line of `COMMANDS` has the setting already.
     """
 
     aliases: list[str]
@@ -148,7 +148,7 @@ class Setting(NamedTuple):
 
 
 def settings() -> dict[str, Setting]:
-    """Name -> row."""
+    """Return the rows by the setting's name."""
     found: dict[str, Setting] = {}
     plain: set[str] = set()
     for command, (parser_of, words) in COMMANDS.items():
@@ -168,7 +168,7 @@ def settings() -> dict[str, Setting]:
 
 
 def of_choices(command: str) -> Iterator[tuple[argparse.Action, str]]:
-    """Settings that fairseq's parser takes once a component, or --use-bmuf, is chosen."""
+    """Yield (setting, choice) for the settings that only a choice, or --use-bmuf, adds."""
     for kind in CHOICES:
         for chosen, cls in registry.REGISTRIES[kind]["registry"].items():
             for action in actions_of(cls):
@@ -179,7 +179,7 @@ def of_choices(command: str) -> Iterator[tuple[argparse.Action, str]]:
 
 
 def answer(command: str, name: str, choices: list[str]) -> tuple[str, str]:
-    """What becomes of a setting of ``command``: one of the four words, and the reason or ""."""
+    """Return how ``command`` treats a setting: one of the four words, and the reason or ""."""
     if name in flags.UNREAD[command]:
         return UNREAD, ""
     refused = {r.flag: r.reason for r in flags.REFUSED[command] if r.always}
@@ -204,7 +204,7 @@ def answer(command: str, name: str, choices: list[str]) -> tuple[str, str]:
 
 
 def text() -> str:
-    """What docs/flags.md holds."""
+    """Return the text of docs/flags.md."""
     lines = [
         f"| setting | {' | '.join(COMMANDS)} | |",
         "|---|" + "---|" * (len(COMMANDS) + 1),
@@ -226,13 +226,13 @@ def with_choices(choices: list[str]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="fail instead of writing")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
     check = parser.parse_args().check
     expected = text()
     if TABLE.is_file() and TABLE.read_text() == expected:
         return 0
     if check:
-        print(f"{TABLE.name} is stale: run python -m scripts.flags", file=sys.stderr)
+        print(f"{TABLE.name} is out of date: run python -m scripts.flags", file=sys.stderr)
         return 1
     TABLE.parent.mkdir(exist_ok=True)
     TABLE.write_text(expected)

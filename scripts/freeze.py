@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""What a checkout does, bit by bit, so that two of them can be compared: nothing may change in a
-refactoring.
+"""Record the results of a checkout bit by bit, to prove that a refactoring changes nothing.
 
-    python -m scripts.freeze --out A            # in the checkout before
-    python -m scripts.freeze --out B --from A   # after: also goes on from A's checkpoints
+    python -m scripts.freeze --out A            # in the checkout before the change
+    python -m scripts.freeze --out B --from A   # after it; also resumes from A's checkpoints
     diff -r A/frozen B/frozen
 
-Everything is run by the public commands of the checkout that this file lies in, on a corpus made
-here. ``frozen`` holds digests of all tensors of checkpoints within 200 updates, translations, the
-help of every command and docs/flags.md. With --gpu trainings run on the GPU in 16 bits, by cuBLAS's
-own choice of algorithms; else on a CPU.
+Runs the commands of the checkout that contains this file, on a generated corpus. The folder
+``frozen`` contains digests of all tensors in checkpoints of 200 updates, translations, the help
+text of every command, and docs/flags.md. With --gpu, training runs on the GPU with cuBLASLt's first
+proposal for every product (LIGHTSEQ_LINEAR_SEARCH=0), without the cases in float64; otherwise on a
+CPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MODEL = (
 )
 PRE = "--encoder-normalize-before --decoder-normalize-before"
 PAIR = "-s de -t en"
-# Name -> further flags, and the precisions to run.
+# Name -> additional flags, and the precisions to run.
 CASES = {
     "post": (PAIR, "fp64 fp32 bf16 fp16"),
     "pre": (f"{PAIR} {PRE} --share-all-embeddings --update-freq 1,2", "fp64 fp32 bf16 fp16"),
@@ -69,7 +69,7 @@ IN_FLOAT64 = (
 
 
 def corpus(folder: Path) -> None:
-    """1200 pairs: the target is the source backwards, each word translated."""
+    """Write 1200 training pairs: the target is the reversed source, each word translated."""
     draw = random.Random(1)
     folder.mkdir(parents=True)
     for split, count in {"train": 1200, "valid": 60, "test": 60}.items():
@@ -80,7 +80,7 @@ def corpus(folder: Path) -> None:
 
 
 class Checkout:
-    """The commands of this checkout, as a package made of links: no other one is imported."""
+    """The commands of this checkout, in a package of links so that no installed one is imported."""
 
     def __init__(self, work: Path) -> None:
         self.site = work / "site"
@@ -108,7 +108,7 @@ class Checkout:
 
 
 def digests(path: Path) -> str:
-    """A line for each tensor and number of a checkpoint: its name, type, shape and SHA-256."""
+    """Return a line for each tensor (name, dtype, shape, SHA-256) and number of a checkpoint."""
     lines: list[str] = []
 
     def visit(name: str, x: Any) -> None:
@@ -136,10 +136,12 @@ def digests(path: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--from", dest="before", type=Path, help="--out of the checkout before")
-    parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--only", default=",".join(CASES), help="cases")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument(
+        "--from", dest="before", type=Path, help="--out folder of the checkout before the change"
+    )
+    parser.add_argument("--gpu", action="store_true", help="train and translate on the GPU")
+    parser.add_argument("--only", default=",".join(CASES), help="cases, separated by commas")
     given = parser.parse_args()
     out, frozen = given.out.resolve(), given.out.resolve() / "frozen"
     shutil.rmtree(out, ignore_errors=True)
@@ -151,7 +153,7 @@ def main() -> None:
     checkout.run(
         "preprocess", "-s", "de", "-t", "en", "--joined-dictionary", "--destdir", data, *texts
     )
-    for path in list(data.glob("*.de-en.*")):  # for the pair en-de
+    for path in list(data.glob("*.de-en.*")):  # the same data as language pair en-de
         shutil.copy(path, path.with_name(path.name.replace("de-en", "en-de")))
 
     def train(name: str, kind: str, flags: str, *more: str | Path) -> Path:
@@ -181,7 +183,7 @@ def main() -> None:
                 last = next(again.glob(saved[-1].name))
                 expected = (frozen / f"{folder.name}-{last.stem}.txt").read_text()
                 if digests(last) != expected:
-                    sys.exit(f"{folder.name}: going on from {half} ends elsewhere")
+                    sys.exit(f"{folder.name}: resumed from {half}, the run ends with other bits")
             print(folder.name, len(saved), flush=True)
     model = out / "runs" / "pre-fp32" / "checkpoint_last.pt"
     model = given.before.resolve() / "runs/pre-fp32/checkpoint_last.pt" if given.before else model

@@ -1,4 +1,4 @@
-"""The tables and the plot of what lightseq-bench generate has measured, for tables.py."""
+"""The tables and the plot of the results of lightseq-bench generate, for tables.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SYSTEMS = {
 
 
 def cases(rows: Rows) -> dict[str, dict[str, dict[str, Any]]]:
-    """case -> system -> row; cases in the order of the file, systems fast first."""
+    """Return case -> system -> row; cases in the order of the file, the fastest system first."""
     found: dict[str, dict[str, dict[str, Any]]] = {row["case"]: {} for row in rows}
     for row in sorted(rows, key=lambda row: row["decode_s"]):
         found[row["case"]][row["system"]] = row
@@ -34,7 +34,7 @@ def cases(rows: Rows) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def generate_table(rows: Rows) -> list[str]:
-    """Speed, latency and memory of each system in each case."""
+    """Return the table of speed, latency and memory of each system in each case."""
     lines = []
     for case, systems in cases(rows).items():
         fairseq = systems.get("fairseq_no_cudnn")
@@ -64,7 +64,7 @@ def generate_table(rows: Rows) -> list[str]:
 
 
 def generate_by_case(rows: Rows) -> list[str]:
-    """A line for each case: sentences a second of each system, and how much faster ours is."""
+    """Return a table: per case, sentences per second of each system, and our speed-up."""
     lines = []
     for case, systems in cases(rows).items():
         speeds = {name: row["sentences_per_s"] for name, row in systems.items()}
@@ -82,7 +82,7 @@ def generate_by_case(rows: Rows) -> list[str]:
 
 
 def generate_plot(rows: Rows) -> Bars:
-    """Sentences a second of each system, in each case as a share of the fastest."""
+    """Return the plot of sentences per second, in each case as a share of the fastest system's."""
     groups = {}
     for case, systems in cases(rows).items():
         fastest = max(row["sentences_per_s"] for row in systems.values())

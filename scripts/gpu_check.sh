@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# All checks that need a GPU: compile for it, run every test marked gpu without a single skip, run
-# the kernel tests under compute-sanitizer (memcheck, racecheck). Without compute-sanitizer the tests
-# run all the same, and the whole fails. JOBS files at a time, 4 if not said. Uses the Python it is
-# given as it is and installs nothing; logs, test reports, result rows (COMMIT names the commit where
-# there is no .git) and exit status are left in a folder.
-#
-# CHECKS names what is run of "tests memcheck racecheck", all of it if not said.
-#
-# ACTS_AS=80 (or 89, 120) makes the same checks of the code and the choices that GPUs of that compute
-# capability take, on a Hopper card; give each a folder of its own.
+# All checks that need a GPU: compile for it, run every test marked gpu (a skipped test is a
+# failure), and run the kernel tests under compute-sanitizer (memcheck, racecheck). Without
+# compute-sanitizer the tests still run, but the exit status is 1.
 #
 #   PYTHON=.venv/bin/python bash scripts/gpu_check.sh [log folder, default build/gpu_check]
+#
+# The script installs nothing. It writes logs, test reports and result rows to the log folder.
+# Environment variables:
+#   PYTHON    the Python to use (default python3)
+#   JOBS      test files that run in parallel (default 4)
+#   CHECKS    some of "tests memcheck racecheck" (default: all)
+#   COMMIT    the commit for the result rows, if there is no .git folder
+#   ACTS_AS   80, 86, 89, 100 or 120: on a Hopper GPU, check the code for that compute capability;
+#             use another log folder for each
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -25,7 +27,7 @@ python=$(command -v "${PYTHON:-python3}") || {
 }
 case $python in /*) ;; *) python=$PWD/$python ;; esac
 
-step() { # name, command: its output goes to <name>.txt and to the terminal
+step() { # NAME COMMAND...: runs it; its output goes to <name>.txt and to the terminal
     local name=$1
     shift
     echo "== $name"
@@ -36,7 +38,7 @@ step machine "$python" - <<'PYTHON'
 import platform, sys
 import torch
 if not torch.cuda.is_available():
-    sys.exit("gpu_check: torch sees no GPU")
+    sys.exit("gpu_check: torch finds no GPU")
 print(f"python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
 print(*(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())), sep="\n")
 PYTHON
@@ -49,21 +51,21 @@ if [ -n "${ACTS_AS:-}" ]; then
 fi
 step build "$python" scripts/build_cuda.py "${words[@]}"
 
-# The package as it would be installed (setup.cfg puts cli/ into it), of links into this checkout.
-# The tests run from another folder, where the checkout itself is not importable.
+# The package as it would be installed (setup.cfg puts cli/ into it), made of links into this
+# checkout. The tests run from another folder, so that they cannot import the checkout itself.
 site=$log/site
 rm -rf "$site"
 mkdir -p "$site/lightseq_fairseq"
 ln -sfn "$root"/lightseq_fairseq/* "$root/cli" "$site/lightseq_fairseq/"
 ln -sfn "$library" "$site/lightseq_fairseq/_lib"
 export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # references on the CPU, of several files at a time
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # several test files share the CPU
 cd "$log"
 
-# One file of tests, alone or under a tool of compute-sanitizer, which fails it by what it finds.
-# Checked accesses are ten to a hundred times slower: there the largest tests are left out. No
-# backtraces: they would hold on to Python's frames, and so to every tensor of every test.
-run() { # tests, memcheck or racecheck; name of the file
+# Runs one test file, directly or under a tool of compute-sanitizer, whose findings fail the file.
+# The tool makes memory accesses ten to a hundred times slower, so tests marked large are left out.
+# No backtraces: they would keep Python's frames alive, and so all tensors of all tests.
+run() { # CHECK FILE: CHECK is tests, memcheck or racecheck
     local name=$1-$2
     local words=("$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root"
         -p no:cacheprovider -rs --junitxml="$log/$name.xml" "$(find "$root/tests" -name "$2.py")" -m)
@@ -82,15 +84,15 @@ export -f run
 export root log python
 
 # Files without a GPU test are not imported: they may need packages that this machine lacks.
-# Those for which all others wait come last.
+# Files with tests that must run alone come last.
 mapfile -t all < <(find "$root/tests" -name 'test_*.py' | sort)
 mapfile -t files < <({
     grep -l 'mark\.gpu' "${all[@]}" | xargs -d '\n' grep -L 'mark\.alone'
     grep -l 'mark\.alone' "${all[@]}"
 } | xargs -d '\n' basename -s .py)
-# Tests that run out of memory on purpose, look at time or train are not checked again for accesses.
+# memcheck leaves out files whose tests run out of memory on purpose, measure time or train.
 unchecked="allocate|background|generation|model|parity|races|ranks|step|step_faults|step_memory"
-# Races are looked for where no kernel of cuBLAS runs, which racecheck does not bring to an end.
+# racecheck runs only this file, which calls no cuBLAS kernel: under racecheck those do not end.
 sanitizer=$(command -v compute-sanitizer || true)
 checks=" ${CHECKS:-tests memcheck racecheck} "
 list() {
@@ -109,7 +111,7 @@ echo "== tests"
 # shellcheck disable=SC2016
 list | xargs -P "${JOBS:-4}" -L 1 bash -c 'run "$@"' run | tee "$log/tests.txt" || status=1
 
-# One row a check, for scripts/results.
+# One row per check, for scripts/results.
 step results env COMMIT="${COMMIT:-$(git -C "$root" rev-parse HEAD 2>/dev/null || true)}" \
     "$python" - "$log" <<'PYTHON' || status=1
 import datetime, json, os, re, sys

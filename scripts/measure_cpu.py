@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Measures what needs no GPU: parity in float64, time of steps and of translations, packing.
+"""Measure on a CPU: parity in float64, time of steps and of translations, packing.
 
     PYTHONPATH=tests OMP_NUM_THREADS=1 python -m scripts.measure_cpu
 
-Writes scripts/results/cpu.json. Takes a minute; the figures of parity and step are those of the
-tests' own functions, hence PYTHONPATH.
+Writes scripts/results/cpu.json; takes a minute. PYTHONPATH is needed because parity and step times
+are measured by functions of the tests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "cpu.json"
 
 
 def parity_rows(folder: Path) -> list[dict[str, Any]]:
-    """Largest deviation from fairseq over 50 updates, of each of the four models of the test."""
+    """Return the largest deviation from fairseq over 50 updates, for the test's four models."""
     rows = []
     corpus = parity.write_corpus(folder)
     for norm, norm_name in (({}, "post-norm"), (parity.PRE_NORM, "pre-norm")):
@@ -45,7 +45,7 @@ def parity_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def speed_rows(folder: Path) -> list[dict[str, Any]]:
-    """Our time of a step over fairseq's at two batch sizes, and of a batch's translations."""
+    """Return our time relative to fairseq's: of a step at two batch sizes, and of translating."""
     folder = speed.write_wmt_like(folder)
     found = {
         "step/2000 tokens": speed.step_ratios(folder, 2000, 12),
@@ -60,7 +60,7 @@ def speed_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def binarised(folder: Path, pairs: int, vocabulary: int = 40000) -> Any:
-    """Sentence pairs as long as WMT's (lognormal, mean 28, sigma 0.55) in fairseq's files."""
+    """Return a data set of WMT-like sentence lengths (lognormal, mean 28, sigma 0.55) in files."""
     rng = np.random.default_rng(5)
     lengths = np.clip(np.rint(rng.lognormal(3.18, 0.55, pairs)), 2, 200).astype(int)
     translated = np.clip(np.rint(lengths * rng.normal(1.03, 0.15, pairs)), 2, None).astype(int)
@@ -80,7 +80,7 @@ def binarised(folder: Path, pairs: int, vocabulary: int = 40000) -> Any:
 
 
 def packing_rows(folder: Path) -> list[dict[str, Any]]:
-    """Real target tokens a second: of a worker's processor time, and of two workers' loader."""
+    """Return target tokens per second: of a worker's CPU time, and of a loader with two workers."""
     dataset = binarised(folder, 100_000)
     packing = PackingPairs(dataset, Granularity(128))
     with data_utils.numpy_seed(1):
@@ -107,7 +107,7 @@ def packing_rows(folder: Path) -> list[dict[str, Any]]:
             source, batch_sampler=batches[:limit], collate_fn=source.collater, num_workers=2
         )
         samples = iter(loader)
-        next(samples)  # The workers start.
+        next(samples)  # starts the workers
         start, start_cpu = time.perf_counter(), time.process_time()
         counts = [s.ntokens if system == "ours" else s["ntokens"] for s in samples]
         figures = {

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Measures what saving a checkpoint costs training: seconds that updates around a save take more.
+"""Measure how many seconds of training a checkpoint costs.
 
     python -m scripts.measure_saves --folder /tmp/saves -- --arch ls_transformer_wmt_en_de_big_t2t
 
-trains on the benchmark's random corpus, which it writes to the folder, and saves every 600 updates.
-The time of the 50 updates from a save on is compared with that of the 50 before it. What stands
-behind -- goes to lightseq-train.
+Trains on the benchmark's random corpus, which it writes to the folder, and saves every 600 updates.
+The cost of a save is the time of the 50 updates from the save on, minus that of the 50 updates
+before it. Arguments after -- go to lightseq-train.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 WINDOW = 50  # updates; the host is at most two of them ahead of the GPU
-EVERY = 12 * WINDOW  # a save is on the disk by then
+EVERY = 12 * WINDOW  # updates between saves; enough to finish writing to the disk
 
 
 def watch(starts: list[float]) -> None:
-    """``starts`` receives the time at which each update starts."""
+    """Append the start time of each update to ``starts``."""
     from lightseq_fairseq.training.trainer import Trainer
 
     step = Trainer.train_step
@@ -36,10 +36,10 @@ def watch(starts: list[float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--saves", type=int, default=4)
-    parser.add_argument("--pairs", type=int, default=300_000)
-    parser.add_argument("words", nargs="*", help="of lightseq-train, after --")
+    parser.add_argument("--folder", type=Path, required=True, help="for corpus and checkpoints")
+    parser.add_argument("--saves", type=int, default=4, help="number of saves")
+    parser.add_argument("--pairs", type=int, default=300_000, help="sentence pairs of the corpus")
+    parser.add_argument("words", nargs="*", help="arguments of lightseq-train, after --")
     arguments = parser.parse_args()
 
     from lightseq_fairseq.cli import train
@@ -60,13 +60,14 @@ def main() -> None:
     train.main(words, standalone_mode=False)
     costs = []
     for save in range(EVERY, EVERY * arguments.saves + 1, EVERY):
-        # Update `save` + 1 starts when the state has been copied, so the save is in front of it.
+        # Update save + 1 starts after the state has been copied, so the copy is in the time of
+        # update `save`.
         with_save = starts[save + WINDOW] - starts[save - 1]
         without = (starts[save - 1] - starts[save - 1 - WINDOW]) * (WINDOW + 1) / WINDOW
         costs.append(with_save - without)
-        print(f"save at update {save}: {without:.3f} s without, {costs[-1]:+.3f} s with it")
+        print(f"save at update {save}: {without:.3f} s without it, {costs[-1]:+.3f} s with it")
     size = max(path.stat().st_size for path in saves.glob("*.pt"))
-    print(f"median {statistics.median(costs):.3f} s a save of {size / 1e9:.2f} GB")
+    print(f"median {statistics.median(costs):.3f} s per save of {size / 1e9:.2f} GB")
 
 
 if __name__ == "__main__":

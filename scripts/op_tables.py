@@ -1,4 +1,4 @@
-"""The table and the plot of what bench_ops.py has timed, for tables.py."""
+"""The table and the plot of the results of bench_ops.py, for tables.py."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .plots import OTHERS, OURS, Bars, gpus
 
 Rows = list[dict[str, Any]]
 
-# What the table shows: of the ops on tokens one size, of Adam the one there is.
+# Rows in the table: one number of tokens, and Adam's only size.
 OPS_SIZE, ADAM_SIZE = "T16384", "N217M"
 OPS_PLOT = "scripts/results/ops-h200.svg"
-PRODUCTS = "linear", "relu_linear"  # bound by arithmetic, as attention is
+PRODUCTS = "linear", "relu_linear"  # limited by arithmetic, not by memory; so is attention
 PLOTTED = {"ours": ("lightseq-fairseq", OURS), "compile": ("torch.compile", OTHERS)}
-# For the plot's readers; the table has the names of the code.
+# Words for parts of names, in the plot; the table has the names of the code.
 WORDS = {
     "dropout_residual_layer_norm": "dropout + residual + LayerNorm",
     "bias_activation_dropout": "bias + activation + dropout",
@@ -29,7 +29,7 @@ WORDS = {
 
 
 def op_cases(rows: Rows, precision: str = "bf16") -> dict[str, dict[str, dict[str, Any]]]:
-    """Rows of the table's size: op -> system -> row, in the order of the file."""
+    """Return op -> system -> row for the sizes of the table, in the order of the file."""
     cases: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         op, size, dtype = row["case"].split("/")
@@ -39,7 +39,7 @@ def op_cases(rows: Rows, precision: str = "bf16") -> dict[str, dict[str, dict[st
 
 
 def slower_elsewhere(rows: Rows) -> str:
-    """A sentence of all rows outside the table that are slower than torch.compile's code."""
+    """Return a sentence that names all rows, not in the table, slower than torch.compile's code."""
     cases: dict[str, dict[str, float]] = {}
     for row in rows:
         cases.setdefault(row["case"], {})[row["system"]] = row["ms"]
@@ -57,7 +57,7 @@ def slower_elsewhere(rows: Rows) -> str:
 
 
 def least_shares(rows: Rows) -> str:
-    """A sentence of the least share of the copy bandwidth by precision, at the table's size."""
+    """Return a sentence with the lowest share of copy bandwidth per precision, at these sizes."""
     least = []
     for precision in dict.fromkeys(row["case"].split("/")[2] for row in rows):
         shares = {
@@ -74,9 +74,9 @@ def least_shares(rows: Rows) -> str:
 
 
 def op_table(rows: Rows) -> list[str]:
-    """Time and rate of every op, and how many times faster it is than each baseline.
+    """Return the table: time and rate of every op, and the speed-up over each baseline.
 
-    Below stands what the rows that are not shown would say against it.
+    A sentence below it names the unfavourable rows that the table does not show.
     """
     lines = []
     for op, systems in op_cases(rows).items():
@@ -104,7 +104,7 @@ def op_table(rows: Rows) -> list[str]:
 
 
 def op_plot(rows: Rows) -> Bars:
-    """Which share of the copy bandwidth the memory-bound ops reach, ours and compiled."""
+    """Return the plot of the memory-bound ops' share of copy bandwidth: ours and compiled."""
     groups = {}
     for op, systems in op_cases(rows).items():
         if not op.startswith(PRODUCTS):

@@ -1,4 +1,4 @@
-"""README's one table: speed, memory and BLEU of every system, for tables.py."""
+"""README's overview table: speed, memory and BLEU of every system, for tables.py."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TRANSLATION = {
     "t2t_big/btokens/beam4/bf16": "translating a test set",
     "t2t_big/b1/beam4/bf16": "translating one by one",
 }
-# The original LightSeq 2.2.1 and fairseq + apex: target tokens a second, measured when the project
-# began, before there were result files.
+# Target tokens per second of the original LightSeq 2.2.1 and of fairseq + apex. They were measured
+# when the project began, before there were result files.
 AT_THE_START = {
     "t2t_big/4096/bf16": ("163k", "88k"),
     "t2t_big/16384/bf16": ("214k", "158k-163k"),
@@ -30,7 +30,7 @@ NATIVE = "fairseq", "fairseq_no_cudnn", "fairseq_no_cudnn_apex"
 
 
 def overview_table(train: Rows, generate: Rows, convergence: Rows, translation: Rows) -> list[str]:
-    """A line for each measured case, a column for each system; without a row a cell is empty."""
+    """Return a line per case and a column per system; a cell without a result row is empty."""
     lines = []
     for case, words in TRAINING.items():
         ours, native, ratio, cells = _systems(train, case, "tokens_per_s")
@@ -56,7 +56,7 @@ def overview_table(train: Rows, generate: Rows, convergence: Rows, translation: 
 
 
 def _systems(rows: Rows, case: str, figure: str) -> tuple[str, str, str, dict[str, str]]:
-    """Cells of a case: ours, fairseq's fastest, their ratio, and each system's by its name."""
+    """Return the cells of a case: ours, fairseq's fastest, their ratio; and all by system."""
     row = {r["system"]: r for r in rows if r["case"] == case}
     cells = {name: f"{_speed(r[figure])}, {r['peak_gib']:.1f} GiB" for name, r in row.items()}
     natives = [name for name in NATIVE if name in row]

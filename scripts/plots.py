@@ -1,7 +1,7 @@
-"""Pictures of measured figures: what they show, and matplotlib's drawing of it with one look.
+"""Plots of measurements: classes for their content, and functions that draw them in one style.
 
-An SVG carries what it shows as JSON in its description, which `shown` reads back. Whether a picture
-is up to date is asked of that alone: its bytes are another matplotlib's to change.
+An SVG contains its content as JSON in its description; `shown` reads it. A plot is up to date if
+this content is, because its bytes also depend on the version of matplotlib.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-if TYPE_CHECKING:  # who only asks what a picture shows needs no matplotlib
+if TYPE_CHECKING:  # checking the content of a plot must not need matplotlib
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 OURS, OURS_TOO, OURS_PALE = "#1f6fb4", "#5b9bd0", "#a3c8e6"
-OTHERS = "#e39a3b"  # who else makes code for GPUs: torch.compile, CTranslate2
+OTHERS = "#e39a3b"  # torch.compile, CTranslate2
 FAIRSEQ, FAIRSEQ_TOO, FAIRSEQ_PALE = "#5c5c5c", "#909090", "#c6c6c6"
 
 LOOK: dict[str, Any] = {
@@ -42,12 +42,12 @@ LOOK: dict[str, Any] = {
     "grid.color": "#e4e4e4",
     "lines.linewidth": 1.1,
     "legend.frameon": False,
-    "svg.fonttype": "none",  # text stays text, in a font that the reader has
-    "svg.hashsalt": "lightseq_fairseq",  # and no date: the same figures give the same file
+    "svg.fonttype": "none",  # store text as text; the viewer chooses the font
+    "svg.hashsalt": "lightseq_fairseq",  # fixed, so that the same content gives the same file
 }
 WIDTH = 8.5  # inches
-BAR, GAP = 0.15, 0.12  # inches, of a bar and between groups
-FEW = 30  # points, each of which gets a mark
+BAR, GAP = 0.15, 0.12  # inches: height of a bar, gap between groups
+FEW = 30  # curves with fewer points get a mark at each point
 DESCRIPTION = ".//{http://purl.org/dc/elements/1.1/}description"
 
 
@@ -56,10 +56,10 @@ class Bars:
     """Groups of horizontal bars.
 
     Attributes:
-        axis: what a bar's length is.
-        percent: whether it is a share; else a number of thousands.
-        colours: what the bars are of -> colour, as the legend has them.
-        groups: name -> what a bar is of -> its length and what stands at its end.
+        axis: label of the axis: the meaning of a bar's length.
+        percent: whether lengths are shares; otherwise they are shown in thousands.
+        colours: colour of each system, in the order of the legend.
+        groups: name of a group -> system -> length of its bar and the text at its end.
     """
 
     title: str
@@ -82,7 +82,7 @@ class Bars:
         axes.set_yticks(middles, list(self.groups))
         axes.set_ylim(y - GAP, -BAR)
         axes.grid(axis="y", visible=False)
-        axes.margins(x=0.08)  # for the text of the longest
+        axes.margins(x=0.08)  # space for the text of the longest bar
         axes.set_xlabel(self.axis)
         axes.xaxis.set_major_formatter("{x:.0%}" if self.percent else in_thousands)
         figure.set_size_inches(WIDTH, y + 1.3)
@@ -90,12 +90,12 @@ class Bars:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves with axes of their own.
+    """A set of curves in one pair of axes.
 
     Attributes:
-        across, up: what the axes are.
-        limits: the lowest and the highest that is shown.
-        curves: what each is of, and its points.
+        across, up: labels of the x axis and the y axis.
+        limits: limits of the y axis.
+        curves: name (as in the legend) and points of each curve.
     """
 
     title: str
@@ -114,7 +114,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Curves:
-    """Panels side by side; ``colours``: what a curve is of -> colour, as the legend has them."""
+    """Panels side by side. ``colours``: colour of each curve's name, in the legend's order."""
 
     title: str
     colours: Mapping[str, str]
@@ -131,12 +131,12 @@ def in_thousands(x: float, _: int) -> str:
 
 
 def gpus(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Those on which rows were measured, for a title."""
+    """Return the names of the GPUs on which the rows were measured, for a title."""
     return ", ".join(sorted({row["gpu"] for row in rows}))
 
 
 def draw(picture: Bars | Curves, path: Path) -> None:
-    """Writes an SVG of it."""
+    """Write the picture as an SVG file."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -153,7 +153,7 @@ def draw(picture: Bars | Curves, path: Path) -> None:
 
 
 def shown(path: Path) -> Any:
-    """What the picture in a file shows; None where there is none, or it does not say."""
+    """Return the content of the plot in a file; None if the file is missing or has no content."""
     try:
         found = ElementTree.parse(path).find(DESCRIPTION)
         return None if found is None else json.loads(found.text or "")
@@ -162,5 +162,5 @@ def shown(path: Path) -> Any:
 
 
 def is_drawn(picture: Bars | Curves, path: Path) -> bool:
-    """Whether the file shows it."""
+    """Return whether the file shows this picture."""
     return bool(shown(path) == json.loads(json.dumps(asdict(picture))))

@@ -1,11 +1,11 @@
-"""Writes the tables of measured figures into the documents, and the plots, from the result files.
+"""Write the tables of measurements into the documents, and the plots, from the result files.
 
     python -m scripts.tables [--check]
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``: the overview in the
-README, the rest in docs/measured.md. ``TABLES`` names their files. Without
-its result files, a table's place is left as it is. ``--check`` writes nothing and fails when a
-table, or what a plot shows, differs from what its file gives.
+A table is between ``<!-- table: NAME -->`` and ``<!-- end -->``: the overview in the README, the
+others in docs/measured.md. ``TABLES`` lists their result files. A table whose result files are
+missing is not changed. ``--check`` writes nothing, and fails if a table or the content of a plot
+does not agree with its result files.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SYSTEMS = {"lightseq": "`lightseq-train`", "fairseq": "fairseq (same flags, `--n
 
 
 def bleu_table(rows: list[dict[str, Any]]) -> list[str]:
-    """BLEU, updates and training time of each run; machine and signature below."""
+    """Return the table of BLEU, updates and training time of each run."""
     lines = []
     for row in sorted(rows, key=lambda row: (row["seed"], row["system"] != "lightseq")):
         lines.append([
@@ -68,7 +68,7 @@ def bleu_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def train_cases(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """case -> system -> row; models in the file's order, small sizes and fast systems first."""
+    """Return case -> system -> row. Models keep their order; small sizes and fast systems first."""
     cases: dict[str, dict[str, dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: -row["tokens_per_s"]):
         cases.setdefault(row["case"], {})[row["system"]] = row
@@ -82,7 +82,7 @@ def train_cases(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any
 
 
 def train_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Speed of each system in each case; below, the parts of our step."""
+    """Return the table of each system's speed in each case, and one of the parts of our step."""
     lines, parts = [], []
     ours = [row["part_ms"] for row in rows if row["system"] == "ours"]
     shown = {part: name for part, name in PARTS.items() if any(ms.get(part) for ms in ours)}
@@ -122,7 +122,7 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def train_by_case(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each case that fairseq was measured in: its fastest system, and ours."""
+    """Return a table with a line for each case with fairseq: fairseq's fastest system, and ours."""
     lines, shown = [], []
     for case, systems in train_cases(rows).items():
         native = [row for name, row in systems.items() if "fairseq" in name]
@@ -148,7 +148,7 @@ def train_by_case(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def train_plot(rows: list[dict[str, Any]]) -> Bars:
-    """Target tokens a second of each system in each case."""
+    """Return the plot of target tokens per second of each system in each case."""
     groups = {
         in_words(case): {
             TRAIN_SYSTEMS[system][0].strip("`"): (
@@ -178,7 +178,7 @@ def in_words(case: str) -> str:
 
 
 def check_table(rows: list[dict[str, Any]]) -> list[str]:
-    """What each check of gpu_check.sh ran, and what it found."""
+    """Return the table of the checks of gpu_check.sh: numbers of tests, and what they found."""
     lines = []
     for row in rows:
         found = "; ".join(row.get("summary", []))
@@ -196,7 +196,7 @@ def check_table(rows: list[dict[str, Any]]) -> list[str]:
 
 TRAIN, GENERATE = "scripts/results/train-h200.json", "scripts/results/generate-h200.json"
 TRANSLATION = "scripts/results/translation-h200.json"
-# name of a table -> its result files, and the function that makes it of their rows
+# name of a table -> its result files, and the function that makes the table from their rows
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[str]]]] = {
     "overview": ((TRAIN, GENERATE, CONVERGENCE, TRANSLATION), overview_table),
     "quickstart": (("examples/quickstart/results/bleu.json",), bleu_table),
@@ -218,7 +218,7 @@ PLOTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], Bars | Curves]]] = 
 
 
 def filled(text: str) -> str:
-    """``text`` with every table made anew."""
+    """Return ``text`` with every table rewritten."""
 
     def table(match: re.Match[str]) -> str:
         paths, render = TABLES[match[1]]
@@ -237,7 +237,7 @@ def rows_of(path: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="fail instead of writing")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
     check = parser.parse_args().check
     documents = [ROOT / name for name in DOCUMENTS if (ROOT / name).exists()]
     texts = {document: document.read_text(encoding="utf-8") for document in documents}

@@ -1,4 +1,4 @@
-"""The table of what examples/multi30k/translation.py has compared and timed, for tables.py."""
+"""The table of the results of examples/multi30k/translation.py, for tables.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Rows = list[dict[str, Any]]
 
 
 def translation_table(rows: Rows) -> list[str]:
-    """How alike both systems translate in each case, and what validating by BLEU takes."""
+    """Return the table of how far both systems' translations agree, and validation times below."""
     compared = [row for row in rows if "identical_share" in row]
     lines = []
     for row in compared:

@@ -26,7 +26,7 @@
 
 namespace lightseq {
 
-// An algorithm of cublasLt, or (tile > 0) a tile shape of linear_tiles.cu, numbered from 1.
+// An algorithm of cuBLASLt, or (tile > 0) a tile shape of linear_tiles.cu, numbered from 1.
 struct Algorithm {
   cublasLtMatmulAlgo_t algo;
   bool needs_workspace;

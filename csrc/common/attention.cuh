@@ -34,8 +34,8 @@ struct Tile {
   __device__ __forceinline__ T* row(int i) { return numbers[i]; }
 };
 
-// For __launch_bounds__: 512 threads per multiprocessor, with 128 registers each, which 16-bit
-// heads of width 64 need.
+// Minimum of resident blocks per SM, for __launch_bounds__: 512 threads per SM, with 128 registers
+// each, which 16-bit heads of width 64 need.
 template <typename T, int kWidth, int kThreads>
 constexpr int kMinBlocks = kWidth == 64 && sizeof(T) == 2 ? 512 / kThreads : 1;
 
@@ -230,7 +230,7 @@ Packed<T> packed(const char* op, const char* name, const Tensor& x) {
   check_rows(op, name, x);
   constexpr int64_t kMost = INT_MAX / sizeof(T);
   require(x.size(0) <= INT_MAX && x.stride(0) <= kMost && x.stride(1) <= kMost, op, ": ", name,
-          " has too many rows, or rows too far apart");
+          " must have fewer than 2^31 rows, and strides below 2^31 bytes");
   return {static_cast<T*>(x.data_ptr()), static_cast<int>(x.stride(0) * sizeof(T)),
           static_cast<int>(x.stride(1) * sizeof(T))};
 }
@@ -244,8 +244,8 @@ inline Dropout dropout_of(const char* op, const Tensor& rng, int64_t site, doubl
 template <typename Function>
 void dispatch(const char* op, const char* name, ScalarType type, int64_t width,
               Function&& function) {
-  require(width % 8 == 0 && width >= 8 && width <= 128, op, ": heads of ", width,
-          " numbers; on a GPU the head width must be a multiple of 8 up to 128");
+  require(width % 8 == 0 && width >= 8 && width <= 128, op,
+          ": the head width must be a multiple of 8 up to 128 on a GPU, got ", width);
   const std::string what = std::string(op) + ": " + name;
   dispatch_float(type, what.c_str(), [&](auto zero) {
     if (width <= 64) {

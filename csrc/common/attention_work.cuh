@@ -39,7 +39,7 @@ struct Work {
   int heads;
   int width;
   bool causal;
-  float sentences_per_row;  // rows of queries and keys
+  float sentences_per_row;  // per row of queries and keys together
   int window_shift;         // a window is 2^window_shift rows
   int64_t blocks;
 

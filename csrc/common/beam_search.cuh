@@ -172,13 +172,13 @@ struct GivenRules {
 
 inline Rules rules_of(const char* op, const Tensor& logits, const Tensor& scores,
                       const Tensor& progress, const GivenRules& given) {
-  require(logits.size(1) <= INT32_MAX - kSize, op, ": more than 2^31 tokens");
+  require(logits.size(1) <= INT32_MAX - kSize, op, ": V must be below 2^31, got ", logits.size(1));
   require(logits.stride(1) == 1, op, ": logits must be contiguous in the last dimension");
   require(scores.is_contiguous() && progress.is_contiguous(), op,
           ": scores and progress must be contiguous");
-  require(given.temperature > 0.0, op, ": temperature must be positive, is ", given.temperature);
+  require(given.temperature > 0.0, op, ": temperature must be positive, got ", given.temperature);
   for (const int64_t token : {given.pad, given.eos, given.unk}) {
-    require(token >= 0 && token < logits.size(1), op, ": pad, eos and unk must be tokens, not ",
+    require(token >= 0 && token < logits.size(1), op, ": pad, eos and unk must be in [0, V), got ",
             token);
   }
   return {.progress = progress.const_data_ptr<int>(),

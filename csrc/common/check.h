@@ -17,8 +17,8 @@
 
 namespace lightseq {
 
-// If !holds, raises RuntimeError in Python with exactly the parts as its message; torch's own macro
-// would add this file's name in front.
+// Raises RuntimeError in Python if !holds. The message consists of the parts only; torch's own
+// macro would put the name of this file in front.
 template <typename... Parts>
 void require(bool holds, const Parts&... parts) {
   if (holds) return;
@@ -76,18 +76,18 @@ inline torch::stable::Tensor allocate(
     std::optional<torch::headeronly::ScalarType> type = std::nullopt) {
   double elements = 1.0;
   for (const int64_t size : sizes) {
-    require(size >= 0, "lightseq: a tensor cannot have ", size, " rows or columns");
+    require(size >= 0, "lightseq: a tensor cannot have a dimension of ", size);
     elements *= static_cast<double>(size);
   }
-  require(elements < 0x1p59, "lightseq: no tensor can have ", elements, " numbers");
+  require(elements < 0x1p59, "lightseq: a tensor cannot have ", elements, " elements");
   try {
     const NoTorchLog quiet;
     return torch::stable::new_empty(like, sizes, type);
   } catch (const std::exception&) {
     const cudaError_t error = lasting_error(like.get_device());
     require(error == cudaSuccess,
-            "lightseq: no memory can be allocated: ", cudaGetErrorString(error));
-    require(false, "CUDA out of memory: lightseq wanted room for ", elements, " more numbers");
+            "lightseq: cannot allocate GPU memory: ", cudaGetErrorString(error));
+    require(false, "CUDA out of memory: lightseq cannot allocate ", elements, " more elements");
     throw;
   }
 }
@@ -95,15 +95,15 @@ inline torch::stable::Tensor allocate(
 // torch's current stream on `device`.
 //
 // The function is in libtorch_cuda, which a CPU build of torch does not have. With a direct
-// reference this library would not load there, and a weak reference crashes. So the function is
-// looked up once, in the copy that torch has loaded.
+// reference, this library would not load there; with a weak reference, the call would crash. So the
+// function is looked up once, in the copy that torch has loaded.
 inline cudaStream_t current_stream(int32_t device) {
   using GetStream = AOTITorchError (*)(int32_t, void**);
   static const GetStream get_stream = [] {
     void* torch_cuda = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
     void* symbol =
         torch_cuda == nullptr ? nullptr : dlsym(torch_cuda, "aoti_torch_get_current_cuda_stream");
-    require(symbol != nullptr, "lightseq: this torch has no CUDA support");
+    require(symbol != nullptr, "lightseq: this torch has no CUDA support; install a CUDA build");
     return reinterpret_cast<GetStream>(symbol);
   }();
   void* stream = nullptr;
@@ -119,7 +119,7 @@ inline void check_rows(const char* op, const char* name, const torch::stable::Te
   if (x.numel() == 0) return;
   const int64_t last = x.dim() - 1;
   require(x.size(last) % 8 == 0, op, ": ", name, " has rows of ", x.size(last),
-          " numbers; on a GPU it must be a multiple of 8");
+          " elements; on a GPU the number must be a multiple of 8");
   const int64_t size = static_cast<int64_t>(x.element_size());
   bool aligned = x.stride(last) == 1 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
   for (int64_t i = 0; i < last; ++i) {
@@ -129,7 +129,7 @@ inline void check_rows(const char* op, const char* name, const torch::stable::Te
           " must be contiguous in its last dimension, with rows on 16-byte boundaries");
 }
 
-// Number of blocks if each does `per_block` units of the work.
+// Number of blocks, if there are `work` units of work and each block does `per_block` of them.
 inline int64_t blocks_for(int64_t work, int64_t per_block) {
   return (work + per_block - 1) / per_block;
 }

@@ -1,4 +1,4 @@
-// The functions of libcublasLt, looked up at run time in the copy that torch has loaded. A link
+// The functions of cuBLASLt, looked up at run time in the copy that torch has loaded. A link
 // dependency would fail with a CPU build of torch, which has no such library, and could load a
 // second copy. The header cublasLt.h fits all libraries of the same major version.
 #pragma once
@@ -27,7 +27,7 @@ struct CublasLt {
   decltype(&cublasLtMatrixLayoutInit_internal) init_layout;
 
   void check(cublasStatus_t status, const char* op) const {
-    require(status == CUBLAS_STATUS_SUCCESS, op, ": cublasLt: ", message(status));
+    require(status == CUBLAS_STATUS_SUCCESS, op, ": cuBLASLt: ", message(status));
   }
 };
 
@@ -37,7 +37,7 @@ inline const CublasLt& cublaslt() {
     void* library = dlopen(name.c_str(), RTLD_NOLOAD | RTLD_LAZY);
     if (library == nullptr) library = dlopen(name.c_str(), RTLD_LAZY);
     require(library != nullptr, "lightseq: ", name,
-            " was not found; it comes with a CUDA build of torch");
+            " was not found; install a CUDA build of torch, which includes it");
     const auto find = [&](auto& function, const char* symbol) {
       void* const address = dlsym(library, symbol);
       require(address != nullptr, "lightseq: ", name, " has no ", symbol);

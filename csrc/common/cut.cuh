@@ -1,4 +1,4 @@
-// Cuts a row that may start at any address into parts aligned to memory lines.
+// Divides a row that may start at any address into aligned vectors and single numbers (scalars).
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@ namespace lightseq {
 
 constexpr int kLineBytes = 128;
 
-// [0, head) one by one, then `vectors` groups of 8, then the rest one by one. Aligned groups make
-// warps read and write whole memory lines, so no two warps share a line.
+// The columns before `head` are scalars, then follow `vectors` groups of 8, then scalars again. The
+// groups begin at a cache line. So warps read and write whole lines, and no two warps share a line.
 struct Cut {
   int head, vectors, scalars;
 
@@ -19,7 +19,7 @@ struct Cut {
     const auto address = static_cast<unsigned>(reinterpret_cast<uintptr_t>(row));
     head = min(classes, static_cast<int>((-address % kLineBytes) / sizeof(T)));
     vectors = (classes - head) / kColumnsPerDraw;
-    scalars = classes - vectors * kColumnsPerDraw;  // fewer than one line plus one vector
+    scalars = classes - vectors * kColumnsPerDraw;  // at both ends; fewer than a line and a vector
   }
   __device__ __forceinline__ int column_of_vector(int i) const {
     return head + i * kColumnsPerDraw;

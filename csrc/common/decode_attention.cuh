@@ -28,7 +28,7 @@ using attention::Base;
 using torch::stable::Tensor;
 
 constexpr int kWarps = 8;               // per block; all may split the keys of one query
-constexpr int kBusyWarps = 32;          // per multiprocessor; with more, keys are not split
+constexpr int kBusyWarps = 32;          // per SM; with more, keys are not split
 constexpr int kSize = kColumnsPerDraw;  // channels per lane
 
 // ---- softmax ----
@@ -267,8 +267,7 @@ __global__ void __launch_bounds__(kWarp* kWarps)
 
 // ---- launch ----
 
-// The largest team, of at most `warps` warps, with which no multiprocessor has more than
-// `busy_warps` warps.
+// The largest team, of at most `warps` warps, with which no SM has more than `busy_warps` warps.
 inline Team team_for(int64_t items, int32_t device, int warps, int busy_warps) {
   const int64_t busy = resident_blocks(device, busy_warps);
   Team team{0};
@@ -298,7 +297,7 @@ template <typename T>
 int stride_between(const char* op, const Tensor& keys, int64_t dimension) {
   const int64_t stride = keys.stride(dimension) * static_cast<int64_t>(sizeof(T)) / kStrideUnit;
   require(stride <= INT_MAX && keys.size(dimension) <= INT_MAX / kStrideUnit, op,
-          ": keys are too far apart");
+          ": keys must have strides below 2^35 bytes, and dimensions below 2^27");
   return static_cast<int>(stride);
 }
 

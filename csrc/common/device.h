@@ -50,7 +50,7 @@ inline int shared_memory_of_block(int32_t device) {
   return kActsAs == 0 ? most : std::min(most, shared_memory_of_capability(kActsAs));
 }
 
-// Bytes of shared memory per multiprocessor, including the driver's share for each block.
+// Bytes of shared memory per SM, including the driver's share for each block.
 inline int shared_memory_of_multiprocessor(int32_t device) {
   const int most = attribute_of(device, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   return kActsAs == 0 ? most : std::min(most, shared_memory_of_capability(kActsAs) + (1 << 10));

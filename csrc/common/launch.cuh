@@ -31,7 +31,7 @@
 namespace lightseq {
 
 // The next kernel may start when all blocks have called this or have ended. Its blocks then occupy
-// multiprocessors while they wait. This costs nothing if all blocks of this kernel are resident.
+// SMs while they wait. This costs nothing if all blocks of this kernel are resident.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -97,7 +97,7 @@ void launch(const Launch& how, void (*kernel)(Parameters...), const Arguments&..
   if (how.shared > 0) {
     const int room = dynamic_shared_memory_of(reinterpret_cast<const void*>(kernel), device);
     require(static_cast<int64_t>(how.shared) <= room, how.op, ": these sizes need ", how.shared,
-            " bytes of shared memory and this GPU has ", room);
+            " bytes of shared memory per block; this GPU has ", room);
   }
   cudaLaunchAttribute attribute{};
   cudaLaunchConfig_t config{};

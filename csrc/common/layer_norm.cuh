@@ -53,8 +53,8 @@ void dispatch_shape(int64_t columns, Function&& function) {
 }
 
 inline void check_width(const char* op, int64_t columns) {
-  require(columns <= kMaxColumns, op, ": rows have ", columns,
-          " numbers; on a GPU they may have at most ", kMaxColumns);
+  require(columns <= kMaxColumns, op, ": rows must have at most ", kMaxColumns,
+          " elements on a GPU, got ", columns);
 }
 
 // A tensor like x, or an empty one if the output does not exist.
@@ -108,7 +108,7 @@ inline Rows one_each(int64_t rows, int64_t teams) {
 __device__ __forceinline__ void keep(int64_t& x) { asm volatile("" : "+l"(x)); }
 __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
-// Queue of a team's rows in shared memory; a row of kInputs tensors is stored side by side.
+// Queue of a team's rows in shared memory. The rows of the kInputs tensors are stored side by side.
 template <typename T, typename S, int kInputs>
 class RowQueue {
  public:

@@ -115,7 +115,8 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
   }
 }
 
-// c's rows g += low * row, rows g + 8 += high * row; `row` points at the lane's first column.
+// Adds low * row to row g of c, and high * row to row g + 8. `row` points to the lane's first
+// column.
 template <int kWidth>
 __device__ __forceinline__ void multiply_add_row(float (&c)[kWidth / 8][4], float low, float high,
                                                  const float* row) {

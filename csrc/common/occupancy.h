@@ -12,12 +12,13 @@
 
 namespace lightseq {
 
-// For `per_multiprocessor` resident blocks (or warps) per multiprocessor.
+// Number of resident blocks (or warps) on the GPU, if each SM has `per_multiprocessor` of them.
 inline int64_t resident_blocks(int32_t device, int64_t per_multiprocessor) {
   return attribute_of(device, cudaDevAttrMultiProcessorCount) * per_multiprocessor;
 }
 
-// `shared`: bytes of dynamic shared memory.
+// Number of resident blocks of `kernel` on the GPU. shared: bytes of dynamic shared memory per
+// block.
 template <typename Kernel>
 int64_t resident_blocks(Kernel kernel, int threads, int32_t device, size_t shared = 0) {
   int side_by_side = 0;

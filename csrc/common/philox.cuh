@@ -3,7 +3,7 @@
 //
 // Nothing is stored between forward and backward. A bit is a pure function of where it is used:
 //
-//   key      (seed low, seed high)                             one per run
+//   key      (seed low, seed high)                             32 bits each
 //   counter  (column / 8, row, site, micro-batch)              32 bits each
 //
 // `site` numbers the dropouts in the model; `row` and `column` are the coordinates of the element,

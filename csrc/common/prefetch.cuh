@@ -1,10 +1,10 @@
 // Prefetches into the L2 cache, which the whole GPU shares. A prefetch returns no value. So it may
-// come before griddepcontrol_wait(), whatever the previous kernel writes, and its address may be
-// out of date. Values that only serve to compute the next prefetch are read with peek(); check them
-// against the bounds of the memory.
+// be called before griddepcontrol_wait(), whatever the previous kernel writes, and it does no harm
+// if its address is out of date. To compute addresses of prefetches, read values with peek(); they
+// may be out of date, so check that the address is within the tensor.
 //
-// In a decode step of few hypotheses the weights evict everything else from L2. Without prefetches
-// each read of a chain of dependent reads would wait for memory.
+// In a decode step of few hypotheses the weights evict everything else from L2. Without prefetches,
+// each read in a chain of dependent reads would wait for memory.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -53,7 +53,7 @@ struct alignas(128) Ring {
   static constexpr int kChunks = kWidth / kSize, kAtOnce = kWarp / kChunks;
   static constexpr int kLoadRows = kRows - kKeyTile;   // maximum; leaves room for another family
   static constexpr int kStaging = kRows - kQueryTile;  // free if there is at most one load
-  // Blocks that fit on a multiprocessor.
+  // Resident blocks per SM, limited by shared memory.
   static constexpr int kBlocks = 768 * 64 / (kRingWarps * kRows * kWidth);
 
   T rows[kRows][2][kWidth];     // keys and their values
@@ -64,9 +64,9 @@ struct alignas(128) Ring {
     return &rows[row][side][(number ^ row % 8) * kSize];
   }
 
-  // at(i): address of the head's i-th key; any address past the load's last key. Channels that do
-  // not exist are copies of the last ones; they are multiplied by a query of 0, or not stored.
-  // wait() counts each call as one load.
+  // Starts the copies of a load. at(i): address of the head's i-th key; past the load's last key it
+  // may return any address. Channels that do not exist are copies of the last ones; they are
+  // multiplied by a query of 0, or not stored. wait() counts each call as one load.
   template <typename At>
   __device__ __forceinline__ void copy(const Load& load, const At& at, int64_t to_value,
                                        int width) {

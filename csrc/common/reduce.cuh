@@ -1,5 +1,5 @@
 // Reductions (sum, maximum) over a warp or a block, in a fixed order: the same input gives the same
-// bits. All threads of the warp or block must call, and all receive the result.
+// bits. All threads of the warp or block must call them, and all receive the result.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct Sum {
   }
 };
 
-// Drops NaN, as fmaxf does; where a NaN must propagate, it does so through a sum.
+// Ignores NaN, as fmaxf does. Callers that must propagate a NaN do so through a sum.
 struct Max {
   __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };

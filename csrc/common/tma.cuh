@@ -37,7 +37,8 @@ inline CUtensorMap tensor_map_of(const Matrix& x, int rows) {
 #else
     cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
 #endif
-    require(function != nullptr, "lightseq: the driver has no cuTensorMapEncodeTiled");
+    require(function != nullptr,
+            "lightseq: the NVIDIA driver has no cuTensorMapEncodeTiled; install a newer driver");
     return reinterpret_cast<Encode>(function);
   }();
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(x.columns), static_cast<cuuint64_t>(x.rows)};
@@ -49,8 +50,8 @@ inline CUtensorMap tensor_map_of(const Matrix& x, int rows) {
       &map, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, x.data,
       sizes, &stride, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  require(status == CUDA_SUCCESS, "lightseq: no tensor map of a matrix of ", x.rows, " x ",
-          x.columns, " (CUDA error ", static_cast<int>(status), ")");
+  require(status == CUDA_SUCCESS, "lightseq: cannot make a tensor map of a matrix of ", x.rows,
+          " x ", x.columns, " (CUDA error ", static_cast<int>(status), ")");
   return map;
 }
 

@@ -12,7 +12,7 @@
 
 #include "device.h"
 
-// Where the body of a kernel that uses this may stand.
+// Defined if the code being compiled is for sm_90a: only then can a kernel's body use wgmma.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define LIGHTSEQ_HAS_WGMMA
 #endif

@@ -1,1 +1,1 @@
-"""Multi30k English-German; its Python runs from the root."""
+"""Multi30k English-German. Run its Python modules from the root of the repository."""

@@ -1,19 +1,19 @@
-"""Trains with both systems and several seeds, many runs at once, and keeps their curves as rows.
+"""Train with both systems and several seeds, many runs in parallel, and record their curves.
 
     python -m examples.multi30k.convergence [--jobs N] [--data DIR] [--out DIR]
         [--model small|t2t_big] [--seeds N] [--updates N] [-- WORD...]
 
-Two models of run.sh: ``small``, its recipe to the BLEU score, six seeds a system; and
-``t2t_big``, the layers of a Transformer big in bf16, for the loss curves of four seeds a system.
-Each run has a folder with its logs in ``--out``. As soon as it has ended, its row is in
-``convergence.json`` there, and its checkpoints are deleted. Given again, the command trains what
-has no row yet, from the start. WORDs go to every lightseq-train.
+The models are those of run.sh: ``small``, trained and scored with BLEU, six seeds per system; and
+``t2t_big``, the layers of a Transformer big in bf16, only for loss curves, four seeds per system.
+Each run has a folder with its logs in ``--out``. When a run has ended, its row is written to
+``convergence.json`` there, and its checkpoints are deleted. The same command, given again, trains
+all runs that have no row yet, from their start. WORDs are passed to every lightseq-train.
 
 A row: ``case`` (model and precision), ``system``, ``seed``, ``bleu`` (null for ``t2t_big``),
 ``updates``, ``seconds`` (wall time of training with its validations), ``runs_at_once``, ``mps``
-(whether they shared the GPU by CUDA's Multi-Process Service, which does not take turns), and
-``train_curve`` and ``valid_curve`` as lists of [update, seconds, loss], losses in bits a target
-token with label smoothing. ``valid_loss`` is the last of them.
+(whether runs shared the GPU by CUDA's Multi-Process Service, so that their kernels overlap instead
+of taking turns), ``train_curve`` and ``valid_curve`` (lists of [update, seconds, loss]; losses in
+bits per target token, with label smoothing), and ``valid_loss``, the last validation loss.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SEEDS = {"small": 6, "t2t_big": 4}
 
 
 class Run(NamedTuple):
-    """One training, by the words of run.sh."""
+    """One training, named by arguments of run.sh."""
 
     model: str
     system: str
@@ -51,12 +51,12 @@ class Run(NamedTuple):
         return f"{self.model}/{self.precision}"
 
     def __str__(self) -> str:
-        """The name of its folder in run.sh."""
+        """Return the name of the run's folder, as in run.sh."""
         return f"{self.model}-{self.system}-seed{self.seed}-{self.precision}"
 
 
 def command(run: Run, args: argparse.Namespace) -> Command:
-    """What trains a run from its beginning."""
+    """Return the command that trains a run from its start; delete its earlier files."""
     folder = args.out / str(run)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -67,9 +67,9 @@ def command(run: Run, args: argparse.Namespace) -> Command:
     words += ["--data", args.data, "--out", args.out]
     environment = {
         "PRECISION": run.precision,
-        # fairseq at its fastest, whatever the caller's environment says.
+        # fairseq's fastest setting, whatever the caller's environment says.
         "LIGHTSEQ_CUDNN_ATTENTION": "0",
-        # Runs beside each other: algorithms timed here would be a matter of luck, and stay on disk.
+        # Parallel runs disturb the timing of algorithms, and a wrong choice would be kept on disk.
         "LIGHTSEQ_LINEAR_SEARCH": "0",
         "OMP_NUM_THREADS": "1",
     }
@@ -77,9 +77,9 @@ def command(run: Run, args: argparse.Namespace) -> Command:
 
 
 def curves_of(log: Path) -> tuple[list[list[float]], list[list[float]]]:
-    """Training and validation: [update, seconds, loss] each time that one was logged.
+    """Return the training and the validation curve: [update, seconds, loss] of each record.
 
-    fairseq does not log when it validates: the time is that of the last training record before.
+    fairseq does not log the time of a validation, so the time of the last training record is used.
     """
     train: list[list[float]] = []
     valid: list[list[float]] = []
@@ -94,10 +94,10 @@ def curves_of(log: Path) -> tuple[list[list[float]], list[list[float]]]:
 
 
 def finish(run: Run, folder: Path, about: Row) -> Row:
-    """The row of a run that has ended well; its checkpoints have done their service."""
+    """Return the row of a successful run, and delete its checkpoints."""
     train, valid = curves_of(folder / "train.log")
     if not valid:
-        sys.exit(f"convergence.py: {folder / 'train.log'} holds no validation")
+        sys.exit(f"convergence.py: {folder / 'train.log'} has no validation records")
     score: dict[str, Any] = {"bleu": None}
     if run.model == "small":
         score = json.loads((folder / "bleu.json").read_text(encoding="utf-8"))
@@ -118,7 +118,7 @@ def finish(run: Run, folder: Path, about: Row) -> Row:
 
 
 def train_all(runs: list[Run], args: argparse.Namespace, results: Path) -> list[Run]:
-    """Trains ``runs``, ``--jobs`` at a time, and writes their rows; returns those that failed."""
+    """Train ``runs``, ``--jobs`` in parallel, and write their rows. Returns the failed runs."""
     about = {
         **circumstances(),
         "runs_at_once": min(args.jobs, len(runs)),
@@ -137,24 +137,24 @@ def train_all(runs: list[Run], args: argparse.Namespace, results: Path) -> list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2),
-                        help="runs at a time, on the one GPU  [half the CPU cores]")  # fmt: skip
-    parser.add_argument("--data", type=Path, default=HERE / "data", help="what prepare.sh made")
+                        help="parallel runs, on one GPU  [half the CPU cores]")  # fmt: skip
+    parser.add_argument("--data", type=Path, default=HERE / "data", help="folder of prepare.sh")
     parser.add_argument("--out", type=Path, default=HERE / "out" / "convergence",
-                        help="folder of the rows and of the runs' logs")  # fmt: skip
-    parser.add_argument("--model", choices=SEEDS, help="this one alone")
-    parser.add_argument("--seeds", type=int, help="seeds of each system  [6 small, 4 t2t_big]")
-    parser.add_argument("--updates", type=int, help="instead of the recipe's number")
-    parser.add_argument("words", nargs="*", metavar="-- WORD", help="more words for lightseq-train")
+                        help="folder for the rows and the runs' logs")  # fmt: skip
+    parser.add_argument("--model", choices=SEEDS, help="train only this model")
+    parser.add_argument("--seeds", type=int, help="seeds per system  [6 for small, 4 for t2t_big]")
+    parser.add_argument("--updates", type=int, help="updates per run, instead of the recipe's")
+    parser.add_argument("words", nargs="*", metavar="-- WORD", help="arguments of lightseq-train")
     args = parser.parse_args()
     if args.jobs < 1:
-        parser.error("--jobs is 1 or more")
+        parser.error("--jobs must be at least 1")
     if shutil.which("lightseq-train") is None:
-        sys.exit("convergence.py: lightseq-train is not on the PATH: activate its environment")
+        sys.exit("convergence.py: lightseq-train is not on the PATH; activate its environment")
     args.out = args.out.resolve()
     if not (args.data / "bin").exists():
         subprocess.run(["bash", HERE / "prepare.sh", args.data], check=True)
 
-    # fairseq's take the longest, so they start first.
+    # fairseq's runs take the longest, so start them first.
     runs = [
         Run(model, system, seed)
         for system in ("fairseq", "lightseq")

@@ -3,9 +3,10 @@
 #
 #   bash examples/multi30k/prepare.sh [FOLDER]        default: examples/multi30k/data
 #
-# MULTI30K (default: examples/multi30k/raw) is the folder of the raw files
-# {train,val,test_2016_flickr}.{en,de}.gz of task 1 in the multi30k dataset's repository. MERGES sets the number of subword merges.
-# FOLDER can be copied to another machine: training and scoring there need nothing else.
+# Environment variables: MULTI30K (default: examples/multi30k/raw) is the folder of the raw files
+# {train,val,test_2016_flickr}.{en,de}.gz of task 1 in the multi30k dataset's repository; MERGES
+# (default: 8000) is the number of subword merges. FOLDER can be copied to another machine: training
+# and scoring there need nothing else.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -25,7 +26,7 @@ done
 
 for program in sacremoses subword-nmt lightseq-preprocess; do
     command -v "$program" >/dev/null || {
-        echo "prepare.sh: $program is not on the PATH: activate the environment that has it" >&2
+        echo "prepare.sh: $program is not on the PATH; activate the environment that has it" >&2
         exit 2
     }
 done

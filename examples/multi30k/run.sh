@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Multi30k English-German: train, average, translate test_2016_flickr, score, write the result's row
-# into bleu.json of --out.
+# Multi30k English-German: train, average checkpoints, translate test_2016_flickr, score, and write
+# the result's row to bleu.json in the --out folder.
 #
 #   bash examples/multi30k/run.sh [--native] [--model small|t2t_big] [--seed N] [--updates N]
 #                                 [--data DIR] [--out DIR] [-- WORD...]
 #
-# --native runs stock fairseq's model, optimizer and criterion with the same flags. PRECISION is
-# fp32 (default; bf16 for t2t_big), fp16 or bf16. An interrupted run continues where its last
-# checkpoint stands; to train anew, delete its folder under DIR. WORDs go to lightseq-train as they
-# are. A training that saves nothing ends the run: --no-save, as t2t_big has it, of which the loss
-# curves are all that is wanted.
+# --native trains fairseq's own model, optimizer and criterion with the same flags. The environment
+# variable PRECISION is fp32 (default of small), fp16 or bf16 (default of t2t_big). An interrupted
+# run resumes from its last checkpoint; to train again from the start, delete its folder in DIR.
+# WORDs are passed to lightseq-train. If training saves no checkpoint (--no-save), the script ends
+# after the loss curves; t2t_big is trained like this.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -37,10 +37,10 @@ while [ $# -gt 0 ]; do
 done
 for number in "$seed" "${updates:-1}"; do
     case $number in
-        *[!0-9]*) echo "run.sh: --seed and --updates are numbers, not $number" >&2; exit 2 ;;
+        *[!0-9]*) echo "run.sh: --seed and --updates must be numbers, not $number" >&2; exit 2 ;;
     esac
 done
-# `every`: updates between two validations and, of the small model, checkpoints.
+# every: updates between two validations; for the small model also between two checkpoints.
 case $model in
     small)
         updates=${updates:-8000} precision=${PRECISION:-fp32} every=$(((updates + 63) / 64))
@@ -70,10 +70,10 @@ run=$out/$model-$system-seed$seed-$precision
 checkpoints=$run/checkpoints
 mkdir -p "$run"
 
-# fairseq makes one more update each time it resumes a run that is complete, hence the mark.
+# fairseq does one more update whenever it resumes a complete run, so mark complete runs by a file.
 if [ ! -e "$run/trained-$updates" ]; then
     echo "== $model, $system, seed $seed: training, $updates updates"
-    # The ends of epochs are no reason to validate or to save: epochs have about as many updates.
+    # Do not validate and save at the ends of epochs: an epoch has about as many updates as `every`.
     lightseq-train "$data/bin" ${native[@]+"${native[@]}"} --source-lang en --target-lang de \
         "${recipe[@]}" --share-all-embeddings --dropout 0.3 \
         --optimizer ls_adam --adam-betas '(0.9, 0.98)' --clip-norm 0.0 \

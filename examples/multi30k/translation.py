@@ -1,26 +1,34 @@
-"""Translates with both systems by the same flags and compares what they find; times --eval-bleu.
+"""Compare both systems' translations with the same flags; or time validations with --eval-bleu.
 
     python -m examples.multi30k.translation --checkpoint FILE [--jobs N] [--case NAME ...]
         [--data DIR] [--out DIR] [--results FILE] [-- WORD...]
     python -m examples.multi30k.translation --checkpoint FILE --eval-bleu [--updates N]
         [--data DIR] [--out DIR] [--results FILE] [-- WORD...]
 
-FILE is the averaged.pt of a run of run.sh. WORDs go to every lightseq-generate or lightseq-train.
+FILE is the averaged.pt of a run of run.sh. WORDs are passed to every lightseq-generate or
+lightseq-train.
 
-The first command translates test_2016_flickr by ``SETTINGS``, and writes a row a case into the
-results. Scores are those that fairseq prints: log2 of a hypothesis's probability over its length
-to the power of --lenpen. A row: ``case`` (setting and precision), ``system``, ``flags``,
-``sentences``, ``hypotheses``, ``identical_share`` (of the sentences, those of which all hypotheses
-have the same tokens, subwords that is, in the same order), ``greatest_score_difference`` (of two
-hypotheses with the same tokens), ``differences`` (the others: [sentence, rank, our score,
-fairseq's]), ``greatest_gap_of_a_difference`` (of such two scores, null if there are none),
-``bleu``, ``fairseq_bleu``, ``bleu_difference``, ``signature``. It fails where a row is beyond
-``BOUNDS``.
+The first command translates test_2016_flickr with all ``SETTINGS``, and writes one row per case to
+the results. Scores are those that fairseq prints: log2 of a hypothesis's probability, divided by
+its length to the power of --lenpen. A row:
 
-The second one trains from FILE with both systems, one after the other, and validates six times
-with beam 5. A row a system: ``validation_s`` (wall seconds of each, from the arrival of the log's
-"begin validation" to that of its figures, the whole validation with its losses and its text),
-``s_per_validation`` (their median without the first), ``bleu`` (of the last one), ``updates``.
+* ``case`` (setting and precision), ``system``, ``flags``, ``sentences``, ``hypotheses``
+* ``identical_share``: share of sentences whose hypotheses all have the same subwords, in the same
+  order
+* ``greatest_score_difference``: of two hypotheses with the same subwords
+* ``differences``: hypotheses with other subwords, as [sentence, rank, our score, fairseq's score]
+* ``greatest_gap_of_a_difference``: the largest gap between such two scores; null if there are none
+* ``bleu``, ``fairseq_bleu``, ``bleu_difference``, ``signature``
+
+The command fails if a row exceeds ``BOUNDS``.
+
+The second command trains from FILE with both systems, one after the other, and validates six times
+with beam 5. It writes one row per system:
+
+* ``validation_s``: wall seconds of each validation with losses and text, from the arrival of the
+  log line "begin validation" to the arrival of its results
+* ``s_per_validation``: the median of these, without the first
+* ``bleu`` of the last validation, ``updates``
 """
 
 from __future__ import annotations
@@ -58,14 +66,14 @@ SETTINGS = {
     "nbest-4": "--beam 5 --nbest 4",
 }
 CASES = [*(f"{setting}/fp32" for setting in SETTINGS), "beam-5/fp16"]
-# precision -> the least identical share, and the most of other figures of a row
+# precision -> minimum of identical_share, and maxima of other figures of a row
 BOUNDS = {
     "fp32": (0.998, {"greatest_score_difference": 1e-4, "greatest_gap_of_a_difference": 1e-5}),
     "fp16": (0.97, {"bleu_difference": 0.1}),
 }
 SYSTEMS = ("ours", "fairseq_no_cudnn")
 VALIDATIONS = 6
-# fairseq at its fastest, whatever the caller's environment says.
+# fairseq's fastest setting, whatever the caller's environment says.
 ENVIRONMENT = {"LIGHTSEQ_CUDNN_ATTENTION": "0"}
 
 Hypotheses = dict[int, list[tuple[float, str]]]  # sentence -> (score, tokens), best first
@@ -77,10 +85,10 @@ def flags_of(case: str) -> str:
 
 
 def hypotheses(output: Path) -> Hypotheses:
-    """All of what lightseq-generate or fairseq-generate has written.
+    """Return all hypotheses in the output of lightseq-generate or fairseq-generate.
 
     Raises:
-        ValueError: a score is not a finite number.
+        ValueError: a score is not finite.
     """
     found: Hypotheses = {}
     with output.open(encoding="utf-8") as lines:
@@ -94,13 +102,13 @@ def hypotheses(output: Path) -> Hypotheses:
 
 
 def compare(ours: Hypotheses, fairseq: Hypotheses) -> Row:
-    """The figures of a row but for BLEU.
+    """Return the figures of a row except BLEU.
 
     Raises:
-        ValueError: the systems have other sentences, or another number of hypotheses of one.
+        ValueError: the systems differ in their sentences or in the number of hypotheses of one.
     """
     if {n: len(its) for n, its in ours.items()} != {n: len(its) for n, its in fairseq.items()}:
-        raise ValueError("the two systems have not found equally many hypotheses of each sentence")
+        raise ValueError("the two systems have different numbers of hypotheses for a sentence")
     same: list[float] = []
     differences: list[tuple[int, int, float, float]] = []
     for number in sorted(ours):
@@ -121,7 +129,7 @@ def compare(ours: Hypotheses, fairseq: Hypotheses) -> Row:
 
 
 def broken(row: Row) -> Iterator[str]:
-    """Yields what of a row is beyond the bounds of its precision."""
+    """Yield a sentence for each figure of a row that exceeds the bounds of its precision."""
     least, most = BOUNDS[row["case"].rpartition("/")[2]]
     if row["identical_share"] < least:
         yield (
@@ -134,17 +142,17 @@ def broken(row: Row) -> Iterator[str]:
 
 
 def bleu(output: Path, reference: Path) -> Row:
-    """lightseq-score's row: subwords joined, then detokenised."""
+    """Return the row of lightseq-score for the output, with subwords joined and detokenised."""
     words = Path(f"{output}.words")
     text = output.read_text(encoding="utf-8")
-    # fairseq's --remove-bpe, which also takes the mark off a word that a limit has cut short.
+    # Join subwords as fairseq's --remove-bpe does, also if a length limit has cut a word short.
     words.write_text(re.sub(r"@@( |$)", "", text, flags=re.MULTILINE), encoding="utf-8")
     with words.open(encoding="utf-8") as system, reference.open(encoding="utf-8") as lines:
         return score(system, lines, None, None, detokenize="de", compound_split=False)[0]
 
 
 def compare_all(args: argparse.Namespace) -> None:
-    """Translates and compares, and leaves with a sentence if something failed or is broken."""
+    """Translate and compare; exit with a message if a command failed or a bound is exceeded."""
     folder: Path = args.out / "translation"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -159,7 +167,7 @@ def compare_all(args: argparse.Namespace) -> None:
         words += ["--source-lang", "en", "--target-lang", "de", "--path", args.checkpoint]
         words += ["--max-tokens", "4096", "--distributed-world-size", "1", *flags_of(case).split()]
         words += ["--output", output(case, system), *args.words]
-        # Beside other processes, timing algorithms would be a matter of luck.
+        # Parallel processes disturb the timing of algorithms, so turn the search off.
         environment = {**ENVIRONMENT, "LIGHTSEQ_LINEAR_SEARCH": "0", "OMP_NUM_THREADS": "1"}
         return Command(words, Path(f"{output(case, system)}.log"), environment)
 
@@ -167,7 +175,7 @@ def compare_all(args: argparse.Namespace) -> None:
         case = name.rpartition("/")[0]
         ours, fairseq = (output(case, system) for system in SYSTEMS)
         if not (ours.exists() and fairseq.exists()):
-            return  # the other one is not translated yet
+            return  # the other system has not translated this case yet
         reference = args.data / "text" / "test_2016_flickr.de"
         try:
             figures = compare(hypotheses(ours), hypotheses(fairseq))
@@ -195,14 +203,14 @@ def compare_all(args: argparse.Namespace) -> None:
 
 
 def validate(system: str, args: argparse.Namespace) -> Row:
-    """Trains with validations by beam search; the figures of a row."""
+    """Train with validations by beam search, and return the figures of a row."""
     folder: Path = args.out / "eval-bleu" / system
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     every = -(-args.updates // VALIDATIONS)
     words: list[str | Path] = ["bash", HERE / "run.sh", *["--native"] * (system != "ours")]
     words += ["--updates", str(args.updates), "--data", args.data, "--out", folder, "--"]
-    # A trained model, so that both systems translate sentences of the usual length.
+    # Start from a trained model, so that translations have realistic lengths.
     words += ["--finetune-from-model", args.checkpoint]
     words += ["--no-save", "--save-interval-updates", "0"]
     words += ["--validate-interval-updates", str(every), "--log-interval", str(every)]
@@ -218,7 +226,7 @@ def validate(system: str, args: argparse.Namespace) -> Row:
     ) as process:  # fmt: skip
         assert process.stdout is not None
         began = time.perf_counter()
-        # The log's own times are whole seconds; its lines come when they are written.
+        # Measure when lines arrive, because times in the log are in whole seconds.
         for line in process.stdout:
             arrived = time.perf_counter()
             output.write(line)
@@ -242,23 +250,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checkpoint", type=Path, required=True, help="averaged.pt of run.sh")
     parser.add_argument("--case", action="append", choices=CASES, metavar="NAME",
-                        help=f"this one alone, may be repeated: {', '.join(CASES)}")  # fmt: skip
+                        help=f"only this case; may be repeated: {', '.join(CASES)}")  # fmt: skip
     parser.add_argument("--eval-bleu", action="store_true", help="time validations instead")
-    parser.add_argument("--updates", type=int, default=300, help="with --eval-bleu  [300]")
+    parser.add_argument("--updates", type=int, default=300, help="for --eval-bleu  [300]")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2),
-                        help="translations at a time  [half the CPU cores]")  # fmt: skip
-    parser.add_argument("--data", type=Path, default=HERE / "data", help="what prepare.sh made")
-    parser.add_argument("--out", type=Path, default=HERE / "out", help="folder of the outputs")
-    parser.add_argument("--results", type=Path, help="file of the rows",
+                        help="parallel translations  [half the CPU cores]")  # fmt: skip
+    parser.add_argument("--data", type=Path, default=HERE / "data", help="folder of prepare.sh")
+    parser.add_argument("--out", type=Path, default=HERE / "out", help="folder for the outputs")
+    parser.add_argument("--results", type=Path, help="file for the rows",
                         default=HERE.parents[1] / "scripts/results/translation-h200.json",
                         )  # fmt: skip
-    parser.add_argument("words", nargs="*", metavar="-- WORD", help="more words, see above")
+    parser.add_argument("words", nargs="*", metavar="-- WORD",
+                        help="arguments of lightseq-generate or lightseq-train")  # fmt: skip
     args = parser.parse_args()
     if args.jobs < 1 or args.updates < 2:
-        parser.error("--jobs is 1 or more, --updates 2 or more")
+        parser.error("--jobs must be at least 1 and --updates at least 2")
     for program in ("lightseq-generate", "lightseq-train"):
         if shutil.which(program) is None:
-            sys.exit(f"translation.py: {program} is not on the PATH: activate its environment")
+            sys.exit(f"translation.py: {program} is not on the PATH; activate its environment")
     if not args.checkpoint.exists():
         sys.exit(f"translation.py: {args.checkpoint} does not exist")
     if not (args.data / "bin").exists():

@@ -1,7 +1,7 @@
 """Write the quickstart's sentence pairs: German number names and their English translation.
 
-German writes a number below a million as one word, English as many, so the model has to find the
-words inside the word and to reorder them (``siebenundvierzig`` is ``forty-seven``).
+German writes a number below a million as one word, English as several. So the model must find the
+parts of the word and reorder them (``siebenundvierzig`` is ``forty-seven``).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ TEST_PAIRS = 1000
 VALID_PAIRS = 300
 MOST_PAIRS = 200_000
 
-# Zero is three times as likely as another digit. Numbers drawn evenly would nearly all have six
-# digits and no zero, and a model trained on them knows neither "vierzig" nor "fünfhunderttausend".
+# Zero is three times as likely as any other digit. With uniform digits nearly all numbers would
+# have six digits and no zero, and the model would not learn "vierzig" or "fünfhunderttausend".
 DIGITS = "000123456789"
 
 
 def split_numbers(pairs: int, seed: int) -> dict[str, list[int]]:
-    """Draw the numbers of each split, all of them below a million and no number twice.
+    """Draw the numbers of each split: below a million, no number twice.
 
-    Test and valid are the first numbers of one sequence, so they depend on ``seed`` alone and stay
-    the same however many training pairs are asked for.
+    Test and valid are the first numbers of the sequence. So they depend only on ``seed``, and not
+    on the number of training pairs.
     """
     if not 0 < pairs <= MOST_PAIRS:
         raise SystemExit(f"--pairs must be between 1 and {MOST_PAIRS}, not {pairs}")
     held_out = TEST_PAIRS + VALID_PAIRS
     generator = random.Random(seed)
-    drawn: dict[int, None] = {}  # a set that keeps the order
+    drawn: dict[int, None] = {}  # an ordered set
     while len(drawn) < held_out + pairs:
         drawn[int("".join(generator.choices(DIGITS, k=6)))] = None
     numbers = list(drawn)
@@ -44,7 +44,7 @@ def split_numbers(pairs: int, seed: int) -> dict[str, list[int]]:
 
 
 def write_split(folder: Path, split: str, numbers: Sequence[int]) -> None:
-    """Write ``<split>.de`` and ``<split>.en``, one number name a line."""
+    """Write ``<split>.de`` and ``<split>.en``, one number name per line."""
     for lang in ("de", "en"):
         lines = "".join(num2words(number, lang=lang) + "\n" for number in numbers)
         (folder / f"{split}.{lang}").write_text(lines, encoding="utf-8")
@@ -52,7 +52,7 @@ def write_split(folder: Path, split: str, numbers: Sequence[int]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="where the text files go")
+    parser.add_argument("folder", type=Path, help="folder for the text files")
     parser.add_argument("--pairs", type=int, default=30_000, help="training pairs")
     parser.add_argument("--seed", type=int, default=1, help="seed of the split")
     args = parser.parse_args()

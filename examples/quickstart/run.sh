@@ -3,7 +3,7 @@
 #
 #   bash examples/quickstart/run.sh [--native] [--updates N] [--pairs N] [--seed N] [--out DIR]
 #
-# --native trains and translates with stock fairseq's model, optimizer and criterion instead.
+# --native trains and translates with fairseq's own model, optimizer and criterion instead.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -24,14 +24,15 @@ while [ $# -gt 0 ]; do
         *) echo "run.sh: unknown argument $1 (see the top of ${BASH_SOURCE[0]})" >&2; exit 2 ;;
     esac
 done
-for number in "$updates" "$pairs" "$seed"; do # bash would evaluate any other text that it divides
+# The numbers are used in bash arithmetic, which would evaluate any other text as an expression.
+for number in "$updates" "$pairs" "$seed"; do
     case $number in
         *[!0-9]*)
-            echo "run.sh: --updates, --pairs and --seed are numbers, not $number" >&2; exit 2 ;;
+            echo "run.sh: --updates, --pairs and --seed must be numbers, not $number" >&2; exit 2 ;;
     esac
 done
 
-# An environment that has everything is used as it is.
+# If the environment has everything, use it without changes.
 if ! command -v lightseq-train >/dev/null ||
     ! python3 -c 'import matplotlib, num2words, sacrebleu, subword_nmt' 2>/dev/null; then
     bash "$root/scripts/setup.sh"
@@ -75,10 +76,10 @@ lightseq-train "$bin" ${native[@]+"${native[@]}"} --source-lang de --target-lang
     --save-dir "$checkpoints" --no-epoch-checkpoints \
     --log-format json --log-interval $(((updates + 29) / 30)) 2>&1 | tee "$out/train.log"
 
-# Every name of a large number begins with those of smaller ones ("three", "three hundred", ...), and
-# fairseq's search ends with as many finished translations as it has beams, right or wrong: 8 are
-# more than a name has such beginnings.
-echo "== translation of the test set, which no training or validation pair is from"
+# The name of a large number begins with names of smaller numbers ("three", "three hundred", ...).
+# The search ends when it has as many finished translations as beams, even if they are such
+# beginnings. So use 8 beams: more than a name has such beginnings.
+echo "== translating the test set (none of its pairs is in the training or validation data)"
 lightseq-generate "$bin" ${native[@]+"${native[@]}"} --source-lang de --target-lang en \
     --path "$checkpoints/checkpoint_last.pt" --beam 8 --max-len-b 40 --max-tokens 4096 \
     --remove-bpe >"$out/generate.log"

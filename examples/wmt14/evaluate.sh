@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# WMT14 English-German: average a run's last checkpoints, translate newstest2014, score it both ways.
+# WMT14 English-German: average a run's last checkpoints, translate newstest2014, print both scores
+# (see README.md).
 #
 #   bash examples/wmt14/evaluate.sh RUN [--average N] [--reference FILE] [--results FILE]
 #
-# RUN is the folder that train.sh names at its end. --average sets how many epochs' checkpoints are
-# averaged (default 10). sacrebleu downloads wmt14/full; --reference takes its place.
+# RUN is the folder that train.sh prints at its end. --average sets the number of epoch checkpoints
+# to average (default 10). sacrebleu downloads the test set wmt14/full, unless --reference is given.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -24,14 +25,14 @@ while [ $# -gt 0 ]; do
     esac
 done
 if [ ! -e "$run/settings" ]; then
-    echo "evaluate.sh: '$run' is no run; give the folder that train.sh names at its end" >&2
+    echo "evaluate.sh: '$run' is no folder of a run; give the folder that train.sh prints at its end" >&2
     exit 2
 fi
 run=$(realpath "$run") results=$(realpath -m "$results")
 mapfile -d '' -t settings <"$run/settings"
 if [ ${#settings[@]} != 5 ]; then
-    echo "evaluate.sh: $run/settings is none of this train.sh's: start train.sh once more with the" \
-        "same arguments" >&2
+    echo "evaluate.sh: $run/settings was not written by this version of train.sh; run train.sh again" \
+        "with the same arguments" >&2
     exit 2
 fi
 system=${settings[0]} recipe=${settings[1]} seed=${settings[2]} precision=${settings[3]}

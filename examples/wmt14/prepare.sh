@@ -3,9 +3,10 @@
 #
 #   bash examples/wmt14/prepare.sh [--from DIR] [FOLDER]       default: examples/wmt14/data
 #
-# --from takes the archives from DIR instead of downloading them. MERGES sets the number of joint
-# subword merges (default 32000), JOBS the number of processes (default: one a core). FOLDER/bin and
-# FOLDER/text/test.de can be copied to another machine: training and scoring need nothing else.
+# --from takes the archives from DIR instead of downloading them. Environment variables: MERGES is
+# the number of joint subword merges (default 32000), JOBS the number of processes (default: one per
+# core). FOLDER/bin and FOLDER/text/test.de can be copied to another machine: training and scoring
+# need nothing else.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -34,7 +35,7 @@ data=${data:-$here/data}
 if [ -n "$archives" ]; then
     for url in "${urls[@]}"; do
         if [ ! -e "$archives/${url##*/}" ]; then
-            echo "prepare.sh: $archives/${url##*/} is missing; it is $url" >&2
+            echo "prepare.sh: $archives/${url##*/} is missing; download it from $url" >&2
             exit 2
         fi
     done
@@ -55,11 +56,12 @@ for url in "${urls[@]}"; do
     tar -xzf "$archives/${url##*/}" -C "$raw"
 done
 
-in_chunks() { # COMMAND WORD...: standard input through it, JOBS chunks of lines at a time
+in_chunks() { # COMMAND WORD...: pipes standard input through it, JOBS chunks of lines in parallel
     local chunks
     chunks=$(mktemp -d "$text/chunks.XXXXXX")
     split -a 4 -l 200000 - "$chunks/"
-    # The file comes last. The words are never read as shell code, whatever a folder is called.
+    # The file is the last argument. Words are passed as arguments, so that bash does not evaluate
+    # characters in the names of folders.
     # shellcheck disable=SC2016
     find "$chunks" -type f -print0 |
         xargs -0 -P "$jobs" -n 1 bash -c '"${@:1:$#-1}" <"${!#}" >"${!#}.out"' in_chunks "$@"
@@ -67,11 +69,12 @@ in_chunks() { # COMMAND WORD...: standard input through it, JOBS chunks of lines
     rm -r "$chunks"
 }
 
-tokenise() { # LANG [normalize -c]: a carriage return inside a line would begin another one
+# Carriage returns become spaces: sacremoses would treat them as ends of lines.
+tokenise() { # LANG [normalize -c]
     tr '\r\t' '  ' | in_chunks sacremoses -q -l "$@" tokenize -a
 }
 
-segments() { # FILE.sgm: its sentences
+segments() { # FILE.sgm: prints its sentences
     grep '<seg id' "$1" | sed -e 's/<seg id="[0-9]*">\s*//g' -e 's/\s*<\/seg>\s*//g'
 }
 
@@ -90,7 +93,7 @@ done
 for split in train valid test; do
     if [ "$(wc -l <"$text/$split.tok.en")" != "$(wc -l <"$text/$split.tok.de")" ]; then
         echo "prepare.sh: $split has more lines in one language than in the other; the archives are" \
-            "damaged: delete them and prepare again" >&2
+            "damaged; delete them and run prepare.sh again" >&2
         exit 1
     fi
 done
@@ -105,8 +108,8 @@ for split in train valid test; do
     done
 done
 
-# What Moses' clean-corpus-n.perl -ratio 1.5 keeps: 1 to 250 subwords a side, neither side more than
-# one and a half times as long as the other.
+# Keep the pairs that Moses' clean-corpus-n.perl -ratio 1.5 keeps: 1 to 250 subwords per side, and
+# neither side more than one and a half times as long as the other.
 paste "$text/train.bpe.en" "$text/train.bpe.de" |
     EN=$text/train.clean.en DE=$text/train.clean.de awk -F '\t' '
         { m = split($1, words, " "); n = split($2, words, " ") }

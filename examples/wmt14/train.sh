@@ -4,9 +4,10 @@
 #   bash examples/wmt14/train.sh [--native] [--recipe vaswani-big|t2t-big] [--seed N] [--updates N]
 #                                [--data DIR] [--out DIR] [-- FLAGS OF lightseq-train]
 #
-# --native runs stock fairseq's model, optimizer and criterion with the same flags. PRECISION is
-# fp16 (default, as published), bf16 or fp32. An interrupted run continues where its last checkpoint
-# stands; to train anew, delete its folder under DIR. Flags after -- win over the recipe's.
+# --native trains fairseq's own model, optimizer and criterion with the same flags. The environment
+# variable PRECISION is fp16 (default, as published), bf16 or fp32. An interrupted run resumes from
+# its last checkpoint; to train again from the start, delete its folder in the --out folder. Flags
+# after -- override the recipe's.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -36,7 +37,7 @@ case $precision in
     fp16 | bf16) precision_flag=("--$precision") ;;
     *) echo "train.sh: PRECISION must be fp32, fp16 or bf16, not $precision" >&2; exit 2 ;;
 esac
-# batches: how many of --max-tokens an update is made of, over all GPUs and --update-freq.
+# batches: number of batches of --max-tokens in an update, over all GPUs and --update-freq.
 case $recipe in
     vaswani-big) # Ott et al. 2018: 128 GPUs
         batches=128
@@ -61,7 +62,7 @@ mkdir -p "$run"
 printf '%s\0' "$system" "$recipe" "$seed" "$precision" "$data" >"$run/settings" # for evaluate.sh
 gpus=$(python3 -c 'import torch; print(max(1, torch.cuda.device_count()))')
 
-# fairseq makes one more update each time it resumes a run that is complete, hence the mark.
+# fairseq does one more update whenever it resumes a complete run, so mark complete runs by a file.
 if [ ! -e "$run/trained-$updates" ]; then
     echo "== $system, $recipe, seed $seed: training, $updates updates on $gpus GPUs"
     lightseq-train "$data/bin" ${native[@]+"${native[@]}"} --source-lang en --target-lang de \
@@ -75,4 +76,4 @@ if [ ! -e "$run/trained-$updates" ]; then
         --log-format json --log-interval 100 "$@" 2>&1 | tee -a "$run/train.log"
     touch "$run/trained-$updates"
 fi
-printf '== now: bash %q %q\n' "$here/evaluate.sh" "$run"
+printf '== next: bash %q %q\n' "$here/evaluate.sh" "$run"

@@ -1,18 +1,20 @@
-"""What `bench_ops.py` times: every op on the shapes of a t2t-big Transformer, beside plain torch.
+"""The cases of `bench_ops.py`: every op in the shapes of a t2t-big Transformer, and its baselines.
 
-A case is one op in one direction. It declares once the least bytes it must move (each operand read
-or written once) and, for products, its operations; every system is measured against the same count.
+A case is one op in one direction. It states the minimum bytes that it must move (each operand read
+or written once) and, for matrix products, its floating-point operations. All systems of the case
+are measured against these numbers:
 
-* ours: the public functions of `lightseq_fairseq.ops`, with their outputs allocated as layers do.
-* eager: the formula in plain torch, in training mode; its backward is autograd's.
-* compile: torch.compile of that same formula; its backward is the one that it generates.
-* library: a kernel that torch brings along. linear: torch.mm, without biases; linear_layer and
-  relu_linear: it and a kernel each for bias, ReLU and their gradients; attention: the varlen
-  FlashAttention-2; adam_step: AdamW(fused=True) between a cast to float32 and a copy-out.
-* apex: its FusedAdam in the same place, where apex imports.
+* ours: the public functions of `lightseq_fairseq.ops`, with outputs allocated as layers do it.
+* eager: the formula in eager torch, in training mode; backward is autograd's.
+* compile: torch.compile of the same formula, with the backward that it generates.
+* library: a kernel that torch includes. linear: torch.mm, without biases; linear_layer and
+  relu_linear: torch.mm, and one kernel each for bias, ReLU and their gradients; attention: the
+  varlen FlashAttention-2; adam_step: AdamW(fused=True), with a cast of the gradient to float32
+  before it and a copy to the 16-bit weights after it.
+* apex: FusedAdam in place of AdamW, if apex can be imported.
 
-T tokens, C width, F ffn width, V vocabulary, H heads, D head width, K inputs and N outputs; in
-generation N hypotheses.
+Symbols in names of cases and in comments: T tokens, C width, F FFN width, V vocabulary size, H
+heads, D head width, K inputs and N outputs; in generation N is the number of hypotheses.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from .relu_linear import relu_linear
 
 __all__ = ["Case", "Sizes", "cases"]
 
-#: Cases that exist for every number of tokens, in the order of the data.
+#: Cases that exist for every number of tokens, in the order of the data flow.
 BUILDERS = (
     embedding,
     linear,
@@ -46,12 +48,12 @@ BUILDERS = (
     bias_activation_dropout,
     cross_entropy,
 )
-#: Those that know no tokens: a step of generation, and the update.
+#: Cases without a number of tokens: a decode step, and the update.
 OTHER_BUILDERS = (linear_few_rows, decode_attention, beam_search, adam)
 
 
 def cases(sizes: Sizes, tokens: Sequence[int], dtype: torch.dtype, device: str) -> Iterator[Case]:
-    """All cases, each with fresh inputs that its predecessor's need not outlive."""
+    """Yield all cases, each with new inputs; those of the previous case can be freed."""
     make = Make(dtype, device)
     for build in BUILDERS:
         for count in tokens:

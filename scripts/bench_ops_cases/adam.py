@@ -1,6 +1,6 @@
 """Cases of ops/adam.py: the norm and the update of a whole model.
 
-Plain torch and the libraries do not skip overflows; ours does, as always.
+The baselines do not check for overflow; ours does, as it always does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def adam(sizes: Sizes, make: Make) -> Iterator[Case]:
     is_low, is_split = make.dtype != torch.float32, make.dtype == torch.bfloat16
 
     def state() -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-        """param, exp_avg, exp_avg_sq, param_low, step: own ones for every system."""
+        """Return new param, exp_avg, exp_avg_sq, param_low and step; each system has its own."""
         low = start.to(make.dtype) if is_low else None
         step = torch.zeros((), dtype=torch.int64, device=make.device)
         return start.clone(), torch.zeros_like(start), torch.zeros_like(start), low, step
@@ -81,7 +81,7 @@ def adam(sizes: Sizes, make: Make) -> Iterator[Case]:
         update = optimizer([param], lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, **options)
 
         def run() -> list[Tensor]:
-            # Of shape [1], so that the product is taken in float32 and needs no second pass.
+            # factor() as [1], not 0-dim: torch then multiplies in float32, in one pass.
             torch.mul(grad, factor().view(1), out=param.grad)
             update.step()
             if low is not None:

@@ -1,10 +1,10 @@
 """Cases of ops/attention.py.
 
-Eager pads its packed rows, calls scaled_dot_product_attention with a mask and packs the result.
-(FlashAttention takes no mask and cuDNN is switched off, so torch has its memory-efficient kernel.)
-That is torch's best eager way other than nested tensors, which call library's kernel, the varlen
-FlashAttention-2. fairseq's batches hold sentences of like length, these do not, which costs eager
-and compile: library is the baseline to look at.
+Eager pads its packed rows, calls scaled_dot_product_attention with a mask, and packs the result.
+(FlashAttention accepts no mask and cuDNN is off, so torch uses its memory-efficient kernel.) This
+is the fastest eager code, except for nested tensors; these call the kernel of the system library,
+the varlen FlashAttention-2. Unlike fairseq's batches, these have sentences of very different
+lengths, so eager and compile compute much padding: compare with library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightseq_fairseq.packing import Segments
 from .batch import segments
 from .case import SITE, Case, Formula, Make, Run, Sizes, without_autograd
 
-LONG = 512  # tokens in a sentence of the case "long"
+LONG = 512  # tokens per sentence in the case "long"
 
 
 def attention(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
@@ -41,7 +41,7 @@ def _attention(
     heads, head_width, p, rng = sizes.heads, sizes.width // sizes.heads, sizes.dropout, make.rng()
     rows_q, rows_k = len(queries.index), len(keys.index)
     scale = head_width**-0.5
-    # Where the GEMMs leave them: q, k, v of one product, or q of one and k, v of another.
+    # The layout that GEMMs write: q, k, v from one product, or q from one and k, v from another.
     blocks = [(rows_q, 3)] if queries is keys else [(rows_q, 1), (rows_k, 2)]
 
     def heads_of(new: Callable[..., Tensor]) -> list[Tensor]:
@@ -96,6 +96,6 @@ def _attention(
     if make.dtype != torch.float32 and make.device != "cpu":
         fwd["library"], bwd["library"] = without_autograd(flash_forward), flash_backward
     lse_bytes = 4 * rows_q * heads
-    # Backward needs no output: on chip, rowsum(P * dP) takes its place.
+    # Backward need not read out: rowsum(P * dP), computed on the chip, replaces rowsum(dO * O).
     yield Case(f"attention_fwd.{shape}/T{rows_q}", 2 * q.nbytes + 2 * k.nbytes + lse_bytes, fwd)
     yield Case(f"attention_bwd.{shape}/T{rows_q}", 3 * q.nbytes + 4 * k.nbytes + lse_bytes, bwd)

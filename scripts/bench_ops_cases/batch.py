@@ -1,4 +1,4 @@
-"""The batch: sentences as long as WMT's, words as frequent as Zipf's law has them."""
+"""The batch: sentence lengths as in WMT data, and word frequencies that follow Zipf's law."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from .case import PAD
 
 
 def sentence_lengths(tokens: int) -> tuple[Tensor, Tensor]:
-    """WMT-like lengths of `tokens` target tokens and of their sources.
+    """Return WMT-like sentence lengths: targets, `tokens` in total, and their sources.
 
-    Lognormal with mean 28 and sigma 0.55, from 2 to 200, the last one cut to fit; a target is its
-    source times a normal number of mean 1.03 and deviation 0.15.
+    Target lengths are lognormal with mean 28 and sigma 0.55, limited to 2 ... 200; the last one is
+    cut to fit. The ratio of target to source length is normal with mean 1.03 and standard deviation
+    0.15.
     """
     generator = torch.Generator().manual_seed(1)
     mu, sigma = math.log(28) - 0.55**2 / 2, 0.55
@@ -30,13 +31,13 @@ def sentence_lengths(tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def segments(tokens: int, device: str) -> tuple[Segments, Segments]:
-    """Target and source sentences of a batch."""
+    """Return the target and source sentences of a batch."""
     target, source = (Segments.from_lengths(x.to(device)) for x in sentence_lengths(tokens))
     return target, source
 
 
 def zipf_tokens(count: int, vocabulary: int, device: str) -> Tensor:
-    """Token ids [count] whose frequencies follow Zipf's law, pads excluded."""
+    """Return token ids [count] whose frequencies follow Zipf's law, without pads."""
     frequencies = 1.0 / torch.arange(3.0, vocabulary + 3.0)
     frequencies[PAD] = 0
     generator = torch.Generator().manual_seed(2)

@@ -16,7 +16,7 @@ EOS, UNK = 2, 3
 
 
 def beam_search(sizes: Sizes, make: Make) -> Iterator[Case]:
-    """Eager is fairseq's: log-probabilities in float32, pad masked, scores added, topk."""
+    """Yield the cases. Eager does the same as fairseq: log_softmax in float32, mask, add, topk."""
     for sentences in SENTENCES:
         rows, count = sentences * sizes.beam, 2 * sizes.beam
         logits = make.rows(rows, sizes.vocabulary, scale=3.0)

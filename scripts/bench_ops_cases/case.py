@@ -1,4 +1,4 @@
-"""What a case is, and the plain torch that stands beside ours in it."""
+"""The classes of a case: its systems, and its baselines in plain torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 Run = Callable[[], Sequence[Tensor]]
 PAD = 1  # fairseq's padding index
-SITE = 3  # dropout's place in the model; any number will do
+SITE = 3  # number of the dropout in the model; any number will do
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model around the ops, and the batch; the defaults are those of the README's figures."""
+    """Sizes of the model and the batch; the defaults are those of the README's figures."""
 
     width: int = 1024
     ffn: int = 4096
@@ -30,25 +30,25 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Case:
-    """One op in one direction: name `<op>[.<shape>]/<size>`."""
+    """One op in one direction; its name is `<op>[.<shape>]/<size>`."""
 
     name: str
     least_bytes: int
-    systems: dict[str, Callable[[], Run]]  #: each makes, untimed, the function that is timed
+    systems: dict[str, Callable[[], Run]]  #: each prepares (untimed) and returns the timed function
     flops: int = 0
-    restore: Callable[[], object] = lambda: None  #: makes good, untimed, what a run overwrites
+    restore: Callable[[], object] = lambda: None  #: restores (untimed) what a run overwrites
 
 
 @dataclass(frozen=True)
 class Formula:
-    """Plain torch to compare with: `function(*inputs)` and the gradients of its first outputs."""
+    """A baseline in plain torch: `function(*inputs)`, and `grads` of its first outputs."""
 
     function: Callable[..., tuple[Tensor, ...]]
     inputs: tuple[Tensor, ...]
     grads: tuple[Tensor, ...]
 
     def systems(self) -> tuple[dict[str, Callable[[], Run]], dict[str, Callable[[], Run]]]:
-        """The systems eager and compile of the forward and of the backward case."""
+        """Return the systems eager and compile: of the forward case, and of the backward case."""
         both = self._functions()
         return (
             {name: lambda get=get: self._forward(get()) for name, get in both.items()},
@@ -56,14 +56,14 @@ class Formula:
         )
 
     def systems_at_once(self) -> dict[str, Callable[[], Run]]:
-        """The same of a case that is forward and backward."""
+        """Return the systems eager and compile of a case of forward and backward together."""
         both = self._functions()
         return {name: lambda get=get: self._at_once(get()) for name, get in both.items()}
 
     def _functions(self) -> dict[str, Callable[[], Callable[..., tuple[Tensor, ...]]]]:
         @functools.cache
         def compiled() -> Callable[..., tuple[Tensor, ...]]:
-            torch.compiler.reset()  # every shape gets its own code, none meets a recompile limit
+            torch.compiler.reset()  # compile each shape anew, so that no recompile limit is reached
             return torch.compile(self.function, dynamic=False)
 
         return {"eager": lambda: self.function, "compile": compiled}
@@ -107,5 +107,5 @@ class Make:
 
 
 def without_autograd(run: Run) -> Callable[[], Run]:
-    """A system that records nothing: ours and the library's kernels."""
+    """Return a system that runs without autograd, as ours and the library's kernels do."""
     return lambda: torch.no_grad()(run)

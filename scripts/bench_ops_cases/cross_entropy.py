@@ -17,7 +17,7 @@ SMOOTHING = 0.1
 
 
 def cross_entropy(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
-    """fairseq's formula, log-probabilities in float32. Ours overwrites its logits in backward."""
+    """Yield the cases. The formula is fairseq's, in float32. Our backward overwrites the logits."""
     logits = make.leaf(tokens, sizes.vocabulary)
     target = zipf_tokens(tokens, sizes.vocabulary, make.device)
     dloss = torch.ones((), device=make.device).expand(tokens)

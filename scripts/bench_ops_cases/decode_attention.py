@@ -1,10 +1,10 @@
-"""Cases of ops/decode_attention.py: one step of beam search, N hypotheses.
+"""Cases of ops/decode_attention.py: one step of beam search with N hypotheses.
 
-own: every hypothesis has a history of its own, which is the most that self-attention can have to
-read. shared: those of a sentence have all but the newest eight positions in common. Eager gathers
-keys and values by the ancestry (which takes the place of fairseq's reordered copy) and calls
-scaled_dot_product_attention. For cross-attention its memory is padded beforehand, untimed, and not
-replicated for the beam.
+own: no two hypotheses share a position, so self-attention must read the maximum. shared: the
+hypotheses of a sentence share all positions except the newest eight. Eager gathers keys and values
+by the ancestry (in place of fairseq's reordered copy) and calls scaled_dot_product_attention. For
+cross-attention, eager's keys and values are padded before the timing and not replicated for the
+beam.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .batch import sentence_lengths
 from .case import Case, Formula, Make, Sizes, without_autograd
 
 SENTENCES = (1, 64, 1024)
-STEP = 28  # the newest token's position
-OWN = 8  # positions that hypotheses do not share, where they share
+STEP = 28  # position of the newest token
+OWN = 8  # positions that hypotheses do not share in the case "shared"
 
 
 def decode_attention(sizes: Sizes, make: Make) -> Iterator[Case]:
@@ -56,7 +56,7 @@ def _self_attention(sizes: Sizes, sentences: int, own: int, make: Make) -> Case:
         return (ops.decode_self_attention(qkv, keys, values, ancestry, step, heads, scale, beam),)
 
     fwd, _ = Formula(formula, (qkv, keys, values), ()).systems()
-    # Rows: the past, the new ones, what is kept of them, the results.
+    # Rows of `width` per hypothesis: past keys and values; q, k, v; cached k and v; result.
     past = own + (STEP - own) / beam
     moved = 2 * past + 3 + 2 + 1
     return Case(
@@ -69,7 +69,7 @@ def _self_attention(sizes: Sizes, sentences: int, own: int, make: Make) -> Case:
 def _cross_attention(sizes: Sizes, sentences: int, make: Make) -> Case:
     beam, width, heads = sizes.beam, sizes.width, sizes.heads
     rows, scale = sentences * beam, (width // heads) ** -0.5
-    _, lengths = sentence_lengths(40 * sentences + 40)  # enough for so many sentences
+    _, lengths = sentence_lengths(40 * sentences + 40)  # enough tokens for all sentences
     source = Segments.from_lengths(lengths[:sentences].to(make.device))
     q = make.rows(rows, width)
     tokens = len(source.index)

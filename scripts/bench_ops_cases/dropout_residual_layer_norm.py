@@ -14,7 +14,7 @@ from .case import SITE, Case, Formula, Make, Run, Sizes, without_autograd
 
 
 def dropout_residual_layer_norm(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
-    """The pre-LayerNorm form: the sum goes on as the residual stream and has a gradient."""
+    """Yield the pre-LayerNorm cases: the sum is also the next residual, so it has a gradient."""
     width, p, rng, eps = sizes.width, sizes.dropout, make.rng(), 1e-5
     x, residual = make.leaf(tokens, width), make.leaf(tokens, width)
     bias, gamma, beta = (make.leaf(width) for _ in range(3))

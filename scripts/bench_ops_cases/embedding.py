@@ -48,7 +48,7 @@ def embedding(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
         (tokens + read) * row + 2 * indices,
         {"ours": without_autograd(forward), **fwd},
     )
-    # The whole table is written: the rows of words that are not in the batch are zeros.
+    # Backward writes the whole table: rows of words that are not in the batch become zeros.
     yield Case(
         f"embedding_bwd/T{tokens}",
         (tokens + sizes.vocabulary) * row + indices,

@@ -15,7 +15,7 @@ from .case import Case, Formula, Make, Run, Sizes, without_autograd
 
 
 def linear(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
-    """The products of a layer. Biases that the op behind the product adds are not counted here."""
+    """Yield the products of a layer. Biases that the next op adds are left out."""
     c, f = sizes.width, sizes.ffn
     for shape, inputs, outputs, has_bias in (
         ("qkv", c, 3 * c, True),
@@ -29,11 +29,11 @@ def linear(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
 
 
 def linear_layer(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
-    """All products of an encoder layer, with what their epilogues can do: bias, ReLU, gradients.
+    """Yield all products of an encoder layer, with the work of their epilogues: bias, ReLU, grads.
 
-    Without activation dropout, so that ReLU is in the product. The biases of out and fc2 belong to
-    the ops that close a sublayer. What the layer reads besides weights: x makes qkv, a is
-    attention's result, y goes through the feed-forward.
+    There is no activation dropout, so ReLU is part of the product. The biases of out and fc2 belong
+    to the ops at the end of a sublayer. Inputs: x of the qkv product, a (attention's result) of the
+    output projection, y of the feed-forward.
     """
     c, f = sizes.width, sizes.ffn
     x, a, y = (make.leaf(tokens, c) for _ in range(3))
@@ -116,7 +116,7 @@ def linear_layer(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
 
 
 def linear_few_rows(sizes: Sizes, make: Make) -> Iterator[Case]:
-    """Forward of a decode step for one sentence: its products read weights and little else."""
+    """Yield the forward products of a decode step for one sentence: they read mostly weights."""
     c, f, rows = sizes.width, sizes.ffn, sizes.beam
     for shape, inputs, outputs in (
         ("qkv", c, 3 * c),

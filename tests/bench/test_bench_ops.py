@@ -60,7 +60,7 @@ def test_refusals(arguments: list[str], environment: dict[str, str], message: st
 
 
 def test_without_a_gpu() -> None:
-    assert "torch sees no GPU" in command(COMMIT="abc", CUDA_VISIBLE_DEVICES="").stderr
+    assert "torch finds no GPU" in command(COMMIT="abc", CUDA_VISIBLE_DEVICES="").stderr
 
 
 def test_systems_agree() -> None:

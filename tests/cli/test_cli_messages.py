@@ -131,7 +131,7 @@ def memory() -> None:
 
 
 def memory_of_a_kernel() -> None:
-    raise RuntimeError("CUDA out of memory: lightseq wanted room for 1.5e+09 more numbers")
+    raise RuntimeError("CUDA out of memory: lightseq cannot allocate 1.5e+09 more elements")
 
 
 def gloo_has_lost_a_rank() -> None:

@@ -246,7 +246,7 @@ def test_trainings_end_with_the_command(
             time.sleep(0.05)
         run.send_signal(signal.SIGTERM)
         _, stderr = run.communicate(timeout=30)
-    assert run.returncode == 1 and stderr == b"convergence.py: ended from outside\n"
+    assert run.returncode == 1 and stderr == b"convergence.py: stopped by a signal\n"
     deadline = time.monotonic() + 20
     while any(map(is_running, training.read_text().split())):
         assert time.monotonic() < deadline

@@ -141,7 +141,7 @@ def test_a_missing_archive_is_named(tmp_path: Path) -> None:
         ("train.sh", ["--recipe", "huge"], "--recipe must be vaswani-big or t2t-big, not huge"),
         ("train.sh", ["--data", "nowhere"], "nowhere/bin is missing; make it with bash"),
         ("train.sh", ["--update", "3"], "unknown argument --update"),
-        ("evaluate.sh", ["nowhere"], "'nowhere' is no run"),
+        ("evaluate.sh", ["nowhere"], "'nowhere' is no folder of a run"),
         ("prepare.sh", ["--form", "x"], "unknown argument --form"),
     ],
 )
@@ -155,7 +155,7 @@ def test_settings_are_read_and_not_run(tmp_path: Path) -> None:
     (tmp_path / "settings").write_text("touch hacked\n")
     result = script("evaluate.sh", tmp_path)
     assert result.returncode == 2
-    assert result.stderr.count("\n") == 1 and "start train.sh once more" in result.stderr
+    assert result.stderr.count("\n") == 1 and "run train.sh again" in result.stderr
 
 
 def rows_of_a_run(data: Path, out: Path, *words: str) -> tuple[Path, list[str], dict[str, object]]:

@@ -185,15 +185,15 @@ def test_refusals():
     grad = gradient(1001, torch.float32)
     with pytest.raises(RuntimeError, match="adam_norm: grad must be float32, float16 or bfloat16"):
         ops.adam_norm(grad.double())
-    with pytest.raises(RuntimeError, match="adam_norm: grad must start on a 16-byte boundary"):
+    with pytest.raises(RuntimeError, match="adam_norm: grad must be aligned to 16 bytes"):
         ops.adam_norm(grad[1:])
     state = State(1000)
-    with pytest.raises(RuntimeError, match="adam_step: grad must start on a 16-byte boundary"):
+    with pytest.raises(RuntimeError, match="adam_step: grad must be aligned to 16 bytes"):
         state.update(grad[1:], norm=grad.norm())
     with pytest.raises(RuntimeError, match="adam_step: grad must be float32, float16 or bfloat16"):
         state.update(grad[1:].double(), norm=grad.norm())
     state.param_low = torch.zeros(1002, dtype=torch.float16, device="cuda")[2:]
-    with pytest.raises(RuntimeError, match="adam_step: param_low must start on a 8-byte boundary"):
+    with pytest.raises(RuntimeError, match="adam_step: param_low must be aligned to 8 bytes"):
         state.update(grad[:1000], norm=grad.norm())
     state = State(1000)
     state.param, state.exp_avg, state.exp_avg_sq = (x.double() for x in state.tensors()[:3])

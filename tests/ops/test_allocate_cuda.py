@@ -52,7 +52,7 @@ def test_memory_that_does_not_suffice(capfd: pytest.CaptureFixture[str]) -> None
         too_much()
     assert is_out_of_memory(failure.value)
     message = str(failure.value)
-    assert message.startswith("CUDA out of memory: lightseq wanted room for 1.0")
+    assert message.startswith("CUDA out of memory: lightseq cannot allocate 1.0")
     assert len(message.splitlines()) == 1
     assert capfd.readouterr().err == ""
 
@@ -65,7 +65,7 @@ def test_memory_that_does_not_suffice_while_a_graph_is_captured() -> None:
     ops.linear_fwd(x, weight, None)  # searched
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        with pytest.raises(RuntimeError, match="CUDA out of memory: lightseq wanted room"):
+        with pytest.raises(RuntimeError, match="CUDA out of memory: lightseq cannot allocate"):
             ops.linear_fwd(*large, None)
         y = ops.linear_fwd(x, weight, None)
     graph.replay()
@@ -95,7 +95,7 @@ def test_torch_logs_as_before_when_threads_have_been_out_of_memory() -> None:
 
 
 def test_more_numbers_than_can_be() -> None:
-    with pytest.raises(RuntimeError, match="no tensor can have") as failure:
+    with pytest.raises(RuntimeError, match="a tensor cannot have") as failure:
         ops.dropout_mask(make_rng(device="cuda"), 0, 2**40, 2**40, 0.5)
     assert not is_out_of_memory(failure.value)
 
@@ -105,6 +105,6 @@ def test_a_gpu_that_has_failed_is_not_out_of_memory() -> None:
         [sys.executable, "-c", AFTER_A_FAULT], env={**os.environ, "LIGHTSEQ_CHECK_INDICES": ""},
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert result.stdout.startswith("lightseq: no memory can be allocated: "), result.stderr
+    assert result.stdout.startswith("lightseq: cannot allocate GPU memory: "), result.stderr
     assert "device-side assert" in result.stdout and "out of memory" not in result.stdout
     assert len(result.stdout.splitlines()) == 1

@@ -287,8 +287,8 @@ def test_replayed_graph_draws_anew():
     ("index", "change", "message"),
     [
         (range(3), lambda x: x.double(), "q must be float32, float16 or bfloat16"),
-        (range(3), lambda x: x.new_zeros(len(x), 3, 136), "heads of 136 numbers"),
-        (range(3), lambda x: x.new_zeros(len(x), 3, 12), "heads of 12 numbers"),
+        (range(3), lambda x: x.new_zeros(len(x), 3, 136), "the head width must be .*, got 136"),
+        (range(3), lambda x: x.new_zeros(len(x), 3, 12), "the head width must be .*, got 12"),
         ([1], lambda k: k.new_zeros(len(k), 1 + k[0].numel())[:, 1:].view(k.shape), "k must be"),
         ([3], lambda cu: torch.stack((cu, cu), 1)[:, 0], "cu_q and cu_k must be contiguous"),
     ],

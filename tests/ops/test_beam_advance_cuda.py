@@ -224,7 +224,7 @@ def test_whoever_sees_the_report_sees_the_results(slots):
 
 def test_refusals():
     found, tensors = candidates(65, 65, False), state([0], 65, 20, 3)
-    with pytest.raises(RuntimeError, match="beam_advance: beam must be at most 64 on a GPU, is 65"):
+    with pytest.raises(RuntimeError, match=r"beam_advance: beam must be at most 64 .*, got 65"):
         same_as_reference(found, tensors, 65, 1, 0.0, EOS, 1.0)
     found, tensors = candidates(4, 4, False), state([0], 4, 20, 3)
     on_gpu = to_gpu(tensors)
@@ -234,8 +234,8 @@ def test_refusals():
         ops.beam_advance(*on_device, *on_gpu.values(), 4, 1, 0.0, EOS, 1.0)
     shifted = torch.zeros(5, dtype=torch.int32).pin_memory()[1:].view(2, 2)
     for reports, message in (
-        (tensors["reports"], "reports must be pinned memory of the CPU"),
-        (shifted, "reports must begin on an 8-byte boundary"),
+        (tensors["reports"], "reports must be in pinned memory of the CPU"),
+        (shifted, "reports must be aligned to 8 bytes"),
     ):
         on_gpu = {**to_gpu(tensors), "reports": reports}
         with pytest.raises(RuntimeError, match=f"beam_advance: {message}"):

@@ -265,8 +265,8 @@ def test_nothing_to_say():
         (1, lambda x: torch.stack((x, x), 1)[:, 0], "scores and progress must be contiguous"),
         (2, lambda x: torch.stack((x, x), 1)[:, 0], "scores and progress must be contiguous"),
         (3, lambda count: 129, "count must be 1 to 128"),
-        (4, lambda pad: 400, "pad, eos and unk must be tokens, not 400"),
-        (6, lambda unk: -1, "pad, eos and unk must be tokens, not -1"),
+        (4, lambda pad: 400, r"pad, eos and unk must be in \[0, V\), got 400"),
+        (6, lambda unk: -1, r"pad, eos and unk must be in \[0, V\), got -1"),
         (9, lambda temperature: 0.0, "temperature must be positive"),
     ],
 )

@@ -76,7 +76,7 @@ def test_empty_slots_and_sentences(dtype):
     ("place", "change", "message"),
     [
         ((0, 1, 2), lambda x: x.double(), "q must be float32, float16 or bfloat16"),
-        ((6,), lambda heads: 1, "heads of 256 numbers"),
+        ((6,), lambda heads: 1, "the head width must be .*, got 256"),
         ((0,), lambda q: torch.nn.functional.pad(q, (1, 0))[:, 1:], "q must be contiguous"),
         ((3,), lambda cu: torch.stack((cu, cu), 1)[:, 0], "cu_seqlens and sentences must be"),
         ((4,), lambda s: torch.stack((s, s), 1)[:, 0], "cu_seqlens and sentences must be"),

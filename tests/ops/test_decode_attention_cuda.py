@@ -241,8 +241,8 @@ def test_kernels_wait_for_each_other(sentences):
     ("place", "change", "message"),
     [
         ((0, 1, 2), lambda x: x.double(), "qkv must be float32, float16 or bfloat16"),
-        ((5,), lambda heads: 1, "heads of 256 numbers"),
-        ((5,), lambda heads: 64, "heads of 4 numbers"),
+        ((5,), lambda heads: 1, "the head width must be .*, got 256"),
+        ((5,), lambda heads: 64, "the head width must be .*, got 4"),
         ((1,), lambda k: torch.nn.functional.pad(k, (1, 0))[..., 1:], "keys must be contiguous"),
         ((2,), lambda v: torch.nn.functional.pad(v, (1, 3))[..., 1:-3], "values must be contig"),
         ((2,), lambda v: v.contiguous(), "keys and values must have equal strides"),

@@ -311,7 +311,7 @@ def test_replayed_graph_draws_anew():
     [
         (
             {"x": torch.randn(4, 12)},
-            "x has rows of 12 numbers; on a GPU it must be a multiple of 8",
+            "x has rows of 12 elements; on a GPU the number must be a multiple of 8",
         ),
         (
             {"x": torch.randn(4, 40)[:, 3:35]},
@@ -322,7 +322,7 @@ def test_replayed_graph_draws_anew():
         ({"x": torch.randn(4, 32).double()}, "x must be float32, float16 or bfloat16 on a GPU"),
         (
             {"x": torch.randn(2, 16384)},
-            "rows have 16384 numbers; on a GPU they may have at most 8192",
+            "rows must have at most 8192 elements on a GPU, got 16384",
         ),
     ],
 )

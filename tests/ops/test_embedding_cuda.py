@@ -239,14 +239,14 @@ def test_refusals():
     batch = Batch(10, 40, 4, 16, torch.float16)
     weight, dy = batch.weight, batch.dy
     for wrong, message in (
-        (weight[:, :12], "weight has rows of 12 numbers; on a GPU it must be a multiple of 8"),
+        (weight[:, :12], "weight has rows of 12 elements; .* must be a multiple of 8"),
         (weight[:, 1:9], "weight must be contiguous in its last dimension, with rows on 16-byte"),
         (weight.double(), "weight must be float32, float16 or bfloat16 on a GPU"),
     ):
         with pytest.raises(RuntimeError, match=f"embedding_fwd: {message}"):
             ops.embedding_fwd(batch.tokens, wrong, None, None, 1.0, 0.0, make_rng(), 0)
     for wrong, table, message in (
-        (dy[:, :12], weight[:, :12], "dy has rows of 12 numbers"),
+        (dy[:, :12], weight[:, :12], "dy has rows of 12 elements"),
         (dy.double(), weight, "dy must be float32, float16 or bfloat16 on a GPU"),
         (dy, weight.double(), "dweight must be float32, float16 or bfloat16 on a GPU"),
         (dy[:, :8], weight[:, 4:12], "dweight must be contiguous in its last dimension, with rows"),

@@ -288,9 +288,9 @@ def test_refusals():
         ops.linear_bwd(dy, x, weight, weight.half(), None, False, False)
     with pytest.raises(RuntimeError, match="linear_bwd: dbias must be contiguous"):
         ops.linear_bwd(dy, x, weight, None, bias.repeat(2)[::2], False, False)
-    with pytest.raises(RuntimeError, match="linear_bwd: rows of dweight overlap"):
+    with pytest.raises(RuntimeError, match="linear_bwd: rows of dweight must not overlap"):
         ops.linear_bwd(dy, x, weight, weight[:1].expand(64, -1), None, False, False)
-    with pytest.raises(RuntimeError, match="linear_fwd: weight is empty"):
+    with pytest.raises(RuntimeError, match="linear_fwd: weight must not be empty"):
         ops.linear_fwd(x[:, :0], weight[:, :0], bias)
     with pytest.raises(ValueError, match="linear_fwd: x must be contiguous in its last dimension"):
         ops.linear_fwd(x.t().contiguous().t(), weight, None)
