@@ -74,7 +74,9 @@ def embed(
         weight: [V, C]; the row ``padding_idx`` receives no gradient from look-ups.
         positions: int64 [T], rows of ``position_weight`` [P, C]; None for no positions.
         scale: factor of the token embedding, sqrt(C) in fairseq.
-        p, rng, site: dropout, see ``ops.philox``.
+        p: dropout rate.
+        rng: of the dropout, see ``ops.philox``.
+        site: of the dropout, see ``ops.philox``.
         project: maps the embedding width to the model width (fairseq's ``project_in_dim``).
         norm: LayerNorm before the dropout (``--layernorm-embedding``).
 
@@ -118,7 +120,9 @@ class Embedding(nn.Module):
     """Scaled token embedding plus position embedding plus dropout, for use without fairseq.
 
     Args:
-        vocabulary: V. width: C. padding_idx: id of the pad token.
+        vocabulary: V.
+        width: C.
+        padding_idx: id of the pad token.
         positions: length of the longest sentence, in tokens.
         dropout: rate in training mode.
         learned: use learned instead of sinusoidal positions.

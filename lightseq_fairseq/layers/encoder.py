@@ -52,9 +52,12 @@ class EncoderLayer(TransformerLayer):
     """Self-attention and feed-forward with residuals; fairseq's parameter names and initial values.
 
     Args:
-        embed_dim: C. ffn_dim: F. num_heads: H.
-        dropout: rate for each sublayer's output. attention_dropout: for the attention
-            probabilities. activation_dropout: after the activation. All in training mode only.
+        embed_dim: C.
+        ffn_dim: F.
+        num_heads: H.
+        dropout: rate for each sublayer's output. All three rates are for training mode only.
+        attention_dropout: rate for the attention probabilities.
+        activation_dropout: rate after the activation.
         activation: relu, gelu (erf) or gelu_accurate (tanh).
         normalize_before: pre-LayerNorm (t2t) instead of post-LayerNorm (Vaswani et al. 2017).
         site: first dropout site of the layer. None assigns one that no other layer of the pass has,

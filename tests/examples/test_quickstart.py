@@ -10,26 +10,34 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import pages
 
 from examples import curves
 from scripts import plots
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUN = EXAMPLES / "quickstart" / "run.sh"
+PAGE = "examples/quickstart/README.md"
 
 make_data = runpy.run_path(str(EXAMPLES / "quickstart" / "make_data.py"))
 
 
-def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """run.sh with ``words``, in the environment that these tests run in."""
+def bash(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """bash with ``words``, in the environment that these tests run in."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.run(
-        ["bash", str(RUN), *map(str, words)],
+        ["bash", *map(str, words)],
         env={**os.environ, "PATH": path},
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=280,
     )
+
+
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """run.sh with ``words``."""
+    return bash(RUN, *words)
 
 
 def test_no_number_is_in_two_splits() -> None:
@@ -128,3 +136,12 @@ def test_the_command_trains_translates_and_scores(tmp_path: Path) -> None:
     assert (tmp_path / "bleu.txt").read_text().strip() == last_line
     assert len((tmp_path / "test.hyp.en").read_text().splitlines()) == 1000
     assert (tmp_path / "curves.svg").read_text().lstrip().startswith("<?xml")
+
+    # The page's last command, with the model that was just trained.
+    (command,) = (b for b in pages.blocks(PAGE) if "lightseq-interactive" in b.text)
+    (tmp_path / "root/.venv/bin").mkdir(parents=True)
+    (tmp_path / "root/.venv/bin/activate").touch()
+    (tmp_path / "root/examples/quickstart").mkdir(parents=True)
+    (tmp_path / "root/examples/quickstart/out").symlink_to(tmp_path)
+    answer = bash("-euo", "pipefail", "-c", command.text, cwd=tmp_path / "root").stdout
+    assert re.search(r"^D-0\t-?\d+\.\d+\t\w+", answer, re.M), answer

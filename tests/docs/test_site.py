@@ -1,0 +1,70 @@
+"""The site builds without a warning and without a network, and its pages read as their files."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from helpers.pages import MARKDOWN, ROOT, pages, text
+
+TAG = re.compile(r"<(h[1-4]|[uo]l|li|table|tr|pre|blockquote|img|strong|em|a)\b")
+
+
+def build(root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    words = ["build", "--strict", "--config-file", str(root / "mkdocs.yml"), "--site-dir"]
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", *words, str(folder)], capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = build(ROOT, folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def html(site: Path, page: str) -> str:
+    """The page's own part of its file, without the links that the site adds to headings."""
+    name = page.removesuffix(".md").removesuffix("README")
+    found = (site / name / "index.html").read_text(encoding="utf-8")
+    found = found.partition("<article")[2].partition("</article>")[0]
+    return re.sub(r'<a class="headerlink".*?</a>', "", found)
+
+
+def test_nothing_is_loaded_from_another_host(site: Path) -> None:
+    files = list(site.rglob("*.html"))
+    assert len(files) > len(pages())
+    for file in files:
+        tags = re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", file.read_text(encoding="utf-8"))
+        assert tags and not [tag for tag in tags if re.search(r'(?:src|href)="(?:https?:)?//', tag)]
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page != "docs/api.md"])
+def test_a_page_reads_as_on_a_repositorys_web_page(site: Path, page: str) -> None:
+    """Those pages are CommonMark, which has other rules than the site for lists and tables."""
+    on_the_page, on_the_site = MARKDOWN.render(text(page)), html(site, page)
+    assert Counter(TAG.findall(on_the_page)) == Counter(TAG.findall(on_the_site))
+
+
+def test_mistakes_stop_the_build(tmp_path: Path) -> None:
+    for name in ("docs", "examples", "lightseq_fairseq", "scripts"):
+        ignored = shutil.ignore_patterns("__pycache__", "_lib", "out", "data", "raw")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    for path in (ROOT / "mkdocs.yml", *ROOT.glob("*.md")):
+        shutil.copy(path, tmp_path)
+    with (tmp_path / "docs/install.md").open("a") as file:
+        file.write("[one](nothing.md), [two](train.md#nothing), [three](../README.md)\n")
+    (tmp_path / "docs/new.md").write_text("# New\n")
+    done = build(tmp_path, tmp_path / "site")
+    assert done.returncode == 1
+    assert "contains a link 'nothing.md', but the target 'docs/nothing.md' is not" in done.stderr
+    assert "a link 'train.md#nothing', but the doc 'docs/train.md' does not contain" in done.stderr
+    assert re.search(r'not included in the "nav" configuration:\n +- docs/new.md', done.stderr)
+    assert done.stderr.count("WARNING -") == 3

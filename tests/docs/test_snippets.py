@@ -1,0 +1,156 @@
+"""Every command and snippet of the pages runs, unless its first line says what a CPU lacks for it.
+
+The `bash` and `console` blocks of a page run in one shell, its `python` blocks in one interpreter,
+in their order. A line of these programs has the number that it has in the page.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.cli_runs import SPLITS, succeed, write_text
+from helpers.pages import ROOT, Block, blocks, pages, text
+
+ALL = [block for page in pages() for block in blocks(page)]
+COMMANDS = [block for block in ALL if block.language in ("bash", "console") and not block.source]
+PYTHON = [block for block in ALL if block.language == "python" and not block.source]
+EXCERPTS = [block for block in ALL if block.source]
+
+# Words after "# needs:".
+LACKING = (
+    *("a GPU", "the network", "nvcc", "Slurm", "Docker", "several machines", "hours", "days"),
+    *("the raw files", "a trained model", "a checkpoint of LightSeq", "without a GPU"),
+    "for the last line a GPU",
+)
+# tests/examples/test_quickstart.py runs the blocks with these words, on less data.
+QUICKSTART = "examples/quickstart"
+
+# Trainings are of a small model, and ten updates long: an epoch each.
+SMALL = (
+    "--encoder-layers 1 --encoder-embed-dim 16 --encoder-ffn-embed-dim 16 "
+    "--encoder-attention-heads 2 --decoder-layers 1 --decoder-embed-dim 16 "
+    "--decoder-ffn-embed-dim 16 --decoder-attention-heads 2 --max-update 10 --num-workers 0 --cpu"
+)
+SHELL = f"""
+for name in lightseq-train fairseq-train torchrun; do
+    eval "$name() {{ command $name \\"\\$@\\" {SMALL} || return; }}"
+done
+trap 'echo "line $LINENO of the page failed" >&2' ERR
+"""
+
+
+def is_run(block: Block) -> bool:
+    return not block.needs and QUICKSTART not in block.text
+
+
+def program(page: str, languages: tuple[str, ...]) -> str:
+    """The blocks of a page that run here; the lines between them are empty."""
+    lines = [""] * len(text(page).splitlines())
+    for block in blocks(page):
+        if block.language in languages and not block.source and is_run(block):
+            code = block.text.splitlines()
+            if block.language == "console":  # the output follows, up to the line of the fence
+                assert code[0].startswith("$ ") and len(code) > 1, "a console block is a command"
+                code[0] = f"diff - <({{ {code[0][2:]}; }} 2>&1) <<'END'"
+                code.append("END")
+            lines[block.line - 1 : block.line - 1 + len(code)] = code
+    return "\n".join(lines) + "\n"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a reader has it: texts, binarised data, a run's checkpoints, their average."""
+    folder = tmp_path_factory.mktemp("world")
+    write_text(folder)
+    for split in SPLITS:
+        for language in ("de", "en"):
+            (folder / f"{split}.{language}").rename(folder / f"{split}.bpe.{language}")
+    shutil.copy(folder / "test.bpe.de", folder / "reference.de")
+    texts = [word for split in SPLITS for word in (f"--{split}pref", folder / f"{split}.bpe")]
+    data = folder / "data-bin"
+    succeed("preprocess", "-s", "en", "-t", "de", "--joined-dictionary", *texts, "--destdir", data)
+    model = "--arch ls_transformer --share-all-embeddings"
+    words = [*model.split(), "--save-dir", folder / "checkpoints", *SMALL.split()]
+    succeed("train", data, *words)
+    for name in ("averaged.pt", "checkpoint_best.pt"):
+        shutil.copy(folder / "checkpoints/checkpoint_last.pt", folder / name)
+    return folder
+
+
+def run(command: list[str], world: Path, folder: Path, code: str, **variables: str) -> None:
+    shutil.copytree(world, folder / "world")
+    if "--destdir data-bin" in code:  # a page that begins with the texts
+        for made in ("data-bin", "checkpoints"):
+            shutil.rmtree(folder / "world" / made)
+    (folder / "program").write_text(code)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        [*command, str(folder / "program")], cwd=folder / "world",
+        env={**os.environ, "PATH": path, **variables},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
+def run_commands(code: str, world: Path, folder: Path) -> None:
+    (folder / "shell").write_text(SHELL)
+    run(["bash", "-euo", "pipefail"], world, folder, code, BASH_ENV=str(folder / "shell"))
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in COMMANDS if is_run(block)}))
+def test_commands(page: str, world: Path, tmp_path: Path) -> None:
+    run_commands(program(page, ("bash", "console")), world, tmp_path)
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in PYTHON if is_run(block)}))
+def test_python(page: str, world: Path, tmp_path: Path) -> None:
+    run([sys.executable, "-W", "error"], world, tmp_path, program(page, ("python",)))
+
+
+@pytest.mark.parametrize("block", EXCERPTS, ids=lambda block: f"{block.page}:{block.line}")
+def test_an_excerpt_is_what_its_file_holds(block: Block) -> None:
+    """Lines `# ...` or `// ...` stand for what is left out."""
+    rest = (ROOT / block.source).read_text(encoding="utf-8")
+    for part in re.split(r"^(?:#|//) \.\.\.\n", block.text, flags=re.M):
+        assert part in rest, part
+        rest = rest.partition(part)[2]
+
+
+def test_every_block_says_what_it_is() -> None:
+    """No block is left out because it has no language, or is not found at all."""
+    for page in pages():
+        fences = re.findall(r"^[> ]*```", text(page), re.M)
+        assert len(fences) == 2 * len(blocks(page)), page
+    for block in ALL:
+        what = f"{block.page}:{block.line}"
+        known = {"bash", "console", "python", "text"} | ({"cpp"} if block.source else set())
+        assert block.language in known, f"{what}: {block.language or 'no language'}"
+        words = re.split("[,;] ", block.needs) if block.needs else []
+        assert set(words) <= set(LACKING), f"{what}: {block.needs}"
+
+
+def test_blocks_are_found() -> None:
+    """As many as there were when this was written, or more."""
+    counted = [len([b for b in kind if is_run(b)]) for kind in (COMMANDS, PYTHON, EXCERPTS)]
+    assert all(count >= least for count, least in zip(counted, (11, 2, 6))), counted
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("\n\nfalse\n", "line 3 of the page failed"),
+        ("\nlightseq-train nowhere\n", "line 2 of the page failed"),
+        ("false | true\n", "line 1 of the page failed"),
+        ("diff - <({ echo one; } 2>&1) <<'END'\ntwo\nEND\n", "> one"),
+    ],
+)
+def test_a_command_that_fails_is_found(tmp_path: Path, code: str, line: str) -> None:
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(AssertionError, match=line):
+        run_commands(code, tmp_path / "nothing", tmp_path)
