@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +15,11 @@ import click
 
 from lightseq_fairseq.cli.start.defaults import is_given, with_options
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
-from lightseq_fairseq.cli.translate.cached_config import looked_up_once
-from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 from lightseq_fairseq.cli.translate.output import Lines, UnknownWords
+from lightseq_fairseq.cli.translate.sentences import Search, Translation, load, seed
+from lightseq_fairseq.errors import UserError
+
+logger = logging.getLogger("fairseq_cli.interactive")  # the log is that of fairseq-interactive
 
 
 @launcher("interactive")
@@ -50,9 +55,10 @@ class _AtOnce(Lines):
 
 def _translate(fairseq_main: Callable[[Any], None], cfg: Any) -> None:
     out = _AtOnce()
+    is_native = not os.path.basename(sys.argv[0]).startswith("lightseq-")
     try:
-        with contextlib.redirect_stdout(out), left_on_cpu():
-            fairseq_main(looked_up_once(cfg))
+        with contextlib.redirect_stdout(out):
+            (fairseq_main if is_native else _answer)(cfg)
     except Exception as error:
         # fairseq's number counts within the buffer; all lines before the buffer are translated.
         found = re.match(r"Size of sample #(\d+)", str(error))
@@ -64,6 +70,52 @@ def _translate(fairseq_main: Callable[[Any], None], cfg: Any) -> None:
     finally:
         if (note := out.unknown.sentence()) is not None:
             click.echo(f"lightseq-interactive: note: {note}", err=True)
+
+
+def _answer(cfg: Any) -> None:
+    """Prints the lines of ``fairseq_cli.interactive.main``; ``cfg`` is its argument."""
+    from fairseq_cli.interactive import buffered_read
+
+    began, translating, count = time.perf_counter(), 0.0, 0
+    batches, buffer = cfg.dataset, max(cfg.interactive.buffer_size, 1)
+    if batches.max_tokens is None and batches.batch_size is None:
+        batches.batch_size = 1
+    if (batches.batch_size or 0) > buffer:
+        raise UserError("--batch-size cannot be larger than --buffer-size.")
+    logger.info(cfg)
+    seed(cfg)
+    logger.info("loading model(s) from %s", cfg.common_eval.path)
+    search = Search(load(cfg), cfg)
+    if cfg.generation.constraints:
+        logger.warning("NOTE: Constrained decoding currently assumes a shared subword vocabulary.")
+    if buffer > 1:
+        logger.info("Sentence buffer size: %s", buffer)
+    logger.info("NOTE: hypothesis and token scores are output in base 2")
+    logger.info("Type the input sentence and press return:")
+    for lines in buffered_read(cfg.interactive.input, buffer):
+        for number, translation in enumerate(search.translate(lines), count):
+            translating += translation.seconds
+            _print(number, translation)
+        count += len(lines)
+    logger.info(
+        "Total time: %.3f seconds; translation time: %.3f", time.perf_counter() - began, translating
+    )
+
+
+def _print(number: int, translation: Translation) -> None:
+    """The lines of one sentence; none if the sentence was too long and is left out."""
+    if not translation.hypotheses:
+        return
+    print(f"S-{number}\t{translation.source}")
+    print(f"W-{number}\t{translation.seconds:.3f}\tseconds")
+    for words in translation.constraints:
+        print(f"C-{number}\t{words}")
+    for each in translation.hypotheses:
+        print(f"H-{number}\t{each.score}\t{each.words}")
+        print(f"D-{number}\t{each.score}\t{each.text}")
+        print(f"P-{number}\t{' '.join(f'{score:.4f}' for score in each.token_scores)}")
+        if each.alignment is not None:
+            print(f"A-{number}\t{' '.join(f'{a}-{b}' for a, b in each.alignment)}")
 
 
 def _one_process(argv: list[str]) -> list[str]:

@@ -1,19 +1,24 @@
 """Accelerated training of fairseq's translation Transformer.
 
 ``import lightseq_fairseq`` loads neither torch nor fairseq: a submodule is imported when it is
-first touched. The tuple below names them in the order in which a batch meets them.
+first touched. The tuple below names them in the order in which a batch meets them. From Python,
+``lightseq_fairseq.Translator`` translates with a trained model, and ``layers`` trains one.
 """
 
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightseq_fairseq.translator import Translator as Translator
 
 __version__ = "0.2.0"
 
 _SUBMODULES = (
     "errors",  # what the user did wrong, in one sentence
     "cli",  # the command that was typed
+    "translator",  # the same for translation, from Python
     "startup",  # import fairseq, typed anywhere in this environment
     "fairseq_compat",  # fairseq, made importable on a current Python and torch
     "plugins",  # model, criterion and optimizer as fairseq sees them
@@ -27,14 +32,16 @@ _SUBMODULES = (
     "checkpoints",  # what is left on disk
 )
 
-__all__ = ["__version__", *_SUBMODULES]
+__all__ = ["Translator", "__version__", *_SUBMODULES]
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
+    if name == "Translator":
+        return importlib.import_module(f"{__name__}.translator").Translator
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_SUBMODULES})
+    return sorted({*globals(), *__all__})

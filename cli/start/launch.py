@@ -139,7 +139,9 @@ def run_fairseq(
         around_all.enter_context(_sentences(f"lightseq-{command}", request, ranks))
         around_all.enter_context(quiet())
         parts = "fairseq" if (native() if callable(native) else native) else "lightseq"
-        around_all.enter_context(_program(f"{parts}-{command}", words))
+        program = f"{parts}-{command}"
+        around_all.enter_context(typed(program, words))
+        around_all.enter_context(_environment(cli.PROGRAM, program))  # for spawned ranks
         cli.register()
         if complete is not None:
             sys.argv[1:] = request.argv = complete(sys.argv[1:])
@@ -153,13 +155,12 @@ def run_fairseq(
 
 
 @contextmanager
-def _program(name: str, words: Sequence[str]) -> Iterator[None]:
-    """Sets ``sys.argv``, from which fairseq reads the command, and PROGRAM, for spawned ranks."""
+def typed(program: str, words: Sequence[str]) -> Iterator[None]:
+    """Sets ``sys.argv``, from which fairseq reads the command, within the block."""
     saved = sys.argv
-    sys.argv = [name, *words]
+    sys.argv = [program, *words]
     try:
-        with _environment(cli.PROGRAM, name):
-            yield
+        yield
     finally:
         sys.argv = saved
 

@@ -6,7 +6,7 @@ import copy
 from argparse import Namespace
 from typing import Any
 
-# Sections that fairseq-generate and -interactive read in their loops, and only by attribute.
+# Sections that fairseq-generate reads in its loop, and only by attribute.
 _READ_IN_LOOPS = ("common_eval", "dataset", "generation")
 
 
@@ -41,10 +41,9 @@ class CachedConfig:
 
 
 def looked_up_once(cfg: Any) -> CachedConfig:
-    """The configuration for ``main`` of fairseq_cli's generate and interactive, with cached
-    sections.
+    """The configuration for ``main`` of ``fairseq_cli.generate``, with cached sections.
 
-    cfg: their argument, a Namespace or fairseq's configuration.
+    cfg: its argument, a Namespace or fairseq's configuration.
     """
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightseq_fairseq.checkpoints.names import ls_arch, native_name  # isort: skip  (prepares fairseq)
@@ -30,6 +31,15 @@ def use_native_models() -> None:
     fairseq-train with our plugins in --user-dir writes such checkpoints. Calling it twice is safe.
     """
     patching.apply("fairseq's models")
+
+
+@contextmanager
+def building(native: bool) -> Iterator[None]:
+    """Within the block fairseq builds our model, or with ``native`` its own, for any checkpoint."""
+    ours = load_for_native_models if native else load_for_ls_models
+    target = "fairseq.checkpoint_utils:load_checkpoint_to_cpu"
+    with patching.within(target, ours, by="checkpoints.models"):
+        yield
 
 
 def load_for_ls_models(original: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -292,7 +292,7 @@ PATCHES = (
     ),
     Patch(
         "scoped", "fairseq_cli.interactive:main", "cli.start.launch:run_fairseq",
-        "lightseq-interactive: each line at once",
+        "lightseq-interactive: each line at once, by the code of Translator",
     ),
     Patch(
         "scoped", "argparse:ArgumentParser.error", "cli.start.command_lines:refused_in_a_sentence",
@@ -305,10 +305,6 @@ PATCHES = (
     Patch(
         "scoped", "fairseq.utils:move_to_cuda", "cli.translate.cpu_samples:left_on_cpu",
         "fairseq prints each sample, and would wait for the GPU at each",
-    ),
-    Patch(
-        "scoped", "fairseq_cli.interactive:make_batches", "cli.translate.cpu_samples:left_on_cpu",
-        "the same in lightseq-interactive",
     ),
     Patch(
         "scoped", "fairseq.tasks:FairseqTask.build_generator",
@@ -353,6 +349,11 @@ PATCHES = (
         "fairseq drops the float32 parameters of a file before it has made room for them",
     ),
     Patch(
+        "scoped", "fairseq.checkpoint_utils:load_checkpoint_to_cpu",
+        "checkpoints.models:building",
+        "Translator: our model, or fairseq's own, for the checkpoints of one translator",
+    ),
+    Patch(
         "scoped", "fairseq_cli.train:main", "cli.benchmark.train.measured_trainer:attached",
         "lightseq-bench train: the Trainer that is there by then is measured",
     ),
@@ -386,12 +387,17 @@ def apply(phase: str) -> None:
 
 
 @contextmanager
-def within(target: str, ours: Any) -> Iterator[None]:
+def within(target: str, ours: Any, by: str = "") -> Iterator[None]:
     """Replaces a listed name within the block, by ``ours`` or by a wrapper that calls ``ours``.
 
+    by: the start of the entry's ``by``, if the list has several entries for the name.
     If other code replaces the same name within the block, the end of the block undoes that, too.
     """
-    (patch,) = (p for p in PATCHES if p.target == target and p.phase in ("import", "scoped"))
+    (patch,) = (
+        p
+        for p in PATCHES
+        if p.target == target and p.phase in ("import", "scoped") and p.by.startswith(by)
+    )
     owner, name = _place(target)
     before, was_inherited = getattr_static(owner, name), name not in vars(owner)
     _replacements[patch] = ours if patch.instead else around(before, ours)

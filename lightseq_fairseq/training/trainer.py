@@ -286,7 +286,8 @@ class Trainer(stopping.StoppableTrainer):
                 state["extra_state"][_MASTERS] = kept
             return state
 
-        with patching.within("fairseq.checkpoint_utils:load_checkpoint_to_cpu", load_and_keep):
+        target = "fairseq.checkpoint_utils:load_checkpoint_to_cpu"
+        with patching.within(target, load_and_keep, by="training.trainer"):
             yield
 
     @torch.no_grad()

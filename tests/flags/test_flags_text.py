@@ -25,9 +25,8 @@ import sacrebleu
 import torch
 from fairseq import file_utils
 from fairseq.registry import REGISTRIES
+from fairseq.tasks.translation import TranslationTask
 from helpers.flag_runs import Proofs, launch, pieces, prove, proven, table
-
-import fairseq_cli.interactive  # isort: skip
 
 from lightseq_fairseq.cli.refusals import flags
 
@@ -133,15 +132,15 @@ def words(place: Path, line: str) -> list[str]:
 
 def shown(command: str, place: Path, line: str, native: bool) -> list[str]:
     """What a command prints of the sentences, what it encodes them to, and what is asked."""
-    batches = fairseq_cli.interactive.make_batches
+    lines_of = TranslationTask.get_interactive_tokens_and_lengths
     data = place / ("numbers" if "gpt2" in line or "hf_byte" in line else "words") / "data"
     with watched(place) as told:
 
-        def make_batches(lines: Any, cfg: Any, task: Any, positions: Any, encode: Any) -> Any:
+        def read(task: Any, lines: Any, encode: Any) -> Any:
             told.extend(encode(text) for text in lines)
-            return batches(lines, cfg, task, positions, encode)
+            return lines_of(task, lines, encode)
 
-        with mock.patch.object(fairseq_cli.interactive, "make_batches", make_batches):
+        with mock.patch.object(TranslationTask, "get_interactive_tokens_and_lengths", read):
             line = " ".join(words(place, line)) + " --native" * native
             result = launch(command, data, data.parent / "checkpoint_last.pt", line)
     if result.exit_code:

@@ -1,4 +1,4 @@
-"""What the loops of generate and interactive read is fairseq's configuration, looked up once."""
+"""What the loop of generate reads is fairseq's configuration, looked up once."""
 
 from __future__ import annotations
 

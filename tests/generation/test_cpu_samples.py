@@ -23,6 +23,7 @@ from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
 from fairseq_cli import generate, interactive
 
+from lightseq_fairseq.cli.translate import sentences
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 
 FLAGS = shlex.split("-s src -t tgt --dataset-impl raw --beam 2 --distributed-world-size 1")
@@ -49,6 +50,7 @@ def stand_in_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     has_gpu = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True))
     monkeypatch.setattr(generate, "torch", has_gpu)
     monkeypatch.setattr(interactive, "torch", has_gpu)
+    monkeypatch.setattr(sentences, "uses_gpu", lambda cfg: not cfg.common.cpu)
     monkeypatch.setattr(torch.nn.Module, "cuda", lambda self: self)
     monkeypatch.setattr(torch.Tensor, "cuda", move)
     monkeypatch.setattr(utils, "move_to_cuda", move)
@@ -71,21 +73,24 @@ def test_generate(toy: Toy, moved: list[Any], words: str) -> None:
     assert lines == translate(toy, *given, "--cpu")
 
 
-@pytest.mark.parametrize("words", OURS[:-1] + OTHERS)
-def test_interactive(toy: Toy, moved: list[Any], tmp_path: Path, words: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "moves"),
+    # Four lines are moved one by one, by fairseq's loop their tokens and their lengths.
+    [*((words, 0) for words in OURS[:-1]), ("--native", 8), ("--print-alignment hard", 4)],
+)
+def test_interactive(toy: Toy, moved: list[Any], tmp_path: Path, words: str, moves: int) -> None:
     path = tmp_path / "lines"
     path.write_text("eins zwei drei\nvier fünf\n\nsechs\n")
     given = ("interactive", "--input", str(path), *shlex.split(words))
     lines = translate(toy, *given)
-    assert len(moved) == (8 if words in OTHERS else 0)  # tokens and lengths of four lines
+    assert len(moved) == moves
     assert len(lines) == 3 * 4
     assert lines == translate(toy, *given, "--cpu")
 
 
 def test_the_newest_generator_decides(toy: Toy, moved: list[Any]) -> None:
     sample = next(iter(held_out(toy.task)))
-    places = ((utils, "move_to_cuda"), (FairseqTask, "build_generator"),
-              (interactive, "make_batches"))  # fmt: skip
+    places = ((utils, "move_to_cuda"), (FairseqTask, "build_generator"))
     before = [getattr(owner, name) for owner, name in places]
     with left_on_cpu():
         for model, by, stays in (

@@ -1,0 +1,293 @@
+"""Translation of lines of text: what ``lightseq-interactive`` prints, and what
+`lightseq_fairseq.Translator` returns.
+
+fairseq and torch are imported when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightseq_fairseq.cli.refusals import messages
+from lightseq_fairseq.cli.start import late_checks
+from lightseq_fairseq.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One translation of a sentence.
+
+    Attributes:
+        text: the translation, detokenized. Subwords are joined if ``remove_bpe`` or ``bpe`` asks
+            for it. A D- line of the commands.
+        score: log2 of its probability, divided by its length to the power ``lenpen`` (not divided
+            with ``unnormalized``). Greater is better.
+        words: the same text before ``tokenizer`` and ``bpe`` decode it; an H- line.
+        tokens: the symbols of the dictionary that the model wrote, "</s>" at the end included.
+        token_scores: log2 of the probability of each token; a P- line.
+        alignment: pairs (source token, target token), counted from 0; an A- line. None without
+            ``print_alignment``.
+    """
+
+    text: str
+    score: float
+    words: str
+    tokens: tuple[str, ...]
+    token_scores: tuple[float, ...]
+    alignment: tuple[tuple[int, int], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A sentence and its translations.
+
+    Attributes:
+        source: the sentence as the model reads it: words without an entry in the dictionary are
+            "<unk>", and subwords are joined if ``remove_bpe`` asks for it. An S- line.
+        hypotheses: ``nbest`` translations, the best first. Empty if
+            ``skip_invalid_size_inputs_valid_test`` has left out a sentence that is too long.
+        constraints: the target words that ``constraints`` has asked for; C- lines.
+        seconds: the sentence's share of the time of its batch.
+    """
+
+    source: str
+    hypotheses: tuple[Hypothesis, ...]
+    constraints: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """The best translation; "" if there is none."""
+        return self.hypotheses[0].text if self.hypotheses else ""
+
+    @property
+    def score(self) -> float:
+        """The score of the best translation; minus infinity if there is none."""
+        return self.hypotheses[0].score if self.hypotheses else -math.inf
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The tokens of the best translation."""
+        return self.hypotheses[0].tokens if self.hypotheses else ()
+
+
+class Loaded(NamedTuple):
+    """Models that are ready to translate, and their text functions.
+
+    Attributes:
+        task: fairseq's task, with the dictionaries.
+        models: one model, or those of an ensemble.
+        encode, decode: tokenizer and BPE, from and to plain text.
+        on_gpu: whether the models are on a GPU.
+    """
+
+    task: Any
+    models: list[Any]
+    encode: Callable[[str], str]
+    decode: Callable[[str], str]
+    on_gpu: bool
+
+
+def uses_gpu(cfg: Any) -> bool:
+    """Whether the models belong on a GPU: there is one, and no --cpu."""
+    import torch
+
+    return torch.cuda.is_available() and not cfg.common.cpu
+
+
+def seed(cfg: Any) -> None:
+    """Seeds numpy and torch if the user gave --seed, as fairseq's commands do."""
+    import numpy as np
+    from fairseq import utils
+
+    if cfg.common.seed is not None and not cfg.generation.no_seed_provided:
+        np.random.seed(cfg.common.seed)
+        utils.set_torch_seed(cfg.common.seed)
+
+
+def load(cfg: Any) -> Loaded:
+    """Loads the models of a configuration and prepares them for translation.
+
+    cfg: fairseq's, as its parser for ``fairseq-interactive`` gives it.
+
+    Raises:
+        UserError: a model is no translation model.
+        Exception: fairseq's, which ``messages.explain`` turns into a sentence.
+    """
+    from fairseq import checkpoint_utils, tasks, utils
+
+    task = tasks.setup_task(cfg.task)
+    shards = cfg.checkpoint.checkpoint_shard_count
+    models, _ = late_checks.load_model_ensemble(
+        checkpoint_utils.load_model_ensemble,
+        utils.split_paths(cfg.common_eval.path),
+        ast.literal_eval(cfg.common_eval.model_overrides),
+        task,
+        suffix=cfg.checkpoint.checkpoint_suffix,
+        strict=shards == 1,
+        num_shards=shards,
+    )
+    on_gpu = uses_gpu(cfg)
+    for model in models:
+        if cfg.common.fp16:
+            model.half()
+        if on_gpu:
+            model.cuda()
+        model.prepare_for_inference_(cfg)
+    built = (task.build_tokenizer(cfg.tokenizer), task.build_bpe(cfg.bpe))
+    coders = [coder for coder in built if coder is not None]
+
+    def encode(text: str) -> str:
+        for coder in coders:
+            text = coder.encode(text)
+        return text
+
+    def decode(text: str) -> str:
+        for coder in reversed(coders):
+            text = coder.decode(text)
+        return text
+
+    return Loaded(task, models, encode, decode, on_gpu)
+
+
+class Search:
+    """The search of loaded models with one set of options.
+
+    Args:
+        loaded: the models.
+        cfg: as in `load`; its sections generation, dataset and common_eval are read.
+
+    Raises:
+        UserError: options that exclude each other.
+    """
+
+    def __init__(self, loaded: Loaded, cfg: Any) -> None:
+        from fairseq import utils
+
+        from lightseq_fairseq.plugins.generator import LSSequenceGenerator
+
+        options, batches = cfg.generation, cfg.dataset
+        if options.sampling and options.nbest != options.beam:
+            raise UserError("--sampling requires --nbest to be equal to --beam.")
+        self._loaded, self._nbest = loaded, options.nbest
+        self._generator = loaded.task.build_generator(loaded.models, options)
+        # Our search takes the source from the CPU, and its results are on the CPU.
+        self._moves = loaded.on_gpu and not isinstance(self._generator, LSSequenceGenerator)
+        self._aligned = utils.load_align_dict(options.replace_unk)
+        self._joiner = cfg.common_eval.post_process
+        self._has_constraints = bool(options.constraints)
+        self._has_alignment = bool(options.print_alignment)
+        self._skips = batches.skip_invalid_size_inputs_valid_test
+        self._max_tokens, self._batch_size = batches.max_tokens, batches.batch_size
+        self._positions = utils.resolve_max_positions(
+            loaded.task.max_positions(), *[model.max_positions() for model in loaded.models]
+        )
+        self._strip = getattr(
+            self._generator, "symbols_to_strip_from_output", {loaded.task.target_dictionary.eos()}
+        )
+
+    def translate(self, lines: Sequence[str]) -> list[Translation]:
+        """The translations of ``lines``, in their order.
+
+        Raises:
+            UserError: a line is longer than --max-tokens.
+            Exception: fairseq's about a line that is longer than the model's positions.
+        """
+        task = self._loaded.task
+        texts, constraints = self._parted(lines)
+        tokens, lengths = task.get_interactive_tokens_and_lengths(texts, self._loaded.encode)
+        try:
+            batches = task.get_batch_iterator(
+                dataset=task.build_dataset_for_inference(tokens, lengths, constraints=constraints),
+                max_tokens=self._max_tokens,
+                max_sentences=self._batch_size,
+                max_positions=self._positions,
+                ignore_invalid_inputs=self._skips,
+                disable_iterator_cache=True,
+            ).next_epoch_itr(shuffle=False)
+        except AssertionError as error:
+            if "should not exceed max_tokens" not in str(error):
+                raise
+            raise UserError(messages.over_max_tokens(max(lengths), self._max_tokens)) from error
+        found = {number: each for batch in batches for number, each in self._batch(batch)}
+        return [
+            found[number] if number in found else Translation(self._source(tokens[number]), ())
+            for number in range(len(lines))
+        ]
+
+    def _parted(self, lines: Sequence[str]) -> tuple[list[str], Tensor | None]:
+        """Sentences, and the constraints that stand behind tabs in fairseq's format."""
+        if not self._has_constraints:
+            return list(lines), None
+        from fairseq.token_generation_constraints import pack_constraints
+
+        parts = [line.split("\t") for line in lines]
+        dictionary = self._loaded.task.target_dictionary
+
+        def encoded(text: str) -> Tensor:
+            return dictionary.encode_line(
+                self._loaded.encode(text), append_eos=False, add_if_not_exist=False
+            )
+
+        packed = pack_constraints([list(map(encoded, asked)) for _, *asked in parts])
+        return [sentence for sentence, *_ in parts], packed
+
+    def _batch(self, batch: dict[str, Any]) -> Iterator[tuple[int, Translation]]:
+        """(number, translation) of each sentence of a batch."""
+        from fairseq import utils
+        from fairseq.token_generation_constraints import unpack_constraints
+
+        task, constraints = self._loaded.task, batch.get("constraints")
+        began = time.perf_counter()
+        given = ({"net_input": batch["net_input"]}, constraints)
+        sample, asked_for = utils.move_to_cuda(given) if self._moves else given
+        results = task.inference_step(
+            self._generator, self._loaded.models, sample, constraints=asked_for
+        )
+        seconds = (time.perf_counter() - began) / max(len(results), 1)
+        for place, (number, hypotheses) in enumerate(zip(batch["id"].tolist(), results)):
+            source = self._source(batch["net_input"]["src_tokens"][place])
+            asked = () if constraints is None else unpack_constraints(constraints[place])
+            best = tuple(self._hypothesis(each, source) for each in hypotheses[: self._nbest])
+            words = tuple(task.target_dictionary.string(each, self._joiner) for each in asked)
+            yield number, Translation(source, best, words, seconds)
+
+    def _source(self, tokens: Tensor) -> str:
+        """The text of a sentence's tokens, which may be padded."""
+        from fairseq import utils
+
+        task = self._loaded.task
+        if task.source_dictionary is None:
+            return ""
+        tokens = utils.strip_pad(tokens, task.target_dictionary.pad())
+        return str(task.source_dictionary.string(tokens, self._joiner))
+
+    def _hypothesis(self, found: Any, source: str) -> Hypothesis:
+        """``found``: of fairseq's generators. ``source``: the text, from which words are copied."""
+        from fairseq import utils
+        from fairseq.data import data_utils
+
+        # Not by utils.post_process_prediction: that adds the joined words to the dictionary, and
+        # the next search would take them for symbols of the model.
+        dictionary, alignment = self._loaded.task.target_dictionary, found["alignment"]
+        words = dictionary.string(found["tokens"], extra_symbols_to_ignore=self._strip)
+        if self._aligned is not None:
+            unknown = dictionary.unk_string()
+            words = utils.replace_unk(words, source, alignment, self._aligned, unknown)
+        words = data_utils.post_process(words, self._joiner)
+        return Hypothesis(
+            self._loaded.decode(words),
+            float(found["score"] / math.log(2)),
+            words,
+            tuple(dictionary[token] for token in found["tokens"].tolist()),
+            tuple((found["positional_scores"] / math.log(2)).tolist()),
+            tuple((int(a), int(b)) for a, b in alignment) if self._has_alignment else None,
+        )
