@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import NoneType
 from typing import Annotated, Any, ParamSpec, Protocol, TypeVar, get_args, get_type_hints
 
@@ -54,11 +55,14 @@ def define(name: str, definition: Callable[P, Definition[R]]) -> Callable[P, R]:
     """
 
     def reference(*arguments: Any) -> Any:
-        if not torch.is_grad_enabled():  # in backward and in translation
-            return construct(*arguments).reference()
-        # The layers implement the derivatives. Autograd must not record the reference's steps, some
-        # of which write in place.
-        with torch.no_grad():
+        with ExitStack() as around:
+            if torch.is_grad_enabled():
+                # The layers implement the derivatives. Autograd must not record the reference's
+                # steps, some of which write in place.
+                around.enter_context(torch.no_grad())
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):  # it does not change kernels either
+                    around.enter_context(torch.autocast(device, enabled=False))
             return construct(*arguments).reference()
 
     def shape(*arguments: Any) -> Any:

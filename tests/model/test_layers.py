@@ -607,10 +607,13 @@ def test_autocast_says_what_to_do() -> None:
     segments = lengths(3)
     layer = EncoderLayer(16, 32, 2)
     x = torch.randn(3, 16)
+    expected = layer(x, segments, RNG)
     with torch.autocast("cpu", torch.bfloat16):
         with pytest.raises(ValueError, match=r"autocast does not convert.*convert the layers"):
             layer(x.bfloat16(), segments, RNG)
+        found = layer(x, segments, RNG)
         y = layer.bfloat16()(x.bfloat16(), segments, RNG)
+    assert torch.equal(found, expected)
     assert y.dtype == torch.bfloat16
 
 
