@@ -5,7 +5,7 @@ from lightseq_fairseq.layers.dropout import draw_rng
 from lightseq_fairseq.layers.embedding import Embedding, embed, sinusoidal_positions
 from lightseq_fairseq.layers.attention import MultiheadAttention
 from lightseq_fairseq.layers.encoder import EncoderLayer, run_encoder
-from lightseq_fairseq.layers.decoder import DecoderLayer, run_decoder
+from lightseq_fairseq.layers.decoder import DecoderLayer, fused_groups, run_decoder
 from lightseq_fairseq.layers.linear import linear
 from lightseq_fairseq.layers.cross_entropy import label_smoothed_cross_entropy
 
@@ -19,6 +19,7 @@ __all__ = [
     "run_encoder",
     "DecoderLayer",
     "run_decoder",
+    "fused_groups",
     "linear",
     "label_smoothed_cross_entropy",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightseq_fairseq import fairseq_compat, library
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat import patching
-from lightseq_fairseq.layers.decoder import DecoderLayer, memory_weights
+from lightseq_fairseq.layers import fused_groups
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
 from lightseq_fairseq.parameters import flatten_parameters
 from lightseq_fairseq.plugins.unsupported import unsupported_option, unsupported_width
@@ -76,16 +76,7 @@ class FlatModel:
 
     def fused_groups(self) -> list[list[Tensor]]:
         """Groups of parameters that one GEMM reads; each group is contiguous in the flat buffer."""
-        groups: list[list[Tensor]] = []
-        for stacks in self.sides():
-            layers = _layers(*stacks)
-            for layer in layers:
-                block = layer.self_attn
-                parts = (block.q_proj, block.k_proj, block.v_proj)
-                groups += [[p.weight for p in parts], [p.bias for p in parts]]
-            attending = [layer for layer in layers if isinstance(layer, DecoderLayer)]
-            groups += [g for g in memory_weights(attending) if g]
-        return groups
+        return [group for stacks in self.sides() for group in fused_groups(_layers(*stacks))]
 
     def _flatten(self: Any) -> None:
         flatten_parameters(self, self.fused_groups())

@@ -1,0 +1,1 @@
+"""The layers as a library: a Transformer and its training loop in plain PyTorch style."""
