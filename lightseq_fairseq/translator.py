@@ -271,7 +271,7 @@ def _trained(path: str, options: dict[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"The checkpoint {path} cannot be read ({error.strerror}): name a file or a folder "
             "that lightseq-train has written."
-        ) from error
+        ) from None
     # Checkpoints from before fairseq 0.10.2 have args instead of cfg.
     found: Any = state.get("args") or (state.get("cfg") or {}).get("task") or {}
     settings = vars(found) if isinstance(found, Namespace) else dict(found)

@@ -278,7 +278,8 @@ class Search:
         # Not by utils.post_process_prediction: that adds the joined words to the dictionary, and
         # the next search would take them for symbols of the model.
         dictionary, alignment = self._loaded.task.target_dictionary, found["alignment"]
-        words = dictionary.string(found["tokens"], extra_symbols_to_ignore=self._strip)
+        tokens = found["tokens"].cpu()
+        words = dictionary.string(tokens, extra_symbols_to_ignore=self._strip)
         if self._aligned is not None:
             unknown = dictionary.unk_string()
             words = utils.replace_unk(words, source, alignment, self._aligned, unknown)
@@ -287,7 +288,7 @@ class Search:
             self._loaded.decode(words),
             float(found["score"] / math.log(2)),
             words,
-            tuple(dictionary[token] for token in found["tokens"].tolist()),
+            tuple(dictionary[token] for token in tokens.tolist()),
             tuple((found["positional_scores"] / math.log(2)).tolist()),
             tuple((int(a), int(b)) for a, b in alignment) if self._has_alignment else None,
         )
