@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightseq_fairseq.cli.refusals import messages
-from lightseq_fairseq.cli.start import late_checks
 from lightseq_fairseq.errors import UserError
 
 if TYPE_CHECKING:
@@ -123,6 +122,8 @@ def load(cfg: Any) -> Loaded:
         Exception: fairseq's, which ``messages.explain`` turns into a sentence.
     """
     from fairseq import checkpoint_utils, tasks, utils
+
+    from lightseq_fairseq.cli.start import late_checks  # imports numpy, which --help does not need
 
     task = tasks.setup_task(cfg.task)
     shards = cfg.checkpoint.checkpoint_shard_count
