@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any, ClassVar, NamedTuple
 
 from fairseq.tasks.language_modeling import LanguageModelingTask
@@ -11,6 +12,7 @@ from fairseq.tasks.translation_multi_simple_epoch import TranslationMultiSimpleE
 from torch import Tensor
 
 from lightseq_fairseq import fairseq_compat, library
+from lightseq_fairseq.checkpoints import dictionaries
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.layers import fused_groups
@@ -38,6 +40,16 @@ SENTENCE_PAIRS = Data(
 TEXT = Data((LanguageModelingTask,), ("running text", "--task language_modeling"))
 
 
+def with_dictionaries(args: Any) -> Any:
+    """The object that has the digests of a checkpoint's dictionaries, if ``args`` are the options
+    of its model: its attribute ``dictionaries`` (see ``checkpoints.dictionaries``).
+
+    This is ``args`` if it is a Namespace. From a DictConfig fairseq's ``build_model`` removes what
+    the model's dataclass lacks, but keeps its parent, the whole configuration.
+    """
+    return args if isinstance(args, Namespace) else args._get_parent()
+
+
 class FlatModel:
     """Mixin of the ls_ models; it comes before the fairseq model in the list of base classes.
 
@@ -60,6 +72,12 @@ class FlatModel:
         fairseq_compat.prepare()
         patching.apply("model")
         return super().build_model(args, task)  # type: ignore[misc]
+
+    @staticmethod
+    def check_dictionaries(args: Any, task: Any) -> None:
+        """Raises UserError if ``args`` are a checkpoint's options and a dictionary of the task
+        differs from the checkpoint's."""
+        dictionaries.check(task, getattr(with_dictionaries(args), "dictionaries", None))
 
     def sides(self) -> list[tuple[Any, ...]]:
         """The groups of stacks that run together, such as an encoder and its decoder, in the order
