@@ -27,17 +27,23 @@ def main() -> None:
     """Measure the speed of training and of translation on this machine."""
 
 
-def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
-    """Decorator: the options that both benchmarks share; ``name`` is the benchmark."""
+def _shared(name: str, rounds: int, vocabulary: int | None) -> Callable[[Any], Any]:
+    """Decorator: the options that both benchmarks share.
+
+    Args:
+        name: of the benchmark.
+        vocabulary: default words of the dictionary; None: those of each corpus.
+    """
+    by_corpus = f"{corpora.VOCABULARY} for translation, {corpora.TEXT_VOCABULARY} for text"
     options = (
         click.option(
             "--rounds", type=click.IntRange(1), default=rounds, show_default=True,
             help="Runs of each system; the systems take turns.",
         ),
         click.option(
-            "--vocabulary", type=click.IntRange(100, 65_000), default=corpora.VOCABULARY,
-            help="Words of the joint dictionary, fairseq's special ones included.",
-            show_default=True,
+            "--vocabulary", type=click.IntRange(100, 65_000), default=vocabulary,
+            help="Words of the dictionary, fairseq's special ones included.",
+            show_default=by_corpus if vocabulary is None else True,
         ),
         click.option(
             "--output", type=click.Path(path_type=Path),
@@ -62,10 +68,13 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
 @click.option(
     "--case", "cases", multiple=True, default=["t2t_big/4096/bf16"], show_default=True,
     metavar="CASE,...",
-    help="What to train: <model>/<max-tokens>/<precision>. Models are t2t_big, 12e12d and 24e24d "
-    "(t2t_big with 12 and 24 layers a side), base, iwslt, and tiny, which a CPU can run; "
-    "precisions are bf16 and fp16; /x<n> behind them is for n GPUs with a batch each. May be given "
-    "several times.",
+    help="What to train. Translation: <model>/<max-tokens>/<precision>, with a model of t2t_big, "
+    "12e12d and 24e24d (t2t_big with 12 and 24 layers a side), base, iwslt, and tiny, which a CPU "
+    "can run. Language models: <model>/<block>x<batch>/<precision>, with blocks of so many tokens "
+    "and so many blocks a batch, and a model of gpt2_124m (transformer_lm_gpt3_small with dropout "
+    "0.1), lm_base (transformer_lm), gpt2_small (transformer_lm_gpt2_small: 24 layers), and "
+    "lm_tiny for a CPU, as in gpt2_124m/1024x32/bf16. Precisions are bf16 and fp16; /x<n> behind "
+    "them is for n GPUs with a batch each. May be given several times.",
 )  # fmt: skip
 @click.option(
     "--systems",
@@ -79,7 +88,8 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
 )  # fmt: skip
 @click.option(
     "--warm-up", type=click.IntRange(0),
-    help="Updates before them.  [default: 4000 for ours, 500 for torch_compile, 150 for others]",
+    help="Updates before them.  [default: 4000 for ours, 500 for torch_compile, 150 for others and "
+    "for language models]",
 )  # fmt: skip
 @click.option(
     "--corpus", type=click.Path(path_type=Path), default=Path("build/bench-corpus"),
@@ -90,12 +100,21 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
     help="Sentence pairs in it.",
 )  # fmt: skip
 @click.option(
+    "--text", type=click.Path(path_type=Path), default=Path("build/bench-text"),
+    help="Folder of the running text for language models, made if it does not exist.",
+    show_default=True,
+)  # fmt: skip
+@click.option(
+    "--tokens", type=click.IntRange(1), default=corpora.TOKENS, show_default=True,
+    help="Tokens in it.",
+)  # fmt: skip
+@click.option(
     "--workers", type=click.IntRange(0), default=4, show_default=True,
     help="Processes that make the batches, for every system.",
 )  # fmt: skip
-@_shared("train", rounds=3)
+@_shared("train", rounds=3, vocabulary=None)
 def train(cases: Sequence[str], systems: str | None, output: Path | None, **options: Any) -> None:
-    """Train on a WMT-like corpus with several systems, and compare them.
+    """Train on a generated corpus with several systems, and compare them.
 
     \b
         lightseq-bench train --case t2t_big/4096/bf16 --systems ours,fairseq_no_cudnn
@@ -109,29 +128,34 @@ def train(cases: Sequence[str], systems: str | None, output: Path | None, **opti
 
 def _train(
     case_names: Sequence[str], system_names: str | None, output: Path | None, corpus: Path,
-    pairs: int, vocabulary: int, logs: Path, rounds: int, updates: int, warm_up: int | None,
-    workers: int,
+    pairs: int, text: Path, tokens: int, vocabulary: int | None, logs: Path, rounds: int,
+    updates: int, warm_up: int | None, workers: int,
 ) -> list[str]:  # fmt: skip
     """Everything that `train` does; the case and system of each run that failed."""
     cases = [training.Case.parse(word) for name in case_names for word in name.split(",")]
     systems = runs.chosen(system_names, training.SYSTEMS)
     gpu, about = runs.machine(cases, "tiny/256/bf16", kept=output is not None)
     able = runs.able_systems(training.why_not, cases, systems)
-    data = corpora.ensure(corpus, pairs, vocabulary)
+    families = {case.shape.is_language_model for case, its_systems in able.items() if its_systems}
+    data = {}  # whether it is running text -> the corpus
+    if False in families:
+        data[False] = corpora.ensure(corpus, pairs, vocabulary or corpora.VOCABULARY)
+    if True in families:
+        data[True] = corpora.ensure_text(text, tokens, vocabulary or corpora.TEXT_VOCABULARY)
 
     def measure(case: training.Case, system: str, stem: Path) -> training_rows.Run:
-        before = training.SYSTEMS[system].warm_up if warm_up is None else warm_up
+        before = training.warm_up(system, case) if warm_up is None else warm_up
         before, measured = map(training.in_intervals, (before, updates))
+        folder = data[case.shape.is_language_model].folder.resolve()
         words = training.command(
-            case, system, data.folder.resolve(), stem.with_suffix(".json"), before + measured, gpu,
-            workers,
-        )  # fmt: skip
+            case, system, folder, stem.with_suffix(".json"), before + measured, gpu, workers
+        )
         log, report = runs.process(words, training.environment(system), stem)
         steady = training_rows.intervals(log, before, before + measured)
         return training_rows.Run(before, steady, report)
 
     def row(case: training.Case, system: str, runs: list[training_rows.Run]) -> runs.Row:
-        return training_rows.row(case, system, data, runs, about)
+        return training_rows.row(case, system, data[case.shape.is_language_model], runs, about)
 
     bench = Bench(measure, row, training_rows.table)
     return runs.take_turns(bench, able, rounds, logs, output)
@@ -164,7 +188,7 @@ def _train(
     help="Folder of the sentences and a checkpoint for each model, made if they do not exist.",
     show_default=True,
 )  # fmt: skip
-@_shared("generate", rounds=2)
+@_shared("generate", rounds=2, vocabulary=corpora.VOCABULARY)
 def generate(
     cases: Sequence[str], systems: str | None, output: Path | None, **options: Any
 ) -> None:

@@ -16,8 +16,9 @@ import click
 from lightseq_fairseq.cli.start.defaults import is_given, with_options
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.translate.output import Lines, UnknownWords
-from lightseq_fairseq.cli.translate.sentences import Search, Translation, load, seed
+from lightseq_fairseq.cli.translate.sentences import Search, load, seed
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.generation.texts import Translation
 
 logger = logging.getLogger("fairseq_cli.interactive")  # the log is that of fairseq-interactive
 

@@ -15,8 +15,9 @@ from typing import Any, overload
 
 from lightseq_fairseq.cli.refusals import messages
 from lightseq_fairseq.cli.start import command_lines, launch, preflight
-from lightseq_fairseq.cli.translate.sentences import Hypothesis, Search, Translation, load, seed
+from lightseq_fairseq.cli.translate.sentences import Search, load, seed
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.generation.texts import Hypothesis, Translation
 
 StrPath = str | os.PathLike[str]
 
@@ -47,7 +48,7 @@ class Translator:
     """
 
     def __init__(self, words: Sequence[str], options: dict[str, Any], native: bool) -> None:
-        """Use `from_pretrained`. ``words``: a command line without ``options``."""
+        """Called by `from_pretrained`; ``words`` are a command line without ``options``."""
         from lightseq_fairseq.checkpoints import models
 
         self._words, self._options, self._native = list(words), options, native
@@ -69,17 +70,17 @@ class Translator:
         Args:
             checkpoint: a file, or the folder of a run (its checkpoint_best.pt, or else its
                 checkpoint_last.pt). A list loads an ensemble.
-            data: the folder with the two dictionaries, dict.<language>.txt: the ``--destdir`` of
-                ``lightseq-preprocess``. None: the folder that the model was trained on.
+            data: the folder with the two dictionaries, ``dict.<language>.txt``: the ``--destdir``
+                of ``lightseq-preprocess``. None: the folder that the model was trained on.
             native: build fairseq's own model instead of this package's.
             options: flags of ``lightseq-interactive``, with "_" for "-". True gives a flag without
-                a value; None and False leave it out. ``source_lang`` and ``target_lang`` are by
-                default the checkpoint's, or inferred from the files in ``data``. Options of
-                `translate` become the defaults of its calls.
+                a value; None and False leave it out. ``cpu=True`` keeps the model on the CPU;
+                ``fp16=True`` and ``bf16=True`` compute in 16 bits instead of float32.
+                ``source_lang`` and ``target_lang`` are by default the checkpoint's, or inferred
+                from the files in ``data``. Options of `translate` become the defaults of its calls.
 
         Returns:
-            A translator. It is on the current GPU if there is one, unless ``cpu=True``. It computes
-            in float32, or in 16 bits with ``fp16=True`` or ``bf16=True``.
+            A translator, on the current GPU if there is one.
 
         Raises:
             UserError: the checkpoint, the data or an option cannot be used. The message is one

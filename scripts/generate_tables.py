@@ -17,6 +17,9 @@ MODELS = {
     "24e24d": "Transformer big, 24+24 layers",
     "base": "Transformer base",
     "iwslt": "Transformer iwslt",
+    "gpt2_124m": "GPT-2 124M",
+    "lm_base": "language model of 6 layers",
+    "gpt2_small": "language model of 24 layers",
 }
 SYSTEMS = {
     "ours": ("`lightseq-generate`", OURS),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -45,6 +46,11 @@ PARTS = {
     "cross_entropy": "cross entropy", "optimizer": "optimizer", "all_reduce": "sum over GPUs",
     "gaps": "gaps",
 }  # fmt: skip
+LANGUAGE_MODELS = {
+    "gpt2_124m": "`ls_transformer_lm_gpt3_small` with dropout 0.1",
+    "lm_base": "`ls_transformer_lm`",
+    "gpt2_small": "`ls_transformer_lm_gpt2_small`",
+}
 SYSTEMS = {"lightseq": "`lightseq-train`", "fairseq": "fairseq (same flags, `--native`)"}
 
 
@@ -75,8 +81,8 @@ def train_cases(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any
     models = list(dict.fromkeys(row["case"].split("/")[0] for row in rows))
 
     def place(case: str) -> tuple[int, int, str]:
-        model, tokens, *rest = case.split("/")
-        return models.index(model), int(tokens), "/".join(rest)
+        model, size, *rest = case.split("/")
+        return models.index(model), math.prod(map(int, size.split("x"))), "/".join(rest)
 
     return {case: cases[case] for case in sorted(cases, key=place)}
 
@@ -110,8 +116,8 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
         *table(["our step, ms", *shown.values()], parts, 1, "pipe"),
         "",
         f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
-        f"{', '.join(commit[:10] for commit in common['commit'])}; case: model, max-tokens "
-        'of a GPU, precision; "x fairseq" is to the fastest of fairseq\'s on the same batches; '
+        f"{', '.join(commit[:10] for commit in common['commit'])}; {words_of_cases(rows)}; "
+        '"x fairseq" is to the fastest of fairseq\'s on the same batches; '
         "medians over intervals of 50 updates after so many of warm-up; the floor is counted: "
         "GEMMs at 790 TFLOP/s, then the least bytes at 4.3 TB/s; GPU busy and parts from a profile "
         "of ten or 30 steps, which is slower: where steps wait for the GPU by its shares (busy is "
@@ -139,12 +145,22 @@ def train_by_case(rows: list[dict[str, Any]]) -> list[str]:
     head = ["case", "`lightseq-train`, target tokens/s", "fairseq", "times as fast", "ms a step",
             "GiB", "fairseq's"]  # fmt: skip
     gpus = sorted({f"{row['gpu']}; torch {row['torch']}" for row in shown})
+    models = dict.fromkeys(row["case"].split("/")[0] for row in shown)
+    archs = [f", `{name}` {LANGUAGE_MODELS[name]}" for name in models if name in LANGUAGE_MODELS]
     return [
         *table(head, lines, 1, "pipe"),
         "",
-        f"{'; '.join(gpus)}; case: model, max-tokens of a GPU, precision; `t2t_big` is "
-        "`ls_transformer_wmt_en_de_big_t2t`, `12e12d` the same with 12 layers each.",
+        f"{'; '.join(gpus)}; {words_of_cases(shown)}; `t2t_big` is "
+        "`ls_transformer_wmt_en_de_big_t2t`, `12e12d` the same with 12 layers each"
+        f"{''.join(archs)}.",
     ]
+
+
+def words_of_cases(rows: list[dict[str, Any]]) -> str:
+    """Return what the parts of a case are."""
+    text = any("x" in row["case"].split("/")[1] for row in rows)
+    blocks = ", for language models the tokens of a block x its blocks" * text
+    return f"case: model, max-tokens of a GPU{blocks}, precision"
 
 
 def train_plot(rows: list[dict[str, Any]]) -> Bars:
@@ -172,9 +188,10 @@ def train_plot(rows: list[dict[str, Any]]) -> Bars:
 
 def in_words(case: str) -> str:
     """ "t2t_big/4096/bf16" -> "Transformer big, 4096 tokens, bf16"."""
-    model, tokens, precision, *gpus = case.split("/")
-    words = [MODELS[model], f"{tokens} tokens", precision, *(f"{x[1:]} GPUs" for x in gpus)]
-    return ", ".join(words)
+    model, size, precision, *gpus = case.split("/")
+    block, _, blocks = size.partition("x")
+    tokens = f"{blocks} x {block} tokens" if blocks else f"{size} tokens"
+    return ", ".join([MODELS[model], tokens, precision, *(f"{x[1:]} GPUs" for x in gpus)])
 
 
 def check_table(rows: list[dict[str, Any]]) -> list[str]:

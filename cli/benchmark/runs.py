@@ -22,6 +22,10 @@ Row = dict[str, Any]
 CACHES = ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
+# Models of all benchmarks that a machine without a GPU can run.
+SMALL = "tiny", "lm_tiny"
+
+
 class Unable(UserError):
     """This machine cannot run a system; the message says why."""
 
@@ -137,13 +141,13 @@ def machine(cases: Iterable[Any], small: str, kept: bool) -> tuple[bool, Row]:
     """(whether there is a GPU, columns of a result row about the machine and, if kept, the code).
 
     Raises:
-        UserError: there is no GPU and a case needs one (only the model ``tiny`` does not; ``small``
+        UserError: there is no GPU and a case needs one (those of `SMALL` models do not; ``small``
             is the example for the message), or rows are kept but the commit is unknown.
     """
     import torch
 
     gpu = torch.cuda.is_available()
-    if not gpu and (big := [str(case) for case in cases if case.model != "tiny"]):
+    if not gpu and (big := [str(case) for case in cases if case.model not in SMALL]):
         raise UserError(
             f"{big[0]} needs a GPU and torch sees none: without one, --case {small} shows "
             "that everything works."

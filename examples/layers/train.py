@@ -213,8 +213,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="on the CPU, even if there is a GPU")
     given = parser.parse_args()
     on_gpu = torch.cuda.is_available() and not given.cpu
-    rank, ranks = (int(os.environ.get(name, default)) for name, default in
-                   (("RANK", 0), ("WORLD_SIZE", 1)))  # fmt: skip
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else "cpu"
     if on_gpu:
         torch.cuda.set_device(device)

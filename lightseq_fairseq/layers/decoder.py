@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightseq_fairseq.layers.attention import ColumnSlices, MultiheadAttention
-from lightseq_fairseq.layers.encoder import TransformerLayer
+from lightseq_fairseq.layers.encoder import EncoderLayer, TransformerLayer
 from lightseq_fairseq.layers.linear import linear_parts
 from lightseq_fairseq.layers.residual_norm import layer_norm
 from lightseq_fairseq.packing import Segments
@@ -85,18 +85,20 @@ def memory_weights(layers: Iterable[DecoderLayer]) -> tuple[list[Tensor], list[T
     return [p.weight for p in projections], [p.bias for p in projections]
 
 
-def fused_groups(layers: Iterable[nn.Module]) -> list[list[Tensor]]:
-    """Parameters that one GEMM reads together, for ``parameters.flatten_parameters``.
+def fused_groups(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[Tensor]]:
+    """Lists the parameters that one GEMM reads together, for ``parameters.flatten_parameters``.
 
     With the groups, nothing is copied before these GEMMs. Without them, results are the same.
 
-    layers: encoder and decoder layers in the order of the data flow. Decoder layers must be those
-        of one stack, because one GEMM computes the keys and values of all of them.
+    Args:
+        layers: encoder and decoder layers in the order of the data flow. Decoder layers must be
+            those of one stack, because one GEMM computes the keys and values of all of them.
 
-    Returns: the weights of the query, key and value projections of each layer, their biases, and
-    the same of the cross attention of all decoder layers.
+    Returns:
+        Weights and biases of each self-attention, and those that read the encoder's output.
     """
-    stack, groups = list(layers), []
+    stack = list(layers)
+    groups: list[list[Tensor]] = []
     for layer in stack:
         parts = (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
         groups += [[part.weight for part in parts], [part.bias for part in parts]]

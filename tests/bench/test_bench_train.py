@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from helpers.bench_runs import bench_once, bench_train
 
 from lightseq_fairseq import fairseq_compat, result_rows
-from lightseq_fairseq.cli import bench
 from lightseq_fairseq.cli.benchmark.runs import merged
 from lightseq_fairseq.cli.benchmark.train import corpus, rows
 from lightseq_fairseq.cli.benchmark.train.cases import (
@@ -30,7 +27,7 @@ from lightseq_fairseq.cli.benchmark.train.cases import (
     why_not,
 )
 from lightseq_fairseq.cli.benchmark.train.floor import floor, parameters
-from lightseq_fairseq.cli.benchmark.train.packed_transformer import Transformer
+from lightseq_fairseq.cli.benchmark.train.packed_transformer import build
 from lightseq_fairseq.cli.benchmark.train.timeline import part_of, timeline
 from lightseq_fairseq.errors import UserError
 
@@ -45,8 +42,10 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> corpus.Corpus:
     return corpus.ensure(tmp_path_factory.mktemp("bench") / "corpus", **SMALL)
 
 
-def bench_train(*words: object) -> Result:
-    return CliRunner().invoke(bench.main, ["train", *map(str, words)])
+def words_of(small: corpus.Corpus) -> list[object]:
+    return [
+        "--corpus", small.folder, "--pairs", small.pairs, "--vocabulary", small.vocabulary
+    ]  # fmt: skip
 
 
 # --- corpus
@@ -91,7 +90,7 @@ def test_a_folder_of_something_else_is_refused(small: corpus.Corpus, tmp_path: P
     with pytest.raises(UserError, match="holds something else than a corpus"):
         corpus.ensure(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-    with pytest.raises(UserError, match="2000 pairs and 500 words, not the 7 and 500"):
+    with pytest.raises(UserError, match="2000 pairs and 500 words, not the 7 pairs and 500"):
         corpus.ensure(small.folder, 7, 500)
 
 
@@ -127,7 +126,7 @@ def test_floor_counts_both_sides() -> None:
 @pytest.mark.parametrize("model", SHAPES)
 def test_parameters(model: str) -> None:
     with torch.device("meta"):
-        baseline = Transformer(SHAPES[model], 400)
+        baseline = build(SHAPES[model], 400, 16)
     assert parameters(SHAPES[model], 400) == sum(p.numel() for p in baseline.parameters())
 
 
@@ -381,24 +380,11 @@ def test_a_failed_run_is_told(small: corpus.Corpus, tmp_path: Path) -> None:
     assert not (tmp_path / "rows.json").exists()
 
 
-def bench_once(
-    small: corpus.Corpus, folder: Path, case: str, systems: Sequence[str]
-) -> tuple[Any, dict[str, Any]]:
-    """The command, which has ended well, and its rows by system."""
-    output = folder / "rows.json"
-    done = bench_train(
-        "--case", case, "--systems", ",".join(systems),
-        "--updates", 40, "--warm-up", 5, "--rounds", 1, "--corpus", small.folder,
-        "--pairs", small.pairs, "--vocabulary", small.vocabulary, "--workers", 0,
-        "--output", output, "--logs", folder / "logs",
-    )  # fmt: skip
-    assert done.exit_code == 0, done.stderr
-    return done, {row["system"]: row for row in json.loads(output.read_text())}
-
-
 def test_everything_once(small: corpus.Corpus, tmp_path: Path) -> None:
     systems = ("ours", "ours_packed", "fairseq_no_cudnn", "torch_compile")
-    done, found = bench_once(small, tmp_path, "tiny/256/bf16", (*systems, "fairseq_no_cudnn_apex"))
+    done, found = bench_once(
+        tmp_path, "tiny/256/bf16", (*systems, "fairseq_no_cudnn_apex"), *words_of(small)
+    )
     assert "without fairseq_no_cudnn_apex: apex is not installed." in done.stderr
     assert set(found) == set(systems)
     for system, row in found.items():
@@ -423,7 +409,9 @@ def test_everything_once(small: corpus.Corpus, tmp_path: Path) -> None:
 
 def test_two_ranks(small: corpus.Corpus, tmp_path: Path) -> None:
     systems = ("ours", "fairseq_no_cudnn")
-    done, found = bench_once(small, tmp_path, "tiny/256/bf16/x2", (*systems, "torch_compile"))
+    done, found = bench_once(
+        tmp_path, "tiny/256/bf16/x2", (*systems, "torch_compile"), *words_of(small)
+    )
     assert "x2 without torch_compile: the baseline trains on one GPU." in done.stderr
     assert set(found) == set(systems)
     for row in found.values():

@@ -238,6 +238,27 @@ def test_plot_of_training(trained: Path) -> None:
     assert {"lightseq-train", "fairseq, cuDNN attention off"} <= found
 
 
+def test_language_models_beside_translation(trained: Path) -> None:
+    rows = train_rows()
+    for row in (rows[0], rows[3]):
+        for case in ("gpt2_small/512x32/bf16", "gpt2_124m/1024x32/bf16", "gpt2_124m/512x32/bf16"):
+            rows.append({**row, "case": case})
+    (trained / TRAIN_RESULTS).write_text(json.dumps(rows))
+    assert tables(trained).returncode == tables(trained, "--check").returncode == 0
+    found = re.findall(r"^\| `(\S+)` \|.* 4\.0 \|", squeezed(trained / "README.md"), re.MULTILINE)
+    assert found == [
+        "t2t_big/4096/bf16", "gpt2_small/512x32/bf16", "gpt2_124m/512x32/bf16",
+        "gpt2_124m/1024x32/bf16",
+    ]  # fmt: skip
+    sizes = "max-tokens of a GPU, for language models the tokens of a block x its blocks, precision"
+    below = (trained / "README.md").read_text()
+    assert f"; case: model, {sizes}; `t2t_big` is" in below
+    assert "`gpt2_124m` `ls_transformer_lm_gpt3_small` with dropout 0.1" in below
+    assert "lm_base" not in below
+    assert sizes in (trained / MEASURED).read_text()
+    assert "GPT-2 124M, 32 x 1024 tokens, bf16" in words(trained / TRAIN_PLOT)
+
+
 CURVES, CURVES_PLOT = "scripts/results/convergence-h200.json", "docs/convergence.svg"
 
 

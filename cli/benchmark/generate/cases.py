@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from lightseq_fairseq.cli.benchmark.train.cases import SHAPES, Shape
+from lightseq_fairseq.cli.benchmark.train.cases import SHAPES, TRANSLATION, Shape
 from lightseq_fairseq.cli.benchmark.train.corpus import LONGEST
 from lightseq_fairseq.errors import UserError
 
@@ -40,11 +40,11 @@ class Case(NamedTuple):
             UserError: there is no such case.
         """
         found = re.fullmatch(r"(\w+)/b(?:([1-9]\d*)|tokens([1-9]\d*)?)/beam([1-9]\d*)/(\w+)", text)
-        if found is None or found[1] not in SHAPES or found[5] not in PRECISIONS:
+        if found is None or found[1] not in TRANSLATION or found[5] not in PRECISIONS:
             raise UserError(
                 f"There is no case {text}: a case is <model>/<batch>/beam<n>/<precision>, with a "
-                f"model of {', '.join(SHAPES)}, a batch of b<sentences> or btokens<source tokens> "
-                f"and a precision of {', '.join(PRECISIONS)}, for example "
+                f"model of {', '.join(TRANSLATION)}, a batch of b<sentences> or btokens<source "
+                f"tokens> and a precision of {', '.join(PRECISIONS)}, for example "
                 "t2t_big/btokens4096/beam5/bf16."
             )
         batch = None if found[2] is None else int(found[2])

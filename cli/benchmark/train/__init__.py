@@ -1,9 +1,11 @@
 """``lightseq-bench train``: whole training runs of this package and of alternative systems.
 
-corpus            sentence pairs with WMT-like lengths and word frequencies, in fairseq's format
+corpus            sentence pairs and running text with natural lengths and word frequencies, in
+                  fairseq's format
 cases             cases, systems, and the commands that run them
 measured_trainer  runs lightseq-train in its own process and measures its steps
-compiled          the baseline without fairseq: packed PyTorch under torch.compile
+compiled          the baseline without fairseq: PyTorch without pads, under torch.compile
+packed_transformer  the models of that baseline
 timeline          time per part of the step, from a profile
 floor             lower bound of the step time, from its arithmetic and its memory traffic
 rows              training logs and reports -> result rows -> the printed table

@@ -1,8 +1,13 @@
-"""The cases of ``lightseq-bench train``, the systems, and the commands that run them."""
+"""The cases of ``lightseq-bench train``, the systems, and the commands that run them.
+
+Translation models train on fairseq's batches of sentence pairs, language models on blocks of
+running text of one length.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +27,14 @@ def in_intervals(updates: int) -> int:
 
 
 class Shape(NamedTuple):
-    """A model: fairseq's name of the architecture, and its sizes."""
+    """A model: fairseq's name of the architecture, and its sizes.
+
+    Attributes:
+        encoder_layers: 0 for a language model.
+        activation: of the feed-forward sublayers, by its name in torch.nn.functional.
+        tied: the output projection is the embedding.
+        positions: size of the table of learned positions; 0: positions are sinusoidal.
+    """
 
     arch: str
     width: int
@@ -33,10 +45,19 @@ class Shape(NamedTuple):
     normalize_before: bool = False
     attention_dropout: float = 0.0
     activation_dropout: float = 0.0
+    activation: str = "relu"
+    tied: bool = True
+    positions: int = 0
+
+    @property
+    def is_language_model(self) -> bool:
+        return self.encoder_layers == 0
 
 
 DROPOUT = 0.1
+UNUSED_POSITIONS = 2  # rows before the first one that fairseq uses of a table of learned positions
 _T2T_BIG = Shape("transformer_wmt_en_de_big_t2t", 1024, 4096, 16, 6, 6, True, 0.1, 0.1)
+_GPT2 = Shape("transformer_lm_gpt2_small", 1024, 4096, 16, 0, 24, True, 0.1, 0.0, "gelu", False)
 SHAPES = {
     "t2t_big": _T2T_BIG,
     "12e12d": _T2T_BIG._replace(encoder_layers=12, decoder_layers=12),
@@ -45,45 +66,75 @@ SHAPES = {
     "iwslt": Shape("transformer_iwslt_de_en", 512, 1024, 4),
     # For machines without a GPU, to test that everything works.
     "tiny": Shape("transformer_tiny", 64, 64, 2, 2, 2),
-}
+    # GPT-2's smallest model. fairseq's "gpt2" archs are larger and have sinusoidal positions.
+    "gpt2_124m": Shape("transformer_lm_gpt3_small", 768, 3072, 12, 0, 12, True, 0.1, 0.0, "gelu",
+                       positions=1024),
+    "lm_base": Shape("transformer_lm", 512, 2048, 8, 0, 6, tied=False),
+    "gpt2_small": _GPT2,
+    # The counterpart of "tiny".
+    "lm_tiny": _GPT2._replace(
+        arch="transformer_lm_gpt2_tiny", width=64, ffn=64, heads=1, decoder_layers=2
+    ),
+}  # fmt: skip
+TRANSLATION = [model for model, shape in SHAPES.items() if not shape.is_language_model]
+LANGUAGE = [model for model, shape in SHAPES.items() if shape.is_language_model]
 PRECISIONS = ("bf16", "fp16")
 
 
 class Case(NamedTuple):
-    """A model, its --max-tokens, a precision, and the number of GPUs (each with its own batch)."""
+    """A model, the size of its batches, a precision, and the number of GPUs (each with its own
+    batch).
+
+    Attributes:
+        max_tokens: of a batch: --max-tokens, or for a language model the tokens of its blocks.
+        block: tokens of a block of a language model; 0 for translation.
+    """
 
     model: str
     max_tokens: int
     precision: str
     gpus: int = 1
+    block: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """The case that ``text`` names, as in ``t2t_big/4096/bf16`` or ``t2t_big/4096/bf16/x8``.
+        """The case that ``text`` names, as in ``t2t_big/4096/bf16``, ``t2t_big/4096/bf16/x8`` or
+        ``gpt2_124m/1024x32/bf16``.
 
         Raises:
             UserError: there is no such case.
         """
-        model, _, rest = text.partition("/")
-        tokens, _, rest = rest.partition("/")
-        precision, several, gpus = rest.partition("/x")
+        found = re.fullmatch(r"(\w+)/([1-9]\d*)(?:x([1-9]\d*))?/(\w+)(?:/x([1-9]\d*))?", text)
+        model, size, blocks, precision, gpus = found.groups() if found else [""] * 5
         if (
             model not in SHAPES
+            or SHAPES[model].is_language_model != (blocks is not None)
             or precision not in PRECISIONS
-            or not tokens.isdecimal()
-            or (several and not (gpus.isdecimal() and int(gpus) > 1))
+            or gpus == "1"
         ):
             raise UserError(
                 f"There is no case {text}: a case is <model>/<max-tokens>/<precision>, with a "
-                f"model of {', '.join(SHAPES)} and a precision of {' or '.join(PRECISIONS)}, "
-                "for example t2t_big/4096/bf16, and for eight GPUs t2t_big/4096/bf16/x8."
+                f"model of {', '.join(TRANSLATION)}, or <model>/<block>x<batch>/<precision>, with "
+                f"a language model of {', '.join(LANGUAGE)}; a precision is one of "
+                f"{', '.join(PRECISIONS)}. Examples are t2t_big/4096/bf16, gpt2_124m/1024x32/bf16, "
+                "and for eight GPUs t2t_big/4096/bf16/x8."
             )
-        if int(tokens) < LONGEST:
+        positions = SHAPES[model].positions
+        if blocks is None and int(size) < LONGEST:
             raise UserError(f"There is no case {text}: the longest sentence has {LONGEST} tokens.")
-        return cls(model, int(tokens), precision, int(gpus or 1))
+        if positions and int(size) > positions:
+            raise UserError(f"There is no case {text}: {model} has {positions} positions.")
+        block = int(size) if blocks else 0
+        return cls(model, int(size) * int(blocks or 1), precision, int(gpus or 1), block)
 
     def __str__(self) -> str:
-        return "/".join(map(str, self[:3])) + f"/x{self.gpus}" * (self.gpus > 1)
+        size = f"{self.block}x{self.blocks}" if self.block else str(self.max_tokens)
+        return f"{self.model}/{size}/{self.precision}" + f"/x{self.gpus}" * (self.gpus > 1)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a batch of a language model."""
+        return self.max_tokens // self.block
 
     @property
     def shape(self) -> Shape:
@@ -96,7 +147,7 @@ class System(NamedTuple):
     Attributes:
         warm_up: updates before the measurement. Ours captures a graph for each of about 200 batch
             sizes when it first meets the size, which may be late; the compiled baseline has one or
-            two dozen sizes; fairseq only fills its memory pool.
+            two dozen sizes; fairseq only fills its memory pool. See `warm_up`.
         heat: updates under the profiler before it records, for batches of up to 4096 tokens; fewer
             for larger batches. The GPU idles and cools while a profiler starts, and then has higher
             clocks than in the measured updates.
@@ -127,6 +178,12 @@ SYSTEMS = {
 }
 
 
+def warm_up(system: str, case: Case) -> int:
+    """Updates before the measurement if the user names no number."""
+    # Blocks of one length make batches of one size, so no system needs more than fairseq does.
+    return System().warm_up if case.block else SYSTEMS[system].warm_up
+
+
 def why_not(system: str, case: Case) -> str | None:
     """The reason if this machine cannot run the system, or the system cannot run the case."""
     if SYSTEMS[system].apex and importlib.util.find_spec("apex") is None:
@@ -135,6 +192,8 @@ def why_not(system: str, case: Case) -> str | None:
         return "the baseline scales no loss, it trains in bf16 only."
     if system == "torch_compile" and case.gpus > 1:
         return "the baseline trains on one GPU."
+    if SYSTEMS[system].pack_tokens and case.block:
+        return "blocks of one length have no pads to leave out."
     if 0 < torch.cuda.device_count() < case.gpus:
         return f"this machine has {torch.cuda.device_count()} GPU(s)."
     return None
@@ -175,23 +234,43 @@ def _training(
     shape = case.shape
     flags = {
         "--arch": f"ls_{shape.arch}",
-        "--encoder-layers": shape.encoder_layers,
         "--decoder-layers": shape.decoder_layers,
         "--dropout": DROPOUT,
-        "--max-tokens": case.max_tokens,
+        **(_text_flags(case) if case.block else _pair_flags(case)),
         "--max-update": updates,
         "--num-workers": workers,
         "--seed": 1,
         "--distributed-world-size": case.gpus,
-        "--source-lang": SOURCE,
-        "--target-lang": TARGET,
         "--save-dir": report.with_suffix(".checkpoints"),
         "--log-format": "json",
         "--log-interval": LOG_INTERVAL,
     }
     words = [str(data), *(str(word) for pair in flags.items() for word in pair)]
-    words += ["--share-all-embeddings", "--no-save", "--disable-validation", f"--{case.precision}"]
+    words += ["--share-all-embeddings"] * (not shape.is_language_model)
+    words += ["--no-save", "--disable-validation", f"--{case.precision}"]
     words += ["--native"] * how.native + ["--pack-tokens"] * how.pack_tokens
     if case.gpus > 1 and not gpu:
         words += ["--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]
     return words + ["--cpu"] * (not gpu)
+
+
+def _pair_flags(case: Case) -> dict[str, object]:
+    return {
+        "--encoder-layers": case.shape.encoder_layers,
+        "--max-tokens": case.max_tokens,
+        "--source-lang": SOURCE,
+        "--target-lang": TARGET,
+    }
+
+
+def _text_flags(case: Case) -> dict[str, object]:
+    return {
+        "--task": "language_modeling",
+        "--attention-dropout": case.shape.attention_dropout,
+        "--sample-break-mode": "none",
+        "--tokens-per-sample": case.block,
+        "--max-target-positions": case.shape.positions or case.block,
+        "--batch-size": case.blocks,
+        # Otherwise fairseq makes batches of fewer blocks if the number is no multiple of 8.
+        "--required-batch-size-multiple": 1,
+    }

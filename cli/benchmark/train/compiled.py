@@ -1,16 +1,17 @@
-"""The baseline without fairseq: plain packed PyTorch under torch.compile, in a loop of its own.
+"""The baseline without fairseq: plain PyTorch without pads under torch.compile, in its own loop.
 
     python -m lightseq_fairseq.cli.benchmark.train.compiled --case CASE --data DIR --report FILE
         --updates N --heat N --marks N [--workers N]
 
 This is what an experienced PyTorch user could set up: inductor for everything between the GEMMs and
 attention, forward and backward in one CUDA graph per batch size, torch's fused AdamW on float32
-master weights of bf16 weights. It trains on fairseq's batches, packed by the same number of worker
+master weights of bf16 weights. It trains on fairseq's batches, made by the same number of worker
 processes, and logs in fairseq's format. The benchmark starts it like the other systems.
 
-A batch is rounded up to one of a few static sizes, since each size is compiled separately: both
-sides to the same multiple of an eighth of max-tokens, sentences to a power of two. The added rows
-are pads, grouped into extra sentences, so that attention reads and writes every row.
+Blocks of running text are equally long: nothing is packed, and there is one graph. Sentence pairs
+are packed, and their batch is rounded up to one of a few static sizes, since each size is compiled
+separately: both sides to the same multiple of an eighth of max-tokens, sentences to a power of two.
+The added rows are pads, grouped into extra sentences, so that attention reads and writes every row.
 """
 
 from __future__ import annotations
@@ -20,26 +21,37 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import sdpa_kernel
 
 from lightseq_fairseq.cli.benchmark.train import corpus
 from lightseq_fairseq.cli.benchmark.train.cases import LOG_INTERVAL, Case
 from lightseq_fairseq.cli.benchmark.train.corpus import SOURCE, TARGET
 from lightseq_fairseq.cli.benchmark.train.measured_trainer import StepMeter
-from lightseq_fairseq.cli.benchmark.train.packed_transformer import LONGEST, PAD, Batch, Transformer
+from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
+    LONGEST,
+    PAD,
+    Batch,
+    Blocks,
+    Model,
+    Pairs,
+    build,
+    fastest_backend,
+)
 from lightseq_fairseq.cli.start.launch import no_workers_left
 
 SIZES = 8  # number of batch sizes; each is compiled separately
 LR, WARM_UP, BETAS, WEIGHT_DECAY = 5e-4, 4000, (0.9, 0.98), 1e-4
 
 
-def pack(padded: dict[str, Any], max_tokens: int) -> Batch:
-    """fairseq's batch, packed and with its rows rounded up; runs in a DataLoader worker."""
+def pack(padded: dict[str, Any], max_tokens: int) -> Pairs:
+    """fairseq's batch of pairs, packed and its rows rounded up; runs in a DataLoader worker."""
     inputs = padded["net_input"]
     sides = (inputs["src_tokens"], inputs["prev_output_tokens"])
     lengths = [side.ne(PAD).sum(1) for side in sides]
@@ -62,7 +74,8 @@ def pack(padded: dict[str, Any], max_tokens: int) -> Batch:
         places = torch.arange(size)
         positions = places - starts[torch.searchsorted(ends, places, right=True)]
         packed += [_filled(side, size), positions, starts]
-    return Batch(*packed, _filled(padded["target"], size))
+    packed.append(_filled(padded["target"], size))
+    return Pairs(*packed)
 
 
 def _filled(side: Tensor, size: int) -> Tensor:
@@ -73,25 +86,25 @@ def _filled(side: Tensor, size: int) -> Tensor:
 class Gradients:
     """Loss and gradients of batches: compiled, and on a GPU with one CUDA graph per size."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Model) -> None:
         self.parameters = list(model.parameters())
         self.gpu = self.parameters[0].is_cuda
         # Without a GPU speed does not matter, and a C++ compiler may be missing.
         backend = "inductor" if self.gpu else "eager"
         self._model = torch.compile(model, backend=backend, dynamic=False)
-        self._graphs: dict[tuple[int, int], tuple[Any, Batch, list[Tensor]]] = {}
+        self._graphs: dict[tuple[torch.Size, ...], tuple[Any, Batch, list[Tensor]]] = {}
         self._pool: Any = None
 
     def __call__(self, batch: Batch) -> list[Tensor]:
-        """[loss summed over real targets, a gradient of it for each parameter].
+        """[loss summed over real targets, for each parameter the gradient of their mean loss].
 
         The next batch overwrites them.
         """
         if not self.gpu:
             return self._compute(batch)
-        key = (len(batch.source), len(batch.cu_source))
+        key = tuple(x.shape for x in batch)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(Batch(*(x.cuda() for x in batch)))
+            self._graphs[key] = self._capture(type(batch)(*(x.cuda() for x in batch)))
         graph, inputs, results = self._graphs[key]
         for static, new in zip(inputs, batch):
             static.copy_(new, non_blocking=True)
@@ -99,10 +112,11 @@ class Gradients:
         return results
 
     def _compute(self, batch: Batch) -> list[Tensor]:
-        for starts in (batch.cu_source, batch.cu_target):
+        for starts in batch.boundaries:
             torch._dynamo.mark_dynamic(starts, 0)
         loss = self._model(*batch)
-        return [loss.detach(), *torch.autograd.grad(loss, self.parameters)]
+        mean = loss / batch.target.ne(PAD).sum()
+        return [loss.detach(), *torch.autograd.grad(mean, self.parameters)]
 
     def _capture(self, inputs: Batch) -> tuple[Any, Batch, list[Tensor]]:
         stream = torch.cuda.Stream()
@@ -135,17 +149,16 @@ class Update:
         )
 
     @torch.no_grad()
-    def __call__(self, number: int, gradients: list[Tensor], tokens: int) -> None:
-        """Update ``number`` (from 1), with gradients of a loss summed over ``tokens`` tokens."""
+    def __call__(self, number: int, gradients: list[Tensor]) -> None:
+        """Update ``number`` (from 1)."""
         self.adam.param_groups[0]["lr"] = LR * min(number / WARM_UP, (WARM_UP / number) ** 0.5)
         torch._foreach_copy_(self.gradients, gradients)
-        torch._foreach_div_(self.gradients, tokens)
         self.adam.step()
         torch._foreach_copy_(self.parameters, self.masters)
 
 
-def batches(data: Path, max_tokens: int, workers: int) -> Iterator[Batch]:
-    """fairseq's batches of the training split, packed, epoch after epoch in fairseq's order.
+def batches(data: Path, case: Case, workers: int) -> Iterator[Batch]:
+    """fairseq's batches of the training split without pads, epoch after epoch in fairseq's order.
 
     Raises:
         ValueError: an epoch has no batch; raised by the iterator.
@@ -153,38 +166,74 @@ def batches(data: Path, max_tokens: int, workers: int) -> Iterator[Batch]:
     from lightseq_fairseq import fairseq_compat
 
     fairseq_compat.prepare()
-    from fairseq.tasks.translation import TranslationConfig, TranslationTask
-
-    cfg = TranslationConfig(data=str(data), source_lang=SOURCE, target_lang=TARGET)
-    cfg.train_subset, cfg.dataset_impl, cfg.required_seq_len_multiple = "train", None, 1
-    task = TranslationTask.setup_task(cfg)
+    task, limits = _text(data, case) if case.block else _pairs(data, case)
     task.load_dataset("train")
     dataset = task.dataset("train")
     collate = dataset.collater
-    dataset.collater = lambda samples: pack(collate(samples), max_tokens)
+
+    def without_pads(samples: Any) -> Batch:
+        batch = collate(samples)
+        if case.block:
+            return Blocks(batch["net_input"]["src_tokens"], batch["target"])
+        return pack(batch, case.max_tokens)
+
+    dataset.collater = without_pads
     # The same call as in fairseq's Trainer, so the same sentences are dropped.
     epochs = task.get_batch_iterator(
-        dataset, max_tokens, max_positions=(max_tokens, max_tokens), ignore_invalid_inputs=True,
-        required_batch_size_multiple=8, seed=1, num_workers=workers,
-    )  # fmt: skip
+        dataset, ignore_invalid_inputs=True, seed=1, num_workers=workers, **limits
+    )
 
     def endless() -> Iterator[Batch]:
         while len(epoch := epochs.next_epoch_itr(shuffle=True)):
             yield from epoch
-        raise ValueError(f"no sentence pair of {data} is within --max-tokens {max_tokens}")
+        raise ValueError(f"no batch of {case} can be made of {data}")
 
     return endless()
+
+
+def _pairs(data: Path, case: Case) -> tuple[Any, dict[str, Any]]:
+    """fairseq's task of the sentence pairs, and the limits of a batch."""
+    from fairseq.tasks.translation import TranslationConfig, TranslationTask
+
+    cfg = TranslationConfig(data=str(data), source_lang=SOURCE, target_lang=TARGET)
+    cfg.train_subset, cfg.dataset_impl, cfg.required_seq_len_multiple = "train", None, 1
+    positions = (case.max_tokens, case.max_tokens)
+    limits = {"max_tokens": case.max_tokens, "max_positions": positions}
+    return TranslationTask.setup_task(cfg), {**limits, "required_batch_size_multiple": 8}
+
+
+def _text(data: Path, case: Case) -> tuple[Any, dict[str, Any]]:
+    """fairseq's task of the running text, and the limits of a batch."""
+    from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
+
+    cfg = LanguageModelingConfig(data=str(data), tokens_per_sample=case.block)
+    cfg.dataset_impl, cfg.use_plasma_view, cfg.plasma_path, cfg.seed = None, False, "", 1
+    limits = {"max_sentences": case.blocks, "max_positions": case.block}
+    return LanguageModelingTask.setup_task(cfg), {**limits, "required_batch_size_multiple": 1}
 
 
 def train(case: Case, data: Path, updates: int, workers: int, meter: StepMeter) -> None:
     """Runs ``updates`` updates, then the profiled ones; logs every `LOG_INTERVAL` updates."""
     torch.manual_seed(1)
     torch._dynamo.config.recompile_limit = 2 * SIZES
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    gpu = torch.cuda.is_available()
     vocabulary = corpus.opened(data).vocabulary
-    model = Transformer(case.shape, vocabulary).to(device, torch.bfloat16)
+    model = build(case.shape, vocabulary, case.block)
+    model = model.to("cuda" if gpu else "cpu", torch.bfloat16)
     gradients, update = Gradients(model), Update(list(model.parameters()))
-    feed = batches(data, case.max_tokens, workers)
+    feed = batches(data, case, workers)
+    attention: AbstractContextManager[None] = nullcontext()
+    if gpu and case.block:
+        backend = fastest_backend(case)
+        print(f"fastest backend of attention: {backend.name}", flush=True)
+        attention = sdpa_kernel(backend)
+    with attention:
+        _train(gradients, update, feed, updates, meter)
+
+
+def _train(
+    gradients: Gradients, update: Update, feed: Iterator[Batch], updates: int, meter: StepMeter
+) -> None:
     meter.begin()
     began, interval_tokens = time.perf_counter(), 0
     for number in range(1, updates + meter.heat + meter.marks + 1):
@@ -192,7 +241,7 @@ def train(case: Case, data: Path, updates: int, workers: int, meter: StepMeter) 
         tokens = int(batch.target.ne(PAD).sum())
         meter.before_step(number - 1, tokens)
         loss, *grads = gradients(batch)
-        update(number, grads, tokens)
+        update(number, grads)
         interval_tokens += tokens
         if number % LOG_INTERVAL == 0:
             nats, now = loss.item() / tokens, time.perf_counter()

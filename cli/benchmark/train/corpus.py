@@ -1,9 +1,10 @@
-"""The benchmark's sentence pairs, from a seeded random generator: the same on every machine.
+"""The benchmark's corpora, from a seeded random generator: the same on every machine.
 
-Lengths (with ``</s>``) are WMT-like: source lengths are lognormal with mean 28 and sigma 0.55, from
-2 to 200; a target length is the source length times a normal number with mean 1.03 and standard
-deviation 0.15. Words are independent and follow Zipf's law over a joint dictionary. The code is
-vectorised: a million pairs take seconds.
+Sentence pairs have WMT-like lengths (with ``</s>``): source lengths are lognormal with mean 28 and
+sigma 0.55, from 2 to 200; a target length is the source length times a normal number with mean 1.03
+and standard deviation 0.15. Running text has lines as long as paragraphs, each with a ``</s>``:
+lognormal with mean 57 and sigma 1. Words are independent and follow Zipf's law over the dictionary.
+The code is vectorised: a million pairs take seconds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,10 +24,14 @@ from lightseq_fairseq.errors import UserError
 
 SOURCE, TARGET = "en", "de"
 VOCABULARY = 40_000  # including <s>, <pad>, </s> and <unk>, which fairseq puts first
+TEXT_VOCABULARY = 50_257  # as many as GPT-2's, no multiple of 8
 SPECIALS, EOS = 4, 2
 MEAN, SIGMA, SHORTEST, LONGEST = 28, 0.55, 2, 200
 RATIO, RATIO_DEVIATION = 1.03, 0.15
-PAIRS, VALID_PAIRS, SEED = 1_000_000, 1000, 1
+LINE_MEAN, LINE_SIGMA, LINE_LONGEST = 57, 1.0, 2000
+# A power of two: whole batches of whole blocks, 1024 of 32 blocks of 1024 tokens.
+PAIRS, TOKENS = 1_000_000, 1 << 25
+VALID_PAIRS, VALID_TOKENS, SEED = 1000, 1 << 16, 1
 MANIFEST = "corpus.json"
 
 _QUANTILES = 1 << 22  # even the rarest word has ten of them
@@ -34,13 +40,21 @@ _INDEX_HEADER = b"MMIDIDX\x00\x00" + struct.pack("<QB", 1, 8)  # version 1, uint
 
 
 class Corpus(NamedTuple):
-    """A corpus on disk: its folder, and the size of its training split (tokens with ``</s>``)."""
+    """A corpus on disk: its folder, and the size of its training split (tokens with ``</s>``).
+
+    Running text has no pairs and no source tokens.
+    """
 
     folder: Path
     pairs: int
     vocabulary: int
     source_tokens: int
     target_tokens: int
+
+    @property
+    def size(self) -> str:
+        size = f"{self.pairs} pairs" if self.pairs else f"{self.target_tokens} tokens of text"
+        return f"{size} and {self.vocabulary} words"
 
 
 def ensure(folder: Path, pairs: int = PAIRS, vocabulary: int = VOCABULARY) -> Corpus:
@@ -52,18 +66,36 @@ def ensure(folder: Path, pairs: int = PAIRS, vocabulary: int = VOCABULARY) -> Co
     Raises:
         UserError: the folder holds something else, or cannot be written.
     """
+    return _ensured(Corpus(folder, pairs, vocabulary, 0, 0), _write_pairs, "corpus", "pairs")
+
+
+def ensure_text(folder: Path, tokens: int = TOKENS, vocabulary: int = TEXT_VOCABULARY) -> Corpus:
+    """The running text of so many tokens and words in ``folder``; see `ensure`."""
+    return _ensured(Corpus(folder, 0, vocabulary, 0, tokens), _write_text, "text", "tokens")
+
+
+def _ensured(
+    wanted: Corpus, write: Callable[[Path, Corpus], Corpus], where: str, how_much: str
+) -> Corpus:
+    """The corpus of the size of ``wanted``, by ``write`` if its folder is missing.
+
+    Args:
+        write: (folder to write to, wanted) -> the corpus with all its sizes.
+        where, how_much: options of the command, for the error message.
+    """
+    folder = wanted.folder
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with files.placed(folder) as part:
             part.mkdir()
-            manifest = {"pairs": pairs, "vocabulary": vocabulary, **_write(part, pairs, vocabulary)}
+            manifest = write(part, wanted)._asdict()
+            del manifest["folder"]
             (part / MANIFEST).write_text(json.dumps(manifest) + "\n", encoding="utf-8")
     found = opened(folder)
-    if (found.pairs, found.vocabulary) != (pairs, vocabulary):
+    if found.size != wanted.size:
         raise UserError(
-            f"{folder} holds a corpus of {found.pairs} pairs and {found.vocabulary} words, not the "
-            f"{pairs} and {vocabulary} of this run: name another folder with --corpus, or change "
-            "--pairs and --vocabulary."
+            f"{folder} holds {found.size}, not the {wanted.size} of this run: name another folder "
+            f"with --{where}, or change --{how_much} and --vocabulary."
         )
     return found
 
@@ -79,7 +111,8 @@ def opened(folder: Path) -> Corpus:
     except (OSError, ValueError, TypeError):
         raise UserError(
             f"{folder} holds something else than a corpus of lightseq-bench: name another folder "
-            "with --corpus, or one that does not exist yet."
+            "with --corpus (sentence pairs) or --text (running text), or one that does not exist "
+            "yet."
         ) from None
 
 
@@ -92,6 +125,19 @@ def lengths(pairs: int, rng: np.random.Generator) -> tuple[NDArray[np.int32], ND
     return source.astype(np.int32), target.astype(np.int32)
 
 
+def line_lengths(tokens: int, rng: np.random.Generator) -> NDArray[np.int32]:
+    """Tokens of the lines of a running text, int32 [lines]; their sum is ``tokens``."""
+    # Twice the lines that are needed on average: together they have more tokens than that.
+    sizes = rng.lognormal(
+        math.log(LINE_MEAN) - LINE_SIGMA**2 / 2, LINE_SIGMA, 10 + 2 * tokens // LINE_MEAN
+    )
+    sizes = sizes.round().clip(1, LINE_LONGEST).astype(np.int32)
+    ends = sizes.cumsum(dtype=np.int64)
+    last = int(np.searchsorted(ends, tokens))
+    sizes[last] -= ends[last] - tokens
+    return sizes[: last + 1]
+
+
 def word_quantiles(vocabulary: int) -> NDArray[np.uint16]:
     """Words uint16 [2^22], each repeated in proportion to Zipf's law: a uniform random index gives
     a word with the right frequency."""
@@ -100,18 +146,33 @@ def word_quantiles(vocabulary: int) -> NDArray[np.uint16]:
     return (np.searchsorted(cumulated, places) + SPECIALS).astype(np.uint16)
 
 
-def _write(folder: Path, pairs: int, vocabulary: int) -> dict[str, int]:
-    write_dictionaries(folder, vocabulary)
-    write_split(folder, "valid", VALID_PAIRS, vocabulary, SEED + 1)
-    source_tokens, target_tokens = write_split(folder, "train", pairs, vocabulary, SEED)
-    return {"source_tokens": source_tokens, "target_tokens": target_tokens}
+def _write_pairs(folder: Path, wanted: Corpus) -> Corpus:
+    write_dictionaries(folder, wanted.vocabulary)
+    write_split(folder, "valid", VALID_PAIRS, wanted.vocabulary, SEED + 1)
+    source, target = write_split(folder, "train", wanted.pairs, wanted.vocabulary, SEED)
+    return wanted._replace(source_tokens=source, target_tokens=target)
+
+
+def _write_text(folder: Path, wanted: Corpus) -> Corpus:
+    _write_dictionary(folder / "dict.txt", wanted.vocabulary)
+    quantiles = word_quantiles(wanted.vocabulary)
+    for split, tokens, seed in (
+        ("valid", VALID_TOKENS, SEED + 1), ("train", wanted.target_tokens, SEED)
+    ):  # fmt: skip
+        rng = np.random.default_rng(seed)
+        _write_lines(folder / split, line_lengths(tokens, rng), quantiles, rng)
+    return wanted
 
 
 def write_dictionaries(folder: Path, vocabulary: int) -> None:
     """Writes the joint dictionary, once for each side."""
-    words = "".join(f"w{number} 1\n" for number in range(vocabulary - SPECIALS))
     for language in (SOURCE, TARGET):
-        (folder / f"dict.{language}.txt").write_text(words, encoding="utf-8")
+        _write_dictionary(folder / f"dict.{language}.txt", vocabulary)
+
+
+def _write_dictionary(path: Path, vocabulary: int) -> None:
+    words = "".join(f"w{number} 1\n" for number in range(vocabulary - SPECIALS))
+    path.write_text(words, encoding="utf-8")
 
 
 def write_split(
@@ -121,16 +182,22 @@ def write_split(
     rng, quantiles = np.random.default_rng(seed), word_quantiles(vocabulary)
     source, target = lengths(pairs, rng)
     for language, sizes in ((SOURCE, source), (TARGET, target)):
-        stem = folder / f"{split}.{SOURCE}-{TARGET}.{language}"
-        with open(f"{stem}.bin", "wb") as file:
-            for piece in np.array_split(sizes, math.ceil(sizes.sum() / _TOKENS_AT_ONCE)):
-                ends = piece.cumsum(dtype=np.int64)
-                tokens = quantiles[rng.integers(0, _QUANTILES, ends[-1], dtype=np.uint32)]
-                tokens[ends - 1] = EOS
-                tokens.tofile(file)
-        starts = sizes.cumsum(dtype=np.int64) - sizes
-        with open(f"{stem}.idx", "wb") as file:
-            file.write(_INDEX_HEADER + struct.pack("<Q", pairs))
-            sizes.tofile(file)
-            (starts * quantiles.itemsize).tofile(file)
+        _write_lines(folder / f"{split}.{SOURCE}-{TARGET}.{language}", sizes, quantiles, rng)
     return int(source.sum()), int(target.sum())
+
+
+def _write_lines(
+    stem: Path, sizes: NDArray[np.int32], quantiles: NDArray[np.uint16], rng: np.random.Generator
+) -> None:
+    """Writes lines of these sizes, each of random words and ``</s>``, as ``stem``.bin and .idx."""
+    with open(f"{stem}.bin", "wb") as file:
+        for piece in np.array_split(sizes, math.ceil(sizes.sum() / _TOKENS_AT_ONCE)):
+            ends = piece.cumsum(dtype=np.int64)
+            tokens = quantiles[rng.integers(0, _QUANTILES, ends[-1], dtype=np.uint32)]
+            tokens[ends - 1] = EOS
+            tokens.tofile(file)
+    starts = sizes.cumsum(dtype=np.int64) - sizes
+    with open(f"{stem}.idx", "wb") as file:
+        file.write(_INDEX_HEADER + struct.pack("<Q", len(sizes)))
+        sizes.tofile(file)
+        (starts * quantiles.itemsize).tofile(file)

@@ -3,7 +3,9 @@
 GEMMs run at the best rate measured, everything else at the rate of a copy, one after the other.
 Activations and weights have 16 bits. N = bytes of all rows of one activation:
 
-    attention       4 N forward, 8 N backward; half for the rows of queries, half for keys
+    attention       4 N forward, 8 N backward; half for the rows of queries, half for keys. In
+                    blocks of L tokens at least its GEMMs: 2 L C operations per token forward,
+                    4 L C backward, since half of the products are masked
     sublayer close  4 N forward, 5 N backward (dropout, residual, LayerNorm in one pass)
     feed-forward    one bit per element for the dropout mask, written and read; biases, activations
                     and their gradients are in the GEMMs
@@ -11,14 +13,17 @@ Activations and weights have 16 bits. N = bytes of all rows of one activation:
     cross entropy   4 bytes per logit: read once, then overwritten with the gradient
     Adam            28 bytes per parameter with whole float32 master weights (26 if split)
 
-Shapes: S = source tokens, T = target tokens, C = width, F = ffn width, V = vocabulary.
+A language model has no source, and no cross attention.
+
+Shapes: S = source tokens, T = target tokens, C = width, F = ffn width, V = vocabulary,
+L = tokens of a block of text.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from lightseq_fairseq.cli.benchmark.train.cases import Shape
+from lightseq_fairseq.cli.benchmark.train.cases import UNUSED_POSITIONS, Shape
 
 FLOPS, BYTES = 790e9, 4.3e9  # per millisecond
 
@@ -35,32 +40,41 @@ class Floor(NamedTuple):
 
 
 def parameters(shape: Shape, vocabulary: int) -> int:
-    """Trained parameters, with one embedding for source, target and output."""
-    c, f = shape.width, shape.ffn
+    """Trained parameters; all embeddings of a translation model are one."""
+    c, f, cross = shape.width, shape.ffn, not shape.is_language_model
+    attention = 4 * (c * c + c)
     feed_forward = 2 * c * f + f + c
-    encoder_layer = 4 * (c * c + c) + feed_forward + 2 * 2 * c
-    decoder_layer = 8 * (c * c + c) + feed_forward + 3 * 2 * c
-    last_norms = 2 * 2 * c if shape.normalize_before else 0
+    encoder_layer = attention + feed_forward + 2 * 2 * c
+    decoder_layer = (1 + cross) * attention + feed_forward + (2 + cross) * 2 * c
+    last_norms = (1 + cross) * 2 * c if shape.normalize_before else 0
     layers = shape.encoder_layers * encoder_layer + shape.decoder_layers * decoder_layer
-    return vocabulary * c + layers + last_norms
+    embeddings = vocabulary if shape.tied else 2 * vocabulary
+    positions = shape.positions + UNUSED_POSITIONS if shape.positions else 0
+    return (embeddings + positions) * c + layers + last_norms
 
 
-def floor(shape: Shape, vocabulary: int, source: float, target: float) -> Floor:
-    """Lower bound for a step with these numbers of real tokens (or their means over many steps)."""
+def floor(shape: Shape, vocabulary: int, source: float, target: float, block: int = 0) -> Floor:
+    """Lower bound for a step with these numbers of real tokens (or their means over many steps).
+
+    block: tokens of a block of text; 0: sentences, which are short.
+    """
     c, f, encoder, decoder = shape.width, shape.ffn, shape.encoder_layers, shape.decoder_layers
+    cross = not shape.is_language_model
     # Multiply-adds of the forward GEMMs; a step does each three times: forward, dx, dW.
     encoder_layer = source * (4 * c * c + 2 * c * f)
-    decoder_layer = target * (6 * c * c + 2 * c * f) + source * 2 * c * c
+    decoder_layer = target * ((4 + 2 * cross) * c * c + 2 * c * f) + source * cross * 2 * c * c
     macs = encoder * encoder_layer + decoder * decoder_layer
     n_source, n_target = 2 * c * source, 2 * c * target
-    attention = 12 * (encoder * n_source + decoder * (1.5 * n_target + 0.5 * n_source))
-    close = 9 * (encoder * 2 * n_source + decoder * 3 * n_target)
+    of_decoder = (1 + 0.5 * cross) * n_target + 0.5 * cross * n_source
+    attention = 12 * (encoder * n_source + decoder * of_decoder)
+    products = 6 * block * c * decoder * target
+    close = 9 * (encoder * 2 * n_source + decoder * (2 + cross) * n_target)
     mask = 2 * f / 8 * (encoder * source + decoder * target)
     embedding = 6 * (n_source + n_target)
     return Floor(
         layer_gemm=6 * macs / FLOPS,
         logits_gemm=6 * target * c * vocabulary / FLOPS,
-        attention=attention / BYTES,
+        attention=max(attention / BYTES, products / FLOPS),
         elementwise=(close + mask + embedding) / BYTES,
         cross_entropy=4 * target * vocabulary / BYTES,
         adam=28 * parameters(shape, vocabulary) / BYTES,

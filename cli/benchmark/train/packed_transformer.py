@@ -1,8 +1,10 @@
-"""A plain PyTorch Transformer on packed tokens: standard modules, and FlashAttention-2 from torch.
+"""Plain PyTorch Transformers on rows without pads: standard modules, and attention from torch.
 
-It calls the op behind ``torch.nn.attention.varlen`` directly, because that function has no dropout.
+A translation model reads packed sentences, by FlashAttention-2. It calls the op behind
+``torch.nn.attention.varlen`` directly, because that function has no dropout. A language model reads
+blocks of one length, by ``scaled_dot_product_attention``; `fastest_backend` chooses its kernels.
 
-Shapes: T = packed rows, B = sentences, C = width, H = heads.
+Shapes: T = packed rows, B = sentences or blocks, L = tokens of a block, C = width, H = heads.
 """
 
 from __future__ import annotations
@@ -13,16 +15,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightseq_fairseq.cli.benchmark.train.cases import DROPOUT, Shape
+from lightseq_fairseq.cli.benchmark.train.cases import DROPOUT, UNUSED_POSITIONS, Case, Shape
 
 PAD = 1
-LONGEST = 256  # maximum rows of a sentence
+LONGEST = 256  # maximum rows of a packed sentence
 SMOOTHING = 0.1
+BACKENDS = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 
 
-class Batch(NamedTuple):
-    """Packed batch: int64 [T] tokens and positions, int32 [B + 1] sentence boundaries."""
+class Pairs(NamedTuple):
+    """Packed sentence pairs: int64 [T] tokens and positions, int32 [B + 1] sentence boundaries."""
 
     source: Tensor
     source_positions: Tensor
@@ -31,6 +35,24 @@ class Batch(NamedTuple):
     target_positions: Tensor
     cu_target: Tensor
     target: Tensor
+
+    @property
+    def boundaries(self) -> tuple[Tensor, ...]:
+        return self.cu_source, self.cu_target
+
+
+class Blocks(NamedTuple):
+    """Blocks of running text: int64 [B, L] tokens, and the tokens that follow them."""
+
+    previous: Tensor
+    target: Tensor
+
+    @property
+    def boundaries(self) -> tuple[Tensor, ...]:
+        return ()
+
+
+Batch = Pairs | Blocks
 
 
 def packed_attention(
@@ -51,8 +73,50 @@ def packed_attention(
     return out.transpose(0, 1)
 
 
+def block_attention(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+    """Causal attention within blocks: q [B, L, H, C / H] -> same shape."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = functional.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+    return out.transpose(1, 2)
+
+
+def fastest_backend(case: Case) -> SDPBackend:
+    """The kernels that run the attention of this case in the least time, forward and backward.
+
+    Kernels that lack its dropout or its sizes do not take part.
+    """
+    milliseconds = {}
+    for backend in BACKENDS:
+        with sdpa_kernel(backend):
+            try:
+                milliseconds[backend] = _attention_ms(case)
+            except RuntimeError:
+                continue
+    return min(milliseconds, key=lambda backend: milliseconds[backend])
+
+
+def _attention_ms(case: Case, warm_up: int = 3, runs: int = 20) -> float:
+    """The time of `block_attention` and its backward pass on a GPU, in milliseconds."""
+    shape = case.shape
+    sizes = case.blocks, case.block, 3, shape.heads, shape.width // shape.heads
+    qkv = torch.randn(sizes, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for number in range(warm_up + runs):
+        if number == warm_up:
+            begin.record()
+        q, k, v = qkv.unbind(2)
+        out = block_attention(q, k, v, shape.attention_dropout)
+        torch.autograd.grad(out, qkv, out)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / runs
+
+
 class PackedAttention(nn.Module):
-    """Multi-head attention; self-attention if no memory [T, C] is given."""
+    """Multi-head attention: self-attention, or with ``cross`` on a memory [T, C].
+
+    Without sentence boundaries, the rows are blocks [B, L, C].
+    """
 
     def __init__(self, shape: Shape, causal: bool = False, cross: bool = False) -> None:
         super().__init__()
@@ -61,15 +125,21 @@ class PackedAttention(nn.Module):
         self.projections = nn.ModuleList(nn.Linear(c, n * c) for n in ((1, 2) if cross else (3,)))
         self.out = nn.Linear(c, c)
 
-    def forward(self, x: Tensor, memory: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, memory: Tensor, cu_q: Tensor | None, cu_k: Tensor | None
+    ) -> Tensor:
         inputs = (x, memory) if len(self.projections) == 2 else (x,)
         width = self.out.in_features // self.heads
         q, k, v = (
             part
             for projection, rows in zip(self.projections, inputs)
-            for part in projection(rows).view(len(rows), -1, self.heads, width).unbind(1)
+            for part in projection(rows).unflatten(-1, (-1, self.heads, width)).unbind(-3)
         )
-        out = packed_attention(q, k, v, cu_q, cu_k, self.p if self.training else 0.0, self.causal)
+        p = self.p if self.training else 0.0
+        if cu_q is None or cu_k is None:
+            out = block_attention(q, k, v, p)
+        else:
+            out = packed_attention(q, k, v, cu_q, cu_k, p, self.causal)
         return self.out(out.reshape(x.shape))
 
 
@@ -79,28 +149,33 @@ class FeedForward(nn.Module):
         self.fc1 = nn.Linear(shape.width, shape.ffn)
         self.fc2 = nn.Linear(shape.ffn, shape.width)
         self.p = shape.activation_dropout
+        self.activation = getattr(functional, shape.activation)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(functional.dropout(functional.relu(self.fc1(x)), self.p, self.training))
+        x = functional.dropout(self.activation(self.fc1(x)), self.p, self.training)
+        return self.fc2(x)
 
 
 class Layer(nn.Module):
-    """An encoder layer, or a decoder layer: attention, cross attention, feed-forward."""
+    """A layer: attention, cross attention if it has one, feed-forward."""
 
-    def __init__(self, shape: Shape, decoder: bool) -> None:
+    def __init__(self, shape: Shape, causal: bool, cross: bool) -> None:
         super().__init__()
         self.pre = shape.normalize_before
-        self.attention = PackedAttention(shape, causal=decoder)
-        self.cross = PackedAttention(shape, cross=True) if decoder else None
+        self.attention = PackedAttention(shape, causal)
+        self.cross = PackedAttention(shape, cross=True) if cross else None
         self.feed_forward = FeedForward(shape)
-        self.norms = nn.ModuleList(nn.LayerNorm(shape.width) for _ in range(3 if decoder else 2))
+        self.norms = nn.ModuleList(nn.LayerNorm(shape.width) for _ in range(2 + cross))
 
-    def forward(self, x: Tensor, cu: Tensor, memory: Tensor, cu_memory: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cu: Tensor | None = None, memory: Tensor | None = None,
+        cu_memory: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         def attend(y: Tensor) -> Tensor:
             return self.attention(y, y, cu, cu)
 
         def cross(y: Tensor) -> Tensor:
-            assert self.cross is not None
+            assert self.cross is not None and memory is not None
             return self.cross(y, memory, cu, cu_memory)
 
         sublayers: Sequence[Callable[[Tensor], Tensor]] = (
@@ -114,41 +189,105 @@ class Layer(nn.Module):
         return x
 
 
-class Transformer(nn.Module):
-    """Transformer with one shared embedding; computes the summed label-smoothed loss of a batch."""
+class Model(nn.Module):
+    """What the models of both families have in common: embeddings, positions, loss."""
 
     positions: Tensor
 
-    def __init__(self, shape: Shape, vocabulary: int) -> None:
+    def __init__(self, shape: Shape, vocabulary: int, longest: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, shape.width, padding_idx=PAD)
-        nn.init.normal_(self.embedding.weight, std=shape.width**-0.5)
-        angles = torch.arange(LONGEST)[:, None] / 10000 ** (
-            torch.arange(shape.width // 2) / (shape.width // 2)
-        )
-        self.register_buffer("positions", torch.cat((angles.sin(), angles.cos()), 1))
-        self.encoder = nn.ModuleList(Layer(shape, False) for _ in range(shape.encoder_layers))
-        self.decoder = nn.ModuleList(Layer(shape, True) for _ in range(shape.decoder_layers))
-        last = [
-            nn.LayerNorm(shape.width) if shape.normalize_before else nn.Identity() for _ in "ed"
-        ]
-        self.last_norms = nn.ModuleList(last)
+        self.embedding = _embedding(vocabulary, shape.width)
+        self.output = self.embedding if shape.tied else _embedding(vocabulary, shape.width)
+        self.learned: nn.Embedding | None = None
+        if shape.positions:
+            self.learned = _embedding(shape.positions + UNUSED_POSITIONS, shape.width)
+        else:
+            self.register_buffer("positions", sinusoids(longest, shape.width))
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        batch = Batch(*inputs)
-        x = self._embed(batch.source, batch.source_positions)
-        for layer in self.encoder:
-            x = layer(x, batch.cu_source, x, batch.cu_source)
-        memory = self.last_norms[0](x)
-        x = self._embed(batch.previous, batch.target_positions)
-        for layer in self.decoder:
-            x = layer(x, batch.cu_target, memory, batch.cu_source)
-        logits = functional.linear(self.last_norms[1](x), self.embedding.weight)
-        return functional.cross_entropy(
-            logits.float(), batch.target, ignore_index=PAD, reduction="sum",
-            label_smoothing=SMOOTHING,
-        )  # fmt: skip
+    def _last_norm(self, shape: Shape) -> nn.Module:
+        return nn.LayerNorm(shape.width) if shape.normalize_before else nn.Identity()
+
+    def _table(self) -> Tensor:
+        """The embeddings of the positions from 0 on."""
+        return self.positions if self.learned is None else self.learned.weight[UNUSED_POSITIONS:]
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        x = self.embedding(tokens) * self.embedding.embedding_dim**0.5 + self.positions[positions]
+        x = self.embedding(tokens) * self.embedding.embedding_dim**0.5 + positions
         return functional.dropout(x, DROPOUT, self.training)
+
+    def _loss(self, x: Tensor, target: Tensor, smoothing: float) -> Tensor:
+        """The loss of rows x [..., C] and targets [...], summed over targets that are no pads."""
+        weight = self.output.weight
+        vocabulary = len(weight)
+        if vocabulary % 64:  # products with rows of odd sizes are slow
+            weight = functional.pad(weight, (0, 0, 0, -vocabulary % 64))
+        logits = functional.linear(x.flatten(0, -2), weight)[:, :vocabulary]
+        return functional.cross_entropy(
+            logits.float(), target.flatten(), ignore_index=PAD, reduction="sum",
+            label_smoothing=smoothing,
+        )  # fmt: skip
+
+
+class Transformer(Model):
+    """Translation model with one shared embedding; computes the label-smoothed loss of a batch."""
+
+    def __init__(self, shape: Shape, vocabulary: int) -> None:
+        super().__init__(shape, vocabulary, LONGEST)
+        self.encoder = nn.ModuleList(
+            Layer(shape, causal=False, cross=False) for _ in range(shape.encoder_layers)
+        )
+        self.decoder = nn.ModuleList(
+            Layer(shape, causal=True, cross=True) for _ in range(shape.decoder_layers)
+        )
+        self.last_norms = nn.ModuleList(self._last_norm(shape) for _ in "ed")
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        batch = Pairs(*inputs)
+        table = self._table()
+        x = self._embed(batch.source, table[batch.source_positions])
+        for layer in self.encoder:
+            x = layer(x, batch.cu_source)
+        memory = self.last_norms[0](x)
+        x = self._embed(batch.previous, table[batch.target_positions])
+        for layer in self.decoder:
+            x = layer(x, batch.cu_target, memory, batch.cu_source)
+        return self._loss(self.last_norms[1](x), batch.target, SMOOTHING)
+
+
+class LanguageModel(Model):
+    """Decoder-only language model; computes the loss of blocks of up to ``longest`` tokens."""
+
+    def __init__(self, shape: Shape, vocabulary: int, longest: int) -> None:
+        super().__init__(shape, vocabulary, longest)
+        self.decoder = nn.ModuleList(
+            Layer(shape, causal=True, cross=False) for _ in range(shape.decoder_layers)
+        )
+        self.last_norm = self._last_norm(shape)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        batch = Blocks(*inputs)
+        x = self._embed(batch.previous, self._table()[: batch.previous.shape[1]])
+        for layer in self.decoder:
+            x = layer(x)
+        return self._loss(self.last_norm(x), batch.target, 0.0)
+
+
+def build(shape: Shape, vocabulary: int, block: int) -> Model:
+    """The model of a case; ``block`` are the tokens of a block of a language model."""
+    if shape.is_language_model:
+        return LanguageModel(shape, vocabulary, block)
+    return Transformer(shape, vocabulary)
+
+
+def sinusoids(positions: int, width: int) -> Tensor:
+    """fairseq's table [positions, width] of sinusoidal positions."""
+    half = width // 2
+    frequencies = 10000 ** -(torch.arange(half) / (half - 1))
+    angles = torch.arange(UNUSED_POSITIONS, UNUSED_POSITIONS + positions)[:, None] * frequencies
+    return torch.cat((angles.sin(), angles.cos()), 1)
+
+
+def _embedding(rows: int, width: int) -> nn.Embedding:
+    table = nn.Embedding(rows, width, padding_idx=PAD)
+    nn.init.normal_(table.weight, std=width**-0.5)
+    return table
