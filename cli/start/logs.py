@@ -8,7 +8,7 @@ import os
 LOG_CONFIG = "LIGHTSEQ_LOG_CONFIG"  # environment variable, which spawned ranks see too
 _LOGGERS = (
     *(f"fairseq_cli.{name}" for name in ("train", "generate", "interactive", "validate")),
-    *("fairseq_cli.preprocess", "fairseq.dataclass.utils"),
+    *("fairseq_cli.eval_lm", "fairseq_cli.preprocess", "fairseq.dataclass.utils"),
 )
 
 

@@ -99,6 +99,12 @@ class FlatModel:
     def _flatten(self: Any) -> None:
         flatten_parameters(self, self.fused_groups())
 
+    def prepare_for_inference_(self: Any, cfg: Any) -> None:
+        """As fairseq's, but with --bf16 as well; fairseq's handles only --fp16."""
+        super().prepare_for_inference_(cfg)  # type: ignore[misc]
+        if cfg.common.bf16 and not cfg.common.fp16:
+            self.bfloat16()
+
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         # .half(), .cuda() and .to() give each parameter its own storage: flatten them again.
         super()._apply(fn, recurse)  # type: ignore[misc]

@@ -346,12 +346,6 @@ class LSTransformerModel(FlatModel, TransformerModel):
     def sides(self) -> list[tuple[LSTransformerEncoder, LSTransformerDecoder]]:
         return [(self.encoder, self.decoder)]
 
-    def prepare_for_inference_(self, cfg: Any) -> None:
-        """As fairseq's, but with --bf16 as well; fairseq's handles only --fp16."""
-        super().prepare_for_inference_(cfg)
-        if cfg.common.bf16 and not cfg.common.fp16:
-            self.bfloat16()
-
     def forward(
         self, src_tokens: Tensor, src_lengths: Tensor | None, prev_output_tokens: Tensor,
         return_all_hiddens: bool = True, features_only: bool = False,

@@ -18,7 +18,7 @@ from lightseq_fairseq import plugins  # noqa: F401  (fairseq does not import wit
 
 # isort: split
 import fairseq_cli.train
-from fairseq import checkpoint_utils
+from fairseq import checkpoint_utils, sequence_scorer
 from fairseq.data import data_utils
 
 SPLITS = {"train": 40, "valid": 6, "test": 6}
@@ -33,7 +33,7 @@ SMALL = shlex.split(
 
 def run(command: str, *words: str | Path) -> Result:
     """``lightseq-<command>`` with ``words``; fairseq is left as it was found."""
-    module = importlib.import_module(f"lightseq_fairseq.cli.{command}")
+    module = importlib.import_module(f"lightseq_fairseq.cli.{command.replace('-', '_')}")
     with unchanged():
         return CliRunner().invoke(module.main, [str(word) for word in words])
 
@@ -55,6 +55,7 @@ def unchanged() -> Iterator[None]:
         (checkpoint_utils, "PathManager"),
         (checkpoint_utils, "os"),
         (data_utils, "batch_by_size"),
+        (sequence_scorer.SequenceScorer, "generate"),
     )
     patches = [mock.patch.object(module, name, getattr(module, name)) for module, name in places]
     root = logging.getLogger()

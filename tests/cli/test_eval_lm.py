@@ -1,0 +1,199 @@
+"""lightseq-eval-lm prints what fairseq-eval-lm prints, for checkpoints of both programs."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import helpers.cli_runs as cli_runs
+import pytest
+from fairseq.models.transformer_lm import TransformerLanguageModel
+
+from lightseq_fairseq.plugins import scorer
+from lightseq_fairseq.plugins.language_model import LSTransformerLanguageModel
+
+SMALL = (
+    "--decoder-layers 2 --decoder-embed-dim 16 --decoder-input-dim 16 --decoder-output-dim 16 "
+    "--decoder-ffn-embed-dim 24 --decoder-attention-heads 2 --task language_modeling "
+    "--tokens-per-sample 16 --max-target-positions 32 --max-tokens 128 --max-update 12 --lr 1e-2 "
+    "--no-epoch-checkpoints --num-workers 0 --cpu"
+)
+
+
+def write_text(folder: Path, words: int = 20) -> None:
+    """train, valid and test in ``folder``: sentences of words and of subwords, some empty."""
+    source = random.Random(words)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, count in (("train", 60), ("valid", 12), ("test", 24)):
+        lines = [source.choices(range(words), k=source.randint(0, 9)) for _ in range(count)]
+        text = (" ".join(f"w{i}" + "@@" * (i % 5 == 4) for i in line) + " w0\n" for line in lines)
+        (folder / split).write_text("".join(text))
+
+
+def binarise(folder: Path) -> Path:
+    write_text(folder / "text")
+    prefixes = [
+        word
+        for split in ("train", "valid", "test")
+        for word in (f"--{split}pref", folder / "text" / split)
+    ]
+    cli_runs.succeed("preprocess", "--only-source", "--destdir", folder / "data", *prefixes)
+    return folder / "data"
+
+
+def train(data: Path, folder: Path, ours: bool, more: str = "") -> Path:
+    prefix = "ls_" if ours else ""
+    cli_runs.succeed(
+        "train", data, *f"{SMALL} --save-dir {folder} {more}".split(),
+        "--arch", f"{prefix}transformer_lm", "--optimizer", f"{prefix}adam",
+        "--criterion", f"{prefix}cross_entropy",
+    )  # fmt: skip
+    return folder / "checkpoint_last.pt"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return binarise(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By the program that wrote it."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {
+        name: train(data, folder / name, ours=name == "ours") for name in ("ours", "fairseq")
+    }  # fmt: skip
+
+
+Evaluate = Callable[..., list[str]]
+
+
+@pytest.fixture
+def evaluate(
+    data: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Evaluate:
+    """Runs the command, and returns what fairseq's ``eval_lm`` logs, without times."""
+
+    def run(checkpoint: Path, *words: str) -> list[str]:
+        packed, scores = [], scorer._scores
+        monkeypatch.setattr(scorer, "_scores", lambda *a: packed.append(a[0]) or scores(*a))
+        caplog.clear()
+        caplog.set_level(logging.INFO)
+        cli_runs.succeed(
+            "eval-lm", data, "--path", checkpoint, "--gen-subset", "test", "--cpu",
+            "--tokens-per-sample", "16", "--num-workers", "0", *words,
+        )  # fmt: skip
+        monkeypatch.undo()
+        assert {type(model) for model in packed} == (
+            set() if "--native" in words else {LSTransformerLanguageModel}
+        )
+        records = [r for r in caplog.records if r.name == "fairseq_cli.eval_lm"]
+        return [re.sub(r" in .*tokens/s\)", "", record.getMessage()) for record in records]
+
+    return run
+
+
+NUMBER = re.compile(r"(?<![\w.])-?\d+\.\d+")
+
+
+def assert_same(found: list[str], expected: list[str]) -> None:
+    assert [NUMBER.sub("#", line) for line in found] == [NUMBER.sub("#", x) for x in expected]
+    for a, b in zip(found, expected):
+        numbers = [[float(x) for x in NUMBER.findall(line)] for line in (a, b)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-5, abs=1e-5), (a, b)
+
+
+LINES = [
+    "",
+    "--sample-break-mode complete --add-bos-token",
+    "--sample-break-mode complete_doc --batch-size 3",
+    "--sample-break-mode eos --output-word-probs",
+    "--context-window 8 --output-word-stats",
+    "--output-word-probs --output-word-stats --softmax-batch 5",
+    "--max-tokens 40 --num-shards 3 --shard-id 1 --output-word-probs",
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("writer", ["ours", "fairseq"])
+def test_the_log_is_fairseqs(
+    checkpoints: dict[str, Path], evaluate: Evaluate, writer: str, line: str
+) -> None:
+    found, expected = (
+        evaluate(checkpoints[writer], *line.split(), *more) for more in ([], ["--native"])
+    )
+    assert_same(found, expected)
+    loss, perplexity = map(float, NUMBER.findall(found[-1]))
+    assert found[-1].startswith("Loss (base 2): ")
+    assert perplexity == pytest.approx(2**loss, rel=1e-3) and loss < math.log2(24)
+
+
+def test_whole_words(checkpoints: dict[str, Path], evaluate: Evaluate) -> None:
+    line = ["--output-word-probs", "--output-word-stats", "--remove-bpe", "@@ "]
+    found, expected = (evaluate(checkpoints["ours"], *line, *x) for x in ([], ["--native"]))
+    assert_same(found, expected)
+    assert any(re.search(r"\bw4w\d", text) for text in found)
+
+
+def test_shards_are_parts_of_the_text(checkpoints: dict[str, Path], evaluate: Evaluate) -> None:
+    def blocks(*words: str) -> list[str]:
+        lines = evaluate(checkpoints["ours"], "--output-word-probs", "--max-tokens", "40", *words)
+        return sorted(line for line in lines if re.match(r"\d+ ", line))
+
+    shards = [blocks("--num-shards", "2", "--shard-id", str(shard)) for shard in range(2)]
+    assert all(shards)
+    found, whole = (
+        sorted(int(line.split()[0]) for line in lines)
+        for lines in ([*shards[0], *shards[1]], blocks())
+    )
+    assert found == whole
+
+
+@pytest.mark.parametrize("writer", ["ours", "fairseq"])
+def test_validate_builds_it_too(
+    data: Path, checkpoints: dict[str, Path], writer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, built = [], []
+    forward = TransformerLanguageModel.build_model.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        TransformerLanguageModel,
+        "build_model",
+        classmethod(lambda cls, *args: built.append(cls) or forward(cls, *args)),
+    )
+    for more in ([], ["--native"]):
+        log = cli_runs.succeed(
+            "validate", data, "--task", "language_modeling", "--path", checkpoints[writer],
+            "--valid-subset", "test", "--num-workers", "0", "--cpu", *more,
+        )  # fmt: skip
+        losses.append(re.findall(r" loss ([\d.]+) \| ppl ([\d.]+)", log))
+    assert built == [LSTransformerLanguageModel, TransformerLanguageModel]
+    assert losses[0] == losses[1] != []
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--remove-bpe", "sentencepiece"], "give --remove-bpe '@@ '"),
+        (["--remove-bpe", "@@"], "give --remove-bpe '@@ '"),
+        (["--gen-subset", "dev"], "dev"),
+        (["--pipeline-model-parallel"], "--pipeline-model-parallel"),
+        (["--contextwindow", "5"], "--context-window"),
+    ],
+)
+def test_bad_input(
+    data: Path, checkpoints: dict[str, Path], words: list[str], sentence: str
+) -> None:
+    path = ["--path", checkpoints["ours"], "--cpu", "--gen-subset", "test"]
+    result = cli_runs.run("eval-lm", data, *path, *words)
+    assert result.exit_code == 2, (result.output, result.exception)
+    (error,) = (x for x in result.output.splitlines() if "error:" in x)
+    assert error.startswith("lightseq-eval-lm: error: ") and sentence in error
+
+
+def test_no_checkpoint(data: Path) -> None:
+    result = cli_runs.run("eval-lm", data, "--gen-subset", "test", "--cpu")
+    assert result.exit_code == 2 and "--path is missing" in result.output
