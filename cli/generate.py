@@ -32,7 +32,7 @@ from lightseq_fairseq.errors import UserError
     "words may be unknown]",
 )  # fmt: skip
 def main(words: list[str], native: bool, output: Path | None, reference: TextIO | None) -> None:
-    """Translate a binarised test set and score it.
+    """Translate a binarised test set and score it, or continue prompts by a language model.
 
     Takes every option of fairseq-generate, and checkpoints that lightseq-train or fairseq-train
     wrote:
@@ -41,9 +41,14 @@ def main(words: list[str], native: bool, output: Path | None, reference: TextIO 
         lightseq-generate data-bin/wmt14_en_de --path checkpoints/checkpoint_best.pt \\
             --beam 4 --lenpen 0.6 --remove-bpe --output out --reference newstest2014.de
 
+    With --task language_modeling each block of the set is a prompt, or its first words with
+    --prefix-size.
+
     The last line is sacrebleu's score of the D- lines, with its signature; --scoring adds one of
-    fairseq's. All GPUs take part, each translating a share of the batches; the output is that of
-    one GPU, but for the draws of --sampling. --distributed-world-size says how many do, and with
+    fairseq's. Continued prompts are scored only with --reference.
+
+    All GPUs take part, each translating a share of the batches; the output is that of one GPU, but
+    for the draws of --sampling. --distributed-world-size says how many do, and with
     --distributed-rank only that share is translated, as in fairseq.
     """
 
@@ -80,6 +85,8 @@ def _translate(
                 fairseq_main(looked_up_once(args))
         if (note := out.unknown.sentence()) is not None:
             click.echo(f"lightseq-generate: note: {note}", err=True)
+        if args.task == "language_modeling" and reference is None:
+            return  # its targets are the prompts, which the results begin with
         try:
             title = f"Generate {args.gen_subset} with beam={args.beam}"
             out.result(title, None if reference is None else reference.name, references)

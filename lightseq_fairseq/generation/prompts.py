@@ -1,8 +1,8 @@
 """Prompts: the tokens with which a language model's hypotheses begin.
 
 `prefill` passes all prompts of a batch through the decoder at once. The search begins at the end of
-the shortest prompt. All hypotheses are at the same position, so until a longer prompt ends, `follow`
-replaces what the search has found for its sentence by the prompt's next token.
+the shortest prompt. All hypotheses are at the same position. So until a longer prompt ends,
+`follow` replaces what the search has found for its sentence by the prompt's next token.
 
 A hypothesis consists of the first decoder input (position 0), the prompt, and the tokens that were
 found. As in fairseq, scores include those of the prompt's tokens.
@@ -85,9 +85,7 @@ def prefill(
     steps.launch(("prompts", len(steps.memory.source_tokens), slots, longest, rules), read)
 
 
-def _read(
-    steps: StepDecoder, decoder: Any, slots: int, longest: int, rules: SearchOptions
-) -> None:
+def _read(steps: StepDecoder, decoder: Any, slots: int, longest: int, rules: SearchOptions) -> None:
     memory, beam = steps.memory, rules.beam
     x = steps.prefill(decoder, slots, longest, beam)
     tokens = memory.source_tokens
@@ -114,9 +112,7 @@ def _read(
     memory.totals[:rows] = last / lengths.double().pow(rules.length_penalty).float()
 
 
-def _log_probabilities(
-    decoder: Any, x: Tensor, following: Tensor, rules: SearchOptions
-) -> Tensor:
+def _log_probabilities(decoder: Any, x: Tensor, following: Tensor, rules: SearchOptions) -> Tensor:
     """Log-probability, float32 [T], of the token that follows each of the features x [T, C].
 
     They are those of ``ops.beam_candidates``, and 0 for a pad.

@@ -88,6 +88,7 @@ class LSSequenceGenerator(SequenceGenerator):
             or self.lm_model is not None
             or self.token_indices_to_suppress is not None
             or self.match_source_len
+            or self.model.single_model.decoder.adaptive_softmax is not None  # has no logits
             or no_repeat_ngram == 1  # with which fairseq blocks nothing
             or 2 * self.beam_size >= self.vocab_size
             or (self.beam_size > MOST_BEAM and self._device.type == "cuda")
