@@ -90,10 +90,9 @@ def _read(steps: StepDecoder, decoder: Any, slots: int, longest: int, rules: Sea
     x = steps.prefill(decoder, slots, longest, beam)
     tokens = memory.source_tokens
     places, slot = memory.prompt_places(slots)
-    exists = torch.arange(len(tokens), device=tokens.device) < memory.cu_seqlens[slots]
-    # Tokens that exist are in the first columns, the others in one that is dropped.
-    column = slot.where(exists, slots)
-    places = places.where(exists, 0)
+    # Rows after the last prompt go to a column of their own, which is dropped.
+    missing = torch.arange(len(tokens), device=tokens.device) >= memory.cu_seqlens[slots]
+    column, places = slot.masked_fill(missing, slots), places.masked_fill(missing, 0)
     padded = tokens.new_full((longest + 1, slots + 1), rules.pad)
     padded[places, column] = tokens
     following = padded[places + 1, column]
@@ -154,6 +153,7 @@ def follow(
     alive = place == 0
     if not rules.sampled:
         alive = alive & (torch.arange(beam, device=tokens.device) == 0)[:, None]
-    scores = torch.where(goes_on, total.where(alive, -torch.inf), scores)
+    total = total.expand(scores.shape).masked_fill(~alive, -torch.inf)
+    scores = torch.where(goes_on, total, scores)
     tokens = torch.where(goes_on, (token + place) % classes, tokens)
     return scores.flatten(0, 1), tokens.flatten(0, 1)

@@ -29,7 +29,7 @@ def block(
     rows, step = len(logits), memory.step.long()
     position = torch.arange(memory.positions, device=logits.device)[:, None]
     # Entries of later positions are leftovers of other batches: their rows may not exist.
-    ancestors = memory.ancestry[:, :rows].long().where(position < step, 0)
+    ancestors = memory.ancestry[:, :rows].long().masked_fill(position >= step, 0)
     tokens = memory.past_tokens.gather(1, ancestors)
     tokens = torch.where(position == step, memory.tokens[:rows], tokens)
     last = size - 1
@@ -39,7 +39,7 @@ def block(
         newest = tokens.index_select(0, (step - (last - 1) + offset).clamp_min(0)[None])
         repeats = repeats & (tokens[offset : offset + starts] == newest)
     blocked = torch.zeros(rows, logits.shape[1] + 1, dtype=torch.bool, device=logits.device)
-    which = tokens[last : last + starts].long().where(repeats, logits.shape[1])
+    which = tokens[last : last + starts].long().masked_fill(~repeats, logits.shape[1])
     blocked = blocked.scatter_(1, which.t(), True)[:, :-1]
     kept = logits.masked_fill(blocked, -torch.inf)
     before, after = (

@@ -126,9 +126,9 @@ class SearchBuffers:
         """
         tokens = torch.arange(len(self.source_tokens), dtype=torch.int32, device=self.device)
         slot = torch.searchsorted(self.cu_seqlens[1 : slots + 1], tokens, right=True)
-        exists = slot < slots
-        places = self.source_positions.long().where(exists, self.positions - 1)
-        return places, slot.where(exists, 0)
+        missing = slot == slots
+        places = self.source_positions.long().masked_fill_(missing, self.positions - 1)
+        return places, slot.masked_fill_(missing, 0)
 
     def place_columns(self, index: Tensor, shape: tuple[int, int]) -> None:
         """Fill ``columns``: packed token t is at index[t] of the flattened padded source."""

@@ -13,6 +13,9 @@ from helpers.counting import Toy, generate, prompts
 from helpers.digits import assert_same
 
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.generation import decoder
+from lightseq_fairseq.generation import prompts as generation_prompts
+from lightseq_fairseq.generation import search as generation_search
 from lightseq_fairseq.generation.decoder import StepDecoder
 from lightseq_fairseq.generation.search import search
 from lightseq_fairseq.plugins import generator as plugin
@@ -185,10 +188,10 @@ def test_a_prompt_is_read_at_once(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_memory_that_grows_and_rows_that_vanish(toy: Toy) -> None:
     words = counting.sample(toy.task, prompts(3, 7, 1, 5))["net_input"]["src_tokens"][:, 1:]
-    decoder = copy.deepcopy(toy.ls).decoder
+    ours = copy.deepcopy(toy.ls).decoder
     rules = plugin.SearchOptions(3, 1, 2, 3)
     found = [
-        dict(enumerate(search(decoder.steps, None, decoder, words, rules, 2, 30, positions)))
+        dict(enumerate(search(ours.steps, None, ours, words, rules, 2, 30, positions)))
         for positions in (1, 12, 40)
     ]
     assert_same(found[1], found[0])
@@ -200,3 +203,23 @@ def test_wrong_calls(toy: Toy) -> None:
     toy.ls.decoder(torch.tensor([[2], [2]]), incremental_state=state)
     with pytest.raises(UserError, match="expected 2 of 2, got 3 of 2"):
         toy.ls.decoder(torch.full((2, 3), 2), incremental_state=state)
+
+
+@pytest.mark.parametrize("lengths", [*PROMPTS.values(), (20, 3, 11)])
+@pytest.mark.parametrize("options", [{"beam": 1}, {"beam": 3, "no_repeat_ngram_size": 3}])
+def test_row_counts_that_are_rounded(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], lengths: tuple[int, ...]
+) -> None:
+    """As on a GPU, where prompts and hypotheses have unused rows after them."""
+    words, options = prompts(*lengths), LONG | options
+    expected = generate(toy.task, [toy.ls], words, **options)
+    gpu = torch.device("cuda")
+    for function in (decoder.bucket, decoder.first_bucket):
+
+        def rounded(rows: int, device: torch.device, function: Any = function) -> int:
+            return int(function(rows, gpu))
+
+        for module in (decoder, generation_search, generation_prompts):
+            if hasattr(module, function.__name__):
+                monkeypatch.setattr(module, function.__name__, rounded)
+    assert_same(generate(toy.task, [toy.ls], words, **options), expected)
