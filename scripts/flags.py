@@ -126,6 +126,10 @@ of") has that one's answer; given alone it changes nothing, which a note says; s
 several ranks, given to one. A command with nothing of ours in it, and one with `--native`, is
 fairseq's and refuses nothing.
 
+With `--task language_modeling` the settings of the search in generate and interactive have the same
+answers (`tests/flags/test_language_model_flags.py`), but for three that need a source and are
+refused: `--constraints`, `--print-alignment`, `--replace-unk`.
+
 Each row is what a test finds when it runs the command: where the answer is honoured or fallback,
 beside fairseq's own command, and beside that command without the setting, which does something
 else. `tests/flags/test_flags_proofs.py` fails when a row has no such test.
