@@ -27,13 +27,8 @@ def main() -> None:
     """Measure the speed of training and of translation on this machine."""
 
 
-def _shared(name: str, rounds: int, vocabulary: int | None) -> Callable[[Any], Any]:
-    """Decorator: the options that both benchmarks share.
-
-    Args:
-        name: of the benchmark.
-        vocabulary: default words of the dictionary; None: those of each corpus.
-    """
+def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
+    """Decorator: the options that both benchmarks share; ``name`` is that of the benchmark."""
     by_corpus = f"{corpora.VOCABULARY} for translation, {corpora.TEXT_VOCABULARY} for text"
     options = (
         click.option(
@@ -41,9 +36,9 @@ def _shared(name: str, rounds: int, vocabulary: int | None) -> Callable[[Any], A
             help="Runs of each system; the systems take turns.",
         ),
         click.option(
-            "--vocabulary", type=click.IntRange(100, 65_000), default=vocabulary,
+            "--vocabulary", type=click.IntRange(100, 65_000),
             help="Words of the dictionary, fairseq's special ones included.",
-            show_default=by_corpus if vocabulary is None else True,
+            show_default=by_corpus,
         ),
         click.option(
             "--output", type=click.Path(path_type=Path),
@@ -112,7 +107,7 @@ def _shared(name: str, rounds: int, vocabulary: int | None) -> Callable[[Any], A
     "--workers", type=click.IntRange(0), default=4, show_default=True,
     help="Processes that make the batches, for every system.",
 )  # fmt: skip
-@_shared("train", rounds=3, vocabulary=None)
+@_shared("train", rounds=3)
 def train(cases: Sequence[str], systems: str | None, output: Path | None, **options: Any) -> None:
     """Train on a generated corpus with several systems, and compare them.
 
@@ -168,16 +163,19 @@ def _train(
     metavar="CASE,...",
     help="What to translate with: <model>/<batch>/beam<n>/<precision>. Models are those of "
     "lightseq-bench train; a batch is b<sentences>, or btokens<source tokens>, pads included "
-    f"(btokens alone: {generation.MAX_TOKENS}); precisions are bf16, fp16 and fp32. May be given "
-    "several times.",
+    f"(btokens alone: {generation.MAX_TOKENS}); precisions are bf16, fp16 and fp32. Language "
+    "models: <model>/b<prompts>/<prompt>+<new>/<precision>, with the tokens of each prompt and the "
+    "tokens to generate greedily, as in gpt2_124m/b32/128+256/bf16. May be given several times.",
 )  # fmt: skip
 @click.option(
     "--systems", metavar="SYSTEM,...",
-    help="Of ours, fairseq_no_cudnn, ctranslate2.  [default: all that this machine can run]",
+    help="Of ours, fairseq_no_cudnn, ctranslate2, transformers (GPT-2 with a static cache, "
+    "compiled).  [default: all that this machine can run]",
 )  # fmt: skip
 @click.option(
     "--sentences", type=click.IntRange(1, test_set.SENTENCES),
-    help=f"So many of the {test_set.SENTENCES}.  [default: 200 at batch 1, else all]",
+    help=f"So many of the {test_set.SENTENCES}, or prompts.  [default: 200 at batch 1, else all; "
+    "prompts: 16 at batch 1, else four batches]",
 )  # fmt: skip
 @click.option(
     "--passes", type=click.IntRange(1), default=3, show_default=True,
@@ -188,39 +186,48 @@ def _train(
     help="Folder of the sentences and a checkpoint for each model, made if they do not exist.",
     show_default=True,
 )  # fmt: skip
-@_shared("generate", rounds=2, vocabulary=corpora.VOCABULARY)
+@_shared("generate", rounds=2)
 def generate(
     cases: Sequence[str], systems: str | None, output: Path | None, **options: Any
 ) -> None:
-    """Translate a newstest-like test set with several systems, and compare them.
+    """Translate a newstest-like test set, or continue prompts, with several systems, and compare
+    them.
 
     \b
         lightseq-bench generate --case t2t_big/b32/beam4/bf16 --systems ours,fairseq_no_cudnn
 
     The model has random weights, and hypotheses are as long as the longest source of their batch,
-    so that all systems do the same work. Printed and saved are sentences and tokens a second, the
-    time to decode all of them (without loading the model, without text), the time of a batch (at
-    batch 1 of a sentence) and peak memory.
+    so that all systems do the same work. Printed and saved are sentences and tokens a second
+    (without those of prompts), the time to decode all of them (without loading the model, without
+    text), the time of a batch (at batch 1 of a sentence) and peak memory.
     """
     _finish(_generate, cases, systems, output, **options)
 
 
+def _usual_count(case: generation.Case) -> int:
+    """Sentences or prompts of a run."""
+    if case.new:
+        return 16 if case.batch == 1 else 4 * (case.batch or 1)
+    return 200 if case.batch == 1 else test_set.SENTENCES
+
+
 def _generate(
     case_names: Sequence[str], system_names: str | None, output: Path | None, data: Path,
-    vocabulary: int, logs: Path, rounds: int, sentences: int | None, passes: int,
+    vocabulary: int | None, logs: Path, rounds: int, sentences: int | None, passes: int,
 ) -> list[str]:  # fmt: skip
     """Everything that `generate` does; the case and system of each run that failed."""
     cases = [generation.Case.parse(word) for name in case_names for word in name.split(",")]
     systems = runs.chosen(system_names, generation.SYSTEMS)
     gpu, about = runs.machine(cases, "tiny/b32/beam4/fp32", kept=output is not None)
     able = runs.able_systems(generation.why_not, cases, systems)
-    files = {
-        model: test_set.ensure(data / model, generation.SHAPES[model], vocabulary)
-        for model in dict.fromkeys(case.model for case in able)
-    }
+    files = {}
+    for model in dict.fromkeys(case.model for case in able):
+        shape = generation.SHAPES[model]
+        usual = corpora.TEXT_VOCABULARY if shape.is_language_model else corpora.VOCABULARY
+        files[model] = test_set.ensure(data / model, shape, vocabulary or usual)
 
     def measure(case: generation.Case, system: str, stem: Path) -> runs.Row:
-        count = sentences or (200 if case.batch == 1 else test_set.SENTENCES)
+        count = sentences or _usual_count(case)
         words = generation.command(
             case, system, files[case.model].folder.resolve(), stem.with_suffix(".json"), count,
             passes, gpu,
