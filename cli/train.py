@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 
 import click
@@ -52,16 +53,22 @@ def main(words: list[str], native: bool, pack_tokens: bool) -> None:
         if not registries.uses_lightseq(argv):
             return argv
         fused = registries.is_fused(defaults.value(argv, defaults.ARCH))
-        argv = defaults.complete(argv, _machine(argv), fused)
-        argv = registries.native_twin(argv) if native else argv
-        completed.append(argv)
+        added = defaults.missing(argv, _machine(argv), fused)
+        argv = defaults.with_options(argv, added)
+        if native:
+            argv, added = registries.native_twin(argv), defaults.native_twin(added)
+        completed.append((argv, added))
         return defaults.with_options(argv, _log_format(argv))
 
-    completed: list[list[str]] = []
+    completed: list[tuple[list[str], list[str]]] = []  # the words of a run, those that were added
 
     def announce() -> None:
-        for argv in filter(_is_first_rank, completed):
+        for argv, added in completed:
+            if not _is_first_rank(argv):
+                continue
             print(defaults.command_line(argv), flush=True)
+            if added:
+                print(f"# filled in: {shlex.join(added)}", flush=True)
             if (note := defaults.note(argv)) is not None:
                 click.echo(f"lightseq-train: note: {note}", err=True)
 

@@ -52,7 +52,7 @@ class Graphs:
         self._plain: Counter[Any] = Counter()  # key -> eager runs since its graph was dropped
         self._needed: dict[Any, int] = {}  # key -> eager runs needed before it is captured again
         self._graphs: OrderedDict[Any, _Captured] = OrderedDict()
-        self._why_not_captured = _why_not_captured(device)
+        self._why_not_captured = why_not_captured(device)
         if self._why_not_captured:
             logger.info("%s are not captured: %s", what, self._why_not_captured)
         elif self._why_not_captured is None:
@@ -226,7 +226,7 @@ def wait_for(event: torch.cuda.Event) -> None:
     raise GPUHangs(patience)
 
 
-def _why_not_captured(device: torch.device) -> str | None:
+def why_not_captured(device: torch.device) -> str | None:
     """Why steps cannot be captured, in a few words; "" on a CPU; None if they can be captured."""
     if device.type != "cuda":
         return ""

@@ -113,8 +113,8 @@ What `lightseq-train`, `-generate`, `-validate` and `-interactive` make of each 
 0.12.2, task translation. A dash: fairseq's command has no such setting.
 
 * **honoured**: as fairseq does; in training by the captured step.
-* **fallback**: honoured by fairseq's own training step with the same layers. One line at start-up
-  says "training takes fairseq's own steps" and why.
+* **fallback**: honoured by fairseq's own training step with the same layers. One line before the
+  first update says "step: fairseq's own" and why.
 * **refused**: the command ends with a sentence that names the setting, the reason and the way out.
 * **no effect**: fairseq's command takes the setting and nothing depends on it. A note at start-up
   says so.

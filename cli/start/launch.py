@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -137,7 +136,6 @@ def run_fairseq(
     with ExitStack() as around_all:
         ranks = around_all.enter_context(sent_to_ranks()) if command == "train" else SpawnedRanks()
         around_all.enter_context(_sentences(f"lightseq-{command}", request, ranks))
-        around_all.enter_context(quiet())
         parts = "fairseq" if (native() if callable(native) else native) else "lightseq"
         program = f"{parts}-{command}"
         around_all.enter_context(typed(program, words))
@@ -193,18 +191,6 @@ def no_workers_left() -> Iterator[None]:
             for child in multiprocessing.active_children():
                 if child.daemon:
                     child.terminate()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silences warnings of torch about fairseq's code, which users cannot fix."""
-    with warnings.catch_warnings():
-        for message in (
-            "'pin_memory' argument is set as true but no accelerator",
-            "Support for mismatched key_padding_mask and attn_mask",  # fairseq's own decoder
-        ):
-            warnings.filterwarnings("ignore", message, UserWarning)
-        yield
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-from lightseq_fairseq.cli.start.launch import quiet
 from lightseq_fairseq.cli.translate.cached_config import looked_up_once
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 from lightseq_fairseq.cli.translate.output import GenerationOutput, Lines
@@ -127,7 +126,6 @@ def _shard(rank: int, args: Namespace, queues: list[Any]) -> None:
     utils.import_user_module(args)
     try:
         with (
-            quiet(),
             contextlib.redirect_stdout(out),
             left_on_cpu(),
             patching.within("fairseq.logging.progress_bar:progress_bar", progress_bar),

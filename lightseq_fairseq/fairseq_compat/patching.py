@@ -325,6 +325,14 @@ PATCHES = (
         "training ends after the update in which a signal has come",
     ),
     Patch(
+        "scoped", "fairseq_cli.train:train", "training.process:main",
+        "the lines about model, data, precision and step before the first update",
+    ),
+    Patch(
+        "scoped", "fairseq_cli.train:validate_and_save", "training.process:main",
+        "tokens/s without validation and saving",
+    ),
+    Patch(
         "scoped", "torch.utils.data._utils.worker:_worker_loop", "training.stopping:load_batches",
         "workers leave signals to their parent, which needs batches to its end", instead=True,
     ),

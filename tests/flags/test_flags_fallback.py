@@ -157,4 +157,4 @@ def test_alignments_are_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         return sum(samples[0].get("alignment") is not None for samples in batches)
 
     prove(ALIGNMENTS, run, operator.eq)
-    assert caplog.text.count("training takes fairseq's own steps: alignments") == 1
+    assert caplog.text.count("step: fairseq's own (alignments") == 1

@@ -158,4 +158,4 @@ def test_profile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
     ours, _ = prove(PROFILE, run, operator.eq)
     assert ours == [1, 1]
-    assert caplog.text.count("training takes fairseq's own steps: --profile") == 1
+    assert caplog.text.count("step: fairseq's own (--profile)") == 1

@@ -168,11 +168,10 @@ def train(inputs: dict[str, Path], save_dir: Path, line: str, native: bool) -> T
                 f"add --restore-file {crash} --reset-dataloader."
             )
             trace.error = f"{type(error).__name__}: {error}".removesuffix(advice)
-    told = "training takes fairseq's own steps: "
     for record in records:
         message = record.getMessage()
-        if message.startswith(told):
-            trace.refusals.append(message.removeprefix(told))
+        if (told := re.fullmatch(r"step: fairseq's own \((.*)\)", message)) is not None:
+            trace.refusals.append(told[1])
         elif message.startswith("example "):
             trace.logged.append({"told": message})
         elif message.startswith('{"'):

@@ -53,7 +53,7 @@ def run(data: Path, folder: Path, **flags: Any) -> list[float]:
 
 
 def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return re.findall(r"training takes fairseq's own steps: (.*)", caplog.text)
+    return re.findall(r"step: fairseq's own \((.*)\)", caplog.text)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_losses_are_natives_on_the_same_batches(
     flags = {**PLAIN, "no_save": True, "max_update": 14, **flags}
     caplog.set_level(logging.INFO)
     ours = runs.run(data, tmp_path / "a", pack_tokens=True, **{**runs.LS, **flags})
-    told = re.findall(r"training takes fairseq's own steps: (.*)", caplog.text)
+    told = re.findall(r"step: fairseq's own \((.*)\)", caplog.text)
     assert told == ([] if refusal is None else [refusal])
     native = {key: value for key, value in flags.items() if key not in runs.LS}
     expected = natives(data, tmp_path / "b", **native)
