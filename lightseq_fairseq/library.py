@@ -158,8 +158,8 @@ def _gpu_in_use() -> tuple[int, int] | None:
     """Compute capability of torch's first GPU; None without a GPU."""
     if torch.cuda.is_initialized():
         return torch.cuda.get_device_capability()
-    gpus = visible(_gpus(), os.environ)
-    return gpus[0].capability if gpus else None
+    shown = visible(gpus(), os.environ)
+    return shown[0].capability if shown else None
 
 
 def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
@@ -189,7 +189,7 @@ def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
     return shown
 
 
-def _gpus() -> list[Gpu]:
+def gpus() -> list[Gpu]:
     """The machine's GPUs in PCI bus order; empty if the driver does not list them.
 
     This uses NVML instead of CUDA, since an import must not initialise CUDA: forked child processes

@@ -226,7 +226,7 @@ import os, torch
 from lightseq_fairseq import library
 torch.version.cuda = "13.0"
 os.environ["CUDA_VISIBLE_DEVICES"] = "{shown}"
-library._gpus = lambda: [library.Gpu("GPU-a", (8, 0)), library.Gpu("GPU-b", (9, 0))]
+library.gpus = lambda: [library.Gpu("GPU-a", (8, 0)), library.Gpu("GPU-b", (9, 0))]
 {STATUS}
 assert not torch.cuda.is_initialized()
 """
