@@ -137,9 +137,7 @@ def gpus(problems: list[Problem]) -> Facts:
         properties = torch.cuda.get_device_properties(index)
         architecture = f"sm_{properties.major}{properties.minor}"
         memory = round(properties.total_memory / 2**30, 1)
-        found.append(
-            {"name": properties.name, "architecture": architecture, "memory_gib": memory}
-        )
+        found.append({"name": properties.name, "architecture": architecture, "memory_gib": memory})
     return found
 
 
@@ -182,7 +180,8 @@ def settings(problems: list[Problem]) -> Facts:
     for (name, value), effect in SLOW_SETTINGS.items():
         if os.environ.get(name) == value:
             problems.append(Problem("slow", f"{name}={value} is set: {effect}. Unset it."))
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("LIGHTSEQ")}
+    ours = filter(lambda name: name.startswith("LIGHTSEQ"), sorted(os.environ))
+    return {name: os.environ[name] for name in ours}
 
 
 def command(problems: list[Problem]) -> Facts:
@@ -270,7 +269,7 @@ def details(facts: dict[str, Facts]) -> Iterator[tuple[str, str]]:
     if facts["fairseq"]:
         yield "import fairseq", _hook(facts["fairseq"]["import_hook"])
     nvcc, kernels = facts["nvcc"], facts["kernels"]
-    yield "nvcc", f"{nvcc['version'] or 'unknown version'} ({nvcc['path']})" if nvcc else "not found"
+    yield "nvcc", f"{nvcc['version'] or 'unknown'} ({nvcc['path']})" if nvcc else "not found"
     if kernels["library"]:
         yield "kernels", f"{kernels['library']} for {', '.join(kernels['architectures'])}"
     for state in ("available", "missing"):

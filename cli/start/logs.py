@@ -1,4 +1,4 @@
-"""What a launcher prints: fairseq's log without its longest parts, and lines above progress bars."""
+"""What a launcher prints: fairseq's log without its longest parts, and whole lines beside bars."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def set_up() -> None:
     logging.getLogger("fairseq.logging.progress_bar").addFilter(_is_new)
     # Before fairseq_cli is imported, whose log handler keeps the stream that it finds.
     if sys.stdout.isatty() and sys.stderr.isatty() and not isinstance(sys.stdout, AboveBars):
-        sys.stdout = AboveBars(sys.stdout)  # type: ignore[assignment]
+        sys.stdout = AboveBars(sys.stdout)
 
 
 def _is_short(record: logging.LogRecord) -> bool:
@@ -59,6 +59,7 @@ class AboveBars:
     def __init__(self, terminal: TextIO) -> None:
         self._terminal = terminal
         self._erased: dict[int, float] = {}  # id of a bar -> time at which it was last drawn
+        self._begins_line = True
 
     def write(self, text: str) -> int:
         tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
@@ -70,6 +71,9 @@ class AboveBars:
                 if self._erased.get(id(bar)) != drawn[id(bar)]:
                     bar.clear(nolock=True)
             self._erased = drawn
+            if self._begins_line:
+                self._terminal.write("\r")  # a bar that ends below another one leaves its column
+            self._begins_line = text.endswith("\n")
             return self._terminal.write(text)
 
     def __getattr__(self, name: str) -> Any:

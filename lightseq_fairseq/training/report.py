@@ -74,8 +74,9 @@ class Report:
             return
         speed = self._tokens / self._seconds
         self._log(
-            f"trained: {self._updates:,} updates, {self._tokens:,.0f} target tokens in "
-            f"{self._seconds:,.1f} s: {speed:,.0f} tokens/s without validation and saving",
+            f"trained: {self._updates:,} update{'s' * (self._updates > 1)}, {self._tokens:,.0f} "
+            f"target tokens in {self._seconds:,.1f} s: {speed:,.0f} tokens/s without validation "
+            "and saving",
             f"peak memory: {_peak_memory(self._trainer.device)}",
             f"checkpoints: {_checkpoints(cfg.checkpoint, self._trainer.checkpoint_suffix)}",
         )

@@ -17,7 +17,6 @@ from lightseq_fairseq import fairseq_compat, library, ops
 from lightseq_fairseq.cli import doctor
 from lightseq_fairseq.errors import UserError
 
-
 TROUBLESHOOTING = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
 
 
