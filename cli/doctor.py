@@ -298,7 +298,7 @@ def _hook(place: str | None) -> str:
 def main(verbose: bool, as_json: bool) -> None:
     """Print what lightseq_fairseq runs on, what is slow or missing, and what to do.
 
-    The exit status is 0 if training can run, if slowly, and 1 if it cannot.
+    The exit status is 0 if training can run, even slowly, and 1 if it cannot.
     """
     facts, problems = diagnose()
     can_train = all(problem.severity != "fatal" for problem in problems)

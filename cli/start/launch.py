@@ -80,7 +80,9 @@ def launcher(command: str) -> Callable[[Callable[..., None]], click.Command]:
 
         body = version(body)
         body = click.option(
-            "--log-config", is_flag=True, help="Log fairseq's whole configuration at the start."
+            "--log-config",
+            is_flag=True,
+            help="Log fairseq's whole configuration and the model's modules at the start.",
         )(body)
         body = click.option(
             "--fairseq-help",

@@ -25,8 +25,11 @@ TORCH = Overlay(torch, cuda=Overlay(torch.cuda, amp=_AMP))
 
 #: (category, regular expression for the beginning of the message)
 WARNINGS: tuple[tuple[type[Warning], str], ...] = (
-    # Python 3.12 and later, once, when it compiles fairseq's strings.
+    # Python, once, when it compiles fairseq's strings: before 3.12 and since.
+    (DeprecationWarning, r".*invalid escape sequence"),
     (SyntaxWarning, r".*invalid escape sequence"),
+    # torch 2.13: fairseq decorates functions when it is imported.
+    (DeprecationWarning, r"`torch\.jit\.script` is deprecated"),
     # hydra 1.1 and later: fairseq composes its configuration as for hydra 1.0.
     (UserWarning, r"hydra\.experimental\.(initialize|compose)\(\) is no longer experimental"),
     (UserWarning, r"\s*The version_base parameter is not specified"),

@@ -169,9 +169,9 @@ def _peak_memory(device: torch.device) -> str:
     if device.type == "cuda":
         # fairseq's own step resets torch's peak at times, to what is reserved then. Reserved memory
         # is seldom released, unlike allocated memory.
-        return f"{torch.cuda.max_memory_reserved(device) / 2**30:.1f} GiB of the GPU"
+        return f"{torch.cuda.max_memory_reserved(device) / 2**30:.2f} GiB of the GPU"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return f"{peak / 2**30:.1f} GiB of this process"
+    return f"{peak / 2**30:.2f} GiB of this process"
 
 
 def _checkpoints(settings: Any, suffix: str) -> str:

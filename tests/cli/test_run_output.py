@@ -115,7 +115,7 @@ def test_the_report_of_a_run(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
     )
     assert (updates, tokens) == (2 * int(batches), 2 * target_tokens(data))
     assert speed == pytest.approx(tokens / seconds, rel=0.5)  # seconds have one decimal
-    memory = re.fullmatch(r"(\d+\.\d) GiB of this process", lines["peak memory"])
+    memory = re.fullmatch(r"(\d+\.\d\d) GiB of this process", lines["peak memory"])
     assert memory is not None and 0.05 < float(memory[1]) < 100
     best = f"{state['extra_state']['best']:g}"
     assert lines["checkpoints"] == (
@@ -290,11 +290,19 @@ def test_the_report_on_a_gpu(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
     caplog.set_level(logging.INFO)
     wide = [f"--{k.replace('_', '-')}={v}" for k, v in ON_GPU.items() if k.startswith("encoder")]
     words = [word for word in TWO_EPOCHS if word != "--cpu"]
-    cli_runs.succeed("train", data, *words, *wide, "--decoder-attention-heads=2", "--no-save")
+    cli_runs.succeed(
+        "train",
+        data,
+        *words,
+        *wide,
+        "--decoder-attention-heads=2",
+        "--no-save",
+        "--distributed-world-size=1",
+    )
     lines = told(caplog)
     kind = "captured as CUDA graphs, packed tokens, CUDA kernels"
     assert lines["step"] == f"{kind} (all parts are ls_)"
     assert lines["precision"] == f"bf16 with fp32 master weights on {torch.cuda.get_device_name()}"
-    memory = re.fullmatch(r"(\d+\.\d) GiB of the GPU", lines["peak memory"])
+    memory = re.fullmatch(r"(\d+\.\d\d) GiB of the GPU", lines["peak memory"])
     assert memory is not None and 0 < float(memory[1]) <= torch.cuda.mem_get_info()[1] / 2**30
     assert f"{2 * target_tokens(data):,} target tokens" in lines["trained"]

@@ -171,7 +171,7 @@ def train(inputs: dict[str, Path], save_dir: Path, line: str, native: bool) -> T
     for record in records:
         message = record.getMessage()
         if (told := re.fullmatch(r"step: fairseq's own \((.*)\)", message)) is not None:
-            trace.refusals.append(told[1])
+            trace.refusals += [told[1]] * (not native)
         elif message.startswith("example "):
             trace.logged.append({"told": message})
         elif message.startswith('{"'):
