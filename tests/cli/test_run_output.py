@@ -114,7 +114,8 @@ def test_the_report_of_a_run(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
         float, re.findall(r"\d[\d.]*", lines["trained"].replace(",", ""))
     )
     assert (updates, tokens) == (2 * int(batches), 2 * target_tokens(data))
-    assert speed == pytest.approx(tokens / seconds, rel=0.5)  # seconds have one decimal
+    # Seconds are rounded to a tenth.
+    assert tokens / (seconds + 0.051) <= speed + 1 and speed * (seconds - 0.051) <= tokens + 1
     memory = re.fullmatch(r"(\d+\.\d\d) GiB of this process", lines["peak memory"])
     assert memory is not None and 0.05 < float(memory[1]) < 100
     best = f"{state['extra_state']['best']:g}"
@@ -290,15 +291,8 @@ def test_the_report_on_a_gpu(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
     caplog.set_level(logging.INFO)
     wide = [f"--{k.replace('_', '-')}={v}" for k, v in ON_GPU.items() if k.startswith("encoder")]
     words = [word for word in TWO_EPOCHS if word != "--cpu"]
-    cli_runs.succeed(
-        "train",
-        data,
-        *words,
-        *wide,
-        "--decoder-attention-heads=2",
-        "--no-save",
-        "--distributed-world-size=1",
-    )
+    wide += ["--decoder-attention-heads=2", "--distributed-world-size=1", "--no-save"]
+    cli_runs.succeed("train", data, *words, *wide)
     lines = told(caplog)
     kind = "captured as CUDA graphs, packed tokens, CUDA kernels"
     assert lines["step"] == f"{kind} (all parts are ls_)"
