@@ -177,11 +177,11 @@ def kernels(problems: list[Problem]) -> Facts:
 
 
 def settings(problems: list[Problem]) -> Facts:
+    variables = {**os.environ}
     for (name, value), effect in SLOW_SETTINGS.items():
-        if os.environ.get(name) == value:
+        if variables.get(name) == value:
             problems.append(Problem("slow", f"{name}={value} is set: {effect}. Unset it."))
-    ours = filter(lambda name: name.startswith("LIGHTSEQ"), sorted(os.environ))
-    return {name: os.environ[name] for name in ours}
+    return {name: variables[name] for name in sorted(variables) if name.startswith("LIGHTSEQ")}
 
 
 def command(problems: list[Problem]) -> Facts:

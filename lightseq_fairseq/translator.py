@@ -134,9 +134,11 @@ class Translator:
             UserError: there is no sentence, one is empty or too long for the model, or an option
                 cannot be used. The message is one sentence.
         """
+        from lightseq_fairseq.fairseq_compat import deprecations
+
         lines = _lines([sentences] if isinstance(sentences, str) else sentences)
         configuration, search = self._search(options)
-        with self._explained(), launch.quiet():
+        with self._explained(), deprecations.silenced():
             if "seed" in options:
                 seed(configuration)
             found = search.translate(lines)
