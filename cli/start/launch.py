@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from lightseq_fairseq import cli
 from lightseq_fairseq.cli.refusals import messages
@@ -90,7 +91,9 @@ def launcher(command: str) -> Callable[[Callable[..., None]], click.Command]:
             help=f"List the flags of fairseq-{command}, all of which are taken here too, those of "
             "the arch, the task, the optimizer, ... that the command names among them.",
         )(body)
-        body = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[DATA] ...")(body)
+        body = click.argument(
+            "words", nargs=-1, type=click.UNPROCESSED, metavar="[DATA] ...", shell_complete=_files
+        )(body)
         return click.command(
             cls=PassThrough,
             name=f"lightseq-{command}",
@@ -98,6 +101,11 @@ def launcher(command: str) -> Callable[[Callable[..., None]], click.Command]:
         )(body)
 
     return decorate
+
+
+def _files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Shell completion of a word that is no flag of ours: the shell's own, of file names."""
+    return [CompletionItem(incomplete, type="file")]
 
 
 def run_fairseq(

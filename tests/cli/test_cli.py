@@ -19,6 +19,7 @@ from typing import Any
 import click
 import pytest
 import torch
+from click.shell_completion import BashComplete
 from click.testing import CliRunner
 from helpers.cli_runs import SMALL, binarise, run, succeed, unchanged
 
@@ -27,6 +28,7 @@ import fairseq_cli.train
 from fairseq import options
 
 import lightseq_fairseq
+from lightseq_fairseq.__main__ import COMMANDS as SUBCOMMANDS
 from lightseq_fairseq.cli import train
 from lightseq_fairseq.cli.start.launch import launcher
 from lightseq_fairseq.cli.start.old_lightseq import clash
@@ -133,6 +135,38 @@ def test_help_imports_neither_torch_nor_fairseq() -> None:
 def test_version(command: str) -> None:
     said = succeed(command, "--version")
     assert said == f"lightseq-{command.removesuffix('_')} {lightseq_fairseq.__version__}\n"
+
+
+def test_every_command_is_a_subcommand_of_the_package() -> None:
+    done = python("-m", "lightseq_fairseq")
+    assert done.returncode == 0, done.stderr
+    listed = done.stdout.partition("\nCommands:\n")[2]
+    assert re.findall(r"^  (\w+)  ", listed, re.M) == list(SUBCOMMANDS)
+    for command in ("import", "train"):
+        said = python("-m", "lightseq_fairseq", command, "--help").stdout
+        assert said.startswith(f"Usage: python -m lightseq_fairseq {command} ")
+    done = python("-m", "lightseq_fairseq", "generate", "data", "--native", "--beam", "x")
+    assert done.returncode == 2
+    assert done.stderr.startswith("lightseq-generate: error: ")
+    assert python("-m", "lightseq_fairseq", "translate").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("--na", [("plain", "--native")]),
+        ("--arch ls_transformer --save-dir run", [("file", "run")]),
+        ("da", [("file", "da")]),
+        ("--beam", []),  # of fairseq
+    ],
+)
+def test_the_shell_completes_our_own_flags_and_files(
+    line: str, found: list[tuple[str, str]]
+) -> None:
+    complete = BashComplete(train.main, {}, "lightseq-train", "_LIGHTSEQ_TRAIN_COMPLETE")
+    *words, last = line.split()
+    items = complete.get_completions(words, last)
+    assert [(item.type, item.value) for item in items] == found
 
 
 @pytest.mark.parametrize(
@@ -417,19 +451,31 @@ def test_our_model_is_built_for_a_checkpoint_unless_native(
     assert built == ["LSTransformerModel", "TransformerModel"]
 
 
-SPAWNING = """
+# What fairseq-train's launchers run: the console script, and python -m lightseq_fairseq train. Both
+# see two GPUs: fairseq spawns as many ranks.
+SPAWNING = {
+    "script": """
 from lightseq_fairseq.cli.train import main
 if __name__ == "__main__":
     import torch
-    torch.cuda.device_count = lambda: 2  # fairseq spawns as many ranks as there are GPUs
+    torch.cuda.device_count = lambda: 2
     main()
-"""
+""",
+    "module": """
+if __name__ == "__main__":
+    import runpy, sys, torch
+    torch.cuda.device_count = lambda: 2
+    sys.argv.insert(1, "train")
+    runpy.run_module("lightseq_fairseq", run_name="__main__", alter_sys=True)
+""",
+}
 
 
+@pytest.mark.parametrize("how", SPAWNING)
 def test_spawned_ranks_know_our_parts_and_their_failures_are_sentences(
-    data: Path, tmp_path: Path
+    data: Path, tmp_path: Path, how: str
 ) -> None:
-    (tmp_path / "script.py").write_text(SPAWNING)
+    (tmp_path / "script.py").write_text(SPAWNING[how])
     done = python(
         str(tmp_path / "script.py"), str(data), "--arch", "ls_transformer_tiny", *SMALL,
         *RANKS, "--max-tokens", "9", "--max-tokens-valid", "5", "--save-dir", str(tmp_path),
