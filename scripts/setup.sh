@@ -72,11 +72,12 @@ if ! "$python" -c 'import importlib.metadata; importlib.metadata.version("fairse
             "headers (python3-dev) are needed"
 fi
 
-# Without it fairseq-train, fairseq's other commands and notebooks cannot import fairseq.
+# Without it fairseq-train, fairseq's other commands and notebooks cannot import fairseq. (Once it is
+# written, Python has imported the module before -m runs it, of which runpy warns.)
 if [ "${LIGHTSEQ_FAIRSEQ_HOOK:-}" = 0 ]; then
-    "$python" -m lightseq_fairseq.startup --remove
+    "$python" -W ignore::RuntimeWarning:runpy -m lightseq_fairseq.startup --remove
 else
-    "$python" -m lightseq_fairseq.startup
+    "$python" -W ignore::RuntimeWarning:runpy -m lightseq_fairseq.startup
 fi
 
 case ${LIGHTSEQ_BUILD:-} in

@@ -144,7 +144,10 @@ class FlatAdam(torch.optim.Optimizer):
 
     Args:
         params: parameters or torch's parameter groups.
-        lr, betas, eps, weight_decay: defaults of the groups, as in ``torch.optim.AdamW``.
+        lr: default of the groups, as in ``torch.optim.AdamW``; the same holds for those below.
+        betas: decay of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled from the gradient.
 
     Source: ``fairseq.optim.adam.Adam``; Loshchilov and Hutter 2019.
     """
