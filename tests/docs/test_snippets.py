@@ -25,7 +25,8 @@ EXCERPTS = [block for block in ALL if block.source]
 # Words after "# needs:".
 LACKING = (
     *("a GPU", "the network", "nvcc", "Slurm", "Docker", "several machines", "hours", "days"),
-    *("the raw files", "a trained model", "a checkpoint of LightSeq", "without a GPU"),
+    *("the raw files", "a trained model", "a checkpoint of LightSeq", "a wheel"),
+    "without a GPU",
     "for the last line a GPU",
 )
 # tests/examples/test_quickstart.py runs the blocks with these words, on less data.
@@ -92,7 +93,7 @@ def run(command: list[str], world: Path, folder: Path, code: str, **variables: s
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         [*command, str(folder / "program")], cwd=folder / "world",
-        env={**os.environ, "PATH": path, **variables},
+        env={**os.environ, "PATH": path, "HOME": str(folder), **variables},  # pages write there
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:]
