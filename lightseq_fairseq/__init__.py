@@ -8,9 +8,12 @@ first touched. The tuple below names them in the order in which a batch meets th
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+# Not typing's: Python imports this module at its start where the start-up hook is written.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from lightseq_fairseq.translator import Translator as Translator
 
 __version__ = "0.2.0"
