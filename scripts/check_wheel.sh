@@ -31,9 +31,9 @@ names() {
 }
 
 run python -c "from setuptools import build_meta; build_meta.build_sdist('$work')"
-tar -xzf "$work"/*.tar.gz -C "$work"
-sources=$(echo "$work"/lightseq_fairseq-*[0-9])
-mkdir "$sources/build"
+sources=$work/sources # with a version in its name, pip would cache the wheel of the first run
+mkdir -p "$sources/build"
+tar -xzf "$work"/*.tar.gz -C "$sources" --strip-components 1
 ln -s "$root/build/cuda" "$sources/build/cuda"
 run python -m pip wheel --no-deps --wheel-dir "$work/dist" "$sources"
 run python -m pip wheel --no-deps --wheel-dir "$work/checkout" --no-build-isolation .
