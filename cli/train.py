@@ -52,7 +52,8 @@ def main(words: list[str], native: bool, pack_tokens: bool) -> None:
         if not registries.uses_lightseq(argv):
             return argv
         fused = registries.is_fused(defaults.value(argv, defaults.ARCH))
-        argv = defaults.complete(argv, _machine(argv), fused)
+        adaptive = registries.has_adaptive_softmax(argv)
+        argv = defaults.complete(argv, _machine(argv), fused, adaptive)
         argv = registries.native_twin(argv) if native else argv
         completed.append(argv)
         return defaults.with_options(argv, _log_format(argv))
