@@ -10,6 +10,7 @@ from pathlib import Path
 
 import helpers.cli_runs as cli_runs
 import pytest
+import torch
 from fairseq.models.transformer_lm import TransformerLanguageModel
 
 from lightseq_fairseq.plugins import scorer
@@ -124,6 +125,20 @@ def test_shards_are_parts_of_the_text(checkpoints: dict[str, Path], evaluate: Ev
     assert found == whole
 
 
+def test_an_average_is_evaluated(
+    checkpoints: dict[str, Path], evaluate: Evaluate, tmp_path: Path
+) -> None:
+    """Of our checkpoint and fairseq's, which have the same shapes and names."""
+    both, averaged = list(checkpoints.values()), tmp_path / "averaged.pt"
+    cli_runs.succeed("average", "--inputs", *both, "--output", averaged)
+    logs = [evaluate(averaged, *more) for more in ([], ["--native"])]
+    assert_same(*logs)
+    weights = [torch.load(p, weights_only=False)["model"] for p in (*both, averaged)]
+    for name, value in weights[2].items():
+        torch.testing.assert_close(value, (weights[0][name] + weights[1][name]) / 2)
+    assert logs[0][-1] not in [evaluate(path)[-1] for path in both]
+
+
 @pytest.mark.parametrize("writer", ["ours", "fairseq"])
 def test_validate_builds_it_too(
     data: Path, checkpoints: dict[str, Path], writer: str, monkeypatch: pytest.MonkeyPatch
@@ -137,7 +152,7 @@ def test_validate_builds_it_too(
     )
     for more in ([], ["--native"]):
         log = cli_runs.succeed(
-            "validate", data, "--task", "language_modeling", "--path", checkpoints[writer],
+            "validate", data, "--path", checkpoints[writer],
             "--valid-subset", "test", "--num-workers", "0", "--cpu", *more,
         )  # fmt: skip
         losses.append(re.findall(r" loss ([\d.]+) \| ppl ([\d.]+)", log))
