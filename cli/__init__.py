@@ -1,4 +1,4 @@
-"""Launchers: fairseq's five commands with this package's plugins and patches.
+"""Launchers: fairseq's commands with this package's plugins and patches.
 
 A launcher answers ``--help`` without slow imports. fairseq and torch are imported only when there
 is work to do; then `register` is called. A rank started by ``torch.multiprocessing.spawn`` has no
@@ -17,14 +17,13 @@ __all__ = ["PROGRAM", "register"]
 PROGRAM = "LIGHTSEQ_PROGRAM"  # environment variable with the program's name while a launcher runs
 
 
+_READERS = ("generate", "validate", "interactive", "eval-lm")  # of checkpoints
 # Program -> phases of `fairseq_compat.patching`. With --native the program is fairseq-<command>.
 _PHASES = {
     "lightseq-train": ("our trainer", "training"),
     "fairseq-train": ("fairseq's trainer", "training"),
-    **{f"lightseq-{name}": ("our models",) for name in ("generate", "validate", "interactive")},
-    **{
-        f"fairseq-{name}": ("fairseq's models",) for name in ("generate", "validate", "interactive")
-    },
+    **{f"lightseq-{name}": ("our models",) for name in _READERS},
+    **{f"fairseq-{name}": ("fairseq's models",) for name in _READERS},
 }
 
 
@@ -34,10 +33,10 @@ def register() -> None:
     The program is the name in ``sys.argv[0]``. Spawned ranks take it from the environment, because
     there ``sys.argv[0]`` is the script's path while its module is imported again.
 
-    ``lightseq-train`` trains with our trainer. ``lightseq-generate``, ``-validate`` and
-    ``-interactive`` build our model from checkpoints. The ``fairseq-*`` names keep fairseq's own
-    trainer, and build fairseq's own model for every checkpoint. Both trainings run within
-    `training.process`, which handles signals and the run's folder.
+    ``lightseq-train`` trains with our trainer. ``lightseq-generate``, ``-validate``,
+    ``-interactive`` and ``-eval-lm`` build our model from checkpoints. The ``fairseq-*`` names keep
+    fairseq's own trainer, and build fairseq's own model for every checkpoint. Both trainings run
+    within `training.process`, which handles signals and the run's folder.
 
     Raises:
         UserError: fairseq is missing or cannot be used.

@@ -53,7 +53,8 @@ def main(words: list[str], native: bool, pack_tokens: bool) -> None:
         if not registries.uses_lightseq(argv):
             return argv
         fused = registries.is_fused(defaults.value(argv, defaults.ARCH))
-        added = defaults.missing(argv, _machine(argv), fused)
+        adaptive = registries.has_adaptive_softmax(argv)
+        added = defaults.missing(argv, _machine(argv), fused, adaptive)
         argv = defaults.with_options(argv, added)
         if native:
             argv, added = registries.native_twin(argv), defaults.native_twin(added)

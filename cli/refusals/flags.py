@@ -147,6 +147,10 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 *_PIPELINE),
         _PADS_WITHIN,
     ),
+    "eval-lm": (
+        Refusal("--pipeline-model-parallel", _is_set("--pipeline-model-parallel"),
+                *_PIPELINE),
+    ),
 }  # fmt: skip
 
 # setting -> the setting without which it has no effect

@@ -24,6 +24,7 @@ _PARSERS = {
     "generate": "get_generation_parser",
     "interactive": "get_interactive_generation_parser",
     "validate": "get_validation_parser",
+    "eval-lm": "get_eval_lm_parser",
     "preprocess": "get_preprocessing_parser",
     "average": None,
     "score": None,
@@ -156,7 +157,7 @@ def _flags(command: str) -> set[str]:
 
 def _own_flags(command: str) -> set[str]:
     """The command's own click options."""
-    main = importlib.import_module(f"lightseq_fairseq.cli.{command}").main
+    main = importlib.import_module(f"lightseq_fairseq.cli.{command.replace('-', '_')}").main
     return {flag for parameter in main.params for flag in parameter.opts if flag.startswith("-")}
 
 

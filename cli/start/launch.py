@@ -1,4 +1,4 @@
-"""Common code of the five launchers: their click command, and the call of fairseq.
+"""Common code of the launchers: their click command, and the call of fairseq.
 
 All words that are not a launcher's own options are passed to fairseq unchanged and in the same
 order. fairseq is imported only when there is something to run.
@@ -116,9 +116,10 @@ def run_fairseq(
     announce: Callable[[], None] | None = None,
     around: Callable[[Callable[[argparse.Namespace], Any], argparse.Namespace], None] | None = None,
 ) -> None:
-    """Runs ``fairseq_cli.<command>`` on ``words``.
+    """Runs the module of ``fairseq_cli`` for a command on ``words``.
 
     Args:
+        command: the name after "lightseq-" and "fairseq-", such as eval-lm.
         native: use fairseq's own model and trainer (see `lightseq_fairseq.cli.register`). A
             function is called when importing fairseq is allowed.
         complete: returns the final words; called when importing torch is allowed.
@@ -153,7 +154,7 @@ def run_fairseq(
         cli.register()
         if complete is not None:
             sys.argv[1:] = request.argv = complete(sys.argv[1:])
-        module = importlib.import_module(f"fairseq_cli.{command}")
+        module = importlib.import_module(f"fairseq_cli.{command.replace('-', '_')}")
         around_all.enter_context(command_lines.refused_in_a_sentence(command))
         around_all.enter_context(preflight.checks(command, request, announce))
         if around is not None:

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 LOG_CONFIG = "LIGHTSEQ_LOG_CONFIG"  # environment variable, which spawned ranks see too
 _LOGGERS = (
     *(f"fairseq_cli.{name}" for name in ("train", "generate", "interactive", "validate")),
-    *("fairseq_cli.preprocess", "fairseq.dataclass.utils"),
+    *("fairseq_cli.eval_lm", "fairseq_cli.preprocess", "fairseq.dataclass.utils"),
 )
 _repeated: set[str] = set()  # warnings that `_is_new` has let through
 

@@ -203,6 +203,8 @@ _SUBSET_FLAGS = {
     ("validate", False): "--valid-subset",
     ("generate", True): "--gen-subset",
     ("generate", False): "--gen-subset",
+    ("eval-lm", True): "--gen-subset",
+    ("eval-lm", False): "--gen-subset",
 }
 
 
@@ -216,7 +218,7 @@ def _splits(
             return
     if command in ("train", "validate"):
         yield from ((folders[0], split) for split in args.valid_subset.split(","))
-    elif command == "generate":
+    elif command in ("generate", "eval-lm"):
         yield folders[0], args.gen_subset
 
 

@@ -30,6 +30,8 @@ def values(command: str, args: argparse.Namespace) -> None:
     for name, value in vars(args).items():
         if isinstance(value, float) and math.isnan(value):
             raise UserError(f"--{name.replace('_', '-')} is nan, which is no number: give one.")
+    if command == "eval-lm":
+        _words_of_subwords(args.post_process)
     flag, symbol = joiner(command, args)
     if symbol == "@@":
         raise UserError(
@@ -47,6 +49,15 @@ def values(command: str, args: argparse.Namespace) -> None:
         known = ", ".join(sorted(TOKENIZER_REGISTRY))
         raise UserError(
             f"There is no tokenizer named {detokenizer} for --eval-bleu-detok: {known}."
+        )
+
+
+def _words_of_subwords(symbol: str | None) -> None:
+    """Raises UserError on a --remove-bpe that fairseq-eval-lm does not know."""
+    if symbol not in (None, "subword_nmt", "@@ "):
+        raise UserError(
+            f"--remove-bpe {symbol} is not known to lightseq-eval-lm: give --remove-bpe '@@ ', "
+            "which scores whole words of subword-nmt's pieces, or leave it out."
         )
 
 

@@ -6,6 +6,7 @@ only names can be tested, see `defaults`.
 
 from __future__ import annotations
 
+import contextlib
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,19 @@ def is_fused(arch: str | None) -> bool:
     from fairseq.models import ARCH_MODEL_REGISTRY
 
     return issubclass(ARCH_MODEL_REGISTRY.get(arch, object), FlatModel)
+
+
+def has_adaptive_softmax(argv: Sequence[str]) -> bool:
+    """Whether the flags or the arch of the command give the model adaptive softmax."""
+    from fairseq.models import ARCH_CONFIG_REGISTRY
+
+    arch, options = value(argv, defaults.ARCH), Namespace()
+    if (cutoff := value(argv, ("--adaptive-softmax-cutoff",))) is not None:
+        options.adaptive_softmax_cutoff = cutoff
+    elif arch in ARCH_CONFIG_REGISTRY:
+        with contextlib.suppress(AttributeError):  # of an arch that reads what a flag sets
+            ARCH_CONFIG_REGISTRY[arch](options)
+    return bool(getattr(options, "adaptive_softmax_cutoff", None))
 
 
 def uses_lightseq(argv: Sequence[str]) -> bool:

@@ -21,7 +21,7 @@ def digests(task: Any) -> dict[str, str]:
     found = {}
     for side in ("source", "target"):
         try:
-            symbols = getattr(getattr(task, f"{side}_dictionary"), "symbols", None)
+            symbols = getattr(getattr(task, f"{side}_dictionary", None), "symbols", None)
         except NotImplementedError:  # raised by FairseqTask's default property
             continue
         if symbols is not None:

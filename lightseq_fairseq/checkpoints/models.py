@@ -4,14 +4,16 @@ which one the file names."""
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightseq_fairseq.checkpoints.names import ls_arch, native_name  # isort: skip  (prepares fairseq)
 
+from omegaconf import DictConfig, open_dict
+
 from lightseq_fairseq.fairseq_compat import patching
+from lightseq_fairseq.plugins.flat_model import with_dictionaries
 
 logger = logging.getLogger(__name__)
 
@@ -53,28 +55,33 @@ def load_for_native_models(original: Callable[..., Any], *args: Any, **options: 
 
 
 def _load(
-    choose: Callable[[Namespace, dict[str, Any], str], None], original: Callable[..., Any],
+    choose: Callable[[Any, dict[str, Any], str], None], original: Callable[..., Any],
     path: str, arg_overrides: Any = None, load_on_all_ranks: bool = False,
 ) -> Any:  # fmt: skip
     state = original(path, arg_overrides, load_on_all_ranks)
     args: Any = state.get("args") or getattr(state.get("cfg"), "model", None)
-    # A model configured by a dataclass is not one of the Transformers that we replace.
-    if isinstance(args, Namespace) and not {"_name", "arch"} & set(arg_overrides or ()):
+    if args is not None and not {"_name", "arch"} & set(arg_overrides or ()):
         choose(args, state, path)
     return state
 
 
-def _use_ls_model(args: Namespace, state: dict[str, Any], path: str) -> None:
+def _use_ls_model(args: Any, state: dict[str, Any], path: str) -> None:
     name, reason = ls_arch(args)
     if reason:
         logger.info("%s keeps fairseq's own layers: %s", path, reason)
     if name:
-        args._name = args.arch = name
+        _rename(args, lambda _: name)
         # build_model compares these digests with the task's dictionaries.
-        args.dictionaries = (state.get("extra_state") or {}).get("dictionaries")
+        holder = with_dictionaries(args)
+        with open_dict(holder) if isinstance(holder, DictConfig) else nullcontext():
+            holder.dictionaries = (state.get("extra_state") or {}).get("dictionaries")
 
 
-def _use_native_model(args: Namespace, state: dict[str, Any], path: str) -> None:
-    for key in ("_name", "arch"):
+def _use_native_model(args: Any, state: dict[str, Any], path: str) -> None:
+    _rename(args, lambda name: native_name("arch", name))
+
+
+def _rename(args: Any, renamed: Callable[[str], str]) -> None:
+    for key in ("_name", "arch"):  # a Namespace from before fairseq 0.10 has only the second
         if isinstance(name := getattr(args, key, None), str):
-            setattr(args, key, native_name("arch", name))
+            setattr(args, key, renamed(name))

@@ -16,11 +16,14 @@ from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.models.multilingual_transformer import MultilingualTransformerModel
 from fairseq.models.transformer import TransformerModel
+from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.optim import OPTIMIZER_REGISTRY
 
 from lightseq_fairseq.plugins.unsupported import unsupported_option
 
 _PREFIX = "ls_"
+# fairseq's models that ours replace; not their subclasses, which may compute something else.
+_REPLACED = (TransformerModel, MultilingualTransformerModel, TransformerLanguageModel)
 _OWN_SETTINGS = ("pack_tokens",)  # settings of lightseq-train that fairseq does not know
 _REGISTRIES = {
     "arch": ARCH_MODEL_REGISTRY,
@@ -89,11 +92,12 @@ def uses_ls(cfg: Any) -> bool:
     return False
 
 
-def ls_arch(args: Namespace) -> tuple[str | None, str | None]:
+def ls_arch(args: Any) -> tuple[str | None, str | None]:
     """The ``ls_`` architecture for the options of a native model.
 
     Args:
-        args: the model's Namespace in a checkpoint; ``_name`` or ``arch`` is its architecture.
+        args: the model's options in a checkpoint, a Namespace or, if the model is configured by a
+            dataclass, a DictConfig; ``_name`` or ``arch`` is its architecture.
 
     Returns:
         (name, None) if our model supports all options; (None, sentence) if it does not, where the
@@ -101,9 +105,7 @@ def ls_arch(args: Namespace) -> tuple[str | None, str | None]:
     """
     arch = getattr(args, "_name", None) or getattr(args, "arch", None) or ""
     name = _PREFIX + arch
-    model = ARCH_MODEL_REGISTRY.get(arch)
-    ours = model is TransformerModel or model is MultilingualTransformerModel
-    if not ours or name not in ARCH_MODEL_REGISTRY:
+    if ARCH_MODEL_REGISTRY.get(arch) not in _REPLACED or name not in ARCH_MODEL_REGISTRY:
         return None, None
     reason = unsupported_option(args)
     return (None, reason) if reason else (name, None)

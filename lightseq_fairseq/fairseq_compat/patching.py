@@ -34,7 +34,7 @@ PHASES = {
     "training": "by lightseq-train",
     "our trainer": "by lightseq-train with an ls_ component",
     "fairseq's trainer": "by lightseq-train without one, or with --native",
-    "our models": "by lightseq-generate, -validate and -interactive",
+    "our models": "by lightseq-generate, -validate, -interactive and -eval-lm",
     "fairseq's models": "by the same with --native",
     "saving": "when a training with an ls_ component begins",
     "scoped": "within a block of our code, and undone",
@@ -272,6 +272,10 @@ PATCHES = (
         "our models", "fairseq.checkpoint_utils:load_checkpoint_to_cpu",
         "checkpoints.models:load_for_ls_models",
         "our model for a checkpoint of fairseq's Transformer",
+    ),
+    Patch(
+        "our models", "fairseq.sequence_scorer:SequenceScorer.generate", "plugins.scorer:generate",
+        "lightseq-eval-lm: our language model computes logits of what is scored alone",
     ),
     Patch(
         "fairseq's models", "fairseq.checkpoint_utils:load_checkpoint_to_cpu",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any, ClassVar, NamedTuple
 
 from fairseq.tasks.language_modeling import LanguageModelingTask
@@ -11,6 +12,7 @@ from fairseq.tasks.translation_multi_simple_epoch import TranslationMultiSimpleE
 from torch import Tensor
 
 from lightseq_fairseq import fairseq_compat, library
+from lightseq_fairseq.checkpoints import dictionaries
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.layers import fused_groups
@@ -38,6 +40,16 @@ SENTENCE_PAIRS = Data(
 TEXT = Data((LanguageModelingTask,), ("running text", "--task language_modeling"))
 
 
+def with_dictionaries(args: Any) -> Any:
+    """The object that has the digests of a checkpoint's dictionaries, if ``args`` are the options
+    of its model: its attribute ``dictionaries`` (see ``checkpoints.dictionaries``).
+
+    This is ``args`` if it is a Namespace. From a DictConfig fairseq's ``build_model`` removes what
+    the model's dataclass lacks, but keeps its parent, the whole configuration.
+    """
+    return args if isinstance(args, Namespace) else args._get_parent()
+
+
 class FlatModel:
     """Mixin of the ls_ models; it comes before the fairseq model in the list of base classes.
 
@@ -61,6 +73,12 @@ class FlatModel:
         patching.apply("model")
         return super().build_model(args, task)  # type: ignore[misc]
 
+    @staticmethod
+    def check_dictionaries(args: Any, task: Any) -> None:
+        """Raises UserError if ``args`` are a checkpoint's options and a dictionary of the task
+        differs from the checkpoint's."""
+        dictionaries.check(task, getattr(with_dictionaries(args), "dictionaries", None))
+
     def sides(self) -> list[tuple[Any, ...]]:
         """The groups of stacks that run together, such as an encoder and its decoder, in the order
         of the data flow; a stack may be in several groups."""
@@ -80,6 +98,12 @@ class FlatModel:
 
     def _flatten(self: Any) -> None:
         flatten_parameters(self, self.fused_groups())
+
+    def prepare_for_inference_(self: Any, cfg: Any) -> None:
+        """As fairseq's, but with --bf16 as well; fairseq's handles only --fp16."""
+        super().prepare_for_inference_(cfg)  # type: ignore[misc]
+        if cfg.common.bf16 and not cfg.common.fp16:
+            self.bfloat16()
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         # .half(), .cuda() and .to() give each parameter its own storage: flatten them again.

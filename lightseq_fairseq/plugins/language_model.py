@@ -44,7 +44,13 @@ class LSTransformerLanguageModel(FlatModel, TransformerLanguageModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> LSTransformerLanguageModel:
-        """Build from fairseq's configuration; see ``FlatModel``."""
+        """Build from fairseq's configuration.
+
+        Raises:
+            UserError: as in ``FlatModel``; or if ``args`` are a checkpoint's options and the
+                dictionary differs from the checkpoint's.
+        """
+        cls.check_dictionaries(args, task)
         with patching.within("fairseq.models.transformer_lm:TransformerDecoder", _decoder):
             model: LSTransformerLanguageModel = super().build_model(args, task)
         return model

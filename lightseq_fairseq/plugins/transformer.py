@@ -24,7 +24,6 @@ from fairseq.modules import SinusoidalPositionalEmbedding
 from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
 from torch import Tensor
 
-from lightseq_fairseq.checkpoints import dictionaries
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.decoder import AttentionRequest, StepDecoder
 from lightseq_fairseq.generation.incremental import Incremental
@@ -333,7 +332,7 @@ class LSTransformerModel(FlatModel, TransformerModel):
                 "each pair: take --arch ls_multilingual_transformer, or --task "
                 "translation_multi_simple_epoch, which trains one model for all pairs."
             )
-        dictionaries.check(task, getattr(args, "dictionaries", None))
+        cls.check_dictionaries(args, task)
         return super().build_model(args, task)
 
     @classmethod
@@ -346,12 +345,6 @@ class LSTransformerModel(FlatModel, TransformerModel):
 
     def sides(self) -> list[tuple[LSTransformerEncoder, LSTransformerDecoder]]:
         return [(self.encoder, self.decoder)]
-
-    def prepare_for_inference_(self, cfg: Any) -> None:
-        """As fairseq's, but with --bf16 as well; fairseq's handles only --fp16."""
-        super().prepare_for_inference_(cfg)
-        if cfg.common.bf16 and not cfg.common.fp16:
-            self.bfloat16()
 
     def forward(
         self, src_tokens: Tensor, src_lengths: Tensor | None, prev_output_tokens: Tensor,

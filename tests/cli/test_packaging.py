@@ -50,7 +50,8 @@ def test_console_scripts_have_their_functions(setup_cfg):
     for line in lines:
         name, target = (part.strip() for part in line.split("="))
         module, function = target.split(":")
-        assert name == f"lightseq-{module.rpartition('.')[2].rstrip('_')}"  # import_: a keyword
+        command = module.rpartition(".")[2].rstrip("_").replace("_", "-")  # import_: a keyword
+        assert name == f"lightseq-{command}"
         assert callable(getattr(importlib.import_module(module), function))
 
 

@@ -313,7 +313,7 @@ def of_arch(state: State) -> None:
 
 
 def of_dataclass(state: State) -> None:
-    state["cfg"]["model"] = {"_name": "transformer_lm", "decoder_layers": 6}
+    state["cfg"]["model"] = {"_name": "lstm_lm", "decoder_layers": 6}
 
 
 def without_options(state: State) -> None:
@@ -351,7 +351,7 @@ CT2 = "--to ctranslate2"
     ("change", "words", "sentence"),
     [
         (of_arch, "--to fairseq", "{0}/changed.pt holds a model of --arch fconv: fairseq's Transf"),
-        (of_dataclass, "--to fairseq", "{0}/changed.pt holds a model of --arch transformer_lm: "),
+        (of_dataclass, "--to fairseq", "{0}/changed.pt holds a model of --arch lstm_lm: fairs"),
         (without_options, "--to fairseq", "a model without the options of one"),
         (deeper, "--to fairseq", "does not hold the model that its options describe (Error"),
         (original_lightseq, CT2, "make one of fairseq's of it with lightseq-import"),

@@ -51,7 +51,7 @@ def changes(before):
 
 ROOTS = ("fairseq", "fairseq_cli", "hydra")
 fairseq_compat.import_only()
-import fairseq_cli.train, fairseq_cli.interactive, hydra.core.plugins
+import fairseq_cli.train, fairseq_cli.interactive, fairseq.sequence_scorer, hydra.core.plugins
 from fairseq.models import ARCH_MODEL_REGISTRY
 """
 

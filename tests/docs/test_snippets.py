@@ -33,14 +33,22 @@ LACKING = (
 QUICKSTART = "examples/quickstart"
 
 # Trainings are of a small model, and ten updates long: an epoch each.
+SMALL_DECODER = (
+    "--decoder-layers 1 --decoder-embed-dim 16 --decoder-ffn-embed-dim 16 "
+    "--decoder-attention-heads 2 --max-update 10 --num-workers 0 --cpu"
+)
 SMALL = (
     "--encoder-layers 1 --encoder-embed-dim 16 --encoder-ffn-embed-dim 16 "
-    "--encoder-attention-heads 2 --decoder-layers 1 --decoder-embed-dim 16 "
-    "--decoder-ffn-embed-dim 16 --decoder-attention-heads 2 --max-update 10 --num-workers 0 --cpu"
+    f"--encoder-attention-heads 2 {SMALL_DECODER}"
 )
 SHELL = f"""
 for name in lightseq-train fairseq-train torchrun; do
-    eval "$name() {{ command $name \\"\\$@\\" {SMALL} || return; }}"
+    eval "$name() {{
+        case \\$* in
+            *language_modeling*) command $name \\"\\$@\\" {SMALL_DECODER} || return;;
+            *) command $name \\"\\$@\\" {SMALL} || return;;
+        esac
+    }}"
 done
 trap 'echo "line $LINENO of the page failed" >&2' ERR
 """

@@ -18,7 +18,7 @@ from lightseq_fairseq import plugins  # noqa: F401  (fairseq does not import wit
 
 # isort: split
 import fairseq_cli.train
-from fairseq import checkpoint_utils
+from fairseq import checkpoint_utils, sequence_scorer
 from fairseq.data import data_utils
 
 SPLITS = {"train": 40, "valid": 6, "test": 6}
@@ -33,7 +33,7 @@ SMALL = shlex.split(
 
 def run(command: str, *words: str | Path) -> Result:
     """``lightseq-<command>`` with ``words``; fairseq is left as it was found."""
-    module = importlib.import_module(f"lightseq_fairseq.cli.{command}")
+    module = importlib.import_module(f"lightseq_fairseq.cli.{command.replace('-', '_')}")
     with unchanged():
         return CliRunner().invoke(module.main, [str(word) for word in words])
 
@@ -55,6 +55,7 @@ def unchanged() -> Iterator[None]:
         (checkpoint_utils, "PathManager"),
         (checkpoint_utils, "os"),
         (data_utils, "batch_by_size"),
+        (sequence_scorer.SequenceScorer, "generate"),
     )
     patches = [mock.patch.object(module, name, getattr(module, name)) for module, name in places]
     root = logging.getLogger()
@@ -90,6 +91,29 @@ def binarise(folder: Path, words: int = WORDS) -> Path:
         "preprocess", "-s", "de", "-t", "en", "--destdir", folder / "data",
         *(word for split, prefix in prefixes.items() for word in (f"--{split}pref", prefix)),
     )  # fmt: skip
+    return folder / "data"
+
+
+# A language model of the same size.
+SMALL_TEXT = shlex.split(
+    "--task language_modeling --decoder-layers 2 --decoder-embed-dim 16 --decoder-input-dim 16 "
+    "--decoder-output-dim 16 --decoder-ffn-embed-dim 24 --decoder-attention-heads 2 "
+    "--tokens-per-sample 16 --max-target-positions 32 --max-tokens 128 --max-update 3 "
+    "--no-epoch-checkpoints --num-workers 0 --cpu"
+)
+
+
+def binarise_text(folder: Path, words: int = WORDS) -> Path:
+    """A data directory of running text made by lightseq-preprocess; some words are in two parts."""
+    source = random.Random(words)
+    (folder / "text").mkdir(parents=True, exist_ok=True)
+    prefixes: list[str | Path] = []
+    for split, count in (("train", 60), ("valid", 12), ("test", 24)):
+        lines = [source.choices(range(words), k=source.randint(0, 9)) for _ in range(count)]
+        text = [" ".join(f"w{i}" + "@@" * (i % 5 == 4) for i in line) + " w0\n" for line in lines]
+        (folder / "text" / split).write_text("".join(text))
+        prefixes += [f"--{split}pref", folder / "text" / split]
+    succeed("preprocess", "--only-source", "--destdir", folder / "data", *prefixes)
     return folder / "data"
 
 

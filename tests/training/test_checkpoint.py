@@ -18,6 +18,7 @@ from torch import nn
 from lightseq_fairseq.checkpoints import files, models, names, saving
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat.checkpoints import read_checkpoint
+from lightseq_fairseq.plugins.language_model import LSTransformerLanguageModel
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
 
 import helpers.parity as parity  # isort: skip
@@ -26,6 +27,7 @@ import helpers.training_runs as runs  # isort: skip  (fairseq has to be prepared
 from fairseq import checkpoint_utils
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.models.transformer import TransformerModel
+from fairseq.models.transformer_lm import TransformerLanguageModel
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +222,44 @@ class TestUseLsModels:
             assert type(self.load(tmp_path / "ls.pt")) is LSTransformerModel
             models.use_native_models()
             assert type(self.load(tmp_path / "ls.pt")) is TransformerModel
+
+    @pytest.mark.parametrize("arch", ["transformer_lm", "transformer_lm_gpt2_tiny"])
+    @pytest.mark.parametrize("ours", [True, False])
+    def test_models_configured_by_a_dataclass(
+        self, tmp_path: Path, ours: bool, arch: str, caplog: pytest.LogCaptureFixture,
+        installed: Any,
+    ) -> None:  # fmt: skip
+        data, prefix = parity.write_text(tmp_path / "text"), "ls_" if ours else ""
+        parts = {name: runs.TEXT[name] for name in ("optimizer", "criterion")}
+        parts = {name: prefix + value.removeprefix("ls_") for name, value in parts.items()}
+        flags = {**runs.TEXT, **parts, "arch": prefix + arch, "max_update": 1}
+        runs.run(data, tmp_path / "run", native=not ours, **flags)
+        path = tmp_path / "run" / "checkpoint_last.pt"
+        assert type(self.load(path)) is LSTransformerLanguageModel
+        assert type(self.load(path, arg_overrides={"arch": arch})) is TransformerLanguageModel
+        state = torch.load(path, weights_only=False)
+        with mock.patch.object(checkpoint_utils, "load_checkpoint_to_cpu", installed):
+            models.use_native_models()
+            assert type(self.load(path)) is TransformerLanguageModel
+            state["cfg"]["model"]["_name"] = f"ls_{arch}"
+            torch.save(state, tmp_path / "ls.pt")
+            assert type(self.load(tmp_path / "ls.pt")) is TransformerLanguageModel
+        assert type(self.load(tmp_path / "ls.pt")) is LSTransformerLanguageModel
+
+        state["cfg"]["model"].update(_name=arch, activation_fn="tanh")
+        torch.save(state, tmp_path / "tanh.pt")
+        with caplog.at_level(logging.INFO, logger=models.__name__):
+            assert type(self.load(tmp_path / "tanh.pt")) is TransformerLanguageModel
+        assert "keeps fairseq's own layers" in caplog.text and "tanh" in caplog.text
+
+        # Of the same size, with two words exchanged: only our files know which it was.
+        words = (data / "dict.txt").read_text().splitlines()
+        (data / "dict.txt").write_text("\n".join([words[1], words[0], *words[2:], ""]))
+        if ours:
+            with pytest.raises(UserError, match="dictionary is not the one the checkpoint was"):
+                self.load(path)
+        else:
+            self.load(path)
 
     def test_an_explicit_architecture_is_respected(self, native_run: Path) -> None:
         model = self.load(native_run, arg_overrides={"arch": "transformer"})
