@@ -209,7 +209,7 @@ class FastPath:
         trainer.set_num_updates(count + 1)
         self._log_memory(count + 1)
         if self._is_alone:
-            STOPPING.agree(STOPPING.worth())
+            STOPPING.agree(STOPPING.signal_code())
         self.settle(0 if ends_epoch or self._is_looked_at(count + 1) else STEPS_AHEAD)
         if STOPPING.reason is not None:  # the step just logged may have set it
             self.settle()
@@ -250,7 +250,7 @@ class FastPath:
         nsentences = sum(batch.nsentences for batch in batches)
         seconds = self.trainer._local_cumulative_training_time()
         sample_size = self._objective.sample_size(batches)
-        return [sample_size, ntokens, nsentences, seconds, STOPPING.worth()]
+        return [sample_size, ntokens, nsentences, seconds, STOPPING.signal_code()]
 
     def _rates_at(self, count: int) -> list[float]:
         """Learning rates at this count and the counts before it.
@@ -298,7 +298,7 @@ class FastPath:
                 "sample_size": int(counts[Count.SAMPLE_SIZE]),
                 "ntokens": int(counts[Count.TOKENS]),
                 "nsentences": int(counts[Count.SENTENCES]),
-                **self._objective.logged(values[State.LOSS : len(State)]),
+                **self._objective.logged(values[State.SUM_0 : len(State)]),
             }
             norm = torch.tensor(values[State.NORM], dtype=torch.float64)
             self._logged = trainer._reduce_and_log_stats([output], output["sample_size"], norm)
