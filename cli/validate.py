@@ -16,8 +16,8 @@ def main(words: list[str], native: bool) -> None:
     """Measure the loss of a checkpoint on a binarised split.
 
     Takes every option of fairseq-validate, and checkpoints that lightseq-train or fairseq-train
-    wrote. Filled in where they are not given: --task translation, or language_modeling if the data
-    are running text, and --max-tokens 4096.
+    wrote. If you do not set them, it adds --max-tokens 4096 and --task translation, or --task
+    language_modeling if the data are running text.
 
     \b
         lightseq-validate data-bin/wmt14_en_de --path checkpoints/checkpoint_best.pt \\

@@ -54,7 +54,7 @@ class Graphs:
         self._graphs: OrderedDict[Any, _Captured] = OrderedDict()
         self._why_not_captured = why_not_captured(device)
         if self._why_not_captured:
-            logger.info("%s are not captured: %s", what, self._why_not_captured)
+            logger.info("%s run without CUDA graphs: %s", what, self._why_not_captured)
         elif self._why_not_captured is None:
             self._begin()
 
@@ -119,7 +119,7 @@ class Graphs:
             if not isinstance(_cause(error), RuntimeError) or is_out_of_memory(_cause(error)):
                 raise _cause(error) from None
             self._why_not_captured = str(_cause(error)).partition("\n")[0]
-            logger.warning("%s go on without CUDA graphs: %s", self.what, self._why_not_captured)
+            logger.warning("%s continue without CUDA graphs: %s", self.what, self._why_not_captured)
             return None
         taken = _used_outside_torch(self.device) - before
         self._memory += min(max(taken, 0), _LARGEST_GRAPH)
@@ -233,7 +233,7 @@ def why_not_captured(device: torch.device) -> str | None:
     if os.environ.get("LIGHTSEQ_CAPTURE") == "0":
         return "LIGHTSEQ_CAPTURE=0"
     if os.environ.get("LIGHTSEQ_CHECK_INDICES") == "1":
-        return "LIGHTSEQ_CHECK_INDICES=1 reads every index"
+        return "LIGHTSEQ_CHECK_INDICES=1 checks every index"
     missing = sorted(set(ops.REFERENCES) - set(library.load().kernels))
     return f"there is no kernel for {missing[0]} on this GPU" if missing else None
 

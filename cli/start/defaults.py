@@ -188,12 +188,12 @@ def complete(
 
 
 def note(argv: Sequence[str]) -> str | None:
-    """A warning about a completed command that the user probably does not intend, or None."""
+    """A note on a completed command that the user probably does not intend, or None."""
     if is_given(argv, ("--lr",)):
         return None
     return (
-        "--lr is not set, and the schedule is yours once --optimizer, --criterion or "
-        "--lr-scheduler is given: this run uses fairseq's default rate, 0.25."
+        "--lr is not set, so this run uses fairseq's default learning rate, 0.25: set --lr. The "
+        "recipe sets it only if --optimizer, --criterion and --lr-scheduler are not set."
     )
 
 

@@ -26,7 +26,7 @@ from lightseq_fairseq import cli
 from lightseq_fairseq.cli.refusals import messages
 from lightseq_fairseq.cli.refusals.causes import Cause
 from lightseq_fairseq.cli.start import command_lines, defaults, preflight
-from lightseq_fairseq.cli.start.commands import CommandError, version
+from lightseq_fairseq.cli.start.commands import CommandError, OneSentence, version
 from lightseq_fairseq.cli.start.logs import LOG_CONFIG
 from lightseq_fairseq.cli.start.old_lightseq import clash
 from lightseq_fairseq.cli.start.signals import SpawnedRanks, sent_to_ranks
@@ -56,7 +56,7 @@ class Abandoned(CommandError):
         os._exit(self.exit_code)
 
 
-class PassThrough(click.Command):
+class PassThrough(OneSentence):
     """A command that keeps unknown options, their order and ``--`` for another parser."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -88,8 +88,8 @@ def launcher(command: str) -> Callable[[Callable[..., None]], click.Command]:
         body = click.option(
             "--fairseq-help",
             is_flag=True,
-            help=f"List the flags of fairseq-{command}, all of which are taken here too, those of "
-            "the arch, the task, the optimizer, ... that the command names among them.",
+            help=f"List all flags of fairseq-{command}, which this command takes too. The list "
+            "includes the flags of the arch, the task, the optimizer and so on that you name.",
         )(body)
         body = click.argument(
             "words", nargs=-1, type=click.UNPROCESSED, metavar="[DATA] ...", shell_complete=_files
@@ -138,7 +138,9 @@ def run_fairseq(
     if not native and defaults.is_given(words, ("--retain-dropout",)):
         # fairseq enables its dropout modules for this flag; the fused layers drop only in training.
         click.echo(
-            f"lightseq-{command}: note: --retain-dropout runs fairseq's own layers", err=True
+            f"lightseq-{command}: note: this run uses fairseq's own layers, because "
+            "--retain-dropout needs dropout after training, which the fused layers do not have.",
+            err=True,
         )
         native = True
     request = messages.Request(words)

@@ -76,7 +76,8 @@ def native_twin(argv: Sequence[str]) -> list[str]:
     arch, twin = value(argv, defaults.ARCH), defaults.native_twin(argv)
     if is_fused(arch) and is_fused(value(twin, defaults.ARCH)):
         raise UserError(
-            f"--native knows no arch of fairseq's own for {arch}: name one, such as transformer."
+            f"--native finds no arch of fairseq that corresponds to --arch {arch}: use one of "
+            "fairseq's, such as transformer."
         )
     return twin
 
@@ -97,6 +98,6 @@ def check_task(argv: Sequence[str]) -> None:
     if not issubclass(task, data.tasks):
         words, instead = data.words
         raise UserError(
-            f"{arch} trains on {words}, and --task {name} gives it none: take {instead}, or an "
-            "arch of fairseq's own."
+            f"--arch {arch} trains on {words}, but --task {name} provides other data: use "
+            f"{instead}, or an arch of fairseq."
         )

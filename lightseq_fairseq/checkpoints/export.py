@@ -53,7 +53,9 @@ def read(source: Path) -> Trained:
         with source.open("rb") as file:
             state = load_checkpoint(file, map_location="cpu")
     except OSError as error:
-        raise UserError(f"{source} cannot be read ({error.strerror or error})") from error
+        raise UserError(
+            f"{source} cannot be read ({error.strerror or error}): check its path."
+        ) from error
     args = _options(state, source)
     try:
         source_size, target_size = _sizes(state["model"])
@@ -64,7 +66,8 @@ def read(source: Path) -> Trained:
         model.load_state_dict(state["model"], strict=True)
     except Exception as error:  # fairseq and torch raise many types here
         raise UserError(
-            f"{source} does not hold the model that its options describe ({_short(error)})"
+            f"{source} does not contain the model that its options describe ({_short(error)}): use "
+            "a checkpoint that training wrote."
         ) from error
     return Trained(state, args, model.eval())
 
@@ -75,10 +78,10 @@ def _options(state: dict[str, Any], source: Path) -> Namespace:
     named = vars(found) if isinstance(found, Namespace) else found or {}
     arch = named.get("arch") or named.get("_name")
     if ARCH_MODEL_REGISTRY.get(arch) not in (TransformerModel, TransformerLanguageModel):
-        what = f"of --arch {arch}" if arch else "without the options of one"
+        what = f"a model of --arch {arch}" if arch else "no options of a model"
         raise UserError(
-            f"{source} holds a model {what}: fairseq's Transformer for translation or as a "
-            "language model is what can be exported"
+            f"{source} contains {what}, but only fairseq's Transformer for translation or as a "
+            "language model can be exported: choose another checkpoint."
         )
     args = Namespace(**named, **{} if "arch" in named else {"arch": arch})
     # These options may be only in the task's section, which CTranslate2 does not read.
@@ -132,21 +135,21 @@ def find_dictionaries(trained: Trained, data: str | None) -> dict[str, Path]:
     args = trained.args
     if args.task not in ("translation", "language_modeling"):
         raise UserError(
-            f"the model was trained with --task {args.task}, whose dictionaries are its own: "
-            "export it with --to fairseq, without --data"
+            f"The model was trained with --task {args.task}, which has dictionaries of another "
+            "kind: export it with --to fairseq, without --data."
         )
     places = data or args.data or "."  # args.data is a list in old checkpoints
     folder = Path(utils.split_paths(places)[0] if isinstance(places, str) else places[0])
-    advice = "name the folder with the run's dictionaries, as in --data data-bin"
+    advice = "set --data to the folder with the run's dictionaries, as in --data data-bin."
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder: {advice}")
+        raise UserError(f"{folder} is not a folder: {advice}")
     files_of = {"source": "dict.txt"}
     if args.task == "translation":
         if not (args.source_lang and args.target_lang):
             args.source_lang, args.target_lang = data_utils.infer_language_pair(str(folder))
         if not (args.source_lang and args.target_lang):
             raise UserError(
-                f"neither the checkpoint nor the files in {folder} name the two languages: {advice}"
+                f"Neither the checkpoint nor the files in {folder} name the two languages: {advice}"
             )
         languages = {"source": args.source_lang, "target": args.target_lang}
         files_of = {side: f"dict.{language}.txt" for side, language in languages.items()}
@@ -159,7 +162,7 @@ def find_dictionaries(trained: Trained, data: str | None) -> dict[str, Path]:
             raise UserError(f"{path} cannot be read ({_short(error)}): {advice}") from error
         if len(dictionary) != rows:
             raise UserError(
-                f"{path} makes {len(dictionary)} symbols and the model has {rows}: {advice}"
+                f"{path} has {len(dictionary)} words, but the model has {rows}: {advice}"
             )
     extra_state = trained.checkpoint.get("extra_state") or {}
     dictionaries.check(SimpleNamespace(**loaded), extra_state.get("dictionaries"))
@@ -220,7 +223,10 @@ def to_ctranslate2(
         except OSError:
             raise
         except Exception as error:  # of any type: its own checks, or an AttributeError
-            raise UserError(f"CTranslate2 cannot convert this model ({_short(error)})") from error
+            raise UserError(
+                f"CTranslate2 cannot convert this model ({_short(error)}): export it with --to "
+                "fairseq or --to safetensors."
+            ) from error
 
 
 def to_safetensors(trained: Trained, paths: dict[str, Path], output: Path) -> None:

@@ -51,7 +51,7 @@ def import_fairseq(install_command: str) -> str:
             raise
         package = _DISTRIBUTIONS.get(missing, missing)
         raise UserError(
-            f"fairseq needs {package}, which is not installed: pip install {package} "
+            f"fairseq needs {package}, which is not installed: run pip install {package} "
             f"(everything that fairseq needs: {install_command})"
         ) from error
     return str(fairseq.__version__)
@@ -100,7 +100,10 @@ class _Placeholder(types.ModuleType):
         package = _DISTRIBUTIONS.get(package, package)
 
         def missing(*args: Any, **kwargs: Any) -> Any:
-            raise UserError(f"this part of fairseq needs {package}: pip install {package}")
+            raise UserError(
+                f"This part of fairseq needs {package}, which is not installed: run pip install "
+                f"{package}."
+            )
 
         return missing
 

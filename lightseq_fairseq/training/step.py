@@ -166,7 +166,9 @@ class TrainingStep:
         given: ``ops.update_scalars.Given``, then `Count` of all batches of this rank.
         """
         if not self.low.intact():
-            raise RuntimeError("lightseq: the model's parameters have moved during training")
+            raise RuntimeError(
+                "lightseq: the model's parameters were moved to other memory during training"
+            )
         if self._has_copy and self.low.data.dtype == torch.bfloat16:
             self.adam.split(self.low.data)
         if self._inputs.make_room(batches):
@@ -181,7 +183,7 @@ class TrainingStep:
         if not fits:  # outside the except block, where the error no longer holds device memory
             # The graphs' memory may be too fragmented for this batch. Free it and start again with
             # the first batch, which overwrites gradients and sums.
-            logger.info("out of memory: the update begins again, without the CUDA graphs so far")
+            logger.info("out of memory: all CUDA graphs are freed, and the update starts again")
             self.forget_graphs()
             self.rng[1].zero_()
             self._collect_gradients(batches, given)

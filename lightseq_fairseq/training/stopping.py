@@ -107,7 +107,7 @@ class Stopping:
         if total and self.reason is None:
             is_term = total % _CODES[signal.SIGUSR1] > 0
             self.reason = signal.SIGTERM if is_term else signal.SIGUSR1
-            logger.info("%s: training ends with this update", self.reason.name)
+            logger.info("%s received: training ends with this update", self.reason.name)
 
 
 STOPPING = Stopping()  # one per process

@@ -157,7 +157,7 @@ class Trainer(stopping.StoppableTrainer):
             if not is_out_of_memory(error):
                 raise
         # Outside the except block, where the error no longer holds device memory.
-        logger.info("out of memory: the batch begins again, without the CUDA graphs so far")
+        logger.info("out of memory: all CUDA graphs are freed, and the batch starts again")
         self._fast_path.forget_graphs()
         return super().valid_step(sample, raise_oom=True)
 

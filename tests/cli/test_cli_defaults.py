@@ -1,4 +1,4 @@
-"""What lightseq-train fills in, word by word."""
+"""The words that lightseq-train adds to a command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ARCH = "data --arch ls_transformer_wmt_en_de_big_t2t"
 
 
 def added(command: str, machine: Machine = CPU, adaptive: bool = False) -> dict[str, str | None]:
-    """Flag -> value of the words that are added to the command."""
+    """Flag -> value for the words that are added to the command."""
     words = defaults.missing(shlex.split(command), machine, adaptive=adaptive)
     flags: dict[str, str | None] = {}
     for word in words:

@@ -1,4 +1,4 @@
-"""What an installation holds: every package, every console script, and a cheap import."""
+"""What an installation contains: every package, every console script; and the import is cheap."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_package_is_listed(setup_cfg):
     folders = {path.parent for path in (ROOT / "cli").rglob("*.py")}
     packages |= {".".join(("lightseq_fairseq", *x.relative_to(ROOT).parts)) for x in folders}
     assert listed == packages
-    for package in listed:  # a folder without __init__.py would be left out
+    for package in listed:  # setuptools leaves out a folder without __init__.py
         spec = importlib.util.find_spec(package)
         assert spec is not None and spec.origin is not None, package
 
@@ -50,7 +50,7 @@ def test_console_scripts_have_their_functions(setup_cfg):
     for line in lines:
         name, target = (part.strip() for part in line.split("="))
         module, function = target.split(":")
-        command = module.rpartition(".")[2].rstrip("_").replace("_", "-")  # import_: a keyword
+        command = module.rpartition(".")[2].rstrip("_").replace("_", "-")  # `import` is a keyword
         assert name == f"lightseq-{command}"
         assert callable(getattr(importlib.import_module(module), function))
 

@@ -53,7 +53,7 @@ def test_library_of_torchs_own_cuda_major_is_found(tmp_path):
         ({}, "13.0", "the CUDA kernels have not been compiled"),
         ({}, None, "the CUDA kernels have not been compiled"),
         ({"skipped.txt": "no nvcc\n"}, "13.0", "the CUDA build was skipped: no nvcc"),
-        ({"liblightseq_cu13.so": ""}, "12.6", "is for CUDA 13, torch for CUDA 12.6"),
+        ({"liblightseq_cu13.so": ""}, "12.6", "is for CUDA 13, but torch is for CUDA 12.6"),
     ],
 )
 def test_what_is_missing_is_said(tmp_path, files, cuda, said):
@@ -193,7 +193,7 @@ def test_without_a_library_references_stand_in_and_say_so_once(tmp_path):
     status = json.loads(result.stdout)
     assert status["path"] is None and status["kernels"] == []
     assert "have not been compiled" in status["reason"]
-    assert result.stderr.count("slow references stand in") == 1
+    assert result.stderr.count("slow PyTorch references") == 1
     assert status["reason"] in result.stderr
 
 
@@ -203,7 +203,7 @@ def test_a_library_that_does_not_load_is_named(tmp_path):
     code = f"import torch; torch.version.cuda = '13.0'\n{STATUS}"
     status = json.loads(in_fresh_python(code, tmp_path))
     assert status["path"] is None
-    assert f"{tmp_path}/liblightseq_cu13.so does not load" in status["reason"]
+    assert f"{tmp_path}/liblightseq_cu13.so cannot be loaded" in status["reason"]
 
 
 @pytest.mark.parametrize(("gpu", "loads"), [((7, 5), False), ((9, 0), True), (None, True)])
@@ -216,13 +216,14 @@ def test_a_library_for_other_gpus_is_left_alone(tmp_path, gpu, loads):
     )
     assert status["path"] is None and status["kernels"] == []
     if loads:
-        assert "does not load" in status["reason"]
+        assert "cannot be loaded" in status["reason"]
     else:
-        assert "compiled for sm_80, sm_90 and the GPU in use is sm_75" in status["reason"]
+        assert "compiled for sm_80, sm_90, but the GPU in use is sm_75" in status["reason"]
 
 
 @pytest.mark.parametrize(
-    ("shown", "said"), [("0", "does not load"), ("1", "GPU in use is sm_80"), ("", "does not load")]
+    ("shown", "said"),
+    [("0", "cannot be loaded"), ("1", "GPU in use is sm_80"), ("", "cannot be loaded")],
 )
 def test_the_gpu_that_cuda_shows_decides_and_cuda_stays_untouched(tmp_path, shown, said):
     (tmp_path / "liblightseq_cu13.so").write_text("not a library, which shows when it is loaded")
