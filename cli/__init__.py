@@ -46,9 +46,10 @@ def register() -> None:
     fairseq_compat.prepare()
     from lightseq_fairseq import plugins  # noqa: F401  (its import registers)
     from lightseq_fairseq.cli.start import logs
-    from lightseq_fairseq.fairseq_compat import patching
+    from lightseq_fairseq.fairseq_compat import deprecations, patching
 
-    logs.leave_out_configurations()
+    logs.set_up()
+    deprecations.silence()
     program = os.path.basename(os.environ.get(PROGRAM, sys.argv[0]))
     phases = ["model", "launcher", *_PHASES.get(program, ())]
     if not program.endswith("interactive"):

@@ -22,7 +22,7 @@ UPDATES = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 @click.option(
     "--inputs", "first", multiple=True, required=True, metavar="PATH ...",
     type=click.Path(path_type=Path),
-    help="The checkpoints, or the folder to find them in.",
+    help="The checkpoints, or a folder that contains them.",
 )  # fmt: skip
 @click.argument("more", nargs=-1, metavar="", type=click.Path(path_type=Path))
 @click.option(
@@ -31,23 +31,23 @@ UPDATES = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 )  # fmt: skip
 @click.option(
     "--num-epoch-checkpoints", "epochs", type=click.IntRange(1), metavar="N",
-    help="Average the last N of a folder's checkpoint<epoch>.pt.",
+    help="Average the last N files checkpoint<epoch>.pt of the folder.",
 )  # fmt: skip
 @click.option(
     "--num-update-checkpoints", "updates", type=click.IntRange(1), metavar="N",
-    help="Average the last N of a folder's checkpoint_<epoch>_<updates>.pt.",
+    help="Average the last N files checkpoint_<epoch>_<updates>.pt of the folder.",
 )  # fmt: skip
 @click.option(
     "--checkpoint-upper-bound", "bound", type=int, metavar="N",
-    help="The last epoch, or the last update, that counts in the folder.",
+    help="Ignore checkpoints of the folder after this epoch or update.",
 )  # fmt: skip
 def main(
     first: Sequence[Path], more: Sequence[Path], output: Path, epochs: int | None,
     updates: int | None, bound: int | None,
 ) -> None:  # fmt: skip
-    """Average the weights of a run's checkpoints into one that can be translated with.
+    """Average the weights of a run's checkpoints into one checkpoint for translation.
 
-    Takes the options of the scripts/average_checkpoints.py in fairseq's repository:
+    Takes the options of fairseq's scripts/average_checkpoints.py:
 
     \b
         lightseq-average --inputs checkpoints --num-epoch-checkpoints 10 --output averaged.pt
@@ -56,7 +56,9 @@ def main(
     try:
         paths = _chosen([*first, *more], epochs, updates, bound)
         if output.resolve() in [path.resolve() for path in paths]:
-            raise UserError(f"{output} is one of the checkpoints to average: name another --output")
+            raise UserError(
+                f"{output} is one of the checkpoints to average: choose another --output."
+            )
         averaged = average(paths)
         from lightseq_fairseq.checkpoints import saving
 
@@ -96,7 +98,9 @@ def average(paths: Sequence[Path]) -> Checkpoint:
         if {name: value.shape for name, value in other.items()} != {
             name: value.shape for name, value in model.items()
         }:
-            raise UserError(f"{path} and {paths[0]} hold different models: average one run's only")
+            raise UserError(
+                f"{path} and {paths[0]} contain different models: average checkpoints of one run."
+            )
         for name in sums:
             sums[name] += other[name]
     means: dict[Any, Any] = {}  # one per tensor of the model; tied tensors have several names
@@ -120,7 +124,9 @@ def _load(path: Path) -> Checkpoint:
         with path.open("rb") as file:
             checkpoint: Checkpoint = load_checkpoint(file, map_location="cpu")
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
+        raise UserError(
+            f"{path} cannot be read ({error.strerror or error}): check --inputs."
+        ) from error
     return checkpoint
 
 
@@ -129,24 +135,31 @@ def _chosen(
 ) -> list[Path]:
     """The checkpoints that the options select; from a folder the newest first, as in fairseq."""
     if epochs is not None and updates is not None:
-        raise UserError("--num-epoch-checkpoints and --num-update-checkpoints exclude each other")
+        raise UserError(
+            "--num-epoch-checkpoints and --num-update-checkpoints cannot be used together: remove "
+            "one."
+        )
     count = epochs if updates is None else updates
     if count is None:
         if bound is not None:
             raise UserError(
-                "--checkpoint-upper-bound needs --num-epoch-checkpoints or --num-update-checkpoints"
+                "--checkpoint-upper-bound needs --num-epoch-checkpoints or "
+                "--num-update-checkpoints: add one."
             )
         for path in inputs:
             if path.is_dir():
                 raise UserError(
-                    f"{path} is a folder: say how many of its checkpoints to average with "
-                    "--num-epoch-checkpoints or --num-update-checkpoints"
+                    f"{path} is a folder: set how many of its checkpoints to average with "
+                    "--num-epoch-checkpoints or --num-update-checkpoints."
                 )
         return list(inputs)
     if len(inputs) == 1 and not inputs[0].exists():
-        raise UserError(f"{inputs[0]} does not exist: give --inputs the folder of a run")
+        raise UserError(f"{inputs[0]} does not exist: set --inputs to the --save-dir of a run.")
     if len(inputs) > 1 or not inputs[0].is_dir():
-        raise UserError("to find checkpoints by their numbers, give --inputs one folder")
+        raise UserError(
+            "--num-epoch-checkpoints and --num-update-checkpoints choose checkpoints in a folder: "
+            "set --inputs to one folder."
+        )
     pattern = EPOCHS if updates is None else UPDATES
     found = {}
     for path in inputs[0].iterdir():
@@ -157,8 +170,9 @@ def _chosen(
         name = "checkpoint<epoch>.pt" if updates is None else "checkpoint_<epoch>_<updates>.pt"
         up_to = "" if bound is None else f" up to {bound}"
         raise UserError(
-            f"{inputs[0]} holds {len(found)} checkpoints named {name}{up_to}, not {count}: "
-            "ask for fewer, or train on with more of them kept"
+            f"{inputs[0]} contains {len(found)} checkpoints named {name}{up_to}, not {count}: ask "
+            "for fewer, or train longer and keep more of them (--keep-last-epochs, "
+            "--keep-interval-updates)."
         )
     return [found[number] for number in sorted(found, reverse=True)[:count]]
 

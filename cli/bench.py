@@ -17,12 +17,11 @@ from lightseq_fairseq.cli.benchmark.runs import Bench, Unable
 from lightseq_fairseq.cli.benchmark.train import cases as training
 from lightseq_fairseq.cli.benchmark.train import corpus as corpora
 from lightseq_fairseq.cli.benchmark.train import rows as training_rows
-from lightseq_fairseq.cli.start.commands import CommandError, version
+from lightseq_fairseq.cli.start.commands import CommandError, group
 from lightseq_fairseq.errors import UserError
 
 
-@click.group(name="lightseq-bench", context_settings={"max_content_width": 100})
-@version
+@group("lightseq-bench")
 def main() -> None:
     """Measure the speed of training and of translation on this machine."""
 
@@ -33,17 +32,17 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
     options = (
         click.option(
             "--rounds", type=click.IntRange(1), default=rounds, show_default=True,
-            help="Runs of each system; the systems take turns.",
+            help="Number of runs of each system; the systems take turns.",
         ),
         click.option(
             "--vocabulary", type=click.IntRange(100, 65_000),
-            help="Words of the dictionary, fairseq's special ones included.",
+            help="Size of the dictionary, including fairseq's special words.",
             show_default=by_corpus,
         ),
         click.option(
             "--output", type=click.Path(path_type=Path),
-            help="Result rows: those of the same case and system are replaced, others stay.  "
-            "[default: none]",
+            help="JSON file for the result rows. Rows of the same case and system are replaced, "
+            "others are kept.  [default: none]",
         ),
         click.option(
             "--logs", type=click.Path(path_type=Path), default=Path(f"build/bench-{name}"),
@@ -63,36 +62,36 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
 @click.option(
     "--case", "cases", multiple=True, default=["t2t_big/4096/bf16"], show_default=True,
     metavar="CASE,...",
-    help="What to train. Translation: <model>/<max-tokens>/<precision>, with a model of t2t_big, "
-    "12e12d and 24e24d (t2t_big with 12 and 24 layers a side), base, iwslt, and tiny, which a CPU "
-    "can run. Language models: <model>/<block>x<batch>/<precision>, with blocks of so many tokens "
-    "and so many blocks a batch, and a model of gpt2_124m (transformer_lm_gpt3_small with dropout "
-    "0.1), lm_base (transformer_lm), gpt2_small (transformer_lm_gpt2_small: 24 layers), and "
-    "lm_tiny for a CPU, as in gpt2_124m/1024x32/bf16. Precisions are bf16 and fp16; /x<n> behind "
-    "them is for n GPUs with a batch each. May be given several times.",
+    help="What to train. Translation: <model>/<max-tokens>/<precision>, with the models t2t_big, "
+    "12e12d and 24e24d (t2t_big with 12 and 24 layers per side), base, iwslt, and tiny, which a "
+    "CPU can run. Language models: <model>/<block>x<batch>/<precision>, with <batch> blocks of "
+    "<block> tokens, as in gpt2_124m/1024x32/bf16, and the models gpt2_124m "
+    "(transformer_lm_gpt3_small with dropout 0.1), lm_base (transformer_lm), gpt2_small "
+    "(transformer_lm_gpt2_small: 24 layers), and lm_tiny for a CPU. Precisions: bf16, fp16. Add "
+    "/x<n> for n GPUs, each with its own batch. You can repeat the flag.",
 )  # fmt: skip
 @click.option(
     "--systems",
     metavar="SYSTEM,...",
-    help="Of ours, ours_packed (with --pack-tokens), fairseq_no_cudnn, fairseq_no_cudnn_apex, "
-    "fairseq, torch_compile.  [default: all that this machine can run]",
+    help="Some of: ours, ours_packed (with --pack-tokens), fairseq_no_cudnn (cuDNN attention off), "
+    "fairseq_no_cudnn_apex, fairseq, torch_compile.  [default: all that this machine can run]",
 )
 @click.option(
     "--updates", type=click.IntRange(1), default=300, show_default=True,
-    help="Updates that are measured in a run, after the warm-up: intervals of 50, rounded up.",
+    help="Updates that are measured in a run, after the warm-up; rounded up to a multiple of 50.",
 )  # fmt: skip
 @click.option(
     "--warm-up", type=click.IntRange(0),
-    help="Updates before them.  [default: 4000 for ours, 500 for torch_compile, 150 for others and "
-    "for language models]",
+    help="Updates before the measured ones.  [default: 4000 for ours, 500 for torch_compile, 150 "
+    "for others and for language models]",
 )  # fmt: skip
 @click.option(
     "--corpus", type=click.Path(path_type=Path), default=Path("build/bench-corpus"),
-    help="Folder of the sentence pairs, made if it does not exist.", show_default=True,
+    help="Folder of the sentence pairs; created if it does not exist.", show_default=True,
 )  # fmt: skip
 @click.option(
     "--pairs", type=click.IntRange(1), default=corpora.PAIRS, show_default=True,
-    help="Sentence pairs in it.",
+    help="Number of sentence pairs in the corpus.",
 )  # fmt: skip
 @click.option(
     "--text", type=click.Path(path_type=Path), default=Path("build/bench-text"),
@@ -105,7 +104,7 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
 )  # fmt: skip
 @click.option(
     "--workers", type=click.IntRange(0), default=4, show_default=True,
-    help="Processes that make the batches, for every system.",
+    help="Data loading processes of each system.",
 )  # fmt: skip
 @_shared("train", rounds=3)
 def train(cases: Sequence[str], systems: str | None, output: Path | None, **options: Any) -> None:
@@ -114,9 +113,10 @@ def train(cases: Sequence[str], systems: str | None, output: Path | None, **opti
     \b
         lightseq-bench train --case t2t_big/4096/bf16 --systems ours,fairseq_no_cudnn
 
-    Every run is a real training in a process of its own. Printed and saved are target tokens a
-    second, milliseconds a step with their spread, the GPU's busy share, the share of the counted
-    floor, peak memory, the time of the first 100 updates and the step's time by part.
+    Every run is a real training in its own process. The table shows target tokens per second,
+    milliseconds per step (median, 20th and 80th percentile), the share of time in which the GPU is
+    busy, the share of the step's theoretical minimum time (floor), peak memory, the time of the
+    first 100 updates, and the step's time by part.
     """
     _finish(_train, cases, systems, output, **options)
 
@@ -161,29 +161,29 @@ def _train(
     "--case", "cases", multiple=True,
     default=["t2t_big/btokens/beam5/bf16", "t2t_big/b1/beam4/bf16"], show_default=True,
     metavar="CASE,...",
-    help="What to translate with: <model>/<batch>/beam<n>/<precision>. Models are those of "
-    "lightseq-bench train; a batch is b<sentences>, or btokens<source tokens>, pads included "
-    f"(btokens alone: {generation.MAX_TOKENS}); precisions are bf16, fp16 and fp32. Language "
-    "models: <model>/b<prompts>/<prompt>+<new>/<precision>, with the tokens of each prompt and the "
-    "tokens to generate greedily, as in gpt2_124m/b32/128+256/bf16. May be given several times.",
+    help="What to translate: <model>/<batch>/beam<n>/<precision>. Models: those of "
+    "lightseq-bench train. Batches: b<sentences>, or btokens<source tokens>, pads included "
+    f"(btokens alone: {generation.MAX_TOKENS}). Precisions: bf16, fp16, fp32. Language models: "
+    "<model>/b<prompts>/<prompt>+<new>/<precision>, with the tokens of each prompt and the tokens "
+    "to generate greedily, as in gpt2_124m/b32/128+256/bf16. You can repeat the flag.",
 )  # fmt: skip
 @click.option(
     "--systems", metavar="SYSTEM,...",
-    help="Of ours, fairseq_no_cudnn, ctranslate2, transformers (GPT-2 with a static cache, "
-    "compiled).  [default: all that this machine can run]",
+    help="Some of: ours, fairseq_no_cudnn (cuDNN attention off), ctranslate2, transformers (GPT-2 "
+    "with a static cache, compiled).  [default: all that this machine can run]",
 )  # fmt: skip
 @click.option(
     "--sentences", type=click.IntRange(1, test_set.SENTENCES),
-    help=f"So many of the {test_set.SENTENCES}, or prompts.  [default: 200 at batch 1, else all; "
-    "prompts: 16 at batch 1, else four batches]",
+    help=f"Number of sentences or prompts, at most {test_set.SENTENCES}.  [default: 200 sentences "
+    "or 16 prompts at batch 1, else all sentences, or prompts of four batches]",
 )  # fmt: skip
 @click.option(
     "--passes", type=click.IntRange(1), default=3, show_default=True,
-    help="Passes over the sentences that are timed in a run, after the warm-up.",
+    help="Timed passes over the sentences in a run, after the warm-up.",
 )  # fmt: skip
 @click.option(
     "--data", type=click.Path(path_type=Path), default=Path("build/bench-generate-data"),
-    help="Folder of the sentences and a checkpoint for each model, made if they do not exist.",
+    help="Folder of the sentences and a checkpoint for each model; created if it does not exist.",
     show_default=True,
 )  # fmt: skip
 @_shared("generate", rounds=2)
@@ -197,9 +197,9 @@ def generate(
         lightseq-bench generate --case t2t_big/b32/beam4/bf16 --systems ours,fairseq_no_cudnn
 
     The model has random weights, and hypotheses are as long as the longest source of their batch,
-    so that all systems do the same work. Printed and saved are sentences and tokens a second
-    (without those of prompts), the time to decode all of them (without loading the model, without
-    text), the time of a batch (at batch 1 of a sentence) and peak memory.
+    so that all systems do the same work. The table shows sentences and tokens per second (without
+    those of prompts), the time to decode all sentences (without loading the model or reading text),
+    the time per batch, and peak memory.
     """
     _finish(_generate, cases, systems, output, **options)
 
@@ -253,7 +253,9 @@ def _finish(bench: Any, *arguments: Any, **options: Any) -> None:
     except UserError as error:
         raise CommandError("lightseq-bench", str(error)) from error
     if failed:
-        raise CommandError("lightseq-bench", f"these runs failed: {', '.join(failed)}.")
+        raise CommandError(
+            "lightseq-bench", f"These runs failed: {', '.join(failed)}. Their logs say why."
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
-"""``lightseq-doctor``: reports installed and missing parts, and whether training can run."""
+"""``lightseq-doctor``: what lightseq_fairseq runs on, what is slow or missing, and what to do.
+
+A section collects facts, which are JSON values, and problems. The summary, ``--verbose`` and
+``--json`` show the same facts.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import platform
@@ -14,7 +19,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import click
 
@@ -27,79 +32,51 @@ from lightseq_fairseq.errors import UserError
 PACKAGE = "lightseq_fairseq"
 TORCH_MINIMUM = (2, 11)
 
+# Environment variable and value -> what it slows down.
+SLOW_SETTINGS = {
+    ("LIGHTSEQ_CAPTURE", "0"): "training and translation run without CUDA graphs",
+    ("LIGHTSEQ_CHECK_INDICES", "1"): "each check of token ids waits for the GPU",
+    ("LIGHTSEQ_LINEAR_SEARCH", "0"): "products do not use the fastest algorithm",
+    ("LIGHTSEQ_CUDNN_ATTENTION", "1"): "native models build a cuDNN plan for each batch shape",
+}
 
-class Finding(NamedTuple):
-    """A line of the report, and the problem that it shows, if any."""
 
+class Problem(NamedTuple):
+    """A problem, in sentences that say what to do."""
+
+    severity: Literal["fatal", "slow", "note"]  #: fatal: training cannot run
     text: str
-    problem: str = ""  #: a sentence that says what to do; "" if there is no problem
-    fatal: bool = False  #: training cannot run with this problem
 
 
-def python() -> Iterator[Finding]:
-    yield Finding(f"{platform.python_version()} ({sys.executable})")
+Facts = Any  # what json can write
+Section = Callable[[list[Problem]], Facts]
 
 
-def torch() -> Iterator[Finding]:
+def package(problems: list[Problem]) -> Facts:
+    folder = Path(lightseq_fairseq.__file__).parent
+    return {"version": lightseq_fairseq.__version__, "path": str(folder)}
+
+
+def python(problems: list[Problem]) -> Facts:
+    return {"version": platform.python_version(), "path": sys.executable}
+
+
+def torch(problems: list[Problem]) -> Facts:
     install = "run scripts/setup.sh, or pip install 'torch>=2.11'"
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        yield Finding("not installed", f"torch is not installed: {install}.", fatal=True)
-        return
+        problems.append(Problem("fatal", f"torch is not installed: {install}."))
+        return None
     if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < TORCH_MINIMUM:
-        yield Finding(version, f"torch {version} is too old: {install}.", fatal=True)
-        return
+        problems.append(Problem("fatal", f"torch {version} is too old: {install}."))
+        return {"version": version, "cuda": None}
     import torch
 
-    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-    yield Finding(f"{version} ({cuda})")
+    return {"version": version, "cuda": torch.version.cuda}
 
 
-def gpu() -> Iterator[Finding]:
-    import torch
-
-    if not torch.cuda.is_available():
-        yield Finding("none that torch can use")
-        return
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        capability = f"sm_{properties.major}{properties.minor}"
-        memory = f"{properties.total_memory / 2**30:.0f} GiB"
-        yield Finding(f"{properties.name} ({capability}, {memory})")
-
-
-def nvcc() -> Iterator[Finding]:
-    home = os.environ.get("CUDA_HOME")
-    candidates = [f"{home}/bin/nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
-    path = next(filter(None, map(shutil.which, candidates)), None)
-    if path is None:
-        yield Finding("not found")
-        return
-    answer = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
-    release = re.search(r"release ([\d.]+)", answer)
-    yield Finding(f"{release[1] if release else 'unknown version'} ({path})")
-
-
-def kernels() -> Iterator[Finding]:
-    import torch
-
-    from lightseq_fairseq.ops import library  # which the ops load
-
-    status = library.load()
-    if status.path is None:
-        slow = f"Training on this GPU is slow: {status.reason}."
-        yield Finding(f"none: {status.reason}", slow if torch.cuda.is_available() else "")
-    else:
-        compiled_for = ", ".join(f"sm_{number}" for number in status.architectures)
-        if status.acts_as is not None:
-            compiled_for += f", for tests: acts as on sm_{status.acts_as}"
-        yield Finding(f"{', '.join(status.kernels)} ({compiled_for}; {status.path})")
-    if status.references:
-        yield Finding(f"torch references stand in for {', '.join(status.references)}")
-
-
-def fairseq() -> Iterator[Finding]:
+def fairseq(problems: list[Problem]) -> Facts:
     before = logging.root.manager.disable
     logging.disable(logging.INFO)  # fairseq mentions optional packages while it is imported
     try:
@@ -108,79 +85,243 @@ def fairseq() -> Iterator[Finding]:
         version = str(importlib.import_module("fairseq").__version__)
         importlib.import_module(f"{PACKAGE}.plugins")
     except UserError as error:
-        yield Finding("cannot be used", str(error), fatal=True)
+        problems.append(Problem("fatal", str(error)))
+        return None
     except Exception as error:  # whatever an unknown fairseq raises, the report goes on
         reason = f"fairseq does not import here ({type(error).__name__}: {error})."
-        yield Finding("cannot be used", reason, fatal=True)
-    else:
-        tested = version.startswith(compat.TESTED_VERSIONS)
-        advice = f"This package is tested with fairseq {' and '.join(compat.TESTED_VERSIONS)}."
-        yield Finding(version) if tested else Finding(f"{version} (untested)", advice)
+        problems.append(Problem("fatal", reason))
+        return None
     finally:
         logging.disable(before)
-    yield _startup()
+    tested = version.startswith(compat.TESTED_VERSIONS)
+    if not tested:
+        versions = " and ".join(compat.TESTED_VERSIONS)
+        text = (
+            f"fairseq {version} was not tested with this package, but {versions} were: if "
+            f"something fails, pip install --no-deps fairseq=={compat.TESTED_VERSIONS[0]}."
+        )
+        problems.append(Problem("note", text))
+    place = startup.location()
+    hook = os.path.exists(place) and os.environ.get(startup.SWITCH) != "0"
+    return {"version": version, "tested": tested, "import_hook": place if hook else None}
 
 
-def _startup() -> Finding:
-    command, place = f"python -m {startup.__name__}", startup.location()
-    if not os.path.exists(place):
-        return Finding(f"imports in lightseq's commands alone ({command}: everywhere)")
-    if os.environ.get(startup.SWITCH) == "0":
-        return Finding(f"imports in lightseq's commands alone ({startup.SWITCH} is 0)")
-    return Finding(f"imports everywhere, by {place} ({command} --remove)")
+def gpus(problems: list[Problem]) -> Facts:
+    import torch
+
+    from lightseq_fairseq import library
+
+    listed = library.visible(library.gpus(), os.environ)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0 and listed and torch.version.cuda is None:
+        text = (
+            f"The GPU (sm_{listed[0].capability[0]}{listed[0].capability[1]}) is not used, because "
+            f"torch {torch.__version__} is built without CUDA: install a torch with CUDA, then "
+            f"compile the kernels ({library.BUILD_COMMAND} in a checkout)."
+        )
+        problems.append(Problem("slow", text))
+    elif count == 0 and listed:
+        text = (
+            f"The GPU is not used, because torch's CUDA {torch.version.cuda} does not start on it: "
+            "install an NVIDIA driver for this CUDA version, or a torch for an older one."
+        )
+        problems.append(Problem("slow", text))
+    elif count == 0:
+        text = (
+            "There is no GPU: PyTorch references run on the CPU, which is enough for small models "
+            "and tests. For more, use a GPU of compute capability 8.0 or later."
+        )
+        problems.append(Problem("slow", text))
+    found = []
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        architecture = f"sm_{properties.major}{properties.minor}"
+        memory = round(properties.total_memory / 2**30, 1)
+        found.append({"name": properties.name, "architecture": architecture, "memory_gib": memory})
+    return found
 
 
-def scripts() -> Iterator[Finding]:
+def nvcc(problems: list[Problem]) -> Facts:
+    home = os.environ.get("CUDA_HOME")
+    candidates = [f"{home}/bin/nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
+    path = next(filter(None, map(shutil.which, candidates)), None)
+    if path is None:
+        return None
+    answer = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release ([\d.]+)", answer)
+    return {"version": release[1] if release else None, "path": path}
+
+
+def kernels(problems: list[Problem]) -> Facts:
+    import torch
+
+    from lightseq_fairseq.ops import library  # which the ops load
+
+    status = library.load()
+    if torch.cuda.is_available() and status.references:
+        names = f" for {', '.join(status.references)}" if status.kernels else ""
+        why = status.reason or f"`{library.BUILD_COMMAND}` in a checkout compiles what is missing"
+        compiler = "" if nvcc([]) else f" That needs nvcc {torch.version.cuda}, which is not found."
+        text = f"PyTorch references stand in{names} on this GPU: {why}.{compiler}"
+        problems.append(Problem("slow", text))
+    if status.acts_as is not None:
+        text = f"The library is for tests: it treats each GPU as sm_{status.acts_as}."
+        problems.append(Problem("slow", text))
+    return {
+        "available": list(status.kernels),
+        "missing": list(status.references),
+        "architectures": [f"sm_{number}" for number in status.architectures],
+        "library": None if status.path is None else str(status.path),
+        "reason": status.reason,
+    }
+
+
+def settings(problems: list[Problem]) -> Facts:
+    variables = {**os.environ}
+    for (name, value), effect in SLOW_SETTINGS.items():
+        if variables.get(name) == value:
+            problems.append(Problem("slow", f"{name}={value} is set: {effect}. Unset it."))
+    return {name: variables[name] for name in sorted(variables) if name.startswith("LIGHTSEQ")}
+
+
+def command(problems: list[Problem]) -> Facts:
     explanation = clash() or ""
     path = shutil.which("lightseq-train")
-    if path is None:
-        own = shutil.which("lightseq-train", path=sysconfig.get_path("scripts"))
-        yield Finding(f"{own or 'lightseq-train'} is not on the PATH", explanation)
-    elif PACKAGE in Path(path).read_text(errors="replace"):
-        yield Finding(path, explanation)
-    else:
+    ours = path is None or PACKAGE in Path(path).read_text(errors="replace")
+    if not ours:
         again = f"{path} belongs to another package: install lightseq-fairseq again."
-        yield Finding(f"{path} is another package's", explanation or again, fatal=True)
+        problems.append(Problem("fatal", explanation or again))
+    elif explanation:
+        problems.append(Problem("note", explanation))
+    if path is None:
+        script = shutil.which("lightseq-train", path=sysconfig.get_path("scripts"))
+        text = f"{script or 'lightseq-train'} is not on the PATH: activate its environment."
+        problems.append(Problem("note", text))
+    return path
 
 
-SECTIONS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
-    ("python", python),
-    ("torch", torch),
-    ("GPU", gpu),
-    ("nvcc", nvcc),
-    ("kernels", kernels),
-    ("fairseq", fairseq),
-    ("scripts", scripts),
-)
+#: Key of ``--json`` -> section. Documented in docs/troubleshooting.md.
+SECTIONS: dict[str, Section] = {
+    "lightseq_fairseq": package,
+    "python": python,
+    "torch": torch,
+    "fairseq": fairseq,
+    "gpus": gpus,
+    "nvcc": nvcc,
+    "kernels": kernels,
+    "settings": settings,
+    "command": command,
+}
+
+
+def diagnose() -> tuple[dict[str, Facts], list[Problem]]:
+    """The facts of all sections, and all problems. Without torch, later sections have None."""
+    facts: dict[str, Facts] = dict.fromkeys(SECTIONS)
+    problems: list[Problem] = []
+    for name, section in SECTIONS.items():
+        facts[name] = section(problems)
+        if name == "torch" and problems:
+            break
+    return facts, problems
+
+
+def summary(facts: dict[str, Facts]) -> Iterator[tuple[str, str]]:
+    """(label, text) of the lines that are always printed."""
+    yield "lightseq_fairseq", facts["lightseq_fairseq"]["version"]
+    yield "python", facts["python"]["version"]
+    torch = facts["torch"]
+    yield "torch", _torch(torch) if torch else "not installed"
+    if facts["gpus"] is None:
+        return
+    fairseq = facts["fairseq"]
+    untested = " (untested)" * (fairseq is not None and not fairseq["tested"])
+    yield "fairseq", fairseq["version"] + untested if fairseq else "cannot be used"
+    yield "GPU", "; ".join(map(_gpu, facts["gpus"])) or "none"
+    yield "kernels", _kernels(facts)
+    yield "lightseq-train", facts["command"] or "not on the PATH"
+
+
+def _torch(torch: Facts) -> str:
+    return f"{torch['version']}, {'CUDA ' + torch['cuda'] if torch['cuda'] else 'without CUDA'}"
+
+
+def _gpu(gpu: Facts) -> str:
+    return f"{gpu['name']} ({gpu['architecture']}, {gpu['memory_gib']:.0f} GiB)"
+
+
+def _kernels(facts: dict[str, Facts]) -> str:
+    found = facts["kernels"]
+    count = f"{len(found['available'])} of {len(found['available']) + len(found['missing'])}"
+    if not found["available"]:
+        return f"{count}: {found['reason']}"
+    if facts["gpus"]:
+        architectures = sorted({gpu["architecture"] for gpu in facts["gpus"]})
+        return f"{count} for {', '.join(architectures)}"
+    return f"{count} for {', '.join(found['architectures'])}, unused without a GPU"
+
+
+def details(facts: dict[str, Facts]) -> Iterator[tuple[str, str]]:
+    """(label, text) of the lines that --verbose adds."""
+    for name in ("lightseq_fairseq", "python"):
+        yield name, facts[name]["path"]
+    if facts["gpus"] is None:
+        return
+    if facts["fairseq"]:
+        yield "import fairseq", _hook(facts["fairseq"]["import_hook"])
+    nvcc, kernels = facts["nvcc"], facts["kernels"]
+    yield "nvcc", f"{nvcc['version'] or 'unknown'} ({nvcc['path']})" if nvcc else "not found"
+    if kernels["library"]:
+        yield "kernels", f"{kernels['library']} for {', '.join(kernels['architectures'])}"
+    for state in ("available", "missing"):
+        if kernels[state]:
+            yield state, ", ".join(kernels[state])
+    for name, value in facts["settings"].items():
+        yield name, value
+
+
+def _hook(place: str | None) -> str:
+    command = f"python -m {startup.__name__}"
+    if place is None:
+        return f"works in lightseq's commands alone ({command}: everywhere)"
+    return f"works everywhere, by {place} ({command} --remove)"
 
 
 @own("lightseq-doctor")
-@click.option("--verbose", is_flag=True, help="List what is replaced in fairseq, and why.")
-def main(verbose: bool) -> None:
-    """Print what lightseq_fairseq runs on, and what is wrong with it.
+@click.option(
+    "--verbose", is_flag=True,
+    help="Add paths, the names of the kernels, and every name that is replaced in fairseq.",
+)  # fmt: skip
+@click.option(
+    "--json", "as_json", is_flag=True,
+    help="Print one JSON object; docs/troubleshooting.md lists its keys.",
+)  # fmt: skip
+def main(verbose: bool, as_json: bool) -> None:
+    """Print what lightseq_fairseq runs on, what is slow or missing, and what to do.
 
-    The exit status is 0 if training can run and 1 if it cannot.
+    The exit status is 0 if training can run, even slowly, and 1 if it cannot.
     """
-    folder = Path(lightseq_fairseq.__file__).parent
-    click.echo(f"{PACKAGE:<17} {lightseq_fairseq.__version__} ({folder})")
-    problems: list[Finding] = []
-    for label, section in SECTIONS:
-        for finding in section():
-            click.echo(f"{label:<17} {finding.text}")
-            if finding.problem:
-                problems.append(finding)
-        if label == "torch" and problems:
-            break  # the remaining checks need torch
+    facts, problems = diagnose()
+    can_train = all(problem.severity != "fatal" for problem in problems)
+    if as_json:
+        told = [problem._asdict() for problem in problems]
+        click.echo(json.dumps({**facts, "problems": told, "can_train": can_train}, indent=2))
+    else:
+        _print(facts, problems, verbose)
+        click.echo(f"\nTraining {'can' if can_train else 'cannot'} run.")
+    sys.exit(0 if can_train else 1)
+
+
+def _print(facts: dict[str, Facts], problems: list[Problem], verbose: bool) -> None:
+    lines = [*summary(facts), *(details(facts) if verbose else ())]
+    for label, text in lines:
+        click.echo(f"{label:<18}{text}")
     if verbose:
         from lightseq_fairseq.fairseq_compat import patching
 
         click.echo("\nNames that are replaced in fairseq, and for it, in this order:")
         click.echo("\n".join(patching.report()))
-    for finding in problems:
-        click.echo(f"\n{finding.problem}")
-    fatal = any(finding.fatal for finding in problems)
-    click.echo(f"\nTraining {'cannot' if fatal else 'can'} run.")
-    sys.exit(1 if fatal else 0)
+    for problem in problems:
+        click.echo(f"\n{problem.severity}: {problem.text}")
 
 
 if __name__ == "__main__":

@@ -21,20 +21,20 @@ QUANTIZATIONS = (
 @click.argument("source", metavar="CHECKPOINT", type=click.Path(path_type=Path))
 @click.option(
     "--to", required=True, type=click.Choice(["fairseq", "ctranslate2", "safetensors"]),
-    help="A checkpoint of stock fairseq; a model folder of CTranslate2; a folder of "
-    "model.safetensors with the options (config.json) and the dictionaries.",
+    help="fairseq: a checkpoint for stock fairseq. ctranslate2: a model folder for CTranslate2. "
+    "safetensors: a folder with model.safetensors, config.json (the options) and the dictionaries.",
 )  # fmt: skip
 @click.option(
     "--output", metavar="PATH", type=click.Path(path_type=Path),
-    help="What to write [default: beside CHECKPOINT, named after it and --to].",
+    help="File or folder to write  [default: beside CHECKPOINT, named after it and --to]",
 )  # fmt: skip
 @click.option(
     "--data", metavar="FOLDER",
-    help="Where the dictionaries of the run are [default: where they were in training].",
+    help="Folder with the dictionaries of the run  [default: the folder used in training]",
 )  # fmt: skip
 @click.option(
     "--quantization", type=click.Choice(QUANTIZATIONS),
-    help="The type of the weights, with --to ctranslate2 [default: float32].",
+    help="Number format of the weights, with --to ctranslate2  [default: float32]",
 )  # fmt: skip
 def main(
     source: Path, to: str, output: Path | None, data: str | None, quantization: str | None
@@ -49,9 +49,11 @@ def main(
         suffix = ".pt" if to == "fairseq" else ""
         output = output or source.with_name(f"{source.stem}-{to}{suffix}")
         if output.exists():
-            raise UserError(f"{output} exists already: choose another --output")
+            raise UserError(f"{output} exists already: choose another --output.")
         if quantization and to != "ctranslate2":
-            raise UserError("--quantization goes with --to ctranslate2 only")
+            raise UserError(
+                "--quantization needs --to ctranslate2: add it, or remove --quantization."
+            )
         if to != "fairseq":
             _require(to)
         from lightseq_fairseq.checkpoints import export
@@ -69,7 +71,7 @@ def main(
                 export.to_safetensors(trained, paths, output)
     except UserError as error:
         raise CommandError("lightseq-export", str(error)) from error
-    click.echo(f"{output} is written")
+    click.echo(f"wrote {output}")
 
 
 def _require(package: str) -> None:
@@ -77,7 +79,8 @@ def _require(package: str) -> None:
         importlib.import_module(package)
     except ImportError as error:
         raise UserError(
-            f"--to {package} needs a package that is not installed ({error}): pip install {package}"
+            f"--to {package} needs a package that is not installed ({error}): run pip install "
+            f"{package}."
         ) from error
 
 

@@ -24,12 +24,12 @@ from lightseq_fairseq.errors import UserError
 @click.option("--native", is_flag=True, help="Build fairseq's own model from the checkpoint.")
 @click.option(
     "--output", metavar="FILE", type=click.Path(path_type=Path),
-    help="Write the sentences and the score there, once all are translated; the log stays here.",
+    help="Write the sentences and the score to this file at the end, the log to the terminal.",
 )  # fmt: skip
 @click.option(
     "--reference", metavar="FILE", type=click.File(encoding="utf-8"),
-    help="Score against these lines.  [default: the targets in the binarised data, in which rare "
-    "words may be unknown]",
+    help="Score against the lines of this file.  [default: the targets in the binarised data, in "
+    "which rare words are <unk>]",
 )  # fmt: skip
 def main(words: list[str], native: bool, output: Path | None, reference: TextIO | None) -> None:
     """Translate a binarised test set and score it, or continue prompts by a language model.
@@ -44,12 +44,12 @@ def main(words: list[str], native: bool, output: Path | None, reference: TextIO 
     With --task language_modeling each block of the set is a prompt, or its first words with
     --prefix-size.
 
-    The last line is sacrebleu's score of the D- lines, with its signature; --scoring adds one of
-    fairseq's. Continued prompts are scored only with --reference.
+    The last line is sacrebleu's BLEU of the D- lines, with its signature. --scoring adds a score of
+    fairseq. Continued prompts are scored only with --reference.
 
-    All GPUs take part, each translating a share of the batches; the output is that of one GPU, but
-    for the draws of --sampling. --distributed-world-size says how many do, and with
-    --distributed-rank only that share is translated, as in fairseq.
+    All GPUs translate, each a part of the batches. The output is the same as with one GPU, except
+    with --sampling. --distributed-world-size sets the number of GPUs. With --distributed-rank only
+    the part of that rank is translated, as in fairseq.
     """
 
     def translate(fairseq_main: Callable[[Any], Any], args: Namespace) -> None:
@@ -68,9 +68,9 @@ def _translate(
     shared = args.distributed_world_size > 1 and not is_given(words, ("--distributed-rank",))
     if shared and asked_for_score:
         raise UserError(
-            f"--scoring {args.scoring} is computed by one process and there are "
-            f"{args.distributed_world_size}: add --distributed-world-size 1, or leave it out for "
-            "sacrebleu's score."
+            f"--scoring {args.scoring} works in one process only, but this command starts "
+            f"{args.distributed_world_size}: add --distributed-world-size 1, or remove --scoring "
+            "(sacrebleu's BLEU is always computed)."
         )
     quiet, args.quiet, args.results_path = args.quiet, False, None
     unscored: UserError | None = None
@@ -99,7 +99,7 @@ def _translate(
 def _results(args: Namespace, output: Path | None) -> Path:
     """The file for fairseq's ``--results-path``; creates the folder, as fairseq does."""
     if output is not None:
-        raise UserError("--output and --results-path exclude each other: give one of them.")
+        raise UserError("--output and --results-path cannot be used together: remove one.")
     folder = Path(args.results_path)
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"generate-{args.gen_subset}.txt"

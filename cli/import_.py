@@ -16,17 +16,17 @@ from lightseq_fairseq.errors import UserError
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("output", type=click.Path(path_type=Path))
 def main(checkpoint: Path, output: Path) -> None:
-    """Write the fairseq checkpoint OUTPUT from one of the original LightSeq, CHECKPOINT.
+    """Convert CHECKPOINT, of the original LightSeq 2 or 3, to a fairseq checkpoint OUTPUT.
 
-    Its layers are flat vectors there (para), as LightSeq 2 and 3 wrote them. OUTPUT is a native
-    fairseq checkpoint with the same weights; the optimizer state is left behind:
+    OUTPUT has the same weights and no optimizer state. fairseq and this package can use it:
 
     \b
         lightseq-import lightseq/checkpoint_best.pt model.pt
         lightseq-generate data-bin/wmt14_en_de --path model.pt --beam 4 --remove-bpe
     """
     try:
-        click.echo(f"{output} is written; to train it further:\n{convert(checkpoint, output)}")
+        command = convert(checkpoint, output)
+        click.echo(f"wrote {output}; to train it further:\n{command}")
     except UserError as error:
         raise CommandError("lightseq-import", str(error)) from error
 
@@ -38,7 +38,7 @@ def convert(source: Path, target: Path) -> str:
         UserError: ``source`` cannot be read or converted, or ``target`` exists already.
     """
     if target.exists():
-        raise UserError(f"{target} exists already: choose another name")
+        raise UserError(f"{target} exists already: choose another OUTPUT.")
     from lightseq_fairseq.checkpoints import original_lightseq, saving
 
     # isort: split
@@ -48,14 +48,19 @@ def convert(source: Path, target: Path) -> str:
         with open(source, "rb") as file:
             original = read_checkpoint(file, "cpu")
     except OSError as error:
-        raise UserError(f"{source} cannot be read: {error.strerror or error}") from error
+        raise UserError(
+            f"{source} cannot be read ({error.strerror or error}): check its path."
+        ) from error
     try:
         native = original_lightseq.to_native(original)
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
     saving.save(saving.own_storage(native), str(target))
     if getattr(original.get("args"), "enable_quant", False):
-        click.echo("lightseq-import: note: fairseq's model leaves the quantisation out", err=True)
+        click.echo(
+            "lightseq-import: note: the quantisation is dropped, because fairseq's model has none.",
+            err=True,
+        )
     flags = " ".join(_flags(native["args"]))
     return f"lightseq-train DATA {flags} --finetune-from-model {target}"
 

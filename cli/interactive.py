@@ -37,8 +37,8 @@ def main(words: list[str], native: bool) -> None:
         lightseq-interactive data-bin/wmt14_en_de --path checkpoints/checkpoint_best.pt \\
             --beam 4 --remove-bpe < test.bpe.de
 
-    A line is translated as soon as it is read, and printed at once. With --buffer-size N lines
-    wait for each other and are translated together, in batches of --batch-size or --max-tokens.
+    Each line is translated and printed as soon as it is read. With --buffer-size N, the command
+    reads N lines and translates them together, in batches of --batch-size or --max-tokens.
     """
     run_fairseq("interactive", words, native=native, complete=_one_process, around=_translate)
 

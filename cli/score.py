@@ -21,27 +21,29 @@ Row = dict[str, Any]
 @own("lightseq-score")
 @click.option(
     "--sys", "system", required=True, metavar="FILE", type=click.File(encoding="utf-8"),
-    help="What lightseq-generate or fairseq-generate printed, or translations, one a line; "
+    help="The output of lightseq-generate or fairseq-generate, or translations, one per line; "
     "- is standard input.",
 )  # fmt: skip
 @click.option(
     "-r", "--reference", metavar="FILE", type=click.File(encoding="utf-8"),
-    help="References, one a line.",
+    help="References, one per line.",
 )  # fmt: skip
-@click.option("-t", "--test-set", metavar="NAME", help="A test set of sacrebleu's: wmt14/full.")
-@click.option("-l", "--language-pair", metavar="SRC-TGT", help="Of the test set: en-de.")
+@click.option("-t", "--test-set", metavar="NAME", help="Test set of sacrebleu, such as wmt14/full.")
+@click.option(
+    "-l", "--language-pair", metavar="SRC-TGT", help="Language pair of the test set, such as en-de."
+)
 @click.option(
     "--detokenize", metavar="LANG",
-    help="Join the tokens of the translations by the Moses rules of this language first.",
+    help="First join the tokens of the translations, by the Moses rules of this language.",
 )  # fmt: skip
 @click.option(
     "--compound-split", is_flag=True,
-    help="BLEU on tokens, with words split at hyphens. References are tokenised too; those of a "
-    "generation's output are used where --reference is left out.",
+    help="Compute BLEU on tokens, with words split at hyphens, as in older papers. References must "
+    "be tokenised; without --reference, the targets in the generation's output are used.",
 )  # fmt: skip
 @click.option(
     "--json", "row_file", metavar="FILE", type=click.Path(path_type=Path),
-    help="Write the score and its signature there, as one JSON object.",
+    help="Also write the score and its signature to this file, as one JSON object.",
 )  # fmt: skip
 def main(row_file: Path | None, **options: Any) -> None:
     """Score translations, and print BLEU with the signature that makes it comparable.
@@ -52,7 +54,7 @@ def main(row_file: Path | None, **options: Any) -> None:
         lightseq-score --sys out --reference test.de --detokenize de
         lightseq-score --sys out --compound-split
 
-    The output of a generation is put back into the order of the test set.
+    The sentences of a generation's output are sorted into the order of the test set.
     """
     try:
         row, line = score(**options)
@@ -80,13 +82,13 @@ def score(
     from sacrebleu.metrics import BLEU
 
     if reference is not None and test_set is not None:
-        raise UserError("--reference and --test-set exclude each other")
+        raise UserError("--reference and --test-set cannot be used together: remove one.")
     if (test_set is None) != (language_pair is None):
-        raise UserError("--test-set and --language-pair go together: -t wmt14/full -l en-de")
+        raise UserError("Set --test-set and --language-pair together: -t wmt14/full -l en-de.")
     if compound_split and (detokenize is not None or test_set is not None):
         raise UserError(
-            "--compound-split scores tokens: leave --detokenize and --test-set out, and give "
-            "--reference a tokenised file"
+            "--compound-split scores tokens: remove --detokenize and --test-set, and set "
+            "--reference to a tokenised file."
         )
     output = Output(system.name, lines_of(system))
     if compound_split:
@@ -129,8 +131,8 @@ def bleu(
     for lines in references:
         if len(lines) != len(translations) or not lines:
             raise UserError(
-                f"{name} holds {len(translations)} translations and there are {len(lines)} "
-                "references: score the translations of the whole test set and no others"
+                f"{name} contains {len(translations)} translations, but there are {len(lines)} "
+                "references: score exactly the translations of the whole test set."
             )
     metric = metric or BLEU()
     result = metric.corpus_score(translations, references)
@@ -190,8 +192,8 @@ class Output:
         """The tokenised targets that a generation has printed."""
         if not self.sentences["T"]:
             raise UserError(
-                f"{self.name} holds no targets (it is no output of a generation with a target "
-                "side): give --reference a tokenised file"
+                f"{self.name} contains no target sentences (lines T-...): set --reference to a "
+                "tokenised file."
             )
         return self._ordered("T")
 
@@ -207,8 +209,9 @@ class Output:
         missing = set(range(max(numbers) + 1)) - found.keys()
         if missing:
             raise UserError(
-                f"{self.name} has no line {kind}-{min(missing)} (missing in all: {len(missing)}): "
-                "let the generation come to its end, with no sentence left out, and keep all of it"
+                f"{self.name} lacks {len(missing)} sentences (the first is line "
+                f"{kind}-{min(missing)}): translate the whole test set without skipping sentences, "
+                "and score the complete output."
             )
         return [found[number] for number in range(len(found))]
 
@@ -221,7 +224,9 @@ def lines_of(file: TextIO) -> list[str]:
         # str.splitlines would also split at U+2028.
         return [line.removesuffix("\n").removesuffix("\r") for line in file]
     except UnicodeDecodeError as error:
-        raise UserError(f"{file.name} is not UTF-8 text ({error})") from error
+        raise UserError(
+            f"{file.name} is not UTF-8 text ({error}): convert it to UTF-8, for example with iconv."
+        ) from error
 
 
 def _test_set(name: str | None, pair: str | None) -> list[list[str]]:
@@ -229,17 +234,20 @@ def _test_set(name: str | None, pair: str | None) -> list[list[str]]:
     from sacrebleu import utils
 
     if name is None:
-        raise UserError("there is nothing to score against: give --reference or --test-set")
+        raise UserError("There are no references: set --reference or --test-set.")
     if name not in utils.get_available_testsets():
-        raise UserError(f"sacrebleu knows no test set {name}; sacrebleu --list names all")
+        raise UserError(f"sacrebleu has no test set {name}: sacrebleu --list shows all names.")
     if pair not in utils.get_langpairs_for_testset(name):
-        raise UserError(f"sacrebleu's test set {name} has no language pair {pair}")
+        known = ", ".join(sorted(utils.get_langpairs_for_testset(name)))
+        raise UserError(
+            f"sacrebleu's test set {name} has no language pair {pair}: choose one of {known}."
+        )
     try:
         files = utils.get_reference_files(name, pair)
     except OSError as error:
         raise UserError(
-            f"sacrebleu cannot download the test set {name} ({error}); with its references on this "
-            "machine, give --reference"
+            f"sacrebleu cannot download the test set {name} ({error}): set --reference to a file "
+            "with its references."
         ) from error
     references = []
     for path in files:
@@ -252,7 +260,9 @@ def _detokenized(lines: Iterable[str], language: str) -> list[str]:
     try:
         from sacremoses import MosesDetokenizer
     except ImportError as error:
-        raise UserError("--detokenize needs sacremoses: pip install sacremoses") from error
+        raise UserError(
+            "--detokenize needs the package sacremoses: run pip install sacremoses."
+        ) from error
     detokenizer = MosesDetokenizer(lang=language)
     return [detokenizer.detokenize(line.split()) for line in lines]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 
 import click
@@ -15,29 +16,30 @@ from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 @click.option(
     "--native",
     is_flag=True,
-    help="Run the same command, defaults included, with fairseq's own parts.",
+    help="Run the same command, with the same defaults, with fairseq's own arch, optimizer and "
+    "criterion.",
 )
 @click.option(
     "--pack-tokens",
     is_flag=True,
-    help="With --arch ls_transformer and its kin, fill batches until their real source or target "
-    "tokens would exceed --max-tokens. fairseq counts the pads too, so its batches, the default, "
-    "are smaller. --batch-size holds, --required-batch-size-multiple does not apply, and "
-    "validation keeps fairseq's batches.",
+    help="Count only real tokens, not pads, when batches are filled up to --max-tokens, so that "
+    "batches are larger than fairseq's. For archs that begin with ls_transformer. --batch-size "
+    "still applies, --required-batch-size-multiple does not. Validation keeps fairseq's batches.",
 )
 def main(words: list[str], native: bool, pack_tokens: bool) -> None:
     """Train a translation model: fairseq-train, accelerated.
 
-    Takes every option of fairseq-train. Put ls_ before the arch, the optimizer and the criterion
-    to use this package's, or name the arch alone:
+    Takes every option of fairseq-train. To use this package, add the prefix ls_ to the arch, the
+    optimizer and the criterion. The arch is enough; this command is complete:
 
     \b
         lightseq-train data-bin/wmt14_en_de --arch ls_transformer_wmt_en_de_big_t2t
 
-    is a complete command. What it leaves open is filled in (optimizer, criterion, learning-rate
-    schedule, batch size, number of updates, precision), and the line with every value is printed
-    first. Nothing you set is overridden: once you set the optimizer or the criterion, schedule and
-    precision are yours. A command without any ls_ is fairseq-train, unchanged.
+    The options that you do not set get the values of the standard recipe: optimizer, criterion,
+    learning-rate schedule, batch size, number of updates, precision. The first line printed is the
+    complete command. If you set the optimizer or the criterion, you also choose the schedule and
+    the precision: the recipe then leaves them to fairseq's defaults. A command without any ls_ runs
+    fairseq-train unchanged.
     """
     if pack_tokens:  # preflight.checks adds the flag to fairseq's parser
         words = ["--pack-tokens", *words]
@@ -52,16 +54,23 @@ def main(words: list[str], native: bool, pack_tokens: bool) -> None:
         if not registries.uses_lightseq(argv):
             return argv
         fused = registries.is_fused(defaults.value(argv, defaults.ARCH))
-        argv = defaults.complete(argv, _machine(argv), fused)
-        argv = registries.native_twin(argv) if native else argv
-        completed.append(argv)
+        adaptive = registries.has_adaptive_softmax(argv)
+        added = defaults.missing(argv, _machine(argv), fused, adaptive)
+        argv = defaults.with_options(argv, added)
+        if native:
+            argv, added = registries.native_twin(argv), defaults.native_twin(added)
+        completed.append((argv, added))
         return defaults.with_options(argv, _log_format(argv))
 
-    completed: list[list[str]] = []
+    completed: list[tuple[list[str], list[str]]] = []  # the words of a run, those that were added
 
     def announce() -> None:
-        for argv in filter(_is_first_rank, completed):
+        for argv, added in completed:
+            if not _is_first_rank(argv):
+                continue
             print(defaults.command_line(argv), flush=True)
+            if added:
+                print(f"# filled in: {shlex.join(added)}", flush=True)
             if (note := defaults.note(argv)) is not None:
                 click.echo(f"lightseq-train: note: {note}", err=True)
 

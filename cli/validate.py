@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from lightseq_fairseq.cli.start import defaults
@@ -14,7 +16,8 @@ def main(words: list[str], native: bool) -> None:
     """Measure the loss of a checkpoint on a binarised split.
 
     Takes every option of fairseq-validate, and checkpoints that lightseq-train or fairseq-train
-    wrote. Filled in where they are not given: --task translation, --max-tokens 4096.
+    wrote. If you do not set them, it adds --max-tokens 4096 and --task translation, or --task
+    language_modeling if the data are running text.
 
     \b
         lightseq-validate data-bin/wmt14_en_de --path checkpoints/checkpoint_best.pt \\
@@ -24,8 +27,15 @@ def main(words: list[str], native: bool) -> None:
     if not defaults.is_given(words, ("--max-tokens", "--batch-size", "--max-sentences")):
         words = ["--max-tokens", "4096", *words]
     if not defaults.is_given(words, ("--task",)):
-        words = ["--task", "translation", *words]
+        words = ["--task", _task(words), *words]
     run_fairseq("validate", words, native=native)
+
+
+def _task(words: list[str]) -> str:
+    """The task of the data directory among the words: only running text has a dict.txt."""
+    folders = [word.partition(os.pathsep)[0] for word in words]
+    is_text = any(os.path.isfile(os.path.join(folder, "dict.txt")) for folder in folders)
+    return "language_modeling" if is_text else "translation"
 
 
 if __name__ == "__main__":

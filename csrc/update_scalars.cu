@@ -36,7 +36,7 @@ struct State {
   double stopped;
   double skipped;
   double norm, rate, multiplier;
-  double loss, nll, correct, total;
+  double sums[4];
 };
 
 enum StopReason : int { kRunning = 0, kNotFinite = 1, kLeastScale = 2 };

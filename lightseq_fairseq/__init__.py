@@ -9,9 +9,12 @@ with one, and ``layers`` trains one.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+# Not typing's: Python imports this module at its start where the start-up hook is written.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from lightseq_fairseq.language_model import LanguageModel as LanguageModel
     from lightseq_fairseq.translator import Translator as Translator
 

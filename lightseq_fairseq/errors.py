@@ -29,9 +29,9 @@ class GPUHangs(UserError):
 
     def __init__(self, seconds: float) -> None:
         super().__init__(
-            f"The GPU has not finished a step in {seconds:.0f} seconds, which take milliseconds as "
-            f"a rule: see nvidia-smi and the kernel's log (dmesg, lines with Xid) for what became "
-            f"of it. A training goes on from its last checkpoint by the same command."
+            f"The GPU has not finished a step in {seconds:.0f} seconds, although a step usually "
+            f"takes milliseconds: see nvidia-smi and the kernel log (dmesg, lines with Xid) for "
+            f"the cause. To resume training from the last checkpoint, run the same command again."
         )
 
 

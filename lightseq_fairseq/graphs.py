@@ -49,12 +49,12 @@ class Graphs:
 
     def __init__(self, device: torch.device, what: str) -> None:
         self.device, self.what = device, what
-        self._plain: Counter[Any] = Counter()  # key -> eager runs since its graph was dropped
+        self._eager_runs: Counter[Any] = Counter()  # key -> eager runs since its graph was dropped
         self._needed: dict[Any, int] = {}  # key -> eager runs needed before it is captured again
         self._graphs: OrderedDict[Any, _Captured] = OrderedDict()
-        self._why_not_captured = _why_not_captured(device)
+        self._why_not_captured = why_not_captured(device)
         if self._why_not_captured:
-            logger.info("%s are not captured: %s", what, self._why_not_captured)
+            logger.info("%s run without CUDA graphs: %s", what, self._why_not_captured)
         elif self._why_not_captured is None:
             self._begin()
 
@@ -62,7 +62,7 @@ class Graphs:
         self._pool = _Pool(self.device)
         self._stream = torch.cuda.Stream(self.device)
         self._memory = 0  # bytes of the graphs themselves
-        self._told = 1  # number of graphs at which the next log line is written
+        self._next_log = 1  # number of graphs at which the next log line is written
         self._budget = int(_GRAPH_MEMORY * torch.cuda.mem_get_info(self.device)[1])
         torch.cuda.empty_cache()  # the pool cannot use memory cached in other pools
 
@@ -77,17 +77,17 @@ class Graphs:
         captured = self._graphs.get(key)
         if captured is not None:
             self._graphs.move_to_end(key)
-        elif self._why_not_captured is None and self._plain[key] >= self._needed.get(
+        elif self._why_not_captured is None and self._eager_runs[key] >= self._needed.get(
             key, not is_prepared
         ):
             captured = self._capture(key, function)
         if captured is None:
-            self._plain[key] += 1
-            return function() if self._why_not_captured is not None else self._run_plainly(function)
+            self._eager_runs[key] += 1
+            return function() if self._why_not_captured is not None else self._run_eagerly(function)
         captured.graph.replay()
         return captured.result
 
-    def _run_plainly(self, function: Callable[[], Any]) -> Any:
+    def _run_eagerly(self, function: Callable[[], Any]) -> Any:
         """Run eagerly on the capture stream: torch's allocator reuses memory within a stream only.
 
         Eager runs and graphs then share free memory.
@@ -103,7 +103,7 @@ class Graphs:
         while len(self._graphs) >= MOST_GRAPHS or (self._graphs and self._memory > self._budget):
             self._memory -= self._memory // len(self._graphs)
             oldest, _ = self._graphs.popitem(last=False)
-            self._plain[oldest], self._needed[oldest] = 0, 2 * self._needed.get(oldest, 1)
+            self._eager_runs[oldest], self._needed[oldest] = 0, 2 * self._needed.get(oldest, 1)
         before = _used_outside_torch(self.device)
         graph = torch.cuda.CUDAGraph()
         # Do not use torch.cuda.graph: it synchronizes the device and empties the allocator's cache.
@@ -119,14 +119,14 @@ class Graphs:
             if not isinstance(_cause(error), RuntimeError) or is_out_of_memory(_cause(error)):
                 raise _cause(error) from None
             self._why_not_captured = str(_cause(error)).partition("\n")[0]
-            logger.warning("%s go on without CUDA graphs: %s", self.what, self._why_not_captured)
+            logger.warning("%s continue without CUDA graphs: %s", self.what, self._why_not_captured)
             return None
         taken = _used_outside_torch(self.device) - before
         self._memory += min(max(taken, 0), _LARGEST_GRAPH)
         captured = self._graphs[key] = _Captured(graph, result)
         count = len(self._graphs)
-        if count >= self._told:
-            self._told = 2 * count
+        if count >= self._next_log:
+            self._next_log = 2 * count
             logger.info(
                 "captured %d CUDA graphs of %s, which take %.2f of at most %.1f GiB", count,
                 self.what, self._memory / 2**30, self._budget / 2**30,
@@ -149,7 +149,7 @@ class Graphs:
 
     def clear(self) -> None:
         """Drop all graphs and free their memory."""
-        self._plain.clear()
+        self._eager_runs.clear()
         if self._why_not_captured is None:
             torch.cuda.synchronize(self.device)  # a graph that uses the pool may still be running
             self._graphs.clear()
@@ -226,14 +226,14 @@ def wait_for(event: torch.cuda.Event) -> None:
     raise GPUHangs(patience)
 
 
-def _why_not_captured(device: torch.device) -> str | None:
+def why_not_captured(device: torch.device) -> str | None:
     """Why steps cannot be captured, in a few words; "" on a CPU; None if they can be captured."""
     if device.type != "cuda":
         return ""
     if os.environ.get("LIGHTSEQ_CAPTURE") == "0":
         return "LIGHTSEQ_CAPTURE=0"
     if os.environ.get("LIGHTSEQ_CHECK_INDICES") == "1":
-        return "LIGHTSEQ_CHECK_INDICES=1 reads every index"
+        return "LIGHTSEQ_CHECK_INDICES=1 checks every index"
     missing = sorted(set(ops.REFERENCES) - set(library.load().kernels))
     return f"there is no kernel for {missing[0]} on this GPU" if missing else None
 

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
-from lightseq_fairseq.cli.start import launch
 from lightseq_fairseq.cli.translate.sentences import seed
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.texts import Hypothesis
@@ -97,6 +96,8 @@ class LanguageModel(Pretrained):
             UserError: there is no prompt, one is too long for the model or holds no numbers of
                 tokens, or an option cannot be used.
         """
+        from lightseq_fairseq.fairseq_compat import deprecations
+
         is_one = isinstance(prompts, str) or _are_numbers(prompts)
         given = [prompts] if is_one else list(prompts)
         if not given:
@@ -106,7 +107,7 @@ class LanguageModel(Pretrained):
             for number, prompt in enumerate(given)
         ]
         configuration, search = self._search(options)
-        with self._explained(), launch.quiet():
+        with self._explained(), deprecations.silenced():
             if "seed" in options:
                 seed(configuration)
             found = [list(each.hypotheses) for each in search.of_numbers(numbers)]

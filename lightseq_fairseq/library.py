@@ -105,7 +105,7 @@ def find(directory: Path, cuda: str | None) -> Path:
     skipped = directory / "skipped.txt"
     if found:
         versions = ", ".join(str(version) for version in sorted(found))
-        what = f"the compiled library is for CUDA {versions}, torch for CUDA {cuda}"
+        what = f"the compiled library is for CUDA {versions}, but torch is for CUDA {cuda}"
     elif skipped.exists():
         what = f"the CUDA build was skipped: {skipped.read_text().strip()}"
     else:
@@ -126,7 +126,7 @@ def _attach(directory: Path) -> Status:
         gpu = _gpu_in_use()
         if gpu is not None and not covers(architectures, gpu, acts_as):
             raise FileNotFoundError(
-                f"{path} was compiled for sm_{', sm_'.join(architectures)} and the GPU in use is "
+                f"{path} was compiled for sm_{', sm_'.join(architectures)}, but the GPU in use is "
                 f"sm_{gpu[0]}{gpu[1]}; `{BUILD_COMMAND}` in a checkout compiles for the machine's "
                 "GPUs, from sm_80 on"
             )
@@ -134,13 +134,13 @@ def _attach(directory: Path) -> Status:
     except FileNotFoundError as error:
         reason, path = str(error), None
     except OSError as error:
-        reason, path = f"{path} does not load: {error.__cause__ or error}", None
+        reason, path = f"{path} cannot be loaded: {error.__cause__ or error}", None
 
     kernels = tuple(name for name in REFERENCES if _has_cuda_kernel(name))
     missing = tuple(name for name in REFERENCES if name not in kernels)
     why = reason or (
-        f"{path} was compiled from older sources and holds no kernel for {', '.join(missing)}; "
-        f"`{BUILD_COMMAND}` in a checkout compiles it anew"
+        f"{path} was compiled from older sources and has no kernel for {', '.join(missing)}; "
+        f"`{BUILD_COMMAND}` in a checkout compiles it again"
     )
     for name in missing:
         _IMPLEMENTATIONS.impl(name, _with_warning(REFERENCES[name], why), "CUDA")
@@ -158,8 +158,8 @@ def _gpu_in_use() -> tuple[int, int] | None:
     """Compute capability of torch's first GPU; None without a GPU."""
     if torch.cuda.is_initialized():
         return torch.cuda.get_device_capability()
-    gpus = visible(_gpus(), os.environ)
-    return gpus[0].capability if gpus else None
+    shown = visible(gpus(), os.environ)
+    return shown[0].capability if shown else None
 
 
 def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
@@ -189,7 +189,7 @@ def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
     return shown
 
 
-def _gpus() -> list[Gpu]:
+def gpus() -> list[Gpu]:
     """The machine's GPUs in PCI bus order; empty if the driver does not list them.
 
     This uses NVML instead of CUDA, since an import must not initialise CUDA: forked child processes
@@ -231,4 +231,4 @@ def _with_warning(reference: Callable[..., Any], why: str) -> Callable[..., Any]
 
 @functools.cache
 def _warn(why: str) -> None:
-    logger.warning("slow references stand in for CUDA kernels on this GPU: %s", why)
+    logger.warning("this GPU runs slow PyTorch references instead of CUDA kernels: %s", why)

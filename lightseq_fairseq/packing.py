@@ -73,7 +73,7 @@ class Segments:
         lengths = given.to(torch.int64)
         if lengths.dim() != 1 or (lengths != given).any() or (lengths < 0).any():
             raise ValueError(
-                "lengths must be one whole number from 0 on for each sentence, got "
+                "lengths must be whole numbers from 0 on, one for each sentence, got "
                 f"{given.tolist()}"
             )
         steps = torch.arange(int(lengths.max()) if lengths.numel() else 0, device=lengths.device)

@@ -30,7 +30,10 @@ def current_commit() -> str:
     try:
         done = subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError):
-        raise UserError("This code is no git clone: name its commit with COMMIT=...") from None
+        raise UserError(
+            "The commit of this code is unknown, because it is not in a git clone: set it with "
+            "COMMIT=..."
+        ) from None
     return done.stdout.split()[0]
 
 
@@ -58,8 +61,8 @@ def tabulate() -> Callable[..., str]:
         from tabulate import tabulate
     except ImportError:
         raise UserError(
-            "Tables need the package tabulate: pip install 'lightseq-fairseq[bench]' brings it, "
-            "and so does pip install tabulate."
+            "Tables need the package tabulate, which is not installed: run pip install tabulate, "
+            "or pip install 'lightseq-fairseq[bench]'."
         ) from None
     function: Callable[..., str] = tabulate
     return function

@@ -101,8 +101,8 @@ def main(words: list[str]) -> str | None:
         elif os.path.exists(path):
             os.remove(path)
     except OSError as error:
-        return f"{path} cannot be changed ({error.strerror}): run this as the owner of this Python."
-    print(f"{path} is {'gone' if words else 'written: import fairseq works by itself'}")
+        return f"{path} cannot be changed ({error.strerror}): run this as the owner of that file."
+    print(f"{path} is {'removed' if words else 'written: from now on, import fairseq works'}")
     return None
 
 

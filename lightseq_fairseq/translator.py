@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
-from lightseq_fairseq.cli.start import launch
 from lightseq_fairseq.cli.translate.sentences import seed
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.texts import Hypothesis, Translation
@@ -88,9 +87,11 @@ class Translator(Pretrained):
             UserError: there is no sentence, one is empty or too long for the model, or an option
                 cannot be used. The message is one sentence.
         """
+        from lightseq_fairseq.fairseq_compat import deprecations
+
         lines = _lines([sentences] if isinstance(sentences, str) else sentences)
         configuration, search = self._search(options)
-        with self._explained(), launch.quiet():
+        with self._explained(), deprecations.silenced():
             if "seed" in options:
                 seed(configuration)
             found = search.translate(lines)

@@ -34,6 +34,7 @@ OBJECTS = ROOT / "build" / "cuda"
 OUTPUT = ROOT / "lightseq_fairseq" / "_lib"
 TORCH_MINIMUM = (2, 11)
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11, one byte per number
+ALL_ARCHITECTURES = ("80", "86", "89", "90", "100", "120")
 DEFAULT_ARCHITECTURES = ("80", "90")
 OLDEST_ARCHITECTURE = 80  # bfloat16 on the tensor cores, asynchronous copies
 # Unfinished files of an interrupted build: objects and libraries named after its process ID.
@@ -63,16 +64,25 @@ class Toolchain:
         return self.cuda.partition(".")[0]
 
 
+def pip_folders(pattern: str) -> list[Path]:
+    """Matches of the pattern in the folder into which pip installs NVIDIA's packages."""
+    spec = importlib.util.find_spec("nvidia")
+    sites = (spec and spec.submodule_search_locations) or ()
+    return [path for site in sites for path in Path(site).glob(pattern)]
+
+
 def find_nvcc() -> str:
-    """Return the path of nvcc: from CUDA_HOME if set, else from the PATH, else /usr/local/cuda."""
+    """Return the path of nvcc: from CUDA_HOME if set, else the PATH, pip, or /usr/local/cuda."""
     home = os.environ.get("CUDA_HOME")
-    candidates = [f"{home}/bin/nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
+    places = [f"{home}/bin/nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
+    candidates = places if home else [places[0], *map(str, pip_folders("cu*/bin/nvcc")), places[1]]
     for candidate in candidates:
         if path := shutil.which(candidate):
             return path
     raise BuildError(
-        f"nvcc (the CUDA compiler) was not found: {' and '.join(candidates)} do not exist; "
-        "install the CUDA toolkit or set CUDA_HOME"
+        f"nvcc (the CUDA compiler) was not found: {' and '.join(places)} do not exist; "
+        "install the CUDA toolkit, or set CUDA_HOME, or let pip install a compiler: "
+        "bash scripts/setup.sh nvcc"
     )
 
 
@@ -97,31 +107,52 @@ def find_cublas(nvcc: str, cuda: str) -> Path | None:
     for folder in (toolkit / "include", *toolkit.glob("targets/*/include")):
         if (folder / "cublasLt.h").exists():
             return None
-    spec = importlib.util.find_spec("nvidia")
-    for site in (spec and spec.submodule_search_locations) or ():
-        for name in (f"cu{cuda.partition('.')[0]}", "cublas"):
-            if (folder := Path(site, name, "include")).joinpath("cublasLt.h").exists():
-                return folder
+    for name in (f"cu{cuda.partition('.')[0]}", "cublas"):
+        for header in pip_folders(f"{name}/include/cublasLt.h"):
+            return header.parent
     raise BuildError(
         f"cublasLt.h was found neither in {toolkit} nor in {sys.prefix}; "
         f"install it: pip install --no-deps '{cublas_package(cuda)}'"
     )
 
 
-def find_toolchain() -> Toolchain:
+def missing_packages() -> list[str]:
+    """The pip packages with headers that nvcc lacks: one, or none."""
     nvcc = find_nvcc()
+    cuda = cuda_version(nvcc)
+    try:
+        find_cublas(nvcc, cuda)
+    except BuildError:
+        return [cublas_package(cuda)]
+    return []
+
+
+def install(package: str) -> None:
+    """Install a package for the Python that runs this, without what that package needs."""
+    say(f"installing {package} (headers that the CUDA kernels need)")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", package]
+    if subprocess.run(command).returncode != 0:
+        raise BuildError(f"{package} cannot be installed: pip says why")
+
+
+def find_torch() -> tuple[Path, str, str | None]:
+    """torch's folder, its version, and the CUDA version that it was built for, if any."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise BuildError(
-            f"{sys.executable} has no torch, whose headers the build needs; with pip, install "
-            "torch first and add --no-build-isolation"
+            f"{sys.executable} has no torch, whose headers the build needs: install torch first"
         )
-    version = importlib.metadata.version("torch")
+    torch = Path(spec.origin).parent
+    cuda = runpy.run_path(str(torch / "version.py"))["cuda"]  # importing torch takes seconds
+    return torch, importlib.metadata.version("torch"), cuda
+
+
+def find_toolchain() -> Toolchain:
+    nvcc = find_nvcc()
+    torch, version, wanted = find_torch()
     if tuple(int(number) for number in version.split(".")[:2]) < TORCH_MINIMUM:
         raise BuildError(f"torch {version} is too old: 2.11 or later is needed")
-    torch = Path(spec.origin).parent
     cuda = cuda_version(nvcc)
-    wanted = runpy.run_path(str(torch / "version.py"))["cuda"]
     if wanted is not None and wanted.partition(".")[0] != cuda.partition(".")[0]:
         raise BuildError(
             f"{nvcc} is CUDA {cuda} but torch {version} was built for CUDA {wanted}: "
@@ -131,7 +162,9 @@ def find_toolchain() -> Toolchain:
 
 
 def asked_architectures(text: str) -> tuple[str, ...]:
-    """Return the compute capabilities in the user's text, for example 80,90."""
+    """Return the compute capabilities in the user's text, for example 80,90, or all."""
+    if text == "all":
+        return ALL_ARCHITECTURES
     architectures = tuple(re.findall(r"\w+", text))
     for architecture in architectures:
         number = re.match(r"\d+", architecture)
@@ -168,6 +201,13 @@ def choose_architectures(wanted: tuple[str, ...]) -> tuple[str, ...]:
             f"sm_{', sm_'.join(visible)}"
         )
     return usable or DEFAULT_ARCHITECTURES
+
+
+def require_use() -> None:
+    """Raise BuildError if neither this machine's GPUs nor its torch can use the kernels."""
+    _, version, cuda = find_torch()
+    if cuda is None and not visible_architectures():
+        raise BuildError(f"torch {version} has no CUDA and this machine has no GPU")
 
 
 def ptx_to_act_as(capability: int) -> str:
@@ -242,14 +282,17 @@ def compile_sources(
     units = sorted(sources.glob("*.cu"))
     if not units:
         raise BuildError(f"{sources} has no .cu file")
-    flags = [
-        *("-std=c++20", "-O3", "-lineinfo", "-Xptxas", "-v", "-Xcompiler", HOST_FLAGS),
-        *(f"-I{sources}", "-isystem", str(toolchain.torch / "include"), STABLE_ABI),
+    flags = ["-std=c++20", "-O3", "-lineinfo", "-Xptxas", "-v", "-Xcompiler", HOST_FLAGS]
+    flags += [STABLE_ABI]
+    folders = [
+        *(f"-I{sources}", "-isystem", str(toolchain.torch / "include")),
         *(("-isystem", str(toolchain.cublas)) if toolchain.cublas else ()),
     ]
+    # Not the folders: pip builds a wheel with headers in a folder that has another name each time.
     headers = [
         *(path.read_bytes() for path in sorted((sources / "common").glob("*"))),
         (toolchain.torch / "version.py").read_bytes(),
+        *([(toolchain.cublas / "cublasLt.h").read_bytes()] if toolchain.cublas else ()),
         f"{toolchain.nvcc} {toolchain.cuda} {flags} {architectures} {acts_as}".encode(),
     ]
     objects.mkdir(parents=True, exist_ok=True)
@@ -263,7 +306,8 @@ def compile_sources(
         partial = target.with_suffix(f".{os.getpid()}.o")  # an interrupted nvcc leaves no object
         try:
             targets = architecture_flags(architectures, unit.read_text(), acts_as)
-            command = [toolchain.nvcc, *flags, *targets, "-c", str(unit), "-o", str(partial)]
+            command = [toolchain.nvcc, *flags, *folders, *targets]
+            command += ["-c", str(unit), "-o", str(partial)]
             target.with_suffix(".txt").write_text("\n".join(run_compiler(command)) + "\n")
             partial.replace(target)
         except BuildError as error:
@@ -311,6 +355,8 @@ def build(
         partial = library.with_suffix(f".{os.getpid()}")
         command = [toolchain.nvcc, "-shared", "-cudart", "static", "-o", str(partial)]
         command += [str(path) for path in compiled]
+        # pip's nvcc has the runtime in lib and looks for it in lib64.
+        command += [f"-L{Path(toolchain.nvcc).resolve().parent.parent / 'lib'}"]
         command += [f"-L{toolchain.torch / 'lib'}", "-ltorch_cpu", "-ldl"]
         # --no-undefined: symbols that torch lacks must fail here, not on the user's machine.
         # --exclude-libs: symbols of the static CUDA runtime stay private, because torch may load
@@ -324,25 +370,13 @@ def build(
     return library
 
 
-def print_missing_package() -> None:
-    try:
-        nvcc = find_nvcc()
-        cuda = cuda_version(nvcc)
-    except BuildError:
-        return  # the build will report it
-    try:
-        find_cublas(nvcc, cuda)
-    except BuildError:
-        print(cublas_package(cuda))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--architectures",
         type=asked_architectures,
         default=os.environ.get("LIGHTSEQ_CUDA_ARCHITECTURES", ""),
-        help="compute capabilities, for example 80,90 (default: "
+        help="compute capabilities, for example 80,90, or all (default: "
         "LIGHTSEQ_CUDA_ARCHITECTURES, else this machine's GPUs, else 80,90)",
     )
     parser.add_argument(
@@ -357,9 +391,9 @@ def main() -> int:
     parser.add_argument("--objects", type=Path, default=OBJECTS)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument(
-        "--missing-package",
+        "--install-headers",
         action="store_true",
-        help="only print the pip package that the build needs and does not find, if any",
+        help="first install the pip package with cuBLAS's headers, if they are missing",
     )
     parser.add_argument(
         "--if-possible",
@@ -367,23 +401,30 @@ def main() -> int:
         help="if nvcc is missing or no GPU here is supported, print and record the reason (for "
         "lightseq-doctor) and exit with status 0",
     )
+    parser.add_argument(
+        "--if-useful",
+        action="store_true",
+        help="the same, also with a torch for CPUs on a machine without a GPU, unless "
+        "compute capabilities are named",
+    )
     arguments = parser.parse_args()
     in_use = arguments.output.resolve() == OUTPUT or arguments.objects.resolve() == OBJECTS
     if arguments.acts_as is not None and in_use:
         parser.error("--acts-as needs an --output and --objects other than the defaults")
-    if arguments.missing_package:
-        print_missing_package()
-        return 0
     try:
-        if arguments.if_possible:
+        if arguments.if_possible or arguments.if_useful:
             try:
                 find_nvcc()
                 choose_architectures(arguments.architectures)
+                if arguments.if_useful and not arguments.architectures:
+                    require_use()
             except BuildError as reason:
                 arguments.output.mkdir(parents=True, exist_ok=True)
                 (arguments.output / "skipped.txt").write_text(f"{reason}\n")
                 print(f"CUDA build skipped: {reason}")
                 return 0
+        for package in missing_packages() if arguments.install_headers else ():
+            install(package)
         build(
             arguments.sources.resolve(),
             arguments.objects.resolve(),

@@ -46,8 +46,8 @@ CHOICES = ("lr_scheduler", "tokenizer", "bpe", "scoring")
 # Settings with which the training data are not plain sentence pairs, as named by
 # ``training.batch.covers``.
 DATA = {
-    "--load-alignments": "alignments",
-    "--num-batch-buckets": "batches of bucketed lengths",
+    "--load-alignments": "the data have alignments",
+    "--num-batch-buckets": "sentences are padded to length buckets",
 }
 # Settings that define the ranks; other settings for several ranks are in ``flags.SEVERAL_RANKS``.
 RANKS = """
@@ -58,8 +58,8 @@ RANKS = """
 NOT_WITH_OURS = ("--ddp-backend fully_sharded",)
 OTHER_LAYERS = ("--retain-dropout",)
 NOTES = {
-    "--sampling": "on a GPU with its own random stream: fairseq's distributions, not its draws",
-    "--arch": "`ls_transformer` and its kin; with another one: fallback",
+    "--sampling": "on a GPU it draws from fairseq's distributions, with other random numbers",
+    "--arch": "one of the `ls_` archs; with another one: fallback",
     "--optimizer": "`ls_adam`; with another one: fallback; `composite` is refused",
     "--criterion": "`ls_label_smoothed_cross_entropy`, `ls_cross_entropy`; with another one: "
     "fallback; those of other tasks are refused",
@@ -67,14 +67,14 @@ NOTES = {
     "--ddp-backend": "fallback with `slowmo`; `fully_sharded` is refused: parameters live in one "
     "flat buffer; the others make no difference to the captured step",
     "--distributed-backend": "without GPUs it is gloo, and nccl is refused",
-    "--sacrebleu": "with `--bpe`: spares a warning",
-    "--fp16": "on a CPU refused, unless with `--fp16-no-flatten-grads`",
-    "--fp16-no-flatten-grads": "decides the form of the optimizer's state in checkpoints",
-    "--profile": "without a GPU refused",
-    "--write-checkpoints-asynchronously": "refused where the package iopath is missing",
+    "--sacrebleu": "with `--bpe` it avoids a warning",
+    "--fp16": "refused on a CPU, except with `--fp16-no-flatten-grads`",
+    "--fp16-no-flatten-grads": "sets the format of the optimizer state in checkpoints",
+    "--profile": "refused without a GPU",
+    "--write-checkpoints-asynchronously": "refused if the package iopath is missing",
     "--retain-dropout": "fairseq's own layers",
-    "--fix-batches-to-gpus": "of `--dataset-impl cached`, whose sentences are fetched in advance",
-    "--all-gather-list-size": "of logs that cannot be summed",
+    "--fix-batches-to-gpus": "for `--dataset-impl cached`, which loads sentences in advance",
+    "--all-gather-list-size": "for logs that cannot be summed",
     **dict.fromkeys(
         (
             "--bucket-cap-mb",
@@ -82,57 +82,57 @@ NOTES = {
             "--find-unused-parameters",
             "--gradient-as-bucket-view",
         ),
-        "of the wrapper around the model, which the captured step does not call",
+        "for the wrapper around the model, which the captured step does not call",
     ),
-    "--aim-repo": "a warning where the package aim is missing",
-    "--azureml-logging": "a warning where the package azureml-core is missing",
-    "--tensorboard-logdir": "a warning where the package tensorboard is missing",
-    "--wandb-project": "a warning where the package wandb is missing",
+    "--aim-repo": "a warning if the package aim is missing",
+    "--azureml-logging": "a warning if the package azureml-core is missing",
+    "--tensorboard-logdir": "a warning if the package tensorboard is missing",
+    "--wandb-project": "a warning if the package wandb is missing",
     "--required-seq-len-multiple": "in validation; training packs sentences: nothing to round up",
-    "--left-pad-source": "in validation; training packs sentences: there are no pads",
-    "--left-pad-target": "in validation; training packs sentences: there are no pads; with "
-    "`--num-batch-buckets` or `--score-reference` refused",
-    "--max-tokens": "from 1 on; fairseq takes less for no limit, as without the setting",
-    "--batch-size": "from 1 on; fairseq takes less for no limit, as without the setting",
-    "--replace-unk": "refused where a source's subwords are joined: in interactive with "
+    "--left-pad-source": "in validation; training packs sentences, without pads",
+    "--left-pad-target": "in validation; training packs sentences, without pads; refused with "
+    "`--num-batch-buckets` or `--score-reference`",
+    "--max-tokens": "at least 1; in fairseq a smaller value means no limit",
+    "--batch-size": "at least 1; in fairseq a smaller value means no limit",
+    "--replace-unk": "refused if the subwords of the source are joined: in interactive with "
     "`--remove-bpe`, in generate with `--bpe` or `--tokenizer`",
-    "--export": "our layers are the same with it; native ones become those fit for TorchScript",
+    "--export": "no change in our layers; fairseq's own layers are built for TorchScript",
     "--tokenizer": "kept in the checkpoint for `torch.hub`",
     "--bpe": "kept in the checkpoint for `torch.hub`",
     "--scoring": "kept in the checkpoint",
     "--num-shards": "`--distributed-world-size` shards, with `--distributed-rank`",
     "--shard-id": "`--distributed-world-size` shards, with `--distributed-rank`",
-    "--help": "shows the launcher's own; `--fairseq-help` fairseq's",
+    "--help": "shows the launcher's help; `--fairseq-help` shows fairseq's",
 }
 INTRODUCTION = """\
 # Settings
 
 <!-- Made by scripts/flags.py; do not edit. -->
 
-What `lightseq-train`, `-generate`, `-validate` and `-interactive` make of each setting of fairseq
-0.12.2, task translation. A dash: fairseq's command has no such setting.
+How `lightseq-train`, `-generate`, `-validate` and `-interactive` treat each setting of fairseq
+0.12.2 with task translation. A dash: fairseq's command has no such setting.
 
-* **honoured**: as fairseq does; in training by the captured step.
-* **fallback**: honoured by fairseq's own training step with the same layers. One line at start-up
-  says "training takes fairseq's own steps" and why.
-* **refused**: the command ends with a sentence that names the setting, the reason and the way out.
-* **no effect**: fairseq's command takes the setting and nothing depends on it. A note at start-up
-  says so.
+* **honoured**: it does what it does in fairseq; in training with the captured step.
+* **fallback**: it is honoured by fairseq's own training step with the same layers. One line before
+  the first update says "step: fairseq's own" and why.
+* **refused**: the command ends with a sentence that names the setting, the reason and what to do.
+* **no effect**: fairseq's command accepts the setting but does not use it. A note at start-up says
+  so.
 
-Not listed are the settings of other optimizers and criteria, which are fairseq's own: a run with
-one of them is a fallback. So are other tasks, as far as their data or training step differ; those
-of fairseq's with other data than the arch trains on are refused. A part of another setting ("part
-of") has that one's answer; given alone it changes nothing, which a note says; so have settings of
-several ranks, given to one. A command with nothing of ours in it, and one with `--native`, is
-fairseq's and refuses nothing.
+The settings of other optimizers and criteria are not listed: a run with one of these is a fallback.
+A run of another task is a fallback if its data or its training step differ. A task of fairseq with
+other data than the arch trains on is refused. A setting that is "part of" another one has the same
+answer as that one; without it, it has no effect, and a note says so. The same holds for settings of
+several ranks in a run with one rank. A command without any `ls_` part, or with `--native`, is
+fairseq's own and refuses nothing.
 
 With `--task language_modeling` the settings of the search in generate and interactive have the same
-answers (`tests/flags/test_language_model_flags.py`), but for three that need a source and are
+answers (`tests/flags/test_language_model_flags.py`), except three that need a source and are
 refused: `--constraints`, `--print-alignment`, `--replace-unk`.
 
-Each row is what a test finds when it runs the command: where the answer is honoured or fallback,
-beside fairseq's own command, and beside that command without the setting, which does something
-else. `tests/flags/test_flags_proofs.py` fails when a row has no such test.
+A test runs the command of each row. If the answer is honoured or fallback, it compares the result
+with fairseq's own command, and checks that the setting changes the result there.
+`tests/flags/test_flags_proofs.py` fails if a row has no such test.
 """
 
 
@@ -188,7 +188,7 @@ def answer(command: str, name: str, choices: list[str]) -> tuple[str, str]:
         return UNREAD, ""
     refused = {r.flag: r.reason for r in flags.REFUSED[command] if r.always}
     if command == "train":
-        refused |= {flag: reason for flag, _, reason in unsupported.UNSUPPORTED}
+        refused |= unsupported.UNSUPPORTED
         for option, reason in optimizer.UNSUPPORTED.items():
             refused.setdefault("--" + option.replace("_", "-"), reason)
     if name in refused:

@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # Everything in one command: .venv with torch, fairseq, this package and its CUDA kernels. Needs no
-# root, may be run again at any time, and then does only what is missing.
+# root, may be run again at any time, and then does only what is missing. Without nvcc, or with a
+# torch for CPUs and no GPU, it leaves the kernels out.
+#
+#   bash scripts/setup.sh [extras of setup.cfg to install besides those that users need]
 #
 #   PYTHON=python3.12 bash scripts/setup.sh    another Python (default: the first of 3.10 to 3.13)
 #   LIGHTSEQ_BUILD=1                           the CUDA kernels are wanted: no nvcc is an error
@@ -49,12 +52,13 @@ assert tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 11)' 2>
     "$python" -m pip install --quiet torch==2.13.0
 fi
 
-stamp=.venv/lightseq-setup
+extras=fairseq,export,bench,examples${1:+,$1}
+stamp=.venv/lightseq-setup-$extras
 wanted=$(cat setup.cfg setup.py pyproject.toml; pwd)
 if [ "$wanted" != "$(cat "$stamp" 2>/dev/null)" ]; then
     echo "setup: lightseq_fairseq and what it needs"
-    # Without LIGHTSEQ_BUILD: pip builds in an environment that has no torch; the kernels are next.
-    env -u LIGHTSEQ_BUILD "$python" -m pip install --quiet --editable '.[fairseq,export,bench,docs,examples,test]'
+    # Without LIGHTSEQ_BUILD: pip would fetch another torch to build with; the kernels are next.
+    env -u LIGHTSEQ_BUILD "$python" -m pip install --quiet --editable ".[$extras]"
     echo "$wanted" >"$stamp"
 fi
 
@@ -68,26 +72,18 @@ if ! "$python" -c 'import importlib.metadata; importlib.metadata.version("fairse
             "headers (python3-dev) are needed"
 fi
 
-# Without it fairseq-train, fairseq's other commands and notebooks cannot import fairseq.
+# Without it fairseq-train, fairseq's other commands and notebooks cannot import fairseq. (Once it is
+# written, Python has imported the module before -m runs it, of which runpy warns.)
 if [ "${LIGHTSEQ_FAIRSEQ_HOOK:-}" = 0 ]; then
-    "$python" -m lightseq_fairseq.startup --remove
+    "$python" -W ignore::RuntimeWarning:runpy -m lightseq_fairseq.startup --remove
 else
-    "$python" -m lightseq_fairseq.startup
-fi
-
-# cublasLt.h: a full CUDA toolkit has it, torch's CUDA wheels bring it; elsewhere it comes by itself.
-if [ "${LIGHTSEQ_BUILD:-}" != 0 ]; then
-    package=$("$python" scripts/build_cuda.py --missing-package)
-    if [ -n "$package" ]; then
-        echo "setup: $package (headers that the CUDA kernels need)"
-        "$python" -m pip install --quiet --no-deps "$package"
-    fi
+    "$python" -W ignore::RuntimeWarning:runpy -m lightseq_fairseq.startup
 fi
 
 case ${LIGHTSEQ_BUILD:-} in
     0) echo "setup: CUDA kernels left out (LIGHTSEQ_BUILD=0)" ;;
-    1) "$python" scripts/build_cuda.py ;;
-    *) "$python" scripts/build_cuda.py --if-possible ;;
+    1) "$python" scripts/build_cuda.py --install-headers ;;
+    *) "$python" scripts/build_cuda.py --install-headers --if-useful ;;
 esac
 
 "$python" -m lightseq_fairseq.cli.doctor

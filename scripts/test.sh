@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# All checks that need no GPU: style, types, generated files, CUDA compile and link, tests. Sets up
-# .venv first where that is needed. Every check runs; the exit status is 0 if all of them passed.
+# All checks that need no GPU: style, types, generated files, CUDA compile and link, the wheel, tests.
+# Sets up .venv first, with what the checks need. Every check runs; the exit status is 0 if all of
+# them passed.
 #
-#   bash scripts/test.sh [pytest's arguments]
+#   bash scripts/test.sh [pytest's arguments, with which the wheel is not checked]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-bash scripts/setup.sh
+bash scripts/setup.sh docs,test
 PATH=$PWD/.venv/bin:$PATH
 
 # Commands that fail when a generated file is older than what it is generated from.
@@ -27,7 +28,8 @@ for command in "${up_to_date[@]}"; do
     # shellcheck disable=SC2086
     check $command
 done
-check python scripts/build_cuda.py --if-possible
+check python scripts/build_cuda.py --install-headers --if-possible
+if [ $# = 0 ]; then check bash scripts/check_wheel.sh; fi
 
 # The same on every machine: with a GPU in sight autograd starts threads, which children that some
 # tests fork do not survive. gpu_check.sh runs the tests that need one.

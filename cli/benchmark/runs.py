@@ -90,7 +90,7 @@ def take_turns(
             measured = True
             click.echo("\n".join(bench.table(new)))
     if not measured and not failed:
-        raise UserError("nothing was measured: none of the systems can run here.")
+        raise UserError("Nothing was measured: none of the systems can run here.")
     return failed
 
 
@@ -114,7 +114,7 @@ def able_systems(
             else:
                 without.append(f"{case} without {system}: {reason}")
     if not any(able.values()):
-        raise UserError(f"nothing can be measured here: {' '.join(without)}")
+        raise UserError(f"No case can be measured here: {' '.join(without)}")
     for note in without:
         click.echo(f"lightseq-bench: note: {note}", err=True)
     return able
@@ -132,7 +132,7 @@ def chosen(names: str | None, systems: Mapping[str, Any]) -> list[str]:
     wanted = list(systems) if names is None else names.split(",")
     if unknown := [name for name in wanted if name not in systems]:
         raise UserError(
-            f"There is no system {', '.join(unknown)}: --systems takes {', '.join(systems)}."
+            f"There is no system {', '.join(unknown)}: choose from {', '.join(systems)}."
         )
     return wanted
 
@@ -149,8 +149,8 @@ def machine(cases: Iterable[Any], small: str, kept: bool) -> tuple[bool, Row]:
     gpu = torch.cuda.is_available()
     if not gpu and (big := [str(case) for case in cases if case.model not in SMALL]):
         raise UserError(
-            f"{big[0]} needs a GPU and torch sees none: without one, --case {small} shows "
-            "that everything works."
+            f"The case {big[0]} needs a GPU, but torch finds none: without a GPU, use --case "
+            f"{small} to test that everything works."
         )
     code = {"commit": result_rows.current_commit()} if kept else {}
     name = torch.cuda.get_device_name() if gpu else "none"
@@ -181,5 +181,5 @@ def process(words: Sequence[str], environment: Mapping[str, str], stem: Path) ->
     text = log.read_text(encoding="utf-8", errors="replace")
     if status != 0 or not report.exists():
         tail = "\n".join(text.splitlines()[-15:])
-        raise UserError(f"the run left with status {status}; its log ends with\n{tail}")
+        raise UserError(f"the run ended with status {status}; the last lines of {log}:\n{tail}")
     return text, json.loads(report.read_text(encoding="utf-8"))

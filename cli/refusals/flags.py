@@ -26,14 +26,15 @@ class Refusal(NamedTuple):
     Attributes:
         flag: its name.
         asked: function of fairseq's namespace: is the setting used?
-        reason, way_out: parts of the message, see `refusal`.
+        reason, way_out: parts of the message, see `refusal`; {args.<name>} in the reason is
+            replaced by that value.
         always: whether it is an error on every machine.
     """
 
     flag: str
     asked: Callable[[argparse.Namespace], bool]
     reason: str
-    way_out: str = "drop it"
+    way_out: str = "remove it"
     always: bool = True
 
 
@@ -50,19 +51,20 @@ def _lacks_gpu(args: argparse.Namespace) -> bool:
 
 # The advice names both sides: if the layers of one side are not given, fairseq loses that side.
 _PRUNE_LATER = (
-    "drop it, train all layers with --encoder-layerdrop and --decoder-layerdrop, and prune when "
-    "translating: lightseq-generate --model-overrides \"{'encoder_layers_to_keep': '0,2', "
-    "'decoder_layers_to_keep': '0,2'}\""
+    "remove it, train all layers with --encoder-layerdrop and --decoder-layerdrop, and select "
+    "layers when you translate: lightseq-generate --model-overrides \"{'encoder_layers_to_keep': "
+    "'0,2', 'decoder_layers_to_keep': '0,2'}\""
 )
-_PIPELINE = ("all layers lie on one device", "drop it, or add --native")
+_PIPELINE = ("all layers are on one device", "remove it, or add --native")
 _REFINEMENT = "beam search has no refinement steps"
 _PADS_WITHIN = Refusal(
     "--left-pad-target",
     lambda args: bool(
         getattr(args, "left_pad_target", 0) and getattr(args, "num_batch_buckets", 0)
     ),
-    "--num-batch-buckets would put the pads between the first token of a sentence and its words",
-    "drop one of the two",
+    "with --num-batch-buckets the pads would come between the first token of a sentence and its "
+    "words",
+    "remove one of the two",
     always=False,
 )
 
@@ -79,40 +81,41 @@ speech_to_unit speech_unit_lm_criterion tacotron2 vocab_parallel_cross_entropy w
 # ``plugins.unsupported.UNSUPPORTED`` and ``plugins.optimizer.UNSUPPORTED``.
 REFUSED: dict[str, tuple[Refusal, ...]] = {
     "train": (
-        Refusal("--tpu", _is_set("--tpu"), "there are kernels for CUDA GPUs and references for "
-                "CPUs", "drop it, or train with fairseq-train"),
+        Refusal("--tpu", _is_set("--tpu"), "it trains on CUDA GPUs and on CPUs only",
+                "remove it, or train with fairseq-train"),
         Refusal("--model-parallel-size", lambda args: args.model_parallel_size != 1,
-                "a layer lies on one device", "drop it, or add --native"),
+                "each layer is on one device", "remove it, or add --native"),
         Refusal("--use-plasma-view", _is_set("--use-plasma-view"),
-                "pyarrow no longer has the plasma store, and translation never reads from it"),
+                "pyarrow no longer has the plasma store, and translation does not use it"),
         Refusal("--encoder-layers-to-keep", _is_set("--encoder-layers-to-keep"),
                 "fairseq 0.12.2 cannot train with it", _PRUNE_LATER),
         Refusal("--decoder-layers-to-keep", _is_set("--decoder-layers-to-keep"),
                 "fairseq 0.12.2 cannot train with it", _PRUNE_LATER),
         Refusal("--cpu-offload", _is_set("--cpu-offload"),
-                "it is a part of --ddp-backend fully_sharded, and parameters live in one flat "
-                "buffer", "drop it, or use --native with that backend"),
+                "it needs --ddp-backend fully_sharded, which cannot shard the one flat buffer of "
+                "all parameters", "remove it, or add --native and use that backend"),
         Refusal("--zero-sharding",
                 lambda args: args.zero_sharding == "os" and args.optimizer == "ls_adam",
-                "the optimizer's state is one flat buffer", "drop it, or use --optimizer adam"),
+                "the state of ls_adam is one flat buffer, which is not sharded",
+                "remove it, or use --optimizer adam"),
         Refusal("--profile", lambda args: args.profile and _lacks_gpu(args),
-                "it marks ranges for a GPU's profiler, and there is no GPU", always=False),
+                "it marks ranges for a GPU profiler, but this run uses no GPU", always=False),
         Refusal("--write-checkpoints-asynchronously",
                 lambda args: args.write_checkpoints_asynchronously
                 and importlib.util.find_spec("iopath") is None,
-                "the package iopath is not installed", "pip install iopath, or drop it",
+                "the package iopath is not installed", "run pip install iopath, or remove it",
                 always=False),
         _PADS_WITHIN,
         Refusal("--criterion",
                 lambda args: registries.is_fused(args.arch)
                 and args.criterion in _OF_OTHER_TASKS.split(),
-                "this one is for models of another kind",
+                "{args.criterion} is for other models or data than those of translation",
                 "use --criterion ls_label_smoothed_cross_entropy or ls_cross_entropy",
                 always=False),
         Refusal("--optimizer",
                 lambda args: args.optimizer == "composite" and registries.is_fused(args.arch),
-                "composite wants parameters that name their groups, which an ls_transformer's do "
-                "not", "use --optimizer ls_adam or another one", always=False),
+                "composite needs parameters that name their groups, and those of an ls_ arch do "
+                "not", "use --optimizer ls_adam or another optimizer", always=False),
     ),
     "generate": (
         Refusal("--pipeline-model-parallel", _is_set("--pipeline-model-parallel"),
@@ -121,26 +124,28 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 _REFINEMENT),
         Refusal("--retain-iter-history",
                 lambda args: args.retain_iter_history and args.task == "translation", _REFINEMENT),
-        Refusal("--constraints", _is_set("--constraints"), "a binarised test set holds none",
-                "drop it, or translate lines that bring their own with lightseq-interactive"),
+        Refusal("--constraints", _is_set("--constraints"), "a binarised test set "
+                "contains no constraints", "remove it, or use lightseq-interactive, which reads "
+                "the constraints from its input lines"),
         Refusal("--print-alignment",
                 lambda args: args.print_alignment == "soft" and args.score_reference,
-                "with --score-reference alignments are hard ones", "give --print-alignment hard",
+                "with --score-reference there are only hard alignments",
+                "use --print-alignment hard",
                 always=False),
         Refusal("--left-pad-target",
                 lambda args: args.score_reference and getattr(args, "left_pad_target", False),
                 "--score-reference reads scores from the left, where the pads would be",
-                "drop one of the two", always=False),
+                "remove one of the two", always=False),
         _PADS_WITHIN,
     ),
     "interactive": (
         Refusal("--pipeline-model-parallel", _is_set("--pipeline-model-parallel"),
                 *_PIPELINE),
-        Refusal("--score-reference", _is_set("--score-reference"), "lines come without a reference",
-                "drop it, or score with lightseq-generate"),
+        Refusal("--score-reference", _is_set("--score-reference"), "input lines have no reference",
+                "remove it, or score with lightseq-generate"),
         Refusal("--print-alignment", lambda args: args.print_alignment == "soft",
-                "fairseq-interactive writes hard ones", "give --print-alignment hard, or take "
-                "lightseq-generate", always=False),
+                "fairseq-interactive prints only hard alignments", "use --print-alignment hard, "
+                "or lightseq-generate", always=False),
     ),
     "validate": (
         Refusal("--pipeline-model-parallel", _is_set("--pipeline-model-parallel"),
@@ -303,15 +308,16 @@ def refusal(command: str, args: argparse.Namespace) -> str | None:
     """A sentence that names a setting that the command does not support, or None."""
     for refused in REFUSED[command]:
         if refused.asked(args):
+            reason = refused.reason.format(args=args)
             return (
-                f"lightseq-{command} does not support {refused.flag} ({refused.reason}): "
-                f"{refused.way_out}."
+                f"lightseq-{command} does not support {refused.flag} ({reason}): {refused.way_out}."
             )
     if command == "train" and registries.is_fused(args.arch):
         # The model would report it too, but only after the data are loaded.
         from lightseq_fairseq.plugins.unsupported import unsupported_option
 
-        return unsupported_option(args)
+        unsupported = unsupported_option(args)
+        return None if unsupported is None else unsupported.sentence(args.arch)
     return None
 
 
@@ -322,7 +328,7 @@ def notes(
     given = {name(a) for a in parser._actions if defaults.is_given(argv, a.option_strings)}
     for flag in sorted(given):
         if flag in UNREAD[command]:
-            yield f"{flag} has no effect: nothing in fairseq-{command} depends on it."
+            yield f"{flag} has no effect: fairseq-{command} does not use it."
         # Not for validate, which reads the rest of the configuration from the checkpoint.
         elif flag in PART_OF and command != "validate" and not _whole_is_set(flag, parser, args):
             yield f"{flag} has no effect without {PART_OF[flag]}."

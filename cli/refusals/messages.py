@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lightseq_fairseq.cli.refusals.causes import Cause
+from lightseq_fairseq.cli.start.command_lines import ended
 from lightseq_fairseq.cli.start.defaults import value
 from lightseq_fairseq.errors import GPUHangs, UserError
 
@@ -22,9 +23,9 @@ from lightseq_fairseq.errors import GPUHangs, UserError
 def nothing_to_batch(sentences: int, shortest: int) -> str:
     """The message for a split of ``sentences`` sentences, none of which fits in a batch."""
     if sentences == 0:
-        return "The split holds no sentence: binarise it again with lightseq-preprocess."
+        return "The split contains no sentences: binarise it again with lightseq-preprocess."
     return (
-        f"Every sentence of the split is too long, the shortest with {shortest} tokens: raise "
+        f"Every sentence of the split is too long, and the shortest has {shortest} tokens: raise "
         f"--max-tokens, and --max-source-positions and --max-target-positions if they are lower."
     )
 
@@ -32,9 +33,9 @@ def nothing_to_batch(sentences: int, shortest: int) -> str:
 def over_max_tokens(longest: int, max_tokens: int | None) -> str:
     """The message for a sentence of ``longest`` tokens, more than ``max_tokens`` of a batch."""
     return (
-        f"The longest sentence has {longest} tokens and --max-tokens (in validation "
-        f"--max-tokens-valid) is {max_tokens}: raise it to {longest} or more, or leave such "
-        f"sentences out of the data."
+        f"The longest sentence has {longest} tokens, but --max-tokens (in validation "
+        f"--max-tokens-valid) is {max_tokens}: raise it to {longest} or more, or remove such "
+        f"sentences from the data."
     )
 
 
@@ -70,7 +71,7 @@ _MISMATCH = re.compile(
 )
 _VOCABULARY = ("embed_tokens.weight", "output_projection.weight")
 _ITS_DICTIONARIES = (
-    "use the data directory it was trained on, or binarise with its dictionaries "
+    "use the data folder that it was trained on, or binarise the data with its dictionaries "
     "(lightseq-preprocess --srcdict, --tgtdict)."
 )
 
@@ -85,18 +86,23 @@ def _checkpoint(request: Request) -> str:
     return f"checkpoint {path}" if path else "the checkpoint"
 
 
-def _data_directory(request: Request) -> str:
-    return getattr(request.args, "data", None) or "the data directory"
+def _data_folder(request: Request) -> str:
+    return getattr(request.args, "data", None) or "the data folder"
 
 
 def _joined_dictionary(failure: Cause, request: Request) -> str | None:
-    """fairseq's error about --joined-dictionary; the flag may come from the checkpoint."""
-    reads = getattr(request.args, "path", None) is not None
-    if not reads or "requires a joined dictionary" not in failure.text:
+    """fairseq's error about --share-all-embeddings, which may come from the checkpoint."""
+    found = re.match(r"(--share-\S+) requires a joined dictionary", failure.text)
+    if found is None:
         return None
+    if getattr(request.args, "path", None) is None:
+        return (
+            f"{found[1]} needs a joined dictionary, but {_data_folder(request)} has two: binarise "
+            f"the data with lightseq-preprocess --joined-dictionary, or remove {found[1]}."
+        )
     return (
-        f"The source and the target dictionary in {_data_directory(request)} differ and "
-        f"{_checkpoint(request)} was trained with one for both; {_ITS_DICTIONARIES}"
+        f"The source and the target dictionary in {_data_folder(request)} differ, but "
+        f"{_checkpoint(request)} was trained with one joined dictionary: {_ITS_DICTIONARIES}"
     )
 
 
@@ -112,17 +118,17 @@ def _state_dict(failure: Cause, request: Request) -> str | None:
             side = "source" if name.startswith("encoder") else "target"
             return (
                 f"The dictionary does not match {checkpoint}: the {side} dictionary in "
-                f"{_data_directory(request)} has {built_words} words and the checkpoint was "
-                f"trained with {saved_words}; {_ITS_DICTIONARIES}"
+                f"{_data_folder(request)} has {built_words} words, but the checkpoint was trained "
+                f"with {saved_words}; {_ITS_DICTIONARIES}"
             )
     if mismatches:
         name, saved, built = mismatches[0]
-        difference = f"{name} is [{saved}] there and [{built}] here"
+        difference = f"{name} is [{saved}] in the checkpoint and [{built}] in this model"
     else:
         difference = " ".join(failure.text.split("\n", 1)[-1].split())[:200]
     return (
-        f"The model does not match {checkpoint} ({difference}): give the arch and the sizes it was "
-        f"trained with, or start anew in another --save-dir."
+        f"The model does not match {checkpoint} ({difference}): use the --arch and the sizes that "
+        f"it was trained with, or start a new run in another --save-dir."
     )
 
 
@@ -138,9 +144,9 @@ def _too_long(failure: Cause, request: Request) -> str | None:
     index = found[1]
     size, limit = (re.sub(r"np\.\w+\((\d+)\)", r"\1", text) for text in found.group(2, 3))
     return (
-        f"Sentence {index} (counted from 0) is too long for the model: it has {size} tokens "
-        f"(source, target) and the positions end at {limit}; shorten it, or leave such sentences "
-        f"out with --skip-invalid-size-inputs-valid-test."
+        f"Sentence {index} (counted from 0) has {size} tokens (source, target), but the model "
+        f"takes at most {limit}: shorten it, or skip such sentences with "
+        f"--skip-invalid-size-inputs-valid-test."
     )
 
 
@@ -148,17 +154,17 @@ def _data(failure: Cause, request: Request) -> str | None:
     found = re.match(r"Dataset not found: (\S+) \((.*)\)", failure.text)
     if found:
         return (
-            f"{found[2]} holds no split named {found[1]}: binarise it with lightseq-preprocess, "
-            f"name another with --train-subset, --valid-subset or --gen-subset, or give "
-            f"--dataset-impl raw where it is text."
+            f"{found[2]} contains no split named {found[1]}: binarise it with lightseq-preprocess, "
+            f"choose another split with --train-subset, --valid-subset or --gen-subset, or add "
+            f"--dataset-impl raw if the split is plain text."
         )
     if failure.text.startswith("The dataset is empty"):
         return (
-            "No sentence is left to train on: all are empty or too long; raise --max-tokens, and "
-            "--max-source-positions and --max-target-positions if they are lower."
+            "There is no sentence to train on, because all are empty or too long: raise "
+            "--max-tokens, and --max-source-positions and --max-target-positions if they are lower."
         )
     if failure.text.startswith("Could not infer language pair"):
-        return "The languages cannot be told from the data directory: give -s and -t."
+        return "The names of the data files do not show the languages: set them with -s and -t."
     if failure.text.startswith(
         (
             "Incorrect dictionary format",
@@ -166,7 +172,7 @@ def _data(failure: Cause, request: Request) -> str | None:
             "Incorrect encoding detected in",
         )
     ):
-        return f"A dictionary cannot be read: {_one_line(failure.text)}"
+        return f"A dictionary cannot be read: {ended(failure.text)}"
     return None
 
 
@@ -178,7 +184,7 @@ def _encoding(failure: Cause, request: Request) -> str | None:
         what = "the beginning of a file"  # fairseq seeks the start of a character before it
     else:
         return None
-    return f"The text is not UTF-8 ({what}): convert it first, for example with iconv."
+    return f"The text is not UTF-8 ({what}): convert it to UTF-8, for example with iconv."
 
 
 def _checkpoint_missing(failure: Cause, request: Request) -> str | None:
@@ -186,7 +192,7 @@ def _checkpoint_missing(failure: Cause, request: Request) -> str | None:
     if found is None:
         return None
     if not found[1]:
-        return "--path names an empty file: check what stands between its colons."
+        return "--path contains an empty file name: remove the colon before or after it."
     flag = "--lm-path" if found[1] == getattr(request.args, "lm_path", None) else "--path"
     return f"The checkpoint {found[1]} does not exist: check {flag}."
 
@@ -194,27 +200,29 @@ def _checkpoint_missing(failure: Cause, request: Request) -> str | None:
 def _resume(failure: Cause, request: Request) -> str | None:
     if failure.kind == "KeyError" and "lr_scheduler" in failure.source:
         return (
-            f"This run cannot continue {_checkpoint(request)}, which has another learning-rate "
-            f"schedule: keep its --lr-scheduler, or start anew with --reset-lr-scheduler."
+            f"This run cannot resume from {_checkpoint(request)}, which was saved with another "
+            f"learning-rate schedule: use its --lr-scheduler, or begin a new schedule with "
+            f"--reset-lr-scheduler."
         )
     if failure.text.startswith("Cannot resume training due to dataloader mismatch"):
         return (
-            f"An epoch of this run has fewer batches than {_checkpoint(request)} has done of its "
-            f"own: keep its data, --max-tokens, --batch-size and --pack-tokens, or go back to the "
-            f"first epoch with --reset-dataloader."
+            f"This run cannot resume from {_checkpoint(request)}, because an epoch has fewer "
+            f"batches now than the checkpoint has already trained on: use its data, --max-tokens, "
+            f"--batch-size and --pack-tokens, or begin again at the first epoch with "
+            f"--reset-dataloader."
         )
     if failure.kind == "UnboundLocalError" and "'valid_losses'" in failure.text:
         # fairseq's loop over the updates of an epoch had no iteration.
         if getattr(request.args, "skip_remainder_batch", False):
             return (
-                "An epoch has no update left: --skip-remainder-batch leaves out its last batches, "
-                "which are fewer than --update-freq; lower --update-freq, or drop "
+                "The epoch has no update left, because fewer batches than --update-freq remain "
+                "and --skip-remainder-batch skips them: lower --update-freq, or remove "
                 "--skip-remainder-batch."
             )
         return (
-            f"The epoch that {_checkpoint(request)} broke off in has no update left with this "
-            f"--update-freq: keep the one it had until the epoch is over, or begin the first epoch "
-            f"again with --reset-dataloader."
+            f"The epoch in which {_checkpoint(request)} was saved has no update left with this "
+            f"--update-freq: use the previous --update-freq until the epoch ends, or begin again "
+            f"at the first epoch with --reset-dataloader."
         )
     found = re.match(
         r"(Criterion|Optimizer) does not match; please reset the optimizer "
@@ -225,8 +233,8 @@ def _resume(failure: Cause, request: Request) -> str | None:
         return None
     what, saved, asked = found.groups()
     return (
-        f"This run ({asked}) cannot continue {_checkpoint(request)} ({saved}): keep its "
-        f"{what.lower()} and precision, or start the optimizer anew with --reset-optimizer."
+        f"This run uses {asked}, but {_checkpoint(request)} was saved with {saved}: use its "
+        f"{what.lower()} and precision, or reset the optimizer with --reset-optimizer."
     )
 
 
@@ -235,8 +243,9 @@ def _min_len(failure: Cause, request: Request) -> str | None:
     if not failure.text.startswith("min_len cannot be larger than max_len"):
         return None
     return (
-        "--min-len (or min_len in --eval-bleu-args) is longer than a translation may be: lower "
-        "it, or raise --max-len-a or --max-len-b, up to the model's positions."
+        "--min-len (or min_len in --eval-bleu-args) is larger than the maximum length of a "
+        "translation: lower it, or raise --max-len-a or --max-len-b, at most to the model's number "
+        "of positions."
     )
 
 
@@ -245,9 +254,11 @@ def _no_text(failure: Cause, request: Request) -> str | None:
     found = re.match(r"'(\w+)' object has no attribute 'supported_targets'", failure.text)
     if found is None:
         return None
+    checkpoint = _checkpoint(request)
     return (
-        f"{_checkpoint(request)} holds a {found[1]}, with which --task language_modeling does not "
-        "work: name the checkpoint of a language model, or the --task it was trained with."
+        f"{checkpoint[0].upper()}{checkpoint[1:]} contains a {found[1]}, which --task "
+        "language_modeling cannot use: use the checkpoint of a language model, or the --task that "
+        "this model was trained with."
     )
 
 
@@ -257,8 +268,9 @@ def _no_end(failure: Cause, request: Request) -> str | None:
     if counted is None or "sequence_generator.py" not in failure.source:
         return None
     return (
-        "A sentence has no translation of a finite score: the model has diverged, or --prefix-size "
-        "meets a target without a word."
+        "A sentence has no translation with a finite score: either training has diverged (use an "
+        "earlier checkpoint), or --prefix-size meets an empty target sentence (remove that "
+        "sentence)."
     )
 
 
@@ -269,18 +281,18 @@ def _search(failure: Cause, request: Request) -> str | None:
         return None
     return (
         "--sampling, --diverse-beam-groups, --diversity-rate, --match-source-len and --constraints "
-        "are searches of their own: give one of them."
+        "each select another search: use only one of them."
     )
 
 
 def _sampling(failure: Cause, request: Request) -> str | None:
     if failure.text.startswith("invalid multinomial distribution"):
         return (
-            "--sampling finds no token that it may draw: raise --temperature, --sampling-topk or "
+            "--sampling finds no token to draw: raise --temperature, --sampling-topk or "
             "--sampling-topp, or lower --min-len."
         )
     if failure.text.startswith("selected index k out of range") and "search.py" in failure.source:
-        return "--sampling-topk is more than the target dictionary has words: lower it."
+        return "--sampling-topk is larger than the target dictionary: lower it."
     return None
 
 
@@ -295,18 +307,19 @@ def _fairseq_says_it(failure: Cause, request: Request) -> str | None:
     """fairseq's own checks of flags whose message already says what is wrong."""
     if failure.kind in ("AssertionError", "ValueError", "FloatingPointError"):
         if _PLAIN.match(failure.text):
-            return _one_line(failure.text)
+            return ended(failure.text)
         required = re.fullmatch(r"(\w+) is required!", failure.text)
         if required:
             flag = "--" + required[1].replace("_", "-")
-            return f"{flag} is missing: name one (lightseq-train --fairseq-help lists them)."
+            return f"{flag} is missing: add it (lightseq-train --fairseq-help lists its choices)."
         devices = re.fullmatch(
             r"world size is (\d+) but have (\d+) available devices", failure.text
         )
         if devices:
+            visible = "1 GPU is" if devices[2] == "1" else f"{devices[2]} GPUs are"
             return (
-                f"--distributed-world-size is {devices[1]} and {devices[2]} GPUs are visible: "
-                f"lower it, or start one process per rank with torchrun."
+                f"--distributed-world-size is {devices[1]}, but {visible} visible: lower it, or "
+                f"start one process per rank with torchrun."
             )
     return None
 
@@ -318,8 +331,9 @@ def _unnamed_sets(failure: Cause, request: Request) -> str | None:
         return None
     sets = found[1].replace("'", "")
     return (
-        f"The data have validation sets that --valid-subset does not name ({sets}): name them, "
-        "take all with --combine-valid-subsets, or leave them with --ignore-unused-valid-subsets."
+        f"The data folder has validation sets that --valid-subset does not name ({sets}): name "
+        "them too, use all with --combine-valid-subsets, or ignore them with "
+        "--ignore-unused-valid-subsets."
     )
 
 
@@ -334,8 +348,8 @@ def _conflict(failure: Cause, request: Request) -> str | None:
         task or value(request.argv, ("--task",)),
     )
     return (
-        f"--arch {arch} and --task {task} both define {found[1]} in this fairseq, and cannot be "
-        "used together: take another of one."
+        f"--arch {arch} and --task {task} cannot be used together, because both define {found[1]} "
+        "in this version of fairseq: change one of them."
     )
 
 
@@ -348,7 +362,7 @@ def _schedule(failure: Cause, request: Request) -> str | None:
     reason = f" ({says})" if says else ""
     return (
         f"The settings of --lr-scheduler {getattr(request.args, 'lr_scheduler', '')} do not fit "
-        f"together{reason}: --fairseq-help says what each of them is."
+        f"together{reason}: change one of them (--fairseq-help explains each)."
     )
 
 
@@ -358,7 +372,7 @@ def _arch(failure: Cause, request: Request) -> str | None:
         and not failure.text
         and failure.source.endswith("options.py")
     ):
-        return "--arch is missing: name one, for example --arch ls_transformer_wmt_en_de."
+        return "--arch is missing: add it, for example --arch ls_transformer_wmt_en_de."
     return None
 
 
@@ -366,18 +380,20 @@ def _metric(failure: Cause, request: Request) -> str | None:
     metric = getattr(request.args, "best_checkpoint_metric", None)
     if failure.kind == "KeyError" and failure.text == repr(metric) and "train.py" in failure.source:
         return (
-            f"--best-checkpoint-metric {metric} is not what validation measures: name loss, "
-            f"nll_loss or ppl, or bleu with --eval-bleu."
+            f"--best-checkpoint-metric {metric} is not measured in validation: use loss, nll_loss "
+            f"or ppl, or bleu with --eval-bleu."
         )
     return None
 
 
 def _heads(failure: Cause, request: Request) -> str | None:
     """The model width is not a multiple of the heads: an error of our layers and of fairseq's."""
-    if re.match(r"embed_dim (\d+ is no multiple of|must be divisible by) num_heads", failure.text):
+    if re.match(
+        r"embed_dim (\d+ is not a multiple of|must be divisible by) num_heads", failure.text
+    ):
         return (
-            "The width of a layer is no multiple of its number of heads: give others of "
-            "--encoder-attention-heads and --encoder-embed-dim, or --decoder-attention-heads and "
+            "The width of a layer is not a multiple of its number of attention heads: change "
+            "--encoder-attention-heads or --encoder-embed-dim, or --decoder-attention-heads or "
             "--decoder-embed-dim."
         )
     return None
@@ -391,8 +407,8 @@ def _user_dir(failure: Cause, request: Request) -> str | None:
     if failure.text != f"No module named '{package}'":
         return None
     return (
-        f"--user-dir {path} is no package: name a folder that Python can import, without a dot in "
-        f"its name."
+        f"--user-dir {path} is not a Python package: use a folder that Python can import, without "
+        f"a dot in its name."
     )
 
 
@@ -402,11 +418,12 @@ def _package(failure: Cause, request: Request) -> str | None:
         return None
     if failure.text == "No module named 'requests'":
         return (
-            "A file that a URL names, as GPT-2's are by default, is fetched with the package "
-            "requests: pip install requests, or name files of this machine."
+            "A file given by its URL (by default those of --bpe gpt2) is downloaded with the "
+            "package requests, which is not installed: run pip install requests, or use local "
+            "files."
         )
     found = re.search(r"Please install .*", " ".join(failure.text.split()))
-    return _one_line(found[0]) if found else None
+    return ended(found[0]) if found else None
 
 
 def _configuration(failure: Cause, request: Request) -> str | None:
@@ -414,17 +431,20 @@ def _configuration(failure: Cause, request: Request) -> str | None:
     found = re.match(r"In 'config': Could not find '(\w+)/(\w+)'", failure.text)
     if found is not None:  # a component that fairseq registers without one
         flag = "--" + found[1].replace("_", "-")
-        return f"{flag} {found[2]} has no configuration in this fairseq: choose another {flag}."
+        return (
+            f"{flag} {found[2]} cannot be used, because this version of fairseq has no "
+            f"configuration for it: choose another {flag}."
+        )
     found = re.match(r"Missing mandatory value: (?:\w+\.)*(\w+)\n", failure.text)
     if found is not None:  # of a tokenizer or a BPE that the command builds
-        return f"--{found[1].replace('_', '-')} is missing, which this command needs: give it."
+        return f"--{found[1].replace('_', '-')} is missing, but this command needs it: add it."
     found = re.match(r"Error merging override (\w+)\.(\w+)=(.*)", failure.text)
     if found is None:
         return None
     component, name, value = found[1], found[2].replace("_", "-"), found[3].strip("'")
     if value == "null":
-        return f"--{name} is missing, which this --{component.replace('_', '-')} needs: give it."
-    return f"--{name} cannot be {value}: --fairseq-help says what it takes."
+        return f"--{name} is missing, but this --{component.replace('_', '-')} needs it: add it."
+    return f"--{name} cannot be {value}: use a value that --fairseq-help allows."
 
 
 _WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed|exited)")
@@ -436,8 +456,7 @@ def _worker(failure: Cause, request: Request) -> str | None:
         return None
     return (
         f"A process that loads data (pid {found[1]}) was killed, often because the machine is out "
-        f"of memory: lower --num-workers or --data-buffer-size; the same command goes on from the "
-        f"last checkpoint."
+        f"of memory: lower --num-workers or --data-buffer-size{_resumes(request)}."
     )
 
 
@@ -457,12 +476,9 @@ def _rank(failure: Cause, request: Request) -> str | None:
         found = re.match(r"process (\d+) terminated with (?:signal |exit code )(\w+)", failure.text)
         if found is None:
             return None
-        how = f"by {found[2]}" if found[2].startswith("SIG") else f"with status {found[2]}"
+        how = f"with {found[2]}" if found[2].startswith("SIG") else f"with status {found[2]}"
         why = ", often because the machine is out of memory" if found[2] == "SIGKILL" else ""
-        goes_on = "; the same command goes on from the last checkpoint" if _trains(request) else ""
-        return (
-            f"Process {found[1]} of those that this command has started ended {how}{why}{goes_on}."
-        )
+        return f"Process {found[1]} of this command ended {how}{why}{_resumes(request)}."
     by_gloo = failure.kind == "RuntimeError" and "gloo" in failure.text.lower()
     if not by_gloo and failure.kind not in (
         "DistBackendError",
@@ -472,28 +488,28 @@ def _rank(failure: Cause, request: Request) -> str | None:
         return None
     if found := _NOT_COME.search(failure.text):
         return (
-            f"{found[2]} of {found[3]} ranks have come within {found[1]} seconds: the logs of the "
-            "others say why they have not, and all of them need the same --distributed-init-method "
-            "or MASTER_ADDR and MASTER_PORT."
+            f"Only {found[2]} of {found[3]} ranks connected within {found[1]} seconds: give all "
+            "ranks the same --distributed-init-method, or the same MASTER_ADDR and MASTER_PORT; "
+            "the logs of the missing ranks say why they did not connect."
         )
     if _GONE.search(failure.text):
-        goes_on = (
-            ", and the same command goes on from the last checkpoint" if _trains(request) else ""
-        )
-        return f"Another rank has ended: its own log says why{goes_on}."
+        return f"Another rank has ended: its own log says why{_resumes(request)}."
     return None
 
 
-def _trains(request: Request) -> bool:
-    return hasattr(request.args, "max_update")
+def _resumes(request: Request) -> str:
+    """The end of a sentence that tells a user of lightseq-train how to continue."""
+    if not hasattr(request.args, "max_update"):
+        return ""
+    return "; run the same command again to resume from the last checkpoint"
 
 
 def _memory(failure: Cause, request: Request) -> str | None:
     # Allocations of our kernels raise a RuntimeError with only this message.
     if failure.kind == "OutOfMemoryError" or failure.text.startswith("CUDA out of memory"):
         return (
-            "The GPU is out of memory: lower --max-tokens (and raise --update-freq by the same "
-            "factor to keep the batch size), or choose a smaller model."
+            "The GPU is out of memory: lower --max-tokens (in training, raise --update-freq by the "
+            "same factor to keep the batch size), or choose a smaller model."
         )
     return None
 
@@ -502,11 +518,11 @@ _REASONS = {
     errno.ENOENT: "does not exist",
     errno.EACCES: "cannot be opened (permission denied)",
     errno.EPERM: "cannot be opened (not permitted)",
-    errno.EISDIR: "is a directory, not a file",
-    errno.ENOTDIR: "does not lie in a directory",
+    errno.EISDIR: "is a folder, not a file",
+    errno.ENOTDIR: "has a file in place of a folder in its path",
     errno.EEXIST: "exists already",
-    errno.EROFS: "lies on a read-only file system",
-    errno.ENOSPC: "lies on a full disk",
+    errno.EROFS: "is on a read-only file system",
+    errno.ENOSPC: "is on a full disk",
 }
 
 
@@ -550,11 +566,6 @@ def _lies_in(name: str, path: str) -> bool:
 def _named_paths(request: Request) -> list[str]:
     words = [word.partition("=")[2] if word.startswith("-") else word for word in request.argv]
     return [part for word in words for part in re.split("[:,]", word) if part]
-
-
-def _one_line(text: str) -> str:
-    text = " ".join(text.split())
-    return text if text.endswith((".", "!", "?")) else text + "."
 
 
 _RULES: tuple[Callable[[Cause, Request], str | None], ...] = (

@@ -79,10 +79,10 @@ def find(path: str, implementation: str | None) -> BinarisedSentences | None:
         return None
     is_legacy = magic.startswith(_OF_LEGACY)
     if magic != _OF_MMAP and not is_legacy:
-        raise UserError(f"{path}.idx is damaged, or of another program: {_AGAIN}.")
+        raise UserError(f"{path}.idx is damaged, or is not a file of fairseq: {_AGAIN}.")
     if implementation is not None and is_legacy == (implementation == "mmap"):
         raise UserError(
-            f"{path}.idx was not written for --dataset-impl {implementation}: leave that flag out."
+            f"{path}.idx was not written for --dataset-impl {implementation}: remove that flag."
         )
     index = (_legacy_index if is_legacy else _mmap_index)(_mapped(f"{path}.idx"))
     end = None if index is None else _end(index)
@@ -91,8 +91,8 @@ def find(path: str, implementation: str | None) -> BinarisedSentences | None:
     size = os.path.getsize(f"{path}.bin")
     if size != end:
         raise UserError(
-            f"{path}.bin has {size} bytes and {path}.idx describes {end}: one of them is cut off, "
-            f"or of other text; {_AGAIN}."
+            f"{path}.bin has {size} bytes, but {path}.idx describes {end}: one of the files is "
+            f"truncated, or they belong to different texts; {_AGAIN}."
         )
     if size == 0:
         raise UserError(f"{path}.bin is empty: {_AGAIN}.")
@@ -175,7 +175,7 @@ def check_words(sentences: BinarisedSentences, words: int, everywhere: bool) -> 
             place = int(np.argmax((block < lowest) | (block >= lowest + words)))
             sentence = sentences.lengths.cumsum(dtype=np.int64).searchsorted(first + place, "right")
             raise UserError(
-                f"Sentence {sentence} (counted from 0) of {sentences.path}.bin has token number "
-                f"{int(block[place]) - lowest} and the dictionary has {words}: {_AGAIN} and this "
-                "dictionary (--srcdict, --tgtdict)."
+                f"Sentence {sentence} (counted from 0) of {sentences.path}.bin contains the token "
+                f"id {int(block[place]) - lowest}, but the dictionary has {words} words: {_AGAIN} "
+                "and this dictionary (--srcdict, --tgtdict)."
             )

@@ -80,12 +80,13 @@ def _sentence(command: str, parser: argparse.ArgumentParser, message: str) -> st
     if found is not None:
         if found[1] == "data":
             return (
-                f"The data directory is missing: lightseq-{command} --help shows a whole command."
+                f"The data folder is missing: add it (lightseq-{command} --help shows a complete "
+                "command)."
             )
-        return f"{found[1]} is required here: --fairseq-help says what it is."
+        return f"lightseq-{command} needs {found[1]}: add it (--fairseq-help explains it)."
     found = re.match(r"argument (\S+): (.*)", message, re.DOTALL)
     if found is None:
-        return _ended(message)
+        return ended(message)
     flag, says = found[1].rpartition("/")[2], found[2]
     if value := re.match(r"invalid (\w+) value: (.*)", says):
         wanted = {"int": "a whole number", "float": "a number"}.get(value[1], f"of type {value[1]}")
@@ -94,13 +95,14 @@ def _sentence(command: str, parser: argparse.ArgumentParser, message: str) -> st
         name, known = choice[1].strip("'"), choice[2].replace("'", "")
         return f"{flag} cannot be {name}: choose one of {known}."
     if re.match(r"expected (one|at least one) argument", says):
-        return f"{flag} stands without its value."
+        return f"{flag} has no value: write one after it."
     if re.match("ignored explicit argument", says):
-        return f"{flag} takes no value."
-    return _ended(f"{flag}: {says}")
+        return f"{flag} takes no value: remove the = and what follows it."
+    return ended(f"{flag}: {says}")
 
 
-def _ended(text: str) -> str:
+def ended(text: str) -> str:
+    """``text`` on one line, with a full stop if it has no end."""
     text = " ".join(text.split())
     return text if text.endswith((".", "!", "?")) else text + "."
 
@@ -109,28 +111,36 @@ def _unknown(command: str, parser: argparse.ArgumentParser, word: str) -> str:
     """The sentence for a word that the command has no place for."""
     flag, program = word.partition("=")[0], f"lightseq-{command}"
     if not flag.startswith("-"):
-        return f"{program} has no place for {word}: a flag takes fewer values than given."
+        return (
+            f"{program} does not expect the argument {word}: remove it, or check how many values "
+            "the flag before it takes."
+        )
     known = set(parser._option_string_actions) | _own_flags(command)
     component = None if _having(program, flag) else _component_with(flag, known)
     if component is not None:
-        return f"{flag} is a flag of {component}, which this command does not use."
-    return unknown_flag(program, flag, known, ": --fairseq-help lists all flags.")
+        return (
+            f"{flag} is a flag of {component}, which this command does not use: use {component}, "
+            f"or remove {flag}."
+        )
+    return unknown_flag(program, flag, known, "--fairseq-help lists all flags.")
 
 
-def unknown_flag(program: str, flag: str, known: set[str], otherwise: str = ".") -> str:
-    """The sentence for a flag that ``program`` does not have: who has it, or which one is like it.
+def unknown_flag(program: str, flag: str, known: set[str], otherwise: str) -> str:
+    """The sentence for a flag that ``program`` does not have.
+
+    It ends with the commands that have the flag, or with a similar flag of this program, or with
+    ``otherwise``.
 
     Args:
         known: the flags that it has.
-        otherwise: the sentence's end where there is neither.
     """
     having = _having(program, flag)
     close = difflib.get_close_matches(flag, sorted(known), n=1, cutoff=0.7)
     if having:
-        otherwise = f": it is a flag of {_listed(having)}."
+        otherwise = f"it is a flag of {_listed(having)}."
     elif close:
-        otherwise = f": did you mean {close[0]}?"
-    return f"{program} has no {flag}{otherwise}"
+        otherwise = f"did you mean {close[0]}?"
+    return f"{program} has no flag {flag}: {otherwise}"
 
 
 def _having(program: str, flag: str) -> list[str]:

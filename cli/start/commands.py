@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import click
@@ -11,6 +12,7 @@ from lightseq_fairseq import __version__
 from lightseq_fairseq.cli.start import command_lines
 
 _Command = TypeVar("_Command")
+_SETTINGS = {"max_content_width": 100}
 
 
 class CommandError(click.ClickException):
@@ -25,23 +27,56 @@ class CommandError(click.ClickException):
         click.echo(f"{self.program}: error: {self.format_message()}", file=file, err=file is None)
 
 
-class _Own(click.Command):
+class OneSentence(click.Command):
+    """A command that reports wrong usage in one sentence, where click would print several lines."""
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        assert self.name is not None
-        try:
+        with _usage_errors(ctx):
             return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            known = {flag for parameter in self.params for flag in parameter.opts}
-            sentence = command_lines.unknown_flag(self.name, error.option_name, known)
-            raise CommandError(self.name, sentence) from error
-        except click.UsageError as error:
-            raise CommandError(self.name, " ".join(error.format_message().split())) from error
+
+
+class _Group(click.Group):
+    command_class = OneSentence
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args:  # click prints the help
+            return super().parse_args(ctx, args)
+        with _usage_errors(ctx):
+            return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        with _usage_errors(ctx):
+            return super().resolve_command(ctx, args)
+
+
+@contextmanager
+def _usage_errors(ctx: click.Context) -> Iterator[None]:
+    """Turns click's usage errors within the block into a `CommandError`."""
+    chain = [ctx]
+    while chain[0].parent is not None:
+        chain.insert(0, chain[0].parent)
+    program = " ".join(str(context.command.name) for context in chain)
+    try:
+        yield
+    except click.NoSuchOption as error:
+        known = {flag for parameter in ctx.command.params for flag in parameter.opts}
+        sentence = command_lines.unknown_flag(
+            program, error.option_name, known, f"{program} --help lists all flags."
+        )
+        raise CommandError(str(chain[0].command.name), sentence) from error
+    except click.UsageError as error:
+        says = command_lines.ended(error.format_message())
+        raise CommandError(str(chain[0].command.name), f"{says} See {program} --help.") from error
 
 
 def own(name: str) -> Callable[[Callable[..., None]], click.Command]:
     """Decorator: makes the command ``name`` from a function and the click decorators below it."""
-    settings = {"max_content_width": 100}
-    return lambda body: click.command(name=name, cls=_Own, context_settings=settings)(version(body))
+    return lambda body: click.command(name, OneSentence, context_settings=_SETTINGS)(version(body))
+
+
+def group(name: str) -> Callable[[Callable[..., None]], click.Group]:
+    """Decorator: makes the command ``name`` whose own commands its method ``command`` adds."""
+    return lambda body: click.group(name, _Group, context_settings=_SETTINGS)(version(body))
 
 
 def version(command: _Command) -> _Command:

@@ -8,7 +8,7 @@ is on the command line, with or without ``=value``.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 PREFIX = "ls_"
@@ -26,56 +26,72 @@ class Machine(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Default flags that belong together; none is added if the user sets one of ``unless``.
-
-    Attributes:
-        of_tasks: task name -> flags to use instead of ``flags``.
-    """
+    """Default flags that belong together; none is added if the user sets one of ``unless``."""
 
     unless: tuple[str, ...]
     flags: tuple[tuple[str, str], ...]
-    of_tasks: Mapping[str, tuple[tuple[str, str], ...]] = {}
 
 
-# The recipe of Vaswani et al. (2017), section 5, with the learning rate, weight decay and warm-up
-# of fairseq's translation example for big Transformers.
-CHOICES = (
-    Choice(
-        unless=("--optimizer",),
-        flags=(
-            ("--optimizer", "ls_adam"),
-            ("--adam-betas", "(0.9, 0.98)"),
-            ("--clip-norm", "0"),
-            ("--weight-decay", "1e-4"),
-        ),
+_PARTS = tuple(flag for (flag,) in PARTS)
+_SENTENCES = ("--batch-size", "--max-sentences")
+
+
+def _recipe(
+    optimizer: str, criterion: str, schedule: str, max_tokens: int, update_freq: int, updates: int
+) -> tuple[Choice, ...]:
+    """The choices of a recipe; texts are flags with their values, such as "--lr 1.0"."""
+    return (
+        Choice(("--optimizer",), _pairs(optimizer)),
+        Choice(("--criterion",), _pairs(criterion)),
+        Choice((*_PARTS, "--lr-scheduler"), _pairs(schedule)),
+        # Tokens of an update: whoever sets those of a batch has their own.
+        Choice((*_SENTENCES, "--max-tokens"), (("--update-freq", str(update_freq)),)),
+        Choice(_SENTENCES, (("--max-tokens", str(max_tokens)),)),
+        Choice(("--max-epoch", "--stop-time-hours"), (("--max-update", str(updates)),)),
+        # fairseq's own defaults. They are added so that the printed command repeats the run.
+        Choice((), (("--update-freq", "1"), ("--seed", "1"))),
+    )
+
+
+def _pairs(text: str) -> tuple[tuple[str, str], ...]:
+    words = shlex.split(text)
+    return tuple(zip(words[::2], words[1::2]))
+
+
+# What a recipe is for -> its choices: a task, or models with adaptive softmax. A task that is not
+# here has the first one. Sizes and dropout are the arch's, the length of a block the task's.
+ADAPTIVE = "adaptive softmax"
+RECIPES = {
+    # Vaswani et al. (2017), section 5, with the learning rate, weight decay and warm-up of
+    # fairseq's examples/scaling_nmt for big Transformers.
+    "translation": _recipe(
+        "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --clip-norm 0 --weight-decay 1e-4",
+        "--criterion ls_label_smoothed_cross_entropy --label-smoothing 0.1",
+        "--lr 5e-4 --lr-scheduler inverse_sqrt --warmup-updates 4000",
+        max_tokens=4096,
+        update_freq=1,
+        updates=300_000,
     ),
-    Choice(
-        unless=("--criterion",),
-        flags=(
-            ("--criterion", "ls_label_smoothed_cross_entropy"),
-            ("--label-smoothing", "0.1"),
-        ),
-        of_tasks={"language_modeling": (("--criterion", "ls_cross_entropy"),)},
+    # fairseq's examples/language_model/README.md, of transformer_lm on WikiText-103.
+    "language_modeling": _recipe(
+        "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --clip-norm 0 --weight-decay 0.01",
+        "--criterion ls_cross_entropy",
+        "--lr 5e-4 --lr-scheduler inverse_sqrt --warmup-updates 4000 --warmup-init-lr 1e-7",
+        max_tokens=2048,
+        update_freq=16,
+        updates=50_000,
     ),
-    Choice(
-        unless=("--optimizer", "--criterion", "--lr-scheduler"),
-        flags=(
-            ("--lr", "5e-4"),
-            ("--lr-scheduler", "inverse_sqrt"),
-            ("--warmup-updates", "4000"),
-        ),
+    # fairseq's examples/language_model/README.adaptive_inputs.md, of transformer_lm_wiki103.
+    ADAPTIVE: _recipe(
+        "--optimizer nag --clip-norm 0.1",
+        "--criterion adaptive_loss",
+        "--lr 1.0 --lr-scheduler cosine --min-lr 1e-4 --stop-min-lr 1e-9 --t-mult 2 "
+        "--lr-period-updates 270000 --lr-shrink 0.75 --warmup-updates 16000 --warmup-init-lr 1e-7",
+        max_tokens=3072,
+        update_freq=3,
+        updates=286_000,
     ),
-    Choice(
-        unless=("--batch-size", "--max-sentences"),
-        flags=(("--max-tokens", "4096"),),
-    ),
-    Choice(
-        unless=("--max-epoch", "--stop-time-hours"),
-        flags=(("--max-update", "300000"),),
-    ),
-    # fairseq's own defaults. They are added so that the printed command repeats the run.
-    Choice(unless=(), flags=(("--update-freq", "1"), ("--seed", "1"))),
-)
+}
 
 PRECISION = (
     "--fp16",
@@ -125,12 +141,19 @@ def uses_lightseq(argv: Sequence[str]) -> bool:
     return any((value(argv, flags) or "").startswith(PREFIX) for flags in REGISTERED)
 
 
-def missing(argv: Sequence[str], machine: Machine, fused: bool | None = None) -> list[str]:
+def missing(
+    argv: Sequence[str], machine: Machine, fused: bool | None = None, adaptive: bool = False
+) -> list[str]:
     """The words that complete a command with an ls_ arch; [] for another arch.
 
     Nothing that the user sets is overridden. The learning-rate schedule is not added if the user
     sets the optimizer, the criterion or the scheduler; the precision is not added if the user sets
-    the optimizer or the criterion. fused: whether the arch is ours; None: decided by its name.
+    the optimizer or the criterion; tokens and micro-batches of an update are not added if the user
+    sets the size of a batch.
+
+    Args:
+        fused: whether the arch is ours; None: decided by its name.
+        adaptive: whether its model has adaptive softmax.
     """
     if fused is None:
         fused = (value(argv, ARCH) or "").startswith(PREFIX)
@@ -138,14 +161,14 @@ def missing(argv: Sequence[str], machine: Machine, fused: bool | None = None) ->
         return []
     task = value(argv, ("--task",)) or "translation"
     added: list[str] = []
-    for choice in CHOICES:
+    for choice in RECIPES.get(ADAPTIVE if adaptive else task, RECIPES["translation"]):
         if not is_given(argv, choice.unless):
-            for flag, text in choice.of_tasks.get(task, choice.flags):
-                if not is_given(argv, (flag,)):
+            for flag, text in choice.flags:
+                if not is_given([*added, *argv], (flag,)):
                     added += [flag, text]
     if not is_given(argv, ("--distributed-world-size",)):
         added += ["--distributed-world-size", str(machine.ranks)]
-    if machine.gpus and not is_given(argv, ("--optimizer", "--criterion", "--cpu", *PRECISION)):
+    if machine.gpus and not is_given(argv, (*_PARTS, "--cpu", *PRECISION)):
         added.append("--bf16" if machine.bf16 else "--fp16")
     return added
 
@@ -157,18 +180,20 @@ def with_options(argv: Sequence[str], options: Sequence[str]) -> list[str]:
     return [*words[:end], *options, *words[end:]]
 
 
-def complete(argv: Sequence[str], machine: Machine, fused: bool | None = None) -> list[str]:
+def complete(
+    argv: Sequence[str], machine: Machine, fused: bool | None = None, adaptive: bool = False
+) -> list[str]:
     """``argv`` with the `missing` words added."""
-    return with_options(argv, missing(argv, machine, fused))
+    return with_options(argv, missing(argv, machine, fused, adaptive))
 
 
 def note(argv: Sequence[str]) -> str | None:
-    """A warning about a completed command that the user probably does not intend, or None."""
+    """A note on a completed command that the user probably does not intend, or None."""
     if is_given(argv, ("--lr",)):
         return None
     return (
-        "--lr is not set, and the schedule is yours once --optimizer, --criterion or "
-        "--lr-scheduler is given: this run uses fairseq's default rate, 0.25."
+        "--lr is not set, so this run uses fairseq's default learning rate, 0.25: set --lr. The "
+        "recipe sets it only if --optimizer, --criterion and --lr-scheduler are not set."
     )
 
 

@@ -75,9 +75,9 @@ def load_model_ensemble(
             not isinstance(model, FairseqEncoderDecoderModel) or isinstance(model, FairseqNATModel)
         ):
             raise UserError(
-                f"{name} holds a {type(model).__name__}, which --task translation does not "
-                "translate with: name the checkpoint of a translation model, or the --task it "
-                "was trained with."
+                f"{name} contains a {type(model).__name__}, which --task translation cannot use: "
+                "use the checkpoint of a translation model, or the --task that this model was "
+                "trained with."
             )
     return models, cfg
 

@@ -15,18 +15,18 @@ import os
 import signal
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from lightseq_fairseq import cli
 from lightseq_fairseq.cli.refusals import messages
 from lightseq_fairseq.cli.refusals.causes import Cause
 from lightseq_fairseq.cli.start import command_lines, defaults, preflight
-from lightseq_fairseq.cli.start.commands import CommandError, version
+from lightseq_fairseq.cli.start.commands import CommandError, OneSentence, version
 from lightseq_fairseq.cli.start.logs import LOG_CONFIG
 from lightseq_fairseq.cli.start.old_lightseq import clash
 from lightseq_fairseq.cli.start.signals import SpawnedRanks, sent_to_ranks
@@ -56,7 +56,7 @@ class Abandoned(CommandError):
         os._exit(self.exit_code)
 
 
-class PassThrough(click.Command):
+class PassThrough(OneSentence):
     """A command that keeps unknown options, their order and ``--`` for another parser."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -81,15 +81,19 @@ def launcher(command: str) -> Callable[[Callable[..., None]], click.Command]:
 
         body = version(body)
         body = click.option(
-            "--log-config", is_flag=True, help="Log fairseq's whole configuration at the start."
+            "--log-config",
+            is_flag=True,
+            help="Log fairseq's whole configuration and the model's modules at the start.",
         )(body)
         body = click.option(
             "--fairseq-help",
             is_flag=True,
-            help=f"List the flags of fairseq-{command}, all of which are taken here too, those of "
-            "the arch, the task, the optimizer, ... that the command names among them.",
+            help=f"List all flags of fairseq-{command}, which this command takes too. The list "
+            "includes the flags of the arch, the task, the optimizer and so on that you name.",
         )(body)
-        body = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[DATA] ...")(body)
+        body = click.argument(
+            "words", nargs=-1, type=click.UNPROCESSED, metavar="[DATA] ...", shell_complete=_files
+        )(body)
         return click.command(
             cls=PassThrough,
             name=f"lightseq-{command}",
@@ -97,6 +101,11 @@ def launcher(command: str) -> Callable[[Callable[..., None]], click.Command]:
         )(body)
 
     return decorate
+
+
+def _files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Shell completion of a word that is no flag of ours: the shell's own, of file names."""
+    return [CompletionItem(incomplete, type="file")]
 
 
 def run_fairseq(
@@ -129,7 +138,9 @@ def run_fairseq(
     if not native and defaults.is_given(words, ("--retain-dropout",)):
         # fairseq enables its dropout modules for this flag; the fused layers drop only in training.
         click.echo(
-            f"lightseq-{command}: note: --retain-dropout runs fairseq's own layers", err=True
+            f"lightseq-{command}: note: this run uses fairseq's own layers, because "
+            "--retain-dropout needs dropout after training, which the fused layers do not have.",
+            err=True,
         )
         native = True
     request = messages.Request(words)
@@ -138,7 +149,6 @@ def run_fairseq(
     with ExitStack() as around_all:
         ranks = around_all.enter_context(sent_to_ranks()) if command == "train" else SpawnedRanks()
         around_all.enter_context(_sentences(f"lightseq-{command}", request, ranks))
-        around_all.enter_context(quiet())
         parts = "fairseq" if (native() if callable(native) else native) else "lightseq"
         program = f"{parts}-{command}"
         around_all.enter_context(typed(program, words))
@@ -194,18 +204,6 @@ def no_workers_left() -> Iterator[None]:
             for child in multiprocessing.active_children():
                 if child.daemon:
                     child.terminate()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silences warnings of torch about fairseq's code, which users cannot fix."""
-    with warnings.catch_warnings():
-        for message in (
-            "'pin_memory' argument is set as true but no accelerator",
-            "Support for mismatched key_padding_mask and attn_mask",  # fairseq's own decoder
-        ):
-            warnings.filterwarnings("ignore", message, UserWarning)
-        yield
 
 
 @contextmanager

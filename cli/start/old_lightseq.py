@@ -21,7 +21,7 @@ def clash() -> str | None:
     if not names:
         return None
     return (
-        f"The package {OTHER} is installed here too and brings its own {', '.join(names)}: remove "
-        f"it (pip uninstall {OTHER}), then install lightseq-fairseq again, since both packages "
-        f"write the same scripts."
+        f"The package {OTHER} is installed too, and has scripts of the same names "
+        f"({', '.join(names)}): remove it (pip uninstall {OTHER}), then install lightseq-fairseq "
+        f"again, because that removes the scripts of both."
     )

@@ -107,7 +107,7 @@ def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
 
     if command != "train" and getattr(args, "path", None) is None:
         raise UserError(
-            "--path is missing: name the checkpoint, for example "
+            "--path is missing: add the checkpoint, for example "
             "--path checkpoints/checkpoint_best.pt."
         )
     preflight_values.values(command, args)
@@ -118,8 +118,8 @@ def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
     language_model(command, args)
     if command == "generate" and args.constraints:  # with sampling, flags.py refuses them
         raise UserError(
-            "--constraints stand in lines of text, and a binarised test set holds none: drop it, "
-            "or translate with lightseq-interactive."
+            "--constraints reads constraints from lines of text, but a binarised test set contains "
+            "none: remove it, or translate with lightseq-interactive."
         )
     if command == "train":
         precision(args)
@@ -177,13 +177,16 @@ def numbers(args: argparse.Namespace) -> None:
         for name in counted:
             found = getattr(args, name, None)
             counts = found if isinstance(found, list) else [found]
-            if any(count is not None and count < least for count in counts):
-                raise UserError(f"--{name.replace('_', '-')} must be at least {least}.")
+            for count in counts:
+                if count is not None and count < least:
+                    raise UserError(
+                        f"--{name.replace('_', '-')} is {count}: it must be at least {least}."
+                    )
     rank, ranks = args.distributed_rank, args.distributed_world_size
     if rank is not None and not 0 <= rank < ranks:
         raise UserError(
-            f"--distributed-rank is {rank} and --distributed-world-size {ranks}: ranks count from "
-            f"0 to {ranks - 1}."
+            f"--distributed-rank is {rank}, but --distributed-world-size is {ranks}: the rank "
+            f"must be at least 0 and below {ranks}."
         )
     if not registries.is_fused(getattr(args, "arch", None)):  # fairseq checks its own models
         return
@@ -191,7 +194,9 @@ def numbers(args: argparse.Namespace) -> None:
                  "label_smoothing"):  # fmt: skip
         rate = getattr(args, name, None) or 0
         if not 0 <= rate < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {rate}: give a number from 0 below 1.")
+            raise UserError(
+                f"--{name.replace('_', '-')} is {rate}: it must be at least 0 and below 1."
+            )
 
 
 def backend(argv: Sequence[str], args: argparse.Namespace) -> None:
@@ -205,7 +210,7 @@ def backend(argv: Sequence[str], args: argparse.Namespace) -> None:
         return
     if is_given(argv, (flag,)):
         raise UserError(
-            f"{flag} nccl is for GPUs, and there is none: give {flag} gloo, or drop it."
+            f"{flag} nccl needs a GPU, but this run uses none: use {flag} gloo, or remove it."
         )
     args.distributed_backend = "gloo"
 
@@ -216,7 +221,10 @@ def precision(args: argparse.Namespace) -> None:
 
     flat = args.fp16 and not (args.memory_efficient_fp16 or args.fp16_no_flatten_grads)
     if flat and (args.cpu or not torch.cuda.is_available()):
-        raise UserError("--fp16 needs a GPU: leave it out, or use --bf16, which a CPU can do too.")
+        raise UserError(
+            "--fp16 needs a GPU, but this run uses none: remove it, or use --bf16, which also "
+            "works on a CPU."
+        )
 
 
 def pack_tokens(args: argparse.Namespace) -> None:
@@ -230,20 +238,23 @@ def pack_tokens(args: argparse.Namespace) -> None:
     ours = os.path.basename(sys.argv[0]) == "lightseq-train"
     if not ours or not getattr(ARCH_MODEL_REGISTRY.get(args.arch), "packs_tokens", False):
         raise UserError(
-            "--pack-tokens needs a model that computes no pads: take --arch ls_transformer or one "
-            "of its kin, without --native, or drop it."
+            "--pack-tokens needs a model that trains on packed tokens: use an --arch that begins "
+            "with ls_transformer, without --native, or remove --pack-tokens."
         )
     if ARCH_MODEL_REGISTRY[args.arch].data is not SENTENCE_PAIRS:
         # The flag would not reach the model anyway: if a model's configuration is a dataclass,
         # fairseq drops all other settings.
         raise UserError(
-            f"--pack-tokens counts the tokens of sentence pairs, and {args.arch} trains on other "
-            "data: drop it."
+            f"--pack-tokens counts the tokens of sentence pairs, but --arch {args.arch} trains on "
+            "other data: remove --pack-tokens."
         )
     if args.max_tokens is None:
-        raise UserError("--pack-tokens fills batches up to --max-tokens: give both, or drop it.")
+        raise UserError(
+            "--pack-tokens fills batches up to --max-tokens, which is not set: set it, or remove "
+            "--pack-tokens."
+        )
     if getattr(args, "num_batch_buckets", 0):
         raise UserError(
-            "--pack-tokens fills batches by their tokens and --num-batch-buckets by their "
-            "sentences: drop one of the two."
+            "--pack-tokens fills batches by their tokens, but --num-batch-buckets by their "
+            "sentences: remove one of the two."
         )

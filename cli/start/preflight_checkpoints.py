@@ -19,7 +19,7 @@ def first(args: argparse.Namespace) -> None:
     if args.restore_file != "checkpoint_last.pt":
         if args.finetune_from_model is not None:
             raise UserError(
-                "--restore-file and --finetune-from-model exclude each other: drop one."
+                "--restore-file and --finetune-from-model cannot be used together: remove one."
             )
         flag, path = "--restore-file", args.restore_file.replace(".pt", suffix + ".pt")
     # The default is a file in --save-dir. A new run has no such file; then the other flags apply.
@@ -31,9 +31,13 @@ def first(args: argparse.Namespace) -> None:
         flag, path = "--finetune-from-model", args.finetune_from_model
     if path is not None and not PathManager.isfile(path):
         there = os.path.join(args.save_dir, path)
-        hint = f"there is a {there}" if os.path.isfile(there) else "check the path, or leave it out"
+        hint = (
+            f"did you mean {there}?"
+            if os.path.isfile(there)
+            else f"check the path, or remove {flag}."
+        )
         wrong = "is a folder" if os.path.isdir(path) else "does not exist"
-        raise UserError(f"{flag} {path or repr(path)} {wrong}: {hint}.")
+        raise UserError(f"{flag} {path or repr(path)} {wrong}: {hint}")
 
 
 def best_metric(args: argparse.Namespace) -> None:
@@ -46,8 +50,8 @@ def best_metric(args: argparse.Namespace) -> None:
     if args.disable_validation or measured is None or metric in (*measured, *_ALWAYS_MEASURED):
         return
     raise UserError(
-        f"--best-checkpoint-metric {metric} is not what validation measures: name "
-        f"{' or '.join(measured)}; bleu needs --eval-bleu, accuracy --report-accuracy."
+        f"--best-checkpoint-metric {metric} is not measured in validation: use "
+        f"{' or '.join(measured)}; bleu needs --eval-bleu, and accuracy needs --report-accuracy."
     )
 
 

@@ -22,37 +22,38 @@ def data(command: str, args: argparse.Namespace) -> None:
     folders = utils.split_paths(args.data)
     for folder in folders:
         if not os.path.isdir(folder):
-            wrong = "is no directory" if os.path.exists(folder) else "does not exist"
+            wrong = "is not a folder" if os.path.exists(folder) else "does not exist"
             raise UserError(
-                f"The data directory {folder} {wrong}: give the --destdir that "
-                f"lightseq-preprocess wrote."
+                f"The data folder {folder} {wrong}: use the folder that lightseq-preprocess wrote "
+                f"(its --destdir)."
             )
     source, target = args.source_lang, args.target_lang
     if source is None or target is None:
         source, target = infer_language_pair(folders[0])
         if source is None or target is None:
             raise UserError(
-                f"{folders[0]} holds no binarised sentence pairs (no file such as "
-                f"train.de-en.de.idx): give the --destdir that lightseq-preprocess wrote."
+                f"{folders[0]} contains no binarised sentence pairs (no file such as "
+                f"train.de-en.de.idx): use the folder that lightseq-preprocess wrote (its "
+                f"--destdir)."
             )
     for language in (source, target):
         if not os.path.isfile(os.path.join(folders[0], f"dict.{language}.txt")):
             raise UserError(
-                f"{folders[0]} holds no dict.{language}.txt: give the --destdir that "
-                f"lightseq-preprocess wrote, and its languages with -s and -t."
+                f"{folders[0]} contains no dict.{language}.txt: use the folder that "
+                f"lightseq-preprocess wrote (its --destdir), and its languages with -s and -t."
             )
     for folder, split in _splits(command, args, folders):
         if not _has_split(folder, split, source, target):
             raise UserError(
-                f"{folder} holds no {split} split for {source}-{target}: binarise one with "
-                f"lightseq-preprocess ({_prefix_flag(split)}), or name the one "
-                f"it holds with {_SUBSET_FLAGS[command, split == args.train_subset]}."
+                f"{folder} contains no split named {split} for {source}-{target}: binarise it with "
+                f"lightseq-preprocess ({_prefix_flag(split)}), or choose another split with "
+                f"{_SUBSET_FLAGS[command, split == args.train_subset]}."
             )
         reader = _reader_of_targets(command, args)
         if reader is not None and not _has_split(folder, split, target, source):
             raise UserError(
-                f"{folder} holds the {split} split without its {target} side, which {reader} "
-                "reads: binarise both sides with lightseq-preprocess."
+                f"{folder} contains the split {split} without its {target} side, which {reader} "
+                "reads: binarise both languages with lightseq-preprocess."
             )
     dictionary = os.path.join(folders[0], f"dict.{target}.txt")
     _joiner(command, args, dictionary)
@@ -96,8 +97,8 @@ def sentences(command: str, args: argparse.Namespace) -> None:
             if len(set(counts.values())) > 1:
                 (one, its), (other, others) = counts.items()
                 raise UserError(
-                    f"{one} has {its} sentences and {other} {others}: binarise both again with "
-                    "lightseq-preprocess, from files of equally many lines."
+                    f"{one} has {its} sentences, but {other} has {others}: binarise both again "
+                    "with lightseq-preprocess, from text files with equal numbers of lines."
                 )
 
 
@@ -124,14 +125,14 @@ def _joiner(command: str, args: argparse.Namespace, path: str) -> None:
     shown = max(counts, key=lambda kind: counts[kind])
     if asked == "letter" and counts[asked] == 0:
         raise UserError(
-            f"{flag} letter joins all words of a sentence, as {path} has no | to end them: give "
-            f"{flag} for what it holds, or leave it out."
+            f"{flag} letter would join all words of a sentence, because {path} has no | to mark "
+            f"the end of a word: set {flag} to the subwords of that dictionary, or remove it."
         )
     if counts[asked] == 0 and counts[shown] > _SHARE_JOINED * len(words):
-        instead = flag if shown == "@@" else f"{flag} {shown}"
+        instead = f"{flag} without a value" if shown == "@@" else f"{flag} {shown}"
         raise UserError(
-            f"{flag} is {asked}, but {path} has no word marked so, and {counts[shown]} of its "
-            f"{len(words)} words are marked as {shown} marks them: give {instead}."
+            f"{flag} is {asked}, but no word in {path} is marked in that way, while "
+            f"{counts[shown]} of its {len(words)} words are marked as with {shown}: use {instead}."
         )
 
 
@@ -177,7 +178,9 @@ def _lines(path: str) -> int:
     with open(path, encoding="utf-8") as file:  # counts lines as fairseq does
         count = sum(1 for _ in file)
     if count == 0:
-        raise UserError(f"{path} is empty: write the split's sentences there, or name another.")
+        raise UserError(
+            f"{path} is empty: write the sentences of the split to it, or choose another split."
+        )
     return count
 
 

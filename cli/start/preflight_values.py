@@ -21,7 +21,9 @@ def values(command: str, args: argparse.Namespace) -> None:
     for name, (is_right, example) in _EVALUATED.items():
         text = getattr(args, name, None)
         if isinstance(text, str) and not is_right(text):
-            raise UserError(f"--{name.replace('_', '-')} {text} cannot be read: write {example}.")
+            raise UserError(
+                f"--{name.replace('_', '-')} {text} cannot be read: write it like {example}."
+            )
     if getattr(args, "eval_bleu", False):
         _search_settings(json.loads(args.eval_bleu_args))
     from fairseq.data.data_utils import post_process
@@ -29,27 +31,26 @@ def values(command: str, args: argparse.Namespace) -> None:
 
     for name, value in vars(args).items():
         if isinstance(value, float) and math.isnan(value):
-            raise UserError(f"--{name.replace('_', '-')} is nan, which is no number: give one.")
+            raise UserError(f"--{name.replace('_', '-')} is nan: use a number.")
     if command == "eval-lm":
         _words_of_subwords(args.post_process)
     flag, symbol = joiner(command, args)
     if symbol == "@@":
         raise UserError(
-            f"{flag} @@ takes the marks away and does not join what they mark: give {flag} alone."
+            f"{flag} @@ removes the marks but does not join the subwords: use {flag} without a "
+            "value."
         )
     try:
         post_process("", symbol)
     except NotImplementedError as error:
         raise UserError(
-            f"{flag} {symbol} is not known: give {flag} alone for @@, or sentencepiece, wordpiece, "
-            "letter, silence, _EOW or none."
+            f"{flag} {symbol} is unknown: use {flag} without a value for @@, or with the value "
+            "sentencepiece, wordpiece, letter, silence, _EOW or none."
         ) from error
     detokenizer = getattr(args, "eval_bleu", False) and args.eval_bleu_detok
     if detokenizer and detokenizer not in TOKENIZER_REGISTRY:
         known = ", ".join(sorted(TOKENIZER_REGISTRY))
-        raise UserError(
-            f"There is no tokenizer named {detokenizer} for --eval-bleu-detok: {known}."
-        )
+        raise UserError(f"--eval-bleu-detok {detokenizer} is unknown: choose one of {known}.")
 
 
 def _words_of_subwords(symbol: str | None) -> None:
@@ -85,8 +86,8 @@ def unknown_words(command: str, args: argparse.Namespace) -> None:
     for flag, name in joining.get(command, {}).items():
         if getattr(args, name, None):
             raise UserError(
-                f"--replace-unk counts subwords, which {flag} would have joined in the source: "
-                f"leave {flag} out, and apply it to the translations."
+                f"--replace-unk cannot be used with {flag}, which joins the subwords of the source "
+                f"before they are counted: remove {flag}, and apply it to the translations."
             )
     if path in ("", NO_FILE):
         return
@@ -94,8 +95,8 @@ def unknown_words(command: str, args: argparse.Namespace) -> None:
         for number, line in enumerate(file, 1):
             if len(line.split()) < 2 or "\ufffd" in line:
                 raise UserError(
-                    f"Line {number} of {path}, which --replace-unk names, is no pair of words in "
-                    "UTF-8: write a source word and its translation on each line."
+                    f"Line {number} of {path} (the file of --replace-unk) is not a pair of words "
+                    "in UTF-8: write a source word and its translation on each line."
                 )
 
 
@@ -109,10 +110,10 @@ def sampling(command: str, args: argparse.Namespace, words: int) -> None:
         given = {topk: settings.get("sampling_topk", 0), topp: settings.get("sampling_topp", 0)}
     if given[topk] > words:
         raise UserError(
-            f"{topk} is {given[topk]} and the target dictionary has {words} words: lower it."
+            f"{topk} is {given[topk]}, but the target dictionary has {words} words: lower it."
         )
     if given[topp] > 1:
-        raise UserError(f"{topp} is {given[topp]}: give a share of the probability, 1 at most.")
+        raise UserError(f"{topp} is {given[topp]}, but it is a probability: use at most 1.")
 
 
 def length_penalty(args: argparse.Namespace) -> None:
@@ -123,8 +124,8 @@ def length_penalty(args: argparse.Namespace) -> None:
         flag = "lenpen in --eval-bleu-args"
     if penalty is not None and not abs(float(penalty)) <= 50:
         raise UserError(
-            f"{flag} is {penalty}: give a number from -50 to 50. Scores are divided by the length "
-            "to this power, usually 0 to 2."
+            f"{flag} is {penalty}: use a number from -50 to 50. Scores are divided by the length "
+            "to this power; usual values are 0 to 2."
         )
 
 
@@ -136,15 +137,13 @@ def _search_settings(given: dict[str, Any]) -> None:
     for name, value in given.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else "beam and lenpen are such settings."
-            raise UserError(f"--eval-bleu-args names {name}, which no search has: {hint}")
+            hint = f"did you mean {close[0]}?" if close else "use settings such as beam and lenpen."
+            raise UserError(f"--eval-bleu-args contains the unknown setting {name}: {hint}")
         for kind, is_right, wanted in _KINDS:
             if known[name] is kind and not is_right(value):
-                raise UserError(
-                    f"{name} in --eval-bleu-args is {json.dumps(value)}: give {wanted}."
-                )
+                raise UserError(f"{name} in --eval-bleu-args is {json.dumps(value)}: use {wanted}.")
         if name in ("beam", "nbest") and value < 1:
-            raise UserError(f"{name} in --eval-bleu-args must be at least 1.")
+            raise UserError(f"{name} in --eval-bleu-args is {value}: it must be at least 1.")
 
 
 def _is_number(value: Any) -> bool:

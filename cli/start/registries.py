@@ -6,6 +6,7 @@ only names can be tested, see `defaults`.
 
 from __future__ import annotations
 
+import contextlib
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,19 @@ def is_fused(arch: str | None) -> bool:
     from fairseq.models import ARCH_MODEL_REGISTRY
 
     return issubclass(ARCH_MODEL_REGISTRY.get(arch, object), FlatModel)
+
+
+def has_adaptive_softmax(argv: Sequence[str]) -> bool:
+    """Whether the flags or the arch of the command give the model adaptive softmax."""
+    from fairseq.models import ARCH_CONFIG_REGISTRY
+
+    arch, options = value(argv, defaults.ARCH), Namespace()
+    if (cutoff := value(argv, ("--adaptive-softmax-cutoff",))) is not None:
+        options.adaptive_softmax_cutoff = cutoff
+    elif arch in ARCH_CONFIG_REGISTRY:
+        with contextlib.suppress(AttributeError):  # of an arch that reads what a flag sets
+            ARCH_CONFIG_REGISTRY[arch](options)
+    return bool(getattr(options, "adaptive_softmax_cutoff", None))
 
 
 def uses_lightseq(argv: Sequence[str]) -> bool:
@@ -62,7 +76,8 @@ def native_twin(argv: Sequence[str]) -> list[str]:
     arch, twin = value(argv, defaults.ARCH), defaults.native_twin(argv)
     if is_fused(arch) and is_fused(value(twin, defaults.ARCH)):
         raise UserError(
-            f"--native knows no arch of fairseq's own for {arch}: name one, such as transformer."
+            f"--native finds no arch of fairseq that corresponds to --arch {arch}: use one of "
+            "fairseq's, such as transformer."
         )
     return twin
 
@@ -83,6 +98,6 @@ def check_task(argv: Sequence[str]) -> None:
     if not issubclass(task, data.tasks):
         words, instead = data.words
         raise UserError(
-            f"{arch} trains on {words}, and --task {name} gives it none: take {instead}, or an "
-            "arch of fairseq's own."
+            f"--arch {arch} trains on {words}, but --task {name} provides other data: use "
+            f"{instead}, or an arch of fairseq."
         )

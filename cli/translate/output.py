@@ -54,8 +54,8 @@ class UnknownWords:
         if not self.unknown:
             return None
         return (
-            f"{self.unknown} of the {self.words} source words are in no dictionary and were read "
-            "as <unk>: was the text prepared as the training data were?"
+            f"{self.unknown} of the {self.words} source words are not in the dictionary and were "
+            "read as <unk>: check that the text was prepared in the same way as the training data."
         )
 
 
@@ -122,7 +122,7 @@ class GenerationOutput(Lines):
             said = f"references: {reference}"
         else:
             translations, references = self.output.rebuilt()
-            said = "references rebuilt from the dictionary"
+            said = "references: the binarised targets"
             if not references:
                 return  # a test set without a target side
         result, signature = score.bleu(self.output.name, translations, [references])

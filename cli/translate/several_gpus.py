@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-from lightseq_fairseq.cli.start.launch import quiet
 from lightseq_fairseq.cli.translate.cached_config import looked_up_once
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 from lightseq_fairseq.cli.translate.output import GenerationOutput, Lines
@@ -39,7 +38,7 @@ def translate(args: Namespace, sentences: GenerationOutput) -> None:
     count, began = args.distributed_world_size, time.perf_counter()
     if not args.cpu and 0 < torch.cuda.device_count() < count:
         raise UserError(
-            f"--distributed-world-size is {count} and {torch.cuda.device_count()} GPUs are "
+            f"--distributed-world-size is {count}, but only {torch.cuda.device_count()} GPU(s) are "
             "visible: lower it."
         )
     queues = [multiprocessing.get_context("spawn").Queue() for _ in range(count)]
@@ -59,7 +58,7 @@ def translate(args: Namespace, sentences: GenerationOutput) -> None:
             process.terminate()
     seconds, number = time.perf_counter() - began, len(sentences.output.sentences["H"])
     sentences.log(
-        f"Translated {number:,} sentences in {seconds:.1f}s, start-up of {count} processes included"
+        f"Translated {number:,} sentences in {seconds:.1f}s, with the start of {count} processes"
     )
 
 
@@ -127,7 +126,6 @@ def _shard(rank: int, args: Namespace, queues: list[Any]) -> None:
     utils.import_user_module(args)
     try:
         with (
-            quiet(),
             contextlib.redirect_stdout(out),
             left_on_cpu(),
             patching.within("fairseq.logging.progress_bar:progress_bar", progress_bar),

@@ -21,7 +21,7 @@ def digests(task: Any) -> dict[str, str]:
     found = {}
     for side in ("source", "target"):
         try:
-            symbols = getattr(getattr(task, f"{side}_dictionary"), "symbols", None)
+            symbols = getattr(getattr(task, f"{side}_dictionary", None), "symbols", None)
         except NotImplementedError:  # raised by FairseqTask's default property
             continue
         if symbols is not None:
@@ -39,10 +39,11 @@ def difference(task: Any, trained_with: dict[str, str] | None) -> str | None:
     for side, digest in digests(task).items():
         expected = (trained_with or {}).get(side, digest)
         if expected != digest and expected.partition(":")[0] == digest.partition(":")[0]:
+            flag = "--srcdict" if side == "source" else "--tgtdict"
             return (
-                f"The {side} dictionary is not the one the checkpoint was trained with (same size, "
-                "other symbols): use the data directory of that run, or binarise with its "
-                f"dictionaries (lightseq-preprocess --{'src' if side == 'source' else 'tgt'}dict)."
+                f"The {side} dictionary is not the one that the checkpoint was trained with (same "
+                "size, other words): use the data folder of that run, or binarise the data with "
+                f"its dictionary (lightseq-preprocess {flag})."
             )
     return None
 

@@ -1,15 +1,16 @@
 """Exports trained models to other programs: stock fairseq, CTranslate2, readers of safetensors.
 
-The export builds fairseq's own Transformer from the checkpoint's options and loads its weights,
-whichever program or version wrote the file. So every export has today's parameter names, float32
-weights and complete options. If the weights do not match the options, the error comes before
-anything is written.
+The export builds fairseq's own Transformer, for translation or as a language model, from the
+checkpoint's options and loads its weights, whichever program or version wrote the file. So every
+export has today's parameter names, float32 weights and complete options. If the weights do not
+match the options, the error comes before anything is written.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 import textwrap
 from argparse import Namespace
@@ -22,10 +23,11 @@ import torch
 
 from lightseq_fairseq.checkpoints import names  # isort: skip  (prepares fairseq for the imports below)
 
-from fairseq import utils
+from fairseq import models, utils
 from fairseq.data import Dictionary, data_utils
 from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.models.transformer import TransformerModel
+from fairseq.models.transformer_lm import TransformerLanguageModel
 
 from lightseq_fairseq.checkpoints import dictionaries, files, saving
 from lightseq_fairseq.errors import UserError
@@ -38,11 +40,11 @@ class Trained:
 
     checkpoint: dict[str, Any]
     args: Namespace  #: the options, with native fairseq names only
-    model: TransformerModel  #: float32, on the CPU
+    model: TransformerModel | TransformerLanguageModel  #: float32, on the CPU
 
 
 def read(source: Path) -> Trained:
-    """Load the translation Transformer from a checkpoint of this package or of any fairseq version.
+    """Load the Transformer from a checkpoint of this package or of any fairseq version.
 
     Raises:
         UserError: the file cannot be read, is not a checkpoint, or holds no such model.
@@ -51,19 +53,21 @@ def read(source: Path) -> Trained:
         with source.open("rb") as file:
             state = load_checkpoint(file, map_location="cpu")
     except OSError as error:
-        raise UserError(f"{source} cannot be read ({error.strerror or error})") from error
+        raise UserError(
+            f"{source} cannot be read ({error.strerror or error}): check its path."
+        ) from error
     args = _options(state, source)
     try:
-        sizes = {side: _rows(state["model"], side) for side in ("encoder", "decoder")}
+        source_size, target_size = _sizes(state["model"])
         task = SimpleNamespace(
-            source_dictionary=_stand_in(sizes["encoder"]),
-            target_dictionary=_stand_in(sizes["decoder"]),
+            source_dictionary=_stand_in(source_size), target_dictionary=_stand_in(target_size)
         )
-        model = TransformerModel.build_model(args, task)
+        model = models.build_model(copy.copy(args), task)
         model.load_state_dict(state["model"], strict=True)
     except Exception as error:  # fairseq and torch raise many types here
         raise UserError(
-            f"{source} does not hold the model that its options describe ({_short(error)})"
+            f"{source} does not contain the model that its options describe ({_short(error)}): use "
+            "a checkpoint that training wrote."
         ) from error
     return Trained(state, args, model.eval())
 
@@ -73,26 +77,39 @@ def _options(state: dict[str, Any], source: Path) -> Namespace:
     found: Any = names.native_cfg({"model": state.get("args") or cfg.get("model")})["model"]
     named = vars(found) if isinstance(found, Namespace) else found or {}
     arch = named.get("arch") or named.get("_name")
-    if not isinstance(found, Namespace) or ARCH_MODEL_REGISTRY.get(arch) is not TransformerModel:
-        what = f"of --arch {arch}" if arch else "without the options of one"
+    if ARCH_MODEL_REGISTRY.get(arch) not in (TransformerModel, TransformerLanguageModel):
+        what = f"a model of --arch {arch}" if arch else "no options of a model"
         raise UserError(
-            f"{source} holds a model {what}: fairseq's Transformer for translation is what can be "
-            "exported"
+            f"{source} contains {what}, but only fairseq's Transformer for translation or as a "
+            "language model can be exported: choose another checkpoint."
         )
-    args = copy.copy(found)
+    args = Namespace(**named, **{} if "arch" in named else {"arch": arch})
     # These options may be only in the task's section, which CTranslate2 does not read.
     task: Any = cfg.get("task") or {}
     task = vars(task) if isinstance(task, Namespace) else task
-    for name in ("source_lang", "target_lang", "data"):
+    of_task: tuple[str, ...] = ("data",)
+    default = "language_modeling"
+    if ARCH_MODEL_REGISTRY[arch] is TransformerModel:
+        of_task, default = ("source_lang", "target_lang", "data"), "translation"
+        # Files of pretrained embeddings: not needed any more, and they may not exist.
+        args.encoder_embed_path = args.decoder_embed_path = None
+    for name in of_task:
         setattr(args, name, getattr(args, name, None) or task.get(name))
-    args.task = getattr(args, "task", None) or task.get("_name", "translation")
-    # Files of pretrained embeddings: not needed any more, and they may not exist.
-    args.encoder_embed_path = args.decoder_embed_path = None
+    args.task = getattr(args, "task", None) or task.get("_name", default)
     return args
 
 
-def _rows(weights: dict[str, Any], side: str) -> int:
-    return len(weights[f"{side}.embed_tokens.weight"])
+def _sizes(weights: dict[str, Any]) -> tuple[int, int]:
+    """Symbols of the source and of the target dictionary, by the model's weights.
+
+    A language model predicts words of its only dictionary, or a part of them. Adaptive inputs have
+    an embedding for each band of words.
+    """
+    side = "encoder" if "encoder.embed_tokens.weight" in weights else "decoder"
+    bands = rf"{side}\.embed_tokens\.(embeddings\.\d+\.0\.)?weight"
+    source = sum(len(value) for name, value in weights.items() if re.fullmatch(bands, name))
+    output = "output_projection" if side == "decoder" else "embed_tokens"
+    return source, len(weights.get(f"decoder.{output}.weight", range(source)))
 
 
 def _stand_in(size: int) -> Dictionary:
@@ -104,7 +121,7 @@ def _stand_in(size: int) -> Dictionary:
 
 
 def find_dictionaries(trained: Trained, data: str | None) -> dict[str, Path]:
-    """Paths of the model's "source" and "target" dictionary files.
+    """Paths of the model's "source" and "target" dictionary files; a language model has the former.
 
     Args:
         data: the folder to search; None for the folder named in the checkpoint. If the checkpoint
@@ -113,39 +130,39 @@ def find_dictionaries(trained: Trained, data: str | None) -> dict[str, Path]:
 
     Raises:
         UserError: a file is missing or is not the model's dictionary, or the model was trained with
-            another task than translation.
+            another task than translation or language_modeling.
     """
     args = trained.args
-    if args.task != "translation":
+    if args.task not in ("translation", "language_modeling"):
         raise UserError(
-            f"the model was trained with --task {args.task}, whose dictionaries are its own: "
-            "export it with --to fairseq, without --data"
+            f"The model was trained with --task {args.task}, which has dictionaries of another "
+            "kind: export it with --to fairseq, without --data."
         )
     places = data or args.data or "."  # args.data is a list in old checkpoints
     folder = Path(utils.split_paths(places)[0] if isinstance(places, str) else places[0])
-    advice = "name the folder with the run's dictionaries, as in --data data-bin"
+    advice = "set --data to the folder with the run's dictionaries, as in --data data-bin."
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder: {advice}")
-    if not (args.source_lang and args.target_lang):
-        args.source_lang, args.target_lang = data_utils.infer_language_pair(str(folder))
-    if not (args.source_lang and args.target_lang):
-        raise UserError(
-            f"neither the checkpoint nor the files in {folder} name the two languages: {advice}"
-        )
+        raise UserError(f"{folder} is not a folder: {advice}")
+    files_of = {"source": "dict.txt"}
+    if args.task == "translation":
+        if not (args.source_lang and args.target_lang):
+            args.source_lang, args.target_lang = data_utils.infer_language_pair(str(folder))
+        if not (args.source_lang and args.target_lang):
+            raise UserError(
+                f"Neither the checkpoint nor the files in {folder} name the two languages: {advice}"
+            )
+        languages = {"source": args.source_lang, "target": args.target_lang}
+        files_of = {side: f"dict.{language}.txt" for side, language in languages.items()}
     paths, loaded = {}, {}
-    for side, language, part in (
-        ("source", args.source_lang, "encoder"),
-        ("target", args.target_lang, "decoder"),
-    ):
-        path = paths[side] = folder / f"dict.{language}.txt"
+    for rows, (side, name) in zip(_sizes(trained.checkpoint["model"]), files_of.items()):
+        path = paths[side] = folder / name
         try:
             dictionary = loaded[f"{side}_dictionary"] = Dictionary.load(str(path))
         except Exception as error:  # fairseq raises a bare Exception if it cannot decode the file
             raise UserError(f"{path} cannot be read ({_short(error)}): {advice}") from error
-        rows = _rows(trained.checkpoint["model"], part)
         if len(dictionary) != rows:
             raise UserError(
-                f"{path} makes {len(dictionary)} symbols and the model has {rows}: {advice}"
+                f"{path} has {len(dictionary)} words, but the model has {rows}: {advice}"
             )
     extra_state = trained.checkpoint.get("extra_state") or {}
     dictionaries.check(SimpleNamespace(**loaded), extra_state.get("dictionaries"))
@@ -165,7 +182,9 @@ def to_fairseq(trained: Trained, output: Path) -> None:
     if trained.checkpoint.get("args"):  # from before fairseq 0.10.2
         state["args"] = trained.args
     else:
-        state["cfg"] = {**names.native_cfg(state["cfg"]), "model": trained.args}
+        cfg = state["cfg"] = names.native_cfg(state["cfg"])
+        if isinstance(cfg["model"], Namespace):
+            cfg["model"] = trained.args
     saving.save(state, str(output))
 
 
@@ -183,9 +202,18 @@ def to_ctranslate2(
     """
     from ctranslate2.converters import FairseqConverter
 
+    if isinstance(trained.model, TransformerLanguageModel):
+        output_layer = trained.model.decoder.output_projection
+        if output_layer is None:
+            raise UserError("CTranslate2 has no adaptive softmax: export it with --to safetensors")
+        if output_layer.out_features != _sizes(trained.checkpoint["model"])[0]:
+            raise UserError(
+                "CTranslate2's language models predict all words of their dictionary, and this one "
+                "was trained with --output-dictionary-size: export it with --to safetensors"
+            )
     # The converter needs only the options and the weights. Its torch.load refuses other parts of a
     # checkpoint, such as the numpy arrays in the meters of --eval-bleu.
-    bare = {key: trained.checkpoint.get(key) for key in ("args", "cfg", "model")}
+    bare = {"args": trained.args, "cfg": None, "model": trained.checkpoint["model"]}
     with files.placed(output) as place, torch.serialization.safe_globals([Namespace]):
         source = place.with_suffix(".pt")
         to_fairseq(replace(trained, checkpoint=bare), source)
@@ -195,7 +223,10 @@ def to_ctranslate2(
         except OSError:
             raise
         except Exception as error:  # of any type: its own checks, or an AttributeError
-            raise UserError(f"CTranslate2 cannot convert this model ({_short(error)})") from error
+            raise UserError(
+                f"CTranslate2 cannot convert this model ({_short(error)}): export it with --to "
+                "fairseq or --to safetensors."
+            ) from error
 
 
 def to_safetensors(trained: Trained, paths: dict[str, Path], output: Path) -> None:

@@ -110,7 +110,8 @@ def _is_stream(path: str | Path) -> bool:
 
 
 def _unwritable(path: str | Path, reason: OSError | str, advice: str = "") -> UserError:
-    return UserError(f"cannot write {path} ({getattr(reason, 'strerror', None) or reason}){advice}")
+    why = getattr(reason, "strerror", None) or reason
+    return UserError(f"Cannot write {path} ({why}){advice or ': choose another path'}.")
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
@@ -299,8 +300,8 @@ def _enter(folder: str, path: str) -> int | None:
         os.close(number)
         if lock is False:  # otherwise the other run has just ended and removed the file: try again
             raise UserError(
-                f"Another training run writes to {folder} ({text or 'it has just begun'}): wait "
-                f"until it has ended, end it, or choose another --save-dir."
+                f"Another training run writes to {folder} ({text or 'it has just started'}): wait "
+                f"until it ends, stop it, or choose another --save-dir."
             )
 
 

@@ -68,7 +68,7 @@ def _load(
 def _use_ls_model(args: Any, state: dict[str, Any], path: str) -> None:
     name, reason = ls_arch(args)
     if reason:
-        logger.info("%s keeps fairseq's own layers: %s", path, reason)
+        logger.info("%s runs with fairseq's own layers: %s", path, reason)
     if name:
         _rename(args, lambda _: name)
         # build_model compares these digests with the task's dictionaries.

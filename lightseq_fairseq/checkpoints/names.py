@@ -100,12 +100,14 @@ def ls_arch(args: Any) -> tuple[str | None, str | None]:
             dataclass, a DictConfig; ``_name`` or ``arch`` is its architecture.
 
     Returns:
-        (name, None) if our model supports all options; (None, sentence) if it does not, where the
-        sentence names the option; (None, None) if we have no counterpart of the model.
+        (name, None) if our model supports all options; (None, reason) if it does not, where the
+        reason names the option; (None, None) if we have no counterpart of the model.
     """
     arch = getattr(args, "_name", None) or getattr(args, "arch", None) or ""
     name = _PREFIX + arch
     if ARCH_MODEL_REGISTRY.get(arch) not in _REPLACED or name not in ARCH_MODEL_REGISTRY:
         return None, None
-    reason = unsupported_option(args)
-    return (None, reason) if reason else (name, None)
+    unsupported = unsupported_option(args)
+    if unsupported is None:
+        return name, None
+    return None, f"{name} does not support {unsupported.flag} ({unsupported.reason})"

@@ -86,8 +86,8 @@ def _entries(optimizer: dict[str, Any], parameters: list[Tensor]) -> list[dict[s
         (size,) * len(_MOMENTS) for size in sizes
     ]:
         raise UserError(
-            "the checkpoint's optimizer state is not that of its parameters, whose names are those "
-            "of an older fairseq; continue with --reset-optimizer"
+            "The optimizer state in the checkpoint does not match its parameters, which have the "
+            "names of an older fairseq: reset the optimizer with --reset-optimizer."
         )
     return [
         {**entry, **{kind: entry[kind].view(like.shape) for kind in _MOMENTS}}

@@ -31,6 +31,7 @@ Shapes = dict[str, tuple[int, ...]]  # by fairseq's name, in the order of the ve
 _PAD = 1  # the pad index in all dictionaries of fairseq
 _POSITIONS = 1024  # fairseq's default; LightSeq's table had 300
 _CLIP_MAX = {"encoder": 12, "decoder": 24}
+_MISMATCH = "its options belong to another model."
 
 # Options that LightSeq's command line accepted and its model ignored, with neutral values.
 _NEVER_READ = {
@@ -108,23 +109,29 @@ def to_native(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def _check(args: Any, source: Tensors) -> None:
     if not is_original_lightseq(source):
         raise UserError(
-            "the layers are no flat vectors (para): this is not the original LightSeq's"
+            "this is not a checkpoint of the original LightSeq, whose layers are flat vectors "
+            "(para). A checkpoint of fairseq needs no conversion."
         )
     if not isinstance(args, Namespace):
-        raise UserError("the checkpoint holds no options (args), by which the vectors are cut")
+        raise UserError(
+            "the checkpoint has no options (args), which are needed to split the vectors: use a "
+            "checkpoint that LightSeq's training wrote."
+        )
     if args.encoder_embed_dim != args.decoder_embed_dim:
-        raise UserError("encoder and decoder differ in width, which LightSeq's cannot")
+        raise UserError(
+            f"encoder and decoder differ in width, but LightSeq needs equal widths: {_MISMATCH}"
+        )
     for side in ("encoder", "decoder"):
         if not getattr(args, f"{side}_normalize_before") and f"{side}.layer_norm.weight" in source:
             raise UserError(
-                f"a LayerNorm follows the post-norm {side}, as in early versions of LightSeq, and "
-                "no Transformer of fairseq has one there"
+                f"the post-norm {side} ends with a LayerNorm, as in early versions of LightSeq. No "
+                "Transformer of fairseq has one there, so the checkpoint cannot be converted."
             )
 
 
 def _named(source: Tensors, name: str) -> Tensor:
     if name not in source:
-        raise UserError(f"the checkpoint has no {name}, which its options ask for")
+        raise UserError(f"the checkpoint has no {name}, which its options require: {_MISMATCH}")
     return source[name]
 
 
@@ -143,8 +150,8 @@ def _layer(args: Namespace, source: Tensors, side: str, n: int) -> Tensors:
     plain = sum(map(math.prod, [*own.values(), *memory.values()]))
     if vector.numel() - plain not in (0, _CLIP_MAX[side]):
         raise UserError(
-            f"{name} holds {vector.numel():,} numbers, and the checkpoint's options make {plain:,} "
-            f"or, with the bounds of quantisation, {plain + _CLIP_MAX[side]:,}"
+            f"{name} has {vector.numel():,} numbers, but the checkpoint's options require "
+            f"{plain:,} or, with quantisation bounds, {plain + _CLIP_MAX[side]:,}: {_MISMATCH}"
         )
     cut = _cut(vector, own)
     model = {f"{side}.layers.{n}.{part}": value for part, value in cut.items()}
@@ -197,7 +204,9 @@ def _embeddings(args: Namespace, source: Tensors, side: str) -> Tensors:
     in_vector = f"{name}.para" in source
     found = source[f"{name}.para"] if in_vector else _named(source, f"{name}.embeddings")
     if found.numel() % width > 1:  # one extra number is clip_max
-        raise UserError(f"{name} holds {found.numel():,} numbers, no rows of width {width}")
+        raise UserError(
+            f"{name} has {found.numel():,} numbers, no multiple of the width {width}: {_MISMATCH}"
+        )
     rows = found.flatten()[: found.numel() // width * width].view(-1, width)
     if in_vector and (args.encoder_learned_pos or args.decoder_learned_pos):
         shared = side == "encoder" or args.share_all_embeddings

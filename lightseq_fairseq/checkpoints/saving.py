@@ -17,7 +17,7 @@ from lightseq_fairseq.checkpoints import files
 
 # Advice for the error message if training could not write a checkpoint.
 RESUME = (
-    "; the checkpoints saved before are intact, so make room and run the same command to continue"
+    "; earlier checkpoints are intact: fix the cause, then run the same command again to resume"
 )
 
 

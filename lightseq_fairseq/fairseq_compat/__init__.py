@@ -71,9 +71,8 @@ def prepare() -> None:
     version = _import()
     if not version.startswith(TESTED_VERSIONS):
         logger.warning(
-            "fairseq %s is not one of the versions this package is tested with (%s): its known "
-            "faults are looked for and repaired, and fairseq==0.12.2 is the one to install if "
-            "something fails.",
+            "fairseq %s was not tested with this package; tested versions are %s. Known faults are "
+            "repaired. If something fails, install fairseq==0.12.2.",
             version,
             ", ".join(TESTED_VERSIONS),
         )
@@ -82,8 +81,8 @@ def prepare() -> None:
         from lightseq_fairseq.fairseq_compat import layers
     except (ImportError, AttributeError) as error:
         raise UserError(
-            f"fairseq {version} differs too much from the versions this package supports "
-            f"({error}); install it with: {INSTALL_COMMAND}"
+            f"fairseq {version} is too different from the versions that this package supports "
+            f"({error}): install a supported one with: {INSTALL_COMMAND}"
         ) from error
     layers.disable_cudnn_attention()
     _prepared = True
@@ -101,13 +100,13 @@ def _require(name: str) -> None:
     spec = importlib.util.find_spec(name)
     if spec is None:
         raise UserError(
-            f"{name} is not installed; run scripts/setup.sh, or install it with: {INSTALL_COMMAND}"
+            f"{name} is not installed: run scripts/setup.sh, or install it with: {INSTALL_COMMAND}"
         )
     if spec.origin is None:
         # A folder of that name without __init__.py, such as a git clone, imports as a namespace
         # package.
         folder = next(iter(spec.submodule_search_locations or ()), name)
         raise UserError(
-            f"the folder {folder} hides the package {name} or stands where it is not installed; "
-            f"run from another directory, or install it with: {INSTALL_COMMAND}"
+            f"Python finds the folder {folder} instead of the package {name}: run the command from "
+            f"another folder, or install the package with: {INSTALL_COMMAND}"
         )

@@ -74,14 +74,14 @@ def load_checkpoint(file: Any, map_location: Any = None, **options: Any) -> Any:
     checkpoint = read_checkpoint(file, map_location, **options)
     if is_original_lightseq(checkpoint["model"]):
         raise UserError(
-            f"{_name(file)} is a checkpoint of the original LightSeq: make one of fairseq's of it "
-            "with lightseq-import"
+            f"{_name(file)} is a checkpoint of the original LightSeq: convert it to a checkpoint "
+            "of fairseq with lightseq-import."
         )
     # Every fairseq checkpoint has one of these keys.
     if not {"optimizer_history", "best_loss"} & checkpoint.keys():
         raise UserError(
-            f"{_name(file)} is not a fairseq checkpoint: it holds weights, without the options of "
-            "a model"
+            f"{_name(file)} is not a fairseq checkpoint, because it contains weights but no "
+            "options of a model: use a checkpoint that training wrote."
         )
     drop_dead_parameters(checkpoint)
     _drop_unknown_settings(checkpoint.get("cfg"))
@@ -99,7 +99,10 @@ def read_checkpoint(file: Any, map_location: Any = None, **options: Any) -> Any:
     """
     checkpoint = _load(file, map_location, _checkpoint_globals(), options)
     if not isinstance(checkpoint, dict) or "model" not in checkpoint:
-        raise UserError(f"{_name(file)} is not a fairseq checkpoint: it holds no model")
+        raise UserError(
+            f"{_name(file)} is not a fairseq checkpoint, because it contains no model: check the "
+            "path."
+        )
     return checkpoint
 
 
@@ -127,7 +130,10 @@ def _drop_unknown_settings(cfg: Any) -> None:
         if known is not None:
             for name in settings.keys() - known.__dataclass_fields__.keys():
                 value = settings.pop(name)
-                logger.info("%s.%s = %s is unknown to this fairseq", section, name, value)
+                logger.info(
+                    "ignored %s.%s = %s of the checkpoint, which this fairseq does not know",
+                    section, name, value,
+                )  # fmt: skip
 
 
 def _load_from_rank(file: Any, map_location: Any = None, **options: Any) -> Any:
@@ -156,13 +162,16 @@ def _load(file: Any, map_location: Any, allowed: list[Any], options: dict[str, A
         refused = re.search(r"GLOBAL (\S+) (?:was not|whose module)", str(error))
         if isinstance(error, pickle.UnpicklingError) and refused is not None:
             raise UserError(
-                f"{_name(file)} refers to {refused[1]}, which is no part of a fairseq checkpoint "
-                "and could run code when it is loaded; if you trust the file, save it without that"
+                f"{_name(file)} contains {refused[1]}, which is not part of a fairseq checkpoint "
+                "and could run code when it is loaded: if you trust the file, save it again "
+                "without that object."
             ) from error
         if _is_text(file):
-            raise UserError(f"{_name(file)} is no checkpoint but a text file") from error
+            raise UserError(
+                f"{_name(file)} is a text file, not a checkpoint: check the path."
+            ) from error
         raise UserError(
-            f"{_name(file)} is truncated or corrupt; restore it or use an earlier checkpoint"
+            f"{_name(file)} is truncated or corrupt: restore it, or use an earlier checkpoint."
         ) from error
 
 
@@ -184,7 +193,7 @@ def _is_text(file: Any) -> bool:
 def _name(file: Any) -> str:
     if isinstance(file, (str, os.PathLike)):
         return os.fspath(file)
-    return str(getattr(file, "name", "the checkpoint that rank 0 has sent"))
+    return str(getattr(file, "name", "the checkpoint that rank 0 sent"))
 
 
 def _checkpoint_globals() -> list[Any]:

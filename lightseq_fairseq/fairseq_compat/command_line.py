@@ -20,8 +20,8 @@ def check_arch(name: str) -> None:
         return
     close = difflib.get_close_matches(name, sorted(known), n=3)
     ours = ", ".join(sorted(arch for arch in known if arch.startswith("ls_transformer")))
-    hint = f"did you mean {' or '.join(close)}?" if close else f"there are {ours}, and fairseq's."
-    raise UserError(f"there is no architecture called {name}; {hint}")
+    hint = f"did you mean {' or '.join(close)}?" if close else f"use {ours}, or one of fairseq's."
+    raise UserError(f"There is no arch named {name}: {hint}")
 
 
 def parse_args_and_arch(
@@ -50,7 +50,7 @@ def parse_args_and_arch(
         parsed = original(parser, input_args, parse_known, suppress_defaults, check_then_modify)
     except ValueError as error:
         if "--tpu" in str(error) and not tpu:
-            raise UserError("--fp16 and --bf16 exclude each other: give one of them") from error
+            raise UserError("--fp16 and --bf16 cannot be used together: remove one.") from error
         raise
     args = parsed[0] if parse_known else parsed
     # In fairseq "--bf16" also sets --tpu, and a GPU run stops with "module 'torch_xla'" errors.
@@ -88,14 +88,14 @@ def _rates(text: str) -> list[float]:
         rates: list[float] = utils.eval_str_list(text)
     except Exception as error:
         raise argparse.ArgumentTypeError(
-            f"{text} is no learning rate: write a number, or one for each epoch, as in 0.1,0.05"
+            f"{text} is not a learning rate: write a number, or one for each epoch, as in 0.1,0.05"
         ) from error
     return rates
 
 
 def _truth(text: str) -> str:
     if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text} is neither True nor False")
+        raise argparse.ArgumentTypeError(f"{text} is neither True nor False: use one of them")
     return text.capitalize()
 
 

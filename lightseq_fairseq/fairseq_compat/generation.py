@@ -57,8 +57,9 @@ def replace_unk(
         source_of = {target: row.index(max(row)) for target, row in enumerate(weights)}
     if max(source_of.values()) > len(src_str.split()):  # index len(...) is </s>
         raise UserError(
-            "--replace-unk finds fewer source words than the model has read: leave out --bpe "
-            "and --tokenizer, in lightseq-interactive --remove-bpe too, and apply them later."
+            "--replace-unk found fewer source words than the model has read, because subwords were "
+            "joined: remove --bpe and --tokenizer (in lightseq-interactive also --remove-bpe), and "
+            "apply them to the translations."
         )
     return str(original(hypo_str, src_str, source_of, *rest))
 

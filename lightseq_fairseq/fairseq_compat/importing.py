@@ -11,12 +11,11 @@ import logging
 import pkgutil
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.fairseq_compat import patching
+from lightseq_fairseq.fairseq_compat import deprecations, patching
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 
 # Import name -> name in the package index, where the two differ.
@@ -33,12 +32,13 @@ def import_fairseq(install_command: str) -> str:
     Raises:
         UserError: a package that fairseq imports is missing; the message says how to install it.
     """
-    importlib.import_module("torch")  # before the blocks below, which are only for fairseq
+    # A speech task advises to install tensorboardX.
+    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
     try:
         with (
             patching.within("dataclasses:dataclass", dataclass),
             _scikit_learn_placeholders(),
-            _warnings_silenced(),
+            deprecations.silenced(),
             _root_logger_kept(),
         ):
             # fairseq imports hydra.conf only when it parses a command line, but hydra's dataclasses
@@ -51,7 +51,7 @@ def import_fairseq(install_command: str) -> str:
             raise
         package = _DISTRIBUTIONS.get(missing, missing)
         raise UserError(
-            f"fairseq needs {package}, which is not installed: pip install {package} "
+            f"fairseq needs {package}, which is not installed: run pip install {package} "
             f"(everything that fairseq needs: {install_command})"
         ) from error
     return str(fairseq.__version__)
@@ -100,21 +100,12 @@ class _Placeholder(types.ModuleType):
         package = _DISTRIBUTIONS.get(package, package)
 
         def missing(*args: Any, **kwargs: Any) -> Any:
-            raise UserError(f"this part of fairseq needs {package}: pip install {package}")
+            raise UserError(
+                f"This part of fairseq needs {package}, which is not installed: run pip install "
+                f"{package}."
+            )
 
         return missing
-
-
-@contextlib.contextmanager
-def _warnings_silenced() -> Iterator[None]:
-    # Silence warnings that users cannot fix: invalid escapes in fairseq's strings (SyntaxWarning,
-    # since Python 3.12), torch.jit.script decorators (DeprecationWarning, since torch 2.13) and
-    # similar ones; also a speech task's advice to install tensorboardX.
-    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
-    with warnings.catch_warnings():
-        for category in (DeprecationWarning, SyntaxWarning, FutureWarning):
-            warnings.simplefilter("ignore", category)
-        yield
 
 
 @contextlib.contextmanager

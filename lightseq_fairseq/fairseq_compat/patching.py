@@ -26,18 +26,18 @@ PACKAGE = "lightseq_fairseq"
 
 # Phase -> when its names are replaced.
 PHASES = {
-    "import": "while fairseq is imported, and undone",
-    "repair": "by fairseq_compat.prepare(): every launcher, --user-dir, startup's line",
-    "model": "when a model of ours is built; by every launcher and --user-dir",
+    "import": "while fairseq is imported; then undone",
+    "repair": "by fairseq_compat.prepare(): by every launcher, --user-dir and the startup hook",
+    "model": "when one of our models is built, also with --user-dir",
     "launcher": "by every launcher",
     "whole split": "by every launcher but lightseq-interactive",
     "training": "by lightseq-train",
     "our trainer": "by lightseq-train with an ls_ component",
-    "fairseq's trainer": "by lightseq-train without one, or with --native",
+    "fairseq's trainer": "by lightseq-train without an ls_ component, or with --native",
     "our models": "by lightseq-generate, -validate, -interactive and -eval-lm",
-    "fairseq's models": "by the same with --native",
-    "saving": "when a training with an ls_ component begins",
-    "scoped": "within a block of our code, and undone",
+    "fairseq's models": "by lightseq-generate, -validate, -interactive and -eval-lm with --native",
+    "saving": "when training with an ls_ component begins",
+    "scoped": "while a block of our code runs; then undone",
 }
 
 
@@ -47,37 +47,37 @@ class Patch(NamedTuple):
     phase: str  #: when it is replaced: a key of PHASES
     target: str  #: the name: "module:name" or "module:Class.name"
     by: str  #: "module:name" of the replacement; for "scoped", of the code that replaces it
-    why: str  #: what fails, or is missing, without the replacement
+    why: str  #: what goes wrong without the replacement, or what the replacement adds
     instead: bool = False  #: the replacement is the new value, not a wrapper of the old one
     when: str = ""  #: "module:name" of a function: does this fairseq need it? "" means always
     everywhere: bool = False  #: also replace it in modules that imported it, and in subclasses
 
 
-_NUMPY = "numpy 2 has no np.int, np.float, np.compat and percentile(interpolation=)"
-_AUTOCAST = "a FutureWarning of torch.cuda.amp.autocast in the first update"
-_DEAD = "0.12.2 keeps eight untrained parameters a layer, and fails on post-norm encoders"
-_BUFFER = "a buffer that nobody writes makes files of equal runs differ"
-_UNKNOWN = "0.12.2's --replace-unk wants alignments that it has not computed, or cannot read"
-_LAZY = "--dataset-impl lazy: workers share the position in a file; cached: KeyError"
+_NUMPY = "fairseq uses np.int, np.float, np.compat and percentile(interpolation=), gone in numpy 2"
+_AUTOCAST = "the first update prints a FutureWarning about torch.cuda.amp.autocast"
+_DEAD = "0.12.2 adds eight unused parameters to each layer, and fails on post-norm encoders"
+_BUFFER = "an uninitialised buffer makes the checkpoints of two equal runs differ"
+_UNKNOWN = "--replace-unk of 0.12.2 needs alignments that it does not compute, or cannot read"
+_LAZY = "--dataset-impl lazy: workers share one file position; --dataset-impl cached: KeyError"
 
 PATCHES = (
     Patch(
         "import", "dataclasses:dataclass", "fairseq_compat.importing:dataclass",
-        "Python 3.11 refuses fairseq's defaults: mutable default <class 'CommonConfig'>",
+        "Python 3.11 rejects fairseq's defaults: mutable default <class 'CommonConfig'>",
     ),
     Patch(
         "repair", "hydra.core.plugins:pkgutil", "fairseq_compat.importing:PKGUTIL",
-        "hydra before 1.3 uses FileFinder.find_module, which Python 3.12 lacks",
+        "hydra before 1.3 uses FileFinder.find_module, which Python 3.12 has removed",
         instead=True, when="fairseq_compat.importing:hydra_wants_find_module",
     ),
     Patch(
         "repair", "fairseq.options:parse_args_and_arch",
         "fairseq_compat.command_line:parse_args_and_arch",
-        "--bf16 switches the TPU on; an unknown --arch lists three hundred; --lr stays a text",
+        "--bf16 also sets --tpu; an unknown --arch prints 300 names; --lr may stay a string",
     ),
     Patch(
         "repair", "fairseq.models:build_model", "fairseq_compat.command_line:build_model",
-        "a checkpoint of an unknown arch: IndexError: Replacement index 1 out of range",
+        "a checkpoint of an unknown arch fails with IndexError: Replacement index 1 out of range",
     ),
     Patch(
         "repair", "fairseq.tasks.fairseq_task:torch", "fairseq_compat.deprecations:TORCH",
@@ -90,7 +90,7 @@ PATCHES = (
     Patch(
         "repair", "fairseq.dataclass.utils:convert_namespace_to_omegaconf",
         "fairseq_compat.deprecations:convert_namespace_to_omegaconf",
-        "six warnings of hydra at the start of each command", everywhere=True,
+        "hydra prints six warnings at the start of each command", everywhere=True,
     ),
     *(
         Patch(
@@ -105,18 +105,18 @@ PATCHES = (
     Patch(
         "repair", "fairseq.data.indexed_dataset:MMapIndexedDatasetBuilder.finalize",
         "fairseq_compat.batches:finalize",
-        "lightseq-preprocess --workers writes negative addresses past 2 GiB",
+        "lightseq-preprocess --workers writes negative offsets beyond 2 GiB",
         when="fairseq_compat.batches:addresses_overflow",
     ),
     Patch(
         "repair", "fairseq.tasks.translation:load_langpair_dataset",
         "fairseq_compat.batches:load_langpair_dataset",
-        "a corpus in several parts without --upsample-primary: negative dimensions",
+        "a corpus in several parts needs --upsample-primary: negative dimensions",
     ),
     Patch(
         "repair", "fairseq.data.data_utils:_find_extra_valid_paths",
         "fairseq_compat.batches:_find_extra_valid_paths",
-        "--valid-subset valid,valid1 ends in a complaint about valid1",
+        "--valid-subset valid,valid1 fails, as if valid1 were not named",
     ),
     Patch(
         "repair", "fairseq.data.indexed_dataset:IndexedDataset.read_data",
@@ -132,7 +132,7 @@ PATCHES = (
     ),
     Patch(
         "repair", "fairseq.data.data_utils:batch_by_size", "fairseq_compat.batches:batch_by_size",
-        "the head and fairseq-fixed leave the last sentences out",
+        "the development head and fairseq-fixed drop the last sentences",
         when="fairseq_compat.batches:drops_sentences",
     ),
     Patch(
@@ -148,21 +148,23 @@ PATCHES = (
     ),
     Patch(
         "repair", "fairseq.nan_detector:NanDetector.add_hooks", "fairseq_compat.layers:add_hooks",
-        "StopIteration in place of the module in which a number stops being one",
+        "StopIteration hides the name of the module in which NaN first occurs",
         when="fairseq_compat.layers:fails_on_dicts",
     ),
     Patch(
         "repair", "fairseq.checkpoint_utils:torch", "fairseq_compat.checkpoints:TORCH",
-        "torch.load: Weights only load failed; dead parameters in the file", instead=True,
+        "torch.load fails (Weights only load failed); files contain unused parameters",
+        instead=True,
     ),
     Patch(
         "repair", "fairseq.distributed.utils:torch", "fairseq_compat.checkpoints:TORCH_OF_RANKS",
-        "torch.load of what rank 0 sends: Weights only load failed", instead=True,
+        "torch.load of the checkpoint that rank 0 sends fails (Weights only load failed)",
+        instead=True,
     ),
     Patch(
         "repair", "fairseq.checkpoint_utils:torch_persistent_save",
         "fairseq_compat.checkpoints:torch_persistent_save",
-        "it writes to <name>.tmp, where two runs mix and a link is followed",
+        "fairseq writes to <name>.tmp, which two runs would share, and follows symbolic links",
     ),
     *(
         Patch(
@@ -189,89 +191,90 @@ PATCHES = (
     ),
     Patch(
         "repair", "fairseq.utils:load_align_dict", "fairseq_compat.generation:load_align_dict",
-        "--replace-unk without a file: FileNotFoundError: '@@ '",
+        "--replace-unk without a file fails with FileNotFoundError: '@@ '",
     ),
     Patch(
         "repair", "fairseq.utils:post_process_prediction",
         "fairseq_compat.generation:post_process_prediction",
-        "--remove-bpe joins subwords before --replace-unk counts them",
+        "--remove-bpe joins the subwords before --replace-unk counts them",
     ),
     Patch(
         "repair", "fairseq.ngram_repeat_block:NGramRepeatBlock._no_repeat_ngram",
-        "fairseq_compat.generation:_no_repeat_ngram", "--no-repeat-ngram-size forbids nothing",
+        "fairseq_compat.generation:_no_repeat_ngram", "--no-repeat-ngram-size has no effect",
         when="fairseq_compat.generation:repeats_ngrams",
     ),
     Patch(
         "repair", "fairseq.tasks:FairseqTask.valid_step", "fairseq_compat.ranks:valid_step",
-        "fairseq-validate of a rank without a batch: KeyError: 'net_input'", everywhere=True,
+        "fairseq-validate fails on a rank without a batch: KeyError: 'net_input'", everywhere=True,
     ),
     Patch(
         "repair", "fairseq.tasks:FairseqTask.__init_subclass__",
-        "fairseq_compat.ranks:INIT_SUBCLASS", "the same for tasks that --user-dir brings",
+        "fairseq_compat.ranks:INIT_SUBCLASS",
+        "as for FairseqTask.valid_step, in tasks of --user-dir",
         instead=True,
     ),
     Patch(
         "repair", "fairseq.distributed.utils:all_gather_list",
         "fairseq_compat.ranks:all_gather_list",
-        "ranks without GPUs: type torch.cuda.ByteTensor not available",
+        "ranks without GPUs fail: type torch.cuda.ByteTensor not available",
     ),
     Patch(
         "repair", "fairseq.models.distributed_fairseq_model:DistributedDataParallel",
         "fairseq_compat.ranks:wrap_model",
-        "pytorch_ddp on a CPU names a device, which torch refuses",
+        "fairseq passes a device to pytorch_ddp on a CPU, which torch rejects",
     ),
     Patch(
         "model", "fairseq.tasks:FairseqTask.build_generator", "plugins.generator:build_generator",
-        "our model is translated with by our search",
+        "uses our beam search for our model",
     ),
     Patch(
         "model", "fairseq.data:Dictionary.string", "plugins.generator:string",
-        "the same text in less time",
+        "makes the same text faster",
     ),
     Patch(
         "model", "fairseq.tasks.translation:TranslationTask._inference_with_bleu",
         "plugins.generator:_inference_with_bleu",
-        "--eval-bleu waits for the GPU at each reference, whose text is the same every time",
+        "--eval-bleu waits for the GPU once per reference, and makes the same text every time",
     ),
     Patch(
         "launcher", "fairseq.data.data_utils:batch_by_size", "cli.start.late_checks:batch_by_size",
-        "a sentence over --max-tokens: how long it is",
+        "reports the length of a sentence that exceeds --max-tokens",
     ),
     Patch(
         "whole split", "fairseq.data.data_utils:batch_by_size",
         "cli.start.late_checks:some_to_batch",
-        "no sentence at all: fairseq trains on nothing or divides by zero",
+        "without any sentence fairseq trains on nothing, or divides by zero",
     ),
     Patch(
         "launcher", "fairseq.checkpoint_utils:load_model_ensemble",
         "cli.start.late_checks:load_model_ensemble",
-        "--task translation with a model of another kind",
+        "fairseq translates with a model that is not for translation, and prints nonsense",
     ),
     Patch(
         "launcher", "fairseq.data.indexed_dataset:make_dataset",
         "cli.start.late_checks:make_dataset",
-        "broken files, and tokens that the dictionary does not know",
+        "reports damaged files, and token ids that are not in the dictionary",
     ),
     Patch(
         "our trainer", "fairseq_cli.train:Trainer", "training.trainer:Trainer",
-        "the captured step, and lossless native checkpoints", instead=True,
+        "adds the captured step and checkpoints that resume with identical results", instead=True,
     ),
     Patch(
         "fairseq's trainer", "fairseq_cli.train:Trainer", "training.stopping:StoppableTrainer",
-        "ranks agree on signals", instead=True,
+        "makes the ranks stop together after a signal", instead=True,
     ),
     Patch(
         "training", "fairseq_cli.train:main", "training.process:main",
-        "a run that can go on however it ends: its folder, signals, the last checkpoint",
+        "locks the checkpoint folder, handles signals and waits for the last checkpoint",
     ),
     Patch(
         "training", "fairseq.distributed.utils:distributed_init",
-        "training.process:distributed_init", "it waits for other ranks and does not say so",
+        "training.process:distributed_init", "fairseq waits for other ranks without a message",
     ),
     Patch(
         "our models", "fairseq.checkpoint_utils:load_checkpoint_to_cpu",
         "checkpoints.models:load_for_ls_models",
-        "our model for a checkpoint of fairseq's Transformer",
+        "builds our model for a checkpoint of fairseq's Transformer",
     ),
     Patch(
         "our models", "fairseq.sequence_scorer:SequenceScorer.generate", "plugins.scorer:generate",
@@ -280,77 +283,86 @@ PATCHES = (
     Patch(
         "fairseq's models", "fairseq.checkpoint_utils:load_checkpoint_to_cpu",
         "checkpoints.models:load_for_native_models",
-        "fairseq's model for a checkpoint that names ours",
+        "builds fairseq's model for a checkpoint that names ours",
     ),
     Patch(
         "saving", "fairseq.checkpoint_utils:PathManager", "training.background:Folder",
-        "checkpoints are copied and deleted behind the thread that writes them", instead=True,
+        "copies and deletes checkpoints after the background thread has written them", instead=True,
     ),
     Patch(
         "saving", "fairseq.checkpoint_utils:os", "training.background:OS",
-        "the same of os.remove", instead=True,
+        "as for PathManager, for os.remove", instead=True,
     ),
     Patch(
         "scoped", "fairseq_cli.generate:main", "cli.start.launch:run_fairseq",
-        "lightseq-generate: --output, sacrebleu's score, several GPUs",
+        "lightseq-generate: adds --output, sacrebleu's score and several GPUs",
     ),
     Patch(
         "scoped", "fairseq_cli.interactive:main", "cli.start.launch:run_fairseq",
-        "lightseq-interactive: each line at once, by the code of Translator",
+        "lightseq-interactive: prints each line at once, by the code of Translator",
     ),
     Patch(
         "scoped", "argparse:ArgumentParser.error", "cli.start.command_lines:refused_in_a_sentence",
-        "argparse prints all flags",
+        "argparse prints all flags after an error",
     ),
     Patch(
         "scoped", "fairseq.options:parse_args_and_arch", "cli.start.preflight:checks",
-        "bad input is found before anything is loaded; --pack-tokens",
+        "checks the input before anything is loaded, and adds --pack-tokens",
     ),
     Patch(
         "scoped", "fairseq.utils:move_to_cuda", "cli.translate.cpu_samples:left_on_cpu",
-        "fairseq prints each sample, and would wait for the GPU at each",
+        "fairseq-generate waits for the GPU once per sentence that it prints",
     ),
     Patch(
         "scoped", "fairseq.tasks:FairseqTask.build_generator",
         "cli.translate.cpu_samples:left_on_cpu",
-        "tells whether the search is ours",
+        "finds out whether our search is used",
     ),
     Patch(
         "scoped", "fairseq.logging.progress_bar:progress_bar",
         "cli.translate.several_gpus:translate",
-        "several GPUs: the output is cut after every batch",
+        "several GPUs: splits the output after each batch",
     ),
     Patch(
         "scoped", "fairseq.checkpoint_utils:verify_checkpoint_directory", "training.process:main",
-        "a second run into the same folder",
+        "refuses a second run in the same checkpoint folder",
     ),
     Patch(
         "scoped", "fairseq_cli.train:should_stop_early", "training.process:main",
-        "training ends after the update in which a signal has come",
+        "ends training after the update in which a signal arrived",
+    ),
+    Patch(
+        "scoped", "fairseq_cli.train:train", "training.process:main",
+        "the lines about model, data, precision and step before the first update",
+    ),
+    Patch(
+        "scoped", "fairseq_cli.train:validate_and_save", "training.process:main",
+        "tokens/s without validation and saving",
     ),
     Patch(
         "scoped", "torch.utils.data._utils.worker:_worker_loop", "training.stopping:load_batches",
-        "workers leave signals to their parent, which needs batches to its end", instead=True,
+        "data loading workers ignore signals, because training needs batches until it ends",
+        instead=True,
     ),
     *(
         Patch(
             "scoped", f"multiprocessing.{module}:Popen._launch", "training.stopping:launch",
-            "threads that a worker has before it blocks signals would be found by them",
+            "a thread of a new worker could receive a signal before the worker blocks it",
         )
         for module in ("popen_fork", "popen_spawn_posix")
     ),
     Patch(
         "scoped", "fairseq.models.transformer_lm:TransformerDecoder",
         "plugins.language_model:LSTransformerLanguageModel",
-        "its build_model names the class of the decoder, and ours is another",
+        "fairseq's build_model has a fixed decoder class; ours is another",
     ),
     Patch(
         "scoped", "fairseq.optim:FP16Optimizer", "training.trainer:Trainer",
-        "the float32 parameters lie like the 16-bit ones", instead=True,
+        "gives the float32 parameters the same memory layout as the 16-bit ones", instead=True,
     ),
     Patch(
         "scoped", "fairseq.checkpoint_utils:load_checkpoint_to_cpu", "training.trainer:Trainer",
-        "fairseq drops the float32 parameters of a file before it has made room for them",
+        "fairseq frees the float32 parameters of a checkpoint before they are used",
     ),
     Patch(
         "scoped", "fairseq.checkpoint_utils:load_checkpoint_to_cpu",
@@ -359,11 +371,11 @@ PATCHES = (
     ),
     Patch(
         "scoped", "fairseq_cli.train:main", "cli.benchmark.train.measured_trainer:attached",
-        "lightseq-bench train: the Trainer that is there by then is measured",
+        "lightseq-bench train: measures the Trainer that the command selects",
     ),
     Patch(
         "scoped", "fairseq_cli.train:Trainer", "cli.benchmark.train.measured_trainer:attached",
-        "lightseq-bench train: its steps", instead=True,
+        "lightseq-bench train: reports the steps of the Trainer", instead=True,
     ),
 )  # fmt: skip
 

@@ -61,9 +61,9 @@ class Incremental:
         """
         if tokens.shape != (self._rows, self._length + 1):
             raise UserError(
-                "The ls_ decoder continues hypotheses from their first token on, one token a call: "
-                f"expected {self._length + 1} of {self._rows}, got {tokens.shape[1]} of "
-                f"{tokens.shape[0]}."
+                "The ls_ decoder continues hypotheses from their first token, one token per call: "
+                f"expected {self._length + 1} tokens of {self._rows} hypotheses, got "
+                f"{tokens.shape[1]} of {tokens.shape[0]}."
             )
         rows = bucket(self._rows, tokens.device)
         self._steps.make_room(rows, self._length + 1, self._length)

@@ -138,8 +138,9 @@ class Results:
         """Keep only the first ``numbers[b]`` results of sentence b."""
         if 0 in numbers:
             raise UserError(
-                "a sentence has no translation of a finite score: the model's output is not a "
-                "number, which a diverged training or an overflow of --fp16 leaves behind."
+                "A sentence has no translation with a finite score: the model "
+                "computes NaN. Either training has diverged (use an earlier checkpoint), or --fp16 "
+                "overflows (remove it)."
             )
         for each, number in zip(self._of_sentences, numbers, strict=True):
             del each[number:]

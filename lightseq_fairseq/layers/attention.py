@@ -179,7 +179,7 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         if embed_dim % num_heads:
-            raise ValueError(f"embed_dim {embed_dim} is no multiple of num_heads {num_heads}")
+            raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
         self.num_heads, self.dropout = num_heads, dropout
         key_dim = embed_dim if key_dim is None else key_dim
         # Construct and initialise in fairseq's order, so that the same seed gives the same values.

@@ -6,6 +6,7 @@ Shapes: T = packed tokens, V = vocabulary, C = model width, P = positions.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,29 +20,43 @@ from lightseq_fairseq.packing import Segments
 from lightseq_fairseq.parameters import gradients_for
 
 
+@dataclass(frozen=True)
+class _LookUp:
+    """Settings of `embed`'s look-up: the arguments that are neither tables nor their indices."""
+
+    scale: float
+    padding_idx: int
+    p: float
+    rng: Tensor
+    site: int
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, positions: Tensor | None,
-                position_weight: Tensor | None, scale: float, padding_idx: int, p: float,
-                rng: Tensor, site: int) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(tokens, weight, positions, position_weight, rng)
-        ctx.scale, ctx.padding_idx, ctx.p, ctx.site = scale, padding_idx, p, site
-        return ops.embedding_fwd(tokens, weight, positions, position_weight, scale, p, rng, site)
+                position_weight: Tensor | None, settings: _LookUp) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(tokens, weight, positions, position_weight)
+        ctx.settings = settings
+        return ops.embedding_fwd(
+            tokens, weight, positions, position_weight,
+            scale=settings.scale, p=settings.p, rng=settings.rng, site=settings.site,
+        )  # fmt: skip
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        tokens, weight, positions, position_weight, rng = ctx.saved_tensors
+        tokens, weight, positions, position_weight = ctx.saved_tensors
+        settings: _LookUp = ctx.settings
         learned = ctx.needs_input_grad[3]
         to = gradients_for(weight, *([position_weight] if learned else []))
         dweight, dposition = to.tensors if learned else (to.tensors[0], None)
         ops.embedding_bwd(
-            dy.contiguous(), tokens, positions, ctx.scale, ctx.padding_idx,
-            p=ctx.p, rng=rng, site=ctx.site,
+            dy.contiguous(), tokens, positions, settings.scale, settings.padding_idx,
+            p=settings.p, rng=settings.rng, site=settings.site,
             dweight=dweight, dposition_weight=dposition, accumulate=to.accumulate,
         )  # fmt: skip
         handed = to.handed()
-        return None, handed[0], None, handed[1] if learned else None, None, None, None, None, None
+        return None, handed[0], None, handed[1] if learned else None, None
 
 
 class _Dropout(torch.autograd.Function):
@@ -83,20 +98,19 @@ def embed(
     Returns: [T, C].
     Source: ``TransformerEncoderBase.forward_embedding`` of fairseq.
     """
-    plain = project is None and norm is None
-    early_p = p if plain else 0.0
+    # If nothing lies between the look-up and the dropout, one kernel does both.
+    is_one_kernel = project is None and norm is None
+    look_up = _LookUp(scale, padding_idx, p if is_one_kernel else 0.0, rng, site)
     if project is None:
-        x = _Embedding.apply(
-            tokens, weight, positions, position_weight, scale, padding_idx, early_p, rng, site
-        )
+        x = _Embedding.apply(tokens, weight, positions, position_weight, look_up)
     else:
-        x = _Embedding.apply(tokens, weight, None, None, scale, padding_idx, 0.0, rng, site)
+        x = _Embedding.apply(tokens, weight, None, None, look_up)
         x = nn.functional.linear(x, project.weight)
         if positions is not None and position_weight is not None:
             x = x + position_weight.index_select(0, positions)
     if norm is not None:
         x = layer_norm(x, norm, rng)[1]
-    return x if plain or p == 0.0 else _Dropout.apply(x, p, rng, site)
+    return x if is_one_kernel or p == 0.0 else _Dropout.apply(x, p, rng, site)
 
 
 def sinusoidal_positions(count: int, width: int, padding_idx: int) -> Tensor:

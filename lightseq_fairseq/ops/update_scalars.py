@@ -37,10 +37,12 @@ class State(IntEnum):
     NORM = 8  # norm of the gradient of the mean loss, before clipping
     RATE = 9  # learning rate of the update
     MULTIPLIER = 10  # 1 / (loss scale * sample size); NaN to skip the update
-    LOSS = 11  # LOSS to TOTAL: sums over the update's batches, written by the training step
-    NLL = 12
-    CORRECT = 13
-    TOTAL = 14  # targets counted for accuracy
+    # The objective's sums over the update's batches, at most four, the loss first. The training
+    # step writes them.
+    SUM_0 = 11
+    SUM_1 = 12
+    SUM_2 = 13
+    SUM_3 = 14
 
 
 class StopReason(IntEnum):

@@ -121,8 +121,8 @@ def _logits_and_target(
         net_output = model(**sample["net_input"])
         if getattr(getattr(model, "decoder", None), "adaptive_softmax", None) is not None:
             raise UserError(
-                "An ls_ criterion needs every logit: use fairseq's --criterion adaptive_loss with "
-                "--adaptive-softmax-cutoff."
+                "An ls_ criterion does not support --adaptive-softmax-cutoff, because it needs "
+                "every logit: remove it, or use --criterion adaptive_loss."
             )
         logits = net_output[0].flatten(0, 1)
         target = model.get_targets(sample, net_output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any, ClassVar, NamedTuple
 
+from fairseq.models import MODEL_REGISTRY
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
 from fairseq.tasks.translation import TranslationTask
@@ -35,7 +36,7 @@ class Data(NamedTuple):
 
 SENTENCE_PAIRS = Data(
     (TranslationTask, TranslationMultiSimpleEpochTask, MultilingualTranslationTask),
-    ("pairs of sentences", "--task translation or another one of translation"),
+    ("sentence pairs", "--task translation or another translation task"),
 )
 TEXT = Data((LanguageModelingTask,), ("running text", "--task language_modeling"))
 
@@ -68,7 +69,8 @@ class FlatModel:
                 reason and what to do.
         """
         if (unsupported := unsupported_option(args)) is not None:
-            raise UserError(unsupported)
+            arch = getattr(args, "arch", None) or _registered_name(cls)
+            raise UserError(unsupported.sentence(arch))
         fairseq_compat.prepare()
         patching.apply("model")
         return super().build_model(args, task)  # type: ignore[misc]
@@ -112,9 +114,14 @@ class FlatModel:
         if next(self.parameters()).is_cuda and "attention_fwd" in library.load().kernels:
             unsupported = unsupported_width(self.sides()[0][0].cfg)
             if unsupported:
-                raise UserError(unsupported)
+                raise UserError(unsupported.sentence(_registered_name(type(self))))
         self._flatten()
         return self
+
+
+def _registered_name(model: type) -> str:
+    """The name of a model's class in fairseq's registry, such as ``ls_transformer``."""
+    return next((name for name, known in MODEL_REGISTRY.items() if known is model), model.__name__)
 
 
 def _layers(*stacks: Any) -> list[Any]:

@@ -129,8 +129,8 @@ def build_generator(
     language_model = (options.get("extra_gen_cls_kwargs") or {}).get("lm_model")
     if not isinstance(language_model, (FairseqLanguageModel, type(None))):
         raise UserError(
-            f"The model of --lm-path is no language model but {type(language_model).__name__}: "
-            "give one that was trained with --task language_modeling."
+            f"The model of --lm-path is a {type(language_model).__name__}, not a language model: "
+            "use one that was trained with --task language_modeling."
         )
     # Alignments (also needed for --replace-unk) come from another generator class of fairseq.
     alignments = any(

@@ -18,8 +18,8 @@ from lightseq_fairseq.training.flat_adam import FlatAdam
 # Options that select another implementation of Adam, and why ls_adam does not support them.
 UNSUPPORTED = {
     "fp16_adam_stats": "its moments are float32",
-    "use_old_adam": "there is one implementation of it",
-    "tpu": "it runs on GPUs and CPUs",
+    "use_old_adam": "it has only one implementation",
+    "tpu": "it runs on GPUs and CPUs only",
 }
 
 
@@ -50,7 +50,7 @@ class FairseqAdam(native.FairseqAdam):
             if getattr(cfg, option, False):
                 raise UserError(
                     f"--optimizer ls_adam does not support --{option.replace('_', '-')} "
-                    f"({reason}): drop it, or use --optimizer adam"
+                    f"({reason}): remove it, or use --optimizer adam."
                 )
         self._optimizer = FlatAdam(params, **self.optimizer_config)
 
@@ -63,7 +63,8 @@ class FairseqAdam(native.FairseqAdam):
     def optimizer(self, optimizer: Any) -> None:
         # Only fairseq.optim.shard_ assigns this attribute.
         raise UserError(
-            "--optimizer ls_adam does not support --zero-sharding os; use --optimizer adam for it"
+            "--optimizer ls_adam does not support --zero-sharding os (its state is one flat "
+            "buffer, which is not sharded): remove it, or use --optimizer adam."
         )
 
     def zero_grad(self) -> None:

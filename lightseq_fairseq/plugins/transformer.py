@@ -139,7 +139,9 @@ class LSTransformerEncoder(_Side, TransformerEncoderBase):
         src_lengths [B, 1]. Intermediate states are not returned.
         """
         if token_embeddings is not None:
-            raise UserError("ls_transformer embeds tokens itself: pass tokens, not embeddings.")
+            raise UserError(
+                "ls_transformer does not support token_embeddings: pass only src_tokens."
+            )
         features, segments = self.packed(src_tokens, dropout_rng(self, src_tokens.device))
         mask = src_tokens.eq(self.padding_idx)
         padded = {
@@ -238,7 +240,7 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         if not self.reads_source:
             encoder_out = None
         elif encoder_out is None:
-            raise UserError("ls_transformer's decoder needs the encoder's output.")
+            raise UserError("The decoder of ls_transformer needs encoder_out: pass it.")
         layer = self.num_layers - 1 if alignment_layer is None else alignment_layer
         if incremental_state is not None:
             hypotheses = self._incremental(encoder_out, incremental_state, prev_output_tokens)
@@ -328,8 +330,8 @@ class LSTransformerModel(FlatModel, TransformerModel):
         """
         if isinstance(task, MultilingualTranslationTask):
             raise UserError(
-                "ls_transformer is one model, and --task multilingual_translation trains one for "
-                "each pair: take --arch ls_multilingual_transformer, or --task "
+                f"--arch {args.arch} is one model, but --task multilingual_translation trains one "
+                "for each language pair: use --arch ls_multilingual_transformer, or --task "
                 "translation_multi_simple_epoch, which trains one model for all pairs."
             )
         cls.check_dictionaries(args, task)

@@ -11,6 +11,7 @@
     background    writes checkpoints from that copy while training continues
     stopping      signals that end training with a checkpoint
     process       wraps fairseq's training in each process
+    report        log lines about a run: model, data, step; speed, memory and checkpoints
     ranks         reports ranks that no longer respond
 
 At import, batch, objectives, step, flat_adam and ranks need torch but not fairseq.

@@ -32,7 +32,8 @@ def covers(dataset: Any) -> str | None:
     ways that this code does not know of.
     """
     kind = _kinds().get(type(dataset))
-    reasons = {f"data from {type(dataset).__name__}": True} if kind is None else kind.lacks(dataset)
+    other = {f"the dataset is of type {type(dataset).__name__}": True}
+    reasons = other if kind is None else kind.lacks(dataset)
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
@@ -116,12 +117,14 @@ class PackingPairs(PackingDataset):
     def lacks(dataset: Any) -> dict[str, bool]:
         """See ``PackingDataset``."""
         return {
-            "no target sentences": dataset.tgt is None,
-            "alignments": dataset.align_dataset is not None,
-            "constraints": dataset.constraints is not None,
-            "language ids": not (dataset.src_lang_id is None and dataset.tgt_lang_id is None),
-            "no input feeding": not dataset.input_feeding,
-            "batches of bucketed lengths": dataset.buckets is not None,
+            "the data have no target sentences": dataset.tgt is None,
+            "the data have alignments": dataset.align_dataset is not None,
+            "the data have constraints": dataset.constraints is not None,
+            "the data have language ids": not (
+                dataset.src_lang_id is None and dataset.tgt_lang_id is None
+            ),
+            "the data have no decoder input (input_feeding)": not dataset.input_feeding,
+            "sentences are padded to length buckets": dataset.buckets is not None,
         }
 
     def __getitems__(self, indices: Any) -> PackedBatch:
@@ -170,7 +173,7 @@ class PackingParts(PackingDataset):
     @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:
         """See ``PackingDataset``."""
-        reasons = {f"data from {type(dataset).__name__}": dataset.eval_key is not None}
+        reasons = {f"the dataset is of type {type(dataset).__name__}": dataset.eval_key is not None}
         found = map(covers, dataset.datasets.values())
         return reasons | {reason: True for reason in found if reason is not None}
 
@@ -212,9 +215,9 @@ class PackingText(PackingDataset):
     def lacks(dataset: Any) -> dict[str, bool]:
         """See ``PackingDataset``."""
         return {
-            "targets other than the next token": dataset.targets != ["future"],
+            "the targets are not the next tokens": dataset.targets != ["future"],
             # fairseq also counts the blocks that it adds to fill a batch.
-            "batches of a fixed number of blocks": dataset.pad_to_bsz is not None,
+            "batches are filled up with blocks (pad_to_bsz)": dataset.pad_to_bsz is not None,
         }
 
     def __getitems__(self, indices: Any) -> PackedBatch:

@@ -92,11 +92,11 @@ def fallback_reason(trainer: Any) -> str | None:
     task = type(trainer.task)
     reasons = {
         # Also true for subclasses from --user-dir, unless they declare packed steps themselves.
-        "the arch has no packed steps": not declares(model, "packed_logits"),
-        "the criterion has no packed steps": not declares(criterion, "objective"),
+        "the arch does not support packed steps": not declares(model, "packed_logits"),
+        "the criterion does not support packed steps": not declares(criterion, "objective"),
         "the optimizer is not ls_adam": getattr(cfg.optimizer, "_name", None) != "ls_adam",
-        "the task trains in a way of its own": not _trains_as_fairseqs(task),
-        "the task's logs cannot be summed": trainer.data_parallel_world_size > 1
+        "the task has its own training step": not _trains_as_fairseqs(task),
+        "the logs of the task cannot be summed over the ranks": trainer.data_parallel_world_size > 1
         and not task.logging_outputs_can_be_summed(criterion),
     }
     found = next((reason for reason, applies in reasons.items() if applies), None)
@@ -105,8 +105,8 @@ def fallback_reason(trainer: Any) -> str | None:
         return found
     parameters = [p for p in model.parameters() if p.requires_grad]
     if len(parameters) < len(list(model.parameters())) or list(criterion.parameters()):
-        return "not all parameters are the model's and trained"
-    return None if len(flat_buffers(parameters)) == 1 else "parameters are of several types"
+        return "some parameters are not trained, or belong to the criterion"
+    return None if len(flat_buffers(parameters)) == 1 else "the parameters have several dtypes"
 
 
 def state_fallback_reason(trainer: Any) -> str | None:
@@ -115,7 +115,7 @@ def state_fallback_reason(trainer: Any) -> str | None:
     After a run with layerdrop, some parameters have been updated less often than others.
     """
     is_fused = _adam(trainer.optimizer).is_fused
-    return None if is_fused else "parameters have been updated differently often"
+    return None if is_fused else "some parameters were updated less often than others"
 
 
 def _adam(optimizer: Any) -> FlatAdam:
@@ -209,7 +209,7 @@ class FastPath:
         trainer.set_num_updates(count + 1)
         self._log_memory(count + 1)
         if self._is_alone:
-            STOPPING.agree(STOPPING.worth())
+            STOPPING.agree(STOPPING.signal_code())
         self.settle(0 if ends_epoch or self._is_looked_at(count + 1) else STEPS_AHEAD)
         if STOPPING.reason is not None:  # the step just logged may have set it
             self.settle()
@@ -250,7 +250,7 @@ class FastPath:
         nsentences = sum(batch.nsentences for batch in batches)
         seconds = self.trainer._local_cumulative_training_time()
         sample_size = self._objective.sample_size(batches)
-        return [sample_size, ntokens, nsentences, seconds, STOPPING.worth()]
+        return [sample_size, ntokens, nsentences, seconds, STOPPING.signal_code()]
 
     def _rates_at(self, count: int) -> list[float]:
         """Learning rates at this count and the counts before it.
@@ -298,7 +298,7 @@ class FastPath:
                 "sample_size": int(counts[Count.SAMPLE_SIZE]),
                 "ntokens": int(counts[Count.TOKENS]),
                 "nsentences": int(counts[Count.SENTENCES]),
-                **self._objective.logged(values[State.LOSS : len(State)]),
+                **self._objective.logged(values[State.SUM_0 : len(State)]),
             }
             norm = torch.tensor(values[State.NORM], dtype=torch.float64)
             self._logged = trainer._reduce_and_log_stats([output], output["sample_size"], norm)
@@ -322,7 +322,9 @@ class FastPath:
             trainer.save_checkpoint(path, {})
             WRITER.finish()
         except UserError as error:
-            raise FloatingPointError(f"{reason} The state before it is lost: {error}") from error
+            raise FloatingPointError(
+                f"{reason} The state before this update could not be saved: {error}"
+            ) from error
         finally:
             self._step.ranks.wait()  # the first rank to end would end the others
         # crash.pt does not store the position in the epoch, as in fairseq.
@@ -330,8 +332,8 @@ class FastPath:
             trainer.cfg.checkpoint.finetune_from_model
         )
         raise FloatingPointError(
-            f"{reason} The state before it is in {path}: to go on from there, epochs counted anew, "
-            f"add --restore-file {path} --reset-dataloader{instead}."
+            f"{reason} The state before this update is saved in {path}. To continue from it, at "
+            f"the start of the first epoch, add --restore-file {path} --reset-dataloader{instead}."
         )
 
     def _recover(self, error: RuntimeError) -> None:

@@ -144,7 +144,10 @@ class FlatAdam(torch.optim.Optimizer):
 
     Args:
         params: parameters or torch's parameter groups.
-        lr, betas, eps, weight_decay: defaults of the groups, as in ``torch.optim.AdamW``.
+        lr: default of the groups, as in ``torch.optim.AdamW``; the same holds for those below.
+        betas: decay of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled from the gradient.
 
     Source: ``fairseq.optim.adam.Adam``; Loshchilov and Hutter 2019.
     """
@@ -368,8 +371,9 @@ class FlatAdam(torch.optim.Optimizer):
         saved_groups = state_dict["param_groups"]
         if len(saved_groups) != len(self.param_groups):
             raise UserError(
-                f"the checkpoint's optimizer has {len(saved_groups)} parameter groups and this "
-                f"run has {len(self.param_groups)}; continue with --reset-optimizer"
+                f"The optimizer state in the checkpoint has {len(saved_groups)} parameter groups, "
+                f"but this run has {len(self.param_groups)}: reset the optimizer with "
+                "--reset-optimizer."
             )
         states: dict[int, dict[str, Any]] = {}
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
@@ -410,8 +414,9 @@ def _match(
     steps = {int(state["step"]) for state in states}
     if len(states) != len(saved) or len(steps) != 1 or total != sum(sizes):
         raise UserError(
-            f"the checkpoint's optimizer holds {total:,} numbers in {len(saved)} tensors and this "
-            f"model trains {sum(sizes):,} in {len(sizes)}; continue with --reset-optimizer"
+            f"The optimizer state in the checkpoint has {total:,} numbers in {len(saved)} tensors, "
+            f"but this model trains {sum(sizes):,} in {len(sizes)}: reset the optimizer with "
+            f"--reset-optimizer."
         )
     cut = [torch.cat([s[name].flatten() for s in states]).split(sizes) for name in _MOMENTS]
     step = steps.pop()

@@ -34,8 +34,8 @@ def refill(iterator: Any, max_tokens: int, max_sentences: int | None) -> None:
     dataset = iterator.dataset
     if not isinstance(dataset, LanguagePairDataset):
         raise UserError(
-            f"--pack-tokens counts the tokens of sentence pairs, and this --task trains on a "
-            f"{type(dataset).__name__}: drop it, or take --task translation."
+            f"--pack-tokens counts the tokens of sentence pairs, but this --task trains on a "
+            f"{type(dataset).__name__}: remove --pack-tokens, or use --task translation."
         )
     sides = (dataset.src_sizes, dataset.tgt_sizes)
     pairs = np.concatenate(iterator.frozen_batches)  # fairseq has removed pairs that are too long

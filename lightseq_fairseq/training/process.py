@@ -1,5 +1,5 @@
 """Wraps fairseq's training in each process: checkpoint folder lock, signals, checkpoint writing,
-and reports of ranks that do not respond."""
+the run's report, and messages about ranks that do not respond."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from lightseq_fairseq.errors import GPUHangs
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.training import ranks
 from lightseq_fairseq.training.background import WRITER
+from lightseq_fairseq.training.report import Report
 from lightseq_fairseq.training.stopping import STOPPING
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ def main(original: Callable[..., None], cfg: Any, *arguments: Any, **keywords: A
         stops = should_stop(cfg, valid_loss)
         return stops or STOPPING.reason is not None
 
+    report = Report()
     with (
         STOPPING.handled(),
         ranks.watched(),
@@ -67,6 +69,8 @@ def main(original: Callable[..., None], cfg: Any, *arguments: Any, **keywords: A
             "fairseq.checkpoint_utils:verify_checkpoint_directory", verify_checkpoint_directory
         ),
         patching.within("fairseq_cli.train:should_stop_early", should_stop_early),
+        patching.within("fairseq_cli.train:train", report.train),
+        patching.within("fairseq_cli.train:validate_and_save", report.validate_and_save),
     ):
         try:
             original(cfg, *arguments, **keywords)
@@ -78,6 +82,7 @@ def main(original: Callable[..., None], cfg: Any, *arguments: Any, **keywords: A
                 logger.error("%s", error)
             raise
         WRITER.close()
+        report.end(cfg)
         if STOPPING.reason is not None and torch.distributed.is_initialized():
             torch.distributed.barrier()  # the launcher may end all ranks when the first one ends
 

@@ -74,9 +74,9 @@ def waiting_for_all(rank: int, count: int) -> Iterator[None]:
         if waited > told * SILENCE:
             told *= 2
             logger.warning(
-                "rank %d has waited %.0f seconds for the others: %d have to start, with the same "
-                "--distributed-init-method or MASTER_ADDR and MASTER_PORT; one that has ended says "
-                "why in its own log", rank, waited, count,
+                "rank %d has waited %.0f seconds for the other ranks: all %d must start with the "
+                "same --distributed-init-method, or the same MASTER_ADDR and MASTER_PORT; the log "
+                "of a rank that has ended says why", rank, waited, count,
             )  # fmt: skip
 
     with reported("meeting", look), _signals_that_end():
@@ -173,16 +173,20 @@ class Watch:
         self._tell(None, 0.0)
 
     def _tell(self, other: int | None, seconds: float) -> None:
-        name = f"rank {other}" if other is not None else "rank 0, or whoever started the ranks,"
+        name = (
+            f"rank {other}"
+            if other is not None
+            else "rank 0, or the process that started the ranks,"
+        )
         if seconds > SILENCE and other not in self._silent and not self._is_over:
             self._silent.add(other)
             logger.warning(
-                "%s has been silent for %.0f seconds: its process is stopped, or its machine does "
-                "not answer; training waits for it", name, seconds,
+                "%s has not responded for %.0f seconds: its process is suspended, or its machine "
+                "cannot be reached; training waits for it", name, seconds,
             )  # fmt: skip
         elif seconds <= SILENCE and other in self._silent:
             self._silent.remove(other)
-            logger.warning("%s is back", name)
+            logger.warning("%s responds again", name)
 
 
 __all__ = ["Watch", "waiting_for_all", "watched"]

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 class Count(IntEnum):
     """Indices of the counts that are all-reduced besides the gradient; they follow the state.
 
-    The sums in the state (from ``State.LOSS`` on) are reduced in the same collective.
+    The sums in the state (from ``State.SUM_0`` on) are reduced in the same collective.
     """
 
     SAMPLE_SIZE = 0
@@ -71,8 +71,8 @@ class Ranks:
 
 
 STEPS_AHEAD = KNOWN_RATES - 2  # steps that may be unfinished when the host returns to the loop
-_RULING = len(Given) + KNOWN_RATES - 1  # numbers that ops.update_scalars reads as ``given``
-_GIVEN = _RULING + len(Count)  # numbers in front of a batch in its block
+_UPDATE_INPUTS = len(Given) + KNOWN_RATES - 1  # numbers that ops.update_scalars reads as ``given``
+_GIVEN = _UPDATE_INPUTS + len(Count)  # numbers in front of a batch in its block
 _BATCH = _GIVEN + _GIVEN % 2  # start of the batch in the block; its parts are 16-byte aligned
 
 
@@ -166,7 +166,9 @@ class TrainingStep:
         given: ``ops.update_scalars.Given``, then `Count` of all batches of this rank.
         """
         if not self.low.intact():
-            raise RuntimeError("lightseq: the model's parameters have moved during training")
+            raise RuntimeError(
+                "lightseq: the model's parameters were moved to other memory during training"
+            )
         if self._has_copy and self.low.data.dtype == torch.bfloat16:
             self.adam.split(self.low.data)
         if self._inputs.make_room(batches):
@@ -181,7 +183,7 @@ class TrainingStep:
         if not fits:  # outside the except block, where the error no longer holds device memory
             # The graphs' memory may be too fragmented for this batch. Free it and start again with
             # the first batch, which overwrites gradients and sums.
-            logger.info("out of memory: the update begins again, without the CUDA graphs so far")
+            logger.info("out of memory: all CUDA graphs are freed, and the update starts again")
             self.forget_graphs()
             self.rng[1].zero_()
             self._collect_gradients(batches, given)
@@ -193,7 +195,7 @@ class TrainingStep:
     def _collect_gradients(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> None:
         if not batches:
             self._inputs.send(torch.zeros(0, dtype=torch.int64), given)
-            self.state[State.LOSS :].zero_()
+            self.state[State.SUM_0 :].zero_()
         # Otherwise the first batch overwrites the whole gradient.
         if not batches or any(batch.part for batch in batches):
             self.gradients.flat.zero_()
@@ -223,7 +225,7 @@ class TrainingStep:
         with self.gradients.write(accumulate=not first):
             losses.backward(scale.to(losses.dtype).expand_as(losses))
         sums = torch.stack(counted).sum(1, dtype=torch.float64)
-        totals = self.state[State.LOSS : State.LOSS + len(counted)]
+        totals = self.state[State.SUM_0 : State.SUM_0 + len(counted)]
         totals.copy_(sums) if first else totals.add_(sums)
         self.rng[1].add_(1)
 
@@ -235,9 +237,9 @@ class TrainingStep:
         collective would have to be in the same graph on all ranks.
         """
         given, ranks = self._inputs.given(), self.ranks
-        self._counts.copy_(given[_RULING:])
+        self._counts.copy_(given[_UPDATE_INPUTS:])
         ranks.add_up(self.gradients.flat)
-        ranks.add_up(self._numbers[State.LOSS :])
+        ranks.add_up(self._numbers[State.SUM_0 :])
         # The gradient is now the mean over the ranks, so divide the sample size as well.
         mean = self._counts[Count.SAMPLE_SIZE].clamp_min(1.0) / ranks.count
         given[Given.SAMPLE_SIZE].copy_(mean)
@@ -246,7 +248,7 @@ class TrainingStep:
     def _update(self) -> None:
         rules, state = self.rules, self.state
         norm = ops.adam_norm(self.gradients.flat)
-        given = self._inputs.given()[:_RULING]
+        given = self._inputs.given()[:_UPDATE_INPUTS]
         ops.update_scalars(
             state, self.rng, given, norm, seed=rules.seed, scale_window=rules.scale_window,
             tolerance=rules.tolerance, threshold=rules.threshold,

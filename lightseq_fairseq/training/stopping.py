@@ -27,8 +27,8 @@ from lightseq_fairseq.errors import StoppedBySignal
 
 logger = logging.getLogger(__name__)
 
-# What each signal adds to the sum over the ranks; the sum shows which signals were received.
-_WORTH = {signal.SIGTERM: 1.0, signal.SIGUSR1: float(1 << 20)}
+# The code of each signal. The ranks add up the codes; the sum shows which signals were received.
+_CODES = {signal.SIGTERM: 1.0, signal.SIGUSR1: float(1 << 20)}
 # Seconds. Two equal signals within this time count as one: a sender may signal the process and its
 # process group.
 _SAME = 1.0
@@ -81,7 +81,7 @@ class Stopping:
         if threading.current_thread() is not threading.main_thread():
             return  # Python allows signal handlers to be set only in the main thread
         self._process = os.getpid()
-        for number in _WORTH:
+        for number in _CODES:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 before = signal.signal(number, handler)
                 self._before.setdefault(number, before)
@@ -98,16 +98,16 @@ class Stopping:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def worth(self) -> float:
-        """What this rank's received signals add to the sum over the ranks."""
-        return sum(_WORTH[signal.Signals(number)] for number in self._received)
+    def signal_code(self) -> float:
+        """The sum of the codes of the signals that this rank has received."""
+        return sum(_CODES[signal.Signals(number)] for number in self._received)
 
     def agree(self, total: float) -> None:
-        """Set ``reason`` from ``total``, the sum that all ranks read after the same update."""
+        """Set ``reason`` from ``total``, the ranks' codes, which all read after the same update."""
         if total and self.reason is None:
-            is_term = total % _WORTH[signal.SIGUSR1] > 0
+            is_term = total % _CODES[signal.SIGUSR1] > 0
             self.reason = signal.SIGTERM if is_term else signal.SIGUSR1
-            logger.info("%s: training ends with this update", self.reason.name)
+            logger.info("%s received: training ends with this update", self.reason.name)
 
 
 STOPPING = Stopping()  # one per process
@@ -121,7 +121,7 @@ def load_batches(*arguments: Any) -> None:
     Batch systems send signals to all processes of a job, but training needs its workers until it
     ends.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _WORTH)  # `launch` has done this already
+    signal.pthread_sigmask(signal.SIG_BLOCK, _CODES)  # `launch` has done this already
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _load_batches(*arguments)
 
@@ -134,7 +134,7 @@ def launch(original: Callable[[Any, Any], None], popen: Any, process: Any) -> No
     """
     if process._target is not load_batches:
         return original(popen, process)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _WORTH)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _CODES)
     try:
         original(popen, process)
     finally:
@@ -142,7 +142,7 @@ def launch(original: Callable[[Any, Any], None], popen: Any, process: Any) -> No
 
 
 def _end_with_parent() -> None:
-    while signal.sigwaitinfo(_WORTH).si_pid != os.getppid():
+    while signal.sigwaitinfo(_CODES).si_pid != os.getppid():
         pass
     os._exit(0)
 
@@ -159,12 +159,12 @@ class StoppableTrainer(native.Trainer):
         """One update; see ``fairseq.trainer.Trainer.train_step``."""
         output = super().train_step(samples, raise_oom)
         if self.data_parallel_world_size == 1:
-            STOPPING.agree(STOPPING.worth())
+            STOPPING.agree(STOPPING.signal_code())
         return output
 
     def _aggregate_logging_outputs(self, outputs: Any, *sums: Any, ignore: bool = False) -> Any:
         outputs, sums = super()._aggregate_logging_outputs(
-            outputs, *sums, STOPPING.worth(), ignore=ignore
+            outputs, *sums, STOPPING.signal_code(), ignore=ignore
         )
         STOPPING.agree(float(sums[-1]))
         return outputs, sums[:-1]

@@ -18,7 +18,7 @@ from fairseq import optim
 from fairseq.file_io import PathManager
 from fairseq.logging import metrics
 
-from lightseq_fairseq import library
+from lightseq_fairseq import graphs, library
 from lightseq_fairseq.checkpoints import dictionaries, optimizer_order
 from lightseq_fairseq.errors import is_out_of_memory
 from lightseq_fairseq.fairseq_compat import patching
@@ -66,7 +66,6 @@ class Trainer(stopping.StoppableTrainer):
     ) -> None:
         self._fast_path: FastPath | None = None
         self._fallback_reason: str | None = None  # why fairseq's own step runs
-        self._told = ""  # the last logged kind of steps
         self._fairseqs: Any = None  # fairseq's iterator of the training set
         self._iterator: Any = None  # a copy of it whose batches are fuller, packed, or both
         super().__init__(cfg, task, model, criterion, quantizer)
@@ -106,18 +105,17 @@ class Trainer(stopping.StoppableTrainer):
             if self._fallback_reason is None:
                 dataset = batch.packing(iterator.dataset, fast_path.granularity(self))
                 self._iterator.dataset, self._iterator.collate_fn = dataset, dataset.collater
-        self._tell_steps()
         return self._iterator if fills or self._fallback_reason is None else iterator
 
-    def _tell_steps(self) -> None:
-        """Log which kind of steps training runs, at first and whenever it changes."""
-        ops = "CUDA kernels" if self.cuda and library.load().kernels else "PyTorch references"
-        steps = f"packed steps of {ops}"
+    def step_taken(self) -> str:
+        """The kind of step that training runs, with the reason in brackets."""
         if self._fallback_reason is not None:
-            steps = f"fairseq's own steps: {self._fallback_reason}"
-        if self._has_ls and steps != self._told:
-            logger.info("training takes %s", steps)
-            self._told = steps
+            return f"fairseq's own ({self._fallback_reason})"
+        ops = "CUDA kernels" if self.cuda and library.load().kernels else "PyTorch references"
+        reason = graphs.why_not_captured(self.device)
+        if reason is None:
+            return f"captured as CUDA graphs, packed tokens, {ops} (all parts are ls_)"
+        return f"eager, packed tokens, {ops} ({reason or 'CUDA graphs need a GPU'})"
 
     @metrics.aggregate("train")
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
@@ -159,7 +157,7 @@ class Trainer(stopping.StoppableTrainer):
             if not is_out_of_memory(error):
                 raise
         # Outside the except block, where the error no longer holds device memory.
-        logger.info("out of memory: the batch begins again, without the CUDA graphs so far")
+        logger.info("out of memory: all CUDA graphs are freed, and the batch starts again")
         self._fast_path.forget_graphs()
         return super().valid_step(sample, raise_oom=True)
 

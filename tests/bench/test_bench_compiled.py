@@ -1,4 +1,4 @@
-"""``lightseq-bench train``'s baseline by torch.compile: its batches, its model, its update."""
+"""The torch.compile baseline of ``lightseq-bench train``: its batches, its model, its update."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_packing_keeps_sentences_and_fills_the_rest() -> None:
         assert sizes[: len(LENGTHS)].tolist() == [pair[side] for pair in LENGTHS]
         assert cu[0] == 0 and cu[-1] == size and sizes.max() <= 256
         assert torch.equal(positions, torch.cat([torch.arange(int(n)) for n in sizes]))
-    # Attention leaves no row out: no sentence is empty on one side only.
+    # Attention needs a row on both sides: no sentence is empty on one side only.
     assert torch.equal(batch.cu_source.diff() > 0, batch.cu_target.diff() > 0)
     assert int(batch.target.ne(PAD).sum()) == sum(target for _, target in LENGTHS)
 
 
 @pytest.mark.parametrize("model", ["tiny", "t2t_big"])
 def test_sentences_do_not_see_each_other(model: str) -> None:
-    """The loss of a batch is the sum of its sentences' losses, each computed by itself."""
+    """The loss of a batch is the sum of its sentences' losses, each computed alone."""
     torch.manual_seed(1)
     shape = SHAPES[model]._replace(width=16, ffn=32, heads=2, encoder_layers=2, decoder_layers=2)
     network = Transformer(shape, 50).double().eval()
@@ -75,7 +75,7 @@ def test_sentences_do_not_see_each_other(model: str) -> None:
         alone.append({"net_input": inputs, "target": together["target"][number, None]})
     with torch.no_grad():
         losses = [network(*compiled.pack(one, 512)).item() for one in (together, *alone)]
-    assert losses[0] == pytest.approx(sum(losses[1:]), rel=1e-6)  # the loss is taken in float32
+    assert losses[0] == pytest.approx(sum(losses[1:]), rel=1e-6)  # the loss is computed in float32
 
 
 def test_an_epoch_without_batches_is_refused(tmp_path: Path) -> None:
@@ -112,15 +112,16 @@ def compare(
 def gradients_of(
     network: Model, weights: list[Tensor], batch: Batch
 ) -> tuple[float, tuple[Tensor, ...]]:
-    # A function of its own: autograd's graph of one stream, left alive, would refuse a capture on
-    # another.
+    # In a separate function, because a live autograd graph of one stream would prevent a capture on
+    # another stream.
     loss = network(*(x.cuda() for x in batch))
     return loss.item(), torch.autograd.grad(loss / batch.target.ne(PAD).sum(), weights)
 
 
 @pytest.mark.gpu
 def test_graphs_compute_what_the_model_computes() -> None:
-    """A replay on new batches of a known size, between captures of other sizes."""
+    """Replaying a graph on new batches of a known size gives the model's results, also between
+    captures of other sizes."""
     torch.manual_seed(1)
     shape = SHAPES["tiny"]._replace(normalize_before=True)
     network = Transformer(shape, 50).to("cuda", torch.bfloat16).eval()

@@ -1,4 +1,4 @@
-"""``lightseq-bench generate``: its test set, its rows, and a run of everything."""
+"""``lightseq-bench generate``: its test set, its rows, and a complete run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOCABULARY = 500
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all models' test sets, with the one of tiny."""
+    """The folder of all models' test sets, with that of tiny in it."""
     folder = tmp_path_factory.mktemp("bench")
     test_set.ensure(folder / "tiny", SHAPES["tiny"], VOCABULARY)
     return folder
@@ -55,7 +55,7 @@ def test_the_model_ends_no_sentence(data: Path) -> None:
     with torch.no_grad():
         logits = model.eval()(tokens, torch.full((20,), 9), tokens)[0]
     above = (logits > logits[..., corpus.EOS, None]).sum(-1)
-    assert above.min() > VOCABULARY / 4  # words; beam 5 looks at the ten best
+    assert above.min() > VOCABULARY / 4  # words; beam 5 considers the ten best
 
 
 def test_the_test_set_is_pinned_and_kept(data: Path, tmp_path: Path) -> None:
@@ -64,14 +64,14 @@ def test_the_test_set_is_pinned_and_kept(data: Path, tmp_path: Path) -> None:
         assert (again.folder / name).read_bytes() == (data / "tiny" / name).read_bytes()
     one, other = (torch.load(p, weights_only=False)["model"] for p in (
         again.checkpoint, data / "tiny" / "checkpoint.pt"))  # fmt: skip
-    weights = [name for name in one if not name.endswith("_float_tensor")]  # means nothing
+    weights = [name for name in one if not name.endswith("_float_tensor")]  # an invalid file
     assert all(torch.equal(one[name], other[name]) for name in weights) and len(weights) > 50
     before = again.checkpoint.stat().st_mtime_ns
     assert test_set.ensure(again.folder, SHAPES["tiny"], VOCABULARY) == again
     assert again.checkpoint.stat().st_mtime_ns == before
-    with pytest.raises(UserError, match="holds something else than the test set of this run"):
+    with pytest.raises(UserError, match="does not contain the test set of this run"):
         test_set.ensure(again.folder, SHAPES["tiny"], 600)
-    with pytest.raises(UserError, match="holds something else"):
+    with pytest.raises(UserError, match="does not contain the test set"):
         test_set.ensure(Path(__file__).parent, SHAPES["tiny"], VOCABULARY)
 
 
@@ -146,7 +146,7 @@ def test_ctranslate2_finds_cublas_under_the_name_it_wants(
     [
         (
             ["--case", "huge/b1/beam4/bf16"],
-            "There is no case huge/b1/beam4/bf16: a case is <model>",
+            "There is no case huge/b1/beam4/bf16: write <model>/<batch>/",
         ),
         (["--case", "tiny/b0/beam4/fp32"], "There is no case tiny/b0/beam4/fp32"),
         (["--case", "tiny/b1/beam4"], "There is no case tiny/b1/beam4"),
@@ -155,7 +155,7 @@ def test_ctranslate2_finds_cublas_under_the_name_it_wants(
         (["--case", "tiny/b1/8+8/fp32"], "There is no case tiny/b1/8+8/fp32"),
         (["--case", "gpt2_124m/b1/1000+25/bf16"], "gpt2_124m has 1024 positions"),
         (["--case", "lm_tiny/b1/8+8/fp32", "--systems", "ctranslate2"], "reads no language models"),
-        (["--systems", "ours,theirs"], "There is no system theirs: --systems takes ours,"),
+        (["--systems", "ours,theirs"], "There is no system theirs: choose from ours,"),
     ],
 )
 def test_refusals(words: list[object], sentence: str) -> None:
@@ -180,7 +180,7 @@ def test_everything_once(data: Path, tmp_path: Path) -> None:
     found = {(row["case"], row["system"]): row for row in json.loads(output.read_text())}
     systems = [system for system in cases.SYSTEMS if system != "transformers"]
     all_three = {("tiny/b8/beam2/fp32", system) for system in systems}
-    # CTranslate2 says that it has no bfloat16 on this CPU, or has it.
+    # CTranslate2 either says that it has no bfloat16 on this CPU, or it works.
     refused = (
         "tiny/btokens300/beam2/bf16 ctranslate2: cannot run here: Requested bfloat16" in done.stderr
     )
@@ -194,7 +194,7 @@ def test_everything_once(data: Path, tmp_path: Path) -> None:
         assert 0 < row["p50_ms"] <= row["p99_ms"] < 1e3 * row["decode_s"]
         assert row["peak_gib"] > 0.1 and row["first_s"] > 0 and row["load_s"] > 0
         assert row.get("max_tokens") == (300 if "btokens" in case else None)
-    # The same work for all: hypotheses of the same lengths.
+    # All systems do the same work: hypotheses of the same lengths.
     for case in {case for case, _ in found}:
         assert len({row["tokens"] for (c, _), row in found.items() if c == case}) == 1
 

@@ -1,4 +1,4 @@
-"""The op benchmark compares like with like: every system of a case computes the same numbers."""
+"""The op benchmark compares like with like: all systems of a case compute the same numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scripts import bench_ops as bench
 from scripts.bench_ops_cases.batch import sentence_lengths
 
 ROOT = Path(__file__).resolve().parents[2]
-# Without dropout: ours and torch draw different bits.
+# Without dropout, because ours and torch draw different bits.
 SMALL = {
     "width": 16, "ffn": 24, "heads": 2, "vocabulary": 40, "decoder_layers": 2,
     "parameters": 1000, "dropout": 0.0,
@@ -47,14 +47,18 @@ def test_help() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [
-        ([], {}, "bench_ops: This code is no git clone: name its commit with COMMIT=..."),
+        (
+            [],
+            {},
+            "bench_ops: The commit of this code is unknown",
+        ),
         (["--dtypes", "int8"], {}, "int8 is none of bf16, fp16, fp32"),
         (["--only", "("], {}, "argument --only: missing ), unterminated subpattern"),
         (["--tokens", "many"], {}, "invalid numbers value: 'many'"),
     ],
 )
 def test_refusals(arguments: list[str], environment: dict[str, str], message: str) -> None:
-    done = command(*arguments, **environment)  # PATH is empty: git is not found
+    done = command(*arguments, **environment)  # PATH is empty, so git is not found
     assert done.returncode != 0 and message in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -64,7 +68,8 @@ def test_without_a_gpu() -> None:
 
 
 def test_systems_agree() -> None:
-    """Every case without torch.compile, which computes eager's formula by construction."""
+    """Every case without torch.compile, which computes the same formula as eager torch by
+    construction."""
     names = []
     for case in bench.cases(bench.Sizes(**SMALL), [TOKENS], torch.float32, "cpu"):
         case.restore()
@@ -75,7 +80,7 @@ def test_systems_agree() -> None:
         assert case.least_bytes > 0 and results
         for system, theirs in results.items():
             if system == "library" and case.name.startswith(("linear_fwd.qkv", "linear_fwd.cross")):
-                continue  # the library's product adds no bias
+                continue  # the library's GEMM adds no bias
             if system == "eager":
                 assert len(ours) == len(theirs), case.name
             for mine, other in zip(ours, theirs):
@@ -117,7 +122,7 @@ def test_lengths_are_wmt_like() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.alone
-@pytest.mark.timeout(900)  # others end first
+@pytest.mark.timeout(900)  # other processes end first
 def test_times_are_those_of_the_runs_alone() -> None:
     runs = {"nothing": lambda: None, "short": lambda: torch.cuda._sleep(100_000)}
     runs |= {"long": lambda: torch.cuda._sleep(400_000)}

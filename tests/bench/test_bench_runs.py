@@ -1,4 +1,4 @@
-"""What the benchmarks of ``lightseq-bench`` share: runs, their caches, their memory."""
+"""Common code of the benchmarks of ``lightseq-bench``: runs, their caches, their memory."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def test_systems_that_turn_out_to_be_unable(tmp_path: Path) -> None:
         raise runs.Unable("cannot run here: no library.")
 
     nothing = runs.Bench(measure, lambda *found: {}, lambda found: [])
-    with pytest.raises(UserError, match="nothing was measured"):
+    with pytest.raises(UserError, match="Nothing was measured"):
         runs.take_turns(nothing, {"case": ["one"]}, 2, tmp_path, None)
 
 
 def test_commit_is_that_of_this_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("COMMIT", raising=False)
     assert re.fullmatch("[0-9a-f]{40}", result_rows.current_commit())
-    # An environment of packages within the clone of something else.
+    # An environment of packages inside the clone of another project.
     environment = tmp_path / "result_rows.py"
     environment.touch()
     who = ("-c", "user.name=x", "-c", "user.email=x")
     for words in (["init", "-q"], [*who, "commit", "-q", "--allow-empty", "-m", "else"]):
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
     monkeypatch.setattr(result_rows, "SOURCE", environment)
-    with pytest.raises(UserError, match="no git clone"):
+    with pytest.raises(UserError, match="not in a git clone"):
         result_rows.current_commit()
     monkeypatch.setenv("COMMIT", "abc")
     assert result_rows.current_commit() == "abc"
@@ -55,7 +55,7 @@ def test_every_run_finds_its_caches_empty(tmp_path: Path, monkeypatch: pytest.Mo
     )
     words = [sys.executable, "-c", code, str(stem.with_suffix(".json"))]
     folders = [tuple(runs.process(words, {}, stem)[1]) for _ in range(2)]
-    for (folder,) in folders:  # nothing was in it, and nothing is left of it
+    for (folder,) in folders:  # it was empty, and it has been deleted
         assert Path(folder) != tmp_path and not Path(folder).exists()
 
 
@@ -64,20 +64,21 @@ def test_memory_is_what_the_process_takes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (use["free"], 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: use["reserved"])
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: use["peak"])
-    memory = MemoryMeter(gpu=True)  # others hold 300
-    use.update(free=440, reserved=200, peak=250)  # 200 in torch, which had 250, and 60 beside it
+    memory = MemoryMeter(gpu=True)  # other processes use 300
+    # torch uses 200 of its 250, and 60 are outside torch
+    use.update(free=440, reserved=200, peak=250)
     assert memory.peak() == 310
     assert MemoryMeter(gpu=False).peak() > 1 << 26
 
 
 @pytest.mark.gpu
 def test_memory_beside_torch_counts() -> None:
-    torch.cuda.reset_peak_memory_stats()  # what earlier tests have given back
+    torch.cuda.reset_peak_memory_stats()  # memory that earlier tests have freed
     memory, driver = MemoryMeter(gpu=True), ctypes.CDLL("libcuda.so.1")
     pointer = ctypes.c_uint64()
     size = torch.cuda.mem_get_info()[0] // 4
     assert driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)) == 0
     peak = memory.peak()
     assert driver.cuMemFree_v2(pointer) == 0
-    # Other tests may share the GPU, but they do not take or give back as much in between.
+    # Other tests may share the GPU, but they do not allocate or free as much in the meantime.
     assert size / 2 < peak < 2 * size

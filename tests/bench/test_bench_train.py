@@ -1,4 +1,4 @@
-"""``lightseq-bench train``: its corpus, its arithmetic, and a run of everything."""
+"""``lightseq-bench train``: its corpus, its arithmetic, and a complete run."""
 
 from __future__ import annotations
 
@@ -87,10 +87,11 @@ def test_corpus_is_pinned_and_kept(small: corpus.Corpus, tmp_path: Path) -> None
 
 def test_a_folder_of_something_else_is_refused(small: corpus.Corpus, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("text")
-    with pytest.raises(UserError, match="holds something else than a corpus"):
+    with pytest.raises(UserError, match="does not contain a corpus"):
         corpus.ensure(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-    with pytest.raises(UserError, match="2000 pairs and 500 words, not the 7 pairs and 500"):
+    needed = "but this run needs 7 pairs and 500"
+    with pytest.raises(UserError, match=f"2000 pairs and 500 words, {needed}"):
         corpus.ensure(small.folder, 7, 500)
 
 
@@ -107,7 +108,7 @@ def test_a_folder_of_something_else_is_refused(small: corpus.Corpus, tmp_path: P
     ],
 )
 def test_floor(tokens: int, parts: tuple[float, ...], total: float) -> None:
-    """The published table of the floor of t2t big with 40 000 words."""
+    """The published floor table for t2t_big with 40,000 words."""
     least = floor(SHAPES["t2t_big"], 40_000, tokens, tokens)
     assert tuple(round(part, 2) for part in least) == parts
     assert round(sum(least), 1) == total
@@ -144,10 +145,10 @@ def mark(start: float) -> dict[str, Any]:
 def test_timeline() -> None:
     events = [
         {"ph": "M", "name": "process_name"},
-        event("kernel", "nvjet_hsh_128x256", 10, 500),  # before the steps that count
+        event("kernel", "nvjet_hsh_128x256", 10, 500),  # before the measured steps
         mark(1000),
         event("kernel", "nvjet_hsh_128x256", 1100, 200),
-        event("kernel", "void attention_fwd_kernel<64>", 1200, 200),  # half of it beside the GEMM
+        event("kernel", "void attention_fwd_kernel<64>", 1200, 200),  # half of it overlaps the GEMM
         event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 1000, 900),
         event("cuda_runtime", "cudaGraphLaunch", 1000, 900),
         mark(2000),
@@ -199,7 +200,7 @@ def test_parts(name: str, part: str) -> None:
 
 # --- logs and rows
 
-# Recorded: fairseq 0.12.2's lines, and the end of an epoch between them.
+# Recorded lines of fairseq 0.12.2, with the end of an epoch between them.
 LOG = """\
 2026-11-21 12:55:29 | INFO | fairseq_cli.train | Start iterating over samples
 2026-11-21 12:55:43 | INFO | train_inner | {"epoch": 1, "update": 0.114, "loss": "15.965", \
@@ -220,7 +221,7 @@ LOG = """\
 def test_intervals() -> None:
     assert rows.intervals(LOG, 50, 150) == [(2000, 200), (1000, 200)]
     assert [interval.ms_per_step for interval in rows.intervals(LOG, 60, 160)] == [200]
-    with pytest.raises(UserError, match="no interval between updates 200 and 300"):
+    with pytest.raises(UserError, match="no line between updates 200 and 300"):
         rows.intervals(LOG, 200, 300)
 
 
@@ -247,7 +248,8 @@ def test_row() -> None:
         "source_tokens": 2000, "target_tokens": 4000, "floor_share": round(least / 4000, 4),
         "peak_gib": 9.88, "first_100_s": 3.5, "gpu_busy": 0.9, "profiled_ms_per_step": 5000.0,
         "profiled_tokens": 5000,
-        # Products of batches that are a quarter larger; the optimizer's time knows no batch.
+        # GEMMs of batches that are a quarter larger; the optimizer's time does not depend on the
+        # batch.
         "part_ms": {"gemm": 2400.0, "optimizer": 1200.0, "gaps": 400.0}, "warm_up": 50,
         "rounds": 2,
     }  # fmt: skip
@@ -255,7 +257,8 @@ def test_row() -> None:
     assert both["case"] == "t2t_big/4096/bf16/x2" and both["target_tokens"] == 4000
     least = sum(floor(case.shape, 40_000, 1000, 2000))  # of each GPU
     assert both["floor_share"] == round(least / 4000, 4)
-    # Steps that the GPU holds up, and which the profiler makes longer: the profile's shares count.
+    # The GPU limits these steps, and the profiler makes them longer, so the shares of the profile
+    # count.
     full = report(4.0)
     full["timeline"] = {
         "ms_per_step": 5000.0,
@@ -277,7 +280,8 @@ def test_row() -> None:
         ["ours", "2400.00", "1200.00", "400.00"],
     ]
     packed = rows.table([{**row, "system": "ours_packed"}, slow])[2]
-    assert packed.split()[:3] == ["ours_packed", "1000", "4000.00"]  # no ratio to other batches
+    # no ratio, since its batches differ
+    assert packed.split()[:3] == ["ours_packed", "1000", "4000.00"]
     other = {**slow, "case": "base/4096/bf16"}
     again, unseen = {**slow, "rounds": 9}, {**row, "case": "iwslt/4096/bf16"}
     assert merged([slow, other, row], [unseen, again]) == [again, other, row, unseen]
@@ -296,7 +300,7 @@ def test_commands_differ_in_nothing_but_the_system(tmp_path: Path) -> None:
     assert words["fairseq"] == plain and environment("fairseq")["LIGHTSEQ_CUDNN_ATTENTION"] == "1"
     assert environment("fairseq_no_cudnn")["LIGHTSEQ_CUDNN_ATTENTION"] == "0"
     assert words["fairseq_no_cudnn_apex"] == [w for w in plain if w != "--without-apex"]
-    for system, native in (("ours", 0), ("fairseq_no_cudnn", 1)):  # the profiled come on top
+    for system, native in (("ours", 0), ("fairseq_no_cudnn", 1)):  # plus the profiled updates
         how = SYSTEMS[system]
         numbers = {"--heat": how.heat, "--marks": how.marks}
         numbers["--max-update"] = 200 + sum(numbers.values())
@@ -316,13 +320,19 @@ def test_commands_differ_in_nothing_but_the_system(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--case", "huge/4096/bf16"], "There is no case huge/4096/bf16: a case is <model>/"),
+        (["--case", "huge/4096/bf16"], "There is no case huge/4096/bf16: write <model>/"),
         (["--case", "tiny/256"], "There is no case tiny/256"),
         (["--case", "tiny/256/bf16/x1"], "There is no case tiny/256/bf16/x1"),
         (["--case", "tiny/256/bf16/8"], "There is no case tiny/256/bf16/8"),
-        (["--case", "tiny/199/bf16"], "tiny/199/bf16: the longest sentence has 200 tokens."),
-        (["--systems", "ours,theirs"], "There is no system theirs: --systems takes ours,"),
-        (["--case", "tiny/256/bf16", "--corpus", Path(__file__).parent], "holds something else"),
+        (
+            ["--case", "tiny/199/bf16"],
+            "tiny/199/bf16 is too small: the longest sentence has 200",
+        ),
+        (["--systems", "ours,theirs"], "There is no system theirs: choose from ours,"),
+        (
+            ["--case", "tiny/256/bf16", "--corpus", Path(__file__).parent],
+            "does not contain a corpus",
+        ),
     ],
 )
 def test_refusals(words: list[object], sentence: str) -> None:
@@ -339,7 +349,7 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_to_keep_need_a_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(result_rows, "SOURCE", tmp_path / "result_rows.py")
     done = bench_train("--case", "tiny/256/bf16", "--output", tmp_path / "rows.json")
-    assert done.exit_code == 2 and "name its commit with COMMIT=..." in done.stderr
+    assert done.exit_code == 2 and "set it with COMMIT=..." in done.stderr
 
 
 def test_tables_need_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,13 +369,13 @@ def test_nothing_is_made_where_nothing_can_run(
     )  # fmt: skip
     assert done.exit_code == 2 and list(tmp_path.iterdir()) == []
     assert done.stderr == (
-        "lightseq-bench: error: nothing can be measured here: tiny/256/bf16 without "
+        "lightseq-bench: error: No case can be measured here: tiny/256/bf16 without "
         "fairseq_no_cudnn_apex: apex is not installed.\n"
     )
 
 
 def test_a_failed_run_is_told(small: corpus.Corpus, tmp_path: Path) -> None:
-    """A corpus without its sources: the training ends at once, and no row is written."""
+    """A corpus without sources: training fails at once, and no row is written."""
     damaged = tmp_path / "corpus"
     shutil.copytree(small.folder, damaged)
     (damaged / "train.en-de.en.bin").unlink()
@@ -375,8 +385,8 @@ def test_a_failed_run_is_told(small: corpus.Corpus, tmp_path: Path) -> None:
         tmp_path / "rows.json", "--workers", 0, "--rounds", 2,
     )  # fmt: skip
     assert done.exit_code == 2 and done.stderr.count("round 2 of 2") == 0
-    assert "these runs failed: tiny/256/bf16 fairseq." in done.stderr
-    assert "its log ends with" in done.stderr
+    assert "These runs failed: tiny/256/bf16 fairseq. Their logs say why." in done.stderr
+    assert "the run ended with status 2; the last lines of " in done.stderr
     assert not (tmp_path / "rows.json").exists()
 
 
@@ -391,10 +401,10 @@ def test_everything_once(small: corpus.Corpus, tmp_path: Path) -> None:
         assert f"\n{system} " in done.stdout
         assert row["case"] == "tiny/256/bf16" and row["gpu"] == "none" and len(row["commit"]) == 40
         assert 0 < row["gpu_busy"] <= 1 and row["first_100_s"] > 0 and row["peak_gib"] > 0.1
-        # More where the profiled steps were slower than the others.
+        # Larger if the profiled steps were slower than the others.
         assert sum(row["part_ms"].values()) > 0.99 * row["ms_per_step"]
         assert row["ms_p20"] <= row["ms_p50"] <= row["ms_p80"]
-    # All but one train on the same batches, and on models of one size.
+    # All systems but one train on the same batches, and all on models of one size.
     alike = [found[name] for name in systems if name != "ours_packed"]
     assert len({row["target_tokens"] for row in alike}) == 1
     assert len({row["profiled_tokens"] for row in alike if row["system"] != "ours"}) == 1
@@ -412,15 +422,15 @@ def test_two_ranks(small: corpus.Corpus, tmp_path: Path) -> None:
     done, found = bench_once(
         tmp_path, "tiny/256/bf16/x2", (*systems, "torch_compile"), *words_of(small)
     )
-    assert "x2 without torch_compile: the baseline trains on one GPU." in done.stderr
+    assert "x2 without torch_compile: this baseline trains on one GPU only." in done.stderr
     assert set(found) == set(systems)
     for row in found.values():
         assert row["case"] == "tiny/256/bf16/x2" and row["part_ms"]["all_reduce"] > 0
-        # Of both ranks: fairseq's batches have up to 256 tokens.
+        # Of both ranks together; a batch of fairseq's has up to 256 tokens.
         assert 256 < row["target_tokens"] <= 512 and 256 < row["profiled_tokens"] <= 512
     assert len({row["target_tokens"] for row in found.values()}) == 1
     log = (tmp_path / "logs" / "tiny-256-bf16-x2-ours-1.log").read_text()
-    assert "training takes packed steps" in log
+    assert "step: eager, packed tokens" in log
 
 
 def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

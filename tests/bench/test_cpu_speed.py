@@ -1,4 +1,4 @@
-"""On a CPU training steps and translations take no longer than 1.25 times fairseq's time."""
+"""On a CPU, training steps and translations take at most 1.25 times fairseq's time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.cpu_speed import step_ratios, translation_ratios, write_wmt_like
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    # What is measured is the work, in seconds of this process, whatever else the machine does.
+    # Measure CPU seconds of this process, so that the load of other processes does not count.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

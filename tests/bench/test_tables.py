@@ -1,4 +1,4 @@
-"""The documents' tables and the plots follow the result files."""
+"""The documents' tables and the plots agree with the result files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def result_rows() -> list[dict[str, Any]]:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A repository of nothing but the tables' code and a README."""
+    """A repository with only the tables' code and a README."""
     (tmp_path / "scripts").mkdir()
     for code in (ROOT / "scripts").glob("*.py"):
         shutil.copy(code, tmp_path / "scripts")
@@ -67,12 +67,12 @@ def tables(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def squeezed(document: Path) -> str:
-    """Its text without what makes columns as wide as their widest cell."""
+    """The text without the spaces and dashes that only align the columns."""
     return re.sub(" +", " ", document.read_text())
 
 
 def words(picture: Path) -> set[str | None]:
-    """All that stands in it."""
+    """All words of the text."""
     elements = ElementTree.parse(picture).getroot().iter()
     return {element.text for element in elements if element.tag.endswith("text")}
 
@@ -149,7 +149,7 @@ def test_check_asks_for_what_a_plot_shows_and_not_for_its_bytes(measured: Path) 
     (measured / PLOT).write_text("no picture")
     assert tables(measured, "--check").returncode != 0
     tables(measured)
-    assert (measured / PLOT).read_text() == drawn  # once more the same bytes
+    assert (measured / PLOT).read_text() == drawn  # the same bytes again
 
 
 def test_check_wants_the_plot(measured: Path) -> None:
@@ -263,7 +263,7 @@ CURVES, CURVES_PLOT = "scripts/results/convergence-h200.json", "docs/convergence
 
 
 def convergence_rows() -> list[dict[str, Any]]:
-    # case -> system -> last loss, less 0.01 for each further seed, and the BLEU of each seed
+    # Case -> system -> last loss (less 0.01 for each further seed), and the BLEU of each seed
     runs = {
         "small/fp32": {"lightseq": (3.0, [39.0, 39.5]), "fairseq": (3.0, [39.4])},
         "t2t_big/bf16": {"fairseq": (4.0, [None, None]), "lightseq": (4.01, [None])},
@@ -328,7 +328,8 @@ def test_plot_of_convergence(converged: Path) -> None:
     found = words(converged / CURVES_PLOT)
     assert {"lightseq-train: validation", "updates", "seconds"} <= found
     small, big = plots.shown(converged / CURVES_PLOT)["panels"]
-    # Three runs of each model; of the big one training and validation. Great losses are left out.
+    # Three runs of each model; training and validation of the big one. Very large losses are left
+    # out.
     assert [len(points) for _, points in small["curves"]] == [2] * 3
     assert [len(points) for _, points in big["curves"]] == [2] * 6
     (converged / CURVES_PLOT).unlink()
@@ -341,7 +342,8 @@ GENERATE_PLOT = "scripts/results/generate-h200.svg"
 
 @pytest.fixture
 def translated(tree: Path) -> Path:
-    """A test set by tokens, which all systems translated, and single sentences, which ours did."""
+    """Translation of a test set in batches by tokens, by all systems, and of single sentences, by
+    ours."""
     about = {"commit": "0123456789abcdef", "gpu": "GPU X", "torch": "2.11"}
     figures = {"p50_ms": 8.04, "p99_ms": 20.5, "peak_gib": 3.25, "load_s": 2.75, "first_s": 1.5,
                "tokens_per_s": 5}  # fmt: skip
@@ -399,7 +401,7 @@ TRANSLATION = "scripts/results/translation-h200.json"
 
 @pytest.fixture
 def alike(tree: Path) -> Path:
-    """Two cases of which one has a difference, and validations with both systems."""
+    """Two cases, one of them with a difference, and validations by both systems."""
     about = {"commit": "0123456789abcdef", "gpu": "GPU X", "torch": "2.11"}
     score = {"system": "ours", "signature": "nrefs:1", "bleu": 39.31, "fairseq_bleu": 39.4}
     rows = [

@@ -1,4 +1,5 @@
-"""lightseq-average: which checkpoints it takes, what it makes of them, and who can load that."""
+"""lightseq-average: which checkpoints it chooses, the average it writes, and which commands load
+it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def read(path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of epochs and of updates, whose one weight is their number."""
+    """Checkpoints of epochs and of updates; their only weight is their epoch or update number."""
     folder = tmp_path_factory.mktemp("numbered")
     for epoch in (8, 9, 10, 11):
         write(folder / f"checkpoint{epoch}.pt", one=torch.tensor([float(epoch)]))
@@ -91,7 +92,8 @@ def test_named_checkpoints_are_summed_in_float64_and_rounded_once(tmp_path: Path
     before = paths[0].read_bytes()
     succeed("average", "--inputs", *paths, "--output", tmp_path / "averaged.pt")
     model: Model = read(tmp_path / "averaged.pt")["model"]
-    assert torch.equal(model["half"], torch.tensor([2050 / 3]))  # float32: no half can hold it
+    # fp32: the value does not fit into 16 bits
+    assert torch.equal(model["half"], torch.tensor([2050 / 3]))
     assert torch.equal(model["single"], torch.tensor([(2**24 + 2) / 3]))
     assert torch.equal(model["double"], torch.tensor([1e-9], dtype=torch.float64))
     assert torch.equal(model["counter"], torch.tensor([0]))
@@ -103,28 +105,31 @@ def test_named_checkpoints_are_summed_in_float64_and_rounded_once(tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--inputs {0}", "{0} is a folder: say how many"),
+        ("--inputs {0}", "{0} is a folder: set how many"),
         (
             "--inputs {0} --num-epoch-checkpoints 5",
-            "holds 4 checkpoints named checkpoint<epoch>.pt",
+            "contains 4 checkpoints named checkpoint<epoch>.pt",
         ),
         (
             "--inputs {0} --num-update-checkpoints 3 --checkpoint-upper-bound 900",
             "up to 900, not 3",
         ),
-        ("--inputs {0} --num-epoch-checkpoints 2 --num-update-checkpoints 2", "exclude each other"),
-        ("--inputs {0}/checkpoint8.pt --num-epoch-checkpoints 1", "give --inputs one folder"),
+        (
+            "--inputs {0} --num-epoch-checkpoints 2 --num-update-checkpoints 2",
+            "cannot be used together",
+        ),
+        ("--inputs {0}/checkpoint8.pt --num-epoch-checkpoints 1", "set --inputs to one folder"),
         ("--inputs {0}/gone --num-epoch-checkpoints 1", "gone does not exist"),
         ("--inputs {0}/checkpoint8.pt --checkpoint-upper-bound 1", "needs --num-epoch-checkpoints"),
         ("--inputs {0}/checkpoint8.pt {0}/no.pt", "{0}/no.pt cannot be read (No such file"),
-        ("--inputs {0}/checkpoint8.pt {1}/wide.pt", "{1}/wide.pt and {0}/checkpoint8.pt hold diff"),
-        ("--inputs {0}/checkpoint8.pt {1}/text.pt", "{1}/text.pt is no checkpoint but a text file"),
-        ("--inputs {0}/checkpoint8.pt {1}/other.pt", "{1}/other.pt and {0}/checkpoint8.pt hold d"),
+        ("--inputs {0}/checkpoint8.pt {1}/wide.pt", "{1}/wide.pt and {0}/checkpoint8.pt contain"),
+        ("--inputs {0}/checkpoint8.pt {1}/text.pt", "{1}/text.pt is a text file, not a checkpoint"),
+        ("--inputs {0}/checkpoint8.pt {1}/other.pt", "{1}/other.pt and {0}/checkpoint8.pt contain"),
         (
             "--inputs {1}/wide.pt {1}/../{1.name}/averaged.pt",
             "averaged.pt is one of the checkpoints",
         ),
-        ("--inputs {0}/checkpoint8.pt --output {1}/no/such.pt", "cannot write {1}/no/such.pt"),
+        ("--inputs {0}/checkpoint8.pt --output {1}/no/such.pt", "Cannot write {1}/no/such.pt"),
     ],
 )
 def test_what_cannot_be_averaged_is_refused_and_nothing_written(
@@ -166,11 +171,12 @@ def test_the_average_of_a_run_translates_here_and_in_fairseq(
     for name, mean in averaged["model"].items():
         two = torch.stack([part["model"][name] for part in parts])
         assert two.dtype == mean.dtype == torch.float32
-        # fairseq's `_float_tensor` is memory that nobody has written, and may hold a NaN.
+        # fairseq's `_float_tensor` is uninitialised memory, which may be NaN.
         expected = two.double().mean(0).float()
         torch.testing.assert_close(mean, expected, rtol=0, atol=0, equal_nan=True)
     weight = parts[0]["model"]["encoder.layers.0.fc1.weight"]
-    assert not torch.equal(weight, weight.bfloat16().float())  # a master, in bfloat16 training too
+    # an fp32 master weight, also in bf16 training
+    assert not torch.equal(weight, weight.bfloat16().float())
     quick = shlex.split("--cpu --beam 2 --max-len-b 5 --num-workers 0")
     ours, native = (
         re.findall(r"(?m)^(D-\d+)\t\S+\t(.*)$", succeed("generate", data, "--path", output, *words))

@@ -1,4 +1,5 @@
-"""Data that are cut off, mixed up or of another dictionary: one sentence before training begins."""
+"""Truncated data, mixed-up files and data of another dictionary end in one sentence before training
+begins."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ LS = ("--arch", "ls_transformer_tiny", *SMALL)
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same text as mmap, cached (the older format) and raw, a checkpoint beside them."""
+    """The same text in the formats mmap, cached (the older one) and raw, with a checkpoint beside
+    them."""
     folder = tmp_path_factory.mktemp("whole")
     binarise(folder).rename(folder / "mmap")
     texts = [word for split in SPLITS for word in (f"--{split}pref", folder / "text" / split)]
@@ -38,7 +40,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def keep(count: int) -> Break:
-    """Cuts a file off: its first ``count`` bytes stay, or all but its last ``-count``."""
+    """Truncate a file: keep its first ``count`` bytes, or drop its last ``-count`` bytes."""
     return lambda path: path.write_bytes(path.read_bytes()[:count])
 
 
@@ -47,7 +49,7 @@ def write(content: bytes) -> Break:
 
 
 def zeros(first: int, count: int) -> Break:
-    """What a file system may leave where a machine went down."""
+    """Overwrite with zeros, as a file system may leave a file after a crash."""
 
     def overwrite(path: Path) -> None:
         content = bytearray(path.read_bytes())
@@ -66,7 +68,7 @@ def of_another_split(path: Path) -> None:
 
 
 def of_a_larger_dictionary(path: Path) -> None:
-    """The last sentence's first word gets a number that no dictionary here has."""
+    """Replace the first word of the last sentence by an id that is in no dictionary here."""
     tokens = np.fromfile(path, dtype=np.uint16)
     tokens[-3] = 5000
     tokens.tofile(path)
@@ -74,11 +76,11 @@ def of_a_larger_dictionary(path: Path) -> None:
 
 BROKEN: list[tuple[str, str, Break, list[str]]] = [
     ("mmap", "train.de-en.de.bin", write(b""), ["train.de-en.de.bin has 0 bytes"]),
-    ("mmap", "train.de-en.en.bin", keep(-1), ["train.de-en.en.bin has", "cut off"]),
+    ("mmap", "train.de-en.en.bin", keep(-1), ["train.de-en.en.bin has", "truncated"]),
     ("mmap", "train.de-en.en.bin", keep(100), ["train.de-en.en.bin has 100 bytes"]),
     ("mmap", "train.de-en.en.bin", Path.unlink, ["train.de-en.en.idx has no .bin"]),
     ("mmap", "train.de-en.en.idx", Path.unlink, ["train.de-en.en.bin has no .idx"]),
-    ("mmap", "train.de-en.en.bin", of_another_split, ["train.de-en.en.bin has", "other text"]),
+    ("mmap", "train.de-en.en.bin", of_another_split, ["train.de-en.en.bin has", "different texts"]),
     ("mmap", "train.de-en.de.idx", write(b""), ["train.de-en.de.idx is damaged"]),
     ("mmap", "train.de-en.de.idx", keep(20), ["train.de-en.de.idx is damaged"]),
     ("mmap", "train.de-en.de.idx", keep(-8), ["train.de-en.de.idx is damaged"]),
@@ -87,10 +89,10 @@ BROKEN: list[tuple[str, str, Break, list[str]]] = [
     ("mmap", "train.de-en.de.idx", zeros(60, 16), ["train.de-en.de.idx is damaged"]),
     ("mmap", "train.de-en.de.idx", zeros(-40, 16), ["train.de-en.de.idx is damaged"]),
     ("mmap", "valid.de-en.en.bin", keep(-1), ["valid.de-en.en.bin has"]),
-    ("mmap", "valid.de-en.en.bin", of_a_larger_dictionary, ["Sentence 5", "number 5000", "24"]),
+    ("mmap", "valid.de-en.en.bin", of_a_larger_dictionary, ["Sentence 5", "token id 5000", "24"]),
     ("mmap", "train.de-en.de.bin", of_a_larger_dictionary, ["Sentence 39", "--srcdict"]),
-    ("cached", "train.de-en.de.bin", keep(-1), ["train.de-en.de.bin has", "cut off"]),
-    ("cached", "train.de-en.de.bin", zeros(8, 4), ["Sentence 0", "token number -1"]),
+    ("cached", "train.de-en.de.bin", keep(-1), ["train.de-en.de.bin has", "truncated"]),
+    ("cached", "train.de-en.de.bin", zeros(8, 4), ["Sentence 0", "token id -1"]),
     ("cached", "train.de-en.de.idx", keep(50), ["train.de-en.de.idx is damaged"]),
     ("cached", "valid.de-en.de.idx", keep(-8), ["valid.de-en.de.idx is damaged"]),
     ("cached", "valid.de-en.de.idx", zeros(64, 200), ["valid.de-en.de.idx is damaged"]),
@@ -106,7 +108,7 @@ def damaged(whole: Path, folder: Path, form: str, name: str, damage: Break) -> P
 
 
 def refusal(command: str, *words: str | Path) -> str:
-    """The one sentence that the command ends with."""
+    """The sentence with which the command ends."""
     result = run(command, *words)
     assert result.exit_code == 2, (result.output, result.exception)
     assert "Traceback" not in result.output
@@ -163,7 +165,7 @@ def test_every_file_of_the_run_is_looked_at(whole: Path, tmp_path: Path, name: s
     words = [f"{tmp_path}/data:{tmp_path}/data2", *LS, "--save-dir", tmp_path / "out"]
     words += ["--valid-subset", "valid,extra"]
     intact = path.read_bytes()
-    for damage, part in ((keep(-2), f"{name} has"), (of_a_larger_dictionary, "number 5000")):
+    for damage, part in ((keep(-2), f"{name} has"), (of_a_larger_dictionary, "token id 5000")):
         path.write_bytes(intact)
         damage(path)
         assert part in refusal("train", *words)
@@ -185,11 +187,11 @@ def test_the_wrong_format_is_named(whole: Path, tmp_path: Path) -> None:
     words = [*LS, "--save-dir", tmp_path / "none", "--dataset-impl"]
     for form, asked in (("mmap", "lazy"), ("cached", "mmap")):
         complaint = refusal("train", whole / form, *words, asked)
-        assert f"was not written for --dataset-impl {asked}: leave that flag out" in complaint
+        assert f"was not written for --dataset-impl {asked}: remove that flag" in complaint
 
 
 class Words:
-    """A dictionary as far as a dataset looks at it."""
+    """The part of a dictionary that a dataset uses."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -200,7 +202,7 @@ class Words:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """150,000 sentences of 40 tokens: more than a sample has, lengths in more than one block."""
+    """150,000 sentences of 40 tokens: more than a sample checks, with lengths in several blocks."""
     path = tmp_path_factory.mktemp("large") / "train.de-en.de"
     tokens = np.arange(6_000_000, dtype=np.int64) % 1000
     tokens.astype(np.uint16).tofile(f"{path}.bin")
@@ -210,10 +212,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_token_is_looked_at_when_a_file_is_read(large: Path, whole: Path) -> None:
-    assert whole.exists()  # launchers have run, so that fairseq's functions are guarded
+    assert whole.exists()  # after a launcher has run, fairseq's functions have our checks
     for everywhere in (True, False):
         binarised.check_words(binarised.find(str(large), None), 1000, everywhere)
-        with pytest.raises(UserError, match=r"Sentence 24 .* number 999 .* has 999:"):
+        with pytest.raises(UserError, match=r"Sentence 24 .* token id 999, .* has 999 words:"):
             binarised.check_words(binarised.find(str(large), None), 999, everywhere)
     tokens = np.memmap(f"{large}.bin", np.uint16, "r+")
     last = len(tokens) - 1

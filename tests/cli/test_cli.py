@@ -1,4 +1,4 @@
-"""The launchers: what they pass on, what they add, what they run."""
+"""The launchers: what they pass on to fairseq, what they add, and what they run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typing import Any
 import click
 import pytest
 import torch
+from click.shell_completion import BashComplete
 from click.testing import CliRunner
 from helpers.cli_runs import SMALL, binarise, run, succeed, unchanged
 
@@ -27,6 +28,7 @@ import fairseq_cli.train
 from fairseq import options
 
 import lightseq_fairseq
+from lightseq_fairseq.__main__ import COMMANDS as SUBCOMMANDS
 from lightseq_fairseq.cli import train
 from lightseq_fairseq.cli.start.launch import launcher
 from lightseq_fairseq.cli.start.old_lightseq import clash
@@ -52,7 +54,7 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def configurations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What fairseq-train's main() receives; nothing is trained."""
+    """The configurations that fairseq-train's main() receives; nothing is trained."""
     received: list[Any] = []
     monkeypatch.setattr(fairseq_cli.train, "main", received.append)
     yield received
@@ -98,7 +100,8 @@ def _wait_policy() -> str | None:
 
 def test_no_worker_is_left(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataloader = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
-    ending = f"{dataloader}._clean_up_persistent_workers_atexit"  # torch before 2.13 has it not
+    # torch before 2.13 does not have it
+    ending = f"{dataloader}._clean_up_persistent_workers_atexit"
     monkeypatch.delattr(ending, raising=False)
     workers: list[Any] = []
     step = fairseq_cli.train.validate_and_save
@@ -135,19 +138,61 @@ def test_version(command: str) -> None:
     assert said == f"lightseq-{command.removesuffix('_')} {lightseq_fairseq.__version__}\n"
 
 
+def test_every_command_is_a_subcommand_of_the_package() -> None:
+    done = python("-m", "lightseq_fairseq")
+    assert done.returncode == 0, done.stderr
+    listed = done.stdout.partition("\nCommands:\n")[2]
+    assert re.findall(r"^  (\w+)  ", listed, re.M) == list(SUBCOMMANDS)
+    for command in ("import", "train"):
+        said = python("-m", "lightseq_fairseq", command, "--help").stdout
+        assert said.startswith(f"Usage: python -m lightseq_fairseq {command} ")
+    done = python("-m", "lightseq_fairseq", "generate", "data", "--native", "--beam", "x")
+    assert done.returncode == 2
+    assert done.stderr.startswith("lightseq-generate: error: ")
+    assert python("-m", "lightseq_fairseq", "translate").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("--na", [("plain", "--native")]),
+        ("--arch ls_transformer --save-dir run", [("file", "run")]),
+        ("da", [("file", "da")]),
+        ("--beam", []),  # of fairseq
+    ],
+)
+def test_the_shell_completes_our_own_flags_and_files(
+    line: str, found: list[tuple[str, str]]
+) -> None:
+    complete = BashComplete(train.main, {}, "lightseq-train", "_LIGHTSEQ_TRAIN_COMPLETE")
+    *words, last = line.split()
+    items = complete.get_completions(words, last)
+    assert [(item.type, item.value) for item in items] == found
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("score --beam 1", "lightseq-score has no --beam: it is a flag of lightseq-generate and "
-         "lightseq-interactive."),
-        ("average --output x --input y", "lightseq-average has no --input: it is a flag of "
-         "lightseq-interactive."),
-        ("export --quantisation int8", "lightseq-export has no --quantisation: did you mean "
-         "--quantization?"),
-        ("doctor --x", "lightseq-doctor has no --x."),
+        ("score --beam 1", "lightseq-score has no flag --beam: it is a flag of lightseq-generate "
+         "and lightseq-interactive."),
+        ("average --output x --input y", "lightseq-average has no flag --input: it is a flag "
+         "of lightseq-interactive."),
+        ("export --quantisation int8", "lightseq-export has no flag --quantisation: did "
+         "you mean --quantization?"),
+        ("doctor --x", "lightseq-doctor has no flag --x: lightseq-doctor --help lists all flags."),
         ("average --num-epoch-checkpoints x", "Invalid value for '--num-epoch-checkpoints': 'x' is "
-         "not a valid integer range."),
-        ("score", "Missing option '--sys'."),
+         "not a valid integer range. See lightseq-average --help."),
+        ("score", "Missing option '--sys'. See lightseq-score --help."),
+        ("generate --output", "Option '--output' requires an argument. See lightseq-generate "
+         "--help."),
+        ("bench train --caes x", "lightseq-bench train has no flag --caes: did you mean --case?"),
+        ("bench train --max-tokens 9", "lightseq-bench train has no flag --max-tokens: it is a "
+         "flag of lightseq-train, lightseq-generate, lightseq-interactive and lightseq-validate."),
+        ("bench train --rounds 0", "Invalid value for '--rounds': 0 is not in the range x>=1. See "
+         "lightseq-bench train --help."),
+        ("bench trian", "No such command 'trian'. Did you mean 'train'? See lightseq-bench "
+         "--help."),
+        ("bench --x", "lightseq-bench has no flag --x: lightseq-bench --help lists all flags."),
     ],
 )  # fmt: skip
 def test_wrong_words_of_our_own_commands_end_in_a_sentence(line: str, sentence: str) -> None:
@@ -178,7 +223,7 @@ def test_fairseq_help_lists_the_flags_of_what_the_command_names() -> None:
 def test_a_setting_that_is_missing_is_told_without_all_others(
     data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """fairseq logs each of them where it cannot compose its configuration."""
+    """If fairseq cannot compose its configuration, it logs every setting."""
     words = ["--arch", "ls_transformer_tiny", *SMALL, "--lr-scheduler", "polynomial_decay"]
     caplog.set_level(logging.INFO)
     for asked in ((), ("--log-config",)):
@@ -203,7 +248,7 @@ def test_the_configuration_is_logged_where_it_is_asked_for(
     caplog.set_level(logging.INFO)
     for command in COMMANDS:
         logger = logging.getLogger(f"fairseq_cli.{command}")
-        logger.addHandler(caplog.handler)  # fairseq-validate takes those of all loggers away
+        logger.addHandler(caplog.handler)  # fairseq-validate removes the handlers of all loggers
         for asked in ((), ("--log-config",)):
             caplog.clear()
             succeed(command, *words[command], *asked)
@@ -253,7 +298,7 @@ def test_the_arch_alone_is_a_complete_command(data: Path, configurations: list[A
     assert cfg.optimization.lr == [5e-4]
     assert cfg.optimization.max_update == 300000
     assert cfg.dataset.max_tokens == 4096
-    assert cfg.common.log_format == "simple"  # the output is no terminal here
+    assert cfg.common.log_format == "simple"  # the output is not a terminal here
 
     program, *words = shlex.split(line)
     assert program == "lightseq-train"
@@ -339,8 +384,8 @@ def test_a_user_s_arch_on_fairseq_s_model_is_not_ours(
     [
         ("--dropout 2", "--dropout is 2"),
         ("--adaptive-input", "--adaptive-input"),
-        ("--native", "no arch of fairseq's own for arch_of_mine"),
-        ("--task denoising", "--task denoising gives it none"),
+        ("--native", "no arch of fairseq that corresponds to --arch arch_of_mine"),
+        ("--task denoising", "arch_of_mine trains on sentence pairs, but --task denoising"),
     ],
 )
 def test_a_user_s_own_arch_is_checked_as_ours(
@@ -417,19 +462,31 @@ def test_our_model_is_built_for_a_checkpoint_unless_native(
     assert built == ["LSTransformerModel", "TransformerModel"]
 
 
-SPAWNING = """
+# What fairseq-train's launchers run: the console script, and python -m lightseq_fairseq train. Both
+# see two GPUs: fairseq spawns as many ranks.
+SPAWNING = {
+    "script": """
 from lightseq_fairseq.cli.train import main
 if __name__ == "__main__":
     import torch
-    torch.cuda.device_count = lambda: 2  # fairseq spawns as many ranks as there are GPUs
+    torch.cuda.device_count = lambda: 2
     main()
-"""
+""",
+    "module": """
+if __name__ == "__main__":
+    import runpy, sys, torch
+    torch.cuda.device_count = lambda: 2
+    sys.argv.insert(1, "train")
+    runpy.run_module("lightseq_fairseq", run_name="__main__", alter_sys=True)
+""",
+}
 
 
+@pytest.mark.parametrize("how", SPAWNING)
 def test_spawned_ranks_know_our_parts_and_their_failures_are_sentences(
-    data: Path, tmp_path: Path
+    data: Path, tmp_path: Path, how: str
 ) -> None:
-    (tmp_path / "script.py").write_text(SPAWNING)
+    (tmp_path / "script.py").write_text(SPAWNING[how])
     done = python(
         str(tmp_path / "script.py"), str(data), "--arch", "ls_transformer_tiny", *SMALL,
         *RANKS, "--max-tokens", "9", "--max-tokens-valid", "5", "--save-dir", str(tmp_path),
@@ -437,7 +494,7 @@ def test_spawned_ranks_know_our_parts_and_their_failures_are_sentences(
     assert "num_updates 3" in done.stdout or "Stopping training due to num_updates" in done.stdout
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert re.search(r"lightseq-train: error: .* 10 tokens and --max-tokens .* is 5", done.stderr)
+    assert re.search(r"lightseq-train: error: .* 10 tokens, but --max-tokens .* is 5", done.stderr)
 
 
 # --- Ends ------------------------------------------------------------------------------------
@@ -448,7 +505,7 @@ def test_ctrl_c_leaves_with_130_and_one_sentence(data: Path, tmp_path: Path) -> 
     process = subprocess.Popen(
         [sys.executable, "-m", "lightseq_fairseq.cli.train", *words, "--max-update", "1000000"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        # A shell that runs the tests in the background has them ignore Ctrl-C, children included.
+        # If a shell runs the tests in the background, they ignore Ctrl-C, and so do their children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     try:
@@ -473,7 +530,7 @@ def test_retained_dropout_runs_fairseqs_layers(data: Path, trained: Path) -> Non
     words = [data, "--path", trained, *QUICK, "--retain-dropout"]
     first, second = (run("generate", *words, "--seed", seed) for seed in (1, 2))
     assert first.exit_code == second.exit_code == 0, (first.output, first.exception)
-    assert "--retain-dropout runs fairseq's own layers" in first.stderr
+    assert "this run uses fairseq's own layers, because --retain-dropout" in first.stderr
     scores = [
         re.findall(r"^H-\S+\t(\S+)", result.stdout, re.MULTILINE) for result in (first, second)
     ]
@@ -507,7 +564,7 @@ def test_the_old_package_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lightseq\nVersion: 3.0.1\n")
     assert clash() is None
     monkeypatch.syspath_prepend(tmp_path)
-    assert clash() is None  # a distribution of that name without the scripts
+    assert clash() is None  # a distribution of that name, but without the scripts
     (info / "entry_points.txt").write_text(
         "[console_scripts]\nlightseq-train = lightseq.cli:main\n"
     )
@@ -517,7 +574,7 @@ def test_the_old_package_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_command_line_parses_as_fairseq_parses_it(data: Path) -> None:
-    """The scanner and argparse agree on which of fairseq's spellings set a flag."""
+    """Our scan of the command line and argparse agree on which spellings set a flag."""
     with unchanged():
         for words in (["-atransformer"], ["-a=transformer"], ["--arch=transformer"]):
             parser = options.get_training_parser()

@@ -1,4 +1,4 @@
-"""What lightseq-train fills in, word by word."""
+"""The words that lightseq-train adds to a command."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ OLD_GPU = Machine(ranks=1, gpus=1, bf16=False)
 ARCH = "data --arch ls_transformer_wmt_en_de_big_t2t"
 
 
-def added(command: str, machine: Machine = CPU) -> dict[str, str | None]:
-    """Flag -> value of the words that are added to the command."""
-    words = defaults.missing(shlex.split(command), machine)
+def added(command: str, machine: Machine = CPU, adaptive: bool = False) -> dict[str, str | None]:
+    """Flag -> value for the words that are added to the command."""
+    words = defaults.missing(shlex.split(command), machine, adaptive=adaptive)
     flags: dict[str, str | None] = {}
     for word in words:
         if word.startswith("--"):
@@ -70,6 +70,7 @@ def test_the_arch_alone_gets_the_whole_recipe() -> None:
         ("--batch-size 8", {"--max-tokens"}),
         ("--max-sentences 8", {"--max-tokens"}),
         ("--max-tokens 8192", {"--max-tokens"}),
+        ("--batch-size 4 --max-tokens 8192", {"--max-tokens"}),
         ("--max-update 10", {"--max-update"}),
         ("--max-epoch 3", {"--max-update"}),
         ("--stop-time-hours 2", {"--max-update"}),
@@ -83,14 +84,81 @@ def test_what_the_user_sets_is_left_alone(given: str, left_out: set[str]) -> Non
     assert added(f"{given} {ARCH}").keys() == ALL - left_out
 
 
-def test_text_has_its_own_criterion() -> None:
-    arch = "--arch ls_transformer_lm --task"
-    found = added(f"{arch} language_modeling")
-    assert found.keys() == ALL - {"--label-smoothing"}
-    assert found["--criterion"] == "ls_cross_entropy"
-    given = added(f"{arch} language_modeling --criterion ls_label_smoothed_cross_entropy")
-    assert found.keys() - given.keys() == {"--criterion", *SCHEDULE} - given.keys()
-    assert "--criterion" not in given
+TEXT = "data --task language_modeling --arch ls_transformer_lm"
+
+
+def test_language_models_have_their_own_recipe() -> None:
+    assert added(TEXT) == {
+        "--optimizer": "ls_adam",
+        "--adam-betas": "(0.9, 0.98)",
+        "--clip-norm": "0",
+        "--weight-decay": "0.01",
+        "--criterion": "ls_cross_entropy",
+        "--lr": "5e-4",
+        "--lr-scheduler": "inverse_sqrt",
+        "--warmup-updates": "4000",
+        "--warmup-init-lr": "1e-7",
+        "--max-tokens": "2048",
+        "--update-freq": "16",
+        "--max-update": "50000",
+        "--seed": "1",
+        "--distributed-world-size": "1",
+    }
+
+
+def test_adaptive_softmax_has_its_own_recipe() -> None:
+    found = added(TEXT, GPU, adaptive=True)
+    assert found == {
+        "--optimizer": "nag",
+        "--clip-norm": "0.1",
+        "--criterion": "adaptive_loss",
+        "--lr": "1.0",
+        "--lr-scheduler": "cosine",
+        "--min-lr": "1e-4",
+        "--stop-min-lr": "1e-9",
+        "--t-mult": "2",
+        "--lr-period-updates": "270000",
+        "--lr-shrink": "0.75",
+        "--warmup-updates": "16000",
+        "--warmup-init-lr": "1e-7",
+        "--max-tokens": "3072",
+        "--update-freq": "3",
+        "--max-update": "286000",
+        "--seed": "1",
+        "--distributed-world-size": "4",
+        "--bf16": None,
+    }
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("given", ["", "--optimizer adam", "--criterion x", "--lr-scheduler fixed"])
+def test_a_language_model_never_gets_the_recipe_of_translation(given: str, adaptive: bool) -> None:
+    found = added(f"{TEXT} {given}", adaptive=adaptive)
+    assert "--label-smoothing" not in found
+    assert found.get("--criterion") in (None, "adaptive_loss" if adaptive else "ls_cross_entropy")
+    assert found.get("--weight-decay") != "1e-4" and found["--max-update"] != "300000"
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens", "micro_batches"),
+    [
+        ("", "2048", "16"),
+        ("--max-tokens 32768", None, "1"),
+        ("--batch-size 8", None, "1"),
+        ("--update-freq 2", "2048", None),
+        ("--max-tokens 512 --update-freq 2", None, None),
+    ],
+)
+def test_who_sets_the_batch_sets_the_tokens_of_an_update(
+    given: str, tokens: str | None, micro_batches: str | None
+) -> None:
+    found = added(f"{TEXT} {given}")
+    assert (found.get("--max-tokens"), found.get("--update-freq")) == (tokens, micro_batches)
+
+
+def test_other_tasks_have_the_recipe_of_translation() -> None:
+    for task in ("multilingual_translation", "translation_multi_simple_epoch", "mine"):
+        assert added(f"{ARCH} --task {task}") == added(ARCH)
 
 
 @pytest.mark.parametrize(

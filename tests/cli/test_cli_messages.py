@@ -1,4 +1,4 @@
-"""Exceptions of fairseq and torch, as the user gets to read them."""
+"""Messages for exceptions of fairseq and torch."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def no_requests() -> None:
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch.cuda names it."""
+    """Has the name of torch.cuda's class."""
 
 
 def memory() -> None:
@@ -143,7 +143,7 @@ def gloo_has_lost_a_rank() -> None:
 
 
 class DistBackendError(RuntimeError):
-    """As torch.distributed names it."""
+    """Has the name of torch.distributed's class."""
 
 
 def nccl_has_lost_a_rank() -> None:
@@ -155,7 +155,7 @@ def nccl_has_lost_a_rank() -> None:
 
 
 class DistStoreError(RuntimeError):
-    """As torch.distributed names it."""
+    """Has the name of torch.distributed's class."""
 
 
 def ranks_have_not_come() -> None:
@@ -240,13 +240,13 @@ def test_and_the_same_one_from_another_process(
     [
         (
             TRAIN,
-            "Process 1 of those that this command has started ended by SIGKILL, often because the "
-            "machine is out of memory; the same command goes on from the last checkpoint.",
+            "Process 1 of this command ended with SIGKILL, often because the machine is out of "
+            "memory; run the same command again to resume from the last checkpoint.",
         ),
         (
             GENERATE,
-            "Process 1 of those that this command has started ended by SIGKILL, often because the "
-            "machine is out of memory.",
+            "Process 1 of this command ended with SIGKILL, often because the machine is out of "
+            "memory.",
         ),
     ],
 )
@@ -282,7 +282,7 @@ def bug_while_handling() -> None:
 
 
 def read_error() -> None:
-    raise RuntimeError("Read error: Broken pipe")  # of anything but other ranks
+    raise RuntimeError("Read error: Broken pipe")  # not about other ranks
 
 
 def shapes() -> None:

@@ -4,60 +4,32 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import helpers.cli_runs as cli_runs
 import pytest
+import torch
 from fairseq.models.transformer_lm import TransformerLanguageModel
 
 from lightseq_fairseq.plugins import scorer
 from lightseq_fairseq.plugins.language_model import LSTransformerLanguageModel
 
-SMALL = (
-    "--decoder-layers 2 --decoder-embed-dim 16 --decoder-input-dim 16 --decoder-output-dim 16 "
-    "--decoder-ffn-embed-dim 24 --decoder-attention-heads 2 --task language_modeling "
-    "--tokens-per-sample 16 --max-target-positions 32 --max-tokens 128 --max-update 12 --lr 1e-2 "
-    "--no-epoch-checkpoints --num-workers 0 --cpu"
-)
 
-
-def write_text(folder: Path, words: int = 20) -> None:
-    """train, valid and test in ``folder``: sentences of words and of subwords, some empty."""
-    source = random.Random(words)
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, count in (("train", 60), ("valid", 12), ("test", 24)):
-        lines = [source.choices(range(words), k=source.randint(0, 9)) for _ in range(count)]
-        text = (" ".join(f"w{i}" + "@@" * (i % 5 == 4) for i in line) + " w0\n" for line in lines)
-        (folder / split).write_text("".join(text))
-
-
-def binarise(folder: Path) -> Path:
-    write_text(folder / "text")
-    prefixes = [
-        word
-        for split in ("train", "valid", "test")
-        for word in (f"--{split}pref", folder / "text" / split)
-    ]
-    cli_runs.succeed("preprocess", "--only-source", "--destdir", folder / "data", *prefixes)
-    return folder / "data"
-
-
-def train(data: Path, folder: Path, ours: bool, more: str = "") -> Path:
+def train(data: Path, folder: Path, ours: bool) -> Path:
     prefix = "ls_" if ours else ""
     cli_runs.succeed(
-        "train", data, *f"{SMALL} --save-dir {folder} {more}".split(),
+        "train", data, *cli_runs.SMALL_TEXT, "--save-dir", folder, "--max-update", "12",
         "--arch", f"{prefix}transformer_lm", "--optimizer", f"{prefix}adam",
-        "--criterion", f"{prefix}cross_entropy",
+        "--criterion", f"{prefix}cross_entropy", "--lr", "1e-2",
     )  # fmt: skip
     return folder / "checkpoint_last.pt"
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return binarise(tmp_path_factory.mktemp("text"))
+    return cli_runs.binarise_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +125,20 @@ def test_shards_are_parts_of_the_text(checkpoints: dict[str, Path], evaluate: Ev
     assert found == whole
 
 
+def test_an_average_is_evaluated(
+    checkpoints: dict[str, Path], evaluate: Evaluate, tmp_path: Path
+) -> None:
+    """Of our checkpoint and fairseq's, which have the same shapes and names."""
+    both, averaged = list(checkpoints.values()), tmp_path / "averaged.pt"
+    cli_runs.succeed("average", "--inputs", *both, "--output", averaged)
+    logs = [evaluate(averaged, *more) for more in ([], ["--native"])]
+    assert_same(*logs)
+    weights = [torch.load(p, weights_only=False)["model"] for p in (*both, averaged)]
+    for name, value in weights[2].items():
+        torch.testing.assert_close(value, (weights[0][name] + weights[1][name]) / 2)
+    assert logs[0][-1] not in [evaluate(path)[-1] for path in both]
+
+
 @pytest.mark.parametrize("writer", ["ours", "fairseq"])
 def test_validate_builds_it_too(
     data: Path, checkpoints: dict[str, Path], writer: str, monkeypatch: pytest.MonkeyPatch
@@ -166,7 +152,7 @@ def test_validate_builds_it_too(
     )
     for more in ([], ["--native"]):
         log = cli_runs.succeed(
-            "validate", data, "--task", "language_modeling", "--path", checkpoints[writer],
+            "validate", data, "--path", checkpoints[writer],
             "--valid-subset", "test", "--num-workers", "0", "--cpu", *more,
         )  # fmt: skip
         losses.append(re.findall(r" loss ([\d.]+) \| ppl ([\d.]+)", log))

@@ -1,4 +1,5 @@
-"""Modules import downwards, as pyproject.toml lists them and ARCHITECTURE.md shows it."""
+"""Modules import only modules of lower layers, as pyproject.toml lists them and ARCHITECTURE.md
+shows."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def lint(site: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """The package as it is installed: cli/ is a part of it."""
+    """The package as installed, with cli/ as a part of it."""
     package = tmp_path / "lightseq_fairseq"
     package.mkdir()
     for path in (*(ROOT / "lightseq_fairseq").iterdir(), ROOT / "cli"):

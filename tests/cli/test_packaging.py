@@ -1,16 +1,23 @@
-"""What an installation holds: every package, every console script, and a cheap import."""
+"""What an installation contains: every package, every console script; and the import is cheap."""
 
 from __future__ import annotations
 
+import ast
 import configparser
 import importlib.util
+import os
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 
 import lightseq_fairseq
+from lightseq_fairseq.__main__ import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +36,7 @@ def test_every_package_is_listed(setup_cfg):
     folders = {path.parent for path in (ROOT / "cli").rglob("*.py")}
     packages |= {".".join(("lightseq_fairseq", *x.relative_to(ROOT).parts)) for x in folders}
     assert listed == packages
-    for package in listed:  # a folder without __init__.py would be left out
+    for package in listed:  # setuptools leaves out a folder without __init__.py
         spec = importlib.util.find_spec(package)
         assert spec is not None and spec.origin is not None, package
 
@@ -38,10 +45,12 @@ def test_console_scripts_have_their_functions(setup_cfg):
     lines = setup_cfg["options.entry_points"]["console_scripts"].strip().splitlines()
     commands = {p.stem for p in (ROOT / "cli").glob("*.py") if "\ndef main(" in p.read_text()}
     assert len(lines) == len(commands)
+    names = {line.partition("=")[0].strip().removeprefix("lightseq-") for line in lines}
+    assert names == set(COMMANDS)
     for line in lines:
         name, target = (part.strip() for part in line.split("="))
         module, function = target.split(":")
-        command = module.rpartition(".")[2].rstrip("_").replace("_", "-")  # import_: a keyword
+        command = module.rpartition(".")[2].rstrip("_").replace("_", "-")  # `import` is a keyword
         assert name == f"lightseq-{command}"
         assert callable(getattr(importlib.import_module(module), function))
 
@@ -59,3 +68,130 @@ def test_importing_the_package_is_cheap():
     code = "import sys, lightseq_fairseq; print({'torch', 'fairseq', 'numpy'} & set(sys.modules))"
     command = [sys.executable, "-W", "error", "-c", code]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "set()\n"
+
+
+# --- sdist and wheels (scripts/check_wheel.sh builds and runs a real one) -----------------------
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of this checkout with a compiled library, and with what an old build left."""
+    folder = tmp_path / "checkout"
+    ignore = shutil.ignore_patterns("_lib", "__pycache__")
+    for name in ("lightseq_fairseq", "cli", "csrc", "scripts"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+    for name in ("setup.py", "setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for left in ("lightseq_fairseq/_lib/liblightseq_cu12.so", "build/lib/lightseq_fairseq/old.py"):
+        (folder / left).parent.mkdir(parents=True, exist_ok=True)
+        (folder / left).touch()
+    return folder
+
+
+def backend(folder: Path, call: str, **environment: str) -> str:
+    """What a function of setuptools' build backend returns in ``folder``."""
+    inherited = {key: value for key, value in os.environ.items() if key != "LIGHTSEQ_BUILD"}
+    code = f"from setuptools import build_meta\nprint(build_meta.{call})"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=folder, env={**inherited, **environment}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+def unpacked_sdist(folder: Path, **environment: str) -> Path:
+    target = folder.parent / "sdist"
+    name = backend(folder, f"build_sdist({str(target)!r})", **environment)
+    assert name == f"lightseq_fairseq-{lightseq_fairseq.__version__}.tar.gz"
+    with tarfile.open(target / name) as archive:
+        archive.extractall(target)
+    return target / name.removesuffix(".tar.gz")
+
+
+def wheel(folder: Path, **environment: str) -> tuple[str, list[str]]:
+    """Tags of a wheel that is built in ``folder``, and the files in it."""
+    target = folder / "dist"
+    path = target / backend(folder, f"build_wheel({str(target)!r})", **environment)
+    with zipfile.ZipFile(path) as archive:
+        return path.name, sorted(archive.namelist())
+
+
+def test_the_sdist_makes_the_wheel_of_the_checkout(checkout: Path) -> None:
+    sources = unpacked_sdist(checkout)
+    for folder in ("csrc", "csrc/common"):
+        here, there = (
+            {path.name for path in (root / folder).iterdir()} for root in (ROOT, sources)
+        )
+        assert here == there
+    assert (sources / "scripts" / "build_cuda.py").exists()
+    assert not list(sources.rglob("*.so"))
+
+    (name, files), (_, again) = wheel(checkout), wheel(sources)
+    assert name == f"lightseq_fairseq-{lightseq_fairseq.__version__}-py3-none-any.whl"
+    assert files == again
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "lightseq_fairseq").rglob("*.py")}
+    modules |= {
+        f"lightseq_fairseq/{path.relative_to(ROOT)}" for path in (ROOT / "cli").rglob("*.py")
+    }
+    info = f"lightseq_fairseq-{lightseq_fairseq.__version__}.dist-info/"
+    packed = {file for file in files if not file.startswith(info)}
+    assert packed == {*modules, "lightseq_fairseq/py.typed"}
+
+
+NVCC = """#!/bin/sh
+case "$*" in
+    --version) echo 'Cuda compilation tools, release 13.0, V13.0.88' ;;
+    *-shared*) while [ "$1" != -o ]; do shift; done; gcc -shared -o "$2" "${0%/*}/library.c" ;;
+    *) while [ "$1" != -o ]; do shift; done; touch "$2" ;;
+esac
+"""
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path) -> dict[str, str]:
+    """An environment that asks for kernels, of a compiler that compiles nothing."""
+    folder = tmp_path / "cuda"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "include").mkdir()
+    (folder / "include" / "cublasLt.h").touch()
+    (folder / "bin" / "nvcc").write_text(NVCC)
+    (folder / "bin" / "nvcc").chmod(0o755)
+    library = "#include <stdlib.h>\nvoid* allocate() { return malloc(1); }\n"
+    (folder / "bin" / "library.c").write_text(library)
+    return {"CUDA_HOME": str(folder), "LIGHTSEQ_BUILD": "1", "LIGHTSEQ_CUDA_ARCHITECTURES": "90"}
+
+
+def test_a_wheel_with_kernels_is_for_one_cuda_major_and_a_glibc(
+    checkout: Path, toolkit: dict[str, str]
+) -> None:
+    sources = unpacked_sdist(checkout, **toolkit)
+    assert not list(sources.rglob("*.so"))
+    _, plain = wheel(checkout)
+    (name, files), (_, again) = wheel(checkout, **toolkit), wheel(sources, **toolkit)
+    version = f"{lightseq_fairseq.__version__}+cu13"
+    assert re.fullmatch(
+        rf"lightseq_fairseq-{re.escape(version)}-py3-none-manylinux_2_\d+_x86_64.whl", name
+    )
+    assert files == again
+    library = "lightseq_fairseq/_lib/liblightseq_cu13"
+    info = f"lightseq_fairseq-{lightseq_fairseq.__version__}"
+    plain = [file.replace(info, f"lightseq_fairseq-{version}") for file in plain]
+    assert set(files) == {*plain, f"{library}.so", f"{library}.json"}
+
+
+def test_pip_installs_what_the_kernels_are_compiled_with(
+    checkout: Path, toolkit: dict[str, str], tmp_path: Path
+) -> None:
+    call = "get_requires_for_build_wheel()"
+    assert backend(checkout, call) == "[]"
+    (torch,) = ast.literal_eval(backend(checkout, call, **toolkit))
+    assert torch in (ROOT / "scripts" / "setup.sh").read_text()  # the version that users have
+    (tmp_path / "cuda" / "include" / "cublasLt.h").unlink()
+    (tmp_path / "site" / "nvidia").mkdir(parents=True)
+    (tmp_path / "site" / "nvidia" / "__init__.py").touch()  # hides what is installed
+    environment = {**toolkit, "PYTHONPATH": str(tmp_path / "site")}
+    assert ast.literal_eval(backend(checkout, call, **environment)) == [
+        torch,
+        "nvidia-cublas==13.*",
+    ]

@@ -1,4 +1,4 @@
-"""lightseq-score: the same figures as sacrebleu's own command and as fairseq-score."""
+"""lightseq-score computes the same figures as sacrebleu's own command and as fairseq-score."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRANSLATIONS = [
     "Café-Liebhaber trinken am Fluss-Ufer keinen Tee\u2028.",
     "Es kostet 3,50 Euro - nicht mehr.",
 ]
-TOKENS = [  # H- lines of the translations above
+TOKENS = [  # the H- lines of the translations above
     "Der Hund lief über die Straße , sagte er .",
     "Café @-@ Liebhaber trinken am Fluss @-@ Ufer keinen Tee\u2028 .",
     "Es kostet 3,50 Euro - nicht mehr .",
@@ -49,7 +49,8 @@ def python(*words: str | Path, **variables: str) -> str:
 
 @pytest.fixture
 def generation(tmp_path: Path) -> Path:
-    """What fairseq-generate prints for the three: not in their order, two hypotheses each."""
+    """The output of fairseq-generate for the three sentences: in another order, two hypotheses
+    each."""
     out = ["2026-01-01 10:00:00 | INFO | fairseq_cli.generate | loading model(s)"]
     for n in (2, 0, 1):
         out += [f"S-{n}\tsource", f"T-{n}\t{REFERENCES[n]}"]
@@ -65,7 +66,7 @@ def reference(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def expected(tmp_path: Path, reference: Path) -> str:
-    """The line of sacrebleu's command."""
+    """The line that sacrebleu's own command prints."""
     hypotheses = lines(tmp_path / "hypotheses", TRANSLATIONS)
     words = ("--input", hypotheses, "--format", "text", "--width", "2")
     return python("-m", "sacrebleu", reference, *words)
@@ -90,7 +91,7 @@ def test_output_of_a_generation_is_put_in_order(
 
 
 def test_lines_end_as_for_sacrebleu(tmp_path: Path, reference: Path, expected: str) -> None:
-    """At LF and CRLF, and not at a lone CR."""
+    """Lines end at LF and CRLF, but not at a CR alone."""
     system = tmp_path / "system"
     texts = [f"{text}\r\n".replace(" ", "\r", 1) for text in TRANSLATIONS]
     system.write_bytes("".join(texts).encode())
@@ -125,7 +126,8 @@ def fairseq_score(translations: list[str], references: list[str]) -> float:
     return float(scorer.score())
 
 
-@pytest.mark.parametrize("kept", [0.8, 0.0])  # 0: no four words agree, and nothing is smoothed
+# 0 because no 4-gram matches and there is no smoothing
+@pytest.mark.parametrize("kept", [0.8, 0.0])
 def test_compound_split_is_fairseq_s(tmp_path: Path, kept: float) -> None:
     source = random.Random(1)
     words = ["Haus", "Main-Ufer", "a-b-c", "-", "--", "Rhein-", "3-4", "Öl-Ärger", "und"]
@@ -176,18 +178,18 @@ def test_standard_input(reference: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--sys {0}/short -r {0}/reference", "holds 2 translations and there are 3 references"),
-        ("--sys {0}/empty -r {0}/empty", "holds 0 translations and there are 0 references"),
+        ("--sys {0}/short -r {0}/reference", "contains 2 translations, but there are 3 references"),
+        ("--sys {0}/empty -r {0}/empty", "contains 0 translations, but there are 0 references"),
         ("--sys {0}/latin -r {0}/reference", "{0}/latin is not UTF-8 text"),
-        ("--sys {0}/cut -r {0}/reference", "has no line D-0 (missing in all: 2)"),
-        ("--sys {0}/reference", "nothing to score against: give --reference or --test-set"),
-        ("--sys {0}/short -r {0}/short -t wmt14", "exclude each other"),
-        ("--sys {0}/short -t wmt14", "--test-set and --language-pair go together"),
-        ("--sys {0}/short -t wmt1 -l en-de", "sacrebleu knows no test set wmt1"),
-        ("--sys {0}/short -t wmt14 -l en-xx", "wmt14 has no language pair en-xx"),
-        ("--sys {0}/short -r {0}/short --compound-split --detokenize de", "scores tokens: leave"),
-        ("--sys {0}/short --compound-split", "{0}/short holds no targets"),
-        ("--sys {0}/short -r {0}/short --json {0}/no/row", "cannot write {0}/no/row"),
+        ("--sys {0}/cut -r {0}/reference", "lacks 2 sentences (the first is line D-0)"),
+        ("--sys {0}/reference", "no references: set --reference or --test-set"),
+        ("--sys {0}/short -r {0}/short -t wmt14", "cannot be used together"),
+        ("--sys {0}/short -t wmt14", "Set --test-set and --language-pair together"),
+        ("--sys {0}/short -t wmt1 -l en-de", "sacrebleu has no test set wmt1"),
+        ("--sys {0}/short -t wmt14 -l en-xx", "wmt14 has no language pair en-xx: choose one of "),
+        ("--sys {0}/short -r {0}/short --compound-split --detokenize de", "scores tokens: remove"),
+        ("--sys {0}/short --compound-split", "{0}/short contains no target sentences"),
+        ("--sys {0}/short -r {0}/short --json {0}/no/row", "Cannot write {0}/no/row"),
         ("--sys {0}/nothing -r {0}/short", "'{0}/nothing': No such file or directory"),
     ],
 )

@@ -161,7 +161,9 @@ def test_truncated_sources(data: Path, tmp_path: Path, caplog: pytest.LogCapture
 
 
 def test_alignments(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert_trains_as_native(data, tmp_path, caplog, "alignments", load_alignments=True)
+    assert_trains_as_native(
+        data, tmp_path, caplog, "the data have alignments", load_alignments=True
+    )
 
 
 def test_alignments_are_learned(
@@ -172,7 +174,7 @@ def test_alignments_are_learned(
         "load_alignments": True,
         "alignment_lambda": 1.0,
     }
-    reason = "the criterion has no packed steps"
+    reason = "the criterion does not support packed steps"
     with_them = assert_trains_as_native(data, tmp_path, caplog, reason, **supervised)
     without = run(data, tmp_path / "without", **{**LS, **EXACT, "dataset_impl": "mmap"})
     assert with_them[0] == pytest.approx(without[0], rel=1e-4)

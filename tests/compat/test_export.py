@@ -46,7 +46,7 @@ def exported(toy: digits.Toy, tmp_path_factory: pytest.TempPathFactory) -> Calla
         output = folder / "-".join([to, *options])
         if not output.exists():
             printed = succeed("export", toy.paths[-1], "--to", to, "--output", output, *options)
-            assert printed == f"{output} is written\n"
+            assert printed == f"wrote {output}\n"
         return output
 
     return get
@@ -313,7 +313,7 @@ def of_arch(state: State) -> None:
 
 
 def of_dataclass(state: State) -> None:
-    state["cfg"]["model"] = {"_name": "transformer_lm", "decoder_layers": 6}
+    state["cfg"]["model"] = {"_name": "lstm_lm", "decoder_layers": 6}
 
 
 def without_options(state: State) -> None:
@@ -350,31 +350,35 @@ CT2 = "--to ctranslate2"
 @pytest.mark.parametrize(
     ("change", "words", "sentence"),
     [
-        (of_arch, "--to fairseq", "{0}/changed.pt holds a model of --arch fconv: fairseq's Transf"),
-        (of_dataclass, "--to fairseq", "{0}/changed.pt holds a model of --arch transformer_lm: "),
-        (without_options, "--to fairseq", "a model without the options of one"),
-        (deeper, "--to fairseq", "does not hold the model that its options describe (Error"),
-        (original_lightseq, CT2, "make one of fairseq's of it with lightseq-import"),
-        (of_task, CT2, "trained with --task translation_multi_simple_epoch, whose dictionaries"),
+        (of_arch, "--to fairseq", "{0}/changed.pt contains a model of --arch fconv, but only"),
+        (of_dataclass, "--to fairseq", "{0}/changed.pt contains a model of --arch lstm_lm, but"),
+        (without_options, "--to fairseq", "contains no options of a model"),
+        (deeper, "--to fairseq", "does not contain the model that its options describe (Error"),
+        (original_lightseq, CT2, "convert it to a checkpoint of fairseq with lightseq-import"),
+        (of_task, CT2, "trained with --task translation_multi_simple_epoch, which has dict"),
         (mixed, CT2, "- Options --encoder-normalize-before and"),
         (None, f"{CT2} --data {{0}}/other", "The source dictionary is not the one"),
         (None, "--to fairseq --data {0}/other", "The source dictionary is not the one"),
         (
             None,
             f"{CT2} --data {{0}}/short",
-            "dict.tgt.txt makes 13 symbols and the model has 14: n",
+            "dict.tgt.txt has 13 words, but the model has 14: set --data",
         ),
         (None, f"{CT2} --data {{0}}/broken", "{0}/broken/dict.src.txt cannot be read (Incorrect"),
         (None, f"{CT2} --data {{0}}/empty", "{0}/empty/dict.src.txt cannot be read ("),
         (without_languages, f"{CT2} --data {{0}}/empty", "nor the files in {0}/empty name the two"),
-        (None, f"{CT2} --data {{0}}/none", "{0}/none is no folder: name the folder with the run's"),
-        (None, "--to safetensors --quantization int8", "--quantization goes with --to ctranslate2"),
+        (
+            None,
+            f"{CT2} --data {{0}}/none",
+            "{0}/none is not a folder: set --data to the",
+        ),
+        (None, "--to safetensors --quantization int8", "--quantization needs --to ctranslate2"),
         (None, f"{CT2} --output {{0}}/short", "{0}/short exists already"),
-        (None, f"{CT2} --output {{0}}/no/such", "cannot write {0}/no/such (No such file"),
-        (None, "--to safetensors --output {0}/no/such", "cannot write {0}/no/such (No such file"),
-        (None, "--to fairseq --output {0}/no/such.pt", "cannot write {0}/no/such.pt (No such file"),
-        ("text", CT2, "{0}/changed.pt is no checkpoint but a text file"),
-        ("weights", CT2, "{0}/changed.pt is not a fairseq checkpoint: it holds no model"),
+        (None, f"{CT2} --output {{0}}/no/such", "Cannot write {0}/no/such (No such file"),
+        (None, "--to safetensors --output {0}/no/such", "Cannot write {0}/no/such (No such file"),
+        (None, "--to fairseq --output {0}/no/such.pt", "Cannot write {0}/no/such.pt (No such file"),
+        ("text", CT2, "{0}/changed.pt is a text file, not a checkpoint"),
+        ("weights", CT2, "{0}/changed.pt is not a fairseq checkpoint, because it"),
         ("none", CT2, "{0}/changed.pt cannot be read (No such file"),
     ],
 )
@@ -414,7 +418,7 @@ def test_a_full_disk(toy: digits.Toy, tmp_path: Path, to: str) -> None:
         result = run("export", toy.paths[-1], "--to", to, "--output", tmp_path / "out")
         assert result.exit_code == 2
         found = re.fullmatch(
-            rf"lightseq-export: error: cannot write {tmp_path}/\S+ \(.*File too large.*\)\n",
+            rf"lightseq-export: error: Cannot write {tmp_path}/\S+ \(.*File too large.*\): .*\n",
             result.stderr,
         )
         assert found is not None, result.stderr
@@ -431,5 +435,5 @@ def test_a_missing_package(
     result = run("export", toy.paths[-1], "--to", package, "--output", tmp_path / "out")
     assert result.exit_code == 2
     assert f"error: --to {package} needs a package that is not installed" in result.stderr
-    assert f"pip install {package}\n" in result.stderr
+    assert f"run pip install {package}.\n" in result.stderr
     assert not list(tmp_path.iterdir())

@@ -250,7 +250,7 @@ class TestBefore010:
         state = old["last_optimizer_state"]["state"]
         state[0] = {**state[0], "exp_avg": state[0]["exp_avg"].flatten()[1:]}
         path = saved(old, tmp_path / "old.pt")
-        with pytest.raises(UserError, match=r"optimizer state is not that of .* --reset-optimizer"):
+        with pytest.raises(UserError, match=r"optimizer state .* does not match .* --reset-opt"):
             run.continued(path)
         assert run.continued(path, reset_optimizer=True, max_update=2)
 

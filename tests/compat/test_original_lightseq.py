@@ -186,7 +186,7 @@ def test_quantisation_is_left_out_and_a_note_says_so(
 ) -> None:
     source, path = tmp_path / "lightseq.pt", tmp_path / "model.pt"
     torch.save(original(native("post-norm"), 3, enable_quant=True), source)
-    assert "leaves the quantisation out" in run("import_", source, path).stderr
+    assert "the quantisation is dropped" in run("import_", source, path).stderr
     assert not hasattr(torch.load(path, weights_only=False)["args"], "enable_quant")
 
 
@@ -235,7 +235,7 @@ class TestRefusals:
     def test_what_is_none(
         self, refused: Callable[..., str], native: Callable[[str], Path], tmp_path: Path
     ) -> None:
-        assert "not the original LightSeq's" in refused(
+        assert "not a checkpoint of the original LightSeq" in refused(
             None, native("post-norm"), tmp_path / "model.pt"
         )
         (tmp_path / "torn.pt").write_bytes(b"PK")
@@ -255,11 +255,14 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"encoder_ffn_embed_dim": 33}, "encoder.layers.0.para holds"),
-            ({"decoder_layers": 2}, "decoder.layers.0.para holds"),
+            (
+                {"encoder_ffn_embed_dim": 33},
+                "options require 2,257 or, with quantisation bounds, 2,2",
+            ),
+            ({"decoder_layers": 2}, "options require 4,152 or, with quantisation bounds, 4,176"),
             ({"encoder_layers": 3}, "has no encoder.layers.2.para"),
             ({"encoder_embed_dim": 32}, "differ in width"),
-            ({"encoder_normalize_before": False}, "LayerNorm follows the post-norm encoder"),
+            ({"encoder_normalize_before": False}, "the post-norm encoder ends with a LayerNorm"),
             ({"encoder_normalize_before": True}, None),
         ],
     )
@@ -278,7 +281,7 @@ class TestRefusals:
     ) -> None:
         state = original(native("post-norm"), 3)
         state["args"] = None
-        assert "holds no options" in refused(state)
+        assert "has no options" in refused(state)
 
     @pytest.mark.parametrize("command", ["generate", "train"])
     def test_other_commands_name_the_import(

@@ -1,4 +1,4 @@
-"""The Multi30k recipe's scripts, on number names in the place of Multi30k."""
+"""The scripts of the Multi30k recipe, run on number names instead of Multi30k."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from helpers.multi30k_runs import EXAMPLES, PATH, ROOT, command, script
 from examples import record
 
 RUN = "small-lightseq-seed3-fp32"
-UPDATES = 22  # two an epoch, and fairseq numbers no checkpoint at the end of one: 11 of them
+UPDATES = 22  # two checkpoints per epoch, but none at the end of an epoch: 11
 
 make_data = runpy.run_path(str(EXAMPLES / "quickstart" / "make_data.py"))
 
@@ -73,7 +73,7 @@ def test_an_unknown_precision_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What prepare.sh makes of a corpus of number names."""
+    """The output of prepare.sh for a corpus of number names."""
     raw = tmp_path_factory.mktemp("raw")
     numbers = make_data["split_numbers"](pairs=400, seed=1)
     for split, count in (("train", 400), ("val", 20), ("test_2016_flickr", 20)):
@@ -89,7 +89,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(data: Path, out: Path, *words: str) -> tuple[str, list[dict[str, Any]]]:
-    """A short run of run.sh: its last line and the rows after it."""
+    """A short run of run.sh: its last line and the rows it added."""
     result = script("run.sh", *words, "--updates", str(UPDATES), "--data", data, "--out", out)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return result.stdout.splitlines()[-1], json.loads((out / "bleu.json").read_text())
@@ -97,7 +97,7 @@ def train(data: Path, out: Path, *words: str) -> tuple[str, list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a short run of ours, with its row in bleu.json and its last line in a file."""
+    """The folder of a short run of ours; its row is in bleu.json, its last line in a file."""
     out = tmp_path_factory.mktemp("trained")
     last_line, _ = train(data, out, "--seed", "3")
     (out / "last_line").write_text(last_line)
@@ -119,7 +119,7 @@ def test_a_run_ends_with_a_score_and_its_row(data: Path, trained: Path) -> None:
     assert len(list((run / "checkpoints").glob("checkpoint_*_*.pt"))) == 10
     assert (run / "averaged.pt").exists()
 
-    # Again: the training is complete and is not touched, the row is replaced by the same one.
+    # Run it again: the finished training is not touched, and the same row is written.
     written = (run / "checkpoints" / "checkpoint_last.pt").stat().st_mtime_ns
     assert train(data, trained, "--seed", "3") == (last_line, rows)
     assert (run / "checkpoints" / "checkpoint_last.pt").stat().st_mtime_ns == written
@@ -145,7 +145,7 @@ def test_validations_by_bleu_are_timed(data: Path, trained: Path, tmp_path: Path
     assert not list(tmp_path.rglob("*.pt"))
 
 
-# One tiny layer a side; t2t_big's 16 heads have two columns each.
+# One tiny layer per side; the 16 heads of t2t_big have width 2.
 TINY = [
     word
     for side in ("encoder", "decoder")
@@ -181,7 +181,7 @@ def test_runs_of_both_systems_and_models_leave_rows_and_curves(data: Path, tmp_p
         assert ("ls_" in command) == (row["system"] == "lightseq")
         assert not list(run.rglob("*.pt"))
 
-    # Again: every row is there.
+    # Run it again: it finds every row.
     written = file.stat().st_mtime_ns
     result = script("convergence.py", *words)
     assert (result.returncode, result.stdout, file.stat().st_mtime_ns) == (0, "", written)
@@ -189,7 +189,7 @@ def test_runs_of_both_systems_and_models_leave_rows_and_curves(data: Path, tmp_p
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> dict[str, str]:
-    """Environment in which lightseq-train logs two records and does what BEHAVIOUR says."""
+    """An environment whose lightseq-train logs two records and then behaves as BEHAVIOUR says."""
     command = tmp_path / "bin" / "lightseq-train"
     command.parent.mkdir()
     command.write_text(
@@ -206,7 +206,7 @@ def stand_in(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """Four runs of the big model at once, on data that nobody reads."""
+    """Runs four trainings of the big model at once; no data are read."""
     (tmp_path / "data" / "bin").mkdir(parents=True)
     folders = ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
     return ["--model", "t2t_big", "--seeds", "2", "--jobs", "4", *folders]

@@ -1,4 +1,4 @@
-"""The comparison of translations by both systems, on digits and on what they did not find."""
+"""The comparison of translations by both systems, on digits and on made-up hypotheses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import helpers.digits as digits
 import pytest
 from helpers.multi30k_runs import PATH, script
 
-# sentence -> its hypotheses, best first, as [score, tokens]
+# Sentence -> its hypotheses, best first, as [score, tokens]
 MadeUp = list[list[list[Any]]]
 Change = Callable[[MadeUp], None]
 
@@ -75,7 +75,7 @@ def many(found: MadeUp) -> None:
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> dict[str, str]:
-    """Environment in which lightseq-generate writes what lies in the folder made-up."""
+    """An environment whose lightseq-generate writes the files of the folder made-up."""
     command = tmp_path / "commands" / "lightseq-generate"
     command.parent.mkdir()
     command.write_text(
@@ -91,9 +91,9 @@ def stand_in(tmp_path: Path) -> dict[str, str]:
 def compare(
     folder: Path, environment: dict[str, str], cases: dict[str, Change | None]
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, dict[str, Any]]]:
-    """The program's result and its rows by case.
+    """The program's result, and its rows by case.
 
-    cases: how fairseq's hypotheses differ from ours in each; None: fairseq writes none.
+    cases: how fairseq's hypotheses differ from ours, for each case; None: fairseq writes none.
     """
     (folder / "made-up").mkdir()
     (folder / "bin").mkdir()
@@ -132,7 +132,7 @@ def test_what_is_within_the_bounds(stand_in: dict[str, str], tmp_path: Path) -> 
     same, tied = rows["beam-4/fp32"], rows["beam-5/fp32"]
     assert (same["sentences"], same["hypotheses"], same["identical_share"]) == (1000, 4000, 1.0)
     assert same["differences"] == [] and same["greatest_gap_of_a_difference"] is None
-    assert same["bleu"] == same["fairseq_bleu"] == 100.0  # subwords joined
+    assert same["bleu"] == same["fairseq_bleu"] == 100.0  # after joining subwords
     assert tied["identical_share"] == 0.999 and tied["differences"] == [[3, 1, -1.5, -1.499995]]
     assert tied["greatest_gap_of_a_difference"] == pytest.approx(5e-6)
 
@@ -159,5 +159,5 @@ def test_what_breaks_a_bound_is_found(stand_in: dict[str, str], tmp_path: Path) 
             for part in sentence.removeprefix("translation.py: ").split("; ")
         ), (case, sentence)
     assert "beam-5/fp16: bleu_difference is " in sentence
-    # What cannot be compared has no row.
+    # If nothing can be compared, no row is written.
     assert rows.keys() == BROKEN.keys() - {"beam-1/fp32", "min-len/fp32", "lenpen-0.6/fp32"}

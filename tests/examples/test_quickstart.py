@@ -1,4 +1,4 @@
-"""The quickstart: its data, its plot, and its one command from end to end in a short form."""
+"""The quickstart: its data, its plot, and a shortened run of its one command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ make_data = runpy.run_path(str(EXAMPLES / "quickstart" / "make_data.py"))
 
 
 def bash(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """bash with ``words``, in the environment that these tests run in."""
+    """bash with ``words``, in the environment of the tests."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.run(
         ["bash", *map(str, words)],
@@ -103,7 +103,7 @@ def test_the_same_log_gives_the_same_file(tmp_path: Path) -> None:
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
-CODE = "a[$(touch hacked)]"  # what bash would run where it expects a number
+CODE = "a[$(touch hacked)]"  # bash would execute this if it evaluated the text as a number
 
 
 @pytest.mark.parametrize("words", [("--update", "3"), ("--updates",), ("--updates", CODE)])
@@ -132,7 +132,7 @@ def test_the_command_trains_translates_and_scores(tmp_path: Path) -> None:
     line = r"BLEU\|nrefs:1\|case:mixed\|eff:no\|tok:13a\|\S+ = (\d+\.\d\d) "
     score = re.match(line, last_line)
     assert score is not None, last_line
-    assert float(score[1]) > 5.0  # 14 when this was written; 0.4 after 24 updates
+    assert float(score[1]) > 5.0  # it was 14 when this test was written, and 0.4 after 24 updates
     assert (tmp_path / "bleu.txt").read_text().strip() == last_line
     assert len((tmp_path / "test.hyp.en").read_text().splitlines()) == 1000
     assert (tmp_path / "curves.svg").read_text().lstrip().startswith("<?xml")

@@ -1,4 +1,4 @@
-"""The WMT14 recipe's scripts from end to end, on a stand-in for the archives they download."""
+"""The scripts of the WMT14 recipe from end to end, with stand-ins for the archives."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SMALL = shlex.split(
     "--log-interval 1"
 )
 EPOCHS = 3
-# A folder's name that a shell which reads it as code would run.
+# A folder name that would be executed if a shell evaluated it as code.
 CODE = "it's $(touch hacked) `touch hacked`; touch hacked"
 
 
 def script(name: str, *words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """One of the shell scripts, in the environment that these tests run in."""
+    """Runs one of the shell scripts, in the environment of the tests."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     result = subprocess.run(
         ["bash", str(FOLDER / name), *map(str, words)],
@@ -46,14 +46,14 @@ def script(name: str, *words: str | Path, **variables: str) -> subprocess.Comple
 
 
 def succeed(name: str, *words: str | Path, **variables: str) -> list[str]:
-    """The same, and the lines it printed; fails unless the script leaves with 0."""
+    """Runs a script, which must succeed, and returns the lines it printed."""
     result = script(name, *words, **variables)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return result.stdout.splitlines()
 
 
 def pairs(count: int, seed: int) -> tuple[list[str], list[str]]:
-    """English and German sentences, word by word the same."""
+    """English and German sentences that are equal word by word."""
     source = random.Random(seed)
     chosen = [source.choices(range(7), k=source.randint(3, 9)) for _ in range(count)]
     english, german = (
@@ -78,7 +78,7 @@ def sgm(lines: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The five archives as they are named and laid out at statmt.org, with a few lines each."""
+    """The five archives with the names and the layout of statmt.org, with a few lines each."""
     folder = tmp_path_factory.mktemp("archives")
     for seed, (archive, corpus) in enumerate(
         {
@@ -89,8 +89,8 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }.items()
     ):
         english, german = pairs(60, seed)
-        # Line ends of other systems and odd spaces inside lines, as the crawled corpus has them;
-        # and a pair that is no translation, by its lengths.
+        # Line ends of other systems and unusual spaces within lines, as in the crawled corpus; and
+        # a pair that is no translation, as its lengths show.
         english[:2] = ["sun\rmoon\u2028star \u0085sun fire.", "sun. " * 40]
         german[:2] = ["Sonne Mond\tStern Sonne Feuer.", "Mond."]
         pack(folder / f"{archive}.tgz", {f"{corpus}.en": english, f"{corpus}.de": german})

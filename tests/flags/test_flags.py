@@ -1,6 +1,7 @@
-"""docs/flags.md: a row for every setting; what is refused or has no effect is as its row says.
+"""docs/flags.md has a row for every setting; settings that are refused or without effect behave as
+their row says.
 
-What is honoured is the matter of the other files test_flags_*.py.
+The other files test_flags_*.py test the honoured settings.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def test_every_name_in_the_lists_is_a_setting() -> None:
     assert everywhere <= SETTINGS.keys()
 
 
-# ---- refused, by name, with the reason and the way out ----
+# ---- refused: the message names the setting, the reason and what to do ----
 
 REFUSED = {
     "train": [
@@ -79,7 +80,7 @@ REFUSED = {
     "validate": ["--pipeline-model-parallel"],
     "interactive": ["--pipeline-model-parallel", "--score-reference"],
 }  # fmt: skip
-# Refused for a value, or on a machine without a GPU or a package.
+# Refused for certain values, or on a machine without a GPU or a package.
 ON_CONDITION = [
     "--activation-fn tanh", "--ddp-backend fully_sharded", "--fp16", "--profile",
     "--write-checkpoints-asynchronously", "--optimizer composite", "--criterion adaptive_loss",
@@ -116,13 +117,13 @@ def test_a_refusal_names_the_setting_the_reason_and_the_way_out(
     (sentence,) = [text for text in result.output.splitlines() if "error:" in text]
     flag = re.escape(line.split()[0])
     assert re.search(rf"{flag}\b.* (\(.+\)|needs a GPU|support)", sentence), sentence
-    assert re.search(r"drop |leave it out|use --|--native|pip install", sentence), sentence
+    assert re.search(r"remove |use --|--native|pip install", sentence), sentence
     assert not (tmp_path / "save").exists() or not list((tmp_path / "save").glob("*.pt"))
 
 
-# ---- no effect, which a note says ----
+# ---- no effect, and a note says so ----
 
-# Values that are none of the defaults, where `another` cannot tell.
+# Values that differ from the default, for settings where `another` finds none.
 VALUES = {
     "--optimizer-overrides": "{'x':7}",
     "--update-epoch-batch-itr": "True",
@@ -135,7 +136,7 @@ VALUES = {
     "--update2lr": "{'1':0.1}",
     "--ddp-backend": "legacy_ddp",
 }
-# Components whose settings a parser takes once they are chosen.
+# Components whose settings a parser accepts once the component is chosen.
 CHOICES = [
     ("", "", "", ""),
     ("inverse_sqrt", "moses", "fastbpe", "sacrebleu"),
@@ -153,8 +154,8 @@ KINDS = [f"--{kind.replace('_', '-')}" for kind in table.CHOICES]
 
 
 def spelled(command: str, wanted: set[str], chosen: tuple[str, ...] = ("",) * 4) -> list[str]:
-    """A command line of those settings among ``wanted`` that the parser takes, none at its
-    default."""
+    """A command line of those ``wanted`` settings that the parser accepts, none at its default
+    value."""
     parser_of, words = table.COMMANDS[command]
     parser = parser_of()
     line = [
@@ -185,7 +186,8 @@ Shown = Callable[[str, str], tuple[list[str], set[str]]]
 
 @pytest.fixture
 def told(data: Path, checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Shown:
-    """Runs a command: losses, hypotheses and references that it shows; settings in its notes."""
+    """Runs a command; returns the losses, hypotheses and references that it shows, and the settings
+    in its notes."""
 
     def run(command: str, line: str) -> tuple[list[str], set[str]]:
         caplog.clear()
@@ -217,7 +219,7 @@ def test_what_has_no_effect_is_noted_and_has_none(told: Shown, command: str) -> 
     assert tried == wanted
 
 
-# With one rank these stand alone, too; --use-bmuf is wrapped around the optimizer all the same.
+# With one rank these settings have no effect; --use-bmuf still wraps the optimizer.
 RANKS = flags.SEVERAL_RANKS - {"--use-bmuf"}
 
 
@@ -253,7 +255,7 @@ PROVEN: Proofs = {
     for command in table.COMMANDS
     for kind, found in (
         (table.HONOURED, {"--help"}),
-        # test_flags_text.py: what belongs to a tokenizer that the command does read.
+        # test_flags_text.py: the settings of a tokenizer, which the command does read.
         (
             table.UNREAD,
             rows(command, table.UNREAD) - (ENCODING if command == "generate" else set()),
@@ -261,7 +263,7 @@ PROVEN: Proofs = {
         (table.REFUSED, names(*REFUSED[command])),
     )
 }
-# A part with its whole is refused as the whole is; alone it has no effect.
+# A part of a refused setting is refused together with it; alone it has no effect.
 PROVEN["train", table.REFUSED] |= {
     part
     for part, whole in flags.PART_OF.items()

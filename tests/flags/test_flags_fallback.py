@@ -1,8 +1,8 @@
-"""Every setting that docs/flags.md leaves to fairseq's own step, on one rank.
+"""Every setting that docs/flags.md leaves to fairseq's own step, with one rank.
 
-Each line of settings is trained twice, by us and by fairseq, without dropout: the log says why the
-captured step was not taken, losses, logged statistics and files agree all the same, and each of the
-settings changes something in that.
+Each line of settings is trained twice without dropout, by us and by fairseq. The log says why the
+captured step was not used. Losses, logged statistics and files agree, and each setting changes some
+of them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from helpers.flag_training import Trace, train
 
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 
-# The reason that the log gives -> settings, see `flag_runs.prove`
+# Reason in the log -> settings, see `flag_runs.prove`
 LINES = {
     "--memory-efficient-bf16": "--memory-efficient-bf16",
     "--memory-efficient-fp16": "--fp16-init-scale 64 | --memory-efficient-fp16",
     "--encoder-layerdrop": "--encoder-layers 3 | --encoder-layerdrop 0.5",
     "--decoder-layerdrop": "--decoder-layers 3 | --decoder-layerdrop 0.5",
-    "batches of bucketed lengths": "--num-batch-buckets 2",
+    "sentences are padded to length buckets": "--num-batch-buckets 2",
 }
 EMA = (
     "--no-save None | --store-ema --ema-decay 0.5 --ema-update-freq 2 --ema-fp32 "
@@ -57,7 +57,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def run(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
     @functools.cache
     def of(line: str, native: bool) -> Trace:
-        # fairseq draws which layers are left out; the rest of our step draws, too.
+        # fairseq draws which layers are dropped. Use a separate generator, because the rest of our
+        # step draws random numbers too.
         generator = torch.Generator().manual_seed(1)
         draws = SimpleNamespace(uniform_=lambda: torch.rand(3, generator=generator))
         with mock.patch.object(layer_drop, "torch", Overlay(torch, empty=lambda count: draws)):
@@ -74,7 +75,8 @@ def test_fairseqs_step_is_taken_and_does_what_fairseq_does(run: Run, reason: str
 
 
 def average(folder: Path) -> dict[str, torch.Tensor]:
-    """Parameters' moving average in a file; keys' biases, which softmax ignores, are noise."""
+    """The moving averages in a checkpoint, without the biases of the keys: softmax does not depend
+    on them, so they are only noise."""
     state = torch.load(folder / "checkpoint_last.pt", weights_only=False)
     found = {
         f"{kind} {name}": x
@@ -108,7 +110,7 @@ def test_moving_average(inputs: dict[str, Path], tmp_path: Path, line: str) -> N
 
 @contextmanager
 def feigned_gpu() -> Iterator[mock.Mock]:
-    """fairseq's step believes in a GPU; gives what stands for torch.cuda.empty_cache."""
+    """fairseq's step runs as if there were a GPU; yields the mock of torch.cuda.empty_cache."""
     step = trainer.Trainer.train_step
 
     def with_gpu(self: Any, *arguments: Any) -> Any:
@@ -157,4 +159,4 @@ def test_alignments_are_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         return sum(samples[0].get("alignment") is not None for samples in batches)
 
     prove(ALIGNMENTS, run, operator.eq)
-    assert caplog.text.count("training takes fairseq's own steps: alignments") == 1
+    assert caplog.text.count("step: fairseq's own (the data have alignments") == 1

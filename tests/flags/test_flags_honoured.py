@@ -1,8 +1,9 @@
-"""Every setting that docs/flags.md calls honoured in training: fairseq's run, on our step.
+"""Every setting that docs/flags.md calls honoured in training: the captured step does what fairseq
+does.
 
-Each line of settings is trained twice, by us on the captured step and by fairseq, without dropout.
-Losses, logged statistics, what is asked of torch and the files written agree; and each of the
-settings changes something in that.
+Each line of settings is trained twice without dropout, by us on the captured step and by fairseq.
+Losses, logged statistics, requests to torch and written files agree, and each setting changes some
+of them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from helpers.flag_training import Trace, train
 
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 
-# Names in braces are the files of the fixture `inputs`; None leaves out a flag of PLAIN.
+# Names in braces are files of the fixture `inputs`; the value None removes a flag of PLAIN.
 VALID = "--disable-validation None "
 SAVE = "--no-save None "
 MODEL = [
@@ -37,7 +38,7 @@ MODEL = [
     "--share-decoder-input-output-embed --encoder-embed-path {vectors} "
     "--decoder-embed-path {vectors}",
     "--arch transformer_iwslt_de_en",
-    # So much that nothing is left, whichever bits are drawn.
+    # So high a rate that nothing is kept, whatever the random bits.
     "--max-update 2 | --dropout 0.9999999",
     "--attention-dropout 0.9999999 --activation-dropout 0.9999999",
     "--relu-dropout 0.9999999",
@@ -52,7 +53,7 @@ STEP = [
     "--stop-time-hours 0.00000001",
     "--bf16",
     "--no-save None | --fp16 --fp16-no-flatten-grads --fp16-init-scale 64 --fp16-scale-window 2",
-    # One batch of eight overflows; the first two updates do.
+    # First line: one batch of eight overflows. Second line: the first two updates overflow.
     "--fp16 --fp16-init-scale 2000 --lr 1e-9 --max-update 8 | --fp16-scale-tolerance 0.5",
     "--fp16 --fp16-init-scale 8800 --max-update 2 | --threshold-loss-scale 2400",
     "--fp16 --fp16-init-scale 30000000 | --min-loss-scale 20000000",
@@ -129,9 +130,10 @@ LOG = [
     "--log-format None | --no-progress-bar",
 ]
 LINES = [*MODEL, *STEP, *SCHEDULES, *DATA, *VALIDATION, *CHECKPOINTS, *LOG]
-# -> why fairseq's own step is taken
+# Settings -> why fairseq's own step is used
 OTHER_PARTS = {
-    "--label-smoothing None | --criterion cross_entropy": "the criterion has no packed steps",
+    "--label-smoothing None | --criterion cross_entropy": "the criterion does not support packed "
+    "steps",
     "--adam-betas None | --optimizer sgd": "the optimizer is not ls_adam",
 }
 CPU, EXPORT = "--cpu", "--export"
@@ -180,7 +182,8 @@ def test_a_gpu_is_left_alone(inputs: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_the_checkpoint_is_of_a_model_for_export(inputs: dict[str, Path], tmp_path: Path) -> None:
-    """That is, of LayerNorms that TorchScript takes; it takes the whole model."""
+    """fairseq chooses LayerNorms that TorchScript supports; TorchScript can compile the whole
+    model."""
     norm = transformer_layer.LayerNorm
 
     def run(line: str, native: bool) -> list[bool]:

@@ -1,4 +1,4 @@
-"""Each row of docs/flags.md is run by a test, and is what that test says."""
+"""Each row of docs/flags.md is run by a test, and agrees with what that test finds."""
 
 from __future__ import annotations
 

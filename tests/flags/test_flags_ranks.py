@@ -1,8 +1,8 @@
-"""The settings of several ranks: what fairseq does with each, in every command.
+"""The settings of several ranks: in every command they do what they do in fairseq.
 
-Two processes run a command, with our parts and with fairseq's own. What they ask of
-torch.distributed and of the wrapper around the model, which batches each rank gets, which files it
-reads and the losses agree; and each setting changes what it is about.
+Two processes run a command, with our parts and with fairseq's own. Their requests to
+torch.distributed and to the wrapper around the model agree, and so do each rank's batches, the
+files it reads and the losses. Each setting changes what it is meant to change.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ TWO = (
     "--distributed-init-method file://{store} --distributed-no-spawn --dropout 0 "
 )
 TRAIN = "--max-tokens 60 --max-update 4 --lr 0.02 --lr-scheduler fixed "
-# settings -> those that the run without them has, too
+# Settings under test -> settings that the run without them has too
 TRAINING = {
     "--bucket-cap-mb 1 --find-unused-parameters --gradient-as-bucket-view --broadcast-buffers "
     "--device-id 1": "",
     "--ddp-comm-hook fp16": "",
     "--heartbeat-timeout 60": "",
     "--ddp-backend legacy_ddp": "",
-    # Of datasets that are fetched in advance only.
+    # Only for datasets that are prefetched.
     "--fix-batches-to-gpus": "--dataset-impl cached",
     "--grouped-shuffling": "",
     "--slowmo-momentum 0.3 --slowmo-base-algorithm sgp --localsgd-frequency 5 "
@@ -68,7 +68,7 @@ PROVEN: Proofs = {
     ("validate", table.HONOURED): names(STARTED, "--all-gather-list-size --device-id") | INIT,
     ("interactive", table.HONOURED): names(STARTED, "--device-id") | INIT,
 }
-# What a setting changes, where that is not named like itself.
+# What a setting changes, if that has another name than the setting.
 CHANGED = {
     "ddp_backend": "wrapper",
     "fix_batches_to_gpus": "batches",
@@ -84,7 +84,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cached(data: Path) -> Path:
-    """The same in the format of --dataset-impl cached."""
+    """The same data in the format of --dataset-impl cached."""
     text, folder = data.parent / "text", data.parent / "cached"
     prefixes = (f"--{split}pref {text}/{split}" for split in cli_runs.SPLITS)
     line = f"-s de -t en --dataset-impl cached --destdir {folder} {' '.join(prefixes)}"
@@ -100,7 +100,7 @@ def checkpoint(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sentences(batch: Any) -> list[list[int]]:
-    """The source sentences of a batch, packed or fairseq's, sorted."""
+    """The source sentences of a packed or a fairseq batch, sorted."""
     if isinstance(batch, PackedBatch):
         source = batch.open()["source"]
         ends = source.segments.cu_seqlens[1 : batch.nsentences]
@@ -114,7 +114,7 @@ def sentences(batch: Any) -> list[list[int]]:
 
 @contextmanager
 def watched() -> Iterator[Trace]:
-    """What fairseq asks for in this process, by the names of the settings."""
+    """Records what fairseq requests in this process, under the names of the settings."""
     seen: Trace = {"losses": [], "batches": [], "reads": 0, "init": None, "wrapper": None}
     seen["is_captured"] = False
     step, reduce = trainer.Trainer.train_step, trainer.Trainer._reduce_and_log_stats
@@ -187,7 +187,7 @@ def watched() -> Iterator[Trace]:
 
 
 def run(command: str, data: Path, place: Path, line: str, folder: Path) -> list[Trace]:
-    """What each of two ranks saw; ``place`` as for `launch`."""
+    """What each of two ranks recorded; ``place`` as for `launch`."""
     folder.mkdir(parents=True)
 
     def of_rank(rank: int) -> None:
@@ -230,7 +230,7 @@ class TestTraining:
     @pytest.mark.parametrize("line", TRAINING)
     def test_each_setting_does_what_it_does_in_fairseq(self, train: Any, line: str) -> None:
         base = TRAINING[line]
-        apart = "gather" in line  # only such logs as cannot be summed are gathered
+        apart = "gather" in line  # fairseq gathers only logs that cannot be summed
         with mock.patch.object(FairseqTask, "logging_outputs_can_be_summed", lambda *_: not apart):
             ours, theirs = train(f"{base} {line}", ""), train(f"{base} {line}")
             without = train(f"{base} " if apart else base)
@@ -274,7 +274,7 @@ def test_validation(data: Path, checkpoint: Path, tmp_path: Path, settings: str)
 
 
 class TestStart:
-    """Which processes a command starts, and what it makes of the one that it is."""
+    """Which processes a command starts, and what it does with its own process."""
 
     @pytest.fixture(params=["train", "validate", "interactive"])
     def start(
@@ -313,7 +313,7 @@ class TestStart:
         assert start("") == []
 
     def test_port(self, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Read under Slurm only."""
+        """The port is read under Slurm only."""
         scontrol = tmp_path / "scontrol"
         scontrol.write_text("#!/bin/sh\necho node7\n")
         scontrol.chmod(0o755)

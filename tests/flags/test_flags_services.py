@@ -1,7 +1,7 @@
-"""Settings of training that need a package or a GPU: stand-ins record what they are asked.
+"""Training settings that need a package or a GPU; stand-ins record the calls.
 
-What fairseq's own run asks of them, ours asks too, with the same numbers; without the setting it
-is something else, or nothing.
+Our run makes the same calls as fairseq's own run, with the same numbers; without the setting it
+makes other calls or none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from helpers.flag_training import train
 
 from lightseq_fairseq.cli.refusals import flags
 
-# settings -> what fairseq's module for progress calls the package
+# Settings -> name of the package in fairseq's progress_bar module
 LOGS = {
     "--tensorboard-logdir {folder}/board": "SummaryWriter",
     "--wandb-project translation": "wandb",
@@ -40,7 +40,7 @@ PROVEN: Proofs = {
     ("train", table.HONOURED): proven(*LOGS, ASYNCHRONOUSLY),
     ("train", table.FALLBACK): proven(PROFILE),
 }
-OWN = ("wps", "ups", "wall")  # each run's own
+OWN = ("wps", "ups", "wall")  # they differ between any two runs
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def logged(package: mock.MagicMock) -> list[tuple[str, list[str], list[float]]]:
-    """Calls with statistics: names of methods, words and numbers given to them."""
+    """Calls that carry statistics: the names of the methods, and the words and numbers passed to
+    them."""
     found = []
     for name, arguments, keywords in package.mock_calls:
         values = list(_flat([*arguments, keywords]))
@@ -100,7 +101,7 @@ def test_logs(inputs: dict[str, Path], tmp_path: Path, line: str) -> None:
 
 
 class Files:
-    """As much of iopath's PathManager as fairseq asks for."""
+    """The part of iopath's PathManager that fairseq uses."""
 
     written: list[str] = []
     _path_handlers: dict[str, Any] = {}
@@ -158,4 +159,4 @@ def test_profile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
     ours, _ = prove(PROFILE, run, operator.eq)
     assert ours == [1, 1]
-    assert caplog.text.count("training takes fairseq's own steps: --profile") == 1
+    assert caplog.text.count("step: fairseq's own (--profile)") == 1

@@ -1,8 +1,8 @@
-"""Tokenizers, BPE and scorers, with the settings that each brings along.
+"""Tokenizers, BPE and scorers, with the settings of each.
 
-Sentences are translated by our model and by fairseq's: what is printed, what they are encoded to
-and what packages are asked agree, and each of the settings changes something in that. Packages that
-are not installed have stand-ins. In training these settings are kept in the checkpoint.
+Sentences are translated by our model and by fairseq's. The printed text, the encoded sentences and
+the calls to packages agree, and each setting changes some of them. Packages that are not installed
+have stand-ins. In training these settings are only saved in the checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from helpers.flag_runs import Proofs, launch, pieces, prove, proven, table
 from lightseq_fairseq.cli.refusals import flags
 
 PIECES = ["w1", "w2"]
-# package -> what stands in for it answers
+# Package -> the answers of its stand-in
 PACKAGES: dict[str, dict[str, Any]] = {
     "fastBPE": {"fastBPE.return_value.apply.return_value": ["w1 w2"]},
     "tokenizers": {
@@ -50,7 +50,7 @@ PACKAGES: dict[str, dict[str, Any]] = {
     "editdistance": {"eval.return_value": 1},
     "bert_score": {"score.return_value": (None, None, torch.ones(1))},
 }
-# A component -> its settings. {codes} is a file of subword-nmt's, {encoder} and {merges} GPT-2's.
+# Component -> its settings. {codes} is a file of subword-nmt's, {encoder} and {merges} are GPT-2's.
 COMPONENTS = {
     "--tokenizer moses": "--moses-no-dash-splits --moses-no-escape",
     "--bpe fastbpe": "--bpe-codes {codes}",
@@ -71,7 +71,7 @@ SCORERS = {
 ENCODING = set(flags.ENCODING.split())
 LINES = [f"{component} {settings}" for component, settings in COMPONENTS.items()]
 SCORING = [f"{component} {settings}" for component, settings in SCORERS.items()]
-# Of a binarised test set: its sentences are not encoded.
+# For a binarised test set, whose sentences are not encoded.
 DECODING = [" ".join(x for x in pieces(line) if x.split()[0] not in ENCODING) for line in LINES]
 PROVEN: Proofs = {
     ("train", table.HONOURED): proven(*LINES, *SCORING),
@@ -85,7 +85,7 @@ FAILED = "failed:"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data of words that tokenizers care about, models/data of numbers; a model of each."""
+    """Data of words that tokenizers treat specially, data of digits, and a model for each."""
     place = tmp_path_factory.mktemp("place")
     for name, words in (("words", ["Ab@@", "c##", ",", "d'e", "F.", "x-y"]), ("numbers", "123456")):
         cli_runs.write_text(place / name / "text", words=6)
@@ -107,7 +107,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def watched(place: Path) -> Iterator[list[str]]:
-    """Stand-ins for packages; the list ends up with what they and the file system are asked."""
+    """Stand-ins for packages; at the end the list holds the calls to them and the files that were
+    read."""
     told: list[str] = []
     packages = {name: mock.MagicMock(**answers) for name, answers in PACKAGES.items()}
 
@@ -131,7 +132,7 @@ def words(place: Path, line: str) -> list[str]:
 
 
 def shown(command: str, place: Path, line: str, native: bool) -> list[str]:
-    """What a command prints of the sentences, what it encodes them to, and what is asked."""
+    """What a command prints about the sentences, how it encodes them, and its calls to packages."""
     lines_of = TranslationTask.get_interactive_tokens_and_lengths
     data = place / ("numbers" if "gpt2" in line or "hf_byte" in line else "words") / "data"
     with watched(place) as told:
@@ -146,7 +147,7 @@ def shown(command: str, place: Path, line: str, native: bool) -> list[str]:
     if result.exit_code:
         return [f"{FAILED} {result.stderr} {result.exception}"]
     told += re.findall(r"^(?:[STHD]-\d+\t|Generate ).*", result.stdout, re.MULTILINE)
-    # Our scores are fairseq's up to rounding.
+    # Our scores equal fairseq's up to rounding.
     return [re.sub(r"(\t-?\d+\.\d{3})\d+", r"\1", text) for text in told]
 
 

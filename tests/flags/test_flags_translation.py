@@ -1,7 +1,7 @@
 """Every setting that docs/flags.md calls honoured in generate, validate and interactive.
 
-Each line of settings runs with our model and with fairseq's (--native): what they print of the
-sentences, log and ask of fairseq agrees, and each of the settings changes something in that.
+Each line of settings runs with our model and with fairseq's (--native). What they print about the
+sentences, their logs and their requests to fairseq agree, and each setting changes some of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HYPOTHESES = [
     "--checkpoint-suffix _x",
     "--post-process subword_nmt",
 ]
-# tests/flags/test_generation_flags.py has these of generate.
+# tests/flags/test_generation_flags.py tests these for generate.
 SEARCH = [
     "--lenpen 0.5 --temperature 2 --print-alignment",
     "--unnormalized",
@@ -106,7 +106,7 @@ DROPOUT = [
     "--model-overrides {'dropout':0.3} --retain-dropout --seed 3 | "
     "--retain-dropout-modules TransformerEncoderBase",
 ]
-# command -> what each of its runs is given
+# Command -> the words that each of its runs gets
 BARE = {
     "generate": "{data} --path {checkpoint} --cpu",
     "validate": "{data} --path {checkpoint} --cpu",
@@ -123,13 +123,13 @@ for _command in ("generate", "interactive"):
     PROVEN[_command, table.FALLBACK] = proven(*DROPOUT) - {"--seed"}
 Places = dict[str, Path]
 
-# Some words of the target are marks of sentences and of subwords.
+# Some target words are punctuation or have subword marks.
 SIGNS = {"v1": ",", "v2": "v2@@", "v3": "?", "v4": "v4-v4", "v5": "!", "v6": "v6@@"}
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
-    """Data, the same with its languages in the other order, a model and so on."""
+    """Data, the same data with the languages swapped, two models, and other files."""
     folder = tmp_path_factory.mktemp("places")
     text, data, turned = (folder / name for name in ("text", "data", "reversed"))
     cli_runs.write_text(text)
@@ -148,7 +148,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
         (turned / f"{split}.en-de.{language}").write_text("".join(raw))
     learned = "--max-update 30 --lr 0.02 --lr-scheduler fixed --dropout 0 --max-tokens 100"
     launch("train", data, folder, learned, ok=True)
-    # Another model under the name that --checkpoint-suffix asks for.
+    # Another model, under the file name that --checkpoint-suffix selects.
     launch("train", data, folder / "x", learned + " --seed 5", ok=True)
     shutil.copy(folder / "x" / "checkpoint_last.pt", folder / "checkpoint_last_x.pt")
     (folder / "codes").write_text("#version: 0.2\nv 1\n")
@@ -164,9 +164,9 @@ class Shown:
     """What a command shows.
 
     Attributes:
-        told: fields of each line about a sentence, of scores and losses, and of the log.
+        told: the fields of each printed line about a sentence, a score or a loss, and of the log.
         asked: see `flag_training.Trace`.
-        files: those that it leaves.
+        files: the files that it writes.
         error: how it failed, or "".
     """
 
@@ -194,7 +194,7 @@ def same(a: str, b: str, tolerance: float) -> bool:
 
 
 def shown(command: str, places: Places, line: str, native: bool) -> Shown:
-    """What ``lightseq-<command>`` shows; ``line`` may begin with a folder of data."""
+    """What ``lightseq-<command>`` shows; ``line`` may begin with a data folder."""
     with tempfile.TemporaryDirectory() as folder:
         return _shown(command, {**places, "save": Path(folder)}, line, native)
 
@@ -214,13 +214,13 @@ def _shown(command: str, places: Places, line: str, native: bool) -> Shown:
         result = launch(command, data, places["checkpoint"], line + " --native" * native)
     if result.exit_code:
         found.error = f"{result.stderr[-500:]} {result.exception}"
-    # W- is the time that it took.
+    # W- lines hold times.
     told = re.findall(r"^(?:[STHDPA]-\d+\t|Generate ).*", result.stdout, re.MULTILINE)
     for record in records:
         message = record.getMessage()
         if record.pathname.endswith("progress_bar.py"):
             told += re.findall(r"\b\w*loss [\d.]+|\bbleu [\d.]+", message)
-            told.append(re.sub(r"\d[\d.e-]*", "#", message))  # speeds among others
+            told.append(re.sub(r"\d[\d.e-]*", "#", message))  # includes speeds
         elif record.levelno >= logging.WARNING or message.startswith("example "):
             told.append(message)
     found.told = [re.split(r"[\t ]+", text) for text in told]
@@ -267,7 +267,8 @@ def test_what_each_run_is_given(places: Places, command: str) -> None:
 
 def test_language_model(places: Places, tmp_path: Path) -> None:
     text, data = places["text"], places["data"]
-    shutil.copy(data / "dict.en.txt", data / "dict.txt")  # where fairseq looks for the model's
+    # fairseq looks here for the language model's dictionary
+    shutil.copy(data / "dict.en.txt", data / "dict.txt")
     cli_runs.succeed(
         "preprocess", "--only-source", "--srcdict", data / "dict.txt", "--destdir",
         tmp_path / "data", "--trainpref", text / "train.en", "--validpref", text / "valid.en",
@@ -286,7 +287,7 @@ def test_language_model(places: Places, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["generate", "interactive"])
 def test_shards(places: Places, tmp_path: Path, command: str) -> None:
-    """fairseq takes the last of them for the model, unless fairscale has written them."""
+    """fairseq uses the last shard as the model, unless fairscale has written the shards."""
     for number, name in enumerate(("checkpoint", "other")):
         shutil.copy(places[name], tmp_path / f"model_part{number}.pt")
     shutil.copy(places["checkpoint"], tmp_path / "model.pt")
@@ -315,17 +316,18 @@ def test_half_precision(
     exact = scores(runs(command)("", True))
     errors = []
     for found in map(scores, (ours, theirs)):
-        # In 16 bits beam search may drop what is nearly as good: then all words behind differ.
+        # In 16-bit precision beam search may drop a nearly equal hypothesis; then all later words
+        # differ.
         same_words = found.keys() & exact.keys()
         assert len(same_words) > len(exact) / 2
         errors.append(max(abs(a - b) for k in same_words for a, b in zip(found[k], exact[k])))
-    assert errors[0] <= 2 * errors[1] + 1e-3  # losses are printed with three digits
+    assert errors[0] <= 2 * errors[1] + 1e-3  # losses are printed with three decimals
 
 
 @pytest.mark.parametrize("line", BF16)
 @pytest.mark.parametrize("command", ["generate", "interactive"])
 def test_bf16(places: Places, runs: Callable[[str], Run], command: str, line: str) -> None:
-    """Our models translate in it. fairseq's do not."""
+    """Our models translate in bf16; fairseq's models ignore --bf16."""
     exact, ours = (
         scores(x) for x in (runs(command)("", False), shown(command, places, line, False))
     )
@@ -336,7 +338,7 @@ def test_bf16(places: Places, runs: Callable[[str], Run], command: str, line: st
 
 
 def scores(found: Shown) -> dict[str, list[float]]:
-    """Scores of each position, by sentence and words; a loss, by its name."""
+    """The scores of each position, keyed by sentence and words, and the losses, keyed by name."""
     words = {line[0][2:]: line for line in found.told if line[0].startswith("H-")}
     positions = {
         " ".join((line[0], *words[line[0][2:]][2:])): line[1:]

@@ -1,4 +1,4 @@
-"""Every flag of generation gives what fairseq's own model gives, for 200 sentences."""
+"""With every flag of generation our model gives what fairseq's model gives, for 200 sentences."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from helpers.cli_runs import succeed
 from helpers.digits import SENTENCES
 from helpers.flag_runs import Proofs, names, pieces, table
 
-# A line of output by kind: Source, Target, Hypothesis, Detokenised, Positional scores, Alignment,
-# Constraint. "W", the time taken, is nobody's to compare.
+# Kinds of output lines: Source, Target, Hypothesis, Detokenised, Positional scores, Alignment,
+# Constraint. "W" lines hold times and are not compared.
 KINDS = "STHDPAC"
-TOLERANCE = 1e-3  # of log2-probabilities in float32, printed with four digits
+TOLERANCE = 1e-3  # for log2-probabilities in float32, printed with four decimals
 PLAIN = "--beam 4"
 
-# All are of `lightseq-generate`; each changes what comes out of PLAIN.
+# All run with `lightseq-generate`; each gives another output than PLAIN.
 SEARCHES = {
     "greedy": "--beam 1",
     "beam-5-nbest": "--beam 5 --nbest 5",
@@ -46,7 +46,7 @@ SEARCHES = {
     "odd-batches": "--beam 4 --batch-size 7 --required-batch-size-multiple 4",
 }
 CONSTRAINTS = ("ordered", "unordered")
-# A line of several settings shows that they work together, not that each of them does something.
+# A line of several settings shows that they work together, not that each of them has an effect.
 ALONE = [line for line in SEARCHES.values() if len(pieces(line.removeprefix(PLAIN))) == 1]
 PROVEN: Proofs = {
     ("generate", table.HONOURED): names(*ALONE),
@@ -56,7 +56,7 @@ PROVEN: Proofs = {
 
 @pytest.fixture(scope="module", autouse=True)
 def dictionary() -> Path:
-    """What --replace-unk takes: a German word, its English one."""
+    """The file for --replace-unk: a German word and its English translation on each line."""
     path = digits.toy().folder / "german-english.txt"
     path.write_text("".join(f"{a} {b}\n" for a, b in zip(*digits.DIGITS, strict=True)))
     return path
@@ -64,7 +64,7 @@ def dictionary() -> Path:
 
 @functools.cache
 def output(command: str, flags: str, native: bool) -> list[list[str]]:
-    """What a command prints of its sentences: lines of kind-number and fields."""
+    """What a command prints about its sentences: the fields of each line, the label first."""
     toy = digits.toy()
     halfway, last = toy.paths
     words: list[str | Path] = [
@@ -101,12 +101,12 @@ def assert_same(ours: list[list[str]], native: list[list[str]]) -> None:
 
 
 def numbers(field: str) -> list[float]:
-    """Scores, or the weights of a soft alignment; a text that differs is no list of numbers."""
+    """Scores, or the weights of a soft alignment; raises ValueError for other text."""
     return [float(number) for number in field.replace(",", " ").split()]
 
 
 def sentences(found: list[list[str]]) -> list[int]:
-    """Numbers of the sentences with a hypothesis, as often as they have one."""
+    """The number of each sentence with a hypothesis, once for each hypothesis."""
     return [int(label[2:]) for label, *_ in found if label.startswith("H-")]
 
 
@@ -136,7 +136,7 @@ def test_replaced_words_are_the_sources_or_the_dictionarys() -> None:
 def test_no_pair_of_words_comes_twice() -> None:
     found = output("generate", SEARCHES["no-repeat-ngram"], False)
     texts, scores = ([fields[-1].split() for fields in found if fields[0][0] == k] for k in "HP")
-    # Each word has a score, and so has the end; a model may write <s>, too, which is not printed.
+    # Each word and the end have a score. The model may also produce <s>, which is not printed.
     whole = [
         words for words, each in zip(texts, scores, strict=True) if len(each) == len(words) + 1
     ]

@@ -134,7 +134,7 @@ def test_scores_only_against_a_reference(tmp_path: Path) -> None:
         ("--min-len 60", "--min-len (or min_len in --eval-bleu-args) is longer than"),
         (
             "--path {translation}",
-            "LSTransformerModel, with which --task language_modeling does not",
+            "contains a LSTransformerModel, which --task language_modeling cannot use",
         ),
     ],
 )

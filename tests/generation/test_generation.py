@@ -425,9 +425,9 @@ def test_what_cannot_be_translated_is_said(toy: Toy) -> None:
     with torch.no_grad():
         broken.decoder.layers[0].fc1.weight.fill_(torch.nan)
     generator = toy.task.build_generator([broken], GenerationConfig(max_len_b=5))
-    with pytest.raises(UserError, match="no translation of a finite score"):
+    with pytest.raises(UserError, match="no translation with a finite score"):
         generator.generate([broken], sample)
-    with pytest.raises(UserError, match="from their first token on"):
+    with pytest.raises(UserError, match="from their first token"):
         encoded = toy.ls.encoder(sample["net_input"]["src_tokens"])
         toy.ls.decoder(sample["net_input"]["prev_output_tokens"][:, :2], encoded, {})
 

@@ -94,6 +94,29 @@ def binarise(folder: Path, words: int = WORDS) -> Path:
     return folder / "data"
 
 
+# A language model of the same size.
+SMALL_TEXT = shlex.split(
+    "--task language_modeling --decoder-layers 2 --decoder-embed-dim 16 --decoder-input-dim 16 "
+    "--decoder-output-dim 16 --decoder-ffn-embed-dim 24 --decoder-attention-heads 2 "
+    "--tokens-per-sample 16 --max-target-positions 32 --max-tokens 128 --max-update 3 "
+    "--no-epoch-checkpoints --num-workers 0 --cpu"
+)
+
+
+def binarise_text(folder: Path, words: int = WORDS) -> Path:
+    """A data directory of running text made by lightseq-preprocess; some words are in two parts."""
+    source = random.Random(words)
+    (folder / "text").mkdir(parents=True, exist_ok=True)
+    prefixes: list[str | Path] = []
+    for split, count in (("train", 60), ("valid", 12), ("test", 24)):
+        lines = [source.choices(range(words), k=source.randint(0, 9)) for _ in range(count)]
+        text = [" ".join(f"w{i}" + "@@" * (i % 5 == 4) for i in line) + " w0\n" for line in lines]
+        (folder / "text" / split).write_text("".join(text))
+        prefixes += [f"--{split}pref", folder / "text" / split]
+    succeed("preprocess", "--only-source", "--destdir", folder / "data", *prefixes)
+    return folder / "data"
+
+
 def digests(folder: Path) -> dict[Path, str]:
     return {
         path: hashlib.sha256(path.read_bytes()).hexdigest()

@@ -164,15 +164,14 @@ def train(inputs: dict[str, Path], save_dir: Path, line: str, native: bool) -> T
         except (Exception, SystemExit) as error:
             crash = save_dir / "crash.pt"
             advice = (  # with which ours goes on
-                f" The state before it is in {crash}: to go on from there, epochs counted anew, "
-                f"add --restore-file {crash} --reset-dataloader."
+                f" The state before this update is saved in {crash}. To continue from it, at the "
+                f"start of the first epoch, add --restore-file {crash} --reset-dataloader."
             )
             trace.error = f"{type(error).__name__}: {error}".removesuffix(advice)
-    told = "training takes fairseq's own steps: "
     for record in records:
         message = record.getMessage()
-        if message.startswith(told):
-            trace.refusals.append(message.removeprefix(told))
+        if (told := re.fullmatch(r"step: fairseq's own \((.*)\)", message)) is not None:
+            trace.refusals += [told[1]] * (not native)
         elif message.startswith("example "):
             trace.logged.append({"told": message})
         elif message.startswith('{"'):

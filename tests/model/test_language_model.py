@@ -162,5 +162,7 @@ def test_token_by_token(text: Path) -> None:
     ],
 )
 def test_what_it_cannot_honour_is_refused(text: Path, flags: dict[str, Any], refused: str) -> None:
-    with pytest.raises(UserError, match=f"does not support {refused} .*--native"):
+    with pytest.raises(
+        UserError, match=rf"^ls_transformer_lm\w* does not support {refused} .*--native"
+    ):
         build(text, LS, **flags)

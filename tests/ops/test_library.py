@@ -53,7 +53,7 @@ def test_library_of_torchs_own_cuda_major_is_found(tmp_path):
         ({}, "13.0", "the CUDA kernels have not been compiled"),
         ({}, None, "the CUDA kernels have not been compiled"),
         ({"skipped.txt": "no nvcc\n"}, "13.0", "the CUDA build was skipped: no nvcc"),
-        ({"liblightseq_cu13.so": ""}, "12.6", "is for CUDA 13, torch for CUDA 12.6"),
+        ({"liblightseq_cu13.so": ""}, "12.6", "is for CUDA 13, but torch is for CUDA 12.6"),
     ],
 )
 def test_what_is_missing_is_said(tmp_path, files, cuda, said):
@@ -163,6 +163,12 @@ def test_built_library_loads_and_attaches_its_kernels(tmp_path):
     assert "libtorch_cpu.so" in needed
     assert "libcuda" not in needed and "libtorch_cuda" not in needed and "libcublas" not in needed
 
+    # Of torch only its stable C interface, so the library serves later versions; nothing of Python.
+    symbols = run(["readelf", "--dyn-syms", "--wide", status["path"]]).stdout
+    undefined = re.findall(r" UND (\w+)", symbols)
+    assert "aoti_torch_get_data_ptr" in undefined
+    assert [name for name in undefined if re.match(r"Py|_Py|_Z\w*(2at|3c10|5torch)", name)] == []
+
 
 @needs_nvcc
 def test_memory_bound_kernels_spill_no_registers(tmp_path):
@@ -187,7 +193,7 @@ def test_without_a_library_references_stand_in_and_say_so_once(tmp_path):
     status = json.loads(result.stdout)
     assert status["path"] is None and status["kernels"] == []
     assert "have not been compiled" in status["reason"]
-    assert result.stderr.count("slow references stand in") == 1
+    assert result.stderr.count("slow PyTorch references") == 1
     assert status["reason"] in result.stderr
 
 
@@ -197,7 +203,7 @@ def test_a_library_that_does_not_load_is_named(tmp_path):
     code = f"import torch; torch.version.cuda = '13.0'\n{STATUS}"
     status = json.loads(in_fresh_python(code, tmp_path))
     assert status["path"] is None
-    assert f"{tmp_path}/liblightseq_cu13.so does not load" in status["reason"]
+    assert f"{tmp_path}/liblightseq_cu13.so cannot be loaded" in status["reason"]
 
 
 @pytest.mark.parametrize(("gpu", "loads"), [((7, 5), False), ((9, 0), True), (None, True)])
@@ -210,13 +216,14 @@ def test_a_library_for_other_gpus_is_left_alone(tmp_path, gpu, loads):
     )
     assert status["path"] is None and status["kernels"] == []
     if loads:
-        assert "does not load" in status["reason"]
+        assert "cannot be loaded" in status["reason"]
     else:
-        assert "compiled for sm_80, sm_90 and the GPU in use is sm_75" in status["reason"]
+        assert "compiled for sm_80, sm_90, but the GPU in use is sm_75" in status["reason"]
 
 
 @pytest.mark.parametrize(
-    ("shown", "said"), [("0", "does not load"), ("1", "GPU in use is sm_80"), ("", "does not load")]
+    ("shown", "said"),
+    [("0", "cannot be loaded"), ("1", "GPU in use is sm_80"), ("", "cannot be loaded")],
 )
 def test_the_gpu_that_cuda_shows_decides_and_cuda_stays_untouched(tmp_path, shown, said):
     (tmp_path / "liblightseq_cu13.so").write_text("not a library, which shows when it is loaded")
@@ -226,7 +233,7 @@ import os, torch
 from lightseq_fairseq import library
 torch.version.cuda = "13.0"
 os.environ["CUDA_VISIBLE_DEVICES"] = "{shown}"
-library._gpus = lambda: [library.Gpu("GPU-a", (8, 0)), library.Gpu("GPU-b", (9, 0))]
+library.gpus = lambda: [library.Gpu("GPU-a", (8, 0)), library.Gpu("GPU-b", (9, 0))]
 {STATUS}
 assert not torch.cuda.is_initialized()
 """
@@ -267,6 +274,18 @@ def test_without_nvcc_a_wanted_build_fails(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_pips_compiler_is_found_where_none_is_on_the_path(tmp_path):
+    nvcc = tmp_path / "nvidia" / "cu13" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.touch(mode=0o755)
+    code = "import runpy, sys; print(runpy.run_path(sys.argv[1])['find_nvcc']())"
+    find = [sys.executable, "-c", code, BUILD[1]]
+    environment = {"PYTHONPATH": str(tmp_path), "CUDA_HOME": "", "PATH": str(tmp_path)}
+    assert run(find, **environment).stdout == f"{nvcc}\n"
+    environment["CUDA_HOME"] = str(tmp_path / "other")  # what the user names is the only one
+    assert "was not found" in run(find, **environment).stderr
+
+
 def test_without_nvcc_an_optional_build_is_skipped_in_one_line(tmp_path):
     command = [*BUILD, "--if-possible", "--output", str(tmp_path)]
     result = run(command, CUDA_HOME=str(tmp_path))
@@ -298,12 +317,25 @@ def toolkit_without_cublas(folder: Path, cuda: str) -> dict[str, str]:
 )
 def test_package_with_cublas_headers_is_named_where_they_lack(tmp_path, cuda, package, header):
     environment = toolkit_without_cublas(tmp_path, cuda)
-    missing = [*BUILD, "--missing-package"]
-    assert run(missing, **environment).stdout == f"{package}\n"
+    code = "import runpy, sys; print(runpy.run_path(sys.argv[1])['missing_packages']())"
+    missing = [sys.executable, "-c", code, BUILD[1]]
+    assert run(missing, **environment).stdout == f"['{package}']\n"
     (tmp_path / header).mkdir(parents=True)
     (tmp_path / header / "cublasLt.h").touch()
-    assert run(missing, **environment).stdout == ""
-    assert run(missing, CUDA_HOME=str(tmp_path / "nowhere")).stdout == ""
+    assert run(missing, **environment).stdout == "[]\n"
+
+
+def test_missing_headers_are_installed_by_pip_where_that_is_asked_for(tmp_path):
+    environment = toolkit_without_cublas(tmp_path, torch.version.cuda or "13.0")
+    pip = tmp_path / "site" / "pip.py"
+    pip.write_text("import sys; sys.exit(' '.join(sys.argv[1:]))")
+    command = [*BUILD, "--install-headers", "--output", str(tmp_path / "lib")]
+    result = run(command, **environment)
+    assert result.returncode == 1
+    words, failure = result.stderr.splitlines()
+    assert words.startswith("install --quiet --no-deps nvidia-cublas")
+    assert failure.startswith("CUDA build failed: nvidia-cublas")
+    assert "pip" not in run([*command, "--if-possible"], CUDA_HOME=str(tmp_path)).stderr
 
 
 def test_without_cublas_headers_the_build_says_what_to_install(tmp_path):
@@ -330,6 +362,24 @@ def test_a_gpu_that_is_too_old_is_named(tmp_path):
     assert "sm_75" in (tmp_path / "lib" / "skipped.txt").read_text()
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch can use the kernels")
+def test_kernels_that_this_machine_cannot_use_are_compiled_only_if_asked_for(tmp_path):
+    environment = toolkit_without_cublas(tmp_path, "13.0")
+    path = {"PATH": str(tmp_path)}  # without nvidia-smi
+    command = [*BUILD, "--if-useful", "--output", str(tmp_path / "lib")]
+    result = run(command, **environment, **path)
+    assert result.returncode == 0, result.stderr
+    reason = f"torch {torch.__version__} has no CUDA and this machine has no GPU"
+    assert result.stdout == f"CUDA build skipped: {reason}\n"
+    assert (tmp_path / "lib" / "skipped.txt").read_text() == f"{reason}\n"
+    for asked in (["--architectures", "90"], []):
+        if not asked:
+            (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 9.0\n")
+            (tmp_path / "nvidia-smi").chmod(0o755)
+        wanted = run([*command, *asked], **environment, **path)
+        assert wanted.returncode == 1 and "cublasLt.h was found neither in" in wanted.stderr
+
+
 @pytest.mark.parametrize(("asked", "named"), [("80,75", "sm_75"), ("native", "sm_native")])
 def test_asking_for_a_gpu_that_is_too_old_is_an_error(tmp_path, asked, named):
     """Also where the build may be skipped: what cannot be done was asked for."""
@@ -340,13 +390,14 @@ def test_asking_for_a_gpu_that_is_too_old_is_an_error(tmp_path, asked, named):
     assert not (tmp_path / "lib").exists()
 
 
-def build_in(folder: Path) -> subprocess.CompletedProcess[str]:
+def build_in(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return run(
         [
             *BUILD,
             *("--sources", str(folder / "csrc"), "--objects", str(folder / "objects")),
             *("--output", str(folder / "lib"), "--architectures", "80"),
-        ]
+        ],
+        **environment,
     )
 
 
@@ -407,6 +458,21 @@ def test_only_what_changed_is_compiled_again(tmp_path):
     objects = {path.name.partition("-")[0] for path in (tmp_path / "objects").iterdir()}
     assert objects == {"first", "second"}
     assert len(list((tmp_path / "objects").iterdir())) == 4  # with ptxas's reports
+
+
+@needs_nvcc
+def test_objects_serve_again_wherever_sources_and_headers_lie(tmp_path):
+    """A wheel is built in folders of other names: those of an sdist and of pip's environment."""
+    for checkout in ("here", "there"):
+        (tmp_path / checkout / "csrc").mkdir(parents=True)
+        (tmp_path / checkout / "csrc" / "empty.cu").write_text("__global__ void empty() {}\n")
+        (tmp_path / checkout / "objects").symlink_to(tmp_path)
+    assert "compiling empty.cu" in build_in(tmp_path / "here").stdout
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "torch").symlink_to(Path(torch.__file__).parent)
+    again = build_in(tmp_path / "there", PYTHONPATH=str(tmp_path / "site"))
+    assert again.returncode == 0, again.stderr
+    assert "compiling" not in again.stdout and list(tmp_path.glob("there/lib/*.so"))
 
 
 @needs_nvcc

@@ -77,15 +77,13 @@ class TestRuns:
 
         def fails(state: Any, path: str, advice: str) -> None:
             if path.endswith("_4.pt"):
-                raise UserError(f"cannot write {path} (No space left on device){advice}")
+                raise UserError(f"Cannot write {path} (No space left on device){advice}.")
             save(state, path, advice)
 
         kept = flags(save_interval_updates=2, keep_interval_updates=1)
         with (
             mock.patch.object(saving, "save", fails),
-            pytest.raises(
-                UserError, match=r"_1_4\.pt \(No space left on device\); the checkpoints"
-            ),
+            pytest.raises(UserError, match=r"_1_4\.pt \(No space left on device\); earlier"),
         ):
             runs.run(data, tmp_path, **kept)
         assert sorted(os.listdir(tmp_path)) == ["checkpoint_1_2.pt", "checkpoint_last.pt"]

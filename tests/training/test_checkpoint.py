@@ -343,7 +343,9 @@ class TestAtomicWrites:
             runs.limit_files(100_000, killed=False)
             with pytest.raises(UserError, match=r"checkpoint_last\.pt \(File too large\)") as error:
                 self.write(how, path)
-            assert str(error.value).endswith({"save": "large)", "copy": saving.RESUME}[how])
+            assert str(error.value).endswith(
+                {"save": "large): choose another path.", "copy": f"{saving.RESUME}."}[how]
+            )
 
         assert runs.in_a_fork(work) == 0
         assert self.is_(path, self.OLD)
@@ -360,7 +362,7 @@ class TestAtomicWrites:
         assert pipe.is_fifo()
 
     def test_no_permission(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="cannot write"):
+        with pytest.raises(UserError, match="Cannot write"):
             saving.save(self.OLD, str(tmp_path / "missing" / "x.pt"))
 
     def test_other_errors_are_not_explained_away(self, path: Path) -> None:

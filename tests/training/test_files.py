@@ -91,7 +91,7 @@ class TestWrites:
         with pytest.raises(FileNotFoundError, match="another file"), files.replaced(path):
             raise FileNotFoundError("another file")
         with (
-            pytest.raises(UserError, match=r"^cannot write /dev/full \(No space left .*\); stop$"),
+            pytest.raises(UserError, match=r"^Cannot write /dev/full \(No space .*\); stop\.$"),
             files.replaced("/dev/full", "; stop", streams=True) as file,
         ):
             file.write(b"new" * 9999)
@@ -159,7 +159,7 @@ with files.placed(sys.argv[1] + "/model") as place:
         os.mkfifo(tmp_path / "pipe")
         for name in ("model", "pipe", "no/model"):
             with (
-                pytest.raises(UserError, match=f"cannot write {tmp_path}/{name} \\("),
+                pytest.raises(UserError, match=f"Cannot write {tmp_path}/{name} \\("),
                 files.placed(tmp_path / name) as place,
             ):
                 place.mkdir()

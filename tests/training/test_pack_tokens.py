@@ -65,7 +65,7 @@ def test_exact_bounds_and_many_tokens() -> None:
 
 
 def test_other_data_are_refused() -> None:
-    with pytest.raises(UserError, match="trains on a list: drop it, or take --task translation"):
+    with pytest.raises(UserError, match="on a list: remove --pack-tokens, or use --task tr"):
         refill(SimpleNamespace(dataset=[]), 9, None)
 
 
@@ -116,7 +116,7 @@ def natives(data: Path, folder: Path, **flags: Any) -> list[float]:
         ({"bf16": True}, None),
         (
             {"criterion": "label_smoothed_cross_entropy"},
-            "the criterion has no packed steps",
+            "the criterion does not support packed steps",
         ),
         ({"optimizer": "adam", "update_freq": 2, "max_update": 6}, "the optimizer is not ls_adam"),
         ({"required_seq_len_multiple": 4, "empty_cache_freq": 5}, "--empty-cache-freq"),
@@ -130,7 +130,7 @@ def test_losses_are_natives_on_the_same_batches(
     flags = {**PLAIN, "no_save": True, "max_update": 14, **flags}
     caplog.set_level(logging.INFO)
     ours = runs.run(data, tmp_path / "a", pack_tokens=True, **{**runs.LS, **flags})
-    told = re.findall(r"training takes fairseq's own steps: (.*)", caplog.text)
+    told = re.findall(r"step: fairseq's own \((.*)\)", caplog.text)
     assert told == ([] if refusal is None else [refusal])
     native = {key: value for key, value in flags.items() if key not in runs.LS}
     expected = natives(data, tmp_path / "b", **native)
@@ -250,11 +250,11 @@ LS, TINY = "--arch ls_transformer_tiny", "--arch transformer_tiny"
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        (f"{LS} --native", "needs a model that computes no pads"),
-        (TINY, "needs a model that computes no pads"),
-        (f"{TINY} --optimizer ls_adam", "needs a model that computes no pads"),
-        (f"{LS} --max-tokens 99 --num-batch-buckets 2", "drop one of the two"),
-        (f"{LS} --batch-size 4", "fills batches up to --max-tokens: give both"),
+        (f"{LS} --native", "needs a model that trains on packed tokens"),
+        (TINY, "needs a model that trains on packed tokens"),
+        (f"{TINY} --optimizer ls_adam", "needs a model that trains on packed tokens"),
+        (f"{LS} --max-tokens 99 --num-batch-buckets 2", "remove one of the two"),
+        (f"{LS} --batch-size 4", "fills batches up to --max-tokens, which is not set"),
         (f"{LS} --max-tokens 3", "Every sentence of the split is too long"),
     ],
 )

@@ -337,12 +337,12 @@ class Extended(LanguagePairDataset):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"align_dataset": ListDataset([], [])}, "alignments"),
-        ({"constraints": []}, "constraints"),
-        ({"src_lang_id": 3}, "language ids"),
-        ({"tgt_lang_id": 3}, "language ids"),
-        ({"input_feeding": False}, "no input feeding"),
-        ({"num_buckets": 2}, "batches of bucketed lengths"),
+        ({"align_dataset": ListDataset([], [])}, "the data have alignments"),
+        ({"constraints": []}, "the data have constraints"),
+        ({"src_lang_id": 3}, "the data have language ids"),
+        ({"tgt_lang_id": 3}, "the data have language ids"),
+        ({"input_feeding": False}, "the data have no decoder input (input_feeding)"),
+        ({"num_buckets": 2}, "sentences are padded to length buckets"),
     ],
 )
 def test_covers_no_other_batches(options: dict[str, Any], reason: str) -> None:
@@ -351,10 +351,10 @@ def test_covers_no_other_batches(options: dict[str, Any], reason: str) -> None:
 
 def test_covers_language_pairs_alone() -> None:
     dataset = pairs(sentences(1), sentences(2))
-    assert covers(pairs(sentences(1), None)) == "no target sentences"
-    assert covers(TransformEosDataset(dataset, EOS)) == "data from TransformEosDataset"
+    assert covers(pairs(sentences(1), None)) == "the data have no target sentences"
+    assert covers(TransformEosDataset(dataset, EOS)) == "the dataset is of type TransformEosDataset"
     sides = dataset.src, dataset.src_sizes, DICTIONARY
-    assert covers(Extended(*sides, *sides)) == "data from Extended"
+    assert covers(Extended(*sides, *sides)) == "the dataset is of type Extended"
 
 
 def text(breaks: str, pads: bool = False, **options: Any) -> Any:
@@ -400,10 +400,10 @@ def test_text_is_fairseqs(breaks: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"targets": ["past"]}, "targets other than the next token"),
-        ({"targets": ["self", "future"]}, "targets other than the next token"),
-        ({"targets": None}, "targets other than the next token"),
-        ({"pad_to_bsz": 8}, "batches of a fixed number of blocks"),
+        ({"targets": ["past"]}, "the targets are not the next tokens"),
+        ({"targets": ["self", "future"]}, "the targets are not the next tokens"),
+        ({"targets": None}, "the targets are not the next tokens"),
+        ({"pad_to_bsz": 8}, "batches are filled up with blocks (pad_to_bsz)"),
     ],
 )
 def test_text_that_is_not_covered(options: dict[str, Any], reason: str) -> None:

@@ -120,6 +120,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_both(
         pytest.raises(AssertionError),
     ):
         runs.run_ranks(data, tmp_path / "ranks", 2, **flags)
-    told = f"gradients are Nan/Inf in update 3. The state before it is in {tmp_path}/ranks/crash.pt"
+    saved = f"The state before this update is saved in {tmp_path}/ranks/crash.pt"
+    told = f"gradients are Nan/Inf in update 3. {saved}"
     assert capfd.readouterr().err.count(f"FloatingPointError: {told}") == 2
     assert torch.load(tmp_path / "ranks" / "crash.pt", weights_only=False)

@@ -70,7 +70,7 @@ def test_what_cannot_be_captured_goes_on_without_graphs(
     flags = {**ON_GPU, "bf16": True, "max_update": 40}
     caplog.set_level(logging.INFO)
     refused = runs.run(data, tmp_path / "refused", **flags)
-    reasons = re.findall(r"training steps go on without CUDA graphs: (.*)", caplog.text)
+    reasons = re.findall(r"training steps continue without CUDA graphs: (.*)", caplog.text)
     assert len(reasons) == 1
     assert "captur" in reasons[0]
     assert "previous error" not in reasons[0]
@@ -126,7 +126,7 @@ def test_training_goes_on_when_a_bucket_is_out_of_memory(
     assert failed is not None
     assert starts == 24 + for_good
     assert ("attempting to recover from OOM" in caplog.text) == for_good
-    assert captured_graphs(caplog.text.rpartition("the update begins again")[2]) >= 2
+    assert captured_graphs(caplog.text.rpartition("the update starts again")[2]) >= 2
 
     starts = 0
     monkeypatch.setenv("LIGHTSEQ_CAPTURE", "0")

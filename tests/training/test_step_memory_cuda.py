@@ -134,4 +134,4 @@ def test_a_validation_takes_the_memory_of_graphs_where_it_needs_it(
         monkeypatch.setattr(TranslationTask, "valid_step", valid_step)
         found.append((runs.run(data, tmp_path / name, **flags), list(valid)))
     assert found[0] == found[1]
-    assert caplog.text.count("the batch begins again") == 2
+    assert caplog.text.count("the batch starts again") == 2

@@ -99,7 +99,7 @@ def test_two_kinds_of_signals_are_told_apart_in_a_sum() -> None:
             rank._process = os.getpid()
             rank._receive(number, None)
         stopping = Stopping()
-        stopping.agree(sum(rank.worth() for rank in ranks))
+        stopping.agree(sum(rank.signal_code() for rank in ranks))
         assert stopping.reason == reason
 
 

@@ -64,19 +64,20 @@ def test_a_silent_rank_is_reported_once_and_when_it_is_back(scene: Scene) -> Non
     assert scene.pass_time(100, alive=(1, 2)) == ""
     assert scene.pass_time(SILENCE - 1, alive=(1,)) == ""
     said = scene.pass_time(SILENCE, alive=(1,))
-    assert said.count("rank 2 has been silent for 31 seconds") == 1 and "rank 1" not in said
+    assert said.count("rank 2 has not responded for 31 seconds") == 1 and "rank 1" not in said
     assert scene.pass_time(100, alive=(1,)) == ""
-    assert scene.pass_time(2, alive=(1, 2)).count("rank 2 is back") == 1
-    assert "rank 2 has been silent" in scene.pass_time(40, alive=(1,))
+    assert scene.pass_time(2, alive=(1, 2)).count("rank 2 responds again") == 1
+    assert "rank 2 has not responded" in scene.pass_time(40, alive=(1,))
 
 
 def test_a_store_that_does_not_answer_is_reported(scene: Scene) -> None:
     scene.pass_time(10, alive=(1, 2))
     scene.watch._asked = scene.now  # as within `beat`
     said = scene.pass_time(SILENCE + 5, alive=(1, 2), beats=False)
-    assert said.count("silent") == said.count("rank 0, or whoever started the ranks,") == 1
+    name = "rank 0, or the process that started the ranks,"
+    assert said.count("has not responded") == said.count(name) == 1
     scene.watch._asked = None
-    assert "is back" in scene.pass_time(5, alive=(1, 2))
+    assert "responds again" in scene.pass_time(5, alive=(1, 2))
 
 
 def test_time_in_which_this_rank_is_stopped_is_no_silence_of_others(scene: Scene) -> None:
@@ -91,7 +92,7 @@ def test_a_rank_that_has_come_to_its_end_is_not_missed(scene: Scene) -> None:
     scene.pass_time(10, alive=(1, 2))
     Watch(scene.store, 2, 3).leave()
     assert scene.pass_time(100, alive=(1,)) == ""
-    assert "rank 1 has been silent" in scene.pass_time(40, alive=())
+    assert "rank 1 has not responded" in scene.pass_time(40, alive=())
 
 
 def test_who_keeps_the_store_may_end(scene: Scene) -> None:
@@ -152,8 +153,8 @@ def test_a_stopped_rank_is_reported_while_the_others_wait(data: Path, tmp_path: 
     assert runs.exit_status(helper) == 0
     assert both[0] == both[1] and len(both[0]) == 20
     told = json.loads((tmp_path / "said0").read_text())
-    assert re.match("rank 1 has been silent for 1 seconds: its process is stopped", told[0])
-    assert told[1:] == ["rank 1 is back"]
+    assert re.match("rank 1 has not responded for 1 seconds: its process is suspended", told[0])
+    assert told[1:] == ["rank 1 responds again"]
     assert not (tmp_path / "said1").exists()
 
 
@@ -207,8 +208,8 @@ def test_a_rank_that_is_killed_is_told_of_in_a_sentence(binarised: Path, tmp_pat
     assert first.returncode == 2
     assert "Traceback" not in rest and "frame #" not in rest
     assert rest.splitlines()[-1] == (
-        "lightseq-train: error: Another rank has ended: its own log says why, and the same command "
-        "goes on from the last checkpoint."
+        "lightseq-train: error: Another rank has ended: its own log says why; run the same command "
+        "again to resume from the last checkpoint."
     )
 
 

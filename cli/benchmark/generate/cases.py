@@ -56,17 +56,19 @@ class Case(NamedTuple):
         found = re.fullmatch(r"(\w+)/b(?:([1-9]\d*)|tokens([1-9]\d*)?)/beam([1-9]\d*)/(\w+)", text)
         if found is None or found[1] not in TRANSLATION or found[5] not in PRECISIONS:
             raise UserError(
-                f"There is no case {text}: a case is <model>/<batch>/beam<n>/<precision>, with a "
-                f"model of {', '.join(TRANSLATION)}, a batch of b<sentences> or btokens<source "
-                f"tokens> and a precision of {', '.join(PRECISIONS)}, for example "
-                "t2t_big/btokens4096/beam5/bf16; or <model>/b<prompts>/<prompt>+<new>/<precision>, "
-                f"with a language model of {', '.join(LANGUAGE)} and the tokens of a prompt and "
-                "after it, for example gpt2_124m/b32/128+256/bf16."
+                f"There is no case {text}: write <model>/<batch>/beam<n>/<precision>, for example "
+                "t2t_big/btokens4096/beam5/bf16, or <model>/b<prompts>/<prompt>+<new>/<precision>, "
+                "for example gpt2_124m/b32/128+256/bf16. A batch is b<sentences> or btokens<source "
+                f"tokens>; models are {', '.join(TRANSLATION)}, and with prompts "
+                f"{', '.join(LANGUAGE)}; precisions are {', '.join(PRECISIONS)}."
             )
         batch = None if found[2] is None else int(found[2])
         max_tokens = int(found[3] or MAX_TOKENS) if batch is None else None
         if max_tokens is not None and max_tokens < LONGEST:
-            raise UserError(f"There is no case {text}: the longest sentence has {LONGEST} tokens.")
+            raise UserError(
+                f"The case {text} is too small: the longest sentence has {LONGEST} tokens, so "
+                "btokens must be at least that."
+            )
         return cls(found[1], batch, max_tokens, int(found[4]), found[5])
 
     def __str__(self) -> str:

@@ -69,8 +69,8 @@ def ensure(folder: Path, shape: Shape, vocabulary: int) -> TestSet:
         found = None
     if found != wanted:
         raise UserError(
-            f"{folder} holds something else than the test set of this run: name another folder "
-            "with --data, or one that does not exist yet."
+            f"{folder} does not contain the test set of this run: choose another folder with "
+            "--data, or one that does not exist yet."
         )
     return TestSet(folder)
 

@@ -113,17 +113,23 @@ class Case(NamedTuple):
             or gpus == "1"
         ):
             raise UserError(
-                f"There is no case {text}: a case is <model>/<max-tokens>/<precision>, with a "
-                f"model of {', '.join(TRANSLATION)}, or <model>/<block>x<batch>/<precision>, with "
-                f"a language model of {', '.join(LANGUAGE)}; a precision is one of "
-                f"{', '.join(PRECISIONS)}. Examples are t2t_big/4096/bf16, gpt2_124m/1024x32/bf16, "
-                "and for eight GPUs t2t_big/4096/bf16/x8."
+                f"There is no case {text}: write <model>/<max-tokens>/<precision>, for example "
+                "t2t_big/4096/bf16, or t2t_big/4096/bf16/x8 for eight GPUs, with a model of "
+                f"{', '.join(TRANSLATION)}; or <model>/<block>x<batch>/<precision>, for example "
+                f"gpt2_124m/1024x32/bf16, with a model of {', '.join(LANGUAGE)}. Precisions are "
+                f"{', '.join(PRECISIONS)}."
             )
         positions = SHAPES[model].positions
         if blocks is None and int(size) < LONGEST:
-            raise UserError(f"There is no case {text}: the longest sentence has {LONGEST} tokens.")
+            raise UserError(
+                f"The case {text} is too small: the longest sentence has {LONGEST} tokens, so "
+                "max-tokens must be at least that."
+            )
         if positions and int(size) > positions:
-            raise UserError(f"There is no case {text}: {model} has {positions} positions.")
+            raise UserError(
+                f"The case {text} is too large: {model} has {positions} positions, so a block can "
+                "have at most that many tokens."
+            )
         block = int(size) if blocks else 0
         return cls(model, int(size) * int(blocks or 1), precision, int(gpus or 1), block)
 
@@ -189,11 +195,11 @@ def why_not(system: str, case: Case) -> str | None:
     if SYSTEMS[system].apex and importlib.util.find_spec("apex") is None:
         return "apex is not installed."
     if system == "torch_compile" and case.precision != "bf16":
-        return "the baseline scales no loss, it trains in bf16 only."
+        return "this baseline has no loss scaling, so it trains in bf16 only."
     if system == "torch_compile" and case.gpus > 1:
-        return "the baseline trains on one GPU."
+        return "this baseline trains on one GPU only."
     if SYSTEMS[system].pack_tokens and case.block:
-        return "blocks of one length have no pads to leave out."
+        return "blocks of equal length have no pads."
     if 0 < torch.cuda.device_count() < case.gpus:
         return f"this machine has {torch.cuda.device_count()} GPU(s)."
     return None

@@ -94,8 +94,8 @@ def _ensured(
     found = opened(folder)
     if found.size != wanted.size:
         raise UserError(
-            f"{folder} holds {found.size}, not the {wanted.size} of this run: name another folder "
-            f"with --{where}, or change --{how_much} and --vocabulary."
+            f"{folder} contains {found.size}, but this run needs {wanted.size}: choose another "
+            f"folder with --{where}, or change --{how_much} and --vocabulary."
         )
     return found
 
@@ -110,9 +110,8 @@ def opened(folder: Path) -> Corpus:
         return Corpus(folder, **json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         raise UserError(
-            f"{folder} holds something else than a corpus of lightseq-bench: name another folder "
-            "with --corpus (sentence pairs) or --text (running text), or one that does not exist "
-            "yet."
+            f"{folder} does not contain a corpus of lightseq-bench: choose another folder with "
+            "--corpus (sentence pairs) or --text (running text), or one that does not exist yet."
         ) from None
 
 

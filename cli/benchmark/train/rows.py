@@ -57,7 +57,7 @@ def intervals(log: str, after: int, until: int) -> list[Interval]:
             found.append(Interval(float(line["wps"]), float(line["wpb"])))
         previous = number
     if not found:
-        raise UserError(f"the training log has no interval between updates {after} and {until}.")
+        raise UserError(f"the training log has no line between updates {after} and {until}.")
     return found
 
 

@@ -1,0 +1,195 @@
+"""What a training run tells about itself: log lines before its first update and after its last one.
+
+Rank 0 writes them. They only read numbers that the host already has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from lightseq_fairseq.training import stopping  # noqa: F401  isort: skip  (prepares fairseq)
+
+from fairseq import checkpoint_utils
+from fairseq.data import LanguagePairDataset, MonolingualDataset, RoundRobinZipDatasets
+from fairseq.file_io import PathManager
+from fairseq.logging import metrics
+
+# fairseq's --log-file receives the lines of this logger.
+logger = logging.getLogger("fairseq_cli.train.lightseq")
+
+_PAIRS, _BLOCKS = "sentence pairs", "blocks of text"
+_SAMPLES = {LanguagePairDataset: _PAIRS, RoundRobinZipDatasets: _PAIRS, MonolingualDataset: _BLOCKS}
+
+
+class Report:
+    """The lines of one run; its methods wrap functions of ``fairseq_cli.train``."""
+
+    def __init__(self) -> None:
+        self._trainer: Any = None
+        self._step = ""  # the last line about the step
+        self._tokens = 0.0
+        self._updates = 0
+        self._before = (0.0, 0)  # what fairseq's meters of the epoch counted before this run
+        self._seconds = 0.0  # of training, without validation and saving
+
+    def train(self, original: Callable[..., Any], cfg: Any, trainer: Any, *others: Any) -> Any:
+        """fairseq's ``train``, an epoch; logs the first lines, and the step if it has changed."""
+        if self._trainer is None:
+            self._trainer = trainer
+            self._log(*_settings(cfg, trainer, others[-1]))
+        step = f"step: {_step(trainer)}"
+        if step != self._step:
+            self._log(step)
+            self._step = step
+        self._before = _of_epoch()
+        began = time.perf_counter()
+        try:
+            return original(cfg, trainer, *others)
+        finally:
+            self._seconds += time.perf_counter() - began
+
+    def validate_and_save(self, original: Callable[..., Any], *arguments: Any) -> Any:
+        """fairseq's ``validate_and_save``, which it calls after each update."""
+        began = time.perf_counter()
+        losses, should_stop = original(*arguments)
+        self._seconds -= time.perf_counter() - began
+        is_end_of_epoch = arguments[-1]
+        if is_end_of_epoch or should_stop:  # fairseq then resets the meters of the epoch
+            tokens, updates = _of_epoch()
+            self._tokens += tokens - self._before[0]
+            self._updates += updates - self._before[1]
+        return losses, should_stop
+
+    def end(self, cfg: Any) -> None:
+        """Log the last lines, if there was an update. Call it when the checkpoints are on disk."""
+        if self._updates == 0:
+            return
+        speed = self._tokens / self._seconds
+        self._log(
+            f"trained: {self._updates:,} update{'s' * (self._updates > 1)}, {self._tokens:,.0f} "
+            f"target tokens in {self._seconds:,.1f} s: {speed:,.0f} tokens/s without validation "
+            "and saving",
+            f"peak memory: {_peak_memory(self._trainer.device)}",
+            f"checkpoints: {_checkpoints(cfg.checkpoint, self._trainer.checkpoint_suffix)}",
+        )
+
+    def _log(self, *lines: str) -> None:
+        if self._trainer.is_data_parallel_master:
+            for line in lines:
+                logger.info(line)
+
+
+def _of_epoch() -> tuple[float, int]:
+    """(target tokens, updates) in fairseq's meters of the epoch; they count all ranks."""
+    meter = metrics.get_meter("train", "wpb")
+    return (0.0, 0) if meter is None else (float(meter.sum), int(meter.count))
+
+
+def _settings(cfg: Any, trainer: Any, epoch: Any) -> Iterator[str]:
+    """The lines about model, data, precision and recipe; ``epoch`` is fairseq's epoch iterator."""
+    parameters = list(trainer.get_model().parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    arch = getattr(cfg.model, "arch", None) or cfg.model._name
+    yield f"model: {arch}, {count:,} parameters" + f", {trained:,} trained" * (trained < count)
+    yield f"data: {_data(cfg, trainer, epoch)}"
+    yield f"precision: {_precision(cfg.common)} on {_device(trainer.device)}"
+    yield (
+        f"recipe: optimizer {cfg.optimizer._name}, criterion {cfg.criterion._name}, schedule "
+        f"{cfg.lr_scheduler._name}, learning rate {', '.join(map(str, cfg.optimization.lr))}"
+    )
+
+
+def _data(cfg: Any, trainer: Any, epoch: Any) -> str:
+    dataset = trainer.task.datasets[cfg.dataset.train_subset]
+    kind = next((name for cls, name in _SAMPLES.items() if isinstance(dataset, cls)), "samples")
+    parts = dataset.datasets.values() if isinstance(dataset, RoundRobinZipDatasets) else [dataset]
+    ranks = trainer.data_parallel_world_size
+    return (
+        f"{_languages(trainer.task)}{sum(map(len, parts)):,} {kind}, {len(epoch):,} batches an "
+        f"epoch{f' and rank ({ranks} ranks)' * (ranks > 1)}{_dictionaries(trainer.task)}"
+    )
+
+
+def _languages(task: Any) -> str:
+    pairs = getattr(task, "lang_pairs", None)  # of fairseq's multilingual tasks
+    settings = getattr(task, "cfg", None) or getattr(task, "args", None)
+    source, target = (getattr(settings, f"{side}_lang", None) for side in ("source", "target"))
+    if pairs is None and source and target:
+        pairs = [f"{source}-{target}"]
+    return "".join(f"{', '.join(names)}; " for names in [pairs] if names)
+
+
+def _dictionaries(task: Any) -> str:
+    by_language = getattr(task, "dicts", None)  # of fairseq's multilingual tasks
+    found = dict(by_language) if isinstance(by_language, dict) else {}
+    for side in ("source", "target") if not found else ():
+        with contextlib.suppress(NotImplementedError):  # raised by FairseqTask's default property
+            found[side] = getattr(task, f"{side}_dictionary")
+    present = {name: words for name, words in found.items() if words is not None}
+    if not present:
+        return ""
+    first, *others = present.values()
+    if all(words == first for words in others):
+        return f"; one dictionary of {len(first):,} types"
+    sizes = (f"{name} {len(words):,}" for name, words in present.items())
+    return f"; types in the dictionaries: {', '.join(sizes)}"
+
+
+def _precision(common: Any) -> str:
+    for kind in ("fp16", "bf16"):
+        if getattr(common, f"memory_efficient_{kind}"):
+            return f"{kind} alone"
+        if getattr(common, kind):
+            return f"{kind} with fp32 master weights"
+    return "fp16 by torch.amp" if common.amp else "fp32"
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    threads = torch.get_num_threads()
+    return f"{threads} CPU thread{'s' * (threads > 1)}"
+
+
+def _step(trainer: Any) -> str:
+    step_taken = getattr(trainer, "step_taken", None)
+    return "fairseq's own (a native run)" if step_taken is None else str(step_taken())
+
+
+def _peak_memory(device: torch.device) -> str:
+    if device.type == "cuda":
+        # fairseq's own step resets torch's peak at times, to what is reserved then. Reserved memory
+        # is seldom released, unlike allocated memory.
+        return f"{torch.cuda.max_memory_reserved(device) / 2**30:.2f} GiB of the GPU"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return f"{peak / 2**30:.2f} GiB of this process"
+
+
+def _checkpoints(settings: Any, suffix: str) -> str:
+    if settings.no_save:
+        return "none, because of --no-save"
+    folder = os.path.abspath(settings.save_dir)
+    best = getattr(checkpoint_utils.save_checkpoint, "best", None)
+    score = "" if best is None else f" ({settings.best_checkpoint_metric} {best:g})"
+    names = {
+        f"checkpoint_last{suffix}.pt": "" if not settings.no_last_checkpoints else None,
+        f"checkpoint_best{suffix}.pt": score,
+    }
+    found = [
+        name + note
+        for name, note in names.items()
+        if note is not None and PathManager.exists(os.path.join(folder, name))
+    ]
+    return f"{folder}{': ' * bool(found)}{', '.join(found)}"
+
+
+__all__ = ["Report"]

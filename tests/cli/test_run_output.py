@@ -1,0 +1,302 @@
+"""What a user sees while a command runs: first and last lines, progress, no foreign warning."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import cli_runs
+from helpers.training_runs import ON_GPU
+
+LOGGER = "fairseq_cli.train.lightseq"
+TINY = ["--arch", "ls_transformer_tiny", *cli_runs.SMALL]
+TWO_EPOCHS = [*TINY, "--max-epoch", "2", "--max-update", "1000"]
+STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+
+# Commands in a Python of their own, whose warnings nobody catches.
+SCRIPT = """
+import importlib, json, sys
+for command, words in json.loads(sys.argv[1]):
+    main = importlib.import_module("lightseq_fairseq.cli." + command).main
+    main(words, prog_name="lightseq-" + command, standalone_mode=False)
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cli_runs.binarise(tmp_path_factory.mktemp("binarised"))
+
+
+def target_tokens(data: Path) -> int:
+    """Of the training set, with an end-of-sentence symbol for each sentence."""
+    lines = (data.parent / "text" / "train.en").read_text().splitlines()
+    return sum(len(line.split()) + 1 for line in lines)
+
+
+def told(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
+    """Name -> text of the lines of the report; each must occur once."""
+    lines = [r.getMessage().partition(": ") for r in caplog.records if r.name == LOGGER]
+    names = [name for name, _, _ in lines]
+    assert len(set(names)) == len(names)
+    return {name: text for name, _, text in lines}
+
+
+# --- A pipe -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [[], ["--native"]], ids=["ls", "native"])
+def test_standard_error_stays_empty(data: Path, tmp_path: Path, own: list[str]) -> None:
+    """Of every command, with workers, which make torch warn about pinned memory."""
+    checkpoint = str(tmp_path / "checkpoint_best.pt")
+    workers = ["--num-workers", "1"]
+    source = data.parent / "text" / "test.de"
+    commands = [
+        ("train", [data, *TINY, *workers, "--save-dir", tmp_path, "--log-format", "json", *own]),
+        ("generate", [data, "--path", checkpoint, "--beam", "2", *workers, *own]),
+        ("validate", [data, "--path", checkpoint, *workers, *own]),
+        ("interactive", [data, "--path", checkpoint, "-sde", "-ten", "--input", source, *own]),
+    ]
+    words = json.dumps([(command, list(map(str, given))) for command, given in commands])
+    environment = {**os.environ, "PYTHONWARNINGS": ""}
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, words], capture_output=True, text=True, env=environment
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    lines = run.stdout.splitlines()
+    assert lines[0].startswith(f"lightseq-train {data} --arch")
+    assert lines[1].startswith(f"# filled in: --optimizer {'' if own else 'ls_'}adam ")
+    assert lines[0].endswith(lines[1].removeprefix("# filled in:"))
+    # What fairseq's progress bar writes can be parsed, as in fairseq.
+    train = run.stdout.partition("loading model(s)")[0]
+    found = re.findall(rf"^{STAMP} \| INFO \| (?:train|valid) \| (.*)$", train, re.MULTILINE)
+    assert [json.loads(line) for line in found][-1]["train_num_updates"] == "3"
+
+
+# --- The first and the last lines ---------------------------------------------------------------
+
+
+def test_the_report_of_a_run(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    cli_runs.succeed("train", data, *TWO_EPOCHS, "--save-dir", tmp_path)
+    state = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)
+    size = sum({p.data_ptr(): p.numel() for p in state["model"].values()}.values())
+    lines = told(caplog)
+    assert list(lines) == [
+        "model", "data", "precision", "recipe", "step", "trained", "peak memory", "checkpoints",
+    ]  # fmt: skip
+    assert re.fullmatch(r"ls_transformer_tiny, [\d,]+ parameters", lines["model"])
+    assert int(re.sub(r"\D", "", lines["model"])) <= size
+    assert f"num. shared model params: {lines['model'].split()[1]} " in caplog.text
+    (batches,) = re.findall(r"grouped total_num_itrs = (\d+)", caplog.text)[:1]
+    assert lines["data"] == (
+        f"de-en; 40 sentence pairs, {batches} batches an epoch; types in the dictionaries: "
+        "source 24, target 24"
+    )
+    assert re.fullmatch(r"fp32 on \d+ CPU threads?", lines["precision"])
+    assert lines["recipe"] == (
+        "optimizer ls_adam, criterion ls_label_smoothed_cross_entropy, schedule inverse_sqrt, "
+        "learning rate 0.0005"
+    )
+    expected = "eager, packed tokens, PyTorch references (CUDA graphs need a GPU)"
+    assert lines["step"] == expected
+    updates, tokens, seconds, speed = map(
+        float, re.findall(r"\d[\d.]*", lines["trained"].replace(",", ""))
+    )
+    assert (updates, tokens) == (2 * int(batches), 2 * target_tokens(data))
+    # Seconds are rounded to a tenth.
+    assert tokens / (seconds + 0.051) <= speed + 1 and speed * (seconds - 0.051) <= tokens + 1
+    memory = re.fullmatch(r"(\d+\.\d\d) GiB of this process", lines["peak memory"])
+    assert memory is not None and 0.05 < float(memory[1]) < 100
+    best = f"{state['extra_state']['best']:g}"
+    assert lines["checkpoints"] == (
+        f"{tmp_path}: checkpoint_last.pt, checkpoint_best.pt (loss {best})"
+    )
+    messages = caplog.messages
+    assert messages.index(f"step: {lines['step']}") < messages.index("Start iterating over samples")
+    assert messages[-1].startswith("checkpoints: ")  # after the files are written
+    assert "(encoder)" not in caplog.text
+
+
+def test_a_run_that_goes_on_counts_its_own_updates(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    words = [data, *TINY, "--max-tokens", "100", "--max-update"]
+
+    def trained(folder: Path, updates: int) -> tuple[int, int]:
+        caplog.clear()
+        cli_runs.succeed("train", *words, str(updates), "--save-dir", folder)
+        found = re.match(r"([\d,]+) updates?, ([\d,]+) target tokens", told(caplog)["trained"])
+        assert found is not None
+        return int(found[1]), int(found[2])
+
+    # The second and the third begin in the middle of an epoch of five updates.
+    updates, tokens = zip(*(trained(tmp_path / "a", count) for count in (3, 4, 12)))
+    assert updates == (3, 1, 8)
+    assert (12, sum(tokens)) == trained(tmp_path / "b", 12)
+
+
+@pytest.mark.parametrize(
+    ("extra", "name", "text"),
+    [
+        (["--bf16"], "precision", r"bf16 with fp32 master weights on .*"),
+        (["--bf16", "--memory-efficient-bf16"], "precision", r"bf16 alone on .*"),
+        (["--store-ema"], "step", r"fairseq's own \(--store-ema\)"),
+        (["--native"], "step", r"fairseq's own \(a native run\)"),
+        (["--native"], "model", r"transformer_tiny, [\d,]+ parameters"),
+        (["--no-save"], "checkpoints", "none, because of --no-save"),
+        (["--no-last-checkpoints"], "checkpoints", r".*/save: checkpoint_best.pt \(loss [\d.]+\)"),
+    ],
+)
+def test_it_says_what_differs(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    extra: list[str], name: str, text: str,
+) -> None:  # fmt: skip
+    caplog.set_level(logging.INFO)
+    cli_runs.succeed("train", data, *TINY, "--save-dir", tmp_path / "save", *extra)
+    assert re.fullmatch(text, told(caplog)[name])
+
+
+def test_data_of_other_tasks(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    pairs = ["--task", "multilingual_translation", "--lang-pairs", "de-en,en-de", "--no-save"]
+    words = [word.replace("tiny", "iwslt_de_en") for word in TINY]
+    words[1] = "ls_multilingual_transformer"
+    heads = ["--encoder-attention-heads", "2", "--decoder-attention-heads", "2"]
+    cli_runs.succeed("train", data, *words, *heads, *pairs)
+    assert re.fullmatch(
+        r"de-en, en-de; 80 sentence pairs, \d+ batches an epoch; types in the dictionaries: de 24, "
+        "en 24", told(caplog)["data"],
+    )  # fmt: skip
+    caplog.clear()
+    text = data.parent / "text"
+    cli_runs.succeed(
+        "preprocess", "--only-source", "--trainpref", text / "train.de", "--validpref",
+        text / "valid.de", "--destdir", tmp_path,
+    )  # fmt: skip
+    cli_runs.succeed(
+        "train", tmp_path, "--task", "language_modeling", "--arch", "ls_transformer_lm",
+        "--decoder-layers", "1", "--decoder-embed-dim", "16", "--decoder-attention-heads", "2",
+        "--tokens-per-sample", "20", "--max-tokens", "100", "--max-update", "2", "--num-workers",
+        "0", "--no-save", "--cpu",
+    )  # fmt: skip
+    blocks = -(-sum(len(line.split()) + 1 for line in (text / "train.de").open()) // 20)
+    assert re.fullmatch(
+        rf"{blocks} blocks of text, \d+ batches an epoch; one dictionary of 24 types",
+        told(caplog)["data"],
+    )
+
+
+def test_rank_0_alone_reports(data: Path, tmp_path: Path) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    del store  # its port is free again
+    words = [data, *TINY, "--save-dir", tmp_path]
+    command = [sys.executable, "-m", "lightseq_fairseq.cli.train", *map(str, words)]
+    ranks = [
+        subprocess.Popen(
+            command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env={**os.environ, **meeting, "RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    first, second = (rank.communicate(timeout=200)[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0], first + second
+    assert " batches an epoch and rank (2 ranks); " in first
+    assert first.count("# filled in: ") == first.count("| trained: 3 updates, ") == 1
+    assert not re.search(r"filled in|model: |trained: |peak memory", second)
+
+
+def test_the_modules_of_the_model_are_listed_where_they_are_asked_for(
+    data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    cli_runs.succeed("train", data, *TINY, "--no-save", "--log-config")
+    assert "LSTransformerModel(\n  (encoder): " in caplog.text
+
+
+def test_what_is_not_installed_is_told_once(
+    data: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr("fairseq.logging.progress_bar.wandb", None)
+    for _ in range(2):
+        caplog.clear()
+        cli_runs.succeed("train", data, *TWO_EPOCHS, "--no-save", "--wandb-project", "x")
+        assert caplog.text.count("wandb not found, pip install wandb") == 1
+
+
+# --- A terminal ---------------------------------------------------------------------------------
+
+
+def on_a_terminal(*words: str | Path) -> str:
+    """What a terminal of 120 columns receives from a Python command line."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    command = [sys.executable, *map(str, words)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    received = b""
+    while True:
+        try:
+            block = os.read(ours, 1 << 16)
+        except OSError:  # the process has closed its end
+            break
+        received += block
+    os.close(ours)
+    assert process.wait() == 0, received.decode()
+    return received.decode()
+
+
+def test_a_terminal_gets_a_bar_and_whole_lines(data: Path, tmp_path: Path) -> None:
+    words = [data, *TWO_EPOCHS, "--max-tokens", "12", "--log-interval", "1", "--save-dir", tmp_path]
+    received = on_a_terminal("-m", "lightseq_fairseq.cli.train", *words)
+    for bar in (r"epoch 001: +\d+%\|", r"epoch 002: +\d+%\|", r"\d/\d+ \[.*it/s, loss="):
+        assert re.search(bar, received)
+    # After erasing, a line of the log begins in the first column.
+    log = re.findall(rf"(.*?)({STAMP} \| .*)\r\n", received)
+    assert len(log) > 20
+    for before, _ in log:
+        assert re.fullmatch(r"(.*\r)?", before), before
+    assert "| train_inner | " not in received  # which the bar shows
+    assert "lightseq | trained: " in received
+
+
+def test_translations_on_a_terminal_are_whole_lines(data: Path, tmp_path: Path) -> None:
+    cli_runs.succeed("train", data, *TINY, "--save-dir", tmp_path)
+    words = [data, "--path", tmp_path / "checkpoint_best.pt", "--batch-size", "1", "--cpu"]
+    received = on_a_terminal("-m", "lightseq_fairseq.cli.generate", *words)
+    assert "0/6 [" in received
+    lines = re.findall(r"(.*?)([STHDP]-\d\t.*)\r\n", received)
+    assert len(lines) == 30
+    assert all(re.fullmatch(r"(.*\r)?", before) for before, _ in lines)
+
+
+# --- A GPU --------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_the_report_on_a_gpu(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    wide = [f"--{k.replace('_', '-')}={v}" for k, v in ON_GPU.items() if k.startswith("encoder")]
+    words = [word for word in TWO_EPOCHS if word != "--cpu"]
+    wide += ["--decoder-attention-heads=2", "--distributed-world-size=1", "--no-save"]
+    cli_runs.succeed("train", data, *words, *wide)
+    lines = told(caplog)
+    kind = "captured as CUDA graphs, packed tokens, CUDA kernels"
+    assert lines["step"] == f"{kind} (all parts are ls_)"
+    assert lines["precision"] == f"bf16 with fp32 master weights on {torch.cuda.get_device_name()}"
+    memory = re.fullmatch(r"(\d+\.\d\d) GiB of the GPU", lines["peak memory"])
+    assert memory is not None and 0 < float(memory[1]) <= torch.cuda.mem_get_info()[1] / 2**30
+    assert f"{2 * target_tokens(data):,} target tokens" in lines["trained"]
