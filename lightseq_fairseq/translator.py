@@ -30,11 +30,11 @@ _OF_A_CALL = {*_BATCH, "seed", "remove_bpe", "post_process", "skip_invalid_size_
 _OF_THE_MODEL = {"retain_dropout", "retain_dropout_modules"}  # fairseq lists them with the search
 # Names that are no options, and what to do instead.
 _NO_OPTION = {
-    "native": "it is an argument of from_pretrained()",
-    "data": "it is an argument of from_pretrained()",
-    "path": "the checkpoint is the first argument of from_pretrained()",
-    "input": "give the sentences to translate()",
-    "buffer_size": "give many sentences to one call of translate()",
+    "native": "pass it to from_pretrained()",
+    "data": "pass it to from_pretrained()",
+    "path": "pass the checkpoint as the first argument of from_pretrained()",
+    "input": "pass the sentences to translate()",
+    "buffer_size": "pass many sentences to one call of translate()",
 }
 
 
@@ -202,7 +202,7 @@ def _words(options: dict[str, Any]) -> tuple[str, ...]:
 def _check_names(options: Iterable[str]) -> None:
     for name in options:
         if name in _NO_OPTION:
-            raise UserError(f"{name} is no option here: {_NO_OPTION[name]}.")
+            raise UserError(f"{name} is not an option of Translator: {_NO_OPTION[name]}.")
 
 
 def _check_call(options: Iterable[str]) -> None:
@@ -213,8 +213,8 @@ def _check_call(options: Iterable[str]) -> None:
     for name in options:
         if name not in of_a_call:
             raise UserError(
-                f"{name} is an option of Translator.from_pretrained(), not of translate(): give it "
-                "there."
+                f"{name} is an option of Translator.from_pretrained(), not of translate(): pass "
+                "it there."
             )
 
 
@@ -222,14 +222,14 @@ def _lines(sentences: Any) -> list[str]:
     """The sentences as a list; raises UserError if there is none, or one is empty or no text."""
     lines = list(sentences) if isinstance(sentences, Iterable) else [sentences]
     if not lines:
-        raise UserError("There is no sentence to translate: give at least one.")
+        raise UserError("There is no sentence to translate: pass at least one.")
     for number, line in enumerate(lines):
         if not isinstance(line, str):
             raise UserError(
-                f"Sentence {number} (counted from 0) is of type {type(line).__name__}: give texts."
+                f"Sentence {number} (counted from 0) is of type {type(line).__name__}: pass text."
             )
         if not line.strip():
-            raise UserError(f"Sentence {number} (counted from 0) is empty: leave it out.")
+            raise UserError(f"Sentence {number} (counted from 0) is empty: remove it.")
     return lines
 
 
@@ -237,7 +237,7 @@ def _listed(checkpoint: StrPath | Sequence[StrPath]) -> list[str]:
     several = [checkpoint] if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
     paths = [os.fspath(path) for path in several]
     if not paths:
-        raise UserError("There is no checkpoint to load: name one, or several for an ensemble.")
+        raise UserError("There is no checkpoint to load: pass one, or several for an ensemble.")
     return paths
 
 
@@ -249,8 +249,8 @@ def _file(path: str) -> str:
         if os.path.isfile(os.path.join(path, name)):
             return os.path.join(path, name)
     raise UserError(
-        f"The folder {path} has no {' or '.join(_OF_A_RUN)}: name a checkpoint, or the --save-dir "
-        "of a training."
+        f"The folder {path} has no {' or '.join(_OF_A_RUN)}: use a checkpoint file, or the "
+        "--save-dir of a training run."
     )
 
 
@@ -272,8 +272,8 @@ def _trained(path: str, options: dict[str, Any]) -> dict[str, Any]:
         state = read_checkpoint(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
     except OSError as error:
         raise UserError(
-            f"The checkpoint {path} cannot be read ({error.strerror}): name a file or a folder "
-            "that lightseq-train has written."
+            f"The checkpoint {path} cannot be read ({error.strerror}): use a file or a folder "
+            "that lightseq-train wrote."
         ) from None
     # Checkpoints from before fairseq 0.10.2 have args instead of cfg.
     found: Any = state.get("args") or (state.get("cfg") or {}).get("task") or {}
@@ -281,8 +281,8 @@ def _trained(path: str, options: dict[str, Any]) -> dict[str, Any]:
     task = settings.get("_name") or settings.get("task") or "translation"
     if task != "translation" and options.get("task") is None:
         raise UserError(
-            f"{path} holds a model of --task {task}: name the checkpoint of a translation model, "
-            "or, if this one translates, give task and its options as to lightseq-interactive."
+            f"{path} contains a model of --task {task}: use the checkpoint of a translation model. "
+            "If this model translates, pass task and its options, as for lightseq-interactive."
         )
     return settings
 
@@ -294,9 +294,10 @@ def _trained_on(trained: dict[str, Any], path: str) -> str:
     data = trained.get("data") or ""
     folders = utils.split_paths(data) if isinstance(data, str) else list(data)
     if not folders or not os.path.isdir(folders[0]):
-        named = f"{folders[0]}, which does not exist here" if folders and folders[0] else "none"
+        named = f"the data folder {folders[0]}, which does not exist here"
         raise UserError(
-            f"{path} names its data folder as {named}: give data, the folder with the dictionaries."
+            f"{path} names {named if folders and folders[0] else 'no data folder'}: pass data, the "
+            "folder with the dictionaries."
         )
     return str(folders[0])
 

@@ -193,10 +193,11 @@ def test_the_data_of_the_checkpoint(toy: Toy, translator: Translator, tmp_path: 
     assert found.configuration.task.source_lang == "src"
     assert found.translate(LINES[0]).score == translator.translate(LINES[0]).score
     state = torch.load(toy.paths[-1], weights_only=False)
-    for data, named in (("gone:there", "gone, which does not exist here"), (None, "none")):
+    gone = "the data folder gone, which does not exist here"
+    for data, named in (("gone:there", gone), (None, "no data folder")):
         state["cfg"]["task"]["data"] = data
         torch.save(state, tmp_path / "moved.pt")
-        with pytest.raises(UserError, match=f"names its data folder as {named}: give data"):
+        with pytest.raises(UserError, match=f"names {named}: pass data"):
             Translator.from_pretrained(tmp_path / "moved.pt", cpu=True)
 
 
@@ -227,19 +228,23 @@ def test_the_class_is_there_before_torch_is() -> None:
         ([], {}, "There is no sentence to translate"),
         ("", {}, r"Sentence 0 \(counted from 0\) is empty"),
         (["eins", " \n"], {}, r"Sentence 1 \(counted from 0\) is empty"),
-        (["eins", 3], {}, "Sentence 1 .* of type int"),
+        (["eins", 3], {}, "Sentence 1 .* of type int: pass text"),
         (None, {}, "Sentence 0 .* of type NoneType"),
         (["eins", "eins " * 2000], {}, "Sentence 1 .*2001.*1024"),
         ("eins " * 30, {"max_tokens": 20}, "31 tokens.*--max-tokens"),
-        ("eins", {"beem": 2}, r"no --beem: did you mean --beam\?"),
+        ("eins", {"beem": 2}, r"no flag --beem: did you mean --beam\?"),
         ("eins", {"beam": 0}, "--beam .*at least 1"),
         ("eins", {"beam": "four"}, "--beam cannot be four"),
         ("eins", {"sampling": True}, "--sampling requires --nbest to be equal to --beam"),
         ("eins", {"print_alignment": "soft"}, "--print-alignment"),
         ("eins", {"min_len": 500}, "--min-len"),
         ("eins", {"fp16": True}, r"fp16 is an option of Translator.from_pretrained\(\)"),
-        ("eins", {"native": True}, "native is no option here: it is an argument"),
-        ("eins", {"input": "lines"}, r"input is no option here: give .* translate\(\)"),
+        (
+            "eins",
+            {"native": True},
+            r"native is not an option of Translator: pass it to from_pretrained\(\)",
+        ),
+        ("eins", {"input": "lines"}, r"input is not an option .*: pass .* translate\(\)"),
     ],
 )
 def test_bad_sentences_and_options(
@@ -268,7 +273,7 @@ def language_model(toy: Toy, place: Path) -> Path:
 
 def test_a_language_model(toy: Toy, tmp_path: Path) -> None:
     path = language_model(toy, tmp_path)
-    with pytest.raises(UserError, match="holds a model of --task language_modeling: name the"):
+    with pytest.raises(UserError, match="contains a model of --task language_modeling: use the"):
         Translator.from_pretrained(path, toy.folder, **LANGUAGES)
     with pytest.raises(UserError, match=r"lm\.pt|checkpoint_last\.pt .*TransformerLanguageModel"):
         load(toy, path, task="translation")
@@ -279,7 +284,7 @@ def test_a_language_model(toy: Toy, tmp_path: Path) -> None:
     [
         (lambda place: {"checkpoint": place / "gone.pt"}, "gone.pt cannot be read .No such file"),
         (lambda place: {"checkpoint": place / "empty"}, "no checkpoint_best.pt or checkpoint_last"),
-        (lambda place: {"checkpoint": place / "text"}, "text is no checkpoint but a text file"),
+        (lambda place: {"checkpoint": place / "text"}, "text is a text file, not a checkpoint"),
         (lambda place: {"checkpoint": []}, "There is no checkpoint to load"),
         (lambda place: {"data": place / "gone"}, ".*gone does not exist"),
         (lambda place: {"data": place / "empty"}, "empty .*dict.src.txt"),
@@ -287,8 +292,8 @@ def test_a_language_model(toy: Toy, tmp_path: Path) -> None:
         (lambda place: {"source_lang": "fr"}, "dict.fr.txt"),
         (lambda place: {"bpe": "subword_nmt", "bpe_codes": place / "gone"}, "gone .*not exist"),
         (lambda place: {"lenpen": "long"}, "--lenpen cannot be long"),
-        (lambda place: {"lenpenalty": 1}, "no --lenpenalty"),
-        (lambda place: {"buffer_size": 5}, "buffer_size is no option here"),
+        (lambda place: {"lenpenalty": 1}, "no flag --lenpenalty"),
+        (lambda place: {"buffer_size": 5}, "buffer_size is not an option of Translator"),
     ],
 )
 def test_what_cannot_be_loaded(
