@@ -1,4 +1,4 @@
-"""lightseq-train and its relatives with --task language_modeling."""
+"""lightseq-train and other commands with --task language_modeling."""
 
 from __future__ import annotations
 
