@@ -455,7 +455,7 @@ def test_empty_stacks(last_norm: nn.LayerNorm | None) -> None:
 
 
 def test_width_that_no_head_count_divides() -> None:
-    with pytest.raises(ValueError, match="embed_dim 10 is no multiple of num_heads 4"):
+    with pytest.raises(ValueError, match="embed_dim 10 is not a multiple of num_heads 4"):
         MultiheadAttention(10, 4)
 
 
