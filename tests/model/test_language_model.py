@@ -1,4 +1,4 @@
-"""``ls_transformer_lm`` is fairseq's language model: archs, names, initial values, outputs."""
+"""``ls_transformer_lm`` equals fairseq's language model: archs, names, initial values, outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.parameters import as_one
 
 SMALL = {**TEXT, "decoder_layers": 2, "decoder_attention_heads": 2}
-# Those whose embedding is one table.
+# The archs whose embedding is one table.
 ARCHS = [a for a in ARCH_MODEL_INV_REGISTRY["transformer_lm"] if not a.endswith("wiki103")]
 
 
@@ -80,7 +80,7 @@ def test_architectures_are_fairseqs(text: Path, arch: str) -> None:
     assert ours == native
 
 
-# With --decoder-layerdrop each model draws the layers that it keeps.
+# With --decoder-layerdrop each model draws which layers to keep.
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if "decoder_layerdrop" not in VARIANTS[v]])
 def test_padded_interface(text: Path, variant: str) -> None:
     flags = VARIANTS[variant]
