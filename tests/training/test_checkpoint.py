@@ -250,13 +250,13 @@ class TestUseLsModels:
         torch.save(state, tmp_path / "tanh.pt")
         with caplog.at_level(logging.INFO, logger=models.__name__):
             assert type(self.load(tmp_path / "tanh.pt")) is TransformerLanguageModel
-        assert "keeps fairseq's own layers" in caplog.text and "tanh" in caplog.text
+        assert "runs with fairseq's own layers" in caplog.text and "tanh" in caplog.text
 
         # Of the same size, with two words exchanged: only our files know which it was.
         words = (data / "dict.txt").read_text().splitlines()
         (data / "dict.txt").write_text("\n".join([words[1], words[0], *words[2:], ""]))
         if ours:
-            with pytest.raises(UserError, match="dictionary is not the one the checkpoint was"):
+            with pytest.raises(UserError, match="dictionary is not the one that the checkpoint was"):
                 self.load(path)
         else:
             self.load(path)
