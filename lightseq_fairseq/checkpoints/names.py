@@ -107,5 +107,5 @@ def ls_arch(args: Any) -> tuple[str | None, str | None]:
     name = _PREFIX + arch
     if ARCH_MODEL_REGISTRY.get(arch) not in _REPLACED or name not in ARCH_MODEL_REGISTRY:
         return None, None
-    reason = unsupported_option(args)
+    reason = unsupported_option(args, ARCH_MODEL_REGISTRY[name].adaptive)
     return (None, reason) if reason else (name, None)

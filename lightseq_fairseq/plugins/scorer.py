@@ -28,7 +28,8 @@ def generate(
     numbers of each block, and would wait for the GPU at each.
     """
     model, target = models[0], sample["target"]
-    if len(models) > 1 or type(model) is not LSTransformerLanguageModel:
+    is_ours = len(models) == 1 and type(model) is LSTransformerLanguageModel
+    if not is_ours or model.decoder.adaptive_softmax is not None:
         return original(self, models, sample, **options)
     model.eval()
     with torch.no_grad():

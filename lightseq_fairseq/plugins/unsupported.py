@@ -1,4 +1,4 @@
-"""fairseq options that ``ls_transformer`` does not support, and why."""
+"""fairseq options that our models do not support, and why."""
 
 from __future__ import annotations
 
@@ -36,10 +36,17 @@ UNSUPPORTED = (
 )  # fmt: skip
 
 
-def unsupported_option(args: Namespace) -> str | None:
-    """A sentence that names an option that ``ls_transformer`` does not support, or None."""
+# Those of UNSUPPORTED that language models support.
+ADAPTIVE = ("--adaptive-softmax-cutoff", "--adaptive-input", "--tie-adaptive-weights")
+
+
+def unsupported_option(args: Namespace, adaptive: bool = False) -> str | None:
+    """A sentence that names an option that our model does not support, or None.
+
+    adaptive: whether the model supports the options of ``ADAPTIVE``.
+    """
     for flag, name, reason in UNSUPPORTED:
-        if getattr(args, name, None):
+        if getattr(args, name, None) and not (adaptive and flag in ADAPTIVE):
             return _sentence(flag, reason)
     activation = getattr(args, "activation_fn", "relu")
     if activation not in ACTIVATIONS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from pathlib import Path
 
@@ -49,3 +50,67 @@ def test_the_arch_alone_trains_by_the_recipe_of_language_models(
 )
 def test_who_has_adaptive_softmax(words: str, adaptive: bool) -> None:
     assert registries.has_adaptive_softmax(["data", *words.split()]) is adaptive
+
+
+WIKI103 = [
+    *SIZES, "--arch", "ls_transformer_lm_wiki103", "--adaptive-input-cutoff", "8,16",
+    "--adaptive-softmax-cutoff", "8,16",
+]  # fmt: skip
+
+
+def test_adaptive_softmax_from_training_to_export(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    log = cli_runs.succeed("train", data, *WIKI103, "--save-dir", tmp_path / "run")
+    assert "--criterion adaptive_loss" in log.splitlines()[0]
+    assert "fairseq's own steps: --adaptive-input" in caplog.text
+    path = tmp_path / "run" / "checkpoint_last.pt"
+    cli_runs.succeed("export", path, "--to", "fairseq", "--output", tmp_path / "model.pt")
+    results = {}
+    for file, more in ((path, []), (path, ["--native"]), (tmp_path / "model.pt", [])):
+        caplog.clear()
+        words = ["--path", file, "--cpu", "--context-window", "4", "--tokens-per-sample", "16"]
+        cli_runs.succeed("eval-lm", data, *words, *more)
+        results[(file, *more)] = [x for x in caplog.messages if x.startswith("Loss (base 2)")]
+    assert len(set(map(tuple, results.values()))) == 1 and len(results) == 3
+    result = cli_runs.run("export", path, "--to", "ctranslate2", "--output", tmp_path / "ct2")
+    assert result.exit_code == 2 and "CTranslate2 has no adaptive softmax" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["--arch", "ls_transformer_lm", "--criterion", "adaptive_loss"],
+            "does not support --criterion (adaptive_loss is for models with adaptive softmax): use",
+        ),
+        (
+            ["--arch", "ls_transformer", "--task", "translation", "--criterion", "adaptive_loss"],
+            "does not support --criterion (adaptive_loss is for models with adaptive softmax): use",
+        ),
+        (
+            [*WIKI103, "--criterion", "ls_cross_entropy"],
+            "use --criterion adaptive_loss, or train without --adaptive-softmax-cutoff",
+        ),
+        (
+            [*WIKI103, "--criterion", "cross_entropy"],
+            "use --criterion adaptive_loss, or train without --adaptive-softmax-cutoff",
+        ),
+        ([*WIKI103, "--criterion", "adaptive_loss"], "use --ddp-backend legacy_ddp"),
+    ],
+)
+def test_adaptive_loss_and_adaptive_softmax_go_together(
+    data: Path, tmp_path: Path, words: list[str], sentence: str
+) -> None:
+    refused(data, tmp_path, words, sentence)
+
+
+def refused(data: Path, tmp_path: Path, words: list[str], sentence: str) -> None:
+    """Training ends with a sentence, and has written nothing."""
+    more = ["--task", "language_modeling"] if "--task" not in words else []
+    result = cli_runs.run("train", data, *more, *words, "--cpu", "--save-dir", tmp_path / "run")
+    assert result.exit_code == 2, (result.output, result.exception)
+    (error,) = (line for line in result.stderr.splitlines() if "error:" in line)
+    assert sentence in error
+    assert not (tmp_path / "run").exists()
