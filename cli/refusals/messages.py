@@ -109,9 +109,10 @@ def _state_dict(failure: Cause, request: Request) -> str | None:
         saved_words, *saved_width = saved.split(", ")
         built_words, *built_width = built.split(", ")
         if name.endswith(_VOCABULARY) and saved_width == built_width:
-            side = "source" if name.startswith("encoder") else "target"
+            side = "source " if name.startswith("encoder") else "target "
+            side = "" if getattr(request.args, "task", None) == "language_modeling" else side
             return (
-                f"The dictionary does not match {checkpoint}: the {side} dictionary in "
+                f"The dictionary does not match {checkpoint}: the {side}dictionary in "
                 f"{_data_directory(request)} has {built_words} words and the checkpoint was "
                 f"trained with {saved_words}; {_ITS_DICTIONARIES}"
             )

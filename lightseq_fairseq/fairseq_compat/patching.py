@@ -253,6 +253,11 @@ PATCHES = (
         "broken files, and tokens that the dictionary does not know",
     ),
     Patch(
+        "launcher", "fairseq.tasks.language_modeling:LanguageModelingTask.eval_lm_dataloader",
+        "cli.start.late_checks:eval_lm_dataloader",
+        "blocks longer than the model's positions: fairseq leaves them out",
+    ),
+    Patch(
         "our trainer", "fairseq_cli.train:Trainer", "training.trainer:Trainer",
         "the captured step, and lossless native checkpoints", instead=True,
     ),

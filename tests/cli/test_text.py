@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+import shutil
 from pathlib import Path
 
 import helpers.cli_runs as cli_runs
@@ -104,6 +105,122 @@ def test_adaptive_loss_and_adaptive_softmax_go_together(
     data: Path, tmp_path: Path, words: list[str], sentence: str
 ) -> None:
     refused(data, tmp_path, words, sentence)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cli_runs.binarise(tmp_path_factory.mktemp("pairs"))
+
+
+GPT = ["--arch", "ls_transformer_lm_gpt2_tiny", "--tokens-per-sample", "16"]
+BANDS = ["--adaptive-input", "--adaptive-input-cutoff", "8,16", "--adaptive-softmax-cutoff"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([*GPT, "--max-target-positions", "8"], "than the model has positions; lower the first"),
+        (
+            [*GPT, "--add-bos-token", "--decoder-learned-pos"],
+            "positions end at 16: give --max-target-positions 17.",
+        ),
+        (
+            [*GPT, "--add-bos-token", "--decoder-learned-pos", "--sample-break-mode", "eos",
+             "--max-target-positions", "5"],
+            "positions end at 5: give --max-target-positions 6.",
+        ),
+        (["--arch", "ls_transformer_lm", "--tokens-per-sample", "0"], "must be at least 1"),
+        ([*GPT, "--train-subset", "dev"], "holds no dev split: binarise one with lightseq-prepr"),
+        ([*GPT, "--adaptive-input"], "--adaptive-input needs --adaptive-input-cutoff"),
+        ([*GPT, *BANDS, "8,99"], "ends at 99 and the dictionary has 24 words: lower it"),
+        ([*GPT, *BANDS, "8,x"], "--adaptive-softmax-cutoff 8,x cannot be read: name the ends"),
+        ([*GPT, *BANDS, "16,8"], "is 16,8: the ends of the bands must rise from 1 on"),
+        (
+            [*GPT, "--adaptive-softmax-cutoff", "8", "--tie-adaptive-weights"],
+            "give --adaptive-input, or drop it",
+        ),
+        (
+            [*GPT, *BANDS, "8", "--tie-adaptive-weights"],
+            "--adaptive-input-cutoff is 8,16 and --adaptive-softmax-cutoff 8: give both alike",
+        ),
+        ([*GPT, "--character-embeddings"], "does not support --character-embeddings"),
+        ([*GPT, "--scale-fc"], "does not support --scale-fc"),
+        ([*GPT, "--pack-tokens"], "--pack-tokens counts the tokens of sentence pairs"),
+    ],
+)  # fmt: skip
+def test_bad_settings(data: Path, tmp_path: Path, words: list[str], sentence: str) -> None:
+    refused(data, tmp_path, words, sentence)
+
+
+def test_data_of_another_task(data: Path, pairs: Path, tmp_path: Path) -> None:
+    refused(pairs, tmp_path, GPT, "holds sentence pairs (dict.de.txt, dict.en.txt), and --task la")
+    words = ["--arch", "ls_transformer", "--task", "translation"]
+    refused(data, tmp_path, words, "holds running text, and --task translation reads sentence pai")
+    refused(tmp_path / "none", tmp_path, GPT, "none does not exist: give the --destdir")
+    refused(tmp_path, tmp_path, GPT, "holds no dict.txt, and --task language_modeling reads runn")
+
+
+def test_broken_text(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    (tmp_path / "data" / "train.bin").write_bytes((data / "train.bin").read_bytes()[:-2])
+    refused(tmp_path / "data", tmp_path, GPT, "one of them is cut off")
+    shutil.copy(data / "train.bin", tmp_path / "data")
+    (tmp_path / "data" / "dict.txt").write_text("w0 1\nw1 1\n")
+    refused(tmp_path / "data", tmp_path, GPT, "has token number")
+
+
+def test_a_dictionary_of_another_size(data: Path, tmp_path: Path) -> None:
+    train = [*SIZES, "--arch", "ls_transformer_lm", "--save-dir", tmp_path / "run"]
+    cli_runs.succeed("train", data, *train)
+    before = cli_runs.digests(tmp_path / "run")
+    other = cli_runs.binarise_text(tmp_path / "other", words=12)
+    evaluate = ["--path", tmp_path / "run" / "checkpoint_last.pt", "--cpu"]
+    for command, words in (
+        ("train", [*train, "--max-update", "9"]),
+        ("eval-lm", [*evaluate, "--tokens-per-sample", "16"]),
+        ("validate", evaluate),
+    ):
+        result = cli_runs.run(command, other, *words)
+        assert result.exit_code == 2, (command, result.output, result.exception)
+        (error,) = (line for line in result.stderr.splitlines() if "error:" in line)
+        assert "The dictionary does not match" in error and "trained with 24" in error
+        assert f"the dictionary in {other} has 16 words" in error
+    assert cli_runs.digests(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--tokens-per-sample 40", "A block has 40 tokens"),
+        ("", "the model's positions end at 16: give --tokens-per-sample 16."),
+        ("--tokens-per-sample 60 --context-window 20", "A block has 40 tokens"),
+        ("--tokens-per-sample 16 --context-window 16", "give a window from 0 to 15"),
+        ("--tokens-per-sample 16 --context-window -1", "give a window from 0 to 15"),
+        ("--tokens-per-sample 16 --add-bos-token", "A block has 17 tokens"),
+        ("--tokens-per-sample 24 --context-window 12", "A block has 24 tokens"),
+    ],
+)
+def test_blocks_longer_than_the_positions(
+    learned: Path, data: Path, words: str, sentence: str
+) -> None:
+    result = cli_runs.run("eval-lm", data, "--path", learned, "--cpu", *words.split())
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert sentence in result.stderr
+    whole = ["--tokens-per-sample", "12", "--context-window", "4"]
+    cli_runs.succeed("eval-lm", data, "--path", learned, "--cpu", *whole)
+
+
+@pytest.fixture(scope="module")
+def learned(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("learned")
+    cli_runs.succeed("train", data, *GPT, *GPT_RUN, "--save-dir", folder)
+    return folder / "checkpoint_last.pt"
+
+
+GPT_RUN = [
+    "--task", "language_modeling", "--decoder-learned-pos", "--max-update", "2", "--cpu",
+    "--no-epoch-checkpoints", "--num-workers", "0",
+]  # fmt: skip
 
 
 def refused(data: Path, tmp_path: Path, words: list[str], sentence: str) -> None:
