@@ -256,6 +256,11 @@ PATCHES = (
         "reports damaged files, and token ids that are not in the dictionary",
     ),
     Patch(
+        "launcher", "fairseq.tasks.language_modeling:LanguageModelingTask.eval_lm_dataloader",
+        "cli.start.late_checks:eval_lm_dataloader",
+        "blocks longer than the model's positions: fairseq leaves them out",
+    ),
+    Patch(
         "our trainer", "fairseq_cli.train:Trainer", "training.trainer:Trainer",
         "adds the captured step and checkpoints that resume with identical results", instead=True,
     ),

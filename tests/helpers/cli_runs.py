@@ -20,6 +20,7 @@ from lightseq_fairseq import plugins  # noqa: F401  (fairseq does not import wit
 import fairseq_cli.train
 from fairseq import checkpoint_utils, sequence_scorer
 from fairseq.data import data_utils
+from fairseq.tasks.language_modeling import LanguageModelingTask
 
 SPLITS = {"train": 40, "valid": 6, "test": 6}
 WORDS = 20
@@ -56,6 +57,7 @@ def unchanged() -> Iterator[None]:
         (checkpoint_utils, "os"),
         (data_utils, "batch_by_size"),
         (sequence_scorer.SequenceScorer, "generate"),
+        (LanguageModelingTask, "eval_lm_dataloader"),
     )
     patches = [mock.patch.object(module, name, getattr(module, name)) for module, name in places]
     root = logging.getLogger()

@@ -302,6 +302,55 @@ def test_blocks_that_fill_a_batch_up_are_left_to_fairseqs_step(text: Path) -> No
     assert all(len(update.sample_sizes) == 2 for update in ours)
 
 
+# fairseq's transformer_lm_wiki103, smaller.
+WIKI103 = {
+    **TEXT,
+    "arch": "transformer_lm_wiki103",
+    "criterion": "adaptive_loss",
+    "ddp_backend": "legacy_ddp",
+    "decoder_layers": 2,
+    "adaptive_input_cutoff": "20,50",
+    "adaptive_softmax_cutoff": "20,50",
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "adaptive_softmax_dropout": 0.0,
+    "sample_break_mode": "complete",
+}
+ADAPTIVE: dict[str, dict[str, Any]] = {
+    "wiki103": WIKI103,
+    "learned-normed": {**WIKI103, "decoder_learned_pos": True, "layernorm_embedding": True},
+    "no-positions": {**WIKI103, "no_token_positional_embeddings": True},
+    "softmax": {**WIKI103, "arch": "transformer_lm", "adaptive_input_cutoff": None},
+    "softmax-widths": {
+        **WIKI103, "arch": "transformer_lm_gbw", "adaptive_input_cutoff": None,
+        "decoder_input_dim": 20, "decoder_output_dim": 28,
+    },
+    "input": {
+        **WIKI103, "arch": "transformer_lm", "adaptive_softmax_cutoff": None,
+        "adaptive_input": True, "criterion": "cross_entropy",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", ["ls", "native"])
+@pytest.mark.parametrize("flags", ADAPTIVE.values(), ids=ADAPTIVE)
+def test_adaptive_inputs_and_softmax(text: Path, flags: dict[str, Any], optimizer: str) -> None:
+    """By fairseq's own modules around our layers, in fairseq's own step."""
+    criterion = "ls" if flags["criterion"] == "cross_entropy" else "native"
+    native = train(command_line(text, NATIVE, **flags), 20)
+    ours = train(command_line(text, Systems("ls", optimizer, criterion), **flags), 20)
+    compare(ours, native)
+    assert all(len(update.sample_sizes) == 2 for update in ours)
+    assert ours[-1].loss / ours[-1].sample_size < 0.95 * ours[0].loss / ours[0].sample_size
+
+
+def test_dropout_of_adaptive_models_acts_where_fairseqs_does(text: Path) -> None:
+    flags = {**WIKI103, **RATES, "adaptive_softmax_dropout": 0.2}
+    with parity.every_unit_kept():
+        native = train(command_line(text, NATIVE, **flags), 6)
+        compare(train(command_line(text, Systems("ls", "ls", "native"), **flags), 6), native)
+
+
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 def test_dropout_of_language_models_acts_where_fairseqs_does(text: Path, activation: str) -> None:
     flags = {**TEXT, **RATES, "activation_fn": activation}
