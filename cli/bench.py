@@ -26,13 +26,8 @@ def main() -> None:
     """Measure the speed of training and of translation on this machine."""
 
 
-def _shared(name: str, rounds: int, vocabulary: int | None) -> Callable[[Any], Any]:
-    """Decorator: the options that both benchmarks share.
-
-    Args:
-        name: of the benchmark.
-        vocabulary: default words of the dictionary; None: those of each corpus.
-    """
+def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
+    """Decorator: the options that both benchmarks share; ``name`` is that of the benchmark."""
     by_corpus = f"{corpora.VOCABULARY} for translation, {corpora.TEXT_VOCABULARY} for text"
     options = (
         click.option(
@@ -40,9 +35,9 @@ def _shared(name: str, rounds: int, vocabulary: int | None) -> Callable[[Any], A
             help="Number of runs of each system; the systems take turns.",
         ),
         click.option(
-            "--vocabulary", type=click.IntRange(100, 65_000), default=vocabulary,
+            "--vocabulary", type=click.IntRange(100, 65_000),
             help="Size of the dictionary, including fairseq's special words.",
-            show_default=by_corpus if vocabulary is None else True,
+            show_default=by_corpus,
         ),
         click.option(
             "--output", type=click.Path(path_type=Path),
@@ -111,7 +106,7 @@ def _shared(name: str, rounds: int, vocabulary: int | None) -> Callable[[Any], A
     "--workers", type=click.IntRange(0), default=4, show_default=True,
     help="Data loading processes of each system.",
 )  # fmt: skip
-@_shared("train", rounds=3, vocabulary=None)
+@_shared("train", rounds=3)
 def train(cases: Sequence[str], systems: str | None, output: Path | None, **options: Any) -> None:
     """Train on a generated corpus with several systems, and compare them.
 
@@ -168,17 +163,19 @@ def _train(
     metavar="CASE,...",
     help="What to translate: <model>/<batch>/beam<n>/<precision>. Models: those of "
     "lightseq-bench train. Batches: b<sentences>, or btokens<source tokens>, pads included "
-    f"(btokens alone: {generation.MAX_TOKENS}). Precisions: bf16, fp16, fp32. You can repeat the "
-    "flag.",
+    f"(btokens alone: {generation.MAX_TOKENS}). Precisions: bf16, fp16, fp32. Language models: "
+    "<model>/b<prompts>/<prompt>+<new>/<precision>, with the tokens of each prompt and the tokens "
+    "to generate greedily, as in gpt2_124m/b32/128+256/bf16. You can repeat the flag.",
 )  # fmt: skip
 @click.option(
     "--systems", metavar="SYSTEM,...",
-    help="Some of: ours, fairseq_no_cudnn (cuDNN attention off), ctranslate2.  [default: all that "
-    "this machine can run]",
+    help="Some of: ours, fairseq_no_cudnn (cuDNN attention off), ctranslate2, transformers (GPT-2 "
+    "with a static cache, compiled).  [default: all that this machine can run]",
 )  # fmt: skip
 @click.option(
     "--sentences", type=click.IntRange(1, test_set.SENTENCES),
-    help=f"Number of sentences, at most {test_set.SENTENCES}.  [default: 200 at batch 1, else all]",
+    help=f"Number of sentences or prompts, at most {test_set.SENTENCES}.  [default: 200 sentences "
+    "or 16 prompts at batch 1, else all sentences, or prompts of four batches]",
 )  # fmt: skip
 @click.option(
     "--passes", type=click.IntRange(1), default=3, show_default=True,
@@ -189,39 +186,48 @@ def _train(
     help="Folder of the sentences and a checkpoint for each model; created if it does not exist.",
     show_default=True,
 )  # fmt: skip
-@_shared("generate", rounds=2, vocabulary=corpora.VOCABULARY)
+@_shared("generate", rounds=2)
 def generate(
     cases: Sequence[str], systems: str | None, output: Path | None, **options: Any
 ) -> None:
-    """Translate a newstest-like test set with several systems, and compare them.
+    """Translate a newstest-like test set, or continue prompts, with several systems, and compare
+    them.
 
     \b
         lightseq-bench generate --case t2t_big/b32/beam4/bf16 --systems ours,fairseq_no_cudnn
 
     The model has random weights, and hypotheses are as long as the longest source of their batch,
-    so that all systems do the same work. The table shows sentences and tokens per second, the time
-    to decode all sentences (without loading the model or reading text), the time per batch, and
-    peak memory.
+    so that all systems do the same work. The table shows sentences and tokens per second (without
+    those of prompts), the time to decode all sentences (without loading the model or reading text),
+    the time per batch, and peak memory.
     """
     _finish(_generate, cases, systems, output, **options)
 
 
+def _usual_count(case: generation.Case) -> int:
+    """Sentences or prompts of a run."""
+    if case.new:
+        return 16 if case.batch == 1 else 4 * (case.batch or 1)
+    return 200 if case.batch == 1 else test_set.SENTENCES
+
+
 def _generate(
     case_names: Sequence[str], system_names: str | None, output: Path | None, data: Path,
-    vocabulary: int, logs: Path, rounds: int, sentences: int | None, passes: int,
+    vocabulary: int | None, logs: Path, rounds: int, sentences: int | None, passes: int,
 ) -> list[str]:  # fmt: skip
     """Everything that `generate` does; the case and system of each run that failed."""
     cases = [generation.Case.parse(word) for name in case_names for word in name.split(",")]
     systems = runs.chosen(system_names, generation.SYSTEMS)
     gpu, about = runs.machine(cases, "tiny/b32/beam4/fp32", kept=output is not None)
     able = runs.able_systems(generation.why_not, cases, systems)
-    files = {
-        model: test_set.ensure(data / model, generation.SHAPES[model], vocabulary)
-        for model in dict.fromkeys(case.model for case in able)
-    }
+    files = {}
+    for model in dict.fromkeys(case.model for case in able):
+        shape = generation.SHAPES[model]
+        usual = corpora.TEXT_VOCABULARY if shape.is_language_model else corpora.VOCABULARY
+        files[model] = test_set.ensure(data / model, shape, vocabulary or usual)
 
     def measure(case: generation.Case, system: str, stem: Path) -> runs.Row:
-        count = sentences or (200 if case.batch == 1 else test_set.SENTENCES)
+        count = sentences or _usual_count(case)
         words = generation.command(
             case, system, files[case.model].folder.resolve(), stem.with_suffix(".json"), count,
             passes, gpu,

@@ -32,7 +32,7 @@ from lightseq_fairseq.errors import UserError
     "which rare words are <unk>]",
 )  # fmt: skip
 def main(words: list[str], native: bool, output: Path | None, reference: TextIO | None) -> None:
-    """Translate a binarised test set and score it.
+    """Translate a binarised test set and score it, or continue prompts by a language model.
 
     Takes every option of fairseq-generate, and checkpoints that lightseq-train or fairseq-train
     wrote:
@@ -41,8 +41,11 @@ def main(words: list[str], native: bool, output: Path | None, reference: TextIO 
         lightseq-generate data-bin/wmt14_en_de --path checkpoints/checkpoint_best.pt \\
             --beam 4 --lenpen 0.6 --remove-bpe --output out --reference newstest2014.de
 
+    With --task language_modeling each block of the set is a prompt, or its first words with
+    --prefix-size.
+
     The last line is sacrebleu's BLEU of the D- lines, with its signature. --scoring adds a score of
-    fairseq.
+    fairseq. Continued prompts are scored only with --reference.
 
     All GPUs translate, each a part of the batches. The output is the same as with one GPU, except
     with --sampling. --distributed-world-size sets the number of GPUs. With --distributed-rank only
@@ -82,6 +85,8 @@ def _translate(
                 fairseq_main(looked_up_once(args))
         if (note := out.unknown.sentence()) is not None:
             click.echo(f"lightseq-generate: note: {note}", err=True)
+        if args.task == "language_modeling" and reference is None:
+            return  # its targets are the prompts, which the results begin with
         try:
             title = f"Generate {args.gen_subset} with beam={args.beam}"
             out.result(title, None if reference is None else reference.name, references)

@@ -1,8 +1,9 @@
-"""Accelerated training of fairseq's translation Transformer.
+"""Accelerated training of fairseq's Transformers.
 
 ``import lightseq_fairseq`` loads neither torch nor fairseq: a submodule is imported when it is
 first touched. The tuple below names them in the order in which a batch meets them. From Python,
-``lightseq_fairseq.Translator`` translates with a trained model, and ``layers`` trains one.
+``lightseq_fairseq.Translator`` translates with a trained model, ``LanguageModel`` continues prompts
+with one, and ``layers`` trains one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from lightseq_fairseq.language_model import LanguageModel as LanguageModel
     from lightseq_fairseq.translator import Translator as Translator
 
 __version__ = "0.2.0"
@@ -22,6 +24,8 @@ _SUBMODULES = (
     "errors",  # what the user did wrong, in one sentence
     "cli",  # the command that was typed
     "translator",  # the same for translation, from Python
+    "language_model",  # and for text by a language model
+    "pretrained",  # what both have in common
     "startup",  # import fairseq, typed anywhere in this environment
     "fairseq_compat",  # fairseq, made importable on a current Python and torch
     "plugins",  # model, criterion and optimizer as fairseq sees them
@@ -35,14 +39,16 @@ _SUBMODULES = (
     "checkpoints",  # what is left on disk
 )
 
-__all__ = ["Translator", "__version__", *_SUBMODULES]
+_CLASSES = {"Translator": "translator", "LanguageModel": "language_model"}
+
+__all__ = ["LanguageModel", "Translator", "__version__", *_SUBMODULES]
 
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name == "Translator":
-        return importlib.import_module(f"{__name__}.translator").Translator
+    if name in _CLASSES:
+        return getattr(importlib.import_module(f"{__name__}.{_CLASSES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

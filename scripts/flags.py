@@ -126,6 +126,10 @@ answer as that one; without it, it has no effect, and a note says so. The same h
 several ranks in a run with one rank. A command without any `ls_` part, or with `--native`, is
 fairseq's own and refuses nothing.
 
+With `--task language_modeling` the settings of the search in generate and interactive have the same
+answers (`tests/flags/test_language_model_flags.py`), except three that need a source and are
+refused: `--constraints`, `--print-alignment`, `--replace-unk`.
+
 A test runs the command of each row. If the answer is honoured or fallback, it compares the result
 with fairseq's own command, and checks that the setting changes the result there.
 `tests/flags/test_flags_proofs.py` fails if a row has no such test.

@@ -24,6 +24,7 @@ MODELS = {
 SYSTEMS = {
     "ours": ("`lightseq-generate`", OURS),
     "ctranslate2": ("CTranslate2", OTHERS),
+    "transformers": ("transformers, static cache, compiled", OTHERS),
     "fairseq_no_cudnn": ("fairseq, cuDNN attention off", FAIRSEQ),
 }
 

@@ -250,6 +250,19 @@ def _min_len(failure: Cause, request: Request) -> str | None:
     )
 
 
+def _no_text(failure: Cause, request: Request) -> str | None:
+    """A model that is no language model, by fairseq's task of language models."""
+    found = re.match(r"'(\w+)' object has no attribute 'supported_targets'", failure.text)
+    if found is None:
+        return None
+    checkpoint = _checkpoint(request)
+    return (
+        f"{checkpoint[0].upper()}{checkpoint[1:]} contains a {found[1]}, which --task "
+        "language_modeling cannot use: use the checkpoint of a language model, or the --task that "
+        "this model was trained with."
+    )
+
+
 def _no_end(failure: Cause, request: Request) -> str | None:
     """fairseq's search has reached the maximum length, and no hypothesis has ended."""
     counted = re.match(r"(\d+) < \1$", failure.text)
@@ -565,6 +578,7 @@ _RULES: tuple[Callable[[Cause, Request], str | None], ...] = (
     _checkpoint_missing,
     _resume,
     _min_len,
+    _no_text,
     _no_end,
     _search,
     _sampling,

@@ -114,6 +114,7 @@ def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
     backend(argv, args)
     preflight_values.unknown_words(command, args)
     preflight_values.length_penalty(args)
+    language_model(command, args)
     if command == "generate" and args.constraints:  # with sampling, flags.py refuses them
         raise UserError(
             "--constraints reads constraints from lines of text, but a binarised test set contains "
@@ -130,6 +131,25 @@ def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
         preflight_text.text(command, args)
     elif TASK_REGISTRY[args.task].__module__.startswith("fairseq.tasks."):
         preflight_data.sentences(command, args)
+
+
+# Options of generation -> what they need, which a language model has not.
+_OF_TRANSLATION = {
+    "constraints": "constraints on a translation, and its search knows none",
+    "print_alignment": "the alignment with a source, and it has none",
+    "replace_unk": "words of a source to copy, and it has none",
+}
+
+
+def language_model(command: str, args: argparse.Namespace) -> None:
+    """Raises UserError for an option of translation where a language model generates text."""
+    if command not in ("generate", "interactive") or args.task != "language_modeling":
+        return
+    for name, needs in _OF_TRANSLATION.items():
+        if getattr(args, name, None):
+            raise UserError(
+                f"--{name.replace('_', '-')} asks a language model for {needs}: drop it."
+            )
 
 
 def _reads_sentence_pairs(task: str) -> bool:

@@ -144,9 +144,20 @@ class Search:
             UserError: a line is longer than --max-tokens.
             Exception: fairseq's about a line that is longer than the model's positions.
         """
-        task = self._loaded.task
         texts, constraints = self._parted(lines)
-        tokens, lengths = task.get_interactive_tokens_and_lengths(texts, self._loaded.encode)
+        tokens, _ = self._loaded.task.get_interactive_tokens_and_lengths(texts, self._loaded.encode)
+        return self._found(tokens, constraints)
+
+    def of_numbers(self, prompts: Sequence[Sequence[int]]) -> list[Translation]:
+        """As `translate`, of prompts that are given as numbers of the dictionary."""
+        import torch
+
+        eos = self._loaded.task.source_dictionary.eos()
+        return self._found([torch.tensor([*prompt, eos]) for prompt in prompts], None)
+
+    def _found(self, tokens: list[Tensor], constraints: Tensor | None) -> list[Translation]:
+        """The translations of sentences, int64 with an eos each."""
+        task, lengths = self._loaded.task, [len(each) for each in tokens]
         try:
             batches = task.get_batch_iterator(
                 dataset=task.build_dataset_for_inference(tokens, lengths, constraints=constraints),
@@ -163,7 +174,7 @@ class Search:
         found = {number: each for batch in batches for number, each in self._batch(batch)}
         return [
             found[number] if number in found else Translation(self._source(tokens[number]), ())
-            for number in range(len(lines))
+            for number in range(len(tokens))
         ]
 
     def _parted(self, lines: Sequence[str]) -> tuple[list[str], Tensor | None]:
@@ -232,6 +243,7 @@ class Search:
             float(found["score"] / math.log(2)),
             words,
             tuple(dictionary[token] for token in tokens.tolist()),
+            tuple(tokens.tolist()),
             tuple((found["positional_scores"] / math.log(2)).tolist()),
             tuple((int(a), int(b)) for a, b in alignment) if self._has_alignment else None,
         )

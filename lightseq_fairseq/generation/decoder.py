@@ -96,17 +96,20 @@ class StepDecoder:
         return self
 
     def begin(
-        self, decoder: Any, features: Tensor, cu_seqlens: Tensor, rows: int, positions: int
+        self, decoder: Any, features: Tensor | None, cu_seqlens: Tensor, rows: int, positions: int
     ) -> SearchBuffers:
         """Allocate the buffers of a batch, and compute the cross-attention keys and values.
 
-        features: [T, C_enc], the encoder's packed output. cu_seqlens: int32 [B + 1].
+        features: [T, C_enc], the encoder's packed output; None for a decoder without a source.
+        cu_seqlens: int32 [B + 1].
         rows: the most rows of the batch. positions: the least number of positions to allocate.
         """
         memory = self._open(decoder)
         memory.open(_room(rows), positions, cu_seqlens.cpu().numpy(), 0)
         memory.send()
-        memory.keep_source(_keys_and_values(decoder, features))
+        memory.ancestry.zero_()  # unused rows read it too
+        if features is not None:
+            memory.keep_source(_keys_and_values(decoder, features))
         return memory
 
     def open(
@@ -114,17 +117,20 @@ class StepDecoder:
     ) -> SearchBuffers:
         """As `begin`, from source tokens; ``encode`` then runs the encoder.
 
+        encoder: None for a decoder without a source. Then the tokens are its prompts, which
+        ``prefill`` reads.
         tokens: int64 [B, S], sentences with pads anywhere, see ``Segments.from_mask``.
         The caller writes the rest of ``memory.host`` and calls ``memory.send``.
         """
         fetched = tokens.to("cpu", non_blocking=True)
-        memory = self._open(decoder, encoder)  # while the copy runs
+        readers = (decoder,) if encoder is None else (decoder, encoder)
+        memory = self._open(*readers)  # while the copy runs
         # All shapes depend on the number of real tokens. For tokens on the GPU, this is the only
         # synchronization before the end of the batch.
         if tokens.is_cuda:
             torch.cuda.current_stream(tokens.device).synchronize()
         padded = fetched.numpy()
-        is_real = padded != encoder.padding_idx
+        is_real = padded != readers[-1].padding_idx
         lengths = is_real.sum(1)
         cu_seqlens = np.append(0, lengths.cumsum())
         count = int(cu_seqlens[-1])
@@ -152,6 +158,7 @@ class StepDecoder:
             shape = (sentences, longest)
             segments = Segments(boundaries, longest, positions, positions[:0], shape)
             features = encoder.features(tokens, segments, memory.rng)
+            memory.ancestry.zero_()  # unused rows read it too
             memory.keep_source(_keys_and_values(decoder, features))
 
         table = encoder.table_rows(longest)
@@ -162,7 +169,7 @@ class StepDecoder:
             self.forget()
             layers, first = list(decoder.layers), next(decoder.parameters())
             self.memory = SearchBuffers(
-                len(layers), layers[0].self_attn.out_proj.out_features, first
+                len(layers), layers[0].self_attn.out_proj.out_features, first, decoder.reads_source
             )
             self.progress = DelayedProgress(first.device)
             self._graphs = Graphs(first.device, "decoding steps")
@@ -212,36 +219,18 @@ class StepDecoder:
         beam: rows per slot, see ``SearchBuffers.sentences``. attention: which cross-attention
         weights to return too, float32 [N, S]; this requires beam 1.
         """
-        memory, rng = self.memory, self.memory.rng
-        positions = memory.step.expand(rows)
-        x = decoder.embed_packed(memory.tokens[:rows], positions, 1, rng, 1)
-        layers = list(decoder.layers)
+        memory, weights = self.memory, None
         slots = memory.sentences[: rows // beam]
-        trust_boundaries(memory.cu_seqlens, len(memory.source), len(memory.source))
-        stream = weights = None
-        if layers[0].normalize_before:
-            norm, stream = layers[0].self_attn_layer_norm, x
-            x = ops.dropout_residual_layer_norm_fwd(
-                x, None, None, norm.weight, norm.bias, p=0.0, rng=rng, site=0, eps=norm.eps
-            )[1]
-        for place, layer in enumerate(layers):
-            last = place + 1 == len(layers)
-            following = decoder.layer_norm if last else layers[place + 1].self_attn_layer_norm
-            norms = layer.norms(following)
 
-            block = layer.self_attn
-            projections = (block.q_proj, block.k_proj, block.v_proj)
-            qkv = ops.linear_fwd(
-                x, as_one([p.weight for p in projections]), as_one([p.bias for p in projections])
-            )
+        def past(place: int, block: MultiheadAttention, qkv: Tensor) -> Tensor:
             keys, values = memory.cache[:, place].unbind(1)
-            out = ops.decode_self_attention(
+            return ops.decode_self_attention(
                 qkv, keys, values, memory.ancestry, memory.step, block.num_heads, _scale(block),
                 beam,
             )  # fmt: skip
-            stream, x = _close(out, x, stream, block, layer.residual(norms[0], rng, 1))
 
-            block = layer.encoder_attn
+        def source(place: int, block: MultiheadAttention, x: Tensor) -> Tensor:
+            nonlocal weights
             q = ops.linear_fwd(x, block.q_proj.weight, block.q_proj.bias)
             keys, values = memory.source[:, place].unbind(1)
             out = ops.decode_cross_attention(
@@ -250,10 +239,81 @@ class StepDecoder:
             if attention is not None and place == attention.layer:
                 each = _cross_weights(q, keys, memory.columns, slots, block)
                 weights = each[: attention.heads].mean(0)
+            return out
+
+        trust_boundaries(memory.cu_seqlens, len(memory.source), len(memory.source))
+        positions = memory.step.expand(rows)
+        x = decoder.embed_packed(memory.tokens[:rows], positions, 1, memory.rng, 1)
+        x = _run_layers(decoder, x, memory.rng, past, source if memory.reads_source else None)
+        return x, weights
+
+    def prefill(self, decoder: Any, slots: int, longest: int, beam: int) -> Tensor:
+        """Features [T, C] of the prompts in ``memory``; writes their keys and values to the cache.
+
+        All prompts pass through the layers together, packed. The entries of a prompt are in the
+        first row of its slot, to which ``memory.ancestry`` leads all hypotheses of the slot.
+
+        slots: as many as there are prompts, or more. longest: upper bound of a prompt's length, for
+        which the cache has more positions.
+        """
+        memory = self.memory
+        tokens, positions = memory.source_tokens, memory.source_positions
+        boundaries = memory.cu_seqlens[: slots + 1]
+        trust_boundaries(boundaries, len(tokens), longest)
+        segments = Segments(boundaries, longest, positions, positions[:0], (slots, longest))
+        places, slot = memory.prompt_places(slots)
+        rows = slot * beam
+        every = torch.arange(memory.rows, dtype=torch.int32, device=memory.device)
+        memory.ancestry.copy_(every.sub_(every % beam).expand_as(memory.ancestry))
+
+        def prompt(place: int, block: MultiheadAttention, qkv: Tensor) -> Tensor:
+            keys, values = memory.cache[:, place].unbind(1)
+            q, k, v = qkv.unflatten(1, (3, block.num_heads, -1)).unbind(1)
+            keys[places, rows], values[places, rows] = k.flatten(1), v.flatten(1)
+            heads = block.heads(segments, segments, True, memory.rng, 0)
+            return ops.attention_fwd(q, k, v, **heads.arguments(keys.shape[2]))[0].flatten(1)
+
+        x = decoder.embed_packed(tokens, positions, 1, memory.rng, 1)
+        return _run_layers(decoder, x, memory.rng, prompt, None)
+
+
+def _run_layers(
+    decoder: Any, x: Tensor, rng: Tensor, self_attention: Callable[..., Tensor],
+    cross_attention: Callable[..., Tensor] | None,
+) -> Tensor:  # fmt: skip
+    """The decoder's features of embedded tokens x [N, C].
+
+    self_attention: (place of the layer, its block, qkv [N, 3 * C]) -> [N, C], before the output
+    projection. cross_attention: the same with x [N, C] in place of qkv; None for a decoder without
+    a source.
+    """
+    layers, stream = list(decoder.layers), None
+    if layers[0].normalize_before:
+        norm, stream = layers[0].self_attn_layer_norm, x
+        x = ops.dropout_residual_layer_norm_fwd(
+            x, None, None, norm.weight, norm.bias, p=0.0, rng=rng, site=0, eps=norm.eps
+        )[1]
+    for place, layer in enumerate(layers):
+        last = place + 1 == len(layers)
+        following = decoder.layer_norm if last else layers[place + 1].self_attn_layer_norm
+        norms = layer.norms(following)
+
+        block = layer.self_attn
+        projections = (block.q_proj, block.k_proj, block.v_proj)
+        qkv = ops.linear_fwd(
+            x, as_one([p.weight for p in projections]), as_one([p.bias for p in projections])
+        )
+        out = self_attention(place, block, qkv)
+        stream, x = _close(out, x, stream, block, layer.residual(norms[0], rng, 1))
+
+        if cross_attention is not None:
+            block = layer.encoder_attn
+            out = cross_attention(place, block, x)
             stream, x = _close(out, x, stream, block, layer.residual(norms[1], rng, 3))
 
-            stream, x = layer.feed_forward(x, stream, norms[2], rng, 4)
-        return decoder.project_out(stream if x is None else x), weights
+        stream, x = layer.feed_forward(x, stream, norms[-1], rng, 4)
+    features: Tensor = decoder.project_out(stream if x is None else x)
+    return features
 
 
 @functools.cache

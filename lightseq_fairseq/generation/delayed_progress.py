@@ -34,7 +34,7 @@ class DelayedProgress:
     def __init__(self, device: torch.device) -> None:
         self.reports = torch.zeros(2, 2, dtype=torch.int32)
         self._beside: torch.cuda.Stream | None = None
-        self._launched = 0  # launched steps of the current search
+        self._launched = 0  # steps of the current search before and with the newest one
         if device.type == "cuda":
             self._beside = torch.cuda.Stream(device)
             self._of_steps = torch.cuda.current_stream(device)
@@ -45,12 +45,13 @@ class DelayedProgress:
             self._of_steps.synchronize()
         self._places = self.reports.flatten().numpy().view(np.uint64)
 
-    def begin(self, unfinished: int) -> None:
-        """Call this before the first step of a search of ``unfinished`` sentences."""
+    def begin(self, unfinished: int, step: int = 0) -> None:
+        """Call this before ``step``, the first one of a search of ``unfinished`` sentences."""
         # The last step of the previous search may not have reported yet, since no one waits for it.
         self._report_after(self._launched)
-        self._places[:] = unfinished << 32, 0
-        self._launched = 0
+        self._places[:] = 0
+        self._places[step % 2] = unfinished << 32 | step
+        self._launched = step
         if self._beside is not None:
             self._of_steps = torch.cuda.current_stream(self._beside.device)
 

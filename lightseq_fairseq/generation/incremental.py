@@ -25,37 +25,43 @@ class Incremental:
 
     Args:
         steps: the decoder's; see ``StepDecoder`` for ``decoder``.
-        features: [T, C_enc], the encoder's packed output. source: the segments of its B sentences.
+        features: [T, C_enc], the encoder's packed output; None for a decoder without a source.
+        source: the segments of the B sentences; without a source, of one empty sentence for each
+            hypothesis.
         rows: int64 [N], the sentence of each hypothesis; None for one hypothesis per sentence.
     """
 
     def __init__(
-        self, steps: StepDecoder, decoder: Any, features: Tensor, source: Segments,
-        rows: Tensor | None,
+        self, steps: StepDecoder, decoder: Any, features: Tensor | None, source: Segments,
+        rows: Tensor | None = None,
     ) -> None:  # fmt: skip
+        device = source.cu_seqlens.device
         if rows is None:
-            rows = torch.arange(source.shape[0], device=features.device)
+            rows = torch.arange(source.shape[0], device=device)
         self._steps = steps.lent_to(self)
         self._rows = len(rows)
         self._length = 0  # tokens of each hypothesis so far
         longest = expected_length(source.shape[1])
-        room = bucket(len(rows), features.device)
+        room = bucket(len(rows), device)
         memory = self._steps.begin(decoder, features, source.cu_seqlens, room, longest)
-        memory.place_columns(source.index, source.shape)
+        if features is not None:
+            memory.place_columns(source.index, source.shape)
         memory.sentences[: self._rows] = rows.int()
 
     @torch.no_grad()
     def decode_next(
-        self, decoder: Any, tokens: Tensor, attention: AttentionRequest
-    ) -> tuple[Tensor, Tensor]:
+        self, decoder: Any, tokens: Tensor, attention: AttentionRequest | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Features [N, C] of the newest tokens, and the attention weights, float32 [N, S].
+
+        attention: None for a decoder without a source; then the weights are None, too.
 
         tokens: int [N, length], the hypotheses so far, newest token last. The next call overwrites
         the results.
         """
         if tokens.shape != (self._rows, self._length + 1):
             raise UserError(
-                "ls_transformer decodes hypotheses from their first token, one token per call: "
+                "The ls_ decoder continues hypotheses from their first token, one token per call: "
                 f"expected {self._length + 1} tokens of {self._rows} hypotheses, got "
                 f"{tokens.shape[1]} of {tokens.shape[0]}."
             )
@@ -65,17 +71,15 @@ class Incremental:
         memory.tokens[: self._rows] = tokens[:, -1]
         memory.step.fill_(self._length)
 
-        def advance() -> tuple[Tensor, Tensor]:
-            x, weights = self._steps.features(decoder, rows, 1, attention)
-            assert weights is not None
-            return x, weights
+        def advance() -> tuple[Tensor, Tensor | None]:
+            return self._steps.features(decoder, rows, 1, attention)
 
-        key = (rows, memory.columns.shape, attention)
+        key = (rows, None if attention is None else memory.columns.shape, attention)
         x, weights = self._steps.launch(key, advance)
         own = torch.arange(self._rows, dtype=torch.int32, device=x.device)
         memory.ancestry[self._length, : self._rows] = own
         self._length += 1
-        return x[: self._rows], weights[: self._rows]
+        return x[: self._rows], None if weights is None else weights[: self._rows]
 
     def reorder(self, order: Tensor) -> None:
         """Replace the hypotheses by those at the indices ``order`` (int64 [N'])."""

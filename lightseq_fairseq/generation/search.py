@@ -10,7 +10,7 @@ Shapes: B = sentences, T = packed source tokens, N = rows.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.generation import prompts, repeats
 from lightseq_fairseq.generation.decoder import StepDecoder, bucket, first_bucket
 from lightseq_fairseq.generation.results import Hypothesis, Results
 from lightseq_fairseq.generation.search_buffers import SearchBuffers
@@ -35,6 +36,7 @@ class SearchOptions:
         pad, eos, unk, min_len, unk_penalty, temperature: see ``ops.beam_candidates``.
         length_penalty, groups, diversity: see ``ops.beam_advance``.
         sampled, topk, topp: sample the tokens, see ``ops.beam_sample``.
+        no_repeat_ngram: see ``repeats.block``; 0 blocks nothing.
     """
 
     beam: int
@@ -50,6 +52,7 @@ class SearchOptions:
     sampled: bool = False
     topk: int = 0
     topp: float = 0.0
+    no_repeat_ngram: int = 0
 
     def of_tokens(self) -> dict[str, Any]:
         """The arguments that ``ops.beam_candidates`` and ``ops.beam_sample`` have in common."""
@@ -66,7 +69,9 @@ def search(
 
     Args:
         steps: the decoder's; see ``StepDecoder`` for ``encoder`` and ``decoder``.
-        tokens: int64 [B, S], padded sentences, at least one; on any device.
+        encoder: None for a decoder without a source, such as a language model.
+        tokens: int64 [B, S], padded sentences, at least one; on any device. Without an encoder, the
+            prompts, which results begin with.
         first: the first decoder input token.
         max_len: the most tokens of a result, without eos.
         positions: positions to allocate at first; more are allocated when needed.
@@ -74,35 +79,51 @@ def search(
 
     Returns: a list for each sentence, see ``generation.results.Hypothesis``.
     """
-    (sentences, longest), beam = tokens.shape, rules.beam
+    sentences, beam = len(tokens), rules.beam
     device = next(decoder.parameters()).device
     rows = first_bucket(sentences * beam, device)
     user = _User()
     steps = steps.lent_to(user)
+    positions = min(positions, max_len + 1)
+    if encoder is None:
+        tokens = prompts.with_first(tokens, first, rules, max_len)
+        positions = max(positions, prompts.room(tokens.shape[1], device))
+    longest = tokens.shape[1]
     try:
-        memory = steps.open(encoder, decoder, tokens, rows, min(positions, max_len + 1))
+        memory = steps.open(encoder, decoder, tokens, rows, positions)
         _start(memory, sentences, rules, first, max_len)
+        step, left, after_prompts = 0, sentences, 0
+        if encoder is None:
+            step, left = prompts.begin(memory, sentences, rules)
+            after_prompts = longest - 1
+        memory.send()
         if rng is not None:
             memory.rng.copy_(rng)
-        steps.encode(encoder, decoder, sentences, longest)
+        if encoder is None:
+            prompts.prefill(steps, decoder, rows // beam, longest, rules)
+        else:
+            steps.encode(encoder, decoder, sentences, longest)
         results = Results(sentences, beam)  # while the GPU works
-        steps.progress.begin(sentences)
-        for step in range(max_len + 1):
+        steps.progress.begin(left, step)
+        began = step
+        while left and step <= max_len:
             steps.make_room(rows, step + 1, step)
-            steps.launch((rows, rules), functools.partial(_advance, steps, decoder, rows, rules))
+            follows = step < after_prompts
+            advance = functools.partial(_advance, steps, decoder, rows, rules, follows)
+            steps.launch((rows, rules, follows), advance)
             left = steps.progress.unfinished(step)
-            if left == 0:
-                break
-            if bucket(left * beam, device) < rows:
+            step += 1
+            if left and bucket(left * beam, device) < rows:
                 rows = bucket(left * beam, device)
-                _compact(memory, step + 1, rows // beam, beam)
+                _compact(memory, step, rows // beam, beam)
     except BaseException:
         steps.forget()
         raise
     # If no sentence is left, the step that is still running changes no results, so do not wait for
     # it. The results of the earlier steps can be read: a step writes its report only after its
-    # results are visible to the whole GPU.
-    found = results.fetch(memory, step + 1, steps.progress.beside(left > 0))
+    # results are visible to the whole GPU. Without a step, the results are those of the prompts.
+    stream = steps.progress.beside(left > 0 or step == began)
+    found = results.fetch(memory, max(step, after_prompts), stream)
     steps.end()
     return found
 
@@ -123,25 +144,38 @@ def _start(
     host["scores"].fill(-np.inf)
     scores = host["scores"][: sentences * rules.beam].reshape(sentences, rules.beam)
     scores[:, : rules.beam if rules.sampled else rules.groups] = 0.0
-    memory.send()
 
 
-def _advance(steps: StepDecoder, decoder: Any, rows: int, rules: SearchOptions) -> None:
-    """One step of all hypotheses, on buffers at fixed addresses."""
+def _advance(
+    steps: StepDecoder, decoder: Any, rows: int, rules: SearchOptions, follows: bool
+) -> None:
+    """One step of all hypotheses, on buffers at fixed addresses.
+
+    follows: a prompt may be longer than the hypotheses. As in fairseq, min_len does not count then.
+    """
     memory, beam = steps.memory, rules.beam
     x, _ = steps.features(decoder, rows, beam)
     slots = rows // beam
     logits = decoder.output_layer(x)[: slots * beam]
     scores, sentences = memory.scores[: slots * beam], memory.sentences[:slots]
+    so_far = scores
+    if rules.no_repeat_ngram:
+        logits, so_far = repeats.block(
+            memory, logits, scores, rules.no_repeat_ngram, rules.temperature
+        )
+    if follows:
+        rules = replace(rules, min_len=0)
     if rules.sampled:
         candidates = ops.beam_sample(
-            logits, scores, sentences, memory.progress, memory.rng,
+            logits, so_far, sentences, memory.progress, memory.rng,
             beam=beam, topk=rules.topk, topp=rules.topp, **rules.of_tokens(),
         )  # fmt: skip
     else:
         candidates = ops.beam_candidates(
-            logits, scores, memory.progress, count=2 * beam, **rules.of_tokens()
+            logits, so_far, memory.progress, count=2 * beam, **rules.of_tokens()
         )
+    if follows:
+        candidates = prompts.follow(memory, slots, rules, candidates, logits.shape[1])
     ops.beam_advance(
         *candidates,
         progress=memory.progress,

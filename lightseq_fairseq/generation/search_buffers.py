@@ -40,6 +40,8 @@ class SearchBuffers:
     Args:
         layers, width: L and C of the decoder.
         like: one of the decoder's weights; gives dtype and device.
+        reads_source: whether the decoder has cross attention. Without it the packed source is the
+            prompts, which the decoder itself reads, and ``source`` is empty.
 
     Attributes:
         positions, rows: P and R.
@@ -50,7 +52,8 @@ class SearchBuffers:
         sentences: int32 [R], the sentence of each slot, -1 for none.
         source: [., L, 2, C], keys and values of cross attention, in the first T rows.
         cu_seqlens: int32 [.], boundaries of the sentences in ``source``; T after the last one.
-        source_tokens, source_positions: int32 [.], the packed source, which the encoder reads.
+        source_tokens, source_positions: int32 [.], the packed source, which the encoder reads, or
+            the packed prompts.
         columns: int32 [., S], row of ``source`` for each padded source position, -1 at pads.
         progress: int32 [4], see ``ops.beam_search.Progress``. step: its STEP, a view.
         host: name -> numpy array on the host; ``send`` copies each to the tensor of that name.
@@ -73,8 +76,9 @@ class SearchBuffers:
     cu_seqlens: Tensor
     progress: Tensor
 
-    def __init__(self, layers: int, width: int, like: Tensor) -> None:
+    def __init__(self, layers: int, width: int, like: Tensor, reads_source: bool = True) -> None:
         self.layers, self.width, self.dtype, self.device = layers, width, like.dtype, like.device
+        self.reads_source = reads_source
         self.moved = True
         self._flat: dict[str, Tensor] = {}
         self._cells = 0
@@ -94,8 +98,9 @@ class SearchBuffers:
         self._deal(rows, positions, max(rows, len(cu_seqlens)) + 1, room)
         tokens = int(cu_seqlens[-1])
         # Rounded up, so that a slightly larger batch needs no new allocation.
-        flat = self._take("source", _power(tokens) * self.layers * 2 * self.width, self.dtype)
-        self.source = flat.view(-1, self.layers, 2, self.width)
+        read, numbers = _power(tokens) * self.reads_source, self.layers * 2 * self.width
+        flat = self._take("source", read * numbers, self.dtype)
+        self.source = flat.view(len(flat) // numbers, self.layers, 2, self.width)
         pinned = self.device.type == "cuda"
         self._sent = torch.empty(len(self._block), dtype=torch.int32, pin_memory=pinned)
         block = self._sent.numpy()
@@ -111,8 +116,19 @@ class SearchBuffers:
 
     def keep_source(self, keys_and_values: Tensor) -> None:
         """Write [T, L * 2 * C] into ``source``; this completes the inputs of a batch."""
-        self.ancestry.zero_()  # unused rows read it too
         self.source[: len(keys_and_values)].view_as(keys_and_values).copy_(keys_and_values)
+
+    def prompt_places(self, slots: int) -> tuple[Tensor, Tensor]:
+        """Position and slot, int64 [T], of each token of the packed prompts.
+
+        Rows after the last prompt get the last position of slot 0, which a later step overwrites
+        before any reads it.
+        """
+        tokens = torch.arange(len(self.source_tokens), dtype=torch.int32, device=self.device)
+        slot = torch.searchsorted(self.cu_seqlens[1 : slots + 1], tokens, right=True)
+        missing = slot == slots
+        places = self.source_positions.long().masked_fill_(missing, self.positions - 1)
+        return places, slot.masked_fill_(missing, 0)
 
     def place_columns(self, index: Tensor, shape: tuple[int, int]) -> None:
         """Fill ``columns``: packed token t is at index[t] of the flattened padded source."""

@@ -1,4 +1,4 @@
-"""Translations as text: what `lightseq_fairseq.Translator` returns."""
+"""Results as text: what `lightseq_fairseq.Translator` and `LanguageModel` return."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One translation of a sentence.
+    """One translation of a sentence, or one continuation of a prompt, which it begins with.
 
     Attributes:
-        text: the translation, detokenized. Subwords are joined if ``remove_bpe`` or ``bpe`` asks
+        text: the result, detokenized. Subwords are joined if ``remove_bpe`` or ``bpe`` asks
             for it. A D- line of the commands.
         score: log2 of its probability, divided by its length to the power ``lenpen`` (not divided
             with ``unnormalized``). Greater is better.
         words: the same text before ``tokenizer`` and ``bpe`` decode it; an H- line.
         tokens: the symbols of the dictionary that the model wrote, with ``</s>`` at the end.
+        ids: the numbers of the tokens in the dictionary.
         token_scores: log2 of the probability of each token; a P- line.
         alignment: pairs (source token, target token), counted from 0; an A- line. None without
             ``print_alignment``.
@@ -26,6 +27,7 @@ class Hypothesis:
     score: float
     words: str
     tokens: tuple[str, ...]
+    ids: tuple[int, ...]
     token_scores: tuple[float, ...]
     alignment: tuple[tuple[int, int], ...] | None = None
 

@@ -85,6 +85,11 @@ class EncoderLayer(TransformerLayer):
         self.fc2 = nn.Linear(ffn_dim, embed_dim)
         self.final_layer_norm = nn.LayerNorm(embed_dim)
 
+    def norms(self, next_norm: nn.LayerNorm | None) -> tuple[nn.LayerNorm | None, ...]:
+        """The LayerNorm that is applied at the end of each of the two sublayers."""
+        own = (self.self_attn_layer_norm, self.final_layer_norm)
+        return (own[1], next_norm) if self.normalize_before else own
+
     def forward_in_stack(
         self, x: Tensor, stream: Tensor | None, segments: Segments, rng: Tensor,
         next_norm: nn.LayerNorm | None, causal: bool = False,
@@ -95,12 +100,11 @@ class EncoderLayer(TransformerLayer):
         op applies ``next_norm``, the LayerNorm of the next layer or of the stack's end. Post-norm:
         ``stream`` is None.
         """
-        own = (self.self_attn_layer_norm, self.final_layer_norm)
-        closing = (own[1], next_norm) if self.normalize_before else own
+        norms = self.norms(next_norm)
         heads = self.self_attn.heads(segments, segments, causal, rng, self.first_site(rng))
-        residual = self.residual(closing[0], rng, 1)
+        residual = self.residual(norms[0], rng, 1)
         stream, x = self.self_attn.self_attention(x, stream, heads, residual)
-        stream, x = self.feed_forward(x, stream, closing[1], rng, 2)
+        stream, x = self.feed_forward(x, stream, norms[1], rng, 2)
         return x, stream
 
     def forward(self, x: Tensor, segments: Segments, rng: Tensor) -> Tensor:

@@ -77,11 +77,12 @@ class FlatModel:
         patching.apply("model")
         return super().build_model(args, task)  # type: ignore[misc]
 
-    @staticmethod
-    def check_dictionaries(args: Any, task: Any) -> None:
+    @classmethod
+    def check_dictionaries(cls, args: Any, task: Any) -> None:
         """Raises UserError if ``args`` are a checkpoint's options and a dictionary of the task
-        differs from the checkpoint's."""
-        dictionaries.check(task, getattr(with_dictionaries(args), "dictionaries", None))
+        differs from the checkpoint's. That the task is of another kind is for others to say."""
+        if isinstance(task, cls.data.tasks):
+            dictionaries.check(task, getattr(with_dictionaries(args), "dictionaries", None))
 
     def sides(self) -> list[tuple[Any, ...]]:
         """The groups of stacks that run together, such as an encoder and its decoder, in the order

@@ -1,9 +1,9 @@
-"""The generator of fairseq's tasks for ``ls_transformer``: the search of ``generation``.
+"""The generator of fairseq's tasks for our models: the search of ``generation``.
 
 ``task.build_generator`` returns a subclass of fairseq's generator. It runs our search for a single
-``ls_transformer`` with beam search, diverse beam search or, on a GPU, sampling. For all other
-options it falls back to fairseq's search, which calls our decoder token by token. The functions at
-the end replace functions of fairseq, see `fairseq_compat.patching`.
+``ls_transformer`` or ``ls_transformer_lm`` with beam search, diverse beam search or, on a GPU,
+sampling. For all other options it falls back to fairseq's search, which calls our decoder token by
+token. The functions at the end replace functions of fairseq, see `fairseq_compat.patching`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.incremental import expected_length
 from lightseq_fairseq.generation.search import MOST_BEAM, SearchOptions, search
 from lightseq_fairseq.layers import draw_rng
+from lightseq_fairseq.plugins.language_model import LSTransformerLanguageModel
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
 
+_SEARCHED = (LSTransformerModel, LSTransformerLanguageModel)
 _REMEMBERED = 1 << 16  # detokenized sentences that --eval-bleu caches, about 200 bytes each
 
 
@@ -40,10 +42,14 @@ class LSSequenceGenerator(SequenceGenerator):
         self, sample: dict[str, Any], prefix_tokens: Tensor | None = None,
         constraints: Tensor | None = None, bos_token: int | None = None,
     ) -> Any:  # fmt: skip
-        inputs = sample["net_input"]
+        inputs, model = sample["net_input"], self.model.single_model
+        encoder = getattr(model, "encoder", None)  # a language model has none
         rules = None
-        if prefix_tokens is None and constraints is None and "src_tokens" in inputs:
+        if constraints is None and "src_tokens" in inputs:
             rules = self._rules()
+        # The prefix of a translation, and the penalties of groups within a prompt, are fairseq's.
+        if prefix_tokens is not None and (encoder is not None or (rules and rules.groups > 1)):
+            rules = None
         if rules is None:
             # fairseq's search needs all tensors on the model's device.
             sample, prefix_tokens, constraints = utils.apply_to_sample(
@@ -58,11 +64,14 @@ class LSSequenceGenerator(SequenceGenerator):
         assert self.min_len <= max_len, (
             "min_len cannot be larger than max_len, please adjust these!"
         )
-        model = self.model.single_model
+        if encoder is None:
+            tokens = tokens[:, :0] if prefix_tokens is None else prefix_tokens
+        # A language model usually goes on until max_len.
+        positions = max_len + 1 if encoder is None else expected_length(longest)
         rng = draw_rng() if rules.sampled else None
         return search(
-            model.decoder.steps, model.encoder, model.decoder, tokens, rules,
-            self.eos if bos_token is None else bos_token, max_len, expected_length(longest), rng,
+            model.decoder.steps, encoder, model.decoder, tokens, rules,
+            self.eos if bos_token is None else bos_token, max_len, positions, rng,
         )  # fmt: skip
 
     @property
@@ -72,12 +81,15 @@ class LSSequenceGenerator(SequenceGenerator):
     def _rules(self) -> SearchOptions | None:
         """The options of our search, or None if fairseq's search must be used."""
         strategy = self.search
+        blocker = self.repeat_ngram_blocker
+        no_repeat_ngram = 0 if blocker is None else blocker.no_repeat_ngram_size
         if (
             self.model.models_size > 1
             or self.lm_model is not None
-            or self.repeat_ngram_blocker is not None
             or self.token_indices_to_suppress is not None
             or self.match_source_len
+            or self.model.single_model.decoder.adaptive_softmax is not None  # has no logits
+            or no_repeat_ngram == 1  # with which fairseq blocks nothing
             or 2 * self.beam_size >= self.vocab_size
             or (self.beam_size > MOST_BEAM and self._device.type == "cuda")
         ):
@@ -92,6 +104,8 @@ class LSSequenceGenerator(SequenceGenerator):
                 return None
         elif type(strategy) is fairseq_search.Sampling and self._device.type == "cuda":
             # On a CPU use fairseq's search, so that a seed gives the same samples as in fairseq.
+            if no_repeat_ngram and strategy.sampling_topp > 0:
+                return None  # topp counts the probabilities of blocked tokens, too
             special = {
                 "sampled": True,
                 "topk": max(strategy.sampling_topk, 0),
@@ -102,7 +116,8 @@ class LSSequenceGenerator(SequenceGenerator):
         return SearchOptions(
             beam=self.beam_size, pad=self.pad, eos=self.eos, unk=self.unk, min_len=self.min_len,
             unk_penalty=self.unk_penalty, temperature=self.temperature,
-            length_penalty=self.len_penalty if self.normalize_scores else 0.0, **special,
+            length_penalty=self.len_penalty if self.normalize_scores else 0.0,
+            no_repeat_ngram=no_repeat_ngram, **special,
         )  # fmt: skip
 
 
@@ -110,7 +125,7 @@ def build_generator(
     original: Callable[..., Any],
     self: Any, models: Any, args: Any, seq_gen_cls: Any = None, *others: Any, **options: Any,
 ) -> Any:  # fmt: skip
-    """fairseq's ``FairseqTask.build_generator``, with our generator for ``ls_transformer``."""
+    """fairseq's ``FairseqTask.build_generator``, with our generator for our models."""
     language_model = (options.get("extra_gen_cls_kwargs") or {}).get("lm_model")
     if not isinstance(language_model, (FairseqLanguageModel, type(None))):
         raise UserError(
@@ -122,7 +137,7 @@ def build_generator(
         getattr(args, name, None) is not None and getattr(args, name) is not False
         for name in ("print_alignment", "replace_unk")
     )
-    if seq_gen_cls is None and not alignments and type(models[0]) is LSTransformerModel:
+    if seq_gen_cls is None and not alignments and type(models[0]) in _SEARCHED:
         seq_gen_cls = LSSequenceGenerator
     return original(self, models, args, seq_gen_cls, *others, **options)
 

@@ -255,20 +255,16 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         """
         if not self.reads_source:
             encoder_out = None
-            if incremental_state is not None:
-                raise UserError(
-                    "ls_transformer_lm cannot generate text yet: use fairseq's own model, which "
-                    "reads the same checkpoint (in lightseq-generate, add --native)."
-                )
         elif encoder_out is None:
             raise UserError("The decoder of ls_transformer needs encoder_out: pass it.")
         layer = self.num_layers - 1 if alignment_layer is None else alignment_layer
-        if incremental_state is not None and encoder_out is not None:
-            hypotheses = self._incremental(encoder_out, incremental_state)
-            features, attention = hypotheses.decode_next(
-                self, prev_output_tokens, AttentionRequest(layer, alignment_heads)
+        if incremental_state is not None:
+            hypotheses = self._incremental(encoder_out, incremental_state, prev_output_tokens)
+            request = AttentionRequest(layer, alignment_heads) if self.reads_source else None
+            features, attention = hypotheses.decode_next(self, prev_output_tokens, request)
+            return features.unsqueeze(1), _extras(
+                None if attention is None else attention.unsqueeze(1)
             )
-            return features.unsqueeze(1), _extras(attention.unsqueeze(1))
         memory, source = (None, None) if encoder_out is None else repack(encoder_out)
         features, segments, weights = self.packed(
             prev_output_tokens, memory, source, dropout_rng(self, prev_output_tokens.device),
@@ -277,11 +273,15 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         return segments.pad(features), _extras(_over_heads(weights, alignment_heads))
 
     def _incremental(
-        self, encoder_out: dict[str, list[Tensor]], state: dict[str, Any]
+        self, encoder_out: dict[str, list[Tensor]] | None, state: dict[str, Any], tokens: Tensor
     ) -> Incremental:
         kept = self.get_incremental_state(state, "hypotheses")
         if kept is None:
-            if isinstance(encoder_out, EncoderOut):
+            memory: Tensor | None
+            if encoder_out is None:
+                none = tokens.new_zeros(len(tokens), 0, dtype=torch.bool)
+                memory, source, rows = None, Segments.from_mask(none), None
+            elif isinstance(encoder_out, EncoderOut):
                 memory, source, rows = encoder_out.features, encoder_out.segments, encoder_out.rows
             else:
                 (memory, source), rows = repack(encoder_out), None

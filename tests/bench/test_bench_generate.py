@@ -151,6 +151,10 @@ def test_ctranslate2_finds_cublas_under_the_name_it_wants(
         (["--case", "tiny/b0/beam4/fp32"], "There is no case tiny/b0/beam4/fp32"),
         (["--case", "tiny/b1/beam4"], "There is no case tiny/b1/beam4"),
         (["--case", "tiny/btokens199/beam4/fp32"], "the longest sentence has 200 tokens"),
+        (["--case", "lm_tiny/b1/beam4/fp32"], "There is no case lm_tiny/b1/beam4/fp32"),
+        (["--case", "tiny/b1/8+8/fp32"], "There is no case tiny/b1/8+8/fp32"),
+        (["--case", "gpt2_124m/b1/1000+25/bf16"], "gpt2_124m has 1024 positions"),
+        (["--case", "lm_tiny/b1/8+8/fp32", "--systems", "ctranslate2"], "reads no language models"),
         (["--systems", "ours,theirs"], "There is no system theirs: choose from ours,"),
     ],
 )
@@ -174,12 +178,13 @@ def test_everything_once(data: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
     found = {(row["case"], row["system"]): row for row in json.loads(output.read_text())}
-    all_three = {("tiny/b8/beam2/fp32", system) for system in cases.SYSTEMS}
+    systems = [system for system in cases.SYSTEMS if system != "transformers"]
+    all_three = {("tiny/b8/beam2/fp32", system) for system in systems}
     # CTranslate2 either says that it has no bfloat16 on this CPU, or it works.
     refused = (
         "tiny/btokens300/beam2/bf16 ctranslate2: cannot run here: Requested bfloat16" in done.stderr
     )
-    in_bf16 = {("tiny/btokens300/beam2/bf16", s) for s in cases.SYSTEMS if s != "ctranslate2"}
+    in_bf16 = {("tiny/btokens300/beam2/bf16", s) for s in systems if s != "ctranslate2"}
     assert set(found) == all_three | in_bf16 | (
         set() if refused else {("tiny/btokens300/beam2/bf16", "ctranslate2")}
     )
@@ -192,3 +197,50 @@ def test_everything_once(data: Path, tmp_path: Path) -> None:
     # All systems do the same work: hypotheses of the same lengths.
     for case in {case for case, _ in found}:
         assert len({row["tokens"] for (c, _), row in found.items() if c == case}) == 1
+
+
+# --- language models
+
+
+def test_cases_of_language_models() -> None:
+    case = Case.parse("gpt2_124m/b32/128+256/bf16")
+    assert (case.batch, case.prompt, case.new, case.precision) == (32, 128, 256, "bf16")
+    assert str(case) == "gpt2_124m/b32/128+256/bf16"
+    assert cases.why_not("ours", case) is None
+    reasons = {
+        model: cases.why_not("transformers", Case.parse(f"{model}/b1/8+8/fp32")) or ""
+        for model in ("gpt2_124m", "gpt2_small", "lm_base")
+    }
+    assert "is no GPT-2" in reasons["lm_base"]
+    assert all("no GPT-2" not in reasons[model] for model in ("gpt2_124m", "gpt2_small"))
+    assert "none of these" in (
+        cases.why_not("transformers", Case.parse("base/b1/beam4/fp32")) or ""
+    )
+
+
+@pytest.mark.parametrize("model", ["lm_tiny", "gpt2_124m"])
+def test_a_language_model_ends_no_text(model: str, tmp_path: Path) -> None:
+    """The row of </s> in the output projection, which may be the embedding."""
+    shape = SHAPES[model]._replace(decoder_layers=1)
+    made = test_set.ensure(tmp_path / "data", shape, 300)
+    (built,), _ = checkpoint_utils.load_model_ensemble([str(made.checkpoint)])
+    weight = built.decoder.output_projection.weight
+    assert not weight[corpus.EOS].any() and weight[corpus.EOS + 1].any()
+    assert test_set.vocabulary(made) == 300 and not (made.folder / "test.en-de.en.bin").exists()
+
+
+def test_prompts_are_continued(tmp_path: Path) -> None:
+    output = tmp_path / "rows.json"
+    systems = "ours,fairseq_no_cudnn"
+    done = bench_generate(
+        "--case", "lm_tiny/b4/9+7/fp32,lm_tiny/b1/3+20/fp32", "--data", tmp_path / "data",
+        "--vocabulary", VOCABULARY, "--sentences", 8, "--passes", 1, "--rounds", 1, "--output",
+        output, "--logs", tmp_path / "logs", "--systems", systems,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    found = {(row["case"], row["system"]): row for row in json.loads(output.read_text())}
+    for case, tokens in (("lm_tiny/b4/9+7/fp32", 56), ("lm_tiny/b1/3+20/fp32", 160)):
+        for system in systems.split(","):
+            row = found[case, system]
+            assert (row["sentences"], row["tokens"]) == (8, tokens)
+            assert row["tokens_per_s"] == pytest.approx(tokens / row["decode_s"], rel=0.02)

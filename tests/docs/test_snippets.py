@@ -75,7 +75,7 @@ def program(page: str, languages: tuple[str, ...]) -> str:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files that a reader has: texts, binarised data, checkpoints of a run, their
-    average."""
+    average; and binarised running text with a language model."""
     folder = tmp_path_factory.mktemp("world")
     write_text(folder)
     for split in SPLITS:
@@ -90,6 +90,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     succeed("train", data, *words)
     for name in ("averaged.pt", "checkpoint_best.pt"):
         shutil.copy(folder / "checkpoints/checkpoint_last.pt", folder / name)
+    texts = [word for split in SPLITS for word in (f"--{split}pref", folder / f"{split}.bpe.en")]
+    succeed("preprocess", "--only-source", *texts, "--destdir", folder / "text-bin")
+    model = "--task language_modeling --arch ls_transformer_lm --decoder-layers 1"
+    sizes = "--decoder-embed-dim 16 --decoder-ffn-embed-dim 16 --decoder-attention-heads 2"
+    words = f"{model} {sizes} --sample-break-mode eos --max-update 10 --num-workers 0 --cpu"
+    succeed("train", folder / "text-bin", *words.split(), "--save-dir", folder / "text")
+    (folder / "text/checkpoint_last.pt").rename(folder / "lm.pt")
+    shutil.rmtree(folder / "text")
     return folder
 
 

@@ -40,13 +40,16 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "max-len": {"beam": 4, "max_len_a": 0.5, "max_len_b": 3},
     "at-once": {"beam": 3, "max_len_b": 0, "min_len": 0},
     "temperature": {"beam": 4, "temperature": 2.0},
+    "bigrams": {"beam": 4, "no_repeat_ngram_size": 2},
+    "trigrams": {"beam": 3, "no_repeat_ngram_size": 3, "temperature": 1.5, "min_len": 18},
+    "longer-than-sentences": {"beam": 2, "no_repeat_ngram_size": 300},
     "groups": {"beam": 4, "diverse_beam_groups": 2, "diverse_beam_strength": 0.7},
-    "groups-of-one": {"beam": 3, "diverse_beam_groups": 3},
+    "groups-of-one": {"beam": 3, "diverse_beam_groups": 3, "no_repeat_ngram_size": 2},
 }
 # Options for which fairseq's own search is used.
 OTHERS: dict[str, dict[str, Any]] = {
     "siblings": {"beam": 4, "diversity_rate": 2},
-    "ngrams": {"beam": 3, "no_repeat_ngram_size": 2},
+    "single-words": {"beam": 3, "no_repeat_ngram_size": 1},
     "source-length": {"beam": 4, "match_source_len": True},
     "beam-of-all-words": {"beam": 9},
     "sampling": {"beam": 2, "sampling": True, "sampling_topk": 3},

@@ -33,6 +33,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "beam-5": {"beam": 5, "unkpen": -1, "min_len": 3},
     "max-len": {"beam": 4, "max_len_a": 0.5, "max_len_b": 3},
     "groups": {"beam": 4, "diverse_beam_groups": 2, "diverse_beam_strength": 0.7},
+    "ngrams": {"beam": 3, "no_repeat_ngram_size": 2},
 }
 Found = Sequence[Sequence[Mapping[str, Tensor]]]
 
@@ -171,7 +172,6 @@ def devices_of_searches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]
 
 
 LEFT_TO_FAIRSEQ: dict[str, dict[str, Any]] = {
-    "ngrams": {"beam": 3, "no_repeat_ngram_size": 2},
     "source-length": {"beam": 4, "match_source_len": True},
 }
 
@@ -206,7 +206,7 @@ def test_prefixes_on_the_cpu(toy: Toy, devices: list[tuple[str, str]]) -> None:
     assert set(devices) == {("fairseq's", "cuda")}
 
 
-@pytest.mark.parametrize("flags", ["", "--no-repeat-ngram-size 2", "--print-alignment hard"])
+@pytest.mark.parametrize("flags", ["", "--match-source-len", "--print-alignment hard"])
 def test_where_the_launchers_leave_samples(
     toy: Toy, devices: list[tuple[str, str]], tmp_path: Path, flags: str
 ) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from lightseq_fairseq.cli.benchmark.train.cases import SHAPES, TRANSLATION, Shape
+from lightseq_fairseq.cli.benchmark.train.cases import LANGUAGE, SHAPES, TRANSLATION, Shape
 from lightseq_fairseq.cli.benchmark.train.corpus import LONGEST
 from lightseq_fairseq.errors import UserError
 
@@ -22,8 +22,10 @@ class Case(NamedTuple):
     """A model, its batches, hypotheses per sentence, a precision.
 
     Attributes:
-        batch: sentences per batch; None: as many as ``max_tokens`` allow.
+        batch: sentences or prompts per batch; None: as many as ``max_tokens`` allow.
         max_tokens: limit of source tokens per batch, with pads; None: no limit.
+        prompt, new: for a language model, tokens of each prompt, and tokens to generate after it,
+            the last of which is ``</s>``; 0 for translation.
     """
 
     model: str
@@ -31,21 +33,34 @@ class Case(NamedTuple):
     max_tokens: int | None
     beam: int
     precision: str
+    prompt: int = 0
+    new: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """The case that ``text`` names, as ``t2t_big/b32/beam4/bf16`` or ``.../btokens4096/...``.
+        """The case that ``text`` names, as ``t2t_big/b32/beam4/bf16``, ``.../btokens4096/...`` or
+        ``gpt2_124m/b32/128+256/bf16``.
 
         Raises:
             UserError: there is no such case.
         """
+        prompts = re.fullmatch(r"(\w+)/b([1-9]\d*)/([1-9]\d*)\+([1-9]\d*)/(\w+)", text)
+        if prompts is not None and prompts[1] in LANGUAGE and prompts[5] in PRECISIONS:
+            model, precision = prompts.group(1, 5)
+            sentences, prompt, new = map(int, prompts.group(2, 3, 4))
+            if prompt + new > positions(SHAPES[model]):
+                raise UserError(
+                    f"There is no case {text}: {model} has {positions(SHAPES[model])} positions."
+                )
+            return cls(model, sentences, None, 1, precision, prompt, new)
         found = re.fullmatch(r"(\w+)/b(?:([1-9]\d*)|tokens([1-9]\d*)?)/beam([1-9]\d*)/(\w+)", text)
         if found is None or found[1] not in TRANSLATION or found[5] not in PRECISIONS:
             raise UserError(
                 f"There is no case {text}: write <model>/<batch>/beam<n>/<precision>, for example "
-                "t2t_big/btokens4096/beam5/bf16. A batch is b<sentences> or btokens<source "
-                f"tokens>; models are {', '.join(TRANSLATION)}; precisions are "
-                f"{', '.join(PRECISIONS)}."
+                "t2t_big/btokens4096/beam5/bf16, or <model>/b<prompts>/<prompt>+<new>/<precision>, "
+                "for example gpt2_124m/b32/128+256/bf16. A batch is b<sentences> or btokens<source "
+                f"tokens>; models are {', '.join(TRANSLATION)}, and with prompts "
+                f"{', '.join(LANGUAGE)}; precisions are {', '.join(PRECISIONS)}."
             )
         batch = None if found[2] is None else int(found[2])
         max_tokens = int(found[3] or MAX_TOKENS) if batch is None else None
@@ -57,6 +72,8 @@ class Case(NamedTuple):
         return cls(found[1], batch, max_tokens, int(found[4]), found[5])
 
     def __str__(self) -> str:
+        if self.new:
+            return f"{self.model}/b{self.batch}/{self.prompt}+{self.new}/{self.precision}"
         tokens = "tokens" if self.max_tokens == MAX_TOKENS else f"tokens{self.max_tokens}"
         return f"{self.model}/b{self.batch or tokens}/beam{self.beam}/{self.precision}"
 
@@ -65,8 +82,13 @@ class Case(NamedTuple):
         return SHAPES[self.model]
 
 
+def positions(shape: Shape) -> int:
+    """Positions of a language model: those of its table, or 1024 of a sinusoidal one."""
+    return shape.positions or 1024
+
+
 class System(NamedTuple):
-    """How a case is translated.
+    """How a case is run.
 
     Attributes:
         module: the module of this package that runs it.
@@ -84,14 +106,29 @@ SYSTEMS = {
     "ours": System(warm_up=2),
     "fairseq_no_cudnn": System(native=True),
     "ctranslate2": System(module="ctranslate"),
+    "transformers": System(module="hugging_face", warm_up=2),
 }
 
 
 def why_not(system: str, case: Case) -> str | None:
-    """The reason if this machine cannot run the system, else None."""
-    if system == "ctranslate2" and importlib.util.find_spec("ctranslate2") is None:
-        return "ctranslate2 is not installed."
+    """The reason if the system cannot run the case on this machine, else None."""
+    if system == "ctranslate2" and case.new:
+        return "CTranslate2 reads no language models of fairseq."
+    if system == "transformers" and not case.new:
+        return "transformers has none of these translation models."
+    if system == "transformers" and not _is_gpt2(case.shape):
+        return "it is no GPT-2, which is what transformers is measured with."
+    if system in _PACKAGES and importlib.util.find_spec(system) is None:
+        return f"{system} is not installed."
     return None
+
+
+_PACKAGES = ("ctranslate2", "transformers")
+
+
+def _is_gpt2(shape: Shape) -> bool:
+    """Whether GPT-2 of transformers does the same work; its positions are always learned."""
+    return shape.is_language_model and shape.normalize_before and shape.activation == "gelu"
 
 
 def command(

@@ -56,7 +56,10 @@ def _run(given: argparse.Namespace, words: list[str]) -> None:
         hypotheses = task.inference_step(generator, [model], sample)
         return [len(found[0]["tokens"].cpu()) for found in hypotheses]
 
-    samples = stopwatch.batches(task, cfg, given.sentences)
+    if given.case.new:
+        samples = stopwatch.prompt_batches(task, given.case, given.sentences)
+    else:
+        samples = stopwatch.batches(task, cfg, given.sentences)
     stopwatch.measure(given, samples, translate, load_s, memory)
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from lightseq_fairseq.cli.benchmark.generate.cases import Case
-from lightseq_fairseq.cli.benchmark.generate.test_set import SPLIT, TestSet
+from lightseq_fairseq.cli.benchmark.generate.test_set import SEED, SPLIT, TestSet
 from lightseq_fairseq.cli.benchmark.memory import MemoryMeter
-from lightseq_fairseq.cli.benchmark.train.corpus import SOURCE, TARGET
+from lightseq_fairseq.cli.benchmark.train.corpus import SOURCE, SPECIALS, TARGET
 
 
 def arguments(description: str | None) -> argparse.Namespace:
@@ -33,8 +33,14 @@ def arguments(description: str | None) -> argparse.Namespace:
 
 
 def generation_words(given: argparse.Namespace) -> list[str]:
-    """Words for fairseq-generate: hypotheses as long as the longest source of their batch."""
+    """Words for fairseq-generate: hypotheses as long as the longest source of their batch, or as
+    the case says."""
     case: Case = given.case
+    if case.new:
+        # fairseq's maximum length counts the prompt, but not </s>.
+        words = [str(given.data.folder), "--path", str(given.data.checkpoint), "--beam", "1"]
+        words += ["--task", "language_modeling", "--max-len-b", str(case.prompt + case.new - 1)]
+        return words + ["--fp16"] * (case.precision == "fp16") + ["--cpu"] * given.cpu
     words = [str(given.data.folder), "--path", str(given.data.checkpoint), "-s", SOURCE]
     words += ["-t", TARGET, "--gen-subset", SPLIT, "--beam", str(case.beam), "--num-workers", "0"]
     # fairseq's maximum length does not count </s>; the length of a source does.
@@ -61,6 +67,30 @@ def batches(task: Any, cfg: Any, sentences: int) -> list[dict[str, Any]]:
     return list(iterator.next_epoch_itr(shuffle=False))
 
 
+def prompts(case: Case, count: int, vocabulary: int) -> list[Any]:
+    """Batches of ``count`` prompts, int64 [batch, prompt] on the CPU, of random words."""
+    import torch
+
+    assert case.batch is not None
+    random = torch.Generator().manual_seed(SEED)
+    shape = (max(count // case.batch, 1), case.batch, case.prompt)
+    return list(torch.randint(SPECIALS, vocabulary, shape, generator=random).unbind())
+
+
+def prompt_batches(task: Any, case: Case, count: int) -> list[dict[str, Any]]:
+    """The same as fairseq-interactive's collated batches."""
+    import torch
+
+    words, found = task.source_dictionary, []
+    for batch in prompts(case, count, len(words)):
+        tokens = [torch.cat((prompt, torch.tensor([words.eos()]))) for prompt in batch]
+        lengths = torch.tensor([len(prompt) for prompt in tokens])
+        dataset = task.build_dataset_for_inference(tokens, lengths)
+        sample = dataset.collater([dataset[i] for i in range(len(dataset))])
+        found.append({**sample, "nsentences": len(tokens)})
+    return found
+
+
 def measure(
     given: argparse.Namespace,
     samples: Sequence[dict[str, Any]],
@@ -71,12 +101,14 @@ def measure(
     """Translates the samples ``--warm-up`` + ``--passes`` times and writes the report.
 
     Args:
-        translate: returns the tokens of the best hypothesis of each sentence, with ``</s>``.
+        translate: returns the tokens of the best hypothesis of each sentence, with ``</s>`` and,
+            of a language model, with the prompt, which the report does not count.
         memory: created before the model was loaded.
 
     Raises:
-        RuntimeError: a hypothesis is not as long as the longest source of its batch.
+        RuntimeError: a hypothesis is not as long as it must be.
     """
+    case: Case = given.case
     passes, tokens = [], 0
     for _ in range(given.warm_up + given.passes):
         seconds, tokens = [], 0
@@ -84,10 +116,10 @@ def measure(
             began = time.perf_counter()
             lengths = translate(sample)
             seconds.append(time.perf_counter() - began)
-            longest = sample["net_input"]["src_tokens"].shape[1]
-            if set(lengths) != {longest}:
-                raise RuntimeError(f"hypotheses of {sorted(set(lengths))} tokens, not {longest}")
-            tokens += sum(lengths)
+            wanted = case.prompt + case.new or sample["net_input"]["src_tokens"].shape[1]
+            if set(lengths) != {wanted}:
+                raise RuntimeError(f"hypotheses of {sorted(set(lengths))} tokens, not {wanted}")
+            tokens += sum(lengths) - case.prompt * len(lengths)
         passes.append(seconds)
     report = {
         "load_s": load_s,

@@ -4,6 +4,9 @@
 random weights; they take the same time as trained ones. The row of ``</s>`` in the embedding, which
 is shared with the output projection, is zero. Thousands of words are then always more likely than
 ``</s>``, so each sentence ends at its maximum length, in every system and every precision.
+
+For a language model there are no sentences: `stopwatch` draws the prompts. Its output projection
+may be a table of its own; then the row of ``</s>`` is zero there.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightseq_fairseq.checkpoints import files
+from lightseq_fairseq.cli.benchmark.generate.cases import positions
 from lightseq_fairseq.cli.benchmark.train import corpus
 from lightseq_fairseq.cli.benchmark.train.cases import Shape
 from lightseq_fairseq.cli.benchmark.train.corpus import EOS, SOURCE, TARGET
@@ -46,13 +50,17 @@ def ensure(folder: Path, shape: Shape, vocabulary: int) -> TestSet:
     Raises:
         UserError: the folder holds something else, or cannot be written.
     """
-    wanted = {"shape": list(shape), "vocabulary": vocabulary, "sentences": SENTENCES}
+    sentences = 0 if shape.is_language_model else SENTENCES
+    wanted = {"shape": list(shape), "vocabulary": vocabulary, "sentences": sentences}
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with files.placed(folder) as part:
             part.mkdir()
-            corpus.write_dictionaries(part, vocabulary)
-            corpus.write_split(part, SPLIT, SENTENCES, vocabulary, SEED)
+            if shape.is_language_model:
+                corpus.write_dictionary(part / "dict.txt", vocabulary)
+            else:
+                corpus.write_dictionaries(part, vocabulary)
+                corpus.write_split(part, SPLIT, SENTENCES, vocabulary, SEED)
             _write_checkpoint(TestSet(part), shape, folder)
             (part / _MANIFEST).write_text(json.dumps(wanted) + "\n", encoding="utf-8")
     try:
@@ -67,6 +75,12 @@ def ensure(folder: Path, shape: Shape, vocabulary: int) -> TestSet:
     return TestSet(folder)
 
 
+def vocabulary(test_set: TestSet) -> int:
+    """Words of the dictionary."""
+    found = json.loads((test_set.folder / _MANIFEST).read_text(encoding="utf-8"))
+    return int(found["vocabulary"])
+
+
 def _write_checkpoint(test_set: TestSet, shape: Shape, home: Path) -> None:
     """Writes the checkpoint, which names ``home`` as the folder of the dictionaries."""
     from lightseq_fairseq import fairseq_compat
@@ -77,18 +91,24 @@ def _write_checkpoint(test_set: TestSet, shape: Shape, home: Path) -> None:
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from omegaconf import OmegaConf
 
-    words = [str(test_set.folder), "--arch", shape.arch, "--optimizer", "adam", "-s", SOURCE]
-    words += ["-t", TARGET, "--share-all-embeddings"]
-    words += ["--encoder-layers", str(shape.encoder_layers)]
+    words = [str(test_set.folder), "--arch", shape.arch, "--optimizer", "adam"]
     words += ["--decoder-layers", str(shape.decoder_layers)]
+    if shape.is_language_model:
+        words += ["--task", "language_modeling"]
+        words += ["--max-target-positions", str(positions(shape))]
+    else:
+        words += ["-s", SOURCE, "-t", TARGET, "--share-all-embeddings"]
+        words += ["--encoder-layers", str(shape.encoder_layers)]
     args = options.parse_args_and_arch(options.get_training_parser(), words)
     cfg = convert_namespace_to_omegaconf(args)
     torch.manual_seed(SEED)
     model: Any = tasks.setup_task(cfg.task).build_model(cfg.model)
     with torch.no_grad():
-        model.decoder.embed_tokens.weight[EOS] = 0
+        model.decoder.output_projection.weight[EOS] = 0
     saved: Any = OmegaConf.to_container(cfg)
-    saved["task"]["data"] = saved["model"].data = str(home.resolve())
+    saved["task"]["data"] = str(home.resolve())
+    if not shape.is_language_model:  # whose configuration is a Namespace, with all settings
+        saved["model"].data = saved["task"]["data"]
     state = {
         "args": None,
         "cfg": saved,

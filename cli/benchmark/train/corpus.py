@@ -153,7 +153,7 @@ def _write_pairs(folder: Path, wanted: Corpus) -> Corpus:
 
 
 def _write_text(folder: Path, wanted: Corpus) -> Corpus:
-    _write_dictionary(folder / "dict.txt", wanted.vocabulary)
+    write_dictionary(folder / "dict.txt", wanted.vocabulary)
     quantiles = word_quantiles(wanted.vocabulary)
     for split, tokens, seed in (
         ("valid", VALID_TOKENS, SEED + 1), ("train", wanted.target_tokens, SEED)
@@ -166,10 +166,10 @@ def _write_text(folder: Path, wanted: Corpus) -> Corpus:
 def write_dictionaries(folder: Path, vocabulary: int) -> None:
     """Writes the joint dictionary, once for each side."""
     for language in (SOURCE, TARGET):
-        _write_dictionary(folder / f"dict.{language}.txt", vocabulary)
+        write_dictionary(folder / f"dict.{language}.txt", vocabulary)
 
 
-def _write_dictionary(path: Path, vocabulary: int) -> None:
+def write_dictionary(path: Path, vocabulary: int) -> None:
     words = "".join(f"w{number} 1\n" for number in range(vocabulary - SPECIALS))
     path.write_text(words, encoding="utf-8")
 

@@ -1,0 +1,159 @@
+"""Prompts: the tokens with which a language model's hypotheses begin.
+
+`prefill` passes all prompts of a batch through the decoder at once. The search begins at the end of
+the shortest prompt. All hypotheses are at the same position. So until a longer prompt ends,
+`follow` replaces what the search has found for its sentence by the prompt's next token.
+
+A hypothesis consists of the first decoder input (position 0), the prompt, and the tokens that were
+found. As in fairseq, scores include those of the prompt's tokens.
+
+Shapes: B = sentences, S = slots (B or more), T = packed tokens of all prompts, L = longest prompt,
+W = candidates per row, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightseq_fairseq import ops
+from lightseq_fairseq.generation.decoder import StepDecoder, bucket
+from lightseq_fairseq.generation.search_buffers import SearchBuffers
+from lightseq_fairseq.ops.beam_search import Progress
+
+if TYPE_CHECKING:
+    from lightseq_fairseq.generation.search import SearchOptions
+
+_LOGITS = 1 << 27  # logits that exist at a time
+
+
+def with_first(tokens: Tensor, first: int, rules: SearchOptions, max_len: int) -> Tensor:
+    """tokens int64 [B, L - 1] -> the prompts with the first decoder input, int64 [B, L].
+
+    Tokens after an eos, or after as many tokens as a result may have, become pads.
+    """
+    tokens = tokens[:, :max_len]
+    ends = tokens == rules.eos
+    tokens = tokens.masked_fill(ends.cumsum(1) - ends.long() > 0, rules.pad)
+    return torch.cat((tokens.new_full((len(tokens), 1), first), tokens), 1)
+
+
+def room(longest: int, device: torch.device) -> int:
+    """Positions for prompts of up to ``longest`` tokens, see `prefill`."""
+    return bucket(longest, device) + 1
+
+
+def begin(memory: SearchBuffers, sentences: int, rules: SearchOptions) -> tuple[int, int]:
+    """Write into ``memory.host`` where the search begins, after ``search`` has filled in the rest.
+
+    Returns:
+        (first step, number of sentences to search). A prompt with an eos is finished: its results
+        are the prompt.
+    """
+    host, beam = memory.host, rules.beam
+    starts = host["cu_seqlens"][: sentences + 1]
+    counts = np.diff(starts) - 1  # without the first decoder input
+    newest = host["source_tokens"][starts[1:] - 1]
+    finished = (counts > 0) & (newest == rules.eos)
+    step = int(counts[~finished].min(initial=counts.max()))
+    # A shorter prompt is finished, so its tokens are not read.
+    newest = host["source_tokens"][starts[:-1] + np.minimum(counts, step)]
+    host["tokens"][: sentences * beam] = newest.repeat(beam)
+    host["sentences"][:sentences][finished] = -1
+    scores = host["scores"][: sentences * beam].reshape(sentences, beam)
+    scores[finished] = -np.inf
+    lengths = host["lengths"][: sentences * beam].reshape(sentences, beam)
+    lengths[finished] = counts[finished, None]
+    unfinished = sentences - int(finished.sum())
+    host["progress"][[Progress.STEP, Progress.UNFINISHED]] = step, unfinished
+    return step, unfinished
+
+
+def prefill(
+    steps: StepDecoder, decoder: Any, slots: int, longest: int, rules: SearchOptions
+) -> None:
+    """Read the prompts, as a separate graph: their keys, values, tokens and scores.
+
+    longest: the length of the longest prompt, with the first decoder input.
+    """
+    longest = bucket(longest, steps.memory.device)
+    read = functools.partial(_read, steps, decoder, slots, longest, rules)
+    steps.launch(("prompts", len(steps.memory.source_tokens), slots, longest, rules), read)
+
+
+def _read(steps: StepDecoder, decoder: Any, slots: int, longest: int, rules: SearchOptions) -> None:
+    memory, beam = steps.memory, rules.beam
+    x = steps.prefill(decoder, slots, longest, beam)
+    tokens = memory.source_tokens
+    places, slot = memory.prompt_places(slots)
+    # Rows after the last prompt go to a column of their own, which is dropped.
+    missing = torch.arange(len(tokens), device=tokens.device) >= memory.cu_seqlens[slots]
+    column, places = slot.masked_fill(missing, slots), places.masked_fill(missing, 0)
+    padded = tokens.new_full((longest + 1, slots + 1), rules.pad)
+    padded[places, column] = tokens
+    following = padded[places + 1, column]
+    scores = torch.zeros(padded.shape, device=tokens.device)
+    scores[places + 1, column] = _log_probabilities(decoder, x, following, rules)
+    padded, scores = padded[:, :slots], scores.cumsum(0)[:, :slots]
+    rows = slots * beam
+    memory.past_tokens[:longest, :rows:beam] = padded[:-1]
+    memory.past_scores[:longest, :rows:beam] = scores[:-1]
+    memory.scores[:rows] += scores.index_select(0, memory.step[None])[0].repeat_interleave(beam)
+    # The results of the prompts that are finished. Those of others are overwritten.
+    memory.hypothesis_tokens[:longest, :rows] = padded[1:].repeat_interleave(beam, 1)
+    memory.hypothesis_scores[:longest, :rows] = scores[1:].repeat_interleave(beam, 1)
+    lengths = memory.lengths[:rows]
+    last = scores.repeat_interleave(beam, 1).gather(0, lengths[None].long())[0]
+    memory.totals[:rows] = last / lengths.double().pow(rules.length_penalty).float()
+
+
+def _log_probabilities(decoder: Any, x: Tensor, following: Tensor, rules: SearchOptions) -> Tensor:
+    """Log-probability, float32 [T], of the token that follows each of the features x [T, C].
+
+    They are those of ``ops.beam_candidates``, and 0 for a pad.
+    """
+    size = max(_LOGITS // decoder.output_projection.weight.shape[0], 1)
+    logs = []
+    for features, labels in zip(x.split(size), following.split(size), strict=True):
+        logits = decoder.output_layer(features)
+        if rules.temperature != 1.0:
+            logits = logits.float() / rules.temperature
+        logs.append(-ops.cross_entropy_fwd(logits, labels, 0.0, rules.pad, False)[1].float())
+    result = torch.cat(logs).nan_to_num_(-torch.inf, torch.inf, -torch.inf)
+    return result - rules.unk_penalty * (following == rules.unk)
+
+
+def follow(
+    memory: SearchBuffers, slots: int, rules: SearchOptions, candidates: tuple[Tensor, Tensor],
+    classes: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The candidates [S * beam, W], replaced for sentences whose prompt goes on.
+
+    Then only one hypothesis of a sentence, or all when sampling, has a score: it continues with the
+    prompt's next token.
+
+    classes: V. It is above W, so that the tokens of a row are all different.
+    """
+    scores, tokens = (each.unflatten(0, (slots, rules.beam)) for each in candidates)
+    beam, width = scores.shape[1:]
+    sentences = memory.sentences[:slots].clamp_min(0).long()
+    step = memory.step
+    ends = memory.cu_seqlens[sentences + 1] - memory.cu_seqlens[sentences]
+    goes_on = ((step + 1 < ends) & (step < memory.progress[Progress.MAX_LEN]))[:, None, None]
+    at = (step + 1).clamp_max(memory.positions - 1)[None]
+    token, total = (
+        past.index_select(0, at)[0].index_select(0, sentences * beam)[:, None, None]
+        for past in (memory.past_tokens, memory.past_scores)
+    )
+    place = torch.arange(width, dtype=torch.int32, device=tokens.device)
+    alive = place == 0
+    if not rules.sampled:
+        alive = alive & (torch.arange(beam, device=tokens.device) == 0)[:, None]
+    total = total.expand(scores.shape).masked_fill(~alive, -torch.inf)
+    scores = torch.where(goes_on, total, scores)
+    tokens = torch.where(goes_on, (token + place) % classes, tokens)
+    return scores.flatten(0, 1), tokens.flatten(0, 1)

@@ -1,0 +1,148 @@
+"""Text by language models from Python: `LanguageModel` loads a checkpoint and continues prompts."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, overload
+
+from lightseq_fairseq.cli.translate.sentences import seed
+from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.generation.texts import Hypothesis
+from lightseq_fairseq.pretrained import Kind, Pretrained, StrPath
+
+Prompt = str | Sequence[int]
+
+
+class LanguageModel(Pretrained):
+    """A trained language model that continues prompts; `from_pretrained` makes one.
+
+    It may be used for any number of calls, by one thread at a time.
+
+    Attributes:
+        configuration: fairseq's configuration; the command with the same options has the same.
+    """
+
+    kind = Kind(
+        task="language_modeling",
+        call="generate",
+        inputs="prompts",
+        advice="use the checkpoint of a language model, or load a translation model by Translator",
+        settings=("add_bos_token", "output_dictionary_size"),
+        batch={"batch_size": 32},
+    )
+
+    @classmethod
+    def from_pretrained(
+        cls, checkpoint: StrPath | Sequence[StrPath], data: StrPath | None = None, *,
+        native: bool = False, **options: Any,
+    ) -> LanguageModel:  # fmt: skip
+        """Load a checkpoint of ``lightseq-train`` or ``fairseq-train``.
+
+        Args:
+            checkpoint: as for `Translator.from_pretrained`.
+            data: the folder with the dictionary, dict.txt. None: the folder that the model was
+                trained on.
+            native: build fairseq's own model instead of this package's.
+            options: as for `Translator.from_pretrained`; options of `generate` become the defaults
+                of its calls.
+
+        Returns:
+            A language model, on the current GPU if there is one.
+
+        Raises:
+            UserError: the checkpoint, the data or an option cannot be used.
+        """
+        return cls._load(checkpoint, data, native, options)
+
+    def encode(self, text: str) -> list[int]:
+        """The numbers of a text's tokens in the dictionary, after ``tokenizer`` and ``bpe``."""
+        words = self._loaded.encode(text)
+        tokens = self._loaded.task.source_dictionary.encode_line(
+            words, add_if_not_exist=False, append_eos=False
+        )
+        return [int(token) for token in tokens]
+
+    @overload
+    def generate(self, prompts: Prompt, **options: Any) -> list[Hypothesis]: ...
+
+    @overload
+    def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[list[Hypothesis]]: ...
+
+    def generate(
+        self, prompts: Prompt | Iterable[Prompt], **options: Any
+    ) -> list[Hypothesis] | list[list[Hypothesis]]:
+        """Continue one prompt, or many in batches.
+
+        As in fairseq, a result begins with its prompt, and so do its scores; lengths count the
+        prompt, too. Batches consist of neighbours in the given order.
+
+        Args:
+            prompts: a text, or the numbers of tokens in the dictionary, without the token that
+                begins every text; or several of these. A prompt may be empty.
+            options: replace those of `from_pretrained` in this call. All flags of fairseq's search
+                are options: ``beam`` (default 5), ``nbest`` (1), ``max_len_a`` and ``max_len_b`` (0
+                and 200: the length is at most max_len_a * length of the batch's longest prompt +
+                max_len_b), ``min_len``, ``lenpen``, ``sampling``, ``sampling_topk``,
+                ``sampling_topp``, ``temperature``, ``no_repeat_ngram_size`` and others (see
+                docs/flags.md). So are the limits of a batch, ``max_tokens`` and ``batch_size``
+                (32), and ``seed``: a call with it draws the same samples again.
+
+        Returns:
+            For one prompt its ``nbest`` hypotheses, the best first; for several a list of these, in
+            the same order.
+
+        Raises:
+            UserError: there is no prompt, one is too long for the model or holds no numbers of
+                tokens, or an option cannot be used.
+        """
+        from lightseq_fairseq.fairseq_compat import deprecations
+
+        is_one = isinstance(prompts, str) or _are_numbers(prompts)
+        given = [prompts] if is_one else list(prompts)
+        if not given:
+            raise UserError("There is no prompt: give at least one, which may be empty.")
+        numbers = [
+            self.encode(prompt) if isinstance(prompt, str) else self._checked(number, prompt)
+            for number, prompt in enumerate(given)
+        ]
+        configuration, search = self._search(options)
+        with self._explained(), deprecations.silenced():
+            if "seed" in options:
+                seed(configuration)
+            found = [list(each.hypotheses) for each in search.of_numbers(numbers)]
+        return found[0] if is_one else found
+
+    def _checked(self, number: int, prompt: Any) -> list[int]:
+        """The numbers of a prompt's tokens; raises UserError if they are none."""
+        if not _are_numbers(prompt) and len(prompt) > 0:
+            raise UserError(
+                f"Prompt {number} (counted from 0) is no text and holds other things than whole "
+                "numbers: give the numbers of its tokens in the dictionary."
+            )
+        dictionary = self._loaded.task.source_dictionary
+        tokens = [int(token) for token in prompt]
+        for token in tokens:
+            if not 0 <= token < len(dictionary) or token == dictionary.pad():
+                raise UserError(
+                    f"Prompt {number} (counted from 0) holds the number {token}, which is no word "
+                    f"of the dictionary: it has the numbers 0 to {len(dictionary) - 1} without "
+                    f"{dictionary.pad()}."
+                )
+        return tokens
+
+
+def _are_numbers(prompt: Any) -> bool:
+    """Whether it is a list, a tensor or an array of whole numbers, at least one."""
+    try:
+        return len(prompt) > 0 and all(_is_number(token) for token in prompt)
+    except TypeError:
+        return False
+
+
+def _is_number(token: Any) -> bool:
+    operator.index(token)
+    return getattr(token, "ndim", 0) == 0  # a list of short tensors is several prompts
+
+
+__all__ = ["Hypothesis", "LanguageModel"]

@@ -1,0 +1,246 @@
+"""Loading of checkpoints from Python: what `Translator` and `LanguageModel` have in common.
+
+They run the code of ``lightseq-interactive``, with the same options, results and checks. fairseq
+and torch are imported when a checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+from lightseq_fairseq.cli.refusals import messages
+from lightseq_fairseq.cli.start import command_lines, launch, preflight
+from lightseq_fairseq.cli.translate.sentences import Search, load, seed
+from lightseq_fairseq.errors import UserError
+
+StrPath = str | os.PathLike[str]
+Self = TypeVar("Self", bound="Pretrained")
+
+_COMMAND = "interactive"
+_OF_A_RUN = ("checkpoint_best.pt", "checkpoint_last.pt")
+_BATCH = ("max_tokens", "batch_size", "max_sentences")
+# Options of one call, besides those of fairseq's search.
+_OF_A_CALL = {*_BATCH, "seed", "remove_bpe", "post_process", "skip_invalid_size_inputs_valid_test"}
+_OF_THE_MODEL = {"retain_dropout", "retain_dropout_modules"}  # fairseq lists them with the search
+# Names that are no options, and what to do instead; {call} is the method that generates.
+_NO_OPTION = {
+    "native": "pass it to from_pretrained()",
+    "data": "pass it to from_pretrained()",
+    "path": "pass the checkpoint as the first argument of from_pretrained()",
+    "input": "pass the {inputs} to {call}()",
+    "buffer_size": "pass many {inputs} to one call of {call}()",
+}
+
+
+class Kind(NamedTuple):
+    """What a class of models reads, in words for messages, and how it is loaded.
+
+    Attributes:
+        task: fairseq's task of its checkpoints.
+        call, inputs: the method that generates, and what it takes.
+        advice: what to do with a checkpoint of another task.
+        settings: settings of the task that are the checkpoint's unless they are given.
+        batch: the limit of a batch unless one is given.
+    """
+
+    task: str
+    call: str
+    inputs: str
+    advice: str
+    settings: tuple[str, ...]
+    batch: dict[str, Any]
+
+
+class Pretrained:
+    """A trained model that generates text; ``from_pretrained`` of a subclass makes one.
+
+    Attributes:
+        configuration: fairseq's configuration; the command with the same options has the same.
+    """
+
+    kind: ClassVar[Kind]
+
+    def __init__(self, words: Sequence[str], options: dict[str, Any], native: bool) -> None:
+        """Called by `from_pretrained`; ``words`` are a command line without ``options``."""
+        from lightseq_fairseq.checkpoints import models
+
+        self._words, self._options, self._native = list(words), options, native
+        self._request = messages.Request(self._words)
+        self.configuration = self._parsed(_words(options))
+        with self._explained(), models.building(native):
+            seed(self.configuration)
+            self._loaded = load(self.configuration)
+            search = Search(self._loaded, self.configuration)
+        self._searches = {_words(options): (self.configuration, search)}
+
+    @classmethod
+    def _load(
+        cls: type[Self], checkpoint: StrPath | Sequence[StrPath], data: StrPath | None,
+        native: bool, options: dict[str, Any],
+    ) -> Self:  # fmt: skip
+        """The model of ``from_pretrained``, whose arguments these are."""
+        from lightseq_fairseq import fairseq_compat
+
+        fairseq_compat.prepare()
+        from lightseq_fairseq import plugins  # noqa: F401  (its import registers our models)
+        from lightseq_fairseq.fairseq_compat import patching
+
+        patching.apply("model")
+        cls._check_names(options)
+        paths = [_file(path) for path in _listed(checkpoint)]
+        trained = _trained(paths[0], cls.kind, options)
+        options = {name: trained.get(name) for name in cls.kind.settings} | options
+        if not any(options.get(name) for name in _BATCH):
+            options |= cls.kind.batch
+        folder = _trained_on(trained, paths[0]) if data is None else os.fspath(data)
+        # The fused layers drop only in training.
+        native = native or bool(options.get("retain_dropout"))
+        if options.get("task") is None:
+            options["task"] = cls.kind.task
+        words = [folder, "--path", os.pathsep.join(paths), "--distributed-world-size", "1"]
+        return cls(words, options, native)
+
+    def _search(self, options: dict[str, Any]) -> tuple[Any, Search]:
+        """(configuration, search) for the options of a call; made once, then kept."""
+        self._check_names(options)
+        words = _words(self._options | options)
+        if words not in self._searches:
+            configuration = self._parsed(words)
+            self._check_call(options)
+            with self._explained():
+                self._searches[words] = configuration, Search(self._loaded, configuration)
+        return self._searches[words]
+
+    def _parsed(self, words: Sequence[str]) -> Any:
+        """fairseq's configuration for options, by the command's parser and checks."""
+        from fairseq import options
+        from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+        self._request = messages.Request([*self._words, *words])
+        program = f"{'fairseq' if self._native else 'lightseq'}-{_COMMAND}"
+        with (
+            self._explained(),
+            launch.typed(program, self._request.argv),
+            command_lines.refused_in_a_sentence(_COMMAND),
+            preflight.checks(_COMMAND, self._request),
+        ):
+            args = options.parse_args_and_arch(options.get_interactive_generation_parser())
+            return convert_namespace_to_omegaconf(args)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns errors that the user can correct into a UserError, as the command does."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            sentence = messages.explain(error, self._request)
+            if sentence is None:
+                raise
+            raise UserError(sentence) from error
+
+    @classmethod
+    def _check_names(cls, options: Iterable[str]) -> None:
+        for name in options:
+            if name in _NO_OPTION:
+                instead = _NO_OPTION[name].format(call=cls.kind.call, inputs=cls.kind.inputs)
+                raise UserError(f"{name} is not an option of {cls.__name__}: {instead}.")
+
+    @classmethod
+    def _check_call(cls, options: Iterable[str]) -> None:
+        """Raises UserError for an option that concerns the loaded model."""
+        from fairseq.dataclass.configs import GenerationConfig
+
+        of_a_call = {*GenerationConfig.__dataclass_fields__, *_OF_A_CALL} - _OF_THE_MODEL
+        for name in options:
+            if name not in of_a_call:
+                raise UserError(
+                    f"{name} is an option of {cls.__name__}.from_pretrained(), not of "
+                    f"{cls.kind.call}(): pass it there."
+                )
+
+
+def _words(options: dict[str, Any]) -> tuple[str, ...]:
+    """Options as words of a command line."""
+    words: list[str] = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, (list, tuple)):
+            words += [flag, *map(str, value)]
+        elif value is not None and value is not False:
+            words.append(f"{flag}={value}")  # "=": the value may begin with "-"
+    return tuple(words)
+
+
+def _listed(checkpoint: StrPath | Sequence[StrPath]) -> list[str]:
+    several = [checkpoint] if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
+    paths = [os.fspath(path) for path in several]
+    if not paths:
+        raise UserError("There is no checkpoint to load: pass one, or several for an ensemble.")
+    return paths
+
+
+def _file(path: str) -> str:
+    """The checkpoint itself, if ``path`` is the folder of a run."""
+    if not os.path.isdir(path):
+        return path
+    for name in _OF_A_RUN:
+        if os.path.isfile(os.path.join(path, name)):
+            return os.path.join(path, name)
+    raise UserError(
+        f"The folder {path} has no {' or '.join(_OF_A_RUN)}: use a checkpoint file, or the "
+        "--save-dir of a training run."
+    )
+
+
+def _trained(path: str, kind: Kind, options: dict[str, Any]) -> dict[str, Any]:
+    """The task's settings in a checkpoint.
+
+    Raises:
+        UserError: the file cannot be read, or is no checkpoint, or of another task than that of
+            ``kind`` and ``options`` name no task.
+    """
+    from fairseq.checkpoint_utils import get_maybe_sharded_checkpoint_filename as first_shard
+
+    from lightseq_fairseq.fairseq_compat.checkpoints import read_checkpoint
+
+    suffix, shards = options.get("checkpoint_suffix"), options.get("checkpoint_shard_count")
+    path = first_shard(path, suffix or "", 0, int(shards or 1))
+    try:
+        # With mmap the tensors are not read.
+        state = read_checkpoint(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
+    except OSError as error:
+        raise UserError(
+            f"The checkpoint {path} cannot be read ({error.strerror}): use a file or a folder "
+            "that lightseq-train wrote."
+        ) from None
+    # Checkpoints from before fairseq 0.10.2 have args instead of cfg.
+    found: Any = state.get("args") or (state.get("cfg") or {}).get("task") or {}
+    settings = vars(found) if isinstance(found, Namespace) else dict(found)
+    task = settings.get("_name") or settings.get("task") or "translation"
+    if task != kind.task and options.get("task") is None:
+        raise UserError(f"{path} contains a model of --task {task}: {kind.advice}.")
+    return settings
+
+
+def _trained_on(trained: dict[str, Any], path: str) -> str:
+    """The data folder that a checkpoint names."""
+    from fairseq import utils
+
+    data = trained.get("data") or ""
+    folders = utils.split_paths(data) if isinstance(data, str) else list(data)
+    if not folders or not os.path.isdir(folders[0]):
+        named = f"the data folder {folders[0]}, which does not exist here"
+        raise UserError(
+            f"{path} names {named if folders and folders[0] else 'no data folder'}: pass data, the "
+            "folder with the dictionaries."
+        )
+    return str(folders[0])

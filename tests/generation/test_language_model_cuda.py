@@ -1,0 +1,284 @@
+"""Text by language models on the GPU: the CPU's words, graphs with the bits of plain launches."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import helpers.counting as counting
+import pytest
+import torch
+from fairseq.sequence_generator import SequenceGenerator
+from helpers.counting import Toy, prompts
+from torch import Tensor
+
+from lightseq_fairseq import library
+from lightseq_fairseq.generation import search
+from lightseq_fairseq.generation.decoder import StepDecoder
+from lightseq_fairseq.plugins import generator as plugin
+
+pytestmark = pytest.mark.gpu
+
+SEARCHES: dict[str, dict[str, Any]] = {
+    "greedy": {"beam": 1},
+    "beam-4": {"beam": 4, "lenpen": 0.6},
+    "beam-5": {"beam": 5, "unkpen": -1, "min_len": 9},
+    "max-len": {"beam": 4, "max_len_a": 1.2, "max_len_b": 3},
+    "shorter-than-prompts": {"beam": 2, "max_len_b": 5},
+    "ngrams": {"beam": 3, "no_repeat_ngram_size": 2},
+    "temperature": {"beam": 3, "no_repeat_ngram_size": 3, "temperature": 1.5},
+}
+# The second and the third batch need as many rows as each other, and as the first nearly.
+BATCHES = ((5,) * 13, (3, 7, 1, 5, 5, 2, 0, 19), (9, 1, 2, 4, 11, 12, 3, 0), (6,))
+Found = Sequence[Sequence[Mapping[str, Tensor]]]
+
+
+@pytest.fixture(scope="module", name="toy")
+def trained_toy() -> Toy:
+    return counting.toy()
+
+
+def generate(model: Any, by: Any = None, on_cpu: bool = False, **options: Any) -> Found:
+    """The hypotheses of all batches, from samples where the model is or on the CPU."""
+    found: list[Any] = []
+    for lengths in BATCHES:
+        options = {"max_len_b": 30, **options}
+        words = prompts(*lengths)
+        results = counting.generate(counting.toy().task, [model], words, by, on_cpu, **options)
+        found += results.values()
+    return found
+
+
+def tokens(found: Found) -> list[list[list[int]]]:
+    return [[h["tokens"].tolist() for h in each] for each in found]
+
+
+def graphs(model: Any) -> int:
+    kept = model.decoder.steps._graphs
+    return 0 if kept is None else len(kept._graphs)
+
+
+def assert_close(ours: Found, expected: Found) -> None:
+    assert tokens(ours) == tokens(expected)
+    for mine, other in zip(ours, expected, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            for name in ("score", "positional_scores"):
+                torch.testing.assert_close(a[name].cpu(), b[name], rtol=0, atol=1e-4)
+
+
+def assert_equal(run: Found, other: Found) -> None:
+    assert tokens(run) == tokens(other)
+    for mine, its in zip(run, other, strict=True):
+        for a, b in zip(mine, its, strict=True):
+            assert torch.equal(a["positional_scores"], b["positional_scores"])
+            assert torch.equal(a["score"], b["score"])
+
+
+@pytest.mark.parametrize("by", [None, SequenceGenerator], ids=["own", "fairseqs"])
+@pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES)
+def test_float32_is_the_cpus(toy: Toy, options: dict[str, Any], by: Any) -> None:
+    model = copy.deepcopy(toy.ls).cuda()
+    expected = generate(toy.ls, **options)
+    assert_close(generate(model, by, **options), expected)
+    before = graphs(model)
+    assert_close(generate(model, by, **options), expected)  # by graphs from the first step on
+    assert graphs(model) >= before > 0
+
+
+@pytest.mark.parametrize("options", [{"beam": 5}, {"beam": 2, "no_repeat_ngram_size": 2}])
+@pytest.mark.parametrize("by", [None, SequenceGenerator], ids=["own", "fairseqs"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_captured_and_plain_steps_are_equal(
+    toy: Toy, dtype: torch.dtype, by: Any, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = copy.deepcopy(toy.ls).cuda().to(dtype)
+    runs = [generate(captured, by, **options) for _ in range(3)]
+    assert graphs(captured) > 0
+    monkeypatch.setenv("LIGHTSEQ_CAPTURE", "0")
+    plain = copy.deepcopy(toy.ls).cuda().to(dtype)
+    runs.append(generate(plain, by, **options))
+    assert graphs(plain) == 0
+    for run in runs[1:]:
+        assert_equal(run, runs[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bits_are_as_good_as_fairseqs(toy: Toy, dtype: torch.dtype) -> None:
+    expected = tokens(generate(toy.ls, beam=4))
+
+    def others(model: Any) -> int:
+        """Prompts that 16 bits continue otherwise."""
+        found = tokens(generate(copy.deepcopy(model).cuda().to(dtype), beam=4))
+        return sum(a[0] != b[0] for a, b in zip(found, expected, strict=True))
+
+    assert others(toy.ls) <= max(2 * others(toy.native), 0.1 * len(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"decoder_normalize_before": True, "decoder_learned_pos": True},
+        {"decoder_input_dim": 24, "decoder_output_dim": 16, "activation_fn": "gelu"},
+        {"no_decoder_final_norm": True, "decoder_normalize_before": True, "add_bos_token": True},
+    ],
+)
+def test_prompts_are_read_as_steps_read_them(flags: dict[str, Any], dtype: torch.dtype) -> None:
+    """What one packed pass leaves in the cache, and token by token: the same probabilities."""
+    task, model, _ = counting.variant(**flags)
+    model = model.cuda().to(dtype)
+    words = prompts(3, 20, 11, 7)
+    at_once, stepwise = (
+        counting.generate(task, [model], words, by, beam=1, max_len_b=24, min_len=24)
+        for by in (None, SequenceGenerator)
+    )
+    atol = 1e-4 if dtype == torch.float32 else 0.15
+    for number, prompt in enumerate(words):
+        mine, other = (found[number][0] for found in (at_once, stepwise))
+        until = len(prompt)  # the next token may be another one where two are nearly as good
+        torch.testing.assert_close(
+            mine["positional_scores"][: until - 1],
+            other["positional_scores"][: until - 1].cpu().float(),
+            rtol=0.02, atol=atol,
+        )  # fmt: skip
+        if dtype == torch.float32:
+            assert mine["tokens"].tolist() == other["tokens"].tolist()
+
+
+def test_nothing_waits_within_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(toy.ls).cuda()
+    options = {"beam": 3, "no_repeat_ngram_size": 2}
+    for _ in range(3):  # after which nothing grows and nothing is left to capture
+        generate(model, **options)
+    calls: list[str] = []
+
+    def without_waiting(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapped(*arguments: Any) -> Any:
+            calls.append(function.__name__)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return function(*arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return wrapped
+
+    monkeypatch.setattr(StepDecoder, "launch", without_waiting(StepDecoder.launch))
+    monkeypatch.setattr(StepDecoder, "open", without_waiting(StepDecoder.open))
+    monkeypatch.setattr(search, "_compact", without_waiting(search._compact))
+    monkeypatch.setattr(search, "_start", without_waiting(search._start))
+    generate(model, on_cpu=True, **options)
+    assert set(calls) == {"launch", "open", "_compact", "_start"}
+
+
+def test_a_prompt_is_one_pass_and_a_token_one_graph(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(toy.ls).cuda()
+    words = prompts(9, 9, 9)
+    options = {"beam": 2, "max_len_b": 20, "min_len": 20}
+    for _ in range(3):
+        counting.generate(toy.task, [model], words, **options)
+    keys: list[Any] = []
+    launch = StepDecoder.launch
+
+    def recorded(self: Any, key: Any, function: Any) -> Any:
+        keys.append(key[0])
+        return launch(self, key, function)
+
+    monkeypatch.setattr(StepDecoder, "launch", recorded)
+    for name in ("features", "prefill"):  # nothing but graphs
+        monkeypatch.setattr(StepDecoder, name, None)
+    counting.generate(toy.task, [model], words, **options)
+    assert keys[0] == "prompts" and len(keys) == 1 + 20 - 9 + 1 and "prompts" not in keys[1:]
+
+
+def test_samples_on_the_cpu(toy: Toy) -> None:
+    model = copy.deepcopy(toy.ls).cuda()
+    for _ in range(2):
+        moved = generate(model, beam=3)
+    assert_equal(generate(model, on_cpu=True, beam=3), moved)
+
+
+def test_prompts_that_are_finished(toy: Toy) -> None:
+    rows = [[5, 6, 7, 8, 2, 9], [4, 5, 6, 2, 2, 5], [5, 7, 9, 2, 1, 1], [7, 8, 1, 1, 1, 1]]
+    prefix = torch.tensor(rows)
+    for keep in ([0, 1, 2, 3], [0, 1, 2], [3, 1]):
+        found = []
+        for model in (copy.deepcopy(toy.ls).cuda(), toy.ls):
+            chosen = prefix[keep]
+            sample = {"net_input": {"src_tokens": chosen}, "id": torch.arange(len(keep))}
+            options = counting.GenerationConfig(beam=3, max_len_b=30)
+            generator = toy.task.build_generator([model], options)
+            assert isinstance(generator, plugin.LSSequenceGenerator)
+            found.append(generator.generate([model], sample, prefix_tokens=chosen, bos_token=2))
+        assert_close(*found)
+
+
+@pytest.mark.parametrize("more", [{}, {"no_repeat_ngram_size": 2}])
+def test_sampling(toy: Toy, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[Any] = []
+    ours = search.search
+
+    def counted(*arguments: Any) -> Any:
+        searches.append(arguments[4])
+        return ours(*arguments)
+
+    monkeypatch.setattr(plugin, "search", counted)
+    model = copy.deepcopy(toy.ls).cuda()
+    greedy = tokens(generate(model, beam=1, **more))
+    torch.manual_seed(3)
+    best = tokens(generate(model, beam=3, sampling=True, sampling_topk=1, **more))
+    assert all(h == g[0] for each, g in zip(best, greedy, strict=True) for h in each)
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(tokens(generate(model, beam=3, sampling=True, sampling_topk=4, **more)))
+    assert runs[0] == runs[1] != runs[2]
+    assert len(searches) == 5 * len(BATCHES)
+    for lengths, each in zip(BATCHES, range(len(BATCHES)), strict=True):
+        start = sum(len(batch) for batch in BATCHES[:each])
+        for prompt, results in zip(prompts(*lengths), runs[0][start:], strict=False):
+            words = prompt[:-1].tolist()
+            assert all(result[: len(words)] == words for result in results)
+
+
+def test_samples_have_fairseqs_distribution(toy: Toy) -> None:
+    """The first word after a prompt, 3000 times each, by our search and by fairseq's."""
+    model = copy.deepcopy(toy.ls).cuda()
+    words = prompts(4) * 50
+    counts = []
+    for by in (None, SequenceGenerator):
+        found = torch.zeros(len(toy.task.target_dictionary))
+        for seed in range(20):
+            torch.manual_seed(seed)
+            results = counting.generate(
+                toy.task, [model], words, by, beam=3, sampling=True, temperature=1.5, max_len_b=5
+            )
+            first = torch.tensor([h["tokens"][4] for each in results.values() for h in each])
+            found += torch.bincount(first, minlength=len(found))
+        counts.append(found)
+    total = counts[0].sum()
+    assert total == counts[1].sum() == 3000
+    often = (counts[0] + counts[1]) > 20
+    difference = (counts[0] - counts[1])[often].square() / (counts[0] + counts[1])[often]
+    assert difference.sum() < 6 * often.sum()  # chi-square with as many degrees of freedom
+
+
+def test_memory_that_grows(toy: Toy) -> None:
+    model = copy.deepcopy(toy.ls).cuda()
+    words = counting.sample(toy.task, prompts(3, 7, 1, 5))["net_input"]["src_tokens"][:, 1:]
+    given = words, search.SearchOptions(4, 1, 2, 3), 2, 35
+    found = [
+        search.search(model.decoder.steps, None, model.decoder, *given, positions)
+        for positions in (2, 50)
+    ]
+    assert_equal(*found)
+
+
+def test_every_kernel_is_there() -> None:
+    """Without one of them, nothing would have been captured above."""
+    assert not library.load().references

@@ -1,0 +1,138 @@
+"""A toy text that a small language model learns in seconds: numbers in words, counted in steps."""
+
+from __future__ import annotations
+
+import functools
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import helpers.parity as parity
+import torch
+from fairseq import utils
+from fairseq.dataclass.configs import GenerationConfig
+from helpers.parity import LS, NATIVE, TEXT, command_line
+from torch import Tensor
+
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "and"]
+LIMIT = 40  # positions of the model
+FLAGS: dict[str, Any] = {
+    **TEXT,
+    "sample_break_mode": "eos",
+    "tokens_per_sample": LIMIT,
+    "decoder_embed_dim": 32,
+    "decoder_input_dim": 32,
+    "decoder_output_dim": 32,
+    "decoder_ffn_embed_dim": 64,
+    "decoder_attention_heads": 4,
+    "decoder_layers": 2,
+    "lr": 2e-3,
+    "warmup_updates": 50,
+    "clip_norm": 1.0,
+    "weight_decay": 0.0,
+    "update_freq": 1,
+    "max_tokens": 1000,
+}
+UPDATES = 160
+
+
+def write_counting(folder: Path) -> Path:
+    """Sentences such as "three five seven nine one": steps of one to three, with slips."""
+    rng = random.Random(5)
+
+    def sentence() -> str:
+        number, step = rng.randrange(10), rng.randint(1, 3)
+        words = []
+        for _ in range(rng.randint(3, 12)):
+            words.append(WORDS[number])
+            number = (number + step + (rng.random() < 0.1)) % 10
+        return " ".join(words)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "dict.txt").write_text("".join(f"{word} 1\n" for word in WORDS))
+    for split, count in (("train", 1500), ("valid", 100), ("test", 60)):
+        lines = [sentence() for _ in range(count)]
+        if split == "test":  # some words are in no dictionary
+            lines = [line.replace("four five", "four fivety") for line in lines]
+        (folder / split).write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@dataclass
+class Toy:
+    """The task and two models with the same weights; ``path`` is a checkpoint of our training."""
+
+    folder: Path
+    task: Any
+    ls: Any
+    native: Any
+    path: Path
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="counting-")
+
+
+@functools.cache
+def toy() -> Toy:
+    """The same for all tests of a process."""
+    folder = write_counting(Path(_folder().name))
+    cfg = parity.parse(command_line(folder, LS, **FLAGS))
+    task, model, criterion = parity.build(cfg)
+    trainer = parity.Trainer(cfg, task, model, criterion)
+    batches = parity.batches(trainer, cfg)
+    for _ in range(UPDATES):
+        trainer.train_step(next(batches))
+    trainer.consolidate_optimizer()
+    path = folder / "ours.pt"
+    trainer.save_checkpoint(str(path), {})
+    native = task.build_model(parity.parse(command_line(folder, NATIVE, **FLAGS)).model)
+    native.load_state_dict(model.state_dict(), strict=True)
+    return Toy(folder, task, model.eval(), native.eval(), path)
+
+
+def variant(**flags: Any) -> tuple[Any, Any, Any]:
+    """Task and two models that were not trained, with the same weights, our model first.
+
+    Their weights are large, so that no two tokens are as good as each other.
+    """
+    given = {**FLAGS, **flags}
+    task, ours, _ = parity.build(parity.parse(command_line(toy().folder, LS, **given)))
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.add_(torch.randn_like(parameter).mul_(0.3))
+    native = task.build_model(parity.parse(command_line(toy().folder, NATIVE, **given)).model)
+    native.load_state_dict(ours.state_dict(), strict=True)
+    return task, ours.eval(), native.eval()
+
+
+def prompts(*lengths: int) -> list[Tensor]:
+    """Prompts of so many words, each int64 with the eos that fairseq's reader appends."""
+    return [
+        torch.tensor([*(4 + (3 * place + n * n) % 10 for n in range(length)), 2])
+        for place, length in enumerate(lengths)
+    ]
+
+
+def sample(task: Any, given: Sequence[Tensor], device: str = "cpu") -> Any:
+    """One batch of all prompts, as fairseq-interactive makes it."""
+    lengths = torch.tensor([len(tokens) for tokens in given])
+    dataset = task.build_dataset_for_inference(list(given), lengths)
+    batch = dataset.collater([dataset[i] for i in range(len(given))])
+    return utils.move_to_cuda(batch) if device == "cuda" else batch
+
+
+def generate(
+    task: Any, models: list[Any], given: Sequence[Tensor], by: Any = None, on_cpu: bool = False,
+    **options: Any,
+) -> dict[int, list[Any]]:  # fmt: skip
+    """All hypotheses of each prompt, by the task's generator or one of class ``by``."""
+    generator = task.build_generator(models, GenerationConfig(**options), seq_gen_cls=by)
+    device = "cpu" if on_cpu else next(models[0].parameters()).device.type
+    found = task.inference_step(generator, models, sample(task, given, device))
+    return dict(enumerate(found))
