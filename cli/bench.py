@@ -95,12 +95,12 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
 )  # fmt: skip
 @click.option(
     "--text", type=click.Path(path_type=Path), default=Path("build/bench-text"),
-    help="Folder of the running text for language models, made if it does not exist.",
+    help="Folder of the running text for language models, created if it does not exist.",
     show_default=True,
 )  # fmt: skip
 @click.option(
     "--tokens", type=click.IntRange(1), default=corpora.TOKENS, show_default=True,
-    help="Tokens in it.",
+    help="Number of tokens in the text.",
 )  # fmt: skip
 @click.option(
     "--workers", type=click.IntRange(0), default=4, show_default=True,

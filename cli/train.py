@@ -27,7 +27,7 @@ from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
     "still applies, --required-batch-size-multiple does not. Validation keeps fairseq's batches.",
 )
 def main(words: list[str], native: bool, pack_tokens: bool) -> None:
-    """Train a translation model: fairseq-train, accelerated.
+    """Train a translation model or a language model: fairseq-train, accelerated.
 
     Takes every option of fairseq-train. To use this package, add the prefix ls_ to the arch, the
     optimizer and the criterion. The arch is enough; this command is complete:

@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from lightseq_fairseq.cli.start.commands import version
+from lightseq_fairseq.cli.start.commands import OneSentenceGroup, version
 
 COMMANDS = (
     "preprocess", "train", "validate", "average", "generate", "interactive", "score", "export",
@@ -21,7 +21,7 @@ def _module(command: str) -> str:
     return f"lightseq_fairseq.cli.{command}{'_' if command == 'import' else ''}"
 
 
-class _Commands(click.Group):
+class _Commands(OneSentenceGroup):
     """Imports a command's module when the command is run or listed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -35,6 +35,7 @@ class _Commands(click.Group):
 
 
 @click.group(
+    "python -m lightseq_fairseq",
     cls=_Commands,
     invoke_without_command=True,
     context_settings={"max_content_width": 100},

@@ -27,7 +27,7 @@ class LanguageModel(Pretrained):
         task="language_modeling",
         call="generate",
         inputs="prompts",
-        advice="name the checkpoint of a language model, or load a translation model by Translator",
+        advice="use the checkpoint of a language model, or load a translation model by Translator",
         settings=("add_bos_token", "output_dictionary_size"),
         batch={"batch_size": 32},
     )

@@ -29,11 +29,11 @@ _OF_A_CALL = {*_BATCH, "seed", "remove_bpe", "post_process", "skip_invalid_size_
 _OF_THE_MODEL = {"retain_dropout", "retain_dropout_modules"}  # fairseq lists them with the search
 # Names that are no options, and what to do instead; {call} is the method that generates.
 _NO_OPTION = {
-    "native": "it is an argument of from_pretrained()",
-    "data": "it is an argument of from_pretrained()",
-    "path": "the checkpoint is the first argument of from_pretrained()",
-    "input": "give the {inputs} to {call}()",
-    "buffer_size": "give many {inputs} to one call of {call}()",
+    "native": "pass it to from_pretrained()",
+    "data": "pass it to from_pretrained()",
+    "path": "pass the checkpoint as the first argument of from_pretrained()",
+    "input": "pass the {inputs} to {call}()",
+    "buffer_size": "pass many {inputs} to one call of {call}()",
 }
 
 
@@ -150,7 +150,7 @@ class Pretrained:
         for name in options:
             if name in _NO_OPTION:
                 instead = _NO_OPTION[name].format(call=cls.kind.call, inputs=cls.kind.inputs)
-                raise UserError(f"{name} is no option here: {instead}.")
+                raise UserError(f"{name} is not an option of {cls.__name__}: {instead}.")
 
     @classmethod
     def _check_call(cls, options: Iterable[str]) -> None:
@@ -162,7 +162,7 @@ class Pretrained:
             if name not in of_a_call:
                 raise UserError(
                     f"{name} is an option of {cls.__name__}.from_pretrained(), not of "
-                    f"{cls.kind.call}(): give it there."
+                    f"{cls.kind.call}(): pass it there."
                 )
 
 
@@ -184,7 +184,7 @@ def _listed(checkpoint: StrPath | Sequence[StrPath]) -> list[str]:
     several = [checkpoint] if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
     paths = [os.fspath(path) for path in several]
     if not paths:
-        raise UserError("There is no checkpoint to load: name one, or several for an ensemble.")
+        raise UserError("There is no checkpoint to load: pass one, or several for an ensemble.")
     return paths
 
 
@@ -196,8 +196,8 @@ def _file(path: str) -> str:
         if os.path.isfile(os.path.join(path, name)):
             return os.path.join(path, name)
     raise UserError(
-        f"The folder {path} has no {' or '.join(_OF_A_RUN)}: name a checkpoint, or the --save-dir "
-        "of a training."
+        f"The folder {path} has no {' or '.join(_OF_A_RUN)}: use a checkpoint file, or the "
+        "--save-dir of a training run."
     )
 
 
@@ -219,15 +219,15 @@ def _trained(path: str, kind: Kind, options: dict[str, Any]) -> dict[str, Any]:
         state = read_checkpoint(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
     except OSError as error:
         raise UserError(
-            f"The checkpoint {path} cannot be read ({error.strerror}): name a file or a folder "
-            "that lightseq-train has written."
+            f"The checkpoint {path} cannot be read ({error.strerror}): use a file or a folder "
+            "that lightseq-train wrote."
         ) from None
     # Checkpoints from before fairseq 0.10.2 have args instead of cfg.
     found: Any = state.get("args") or (state.get("cfg") or {}).get("task") or {}
     settings = vars(found) if isinstance(found, Namespace) else dict(found)
     task = settings.get("_name") or settings.get("task") or "translation"
     if task != kind.task and options.get("task") is None:
-        raise UserError(f"{path} holds a model of --task {task}: {kind.advice}.")
+        raise UserError(f"{path} contains a model of --task {task}: {kind.advice}.")
     return settings
 
 
@@ -238,8 +238,9 @@ def _trained_on(trained: dict[str, Any], path: str) -> str:
     data = trained.get("data") or ""
     folders = utils.split_paths(data) if isinstance(data, str) else list(data)
     if not folders or not os.path.isdir(folders[0]):
-        named = f"{folders[0]}, which does not exist here" if folders and folders[0] else "none"
+        named = f"the data folder {folders[0]}, which does not exist here"
         raise UserError(
-            f"{path} names its data folder as {named}: give data, the folder with the dictionaries."
+            f"{path} names {named if folders and folders[0] else 'no data folder'}: pass data, the "
+            "folder with the dictionaries."
         )
     return str(folders[0])

@@ -24,8 +24,8 @@ class Translator(Pretrained):
         task="translation",
         call="translate",
         inputs="sentences",
-        advice="name the checkpoint of a translation model, or, if this one translates, give task "
-        "and its options as to lightseq-interactive",
+        advice="use the checkpoint of a translation model. If this model translates, pass task and "
+        "its options, as for lightseq-interactive",
         settings=("source_lang", "target_lang"),
         batch={"max_tokens": 12000},  # the default of fairseq-generate
     )
@@ -102,14 +102,14 @@ def _lines(sentences: Any) -> list[str]:
     """The sentences as a list; raises UserError if there is none, or one is empty or no text."""
     lines = list(sentences) if isinstance(sentences, Iterable) else [sentences]
     if not lines:
-        raise UserError("There is no sentence to translate: give at least one.")
+        raise UserError("There is no sentence to translate: pass at least one.")
     for number, line in enumerate(lines):
         if not isinstance(line, str):
             raise UserError(
-                f"Sentence {number} (counted from 0) is of type {type(line).__name__}: give texts."
+                f"Sentence {number} (counted from 0) is of type {type(line).__name__}: pass text."
             )
         if not line.strip():
-            raise UserError(f"Sentence {number} (counted from 0) is empty: leave it out.")
+            raise UserError(f"Sentence {number} (counted from 0) is empty: remove it.")
     return lines
 
 

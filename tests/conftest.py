@@ -1,6 +1,6 @@
-"""Tests marked `gpu` run where torch sees a GPU; asking for them elsewhere is an error.
+"""Tests marked `gpu` run only if torch finds a GPU; requesting them without a GPU is an error.
 
-Test processes share the GPU, except in tests marked `alone`, for which all others wait.
+Test processes share the GPU. A test marked `alone` waits until no other process uses the GPU.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import IO
 import pytest
 import torch
 
-# The packages that `python -m scripts.tables` and its like find in the root, which is not on the
-# path here: beside them lies the package that is tested, without the cli of an installation.
+# Packages of the root that tests import, such as scripts for `python -m scripts.tables`. The root
+# is not on the path, because there its cli would come before the tested package.
 for _name in ("scripts", "examples"):
     _file = Path(__file__).resolve().parents[1] / _name / "__init__.py"
     _spec = importlib.util.spec_from_file_location(_name, _file)
@@ -29,7 +29,8 @@ LOCKED = pytest.StashKey[IO[str]]()
 
 
 def _lock_gpu(alone: bool) -> IO[str]:
-    """Who waits for the others to end keeps the door shut, or there would always be one."""
+    """A process that waits for the GPU alone holds the door lock, so that no new process gets in
+    before it."""
     with Path(f"{LOCK}.door").open("w") as door:
         fcntl.flock(door, fcntl.LOCK_EX)
         gpu = Path(f"{LOCK}.gpu").open("w")  # noqa: SIM115 (closed in teardown)
@@ -52,8 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
-    # opcheck feigns a GPU. Autograd counts devices at its first backward, and where it finds one,
-    # children of this process, in which some tests train, cannot use it: so it counts them now.
+    # opcheck simulates a GPU. Autograd counts devices at its first backward. If it counted the
+    # simulated GPU, child processes in which some tests train would fail, so let it count now.
     torch.ones((), requires_grad=True).backward()
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=on_gpu)
@@ -62,16 +63,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    torch.manual_seed(1)  # the same draws in each run, alone or among others
+    torch.manual_seed(1)  # the same random numbers in each run, also if only some tests run
     if item.get_closest_marker("gpu"):
         item.stash[LOCKED] = _lock_gpu(alone=item.get_closest_marker("alone") is not None)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    # Other test processes share the GPU, and the sizes here are so many that few blocks of memory
-    # would serve again.
+    # Other test processes share the GPU. The sizes in these tests vary so much that cached blocks
+    # would rarely be used again.
     if item.get_closest_marker("gpu"):
         torch.cuda.empty_cache()
         with item.stash[LOCKED] as gpu:
-            fcntl.flock(gpu, fcntl.LOCK_UN)  # forked children may still have the file open
+            fcntl.flock(gpu, fcntl.LOCK_UN)  # a forked child may still have the file open

@@ -43,6 +43,14 @@ def _is_set(flag: str) -> Callable[[argparse.Namespace], bool]:
     return lambda args: bool(getattr(args, name, None))
 
 
+def _has_adaptive_softmax(args: argparse.Namespace) -> bool:
+    """Whether the model is one of ours, of those that support it, with adaptive softmax."""
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
+    supported = getattr(ARCH_MODEL_REGISTRY.get(args.arch), "adaptive", False)
+    return supported and bool(getattr(args, "adaptive_softmax_cutoff", None))
+
+
 def _lacks_gpu(args: argparse.Namespace) -> bool:
     import torch
 
@@ -71,7 +79,7 @@ _PADS_WITHIN = Refusal(
 # fairseq criteria that need another kind of model or data than a translation model and sentence
 # pairs.
 _OF_OTHER_TASKS = """
-adaptive_loss ctc fastspeech2 hubert label_smoothed_cross_entropy_with_ctc
+ctc fastspeech2 hubert label_smoothed_cross_entropy_with_ctc
 latency_augmented_label_smoothed_cross_entropy legacy_masked_lm_loss masked_lm model nat_loss
 sentence_prediction sentence_prediction_adapters sentence_ranking speech_to_spectrogram
 speech_to_unit speech_unit_lm_criterion tacotron2 vocab_parallel_cross_entropy wav2vec
@@ -112,6 +120,22 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 "{args.criterion} is for other models or data than those of translation",
                 "use --criterion ls_label_smoothed_cross_entropy or ls_cross_entropy",
                 always=False),
+        Refusal("--criterion",
+                lambda args: registries.is_fused(args.arch) and args.criterion == "adaptive_loss"
+                and not getattr(args, "adaptive_softmax_cutoff", None),
+                "adaptive_loss is for models with adaptive softmax",
+                "use --criterion ls_cross_entropy, or give a language model "
+                "--adaptive-softmax-cutoff", always=False),
+        Refusal("--criterion",
+                lambda args: _has_adaptive_softmax(args) and args.criterion != "adaptive_loss",
+                "this one needs every logit, and the model has adaptive softmax",
+                "use --criterion adaptive_loss, or train without --adaptive-softmax-cutoff",
+                always=False),
+        Refusal("--ddp-backend",
+                lambda args: _has_adaptive_softmax(args)
+                and args.ddp_backend in ("c10d", "pytorch_ddp"),
+                "with adaptive softmax, an update may leave out rare words' parameters",
+                "use --ddp-backend legacy_ddp", always=False),
         Refusal("--optimizer",
                 lambda args: args.optimizer == "composite" and registries.is_fused(args.arch),
                 "composite needs parameters that name their groups, and those of an ls_ arch do "
@@ -316,7 +340,10 @@ def refusal(command: str, args: argparse.Namespace) -> str | None:
         # The model would report it too, but only after the data are loaded.
         from lightseq_fairseq.plugins.unsupported import unsupported_option
 
-        unsupported = unsupported_option(args)
+        # isort: split
+        from fairseq.models import ARCH_MODEL_REGISTRY
+
+        unsupported = unsupported_option(args, ARCH_MODEL_REGISTRY[args.arch].adaptive)
         return None if unsupported is None else unsupported.sentence(args.arch)
     return None
 

@@ -115,9 +115,10 @@ def _state_dict(failure: Cause, request: Request) -> str | None:
         saved_words, *saved_width = saved.split(", ")
         built_words, *built_width = built.split(", ")
         if name.endswith(_VOCABULARY) and saved_width == built_width:
-            side = "source" if name.startswith("encoder") else "target"
+            side = "source " if name.startswith("encoder") else "target "
+            side = "" if getattr(request.args, "task", None) == "language_modeling" else side
             return (
-                f"The dictionary does not match {checkpoint}: the {side} dictionary in "
+                f"The dictionary does not match {checkpoint}: the {side}dictionary in "
                 f"{_data_folder(request)} has {built_words} words, but the checkpoint was trained "
                 f"with {saved_words}; {_ITS_DICTIONARIES}"
             )

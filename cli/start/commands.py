@@ -35,7 +35,9 @@ class OneSentence(click.Command):
             return super().parse_args(ctx, args)
 
 
-class _Group(click.Group):
+class OneSentenceGroup(click.Group):
+    """A group of commands that reports wrong usage in one sentence."""
+
     command_class = OneSentence
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -52,10 +54,13 @@ class _Group(click.Group):
 @contextmanager
 def _usage_errors(ctx: click.Context) -> Iterator[None]:
     """Turns click's usage errors within the block into a `CommandError`."""
-    chain = [ctx]
-    while chain[0].parent is not None:
-        chain.insert(0, chain[0].parent)
-    program = " ".join(str(context.command.name) for context in chain)
+    # python -m lightseq_fairseq has the commands as its subcommands; a command's own name begins
+    # with lightseq-, and only lightseq-bench has subcommands of its own.
+    names, outer = [str(ctx.command.name)], ctx.parent
+    while outer is not None and not names[0].startswith("lightseq-"):
+        names.insert(0, str(outer.command.name))
+        outer = outer.parent
+    program = " ".join(names)
     try:
         yield
     except click.NoSuchOption as error:
@@ -63,10 +68,10 @@ def _usage_errors(ctx: click.Context) -> Iterator[None]:
         sentence = command_lines.unknown_flag(
             program, error.option_name, known, f"{program} --help lists all flags."
         )
-        raise CommandError(str(chain[0].command.name), sentence) from error
+        raise CommandError(names[0], sentence) from error
     except click.UsageError as error:
         says = command_lines.ended(error.format_message())
-        raise CommandError(str(chain[0].command.name), f"{says} See {program} --help.") from error
+        raise CommandError(names[0], f"{says} See {program} --help.") from error
 
 
 def own(name: str) -> Callable[[Callable[..., None]], click.Command]:
@@ -76,7 +81,9 @@ def own(name: str) -> Callable[[Callable[..., None]], click.Command]:
 
 def group(name: str) -> Callable[[Callable[..., None]], click.Group]:
     """Decorator: makes the command ``name`` whose own commands its method ``command`` adds."""
-    return lambda body: click.group(name, _Group, context_settings=_SETTINGS)(version(body))
+    return lambda body: click.group(name, OneSentenceGroup, context_settings=_SETTINGS)(
+        version(body)
+    )
 
 
 def version(command: _Command) -> _Command:

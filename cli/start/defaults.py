@@ -84,7 +84,7 @@ RECIPES = {
     # fairseq's examples/language_model/README.adaptive_inputs.md, of transformer_lm_wiki103.
     ADAPTIVE: _recipe(
         "--optimizer nag --clip-norm 0.1",
-        "--criterion adaptive_loss",
+        "--criterion adaptive_loss --ddp-backend legacy_ddp",
         "--lr 1.0 --lr-scheduler cosine --min-lr 1e-4 --stop-min-lr 1e-9 --t-mult 2 "
         "--lr-period-updates 270000 --lr-shrink 0.75 --warmup-updates 16000 --warmup-init-lr 1e-7",
         max_tokens=3072,

@@ -82,6 +82,20 @@ def load_model_ensemble(
     return models, cfg
 
 
+def eval_lm_dataloader(
+    original: Callable[..., Any], self: Any, dataset: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Raises UserError if blocks have more tokens than the model has positions: fairseq would leave
+    them out, and measure what remains, such as the end of the text."""
+    block, positions = self.args.tokens_per_sample, kwargs.get("max_positions")
+    if positions is not None and self.args.sample_break_mode != "eos" and block > positions:
+        raise UserError(
+            f"A block has {block} tokens (--tokens-per-sample, less --context-window) and the "
+            f"model's positions end at {positions}: give --tokens-per-sample {positions}."
+        )
+    return original(self, dataset, *args, **kwargs)
+
+
 def make_dataset(
     original: Callable[..., Any],
     path: str,

@@ -101,9 +101,8 @@ def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
     """Raises UserError on input that the command cannot use; ``args`` is fairseq's namespace."""
     from fairseq.tasks import TASK_REGISTRY
 
-    from lightseq_fairseq.cli.start import (
-        preflight_data,  # imports numpy, which --help does not need
-    )
+    # These import numpy, which --help does not need.
+    from lightseq_fairseq.cli.start import preflight_data, preflight_text
 
     if command != "train" and getattr(args, "path", None) is None:
         raise UserError(
@@ -128,6 +127,8 @@ def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
         preflight_checkpoints.best_metric(args)
     if _reads_sentence_pairs(args.task):
         preflight_data.data(command, args)
+    elif _reads_running_text(args.task):
+        preflight_text.text(command, args)
     elif TASK_REGISTRY[args.task].__module__.startswith("fairseq.tasks."):
         preflight_data.sentences(command, args)
 
@@ -154,12 +155,25 @@ def language_model(command: str, args: argparse.Namespace) -> None:
 def _reads_sentence_pairs(task: str) -> bool:
     """Whether the task loads dictionaries and data with the methods of fairseq's translation task;
     a subclass may override them."""
-    from fairseq.tasks import TASK_REGISTRY
     from fairseq.tasks.translation import TranslationTask
 
+    return _loads_as(task, TranslationTask, "setup_task", "load_dictionary", "load_dataset")
+
+
+def _reads_running_text(task: str) -> bool:
+    """The same of fairseq's language modeling task."""
+    from fairseq.tasks.language_modeling import LanguageModelingTask
+
+    return _loads_as(task, LanguageModelingTask, "setup_task", "setup_dictionary", "load_dataset")
+
+
+def _loads_as(task: str, fairseqs: type, *names: str) -> bool:
+    """Whether methods of the task are those of a class of fairseq's."""
+    from fairseq.tasks import TASK_REGISTRY
+
     return all(
-        registries.function(TASK_REGISTRY[task], name) is registries.function(TranslationTask, name)
-        for name in ("setup_task", "load_dictionary", "load_dataset")
+        registries.function(TASK_REGISTRY[task], name) is registries.function(fairseqs, name)
+        for name in names
     )
 
 

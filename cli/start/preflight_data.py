@@ -31,6 +31,11 @@ def data(command: str, args: argparse.Namespace) -> None:
     if source is None or target is None:
         source, target = infer_language_pair(folders[0])
         if source is None or target is None:
+            if os.path.isfile(os.path.join(folders[0], "dict.txt")):
+                raise UserError(
+                    f"{folders[0]} holds running text, and --task {args.task} reads sentence "
+                    "pairs: give --task language_modeling, or another directory."
+                )
             raise UserError(
                 f"{folders[0]} contains no binarised sentence pairs (no file such as "
                 f"train.de-en.de.idx): use the folder that lightseq-preprocess wrote (its "
@@ -42,12 +47,12 @@ def data(command: str, args: argparse.Namespace) -> None:
                 f"{folders[0]} contains no dict.{language}.txt: use the folder that "
                 f"lightseq-preprocess wrote (its --destdir), and its languages with -s and -t."
             )
-    for folder, split in _splits(command, args, folders):
+    for folder, split in splits(command, args, folders):
         if not _has_split(folder, split, source, target):
             raise UserError(
                 f"{folder} contains no split named {split} for {source}-{target}: binarise it with "
-                f"lightseq-preprocess ({_prefix_flag(split)}), or choose another split with "
-                f"{_SUBSET_FLAGS[command, split == args.train_subset]}."
+                f"lightseq-preprocess ({prefix_flag(split)}), or choose another split with "
+                f"{SUBSET_FLAGS[command, split == args.train_subset]}."
             )
         reader = _reader_of_targets(command, args)
         if reader is not None and not _has_split(folder, split, target, source):
@@ -76,14 +81,14 @@ def sentences(command: str, args: argparse.Namespace) -> None:
     from lightseq_fairseq.cli.start import binarised  # imports numpy, which --help does not need
 
     folders = utils.split_paths(getattr(args, "data", None) or "")
-    splits = list(_splits(command, args, folders))
-    pairs = _pairs(args, folders[0]) if splits else []
+    found = list(splits(command, args, folders))
+    pairs = _pairs(args, folders[0]) if found else []
     words = {}
     if TASK_REGISTRY[args.task] is TranslationTask:
         for language in itertools.chain(*pairs):
             path = os.path.join(folders[0], f"dict.{language}.txt")
             words[language] = len(TranslationTask.load_dictionary(path))
-    for (folder, split), pair in itertools.product(splits, pairs):
+    for (folder, split), pair in itertools.product(found, pairs):
         for stem in _parts(command, args, os.path.join(folder, split), *pair):
             counts = {}
             for language in pair:
@@ -193,13 +198,13 @@ def _reader_of_targets(command: str, args: argparse.Namespace) -> str | None:
     return "--prefix-size" if args.prefix_size > 0 else None
 
 
-def _prefix_flag(split: str) -> str:
+def prefix_flag(split: str) -> str:
     """lightseq-preprocess's flag for the text of a split."""
     kind = next((kind for kind in ("train", "valid") if split.startswith(kind)), "test")
     return f"--{kind}pref"
 
 
-_SUBSET_FLAGS = {
+SUBSET_FLAGS = {
     ("train", True): "--train-subset",
     ("train", False): "--valid-subset",
     ("validate", True): "--valid-subset",
@@ -211,7 +216,7 @@ _SUBSET_FLAGS = {
 }
 
 
-def _splits(
+def splits(
     command: str, args: argparse.Namespace, folders: Sequence[str]
 ) -> Iterable[tuple[str, str]]:
     """The (directory, split) pairs that the command reads in any case."""

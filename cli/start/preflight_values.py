@@ -57,8 +57,8 @@ def _words_of_subwords(symbol: str | None) -> None:
     """Raises UserError on a --remove-bpe that fairseq-eval-lm does not know."""
     if symbol not in (None, "subword_nmt", "@@ "):
         raise UserError(
-            f"--remove-bpe {symbol} is not known to lightseq-eval-lm: give --remove-bpe '@@ ', "
-            "which scores whole words of subword-nmt's pieces, or leave it out."
+            f"--remove-bpe {symbol} is unknown in lightseq-eval-lm: use --remove-bpe '@@ ', which "
+            "scores the words of subword-nmt instead of its subwords, or remove it."
         )
 
 

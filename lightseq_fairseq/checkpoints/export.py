@@ -205,11 +205,13 @@ def to_ctranslate2(
     if isinstance(trained.model, TransformerLanguageModel):
         output_layer = trained.model.decoder.output_projection
         if output_layer is None:
-            raise UserError("CTranslate2 has no adaptive softmax: export it with --to safetensors")
+            raise UserError(
+                "CTranslate2 has no adaptive softmax: export this model with --to safetensors."
+            )
         if output_layer.out_features != _sizes(trained.checkpoint["model"])[0]:
             raise UserError(
-                "CTranslate2's language models predict all words of their dictionary, and this one "
-                "was trained with --output-dictionary-size: export it with --to safetensors"
+                "CTranslate2's language models predict all words of the dictionary, but this one "
+                "was trained with --output-dictionary-size: export it with --to safetensors."
             )
     # The converter needs only the options and the weights. Its torch.load refuses other parts of a
     # checkpoint, such as the numpy arrays in the meters of --eval-bleu.

@@ -107,7 +107,7 @@ def ls_arch(args: Any) -> tuple[str | None, str | None]:
     name = _PREFIX + arch
     if ARCH_MODEL_REGISTRY.get(arch) not in _REPLACED or name not in ARCH_MODEL_REGISTRY:
         return None, None
-    unsupported = unsupported_option(args)
+    unsupported = unsupported_option(args, ARCH_MODEL_REGISTRY[name].adaptive)
     if unsupported is None:
         return name, None
     return None, f"{name} does not support {unsupported.flag} ({unsupported.reason})"

@@ -256,6 +256,11 @@ PATCHES = (
         "reports damaged files, and token ids that are not in the dictionary",
     ),
     Patch(
+        "launcher", "fairseq.tasks.language_modeling:LanguageModelingTask.eval_lm_dataloader",
+        "cli.start.late_checks:eval_lm_dataloader",
+        "blocks longer than the model's positions: fairseq leaves them out",
+    ),
+    Patch(
         "our trainer", "fairseq_cli.train:Trainer", "training.trainer:Trainer",
         "adds the captured step and checkpoints that resume with identical results", instead=True,
     ),
@@ -278,7 +283,7 @@ PATCHES = (
     ),
     Patch(
         "our models", "fairseq.sequence_scorer:SequenceScorer.generate", "plugins.scorer:generate",
-        "lightseq-eval-lm: our language model computes logits of what is scored alone",
+        "lightseq-eval-lm: our language model computes only the logits that are scored",
     ),
     Patch(
         "fairseq's models", "fairseq.checkpoint_utils:load_checkpoint_to_cpu",
@@ -333,11 +338,11 @@ PATCHES = (
     ),
     Patch(
         "scoped", "fairseq_cli.train:train", "training.process:main",
-        "the lines about model, data, precision and step before the first update",
+        "logs model, data, precision and step before the first update",
     ),
     Patch(
         "scoped", "fairseq_cli.train:validate_and_save", "training.process:main",
-        "tokens/s without validation and saving",
+        "measures tokens/s without validation and saving",
     ),
     Patch(
         "scoped", "torch.utils.data._utils.worker:_worker_loop", "training.stopping:load_batches",
@@ -367,7 +372,7 @@ PATCHES = (
     Patch(
         "scoped", "fairseq.checkpoint_utils:load_checkpoint_to_cpu",
         "checkpoints.models:building",
-        "Translator: our model, or fairseq's own, for the checkpoints of one translator",
+        "Translator: builds our model, or fairseq's own, for its checkpoints",
     ),
     Patch(
         "scoped", "fairseq_cli.train:main", "cli.benchmark.train.measured_trainer:attached",

@@ -113,17 +113,17 @@ def _logits_and_target(
 ) -> tuple[Tensor, Tensor, Any]:
     """Logits [T, V], targets [T] (pad where ignored), and the segments, or None if not packed."""
     segments = None
+    if getattr(getattr(model, "decoder", None), "adaptive_softmax", None) is not None:
+        raise UserError(
+            "An ls_ criterion needs every logit: use fairseq's --criterion adaptive_loss with "
+            "--adaptive-softmax-cutoff."
+        )
     if getattr(model, "packs_tokens", False):
         logits, segments = model(**sample["net_input"], packed=True)
         target = segments.pack(sample["target"])
         prefix = segments.positions < ignored_prefix
     else:
         net_output = model(**sample["net_input"])
-        if getattr(getattr(model, "decoder", None), "adaptive_softmax", None) is not None:
-            raise UserError(
-                "An ls_ criterion does not support --adaptive-softmax-cutoff, because it needs "
-                "every logit: remove it, or use --criterion adaptive_loss."
-            )
         logits = net_output[0].flatten(0, 1)
         target = model.get_targets(sample, net_output)
         prefix = target.new_zeros(target.shape, dtype=bool)

@@ -56,9 +56,11 @@ class FlatModel:
 
     Attributes:
         data: the kind of data that the model trains on.
+        adaptive: whether it supports adaptive inputs and adaptive softmax, in fairseq's own step.
     """
 
     data: ClassVar[Data]
+    adaptive: ClassVar[bool] = False
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> Any:
@@ -68,7 +70,7 @@ class FlatModel:
             UserError: the fused layers do not support an option; the message names the option, the
                 reason and what to do.
         """
-        if (unsupported := unsupported_option(args)) is not None:
+        if (unsupported := unsupported_option(args, cls.adaptive)) is not None:
             arch = getattr(args, "arch", None) or _registered_name(cls)
             raise UserError(unsupported.sentence(arch))
         fairseq_compat.prepare()

@@ -37,6 +37,7 @@ class LSTransformerLanguageModel(FlatModel, TransformerLanguageModel):
 
     packs_tokens = True
     data = TEXT
+    adaptive = True
 
     def __init__(self, decoder: LSTransformerDecoder) -> None:
         super().__init__(decoder)

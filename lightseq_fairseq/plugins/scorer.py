@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from fairseq import utils
+from fairseq.modules import LearnedPositionalEmbedding
 from torch import Tensor
 
+from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.layers import label_smoothed_cross_entropy
 from lightseq_fairseq.plugins.language_model import LSTransformerLanguageModel
 from lightseq_fairseq.plugins.transformer import dropout_rng
@@ -28,7 +30,8 @@ def generate(
     numbers of each block, and would wait for the GPU at each.
     """
     model, target = models[0], sample["target"]
-    if len(models) > 1 or type(model) is not LSTransformerLanguageModel:
+    is_ours = len(models) == 1 and type(model) is LSTransformerLanguageModel
+    if not is_ours or model.decoder.adaptive_softmax is not None:
         return original(self, models, sample, **options)
     model.eval()
     with torch.no_grad():
@@ -46,7 +49,13 @@ def _scores(
     Only rows with a target have logits, and ``most_rows`` at a time: with --context-window most
     rows are context.
     """
-    pad = model.decoder.padding_idx
+    pad, most = model.decoder.padding_idx, model.decoder.max_positions()
+    longest = int(tokens.ne(pad).sum(1).max())
+    if longest > most and isinstance(model.decoder.embed_positions, LearnedPositionalEmbedding):
+        raise UserError(
+            f"A block has {longest} tokens (--tokens-per-sample, and one of --add-bos-token) and "
+            f"the learned positions end at {most}: lower --tokens-per-sample."
+        )
     rng = dropout_rng(model, tokens.device)
     features, segments, _ = model.decoder.packed(tokens, None, None, rng)
     labels = segments.pack(target)

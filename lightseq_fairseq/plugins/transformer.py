@@ -20,7 +20,7 @@ from fairseq.models.transformer import (
     TransformerEncoderBase,
     TransformerModel,
 )
-from fairseq.modules import SinusoidalPositionalEmbedding
+from fairseq.modules import AdaptiveInput, SinusoidalPositionalEmbedding
 from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
 from torch import Tensor
 
@@ -62,6 +62,8 @@ class _Side:
                      site: int) -> Tensor:  # fmt: skip
         """tokens [T] at ``positions`` [T] (from 0, below ``longest``) -> [T, C]."""
         table = self._table_for(longest)
+        if isinstance(self.embed_tokens, AdaptiveInput):
+            return self._embed_adaptively(tokens, positions, table)
         if table is not None:
             first = self.padding_idx + 1  # row of position 0
             if torch.is_grad_enabled() and table.requires_grad:
@@ -74,6 +76,18 @@ class _Side:
             p=self.dropout_module.p if self.training else 0.0, rng=rng, site=site,
             project=getattr(self, "project_in_dim", None), norm=self.layernorm_embedding,
         )  # fmt: skip
+
+    def _embed_adaptively(
+        self: Any, tokens: Tensor, positions: Tensor, table: Tensor | None
+    ) -> Tensor:
+        """The same by fairseq's own modules; they look at tokens on the host."""
+        x = self.embed_scale * self.embed_tokens(tokens)
+        if table is not None:
+            x = x + table[positions + self.padding_idx + 1]
+        if self.layernorm_embedding is not None:
+            x = self.layernorm_embedding(x)
+        embedded: Tensor = self.dropout_module(x)
+        return embedded
 
     def table_rows(self: Any, longest: int) -> int:
         """Rows of the position table for sentences of up to ``longest`` tokens; 0 without a table.
@@ -95,7 +109,7 @@ class _Side:
 
     def _positions(self: Any, rows: int) -> Tensor:
         """Learned weight, or a sinusoidal table of at least ``rows`` rows in the model's dtype."""
-        module, like = self.embed_positions, self.embed_tokens.weight
+        module, like = self.embed_positions, next(self.embed_tokens.parameters())
         if not isinstance(module, SinusoidalPositionalEmbedding):
             return module.weight
         table = self._table
@@ -223,7 +237,9 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         return x if self.project_out_dim is None else linear(x, self.project_out_dim.weight)
 
     def output_layer(self, features: Tensor) -> Tensor:
-        """Logits of features [..., C] -> [..., V]."""
+        """Logits of features [..., C] -> [..., V]; with adaptive softmax the features."""
+        if self.adaptive_softmax is not None:
+            return features
         rows = features.flatten(0, -2)
         return linear(rows, self.output_projection.weight).unflatten(0, features.shape[:-1])
 

@@ -37,6 +37,10 @@ UNSUPPORTED = {
 }
 
 
+# Those that language models support.
+ADAPTIVE = ("--adaptive-softmax-cutoff", "--adaptive-input", "--tie-adaptive-weights")
+
+
 class Unsupported(NamedTuple):
     """An option that a model does not support: the flag, perhaps with its value, and why."""
 
@@ -51,9 +55,14 @@ class Unsupported(NamedTuple):
         )
 
 
-def unsupported_option(args: Namespace) -> Unsupported | None:
-    """An option that the ls_ models do not support, or None."""
+def unsupported_option(args: Namespace, adaptive: bool = False) -> Unsupported | None:
+    """An option that the ls_ model does not support, or None.
+
+    adaptive: whether the model supports the options of ``ADAPTIVE``.
+    """
     for flag, reason in UNSUPPORTED.items():
+        if adaptive and flag in ADAPTIVE:
+            continue
         if getattr(args, flag.removeprefix("--").replace("-", "_"), None):
             return Unsupported(flag, reason)
     activation = getattr(args, "activation_fn", "relu")

@@ -59,6 +59,11 @@ FALLBACK: dict[str, Callable[[Any, Any], bool]] = {
     "--profile": lambda cfg, model: cfg.common.profile,
     "--encoder-layerdrop": lambda cfg, model: getattr(cfg.model, "encoder_layerdrop", 0) > 0,
     "--decoder-layerdrop": lambda cfg, model: getattr(cfg.model, "decoder_layerdrop", 0) > 0,
+    # How many words of a batch are in which band decides about the shapes.
+    "--adaptive-input": lambda cfg, model: getattr(cfg.model, "adaptive_input", False),
+    "--adaptive-softmax-cutoff": lambda cfg, model: bool(
+        getattr(cfg.model, "adaptive_softmax_cutoff", None)
+    ),
     # With several ranks: these act between backward and update.
     "--ddp-backend": lambda cfg, model: _of_ranks(cfg, "ddp_backend") == "slowmo",
     "--ddp-comm-hook": lambda cfg, model: _of_ranks(cfg, "ddp_comm_hook") not in (None, "none"),
@@ -99,8 +104,8 @@ def fallback_reason(trainer: Any) -> str | None:
         "the logs of the task cannot be summed over the ranks": trainer.data_parallel_world_size > 1
         and not task.logging_outputs_can_be_summed(criterion),
     }
-    found = next((reason for reason, applies in reasons.items() if applies), None)
-    found = found or next((flag for flag, asked in FALLBACK.items() if asked(cfg, model)), None)
+    found = next((flag for flag, asked in FALLBACK.items() if asked(cfg, model)), None)
+    found = found or next((reason for reason, applies in reasons.items() if applies), None)
     if found is not None:
         return found
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -187,7 +187,8 @@ def test_the_shell_completes_our_own_flags_and_files(
          "--help."),
         ("bench train --caes x", "lightseq-bench train has no flag --caes: did you mean --case?"),
         ("bench train --max-tokens 9", "lightseq-bench train has no flag --max-tokens: it is a "
-         "flag of lightseq-train, lightseq-generate, lightseq-interactive and lightseq-validate."),
+         "flag of lightseq-train, lightseq-generate, lightseq-interactive, lightseq-validate "
+         "and lightseq-eval-lm."),
         ("bench train --rounds 0", "Invalid value for '--rounds': 0 is not in the range x>=1. See "
          "lightseq-bench train --help."),
         ("bench trian", "No such command 'trian'. Did you mean 'train'? See lightseq-bench "

@@ -190,8 +190,8 @@ BAD = [
     (f"train bin {LS} --task masked_lm", ["trains on sentence pairs", "masked_lm"]),
     ("train bin --arch ls_transformer_lm", ["running text", "--task translation", "language_mod"]),
     (f"{TRAIN_TEXT} --pack-tokens", ["sentence pairs", "remove --pack-tokens"]),
-    (f"{TRAIN_TEXT}_wiki103",
-     ["ls_transformer_lm_wiki103 does not support --adaptive", "every logit", "--native"]),
+    (TRAIN_TEXT, ["sentence pairs (dict.de.txt, dict.en.txt)", "--only-source"]),
+    (f"{TRAIN_TEXT} --scale-fc", ["--scale-fc", "LayerNorm within a sublayer", "--native"]),
     (f"train bin {LS} --optimizer qqqq", ["qqqq", "--optimizer"]),
     (f"train bin {LS} --user-dir gone", ["gone", "does not exist"]),
     # sizes

@@ -112,6 +112,7 @@ def test_adaptive_softmax_has_its_own_recipe() -> None:
         "--optimizer": "nag",
         "--clip-norm": "0.1",
         "--criterion": "adaptive_loss",
+        "--ddp-backend": "legacy_ddp",
         "--lr": "1.0",
         "--lr-scheduler": "cosine",
         "--min-lr": "1e-4",

@@ -64,7 +64,7 @@ def test_json_has_the_keys_that_are_documented():
     found = json.loads(run("--json"))
     assert found["can_train"] is True
     paths = {"problems[].severity", "problems[].text"}
-    gpu = {"name": "", "architecture": "", "memory_gib": 0}  # which this machine may lack
+    gpu = {"name": "", "architecture": "", "memory_gib": 0}  # which may be missing on this machine
     for name, value in {**found, "gpus": [gpu]}.items():
         if isinstance(value, dict) and name != "settings":
             paths |= {f"{name}.{key}" for key in value}

@@ -34,7 +34,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoints(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By the program that wrote it."""
+    """Checkpoints, by the program that wrote them."""
     folder = tmp_path_factory.mktemp("checkpoints")
     return {
         name: train(data, folder / name, ours=name == "ours") for name in ("ours", "fairseq")
@@ -128,7 +128,7 @@ def test_shards_are_parts_of_the_text(checkpoints: dict[str, Path], evaluate: Ev
 def test_an_average_is_evaluated(
     checkpoints: dict[str, Path], evaluate: Evaluate, tmp_path: Path
 ) -> None:
-    """Of our checkpoint and fairseq's, which have the same shapes and names."""
+    """The average of our checkpoint and fairseq's, which have the same names and shapes."""
     both, averaged = list(checkpoints.values()), tmp_path / "averaged.pt"
     cli_runs.succeed("average", "--inputs", *both, "--output", averaged)
     logs = [evaluate(averaged, *more) for more in ([], ["--native"])]

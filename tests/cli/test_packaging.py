@@ -75,7 +75,7 @@ def test_importing_the_package_is_cheap():
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of this checkout with a compiled library, and with what an old build left."""
+    """A copy of this checkout with a compiled library, and with leftovers of an old build."""
     folder = tmp_path / "checkout"
     ignore = shutil.ignore_patterns("_lib", "__pycache__")
     for name in ("lightseq_fairseq", "cli", "csrc", "scripts"):
@@ -89,7 +89,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def backend(folder: Path, call: str, **environment: str) -> str:
-    """What a function of setuptools' build backend returns in ``folder``."""
+    """The result of a function of setuptools' build backend, run in ``folder``."""
     inherited = {key: value for key, value in os.environ.items() if key != "LIGHTSEQ_BUILD"}
     code = f"from setuptools import build_meta\nprint(build_meta.{call})"
     command = [sys.executable, "-c", code]
@@ -110,7 +110,7 @@ def unpacked_sdist(folder: Path, **environment: str) -> Path:
 
 
 def wheel(folder: Path, **environment: str) -> tuple[str, list[str]]:
-    """Tags of a wheel that is built in ``folder``, and the files in it."""
+    """The tags of a wheel that is built in ``folder``, and the files in it."""
     target = folder / "dist"
     path = target / backend(folder, f"build_wheel({str(target)!r})", **environment)
     with zipfile.ZipFile(path) as archive:
@@ -150,7 +150,7 @@ esac
 
 @pytest.fixture
 def toolkit(tmp_path: Path) -> dict[str, str]:
-    """An environment that asks for kernels, of a compiler that compiles nothing."""
+    """An environment that requests kernels, with a compiler that compiles nothing."""
     folder = tmp_path / "cuda"
     (folder / "bin").mkdir(parents=True)
     (folder / "include").mkdir()
@@ -189,7 +189,7 @@ def test_pip_installs_what_the_kernels_are_compiled_with(
     assert torch in (ROOT / "scripts" / "setup.sh").read_text()  # the version that users have
     (tmp_path / "cuda" / "include" / "cublasLt.h").unlink()
     (tmp_path / "site" / "nvidia").mkdir(parents=True)
-    (tmp_path / "site" / "nvidia" / "__init__.py").touch()  # hides what is installed
+    (tmp_path / "site" / "nvidia" / "__init__.py").touch()  # hides the installed package
     environment = {**toolkit, "PYTHONPATH": str(tmp_path / "site")}
     assert ast.literal_eval(backend(checkout, call, **environment)) == [
         torch,

@@ -1,4 +1,5 @@
-"""What a user sees while a command runs: first and last lines, progress, no foreign warning."""
+"""What a user sees while a command runs: first and last lines, progress, no warnings of other
+packages."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ TINY = ["--arch", "ls_transformer_tiny", *cli_runs.SMALL]
 TWO_EPOCHS = [*TINY, "--max-epoch", "2", "--max-update", "1000"]
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
-# Commands in a Python of their own, whose warnings nobody catches.
+# Runs commands in a separate Python, so that no test code catches warnings.
 SCRIPT = """
 import importlib, json, sys
 for command, words in json.loads(sys.argv[1]):
@@ -39,13 +40,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def target_tokens(data: Path) -> int:
-    """Of the training set, with an end-of-sentence symbol for each sentence."""
+    """Tokens of the training set, including the end-of-sentence symbol of each sentence."""
     lines = (data.parent / "text" / "train.en").read_text().splitlines()
     return sum(len(line.split()) + 1 for line in lines)
 
 
 def told(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
-    """Name -> text of the lines of the report; each must occur once."""
+    """Name -> text of the report's lines; each line must occur exactly once."""
     lines = [r.getMessage().partition(": ") for r in caplog.records if r.name == LOGGER]
     names = [name for name, _, _ in lines]
     assert len(set(names)) == len(names)
@@ -57,7 +58,7 @@ def told(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
 
 @pytest.mark.parametrize("own", [[], ["--native"]], ids=["ls", "native"])
 def test_standard_error_stays_empty(data: Path, tmp_path: Path, own: list[str]) -> None:
-    """Of every command, with workers, which make torch warn about pinned memory."""
+    """For every command, with data loading workers, with which torch warns about pinned memory."""
     checkpoint = str(tmp_path / "checkpoint_best.pt")
     workers = ["--num-workers", "1"]
     source = data.parent / "text" / "test.de"
@@ -77,7 +78,7 @@ def test_standard_error_stays_empty(data: Path, tmp_path: Path, own: list[str]) 
     assert lines[0].startswith(f"lightseq-train {data} --arch")
     assert lines[1].startswith(f"# filled in: --optimizer {'' if own else 'ls_'}adam ")
     assert lines[0].endswith(lines[1].removeprefix("# filled in:"))
-    # What fairseq's progress bar writes can be parsed, as in fairseq.
+    # The lines of fairseq's progress bar can be parsed, as in fairseq.
     train = run.stdout.partition("loading model(s)")[0]
     found = re.findall(rf"^{STAMP} \| INFO \| (?:train|valid) \| (.*)$", train, re.MULTILINE)
     assert [json.loads(line) for line in found][-1]["train_num_updates"] == "3"
@@ -124,7 +125,7 @@ def test_the_report_of_a_run(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
     )
     messages = caplog.messages
     assert messages.index(f"step: {lines['step']}") < messages.index("Start iterating over samples")
-    assert messages[-1].startswith("checkpoints: ")  # after the files are written
+    assert messages[-1].startswith("checkpoints: ")  # after the checkpoints are written
     assert "(encoder)" not in caplog.text
 
 
@@ -141,7 +142,7 @@ def test_a_run_that_goes_on_counts_its_own_updates(
         assert found is not None
         return int(found[1]), int(found[2])
 
-    # The second and the third begin in the middle of an epoch of five updates.
+    # The second and the third run begin in the middle of an epoch of five updates.
     updates, tokens = zip(*(trained(tmp_path / "a", count) for count in (3, 4, 12)))
     assert updates == (3, 1, 8)
     assert (12, sum(tokens)) == trained(tmp_path / "b", 12)
@@ -241,7 +242,7 @@ def test_what_is_not_installed_is_told_once(
 
 
 def on_a_terminal(*words: str | Path) -> str:
-    """What a terminal of 120 columns receives from a Python command line."""
+    """What a Python command writes to a terminal of 120 columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     command = [sys.executable, *map(str, words)]
@@ -264,12 +265,12 @@ def test_a_terminal_gets_a_bar_and_whole_lines(data: Path, tmp_path: Path) -> No
     received = on_a_terminal("-m", "lightseq_fairseq.cli.train", *words)
     for bar in (r"epoch 001: +\d+%\|", r"epoch 002: +\d+%\|", r"\d/\d+ \[.*it/s, loss="):
         assert re.search(bar, received)
-    # After erasing, a line of the log begins in the first column.
+    # After the bar is erased, a log line begins in the first column.
     log = re.findall(rf"(.*?)({STAMP} \| .*)\r\n", received)
     assert len(log) > 20
     for before, _ in log:
         assert re.fullmatch(r"(.*\r)?", before), before
-    assert "| train_inner | " not in received  # which the bar shows
+    assert "| train_inner | " not in received  # the bar shows this
     assert "lightseq | trained: " in received
 
 

@@ -1,8 +1,10 @@
-"""lightseq-train and its relatives with --task language_modeling."""
+"""lightseq-train and other commands with --task language_modeling."""
 
 from __future__ import annotations
 
+import logging
 import shlex
+import shutil
 from pathlib import Path
 
 import helpers.cli_runs as cli_runs
@@ -49,3 +51,183 @@ def test_the_arch_alone_trains_by_the_recipe_of_language_models(
 )
 def test_who_has_adaptive_softmax(words: str, adaptive: bool) -> None:
     assert registries.has_adaptive_softmax(["data", *words.split()]) is adaptive
+
+
+WIKI103 = [
+    *SIZES, "--arch", "ls_transformer_lm_wiki103", "--adaptive-input-cutoff", "8,16",
+    "--adaptive-softmax-cutoff", "8,16",
+]  # fmt: skip
+
+
+def test_adaptive_softmax_from_training_to_export(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    log = cli_runs.succeed("train", data, *WIKI103, "--save-dir", tmp_path / "run")
+    assert "--criterion adaptive_loss" in log.splitlines()[0]
+    assert "fairseq's own steps: --adaptive-input" in caplog.text
+    path = tmp_path / "run" / "checkpoint_last.pt"
+    cli_runs.succeed("export", path, "--to", "fairseq", "--output", tmp_path / "model.pt")
+    results = {}
+    for file, more in ((path, []), (path, ["--native"]), (tmp_path / "model.pt", [])):
+        caplog.clear()
+        words = ["--path", file, "--cpu", "--context-window", "4", "--tokens-per-sample", "16"]
+        cli_runs.succeed("eval-lm", data, *words, *more)
+        results[(file, *more)] = [x for x in caplog.messages if x.startswith("Loss (base 2)")]
+    assert len(set(map(tuple, results.values()))) == 1 and len(results) == 3
+    result = cli_runs.run("export", path, "--to", "ctranslate2", "--output", tmp_path / "ct2")
+    assert result.exit_code == 2 and "CTranslate2 has no adaptive softmax" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["--arch", "ls_transformer_lm", "--criterion", "adaptive_loss"],
+            "does not support --criterion (adaptive_loss is for models with adaptive softmax): use",
+        ),
+        (
+            ["--arch", "ls_transformer", "--task", "translation", "--criterion", "adaptive_loss"],
+            "does not support --criterion (adaptive_loss is for models with adaptive softmax): use",
+        ),
+        (
+            [*WIKI103, "--criterion", "ls_cross_entropy"],
+            "use --criterion adaptive_loss, or train without --adaptive-softmax-cutoff",
+        ),
+        (
+            [*WIKI103, "--criterion", "cross_entropy"],
+            "use --criterion adaptive_loss, or train without --adaptive-softmax-cutoff",
+        ),
+        ([*WIKI103, "--criterion", "adaptive_loss"], "use --ddp-backend legacy_ddp"),
+    ],
+)
+def test_adaptive_loss_and_adaptive_softmax_go_together(
+    data: Path, tmp_path: Path, words: list[str], sentence: str
+) -> None:
+    refused(data, tmp_path, words, sentence)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cli_runs.binarise(tmp_path_factory.mktemp("pairs"))
+
+
+GPT = ["--arch", "ls_transformer_lm_gpt2_tiny", "--tokens-per-sample", "16"]
+BANDS = ["--adaptive-input", "--adaptive-input-cutoff", "8,16", "--adaptive-softmax-cutoff"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([*GPT, "--max-target-positions", "8"], "than the model has positions; lower the first"),
+        (
+            [*GPT, "--add-bos-token", "--decoder-learned-pos"],
+            "positions end at 16: give --max-target-positions 17.",
+        ),
+        (
+            [*GPT, "--add-bos-token", "--decoder-learned-pos", "--sample-break-mode", "eos",
+             "--max-target-positions", "5"],
+            "positions end at 5: give --max-target-positions 6.",
+        ),
+        (["--arch", "ls_transformer_lm", "--tokens-per-sample", "0"], "must be at least 1"),
+        ([*GPT, "--train-subset", "dev"], "holds no dev split: binarise one with lightseq-prepr"),
+        ([*GPT, "--adaptive-input"], "--adaptive-input needs --adaptive-input-cutoff"),
+        ([*GPT, *BANDS, "8,99"], "ends at 99 and the dictionary has 24 words: lower it"),
+        ([*GPT, *BANDS, "8,x"], "--adaptive-softmax-cutoff 8,x cannot be read: name the ends"),
+        ([*GPT, *BANDS, "16,8"], "is 16,8: the ends of the bands must rise from 1 on"),
+        (
+            [*GPT, "--adaptive-softmax-cutoff", "8", "--tie-adaptive-weights"],
+            "give --adaptive-input, or drop it",
+        ),
+        (
+            [*GPT, *BANDS, "8", "--tie-adaptive-weights"],
+            "--adaptive-input-cutoff is 8,16 and --adaptive-softmax-cutoff 8: give both alike",
+        ),
+        ([*GPT, "--character-embeddings"], "does not support --character-embeddings"),
+        ([*GPT, "--scale-fc"], "does not support --scale-fc"),
+        ([*GPT, "--pack-tokens"], "--pack-tokens counts the tokens of sentence pairs"),
+    ],
+)  # fmt: skip
+def test_bad_settings(data: Path, tmp_path: Path, words: list[str], sentence: str) -> None:
+    refused(data, tmp_path, words, sentence)
+
+
+def test_data_of_another_task(data: Path, pairs: Path, tmp_path: Path) -> None:
+    refused(pairs, tmp_path, GPT, "holds sentence pairs (dict.de.txt, dict.en.txt), and --task la")
+    words = ["--arch", "ls_transformer", "--task", "translation"]
+    refused(data, tmp_path, words, "holds running text, and --task translation reads sentence pai")
+    refused(tmp_path / "none", tmp_path, GPT, "none does not exist: give the --destdir")
+    refused(tmp_path, tmp_path, GPT, "holds no dict.txt, and --task language_modeling reads runn")
+
+
+def test_broken_text(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    (tmp_path / "data" / "train.bin").write_bytes((data / "train.bin").read_bytes()[:-2])
+    refused(tmp_path / "data", tmp_path, GPT, "one of them is cut off")
+    shutil.copy(data / "train.bin", tmp_path / "data")
+    (tmp_path / "data" / "dict.txt").write_text("w0 1\nw1 1\n")
+    refused(tmp_path / "data", tmp_path, GPT, "has token number")
+
+
+def test_a_dictionary_of_another_size(data: Path, tmp_path: Path) -> None:
+    train = [*SIZES, "--arch", "ls_transformer_lm", "--save-dir", tmp_path / "run"]
+    cli_runs.succeed("train", data, *train)
+    before = cli_runs.digests(tmp_path / "run")
+    other = cli_runs.binarise_text(tmp_path / "other", words=12)
+    evaluate = ["--path", tmp_path / "run" / "checkpoint_last.pt", "--cpu"]
+    for command, words in (
+        ("train", [*train, "--max-update", "9"]),
+        ("eval-lm", [*evaluate, "--tokens-per-sample", "16"]),
+        ("validate", evaluate),
+    ):
+        result = cli_runs.run(command, other, *words)
+        assert result.exit_code == 2, (command, result.output, result.exception)
+        (error,) = (line for line in result.stderr.splitlines() if "error:" in line)
+        assert "The dictionary does not match" in error and "trained with 24" in error
+        assert f"the dictionary in {other} has 16 words" in error
+    assert cli_runs.digests(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--tokens-per-sample 40", "A block has 40 tokens"),
+        ("", "the model's positions end at 16: give --tokens-per-sample 16."),
+        ("--tokens-per-sample 60 --context-window 20", "A block has 40 tokens"),
+        ("--tokens-per-sample 16 --context-window 16", "give a window from 0 to 15"),
+        ("--tokens-per-sample 16 --context-window -1", "give a window from 0 to 15"),
+        ("--tokens-per-sample 16 --add-bos-token", "A block has 17 tokens"),
+        ("--tokens-per-sample 24 --context-window 12", "A block has 24 tokens"),
+    ],
+)
+def test_blocks_longer_than_the_positions(
+    learned: Path, data: Path, words: str, sentence: str
+) -> None:
+    result = cli_runs.run("eval-lm", data, "--path", learned, "--cpu", *words.split())
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert sentence in result.stderr
+    whole = ["--tokens-per-sample", "12", "--context-window", "4"]
+    cli_runs.succeed("eval-lm", data, "--path", learned, "--cpu", *whole)
+
+
+@pytest.fixture(scope="module")
+def learned(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("learned")
+    cli_runs.succeed("train", data, *GPT, *GPT_RUN, "--save-dir", folder)
+    return folder / "checkpoint_last.pt"
+
+
+GPT_RUN = [
+    "--task", "language_modeling", "--decoder-learned-pos", "--max-update", "2", "--cpu",
+    "--no-epoch-checkpoints", "--num-workers", "0",
+]  # fmt: skip
+
+
+def refused(data: Path, tmp_path: Path, words: list[str], sentence: str) -> None:
+    """Training ends with a sentence, and has written nothing."""
+    more = ["--task", "language_modeling"] if "--task" not in words else []
+    result = cli_runs.run("train", data, *more, *words, "--cpu", "--save-dir", tmp_path / "run")
+    assert result.exit_code == 2, (result.output, result.exception)
+    (error,) = (line for line in result.stderr.splitlines() if "error:" in line)
+    assert sentence in error
+    assert not (tmp_path / "run").exists()

@@ -1,4 +1,5 @@
-"""Data in every shape fairseq reads: the losses of an ls_ run are those of fairseq's own."""
+"""For every form of data that fairseq reads, the losses of an ls_ run equal those of fairseq's
+own."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ POSITIONS: dict[str, Any] = {
 
 
 def binarise(text: Path, folder: Path, *flags: str) -> Path:
-    """A data directory of the corpus in ``text``, with its dictionaries."""
+    """A data folder made from the corpus in ``text``, with its dictionaries."""
     dictionaries: list[str | Path] = [
         "--srcdict",
         text / "dict.src.txt",
@@ -57,7 +58,7 @@ def binarise(text: Path, folder: Path, *flags: str) -> Path:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus with alignments, word i to word i."""
+    """A corpus with alignments; word i is aligned to word i."""
     folder = write_corpus(tmp_path_factory.mktemp("text"), PAIRS)
     for split in ("train", "valid"):
         lengths = [
@@ -85,10 +86,10 @@ def assert_trains_as_native(
     data: Path, folder: Path, caplog: pytest.LogCaptureFixture, reason: str | None = None,
     **flags: Any,
 ) -> list[float]:  # fmt: skip
-    """Loss by loss; returns the losses.
+    """Compares the losses of ours and of fairseq one by one, and returns them.
 
-    ``data`` is one directory or several, ``reason`` why the run takes fairseq's own step, if it
-    does.
+    ``data`` is one folder or several. ``reason`` is the reason in the log if the run uses fairseq's
+    own step.
     """
     flags = {"dataset_impl": "mmap", **EXACT, **flags}
     caplog.set_level(logging.INFO)
@@ -134,7 +135,8 @@ def test_directories_take_turns(
 ) -> None:
     both = assert_trains_as_native(Path(f"{data}:{other}"), tmp_path / "both", caplog, max_epoch=3)
     alone = run(data, tmp_path / "alone", **{**LS, **EXACT, "dataset_impl": "mmap"})
-    # Two epochs of one against the first of one, one of the other, and the second of the one.
+    # Two epochs on one folder, compared with three on both: first folder, second folder, first
+    # folder.
     epoch = len(alone) // 2
     assert both[:epoch] == alone[:epoch] and both[epoch:][:epoch] != alone[epoch:]
     assert epoch < len(both) - epoch < len(alone)
@@ -204,7 +206,8 @@ def test_more_positions_than_the_default(
 
 
 def test_addresses_of_joined_files_pass_two_gibibytes(tmp_path: Path) -> None:
-    # What `lightseq-preprocess --workers 2` does, with an index that speaks of more data than is.
+    # The steps of `lightseq-preprocess --workers 2`, with an index that describes more data than
+    # exist.
     part = str(tmp_path / "part")
     with MMapIndexedDataset.Index.writer(indexed_dataset.index_file_path(part), np.uint16) as index:
         index.write([1 << 30] * 4)

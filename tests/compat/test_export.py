@@ -1,6 +1,7 @@
-"""lightseq-export: stock fairseq, CTranslate2 and safetensors take what is exported, and agree.
+"""lightseq-export: stock fairseq, CTranslate2 and safetensors load the exports, and agree.
 
-The tests import the optional packages themselves: where only GPU tests run, none is needed.
+The tests import the optional packages themselves, because a machine that runs only the GPU tests
+may not have them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def toy() -> digits.Toy:
 
 @pytest.fixture(scope="module")
 def exported(toy: digits.Toy, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """What --to gives of the toy model, its dictionaries looked for where the training had them."""
+    """The export of the toy model with this --to; the dictionaries are found in the folder used in
+    training."""
     folder = tmp_path_factory.mktemp("exported")
 
     def get(to: str, *options: str) -> Path:
@@ -59,7 +61,7 @@ def read(path: Path) -> State:
 
 
 def by_fairseq(path: Path, beam: int, lenpen: float) -> Translations:
-    """The held-out sentences, and those with unknown words, by stock fairseq."""
+    """Translations by stock fairseq of the held-out sentences, also of those with unknown words."""
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(path)])
     assert type(model) is TransformerModel
     generator = task.build_generator([model], GenerationConfig(beam=beam, lenpen=lenpen))
@@ -79,7 +81,7 @@ def by_fairseq(path: Path, beam: int, lenpen: float) -> Translations:
 
 
 class CTranslate2:
-    """An exported model on the sentences of ``by_fairseq``."""
+    """An exported model, and its translations of the sentences of ``by_fairseq``."""
 
     def __init__(self, model: Path, data: Path) -> None:
         from ctranslate2 import Translator
@@ -119,7 +121,7 @@ def test_fairseqs_file_is_native_and_complete(toy: digits.Toy, exported: Any) ->
 def test_ctranslate2_translates_as_fairseq(
     toy: digits.Toy, exported: Any, beam: int, lenpen: float
 ) -> None:
-    """Where the two searches differ, CTranslate2's has found the better translation."""
+    """Where the two searches differ, CTranslate2 has found the better translation."""
     found = by_fairseq(exported("fairseq"), beam, lenpen)
     words, scores = [words for words, _ in found], [score for _, score in found]
     model = CTranslate2(exported("ctranslate2"), toy.folder)
@@ -136,7 +138,7 @@ def test_ctranslate2_translates_as_fairseq(
 
 
 def agreement(found: list[list[str]], expected: list[list[str]]) -> float:
-    """The share of sentences that are translated alike."""
+    """The share of sentences with equal translations."""
     return sum(map(list.__eq__, found, expected)) / len(expected)
 
 
@@ -152,7 +154,7 @@ def test_ctranslate2s_own_converter_takes_fairseqs_file(
 def test_quantised(
     toy: digits.Toy, exported: Any, tmp_path: Path, quantization: str, size: float
 ) -> None:
-    """What int8 makes of a sentence depends on the CPU, and the file does not."""
+    """Translations with int8 depend on the CPU, but the exported file does not."""
     full = exported("ctranslate2")
     small = exported("ctranslate2", "--quantization", quantization)
     own = by_its_own_converter(toy, exported, tmp_path / "own", quantization=quantization)
@@ -168,10 +170,11 @@ def test_quantised(
 def by_its_own_converter(
     toy: digits.Toy, exported: Any, folder: Path, **options: str
 ) -> dict[str, bytes]:
-    """What CTranslate2 makes of our export to fairseq."""
+    """The model that CTranslate2's own converter makes from our export to fairseq."""
     from ctranslate2.converters import FairseqConverter
 
-    # As with its --unsafe_deserialization, without which it reads no checkpoint of fairseq.
+    # The converter's --unsafe_deserialization does this; without it, it cannot read fairseq
+    # checkpoints.
     with torch.serialization.safe_globals([Namespace]):
         FairseqConverter(str(exported("fairseq")), str(toy.folder)).convert(str(folder), **options)
     return contents(folder)
@@ -216,7 +219,7 @@ def test_a_run_that_found_its_languages_in_the_data(data: Path, tmp_path: Path) 
     assert (tmp_path / "run" / "checkpoint_last-safetensors" / "dict.en.txt").is_file()
     output = tmp_path / "run" / "checkpoint_last-fairseq.pt"
     assert torch.equal(logits(output, ls=False), logits(source, ls=False))
-    # And fairseq's own training goes on from it.
+    # fairseq's own training can resume from it.
     native = ("--native", "--arch", "transformer_tiny", "--optimizer", "adam", "--lr", "0.01")
     on = tmp_path / "on"
     succeed("train", data, *native, *SMALL, "--restore-file", output, "--save-dir", on,
@@ -284,7 +287,7 @@ def test_ctranslate2_computes_other_models_too(data: Path, tmp_path: Path, flags
 def test_an_old_checkpoint_gets_todays_names(toy: digits.Toy, tmp_path: Path) -> None:
     state = read(toy.paths[-1])
     args = state.pop("cfg")["model"]
-    args.data = ["/gone"]  # a list, as it was
+    args.data = ["/gone"]  # a list, as in old checkpoints
     args.encoder_embed_path = "/gone/too"
     del args.task, args.encoder_learned_pos
     expected, model = state["model"], dict(state["model"])
@@ -334,7 +337,7 @@ def without_languages(state: State) -> None:
 
 
 def mixed(state: State) -> None:
-    """Pre-norm encoder, post-norm decoder: fairseq computes that, CTranslate2 does not."""
+    """Pre-norm encoder and post-norm decoder, which fairseq supports and CTranslate2 does not."""
     state["cfg"]["model"].encoder_normalize_before = True
     for kind in ("weight", "bias"):
         state["model"][f"encoder.layer_norm.{kind}"] = torch.ones(64)

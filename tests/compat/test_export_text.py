@@ -1,4 +1,4 @@
-"""lightseq-export of language models: what is exported computes what fairseq computes."""
+"""lightseq-export of language models: the exports compute what fairseq computes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ def test_to_safetensors(data: Path, trained: Path, tmp_path: Path) -> None:
     assert config["dictionaries"] == {"source": "dict.txt"}
     options = TransformerLanguageModelConfig.from_namespace(Namespace(**config["options"]))
     again = TransformerLanguageModel.build_model(options, task).eval()
-    again.load_state_dict(load_file(folder / "model.safetensors"))  # fairseq adds what is tied
+    # fairseq adds the tied parameters
+    again.load_state_dict(load_file(folder / "model.safetensors"))
     for tokens in sentences(task):
         assert torch.equal(scores(model, tokens), scores(again, tokens))
 

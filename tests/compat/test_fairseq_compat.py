@@ -1,4 +1,4 @@
-"""fairseq after prepare(): it imports, loads checkpoints safely and keeps every sentence."""
+"""fairseq after prepare(): it can be imported, loads checkpoints safely and drops no sentence."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ GERMAN = "ein zwei drei vier haus baum katze hund"
 
 
 def python(code: str, *, path: tuple[Path, ...] = (), flags: str = "-Wdefault") -> Any:
-    """Runs ``code`` in a fresh interpreter that finds this package, and ``path`` before it."""
+    """Runs ``code`` in a new interpreter that finds this package, with ``path`` before it on its
+    path."""
     inherited = "" if "-S" in flags else os.environ.get("PYTHONPATH", "")
     search = os.pathsep.join([*map(str, (*path, ROOT)), inherited])
     environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
@@ -59,7 +60,7 @@ def python(code: str, *, path: tuple[Path, ...] = (), flags: str = "-Wdefault") 
 
 
 def refusal(*, before: str = "", **options: Any) -> str:
-    """The sentence with which prepare() refuses, in a fresh interpreter."""
+    """The message with which prepare() refuses, in a new interpreter."""
     run = python(
         f"import sys\n{before}\n"
         "from lightseq_fairseq import errors, fairseq_compat\n"
@@ -126,7 +127,7 @@ def test_folder_called_fairseq_is_no_fairseq(tmp_path: Path) -> None:
 
 
 def test_unknown_fairseq_is_imported_with_a_sentence_about_its_version(tmp_path: Path) -> None:
-    # A fairseq as strange as can be: it has the faults of import and nothing else.
+    # An imaginary fairseq: it has the faults of import, and nothing else that we replace.
     (tmp_path / "fairseq").mkdir()
     (tmp_path / "fairseq" / "__init__.py").write_text(
         "import dataclasses, logging\n"
@@ -198,7 +199,7 @@ def test_every_sentence_is_in_one_batch(
     original = data_utils.batch_by_size
 
     def dropping(indices: Any, *args: Any, **kwargs: Any) -> Any:
-        # What the head of fairseq does behind its Cython call, on top of what it does here.
+        # The development head of fairseq does this after its Cython call.
         made = original(indices, *args, **kwargs)
         multiple = kwargs["required_batch_size_multiple"]
         return made[:-1] if len(made[-1]) % multiple else made
@@ -231,9 +232,9 @@ def test_buckets_of_lengths_on_numpy_2() -> None:
 
 @pytest.fixture(scope="module")
 def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what fairseq's own commands wrote: data, checkpoints, <command>.out, stderr.
+    """A folder with the output of fairseq's own commands: data, checkpoints, <command>.out, stderr.
 
-    The model is post-norm: without the repair its encoder fails in generate and validate.
+    The model is post-norm: without the repair, its encoder fails in generate and validate.
     """
     folder = tmp_path_factory.mktemp("native")
     rng = random.Random(1)
@@ -284,7 +285,7 @@ def test_native_commands_print_none_of_the_warnings_that_only_fairseq_could_act_
     native: Path,
 ) -> None:
     lines = (native / "stderr").read_text().splitlines()
-    # Python 3.12 says this of every data loader with workers, and only under -Wdefault.
+    # Python 3.12 warns like this about every data loader with workers, but only with -Wdefault.
     printed = "\n".join(line for line in lines if "multi-threaded, use of fork()" not in line)
     for phrase in ("hydra", "torch.cuda.amp", "torch.jit", "invalid escape", "Deprecation"):
         assert phrase not in printed
@@ -299,14 +300,14 @@ def checkpoint(native: Path) -> dict[str, Any]:
 
 
 def resaved(native: Path, target: Path, **changes: Any) -> str:
-    """The native checkpoint with some entries changed, as a file."""
+    """The native checkpoint with some entries replaced, saved to a file."""
     content = checkpoint_utils.torch.load(native / "saved" / "checkpoint_last.pt")
     torch.save({**content, **changes}, target)
     return str(target)
 
 
 def test_native_checkpoint_loads_with_its_optimizer_state(checkpoint: dict[str, Any]) -> None:
-    assert checkpoint["optimizer_history"][-1]["num_updates"] == 3  # continued from update 2
+    assert checkpoint["optimizer_history"][-1]["num_updates"] == 3  # resumed from update 2
     assert len(checkpoint["last_optimizer_state"]["state"]) == len(
         {name for name in checkpoint["model"] if not name.endswith(("version", "_float_tensor"))}
         - {"decoder.embed_tokens.weight", "decoder.output_projection.weight"}
@@ -325,12 +326,13 @@ def test_checkpoint_of_the_years_before_hydra_loads(native: Path, tmp_path: Path
     path = resaved(
         native, tmp_path / "old.pt", args=content["cfg"]["model"], cfg=None, extra_state=extra_state
     )
-    checkpoint_utils.load_checkpoint_to_cpu(path)  # as what we make of such a file
+    # as in the files that we make of such a checkpoint
+    checkpoint_utils.load_checkpoint_to_cpu(path)
     with zipfile.ZipFile(path) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in entries.items():
-            if name.endswith("/data.pkl"):  # the names of numpy 1 and fairseq 0.8
+            if name.endswith("/data.pkl"):  # the names in numpy 1 and fairseq 0.8
                 assert b"cnumpy._core." in data and b"cfairseq.logging.meters" in data
                 data = data.replace(b"cnumpy._core.", b"cnumpy.core.")
                 data = data.replace(b"cfairseq.logging.meters", b"cfairseq.meters")
@@ -358,7 +360,7 @@ def test_checkpoint_that_runs_code_is_refused_and_nothing_runs(
         checkpoint_utils.load_checkpoint_to_cpu(path)
     assert not (tmp_path / "trace").exists()
     pickle.loads(pickle.dumps(_Harmful(tmp_path / "trace")))
-    assert (tmp_path / "trace").exists()  # the file was harmful indeed
+    assert (tmp_path / "trace").exists()  # so the file was indeed harmful
 
 
 class _Foreign:
@@ -416,7 +418,7 @@ def build(checkpoint: dict[str, Any], data: Path) -> torch.nn.Module:
 def unrepaired(
     monkeypatch: pytest.MonkeyPatch, checkpoint: dict[str, Any], native: Path
 ) -> torch.nn.Module:
-    """The same model, from the same seed, by 0.12.2 as it comes."""
+    """The same model from the same seed, built by an unrepaired 0.12.2."""
     with monkeypatch.context() as patch:
         init = TransformerEncoderLayerBase.__init__.__wrapped__
         patch.setattr(TransformerEncoderLayerBase, "__init__", init)
@@ -459,14 +461,14 @@ def test_checkpoint_with_dead_parameters_continues(
     unrepaired: torch.nn.Module,
     flat: bool,
 ) -> None:
-    # Adam's first moment of each live parameter tells by its value whose it is.
+    # Adam's first moment of each parameter has a value that identifies the parameter.
     named = list(unrepaired.named_parameters())
     mark = {name: float(place) for place, (name, _) in enumerate(named)}
     moments = [torch.full(value.shape, mark[name]) for name, value in named]
     if flat:
         state = {0: {"step": 3, "exp_avg": torch.cat([moment.view(-1) for moment in moments])}}
         moments = moments[:1]
-    else:  # dead parameters have no gradient, hence no entry
+    else:  # dead parameters have no gradient, so Adam has no entry for them
         state = {
             place: {"step": 3, "exp_avg": moment}
             for place, moment in enumerate(moments)
@@ -573,7 +575,7 @@ def test_no_task_fails_on_an_empty_batch_of_validation() -> None:
 
 
 def test_fairseqs_own_checkpoints_are_written_beside_their_name(tmp_path: Path) -> None:
-    """Not to <name>.tmp, which may be another run's, or a link."""
+    """fairseq would write to <name>.tmp, which may be a file of another run, or a link."""
     from fairseq.checkpoint_utils import torch_persistent_save
 
     (tmp_path / "precious").write_text("precious")

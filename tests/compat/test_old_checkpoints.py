@@ -1,4 +1,4 @@
-"""Checkpoints of other fairseq versions: each is a file of fairseq's own Trainer, laid out anew."""
+"""Checkpoints of other fairseq versions, made by rearranging files of fairseq's own Trainer."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from lightseq_fairseq.errors import UserError
 
 State = dict[str, Any]
 
-# The masks of ours and fairseq's differ, so nothing is dropped.
+# No dropout, because the masks of ours and of fairseq differ.
 FLAGS: dict[str, Any] = {"dropout": 0, "attention_dropout": 0, "activation_dropout": 0}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "fp16": {"fp16": True, "fp16_init_scale": 64, "fp16_scale_window": 3},
 }
-# 16-bit weights of fairseq's files are rounded: such runs cannot be closer than that.
+# fairseq's files hold 16-bit weights, which are rounded, so the losses cannot agree more closely.
 TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2}
 ARCHS: dict[str, dict[str, Any]] = {
     "post-norm, tied target": {},
@@ -44,7 +44,7 @@ ARCHS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def flat_fp16_on_cpu() -> Any:
-    """fairseq asks CUDA where its flat vector belongs; None is the index of the CPU."""
+    """fairseq asks CUDA for the device of its flat vector; None stands for the CPU."""
     with mock.patch.object(torch.cuda, "current_device", lambda: None):
         yield
 
@@ -55,7 +55,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class NativeRun:
-    """Eight updates by fairseq; ``path`` is the file after the fourth."""
+    """Eight updates by fairseq; ``path`` is the checkpoint after the fourth."""
 
     def __init__(self, data: Path, folder: Path, flags: dict[str, Any]) -> None:
         self.data, self.flags = data, {**FLAGS, **flags}
@@ -69,7 +69,7 @@ class NativeRun:
         return state
 
     def continued(self, path: Path, **flags: Any) -> list[float]:
-        """Losses of ours from ``path`` on."""
+        """The losses of our run that resumes from ``path``."""
         everything = {**runs.LS, **self.flags, "restore_file": path, "max_update": 8, **flags}
         return runs.run(self.data, path.with_suffix(""), **everything)
 
@@ -93,7 +93,7 @@ def saved(state: State, path: Path) -> Path:
     return path
 
 
-# What fairseq 0.6 called it and in which order it registered it, layer by layer.
+# The names of fairseq 0.6, layer by layer, in the order in which it registered them.
 
 NORMS = {
     "encoder": ("self_attn_layer_norm", "final_layer_norm"),
@@ -102,13 +102,13 @@ NORMS = {
 
 
 def old_layout(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Values of parameters under the names, and in the order, of fairseq 0.6."""
+    """The values of parameters under the names of fairseq 0.6, and in its order."""
     old: dict[str, Tensor] = {}
     for side in ("encoder", "decoder"):
         projection = values.get("decoder.output_projection.weight")
         table = values.get("decoder.embed_tokens.weight")
         if side == "decoder" and projection is not None and not torch.equal(projection, table):
-            old["decoder.embed_out"] = projection  # the decoder's own, so it comes first
+            old["decoder.embed_out"] = projection  # it belongs to the decoder, so it comes first
         old[f"{side}.embed_tokens.weight"] = values[f"{side}.embed_tokens.weight"]
         layers = {m[0] for m in (re.match(rf"{side}\.layers\.\d+", n) for n in values) if m}
         for layer in sorted(layers):
@@ -137,7 +137,7 @@ def parameters(state: State) -> dict[str, Tensor]:
 
 
 def before_0_10(state: State) -> State:
-    """The same training state as fairseq 0.6 would have written it."""
+    """The same training state as fairseq 0.6 would have saved it."""
     values = parameters(state)
     tied = torch.equal(
         values["decoder.output_projection.weight"], values["decoder.embed_tokens.weight"]
@@ -183,7 +183,7 @@ def before_0_10(state: State) -> State:
     }
 
 
-# The options of a published WMT model of 2018; many of today's did not exist.
+# The options of a published WMT model of 2018, when many of today's options did not exist.
 OPTIONS_OF_2018 = """
     adam_betas adam_eps arch attention_dropout bucket_cap_mb clip_norm criterion data ddp_backend
     decoder_attention_heads decoder_embed_dim decoder_embed_path decoder_ffn_embed_dim
@@ -201,7 +201,7 @@ OPTIONS_OF_2018 = """
 
 
 def old_args(args: Namespace) -> Namespace:
-    """The options as a command line of 2018 left them."""
+    """The options as a command line of 2018 set them."""
     kept = {name: getattr(args, name) for name in OPTIONS_OF_2018.split()}
     return Namespace(
         **{
@@ -233,7 +233,7 @@ class TestBefore010:
     def test_the_run_goes_on(
         self, precision: str, arch: str, native: Callable[..., NativeRun], tmp_path: Path
     ) -> None:
-        """Optimizer state included, which had another order."""
+        """The optimizer state is restored too, although its order was another."""
         run = native(precision, arch)
         old = before_0_10(run.state())
         assert any(name.endswith("in_proj_weight") for name in old["model"])
@@ -258,7 +258,8 @@ class TestBefore010:
     def test_pre_norm_stacks_that_did_not_end_in_a_norm(
         self, version: int | None, native: Callable[..., NativeRun], tmp_path: Path
     ) -> None:
-        """Encoders before version 2 and decoders before version 3, as fairseq reads them."""
+        """fairseq reads encoders before version 2 and decoders before version 3 without a final
+        LayerNorm."""
         run = native("fp32", "pre-norm, nothing tied")
         old = before_0_10(run.state())
         dropped = ["decoder"] if version == 2 else ["encoder", "decoder"]
@@ -289,7 +290,7 @@ class TestBefore010:
         torch.testing.assert_close(logits(path, ls=False), expected, rtol=1e-6, atol=1e-6)
 
 
-# 0.12.2's encoder layers with their dead copies
+# Encoder layers of 0.12.2 with their dead parameters
 
 with_dead_parameters = pytest.mark.skipif(
     not hasattr(TransformerEncoderLayerBase.__init__, "__wrapped__"),
@@ -302,7 +303,7 @@ with_dead_parameters = pytest.mark.skipif(
 def test_dead_parameters(
     precision: str, data: Path, native: Callable[..., NativeRun], tmp_path: Path
 ) -> None:
-    """A run of 0.12.2 as it comes goes on as one without them does."""
+    """A run of an unrepaired 0.12.2 resumes with the same losses as one without dead parameters."""
     arch = "pre-norm, nothing tied"
     init = TransformerEncoderLayerBase.__init__.__wrapped__
     with mock.patch.object(TransformerEncoderLayerBase, "__init__", init):
@@ -316,7 +317,8 @@ def test_dead_parameters(
 
 
 def test_loss_scale(native: Callable[..., NativeRun], tmp_path: Path) -> None:
-    """It goes on from the file's, and grows when fairseq's does."""
+    """The loss scale starts from the value in the file, and grows at the same update as in
+    fairseq."""
     run = native("fp16", "post-norm, tied target")
     assert run.state()["last_optimizer_state"]["loss_scale"] == 128
     run.continued(saved(run.state(), tmp_path / "old.pt"), max_update=5)
@@ -340,7 +342,8 @@ COMMON = shlex.split("-s src -t tgt --dataset-impl raw --cpu --num-workers 0 --m
 
 @pytest.fixture(scope="module")
 def published(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """wmt16.en-de.joined-dict.transformer in small: options and weights, nothing to go on from."""
+    """A small version of wmt16.en-de.joined-dict.transformer: options and weights, but no training
+    state."""
     folder = tmp_path_factory.mktemp("published")
     runs.run(data, folder, native=True, **{**runs.NATIVE, **FLAGS, **BIG}, max_update=4)
     state = torch.load(folder / "checkpoint_last.pt", weights_only=False)
@@ -356,7 +359,7 @@ def published(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "extra_state": {"train_iterator": iterator, "val_loss": 3.9},
         "last_optimizer_state": None,
     }
-    # Published in the format that torch wrote before its files were archives.
+    # Published models have the file format of older torch versions, which is not a zip archive.
     torch.save(old, folder / "model.pt", _use_new_zipfile_serialization=False)
     return folder / "model.pt"
 
@@ -400,8 +403,8 @@ class TestPublished:
 
 # Newer files
 
-# What fairseq's main branch (2024 and 2025) writes and 0.12.2 does not know, by section; and its
-# sinusoidal positions have no buffer.
+# Settings that fairseq's main branch (2024 and 2025) writes and 0.12.2 does not know, by section.
+# Its sinusoidal positions have no buffer.
 OF_THE_MAIN_BRANCH: dict[str, dict[str, Any]] = {
     "generation": {"beam_mt": 0, "max_len_a_mt": 0.0, "max_len_b_mt": 200, "lenpen_mt": 1.0},
     "optimization": {"debug_param_names": False},
@@ -419,7 +422,7 @@ def from_the_main_branch(state: State) -> State:
 
 
 def from_the_future(state: State) -> State:
-    """Settings that nobody knows yet, in every section; and a state that no trainer knows."""
+    """Unknown settings in every section, and an unknown entry of the trainer's state."""
     for section in state["cfg"].values():
         if isinstance(section, dict):
             section["of_the_future"] = None

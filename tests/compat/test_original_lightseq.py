@@ -1,4 +1,4 @@
-"""lightseq-import on files that are laid out here, number by number, as LightSeq laid them out."""
+"""lightseq-import of files that this test lays out as LightSeq did."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def native(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A native model of two encoder and three decoder layers in which no number is as another."""
+    """A native model of two encoder and three decoder layers; all its numbers differ."""
     made: dict[str, Path] = {}
 
     def get(model: str) -> Path:
@@ -68,7 +68,7 @@ def native(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
 
 def original(path: Path, layout: int, **options: Any) -> State:
-    """The weights of a native checkpoint as LightSeq 2 or 3 would have saved them."""
+    """The weights of a native checkpoint, in the layout of LightSeq 2 or 3."""
     state: State = torch.load(path, weights_only=False)
     values = state["model"]
 
@@ -126,7 +126,7 @@ def original(path: Path, layout: int, **options: Any) -> State:
             "adam_betas": (0.9, 0.98),
             "task": "ls_translation",
             "use_torch_layer": False,
-            "adaptive_softmax_cutoff": "10,20",  # taken and never looked at
+            "adaptive_softmax_cutoff": "10,20",  # LightSeq accepted and ignored it
             "share_decoder_input_output_embed": False,
             "activation_fn": "gelu" if "gelu" in args.activation_fn else args.activation_fn,
             **options,
@@ -145,14 +145,15 @@ def original(path: Path, layout: int, **options: Any) -> State:
 
 
 def imported(state: State, folder: Path) -> tuple[Path, str]:
-    """The file that lightseq-import makes of it, and the command that it ends with."""
+    """The file that lightseq-import writes, and the command that it prints."""
     torch.save(state, folder / "lightseq.pt")
     output = succeed("import_", folder / "lightseq.pt", folder / "model.pt")
     return folder / "model.pt", output.splitlines()[-1]
 
 
 def positions_from_zero(model: Any) -> None:
-    """fairseq's sinusoids where LightSeq has them: the first token in row 0 of the table."""
+    """Moves fairseq's sinusoidal positions to LightSeq's places: the first token is in row 0 of the
+    table."""
     for side in (model.encoder, model.decoder):
         width = side.embed_positions.embedding_dim
         table = SinusoidalPositionalEmbedding.get_embedding(40, width)
@@ -177,7 +178,7 @@ def test_computes_the_same(
     assert b"ls_" not in path.read_bytes()
     assert state["model"]["encoder.version"].item() == state["model"]["decoder.version"].item() == 3
     assert state["args"].share_all_embeddings == (model == "pre-norm, one table")
-    for value in state["model"].values():  # no vector is dragged along
+    for value in state["model"].values():  # no larger storage is kept alive
         assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
 
 
@@ -201,7 +202,7 @@ def test_translates_validates_and_trains(
     (loss,) = re.findall(r"\| loss (\S+)", result.output)
     words = shlex.split(command)
     assert words[:2] == ["lightseq-train", "DATA"]
-    # Without an update's worth of learning the model in training is the one that was imported.
+    # The learning rate is almost zero, so the trained model is still the imported one.
     succeed(
         "train", data, *words[2:], *COMMON, "--max-update", "1", "--lr", "1e-20", "--dropout", "0",
         "--valid-subset", "train", "--save-dir", tmp_path / "further",

@@ -1,4 +1,5 @@
-"""The list of names that are replaced in fairseq: complete, applied once, and by nothing else."""
+"""The list of names that are replaced in fairseq is complete, and each is replaced once and only
+there."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from lightseq_fairseq.fairseq_compat import patching
 ROOT = Path(lightseq_fairseq.__file__).parent
 REGISTER = ROOT / "fairseq_compat" / "patching.py"
 
-# Every value that a module or a class of fairseq's holds, in a process of its own.
+# Every attribute of fairseq's modules and classes, in a separate process.
 SNAPSHOT = """
 import sys, types
 from lightseq_fairseq import fairseq_compat
@@ -57,7 +58,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 
 
 def python(code: str) -> list[str]:
-    """What ``code`` prints, in a fresh Python whose fairseq is as it comes."""
+    """The output of ``code`` in a new Python with an unrepaired fairseq."""
     run = subprocess.run(
         [sys.executable, "-c", SNAPSHOT + code], capture_output=True, text=True, timeout=120,
         env={**os.environ, startup.SWITCH: "0"}, cwd=tempfile.gettempdir(),
@@ -99,7 +100,7 @@ def test_hooks_come_with_who_asks_for_our_parts(asks: str) -> None:
 
 
 def test_what_changes_is_what_the_list_says_and_once() -> None:
-    """All phases, as a process would see them that trains and translates."""
+    """All phases, as in a process that trains and translates."""
     printed = python(
         "from lightseq_fairseq.fairseq_compat import patching\n"
         "before = snapshot()\n"
@@ -124,14 +125,14 @@ def test_what_changes_is_what_the_list_says_and_once() -> None:
     end = printed.index("applied:")
     changed, listed = printed[:end], dict(line.split() for line in printed[end + 1 :])
     names = {target.rpartition(":")[2] for target in listed}
-    for name in changed:  # by the module that defines it, or one that has imported it
+    for name in changed:  # in the defining module, or in one that has imported the name
         assert name in listed or name.rpartition(":")[2] in names or _is_heir(name, listed), name
     for target in listed:
         assert any(name.endswith(target.rpartition(":")[2]) for name in changed), target
 
 
 def _is_heir(name: str, listed: dict[str, str]) -> bool:
-    """Whether a subclass has the method, of which the list says that all get it."""
+    """Whether a subclass has a method that the list replaces in all subclasses."""
     method = name.rpartition(".")[2]
     return any(t.endswith("." + method) and where == "True" for t, where in listed.items())
 
@@ -146,13 +147,13 @@ def test_every_entry_refers_to_what_is_there() -> None:
     assert {patch.phase for patch in patching.PATCHES} == set(patching.PHASES)
 
 
-# Whose names are theirs: assignments to them belong into the list.
+# Packages whose names we may not assign to; such replacements belong in the list.
 THEIRS = ("fairseq", "fairseq_cli", "hydra", "omegaconf", "argparse", "dataclasses", "warnings")
 SETTINGS = ("torch._dynamo.config", "torch._functorch.config", "torch.backends")
 
 
 def _assigned(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, target) of each assignment to an attribute of what comes from another package."""
+    """(line, target) of each assignment to an attribute of an object from another package."""
     theirs: set[str] = set()
     nodes = list(ast.walk(tree))
     for node in nodes:
@@ -165,7 +166,7 @@ def _assigned(tree: ast.AST) -> Iterator[tuple[int, str]]:
             "torch",
         ):
             theirs |= {alias.asname or alias.name for alias in node.names}
-    for node in nodes:  # other names for the same
+    for node in nodes:  # variables that refer to such an object
         if isinstance(node, ast.Assign) and _root(node.value) in theirs:
             theirs |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     for node in nodes:
@@ -214,7 +215,7 @@ def test_a_replacement_by_hand_is_seen(line: str) -> None:
 
 @pytest.fixture(name="place")
 def listed_place(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module that stands for fairseq's, with two entries of its own."""
+    """A stand-in for a module of fairseq, with its own list of replacements."""
 
     class Parent:
         def name(self) -> str:

@@ -1,4 +1,5 @@
-"""import fairseq by itself, where `startup` has written its line; Python is as it was."""
+"""`import fairseq` works by itself where `startup` has written its line; nothing else in Python
+changes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ ROOT = Path(lightseq_fairseq.__file__).parents[1]
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of packages with the line, which Python reads as it does site-packages."""
+    """A package folder with the line; Python reads it like site-packages."""
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     monkeypatch.delenv(startup.SWITCH, raising=False)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -51,7 +52,7 @@ def test_fairseq_imports_and_is_repaired(site: Path) -> None:
 
 
 def test_an_import_that_lacked_a_package_is_made_again(site: Path) -> None:
-    """As in a notebook, where the package is installed and the cell run once more."""
+    """As in a notebook: the import fails, the user installs the package and runs the cell again."""
     run = python(
         site,
         "sys.modules['hydra'] = None\n"

@@ -1,7 +1,8 @@
-"""A fairseq translation project moved over by prefixing three names: what its own tests demand.
+"""A fairseq translation project that is moved to this package by three ls_ prefixes passes
+fairseq's tests.
 
-fairseq tests its launchers by training small models on random words and translating with them
-(``TestTranslation``). The same requests, made of ``lightseq-train`` and the others.
+fairseq tests its commands by training small models on random words and translating with them
+(``TestTranslation``). Here the same is done with ``lightseq-train`` and the other commands.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ EXPERTS = (
 
 
 class Project:
-    """A folder with random words in two languages, and what is made of them."""
+    """A folder with random words in two languages, and the files made from them."""
 
     def __init__(self, folder: Path, preprocess: str = "") -> None:
         self.folder = folder
@@ -86,7 +87,7 @@ class Project:
         assert self.checkpoint.is_file()
 
     def generate(self, flags: str = "") -> list[str]:
-        """The hypotheses; every sentence of the test set has one."""
+        """The hypotheses; every sentence of the test set must have one."""
         result = self.command("generate", f"{GENERATION} {flags}")
         assert result.exit_code == 0, (result.output, result.exception)
         found = [line for line in result.stdout.splitlines() if line.startswith("H-")]
@@ -189,8 +190,8 @@ def test_multilingual_transformer(tmp_path: Path, tokens: str, shared: str) -> N
         found[native] = torch.load(project.checkpoint, weights_only=False)["model"]
     assert found[""].keys() == found["--native"].keys()
     for name, value in found["--native"].items():
-        # Keys' biases have no gradient but rounding, which Adam takes for one; the other is never
-        # set to anything.
+        # The gradient of the keys' biases is only rounding, which Adam scales up; the other buffer
+        # is uninitialised.
         if not name.endswith(("k_proj.bias", "_float_tensor")):
             torch.testing.assert_close(found[""][name], value, rtol=1e-3, atol=1e-4, msg=name)
     project.validate(task)

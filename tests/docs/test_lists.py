@@ -1,4 +1,5 @@
-"""What the pages list is what the code has: commands, variables, messages, names, the version."""
+"""The lists in the documentation agree with the code: commands, variables, messages, names, the
+version."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import lightseq_fairseq
 from lightseq_fairseq import layers, ops
 
 FOLDERS = "lightseq_fairseq", "cli", "csrc", "scripts", "examples"
-# Shell variables that are bash's own.
+# Shell variables that bash defines itself.
 OF_BASH = {"BASH_SOURCE", "PWD", "SECONDS"}
 
 
@@ -25,7 +26,8 @@ def files(*suffixes: str) -> list[Path]:
 
 
 def listed(page: str, head: str) -> list[str]:
-    """The code in the first cells of the page's tables that have ``head`` above these cells."""
+    """The code in the first column of those tables of the page whose first head cell is
+    ``head``."""
     tables = re.findall(rf"^\| {head} \|.*\n((?:\|.*\n)+)", text(page), re.M)
     return re.findall(r"^\| `(.+?)` \|", "".join(tables), re.M)
 
@@ -41,8 +43,8 @@ def test_commands() -> None:
 # --- Environment variables --------------------------------------------------------------------
 
 
-# How Python's code reads variables, of a name or of a constant of some module; and what it does
-# with all of them, or with those that it sets itself.
+# How Python code reads environment variables, by a name or a constant; and how it copies all of
+# them, or removes one that it has set.
 READ = (
     r"\benviron(?:ment)?(?:\.get|\.setdefault)?[\[(][\"'](?P<name>\w+)[\"']",
     r"\benviron(?:\.get|\.setdefault)?[\[(]\{?(?:\w+\.)*(?P<constant>[A-Z_]+)\b",
@@ -102,7 +104,7 @@ def test_variables_of_every_language_are_found() -> None:
 
 
 def strings() -> Iterator[str]:
-    """Every text in the Python code, with a * for each value in it."""
+    """Every string in the Python code, with * for each formatted value."""
     for path in files(".py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
@@ -113,7 +115,7 @@ def strings() -> Iterator[str]:
 
 
 def test_messages() -> None:
-    """`...` in a message of the page stands for anything."""
+    """In a message of the page, `...` stands for any text."""
     known = "\n".join(" ".join(string.split()) for string in strings())
 
     def is_known(message: str) -> bool:

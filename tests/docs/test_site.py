@@ -1,4 +1,5 @@
-"""The site builds without a warning and without a network, and its pages read as their files."""
+"""The site builds without a warning and without a network, and its pages show what their files
+contain."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def html(site: Path, page: str) -> str:
-    """The page's own part of its file, without the links that the site adds to headings."""
+    """The page's own part of its HTML file, without the links that the site adds to headings."""
     name = page.removesuffix(".md").removesuffix("README")
     found = (site / name / "index.html").read_text(encoding="utf-8")
     found = found.partition("<article")[2].partition("</article>")[0]
@@ -48,7 +49,7 @@ def test_nothing_is_loaded_from_another_host(site: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in pages() if page != "docs/api.md"])
 def test_a_page_reads_as_on_a_repositorys_web_page(site: Path, page: str) -> None:
-    """Those pages are CommonMark, which has other rules than the site for lists and tables."""
+    """Pages there are CommonMark, which has other rules for lists and tables than the site."""
     on_the_page, on_the_site = MARKDOWN.render(text(page)), html(site, page)
     assert Counter(TAG.findall(on_the_page)) == Counter(TAG.findall(on_the_site))
 

@@ -32,7 +32,7 @@ LACKING = (
 # tests/examples/test_quickstart.py runs the blocks with these words, on less data.
 QUICKSTART = "examples/quickstart"
 
-# Trainings are of a small model, and ten updates long: an epoch each.
+# Every training is of a small model and ten updates long, one epoch each.
 SMALL_DECODER = (
     "--decoder-layers 1 --decoder-embed-dim 16 --decoder-ffn-embed-dim 16 "
     "--decoder-attention-heads 2 --max-update 10 --num-workers 0 --cpu"
@@ -59,12 +59,12 @@ def is_run(block: Block) -> bool:
 
 
 def program(page: str, languages: tuple[str, ...]) -> str:
-    """The blocks of a page that run here; the lines between them are empty."""
+    """The blocks of a page that run here, with empty lines between them."""
     lines = [""] * len(text(page).splitlines())
     for block in blocks(page):
         if block.language in languages and not block.source and is_run(block):
             code = block.text.splitlines()
-            if block.language == "console":  # the output follows, up to the line of the fence
+            if block.language == "console":  # the output follows, up to the closing fence
                 assert code[0].startswith("$ ") and len(code) > 1, "a console block is a command"
                 code[0] = f"diff - <({{ {code[0][2:]}; }} 2>&1) <<'END'"
                 code.append("END")
@@ -74,8 +74,8 @@ def program(page: str, languages: tuple[str, ...]) -> str:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as a reader has it: texts, binarised data, a run's checkpoints, their average; and
-    binarised running text with a language model."""
+    """A folder with the files that a reader has: texts, binarised data, checkpoints of a run, their
+    average; and binarised running text with a language model."""
     folder = tmp_path_factory.mktemp("world")
     write_text(folder)
     for split in SPLITS:
@@ -110,7 +110,8 @@ def run(command: list[str], world: Path, folder: Path, code: str, **variables: s
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         [*command, str(folder / "program")], cwd=folder / "world",
-        env={**os.environ, "PATH": path, "HOME": str(folder), **variables},  # pages write there
+        # pages write to this folder
+        env={**os.environ, "PATH": path, "HOME": str(folder), **variables},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:]
@@ -133,7 +134,7 @@ def test_python(page: str, world: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", EXCERPTS, ids=lambda block: f"{block.page}:{block.line}")
 def test_an_excerpt_is_what_its_file_holds(block: Block) -> None:
-    """Lines `# ...` or `// ...` stand for what is left out."""
+    """In an excerpt, lines `# ...` or `// ...` stand for omitted lines."""
     rest = (ROOT / block.source).read_text(encoding="utf-8")
     for part in re.split(r"^(?:#|//) \.\.\.\n", block.text, flags=re.M):
         assert part in rest, part
@@ -141,7 +142,7 @@ def test_an_excerpt_is_what_its_file_holds(block: Block) -> None:
 
 
 def test_every_block_says_what_it_is() -> None:
-    """No block is left out because it has no language, or is not found at all."""
+    """Every block names its language, so that none is skipped or not found."""
     for page in pages():
         fences = re.findall(r"^[> ]*```", text(page), re.M)
         assert len(fences) == 2 * len(blocks(page)), page
@@ -154,7 +155,7 @@ def test_every_block_says_what_it_is() -> None:
 
 
 def test_blocks_are_found() -> None:
-    """As many as there were when this was written, or more."""
+    """The number of blocks is at least that at the time of writing."""
     counted = [len([b for b in kind if is_run(b)]) for kind in (COMMANDS, PYTHON, EXCERPTS)]
     assert all(count >= least for count, least in zip(counted, (11, 2, 6))), counted
 

@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as a machine without Docker can check it."""
+"""The Dockerfile, as far as it can be checked without Docker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DOCKERFILE = ROOT / "examples/docker/Dockerfile"
 
 
 def test_hadolint_finds_nothing() -> None:
-    """It checks the instructions, and shellcheck the commands in them."""
+    """hadolint checks the instructions; shellcheck, which it calls, checks their shell commands."""
     command = [Path(sys.executable).parent / "hadolint", DOCKERFILE]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The example of a training loop: its loss falls, as it does with torch's own modules."""
+"""The example of a training loop: its loss falls as with torch's own modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UPDATES = 120
 
 
 class Plain(nn.Module):
-    """The same model of torch.nn's modules, on padded batches, with the same weights."""
+    """The same model made of torch.nn's modules, on padded batches, with the same weights."""
 
     def __init__(self, ours: Transformer) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Plain(nn.Module):
 
 
 def renamed(layer: EncoderLayer | DecoderLayer) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of a layer under the names of torch.nn's."""
+    """The parameters of a layer under torch.nn's names."""
     blocks: dict[str, tuple[MultiheadAttention, nn.LayerNorm]] = {
         "self_attn": (layer.self_attn, layer.self_attn_layer_norm)
     }
@@ -86,9 +86,9 @@ def renamed(layer: EncoderLayer | DecoderLayer) -> Iterator[tuple[str, Tensor]]:
 
 
 def train_plainly(model: Plain, updates: int) -> list[float]:
-    """The example's loop with torch's loss and optimizer; the losses without smoothing."""
+    """The example's loop with torch's loss and optimizer; returns the losses without smoothing."""
     adam = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=1e-4)
-    # fairseq gives the smoothing to the other classes, torch to all.
+    # fairseq distributes the smoothing over the other classes, torch over all classes.
     smoothing = 0.1 * VOCABULARY / (VOCABULARY - 1)
     course = []
     for update in range(updates):
@@ -113,7 +113,7 @@ def test_the_loss_falls_as_with_torchs_modules() -> None:
     expected = train_plainly(plain, UPDATES)
     found = [loss for loss, _ in example.train(ours, UPDATES)]
     assert found == pytest.approx(expected, abs=1e-9)
-    assert found[0] > 2.7 and found[-1] < 1.0  # a guess costs log(16) = 2.77 nats
+    assert found[0] > 2.7 and found[-1] < 1.0  # guessing costs log(16) = 2.77 nats
 
 
 def test_the_script_with_dropout() -> None:
@@ -148,7 +148,8 @@ def numbers(line: str) -> tuple[float, float]:
 
 
 def test_two_ranks_train_as_one_does() -> None:
-    """DistributedDataParallel on two processes: half of each batch each, the same updates."""
+    """DistributedDataParallel on two processes, each with half of each batch, makes the same
+    updates."""
     words = ("--updates", "60", "--dropout", "0", "--sentences", "32")
     one, two = run(*words), run(*words, ranks=2)
     assert len(one) == len(two) == 2 + 4
@@ -157,7 +158,7 @@ def test_two_ranks_train_as_one_does() -> None:
 
 
 def test_bf16_keeps_what_it_learns() -> None:
-    """Its masters add up updates that a 16-bit parameter would lose."""
+    """The fp32 master weights accumulate updates that a 16-bit parameter would lose."""
     found = {}
     for bf16 in (False, True):
         torch.manual_seed(1)

@@ -23,7 +23,7 @@ make_data = runpy.run_path(str(EXAMPLES / "quickstart" / "make_data.py"))
 
 
 def bash(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """bash with ``words``, in the environment of the tests."""
+    """Runs bash with ``words``, in the environment of the tests."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.run(
         ["bash", *map(str, words)],
@@ -36,7 +36,7 @@ def bash(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedPro
 
 
 def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """run.sh with ``words``."""
+    """Runs run.sh with ``words``."""
     return bash(RUN, *words)
 
 
@@ -137,7 +137,7 @@ def test_the_command_trains_translates_and_scores(tmp_path: Path) -> None:
     assert len((tmp_path / "test.hyp.en").read_text().splitlines()) == 1000
     assert (tmp_path / "curves.svg").read_text().lstrip().startswith("<?xml")
 
-    # The page's last command, with the model that was just trained.
+    # The last command of the page, with the model that was just trained.
     (command,) = (b for b in pages.blocks(PAGE) if "lightseq-interactive" in b.text)
     (tmp_path / "root/.venv/bin").mkdir(parents=True)
     (tmp_path / "root/.venv/bin/activate").touch()

@@ -1,4 +1,4 @@
-"""train.sbatch, its body run by bash: Slurm's two commands are stand-ins that run tasks here."""
+"""train.sbatch: bash runs its body, and stand-ins for Slurm's two commands run the tasks here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.cli_runs import SMALL, binarise
 
 SCRIPT = Path(__file__).parents[2] / "examples/slurm/train.sbatch"
 
-# Starts the tasks, and sends SIGUSR1 to all of them as soon as the first one logs an update.
+# Starts the tasks, and sends SIGUSR1 to all of them when the first one logs an update.
 SRUN = """
 while [[ $1 == --* ]]; do shift; done
 pids=()
@@ -46,7 +46,7 @@ JOB = {
 
 
 def submit(folder: Path, *words: str | Path, srun: str = SRUN) -> int:
-    """The exit status of the script's body, run in ``folder`` as a job of two tasks."""
+    """Runs the script's body in ``folder`` as a job of two tasks; returns its exit status."""
     commands = folder / "commands"
     commands.mkdir(exist_ok=True)
     for name, body in (("srun", srun), ("scontrol", SCONTROL)):

@@ -1,4 +1,5 @@
-"""What the loop of generate reads is fairseq's configuration, looked up once."""
+"""The configuration that generate's loop reads has fairseq's values, and each is looked up only
+once."""
 
 from __future__ import annotations
 

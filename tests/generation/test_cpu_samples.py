@@ -1,6 +1,6 @@
-"""Where lightseq-generate, -interactive and the benchmark leave their samples.
+"""On which device lightseq-generate, -interactive and the benchmark leave their samples.
 
-A machine without a GPU stands in for one: what would bring a tensor there is counted instead.
+There is no GPU here: instead of moving a tensor to it, the test records the call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def trained_toy() -> Toy:
 
 @pytest.fixture(name="moved")
 def stand_in_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Whatever fairseq's loops bring to the GPU."""
+    """Records everything that fairseq's loops move to the GPU."""
     moved: list[Any] = []
 
     def move(sample: Any, *_: Any, **__: Any) -> Any:
@@ -58,7 +58,7 @@ def stand_in_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def translate(toy: Toy, command: str, *words: str) -> list[str]:
-    """The lines of all sentences, but for the time they took."""
+    """The output lines of all sentences, without those that hold times."""
     result = run(command, toy.folder, "--path", toy.paths[-1], *FLAGS, *words)
     assert result.exit_code == 0, (result.output, result.exception)
     return [line for line in result.stdout.splitlines() if line[:2] in ("S-", "T-", "H-", "P-")]
@@ -75,7 +75,7 @@ def test_generate(toy: Toy, moved: list[Any], words: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "moves"),
-    # Four lines are moved one by one, by fairseq's loop their tokens and their lengths.
+    # Each of the four lines is moved separately; fairseq's loop moves its tokens and its lengths.
     [*((words, 0) for words in OURS[:-1]), ("--native", 8), ("--print-alignment hard", 4)],
 )
 def test_interactive(toy: Toy, moved: list[Any], tmp_path: Path, words: str, moves: int) -> None:

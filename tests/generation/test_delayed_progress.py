@@ -17,7 +17,7 @@ def test_reports_take_turns() -> None:
     assert progress.beside(True) is None
     progress.begin(2**31 - 1)
     assert progress.reports.tolist() == [[0, 2**31 - 1], [0, 0]]
-    progress.begin(6)  # of the search before there was no step
+    progress.begin(6)  # the search before had no step
     assert progress.reports.tolist() == [[0, 6], [0, 0]]
 
 
@@ -26,7 +26,7 @@ def test_a_step_that_has_not_reported() -> None:
     progress.begin(4)
     progress.reports[1] = torch.tensor([1, 0])
     assert progress.unfinished(0) == 0
-    progress.begin(5)  # whose steps are not taken for those of the search before
+    progress.begin(5)  # steps of the search before must not count for this one
     with pytest.raises(RuntimeError, match="after 1 steps of a search, the last one has not rep"):
         progress.unfinished(0)
     progress.reports[1] = torch.tensor([3, 2])

@@ -1,4 +1,5 @@
-"""lightseq-generate and -interactive: where lines go, the score, several processes, bad input."""
+"""lightseq-generate and -interactive: where their lines go, the score, several processes, bad
+input."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def sentences(text: str) -> list[str]:
 
 
 def of_kind(text: str, kind: str) -> list[str]:
-    """The first line of that kind of each sentence, in the order of the test set."""
+    """The first line of this kind for each sentence, in the order of the test set."""
     found: dict[int, str] = {}
     for label, *fields in (line.split("\t") for line in sentences(text)):
         if label.startswith(kind):
@@ -78,7 +79,7 @@ def bleu(translations: list[str], references: list[str]) -> str:
 
 @pytest.fixture(scope="module")
 def plain(place: Path) -> str:
-    """What it prints without options of ours."""
+    """Its output without options of ours."""
     result = generate(place, "--nbest", "2")
     assert result.exit_code == 0, (result.output, result.exception)
     return result.stdout
@@ -89,7 +90,7 @@ def test_score_against_the_targets_of_the_data(plain: str) -> None:
     said = "(references: the binarised targets)"
     assert score_lines(plain) == [f"Generate test with beam=2: {expected} {said}"]
     assert plain.endswith(f"{said}\n") and len(of_kind(plain, "D")) == COUNT
-    assert len(sentences(plain)) == COUNT * (2 + 2 * 3)  # S, T; H, D, P of two hypotheses
+    assert len(sentences(plain)) == COUNT * (2 + 2 * 3)  # S and T; H, D and P of two hypotheses
 
 
 def test_score_against_a_file(place: Path, plain: str, tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ def test_two_processes_print_what_one_prints(place: Path) -> None:
 
 
 def test_more_processes_than_batches(place: Path, plain: str) -> None:
-    """And with a loader's worker each: nothing is left to clean up at the end."""
+    """Each process also has a data loading worker; nothing is left to clean up at the end."""
     command = [sys.executable, "-m", "lightseq_fairseq.cli.generate", str(place / "data")]
     command += ["--path", str(place / "checkpoint_last.pt"), "--distributed-world-size", "2"]
     done = subprocess.run(
@@ -199,7 +200,7 @@ def test_references_of_another_test_set(place: Path, plain: str, tmp_path: Path)
     result = generate(place, "--reference", tmp_path / "short", "--output", tmp_path / "out")
     assert result.exit_code == 2
     assert f"contains {COUNT} translations, but there are 1 references" in result.stderr
-    # They took their time, and lightseq-score can still score them.
+    # Translating took time, so the translations are kept: lightseq-score can still score them.
     assert of_kind((tmp_path / "out").read_text(), "D") == of_kind(plain, "D")
 
 
@@ -219,7 +220,7 @@ def test_what_is_refused_leaves_the_file_alone(place: Path, tmp_path: Path) -> N
     assert result.exit_code == 2 and f"Cannot write {tmp_path}/no/out" in result.stderr
     result = generate(place, "--output", tmp_path)
     assert result.exit_code == 2 and f"Cannot write {tmp_path} (Is a dir" in result.stderr
-    assert score_lines(result.stdout) == []  # before the work
+    assert score_lines(result.stdout) == []  # refused before translating
     assert out.read_text() == "of yesterday\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latin", "out"]
 
@@ -268,7 +269,7 @@ def interactive(place: Path, *words: str | Path) -> Result:
 
 
 def test_a_line_is_answered_at_once(place: Path) -> None:
-    """Through pipes, as another program talks to it."""
+    """The test talks to it through pipes, as another program would."""
     command = [sys.executable, "-m", "lightseq_fairseq.cli.interactive", str(place / "data")]
     command += ["--path", str(place / "checkpoint_last.pt"), "--cpu", "--beam", "2"]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}

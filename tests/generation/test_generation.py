@@ -1,4 +1,5 @@
-"""Our search, and our decoder under fairseq's, find what fairseq's model does under fairseq's."""
+"""Our search, and fairseq's search with our decoder, find what fairseq's search finds with
+fairseq's model."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "groups": {"beam": 4, "diverse_beam_groups": 2, "diverse_beam_strength": 0.7},
     "groups-of-one": {"beam": 3, "diverse_beam_groups": 3, "no_repeat_ngram_size": 2},
 }
-# What fairseq's own search is asked for.
+# Options for which fairseq's own search is used.
 OTHERS: dict[str, dict[str, Any]] = {
     "siblings": {"beam": 4, "diversity_rate": 2},
     "single-words": {"beam": 3, "no_repeat_ngram_size": 1},
@@ -62,7 +63,7 @@ def trained_toy() -> Toy:
 
 @pytest.fixture(name="searches")
 def counted_searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The rules of every search that is ours, as they happen."""
+    """Records the rules of every search that ours runs."""
     seen: list[Any] = []
 
     def counted(*arguments: Any) -> Any:
@@ -94,7 +95,7 @@ def test_searches_that_are_fairseqs(toy: Toy, options: dict[str, Any], searches:
 def test_under_fairseqs_search(toy: Toy, searches: list[Any]) -> None:
     native = translate(toy, [toy.native], beam=5)
     assert_same(translate(toy, [toy.ls], by=SequenceGenerator, beam=5), native)
-    # The same model twice: each has its own keys and values.
+    # The same model twice in one ensemble: each has its own keys and values.
     native = translate(toy, [toy.native] * 2, beam=2)
     assert_same(translate(toy, [toy.ls] * 2, beam=2), native)
     assert not searches
@@ -115,7 +116,7 @@ def test_prefixes_and_another_first_token(toy: Toy, searches: list[Any]) -> None
 
 
 def inputs(toy: Toy, sample: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What ``search`` takes of a batch."""
+    """The arguments of ``search`` for a batch."""
     sample = next(iter(held_out(toy.task))) if sample is None else sample
     tokens = sample["net_input"]["src_tokens"]
     return {
@@ -130,7 +131,8 @@ def plain(results: Sequence[Sequence[Mapping[str, Tensor]]]) -> list[Any]:
 
 
 def test_graphs_of_one_key_read_one_table(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many tokens in as many sentences, one of which no table has had a place for so far."""
+    """The second batch has as many tokens and sentences, but one sentence is longer than any
+    position table so far."""
     model = copy.deepcopy(toy.ls)
     rows = model.encoder.table_rows(1)
     tables: dict[Any, set[int]] = {}
@@ -141,7 +143,8 @@ def test_graphs_of_one_key_read_one_table(toy: Toy, monkeypatch: pytest.MonkeyPa
             tables.setdefault(key, set()).add(len(model.encoder._table))
             before = model.encoder._table
         result = run(self, key, *arguments)
-        assert "source" not in key or model.encoder._table is before  # none is made in a capture
+        # no table is created during a capture
+        assert "source" not in key or model.encoder._table is before
         return result
 
     monkeypatch.setattr(Graphs, "launch", seen)
@@ -179,7 +182,8 @@ def test_memory_that_grows_and_rows_that_vanish(toy: Toy, monkeypatch: pytest.Mo
 
 
 def test_memory_may_hold_anything(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a batch leaves to the next one, whose positions and rows lie elsewhere in it."""
+    """What one batch leaves in memory does not affect the next one, which uses other positions and
+    rows."""
     monkeypatch.setattr(step_decoder, "_most_kept", lambda device: math.inf)
     toy = dataclasses.replace(toy, ls=copy.deepcopy(toy.ls))
     given = inputs(toy)
@@ -240,7 +244,8 @@ def test_buckets() -> None:
 @pytest.mark.parametrize("bpe_symbol", [None, "@@ "])
 def test_text_is_that_of_fairseqs_own_look_up(toy: Toy, bpe_symbol: str | None) -> None:
     words = toy.task.target_dictionary
-    numbers = torch.randint(0, len(words) + 2, (7, 30), dtype=torch.int32)  # and words it lacks
+    # also words that it does not have
+    numbers = torch.randint(0, len(words) + 2, (7, 30), dtype=torch.int32)
     for tokens in (*numbers, numbers, numbers[0, :0], numbers[0].tolist()):
         for options in (
             {},
@@ -273,7 +278,8 @@ def test_hypotheses_are_dicts_to_their_users(toy: Toy) -> None:
         assert torch.equal(again["positional_scores"], before / 2)
         assert type(again) is dict and list(again) == list(native[0][0])
     alone = pickle.loads(pickle.dumps(first))["tokens"]
-    assert alone.untyped_storage().nbytes() == alone.nbytes  # not with those of all sentences
+    # it does not keep the storage of all sentences alive
+    assert alone.untyped_storage().nbytes() == alone.nbytes
     first["steps"] = torch.tensor(3)
     del first["alignment"]
     assert "steps" in first and "alignment" not in first and len(first) == 5
@@ -336,7 +342,7 @@ CHANGES = (
 def test_weights_that_lie_elsewhere_are_seen(toy: Toy, change: Any) -> None:
     model = copy.deepcopy(toy.ls)
     addresses = ParameterAddresses(model.decoder, model.encoder)
-    model.load_state_dict(toy.ls.state_dict())  # in place, as training is
+    model.load_state_dict(toy.ls.state_dict())  # in place, as in training
     with torch.no_grad():
         model.decoder.layers[0].fc1.weight.mul_(2)
     assert addresses.intact(model.decoder, model.encoder)
@@ -361,7 +367,8 @@ def test_copies_of_a_model_share_nothing(toy: Toy) -> None:
 
 
 def test_hypotheses_that_are_reordered_at_will(toy: Toy) -> None:
-    """More of them than at first, some twice, in another order: whatever a search may ask."""
+    """The order may have more hypotheses than before, and repeat or permute them, as a search may
+    request."""
     sample = next(iter(held_out(toy.task)))["net_input"]
     orders = [[0, 1, 1, 2], [3, 0, 2, 2, 1, 0, 3, 1, 0], [8, 1, 4]]
     found = []
@@ -383,7 +390,7 @@ def test_hypotheses_that_are_reordered_at_will(toy: Toy) -> None:
 
 
 def test_an_encoder_output_that_is_reordered(toy: Toy) -> None:
-    """Whose encoder and whose decoder it may be, with and without incremental state."""
+    """With each combination of encoder and decoder, with and without incremental state."""
     sample = next(iter(held_out(toy.task)))["net_input"]
     previous = sample["prev_output_tokens"][[5, 2, 2]]
     found = []

@@ -1,4 +1,5 @@
-"""Translating on a GPU: what a CPU finds, with and without graphs, and no waiting in the loop."""
+"""Translating on a GPU finds what a CPU finds, with and without graphs, and the loop does not
+wait."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def batches(on_gpu: bool) -> list[dict[str, Any]]:
 
 
 def translate(model: Any, by: Any = None, on_cpu: bool = False, **options: Any) -> Found:
-    """The hypotheses of all held-out sentences, from samples where the model is or on the CPU."""
+    """The hypotheses of all held-out sentences, from samples on the model's device or on the
+    CPU."""
     toy = digits.toy()
     generator = toy.task.build_generator([model], GenerationConfig(**options), seq_gen_cls=by)
     found: list[Any] = []
@@ -82,7 +84,7 @@ def test_float32_is_the_cpus(toy: Toy, options: dict[str, Any], by: Any) -> None
     expected = translate(toy.ls, **options)
     assert_close(translate(model, by, **options), expected)
     before = graphs(model)
-    assert_close(translate(model, by, **options), expected)  # by graphs from the first step on
+    assert_close(translate(model, by, **options), expected)  # with graphs from the first step
     assert graphs(model) >= before > 0
 
 
@@ -110,7 +112,7 @@ def test_16_bits_translate_as_well_as_fairseqs(toy: Toy, dtype: torch.dtype) -> 
     expected = words(translate(toy.ls, beam=4))
 
     def others(model: Any) -> int:
-        """Sentences that 16 bits translate otherwise."""
+        """The number of sentences whose translation differs in 16-bit precision."""
         found = words(translate(copy.deepcopy(model).cuda().to(dtype), beam=4))
         return sum(a[0] != b[0] for a, b in zip(found, expected, strict=True))
 
@@ -119,7 +121,7 @@ def test_16_bits_translate_as_well_as_fairseqs(toy: Toy, dtype: torch.dtype) -> 
 
 def test_nothing_waits_within_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(toy.ls).cuda()
-    for _ in range(3):  # after which nothing grows and nothing is left to capture
+    for _ in range(3):  # afterwards nothing grows, and everything is captured
         translate(model, beam=5)
     calls: list[str] = []
 
@@ -140,7 +142,7 @@ def test_nothing_waits_within_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(search, "_start", without_waiting(search._start))
     translate(model, beam=5)
     assert set(calls) == {"launch", "_compact", "_start"}
-    # Nor does anything before it, where the sample is on the CPU.
+    # With samples on the CPU, nothing before the loop waits either.
     monkeypatch.setattr(StepDecoder, "open", without_waiting(StepDecoder.open))
     monkeypatch.setattr(StepDecoder, "encode", without_waiting(StepDecoder.encode))
     translate(model, on_cpu=True, beam=5)
@@ -151,7 +153,7 @@ def test_nothing_waits_within_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture(name="devices")
 def devices_of_searches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Whose searches there are, and where each finds its source tokens."""
+    """Records which search runs, and on which device it gets its source tokens."""
     seen: list[tuple[str, str]] = []
     ours, fairseqs = search.search, SequenceGenerator._generate
 
@@ -179,9 +181,9 @@ LEFT_TO_FAIRSEQ: dict[str, dict[str, Any]] = {
 def test_samples_on_the_cpu(
     toy: Toy, options: dict[str, Any], devices: list[tuple[str, str]]
 ) -> None:
-    """The same bits. Our search takes them as they are, fairseq's has them moved."""
+    """Bitwise equal. Our search takes them from the CPU; for fairseq's search they are moved."""
     model = copy.deepcopy(toy.ls).cuda()
-    for _ in range(2):  # after which both find the same algorithms and graphs
+    for _ in range(2):  # afterwards both use the same algorithms and graphs
         moved = translate(model, **options)
     devices.clear()
     found = translate(model, on_cpu=True, **options)
@@ -224,14 +226,15 @@ def test_where_the_launchers_leave_samples(
             )
             assert result.exit_code == 0, (result.output, result.exception)
             lines = [line.split("\t") for line in result.stdout.splitlines()]
-            # Without scores, whose last digits differ.
+            # Without the scores, whose last digits differ.
             found.append([(k, *rest[-1:]) for k, *rest in lines if k[:2] in ("S-", "T-", "D-")])
         assert found[0] == found[1] and len(found[0]) >= 4
         assert set(devices) == {("fairseq's", "cuda") if flags else ("ours", "cpu")}
 
 
 def test_the_host_is_one_step_late(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it learns of a search is what a CPU learns, always one step later."""
+    """On a GPU the host learns the same numbers of unfinished sentences as on a CPU, one step
+    later."""
     seen: list[list[int]] = []
     unfinished = DelayedProgress.unfinished
 
@@ -246,14 +249,15 @@ def test_the_host_is_one_step_late(toy: Toy, monkeypatch: pytest.MonkeyPatch) ->
     at_once = seen.copy()
     model = copy.deepcopy(toy.ls).cuda()
     sizes = [len(sample["id"]) for sample in batches(True)]
-    for _ in range(3):  # plain, captured, replayed
+    for _ in range(3):  # eager, captured, replayed
         seen.clear()
         translate(model, beam=3)
         assert seen == [[size, *counts] for size, counts in zip(sizes, at_once, strict=True)]
 
 
 def test_reports_are_waited_for() -> None:
-    """Copies stand in for steps. The last of a search may end after the next one has begun."""
+    """Copies stand in for decoding steps. The last step of a search may end after the next search
+    has begun."""
     progress = DelayedProgress(torch.device("cuda"))
     stream = torch.cuda.current_stream()
     copies = {n: torch.tensor(n, dtype=torch.int32, device="cuda") for n in ((1, 2), (2, 0))}
@@ -265,7 +269,7 @@ def test_reports_are_waited_for() -> None:
     for sentences in (7, 5, 6):
         progress.begin(sentences)
         stream.synchronize()
-        assert progress.reports.tolist() == [[0, sentences], [0, 0]]  # nobody writes there any more
+        assert progress.reports.tolist() == [[0, sentences], [0, 0]]  # no copy is running any more
         step(1, 2)
         assert progress.unfinished(0) == sentences and not stream.query()
         step(2, 0)
@@ -276,7 +280,7 @@ def test_reports_are_waited_for() -> None:
 
 
 def test_searches_one_after_the_other(toy: Toy) -> None:
-    """Each is read, and the next one begun, while the last step may still be running."""
+    """Each result is read, and the next search begun, while the last step may still be running."""
     model = copy.deepcopy(toy.ls).cuda()
     samples = batches(True)
     generator = toy.task.build_generator([model], GenerationConfig(beam=4))
@@ -320,7 +324,7 @@ def test_memory_that_grows(toy: Toy) -> None:
 
 
 def test_tables_of_positions_that_grow(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs of a smaller table go on, and none of them serves a sentence that is longer."""
+    """Graphs with a smaller table stay valid, but none of them is used for a longer sentence."""
     rows = toy.ls.encoder.table_rows(1)
     short, long = (rows - 10, rows - 10), (rows + 50, rows - 70)
     shape = 8, rows, toy.ls.decoder.embed_tokens.embedding_dim
@@ -336,10 +340,10 @@ def test_tables_of_positions_that_grow(toy: Toy, monkeypatch: pytest.MonkeyPatch
             results.append(
                 words(search.search(model.decoder.steps, model.encoder, model.decoder, *given))
             )
-            if len(results) == 3:  # the decoder's table grows as well, outside of its steps
+            if len(results) == 3:  # the decoder's table grows too, outside of its steps
                 with torch.no_grad():
                     model(tokens, None, digits.sentences(rows + 50).cuda().expand(2, -1))
-                kept = [nans()]  # where memory has become free
+                kept = [nans()]  # fills memory that has been freed
                 kept += model.decoder.steps.launch(("nans",), lambda: [nans() for _ in range(2)])
         assert (graphs(model) > 0) == captured
         return results
@@ -361,5 +365,5 @@ def test_sampling(toy: Toy) -> None:
 
 
 def test_every_kernel_is_there() -> None:
-    """Without one of them, nothing would have been captured above."""
+    """If one were missing, the tests above would not have captured anything."""
     assert not library.load().references

@@ -1,4 +1,4 @@
-"""A trained model translates as fairseq's own does with the same weights, token for token."""
+"""A trained model translates as fairseq's own with the same weights, token for token."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_one_token_at_a_time_is_the_whole_sentence_at_once(toy: Toy) -> None:
         previous = previous.masked_fill(target.eq(parity.PAD), parity.PAD)
         with torch.no_grad():
             logits, _ = toy.ls(**{**sample["net_input"], "prev_output_tokens": previous})
-        logits[..., parity.PAD] = -torch.inf  # the generator never writes a pad
+        logits[..., parity.PAD] = -torch.inf  # the generator never outputs a pad
         real = target.ne(parity.PAD)
         assert torch.equal(logits.argmax(-1)[real], target[real])
 

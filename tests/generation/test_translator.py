@@ -1,4 +1,5 @@
-"""Translation from Python: what lightseq-interactive prints, and one sentence for bad input."""
+"""Translation from Python gives what lightseq-interactive prints; bad input ends in one
+sentence."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
 from lightseq_fairseq.translator import Translation
 
-# The toy's data are text, so the languages are told by name.
+# The toy's data are text, from whose file names the languages are not inferred.
 LANGUAGES = {"source_lang": "src", "target_lang": "tgt"}
 LINES = [
     "eins zwei drei vier fünf sechs sieben",
@@ -51,7 +52,7 @@ def translator(toy: Toy) -> Translator:
 
 
 def printed(number: int, translation: Translation) -> list[list[str]]:
-    """The fields that the command prints for a sentence, but for the time."""
+    """The fields that the command prints for a sentence, without the time."""
     lines = [[f"S-{number}", translation.source]]
     lines += [[f"C-{number}", words] for words in translation.constraints]
     for each in translation.hypotheses:
@@ -68,7 +69,7 @@ def all_printed(found: list[Translation]) -> list[list[str]]:
 
 
 def of_command(toy: Toy, folder: Path, flags: str, lines: list[str]) -> list[list[str]]:
-    """The same of lightseq-interactive, which reads all lines at once."""
+    """The same fields from lightseq-interactive, which gets all lines at once."""
     (folder / "lines").write_text("".join(f"{line}\n" for line in lines))
     words = ["--path", toy.paths[-1], "-s", "src", "-t", "tgt", "--cpu", "--input",
              folder / "lines", "--buffer-size", "100", *flags.split()]  # fmt: skip
@@ -125,7 +126,8 @@ def test_subwords_are_split_and_joined(toy: Toy, tmp_path: Path) -> None:
     translator = load(toy, bpe="subword_nmt", bpe_codes=codes, remove_bpe=True)
     lines = ["eins zwei", "zwei drei"]
     found = translator.translate(lines)
-    assert found[0].source == "eins zwei" and "<unk>" in found[1].source  # "drei" is split
+    # "drei" is split into subwords
+    assert found[0].source == "eins zwei" and "<unk>" in found[1].source
     assert all_printed(found) == of_command(toy, tmp_path, flags, lines)
 
 
@@ -152,7 +154,8 @@ def test_a_sentence_that_is_left_out_keeps_its_place(toy: Toy, translator: Trans
 
 
 def test_dictionaries_do_not_grow(toy: Toy) -> None:
-    """fairseq adds what it has joined to the dictionary, whose size is that of the next search."""
+    """fairseq adds joined words to the dictionary; this must not change the size for the next
+    search."""
     translator = load(toy, remove_bpe="sentencepiece")
     before = len(translator._loaded.task.target_dictionary)
     for beam in (2, 3):
@@ -193,15 +196,16 @@ def test_the_data_of_the_checkpoint(toy: Toy, translator: Translator, tmp_path: 
     assert found.configuration.task.source_lang == "src"
     assert found.translate(LINES[0]).score == translator.translate(LINES[0]).score
     state = torch.load(toy.paths[-1], weights_only=False)
-    for data, named in (("gone:there", "gone, which does not exist here"), (None, "none")):
+    gone = "the data folder gone, which does not exist here"
+    for data, named in (("gone:there", gone), (None, "no data folder")):
         state["cfg"]["task"]["data"] = data
         torch.save(state, tmp_path / "moved.pt")
-        with pytest.raises(UserError, match=f"names its data folder as {named}: give data"):
+        with pytest.raises(UserError, match=f"names {named}: pass data"):
             Translator.from_pretrained(tmp_path / "moved.pt", cpu=True)
 
 
 def test_fairseqs_own_model_and_fairseq_afterwards(toy: Toy, translator: Translator) -> None:
-    """Nothing remains that changes which model another part of the program loads."""
+    """Afterwards, another part of the program still loads fairseq's own model."""
     before = checkpoint_utils.load_checkpoint_to_cpu, sys.argv
     native, ours = load(toy, native=True), load(toy)
     assert (checkpoint_utils.load_checkpoint_to_cpu, sys.argv) == before
@@ -227,19 +231,23 @@ def test_the_class_is_there_before_torch_is() -> None:
         ([], {}, "There is no sentence to translate"),
         ("", {}, r"Sentence 0 \(counted from 0\) is empty"),
         (["eins", " \n"], {}, r"Sentence 1 \(counted from 0\) is empty"),
-        (["eins", 3], {}, "Sentence 1 .* of type int"),
+        (["eins", 3], {}, "Sentence 1 .* of type int: pass text"),
         (None, {}, "Sentence 0 .* of type NoneType"),
         (["eins", "eins " * 2000], {}, "Sentence 1 .*2001.*1024"),
         ("eins " * 30, {"max_tokens": 20}, "31 tokens.*--max-tokens"),
-        ("eins", {"beem": 2}, r"no --beem: did you mean --beam\?"),
+        ("eins", {"beem": 2}, r"no flag --beem: did you mean --beam\?"),
         ("eins", {"beam": 0}, "--beam .*at least 1"),
         ("eins", {"beam": "four"}, "--beam cannot be four"),
         ("eins", {"sampling": True}, "--sampling requires --nbest to be equal to --beam"),
         ("eins", {"print_alignment": "soft"}, "--print-alignment"),
         ("eins", {"min_len": 500}, "--min-len"),
         ("eins", {"fp16": True}, r"fp16 is an option of Translator.from_pretrained\(\)"),
-        ("eins", {"native": True}, "native is no option here: it is an argument"),
-        ("eins", {"input": "lines"}, r"input is no option here: give .* translate\(\)"),
+        (
+            "eins",
+            {"native": True},
+            r"native is not an option of Translator: pass it to from_pretrained\(\)",
+        ),
+        ("eins", {"input": "lines"}, r"input is not an option .*: pass .* translate\(\)"),
     ],
 )
 def test_bad_sentences_and_options(
@@ -248,7 +256,7 @@ def test_bad_sentences_and_options(
     with pytest.raises(UserError, match=sentence) as caught:
         translator.translate(sentences, **options)
     assert "\n" not in str(caught.value) and str(caught.value).endswith((".", "?"))
-    assert translator.translate(LINES[0]).text.startswith("seven six")  # it still works
+    assert translator.translate(LINES[0]).text.startswith("seven six")  # the translator still works
 
 
 def language_model(toy: Toy, place: Path) -> Path:
@@ -268,7 +276,7 @@ def language_model(toy: Toy, place: Path) -> Path:
 
 def test_a_language_model(toy: Toy, tmp_path: Path) -> None:
     path = language_model(toy, tmp_path)
-    with pytest.raises(UserError, match="holds a model of --task language_modeling: name the"):
+    with pytest.raises(UserError, match="contains a model of --task language_modeling: use the"):
         Translator.from_pretrained(path, toy.folder, **LANGUAGES)
     with pytest.raises(UserError, match=r"lm\.pt|checkpoint_last\.pt .*TransformerLanguageModel"):
         load(toy, path, task="translation")
@@ -279,7 +287,7 @@ def test_a_language_model(toy: Toy, tmp_path: Path) -> None:
     [
         (lambda place: {"checkpoint": place / "gone.pt"}, "gone.pt cannot be read .No such file"),
         (lambda place: {"checkpoint": place / "empty"}, "no checkpoint_best.pt or checkpoint_last"),
-        (lambda place: {"checkpoint": place / "text"}, "text is no checkpoint but a text file"),
+        (lambda place: {"checkpoint": place / "text"}, "text is a text file, not a checkpoint"),
         (lambda place: {"checkpoint": []}, "There is no checkpoint to load"),
         (lambda place: {"data": place / "gone"}, ".*gone does not exist"),
         (lambda place: {"data": place / "empty"}, "empty .*dict.src.txt"),
@@ -287,8 +295,8 @@ def test_a_language_model(toy: Toy, tmp_path: Path) -> None:
         (lambda place: {"source_lang": "fr"}, "dict.fr.txt"),
         (lambda place: {"bpe": "subword_nmt", "bpe_codes": place / "gone"}, "gone .*not exist"),
         (lambda place: {"lenpen": "long"}, "--lenpen cannot be long"),
-        (lambda place: {"lenpenalty": 1}, "no --lenpenalty"),
-        (lambda place: {"buffer_size": 5}, "buffer_size is no option here"),
+        (lambda place: {"lenpenalty": 1}, "no flag --lenpenalty"),
+        (lambda place: {"buffer_size": 5}, "buffer_size is not an option of Translator"),
     ],
 )
 def test_what_cannot_be_loaded(
@@ -312,9 +320,9 @@ def test_on_a_gpu(toy: Toy, translator: Translator, precision: dict[str, Any]) -
     there = Translator.from_pretrained(toy.paths[-1], toy.folder, **options)
     (model,) = there._loaded.models
     assert {p.device.type for p in model.parameters()} == {"cuda"}
-    lines = [LINES[0], LINES[-1]]  # which the model is sure of
+    lines = [LINES[0], LINES[-1]]  # the model is sure of these
     for options in (*[{"beam": 3}] * 3, {"no_repeat_ngram_size": 3}, {"print_alignment": True}):
-        # The first is eager, captured and replayed; the last two take fairseq's search.
+        # The first options run eager, captured and replayed; the last two use fairseq's search.
         found, expected = there.translate(lines, **options), translator.translate(lines, **options)
         for a, b in zip(found, expected, strict=True):
             assert a.text == b.text and a.score == pytest.approx(b.score, abs=0.1)

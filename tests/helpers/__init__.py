@@ -1,1 +1,1 @@
-"""What tests of several files share, and imports in each as helpers.<module>."""
+"""Code that several test files share; import it as helpers.<module>."""

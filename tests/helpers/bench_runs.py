@@ -1,4 +1,5 @@
-"""Runs of ``lightseq-bench train`` in this process; the trainings that it starts have their own."""
+"""Runs of ``lightseq-bench train`` in this process; each training that it starts is a process of
+its own."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def bench_train(*words: object) -> Result:
 def bench_once(
     folder: Path, case: str, systems: Sequence[str], *corpus: object
 ) -> tuple[Any, dict[str, Any]]:
-    """The command, which has ended well, and its rows by system; ``corpus`` are its other words."""
+    """The result of the command, which must succeed, and its rows by system; ``corpus`` holds
+    further words."""
     output = folder / "rows.json"
     done = bench_train(
         "--case", case, "--systems", ",".join(systems),

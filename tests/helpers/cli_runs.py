@@ -1,4 +1,4 @@
-"""Launchers run in this process, on a corpus of a few lines."""
+"""Runs of launchers in this process, on a corpus of a few lines."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lightseq_fairseq import plugins  # noqa: F401  (fairseq does not import wit
 import fairseq_cli.train
 from fairseq import checkpoint_utils, sequence_scorer
 from fairseq.data import data_utils
+from fairseq.tasks.language_modeling import LanguageModelingTask
 
 SPLITS = {"train": 40, "valid": 6, "test": 6}
 WORDS = 20
@@ -32,14 +33,14 @@ SMALL = shlex.split(
 
 
 def run(command: str, *words: str | Path) -> Result:
-    """``lightseq-<command>`` with ``words``; fairseq is left as it was found."""
+    """Runs ``lightseq-<command>`` with ``words``; afterwards fairseq's modules are as before."""
     module = importlib.import_module(f"lightseq_fairseq.cli.{command.replace('-', '_')}")
     with unchanged():
         return CliRunner().invoke(module.main, [str(word) for word in words])
 
 
 def succeed(command: str, *words: str | Path) -> str:
-    """The same, and what it printed; fails unless the launcher leaves with 0."""
+    """Runs it and returns its output; fails unless the exit status is 0."""
     result = run(command, *words)
     assert result.exit_code == 0, (result.output, result.exception)
     return result.stdout
@@ -47,7 +48,7 @@ def succeed(command: str, *words: str | Path) -> str:
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """Undoes what one launcher run leaves in fairseq's modules and in the root logger."""
+    """Undoes the changes that a launcher run makes in fairseq's modules and in the root logger."""
     places = (
         (fairseq_cli.train, "Trainer"),
         (fairseq_cli.train, "main"),
@@ -56,6 +57,7 @@ def unchanged() -> Iterator[None]:
         (checkpoint_utils, "os"),
         (data_utils, "batch_by_size"),
         (sequence_scorer.SequenceScorer, "generate"),
+        (LanguageModelingTask, "eval_lm_dataloader"),
     )
     patches = [mock.patch.object(module, name, getattr(module, name)) for module, name in places]
     root = logging.getLogger()
@@ -73,7 +75,7 @@ def unchanged() -> Iterator[None]:
 
 
 def write_text(folder: Path, words: int = WORDS) -> None:
-    """train/valid/test.de and .en in ``folder``: every word w7 translates to v7."""
+    """Writes train/valid/test.de and .en into ``folder``: every word w7 translates to v7."""
     source = random.Random(words)
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in SPLITS.items():
@@ -84,7 +86,7 @@ def write_text(folder: Path, words: int = WORDS) -> None:
 
 
 def binarise(folder: Path, words: int = WORDS) -> Path:
-    """A data directory made from `write_text` by lightseq-preprocess."""
+    """A data folder made from `write_text` by lightseq-preprocess."""
     write_text(folder / "text", words)
     prefixes = {split: str(folder / "text" / split) for split in SPLITS}
     succeed(
@@ -104,7 +106,8 @@ SMALL_TEXT = shlex.split(
 
 
 def binarise_text(folder: Path, words: int = WORDS) -> Path:
-    """A data directory of running text made by lightseq-preprocess; some words are in two parts."""
+    """A data folder of running text made by lightseq-preprocess; some words consist of two
+    subwords."""
     source = random.Random(words)
     (folder / "text").mkdir(parents=True, exist_ok=True)
     prefixes: list[str | Path] = []

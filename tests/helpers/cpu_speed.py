@@ -1,4 +1,4 @@
-"""Our time on a CPU over fairseq's, of training steps and of translations."""
+"""Our time on a CPU relative to fairseq's, for training steps and translations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ SETTING = {
 
 
 def write_wmt_like(folder: Path) -> Path:
-    """Sentences as long as WMT's (lognormal, mean 28, sigma 0.55), words by Zipf's law."""
+    """Writes sentences as long as WMT's (lognormal, mean 28, sigma 0.55), with words by Zipf's
+    law."""
     rng = random.Random(5)
     words = [f"w{i}" for i in range(VOCABULARY - 4)]
     weights = [1 / (rank + 10) for rank in range(len(words))]
@@ -45,7 +46,8 @@ def write_wmt_like(folder: Path) -> Path:
 
 
 def step_ratios(folder: Path, max_tokens: int, steps: int) -> list[float]:
-    """Our seconds a step over fairseq's, step by step, so that both saw the same machine."""
+    """Our seconds per step divided by fairseq's. The systems alternate, so that both see the same
+    load."""
     runs: dict[str, Any] = {}
     for name, systems, trainer_class in (
         ("ls", LS, parity.Trainer),
@@ -66,12 +68,13 @@ def step_ratios(folder: Path, max_tokens: int, steps: int) -> list[float]:
             trainer.train_step(samples)
             seconds[name].append(time.process_time() - start)
     assert sizes["ls"] == sizes["native"]
-    # The first step allocates.
+    # The first step allocates memory, so it is not measured.
     return [ls / native for ls, native in zip(*seconds.values(), strict=True)][1:]
 
 
 def translation_ratios(folder: Path, passes: int) -> list[float]:
-    """Our seconds over fairseq's for 32 sentences, beam 5, 30 tokens each, pass by pass."""
+    """Our seconds divided by fairseq's for 32 sentences, beam 5, 30 tokens each; one ratio per
+    pass."""
     runs: dict[str, Any] = {}
     torch.manual_seed(3)
     source = torch.randint(4, VOCABULARY, (32, 28))
@@ -88,7 +91,8 @@ def translation_ratios(folder: Path, passes: int) -> list[float]:
         cfg = parity.parse(command_line(folder, systems, **SETTING, max_tokens=2000))
         task, model, _ = parity.build(cfg)
         with torch.no_grad():
-            model.decoder.embed_tokens.weight[EOS] = 0  # or some end at once, which both allow
+            # some may end at once, which both systems allow
+            model.decoder.embed_tokens.weight[EOS] = 0
         runs[name] = task, model.eval(), task.build_generator([model], how)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     lengths: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""What attention of a decode step is tested with: pasts, sentences, and the check of a result."""
+"""Cases for the attention of a decode step: caches, packed sources, and the check of a result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def largest(number):
-    """The last of a parameter's values, which shows no single access that others do not."""
+    """Marks the largest value of a parameter, which tests no access pattern that the others do
+    not."""
     return pytest.param(number, marks=pytest.mark.large)
 
 
@@ -25,9 +26,9 @@ def poisoned(*shape, dtype):
 
 
 class Past:
-    """A strided cache; what must not be read is poisoned.
+    """A strided key and value cache; values that must not be read are NaN.
 
-    shared: how much of the ancestry, position by position, is the same for all of a slot.
+    shared: share of the positions at which all hypotheses of a slot have the same ancestor.
     """
 
     reference = staticmethod(ops.REFERENCES["decode_self_attention"])
@@ -51,18 +52,19 @@ class Past:
         self.position = torch.tensor(step, dtype=torch.int32, device="cuda")
 
     def cache(self, both):
-        """(keys, values), whose rows are parts of wider ones."""
+        """(keys, values), whose rows are parts of wider rows."""
         return both[..., both.shape[-1] // 2 :].unbind(0)
 
     def arguments(self, dtype=None):
-        """With copies of the cache, which a call writes to."""
+        """The op's arguments, with copies of the cache, because a call writes to it."""
         dtype = dtype or self.qkv.dtype
         cache = self.cache(self.both.to(dtype, copy=True))
         settings = self.heads, self.scale, self.beam
         return self.qkv.to(dtype), *cache, self.ancestry, self.position, *settings
 
     def plain(self):
-        """In the case's own dtype, every hypothesis with a copy of its history."""
+        """Computed by plain torch in the dtype of the case, with a copy of the history for every
+        hypothesis."""
         q, new_k, new_v = (x.unflatten(1, (self.heads, -1)) for x in self.qkv.chunk(3, 1))
         row = self.ancestry[: self.step, : self.count].long()
         place = torch.arange(self.step, device="cuda")[:, None]
@@ -75,7 +77,7 @@ class Past:
 
 
 class Source:
-    """Packed sentences between poison, keys and values parts of a wider matrix."""
+    """Packed sentences between NaN rows; keys and values are parts of a wider matrix."""
 
     reference = staticmethod(ops.REFERENCES["decode_cross_attention"])
     op = staticmethod(ops.decode_cross_attention)

@@ -1,4 +1,5 @@
-"""A toy translation that a small model learns in seconds: digits, and a model trained on them."""
+"""A toy translation task, digits, that a small model learns in seconds, and a model trained on
+it."""
 
 from __future__ import annotations
 
@@ -37,9 +38,9 @@ UPDATES = 250
 
 
 def write_digits(folder: Path) -> Path:
-    """German digits, to be read out in English from back to front.
+    """Writes German digits as source, and the same digits in English in reverse order as target.
 
-    In "test" some numbers have names that no dictionary knows.
+    In "test" some digits have names that are in no dictionary.
     """
     rng = random.Random(3)
     for side, words in zip(("src", "tgt"), DIGITS, strict=True):
@@ -60,9 +61,9 @@ def write_digits(folder: Path) -> Path:
 
 @dataclass
 class Toy:
-    """The task and two models with the same weights, trained by us.
+    """The task, and two models with the same weights, trained by us.
 
-    ``paths`` are checkpoints of the training: halfway and at its end.
+    ``paths`` are checkpoints from the middle and from the end of training.
     """
 
     folder: Path
@@ -73,7 +74,7 @@ class Toy:
 
 
 def sentences(*lengths: int) -> Tensor:
-    """Source sentences of so many tokens, int64 [B, S], padded on the left."""
+    """Source sentences with these numbers of tokens, int64 [B, S], padded on the left."""
     padded = torch.ones(len(lengths), max(lengths), dtype=torch.int64)
     for row, length in zip(padded, lengths, strict=True):
         row[-length:] = 4 + torch.arange(length) * 7 % 10
@@ -83,8 +84,9 @@ def sentences(*lengths: int) -> Tensor:
 
 @functools.cache
 def toy() -> Toy:
-    """The same for all tests of a process: training takes most of their time."""
-    # Kept as long as the process: pytest's own temporary folders end with a test or a module.
+    """Trained once per process, since training takes most of the time of these tests."""
+    # The folder must exist as long as the process; pytest's temporary folders end with a test or
+    # module.
     folder = write_digits(Path(_folder().name))
     cfg = parity.parse(command_line(folder, LS, **TOY))
     task, model, criterion = parity.build(cfg)
@@ -120,7 +122,8 @@ Hypotheses = dict[int, list[dict[str, Tensor]]]
 def translate(
     toy: Toy, models: list[Any], left_pad: bool = True, by: Any = None, **generation: Any
 ) -> Hypotheses:
-    """All hypotheses of each held-out sentence, by the task's generator or one of class ``by``."""
+    """All hypotheses of each held-out sentence, by the task's generator or by one of class
+    ``by``."""
     generator = toy.task.build_generator(models, GenerationConfig(**generation), seq_gen_cls=by)
     found: Hypotheses = {}
     for sample in held_out(toy.task, left_pad):

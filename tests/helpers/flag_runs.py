@@ -1,7 +1,7 @@
-"""The rows of docs/flags.md, what proves one, and runs of the commands with settings given.
+"""The rows of docs/flags.md, proofs of their answers, and runs of the commands with given settings.
 
-A module tests/flags/test_flags_*.py says in ``PROVEN`` which rows its tests run: (command, answer)
--> names. tests/flags/test_flags_proofs.py adds them up.
+Each module tests/flags/test_flags_*.py lists in ``PROVEN`` the rows that its tests run:
+(command, answer) -> names. tests/flags/test_flags_proofs.py combines these lists.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Proofs = dict[tuple[str, str], set[str]]
 
 
 def _spare_time() -> None:
-    """For hundreds of short runs, most of whose time is hydra's: a text is parsed once, and its
-    register of all configurations, of which there is one, is not copied; nor is what has been
-    imported looked through for garbage."""
+    """Makes hundreds of short runs faster, in which hydra takes most of the time: parse each text
+    only once, do not copy hydra's single store of configurations, and exclude imported objects from
+    garbage collection."""
     parse = OverridesParser.parse_rule
     once = functools.cache(lambda text, rule: parse(OverridesParser.create(), text, rule))
     OverridesParser.parse_rule = lambda parser, text, rule: once(text, rule)
@@ -42,7 +42,7 @@ SETTINGS = table.settings()
 
 
 def rows(command: str, kind: str) -> set[str]:
-    """Settings of a command with that answer."""
+    """The settings of a command that have this answer."""
     return {
         name
         for name, row in SETTINGS.items()
@@ -51,7 +51,7 @@ def rows(command: str, kind: str) -> set[str]:
 
 
 def names(*lines: str) -> set[str]:
-    """Settings that command lines give, under the names of their rows."""
+    """The settings on these command lines, by the names of their rows."""
     words = {word.partition("=")[0] for line in lines for word in line.split()}
     return {name for name, row in SETTINGS.items() if words & {name, *row.aliases}}
 
@@ -64,14 +64,18 @@ Shown = TypeVar("Shown")
 def prove(
     line: str, run: Callable[[str, bool], Shown], agree: Callable[[Shown, Shown], bool]
 ) -> tuple[Shown, Shown]:
-    """Ours does what fairseq does with the settings of ``line``, and each of them does something.
+    """Check that ours does what fairseq does with the settings of ``line``, and that each has an
+    effect.
 
-    So ours would be found out if it did not read one of them.
+    If ours ignored one of the settings, the check would fail.
 
     Args:
-        line: the settings, a folder of data first or none. Those in front of a bar are there for
-            the sake of the others, which are what this proves.
-        run: what a command shows with such settings; fairseq's own, if the second is true.
+        line: the settings, after a data folder or none. Settings before a bar are only needed by
+            the
+            others; those after it are proven.
+        run: runs the command with these settings, with fairseq's own parts if the second argument
+            is
+            true; returns what it shows.
         agree: whether two runs have shown the same.
 
     Returns:
@@ -92,7 +96,7 @@ def proven(*lines: str) -> set[str]:
 
 
 def pieces(line: str) -> list[str]:
-    """Settings of a line with their values."""
+    """The settings of a line, each with its values."""
     found: list[str] = []
     for word in line.split():
         if word.startswith("--") or not found:
@@ -103,7 +107,7 @@ def pieces(line: str) -> list[str]:
 
 
 def _without(given: list[str], piece: str) -> list[str]:
-    """All settings but one, and but those that the parser has on its account."""
+    """All settings except ``piece`` and those that the parser only has because of it."""
     flag = piece.split()[0]
     gone = {
         name for name, row in SETTINGS.items() if any(x.split()[0] == flag for x in row.choices)
@@ -115,7 +119,8 @@ def _without(given: list[str], piece: str) -> list[str]:
 
 
 def launch(command: str, data: Path, place: Path, line: str, ok: bool = False) -> Result:
-    """``lightseq-<command>``; ``place`` is the folder for checkpoints, or the one to load."""
+    """Runs ``lightseq-<command>``; ``place`` is the checkpoint folder of training, or the
+    checkpoint to load."""
     own = {
         "train": ["--arch", "ls_transformer_tiny", *cli_runs.SMALL, "--save-dir", place],
         "generate": ["--path", place, "--cpu", "--beam", 2, "--max-len-b", 9,

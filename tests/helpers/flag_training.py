@@ -1,4 +1,4 @@
-"""Training runs with settings given, and what can be seen of them."""
+"""Training runs with given settings, and what can be observed of them."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Trace:
     """What a run shows.
 
     Attributes:
-        losses: of each update.
-        logged: statistics that are logged and examples that are printed.
-        files: those that it leaves.
-        asked: what it asks of torch and fairseq: processes that load data, batches that wait, the
-            model's types; batches that are validated and translated.
+        losses: the loss of each update.
+        logged: logged statistics and printed examples.
+        files: the files that it writes.
+        asked: its requests to torch and fairseq: number of data loading processes, buffer sizes,
+            dtypes and devices of the model, validated and translated batches.
         error: how it failed, or "".
-        refusals: why the captured step was not taken.
+        refusals: why the captured step was not used.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -78,9 +78,9 @@ def _close(a: Any, b: Any, tolerance: float) -> bool:
 
 
 def inputs(folder: Path) -> dict[str, Path]:
-    """Files that lines of settings name in braces, made in ``folder``."""
+    """Writes the files that lines of settings name in braces to ``folder``."""
     data, other = runs.corpus(folder / "corpus"), runs.corpus(folder / "other")
-    for file in other.iterdir():  # text with marks of subwords and of sentences
+    for file in other.iterdir():  # text with subword marks and punctuation
         text = re.sub(r"\bw(\d*5)\b", r"w\1@@", file.read_text())
         file.write_text(re.sub(r"\bw(\d+)\b", lambda m: MARKS.get(m[1], m[0]), text))
     for side in ("src", "tgt"):
@@ -103,7 +103,7 @@ def inputs(folder: Path) -> dict[str, Path]:
 
 
 MARKS = {"3": ",", "10": ".", "17": "?", "24": "!", "31": ";", "38": "'s"}
-# A user's own task, which says that it is there, with a setting of its own.
+# A user's task with its own setting; it logs that it is used.
 USER = """
 import logging
 from dataclasses import dataclass
@@ -138,10 +138,10 @@ def user_module(folder: Path) -> Path:
 
 
 def train(inputs: dict[str, Path], save_dir: Path, line: str, native: bool) -> Trace:
-    """Trains with the settings of ``line``, on top of PLAIN.
+    """Trains with the settings of ``line`` in addition to PLAIN.
 
-    In ``line`` a first word without dashes is the folder of the data, an arch is fairseq's, for
-    which ours takes its own, and None as a value leaves a setting out.
+    A first word without dashes in ``line`` is the data folder. An arch is named as in fairseq; our
+    run uses the ls_ arch of that name. The value None removes a setting.
     """
     for name, path in {**inputs, "save": save_dir}.items():
         line = line.replace(f"{{{name}}}", str(path))
@@ -163,7 +163,7 @@ def train(inputs: dict[str, Path], save_dir: Path, line: str, native: bool) -> T
             trace.losses += runs.run(data, save_dir, native, **{**parts, **PLAIN, **given})
         except (Exception, SystemExit) as error:
             crash = save_dir / "crash.pt"
-            advice = (  # with which ours goes on
+            advice = (  # only ours prints it
                 f" The state before this update is saved in {crash}. To continue from it, at the "
                 f"start of the first epoch, add --restore-file {crash} --reset-dataloader."
             )
@@ -176,7 +176,7 @@ def train(inputs: dict[str, Path], save_dir: Path, line: str, native: bool) -> T
             trace.logged.append({"told": message})
         elif message.startswith('{"'):
             trace.logged.append(_statistics(json.loads(message)))
-        elif re.search(r"\bloss[ =]\d", message):  # of --log-format simple
+        elif re.search(r"\bloss[ =]\d", message):  # with --log-format simple
             trace.logged.append(_statistics(dict(re.findall(r"(\w+)[ =]([\d.]+)", message))))
     trace.files = sorted(
         f"{path.relative_to(save_dir)}{_contents(path)}"
@@ -187,7 +187,7 @@ def train(inputs: dict[str, Path], save_dir: Path, line: str, native: bool) -> T
 
 
 def _statistics(values: dict[str, Any]) -> dict[str, Any]:
-    """Without the times, which are each run's own."""
+    """Without the times, which differ in every run."""
     return {k: v for k, v in values.items() if not k.endswith(("wall", "wps", "ups"))}
 
 
@@ -200,7 +200,7 @@ def _contents(path: Path) -> str:
 
 @contextmanager
 def messages() -> Iterator[list[logging.LogRecord]]:
-    """All that is logged within it, whatever becomes of handlers meanwhile."""
+    """Collects all log records of the block, even if handlers are replaced meanwhile."""
     records: list[logging.LogRecord] = []
     handle, level = logging.Logger.handle, logging.getLogger().level
     own = {
@@ -217,13 +217,14 @@ def messages() -> Iterator[list[logging.LogRecord]]:
             yield records
     finally:
         logging.getLogger().setLevel(level)
-        for logger, handlers in own.items():  # --log-file adds to them
+        for logger, handlers in own.items():  # --log-file adds handlers
             logger.handlers[:] = handlers
 
 
 @contextmanager
 def watched(asked: dict[str, list[Any]]) -> Iterator[None]:
-    """As in a fresh process, at a terminal; ``asked`` receives what it asks, see `Trace`."""
+    """Makes fairseq behave as in a fresh process at a terminal; ``asked`` collects its requests,
+    see `Trace`."""
     load, wait = DataLoader.__init__, BufferedIterator.__init__
     begin, validate = trainer.Trainer.begin_epoch, TranslationTask.valid_step
     translate = TranslationTask.inference_step
@@ -233,7 +234,7 @@ def watched(asked: dict[str, list[Any]]) -> Iterator[None]:
 
     def loader(self: Any, *arguments: Any, **keywords: Any) -> None:
         seen("workers", keywords["num_workers"])
-        # Without them: they are slow to start and to end.
+        # Run without data loading processes, which are slow to start and to end.
         load(self, *arguments, **{**keywords, "num_workers": 0, "persistent_workers": False})
 
     def buffer(self: Any, size: int, iterable: Any) -> None:
@@ -245,7 +246,7 @@ def watched(asked: dict[str, list[Any]]) -> Iterator[None]:
         begin(self, epoch)
 
     def batch(sample: Any) -> Any:
-        """Tokens with their pads, and what else there is."""
+        """The tokens with their pads, and the names of the other entries."""
         tokens = {k: x.tolist() for k, x in sample["net_input"].items() if k.endswith("_tokens")}
         return tokens, sorted(sample)
 
@@ -268,9 +269,9 @@ def watched(asked: dict[str, list[Any]]) -> Iterator[None]:
         mock.patch.object(trainer.Trainer, "begin_epoch", begin_epoch),
         mock.patch.object(TranslationTask, "valid_step", valid_step),
         mock.patch.object(TranslationTask, "inference_step", inference_step),
-        # fairseq shows its progress bar on a terminal only.
+        # fairseq shows its progress bar only on a terminal.
         mock.patch.object(progress_bar, "sys", Overlay(sys, stderr=mock.Mock())),
-        # After an overflow fairseq asks for a number on the GPU, and where its flat vector belongs.
+        # After an overflow fairseq moves a number to the GPU and asks for the current device.
         mock.patch.object(torch.Tensor, "cuda", lambda tensor: tensor),
         mock.patch.object(torch.cuda, "current_device", lambda: None),
     ):

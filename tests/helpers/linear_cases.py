@@ -1,4 +1,4 @@
-"""What products of few rows are tested with: operands, and a chain of kernels within a graph."""
+"""Cases for GEMMs of few rows: operands, and a chain of kernels in a graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def drawn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
 
 
 def inside(x: Tensor) -> Tensor:
-    """x amid numbers that nobody may read, with rows further apart."""
+    """x as a part of a wider matrix of NaN, so that its rows are further apart."""
     rows, columns = x.shape
     wide = torch.full((rows + 1, columns + 24), torch.nan, dtype=x.dtype, device="cuda")
     view = wide[:rows, 8 : 8 + columns]
@@ -27,7 +27,7 @@ def inside(x: Tensor) -> Tensor:
 
 
 class Chain:
-    """An embedding, norms and products in turn, the last as wide as a vocabulary."""
+    """An embedding, norms and GEMMs in turn; the last GEMM is as wide as a vocabulary."""
 
     def __init__(self, rows: int, width: int, ffn: int, vocabulary: int, dtype: torch.dtype):
         self.rng = make_rng(device="cuda")
@@ -83,7 +83,8 @@ def assert_same_bits(graph: list[Tensor], eager: list[Tensor]) -> None:
 def assert_replays_have_new_weights(
     chain: Chain, graph: torch.cuda.CUDAGraph, results: list[Tensor]
 ) -> None:
-    """Each replay has the weights of its time, and reads them as soon as it can."""
+    """Each replay uses the current weights, although a kernel may prefetch them before the kernel
+    before it ends."""
     for _ in range(20):
         chain.rewrite()
         for x in results:

@@ -1,4 +1,4 @@
-"""What the model in a checkpoint computes, built from it as fairseq and as our launchers do."""
+"""The logits of a model in a checkpoint, built as fairseq does or as our launchers do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from lightseq_fairseq.plugins.transformer import LSTransformerModel
 
 
 def logits(path: Path, ls: bool, change: Callable[[Any], None] = lambda model: None) -> Tensor:
-    """[2, 4, V] of two sentences, by our layers or fairseq's; ``change`` gets the model first."""
+    """Logits [2, 4, V] of two sentences, by our layers or by fairseq's; ``change`` may modify the
+    model first."""
     tokens = torch.tensor([[5, 9, 17, 2], [8, 4, 11, 2]])
     load = checkpoint_utils.load_checkpoint_to_cpu
     with mock.patch.object(checkpoint_utils, "load_checkpoint_to_cpu", load), torch.no_grad():

@@ -10,12 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 FOLDER = EXAMPLES / "multi30k"
-# The commands of the environment that these tests run in.
+# Use the commands of the environment in which the tests run.
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 def script(name: str, *words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """One of the recipe's scripts."""
+    """Runs one of the recipe's scripts."""
     return subprocess.run(
         command(name, *words), env={**os.environ, "PATH": PATH, **variables}, cwd=ROOT,
         capture_output=True, text=True, timeout=280,

@@ -1,4 +1,5 @@
-"""What the tests of the ops share: random bits, gradient checks of pairs, 16-bit error bounds."""
+"""Common code of the tests of ops: random bits, gradient checks of op pairs, 16-bit error
+bounds."""
 
 from __future__ import annotations
 
@@ -15,22 +16,22 @@ Grads = tuple[Tensor | None, ...]
 def make_rng(
     seed: int = 0x1234_5678_9ABC, micro_batch: int = 3, device: str | torch.device = "cpu"
 ) -> Tensor:
-    """Dropout's (seed, micro-batch number)."""
+    """The rng of dropout: (seed, micro-batch number)."""
     return torch.tensor([seed, micro_batch], dtype=torch.int64, device=device)
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """A buffer that an op must overwrite: anything that reads it turns into NaN."""
+    """A buffer of NaN that an op must overwrite; reading it makes the result NaN."""
     return torch.full(shape, torch.nan, dtype=dtype)
 
 
 def leaf(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of x in dtype that collects a gradient."""
+    """A copy of x in ``dtype`` that collects a gradient."""
     return x.detach().to(dtype, copy=True).requires_grad_()
 
 
 def check_op(name: str, *arguments: Any) -> None:
-    """torch's own checks of schema, mutations, aliasing and shape function of lightseq::name."""
+    """torch's checks of schema, mutations, aliasing and shape function of lightseq::name."""
     opcheck(getattr(torch.ops.lightseq, name).default, arguments)
 
 
@@ -63,7 +64,7 @@ def check_gradients(
     """float64 gradcheck of `forward` against `backward`.
 
     forward(*inputs) returns a tuple whose first `differentiable` tensors have gradients.
-    backward(douts, inputs, outputs) returns one gradient (or None) an input.
+    backward(douts, inputs, outputs) returns one gradient (or None) per input.
     """
     leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
 
@@ -74,7 +75,8 @@ def check_gradients(
 
 
 def assert_as_good_as(ours: Tensor, plain: Tensor, exact: Tensor, what: str = "") -> None:
-    """ours errs at most twice as much as plain 16-bit torch does, both against float64."""
+    """The error of ours is at most twice that of plain 16-bit torch, both measured against
+    float64."""
     assert ours.dtype == plain.dtype and exact.dtype == torch.float64
     our_error = (ours.double() - exact).abs().max()
     plain_error = (plain.double() - exact).abs().max()
@@ -82,17 +84,17 @@ def assert_as_good_as(ours: Tensor, plain: Tensor, exact: Tensor, what: str = ""
     assert our_error <= 2 * plain_error, f"{what}: {our_error:.3e} against {plain_error:.3e}"
 
 
-# Of kernels on a GPU
+# For kernels on a GPU
 
 
 def poison_cache() -> None:
-    """What torch.empty hands out next holds NaN, or -1 where read as integers."""
+    """Makes the next torch.empty return memory of NaN, or of -1 if read as integers."""
     blocks = [torch.full((2**k,), -1, dtype=torch.int32, device="cuda") for k in range(6, 24)]
     del blocks
 
 
 def on_gpu(x: Tensor) -> Tensor:
-    """x with the strides it has."""
+    """x on the GPU with the same strides."""
     whole = x if x._base is None else x._base
     return whole.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
 
@@ -100,10 +102,11 @@ def on_gpu(x: Tensor) -> Tensor:
 def assert_kernel_as_good_as(
     ours: Tensor, plain: Tensor, exact: Tensor, what: str = "", half_roundings: float = 0.0
 ) -> None:
-    """ours errs at most twice as much as plain torch does; a few roundings are free.
+    """The error of ours is at most twice that of plain torch, plus a few roundings.
 
-    Those are of the largest number: four in float32, where the order of a sum decides about as
-    much, and ``half_roundings`` in 16 bits.
+    A rounding is that of the largest number. In float32 four are allowed, because there the order
+    of
+    a sum matters about as much; in 16 bits ``half_roundings``.
     """
     error, allowed = ((x.double().cpu() - exact.cpu()).abs().max() for x in (ours, plain))
     roundings = 4.0 if ours.dtype == torch.float32 else half_roundings

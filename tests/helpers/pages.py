@@ -13,7 +13,8 @@ MARKDOWN = MarkdownIt("commonmark").enable("table")
 
 
 class Block(NamedTuple):
-    """A fenced block: where its first line is in the page, counted from 1; and what it is."""
+    """A fenced block: the line of the page where it begins, counted from 1; its language and its
+    text."""
 
     page: str
     line: int
@@ -23,13 +24,13 @@ class Block(NamedTuple):
 
     @property
     def needs(self) -> str:
-        """What it needs besides a CPU, by its first line; "" if nothing."""
+        """What the block needs besides a CPU, according to its first line; "" if nothing."""
         found = re.match(r"# needs: (.+)", self.text)
         return found[1] if found else ""
 
 
 def pages() -> list[str]:
-    """Their paths from the root, which scripts/site_pages.py gives to the site too."""
+    """Paths of the pages from the root; scripts/site_pages.py gives the same list to the site."""
     patterns = ("*.md", "docs/*.md", "examples/*/README.md")
     found = [path for pattern in patterns for path in ROOT.glob(pattern)]
     return sorted(path.relative_to(ROOT).as_posix() for path in found)
@@ -40,7 +41,7 @@ def text(page: str) -> str:
 
 
 def blocks(page: str) -> list[Block]:
-    """The fenced blocks of a page, also of its quotations and lists."""
+    """The fenced blocks of a page, also those in quotations and lists."""
     found = []
     for token in MARKDOWN.parse(text(page)):
         if token.type in ("fence", "code_block"):

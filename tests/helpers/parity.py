@@ -4,7 +4,7 @@ Real text, fairseq's own parser, task, iterators and Trainer; only the architect
 and the criterion are exchanged. In float64 two correct programs differ by rounding (1e-13 or so)
 and two different ones by far more, so a run compares functions, not noise.
 
-V vocabulary, B sentences of a batch, L longest sentence.
+Shapes: V = vocabulary, B = sentences of a batch, L = longest sentence.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ from lightseq_fairseq.training.trainer import Trainer  # noqa: E402
 VOCABULARY = 97
 PAD = 1
 
-# On tensors this small threads only wait for each other: minutes instead of seconds on a busy
-# machine. It also keeps the order of sums, and so every number here, the same on every machine.
+# On tensors this small several threads mostly wait for each other, which takes minutes on a busy
+# machine. One thread also sums in the same order on every machine, so all numbers here are the
+# same.
 torch.set_num_threads(1)
 
 
 class Systems(NamedTuple):
-    """Whose architecture, optimizer and criterion a run takes: "ls" or "native"."""
+    """Which architecture, optimizer and criterion a run uses: "ls" or "native"."""
 
     arch: str
     optimizer: str
@@ -59,7 +60,7 @@ class Systems(NamedTuple):
 NATIVE = Systems("native", "native", "native")
 LS = Systems("ls", "ls", "ls")
 
-# Flags of the parity runs' four models.
+# Flags of the four models of the parity runs.
 PRE_NORM = {"encoder_normalize_before": True, "decoder_normalize_before": True}
 SHARED = {"share_all_embeddings": True}
 NORMS = pytest.mark.parametrize("norm", [{}, PRE_NORM], ids=["post-norm", "pre-norm"])
@@ -97,7 +98,7 @@ FLAGS: dict[str, Any] = {
     "cpu": True,
 }
 
-# What language models have in place of sentence pairs and an encoder.
+# For language models, instead of sentence pairs and an encoder.
 TEXT: dict[str, Any] = {
     "task": "language_modeling",
     "arch": "transformer_lm",
@@ -118,7 +119,7 @@ TEXT: dict[str, Any] = {
 
 
 def write_corpus(folder: Path, pairs: int = 48, longest: int = 9, seed: int = 1) -> Path:
-    """Raw text of ``pairs`` sentence pairs and two dictionaries of V = 97 entries."""
+    """Writes raw text of ``pairs`` sentence pairs and two dictionaries of V = 97 entries."""
     rng = random.Random(seed)
     words = [f"w{i}" for i in range(VOCABULARY - 4)]
     lines = "".join(f"{word} {1000 - i}\n" for i, word in enumerate(words))
@@ -140,7 +141,7 @@ def write_corpus(folder: Path, pairs: int = 48, longest: int = 9, seed: int = 1)
 
 
 def write_text(folder: Path, lines: int = 60, longest: int = 9, seed: int = 1) -> Path:
-    """Raw running text: documents of sentences, an empty line between two; V = 97."""
+    """Writes raw running text: documents of sentences, separated by empty lines; V = 97."""
     rng = random.Random(seed)
     words = [f"w{i}" for i in range(VOCABULARY - 4)]
     text = [
@@ -158,7 +159,8 @@ def write_text(folder: Path, lines: int = 60, longest: int = 9, seed: int = 1) -
 
 
 def command_line(data: Path, systems: Systems = LS, **flags: Any) -> list[str]:
-    """fairseq's command line; a flag that is True stands alone, one that is None is left out."""
+    """fairseq's command line. A flag with value True has no argument; a flag with value None is
+    omitted."""
     merged = {**FLAGS, **{name.replace("_", "-"): value for name, value in flags.items()}}
     for place, system in zip(("arch", "optimizer", "criterion"), systems, strict=True):
         if system == "ls":
@@ -172,20 +174,22 @@ def command_line(data: Path, systems: Systems = LS, **flags: Any) -> list[str]:
 
 def parse(argv: Sequence[str]) -> Any:
     """fairseq's configuration of a command line."""
-    # Each caller's own: builders write into it, and omegaconf's deepcopy shares the model's part.
+    # A copy for each caller: builders modify it, and omegaconf's deepcopy shares the model's
+    # section.
     return pickle.loads(_parsed(tuple(argv)))
 
 
 @functools.cache
 def _parsed(argv: tuple[str, ...]) -> bytes:
-    # Most of a short run's time is hydra's.
+    # Cached, because hydra takes most of the time of a short run.
     parser = options.get_training_parser()
     args = options.parse_args_and_arch(parser, list(argv))
     return pickle.dumps(convert_namespace_to_omegaconf(args))
 
 
 def build(cfg: Any) -> tuple[Any, Any, Any]:
-    """Task with its training set, model and criterion, seeded as ``fairseq_cli.train`` does."""
+    """The task with its training set, the model and the criterion, seeded as in
+    ``fairseq_cli.train``."""
     utils.set_torch_seed(cfg.common.seed)
     task = tasks.setup_task(cfg.task)
     model, criterion = task.build_model(cfg.model), task.build_criterion(cfg.criterion)
@@ -199,11 +203,11 @@ class Update:
 
     Attributes:
         loss: summed over the tokens of all micro-batches.
-        norm: the gradient's, as the trainer logs it.
-        sample_size: of all micro-batches.
-        sample_sizes: of each logging output: of each micro-batch in fairseq's own step.
-        output: all that the criterion logs, summed over the micro-batches.
-        logged: what the trainer reports of the update: loss, nll_loss, accuracy, rounded.
+        norm: gradient norm, as logged by the trainer.
+        sample_size: sum over all micro-batches.
+        sample_sizes: of each logging output; in fairseq's own step, of each micro-batch.
+        output: everything that the criterion logs, summed over the micro-batches.
+        logged: what the trainer logs for the update: loss, nll_loss, accuracy, rounded.
         parameters: by name, after the update.
     """
 
@@ -223,7 +227,7 @@ def train(
     argv: Sequence[str], updates: int, dtype: torch.dtype = torch.float64,
     change_batch: Change | None = None,
 ) -> list[Update]:  # fmt: skip
-    """Run ``updates`` updates and record each; ``change_batch`` sees every batch first."""
+    """Runs ``updates`` updates and records each; ``change_batch`` may modify every batch first."""
     with native_in_float64() if dtype == torch.float64 else contextlib.nullcontext():
         cfg = parse(argv)
         task, model, criterion = build(cfg)
@@ -279,10 +283,10 @@ def batches(trainer: Any, cfg: Any) -> Iterator[list[dict[str, Any]]]:
 
 @contextlib.contextmanager
 def native_in_float64() -> Iterator[None]:
-    """fairseq without its casts to float32, which a float64 model does not want.
+    """fairseq without its casts to float32, so that a float64 model stays in float64.
 
-    log_softmax, softmax and the gradient norm name ``torch.float32``: they read float64 instead.
-    gelu calls ``.float()``: it does not.
+    log_softmax, softmax and the gradient norm use ``torch.float32``, which is float64 here. gelu
+    calls ``.float()``, which is removed here.
     """
     with (
         mock.patch.object(utils, "torch", Overlay(torch, float32=torch.float64)),
@@ -293,10 +297,10 @@ def native_in_float64() -> Iterator[None]:
 
 @contextlib.contextmanager
 def mixed_precision_in_float64() -> Iterator[None]:
-    """What --fp16 and --bf16 change besides the numbers' width, on numbers that keep theirs.
+    """Everything that --fp16 and --bf16 change except the precision of the numbers.
 
-    Loss scale, clipping rule, copies of the parameters: all of fairseq's code for mixed precision
-    runs, but what asks for 16 or 32 bits gets the float64 it has.
+    All of fairseq's code for mixed precision runs: loss scale, clipping rule, copies of the
+    parameters. But requests for 16-bit or 32-bit numbers return the float64 numbers.
     """
     to_float, to = torch.Tensor.float, torch.nn.Module.to
 
@@ -317,9 +321,9 @@ def mixed_precision_in_float64() -> Iterator[None]:
 
 @contextlib.contextmanager
 def every_unit_kept() -> Iterator[None]:
-    """Dropout that drops nothing and still scales by 1 / (1 - p), in fairseq and in ours.
+    """Dropout that drops nothing but still scales by 1 / (1 - p), in fairseq and in ours.
 
-    Two models then agree only if they drop at the same places with the same rates.
+    Two models then agree only if they have dropout at the same places with the same rates.
     """
     functional = torch.nn.functional
     attention = functional.scaled_dot_product_attention
@@ -354,10 +358,12 @@ def permuted(seed: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 class Deviation(NamedTuple):
-    """Largest difference between two updates.
+    """The largest differences between two updates.
 
-    loss and norm are relative, parameters absolute. The keys' biases stand apart: softmax does
-    not depend on them, so their true gradient is zero and Adam scales what rounding leaves of it.
+    loss and norm are relative, parameters absolute. The biases of the keys are separate: softmax
+    does
+    not depend on them, so their true gradient is zero, and Adam scales up the rounding errors in
+    it.
     """
 
     loss: float
@@ -385,7 +391,7 @@ def deviation(ours: Update, native: Update) -> Deviation:
 
 
 def largest_deviation(ours: Sequence[Update], native: Sequence[Update]) -> Deviation:
-    """The largest of all updates, kind by kind."""
+    """The largest difference of each kind over all updates."""
     found = [deviation(a, b) for a, b in zip(ours, native, strict=True)]
     return Deviation(*map(max, zip(*found, strict=True)))
 
@@ -395,7 +401,7 @@ def _relative(a: float, b: float) -> float:
 
 
 class ParityError(AssertionError):
-    """Two runs differ: says what, in which update and by how much."""
+    """Two runs differ; the message says in what, in which update and by how much."""
 
 
 def compare(

@@ -75,7 +75,7 @@ _FLAGS: dict[str, Any] = {
     "disable-validation": True,
 }
 
-# A language model; its data are helpers.parity.write_text's.
+# A language model; its data are written by helpers.parity.write_text.
 TEXT: dict[str, Any] = {
     **_TEXT,
     "arch": "ls_transformer_lm",
@@ -88,7 +88,7 @@ TEXT: dict[str, Any] = {
 
 
 def corpus(folder: Path) -> Path:
-    """Data that make epochs of 7 updates."""
+    """Data whose epochs have 7 updates."""
     return write_corpus(folder, pairs=64)
 
 
@@ -104,7 +104,7 @@ def command_line(data: Path, save_dir: Path, flags: dict[str, Any]) -> list[str]
 
 @contextmanager
 def fresh_process() -> Iterator[None]:
-    """What fairseq and this package keep in globals from run to run, put aside."""
+    """Resets what fairseq and this package keep in global variables from run to run."""
     vars(checkpoint_utils.save_checkpoint).pop("best", None)
     metrics.reset()
     with (
@@ -115,16 +115,16 @@ def fresh_process() -> Iterator[None]:
 
 
 def configure(data: Path, save_dir: Path, flags: dict[str, Any]) -> Any:
-    """fairseq's configuration; underscores in flags' names stand for dashes."""
+    """fairseq's configuration; in the names of flags "_" stands for "-"."""
     named = {name.replace("_", "-"): value for name, value in flags.items()}
-    own = {"pack_tokens": True} if named.pop("pack-tokens", None) else {}  # no flag of fairseq's
+    own = {"pack_tokens": True} if named.pop("pack-tokens", None) else {}  # not a flag of fairseq
     cfg = parse(command_line(data, save_dir, named))
     vars(cfg.model).update(own)
     return cfg
 
 
 def run(data: Path, save_dir: Path, native: bool = False, **flags: Any) -> list[float]:
-    """Losses of the updates of one run, as they are given to the meters.
+    """The losses of the updates of one run, as passed to the meters.
 
     ``native`` trains with fairseq's own Trainer.
     """
@@ -150,7 +150,8 @@ def run(data: Path, save_dir: Path, native: bool = False, **flags: Any) -> list[
 
 
 def trained(folder: Path, name: str = "checkpoint_last.pt") -> dict[str, torch.Tensor]:
-    """Parameters and moments in a file that the run in ``folder`` saved, by their path in it."""
+    """Parameters and moments in a checkpoint of the run in ``folder``, by their path in the
+    file."""
     state = torch.load(folder / name, weights_only=False)
     return _tensors({key: state[key] for key in ("model", "last_optimizer_state")}, "")
 
@@ -165,19 +166,20 @@ def _tensors(state: Any, name: str) -> dict[str, torch.Tensor]:
 
 
 def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
-    """Names of what is not the same, bit by bit, in two results of ``trained``."""
+    """The names of tensors that are not bitwise equal in two results of ``trained``."""
     assert ours.keys() == theirs.keys() != set()
     return [name for name in ours if not torch.equal(ours[name], theirs[name])]
 
 
 def captured_graphs(log: str) -> int:
-    """How many graphs the run has captured, to a power of two."""
+    """The number of graphs that the run has captured, rounded down to a power of two."""
     return max(map(int, re.findall(r"captured (\d+) CUDA graphs", log)), default=0)
 
 
 @contextmanager
 def nan_in_update(number: int) -> Iterator[None]:
-    """A parameter is NaN in one update, counted from 1 in this process, and no more after it."""
+    """Makes a parameter NaN during one update, counted from 1 in this process, and restores it
+    afterwards."""
     step, calls = TrainingStep.update, 0
 
     def planted(self: TrainingStep, *arguments: Any) -> Any:
@@ -197,7 +199,8 @@ def nan_in_update(number: int) -> Iterator[None]:
 
 
 def assert_stops_and_goes_on(data: Path, folder: Path, **flags: Any) -> None:
-    """A run stops at a NaN in its tenth update, and goes on from the file that it leaves."""
+    """A run stops at a NaN in its tenth update, and resumes from the checkpoint that it saves
+    then."""
     run(data, folder / "before", **flags, max_update=9)
     with nan_in_update(10), pytest.raises(FloatingPointError) as caught:
         run(data, folder / "run", **flags, max_update=20)
@@ -217,7 +220,8 @@ def assert_stops_and_goes_on(data: Path, folder: Path, **flags: Any) -> None:
 
 
 def run_ranks(data: Path, save_dir: Path, ranks: int, **flags: Any) -> list[list[float]]:
-    """Losses of each rank of one distributed run on this machine, if need be on one GPU."""
+    """The losses of each rank of one distributed run on this machine; the ranks may share one
+    GPU."""
     save_dir.mkdir()
     flags = {
         "distributed_world_size": ranks, "distributed_no_spawn": True, "ddp_backend": "legacy_ddp",
@@ -227,7 +231,7 @@ def run_ranks(data: Path, save_dir: Path, ranks: int, **flags: Any) -> list[list
     if flags.get("cpu", True):
         children = [fork(functools.partial(of_rank, rank)) for rank in range(ranks)]
         statuses = [exit_status(child) for child in children]
-    else:  # CUDA does not survive a fork
+    else:  # CUDA does not work in a forked process
         context = multiprocessing.get_context("spawn")
         processes = [context.Process(target=of_rank, args=(rank,)) for rank in range(ranks)]
         for process in processes:
@@ -251,7 +255,7 @@ def _run_rank(data: Path, save_dir: Path, flags: dict[str, Any], rank: int) -> N
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Start ``work`` in a child process that ends with it; returns the child's id."""
+    """Starts ``work`` in a child process that ends afterwards; returns the child's process id."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -267,12 +271,12 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def exit_status(child: int) -> int:
-    """Negative if a signal has ended the child: that signal."""
+    """The exit status; if a signal has ended the child, minus its number."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def in_a_fork(work: Callable[[], None]) -> int:
-    """Exit status of ``work`` in a child process."""
+    """Runs ``work`` in a child process; returns its exit status."""
     return exit_status(fork(work))
 
 
@@ -281,6 +285,7 @@ def die(*_: Any, **__: Any) -> None:
 
 
 def limit_files(size: int, killed: bool) -> None:
-    """From here on a file cannot grow beyond ``size`` bytes: an OSError, or the end."""
+    """From now on no file can grow beyond ``size`` bytes: writing more raises OSError, or kills the
+    process."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL if killed else signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))

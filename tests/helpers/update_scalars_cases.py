@@ -1,4 +1,4 @@
-"""What ops.update_scalars is tested with: a state to begin from, and what the host gives it."""
+"""Cases for ops.update_scalars: an initial state, and the host's input."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def start(scale: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 def given(count: int, sample_size: float = 10.0) -> Tensor:
-    """Learning rates are ten times their count."""
+    """The host's input; each learning rate is ten times its update count."""
     rates = [10.0 * (count - i) for i in range(KNOWN_RATES)]
     return torch.tensor([count, sample_size, *rates], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The criteria are fairseq's, for our models and for fairseq's."""
+"""Our criteria compute what fairseq's compute, with our models and with fairseq's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(corpus: Path, arch: str, criterion: str, /, **flags: Any) -> tuple[Any, Any, Any]:
-    """Model and criterion in float64, and a batch; the same seed, the same model."""
+    """The model and the criterion in float64, and a batch; the same seed gives the same model."""
     systems = Systems(arch, "native", criterion)
     task, model, loss = parity.build(parity.parse(command_line(corpus, systems, **flags)))
     dataset = task.dataset("train")
@@ -116,7 +116,7 @@ def test_gradients(corpus: Path, arch: str, kind: dict[str, Any]) -> None:
 
 
 def test_one_token(corpus: Path) -> None:
-    # The source and the target are nothing but the end of the sentence.
+    # Source and target consist only of the end of the sentence.
     results = []
     for systems in (LS, NATIVE):
         model, criterion, sample = build(corpus, systems.arch, systems.criterion)
@@ -139,7 +139,7 @@ def test_one_token(corpus: Path) -> None:
     ],
 )
 def test_what_is_logged(corpus: Path, flags: dict[str, Any]) -> None:
-    # Two workers' outputs, reduced as the trainer reduces them.
+    # The outputs of two ranks, reduced as the trainer does.
     logged = []
     for systems in (LS, NATIVE):
         model, criterion, sample = build(corpus, systems.arch, systems.criterion, **flags)
@@ -163,7 +163,7 @@ def test_adaptive_softmax_is_refused(corpus: Path, kind: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("kind", [{}, UNSMOOTHED])
 def test_resumed_runs_take_it_for_fairseqs(corpus: Path, kind: dict[str, Any]) -> None:
-    # Checkpoints record the class's name and resuming asserts it.
+    # Checkpoints hold the name of the class, and resuming compares it.
     criteria = [type(build(corpus, "ls", whose, **kind)[1]) for whose in ("ls", "native")]
     assert criteria[0] is not criteria[1]
     assert criteria[0].__name__ == criteria[1].__name__

@@ -1,4 +1,5 @@
-"""The layers on packed tokens: without fairseq, their gradients, and against fairseq's own."""
+"""The layers on packed tokens: used without fairseq, their gradients, and compared with fairseq's
+layers."""
 
 from __future__ import annotations
 
@@ -128,7 +129,7 @@ def test_lengths_say_the_same_as_a_mask() -> None:
 def check_gradients(
     module: nn.Module, inputs: tuple[Tensor, ...], call: Callable[..., Tensor], fast: bool = False
 ) -> None:
-    """gradcheck with respect to inputs and all parameters; fast: along random directions."""
+    """gradcheck with respect to inputs and all parameters; fast: only along random directions."""
     module = module.double()
     names = [name for name, p in module.named_parameters() if p.requires_grad]
     values = [module.get_parameter(name).detach().requires_grad_() for name in names]
@@ -209,7 +210,7 @@ def test_embedding_gradients(normalized: bool, projected: bool, p: float) -> Non
     module.norm = nn.LayerNorm(width) if normalized else None
 
     def call(module: Any) -> Tensor:
-        # The pad token's look-up has no gradient although it has a value: it is masked out.
+        # The look-up of the pad token has a value but no gradient: mask it out.
         x = embed(
             tokens, module.table, positions, module.places, scale=2.0, padding_idx=1, p=p,
             rng=RNG, site=3, project=module.project, norm=module.norm,
@@ -241,7 +242,7 @@ def test_linear_gradients() -> None:
 
 
 def test_a_part_that_is_not_used() -> None:
-    # Two outputs of one GEMM of which one leads nowhere.
+    # Two outputs of one GEMM; one of them is not used.
     weights, biases = (
         [torch.randn(4, 3, requires_grad=True) for _ in range(2)],
         [torch.randn(4, requires_grad=True) for _ in range(2)],
@@ -388,8 +389,8 @@ def test_sinusoidal_positions_are_fairseqs(width: int) -> None:
 
 @NORMS
 def test_sentences_of_one_token(normalize_before: bool) -> None:
-    # Attention over one token is that token's value whatever the query: a batch of such sentences
-    # gives what each gives alone.
+    # Attention over one token returns its value for any query, so a batch of such sentences gives
+    # the same as each sentence alone.
     layer = EncoderLayer(8, 12, 2, normalize_before=normalize_before).double()
     x = torch.randn(3, 8, dtype=torch.float64)
     together = layer(x, lengths(1, 1, 1), RNG)
@@ -446,7 +447,7 @@ def test_drawn_counters_follow_torchs_seed() -> None:
 
 @pytest.mark.parametrize("last_norm", [None, nn.LayerNorm(8)], ids=["plain", "norm"])
 def test_empty_stacks(last_norm: nn.LayerNorm | None) -> None:
-    # What --encoder-layerdrop leaves now and then: the final LayerNorm still acts.
+    # --encoder-layerdrop may drop all layers: the final LayerNorm is still applied.
     x = torch.randn(3, 8)
     expected = x if last_norm is None else last_norm(x)
     torch.testing.assert_close(run_encoder([], last_norm, x, lengths(3), RNG), expected)
@@ -455,19 +456,20 @@ def test_empty_stacks(last_norm: nn.LayerNorm | None) -> None:
 
 
 def test_width_that_no_head_count_divides() -> None:
-    with pytest.raises(ValueError, match="embed_dim 10 is no multiple of num_heads 4"):
+    with pytest.raises(ValueError, match="embed_dim 10 is not a multiple of num_heads 4"):
         MultiheadAttention(10, 4)
 
 
 def dropping(count: int) -> nn.ModuleList:
-    """Layers of equal weights which nobody has given sites."""
+    """Layers with equal weights, and without assigned dropout sites."""
     torch.manual_seed(3)
     first = EncoderLayer(16, 32, 2, dropout=0.5).double()
     return nn.ModuleList(copy.deepcopy(first) for _ in range(count))
 
 
 def outputs_of(layers: Iterable[EncoderLayer], rng: Tensor) -> list[Tensor]:
-    """What each layer makes of the same rows: equal where masks are equal, weights being so."""
+    """The output of each layer for the same rows. The weights are equal, so outputs are equal if
+    masks are."""
     segments = lengths(3, 4)
     x = torch.ones(7, 16, dtype=torch.float64)
     return [layer(x, segments, rng) for layer in layers]
@@ -482,7 +484,8 @@ def test_layers_without_sites_draw_masks_of_their_own() -> None:
     rng = RNG.clone()
     outputs = outputs_of(layers, rng)
     assert_all_differ(outputs)
-    # Once more with the same rng, as a recomputed pass has it; in the next pass; of equal layers.
+    # The same layers with the same rng, as in a recomputed pass; in the next pass; then new equal
+    # layers.
     for again, counter in ((layers, rng), (layers, RNG.clone()), (dropping(3), RNG.clone())):
         assert all(map(torch.equal, outputs_of(again, counter), outputs))
 

@@ -1,4 +1,5 @@
-"""``ls_transformer`` is fairseq's Transformer: architectures, names, initial values, outputs."""
+"""``ls_transformer`` equals fairseq's Transformer: architectures, names, initial values,
+outputs."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(corpus: Path, systems: parity.Systems, **flags: Any) -> tuple[Any, Any]:
-    """Task and model from the command line, seeded."""
+    """The task and the model of a command line, seeded."""
     task, model, _ = parity.build(parity.parse(command_line(corpus, systems, **flags)))
     return task, model
 
@@ -78,7 +79,7 @@ def assert_same_state(ours: dict[str, Tensor], native: dict[str, Tensor]) -> Non
     assert list(ours) == list(native)
     for name, value in native.items():
         assert (ours[name].shape, ours[name].dtype) == (value.shape, value.dtype)
-        # fairseq leaves these uninitialised: they only tell a module's device.
+        # fairseq leaves these buffers uninitialised; they only mark a module's device.
         assert name.endswith("_float_tensor") or torch.equal(ours[name], value), name
 
 
@@ -115,7 +116,7 @@ def test_same_seed_same_variant(corpus: Path, flags: dict[str, Any]) -> None:
 def test_deep_models_train(corpus: Path, layers: int, norm: dict[str, Any]) -> None:
     flags = {**SMALL, "encoder_layers": layers, "decoder_layers": layers, "dropout": 0.1, **norm}
     history = parity.train(command_line(corpus, LS, **flags), 2, torch.float32)
-    # Nothing but padding keeps its values, and every layer has moved.
+    # Only the pad's embedding keeps its values; every layer has changed.
     before, after = history[0].parameters, history[1].parameters
     still = [name for name, value in before.items() if torch.equal(value, after[name])]
     assert not still
@@ -159,7 +160,7 @@ def test_parts_of_both_models_fit_together(corpus: Path) -> None:
         for encoder_out, decoder in ((encoded[0], native.decoder), (encoded[1], ours.decoder)):
             found = decoder(previous, encoder_out)[0][real]
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-        # The decoder as fairseq's non-autoregressive and alignment code calls it.
+        # The way in which fairseq's non-autoregressive and alignment code calls the decoder.
         found, expected = (
             m.decoder(previous, e, full_context_alignment=True)[0][real]
             for m, e in zip((ours, native), encoded, strict=True)
@@ -180,7 +181,7 @@ def test_a_batch_of_one_token(corpus: Path) -> None:
 
 
 def test_longer_than_any_table_so_far(corpus: Path) -> None:
-    # Sinusoidal positions have no end: their table grows with the longest sentence.
+    # Sinusoidal positions are unlimited: their table grows with the longest sentence.
     ours, native, _ = pair(corpus)
     tokens = torch.full((1, 1500), 7)
     with torch.no_grad():
@@ -228,7 +229,7 @@ def test_every_place_drops_by_its_own_bits(corpus: Path) -> None:
     _, model = build(corpus, LS, encoder_layers=3, decoder_layers=3, encoder_layerdrop=0.5)
     layers = [*model.encoder.layers.children(), *model.decoder.layers.children()]
     sites = sorted(layer.site for layer in layers)
-    # Sites 0 and 1 are the embeddings'; a decoder layer uses six.
+    # Sites 0 and 1 belong to the embeddings; a decoder layer uses six.
     assert len(sites) == 6 and sites[0] >= 2
     assert all(b - a >= 6 for a, b in itertools.pairwise(sites))
 
@@ -249,7 +250,8 @@ def test_weights_move_both_ways(corpus: Path) -> None:
 
 
 def test_weights_of_old_checkpoints(corpus: Path) -> None:
-    # Stacked projections and numbered LayerNorms of early fairseq, the copies of 0.12.2.
+    # Stacked projections and numbered LayerNorms of early fairseq versions, and the dead parameters
+    # of 0.12.2.
     ours = build(corpus, LS)[1]
     state = {name: value.clone() for name, value in ours.state_dict().items()}
     old = dict(state)
@@ -278,7 +280,8 @@ def test_projections_of_one_gemm_are_neighbours(corpus: Path) -> None:
 
     def check(model: Any) -> None:
         groups = model.fused_groups()
-        assert len(groups) == 2 * 4 + 2  # weights and biases of 4 layers, and of the memory
+        # weights and biases of 4 layers, and of the cross attention
+        assert len(groups) == 2 * 4 + 2
         for group in groups:
             assert as_one(group).data_ptr() == group[0].data_ptr()
 
@@ -316,7 +319,7 @@ def test_copies_live_by_themselves(corpus: Path) -> None:
 
 @pytest.mark.parametrize("flags", [{"bf16": True}, {"fp16": True, "fp16_no_flatten_grads": True}])
 def test_sixteen_bits(corpus: Path, flags: dict[str, Any]) -> None:
-    # A run in 16 bits strays from the same run in 32 no further than twice as far as fairseq's.
+    # The difference between 16-bit and 32-bit runs is at most twice fairseq's.
     def losses(systems: parity.Systems, **flags: Any) -> Tensor:
         history = parity.train(command_line(corpus, systems, **flags), 6, torch.float32)
         return torch.tensor([update.loss for update in history])
@@ -327,7 +330,7 @@ def test_sixteen_bits(corpus: Path, flags: dict[str, Any]) -> None:
     assert native.max() < 0.02
 
 
-# What is not covered
+# Unsupported options
 
 REFUSED: dict[str, dict[str, Any]] = {
     "--adaptive-softmax-cutoff": {"adaptive_softmax_cutoff": "20,40"},
@@ -382,7 +385,7 @@ def test_refused_attention_of_xformers(corpus: Path, side: str) -> None:
 def test_widths_that_kernels_refuse_are_named(
     corpus: Path, flags: dict[str, Any], said: str | None
 ) -> None:
-    """Before the first batch, when the model moves to a GPU."""
+    """The error is raised when the model moves to a GPU, before the first batch."""
     refusal = unsupported_width(build(corpus, LS, **flags)[1].cfg)
     sentence = "" if refusal is None else refusal.sentence("ls_transformer")
     assert sentence == "" if said is None else re.search(said, sentence)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 C, F, V, H, PAD = 128, 512, 1000, 2, 1
 RATES = {"dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1}
-# One token; what fits one tile, on both sides of 32, 64 and 128; more than one tile.
+# Rows: one token; up to one tile, on both sides of 32, 64 and 128; more than one tile.
 SOURCE = [1, 7, 31, 33, 64, 90, 129, 40, 28, 17]
 TARGET = [3, 8, 29, 35, 61, 97, 140, 1, 28, 64]
 DTYPES = pytest.mark.parametrize(
@@ -74,7 +74,8 @@ def segments(lengths: list[int], device: torch.device | str) -> Segments:
 
 
 def seeded_weights(module: nn.Module) -> nn.Module:
-    """Biases and norms differ from zero and one, so that their place in the sums is tested."""
+    """Random weights; biases and norms differ from zero and one, so that their use is tested
+    too."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.dim() == 1:
@@ -85,7 +86,8 @@ def seeded_weights(module: nn.Module) -> nn.Module:
 def results_of(
     module: nn.Module, inputs: tuple[Tensor, ...], call: Callable[..., Results]
 ) -> Results:
-    """Outputs, and gradients of the parameters and inputs under one fixed weighting of outputs."""
+    """Outputs, and gradients of the parameters and inputs for one fixed weighting of the
+    outputs."""
     leaves = [x.requires_grad_() if x.is_floating_point() else x for x in inputs]
     outputs = call(module, *leaves)
     weighted = [name for name, x in outputs.items() if x.requires_grad]
@@ -114,7 +116,7 @@ def check(
     dtype: torch.dtype,
     call: Callable[..., Results],
 ) -> None:
-    """Error of every output and gradient, in the 2-norm: ours against plain torch's."""
+    """Compares the error of every output and gradient, in the 2-norm, with that of plain torch."""
     low = seeded_weights(module).to(dtype)
 
     def on(device: str, as_dtype: torch.dtype) -> Results:
@@ -128,7 +130,7 @@ def check(
     assert ours.keys() == plain.keys() == exact.keys()
     worse = {}
     for name, value in exact.items():
-        # Softmax does not depend on the keys' biases: what they get is rounding and nothing else.
+        # Softmax does not depend on the biases of the keys, so their gradients are only rounding.
         if name.endswith("k_proj.bias"):
             continue
         our_error, plain_error = ((x[name] - value).norm() for x in (ours, plain))
@@ -205,9 +207,9 @@ TERA = 1 << 40
 
 @pytest.fixture
 def allocator_says_no() -> Iterator[None]:
-    """The caching allocator refuses by itself, without a failing cudaMalloc.
+    """Makes the caching allocator itself refuse memory, without a failing cudaMalloc.
 
-    compute-sanitizer would count that as an error of the program.
+    compute-sanitizer would report the latter as an error of the program.
     """
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.empty_cache()

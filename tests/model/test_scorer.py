@@ -1,4 +1,4 @@
-"""Scores of text by ``ls_transformer_lm`` are those of fairseq's ``SequenceScorer``."""
+"""Scores of text by ``ls_transformer_lm`` equal those of fairseq's ``SequenceScorer``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def batches(task: Any, context: int) -> list[dict[str, Any]]:
 
 
 def both(task: Any, ours: Any, native: Any, context: int, most: int) -> Any:
-    """Pairs of a block's results: the packed one, and fairseq's."""
+    """Pairs of results for a block: the packed one, and fairseq's."""
     judge = SequenceScorer(task.target_dictionary, most)
     for mine, theirs in zip(batches(task, context), batches(task, context), strict=True):
         packed = scorer.generate(SequenceScorer.generate, judge, [ours], mine)
@@ -74,7 +74,7 @@ def test_scores_are_fairseqs(text: Path, mode: str, bos: bool | None, context: i
 
 @pytest.mark.parametrize("most", [1, 7, 1000])
 def test_softmax_batch(text: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits are computed of so many rows at once, and of no row of the context."""
+    """Logits are computed for only so many rows at a time, and for no row of the context."""
     rows: list[int] = []
     task, ours, native = models(text, max_target_positions=64)
     output = ours.decoder.output_layer

@@ -1,4 +1,5 @@
-"""Flat Adam against fairseq's update, its two clipping rules and its overflow skip."""
+"""Flat Adam compared with fairseq's update, its two clipping rules and its skipping of
+overflows."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ BETA1, BETA2, EPS, DECAY, LR = 0.9, 0.98, 1e-8, 0.1, 1e-3
 
 
 class State:
-    """One flat parameter buffer with everything the op changes."""
+    """One flat parameter buffer, with everything that the op changes."""
 
     def __init__(self, dtype=torch.float64, low=None, size=N):
         torch.manual_seed(0)
@@ -68,8 +69,8 @@ def test_zero_gradient_is_not_clipped(clip_eps):
     assert state.step == 1
 
 
-# clip_eps 1e-6: torch's clip_grad_norm_, which fairseq uses for float32 and bfloat16;
-# 0: its float16 optimizer's own rule. max_norm 3: clips some of the steps and not others.
+# clip_eps 1e-6: torch's clip_grad_norm_, which fairseq uses for float32 and bfloat16. 0: the rule
+# of its float16 optimizer. max_norm 3 clips some of the steps.
 @pytest.mark.parametrize(("max_norm", "clip_eps"), [(0.0, 1e-6), (3.0, 1e-6), (3.0, 0.0)])
 @pytest.mark.parametrize("multiplier", [1.0, 1 / 2048])
 def test_equals_fairseq_over_20_steps(max_norm, clip_eps, multiplier):
@@ -122,7 +123,8 @@ def test_overflow_changes_nothing(bad, warm, max_norm):
 
 
 def test_overflow_is_decided_by_the_norm():
-    """Finite gradients of this rank, an overflow on another: the reduced norm tells."""
+    """The gradient of this rank is finite, but another rank has an overflow: the reduced norm shows
+    it."""
     state = State()
     before = state.param.clone()
     state.update(torch.randn(N).double(), norm=math.inf)
@@ -167,7 +169,7 @@ def test_a_split_parameter_is_updated_like_a_whole_one():
         whole.update(grad, 0.5, 1.0)
         split.update(grad, 0.5, 1.0)
     joined = ops.join_floats(split.param_low, split.param)
-    # The one in 131072 that lies half-way moves.
+    # The one number in 131072 that lies half-way changes.
     torch.testing.assert_close(joined, whole.param, rtol=1e-6, atol=0.0)
     assert (joined == whole.param).float().mean() > 0.99
     for mine, other in zip(split.tensors()[1:], whole.tensors()[1:], strict=True):
@@ -175,7 +177,8 @@ def test_a_split_parameter_is_updated_like_a_whole_one():
 
 
 def test_float32_stays_as_close_as_fairseq():
-    """Errors of 20 float32 steps against float64, ours and fairseq's order in plain torch."""
+    """Errors of 20 float32 steps against float64: ours, and fairseq's order of operations in plain
+    torch."""
     exact, ours, plain = State(), State(torch.float32), State(torch.float32)
     ours.param.copy_(exact.param)
     plain.param.copy_(exact.param)
@@ -190,7 +193,7 @@ def test_float32_stays_as_close_as_fairseq():
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 2**18 + 1, 700_000])
 def test_sizes(size):
-    """Around the lengths at which the norm's rows and the update's blocks end."""
+    """Sizes around the lengths at which rows of the norm and blocks of the update end."""
     ours, theirs = State(size=size), State(size=size)
     grad = torch.randn(size, dtype=torch.float64)
     torch.testing.assert_close(ops.adam_norm(grad), grad.norm())
@@ -201,7 +204,7 @@ def test_sizes(size):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_norm_precision(dtype):
-    """Two million small numbers, whose squares vanish in 16 bits."""
+    """Two million small numbers, whose squares are zero in 16 bits."""
     grad = torch.full((2_000_000,), 3e-4, dtype=dtype)
     norm = ops.adam_norm(grad)
     assert norm.dtype == torch.float32 and norm.dim() == 0

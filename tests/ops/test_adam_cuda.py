@@ -1,4 +1,4 @@
-"""The Adam kernels against the reference run in eager torch on the same GPU: the same bits."""
+"""The Adam kernels give the same bits as the reference in eager torch on the same GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def gradient(size, dtype, seed=0):
 
 
 class State:
-    """Parameters and everything that an update changes or reads, on the GPU."""
+    """The parameters, and everything that an update changes or reads, on the GPU."""
 
     def __init__(self, size, low=torch.bfloat16, decay=DECAY, betas=BETAS):
         self.param = gradient(size, torch.float32, 1)
@@ -62,13 +62,13 @@ def test_kernels_are_loaded():
     assert {"adam_norm", "adam_step"} <= set(library.load().kernels)
 
 
-# 1023: a tail; 1_000_003: more than the blocks of one wave, and a tail.
+# 1023: an incomplete block; 1_000_003: more than the blocks of one wave, and an incomplete block.
 @pytest.mark.parametrize("size", [0, 1, 3, 8, 1023, 1_000_003])
 @pytest.mark.parametrize("low", [None, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_updates_have_the_bits_of_eager_torch(size, low, dtype):
     ours, theirs = State(size, low), State(size, low)
-    for step in range(4):  # clipped and not
+    for step in range(4):  # clipped and not clipped
         grad = gradient(size, dtype, step) * 0.1 * step
         max_norm = 0.03 * math.sqrt(size)
         ours.update(grad, max_norm=max_norm)
@@ -80,7 +80,7 @@ def test_updates_have_the_bits_of_eager_torch(size, low, dtype):
 @pytest.mark.parametrize("size", [0, 1, 3, 8, 1023, 1_000_003])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_updates_of_split_parameters_have_the_bits_of_eager_torch(size, dtype):
-    """Of a million numbers some thirty lie half-way between two bfloat16."""
+    """Of a million numbers, about thirty lie half-way between two bfloat16 numbers."""
     ours, theirs = State(size).split(), State(size).split()
     for step in range(4):
         grad = gradient(size, dtype, step) * 0.1 * step
@@ -93,7 +93,7 @@ def test_updates_of_split_parameters_have_the_bits_of_eager_torch(size, dtype):
 @pytest.mark.parametrize("betas", [(0.0, 0.999), (0.3, 0.4), (0.9, 0.999)])
 @pytest.mark.parametrize("scalars", [torch.float32, torch.float64])
 def test_coefficients(decay, betas, scalars):
-    """lerp has two formulas; learning rate, multiplier and norm come in two precisions."""
+    """lerp has two formulas; learning rate, multiplier and norm have two precisions."""
     ours, theirs = State(5000, None, decay, betas), State(5000, None, decay, betas)
     for step in range(20):
         grad = gradient(5000, torch.float32, step)
@@ -105,7 +105,8 @@ def test_coefficients(decay, betas, scalars):
 
 
 def test_many_blocks_see_one_step():
-    """The block that counts the step up is not waited for by those that need it."""
+    """One block increments the step; other blocks do not wait for it, and must all use the same
+    step."""
     ours, theirs = State(2**24 + 1), State(2**24 + 1)
     grad = gradient(2**24 + 1, torch.bfloat16)
     for _ in range(10):
@@ -162,7 +163,7 @@ def test_more_elements_than_32_bits_count():
 
 
 def test_replayed_graph_goes_on():
-    """Learning rate, multiplier and step are read on the device at every replay."""
+    """Every replay reads learning rate, multiplier and step on the device."""
     grad = gradient(100_001, torch.bfloat16)
     ours, theirs = State(100_001), State(100_001)
     for state in (ours, theirs):

@@ -1,6 +1,7 @@
-"""Memory that kernels cannot get: one sentence, and "out of memory" only where that is why.
+"""If kernels cannot allocate memory, the error is one sentence, with "out of memory" only if that
+is why.
 
-fairseq skips a batch whose error holds these words, and goes on.
+fairseq skips a batch if its error contains these words, and continues.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from lightseq_fairseq.errors import is_out_of_memory
 
 pytestmark = pytest.mark.gpu
 
-# An index out of range stops a kernel, and with it all that the process does on the GPU. What is
-# asked for then is more than torch keeps in stock.
+# After an index out of range, all GPU work of the process fails. The memory requested then is more
+# than torch's allocator holds, so it must ask CUDA.
 AFTER_A_FAULT = """
 import torch
 from lightseq_fairseq import ops
@@ -42,7 +43,7 @@ except RuntimeError as error:
 
 
 def too_much() -> None:
-    """Asks for 2 TB."""
+    """Requests 2 TB."""
     x, weight = torch.zeros(2, 1 << 20, 8, dtype=torch.bfloat16, device="cuda")
     ops.linear_fwd(x, weight, None)
 
@@ -58,11 +59,11 @@ def test_memory_that_does_not_suffice(capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_memory_that_does_not_suffice_while_a_graph_is_captured() -> None:
-    """The capture goes on and can be ended."""
+    """The capture continues and can be ended."""
     x = torch.ones(64, 8, dtype=torch.bfloat16, device="cuda")
     weight = torch.ones(8, 8, dtype=torch.bfloat16, device="cuda")
     large = torch.zeros(2, 1 << 20, 8, dtype=torch.bfloat16, device="cuda")
-    ops.linear_fwd(x, weight, None)  # searched
+    ops.linear_fwd(x, weight, None)  # the algorithm is searched
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         with pytest.raises(RuntimeError, match="CUDA out of memory: lightseq cannot allocate"):
@@ -73,7 +74,7 @@ def test_memory_that_does_not_suffice_while_a_graph_is_captured() -> None:
 
 
 def test_torch_logs_as_before_when_threads_have_been_out_of_memory() -> None:
-    """Each of them keeps torch from logging for a moment."""
+    """Each thread disables torch's logging for a moment."""
     c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     level = ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level")
     before, failures = level.value, []

@@ -1,4 +1,4 @@
-"""Packed attention against a loop over sentences in plain torch."""
+"""Packed attention compared with a loop over sentences in plain torch."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from helpers.ops_testing import (
 from lightseq_fairseq import ops
 
 H, D, SCALE, SITE = 3, 4, 0.6, 9
-# (query lengths, key lengths): ragged, single tokens, empty on one side, the other and both, first
-# and last place, nothing at all.
+# (query lengths, key lengths): different lengths; single tokens; empty on one side, the other or
+# both, at the first and the last place; no token at all.
 SELF = ([3, 1, 5, 2], None)
 CROSS = ([3, 1, 5, 2], [2, 6, 1, 3])
 HOLES = ([3, 0, 1, 4, 0, 2], [2, 3, 5, 0, 0, 4])
 EDGES = ([0, 3, 2, 0], [4, 2, 0, 3])
 NOTHING = ([0, 0], [0, 0])
-# Bucket rows behind the last sentence, on each side.
+# Rows of the bucket after the last sentence, on each side.
 TAIL_Q, TAIL_K = 3, 2
 
 
 class Case:
-    """Packed tensors of one set of lengths, every row that belongs to no sentence poisoned."""
+    """Packed tensors for one set of lengths; rows that belong to no sentence are NaN."""
 
     def __init__(self, lengths, causal=False, p=0.0, dtype=torch.float64, heads=H, width=D):
         torch.manual_seed(0)
@@ -70,7 +70,8 @@ class Case:
         return gradients
 
     def loop(self, dtype=torch.float64):
-        """(out, lse, dq, dk, dv) sentence by sentence; what belongs to none is zero."""
+        """(out, lse, dq, dk, dv), sentence by sentence; rows that belong to no sentence are
+        zero."""
         q, k, v = (leaf(x, dtype) for x in self.qkv)
         rows, heads, _ = q.shape
         keep = ops.keep_mask(
@@ -125,7 +126,7 @@ def test_longest_may_be_an_upper_bound(causal):
 
 
 def test_views_of_one_product():
-    """q, k, v and their gradients as column blocks of [T, 3 * H * D], as the layers pass them."""
+    """q, k, v and their gradients are column blocks of [T, 3 * H * D], as in the layers."""
     case = Case(SELF, True, 0.3)
     expected = case.fwd()
     gradients = case.bwd(*expected)
@@ -147,7 +148,7 @@ def test_views_of_one_product():
 
 
 def test_odd_strides():
-    """Heads that are not neighbours and rows whose distance is no multiple of the head width."""
+    """Heads that are not adjacent, and rows whose stride is no multiple of the head width."""
     case = Case(CROSS, False, 0.0)
     expected = case.fwd()
     spaced = poisoned(len(case.q), H * D + 3)
@@ -180,7 +181,7 @@ def test_gradcheck(lengths, causal):
 
 @pytest.mark.parametrize("scale", [1.0, 40.0])
 def test_large_scores(scale):
-    """Rows where all but one probability underflow in float32."""
+    """Rows in which all probabilities but one underflow in float32."""
     exact = Case(CROSS)
     exact.q *= scale
     case = Case(CROSS, dtype=torch.float32)

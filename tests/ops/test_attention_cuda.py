@@ -1,4 +1,4 @@
-"""The attention kernels against the reference in float64 and against plain torch."""
+"""The attention kernels compared with the reference in float64 and with plain torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightseq_fairseq.packing import Segments
 pytestmark = pytest.mark.gpu
 
 SITE = 9
-TAIL_Q, TAIL_K = 5, 3  # bucket rows behind the last sentence
+TAIL_Q, TAIL_K = 5, 3  # rows of the bucket after the last sentence
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
-# Query lengths, and key lengths where they differ. Kernels have tiles of 128, 64 or 32 rows with
-# slots of 16 rows or more, 16 rows a warp.
+# Query lengths, and key lengths if they differ. Kernels have tiles of 128, 64 or 32 rows, slots of
+# 16 rows or more, and 16 rows per warp.
 LENGTHS = {
     "edges": ([1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 1], None),
     "ragged": ([28, 7, 41, 200, 19, 3, 66, 30, 24, 11, 150, 37, 90, 22, 54, 13], None),
@@ -34,8 +34,8 @@ LENGTHS = {
 
 
 class Case:
-    """Packed tensors of one set of lengths as the layers pass them: q, k, v are column blocks of
-    wider matrices, and every row that belongs to no sentence is poisoned."""
+    """Packed tensors for one set of lengths as in the layers: q, k, v are column blocks of wider
+    matrices, and rows that belong to no sentence are NaN."""
 
     def __init__(self, lengths, dtype, causal=False, p=0.0, heads=3, width=64):
         torch.manual_seed(0)
@@ -68,7 +68,7 @@ class Case:
         return self.cu_q, self.cu_k, *longest, self.causal, self.scale, p, self.rng, SITE
 
     def kernel(self):
-        """(out, lse, dq, dk, dv), every buffer poisoned before."""
+        """(out, lse, dq, dk, dv), with buffers that were NaN before."""
         poison(self.q)
         out, lse = ops.attention_fwd(*self.qkv, *self.settings())
         gradients = [like(x) for x in self.qkv]
@@ -85,7 +85,7 @@ class Case:
         return out, lse, *gradients
 
     def plain(self):
-        """torch ops in the case's own dtype, sentence by sentence."""
+        """The same by torch ops in the case's own dtype, sentence by sentence."""
         q, k, v = (leaf(x, self.dtype) for x in self.qkv)
         rows, heads, _ = q.shape
         keep = ops.keep_mask(
@@ -111,14 +111,14 @@ class Case:
 
 
 def like(x):
-    """A poisoned buffer with the strides of x: a column block of a wider matrix."""
+    """A buffer of NaN with the strides of x, a column block of a wider matrix."""
     rows, heads, width = x.shape
     wide = torch.full((rows, x.stride(0)), torch.nan, dtype=x.dtype, device="cuda")
     return wide[:, : heads * width].unflatten(1, (heads, width))
 
 
 def poison(q):
-    """Leave NaN in the memory that torch.empty is going to hand out."""
+    """Leave NaN in the memory that torch.empty returns next."""
     blocks = [torch.full(q.shape, torch.nan, dtype=q.dtype, device="cuda") for _ in range(2)]
     blocks += [torch.full(q.shape[:2], torch.nan, device="cuda") for _ in range(2)]
     del blocks
@@ -167,7 +167,7 @@ def test_2000_tokens(dtype):
 
 @pytest.mark.parametrize("factor", [1e-3, 30.0])
 def test_small_and_large_scores(factor):
-    """Rows of equal probabilities, and rows where all but one underflow."""
+    """Rows of equal probabilities, and rows in which all but one underflow."""
     case = Case(LENGTHS["edges"], torch.float32)
     case.scale *= factor
     check(case)
@@ -176,9 +176,10 @@ def test_small_and_large_scores(factor):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [64, 128])
 def test_drops_the_reference_bits(width, dtype):
-    """Equal scores, one-hot values and gradients: the results are the mask, forward and backward.
+    """With equal scores and one-hot values and gradients, the results are the mask, forward and
+    backward.
 
-    `first`: the keys (forward) or queries (backward) whose columns the one-hot rows show.
+    `first`: the first key (forward) or query (backward) whose column the one-hot rows select.
     """
     lengths, heads, p = [30, 64, 100, 200, 300], 3, 0.3
     case = Case((lengths, None), dtype, p=p, heads=heads, width=width)
@@ -206,7 +207,7 @@ def test_drops_the_reference_bits(width, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_same_bits_again_and_anywhere(dtype):
-    """Two runs agree, and so does a sentence alone with itself in the middle of a batch."""
+    """Two runs agree, and a sentence has the same results alone and in the middle of a batch."""
     case = Case(LENGTHS["ragged"], dtype, True, 0.1)
     assert same(case.kernel(), case.kernel())
     case.p = 0.0
@@ -220,7 +221,8 @@ def test_same_bits_again_and_anywhere(dtype):
 
 
 def test_many_sentences():
-    """More sentences than a grid's second dimension may count; of one token, where out is v."""
+    """More sentences than the second dimension of a grid allows, of one token each, so that out is
+    v."""
     sentences, heads, width = 70_001, 2, 64
     case = Case(([1] * sentences, None), torch.bfloat16, heads=heads, width=width)
     out, _, dq, dk, dv = (x[:sentences] for x in case.kernel())
@@ -248,7 +250,7 @@ def test_heads_need_not_be_neighbours():
 
 @pytest.mark.parametrize(("rows_q", "rows_k"), [(0, 7), (7, 0), (0, 0), (7, 7)])
 def test_nothing_to_attend_to(rows_q, rows_k):
-    """Empty sides, and rows that belong to no sentence at all: zeros everywhere."""
+    """Empty sides, and rows that belong to no sentence: all results are zero."""
     q, dout = (torch.full((rows_q, 2, 64), torch.nan, device="cuda") for _ in range(2))
     k, v = (torch.full((rows_k, 2, 64), torch.nan, device="cuda") for _ in range(2))
     cu = torch.zeros(3, dtype=torch.int32, device="cuda")
@@ -262,13 +264,13 @@ def test_nothing_to_attend_to(rows_q, rows_k):
 
 def test_nan_shows():
     case = Case(LENGTHS["ragged"], torch.bfloat16)
-    case.k[30, 1, 5] = torch.nan  # second sentence: rows 28 ... 34
+    case.k[30, 1, 5] = torch.nan  # the second sentence has rows 28 ... 34
     out = case.kernel()[0]
     assert out[28:35, 1].isnan().all() and out[:28].isfinite().all() and out[35:].isfinite().all()
 
 
 def test_replayed_graph_draws_anew():
-    """rng and the boundaries are read on the device: a replay sees those of its own time."""
+    """Every replay reads the rng and the boundaries on the device."""
     case = Case(LENGTHS["ragged"], torch.bfloat16, False, 0.2)
     case.kernel()
     graph = torch.cuda.CUDAGraph()
@@ -278,7 +280,7 @@ def test_replayed_graph_draws_anew():
         ops.attention_bwd(case.dout, *case.qkv, out, lse, *case.settings(), *gradients)
     for micro_batch in (4, 5):
         case.rng[1] = micro_batch
-        case.cu_q[4] = case.cu_k[4] = 266 + micro_batch  # was 276
+        case.cu_q[4] = case.cu_k[4] = 266 + micro_batch  # it was 276
         graph.replay()
         assert same((out, lse, *gradients), case.kernel())
 
@@ -326,7 +328,7 @@ def test_backward_refusals():
     ],
 )
 def test_wrong_boundaries(changed, message, monkeypatch):
-    """Refused before anything is launched: the GPU can be used afterwards."""
+    """They are refused before a launch, so the GPU can still be used afterwards."""
     monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES", raising=False)
     case, wrong = Case(LENGTHS["cross"], torch.bfloat16), Case(LENGTHS["cross"], torch.bfloat16)
     for name, value in changed.items():
@@ -343,7 +345,8 @@ def test_wrong_boundaries(changed, message, monkeypatch):
 
 
 def test_boundaries_are_read_once(monkeypatch):
-    """To read them is to wait for the GPU: a second call does not, unless they were written to."""
+    """Reading them waits for the GPU. A second call does not read them, unless they have been
+    modified."""
     monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES", raising=False)
     case = Case(LENGTHS["cross"], torch.bfloat16)
     arguments = (*case.qkv, *case.settings())
@@ -357,7 +360,7 @@ def test_boundaries_are_read_once(monkeypatch):
     try:
         ops.attention_fwd(*arguments)
         ops.attention_bwd(case.dout, *case.qkv, out, lse, *case.settings(), *gradients)
-        ops.attention_fwd(*own)  # boundaries that we have made ourselves are not read at all
+        ops.attention_fwd(*own)  # boundaries made by our own code are never read
         case.cu_k[1] += 0
         with pytest.raises(RuntimeError, match="synchronizing"):
             ops.attention_fwd(*arguments)
@@ -369,8 +372,9 @@ def test_boundaries_are_read_once(monkeypatch):
         ops.attention_fwd(*own[:6], 29, *own[7:])
 
 
-# A process of its own, whose GPU an assertion takes away. Boundaries that a captured graph reads
-# are wrong when it is replayed, where no check can see them. Prints "done" if nothing stops it.
+# Runs in a separate process, because an assertion makes its GPU context unusable. The boundaries
+# are wrong when the captured graph is replayed, where no check on the host can see them. Prints
+# "done" if nothing stops it.
 PROGRAM = """
 import sys, torch
 from pathlib import Path
@@ -397,7 +401,7 @@ print("done", flush=True)
 """
 
 
-@pytest.mark.large  # compute-sanitizer would report the assertion as an error of ours
+@pytest.mark.large  # compute-sanitizer would report the assertion as an error
 @pytest.mark.parametrize(
     ("pass_", "name", "place", "value"),
     [
@@ -406,11 +410,11 @@ print("done", flush=True)
         ("backward", "cu_k", 1, 100),
         ("backward", "cu_q", 2, 10_000),
         ("forward", "cu_q", 0, 1),
-        ("backward", "cu_k", 3, 65),  # a slot behind the last sentence
+        ("backward", "cu_k", 3, 65),  # a slot after the last sentence
     ],
 )
 def test_wrong_boundaries_stop_the_kernel(pass_, name, place, value):
-    """With an assertion that names them."""
+    """The kernel ends with an assertion that names them."""
     command = [sys.executable, "-c", PROGRAM, str(library.DIRECTORY)]
     command += [pass_, name, str(place), str(value)]
     search = os.pathsep.join(sys.path)

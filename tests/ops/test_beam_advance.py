@@ -1,4 +1,5 @@
-"""The merge of beam search against fairseq's rules, one hypothesis at a time in plain Python."""
+"""The merge of beam search compared with fairseq's rules, one hypothesis at a time in plain
+Python."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ NAMES = ("progress", "sentences", "tokens", "scores", "ancestry", "past_tokens",
 
 
 def state(sentences: list[int], beam: int, rows: int, groups: int = 1) -> dict[str, Tensor]:
-    """What a search begins with; everything that has to be written first is poisoned."""
+    """The initial state of a search; everything that must be written before it is read has invalid
+    values."""
     count = len(sentences) * beam
     scores = torch.full((count,), -torch.inf)
     scores.view(-1, beam)[:, :groups] = 0.0
@@ -58,7 +60,7 @@ class Hypothesis:
 
 @dataclass
 class Sentence:
-    """fairseq's SequenceGenerator for one sentence, on lists."""
+    """fairseq's SequenceGenerator for one sentence, on Python lists."""
 
     beam: int
     alive: list[Hypothesis]
@@ -78,7 +80,7 @@ class Sentence:
 
 
 def random_candidates(scores: Tensor, width: int, step: int) -> tuple[Tensor, Tensor]:
-    """Lists as ops.beam_candidates or beam_sample (width 1) gives them, with many ends."""
+    """Lists as from ops.beam_candidates, or from beam_sample (width 1), with many ends."""
     lprobs = torch.log_softmax(torch.randn(len(scores), V) * 2, dim=1)
     lprobs[:, EOS] += 1.0
     if step == MAX_LEN:
@@ -93,7 +95,7 @@ def random_candidates(scores: Tensor, width: int, step: int) -> tuple[Tensor, Te
 
 
 def merged(scores: Tensor, tokens: Tensor, beam: int) -> list[tuple[float, int, int]]:
-    """The candidates of a sentence [beam, W] in order."""
+    """The candidates of a sentence [beam, W], sorted."""
     flat = [
         (score, token, parent)
         for parent, (each, words) in enumerate(zip(scores.tolist(), tokens.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""The kernel that merges the beams of a sentence against the reference on the CPU, to the bit."""
+"""The kernel that merges the beams of a sentence equals the reference on the CPU bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INF = torch.inf
 
 
 def state(sentences: list[int], beam: int, positions: int, step: int, max_len: int = MAX_LEN):
-    """A search in the middle, by name; results of earlier steps are there."""
+    """The state in the middle of a search, by name, with results of earlier steps."""
     count, rows = len(sentences) * beam, (max([*sentences, len(sentences)]) + 1) * beam + 3
     tensors = {
         "progress": torch.tensor([step, max_len, len(sentences), 0]),
@@ -42,7 +42,8 @@ def state(sentences: list[int], beam: int, positions: int, step: int, max_len: i
 
 
 def candidates(count: int, beam: int, drawn: bool) -> tuple[Tensor, Tensor]:
-    """Sorted lists with many ends and many ties, among each other too; some that are dead."""
+    """Sorted lists with many ends and many ties, also between lists; some candidates have no finite
+    score."""
     width = 1 if drawn else 2 * beam
     tokens = torch.empty(count, width, dtype=torch.int64)
     for row in tokens:
@@ -59,12 +60,12 @@ def candidates(count: int, beam: int, drawn: bool) -> tuple[Tensor, Tensor]:
 
 
 def to_gpu(tensors):
-    """Copies on the GPU, but for what the GPU writes into memory of the host."""
+    """Copies on the GPU, except what the GPU writes to host memory."""
     return {n: x.clone().pin_memory() if n == "reports" else x.cuda() for n, x in tensors.items()}
 
 
 def same_as_reference(found, tensors, *options):
-    """Both devices do the step; the tensors have changed afterwards."""
+    """Runs the step on both devices, and compares the modified tensors."""
     on_gpu = to_gpu(tensors)
     ops.beam_advance(*(x.cuda() for x in found), *on_gpu.values(), *options)
     ops.beam_advance(*found, *tensors.values(), *options)
@@ -104,7 +105,7 @@ def test_sampling(beam):
 
 
 def test_a_whole_search():
-    """Step after step from the beginning, until every sentence has ended."""
+    """All steps from the beginning until every sentence has ended."""
     torch.manual_seed(0)
     beam, slots = 4, 30
     tensors = state(list(range(slots)), beam, 20, 0, max_len=18)
@@ -116,7 +117,8 @@ def test_a_whole_search():
 
 @pytest.mark.parametrize("beam", [4, 5, 64])
 def test_all_end_at_once(beam):
-    """As many as there are results left; the best that do not end take their places."""
+    """As many hypotheses end as results are still missing; the best that have not ended take their
+    places."""
     torch.manual_seed(beam)
     for step in (0, 1, 66):
         tensors = state([1, 0, -1, 2], beam, MAX_LEN + 2, step)
@@ -159,7 +161,7 @@ def test_one_graph_serves_all_steps():
 
 @pytest.mark.parametrize("slots", [1, 300])
 def test_kernels_wait_for_each_other(slots):
-    """Each step reads at once what the one before it has written, without a pause for the host."""
+    """Each step reads what the step before has written, without a pause for the host."""
     torch.manual_seed(0)
     beam, steps = 4, 18
     logits = torch.randn(slots * beam, 9000, device="cuda").mul_(3)
@@ -195,7 +197,8 @@ def test_kernels_wait_for_each_other(slots):
 
 @pytest.mark.parametrize("slots", [1, 700])
 def test_whoever_sees_the_report_sees_the_results(slots):
-    """The host looks without asking torch, and reads on another stream; the first one is busy."""
+    """The host polls the report in its own memory, and reads the results on another stream, while
+    the first stream is busy."""
     torch.manual_seed(slots)
     beam, beside = 5, torch.cuda.Stream()
     kept = ("hypothesis_tokens", "hypothesis_scores", "lengths", "totals")

@@ -1,4 +1,5 @@
-"""Candidates of beam search against fairseq's rules in plain torch, and what sampling draws."""
+"""Candidates of beam search compared with fairseq's rules in plain torch; and what sampling
+draws."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ INF = torch.inf
 
 
 class Words:
-    """As much of a dictionary as fairseq's searches look at."""
+    """The part of a dictionary that fairseq's searches use."""
 
     def pad(self) -> int:
         return PAD
@@ -49,7 +50,7 @@ def rules(min_len: int = 2, unk_penalty: float = 0.0, temperature: float = 1.0) 
 
 def fairseqs(logits: Tensor, step: int, max_len: int, min_len: int, unk_penalty: float,
              temperature: float) -> Tensor:  # fmt: skip
-    """Log-probabilities as ``SequenceGenerator._generate`` hands them to its search."""
+    """Log-probabilities as ``SequenceGenerator._generate`` passes them to its search."""
     lprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     lprobs[lprobs != lprobs] = -INF
     lprobs[:, PAD] = -INF
@@ -82,7 +83,7 @@ def test_candidates_are_fairseqs(
     lprobs = fairseqs(logits, step, 9, 2, unk_penalty, temperature)
     history = scores.view(S, beam, 1).expand(S, beam, step)
     expected = BeamSearch(Words()).step(step, lprobs.view(S, beam, V), history)
-    # The best of the lists of a sentence's hypotheses are the best of all.
+    # The best of all candidates are the best of the lists of a sentence's hypotheses.
     best, order = found.view(S, -1).topk(2 * beam)
     parents = order // (2 * beam)
     torch.testing.assert_close(best, expected[0])
@@ -113,7 +114,7 @@ def test_rows_without_a_hypothesis_and_without_numbers() -> None:
     logits, scores = random_rows(4)
     scores[0] = -INF
     logits[1] = torch.nan
-    logits[2, 7] = torch.nan  # the softmax makes it the whole row's
+    logits[2, 7] = torch.nan  # the softmax then makes the whole row NaN
     logits[3, 7] = -INF
     found, tokens = ops.beam_candidates(logits, scores, progress(3), 4, *rules())
     assert found[:3].isneginf().all() and found[3].isfinite().all()
@@ -177,7 +178,7 @@ def test_a_draw_depends_on_sentence_place_and_step_alone() -> None:
 def test_uniform_numbers_are_the_generators_first_words() -> None:
     rows = torch.tensor([0, 5, 2**33 + 1])
     numbers = uniforms(make_rng(3, 1), 0, rows, 11)
-    # Sixteen bits of word 0 decide on columns 88 and 89 of dropout's mask.
+    # Sixteen bits of word 0 decide columns 88 and 89 of dropout's mask.
     for p in (0.25, 0.5, 0.8):
         mask = ops.keep_mask(make_rng(3, 1), 0, rows, 90, p)[:, 89]
         assert torch.equal((numbers * 65536).floor() >= round(65536 * p), mask)

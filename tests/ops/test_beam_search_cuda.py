@@ -1,7 +1,7 @@
-"""The kernels of beam search and sampling against the references, which a GPU runs as well.
+"""The kernels of beam search and sampling compared with the references on a GPU.
 
-Logits lie on a grid, so that totals are either equal or far apart and tokens have to agree, ties
-included.
+Logits are multiples of a step, so that sums are either equal or clearly different, and all tokens
+must agree, also for ties.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ pytestmark = pytest.mark.gpu
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 PAD, EOS, UNK = 1, 2, 3
 INF = torch.inf
-# Rows whose blocks are of middle size and small, and tokens of which a row has several blocks.
+# Numbers of rows for which blocks have middle and small sizes, and a number of tokens for which a
+# row has several blocks.
 MIDDLE, MANY = 400, 2500
 SEVERAL = 20_001
 
@@ -67,7 +68,7 @@ def test_candidates(count, classes, dtype):
     ("rows", "classes"), [(3, 1003), (MIDDLE, 1003), (MANY, 1003), (3, SEVERAL)]
 )
 def test_rules(rows, classes, step, dtype):
-    """The tokens with rules among the best, wherever they stand in the vocabulary."""
+    """The tokens that rules concern are among the best, anywhere in the vocabulary."""
     logits = on_grid(rows, classes, dtype)
     scores = -torch.rand(rows, device="cuda")
     last, middle = classes - 1, classes // 2
@@ -81,7 +82,8 @@ def test_rules(rows, classes, step, dtype):
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 @pytest.mark.parametrize("penalty", [-3.97, 0.13])
 def test_temperature(temperature, penalty):
-    # Penalties off the logits' grid: where one made two tokens tie, rounding would order them.
+    # Penalties that are no multiples of the logits' step: if one made two tokens tie, rounding
+    # would decide.
     logits, scores = on_grid(9, 777), torch.zeros(9, device="cuda")
     options = rules(0, penalty, temperature)
     same_as_reference(logits, scores, progress_of(5), 10, options)
@@ -92,7 +94,7 @@ def test_temperature(temperature, penalty):
 )
 @pytest.mark.parametrize("count", [1, 10, 32, 128])
 def test_ties(count, rows, classes):
-    """Equal logits in all or many places, and the best ones all with one thread or one block."""
+    """Equal logits in all or many places; all of the best in one thread or one block."""
     zeros = torch.zeros(rows, classes, device="cuda")
     ramp = torch.arange(classes, device="cuda") / 8
     few, one_thread, two_values = on_grid(rows, classes), zeros.clone(), zeros.clone()
@@ -147,7 +149,7 @@ def test_more_logits_than_32_bits_count():
 
 
 def test_one_graph_serves_all_steps():
-    """Logits, scores and the step are read on the device."""
+    """Every replay reads logits, scores and the step on the device."""
     logits, scores, progress = on_grid(6, 999), torch.zeros(6, device="cuda"), progress_of(0)
     sentences = torch.arange(2, dtype=torch.int32, device="cuda")
     rng, options = make_rng().cuda(), rules(min_len=2)
@@ -173,7 +175,7 @@ def test_one_graph_serves_all_steps():
 
 
 def sampling(logits, scores, sentences, beam, topk=0, topp=0.0, step=4, **options):
-    """Arguments of the op."""
+    """The arguments of the op."""
     settings = beam, topk, topp, *rules(**options)
     return logits, scores, sentences, progress_of(step), make_rng().cuda(), *settings
 
@@ -188,7 +190,8 @@ def draw(*arguments, **options) -> tuple[Tensor, Tensor]:
     ("topk", "topp"), [(0, 0.0), (1, 0.0), (7, 0.0), (0, 0.3), (0, 0.95), (3, 0.999)]
 )
 def test_draws_what_the_reference_draws(topk, topp, classes, dtype):
-    """But where rounding decides, or tokens tie for the last place, as 16-bit logits often do."""
+    """Except where rounding decides, or tokens tie for the last place, as 16-bit logits often
+    do."""
     slots, beam = 60, 5
     logits = torch.randn(slots * beam, classes, device="cuda").mul_(3).to(dtype)
     scores = torch.randn(slots * beam, device="cuda")
@@ -211,7 +214,7 @@ def test_draws_what_the_reference_draws(topk, topp, classes, dtype):
 
 @pytest.mark.parametrize(("topk", "topp"), [(0, 0.0), (10, 0.0), (0, 0.7)])
 def test_frequencies(topk, topp):
-    """200 000 draws from one distribution: chi-square within five deviations of its mean."""
+    """200,000 draws from one distribution: chi-square within five deviations of its mean."""
     draws, classes = 200_000, 50
     generator = torch.Generator("cuda").manual_seed(1)
     row = torch.randn(classes, generator=generator, device="cuda")

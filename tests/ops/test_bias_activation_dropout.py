@@ -1,4 +1,4 @@
-"""Bias, activation and dropout against their composition in torch."""
+"""Bias, activation and dropout compared with their composition in torch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_two_gelus_differ():
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_not_a_number_stays_visible(activation):
-    """An overflow upstream must reach the gradient norm, which skips the update."""
+    """An overflow must reach the gradient norm, so that the update is skipped."""
     x, bias = inputs()
     x[1, 1] = torch.nan
     assert fwd(x, bias, activation, 0.0)[1, 1].isnan()

@@ -1,4 +1,5 @@
-"""The kernels between a feed-forward's GEMMs, against float64 and measured by plain torch."""
+"""The kernels between the GEMMs of a feed-forward, compared with float64 and with plain torch's
+error."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ ACTIVATIONS = {
     "gelu_accurate": lambda x: functional.gelu(x, approximate="tanh"),
 }
 
-# (tokens, width): one token; fewer rows than a step of a block takes; more columns than a block
-# has, with a ragged rest; several steps a block; the widest.
+# (tokens, width): one token; fewer rows than a block takes at a time; more columns than a block
+# has, with an incomplete rest; several steps per block; the widest.
 SIZES = [(1, 1024), (5, 8), (37, 264), (700, 1032), (5000, 4096), (9, 65536)]
 
 
 class Inner:
-    """x = the first GEMM's output, its bias, and dy."""
+    """x is the output of the first GEMM; its bias; and dy."""
 
     def __init__(self, tokens, width, dtype, activation="relu", p=0.1, with_bias=True):
         generator = torch.Generator("cuda").manual_seed(tokens + width)
@@ -103,7 +104,7 @@ def test_every_activation(activation, p, with_bias, dtype):
 @pytest.mark.parametrize("activation", ["gelu", "gelu_accurate"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gelu_of_every_16_bit_number(dtype, activation):
-    """Forward within a rounding and a tenth; the derivative's error as plain torch's."""
+    """Forward within one rounding and a tenth; the derivative's error is at most plain torch's."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda").view(dtype).view(8, -1)
     numbers = torch.where(every.abs() < 1e4, every, torch.zeros_like(every))
     inner = Inner(8, 8192, dtype, activation, 0.0, with_bias=False)

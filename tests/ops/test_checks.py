@@ -1,4 +1,4 @@
-"""Checks of values: tensors that have none are let through to the ops' shape functions."""
+"""Checks of values; tensors without values pass, so that the ops' shape functions can be called."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CASES = {
         (torch.tensor(1), torch.randn(2, 3 * D), torch.randn(3, 2, D), torch.zeros(3, 2).int()),
     ),
     "cross_attention": (cross_attention, (BOUNDARIES, torch.randn(T, D), torch.arange(2).int())),
-}  # the first tensor's values are checked
+}  # the values of the first tensor are checked
 
 
 @pytest.mark.parametrize("asked", ["", "1"])

@@ -1,4 +1,5 @@
-"""Sums that share launches are those that ops make at once, bit for bit."""
+"""Column sums that are deferred and share launches equal those that ops compute at once, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 Sum = tuple[str, int, int]  # op, rows, columns
-# Ragged, larger than a launch holds (72 sums), larger than what is kept (16 MB).
+# Incomplete blocks; more than a launch holds (72 sums); more than is kept (16 MB).
 MANY = [
     [("linear", 33, 40), ("close", 70, 264), ("activation", 5, 8), ("linear", 1, 1000)],
     [("close", 9, 64), ("linear", 300, 24)] * 30,
@@ -26,7 +27,7 @@ MANY = [
 
 
 class Sums:
-    """Ops that write gradients of biases and LayerNorms into one buffer, one behind the other."""
+    """Ops that write gradients of biases and LayerNorms into one buffer, one after the other."""
 
     def __init__(self, kinds: list[Sum], dtype: torch.dtype) -> None:
         torch.manual_seed(len(kinds))
@@ -55,7 +56,7 @@ class Sums:
                 )  # fmt: skip
 
     def flat(self) -> Tensor:
-        """Numbers to overwrite or to add to."""
+        """A buffer of numbers to overwrite or to add to."""
         return torch.arange(self.size, dtype=torch.float32).remainder(7).to(self.dtype).cuda()
 
 
@@ -92,7 +93,8 @@ def test_a_gradient_written_twice(dtype: torch.dtype) -> None:
 
 
 def test_others_are_complete_at_once() -> None:
-    """Gradients elsewhere, those of another stream, and all of them when it has ended."""
+    """Gradients outside of the buffer, those of another stream, and all gradients after the
+    block."""
     sums = Sums(MANY[0], torch.bfloat16)
     expected = sums.flat()
     sums.write(expected)
@@ -125,7 +127,7 @@ def test_one_begins_before_the_other_ends() -> None:
 
 
 def test_a_gradient_that_lies_in_part_in_the_flat_one() -> None:
-    """It is complete at once, and comes behind the deferred sums that write the same numbers."""
+    """It is computed at once, after the deferred sums that write the same numbers."""
     dy = torch.randn(50, 64, device="cuda")
     x, weight = dy.new_ones(50, 8), dy.new_ones(64, 8)
     expected, ours = (torch.zeros(160, device="cuda") for _ in range(2))
@@ -154,7 +156,7 @@ def test_unwanted_sums_never_come() -> None:
 
 
 def test_another_thread_in_a_captured_graph() -> None:
-    """As autograd runs a backward pass of a captured step."""
+    """As when autograd runs the backward pass of a captured step."""
     sums = Sums(MANY[2][:3], torch.bfloat16)
     expected, ours = sums.flat(), sums.flat()
     sums.write(expected)

@@ -1,4 +1,4 @@
-"""Label-smoothed cross entropy against fairseq's formula, value by value."""
+"""Label-smoothed cross entropy compared with fairseq's formula, value by value."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_forward_and_backward_at_once(accuracy):
 
 
 def test_smoothing_counts_every_class_but_the_target_once():
-    """V - 1, not V: the trap that only a small vocabulary shows."""
+    """V - 1, not V: the difference only shows with a small vocabulary."""
     logits = torch.tensor([[2.0, 0.0, 1.0]], dtype=torch.float64)
     log_probabilities = logits.log_softmax(-1)[0]
     expected = -(
@@ -117,7 +117,7 @@ def test_gradcheck(smoothing):
 
 
 def test_blocks_do_not_show():
-    """More logits than one cache block: every row as if it were alone."""
+    """With more logits than one cache block, every row has the same result as alone."""
     logits, target = inputs(torch.float32, rows=900, classes=1000)
     exact = formula(logits.double(), target, 0.1)[0]
     loss, _, lse, _ = ops.cross_entropy_fwd(logits, target, 0.1, PAD, False)
@@ -132,7 +132,7 @@ def test_blocks_do_not_show():
 
 
 def test_large_logits():
-    """The maximum is subtracted first."""
+    """The maximum is subtracted first, so nothing overflows."""
     logits = torch.tensor([[1e4, 0.0, 1e4], [-1e4, -1e4, -1e4]])
     loss, _, lse, _ = ops.cross_entropy_fwd(logits, torch.tensor([0, 2]), 0.0, -1, False)
     torch.testing.assert_close(loss, torch.tensor([2.0, 3.0]).log(), rtol=0, atol=1e-3)

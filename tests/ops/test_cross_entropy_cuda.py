@@ -1,4 +1,5 @@
-"""The cross entropy kernels against float64 on the CPU, measured by plain torch on the GPU."""
+"""The cross entropy kernels compared with float64 on the CPU and with plain torch's error on the
+GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def inputs(rows, classes, dtype, stride=None, shift=0):
-    """Logits whose rows begin `stride` numbers apart, and targets, some of them pad."""
+    """Logits with a row stride of `stride`, and targets, some of them pads."""
     generator = torch.Generator("cuda").manual_seed(rows + classes)
     storage = torch.full((rows * (stride or classes) + shift,), 5.0, dtype=dtype, device="cuda")
     logits = storage[shift:].view(rows, -1)[:, :classes]
@@ -38,7 +39,7 @@ def formula(logits, target, smoothing):
     nll = -log_probabilities.gather(1, target[:, None])[:, 0]
     share = smoothing / (logits.shape[1] - 1)
     loss = (1.0 - smoothing - share) * nll
-    if smoothing > 0:  # the sum is beyond float16
+    if smoothing > 0:  # the sum exceeds the range of float16
         loss = loss - (share * log_probabilities.sum(-1, dtype=working(logits))).to(loss.dtype)
     is_pad = target == PAD
     return loss.masked_fill(is_pad, 0.0), nll.masked_fill(is_pad, 0.0)
@@ -49,8 +50,8 @@ def test_kernels_are_loaded():
     assert kernels <= set(library.load().kernels)
 
 
-# (rows, classes, stride, shift): one row; fewer classes than a vector; rows that start at any
-# place relative to 16 bytes; padded rows; more than shared memory has room for; a shifted start.
+# (rows, classes, stride, shift): one row; fewer classes than a vector load; rows that start at any
+# offset from 16 bytes; padded rows; more than fits into shared memory; a shifted start.
 LAYOUTS = [
     (1, 2, None, 0),
     (9, 5, None, 0),
@@ -86,7 +87,7 @@ def test_errs_no_more_than_plain_torch(rows, classes, stride, shift, smoothing, 
     ops.cross_entropy_bwd(dloss, logits, target.int(), lse, smoothing, PAD)
     for ours, plain, exact in zip((loss.to(dtype), nll.to(dtype), logits), *results, strict=True):
         assert_kernel_as_good_as(ours, plain, exact)
-    if stride:  # what lies between the rows belongs to somebody else
+    if stride:  # memory between the rows must not be written
         after = logits.as_strided((rows, stride), (stride, 1))
         assert torch.equal(after[:, classes:], storage_before[:, classes:])
 
@@ -103,7 +104,8 @@ def test_errs_no_more_than_plain_torch(rows, classes, stride, shift, smoothing, 
 @pytest.mark.parametrize("target_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accuracy(dtype, target_dtype):
-    """Ties go to the first class, as in torch.argmax on the CPU. Few values, so many ties."""
+    """The first class wins ties, as in torch.argmax on the CPU. Few different values, so many
+    ties."""
     generator = torch.Generator("cuda").manual_seed(0)
     logits = torch.randint(-9, 9, (2000, 61), generator=generator, device="cuda").to(dtype)
     target = logits.argmax(-1)
@@ -125,7 +127,8 @@ def test_accuracy(dtype, target_dtype):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_and_infinities(classes, smoothing, dtype):
-    """Infinities as in the reference; a NaN anywhere in a row must show in its loss."""
+    """Infinities give the same as in the reference; a NaN anywhere in a row must show in its
+    loss."""
     logits, target = inputs(12, classes, dtype)
     target[:] = torch.arange(12, device="cuda") % 3 + 2
     inf = math.inf
@@ -151,7 +154,7 @@ def test_nan_and_infinities(classes, smoothing, dtype):
     assert torch.equal(results[2], ours[3])
     ops.cross_entropy_bwd(dloss.cuda(), logits, target, ours[2], smoothing, PAD)
     ops.cross_entropy_bwd(dloss, reference, target.cpu(), expected[2], smoothing, PAD)
-    # Whatever is finite in the reference is finite here, and the other way round.
+    # Values are finite if and only if they are in the reference.
     assert torch.equal(logits.cpu().isfinite(), reference.isfinite())
     assert torch.equal(at_once.cpu().isfinite(), reference.isfinite())
 
@@ -159,7 +162,7 @@ def test_nan_and_infinities(classes, smoothing, dtype):
 @pytest.mark.parametrize("size", [-6e4, 6e4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_logits(dtype, size):
-    """The maximum is subtracted first; what is lost is what rounding lse loses."""
+    """The maximum is subtracted first; the error is only that of rounding lse."""
     logits = torch.full((3, 4001), size, dtype=dtype, device="cuda")
     target = torch.tensor([0, 7, 4000], device="cuda")
     loss, _, lse, _ = ops.cross_entropy_fwd(logits, target, 0.0, PAD, False)
@@ -205,13 +208,14 @@ def test_gradients_of_the_loss(dloss_dtype):
 
 @pytest.mark.large
 def test_65k_tokens_of_43k_classes():
-    """More logits than 32 bits count."""
+    """More logits than fit into a 32-bit number."""
     torch.manual_seed(0)
     rows, classes = 65536, 43000
     logits = torch.empty(rows, classes, dtype=torch.bfloat16, device="cuda").normal_()
     target = torch.randint(2, classes, (rows,), device="cuda")
-    # Sums are cut at memory's lines. A row by itself begins where it does here, modulo a line of
-    # 128 bytes: eight rows are 5375 of them, and place i of these is i modulo 8.
+    # Sums are split at cache lines of 128 bytes, so rows give the same bits alone only if they
+    # start at the same offset. Eight rows are 5375 lines, and row i of these has an index that is i
+    # modulo 8.
     places = [0, 1, 49946, 49947, 60004, 60005, rows - 2, rows - 1]
     chosen = torch.tensor(places, device="cuda")
     some, some_target = logits[chosen], target[chosen]

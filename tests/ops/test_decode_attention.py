@@ -1,4 +1,4 @@
-"""Attention of a decode step against a loop over hypotheses and against packed attention."""
+"""Attention of a decode step compared with a loop over hypotheses, and with packed attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ C = H * D
 
 
 class Past:
-    """A cache of `rows` rows, `step` positions of history; what must not be read is poisoned."""
+    """A cache of `rows` rows and `step` past positions; values that must not be read are NaN."""
 
     def __init__(self, count=5, step=6, rows=8, dtype=torch.float64):
         torch.manual_seed(0)
@@ -31,7 +31,7 @@ class Past:
         return self.qkv, self.keys, self.values, self.ancestry, step, H, SCALE
 
     def of_hypothesis(self, n: int) -> tuple[Tensor, Tensor]:
-        """Its keys and values, the new ones last: [step + 1, C]."""
+        """The keys and values of a hypothesis, the new ones last: [step + 1, C]."""
         rows = self.ancestry[: self.step, n]
         history = ([x[p, rows[p]] for p in range(self.step)] for x in (self.keys, self.values))
         k, v = (torch.stack([*x, new[n]]) for x, new in zip(history, self.qkv.split(C, 1)[1:]))
@@ -39,7 +39,7 @@ class Past:
 
 
 class Source:
-    """Packed sentences, some rows past the last one, and slots that decode some of them."""
+    """Packed sentences, rows after the last one, and slots that decode some of the sentences."""
 
     def __init__(self, beam, sentences, lengths=(3, 1, 0, 5, 2), tail=2, dtype=torch.float64):
         torch.manual_seed(0)
@@ -85,7 +85,7 @@ def test_self_equals_formula(step, step_dtype):
     torch.testing.assert_close(
         ops.decode_self_attention(*case.arguments(step_dtype)), wanted, rtol=1e-12, atol=1e-12
     )
-    # The new rows are remembered, and nothing else is touched.
+    # The new rows are stored, and nothing else changes.
     for cache, old, new in zip(
         (case.keys, case.values), before, (new_keys, new_values), strict=True
     ):
@@ -95,7 +95,7 @@ def test_self_equals_formula(step, step_dtype):
 
 
 def test_ancestry_is_as_good_as_moving_the_cache():
-    """Four steps, after each of which hypotheses take the place of others."""
+    """Four steps; after each, hypotheses take the places of others."""
     torch.manual_seed(1)
     count, steps = 4, 5
     keys, values = poisoned(2, steps, count, C).unbind(0)

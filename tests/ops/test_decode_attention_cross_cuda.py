@@ -1,4 +1,4 @@
-"""The kernel of a decode step's cross attention, by itself; with self-attention see its tests."""
+"""The kernel of a decode step's cross attention; test_decode_attention_cuda.py has both kinds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_cross(sentences, beam, dtype):
     check(Source(lengths_of(sentences), range(sentences), beam, dtype))
 
 
-# Around a tile of keys, around what is on its way at once, and far beyond, with nothing in between.
+# Around a tile of keys, around the number of keys in flight, and far more.
 SPANS = [1, 15, 16, 0, 17, 127, 47, 48, 49, 0, 0, 300, 95, 96, 97, 31, 32, 33, 63, 64, 65, 191, 193]
 
 
@@ -26,7 +26,8 @@ SPANS = [1, 15, 16, 0, 17, 127, 47, 48, 49, 0, 0, 300, 95, 96, 97, 31, 32, 33, 6
 @pytest.mark.parametrize("beam", [1, 5, 8, 11, 64])
 @pytest.mark.parametrize("times", [1, 2, 4, 8])
 def test_spans(times, beam, dtype):
-    """Shared out among four warps, two, and not at all; the last block has warps without a slot."""
+    """The keys are divided among four warps, among two, or not at all; the last block has warps
+    without a slot."""
     times = min(times, 160 // beam)
     for heads, width in ((16, 64), (3, 128), (5, 24)):
         check(Source(SPANS * times, range(len(SPANS) * times), beam, dtype, heads, width))
@@ -35,7 +36,7 @@ def test_spans(times, beam, dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("times", [1, 2, 8])
 def test_neighbours_of_nan(times, dtype):
-    """A sentence sees nothing of those before and behind it."""
+    """A sentence does not read those before and after it."""
     source = Source(SPANS * times, range(len(SPANS) * times), 5, dtype, heads=16)
     clean = source.op(*source.arguments())
     lengths = source.cu.diff()
@@ -66,7 +67,7 @@ def test_bits_do_not_depend_on_other_sentences(times, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_empty_slots_and_sentences(dtype):
-    """Rows of no sentence are written: zeros."""
+    """Rows of no sentence are written too: zeros."""
     check(Source([0, 7, 0, 31, 32, 33, 0], [3, -1, 0, 1, -5, 6, 4, 5], 5, dtype))
     check(Source([4], [-1, -1], 3, dtype))
     check(Source([4], [], 3, dtype))

@@ -1,4 +1,5 @@
-"""The kernels of a decode step's attention against the reference in float64 and plain torch."""
+"""The attention kernels of a decode step compared with the reference in float64 and with plain
+torch."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from lightseq_fairseq import library, ops
 pytestmark = pytest.mark.gpu
 
 HEADS = [(16, 64), (3, 32), (2, 128), (5, 8), (3, 72)]
-# Few hypotheses share out their keys among warps, many do not.
+# With few hypotheses, warps divide the keys of each; with many they do not.
 COUNTS = [1, 5, 70]
 BEAMS = [1, 4, 5, 8, 64]
 
@@ -41,7 +42,7 @@ def test_self(count, step, dtype):
 @pytest.mark.parametrize("shared", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("slots", [1, 37, largest(400)])
 def test_self_shares_ancestors(slots, shared, beam, dtype):
-    """Slots that do not end with the rows, too."""
+    """Also if the number of rows is no multiple of the beam."""
     if slots * beam > 4000:
         slots = 4000 // beam
     for step in (1, 15, 16, 17, 40) if slots > 1 else (2, 31, 130, 299):
@@ -53,7 +54,7 @@ def test_self_shares_ancestors(slots, shared, beam, dtype):
 @pytest.mark.parametrize("beam", [4, 5, 8, 12])
 @pytest.mark.parametrize("slots", [1, 40, largest(300)])
 def test_lines_that_meet(slots, beam, dtype):
-    """As a search leaves them: the further back, the fewer ancestors a slot has."""
+    """As after a search: the further back, the fewer different ancestors a slot has."""
     own = torch.arange(slots * beam, device="cuda")
     for step in (28, 61, 150):
         case = Past(slots * beam, step, dtype, beam=beam)
@@ -67,7 +68,7 @@ def test_lines_that_meet(slots, beam, dtype):
 @pytest.mark.parametrize("beam", [4, 5, 8, 12, 64])
 @pytest.mark.parametrize("slots", [1, 60, largest(330)])
 def test_bits_do_not_depend_on_who_shares(slots, beam, dtype):
-    """Siblings whose ancestors hold the same numbers, in one row of the cache and in rows apart."""
+    """Ancestors of siblings hold the same numbers, in one row of the cache or in several."""
     count, step = min(slots, 3000 // beam) * beam, 45
     case = Past(count, step, dtype, beam=beam)
     own = torch.arange(count, dtype=torch.int32, device="cuda")
@@ -84,7 +85,7 @@ def test_bits_do_not_depend_on_who_shares(slots, beam, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_spare_rows_of_zeros(dtype):
-    """Behind the last slot, and in slots without a sentence: all ancestors in row 0."""
+    """After the last slot, and in slots without a sentence: all ancestors are row 0."""
     case = Past(64, 20, dtype, beam=5)
     case.qkv[55:] = 0
     case.ancestry[:20, 55:] = 0
@@ -130,7 +131,7 @@ def test_new_keys_and_values_are_remembered(step, dtype):
 @pytest.mark.parametrize("factor", [1e-3, 50.0])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_small_and_large_scores(factor, dtype):
-    """Equal probabilities, and one that leaves nothing to the rest."""
+    """Equal probabilities, and one probability so large that all others are zero."""
     for case in (Past(40, 50, dtype), Source(lengths_of(40), range(40), 5, dtype)):
         case.scale *= factor
         check(case)
@@ -140,19 +141,20 @@ def test_small_and_large_scores(factor, dtype):
 def test_nan_shows(dtype):
     past, source = Past(20, 9, dtype, beam=5), Source([20, 30, 5], [0, 1, 2], 5, dtype)
     row = int(past.ancestry[4, 7])
-    past.keys[4, row, 64:128] = torch.nan  # second head
+    past.keys[4, row, 64:128] = torch.nan  # the second head
     seen = past.ancestry[4, :20] == row
     out = past.op(*past.arguments()).unflatten(1, (4, 64))
     assert out[seen, 1].isnan().all() and out[~seen].isfinite().all()
     assert out[:, [0, 2, 3]].isfinite().all()
-    many = Past(2000, 30, dtype, beam=8, shared=0.8)  # a warp has several hypotheses
+    many = Past(2000, 30, dtype, beam=8, shared=0.8)  # so that a warp has several hypotheses
     row = int(many.ancestry[4, 7])
     many.values[4, row, 70] = torch.nan
     seen = many.ancestry[4, :2000] == row
     out = many.op(*many.arguments())
     assert out[seen, 70].isnan().all() and out.isnan().sum() == seen.sum()
     source.values[25, 70] = torch.nan
-    torch.cuda.synchronize()  # values may not be the work of the kernel right before
+    # the kernel requires that the kernel just before it has not written the values
+    torch.cuda.synchronize()
     out = source.op(*source.arguments())
     assert out[5:10, 70].isnan().all() and out.isnan().sum() == 5
 
@@ -172,7 +174,7 @@ def test_same_bits_again():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [5, largest(500)])
 def test_one_graph_serves_all_steps(count, dtype):
-    """Captured once with nodes of every kind before the kernels; replayed at every position."""
+    """Captured once, after nodes of every kind; replayed at every position."""
     heads, width, steps = 4, 64, 12
     channels = heads * width
     qkv, keys, values = (
@@ -217,7 +219,7 @@ def test_one_graph_serves_all_steps(count, dtype):
 
 @pytest.mark.parametrize("sentences", [2, 60, 300])
 def test_kernels_wait_for_each_other(sentences):
-    """Each reads at once what the one before it has written, without a pause for the host."""
+    """Each kernel reads what the one before has written, without a pause for the host."""
     past = Past(sentences * 5, 30, torch.bfloat16, heads=16, beam=5, shared=0.5)
     source = Source(lengths_of(sentences), range(sentences), 5, torch.bfloat16, heads=16, tail=0)
     settings = past.arguments()[1:]
@@ -259,7 +261,8 @@ def test_self_refusals(place, change, message):
 
 @pytest.mark.large
 def test_a_cache_of_more_than_32_bits_of_bytes_a_position():
-    """As 24 layers and more than 22 000 hypotheses have it: rows stay near, positions are far."""
+    """As with 24 layers and more than 22,000 hypotheses: positions are more than 2^32 bytes apart,
+    rows are not."""
     case = Past(6, 2, torch.bfloat16, heads=2, width=64)
     qkv, keys, values, *rest = case.arguments()
     far = torch.empty(keys.shape[0] * (2**30 + 8), dtype=torch.bfloat16, device="cuda")

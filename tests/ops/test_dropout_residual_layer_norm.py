@@ -1,4 +1,4 @@
-"""Bias, dropout, residual and LayerNorm against their composition in torch."""
+"""Bias, dropout, residual and LayerNorm compared with their composition in torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def inputs(dtype=torch.float64, rows=T, columns=C):
 
 
 def choose(tensors, parts):
-    """The op's five tensors, None for the parts that are left out."""
+    """The op's five tensors, with None for omitted parts."""
     return (
         tensors["x"],
         tensors["bias"] if "bias" in parts else None,
@@ -168,12 +168,12 @@ def test_accumulate_adds():
 
 
 def test_large_mean():
-    """Statistics that subtract the mean first: a mean of 1000 costs no digits of the variance."""
+    """The mean is subtracted first, so a mean of 1000 costs no precision of the variance."""
     tensors = inputs(torch.float32, 16, 512)
     tensors["x"] += 1000.0
     y = fwd(tensors, ("norm",), 0.0)[1]
     exact = composed({name: x.double() for name, x in tensors.items()}, ("norm",), 0.0)[1]
-    # Half a unit in the last place of 1000 is all that the input itself leaves undetermined.
+    # Half a unit in the last place of 1000: the input itself is no more precise.
     assert (y.double() - exact).abs().max() < 1000 * 2.0**-24 * 10
 
 

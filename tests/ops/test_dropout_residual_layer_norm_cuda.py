@@ -1,4 +1,5 @@
-"""The kernels that close a sublayer, against float64 and measured by plain torch on the GPU."""
+"""The kernels at the end of a sublayer, compared with float64 and with plain torch's error on the
+GPU."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ NAMES = ("x", "bias", "residual", "gamma", "beta")
 ALL = ("bias", "residual", "norm")
 PARTS = [ALL, ("norm",), ("bias", "residual"), ("residual", "norm")]
 
-# (tokens, width): one token; a tile with rows missing; a width for each shape of the kernels, and
-# 8 and 1032, of which no thread count is a multiple; tiles of several rounds a block.
+# (tokens, width): one token; an incomplete tile; a width for each variant of the kernels, and 8 and
+# 1032, which are no multiples of a number of threads; several rounds of tiles per block.
 SIZES = [
     (1, 1024), (5, 8), (37, 256), (1000, 512), (5000, 1024), (601, 1032), (130, 2048), (77, 4096),
     (33, 8192), (3, 5000),
@@ -33,7 +34,7 @@ SIZES = [
 
 
 class Sublayer:
-    """Inputs of a sublayer's close, its parts, and gradients of its two outputs."""
+    """The inputs at the end of a sublayer, its parts, and gradients of its two outputs."""
 
     def __init__(self, tokens, width, dtype, parts=ALL, p=0.1, mean=0.0):
         generator = torch.Generator("cuda").manual_seed(tokens + width)
@@ -60,7 +61,7 @@ class Sublayer:
         return ops.dropout_residual_layer_norm_fwd(*chosen, self.p, rng, SITE, EPS)
 
     def backward(self, outputs, which="both", grads=None, accumulate=False, rng=None):
-        """dx (dresidual where that is the same), dresidual, then dgamma, dbeta, dbias."""
+        """dx (which may be dresidual), dresidual, then dgamma, dbeta, dbias."""
         total, _, mean, rstd = outputs
         x, bias, _, gamma, beta = self.chosen(self.tensors)
         dy, dsum = self.grads_of_outputs(which)
@@ -140,7 +141,7 @@ def test_any_part_may_be_missing(parts, p, which, dtype):
 
 
 def test_large_mean():
-    """Statistics of centred values: a mean of 1000 costs no digits of the variance."""
+    """Statistics of centred values, so a mean of 1000 costs no precision of the variance."""
     check_sublayer(Sublayer(300, 1024, torch.float32, ("norm",), 0.0, mean=1000.0), torch.float32)
 
 
@@ -181,7 +182,7 @@ def test_same_input_same_bits(width):
 @pytest.mark.parametrize(("parts", "p"), [(ALL, 0.0), (ALL, 0.3), (("norm",), 0.0)])
 @pytest.mark.parametrize("width", [8, 256, 512, 1016, 1024, 4096])
 def test_few_rows_have_the_bits_of_many(width, parts, p, dtype):
-    """On both sides of each number of rows at which the kernel or its grid may change."""
+    """Row counts on both sides of each limit at which the kernel or its grid changes."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     layer = Sublayer(40 * processors, width, dtype, parts, p)
     many = layer.forward()
@@ -195,7 +196,8 @@ def test_few_rows_have_the_bits_of_many(width, parts, p, dtype):
 
 @pytest.mark.parametrize("tokens", [4, 700, 5000])
 def test_waits_for_what_the_kernel_before_writes(tokens):
-    """In a graph a kernel starts before the previous one is over, whether that makes x or bias."""
+    """In a graph a kernel may start before the previous one has ended, which may write x or
+    bias."""
     layer, rng = Sublayer(tokens, 1024, torch.bfloat16), make_rng()
     x, bias, residual, gamma, beta = layer.chosen(layer.tensors)
 
@@ -215,7 +217,7 @@ def test_waits_for_what_the_kernel_before_writes(tokens):
     with torch.cuda.graph(graph):
         captured = chain(lambda: None)
     for _ in range(3):
-        x.mul_(-0.5)  # or the last replay's numbers would do
+        x.mul_(-0.5)  # so that the numbers of the last replay would be wrong
         expected = chain(torch.cuda.synchronize)
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))

@@ -1,4 +1,4 @@
-"""Token and position embedding against torch's own, and its gradients."""
+"""Token and position embedding compared with torch's, and its gradients."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_equals_torch(with_positions, p):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_accumulate_adds(dtype):
     dy = torch.randn(len(TOKENS), C, dtype=dtype)
-    # 16-bit tables are added to in float32 and rounded once.
+    # Gradients of 16-bit tables are summed in float32 and rounded once.
     exact = torch.promote_types(dtype, torch.float32)
     fresh = bwd(dy, 0.2, False, poisoned(V, C, dtype=exact), poisoned(P, C, dtype=exact))
     before = [torch.randn(V, C, dtype=dtype), torch.randn(P, C, dtype=dtype)]

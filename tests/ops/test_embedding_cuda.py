@@ -1,4 +1,5 @@
-"""The embedding kernels against float64 on the CPU, measured by plain torch on the GPU."""
+"""The embedding kernels compared with float64 on the CPU and with plain torch's error on the
+GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 class Batch:
-    """Tokens with Zipf's frequencies, the pad symbol among them, positions, tables, dy."""
+    """Tokens with Zipf's frequencies, some of them pads; positions, tables, dy."""
 
     def __init__(self, tokens, vocabulary, places, width, dtype, indices=torch.int64):
         generator = torch.Generator("cuda").manual_seed(tokens + width)
@@ -42,7 +43,7 @@ class Batch:
         return ops.embedding_fwd(self.tokens, self.weight, *extra, SCALE, p, make_rng(), SITE)
 
     def backward(self, p, dtype=None, accumulate=None, positions=True, pad=PAD):
-        """The two gradients; accumulate: the tensors to add to."""
+        """Both gradients; accumulate: the tensors to add to."""
         if accumulate is None:
             tables = (self.weight, self.position_weight)
             grads = [torch.full_like(x, math.nan, dtype=dtype or x.dtype) for x in tables]
@@ -69,8 +70,9 @@ def test_kernels_are_loaded():
     assert {"embedding_fwd", "embedding_bwd"} <= set(library.load().kernels)
 
 
-# (tokens, vocabulary, places, width): one token; widths that are no power of two, or more than one
-# warp's; segments of every length up to half of the tokens; more tokens than warps load at a time.
+# (tokens, vocabulary, positions, width): one token; widths that are no power of two, or wider than
+# one warp; segments of every length up to half of the tokens; more tokens than warps load at a
+# time.
 SIZES = [
     (1, 40, 4, 8),
     (31, 7, 5, 256),
@@ -108,14 +110,14 @@ def test_equals_the_reference_on_the_cpu(dtype, positions):
     )
     y = batch.forward(0.1, positions)
     torch.testing.assert_close(y.cpu(), expected)
-    # What is dropped is exactly what the reference drops.
+    # Exactly the elements that the reference drops.
     assert torch.equal(y.cpu() == 0, expected == 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("table", DTYPES)
 def test_accumulate_adds(dtype, table):
-    """Tables of every float type are added to in float32 and rounded once."""
+    """Gradients of tables of every float type are summed in float32 and rounded once."""
     batch = Batch(2000, 3000, 31, 264, dtype)
     fresh = batch.backward(0.2, torch.float32)
     before = [torch.randn_like(x).to(table) for x in fresh]
@@ -131,7 +133,7 @@ def test_accumulate_adds(dtype, table):
 
 
 def test_a_rate_that_drops_nothing_scales_forward_and_backward_alike():
-    """Dropout's bits resolve 2^-16; a rate below half of that has a scale all the same."""
+    """Dropout's resolution is 2^-16. A rate below half of that drops nothing, but still scales."""
     p = 2.0**-17
     batch = Batch(100, 50, 31, 64, torch.float32)
     for scaled, plain in (
@@ -155,7 +157,7 @@ def test_padding(positions):
 
 @pytest.mark.parametrize("count", [32, 33, 64, 65, 5000])
 def test_one_word_only(count):
-    """A segment of whole windows, one that ends just behind one, and one of many blocks."""
+    """A segment that ends with a window, one that ends just after one, and one of many blocks."""
     batch = Batch(count, 9, 3, 1024, torch.bfloat16)
     batch.tokens[:], batch.positions[:] = 7, 2
     dweight, dposition = batch.backward(0.0, torch.float32)
@@ -202,7 +204,7 @@ def test_more_elements_than_32_bits_count():
 
 
 def test_replayed_graph_draws_anew():
-    """Tokens and rng are read on the device at every replay."""
+    """Every replay reads the tokens and the rng on the device."""
     batch = Batch(3000, 500, 31, 256, torch.bfloat16)
     rng = make_rng()
     dweight = torch.full_like(batch.weight, math.nan)

@@ -1,4 +1,5 @@
-"""The compiled library: built, linked and loaded without a GPU; references where it lacks."""
+"""The compiled library: it is built, linked and loaded without a GPU; references replace missing
+kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from lightseq_fairseq import library
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = [sys.executable, str(ROOT / "scripts" / "build_cuda.py")]
 
-# Of the units that have kernels.
+# The sources that have kernels.
 STEMS = [p.stem for p in (ROOT / "csrc").glob("*.cu") if "__global__" in p.read_text()]
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
@@ -68,14 +69,14 @@ def test_what_is_missing_is_said(tmp_path, files, cuda, said):
     ("architectures", "capability", "runs"),
     [
         (("80", "90"), (8, 0), True),
-        (("80", "90"), (8, 9), True),  # machine code of 8.0 runs on all of 8.x
+        (("80", "90"), (8, 9), True),  # machine code of 8.0 runs on all 8.x
         (("80", "90"), (9, 0), True),
-        (("80", "90"), (12, 0), True),  # by the PTX of the newest
+        (("80", "90"), (12, 0), True),  # by the PTX of the newest architecture
         (("80", "90"), (7, 5), False),
         (("86", "120"), (8, 0), False),
         (("86", "120"), (9, 0), False),
         (("75",), (8, 6), True),
-        (("80",), (9, 0), False),  # made without what is launched there
+        (("80",), (9, 0), False),  # compiled without the launches that Hopper needs
         (("80", "89"), (12, 0), False),
         ((), (9, 0), False),
     ],
@@ -107,9 +108,9 @@ BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         ({"CUDA_VISIBLE_DEVICES": " 2, 0"}, [T4, H100]),
         ({"CUDA_VISIBLE_DEVICES": ""}, []),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, []),
-        ({"CUDA_VISIBLE_DEVICES": "1,7,0"}, [A100]),  # up to the one that does not exist
+        ({"CUDA_VISIBLE_DEVICES": "1,7,0"}, [A100]),  # up to the first that does not exist
         ({"CUDA_VISIBLE_DEVICES": "GPU-1a2b,GPU-9f"}, [T4, H100]),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-1a"}, []),  # of two
+        ({"CUDA_VISIBLE_DEVICES": "GPU-1a"}, []),  # the beginning of two
         ({"CUDA_VISIBLE_DEVICES": "MIG-1234"}, [H100, A100, T4]),
     ],
 )
@@ -131,7 +132,7 @@ assert set(status.kernels) | set(status.references) == set(ops.REFERENCES)
 print(json.dumps(dataclasses.asdict(status), default=str))
 """
 
-# Calls an op as the dispatcher would for CUDA tensors; here they lie in main memory.
+# Calls an op as the dispatcher does for CUDA tensors; here the tensors are in host memory.
 CALL_AS_ON_A_GPU = (
     STATUS
     + """
@@ -149,7 +150,8 @@ for _ in range(2):
 
 @needs_nvcc
 def test_built_library_loads_and_attaches_its_kernels(tmp_path):
-    """Compiled by nvcc against this torch's headers, linked, and loaded with or without a GPU."""
+    """nvcc compiles it with the headers of this torch; it is linked, and loaded with or without a
+    GPU."""
     built = run([*BUILD, "--output", str(tmp_path)])
     assert built.returncode == 0, built.stderr
     status = json.loads(in_fresh_python(STATUS, tmp_path))
@@ -158,12 +160,13 @@ def test_built_library_loads_and_attaches_its_kernels(tmp_path):
     assert status["architectures"]
     assert {"dropout_mask", "linear_fwd", "linear_bwd"} <= set(status["kernels"])
 
-    # The CUDA runtime is inside; torch's CUDA half and cuBLAS are looked up at run time.
+    # The CUDA runtime is linked in; torch's CUDA part and cuBLAS are looked up at run time.
     needed = run(["readelf", "-d", status["path"]]).stdout
     assert "libtorch_cpu.so" in needed
     assert "libcuda" not in needed and "libtorch_cuda" not in needed and "libcublas" not in needed
 
-    # Of torch only its stable C interface, so the library serves later versions; nothing of Python.
+    # It uses only torch's stable C interface, so it works with later versions, and nothing of
+    # Python.
     symbols = run(["readelf", "--dyn-syms", "--wide", status["path"]]).stdout
     undefined = re.findall(r" UND (\w+)", symbols)
     assert "aoti_torch_get_data_ptr" in undefined
@@ -172,9 +175,10 @@ def test_built_library_loads_and_attaches_its_kernels(tmp_path):
 
 @needs_nvcc
 def test_memory_bound_kernels_spill_no_registers(tmp_path):
-    """By ptxas's reports. They live on the bandwidth that spilled registers would take.
+    """ptxas's reports show it. These kernels are limited by bandwidth, which spilled registers
+    would use.
 
-    Attention is bound by instructions; its backward gives up a few registers for more warps.
+    Attention is limited by instructions; its backward spills a few registers to have more warps.
     """
     built = run([*BUILD, "--output", str(tmp_path)])
     assert built.returncode == 0, built.stderr
@@ -241,7 +245,7 @@ assert not torch.cuda.is_initialized()
 
 
 def test_the_library_does_not_import_the_ops():
-    """The ops import and load it; before them there is nothing that it could be loaded for."""
+    """The ops import and load the library; without them it could not register kernels."""
     code = """
 import sys
 from lightseq_fairseq import library
@@ -282,7 +286,7 @@ def test_pips_compiler_is_found_where_none_is_on_the_path(tmp_path):
     find = [sys.executable, "-c", code, BUILD[1]]
     environment = {"PYTHONPATH": str(tmp_path), "CUDA_HOME": "", "PATH": str(tmp_path)}
     assert run(find, **environment).stdout == f"{nvcc}\n"
-    environment["CUDA_HOME"] = str(tmp_path / "other")  # what the user names is the only one
+    environment["CUDA_HOME"] = str(tmp_path / "other")  # only the one that the user names
     assert "was not found" in run(find, **environment).stderr
 
 
@@ -296,13 +300,14 @@ def test_without_nvcc_an_optional_build_is_skipped_in_one_line(tmp_path):
 
 
 def toolkit_without_cublas(folder: Path, cuda: str) -> dict[str, str]:
-    """An environment of a toolkit that has a compiler and no cublasLt.h, and of no pip package."""
+    """An environment whose toolkit has a compiler but no cublasLt.h, and which has no pip package
+    of it."""
     nvcc = folder / "cuda" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {cuda}, V{cuda}.88'\n")
     nvcc.chmod(0o755)
     (folder / "site" / "nvidia").mkdir(parents=True)
-    (folder / "site" / "nvidia" / "__init__.py").touch()  # hides what is installed
+    (folder / "site" / "nvidia" / "__init__.py").touch()  # hides the installed package
     return {"CUDA_HOME": str(folder / "cuda"), "PYTHONPATH": str(folder / "site")}
 
 
@@ -349,7 +354,7 @@ def test_without_cublas_headers_the_build_says_what_to_install(tmp_path):
 
 @needs_nvcc
 def test_a_gpu_that_is_too_old_is_named(tmp_path):
-    """At set-up the build is then skipped like one without nvcc."""
+    """At set-up, the build is then skipped, as without nvcc."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 7.5\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
@@ -382,7 +387,7 @@ def test_kernels_that_this_machine_cannot_use_are_compiled_only_if_asked_for(tmp
 
 @pytest.mark.parametrize(("asked", "named"), [("80,75", "sm_75"), ("native", "sm_native")])
 def test_asking_for_a_gpu_that_is_too_old_is_an_error(tmp_path, asked, named):
-    """Also where the build may be skipped: what cannot be done was asked for."""
+    """Also if the build may be skipped, because the user has requested this architecture."""
     command = [*BUILD, "--if-possible", "--output", str(tmp_path / "lib")]
     result = run(command, LIGHTSEQ_CUDA_ARCHITECTURES=asked)
     assert result.returncode != 0
@@ -424,7 +429,8 @@ def test_a_library_that_acts_as_another_gpu_is_made_of_its_ptx(tmp_path, acts_as
 
 @pytest.mark.parametrize("given", ["--output", "--objects"])
 def test_a_library_for_tests_never_replaces_the_one_in_use(tmp_path, given):
-    """Nor its objects: it needs folders of its own. Neither is touched, with nvcc or without."""
+    """It needs its own folders for library and objects; the usual ones are not touched, with nvcc
+    or without."""
     result = run([*BUILD, "--acts-as", "80", given, str(tmp_path)], CUDA_HOME=str(tmp_path))
     assert result.returncode == 2
     assert "--acts-as needs an --output and --objects of its own" in result.stderr
@@ -457,12 +463,12 @@ def test_only_what_changed_is_compiled_again(tmp_path):
     assert compiled() == ["first.cu", "second.cu"]
     objects = {path.name.partition("-")[0] for path in (tmp_path / "objects").iterdir()}
     assert objects == {"first", "second"}
-    assert len(list((tmp_path / "objects").iterdir())) == 4  # with ptxas's reports
+    assert len(list((tmp_path / "objects").iterdir())) == 4  # including ptxas's reports
 
 
 @needs_nvcc
 def test_objects_serve_again_wherever_sources_and_headers_lie(tmp_path):
-    """A wheel is built in folders of other names: those of an sdist and of pip's environment."""
+    """A wheel is built in other folders: those of an sdist and of pip's environment."""
     for checkout in ("here", "there"):
         (tmp_path / checkout / "csrc").mkdir(parents=True)
         (tmp_path / checkout / "csrc" / "empty.cu").write_text("__global__ void empty() {}\n")
@@ -477,7 +483,7 @@ def test_objects_serve_again_wherever_sources_and_headers_lie(tmp_path):
 
 @needs_nvcc
 def test_what_an_interrupted_build_left_goes_with_the_next(tmp_path):
-    """What belongs to a process that is still there stays: another build may run beside."""
+    """Files of a process that still runs stay, because another build may run at the same time."""
     for folder in ("csrc", "objects", "lib"):
         (tmp_path / folder).mkdir()
     (tmp_path / "csrc" / "empty.cu").write_text("__global__ void empty() {}\n")

@@ -1,4 +1,4 @@
-"""Matrix products with a weight against torch's own."""
+"""GEMMs with a weight compared with torch's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_positive_part(with_bias):
 
 @pytest.mark.parametrize("grad_dtype", [torch.float64, torch.float32])
 def test_accumulate_adds(grad_dtype):
-    """Also into a buffer of another precision than the product's."""
+    """Also into a buffer of another dtype than the GEMM's."""
     x, weight, _, dy = inputs()
     fresh = [poisoned(N, K), poisoned(N)]
     ops.linear_bwd(dy, x, weight, *fresh, False, False)
@@ -86,7 +86,7 @@ def test_dx_only_on_request():
 
 
 def test_strided_rows():
-    """A view of a wider product's output, as attention's q, k and v are."""
+    """Views of a wider GEMM's output, as attention's q, k and v are."""
     x, weight, bias, dy = inputs()
     wide, wide_dy = poisoned(T, 2 * K), poisoned(T, 3 * N)
     wide[:, K:], wide_dy[:, N : 2 * N] = x, dy

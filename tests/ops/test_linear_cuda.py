@@ -1,4 +1,4 @@
-"""Products against float64: any size, any alignment, any state of the table of algorithms."""
+"""GEMMs compared with float64: any size, any alignment, any state of the algorithm table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightseq_fairseq import library, ops
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# Inputs and outputs: aligned, a power of two or none; neither; either side not; a single number.
+# Inputs and outputs: aligned, a power of two or not; neither of them aligned; only one of them; 1.
 WIDTHS = [(256, 1024), (1032, 264), (97, 1032), (1032, 97), (97, 131), (36, 100), (1, 1)]
 
 
@@ -37,14 +37,14 @@ def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def poison_memory(*shapes: tuple[int, ...], dtype: torch.dtype) -> None:
-    """What the allocator hands out next is full of NaN."""
+    """Fills the memory that the allocator returns next with NaN."""
     for _ in range(2):
         tensors = [poisoned(*shape, dtype=dtype) for shape in shapes]
         del tensors
 
 
 def formula(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    """As torch computes it in the dtype of its arguments."""
+    """The result of torch in the dtype of the arguments."""
     return {
         "y": functional.linear(x, weight, bias),
         "dx": dy @ weight,
@@ -56,10 +56,11 @@ def formula(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor) -> dict[str, Te
 def assert_as_good_as_torch(
     results: dict[str, Tensor], *operands: Tensor, added: dict[str, Tensor] | None = None
 ) -> None:
-    """Errs at most twice as much as torch in the same dtype does.
+    """The error is at most twice that of torch in the same dtype.
 
-    float32 results have a few ulp besides, of the sum of all magnitudes: how much a sum of float32
-    numbers errs depends on the order in which they are added.
+    For float32 results a few ulp of the sum of all magnitudes are added, because the error of a
+    float32
+    sum depends on the order of its terms.
     """
     x, *_, dy = operands
     plain = formula(*operands)
@@ -98,7 +99,7 @@ def test_kernels_are_loaded():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 7, 199, 208, 4096])  # 208, 4096: searched
+@pytest.mark.parametrize("tokens", [1, 7, 199, 208, 4096])  # 208 and 4096 are searched
 @pytest.mark.parametrize(("k", "n"), WIDTHS)
 def test_errs_no_more_than_torch(k, n, tokens, dtype):
     check(tokens, k, n, dtype)
@@ -115,7 +116,8 @@ def test_wide_layers(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("k", "n"), [(256, 520), (97, 131)])
 def test_gradients_are_added_or_overwritten(k, n, dtype, grad_dtype, accumulate):
-    """Also float32 ones of 16-bit inputs; also at first sight, when the algorithm is searched."""
+    """Also float32 gradients of 16-bit inputs; also in the first call, which searches the
+    algorithm."""
     operands = x, weight, _, dy = inputs(208 + 16 * accumulate, k, n, dtype)
     shapes = {"dweight": (n, k), "dbias": (n,)}
     old = {name: torch.randn(*shape, device="cuda") for name, shape in shapes.items()}
@@ -128,7 +130,7 @@ def test_gradients_are_added_or_overwritten(k, n, dtype, grad_dtype, accumulate)
 @pytest.mark.parametrize("offset", [512, 3], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_rows(dtype, offset):
-    """A view of a wider product's output; a gradient inside a flat buffer."""
+    """A view of a wider GEMM's output; a gradient inside a flat buffer."""
     tokens, k, n = 144, 264, 272
     operands = x, weight, bias, dy = inputs(tokens, k, n, dtype)
     wide_x, wide_dy = (poisoned(tokens, 1024, dtype=dtype) for _ in range(2))
@@ -144,7 +146,7 @@ def test_strided_rows(dtype, offset):
 
 
 def test_expanded_rows():
-    """The gradient of a sum: one row, T times."""
+    """The gradient of a sum is one row, repeated T times."""
     x, weight, bias, dy = inputs(64, 256, 512, torch.bfloat16)
     dy = dy[:1].expand(64, -1)
     dx = ops.linear_bwd(dy, x, weight, None, None, False, True)
@@ -298,7 +300,7 @@ def test_refusals():
 
 # --- The table of algorithms -----------------------------------------------------------------
 
-# A process of its own: products are checked against torch's, the first of all within a graph.
+# Runs in a separate process: GEMMs are compared with torch's; the first one runs within a graph.
 PROGRAM = """
 import sys, torch
 from pathlib import Path
@@ -337,7 +339,8 @@ def finish(*processes: subprocess.Popen[str]) -> None:
 
 @pytest.mark.large
 def test_table_on_disk(tmp_path):
-    """Filled by several processes at once, read by the next, mended where it is damaged."""
+    """Several processes write it at the same time, the next one reads it, and repairs damaged
+    lines."""
     nowhere = tmp_path / "a file"
     nowhere.touch()
     finish(
@@ -349,7 +352,7 @@ def test_table_on_disk(tmp_path):
     assert not (tmp_path / "off").exists() and nowhere.read_text() == ""
     assert len(set(lines_in(tmp_path / "home" / ".cache"))) >= 3
     alone = lines_in(tmp_path / "alone")
-    assert len(alone) == 3  # the products of 320 tokens; neither the captured nor the ragged ones
+    assert len(alone) == 3  # the GEMMs of 320 tokens; neither the captured nor the ragged ones
 
     (table,) = (tmp_path / "alone" / "lightseq_fairseq").iterdir()
     damaged = tmp_path / "damaged" / "lightseq_fairseq" / table.name

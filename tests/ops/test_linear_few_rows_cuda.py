@@ -1,7 +1,8 @@
-"""Products of few rows, a kernel of their own: any size, and begun before the kernel ahead is over.
+"""The kernel for GEMMs of few rows: any size; and it may start before the kernel before it has
+ended.
 
-The kernel may read its weights early only within a graph, behind kernels that it knows. Elsewhere
-it does not, and computes the same bits: what graphs give is compared with that.
+Within a graph, after kernels that it knows, it may read its weights early. Otherwise it does not,
+and computes the same bits: so results of graphs are compared with eager ones.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from lightseq_fairseq import ops
 
 pytestmark = pytest.mark.gpu
 
-MOST = 16  # rows of the kernel; products of more are cublasLt's
+MOST = 16  # most rows of the kernel; larger GEMMs use cuBLASLt
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-# Inputs and outputs: one tile, no whole chunk of inputs, blocks of one to four tiles, more inputs
-# than are on their way at a time, more blocks than run side by side.
+# Inputs and outputs: one tile; an incomplete chunk of inputs; blocks of one to four tiles; more
+# inputs than are in flight; more blocks than run at the same time.
 SIZES = [
     (8, 8), (8, 40_000), (40_000, 8), (72, 24), (1024, 1024), (1032, 1048), (1024, 3072),
     (1024, 4096), (4096, 1024), (4096, 4096), (1024, 40_000), (40_008, 1024), (4096, 40_008),
@@ -43,7 +44,7 @@ def seeded() -> None:
 @DTYPES
 @pytest.mark.parametrize(("k", "n"), SIZES)
 def test_errs_no_more_than_torch(k: int, n: int, dtype: torch.dtype) -> None:
-    """Every number of rows, with and without bias and positive part, strided or not."""
+    """Every number of rows, with and without bias and ReLU, strided or not."""
     x = drawn(MOST + 1, k, dtype=dtype)
     weight, bias = drawn(n, k, dtype=dtype, scale=k**-0.5), drawn(n, dtype=dtype)
     product = x.double() @ weight.double().t()
@@ -85,7 +86,7 @@ def test_padded_widths(k: int, n: int, dtype: torch.dtype) -> None:
     assert_as_good_as(ops.linear_fwd(x, weight, bias), functional.linear(x, weight, bias), exact)
 
 
-# --- Within a graph, begun early -------------------------------------------------------------
+# --- Within a graph, started early -----------------------------------------------------------
 
 
 @DTYPES
@@ -98,7 +99,7 @@ def test_weights_rewritten_between_replays(
     graph, results = captured(chain)
     assert_replays_have_new_weights(chain, graph, results)
     before = [x.clone() for x in chain()]
-    for _ in range(50):  # close behind each other, rewritten with what they hold
+    for _ in range(50):  # in quick succession; weights are rewritten with their own values
         for weight in chain.weights:
             weight.copy_(weight.clone())
         graph.replay()
@@ -108,9 +109,10 @@ def test_weights_rewritten_between_replays(
 @DTYPES
 @pytest.mark.parametrize("norm_between", [True, False])
 def test_weights_written_within_the_graph(norm_between: bool, dtype: torch.dtype) -> None:
-    """By the kernel right before, or by the one before that, which lets its successors start early.
+    """By the kernel just before, or by the one before that, which lets later kernels start early.
 
-    Weights change from replay to replay: one that came too early would be the last replay's.
+    The weights change from replay to replay: a kernel that reads too early would read those of the
+    last replay.
     """
     k, n, rows = 2048, 8192, 4
     x, gamma, beta = (drawn(*s, dtype=dtype) for s in ((rows, k), (k,), (k,)))
@@ -134,7 +136,7 @@ def test_weights_written_within_the_graph(norm_between: bool, dtype: torch.dtype
 
 @DTYPES
 def test_results_of_one_product_are_the_next_ones_rows(dtype: torch.dtype) -> None:
-    """Products right behind each other, each of which starts the next at once."""
+    """GEMMs one after the other, each of which lets the next one start at once."""
     weights = [drawn(1024, 1024, dtype=dtype, scale=1024**-0.5) for _ in range(24)]
     x = drawn(4, 1024, dtype=dtype)
 

@@ -1,7 +1,8 @@
-"""Products of some rows by tiles of our own: any size, and begun before the kernel ahead is over.
+"""GEMMs of a middle number of rows by our own tiles: any size; started before the kernel before has
+ended.
 
-A timed search decides where they are taken. Here the table that it leaves on disk is rewritten, so
-that each tile computes everything once.
+A timed search decides where tiles are used. Here its table on disk is rewritten, so that each tile
+computes every GEMM once.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from lightseq_fairseq import library, ops
 
 pytestmark = pytest.mark.gpu
 
-SHARED = {1: 128 << 10, 2: 192 << 10, 3: 192 << 10}  # bytes that a block of each tile wants
-# Bytes that a block can have on GPUs of other compute capabilities, as csrc/common/device.h has it.
+# bytes of shared memory that a block of each tile needs
+SHARED = {1: 128 << 10, 2: 192 << 10, 3: 192 << 10}
+# Bytes that a block can use on GPUs of other compute capabilities, as in csrc/common/device.h.
 ACTED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 100: 227 << 10, 120: 99 << 10}
-TILE_FIELD = 8  # of a line of the table, behind the numbers of the product
-ROWS = [32, 64, 128]  # of numbers of rows that are searched
-# Inputs and outputs: one tile, no whole chunk of inputs, none for some warps, widths that are
-# padded; more inputs than are on their way at a time, more tiles than run side by side.
+TILE_FIELD = 8  # index in a line of the table, after the sizes of the GEMM
+ROWS = [32, 64, 128]  # row counts that are searched
+# Inputs and outputs: one tile; an incomplete chunk of inputs; no inputs for some warps; widths that
+# are padded; more inputs than are in flight; more tiles than run at the same time.
 SMALL = [(8, 8), (72, 24), (256, 40), (97, 131)]
 LARGE = [(1024, 1024), (1032, 1048), (4096, 1024), (1024, 4096)]
 
@@ -58,7 +60,7 @@ def products(sizes: list[tuple[int, int]], dtype: torch.dtype) -> None:
 
 
 def everything(sizes: list[tuple[int, int]], *widths: int) -> None:
-    """Products by themselves, and a chain of them in a graph."""
+    """Single GEMMs, and a chain of them in a graph."""
     torch.manual_seed(8)
     for dtype in (torch.float16, torch.bfloat16):
         products(sizes, dtype)
@@ -67,12 +69,12 @@ def everything(sizes: list[tuple[int, int]], *widths: int) -> None:
 
 
 def small(tile: int) -> None:
-    """What compute-sanitizer looks at, and so without another tool."""
+    """The part that compute-sanitizer checks, so without the profiler."""
     everything(SMALL, 256, 520, 1000)
 
 
 def shared_memory_of_block() -> int:
-    """Bytes that the library gives a block: of the GPU at hand, or of the one it acts as."""
+    """Bytes that the library can use per block: of this GPU, or of the GPU that it acts as."""
     most: int = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
     acts_as = library.load().acts_as
     return most if acts_as is None else min(most, ACTED[acts_as])
@@ -86,14 +88,14 @@ def large(tile: int) -> None:
     if tile == 0:
         return
     if shared_memory_of_block() < SHARED[tile]:
-        assert not runs  # the products above were cuBLAS's
+        assert not runs  # cuBLAS has computed the GEMMs above
     else:
-        assert len(runs) == 2, runs  # of both types, and of no other tile
+        assert len(runs) == 2, runs  # one for each dtype, and no other tile
         assert min(runs.values()) > 3 * len(SMALL + LARGE) * len(ROWS), runs
 
 
 def run(cache: Path, program: str, tile: int) -> None:
-    """In a process of its own: everything, by that tile if the table says so."""
+    """Runs the program in a separate process, with this tile if the table says so."""
     code = f"import test_linear_tiles_cuda as test; test.{program}({tile})"
     environment = {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(
@@ -103,7 +105,7 @@ def run(cache: Path, program: str, tile: int) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def checksum(text: str) -> int:  # FNV-1a, as csrc/common/algorithm_table.h has it
+def checksum(text: str) -> int:  # FNV-1a, as in csrc/common/algorithm_table.h
     total = 0xCBF29CE484222325
     for byte in text.encode():
         total = (total ^ byte) * 0x100000001B3 % 2**64
@@ -121,7 +123,7 @@ def with_tile(line: str, tile: int) -> str:
 def searched(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:
-    """A program and the table, as its search fills it."""
+    """A program, and the table that its search has written."""
     cache = tmp_path_factory.mktemp("searched")
     run(cache, request.param, 0)
     (file,) = (cache / "lightseq_fairseq").iterdir()
@@ -137,4 +139,4 @@ def test_every_product_by_one_tile(tile: int, searched: tuple[str, Path], tmp_pa
     rewritten.parent.mkdir()
     rewritten.write_text("".join(with_tile(line, tile) for line in lines))
     run(tmp_path, program, tile)
-    assert len(rewritten.read_text().splitlines()) == len(lines)  # none had to be searched
+    assert len(rewritten.read_text().splitlines()) == len(lines)  # no algorithm had to be searched

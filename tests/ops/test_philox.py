@@ -1,4 +1,5 @@
-"""Dropout's bits: the generator's known answers, what the mask depends on, and its statistics."""
+"""Dropout's random bits: known answers of the generator, what the mask depends on, its
+statistics."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from lightseq_fairseq import ops
 
 
 def philox_4x32(counter: tuple[int, ...], key: tuple[int, int], rounds: int) -> tuple[int, ...]:
-    """The generator as its paper states it, one counter at a time, in Python's integers."""
+    """The generator as in its paper, one counter at a time, in Python integers."""
     words, key_0, key_1 = tuple(counter), key[0], key[1]
     for _ in range(rounds):
         high_0, low_0 = divmod(0xD2511F53 * words[0], 1 << 32)
@@ -21,12 +22,13 @@ def philox_4x32(counter: tuple[int, ...], key: tuple[int, int], rounds: int) -> 
 
 
 def test_published_vectors():
-    """The oracle itself: the authors' known answers for 7 and 10 rounds."""
+    """The oracle itself gives the authors' known answers for 7 and 10 rounds."""
     assert philox_4x32((0, 0, 0, 0), (0, 0), 7) == (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)
     assert philox_4x32((0, 0, 0, 0), (0, 0), 10) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
 
 
-# Row ids beyond 2^32, every byte of the seed in use, negative seed, columns not a multiple of 8.
+# Row ids above 2^32, a seed that uses every byte, a negative seed, columns that are no multiple of
+# 8.
 @pytest.mark.parametrize("seed", [0, 0x0123_4567_89AB_CDEF, -5])
 @pytest.mark.parametrize(("site", "micro_batch", "p"), [(0, 0, 0.1), (37, 123456, 0.5)])
 def test_known_answers(seed, site, micro_batch, p):
@@ -46,14 +48,14 @@ def test_keep_rate(p, rows, columns):
     mask = ops.dropout_mask(make_rng(), 5, rows, columns, p)
     sigma = (p * (1 - p) / mask.numel()) ** 0.5
     assert abs(mask.double().mean().item() - (1 - p)) < 4 * sigma + 2**-17
-    # Each column and each row by itself, with room for the largest of many deviations.
+    # Each column and each row alone; the limit allows for the largest of many deviations.
     for dim in (0, 1):
         worst = (mask.double().mean(dim) - (1 - p)).abs().max().item()
         assert worst < 6.5 * (p * (1 - p) / mask.shape[dim]) ** 0.5
 
 
 def test_neighbours_are_independent():
-    """Agreement of an element with the next row and with the eight columns after it."""
+    """How often an element equals the one in the next row, and those in the eight next columns."""
     mask = ops.dropout_mask(make_rng(), 1, 4000, 256, 0.5)
     for shift_rows, shift_columns in [(1, 0), *((0, c) for c in range(1, 9))]:
         agree = (
@@ -63,7 +65,7 @@ def test_neighbours_are_independent():
 
 
 def test_mask_is_a_function_of_row_and_column():
-    """Any subset of rows and any number of columns shows the same bits: tiles cannot matter."""
+    """Any rows and any number of columns show the same bits, so tiles cannot affect the mask."""
     whole = ops.dropout_mask(make_rng(), 2, 3000, 200, 0.3)
     rows = torch.tensor([2999, 0, 17, 17, 1024])
     assert torch.equal(ops.keep_mask(make_rng(), 2, rows, 200, 0.3), whole[rows])
@@ -71,7 +73,7 @@ def test_mask_is_a_function_of_row_and_column():
 
 
 def test_blocks_do_not_show():
-    """More rows than one cache block of 131072 groups holds."""
+    """With more rows than one cache block of 131072 groups, every row is the same as alone."""
     whole = ops.dropout_mask(make_rng(), 2, 70_000, 9, 0.3)
     rows = torch.arange(0, 70_000, 977)
     assert torch.equal(ops.keep_mask(make_rng(), 2, rows, 9, 0.3), whole[rows])

@@ -1,4 +1,4 @@
-"""The kernel's bits are the reference's bits: on the host wherever nvcc is, and on a GPU."""
+"""The kernel's bits are the reference's: on the host wherever nvcc is installed, and on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from lightseq_fairseq import library, ops
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
-# The device functions are host functions too. argv: seed, micro-batch, site, p, columns, rows...
+# The device functions can also be compiled for the host. argv: seed, micro-batch, site, p, columns,
+# rows...
 HOST_PROGRAM = r"""
 #include <cstdio>
 #include <cstdlib>
@@ -38,7 +39,7 @@ CASES = [
     (-5, 2**32 + 7, 2**31, 0.3),
     (1, 2, 3, 0.0),
     (1, 2, 3, 0.999999),  # rounds to 1
-    (11, 5, 2, 0.5 / 65536),  # half way between two thresholds
+    (11, 5, 2, 0.5 / 65536),  # half-way between two thresholds
     (11, 5, 2, 1.5 / 65536),
 ]
 
@@ -106,7 +107,7 @@ def test_empty(rows, columns):
 
 @pytest.mark.gpu
 def test_runs_on_the_current_stream():
-    """The kernel waits for what its stream was given before, and for nothing else."""
+    """The kernel waits only for earlier work on its stream."""
     side = torch.cuda.Stream()
     rng = make_rng(0, 0, "cuda")
     torch.cuda.synchronize()
@@ -120,7 +121,7 @@ def test_runs_on_the_current_stream():
 
 @pytest.mark.gpu
 def test_replayed_graph_draws_anew():
-    """rng is read on the device: a replay sees the micro-batch number of its own time."""
+    """Every replay reads the micro-batch number of the rng on the device."""
     rng = make_rng(1, 0, "cuda")
     ops.dropout_mask(rng, 2, 32, 256, 0.5)
     graph = torch.cuda.CUDAGraph()

@@ -1,7 +1,8 @@
-"""Every kernel once at small, ragged sizes and nothing else on the GPU: what racecheck is run on.
+"""Runs every kernel once at small, ragged sizes, for compute-sanitizer's racecheck.
 
-cuBLAS's kernels do not survive compute-sanitizer's racecheck, so no product of its is computed here
-and results are compared with nothing: only that they are finite, and equal when computed again.
+racecheck fails in cuBLAS's kernels, so no GEMM of cuBLAS's runs here. Results are only checked to
+be
+finite, and equal in a second run.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def test_decode_attention(sentences: int, width: int, dtype: torch.dtype) -> Non
     cu = torch.arange(0, 70 * sentences + 1, 70).int().cuda()
     step, numbers = torch.tensor(steps - 1).cuda(), torch.arange(sentences).int().cuda()
     ancestry = ids(steps * rows, rows).int().view(steps, rows)
-    ancestry[:20] = ancestry[:20, torch.arange(rows) // beam * beam]  # siblings have it in common
+    ancestry[:20] = ancestry[:20, torch.arange(rows) // beam * beam]  # siblings share it
 
     def call() -> tuple[Tensor, ...]:
         settings = heads, width**-0.5
@@ -91,7 +92,7 @@ def test_decode_attention(sentences: int, width: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize(("rows", "classes"), [(5, 512 * 140), (400, 1003), (2000, 1003)])
 def test_beam_search(rows: int, classes: int, dtype: torch.dtype) -> None:
     logits, scores = on_gpu(dtype, rows, classes), on_gpu(torch.float32, rows)
-    if classes % 512 == 0:  # one group of threads has all of the best, more than there is room for
+    if classes % 512 == 0:  # all of the best are in one group of threads, more than it has room for
         logits[0] = 0.0
         logits[0].view(-1, 512)[:, :8] = 1.0
         logits[1] = 0.0
@@ -118,8 +119,8 @@ def test_beam_search(rows: int, classes: int, dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize("width", [40, 1024, 2056])
 def test_dropout_residual_layer_norm(width: int, dtype: torch.dtype) -> None:
-    # As many rows for every team of threads: racecheck compares how many barriers two warps have
-    # passed, whichever these were, and finds races where one team has had a row more.
+    # The same number of rows for every team of threads. racecheck only compares how many barriers
+    # two warps have passed, so if one team had one row more, it would report races.
     count = 16 * torch.cuda.get_device_properties(0).multi_processor_count
     x, residual, dy, dsum = (on_gpu(dtype, count, width) for _ in range(4))
     bias, gamma, beta = (on_gpu(dtype, width) for _ in range(3))
@@ -219,8 +220,8 @@ def test_bias_gradient(outputs: int, dtype: torch.dtype) -> None:
     check(call)
 
 
-# One tile of outputs a block and four, and more inputs than are on their way at a time. In float32,
-# and of more than 16 rows, a product is cuBLAS's.
+# One tile of outputs per block and four, and more inputs than are in flight. GEMMs in float32, or
+# of more than 16 rows, are cuBLAS's.
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("inputs", "outputs"), [(72, 24), (72, 4096), (4104, 24)])
 @pytest.mark.parametrize("rows", [3, 16])

@@ -1,4 +1,5 @@
-"""What holds for every op: registered, deterministic, indifferent to grad mode, same on a GPU."""
+"""Properties of every op: registered, deterministic, independent of the grad mode, the same on a
+GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def attention() -> tuple[Any, ...]:
     return CU, CU, 5, 5, True, 0.5, P, make_rng(), SITE
 
 
-# Arguments of every op, in a state in which all of its branches have work to do.
+# Arguments for every op, with a state in which every branch of it has something to do.
 ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "dropout_mask": lambda: (make_rng(), SITE, T, C, P),
     "embedding_fwd": lambda: (
@@ -108,7 +109,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 
-# The argument that stays with the host, in pinned memory.
+# The argument that stays on the host, in pinned memory.
 OF_THE_HOST = {"beam_advance": 13}
 
 
@@ -118,14 +119,14 @@ def arguments_of(name: str) -> tuple[Any, ...]:
 
 
 def results(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
-    """What the op returns, and its arguments afterwards: some of them it writes."""
+    """The results of the op, and its arguments afterwards, because it writes to some of them."""
     outputs = getattr(ops, name)(*arguments)
     outputs = () if outputs is None else (outputs,) if isinstance(outputs, Tensor) else outputs
     return [x for x in (*outputs, *arguments) if isinstance(x, Tensor)]
 
 
 def in_float32(name: str, arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
-    """Kernels take no float64, but for the scalars of a step."""
+    """Kernels do not support float64, except for the scalars of a step."""
     float64 = torch.float64 if name == "update_scalars" else torch.float32
 
     def moved(place: int, x: Any) -> Any:
@@ -134,7 +135,8 @@ def in_float32(name: str, arguments: tuple[Any, ...], device: str) -> tuple[Any,
         if place == OF_THE_HOST.get(name):
             return x.pin_memory() if device == "cuda" else x
         there = x.to(device, float64 if x.dtype == torch.float64 else x.dtype)
-        # Boundaries that nobody vouches for are waited for, once: tests/ops/test_attention_cuda.py.
+        # Boundaries from unknown code are read once, which waits: see
+        # tests/ops/test_attention_cuda.py.
         return trust_boundaries(there, 8, 5) if x is CU else there
 
     return tuple(moved(*each) for each in enumerate(arguments))
@@ -160,7 +162,8 @@ def test_every_op_is_covered_and_exported():
     ],
 )
 def test_schemas_follow_from_the_definitions(schema):
-    """Kernels are compiled for these: what they are written as must not move them."""
+    """Kernels are compiled for these schemas, so rewriting an op's definition must not change
+    them."""
     op = getattr(torch.ops.lightseq, schema.partition("(")[0])
     assert str(op.default._schema) == f"lightseq::{schema}"
 
@@ -192,7 +195,8 @@ def test_inference_mode_changes_nothing(name):
 
 @pytest.mark.parametrize("name", [name for name in ARGUMENTS if name.endswith("_fwd")])
 def test_inputs_that_require_gradients(name):
-    """A model called outside of no_grad: references write in place, which autograd would refuse."""
+    """As if a model were called outside of no_grad. References write in place, which autograd would
+    refuse."""
     expected = results(name, arguments_of(name))
     leaves = tuple(
         x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -205,10 +209,10 @@ def test_inputs_that_require_gradients(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_gpu_equals_cpu_without_synchronising(name):
-    """Every kernel means what its reference does, and the host never waits for it."""
+    """Every kernel computes what its reference does, and the host never waits for it."""
     expected = results(name, in_float32(name, arguments_of(name), "cpu"))
     arguments = in_float32(name, arguments_of(name), "cuda")
-    # The first call may load what later ones use.
+    # The first call may load things that later calls use.
     results(name, in_float32(name, arguments_of(name), "cuda"))
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -218,5 +222,5 @@ def test_gpu_equals_cpu_without_synchronising(name):
         torch.cuda.set_sync_debug_mode(mode)
     for mine, other in zip(ours, expected, strict=True):
         assert mine.is_cuda or mine.is_pinned()
-        # How exact a kernel is, its own tests ask.
+        # Each kernel's own tests check its precision.
         torch.testing.assert_close(mine.cpu(), other, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The product with a positive part, backward, against autograd."""
+"""The backward pass of a GEMM with ReLU compared with autograd."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_equals_autograd():
 
 
 def test_dropout():
-    """What is dropped is zero, and tells so by itself."""
+    """Dropped elements are zero, so no mask is needed."""
     z, weight, dy = inputs()
     p = 0.3
     factors = (torch.rand(T, K) > p).double() / (1 - p)
@@ -45,7 +45,7 @@ def test_dropout():
 
 @pytest.mark.parametrize("grad_dtype", [torch.float64, torch.float32])
 def test_accumulate_adds(grad_dtype):
-    """Also into a buffer of another precision than the product's."""
+    """Also into a buffer of another dtype than the GEMM's."""
     z, weight, dy = inputs()
     before = [torch.randn(N, K, dtype=grad_dtype), torch.randn(K, dtype=grad_dtype)]
     after = [t.clone() for t in before]
@@ -107,7 +107,7 @@ def test_no_rows():
 
 
 def test_a_nan_in_the_bias_shows_in_its_gradient():
-    """ReLU in a product makes 0 of it on a GPU, and x says nothing of it."""
+    """On a GPU the GEMM's ReLU makes NaN zero, and x does not show it either."""
     dy, x, weight = torch.randn(6, 5), torch.randn(6, 8).relu(), torch.randn(5, 8)
     bias, dbias = torch.zeros(8), torch.empty(8)
     bias[3] = torch.nan

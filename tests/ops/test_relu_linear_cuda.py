@@ -1,4 +1,4 @@
-"""The product with a positive part, backward, against float64: by tiles, and without them."""
+"""The backward pass of a GEMM with ReLU compared with float64: by tiles, and without them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightseq_fairseq import library, ops
 
 pytestmark = pytest.mark.gpu
 
-P = 0.2  # of dropout
+P = 0.2  # dropout rate
 HALVES = [torch.float16, torch.bfloat16]
-# Rows, inputs, outputs. Tiles of 128 x 256 for most multiprocessors of an H200: whole ones, a last
-# pair with one, parts of a tile on all sides, a single step of the sum; four tiles a block.
+# Rows, inputs, outputs. Tiles of 128 x 256 for most SMs of an H200: complete tiles; a last pair
+# with one tile; incomplete tiles on all sides; a single step of the sum; four tiles per block.
 TILED = [
     *((2304, 2048, 512), (4224, 1024, 1024), (2199, 2056, 520), (9001, 264, 40)),
     *((3712, 1024, 512), (8192, 2048, 72), (3712, 4096, 1024)),
@@ -31,7 +31,7 @@ def inputs(rows: int, k: int, n: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def formula(x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    """As torch computes it in the dtype of its arguments."""
+    """The result of torch in the dtype of the arguments."""
     dz = (dy @ weight / (1 - P)).masked_fill_(x <= 0, 0)
     return {"dz": dz, "dweight": dy.t() @ x, "dbias": dz.sum(0)}
 
@@ -108,7 +108,8 @@ def test_nan_stays(rows, k, n):
 
 
 def test_in_a_graph():
-    """Behind another kernel, whose results it must wait for, and before one that reads its own."""
+    """After another kernel, whose results it must wait for, and before a kernel that reads its
+    own."""
     x, weight, dy = inputs(*TILED[1], torch.bfloat16)
     expected = run(x, weight, dy)["dz"].float().sum(0)
     given, dbias = dy.clone(), torch.empty_like(x[0])
@@ -138,7 +139,7 @@ def test_a_nan_in_the_bias_shows_in_its_gradient(rows, k, n, dtype):
 @pytest.mark.parametrize("rows", [4, 40, 300])
 @pytest.mark.parametrize("where", ["x", "weight", "bias"])
 def test_a_nan_reaches_a_gradient(where, rows, dtype):
-    """Whatever the product's ReLU makes of it in forward."""
+    """Whatever the GEMM's ReLU made of it in the forward pass."""
     from lightseq_fairseq.layers import EncoderLayer
     from lightseq_fairseq.packing import Segments
 

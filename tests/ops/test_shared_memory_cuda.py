@@ -1,7 +1,7 @@
-"""Kernels whose shared memory grows with a size, at every size that they take.
+"""Kernels whose shared memory grows with a size, at every size that they accept.
 
-A block gets 48 KiB without asking, static ones counted, so a kernel may fail at a few sizes alone.
-What they compute is looked at loosely here; the kernels' own tests measure it.
+Without a request a block has 48 KiB, including static shared memory, so a kernel may fail only at a
+few sizes. Results are only checked roughly here; the kernels' own tests check them precisely.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def is_close(ours, expected, dtype):
 
 @DTYPES
 def test_cross_entropy(dtype):
-    """Vocabularies around 48 KiB a row and around the largest row that stays in shared memory, one
-    number apart, and up to more than a block can have."""
+    """Vocabularies around 48 KiB per row, and around the largest row that stays in shared memory,
+    in steps of one; up to more than a block can have."""
     of_gpu = torch.cuda.get_device_properties(0).shared_memory_per_multiprocessor
     around, most = (48 << 10) // dtype.itemsize, (of_gpu // 2 - 1024) // dtype.itemsize
     by_one = (*range(around - 72, around + 9), *range(most - 200 // dtype.itemsize, most + 9))
@@ -40,14 +40,14 @@ def test_cross_entropy(dtype):
             x = logits.clone()
             loss, _, _ = ops.cross_entropy_fwd_bwd(ones, x, target, 0.0, -1, accuracy)
             assert is_close(loss, expected, dtype), classes
-            assert x.double().sum(1).abs().max() < 0.1, classes  # a gradient adds up to 0
+            assert x.double().sum(1).abs().max() < 0.1, classes  # the gradient of a row sums to 0
 
 
 @DTYPES
 def test_layer_norm(dtype):
     rng = make_rng(device="cuda")
     for columns in (*range(8, 8193, 248), 1024, 2048, 4096, 6144, 8192):
-        # More than the kernel of few rows takes, so that they queue up, and few.
+        # More rows than the kernel of few rows takes, so that blocks queue up; and few.
         for rows in (3, 5000 if columns <= 1024 else 1200):
             x, residual = torch.randn(2, rows, columns, device="cuda").to(dtype)
             gamma, beta = torch.randn(2, columns, device="cuda").to(dtype)
@@ -99,7 +99,7 @@ def test_decode_attention(width, dtype):
 
 @DTYPES
 def test_linear(dtype):
-    """Rows of every kernel of ours and of cublasLt's."""
+    """Row counts for every kernel of ours and of cuBLASLt."""
     for rows in (1, 4, 9, 16, 17, 64, 100, 128, 300):
         for k in (8, 72, 512, 1032, 2048, 4096, 8192):
             x = torch.randn(rows, k, device="cuda").to(dtype)
@@ -110,7 +110,7 @@ def test_linear(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_linear_of_few_rows(dtype):
-    """As many outputs as give a block of that kernel one to four tiles, on any GPU."""
+    """Numbers of outputs that give a block of that kernel one to four tiles, on any GPU."""
     blocks = torch.cuda.get_device_properties(0).multi_processor_count
     for tiles in (1, 2, 3, 4):
         outputs = (tiles * blocks - 1) * 8

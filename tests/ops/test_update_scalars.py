@@ -1,4 +1,4 @@
-"""ops.update_scalars decides what fairseq's host decides, update after update."""
+"""ops.update_scalars decides what fairseq's host decides, in every update."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_adam_reads() -> None:
 
 def test_the_rate_is_that_of_the_updates_which_took_place() -> None:
     state, rng = start(scale=2.0**40)
-    # The host counts on and learns nothing of the skipped ones.
+    # The host keeps counting, and does not know of skipped updates.
     for counted, norm in enumerate((1.0, math.inf, 1.0, math.nan, 1.0)):
         rate = 10.0 * float(state[State.NUM_UPDATES])
         advance(state, rng, counted, norm, window=100)

@@ -1,4 +1,4 @@
-"""The kernel of ops.update_scalars and its reference take the same decisions, bit for bit."""
+"""The kernel of ops.update_scalars and its reference decide the same, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints are written while training goes on."""
+"""Checkpoints are written while training continues."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ class TestRuns:
     def test_training_goes_on_and_nothing_is_deleted_before(
         self, data: Path, tmp_path: Path
     ) -> None:
-        """Saves at 2, 4, 6, ... of which two are kept; the one at 6 begins, and waits for us."""
+        """Saves at updates 2, 4, 6, ...; two are kept. The save at 6 begins, and then waits for the
+        test."""
         run, save, steps = TrainingStep.update, saving.save, []
         seen: dict[str, list[str]] = {}
         may_write = threading.Event()
 
         def step(self: TrainingStep, *arguments: Any) -> Any:
             steps.append(arguments)
-            if len(steps) == 7:  # at whose end, that of the epoch, a save waits for this one
+            # the save at the end of this update, which ends the epoch, waits for the save at 6
+            if len(steps) == 7:
                 seen["meanwhile"] = sorted(os.listdir(tmp_path))
                 may_write.set()
             return run(self, *arguments)
@@ -122,7 +124,7 @@ def test_a_forked_process_has_a_queue_of_its_own(tmp_path: Path) -> None:
     WRITER.remove(str(ours))
 
     def work() -> None:
-        signal.alarm(20)  # ends it where it waits for a thread of ours
+        signal.alarm(20)  # ends it if it waits for a thread of the parent
         WRITER.remove(str(its))
         WRITER.close()
 
@@ -173,6 +175,6 @@ class TestCopies:
             copied, _ = copies.of([torch.full((100,), float(value)), torch.ones(3)], CPU)
             assert copies._memory is memory
             assert copied[0].eq(value).all() and copied[1].eq(1).all()
-        copied, _ = copies.of([torch.ones(1 << 16)], CPU)  # more than was expected
+        copied, _ = copies.of([torch.ones(1 << 16)], CPU)  # more than was reserved
         assert copied[0].eq(1).all()
         copies.release()

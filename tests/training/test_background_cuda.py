@@ -23,10 +23,10 @@ def test_copies_wait_for_the_gpu_and_the_host_does_not() -> None:
     copies = HostCopies()
     copies.reserve(1 << 29, device)
     assert copies._unlock is not None, "the memory is not page-locked"
-    copies.of(state, device)[1]()  # loads kernels, which may wait for the GPU
+    copies.of(state, device)[1]()  # loads the kernels, which may wait for the GPU
     for value in (1, 2):
         torch.cuda.synchronize()
-        torch.cuda._sleep(2_000_000_000)  # about a second
+        torch.cuda._sleep(2_000_000_000)  # takes about a second
         for x in [*state["model"], state["half"]]:
             x.fill_(value)
         began = time.perf_counter()

@@ -108,7 +108,7 @@ class TestNames:
 
 
 class TestFiles:
-    """What ``lightseq-train`` leaves on disk, seen by somebody who has only fairseq."""
+    """The files of ``lightseq-train``, as a user sees them who has only fairseq."""
 
     def test_nothing_in_it_is_ours(self, ls_run: Path, native_run: Path) -> None:
         assert b"ls_" not in ls_run.read_bytes()
@@ -158,7 +158,7 @@ class TestFiles:
 
 
 class TestText:
-    """The same of language models, whose configuration is a dataclass in fairseq."""
+    """The same for language models, whose configuration in fairseq is a dataclass."""
 
     def run(self, folder: Path, ours: bool = True, **flags: Any) -> list[float]:
         parts = ("arch", "optimizer", "criterion")
@@ -250,13 +250,14 @@ class TestUseLsModels:
         torch.save(state, tmp_path / "tanh.pt")
         with caplog.at_level(logging.INFO, logger=models.__name__):
             assert type(self.load(tmp_path / "tanh.pt")) is TransformerLanguageModel
-        assert "keeps fairseq's own layers" in caplog.text and "tanh" in caplog.text
+        assert "runs with fairseq's own layers" in caplog.text and "tanh" in caplog.text
 
-        # Of the same size, with two words exchanged: only our files know which it was.
+        # A dictionary of the same size with two words exchanged: only our files can tell the
+        # difference.
         words = (data / "dict.txt").read_text().splitlines()
         (data / "dict.txt").write_text("\n".join([words[1], words[0], *words[2:], ""]))
         if ours:
-            with pytest.raises(UserError, match="dictionary is not the one the checkpoint was"):
+            with pytest.raises(UserError, match="dictionary is not the one that the checkpoint"):
                 self.load(path)
         else:
             self.load(path)
@@ -372,7 +373,7 @@ class TestAtomicWrites:
         self.nothing_else(path)
 
     def test_interrupted(self, path: Path) -> None:
-        """torch closes its archive all the same, and complains of that."""
+        """torch still closes its archive, which raises another error."""
 
         def interrupted(file: io.FileIO, data: bytes) -> int:
             if file.tell() > 100_000:
@@ -388,7 +389,7 @@ class TestAtomicWrites:
         self.nothing_else(path)
 
     def test_a_copy_is_a_file_of_its_own(self, path: Path) -> None:
-        """fairseq overwrites checkpoint_last.pt in place; checkpoint1.pt must not notice."""
+        """fairseq overwrites checkpoint_last.pt in place, which must not change checkpoint1.pt."""
         self.write("copy", path)
         path.write_bytes(b"overwritten in place")
         assert self.is_(path.with_name("checkpoint1.pt"), self.NEW)

@@ -1,6 +1,6 @@
-"""Who takes the captured step, and what becomes of fairseq's loop when a step goes wrong.
+"""Which runs use the captured step, and what happens in fairseq's loop if a step fails.
 
-On a CPU: the same code, one kernel at a time.
+Here on a CPU, where the same code launches kernels one by one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lightseq_fairseq.training.step import TrainingStep
 
 @register_criterion("ls_tenfold", dataclass=LabelSmoothedCrossEntropyCriterionConfig)
 class Tenfold(LabelSmoothedCrossEntropyCriterion):
-    """As somebody's --user-dir may extend ours."""
+    """Extends our criterion, as a user's --user-dir may."""
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         loss, sample_size, logged = super().forward(*arguments, **keywords)
@@ -132,7 +132,7 @@ def test_an_update_of_two_batches_that_ran_out_of_memory_is_made_again(
         def counted(self: LSTransformerModel, *arguments: Any) -> Any:
             calls.append(arguments)
             logits = packed_logits(self, *arguments)
-            if fails and len(calls) == 2 + batch:  # in the second update
+            if fails and len(calls) == 2 + batch:  # the second update
                 raise RuntimeError("CUDA out of memory: a test wanted all of it")
             return logits
 
@@ -280,7 +280,8 @@ def test_killed_five_times_at_random(data: Path, tmp_path: Path) -> None:
 
 
 def test_killed_at_random_while_it_saves(data: Path, tmp_path: Path) -> None:
-    """After each kill every name holds a whole checkpoint, the last one no older than before."""
+    """After each kill, every checkpoint file is complete, and the last one is no older than
+    before."""
     flags = {"max_update": 50, "no_save": None, "save_interval_updates": 1, "bf16": True}
     flags.update(keep_interval_updates=2, no_epoch_checkpoints=True)
     whole = run(data, tmp_path / "whole", **flags)
@@ -318,7 +319,8 @@ def test_killed_at_random_while_it_saves(data: Path, tmp_path: Path) -> None:
 def test_an_epoch_of_other_data_goes_on_with_fairseqs_steps(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As shards may hold: the float32 parameters, which the steps before had split, are there."""
+    """Other shards may have other data. fairseq's step then finds the fp32 parameters, which the
+    captured step had split."""
     caplog.set_level(logging.INFO)
     flags = {"bf16": True, "dropout": 0.0, "max_update": 24, "lr": 1e-2}
     everything = run(data, tmp_path, **flags)
@@ -328,4 +330,4 @@ def test_an_epoch_of_other_data_goes_on_with_fairseqs_steps(
         losses = run(data, tmp_path, **flags)
     assert covers.call_count >= 2 and reasons(caplog) == ["other data"]
     assert losses[:6] == everything[:6]
-    assert max(losses[6:]) < 1.05 * max(losses[:6])  # in another order
+    assert max(losses[6:]) < 1.05 * max(losses[:6])  # the batches have another order

@@ -20,7 +20,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def another(folder: Path, begins: str) -> subprocess.Popen[str]:
-    """A second process that says "within" while it does what ``begins``."""
+    """A second process that runs ``begins`` and prints "within" while it holds the file or lock."""
     code = f"from lightseq_fairseq.checkpoints import files\nimport sys\n{begins}\n"
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(folder)],
@@ -55,7 +55,7 @@ class TestWrites:
         other = another(tmp_path, WRITES)
         write(tmp_path / "x.pt", b"ours")
         assert (tmp_path / "x.pt").read_bytes() == b"ours"
-        assert len(os.listdir(tmp_path)) == 2  # what the other one is writing stays
+        assert len(os.listdir(tmp_path)) == 2  # the file that the other process is writing stays
         end(other)
         assert (tmp_path / "x.pt").read_bytes() == b"theirs " * 9999 + b"whole"
         assert os.listdir(tmp_path) == ["x.pt"]
@@ -115,7 +115,7 @@ class TestWrites:
         leftover = tmp_path / f"x.pt.{files._machine()}-00000000.tmp"
         leftover.write_bytes(b"")
         write(tmp_path / "x.pt", b"ours")
-        assert leftover.exists()  # it might be written to
+        assert leftover.exists()  # another process may still write it
         with files.sole_user(str(tmp_path)), files.sole_user(str(tmp_path)):
             pass
 
@@ -149,7 +149,7 @@ with files.placed(sys.argv[1] + "/model") as place:
         others[0].wait()
         assert len(os.listdir(tmp_path)) == 4
         write(tmp_path / "x.pt", b"ours")
-        assert len(os.listdir(tmp_path)) == 3  # what the other one is making stays
+        assert len(os.listdir(tmp_path)) == 3  # the folder that the other process is making stays
         end(others[1])
         assert sorted(os.listdir(tmp_path)) == ["model", "x.pt"]
 
@@ -192,10 +192,11 @@ class TestSoleUser:
         other = another(tmp_path, forks)
         os.kill(other.pid, signal.SIGKILL)
         other.wait()
-        with files.sole_user(str(tmp_path)):  # at once, although a child of it lives on
+        # the lock is free at once, although a child of the killed process still lives
+        with files.sole_user(str(tmp_path)):
             pass
         assert other.stdin is not None
-        other.stdin.close()  # that ends it
+        other.stdin.close()  # ends the child
         assert os.listdir(tmp_path) == []
 
     def test_a_link_is_not_followed(self, tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ class TestSoleUser:
         assert (tmp_path / "victim").read_bytes() == b"precious"
 
     def test_many_take_turns(self, tmp_path: Path) -> None:
-        """Locks are taken and their files removed at the same time; nobody is within twice."""
+        """Processes take locks and remove the lock files at the same time; never two are within."""
 
         def work() -> None:
             entered = 0

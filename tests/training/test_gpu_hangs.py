@@ -1,4 +1,4 @@
-"""A GPU that hangs: who waits for it gives up in the end, and the launcher gets away from it."""
+"""If the GPU hangs, the code that waits for it gives up, and the launcher exits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightseq_fairseq.training.step import Report, TrainingStep
 
 
 class Work:
-    """What a stream or an event is asked, and when there is an end to it."""
+    """A stand-in for a stream or an event: counts the polls, and is done at poll ``ends_at``."""
 
     def __init__(self, ends_at: int | None) -> None:
         self.ends_at, self.asked = ends_at, 0
@@ -82,6 +82,7 @@ def test_the_launcher_says_it_and_leaves_at_once(
         ):
             train.main(words)
 
-    # Had Python's own way out been taken, the fork would have seen it and its status be another.
+    # If the process had exited in Python's normal way, it would have called the mock and ended with
+    # status 9.
     assert runs.in_a_fork(work) == 2
     assert "lightseq-train: error: The GPU has not finished a step" in capfd.readouterr().err

@@ -1,4 +1,5 @@
-"""The step trains any model that declares what it asks for: here one without a source."""
+"""The captured step trains any model and criterion that declare packed steps, here a model without
+source."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ WORDS, PAD, RATE = 13, 1, 0.01
 
 
 class NextWord(nn.Module):
-    """Says a word by the one before it and its place."""
+    """Predicts a word from the word before it and its position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ class NextWord(nn.Module):
 
 
 def batch_of(lengths: list[int], rows: int) -> PackedBatch:
-    """Random sentences in a block with room for so many rows, and for one sentence more."""
+    """Random sentences in a block with room for so many rows, and for one more sentence."""
     real, bucket = sum(lengths), Bucket((rows,), len(lengths) + 1)
     block = torch.zeros(block_size(LAYOUT, bucket), dtype=torch.int64)
     batch = PackedBatch(block, LAYOUT, bucket, len(lengths), real, (max(lengths),))

@@ -35,7 +35,8 @@ def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
 
 
 def config(name: str, **options: Any) -> Any:
-    """fairseq's configuration of a run with this optimizer; ``common`` options by their name."""
+    """fairseq's configuration of a run with this optimizer; ``common`` are settings of its common
+    section."""
     cfg = OmegaConf.structured(FairseqConfig)
     adam = {"_name": name, "adam_betas": "(0.9, 0.98)", "adam_eps": 1e-8, "weight_decay": 0.1}
     adam.update(lr=[1e-3], fp16_adam_stats=False, use_old_adam=False, tpu=False)
@@ -55,9 +56,9 @@ def set_gradients(
     step: int, *models: list[nn.Parameter], missing: tuple[int, ...] = (),
     by: tuple[Any, ...] = (),
 ) -> None:  # fmt: skip
-    """The same random gradients for all models, accumulated over two backward passes.
+    """Sets the same random gradients for all models, accumulated over two backward passes.
 
-    ``by``: the optimizers whose ``backward`` runs, where the loss has to be scaled.
+    ``by``: the optimizers whose ``backward`` to use, if the loss must be scaled.
     """
     for place, model in enumerate(models):
         generator = torch.Generator().manual_seed(step)
@@ -81,7 +82,7 @@ def train_side_by_side(
     native: Any, ours: Any, models: tuple[list[nn.Parameter], list[nn.Parameter]], steps: int = 50,
     missing: Any = lambda step: (), max_norm: float = 1.0,
 ) -> list[tuple[float, float]]:  # fmt: skip
-    """Norms that both optimizers report."""
+    """Returns the gradient norms that both optimizers report."""
     norms = []
     for step in range(steps):
         pair = []
@@ -133,7 +134,8 @@ class TestParityInFloat64:
         assert sum(norm < 1 for norm, _ in norms) > 10  # not clipped
 
     def test_parameters_without_gradient(self) -> None:
-        """Never, now and then, in the middle and at the ends of the buffer."""
+        """Some parameters never have a gradient, some only now and then, in the middle and at the
+        ends."""
 
         def missing(step: int) -> tuple[int, ...]:
             return (2, *(place for place in (0, 3, 5) if (step + place) % 4 == 0))
@@ -150,7 +152,7 @@ class TestParityInFloat64:
         assert steps == {50, 37, 38}
 
     def test_what_follows_a_clip(self) -> None:
-        """A factor or a second clip after the first one finds it done."""
+        """Later factors and clips apply to gradients that are already clipped."""
         models = parameters(), parameters()
         optimizers = build("adam", models[0]), build("ls_adam", models[1])
         for step in range(5):
@@ -270,7 +272,7 @@ class TestGradients:
 
 
 def flat_fp16_on_cpu() -> Any:
-    """fairseq asks CUDA where its flat vector belongs; None is the index of the CPU."""
+    """fairseq asks CUDA for the device of its flat vector; None stands for the CPU."""
     return mock.patch.object(torch.cuda, "current_device", lambda: None)
 
 
@@ -314,15 +316,16 @@ class TestInsideFairseqsWrappers:
             assert_same_state(ours.state_dict(), native.state_dict(), 1e-4)
             for a, b in zip(masters(ours), masters(native), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-        # Where the float32 results fall on both sides of the middle, one unit of rounding; without
-        # float32 parameters native also rounds its gradients once more, ours does not.
+        # One unit of rounding, where the float32 results lie on both sides of a rounding boundary.
+        # Without float32 parameters, native rounds its gradients once more; ours does not.
         atol = 1e-6 if wrapper == "FP16Optimizer" else 20 * 5e-3 * eps
         for a, b in zip(*models, strict=True):
             torch.testing.assert_close(a, b, rtol=eps, atol=atol)
         assert {s["exp_avg"].dtype for s in ours.state_dict()["state"].values()} == {torch.float32}
 
     def test_each_loads_the_other(self, case: tuple[torch.dtype, str, dict[str, Any]]) -> None:
-        """After loading, native and ours go on from either's state as native does from its own."""
+        """After loading either's state, native and ours continue as native does from its own
+        state."""
         models = [parameters(case[0]) for _ in range(3)]
         native, ours, third = (
             wrapped(name, model, case)
@@ -393,7 +396,8 @@ class TestStates:
         assert_same_state(ours.state_dict(), flat_state, 0)
 
     def test_of_apex(self) -> None:
-        """Its fused Adam counts steps in the group, and can scale moments to 16 bits."""
+        """apex's fused Adam stores the step count in the group, and can scale moments to 16
+        bits."""
         _, state = self.trained()
         fused = copy.deepcopy(state)
         fused["param_groups"][0].update(step=3, bias_correction=True)
@@ -454,7 +458,8 @@ class TestAsAPlugin:
                 optimizer.optimizer = optimizer.optimizer
 
     def test_registers_once_under_both_names(self) -> None:
-        """``--user-dir`` imports the folder as ``plugins``, our launchers by its full name."""
+        """``--user-dir`` imports the folder as ``plugins``, our launchers import it by its full
+        name."""
         script = (
             "from argparse import Namespace; from lightseq_fairseq import fairseq_compat\n"
             "fairseq_compat.prepare(); from fairseq import optim, utils\n"
@@ -489,7 +494,8 @@ class TestAsAPlugin:
 def test_an_error_amid_splitting_loses_nothing(
     function: str, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory may run out at any block; whoever tries again, in either direction, goes on."""
+    """Memory may run out at any block. Calling it again, in either direction, completes the
+    conversion."""
     parameter = nn.Parameter(torch.randn(100))
     expected, low = parameter.detach().clone(), torch.empty(100, dtype=torch.bfloat16)
     adam = FlatAdam([parameter])
@@ -507,14 +513,15 @@ def test_an_error_amid_splitting_loses_nothing(
         adam.split(low)
     with pytest.raises(RuntimeError, match="out of memory"):
         directions[function]()
-    for direction in directions.values():  # from where it was, then back
+    for direction in directions.values():  # first the same direction, then back
         direction()
     assert torch.equal(parameter.detach(), expected)
     assert torch.equal(low, expected.bfloat16())
 
 
 def test_split_parameters_cannot_be_read() -> None:
-    """They hold no numbers then; a state or a step puts them together first."""
+    """They have no values while they are split; saving a state or taking a step joins them
+    first."""
     parameter = nn.Parameter(torch.randn(6, 5))
     expected, low = parameter.detach().clone(), torch.empty(30, dtype=torch.bfloat16)
     adam = FlatAdam([parameter])

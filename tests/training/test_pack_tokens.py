@@ -1,4 +1,4 @@
-"""``--pack-tokens``: its batches, training on them beside native's, and what is refused."""
+"""``--pack-tokens``: its batches, training on them compared with native, and its refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightseq_fairseq.training import full_batches
 from lightseq_fairseq.training.full_batches import cut, refill
 
 SEED = 3  # of training_runs
-# Masks differ from native's.
+# No dropout, because the masks differ from native's.
 PLAIN = {"dropout": 0, "attention_dropout": 0, "activation_dropout": 0}
 
 
@@ -45,7 +45,7 @@ def fits(sizes: Sequence[np.ndarray], pairs: list[int], tokens: int, sentences: 
 def test_each_batch_is_as_full_as_it_may_be(seed: int, tokens: int, sentences: int | None) -> None:
     rng = np.random.default_rng(seed)
     sizes = tuple(rng.integers(1, 31, 500, dtype=np.int32) for _ in range(2))
-    order = rng.permutation(500)[:300]  # some pairs have been left out
+    order = rng.permutation(500)[:300]  # some pairs have been removed
     batches = cut(order, sizes, tokens, sentences)
     assert np.concatenate(batches).tolist() == order.tolist()
     for batch, following in zip(batches, [*batches[1:], None]):
@@ -56,7 +56,7 @@ def test_each_batch_is_as_full_as_it_may_be(seed: int, tokens: int, sentences: i
 
 
 def test_exact_bounds_and_many_tokens() -> None:
-    long = np.full(6, 2**30, dtype=np.int32)  # their sums are not int32
+    long = np.full(6, 2**30, dtype=np.int32)  # their sums do not fit into int32
     short = np.ones(6, dtype=np.int32)
     for sizes in ((long, short), (short, long)):
         batches = cut(np.arange(6), sizes, 2**31, None)
@@ -79,7 +79,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def given_batches() -> Iterator[list[list[int]]]:
-    """Within it fairseq's datasets come in such batches, made one sentence after the other."""
+    """Within the block fairseq's datasets return the batches of --pack-tokens, made here one
+    sentence at a time."""
     made: list[list[int]] = []
 
     def batch_by_size(
@@ -99,7 +100,7 @@ def given_batches() -> Iterator[list[list[int]]]:
 
 
 def natives(data: Path, folder: Path, **flags: Any) -> list[float]:
-    """Losses of fairseq's own run on such batches."""
+    """The losses of fairseq's own run on these batches."""
     with given_batches() as made:
         losses = runs.run(data, folder, native=True, **runs.NATIVE, **flags)
     assert made
@@ -126,7 +127,7 @@ def test_losses_are_natives_on_the_same_batches(
     data: Path, tmp_path: Path, flags: dict[str, Any], refusal: str | None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """Over two epochs, in the captured step and in fairseq's own."""
+    """Over two epochs, with the captured step and with fairseq's own step."""
     flags = {**PLAIN, "no_save": True, "max_update": 14, **flags}
     caplog.set_level(logging.INFO)
     ours = runs.run(data, tmp_path / "a", pack_tokens=True, **{**runs.LS, **flags})
@@ -183,7 +184,7 @@ def test_resuming_in_mid_epoch_repeats_the_losses(
     whole = runs.run(data, tmp_path / "a", **flags, save_interval_updates=2)
     saved = tmp_path / "a" / "checkpoint_1_2.pt"
     assert runs.run(data, tmp_path / "b", **flags, restore_file=saved) == whole[2:]
-    # What fairseq reads does not know of the flag, and goes on with its own batches.
+    # fairseq's file does not contain the flag, so fairseq continues with its own batches.
     assert b"pack_tokens" not in saved.read_bytes()
     native = {k: v for k, v in flags.items() if k not in runs.LS and k != "pack_tokens"}
     assert runs.run(
@@ -200,7 +201,7 @@ def test_configurations_lose_the_flag() -> None:
 def test_validation_keeps_fairseqs_batches(
     data: Path, tmp_path: Path, flags: dict[str, Any]
 ) -> None:
-    """With the training set too, whose iterator fairseq gives to whoever asks."""
+    """Also if the training set is validated, whose iterator fairseq caches and uses for both."""
 
     def validated(**more: Any) -> list[list[int]]:
         seen: list[list[int]] = []
@@ -270,7 +271,7 @@ def test_refusals(binarised: Path, tmp_path: Path, line: str, sentence: str) -> 
 
 
 def test_without_the_launcher_there_is_no_such_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    """fairseq's own Trainer would not read it."""
+    """The flag is not known to fairseq's own Trainer."""
     with pytest.raises(SystemExit):
         runs.parse(["data", *LS.split(), "--pack-tokens"])
     assert "--pack-tokens" in capsys.readouterr().err

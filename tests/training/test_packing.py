@@ -1,4 +1,4 @@
-"""Packed batches hold what fairseq's collater makes, sentence by sentence."""
+"""Packed batches hold the same sentences as those of fairseq's collater."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DICTIONARY = Dictionary()
 for word in range(VOCABULARY - 4):
     DICTIONARY.add_symbol(f"w{word}")
 
-# Indices of a batch in no particular order, one pair twice.
+# Indices of a batch, unsorted, with one pair twice.
 BATCH = np.array([7, 3, 30, 12, 3, 0, 39])
 
 
@@ -69,14 +69,14 @@ def sentences(seed: int, count: int = PAIRS, longest: int = 9) -> list[Tensor]:
 
 
 def with_pads(found: list[Tensor]) -> list[Tensor]:
-    """The same with pads at the start, inside and at the end of some."""
+    """The same sentences; some have pads at the start, inside and at the end."""
     for index, place in ((7, 0), (3, len(found[3]) // 2), (30, -1), (39, 0), (39, -1)):
         found[index][place] = PAD
     return found
 
 
 def mapped(folder: Path, name: str, found: Sequence[Tensor]) -> Any:
-    """The sentences as fairseq's memory-mapped file."""
+    """The sentences in fairseq's memory-mapped file format."""
     path = str(folder / name)
     builder = indexed_dataset.make_builder(f"{path}.bin", "mmap", vocab_size=VOCABULARY)
     for sentence in found:
@@ -88,7 +88,7 @@ def mapped(folder: Path, name: str, found: Sequence[Tensor]) -> Any:
 def pairs(
     source: list[Tensor], target: list[Tensor] | None, folder: Path | None = None, **options: Any
 ) -> Any:
-    """fairseq's dataset of these pairs, over files in ``folder`` or, without it, over lists."""
+    """fairseq's dataset of these pairs, from files in ``folder`` or, if it is None, from lists."""
     sides = []
     for name, found in (("src", source), ("tgt", target)):
         sizes = None if found is None else np.array([len(sentence) for sentence in found])
@@ -104,7 +104,7 @@ def opened(batch: PackedBatch) -> Packed:
 
 
 def ours(batch: PackedBatch) -> list[tuple[list[int], ...]]:
-    """Source, its positions, decoder input, its positions and labels of every real sentence."""
+    """Source, its positions, decoder input, its positions and labels of each real sentence."""
     source, target = opened(batch).values()
     columns = []
     for segments, rows in (
@@ -118,7 +118,8 @@ def ours(batch: PackedBatch) -> list[tuple[list[int], ...]]:
 
 
 def fairseqs(dataset: Any, indices: Any) -> list[tuple[list[int], ...]]:
-    """The same of fairseq's collater, packed by ``Segments.from_mask``, in the indices' order."""
+    """The same from fairseq's collater, packed by ``Segments.from_mask``, in the order of the
+    indices."""
     sample = dataset.collater([dataset[i] for i in indices])
     source, previous = (sample["net_input"][k] for k in ("src_tokens", "prev_output_tokens"))
     columns = []
@@ -152,7 +153,7 @@ def test_sentences_are_fairseqs(
     if pads:
         source, target = with_pads(source), with_pads(target)
     if options.get("remove_eos_from_source"):
-        # fairseq cannot pad a batch with a sentence of no tokens.
+        # fairseq cannot pad a batch that contains an empty sentence.
         source = [torch.cat([torch.tensor([5]), sentence]) for sentence in source]
     dataset = pairs(source, target, tmp_path if in_file else None, **options)
     assert covers(dataset) is None
@@ -250,7 +251,7 @@ def test_parts_are_views_on_16_byte_boundaries(
         assert (segments.max_len, segments.shape) == (most, (sentences, most))
         assert segments.index.numel() == 0
     assert end <= block.nbytes < end + 16
-    # Without memory there is nothing to read.
+    # On the meta device there are no values to read: opening a block must not need any.
     open_block(block.to("meta"), layout, bucket, longest)
 
 
@@ -302,7 +303,7 @@ def test_fairseqs_iterator(tmp_path: Path) -> None:
     assert ours(packed.first_batch) == fairseqs(dataset, batches[0])
     for _ in range(2):
         samples, found = (list(iterator.next_epoch_itr()) for iterator in (native, packed))
-        # Five batches on two shards: fairseq fills up with an empty one.
+        # Five batches on two shards: fairseq adds an empty batch.
         assert [len(sample) == 0 for sample in found] == [len(s) == 0 for s in samples]
         assert sum(len(sample) == 0 for sample in found) == 1
         for sample, batch in zip(samples, found, strict=True):
@@ -358,7 +359,7 @@ def test_covers_language_pairs_alone() -> None:
 
 
 def text(breaks: str, pads: bool = False, **options: Any) -> Any:
-    """fairseq's dataset of running text, with pads spelled in it or not."""
+    """fairseq's dataset of running text, with or without pads in the text."""
     found = with_pads(sentences(3)) if pads else sentences(3)
     found[5] = found[20] = torch.tensor([EOS])  # between documents
     sizes = np.array([len(sentence) for sentence in found])

@@ -1,4 +1,4 @@
-"""Update for update the same training as fairseq: loss, gradient norm and every parameter."""
+"""Every update equals fairseq's: loss, gradient norm and every parameter."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def test_fifty_updates(corpus: Path, norm: dict[str, Any], shared: dict[str, Any
     native = train(command_line(corpus, NATIVE, **norm, **shared), 50)
     ours = train(command_line(corpus, LS, **norm, **shared), 50)
     compare(ours, native)
-    # The run is a hard one: it learns, clips most updates and not all, and both micro-batches of
-    # an update have a size of their own.
+    # The run tests much: it learns, it clips most but not all updates, and the two micro-batches of
+    # an update have different sizes.
     assert native[-1].logged["loss"] < 0.9 * native[0].logged["loss"]
     assert 0.5 < sum(update.norm > parity.FLAGS["clip-norm"] for update in native) / 50 < 1
     assert any(len(set(update.sample_sizes)) == 2 for update in native)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "right-pad-source": {"left_pad_source": True},  # fairseq's flag switches its default off
+    "right-pad-source": {"left_pad_source": True},  # fairseq's flag inverts its default
     "gelu": {"activation_fn": "gelu"},
     "gelu_accurate": {"activation_fn": "gelu_accurate"},
     "learned-positions": {"encoder_learned_pos": True, "decoder_learned_pos": True},
@@ -88,7 +88,7 @@ def test_variants(corpus: Path, flags: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("left", [True, False])
 def test_sources_are_padded_on_either_side(corpus: Path, left: bool) -> None:
-    # What test_fifty_updates and the variant right-pad-source stand on.
+    # test_fifty_updates and the variant right-pad-source rely on this.
     sources: list[torch.Tensor] = []
 
     def note(sample: dict[str, Any]) -> dict[str, Any]:
@@ -113,8 +113,8 @@ def test_accuracy_counts_right_answers(corpus: Path) -> None:
 
 @NORMS
 def test_layer_drop(corpus: Path, norm: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Which layers stay is drawn from torch's generator, from which ours also draws a seed of its
-    # masks: without that draw both keep the same layers. Some updates keep none at all.
+    # torch's generator decides which layers are kept. Ours also draws the seed of its masks from
+    # it; without that draw both models keep the same layers. Some updates keep no layer at all.
     kept: list[int] = []
     draw = layer_drop.LayerDropModuleList.__iter__
     monkeypatch.setattr(transformer, "draw_rng", lambda device: torch.zeros(2, dtype=torch.int64))
@@ -145,8 +145,8 @@ RATES = {
 def test_dropout_acts_where_fairseqs_does(
     corpus: Path, norm: dict[str, Any], activation: str
 ) -> None:
-    # With nothing dropped and everything scaled by 1 / (1 - p), a place or a rate that differs
-    # shows. ReLU would hide a dropout before the activation, as it is homogeneous.
+    # Dropout that drops nothing but scales by 1 / (1 - p) shows a different place or rate. ReLU is
+    # homogeneous, so it would hide whether dropout comes before or after the activation.
     flags = {**RATES, "activation_fn": activation, **norm}
     with parity.every_unit_kept():
         check(corpus, 6, **flags)
@@ -219,7 +219,7 @@ def test_float32_is_as_close_as_another_order_of_rows(corpus: Path, norm: dict[s
     ids=["nothing", "decoders", "encoders-and-embeddings"],
 )
 def test_pairs_of_languages(corpus: Path, shared: dict[str, Any], tmp_path: Path) -> None:
-    """Both directions: each update trains two models, which may have parameters in common."""
+    """Both directions: each update trains two models, which may share parameters."""
     flags = {**shared, "arch": "multilingual_transformer", "task": "multilingual_translation"}
     if shared.get("share_all_embeddings"):
         shutil.copytree(corpus, tmp_path, dirs_exist_ok=True)
@@ -227,14 +227,15 @@ def test_pairs_of_languages(corpus: Path, shared: dict[str, Any], tmp_path: Path
         shutil.copy(corpus / "dict.src.txt", corpus / "dict.tgt.txt")
 
     def run(systems: Systems) -> list[parity.Update]:
-        # A source or target language, given, means translating.
+        # With a source or target language, fairseq would translate instead of train.
         none = {"source_lang": None, "target_lang": None}
         argv = command_line(corpus, systems, **flags, **none, lang_pairs="src-tgt,tgt-src")
         return train(argv, 24)
 
     native, ours = run(NATIVE), run(LS)
-    assert all(len(update.sample_sizes) == 1 for update in ours)  # of both, in the captured step
-    for update in native:  # fairseq's task counts each pair by itself, too, and logs none of that
+    # one for both pairs, in the captured step
+    assert all(len(update.sample_sizes) == 1 for update in ours)
+    for update in native:  # fairseq's task also counts each pair separately, and does not log that
         update.output = {k: v for k, v in update.output.items() if ":" not in k}
     compare(ours, native)
 
@@ -261,7 +262,7 @@ def test_running_text(text: Path, breaks: str, flags: dict[str, Any]) -> None:
     native = train(command_line(text, NATIVE, **flags), 30)
     ours = train(command_line(text, LS, **flags), 30)
     compare(ours, native)
-    assert all(len(update.sample_sizes) == 1 for update in ours)  # in the captured step
+    assert all(len(update.sample_sizes) == 1 for update in ours)  # with the captured step
     assert any(len(set(update.sample_sizes)) == 2 for update in native)
     losses = [update.logged["loss"] for update in native]
     assert sum(losses[-10:]) < 0.95 * sum(losses[:10])
@@ -299,6 +300,55 @@ def test_blocks_that_fill_a_batch_up_are_left_to_fairseqs_step(text: Path) -> No
     ours = train(command_line(text, LS, **flags), 4)
     compare(ours, native)
     assert all(len(update.sample_sizes) == 2 for update in ours)
+
+
+# fairseq's transformer_lm_wiki103, smaller.
+WIKI103 = {
+    **TEXT,
+    "arch": "transformer_lm_wiki103",
+    "criterion": "adaptive_loss",
+    "ddp_backend": "legacy_ddp",
+    "decoder_layers": 2,
+    "adaptive_input_cutoff": "20,50",
+    "adaptive_softmax_cutoff": "20,50",
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "adaptive_softmax_dropout": 0.0,
+    "sample_break_mode": "complete",
+}
+ADAPTIVE: dict[str, dict[str, Any]] = {
+    "wiki103": WIKI103,
+    "learned-normed": {**WIKI103, "decoder_learned_pos": True, "layernorm_embedding": True},
+    "no-positions": {**WIKI103, "no_token_positional_embeddings": True},
+    "softmax": {**WIKI103, "arch": "transformer_lm", "adaptive_input_cutoff": None},
+    "softmax-widths": {
+        **WIKI103, "arch": "transformer_lm_gbw", "adaptive_input_cutoff": None,
+        "decoder_input_dim": 20, "decoder_output_dim": 28,
+    },
+    "input": {
+        **WIKI103, "arch": "transformer_lm", "adaptive_softmax_cutoff": None,
+        "adaptive_input": True, "criterion": "cross_entropy",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", ["ls", "native"])
+@pytest.mark.parametrize("flags", ADAPTIVE.values(), ids=ADAPTIVE)
+def test_adaptive_inputs_and_softmax(text: Path, flags: dict[str, Any], optimizer: str) -> None:
+    """By fairseq's own modules around our layers, in fairseq's own step."""
+    criterion = "ls" if flags["criterion"] == "cross_entropy" else "native"
+    native = train(command_line(text, NATIVE, **flags), 20)
+    ours = train(command_line(text, Systems("ls", optimizer, criterion), **flags), 20)
+    compare(ours, native)
+    assert all(len(update.sample_sizes) == 2 for update in ours)
+    assert ours[-1].loss / ours[-1].sample_size < 0.95 * ours[0].loss / ours[0].sample_size
+
+
+def test_dropout_of_adaptive_models_acts_where_fairseqs_does(text: Path) -> None:
+    flags = {**WIKI103, **RATES, "adaptive_softmax_dropout": 0.2}
+    with parity.every_unit_kept():
+        native = train(command_line(text, NATIVE, **flags), 6)
+        compare(train(command_line(text, Systems("ls", "ls", "native"), **flags), 6), native)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])

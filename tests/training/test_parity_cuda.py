@@ -1,4 +1,4 @@
-"""On a GPU, with the CUDA kernels: the same training as fairseq, as far as rounding allows."""
+"""On a GPU with the CUDA kernels, training equals fairseq's up to rounding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightseq_fairseq import library
 
 pytestmark = pytest.mark.gpu
 
-# Head width 32 and V = 97: sizes that the kernels take, and one that suits none of them.
+# Head width 32 suits the kernels; V = 97 is no multiple of anything.
 FLAGS = {
     "cpu": None,
     "encoder_embed_dim": 64,
@@ -59,9 +59,10 @@ def test_every_op_has_a_kernel() -> None:
 
 @pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)
 def test_float32(corpora: dict[str, Path], flags: dict[str, Any]) -> None:
-    """Loss, norm and parameters: as close to native as native to itself with rows permuted.
+    """Loss, norm and parameters are as close to native as native is to itself with permuted rows.
 
-    But for the keys' biases, which in float32 are nothing but rounding: float64's test holds them.
+    Except for the biases of the keys, which are only rounding in float32; the float64 tests check
+    them.
     """
 
     def run(systems: Systems, change_batch: Any = None) -> list[parity.Update]:
@@ -80,7 +81,7 @@ def test_float32(corpora: dict[str, Path], flags: dict[str, Any]) -> None:
 @pytest.mark.parametrize("model", ["translation-post-norm", "gpt"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_16_bit_loss_curve(corpora: dict[str, Path], precision: str, model: str) -> None:
-    """No further from native's curve than native's own runs are from each other."""
+    """The loss curve is as close to native's as native's own runs are to each other."""
 
     def curve(systems: Systems, change_batch: Any = None) -> torch.Tensor:
         flags = {**MODELS[model], precision: True, "fp16_init_scale": 128}

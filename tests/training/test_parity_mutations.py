@@ -1,7 +1,7 @@
-"""The parity runs notice the mistakes that people make: each is made here, and found.
+"""The parity runs find common mistakes: each mistake is made here on purpose.
 
-A mutation changes one rule of ours at the narrowest place. The run must pass without it and fail
-with it, with the same data, flags and number of updates.
+A mutation changes one rule of our code at one place. With the same data, flags and number of
+updates, the run must pass without the mutation and fail with it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ Arguments = dict[str, Any]
 
 @dataclass
 class Mutation:
-    """A mistake, and the run in which it shows.
+    """A mistake, and the run that shows it.
 
     Attributes:
         make: makes the mistake.
-        flags: of the run, besides ``parity.FLAGS``.
-        updates: the first that shows it, at the latest. The learning rate of the first is zero.
-        context: what else the run stands in.
+        flags: flags of the run, in addition to ``parity.FLAGS``.
+        updates: the number of updates after which it shows. In the first update the learning rate
+            is zero.
+        context: a context manager around the run.
     """
 
     make: Callable[[Patch], None]
@@ -58,7 +59,7 @@ MUTATIONS: dict[str, Mutation] = {}
 def mutation(
     updates: int = 1, context: Callable[[], Any] = contextlib.nullcontext, **flags: Any
 ) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
-    """Enter the decorated function into MUTATIONS under its name."""
+    """Adds the decorated function to MUTATIONS under its name."""
 
     def enter(make: Callable[[Patch], None]) -> Callable[[Patch], None]:
         MUTATIONS[make.__name__] = Mutation(make, flags, updates, context)
@@ -78,7 +79,7 @@ def native_runs() -> dict[str, list[parity.Update]]:
 
 
 def change_op(patch: Patch, name: str, change: Callable[[Arguments], Any]) -> None:
-    """Call ``ops.<name>`` with the arguments that ``change`` has altered in place."""
+    """Makes ``ops.<name>`` use arguments that ``change`` has modified in place."""
     op = getattr(ops, name)
     signature = inspect.signature(op)
 
@@ -95,7 +96,7 @@ def change_op(patch: Patch, name: str, change: Callable[[Arguments], Any]) -> No
 
 @mutation(label_smoothing=0.2)
 def smoothing_shared_by_all_classes(patch: Patch) -> None:
-    # eps / V for every class, as in torch, instead of eps / (V - 1) for every other class.
+    # eps / V for all classes, as in torch, instead of eps / (V - 1) for all other classes.
     def change(a: Arguments) -> None:
         a["smoothing"] *= (VOCABULARY - 1) / VOCABULARY
 
@@ -109,7 +110,7 @@ def smoothing_shared_by_all_classes(patch: Patch) -> None:
 
 @mutation(updates=3)
 def eps_after_bias_correction(patch: Patch) -> None:
-    # m' / (sqrt(v') + eps) with m' and v' corrected, as in torch.
+    # m' / (sqrt(v') + eps) with corrected m' and v', as in torch.
     def change(a: Arguments) -> None:
         a["eps"] *= (1 - a["beta2"] ** (int(a["step"]) + 1)) ** 0.5
 
@@ -126,7 +127,7 @@ def decay_without_learning_rate(patch: Patch) -> None:
 
 @mutation(updates=2)
 def decay_in_the_gradient(patch: Patch) -> None:
-    # L2 regularisation, Adam before AdamW.
+    # L2 regularisation, as in Adam before AdamW.
     def change(a: Arguments) -> None:
         a["grad"] = a["grad"] + a["weight_decay"] * a["param"] / a["multiplier"]
         a["weight_decay"] = 0.0
@@ -156,8 +157,9 @@ def decay_spares_biases_and_norms(patch: Patch) -> None:
 # Clipping
 
 
-# 1e-6 is little beside a norm near 1: a high learning rate and an eps that ends Adam's indifference
-# to the length of the gradient show it within a few updates, the usual ones within ten or twenty.
+# 1e-6 is small compared with a norm near 1. A high learning rate and a large eps, with which Adam
+# depends on the length of the gradient, show the mistake within a few updates; the usual values
+# need ten or twenty.
 HIGH_RATE = {"lr": 0.05, "adam_eps": 1e-2}
 
 
@@ -168,7 +170,7 @@ def clip_without_eps(patch: Patch) -> None:
 
 @mutation(updates=4, clip_norm=5.0)
 def clip_not_capped(patch: Patch) -> None:
-    # A gradient that is shorter than the limit is stretched to it.
+    # A gradient that is shorter than the limit is scaled up to it.
     def change(a: Arguments) -> None:
         limit, a["max_norm"] = a["max_norm"], 0.0
         total = a["norm"] * a["multiplier"]
@@ -196,7 +198,7 @@ def norm_logged_after_clipping(patch: Patch) -> None:
     **HIGH_RATE,
 )
 def clip_of_fp16_as_of_fp32(patch: Patch) -> None:
-    # max / (norm + 1e-6) where fp16 has max / norm.
+    # max / (norm + 1e-6), where fp16 uses max / norm.
     change_op(patch, "adam_step", lambda a: a.update(clip_eps=1e-6))
 
 
@@ -204,7 +206,7 @@ def clip_of_fp16_as_of_fp32(patch: Patch) -> None:
 
 
 def change_sample_size(patch: Patch, change: Callable[[Any, list[float]], float]) -> None:
-    """Let ``change(step, counts)`` say how many samples a step has."""
+    """Makes ``change(step, counts)`` return the number of samples of a step."""
     counts_of = FastPath._counts
 
     def changed(self: Any, batches: Any) -> list[float]:
@@ -237,7 +239,8 @@ def nll_per_sentence(patch: Patch) -> None:
 
 @mutation()
 def mean_of_every_micro_batch(patch: Patch) -> None:
-    # Each micro-batch divided by its own size, not the sum of all by the sum of their sizes.
+    # Each micro-batch is divided by its own size, instead of the sum of all by the sum of their
+    # sizes.
     loss = objectives.label_smoothed_cross_entropy
 
     def changed(logits: Tensor, labels: Tensor, *settings: Any) -> Any:
@@ -251,7 +254,7 @@ def mean_of_every_micro_batch(patch: Patch) -> None:
 
 @mutation()
 def last_micro_batch_only(patch: Patch) -> None:
-    # A gradient that is overwritten where it ought to be added to.
+    # A gradient is overwritten instead of accumulated.
     write = DirectGradients.write
     patch.setattr(DirectGradients, "write", lambda self, accumulate: write(self, False))
 
@@ -269,7 +272,8 @@ def ignored_prefix_leaves_the_sample_size(patch: Patch) -> None:
 
 
 def look_up_a_pad(patch: Patch, padding_idx: int | None) -> None:
-    """End every batch with a pad token whose row carries a gradient, as stale rows would."""
+    """Adds a pad token to the end of every batch, with a gradient for its row, as stale rows would
+    have."""
 
     def change(a: Arguments) -> None:
         a["tokens"] = torch.cat([a["tokens"], a["tokens"].new_tensor([PAD])])
@@ -287,7 +291,7 @@ def pad_row_learns_from_look_ups(patch: Patch) -> None:
 
 
 def test_looked_up_pad_does_no_harm(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What pad_row_learns_from_look_ups adds is harmless while the op leaves the row out.
+    # The pad that pad_row_learns_from_look_ups adds is harmless if the op ignores the pad's row.
     native = train(command_line(corpus, NATIVE), 2)
     look_up_a_pad(monkeypatch, padding_idx=None)
     compare(train(command_line(corpus, LS), 2), native)
@@ -311,12 +315,13 @@ def pad_row_does_not_learn_from_the_projection(patch: Patch) -> None:
 
 @mutation()
 def positions_count_pads(patch: Patch) -> None:
-    # The column of the batch: the same for right-padded sources, not for left-padded ones.
+    # Positions count the columns of the padded batch: this is right for right-padded sources, but
+    # not for left-padded ones.
     open_batch = PackedBatch.open
 
     def changed(self: PackedBatch, block: Tensor | None = None) -> Packed:
         packed = open_batch(self, block)
-        if block is None:  # it is being filled
+        if block is None:  # the batch is being filled
             return packed
         source = packed["source"].segments
         lengths = source.cu_seqlens.diff()
@@ -329,7 +334,7 @@ def positions_count_pads(patch: Patch) -> None:
 
 @mutation()
 def positions_start_at_zero(patch: Patch) -> None:
-    # The sinusoidal table is handed over from the first position's row on.
+    # The sinusoidal table is passed from the row of the first position on.
     change_embed(patch, lambda a: a.update(position_weight=a["position_weight"]._base))
 
 
@@ -346,7 +351,7 @@ def change_embed(patch: Patch, change: Callable[[Arguments], Any]) -> None:
     patch.setattr(transformer, "embed", changed)
 
 
-# Dropout, in runs which keep every unit and scale it
+# Dropout, in runs that keep every unit and scale it
 
 
 DROPOUT: dict[str, Any] = {
@@ -360,7 +365,7 @@ DROPOUT: dict[str, Any] = {
 
 
 def scale_of(a: Arguments) -> float:
-    """1 / (1 - p) of an op's arguments, whose p becomes 0."""
+    """1 / (1 - p) for the arguments of an op, whose p is set to 0."""
     scale: float = 1 / (1 - a["p"])
     a["p"] = 0.0
     return scale
@@ -430,7 +435,7 @@ def erf_for_tanh(patch: Patch) -> None:
 
 @mutation()
 def another_layer_norm_eps(patch: Patch) -> None:
-    # PyTorch's and fairseq's default is 1e-5; T5, XLM and others take 1e-6 or 1e-12.
+    # PyTorch's and fairseq's default is 1e-5; T5, XLM and others use 1e-6 or 1e-12.
     change_op(patch, "dropout_residual_layer_norm_fwd", lambda a: a.update(eps=1e-6))
 
 

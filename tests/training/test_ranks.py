@@ -1,4 +1,5 @@
-"""The captured step on several ranks. On a CPU: the same code, one kernel at a time, over gloo."""
+"""The captured step on several ranks, here over gloo on a CPU, where kernels are launched one by
+one."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ PLAIN = {"dropout": 0, "attention_dropout": 0, "activation_dropout": 0, "no_save
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Epochs of seven batches: in the last update one of two ranks has none."""
+    """Epochs of seven batches: in the last update, one of two ranks has no batch."""
     return runs.corpus(tmp_path_factory.mktemp("corpus"))
 
 
@@ -67,7 +68,7 @@ def test_each_rank_draws_masks_of_its_own(data: Path, tmp_path: Path) -> None:
 def test_a_rank_that_is_out_of_memory_keeps_the_others_company(
     data: Path, tmp_path: Path, for_good: bool
 ) -> None:
-    """Its batch counts nothing, as if it had none."""
+    """Its batch does not count, as if the rank had none."""
     packed_logits, calls = LSTransformerModel.packed_logits, 0
 
     def fails(self: LSTransformerModel, *arguments: Any) -> Any:
@@ -85,14 +86,14 @@ def test_a_rank_that_is_out_of_memory_keeps_the_others_company(
     assert len(losses[0]) == 9
     assert losses[0][:2] == plain[0][:2]
     if for_good:
-        assert losses[0][2] < 0.8 * plain[0][2]  # a sum over one batch instead of two
+        assert losses[0][2] < 0.8 * plain[0][2]  # the sum over one batch instead of two
     else:
         assert losses == plain
 
 
 def test_ranks_stop_by_the_clock_together(data: Path, tmp_path: Path) -> None:
     def clock(self: Trainer) -> float:
-        """Rank 1 has begun later, or its clock is slow."""
+        """Rank 1 has started later, or its clock is slow."""
         return 3600.0 * (self.get_num_updates() + 1) * (2 - torch.distributed.get_rank())
 
     with mock.patch.object(Trainer, "_local_cumulative_training_time", clock):

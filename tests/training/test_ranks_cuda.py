@@ -1,4 +1,4 @@
-"""The captured step on several ranks, with a GPU each or with one for all."""
+"""The captured step on several ranks, with one GPU each or with one GPU for all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def test_captured_ranks_are_eager_ones_and_one_with_twice_the_batches(
 ) -> None:
     (tmp_path / "data").mkdir()
     data = runs.corpus(tmp_path / "data")
-    # Each process would time its own algorithms, and bits follow from what it finds.
+    # Without this, each process would time cuBLASLt algorithms itself, and the bits depend on its
+    # choice.
     monkeypatch.setenv("LIGHTSEQ_LINEAR_SEARCH", "0")
     flags: dict[str, Any] = {**ON_GPU, **PLAIN, precision: True, "max_update": 24}
     found = {}

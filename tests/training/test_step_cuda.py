@@ -1,4 +1,4 @@
-"""Whole runs on a GPU: a captured step is the same step as one launched kernel by kernel."""
+"""Whole runs on a GPU: a captured step equals a step whose kernels are launched one by one."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Found:
-    """What a run has computed, and what the host knew of it meanwhile.
+    """The results of a run, and what the host knew during it.
 
-    counts: the host's count of updates when it started each. states: what each has reported.
+    counts: the host's count of updates when it started each update. states: the reports of the
+    updates.
     """
 
     folder: Path
     losses: list[float]
     counts: list[float]
-    states: list[str]  # as text, where one NaN is like another
+    states: list[str]  # as text, because NaN is not equal to NaN
     graphs: int
 
 
@@ -44,7 +45,7 @@ class Found:
 def found(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Found]:
-    """Runs with the given flags, captured or kernel by kernel."""
+    """Runs with the given flags, captured or eager."""
     start, wait = step.TrainingStep.update, step.Report.wait
 
     def get(name: str, captured: bool = True, corpus: Path = data, **flags: Any) -> Found:
@@ -115,13 +116,14 @@ def test_captured_and_eager_are_equal_with_many_flags(found: Callable[..., Found
 def test_a_longer_sentence_between_updates_leaves_graphs_right(
     found: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes larger tables of positions; graphs have captured the smaller ones."""
+    """The longer sentence needs larger position tables; the graphs have captured the smaller
+    ones."""
     start, updates = step.TrainingStep._collect_gradients, 0
 
     def after_a_long_one(self: step.TrainingStep, *arguments: Any) -> None:
         nonlocal updates
         updates += 1
-        if updates == 18:  # each bucket of an epoch of 7 updates has its graph
+        if updates == 18:  # all buckets of an epoch of 7 updates have graphs
             sides = self.model.encoder, self.model.decoder
             small = [side._table for side in sides]
             shape = 8, *small[0].shape
@@ -132,7 +134,8 @@ def test_a_longer_sentence_between_updates_leaves_graphs_right(
             self.model.train()
             assert all(len(s._table) > len(t) for s, t in zip(sides, small, strict=True))
             del small
-            nans: list[Any] = [torch.full(shape, torch.nan, device="cuda")]  # in what is free
+            # fills memory that has been freed
+            nans: list[Any] = [torch.full(shape, torch.nan, device="cuda")]
             nans += self._graphs.launch(
                 "nans", lambda: [torch.full(shape, torch.nan, device="cuda") for _ in range(2)]
             )
@@ -151,8 +154,9 @@ def test_overflows_are_skipped_as_fairseq_skips_them(
 ) -> None:
     """The scale doubles every third update until it is too large, again and again.
 
-    With an interval of 1 the host waits for every update; with 100 it has started two more when it
-    learns of one that was skipped.
+    With an interval of 1, the host waits for every update. With 100, it has started two more
+    updates
+    when it learns that one was skipped.
     """
     flags = {**ON_GPU, "fp16": True, "fp16_init_scale": 2**13, "fp16_scale_window": 3}
     flags["max_update"] = 40

@@ -1,4 +1,4 @@
-"""Whole runs on a GPU in which something goes wrong, and which go on all the same."""
+"""Whole runs on a GPU in which something fails, and which continue."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_cannot_be_captured_goes_on_without_graphs(
     assert set(steps[-1]._graphs._graphs) <= {"update"}
     for kind in zip(*memory, strict=True):
         assert max(kind[20:]) <= max(kind[:20])
-    # Neither works as long as torch believes that a capture is underway.
+    # Both calls fail if torch still believes that a capture is in progress.
     torch.cuda.empty_cache()
     torch.rand(1, device="cuda")
 
@@ -92,10 +92,10 @@ def test_training_goes_on_when_a_bucket_is_out_of_memory(
     data: Path, tmp_path: Path, in_capture: bool, for_good: bool,
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The update is made again without graphs; its batch is left out if that does not help."""
+    """The update is repeated without graphs; if that fails too, its batch is dropped."""
     packed_logits, run = LSTransformerModel.packed_logits, TrainingStep.update
     starts = 0
-    failed: int | None = None  # the start at which there was no memory
+    failed: int | None = None  # the number of the update that ran out of memory
 
     def out_of_memory() -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory: a test wanted all of it")
@@ -136,7 +136,8 @@ def test_training_goes_on_when_a_bucket_is_out_of_memory(
 
 
 def train(turn: Any, data: Path, folder: Path, dies_after: int | None) -> None:
-    """In a process of its own, once it is its turn; it leaves its losses, unless it is killed."""
+    """Trains in a separate process when its turn comes; writes its losses to a file, unless it is
+    killed."""
     torch.zeros(1, device="cuda")
     turn.acquire()
     step, calls = TrainingStep.update, 0
@@ -157,14 +158,15 @@ def train(turn: Any, data: Path, folder: Path, dies_after: int | None) -> None:
 def test_killed_five_times_at_random(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Each process would time its own algorithms, and bits follow from what it finds.
+    # Without this, each process would time cuBLASLt algorithms itself, and the bits depend on its
+    # choice.
     monkeypatch.setenv("LIGHTSEQ_LINEAR_SEARCH", "0")
     context, generator = multiprocessing.get_context("spawn"), random.Random(5)
     work: list[tuple[str, int | None]] = [
         ("whole", None), *(("killed", generator.randint(1, 5)) for _ in range(5)), ("killed", None),
     ]  # fmt: skip
     turns = [context.Semaphore(0) for _ in work]
-    # All at once, since starting takes them longer than training does.
+    # Start all at once, because starting takes longer than training.
     processes = [
         context.Process(target=train, args=(turn, data, tmp_path / name, dies_after), daemon=True)
         for turn, (name, dies_after) in zip(turns, work, strict=True)
@@ -183,7 +185,7 @@ def test_killed_five_times_at_random(
 
 
 def test_a_run_ends_when_training_does(data: Path, tmp_path: Path) -> None:
-    """Also in the middle of an epoch, where workers go on for batches that nobody wants."""
+    """Also in the middle of an epoch, where data loading workers would go on making batches."""
     flags = {**ON_GPU, "bf16": True, "max_update": 3, "num_workers": 3, "no_save": True}
     flags.update(batch_size=1, distributed_world_size=1)
     named = {name.replace("_", "-"): value for name, value in flags.items()}
@@ -201,10 +203,11 @@ def test_a_run_ends_when_training_does(data: Path, tmp_path: Path) -> None:
 
 
 def hang(words: list[str]) -> None:
-    """lightseq-train in a process of its own, with a step that takes the GPU two minutes.
+    """lightseq-train in a separate process, with a step that takes the GPU two minutes.
 
-    It comes when all sizes of batches have been captured: what CUDA loads or captures first might
-    wait for the GPU by itself.
+    The step comes when all batch shapes have been captured, because loading and capturing kernels
+    may
+    itself wait for the GPU.
     """
     step, calls = TrainingStep.update, 0
 

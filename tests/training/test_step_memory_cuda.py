@@ -19,27 +19,27 @@ from lightseq_fairseq.training import step
 
 pytestmark = pytest.mark.gpu
 
-SLACK = 32 << 20  # bytes in 15000 updates
+SLACK = 32 << 20  # bytes, over 15000 updates
 
 
 def resident() -> int:
-    """Bytes of the host's memory that this process has in use."""
+    """Bytes of host memory that this process uses."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.large
 @pytest.mark.alone
-@pytest.mark.timeout(900)  # others end first
+@pytest.mark.timeout(900)  # other tests have a shorter limit
 def test_memory_stays_flat_over_twenty_thousand_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches of fifteen shapes, of which thirteen may have graphs beside the update's."""
+    """Batches of fifteen shapes; besides the update, thirteen of them can have graphs at a time."""
     monkeypatch.setattr("lightseq_fairseq.graphs.MOST_GRAPHS", 14)
     (tmp_path / "data").mkdir()
     data = write_corpus(tmp_path / "data", pairs=2000, longest=60)
     run, reserved, captured = step.TrainingStep.update, [], []
-    on_device, on_host = [], []  # of every hundredth update
+    on_device, on_host = [], []  # measured at every hundredth update
 
     def recorded(self: step.TrainingStep, *arguments: Any) -> Any:
         if len(reserved) % 100 == 0:
@@ -80,7 +80,7 @@ def test_graphs_use_the_memory_of_plain_steps(
 def test_steps_leave_nothing_in_the_memory_of_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An earlier graph would write over it."""
+    """An earlier graph would overwrite memory that is allocated there."""
     (tmp_path / "data").mkdir()
     data = write_corpus(tmp_path / "data", pairs=2000, longest=60)
     run, left = Graphs.launch, []
@@ -95,7 +95,8 @@ def test_steps_leave_nothing_in_the_memory_of_graphs(
     flags.update(max_update=40, validate_interval_updates=10, disable_validation=None)
     runs.run(data, tmp_path / "run", **flags)
     assert len(left) > 100
-    # The first step makes the table of positions, the first graph torch's generator two numbers.
+    # The first step allocates the position table, and the first graph two numbers of torch's
+    # generator.
     assert sum(max(more, 0) for more in left[1:]) <= 4096
 
 
@@ -107,9 +108,10 @@ def test_a_validation_takes_the_memory_of_graphs_where_it_needs_it(
     flags = {**ON_GPU, "bf16": True, "max_tokens": 8192, "encoder_embed_dim": 512}
     flags.update(encoder_attention_heads=8, decoder_attention_heads=8)
     flags.update(max_update=24, validate_interval_updates=12, disable_validation=None, no_save=True)
-    flags.update(validate_interval=100)  # not at the ends of epochs: at updates 12 and 24 alone
+    flags.update(validate_interval=100)  # not at the end of an epoch, so only at updates 12 and 24
     validates, valid = TranslationTask.valid_step, []
-    more, limit = 64 << 20, 0  # bytes that a validation wants, and what it may have with all else
+    # bytes that a validation allocates, and the limit for everything together
+    more, limit = 64 << 20, 0
 
     def validated(self: TranslationTask, *arguments: Any) -> Any:
         loss, *others = validates(self, *arguments)

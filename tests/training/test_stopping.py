@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: a checkpoint after the update, from which the same command goes on."""
+"""SIGTERM and SIGUSR1 end training with a checkpoint after the update; the same command resumes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def binarised(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def signalled(number: int, update: int, rank: int = 0) -> Any:
-    """A rank gets a signal while an update is under way, counted from 1."""
+    """Sends a signal to a rank during an update, counted from 1."""
     begin = StoppableTrainer._local_cumulative_training_time
 
     def clock(self: StoppableTrainer) -> float:
@@ -71,7 +71,7 @@ def test_a_run_goes_on_bit_by_bit(
 
 @pytest.mark.parametrize("steps", SETS)
 def test_ranks_stop_after_the_same_update(data: Path, tmp_path: Path, steps: str) -> None:
-    """The signal comes to one of them, which is not the first."""
+    """Only one rank gets the signal, not the first one."""
     flags = {**SETS[steps], "max_update": 9}
     whole = runs.run_ranks(data, tmp_path / "whole", 2, **flags)
     with signalled(signal.SIGUSR1, 3, rank=1), pytest.raises(AssertionError):
@@ -113,7 +113,8 @@ def test_a_run_that_saves_nothing_ends_at_once(data: Path, tmp_path: Path, flag:
 
 
 def test_a_second_one_ends_at_once(data: Path, tmp_path: Path) -> None:
-    """Later than the same one that comes a second time, to a process and to its group."""
+    """It comes later than the repetition that senders make to a process and to its process
+    group."""
     clock, ticks = time.monotonic, functools.partial(next, iter(range(0, 9000, 3)))
 
     def work() -> None:
@@ -152,7 +153,7 @@ def test_the_launcher_ends_ranks_by_a_second_one() -> None:
     rank.start()
     ready.wait(30)
     ranks, start = signals.SpawnedRanks(), time.monotonic()
-    for after in (0, 0.5):  # to the launcher, and to its group as well
+    for after in (0, 0.5):  # to the launcher, then to its process group
         with mock.patch.object(time, "monotonic", lambda after=after: start + after):
             ranks.tell(signal.SIGTERM, None)
         rank.join(0.2)
@@ -196,7 +197,7 @@ def test_the_launcher_says_so(
          "--disable-validation", "--log-interval", "1", "--save-interval", "1000000",
          "--num-workers", "1"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},  # and so threads in each process
+        env={**os.environ, "OMP_NUM_THREADS": "2"},  # so each process has several threads
     )  # fmt: skip
     try:
         assert process.stdout is not None
@@ -205,7 +206,7 @@ def test_the_launcher_says_so(
                 break
         second = cli_runs.run("train", binarised, "--arch", "ls_transformer_tiny",
                               "--save-dir", tmp_path / "save", *cli_runs.SMALL)  # fmt: skip
-        # To all processes, as batch systems do, or to the first one alone.
+        # To all processes, as batch systems do, or only to the first one.
         os.killpg(process.pid, number) if to_all else process.send_signal(number)
         _, complaint = process.communicate(timeout=100)
     finally:

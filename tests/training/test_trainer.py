@@ -33,13 +33,13 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16 list": {**FP16, "fp16_no_flatten_grads": True},
     "memory-efficient bf16": {"memory_efficient_bf16": True},
 }
-UPDATES = 12  # of which 7 make the first epoch
+UPDATES = 12  # 7 of them are the first epoch
 SAVED = {"checkpoint_1_5.pt": 5, "checkpoint1.pt": 7, "checkpoint_2_10.pt": 10}
 
 
 @pytest.fixture(autouse=True)
 def flat_fp16_on_cpu() -> Any:
-    """fairseq asks CUDA where its flat vector belongs; None is the index of the CPU."""
+    """fairseq asks CUDA for the device of its flat vector; None stands for the CPU."""
     with mock.patch.object(torch.cuda, "current_device", lambda: None):
         yield
 
@@ -50,7 +50,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Run:
-    """A run that was never interrupted: its losses and, in ``folder``, its checkpoints."""
+    """A run without interruption: its losses and, in ``folder``, its checkpoints."""
 
     def __init__(self, data: Path, folder: Path, flags: dict[str, Any]) -> None:
         self.data, self.folder, self.flags = data, folder, flags
@@ -106,7 +106,8 @@ class TestMasters:
     def test_resets_keep_them(
         self, precision: str, finished: Callable[[str], Run], tmp_path: Path
     ) -> None:
-        """--reset-optimizer drops moments, not digits: no update, no change."""
+        """--reset-optimizer resets the moments, but must not round the parameters: without an
+        update nothing changes."""
         run = finished(precision)
         run.resume(
             tmp_path, restore_file=run.folder / "checkpoint_last.pt", reset_optimizer=True,
@@ -122,7 +123,7 @@ class TestMasters:
 
 
 def test_two_ranks(finished: Callable[[str], Run], tmp_path: Path) -> None:
-    """Rank 0 reads the checkpoint and hands it to the other, float32 parameters included."""
+    """Rank 0 reads the checkpoint and sends it to the other rank, including the fp32 parameters."""
     flags = {**finished("bf16").flags, "max_update": 6}
     whole = runs.run_ranks(
         finished("bf16").data, tmp_path / "a", 2, **flags, save_interval_updates=3
@@ -136,7 +137,7 @@ def test_two_ranks(finished: Callable[[str], Run], tmp_path: Path) -> None:
 
 
 class TestBothWays:
-    """native -> ours -> native is one run; dropout is off because the masks differ."""
+    """native -> ours -> native is one run; there is no dropout, because the masks differ."""
 
     FLAGS: dict[str, Any] = {"dropout": 0, "attention_dropout": 0, "activation_dropout": 0}
 
@@ -149,7 +150,8 @@ class TestBothWays:
         losses += runs.run(data, shared, **runs.LS, **flags, max_update=8)
         losses += runs.run(data, shared, native=True, **runs.NATIVE, **flags)
         assert len(losses) == len(expected) == UPDATES
-        # 16-bit weights of the native file are rounded: those runs cannot be closer than that.
+        # The native file holds 16-bit weights, which are rounded, so the losses cannot agree more
+        # closely.
         tolerance = 1e-5 if precision == "fp32" else 1e-2
         torch.testing.assert_close(losses, expected, rtol=tolerance, atol=0)
         state = load(shared / "checkpoint_last.pt")["last_optimizer_state"]["state"]
@@ -165,7 +167,7 @@ class TestBothWays:
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
 
-# Meters that hold seconds, or numbers in a second.
+# Meters of seconds, or of numbers per second.
 TIMES = {"wall", "train_wall", "wps", "ups"}
 
 
@@ -195,11 +197,11 @@ def _flattened(state: Any, name: str = "") -> dict[str, Any]:
 
 @pytest.mark.parametrize("native", [False, True])
 def test_equal_runs_write_equal_files(data: Path, tmp_path: Path, native: bool) -> None:
-    """Also where memory that is not written to is not by chance the same."""
+    """Also where uninitialised memory does not happen to be the same."""
     flags = {**(runs.NATIVE if native else runs.LS), "bf16": True, "max_update": 8}
     found = []
     for name in "ab":
-        torch.use_deterministic_algorithms(name == "b")  # which fills new memory with NaN
+        torch.use_deterministic_algorithms(name == "b")  # this fills new memory with NaN
         try:
             runs.run(data, tmp_path / name, native=native, **flags, disable_validation=None)
         finally:
@@ -257,7 +259,7 @@ def test_an_average_begins_where_the_file_has_none(
 
 class TestRefusals:
     def refused(self, run: Run, folder: Path, **flags: Any) -> str:
-        """The sentence; the file must be as it was."""
+        """The message of the refusal; the file must not change."""
         last = folder / "checkpoint_last.pt"
         before = last.read_bytes()
         with pytest.raises(Exception) as error:
@@ -292,7 +294,7 @@ class TestRefusals:
 
 
 class TestCrashes:
-    """A run from update 5 is ended while it saves at update 7; the next one goes on."""
+    """A run that starts at update 5 is killed while it saves at update 7; the next run resumes."""
 
     @pytest.fixture
     def folder(self, finished: Callable[[str], Run], tmp_path: Path) -> Path:
@@ -330,7 +332,7 @@ class TestCrashes:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
 
         def sabotage() -> None:
-            os.replace = sabotaged  # in the child only
+            os.replace = sabotaged  # only in the child
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             if moment == "write":
                 runs.limit_files(50_000, killed=True)

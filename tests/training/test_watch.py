@@ -1,4 +1,4 @@
-"""Ranks that are silent, have ended or do not come: what the others say of it."""
+"""Messages of a rank about other ranks that do not respond, have ended or have not started."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightseq_fairseq.training.ranks import SILENCE, Watch
 
 
 class Store(dict[str, int]):
-    """The numbers of all ranks."""
+    """The heartbeat counters of all ranks."""
 
     def add(self, key: str, amount: int) -> int:
         self[key] = self.get(key, 0) + amount
@@ -35,7 +35,7 @@ class Store(dict[str, int]):
 
 
 class Scene:
-    """Rank 0 of three, whose time goes on when a test says so."""
+    """Rank 0 of three, with a clock that the test advances."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.WARNING)
@@ -43,7 +43,7 @@ class Scene:
         self.watch = Watch(self.store, 0, 3, clock=lambda: self.now)
 
     def pass_time(self, seconds: float, alive: tuple[int, ...], beats: bool = True) -> str:
-        """What is said within so many seconds, in which these ranks count up."""
+        """What is logged during so many seconds, in which the counters of these ranks increase."""
         self.log.clear()
         for _ in range(int(seconds)):
             self.now += 1
@@ -72,7 +72,7 @@ def test_a_silent_rank_is_reported_once_and_when_it_is_back(scene: Scene) -> Non
 
 def test_a_store_that_does_not_answer_is_reported(scene: Scene) -> None:
     scene.pass_time(10, alive=(1, 2))
-    scene.watch._asked = scene.now  # as within `beat`
+    scene.watch._asked = scene.now  # as during `beat`
     said = scene.pass_time(SILENCE + 5, alive=(1, 2), beats=False)
     name = "rank 0, or the process that started the ranks,"
     assert said.count("has not responded") == said.count(name) == 1
@@ -88,7 +88,7 @@ def test_time_in_which_this_rank_is_stopped_is_no_silence_of_others(scene: Scene
 
 
 def test_a_rank_that_has_come_to_its_end_is_not_missed(scene: Scene) -> None:
-    """The first one may still be writing a checkpoint."""
+    """Rank 0 may still be writing a checkpoint when the other ranks have ended."""
     scene.pass_time(10, alive=(1, 2))
     Watch(scene.store, 2, 3).leave()
     assert scene.pass_time(100, alive=(1,)) == ""
@@ -96,7 +96,7 @@ def test_a_rank_that_has_come_to_its_end_is_not_missed(scene: Scene) -> None:
 
 
 def test_who_keeps_the_store_may_end(scene: Scene) -> None:
-    """The next exchange of gradients tells of it."""
+    """The next all-reduce of gradients will report it."""
     with mock.patch.object(
         scene.store, "add", side_effect=RuntimeError("Broken pipe"), create=True
     ):
@@ -128,7 +128,7 @@ def test_a_stopped_rank_is_reported_while_the_others_wait(data: Path, tmp_path: 
     said: list[str] = []
 
     def keep(text: str, *values: Any) -> None:
-        if "has waited" in text:  # to begin with, on a busy machine
+        if "has waited" in text:  # at the start, on a busy machine
             return
         said.append(text % values)
         (tmp_path / f"said{torch.distributed.get_rank()}").write_text(json.dumps(said))
@@ -158,7 +158,7 @@ def test_a_stopped_rank_is_reported_while_the_others_wait(data: Path, tmp_path: 
     assert not (tmp_path / "said1").exists()
 
 
-# --- By the launchers, on a CPU, with nothing said of how ranks talk to each other --------------
+# --- By the launchers, on a CPU, without flags about how ranks communicate -----------------------
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def binarised(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def rank_starter(*words: str | Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
-    """Starts ranks of two as torchrun does, of a Python command line."""
+    """Starts ranks of a Python command line, two in all, as torchrun does."""
     started: list[subprocess.Popen[str]] = []
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
 

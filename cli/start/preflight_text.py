@@ -1,0 +1,138 @@
+"""Checks of running text and of its blocks before fairseq starts a language model."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import itertools
+import os
+
+from lightseq_fairseq.cli.start import binarised
+from lightseq_fairseq.cli.start.preflight_data import SUBSET_FLAGS, prefix_flag, splits
+from lightseq_fairseq.errors import UserError
+
+
+def text(command: str, args: argparse.Namespace) -> None:
+    """Raises UserError if the data are no running text, or its blocks do not fit the model.
+
+    A split is checked with a sample of each file; `late_checks` checks all tokens.
+    """
+    from fairseq import utils
+    from fairseq.data import Dictionary
+
+    folders = utils.split_paths(args.data)
+    for folder in folders:
+        if not os.path.isdir(folder):
+            wrong = "is no directory" if os.path.exists(folder) else "does not exist"
+            raise UserError(
+                f"The data directory {folder} {wrong}: give the --destdir that lightseq-preprocess "
+                "--only-source wrote."
+            )
+    path = os.path.join(folders[0], "dict.txt")
+    if not os.path.isfile(path):
+        pairs = sorted(os.path.basename(x) for x in glob.glob(f"{glob.escape(folders[0])}/dict.*"))
+        what = f"sentence pairs ({', '.join(pairs)})" if pairs else "no dict.txt"
+        raise UserError(
+            f"{folders[0]} holds {what}, and --task language_modeling reads running text: binarise "
+            "it with lightseq-preprocess --only-source."
+        )
+    words = len(Dictionary.load(path))
+    lengths = []
+    for folder, split in splits(command, args, folders):
+        stem = os.path.join(folder, split)
+        if not any(os.path.isfile(stem + ending) for ending in ("", ".idx", ".bin")):
+            flag = SUBSET_FLAGS[command, split == args.train_subset]
+            raise UserError(
+                f"{folder} holds no {split} split: binarise one with lightseq-preprocess "
+                f"--only-source ({prefix_flag(split)}), or name the one it holds with {flag}."
+            )
+        if not os.path.isfile(stem) or args.dataset_impl not in (None, "raw"):
+            sentences = binarised.find(stem, args.dataset_impl)
+            if sentences is not None:
+                binarised.check_words(sentences, words, everywhere=False)
+                lengths.append(sentences.lengths)
+    _blocks(command, args, lengths)
+    if command == "train":
+        _adaptive(args, words)
+
+
+def _blocks(command: str, args: argparse.Namespace, lengths: list) -> None:
+    """Raises UserError if blocks have more tokens than the model has positions.
+
+    lengths: of the sentences of each split.
+    """
+    block = args.tokens_per_sample
+    if block < 1:
+        raise UserError("--tokens-per-sample must be at least 1.")
+    if command == "eval-lm":  # the model is not known yet, see late_checks.eval_lm_dataloader
+        if not 0 <= args.context_window < block:
+            raise UserError(
+                f"--context-window is {args.context_window} and --tokens-per-sample {block}: a "
+                "block has both context and tokens to score, so give a window from 0 to "
+                f"{block - 1}."
+            )
+        return
+    if command != "train":  # blocks are those of the training
+        return
+    positions = args.max_target_positions or block
+    is_sentence = args.sample_break_mode == "eos"
+    if block > positions and not is_sentence:
+        raise UserError(
+            f"--tokens-per-sample is {block} and --max-target-positions {positions}: a block has "
+            "more tokens than the model has positions; lower the first, or raise the second."
+        )
+    if not (args.add_bos_token and getattr(args, "decoder_learned_pos", False)):
+        return
+    is_full = any((of_split == positions).any() for of_split in lengths)
+    if is_full if is_sentence else block == positions:
+        raise UserError(
+            f"--add-bos-token puts a token before the {positions} of a block, and the learned "
+            f"positions end at {positions}: give --max-target-positions {positions + 1}."
+        )
+
+
+def _adaptive(args: argparse.Namespace, words: int) -> None:
+    """Raises UserError if settings of adaptive inputs and softmax contradict each other."""
+    if not hasattr(args, "adaptive_input"):  # an arch without them
+        return
+    if args.adaptive_input and not args.adaptive_input_cutoff:
+        raise UserError(
+            "--adaptive-input needs --adaptive-input-cutoff: name the ends of the bands of words, "
+            "as in 20000,60000."
+        )
+    for name in ("adaptive_input_cutoff", "adaptive_softmax_cutoff"):
+        flag, text = f"--{name.replace('_', '-')}", getattr(args, name, None)
+        is_read = args.adaptive_input or name == "adaptive_softmax_cutoff"
+        if not text or not is_read:
+            continue
+        try:
+            ends = [int(end) for end in str(text).split(",")]
+        except ValueError as error:
+            raise UserError(
+                f"{flag} {text} cannot be read: name the ends of the bands, as in 20000,60000."
+            ) from error
+        if ends[0] < 1 or any(a >= b for a, b in itertools.pairwise(ends)):
+            raise UserError(f"{flag} is {text}: the ends of the bands must rise from 1 on.")
+        if ends[-1] > words:
+            raise UserError(
+                f"{flag} ends at {ends[-1]} and the dictionary has {words} words: lower it."
+            )
+    if not getattr(args, "tie_adaptive_weights", False):
+        return
+    if not args.adaptive_input:
+        raise UserError(
+            "--tie-adaptive-weights ties adaptive softmax to adaptive inputs: give "
+            "--adaptive-input, or drop it."
+        )
+    for one, other in (
+        ("adaptive_input_factor", "adaptive_softmax_factor"),
+        ("adaptive_input_cutoff", "adaptive_softmax_cutoff"),
+        ("decoder_input_dim", "decoder_output_dim"),
+    ):
+        values = [getattr(args, name) for name in (one, other)]
+        if values[0] != values[1]:
+            flags = [f"--{name.replace('_', '-')}" for name in (one, other)]
+            raise UserError(
+                f"--tie-adaptive-weights needs equal sizes, and {flags[0]} is {values[0]} and "
+                f"{flags[1]} {values[1]}: give both alike."
+            )
