@@ -24,8 +24,12 @@ MODELS = {
 SYSTEMS = {
     "ours": ("`lightseq-generate`", OURS),
     "ctranslate2": ("CTranslate2", OTHERS),
-    "transformers": ("transformers, static cache, compiled", OTHERS),
     "fairseq_no_cudnn": ("fairseq, cuDNN attention off", FAIRSEQ),
+}
+LANGUAGE_SYSTEMS = {
+    "ours": SYSTEMS["ours"][0],
+    "transformers": "transformers, static cache, compiled",
+    "fairseq_no_cudnn": SYSTEMS["fairseq_no_cudnn"][0],
 }
 
 
@@ -83,6 +87,26 @@ def generate_by_case(rows: Rows) -> list[str]:
     gpus = sorted({f"{row['gpu']}; torch {row['torch']}" for row in rows})
     below = f"{'; '.join(gpus)}; case: model, sentences of a batch, beam, precision."
     return [*table(head, lines, 1, "pipe"), "", below]
+
+
+def generate_text(rows: Rows) -> list[str]:
+    """Return a table: per case of a language model, new tokens per second of each system."""
+    lines = []
+    for case, systems in cases(rows).items():
+        fairseq = systems.get("fairseq_no_cudnn")
+        for system, row in systems.items():
+            ratio = f"{row['tokens_per_s'] / fairseq['tokens_per_s']:.1f}" if fairseq else ""
+            lines.append([
+                f"`{case}`", LANGUAGE_SYSTEMS[system], str(row["tokens_per_s"]), ratio,
+                f"{row['p50_ms']:.1f}, {row['p99_ms']:.1f}", f"{row['peak_gib']:.1f}",
+            ])  # fmt: skip
+    head = ["case", "system", "new tokens/s", "x fairseq", "ms a batch p50, p99", "GiB"]
+    machines = sorted({f"{row['gpu']}; torch {row['torch']}" for row in rows})
+    below = (
+        f"{'; '.join(machines)}; case: model, prompts of a batch, tokens of a prompt + new tokens, "
+        "precision; random weights, greedy search; the time to read the prompts is included."
+    )
+    return [*table(head, lines, 2, "pipe"), "", below]
 
 
 def generate_plot(rows: Rows) -> Bars:

@@ -23,7 +23,14 @@ from lightseq_fairseq.result_rows import table
 
 from . import plots
 from .convergence_tables import convergence_plot, convergence_table
-from .generate_tables import GENERATE_PLOT, MODELS, generate_by_case, generate_plot, generate_table
+from .generate_tables import (
+    GENERATE_PLOT,
+    MODELS,
+    generate_by_case,
+    generate_plot,
+    generate_table,
+    generate_text,
+)
 from .op_tables import OPS_PLOT, op_plot, op_table
 from .overview_table import overview_table
 from .plots import FAIRSEQ, FAIRSEQ_PALE, FAIRSEQ_TOO, OTHERS, OURS, OURS_TOO, Bars, Curves
@@ -222,6 +229,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[str]]]] = {
     "train_by_case": ((TRAIN,), train_by_case),
     "generate": ((GENERATE,), generate_table),
     "generate_by_case": ((GENERATE,), generate_by_case),
+    "generate_text": (("scripts/results/generate-text-h200.json",), generate_text),
     "convergence": ((CONVERGENCE,), convergence_table),
     "translation": ((TRANSLATION,), translation_table),
     "gpu_check": (("scripts/results/gpu-check-h200.json",), check_table),

@@ -390,6 +390,29 @@ def test_table_of_generation_by_case(translated: Path) -> None:
     ]
 
 
+def test_table_of_text(tree: Path) -> None:
+    about = {"commit": "0123456789abcdef", "gpu": "GPU X", "torch": "2.11"}
+    rows = [
+        {**about, "case": "gpt2_124m/b1/128+256/bf16", "system": system, "tokens_per_s": speed,
+         "sentences_per_s": speed / 256, "decode_s": 256 / speed, "p50_ms": 8.04, "p99_ms": 20.5,
+         "peak_gib": 3.25}
+        for system, speed in (("fairseq_no_cudnn", 100), ("ours", 2500), ("transformers", 1000))
+    ]  # fmt: skip
+    path = tree / "scripts/results/generate-text-h200.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(rows))
+    (tree / "README.md").write_text("<!-- table: generate_text -->\n<!-- end -->\n")
+    assert tables(tree).returncode == tables(tree, "--check").returncode == 0
+    text = squeezed(tree / "README.md")
+    assert [line for line in text.splitlines() if line.startswith("| `")] == [
+        "| `gpt2_124m/b1/128+256/bf16` | `lightseq-generate` | 2500 | 25.0 | 8.0, 20.5 | 3.2 |",
+        "| `gpt2_124m/b1/128+256/bf16` | transformers, static cache, compiled | 1000 | 10.0 | "
+        "8.0, 20.5 | 3.2 |",
+        "| `gpt2_124m/b1/128+256/bf16` | fairseq, cuDNN attention off | 100 | 1.0 | 8.0, 20.5 | "
+        "3.2 |",
+    ]
+
+
 def test_plot_of_generation(translated: Path) -> None:
     found = words(translated / GENERATE_PLOT)
     assert {"Transformer big, 4096 tokens at once, beam 5, bf16", "6001", "2000", "120"} <= found
