@@ -199,7 +199,7 @@ def test_references_of_another_test_set(place: Path, plain: str, tmp_path: Path)
     (tmp_path / "short").write_text("v1\n")
     result = generate(place, "--reference", tmp_path / "short", "--output", tmp_path / "out")
     assert result.exit_code == 2
-    assert f"contains {COUNT} translations, but there are 1 references" in result.stderr
+    assert f"{COUNT}; references: 1." in result.stderr
     # Translating took time, so the translations are kept: lightseq-score can still score them.
     assert of_kind((tmp_path / "out").read_text(), "D") == of_kind(plain, "D")
 
@@ -255,7 +255,9 @@ def test_a_language_model_is_refused(place: Path, tmp_path: Path) -> None:
     for command in ("generate", "interactive"):
         result = run(command, place / "data", "--path", tmp_path / "lm.pt", "--cpu")
         assert result.exit_code == 2
-        assert "lm.pt contains a TransformerLanguageModel" in result.stderr.splitlines()[-1]
+        last = result.stderr.splitlines()[-1]
+        assert "--task translation cannot use" in last and "lm.pt" in last
+        assert "no translation model but LSTransformerLanguageModel: " in last
 
 
 # --- interactive
