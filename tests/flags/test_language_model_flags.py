@@ -131,7 +131,7 @@ def test_scores_only_against_a_reference(tmp_path: Path) -> None:
         ("--constraints", "--constraints"),
         ("--print-alignment", "--print-alignment asks a language model for the alignment with a"),
         ("--replace-unk", "--replace-unk asks a language model for words of a source to copy"),
-        ("--min-len 60", "--min-len (or min_len in --eval-bleu-args) is longer than"),
+        ("--min-len 60", "--min-len (or min_len in --eval-bleu-args) is larger than"),
         (
             "--path {translation}",
             "contains a LSTransformerModel, which --task language_modeling cannot use",

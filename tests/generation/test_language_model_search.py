@@ -201,7 +201,7 @@ def test_memory_that_grows_and_rows_that_vanish(toy: Toy) -> None:
 def test_wrong_calls(toy: Toy) -> None:
     state: dict[str, Any] = {}
     toy.ls.decoder(torch.tensor([[2], [2]]), incremental_state=state)
-    with pytest.raises(UserError, match="expected 2 of 2, got 3 of 2"):
+    with pytest.raises(UserError, match="expected 2 tokens of 2 hypotheses, got 3 of 2"):
         toy.ls.decoder(torch.full((2, 3), 2), incremental_state=state)
 
 

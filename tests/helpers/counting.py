@@ -121,7 +121,7 @@ def prompts(*lengths: int) -> list[Tensor]:
 
 def sample(task: Any, given: Sequence[Tensor], device: str = "cpu") -> Any:
     """One batch of all prompts, as fairseq-interactive makes it."""
-    lengths = torch.tensor([len(tokens) for tokens in given])
+    lengths = [len(tokens) for tokens in given]
     dataset = task.build_dataset_for_inference(list(given), lengths)
     batch = dataset.collater([dataset[i] for i in range(len(given))])
     return utils.move_to_cuda(batch) if device == "cuda" else batch

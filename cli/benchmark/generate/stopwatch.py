@@ -84,8 +84,7 @@ def prompt_batches(task: Any, case: Case, count: int) -> list[dict[str, Any]]:
     words, found = task.source_dictionary, []
     for batch in prompts(case, count, len(words)):
         tokens = [torch.cat((prompt, torch.tensor([words.eos()]))) for prompt in batch]
-        lengths = torch.tensor([len(prompt) for prompt in tokens])
-        dataset = task.build_dataset_for_inference(tokens, lengths)
+        dataset = task.build_dataset_for_inference(tokens, [len(prompt) for prompt in tokens])
         sample = dataset.collater([dataset[i] for i in range(len(dataset))])
         found.append({**sample, "nsentences": len(tokens)})
     return found
