@@ -56,7 +56,7 @@ def text(command: str, args: argparse.Namespace) -> None:
         _adaptive(args, words)
 
 
-def _blocks(command: str, args: argparse.Namespace, lengths: list) -> None:  # type: ignore[type-arg]
+def _blocks(command: str, args: argparse.Namespace, lengths: list) -> None:
     """Raises UserError if blocks have more tokens than the model has positions.
 
     lengths: of the sentences of each split.
