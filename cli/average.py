@@ -170,8 +170,8 @@ def _chosen(
         name = "checkpoint<epoch>.pt" if updates is None else "checkpoint_<epoch>_<updates>.pt"
         up_to = "" if bound is None else f" up to {bound}"
         raise UserError(
-            f"{inputs[0]} contains {len(found)} checkpoints named {name}{up_to}, not {count}: ask "
-            "for fewer, or train longer and keep more of them (--keep-last-epochs, "
+            f"{inputs[0]} contains only {len(found)} of {count} checkpoints named {name}{up_to}: "
+            "ask for fewer, or train longer and keep more of them (--keep-last-epochs, "
             "--keep-interval-updates)."
         )
     return [found[number] for number in sorted(found, reverse=True)[:count]]

@@ -129,10 +129,15 @@ def bleu(
     from sacrebleu.metrics import BLEU
 
     for lines in references:
-        if len(lines) != len(translations) or not lines:
+        if not lines and not translations:
             raise UserError(
-                f"{name} contains {len(translations)} translations, but there are {len(lines)} "
-                "references: score exactly the translations of the whole test set."
+                f"{name} and its references are empty: score the translations of a test set."
+            )
+        if len(lines) != len(translations):
+            raise UserError(
+                f"Every translation needs one reference. Translations in {name}: "
+                f"{len(translations)}; references: {len(lines)}. Score exactly the translations "
+                "of the whole test set."
             )
     metric = metric or BLEU()
     result = metric.corpus_score(translations, references)

@@ -75,9 +75,9 @@ def load_model_ensemble(
             not isinstance(model, FairseqEncoderDecoderModel) or isinstance(model, FairseqNATModel)
         ):
             raise UserError(
-                f"{name} contains a {type(model).__name__}, which --task translation cannot use: "
-                "use the checkpoint of a translation model, or the --task that this model was "
-                "trained with."
+                f"--task translation cannot use {name}, which contains no translation model but "
+                f"{type(model).__name__}: choose another checkpoint, or set --task to the task "
+                "that this model was trained with."
             )
     return models, cfg
 

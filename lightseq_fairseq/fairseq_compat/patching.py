@@ -168,10 +168,13 @@ PATCHES = (
     ),
     *(
         Patch(
-            "repair", f"fairseq.modules:{module}.__init__",
+            "repair", f"fairseq.modules{module}.__init__",
             "fairseq_compat.checkpoints:with_new_buffer", _BUFFER,
         )
-        for module in ("SinusoidalPositionalEmbedding", "AdaptiveInput", "AdaptiveSoftmax")
+        for module in (
+            ":SinusoidalPositionalEmbedding", ":AdaptiveInput", ":AdaptiveSoftmax",
+            ".adaptive_softmax:TiedHeadModule",
+        )
     ),
     *(
         Patch(

@@ -108,11 +108,11 @@ def test_named_checkpoints_are_summed_in_float64_and_rounded_once(tmp_path: Path
         ("--inputs {0}", "{0} is a folder: set how many"),
         (
             "--inputs {0} --num-epoch-checkpoints 5",
-            "contains 4 checkpoints named checkpoint<epoch>.pt",
+            "contains only 4 of 5 checkpoints named checkpoint<epoch>.pt",
         ),
         (
             "--inputs {0} --num-update-checkpoints 3 --checkpoint-upper-bound 900",
-            "up to 900, not 3",
+            "of 3 checkpoints named checkpoint_<epoch>_<updates>.pt up to 900: ask",
         ),
         (
             "--inputs {0} --num-epoch-checkpoints 2 --num-update-checkpoints 2",

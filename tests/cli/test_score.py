@@ -178,8 +178,8 @@ def test_standard_input(reference: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--sys {0}/short -r {0}/reference", "contains 2 translations, but there are 3 references"),
-        ("--sys {0}/empty -r {0}/empty", "contains 0 translations, but there are 0 references"),
+        ("--sys {0}/short -r {0}/reference", "short: 2; references: 3. Score exactly"),
+        ("--sys {0}/empty -r {0}/empty", "empty and its references are empty: "),
         ("--sys {0}/latin -r {0}/reference", "{0}/latin is not UTF-8 text"),
         ("--sys {0}/cut -r {0}/reference", "lacks 2 sentences (the first is line D-0)"),
         ("--sys {0}/reference", "no references: set --reference or --test-set"),

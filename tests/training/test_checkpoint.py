@@ -160,11 +160,34 @@ class TestFiles:
 class TestText:
     """The same for language models, whose configuration in fairseq is a dataclass."""
 
-    def run(self, folder: Path, ours: bool = True, **flags: Any) -> list[float]:
+    VARIANTS: dict[str, dict[str, Any]] = {
+        "complete": {},
+        "none": {"sample_break_mode": "none"},
+        "eos": {"sample_break_mode": "eos", "add_bos_token": True},
+        "shards": {"shards": 2},
+        "cropped": {
+            "sample_break_mode": "eos", "shorten_method": "random_crop", "tokens_per_sample": 5
+        },
+        "few-outputs": {"output_dictionary_size": 40, "pad_to_fixed_length": True},
+        "fixed-bsz": {"pad_to_fixed_bsz": True, "batch_size": 4, "max_tokens": None},
+        "adaptive": {
+            "arch": "ls_transformer_lm_wiki103", "criterion": "adaptive_loss", "dropout": None,
+            "adaptive_input_cutoff": "20,50", "adaptive_softmax_cutoff": "20,50",
+            "ddp_backend": "legacy_ddp", "decoder_layers": 2,
+            "share_decoder_input_output_embed": None,
+        },
+    }  # fmt: skip
+
+    def run(
+        self, folder: Path, ours: bool = True, shards: int = 1, **flags: Any
+    ) -> list[float]:  # fmt: skip
         parts = ("arch", "optimizer", "criterion")
         native = {name: runs.TEXT[name].removeprefix("ls_") for name in parts}
-        data = parity.write_text(folder.parent / "text")
+        places = [
+            parity.write_text(folder.parent / f"text{shard}", seed=shard) for shard in range(shards)
+        ]
         flags = {**runs.TEXT, **({} if ours else native), **flags}
+        data = Path(os.pathsep.join(map(str, places)))
         return runs.run(data, folder, native=not ours, **flags)
 
     def test_files_go_out_and_in(self, tmp_path: Path) -> None:
@@ -177,12 +200,27 @@ class TestText:
             assert losses == pytest.approx(whole, rel=1e-5)
             assert b"ls_" not in (folder / "checkpoint_last.pt").read_bytes()
 
-    def test_goes_on_in_mid_epoch(self, tmp_path: Path) -> None:
-        whole = self.run(tmp_path / "whole", max_update=10)
-        parts = self.run(tmp_path / "parts", max_update=4)
-        assert parts + self.run(tmp_path / "parts", max_update=10) == whole
+    @pytest.mark.parametrize("flags", VARIANTS.values(), ids=VARIANTS)
+    @pytest.mark.parametrize("stop", [4, 12])
+    def test_goes_on_in_mid_epoch(self, tmp_path: Path, flags: dict[str, Any], stop: int) -> None:
+        """In the first epoch of seven or more updates, and in the second or third."""
+        whole = self.run(tmp_path / "whole", max_update=20, **flags)
+        parts = self.run(tmp_path / "parts", max_update=stop, **flags)
+        parts += self.run(tmp_path / "parts", max_update=20, **flags)
+        assert parts == whole and len(set(whole)) == len(whole) == 20
         both = [runs.trained(tmp_path / name) for name in ("whole", "parts")]
         assert runs.differing(*both) == []
+
+    def test_epochs_read_one_shard_after_the_other(self, tmp_path: Path) -> None:
+        """As in fairseq, whose losses they are, without dropout."""
+        flags: dict[str, Any] = dict.fromkeys(
+            ("dropout", "attention_dropout", "activation_dropout"), 0.0
+        )
+        flags |= {"max_update": 24, "shards": 2}
+        ours, native = (self.run(tmp_path / f"{x}", ours=x, **flags) for x in (True, False))
+        assert ours == pytest.approx(native, rel=1e-5)
+        single = self.run(tmp_path / "single", **{**flags, "shards": 1})
+        assert single[:5] == ours[:5] and single != ours
 
 
 class TestUseLsModels:
