@@ -71,14 +71,15 @@ class StepDecoder:
 
     The graphs and the buffers they read are kept from batch to batch, until the weights move.
 
-    The methods' argument ``decoder`` has ``layers``, ``layer_norm``, ``embed_packed`` and
-    ``project_out``, as ``plugins.transformer.LSTransformerDecoder`` does. The decoder owns this
-    object, so this object keeps no reference to the decoder. A copy of the decoder gets an empty
-    ``StepDecoder``.
+    The methods' argument ``decoder`` has ``layers``, ``layer_norm``, ``reads_source``,
+    ``embeds_on_host``, ``embed_packed`` and ``project_out``, as
+    ``plugins.transformer.LSTransformerDecoder`` does. The decoder owns this object, so this object
+    keeps no reference to the decoder. A copy of the decoder gets an empty ``StepDecoder``.
     """
 
     memory: SearchBuffers
     progress: DelayedProgress
+    _captures: bool
 
     def __init__(self) -> None:
         self._addresses: ParameterAddresses | None = None
@@ -174,6 +175,7 @@ class StepDecoder:
             self.progress = DelayedProgress(first.device)
             self._graphs = Graphs(first.device, "decoding steps")
             self._addresses = ParameterAddresses(decoder, *others)
+            self._captures = not decoder.embeds_on_host
         return self.memory
 
     def make_room(self, rows: int, positions: int, used: int) -> None:
@@ -186,9 +188,13 @@ class StepDecoder:
     def launch(self, key: tuple[Any, ...], function: Callable[[], Any]) -> Any:
         """Run ``function`` or replay its graph; equal keys must mean the same computation.
 
+        Nothing is captured if the decoder embeds tokens on the host.
+
         Returns the result of ``function``, which the next run may overwrite.
         """
         assert self._graphs is not None
+        if not self._captures:
+            return function()
         if self.memory.moved:
             self._void()
         return self._graphs.launch((self.memory.rows, *key), function)

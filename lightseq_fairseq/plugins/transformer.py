@@ -58,11 +58,16 @@ class _Side:
     _table: Tensor | None = None
     _outgrown: tuple[Tensor, ...] = ()  # smaller tables that captured graphs may still read
 
+    @property
+    def embeds_on_host(self: Any) -> bool:
+        """Whether the host looks at tokens to embed them, which no CUDA graph can do."""
+        return isinstance(self.embed_tokens, AdaptiveInput)
+
     def embed_packed(self: Any, tokens: Tensor, positions: Tensor, longest: int, rng: Tensor,
                      site: int) -> Tensor:  # fmt: skip
         """tokens [T] at ``positions`` [T] (from 0, below ``longest``) -> [T, C]."""
         table = self._table_for(longest)
-        if isinstance(self.embed_tokens, AdaptiveInput):
+        if self.embeds_on_host:
             return self._embed_adaptively(tokens, positions, table)
         if table is not None:
             first = self.padding_idx + 1  # row of position 0

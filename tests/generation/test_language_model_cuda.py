@@ -147,6 +147,24 @@ def test_prompts_are_read_as_steps_read_them(flags: dict[str, Any], dtype: torch
             assert mine["tokens"].tolist() == other["tokens"].tolist()
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"adaptive_input": True, "adaptive_input_cutoff": "6,10"},
+        {"adaptive_softmax_cutoff": "6,10"},
+    ],
+)
+def test_adaptive_models(flags: dict[str, Any]) -> None:
+    task, model, _ = counting.variant(**flags)
+    words = prompts(3, 7, 1, 5)
+    expected, *found = (
+        list(counting.generate(task, [each], words, beam=3, max_len_b=30).values())
+        for each in (model, *[copy.deepcopy(model).cuda()] * 3)
+    )
+    for each in found:
+        assert_close(each, expected)
+
+
 def test_nothing_waits_within_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(toy.ls).cuda()
     options = {"beam": 3, "no_repeat_ngram_size": 2}

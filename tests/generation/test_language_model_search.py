@@ -119,6 +119,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "other-widths": {"decoder_input_dim": 20, "decoder_output_dim": 12},
     "layers-to-keep": {"decoder_layers": 3, "decoder_layers_to_keep": "0,2"},
     "bos": {"add_bos_token": True},
+    "adaptive-input": {"adaptive_input": True, "adaptive_input_cutoff": "6,10"},
 }
 
 
@@ -133,6 +134,15 @@ def test_every_kind_of_model(toy: Toy, flags: dict[str, Any], searches: list[Any
             tokens = {tuple(h["tokens"].tolist()) for each in expected.values() for h in each}
             assert len(tokens) == len(words) * options["beam"]
     assert len(searches) == 4
+
+
+def test_adaptive_softmax_is_left_to_fairseqs_search(toy: Toy, searches: list[Any]) -> None:
+    task, ours, native = counting.variant(adaptive_softmax_cutoff="6,10")
+    words = prompts(3, 7, 1, 5)
+    for options in ({"beam": 1}, {"beam": 4, "no_repeat_ngram_size": 3}):
+        expected = generate(task, [native], words, **LONG | options)
+        assert_same(generate(task, [ours], words, **LONG | options), expected)
+    assert not searches
 
 
 def test_prompts_that_are_finished(toy: Toy, searches: list[Any]) -> None:
