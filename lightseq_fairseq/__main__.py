@@ -11,14 +11,15 @@ import click
 from lightseq_fairseq.cli.start.commands import OneSentenceGroup, version
 
 COMMANDS = (
-    "preprocess", "train", "validate", "average", "generate", "interactive", "score", "export",
-    "import", "bench", "doctor",
+    "preprocess", "train", "validate", "eval-lm", "average", "generate", "interactive", "score",
+    "export", "import", "bench", "doctor",
 )  # fmt: skip
 
 
 def _module(command: str) -> str:
     """The module of ``lightseq-<command>``; Python reserves the name import."""
-    return f"lightseq_fairseq.cli.{command}{'_' if command == 'import' else ''}"
+    module = command.replace("-", "_")
+    return f"lightseq_fairseq.cli.{module}{'_' if command == 'import' else ''}"
 
 
 class _Commands(OneSentenceGroup):
@@ -43,7 +44,7 @@ class _Commands(OneSentenceGroup):
 @version
 @click.pass_context
 def main(context: click.Context) -> None:
-    """Train and use fairseq's translation models, accelerated.
+    """Train and use fairseq's Transformers, accelerated.
 
     A COMMAND is the same as lightseq-COMMAND: python -m lightseq_fairseq train is lightseq-train.
     """

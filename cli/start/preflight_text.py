@@ -33,8 +33,8 @@ def text(command: str, args: argparse.Namespace) -> None:
         pairs = sorted(os.path.basename(x) for x in glob.glob(f"{glob.escape(folders[0])}/dict.*"))
         what = f"sentence pairs ({', '.join(pairs)})" if pairs else "no dict.txt"
         raise UserError(
-            f"{folders[0]} holds {what}, and --task language_modeling reads running text: binarise "
-            "it with lightseq-preprocess --only-source."
+            f"{folders[0]} contains {what}, and --task language_modeling reads running text: "
+            "binarise it with lightseq-preprocess --only-source."
         )
     words = len(Dictionary.load(path))
     lengths = []

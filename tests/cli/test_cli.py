@@ -142,7 +142,7 @@ def test_every_command_is_a_subcommand_of_the_package() -> None:
     done = python("-m", "lightseq_fairseq")
     assert done.returncode == 0, done.stderr
     listed = done.stdout.partition("\nCommands:\n")[2]
-    assert re.findall(r"^  (\w+)  ", listed, re.M) == list(SUBCOMMANDS)
+    assert re.findall(r"^  ([\w-]+)  ", listed, re.M) == list(SUBCOMMANDS)
     for command in ("import", "train"):
         said = python("-m", "lightseq_fairseq", command, "--help").stdout
         assert said.startswith(f"Usage: python -m lightseq_fairseq {command} ")

@@ -163,8 +163,8 @@ def test_validate_builds_it_too(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--remove-bpe", "sentencepiece"], "give --remove-bpe '@@ '"),
-        (["--remove-bpe", "@@"], "give --remove-bpe '@@ '"),
+        (["--remove-bpe", "sentencepiece"], "use --remove-bpe '@@ '"),
+        (["--remove-bpe", "@@"], "use --remove-bpe '@@ '"),
         (["--gen-subset", "dev"], "dev"),
         (["--pipeline-model-parallel"], "--pipeline-model-parallel"),
         (["--contextwindow", "5"], "--context-window"),

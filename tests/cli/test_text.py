@@ -65,7 +65,7 @@ def test_adaptive_softmax_from_training_to_export(
     caplog.set_level(logging.INFO)
     log = cli_runs.succeed("train", data, *WIKI103, "--save-dir", tmp_path / "run")
     assert "--criterion adaptive_loss" in log.splitlines()[0]
-    assert "fairseq's own steps: --adaptive-input" in caplog.text
+    assert "step: fairseq's own (--adaptive-input" in caplog.text
     path = tmp_path / "run" / "checkpoint_last.pt"
     cli_runs.succeed("export", path, "--to", "fairseq", "--output", tmp_path / "model.pt")
     results = {}
@@ -153,20 +153,26 @@ def test_bad_settings(data: Path, tmp_path: Path, words: list[str], sentence: st
 
 
 def test_data_of_another_task(data: Path, pairs: Path, tmp_path: Path) -> None:
-    refused(pairs, tmp_path, GPT, "holds sentence pairs (dict.de.txt, dict.en.txt), and --task la")
+    refused(
+        pairs, tmp_path, GPT, "contains sentence pairs (dict.de.txt, dict.en.txt), and --task la"
+    )
     words = ["--arch", "ls_transformer", "--task", "translation"]
-    refused(data, tmp_path, words, "holds running text, and --task translation reads sentence pai")
+    refused(
+        data, tmp_path, words, "contains running text, and --task translation reads sentence pai"
+    )
     refused(tmp_path / "none", tmp_path, GPT, "none does not exist: give the --destdir")
-    refused(tmp_path, tmp_path, GPT, "holds no dict.txt, and --task language_modeling reads runn")
+    refused(
+        tmp_path, tmp_path, GPT, "contains no dict.txt, and --task language_modeling reads runn"
+    )
 
 
 def test_broken_text(data: Path, tmp_path: Path) -> None:
     shutil.copytree(data, tmp_path / "data")
     (tmp_path / "data" / "train.bin").write_bytes((data / "train.bin").read_bytes()[:-2])
-    refused(tmp_path / "data", tmp_path, GPT, "one of them is cut off")
+    refused(tmp_path / "data", tmp_path, GPT, "one of the files is truncated")
     shutil.copy(data / "train.bin", tmp_path / "data")
     (tmp_path / "data" / "dict.txt").write_text("w0 1\nw1 1\n")
-    refused(tmp_path / "data", tmp_path, GPT, "has token number")
+    refused(tmp_path / "data", tmp_path, GPT, "contains the token id")
 
 
 def test_a_dictionary_of_another_size(data: Path, tmp_path: Path) -> None:

@@ -255,7 +255,9 @@ def test_a_language_model_is_refused(place: Path, tmp_path: Path) -> None:
     for command in ("generate", "interactive"):
         result = run(command, place / "data", "--path", tmp_path / "lm.pt", "--cpu")
         assert result.exit_code == 2
-        assert "lm.pt contains a LSTransformerLanguageModel" in result.stderr.splitlines()[-1]
+        last = result.stderr.splitlines()[-1]
+        assert "--task translation cannot use" in last and "lm.pt" in last
+        assert "no translation model but LSTransformerLanguageModel: " in last
 
 
 # --- interactive

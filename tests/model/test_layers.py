@@ -553,7 +553,7 @@ def test_lengths_may_be_a_list() -> None:
 
 @pytest.mark.parametrize("wrong", [[-1, 3], [2.5, 1.0], [[1, 2]], 3])
 def test_lengths_that_are_none(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="lengths must be one whole number from 0 on for each"):
+    with pytest.raises(ValueError, match="lengths must be whole numbers from 0 on, one for each"):
         Segments.from_lengths(wrong)
 
 
