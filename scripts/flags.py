@@ -1,8 +1,9 @@
-"""Write docs/flags.md: how every setting of fairseq's four commands is treated.
+"""Write docs/flags.md: how every setting of fairseq's commands is treated.
 
     python -m scripts.flags [--check]
 
-The settings come from fairseq's own parsers (task translation). The answers come from the code that
+The settings come from fairseq's own parsers: all of those of translation, and those that language
+models add. The answers come from the code that
 gives them: the lists of what the arch, the optimizer and the captured step do not support, and
 ``cli/refusals/flags.py``.
 ``--check`` writes nothing and fails if the file is out of date.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,10 @@ from lightseq_fairseq import plugins  # noqa: F401  (prepares fairseq)
 
 # isort: split
 from fairseq import options, registry
+from fairseq.dataclass.configs import CommonEvalConfig, DatasetConfig, EvalLMConfig
+from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from fairseq.optim.bmuf import FairseqBMUF
+from fairseq.tasks.language_modeling import LanguageModelingConfig
 
 from lightseq_fairseq.cli.refusals import flags
 from lightseq_fairseq.cli.start.command_lines import actions_of
@@ -38,6 +42,33 @@ COMMANDS = {
     "generate": (options.get_generation_parser, "data"),
     "validate": (options.get_validation_parser, "data --task translation"),
     "interactive": (options.get_interactive_generation_parser, "data"),
+}
+# The settings of language models: command -> its parser, and the classes whose settings are listed.
+# Settings that a class takes over from another one are not its own.
+TEXT_COMMANDS = {
+    "train": (
+        options.get_training_parser,
+        "data --task language_modeling --arch ls_transformer_lm --optimizer ls_adam --criterion "
+        "ls_cross_entropy",
+        (LanguageModelingConfig, TransformerLanguageModelConfig),
+    ),
+    "eval-lm": (
+        options.get_eval_lm_parser,
+        "data",
+        (LanguageModelingConfig, EvalLMConfig, CommonEvalConfig, DatasetConfig),
+    ),
+}
+# Settings with which the training data are not plain blocks, as named by ``training.batch.covers``.
+TEXT_DATA = {"--pad-to-fixed-bsz": "batches are filled up with blocks (pad_to_bsz)"}
+TEXT_NOTES = {
+    "data": "of `lightseq-preprocess --only-source`; `data:data2` for an epoch each",
+    "--activation-fn": "relu, gelu, gelu_accurate; others are refused",
+    "--adaptive-softmax-cutoff": "with `--criterion adaptive_loss`, and not without it",
+    "--decoder-layers-to-keep": "the number of layers, as in fairseq",
+    "--pad-to-fixed-length": "in validation and eval-lm; training packs blocks: there are no pads",
+    "--post-process": "`'@@ '`, for scores of whole words; `--remove-bpe` alone has no effect, and "
+    "a note says so; others are refused",
+    "--tokens-per-sample": "more than the model's positions are refused",
 }
 # Registries for which the settings of all members are listed. Other optimizers and criteria are not
 # listed: all their settings have the same answer, which the introduction gives.
@@ -136,6 +167,18 @@ with fairseq's own command, and checks that the setting changes the result there
 """
 
 
+TEXT_INTRODUCTION = """\
+## Language models
+
+The settings of `--task language_modeling` and of the archs of `ls_transformer_lm`, in training, and
+those of `lightseq-eval-lm` for data and output. All others are in the table above. In training they
+do what they do for translation. Of `lightseq-eval-lm`, precision, logs, ranks and plugins are as of
+`lightseq-generate`, and settings of training have no effect.
+
+Each row is what a test finds, as above (`tests/flags/test_flags_of_text.py`).
+"""
+
+
 class Setting(NamedTuple):
     """One row: a setting.
 
@@ -182,6 +225,43 @@ def of_choices(command: str) -> Iterator[tuple[argparse.Action, str]]:
             yield action, "--use-bmuf"
 
 
+def text_settings() -> dict[str, Setting]:
+    """Return the rows of language models by the setting's name."""
+    found: dict[str, Setting] = {}
+    for command, (parser_of, words, classes) in TEXT_COMMANDS.items():
+        parser = parser_of()
+        options.parse_args_and_arch(parser, words.split())
+        own = {
+            name
+            for cls in classes
+            for name, field in cls.__dataclass_fields__.items()
+            if not str(field.default).startswith("${")
+        }
+        for action in parser._actions:
+            if action.dest in own:
+                row = found.setdefault(
+                    flags.name(action), Setting(list(action.option_strings), [], [])
+                )
+                row.commands.append(command)
+    return found
+
+
+def text_answer(command: str, name: str) -> tuple[str, str]:
+    """Return how ``command`` of a language model treats a setting, as `answer` does."""
+    if name in flags.UNREAD[command]:
+        return UNREAD, ""
+    if command == "eval-lm":
+        refused = {r.flag: r.reason for r in flags.REFUSED[command] if r.always}
+        return (REFUSED, refused[name]) if name in refused else (HONOURED, "")
+    if name in flags.PART_OF:
+        whole = flags.PART_OF[name]
+        kind = REFUSED if whole in NOT_WITH_OURS else text_answer(command, whole.split()[0])[0]
+        return kind, f"part of `{whole}`"
+    if name in (*unsupported.ADAPTIVE, *TEXT_DATA):
+        return FALLBACK, TEXT_DATA.get(name, "")
+    return (HONOURED, "") if name == "--decoder-layers-to-keep" else answer(command, name, [])
+
+
 def answer(command: str, name: str, choices: list[str]) -> tuple[str, str]:
     """Return how ``command`` treats a setting: one of the four words, and the reason or ""."""
     if name in flags.UNREAD[command]:
@@ -209,19 +289,34 @@ def answer(command: str, name: str, choices: list[str]) -> tuple[str, str]:
 
 def text() -> str:
     """Return the text of docs/flags.md."""
-    lines = [
-        f"| setting | {' | '.join(COMMANDS)} | |",
-        "|---|" + "---|" * (len(COMMANDS) + 1),
-    ]
-    for name, row in sorted(settings().items(), key=lambda item: item[0].lstrip("-")):
-        answers = {command: answer(command, name, row.choices) for command in row.commands}
-        words = [answers[command][0] if command in answers else "-" for command in COMMANDS]
+    translation = table(
+        settings(),
+        list(COMMANDS),
+        lambda command, name, row: answer(command, name, row.choices),
+        NOTES,
+    )
+    text = table(
+        text_settings(), list(TEXT_COMMANDS), lambda command, name, _: text_answer(command, name),
+        TEXT_NOTES,
+    )  # fmt: skip
+    return "\n".join([INTRODUCTION, *translation, "", TEXT_INTRODUCTION, *text, ""])
+
+
+def table(
+    rows: dict[str, Setting], commands: list[str],
+    answer: Callable[[str, str, Setting], tuple[str, str]], notes: dict[str, str],
+) -> Iterator[str]:  # fmt: skip
+    """Yield the lines of a table: settings with the answer of each command."""
+    yield f"| setting | {' | '.join(commands)} | |"
+    yield "|---|" + "---|" * (len(commands) + 1)
+    for name, row in sorted(rows.items(), key=lambda item: item[0].lstrip("-")):
+        answers = {command: answer(command, name, row) for command in row.commands}
+        words = [answers[command][0] if command in answers else "-" for command in commands]
         aliases = [f"`{alias}`" for alias in [name, *row.aliases]]
-        notes = [reason for _, reason in answers.values()] + [with_choices(row.choices)]
-        notes.append(NOTES.get(name, ""))
+        remarks = [reason for _, reason in answers.values()] + [with_choices(row.choices)]
+        remarks.append(notes.get(name, ""))
         cells = [", ".join(dict.fromkeys(aliases)), *words]
-        lines.append(f"| {' | '.join(cells)} | {'; '.join(filter(None, dict.fromkeys(notes)))} |")
-    return "\n".join([INTRODUCTION, *lines, ""])
+        yield f"| {' | '.join(cells)} | {'; '.join(filter(None, dict.fromkeys(remarks)))} |"
 
 
 def with_choices(choices: list[str]) -> str:

@@ -1,9 +1,10 @@
 """fairseq settings that we do not support (errors), or that have no effect (notes).
 
-For each setting of train, generate, validate and interactive (task translation) there are four
-cases. It is supported, in training by the captured step. It is supported by fairseq's own step
-(``fast_path.FALLBACK``). It raises an error that names it. Or it has no effect in fairseq either,
-and a note says so. docs/flags.md lists all settings; ``scripts/flags.py`` generates it.
+For each setting of train, generate, validate and interactive (task translation), and for those that
+language models add to train and eval-lm, there are four cases. It is supported, in training by the
+captured step. It is supported by fairseq's own step (``fast_path.FALLBACK``). It raises an error
+that names it. Or it has no effect in fairseq either, and a note says so.
+docs/flags.md lists all settings; ``scripts/flags.py`` generates it.
 """
 
 from __future__ import annotations
@@ -76,6 +77,11 @@ _PADS_WITHIN = Refusal(
     always=False,
 )
 
+_OTHER_TARGETS = tuple(
+    Refusal(flag, _is_set(flag), "a Transformer language model predicts the next token alone")
+    for flag in ("--self-target", "--past-target")
+)
+
 # fairseq criteria that need another kind of model or data than a translation model and sentence
 # pairs.
 _OF_OTHER_TASKS = """
@@ -97,8 +103,12 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 "pyarrow no longer has the plasma store, and translation does not use it"),
         Refusal("--encoder-layers-to-keep", _is_set("--encoder-layers-to-keep"),
                 "fairseq 0.12.2 cannot train with it", _PRUNE_LATER),
-        Refusal("--decoder-layers-to-keep", _is_set("--decoder-layers-to-keep"),
+        # Language models can: there it is the number of layers.
+        Refusal("--decoder-layers-to-keep",
+                lambda args: bool(getattr(args, "decoder_layers_to_keep", None))
+                and hasattr(args, "encoder_layers_to_keep"),
                 "fairseq 0.12.2 cannot train with it", _PRUNE_LATER),
+        *_OTHER_TARGETS,
         Refusal("--cpu-offload", _is_set("--cpu-offload"),
                 "it needs --ddp-backend fully_sharded, which cannot shard the one flat buffer of "
                 "all parameters", "remove it, or add --native and use that backend"),
@@ -177,6 +187,9 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
         _PADS_WITHIN,
     ),
     "eval-lm": (
+        *_OTHER_TARGETS,
+        Refusal("--pad-to-fixed-bsz", _is_set("--pad-to-fixed-bsz"),
+                "fairseq-eval-lm fails on a batch that is filled up"),
         Refusal("--pipeline-model-parallel", _is_set("--pipeline-model-parallel"),
                 *_PIPELINE),
     ),
@@ -193,6 +206,10 @@ PART_OF = {
         "--ema-fp32",
         "--adaptive-softmax-cutoff": "--adaptive-softmax-dropout --adaptive-softmax-factor "
         "--tie-adaptive-proj",
+        "--adaptive-input": "--adaptive-input-cutoff --adaptive-input-factor",
+        "--character-embeddings": "--character-filters --character-embedding-dim "
+        "--char-embedder-highway-layers",
+        "--shorten-method": "--shorten-data-split-list",
         "--quant-noise-pq": "--quant-noise-pq-block-size",
         "--base-layers": "--base-sublayers --base-shuffle",
         "--pipeline-model-parallel": "--pipeline-balance --pipeline-devices --pipeline-chunks "
@@ -283,7 +300,7 @@ UNREAD = {
     for command, flags in {
         "train": "--reset-logging --suppress-crashes --fast-stat-sync --on-cpu-convert-precision "
         "--checkpoint-shard-count --gen-subset --num-shards --shard-id --pad --eos --unk "
-        "--distributed-num-procs",
+        "--distributed-num-procs --future-target",
         "generate": _TRAINING + _EVAL_BLEU + _GENERATION + ENCODING + "--criterion --valid-subset "
         "--train-subset --all-gather-list-size --distributed-num-procs --distributed-backend "
         "--distributed-init-method --distributed-port --device-id --distributed-no-spawn",
@@ -297,6 +314,10 @@ UNREAD = {
         "--load-alignments --left-pad-source --left-pad-target --truncate-source "
         "--num-batch-buckets --quiet --results-path --sacrebleu --prefix-size --lm-path "
         "--lm-weight --print-step --retain-iter-history --max-target-positions",
+        "eval-lm": _TRAINING.replace("--num-shards --shard-id", "") + "--criterion --valid-subset "
+        "--train-subset --all-gather-list-size --distributed-num-procs --quiet --results-path "
+        "--required-batch-size-multiple --required-seq-len-multiple --max-target-positions "
+        "--skip-invalid-size-inputs-valid-test --future-target --bpe --tokenizer --scoring",
     }.items()
 }
 
@@ -322,8 +343,8 @@ def check(
     sentence = refusal(command, args)
     if sentence is not None:
         raise UserError(sentence)
-    # The lists are for this task only. With torchrun, rank 0 prints the notes for all ranks.
-    if args.task == "translation" and os.environ.get("RANK", "0") == "0":
+    # The lists are for these tasks only. With torchrun, rank 0 prints the notes for all ranks.
+    if args.task in ("translation", "language_modeling") and os.environ.get("RANK", "0") == "0":
         for note in notes(command, argv, parser, args):
             click.echo(f"lightseq-{command}: note: {note}", err=True)
 
@@ -356,9 +377,16 @@ def notes(
     for flag in sorted(given):
         if flag in UNREAD[command]:
             yield f"{flag} has no effect: fairseq-{command} does not use it."
+        elif flag == "--post-process" and command == "eval-lm" and args.post_process != "@@ ":
+            yield (
+                "--remove-bpe has no effect: fairseq-eval-lm scores whole words with "
+                "--remove-bpe '@@ '."
+            )
         # Not for validate, which reads the rest of the configuration from the checkpoint.
         elif flag in PART_OF and command != "validate" and not _whole_is_set(flag, parser, args):
             yield f"{flag} has no effect without {PART_OF[flag]}."
+        elif flag == "--ddp-backend" and _has_adaptive_softmax(args):
+            pass  # adaptive_loss reads it
         elif flag in SEVERAL_RANKS and command == "train" and has_one_rank(args):
             yield f"{flag} has no effect with one rank."
 

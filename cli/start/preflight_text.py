@@ -43,8 +43,8 @@ def text(command: str, args: argparse.Namespace) -> None:
         if not any(os.path.isfile(stem + ending) for ending in ("", ".idx", ".bin")):
             flag = SUBSET_FLAGS[command, split == args.train_subset]
             raise UserError(
-                f"{folder} holds no {split} split: binarise one with lightseq-preprocess "
-                f"--only-source ({prefix_flag(split)}), or name the one it holds with {flag}."
+                f"{folder} contains no {split} split: binarise one with lightseq-preprocess "
+                f"--only-source ({prefix_flag(split)}), or name the one it contains with {flag}."
             )
         if not os.path.isfile(stem) or args.dataset_impl not in (None, "raw"):
             sentences = binarised.find(stem, args.dataset_impl)
@@ -122,7 +122,7 @@ def _adaptive(args: argparse.Namespace, words: int) -> None:
     if not args.adaptive_input:
         raise UserError(
             "--tie-adaptive-weights ties adaptive softmax to adaptive inputs: give "
-            "--adaptive-input, or drop it."
+            "--adaptive-input, or remove it."
         )
     for one, other in (
         ("adaptive_input_factor", "adaptive_softmax_factor"),

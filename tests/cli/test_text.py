@@ -130,14 +130,14 @@ BANDS = ["--adaptive-input", "--adaptive-input-cutoff", "8,16", "--adaptive-soft
             "positions end at 5: give --max-target-positions 6.",
         ),
         (["--arch", "ls_transformer_lm", "--tokens-per-sample", "0"], "must be at least 1"),
-        ([*GPT, "--train-subset", "dev"], "holds no dev split: binarise one with lightseq-prepr"),
+        ([*GPT, "--train-subset", "dev"], "contains no dev split: binarise one with lightseq-pre"),
         ([*GPT, "--adaptive-input"], "--adaptive-input needs --adaptive-input-cutoff"),
         ([*GPT, *BANDS, "8,99"], "ends at 99 and the dictionary has 24 words: lower it"),
         ([*GPT, *BANDS, "8,x"], "--adaptive-softmax-cutoff 8,x cannot be read: name the ends"),
         ([*GPT, *BANDS, "16,8"], "is 16,8: the ends of the bands must rise from 1 on"),
         (
             [*GPT, "--adaptive-softmax-cutoff", "8", "--tie-adaptive-weights"],
-            "give --adaptive-input, or drop it",
+            "give --adaptive-input, or remove it",
         ),
         (
             [*GPT, *BANDS, "8", "--tie-adaptive-weights"],

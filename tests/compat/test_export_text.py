@@ -126,5 +126,5 @@ def test_another_dictionary(data: Path, trained: Path, tmp_path: Path) -> None:
     (tmp_path / "dict.txt").write_text("\n".join([*words[1:], ""]))
     line = ["export", trained, "--to", "safetensors", "--data", tmp_path]
     result = cli_runs.run(*line, "--output", tmp_path / "out")  # type: ignore[arg-type]
-    assert result.exit_code == 2 and "symbols and the model has" in result.stderr
+    assert result.exit_code == 2 and "words, but the model has 24" in result.stderr
     assert not (tmp_path / "out").exists()

@@ -35,7 +35,7 @@ def test_every_setting_has_a_row_with_an_answer(command: str) -> None:
     column = 2 + list(table.COMMANDS).index(command)
     found = {
         name: line.split("|")[column].strip()
-        for line in table.TABLE.read_text().splitlines()
+        for line in table.TABLE.read_text().partition("## Language models")[0].splitlines()
         for name in re.findall(r"`([^`]+)`", line.split("|")[1] if line.startswith("|") else "")
     }
     kinds = {table.HONOURED, table.FALLBACK, table.REFUSED, table.UNREAD}
@@ -53,12 +53,15 @@ def test_every_name_in_the_lists_is_a_setting() -> None:
         *table.DATA, *table.RANKS.split(), *flags.SEVERAL_RANKS, *table.NOTES, *table.OTHER_LAYERS,
         *fast_path.FALLBACK, *flags.PART_OF, *(w.split()[0] for w in flags.PART_OF.values()),
     }  # fmt: skip
-    assert train <= SETTINGS.keys()
+    of_text = table.text_settings()
+    assert train <= SETTINGS.keys() | of_text.keys()
+    assert {*table.TEXT_DATA, *table.TEXT_NOTES} <= of_text.keys()
     for command in table.COMMANDS:
-        own = {name for name, row in SETTINGS.items() if command in row.commands}
+        rows = [*SETTINGS.items(), *of_text.items()]
+        own = {name for name, row in rows if command in row.commands}
         assert {refused.flag for refused in flags.REFUSED[command]} <= own
     everywhere = set().union(*flags.UNREAD.values())
-    assert everywhere <= SETTINGS.keys()
+    assert everywhere <= SETTINGS.keys() | of_text.keys()
 
 
 # ---- refused: the message names the setting, the reason and what to do ----
@@ -267,5 +270,5 @@ PROVEN: Proofs = {
 PROVEN["train", table.REFUSED] |= {
     part
     for part, whole in flags.PART_OF.items()
-    if whole in PROVEN["train", table.REFUSED] | set(table.NOT_WITH_OURS)
+    if part in SETTINGS and whole in PROVEN["train", table.REFUSED] | set(table.NOT_WITH_OURS)
 }

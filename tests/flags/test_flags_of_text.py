@@ -1,0 +1,367 @@
+"""docs/flags.md's table of language models: each row is what a run of the command finds.
+
+A line of settings is run by us and by fairseq, without dropout: what is computed, logged and asked
+of torch agrees, and each setting changes something in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import helpers.cli_runs as cli_runs
+import helpers.flag_training as flag_training
+import helpers.parity as parity
+import helpers.training_runs as runs
+import pytest
+import torch
+from fairseq import options
+from fairseq.data.monolingual_dataset import MonolingualDataset
+from fairseq.modules import layer_drop
+from fairseq.tasks import FairseqTask
+from helpers.flag_runs import pieces, prove, table
+
+from lightseq_fairseq.cli.refusals import flags
+from lightseq_fairseq.fairseq_compat.overlay import Overlay
+
+SETTINGS = table.text_settings()
+# Names in braces are folders and files; in front of a bar is what the others need.
+MODEL = [
+    "--activation-fn gelu --decoder-embed-dim 24 --decoder-input-dim 20 --decoder-output-dim 28 "
+    "--decoder-ffn-embed-dim 40 --decoder-layers 3 --decoder-attention-heads 4 "
+    "--decoder-learned-pos --layernorm-embedding",
+    "--decoder-normalize-before --no-decoder-final-norm --no-scale-embedding",
+    "--share-decoder-input-output-embed --no-token-positional-embeddings",
+    "--decoder-layers 2 | --decoder-layers-to-keep 0,2,3",
+    "--max-update 2 | --dropout 0.9999999",
+    "--attention-dropout 0.9999999 --activation-dropout 0.9999999",
+    "--relu-dropout 0.9999999",
+]
+TASK = [
+    "{other}",
+    "--tokens-per-sample 7 --add-bos-token",
+    "--sample-break-mode complete_doc --output-dictionary-size 40",
+    "--sample-break-mode eos | --max-target-positions 5",
+    "--sample-break-mode eos --tokens-per-sample 4 | --shorten-method truncate",
+    "--sample-break-mode eos --tokens-per-sample 4 --shorten-method truncate | "
+    "--shorten-data-split-list valid",
+    "--sample-break-mode complete --disable-validation None | --pad-to-fixed-length",
+]
+BANDS = "--adaptive-input --adaptive-input-cutoff 20,50"
+SOFTMAX = "--criterion adaptive_loss --ddp-backend legacy_ddp --adaptive-softmax-cutoff 20,50"
+# -> the reason that the log gives
+FALLBACK = {
+    BANDS: "--adaptive-input",
+    f"{BANDS} | --adaptive-input-factor 2": "--adaptive-input",
+    SOFTMAX.replace(" --adaptive", " | --adaptive"): "--adaptive-softmax-cutoff",
+    f"{SOFTMAX} | --adaptive-softmax-factor 2": "--adaptive-softmax-cutoff",
+    f"{SOFTMAX} | --adaptive-softmax-dropout 0.9999999": "--adaptive-softmax-cutoff",
+    f"{SOFTMAX} {BANDS} | --tie-adaptive-weights": "--adaptive-input",
+    f"{SOFTMAX} {BANDS} --tie-adaptive-weights | --tie-adaptive-proj": "--adaptive-input",
+    "--decoder-layers 3 | --decoder-layerdrop 0.5": "--decoder-layerdrop",
+    "--max-tokens None --batch-size 8 --disable-validation None | --pad-to-fixed-bsz":
+    "batches are filled up with blocks (pad_to_bsz)",
+}  # fmt: skip
+EVAL = [
+    "{other}",
+    "--path {second}",
+    "--gen-subset valid",
+    "--max-tokens 40",
+    "--batch-size 3",
+    "--sample-break-mode eos",
+    "--tokens-per-sample 9 --context-window 5",
+    "--add-bos-token",
+    "--output-word-probs --output-word-stats",
+    "--max-tokens 40 --num-shards 3 --shard-id 1",
+    "--max-tokens 40 --num-shards 3 | --shard-id 2",
+    "--num-workers 1 --data-buffer-size 3",
+    "{both} | --dataset-impl mmap",
+    "--model-overrides {'no_scale_embedding':True}",
+    "--output-dictionary-size 20",
+    "--sample-break-mode eos | --pad-to-fixed-length",
+    "--sample-break-mode eos --tokens-per-sample 4 | --shorten-method truncate",
+    "--sample-break-mode eos --tokens-per-sample 4 --shorten-method truncate | "
+    "--shorten-data-split-list valid",
+]
+REFUSED = {
+    "train": [
+        "--base-layers 1", "--character-embeddings", "--checkpoint-activations",
+        "--decoder-xformers-att-config {}", "--offload-activations", "--past-target",
+        "--quant-noise-pq 0.1", "--quant-noise-scalar 0.1", "--scale-attn", "--scale-fc",
+        "--scale-heads", "--scale-resids", "--self-target",
+    ],
+    "eval-lm": ["--pad-to-fixed-bsz", "--past-target", "--self-target"],
+}  # fmt: skip
+# By test_eval_lm.py, as its value has a blank, and by test_scorer.py.
+ELSEWHERE = {"--post-process", "--softmax-batch"}
+
+
+def named(*lines: str) -> set[str]:
+    """The settings that lines give, those in front of a bar left out."""
+    claimed = [piece for line in lines for piece in pieces(line.rpartition("|")[2])]
+    words = {piece.split()[0] if piece.startswith("-") else "data" for piece in claimed}
+    return {name for name, row in SETTINGS.items() if words & {name, *row.aliases}}
+
+
+def rows(command: str, kind: str) -> set[str]:
+    return {
+        name
+        for name, row in SETTINGS.items()
+        if command in row.commands and table.text_answer(command, name)[0] == kind
+    }
+
+
+def test_every_row_has_a_proof() -> None:
+    parts = {part for part in rows("train", table.REFUSED) if part in flags.PART_OF}
+    assert {flags.PART_OF[part].split()[0] for part in parts} - {"--ddp-backend"} <= named(
+        *REFUSED["train"]
+    )
+    for proven, command, kind in (
+        (named(*MODEL, *TASK), "train", table.HONOURED),
+        (named(*FALLBACK), "train", table.FALLBACK),
+        (named(*REFUSED["train"]) | parts, "train", table.REFUSED),
+        (named(*EVAL) | ELSEWHERE, "eval-lm", table.HONOURED),
+        (named(*REFUSED["eval-lm"]), "eval-lm", table.REFUSED),
+        (set(), "eval-lm", table.FALLBACK),
+        ({"--future-target"}, "train", table.UNREAD),
+        (named(*unread()), "eval-lm", table.UNREAD),
+    ):
+        assert proven == rows(command, kind), (command, kind)
+
+
+# ---- training ----
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("texts")
+    names = ("data", "other")
+    return {name: parity.write_text(folder / name, seed=n) for n, name in enumerate(names)}
+
+
+Run = Callable[[str, bool], Any]
+PLAIN = {
+    "dropout": 0, "attention_dropout": 0, "activation_dropout": 0, "max_update": 4,
+    "share_decoder_input_output_embed": None, "warmup_updates": None, "lr_scheduler": "fixed",
+    "sample_break_mode": None, "decoder_layers": 2, "no_save": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(texts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Losses of the updates, blocks that are validated, and why it was fairseq's own step."""
+
+    @functools.cache
+    def run(line: str, native: bool) -> dict[str, Any]:
+        data, *given = ["{data}", *pieces(line)]
+        if given and not given[0].startswith("-"):
+            data, *given = given
+        settings: dict[str, Any] = {}
+        for piece in given:
+            name, _, value = piece.removeprefix("--").partition(" ")
+            settings[name.replace("-", "_")] = None if value == "None" else value or True
+        parts = {name: runs.TEXT[name] for name in ("arch", "optimizer", "criterion")}
+        if native:
+            parts = {name: value.removeprefix("ls_") for name, value in parts.items()}
+        shapes: list[Any] = []
+        valid_step = FairseqTask.valid_step
+
+        def noted(self: Any, sample: Any, *arguments: Any) -> Any:
+            shapes.append(tuple(sample["target"].shape))
+            return valid_step(self, sample, *arguments)
+
+        generator = torch.Generator().manual_seed(1)  # of the layers that layerdrop leaves out
+        draws = SimpleNamespace(uniform_=lambda: torch.rand(3, generator=generator))
+        losses, error = [], ""
+        with (
+            flag_training.messages() as records,
+            mock.patch.object(FairseqTask, "valid_step", noted),
+            mock.patch.object(layer_drop, "torch", Overlay(torch, empty=lambda count: draws)),
+        ):
+            try:
+                losses = runs.run(
+                    Path(data.format(**texts)), tmp_path_factory.mktemp("run"), native,
+                    **{**runs.TEXT, **parts, **PLAIN, **settings},
+                )  # fmt: skip
+            except Exception as failure:  # of a setting without another that it needs
+                error = type(failure).__name__
+        log = "\n".join(record.getMessage() for record in records)
+        reasons = re.findall(r"^step: fairseq's own \((.*)\)$", log, re.M)
+        return {"losses": losses, "shapes": shapes, "reasons": reasons, "error": error}
+
+    return run
+
+
+def alike(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    return bool(
+        all(ours[name] == theirs[name] for name in ("shapes", "error"))
+        and ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+    )
+
+
+@pytest.mark.parametrize("line", [*MODEL, *TASK])
+def test_training_does_what_fairseq_does(trained: Run, line: str) -> None:
+    ours, _ = prove(line, trained, alike)
+    assert ours["losses"] and ours["reasons"] == [] and not ours["error"]
+
+
+@pytest.mark.parametrize("line", FALLBACK)
+def test_fairseqs_step_is_taken_and_does_what_fairseq_does(trained: Run, line: str) -> None:
+    ours, _ = prove(line, trained, alike)
+    assert ours["reasons"] == [FALLBACK[line]] and not ours["error"]
+
+
+# ---- evaluation ----
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Texts, binarised and raw, and two checkpoints."""
+    folder = tmp_path_factory.mktemp("world")
+    found = {"data": cli_runs.binarise_text(folder / "one")}
+    found["other"] = folder / "other"
+    found["other"].mkdir()
+    for name in ("test", "valid"):
+        lines = (folder / "one" / "text" / name).read_text().splitlines()
+        (folder / name).write_text("".join(f"{line}\n" for line in lines[::2]))
+    cli_runs.succeed(
+        "preprocess", "--only-source", "--destdir", found["other"], "--srcdict",
+        found["data"] / "dict.txt", "--testpref", folder / "test", "--validpref", folder / "valid",
+    )  # fmt: skip
+    # Binarised, and other text, which fairseq takes if nothing is said.
+    found["both"] = shutil.copytree(found["data"], folder / "both")
+    shutil.copy(folder / "test", found["both"])
+    for name, more in (("first", ["--max-update", "9"]), ("second", [])):
+        words = ["--arch", "transformer_lm", "--optimizer", "adam", "--lr", "1e-2", *more]
+        cli_runs.succeed(
+            "train", found["data"], *cli_runs.SMALL_TEXT, *words, "--save-dir", folder / name
+        )
+        found[name] = folder / name / "checkpoint_last.pt"
+    return found
+
+
+@pytest.fixture
+def evaluated(
+    world: dict[str, Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Run:
+    """Numbers that are logged, the error, and what is asked: workers, buffers, batches, rows."""
+
+    @functools.cache
+    def run(line: str, native: bool) -> dict[str, Any]:
+        given = pieces(line)
+        data = given.pop(0) if given and not given[0].startswith("-") else "{data}"
+        words = [word for piece in given for word in piece.split()]
+        if "--path" not in words:
+            words += ["--path", "{first}"]
+        defaults = {"--gen-subset": "test", "--tokens-per-sample": "16", "--num-workers": "0"}
+        for flag, value in defaults.items():
+            words += [] if flag in words else [flag, value]
+        for name, path in world.items():
+            words = [word.replace(f"{{{name}}}", str(path)) for word in words]
+        asked: dict[str, Any] = {}
+        collate = MonolingualDataset.collater
+
+        def collater(self: Any, samples: Any) -> Any:
+            batch = collate(self, samples)
+            if batch:  # a shard may have none
+                asked.setdefault("shapes", []).append(tuple(batch["target"].shape))
+            return batch
+
+        caplog.clear()
+        caplog.set_level(logging.INFO)
+        with (
+            flag_training.watched(asked),
+            mock.patch.object(MonolingualDataset, "collater", collater),
+        ):
+            result = cli_runs.run(
+                "eval-lm", data.format(**world), "--cpu", *words, *["--native"] * native,
+            )  # fmt: skip
+        asked.pop("types", None)
+        logged = [r.getMessage() for r in caplog.records if r.name == "fairseq_cli.eval_lm"]
+        text = re.sub(r" in [\d.]+s \(.*?\)|^loading .*$", "", "\n".join(logged), flags=re.M)
+        return {
+            "text": re.sub(r"-?\d+\.\d+", "#", re.sub(str(world["data"].parent.parent), "", text)),
+            "numbers": [float(x) for x in re.findall(r"-?\d+\.\d+", text)],
+            "asked": asked,
+            "error": re.findall(r"error: (.*)", result.stderr),
+        }
+
+    return run
+
+
+def same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    close = ours["numbers"] == pytest.approx(theirs["numbers"], rel=1e-4, abs=2e-5)
+    return bool(close and all(ours[x] == theirs[x] for x in ("text", "asked", "error")))
+
+
+@pytest.mark.parametrize("line", EVAL)
+def test_evaluation_does_what_fairseq_does(evaluated: Run, line: str) -> None:
+    ours, _ = prove(line, evaluated, same)
+    # The output layer's size is the checkpoint's.
+    assert len(ours["error"]) == ("--output-dictionary-size" in line)
+    assert ours["numbers"] or ours["error"]
+
+
+# ---- refused, and without effect ----
+
+
+@pytest.mark.parametrize(
+    ("command", "line"), [(command, line) for command, lines in REFUSED.items() for line in lines]
+)
+def test_a_refusal_names_the_setting_the_reason_and_the_way_out(
+    world: dict[str, Path], tmp_path: Path, command: str, line: str
+) -> None:
+    words = ["--path", world["first"], "--cpu"]
+    if command == "train":
+        words = [*cli_runs.SMALL_TEXT, "--arch", "ls_transformer_lm", "--save-dir", tmp_path / "x"]
+    result = cli_runs.run(command, world["data"], *words, *line.split())
+    assert result.exit_code == 2, (result.output, result.exception)
+    (sentence,) = (text for text in result.output.splitlines() if "error:" in text)
+    assert re.search(rf"{line.split()[0]}\b.* \(.+\): remove it", sentence), sentence
+    assert not (tmp_path / "x").exists()
+
+
+def unread() -> list[str]:
+    """The settings of lightseq-eval-lm without effect, with values that are not the defaults."""
+    parser = options.get_eval_lm_parser()
+    options.parse_args_and_arch(parser, ["data"])
+    wanted = rows("eval-lm", table.UNREAD)
+    found = []
+    for action in parser._actions:
+        name = flags.name(action)
+        if name in wanted:
+            value = {"--update-epoch-batch-itr": "True"}.get(name, "7")
+            found.append(name if action.nargs == 0 else f"{name} {value}")
+    return found
+
+
+def test_what_has_no_effect_is_noted_and_has_none(
+    world: dict[str, Path], evaluated: Run, tmp_path: Path
+) -> None:
+    line = " ".join(unread())
+    plain, found = evaluated("", False), evaluated(line, False)
+    assert plain["numbers"] and same(found, plain)
+    result = cli_runs.run(
+        "eval-lm", world["data"], "--path", world["first"], "--cpu", "--tokens-per-sample", "16",
+        *line.split(),
+    )  # fmt: skip
+    noted = set(re.findall(r"note: (\S+) has no effect", result.stderr))
+    assert noted == {piece.split()[0] for piece in unread()}
+    words = [*cli_runs.SMALL_TEXT, "--arch", "ls_transformer_lm", "--save-dir", tmp_path]
+    result = cli_runs.run("train", world["data"], *words, "--future-target")
+    assert "note: --future-target has no effect" in result.stderr and result.exit_code == 0
+
+
+def test_subwords_are_noted(world: dict[str, Path]) -> None:
+    words = ["--path", world["first"], "--cpu", "--tokens-per-sample", "16"]
+    result = cli_runs.run("eval-lm", world["data"], *words, "--remove-bpe")
+    assert result.exit_code == 0 and "note: --remove-bpe has no effect" in result.stderr
+    result = cli_runs.run("eval-lm", world["data"], *words, "--remove-bpe", "@@ ")
+    assert result.exit_code == 0 and "note:" not in result.stderr
