@@ -99,7 +99,9 @@ class LanguageModel(Pretrained):
         from lightseq_fairseq.fairseq_compat import deprecations
 
         is_one = isinstance(prompts, str) or _are_numbers(prompts)
-        given = [prompts] if is_one else list(prompts)
+        given: list[Any] = list(prompts) if isinstance(prompts, Iterable) else [prompts]
+        if is_one:
+            given = [prompts]
         if not given:
             raise UserError("There is no prompt: give at least one, which may be empty.")
         numbers = [
@@ -115,7 +117,8 @@ class LanguageModel(Pretrained):
 
     def _checked(self, number: int, prompt: Any) -> list[int]:
         """The numbers of a prompt's tokens; raises UserError if they are none."""
-        if not _are_numbers(prompt) and len(prompt) > 0:
+        is_empty = hasattr(prompt, "__len__") and len(prompt) == 0
+        if not is_empty and not _are_numbers(prompt):
             raise UserError(
                 f"Prompt {number} (counted from 0) is not a text, and contains other things "
                 "than whole numbers: pass the numbers of its tokens in the dictionary."

@@ -142,6 +142,8 @@ def test_it_is_at_the_door() -> None:
         ([[7, 99]], {}, r"Prompt 0 .* the number 99, which is not a word .* 0 to 14, without 1"),
         ([[7], [-1]], {}, "Prompt 1 .* the number -1"),
         ([1], {}, "the number 1, which"),
+        (5, {}, "Prompt 0 .* is not a text, and contains other"),
+        (["one", 5], {}, "Prompt 1 .* is not a text, and contains other"),
         (["one", [1.5]], {}, "Prompt 1 .* is not a text, and contains other"),
         (["one", ["two"]], {}, "Prompt 1 .* is not a text, and contains other"),
         ("one " * 50, {}, "Sentence 0 .* has 51 tokens .* the model takes at most 40"),
