@@ -93,13 +93,15 @@ class LanguageModel(Pretrained):
             the same order.
 
         Raises:
-            UserError: there is no prompt, one is too long for the model or holds no numbers of
+            UserError: there is no prompt, one is too long for the model or contains no numbers of
                 tokens, or an option cannot be used.
         """
         from lightseq_fairseq.fairseq_compat import deprecations
 
         is_one = isinstance(prompts, str) or _are_numbers(prompts)
-        given = [prompts] if is_one else list(prompts)
+        given: list[Any] = list(prompts) if isinstance(prompts, Iterable) else [prompts]
+        if is_one:
+            given = [prompts]
         if not given:
             raise UserError("There is no prompt: give at least one, which may be empty.")
         numbers = [
@@ -115,19 +117,20 @@ class LanguageModel(Pretrained):
 
     def _checked(self, number: int, prompt: Any) -> list[int]:
         """The numbers of a prompt's tokens; raises UserError if they are none."""
-        if not _are_numbers(prompt) and len(prompt) > 0:
+        is_empty = hasattr(prompt, "__len__") and len(prompt) == 0
+        if not is_empty and not _are_numbers(prompt):
             raise UserError(
-                f"Prompt {number} (counted from 0) is no text and holds other things than whole "
-                "numbers: give the numbers of its tokens in the dictionary."
+                f"Prompt {number} (counted from 0) is not a text, and contains other things "
+                "than whole numbers: pass the numbers of its tokens in the dictionary."
             )
         dictionary = self._loaded.task.source_dictionary
         tokens = [int(token) for token in prompt]
         for token in tokens:
             if not 0 <= token < len(dictionary) or token == dictionary.pad():
                 raise UserError(
-                    f"Prompt {number} (counted from 0) holds the number {token}, which is no word "
-                    f"of the dictionary: it has the numbers 0 to {len(dictionary) - 1} without "
-                    f"{dictionary.pad()}."
+                    f"Prompt {number} (counted from 0) contains the number {token}, which is not a "
+                    f"word of the dictionary: use 0 to {len(dictionary) - 1}, without "
+                    f"{dictionary.pad()}, the pad."
                 )
         return tokens
 

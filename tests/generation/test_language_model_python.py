@@ -139,14 +139,16 @@ def test_it_is_at_the_door() -> None:
     ("prompts", "options", "said"),
     [
         ([], {}, "There is no prompt: give at least one"),
-        ([[7, 99]], {}, r"Prompt 0 .* the number 99, which is no word .* 0 to 14 without 1"),
+        ([[7, 99]], {}, r"Prompt 0 .* the number 99, which is not a word .* 0 to 14, without 1"),
         ([[7], [-1]], {}, "Prompt 1 .* the number -1"),
         ([1], {}, "the number 1, which"),
-        (["one", [1.5]], {}, "Prompt 1 .* is no text and holds other things"),
-        (["one", ["two"]], {}, "Prompt 1 .* is no text and holds other things"),
+        (5, {}, "Prompt 0 .* is not a text, and contains other"),
+        (["one", 5], {}, "Prompt 1 .* is not a text, and contains other"),
+        (["one", [1.5]], {}, "Prompt 1 .* is not a text, and contains other"),
+        (["one", ["two"]], {}, "Prompt 1 .* is not a text, and contains other"),
         ("one " * 50, {}, "Sentence 0 .* has 51 tokens .* the model takes at most 40"),
-        ("one", {"path": "x"}, "path is no option here"),
-        ("one", {"input": "x"}, r"give the prompts to generate\(\)"),
+        ("one", {"path": "x"}, "path is not an option of LanguageModel"),
+        ("one", {"input": "x"}, r"pass the prompts to generate\(\)"),
         (
             "one",
             {"cpu": False},
@@ -164,9 +166,9 @@ def test_bad_input(model: LanguageModel, prompts: Any, options: Any, said: str) 
 
 def test_checkpoints_of_other_tasks(toy: Toy) -> None:
     translation = digits.toy()
-    with pytest.raises(UserError, match="holds a model of --task translation: name the checkpoint"):
+    with pytest.raises(UserError, match="contains a model of --task translation: use the check"):
         LanguageModel.from_pretrained(translation.paths[-1], translation.folder)
-    with pytest.raises(UserError, match="holds a model of --task language_modeling: name the"):
+    with pytest.raises(UserError, match="contains a model of --task language_modeling: use the"):
         Translator.from_pretrained(toy.path, toy.folder)
 
 
