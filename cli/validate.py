@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import click
 
@@ -32,9 +33,14 @@ def main(words: list[str], native: bool) -> None:
 
 
 def _task(words: list[str]) -> str:
-    """The task of the data directory among the words: only running text has a dict.txt."""
-    folders = [word.partition(os.pathsep)[0] for word in words]
-    is_text = any(os.path.isfile(os.path.join(folder, "dict.txt")) for folder in folders)
+    """The task of the data folder among the words, by its dictionaries.
+
+    Running text has a dict.txt; sentence pairs may have one for --lm-path, beside their own.
+    """
+    folders = [Path(word.partition(os.pathsep)[0]) for word in words]
+    is_text = any(
+        (folder / "dict.txt").is_file() and not any(folder.glob("dict.*.txt")) for folder in folders
+    )
     return "language_modeling" if is_text else "translation"
 
 

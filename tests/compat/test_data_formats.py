@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,8 @@ def assert_trains_as_native(
     caplog.set_level(logging.INFO)
     caplog.clear()
     ours = run(data, folder / "ours", **{**LS, **flags})
-    told = [message for message in caplog.messages if "fairseq's own steps" in message]
-    assert [message.rpartition(": ")[2] for message in told] == ([reason] if reason else [])
+    steps = (re.fullmatch(r"step: fairseq's own \((.*)\)", line) for line in caplog.messages)
+    assert [step[1] for step in steps if step is not None] == ([reason] if reason else [])
     native = run(data, folder / "native", native=True, **{**NATIVE, **flags})
     assert len(native) >= flags["max_epoch"]
     assert ours == pytest.approx(native, rel=1e-4)
