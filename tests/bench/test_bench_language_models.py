@@ -99,12 +99,21 @@ def test_cases() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--case", "gpt2_124m/1024/bf16"], "There is no case gpt2_124m/1024/bf16: a case is"),
-        (["--case", "t2t_big/1024x4/bf16"], "There is no case t2t_big/1024x4/bf16: a case is"),
-        (["--case", "lm_tiny/64x0/bf16"], "There is no case lm_tiny/64x0/bf16: a case is"),
-        (["--case", "gpt2_124m/1025x4/bf16"], "1025x4/bf16: gpt2_124m has 1024 positions."),
-        (["--case", "lm_tiny/64x4/bf16", "--text", Path(__file__).parent], "holds something else"),
-        (["--case", "lm_tiny/64x4/bf16", "--systems", "ours_packed"], "no pads to leave out."),
+        (["--case", "gpt2_124m/1024/bf16"], "There is no case gpt2_124m/1024/bf16: write <model>"),
+        (["--case", "t2t_big/1024x4/bf16"], "There is no case t2t_big/1024x4/bf16: write <model>"),
+        (["--case", "lm_tiny/64x0/bf16"], "There is no case lm_tiny/64x0/bf16: write <model>"),
+        (
+            ["--case", "gpt2_124m/1025x4/bf16"],
+            "1025x4/bf16 is too large: gpt2_124m has 1024 positions",
+        ),
+        (
+            ["--case", "lm_tiny/64x4/bf16", "--text", Path(__file__).parent],
+            "choose another folder with --corpus",
+        ),
+        (
+            ["--case", "lm_tiny/64x4/bf16", "--systems", "ours_packed"],
+            "blocks of equal length have no pads",
+        ),
     ],
 )
 def test_refusals(words: list[object], sentence: str) -> None:
