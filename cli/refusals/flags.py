@@ -134,17 +134,18 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 lambda args: registries.is_fused(args.arch) and args.criterion == "adaptive_loss"
                 and not getattr(args, "adaptive_softmax_cutoff", None),
                 "adaptive_loss is for models with adaptive softmax",
-                "use --criterion ls_cross_entropy, or give a language model "
+                "use --criterion ls_cross_entropy, or, for a language model, add "
                 "--adaptive-softmax-cutoff", always=False),
         Refusal("--criterion",
                 lambda args: _has_adaptive_softmax(args) and args.criterion != "adaptive_loss",
-                "this one needs every logit, and the model has adaptive softmax",
-                "use --criterion adaptive_loss, or train without --adaptive-softmax-cutoff",
+                "{args.criterion} needs every logit, but adaptive softmax does not compute all",
+                "use --criterion adaptive_loss, or a model without --adaptive-softmax-cutoff",
                 always=False),
         Refusal("--ddp-backend",
                 lambda args: _has_adaptive_softmax(args)
                 and args.ddp_backend in ("c10d", "pytorch_ddp"),
-                "with adaptive softmax, an update may leave out rare words' parameters",
+                "{args.ddp_backend} needs a gradient of every parameter, but with adaptive softmax "
+                "those of rare words have none in an update without them",
                 "use --ddp-backend legacy_ddp", always=False),
         Refusal("--optimizer",
                 lambda args: args.optimizer == "composite" and registries.is_fused(args.arch),
@@ -158,9 +159,11 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 _REFINEMENT),
         Refusal("--retain-iter-history",
                 lambda args: args.retain_iter_history and args.task == "translation", _REFINEMENT),
-        Refusal("--constraints", _is_set("--constraints"), "a binarised test set "
-                "contains no constraints", "remove it, or use lightseq-interactive, which reads "
-                "the constraints from its input lines"),
+        # For a language model, preflight.language_model says that its search has none at all.
+        Refusal("--constraints",
+                lambda args: args.constraints and args.task != "language_modeling",
+                "a binarised test set contains no constraints", "remove it, or use "
+                "lightseq-interactive, which reads the constraints from its input lines"),
         Refusal("--print-alignment",
                 lambda args: args.print_alignment == "soft" and args.score_reference,
                 "with --score-reference there are only hard alignments",

@@ -255,11 +255,10 @@ def _no_text(failure: Cause, request: Request) -> str | None:
     found = re.match(r"'(\w+)' object has no attribute 'supported_targets'", failure.text)
     if found is None:
         return None
-    checkpoint = _checkpoint(request)
     return (
-        f"{checkpoint[0].upper()}{checkpoint[1:]} contains a {found[1]}, which --task "
-        "language_modeling cannot use: use the checkpoint of a language model, or the --task that "
-        "this model was trained with."
+        f"--task language_modeling cannot use {_checkpoint(request)}, which contains no language "
+        f"model but {found[1]}: choose another checkpoint, or set --task to the task that this "
+        "model was trained with."
     )
 
 

@@ -90,8 +90,8 @@ def eval_lm_dataloader(
     block, positions = self.args.tokens_per_sample, kwargs.get("max_positions")
     if positions is not None and self.args.sample_break_mode != "eos" and block > positions:
         raise UserError(
-            f"A block has {block} tokens (--tokens-per-sample, less --context-window) and the "
-            f"model's positions end at {positions}: give --tokens-per-sample {positions}."
+            f"A block has {block} tokens (--tokens-per-sample minus --context-window), but the "
+            f"model has only {positions} positions: set --tokens-per-sample {positions}."
         )
     return original(self, dataset, *args, **kwargs)
 

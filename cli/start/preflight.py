@@ -133,11 +133,11 @@ def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
         preflight_data.sentences(command, args)
 
 
-# Options of generation -> what they need, which a language model has not.
+# Options of generation -> why a language model cannot use them.
 _OF_TRANSLATION = {
-    "constraints": "constraints on a translation, and its search knows none",
-    "print_alignment": "the alignment with a source, and it has none",
-    "replace_unk": "words of a source to copy, and it has none",
+    "constraints": "its search has no constraints",
+    "print_alignment": "it has no source to align with",
+    "replace_unk": "it has no source to copy words from",
 }
 
 
@@ -145,10 +145,11 @@ def language_model(command: str, args: argparse.Namespace) -> None:
     """Raises UserError for an option of translation where a language model generates text."""
     if command not in ("generate", "interactive") or args.task != "language_modeling":
         return
-    for name, needs in _OF_TRANSLATION.items():
+    for name, reason in _OF_TRANSLATION.items():
         if getattr(args, name, None):
             raise UserError(
-                f"--{name.replace('_', '-')} asks a language model for {needs}: drop it."
+                f"--{name.replace('_', '-')} cannot be used with a language model, because "
+                f"{reason}: remove it."
             )
 
 

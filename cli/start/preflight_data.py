@@ -33,7 +33,7 @@ def data(command: str, args: argparse.Namespace) -> None:
         if source is None or target is None:
             if os.path.isfile(os.path.join(folders[0], "dict.txt")):
                 raise UserError(
-                    f"{folders[0]} contains running text, and --task {args.task} reads sentence "
+                    f"{folders[0]} contains running text, but --task {args.task} reads sentence "
                     "pairs: use --task language_modeling, or another folder."
                 )
             raise UserError(

@@ -23,18 +23,18 @@ def text(command: str, args: argparse.Namespace) -> None:
     folders = utils.split_paths(args.data)
     for folder in folders:
         if not os.path.isdir(folder):
-            wrong = "is no directory" if os.path.exists(folder) else "does not exist"
+            wrong = "is not a folder" if os.path.exists(folder) else "does not exist"
             raise UserError(
-                f"The data directory {folder} {wrong}: give the --destdir that lightseq-preprocess "
-                "--only-source wrote."
+                f"The data folder {folder} {wrong}: use the --destdir of lightseq-preprocess "
+                "--only-source."
             )
     path = os.path.join(folders[0], "dict.txt")
     if not os.path.isfile(path):
         pairs = sorted(os.path.basename(x) for x in glob.glob(f"{glob.escape(folders[0])}/dict.*"))
         what = f"sentence pairs ({', '.join(pairs)})" if pairs else "no dict.txt"
         raise UserError(
-            f"{folders[0]} contains {what}, and --task language_modeling reads running text: "
-            "binarise it with lightseq-preprocess --only-source."
+            f"{folders[0]} contains {what}, but --task language_modeling reads running text: "
+            "binarise a text with lightseq-preprocess --only-source."
         )
     words = len(Dictionary.load(path))
     lengths = []
@@ -44,7 +44,7 @@ def text(command: str, args: argparse.Namespace) -> None:
             flag = SUBSET_FLAGS[command, split == args.train_subset]
             raise UserError(
                 f"{folder} contains no {split} split: binarise one with lightseq-preprocess "
-                f"--only-source ({prefix_flag(split)}), or name the one it contains with {flag}."
+                f"--only-source ({prefix_flag(split)}), or choose another split with {flag}."
             )
         if not os.path.isfile(stem) or args.dataset_impl not in (None, "raw"):
             sentences = binarised.find(stem, args.dataset_impl)
@@ -67,9 +67,9 @@ def _blocks(command: str, args: argparse.Namespace, lengths: list) -> None:
     if command == "eval-lm":  # the model is not known yet, see late_checks.eval_lm_dataloader
         if not 0 <= args.context_window < block:
             raise UserError(
-                f"--context-window is {args.context_window} and --tokens-per-sample {block}: a "
-                "block has both context and tokens to score, so give a window from 0 to "
-                f"{block - 1}."
+                f"--context-window is {args.context_window}, but with --tokens-per-sample {block} "
+                f"it must be from 0 to {block - 1}, because at least one token of a block is "
+                "scored: change one of the two."
             )
         return
     if command != "train":  # blocks are those of the training
@@ -78,16 +78,16 @@ def _blocks(command: str, args: argparse.Namespace, lengths: list) -> None:
     is_sentence = args.sample_break_mode == "eos"
     if block > positions and not is_sentence:
         raise UserError(
-            f"--tokens-per-sample is {block} and --max-target-positions {positions}: a block has "
-            "more tokens than the model has positions; lower the first, or raise the second."
+            f"--tokens-per-sample is {block}, but --max-target-positions is {positions}, and a "
+            "block needs a position for each token: lower the first, or raise the second."
         )
     if not (args.add_bos_token and getattr(args, "decoder_learned_pos", False)):
         return
     is_full = any((of_split == positions).any() for of_split in lengths)
     if is_full if is_sentence else block == positions:
         raise UserError(
-            f"--add-bos-token puts a token before the {positions} of a block, and the learned "
-            f"positions end at {positions}: give --max-target-positions {positions + 1}."
+            f"--add-bos-token adds a token to a block of {positions} tokens, but the model has "
+            f"only {positions} learned positions: set --max-target-positions {positions + 1}."
         )
 
 
@@ -97,8 +97,8 @@ def _adaptive(args: argparse.Namespace, words: int) -> None:
         return
     if args.adaptive_input and not args.adaptive_input_cutoff:
         raise UserError(
-            "--adaptive-input needs --adaptive-input-cutoff: name the ends of the bands of words, "
-            "as in 20000,60000."
+            "--adaptive-input needs --adaptive-input-cutoff: set it to the ends of the bands of "
+            "words, as in 20000,60000."
         )
     for name in ("adaptive_input_cutoff", "adaptive_softmax_cutoff"):
         flag, text = f"--{name.replace('_', '-')}", getattr(args, name, None)
@@ -109,20 +109,24 @@ def _adaptive(args: argparse.Namespace, words: int) -> None:
             ends = [int(end) for end in str(text).split(",")]
         except ValueError as error:
             raise UserError(
-                f"{flag} {text} cannot be read: name the ends of the bands, as in 20000,60000."
+                f"{flag} {text} is not a list of whole numbers: set it to the ends of the bands "
+                "of words, as in 20000,60000."
             ) from error
         if ends[0] < 1 or any(a >= b for a, b in itertools.pairwise(ends)):
-            raise UserError(f"{flag} is {text}: the ends of the bands must rise from 1 on.")
+            raise UserError(
+                f"{flag} is {text}, but each number must be larger than the one before, and the "
+                "first at least 1: set it to the ends of the bands of words, as in 20000,60000."
+            )
         if ends[-1] > words:
             raise UserError(
-                f"{flag} ends at {ends[-1]} and the dictionary has {words} words: lower it."
+                f"{flag} ends at {ends[-1]}, but the dictionary has only {words} words: lower it."
             )
     if not getattr(args, "tie_adaptive_weights", False):
         return
     if not args.adaptive_input:
         raise UserError(
-            "--tie-adaptive-weights ties adaptive softmax to adaptive inputs: give "
-            "--adaptive-input, or remove it."
+            "--tie-adaptive-weights ties adaptive softmax to adaptive inputs, but the model has "
+            "none: add --adaptive-input, or remove it."
         )
     for one, other in (
         ("adaptive_input_factor", "adaptive_softmax_factor"),
@@ -133,6 +137,6 @@ def _adaptive(args: argparse.Namespace, words: int) -> None:
         if values[0] != values[1]:
             flags = [f"--{name.replace('_', '-')}" for name in (one, other)]
             raise UserError(
-                f"--tie-adaptive-weights needs equal sizes, and {flags[0]} is {values[0]} and "
-                f"{flags[1]} {values[1]}: give both alike."
+                f"--tie-adaptive-weights needs equal sizes, but {flags[0]} is {values[0]} and "
+                f"{flags[1]} is {values[1]}: set both to the same value."
             )

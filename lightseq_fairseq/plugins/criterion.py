@@ -115,8 +115,8 @@ def _logits_and_target(
     segments = None
     if getattr(getattr(model, "decoder", None), "adaptive_softmax", None) is not None:
         raise UserError(
-            "An ls_ criterion needs every logit: use fairseq's --criterion adaptive_loss with "
-            "--adaptive-softmax-cutoff."
+            "An ls_ criterion needs every logit, but adaptive softmax does not compute all: use "
+            "--criterion adaptive_loss."
         )
     if getattr(model, "packs_tokens", False):
         logits, segments = model(**sample["net_input"], packed=True)

@@ -53,8 +53,9 @@ def _scores(
     longest = int(tokens.ne(pad).sum(1).max())
     if longest > most and isinstance(model.decoder.embed_positions, LearnedPositionalEmbedding):
         raise UserError(
-            f"A block has {longest} tokens (--tokens-per-sample, and one of --add-bos-token) and "
-            f"the learned positions end at {most}: lower --tokens-per-sample."
+            f"A block has {longest} tokens (--tokens-per-sample, and one more with "
+            f"--add-bos-token), but the model has only {most} learned positions: lower "
+            "--tokens-per-sample."
         )
     rng = dropout_rng(model, tokens.device)
     features, segments, _ = model.decoder.packed(tokens, None, None, rng)

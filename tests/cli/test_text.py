@@ -92,11 +92,13 @@ def test_adaptive_softmax_from_training_to_export(
         ),
         (
             [*WIKI103, "--criterion", "ls_cross_entropy"],
-            "use --criterion adaptive_loss, or train without --adaptive-softmax-cutoff",
+            "(ls_cross_entropy needs every logit, but adaptive softmax does not compute all): use "
+            "--criterion adaptive_loss, or a model without --adaptive-softmax-cutoff",
         ),
         (
             [*WIKI103, "--criterion", "cross_entropy"],
-            "use --criterion adaptive_loss, or train without --adaptive-softmax-cutoff",
+            "(cross_entropy needs every logit, but adaptive softmax does not compute all): use "
+            "--criterion adaptive_loss, or a model without --adaptive-softmax-cutoff",
         ),
         ([*WIKI103, "--criterion", "adaptive_loss"], "use --ddp-backend legacy_ddp"),
     ],
@@ -119,29 +121,29 @@ BANDS = ["--adaptive-input", "--adaptive-input-cutoff", "8,16", "--adaptive-soft
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([*GPT, "--max-target-positions", "8"], "than the model has positions; lower the first"),
+        ([*GPT, "--max-target-positions", "8"], "needs a position for each token: lower the first"),
         (
             [*GPT, "--add-bos-token", "--decoder-learned-pos"],
-            "positions end at 16: give --max-target-positions 17.",
+            "has only 16 learned positions: set --max-target-positions 17.",
         ),
         (
             [*GPT, "--add-bos-token", "--decoder-learned-pos", "--sample-break-mode", "eos",
              "--max-target-positions", "5"],
-            "positions end at 5: give --max-target-positions 6.",
+            "has only 5 learned positions: set --max-target-positions 6.",
         ),
         (["--arch", "ls_transformer_lm", "--tokens-per-sample", "0"], "must be at least 1"),
         ([*GPT, "--train-subset", "dev"], "contains no dev split: binarise one with lightseq-pre"),
         ([*GPT, "--adaptive-input"], "--adaptive-input needs --adaptive-input-cutoff"),
-        ([*GPT, *BANDS, "8,99"], "ends at 99 and the dictionary has 24 words: lower it"),
-        ([*GPT, *BANDS, "8,x"], "--adaptive-softmax-cutoff 8,x cannot be read: name the ends"),
-        ([*GPT, *BANDS, "16,8"], "is 16,8: the ends of the bands must rise from 1 on"),
+        ([*GPT, *BANDS, "8,99"], "ends at 99, but the dictionary has only 24 words: lower"),
+        ([*GPT, *BANDS, "8,x"], "cutoff 8,x is not a list of whole numbers: set it"),
+        ([*GPT, *BANDS, "16,8"], "is 16,8, but each number must be larger than the one before"),
         (
             [*GPT, "--adaptive-softmax-cutoff", "8", "--tie-adaptive-weights"],
-            "give --adaptive-input, or remove it",
+            "add --adaptive-input, or remove it",
         ),
         (
             [*GPT, *BANDS, "8", "--tie-adaptive-weights"],
-            "--adaptive-input-cutoff is 8,16 and --adaptive-softmax-cutoff 8: give both alike",
+            "--adaptive-input-cutoff is 8,16 and --adaptive-softmax-cutoff is 8: set both",
         ),
         ([*GPT, "--character-embeddings"], "does not support --character-embeddings"),
         ([*GPT, "--scale-fc"], "does not support --scale-fc"),
@@ -154,15 +156,15 @@ def test_bad_settings(data: Path, tmp_path: Path, words: list[str], sentence: st
 
 def test_data_of_another_task(data: Path, pairs: Path, tmp_path: Path) -> None:
     refused(
-        pairs, tmp_path, GPT, "contains sentence pairs (dict.de.txt, dict.en.txt), and --task la"
+        pairs, tmp_path, GPT, "contains sentence pairs (dict.de.txt, dict.en.txt), but --task la"
     )
     words = ["--arch", "ls_transformer", "--task", "translation"]
     refused(
-        data, tmp_path, words, "contains running text, and --task translation reads sentence pai"
+        data, tmp_path, words, "contains running text, but --task translation reads sentence pai"
     )
-    refused(tmp_path / "none", tmp_path, GPT, "none does not exist: give the --destdir")
+    refused(tmp_path / "none", tmp_path, GPT, "none does not exist: use the --destdir")
     refused(
-        tmp_path, tmp_path, GPT, "contains no dict.txt, and --task language_modeling reads runn"
+        tmp_path, tmp_path, GPT, "contains no dict.txt, but --task language_modeling reads runn"
     )
 
 
@@ -198,10 +200,10 @@ def test_a_dictionary_of_another_size(data: Path, tmp_path: Path) -> None:
     ("words", "sentence"),
     [
         ("--tokens-per-sample 40", "A block has 40 tokens"),
-        ("", "the model's positions end at 16: give --tokens-per-sample 16."),
+        ("", "the model has only 16 positions: set --tokens-per-sample 16."),
         ("--tokens-per-sample 60 --context-window 20", "A block has 40 tokens"),
-        ("--tokens-per-sample 16 --context-window 16", "give a window from 0 to 15"),
-        ("--tokens-per-sample 16 --context-window -1", "give a window from 0 to 15"),
+        ("--tokens-per-sample 16 --context-window 16", "it must be from 0 to 15, because"),
+        ("--tokens-per-sample 16 --context-window -1", "it must be from 0 to 15, because"),
         ("--tokens-per-sample 16 --add-bos-token", "A block has 17 tokens"),
         ("--tokens-per-sample 24 --context-window 12", "A block has 24 tokens"),
     ],

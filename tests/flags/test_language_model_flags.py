@@ -128,13 +128,13 @@ def test_scores_only_against_a_reference(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--constraints", "--constraints"),
-        ("--print-alignment", "--print-alignment asks a language model for the alignment with a"),
-        ("--replace-unk", "--replace-unk asks a language model for words of a source to copy"),
+        ("--constraints", "a language model, because its search has no constraints: remove it"),
+        ("--print-alignment", "--print-alignment cannot be used with a language model, because it"),
+        ("--replace-unk", "a language model, because it has no source to copy words from: remove"),
         ("--min-len 60", "--min-len (or min_len in --eval-bleu-args) is larger than"),
         (
             "--path {translation}",
-            "contains a LSTransformerModel, which --task language_modeling cannot use",
+            "which contains no language model but LSTransformerModel: choose another checkpoint",
         ),
     ],
 )

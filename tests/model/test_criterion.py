@@ -157,7 +157,7 @@ def test_what_is_logged(corpus: Path, flags: dict[str, Any]) -> None:
 def test_adaptive_softmax_is_refused(corpus: Path, kind: dict[str, Any]) -> None:
     flags = {"adaptive_softmax_cutoff": "20,40", **kind}
     model, criterion, sample = build(corpus, "native", "ls", **flags)
-    with pytest.raises(UserError, match="needs every logit: use fairseq's --criterion adaptive"):
+    with pytest.raises(UserError, match="not compute all: use --criterion adaptive_loss"):
         criterion(model, sample)
 
 

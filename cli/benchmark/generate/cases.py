@@ -50,7 +50,8 @@ class Case(NamedTuple):
             sentences, prompt, new = map(int, prompts.group(2, 3, 4))
             if prompt + new > positions(SHAPES[model]):
                 raise UserError(
-                    f"There is no case {text}: {model} has {positions(SHAPES[model])} positions."
+                    f"The case {text} is too large: {model} has {positions(SHAPES[model])} "
+                    "positions, so prompt and new tokens can be at most that many together."
                 )
             return cls(model, sentences, None, 1, precision, prompt, new)
         found = re.fullmatch(r"(\w+)/b(?:([1-9]\d*)|tokens([1-9]\d*)?)/beam([1-9]\d*)/(\w+)", text)
@@ -113,11 +114,11 @@ SYSTEMS = {
 def why_not(system: str, case: Case) -> str | None:
     """The reason if the system cannot run the case on this machine, else None."""
     if system == "ctranslate2" and case.new:
-        return "CTranslate2 reads no language models of fairseq."
+        return "CTranslate2 cannot load fairseq's language models."
     if system == "transformers" and not case.new:
-        return "transformers has none of these translation models."
+        return "transformers has no such translation model."
     if system == "transformers" and not _is_gpt2(case.shape):
-        return "it is no GPT-2, which is what transformers is measured with."
+        return "transformers runs only GPT-2 here, and this model differs from it."
     if system in _PACKAGES and importlib.util.find_spec(system) is None:
         return f"{system} is not installed."
     return None
