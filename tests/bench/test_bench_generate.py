@@ -223,7 +223,7 @@ def test_cases_of_language_models() -> None:
 
 @pytest.mark.parametrize("model", ["lm_tiny", "gpt2_124m"])
 def test_a_language_model_ends_no_text(model: str, tmp_path: Path) -> None:
-    """The row of </s> in the output projection, which may be the embedding."""
+    """The row of </s> in the output projection is 0, also if that is the embedding."""
     shape = SHAPES[model]._replace(decoder_layers=1)
     made = test_set.ensure(tmp_path / "data", shape, 300)
     (built,), _ = checkpoint_utils.load_model_ensemble([str(made.checkpoint)])

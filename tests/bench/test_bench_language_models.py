@@ -164,21 +164,22 @@ def test_shapes_are_fairseqs(model: str, text: corpus.Corpus, pairs: corpus.Corp
 
 
 def test_known_sizes() -> None:
-    """Millions of parameters by which these models are known."""
+    """The models have the published numbers of parameters."""
     numel = {model: parameters(SHAPES[model], corpus.TEXT_VOCABULARY) for model in LANGUAGE}
     assert round(numel["gpt2_124m"] / 1e6) == 124
-    assert round((numel["gpt2_small"] - 2 * 1024 * 50_257) / 1e6) == 302  # beside the embeddings
+    assert round((numel["gpt2_small"] - 2 * 1024 * 50_257) / 1e6) == 302  # without the embeddings
 
 
 def test_floor_counts_operations() -> None:
-    """6 for each weight of a product and token, and 6 L C for attention in each layer."""
+    """A token takes 6 operations for each weight of a product, and 6 L C for attention in each
+    layer: L is the length of a block, C the width."""
     shape, block = SHAPES["gpt2_124m"], 1024
     least = floor(shape, corpus.TEXT_VOCABULARY, 0, block, block)
     operations = (least.layer_gemm + least.logits_gemm + least.attention) * FLOPS / block
     weights = 12 * shape.width**2 * shape.decoder_layers + 50_257 * shape.width
     expected = 6 * weights + 6 * block * shape.width * shape.decoder_layers
     assert operations == pytest.approx(expected) and round(expected / 1e6) == 798
-    # In short blocks attention takes the time of its bytes.
+    # In short blocks, attention is limited by memory bandwidth.
     short = floor(shape, corpus.TEXT_VOCABULARY, 0, block, block // 2).attention
     assert short == pytest.approx(12 * 12 * 2 * shape.width * block / BYTES) != least.attention
 
@@ -227,7 +228,7 @@ def state_of(native: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("model", LANGUAGE)
 def test_baseline_computes_fairseqs_loss(model: str, text: corpus.Corpus) -> None:
-    """In eval mode, with the same weights; two layers of the model's sizes."""
+    """Compares models with two layers and the same weights, in eval mode."""
     case = Case.parse(f"{model}/16x3/bf16")
     cfg, task = fairseqs(case, text.folder, "--decoder-layers", 2)
     torch.manual_seed(1)
@@ -247,7 +248,7 @@ def test_baseline_computes_fairseqs_loss(model: str, text: corpus.Corpus) -> Non
 
 
 def test_baseline_reads_whole_batches(text: corpus.Corpus) -> None:
-    """In an epoch every token once, in batches of one size."""
+    """An epoch contains every token once, in batches of one size."""
     case = Case.parse("lm_tiny/64x8/bf16")
     feed = compiled.batches(text.folder, case, workers=0)
     epoch = [next(feed) for _ in range(text.target_tokens // case.max_tokens)]

@@ -34,7 +34,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoints(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints, by the program that wrote them."""
+    """A checkpoint of each program, by its name."""
     folder = tmp_path_factory.mktemp("checkpoints")
     return {
         name: train(data, folder / name, ours=name == "ours") for name in ("ours", "fairseq")

@@ -232,7 +232,7 @@ GPT_RUN = [
 
 
 def refused(data: Path, tmp_path: Path, words: list[str], sentence: str) -> None:
-    """Training ends with a sentence, and has written nothing."""
+    """Training must end with one sentence, and write nothing."""
     more = ["--task", "language_modeling"] if "--task" not in words else []
     result = cli_runs.run("train", data, *more, *words, "--cpu", "--save-dir", tmp_path / "run")
     assert result.exit_code == 2, (result.output, result.exception)

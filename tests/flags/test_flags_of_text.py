@@ -1,7 +1,7 @@
-"""docs/flags.md's table of language models: each row is what a run of the command finds.
+"""Each row of docs/flags.md's table of language models agrees with a run of the command.
 
-A line of settings is run by us and by fairseq, without dropout: what is computed, logged and asked
-of torch agrees, and each setting changes something in it.
+Each line of settings runs with our command and with fairseq's, without dropout. Results, logs and
+requests to torch must agree, and each setting must change one of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightseq_fairseq.cli.refusals import flags
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 
 SETTINGS = table.text_settings()
-# Names in braces are folders and files; in front of a bar is what the others need.
+# Names in braces are folders and files. Settings before a bar are needed by those after it.
 MODEL = [
     "--activation-fn gelu --decoder-embed-dim 24 --decoder-input-dim 20 --decoder-output-dim 28 "
     "--decoder-ffn-embed-dim 40 --decoder-layers 3 --decoder-attention-heads 4 "
@@ -56,7 +56,7 @@ TASK = [
 ]
 BANDS = "--adaptive-input --adaptive-input-cutoff 20,50"
 SOFTMAX = "--criterion adaptive_loss --ddp-backend legacy_ddp --adaptive-softmax-cutoff 20,50"
-# -> the reason that the log gives
+# Settings -> the reason in the log.
 FALLBACK = {
     BANDS: "--adaptive-input",
     f"{BANDS} | --adaptive-input-factor 2": "--adaptive-input",
@@ -99,12 +99,12 @@ REFUSED = {
     ],
     "eval-lm": ["--pad-to-fixed-bsz", "--past-target", "--self-target"],
 }  # fmt: skip
-# By test_eval_lm.py, as its value has a blank, and by test_scorer.py.
+# Tested in test_eval_lm.py, because its value contains a blank, and in test_scorer.py.
 ELSEWHERE = {"--post-process", "--softmax-batch"}
 
 
 def named(*lines: str) -> set[str]:
-    """The settings that lines give, those in front of a bar left out."""
+    """The settings of the lines, without those before a bar."""
     claimed = [piece for line in lines for piece in pieces(line.rpartition("|")[2])]
     words = {piece.split()[0] if piece.startswith("-") else "data" for piece in claimed}
     return {name for name, row in SETTINGS.items() if words & {name, *row.aliases}}
@@ -156,7 +156,7 @@ PLAIN = {
 
 @pytest.fixture(scope="module")
 def trained(texts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Losses of the updates, blocks that are validated, and why it was fairseq's own step."""
+    """Runs a training; returns its losses, its validation blocks, and the reason for a fallback."""
 
     @functools.cache
     def run(line: str, native: bool) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def trained(texts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
             shapes.append(tuple(sample["target"].shape))
             return valid_step(self, sample, *arguments)
 
-        generator = torch.Generator().manual_seed(1)  # of the layers that layerdrop leaves out
+        generator = torch.Generator().manual_seed(1)  # for layerdrop
         draws = SimpleNamespace(uniform_=lambda: torch.rand(3, generator=generator))
         losses, error = [], ""
         with (
@@ -190,7 +190,7 @@ def trained(texts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
                     Path(data.format(**texts)), tmp_path_factory.mktemp("run"), native,
                     **{**runs.TEXT, **parts, **PLAIN, **settings},
                 )  # fmt: skip
-            except Exception as failure:  # of a setting without another that it needs
+            except Exception as failure:  # a setting may need another one
                 error = type(failure).__name__
         log = "\n".join(record.getMessage() for record in records)
         reasons = re.findall(r"^step: fairseq's own \((.*)\)$", log, re.M)
@@ -223,7 +223,7 @@ def test_fairseqs_step_is_taken_and_does_what_fairseq_does(trained: Run, line: s
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Texts, binarised and raw, and two checkpoints."""
+    """Two binarised texts, a folder with binarised and raw text, and two checkpoints."""
     folder = tmp_path_factory.mktemp("world")
     found = {"data": cli_runs.binarise_text(folder / "one")}
     found["other"] = folder / "other"
@@ -235,7 +235,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "preprocess", "--only-source", "--destdir", found["other"], "--srcdict",
         found["data"] / "dict.txt", "--testpref", folder / "test", "--validpref", folder / "valid",
     )  # fmt: skip
-    # Binarised, and other text, which fairseq takes if nothing is said.
+    # Binarised text, and another raw text, which fairseq reads without --dataset-impl.
     found["both"] = shutil.copytree(found["data"], folder / "both")
     shutil.copy(folder / "test", found["both"])
     for name, more in (("first", ["--max-update", "9"]), ("second", [])):
@@ -251,7 +251,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def evaluated(
     world: dict[str, Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Run:
-    """Numbers that are logged, the error, and what is asked: workers, buffers, batches, rows."""
+    """Runs lightseq-eval-lm; returns its log, its error, and requests: workers, batches, shapes."""
 
     @functools.cache
     def run(line: str, native: bool) -> dict[str, Any]:
@@ -304,7 +304,7 @@ def same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("line", EVAL)
 def test_evaluation_does_what_fairseq_does(evaluated: Run, line: str) -> None:
     ours, _ = prove(line, evaluated, same)
-    # The output layer's size is the checkpoint's.
+    # The checkpoint determines the size of the output layer.
     assert len(ours["error"]) == ("--output-dictionary-size" in line)
     assert ours["numbers"] or ours["error"]
 
@@ -329,7 +329,7 @@ def test_a_refusal_names_the_setting_the_reason_and_the_way_out(
 
 
 def unread() -> list[str]:
-    """The settings of lightseq-eval-lm without effect, with values that are not the defaults."""
+    """The settings without effect in lightseq-eval-lm, with values other than the defaults."""
     parser = options.get_eval_lm_parser()
     options.parse_args_and_arch(parser, ["data"])
     wanted = rows("eval-lm", table.UNREAD)

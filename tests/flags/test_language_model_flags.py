@@ -1,4 +1,4 @@
-"""Every flag of generation gives for a language model what fairseq's own model gives."""
+"""With every flag of generation, our language models give the same text as fairseq's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.cli_runs import succeed
 from test_generation_flags import assert_same, sentences
 
 PLAIN = "--beam 4"
-# Each changes what comes out of PLAIN.
+# Flags, each of which changes the output of PLAIN.
 SEARCHES = {
     "greedy": "--beam 1",
     "beam-5-nbest": "--beam 5 --nbest 5",
@@ -37,7 +37,7 @@ SEARCHES = {
     "fairseqs-checkpoint": "--beam 4 --path {theirs}",
     "ensemble": "--beam 4 --path {ours}:{theirs}",
     "fused-model": "--beam 4 --lm-path {theirs} --lm-weight 0.5",
-    # With a larger beam fairseq ends in an assertion if a prompt begins with the end of a sentence.
+    # With a larger beam, fairseq fails an assertion if a prompt begins with </s>.
     "bos": "--beam 1 --add-bos-token",
     "bos-prefix": "--beam 4 --add-bos-token --prefix-size 2",
     "batches": "--beam 4 --prefix-size 3 --batch-size 7 --required-batch-size-multiple 4",
@@ -48,7 +48,7 @@ SEARCHES = {
 
 @functools.cache
 def theirs() -> Path:
-    """A checkpoint of fairseq's own training."""
+    """A checkpoint that fairseq's own training wrote."""
     toy = counting.toy()
     flags = {**counting.FLAGS, "max_update": 40, "no_save": None, "disable_validation": True}
     words = counting.command_line(toy.folder, counting.NATIVE, **flags)
@@ -59,7 +59,7 @@ def theirs() -> Path:
 
 @functools.cache
 def output(command: str, flags: str, native: bool) -> list[list[str]]:
-    """What a command prints of its prompts, without the time: lines of kind-number and fields."""
+    """The lines that a command prints for its prompts, split into fields; without times."""
     toy = counting.toy()
     words = ["--task", "language_modeling", "--path", toy.path, "--cpu"]
     if command == "generate":
@@ -95,7 +95,7 @@ def test_generate(flags: str) -> None:
     ],
 )
 def test_interactive(flags: str) -> None:
-    """Prompts of all lengths, an empty line and words that are in no dictionary."""
+    """The prompts have all lengths, one is empty, and some words are not in the dictionary."""
     lines = (counting.toy().folder / "test").read_text().splitlines()
     cut = [" ".join(line.split()[: place % 7]) for place, line in enumerate(lines)]
     (counting.toy().folder / "prompts").write_text("".join(f"{line}\n" for line in cut))
@@ -114,7 +114,7 @@ def test_two_processes_print_what_one_prints() -> None:
 
 
 def test_scores_only_against_a_reference(tmp_path: Path) -> None:
-    """The targets of the data are the prompts, which every result begins with."""
+    """Without --reference nothing is scored: the targets in the data are the prompts themselves."""
     toy = counting.toy()
     flags = "--task language_modeling --cpu --dataset-impl raw --num-workers 0 --batch-size 20"
     words = [toy.folder, "--path", toy.path, *flags.split(), "--sample-break-mode", "eos"]

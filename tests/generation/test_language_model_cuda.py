@@ -1,4 +1,5 @@
-"""Text by language models on the GPU: the CPU's words, graphs with the bits of plain launches."""
+"""Language models on the GPU generate the same words as on the CPU, and captured steps are equal to
+eager ones bit by bit."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "ngrams": {"beam": 3, "no_repeat_ngram_size": 2},
     "temperature": {"beam": 3, "no_repeat_ngram_size": 3, "temperature": 1.5},
 }
-# The second and the third batch need as many rows as each other, and as the first nearly.
+# Words of each prompt. Batches 2 and 3 use the same number of rows, and batch 1 nearly as many.
 BATCHES = ((5,) * 13, (3, 7, 1, 5, 5, 2, 0, 19), (9, 1, 2, 4, 11, 12, 3, 0), (6,))
 Found = Sequence[Sequence[Mapping[str, Tensor]]]
 
@@ -41,7 +42,7 @@ def trained_toy() -> Toy:
 
 
 def generate(model: Any, by: Any = None, on_cpu: bool = False, **options: Any) -> Found:
-    """The hypotheses of all batches, from samples where the model is or on the CPU."""
+    """The hypotheses of all batches. The samples are on the model's device, or on the CPU."""
     found: list[Any] = []
     for lengths in BATCHES:
         options = {"max_len_b": 30, **options}
@@ -83,7 +84,7 @@ def test_float32_is_the_cpus(toy: Toy, options: dict[str, Any], by: Any) -> None
     expected = generate(toy.ls, **options)
     assert_close(generate(model, by, **options), expected)
     before = graphs(model)
-    assert_close(generate(model, by, **options), expected)  # by graphs from the first step on
+    assert_close(generate(model, by, **options), expected)  # graphs run from the first step on
     assert graphs(model) >= before > 0
 
 
@@ -109,7 +110,7 @@ def test_16_bits_are_as_good_as_fairseqs(toy: Toy, dtype: torch.dtype) -> None:
     expected = tokens(generate(toy.ls, beam=4))
 
     def others(model: Any) -> int:
-        """Prompts that 16 bits continue otherwise."""
+        """Number of prompts that the model continues differently in ``dtype``."""
         found = tokens(generate(copy.deepcopy(model).cuda().to(dtype), beam=4))
         return sum(a[0] != b[0] for a, b in zip(found, expected, strict=True))
 
@@ -126,7 +127,7 @@ def test_16_bits_are_as_good_as_fairseqs(toy: Toy, dtype: torch.dtype) -> None:
     ],
 )
 def test_prompts_are_read_as_steps_read_them(flags: dict[str, Any], dtype: torch.dtype) -> None:
-    """What one packed pass leaves in the cache, and token by token: the same probabilities."""
+    """Prompts read in one packed pass give the same scores as prompts read token by token."""
     task, model, _ = counting.variant(**flags)
     model = model.cuda().to(dtype)
     words = prompts(3, 20, 11, 7)
@@ -137,7 +138,7 @@ def test_prompts_are_read_as_steps_read_them(flags: dict[str, Any], dtype: torch
     atol = 1e-4 if dtype == torch.float32 else 0.15
     for number, prompt in enumerate(words):
         mine, other = (found[number][0] for found in (at_once, stepwise))
-        until = len(prompt)  # the next token may be another one where two are nearly as good
+        until = len(prompt)  # later tokens may differ if two candidates have nearly equal scores
         torch.testing.assert_close(
             mine["positional_scores"][: until - 1],
             other["positional_scores"][: until - 1].cpu().float(),
@@ -168,7 +169,7 @@ def test_adaptive_models(flags: dict[str, Any]) -> None:
 def test_nothing_waits_within_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(toy.ls).cuda()
     options = {"beam": 3, "no_repeat_ngram_size": 2}
-    for _ in range(3):  # after which nothing grows and nothing is left to capture
+    for _ in range(3):  # afterwards memory has its final size, and all graphs exist
         generate(model, **options)
     calls: list[str] = []
 
@@ -208,7 +209,7 @@ def test_a_prompt_is_one_pass_and_a_token_one_graph(
         return launch(self, key, function)
 
     monkeypatch.setattr(StepDecoder, "launch", recorded)
-    for name in ("features", "prefill"):  # nothing but graphs
+    for name in ("features", "prefill"):  # only graphs may run
         monkeypatch.setattr(StepDecoder, name, None)
     counting.generate(toy.task, [model], words, **options)
     assert keys[0] == "prompts" and len(keys) == 1 + 20 - 9 + 1 and "prompts" not in keys[1:]
@@ -265,7 +266,7 @@ def test_sampling(toy: Toy, more: dict[str, Any], monkeypatch: pytest.MonkeyPatc
 
 
 def test_samples_have_fairseqs_distribution(toy: Toy) -> None:
-    """The first word after a prompt, 3000 times each, by our search and by fairseq's."""
+    """Compares the first word after a prompt in 3000 samples of our search and of fairseq's."""
     model = copy.deepcopy(toy.ls).cuda()
     words = prompts(4) * 50
     counts = []
@@ -283,7 +284,7 @@ def test_samples_have_fairseqs_distribution(toy: Toy) -> None:
     assert total == counts[1].sum() == 3000
     often = (counts[0] + counts[1]) > 20
     difference = (counts[0] - counts[1])[often].square() / (counts[0] + counts[1])[often]
-    assert difference.sum() < 6 * often.sum()  # chi-square with as many degrees of freedom
+    assert difference.sum() < 6 * often.sum()  # chi-square; its mean is about often.sum()
 
 
 def test_memory_that_grows(toy: Toy) -> None:
@@ -298,5 +299,5 @@ def test_memory_that_grows(toy: Toy) -> None:
 
 
 def test_every_kernel_is_there() -> None:
-    """Without one of them, nothing would have been captured above."""
+    """If a kernel were missing, the tests above would run eager steps only."""
     assert not library.load().references

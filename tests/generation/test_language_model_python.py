@@ -1,4 +1,4 @@
-"""Prompts continued from Python, as by lightseq-interactive; one sentence for bad input."""
+"""LanguageModel continues prompts as lightseq-interactive does; bad input ends in one sentence."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_samples_of_a_seed(toy: Toy, tmp_path: Path) -> None:
 
 
 def command(toy: Toy, place: Path, words: str) -> list[list[str]]:
-    """The fields of the command's H- and P- lines."""
+    """The fields of the H- and P- lines that lightseq-interactive prints."""
     (place / "lines").write_text("".join(f"{line}\n" for line in LINES))
     text = succeed(
         "interactive", toy.folder, "--task", "language_modeling", "--path", toy.path, "--cpu",
@@ -75,7 +75,7 @@ def command(toy: Toy, place: Path, words: str) -> list[list[str]]:
 
 
 def lines(found: list[list[Hypothesis]]) -> list[list[str]]:
-    """The same for what Python has given."""
+    """The same fields from the results of LanguageModel."""
     assert len(found) == len(LINES)
     return [
         line
@@ -120,7 +120,7 @@ def test_models_of_fairseq_and_ours(toy: Toy, model: LanguageModel) -> None:
 
 
 def test_settings_of_the_checkpoint(toy: Toy, tmp_path: Path) -> None:
-    """The folder of its data, and the token that begins a text."""
+    """The data folder and --add-bos-token are taken from the checkpoint."""
     shutil.copytree(toy.folder, tmp_path / "data")
     flags = {**counting.FLAGS, "add_bos_token": True, "max_update": 1, "no_save": None}
     words = counting.command_line(tmp_path / "data", counting.LS, **flags)

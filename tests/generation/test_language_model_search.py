@@ -1,4 +1,4 @@
-"""Language models generate what fairseq's model does under fairseq's search."""
+"""Our language models generate the same text as fairseq's model with fairseq's search."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "bigrams": {"beam": 4, "no_repeat_ngram_size": 2},
     "trigrams": {"beam": 3, "no_repeat_ngram_size": 3, "temperature": 1.5, "min_len": 20},
 }
-# What fairseq's own search is asked for.
+# Options for which fairseq's own search runs.
 OTHERS: dict[str, dict[str, Any]] = {
     "groups": {"beam": 4, "diverse_beam_groups": 2, "diverse_beam_strength": 0.7},
     "siblings": {"beam": 4, "diversity_rate": 2},
@@ -64,7 +64,7 @@ def trained_toy() -> Toy:
 
 @pytest.fixture(name="searches")
 def counted_searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The rules of every search that is ours, as they happen."""
+    """A list that gets the options of each run of our own search."""
     seen: list[Any] = []
 
     def counted(*arguments: Any) -> Any:
@@ -90,7 +90,7 @@ def test_own_search(
 
 @pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
 def test_searches_that_are_fairseqs(toy: Toy, options: dict[str, Any], searches: list[Any]) -> None:
-    # Unequal candidates of a beam or of a group are needed: equal ones may come in any order.
+    # Candidates of a beam or a group must be unequal, because equal ones may be in any order.
     lengths = (0, 0, 0) if "diverse_beam_groups" in options else (3, 7, 1, 5)
     found = []
     for model in (toy.ls, toy.native):
@@ -104,7 +104,7 @@ def test_under_fairseqs_search(toy: Toy, searches: list[Any]) -> None:
     words = prompts(3, 7, 1, 5)
     native = generate(toy.task, [toy.native], words, beam=4, **LONG)
     assert_same(generate(toy.task, [toy.ls], words, SequenceGenerator, beam=4, **LONG), native)
-    # The same model twice: each has its own keys and values.
+    # An ensemble of the same model twice: each has its own keys and values.
     native = generate(toy.task, [toy.native] * 2, words, beam=2, **LONG)
     assert_same(generate(toy.task, [toy.ls] * 2, words, beam=2, **LONG), native)
     assert not searches
@@ -146,7 +146,7 @@ def test_adaptive_softmax_is_left_to_fairseqs_search(toy: Toy, searches: list[An
 
 
 def test_prompts_that_are_finished(toy: Toy, searches: list[Any]) -> None:
-    """Blocks of several sentences hold the ends of all but the last."""
+    """A prompt may contain </s>, because blocks contain several sentences; it is then complete."""
     rows = [[5, 6, 7, 8, 2, 9], [4, 5, 6, 2, 2, 5], [5, 7, 9, 2, 1, 1], [7, 8, 1, 1, 1, 1]]
     prefix = torch.tensor(rows)
     for keep in ([0, 1, 2, 3], [0, 1, 2], [3, 1]):
@@ -167,7 +167,7 @@ def test_prompts_that_are_finished(toy: Toy, searches: list[Any]) -> None:
 
 
 def test_prompts_that_repeat_themselves(toy: Toy) -> None:
-    """fairseq blocks tokens of the prompt as well, and ends in an assertion."""
+    """Our search never blocks a prompt's own tokens; fairseq's does, and fails an assertion."""
     words = [torch.tensor([5, 6, 5, 6, 2]), torch.tensor([5, 6, 7, 8, 9, 4, 2])]
     options = {"beam": 3, "no_repeat_ngram_size": 2, **LONG}
     with pytest.raises(AssertionError):
@@ -182,7 +182,7 @@ def test_prompts_that_repeat_themselves(toy: Toy) -> None:
 
 
 def test_a_prompt_is_read_at_once(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pass for all prompts, and then a step for each further token."""
+    """One pass reads all prompts; then each further token takes one step."""
     seen: list[str] = []
     for name in ("prefill", "features"):
         function = getattr(StepDecoder, name)
@@ -220,7 +220,7 @@ def test_wrong_calls(toy: Toy) -> None:
 def test_row_counts_that_are_rounded(
     toy: Toy, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], lengths: tuple[int, ...]
 ) -> None:
-    """As on a GPU, where prompts and hypotheses have unused rows after them."""
+    """Row counts are rounded up as on a GPU: unused rows follow prompts and hypotheses."""
     words, options = prompts(*lengths), LONG | options
     expected = generate(toy.task, [toy.ls], words, **options)
     gpu = torch.device("cuda")

@@ -1,4 +1,5 @@
-"""A toy text that a small language model learns in seconds: numbers in words, counted in steps."""
+"""A toy text that a small language model learns in seconds: numbers as words, which increase by a
+step."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ UPDATES = 160
 
 
 def write_counting(folder: Path) -> Path:
-    """Sentences such as "three five seven nine one": steps of one to three, with slips."""
+    """Write sentences such as "three five seven nine one".
+
+    Each sentence has a step from 1 to 3; in 10% of the places it is one larger.
+    """
     rng = random.Random(5)
 
     def sentence() -> str:
@@ -63,7 +67,7 @@ def write_counting(folder: Path) -> Path:
 
 @dataclass
 class Toy:
-    """The task and two models with the same weights; ``path`` is a checkpoint of our training."""
+    """The task, our model and fairseq's with the same weights, and our checkpoint at ``path``."""
 
     folder: Path
     task: Any
@@ -79,7 +83,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def toy() -> Toy:
-    """The same for all tests of a process."""
+    """The trained toy; all tests of a process share it."""
     folder = write_counting(Path(_folder().name))
     cfg = parity.parse(command_line(folder, LS, **FLAGS))
     task, model, criterion = parity.build(cfg)
@@ -96,9 +100,9 @@ def toy() -> Toy:
 
 
 def variant(**flags: Any) -> tuple[Any, Any, Any]:
-    """Task and two models that were not trained, with the same weights, our model first.
+    """The task, our model and fairseq's with the same weights, not trained.
 
-    Their weights are large, so that no two tokens are as good as each other.
+    The weights are large, so that no two tokens have equal scores.
     """
     given = {**FLAGS, **flags}
     task, ours, _ = parity.build(parity.parse(command_line(toy().folder, LS, **given)))
@@ -112,7 +116,7 @@ def variant(**flags: Any) -> tuple[Any, Any, Any]:
 
 
 def prompts(*lengths: int) -> list[Tensor]:
-    """Prompts of so many words, each int64 with the eos that fairseq's reader appends."""
+    """Prompts of the given numbers of words: int64, with the eos that fairseq's reader appends."""
     return [
         torch.tensor([*(4 + (3 * place + n * n) % 10 for n in range(length)), 2])
         for place, length in enumerate(lengths)
@@ -131,7 +135,7 @@ def generate(
     task: Any, models: list[Any], given: Sequence[Tensor], by: Any = None, on_cpu: bool = False,
     **options: Any,
 ) -> dict[int, list[Any]]:  # fmt: skip
-    """All hypotheses of each prompt, by the task's generator or one of class ``by``."""
+    """All hypotheses of each prompt, by the task's generator or by a generator of class ``by``."""
     generator = task.build_generator(models, GenerationConfig(**options), seq_gen_cls=by)
     device = "cpu" if on_cpu else next(models[0].parameters()).device.type
     found = task.inference_step(generator, models, sample(task, given, device))

@@ -137,7 +137,7 @@ def test_layers_drop_by_their_own_bits_and_projections_are_neighbours(text: Path
 
 
 def test_token_by_token(text: Path) -> None:
-    """As fairseq's generators call the decoder, which reorder its hypotheses as they like."""
+    """Calls the decoder as fairseq's generators do, which also reorder hypotheses."""
     ours, native, inputs = pair(text)
     tokens = inputs["src_tokens"].clamp_min(PAD + 1)
     order = torch.tensor([2, 2, 0, 5, 7])

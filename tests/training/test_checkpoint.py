@@ -203,7 +203,7 @@ class TestText:
     @pytest.mark.parametrize("flags", VARIANTS.values(), ids=VARIANTS)
     @pytest.mark.parametrize("stop", [4, 12])
     def test_goes_on_in_mid_epoch(self, tmp_path: Path, flags: dict[str, Any], stop: int) -> None:
-        """In the first epoch of seven or more updates, and in the second or third."""
+        """Stops in the first epoch (seven or more updates), and in the second or third."""
         whole = self.run(tmp_path / "whole", max_update=20, **flags)
         parts = self.run(tmp_path / "parts", max_update=stop, **flags)
         parts += self.run(tmp_path / "parts", max_update=20, **flags)
@@ -212,7 +212,7 @@ class TestText:
         assert runs.differing(*both) == []
 
     def test_epochs_read_one_shard_after_the_other(self, tmp_path: Path) -> None:
-        """As in fairseq, whose losses they are, without dropout."""
+        """Without dropout the losses are fairseq's."""
         flags: dict[str, Any] = dict.fromkeys(
             ("dropout", "attention_dropout", "activation_dropout"), 0.0
         )

@@ -302,7 +302,7 @@ def test_blocks_that_fill_a_batch_up_are_left_to_fairseqs_step(text: Path) -> No
     assert all(len(update.sample_sizes) == 2 for update in ours)
 
 
-# fairseq's transformer_lm_wiki103, smaller.
+# A smaller transformer_lm_wiki103 of fairseq.
 WIKI103 = {
     **TEXT,
     "arch": "transformer_lm_wiki103",
@@ -335,7 +335,7 @@ ADAPTIVE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("optimizer", ["ls", "native"])
 @pytest.mark.parametrize("flags", ADAPTIVE.values(), ids=ADAPTIVE)
 def test_adaptive_inputs_and_softmax(text: Path, flags: dict[str, Any], optimizer: str) -> None:
-    """By fairseq's own modules around our layers, in fairseq's own step."""
+    """fairseq's own modules compute them around our layers, in fairseq's own step."""
     criterion = "ls" if flags["criterion"] == "cross_entropy" else "native"
     native = train(command_line(text, NATIVE, **flags), 20)
     ours = train(command_line(text, Systems("ls", optimizer, criterion), **flags), 20)
