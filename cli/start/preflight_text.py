@@ -93,16 +93,25 @@ def _blocks(command: str, args: argparse.Namespace, lengths: list) -> None:
 
 def _adaptive(args: argparse.Namespace, words: int) -> None:
     """Raises UserError if settings of adaptive inputs and softmax contradict each other."""
-    if not hasattr(args, "adaptive_input"):  # an arch without them
-        return
-    if args.adaptive_input and not args.adaptive_input_cutoff:
+    from fairseq.models import ARCH_MODEL_REGISTRY
+    from fairseq.models.transformer_lm import (
+        TransformerLanguageModel,
+        TransformerLanguageModelConfig,
+    )
+
+    if not issubclass(ARCH_MODEL_REGISTRY[args.arch], TransformerLanguageModel):
+        return  # an arch without them, or with other rules
+    # An arch that is a dataclass adds its defaults only after these checks.
+    given = TransformerLanguageModelConfig(), args
+    chosen = {name: value for each in given for name, value in vars(each).items()}
+    if chosen["adaptive_input"] and not chosen["adaptive_input_cutoff"]:
         raise UserError(
             "--adaptive-input needs --adaptive-input-cutoff: set it to the ends of the bands of "
             "words, as in 20000,60000."
         )
     for name in ("adaptive_input_cutoff", "adaptive_softmax_cutoff"):
-        flag, text = f"--{name.replace('_', '-')}", getattr(args, name, None)
-        is_read = args.adaptive_input or name == "adaptive_softmax_cutoff"
+        flag, text = f"--{name.replace('_', '-')}", chosen[name]
+        is_read = chosen["adaptive_input"] or name == "adaptive_softmax_cutoff"
         if not text or not is_read:
             continue
         try:
@@ -121,9 +130,9 @@ def _adaptive(args: argparse.Namespace, words: int) -> None:
             raise UserError(
                 f"{flag} ends at {ends[-1]}, but the dictionary has only {words} words: lower it."
             )
-    if not getattr(args, "tie_adaptive_weights", False):
+    if not chosen["tie_adaptive_weights"]:
         return
-    if not args.adaptive_input:
+    if not chosen["adaptive_input"]:
         raise UserError(
             "--tie-adaptive-weights ties adaptive softmax to adaptive inputs, but the model has "
             "none: add --adaptive-input, or remove it."
@@ -133,7 +142,7 @@ def _adaptive(args: argparse.Namespace, words: int) -> None:
         ("adaptive_input_cutoff", "adaptive_softmax_cutoff"),
         ("decoder_input_dim", "decoder_output_dim"),
     ):
-        values = [getattr(args, name) for name in (one, other)]
+        values = [chosen[name] for name in (one, other)]
         if values[0] != values[1]:
             flags = [f"--{name.replace('_', '-')}" for name in (one, other)]
             raise UserError(

@@ -136,6 +136,9 @@ BANDS = ["--adaptive-input", "--adaptive-input-cutoff", "8,16", "--adaptive-soft
         ([*GPT, "--adaptive-input"], "--adaptive-input needs --adaptive-input-cutoff"),
         ([*GPT, *BANDS, "8,99"], "ends at 99, but the dictionary has only 24 words: lower"),
         ([*GPT, *BANDS, "8,x"], "cutoff 8,x is not a list of whole numbers: set it"),
+        (["--arch", "ls_transformer_lm", *BANDS[-1:], "16,8"], "is 16,8, but each number must be"),
+        (["--arch", "ls_transformer_lm", *BANDS[:1]], "--adaptive-input needs --adaptive-input"),
+        (["--arch", "ls_transformer_lm", "--tie-adaptive-weights"], "add --adaptive-input, or"),
         ([*GPT, *BANDS, "16,8"], "is 16,8, but each number must be larger than the one before"),
         (
             [*GPT, "--adaptive-softmax-cutoff", "8", "--tie-adaptive-weights"],
