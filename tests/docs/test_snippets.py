@@ -103,9 +103,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(command: list[str], world: Path, folder: Path, code: str, **variables: str) -> None:
     shutil.copytree(world, folder / "world")
-    if "--destdir data-bin" in code:  # a page that begins with the texts
-        for made in ("data-bin", "checkpoints"):
-            shutil.rmtree(folder / "world" / made)
+    # A page may begin with the texts, and write these folders itself.
+    for data, made in (("data-bin", ("data-bin", "checkpoints")), ("text-bin", ("text-bin",))):
+        if f"--destdir {data}" in code:
+            for name in made:
+                shutil.rmtree(folder / "world" / name)
     (folder / "program").write_text(code)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(

@@ -154,8 +154,8 @@ def test_it_is_at_the_door() -> None:
             {"cpu": False},
             r"cpu is an option of LanguageModel.from_pretrained\(\), not of gen",
         ),
-        ("one", {"print_alignment": True}, "--print-alignment asks a language model for the align"),
-        ("one", {"replace_unk": True}, "--replace-unk asks a language model"),
+        ("one", {"print_alignment": True}, "because it has no source to align with: remove it."),
+        ("one", {"replace_unk": True}, "because it has no source to copy words from: remove"),
         ("one", {"min_len": 300}, "--min-len .* is larger than the maximum length"),
     ],
 )
