@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from lightseq_fairseq.result_rows import table
@@ -41,19 +42,24 @@ def cases(rows: Rows) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
-def generate_table(rows: Rows) -> list[str]:
-    """Return the table of speed, latency and memory of each system in each case."""
-    lines = []
+def compared(rows: Rows, speed: str) -> Iterator[tuple[str, str, dict[str, Any], str]]:
+    """Yield (case, system, row, its column ``speed`` as a multiple of fairseq's, "" if unknown)."""
     for case, systems in cases(rows).items():
         fairseq = systems.get("fairseq_no_cudnn")
         for system, row in systems.items():
-            ratio = f"{row['sentences_per_s'] / fairseq['sentences_per_s']:.1f}" if fairseq else ""
-            lines.append([
-                f"`{case}`", SYSTEMS[system][0], f"{row['sentences_per_s']:.0f}",
-                str(row["tokens_per_s"]), ratio, f"{row['decode_s']:.3f}",
-                f"{row['p50_ms']:.1f}, {row['p99_ms']:.1f}", f"{row['peak_gib']:.1f}",
-                f"{row['load_s']:.1f}", f"{row['first_s']:.2f}",
-            ])  # fmt: skip
+            yield case, system, row, f"{row[speed] / fairseq[speed]:.1f}" if fairseq else ""
+
+
+def generate_table(rows: Rows) -> list[str]:
+    """Return the table of speed, latency and memory of each system in each case."""
+    lines = []
+    for case, system, row, ratio in compared(rows, "sentences_per_s"):
+        lines.append([
+            f"`{case}`", SYSTEMS[system][0], f"{row['sentences_per_s']:.0f}",
+            str(row["tokens_per_s"]), ratio, f"{row['decode_s']:.3f}",
+            f"{row['p50_ms']:.1f}, {row['p99_ms']:.1f}", f"{row['peak_gib']:.1f}",
+            f"{row['load_s']:.1f}", f"{row['first_s']:.2f}",
+        ])  # fmt: skip
     head = ["case", "system", "sentences/s", "tokens/s", "x fairseq", "decode s",
             "ms a batch p50, p99", "GiB", "load s", "first pass s"]  # fmt: skip
     common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
@@ -92,14 +98,11 @@ def generate_by_case(rows: Rows) -> list[str]:
 def generate_text(rows: Rows) -> list[str]:
     """Return a table: per case of a language model, new tokens per second of each system."""
     lines = []
-    for case, systems in cases(rows).items():
-        fairseq = systems.get("fairseq_no_cudnn")
-        for system, row in systems.items():
-            ratio = f"{row['tokens_per_s'] / fairseq['tokens_per_s']:.1f}" if fairseq else ""
-            lines.append([
-                f"`{case}`", LANGUAGE_SYSTEMS[system], str(row["tokens_per_s"]), ratio,
-                f"{row['p50_ms']:.1f}, {row['p99_ms']:.1f}", f"{row['peak_gib']:.1f}",
-            ])  # fmt: skip
+    for case, system, row, ratio in compared(rows, "tokens_per_s"):
+        lines.append([
+            f"`{case}`", LANGUAGE_SYSTEMS[system], str(row["tokens_per_s"]), ratio,
+            f"{row['p50_ms']:.1f}, {row['p99_ms']:.1f}", f"{row['peak_gib']:.1f}",
+        ])  # fmt: skip
     head = ["case", "system", "new tokens/s", "x fairseq", "ms a batch p50, p99", "GiB"]
     machines = sorted({f"{row['gpu']}; torch {row['torch']}" for row in rows})
     below = (

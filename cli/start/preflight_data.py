@@ -13,20 +13,31 @@ from lightseq_fairseq.cli.start import preflight_values
 from lightseq_fairseq.errors import UserError
 
 
-def data(command: str, args: argparse.Namespace) -> None:
-    """Raises UserError if the data directory lacks a dictionary or split that the command reads."""
-    from fairseq import utils
-    from fairseq.data.data_utils import infer_language_pair
-    from fairseq.tasks.translation import TranslationTask
+def folders_of(args: argparse.Namespace) -> list[str]:
+    """The data folders of a run, of which fairseq takes one an epoch.
 
-    folders = utils.split_paths(args.data)
+    Raises:
+        UserError: one of them is not a folder.
+    """
+    from fairseq import utils
+
+    folders: list[str] = utils.split_paths(args.data)
     for folder in folders:
         if not os.path.isdir(folder):
             wrong = "is not a folder" if os.path.exists(folder) else "does not exist"
             raise UserError(
                 f"The data folder {folder} {wrong}: use the folder that lightseq-preprocess wrote "
-                f"(its --destdir)."
+                "(its --destdir)."
             )
+    return folders
+
+
+def data(command: str, args: argparse.Namespace) -> None:
+    """Raises UserError if the data directory lacks a dictionary or split that the command reads."""
+    from fairseq.data.data_utils import infer_language_pair
+    from fairseq.tasks.translation import TranslationTask
+
+    folders = folders_of(args)
     source, target = args.source_lang, args.target_lang
     if source is None or target is None:
         source, target = infer_language_pair(folders[0])

@@ -6,9 +6,10 @@ import argparse
 import glob
 import itertools
 import os
+from typing import Any
 
 from lightseq_fairseq.cli.start import binarised
-from lightseq_fairseq.cli.start.preflight_data import SUBSET_FLAGS, prefix_flag, splits
+from lightseq_fairseq.cli.start.preflight_data import SUBSET_FLAGS, folders_of, prefix_flag, splits
 from lightseq_fairseq.errors import UserError
 
 
@@ -17,17 +18,9 @@ def text(command: str, args: argparse.Namespace) -> None:
 
     A split is checked with a sample of each file; `late_checks` checks all tokens.
     """
-    from fairseq import utils
     from fairseq.data import Dictionary
 
-    folders = utils.split_paths(args.data)
-    for folder in folders:
-        if not os.path.isdir(folder):
-            wrong = "is not a folder" if os.path.exists(folder) else "does not exist"
-            raise UserError(
-                f"The data folder {folder} {wrong}: use the --destdir of lightseq-preprocess "
-                "--only-source."
-            )
+    folders = folders_of(args)
     path = os.path.join(folders[0], "dict.txt")
     if not os.path.isfile(path):
         pairs = sorted(os.path.basename(x) for x in glob.glob(f"{glob.escape(folders[0])}/dict.*"))
@@ -56,7 +49,7 @@ def text(command: str, args: argparse.Namespace) -> None:
         _adaptive(args, words)
 
 
-def _blocks(command: str, args: argparse.Namespace, lengths: list) -> None:
+def _blocks(command: str, args: argparse.Namespace, lengths: list[Any]) -> None:
     """Raises UserError if blocks have more tokens than the model has positions.
 
     lengths: of the sentences of each split.

@@ -27,36 +27,36 @@ class _LookUp:
     scale: float
     padding_idx: int
     p: float
-    rng: Tensor
     site: int
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, positions: Tensor | None,
-                position_weight: Tensor | None, settings: _LookUp) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(tokens, weight, positions, position_weight)
+                position_weight: Tensor | None, rng: Tensor,
+                settings: _LookUp) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(tokens, weight, positions, position_weight, rng)
         ctx.settings = settings
         return ops.embedding_fwd(
             tokens, weight, positions, position_weight,
-            scale=settings.scale, p=settings.p, rng=settings.rng, site=settings.site,
+            scale=settings.scale, p=settings.p, rng=rng, site=settings.site,
         )  # fmt: skip
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        tokens, weight, positions, position_weight = ctx.saved_tensors
+        tokens, weight, positions, position_weight, rng = ctx.saved_tensors
         settings: _LookUp = ctx.settings
         learned = ctx.needs_input_grad[3]
         to = gradients_for(weight, *([position_weight] if learned else []))
         dweight, dposition = to.tensors if learned else (to.tensors[0], None)
         ops.embedding_bwd(
             dy.contiguous(), tokens, positions, settings.scale, settings.padding_idx,
-            p=settings.p, rng=settings.rng, site=settings.site,
+            p=settings.p, rng=rng, site=settings.site,
             dweight=dweight, dposition_weight=dposition, accumulate=to.accumulate,
         )  # fmt: skip
         handed = to.handed()
-        return None, handed[0], None, handed[1] if learned else None, None
+        return None, handed[0], None, handed[1] if learned else None, None, None
 
 
 class _Dropout(torch.autograd.Function):
@@ -100,11 +100,11 @@ def embed(
     """
     # If nothing lies between the look-up and the dropout, one kernel does both.
     is_one_kernel = project is None and norm is None
-    look_up = _LookUp(scale, padding_idx, p if is_one_kernel else 0.0, rng, site)
+    look_up = _LookUp(scale, padding_idx, p if is_one_kernel else 0.0, site)
     if project is None:
-        x = _Embedding.apply(tokens, weight, positions, position_weight, look_up)
+        x = _Embedding.apply(tokens, weight, positions, position_weight, rng, look_up)
     else:
-        x = _Embedding.apply(tokens, weight, None, None, look_up)
+        x = _Embedding.apply(tokens, weight, None, None, rng, look_up)
         x = nn.functional.linear(x, project.weight)
         if positions is not None and position_weight is not None:
             x = x + position_weight.index_select(0, positions)

@@ -46,7 +46,8 @@ def residual_norm_fwd(
     """Finish a sublayer: h [T, C] is the output of its last GEMM without bias.
 
     Returns the tensors that backward needs, and (new stream [T, C] or None, normalised [T, C] or
-    None).
+    None). rng is among the former: if it has changed when backward draws the masks again, torch
+    raises an error.
     """
     eps = 0.0 if residual.norm is None else residual.norm.eps
     total, y, mean, rstd = ops.dropout_residual_layer_norm_fwd(
@@ -54,7 +55,7 @@ def residual_norm_fwd(
         p=residual.p, rng=residual.rng, site=residual.site, eps=eps,
     )  # fmt: skip
     outputs = (total if residual.keep_stream else None, None if gamma is None else y)
-    return [total, mean, rstd], outputs
+    return [total, mean, rstd, residual.rng], outputs
 
 
 def residual_norm_bwd(
@@ -62,14 +63,14 @@ def residual_norm_bwd(
     residual: Residual,
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:  # fmt: skip
     """Gradients (dh, dstream, (dbias, dgamma, dbeta)) of ``residual_norm_fwd``."""
-    total, mean, rstd = saved
+    total, mean, rstd, rng = saved
     dy, dstream = (None if g is None else g.contiguous() for g in (dy, dstream))
     gamma, beta = residual.parameters
     to = gradients_for(*(p for p in (bias, gamma, beta) if p is not None))
     dbias, dgamma, dbeta = (*to.tensors, None, None)[:3]
     dh, dresidual = ops.dropout_residual_layer_norm_bwd(
         dy, dstream, total, gamma, mean, rstd,
-        p=residual.p, rng=residual.rng, site=residual.site,
+        p=residual.p, rng=rng, site=residual.site,
         dgamma=dgamma, dbeta=dbeta, dbias=dbias, accumulate=to.accumulate,
     )  # fmt: skip
     handed = (*to.handed(), None, None)[:3]

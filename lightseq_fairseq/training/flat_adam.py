@@ -144,10 +144,11 @@ class FlatAdam(torch.optim.Optimizer):
 
     Args:
         params: parameters or torch's parameter groups.
-        lr: default of the groups, as in ``torch.optim.AdamW``; the same holds for those below.
-        betas: decay of the two moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled from the gradient.
+        lr: learning rate. This and the next three are defaults of the parameter groups, with the
+            same meaning as in ``torch.optim.AdamW``.
+        betas: decay rates of the two moments.
+        eps: added to the square root of the second moment.
+        weight_decay: decay per unit of learning rate, decoupled from the gradient.
 
     Source: ``fairseq.optim.adam.Adam``; Loshchilov and Hutter 2019.
     """

@@ -17,6 +17,7 @@ import torch
 from fairseq.dataclass.configs import GenerationConfig
 from fairseq.sequence_generator import SequenceGenerator
 from helpers.digits import Toy, assert_same, held_out, translate
+from helpers.searches import counted_searches  # noqa: F401  (a fixture)
 from torch import Tensor
 
 from lightseq_fairseq.errors import UserError
@@ -24,7 +25,6 @@ from lightseq_fairseq.generation import decoder as step_decoder
 from lightseq_fairseq.generation.parameter_addresses import ParameterAddresses
 from lightseq_fairseq.generation.search import SearchOptions, search
 from lightseq_fairseq.graphs import Graphs
-from lightseq_fairseq.plugins import generator as plugin
 from lightseq_fairseq.plugins.generator import LSSequenceGenerator
 
 SEARCHES: dict[str, dict[str, Any]] = {
@@ -59,19 +59,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", name="toy")
 def trained_toy() -> Toy:
     return digits.toy()
-
-
-@pytest.fixture(name="searches")
-def counted_searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Records the rules of every search that ours runs."""
-    seen: list[Any] = []
-
-    def counted(*arguments: Any) -> Any:
-        seen.append(arguments[4])
-        return search(*arguments)
-
-    monkeypatch.setattr(plugin, "search", counted)
-    return seen
 
 
 @pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES.keys())

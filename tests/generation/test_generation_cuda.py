@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from fairseq import utils
 from fairseq.dataclass.configs import GenerationConfig
 from fairseq.sequence_generator import SequenceGenerator
 from helpers.digits import Toy, held_out
-from torch import Tensor
+from helpers.searches import Found, assert_close, assert_equal, graphs, tokens_of
 
 from lightseq_fairseq import library
 from lightseq_fairseq.generation import search
@@ -35,7 +34,6 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "groups": {"beam": 4, "diverse_beam_groups": 2, "diverse_beam_strength": 0.7},
     "ngrams": {"beam": 3, "no_repeat_ngram_size": 2},
 }
-Found = Sequence[Sequence[Mapping[str, Tensor]]]
 
 
 @pytest.fixture(scope="module", name="toy")
@@ -58,23 +56,6 @@ def translate(model: Any, by: Any = None, on_cpu: bool = False, **options: Any) 
     for sample in batches(next(model.parameters()).is_cuda and not on_cpu):
         found += toy.task.inference_step(generator, [model], sample)
     return found
-
-
-def words(found: Found) -> list[list[list[int]]]:
-    return [[h["tokens"].tolist() for h in each] for each in found]
-
-
-def graphs(model: Any) -> int:
-    kept = model.decoder.steps._graphs
-    return 0 if kept is None else len(kept._graphs)
-
-
-def assert_close(ours: Found, expected: Found) -> None:
-    assert words(ours) == words(expected)
-    for mine, other in zip(ours, expected, strict=True):
-        for a, b in zip(mine, other, strict=True):
-            for name in ("score", "positional_scores"):
-                torch.testing.assert_close(a[name].cpu(), b[name], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("by", [None, SequenceGenerator], ids=["own", "fairseqs"])
@@ -101,19 +82,16 @@ def test_captured_and_plain_steps_are_equal(
     runs.append(translate(plain, by, beam=5))
     assert graphs(plain) == 0
     for run in runs[1:]:
-        assert words(run) == words(runs[0])
-        for mine, other in zip(run, runs[0], strict=True):
-            for a, b in zip(mine, other, strict=True):
-                assert torch.equal(a["positional_scores"], b["positional_scores"])
+        assert_equal(run, runs[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bits_translate_as_well_as_fairseqs(toy: Toy, dtype: torch.dtype) -> None:
-    expected = words(translate(toy.ls, beam=4))
+    expected = tokens_of(translate(toy.ls, beam=4))
 
     def others(model: Any) -> int:
         """The number of sentences whose translation differs in 16-bit precision."""
-        found = words(translate(copy.deepcopy(model).cuda().to(dtype), beam=4))
+        found = tokens_of(translate(copy.deepcopy(model).cuda().to(dtype), beam=4))
         return sum(a[0] != b[0] for a, b in zip(found, expected, strict=True))
 
     assert others(toy.ls) <= max(2 * others(toy.native), 0.03 * len(expected))
@@ -189,7 +167,7 @@ def test_samples_on_the_cpu(
     found = translate(model, on_cpu=True, **options)
     is_left = options in LEFT_TO_FAIRSEQ.values()
     assert set(devices) == {("fairseq's", "cuda") if is_left else ("ours", "cpu")}
-    assert words(found) == words(moved)
+    assert tokens_of(found) == tokens_of(moved)
     for mine, other in zip(found, moved, strict=True):
         for a, b in zip(mine, other, strict=True):
             assert torch.equal(a["positional_scores"], b["positional_scores"])
@@ -199,7 +177,7 @@ def test_prefixes_on_the_cpu(toy: Toy, devices: list[tuple[str, str]]) -> None:
     model = copy.deepcopy(toy.ls).cuda()
     generator = toy.task.build_generator([model], GenerationConfig(beam=3))
     found = [
-        words(generator.generate([model], sample, prefix_tokens=sample["target"][:, :2]))
+        tokens_of(generator.generate([model], sample, prefix_tokens=sample["target"][:, :2]))
         for sample in (batches(False)[0], batches(True)[0])
     ]
     assert found[0] == found[1]
@@ -284,9 +262,9 @@ def test_searches_one_after_the_other(toy: Toy) -> None:
     model = copy.deepcopy(toy.ls).cuda()
     samples = batches(True)
     generator = toy.task.build_generator([model], GenerationConfig(beam=4))
-    alone = [words(toy.task.inference_step(generator, [model], sample)) for sample in samples]
+    alone = [tokens_of(toy.task.inference_step(generator, [model], sample)) for sample in samples]
     found = [toy.task.inference_step(generator, [model], sample) for sample in samples * 5]
-    assert [words(each) for each in found] == alone * 5
+    assert [tokens_of(each) for each in found] == alone * 5
 
 
 def test_graphs_are_bounded(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +284,7 @@ def test_weights_that_change_or_move(toy: Toy) -> None:
         for each in (on_cpu, model):
             each.decoder.layers[0].fc1.weight.mul_(-1.0)
     expected = translate(on_cpu, beam=2)
-    assert words(expected) != words(translate(toy.ls, beam=2))
+    assert tokens_of(expected) != tokens_of(translate(toy.ls, beam=2))
     assert_close(translate(model, beam=2), expected)
     ours = translate(model.half().float(), beam=2)
     assert_close(ours, translate(model.cpu(), beam=2))
@@ -320,7 +298,7 @@ def test_memory_that_grows(toy: Toy) -> None:
         search.search(model.decoder.steps, model.encoder, model.decoder, *given, positions)
         for positions in (2, 50)
     ]
-    assert words(found[0]) == words(found[1])
+    assert tokens_of(found[0]) == tokens_of(found[1])
 
 
 def test_tables_of_positions_that_grow(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +316,7 @@ def test_tables_of_positions_that_grow(toy: Toy, monkeypatch: pytest.MonkeyPatch
             tokens = digits.sentences(*counts).cuda()
             given = tokens, search.SearchOptions(2, 1, 2, 3), 2, 8, 10
             results.append(
-                words(search.search(model.decoder.steps, model.encoder, model.decoder, *given))
+                tokens_of(search.search(model.decoder.steps, model.encoder, model.decoder, *given))
             )
             if len(results) == 3:  # the decoder's table grows too, outside of its steps
                 with torch.no_grad():
@@ -353,14 +331,14 @@ def test_tables_of_positions_that_grow(toy: Toy, monkeypatch: pytest.MonkeyPatch
 
 def test_sampling(toy: Toy) -> None:
     model = copy.deepcopy(toy.ls).cuda()
-    greedy = words(translate(model, beam=1))
+    greedy = tokens_of(translate(model, beam=1))
     torch.manual_seed(3)
-    best = words(translate(model, beam=3, sampling=True, sampling_topk=1))
+    best = tokens_of(translate(model, beam=3, sampling=True, sampling_topk=1))
     assert all(h == g[0] for each, g in zip(best, greedy, strict=True) for h in each)
     runs = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        runs.append(words(translate(model, beam=3, sampling=True, sampling_topp=0.9)))
+        runs.append(tokens_of(translate(model, beam=3, sampling=True, sampling_topp=0.9)))
     assert runs[0] == runs[1] != runs[2]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import helpers.counting as counting
@@ -13,7 +12,7 @@ import pytest
 import torch
 from fairseq.sequence_generator import SequenceGenerator
 from helpers.counting import Toy, prompts
-from torch import Tensor
+from helpers.searches import Found, assert_close, assert_equal, graphs, tokens_of
 
 from lightseq_fairseq import library
 from lightseq_fairseq.generation import search
@@ -33,7 +32,6 @@ SEARCHES: dict[str, dict[str, Any]] = {
 }
 # Words of each prompt. Batches 2 and 3 use the same number of rows, and batch 1 nearly as many.
 BATCHES = ((5,) * 13, (3, 7, 1, 5, 5, 2, 0, 19), (9, 1, 2, 4, 11, 12, 3, 0), (6,))
-Found = Sequence[Sequence[Mapping[str, Tensor]]]
 
 
 @pytest.fixture(scope="module", name="toy")
@@ -50,31 +48,6 @@ def generate(model: Any, by: Any = None, on_cpu: bool = False, **options: Any) -
         results = counting.generate(counting.toy().task, [model], words, by, on_cpu, **options)
         found += results.values()
     return found
-
-
-def tokens(found: Found) -> list[list[list[int]]]:
-    return [[h["tokens"].tolist() for h in each] for each in found]
-
-
-def graphs(model: Any) -> int:
-    kept = model.decoder.steps._graphs
-    return 0 if kept is None else len(kept._graphs)
-
-
-def assert_close(ours: Found, expected: Found) -> None:
-    assert tokens(ours) == tokens(expected)
-    for mine, other in zip(ours, expected, strict=True):
-        for a, b in zip(mine, other, strict=True):
-            for name in ("score", "positional_scores"):
-                torch.testing.assert_close(a[name].cpu(), b[name], rtol=0, atol=1e-4)
-
-
-def assert_equal(run: Found, other: Found) -> None:
-    assert tokens(run) == tokens(other)
-    for mine, its in zip(run, other, strict=True):
-        for a, b in zip(mine, its, strict=True):
-            assert torch.equal(a["positional_scores"], b["positional_scores"])
-            assert torch.equal(a["score"], b["score"])
 
 
 @pytest.mark.parametrize("by", [None, SequenceGenerator], ids=["own", "fairseqs"])
@@ -107,11 +80,11 @@ def test_captured_and_plain_steps_are_equal(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bits_are_as_good_as_fairseqs(toy: Toy, dtype: torch.dtype) -> None:
-    expected = tokens(generate(toy.ls, beam=4))
+    expected = tokens_of(generate(toy.ls, beam=4))
 
     def others(model: Any) -> int:
         """Number of prompts that the model continues differently in ``dtype``."""
-        found = tokens(generate(copy.deepcopy(model).cuda().to(dtype), beam=4))
+        found = tokens_of(generate(copy.deepcopy(model).cuda().to(dtype), beam=4))
         return sum(a[0] != b[0] for a, b in zip(found, expected, strict=True))
 
     assert others(toy.ls) <= max(2 * others(toy.native), 0.1 * len(expected))
@@ -248,14 +221,14 @@ def test_sampling(toy: Toy, more: dict[str, Any], monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(plugin, "search", counted)
     model = copy.deepcopy(toy.ls).cuda()
-    greedy = tokens(generate(model, beam=1, **more))
+    greedy = tokens_of(generate(model, beam=1, **more))
     torch.manual_seed(3)
-    best = tokens(generate(model, beam=3, sampling=True, sampling_topk=1, **more))
+    best = tokens_of(generate(model, beam=3, sampling=True, sampling_topk=1, **more))
     assert all(h == g[0] for each, g in zip(best, greedy, strict=True) for h in each)
     runs = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        runs.append(tokens(generate(model, beam=3, sampling=True, sampling_topk=4, **more)))
+        runs.append(tokens_of(generate(model, beam=3, sampling=True, sampling_topk=4, **more)))
     assert runs[0] == runs[1] != runs[2]
     assert len(searches) == 5 * len(BATCHES)
     for lengths, each in zip(BATCHES, range(len(BATCHES)), strict=True):

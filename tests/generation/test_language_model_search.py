@@ -11,6 +11,7 @@ import torch
 from fairseq.sequence_generator import SequenceGenerator
 from helpers.counting import Toy, generate, prompts
 from helpers.digits import assert_same
+from helpers.searches import counted_searches  # noqa: F401  (a fixture)
 
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation import decoder
@@ -60,19 +61,6 @@ PROMPTS = {
 @pytest.fixture(scope="module", name="toy")
 def trained_toy() -> Toy:
     return counting.toy()
-
-
-@pytest.fixture(name="searches")
-def counted_searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A list that gets the options of each run of our own search."""
-    seen: list[Any] = []
-
-    def counted(*arguments: Any) -> Any:
-        seen.append(arguments[4])
-        return search(*arguments)
-
-    monkeypatch.setattr(plugin, "search", counted)
-    return seen
 
 
 @pytest.mark.parametrize("lengths", PROMPTS.values(), ids=PROMPTS)

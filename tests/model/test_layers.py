@@ -436,6 +436,22 @@ def test_dropout_follows_mode_and_counter() -> None:
     assert torch.equal(layer(x, segments, RNG), layer(x, segments, RNG + 1))
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_backward_with_another_rng_than_forwards_is_refused(learned: bool) -> None:
+    """Each dropout would draw other masks."""
+    segments, rng = lengths(3, 2), draw_rng()
+    table = Embedding(20, 8, 1, dropout=0.3, learned=learned).double()
+    layer = EncoderLayer(8, 16, 2, **RATES).double()
+    outputs = [
+        table(torch.arange(2, 7), segments, rng, site=0),
+        layer(rows(segments, 8), segments, rng),
+    ]
+    rng.add_(1)
+    for output in outputs:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
 def test_drawn_counters_follow_torchs_seed() -> None:
     torch.manual_seed(3)
     first, second = draw_rng(), draw_rng()
