@@ -16,7 +16,7 @@ from fairseq import utils
 from fairseq.dataclass.configs import GenerationConfig
 from fairseq.sequence_generator import SequenceGenerator
 from helpers.digits import Toy, held_out
-from helpers.searches import Found, assert_close, assert_equal, graphs, tokens_of
+from helpers.searches import Found, assert_close, assert_equal, forbid_waits, graphs, tokens_of
 
 from lightseq_fairseq import library
 from lightseq_fairseq.generation import search
@@ -101,30 +101,14 @@ def test_nothing_waits_within_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch
     model = copy.deepcopy(toy.ls).cuda()
     for _ in range(3):  # afterwards nothing grows, and everything is captured
         translate(model, beam=5)
-    calls: list[str] = []
-
-    def without_waiting(function: Any) -> Any:
-        @functools.wraps(function)
-        def wrapped(*arguments: Any) -> Any:
-            calls.append(function.__name__)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return function(*arguments)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        return wrapped
-
-    monkeypatch.setattr(StepDecoder, "launch", without_waiting(StepDecoder.launch))
-    monkeypatch.setattr(search, "_compact", without_waiting(search._compact))
-    monkeypatch.setattr(search, "_start", without_waiting(search._start))
+    start, compact = (search, "_start"), (search, "_compact")
+    calls = forbid_waits(monkeypatch, (StepDecoder, "launch"), compact, start)
     translate(model, beam=5)
     assert set(calls) == {"launch", "_compact", "_start"}
     # With samples on the CPU, nothing before the loop waits either.
-    monkeypatch.setattr(StepDecoder, "open", without_waiting(StepDecoder.open))
-    monkeypatch.setattr(StepDecoder, "encode", without_waiting(StepDecoder.encode))
+    calls = forbid_waits(monkeypatch, (StepDecoder, "open"), (StepDecoder, "encode"))
     translate(model, on_cpu=True, beam=5)
-    assert {"open", "encode"} < set(calls)
+    assert set(calls) == {"open", "encode"}
     with pytest.raises(RuntimeError, match="synchroniz"):
         translate(model, beam=5)
 
@@ -167,10 +151,7 @@ def test_samples_on_the_cpu(
     found = translate(model, on_cpu=True, **options)
     is_left = options in LEFT_TO_FAIRSEQ.values()
     assert set(devices) == {("fairseq's", "cuda") if is_left else ("ours", "cpu")}
-    assert tokens_of(found) == tokens_of(moved)
-    for mine, other in zip(found, moved, strict=True):
-        for a, b in zip(mine, other, strict=True):
-            assert torch.equal(a["positional_scores"], b["positional_scores"])
+    assert_equal(found, moved)
 
 
 def test_prefixes_on_the_cpu(toy: Toy, devices: list[tuple[str, str]]) -> None:

@@ -4,7 +4,6 @@ eager ones bit by bit."""
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import helpers.counting as counting
@@ -12,7 +11,15 @@ import pytest
 import torch
 from fairseq.sequence_generator import SequenceGenerator
 from helpers.counting import Toy, prompts
-from helpers.searches import Found, assert_close, assert_equal, graphs, tokens_of
+from helpers.searches import (  # noqa: F401  (a fixture among them)
+    Found,
+    assert_close,
+    assert_equal,
+    counted_searches,
+    forbid_waits,
+    graphs,
+    tokens_of,
+)
 
 from lightseq_fairseq import library
 from lightseq_fairseq.generation import search
@@ -144,24 +151,8 @@ def test_nothing_waits_within_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch
     options = {"beam": 3, "no_repeat_ngram_size": 2}
     for _ in range(3):  # afterwards memory has its final size, and all graphs exist
         generate(model, **options)
-    calls: list[str] = []
-
-    def without_waiting(function: Any) -> Any:
-        @functools.wraps(function)
-        def wrapped(*arguments: Any) -> Any:
-            calls.append(function.__name__)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return function(*arguments)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        return wrapped
-
-    monkeypatch.setattr(StepDecoder, "launch", without_waiting(StepDecoder.launch))
-    monkeypatch.setattr(StepDecoder, "open", without_waiting(StepDecoder.open))
-    monkeypatch.setattr(search, "_compact", without_waiting(search._compact))
-    monkeypatch.setattr(search, "_start", without_waiting(search._start))
+    loop = ((search, "_start"), (search, "_compact"))
+    calls = forbid_waits(monkeypatch, (StepDecoder, "launch"), (StepDecoder, "open"), *loop)
     generate(model, on_cpu=True, **options)
     assert set(calls) == {"launch", "open", "_compact", "_start"}
 
@@ -211,15 +202,7 @@ def test_prompts_that_are_finished(toy: Toy) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"no_repeat_ngram_size": 2}])
-def test_sampling(toy: Toy, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    searches: list[Any] = []
-    ours = search.search
-
-    def counted(*arguments: Any) -> Any:
-        searches.append(arguments[4])
-        return ours(*arguments)
-
-    monkeypatch.setattr(plugin, "search", counted)
+def test_sampling(toy: Toy, more: dict[str, Any], searches: list[Any]) -> None:
     model = copy.deepcopy(toy.ls).cuda()
     greedy = tokens_of(generate(model, beam=1, **more))
     torch.manual_seed(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,30 @@ def counted_searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(plugin, "search", counted)
     return seen
+
+
+def forbid_waits(monkeypatch: pytest.MonkeyPatch, *functions: tuple[Any, str]) -> list[str]:
+    """While one of the functions runs, given as (owner, name), waiting for the GPU is an error.
+
+    Returns a list that gets the name of each call.
+    """
+    calls: list[str] = []
+
+    def without_waiting(name: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapped(*arguments: Any) -> Any:
+            calls.append(name)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return function(*arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return wrapped
+
+    for owner, name in functions:
+        monkeypatch.setattr(owner, name, without_waiting(name, getattr(owner, name)))
+    return calls
 
 
 def graphs(model: Any) -> int:
