@@ -116,6 +116,9 @@ SENTENCE_PAIRS: Layout = (Stream("source", ("tokens",)), Stream("target", ("prev
 # Text of a language model. ``labels`` are the tokens that follow ``previous``.
 TEXT: Layout = (Stream("target", ("previous", "labels")),)
 
+# Text with masked tokens. ``rows`` are rows of "source"; ``labels`` are their tokens before masking.
+MASKED: Layout = (Stream("source", ("tokens",)), Stream("masked", ("rows", "labels")))
+
 
 class Bucket(NamedTuple):
     """The shapes of a batch, and of the graph that is captured for it.
