@@ -11,8 +11,8 @@ import click
 from lightseq_fairseq.cli.start.commands import OneSentenceGroup, version
 
 COMMANDS = (
-    "preprocess", "train", "validate", "eval-lm", "average", "generate", "interactive", "score",
-    "export", "import", "bench", "doctor",
+    "preprocess", "train", "hydra-train", "validate", "eval-lm", "average", "generate",
+    "interactive", "score", "export", "import", "bench", "doctor",
 )  # fmt: skip
 
 

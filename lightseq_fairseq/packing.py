@@ -116,7 +116,7 @@ SENTENCE_PAIRS: Layout = (Stream("source", ("tokens",)), Stream("target", ("prev
 # Text of a language model. ``labels`` are the tokens that follow ``previous``.
 TEXT: Layout = (Stream("target", ("previous", "labels")),)
 
-# Text with masked tokens. ``rows`` are rows of "source"; ``labels`` are their tokens before masking.
+# Text with masked tokens. ``rows`` are their rows of "source", ``labels`` what they were before.
 MASKED: Layout = (Stream("source", ("tokens",)), Stream("masked", ("rows", "labels")))
 
 

@@ -21,6 +21,7 @@ from lightseq_fairseq.fairseq_compat import patching
 # Command -> fairseq's function that makes its parser; None if fairseq has no such command.
 _PARSERS = {
     "train": "get_training_parser",
+    "hydra-train": None,
     "generate": "get_generation_parser",
     "interactive": "get_interactive_generation_parser",
     "validate": "get_validation_parser",

@@ -76,7 +76,7 @@ def launcher(command: str) -> Callable[[Callable[..., None]], click.Command]:
     def decorate(function: Callable[..., None]) -> click.Command:
         @functools.wraps(function)
         def body(words: list[str], fairseq_help: bool, log_config: bool, **options: Any) -> None:
-            with _environment(LOG_CONFIG, "1" if log_config else None):
+            with environment(LOG_CONFIG, "1" if log_config else None):
                 function([*words, "--help"] if fairseq_help else words, **options)
 
         body = version(body)
@@ -148,11 +148,11 @@ def run_fairseq(
         click.echo(f"lightseq-{command}: warning: {explanation}", err=True)
     with ExitStack() as around_all:
         ranks = around_all.enter_context(sent_to_ranks()) if command == "train" else SpawnedRanks()
-        around_all.enter_context(_sentences(f"lightseq-{command}", request, ranks))
+        around_all.enter_context(sentences(f"lightseq-{command}", request, ranks))
         parts = "fairseq" if (native() if callable(native) else native) else "lightseq"
         program = f"{parts}-{command}"
         around_all.enter_context(typed(program, words))
-        around_all.enter_context(_environment(cli.PROGRAM, program))  # for spawned ranks
+        around_all.enter_context(environment(cli.PROGRAM, program))  # for spawned ranks
         cli.register()
         if complete is not None:
             sys.argv[1:] = request.argv = complete(sys.argv[1:])
@@ -177,7 +177,7 @@ def typed(program: str, words: Sequence[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _environment(name: str, value: str | None) -> Iterator[None]:
+def environment(name: str, value: str | None) -> Iterator[None]:
     """Sets an environment variable within the block; spawned processes see it. None: no change."""
     if value is not None:
         os.environ[name] = value
@@ -207,7 +207,7 @@ def no_workers_left() -> Iterator[None]:
 
 
 @contextmanager
-def _sentences(program: str, request: messages.Request, ranks: SpawnedRanks) -> Iterator[None]:
+def sentences(program: str, request: messages.Request, ranks: SpawnedRanks) -> Iterator[None]:
     """Turns errors that the user can correct into `CommandError`; others keep their traceback."""
     try:
         yield

@@ -32,6 +32,7 @@ WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     (DeprecationWarning, r"`torch\.jit\.script` is deprecated"),
     # hydra 1.1 and later: fairseq composes its configuration as for hydra 1.0.
     (UserWarning, r"hydra\.experimental\.(initialize|compose)\(\) is no longer experimental"),
+    (UserWarning, r"Future Hydra versions will no longer change working directory"),
     (UserWarning, r"\s*The version_base parameter is not specified"),
     (UserWarning, r"In '.*': Usage of deprecated keyword in package header"),
     (UserWarning, r"\s*'.*' is validated against ConfigStore schema with the same name"),

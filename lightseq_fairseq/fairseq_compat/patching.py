@@ -378,6 +378,18 @@ PATCHES = (
         "Translator: builds our model, or fairseq's own, for its checkpoints",
     ),
     Patch(
+        "scoped", "fairseq_cli.hydra_train:hydra_init", "cli.hydra_train:main",
+        "lightseq-hydra-train: tells what a recipe sets from fairseq's defaults",
+    ),
+    Patch(
+        "scoped", "fairseq_cli.hydra_train:_hydra_main", "cli.hydra_train:main",
+        "lightseq-hydra-train: trains by the command line of lightseq-train",
+    ),
+    Patch(
+        "scoped", "fairseq_cli.train:convert_namespace_to_omegaconf", "cli.hydra_train:main",
+        "lightseq-hydra-train: refuses settings of a recipe that no flag can set",
+    ),
+    Patch(
         "scoped", "fairseq_cli.train:main", "cli.benchmark.train.measured_trainer:attached",
         "lightseq-bench train: measures the Trainer that the command selects",
     ),

@@ -1,0 +1,296 @@
+"""``lightseq-hydra-train``: recipes of fairseq-hydra-train (YAML files), run by lightseq-train.
+
+Hydra composes the configuration, as for fairseq. Then the settings become flags of lightseq-train.
+So these runs have the same defaults, checks and first line as those of a command line.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Action, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import click
+
+from lightseq_fairseq import cli
+from lightseq_fairseq.cli import train
+from lightseq_fairseq.cli.refusals import messages
+from lightseq_fairseq.cli.start import command_lines, defaults, registries
+from lightseq_fairseq.cli.start.launch import environment, launcher, sentences, typed
+from lightseq_fairseq.cli.start.signals import SpawnedRanks
+from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.fairseq_compat import deprecations, patching
+
+_NOT_SET = "???"  # Hydra's mark of a setting without a value
+_NAME = "_name"  # the setting that chooses the component of a group, such as the arch
+
+
+class Setting(NamedTuple):
+    """A setting of a recipe, such as (optimization, max_update, 1000)."""
+
+    group: str
+    key: str
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.group}.{self.key}"
+
+
+@launcher("hydra-train")
+@click.option(
+    "--native",
+    is_flag=True,
+    help="Run the same recipe with fairseq's own arch, optimizer and criterion.",
+)
+def main(words: list[str], native: bool) -> None:
+    """Train by a recipe for fairseq-hydra-train, accelerated.
+
+    Takes the options and overrides of fairseq-hydra-train. To use this package, add the prefix ls_
+    to the name of the model:
+
+    \b
+        lightseq-hydra-train --config-dir examples/roberta/config/pretraining --config-name base \\
+            model._name=ls_roberta task.data=/data/wikitext-103
+
+    The optimizer and the criterion of the file are then ours, too, if there are such; an override
+    like optimizer._name=adam chooses fairseq's. The settings become flags of lightseq-train, which
+    fills in what the recipe does not set. The first line printed is the complete command. Like
+    fairseq-hydra-train, it runs in a new folder below outputs/: give the data folder as an absolute
+    path. Here the name of an arch, such as transformer_lm_gpt2_small, sets the sizes of the model,
+    which fairseq-hydra-train ignores.
+    """
+
+    program, request = "lightseq-hydra-train", messages.Request(words)
+
+    def train_by(_: Any, recipe: Any) -> float:
+        try:
+            return _train(recipe, native)
+        except Exception as error:
+            raise _Raised(error) from error
+
+    with sentences(program, request, SpawnedRanks()), typed(program, words):
+        cli.register()
+        from fairseq_cli import hydra_train
+        from hydra.errors import HydraException
+        from omegaconf.errors import OmegaConfBaseException
+
+        within = patching.within
+        with (
+            deprecations.silenced(),
+            command_lines.refused_in_a_sentence("hydra-train"),
+            environment("HYDRA_FULL_ERROR", "1"),  # else Hydra prints errors itself, and exits
+            within("fairseq_cli.hydra_train:hydra_init", _without_defaults),
+            within("fairseq_cli.hydra_train:_hydra_main", train_by),
+        ):
+            try:
+                hydra_train.cli_main()
+            except _Raised as raised:
+                raise raised.error from raised.error.__cause__
+            except (HydraException, OmegaConfBaseException) as error:
+                told = " ".join(str(error).splitlines()[:2])
+                raise UserError(command_lines.ended(told)) from error
+
+
+class _Raised(BaseException):
+    """Carries an error of a run past Hydra, which would print it with lines of its own."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def _without_defaults(original: Callable[[str], None], name: str) -> None:
+    """hydra_init, but settings that a recipe does not have stay without a value."""
+    from hydra.core.config_store import ConfigStore
+
+    original(name)
+    ConfigStore.instance().store(name=name, node=_emptied(_fairseqs_defaults()))
+
+
+def _emptied(settings: Any) -> Any:
+    if isinstance(settings, Mapping):
+        return {key: _emptied(value) for key, value in settings.items()}
+    return _NOT_SET
+
+
+def _fairseqs_defaults() -> Any:
+    """fairseq's configuration; the groups of components, such as model, have no values."""
+    from fairseq.dataclass.configs import FairseqConfig
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(OmegaConf.structured(FairseqConfig), enum_to_str=True)
+
+
+def _train(recipe: Any, native: bool) -> float:
+    """Trains by a composed recipe; returns the best validation metric, for Hydra's sweepers."""
+    from fairseq import metrics
+
+    settings = list(_settings(recipe))
+    metric = ""
+
+    def convert(original: Callable[[Namespace], Any], args: Namespace) -> Any:
+        nonlocal metric
+        cfg = original(args)
+        _check(cfg, settings)
+        metric = cfg.checkpoint.best_checkpoint_metric
+        return cfg
+
+    with patching.within("fairseq_cli.train:convert_namespace_to_omegaconf", convert):
+        lightseq_train: Any = train.main.callback
+        lightseq_train(
+            _words(settings), fairseq_help=False, log_config=False, native=native, pack_tokens=False
+        )
+    try:
+        return float(metrics.get_smoothed_value("valid", metric))
+    except KeyError:  # no validation, or without this metric
+        return float("inf")
+
+
+def _settings(recipe: Any) -> Iterator[Setting]:
+    """What the recipe sets. Left out is what equals the default of a task, an optimizer, ..."""
+    from omegaconf import OmegaConf
+
+    raw: Any = OmegaConf.to_container(recipe, enum_to_str=True)
+    given = {
+        group: {key: value for key, value in found.items() if value != _NOT_SET}
+        if isinstance(found, dict)
+        else {_NAME: found}
+        for group, found in raw.items()
+        if found not in (None, _NOT_SET)
+    }
+    defaults = {group: value for group, value in _fairseqs_defaults().items() if value != _NOT_SET}
+    whole = OmegaConf.merge(defaults, given)
+    for group, found in given.items():
+        name = found.pop(_NAME, None)
+        if name is not None:
+            yield Setting(group, _NAME, name)
+        component = _component(group, name)
+        its_defaults, its_flags = _defaults_of(component), _flags_of(component)
+        for key, value in found.items():
+            if key in its_defaults and value == its_defaults[key]:
+                refers = "${" in str(value)  # to another setting, which a command line cannot
+                if (refers and key not in its_flags) or (not refers and group != "model"):
+                    continue  # a model's default depends on its arch, so it counts
+            yield Setting(group, key, _plain(OmegaConf.select(whole, f"{group}.{key}")))
+
+
+def _plain(value: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _registry(group: str) -> Mapping[str, Any]:
+    """Name -> class of the components that a group chooses from; empty for other groups."""
+    from fairseq.models import ARCH_MODEL_REGISTRY
+    from fairseq.registry import REGISTRIES
+    from fairseq.tasks import TASK_REGISTRY
+
+    registries = {name: entry["registry"] for name, entry in REGISTRIES.items()}
+    found: Mapping[str, Any] = {
+        **registries, "task": TASK_REGISTRY, "model": ARCH_MODEL_REGISTRY
+    }.get(group, {})  # fmt: skip
+    return found
+
+
+def _component(group: str, name: str | None) -> Any:
+    return None if name is None else _registry(group).get(name)
+
+
+def _defaults_of(component: Any) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    settings = getattr(component, "__dataclass", None)
+    if settings is None:
+        return {}
+    found: Any = OmegaConf.to_container(OmegaConf.structured(settings), enum_to_str=True)
+    return found
+
+
+def _words(settings: Sequence[Setting]) -> list[str]:
+    """The words of lightseq-train that set these settings."""
+    from fairseq import options
+
+    names = {s.group: s.value for s in settings if s.key == _NAME}
+    if "model" not in names:
+        raise UserError(
+            "The recipe sets no model._name: set it, or check --config-dir and --config-name."
+        )
+    of_all = _by_setting(options.get_training_parser()._actions)
+    words: list[str] = []
+    for setting in settings:
+        group, key, value = setting
+        if key == _NAME:
+            flag = "arch" if group == "model" else group.replace("_", "-")
+            words.append(f"--{flag}={_with_prefix(group, value, names['model'])}")
+            continue
+        component = _component(group, names.get(group))
+        if group in names and component is None:
+            continue  # lightseq-train says that there is no such component
+        action = _flags_of(component).get(key, of_all.get(key))
+        if action is None:
+            of = f" with {group} {names[group]}" if group in names else ""
+            raise UserError(f"{setting} is no setting of training{of}: remove it.")
+        words += _spelled(action, value)
+    return words
+
+
+def _by_setting(actions: Sequence[Action]) -> dict[str, Action]:
+    return {action.dest: action for action in actions}
+
+
+def _flags_of(component: Any) -> dict[str, Action]:
+    return {} if component is None else _by_setting(command_lines.actions_of(component))
+
+
+def _with_prefix(group: str, name: str, arch: str | None) -> str:
+    """The name of a component; for one of our models, of our optimizer or criterion of this name,
+    unless an override on the command line chose it."""
+    from hydra.core.hydra_config import HydraConfig
+
+    ours = f"{defaults.PREFIX}{name}"
+    is_ours = registries.is_fused(arch) and group in ("optimizer", "criterion")
+    if not is_ours or ours not in _registry(group):
+        return name
+    overridden = (text.lstrip("+").partition("=")[0] for text in HydraConfig.get().overrides.task)
+    return name if {group, f"{group}.{_NAME}"} & {*overridden} else ours
+
+
+def _spelled(action: Action, value: Any) -> list[str]:
+    """The words that give a flag its value; none if it has no words for it, see `_check`."""
+    flag = next((text for text in action.option_strings if text.startswith("--")), None)
+    if flag is not None and action.nargs == 0:
+        return [flag] if value == action.const else []
+    if value is None:
+        return []
+    return [_text(value) if flag is None else f"{flag}={_text(value)}"]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _check(cfg: Any, settings: Sequence[Setting]) -> None:
+    """Raises UserError if the run's configuration lacks a setting, which then has no flag."""
+    for setting in settings:
+        if setting.key == _NAME:
+            continue
+        group = cfg[setting.group]
+        values = vars(group) if isinstance(group, Namespace) else group
+        found = _plain(values.get(setting.key))
+        if found != setting.value and _text(found) != _text(setting.value):
+            raise UserError(
+                f"{setting} cannot be {_yaml(setting.value)}, because lightseq-train has no flag "
+                f"that sets this: in its run it is {_yaml(found)}."
+            )
+
+
+def _yaml(value: Any) -> str:
+    return json.dumps(value) if value is None or isinstance(value, bool) else _text(value)
+
+
+if __name__ == "__main__":
+    main()
