@@ -34,6 +34,7 @@ from lightseq_fairseq.layers import (
     run_encoder,
     sinusoidal_positions,
 )
+from lightseq_fairseq.layers.decoder import run_decoder_with_weights
 from lightseq_fairseq.layers.linear import linear_parts
 from lightseq_fairseq.packing import Segments
 
@@ -359,6 +360,24 @@ def test_recomputed_layers_give_the_same_bits(
         gradients = [leaf.grad for leaf in (*leaves, *stacks.parameters())]
         assert all(g is not None and g.any() for g in gradients)
         found.append([y, *gradients])
+    assert all(map(torch.equal, *found))
+
+
+@NORMS
+def test_recomputed_attention_weights_give_the_same_gradients(normalize_before: bool) -> None:
+    options: dict[str, Any] = {**RATES, "normalize_before": normalize_before}
+    stack = nn.ModuleList(DecoderLayer(8, 12, 2, **options) for _ in range(3))
+    target, source = lengths(3, 4), lengths(5, 4)
+    x, memory = torch.randn(7, 8), torch.randn(9, 8, requires_grad=True)
+    found = []
+    for recomputed in (False, True):
+        y, weights = run_decoder_with_weights(
+            stack, None, x, memory, target, source, RNG.clone(), True, 1, recomputed
+        )
+        assert weights is not None
+        loss = weights.square().sum() + y.sum()
+        queries = [layer.encoder_attn.q_proj.weight for layer in stack]
+        found.append([y, weights, *torch.autograd.grad(loss, (memory, *queries))])
     assert all(map(torch.equal, *found))
 
 
