@@ -509,7 +509,8 @@ def _memory(failure: Cause, request: Request) -> str | None:
     if failure.kind == "OutOfMemoryError" or failure.text.startswith("CUDA out of memory"):
         return (
             "The GPU is out of memory: lower --max-tokens (in training, raise --update-freq by the "
-            "same factor to keep the batch size), or choose a smaller model."
+            "same factor to keep the batch size, or add --checkpoint-activations instead), or "
+            "choose a smaller model."
         )
     return None
 

@@ -117,20 +117,22 @@ def project_memory(layers: list[DecoderLayer], encoder_out: Tensor) -> tuple[Ten
 def run_decoder(
     layers: Iterable[DecoderLayer], last_norm: nn.LayerNorm | None, x: Tensor,
     encoder_out: Tensor, target: Segments, source: Segments, rng: Tensor, causal: bool = True,
+    checkpoint_activations: bool = False,
 ) -> Tensor:  # fmt: skip
     """Run a stack on x [T, C] with cross attention to encoder_out [T_src, C_enc]; returns [T, C].
 
     causal: a target token attends only to itself and to earlier target tokens.
+    checkpoint_activations: see ``run_encoder``.
     """
     return run_decoder_with_weights(
-        layers, last_norm, x, encoder_out, target, source, rng, causal, None
+        layers, last_norm, x, encoder_out, target, source, rng, causal, None, checkpoint_activations
     )[0]
 
 
 def run_decoder_with_weights(
     layers: Iterable[DecoderLayer], last_norm: nn.LayerNorm | None, x: Tensor,
     encoder_out: Tensor, target: Segments, source: Segments, rng: Tensor, causal: bool,
-    attention_of: int | None,
+    attention_of: int | None, checkpoint_activations: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """As ``run_decoder``; also returns the cross-attention weights of the layer ``attention_of``.
 
@@ -146,8 +148,9 @@ def run_decoder_with_weights(
         stream, x = layer_norm(x, stack[0].self_attn_layer_norm, rng)
     for place, (layer, memory) in enumerate(zip(stack, memories, strict=True)):
         following = stack[place + 1].self_attn_layer_norm if place + 1 < len(stack) else last_norm
-        x, stream, weights = layer.forward_in_stack(
-            x, stream, memory, slices, target, source, rng, following, causal, place == attention_of
-        )
+        x, stream, weights = layer.run(
+            checkpoint_activations, x, stream, memory, slices, target, source, rng, following,
+            causal, place == attention_of,
+        )  # fmt: skip
         wanted = wanted if weights is None else weights
     return (stream if x is None else x), wanted

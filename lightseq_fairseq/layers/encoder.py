@@ -5,10 +5,11 @@ Shapes: T = packed tokens, C = model width, F = feed-forward width, H = heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightseq_fairseq.layers.attention import MultiheadAttention
 from lightseq_fairseq.layers.feed_forward import Activation, feed_forward
@@ -22,6 +23,7 @@ class TransformerLayer(nn.Module):
 
     fc1: nn.Linear
     fc2: nn.Linear
+    forward_in_stack: Callable[..., Any]
 
     def __init__(
         self, *, dropout: float, activation_dropout: float, activation: str,
@@ -34,6 +36,16 @@ class TransformerLayer(nn.Module):
     def first_site(self, rng: Tensor) -> int:
         """See ``sites.first_site``."""
         return first_site(self, self.site, rng)
+
+    def run(self, checkpoint_activations: bool, *arguments: Any) -> Any:
+        """``forward_in_stack(*arguments)``; backward may run it again, see ``run_encoder``."""
+        if not checkpoint_activations:
+            return self.forward_in_stack(*arguments)
+        # Masks are functions of the rng, so torch's generator has no state to restore. As the rng
+        # is an argument, backward is refused if it has changed.
+        return checkpoint(
+            self.forward_in_stack, *arguments, use_reentrant=False, preserve_rng_state=False
+        )
 
     def residual(self, norm: nn.LayerNorm | None, rng: Tensor, site: int) -> Residual:
         p = self.dropout if self.training else 0.0
@@ -126,13 +138,16 @@ class EncoderLayer(TransformerLayer):
 
 def run_encoder(
     layers: Iterable[EncoderLayer], last_norm: nn.LayerNorm | None, x: Tensor,
-    segments: Segments, rng: Tensor, causal: bool = False,
+    segments: Segments, rng: Tensor, causal: bool = False, checkpoint_activations: bool = False,
 ) -> Tensor:  # fmt: skip
     """Run a stack on x [T, C]; returns [T, C].
 
     In pre-norm stacks, each LayerNorm is fused into the op before it.
 
     causal: a token attends only to itself and to earlier tokens.
+    checkpoint_activations: save only the input of each layer for backward, which runs the layers
+        again, one at a time. This saves memory, takes time, and gives the same bits. Until backward
+        is done, change neither the layers' parameters nor their mode.
     """
     stack = list(layers)
     if not stack:
@@ -142,5 +157,5 @@ def run_encoder(
         stream, x = layer_norm(x, stack[0].self_attn_layer_norm, rng)
     for place, layer in enumerate(stack):
         following = stack[place + 1].self_attn_layer_norm if place + 1 < len(stack) else last_norm
-        x, stream = layer.forward_in_stack(x, stream, segments, rng, following, causal)
+        x, stream = layer.run(checkpoint_activations, x, stream, segments, rng, following, causal)
     return stream if x is None else x

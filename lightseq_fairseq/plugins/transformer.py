@@ -146,7 +146,10 @@ class LSTransformerEncoder(_Side, TransformerEncoderBase):
     def features(self, tokens: Tensor, segments: Segments, rng: Tensor) -> Tensor:
         """tokens [T] of packed sentences -> [T, C]."""
         x = self.embed_packed(tokens, segments.positions, segments.max_len, rng, 0)
-        return run_encoder(self.layers, self.layer_norm, x, segments, rng)
+        return run_encoder(
+            self.layers, self.layer_norm, x, segments, rng,
+            checkpoint_activations=self.cfg.checkpoint_activations,
+        )  # fmt: skip
 
     def forward(
         self, src_tokens: Tensor, src_lengths: Tensor | None = None,
@@ -228,13 +231,14 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """tokens [T] of packed sentences, memory [T_src, C] -> [T, C], weights as in ``packed``."""
         x = self.embed_packed(tokens, segments.positions, segments.max_len, rng, 1)
-        weights = None
+        weights, recompute = None, self.cfg.checkpoint_activations
         if memory is None or source is None:
-            x = run_encoder(self.layers, self.layer_norm, x, segments, rng, causal)
+            x = run_encoder(self.layers, self.layer_norm, x, segments, rng, causal, recompute)
         else:
             x, weights = run_decoder_with_weights(
-                self.layers, self.layer_norm, x, memory, segments, source, rng, causal, attention_of
-            )
+                self.layers, self.layer_norm, x, memory, segments, source, rng, causal,
+                attention_of, recompute,
+            )  # fmt: skip
         return self.project_out(x), weights
 
     def project_out(self, x: Tensor) -> Tensor:

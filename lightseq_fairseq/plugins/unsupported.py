@@ -18,10 +18,8 @@ UNSUPPORTED = {
     "--quant-noise-scalar": "the fused layers have no quantisation noise",
     "--no-cross-attention": "every decoder layer attends to the source",
     "--cross-self-attention": "source and target are packed separately",
-    # Offloading before checkpointing: fairseq's --offload-activations also sets the latter, which
-    # the user did not give.
-    "--offload-activations": "the fused layers always keep their activations",
-    "--checkpoint-activations": "the fused layers always keep their activations",
+    "--offload-activations": "the fused layers keep their activations on the GPU; use "
+    "--checkpoint-activations to save memory",
     "--base-layers": "the fused layers have no mixture of experts",
     "--character-embeddings": "the embedding must be one table of tokens",
     "--scale-fc": "the fused layers have no LayerNorm within a sublayer",

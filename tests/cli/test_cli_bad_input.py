@@ -209,7 +209,7 @@ BAD = [
     (f"interactive bin {OURS} --input long.de", ["Sentence 0", "21", "15"]),
     # flags
     (f"{TRAIN} --fp16", ["--fp16", "GPU", "--bf16"]),
-    (f"{TRAIN} --checkpoint-activations", ["--checkpoint-activations", "--native"]),
+    (f"{TRAIN} --offload-activations", ["--offload-activations", "use --checkpoint-activations"]),
     (f"{TRAIN} --adaptive-softmax-cutoff 5,9", ["--adaptive-softmax-cutoff", "--native"]),
     (f"{TRAIN} --quant-noise-pq 0.1", ["--quant-noise-pq", "--native"]),
     (f"train bin --arch transformer_tiny {SIZE}", ["--optimizer is missing"]),

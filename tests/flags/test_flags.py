@@ -70,9 +70,9 @@ REFUSED = {
     "train": [
         "--adaptive-input", "--adaptive-softmax-cutoff 5,7", "--tie-adaptive-weights",
         "--quant-noise-pq 0.1", "--quant-noise-scalar 0.1", "--no-cross-attention",
-        "--cross-self-attention", "--offload-activations", "--checkpoint-activations",
-        "--base-layers 1", "--char-inputs", "--encoder-xformers-att-config {}",
-        "--decoder-xformers-att-config {}", "--pipeline-model-parallel",
+        "--cross-self-attention", "--offload-activations", "--base-layers 1", "--char-inputs",
+        "--encoder-xformers-att-config {}", "--decoder-xformers-att-config {}",
+        "--pipeline-model-parallel",
         "--quantization-config-path x.yaml", "--amp", "--fp16-adam-stats", "--use-old-adam",
         "--tpu", "--model-parallel-size 2", "--use-plasma-view", "--encoder-layers-to-keep 0",
         "--decoder-layers-to-keep 0", "--cpu-offload", "--zero-sharding os",

@@ -42,6 +42,7 @@ MODEL = [
     "--max-update 2 | --dropout 0.9999999",
     "--attention-dropout 0.9999999 --activation-dropout 0.9999999",
     "--relu-dropout 0.9999999",
+    "--checkpoint-activations",
 ]
 STEP = [
     "--label-smoothing 0.3 --report-accuracy --ignore-prefix-size 1 --sentence-avg "

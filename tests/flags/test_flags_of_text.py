@@ -43,6 +43,7 @@ MODEL = [
     "--max-update 2 | --dropout 0.9999999",
     "--attention-dropout 0.9999999 --activation-dropout 0.9999999",
     "--relu-dropout 0.9999999",
+    "--checkpoint-activations",
 ]
 TASK = [
     "{other}",
@@ -92,10 +93,10 @@ EVAL = [
 ]
 REFUSED = {
     "train": [
-        "--base-layers 1", "--character-embeddings", "--checkpoint-activations",
-        "--decoder-xformers-att-config {}", "--offload-activations", "--past-target",
-        "--quant-noise-pq 0.1", "--quant-noise-scalar 0.1", "--scale-attn", "--scale-fc",
-        "--scale-heads", "--scale-resids", "--self-target",
+        "--base-layers 1", "--character-embeddings", "--decoder-xformers-att-config {}",
+        "--offload-activations", "--past-target", "--quant-noise-pq 0.1",
+        "--quant-noise-scalar 0.1", "--scale-attn", "--scale-fc", "--scale-heads",
+        "--scale-resids", "--self-target",
     ],
     "eval-lm": ["--pad-to-fixed-bsz", "--past-target", "--self-target"],
 }  # fmt: skip
@@ -156,7 +157,8 @@ PLAIN = {
 
 @pytest.fixture(scope="module")
 def trained(texts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs a training; returns its losses, its validation blocks, and the reason for a fallback."""
+    """Runs a training; returns its losses, its validation blocks, the reason for a fallback, and
+    how many layers backward has run again."""
 
     @functools.cache
     def run(line: str, native: bool) -> dict[str, Any]:
@@ -181,6 +183,7 @@ def trained(texts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         draws = SimpleNamespace(uniform_=lambda: torch.rand(3, generator=generator))
         losses, error = [], ""
         with (
+            parity.layers_in_backward() as again,
             flag_training.messages() as records,
             mock.patch.object(FairseqTask, "valid_step", noted),
             mock.patch.object(layer_drop, "torch", Overlay(torch, empty=lambda count: draws)),
@@ -194,14 +197,15 @@ def trained(texts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
                 error = type(failure).__name__
         log = "\n".join(record.getMessage() for record in records)
         reasons = re.findall(r"^step: fairseq's own \((.*)\)$", log, re.M)
-        return {"losses": losses, "shapes": shapes, "reasons": reasons, "error": error}
+        shown = {"losses": losses, "shapes": shapes, "reasons": reasons, "error": error}
+        return {**shown, "layers": len(again)}
 
     return run
 
 
 def alike(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
     return bool(
-        all(ours[name] == theirs[name] for name in ("shapes", "error"))
+        all(ours[name] == theirs[name] for name in ("shapes", "error", "layers"))
         and ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
     )
 

@@ -22,6 +22,7 @@ from fairseq import trainer, utils
 from fairseq.data.iterators import BufferedIterator
 from fairseq.logging import progress_bar
 from fairseq.tasks.translation import TranslationTask
+from helpers.parity import layers_in_backward
 from torch.utils.data import DataLoader
 
 import fairseq_cli.train  # isort: skip
@@ -45,7 +46,8 @@ class Trace:
         logged: logged statistics and printed examples.
         files: the files that it writes.
         asked: its requests to torch and fairseq: number of data loading processes, buffer sizes,
-            dtypes and devices of the model, validated and translated batches.
+            dtypes and devices of the model, validated and translated batches; and how many layers
+            backward has run again.
         error: how it failed, or "".
         refusals: why the captured step was not used.
     """
@@ -264,6 +266,7 @@ def watched(asked: dict[str, list[Any]]) -> Iterator[None]:
     sys.modules.pop("user", None)
     vars(fairseq_cli.train.should_stop_early).clear()
     with (
+        layers_in_backward() as again,
         mock.patch.object(DataLoader, "__init__", loader),
         mock.patch.object(BufferedIterator, "__init__", buffer),
         mock.patch.object(trainer.Trainer, "begin_epoch", begin_epoch),
@@ -276,3 +279,4 @@ def watched(asked: dict[str, list[Any]]) -> Iterator[None]:
         mock.patch.object(torch.cuda, "current_device", lambda: None),
     ):
         yield
+    seen("layers", len(again))

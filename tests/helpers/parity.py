@@ -32,11 +32,13 @@ from fairseq import options, tasks, utils  # noqa: E402
 from fairseq.data import iterators  # noqa: E402
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf  # noqa: E402
 from fairseq.logging import metrics  # noqa: E402
+from fairseq.modules import transformer_layer  # noqa: E402
 from fairseq.trainer import Trainer as NativeTrainer  # noqa: E402
 
 import lightseq_fairseq.plugins  # noqa: E402, F401
 from lightseq_fairseq import ops  # noqa: E402
 from lightseq_fairseq.fairseq_compat.overlay import Overlay  # noqa: E402
+from lightseq_fairseq.layers import DecoderLayer, EncoderLayer  # noqa: E402
 from lightseq_fairseq.ops import philox  # noqa: E402
 from lightseq_fairseq.training.trainer import Trainer  # noqa: E402
 
@@ -355,6 +357,31 @@ def permuted(seed: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
         return {**sample, "net_input": inputs, "target": sample["target"][order]}
 
     return change
+
+
+@contextlib.contextmanager
+def layers_in_backward() -> Iterator[list[str]]:
+    """Collects the class names of the layers, ours and fairseq's, that backward runs again."""
+    found: list[str] = []
+
+    def noting(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def noted(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            if torch._C._current_graph_task_id() != -1:
+                found.append(type(self).__name__)
+            return forward(self, *arguments, **keywords)
+
+        return noted
+
+    with contextlib.ExitStack() as stack:
+        for cls, name in (
+            (EncoderLayer, "forward_in_stack"),
+            (DecoderLayer, "forward_in_stack"),
+            (transformer_layer.TransformerEncoderLayerBase, "forward"),
+            (transformer_layer.TransformerDecoderLayerBase, "forward"),
+        ):
+            stack.enter_context(mock.patch.object(cls, name, noting(getattr(cls, name))))
+        yield found
 
 
 class Deviation(NamedTuple):

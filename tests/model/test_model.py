@@ -339,7 +339,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--quant-noise-scalar": {"quant_noise_scalar": 0.1},
     "--no-cross-attention": {"no_cross_attention": True},
     "--cross-self-attention": {"cross_self_attention": True},
-    "--checkpoint-activations": {"checkpoint_activations": True},
     "--offload-activations": {"offload_activations": True},
     "--base-layers": {"base_layers": 1},
     "--char-inputs": {"char_inputs": True},

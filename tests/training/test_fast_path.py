@@ -120,6 +120,20 @@ def test_a_run_with_layerdrop_goes_on_without(
     assert reasons(caplog) == ["some parameters were updated less often than others"]
 
 
+@pytest.mark.parametrize("first", [True, None], ids=["added", "removed"])
+def test_a_run_goes_on_with_or_without_recomputed_activations(
+    data: Path, tmp_path: Path, first: bool | None
+) -> None:
+    flags = {"no_save": None, "max_update": 8, "checkpoint_activations": None}
+    whole = run(data, tmp_path / "whole", **flags)
+    for again, updates in ((first, 4), (None if first else True, 8)):
+        change = {"max_update": updates, "checkpoint_activations": again}
+        losses = run(data, tmp_path / "parts", **{**flags, **change})
+    assert losses == whole[4:]
+    parts = runs.trained(tmp_path / "parts")
+    assert runs.differing(parts, runs.trained(tmp_path / "whole")) == []
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_an_update_of_two_batches_that_ran_out_of_memory_is_made_again(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, batch: int

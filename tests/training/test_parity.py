@@ -213,6 +213,16 @@ def test_float32_is_as_close_as_another_order_of_rows(corpus: Path, norm: dict[s
         assert 0 < value <= 4 * max(limits), f"{name} {value:.1e}, native {max(limits):.1e}"
 
 
+DIRECTIONS = {
+    "arch": "multilingual_transformer",
+    "task": "multilingual_translation",
+    "lang_pairs": "src-tgt,tgt-src",
+    # With a source or target language, fairseq would translate instead of train.
+    "source_lang": None,
+    "target_lang": None,
+}
+
+
 @pytest.mark.parametrize(
     "shared",
     [{}, {"share_decoders": True}, {"share_encoders": True, "share_all_embeddings": True}],
@@ -220,17 +230,14 @@ def test_float32_is_as_close_as_another_order_of_rows(corpus: Path, norm: dict[s
 )
 def test_pairs_of_languages(corpus: Path, shared: dict[str, Any], tmp_path: Path) -> None:
     """Both directions: each update trains two models, which may share parameters."""
-    flags = {**shared, "arch": "multilingual_transformer", "task": "multilingual_translation"}
+    flags = {**shared, **DIRECTIONS}
     if shared.get("share_all_embeddings"):
         shutil.copytree(corpus, tmp_path, dirs_exist_ok=True)
         corpus = tmp_path
         shutil.copy(corpus / "dict.src.txt", corpus / "dict.tgt.txt")
 
     def run(systems: Systems) -> list[parity.Update]:
-        # With a source or target language, fairseq would translate instead of train.
-        none = {"source_lang": None, "target_lang": None}
-        argv = command_line(corpus, systems, **flags, **none, lang_pairs="src-tgt,tgt-src")
-        return train(argv, 24)
+        return train(command_line(corpus, systems, **flags), 24)
 
     native, ours = run(NATIVE), run(LS)
     # one for both pairs, in the captured step
@@ -362,6 +369,42 @@ def test_dropout_of_language_models_acts_where_fairseqs_does(text: Path, activat
 def test_every_mixture_on_running_text(text: Path, systems: Systems) -> None:
     native = train(command_line(text, NATIVE, **TEXT), 4)
     compare(train(command_line(text, systems, **TEXT), 4), native)
+
+
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "post-norm": {"activation_fn": "gelu"},
+    "pre-norm-tied": {**PRE_NORM, **SHARED},
+    "three-micro-batches": {"update_freq": 3},
+    "pairs-of-languages": {**DIRECTIONS, "share_encoders": True},
+    "running-text": {**TEXT, "share_decoder_input_output_embed": True},
+    "running-text-pre-norm": {**TEXT, "decoder_normalize_before": True},
+    "layerdrop": {"encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5},  # in fairseq's own step
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_recomputed_activations_change_no_bit(
+    corpus: Path, text: Path, name: str, dtype: torch.dtype
+) -> None:
+    flags = {**RECOMPUTED[name], "dropout": 0.3, "attention_dropout": 0.2}
+    data = text if name.startswith("running-text") else corpus
+
+    def run(**more: Any) -> list[parity.Update]:
+        return train(command_line(data, LS, **flags, activation_dropout=0.1, **more), 4, dtype)
+
+    with parity.layers_in_backward() as none:
+        kept = run()
+    with parity.layers_in_backward() as layers:
+        recomputed = run(checkpoint_activations=True)
+    assert not none
+    assert set(layers) == ({"EncoderLayer"} if data is text else {"EncoderLayer", "DecoderLayer"})
+    for ours, expected in zip(recomputed, kept, strict=True):
+        assert (ours.output, ours.norm) == (expected.output, expected.norm)
+        assert len(ours.sample_sizes) == 1 or name == "layerdrop"  # in the captured step
+        assert ours.parameters.keys() == expected.parameters.keys()
+        for parameter, value in expected.parameters.items():
+            assert torch.equal(ours.parameters[parameter], value), parameter
 
 
 def test_cross_entropy_of_sentence_pairs(corpus: Path) -> None:

@@ -113,6 +113,24 @@ def test_captured_and_eager_are_equal_with_many_flags(found: Callable[..., Found
     assert len(captured.losses) == 24
 
 
+@pytest.mark.parametrize("text", [False, True], ids=["pairs", "running-text"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_recomputed_activations_change_no_bit(
+    precision: str, text: bool, tmp_path: Path, found: Callable[..., Found]
+) -> None:
+    flags = {**PRECISIONS[precision], "max_update": 24, "update_freq": 2}
+    if text:
+        sides = {f"decoder_{side}_dim": 64 for side in ("embed", "input", "output")}
+        flags |= {**runs.TEXT, **sides, "cpu": None, "corpus": write_text(tmp_path / "text")}
+    else:
+        flags |= {**ON_GPU, "encoder_normalize_before": True, "decoder_normalize_before": True}
+    again = {**flags, "checkpoint_activations": True}
+    captured = found("captured", **again)
+    assert_same(captured, found("eager", captured=False, **again))
+    assert_same(captured, found("kept", captured=False, **flags))
+    assert len(captured.losses) == 24
+
+
 def test_a_longer_sentence_between_updates_leaves_graphs_right(
     found: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,27 @@ def test_graphs_use_the_memory_of_plain_steps(
     assert reserved[True] <= 1.5 * reserved[False]
 
 
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "eager"])
+def test_recomputed_activations_need_less_memory(
+    captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve layers of activations without the flag; the inputs of twelve and one layer with it."""
+    monkeypatch.setenv("LIGHTSEQ_CAPTURE", str(int(captured)))
+    (tmp_path / "data").mkdir()
+    data = write_corpus(tmp_path / "data", pairs=4000, longest=60)
+    flags = {**ON_GPU, "bf16": True, "max_tokens": 16_384, "max_update": 20, "no_save": True}
+    flags.update(encoder_layers=6, decoder_layers=6, encoder_ffn_embed_dim=1024)
+    flags.update(decoder_ffn_embed_dim=1024)
+    peaks = []
+    for again in (None, True):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_reserved()
+        runs.run(data, tmp_path / str(again), **flags, checkpoint_activations=again)
+        peaks.append(torch.cuda.max_memory_reserved() - before)
+    assert peaks[1] < 0.7 * peaks[0]
+
+
 def test_steps_leave_nothing_in_the_memory_of_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
