@@ -64,13 +64,20 @@ def main(words: list[str], native: bool) -> None:
     program, request = "lightseq-hydra-train", messages.Request(words)
 
     def train_by(_: Any, recipe: Any) -> float:
+        from fairseq.dataclass.initialize import hydra_init
+        from hydra.core.hydra_config import HydraConfig
+
+        hydra_init()  # lightseq-train composes a configuration, too: with fairseq's defaults
         try:
             return _train(recipe, native)
         except Exception as error:
             raise _Raised(error) from error
+        finally:  # a sweep composes its next recipe
+            _without_defaults(hydra_init, HydraConfig.get().job.config_name or "config")
 
     with sentences(program, request, SpawnedRanks()), typed(program, words):
         cli.register()
+        from fairseq.dataclass import initialize
         from fairseq_cli import hydra_train
         from hydra.errors import HydraException
         from omegaconf.errors import OmegaConfBaseException
@@ -90,6 +97,8 @@ def main(words: list[str], native: bool) -> None:
             except (HydraException, OmegaConfBaseException) as error:
                 told = " ".join(str(error).splitlines()[:2])
                 raise UserError(command_lines.ended(told)) from error
+            finally:
+                initialize.hydra_init()
 
 
 class _Raised(BaseException):

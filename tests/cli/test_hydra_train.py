@@ -91,11 +91,18 @@ def test_native_parts(recipe: Path) -> None:
 
 
 def test_a_sweep(recipe: Path) -> None:
-    seeds = [
-        next(word for word in command if word.startswith("--seed"))
-        for command in commands(run(recipe, "--multirun", OURS, "common.seed=1,2"))
-    ]
+    ran = commands(run(recipe, "--multirun", OURS, "common.seed=1,2"))
+    seeds = [next(word for word in words if word.startswith("--seed")) for words in ran]
     assert seeds == ["--seed=1", "--seed=2"]
+
+
+def test_the_next_run_has_fairseqs_defaults(recipe: Path, data: Path) -> None:
+    folder = str(recipe)
+    words = ["task=translation", "lr_scheduler=fixed", f"task.data={data}", "common.cpu=true"]
+    result = cli_runs.run("hydra-train", "--config-dir", folder, *words)
+    refused(result, "The recipe sets no model._name")  # fairseq's own recipe, config
+    (command,) = commands(run(recipe, OURS))
+    assert not [word for word in command if word.startswith("--log-interval=100")]
 
 
 @pytest.mark.parametrize(
