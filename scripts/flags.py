@@ -1,4 +1,4 @@
-"""Write docs/flags.md: how every setting of fairseq's commands is treated.
+"""Write docs/flags.md: what each setting of fairseq's commands does in this package.
 
     python -m scripts.flags [--check]
 
@@ -175,7 +175,8 @@ TEXT_INTRODUCTION = """\
 This table has the settings of `--task language_modeling` and of the archs of `ls_transformer_lm` in
 training, and the settings of `lightseq-eval-lm` for data and output. All other settings are in the
 table above, and have the same answers in training. For precision, logs, ranks and plugins,
-`lightseq-eval-lm` has the answers of `lightseq-generate`. Settings of training have no effect there.
+`lightseq-eval-lm` has the answers of `lightseq-generate`. Settings of training have no effect in
+`lightseq-eval-lm`.
 
 A test runs each row, as above (`tests/flags/test_flags_of_text.py`).
 """
@@ -327,7 +328,9 @@ def with_choices(choices: list[str]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if the page is out of date"
+    )
     check = parser.parse_args().check
     expected = text()
     if TABLE.is_file() and TABLE.read_text() == expected:
