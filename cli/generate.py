@@ -24,7 +24,7 @@ from lightseq_fairseq.errors import UserError
 @click.option("--native", is_flag=True, help="Build fairseq's own model from the checkpoint.")
 @click.option(
     "--output", metavar="FILE", type=click.Path(path_type=Path),
-    help="Write the sentences and the score to this file at the end, the log to the terminal.",
+    help="At the end, write the translations and the score to this file instead of the terminal.",
 )  # fmt: skip
 @click.option(
     "--reference", metavar="FILE", type=click.File(encoding="utf-8"),
@@ -41,15 +41,15 @@ def main(words: list[str], native: bool, output: Path | None, reference: TextIO 
         lightseq-generate data-bin/wmt14_en_de --path checkpoints/checkpoint_best.pt \\
             --beam 4 --lenpen 0.6 --remove-bpe --output out --reference newstest2014.de
 
-    With --task language_modeling each block of the set is a prompt, or its first words with
-    --prefix-size.
+    With --task language_modeling, each block of the test set is a prompt. With --prefix-size N,
+    only the first N tokens of each block are the prompt.
 
-    The last line is sacrebleu's BLEU of the D- lines, with its signature. --scoring adds a score of
-    fairseq. Continued prompts are scored only with --reference.
+    The last line is sacrebleu's BLEU of the D- lines, with its signature. --scoring adds a score
+    that fairseq computes. Continued prompts are scored only with --reference.
 
-    All GPUs translate, each a part of the batches. The output is the same as with one GPU, except
-    with --sampling. --distributed-world-size sets the number of GPUs. With --distributed-rank only
-    the part of that rank is translated, as in fairseq.
+    All GPUs are used; each translates a part of the batches. The output is the same as with one
+    GPU, except with --sampling. --distributed-world-size sets the number of GPUs. With
+    --distributed-rank, only the part of that rank is translated, as in fairseq.
     """
 
     def translate(fairseq_main: Callable[[Any], Any], args: Namespace) -> None:

@@ -28,7 +28,7 @@ logger = logging.getLogger("fairseq_cli.interactive")  # the log is that of fair
 def main(words: list[str], native: bool) -> None:
     """Translate lines from the terminal, a pipe or a file (--input).
 
-    With --task language_modeling a line is a prompt, which the model continues.
+    With --task language_modeling, each line is a prompt, which the model continues.
 
     Takes every option of fairseq-interactive, and checkpoints that lightseq-train or fairseq-train
     wrote:

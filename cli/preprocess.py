@@ -7,7 +7,7 @@ from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 
 @launcher("preprocess")
 def main(words: list[str]) -> None:
-    """Build dictionaries and binarise sentence pairs for training.
+    """Build dictionaries and binarise sentence pairs, or running text with --only-source.
 
     Takes every option of fairseq-preprocess:
 

@@ -39,7 +39,7 @@ Row = dict[str, Any]
 @click.option(
     "--compound-split", is_flag=True,
     help="Compute BLEU on tokens, with words split at hyphens, as in older papers. References must "
-    "be tokenised; without --reference, the targets in the generation's output are used.",
+    "be tokenised. Without --reference, the targets in the output of lightseq-generate are used.",
 )  # fmt: skip
 @click.option(
     "--json", "row_file", metavar="FILE", type=click.Path(path_type=Path),
@@ -54,7 +54,8 @@ def main(row_file: Path | None, **options: Any) -> None:
         lightseq-score --sys out --reference test.de --detokenize de
         lightseq-score --sys out --compound-split
 
-    The sentences of a generation's output are sorted into the order of the test set.
+    If FILE is the output of lightseq-generate or fairseq-generate, its sentences are first sorted
+    into the order of the test set.
     """
     try:
         row, line = score(**options)

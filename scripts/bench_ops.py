@@ -172,10 +172,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--only", type=regex, default="", metavar="REGEX", help="only cases whose name matches"
     )
-    parser.add_argument("--tokens", type=numbers, default=[4096, 16384, 65536])
-    parser.add_argument("--dtypes", type=some_of(tuple(DTYPES)), default=["bf16"])
-    parser.add_argument("--systems", type=some_of(SYSTEMS), default=list(SYSTEMS))
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file, one row per line")
+    parser.add_argument(
+        "--tokens", type=numbers, default=[4096, 16384, 65536],
+        help="tokens of a batch, separated by commas (default: 4096,16384,65536)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtypes", type=some_of(tuple(DTYPES)), default=["bf16"],
+        help=f"some of {','.join(DTYPES)} (default: bf16)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--systems", type=some_of(SYSTEMS), default=list(SYSTEMS),
+        help=f"some of {','.join(SYSTEMS)} (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="JSON file for the result rows (default: none)"
+    )
     return parser.parse_args(arguments)
 
 

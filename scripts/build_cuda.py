@@ -170,8 +170,8 @@ def asked_architectures(text: str) -> tuple[str, ...]:
         number = re.match(r"\d+", architecture)
         if number is None or int(number[0]) < OLDEST_ARCHITECTURE:
             raise argparse.ArgumentTypeError(
-                f"the kernels need sm_{OLDEST_ARCHITECTURE} or later and sm_{architecture} was "
-                "asked for"
+                f"the kernels need sm_{OLDEST_ARCHITECTURE} or later, but sm_{architecture} was "
+                "given: remove it"
             )
     return architectures
 
@@ -376,36 +376,56 @@ def main() -> int:
         "--architectures",
         type=asked_architectures,
         default=os.environ.get("LIGHTSEQ_CUDA_ARCHITECTURES", ""),
-        help="compute capabilities, for example 80,90, or all (default: "
-        "LIGHTSEQ_CUDA_ARCHITECTURES, else this machine's GPUs, else 80,90)",
+        help="compute capabilities to compile for, for example 80,90, or all (default: "
+        "LIGHTSEQ_CUDA_ARCHITECTURES if it is set, else the GPUs of this machine, else 80,90)",
     )
     parser.add_argument(
         "--acts-as",
         type=int,
         choices=(80, 86, 89, 100, 120),
-        help="for tests on a Hopper GPU: build a library that treats it as a GPU of this compute "
-        "capability; needs another --output and --objects",
+        help="build a library for tests: on a Hopper GPU it runs the code for this compute "
+        "capability; set --output and --objects to other folders than the defaults",
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="parallel compilers")
-    parser.add_argument("--sources", type=Path, default=ROOT / "csrc")
-    parser.add_argument("--objects", type=Path, default=OBJECTS)
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="number of parallel compilers (default: the number of CPU cores)",
+    )
+    parser.add_argument(
+        "--sources",
+        type=Path,
+        default=ROOT / "csrc",
+        help="folder of the *.cu files (default: csrc)",
+    )
+    parser.add_argument(
+        "--objects",
+        type=Path,
+        default=OBJECTS,
+        help="folder for the objects and ptxas's reports (default: build/cuda)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=OUTPUT,
+        help="folder for the library (default: lightseq_fairseq/_lib, where it is loaded from)",
+    )
     parser.add_argument(
         "--install-headers",
         action="store_true",
-        help="first install the pip package with cuBLAS's headers, if they are missing",
+        help="if cuBLAS's headers are missing, first install the pip package that has them",
     )
     parser.add_argument(
         "--if-possible",
         action="store_true",
-        help="if nvcc is missing or no GPU here is supported, print and record the reason (for "
-        "lightseq-doctor) and exit with status 0",
+        help="if nvcc is missing, or if no GPU of this machine is supported, do not fail: print "
+        "the reason, record it for lightseq-doctor, and exit with status 0",
     )
     parser.add_argument(
         "--if-useful",
         action="store_true",
-        help="the same, also with a torch for CPUs on a machine without a GPU, unless "
-        "compute capabilities are named",
+        help="as --if-possible; also compile nothing if torch is a CPU build, the machine has no "
+        "GPU, and --architectures is not set",
     )
     arguments = parser.parse_args()
     in_use = arguments.output.resolve() == OUTPUT or arguments.objects.resolve() == OBJECTS

@@ -1,4 +1,4 @@
-"""Write docs/flags.md: how every setting of fairseq's commands is treated.
+"""Write docs/flags.md: what each setting of fairseq's commands does in this package.
 
     python -m scripts.flags [--check]
 
@@ -140,29 +140,31 @@ INTRODUCTION = """\
 
 <!-- Made by scripts/flags.py; do not edit. -->
 
-How `lightseq-train`, `-generate`, `-validate` and `-interactive` treat each setting of fairseq
-0.12.2 with task translation. A dash: fairseq's command has no such setting.
+What `lightseq-train`, `-generate`, `-validate` and `-interactive` do with each setting of fairseq
+0.12.2, for `--task translation`. A dash means that fairseq's command has no such setting.
 
-* **honoured**: it does what it does in fairseq; in training with the captured step.
-* **fallback**: it is honoured by fairseq's own training step with the same layers. One line before
-  the first update says "step: fairseq's own" and why.
-* **refused**: the command ends with a sentence that names the setting, the reason and what to do.
+* **honoured**: the setting has the same effect as in fairseq. Training uses the captured step.
+* **fallback**: the setting has the same effect as in fairseq. Training uses fairseq's own step with
+  the same layers. One line before the first update says "step: fairseq's own" and the reason.
+* **refused**: the command ends with a message: the setting, the reason, and what to do.
 * **no effect**: fairseq's command accepts the setting but does not use it. A note at start-up says
   so.
 
-The settings of other optimizers and criteria are not listed: a run with one of these is a fallback.
-A run of another task is a fallback if its data or its training step differ. A task of fairseq with
-other data than the arch trains on is refused. A setting that is "part of" another one has the same
-answer as that one; without it, it has no effect, and a note says so. The same holds for settings of
-several ranks in a run with one rank. A command without any `ls_` part, or with `--native`, is
-fairseq's own and refuses nothing.
+Rules for settings that are not in the table, and for special cases:
 
-With `--task language_modeling` the settings of the search in generate and interactive have the same
-answers (`tests/flags/test_language_model_flags.py`), except three that need a source and are
-refused: `--constraints`, `--print-alignment`, `--replace-unk`.
+* Runs with another optimizer or criterion are fallbacks. The table does not list their settings.
+* A run of another task is a fallback if its data or its training step are different. It is refused
+  if its data do not fit the arch.
+* A setting that is "part of" another setting has the same answer as the other one. Without the
+  other one it has no effect, and a note says so. In a run with one rank, this is also true for
+  settings of several ranks.
+* A command without any `ls_` part, or with `--native`, runs fairseq's own code and refuses nothing.
+* With `--task language_modeling`, the settings of the search in generate and interactive have the
+  same answers (`tests/flags/test_language_model_flags.py`). Three need a source and are refused:
+  `--constraints`, `--print-alignment`, `--replace-unk`.
 
-A test runs the command of each row. If the answer is honoured or fallback, it compares the result
-with fairseq's own command, and checks that the setting changes the result there.
+A test runs the command of each row. If the answer is honoured or fallback, the test compares the
+result with fairseq's own command, and checks that the setting changes the result there.
 `tests/flags/test_flags_proofs.py` fails if a row has no such test.
 """
 
@@ -170,12 +172,13 @@ with fairseq's own command, and checks that the setting changes the result there
 TEXT_INTRODUCTION = """\
 ## Language models
 
-The settings of `--task language_modeling` and of the archs of `ls_transformer_lm`, in training, and
-those of `lightseq-eval-lm` for data and output. All others are in the table above. In training they
-do what they do for translation. Of `lightseq-eval-lm`, precision, logs, ranks and plugins are as of
-`lightseq-generate`, and settings of training have no effect.
+This table has the settings of `--task language_modeling` and of the archs of `ls_transformer_lm` in
+training, and the settings of `lightseq-eval-lm` for data and output. All other settings are in the
+table above, and have the same answers in training. For precision, logs, ranks and plugins,
+`lightseq-eval-lm` has the answers of `lightseq-generate`. Settings of training have no effect in
+`lightseq-eval-lm`.
 
-Each row is what a test finds, as above (`tests/flags/test_flags_of_text.py`).
+A test runs each row, as above (`tests/flags/test_flags_of_text.py`).
 """
 
 
@@ -325,7 +328,9 @@ def with_choices(choices: list[str]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if the page is out of date"
+    )
     check = parser.parse_args().check
     expected = text()
     if TABLE.is_file() and TABLE.read_text() == expected:

@@ -136,12 +136,18 @@ def digests(path: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument(
-        "--from", dest="before", type=Path, help="--out folder of the checkout before the change"
+        "--from",
+        dest="before",
+        type=Path,
+        help="the --out folder of the run before the change; training then also resumes "
+        "from its checkpoints",
     )
     parser.add_argument("--gpu", action="store_true", help="train and translate on the GPU")
-    parser.add_argument("--only", default=",".join(CASES), help="cases, separated by commas")
+    parser.add_argument(
+        "--only", default=",".join(CASES), help="cases, separated by commas (default: all)"
+    )
     given = parser.parse_args()
     out, frozen = given.out.resolve(), given.out.resolve() / "frozen"
     shutil.rmtree(out, ignore_errors=True)

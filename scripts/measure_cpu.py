@@ -3,12 +3,13 @@
 
     PYTHONPATH=tests OMP_NUM_THREADS=1 python -m scripts.measure_cpu
 
-Writes scripts/results/cpu.json; takes a minute. PYTHONPATH is needed because parity and step times
-are measured by functions of the tests.
+Writes scripts/results/cpu.json; takes a minute. PYTHONPATH is needed because functions of the tests
+measure parity and the time of steps.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import random
 import tempfile
@@ -119,6 +120,8 @@ def packing_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    # No options; --help must not measure.
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     torch.set_num_threads(1)
     common = {
         "commit": current_commit(),

@@ -36,9 +36,18 @@ def watch(starts: list[float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="for corpus and checkpoints")
-    parser.add_argument("--saves", type=int, default=4, help="number of saves")
-    parser.add_argument("--pairs", type=int, default=300_000, help="sentence pairs of the corpus")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="folder for the corpus and the checkpoints"
+    )
+    parser.add_argument(
+        "--saves", type=int, default=4, help="number of checkpoints to save (default: 4)"
+    )
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=300_000,
+        help="number of sentence pairs in the corpus (default: 300000)",
+    )
     parser.add_argument("words", nargs="*", help="arguments of lightseq-train, after --")
     arguments = parser.parse_args()
 

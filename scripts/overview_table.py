@@ -19,13 +19,6 @@ TRANSLATION = {
     "t2t_big/btokens/beam4/bf16": "translating a test set",
     "t2t_big/b1/beam4/bf16": "translating one by one",
 }
-# Target tokens per second of the original LightSeq 2.2.1 and of fairseq + apex. They were measured
-# when the project began, before there were result files.
-AT_THE_START = {
-    "t2t_big/4096/bf16": ("163k", "88k"),
-    "t2t_big/16384/bf16": ("214k", "158k-163k"),
-    "base/4096/bf16": ("257k", "99k"),
-}
 NATIVE = "fairseq", "fairseq_no_cudnn", "fairseq_no_cudnn_apex"
 
 
@@ -34,22 +27,20 @@ def overview_table(train: Rows, generate: Rows, convergence: Rows, translation: 
     lines = []
     for case, words in TRAINING.items():
         ours, native, ratio, cells = _systems(train, case, "tokens_per_s")
-        others = cells.get("torch_compile", ""), "", *AT_THE_START[case]
-        lines.append([words, ours, native, ratio, *others])
+        lines.append([words, ours, native, ratio, cells.get("torch_compile", ""), ""])
     for case, words in TRANSLATION.items():
         ours, native, ratio, cells = _systems(generate, case, "sentences_per_s")
-        lines.append([words, ours, native, ratio, "", cells.get("ctranslate2", ""), "", ""])
+        lines.append([words, ours, native, ratio, "", cells.get("ctranslate2", "")])
     scores = [
         [r["bleu"] for r in convergence if r["system"] == system and r["bleu"] is not None]
         for system in ("lightseq", "fairseq")
     ]
-    lines.append(["BLEU, each trains its model", *(_mean(s) for s in scores), *[""] * 5])
+    lines.append(["BLEU, each trains its model", *(_mean(s) for s in scores), *[""] * 3])
     same = [r for r in translation if r["case"] == "beam-5/fp32"]
     pairs = [[r[key] for r in same] for key in ("bleu", "fairseq_bleu")]
-    lines.append(["BLEU, the same checkpoint", *(_mean(s) for s in pairs), *[""] * 5])
+    lines.append(["BLEU, the same checkpoint", *(_mean(s) for s in pairs), *[""] * 3])
 
-    head = ["", "lightseq-fairseq", "fairseq", "times as fast", "torch.compile", "CTranslate2",
-            "LightSeq\\*", "fairseq + apex\\*"]  # fmt: skip
+    head = ["", "lightseq-fairseq", "fairseq", "times as fast", "torch.compile", "CTranslate2"]
     rows = [*train, *generate, *convergence, *translation]
     machines = sorted({f"{row['gpu']}; torch {row['torch']}" for row in rows})
     return [*table(head, lines, 1, "pipe"), "", f"{', '.join(machines)}."]

@@ -262,7 +262,9 @@ def rows_of(path: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if a table or plot is out of date"
+    )
     check = parser.parse_args().check
     documents = [ROOT / name for name in DOCUMENTS if (ROOT / name).exists()]
     texts = {document: document.read_text(encoding="utf-8") for document in documents}

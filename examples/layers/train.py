@@ -206,10 +206,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--updates", type=int, default=300)
-    parser.add_argument("--sentences", type=int, default=128, help="in a batch, of all ranks")
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--updates", type=int, default=300, help="number of updates")
+    parser.add_argument(
+        "--sentences", type=int, default=128, help="sentences per batch, over all ranks"
+    )
+    parser.add_argument("--dropout", type=float, default=0.1, help="dropout probability")
+    parser.add_argument("--bf16", action="store_true", help="16-bit model, float32 master weights")
     parser.add_argument("--cpu", action="store_true", help="on the CPU, even if there is a GPU")
     given = parser.parse_args()
     on_gpu = torch.cuda.is_available() and not given.cpu

@@ -138,7 +138,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2),
                         help="parallel runs, on one GPU  [half the CPU cores]")  # fmt: skip
-    parser.add_argument("--data", type=Path, default=HERE / "data", help="folder of prepare.sh")
+    parser.add_argument(
+        "--data", type=Path, default=HERE / "data", help="folder that prepare.sh wrote"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "out" / "convergence",
                         help="folder for the rows and the runs' logs")  # fmt: skip
     parser.add_argument("--model", choices=SEEDS, help="train only this model")

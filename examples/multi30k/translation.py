@@ -250,14 +250,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checkpoint", type=Path, required=True, help="averaged.pt of run.sh")
     parser.add_argument("--case", action="append", choices=CASES, metavar="NAME",
-                        help=f"only this case; may be repeated: {', '.join(CASES)}")  # fmt: skip
-    parser.add_argument("--eval-bleu", action="store_true", help="time validations instead")
-    parser.add_argument("--updates", type=int, default=300, help="for --eval-bleu  [300]")
+                        help=f"only this case; repeatable: {', '.join(CASES)}")  # fmt: skip
+    parser.add_argument(
+        "--eval-bleu", action="store_true", help="instead, measure the time of validations"
+    )
+    parser.add_argument(
+        "--updates", type=int, default=300, help="updates to train with --eval-bleu  [300]"
+    )
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2),
                         help="parallel translations  [half the CPU cores]")  # fmt: skip
-    parser.add_argument("--data", type=Path, default=HERE / "data", help="folder of prepare.sh")
+    parser.add_argument(
+        "--data", type=Path, default=HERE / "data", help="folder that prepare.sh wrote"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "out", help="folder for the outputs")
-    parser.add_argument("--results", type=Path, help="file for the rows",
+    parser.add_argument("--results", type=Path, help="JSON file for the result rows",
                         default=HERE.parents[1] / "scripts/results/translation-h200.json",
                         )  # fmt: skip
     parser.add_argument("words", nargs="*", metavar="-- WORD",
