@@ -3,7 +3,7 @@
     python -m examples.language_model.prompt RUN [--prompt TEXT] [--tokens N] [--seed N] [--native]
 
 RUN is the folder of a run, such as examples/language_model/out/cpu-lightseq. Each token is drawn
-from the likeliest ones that together have a probability of 0.9.
+from the likeliest ones that together have a probability of 0.8.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from lightseq_fairseq.errors import UserError
 
 from .text import to_text, to_words
 
-PROMPT = "def copy_file(source, target):\n"
+# It ends with the indentation of the next line, which is one word with the line break.
+PROMPT = "def copy_file(source, target):\n    "
 
 
 def continued(run: Path, prompt: str, tokens: int, seed: int, native: bool) -> str:
@@ -27,7 +28,7 @@ def continued(run: Path, prompt: str, tokens: int, seed: int, native: bool) -> s
         bpe="subword_nmt", bpe_codes=str(run / "text/codes"),
     )  # fmt: skip
     (best,) = model.generate(
-        to_words(prompt), beam=1, sampling=True, sampling_topp=0.9, seed=seed,
+        to_words(prompt), beam=1, sampling=True, sampling_topp=0.8, seed=seed,
         max_len_a=1, max_len_b=tokens,
     )  # fmt: skip
     return to_text(best.text)

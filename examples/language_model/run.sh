@@ -84,15 +84,17 @@ done
 lightseq-preprocess --only-source --destdir "$bin" \
     --trainpref "$text/train.bpe" --validpref "$text/valid.bpe" --testpref "$text/test.bpe"
 
+every=$(((updates + 4) / 5)) # updates between two validations, each with a checkpoint
 echo "== training: $size, $system, $updates updates"
 lightseq-train "$bin" ${native[@]+"${native[@]}"} --task language_modeling \
     --arch ls_transformer_lm_gpt --share-decoder-input-output-embed "${recipe[@]}" \
-    --tokens-per-sample "$block" --optimizer ls_adam --adam-betas '(0.9, 0.98)' --weight-decay 0.01 --clip-norm 1.0 \
+    --tokens-per-sample "$block" \
+    --optimizer ls_adam --adam-betas '(0.9, 0.98)' --weight-decay 0.01 --clip-norm 1.0 \
     --lr-scheduler polynomial_decay --warmup-updates $((updates / 10)) \
     --total-num-update "$updates" --max-update "$updates" \
     --criterion ls_cross_entropy --seed "$seed" --num-workers 0 --distributed-world-size 1 \
-    --validate-interval-updates $(((updates + 4) / 5)) --validate-interval 100000 \
-    --save-dir "$checkpoints" --no-epoch-checkpoints \
+    --save-dir "$checkpoints" --save-interval-updates "$every" --keep-interval-updates 1 \
+    --save-interval 100000 --validate-interval 100000 --no-epoch-checkpoints \
     --log-format json --log-interval $(((updates + 29) / 30)) 2>&1 | tee "$run/train.log"
 (cd "$root" && python3 -m examples.curves "$run/train.log" "$run/curves.svg" \
     --title "Python's standard library, $size, $system")
@@ -100,8 +102,10 @@ lightseq-train "$bin" ${native[@]+"${native[@]}"} --task language_modeling \
 echo "== test perplexity"
 lightseq-eval-lm "$bin" ${native[@]+"${native[@]}"} --path "$checkpoints/checkpoint_best.pt" \
     --gen-subset test --tokens-per-sample "$block" --batch-size 8 2>&1 | tee "$run/evaluate.log"
-sed -nE 's/.*Loss \(base 2\): ([0-9.]+), Perplexity: ([0-9.]+)$/{"bits_per_token": \1, "perplexity": \2}/p' \
-    "$run/evaluate.log" >"$run/perplexity.json"
+version=$(python3 -c 'import platform; print(platform.python_version())')
+scores='{"python": "'$version'", "bits_per_token": \1, "perplexity": \2}'
+sed -nE "s/.*Loss \\(base 2\\): ([0-9.]+), Perplexity: ([0-9.]+)$/$scores/p" "$run/evaluate.log" \
+    >"$run/perplexity.json"
 
 echo "== a prompt, continued"
 (cd "$root" && python3 -m examples.language_model.prompt "$run" ${native[@]+"${native[@]}"}) |
@@ -110,3 +114,7 @@ echo "== a prompt, continued"
 (cd "$root" && python3 -m examples.record "$checkpoints/checkpoint_last.pt" "$run/perplexity.json" \
     --results "$out/perplexity.json" --case "Python's standard library, $size" \
     --system "$system" --seed "$seed")
+for scores in "$out/$size"-*/perplexity.json; do # of both systems, if both have run
+    name=$(basename "$(dirname "$scores")")
+    echo "$name: test perplexity $(sed -E 's/.*"perplexity": ([0-9.]+).*/\1/' "$scores")"
+done
