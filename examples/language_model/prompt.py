@@ -18,7 +18,7 @@ from lightseq_fairseq.errors import UserError
 from .text import to_text, to_words
 
 # It ends with the indentation of the next line, which is one word with the line break.
-PROMPT = "def copy_file(source, target):\n    "
+PROMPT = "def read(self, name):\n    "
 
 
 def continued(run: Path, prompt: str, tokens: int, seed: int, native: bool) -> str:

@@ -6,8 +6,8 @@
 #                                       [--seed N] [--out DIR]
 #
 # --native trains, evaluates and continues with fairseq's own model, optimizer and criterion, with
-# the same data and flags. --size is gpu if there is a GPU, else cpu. --files N reads at most N files
-# of each split.
+# the same data and flags. --size is gpu if there is a GPU, else cpu. --files N takes N files for
+# training, and N / 10 for each other split.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -68,12 +68,15 @@ def sources(library: Path) -> dict[str, list[Path]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="folder for the text files")
-    parser.add_argument("--files", type=int, help="at most this many files of a split  [all]")
+    parser.add_argument("--files", type=int, metavar="N",
+                        help="N files for training, N / 10 for the other splits  [all]")  # fmt: skip
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     for split, paths in sources(Path(sysconfig.get_path("stdlib"))).items():
+        if args.files is not None:
+            paths = paths[: max(1, args.files if split == "train" else args.files // 10)]
         with (args.folder / f"{split}.txt").open("w", encoding="utf-8") as lines:
-            for path in paths[: args.files]:
+            for path in paths:
                 with tokenize.open(path) as file:  # in the encoding that the file names
                     words = to_words(file.read())
                 if words:

@@ -16,7 +16,7 @@ from examples.language_model import prompt, text
 
 RUN = EXAMPLES / "language_model" / "run.sh"
 SYSTEMS = {"lightseq": [], "fairseq": ["--native"]}
-UPDATES = 60
+UPDATES = 40
 
 
 @pytest.mark.parametrize(
@@ -82,24 +82,28 @@ def test_a_wrong_argument_is_refused(words: tuple[str, ...]) -> None:
 
 
 def test_both_systems_learn_the_same_and_continue_a_prompt(tmp_path: Path) -> None:
-    short = ["--size", "cpu", "--files", "6", "--updates", str(UPDATES), "--out", tmp_path]
+    short = ["--size", "cpu", "--files", "30", "--updates", str(UPDATES), "--out", tmp_path]
     runs = [start(*words, *short) for words in SYSTEMS.values()]
     for process in runs:
         output, errors = process.communicate(timeout=280)
         assert process.returncode == 0, output[-3000:] + errors[-3000:]
     folders = [tmp_path / f"cpu-{system}" for system in SYSTEMS]
 
+    # fp32 results agree so well that only the logs tell the models apart.
+    for folder, model in zip(folders, ("LSTransformerLanguageModel", "TransformerLanguageModel")):
+        assert f"| model: {model}\n" in (folder / "train.log").read_text()
     ours, native = (curves.read_curves(folder / "train.log") for folder in folders)
     for name in ("train_loss", "valid_loss"):
         assert ours[name].keys() == native[name].keys()
         assert list(ours[name].values()) == pytest.approx(list(native[name].values()), abs=0.01)
-    assert len(ours["train_loss"]) == 30
+    assert len(ours["train_loss"]) == UPDATES / 2
 
     rows = json.loads((tmp_path / "perplexity.json").read_text())
     assert {row["system"]: row["updates"] for row in rows} == dict.fromkeys(SYSTEMS, UPDATES)
     perplexities = [row["perplexity"] for row in rows]
     assert perplexities[0] == pytest.approx(perplexities[1], rel=0.01)
-    assert max(perplexities) < 1000
+    # It was 981 when this test was written. Equal probabilities of all tokens have 2168.
+    assert max(perplexities) < 1300
 
     for folder in folders:
         continued = (folder / "continued.txt").read_text(encoding="utf-8")
