@@ -68,8 +68,8 @@ def sources(library: Path) -> dict[str, list[Path]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="folder for the text files")
-    parser.add_argument("--files", type=int, metavar="N",
-                        help="N files for training, N / 10 for the other splits  [all]")  # fmt: skip
+    few = "N files for training, N / 10 for each other split  [all]"
+    parser.add_argument("--files", type=int, metavar="N", help=few)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     for split, paths in sources(Path(sysconfig.get_path("stdlib"))).items():
