@@ -82,7 +82,7 @@ def test_a_wrong_argument_is_refused(words: tuple[str, ...]) -> None:
 
 
 def test_both_systems_learn_the_same_and_continue_a_prompt(tmp_path: Path) -> None:
-    short = ["--size", "cpu", "--files", "30", "--updates", str(UPDATES), "--out", tmp_path]
+    short = ["--size", "cpu", "--files", "10", "--updates", str(UPDATES), "--out", tmp_path]
     runs = [start(*words, *short) for words in SYSTEMS.values()]
     for process in runs:
         output, errors = process.communicate(timeout=280)
@@ -102,8 +102,8 @@ def test_both_systems_learn_the_same_and_continue_a_prompt(tmp_path: Path) -> No
     assert {row["system"]: row["updates"] for row in rows} == dict.fromkeys(SYSTEMS, UPDATES)
     perplexities = [row["perplexity"] for row in rows]
     assert perplexities[0] == pytest.approx(perplexities[1], rel=0.01)
-    # It was 981 when this test was written. Equal probabilities of all tokens have 2168.
-    assert max(perplexities) < 1300
+    # It was 862 when this test was written. Equal probabilities of all tokens have 1768.
+    assert max(perplexities) < 1200
 
     for folder in folders:
         continued = (folder / "continued.txt").read_text(encoding="utf-8")
