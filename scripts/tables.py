@@ -2,10 +2,9 @@
 
     python -m scripts.tables [--check]
 
-A table is between ``<!-- table: NAME -->`` and ``<!-- end -->``: the overview in the README, the
-others in docs/measured.md. ``TABLES`` lists their result files. A table whose result files are
-missing is not changed. ``--check`` writes nothing, and fails if a table or the content of a plot
-does not agree with its result files.
+A table is between ``<!-- table: NAME -->`` and ``<!-- end -->`` in one of ``DOCUMENTS``. ``TABLES``
+lists their result files. A table whose result files are missing is not changed. ``--check`` writes
+nothing, and fails if a table or the content of a plot does not agree with its result files.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from .plots import FAIRSEQ, FAIRSEQ_PALE, FAIRSEQ_TOO, OTHERS, OURS, OURS_TOO, B
 from .translation_tables import translation_table
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = "README.md", "docs/measured.md"
+DOCUMENTS = "README.md", "docs/measured.md", "examples/language_model/README.md"
 TRAIN_PLOT = "scripts/results/train-h200.svg"
 CONVERGENCE = "scripts/results/convergence-h200.json"
 TRAIN_SYSTEMS = {
@@ -63,20 +62,47 @@ SYSTEMS = {"lightseq": "`lightseq-train`", "fairseq": "fairseq (same flags, `--n
 
 def bleu_table(rows: list[dict[str, Any]]) -> list[str]:
     """Return the table of BLEU, updates and training time of each run."""
-    lines = []
-    for row in sorted(rows, key=lambda row: (row["seed"], row["system"] != "lightseq")):
-        lines.append([
-            SYSTEMS[row["system"]], str(row["seed"]), f"{row['bleu']:.2f}", str(row["updates"]),
-            f"{row['train_seconds']:.0f} s",
-        ])  # fmt: skip
-    common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "signature")}
+    cells = {
+        "BLEU": lambda row: f"{row['bleu']:.2f}",
+        "updates": lambda row: str(row["updates"]),
+        "training": lambda row: f"{row['train_seconds']:.0f} s",
+    }
+    signatures = sorted({row["signature"] for row in rows})
+    return runs_table(rows, cells, f"sacrebleu `{'`, `'.join(signatures)}`")
+
+
+def perplexity_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the table of test perplexity and updates of each run."""
+    cells = {
+        "test perplexity": lambda row: f"{row['perplexity']:.2f}",
+        "bits a token": lambda row: f"{row['bits_per_token']:.3f}",
+        "updates": lambda row: str(row["updates"]),
+    }
+    versions = sorted({row["python"] for row in rows})
+    return runs_table(rows, cells, f"standard library of Python {', '.join(versions)}")
+
+
+def runs_table(
+    rows: list[dict[str, Any]], cells: dict[str, Callable[[dict[str, Any]], str]], about: str
+) -> list[str]:
+    """Return a table with a line for each run of an example, and a sentence with its conditions.
+
+    Args:
+        cells: head of a column -> the function that makes a cell of a row.
+        about: a condition that is not in every row; the sentence ends with it.
+    """
+    ordered = sorted(rows, key=lambda row: (row["seed"], row["system"] != "lightseq"))
+    lines = [
+        [SYSTEMS[row["system"]], str(row["seed"]), *(cell(row) for cell in cells.values())]
+        for row in ordered
+    ]
+    torches = sorted({row["torch"] for row in rows})
     commits = sorted({row["commit"][:10] for row in rows})
-    gpus = ["two CPU cores" if gpu == "none" else gpu for gpu in common["gpu"]]
+    gpus = sorted({"two CPU cores" if row["gpu"] == "none" else row["gpu"] for row in rows})
     return [
-        *table(["system", "seed", "BLEU", "updates", "training"], lines, 1, "pipe"),
+        *table(["system", "seed", *cells], lines, 1, "pipe"),
         "",
-        f"{', '.join(gpus)}; torch {', '.join(common['torch'])}; commit {', '.join(commits)}; "
-        f"sacrebleu `{'`, `'.join(common['signature'])}`.",
+        f"{', '.join(gpus)}; torch {', '.join(torches)}; commit {', '.join(commits)}; {about}.",
     ]
 
 
@@ -224,6 +250,7 @@ TRANSLATION = "scripts/results/translation-h200.json"
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[str]]]] = {
     "overview": ((TRAIN, GENERATE, CONVERGENCE, TRANSLATION), overview_table),
     "quickstart": (("examples/quickstart/results/bleu.json",), bleu_table),
+    "language_model": (("examples/language_model/results/perplexity.json",), perplexity_table),
     "ops": (("scripts/results/ops-h200.json",), op_table),
     "train": ((TRAIN,), train_table),
     "train_by_case": ((TRAIN,), train_by_case),

@@ -29,8 +29,9 @@ LACKING = (
     "without a GPU",
     "for the last line a GPU",
 )
-# tests/examples/test_quickstart.py runs the blocks with these words, on less data.
-QUICKSTART = "examples/quickstart"
+# Blocks with these words are run on less data by tests/examples/test_quickstart.py and
+# test_language_model_example.py.
+RECIPES = "examples/quickstart", "examples/language_model"
 
 # Every training is of a small model and ten updates long, one epoch each.
 SMALL_DECODER = (
@@ -55,7 +56,7 @@ trap 'echo "line $LINENO of the page failed" >&2' ERR
 
 
 def is_run(block: Block) -> bool:
-    return not block.needs and QUICKSTART not in block.text
+    return not block.needs and not any(recipe in block.text for recipe in RECIPES)
 
 
 def program(page: str, languages: tuple[str, ...]) -> str:

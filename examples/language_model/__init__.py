@@ -1,0 +1,1 @@
+"""A small GPT on the source of Python's standard library."""

@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# A GPT on the source of Python's standard library: write the text, learn and apply BPE, train,
+# measure the test perplexity, continue a prompt.
+#
+#   bash examples/language_model/run.sh [--native] [--size cpu|gpu] [--updates N] [--files N]
+#                                       [--seed N] [--out DIR]
+#
+# --native trains, evaluates and continues with fairseq's own model, optimizer and criterion, with
+# the same data and flags. --size is gpu if there is a GPU, else cpu. --files N takes N files for
+# training, and N / 10 for each other split.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
+system=lightseq
+native=()
+size=
+updates=
+files=()
+seed=1
+out=$here/out
+
+while [ $# -gt 0 ]; do
+    case $1 in
+        --native) system=fairseq native=(--native); shift ;;
+        --size) size=${2:?--size needs cpu or gpu}; shift 2 ;;
+        --updates) updates=${2:?--updates needs a number}; shift 2 ;;
+        --files) files=(--files "${2:?--files needs a number}"); shift 2 ;;
+        --seed) seed=${2:?--seed needs a number}; shift 2 ;;
+        --out) out=${2:?--out needs a folder}; shift 2 ;;
+        *) echo "run.sh: unknown argument $1 (see the top of ${BASH_SOURCE[0]})" >&2; exit 2 ;;
+    esac
+done
+# The numbers are used in bash arithmetic, which would evaluate any other text as an expression.
+for number in "${updates:-1}" "${files[1]:-1}" "$seed"; do
+    case $number in
+        *[!0-9]*)
+            echo "run.sh: --updates, --files and --seed must be numbers, not $number" >&2; exit 2 ;;
+    esac
+done
+
+# If the environment has everything, use it without changes.
+if ! command -v lightseq-train >/dev/null ||
+    ! python3 -c 'import filelock, matplotlib, subword_nmt' 2>/dev/null; then
+    bash "$root/scripts/setup.sh"
+    # shellcheck disable=SC1091
+    . "$root/.venv/bin/activate"
+fi
+
+if [ -z "$size" ]; then
+    size=$(python3 -c 'import torch; print("gpu" if torch.cuda.is_available() else "cpu")')
+fi
+case $size in
+    # A part of an epoch: no text is seen twice, so dropout has nothing to prevent.
+    cpu)
+        updates=${updates:-2000} block=256
+        recipe=(--decoder-layers 4 --decoder-embed-dim 256 --decoder-ffn-embed-dim 1024
+            --decoder-attention-heads 4 --dropout 0 --attention-dropout 0
+            --max-tokens 512 --lr 2e-3)
+        ;;
+    gpu)
+        updates=${updates:-3000} block=512
+        recipe=(--decoder-layers 8 --decoder-embed-dim 512 --decoder-ffn-embed-dim 2048
+            --decoder-attention-heads 8 --dropout 0.1 --attention-dropout 0.1
+            --max-tokens 16384 --lr 1e-3)
+        ;;
+    *) echo "run.sh: --size must be cpu or gpu, not $size" >&2; exit 2 ;;
+esac
+
+out=$(realpath -m "$out")
+run=$out/$size-$system
+text=$run/text
+bin=$run/bin
+checkpoints=$run/checkpoints
+rm -rf "$run" # a run never resumes an earlier one
+mkdir -p "$text"
+
+echo "== data: the standard library of $(python3 --version)"
+(cd "$root" && python3 -m examples.language_model.text "$text" ${files[@]+"${files[@]}"})
+TQDM_DISABLE=1 subword-nmt learn-bpe -s 2000 <"$text/train.txt" >"$text/codes"
+for split in train valid test; do
+    subword-nmt apply-bpe -c "$text/codes" <"$text/$split.txt" >"$text/$split.bpe"
+done
+lightseq-preprocess --only-source --destdir "$bin" \
+    --trainpref "$text/train.bpe" --validpref "$text/valid.bpe" --testpref "$text/test.bpe"
+
+every=$(((updates + 4) / 5)) # updates between two validations, each with a checkpoint
+echo "== training: $size, $system, $updates updates"
+lightseq-train "$bin" ${native[@]+"${native[@]}"} --task language_modeling \
+    --arch ls_transformer_lm_gpt --share-decoder-input-output-embed "${recipe[@]}" \
+    --tokens-per-sample "$block" \
+    --optimizer ls_adam --adam-betas '(0.9, 0.98)' --weight-decay 0.01 --clip-norm 1.0 \
+    --lr-scheduler polynomial_decay --warmup-updates $((updates / 10)) \
+    --total-num-update "$updates" --max-update "$updates" \
+    --criterion ls_cross_entropy --seed "$seed" --num-workers 0 --distributed-world-size 1 \
+    --save-dir "$checkpoints" --save-interval-updates "$every" --keep-interval-updates 1 \
+    --save-interval 100000 --validate-interval 100000 --no-epoch-checkpoints \
+    --log-format json --log-interval $(((updates + 29) / 30)) 2>&1 | tee "$run/train.log"
+(cd "$root" && python3 -m examples.curves "$run/train.log" "$run/curves.svg" \
+    --title "Python's standard library, $size, $system")
+
+echo "== test perplexity"
+lightseq-eval-lm "$bin" ${native[@]+"${native[@]}"} --path "$checkpoints/checkpoint_best.pt" \
+    --gen-subset test --tokens-per-sample "$block" --batch-size 8 2>&1 | tee "$run/evaluate.log"
+version=$(python3 -c 'import platform; print(platform.python_version())')
+scores='{"python": "'$version'", "bits_per_token": \1, "perplexity": \2}'
+sed -nE "s/.*Loss \\(base 2\\): ([0-9.]+), Perplexity: ([0-9.]+)$/$scores/p" "$run/evaluate.log" \
+    >"$run/perplexity.json"
+
+echo "== a prompt, continued"
+(cd "$root" && python3 -m examples.language_model.prompt "$run" ${native[@]+"${native[@]}"}) |
+    tee "$run/continued.txt"
+
+(cd "$root" && python3 -m examples.record "$checkpoints/checkpoint_last.pt" "$run/perplexity.json" \
+    --results "$out/perplexity.json" --case "Python's standard library, $size" \
+    --system "$system" --seed "$seed")
+for scores in "$out/$size"-*/perplexity.json; do # of both systems, if both have run
+    name=$(basename "$(dirname "$scores")")
+    echo "$name: test perplexity $(sed -E 's/.*"perplexity": ([0-9.]+).*/\1/' "$scores")"
+done
