@@ -128,13 +128,6 @@ MASKED: Layout = (Stream("source", ("tokens",)), Stream("masked", ("rows", "labe
 CLASSES: Layout = (Stream("source", ("tokens",)), Stream("target", ("labels",)))
 
 
-# Sentences with a class each: ``labels`` has one row for each sentence of "source", from 0.
-CLASSES: Layout = (Stream("source", ("tokens",)), Stream("target", ("labels",)))
-
-# Sentences with numbers to predict, equally many for each: the bits of float64 numbers.
-NUMBERS: Layout = (Stream("source", ("tokens",)), Stream("target", ("numbers",)))
-
-
 class Bucket(NamedTuple):
     """The shapes of a batch, and of the graph that is captured for it.
 

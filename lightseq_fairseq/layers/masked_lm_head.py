@@ -53,8 +53,11 @@ class _Projection(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, whole_weight: Tensor,
                 whole_bias: Tensor) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, bias, whole_weight, whole_bias)
-        ctx.logits = ops.linear_fwd(x, whole_weight, whole_bias)
-        return ctx.logits[:, : len(weight)]
+        ctx.logits = whole = ops.linear_fwd(x, whole_weight, whole_bias)
+        # Not a view, since autograd forbids the loss to overwrite a view that a Function returns.
+        return whole.new_empty(0).set_(
+            whole.untyped_storage(), whole.storage_offset(), (len(x), len(weight)), whole.stride()
+        )
 
     @staticmethod
     @once_differentiable

@@ -12,6 +12,7 @@ from fairseq.criterions import label_smoothed_cross_entropy as native
 from fairseq.criterions import masked_lm as native_masked
 from fairseq.criterions import register_criterion
 from fairseq.criterions import sentence_prediction as native_sentences
+from fairseq.logging import metrics
 from torch import Tensor
 
 from lightseq_fairseq.errors import UserError
@@ -136,6 +137,14 @@ class MaskedLmLoss(native_masked.MaskedLmLoss):
             "sample_size": sample_size,
         }
         return loss, sample_size, logging_output
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
+        """As in fairseq, which divides by zero if no token is masked."""
+        if sum(log["sample_size"] for log in logging_outputs) > 0:
+            super().reduce_metrics(logging_outputs)
+        else:
+            metrics.log_scalar("loss", 0.0, 0, round=3)
 
     def objective(self) -> MaskedTokens:
         """This criterion in the form that the captured step uses."""

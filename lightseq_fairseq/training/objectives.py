@@ -160,7 +160,7 @@ class MaskedTokens:
 
     def sample_size(self, batches: Sequence[PackedBatch]) -> int:
         """See ``Objective``."""
-        return sum(_rows(batch, "masked") for batch in batches)
+        return sum(batch.count("masked") for batch in batches)
 
     def logged(self, sums: Sequence[float]) -> dict[str, float]:
         """See ``Objective``."""
@@ -188,18 +188,15 @@ class SentenceClasses:
         self, model: ClassifyingModel, batch: Packed, rng: Tensor, scale: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
         """See ``Objective``."""
-        target = batch["target"]
-        labels, is_real = target["labels"], _is_real(target)
-        labels = labels.masked_fill(~is_real, 0)
+        labels = batch["target"]["labels"]
         logits = _fitted(_wide(model.packed_logits(batch, rng, self.head)), len(labels))
-        losses = functional.cross_entropy(logits, labels, reduction="none")
-        losses = losses.masked_fill(~is_real, 0.0)
-        correct = (logits.argmax(1) == labels) & is_real
+        losses = functional.cross_entropy(logits, labels, reduction="none")  # ignores -100
+        correct = logits.argmax(1) == labels
         return losses, [losses.detach(), correct.to(losses.dtype)]
 
     def sample_size(self, batches: Sequence[PackedBatch]) -> int:
         """See ``Objective``."""
-        return sum(_rows(batch, "target") for batch in batches)
+        return sum(batch.count("target") for batch in batches)
 
     def logged(self, sums: Sequence[float]) -> dict[str, float]:
         """See ``Objective``."""
@@ -228,7 +225,7 @@ class SentenceNumbers:
     ) -> tuple[Tensor, list[Tensor]]:
         """See ``Objective``."""
         target = batch["target"]
-        numbers, is_real = target["numbers"].view(torch.float64), _is_real(target)
+        numbers, is_real = target["labels"].view(torch.float64), _is_real(target)
         predicted = _wide(model.packed_logits(batch, rng, self.head)).flatten()
         predicted = _fitted(predicted, len(numbers))
         wanted = numbers.to(predicted.dtype).masked_fill(~is_real, 0.0)
@@ -237,7 +234,7 @@ class SentenceNumbers:
 
     def sample_size(self, batches: Sequence[PackedBatch]) -> int:
         """See ``Objective``."""
-        return sum(_rows(batch, "target") for batch in batches)
+        return sum(batch.count("target") for batch in batches)
 
     def logged(self, sums: Sequence[float]) -> dict[str, float]:
         """See ``Objective``. fairseq counts each number as a sentence."""
@@ -247,11 +244,6 @@ class SentenceNumbers:
         """See ``Objective``."""
         unused: Iterable[Tensor] = model.unused_by(self.head)
         return unused
-
-
-def _rows(batch: PackedBatch, stream: str) -> int:
-    """The number of real rows of a stream."""
-    return int(batch.open()[stream].segments.cu_seqlens[-1])
 
 
 def _is_real(rows: Rows) -> Tensor:

@@ -33,6 +33,7 @@ from fairseq.criterions import sentence_prediction  # noqa: E402
 from fairseq.data import iterators  # noqa: E402
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf  # noqa: E402
 from fairseq.logging import metrics  # noqa: E402
+from fairseq.optim import fp16_optimizer  # noqa: E402
 from fairseq.trainer import Trainer as NativeTrainer  # noqa: E402
 
 import lightseq_fairseq.plugins  # noqa: E402, F401
@@ -348,17 +349,21 @@ def native_in_float64() -> Iterator[None]:
         mock.patch.object(utils, "torch", wide),
         mock.patch.object(import_module("fairseq.modules.cross_entropy"), "torch", wide),
         mock.patch.object(sentence_prediction, "torch", wide),
-        mock.patch.object(torch.Tensor, "float", float_but_of_float64()),
+        mock.patch.object(torch.Tensor, "float", float_in_float64()),
     ):
         yield
 
 
-def float_but_of_float64() -> Callable[..., Tensor]:
-    """``Tensor.float`` that leaves float64 tensors as they are."""
+def float_in_float64() -> Callable[..., Tensor]:
+    """``Tensor.float`` that leaves float64 as it is, and makes float64 of whole numbers.
+
+    fairseq's masked_lm has its sample size on the device, and divides the gradient by its float.
+    """
     to_float = torch.Tensor.float
 
     def float_(x: Tensor, *args: Any, **options: Any) -> Tensor:
-        return x if x.dtype == torch.float64 else to_float(x, *args, **options)
+        is_narrow = x.is_floating_point() and x.dtype != torch.float64
+        return to_float(x, *args, **options) if is_narrow else x.double()
 
     return float_
 
@@ -377,7 +382,8 @@ def mixed_precision_in_float64() -> Iterator[None]:
         return module if bf16 else to(module, *args, **options)
 
     with (
-        mock.patch.object(torch.Tensor, "float", float_but_of_float64()),
+        mock.patch.object(torch.Tensor, "float", float_in_float64()),
+        mock.patch.object(fp16_optimizer, "torch", Overlay(torch, float=torch.float64)),
         mock.patch.object(torch.nn.Module, "half", lambda module: module),
         mock.patch.object(torch.nn.Module, "to", to_),
     ):
