@@ -37,15 +37,27 @@ _SENTENCES = ("--batch-size", "--max-sentences")
 
 
 def _recipe(
-    optimizer: str, criterion: str, schedule: str, max_tokens: int, update_freq: int, updates: int
-) -> tuple[Choice, ...]:
-    """The choices of a recipe; texts are flags with their values, such as "--lr 1.0"."""
+    optimizer: str, criterion: str, schedule: str, max_tokens: int, update_freq: int, updates: int,
+    sentences: int | None = None, decays: bool = False, data: str = "",
+) -> tuple[Choice, ...]:  # fmt: skip
+    """The choices of a recipe; texts are flags with their values, such as "--lr 1.0".
+
+    sentences: of a batch, which max_tokens limits as well.
+    decays: whether the learning rate falls to zero until the last update.
+    data: flags by which the task makes its samples.
+    """
+    total = (("--total-num-update", str(updates)),) if decays else ()
+    size = () if sentences is None else (("--batch-size", str(sentences)),)
     return (
         Choice(("--optimizer",), _pairs(optimizer)),
         Choice(("--criterion",), _pairs(criterion)),
         Choice((*_PARTS, "--lr-scheduler"), _pairs(schedule)),
+        # fairseq's default is --max-update, so whoever sets that has set both.
+        Choice((*_PARTS, "--lr-scheduler", "--max-update"), total),
+        *(Choice((flag,), ((flag, text),)) for flag, text in _pairs(data)),
         # Tokens of an update: whoever sets those of a batch has their own.
         Choice((*_SENTENCES, "--max-tokens"), (("--update-freq", str(update_freq)),)),
+        Choice((*_SENTENCES, "--max-tokens"), size),
         Choice(_SENTENCES, (("--max-tokens", str(max_tokens)),)),
         Choice(("--max-epoch", "--stop-time-hours"), (("--max-update", str(updates)),)),
         # fairseq's own defaults. They are added so that the printed command repeats the run.
@@ -80,6 +92,33 @@ RECIPES = {
         max_tokens=2048,
         update_freq=16,
         updates=50_000,
+    ),
+    # fairseq's examples/roberta/README.pretraining.md, of roberta_base.
+    "masked_lm": _recipe(
+        "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --adam-eps 1e-6 --clip-norm 0 "
+        "--weight-decay 0.01",
+        "--criterion ls_masked_lm",
+        "--lr 5e-4 --lr-scheduler polynomial_decay --warmup-updates 10000",
+        max_tokens=8192,
+        update_freq=16,
+        updates=125_000,
+        decays=True,
+        data="--sample-break-mode complete --tokens-per-sample 512",
+    ),
+    # fairseq's examples/roberta/README.glue.md, of RTE, which has 2,490 sentence pairs: set
+    # --max-update for other data. The tokens are RoBERTa's: <s> before a sample, </s> between its
+    # two sentences.
+    "sentence_prediction": _recipe(
+        "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --adam-eps 1e-6 --clip-norm 0 "
+        "--weight-decay 0.1",
+        "--criterion ls_sentence_prediction",
+        "--lr 2e-5 --lr-scheduler polynomial_decay --warmup-updates 122",
+        max_tokens=4400,
+        update_freq=1,
+        updates=2036,
+        sentences=16,
+        decays=True,
+        data="--init-token 0 --separator-token 2",
     ),
     # fairseq's examples/language_model/README.adaptive_inputs.md, of transformer_lm_wiki103.
     ADAPTIVE: _recipe(
