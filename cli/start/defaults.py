@@ -34,6 +34,7 @@ class Choice(NamedTuple):
 
 _PARTS = tuple(flag for (flag,) in PARTS)
 _SENTENCES = ("--batch-size", "--max-sentences")
+_LAST_OF_DECAY = "--total-num-update"
 
 
 def _recipe(
@@ -43,17 +44,16 @@ def _recipe(
     """The choices of a recipe; texts are flags with their values, such as "--lr 1.0".
 
     sentences: of a batch, which max_tokens limits as well.
-    decays: whether the learning rate falls to zero until the last update.
+    decays: whether the learning rate falls to zero until the last update, which may be the user's.
     data: flags by which the task makes its samples.
     """
-    total = (("--total-num-update", str(updates)),) if decays else ()
+    total = ((_LAST_OF_DECAY, str(updates)),) if decays else ()
     size = () if sentences is None else (("--batch-size", str(sentences)),)
     return (
         Choice(("--optimizer",), _pairs(optimizer)),
         Choice(("--criterion",), _pairs(criterion)),
         Choice((*_PARTS, "--lr-scheduler"), _pairs(schedule)),
-        # fairseq's default is --max-update, so whoever sets that has set both.
-        Choice((*_PARTS, "--lr-scheduler", "--max-update"), total),
+        Choice((*_PARTS, "--lr-scheduler"), total),
         *(Choice((flag,), ((flag, text),)) for flag, text in _pairs(data)),
         # Tokens of an update: whoever sets those of a batch has their own.
         Choice((*_SENTENCES, "--max-tokens"), (("--update-freq", str(update_freq)),)),
@@ -131,6 +131,14 @@ RECIPES = {
         updates=286_000,
     ),
 }
+# The other tasks of RoBERTa.
+RECIPES["multilingual_masked_lm"] = RECIPES["masked_lm"]
+RECIPES["sentence_ranking"] = tuple(
+    choice._replace(flags=_pairs("--criterion sentence_ranking"))
+    if choice.unless == ("--criterion",)
+    else choice
+    for choice in RECIPES["sentence_prediction"]
+)
 
 PRECISION = (
     "--fp16",
@@ -200,9 +208,12 @@ def missing(
         return []
     task = value(argv, ("--task",)) or "translation"
     added: list[str] = []
+    last = value(argv, ("--max-update",))
     for choice in RECIPES.get(ADAPTIVE if adaptive else task, RECIPES["translation"]):
         if not is_given(argv, choice.unless):
             for flag, text in choice.flags:
+                if flag == _LAST_OF_DECAY and last not in (None, "0"):
+                    text = last
                 if not is_given([*added, *argv], (flag,)):
                     added += [flag, text]
     if not is_given(argv, ("--distributed-world-size",)):

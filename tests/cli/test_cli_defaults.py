@@ -208,7 +208,8 @@ def test_fine_tuning_has_fairseqs_recipe_of_glue() -> None:
 @pytest.mark.parametrize(
     ("given", "total", "last"),
     [
-        ("--max-update 7", None, None),  # the rate falls until the last update
+        ("--max-update 7", "7", None),
+        ("--max-update 0", "2036", None),
         ("--max-epoch 3", "2036", None),
         ("--total-num-update 9", None, "2036"),
         ("--lr-scheduler fixed", None, "2036"),
@@ -217,6 +218,12 @@ def test_fine_tuning_has_fairseqs_recipe_of_glue() -> None:
 def test_a_falling_rate_ends_with_the_run(given: str, total: str | None, last: str | None) -> None:
     found = added(f"{ROBERTA} sentence_prediction {given}")
     assert (found.get("--total-num-update"), found.get("--max-update")) == (total, last)
+
+
+def test_other_tasks_of_roberta_have_its_recipes() -> None:
+    assert added(f"{ROBERTA} multilingual_masked_lm") == added(f"{ROBERTA} masked_lm")
+    ranking, prediction = (added(f"{ROBERTA} sentence_{x}") for x in ("ranking", "prediction"))
+    assert ranking == {**prediction, "--criterion": "sentence_ranking"}
 
 
 @pytest.mark.parametrize("task", ["masked_lm", "sentence_prediction"])
