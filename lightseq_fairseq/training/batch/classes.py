@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightseq_fairseq.packing import CLASSES, Granularity, PackedBatch
+from lightseq_fairseq.packing import CLASSES, NUMBERS, Granularity, PackedBatch
 from lightseq_fairseq.training.batch import nested
 from lightseq_fairseq.training.batch.dataset import Column, Filled, PackingDataset, packed
 from lightseq_fairseq.training.batch.reading import Sentences, joined, reader
@@ -15,15 +15,14 @@ from lightseq_fairseq.training.batch.reading import Sentences, joined, reader
 _SOURCE = "net_input.src_tokens"
 # What a batch of fairseq's task sentence_prediction has.
 _ENTRIES = {"id", _SOURCE, "net_input.src_lengths", "target", "nsentences", "ntokens"}
-_NO_CLASS = -100  # fairseq's loss ignores this label, too
 
 
 class PackingClasses(PackingDataset):
     """Batches of sentences with labels, each a ``PackedBatch``.
 
     A batch has the sentences and labels of fairseq's task ``sentence_prediction``, in the order of
-    the given indices; ``CLASSES`` says in which form. A row that is the pad token is dropped, as
-    ``Segments.from_mask`` does. It still counts in ``ntokens``, as in fairseq.
+    the given indices. Numbers are rounded to float32, as by fairseq. A row that is the pad token is
+    dropped, as ``Segments.from_mask`` does. It still counts in ``ntokens``, as in fairseq.
 
     Args:
         dataset: fairseq's dataset of the task; ``covers(dataset)`` must be None.
@@ -82,12 +81,11 @@ class PackingClasses(PackingDataset):
         kept = source.tokens != self._pad
         if not kept.all():
             source = source.keep(kept)
-        past = 0 if self._labels is None else _NO_CLASS
         streams = (
             Filled(source.lengths, [Column(source.tokens, self._pad)], self.granularity),
-            Filled(labels.lengths, [Column(labels.tokens, past)], self.granularity.of_part(0)),
+            Filled(labels.lengths, [Column(labels.tokens, 0)], self.granularity.of_part(0)),
         )
-        return packed(CLASSES, streams, ntokens)
+        return packed(NUMBERS if self._labels is None else CLASSES, streams, ntokens)
 
 
 def _is_regression(target: Any) -> bool:
@@ -106,5 +104,6 @@ def _words(target: Any) -> Any:
 
 def _of_numbers(numbers: torch.Tensor) -> Sentences:
     """The bits of float64 [B, N], rounded to float32 as by fairseq's collater."""
-    values = numbers.reshape(len(numbers), -1).float().double().view(torch.int64)
-    return Sentences(values.flatten().numpy(), np.full(len(numbers), values.shape[1]))
+    values = numbers.float().double().view(torch.int64).flatten().numpy()
+    count = len(numbers)
+    return Sentences(values, np.full(count, len(values) // max(count, 1)))
