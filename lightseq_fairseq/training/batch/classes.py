@@ -46,6 +46,7 @@ class PackingClasses(PackingDataset):
         extra = sorted(set(columns) - _ENTRIES)
         target = columns.get("target")
         return {
+            "items have several inputs": "net_input1.src_tokens" in columns,  # sentence_ranking
             f"batches also have {', '.join(extra)}": bool(extra),
             "the data have no labels": target is None,
             "sentences are not padded at their ends": type(columns.get(_SOURCE))
