@@ -122,11 +122,10 @@ TEXT: Layout = (Stream("target", ("previous", "labels")),)
 # least one row, even if no token is masked.
 MASKED: Layout = (Stream("source", ("tokens",)), Stream("masked", ("rows", "labels")))
 
-# Sentences with a class each: ``labels`` has one row for each sentence of "source", from 0.
+# Sentences with labels. A class: one row for each sentence; rows after the real ones have -100.
+# Numbers: a row for each number of a sentence, as the bits of a float64 that fits into a float32;
+# ``labels.view(torch.float64)``.
 CLASSES: Layout = (Stream("source", ("tokens",)), Stream("target", ("labels",)))
-
-# Sentences with numbers to predict, equally many for each: the bits of float64 numbers.
-NUMBERS: Layout = (Stream("source", ("tokens",)), Stream("target", ("numbers",)))
 
 
 class Bucket(NamedTuple):

@@ -371,6 +371,16 @@ PATCHES = (
         "fairseq's build_model has a fixed decoder class; ours is another",
     ),
     Patch(
+        "scoped", "fairseq.models.roberta.model:RobertaEncoder", "plugins.roberta:LSRobertaModel",
+        "fairseq's build_model has a fixed encoder class; ours is another", instead=True,
+    ),
+    Patch(
+        "scoped", "fairseq.modules.transformer_sentence_encoder:MultiheadAttention",
+        "plugins.roberta:LSRobertaModel",
+        "BERT's initial values are only for fairseq's class of attention; ours is another",
+        instead=True,
+    ),
+    Patch(
         "scoped", "fairseq.optim:FP16Optimizer", "training.trainer:Trainer",
         "gives the float32 parameters the same memory layout as the 16-bit ones", instead=True,
     ),

@@ -126,15 +126,18 @@ class EncoderLayer(TransformerLayer):
 
 def run_encoder(
     layers: Iterable[EncoderLayer], last_norm: nn.LayerNorm | None, x: Tensor,
-    segments: Segments, rng: Tensor, causal: bool = False,
+    segments: Segments, rng: Tensor, causal: bool = False, states: list[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Run a stack on x [T, C]; returns [T, C].
 
     In pre-norm stacks, each LayerNorm is fused into the op before it.
 
     causal: a token attends only to itself and to earlier tokens.
+    states: a list to which x and the residual stream after each layer are appended.
     """
     stack = list(layers)
+    if states is not None:
+        states.append(x)
     if not stack:
         return x if last_norm is None else layer_norm(x, last_norm, rng)[1]
     stream = None
@@ -143,4 +146,6 @@ def run_encoder(
     for place, layer in enumerate(stack):
         following = stack[place + 1].self_attn_layer_norm if place + 1 < len(stack) else last_norm
         x, stream = layer.forward_in_stack(x, stream, segments, rng, following, causal)
+        if states is not None:
+            states.append(x if stream is None else stream)
     return stream if x is None else x

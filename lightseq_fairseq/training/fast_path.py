@@ -113,15 +113,6 @@ def fallback_reason(trainer: Any) -> str | None:
     return None if len(flat_buffers(parameters)) == 1 else "the parameters have several dtypes"
 
 
-def state_fallback_reason(trainer: Any) -> str | None:
-    """As `fallback_reason`, for the loaded state.
-
-    After a run with layerdrop, some parameters have been updated less often than others.
-    """
-    is_fused = _adam(trainer.optimizer).is_fused
-    return None if is_fused else "some parameters were updated less often than others"
-
-
 def _adam(optimizer: Any) -> FlatAdam:
     in_half = isinstance(optimizer, optim.FP16Optimizer)
     adam: FlatAdam = (optimizer.fp32_optimizer if in_half else optimizer).optimizer
@@ -176,6 +167,9 @@ class FastPath:
         (low,) = flat_buffers(trainer.get_model().parameters())
         model = trainer.get_model()
         self._objective: Objective = criterion.objective()
+        # In 16 bits fairseq gives them a gradient of zeros, and so does the step: they decay.
+        if not isinstance(optimizer, optim.FP16Optimizer):
+            _adam(optimizer).leave_out(self._objective.unused(model))
         self._step = TrainingStep(model, low, _adam(optimizer), self._objective, rules, ranks)
         self._step.set_state(trainer.get_num_updates(), scaler)
         self._rates: dict[int, float] = {}

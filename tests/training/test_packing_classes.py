@@ -23,13 +23,7 @@ from fairseq.tasks.sentence_prediction import (  # noqa: E402
 )
 from fairseq.tasks.sentence_ranking import SentenceRankingTask  # noqa: E402
 
-from lightseq_fairseq.packing import (  # noqa: E402
-    CLASSES,
-    NUMBERS,
-    Granularity,
-    PackedBatch,
-    Segments,
-)
+from lightseq_fairseq.packing import Granularity, PackedBatch, Segments  # noqa: E402
 from lightseq_fairseq.training.batch import covers, packing  # noqa: E402
 
 PAD, EOS = 1, 2
@@ -92,14 +86,12 @@ def same(batch: PackedBatch, sample: dict[str, Any]) -> None:
     assert labels.segments.cu_seqlens.tolist()[: sentences + 1] == [
         each * i for i in range(sentences + 1)
     ]
-    (found,) = labels.columns.values()
-    assert not found[target.numel() :].any()
-    found = found[: target.numel()]
+    found, count = labels["labels"], target.numel()
     if target.dtype == torch.float32:
-        assert batch.layout is NUMBERS
-        assert torch.equal(found.view(torch.float64), target.flatten().double())
+        assert torch.equal(found.view(torch.float64)[:count], target.flatten().double())
     else:
-        assert batch.layout is CLASSES and torch.equal(found, target.flatten())
+        assert torch.equal(found[:count], target.flatten())
+        assert found[count:].eq(-100).all()
     assert (batch.nsentences, batch.ntokens) == (sample["nsentences"], int(sample["ntokens"]))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightseq_fairseq.packing import CLASSES, NUMBERS, Granularity, PackedBatch
+from lightseq_fairseq.packing import CLASSES, Granularity, PackedBatch
 from lightseq_fairseq.training.batch import nested
 from lightseq_fairseq.training.batch.dataset import Column, Filled, PackingDataset, packed
 from lightseq_fairseq.training.batch.reading import Sentences, joined, reader
@@ -15,13 +15,14 @@ from lightseq_fairseq.training.batch.reading import Sentences, joined, reader
 _SOURCE = "net_input.src_tokens"
 # What a batch of fairseq's task sentence_prediction has.
 _ENTRIES = {"id", _SOURCE, "net_input.src_lengths", "target", "nsentences", "ntokens"}
+_NO_CLASS = -100  # fairseq's loss ignores this label, too
 
 
 class PackingClasses(PackingDataset):
     """Batches of sentences with labels, each a ``PackedBatch``.
 
     A batch has the sentences and labels of fairseq's task ``sentence_prediction``, in the order of
-    the given indices. Numbers are rounded to float32, as by fairseq. A row that is the pad token is
+    the given indices; ``CLASSES`` says in which form. A row that is the pad token is
     dropped, as ``Segments.from_mask`` does. It still counts in ``ntokens``, as in fairseq.
 
     Args:
@@ -82,11 +83,12 @@ class PackingClasses(PackingDataset):
         kept = source.tokens != self._pad
         if not kept.all():
             source = source.keep(kept)
+        past = 0 if self._labels is None else _NO_CLASS
         streams = (
             Filled(source.lengths, [Column(source.tokens, self._pad)], self.granularity),
-            Filled(labels.lengths, [Column(labels.tokens, 0)], self.granularity.of_part(0)),
+            Filled(labels.lengths, [Column(labels.tokens, past)], self.granularity.of_part(0)),
         )
-        return packed(NUMBERS if self._labels is None else CLASSES, streams, ntokens)
+        return packed(CLASSES, streams, ntokens)
 
 
 def _is_regression(target: Any) -> bool:
