@@ -119,6 +119,12 @@ PATCHES = (
         "--valid-subset valid,valid1 fails, as if valid1 were not named",
     ),
     Patch(
+        "repair", "fairseq.tasks.masked_lm:MaskedLMTask.load_dataset",
+        "fairseq_compat.batches:load_masked_text",
+        "--mask-whole-words fails: 'MaskedLMTask' object has no attribute 'args'",
+        when="fairseq_compat.batches:task_lacks_args",
+    ),
+    Patch(
         "repair", "fairseq.data.indexed_dataset:IndexedDataset.read_data",
         "fairseq_compat.batches:read_data", _LAZY,
     ),

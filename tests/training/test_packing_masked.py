@@ -9,27 +9,41 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from lightseq_fairseq import fairseq_compat
 
 fairseq_compat.prepare()
 
-from fairseq.data import Dictionary, EpochBatchIterator, indexed_dataset  # noqa: E402
+from fairseq.data import Dictionary, EpochBatchIterator, LRUCacheDataset, indexed_dataset  # noqa: E402
+from fairseq.data.encoders import register_bpe  # noqa: E402
 from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask  # noqa: E402
 
 from lightseq_fairseq.errors import UserError  # noqa: E402
 from lightseq_fairseq.packing import Granularity, PackedBatch, Segments  # noqa: E402
-from lightseq_fairseq.training.batch import PackingMasked, covers, packing  # noqa: E402
+from lightseq_fairseq.training.batch import covers, packing  # noqa: E402
 
 WORDS = 60
 BLOCK = 24
+BATCH = [3, 0, 7, 22]
+
+
+@register_bpe("marked")
+class Marked:
+    """Subwords whose words begin with w."""
+
+    def __init__(self, _: Any) -> None:
+        pass
+
+    def is_beginning_of_word(self, token: str) -> bool:
+        return token.startswith("w")
 
 
 def dictionary() -> Dictionary:
     """Words that differ in frequency; every third continues the word before it."""
     found = Dictionary()
     for word in range(WORDS):
-        found.add_symbol(f"w{word}" + "@@" * (word % 3 == 0), n=1 + word * word)
+        found.add_symbol(("+" if word % 3 == 0 else "w") + str(word), n=1 + word * word)
     return found
 
 
@@ -50,14 +64,10 @@ def write(path: Path, count: int = 150, seed: int = 1, pads: bool = False) -> Pa
 
 def dataset(folder: Path, split: str = "train", epoch: int = 1, **options: Any) -> Any:
     """What fairseq's task ``masked_lm`` loads."""
-    words = options.pop("mask_whole_words", False)
-    config = MaskedLMConfig(data=str(folder), tokens_per_sample=BLOCK, **{"seed": 1, **options})
-    config.mask_whole_words = words
-    task = MaskedLMTask.setup_task(config)
-    if words:
-        from argparse import Namespace
-
-        task.args = Namespace(bpe="subword_nmt", bpe_codes="-", bpe_separator="@@")
+    config = OmegaConf.create({"bpe": {"_name": "marked"}})
+    settings = MaskedLMConfig(data=str(folder), tokens_per_sample=BLOCK, **{"seed": 1, **options})
+    config.task = OmegaConf.structured(settings)
+    task = MaskedLMTask.setup_task(config.task)
     task.load_dataset(split, epoch=epoch, combine=True)
     return task.datasets[split]
 
@@ -135,13 +145,95 @@ def test_blocks_are_fairseqs(tmp_path: Path, breaks: str, pads: bool, parts: int
 def test_items_and_files_give_the_same_block(tmp_path: Path) -> None:
     data = dataset(write(tmp_path / "data" / "train").parent)
     packed = packing(data, Granularity(16))
-    from_file, from_items = (
-        packed.__getitems__([3, 0, 7]),
-        packed.collater([data[3], data[0], data[7]]),
-    )
-    assert torch.equal(from_file.block, from_items.block)
-    assert packed.collater(from_file) is from_file
+    expected = packed.__getitems__(BATCH)
+    assert torch.equal(packed.collater([data[i] for i in BATCH]).block, expected.block)
+    assert packed.collater(expected) is expected
+    copied = pickle.loads(pickle.dumps(packed))
+    assert torch.equal(copied.__getitems__(BATCH).block, expected.block)
     assert len(packed.__getitems__([])) == 0
-    assert torch.equal(
-        pickle.loads(pickle.dumps(packed)).__getitems__([3, 0, 7]).block, from_file.block
-    )
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_epoch_has_other_masks(tmp_path: Path, workers: int) -> None:
+    data = dataset(write(tmp_path / "data" / "train").parent)
+    batches = np.array_split(data.ordered_indices(), 4)
+    iterator = EpochBatchIterator(data, data.collater, batches, num_workers=workers)
+    iterator.dataset = packing(data)
+    iterator.collate_fn = iterator.dataset.collater
+    seen = []
+    for epoch in (1, 2):
+        found = list(iterator.next_epoch_itr(shuffle=False))
+        assert iterator.epoch == epoch and len(found) == 4
+        for batch, indices in zip(found, batches, strict=True):
+            data.set_epoch(epoch)
+            assert torch.equal(batch.block, packing(data).__getitems__(indices).block)
+        seen.append(found[0])
+    first, second = (batch.open()["source"]["tokens"] for batch in seen)
+    assert len(first) == len(second) and not torch.equal(first, second)
+
+
+def test_randomness_of_others_stays(tmp_path: Path) -> None:
+    packed = packing(dataset(write(tmp_path / "data" / "train").parent))
+    np.random.seed(5)
+    expected = np.random.rand()
+    np.random.seed(5)
+    packed.__getitems__(BATCH)
+    assert np.random.rand() == expected
+
+
+def test_batch_without_masked_tokens(tmp_path: Path) -> None:
+    data = dataset(write(tmp_path / "data" / "train").parent, mask_prob=1e-9)
+    for rows, packed in ((1, packing(data)), (8, packing(data, Granularity(8)))):
+        batch = packed.__getitems__(BATCH)
+        same(batch, data.collater([data[i] for i in BATCH]))
+        assert batch.count("masked") == 0 and batch.bucket.rows[1] == rows
+
+
+def test_rows_of_masked_tokens_are_rounded_by_their_share(tmp_path: Path) -> None:
+    fine, coarse = Granularity(64, 1024), Granularity(1024, 24576)
+    assert fine.of_part(0.15) == Granularity(64, 153)
+    assert coarse.of_part(0.15) == Granularity(192, 3686)
+    assert Granularity().of_part(0.15) == Granularity()
+    data = dataset(write(tmp_path / "data" / "train").parent)
+    batch = packing(data, Granularity(128)).__getitems__(range(20))
+    assert batch.bucket.rows == (512, 128) and 64 < batch.count("masked") < 128
+    same(batch, data.collater([data[i] for i in range(20)]))
+
+
+def test_mask_in_the_data_is_refused(tmp_path: Path) -> None:
+    data = dataset(write(tmp_path / "data" / "train").parent)
+    packed = packing(data)
+    packed.__getitems__(BATCH)
+    text = data.dataset.defn["target"].dataset.dataset
+    for noise in (text, data.dataset.defn["net_input.src_tokens"].dataset.dataset):
+        noise.mask_idx = 7
+    with pytest.raises(UserError, match="contain the token <mask>"):
+        packed.__getitems__(BATCH)
+
+
+def test_what_is_not_covered(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data" / "train").parent
+    data = dataset(folder, include_target_tokens=True)
+    assert covers(data) == "batches also have net_input.target_tokens"
+    data = dataset(folder)
+    data.dataset.defn["target"].dataset.dataset.seed = 300
+    assert covers(data) == "the labels are not the masked tokens"
+    assert covers(data.dataset.defn["target"]) == "the dataset is of type RightPadDataset"
+    data = dataset(folder, mask_whole_words=True)
+    noises = [data.dataset.defn[x].dataset.dataset for x in ("net_input.src_tokens", "target")]
+    blocks = LRUCacheDataset(noises[0].dataset.dataset.dataset)
+    for noise in noises:
+        noise.dataset = blocks
+    assert covers(data) == "no token is set before the blocks"
+
+
+def test_no_bpe_masks_tokens(tmp_path: Path) -> None:
+    """As fairseq's tasks do that have args: without --bpe there are no whole words."""
+    folder = write(tmp_path / "data" / "train").parent
+    config = OmegaConf.create({"bpe": None})
+    settings = MaskedLMConfig(data=str(folder), mask_whole_words=True, seed=1)
+    config.task = OmegaConf.structured(settings)
+    task = MaskedLMTask.setup_task(config.task)
+    task.load_dataset("train")
+    noise = task.datasets["train"].dataset.defn["target"].dataset.dataset
+    assert noise.mask_whole_words is None

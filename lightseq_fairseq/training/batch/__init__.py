@@ -8,7 +8,7 @@ from lightseq_fairseq.packing import Granularity
 from lightseq_fairseq.training.batch.classes import PackingClasses
 from lightseq_fairseq.training.batch.dataset import PackingDataset
 from lightseq_fairseq.training.batch.masked import PackingMasked
-from lightseq_fairseq.training.batch.nested import columns
+from lightseq_fairseq.training.batch.nested import columns, unsorted
 from lightseq_fairseq.training.batch.pairs import PackingPairs, PackingParts
 from lightseq_fairseq.training.batch.text import PackingText
 
@@ -27,7 +27,7 @@ def covers(dataset: Any) -> str | None:
     that this code does not know of.
     """
     kind = _kind(dataset)
-    other = {f"the dataset is of type {type(dataset).__name__}": True}
+    other = {f"the dataset is of type {type(unsorted(dataset)).__name__}": True}
     reasons = other if kind is None else kind.lacks(dataset)
     return next((reason for reason, applies in reasons.items() if applies), None)
 

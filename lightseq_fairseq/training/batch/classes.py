@@ -22,8 +22,8 @@ class PackingClasses(PackingDataset):
     """Batches of sentences with labels, each a ``PackedBatch``.
 
     A batch has the sentences and labels of fairseq's task ``sentence_prediction``, in the order of
-    the given indices; ``CLASSES`` says in which form. A row that is the pad token is dropped, as
-    ``Segments.from_mask`` does. It still counts in ``ntokens``, as in fairseq.
+    the given indices; ``CLASSES`` says in which form. A row that is the pad token is
+    dropped, as ``Segments.from_mask`` does. It still counts in ``ntokens``, as in fairseq.
 
     Args:
         dataset: fairseq's dataset of the task; ``covers(dataset)`` must be None.
@@ -47,6 +47,7 @@ class PackingClasses(PackingDataset):
         extra = sorted(set(columns) - _ENTRIES)
         target = columns.get("target")
         return {
+            "items have several inputs": "net_input1.src_tokens" in columns,  # sentence_ranking
             f"batches also have {', '.join(extra)}": bool(extra),
             "the data have no labels": target is None,
             "sentences are not padded at their ends": type(columns.get(_SOURCE))
@@ -106,5 +107,6 @@ def _words(target: Any) -> Any:
 
 def _of_numbers(numbers: torch.Tensor) -> Sentences:
     """The bits of float64 [B, N], rounded to float32 as by fairseq's collater."""
-    values = numbers.reshape(len(numbers), -1).float().double().view(torch.int64)
-    return Sentences(values.flatten().numpy(), np.full(len(numbers), values.shape[1]))
+    values = numbers.float().double().view(torch.int64).flatten().numpy()
+    count = len(numbers)
+    return Sentences(values, np.full(count, len(values) // max(count, 1)))

@@ -6,14 +6,18 @@ from typing import Any
 
 
 def columns(dataset: Any) -> dict[str, Any] | None:
-    """Entry of a batch -> its dataset; None if ``dataset`` is not nested, or is wrapped.
+    """Entry of a batch -> its dataset; None if ``dataset`` is not nested."""
+    from fairseq.data import NestedDictionaryDataset
 
-    A SortDataset around it changes only the order.
-    """
-    from fairseq.data import NestedDictionaryDataset, SortDataset
-
-    inner = dataset.dataset if type(dataset) is SortDataset else dataset
+    inner = unsorted(dataset)
     return dict(inner.defn) if type(inner) is NestedDictionaryDataset else None
+
+
+def unsorted(dataset: Any) -> Any:
+    """The dataset within a SortDataset, which changes only the order; others as they are."""
+    from fairseq.data import SortDataset
+
+    return dataset.dataset if type(dataset) is SortDataset else dataset
 
 
 def inside(dataset: Any, *kinds: Any) -> Any:

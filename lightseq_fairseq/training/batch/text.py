@@ -63,17 +63,19 @@ class PackingText(PackingDataset):
 
     def _read(self, indices: np.ndarray) -> tuple[np.ndarray, Sentences]:
         """Decoder input [T] and labels of these blocks, read from the memory-mapped files."""
-        blocks = self.dataset.dataset
+        dataset, blocks = self.dataset, self.dataset.dataset
         labels = read_blocks(blocks, indices)
         # A block continues the text before it, unless it begins where a sentence does.
-        before = stream_tokens(blocks, np.maximum(ranges(blocks, indices)[0] - 1, 0))
         continues = blocks.block_to_dataset_index[indices, 1] > 0
-        previous = np.roll(labels.tokens, 1)
-        previous[labels.starts()] = np.where(continues, before, blocks.eos)
-        dataset = self.dataset
+        previous = labels.tokens
         if len(dataset.tgt_vocab) != len(dataset.vocab):
-            unknown = labels.tokens >= len(dataset.tgt_vocab)
-            labels = Sentences(np.where(unknown, dataset.tgt_vocab.unk(), labels.tokens), labels[1])
+            known = labels.tokens < len(dataset.tgt_vocab)
+            labels = labels._replace(tokens=np.where(known, previous, dataset.tgt_vocab.unk()))
+            # fairseq replaces words in place, where the input of such a block shares its memory.
+            previous = np.where(np.repeat(continues, labels.lengths), labels.tokens, previous)
+        before = stream_tokens(blocks, np.maximum(ranges(blocks, indices)[0] - 1, 0))
+        previous = np.roll(previous, 1)
+        previous[labels.starts()] = np.where(continues, before, blocks.eos)
         if dataset.add_bos_token:
             previous = np.insert(previous, labels.starts(), dataset.vocab.bos())
             labels = labels.prepended(dataset.tgt_vocab.bos())
