@@ -280,12 +280,13 @@ def flatten_parameters(
     ``Module._apply`` (``.half()``, ``.cuda()``, ...), which gives every parameter its own storage.
 
     Args:
-        module: its parameters are placed in the order of ``module.parameters()``.
+        module: its parameters are placed in the order of ``module.parameters()``, but see spared.
         groups: each group's parameters are placed without gaps, in the given order, so that
             ``as_one`` is a view. A group is placed where its first member occurs in
             ``module.parameters()``. Parameters of a group share dtype and device.
-        spared: parameters without a group after which `with_spare_rows` finds zero rows. The last
-            parameter of a buffer cannot have any.
+        spared: parameters without a group after which `with_spare_rows` finds zero rows. If they
+            need any, they are placed first, because a buffer ends with a parameter. A module's only
+            parameter has none.
 
     Returns:
         The buffers. The caller need not keep them: the parameters keep their storage alive.
@@ -298,7 +299,9 @@ def flatten_parameters(
             block = group_of.get(id(parameter), [parameter])
             placed.update(id(p) for p in block)
             blocks[parameter.dtype, parameter.device].append(block)
-    spare = {id(p): _spare(p) for p in spared}
+    spare = {id(p): _spare(p) for p in spared if _spare(p) > 0}
+    for of_one_kind in blocks.values():
+        of_one_kind.sort(key=lambda block: id(block[0]) not in spare)
     return [_lay_out(of_one_kind, spare) for of_one_kind in blocks.values()]
 
 

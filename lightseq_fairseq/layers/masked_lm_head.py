@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.layers.linear import linear
+from lightseq_fairseq.layers.linear import vocabulary_logits
 from lightseq_fairseq.layers.residual_norm import layer_norm
-from lightseq_fairseq.parameters import gradients_for, with_spare_rows
+from lightseq_fairseq.parameters import gradients_for
 
 
 class _Dense(torch.autograd.Function):
@@ -39,51 +39,6 @@ class _Dense(torch.autograd.Function):
         need_dx = ctx.needs_input_grad[0]
         dx = ops.linear_bwd(dh, x, weight, dweight, None, to.accumulate, need_dx)
         return (dx if need_dx else None, *to.handed(), None, None)
-
-
-class _Projection(torch.autograd.Function):
-    """x weight^T + bias with the spare rows of both, whose logits are zero and are cut off.
-
-    A product with 50 265 columns would be computed elsewhere and copied, see csrc/linear.cu. The
-    spare columns of the logits stay zero when the loss overwrites the others with their gradient,
-    so backward may read them as well.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, whole_weight: Tensor,
-                whole_bias: Tensor) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, weight, bias, whole_weight, whole_bias)
-        ctx.logits = whole = ops.linear_fwd(x, whole_weight, whole_bias)
-        # Not a view, since autograd forbids the loss to overwrite a view that a Function returns.
-        return whole.new_empty(0).set_(
-            whole.untyped_storage(), whole.storage_offset(), (len(x), len(weight)), whole.stride()
-        )
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight, bias, whole_weight, whole_bias = ctx.saved_tensors
-        logits, ctx.logits = ctx.logits, None
-        if dy.data_ptr() == logits.data_ptr() and dy.stride() == logits.stride():
-            dy = logits
-        else:
-            dy = nn.functional.pad(dy, (0, len(whole_bias) - len(bias)))
-        to = gradients_for(whole_weight, whole_bias)
-        dweight, dbias = to.tensors
-        dx = ops.linear_bwd(dy, x, whole_weight, dweight, dbias, to.accumulate, True)
-        return dx, *to.handed(dweight[: len(weight)], dbias[: len(bias)]), None, None
-
-
-def vocabulary_logits(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x [T, C], weight [V, C], bias [V] -> logits [T, V], differentiable.
-
-    If V is no multiple of 8 and weight and bias have spare rows (``parameters.with_spare_rows``),
-    rows of the logits lie further apart than V.
-    """
-    wholes = with_spare_rows(weight), with_spare_rows(bias)
-    if len(weight) % 8 == 0 or wholes[0] is None or wholes[1] is None:
-        return linear(x, weight, bias)
-    return _Projection.apply(x, weight, bias, *wholes)
 
 
 def masked_lm_logits(

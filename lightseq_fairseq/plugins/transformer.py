@@ -33,6 +33,7 @@ from lightseq_fairseq.layers import (
     linear,
     run_encoder,
     sinusoidal_positions,
+    vocabulary_logits,
 )
 from lightseq_fairseq.layers.decoder import DecoderLayer, run_decoder_with_weights
 from lightseq_fairseq.layers.encoder import EncoderLayer
@@ -255,7 +256,8 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         if self.adaptive_softmax is not None:
             return features
         rows = features.flatten(0, -2)
-        return linear(rows, self.output_projection.weight).unflatten(0, features.shape[:-1])
+        logits = vocabulary_logits(rows, self.output_projection.weight)
+        return logits.unflatten(0, features.shape[:-1])
 
     def extract_features(
         self, prev_output_tokens: Tensor, encoder_out: dict[str, list[Tensor]] | None,

@@ -165,7 +165,12 @@ def test_data_of_another_task(data: Path, pairs: Path, tmp_path: Path) -> None:
     refused(
         data, tmp_path, words, "contains running text, but --task translation reads sentence pai"
     )
-    refused(tmp_path / "none", tmp_path, GPT, "none does not exist: use the folder that lightseq-preprocess wrote")
+    refused(
+        tmp_path / "none",
+        tmp_path,
+        GPT,
+        "none does not exist: use the folder that lightseq-preprocess wrote",
+    )
     refused(
         tmp_path, tmp_path, GPT, "contains no dict.txt, but --task language_modeling reads runn"
     )
