@@ -17,14 +17,6 @@ from lightseq_fairseq.checkpoints import models
 from lightseq_fairseq.plugins.roberta import LSRobertaModel
 
 NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
-COMMON: dict[str, Any] = {"arch": "ls_roberta_base", "optimizer": "ls_adam",
-                          "share_decoder_input_output_embed": None,
-                          "encoder_attention_heads": 2}  # fmt: skip
-MASKED = {**parity.MASKED, **COMMON, "criterion": "ls_masked_lm", "sample_break_mode": "complete",
-          "attention_dropout": 0.1}  # fmt: skip
-CLASSES = {**parity.CLASSES, **COMMON, "criterion": "ls_sentence_prediction",
-           "attention_dropout": 0.1, "pooler_dropout": 0.1}  # fmt: skip
-MASKED |= {"max_positions": 32}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +29,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(data: Path, folder: Path, ours: bool = True, **flags: Any) -> list[float]:
-    flags = {**(MASKED if data.name == "text" else CLASSES), **flags}
+    flags = {**(runs.MASKED if data.name == "text" else runs.CLASSES), **flags}
     if not ours:
         parts = ("arch", "optimizer", "criterion")
         flags |= {name: flags[name].removeprefix("ls_") for name in parts}
@@ -123,3 +115,24 @@ def test_heads_come_with_a_file(data: Path, tmp_path: Path) -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(value, state["model"][name]), name
     assert "classification_heads.sentence_classification_head.dense.weight" in model.state_dict()
+
+
+def test_files_of_the_first_roberta(data: Path) -> None:
+    """RoBERTa, XLM-R and CamemBERT were published with the names of fairseq 0.8."""
+    argv = parity.command_line(data / "text", **parity.MASKED)
+    _, model, _ = parity.build(parity.parse(argv))
+    expected = {name: torch.rand_like(value) for name, value in model.named_parameters()}
+    expected["encoder.lm_head.weight"] = expected["encoder.sentence_encoder.embed_tokens.weight"]
+    old: dict[str, torch.Tensor] = {}
+    for name, value in expected.items():
+        *layer, projection, kind = name.split(".")
+        if projection == "q_proj":
+            parts = [expected[".".join([*layer, f"{x}_proj", kind])] for x in "qkv"]
+            name, value = ".".join([*layer, f"in_proj_{kind}"]), torch.cat(parts)
+        elif projection in ("k_proj", "v_proj"):
+            continue
+        name = name.replace("layernorm_embedding", "emb_layer_norm")
+        old["decoder" + name.removeprefix("encoder")] = value
+    model.load_state_dict(old, strict=True)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
