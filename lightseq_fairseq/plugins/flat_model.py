@@ -110,12 +110,8 @@ class FlatModel:
         return [group for stacks in self.sides() for group in fused_groups(_layers(*stacks))]
 
     def spared(self) -> list[Tensor]:
-        """Parameters after which the flat buffer has zero rows, see ``flatten_parameters``: those
-        that project to the vocabulary."""
-        projections = [
-            getattr(stack, "output_projection", None) for stacks in self.sides() for stack in stacks
-        ]
-        return [projection.weight for projection in projections if projection is not None]
+        """Parameters after which the flat buffer has zero rows, see ``flatten_parameters``."""
+        return []
 
     def _flatten(self: Any) -> None:
         flatten_parameters(self, self.fused_groups(), self.spared())
