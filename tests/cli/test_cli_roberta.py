@@ -22,8 +22,14 @@ CLASSES = [*SMALL, "--task", "sentence_prediction", "--num-classes", "3", "--max
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
-    parity.write_text(folder / "text")
-    parity.write_classes(folder / "classes")
+    raw = folder / "raw"
+    parity.write_text(raw / "text")
+    parity.write_classes(raw / "classes")
+    for part in ("text", "classes/input0", "classes/input1", "classes/label"):
+        splits = [word for split in ("train", "valid")
+                  for word in (f"--{split}pref", raw / part / split)]  # fmt: skip
+        words = ["--only-source", "--srcdict", raw / part / "dict.txt", *splits]
+        cli_runs.succeed("preprocess", *words, "--destdir", folder / part)
     return folder
 
 
