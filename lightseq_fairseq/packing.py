@@ -12,6 +12,7 @@ Shapes: T = packed rows, B = sentences, L = longest sentence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -116,8 +117,15 @@ SENTENCE_PAIRS: Layout = (Stream("source", ("tokens",)), Stream("target", ("prev
 # Text of a language model. ``labels`` are the tokens that follow ``previous``.
 TEXT: Layout = (Stream("target", ("previous", "labels")),)
 
-# Text with masked tokens. ``rows`` are their rows of "source", ``labels`` what they were before.
+# Text with masked tokens. ``rows`` are rows of "source"; ``labels`` are the tokens there before
+# masking. Rows of "masked" after the real ones are row 0, with the pad token as label; there is at
+# least one row, even if no token is masked.
 MASKED: Layout = (Stream("source", ("tokens",)), Stream("masked", ("rows", "labels")))
+
+# Sentences with labels. A class: one row for each sentence; rows after the real ones have -100.
+# Numbers: a row for each number of a sentence, as the bits of a float64 that fits into a float32;
+# ``labels.view(torch.float64)``.
+CLASSES: Layout = (Stream("source", ("tokens",)), Stream("target", ("labels",)))
 
 
 class Bucket(NamedTuple):
@@ -130,6 +138,9 @@ class Bucket(NamedTuple):
 
     rows: tuple[int, ...]
     sentences: int
+
+
+LEAST_GRANULARITY = 64  # rows; GEMMs search their cuBLASLt algorithm for multiples of it
 
 
 class Granularity(NamedTuple):
@@ -146,6 +157,12 @@ class Granularity(NamedTuple):
     def rounded(self, rows: int) -> int:
         step = self.fine if rows > self.usual else 4 * self.fine
         return -(-rows // step) * step
+
+    def of_part(self, share: float) -> Granularity:
+        """The same for a stream that has about this share of the rows."""
+        least = min(self.fine, LEAST_GRANULARITY)
+        steps = max(1, math.ceil(self.fine * share / least))
+        return Granularity(least * steps, int(self.usual * share))
 
 
 @dataclass(frozen=True)
@@ -201,6 +218,10 @@ class PackedBatch:
     def __len__(self) -> int:
         """Number of sentences; fairseq treats a sample of length 0 as a dummy batch."""
         return self.nsentences
+
+    def count(self, stream: str) -> int:
+        """Number of real rows of a stream."""
+        return int(self.open()[stream].segments.cu_seqlens[-1])
 
     def pin_memory(self) -> PackedBatch:
         """A copy with its block in pinned memory; ``DataLoader``'s pin thread calls this."""

@@ -12,8 +12,9 @@ Shapes: N = elements of a buffer, including alignment gaps.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,8 @@ ALIGNMENT = 256
 # Exclusive upper bound of an alignment gap, in elements. It is computed for 16-bit parameters,
 # since their float32 copies have the same offsets.
 _MOST_GAP = ALIGNMENT // 2
+# GEMMs copy operands whose rows are not this many numbers, or a multiple, long (csrc/linear.cu).
+_ROWS = 8
 
 
 def as_one(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -255,8 +258,20 @@ def gradients_for(*parameters: Tensor) -> Gradients:
     return Gradients(views, any(added), True)
 
 
+def with_spare_rows(parameter: Tensor) -> Tensor | None:
+    """A vector or matrix with the zero rows after it that `flatten_parameters` has reserved.
+
+    Its number of rows is then a multiple of 8. Detached, shares memory with ``parameter``; None if
+    nothing is reserved, or if the parameter has been moved since.
+    """
+    if getattr(parameter, "_spare_rows_at", None) != parameter.data_ptr():
+        return None
+    rows = _rounded(parameter.shape[0])
+    return parameter.detach().as_strided((rows, *parameter.shape[1:]), parameter.stride())
+
+
 def flatten_parameters(
-    module: nn.Module, groups: Iterable[Sequence[Tensor]] = ()
+    module: nn.Module, groups: Iterable[Sequence[Tensor]] = (), spared: Iterable[Tensor] = ()
 ) -> list[FlatBuffer]:
     """Place the parameters of ``module`` one after another, in one buffer per dtype and device.
 
@@ -265,10 +280,13 @@ def flatten_parameters(
     ``Module._apply`` (``.half()``, ``.cuda()``, ...), which gives every parameter its own storage.
 
     Args:
-        module: its parameters are placed in the order of ``module.parameters()``.
+        module: its parameters are placed in the order of ``module.parameters()``, but see spared.
         groups: each group's parameters are placed without gaps, in the given order, so that
             ``as_one`` is a view. A group is placed where its first member occurs in
             ``module.parameters()``. Parameters of a group share dtype and device.
+        spared: parameters without a group after which `with_spare_rows` finds zero rows. If they
+            need any, they are placed first, because a buffer ends with a parameter. A module's only
+            parameter has none.
 
     Returns:
         The buffers. The caller need not keep them: the parameters keep their storage alive.
@@ -281,7 +299,10 @@ def flatten_parameters(
             block = group_of.get(id(parameter), [parameter])
             placed.update(id(p) for p in block)
             blocks[parameter.dtype, parameter.device].append(block)
-    return [_lay_out(of_one_kind) for of_one_kind in blocks.values()]
+    spare = {id(p): _spare(p) for p in spared if _spare(p) > 0}
+    for of_one_kind in blocks.values():
+        of_one_kind.sort(key=lambda block: id(block[0]) not in spare)
+    return [_lay_out(of_one_kind, spare) for of_one_kind in blocks.values()]
 
 
 def flat_buffers(parameters: Iterable[Tensor]) -> list[FlatBuffer]:
@@ -314,10 +335,24 @@ def _aligned(elements: int, itemsize: int) -> int:
     return -(-elements // step) * step
 
 
-def _lay_out(blocks: Sequence[Sequence[Tensor]]) -> FlatBuffer:
+def _rounded(rows: int) -> int:
+    return -(-rows // _ROWS) * _ROWS
+
+
+def _spare(parameter: Tensor) -> int:
+    """Elements of the zero rows after a parameter that round up its number of rows."""
+    rows = parameter.shape[0] if parameter.dim() else 0
+    return (_rounded(rows) - rows) * (parameter.numel() // max(rows, 1))
+
+
+def _lay_out(
+    blocks: Sequence[Sequence[Tensor]], spare: Mapping[int, int] = MappingProxyType({})
+) -> FlatBuffer:
     """Place blocks at aligned offsets of one new tensor, unless they are so already.
 
     The parameters of a block have no gaps between them.
+
+    spare: ``id(parameter)`` -> elements to reserve after it.
     """
     parameters = [p for block in blocks for p in block]
     itemsize = parameters[0].element_size()
@@ -327,7 +362,7 @@ def _lay_out(blocks: Sequence[Sequence[Tensor]]) -> FlatBuffer:
         end = _aligned(end, itemsize)
         for parameter in block:
             offsets.append(end)
-            end += parameter.numel()
+            end += parameter.numel() + spare.get(id(parameter), 0)
     start = parameters[0].storage_offset()
     storage = parameters[0].untyped_storage()._cdata
     if not all(
@@ -345,6 +380,9 @@ def _lay_out(blocks: Sequence[Sequence[Tensor]]) -> FlatBuffer:
         torch._foreach_copy_(views, [p.detach() for p in parameters])
         for parameter, view in zip(parameters, views, strict=True):
             parameter.data = view
+    for parameter in parameters[:-1]:
+        if id(parameter) in spare:
+            parameter._spare_rows_at = parameter.data_ptr()  # type: ignore[attr-defined]
     return FlatBuffer(parameters)
 
 
@@ -355,11 +393,12 @@ def _runs(members: list[Tensor]) -> list[FlatBuffer]:
     start = members[0].storage_offset()
     whole = members[0].detach().as_strided((max(ends) - start,), (1,))
     runs = [[members[0]]]
-    for parameter, end in zip(members[1:], ends[:-1], strict=True):
+    for previous, parameter, end in zip(members, members[1:], ends, strict=False):
         gap = whole[end - start : parameter.storage_offset() - start]
         # A gap could hold a foreign tensor. Elementwise updates leave a gap unchanged only if it is
         # all zeros.
-        if parameter.storage_offset() < end or gap.numel() >= _MOST_GAP or bool(gap.any()):
+        most = _MOST_GAP + _spare(previous)
+        if parameter.storage_offset() < end or gap.numel() >= most or bool(gap.any()):
             runs.append([])
         runs[-1].append(parameter)
     return [FlatBuffer(run) for run in runs]

@@ -5,6 +5,8 @@
 
 Writes scripts/results/cpu.json; takes a minute. PYTHONPATH is needed because functions of the tests
 measure parity and the time of steps.
+With --packing it prints the speed of packing text, in tokens per second of a core, and writes
+nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import random
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,11 +24,20 @@ import helpers.cpu_speed as speed  # prepares fairseq
 import helpers.parity as parity
 import numpy as np
 import torch
-from fairseq.data import Dictionary, LanguagePairDataset, data_utils, indexed_dataset
+from fairseq.data import (
+    Dictionary,
+    LanguagePairDataset,
+    MonolingualDataset,
+    TokenBlockDataset,
+    data_utils,
+    indexed_dataset,
+)
+from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
+from omegaconf import OmegaConf
 
 from lightseq_fairseq.packing import Granularity
 from lightseq_fairseq.result_rows import current_commit, write
-from lightseq_fairseq.training.batch import PackingPairs
+from lightseq_fairseq.training.batch import PackingPairs, packing
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu.json"
 
@@ -119,10 +131,73 @@ def packing_rows(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def text_file(folder: Path, tokens: int = 4_000_000, vocabulary: int = 50264) -> Any:
+    """Return memory-mapped lines as long as paragraphs (lognormal, mean 88, sigma 0.6)."""
+    rng = np.random.default_rng(5)
+    lengths = np.clip(np.rint(rng.lognormal(4.3, 0.6, tokens // 90)), 1, None).astype(int)
+    builder = indexed_dataset.make_builder(f"{folder}/train.bin", "mmap", vocab_size=vocabulary)
+    for length in lengths:
+        words = torch.from_numpy(rng.integers(4, vocabulary, length + 1))
+        words[-1] = 2
+        builder.add_item(words)
+    builder.finalize(f"{folder}/train.idx")
+    return indexed_dataset.make_dataset(f"{folder}/train", "mmap")
+
+
+def masked_text(folder: Path, vocabulary: int, breaks: str) -> Any:
+    """Return what fairseq's task ``masked_lm`` loads, in blocks of 512 tokens or lines."""
+    dictionary = Dictionary()
+    for word in range(vocabulary - dictionary.nspecial):
+        dictionary.add_symbol(f"w{word}")
+    dictionary.save(f"{folder}/dict.txt")
+    config = MaskedLMConfig(
+        data=str(folder), tokens_per_sample=512, sample_break_mode=breaks, seed=1
+    )
+    task = MaskedLMTask.setup_task(OmegaConf.structured(config))
+    task.load_dataset("train")
+    return task.datasets["train"]
+
+
+def text_packing_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return tokens per second of a core, for batches of 16384 tokens of text and masked text."""
+    file, words = text_file(folder), 50264
+    datasets: dict[str, Any] = {}
+    for breaks, block in (("none", 1024), ("complete", 1024), ("eos", 1024)):
+        blocks = TokenBlockDataset(file, file.sizes, block, 1, 2, breaks, include_targets=True)
+        datasets[f"text/{breaks}"] = MonolingualDataset(
+            blocks, blocks.sizes, Dictionary(), shuffle=True, targets=["future"]
+        )
+        datasets[f"masked text/{breaks}"] = masked_text(folder, words, breaks)
+    rows = []
+    for case, dataset in datasets.items():
+        batches = dataset.batch_by_size(dataset.ordered_indices(), max_tokens=16384)
+        random.Random(1).shuffle(batches)
+        packed = packing(dataset, Granularity(512, 12288))
+        for system, make, limit in (
+            ("ours", packed.__getitems__, 200),
+            ("fairseq", lambda batch, of=dataset: of.collater([of[i] for i in batch]), 10),
+        ):
+            rates = []
+            for batch in batches[:limit]:
+                tokens = sum(dataset.num_tokens(index) for index in batch)
+                start = time.process_time()
+                make(batch)
+                rates.append(tokens / (time.process_time() - start))
+            p20, p50, p80 = (np.quantile(rates, q) for q in (0.2, 0.5, 0.8))
+            figures = {"tokens_per_s": p50, "tokens_per_s_p20": p20, "tokens_per_s_p80": p80}
+            rows.append({"case": f"packing/{case}", "system": system, **figures})
+    return rows
+
+
 def main() -> None:
     # No options; --help must not measure.
     argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     torch.set_num_threads(1)
+    if "--packing" in sys.argv[1:]:
+        with tempfile.TemporaryDirectory() as folder:
+            for row in text_packing_rows(Path(folder)):
+                print(f"{row['case']:28} {row['system']:8} {row['tokens_per_s'] / 1e6:8.2f} M/s")
+        return
     common = {
         "commit": current_commit(),
         "date": datetime.date.today().isoformat(),
@@ -131,7 +206,7 @@ def main() -> None:
         "system": "ours",
     }
     rows = []
-    for measure in (parity_rows, speed_rows, packing_rows):
+    for measure in (parity_rows, speed_rows, packing_rows, text_packing_rows):
         with tempfile.TemporaryDirectory() as folder:
             rows += [{**common, **row} for row in measure(Path(folder))]
     write(rows, RESULTS)

@@ -52,6 +52,24 @@ def _has_adaptive_softmax(args: argparse.Namespace) -> bool:
     return supported and bool(getattr(args, "adaptive_softmax_cutoff", None))
 
 
+def _is_roberta(args: argparse.Namespace) -> bool:
+    """Whether the model is one of ours that trains on text with masked tokens."""
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
+    from lightseq_fairseq.plugins.flat_model import MASKED_TEXT
+
+    return getattr(ARCH_MODEL_REGISTRY.get(args.arch), "data", None) is MASKED_TEXT
+
+
+def _is_criterion_for_others_than_roberta(args: argparse.Namespace) -> bool:
+    """Whether the criterion is fairseq's or ours, but none of those that RoBERTa can have."""
+    from fairseq.criterions import CRITERION_REGISTRY
+
+    module = getattr(CRITERION_REGISTRY.get(args.criterion), "__module__", "")
+    is_known = module.startswith(("fairseq.", "lightseq_fairseq."))
+    return is_known and args.criterion not in _OF_ROBERTA.split()
+
+
 def _lacks_gpu(args: argparse.Namespace) -> bool:
     import torch
 
@@ -82,12 +100,15 @@ _OTHER_TARGETS = tuple(
     for flag in ("--self-target", "--past-target")
 )
 
-# fairseq criteria that need another kind of model or data than a translation model and sentence
-# pairs.
-_OF_OTHER_TASKS = """
+# fairseq's criteria of RoBERTa, and ours.
+_OF_ROBERTA = """
+masked_lm sentence_prediction sentence_ranking ls_masked_lm ls_sentence_prediction
+"""
+# Criteria that need another kind of model or data than a translation model and sentence pairs.
+_OF_OTHER_TASKS = f"""{_OF_ROBERTA}
 ctc fastspeech2 hubert label_smoothed_cross_entropy_with_ctc
-latency_augmented_label_smoothed_cross_entropy legacy_masked_lm_loss masked_lm model nat_loss
-sentence_prediction sentence_prediction_adapters sentence_ranking speech_to_spectrogram
+latency_augmented_label_smoothed_cross_entropy legacy_masked_lm_loss model nat_loss
+sentence_prediction_adapters speech_to_spectrogram
 speech_to_unit speech_unit_lm_criterion tacotron2 vocab_parallel_cross_entropy wav2vec
 """
 
@@ -101,7 +122,10 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 "each layer is on one device", "remove it, or add --native"),
         Refusal("--use-plasma-view", _is_set("--use-plasma-view"),
                 "pyarrow no longer has the plasma store, and translation does not use it"),
-        Refusal("--encoder-layers-to-keep", _is_set("--encoder-layers-to-keep"),
+        # RoBERTa can, as the next comment says of language models.
+        Refusal("--encoder-layers-to-keep",
+                lambda args: bool(getattr(args, "encoder_layers_to_keep", None))
+                and not _is_roberta(args),
                 "fairseq 0.12.2 cannot train with it", _PRUNE_LATER),
         # Language models can: there it is the number of layers.
         Refusal("--decoder-layers-to-keep",
@@ -125,7 +149,12 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 always=False),
         _PADS_WITHIN,
         Refusal("--criterion",
-                lambda args: registries.is_fused(args.arch)
+                lambda args: _is_roberta(args) and _is_criterion_for_others_than_roberta(args),
+                "{args.criterion} is for other models or data than RoBERTa's",
+                "use --criterion ls_masked_lm or, with --task sentence_prediction, "
+                "ls_sentence_prediction", always=False),
+        Refusal("--criterion",
+                lambda args: registries.is_fused(args.arch) and not _is_roberta(args)
                 and args.criterion in _OF_OTHER_TASKS.split(),
                 "{args.criterion} is for other models or data than those of translation",
                 "use --criterion ls_label_smoothed_cross_entropy or ls_cross_entropy",

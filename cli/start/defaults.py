@@ -34,18 +34,30 @@ class Choice(NamedTuple):
 
 _PARTS = tuple(flag for (flag,) in PARTS)
 _SENTENCES = ("--batch-size", "--max-sentences")
+_LAST_OF_DECAY = "--total-num-update"
 
 
 def _recipe(
-    optimizer: str, criterion: str, schedule: str, max_tokens: int, update_freq: int, updates: int
-) -> tuple[Choice, ...]:
-    """The choices of a recipe; texts are flags with their values, such as "--lr 1.0"."""
+    optimizer: str, criterion: str, schedule: str, max_tokens: int, update_freq: int, updates: int,
+    sentences: int | None = None, decays: bool = False, data: str = "",
+) -> tuple[Choice, ...]:  # fmt: skip
+    """The choices of a recipe; texts are flags with their values, such as "--lr 1.0".
+
+    sentences: of a batch, which max_tokens limits as well.
+    decays: whether the learning rate falls to zero until the last update, which may be the user's.
+    data: flags by which the task makes its samples.
+    """
+    total = ((_LAST_OF_DECAY, str(updates)),) if decays else ()
+    size = () if sentences is None else (("--batch-size", str(sentences)),)
     return (
         Choice(("--optimizer",), _pairs(optimizer)),
         Choice(("--criterion",), _pairs(criterion)),
         Choice((*_PARTS, "--lr-scheduler"), _pairs(schedule)),
+        Choice((*_PARTS, "--lr-scheduler"), total),
+        *(Choice((flag,), ((flag, text),)) for flag, text in _pairs(data)),
         # Tokens of an update: whoever sets those of a batch has their own.
         Choice((*_SENTENCES, "--max-tokens"), (("--update-freq", str(update_freq)),)),
+        Choice((*_SENTENCES, "--max-tokens"), size),
         Choice(_SENTENCES, (("--max-tokens", str(max_tokens)),)),
         Choice(("--max-epoch", "--stop-time-hours"), (("--max-update", str(updates)),)),
         # fairseq's own defaults. They are added so that the printed command repeats the run.
@@ -81,6 +93,33 @@ RECIPES = {
         update_freq=16,
         updates=50_000,
     ),
+    # fairseq's examples/roberta/README.pretraining.md, of roberta_base.
+    "masked_lm": _recipe(
+        "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --adam-eps 1e-6 --clip-norm 0 "
+        "--weight-decay 0.01",
+        "--criterion ls_masked_lm",
+        "--lr 5e-4 --lr-scheduler polynomial_decay --warmup-updates 10000",
+        max_tokens=8192,
+        update_freq=16,
+        updates=125_000,
+        decays=True,
+        data="--sample-break-mode complete --tokens-per-sample 512",
+    ),
+    # fairseq's examples/roberta/README.glue.md, of RTE, which has 2,490 sentence pairs: set
+    # --max-update for other data. The tokens are RoBERTa's: <s> before a sample, </s> between its
+    # two sentences.
+    "sentence_prediction": _recipe(
+        "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --adam-eps 1e-6 --clip-norm 0 "
+        "--weight-decay 0.1",
+        "--criterion ls_sentence_prediction",
+        "--lr 2e-5 --lr-scheduler polynomial_decay --warmup-updates 122",
+        max_tokens=4400,
+        update_freq=1,
+        updates=2036,
+        sentences=16,
+        decays=True,
+        data="--init-token 0 --separator-token 2",
+    ),
     # fairseq's examples/language_model/README.adaptive_inputs.md, of transformer_lm_wiki103.
     ADAPTIVE: _recipe(
         "--optimizer nag --clip-norm 0.1",
@@ -92,6 +131,14 @@ RECIPES = {
         updates=286_000,
     ),
 }
+# The other tasks of RoBERTa.
+RECIPES["multilingual_masked_lm"] = RECIPES["masked_lm"]
+RECIPES["sentence_ranking"] = tuple(
+    choice._replace(flags=_pairs("--criterion sentence_ranking"))
+    if choice.unless == ("--criterion",)
+    else choice
+    for choice in RECIPES["sentence_prediction"]
+)
 
 PRECISION = (
     "--fp16",
@@ -161,9 +208,12 @@ def missing(
         return []
     task = value(argv, ("--task",)) or "translation"
     added: list[str] = []
+    last = value(argv, ("--max-update",))
     for choice in RECIPES.get(ADAPTIVE if adaptive else task, RECIPES["translation"]):
         if not is_given(argv, choice.unless):
             for flag, text in choice.flags:
+                if flag == _LAST_OF_DECAY and last not in (None, "0"):
+                    text = last
                 if not is_given([*added, *argv], (flag,)):
                     added += [flag, text]
     if not is_given(argv, ("--distributed-world-size",)):

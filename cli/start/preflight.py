@@ -100,9 +100,11 @@ def names(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
 def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
     """Raises UserError on input that the command cannot use; ``args`` is fairseq's namespace."""
     from fairseq.tasks import TASK_REGISTRY
+    from fairseq.tasks.masked_lm import MaskedLMTask
+    from fairseq.tasks.sentence_prediction import SentencePredictionTask
 
     # These import numpy, which --help does not need.
-    from lightseq_fairseq.cli.start import preflight_data, preflight_text
+    from lightseq_fairseq.cli.start import preflight_classes, preflight_data, preflight_text
 
     if command != "train" and getattr(args, "path", None) is None:
         raise UserError(
@@ -129,6 +131,10 @@ def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
         preflight_data.data(command, args)
     elif _reads_running_text(args.task):
         preflight_text.text(command, args)
+    elif _loads_as(args.task, MaskedLMTask, "setup_task", "load_dataset"):
+        preflight_text.masked_text(command, args)
+    elif _loads_as(args.task, SentencePredictionTask, "setup_task", "load_dataset"):
+        preflight_classes.classes(command, args)
     elif TASK_REGISTRY[args.task].__module__.startswith("fairseq.tasks."):
         preflight_data.sentences(command, args)
 

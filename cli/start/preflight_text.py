@@ -8,6 +8,8 @@ import itertools
 import os
 from typing import Any
 
+import numpy as np
+
 from lightseq_fairseq.cli.start import binarised
 from lightseq_fairseq.cli.start.preflight_data import SUBSET_FLAGS, folders_of, prefix_flag, splits
 from lightseq_fairseq.errors import UserError
@@ -18,6 +20,29 @@ def text(command: str, args: argparse.Namespace) -> None:
 
     A split is checked with a sample of each file; `late_checks` checks all tokens.
     """
+    words, lengths = _files(command, args)
+    _blocks(command, args, lengths)
+    if command == "train":
+        _adaptive(args, len(words))
+
+
+def masked_text(command: str, args: argparse.Namespace) -> None:
+    """Raises UserError if the data are no running text, or tokens cannot be masked as asked."""
+    words, _ = _files(command, args, masked=True)
+    if command == "train":
+        _masks(args, words)
+
+
+def _files(
+    command: str, args: argparse.Namespace, masked: bool = False
+) -> tuple[Any, list[np.ndarray]]:
+    """Check the dictionary and the splits that the command reads.
+
+    masked: as masked_lm reads them: it adds the word <mask>, and reads no text files.
+
+    Returns:
+        The dictionary, and the lengths of the sentences of each binarised split.
+    """
     from fairseq.data import Dictionary
 
     folders = folders_of(args)
@@ -25,28 +50,72 @@ def text(command: str, args: argparse.Namespace) -> None:
     if not os.path.isfile(path):
         pairs = sorted(os.path.basename(x) for x in glob.glob(f"{glob.escape(folders[0])}/dict.*"))
         what = f"sentence pairs ({', '.join(pairs)})" if pairs else "no dict.txt"
+        if os.path.isfile(os.path.join(folders[0], "input0", "dict.txt")):
+            what = "sentences with labels (input0)"
         raise UserError(
-            f"{folders[0]} contains {what}, but --task language_modeling reads running text: "
+            f"{folders[0]} contains {what}, but --task {args.task} reads running text: "
             "binarise a text with lightseq-preprocess --only-source."
         )
-    words = len(Dictionary.load(path))
+    words = Dictionary.load(path)
+    if masked:
+        words.add_symbol("<mask>")
     lengths = []
     for folder, split in splits(command, args, folders):
         stem = os.path.join(folder, split)
-        if not any(os.path.isfile(stem + ending) for ending in ("", ".idx", ".bin")):
+        is_text = not masked and os.path.isfile(stem)
+        if not is_text and not any(os.path.isfile(stem + ending) for ending in (".idx", ".bin")):
             flag = SUBSET_FLAGS[command, split == args.train_subset]
             raise UserError(
                 f"{folder} contains no {split} split: binarise one with lightseq-preprocess "
                 f"--only-source ({prefix_flag(split)}), or choose another split with {flag}."
             )
-        if not os.path.isfile(stem) or args.dataset_impl not in (None, "raw"):
+        if not is_text or args.dataset_impl not in (None, "raw"):
             sentences = binarised.find(stem, args.dataset_impl)
             if sentences is not None:
-                binarised.check_words(sentences, words, everywhere=False)
+                binarised.check_words(sentences, len(words), everywhere=False)
                 lengths.append(sentences.lengths)
-    _blocks(command, args, lengths)
-    if command == "train":
-        _adaptive(args, words)
+    return words, lengths
+
+
+def _masks(args: argparse.Namespace, words: Any) -> None:
+    """Raises UserError if tokens cannot be masked as asked."""
+    if args.tokens_per_sample < 2:
+        raise UserError("--tokens-per-sample must be at least 2: a block begins with <s>.")
+    if not 0 < args.mask_prob < 1:
+        raise UserError(f"--mask-prob is {args.mask_prob}: it must be above 0 and below 1.")
+    shares = args.random_token_prob, args.leave_unmasked_prob
+    if min(shares) < 0 or sum(shares) > 1:
+        raise UserError(
+            f"--random-token-prob is {shares[0]} and --leave-unmasked-prob is {shares[1]}, but "
+            "both are shares of the masked tokens: they must be at least 0, and at most 1 together."
+        )
+    if args.mask_multiple_length < 1 or args.mask_stdev < 0:
+        raise UserError("--mask-multiple-length must be at least 1, --mask-stdev at least 0.")
+    counts = [n for word, n in zip(words.symbols, words.count, strict=True) if word != "<mask>"]
+    if args.freq_weighted_replacement and shares[0] > 0 and not any(counts[words.nspecial :]):
+        raise UserError(
+            "--freq-weighted-replacement needs the frequencies of words, but all are 0 in "
+            "dict.txt: remove the flag, or use the dict.txt that lightseq-preprocess wrote."
+        )
+    if args.mask_whole_words:
+        _whole_words(args)
+
+
+def _whole_words(args: argparse.Namespace) -> None:
+    """Raises UserError if it is unknown where words begin."""
+    from fairseq.data.encoders import BPE_REGISTRY
+
+    if args.bpe is None:
+        raise UserError(
+            "--mask-whole-words needs --bpe, by which the text was cut into subwords: add it, or "
+            "remove --mask-whole-words."
+        )
+    known = [name for name in BPE_REGISTRY if hasattr(BPE_REGISTRY[name], "is_beginning_of_word")]
+    if args.bpe not in known:
+        raise UserError(
+            f"--mask-whole-words cannot find the beginnings of words of --bpe {args.bpe}: use "
+            f"subwords of {', '.join(sorted(known))}, or remove --mask-whole-words."
+        )
 
 
 def _blocks(command: str, args: argparse.Namespace, lengths: list[Any]) -> None:

@@ -15,6 +15,7 @@ from lightseq_fairseq import plugins  # noqa: F401  isort: skip
 from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.models.multilingual_transformer import MultilingualTransformerModel
+from fairseq.models.roberta import RobertaModel
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.optim import OPTIMIZER_REGISTRY
@@ -23,7 +24,12 @@ from lightseq_fairseq.plugins.unsupported import unsupported_option
 
 _PREFIX = "ls_"
 # fairseq's models that ours replace; not their subclasses, which may compute something else.
-_REPLACED = (TransformerModel, MultilingualTransformerModel, TransformerLanguageModel)
+_REPLACED = (
+    TransformerModel,
+    MultilingualTransformerModel,
+    TransformerLanguageModel,
+    RobertaModel,
+)
 _OWN_SETTINGS = ("pack_tokens",)  # settings of lightseq-train that fairseq does not know
 _REGISTRIES = {
     "arch": ARCH_MODEL_REGISTRY,

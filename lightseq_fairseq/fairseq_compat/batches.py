@@ -1,7 +1,8 @@
-"""Repairs of fairseq's data code: dropped sentences, removed numpy functions, files over 2 GiB."""
+"""Repairs of fairseq's data code: dropped sentences, removed numpy functions, whole words."""
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import os
 import types
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 from fairseq.data import data_utils, indexed_dataset
+from fairseq.tasks.masked_lm import MaskedLMTask
+from omegaconf import DictConfig
 
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 
@@ -63,6 +66,21 @@ def _find_extra_valid_paths(original: Callable[[str], set[str]], dataset_path: s
     # With "--valid-subset valid,valid1" fairseq compares file names such as "valid1.de-en.de" with
     # the list of subsets and stops: "Valid paths ['valid1.de-en.de', ...] will be ignored".
     return {name.partition(".")[0] for name in original(dataset_path)}
+
+
+def task_lacks_args() -> bool:
+    return "args" in MaskedLMTask.load_dataset.__code__.co_names and not hasattr(
+        MaskedLMTask, "args"
+    )
+
+
+def load_masked_text(original: Callable[..., None], self: Any, *args: Any, **options: Any) -> None:
+    # With --mask-whole-words fairseq reads the settings of --bpe from ``self.args``, which the task
+    # does not have. They are in the run's configuration, of which the task's is a part.
+    run: Any = self.cfg._get_parent() if isinstance(self.cfg, DictConfig) else None
+    if self.cfg.mask_whole_words and run is not None:
+        self.args = run.bpe if run.bpe is not None else argparse.Namespace()  # no --bpe
+    original(self, *args, **options)
 
 
 # The trainer reads the first batch before it starts the data loader's workers and before anything

@@ -119,6 +119,12 @@ PATCHES = (
         "--valid-subset valid,valid1 fails, as if valid1 were not named",
     ),
     Patch(
+        "repair", "fairseq.tasks.masked_lm:MaskedLMTask.load_dataset",
+        "fairseq_compat.batches:load_masked_text",
+        "--mask-whole-words fails: 'MaskedLMTask' object has no attribute 'args'",
+        when="fairseq_compat.batches:task_lacks_args",
+    ),
+    Patch(
         "repair", "fairseq.data.indexed_dataset:IndexedDataset.read_data",
         "fairseq_compat.batches:read_data", _LAZY,
     ),
@@ -363,6 +369,16 @@ PATCHES = (
         "scoped", "fairseq.models.transformer_lm:TransformerDecoder",
         "plugins.language_model:LSTransformerLanguageModel",
         "fairseq's build_model has a fixed decoder class; ours is another",
+    ),
+    Patch(
+        "scoped", "fairseq.models.roberta.model:RobertaEncoder", "plugins.roberta:LSRobertaModel",
+        "fairseq's build_model has a fixed encoder class; ours is another", instead=True,
+    ),
+    Patch(
+        "scoped", "fairseq.modules.transformer_sentence_encoder:MultiheadAttention",
+        "plugins.roberta:LSRobertaModel",
+        "BERT's initial values are only for fairseq's class of attention; ours is another",
+        instead=True,
     ),
     Patch(
         "scoped", "fairseq.optim:FP16Optimizer", "training.trainer:Trainer",

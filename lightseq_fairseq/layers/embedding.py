@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.layers.dropout import dropout
 from lightseq_fairseq.layers.residual_norm import layer_norm
 from lightseq_fairseq.layers.sites import first_site
 from lightseq_fairseq.packing import Segments
@@ -59,24 +60,6 @@ class _Embedding(torch.autograd.Function):
         return None, handed[0], None, handed[1] if learned else None, None, None
 
 
-class _Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, rng: Tensor, site: int) -> Tensor:
-        ctx.save_for_backward(x, rng)
-        ctx.p, ctx.site = p, site
-        return ops.bias_activation_dropout_fwd(x, None, "identity", p, rng, site)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, rng = ctx.saved_tensors
-        dx = ops.bias_activation_dropout_bwd(
-            dy.contiguous(), x, None, "identity", p=ctx.p, rng=rng, site=ctx.site,
-            dbias=None, accumulate=False,
-        )  # fmt: skip
-        return dx, None, None, None
-
-
 def embed(
     tokens: Tensor, weight: Tensor, positions: Tensor | None, position_weight: Tensor | None, *,
     scale: float, padding_idx: int, p: float, rng: Tensor, site: int,
@@ -110,7 +93,7 @@ def embed(
             x = x + position_weight.index_select(0, positions)
     if norm is not None:
         x = layer_norm(x, norm, rng)[1]
-    return x if is_one_kernel or p == 0.0 else _Dropout.apply(x, p, rng, site)
+    return x if is_one_kernel else dropout(x, p, rng, site)
 
 
 def sinusoidal_positions(count: int, width: int, padding_idx: int) -> Tensor:

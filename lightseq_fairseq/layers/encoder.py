@@ -139,6 +139,7 @@ class EncoderLayer(TransformerLayer):
 def run_encoder(
     layers: Iterable[EncoderLayer], last_norm: nn.LayerNorm | None, x: Tensor,
     segments: Segments, rng: Tensor, causal: bool = False, checkpoint_activations: bool = False,
+    states: list[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Run a stack on x [T, C]; returns [T, C].
 
@@ -148,8 +149,11 @@ def run_encoder(
     checkpoint_activations: save only the input of each layer for backward, which runs the layers
         again, one at a time. This saves memory, takes time, and gives the same bits. Until backward
         is done, change neither the layers' parameters nor their mode.
+    states: a list to which x and the residual stream after each layer are appended.
     """
     stack = list(layers)
+    if states is not None:
+        states.append(x)
     if not stack:
         return x if last_norm is None else layer_norm(x, last_norm, rng)[1]
     stream = None
@@ -158,4 +162,6 @@ def run_encoder(
     for place, layer in enumerate(stack):
         following = stack[place + 1].self_attn_layer_norm if place + 1 < len(stack) else last_norm
         x, stream = layer.run(checkpoint_activations, x, stream, segments, rng, following, causal)
+        if states is not None:
+            states.append(x if stream is None else stream)
     return stream if x is None else x

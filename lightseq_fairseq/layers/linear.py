@@ -1,6 +1,6 @@
 """Projection of packed rows: y = x W^T + b.
 
-Shapes: T = rows, K = input features, N = output features.
+Shapes: T = rows, K = input features, N = output features, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.parameters import as_one, gradients_for
+from lightseq_fairseq.parameters import as_one, gradients_for, with_spare_rows
 
 
 class _Linear(torch.autograd.Function):
@@ -64,3 +64,54 @@ def linear_parts(x: Tensor, parts: int, weights: list[Tensor], biases: list[Tens
     """
     y = _Linear.apply(x, parts, *weights, *biases)
     return (y,) if parts == 1 else y
+
+
+class _Logits(torch.autograd.Function):
+    """x weight^T + bias with the spare rows of both, whose logits are zero and are cut off.
+
+    A product of another width than a multiple of 8, such as 50 257, would be computed elsewhere and
+    copied, see csrc/linear.cu. The spare columns stay zero when the loss overwrites the others with
+    their gradient, so backward may read them as well.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        wholes = [with_spare_rows(p) for p in parameters]
+        weight, bias = wholes[0], wholes[1] if len(wholes) > 1 else None
+        assert weight is not None
+        ctx.save_for_backward(x, *parameters, *wholes)
+        ctx.logits = whole = ops.linear_fwd(x, weight, bias)
+        # Not a view, since autograd forbids the loss to overwrite a view that a Function returns.
+        shape = (len(x), len(parameters[0]))
+        return whole.new_empty(0).set_(
+            whole.untyped_storage(), whole.storage_offset(), shape, whole.stride()
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, *saved = ctx.saved_tensors
+        parameters, wholes = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+        logits, ctx.logits = ctx.logits, None
+        if dy.data_ptr() == logits.data_ptr() and dy.stride() == logits.stride():
+            dy = logits
+        else:
+            dy = nn.functional.pad(dy, (0, len(wholes[0]) - dy.shape[1]))
+        to = gradients_for(*wholes)
+        need_dx = ctx.needs_input_grad[0]
+        dweight, dbias = (*to.tensors, None)[:2]
+        dx = ops.linear_bwd(dy, x, wholes[0], dweight, dbias, to.accumulate, need_dx)
+        cut = [gradient[: len(p)] for gradient, p in zip(to.tensors, parameters, strict=True)]
+        return dx if need_dx else None, *to.handed(*cut)
+
+
+def vocabulary_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K], weight [V, K], bias [V] or None -> logits [T, V], differentiable.
+
+    If V is no multiple of 8, and weight and bias have spare rows (``parameters.with_spare_rows``),
+    rows of the logits lie further apart than V.
+    """
+    parameters = (weight,) if bias is None else (weight, bias)
+    if len(weight) % 8 == 0 or any(with_spare_rows(p) is None for p in parameters):
+        return linear(x, weight, bias)
+    return _Logits.apply(x, *parameters)

@@ -3,7 +3,9 @@
     transformer  --arch ls_transformer...
     multilingual --arch ls_multilingual_transformer...
     language_model --arch ls_transformer_lm...
-    criterion    --criterion ls_label_smoothed_cross_entropy, ls_cross_entropy
+    roberta      --arch ls_roberta..., ls_xlm
+    criterion    --criterion ls_label_smoothed_cross_entropy, ls_cross_entropy, ls_masked_lm,
+                 ls_sentence_prediction
     optimizer    --optimizer ls_adam
     generator    the generator that task.build_generator returns for ls_transformer
 
@@ -21,7 +23,7 @@ from lightseq_fairseq.fairseq_compat import patching
 fairseq_compat.import_only()
 
 from lightseq_fairseq.plugins import transformer  # noqa: E402, F401, I001
-from lightseq_fairseq.plugins import language_model, multilingual  # noqa: E402, F401
+from lightseq_fairseq.plugins import language_model, multilingual, roberta  # noqa: E402, F401
 from lightseq_fairseq.plugins import criterion, optimizer  # noqa: E402, F401
 
 if __name__ != f"{patching.PACKAGE}.plugins":

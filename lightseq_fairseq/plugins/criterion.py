@@ -1,4 +1,4 @@
-"""``ls_label_smoothed_cross_entropy`` and ``ls_cross_entropy``: fairseq's criteria on one fused op.
+"""The ``ls_`` criteria: fairseq's criteria on one fused op, and their objectives.
 
 Shapes: B = sentences, L = longest sentence, T = rows (packed tokens), V = vocabulary.
 """
@@ -9,12 +9,21 @@ from typing import Any
 
 from fairseq.criterions import cross_entropy as native_unsmoothed
 from fairseq.criterions import label_smoothed_cross_entropy as native
+from fairseq.criterions import masked_lm as native_masked
 from fairseq.criterions import register_criterion
+from fairseq.criterions import sentence_prediction as native_sentences
+from fairseq.logging import metrics
 from torch import Tensor
 
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.layers import label_smoothed_cross_entropy
-from lightseq_fairseq.training.objectives import CrossEntropy, LabelSmoothing
+from lightseq_fairseq.training.objectives import (
+    CrossEntropy,
+    LabelSmoothing,
+    MaskedTokens,
+    SentenceClasses,
+    SentenceNumbers,
+)
 
 
 @register_criterion(
@@ -101,6 +110,59 @@ class CrossEntropyCriterion(native_unsmoothed.CrossEntropyCriterion):
     def objective(self) -> CrossEntropy:
         """This criterion in the form that the captured step uses."""
         return CrossEntropy(self.padding_idx, self.sentence_avg)
+
+
+@register_criterion("ls_masked_lm", dataclass=native_masked.MaskedLmConfig)
+class MaskedLmLoss(native_masked.MaskedLmLoss):
+    """Cross entropy of the masked tokens alone, for ls_ models and native fairseq models.
+
+    The class has the name of fairseq's class, as above. Sample size and logged values are those of
+    ``fairseq.criterions.masked_lm``.
+    """
+
+    def forward(
+        self, model: Any, sample: dict[str, Any], reduce: bool = True
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Loss of a batch in nats (summed, whatever ``reduce`` is, as in fairseq), its sample size,
+        and the logging output."""
+        target = sample["target"]
+        is_masked = target.ne(self.padding_idx)
+        logits = model(**sample["net_input"], masked_tokens=is_masked)[0]
+        loss, _, _ = label_smoothed_cross_entropy(logits, target[is_masked], 0.0, self.padding_idx)
+        loss, sample_size = loss.sum(), is_masked.int().sum()
+        logging_output = {
+            "loss": loss.data,
+            "ntokens": sample["ntokens"],
+            "nsentences": sample["nsentences"],
+            "sample_size": sample_size,
+        }
+        return loss, sample_size, logging_output
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
+        """As in fairseq, which divides by zero if no token is masked."""
+        if sum(log["sample_size"] for log in logging_outputs) > 0:
+            super().reduce_metrics(logging_outputs)
+        else:
+            metrics.log_scalar("loss", 0.0, 0, round=3)
+
+    def objective(self) -> MaskedTokens:
+        """This criterion in the form that the captured step uses."""
+        return MaskedTokens(self.padding_idx)
+
+
+@register_criterion("ls_sentence_prediction", dataclass=native_sentences.SentencePredictionConfig)
+class SentencePredictionCriterion(native_sentences.SentencePredictionCriterion):
+    """fairseq's loss of a classification head, which the captured step can compute as well.
+
+    The class has the name of fairseq's class, as above. A padded batch is fairseq's to compute: the
+    head has one row for each sentence.
+    """
+
+    def objective(self) -> SentenceClasses | SentenceNumbers:
+        """This criterion in the form that the captured step uses."""
+        of = SentenceNumbers if self.regression_target else SentenceClasses
+        return of(self.classification_head_name)
 
 
 def _padded(rows: Tensor, target: Tensor, segments: Any) -> Tensor:

@@ -7,7 +7,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from fairseq.models import MODEL_REGISTRY
 from fairseq.tasks.language_modeling import LanguageModelingTask
+from fairseq.tasks.masked_lm import MaskedLMTask
+from fairseq.tasks.multilingual_masked_lm import MultiLingualMaskedLMTask
 from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
+from fairseq.tasks.sentence_prediction import SentencePredictionTask
+from fairseq.tasks.sentence_ranking import SentenceRankingTask
 from fairseq.tasks.translation import TranslationTask
 from fairseq.tasks.translation_multi_simple_epoch import TranslationMultiSimpleEpochTask
 from torch import Tensor
@@ -39,6 +43,10 @@ SENTENCE_PAIRS = Data(
     ("sentence pairs", "--task translation or another translation task"),
 )
 TEXT = Data((LanguageModelingTask,), ("running text", "--task language_modeling"))
+MASKED_TEXT = Data(
+    (MaskedLMTask, MultiLingualMaskedLMTask, SentencePredictionTask, SentenceRankingTask),
+    ("text with masked tokens or sentences with labels", "--task masked_lm or sentence_prediction"),
+)
 
 
 def with_dictionaries(args: Any) -> Any:
@@ -101,8 +109,12 @@ class FlatModel:
         """Groups of parameters that one GEMM reads; each group is contiguous in the flat buffer."""
         return [group for stacks in self.sides() for group in fused_groups(_layers(*stacks))]
 
+    def spared(self) -> list[Tensor]:
+        """Parameters after which the flat buffer has zero rows, see ``flatten_parameters``."""
+        return []
+
     def _flatten(self: Any) -> None:
-        flatten_parameters(self, self.fused_groups())
+        flatten_parameters(self, self.fused_groups(), self.spared())
 
     def prepare_for_inference_(self: Any, cfg: Any) -> None:
         """As fairseq's, but with --bf16 as well; fairseq's handles only --fp16."""

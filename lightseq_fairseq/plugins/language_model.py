@@ -59,6 +59,10 @@ class LSTransformerLanguageModel(FlatModel, TransformerLanguageModel):
     def sides(self) -> list[tuple[LSTransformerDecoder]]:
         return [(self.decoder,)]
 
+    def spared(self) -> list[Tensor]:
+        projection = self.decoder.output_projection
+        return [] if projection is None else [projection.weight]
+
     def forward(
         self, src_tokens: Tensor, src_lengths: Tensor | None = None, packed: bool = False,
         **options: Any,

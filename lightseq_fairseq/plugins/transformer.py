@@ -33,6 +33,7 @@ from lightseq_fairseq.layers import (
     linear,
     run_encoder,
     sinusoidal_positions,
+    vocabulary_logits,
 )
 from lightseq_fairseq.layers.decoder import DecoderLayer, run_decoder_with_weights
 from lightseq_fairseq.layers.encoder import EncoderLayer
@@ -138,17 +139,24 @@ class LSTransformerEncoder(_Side, TransformerEncoderBase):
             normalize_before=cfg.encoder.normalize_before, **_rates(cfg),
         )  # fmt: skip
 
-    def packed(self, src_tokens: Tensor, rng: Tensor) -> tuple[Tensor, Segments]:
-        """src_tokens int64 [B, L] -> features [T, C] and the segments (rows of each sentence)."""
-        segments = Segments.from_mask(src_tokens.ne(self.padding_idx))
-        return self.features(segments.pack(src_tokens), segments, rng), segments
+    def packed(
+        self, src_tokens: Tensor, rng: Tensor, states: list[Tensor] | None = None
+    ) -> tuple[Tensor, Segments]:
+        """src_tokens int64 [B, L] -> features [T, C] and the segments (rows of each sentence).
 
-    def features(self, tokens: Tensor, segments: Segments, rng: Tensor) -> Tensor:
-        """tokens [T] of packed sentences -> [T, C]."""
+        states: see ``run_encoder``.
+        """
+        segments = Segments.from_mask(src_tokens.ne(self.padding_idx))
+        return self.features(segments.pack(src_tokens), segments, rng, states), segments
+
+    def features(
+        self, tokens: Tensor, segments: Segments, rng: Tensor, states: list[Tensor] | None = None
+    ) -> Tensor:
+        """tokens [T] of packed sentences -> [T, C]; states: see ``run_encoder``."""
         x = self.embed_packed(tokens, segments.positions, segments.max_len, rng, 0)
         return run_encoder(
             self.layers, self.layer_norm, x, segments, rng,
-            checkpoint_activations=self.cfg.checkpoint_activations,
+            checkpoint_activations=self.cfg.checkpoint_activations, states=states,
         )  # fmt: skip
 
     def forward(
@@ -157,20 +165,22 @@ class LSTransformerEncoder(_Side, TransformerEncoderBase):
     ) -> dict[str, list[Tensor]]:  # fmt: skip
         """fairseq's padded interface, for fairseq's generators and other decoders.
 
-        Returns a dict with encoder_out [L, B, C] (zeros at pads), encoder_padding_mask [B, L] and
-        src_lengths [B, 1]. Intermediate states are not returned.
+        Returns a dict with encoder_out [L, B, C] (zeros at pads), encoder_padding_mask [B, L],
+        src_lengths [B, 1] and, with ``return_all_hiddens``, encoder_states: [L, B, C] each.
         """
         if token_embeddings is not None:
             raise UserError(
                 "ls_transformer does not support token_embeddings: pass only src_tokens."
             )
-        features, segments = self.packed(src_tokens, dropout_rng(self, src_tokens.device))
+        states: list[Tensor] | None = [] if return_all_hiddens else None
+        rng = dropout_rng(self, src_tokens.device)
+        features, segments = self.packed(src_tokens, rng, states)
         mask = src_tokens.eq(self.padding_idx)
         padded = {
             "encoder_out": [segments.pad(features).transpose(0, 1)],
             "encoder_padding_mask": [mask],
             "encoder_embedding": [],
-            "encoder_states": [],
+            "encoder_states": [segments.pad(x).transpose(0, 1) for x in states or ()],
             "fc_results": [],
             "src_tokens": [],
             "src_lengths": [(~mask).sum(1, keepdim=True, dtype=torch.int32)],
@@ -250,7 +260,8 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         if self.adaptive_softmax is not None:
             return features
         rows = features.flatten(0, -2)
-        return linear(rows, self.output_projection.weight).unflatten(0, features.shape[:-1])
+        logits = vocabulary_logits(rows, self.output_projection.weight)
+        return logits.unflatten(0, features.shape[:-1])
 
     def extract_features(
         self, prev_output_tokens: Tensor, encoder_out: dict[str, list[Tensor]] | None,

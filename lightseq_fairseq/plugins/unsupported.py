@@ -27,6 +27,11 @@ UNSUPPORTED = {
     "--scale-heads": "the fused layers do not scale single heads",
     "--scale-resids": "the fused layers do not scale the residual",
     "--char-inputs": "the embedding must be one table of tokens",
+    "--spectral-norm-classification-head": "the captured step trains plain weights",
+    "--mha-reg-scale-factor": "the loss has no regularisation of attention heads",
+    "--ffn-reg-scale-factor": "the loss has no regularisation of feed-forward layers",
+    "--mha-heads-to-keep": "the fused layers keep all heads",
+    "--ffn-blocks-to-remove": "the fused layers keep the whole feed-forward layer",
     "--encoder-xformers-att-config": "the fused layers have their own attention",
     "--decoder-xformers-att-config": "the fused layers have their own attention",
     "--pipeline-model-parallel": "all parameters are in one flat buffer",
@@ -61,7 +66,8 @@ def unsupported_option(args: Namespace, adaptive: bool = False) -> Unsupported |
     for flag, reason in UNSUPPORTED.items():
         if adaptive and flag in ADAPTIVE:
             continue
-        if getattr(args, flag.removeprefix("--").replace("-", "_"), None):
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+        if value and value != -1:  # -1 keeps or removes nothing
             return Unsupported(flag, reason)
     activation = getattr(args, "activation_fn", "relu")
     if activation not in ACTIVATIONS:

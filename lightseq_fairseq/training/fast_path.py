@@ -23,7 +23,7 @@ from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
 
 from lightseq_fairseq.errors import UserError, is_out_of_memory
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State
-from lightseq_fairseq.packing import Granularity, PackedBatch
+from lightseq_fairseq.packing import LEAST_GRANULARITY, Granularity, PackedBatch
 from lightseq_fairseq.parameters import flat_buffers
 from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.flat_adam import FlatAdam
@@ -42,7 +42,6 @@ from lightseq_fairseq.training.stopping import STOPPING
 
 logger = logging.getLogger(__name__)
 
-_LEAST_GRANULARITY = 64  # rows; GEMMs search their cuBLASLt algorithm for multiples of it
 _BUCKETS = 32  # about so many different row counts per side, up to --max-tokens
 
 
@@ -114,15 +113,6 @@ def fallback_reason(trainer: Any) -> str | None:
     return None if len(flat_buffers(parameters)) == 1 else "the parameters have several dtypes"
 
 
-def state_fallback_reason(trainer: Any) -> str | None:
-    """As `fallback_reason`, for the loaded state.
-
-    After a run with layerdrop, some parameters have been updated less often than others.
-    """
-    is_fused = _adam(trainer.optimizer).is_fused
-    return None if is_fused else "some parameters were updated less often than others"
-
-
 def _adam(optimizer: Any) -> FlatAdam:
     in_half = isinstance(optimizer, optim.FP16Optimizer)
     adam: FlatAdam = (optimizer.fp32_optimizer if in_half else optimizer).optimizer
@@ -134,9 +124,9 @@ def granularity(trainer: Any) -> Granularity:
     if not trainer.cuda:
         return Granularity()
     most = trainer.cfg.dataset.max_tokens or 0
-    fine = _LEAST_GRANULARITY * max(1, round(most / _BUCKETS / _LEAST_GRANULARITY))
+    fine = LEAST_GRANULARITY * max(1, round(most / _BUCKETS / LEAST_GRANULARITY))
     # fairseq fills batches up to --max-tokens: 90% of them have more than 3/4 of it.
-    return Granularity(fine, most * 3 // 4 if most >= _BUCKETS * _LEAST_GRANULARITY else 0)
+    return Granularity(fine, most * 3 // 4 if most >= _BUCKETS * LEAST_GRANULARITY else 0)
 
 
 def _batches(sample: Any) -> list[PackedBatch]:
@@ -177,6 +167,9 @@ class FastPath:
         (low,) = flat_buffers(trainer.get_model().parameters())
         model = trainer.get_model()
         self._objective: Objective = criterion.objective()
+        # In 16 bits fairseq gives them a gradient of zeros, and so does the step: they decay.
+        if not isinstance(optimizer, optim.FP16Optimizer):
+            _adam(optimizer).leave_out(self._objective.unused(model))
         self._step = TrainingStep(model, low, _adam(optimizer), self._objective, rules, ranks)
         self._step.set_state(trainer.get_num_updates(), scaler)
         self._rates: dict[int, float] = {}

@@ -68,6 +68,11 @@ class _Flat:
             self.spans = [piece for span in self.spans for piece in _cut(span, used)]
         return [span for span in self.spans if used[span.first]]
 
+    def part(self, span: _Span) -> slice:
+        """The elements of a span in the buffer, with the gaps between its parameters."""
+        last = self.buffer.parameters[span.last]
+        return slice(self.buffer.offsets[span.first], self.buffer.offsets[span.last] + last.numel())
+
     def update(
         self, gradient: Tensor, used: list[bool], multiplier: Any, norm: Any, max_norm: float
     ) -> None:
@@ -77,13 +82,12 @@ class _Flat:
         device = buffer.data.device
         lr, factor, norm = (_scalar(x, device) for x in (group["lr"], multiplier, norm))
         for span in self.due(used):
-            start = buffer.offsets[span.first]
-            stop = buffer.offsets[span.last] + buffer.parameters[span.last].numel()
-            low = buffer.data[start:stop]
+            part = self.part(span)
+            low = buffer.data[part]
             half = low.dtype in _HALF
             ops.adam_step(
-                low.float() if half else low, self.exp_avg[start:stop], self.exp_avg_sq[start:stop],
-                gradient[start:stop], low if half else None, span.step,
+                low.float() if half else low, self.exp_avg[part], self.exp_avg_sq[part],
+                gradient[part], low if half else None, span.step,
                 lr=lr, multiplier=factor, norm=norm, max_norm=max_norm, clip_eps=_CLIP_EPS,
                 beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
             )  # fmt: skip
@@ -170,6 +174,7 @@ class FlatAdam(torch.optim.Optimizer):
         # fairseq's Adam reads "amsgrad" of the groups that it loads.
         self._flats: list[_Flat] = []
         self._split: _Split | None = None
+        self._left_out: set[int] = set()  # id of each parameter that `fused_step` does not update
         super().__init__(params, {**defaults, "amsgrad": False})
         self._lay_out()
         self._reset_factors()
@@ -291,19 +296,18 @@ class FlatAdam(torch.optim.Optimizer):
         return loss
 
     @property
-    def is_fused(self) -> bool:
-        """Whether all parameters lie in one intact buffer and have the same step count."""
-        return (
-            len(self._flats) == 1
-            and len(self._flats[0].spans) == 1
-            and not self._flats[0].expert
-            and self._flats[0].buffer.intact()
-        )
-
-    @property
     def buffer(self) -> FlatBuffer:
-        """The buffer of a fused optimizer."""
+        """The buffer of a fused optimizer: one whose parameters all lie in one buffer."""
         return self._flats[0].buffer
+
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """Let `fused_step` skip these parameters, which have no gradient: no decay, no step."""
+        self._left_out = {id(p) for p in parameters}
+        for flat in self._flats:  # now, because a graph's capture cannot create new step counts
+            flat.due(self._used(flat))
+
+    def _used(self, flat: _Flat) -> list[bool]:
+        return [id(p) not in self._left_out for p in flat.buffer.parameters]
 
     @torch.no_grad()
     def split(self, low: Tensor) -> None:
@@ -332,21 +336,26 @@ class FlatAdam(torch.optim.Optimizer):
         self, gradient: Tensor, low: Tensor | None, lr: Tensor, multiplier: Tensor, norm: Tensor,
         max_norm: float, clip_eps: float,
     ) -> None:  # fmt: skip
-        """Update all parameters of a fused optimizer with scalars on the device; for CUDA graphs.
+        """Update the parameters of a fused optimizer with scalars on the device; for CUDA graphs.
 
+        One launch updates neighbours that have been updated equally often. Those of `leave_out`
+        are not updated.
         gradient: [N], laid out like `buffer`. low: 16-bit copies of the parameters, which are
         updated too, or None. The other arguments are those of ``ops.adam_step``. The factors of
         `multiply_grads` are ignored.
         """
         (flat,) = self._flats
-        group = flat.group
+        buffer, group = flat.buffer, flat.group
         beta1, beta2 = group["betas"]
-        param = flat.buffer.data if self._split is None else self._split.rest
-        ops.adam_step(
-            param, flat.exp_avg, flat.exp_avg_sq, gradient, low, flat.spans[0].step,
-            lr=lr, multiplier=multiplier, norm=norm, max_norm=max_norm, clip_eps=clip_eps,
-            beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
-        )  # fmt: skip
+        param = buffer.data if self._split is None else self._split.rest
+        for span in flat.due(self._used(flat)):
+            part = flat.part(span)
+            ops.adam_step(
+                param[part], flat.exp_avg[part], flat.exp_avg_sq[part], gradient[part],
+                None if low is None else low[part], span.step,
+                lr=lr, multiplier=multiplier, norm=norm, max_norm=max_norm, clip_eps=clip_eps,
+                beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
+            )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         """fairseq's format: {step, exp_avg, exp_avg_sq} of each parameter that was updated."""

@@ -7,14 +7,16 @@ does not count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lightseq_fairseq.layers import label_smoothed_cross_entropy
-from lightseq_fairseq.packing import Packed, PackedBatch
+from lightseq_fairseq.packing import Packed, PackedBatch, Rows
 
 
 class PackedModel(Protocol):
@@ -25,6 +27,18 @@ class PackedModel(Protocol):
 
         A model of several parts must check ``batch.part``.
         """
+        ...
+
+
+class ClassifyingModel(Protocol):
+    """A model with classification heads that the captured step can train."""
+
+    def packed_logits(self, batch: Packed, rng: Tensor, head: str) -> Tensor:
+        """Outputs [B, classes] of the classification head with this name."""
+        ...
+
+    def unused_by(self, head: str) -> Iterable[Tensor]:
+        """The parameters that do not contribute to these outputs."""
         ...
 
 
@@ -49,6 +63,10 @@ class Objective(Protocol):
 
     def logged(self, sums: Sequence[float]) -> dict[str, float]:
         """The sums of ``losses``, under the names of the criterion's ``reduce_metrics``."""
+        ...
+
+    def unused(self, model: Any) -> Iterable[Tensor]:
+        """The parameters of ``model`` on which the losses never depend."""
         ...
 
 
@@ -98,6 +116,10 @@ class LabelSmoothing:
         names = ("loss", "nll_loss") + ("n_correct", "total") * self.accuracy
         return dict(zip(names, sums, strict=False))
 
+    def unused(self, model: Any) -> Iterable[Tensor]:
+        """See ``Objective``."""
+        return ()
+
 
 class CrossEntropy(LabelSmoothing):
     """Cross entropy without smoothing; only the loss is logged.
@@ -113,6 +135,133 @@ class CrossEntropy(LabelSmoothing):
         return {"loss": sums[0]}
 
 
+@dataclass(frozen=True)
+class MaskedTokens:
+    """Cross entropy over the labels of the stream "masked", which are the tokens before masking.
+
+    Source: ``fairseq.criterions.masked_lm``.
+
+    Attributes:
+        padding_idx: label of the rows after the real ones.
+    """
+
+    padding_idx: int
+
+    def losses(
+        self, model: PackedModel, batch: Packed, rng: Tensor, scale: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """See ``Objective``."""
+        logits = model.packed_logits(batch, rng)
+        labels = batch["masked"]["labels"]
+        losses, _, _ = label_smoothed_cross_entropy(
+            logits, labels, 0.0, self.padding_idx, dloss=scale
+        )
+        return losses, [losses.detach()]
+
+    def sample_size(self, batches: Sequence[PackedBatch]) -> int:
+        """See ``Objective``."""
+        return sum(batch.count("masked") for batch in batches)
+
+    def logged(self, sums: Sequence[float]) -> dict[str, float]:
+        """See ``Objective``."""
+        return {"loss": sums[0]}
+
+    def unused(self, model: Any) -> Iterable[Tensor]:
+        """See ``Objective``."""
+        unused: Iterable[Tensor] = model.unused_by(None)
+        return unused
+
+
+@dataclass(frozen=True)
+class SentenceClasses:
+    """Cross entropy of each sentence's class, in float32 as in fairseq (float64 for float64).
+
+    Source: ``fairseq.criterions.sentence_prediction``.
+
+    Attributes:
+        head: name of the model's classification head.
+    """
+
+    head: str
+
+    def losses(
+        self, model: ClassifyingModel, batch: Packed, rng: Tensor, scale: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """See ``Objective``."""
+        labels = batch["target"]["labels"]
+        logits = _fitted(_wide(model.packed_logits(batch, rng, self.head)), len(labels))
+        losses = functional.cross_entropy(logits, labels, reduction="none")  # ignores -100
+        correct = logits.argmax(1) == labels
+        return losses, [losses.detach(), correct.to(losses.dtype)]
+
+    def sample_size(self, batches: Sequence[PackedBatch]) -> int:
+        """See ``Objective``."""
+        return sum(batch.count("target") for batch in batches)
+
+    def logged(self, sums: Sequence[float]) -> dict[str, float]:
+        """See ``Objective``."""
+        return {"loss": sums[0], "ncorrect": sums[1]}
+
+    def unused(self, model: Any) -> Iterable[Tensor]:
+        """See ``Objective``."""
+        unused: Iterable[Tensor] = model.unused_by(self.head)
+        return unused
+
+
+@dataclass(frozen=True)
+class SentenceNumbers:
+    """Squared errors of the numbers that belong to each sentence, in float32 as in fairseq.
+
+    Source: ``fairseq.criterions.sentence_prediction`` with ``--regression-target``.
+
+    Attributes:
+        head: name of the model's classification head, which has an output for each number.
+    """
+
+    head: str
+
+    def losses(
+        self, model: ClassifyingModel, batch: Packed, rng: Tensor, scale: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """See ``Objective``."""
+        target = batch["target"]
+        numbers, is_real = target["labels"].view(torch.float64), _is_real(target)
+        predicted = _wide(model.packed_logits(batch, rng, self.head)).flatten()
+        predicted = _fitted(predicted, len(numbers))
+        wanted = numbers.to(predicted.dtype).masked_fill(~is_real, 0.0)
+        losses = (predicted - wanted).square().masked_fill(~is_real, 0.0)
+        return losses, [losses.detach(), is_real.to(losses.dtype)]
+
+    def sample_size(self, batches: Sequence[PackedBatch]) -> int:
+        """See ``Objective``."""
+        return sum(batch.count("target") for batch in batches)
+
+    def logged(self, sums: Sequence[float]) -> dict[str, float]:
+        """See ``Objective``. fairseq counts each number as a sentence."""
+        return {"loss": sums[0], "nsentences": int(sums[1])}
+
+    def unused(self, model: Any) -> Iterable[Tensor]:
+        """See ``Objective``."""
+        unused: Iterable[Tensor] = model.unused_by(self.head)
+        return unused
+
+
+def _is_real(rows: Rows) -> Tensor:
+    """bool [T]: is it a row of a sentence, and not one that fills up the bucket?"""
+    places = torch.arange(len(rows.segments.positions), device=rows.segments.positions.device)
+    return places < rows.segments.cu_seqlens[-1]
+
+
+def _fitted(x: Tensor, rows: int) -> Tensor:
+    """x, cut to ``rows`` or filled up with zeros: a bucket has another room for sentences."""
+    missing = rows - len(x)
+    return x[:rows] if missing <= 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
 def declares(thing: Any, name: str) -> bool:
     """Whether the class of ``thing`` (a model or a criterion) itself defines ``name``.
 
@@ -122,4 +271,13 @@ def declares(thing: Any, name: str) -> bool:
     return name in vars(type(thing))
 
 
-__all__ = ["CrossEntropy", "LabelSmoothing", "Objective", "PackedModel", "declares"]
+__all__ = [
+    "CrossEntropy",
+    "LabelSmoothing",
+    "MaskedTokens",
+    "Objective",
+    "PackedModel",
+    "SentenceClasses",
+    "SentenceNumbers",
+    "declares",
+]

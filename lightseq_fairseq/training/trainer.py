@@ -87,8 +87,6 @@ class Trainer(stopping.StoppableTrainer):
         iterator = super().get_train_iterator(*arguments, **keywords)
         assert self.optimizer is not None  # builds the optimizer, which sets _fallback_reason
         self._fallback_reason = self._fallback_reason or batch.covers(iterator.dataset)
-        if self._fallback_reason is None and self._fast_path is None:
-            self._fallback_reason = fast_path.state_fallback_reason(self)
         if (
             self._fallback_reason is not None and self._fast_path is not None
         ):  # the data of this shard cannot be packed, those of an earlier one could

@@ -157,6 +157,95 @@ def test_who_sets_the_batch_sets_the_tokens_of_an_update(
     assert (found.get("--max-tokens"), found.get("--update-freq")) == (tokens, micro_batches)
 
 
+ROBERTA = "data --arch ls_roberta_base --task"
+
+
+def test_masked_language_models_have_fairseqs_recipe_of_roberta() -> None:
+    assert added(f"{ROBERTA} masked_lm") == {
+        "--optimizer": "ls_adam",
+        "--adam-betas": "(0.9, 0.98)",
+        "--adam-eps": "1e-6",
+        "--clip-norm": "0",
+        "--weight-decay": "0.01",
+        "--criterion": "ls_masked_lm",
+        "--lr": "5e-4",
+        "--lr-scheduler": "polynomial_decay",
+        "--warmup-updates": "10000",
+        "--total-num-update": "125000",
+        "--sample-break-mode": "complete",
+        "--tokens-per-sample": "512",
+        "--max-tokens": "8192",
+        "--update-freq": "16",
+        "--max-update": "125000",
+        "--seed": "1",
+        "--distributed-world-size": "1",
+    }
+
+
+def test_fine_tuning_has_fairseqs_recipe_of_glue() -> None:
+    assert added(f"{ROBERTA} sentence_prediction --num-classes 2") == {
+        "--optimizer": "ls_adam",
+        "--adam-betas": "(0.9, 0.98)",
+        "--adam-eps": "1e-6",
+        "--clip-norm": "0",
+        "--weight-decay": "0.1",
+        "--criterion": "ls_sentence_prediction",
+        "--lr": "2e-5",
+        "--lr-scheduler": "polynomial_decay",
+        "--warmup-updates": "122",
+        "--total-num-update": "2036",
+        "--init-token": "0",
+        "--separator-token": "2",
+        "--batch-size": "16",
+        "--max-tokens": "4400",
+        "--update-freq": "1",
+        "--max-update": "2036",
+        "--seed": "1",
+        "--distributed-world-size": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "total", "last"),
+    [
+        ("--max-update 7", "7", None),
+        ("--max-update 0", "2036", None),
+        ("--max-epoch 3", "2036", None),
+        ("--total-num-update 9", None, "2036"),
+        ("--lr-scheduler fixed", None, "2036"),
+    ],
+)
+def test_a_falling_rate_ends_with_the_run(given: str, total: str | None, last: str | None) -> None:
+    found = added(f"{ROBERTA} sentence_prediction {given}")
+    assert (found.get("--total-num-update"), found.get("--max-update")) == (total, last)
+
+
+def test_other_tasks_of_roberta_have_its_recipes() -> None:
+    assert added(f"{ROBERTA} multilingual_masked_lm") == added(f"{ROBERTA} masked_lm")
+    ranking, prediction = (added(f"{ROBERTA} sentence_{x}") for x in ("ranking", "prediction"))
+    assert ranking == {**prediction, "--criterion": "sentence_ranking"}
+
+
+@pytest.mark.parametrize("task", ["masked_lm", "sentence_prediction"])
+@pytest.mark.parametrize("given", ["", "--optimizer adam", "--criterion x", "--lr-scheduler fixed"])
+def test_roberta_never_gets_the_recipe_of_translation(task: str, given: str) -> None:
+    found = added(f"{ROBERTA} {task} {given}")
+    assert "--label-smoothing" not in found
+    assert found.get("--lr-scheduler") in (None, "polynomial_decay")
+    assert found["--max-update"] == {"masked_lm": "125000", "sentence_prediction": "2036"}[task]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentences", "tokens"),
+    [("", "16", "4400"), ("--max-tokens 99", None, None), ("--batch-size 8", None, None)],
+)
+def test_who_sets_the_batch_of_fine_tuning_sets_all_of_it(
+    given: str, sentences: str | None, tokens: str | None
+) -> None:
+    found = added(f"{ROBERTA} sentence_prediction {given}")
+    assert (found.get("--batch-size"), found.get("--max-tokens")) == (sentences, tokens)
+
+
 def test_other_tasks_have_the_recipe_of_translation() -> None:
     for task in ("multilingual_translation", "translation_multi_simple_epoch", "mine"):
         assert added(f"{ARCH} --task {task}") == added(ARCH)

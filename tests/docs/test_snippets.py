@@ -38,15 +38,18 @@ SMALL_DECODER = (
     "--decoder-layers 1 --decoder-embed-dim 16 --decoder-ffn-embed-dim 16 "
     "--decoder-attention-heads 2 --max-update 10 --num-workers 0 --cpu"
 )
-SMALL = (
+SMALL_ENCODER = (
     "--encoder-layers 1 --encoder-embed-dim 16 --encoder-ffn-embed-dim 16 "
-    f"--encoder-attention-heads 2 {SMALL_DECODER}"
+    "--encoder-attention-heads 2"
 )
+SMALL = f"{SMALL_ENCODER} {SMALL_DECODER}"
+SMALL_ROBERTA = f"{SMALL_ENCODER} --max-update 10 --num-workers 0 --cpu"
 SHELL = f"""
 for name in lightseq-train fairseq-train torchrun; do
     eval "$name() {{
         case \\$* in
             *language_modeling*) command $name \\"\\$@\\" {SMALL_DECODER} || return;;
+            *roberta*) command $name \\"\\$@\\" {SMALL_ROBERTA} || return;;
             *) command $name \\"\\$@\\" {SMALL} || return;;
         esac
     }}"
@@ -76,7 +79,7 @@ def program(page: str, languages: tuple[str, ...]) -> str:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files that a reader has: texts, binarised data, checkpoints of a run, their
-    average; and binarised running text with a language model."""
+    average; binarised running text with a language model; and pairs of sentences with labels."""
     folder = tmp_path_factory.mktemp("world")
     write_text(folder)
     for split in SPLITS:
@@ -99,6 +102,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     succeed("train", folder / "text-bin", *words.split(), "--save-dir", folder / "text")
     (folder / "text/checkpoint_last.pt").rename(folder / "lm.pt")
     shutil.rmtree(folder / "text")
+    (folder / "rte").mkdir()
+    for split, text_of in (("train", "train"), ("dev", "valid")):
+        sentences = (folder / f"{text_of}.bpe.en").read_text()
+        labels = "".join(f"{i % 2}\n" for i, _ in enumerate(sentences.splitlines()))
+        for part, lines in (("input0", sentences), ("input1", sentences), ("label", labels)):
+            (folder / "rte" / f"{split}.{part}").write_text(lines)
     return folder
 
 

@@ -15,6 +15,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -27,12 +28,13 @@ from lightseq_fairseq import fairseq_compat
 
 fairseq_compat.prepare()
 
-import fairseq.modules  # noqa: E402
 from fairseq import options, tasks, utils  # noqa: E402
+from fairseq.criterions import sentence_prediction  # noqa: E402
 from fairseq.data import iterators  # noqa: E402
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf  # noqa: E402
 from fairseq.logging import metrics  # noqa: E402
 from fairseq.modules import transformer_layer  # noqa: E402
+from fairseq.optim import fp16_optimizer  # noqa: E402
 from fairseq.trainer import Trainer as NativeTrainer  # noqa: E402
 
 import lightseq_fairseq.plugins  # noqa: E402, F401
@@ -120,6 +122,36 @@ TEXT: dict[str, Any] = {
 }
 
 
+# For masked language models, on the text of language models.
+MASKED: dict[str, Any] = {
+    "task": "masked_lm",
+    "arch": "roberta",
+    "criterion": "masked_lm",
+    "label_smoothing": None,
+    "source_lang": None,
+    "target_lang": None,
+    "dataset_impl": None,
+    "decoder_layers": None,
+    "decoder_attention_heads": None,
+    "attention_dropout": 0.0,
+    "tokens_per_sample": 12,
+    "mask_prob": 0.3,
+}
+
+# For sentences with labels.
+CLASSES: dict[str, Any] = {
+    **MASKED,
+    "task": "sentence_prediction",
+    "criterion": "sentence_prediction",
+    "tokens_per_sample": None,
+    "mask_prob": None,
+    "num_classes": 3,
+    "init_token": 0,
+    "separator_token": 2,
+    "max_positions": 32,
+}
+
+
 def write_corpus(folder: Path, pairs: int = 48, longest: int = 9, seed: int = 1) -> Path:
     """Writes raw text of ``pairs`` sentence pairs and two dictionaries of V = 97 entries."""
     rng = random.Random(seed)
@@ -157,6 +189,30 @@ def write_text(folder: Path, lines: int = 60, longest: int = 9, seed: int = 1) -
     (folder / "dict.txt").write_text("".join(f"{w} {1000 - i}\n" for i, w in enumerate(words)))
     for split in ("train", "valid"):
         (folder / split).write_text("\n".join(text) + "\n")
+    return folder
+
+
+def write_classes(folder: Path, sentences: int = 40, numbers: int = 0, seed: int = 1) -> Path:
+    """Writes raw pairs of sentences with one of three labels, or ``numbers`` numbers, each."""
+    rng = random.Random(seed)
+    words = [f"w{i}" for i in range(VOCABULARY - 4)]
+    for side in ("input0", "input1", "label"):
+        (folder / side).mkdir(parents=True, exist_ok=True)
+        names = [f"class{i}" for i in range(3)] if side == "label" else words
+        (folder / side / "dict.txt").write_text(
+            "".join(f"{w} {1000 - i}\n" for i, w in enumerate(names))
+        )
+        for split in ("train", "valid"):
+            lines = []
+            for _ in range(sentences):
+                if side != "label":
+                    lines.append(" ".join(rng.choices(words, k=rng.randint(1, 7))))
+                elif numbers:
+                    lines.append(" ".join(str(rng.uniform(-2, 2)) for _ in range(numbers)))
+                else:
+                    lines.append(rng.choice(names))
+            name = f"{split}.label" if side == "label" and numbers else split
+            (folder / side / name).write_text("\n".join(lines) + "\n")
     return folder
 
 
@@ -288,13 +344,30 @@ def native_in_float64() -> Iterator[None]:
     """fairseq without its casts to float32, so that a float64 model stays in float64.
 
     log_softmax, softmax and the gradient norm use ``torch.float32``, which is float64 here. gelu
-    calls ``.float()``, which is removed here.
+    and the loss of numbers call ``.float()``, which leaves float64 as it is here.
     """
+    wide = Overlay(torch, float32=torch.float64)
     with (
-        mock.patch.object(utils, "torch", Overlay(torch, float32=torch.float64)),
-        mock.patch.object(fairseq.modules, "gelu", torch.nn.functional.gelu),
+        mock.patch.object(utils, "torch", wide),
+        mock.patch.object(import_module("fairseq.modules.cross_entropy"), "torch", wide),
+        mock.patch.object(sentence_prediction, "torch", wide),
+        mock.patch.object(torch.Tensor, "float", float_in_float64()),
     ):
         yield
+
+
+def float_in_float64() -> Callable[..., Tensor]:
+    """``Tensor.float`` that leaves float64 as it is, and makes float64 of whole numbers.
+
+    fairseq's masked_lm has its sample size on the device, and divides the gradient by its float.
+    """
+    to_float = torch.Tensor.float
+
+    def float_(x: Tensor, *args: Any, **options: Any) -> Tensor:
+        is_narrow = x.is_floating_point() and x.dtype != torch.float64
+        return to_float(x, *args, **options) if is_narrow else x.double()
+
+    return float_
 
 
 @contextlib.contextmanager
@@ -304,17 +377,15 @@ def mixed_precision_in_float64() -> Iterator[None]:
     All of fairseq's code for mixed precision runs: loss scale, clipping rule, copies of the
     parameters. But requests for 16-bit or 32-bit numbers return the float64 numbers.
     """
-    to_float, to = torch.Tensor.float, torch.nn.Module.to
-
-    def float_(x: Tensor, *args: Any, **options: Any) -> Tensor:
-        return x if x.dtype == torch.float64 else to_float(x, *args, **options)
+    to = torch.nn.Module.to
 
     def to_(module: torch.nn.Module, *args: Any, **options: Any) -> torch.nn.Module:
         bf16 = options.get("dtype") == torch.bfloat16
         return module if bf16 else to(module, *args, **options)
 
     with (
-        mock.patch.object(torch.Tensor, "float", float_),
+        mock.patch.object(torch.Tensor, "float", float_in_float64()),
+        mock.patch.object(fp16_optimizer, "torch", Overlay(torch, float=torch.float64)),
         mock.patch.object(torch.nn.Module, "half", lambda module: module),
         mock.patch.object(torch.nn.Module, "to", to_),
     ):

@@ -20,7 +20,8 @@ from unittest import mock
 import pytest
 import torch
 
-from helpers.parity import TEXT as _TEXT, parse, write_corpus  # isort: skip  (prepares fairseq)
+from helpers import parity  # isort: skip  (prepares fairseq)
+from helpers.parity import TEXT as _TEXT, parse, write_corpus  # isort: skip
 
 from fairseq import checkpoint_utils
 from fairseq import trainer as native_trainer
@@ -84,6 +85,28 @@ TEXT: dict[str, Any] = {
     "sample_break_mode": "complete",
     "decoder_attention_heads": 2,
     "max_tokens": 48,
+}
+
+# RoBERTa in pre-training and in fine-tuning; write_text and write_classes write its data.
+_ROBERTA: dict[str, Any] = {
+    "arch": "ls_roberta_base",
+    "optimizer": "ls_adam",
+    "share_decoder_input_output_embed": None,
+    "encoder_attention_heads": 2,
+    "attention_dropout": 0.1,
+}
+MASKED: dict[str, Any] = {
+    **parity.MASKED,
+    **_ROBERTA,
+    "criterion": "ls_masked_lm",
+    "sample_break_mode": "complete",
+    "max_positions": 32,
+}
+CLASSES: dict[str, Any] = {
+    **parity.CLASSES,
+    **_ROBERTA,
+    "criterion": "ls_sentence_prediction",
+    "pooler_dropout": 0.1,
 }
 
 

@@ -13,7 +13,7 @@ from helpers.parity import LS, NATIVE, PAD, TEXT, command_line
 from omegaconf import OmegaConf
 
 from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.parameters import as_one
+from lightseq_fairseq.parameters import as_one, flat_buffers, with_spare_rows
 
 SMALL = {**TEXT, "decoder_layers": 2, "decoder_attention_heads": 2}
 ARCHS = ARCH_MODEL_INV_REGISTRY["transformer_lm"]
@@ -134,6 +134,21 @@ def test_layers_drop_by_their_own_bits_and_projections_are_neighbours(text: Path
         assert len(groups) == 2 * 2  # weights and biases of two layers
         for group in groups:
             assert as_one(group).data_ptr() == group[0].data_ptr()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_have_room_for_a_multiple_of_eight(text: Path, tied: bool) -> None:
+    task, model = build(text, LS, **({"share_decoder_input_output_embed": True} if tied else {}))
+    words = len(task.dictionary)
+    assert words % 8
+    for changed in (model, model.double()):
+        weight = changed.decoder.output_projection.weight
+        whole = with_spare_rows(weight)
+        assert whole is not None and len(whole) % 8 == 0 and not whole[words:].any()
+        (buffer,) = flat_buffers(changed.parameters())
+        assert buffer.parameters[0] is weight
+        logits = changed(torch.tensor([[2, 5, 7]]))[0]
+        assert logits.shape[2] == words and logits.stride(1) == len(whole)
 
 
 def test_token_by_token(text: Path) -> None:

@@ -13,6 +13,7 @@ from lightseq_fairseq.parameters import (
     as_one,
     flat_buffers,
     flatten_parameters,
+    with_spare_rows,
 )
 
 SHAPES = ((3, 5), (7,), (4, 5), (4, 5), (1,))
@@ -105,6 +106,31 @@ class TestFlattenParameters:
         assert third.data_ptr() % ALIGNMENT == 0
         assert torch.equal(one, torch.cat([third, first, second]))
         assert same(module, before)
+
+    def test_spare_rows(self) -> None:
+        module = parameters((5, 3), (5,), (16, 2), (3, 4))
+        before = values(module)
+        (buffer,) = flatten_parameters(module, spared=[module[0], module[1], module[3]])
+        assert same(module, before)
+        for place, shape in ((0, (8, 3)), (1, (8,))):
+            whole = with_spare_rows(module[place])
+            assert whole is not None and whole.shape == shape
+            assert torch.equal(whole[:5], module[place]) and not whole[5:].any()
+        # Nothing is reserved for module[2]; module[3] is the last one.
+        assert with_spare_rows(module[2]) is with_spare_rows(module[3]) is None
+        # An optimizer still finds one buffer.
+        (found,) = flat_buffers(module.parameters())
+        assert found.data.data_ptr() == buffer.data.data_ptr()
+        module.half()
+        assert with_spare_rows(module[0]) is None
+
+    def test_spare_rows_wider_than_a_gap(self) -> None:
+        module = parameters((9, 64), (3,))
+        flatten_parameters(module, spared=[module[0]])
+        (buffer,) = flat_buffers(module.parameters())
+        assert buffer.offsets[1] == 16 * 64
+        (masters,) = flat_buffers(buffer.views(buffer.data.double()))
+        assert masters.offsets == buffer.offsets
 
     def test_second_call_moves_nothing(self) -> None:
         module = parameters(*SHAPES)

@@ -117,7 +117,7 @@ def test_a_run_with_layerdrop_goes_on_without(
     caplog.clear()
     caplog.set_level(logging.INFO)
     assert len(run(data, tmp_path, **{**flags, "max_update": 16})) == 7
-    assert reasons(caplog) == ["some parameters were updated less often than others"]
+    assert reasons(caplog) == []  # though some layers were updated less often than others
 
 
 @pytest.mark.parametrize("first", [True, None], ids=["added", "removed"])

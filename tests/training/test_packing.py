@@ -20,6 +20,7 @@ from lightseq_fairseq import fairseq_compat
 fairseq_compat.prepare()
 
 from fairseq.data import (  # noqa: E402
+    ConcatDataset,
     Dictionary,
     EpochBatchIterator,
     LanguagePairDataset,
@@ -27,6 +28,7 @@ from fairseq.data import (  # noqa: E402
     MonolingualDataset,
     TokenBlockDataset,
     TransformEosDataset,
+    TruncatedDictionary,
     indexed_dataset,
 )
 
@@ -358,14 +360,19 @@ def test_covers_language_pairs_alone() -> None:
     assert covers(Extended(*sides, *sides)) == "the dataset is of type Extended"
 
 
-def text(breaks: str, pads: bool = False, **options: Any) -> Any:
-    """fairseq's dataset of running text, with or without pads in the text."""
+def text(breaks: str, pads: bool = False, files: Path | None = None, **options: Any) -> Any:
+    """fairseq's dataset of running text, with or without pads in the text.
+
+    files: a folder for the text as two memory-mapped files; otherwise it is a list.
+    """
     found = with_pads(sentences(3)) if pads else sentences(3)
     found[5] = found[20] = torch.tensor([EOS])  # between documents
     sizes = np.array([len(sentence) for sentence in found])
-    blocks = TokenBlockDataset(
-        ListDataset(found, sizes), sizes, 11, PAD, EOS, breaks, include_targets=True
-    )
+    stored: Any = ListDataset(found, sizes)
+    if files is not None:
+        parts = [mapped(files, "train", found[:17]), mapped(files, "train1", found[17:])]
+        stored = ConcatDataset(parts)
+    blocks = TokenBlockDataset(stored, sizes, 11, PAD, EOS, breaks, include_targets=True)
     options = {"targets": ["future"], "add_eos_for_other_targets": breaks != "none", **options}
     return MonolingualDataset(blocks, blocks.sizes, DICTIONARY, **options)
 
@@ -375,15 +382,21 @@ TEXTS: dict[str, dict[str, Any]] = {
     "pads": {"pads": True},
     "bos": {"add_bos_token": True},
     "fixed": {"fixed_pad_length": 30},
+    "few words": {"tgt_vocab": TruncatedDictionary(DICTIONARY, 20)},
+    "bos and few words": {"tgt_vocab": TruncatedDictionary(DICTIONARY, 20), "add_bos_token": True},
 }
 
 
 @pytest.mark.parametrize("breaks", ["none", "complete", "complete_doc", "eos"])
+@pytest.mark.parametrize("in_files", [True, False])
 @pytest.mark.parametrize("options", TEXTS.values(), ids=TEXTS)
-def test_text_is_fairseqs(breaks: str, options: dict[str, Any]) -> None:
-    dataset = text(breaks, **options)
+def test_text_is_fairseqs(
+    tmp_path: Path, breaks: str, options: dict[str, Any], in_files: bool
+) -> None:
+    dataset = text(breaks, files=tmp_path if in_files else None, **options)
     assert covers(dataset) is None
-    indices = [3, 0, 7, 3, len(dataset) - 1]
+    order = np.random.default_rng(1).permutation(len(dataset))
+    indices = [3, 0, 7, 3, len(dataset) - 1, *order]
     sample = dataset.collater([dataset[i] for i in indices])
     previous, labels = sample["net_input"]["src_tokens"], sample["target"]
     segments = Segments.from_mask(previous.ne(PAD))
@@ -409,3 +422,21 @@ def test_text_is_fairseqs(breaks: str, options: dict[str, Any]) -> None:
 )
 def test_text_that_is_not_covered(options: dict[str, Any], reason: str) -> None:
     assert covers(text("complete", **options)) == reason
+
+
+def test_text_with_empty_sentences_is_not_covered() -> None:
+    found = [torch.tensor([5, EOS]), torch.tensor([], dtype=torch.int64), torch.tensor([6, EOS])]
+    sizes = np.array([2, 0, 2])
+    blocks = TokenBlockDataset(
+        ListDataset(found, sizes), sizes, 11, PAD, EOS, "eos", include_targets=True
+    )
+    dataset = MonolingualDataset(blocks, blocks.sizes, DICTIONARY, targets=["future"])
+    assert covers(dataset) == "the text has empty sentences"
+
+
+def test_text_files_are_read_without_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = packing(text("complete", files=tmp_path), Granularity(8))
+    expected = packed.collater([packed[index] for index in (2, 0, 1)])
+    monkeypatch.setattr(TokenBlockDataset, "__getitem__", None)
+    monkeypatch.setattr(indexed_dataset.MMapIndexedDataset, "__getitem__", None)
+    assert torch.equal(packed.__getitems__([2, 0, 1]).block, expected.block)

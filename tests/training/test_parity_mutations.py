@@ -16,6 +16,7 @@ from typing import Any
 import helpers.parity as parity
 import pytest
 import torch
+from helpers.mutations import Arguments, Patch, change_op, change_sample_size
 from helpers.parity import LS, NATIVE, PAD, VOCABULARY, ParityError, command_line, compare, train
 from torch import Tensor
 
@@ -27,12 +28,8 @@ from lightseq_fairseq.parameters import DirectGradients
 from lightseq_fairseq.plugins import transformer
 from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion as Criterion
 from lightseq_fairseq.training import objectives
-from lightseq_fairseq.training.fast_path import FastPath
 from lightseq_fairseq.training.flat_adam import FlatAdam
 from lightseq_fairseq.training.step import Count
-
-Patch = pytest.MonkeyPatch
-Arguments = dict[str, Any]
 
 
 @dataclass
@@ -76,19 +73,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def native_runs() -> dict[str, list[parity.Update]]:
     return {}
-
-
-def change_op(patch: Patch, name: str, change: Callable[[Arguments], Any]) -> None:
-    """Makes ``ops.<name>`` use arguments that ``change`` has modified in place."""
-    op = getattr(ops, name)
-    signature = inspect.signature(op)
-
-    def changed(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        change(bound.arguments)
-        return op(*bound.args, **bound.kwargs)
-
-    patch.setattr(ops, name, changed)
 
 
 # Label smoothing
@@ -203,18 +187,6 @@ def clip_of_fp16_as_of_fp32(patch: Patch) -> None:
 
 
 # Sample size
-
-
-def change_sample_size(patch: Patch, change: Callable[[Any, list[float]], float]) -> None:
-    """Makes ``change(step, counts)`` return the number of samples of a step."""
-    counts_of = FastPath._counts
-
-    def changed(self: Any, batches: Any) -> list[float]:
-        counts = counts_of(self, batches)
-        counts[Count.SAMPLE_SIZE] = change(self, counts)
-        return counts
-
-    patch.setattr(FastPath, "_counts", changed)
 
 
 @mutation(updates=2)

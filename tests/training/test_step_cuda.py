@@ -12,7 +12,7 @@ from typing import Any
 import helpers.training_runs as runs
 import pytest
 import torch
-from helpers.parity import write_text
+from helpers.parity import write_classes, write_text
 from helpers.training_runs import ON_GPU, PRECISIONS, captured_graphs
 
 from lightseq_fairseq.ops.update_scalars import Given
@@ -100,6 +100,25 @@ def test_captured_and_eager_are_equal_on_running_text(
     flags = {**runs.TEXT, **PRECISIONS[precision], "cpu": None, "max_update": 24}
     flags |= {f"decoder_{side}_dim": 64 for side in ("embed", "input", "output")}
     flags["corpus"] = write_text(tmp_path / "text")
+    captured = found("captured", **flags)
+    assert_same(captured, found("eager", captured=False, **flags))
+    assert len(captured.losses) == 24
+
+
+@pytest.mark.parametrize("kind", ["masked", "classes", "numbers"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_captured_and_eager_are_equal_in_roberta(
+    precision: str, kind: str, tmp_path: Path, found: Callable[..., Found]
+) -> None:
+    flags = {**(runs.MASKED if kind == "masked" else runs.CLASSES), **PRECISIONS[precision]}
+    flags |= {"cpu": None, "max_update": 24, "encoder_embed_dim": 64}
+    if kind == "masked":
+        flags["corpus"] = write_text(tmp_path / "text")
+    elif kind == "classes":
+        flags["corpus"] = write_classes(tmp_path / "classes")
+    else:
+        flags |= {"corpus": write_classes(tmp_path / "numbers", numbers=2), "num_classes": 2,
+                  "regression_target": True}  # fmt: skip
     captured = found("captured", **flags)
     assert_same(captured, found("eager", captured=False, **flags))
     assert len(captured.losses) == 24

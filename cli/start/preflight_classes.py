@@ -1,0 +1,132 @@
+"""Checks of sentences with labels before fairseq starts to train on them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import numpy as np
+
+from lightseq_fairseq.cli.start import binarised
+from lightseq_fairseq.cli.start.preflight_data import SUBSET_FLAGS, folders_of, splits
+from lightseq_fairseq.errors import UserError
+
+_HOW = (
+    "binarise it with lightseq-preprocess --only-source and a --destdir that ends in {name}, as "
+    "fairseq's examples/roberta do"
+)
+
+
+def classes(command: str, args: argparse.Namespace) -> None:
+    """Raises UserError if the data of sentence_prediction are incomplete or do not match.
+
+    The sentences are in the folder input0, those of a pair also in input1, the labels in label.
+    """
+    from fairseq.data import Dictionary
+
+    if args.num_classes < 1:
+        raise UserError(
+            "--num-classes is missing: set it to the number of classes, or with "
+            "--regression-target to the number of values of a sentence."
+        )
+    (folder, *_) = folders_of(args)
+    is_regression = args.regression_target
+    for name in ("input0",) if is_regression else ("input0", "label"):
+        if not os.path.isfile(os.path.join(folder, name, "dict.txt")):
+            has_text = os.path.isfile(os.path.join(folder, "dict.txt"))
+            have = "running text, and no" if has_text else "no"
+            raise UserError(
+                f"{folder} contains {have} {name}/dict.txt, which --task {args.task} reads: "
+                f"{_HOW.format(name=name)}."
+            )
+    words = Dictionary.load(os.path.join(folder, "input0", "dict.txt"))
+    words.add_symbol("<mask>")
+    for _, split in splits(command, args, [folder]):
+        stem = os.path.join(folder, "input0", split)
+        sentences = binarised.find(stem, None)
+        if sentences is None:
+            flag = SUBSET_FLAGS[command, split == args.train_subset]
+            raise UserError(
+                f"{folder}/input0 contains no {split} split: {_HOW.format(name='input0')}, or "
+                f"choose another split with {flag}."
+            )
+        counts = {stem: len(sentences.lengths)}
+        binarised.check_words(sentences, len(words), everywhere=False)
+        other = os.path.join(folder, "input1", split)
+        if (seconds := binarised.find(other, None)) is not None:
+            binarised.check_words(seconds, len(words), everywhere=False)
+            counts[other] = len(seconds.lengths)
+        labels = os.path.join(folder, "label", split)
+        if is_regression:
+            counts[f"{labels}.label"] = _values(f"{labels}.label", args.num_classes)
+        else:
+            counts[labels] = _labels(labels, args.num_classes)
+        for path, count in counts.items():
+            if count != counts[stem]:
+                raise UserError(
+                    f"{stem} has {counts[stem]} sentences, but {path} has {count}: make both "
+                    "again, from text files with equal numbers of lines."
+                )
+
+
+def _labels(stem: str, classes: int) -> int:
+    """The number of labels in a binarised file.
+
+    Raises:
+        UserError: there is none, or it contains other things than a class a line.
+    """
+    from fairseq.data import Dictionary
+
+    found = binarised.find(stem, None)
+    if found is None:
+        raise UserError(f"{stem}.idx, the labels, does not exist: {_HOW.format(name='label')}.")
+    dictionary = Dictionary()
+    tokens = np.asarray(found.tokens, np.int64) - found.first_id
+    lines = np.repeat(np.arange(len(found.lengths)), found.lengths)
+    is_class = tokens != dictionary.eos()
+    counts = np.bincount(lines[is_class], minlength=len(found.lengths))
+    if (counts != 1).any():
+        line = int(np.argmax(counts != 1)) + 1
+        raise UserError(
+            f"Line {line} of the labels {stem} has {counts[line - 1]} words, but a label is one "
+            "word: correct it, and binarise the labels again."
+        )
+    labels = tokens[is_class] - dictionary.nspecial
+    if labels.min() < 0:
+        line = int(np.argmax(labels < 0)) + 1
+        raise UserError(
+            f"Line {line} of the labels {stem} is not in label/dict.txt: binarise the labels "
+            "again, with the same --srcdict for all splits."
+        )
+    if labels.max() >= classes:
+        raise UserError(
+            f"The labels {stem} have at least {labels.max() + 1} classes, but --num-classes is "
+            f"{classes}: raise it."
+        )
+    return len(labels)
+
+
+def _values(path: str, count: int) -> int:
+    """The number of lines of a file with ``count`` numbers each.
+
+    Raises:
+        UserError: the file does not exist, or a line contains something else.
+    """
+    if not os.path.isfile(path):
+        raise UserError(
+            f"{path} does not exist, from which --regression-target reads a line of --num-classes "
+            "numbers for each sentence: write it, or remove --regression-target."
+        )
+    with open(path, encoding="utf-8") as file:
+        lines = file.read().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            values = [float(x) for x in line.split()]
+        except ValueError:
+            values = []
+        if len(values) != count:
+            raise UserError(
+                f"Line {number} of {path} is not {count} numbers, as --num-classes says: {line!r}. "
+                "Correct the line or the flag."
+            )
+    return len(lines)

@@ -1,0 +1,154 @@
+"""``ls_roberta``: fairseq's RoBERTa computed on packed tokens by the fused layers.
+
+Shapes: B = sentences, L = longest sentence, T = packed tokens, C = model width, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from fairseq.models import (
+    ARCH_CONFIG_REGISTRY,
+    ARCH_MODEL_INV_REGISTRY,
+    register_model,
+    register_model_architecture,
+)
+from fairseq.models.roberta import RobertaEncoder, RobertaLMHead, RobertaModel
+from fairseq.models.transformer import TransformerConfig
+from fairseq.modules.transformer_sentence_encoder import init_bert_params
+from torch import Tensor, nn
+
+from lightseq_fairseq.fairseq_compat import patching
+from lightseq_fairseq.layers import MultiheadAttention, dropout, linear, masked_lm_logits
+from lightseq_fairseq.packing import Packed
+from lightseq_fairseq.plugins.flat_model import MASKED_TEXT, FlatModel
+from lightseq_fairseq.plugins.transformer import LSTransformerEncoder
+
+_HEAD_SITES = (2, 3)  # dropout before the two products of a classification head
+
+
+class LSRobertaLMHead(RobertaLMHead):
+    """The head of a masked language model. Source: ``fairseq.models.roberta.RobertaLMHead``."""
+
+    def __init__(
+        self, embed_dim: int, output_dim: int, activation_fn: str, weight: Tensor | None
+    ) -> None:
+        super().__init__(embed_dim, output_dim, activation_fn, weight)
+        self.activation = activation_fn
+
+    def forward(
+        self, features: Tensor, masked_tokens: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """Logits [..., V] of features [..., C]; masked_tokens: those to project, bool [...]."""
+        if masked_tokens is not None:
+            features = features[masked_tokens, :]
+        rows = features.flatten(0, -2)
+        rng = torch.zeros(2, dtype=torch.int64, device=rows.device)
+        logits = masked_lm_logits(
+            rows, self.dense, self.activation, self.layer_norm, self.weight, self.bias, rng
+        )
+        return logits.unflatten(0, features.shape[:-1])
+
+
+class LSRobertaEncoder(RobertaEncoder):
+    """A stack of fused layers with its head. Source: ``fairseq.models.roberta.RobertaEncoder``."""
+
+    def build_encoder(self, args: Any, dictionary: Any, embed_tokens: Any) -> LSTransformerEncoder:
+        cfg = TransformerConfig.from_namespace(args)
+        encoder = LSTransformerEncoder(cfg, dictionary, embed_tokens)
+        encoder.apply(init_bert_params)
+        return encoder
+
+    def build_lm_head(
+        self, embed_dim: int, output_dim: int, activation_fn: str, weight: Tensor | None
+    ) -> LSRobertaLMHead:
+        return LSRobertaLMHead(embed_dim, output_dim, activation_fn, weight)
+
+
+@register_model("ls_roberta")
+class LSRobertaModel(FlatModel, RobertaModel):
+    """Bidirectional encoder, trained to restore masked tokens and fine-tuned to classify sentences.
+
+    Source: ``fairseq.models.roberta.RobertaModel``, whose flags, parameter names, initial values
+    and padded interface it keeps; Liu et al. 2019.
+    """
+
+    data = MASKED_TEXT
+
+    def __init__(self, args: Any, encoder: LSRobertaEncoder) -> None:
+        super().__init__(args, encoder)
+        self.lay_out()
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> LSRobertaModel:
+        """Build from fairseq's namespace.
+
+        Raises:
+            UserError: as in ``FlatModel``; or if ``args`` are a checkpoint's options and the
+                dictionary differs from the checkpoint's.
+        """
+        cls.check_dictionaries(args, task)
+        with ExitStack() as replaced:
+            for target, ours in (
+                ("fairseq.models.roberta.model:RobertaEncoder", LSRobertaEncoder),
+                (
+                    "fairseq.modules.transformer_sentence_encoder:MultiheadAttention",
+                    MultiheadAttention,
+                ),
+            ):
+                replaced.enter_context(patching.within(target, ours))
+            model: LSRobertaModel = super().build_model(args, task)
+        return model
+
+    def sides(self) -> list[tuple[LSTransformerEncoder]]:
+        return [(self.encoder.sentence_encoder,)]
+
+    def spared(self) -> list[Tensor]:
+        head = self.encoder.lm_head
+        return [head.weight, head.bias]
+
+    def register_classification_head(
+        self,
+        name: str,
+        num_classes: int | None = None,
+        inner_dim: int | None = None,
+        **options: Any,
+    ) -> None:
+        """As in fairseq; the parameters are laid out again."""
+        super().register_classification_head(name, num_classes, inner_dim, **options)
+        self._flatten()
+
+    def packed_logits(self, batch: Packed, rng: Tensor, head: str | None = None) -> Tensor:
+        """Logits [T, V] of the masked rows or, with ``head``, that head's outputs [B, classes].
+
+        ``rng`` int64 [2] from ``draw_rng``.
+        """
+        source = batch["source"]
+        x = self.encoder.sentence_encoder.features(source["tokens"], source.segments, rng)
+        if head is None:
+            logits: Tensor = self.encoder.lm_head(x.index_select(0, batch["masked"]["rows"]))
+            return logits
+        # Sentences that fill up the bucket are empty, and begin after the last real row.
+        starts = source.segments.cu_seqlens[:-1].clamp(max=len(x) - 1)
+        return self._classify(self.classification_heads[head], x.index_select(0, starts), rng)
+
+    def _classify(self, head: Any, x: Tensor, rng: Tensor) -> Tensor:
+        """fairseq's ``RobertaClassificationHead`` of features [B, C]; our dropout."""
+        p = head.dropout.p if self.training else 0.0
+        x = dropout(x, p, rng, _HEAD_SITES[0])
+        x = head.activation_fn(linear(x, head.dense.weight, head.dense.bias))
+        x = dropout(x, p, rng, _HEAD_SITES[1])
+        return linear(x, head.out_proj.weight, head.out_proj.bias)
+
+    def unused_by(self, head: str | None) -> list[nn.Parameter]:
+        """The parameters that do not contribute to `packed_logits` with ``head``."""
+        used = [self.encoder.sentence_encoder]
+        used.append(self.encoder.lm_head if head is None else self.classification_heads[head])
+        places = {id(p) for module in used for p in module.parameters()}
+        return [p for p in self.parameters() if id(p) not in places]
+
+
+for _arch in ARCH_MODEL_INV_REGISTRY["roberta"]:
+    register_model_architecture("ls_roberta", f"ls_{_arch}")(ARCH_CONFIG_REGISTRY[_arch])

@@ -1,0 +1,62 @@
+"""Make packed batches of items of fairseq's datasets, in the workers of ``DataLoader``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightseq_fairseq.packing import Granularity
+from lightseq_fairseq.training.batch.classes import PackingClasses
+from lightseq_fairseq.training.batch.dataset import PackingDataset
+from lightseq_fairseq.training.batch.masked import PackingMasked
+from lightseq_fairseq.training.batch.nested import columns, unsorted
+from lightseq_fairseq.training.batch.pairs import PackingPairs, PackingParts
+from lightseq_fairseq.training.batch.text import PackingText
+
+
+def packing(dataset: Any, granularity: Granularity | None = None) -> PackingDataset:
+    """Wrap ``dataset`` so that its batches are packed; ``covers(dataset)`` must be None."""
+    kind = _kind(dataset)
+    assert kind is not None
+    return kind(dataset, granularity)
+
+
+def covers(dataset: Any) -> str | None:
+    """Why ``packing`` cannot replace this dataset's collater, in a few words; None if it can.
+
+    Only exact classes of fairseq are covered. A wrapper or subclass could change a batch in ways
+    that this code does not know of.
+    """
+    kind = _kind(dataset)
+    other = {f"the dataset is of type {type(unsorted(dataset)).__name__}": True}
+    reasons = other if kind is None else kind.lacks(dataset)
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _kind(dataset: Any) -> type[PackingDataset] | None:
+    """The class that packs the batches of fairseq's ``dataset``; None if there is none."""
+    from fairseq.data import LanguagePairDataset, MonolingualDataset, RoundRobinZipDatasets
+
+    kinds: dict[type, type[PackingDataset]] = {
+        LanguagePairDataset: PackingPairs,
+        RoundRobinZipDatasets: PackingParts,
+        MonolingualDataset: PackingText,
+    }
+    if type(dataset) in kinds:
+        return kinds[type(dataset)]
+    # fairseq's newer tasks nest datasets, one for each entry of a batch.
+    found = columns(dataset)
+    if found is None:
+        return None
+    return PackingMasked if PackingMasked.masks(found) else PackingClasses
+
+
+__all__ = [
+    "PackingClasses",
+    "PackingDataset",
+    "PackingMasked",
+    "PackingPairs",
+    "PackingParts",
+    "PackingText",
+    "covers",
+    "packing",
+]

@@ -1,0 +1,112 @@
+"""Batches of sentences with labels: classes or numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightseq_fairseq.packing import CLASSES, Granularity, PackedBatch
+from lightseq_fairseq.training.batch import nested
+from lightseq_fairseq.training.batch.dataset import Column, Filled, PackingDataset, packed
+from lightseq_fairseq.training.batch.reading import Sentences, joined, reader
+
+_SOURCE = "net_input.src_tokens"
+# What a batch of fairseq's task sentence_prediction has.
+_ENTRIES = {"id", _SOURCE, "net_input.src_lengths", "target", "nsentences", "ntokens"}
+_NO_CLASS = -100  # fairseq's loss ignores this label, too
+
+
+class PackingClasses(PackingDataset):
+    """Batches of sentences with labels, each a ``PackedBatch``.
+
+    A batch has the sentences and labels of fairseq's task ``sentence_prediction``, in the order of
+    the given indices; ``CLASSES`` says in which form. A row that is the pad token is
+    dropped, as ``Segments.from_mask`` does. It still counts in ``ntokens``, as in fairseq.
+
+    Args:
+        dataset: fairseq's dataset of the task; ``covers(dataset)`` must be None.
+        granularity: see ``PackingDataset``.
+    """
+
+    def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
+        super().__init__(dataset, granularity)
+        columns = nested.columns(dataset) or {}
+        padded, self._target = columns[_SOURCE], columns["target"]
+        self._pad = padded.pad_idx
+        self._read = reader(padded)
+        self._labels = None if _is_regression(self._target) else reader(_words(self._target))
+
+    @staticmethod
+    def lacks(dataset: Any) -> dict[str, bool]:
+        """See ``PackingDataset``."""
+        from fairseq.data import RightPadDataset
+
+        columns = nested.columns(dataset) or {}
+        extra = sorted(set(columns) - _ENTRIES)
+        target = columns.get("target")
+        return {
+            "items have several inputs": "net_input1.src_tokens" in columns,  # sentence_ranking
+            f"batches also have {', '.join(extra)}": bool(extra),
+            "the data have no labels": target is None,
+            "sentences are not padded at their ends": type(columns.get(_SOURCE))
+            is not RightPadDataset,
+            f"the labels are of type {type(target).__name__}": not _is_regression(target)
+            and _words(target) is None,
+        }
+
+    def __getitems__(self, indices: Any) -> PackedBatch:
+        """The batch of these sentences."""
+        indices = np.asarray(indices, dtype=np.int64)
+        if self._labels is None:
+            numbers = torch.tensor([self._target[index] for index in indices.tolist()])
+            return self._pack(self._read(indices), _of_numbers(numbers))
+        words = self._labels(indices)
+        words = words.keep(words.tokens != self._target.dataset.id_to_strip)
+        classes = words.tokens.astype(np.int64) + self._target.offset
+        return self._pack(self._read(indices), Sentences(classes, words.lengths))
+
+    def collater(self, samples: Any) -> PackedBatch:
+        """See ``PackingDataset``."""
+        if isinstance(samples, PackedBatch):
+            return samples
+        targets = [s["target"] for s in samples]
+        source = joined([s[_SOURCE] for s in samples])
+        is_regression = self._labels is None
+        return self._pack(
+            source, _of_numbers(torch.tensor(targets)) if is_regression else joined(targets)
+        )
+
+    def _pack(self, source: Sentences, labels: Sentences) -> PackedBatch:
+        ntokens = len(source.tokens)
+        kept = source.tokens != self._pad
+        if not kept.all():
+            source = source.keep(kept)
+        past = 0 if self._labels is None else _NO_CLASS
+        streams = (
+            Filled(source.lengths, [Column(source.tokens, self._pad)], self.granularity),
+            Filled(labels.lengths, [Column(labels.tokens, past)], self.granularity.of_part(0)),
+        )
+        return packed(CLASSES, streams, ntokens)
+
+
+def _is_regression(target: Any) -> bool:
+    """Whether the labels are numbers, a list for each sentence."""
+    from fairseq.data import RawLabelDataset
+
+    return type(target) is RawLabelDataset and all(isinstance(x, list) for x in target.labels[:1])
+
+
+def _words(target: Any) -> Any:
+    """The dataset of labels before fairseq strips eos and subtracts; None if it is no such."""
+    from fairseq.data import OffsetTokensDataset, StripTokenDataset
+
+    return nested.inside(target, OffsetTokensDataset, StripTokenDataset)
+
+
+def _of_numbers(numbers: torch.Tensor) -> Sentences:
+    """The bits of float64 [B, N], rounded to float32 as by fairseq's collater."""
+    values = numbers.float().double().view(torch.int64).flatten().numpy()
+    count = len(numbers)
+    return Sentences(values, np.full(count, len(values) // max(count, 1)))

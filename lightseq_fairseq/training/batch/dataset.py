@@ -1,0 +1,117 @@
+"""What the packing datasets share: their interface, and how a batch is written into its block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightseq_fairseq.packing import Bucket, Granularity, Layout, PackedBatch, block_size
+from lightseq_fairseq.training.batch.reading import Sentences
+
+
+class PackingDataset(torch.utils.data.Dataset[Any]):
+    """A dataset with packed batches, for ``DataLoader`` and fairseq's batch iterator.
+
+    Use this object's ``collater``. Everything else is forwarded to the wrapped dataset.
+
+    Args:
+        dataset: fairseq's dataset; ``covers(dataset)`` must be None.
+        granularity: rounding of the numbers of rows and sentences, see ``packed``.
+    """
+
+    def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
+        self.dataset = dataset
+        self.granularity = granularity or Granularity()
+
+    def __getattr__(self, name: str) -> Any:
+        # Unpickling looks up attributes before ``dataset`` is set.
+        if name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    @staticmethod
+    def lacks(dataset: Any) -> dict[str, bool]:
+        """Unsupported features, in a few words -> whether ``dataset`` uses them."""
+        raise NotImplementedError
+
+    def __getitems__(self, indices: Any) -> Any:
+        """The batch of these items; torch's fetcher calls this method if it exists."""
+        raise NotImplementedError
+
+    def collater(self, samples: Any) -> Any:
+        """Pack a list of items; return the result of ``__getitems__`` unchanged."""
+        raise NotImplementedError
+
+
+class Column(NamedTuple):
+    """The values of a column, one per row, and the value of the rows after the real ones."""
+
+    values: np.ndarray
+    past: int
+
+
+class Filled(NamedTuple):
+    """What a stream of a batch is filled with.
+
+    Attributes:
+        lengths: rows of each sentence.
+        columns: in the order of the layout.
+        granularity: rounding of the number of rows.
+        least: the stream has at least so many rows, real or not.
+    """
+
+    lengths: np.ndarray
+    columns: Sequence[Column]
+    granularity: Granularity
+    least: int = 0
+
+
+def packed(layout: Layout, streams: Sequence[Filled], ntokens: int, part: str = "") -> PackedBatch:
+    """Write a batch into one block.
+
+    The number of sentences is rounded up to 256, 1024, 4096, ... if the first stream rounds its
+    rows.
+
+    Args:
+        streams: in the order of the layout.
+        ntokens, part: see ``PackedBatch``.
+    """
+    sentences = room = len(streams[0].lengths)
+    if streams[0].granularity.fine > 1:
+        # Few sizes, since each needs its own graphs; an unused sentence costs only 4 bytes.
+        room = 256
+        while room < sentences:
+            room *= 4
+    counts = [int(filled.lengths.sum()) for filled in streams]
+    rows = (
+        filled.granularity.rounded(max(count, filled.least))
+        for filled, count in zip(streams, counts, strict=True)
+    )
+    bucket = Bucket(tuple(rows), room)
+    longest = tuple(int(filled.lengths.max(initial=0)) for filled in streams)
+    # Every part is filled to its end; what lies between two parts is never read.
+    block = torch.zeros(block_size(layout, bucket), dtype=torch.int64)
+    batch = PackedBatch(block, layout, bucket, sentences, ntokens, longest, part)
+    for into, filled, count in zip(batch.open().values(), streams, counts, strict=True):
+        for column, given in zip(into.columns.values(), filled.columns, strict=True):
+            _fill(column, given.values, given.past)
+        sides = Sentences(np.empty(0), filled.lengths)
+        _fill(into.segments.positions, sides.positions(), 0)
+        _fill(into.segments.cu_seqlens, sides.boundaries(), count)
+    return batch
+
+
+def _fill(part: Tensor, values: np.ndarray, past: int) -> None:
+    """Write ``values`` into a part of a block, and fill the rest of the part with ``past``."""
+    part.numpy()[: len(values)] = values
+    part.numpy()[len(values) :] = past

@@ -1,0 +1,210 @@
+"""Batches of text with masked tokens, for masked language models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.packing import MASKED, Granularity, PackedBatch
+from lightseq_fairseq.training.batch import nested
+from lightseq_fairseq.training.batch.dataset import Column, Filled, PackingDataset, packed
+from lightseq_fairseq.training.batch.reading import Sentences, joined, positions, reader
+
+# What a batch of fairseq's task masked_lm has.
+_ENTRIES = {
+    "id", "net_input.src_tokens", "net_input.src_lengths", "target", "nsentences", "ntokens",
+}  # fmt: skip
+# Settings of MaskTokensDataset that source and target must share, because both come from one draw.
+_SHARED = (
+    "dataset", "seed", "pad_idx", "mask_idx", "mask_prob", "mask_multiple_length", "mask_stdev",
+    "mask_whole_words",
+)  # fmt: skip
+
+
+class PackingMasked(PackingDataset):
+    """Batches of text with masked tokens, each a ``PackedBatch``.
+
+    A batch has the tokens and labels of fairseq's task ``masked_lm``: the same masks for the same
+    seed, epoch and index. fairseq draws them twice per item, for the source and for the target;
+    here it is once.
+
+    A row that is the pad token after masking is dropped, as ``Segments.from_mask`` does. It still
+    counts in ``ntokens``, as in fairseq. A masked pad token has no label, as in fairseq.
+
+    Args:
+        dataset: fairseq's dataset of the task; ``covers(dataset)`` must be None.
+        granularity: see ``PackingDataset``.
+    """
+
+    def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
+        super().__init__(dataset, granularity)
+        # fairseq sets the epoch on this object.
+        self._noise, _ = _source_and_target(nested.columns(dataset) or {})
+        self._read = reader(self._noise.dataset)
+        self._words = None  # cumulative probabilities of random tokens
+        if self._noise.random_token_prob > 0:
+            self._words = self._noise.weights.cumsum()
+            self._words /= self._words[-1]
+
+    @staticmethod
+    def masks(columns: dict[str, Any]) -> bool:
+        """Whether the entries of a batch, see ``nested.columns``, have masked tokens."""
+        return _source_and_target(columns)[0] is not None
+
+    @staticmethod
+    def lacks(dataset: Any) -> dict[str, bool]:
+        """See ``PackingDataset``."""
+        from fairseq.data import PrependTokenDataset
+
+        columns = nested.columns(dataset) or {}
+        source, target = _source_and_target(columns)
+        extra = sorted(set(columns) - _ENTRIES)
+        is_one_draw = (
+            target is not None
+            and (source.return_masked_tokens, target.return_masked_tokens) == (False, True)
+            and all(getattr(source, name) is getattr(target, name) for name in _SHARED)
+        )
+        return {
+            f"batches also have {', '.join(extra)}": bool(extra),
+            "the labels are not the masked tokens": not is_one_draw,
+            # A first token before each block begins a word; fairseq fails without one.
+            "no token is set before the blocks": source.mask_whole_words is not None
+            and nested.inside(source.dataset, *_cached(PrependTokenDataset)) is None,
+        }
+
+    def __getitems__(self, indices: Any) -> PackedBatch:
+        """The batch of these blocks."""
+        indices = np.asarray(indices, dtype=np.int64)
+        text = self._read(indices)
+        masked, chosen = self._mask(text, indices)
+        return self._pack(masked, text.tokens, chosen)
+
+    def collater(self, samples: Any) -> PackedBatch:
+        """See ``PackingDataset``."""
+        if isinstance(samples, PackedBatch):
+            return samples
+        source, labels = (
+            joined([s[entry] for s in samples]) for entry in ("net_input.src_tokens", "target")
+        )
+        return self._pack(source, labels.tokens, labels.tokens != self._noise.pad_idx)
+
+    def _pack(self, source: Sentences, before: np.ndarray, chosen: np.ndarray) -> PackedBatch:
+        """The batch of masked sentences.
+
+        Args:
+            before: [T], the tokens before masking, where ``chosen``.
+            chosen: bool [T], the tokens that are to be predicted.
+        """
+        pad, ntokens = self._noise.pad_idx, len(source.tokens)
+        chosen &= before != pad
+        labels, counts = before[chosen], source.count_of(chosen)
+        kept = source.tokens != pad
+        if not kept.all():
+            source, chosen = source.keep(kept), chosen[kept]
+        streams = (
+            Filled(source.lengths, [Column(source.tokens, pad)], self.granularity),
+            Filled(
+                counts,
+                [Column(np.flatnonzero(chosen), 0), Column(labels, pad)],
+                self.granularity.of_part(self._noise.mask_prob),
+                # With none, the step computes one row without a label: fairseq takes all rows.
+                least=min(1, len(source.tokens)),
+            ),
+        )
+        return packed(MASKED, streams, ntokens)
+
+    def _mask(self, text: Sentences, indices: np.ndarray) -> tuple[Sentences, np.ndarray]:
+        """The masked text, and which tokens fairseq's ``MaskTokensDataset`` chooses: bool [T].
+
+        Each item has its own seed, so only drawing is a loop. Draws after those that fairseq needs
+        change nothing.
+        """
+        noise = self._noise
+        tokens = text.tokens.astype(np.int64)
+        if (tokens == noise.mask_idx).any():
+            raise UserError(
+                "The training data contain the token <mask>, which the task adds to mark masked "
+                "tokens: remove it from the text, and binarise it again with lightseq-preprocess."
+            )
+        # Units are tokens, or words: a word begins where the mask of beginnings is set.
+        unit_lengths, units = None, text.lengths
+        if noise.mask_whole_words is not None:
+            begins = noise.mask_whole_words.numpy()[tokens] != 0
+            unit_lengths = np.diff(np.append(np.flatnonzero(begins), len(tokens)))
+            units = text.count_of(begins)
+
+        chosen = np.zeros(units.sum(), bool)
+        first, second = np.empty((2, len(chosen)))
+        of_words = np.empty(len(tokens))
+        changed_share = noise.random_token_prob + noise.leave_unmasked_prob
+        draws_first = changed_share > 0
+        draws_second = noise.random_token_prob > 0 and noise.leave_unmasked_prob > 0
+        rng = np.random.RandomState(0)
+        begin = word = 0
+        for index, count, length in zip(
+            indices.tolist(), units.tolist(), text.lengths.tolist(), strict=True
+        ):
+            rng.seed(int(hash((noise.seed, noise.epoch, index)) % 1e6))
+            chosen[begin + self._choose(rng, count)] = True
+            if draws_first:
+                first[begin : begin + count] = rng.random_sample(count)
+            if draws_second:
+                second[begin : begin + count] = rng.random_sample(count)
+            if self._words is not None:
+                of_words[word : word + length] = rng.random_sample(length)
+            begin, word = begin + count, word + length
+
+        # Of the chosen units most become <mask>, some a random token, and some stay.
+        changed = chosen & (first < changed_share) if draws_first else np.zeros_like(chosen)
+        stays, random = changed, np.zeros_like(changed)
+        if draws_second:
+            stays = changed & (second < noise.leave_unmasked_prob / changed_share)
+            random = changed & ~stays
+        elif noise.random_token_prob > 0:
+            stays, random = random, changed
+        masked = chosen ^ stays
+        if unit_lengths is not None:
+            chosen, masked, random = (
+                np.repeat(each, unit_lengths) for each in (chosen, masked, random)
+            )
+        tokens[masked] = noise.mask_idx
+        if self._words is not None:
+            counts = text.count_of(random)
+            drawn = of_words[np.repeat(text.starts(), counts) + positions(counts)]
+            tokens[random] = self._words.searchsorted(drawn, side="right")
+        return Sentences(tokens, text.lengths), chosen
+
+    def _choose(self, rng: np.random.RandomState, units: int) -> np.ndarray:
+        """The units of an item that are to be predicted, of ``units``."""
+        noise = self._noise
+        length, deviation = noise.mask_multiple_length, noise.mask_stdev
+        count = int(noise.mask_prob * units / float(length) + rng.random_sample())
+        found = rng.permutation(units)[:count]  # choice(units, count, replace=False)
+        if length == 1 and deviation == 0:
+            return found
+        lengths = np.full(count, length)
+        if deviation > 0:
+            drawn = rng.normal(length, deviation, size=count)
+            lengths = np.array([max(0, round(x)) for x in drawn.tolist()], np.int64)
+        found = np.repeat(found, lengths) + positions(lengths)
+        return found[found < units]
+
+
+def _cached(kind: type) -> tuple[type, type]:
+    from fairseq.data import LRUCacheDataset
+
+    return LRUCacheDataset, kind
+
+
+def _source_and_target(columns: dict[str, Any]) -> tuple[Any, Any]:
+    """The two MaskTokensDatasets of a batch's entries; None for each that is another."""
+    from fairseq.data import LRUCacheDataset, MaskTokensDataset, RightPadDataset
+
+    found = (
+        nested.inside(columns.get(entry), RightPadDataset, LRUCacheDataset)
+        for entry in ("net_input.src_tokens", "target")
+    )
+    source, target = (each if type(each) is MaskTokensDataset else None for each in found)
+    return source, target

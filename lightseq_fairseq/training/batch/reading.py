@@ -1,0 +1,179 @@
+"""Read items of fairseq's datasets, a batch at a time.
+
+``reader`` reads the memory-mapped file directly. fairseq's ``__getitem__`` takes several
+microseconds per sentence and wrapper, and makes a tensor each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Sentences(NamedTuple):
+    """The concatenated tokens of some sentences (any integer type), and the sentences' lengths."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+    def boundaries(self) -> np.ndarray:
+        return np.concatenate(([0], self.lengths.cumsum()))
+
+    def starts(self) -> np.ndarray:
+        """[sentences], the place of each sentence's first token."""
+        return self.lengths.cumsum() - self.lengths
+
+    def positions(self) -> np.ndarray:
+        """[tokens], the position of each token in its sentence, from 0."""
+        return positions(self.lengths)
+
+    def keep(self, kept: np.ndarray) -> Sentences:
+        """Copy with only the tokens where ``kept`` (bool [tokens]) is true."""
+        return Sentences(self.tokens[kept], self.count_of(kept))
+
+    def prepended(self, token: int) -> Sentences:
+        """Copy with ``token`` before each sentence."""
+        return Sentences(np.insert(self.tokens, self.starts(), token), self.lengths + 1)
+
+    def count_of(self, marked: np.ndarray) -> np.ndarray:
+        """[sentences], the number of tokens of each sentence where ``marked`` is true."""
+        before = np.concatenate(([0], marked.cumsum()))
+        return np.diff(before[self.boundaries()])
+
+
+def positions(lengths: np.ndarray) -> np.ndarray:
+    """0, 1, ... for each length, concatenated."""
+    return np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+
+
+# The items of a dataset at these indices. Never holds an array over a file: pickling that would
+# copy the corpus into every worker.
+Reader = Callable[[np.ndarray], Sentences]
+
+
+def reader(dataset: Any) -> Reader:
+    """A function that reads items of ``dataset``, fairseq's dataset of token tensors.
+
+    It can be pickled. Classes that are unknown here, extensions of known ones included, are read
+    item by item.
+    """
+    from fairseq import data
+    from fairseq.data.indexed_dataset import MMapIndexedDataset
+    from fairseq.data.shorten_dataset import TruncateDataset
+
+    kind = type(dataset)
+    if kind is MMapIndexedDataset:
+        return partial(_mapped, dataset)
+    if kind is data.TokenBlockDataset and not dataset.include_targets and stored(dataset):
+        return partial(read_blocks, dataset)
+    if kind in (data.LRUCacheDataset, data.RightPadDataset):  # they differ in collater only
+        return reader(dataset.dataset)
+    if kind is data.PrependTokenDataset and dataset.token is not None:
+        return partial(_prepended, dataset.token, reader(dataset.dataset))
+    if kind is TruncateDataset:
+        return partial(_truncated, dataset.truncation_length, reader(dataset.dataset))
+    if kind is data.ConcatSentencesDataset:
+        return partial(_concatenated, [reader(part) for part in dataset.datasets])
+    return partial(_items, dataset)
+
+
+def joined(sentences: Sequence[Tensor]) -> Sentences:
+    """Sentences of these tensors."""
+    if not len(sentences):
+        return Sentences(np.empty(0, np.int64), np.empty(0, np.int64))
+    lengths = np.array([len(sentence) for sentence in sentences])
+    return Sentences(torch.cat(tuple(sentences)).numpy(), lengths)
+
+
+def files(dataset: Any) -> list[Any] | None:
+    """The memory-mapped files whose sentences ``dataset`` has in order; None if it is not so."""
+    from fairseq.data import ConcatDataset
+    from fairseq.data.indexed_dataset import MMapIndexedDataset
+
+    parts = [dataset]
+    if type(dataset) is ConcatDataset and all(ratio == 1 for ratio in dataset.sample_ratios):
+        parts = dataset.datasets
+    return parts if all(type(part) is MMapIndexedDataset for part in parts) else None
+
+
+def stored(blocks: Any) -> bool:
+    """Whether all blocks of a TokenBlockDataset are contiguous in memory-mapped files."""
+    return all(_is_contiguous(part) for part in files(blocks.dataset) or [None])
+
+
+def _is_contiguous(file: Any) -> bool:
+    """Whether a memory-mapped file has its sentences one after the other, as fairseq writes it."""
+    if file is None:
+        return False
+    index = file._index
+    ends = index.sizes.cumsum(dtype=np.int64) * np.dtype(index.dtype).itemsize
+    return bool(np.array_equal(index._pointers[1:], ends[:-1]) and not index._pointers[:1].any())
+
+
+def stream_tokens(blocks: Any, places: np.ndarray) -> np.ndarray:
+    """The tokens at ``places`` (int64 [T]) of the text that ``blocks`` cuts.
+
+    blocks: a TokenBlockDataset that is ``stored``; its text is the content of its files.
+    """
+    parts = [_tokens(file) for file in files(blocks.dataset) or []]
+    if len(parts) == 1:
+        return parts[0][places]
+    found, begin = np.empty(len(places), np.int64), 0
+    for part in parts:
+        within = (places >= begin) & (places < begin + len(part))
+        found[within] = part[places[within] - begin]
+        begin += len(part)
+    return found
+
+
+def ranges(blocks: Any, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where blocks of a TokenBlockDataset begin in its text, and their lengths; int64."""
+    # Not its sizes: they are 16 bits wide even where a sentence is longer.
+    found = blocks.slice_indices[indices].astype(np.int64)
+    return found[:, 0], found[:, 1] - found[:, 0]
+
+
+def _tokens(file: Any) -> np.ndarray:
+    return np.frombuffer(file._bin_buffer, dtype=file._index.dtype)
+
+
+def _mapped(file: Any, indices: np.ndarray) -> Sentences:
+    index, tokens = file._index, _tokens(file)
+    lengths = index.sizes[indices].astype(np.int64)
+    starts = index._pointers[indices] // tokens.itemsize
+    return Sentences(tokens[np.repeat(starts, lengths) + positions(lengths)], lengths)
+
+
+def read_blocks(blocks: Any, indices: np.ndarray) -> Sentences:
+    """Blocks of a TokenBlockDataset that is ``stored``, without targets."""
+    starts, lengths = ranges(blocks, indices)
+    places = np.repeat(starts, lengths) + positions(lengths)
+    return Sentences(stream_tokens(blocks, places), lengths)
+
+
+def _prepended(token: int, read: Reader, indices: np.ndarray) -> Sentences:
+    return read(indices).prepended(token)
+
+
+def _truncated(length: int, read: Reader, indices: np.ndarray) -> Sentences:
+    inner = read(indices)
+    return inner.keep(inner.positions() < length)
+
+
+def _concatenated(reads: Sequence[Reader], indices: np.ndarray) -> Sentences:
+    parts = [read(indices) for read in reads]
+    lengths = np.stack([part.lengths for part in parts], 1)
+    starts = (lengths.cumsum() - lengths.ravel()).reshape(lengths.shape)
+    tokens = np.empty(lengths.sum(), np.int64)
+    for part, begin in zip(parts, starts.T, strict=True):
+        tokens[np.repeat(begin, part.lengths) + part.positions()] = part.tokens
+    return Sentences(tokens, lengths.sum(1))
+
+
+def _items(dataset: Any, indices: np.ndarray) -> Sentences:
+    return joined([dataset[index] for index in indices])

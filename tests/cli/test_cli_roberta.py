@@ -1,0 +1,80 @@
+"""lightseq-train pre-trains and fine-tunes RoBERTa by recipes, and refuses what does not fit it."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from pathlib import Path
+
+import pytest
+from helpers import cli_runs, parity
+
+from lightseq_fairseq.cli.start import defaults
+
+SMALL = shlex.split(
+    "--arch ls_roberta_base --encoder-layers 1 --encoder-embed-dim 16 --encoder-ffn-embed-dim 16 "
+    "--encoder-attention-heads 2 --max-update 6 --num-workers 0 --cpu"
+)
+MASKED = [*SMALL, "--task", "masked_lm", "--tokens-per-sample", "32", "--max-tokens", "64"]
+CLASSES = [*SMALL, "--task", "sentence_prediction", "--num-classes", "3", "--max-positions", "32"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    raw = folder / "raw"
+    parity.write_text(raw / "text")
+    parity.write_classes(raw / "classes")
+    for part in ("text", "classes/input0", "classes/input1", "classes/label"):
+        splits = [word for split in ("train", "valid")
+                  for word in (f"--{split}pref", raw / part / split)]  # fmt: skip
+        words = ["--only-source", "--srcdict", raw / part / "dict.txt", *splits]
+        cli_runs.succeed("preprocess", *words, "--destdir", folder / part)
+    return folder
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_both_trainings_by_their_recipes(
+    data: Path, tmp_path: Path, native: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    pretrained = tmp_path / "pretrained" / "checkpoint_last.pt"
+    for words in (
+        [data / "text", *MASKED, "--save-dir", pretrained.parent],
+        [data / "classes", *CLASSES, "--save-dir", tmp_path / "tuned",
+         "--finetune-from-model", pretrained],
+    ):  # fmt: skip
+        log = cli_runs.succeed("train", *words, *["--native"] * native)
+        complete = defaults.complete([str(word) for word in words], defaults.Machine())
+        complete = defaults.native_twin(complete) if native else complete
+        first = shlex.split(log.splitlines()[0])
+        assert first == ["lightseq-train", *complete]
+        assert first[first.index("--total-num-update") + 1] == "6"
+        assert ("step: eager, packed tokens" in caplog.text) != native
+        caplog.clear()
+    assert (tmp_path / "tuned" / "checkpoint_last.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "said"),
+    [
+        ("text", "--criterion ls_cross_entropy", ["RoBERTa's", "ls_masked_lm"]),
+        ("text", "--criterion adaptive_loss", ["RoBERTa's", "ls_masked_lm"]),
+        ("text", "--task translation", ["text with masked tokens", "--task masked_lm"]),
+        ("text", "--mha-reg-scale-factor 0.1", ["--mha-reg-scale-factor", "--native"]),
+        ("text", "--quant-noise-pq 0.1", ["--quant-noise-pq", "--native"]),
+        ("text", "--pack-tokens", ["--pack-tokens", "remove --pack-tokens"]),
+        ("classes", "--spectral-norm-classification-head", ["--spectral-norm", "--native"]),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    data: Path, tmp_path: Path, kind: str, words: str, said: list[str]
+) -> None:
+    flags = MASKED if kind == "text" else CLASSES
+    done = cli_runs.run("train", data / kind, *flags, *words.split(), "--save-dir", tmp_path)
+    assert done.exit_code != 0
+    message = " ".join(done.output.splitlines()[-1:])
+    assert message.startswith("lightseq-train: error: "), done.output[-2000:]
+    for piece in said:
+        assert piece in message
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,115 @@
+"""lightseq-train refuses data of masked text and of sentences with labels in one sentence."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import helpers.cli_runs as cli_runs
+import pytest
+
+MASKED = [
+    "--task", "masked_lm", "--arch", "ls_roberta_base", "--criterion", "ls_masked_lm",
+    "--tokens-per-sample", "16",
+]  # fmt: skip
+CLASSES = [
+    "--task", "sentence_prediction", "--arch", "ls_roberta_base",
+    "--criterion", "ls_sentence_prediction",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cli_runs.binarise_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pairs of sentences with one of three classes, and with two numbers."""
+    folder = tmp_path_factory.mktemp("sentences")
+    for name in ("input0", "input1", "label"):
+        words: list[str | Path] = []
+        for split, count in (("train", 12), ("valid", 6)):
+            lines = [f"c{i % 3}" if name == "label" else f"w{i} w{i % 4}" for i in range(count)]
+            (folder / f"{name}.{split}").write_text("\n".join(lines) + "\n")
+            words += [f"--{split}pref", folder / f"{name}.{split}"]
+        cli_runs.succeed("preprocess", "--only-source", "--destdir", folder / "data" / name, *words)
+    for split, count in (("train", 12), ("valid", 6)):
+        (folder / "data" / "label" / f"{split}.label").write_text("0.5 -1\n" * count)
+    return folder / "data"
+
+
+def refused(data: Path, folder: Path, words: list[str], sentence: str) -> None:
+    """Training must end with one sentence, and write nothing."""
+    more = ["--cpu", "--max-update", "1", "--save-dir", folder / "run"]
+    result = cli_runs.run("train", data, *words, *more)
+    assert result.exit_code == 2, (result.output, result.exception)
+    (error,) = (line for line in result.stderr.splitlines() if "error:" in line)
+    assert sentence in error
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--train-subset dev", "contains no dev split: binarise one with lightseq-preprocess"),
+        ("--valid-subset dev", "or choose another split with --valid-subset."),
+        ("--mask-prob 0", "--mask-prob is 0.0: it must be above 0"),
+        ("--mask-prob 1", "--mask-prob is 1.0: it must be above 0"),
+        ("--random-token-prob 0.6 --leave-unmasked-prob 0.5", "and at most 1 together"),
+        ("--random-token-prob -0.1", "must be at least 0"),
+        ("--mask-multiple-length 0", "--mask-multiple-length must be at least 1"),
+        ("--tokens-per-sample 1", "--tokens-per-sample must be at least 2"),
+        ("--mask-whole-words", "--mask-whole-words needs --bpe"),
+        ("--mask-whole-words --bpe subword_nmt", "beginnings of words of --bpe subword_nmt: use"),
+    ],
+)
+def test_masked_text(text: Path, tmp_path: Path, words: str, sentence: str) -> None:
+    refused(text, tmp_path, [*MASKED, *words.split()], sentence)
+
+
+def test_text_for_masking_that_is_damaged_or_other(
+    text: Path, sentences: Path, tmp_path: Path
+) -> None:
+    refused(sentences, tmp_path, MASKED, "contains sentences with labels (input0), but --task mask")
+    data = shutil.copytree(text, tmp_path / "data")
+    (data / "dict.txt").write_text("w0 1\nw1 1\n")
+    refused(data, tmp_path, MASKED, "contains the token id")
+    words = [line.split()[0] for line in (text / "dict.txt").read_text().splitlines()]
+    (data / "dict.txt").write_text("".join(f"{word} 0\n" for word in words))
+    refused(data, tmp_path, [*MASKED, "--freq-weighted-replacement"], "but all are 0 in dict.txt")
+    (data / "valid.bin").write_bytes((text / "valid.bin").read_bytes()[:-2])
+    refused(data, tmp_path, MASKED, "one of the files is truncated")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("", "--num-classes is missing"),
+        ("--num-classes 2", "have at least 3 classes, but --num-classes is 2: raise it"),
+        ("--num-classes 3 --train-subset dev", "input0 contains no dev split: binarise it"),
+        ("--num-classes 3 --regression-target", "train.label is not 3 numbers, as --num-classes"),
+    ],
+)
+def test_labels(sentences: Path, tmp_path: Path, words: str, sentence: str) -> None:
+    refused(sentences, tmp_path, [*CLASSES, *words.split()], sentence)
+
+
+def test_sentences_that_are_damaged_or_other(text: Path, sentences: Path, tmp_path: Path) -> None:
+    words = [*CLASSES, "--num-classes", "3"]
+    refused(text, tmp_path, words, "contains running text, and no input0/dict.txt, which --task s")
+    data = shutil.copytree(sentences, tmp_path / "data")
+    for ending in (".idx", ".bin"):
+        shutil.copy(data / "input1" / f"valid{ending}", data / "label" / f"valid{ending}")
+    refused(data, tmp_path, words, "valid has 2 words, but a label is one word")
+    for ending in (".idx", ".bin"):
+        shutil.copy(data / "label" / f"train{ending}", data / "label" / f"valid{ending}")
+    refused(data, tmp_path, words, "valid has 6 sentences, but")
+    for ending in (".idx", ".bin"):
+        (data / "label" / f"valid{ending}").unlink()
+    refused(data, tmp_path, words, "valid.idx, the labels, does not exist")
+    numbers = [*CLASSES, "--num-classes", "2", "--regression-target"]
+    (data / "label" / "train.label").unlink()
+    refused(data, tmp_path, numbers, "train.label does not exist, from which --regression-target")
+    (data / "label" / "dict.txt").unlink()
+    refused(data, tmp_path, words, "contains no label/dict.txt")
