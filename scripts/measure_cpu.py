@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import random
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -190,10 +189,12 @@ def text_packing_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    # No options; --help must not measure.
-    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--packing", action="store_true", help="only print the speed of packing text"
+    )
     torch.set_num_threads(1)
-    if "--packing" in sys.argv[1:]:
+    if parser.parse_args().packing:
         with tempfile.TemporaryDirectory() as folder:
             for row in text_packing_rows(Path(folder)):
                 print(f"{row['case']:28} {row['system']:8} {row['tokens_per_s'] / 1e6:8.2f} M/s")
