@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,3 +80,45 @@ def test_what_does_not_fit_is_refused(
     for piece in said:
         assert piece in message
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def others(data: Path) -> Path:
+    """The data of fairseq's other two tasks for RoBERTa: "ranked" and "corpora"."""
+    for part in ("input0", "input1"):
+        shutil.copytree(data / "classes" / part, data / "ranked" / part)
+    shutil.copytree(data / "classes" / "input0", data / "ranked" / "input2")
+    (data / "ranked" / "label").mkdir()
+    for split in ("train", "valid"):
+        count = len((data / "raw" / "classes" / "label" / split).read_text().splitlines())
+        labels = "".join(f"{place % 2}\n" for place in range(count))
+        (data / "ranked" / "label" / f"{split}.label").write_text(labels)
+    for language in ("aa", "bb"):
+        shutil.copytree(data / "text", data / "corpora" / language)
+    shutil.copy(data / "text" / "dict.txt", data / "corpora")
+    return data
+
+
+@pytest.mark.parametrize(
+    ("folder", "words", "step"),
+    [
+        ("ranked", "--task sentence_ranking --criterion sentence_ranking --optimizer adam --lr 1e-3"
+         " --num-classes 2 --max-positions 64 --separator-token 2 --batch-size 8",
+         "fairseq's own (the criterion does not support packed steps)"),
+        ("corpora", "--task multilingual_masked_lm --tokens-per-sample 32 --batch-size 4 --lr 1e-3",
+         "eager, packed tokens"),
+    ],
+)  # fmt: skip
+def test_its_other_tasks(
+    others: Path, caplog: pytest.LogCaptureFixture, folder: str, words: str, step: str
+) -> None:
+    losses = []
+    flags = "--dropout 0 --attention-dropout 0 --no-save --log-format simple --log-interval 1"
+    for native in ([], ["--native"]):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            cli_runs.succeed("train", others / folder, *SMALL, *words.split(), *flags.split(),
+                             *native)  # fmt: skip
+        losses.append(re.findall(r"epoch \d+:.* (loss=\S+)", caplog.text))
+        assert (f"step: {step}" in caplog.text) != bool(native)
+    assert losses[0] == losses[1] and len(losses[0]) == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import pickle
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ fairseq_compat.prepare()
 from fairseq.data import Dictionary, EpochBatchIterator, LRUCacheDataset, indexed_dataset  # noqa: E402
 from fairseq.data.encoders import register_bpe  # noqa: E402
 from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask  # noqa: E402
+from fairseq.tasks.multilingual_masked_lm import MultiLingualMaskedLMTask  # noqa: E402
 
 from lightseq_fairseq.errors import UserError  # noqa: E402
 from lightseq_fairseq.packing import Granularity, PackedBatch, Segments  # noqa: E402
-from lightseq_fairseq.training.batch import covers, packing  # noqa: E402
+from lightseq_fairseq.training.batch import covers, nested, packing  # noqa: E402
 
 WORDS = 60
 BLOCK = 24
@@ -237,3 +239,34 @@ def test_no_bpe_masks_tokens(tmp_path: Path) -> None:
     task.load_dataset("train")
     noise = task.datasets["train"].dataset.defn["target"].dataset.dataset
     assert noise.mask_whole_words is None
+
+
+def several(folder: Path, split: str = "train") -> Any:
+    """What fairseq's task ``multilingual_masked_lm`` loads of two languages."""
+    parser = argparse.ArgumentParser()
+    MultiLingualMaskedLMTask.add_args(parser)
+    words = [str(folder), "--tokens-per-sample", str(BLOCK), "--multilang-sampling-alpha", "0.5"]
+    args = parser.parse_args(words)
+    for name, value in (
+        ("seed", 3), ("dataset_impl", None), ("train_subset", "train"), ("valid_subset", "valid")
+    ):  # fmt: skip
+        setattr(args, name, value)
+    task = MultiLingualMaskedLMTask.setup_task(args)
+    task.load_dataset(split)
+    return task.datasets[split]
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_several_corpora(tmp_path: Path, split: str) -> None:
+    for language, count in (("aa", 150), ("bb", 40)):
+        write(tmp_path / language / split, count, seed=count)
+    dictionary().save(str(tmp_path / "dict.txt"))
+    data = several(tmp_path, split)
+    assert covers(data) is None
+    packed = packing(data, Granularity(16))
+    indices = [set(nested.places(data, np.arange(len(data)))[0])]
+    assert indices == [{0, 1}]
+    for epoch in (1, 2):
+        data.set_epoch(epoch)
+        for batch in np.array_split(data.ordered_indices(), 5):
+            same(packed.__getitems__(batch), data.collater([data[i] for i in batch]))

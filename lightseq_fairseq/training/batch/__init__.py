@@ -8,7 +8,7 @@ from lightseq_fairseq.packing import Granularity
 from lightseq_fairseq.training.batch.classes import PackingClasses
 from lightseq_fairseq.training.batch.dataset import PackingDataset
 from lightseq_fairseq.training.batch.masked import PackingMasked
-from lightseq_fairseq.training.batch.nested import columns, unsorted
+from lightseq_fairseq.training.batch.nested import columns, corpora, unsorted
 from lightseq_fairseq.training.batch.pairs import PackingPairs, PackingParts
 from lightseq_fairseq.training.batch.text import PackingText
 
@@ -44,10 +44,12 @@ def _kind(dataset: Any) -> type[PackingDataset] | None:
     if type(dataset) in kinds:
         return kinds[type(dataset)]
     # fairseq's newer tasks nest datasets, one for each entry of a batch.
-    found = columns(dataset)
+    found = corpora(dataset)
     if found is None:
         return None
-    return PackingMasked if PackingMasked.masks(found) else PackingClasses
+    if PackingMasked.masks(found):
+        return PackingMasked
+    return PackingClasses if columns(dataset) is not None else None
 
 
 __all__ = [

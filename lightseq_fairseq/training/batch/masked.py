@@ -1,4 +1,4 @@
-"""Batches of text with masked tokens, for masked language models."""
+"""Batches of text with masked tokens, for masked language models, from one or more corpora."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.packing import MASKED, Granularity, PackedBatch
 from lightseq_fairseq.training.batch import nested
 from lightseq_fairseq.training.batch.dataset import Column, Filled, PackingDataset, packed
-from lightseq_fairseq.training.batch.reading import Sentences, joined, positions, reader
+from lightseq_fairseq.training.batch.reading import Sentences, joined, positions, reader, reordered
 
-# What a batch of fairseq's task masked_lm has.
+# What batches of fairseq's tasks masked_lm and multilingual_masked_lm have. Models read no lang_id.
 _ENTRIES = {
     "id", "net_input.src_tokens", "net_input.src_lengths", "target", "nsentences", "ntokens",
+    "lang_id",
 }  # fmt: skip
 # Settings of MaskTokensDataset that source and target must share, because both come from one draw.
 _SHARED = (
@@ -26,9 +27,9 @@ _SHARED = (
 class PackingMasked(PackingDataset):
     """Batches of text with masked tokens, each a ``PackedBatch``.
 
-    A batch has the tokens and labels of fairseq's task ``masked_lm``: the same masks for the same
-    seed, epoch and index. fairseq draws them twice per item, for the source and for the target;
-    here it is once.
+    A batch has the tokens and labels of fairseq's tasks ``masked_lm`` and
+    ``multilingual_masked_lm``: the same masks for the same seed, epoch and index. fairseq
+    draws them twice per item, for the source and for the target; here it is once.
 
     A row that is the pad token after masking is dropped, as ``Segments.from_mask`` does. It still
     counts in ``ntokens``, as in fairseq. A masked pad token has no label, as in fairseq.
@@ -40,46 +41,37 @@ class PackingMasked(PackingDataset):
 
     def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
         super().__init__(dataset, granularity)
-        # fairseq sets the epoch on this object.
-        self._noise, _ = _source_and_target(nested.columns(dataset) or {})
-        self._read = reader(self._noise.dataset)
-        self._words = None  # cumulative probabilities of random tokens
-        if self._noise.random_token_prob > 0:
-            self._words = self._noise.weights.cumsum()
-            self._words /= self._words[-1]
+        self._corpora = [_Corpus(part) for part in nested.corpora(dataset) or []]
+        self._noise = self._corpora[0].noise  # whose settings all have
 
     @staticmethod
-    def masks(columns: dict[str, Any]) -> bool:
-        """Whether the entries of a batch, see ``nested.columns``, have masked tokens."""
-        return _source_and_target(columns)[0] is not None
+    def masks(corpora: list[Any]) -> bool:
+        """Whether batches of nested datasets, see ``nested.corpora``, have masked tokens."""
+        return all(
+            _source_and_target(nested.columns(part) or {})[0] is not None for part in corpora
+        )
 
     @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:
         """See ``PackingDataset``."""
-        from fairseq.data import PrependTokenDataset
-
-        columns = nested.columns(dataset) or {}
-        source, target = _source_and_target(columns)
-        extra = sorted(set(columns) - _ENTRIES)
-        is_one_draw = (
-            target is not None
-            and (source.return_masked_tokens, target.return_masked_tokens) == (False, True)
-            and all(getattr(source, name) is getattr(target, name) for name in _SHARED)
-        )
-        return {
-            f"batches also have {', '.join(extra)}": bool(extra),
-            "the labels are not the masked tokens": not is_one_draw,
-            # A first token before each block begins a word; fairseq fails without one.
-            "no token is set before the blocks": source.mask_whole_words is not None
-            and nested.inside(source.dataset, *_cached(PrependTokenDataset)) is None,
-        }
+        found: dict[str, bool] = {}
+        for part in nested.corpora(dataset) or []:
+            for reason, applies in _lacks(nested.columns(part) or {}).items():
+                found[reason] = found.get(reason, False) or applies
+        return found
 
     def __getitems__(self, indices: Any) -> PackedBatch:
         """The batch of these blocks."""
-        indices = np.asarray(indices, dtype=np.int64)
-        text = self._read(indices)
-        masked, chosen = self._mask(text, indices)
-        return self._pack(masked, text.tokens, chosen)
+        which, places = nested.places(self.dataset, np.asarray(indices, dtype=np.int64))
+        used = np.unique(which)
+        if len(used) <= 1:
+            return self._pack(*self._corpora[which.max(initial=0)].read(places))
+        masked, before, chosen = zip(*(self._corpora[i].read(places[which == i]) for i in used))
+        # The corpora one after the other; then the order of the indices.
+        whole = Sentences(*(np.concatenate(each) for each in zip(*masked)))
+        order = np.concatenate([np.flatnonzero(which == i) for i in used]).argsort()
+        source, rows = reordered(whole, order)
+        return self._pack(source, np.concatenate(before)[rows], np.concatenate(chosen)[rows])
 
     def collater(self, samples: Any) -> PackedBatch:
         """See ``PackingDataset``."""
@@ -115,13 +107,35 @@ class PackingMasked(PackingDataset):
         )
         return packed(MASKED, streams, ntokens)
 
+
+class _Corpus:
+    """Text that one MaskTokensDataset of fairseq masks.
+
+    Attributes:
+        noise: that dataset; fairseq sets the epoch on this object.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.noise, _ = _source_and_target(nested.columns(dataset) or {})
+        self._read = reader(self.noise.dataset)
+        self._words = None  # cumulative probabilities of random tokens
+        if self.noise.random_token_prob > 0:
+            self._words = self.noise.weights.cumsum()
+            self._words /= self._words[-1]
+
+    def read(self, indices: np.ndarray) -> tuple[Sentences, np.ndarray, np.ndarray]:
+        """Masked items, their tokens before masking, and which tokens were chosen: bool [T]."""
+        text = self._read(indices)
+        masked, chosen = self._mask(text, indices)
+        return masked, text.tokens, chosen
+
     def _mask(self, text: Sentences, indices: np.ndarray) -> tuple[Sentences, np.ndarray]:
         """The masked text, and which tokens fairseq's ``MaskTokensDataset`` chooses: bool [T].
 
         Each item has its own seed, so only drawing is a loop. Draws after those that fairseq needs
         change nothing.
         """
-        noise = self._noise
+        noise = self.noise
         tokens = text.tokens.astype(np.int64)
         if (tokens == noise.mask_idx).any():
             raise UserError(
@@ -178,7 +192,7 @@ class PackingMasked(PackingDataset):
 
     def _choose(self, rng: np.random.RandomState, units: int) -> np.ndarray:
         """The units of an item that are to be predicted, of ``units``."""
-        noise = self._noise
+        noise = self.noise
         length, deviation = noise.mask_multiple_length, noise.mask_stdev
         count = int(noise.mask_prob * units / float(length) + rng.random_sample())
         found = rng.permutation(units)[:count]  # choice(units, count, replace=False)
@@ -192,6 +206,26 @@ class PackingMasked(PackingDataset):
         return found[found < units]
 
 
+def _lacks(columns: dict[str, Any]) -> dict[str, bool]:
+    """See ``PackingDataset.lacks``; of the entries of a batch."""
+    from fairseq.data import PrependTokenDataset
+
+    source, target = _source_and_target(columns)
+    extra = sorted(set(columns) - _ENTRIES)
+    is_one_draw = (
+        target is not None
+        and (source.return_masked_tokens, target.return_masked_tokens) == (False, True)
+        and all(getattr(source, name) is getattr(target, name) for name in _SHARED)
+    )
+    return {
+        f"batches also have {', '.join(extra)}": bool(extra),
+        "the labels are not the masked tokens": not is_one_draw,
+        # A first token before each block begins a word; fairseq fails without one.
+        "no token is set before the blocks": source.mask_whole_words is not None
+        and nested.inside(source.dataset, *_cached(PrependTokenDataset)) is None,
+    }
+
+
 def _cached(kind: type) -> tuple[type, type]:
     from fairseq.data import LRUCacheDataset
 
@@ -200,11 +234,13 @@ def _cached(kind: type) -> tuple[type, type]:
 
 def _source_and_target(columns: dict[str, Any]) -> tuple[Any, Any]:
     """The two MaskTokensDatasets of a batch's entries; None for each that is another."""
-    from fairseq.data import LRUCacheDataset, MaskTokensDataset, RightPadDataset
+    from fairseq.data import LRUCacheDataset, MaskTokensDataset, PadDataset, RightPadDataset
 
-    found = (
-        nested.inside(columns.get(entry), RightPadDataset, LRUCacheDataset)
-        for entry in ("net_input.src_tokens", "target")
-    )
-    source, target = (each if type(each) is MaskTokensDataset else None for each in found)
-    return source, target
+    def found(entry: str) -> Any:
+        padded: Any = columns.get(entry)
+        if type(padded) not in (PadDataset, RightPadDataset) or padded.left_pad:
+            return None
+        each = nested.inside(padded.dataset, LRUCacheDataset)
+        return each if type(each) is MaskTokensDataset else None
+
+    return found("net_input.src_tokens"), found("target")

@@ -1,8 +1,10 @@
-"""fairseq's nested datasets: one dataset for each entry of a batch."""
+"""fairseq's nested datasets: one dataset for each entry of a batch; and several of these in one."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
 
 
 def columns(dataset: Any) -> dict[str, Any] | None:
@@ -18,6 +20,38 @@ def unsorted(dataset: Any) -> Any:
     from fairseq.data import SortDataset
 
     return dataset.dataset if type(dataset) is SortDataset else dataset
+
+
+def corpora(dataset: Any) -> list[Any] | None:
+    """The nested datasets that ``dataset`` consists of, such as one per language; None if it has
+    others. They may be sampled anew in each epoch."""
+    from fairseq.data import ConcatDataset, ResamplingDataset
+
+    whole = unsorted(dataset)
+    parts = [whole]
+    if type(whole) is ConcatDataset and all(ratio == 1 for ratio in whole.sample_ratios):
+        parts = [
+            part.dataset if type(part) is ResamplingDataset else part for part in whole.datasets
+        ]
+    return None if any(columns(part) is None for part in parts) else parts
+
+
+def places(dataset: Any, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where items of ``dataset`` are: the places of their corpora in ``corpora``, and their indices
+    in these; int64 [items] each."""
+    from fairseq.data import ConcatDataset, ResamplingDataset
+
+    whole = unsorted(dataset)
+    if type(whole) is not ConcatDataset:
+        return np.zeros_like(indices), indices
+    ends = np.array(whole.cumulative_sizes)
+    which = ends.searchsorted(indices, side="right")
+    within = indices - np.append(0, ends)[which]
+    for place, part in enumerate(whole.datasets):
+        if type(part) is ResamplingDataset:
+            chosen = which == place
+            within[chosen] = part._cur_indices.array[within[chosen]]
+    return which, within
 
 
 def inside(dataset: Any, *kinds: Any) -> Any:

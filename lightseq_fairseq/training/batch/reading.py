@@ -46,6 +46,13 @@ class Sentences(NamedTuple):
         return np.diff(before[self.boundaries()])
 
 
+def reordered(sentences: Sentences, order: np.ndarray) -> tuple[Sentences, np.ndarray]:
+    """Sentences in another order (indices [sentences]); and each token's former place."""
+    lengths = sentences.lengths[order]
+    places = np.repeat(sentences.starts()[order], lengths) + positions(lengths)
+    return Sentences(sentences.tokens[places], lengths), places
+
+
 def positions(lengths: np.ndarray) -> np.ndarray:
     """0, 1, ... for each length, concatenated."""
     return np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
