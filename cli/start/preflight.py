@@ -127,6 +127,8 @@ def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
         pack_tokens(args)
         preflight_checkpoints.first(args)
         preflight_checkpoints.best_metric(args)
+    elif command == "validate":
+        preflight_checkpoints.head(args, args.path, "train another head")
     if _reads_sentence_pairs(args.task):
         preflight_data.data(command, args)
     elif _reads_running_text(args.task):
