@@ -3,7 +3,7 @@
 ``import lightseq_fairseq`` loads neither torch nor fairseq: a submodule is imported when it is
 first touched. The tuple below names them in the order in which a batch meets them. From Python,
 ``lightseq_fairseq.Translator`` translates with a trained model, ``LanguageModel`` continues prompts
-with one, and ``layers`` trains one.
+with one, ``LSRobertaModel`` fills in masks and classifies with one, and ``layers`` trains one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from lightseq_fairseq.language_model import LanguageModel as LanguageModel
+    from lightseq_fairseq.plugins.roberta import LSRobertaModel as LSRobertaModel
     from lightseq_fairseq.translator import Translator as Translator
 
 __version__ = "0.2.0"
@@ -39,9 +40,13 @@ _SUBMODULES = (
     "checkpoints",  # what is left on disk
 )
 
-_CLASSES = {"Translator": "translator", "LanguageModel": "language_model"}
+_CLASSES = {
+    "Translator": "translator",
+    "LanguageModel": "language_model",
+    "LSRobertaModel": "plugins.roberta",
+}
 
-__all__ = ["LanguageModel", "Translator", "__version__", *_SUBMODULES]
+__all__ = ["LSRobertaModel", "LanguageModel", "Translator", "__version__", *_SUBMODULES]
 
 
 def __getattr__(name: str) -> Any:
