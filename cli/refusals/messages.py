@@ -262,17 +262,6 @@ def _no_text(failure: Cause, request: Request) -> str | None:
     )
 
 
-def _no_criterion(failure: Cause, request: Request) -> str | None:
-    """A task that takes settings from its criterion, which is another one."""
-    if not re.match(r"Interpolation key 'criterion\.\w+' not found", failure.text):
-        return None
-    task, criterion = (getattr(request.args, name, None) for name in ("task", "criterion"))
-    return (
-        f"--criterion is {criterion}, but --task {task} needs the criterion of its name: set "
-        f"--criterion {task}."
-    )
-
-
 def _no_end(failure: Cause, request: Request) -> str | None:
     """fairseq's search has reached the maximum length, and no hypothesis has ended."""
     counted = re.match(r"(\d+) < \1$", failure.text)
@@ -589,7 +578,6 @@ _RULES: tuple[Callable[[Cause, Request], str | None], ...] = (
     _resume,
     _min_len,
     _no_text,
-    _no_criterion,
     _no_end,
     _search,
     _sampling,
