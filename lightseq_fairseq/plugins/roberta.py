@@ -20,8 +20,6 @@ from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor, nn
 
-from lightseq_fairseq import fairseq_compat
-from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.layers import MultiheadAttention, dropout, linear, masked_lm_logits
 from lightseq_fairseq.packing import Packed
@@ -103,38 +101,6 @@ class LSRobertaModel(FlatModel, RobertaModel):
                 replaced.enter_context(patching.within(target, ours))
             model: LSRobertaModel = super().build_model(args, task)
         return model
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        model_name_or_path: str,
-        checkpoint_file: str = "model.pt",
-        data_name_or_path: str = ".",
-        bpe: str | None = "gpt2",
-        **options: Any,
-    ) -> Any:
-        """fairseq's interface of a trained RoBERTa, CamemBERT or XLM-R, with our layers.
-
-        Arguments and the result, with ``fill_mask``, ``predict``, ``extract_features`` and so on,
-        are those of fairseq's ``RobertaModel.from_pretrained``. ``bpe=None`` loads no subwords: the
-        interface then takes numbers of tokens only. As in fairseq, call ``eval()`` of the result to
-        turn dropout off. Loading changes nothing for the rest of the program.
-
-        Raises:
-            UserError: the checkpoint contains another model.
-        """
-        from lightseq_fairseq.checkpoints import models  # imports this package
-
-        fairseq_compat.prepare()
-        model, names = str(model_name_or_path), (checkpoint_file, str(data_name_or_path), bpe)
-        with models.building(native=False):
-            found = super().from_pretrained(model, *names, **options)
-        if not isinstance(found.model, RobertaModel):
-            raise UserError(
-                f"{checkpoint_file} of {model} contains no RoBERTa but "
-                f"{type(found.model).__name__}: choose another checkpoint."
-            )
-        return found
 
     def sides(self) -> list[tuple[LSTransformerEncoder]]:
         return [(self.encoder.sentence_encoder,)]

@@ -24,6 +24,7 @@ import lightseq_fairseq
 from lightseq_fairseq.checkpoints import names
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.plugins.roberta import LSRobertaEncoder, LSRobertaModel
+from lightseq_fairseq.roberta import RobertaModel as OurRobertaModel
 
 TASKS = {
     "camembert": (CamembertModel, "masked_lm"),
@@ -105,18 +106,18 @@ def same(ours: Any, its: Any) -> None:
 
 
 def test_masked_text(data: roberta.Data, pretrained: Path) -> None:
-    same(*(load(kind, pretrained, data.text) for kind in (LSRobertaModel, RobertaModel)))
+    same(*(load(kind, pretrained, data.text) for kind in (OurRobertaModel, RobertaModel)))
 
 
 def test_subwords_are_fairseqs(data: roberta.Data, pretrained: Path) -> None:
     options = {"checkpoint_file": "checkpoint_last.pt", "data_name_or_path": data.text}
     for name, kind in ((None, type(None)), ("characters", Characters)):
-        found = LSRobertaModel.from_pretrained(pretrained, **options, bpe=name)
+        found = OurRobertaModel.from_pretrained(pretrained, **options, bpe=name)
         assert isinstance(found.bpe, kind)
 
 
 def test_classes(data: roberta.Data, tuned: Path) -> None:
-    ours, its = (load(kind, tuned, data.classes) for kind in (LSRobertaModel, RobertaModel))
+    ours, its = (load(kind, tuned, data.classes) for kind in (OurRobertaModel, RobertaModel))
     assert list(ours.model.classification_heads) == [roberta.HEAD]
     same(ours, its)
     tokens = ours.encode("abc", "fe")
@@ -129,7 +130,7 @@ def test_classes(data: roberta.Data, tuned: Path) -> None:
 
 
 def test_a_new_head_is_trained(data: roberta.Data, pretrained: Path) -> None:
-    ours = load(LSRobertaModel, pretrained, data.text)
+    ours = load(OurRobertaModel, pretrained, data.text)
     ours.register_classification_head("new", num_classes=3)
     ours.train()
     loss = torch.nn.functional.nll_loss(ours.predict("new", TOKENS), torch.tensor([0, 2]))
@@ -140,7 +141,7 @@ def test_a_new_head_is_trained(data: roberta.Data, pretrained: Path) -> None:
 
 
 def test_it_is_exported_lazily() -> None:
-    assert lightseq_fairseq.LSRobertaModel is LSRobertaModel
+    assert lightseq_fairseq.RobertaModel is OurRobertaModel
 
 
 def test_other_models_and_dictionaries_are_refused(
@@ -152,11 +153,11 @@ def test_other_models_and_dictionaries_are_refused(
     line = [*words.split(), *small.split(), *limits.split()]
     succeed("train", data.text, *line, "--save-dir", tmp_path / "lm")
     with pytest.raises(UserError, match="contains no RoBERTa but LSTransformerLanguageModel: choo"):
-        load(LSRobertaModel, tmp_path / "lm", data.text)
+        load(OurRobertaModel, tmp_path / "lm", data.text)
     first, second, *others = (data.text / "dict.txt").read_text().splitlines()
     (tmp_path / "dict.txt").write_text("\n".join([second, first, *others]) + "\n")
     with pytest.raises(UserError, match="The source dictionary is not the one that the checkpoint"):
-        load(LSRobertaModel, pretrained, tmp_path)
+        load(OurRobertaModel, pretrained, tmp_path)
 
 
 def test_files_of_fairseq_train_build_ours(
@@ -172,15 +173,15 @@ def test_files_of_fairseq_train_build_ours(
 
 def test_published_files(old: tuple[Path, Any]) -> None:
     folder, kind = old
-    same(*(load(k, folder, ".", checkpoint_file="model.pt") for k in (LSRobertaModel, kind)))
+    same(*(load(k, folder, ".", checkpoint_file="model.pt") for k in (OurRobertaModel, kind)))
 
 
 def test_published_files_equal_todays(
     old: tuple[Path, Any], pretrained: Path, data: roberta.Data
 ) -> None:
     models = (
-        load(LSRobertaModel, old[0], ".", checkpoint_file="model.pt").model,
-        load(LSRobertaModel, pretrained, data.text).model,
+        load(OurRobertaModel, old[0], ".", checkpoint_file="model.pt").model,
+        load(OurRobertaModel, pretrained, data.text).model,
     )
     states = [model.state_dict() for model in models]
     assert equal(*states)
