@@ -64,11 +64,11 @@ def main(
                 export.find_dictionaries(trained, data)
             export.to_fairseq(trained, output)
         else:
-            paths = export.find_dictionaries(trained, data)
+            found = export.find_dictionaries(trained, data)
             if to == "ctranslate2":
-                export.to_ctranslate2(trained, paths, output, quantization)
+                export.to_ctranslate2(trained, found, output, quantization)
             else:
-                export.to_safetensors(trained, paths, output)
+                export.to_safetensors(trained, found, output)
     except UserError as error:
         raise CommandError("lightseq-export", str(error)) from error
     click.echo(f"wrote {output}")

@@ -4,44 +4,84 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
 from lightseq_fairseq.cli.start import defaults
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
+from lightseq_fairseq.errors import UserError
 
 
 @launcher("validate")
 @click.option("--native", is_flag=True, help="Build fairseq's own model from the checkpoint.")
 def main(words: list[str], native: bool) -> None:
-    """Measure the loss of a checkpoint on a binarised split.
+    """Measure the loss of a checkpoint on a binarised split, and the accuracy of a classifier.
 
     Takes every option of fairseq-validate, and checkpoints that lightseq-train or fairseq-train
-    wrote. If you do not set them, it adds --max-tokens 4096 and --task translation, or --task
-    language_modeling if the data are running text.
+    wrote. If you do not set them, it adds --max-tokens 4096 and --task: translation, or the
+    checkpoint's task if the data are running text or sentences with labels. For sentences with
+    labels it adds the checkpoint's --num-classes, --regression-target and criterion as well.
 
     \b
         lightseq-validate data-bin/wmt14_en_de --path checkpoints/checkpoint_best.pt \\
             --valid-subset test
     """
-    # fairseq-validate has no default for these two and fails without them.
+    run_fairseq("validate", words, native=native, complete=_complete)
+
+
+# fairseq's tasks of a kind of data; without a checkpoint to ask, the first is meant.
+_PAIRS = ("translation",)
+_TEXT = ("language_modeling", "masked_lm", "multilingual_masked_lm")
+_SENTENCES = ("sentence_prediction", "sentence_ranking")
+
+
+def _complete(words: list[str]) -> list[str]:
+    """The words with the flags that fairseq-validate has no defaults for and fails without."""
+    added: list[str] = []
     if not defaults.is_given(words, ("--max-tokens", "--batch-size", "--max-sentences")):
-        words = ["--max-tokens", "4096", *words]
-    if not defaults.is_given(words, ("--task",)):
-        words = ["--task", _task(words), *words]
-    run_fairseq("validate", words, native=native)
+        added += ["--max-tokens", "4096"]
+    trained = _trained(defaults.value(words, ("--path",)))
+    task = defaults.value(words, ("--task",))
+    if task is None:
+        of_data, saved = _tasks(words), trained.get("_name") or trained.get("task")
+        task = saved if saved in of_data else of_data[0]
+        added += ["--task", task]
+    if task == "sentence_prediction":
+        head = str(trained.get("classification_head_name") or "sentence_classification_head")
+        for flag, text in (
+            ("--criterion", "sentence_prediction"),
+            ("--classification-head-name", head),
+            ("--num-classes", str(trained.get("num_classes", -1))),
+        ):
+            if not defaults.is_given(words, (flag,)):
+                added += [flag, text]
+        if trained.get("regression_target"):
+            added.append("--regression-target")
+    return [*added, *words]
 
 
-def _task(words: list[str]) -> str:
-    """The task of the data folder among the words, by its dictionaries.
+def _tasks(words: list[str]) -> tuple[str, ...]:
+    """The tasks that the data folder among the words may belong to, by its dictionaries.
 
     Running text has a dict.txt; sentence pairs may have one for --lm-path, beside their own.
     """
-    folders = [Path(word.partition(os.pathsep)[0]) for word in words]
-    is_text = any(
-        (folder / "dict.txt").is_file() and not any(folder.glob("dict.*.txt")) for folder in folders
-    )
-    return "language_modeling" if is_text else "translation"
+    for folder in (Path(word.partition(os.pathsep)[0]) for word in words):
+        if (folder / "input0" / "dict.txt").is_file():
+            return _SENTENCES
+        if (folder / "dict.txt").is_file() and not any(folder.glob("dict.*.txt")):
+            return _TEXT
+    return _PAIRS
+
+
+def _trained(path: str | None) -> dict[str, Any]:
+    """The settings of the task in a checkpoint; {} if it cannot be read, which fairseq reports."""
+    from lightseq_fairseq.fairseq_compat.checkpoints import open_checkpoint, task_settings
+
+    try:
+        return task_settings(open_checkpoint(path)) if path else {}
+    except (OSError, UserError):
+        return {}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 ``import lightseq_fairseq`` loads neither torch nor fairseq: a submodule is imported when it is
 first touched. The tuple below names them in the order in which a batch meets them. From Python,
 ``lightseq_fairseq.Translator`` translates with a trained model, ``LanguageModel`` continues prompts
-with one, and ``layers`` trains one.
+with one, ``RobertaModel`` fills in masks and classifies with one, and ``layers`` trains one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from lightseq_fairseq.language_model import LanguageModel as LanguageModel
+    from lightseq_fairseq.roberta import RobertaModel as RobertaModel
     from lightseq_fairseq.translator import Translator as Translator
 
 __version__ = "0.2.0"
@@ -26,6 +27,7 @@ _SUBMODULES = (
     "translator",  # the same for translation, from Python
     "language_model",  # and for text by a language model
     "pretrained",  # what both have in common
+    "roberta",  # and for masked words, features and classes
     "startup",  # import fairseq, typed anywhere in this environment
     "fairseq_compat",  # fairseq, made importable on a current Python and torch
     "plugins",  # model, criterion and optimizer as fairseq sees them
@@ -39,9 +41,13 @@ _SUBMODULES = (
     "checkpoints",  # what is left on disk
 )
 
-_CLASSES = {"Translator": "translator", "LanguageModel": "language_model"}
+_CLASSES = {
+    "Translator": "translator",
+    "LanguageModel": "language_model",
+    "RobertaModel": "roberta",
+}
 
-__all__ = ["LanguageModel", "Translator", "__version__", *_SUBMODULES]
+__all__ = ["LanguageModel", "RobertaModel", "Translator", "__version__", *_SUBMODULES]
 
 
 def __getattr__(name: str) -> Any:

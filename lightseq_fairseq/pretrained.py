@@ -7,8 +7,6 @@ and torch are imported when a checkpoint is loaded.
 from __future__ import annotations
 
 import os
-import zipfile
-from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -210,21 +208,17 @@ def _trained(path: str, kind: Kind, options: dict[str, Any]) -> dict[str, Any]:
     """
     from fairseq.checkpoint_utils import get_maybe_sharded_checkpoint_filename as first_shard
 
-    from lightseq_fairseq.fairseq_compat.checkpoints import read_checkpoint
+    from lightseq_fairseq.fairseq_compat.checkpoints import open_checkpoint, task_settings
 
     suffix, shards = options.get("checkpoint_suffix"), options.get("checkpoint_shard_count")
     path = first_shard(path, suffix or "", 0, int(shards or 1))
     try:
-        # With mmap the tensors are not read.
-        state = read_checkpoint(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
+        settings = task_settings(open_checkpoint(path))
     except OSError as error:
         raise UserError(
             f"The checkpoint {path} cannot be read ({error.strerror}): use a file or a folder "
             "that lightseq-train wrote."
         ) from None
-    # Checkpoints from before fairseq 0.10.2 have args instead of cfg.
-    found: Any = state.get("args") or (state.get("cfg") or {}).get("task") or {}
-    settings = vars(found) if isinstance(found, Namespace) else dict(found)
     task = settings.get("_name") or settings.get("task") or "translation"
     if task != kind.task and options.get("task") is None:
         raise UserError(f"{path} contains a model of --task {task}: {kind.advice}.")

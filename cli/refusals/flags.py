@@ -10,6 +10,7 @@ docs/flags.md lists all settings; ``scripts/flags.py`` generates it.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -61,13 +62,19 @@ def _is_roberta(args: argparse.Namespace) -> bool:
     return getattr(ARCH_MODEL_REGISTRY.get(args.arch), "data", None) is MASKED_TEXT
 
 
-def _is_criterion_for_others_than_roberta(args: argparse.Namespace) -> bool:
-    """Whether the criterion is fairseq's or ours, but none of those that RoBERTa can have."""
+def _is_criterion_of_others(args: argparse.Namespace, task: str) -> bool:
+    """Whether RoBERTa trains on the data of fairseq's ``task``, with a criterion of fairseq's or
+    ours that needs others."""
     from fairseq.criterions import CRITERION_REGISTRY
+    from fairseq.tasks import TASK_REGISTRY
 
     module = getattr(CRITERION_REGISTRY.get(args.criterion), "__module__", "")
-    is_known = module.startswith(("fairseq.", "lightseq_fairseq."))
-    return is_known and args.criterion not in _OF_ROBERTA.split()
+    return (
+        _is_roberta(args)
+        and issubclass(TASK_REGISTRY[args.task], TASK_REGISTRY[task])
+        and module.startswith(("fairseq.", "lightseq_fairseq."))
+        and args.criterion not in _OF_ROBERTA[task]
+    )
 
 
 def _lacks_gpu(args: argparse.Namespace) -> bool:
@@ -100,12 +107,15 @@ _OTHER_TARGETS = tuple(
     for flag in ("--self-target", "--past-target")
 )
 
-# fairseq's criteria of RoBERTa, and ours.
-_OF_ROBERTA = """
-masked_lm sentence_prediction sentence_ranking ls_masked_lm ls_sentence_prediction
-"""
+# fairseq's tasks of RoBERTa -> criteria that they can have, ours first.
+_OF_ROBERTA = {
+    "masked_lm": ("ls_masked_lm", "masked_lm"),
+    "multilingual_masked_lm": ("ls_masked_lm", "masked_lm"),
+    "sentence_prediction": ("ls_sentence_prediction", "sentence_prediction"),
+    "sentence_ranking": ("sentence_ranking",),
+}
 # Criteria that need another kind of model or data than a translation model and sentence pairs.
-_OF_OTHER_TASKS = f"""{_OF_ROBERTA}
+_OF_OTHER_TASKS = f"""{" ".join(name for names in _OF_ROBERTA.values() for name in names)}
 ctc fastspeech2 hubert label_smoothed_cross_entropy_with_ctc
 latency_augmented_label_smoothed_cross_entropy legacy_masked_lm_loss model nat_loss
 sentence_prediction_adapters speech_to_spectrogram
@@ -148,11 +158,10 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 "the package iopath is not installed", "run pip install iopath, or remove it",
                 always=False),
         _PADS_WITHIN,
-        Refusal("--criterion",
-                lambda args: _is_roberta(args) and _is_criterion_for_others_than_roberta(args),
-                "{args.criterion} is for other models or data than RoBERTa's",
-                "use --criterion ls_masked_lm or, with --task sentence_prediction, "
-                "ls_sentence_prediction", always=False),
+        *(Refusal("--criterion", functools.partial(_is_criterion_of_others, task=task),
+                  "{args.criterion} is for other models or data than those of --task {args.task}",
+                  f"use --criterion {ours}", always=False)
+          for task, (ours, *_) in _OF_ROBERTA.items()),
         Refusal("--criterion",
                 lambda args: registries.is_fused(args.arch) and not _is_roberta(args)
                 and args.criterion in _OF_OTHER_TASKS.split(),

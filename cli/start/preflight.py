@@ -117,6 +117,7 @@ def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
     preflight_values.unknown_words(command, args)
     preflight_values.length_penalty(args)
     language_model(command, args)
+    sentence_prediction(args)
     if command == "generate" and args.constraints:  # with sampling, flags.py refuses them
         raise UserError(
             "--constraints reads constraints from lines of text, but a binarised test set contains "
@@ -127,6 +128,8 @@ def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
         pack_tokens(args)
         preflight_checkpoints.first(args)
         preflight_checkpoints.best_metric(args)
+    elif command == "validate":
+        preflight_checkpoints.head(args, args.path, "train another head")
     if _reads_sentence_pairs(args.task):
         preflight_data.data(command, args)
     elif _reads_running_text(args.task):
@@ -157,6 +160,19 @@ def language_model(command: str, args: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} cannot be used with a language model, because "
                 f"{reason}: remove it."
             )
+
+
+def sentence_prediction(args: argparse.Namespace) -> None:
+    """Raises UserError if the task lacks settings that are flags of its criterion."""
+    from fairseq.tasks import TASK_REGISTRY
+    from fairseq.tasks.sentence_prediction import SentencePredictionTask
+
+    is_task = issubclass(TASK_REGISTRY[args.task], SentencePredictionTask)
+    if is_task and not hasattr(args, "regression_target"):
+        raise UserError(
+            f"--criterion is {args.criterion}, but --task {args.task} needs the criterion of "
+            "sentences with labels: set --criterion sentence_prediction."
+        )
 
 
 def _reads_sentence_pairs(task: str) -> bool:

@@ -10,7 +10,11 @@ from lightseq_fairseq.errors import UserError
 
 
 def first(args: argparse.Namespace) -> None:
-    """Raises UserError if the initial checkpoint is missing: fairseq would train from scratch."""
+    """Raises UserError if the initial checkpoint is missing: fairseq would train from scratch.
+
+    A checkpoint to resume from must also have the `head` of this run. With --reset-optimizer or
+    --finetune-from-model a new head is meant.
+    """
     from fairseq.file_io import PathManager
 
     suffix = args.checkpoint_suffix
@@ -23,8 +27,8 @@ def first(args: argparse.Namespace) -> None:
             )
         flag, path = "--restore-file", args.restore_file.replace(".pt", suffix + ".pt")
     # The default is a file in --save-dir. A new run has no such file; then the other flags apply.
-    elif PathManager.exists(os.path.join(args.save_dir, f"checkpoint_last{suffix}.pt")):
-        return
+    elif PathManager.exists(last := os.path.join(args.save_dir, f"checkpoint_last{suffix}.pt")):
+        return None if args.reset_optimizer else head(args, last, _NEW_HEAD)
     elif args.continue_once is not None:
         flag, path = "--continue-once", args.continue_once
     else:
@@ -38,6 +42,36 @@ def first(args: argparse.Namespace) -> None:
         )
         wrong = "is a folder" if os.path.isdir(path) else "does not exist"
         raise UserError(f"{flag} {path or repr(path)} {wrong}: {hint}")
+    if path is not None and flag == "--restore-file" and not args.reset_optimizer:
+        head(args, path, _NEW_HEAD)
+    return None
+
+
+_NEW_HEAD = "train a new head with --reset-optimizer"
+
+
+def head(args: argparse.Namespace, path: str, otherwise: str) -> None:
+    """Raises UserError if the checkpoint's classification head has other classes than the run's.
+
+    fairseq would take a new head in its place, with random weights.
+
+    otherwise: what to do instead of changing --num-classes.
+    """
+    from lightseq_fairseq.fairseq_compat.checkpoints import open_checkpoint
+
+    name = getattr(args, "classification_head_name", None)
+    if name is None or not os.path.isfile(path):
+        return
+    try:
+        weights = open_checkpoint(path)["model"]
+    except (OSError, UserError):  # fairseq or the launcher will say so
+        return
+    weight = weights.get(f"classification_heads.{name}.out_proj.weight")
+    if weight is not None and len(weight) != args.num_classes:
+        raise UserError(
+            f"--num-classes is {args.num_classes}, but the classification head of {path} has "
+            f"{len(weight)} classes: set --num-classes {len(weight)}, or {otherwise}."
+        )
 
 
 def best_metric(args: argparse.Namespace) -> None:
@@ -45,27 +79,30 @@ def best_metric(args: argparse.Namespace) -> None:
 
     fairseq would fail after the first validation, without a checkpoint.
     """
-    measured = _measured(args)
+    measured, others = _measured(args)
     metric = args.best_checkpoint_metric
-    if args.disable_validation or measured is None or metric in (*measured, *_ALWAYS_MEASURED):
+    if args.disable_validation or not measured or metric in (*measured, *_ALWAYS_MEASURED):
         return
     raise UserError(
         f"--best-checkpoint-metric {metric} is not measured in validation: use "
-        f"{' or '.join(measured)}; bleu needs --eval-bleu, and accuracy needs --report-accuracy."
+        f"{' or '.join(measured)}{others}."
     )
 
 
 _ALWAYS_MEASURED = ("wps", "wpb", "bsz", "num_updates")
 
 
-def _measured(args: argparse.Namespace) -> tuple[str, ...] | None:
-    """The metrics of validation; None if the task or the criterion is not known here."""
+def _measured(args: argparse.Namespace) -> tuple[tuple[str, ...], str]:
+    """The metrics of validation, none if the task or the criterion is not known here; and what
+    further metrics need, for the message."""
     from fairseq.criterions import CRITERION_REGISTRY
     from fairseq.criterions.cross_entropy import CrossEntropyCriterion
     from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
     from fairseq.criterions.label_smoothed_cross_entropy_with_alignment import (
         LabelSmoothedCrossEntropyCriterionWithAlignment as Aligned,
     )
+    from fairseq.criterions.masked_lm import MaskedLmLoss
+    from fairseq.criterions.sentence_prediction import SentencePredictionCriterion
     from fairseq.tasks import TASK_REGISTRY, FairseqTask
     from fairseq.tasks.translation import TranslationTask
     from fairseq.tasks.translation_multi_simple_epoch import TranslationMultiSimpleEpochTask
@@ -73,19 +110,28 @@ def _measured(args: argparse.Namespace) -> tuple[str, ...] | None:
     task = TASK_REGISTRY[args.task]
     tasks = (FairseqTask, TranslationTask, TranslationMultiSimpleEpochTask)
     if function(task, "reduce_metrics") not in [function(t, "reduce_metrics") for t in tasks]:
-        return None
+        return (), ""
     if hasattr(task, "post_validate"):
-        return None
+        return (), ""
     bleu = ["bleu"] if getattr(args, "eval_bleu", False) else []
     accuracy = ["accuracy", "n_correct", "total"] if getattr(args, "report_accuracy", False) else []
+    right = [] if getattr(args, "regression_target", False) else ["accuracy"]
     nll_loss = ["nll_loss"] if args.sentence_avg else []
+    of_pairs = "; bleu needs --eval-bleu, and accuracy needs --report-accuracy"
     by_criterion = {
-        LabelSmoothedCrossEntropyCriterion: ["loss", "nll_loss", "ppl", *accuracy],
-        Aligned: ["loss", "nll_loss", "ppl", "alignment_loss"],
-        CrossEntropyCriterion: ["loss", "ppl", *nll_loss],
+        LabelSmoothedCrossEntropyCriterion: (["loss", "nll_loss", "ppl", *accuracy], of_pairs),
+        Aligned: (["loss", "nll_loss", "ppl", "alignment_loss"], of_pairs),
+        CrossEntropyCriterion: (["loss", "ppl", *nll_loss], of_pairs),
+        MaskedLmLoss: (["loss", "ppl"], ""),
+        SentencePredictionCriterion: (
+            ["loss", "nll_loss", *right],
+            "; accuracy needs classes, but --regression-target is set" if not right else "",
+        ),
     }
+    if any(name.startswith("report_") and value for name, value in vars(args).items()):
+        by_criterion.pop(SentencePredictionCriterion)  # newer versions measure more
     criterion = CRITERION_REGISTRY.get(args.criterion)
-    for known, measured in by_criterion.items():
+    for known, (measured, others) in by_criterion.items():
         if function(criterion, "reduce_metrics") is function(known, "reduce_metrics"):
-            return (*measured, *bleu)
-    return None
+            return (*measured, *bleu), others
+    return (), ""

@@ -1,9 +1,9 @@
 """Exports trained models to other programs: stock fairseq, CTranslate2, readers of safetensors.
 
-The export builds fairseq's own Transformer, for translation or as a language model, from the
-checkpoint's options and loads its weights, whichever program or version wrote the file. So every
-export has today's parameter names, float32 weights and complete options. If the weights do not
-match the options, the error comes before anything is written.
+The export builds fairseq's own Transformer, for translation or as a language model, or its RoBERTa,
+from the checkpoint's options and loads its weights, whichever program or version wrote the file. So
+every export has today's parameter names, float32 weights and complete options. If the weights do
+not match the options, the error comes before anything is written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ from lightseq_fairseq.checkpoints import names  # isort: skip  (prepares fairseq
 from fairseq import models, utils
 from fairseq.data import Dictionary, data_utils
 from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.models.roberta import RobertaModel
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
 
@@ -40,11 +41,11 @@ class Trained:
 
     checkpoint: dict[str, Any]
     args: Namespace  #: the options, with native fairseq names only
-    model: TransformerModel | TransformerLanguageModel  #: float32, on the CPU
+    model: TransformerModel | TransformerLanguageModel | RobertaModel  #: float32, on the CPU
 
 
 def read(source: Path) -> Trained:
-    """Load the Transformer from a checkpoint of this package or of any fairseq version.
+    """Load the model from a checkpoint of this package or of any fairseq version.
 
     Raises:
         UserError: the file cannot be read, is not a checkpoint, or holds no such model.
@@ -62,7 +63,9 @@ def read(source: Path) -> Trained:
         task = SimpleNamespace(
             source_dictionary=_stand_in(source_size), target_dictionary=_stand_in(target_size)
         )
-        model = models.build_model(copy.copy(args), task)
+        options = copy.copy(args)
+        options.load_checkpoint_heads = True  # RoBERTa's classification heads
+        model = models.build_model(options, task)
         model.load_state_dict(state["model"], strict=True)
     except Exception as error:  # fairseq and torch raise many types here
         raise UserError(
@@ -77,19 +80,20 @@ def _options(state: dict[str, Any], source: Path) -> Namespace:
     found: Any = names.native_cfg({"model": state.get("args") or cfg.get("model")})["model"]
     named = vars(found) if isinstance(found, Namespace) else found or {}
     arch = named.get("arch") or named.get("_name")
-    if ARCH_MODEL_REGISTRY.get(arch) not in (TransformerModel, TransformerLanguageModel):
+    kind = ARCH_MODEL_REGISTRY.get(arch)
+    if kind not in (TransformerModel, TransformerLanguageModel, RobertaModel):
         what = f"a model of --arch {arch}" if arch else "no options of a model"
         raise UserError(
             f"{source} contains {what}, but only fairseq's Transformer for translation or as a "
-            "language model can be exported: choose another checkpoint."
+            "language model, and its RoBERTa, can be exported: choose another checkpoint."
         )
     args = Namespace(**named, **{} if "arch" in named else {"arch": arch})
     # These options may be only in the task's section, which CTranslate2 does not read.
     task: Any = cfg.get("task") or {}
     task = vars(task) if isinstance(task, Namespace) else task
     of_task: tuple[str, ...] = ("data",)
-    default = "language_modeling"
-    if ARCH_MODEL_REGISTRY[arch] is TransformerModel:
+    default = "masked_lm" if kind is RobertaModel else "language_modeling"
+    if kind is TransformerModel:
         of_task, default = ("source_lang", "target_lang", "data"), "translation"
         # Files of pretrained embeddings: not needed any more, and they may not exist.
         args.encoder_embed_path = args.decoder_embed_path = None
@@ -103,10 +107,10 @@ def _sizes(weights: dict[str, Any]) -> tuple[int, int]:
     """Symbols of the source and of the target dictionary, by the model's weights.
 
     A language model predicts words of its only dictionary, or a part of them. Adaptive inputs have
-    an embedding for each band of words.
+    an embedding for each band of words. RoBERTa was a "decoder" before fairseq 0.10.
     """
-    side = "encoder" if "encoder.embed_tokens.weight" in weights else "decoder"
-    bands = rf"{side}\.embed_tokens\.(embeddings\.\d+\.0\.)?weight"
+    side = "encoder" if any(name.startswith("encoder.") for name in weights) else "decoder"
+    bands = rf"{side}\.(sentence_encoder\.)?embed_tokens\.(embeddings\.\d+\.0\.)?weight"
     source = sum(len(value) for name, value in weights.items() if re.fullmatch(bands, name))
     output = "output_projection" if side == "decoder" else "embed_tokens"
     return source, len(weights.get(f"decoder.{output}.weight", range(source)))
@@ -120,8 +124,31 @@ def _stand_in(size: int) -> Dictionary:
     return dictionary
 
 
-def find_dictionaries(trained: Trained, data: str | None) -> dict[str, Path]:
-    """Paths of the model's "source" and "target" dictionary files; a language model has the former.
+# Task -> the dictionaries of its models in the data folder; those of translation name languages.
+_DICTIONARIES = {
+    "translation": {},
+    "language_modeling": {"source": "dict.txt"},
+    "masked_lm": {"source": "dict.txt"},
+    "multilingual_masked_lm": {"source": "dict.txt"},
+    "sentence_prediction": {"source": "input0/dict.txt", "label": "label/dict.txt"},
+    "sentence_ranking": {"source": "input0/dict.txt"},
+}
+
+
+class Dictionaries(NamedTuple):
+    """The dictionary files of a model.
+
+    Attributes:
+        folder: the data folder.
+        names: for "source", "target" and "label", the file's path in the folder.
+    """
+
+    folder: Path
+    names: dict[str, str]
+
+
+def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
+    """The model's dictionary files; all models but those of translation have no "target".
 
     Args:
         data: the folder to search; None for the folder named in the checkpoint. If the checkpoint
@@ -130,10 +157,10 @@ def find_dictionaries(trained: Trained, data: str | None) -> dict[str, Path]:
 
     Raises:
         UserError: a file is missing or is not the model's dictionary, or the model was trained with
-            another task than translation or language_modeling.
+            a task that is not known here.
     """
     args = trained.args
-    if args.task not in ("translation", "language_modeling"):
+    if args.task not in _DICTIONARIES:
         raise UserError(
             f"The model was trained with --task {args.task}, which has dictionaries of another "
             "kind: export it with --to fairseq, without --data."
@@ -143,7 +170,7 @@ def find_dictionaries(trained: Trained, data: str | None) -> dict[str, Path]:
     advice = "set --data to the folder with the run's dictionaries, as in --data data-bin."
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: {advice}")
-    files_of = {"source": "dict.txt"}
+    files_of = dict(_DICTIONARIES[args.task])
     if args.task == "translation":
         if not (args.source_lang and args.target_lang):
             args.source_lang, args.target_lang = data_utils.infer_language_pair(str(folder))
@@ -153,26 +180,32 @@ def find_dictionaries(trained: Trained, data: str | None) -> dict[str, Path]:
             )
         languages = {"source": args.source_lang, "target": args.target_lang}
         files_of = {side: f"dict.{language}.txt" for side, language in languages.items()}
-    paths, loaded = {}, {}
-    for rows, (side, name) in zip(_sizes(trained.checkpoint["model"]), files_of.items()):
-        path = paths[side] = folder / name
+    if getattr(args, "regression_target", False):
+        files_of.pop("label", None)
+    sizes = dict(zip(("source", "target"), _sizes(trained.checkpoint["model"])))
+    loaded = {}
+    for side, name in files_of.items():
+        path = folder / name
         try:
             dictionary = loaded[f"{side}_dictionary"] = Dictionary.load(str(path))
         except Exception as error:  # fairseq raises a bare Exception if it cannot decode the file
             raise UserError(f"{path} cannot be read ({_short(error)}): {advice}") from error
-        if len(dictionary) != rows:
+        if isinstance(trained.model, RobertaModel):
+            dictionary.add_symbol("<mask>")  # as its tasks do
+        rows = sizes.get(side)
+        if rows is not None and len(dictionary) != rows:
             raise UserError(
                 f"{path} has {len(dictionary)} words, but the model has {rows}: {advice}"
             )
     extra_state = trained.checkpoint.get("extra_state") or {}
     dictionaries.check(SimpleNamespace(**loaded), extra_state.get("dictionaries"))
-    return paths
+    return Dictionaries(folder, files_of)
 
 
 def to_fairseq(trained: Trained, output: Path) -> None:
     """Write a checkpoint for stock fairseq and for CTranslate2's FairseqConverter.
 
-    It has no optimizer state. It can be used for translation and to start further training.
+    It has no optimizer state. It can be used as any checkpoint, and to start further training.
 
     Raises:
         UserError: ``output`` cannot be written; it is unchanged then.
@@ -189,12 +222,12 @@ def to_fairseq(trained: Trained, output: Path) -> None:
 
 
 def to_ctranslate2(
-    trained: Trained, paths: dict[str, Path], output: Path, quantization: str | None
+    trained: Trained, found: Dictionaries, output: Path, quantization: str | None
 ) -> None:
     """Write the folder ``output`` with CTranslate2's model, by its ``FairseqConverter``.
 
     Args:
-        paths: from ``find_dictionaries``.
+        found: from ``find_dictionaries``.
         quantization: CTranslate2's name of the type to store weights in; None keeps float32.
 
     Raises:
@@ -202,6 +235,11 @@ def to_ctranslate2(
     """
     from ctranslate2.converters import FairseqConverter
 
+    if isinstance(trained.model, RobertaModel):
+        raise UserError(
+            "CTranslate2 reads RoBERTa in the format of Hugging Face transformers alone, not "
+            "fairseq's: export this model with --to fairseq or --to safetensors."
+        )
     if isinstance(trained.model, TransformerLanguageModel):
         output_layer = trained.model.decoder.output_projection
         if output_layer is None:
@@ -220,7 +258,7 @@ def to_ctranslate2(
         source = place.with_suffix(".pt")
         to_fairseq(replace(trained, checkpoint=bare), source)
         try:
-            converter = FairseqConverter(str(source), str(paths["source"].parent))
+            converter = FairseqConverter(str(source), str(found.folder))
             converter.convert(str(place), quantization=quantization)
         except OSError:
             raise
@@ -231,13 +269,13 @@ def to_ctranslate2(
             ) from error
 
 
-def to_safetensors(trained: Trained, paths: dict[str, Path], output: Path) -> None:
+def to_safetensors(trained: Trained, found: Dictionaries, output: Path) -> None:
     """Write the folder ``output``: model.safetensors, config.json and the dictionaries.
 
     Tied tensors are stored once, as ``safetensors.torch.load_model`` expects.
 
     Args:
-        paths: from ``find_dictionaries``.
+        found: from ``find_dictionaries``.
 
     Raises:
         UserError: as for ``to_fairseq``.
@@ -247,13 +285,14 @@ def to_safetensors(trained: Trained, paths: dict[str, Path], output: Path) -> No
 
     config = {
         "arch": trained.args.arch,
-        "dictionaries": {side: path.name for side, path in paths.items()},
+        "dictionaries": found.names,
         "options": vars(trained.args),
     }
     with files.placed(output) as place:
         place.mkdir()
-        for path in paths.values():
-            shutil.copyfile(path, place / path.name)
+        for name in found.names.values():
+            (place / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(found.folder / name, place / name)
         text = json.dumps(config, indent=2, sort_keys=True, default=str)
         (place / "config.json").write_text(f"{text}\n")
         weights = place / "model.safetensors"

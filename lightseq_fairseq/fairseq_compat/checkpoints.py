@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import re
+import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +105,18 @@ def read_checkpoint(file: Any, map_location: Any = None, **options: Any) -> Any:
             "path."
         )
     return checkpoint
+
+
+def open_checkpoint(path: str) -> Any:
+    """The same without reading the tensors: they stay in the file until they are used."""
+    return read_checkpoint(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
+
+
+def task_settings(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a checkpoint's task; its name is ``_name`` or ``task``."""
+    # Checkpoints from before fairseq 0.10.2 have args instead of cfg.
+    found: Any = checkpoint.get("args") or (checkpoint.get("cfg") or {}).get("task") or {}
+    return vars(found) if isinstance(found, argparse.Namespace) else dict(found)
 
 
 def is_original_lightseq(model: dict[str, Any]) -> bool:

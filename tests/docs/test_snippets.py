@@ -79,7 +79,8 @@ def program(page: str, languages: tuple[str, ...]) -> str:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files that a reader has: texts, binarised data, checkpoints of a run, their
-    average; binarised running text with a language model; and pairs of sentences with labels."""
+    average; binarised running text with a language model and a RoBERTa; and pairs of sentences with
+    labels."""
     folder = tmp_path_factory.mktemp("world")
     write_text(folder)
     for split in SPLITS:
@@ -102,6 +103,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     succeed("train", folder / "text-bin", *words.split(), "--save-dir", folder / "text")
     (folder / "text/checkpoint_last.pt").rename(folder / "lm.pt")
     shutil.rmtree(folder / "text")
+    words = f"--task masked_lm --arch ls_roberta_base {SMALL_ROBERTA}"
+    succeed("train", folder / "text-bin", *words.split(), "--save-dir", folder / "roberta")
+    (folder / "roberta/checkpoint_last.pt").unlink()  # a page trains one here
     (folder / "rte").mkdir()
     for split, text_of in (("train", "train"), ("dev", "valid")):
         sentences = (folder / f"{text_of}.bpe.en").read_text()

@@ -1,0 +1,58 @@
+"""A trained RoBERTa from Python, by fairseq's interface and with our layers.
+
+fairseq and torch are imported when a checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightseq_fairseq.errors import UserError
+
+
+class RobertaModel:
+    """Loads RoBERTa, CamemBERT and XLM-R as fairseq's ``RobertaModel`` does."""
+
+    @staticmethod
+    def from_pretrained(
+        model_name_or_path: str | os.PathLike[str],
+        checkpoint_file: str = "model.pt",
+        data_name_or_path: str | os.PathLike[str] = ".",
+        bpe: str | None = "gpt2",
+        **options: Any,
+    ) -> Any:
+        """fairseq's ``RobertaHubInterface`` of a checkpoint, with our layers.
+
+        The arguments are those of fairseq's ``RobertaModel.from_pretrained``, and the result has
+        ``fill_mask``, ``predict``, ``extract_features`` and so on. As in fairseq, call its
+        ``eval()`` to turn dropout off. Loading changes nothing for the rest of the program.
+
+        Args:
+            model_name_or_path: the folder with the checkpoint.
+            checkpoint_file: its name, of a file that lightseq-train or fairseq wrote.
+            data_name_or_path: the folder with the dictionaries; if it begins with a dot, it is
+                relative to the first folder.
+            bpe: fairseq's name of the subwords; with None, methods take numbers of tokens only.
+            options: settings to override, as in fairseq.
+
+        Raises:
+            UserError: the checkpoint contains another model, or does not fit the dictionary.
+        """
+        from lightseq_fairseq import fairseq_compat
+
+        fairseq_compat.prepare()
+        from lightseq_fairseq.checkpoints import models
+
+        # isort: split
+        from fairseq.models.roberta import RobertaModel as Native
+
+        places = (os.fspath(model_name_or_path), checkpoint_file, os.fspath(data_name_or_path))
+        with models.building(native=False):
+            found = Native.from_pretrained(*places, bpe, **options)
+        if not isinstance(found.model, Native):
+            raise UserError(
+                f"{checkpoint_file} of {places[0]} contains no RoBERTa but "
+                f"{type(found.model).__name__}: choose another checkpoint."
+            )
+        return found

@@ -1,0 +1,225 @@
+"""Trained RoBERTas, CamemBERTs and XLM-Rs from Python and by the commands, with our layers.
+
+The published CamemBERT and XLM-R name the archs of RoBERTa, in the form of fairseq 0.9; here such
+files are made from those of today.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import helpers.parity as parity
+import helpers.roberta_runs as roberta
+import pytest
+import torch
+from helpers.cli_runs import succeed, unchanged
+
+# isort: split
+from fairseq.data.encoders.characters import Characters
+from fairseq.models.roberta import CamembertModel, RobertaModel, XLMRModel
+
+import lightseq_fairseq
+from lightseq_fairseq.checkpoints import names
+from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.plugins.roberta import LSRobertaEncoder, LSRobertaModel
+from lightseq_fairseq.roberta import RobertaModel as OurRobertaModel
+
+TASKS = {
+    "camembert": (CamembertModel, "masked_lm"),
+    "xlmr": (XLMRModel, "multilingual_masked_lm"),
+    "roberta": (RobertaModel, "masked_lm"),
+}
+TOKENS = torch.tensor([[0, 5, 9, 12, 2, 2, 7, 2], [0, 4, 11, 2, 2, 6, 2, 1]])
+REAL = TOKENS != 1
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> roberta.Data:
+    return roberta.binarise(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def pretrained(data: roberta.Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of our run."""
+    return roberta.pretrain(data, tmp_path_factory.mktemp("pretrained")).parent
+
+
+@pytest.fixture(scope="module")
+def tuned(data: roberta.Data, pretrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a classifier that we trained."""
+    folder = tmp_path_factory.mktemp("tuned")
+    roberta.tune(data.classes, pretrained / "checkpoint_last.pt", folder, *roberta.BY_ACCURACY)
+    return folder
+
+
+@pytest.fixture(scope="module", params=TASKS)
+def old(
+    data: roberta.Data, pretrained: Path, request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, Any]:  # fmt: skip
+    """A folder as fairseq 0.9 published it, and fairseq's class of its models."""
+    folder = tmp_path_factory.mktemp(request.param)
+    state = torch.load(pretrained / "checkpoint_last.pt", weights_only=False)
+    kind, task = TASKS[request.param]
+    torch.save(roberta.in_old_form(state, task=task, data="/gone"), folder / "model.pt")
+    (folder / "dict.txt").write_bytes((data.text / "dict.txt").read_bytes())
+    return folder, kind
+
+
+def load(kind: Any, folder: Path, data: Path | str, **options: Any) -> Any:
+    options = {"checkpoint_file": "checkpoint_best.pt", "bpe": None, **options}
+    found = kind.from_pretrained(str(folder), data_name_or_path=str(data), **options).eval()
+    found.bpe = Characters(None)  # the only subwords that need no files
+    return found
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two models have the same weights; fairseq marks old ones by another "version"."""
+    weights = [{k: v for k, v in x.items() if not k.endswith(".version")} for x in (one, other)]
+    assert weights[0].keys() == weights[1].keys()
+    return all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def same(ours: Any, its: Any) -> None:
+    """Both interfaces compute the same in float64."""
+    assert type(ours.model) is LSRobertaModel and type(ours.model.encoder) is LSRobertaEncoder
+    assert not isinstance(its.model, LSRobertaModel)
+    has_mask = hasattr(its.task, "mask_idx")  # a classifier's task has none
+    for sentence in ("abc <mask>", "<mask>e", "a<mask>bbcd") if has_mask else ():
+        found, expected = (x.fill_mask(sentence, topk=4) for x in (ours, its))
+        assert [x[::2] for x in found] == [x[::2] for x in expected]
+        assert [x[1] for x in found] == pytest.approx([x[1] for x in expected], abs=1e-6)
+    with torch.no_grad(), parity.native_in_float64():
+        ours.double(), its.double()
+        pairs = [(x.extract_features(TOKENS),) for x in (ours, its)]
+        pairs = [
+            (*features, *x.extract_features(TOKENS, return_all_hiddens=True), x.model(TOKENS)[0])
+            for features, x in zip(pairs, (ours, its), strict=True)
+        ]
+        for one, other in zip(*pairs, strict=True):
+            torch.testing.assert_close(one[REAL], other[REAL], rtol=0, atol=1e-10)
+        for name in its.model.classification_heads:
+            one, other = (x.predict(name, TOKENS) for x in (ours, its))
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_masked_text(data: roberta.Data, pretrained: Path) -> None:
+    same(*(load(kind, pretrained, data.text) for kind in (OurRobertaModel, RobertaModel)))
+
+
+def test_subwords_are_fairseqs(data: roberta.Data, pretrained: Path) -> None:
+    options = {"checkpoint_file": "checkpoint_last.pt", "data_name_or_path": data.text}
+    for name, kind in ((None, type(None)), ("characters", Characters)):
+        found = OurRobertaModel.from_pretrained(pretrained, **options, bpe=name)
+        assert isinstance(found.bpe, kind)
+
+
+def test_classes(data: roberta.Data, tuned: Path) -> None:
+    ours, its = (load(kind, tuned, data.classes) for kind in (OurRobertaModel, RobertaModel))
+    assert list(ours.model.classification_heads) == [roberta.HEAD]
+    same(ours, its)
+    tokens = ours.encode("abc", "fe")
+    assert ours.decode(tokens) == ["abc", "fe"]
+    assert ours.predict(roberta.HEAD, tokens).shape == (1, 2)
+    # As in fairseq's examples: a label of the dictionary.
+    dictionary = ours.task.label_dictionary
+    best = ours.predict(roberta.HEAD, tokens).argmax().item()
+    assert dictionary.string([best + dictionary.nspecial]) in ("yes", "no")
+
+
+def test_a_new_head_is_trained(data: roberta.Data, pretrained: Path) -> None:
+    ours = load(OurRobertaModel, pretrained, data.text)
+    ours.register_classification_head("new", num_classes=3)
+    ours.train()
+    loss = torch.nn.functional.nll_loss(ours.predict("new", TOKENS), torch.tensor([0, 2]))
+    loss.backward()
+    gradients = [ours.model.classification_heads["new"].dense.weight.grad,
+                 ours.model.encoder.sentence_encoder.layers[0].fc1.weight.grad]  # fmt: skip
+    assert all(gradient.abs().sum() > 0 for gradient in gradients)
+
+
+def test_it_is_exported_lazily() -> None:
+    assert lightseq_fairseq.RobertaModel is OurRobertaModel
+
+
+def test_other_models_and_dictionaries_are_refused(
+    data: roberta.Data, pretrained: Path, tmp_path: Path
+) -> None:
+    words = "--task language_modeling --arch transformer_lm --decoder-embed-dim 16 --max-update 1"
+    small = "--decoder-layers 1 --decoder-attention-heads 2 --decoder-ffn-embed-dim 16 --cpu"
+    limits = "--tokens-per-sample 16 --max-tokens 64 --num-workers 0 --optimizer adam"
+    line = [*words.split(), *small.split(), *limits.split()]
+    succeed("train", data.text, *line, "--save-dir", tmp_path / "lm")
+    with pytest.raises(UserError, match="contains no RoBERTa but LSTransformerLanguageModel: choo"):
+        load(OurRobertaModel, tmp_path / "lm", data.text)
+    first, second, *others = (data.text / "dict.txt").read_text().splitlines()
+    (tmp_path / "dict.txt").write_text("\n".join([second, first, *others]) + "\n")
+    with pytest.raises(UserError, match="The source dictionary is not the one that the checkpoint"):
+        load(OurRobertaModel, pretrained, tmp_path)
+
+
+def test_files_of_fairseq_train_build_ours(
+    data: roberta.Data, pretrained: Path, tmp_path: Path
+) -> None:
+    """With our plugins in --user-dir fairseq-train writes our names."""
+    state = torch.load(pretrained / "checkpoint_last.pt", weights_only=False)
+    state["cfg"]["model"].arch = state["cfg"]["model"]._name = "ls_roberta_base"
+    torch.save(state, tmp_path / "model.pt")
+    ours = load(RobertaModel, tmp_path, data.text, checkpoint_file="model.pt")
+    same(ours, load(RobertaModel, pretrained, data.text))
+
+
+def test_published_files(old: tuple[Path, Any]) -> None:
+    folder, kind = old
+    same(*(load(k, folder, ".", checkpoint_file="model.pt") for k in (OurRobertaModel, kind)))
+
+
+def test_published_files_equal_todays(
+    old: tuple[Path, Any], pretrained: Path, data: roberta.Data
+) -> None:
+    models = (
+        load(OurRobertaModel, old[0], ".", checkpoint_file="model.pt").model,
+        load(OurRobertaModel, pretrained, data.text).model,
+    )
+    states = [model.state_dict() for model in models]
+    assert equal(*states)
+
+
+def test_published_files_are_fine_tuned(
+    old: tuple[Path, Any], data: roberta.Data, tuned: Path, tmp_path: Path
+) -> None:
+    first = roberta.tune(data.classes, old[0] / "model.pt", tmp_path / "run", *roberta.BY_ACCURACY)
+    paths = (folder / "checkpoint_last.pt" for folder in (tmp_path / "run", tuned))
+    models = [torch.load(path, weights_only=False)["model"] for path in paths]
+    assert len(first) == 14
+    assert equal(*models)
+
+
+def test_commands_read_published_files(
+    old: tuple[Path, Any], data: roberta.Data, tuned: Path, tmp_path: Path
+) -> None:
+    """A classifier in the form of fairseq 0.9, as its roberta.large.mnli is."""
+    state = torch.load(tuned / "checkpoint_best.pt", weights_only=False)
+    path = tmp_path / "model.pt"
+    torch.save(roberta.in_old_form(state, task="sentence_prediction"), path)
+    cpu = ("--cpu", "--num-workers", "0")
+    with roberta.logged() as found:
+        succeed("validate", data.classes, "--path", path, *cpu)
+        succeed("validate", data.classes, "--path", tuned / "checkpoint_best.pt", *cpu)
+    assert found[0] == found[1] and found[0]["nsentences"] == 12
+    succeed("average", "--inputs", path, path, "--output", tmp_path / "mean.pt")
+    for source, name in ((path, "exported.pt"), (tmp_path / "mean.pt", "mean_exported.pt")):
+        succeed("export", source, "--to", "fairseq", "--output", tmp_path / name)
+        with unchanged():
+            exported = load(RobertaModel, tmp_path, data.classes, checkpoint_file=name)
+        assert equal(exported.model.state_dict(), state["model"])
+
+
+@pytest.mark.parametrize(
+    "arch", ["roberta", "roberta_base", "roberta_large", "roberta_prenorm", "xlm"]
+)
+def test_archs(arch: str) -> None:
+    assert names.ls_arch(Namespace(arch=arch)) == (f"ls_{arch}", None)
+    assert names.native_name("arch", f"ls_{arch}") == arch
