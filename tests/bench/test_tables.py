@@ -484,7 +484,7 @@ def test_overview_has_a_column_for_each_system(tree: Path) -> None:
         "| training big, 4096 | 320k, 9.2 GiB | 80k, 9.2 GiB | 4.0 | | |",
         "| training base, 4096 | 700k, 9.2 GiB | | | | |",
         "| translating one by one | 120, 2.0 GiB | 3.0, 2.0 GiB | 40.0 | | 20, 2.0 GiB |",
-        "| BLEU, each trains its model | 39.25 | 39.40 | | | |",
-        "| BLEU, the same checkpoint | 39.31 | 39.40 | | | |",
+        "| BLEU, separately trained models | 39.25 | 39.40 | | | |",
+        "| BLEU, both translate one checkpoint | 39.31 | 39.40 | | | |",
     ]
     assert lines[-1] == "GPU X; torch 2.11."
