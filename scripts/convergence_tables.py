@@ -62,12 +62,12 @@ def convergence_table(rows: Rows) -> list[str]:
             ]
             lines.append(cells)
     head = ["model", "system", "seeds", "updates", "BLEU", "last validation loss",
-            "training, to that BLEU and loss", "time to a validation loss of"]  # fmt: skip
+            "training time", "time to a validation loss of"]  # fmt: skip
     common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
     signatures = sorted({f"sacrebleu `{row['signature']}`" for row in rows if row["bleu"]})
     scored = (
-        "BLEU of test_2016_flickr by the average of a run's last checkpoints, scored once, when "
-        f"training has ended, so the time to it is training's ({', '.join(signatures)}); "
+        "BLEU: test_2016_flickr, translated after training with the average of a run's last "
+        f"checkpoints ({', '.join(signatures)}); "
     )
     company = "; ".join(
         f"{MODELS[case.split('/')[0]]}, {_company(its)}" for case, its in cases(rows)
@@ -78,9 +78,9 @@ def convergence_table(rows: Rows) -> list[str]:
         f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
         f"{', '.join(commit[:10] for commit in common['commit'])}; means over the "
         f"seeds (least to most); {scored if signatures else ''}losses in bits a target token, "
-        "label smoothing included; times are wall times of training with its validations, and "
-        "compare the systems of one model with each other and with nothing else, as runs shared "
-        f"the GPU: {company}.",
+        "label smoothing included; times are wall times of training with its validations. Several "
+        f"runs shared the GPU ({company}), so compare times only between the two systems of the "
+        "same model.",
     ]
 
 

@@ -69,7 +69,9 @@ def least_shares(rows: Rows) -> str:
             op = min(shares, key=shares.__getitem__)
             least.append(f"{precision} {shares[op]:.0%} (`{op}`)")
     return (
-        "Least share of the copy bandwidth, linear and attention apart: " + ", ".join(least) + "."
+        "Lowest share of the copy bandwidth, without linear and attention: "
+        + ", ".join(least)
+        + "."
     )
 
 
@@ -99,7 +101,8 @@ def op_table(rows: Rows) -> list[str]:
         f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
         f"{', '.join(commit[:10] for commit in common['commit'])}; {OPS_SIZE[1:]} tokens "
         "in WMT-like sentences (`long`: of 512 tokens; Adam: 217 M parameters), width 1024, ffn "
-        "4096, 40 000 words, 16 heads, dropout 0.1, bf16; median, cold L2, GB/s of least bytes.",
+        "4096, 40 000 words, 16 heads, dropout 0.1, bf16; medians, cold L2; GB/s: the least "
+        "possible bytes, divided by the time.",
     ]
 
 

@@ -35,10 +35,10 @@ def overview_table(train: Rows, generate: Rows, convergence: Rows, translation: 
         [r["bleu"] for r in convergence if r["system"] == system and r["bleu"] is not None]
         for system in ("lightseq", "fairseq")
     ]
-    lines.append(["BLEU, each trains its model", *(_mean(s) for s in scores), *[""] * 3])
+    lines.append(["BLEU, separately trained models", *(_mean(s) for s in scores), *[""] * 3])
     same = [r for r in translation if r["case"] == "beam-5/fp32"]
     pairs = [[r[key] for r in same] for key in ("bleu", "fairseq_bleu")]
-    lines.append(["BLEU, the same checkpoint", *(_mean(s) for s in pairs), *[""] * 3])
+    lines.append(["BLEU, both translate one checkpoint", *(_mean(s) for s in pairs), *[""] * 3])
 
     head = ["", "lightseq-fairseq", "fairseq", "times as fast", "torch.compile", "CTranslate2"]
     rows = [*train, *generate, *convergence, *translation]

@@ -150,13 +150,15 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
         "",
         f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
         f"{', '.join(commit[:10] for commit in common['commit'])}; {words_of_cases(rows)}; "
-        '"x fairseq" is to the fastest of fairseq\'s on the same batches; '
-        "medians over intervals of 50 updates after so many of warm-up; the floor is counted: "
-        "GEMMs at 790 TFLOP/s, then the least bytes at 4.3 TB/s; GPU busy and parts from a profile "
-        "of ten or 30 steps, which is slower: where steps wait for the GPU by its shares (busy is "
-        "rather more), else by its kernels' times, scaled to the tokens of the other steps; GiB: "
-        "all that the process takes of the GPU, torch's and what is beside it, but for its bare "
-        "context; the first updates begin without timed algorithms or compiled code on disk.",
+        '"x fairseq": target tokens/s, divided by those of the fastest row of fairseq in the case; '
+        'speeds are medians over intervals of 50 updates, after the updates in "warm-up"; '
+        '"of the floor": minimum time of a step (GEMMs at 790 TFLOP/s, the least possible bytes at '
+        '4.3 TB/s), divided by the measured time; "GPU busy" and the parts of a step come from a '
+        "profile of ten or 30 steps. A profiled step is slower. So if steps wait for the GPU, the "
+        "table has the shares in the profile (the true share of busy is higher); otherwise it has "
+        "the times of the kernels, scaled to the tokens of the other steps; GiB: memory of the GPU "
+        'that the process uses, without the CUDA context; "first 100 updates": a new process, '
+        "without stored algorithms or compiled code.",
     ]
 
 

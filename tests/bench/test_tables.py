@@ -101,8 +101,8 @@ def test_table_of_ops(measured: Path) -> None:
     assert "GPU X; torch 2.11; commit 0123456789;" in text
     assert (
         "\nAt other sizes and precisions ours is slower than torch.compile's code in 2 of 4 rows: "
-        "`embedding_fwd/T65536/bf16` 0.974, `linear_fwd.qkv/T16384/fp32` 0.999. Least share of the "
-        "copy bandwidth, linear and attention apart: bf16 80% (`embedding_fwd`), fp32 70% "
+        "`embedding_fwd/T65536/bf16` 0.974, `linear_fwd.qkv/T16384/fp32` 0.999. Lowest share of "
+        "the copy bandwidth, without linear and attention: bf16 80% (`embedding_fwd`), fp32 70% "
         "(`embedding_fwd`).\n"
     ) in text
 
@@ -112,7 +112,7 @@ def test_no_row_is_slower(measured: Path) -> None:
     (measured / RESULTS).write_text(json.dumps(fast))
     assert tables(measured).returncode == 0
     text = squeezed(measured / "README.md")
-    assert "torch.compile's code in none of 1 rows. Least share" in text
+    assert "torch.compile's code in none of 1 rows. Lowest share" in text
 
 
 def test_plot_shows_what_is_bound_by_memory(measured: Path) -> None:
@@ -305,13 +305,14 @@ def test_table_of_convergence(converged: Path) -> None:
         f"| {big} | {native} | 2 | 300 | | 3.995 (3.990 to 4.000) | 31 s (30 to 32) | "
         "4.05: 20 s, 200 updates |",
     ]
-    assert "| training, to that BLEU and loss |" in text
+    assert "| training time |" in text
     assert "GPU X; torch 2.11; commit 0123456789; means over the seeds" in text
-    assert "BLEU of test_2016_flickr by the average of a run's last checkpoints, scored" in text
-    assert "the time to it is training's (sacrebleu `nrefs:1`); losses in bits" in text
+    assert "BLEU: test_2016_flickr, translated after training with the average of a run's" in text
+    assert "last checkpoints (sacrebleu `nrefs:1`); losses in bits" in text
     assert (
         "4+4 layers of width 128, 9 at once by CUDA's MPS; Transformer big: 6+6 layers of width "
-        "1024, 4 at once by CUDA's MPS.\n"
+        "1024, 4 at once by CUDA's MPS), so compare times only between the two systems of the same "
+        "model.\n"
     ) in text
 
 
@@ -321,7 +322,7 @@ def test_table_of_convergence_without_bleu(converged: Path) -> None:
     assert tables(converged).returncode == 0
     text = squeezed(converged / "README.md")
     assert "test_2016" not in text and text.count("sacrebleu") == 0
-    assert "width 1024, 4 at once.\n" in text
+    assert "width 1024, 4 at once), so compare times" in text
 
 
 def test_plot_of_convergence(converged: Path) -> None:
@@ -484,7 +485,7 @@ def test_overview_has_a_column_for_each_system(tree: Path) -> None:
         "| training big, 4096 | 320k, 9.2 GiB | 80k, 9.2 GiB | 4.0 | | |",
         "| training base, 4096 | 700k, 9.2 GiB | | | | |",
         "| translating one by one | 120, 2.0 GiB | 3.0, 2.0 GiB | 40.0 | | 20, 2.0 GiB |",
-        "| BLEU, each trains its model | 39.25 | 39.40 | | | |",
-        "| BLEU, the same checkpoint | 39.31 | 39.40 | | | |",
+        "| BLEU, separately trained models | 39.25 | 39.40 | | | |",
+        "| BLEU, both translate one checkpoint | 39.31 | 39.40 | | | |",
     ]
     assert lines[-1] == "GPU X; torch 2.11."
