@@ -29,6 +29,8 @@ def main() -> None:
 def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
     """Decorator: the options that both benchmarks share; ``name`` is that of the benchmark."""
     by_corpus = f"{corpora.VOCABULARY} for translation, {corpora.TEXT_VOCABULARY} for text"
+    if name == "train":
+        by_corpus += f", {corpora.MASKED_VOCABULARY} for RoBERTa, whose task adds <mask>"
     options = (
         click.option(
             "--rounds", type=click.IntRange(1), default=rounds, show_default=True,
@@ -67,14 +69,20 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
     "CPU can run. Language models: <model>/<block>x<batch>/<precision>, with <batch> blocks of "
     "<block> tokens, as in gpt2_124m/1024x32/bf16, and the models gpt2_124m "
     "(transformer_lm_gpt3_small with dropout 0.1), lm_base (transformer_lm), gpt2_small "
-    "(transformer_lm_gpt2_small: 24 layers), and lm_tiny for a CPU. Precisions: bf16, fp16. Add "
-    "/x<n> for n GPUs, each with its own batch. You can repeat the flag.",
+    "(transformer_lm_gpt2_small: 24 layers), and lm_tiny for a CPU. Pre-training of RoBERTa: the "
+    "same with roberta_base, roberta_large, and roberta_tiny for a CPU, as in "
+    "roberta_base/512x64/bf16; or <model>/bertmix<tokens>/<precision>, with samples of 20 to 512 "
+    f"tokens and batches of up to <tokens> tokens (bertmix alone: {training.MIX_TOKENS}). "
+    "Precisions: bf16, fp16. Add /x<n> for n GPUs, each with its own batch. You can repeat the "
+    "flag.",
 )  # fmt: skip
 @click.option(
     "--systems",
     metavar="SYSTEM,...",
     help="Some of: ours, ours_packed (with --pack-tokens), fairseq_no_cudnn (cuDNN attention off), "
-    "fairseq_no_cudnn_apex, fairseq, torch_compile.  [default: all that this machine can run]",
+    "fairseq_no_cudnn_apex, fairseq, torch_compile, torch_compile_padded (bertmix with samples "
+    "padded to 512), transformers (RoBERTa of Hugging Face, compiled; bertmix padded to 512).  "
+    "[default: all that this machine can run]",
 )
 @click.option(
     "--updates", type=click.IntRange(1), default=300, show_default=True,
@@ -83,7 +91,7 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
 @click.option(
     "--warm-up", type=click.IntRange(0),
     help="Updates before the measured ones.  [default: 4000 for ours, 500 for torch_compile, 150 "
-    "for others and for language models]",
+    "for others, for language models and for RoBERTa; but 1000 for ours with bertmix]",
 )  # fmt: skip
 @click.option(
     "--corpus", type=click.Path(path_type=Path), default=Path("build/bench-corpus"),
@@ -99,8 +107,12 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
     show_default=True,
 )  # fmt: skip
 @click.option(
+    "--masked", type=click.Path(path_type=Path), default=Path("build/bench-masked"),
+    help="Folder of the texts for RoBERTa, created if it does not exist.", show_default=True,
+)  # fmt: skip
+@click.option(
     "--tokens", type=click.IntRange(1), default=corpora.TOKENS, show_default=True,
-    help="Number of tokens in the text.",
+    help="Number of tokens in a text.",
 )  # fmt: skip
 @click.option(
     "--workers", type=click.IntRange(0), default=4, show_default=True,
@@ -123,25 +135,33 @@ def train(cases: Sequence[str], systems: str | None, output: Path | None, **opti
 
 def _train(
     case_names: Sequence[str], system_names: str | None, output: Path | None, corpus: Path,
-    pairs: int, text: Path, tokens: int, vocabulary: int | None, logs: Path, rounds: int,
-    updates: int, warm_up: int | None, workers: int,
+    pairs: int, text: Path, masked: Path, tokens: int, vocabulary: int | None, logs: Path,
+    rounds: int, updates: int, warm_up: int | None, workers: int,
 ) -> list[str]:  # fmt: skip
     """Everything that `train` does; the case and system of each run that failed."""
     cases = [training.Case.parse(word) for name in case_names for word in name.split(",")]
     systems = runs.chosen(system_names, training.SYSTEMS)
     gpu, about = runs.machine(cases, "tiny/256/bf16", kept=output is not None)
     able = runs.able_systems(training.why_not, cases, systems)
-    families = {case.shape.is_language_model for case, its_systems in able.items() if its_systems}
-    data = {}  # whether it is running text -> the corpus
-    if False in families:
-        data[False] = corpora.ensure(corpus, pairs, vocabulary or corpora.VOCABULARY)
-    if True in families:
-        data[True] = corpora.ensure_text(text, tokens, vocabulary or corpora.TEXT_VOCABULARY)
+    words_of_roberta = vocabulary or corpora.MASKED_VOCABULARY
+
+    def ensured(kind: training.Data) -> corpora.Corpus:
+        if kind is training.Data.PAIRS:
+            return corpora.ensure(corpus, pairs, vocabulary or corpora.VOCABULARY)
+        if kind is training.Data.TEXT:
+            return corpora.ensure_text(text, tokens, vocabulary or corpora.TEXT_VOCABULARY)
+        name, lines = "text", corpora.PARAGRAPHS
+        if kind is training.Data.MIX:
+            name, lines = training.MIX, corpora.MIX
+        return corpora.ensure_text(masked / name, tokens, words_of_roberta, lines, "masked")
+
+    kinds = dict.fromkeys(case.data for case, its_systems in able.items() if its_systems)
+    data = {kind: ensured(kind) for kind in kinds}
 
     def measure(case: training.Case, system: str, stem: Path) -> training_rows.Run:
         before = training.warm_up(system, case) if warm_up is None else warm_up
         before, measured = map(training.in_intervals, (before, updates))
-        folder = data[case.shape.is_language_model].folder.resolve()
+        folder = data[case.data].folder.resolve()
         words = training.command(
             case, system, folder, stem.with_suffix(".json"), before + measured, gpu, workers
         )
@@ -150,7 +170,7 @@ def _train(
         return training_rows.Run(before, steady, report)
 
     def row(case: training.Case, system: str, runs: list[training_rows.Run]) -> runs.Row:
-        return training_rows.row(case, system, data[case.shape.is_language_model], runs, about)
+        return training_rows.row(case, system, data[case.data], runs, about)
 
     bench = Bench(measure, row, training_rows.table)
     return runs.take_turns(bench, able, rounds, logs, output)

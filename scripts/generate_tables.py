@@ -21,6 +21,8 @@ MODELS = {
     "gpt2_124m": "GPT-2 124M",
     "lm_base": "language model of 6 layers",
     "gpt2_small": "language model of 24 layers",
+    "roberta_base": "RoBERTa base",
+    "roberta_large": "RoBERTa large",
 }
 SYSTEMS = {
     "ours": ("`lightseq-generate`", OURS),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # checking the content of a plot must not need matplotlib
 
 OURS, OURS_TOO, OURS_PALE = "#1f6fb4", "#5b9bd0", "#a3c8e6"
 OTHERS = "#e39a3b"  # torch.compile, CTranslate2
+OTHERS_PALE, OTHERS_TOO = "#f2cf9d", "#a8712a"  # torch.compile with pads, transformers
 FAIRSEQ, FAIRSEQ_TOO, FAIRSEQ_PALE = "#5c5c5c", "#909090", "#c6c6c6"
 
 LOOK: dict[str, Any] = {

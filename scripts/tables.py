@@ -32,7 +32,18 @@ from .generate_tables import (
 )
 from .op_tables import OPS_PLOT, op_plot, op_table
 from .overview_table import overview_table
-from .plots import FAIRSEQ, FAIRSEQ_PALE, FAIRSEQ_TOO, OTHERS, OURS, OURS_TOO, Bars, Curves
+from .plots import (
+    FAIRSEQ,
+    FAIRSEQ_PALE,
+    FAIRSEQ_TOO,
+    OTHERS,
+    OTHERS_PALE,
+    OTHERS_TOO,
+    OURS,
+    OURS_TOO,
+    Bars,
+    Curves,
+)
 from .translation_tables import translation_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +54,8 @@ TRAIN_SYSTEMS = {
     "ours": ("`lightseq-train`", OURS),
     "ours_packed": ("`lightseq-train --pack-tokens`", OURS_TOO),
     "torch_compile": ("packed PyTorch, torch.compile, CUDA graphs", OTHERS),
+    "torch_compile_padded": ("padded PyTorch, torch.compile, CUDA graphs", OTHERS_PALE),
+    "transformers": ("transformers, torch.compile, CUDA graphs", OTHERS_TOO),
     "fairseq_no_cudnn_apex": ("fairseq + apex, cuDNN attention off", FAIRSEQ_TOO),
     "fairseq_no_cudnn": ("fairseq, cuDNN attention off", FAIRSEQ),
     "fairseq": ("fairseq as it comes", FAIRSEQ_PALE),
@@ -52,10 +65,13 @@ PARTS = {
     "cross_entropy": "cross entropy", "optimizer": "optimizer", "all_reduce": "sum over GPUs",
     "gaps": "gaps",
 }  # fmt: skip
+MIX_TOKENS = 16_384  # of a batch of "bertmix"
 LANGUAGE_MODELS = {
     "gpt2_124m": "`ls_transformer_lm_gpt3_small` with dropout 0.1",
     "lm_base": "`ls_transformer_lm`",
     "gpt2_small": "`ls_transformer_lm_gpt2_small`",
+    "roberta_base": "`ls_roberta_base`",
+    "roberta_large": "`ls_roberta_large`",
 }
 SYSTEMS = {"lightseq": "`lightseq-train`", "fairseq": "fairseq (same flags, `--native`)"}
 
@@ -115,7 +131,8 @@ def train_cases(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any
 
     def place(case: str) -> tuple[int, int, str]:
         model, size, *rest = case.split("/")
-        return models.index(model), math.prod(map(int, size.split("x"))), "/".join(rest)
+        numbers = map(int, re.findall(r"\d+", size) or [MIX_TOKENS])
+        return models.index(model), math.prod(numbers), "/".join(rest)
 
     return {case: cases[case] for case in sorted(cases, key=place)}
 
@@ -193,8 +210,11 @@ def train_by_case(rows: list[dict[str, Any]]) -> list[str]:
 
 def words_of_cases(rows: list[dict[str, Any]]) -> str:
     """Return what the parts of a case are."""
-    text = any("x" in row["case"].split("/")[1] for row in rows)
+    sizes = {row["case"].split("/")[1] for row in rows}
+    text = any(re.fullmatch(r"\d+x\d+", size) for size in sizes)
+    mix = any(size.startswith("bertmix") for size in sizes)
     blocks = ", for language models the tokens of a block x its blocks" * text
+    blocks += f", for bertmix {MIX_TOKENS} if it has no number" * mix
     return f"case: model, max-tokens of a GPU{blocks}, precision"
 
 
@@ -224,8 +244,11 @@ def train_plot(rows: list[dict[str, Any]]) -> Bars:
 def in_words(case: str) -> str:
     """ "t2t_big/4096/bf16" -> "Transformer big, 4096 tokens, bf16"."""
     model, size, precision, *gpus = case.split("/")
-    block, _, blocks = size.partition("x")
-    tokens = f"{blocks} x {block} tokens" if blocks else f"{size} tokens"
+    if size.startswith("bertmix"):
+        tokens = f"{size.removeprefix('bertmix') or MIX_TOKENS} tokens in BERT's mix of lengths"
+    else:
+        block, _, blocks = size.partition("x")
+        tokens = f"{blocks} x {block} tokens" if blocks else f"{size} tokens"
     return ", ".join([MODELS[model], tokens, precision, *(f"{x[1:]} GPUs" for x in gpus)])
 
 

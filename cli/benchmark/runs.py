@@ -23,7 +23,7 @@ CACHES = ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 # Models of all benchmarks that a machine without a GPU can run.
-SMALL = "tiny", "lm_tiny"
+SMALL = "tiny", "lm_tiny", "roberta_tiny"
 
 
 class Unable(UserError):

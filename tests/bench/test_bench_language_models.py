@@ -20,6 +20,7 @@ from lightseq_fairseq.cli.benchmark.train.cases import (
     DROPOUT,
     LANGUAGE,
     SHAPES,
+    TRANSLATION,
     Case,
     command,
     warm_up,
@@ -139,7 +140,7 @@ def fairseqs(case: Case, data: Path, *flags: object) -> tuple[Any, Any]:
     return cfg, tasks.setup_task(cfg.task)
 
 
-@pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.parametrize("model", TRANSLATION + LANGUAGE)
 def test_shapes_are_fairseqs(model: str, text: corpus.Corpus, pairs: corpus.Corpus) -> None:
     shape = SHAPES[model]
     case = Case.parse(f"{model}/64x4/bf16" if shape.is_language_model else f"{model}/256/bf16")

@@ -1,7 +1,8 @@
 """The cases of ``lightseq-bench train``, the systems, and the commands that run them.
 
 Translation models train on fairseq's batches of sentence pairs, language models on blocks of
-running text of one length.
+running text of one length, and RoBERTa on such blocks with masked tokens or on samples of many
+lengths.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +33,7 @@ class Shape(NamedTuple):
 
     Attributes:
         encoder_layers: 0 for a language model.
+        decoder_layers: 0 for RoBERTa, which has a LayerNorm after its embedding.
         activation: of the feed-forward sublayers, by its name in torch.nn.functional.
         tied: the output projection is the embedding.
         positions: size of the table of learned positions; 0: positions are sinusoidal.
@@ -53,11 +56,21 @@ class Shape(NamedTuple):
     def is_language_model(self) -> bool:
         return self.encoder_layers == 0
 
+    @property
+    def is_masked(self) -> bool:
+        """Whether the model is RoBERTa, which restores masked tokens."""
+        return self.decoder_layers == 0
+
+    def words(self, dictionary: int) -> int:
+        """Embeddings of the model; ``dictionary`` is the number of words of its corpus."""
+        return dictionary + self.is_masked  # fairseq's task adds <mask>
+
 
 DROPOUT = 0.1
 UNUSED_POSITIONS = 2  # rows before the first one that fairseq uses of a table of learned positions
 _T2T_BIG = Shape("transformer_wmt_en_de_big_t2t", 1024, 4096, 16, 6, 6, True, 0.1, 0.1)
 _GPT2 = Shape("transformer_lm_gpt2_small", 1024, 4096, 16, 0, 24, True, 0.1, 0.0, "gelu", False)
+_ROBERTA = Shape("roberta_base", 768, 3072, 12, 12, 0, False, 0.1, 0.0, "gelu", positions=512)
 SHAPES = {
     "t2t_big": _T2T_BIG,
     "12e12d": _T2T_BIG._replace(encoder_layers=12, decoder_layers=12),
@@ -75,10 +88,31 @@ SHAPES = {
     "lm_tiny": _GPT2._replace(
         arch="transformer_lm_gpt2_tiny", width=64, ffn=64, heads=1, decoder_layers=2
     ),
+    "roberta_base": _ROBERTA,
+    "roberta_large": _ROBERTA._replace(
+        arch="roberta_large", width=1024, ffn=4096, heads=16, encoder_layers=24
+    ),
+    # The counterpart of "tiny"; fairseq has no such arch.
+    "roberta_tiny": _ROBERTA._replace(width=64, ffn=64, heads=2, encoder_layers=2),
 }  # fmt: skip
-TRANSLATION = [model for model, shape in SHAPES.items() if not shape.is_language_model]
+MASKED = [model for model, shape in SHAPES.items() if shape.is_masked]
+TRANSLATION = [
+    model for model, shape in SHAPES.items() if not (shape.is_language_model or shape.is_masked)
+]
 LANGUAGE = [model for model, shape in SHAPES.items() if shape.is_language_model]
 PRECISIONS = ("bf16", "fp16")
+
+
+class Data(Enum):
+    """What a case trains on."""
+
+    PAIRS = "sentence pairs"
+    TEXT = "blocks of text"
+    MASKED = "blocks of masked text"
+    MIX = "masked samples of many lengths"
+
+
+MIX, MIX_TOKENS = "bertmix", 16_384
 
 
 class Case(NamedTuple):
@@ -86,8 +120,8 @@ class Case(NamedTuple):
     batch).
 
     Attributes:
-        max_tokens: of a batch: --max-tokens, or for a language model the tokens of its blocks.
-        block: tokens of a block of a language model; 0 for translation.
+        max_tokens: of a batch: --max-tokens, or the tokens of its blocks.
+        block: tokens of a block of text; 0 if samples have many lengths.
     """
 
     model: str
@@ -98,17 +132,20 @@ class Case(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """The case that ``text`` names, as in ``t2t_big/4096/bf16``, ``t2t_big/4096/bf16/x8`` or
-        ``gpt2_124m/1024x32/bf16``.
+        """The case that ``text`` names, as in ``t2t_big/4096/bf16``, ``t2t_big/4096/bf16/x8``,
+        ``gpt2_124m/1024x32/bf16`` or ``roberta_large/bertmix/bf16``.
 
         Raises:
             UserError: there is no such case.
         """
-        found = re.fullmatch(r"(\w+)/([1-9]\d*)(?:x([1-9]\d*))?/(\w+)(?:/x([1-9]\d*))?", text)
-        model, size, blocks, precision, gpus = found.groups() if found else [""] * 5
+        found = re.fullmatch(
+            rf"(\w+)/(?:([1-9]\d*)(?:x([1-9]\d*))?|({MIX})([1-9]\d*)?)/(\w+)(?:/x([1-9]\d*))?", text
+        )
+        model, size, blocks, mix, tokens, precision, gpus = found.groups() if found else [""] * 7
         if (
             model not in SHAPES
-            or SHAPES[model].is_language_model != (blocks is not None)
+            or (model in TRANSLATION) != (blocks is None and mix is None)
+            or (mix is not None and model not in MASKED)
             or precision not in PRECISIONS
             or gpus == "1"
         ):
@@ -116,31 +153,47 @@ class Case(NamedTuple):
                 f"There is no case {text}: write <model>/<max-tokens>/<precision>, for example "
                 "t2t_big/4096/bf16, or t2t_big/4096/bf16/x8 for eight GPUs, with a model of "
                 f"{', '.join(TRANSLATION)}; or <model>/<block>x<batch>/<precision>, for example "
-                f"gpt2_124m/1024x32/bf16, with a model of {', '.join(LANGUAGE)}. Precisions are "
+                f"gpt2_124m/1024x32/bf16, with a model of {', '.join(LANGUAGE + MASKED)}; or "
+                f"<model>/{MIX}/<precision> with a model of {', '.join(MASKED)}. Precisions are "
                 f"{', '.join(PRECISIONS)}."
             )
         positions = SHAPES[model].positions
-        if blocks is None and int(size) < LONGEST:
+        longest = SHAPES[model].positions if mix else LONGEST
+        most = int(tokens or MIX_TOKENS) if mix else int(size)
+        if blocks is None and most < longest:
             raise UserError(
-                f"The case {text} is too small: the longest sentence has {LONGEST} tokens, so "
+                f"The case {text} is too small: the longest sentence has {longest} tokens, so "
                 "max-tokens must be at least that."
             )
-        if positions and int(size) > positions:
+        if blocks is not None and 0 < positions < most:
             raise UserError(
                 f"The case {text} is too large: {model} has {positions} positions, so a block can "
                 "have at most that many tokens."
             )
-        block = int(size) if blocks else 0
-        return cls(model, int(size) * int(blocks or 1), precision, int(gpus or 1), block)
+        block = most if blocks else 0
+        return cls(model, most * int(blocks or 1), precision, int(gpus or 1), block)
 
     def __str__(self) -> str:
         size = f"{self.block}x{self.blocks}" if self.block else str(self.max_tokens)
+        if self.data is Data.MIX:
+            size = MIX if self.max_tokens == MIX_TOKENS else f"{MIX}{self.max_tokens}"
         return f"{self.model}/{size}/{self.precision}" + f"/x{self.gpus}" * (self.gpus > 1)
 
     @property
+    def data(self) -> Data:
+        if self.shape.is_masked:
+            return Data.MASKED if self.block else Data.MIX
+        return Data.TEXT if self.block else Data.PAIRS
+
+    @property
     def blocks(self) -> int:
-        """Blocks of a batch of a language model."""
-        return self.max_tokens // self.block
+        """Blocks of a batch; for samples of many lengths, if each is padded to the longest."""
+        return self.max_tokens // self.longest
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a block, or else positions of the model."""
+        return self.block or self.shape.positions
 
     @property
     def shape(self) -> Shape:
@@ -162,7 +215,10 @@ class System(NamedTuple):
         native: run the same command with fairseq's own model and trainer.
         apex: let fairseq use apex's Adam and LayerNorm, as it does if apex can be imported.
         cudnn: keep cuDNN attention on, as in stock fairseq.
-        pack_tokens: fill batches by real tokens; all other systems train on fairseq's batches.
+        pack_tokens: fill batches by real tokens; all other systems of translation train on
+            fairseq's batches.
+        compiled: a baseline of `compiled`, without fairseq's training.
+        package: that must be installed.
     """
 
     warm_up: int = 150
@@ -172,34 +228,49 @@ class System(NamedTuple):
     apex: bool = False
     cudnn: bool = False
     pack_tokens: bool = False
+    compiled: bool = False
+    package: str | None = None
 
 
 SYSTEMS = {
     "ours": System(warm_up=4000, heat=150, marks=31, native=False),
     "ours_packed": System(warm_up=4000, heat=150, marks=31, native=False, pack_tokens=True),
     "fairseq_no_cudnn": System(),
-    "fairseq_no_cudnn_apex": System(apex=True),
+    "fairseq_no_cudnn_apex": System(apex=True, package="apex"),
     "fairseq": System(cudnn=True),
-    "torch_compile": System(warm_up=500, heat=50),
+    "torch_compile": System(warm_up=500, heat=50, compiled=True),
+    "torch_compile_padded": System(compiled=True),
+    "transformers": System(compiled=True, package="transformers"),
 }
 
 
 def warm_up(system: str, case: Case) -> int:
     """Updates before the measurement if the user names no number."""
-    # Blocks of one length make batches of one size, so no system needs more than fairseq does.
-    return System().warm_up if case.block else SYSTEMS[system].warm_up
+    how = SYSTEMS[system]
+    # Batches of one size need no more than fairseq does.
+    if case.block or (how.compiled and case.shape.is_masked):
+        return System().warm_up
+    # The samples of a batch are equally long, so ours has far fewer sizes than for pairs.
+    return min(how.warm_up, 1000) if case.data is Data.MIX else how.warm_up
 
 
 def why_not(system: str, case: Case) -> str | None:
     """The reason if this machine cannot run the system, or the system cannot run the case."""
-    if SYSTEMS[system].apex and importlib.util.find_spec("apex") is None:
-        return "apex is not installed."
-    if system == "torch_compile" and case.precision != "bf16":
+    how = SYSTEMS[system]
+    if system == "torch_compile_padded" and case.data is not Data.MIX:
+        return f"it pads samples to the longest, and only {MIX} has samples to pad."
+    if system == "transformers" and not case.shape.is_masked:
+        return "transformers runs only RoBERTa here."
+    if how.package and importlib.util.find_spec(how.package) is None:
+        return f"{how.package} is not installed."
+    if how.compiled and case.precision != "bf16":
         return "this baseline has no loss scaling, so it trains in bf16 only."
-    if system == "torch_compile" and case.gpus > 1:
+    if how.compiled and case.gpus > 1:
         return "this baseline trains on one GPU only."
-    if SYSTEMS[system].pack_tokens and case.block:
+    if how.pack_tokens and case.block:
         return "blocks of equal length have no pads."
+    if how.pack_tokens and case.data is not Data.PAIRS:
+        return "--pack-tokens counts the tokens of sentence pairs."
     if 0 < torch.cuda.device_count() < case.gpus:
         return f"this machine has {torch.cuda.device_count()} GPU(s)."
     return None
@@ -210,16 +281,16 @@ def command(
 ) -> list[str]:
     """The command of one run: ``updates`` updates, then the profiled ones."""
     how = SYSTEMS[system]
-    here = f"{__package__}.{'compiled' if system == 'torch_compile' else 'measured_trainer'}"
+    here = f"{__package__}.{'compiled' if how.compiled else 'measured_trainer'}"
     words = [sys.executable]
     if case.gpus > 1:
         words += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.gpus)]
     words += ["-m", here, "--report", str(report), "--updates", str(updates)]
     heat = max(how.heat * 4096 // max(case.max_tokens, 4096), 5) if gpu else 1
     words += ["--heat", str(heat), "--marks", str(how.marks)]
-    if system == "torch_compile":
-        words += ["--case", str(case), "--data", str(data), "--workers", str(workers)]
-        return words
+    if how.compiled:
+        words += ["--case", str(case), "--system", system]
+        return [*words, "--data", str(data), "--workers", str(workers)]
     if not how.apex:
         words.append("--without-apex")
     last = updates + heat + how.marks
@@ -240,9 +311,8 @@ def _training(
     shape = case.shape
     flags = {
         "--arch": f"ls_{shape.arch}",
-        "--decoder-layers": shape.decoder_layers,
         "--dropout": DROPOUT,
-        **(_text_flags(case) if case.block else _pair_flags(case)),
+        **_FLAGS[case.data](case),
         "--max-update": updates,
         "--num-workers": workers,
         "--seed": 1,
@@ -252,7 +322,7 @@ def _training(
         "--log-interval": LOG_INTERVAL,
     }
     words = [str(data), *(str(word) for pair in flags.items() for word in pair)]
-    words += ["--share-all-embeddings"] * (not shape.is_language_model)
+    words += ["--share-all-embeddings"] * (case.data is Data.PAIRS)
     words += ["--no-save", "--disable-validation", f"--{case.precision}"]
     words += ["--native"] * how.native + ["--pack-tokens"] * how.pack_tokens
     if case.gpus > 1 and not gpu:
@@ -263,6 +333,7 @@ def _training(
 def _pair_flags(case: Case) -> dict[str, object]:
     return {
         "--encoder-layers": case.shape.encoder_layers,
+        "--decoder-layers": case.shape.decoder_layers,
         "--max-tokens": case.max_tokens,
         "--source-lang": SOURCE,
         "--target-lang": TARGET,
@@ -272,11 +343,49 @@ def _pair_flags(case: Case) -> dict[str, object]:
 def _text_flags(case: Case) -> dict[str, object]:
     return {
         "--task": "language_modeling",
+        "--decoder-layers": case.shape.decoder_layers,
         "--attention-dropout": case.shape.attention_dropout,
+        "--max-target-positions": case.shape.positions or case.block,
+        **_block_flags(case),
+    }
+
+
+def _masked_flags(case: Case) -> dict[str, object]:
+    shape = case.shape
+    return {
+        "--task": "masked_lm",
+        "--encoder-layers": shape.encoder_layers,
+        "--encoder-embed-dim": shape.width,
+        "--encoder-ffn-embed-dim": shape.ffn,
+        "--encoder-attention-heads": shape.heads,
+        "--attention-dropout": shape.attention_dropout,
+        "--max-positions": shape.positions,
+        **(_block_flags(case) if case.block else _sample_flags(case)),
+    }
+
+
+def _block_flags(case: Case) -> dict[str, object]:
+    return {
         "--sample-break-mode": "none",
         "--tokens-per-sample": case.block,
-        "--max-target-positions": case.shape.positions or case.block,
         "--batch-size": case.blocks,
         # Otherwise fairseq makes batches of fewer blocks if the number is no multiple of 8.
         "--required-batch-size-multiple": 1,
     }
+
+
+def _sample_flags(case: Case) -> dict[str, object]:
+    """fairseq's batches of samples, each as long as its line; it sorts samples by length."""
+    return {
+        "--sample-break-mode": "eos",
+        "--tokens-per-sample": case.longest,
+        "--max-tokens": case.max_tokens,
+    }
+
+
+_FLAGS = {
+    Data.PAIRS: _pair_flags,
+    Data.TEXT: _text_flags,
+    Data.MASKED: _masked_flags,
+    Data.MIX: _masked_flags,
+}

@@ -1,12 +1,15 @@
 """The baseline without fairseq: plain PyTorch without pads under torch.compile, in its own loop.
 
-    python -m lightseq_fairseq.cli.benchmark.train.compiled --case CASE --data DIR --report FILE
-        --updates N --heat N --marks N [--workers N]
+    python -m lightseq_fairseq.cli.benchmark.train.compiled --case CASE --system SYSTEM --data DIR
+        --report FILE --updates N --heat N --marks N [--workers N]
 
 This is what an experienced PyTorch user could set up: inductor for everything between the GEMMs and
 attention, forward and backward in one CUDA graph per batch size, torch's fused AdamW on float32
 master weights of bf16 weights. It trains on fairseq's batches, made by the same number of worker
 processes, and logs in fairseq's format. The benchmark starts it like the other systems.
+
+Masked text is drawn in advance, in batches of one size, see `masked_batches`. The system
+``transformers`` trains Hugging Face's RoBERTa in the same loop.
 
 Blocks of running text are equally long: nothing is packed, and there is one graph. Sentence pairs
 are packed, and their batch is rounded up to one of a few static sizes, since each size is compiled
@@ -17,6 +20,7 @@ The added rows are pads, grouped into extra sentences, so that attention reads a
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import time
@@ -26,12 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
-from lightseq_fairseq.cli.benchmark.train import corpus
-from lightseq_fairseq.cli.benchmark.train.cases import LOG_INTERVAL, Case
+from lightseq_fairseq.cli.benchmark.train import corpus, masked_batches
+from lightseq_fairseq.cli.benchmark.train.cases import LOG_INTERVAL, SYSTEMS, Case
 from lightseq_fairseq.cli.benchmark.train.corpus import SOURCE, TARGET
 from lightseq_fairseq.cli.benchmark.train.measured_trainer import StepMeter
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
@@ -39,7 +43,6 @@ from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
     PAD,
     Batch,
     Blocks,
-    Model,
     Pairs,
     build,
     fastest_backend,
@@ -47,6 +50,7 @@ from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
 from lightseq_fairseq.cli.start.launch import no_workers_left
 
 SIZES = 8  # number of batch sizes; each is compiled separately
+DRAWN = 256  # batches of masked text, which are used again and again
 LR, WARM_UP, BETAS, WEIGHT_DECAY = 5e-4, 4000, (0.9, 0.98), 1e-4
 
 
@@ -86,7 +90,7 @@ def _filled(side: Tensor, size: int) -> Tensor:
 class Gradients:
     """Loss and gradients of batches: compiled, and on a GPU with one CUDA graph per size."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.parameters = list(model.parameters())
         self.gpu = self.parameters[0].is_cuda
         # Without a GPU speed does not matter, and a C++ compiler may be missing.
@@ -212,23 +216,47 @@ def _text(data: Path, case: Case) -> tuple[Any, dict[str, Any]]:
     return LanguageModelingTask.setup_task(cfg), {**limits, "required_batch_size_multiple": 1}
 
 
-def train(case: Case, data: Path, updates: int, workers: int, meter: StepMeter) -> None:
+def train(
+    case: Case, system: str, data: Path, updates: int, workers: int, meter: StepMeter
+) -> None:
     """Runs ``updates`` updates, then the profiled ones; logs every `LOG_INTERVAL` updates."""
     torch.manual_seed(1)
     torch._dynamo.config.recompile_limit = 2 * SIZES
     gpu = torch.cuda.is_available()
-    vocabulary = corpus.opened(data).vocabulary
-    model = build(case.shape, vocabulary, case.block)
+    vocabulary = case.shape.words(corpus.opened(data).vocabulary)
+    model: nn.Module
+    if system == "transformers":
+        from lightseq_fairseq.cli.benchmark.train.hugging_face import Roberta
+
+        model = Roberta(case, vocabulary)
+    else:
+        model = build(case.shape, vocabulary, case.block, system == "torch_compile_padded")
     model = model.to("cuda" if gpu else "cpu", torch.bfloat16)
     gradients, update = Gradients(model), Update(list(model.parameters()))
-    feed = batches(data, case, workers)
+    feed: Iterator[Batch]
+    if case.shape.is_masked:
+        count = min(updates + meter.heat + meter.marks, DRAWN)
+        feed = itertools.cycle(drawn(data, case, system, count, workers))
+    else:
+        feed = batches(data, case, workers)
     attention: AbstractContextManager[None] = nullcontext()
-    if gpu and case.block:
+    if gpu and (case.block or (case.shape.is_masked and system != "torch_compile")):
         backend = fastest_backend(case)
         print(f"fastest backend of attention: {backend.name}", flush=True)
         attention = sdpa_kernel(backend)
     with attention:
         _train(gradients, update, feed, updates, meter)
+
+
+def drawn(data: Path, case: Case, system: str, count: int, workers: int) -> list[Batch]:
+    """Batches of masked text, see `masked_batches.drawn`; pinned, as a DataLoader does it."""
+    from lightseq_fairseq import fairseq_compat
+
+    fairseq_compat.prepare()
+    found = masked_batches.drawn(data, case, system, count, workers)
+    if not torch.cuda.is_available():
+        return found
+    return [type(batch)(*(x.pin_memory() for x in batch)) for batch in found]
 
 
 def _train(
@@ -238,13 +266,13 @@ def _train(
     began, interval_tokens = time.perf_counter(), 0
     for number in range(1, updates + meter.heat + meter.marks + 1):
         batch = next(feed)
-        tokens = int(batch.target.ne(PAD).sum())
+        tokens = int(batch.counted.ne(PAD).sum())
         meter.before_step(number - 1, tokens)
         loss, *grads = gradients(batch)
         update(number, grads)
         interval_tokens += tokens
         if number % LOG_INTERVAL == 0:
-            nats, now = loss.item() / tokens, time.perf_counter()
+            nats, now = loss.item() / int(batch.target.ne(PAD).sum()), time.perf_counter()
             _log(number, nats, interval_tokens, now - began)
             began, interval_tokens = now, 0
 
@@ -263,6 +291,7 @@ def _log(number: int, nats: float, tokens: int, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--case", type=Case.parse, required=True)
+    parser.add_argument("--system", choices=[s for s, how in SYSTEMS.items() if how.compiled])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--updates", type=int, required=True)
@@ -272,7 +301,7 @@ def main() -> None:
     given = parser.parse_args()
     meter = StepMeter(given.report, given.updates, given.heat, given.marks)
     with no_workers_left():
-        train(given.case, given.data, given.updates, given.workers, meter)
+        train(given.case, given.system, given.data, given.updates, given.workers, meter)
 
 
 if __name__ == "__main__":

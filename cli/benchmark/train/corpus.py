@@ -3,8 +3,10 @@
 Sentence pairs have WMT-like lengths (with ``</s>``): source lengths are lognormal with mean 28 and
 sigma 0.55, from 2 to 200; a target length is the source length times a normal number with mean 1.03
 and standard deviation 0.15. Running text has lines as long as paragraphs, each with a ``</s>``:
-lognormal with mean 57 and sigma 1. Words are independent and follow Zipf's law over the dictionary.
-The code is vectorised: a million pairs take seconds.
+lognormal with mean 57 and sigma 1. In BERT's mix of lengths a line is a sample. With the ``<s>``
+that the task adds, it has from 20 to 512 tokens and 250 on average: lognormal, and a sixth of the
+samples is cut off at 512. Words are independent and follow Zipf's law over the dictionary. The code
+is vectorised: a million pairs take seconds.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from lightseq_fairseq.errors import UserError
 SOURCE, TARGET = "en", "de"
 VOCABULARY = 40_000  # including <s>, <pad>, </s> and <unk>, which fairseq puts first
 TEXT_VOCABULARY = 50_257  # as many as GPT-2's, no multiple of 8
+MASKED_VOCABULARY = 50_264  # RoBERTa's without <mask>, which fairseq's task adds
+MASKED_SHARE = 0.15  # of all tokens; fairseq's default
 SPECIALS, EOS = 4, 2
 MEAN, SIGMA, SHORTEST, LONGEST = 28, 0.55, 2, 200
 RATIO, RATIO_DEVIATION = 1.03, 0.15
-LINE_MEAN, LINE_SIGMA, LINE_LONGEST = 57, 1.0, 2000
 # A power of two: whole batches of whole blocks, 1024 of 32 blocks of 1024 tokens.
 PAIRS, TOKENS = 1_000_000, 1 << 25
 VALID_PAIRS, VALID_TOKENS, SEED = 1000, 1 << 16, 1
@@ -37,6 +40,19 @@ MANIFEST = "corpus.json"
 _QUANTILES = 1 << 22  # even the rarest word has ten of them
 _TOKENS_AT_ONCE = 1 << 24
 _INDEX_HEADER = b"MMIDIDX\x00\x00" + struct.pack("<QB", 1, 8)  # version 1, uint16
+
+
+class Lines(NamedTuple):
+    """Lengths of the lines of a text: lognormal with this mean and sigma, then limited."""
+
+    mean: int
+    sigma: float
+    shortest: int
+    longest: int
+
+
+PARAGRAPHS = Lines(57, 1.0, 1, 2000)
+MIX = Lines(312, 0.9, 19, 511)  # the task sets <s> before each
 
 
 class Corpus(NamedTuple):
@@ -69,9 +85,19 @@ def ensure(folder: Path, pairs: int = PAIRS, vocabulary: int = VOCABULARY) -> Co
     return _ensured(Corpus(folder, pairs, vocabulary, 0, 0), _write_pairs, "corpus", "pairs")
 
 
-def ensure_text(folder: Path, tokens: int = TOKENS, vocabulary: int = TEXT_VOCABULARY) -> Corpus:
-    """The running text of so many tokens and words in ``folder``; see `ensure`."""
-    return _ensured(Corpus(folder, 0, vocabulary, 0, tokens), _write_text, "text", "tokens")
+def ensure_text(
+    folder: Path, tokens: int = TOKENS, vocabulary: int = TEXT_VOCABULARY,
+    lines: Lines = PARAGRAPHS, option: str = "text",
+) -> Corpus:  # fmt: skip
+    """The text of so many tokens and words in ``folder``, see `ensure`.
+
+    option: of the command that names the folder.
+    """
+
+    def write(part: Path, wanted: Corpus) -> Corpus:
+        return _write_text(part, wanted, lines)
+
+    return _ensured(Corpus(folder, 0, vocabulary, 0, tokens), write, option, "tokens")
 
 
 def _ensured(
@@ -111,7 +137,8 @@ def opened(folder: Path) -> Corpus:
     except (OSError, ValueError, TypeError):
         raise UserError(
             f"{folder} does not contain a corpus of lightseq-bench: choose another folder with "
-            "--corpus (sentence pairs) or --text (running text), or one that does not exist yet."
+            "--corpus (sentence pairs), --text (running text) or --masked (text for RoBERTa), or "
+            "one that does not exist yet."
         ) from None
 
 
@@ -124,13 +151,15 @@ def lengths(pairs: int, rng: np.random.Generator) -> tuple[NDArray[np.int32], ND
     return source.astype(np.int32), target.astype(np.int32)
 
 
-def line_lengths(tokens: int, rng: np.random.Generator) -> NDArray[np.int32]:
-    """Tokens of the lines of a running text, int32 [lines]; their sum is ``tokens``."""
+def line_lengths(
+    tokens: int, rng: np.random.Generator, lines: Lines = PARAGRAPHS
+) -> NDArray[np.int32]:
+    """Tokens of the lines of a text, int32 [lines]; their sum is ``tokens``."""
     # Twice the lines that are needed on average: together they have more tokens than that.
     sizes = rng.lognormal(
-        math.log(LINE_MEAN) - LINE_SIGMA**2 / 2, LINE_SIGMA, 10 + 2 * tokens // LINE_MEAN
+        math.log(lines.mean) - lines.sigma**2 / 2, lines.sigma, 10 + 2 * tokens // lines.mean
     )
-    sizes = sizes.round().clip(1, LINE_LONGEST).astype(np.int32)
+    sizes = sizes.round().clip(lines.shortest, lines.longest).astype(np.int32)
     ends = sizes.cumsum(dtype=np.int64)
     last = int(np.searchsorted(ends, tokens))
     sizes[last] -= ends[last] - tokens
@@ -152,14 +181,14 @@ def _write_pairs(folder: Path, wanted: Corpus) -> Corpus:
     return wanted._replace(source_tokens=source, target_tokens=target)
 
 
-def _write_text(folder: Path, wanted: Corpus) -> Corpus:
+def _write_text(folder: Path, wanted: Corpus, lines: Lines) -> Corpus:
     write_dictionary(folder / "dict.txt", wanted.vocabulary)
     quantiles = word_quantiles(wanted.vocabulary)
     for split, tokens, seed in (
         ("valid", VALID_TOKENS, SEED + 1), ("train", wanted.target_tokens, SEED)
     ):  # fmt: skip
         rng = np.random.default_rng(seed)
-        _write_lines(folder / split, line_lengths(tokens, rng), quantiles, rng)
+        _write_lines(folder / split, line_lengths(tokens, rng, lines), quantiles, rng)
     return wanted
 
 

@@ -5,7 +5,8 @@ Activations and weights have 16 bits. N = bytes of all rows of one activation:
 
     attention       4 N forward, 8 N backward; half for the rows of queries, half for keys. In
                     blocks of L tokens at least its GEMMs: 2 L C operations per token forward,
-                    4 L C backward, since half of the products are masked
+                    4 L C backward, since half of the products are masked; twice as many in
+                    RoBERTa, where none are
     sublayer close  4 N forward, 5 N backward (dropout, residual, LayerNorm in one pass)
     feed-forward    one bit per element for the dropout mask, written and read; biases, activations
                     and their gradients are in the GEMMs
@@ -13,7 +14,8 @@ Activations and weights have 16 bits. N = bytes of all rows of one activation:
     cross entropy   4 bytes per logit: read once, then overwritten with the gradient
     Adam            28 bytes per parameter with whole float32 master weights (26 if split)
 
-A language model has no source, and no cross attention.
+A language model has no source, and no cross attention. RoBERTa has only an encoder, and computes
+the logits of the masked tokens alone.
 
 Shapes: S = source tokens, T = target tokens, C = width, F = ffn width, V = vocabulary,
 L = tokens of a block of text.
@@ -24,6 +26,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lightseq_fairseq.cli.benchmark.train.cases import UNUSED_POSITIONS, Shape
+from lightseq_fairseq.cli.benchmark.train.corpus import MASKED_SHARE
 
 FLOPS, BYTES = 790e9, 4.3e9  # per millisecond
 
@@ -47,17 +50,24 @@ def parameters(shape: Shape, vocabulary: int) -> int:
     encoder_layer = attention + feed_forward + 2 * 2 * c
     decoder_layer = (1 + cross) * attention + feed_forward + (2 + cross) * 2 * c
     last_norms = (1 + cross) * 2 * c if shape.normalize_before else 0
+    # RoBERTa: the LayerNorm of the embedding; a product, a LayerNorm and the biases of the words.
+    head = 2 * c + c * c + c + 2 * c + vocabulary if shape.is_masked else 0
     layers = shape.encoder_layers * encoder_layer + shape.decoder_layers * decoder_layer
     embeddings = vocabulary if shape.tied else 2 * vocabulary
     positions = shape.positions + UNUSED_POSITIONS if shape.positions else 0
-    return (embeddings + positions) * c + layers + last_norms
+    return (embeddings + positions) * c + layers + last_norms + head
 
 
 def floor(shape: Shape, vocabulary: int, source: float, target: float, block: int = 0) -> Floor:
     """Lower bound for a step with these numbers of real tokens (or their means over many steps).
 
-    block: tokens of a block of text; 0: sentences, which are short.
+    block: tokens of a block of text; 0: sentences, which are short. The tokens of RoBERTa are
+    those of ``target``.
     """
+    predicted, head = target, vocabulary
+    if shape.is_masked:
+        source, target, predicted = target, 0.0, MASKED_SHARE * target
+        head += shape.width
     c, f, encoder, decoder = shape.width, shape.ffn, shape.encoder_layers, shape.decoder_layers
     cross = not shape.is_language_model
     # Multiply-adds of the forward GEMMs; a step does each three times: forward, dx, dW.
@@ -67,15 +77,15 @@ def floor(shape: Shape, vocabulary: int, source: float, target: float, block: in
     n_source, n_target = 2 * c * source, 2 * c * target
     of_decoder = (1 + 0.5 * cross) * n_target + 0.5 * cross * n_source
     attention = 12 * (encoder * n_source + decoder * of_decoder)
-    products = 6 * block * c * decoder * target
+    products = 6 * block * c * (decoder * target + 2 * encoder * source)
     close = 9 * (encoder * 2 * n_source + decoder * (2 + cross) * n_target)
     mask = 2 * f / 8 * (encoder * source + decoder * target)
     embedding = 6 * (n_source + n_target)
     return Floor(
         layer_gemm=6 * macs / FLOPS,
-        logits_gemm=6 * target * c * vocabulary / FLOPS,
+        logits_gemm=6 * predicted * c * head / FLOPS,
         attention=max(attention / BYTES, products / FLOPS),
         elementwise=(close + mask + embedding) / BYTES,
-        cross_entropy=4 * target * vocabulary / BYTES,
+        cross_entropy=4 * predicted * vocabulary / BYTES,
         adam=28 * parameters(shape, vocabulary) / BYTES,
     )

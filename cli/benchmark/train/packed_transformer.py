@@ -3,8 +3,10 @@
 A translation model reads packed sentences, by FlashAttention-2. It calls the op behind
 ``torch.nn.attention.varlen`` directly, because that function has no dropout. A language model reads
 blocks of one length, by ``scaled_dot_product_attention``; `fastest_backend` chooses its kernels.
+RoBERTa reads such blocks, packed samples, or samples padded to one length.
 
-Shapes: T = packed rows, B = sentences or blocks, L = tokens of a block, C = width, H = heads.
+Shapes: T = packed rows, B = sentences or blocks, L = tokens of a block, C = width, H = heads,
+M = masked tokens, a fixed number of which some have no label.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightseq_fairseq.cli.benchmark.train.cases import DROPOUT, UNUSED_POSITIONS, Case, Shape
 
 PAD = 1
-LONGEST = 256  # maximum rows of a packed sentence
+LONGEST = 256  # maximum rows of a packed sentence of a pair
 SMOOTHING = 0.1
 BACKENDS = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 
@@ -38,7 +40,13 @@ class Pairs(NamedTuple):
 
     @property
     def boundaries(self) -> tuple[Tensor, ...]:
+        """Tensors of varying length."""
         return self.cu_source, self.cu_target
+
+    @property
+    def counted(self) -> Tensor:
+        """The tokens that fairseq counts, with pads."""
+        return self.target
 
 
 class Blocks(NamedTuple):
@@ -51,17 +59,62 @@ class Blocks(NamedTuple):
     def boundaries(self) -> tuple[Tensor, ...]:
         return ()
 
+    @property
+    def counted(self) -> Tensor:
+        return self.target
 
-Batch = Pairs | Blocks
+
+class Masked(NamedTuple):
+    """Samples with masked tokens: int64 [B, L], padded, and target [B, L] with pads elsewhere."""
+
+    tokens: Tensor
+    target: Tensor
+
+    @property
+    def boundaries(self) -> tuple[Tensor, ...]:
+        return ()
+
+    @property
+    def counted(self) -> Tensor:
+        return self.tokens
+
+
+class MaskedRows(NamedTuple):
+    """Samples with masked tokens, and int64 [M] rows that are masked and their targets.
+
+    Packed samples have tokens int64 [T], their positions, and int32 [B + 1] boundaries. Padded
+    samples have tokens [B, L], and positions and boundaries are empty.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    cu: Tensor
+    rows: Tensor
+    target: Tensor
+
+    @property
+    def boundaries(self) -> tuple[Tensor, ...]:
+        return ()
+
+    @property
+    def counted(self) -> Tensor:
+        return self.tokens
+
+
+Batch = Pairs | Blocks | Masked | MaskedRows
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, p: float, causal: bool
-) -> Tensor:
-    """Attention within sentences: q [T, H, C / H] -> same shape; without a GPU by a dense mask."""
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, p: float, causal: bool,
+    longest: int = LONGEST,
+) -> Tensor:  # fmt: skip
+    """Attention within sentences of up to ``longest`` rows: q [T, H, C / H] -> same shape.
+
+    Without a GPU by a dense mask.
+    """
     if q.device.type != "cpu":
         flash = torch.ops.aten._flash_attention_forward
-        out: Tensor = flash(q, k, v, cu_q, cu_k, LONGEST, LONGEST, p, causal, False)[0]
+        out: Tensor = flash(q, k, v, cu_q, cu_k, longest, longest, p, causal, False)[0]
         return out
     rows_q, rows_k = torch.arange(len(q)), torch.arange(len(k))
     in_q, in_k = (torch.searchsorted(cu[1:], rows, right=True)
@@ -73,17 +126,22 @@ def packed_attention(
     return out.transpose(0, 1)
 
 
-def block_attention(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
-    """Causal attention within blocks: q [B, L, H, C / H] -> same shape."""
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool = True, mask: Tensor | None = None
+) -> Tensor:
+    """Attention within blocks: q [B, L, H, C / H] -> same shape.
+
+    mask: bool [B, 1, 1, L], the keys that are no pads.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = functional.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+    out = functional.scaled_dot_product_attention(q, k, v, mask, p, causal)
     return out.transpose(1, 2)
 
 
 def fastest_backend(case: Case) -> SDPBackend:
     """The kernels that run the attention of this case in the least time, forward and backward.
 
-    Kernels that lack its dropout or its sizes do not take part.
+    Kernels that lack its dropout, its sizes or its mask do not take part.
     """
     milliseconds = {}
     for backend in BACKENDS:
@@ -97,15 +155,18 @@ def fastest_backend(case: Case) -> SDPBackend:
 
 def _attention_ms(case: Case, warm_up: int = 3, runs: int = 20) -> float:
     """The time of `block_attention` and its backward pass on a GPU, in milliseconds."""
-    shape = case.shape
-    sizes = case.blocks, case.block, 3, shape.heads, shape.width // shape.heads
+    shape, mask = case.shape, None
+    sizes = case.blocks, case.longest, 3, shape.heads, shape.width // shape.heads
+    if not case.block:  # half of the tokens are pads
+        mask = torch.arange(case.longest, device="cuda") < case.longest / 2
+        mask = mask.expand(case.blocks, 1, 1, -1).contiguous()
     qkv = torch.randn(sizes, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for number in range(warm_up + runs):
         if number == warm_up:
             begin.record()
         q, k, v = qkv.unbind(2)
-        out = block_attention(q, k, v, shape.attention_dropout)
+        out = block_attention(q, k, v, shape.attention_dropout, not shape.is_masked, mask)
         torch.autograd.grad(out, qkv, out)
     end.record()
     end.synchronize()
@@ -121,13 +182,14 @@ class PackedAttention(nn.Module):
     def __init__(self, shape: Shape, causal: bool = False, cross: bool = False) -> None:
         super().__init__()
         c, self.heads, self.p = shape.width, shape.heads, shape.attention_dropout
-        self.causal = causal
+        self.causal, self.longest = causal, shape.positions or LONGEST
         self.projections = nn.ModuleList(nn.Linear(c, n * c) for n in ((1, 2) if cross else (3,)))
         self.out = nn.Linear(c, c)
 
     def forward(
-        self, x: Tensor, memory: Tensor, cu_q: Tensor | None, cu_k: Tensor | None
-    ) -> Tensor:
+        self, x: Tensor, memory: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
+        mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         inputs = (x, memory) if len(self.projections) == 2 else (x,)
         width = self.out.in_features // self.heads
         q, k, v = (
@@ -137,9 +199,9 @@ class PackedAttention(nn.Module):
         )
         p = self.p if self.training else 0.0
         if cu_q is None or cu_k is None:
-            out = block_attention(q, k, v, p)
+            out = block_attention(q, k, v, p, self.causal, mask)
         else:
-            out = packed_attention(q, k, v, cu_q, cu_k, p, self.causal)
+            out = packed_attention(q, k, v, cu_q, cu_k, p, self.causal, self.longest)
         return self.out(out.reshape(x.shape))
 
 
@@ -169,10 +231,10 @@ class Layer(nn.Module):
 
     def forward(
         self, x: Tensor, cu: Tensor | None = None, memory: Tensor | None = None,
-        cu_memory: Tensor | None = None,
+        cu_memory: Tensor | None = None, mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         def attend(y: Tensor) -> Tensor:
-            return self.attention(y, y, cu, cu)
+            return self.attention(y, y, cu, cu, mask)
 
         def cross(y: Tensor) -> Tensor:
             assert self.cross is not None and memory is not None
@@ -190,19 +252,24 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """What the models of both families have in common: embeddings, positions, loss."""
+    """What the models of all families have in common: embeddings, positions, loss."""
 
     positions: Tensor
 
     def __init__(self, shape: Shape, vocabulary: int, longest: int) -> None:
         super().__init__()
-        self.embedding = _embedding(vocabulary, shape.width)
-        self.output = self.embedding if shape.tied else _embedding(vocabulary, shape.width)
+        c = shape.width
+        # RoBERTa's embedding is normalised instead of scaled, and its first values are BERT's.
+        deviation = 0.02 if shape.is_masked else c**-0.5
+        self.scale = 1.0 if shape.is_masked else c**0.5
+        self.embedding_norm = nn.LayerNorm(c) if shape.is_masked else nn.Identity()
+        self.embedding = _embedding(vocabulary, c, deviation)
+        self.output = self.embedding if shape.tied else _embedding(vocabulary, c, deviation)
         self.learned: nn.Embedding | None = None
         if shape.positions:
-            self.learned = _embedding(shape.positions + UNUSED_POSITIONS, shape.width)
+            self.learned = _embedding(shape.positions + UNUSED_POSITIONS, c, deviation)
         else:
-            self.register_buffer("positions", sinusoids(longest, shape.width))
+            self.register_buffer("positions", sinusoids(longest, c))
 
     def _last_norm(self, shape: Shape) -> nn.Module:
         return nn.LayerNorm(shape.width) if shape.normalize_before else nn.Identity()
@@ -212,16 +279,19 @@ class Model(nn.Module):
         return self.positions if self.learned is None else self.learned.weight[UNUSED_POSITIONS:]
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        x = self.embedding(tokens) * self.embedding.embedding_dim**0.5 + positions
+        x = self.embedding_norm(self.embedding(tokens) * self.scale + positions)
         return functional.dropout(x, DROPOUT, self.training)
 
-    def _loss(self, x: Tensor, target: Tensor, smoothing: float) -> Tensor:
+    def _loss(
+        self, x: Tensor, target: Tensor, smoothing: float, bias: Tensor | None = None
+    ) -> Tensor:
         """The loss of rows x [..., C] and targets [...], summed over targets that are no pads."""
         weight = self.output.weight
         vocabulary = len(weight)
-        if vocabulary % 64:  # products with rows of odd sizes are slow
-            weight = functional.pad(weight, (0, 0, 0, -vocabulary % 64))
-        logits = functional.linear(x.flatten(0, -2), weight)[:, :vocabulary]
+        if spare := -vocabulary % 64:  # products with rows of odd sizes are slow
+            weight = functional.pad(weight, (0, 0, 0, spare))
+            bias = None if bias is None else functional.pad(bias, (0, spare))
+        logits = functional.linear(x.flatten(0, -2), weight, bias)[:, :vocabulary]
         return functional.cross_entropy(
             logits.float(), target.flatten(), ignore_index=PAD, reduction="sum",
             label_smoothing=smoothing,
@@ -272,8 +342,48 @@ class LanguageModel(Model):
         return self._loss(self.last_norm(x), batch.target, 0.0)
 
 
-def build(shape: Shape, vocabulary: int, block: int) -> Model:
-    """The model of a case; ``block`` are the tokens of a block of a language model."""
+class MaskedLanguageModel(Model):
+    """RoBERTa; computes the loss of the masked tokens of a batch.
+
+    has_pads: samples that are not packed are padded.
+    """
+
+    def __init__(self, shape: Shape, vocabulary: int, has_pads: bool) -> None:
+        super().__init__(shape, vocabulary, 0)
+        self.has_pads = has_pads
+        self.encoder = nn.ModuleList(
+            Layer(shape, causal=False, cross=False) for _ in range(shape.encoder_layers)
+        )
+        self.dense = nn.Linear(shape.width, shape.width)
+        self.head_norm = nn.LayerNorm(shape.width)
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+        self.activation = getattr(functional, shape.activation)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        batch = MaskedRows(*inputs)
+        table, tokens, cu, mask = self._table(), batch.tokens, None, None
+        if tokens.dim() == 1:
+            cu, positions = batch.cu, table[batch.positions]
+        else:
+            positions = table[: tokens.shape[1]]
+            mask = tokens.ne(PAD)[:, None, None] if self.has_pads else None
+        x = self._embed(tokens, positions)
+        for layer in self.encoder:
+            x = layer(x, cu, mask=mask)
+        x = x.flatten(0, -2)[batch.rows]
+        x = self.head_norm(self.activation(self.dense(x)))
+        return self._loss(x, batch.target, 0.0, self.bias)
+
+
+def build(shape: Shape, vocabulary: int, block: int, has_pads: bool = False) -> Model:
+    """The model of a case.
+
+    Args:
+        block: tokens of a block of a language model.
+        has_pads: see `MaskedLanguageModel`.
+    """
+    if shape.is_masked:
+        return MaskedLanguageModel(shape, vocabulary, has_pads)
     if shape.is_language_model:
         return LanguageModel(shape, vocabulary, block)
     return Transformer(shape, vocabulary)
@@ -287,7 +397,7 @@ def sinusoids(positions: int, width: int) -> Tensor:
     return torch.cat((angles.sin(), angles.cos()), 1)
 
 
-def _embedding(rows: int, width: int) -> nn.Embedding:
+def _embedding(rows: int, width: int, deviation: float) -> nn.Embedding:
     table = nn.Embedding(rows, width, padding_idx=PAD)
-    nn.init.normal_(table.weight, std=width**-0.5)
+    nn.init.normal_(table.weight, std=deviation)
     return table

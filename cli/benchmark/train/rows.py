@@ -65,7 +65,7 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
     """The result row of a system, from all its runs.
 
     Source tokens are estimated from target tokens by the ratio of the corpus, since batches are
-    random; running text has none. Tokens are summed over all GPUs; the floor is for one GPU with
+    random; text has none. Tokens are summed over all GPUs; the floor is for one GPU with
     its share of the tokens; the report is that of the first GPU. Profile, peak and warm-up are from
     the last run.
     ``part_ms`` is the kernel time of each part in a step of ``ms_per_step``, "gaps" is the rest,
@@ -93,7 +93,8 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
         part_ms = {part: ms if part == "optimizer" else ms * scale for part, ms in part_ms.items()}
     busy = min(sum(part_ms.values()), middle)
     tokens = source / case.gpus, target / case.gpus
-    least = sum(floor(case.shape, corpus.vocabulary, *tokens, case.block))
+    words = case.shape.words(corpus.vocabulary)
+    least = sum(floor(case.shape, words, *tokens, case.block))
     return {
         **about,
         "case": str(case),

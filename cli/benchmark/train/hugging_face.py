@@ -1,0 +1,42 @@
+"""RoBERTa of Hugging Face transformers, for the loop of `compiled`."""
+
+from __future__ import annotations
+
+import transformers
+from torch import Tensor, nn
+
+from lightseq_fairseq.cli.benchmark.train.cases import DROPOUT, UNUSED_POSITIONS, Case
+from lightseq_fairseq.cli.benchmark.train.packed_transformer import PAD, Masked
+
+
+class Roberta(nn.Module):
+    """``RobertaForMaskedLM`` of a case; computes the loss of a batch.
+
+    Its attention is ``scaled_dot_product_attention``. As its users do, it computes the logits of
+    all tokens.
+    """
+
+    def __init__(self, case: Case, vocabulary: int) -> None:
+        super().__init__()
+        shape = case.shape
+        self.has_pads = not case.block
+        self.model = transformers.RobertaForMaskedLM(
+            transformers.RobertaConfig(
+                vocab_size=vocabulary, hidden_size=shape.width, intermediate_size=shape.ffn,
+                num_hidden_layers=shape.encoder_layers, num_attention_heads=shape.heads,
+                hidden_act=shape.activation, hidden_dropout_prob=DROPOUT,
+                attention_probs_dropout_prob=shape.attention_dropout,
+                max_position_embeddings=shape.positions + UNUSED_POSITIONS, type_vocab_size=1,
+                layer_norm_eps=1e-5, pad_token_id=PAD, attn_implementation="sdpa",
+            )
+        )  # fmt: skip
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        tokens, target = Masked(*inputs)
+        is_label = target.ne(PAD)
+        loss: Tensor = self.model(
+            tokens,
+            attention_mask=tokens.ne(PAD).long() if self.has_pads else None,
+            labels=target.masked_fill(~is_label, -100),
+        ).loss
+        return loss * is_label.sum()  # it is the mean
