@@ -29,6 +29,10 @@ def main(words: list[str], native: bool) -> None:
         words = ["--max-tokens", "4096", *words]
     if not defaults.is_given(words, ("--task",)):
         words = ["--task", _task(words), *words]
+    # This task reads flags of its criterion. The loss is that of the checkpoint's criterion.
+    task = defaults.value(words, ("--task",))
+    if task == "sentence_prediction" and not defaults.is_given(words, ("--criterion",)):
+        words = ["--criterion", task, *words]
     run_fairseq("validate", words, native=native)
 
 

@@ -30,8 +30,7 @@ def classes(command: str, args: argparse.Namespace) -> None:
             "--regression-target to the number of values of a sentence."
         )
     (folder, *_) = folders_of(args)
-    # A flag of the criterion, which lightseq-validate may take from the checkpoint.
-    is_regression = getattr(args, "regression_target", False)
+    is_regression = args.regression_target
     for name in ("input0",) if is_regression else ("input0", "label"):
         if not os.path.isfile(os.path.join(folder, name, "dict.txt")):
             has_text = os.path.isfile(os.path.join(folder, "dict.txt"))
