@@ -47,7 +47,10 @@ from .plots import (
 from .translation_tables import translation_table
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = "README.md", "docs/measured.md", "examples/language_model/README.md"
+DOCUMENTS = (
+    "README.md", "docs/measured.md", "examples/language_model/README.md",
+    "examples/roberta/README.md",
+)  # fmt: skip
 TRAIN_PLOT = "scripts/results/train-h200.svg"
 CONVERGENCE = "scripts/results/convergence-h200.json"
 TRAIN_SYSTEMS = {
@@ -98,6 +101,24 @@ def perplexity_table(rows: list[dict[str, Any]]) -> list[str]:
     return runs_table(rows, cells, f"standard library of Python {', '.join(versions)}")
 
 
+def accuracy_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the table of test accuracy and updates of each run, and the means over seeds."""
+    cells = {
+        "test accuracy": lambda row: f"{row['accuracy']:.1f}%",
+        "updates of pre-training": lambda row: str(row["pretraining_updates"]),
+        "of fine-tuning": lambda row: str(row["updates"]),
+    }
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        found.setdefault((row["case"], row["system"]), []).append(row["accuracy"])
+    means = [
+        f"{case}, {SYSTEMS[system]}: mean of {len(its)} seeds {sum(its) / len(its):.1f}%"
+        for (case, system), its in found.items()
+        if len(its) > 1
+    ]
+    return runs_table(rows, cells, "; ".join(means or ["one seed for each system"]))
+
+
 def runs_table(
     rows: list[dict[str, Any]], cells: dict[str, Callable[[dict[str, Any]], str]], about: str
 ) -> list[str]:
@@ -107,7 +128,7 @@ def runs_table(
         cells: head of a column -> the function that makes a cell of a row.
         about: a condition that is not in every row; the sentence ends with it.
     """
-    ordered = sorted(rows, key=lambda row: (row["seed"], row["system"] != "lightseq"))
+    ordered = sorted(rows, key=lambda row: (row["case"], row["seed"], row["system"] != "lightseq"))
     lines = [
         [SYSTEMS[row["system"]], str(row["seed"]), *(cell(row) for cell in cells.values())]
         for row in ordered
@@ -276,6 +297,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[str]]]] = {
     "overview": ((TRAIN, GENERATE, CONVERGENCE, TRANSLATION), overview_table),
     "quickstart": (("examples/quickstart/results/bleu.json",), bleu_table),
     "language_model": (("examples/language_model/results/perplexity.json",), perplexity_table),
+    "roberta": (("examples/roberta/results/accuracy.json",), accuracy_table),
     "ops": (("scripts/results/ops-h200.json",), op_table),
     "train": ((TRAIN,), train_table),
     "train_by_case": ((TRAIN,), train_by_case),

@@ -15,7 +15,7 @@ from pathlib import Path
 from lightseq_fairseq import LanguageModel
 from lightseq_fairseq.errors import UserError
 
-from .text import to_text, to_words
+from ..library_text import to_text, to_words
 
 # It ends with the indentation of the next line, which is one word with the line break.
 PROMPT = "def read(self, name):\n    "

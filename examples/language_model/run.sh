@@ -76,7 +76,7 @@ rm -rf "$run" # a run never resumes an earlier one
 mkdir -p "$text"
 
 echo "== data: the standard library of $(python3 --version)"
-(cd "$root" && python3 -m examples.language_model.text "$text" ${files[@]+"${files[@]}"})
+(cd "$root" && python3 -m examples.library_text "$text" ${files[@]+"${files[@]}"})
 TQDM_DISABLE=1 subword-nmt learn-bpe -s 2000 <"$text/train.txt" >"$text/codes"
 for split in train valid test; do
     subword-nmt apply-bpe -c "$text/codes" <"$text/$split.txt" >"$text/$split.bpe"

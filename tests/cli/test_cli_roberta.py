@@ -54,7 +54,11 @@ def test_both_trainings_by_their_recipes(
         assert first[first.index("--total-num-update") + 1] == "6"
         assert ("step: eager, packed tokens" in caplog.text) != native
         caplog.clear()
-    assert (tmp_path / "tuned" / "checkpoint_last.pt").exists()
+    tuned = tmp_path / "tuned" / "checkpoint_last.pt"
+    # The criterion is that of the checkpoint.
+    words = ["--task", "sentence_prediction", "--num-classes", "3", "--path", tuned, "--cpu"]
+    result = cli_runs.succeed("validate", data / "classes", *words, *["--native"] * native)
+    assert " | accuracy " in result
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ LACKING = (
     "without a GPU",
     "for the last line a GPU",
 )
-# Blocks with these words are run on less data by tests/examples/test_quickstart.py and
-# test_language_model_example.py.
-RECIPES = "examples/quickstart", "examples/language_model"
+# Blocks with these words are run on less data by tests/examples/test_quickstart.py,
+# test_language_model_example.py and test_roberta_example.py.
+RECIPES = "examples/quickstart", "examples/language_model", "examples/roberta"
 
 # Every training is of a small model and ten updates long, one epoch each.
 SMALL_DECODER = (

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from helpers.multi30k_runs import EXAMPLES, PATH
 
-from examples import curves
-from examples.language_model import prompt, text
+from examples import curves, library_text
+from examples.language_model import prompt
 
 RUN = EXAMPLES / "language_model" / "run.sh"
 SYSTEMS = {"lightseq": [], "fairseq": ["--native"]}
@@ -29,18 +29,18 @@ UPDATES = 40
     ],
 )
 def test_words_contain_the_layout(source: str) -> None:
-    words = text.to_words(source)
+    words = library_text.to_words(source)
     assert len(words.splitlines()) == (source != "")
     assert words == " ".join(words.split())  # as fairseq and subword-nmt read them
-    assert text.to_text(words) == source
+    assert library_text.to_text(words) == source
 
 
 def test_a_name_alone_decides_the_split() -> None:
-    assert [text.split_of(name) for name in ("ast.py", "os.py", "json/decoder.py")] == [
+    assert [library_text.split_of(name) for name in ("ast.py", "os.py", "json/decoder.py")] == [
         "train", "train", "train",
     ]  # fmt: skip
-    splits = [text.split_of(f"module{number}.py") for number in range(2000)]
-    for split, percent in text.HELD_OUT.items():
+    splits = [library_text.split_of(f"module{number}.py") for number in range(2000)]
+    for split, percent in library_text.HELD_OUT.items():
         assert splits.count(split) / 20 == pytest.approx(percent, abs=1.5)
 
 
@@ -49,7 +49,7 @@ def test_the_splits_are_the_library_without_its_tests(tmp_path: Path) -> None:
     for name in ("a.py", "a.txt", "test/b.py", "json/tests/c.py", "site-packages/d/e.py", *names):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    found = text.sources(tmp_path)
+    found = library_text.sources(tmp_path)
     assert set(found) == {"train", "valid", "test"}
     together = sorted(path.name for paths in found.values() for path in paths)
     assert together == sorted(["a.py", *names])
@@ -57,7 +57,7 @@ def test_the_splits_are_the_library_without_its_tests(tmp_path: Path) -> None:
 
 def test_a_python_without_sources_is_explained(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"has too few .py files: .* use another Python"):
-        text.sources(tmp_path)
+        library_text.sources(tmp_path)
 
 
 def start(*words: str | Path) -> subprocess.Popen[str]:

@@ -1,0 +1,114 @@
+"""The example of RoBERTa: its pairs, and a short run of its command by both systems."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from helpers.multi30k_runs import EXAMPLES, PATH, prepare_numbers
+
+from examples import curves
+from examples.roberta import pairs
+
+RUN = EXAMPLES / "roberta" / "run.sh"
+SYSTEMS = {"lightseq": [], "fairseq": ["--native"]}
+UPDATES = 20
+
+
+def test_a_wrong_caption_is_that_of_another_picture() -> None:
+    german = [f"Bild {number}" for number in range(500)]
+    wrong = pairs.others(german, seed=1)
+    assert sorted(wrong) == sorted(german)
+    assert all(one != other for one, other in zip(wrong, german))
+    assert wrong == pairs.others(german, seed=1) != pairs.others(german, seed=2)
+
+
+def test_equal_captions_of_two_pictures_are_no_wrong_pair() -> None:
+    german = ["Hund", "Hund", "Hund", "Katze"]
+    for seed in range(20):
+        assert pairs.others(german, seed) == ["Katze", "Katze", "Katze", "Hund"]
+    with pytest.raises(SystemExit, match="all German captions are the same"):
+        pairs.others(["Hund", "Hund"], seed=1)
+
+
+def test_each_english_caption_has_a_right_and_a_wrong_pair() -> None:
+    found = pairs.pairs(["dog", "cat"], ["Hund", "Katze"], seed=1)
+    assert sorted(found) == [
+        ("cat", "Hund", 0), ("cat", "Katze", 1), ("dog", "Hund", 1), ("dog", "Katze", 0),
+    ]  # fmt: skip
+
+
+def test_a_line_of_code_is_no_longer_than_a_block() -> None:
+    tokens = list(map(str, range(2 * pairs.CODE_TOKENS + 1)))
+    lines = list(pairs.blocks(" ".join(tokens)))
+    assert [len(line.split()) for line in lines] == [pairs.CODE_TOKENS, pairs.CODE_TOKENS, 1]
+    assert " ".join(lines).split() == tokens
+
+
+def start(*words: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["bash", RUN, *words], env={**os.environ, "PATH": PATH}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+CODE = "a[$(touch hacked)]"  # bash would execute this if it evaluated the text as a number
+
+
+@pytest.mark.parametrize(
+    "words", [("--update", "3"), ("--size", "tpu"), ("--seed",), ("--updates", CODE)]
+)
+def test_a_wrong_argument_is_refused(words: tuple[str, ...]) -> None:
+    process = start(*words)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert words[0] in errors and "== data" not in output
+    assert not Path("hacked").exists()
+
+
+def test_both_systems_learn_the_same_and_find_as_many_pairs(tmp_path: Path) -> None:
+    data = prepare_numbers(tmp_path)
+    out = tmp_path / "out"
+    short = ["--size", "cpu", "--files", "3", "--updates", str(UPDATES)]
+    runs = [start(*words, *short, "--data", data, "--out", out) for words in SYSTEMS.values()]
+    for process in runs:
+        output, errors = process.communicate(timeout=280)
+        assert process.returncode == 0, output[-3000:] + errors[-3000:]
+    folders = [out / f"cpu-{system}-seed1" for system in SYSTEMS]
+
+    # fp32 results agree so well that only the logs tell the models apart.
+    for folder, model in zip(folders, ("LSRobertaModel", "RobertaModel")):
+        for log in ("pretrain.log", "finetune.log"):
+            assert f"| model: {model}\n" in (folder / log).read_text()
+    for log in ("pretrain.log", "finetune.log"):
+        ours, native = (curves.read_curves(folder / log) for folder in folders)
+        for name in ("train_loss", "valid_loss"):
+            assert ours[name].keys() == native[name].keys() and ours[name]
+            assert list(ours[name].values()) == pytest.approx(list(native[name].values()), abs=0.01)
+        losses = list(ours["valid_loss"].values())
+        assert len(losses) == 5
+        if log == "pretrain.log":
+            assert losses[-1] < losses[0] - 0.5
+
+    # The model of fine-tuning begins with the layers of pre-training.
+    first = (folders[0] / "finetune.log").read_text().split("begin training")[0]
+    assert "pretrained/checkpoint_best.pt" in first
+
+    rows = json.loads((out / "accuracy.json").read_text())
+    assert [row["system"] for row in rows] == ["fairseq", "lightseq"]
+    for row in rows:
+        assert (row["updates"], row["pretraining_updates"]) == (UPDATES, UPDATES)
+    assert rows[0]["accuracy"] == pytest.approx(rows[1]["accuracy"], abs=2.5)  # of 40 pairs: one
+
+    text = folders[0] / "text"
+    lines = (text / "masked.train").read_text().splitlines()
+    captions = [line for line in lines if f" {pairs.BETWEEN} " in line]
+    assert len(captions) == 400 < len(lines)
+    labels = Counter((text / "test.label").read_text().split())
+    assert labels == {"0": 20, "1": 20}
+    for name in ("pretrain.svg", "finetune.svg"):
+        assert (folders[1] / name).read_text().lstrip().startswith("<?xml")
