@@ -124,7 +124,8 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
 def table(rows: Sequence[Row]) -> list[str]:
     """The table of one case; "ratio" is relative to the fastest fairseq run.
 
-    There is no ratio for --pack-tokens, whose batches differ. If the systems classify sentences, the table has sentences per second, too.
+    There is no ratio for --pack-tokens, whose batches differ. If the systems classify sentences,
+    the table has sentences per second, too.
     """
     fastest = max(
         (row["tokens_per_s"] for row in rows if row["system"].startswith("fairseq")), default=None
