@@ -73,6 +73,8 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
     "same with roberta_base, roberta_large, and roberta_tiny for a CPU, as in "
     "roberta_base/512x64/bf16; or <model>/bertmix<tokens>/<precision>, with samples of 20 to 512 "
     f"tokens and batches of up to <tokens> tokens (bertmix alone: {training.MIX_TOKENS}). "
+    "Fine-tuning: <model>/sentences<batch>/<precision>, with batches of <batch> sentences of 10 to "
+    "128 tokens in random order. "
     "Precisions: bf16, fp16. Add /x<n> for n GPUs, each with its own batch. You can repeat the "
     "flag.",
 )  # fmt: skip
@@ -91,7 +93,8 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
 @click.option(
     "--warm-up", type=click.IntRange(0),
     help="Updates before the measured ones.  [default: 4000 for ours, 500 for torch_compile, 150 "
-    "for others, for language models and for RoBERTa; but 1000 for ours with bertmix]",
+    "for others, for language models and for RoBERTa; but 1000 for ours with bertmix and "
+    "sentences]",
 )  # fmt: skip
 @click.option(
     "--corpus", type=click.Path(path_type=Path), default=Path("build/bench-corpus"),
@@ -150,10 +153,15 @@ def _train(
             return corpora.ensure(corpus, pairs, vocabulary or corpora.VOCABULARY)
         if kind is training.Data.TEXT:
             return corpora.ensure_text(text, tokens, vocabulary or corpora.TEXT_VOCABULARY)
-        name, lines = "text", corpora.PARAGRAPHS
-        if kind is training.Data.MIX:
-            name, lines = training.MIX, corpora.MIX
-        return corpora.ensure_text(masked / name, tokens, words_of_roberta, lines, "masked")
+        name, lines = {
+            training.Data.MASKED: ("text", corpora.PARAGRAPHS),
+            training.Data.MIX: (training.MIX, corpora.MIX),
+            training.Data.CLASSES: (training.CLASSES, corpora.SENTENCES),
+        }[kind]
+        return corpora.ensure_text(
+            masked / name, tokens, words_of_roberta, lines, "masked",
+            has_classes=kind is training.Data.CLASSES,
+        )  # fmt: skip
 
     kinds = dict.fromkeys(case.data for case, its_systems in able.items() if its_systems)
     data = {kind: ensured(kind) for kind in kinds}

@@ -236,6 +236,8 @@ def words_of_cases(rows: list[dict[str, Any]]) -> str:
     mix = any(size.startswith("bertmix") for size in sizes)
     blocks = ", for language models the tokens of a block x its blocks" * text
     blocks += f", for bertmix {MIX_TOKENS} if it has no number" * mix
+    if any(size.startswith("sentences") for size in sizes):
+        blocks += ", for fine-tuning the sentences of a batch"
     return f"case: model, max-tokens of a GPU{blocks}, precision"
 
 
@@ -265,7 +267,9 @@ def train_plot(rows: list[dict[str, Any]]) -> Bars:
 def in_words(case: str) -> str:
     """ "t2t_big/4096/bf16" -> "Transformer big, 4096 tokens, bf16"."""
     model, size, precision, *gpus = case.split("/")
-    if size.startswith("bertmix"):
+    if size.startswith("sentences"):
+        tokens = f"{size.removeprefix('sentences')} sentences"
+    elif size.startswith("bertmix"):
         tokens = f"{size.removeprefix('bertmix') or MIX_TOKENS} tokens in BERT's mix of lengths"
     else:
         block, _, blocks = size.partition("x")

@@ -89,7 +89,7 @@ def test_text_is_pinned_and_kept(text: corpus.Corpus, pairs: corpus.Corpus, tmp_
 
 def test_cases() -> None:
     case = Case.parse("gpt2_124m/1024x32/bf16/x2")
-    assert case == ("gpt2_124m", 32768, "bf16", 2, 1024)
+    assert case == ("gpt2_124m", 32768, "bf16", 2, 1024, 0)
     assert (str(case), case.blocks) == ("gpt2_124m/1024x32/bf16/x2", 32)
     assert "blocks of equal length have no pads" in str(why_not("ours_packed", case))
     pairs = Case.parse("t2t_big/4096/bf16")

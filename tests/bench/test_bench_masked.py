@@ -14,7 +14,7 @@ from helpers.bench_runs import bench_once, bench_train
 from torch import Tensor
 from torch.nn import functional
 
-from lightseq_fairseq.cli.benchmark.train import compiled, corpus, masked_batches
+from lightseq_fairseq.cli.benchmark.train import compiled, corpus, masked_batches, rows
 from lightseq_fairseq.cli.benchmark.train.cases import (
     MASKED,
     SHAPES,
@@ -40,19 +40,24 @@ from fairseq.data.indexed_dataset import MMapIndexedDataset  # isort: skip
 
 TOKENS, WORDS = 1 << 15, 500
 BLOCKS, MIX = "roberta_tiny/64x4/bf16", "roberta_tiny/bertmix512/bf16"
+TUNED = "roberta_tiny/sentences8/bf16"
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of both texts."""
+    """The folder of all texts."""
     folder = tmp_path_factory.mktemp("bench") / "masked"
     corpus.ensure_text(folder / "text", TOKENS, WORDS)
     corpus.ensure_text(folder / "bertmix", TOKENS, WORDS, corpus.MIX)
+    corpus.ensure_text(
+        folder / "sentences", TOKENS, WORDS, corpus.SENTENCES, "masked", has_classes=True
+    )
     return folder
 
 
 def folder_of(case: Case, texts: Path) -> Path:
-    return texts / ("text" if case.block else "bertmix")
+    names = {Data.MASKED: "text", Data.MIX: "bertmix", Data.CLASSES: "sentences"}
+    return texts / names[case.data]
 
 
 # --- text and cases
@@ -67,11 +72,27 @@ def test_mix_has_berts_lengths(texts: Path) -> None:
     assert all(dataset[i][-1] == corpus.EOS for i in range(len(dataset)))
 
 
+def test_sentences_have_classes(texts: Path) -> None:
+    found = {
+        part: MMapIndexedDataset(str(texts / "sentences" / part / "train"))
+        for part in ("input0", "label")
+    }
+    sizes = 1 + found["input0"].sizes  # with <s>
+    assert sizes[:-1].min() >= 10 and sizes.max() == 128 and 57 < sizes.mean() < 63
+    assert sum(found["input0"].sizes) == TOKENS
+    labels = torch.stack([found["label"][i] for i in range(len(found["label"]))])
+    assert labels.shape == (len(sizes), 2) and set(labels[:, 1].tolist()) == {corpus.EOS}
+    assert set(labels[:, 0].tolist()) == {4, 5, 6}
+
+
 def test_cases() -> None:
     case = Case.parse("roberta_large/bertmix/bf16")
-    assert case == ("roberta_large", 16384, "bf16", 1, 0) and case.data is Data.MIX
+    assert case == ("roberta_large", 16384, "bf16", 1, 0, 0) and case.data is Data.MIX
     assert (case.blocks, case.longest) == (32, 512)
-    names = ("roberta_large/bertmix/bf16", "roberta_base/bertmix8192/bf16/x2",
+    tuned = Case.parse("roberta_base/sentences32/bf16")
+    assert tuned == ("roberta_base", 4096, "bf16", 1, 0, 32) and tuned.data is Data.CLASSES
+    names = ("roberta_base/sentences32/bf16/x2", "roberta_large/bertmix/bf16",
+             "roberta_base/bertmix8192/bf16/x2",
              "roberta_base/512x64/bf16", "roberta_large/128x128/bf16")  # fmt: skip
     for name in names:
         assert str(Case.parse(name)) == name
@@ -83,6 +104,7 @@ def test_cases() -> None:
         ("torch_compile_padded", BLOCKS, "only bertmix has samples to pad"),
         ("torch_compile", "roberta_tiny/64x4/fp16", "in bf16 only"),
         ("transformers", "lm_tiny/64x4/bf16", "transformers runs only RoBERTa here"),
+        ("torch_compile", TUNED, "only pre-train RoBERTa"),
         ("ours_packed", MIX, "counts the tokens of sentence pairs"),
         ("ours_packed", BLOCKS, "blocks of equal length have no pads"),
     ):
@@ -95,6 +117,8 @@ def test_cases() -> None:
         (["--case", "roberta_base/512/bf16"], "There is no case roberta_base/512/bf16: write"),
         (["--case", "gpt2_124m/bertmix/bf16"], "There is no case gpt2_124m/bertmix/bf16: write"),
         (["--case", "t2t_big/bertmix/bf16"], "There is no case t2t_big/bertmix/bf16: write"),
+        (["--case", "lm_tiny/sentences8/bf16"], "There is no case lm_tiny/sentences8/bf16: write"),
+        (["--case", "tiny/sentences/bf16"], "There is no case tiny/sentences/bf16: write"),
         (["--case", "roberta_base/513x4/bf16"], "is too large: roberta_base has 512 positions"),
         (["--case", "roberta_base/bertmix511/bf16"], "is too small: the longest sentence has 512"),
         (["--case", MIX, "--systems", "ours_packed"], "counts the tokens of sentence pairs"),
@@ -167,6 +191,19 @@ def test_floor_counts_operations() -> None:
     assert least.layer_gemm * FLOPS / 1000 == pytest.approx(6 * 24 * 12 * 1024**2)
     assert least.logits_gemm * FLOPS / 150 == pytest.approx(6 * 1024 * (words + 1024))
     assert least.attention * FLOPS / 1000 == pytest.approx(12 * 24 * block * 1024)
+    tuned = floor(shape, words, 0, 1000, classifies=True)
+    assert tuned.logits_gemm == tuned.cross_entropy == 0 and tuned.layer_gemm == least.layer_gemm
+
+
+def test_sentences_per_second() -> None:
+    case, data = Case.parse("roberta_base/sentences32/bf16"), corpus.Corpus(Path(), 0, 500, 0, 9)
+    profile = {"ms_per_step": 50.0, "busy": 0.99, "part_ms": {"gemm": 49.5, "gaps": 0.5}}
+    report = {"first_100_s": 8.0, "peak_gib": 20.0, "timeline": profile, "profiled_tokens": 1900}
+    run = rows.Run(150, [rows.Interval(1900 / 0.050, 1900)], report)
+    row = rows.row(case, "ours", data, [run], {})
+    assert (row["ms_per_step"], row["sentences_per_s"]) == (50, 640)
+    line = rows.table([row])[2].split()
+    assert (line[1], line[-1]) == ("38000", "640")
 
 
 # --- batches
@@ -185,7 +222,7 @@ def samples(lengths: list[int]) -> masked_batches.Samples:
 def test_packing_keeps_samples_and_fills_the_rest() -> None:
     lengths = [20, 100, 33]
     given = samples(lengths)
-    batch = masked_batches.packed(given, rows=512, longest=200)
+    batch = masked_batches.packed(given, rows=512, longest=200, most=26)
     used = sum(lengths)
     assert torch.equal(batch.tokens[:used], torch.cat([tokens for tokens, _ in given]))
     assert batch.tokens[used:].eq(PAD).all() and len(batch.tokens) == 512
@@ -196,7 +233,7 @@ def test_packing_keeps_samples_and_fills_the_rest() -> None:
     is_label = batch.target.ne(PAD)
     assert torch.equal(batch.rows[is_label], full.ne(PAD).nonzero().flatten())
     assert torch.equal(batch.target[is_label], full[full.ne(PAD)])
-    other = masked_batches.packed(samples([20] * 25), rows=512, longest=200)
+    other = masked_batches.packed(samples([20] * 25), rows=512, longest=200, most=26)
     assert [x.shape for x in other] == [x.shape for x in batch]
 
 
@@ -274,7 +311,7 @@ def test_baseline_computes_fairseqs_loss(name: str, texts: Path) -> None:
     sample = {"net_input": {"src_tokens": tokens}, "target": target, "ntokens": 1, "nsentences": 1}
     batches = [masked_batches.padded_rows(given, case.longest)]
     if not case.block:
-        batches.append(masked_batches.packed(given, case.max_tokens, case.longest))
+        batches.append(masked_batches.packed(given, case.max_tokens, case.longest, 9))
     with torch.no_grad():
         expected = criterion(network, sample)[0].item()
         losses = [baseline(*batch).item() for batch in batches]
@@ -286,7 +323,7 @@ def test_baseline_computes_fairseqs_loss(name: str, texts: Path) -> None:
 def test_gradients_are_of_the_mean_loss() -> None:
     torch.manual_seed(1)
     network = build(SHAPES["roberta_tiny"], 51, 0).eval()
-    batch = masked_batches.packed(samples([20, 100, 33]), 512, 512)
+    batch = masked_batches.packed(samples([20, 100, 33]), 512, 512, 9)
     loss, *found = compiled.Gradients(network)(batch)
     total = network(*batch)
     assert loss.item() == pytest.approx(total.item())
@@ -328,11 +365,10 @@ def test_graph_computes_what_the_model_computes(name: str, system: str) -> None:
     gradients, weights = compiled.Gradients(network), list(network.parameters())
     with sdpa_kernel(compiled.fastest_backend(case)):
         for lengths in ([128] * 4, [128] * 4) if case.block else ([300], [211], [20]):
-            given, batch = samples(lengths), None
+            given = samples(lengths)
+            batch = masked_batches.padded_rows(given, case.longest)
             if system == "torch_compile" and has_pads:
-                batch = masked_batches.packed(given, case.max_tokens, case.longest)
-            else:
-                batch = masked_batches.padded_rows(given, case.longest)
+                batch = masked_batches.packed(given, case.max_tokens, case.longest, 9)
             compare(gradients, network, weights, batch)
     assert len(gradients._graphs) == 1
 
@@ -376,6 +412,18 @@ def test_mix_once(texts: Path, tmp_path: Path) -> None:
     assert padded == pytest.approx(250, rel=0.3)
     log = logs_of(tmp_path, MIX, systems)["ours"]
     assert "--max-tokens 512" in log and "--sample-break-mode eos" in log
+
+
+def test_sentences_once(texts: Path, tmp_path: Path) -> None:
+    systems = ("ours", "fairseq_no_cudnn")
+    _, found = bench_once(tmp_path, TUNED, systems, *words_of(texts))
+    for row in found.values():
+        assert 300 < row["target_tokens"] < 600  # of eight sentences
+        assert row["sentences_per_s"] == pytest.approx(8e3 / row["ms_per_step"], abs=1)
+    logs = logs_of(tmp_path, TUNED, systems)
+    assert "step: eager, packed tokens" in logs["ours"]
+    first = [float(re.findall(r'"loss": "([\d.]+)"', log)[0]) for log in logs.values()]
+    assert first[0] == pytest.approx(first[1], abs=0.1)
 
 
 def test_without_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,19 +262,22 @@ def test_language_models_beside_translation(trained: Path) -> None:
 def test_roberta_beside_translation(trained: Path) -> None:
     rows = train_rows()
     for row in (rows[0], rows[3]):
-        for size in ("bertmix", "128x128", "bertmix8192"):
+        for size in ("bertmix", "128x128", "bertmix8192", "sentences32"):
             rows.append({**row, "case": f"roberta_large/{size}/bf16"})
     rows.append({**rows[0], "case": "roberta_large/bertmix/bf16", "system": "torch_compile_padded"})
     (trained / TRAIN_RESULTS).write_text(json.dumps(rows))
     assert tables(trained).returncode == tables(trained, "--check").returncode == 0
     below = (trained / "README.md").read_text()
     found = re.findall(r"^\| `(roberta\S+)` \|", squeezed(trained / "README.md"), re.MULTILINE)
-    assert found == [f"roberta_large/{x}/bf16" for x in ("bertmix8192", "bertmix", "128x128")]
-    assert "x its blocks, for bertmix 16384 if it has no number, precision" in below
+    sizes = "sentences32", "bertmix8192", "bertmix", "128x128"
+    assert found == [f"roberta_large/{size}/bf16" for size in sizes]
+    mix = "for bertmix 16384 if it has no number"
+    assert f"x its blocks, {mix}, for fine-tuning the sentences of a batch, precision" in below
     assert "`roberta_large` `ls_roberta_large`" in below
     assert "padded PyTorch, torch.compile, CUDA graphs" in (trained / MEASURED).read_text()
     plotted = words(trained / TRAIN_PLOT)
     assert "RoBERTa large, 8192 tokens in BERT's mix of lengths, bf16" in plotted
+    assert "RoBERTa large, 32 sentences, bf16" in plotted
 
 
 CURVES, CURVES_PLOT = "scripts/results/convergence-h200.json", "docs/convergence.svg"

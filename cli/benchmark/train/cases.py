@@ -1,8 +1,8 @@
 """The cases of ``lightseq-bench train``, the systems, and the commands that run them.
 
 Translation models train on fairseq's batches of sentence pairs, language models on blocks of
-running text of one length, and RoBERTa on such blocks with masked tokens or on samples of many
-lengths.
+running text of one length, and RoBERTa on such blocks with masked tokens, on samples of many
+lengths, or on sentences with classes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from typing import NamedTuple
 
 import torch
 
-from lightseq_fairseq.cli.benchmark.train.corpus import LONGEST, SOURCE, TARGET
+from lightseq_fairseq.cli.benchmark.train.corpus import (
+    LABELS,
+    LONGEST,
+    SENTENCES,
+    SOURCE,
+    TARGET,
+)
 from lightseq_fairseq.errors import UserError
 
 LOG_INTERVAL = 50
@@ -110,9 +116,10 @@ class Data(Enum):
     TEXT = "blocks of text"
     MASKED = "blocks of masked text"
     MIX = "masked samples of many lengths"
+    CLASSES = "sentences with classes"
 
 
-MIX, MIX_TOKENS = "bertmix", 16_384
+MIX, MIX_TOKENS, CLASSES = "bertmix", 16_384, "sentences"
 
 
 class Case(NamedTuple):
@@ -122,6 +129,7 @@ class Case(NamedTuple):
     Attributes:
         max_tokens: of a batch: --max-tokens, or the tokens of its blocks.
         block: tokens of a block of text; 0 if samples have many lengths.
+        sentences: of a batch for fine-tuning; 0 for all other cases.
     """
 
     model: str
@@ -129,23 +137,25 @@ class Case(NamedTuple):
     precision: str
     gpus: int = 1
     block: int = 0
+    sentences: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Case:
         """The case that ``text`` names, as in ``t2t_big/4096/bf16``, ``t2t_big/4096/bf16/x8``,
-        ``gpt2_124m/1024x32/bf16`` or ``roberta_large/bertmix/bf16``.
+        ``gpt2_124m/1024x32/bf16``, ``roberta_large/bertmix/bf16`` or
+        ``roberta_base/sentences32/bf16``.
 
         Raises:
             UserError: there is no such case.
         """
-        found = re.fullmatch(
-            rf"(\w+)/(?:([1-9]\d*)(?:x([1-9]\d*))?|({MIX})([1-9]\d*)?)/(\w+)(?:/x([1-9]\d*))?", text
-        )
-        model, size, blocks, mix, tokens, precision, gpus = found.groups() if found else [""] * 7
+        size_of_batch = rf"([1-9]\d*)(?:x([1-9]\d*))?|({MIX})([1-9]\d*)?|{CLASSES}([1-9]\d*)"
+        found = re.fullmatch(rf"(\w+)/(?:{size_of_batch})/(\w+)(?:/x([1-9]\d*))?", text)
+        words = found.groups() if found else [""] * 8
+        model, size, blocks, mix, tokens, sentences, precision, gpus = words
         if (
             model not in SHAPES
-            or (model in TRANSLATION) != (blocks is None and mix is None)
-            or (mix is not None and model not in MASKED)
+            or (model in TRANSLATION) != (size is not None and blocks is None)
+            or (size is None and model not in MASKED)
             or precision not in PRECISIONS
             or gpus == "1"
         ):
@@ -154,11 +164,15 @@ class Case(NamedTuple):
                 "t2t_big/4096/bf16, or t2t_big/4096/bf16/x8 for eight GPUs, with a model of "
                 f"{', '.join(TRANSLATION)}; or <model>/<block>x<batch>/<precision>, for example "
                 f"gpt2_124m/1024x32/bf16, with a model of {', '.join(LANGUAGE + MASKED)}; or "
-                f"<model>/{MIX}/<precision> with a model of {', '.join(MASKED)}. Precisions are "
+                f"<model>/{MIX}/<precision> or <model>/{CLASSES}<batch>/<precision>, with a model "
+                f"of {', '.join(MASKED)}. Precisions are "
                 f"{', '.join(PRECISIONS)}."
             )
+        if sentences:
+            most = int(sentences) * (SENTENCES.longest + 1)
+            return cls(model, most, precision, int(gpus or 1), 0, int(sentences))
         positions = SHAPES[model].positions
-        longest = SHAPES[model].positions if mix else LONGEST
+        longest = positions if mix else LONGEST
         most = int(tokens or MIX_TOKENS) if mix else int(size)
         if blocks is None and most < longest:
             raise UserError(
@@ -177,10 +191,14 @@ class Case(NamedTuple):
         size = f"{self.block}x{self.blocks}" if self.block else str(self.max_tokens)
         if self.data is Data.MIX:
             size = MIX if self.max_tokens == MIX_TOKENS else f"{MIX}{self.max_tokens}"
+        if self.sentences:
+            size = f"{CLASSES}{self.sentences}"
         return f"{self.model}/{size}/{self.precision}" + f"/x{self.gpus}" * (self.gpus > 1)
 
     @property
     def data(self) -> Data:
+        if self.sentences:
+            return Data.CLASSES
         if self.shape.is_masked:
             return Data.MASKED if self.block else Data.MIX
         return Data.TEXT if self.block else Data.PAIRS
@@ -251,7 +269,8 @@ def warm_up(system: str, case: Case) -> int:
     if case.block or (how.compiled and case.shape.is_masked):
         return System().warm_up
     # The samples of a batch are equally long, so ours has far fewer sizes than for pairs.
-    return min(how.warm_up, 1000) if case.data is Data.MIX else how.warm_up
+    # Batches of equally many sentences differ little, too.
+    return min(how.warm_up, 1000) if case.shape.is_masked else how.warm_up
 
 
 def why_not(system: str, case: Case) -> str | None:
@@ -261,6 +280,8 @@ def why_not(system: str, case: Case) -> str | None:
         return f"it pads samples to the longest, and only {MIX} has samples to pad."
     if system == "transformers" and not case.shape.is_masked:
         return "transformers runs only RoBERTa here."
+    if how.compiled and case.sentences:
+        return "the baselines without fairseq only pre-train RoBERTa."
     if how.package and importlib.util.find_spec(how.package) is None:
         return f"{how.package} is not installed."
     if how.compiled and case.precision != "bf16":
@@ -351,16 +372,31 @@ def _text_flags(case: Case) -> dict[str, object]:
 
 
 def _masked_flags(case: Case) -> dict[str, object]:
-    shape = case.shape
     return {
         "--task": "masked_lm",
+        **_roberta_flags(case.shape),
+        **(_block_flags(case) if case.block else _sample_flags(case)),
+    }
+
+
+def _class_flags(case: Case) -> dict[str, object]:
+    return {
+        "--task": "sentence_prediction",
+        "--num-classes": LABELS,
+        **_roberta_flags(case.shape),
+        "--batch-size": case.sentences,
+        "--required-batch-size-multiple": 1,
+    }
+
+
+def _roberta_flags(shape: Shape) -> dict[str, object]:
+    return {
         "--encoder-layers": shape.encoder_layers,
         "--encoder-embed-dim": shape.width,
         "--encoder-ffn-embed-dim": shape.ffn,
         "--encoder-attention-heads": shape.heads,
         "--attention-dropout": shape.attention_dropout,
         "--max-positions": shape.positions,
-        **(_block_flags(case) if case.block else _sample_flags(case)),
     }
 
 
@@ -388,4 +424,5 @@ _FLAGS = {
     Data.TEXT: _text_flags,
     Data.MASKED: _masked_flags,
     Data.MIX: _masked_flags,
+    Data.CLASSES: _class_flags,
 }

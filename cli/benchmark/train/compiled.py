@@ -291,7 +291,8 @@ def _log(number: int, nats: float, tokens: int, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--case", type=Case.parse, required=True)
-    parser.add_argument("--system", choices=[s for s, how in SYSTEMS.items() if how.compiled])
+    systems = [name for name, how in SYSTEMS.items() if how.compiled]
+    parser.add_argument("--system", choices=systems, required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--updates", type=int, required=True)

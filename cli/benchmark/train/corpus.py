@@ -5,8 +5,9 @@ sigma 0.55, from 2 to 200; a target length is the source length times a normal n
 and standard deviation 0.15. Running text has lines as long as paragraphs, each with a ``</s>``:
 lognormal with mean 57 and sigma 1. In BERT's mix of lengths a line is a sample. With the ``<s>``
 that the task adds, it has from 20 to 512 tokens and 250 on average: lognormal, and a sixth of the
-samples is cut off at 512. Words are independent and follow Zipf's law over the dictionary. The code
-is vectorised: a million pairs take seconds.
+samples is cut off at 512. Sentences with classes have from 10 to 128 tokens, 60 on average, and
+one of three classes. Words are independent and follow Zipf's law over the dictionary. The code is
+vectorised: a million pairs take seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ SOURCE, TARGET = "en", "de"
 VOCABULARY = 40_000  # including <s>, <pad>, </s> and <unk>, which fairseq puts first
 TEXT_VOCABULARY = 50_257  # as many as GPT-2's, no multiple of 8
 MASKED_VOCABULARY = 50_264  # RoBERTa's without <mask>, which fairseq's task adds
+LABELS = 3  # classes of sentences
 MASKED_SHARE = 0.15  # of all tokens; fairseq's default
 SPECIALS, EOS = 4, 2
 MEAN, SIGMA, SHORTEST, LONGEST = 28, 0.55, 2, 200
@@ -52,7 +54,9 @@ class Lines(NamedTuple):
 
 
 PARAGRAPHS = Lines(57, 1.0, 1, 2000)
-MIX = Lines(312, 0.9, 19, 511)  # the task sets <s> before each
+# The tasks set <s> before each line.
+MIX = Lines(312, 0.9, 19, 511)
+SENTENCES = Lines(65, 0.7, 9, 127)
 
 
 class Corpus(NamedTuple):
@@ -87,14 +91,21 @@ def ensure(folder: Path, pairs: int = PAIRS, vocabulary: int = VOCABULARY) -> Co
 
 def ensure_text(
     folder: Path, tokens: int = TOKENS, vocabulary: int = TEXT_VOCABULARY,
-    lines: Lines = PARAGRAPHS, option: str = "text",
+    lines: Lines = PARAGRAPHS, option: str = "text", has_classes: bool = False,
 ) -> Corpus:  # fmt: skip
     """The text of so many tokens and words in ``folder``, see `ensure`.
 
-    option: of the command that names the folder.
+    Args:
+        option: of the command that names the folder.
+        has_classes: each line is a sentence with a class, in the folders "input0" and "label".
     """
 
     def write(part: Path, wanted: Corpus) -> Corpus:
+        if has_classes:
+            (part / "label").mkdir()
+            _write_labels(part / "label", wanted, lines)
+            part = part / "input0"
+            part.mkdir()
         return _write_text(part, wanted, lines)
 
     return _ensured(Corpus(folder, 0, vocabulary, 0, tokens), write, option, "tokens")
@@ -184,12 +195,28 @@ def _write_pairs(folder: Path, wanted: Corpus) -> Corpus:
 def _write_text(folder: Path, wanted: Corpus, lines: Lines) -> Corpus:
     write_dictionary(folder / "dict.txt", wanted.vocabulary)
     quantiles = word_quantiles(wanted.vocabulary)
+    for split, sizes, rng in _splits(wanted, lines):
+        _write_lines(folder / split, sizes, quantiles, rng)
+    return wanted
+
+
+def _write_labels(folder: Path, wanted: Corpus, lines: Lines) -> None:
+    """Writes the classes of the sentences that `_write_text` writes."""
+    write_dictionary(folder / "dict.txt", SPECIALS + LABELS)
+    quantiles = word_quantiles(SPECIALS + LABELS)
+    for split, sizes, rng in _splits(wanted, lines):
+        _write_lines(folder / split, np.full_like(sizes, 2), quantiles, rng)  # class and </s>
+
+
+def _splits(
+    wanted: Corpus, lines: Lines
+) -> Iterator[tuple[str, NDArray[np.int32], np.random.Generator]]:
+    """Each split of a text, the lengths of its lines, and the generator of its words."""
     for split, tokens, seed in (
         ("valid", VALID_TOKENS, SEED + 1), ("train", wanted.target_tokens, SEED)
     ):  # fmt: skip
         rng = np.random.default_rng(seed)
-        _write_lines(folder / split, line_lengths(tokens, rng, lines), quantiles, rng)
-    return wanted
+        yield split, line_lengths(tokens, rng, lines), rng
 
 
 def write_dictionaries(folder: Path, vocabulary: int) -> None:

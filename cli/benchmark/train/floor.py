@@ -58,15 +58,21 @@ def parameters(shape: Shape, vocabulary: int) -> int:
     return (embeddings + positions) * c + layers + last_norms + head
 
 
-def floor(shape: Shape, vocabulary: int, source: float, target: float, block: int = 0) -> Floor:
+def floor(
+    shape: Shape, vocabulary: int, source: float, target: float, block: int = 0,
+    classifies: bool = False,
+) -> Floor:  # fmt: skip
     """Lower bound for a step with these numbers of real tokens (or their means over many steps).
 
-    block: tokens of a block of text; 0: sentences, which are short. The tokens of RoBERTa are
-    those of ``target``.
+    The tokens of RoBERTa are those of ``target``.
+
+    Args:
+        block: tokens of a block of text; 0: sentences, which are short.
+        classifies: RoBERTa is fine-tuned for classes of sentences, without logits of words.
     """
     predicted, head = target, vocabulary
     if shape.is_masked:
-        source, target, predicted = target, 0.0, MASKED_SHARE * target
+        source, target, predicted = target, 0.0, MASKED_SHARE * target * (not classifies)
         head += shape.width
     c, f, encoder, decoder = shape.width, shape.ffn, shape.encoder_layers, shape.decoder_layers
     cross = not shape.is_language_model

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from lightseq_fairseq.cli.benchmark.train.cases import Case
-from lightseq_fairseq.cli.benchmark.train.corpus import MASKED_SHARE, MIX
+from lightseq_fairseq.cli.benchmark.train.corpus import MASKED_SHARE
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import PAD, Batch, Masked, MaskedRows
 
 Samples = list[tuple[Tensor, Tensor]]  # tokens, and target with pads elsewhere
@@ -40,7 +40,9 @@ def drawn(data: Path, case: Case, system: str, count: int, workers: int) -> list
     packs = system == "torch_compile" and not case.block
     if packs:
         groups = _filled(order, sizes, case.max_tokens)[:count]
-        collate: Any = partial(packed, rows=case.max_tokens, longest=case.longest)
+        # Room for the rows after the samples: they are fewer than the longest sample has.
+        most = max(map(len, groups), default=0) + 2
+        collate: Any = partial(packed, rows=case.max_tokens, longest=case.longest, most=most)
     else:
         order = order[sizes[order] == case.block] if case.block else order
         whole = min(len(order) // case.blocks, count) * case.blocks
@@ -101,16 +103,17 @@ def padded_rows(samples: Samples, longest: int) -> MaskedRows:
     return MaskedRows(tokens, none, none, *_masked(target.flatten(), len(samples)))
 
 
-def packed(samples: Samples, rows: int, longest: int) -> MaskedRows:
-    """Samples one after the other in ``rows`` rows. The rows after them are pads, grouped into
-    further samples, so that attention reads and writes every row."""
+def packed(samples: Samples, rows: int, longest: int, most: int) -> MaskedRows:
+    """Samples one after the other in ``rows`` rows.
+
+    The rows after them are pads, grouped into further samples, so that attention reads and writes
+    every row. Empty samples follow, up to the number ``most``.
+    """
     tokens, target = (torch.cat(side) for side in zip(*samples))
     lengths = [len(sample) for sample, _ in samples]
     spare = rows - len(tokens)
     lengths += [longest] * (spare // longest) + [spare % longest]
     tokens, target = (functional.pad(x, (0, spare), value=PAD) for x in (tokens, target))
-    # One number of boundaries for all batches; samples after the last one are empty.
-    most = rows // MIX.shortest
     starts = torch.full((most + 1,), rows, dtype=torch.int32)
     starts[: len(lengths)] = torch.tensor([0, *lengths]).cumsum(0)[:-1]
     positions = torch.cat([torch.arange(length) for length in lengths])

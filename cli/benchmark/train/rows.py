@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from lightseq_fairseq import result_rows
 from lightseq_fairseq.cli.benchmark.runs import Row
-from lightseq_fairseq.cli.benchmark.train.cases import SYSTEMS, Case
+from lightseq_fairseq.cli.benchmark.train.cases import SYSTEMS, Case, Data
 from lightseq_fairseq.cli.benchmark.train.corpus import Corpus
 from lightseq_fairseq.cli.benchmark.train.floor import floor
 from lightseq_fairseq.errors import UserError
@@ -94,9 +94,12 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
     busy = min(sum(part_ms.values()), middle)
     tokens = source / case.gpus, target / case.gpus
     words = case.shape.words(corpus.vocabulary)
-    least = sum(floor(case.shape, words, *tokens, case.block))
+    classifies = case.data is Data.CLASSES
+    least = sum(floor(case.shape, words, *tokens, case.block, classifies))
+    sentences = {"sentences_per_s": round(1e3 * case.sentences * case.gpus / middle)}
     return {
         **about,
+        **(sentences if classifies else {}),
         "case": str(case),
         "system": system,
         "tokens_per_s": round(statistics.median(interval.tokens_per_s for interval in steady)),
@@ -119,7 +122,11 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """The table of one case; "ratio" is relative to the fastest fairseq run on the same batches."""
+    """The table of one case; "ratio" is relative to the fastest fairseq run.
+
+    There is no ratio for --pack-tokens, whose batches differ. If the systems classify sentences,
+    the table has sentences per second, too.
+    """
     fastest = max(
         (row["tokens_per_s"] for row in rows if row["system"].startswith("fairseq")), default=None
     )
@@ -134,13 +141,18 @@ def table(rows: Sequence[Row]) -> list[str]:
         shares = [f"{row[key]:.0%}" for key in ("gpu_busy", "floor_share")]
         lines.append([row["system"], str(row["tokens_per_s"]), ratio, *times, *shares,
                       f"{row['peak_gib']:.1f}", first])  # fmt: skip
+    head += ["busy", "floor", "GiB", "first 100"]
+    if "sentences_per_s" in rows[0]:
+        head.append("sentences/s")
+        for line, row in zip(lines, ordered):
+            line.append(str(row["sentences_per_s"]))
     parts = list(dict.fromkeys(part for row in ordered for part in row["part_ms"]))
     by_part = [
         [row["system"], *(f"{row['part_ms'].get(part, 0.0):.2f}" for part in parts)]
         for row in ordered
     ]
     return [
-        *result_rows.table([*head, "busy", "floor", "GiB", "first 100"], lines),
+        *result_rows.table(head, lines),
         "",
         *result_rows.table(["ms by part", *parts], by_part),
     ]
