@@ -53,7 +53,7 @@ def test_every_name_in_the_lists_is_a_setting() -> None:
         *table.DATA, *table.RANKS.split(), *flags.SEVERAL_RANKS, *table.NOTES, *table.OTHER_LAYERS,
         *fast_path.FALLBACK, *flags.PART_OF, *(w.split()[0] for w in flags.PART_OF.values()),
     }  # fmt: skip
-    of_text = table.text_settings()
+    of_text = table.family_settings(table.TEXT_COMMANDS)
     assert train <= SETTINGS.keys() | of_text.keys()
     assert {*table.TEXT_DATA, *table.TEXT_NOTES} <= of_text.keys()
     for command in table.COMMANDS:

@@ -31,7 +31,7 @@ from helpers.flag_runs import pieces, prove, table
 from lightseq_fairseq.cli.refusals import flags
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 
-SETTINGS = table.text_settings()
+SETTINGS = table.family_settings(table.TEXT_COMMANDS)
 # Names in braces are folders and files. Settings before a bar are needed by those after it.
 MODEL = [
     "--activation-fn gelu --decoder-embed-dim 24 --decoder-input-dim 20 --decoder-output-dim 28 "
@@ -115,7 +115,7 @@ def rows(command: str, kind: str) -> set[str]:
     return {
         name
         for name, row in SETTINGS.items()
-        if command in row.commands and table.text_answer(command, name)[0] == kind
+        if command in row.commands and table.family_answer(command, name)[0] == kind
     }
 
 

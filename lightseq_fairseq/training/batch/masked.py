@@ -12,9 +12,11 @@ from lightseq_fairseq.training.batch import nested
 from lightseq_fairseq.training.batch.dataset import Column, Filled, PackingDataset, packed
 from lightseq_fairseq.training.batch.reading import Sentences, joined, positions, reader
 
-# What a batch of fairseq's task masked_lm has.
+# What a batch of fairseq's task masked_lm has. RoBERTa does not read target_tokens, which
+# --include-target-tokens adds.
 _ENTRIES = {
-    "id", "net_input.src_tokens", "net_input.src_lengths", "target", "nsentences", "ntokens",
+    "id", "net_input.src_tokens", "net_input.src_lengths", "net_input.target_tokens", "target",
+    "nsentences", "ntokens",
 }  # fmt: skip
 # Settings of MaskTokensDataset that source and target must share, because both come from one draw.
 _SHARED = (
