@@ -1,9 +1,9 @@
 """fairseq settings that we do not support (errors), or that have no effect (notes).
 
 For each setting of train, generate, validate and interactive (task translation), and for those that
-language models and RoBERTa add to their commands, there are four cases. It is supported, in training by the
-captured step. It is supported by fairseq's own step (``fast_path.FALLBACK``). It raises an error
-that names it. Or it has no effect in fairseq either, and a note says so.
+language models and RoBERTa add to their commands, there are four cases. It is supported, in
+training by the captured step. It is supported by fairseq's own step (``fast_path.FALLBACK``). It
+raises an error that names it. Or it has no effect in fairseq either, and a note says so.
 docs/flags.md lists all settings; ``scripts/flags.py`` generates it.
 """
 
