@@ -87,19 +87,18 @@ ROBERTA_COMMANDS = {
     "validate sentence_prediction": (
         options.get_validation_parser,
         _CLASSES,
-        (SentencePredictionTask, SentencePredictionCriterion, "--dataset-impl"),
+        (SentencePredictionTask, SentencePredictionCriterion, "--dataset-impl", "--criterion"),
     ),
 }
 ROBERTA_NOTES = {
     "data": "in masked_lm `data:data2` for an epoch each",
     "--activation-fn": "relu, gelu, gelu_accurate; others are refused",
     "--bpe": "in validate, for `--mask-whole-words`",
-    "--classification-head-name": "in validate with `--criterion ls_sentence_prediction`",
+    "--criterion": "validate needs `ls_sentence_prediction`",
     "--layernorm-embedding": "the arch has it, except `ls_roberta_prenorm`",
     "--mask-whole-words": "with `--bpe`, and refused without it",
     "--max-positions": "in sentence_prediction also the longest sample",
     "--num-classes": "in validate another number than in training is a new head",
-    "--regression-target": "in validate with `--criterion ls_sentence_prediction`",
 }
 # Settings with which the training data are not plain blocks, as named by ``training.batch.covers``.
 TEXT_DATA = {"--pad-to-fixed-bsz": "batches are filled up with blocks (pad_to_bsz)"}

@@ -359,6 +359,11 @@ _UNREAD_OF_TASK = {
     ),
     "sentence_prediction": frozenset(("--dataset-impl", "--add-prev-output-tokens")),
 }
+# Settings that these tasks use, unlike others.
+_READ_BY_TASK = {
+    "masked_lm": frozenset(_BPE.split()),  # for --mask-whole-words
+    "sentence_prediction": frozenset(("--criterion",)),  # it takes settings from it
+}
 # The tasks for which the lists of settings are.
 _TASKS = ("translation", "language_modeling", *_UNREAD_OF_TASK)
 
@@ -368,8 +373,7 @@ def unread(command: str, task: str) -> frozenset[str]:
     found = UNREAD[command]
     if command in ("train", "validate"):
         found |= _UNREAD_OF_TASK.get(task, frozenset())
-    # --mask-whole-words asks the subwords where words begin.
-    return found - frozenset(_BPE.split()) if task == "masked_lm" else found
+    return found - _READ_BY_TASK.get(task, frozenset())
 
 
 def name(action: argparse.Action) -> str:

@@ -31,6 +31,11 @@ def classes(command: str, args: argparse.Namespace) -> None:
             "--num-classes is missing: set it to the number of classes, or with "
             "--regression-target to the number of values of a sentence."
         )
+    if not hasattr(args, "regression_target"):
+        raise UserError(
+            f"--task {args.task} needs --criterion ls_sentence_prediction, from which it takes "
+            "settings: add it."
+        )
     (folder, *_) = folders_of(args)
     has_classes = has_labels and not args.regression_target
     for name in ("input0", "label") if has_classes else ("input0",):

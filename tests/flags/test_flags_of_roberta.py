@@ -22,7 +22,6 @@ import pytest
 import torch
 from helpers.flag_runs import pieces, prove, table
 
-
 SETTINGS = table.family_settings(table.ROBERTA_COMMANDS)
 TASKS = ("masked_lm", "sentence_prediction")
 PLAIN: dict[str, dict[str, Any]] = {
@@ -94,11 +93,12 @@ VALIDATED = {
         f"{SHORT} --shorten-method truncate | --shorten-data-split-list train",
     ],
     "sentence_prediction": [
-        *TASK["sentence_prediction"],
+        f"{{others}} {CRITERION}",
+        *(f"{CRITERION} | {line}" for line in TASK["sentence_prediction"][1:]),
         f"{CRITERION} | --classification-head-name new --regression-target",
-        "--shorten-method random_crop",
-        "--skip-invalid-size-inputs-valid-test | --shorten-data-split-list train",
-        "--max-positions 16",
+        f"{CRITERION} | --shorten-method random_crop",
+        f"{CRITERION} --skip-invalid-size-inputs-valid-test | --shorten-data-split-list train",
+        f"{CRITERION} | --max-positions 16",
     ],
 }
 REFUSED = [
@@ -106,12 +106,16 @@ REFUSED = [
     "--mha-reg-scale-factor 0.1", "--quant-noise-pq 0.1", "--quant-noise-scalar 0.1",
     "--spectral-norm-classification-head",
 ]  # fmt: skip
+SMALL = (
+    "--arch ls_roberta --encoder-layers 1 --encoder-embed-dim 8 --encoder-ffn-embed-dim 8 "
+    "--encoder-attention-heads 1 --max-update 1 --max-tokens 256 --num-workers 0 --cpu"
+)
 UNREAD = {
     "train masked_lm": "--dataset-impl raw --include-target-tokens --pooler-activation-fn relu "
     "--pooler-dropout 0.5",
     "train sentence_prediction": "--dataset-impl raw --add-prev-output-tokens",
     "validate masked_lm": "--dataset-impl raw --include-target-tokens",
-    "validate sentence_prediction": "--dataset-impl raw --add-prev-output-tokens",
+    "validate sentence_prediction": f"{CRITERION} | --dataset-impl raw --add-prev-output-tokens",
 }
 
 
@@ -142,7 +146,8 @@ Run = Callable[[str, bool], Any]
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Binarised data of both tasks, two of each, subwords, and a checkpoint of each task."""
+    """What names in braces stand for: two binarised data folders of each task, GPT-2's encoding,
+    and a checkpoint of each task."""
     folder = tmp_path_factory.mktemp("paths")
     found = {name: folder / name for name in ("data", "other", "sentences", "others")}
     raw = folder / "raw"
@@ -179,13 +184,13 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+def notes(result: Any) -> set[str]:
+    """The settings of which a launcher says that they have no effect."""
+    return set(re.findall(r"note: (\S+) has no effect", result.stderr))
+
+
 def data_of(task: str) -> str:
     return {"masked_lm": "data", "sentence_prediction": "sentences"}[task]
-
-
-@pytest.fixture(scope="module", params=TASKS)
-def task(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 # ---- training ----
@@ -245,9 +250,10 @@ def validated(paths: dict[str, Path]) -> Callable[[str], Run]:
                 "--batch-size", "8", "--num-workers", "0", *(x.format(**found) for x in words),
                 *["--native"] * native,
             )  # fmt: skip
-        error = result.output.splitlines()[-1] if result.exit_code else ""
-        noted = set(re.findall(r"note: (\S+) has no effect", result.stderr))
-        return {**shown, "losses": [], "layers": 0, "error": error, "noted": noted}
+        error = "".join(result.output.splitlines()[-1:]) if result.exit_code else ""
+        error = error.partition("error: ")[2] or repr(result.exception) if error else ""
+        unused = {"losses": [], "layers": 0, "reasons": []}
+        return {**shown, **unused, "error": error, "noted": notes(result)}
 
     return lambda task: functools.partial(run, task)
 
@@ -273,7 +279,7 @@ def test_a_refusal_names_the_setting_the_reason_and_the_way_out(
 ) -> None:
     for task in TASKS:
         result = cli_runs.run(
-            "train", paths[data_of(task)], "--task", task, "--arch", "ls_roberta", "--cpu",
+            "train", paths[data_of(task)], "--task", task, *SMALL.split(),
             "--num-classes" if task == "sentence_prediction" else "--tokens-per-sample", "12",
             "--save-dir", tmp_path / "x", *line.split(),
         )  # fmt: skip
@@ -281,3 +287,35 @@ def test_a_refusal_names_the_setting_the_reason_and_the_way_out(
         (sentence,) = (text for text in result.output.splitlines() if "error:" in text)
         assert re.search(rf"{line.split()[0]}\b.* \(.+\): remove it", sentence), sentence
         assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("column", UNREAD)
+def test_what_has_no_effect_is_noted_and_has_none(
+    trained: Callable[[str], Run], validated: Callable[[str], Run], paths: dict[str, Path],
+    tmp_path: Path, column: str,
+) -> None:  # fmt: skip
+    command, task = column.split()
+    needed, _, given = UNREAD[column].rpartition("|")
+    run = (trained if command == "train" else validated)(task)
+    for native in (True, False):
+        plain, found = (run(f"{needed} {more}".strip(), native) for more in ("", given))
+        assert plain["validated"] and flag_families.alike(found, plain)
+        assert native or not found["reasons"]
+    if command == "validate":
+        noted = found["noted"]
+    else:  # the launcher is not in these runs
+        own = "--num-classes 3" if task == "sentence_prediction" else "--tokens-per-sample 12"
+        result = cli_runs.run(
+            "train", paths[data_of(task)], "--task", task, *SMALL.split(), *own.split(),
+            "--save-dir", tmp_path, *given.split(),
+        )  # fmt: skip
+        assert result.exit_code == 0, (result.output, result.exception)
+        noted = notes(result)
+    assert noted == {piece.split()[0] for piece in pieces(given)}
+
+
+def test_validation_of_classes_needs_the_criterion(paths: dict[str, Path]) -> None:
+    words = ["--task", "sentence_prediction", "--path", paths["classes"], "--cpu"]
+    result = cli_runs.run("validate", paths["sentences"], *words)
+    assert result.exit_code == 2
+    assert "needs --criterion ls_sentence_prediction" in result.output.splitlines()[-1]

@@ -34,8 +34,8 @@ def train(
 ) -> dict[str, Any]:
     """Trains with the settings of ``line`` in addition to ``defaults``.
 
-    A first word without dashes in ``line`` is the data folder. The value None removes a setting. Parts
-    named ls_ are fairseq's in a native run.
+    A first word without dashes in ``line`` is the data folder. The value None removes a setting. In
+    a native run, parts named ls_ are fairseq's.
 
     Args:
         paths: what names in braces stand for; "data" is the data folder if ``line`` has none.
