@@ -87,16 +87,15 @@ ROBERTA_COMMANDS = {
     "validate sentence_prediction": (
         options.get_validation_parser,
         _CLASSES,
-        (SentencePredictionTask, SentencePredictionCriterion, "--dataset-impl", "--criterion"),
+        (SentencePredictionTask, SentencePredictionCriterion, "--dataset-impl"),
     ),
 }
 ROBERTA_NOTES = {
     "data": "in masked_lm `data:data2` for an epoch each",
     "--activation-fn": "relu, gelu, gelu_accurate; others are refused",
     "--bpe": "in validate, for `--mask-whole-words`",
-    "--criterion": "validate needs `ls_sentence_prediction`",
     "--layernorm-embedding": "the arch has it, except `ls_roberta_prenorm`",
-    "--mask-whole-words": "with `--bpe`, and refused without it",
+    "--mask-whole-words": "with `--bpe`; training refuses it without",
     "--max-positions": "in sentence_prediction also the longest sample",
     "--num-classes": "in validate another number than in training is a new head",
 }
@@ -225,7 +224,8 @@ ROBERTA_INTRODUCTION = """\
 
 This table has the settings of the archs of `ls_roberta`, of `--task masked_lm`, and of `--task
 sentence_prediction` with its criterion, in `lightseq-train` and `lightseq-validate`. All other
-settings are in the first table, and have the same answers.
+settings are in the first table, and have the same answers. `lightseq-validate --task
+sentence_prediction` adds `--criterion sentence_prediction`: fairseq takes settings from it.
 
 A test runs each row, as above (`tests/flags/test_flags_of_roberta.py`).
 """

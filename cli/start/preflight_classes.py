@@ -33,8 +33,8 @@ def classes(command: str, args: argparse.Namespace) -> None:
         )
     if not hasattr(args, "regression_target"):
         raise UserError(
-            f"--task {args.task} needs --criterion ls_sentence_prediction, from which it takes "
-            "settings: add it."
+            f"--task {args.task} takes settings from --criterion sentence_prediction, which "
+            f"--criterion {args.criterion} does not have: use --criterion sentence_prediction."
         )
     (folder, *_) = folders_of(args)
     has_classes = has_labels and not args.regression_target

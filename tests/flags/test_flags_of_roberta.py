@@ -50,7 +50,6 @@ MASKS = (
 )
 SUBWORDS = "--gpt2-encoder-json {encoder} --gpt2-vocab-bpe {merges}"
 SHORT = "--sample-break-mode eos --tokens-per-sample 6"
-CRITERION = "--criterion sentence_prediction"
 # What training and validation must do alike, for each task.
 TASK = {
     "masked_lm": [
@@ -93,12 +92,11 @@ VALIDATED = {
         f"{SHORT} --shorten-method truncate | --shorten-data-split-list train",
     ],
     "sentence_prediction": [
-        f"{{others}} {CRITERION}",
-        *(f"{CRITERION} | {line}" for line in TASK["sentence_prediction"][1:]),
-        f"{CRITERION} | --classification-head-name new --regression-target",
-        f"{CRITERION} | --shorten-method random_crop",
-        f"{CRITERION} --skip-invalid-size-inputs-valid-test | --shorten-data-split-list train",
-        f"{CRITERION} | --max-positions 16",
+        *TASK["sentence_prediction"],
+        "--classification-head-name new --regression-target",
+        "--shorten-method random_crop",
+        "--skip-invalid-size-inputs-valid-test | --shorten-data-split-list train",
+        "--max-positions 16",
     ],
 }
 REFUSED = [
@@ -115,7 +113,7 @@ UNREAD = {
     "--pooler-dropout 0.5",
     "train sentence_prediction": "--dataset-impl raw --add-prev-output-tokens",
     "validate masked_lm": "--dataset-impl raw --include-target-tokens",
-    "validate sentence_prediction": f"{CRITERION} | --dataset-impl raw --add-prev-output-tokens",
+    "validate sentence_prediction": "--dataset-impl raw --add-prev-output-tokens",
 }
 
 
@@ -295,10 +293,10 @@ def test_what_has_no_effect_is_noted_and_has_none(
     tmp_path: Path, column: str,
 ) -> None:  # fmt: skip
     command, task = column.split()
-    needed, _, given = UNREAD[column].rpartition("|")
+    given = UNREAD[column]
     run = (trained if command == "train" else validated)(task)
     for native in (True, False):
-        plain, found = (run(f"{needed} {more}".strip(), native) for more in ("", given))
+        plain, found = (run(line, native) for line in ("", given))
         assert plain["validated"] and flag_families.alike(found, plain)
         assert native or not found["reasons"]
     if command == "validate":
@@ -314,8 +312,16 @@ def test_what_has_no_effect_is_noted_and_has_none(
     assert noted == {piece.split()[0] for piece in pieces(given)}
 
 
-def test_validation_of_classes_needs_the_criterion(paths: dict[str, Path]) -> None:
-    words = ["--task", "sentence_prediction", "--path", paths["classes"], "--cpu"]
-    result = cli_runs.run("validate", paths["sentences"], *words)
-    assert result.exit_code == 2
-    assert "needs --criterion ls_sentence_prediction" in result.output.splitlines()[-1]
+def test_validation_finds_the_task_of_the_data(paths: dict[str, Path]) -> None:
+    words = ["--path", paths["classes"], "--cpu", "--num-workers", "0"]
+    with flag_families.validation() as shown:
+        said = cli_runs.run("validate", paths["sentences"], *words)
+    assert said.exit_code == 0 and shown["validated"] and not notes(said)
+    said = cli_runs.run("validate", paths["sentences"], *words, "--criterion", "cross_entropy")
+    assert "takes settings from --criterion sentence_prediction" in said.output.splitlines()[-1]
+
+
+def test_wrong_masks_are_refused_in_validation(paths: dict[str, Path]) -> None:
+    words = ["--task", "masked_lm", "--path", paths["masked"], "--cpu", "--mask-prob", "2"]
+    said = cli_runs.run("validate", paths["data"], *words)
+    assert "--mask-prob is 2.0: it must be above 0" in said.output.splitlines()[-1]
