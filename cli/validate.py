@@ -64,7 +64,8 @@ def _complete(words: list[str]) -> list[str]:
 def _tasks(words: list[str]) -> tuple[str, ...]:
     """The tasks that the data folder among the words may belong to, by its dictionaries.
 
-    Running text has a dict.txt; sentence pairs may have one for --lm-path, beside their own.
+    Sentences with labels have input0/dict.txt, running text has a dict.txt. Sentence pairs may have
+    one for --lm-path, beside their own.
     """
     for folder in (Path(word.partition(os.pathsep)[0]) for word in words):
         if (folder / "input0" / "dict.txt").is_file():

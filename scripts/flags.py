@@ -3,7 +3,7 @@
     python -m scripts.flags [--check]
 
 The settings come from fairseq's own parsers: all of those of translation, and those that language
-models add. The answers come from the code that
+models and RoBERTa add. The answers come from the code that
 gives them: the lists of what the arch, the optimizer and the captured step do not support, and
 ``cli/refusals/flags.py``.
 ``--check`` writes nothing and fails if the file is out of date.
@@ -12,19 +12,25 @@ gives them: the lists of what the arch, the optimizer and the captured step do n
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightseq_fairseq import plugins  # noqa: F401  (prepares fairseq)
 
 # isort: split
 from fairseq import options, registry
+from fairseq.criterions.sentence_prediction import SentencePredictionCriterion
 from fairseq.dataclass.configs import CommonEvalConfig, DatasetConfig, EvalLMConfig
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.models.roberta import RobertaModel
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from fairseq.optim.bmuf import FairseqBMUF
 from fairseq.tasks.language_modeling import LanguageModelingConfig
+from fairseq.tasks.masked_lm import MaskedLMTask
+from fairseq.tasks.sentence_prediction import SentencePredictionTask
 
 from lightseq_fairseq.cli.refusals import flags
 from lightseq_fairseq.cli.start.command_lines import actions_of
@@ -43,8 +49,8 @@ COMMANDS = {
     "validate": (options.get_validation_parser, "data --task translation"),
     "interactive": (options.get_interactive_generation_parser, "data"),
 }
-# The settings of language models: command -> its parser, and the classes whose settings are listed.
-# Settings that a class takes over from another one are not its own.
+# The settings of language models: command -> its parser, a command line, and the classes whose
+# settings are listed. Settings that a class takes over from another one are not its own.
 TEXT_COMMANDS = {
     "train": (
         options.get_training_parser,
@@ -57,6 +63,41 @@ TEXT_COMMANDS = {
         "data",
         (LanguageModelingConfig, EvalLMConfig, CommonEvalConfig, DatasetConfig),
     ),
+}
+# The same of RoBERTa: command and task -> ...; or the name of a setting in the table of translation
+# that has another answer here.
+_MASKED = "data --task masked_lm"
+_CLASSES = "data --task sentence_prediction --criterion sentence_prediction"
+ROBERTA_COMMANDS = {
+    "train masked_lm": (
+        options.get_training_parser,
+        f"{_MASKED} --arch ls_roberta --optimizer ls_adam --criterion ls_masked_lm",
+        (MaskedLMTask, RobertaModel, "--dataset-impl"),
+    ),
+    "train sentence_prediction": (
+        options.get_training_parser,
+        f"{_CLASSES} --arch ls_roberta --optimizer ls_adam",
+        (SentencePredictionTask, SentencePredictionCriterion, RobertaModel, "--dataset-impl"),
+    ),
+    "validate masked_lm": (
+        options.get_validation_parser,
+        _MASKED,
+        (MaskedLMTask, "--dataset-impl", "--bpe"),
+    ),
+    "validate sentence_prediction": (
+        options.get_validation_parser,
+        _CLASSES,
+        (SentencePredictionTask, SentencePredictionCriterion, "--dataset-impl"),
+    ),
+}
+ROBERTA_NOTES = {
+    "data": "in masked_lm `data:data2` for an epoch each",
+    "--activation-fn": "relu, gelu, gelu_accurate; others are refused",
+    "--bpe": "in validate, for `--mask-whole-words`",
+    "--layernorm-embedding": "the arch has it, except `ls_roberta_prenorm`",
+    "--mask-whole-words": "with `--bpe`; training refuses it without",
+    "--max-positions": "in sentence_prediction also the longest sample",
+    "--num-classes": "in validate another number than in training is a new head",
 }
 # Settings with which the training data are not plain blocks, as named by ``training.batch.covers``.
 TEXT_DATA = {"--pad-to-fixed-bsz": "batches are filled up with blocks (pad_to_bsz)"}
@@ -167,8 +208,6 @@ A test runs the command of each row. If the answer is honoured or fallback, the 
 result with fairseq's own command, and checks that the setting changes the result there.
 `tests/flags/test_flags_proofs.py` fails if a row has no such test.
 """
-
-
 TEXT_INTRODUCTION = """\
 ## Language models
 
@@ -179,6 +218,16 @@ table above, and have the same answers in training. For precision, logs, ranks a
 `lightseq-eval-lm`.
 
 A test runs each row, as above (`tests/flags/test_flags_of_text.py`).
+"""
+ROBERTA_INTRODUCTION = """\
+## RoBERTa
+
+This table has the settings of the archs of `ls_roberta`, of `--task masked_lm`, and of `--task
+sentence_prediction` with its criterion, in `lightseq-train` and `lightseq-validate`. All other
+settings are in the first table, and have the same answers. `lightseq-validate --task
+sentence_prediction` adds `--criterion sentence_prediction`: fairseq takes settings from it.
+
+A test runs each row, as above (`tests/flags/test_flags_of_roberta.py`).
 """
 
 
@@ -228,20 +277,18 @@ def of_choices(command: str) -> Iterator[tuple[argparse.Action, str]]:
             yield action, "--use-bmuf"
 
 
-def text_settings() -> dict[str, Setting]:
-    """Return the rows of language models by the setting's name."""
+def family_settings(commands: dict[str, Any]) -> dict[str, Setting]:
+    """Return the rows of language models or of RoBERTa by the setting's name.
+
+    commands: ``TEXT_COMMANDS`` or ``ROBERTA_COMMANDS``.
+    """
     found: dict[str, Setting] = {}
-    for command, (parser_of, words, classes) in TEXT_COMMANDS.items():
+    for command, (parser_of, words, sources) in commands.items():
         parser = parser_of()
         options.parse_args_and_arch(parser, words.split())
-        own = {
-            name
-            for cls in classes
-            for name, field in cls.__dataclass_fields__.items()
-            if not str(field.default).startswith("${")
-        }
+        listed = {name for source in sources for name in _names_of(source)}
         for action in parser._actions:
-            if action.dest in own:
+            if flags.name(action) in listed:
                 row = found.setdefault(
                     flags.name(action), Setting(list(action.option_strings), [], [])
                 )
@@ -249,20 +296,35 @@ def text_settings() -> dict[str, Setting]:
     return found
 
 
-def text_answer(command: str, name: str) -> tuple[str, str]:
-    """Return how ``command`` of a language model treats a setting, as `answer` does."""
-    if name in flags.UNREAD[command]:
+def _names_of(source: Any) -> set[str]:
+    """The settings of a class of settings, of another class, or this setting."""
+    if isinstance(source, str):
+        return {source}
+    if not dataclasses.is_dataclass(source):
+        return {flags.name(action) for action in actions_of(source)}
+    parser = argparse.ArgumentParser(add_help=False)
+    gen_parser_from_dataclass(parser, source())
+    return {flags.name(action) for action in parser._actions}
+
+
+def family_answer(column: str, name: str) -> tuple[str, str]:
+    """Return how a command of a language model or of RoBERTa treats a setting, as `answer` does.
+
+    column: the key in ``TEXT_COMMANDS`` or ``ROBERTA_COMMANDS``.
+    """
+    command, _, task = column.partition(" ")
+    if name in flags.unread(command, task):
         return UNREAD, ""
-    if command == "eval-lm":
+    if command != "train":
         refused = {r.flag: r.reason for r in flags.REFUSED[command] if r.always}
         return (REFUSED, refused[name]) if name in refused else (HONOURED, "")
     if name in flags.PART_OF:
         whole = flags.PART_OF[name]
-        kind = REFUSED if whole in NOT_WITH_OURS else text_answer(command, whole.split()[0])[0]
+        kind = REFUSED if whole in NOT_WITH_OURS else family_answer(column, whole.split()[0])[0]
         return kind, f"part of `{whole}`"
     if name in (*unsupported.ADAPTIVE, *TEXT_DATA):
         return FALLBACK, TEXT_DATA.get(name, "")
-    return (HONOURED, "") if name == "--decoder-layers-to-keep" else answer(command, name, [])
+    return (HONOURED, "") if name.endswith("-layers-to-keep") else answer(command, name, [])
 
 
 def answer(command: str, name: str, choices: list[str]) -> tuple[str, str]:
@@ -298,11 +360,17 @@ def text() -> str:
         lambda command, name, row: answer(command, name, row.choices),
         NOTES,
     )
-    text = table(
-        text_settings(), list(TEXT_COMMANDS), lambda command, name, _: text_answer(command, name),
-        TEXT_NOTES,
-    )  # fmt: skip
-    return "\n".join([INTRODUCTION, *translation, "", TEXT_INTRODUCTION, *text, ""])
+    pages = [INTRODUCTION, *translation, ""]
+    for introduction, commands, notes in (
+        (TEXT_INTRODUCTION, TEXT_COMMANDS, TEXT_NOTES),
+        (ROBERTA_INTRODUCTION, ROBERTA_COMMANDS, ROBERTA_NOTES),
+    ):
+        rows = family_settings(commands)
+        family = table(
+            rows, list(commands), lambda column, name, _: family_answer(column, name), notes
+        )
+        pages += [introduction, *family, ""]
+    return "\n".join(pages)
 
 
 def table(

@@ -1,9 +1,9 @@
 """fairseq settings that we do not support (errors), or that have no effect (notes).
 
 For each setting of train, generate, validate and interactive (task translation), and for those that
-language models add to train and eval-lm, there are four cases. It is supported, in training by the
-captured step. It is supported by fairseq's own step (``fast_path.FALLBACK``). It raises an error
-that names it. Or it has no effect in fairseq either, and a note says so.
+language models and RoBERTa add to their commands, there are four cases. It is supported, in
+training by the captured step. It is supported by fairseq's own step (``fast_path.FALLBACK``). It
+raises an error that names it. Or it has no effect in fairseq either, and a note says so.
 docs/flags.md lists all settings; ``scripts/flags.py`` generates it.
 """
 
@@ -316,8 +316,8 @@ _TRAINING = """
 ENCODING = """
 --moses-no-dash-splits --moses-no-escape --sentencepiece-enable-sampling --sentencepiece-alpha
 """
-_TOKENS = """
---tokenizer --bpe --bpe-codes --bpe-separator --bpe-vocab --bpe-merges --bpe-add-prefix-space
+_BPE = """
+--bpe --bpe-codes --bpe-separator --bpe-vocab --bpe-merges --bpe-add-prefix-space
 --bpe-vocab-file --bpe-cased --gpt2-encoder-json --gpt2-vocab-bpe --sentencepiece-model
 --sentencepiece-model-path
 """
@@ -345,7 +345,7 @@ UNREAD = {
         "generate": _TRAINING + _EVAL_BLEU + _GENERATION + ENCODING + "--criterion --valid-subset "
         "--train-subset --all-gather-list-size --distributed-num-procs --distributed-backend "
         "--distributed-init-method --distributed-port --device-id --distributed-no-spawn",
-        "validate": _TRAINING + ENCODING + _TOKENS + _SCORING + "--bf16 "
+        "validate": _TRAINING + ENCODING + _BPE + _SCORING + "--tokenizer --bf16 "
         "--memory-efficient-bf16 --post-process --quiet "
         "--results-path --gen-subset --train-subset --criterion --distributed-num-procs",
         "interactive": _TRAINING + _EVAL_BLEU + _GENERATION + _SCORING + "--criterion "
@@ -361,6 +361,28 @@ UNREAD = {
         "--skip-invalid-size-inputs-valid-test --future-target --bpe --tokenizer --scoring",
     }.items()
 }
+# Settings of train and validate that these tasks do not use, nor their models.
+_UNREAD_OF_TASK = {
+    "masked_lm": frozenset(
+        ("--dataset-impl", "--include-target-tokens", "--pooler-activation-fn", "--pooler-dropout")
+    ),
+    "sentence_prediction": frozenset(("--dataset-impl", "--add-prev-output-tokens")),
+}
+# Settings that these tasks use, unlike others.
+_READ_BY_TASK = {
+    "masked_lm": frozenset(_BPE.split()),  # for --mask-whole-words
+    "sentence_prediction": frozenset(("--criterion",)),  # it takes settings from it
+}
+# The tasks for which the lists of settings are.
+_TASKS = ("translation", "language_modeling", *_UNREAD_OF_TASK)
+
+
+def unread(command: str, task: str) -> frozenset[str]:
+    """The settings that the command accepts for a task but that have no effect there."""
+    found = UNREAD[command]
+    if command in ("train", "validate"):
+        found |= _UNREAD_OF_TASK.get(task, frozenset())
+    return found - _READ_BY_TASK.get(task, frozenset())
 
 
 def name(action: argparse.Action) -> str:
@@ -384,8 +406,8 @@ def check(
     sentence = refusal(command, args)
     if sentence is not None:
         raise UserError(sentence)
-    # The lists are for these tasks only. With torchrun, rank 0 prints the notes for all ranks.
-    if args.task in ("translation", "language_modeling") and os.environ.get("RANK", "0") == "0":
+    # With torchrun, rank 0 prints the notes for all ranks.
+    if args.task in _TASKS and os.environ.get("RANK", "0") == "0":
         for note in notes(command, argv, parser, args):
             click.echo(f"lightseq-{command}: note: {note}", err=True)
 
@@ -416,7 +438,7 @@ def notes(
     """Yields a sentence for each setting of ``argv`` that has no effect."""
     given = {name(a) for a in parser._actions if defaults.is_given(argv, a.option_strings)}
     for flag in sorted(given):
-        if flag in UNREAD[command]:
+        if flag in unread(command, args.task):
             yield f"{flag} has no effect: fairseq-{command} does not use it."
         elif flag == "--post-process" and command == "eval-lm" and args.post_process != "@@ ":
             yield (

@@ -1,4 +1,4 @@
-"""Checks of sentences with labels before fairseq starts to train on them."""
+"""Checks of sentences with labels before fairseq starts to train or validate on them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,24 @@ def classes(command: str, args: argparse.Namespace) -> None:
     """Raises UserError if the data of sentence_prediction are incomplete or do not match.
 
     The sentences are in the folder input0, those of a pair also in input1, the labels in label.
+    Labels are checked only for training: elsewhere the checkpoint says of what kind they are.
     """
     from fairseq.data import Dictionary
 
-    if args.num_classes < 1:
+    has_labels = command == "train"
+    if has_labels and args.num_classes < 1:
         raise UserError(
             "--num-classes is missing: set it to the number of classes, or with "
             "--regression-target to the number of values of a sentence."
         )
+    if not hasattr(args, "regression_target"):
+        raise UserError(
+            f"--task {args.task} takes settings from --criterion sentence_prediction, which "
+            f"--criterion {args.criterion} does not have: use --criterion sentence_prediction."
+        )
     (folder, *_) = folders_of(args)
-    is_regression = args.regression_target
-    for name in ("input0",) if is_regression else ("input0", "label"):
+    has_classes = has_labels and not args.regression_target
+    for name in ("input0", "label") if has_classes else ("input0",):
         if not os.path.isfile(os.path.join(folder, name, "dict.txt")):
             has_text = os.path.isfile(os.path.join(folder, "dict.txt"))
             have = "running text, and no" if has_text else "no"
@@ -57,10 +64,10 @@ def classes(command: str, args: argparse.Namespace) -> None:
             binarised.check_words(seconds, len(words), everywhere=False)
             counts[other] = len(seconds.lengths)
         labels = os.path.join(folder, "label", split)
-        if is_regression:
-            counts[f"{labels}.label"] = _values(f"{labels}.label", args.num_classes)
-        else:
+        if has_classes:
             counts[labels] = _labels(labels, args.num_classes)
+        elif has_labels:
+            counts[f"{labels}.label"] = _values(f"{labels}.label", args.num_classes)
         for path, count in counts.items():
             if count != counts[stem]:
                 raise UserError(

@@ -29,8 +29,9 @@ def text(command: str, args: argparse.Namespace) -> None:
 def masked_text(command: str, args: argparse.Namespace) -> None:
     """Raises UserError if the data are no running text, or tokens cannot be masked as asked."""
     words, _ = _files(command, args, masked=True)
-    if command == "train":
-        _masks(args, words)
+    _masks(args, words)
+    if command == "train" and args.mask_whole_words:  # otherwise --bpe may be the checkpoint's
+        _whole_words(args)
 
 
 def _files(
@@ -97,8 +98,6 @@ def _masks(args: argparse.Namespace, words: Any) -> None:
             "--freq-weighted-replacement needs the frequencies of words, but all are 0 in "
             "dict.txt: remove the flag, or use the dict.txt that lightseq-preprocess wrote."
         )
-    if args.mask_whole_words:
-        _whole_words(args)
 
 
 def _whole_words(args: argparse.Namespace) -> None:

@@ -53,7 +53,8 @@ def test_every_name_in_the_lists_is_a_setting() -> None:
         *table.DATA, *table.RANKS.split(), *flags.SEVERAL_RANKS, *table.NOTES, *table.OTHER_LAYERS,
         *fast_path.FALLBACK, *flags.PART_OF, *(w.split()[0] for w in flags.PART_OF.values()),
     }  # fmt: skip
-    of_text = table.text_settings()
+    of_text = table.family_settings(table.TEXT_COMMANDS)
+    of_roberta = table.family_settings(table.ROBERTA_COMMANDS)
     assert train <= SETTINGS.keys() | of_text.keys()
     assert {*table.TEXT_DATA, *table.TEXT_NOTES} <= of_text.keys()
     for command in table.COMMANDS:
@@ -62,6 +63,10 @@ def test_every_name_in_the_lists_is_a_setting() -> None:
         assert {refused.flag for refused in flags.REFUSED[command]} <= own
     everywhere = set().union(*flags.UNREAD.values())
     assert everywhere <= SETTINGS.keys() | of_text.keys()
+    assert table.ROBERTA_NOTES.keys() <= of_roberta.keys()
+    for column in table.ROBERTA_COMMANDS:
+        command, task = column.split()
+        assert flags.unread(command, task) - flags.UNREAD[command] <= of_roberta.keys()
 
 
 # ---- refused: the message names the setting, the reason and what to do ----

@@ -12,26 +12,22 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import helpers.cli_runs as cli_runs
+import helpers.flag_families as flag_families
 import helpers.flag_training as flag_training
 import helpers.parity as parity
 import helpers.training_runs as runs
 import pytest
-import torch
 from fairseq import options
 from fairseq.data.monolingual_dataset import MonolingualDataset
-from fairseq.modules import layer_drop
-from fairseq.tasks import FairseqTask
 from helpers.flag_runs import pieces, prove, table
 
 from lightseq_fairseq.cli.refusals import flags
-from lightseq_fairseq.fairseq_compat.overlay import Overlay
 
-SETTINGS = table.text_settings()
+SETTINGS = table.family_settings(table.TEXT_COMMANDS)
 # Names in braces are folders and files. Settings before a bar are needed by those after it.
 MODEL = [
     "--activation-fn gelu --decoder-embed-dim 24 --decoder-input-dim 20 --decoder-output-dim 28 "
@@ -105,17 +101,14 @@ ELSEWHERE = {"--post-process", "--softmax-batch"}
 
 
 def named(*lines: str) -> set[str]:
-    """The settings of the lines, without those before a bar."""
-    claimed = [piece for line in lines for piece in pieces(line.rpartition("|")[2])]
-    words = {piece.split()[0] if piece.startswith("-") else "data" for piece in claimed}
-    return {name for name, row in SETTINGS.items() if words & {name, *row.aliases}}
+    return flag_families.named(SETTINGS, *lines)
 
 
 def rows(command: str, kind: str) -> set[str]:
     return {
         name
         for name, row in SETTINGS.items()
-        if command in row.commands and table.text_answer(command, name)[0] == kind
+        if command in row.commands and table.family_answer(command, name)[0] == kind
     }
 
 
@@ -149,6 +142,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 Run = Callable[[str, bool], Any]
 PLAIN = {
+    **runs.TEXT,
     "dropout": 0, "attention_dropout": 0, "activation_dropout": 0, "max_update": 4,
     "share_decoder_input_output_embed": None, "warmup_updates": None, "lr_scheduler": "fixed",
     "sample_break_mode": None, "decoder_layers": 2, "no_save": True,
@@ -157,68 +151,24 @@ PLAIN = {
 
 @pytest.fixture(scope="module")
 def trained(texts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs a training; returns its losses, its validation blocks, the reason for a fallback, and
-    how many layers backward has run again."""
+    """Runs a training; returns what `flag_families.train` returns."""
 
     @functools.cache
     def run(line: str, native: bool) -> dict[str, Any]:
-        data, *given = ["{data}", *pieces(line)]
-        if given and not given[0].startswith("-"):
-            data, *given = given
-        settings: dict[str, Any] = {}
-        for piece in given:
-            name, _, value = piece.removeprefix("--").partition(" ")
-            settings[name.replace("-", "_")] = None if value == "None" else value or True
-        parts = {name: runs.TEXT[name] for name in ("arch", "optimizer", "criterion")}
-        if native:
-            parts = {name: value.removeprefix("ls_") for name, value in parts.items()}
-        shapes: list[Any] = []
-        valid_step = FairseqTask.valid_step
-
-        def noted(self: Any, sample: Any, *arguments: Any) -> Any:
-            shapes.append(tuple(sample["target"].shape))
-            return valid_step(self, sample, *arguments)
-
-        generator = torch.Generator().manual_seed(1)  # for layerdrop
-        draws = SimpleNamespace(uniform_=lambda: torch.rand(3, generator=generator))
-        losses, error = [], ""
-        with (
-            parity.layers_in_backward() as again,
-            flag_training.messages() as records,
-            mock.patch.object(FairseqTask, "valid_step", noted),
-            mock.patch.object(layer_drop, "torch", Overlay(torch, empty=lambda count: draws)),
-        ):
-            try:
-                losses = runs.run(
-                    Path(data.format(**texts)), tmp_path_factory.mktemp("run"), native,
-                    **{**runs.TEXT, **parts, **PLAIN, **settings},
-                )  # fmt: skip
-            except Exception as failure:  # a setting may need another one
-                error = type(failure).__name__
-        log = "\n".join(record.getMessage() for record in records)
-        reasons = re.findall(r"^step: fairseq's own \((.*)\)$", log, re.M)
-        shown = {"losses": losses, "shapes": shapes, "reasons": reasons, "error": error}
-        return {**shown, "layers": len(again)}
+        return flag_families.train(line, native, texts, tmp_path_factory.mktemp("run"), PLAIN)
 
     return run
 
 
-def alike(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    return bool(
-        all(ours[name] == theirs[name] for name in ("shapes", "error", "layers"))
-        and ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
-    )
-
-
 @pytest.mark.parametrize("line", [*MODEL, *TASK])
 def test_training_does_what_fairseq_does(trained: Run, line: str) -> None:
-    ours, _ = prove(line, trained, alike)
+    ours, _ = prove(line, trained, flag_families.alike)
     assert ours["losses"] and ours["reasons"] == [] and not ours["error"]
 
 
 @pytest.mark.parametrize("line", FALLBACK)
 def test_fairseqs_step_is_taken_and_does_what_fairseq_does(trained: Run, line: str) -> None:
-    ours, _ = prove(line, trained, alike)
+    ours, _ = prove(line, trained, flag_families.alike)
     assert ours["reasons"] == [FALLBACK[line]] and not ours["error"]
 
 

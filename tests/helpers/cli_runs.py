@@ -60,8 +60,9 @@ def unchanged() -> Iterator[None]:
         (LanguageModelingTask, "eval_lm_dataloader"),
     )
     patches = [mock.patch.object(module, name, getattr(module, name)) for module, name in places]
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
+    # fairseq's preprocess logs into a file, too, whose folder may be gone when the next run logs.
+    loggers = [logging.getLogger(), logging.getLogger("fairseq_cli.preprocess")]
+    handlers, level = [list(logger.handlers) for logger in loggers], loggers[0].level
     for patch in patches:
         patch.start()
     try:
@@ -69,8 +70,9 @@ def unchanged() -> Iterator[None]:
     finally:
         for patch in patches:
             patch.stop()
-        root.handlers[:] = handlers
-        root.setLevel(level)
+        for logger, before in zip(loggers, handlers, strict=True):
+            logger.handlers[:] = before
+        loggers[0].setLevel(level)
         vars(checkpoint_utils.save_checkpoint).pop("best", None)
 
 

@@ -97,6 +97,7 @@ def same(batch: PackedBatch, sample: dict[str, Any]) -> None:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "previous tokens": {"add_prev_output_tokens": True},
     "first token": {"init_token": 0},
     "separator": {"init_token": 0, "separator_token": 2},
     "unshuffled": {"no_shuffle": True},
@@ -132,8 +133,9 @@ def test_sentences_and_labels_are_fairseqs(
 
 def test_what_is_not_covered(tmp_path: Path) -> None:
     folder = corpus(tmp_path / "data")
-    data = dataset(folder, add_prev_output_tokens=True)
-    assert covers(data) == "batches also have net_input.prev_output_tokens"
+    data = dataset(folder)
+    data.dataset.defn["net_input.other"] = data.dataset.defn["target"]
+    assert covers(data) == "batches also have net_input.other"
     for file in (folder / "label").glob("train.*"):
         file.unlink()
     assert covers(dataset(folder)) == "the data have no labels"

@@ -13,8 +13,12 @@ from lightseq_fairseq.training.batch.dataset import Column, Filled, PackingDatas
 from lightseq_fairseq.training.batch.reading import Sentences, joined, reader
 
 _SOURCE = "net_input.src_tokens"
-# What a batch of fairseq's task sentence_prediction has.
-_ENTRIES = {"id", _SOURCE, "net_input.src_lengths", "target", "nsentences", "ntokens"}
+# What a batch of fairseq's task sentence_prediction has. RoBERTa does not read prev_output_tokens,
+# which --add-prev-output-tokens adds.
+_ENTRIES = {
+    "id", _SOURCE, "net_input.src_lengths", "net_input.prev_output_tokens", "target", "nsentences",
+    "ntokens",
+}  # fmt: skip
 _NO_CLASS = -100  # fairseq's loss ignores this label, too
 
 

@@ -12,10 +12,11 @@ from lightseq_fairseq.training.batch import nested
 from lightseq_fairseq.training.batch.dataset import Column, Filled, PackingDataset, packed
 from lightseq_fairseq.training.batch.reading import Sentences, joined, positions, reader, reordered
 
-# What batches of fairseq's tasks masked_lm and multilingual_masked_lm have. Models read no lang_id.
+# What batches of fairseq's tasks masked_lm and multilingual_masked_lm have. RoBERTa reads neither
+# lang_id nor target_tokens, which --include-target-tokens adds.
 _ENTRIES = {
-    "id", "net_input.src_tokens", "net_input.src_lengths", "target", "nsentences", "ntokens",
-    "lang_id",
+    "id", "net_input.src_tokens", "net_input.src_lengths", "net_input.target_tokens", "target",
+    "nsentences", "ntokens", "lang_id",
 }  # fmt: skip
 # Settings of MaskTokensDataset that source and target must share, because both come from one draw.
 _SHARED = (
