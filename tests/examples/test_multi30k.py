@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import time
@@ -13,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.multi30k_runs import PATH, ROOT, command, prepare_numbers, script
+from helpers.multi30k_runs import EXAMPLES, PATH, ROOT, command, script
 
 from examples import record
 
 RUN = "small-lightseq-seed3-fp32"
 UPDATES = 22  # two checkpoints per epoch, but none at the end of an epoch: 11
+
+make_data = runpy.run_path(str(EXAMPLES / "quickstart" / "make_data.py"))
 
 
 def test_a_row_replaces_that_of_its_case_system_and_seed(tmp_path: Path) -> None:
@@ -70,7 +74,18 @@ def test_an_unknown_precision_is_refused(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of prepare.sh for a corpus of number names."""
-    return prepare_numbers(tmp_path_factory.mktemp("multi30k"))
+    raw = tmp_path_factory.mktemp("raw")
+    numbers = make_data["split_numbers"](pairs=400, seed=1)
+    for split, count in (("train", 400), ("val", 20), ("test_2016_flickr", 20)):
+        source = numbers["train" if split == "train" else "test"][:count]
+        make_data["write_split"](raw, split, source)
+        for lang in ("de", "en"):
+            text = (raw / f"{split}.{lang}").read_bytes()
+            (raw / f"{split}.{lang}.gz").write_bytes(gzip.compress(text))
+    data = tmp_path_factory.mktemp("multi30k") / "data"
+    result = script("prepare.sh", data, MULTI30K=str(raw), MERGES="200")
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return data
 
 
 def train(data: Path, out: Path, *words: str) -> tuple[str, list[dict[str, Any]]]:

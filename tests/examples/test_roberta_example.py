@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers.multi30k_runs import EXAMPLES, PATH, prepare_numbers
+from helpers.multi30k_runs import EXAMPLES, PATH
 
 from examples import curves
 from examples.roberta import pairs
 
 RUN = EXAMPLES / "roberta" / "run.sh"
 SYSTEMS = {"lightseq": [], "fairseq": ["--native"]}
-UPDATES = 20
+UPDATES = 10
+NOUNS = {"dog": "Hund", "man": "Mann", "ball": "Ball", "tree": "Baum", "cow": "Kuh"}
 
 
 def test_a_wrong_caption_is_that_of_another_picture() -> None:
@@ -70,8 +72,21 @@ def test_a_wrong_argument_is_refused(words: tuple[str, ...]) -> None:
     assert not Path("hacked").exists()
 
 
+def write_captions(folder: Path) -> Path:
+    """Write captions as examples/multi30k/prepare.sh does, a few nouns in each."""
+    (folder / "text").mkdir(parents=True)
+    (folder / "bin").mkdir()
+    draw = random.Random(1)
+    for split, count in (("train", 200), ("val", 20), ("test_2016_flickr", 20)):
+        captions = [draw.choices(list(NOUNS), k=4) for _ in range(count)]
+        for lang, words in (("en", {noun: noun for noun in NOUNS}), ("de", NOUNS)):
+            lines = [" ".join(words[noun] for noun in caption) + " .\n" for caption in captions]
+            (folder / "text" / f"{split}.tok.{lang}").write_text("".join(lines))
+    return folder
+
+
 def test_both_systems_learn_the_same_and_find_as_many_pairs(tmp_path: Path) -> None:
-    data = prepare_numbers(tmp_path)
+    data = write_captions(tmp_path / "data")
     out = tmp_path / "out"
     short = ["--size", "cpu", "--files", "3", "--updates", str(UPDATES)]
     runs = [start(*words, *short, "--data", data, "--out", out) for words in SYSTEMS.values()]
@@ -84,15 +99,17 @@ def test_both_systems_learn_the_same_and_find_as_many_pairs(tmp_path: Path) -> N
     for folder, model in zip(folders, ("LSRobertaModel", "RobertaModel")):
         for log in ("pretrain.log", "finetune.log"):
             assert f"| model: {model}\n" in (folder / log).read_text()
-    for log in ("pretrain.log", "finetune.log"):
+    # Fine-tuning begins with a spike of the loss, which amplifies differences of rounding: 0.02.
+    for log, tolerance in (("pretrain.log", 0.01), ("finetune.log", 0.05)):
         ours, native = (curves.read_curves(folder / log) for folder in folders)
         for name in ("train_loss", "valid_loss"):
             assert ours[name].keys() == native[name].keys() and ours[name]
-            assert list(ours[name].values()) == pytest.approx(list(native[name].values()), abs=0.01)
-        losses = list(ours["valid_loss"].values())
-        assert len(losses) == 5
+            expected = pytest.approx(list(native[name].values()), abs=tolerance)
+            assert list(ours[name].values()) == expected
         if log == "pretrain.log":
-            assert losses[-1] < losses[0] - 0.5
+            # fairseq does not validate at an update that ends an epoch, so one may be missing.
+            losses = list(ours["valid_loss"].values())
+            assert losses[-1] < losses[0] - 0.1  # 0.31 when this test was written
 
     # The model of fine-tuning begins with the layers of pre-training.
     first = (folders[0] / "finetune.log").read_text().split("begin training")[0]
@@ -102,12 +119,12 @@ def test_both_systems_learn_the_same_and_find_as_many_pairs(tmp_path: Path) -> N
     assert [row["system"] for row in rows] == ["fairseq", "lightseq"]
     for row in rows:
         assert (row["updates"], row["pretraining_updates"]) == (UPDATES, UPDATES)
-    assert rows[0]["accuracy"] == pytest.approx(rows[1]["accuracy"], abs=2.5)  # of 40 pairs: one
+    assert rows[0]["accuracy"] == pytest.approx(rows[1]["accuracy"], abs=5.0)  # two of 40 pairs
 
     text = folders[0] / "text"
     lines = (text / "masked.train").read_text().splitlines()
     captions = [line for line in lines if f" {pairs.BETWEEN} " in line]
-    assert len(captions) == 400 < len(lines)
+    assert len(captions) == 200 < len(lines)
     labels = Counter((text / "test.label").read_text().split())
     assert labels == {"0": 20, "1": 20}
     for name in ("pretrain.svg", "finetune.svg"):
