@@ -49,11 +49,10 @@ def _complete(words: list[str]) -> list[str]:
         added += ["--task", task]
     if task == "sentence_prediction":
         head = str(trained.get("classification_head_name") or "sentence_classification_head")
-        for flag, text in (
-            ("--criterion", "sentence_prediction"),
-            ("--classification-head-name", head),
-            ("--num-classes", str(trained.get("num_classes", -1))),
-        ):
+        wanted = {"--num-classes": str(trained.get("num_classes", -1))}
+        if not defaults.is_given(words, ("--criterion",)):  # a flag of the task belongs to it
+            wanted |= {"--criterion": task, "--classification-head-name": head}
+        for flag, text in wanted.items():
             if not defaults.is_given(words, (flag,)):
                 added += [flag, text]
         if trained.get("regression_target"):
