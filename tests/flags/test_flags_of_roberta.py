@@ -62,7 +62,7 @@ TASK = {
     "sentence_prediction": [
         "{others}",
         "--no-shuffle --init-token 5 --separator-token 6",
-        "--num-classes 3",  # the checkpoint's; another is refused
+        "--num-classes 5",
     ],
 }
 TRAINED = {
@@ -263,8 +263,9 @@ def test_validation_does_what_fairseq_does(
     validated: Callable[[str], Run], task: str, line: str
 ) -> None:
     ours, _ = prove(line, validated(task), flag_families.alike)
-    # The checkpoint determines the number of positions.
-    assert bool(ours["error"]) == ("--max-positions" in line)
+    # The checkpoint determines the number of positions, and of classes.
+    is_of_checkpoint = "--max-positions" in line or "--num-classes" in line
+    assert bool(ours["error"]) == is_of_checkpoint
     assert bool(ours["validated"]) != bool(ours["error"])
 
 
@@ -318,7 +319,7 @@ def test_validation_finds_the_task_of_the_data(paths: dict[str, Path]) -> None:
         said = cli_runs.run("validate", paths["sentences"], *words)
     assert said.exit_code == 0 and shown["validated"] and not notes(said)
     said = cli_runs.run("validate", paths["sentences"], *words, "--criterion", "cross_entropy")
-    assert "takes settings from --criterion sentence_prediction" in said.output.splitlines()[-1]
+    assert "needs the criterion of sentences with labels: set" in said.output.splitlines()[-1]
 
 
 def test_wrong_masks_are_refused_in_validation(paths: dict[str, Path]) -> None:
