@@ -43,6 +43,10 @@ class _Flat:
         self.moments = list(
             zip(buffer.views(self.exp_avg), buffer.views(self.exp_avg_sq), strict=True)
         )
+        # Kept, because parameters that are split have no elements.
+        self._ends = [
+            offset + p.numel() for offset, p in zip(buffer.offsets, buffer.parameters, strict=True)
+        ]
         self.set_steps([0] * len(buffer.parameters))
 
     def steps(self) -> list[int]:
@@ -70,8 +74,7 @@ class _Flat:
 
     def part(self, span: _Span) -> slice:
         """The elements of a span in the buffer, with the gaps between its parameters."""
-        last = self.buffer.parameters[span.last]
-        return slice(self.buffer.offsets[span.first], self.buffer.offsets[span.last] + last.numel())
+        return slice(self.buffer.offsets[span.first], self._ends[span.last])
 
     def update(
         self, gradient: Tensor, used: list[bool], multiplier: Any, norm: Any, max_norm: float
