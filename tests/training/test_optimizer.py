@@ -535,3 +535,32 @@ def test_split_parameters_cannot_be_read() -> None:
     adam.split(low)
     adam.step()
     assert parameter.shape == (6, 5) and not torch.equal(parameter.detach(), expected)
+
+
+def test_split_parameters_are_all_updated() -> None:
+    """The captured step in bf16 updates remainders; the result is that of float32 parameters."""
+    shapes = [(6, 5), (7,), (3, 3)]
+    torch.manual_seed(1)
+    values = [torch.randn(shape) for shape in shapes]
+    found = []
+    for is_split in (False, True):
+        parameters = [nn.Parameter(value.clone()) for value in values]
+        adam = FlatAdam(parameters)
+        buffer = adam.buffer
+        low = buffer.zeros(torch.bfloat16)
+        gradient = buffer.zeros(torch.float32)
+        for view, low_view, value in zip(
+            buffer.views(gradient), buffer.views(low), values, strict=True
+        ):
+            view.fill_(0.5)
+            low_view.copy_(value)
+        if is_split:
+            adam.split(low)
+        one = torch.ones(())
+        for _ in range(2):
+            adam.fused_step(gradient, low, one * 0.1, one, one, 0.0, 1e-6)
+        adam.join()
+        found.append([parameter.detach().clone() for parameter in parameters])
+    for split, plain, before in zip(found[1], found[0], values, strict=True):
+        torch.testing.assert_close(split, plain, rtol=0, atol=1e-6)
+        assert not (plain == before).any()
