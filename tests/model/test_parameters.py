@@ -112,12 +112,17 @@ class TestFlattenParameters:
         before = values(module)
         (buffer,) = flatten_parameters(module, spared=[module[0], module[1], module[3]])
         assert same(module, before)
-        for place, shape in ((0, (8, 3)), (1, (8,))):
+        for place, shape in ((0, (8, 3)), (1, (8,)), (3, (8, 4))):
             whole = with_spare_rows(module[place])
             assert whole is not None and whole.shape == shape
-            assert torch.equal(whole[:5], module[place]) and not whole[5:].any()
-        # Nothing is reserved for module[2]; module[3] is the last one.
-        assert with_spare_rows(module[2]) is with_spare_rows(module[3]) is None
+            rows = len(module[place])
+            assert torch.equal(whole[:rows], module[place]) and not whole[rows:].any()
+        # Nothing is reserved for module[2], which is the last one of the buffer.
+        assert with_spare_rows(module[2]) is None
+        assert buffer.parameters[-1] is module[2]
+        (alone,) = parameters((5, 3))
+        flatten_parameters(nn.ParameterList([alone]), spared=[alone])
+        assert with_spare_rows(alone) is None
         # An optimizer still finds one buffer.
         (found,) = flat_buffers(module.parameters())
         assert found.data.data_ptr() == buffer.data.data_ptr()
