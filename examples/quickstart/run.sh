@@ -8,6 +8,8 @@ set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
+# shellcheck source=examples/functions.sh
+. "$root/examples/functions.sh"
 updates=500
 pairs=30000
 seed=1
@@ -24,21 +26,8 @@ while [ $# -gt 0 ]; do
         *) echo "run.sh: unknown argument $1 (see the top of ${BASH_SOURCE[0]})" >&2; exit 2 ;;
     esac
 done
-# The numbers are used in bash arithmetic, which would evaluate any other text as an expression.
-for number in "$updates" "$pairs" "$seed"; do
-    case $number in
-        *[!0-9]*)
-            echo "run.sh: --updates, --pairs and --seed must be numbers, not $number" >&2; exit 2 ;;
-    esac
-done
-
-# If the environment has everything, use it without changes.
-if ! command -v lightseq-train >/dev/null ||
-    ! python3 -c 'import matplotlib, num2words, sacrebleu, subword_nmt' 2>/dev/null; then
-    bash "$root/scripts/setup.sh"
-    # shellcheck disable=SC1091
-    . "$root/.venv/bin/activate"
-fi
+require_numbers "--updates, --pairs and --seed" "$updates" "$pairs" "$seed"
+set_up_unless_there matplotlib num2words sacrebleu subword_nmt
 
 out=$(realpath -m "$out")
 text=$out/text

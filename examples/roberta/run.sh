@@ -13,6 +13,8 @@ set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
+# shellcheck source=examples/functions.sh
+. "$root/examples/functions.sh"
 system=lightseq
 native=()
 size=
@@ -36,25 +38,10 @@ while [ $# -gt 0 ]; do
         *) echo "run.sh: unknown argument $1 (see the top of ${BASH_SOURCE[0]})" >&2; exit 2 ;;
     esac
 done
-# The numbers are used in bash arithmetic, which would evaluate any other text as an expression.
-for number in "${updates:-1}" "${files:-1}" "$seed"; do
-    case $number in
-        *[!0-9]*)
-            echo "run.sh: --updates, --files and --seed must be numbers, not $number" >&2; exit 2 ;;
-    esac
-done
+require_numbers "--updates, --files and --seed" "${updates:-1}" "${files:-1}" "$seed"
+set_up_unless_there filelock matplotlib sacremoses subword_nmt
 
-# If the environment has everything, use it without changes.
-if ! command -v lightseq-train >/dev/null ||
-    ! python3 -c 'import filelock, matplotlib, sacremoses, subword_nmt' 2>/dev/null; then
-    bash "$root/scripts/setup.sh"
-    # shellcheck disable=SC1091
-    . "$root/.venv/bin/activate"
-fi
-
-if [ -z "$size" ]; then
-    size=$(python3 -c 'import torch; print("gpu" if torch.cuda.is_available() else "cpu")')
-fi
+size=${size:-$(size_of_this_machine)}
 case $size in
     # A few passes over the text: dropout has little to prevent.
     cpu)

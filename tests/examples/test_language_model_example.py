@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
-from helpers.multi30k_runs import EXAMPLES, PATH
+from helpers.example_runs import CODE, assert_refused, start
 
 from examples import curves, library_text
 from examples.language_model import prompt
 
-RUN = EXAMPLES / "language_model" / "run.sh"
 SYSTEMS = {"lightseq": [], "fairseq": ["--native"]}
 UPDATES = 40
 
@@ -60,30 +57,16 @@ def test_a_python_without_sources_is_explained(tmp_path: Path) -> None:
         library_text.sources(tmp_path)
 
 
-def start(*words: str | Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        ["bash", RUN, *words], env={**os.environ, "PATH": PATH}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-CODE = "a[$(touch hacked)]"  # bash would execute this if it evaluated the text as a number
-
-
 @pytest.mark.parametrize(
     "words", [("--update", "3"), ("--size", "tpu"), ("--updates",), ("--files", CODE)]
 )
 def test_a_wrong_argument_is_refused(words: tuple[str, ...]) -> None:
-    process = start(*words)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert words[0] in errors and "== data" not in output
-    assert not Path("hacked").exists()
+    assert_refused("language_model", *words)
 
 
 def test_both_systems_learn_the_same_and_continue_a_prompt(tmp_path: Path) -> None:
     short = ["--size", "cpu", "--files", "10", "--updates", str(UPDATES), "--out", tmp_path]
-    runs = [start(*words, *short) for words in SYSTEMS.values()]
+    runs = [start("language_model", *words, *short) for words in SYSTEMS.values()]
     for process in runs:
         output, errors = process.communicate(timeout=280)
         assert process.returncode == 0, output[-3000:] + errors[-3000:]

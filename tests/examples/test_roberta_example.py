@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers.multi30k_runs import EXAMPLES, PATH
+from helpers.example_runs import CODE, assert_refused, start
 
 from examples import curves
 from examples.roberta import pairs
 
-RUN = EXAMPLES / "roberta" / "run.sh"
 SYSTEMS = {"lightseq": [], "fairseq": ["--native"]}
 UPDATES = 10
 NOUNS = {"dog": "Hund", "man": "Mann", "ball": "Ball", "tree": "Baum", "cow": "Kuh"}
@@ -51,25 +48,11 @@ def test_a_line_of_code_is_no_longer_than_a_block() -> None:
     assert " ".join(lines).split() == tokens
 
 
-def start(*words: str | Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        ["bash", RUN, *words], env={**os.environ, "PATH": PATH}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-CODE = "a[$(touch hacked)]"  # bash would execute this if it evaluated the text as a number
-
-
 @pytest.mark.parametrize(
     "words", [("--update", "3"), ("--size", "tpu"), ("--seed",), ("--updates", CODE)]
 )
 def test_a_wrong_argument_is_refused(words: tuple[str, ...]) -> None:
-    process = start(*words)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert words[0] in errors and "== data" not in output
-    assert not Path("hacked").exists()
+    assert_refused("roberta", *words)
 
 
 def write_captions(folder: Path) -> Path:
@@ -89,7 +72,9 @@ def test_both_systems_learn_the_same_and_find_as_many_pairs(tmp_path: Path) -> N
     data = write_captions(tmp_path / "data")
     out = tmp_path / "out"
     short = ["--size", "cpu", "--files", "3", "--updates", str(UPDATES)]
-    runs = [start(*words, *short, "--data", data, "--out", out) for words in SYSTEMS.values()]
+    runs = [
+        start("roberta", *words, *short, "--data", data, "--out", out) for words in SYSTEMS.values()
+    ]
     for process in runs:
         output, errors = process.communicate(timeout=280)
         assert process.returncode == 0, output[-3000:] + errors[-3000:]

@@ -391,7 +391,7 @@ def test_asking_for_a_gpu_that_is_too_old_is_an_error(tmp_path, asked, named):
     command = [*BUILD, "--if-possible", "--output", str(tmp_path / "lib")]
     result = run(command, LIGHTSEQ_CUDA_ARCHITECTURES=asked)
     assert result.returncode != 0
-    assert f"the kernels need sm_80 or later but {named} was given" in result.stderr
+    assert f"the kernels need sm_80 or later, but {named} was given" in result.stderr
     assert not (tmp_path / "lib").exists()
 
 

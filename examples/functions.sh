@@ -1,0 +1,35 @@
+# Functions of the run.sh of several examples. Source this file where root is the repository.
+# shellcheck shell=bash
+
+# Ends the script if a VALUE is no whole number. bash arithmetic, in which run.sh uses them, would
+# evaluate any other text as an expression.
+#
+#   require_numbers FLAGS VALUE...
+require_numbers() {
+    local flags=$1 number
+    shift
+    for number in "$@"; do
+        case $number in
+            *[!0-9]*) echo "run.sh: $flags must be numbers, not $number" >&2; exit 2 ;;
+        esac
+    done
+}
+
+# Sets up and activates .venv, unless the environment has lightseq-train and these modules.
+#
+#   set_up_unless_there MODULE...
+set_up_unless_there() {
+    local modules
+    modules=$(IFS=,; echo "$*")
+    if ! command -v lightseq-train >/dev/null || ! python3 -c "import $modules" 2>/dev/null; then
+        # shellcheck disable=SC2154
+        bash "$root/scripts/setup.sh"
+        # shellcheck disable=SC1091
+        . "$root/.venv/bin/activate"
+    fi
+}
+
+# Prints gpu if torch sees a GPU, else cpu.
+size_of_this_machine() {
+    python3 -c 'import torch; print("gpu" if torch.cuda.is_available() else "cpu")'
+}
