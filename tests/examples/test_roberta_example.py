@@ -84,12 +84,11 @@ def test_both_systems_learn_the_same_and_find_as_many_pairs(tmp_path: Path) -> N
     for folder, model in zip(folders, ("LSRobertaModel", "RobertaModel")):
         for log in ("pretrain.log", "finetune.log"):
             assert f"| model: {model}\n" in (folder / log).read_text()
-    # Fine-tuning begins with a spike of the loss, which amplifies differences of rounding: 0.02.
-    for log, tolerance in (("pretrain.log", 0.01), ("finetune.log", 0.05)):
+    for log in ("pretrain.log", "finetune.log"):
         ours, native = (curves.read_curves(folder / log) for folder in folders)
         for name in ("train_loss", "valid_loss"):
             assert ours[name].keys() == native[name].keys() and ours[name]
-            expected = pytest.approx(list(native[name].values()), abs=tolerance)
+            expected = pytest.approx(list(native[name].values()), abs=0.01)
             assert list(ours[name].values()) == expected
         if log == "pretrain.log":
             # fairseq does not validate at an update that ends an epoch, so one may be missing.
@@ -104,7 +103,7 @@ def test_both_systems_learn_the_same_and_find_as_many_pairs(tmp_path: Path) -> N
     assert [row["system"] for row in rows] == ["fairseq", "lightseq"]
     for row in rows:
         assert (row["updates"], row["pretraining_updates"]) == (UPDATES, UPDATES)
-    assert rows[0]["accuracy"] == pytest.approx(rows[1]["accuracy"], abs=5.0)  # two of 40 pairs
+    assert rows[0]["accuracy"] == pytest.approx(rows[1]["accuracy"], abs=2.5)  # one of 40 pairs
 
     text = folders[0] / "text"
     lines = (text / "masked.train").read_text().splitlines()
