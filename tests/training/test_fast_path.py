@@ -302,7 +302,7 @@ def test_killed_at_random_while_it_saves(data: Path, tmp_path: Path) -> None:
     generator, folder, save = random.Random(7), tmp_path / "killed", Writer.save
     reader, writer = os.pipe()
     updates = 0
-    for _ in range(8):
+    for kills in range(1, 9):
 
         def told(self: Writer, *arguments: Any) -> None:
             save(self, *arguments)
@@ -322,7 +322,9 @@ def test_killed_at_random_while_it_saves(data: Path, tmp_path: Path) -> None:
                 last = state["optimizer_history"][-1]["num_updates"]
                 assert last >= updates
                 updates = last
-        assert len(list(folder.glob("checkpoint_*_*.pt"))) <= 3
+        # Each kill may come between a save and the deletion of what it replaces. The next save
+        # that is not killed there deletes all of them: see the end.
+        assert len(list(folder.glob("checkpoint_*_*.pt"))) <= 2 + kills
     assert updates
     rest = run(data, folder, **flags)
     assert rest == whole[updates:]
