@@ -12,13 +12,14 @@ Shapes: N = elements of a buffer, including alignment gaps.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightseq_fairseq import ops
 
@@ -28,6 +29,8 @@ ALIGNMENT = 256
 # Exclusive upper bound of an alignment gap, in elements. It is computed for 16-bit parameters,
 # since their float32 copies have the same offsets.
 _MOST_GAP = ALIGNMENT // 2
+# Parameters with spare rows -> where they were when the rows were reserved.
+_spared_at: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
 # GEMMs copy operands whose rows are not this many numbers, or a multiple, long (csrc/linear.cu).
 _ROWS = 8
 
@@ -264,7 +267,7 @@ def with_spare_rows(parameter: Tensor) -> Tensor | None:
     Its number of rows is then a multiple of 8. Detached, shares memory with ``parameter``; None if
     nothing is reserved, or if the parameter has been moved since.
     """
-    if getattr(parameter, "_spare_rows_at", None) != parameter.data_ptr():
+    if _spared_at.get(parameter) != parameter.data_ptr():
         return None
     rows = _rounded(parameter.shape[0])
     return parameter.detach().as_strided((rows, *parameter.shape[1:]), parameter.stride())
@@ -382,7 +385,7 @@ def _lay_out(
             parameter.data = view
     for parameter in parameters[:-1]:
         if id(parameter) in spare:
-            parameter._spare_rows_at = parameter.data_ptr()  # type: ignore[attr-defined]
+            _spared_at[parameter] = parameter.data_ptr()
     return FlatBuffer(parameters)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from lightseq_fairseq.packing import Bucket, Granularity, Layout, PackedBatch, b
 from lightseq_fairseq.training.batch.reading import Sentences
 
 
-class PackingDataset(torch.utils.data.Dataset[Any]):
+class PackingDataset(torch.utils.data.Dataset[Any], ABC):
     """A dataset with packed batches, for ``DataLoader`` and fairseq's batch iterator.
 
     Use this object's ``collater``. Everything else is forwarded to the wrapped dataset.
@@ -40,17 +41,17 @@ class PackingDataset(torch.utils.data.Dataset[Any]):
         return self.dataset[index]
 
     @staticmethod
+    @abstractmethod
     def lacks(dataset: Any) -> dict[str, bool]:
         """Unsupported features, in a few words -> whether ``dataset`` uses them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def __getitems__(self, indices: Any) -> Any:
         """The batch of these items; torch's fetcher calls this method if it exists."""
-        raise NotImplementedError
 
+    @abstractmethod
     def collater(self, samples: Any) -> Any:
         """Pack a list of items; return the result of ``__getitems__`` unchanged."""
-        raise NotImplementedError
 
 
 class Column(NamedTuple):
