@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import parity
-from helpers.bench_runs import bench_once, bench_train
+from helpers.bench_runs import bench_once, bench_train, layer_state
 from torch import Tensor
 
 from lightseq_fairseq.cli.benchmark.generate import cases as generation
@@ -206,24 +206,13 @@ def state_of(native: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
         "embedding": "embed_tokens", "output": "output_projection", "learned": "embed_positions",
         "last_norm": "layer_norm",
     }  # fmt: skip
-    for number in range(layers):
-        ours, theirs = f"decoder.{number}", f"layers.{number}"
-        names |= {
-            f"{ours}.attention.out": f"{theirs}.self_attn.out_proj",
-            f"{ours}.feed_forward.fc1": f"{theirs}.fc1",
-            f"{ours}.feed_forward.fc2": f"{theirs}.fc2",
-            f"{ours}.norms.0": f"{theirs}.self_attn_layer_norm",
-            f"{ours}.norms.1": f"{theirs}.final_layer_norm",
-        }
     state = {}
     for kind in ("weight", "bias"):
         for ours, theirs in names.items():
             if f"decoder.{theirs}.{kind}" in native:
                 state[f"{ours}.{kind}"] = native[f"decoder.{theirs}.{kind}"]
-        for number in range(layers):
-            attention = f"decoder.layers.{number}.self_attn"
-            parts = [native[f"{attention}.{part}_proj.{kind}"] for part in "qkv"]
-            state[f"decoder.{number}.attention.projections.0.{kind}"] = torch.cat(parts)
+    for number in range(layers):
+        state |= layer_state(native, f"decoder.layers.{number}", f"decoder.{number}")
     return state
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import parity
-from helpers.bench_runs import bench_once, bench_train
+from helpers.bench_runs import bench_once, bench_train, layer_state
 from torch import Tensor
 from torch.nn import functional
 
@@ -274,22 +274,12 @@ def state_of(native: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
         "dense": f"{head}.dense", "head_norm": f"{head}.layer_norm",
     }  # fmt: skip
     state = {"bias": native[f"{head}.bias"]}
-    for number in range(layers):
-        ours, theirs = f"encoder.{number}", f"{encoder}.layers.{number}"
-        names |= {
-            f"{ours}.attention.out": f"{theirs}.self_attn.out_proj",
-            f"{ours}.feed_forward.fc1": f"{theirs}.fc1",
-            f"{ours}.feed_forward.fc2": f"{theirs}.fc2",
-            f"{ours}.norms.0": f"{theirs}.self_attn_layer_norm",
-            f"{ours}.norms.1": f"{theirs}.final_layer_norm",
-        }
-        for kind in ("weight", "bias"):
-            parts = [native[f"{theirs}.self_attn.{part}_proj.{kind}"] for part in "qkv"]
-            state[f"{ours}.attention.projections.0.{kind}"] = torch.cat(parts)
     for kind in ("weight", "bias"):
         for ours, theirs in names.items():
             if f"{theirs}.{kind}" in native:
                 state[f"{ours}.{kind}"] = native[f"{theirs}.{kind}"]
+    for number in range(layers):
+        state |= layer_state(native, f"{encoder}.layers.{number}", f"encoder.{number}")
     return state
 
 

@@ -4,11 +4,13 @@ its own."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from click.testing import CliRunner, Result
+from torch import Tensor
 
 from lightseq_fairseq.cli import bench
 
@@ -30,3 +32,20 @@ def bench_once(
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
     return done, {row["system"]: row for row in json.loads(output.read_text())}
+
+
+def layer_state(native: Mapping[str, Tensor], theirs: str, ours: str) -> dict[str, Tensor]:
+    """The state of the baseline's layer ``ours`` with the weights of fairseq's layer ``theirs``."""
+    names = {
+        f"{ours}.attention.out": f"{theirs}.self_attn.out_proj",
+        f"{ours}.feed_forward.fc1": f"{theirs}.fc1",
+        f"{ours}.feed_forward.fc2": f"{theirs}.fc2",
+        f"{ours}.norms.0": f"{theirs}.self_attn_layer_norm",
+        f"{ours}.norms.1": f"{theirs}.final_layer_norm",
+    }
+    state = {}
+    for kind in ("weight", "bias"):
+        state |= {f"{mine}.{kind}": native[f"{other}.{kind}"] for mine, other in names.items()}
+        parts = [native[f"{theirs}.self_attn.{part}_proj.{kind}"] for part in "qkv"]
+        state[f"{ours}.attention.projections.0.{kind}"] = torch.cat(parts)
+    return state
