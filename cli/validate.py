@@ -41,11 +41,14 @@ def _complete(words: list[str]) -> list[str]:
     added: list[str] = []
     if not defaults.is_given(words, ("--max-tokens", "--batch-size", "--max-sentences")):
         added += ["--max-tokens", "4096"]
-    trained = _trained(defaults.value(words, ("--path",)))
-    task = defaults.value(words, ("--task",))
-    if task is None:
-        of_data, saved = _tasks(words), trained.get("_name") or trained.get("task")
-        task = saved if saved in of_data else of_data[0]
+    given = defaults.value(words, ("--task",))
+    candidates = _tasks(words) if given is None else (given,)
+    trained: dict[str, Any] = {}
+    if len(candidates) > 1 or candidates[0] in _SENTENCES:
+        trained = _trained(defaults.value(words, ("--path",)))
+    saved = trained.get("_name") or trained.get("task")
+    task = saved if saved in candidates else candidates[0]
+    if given is None:
         added += ["--task", task]
     if task == "sentence_prediction":
         head = str(trained.get("classification_head_name") or "sentence_classification_head")
