@@ -1,4 +1,4 @@
-"""``lightseq-hydra-train``: recipes of fairseq-hydra-train (YAML files), run by lightseq-train.
+"""``lightseq-hydra-train``: YAML configurations of fairseq-hydra-train, run by lightseq-train.
 
 Hydra composes the configuration, as for fairseq. Then the settings become flags of lightseq-train.
 So these runs have the same defaults, checks and first line as those of a command line.
@@ -27,7 +27,7 @@ _NAME = "_name"  # the setting that chooses the component of a group, such as th
 
 
 class Setting(NamedTuple):
-    """A setting of a recipe, such as (optimization, max_update, 1000)."""
+    """A setting of a configuration, such as (optimization, max_update, 1000)."""
 
     group: str
     key: str
@@ -41,10 +41,10 @@ class Setting(NamedTuple):
 @click.option(
     "--native",
     is_flag=True,
-    help="Run the same recipe with fairseq's own arch, optimizer and criterion.",
+    help="Run the same configuration with fairseq's own arch, optimizer and criterion.",
 )
 def main(words: list[str], native: bool) -> None:
-    """Train by a recipe for fairseq-hydra-train, accelerated.
+    """Train from a YAML configuration of fairseq-hydra-train, accelerated.
 
     Takes the options and overrides of fairseq-hydra-train. To use this package, add the prefix ls_
     to the name of the model:
@@ -55,7 +55,7 @@ def main(words: list[str], native: bool) -> None:
 
     The optimizer and the criterion of the file are then ours, too, if there are such; an override
     like optimizer._name=adam chooses fairseq's. The settings become flags of lightseq-train, which
-    fills in what the recipe does not set. The first line printed is the complete command. Like
+    fills in what the file does not set. The first line printed is the complete command. Like
     fairseq-hydra-train, it runs in a new folder below outputs/: give the data folder as an absolute
     path. Here the name of an arch, such as transformer_lm_gpt2_small, sets the sizes of the model,
     which fairseq-hydra-train ignores.
@@ -72,7 +72,7 @@ def main(words: list[str], native: bool) -> None:
             return _train(recipe, native)
         except Exception as error:
             raise _Raised(error) from error
-        finally:  # a sweep composes its next recipe
+        finally:  # a sweep composes its next configuration
             _without_defaults(hydra_init, HydraConfig.get().job.config_name or "config")
 
     with sentences(program, request, SpawnedRanks()), typed(program, words):
@@ -110,7 +110,7 @@ class _Raised(BaseException):
 
 
 def _without_defaults(original: Callable[[str], None], name: str) -> None:
-    """hydra_init, but settings that a recipe does not have stay without a value."""
+    """hydra_init, but settings that a configuration lacks stay without a value."""
     from hydra.core.config_store import ConfigStore
 
     original(name)
@@ -132,7 +132,7 @@ def _fairseqs_defaults() -> Any:
 
 
 def _train(recipe: Any, native: bool) -> float:
-    """Trains by a composed recipe; returns the best validation metric, for Hydra's sweepers."""
+    """Trains from a composed configuration; returns the best validation metric, for Hydra's sweepers."""
     from fairseq import metrics
 
     settings = list(_settings(recipe))
@@ -157,7 +157,7 @@ def _train(recipe: Any, native: bool) -> float:
 
 
 def _settings(recipe: Any) -> Iterator[Setting]:
-    """What the recipe sets. Left out is what equals the default of a task, an optimizer, ..."""
+    """What the configuration sets. Left out is what equals the default of a task, an optimizer, ..."""
     from omegaconf import OmegaConf
 
     raw: Any = OmegaConf.to_container(recipe, enum_to_str=True)
@@ -224,7 +224,8 @@ def _words(settings: Sequence[Setting]) -> list[str]:
     names = {s.group: s.value for s in settings if s.key == _NAME}
     if "model" not in names:
         raise UserError(
-            "The recipe sets no model._name: set it, or check --config-dir and --config-name."
+            "The configuration sets no model._name: set it, or check --config-dir and "
+            "--config-name."
         )
     of_all = _by_setting(options.get_training_parser()._actions)
     words: list[str] = []

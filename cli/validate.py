@@ -47,7 +47,7 @@ def _complete(words: list[str]) -> list[str]:
     if len(candidates) > 1 or candidates[0] in _SENTENCES:
         trained = _trained(defaults.value(words, ("--path",)))
     saved = trained.get("_name") or trained.get("task")
-    task = saved if saved in candidates else candidates[0]
+    task = str(saved) if saved in candidates else candidates[0]
     if given is None:
         added += ["--task", task]
     if task == "sentence_prediction":

@@ -395,7 +395,7 @@ PATCHES = (
     ),
     Patch(
         "scoped", "fairseq_cli.hydra_train:hydra_init", "cli.hydra_train:main",
-        "lightseq-hydra-train: tells what a recipe sets from fairseq's defaults",
+        "lightseq-hydra-train: distinguishes what a configuration sets from fairseq's defaults",
     ),
     Patch(
         "scoped", "fairseq_cli.hydra_train:_hydra_main", "cli.hydra_train:main",
@@ -403,7 +403,7 @@ PATCHES = (
     ),
     Patch(
         "scoped", "fairseq_cli.train:convert_namespace_to_omegaconf", "cli.hydra_train:main",
-        "lightseq-hydra-train: refuses settings of a recipe that no flag can set",
+        "lightseq-hydra-train: refuses settings that no flag can set",
     ),
     Patch(
         "scoped", "fairseq_cli.train:main", "cli.benchmark.train.measured_trainer:attached",

@@ -1,4 +1,4 @@
-"""lightseq-hydra-train: recipes of fairseq-hydra-train as runs of lightseq-train."""
+"""lightseq-hydra-train: configurations of fairseq-hydra-train as runs of lightseq-train."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_next_run_has_fairseqs_defaults(recipe: Path, data: Path) -> None:
     folder = str(recipe)
     words = ["task=translation", "lr_scheduler=fixed", f"task.data={data}", "common.cpu=true"]
     result = cli_runs.run("hydra-train", "--config-dir", folder, *words)
-    refused(result, "The recipe sets no model._name")  # fairseq's own recipe, config
+    refused(result, "The configuration sets no model._name")  # fairseq's own recipe, config
     (command,) = commands(run(recipe, OURS))
     assert not [word for word in command if word.startswith("--log-interval=100")]
 
@@ -133,4 +133,4 @@ def test_bad_recipes(recipe: Path, overrides: list[str], sentence: str) -> None:
 
 
 def test_no_recipe_of_this_name(recipe: Path) -> None:
-    refused(run(recipe, name="smal"), "The recipe sets no model._name: set it, or check")
+    refused(run(recipe, name="smal"), "The configuration sets no model._name: set it, or check")
