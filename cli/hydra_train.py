@@ -63,13 +63,13 @@ def main(words: list[str], native: bool) -> None:
 
     program, request = "lightseq-hydra-train", messages.Request(words)
 
-    def train_by(_: Any, recipe: Any) -> float:
+    def train_by(_: Any, configuration: Any) -> float:
         from fairseq.dataclass.initialize import hydra_init
         from hydra.core.hydra_config import HydraConfig
 
         hydra_init()  # lightseq-train composes a configuration, too: with fairseq's defaults
         try:
-            return _train(recipe, native)
+            return _train(configuration, native)
         except Exception as error:
             raise _Raised(error) from error
         finally:  # a sweep composes its next configuration
@@ -131,11 +131,11 @@ def _fairseqs_defaults() -> Any:
     return OmegaConf.to_container(OmegaConf.structured(FairseqConfig), enum_to_str=True)
 
 
-def _train(recipe: Any, native: bool) -> float:
-    """Trains from a composed configuration; returns the best validation metric, for Hydra's sweepers."""
+def _train(configuration: Any, native: bool) -> float:
+    """Trains from a composed configuration; returns the best metric, for Hydra's sweepers."""
     from fairseq import metrics
 
-    settings = list(_settings(recipe))
+    settings = list(_settings(configuration))
     metric = ""
 
     def convert(original: Callable[[Namespace], Any], args: Namespace) -> Any:
@@ -156,11 +156,11 @@ def _train(recipe: Any, native: bool) -> float:
         return float("inf")
 
 
-def _settings(recipe: Any) -> Iterator[Setting]:
-    """What the configuration sets. Left out is what equals the default of a task, an optimizer, ..."""
+def _settings(configuration: Any) -> Iterator[Setting]:
+    """What the configuration sets, without what equals the default of a task, an optimizer, ..."""
     from omegaconf import OmegaConf
 
-    raw: Any = OmegaConf.to_container(recipe, enum_to_str=True)
+    raw: Any = OmegaConf.to_container(configuration, enum_to_str=True)
     given = {
         group: {key: value for key, value in found.items() if value != _NOT_SET}
         if isinstance(found, dict)
