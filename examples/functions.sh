@@ -33,3 +33,11 @@ set_up_unless_there() {
 size_of_this_machine() {
     python3 -c 'import torch; print("gpu" if torch.cuda.is_available() else "cpu")'
 }
+
+# Lets result rows name the commit with which the run begins, even if HEAD moves meanwhile.
+keep_commit() {
+    local commit
+    if [ -z "${COMMIT:-}" ] && commit=$(git -C "$root" rev-parse HEAD 2>/dev/null); then
+        export COMMIT=$commit
+    fi
+}

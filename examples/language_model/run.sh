@@ -34,6 +34,7 @@ while [ $# -gt 0 ]; do
     esac
 done
 require_numbers "--updates, --files and --seed" "${updates:-1}" "${files[1]:-1}" "$seed"
+keep_commit
 set_up_unless_there filelock matplotlib subword_nmt
 
 size=${size:-$(size_of_this_machine)}

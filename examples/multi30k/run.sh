@@ -14,6 +14,8 @@ set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
+# shellcheck source=examples/functions.sh
+. "$root/examples/functions.sh"
 system=lightseq
 native=()
 model=small
@@ -35,11 +37,8 @@ while [ $# -gt 0 ]; do
         *) echo "run.sh: unknown argument $1 (see the top of ${BASH_SOURCE[0]})" >&2; exit 2 ;;
     esac
 done
-for number in "$seed" "${updates:-1}"; do
-    case $number in
-        *[!0-9]*) echo "run.sh: --seed and --updates must be numbers, not $number" >&2; exit 2 ;;
-    esac
-done
+require_numbers "--seed and --updates" "$seed" "${updates:-1}"
+keep_commit
 # every: updates between two validations; for the small model also between two checkpoints.
 case $model in
     small)
