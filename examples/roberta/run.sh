@@ -98,10 +98,12 @@ for part in input0 input1 label; do
 done
 
 every=$(((updates + 4) / 5)) # updates between two validations, each with a checkpoint
+# One worker: without any, fairseq draws masks in two threads from one generator while it validates,
+# so that two equal native runs differ.
 common=(--arch ls_roberta "${model[@]}" --optimizer ls_adam --adam-betas '(0.9, 0.98)'
     --weight-decay 0.01 --clip-norm 1.0 --lr-scheduler polynomial_decay
     --warmup-updates $((updates / 10)) --total-num-update "$updates" --max-update "$updates"
-    --seed "$seed" --num-workers 0 --distributed-world-size 1
+    --seed "$seed" --num-workers 1 --distributed-world-size 1
     --save-interval-updates "$every" --keep-interval-updates 1 --save-interval 100000
     --validate-interval 100000 --no-epoch-checkpoints
     --log-format json --log-interval $(((updates + 29) / 30)))
