@@ -12,11 +12,10 @@ from torch.nn.attention import sdpa_kernel
 
 from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.cli.benchmark.train import compiled, corpus
+from lightseq_fairseq.cli.benchmark.train.batches import Batch, Blocks
 from lightseq_fairseq.cli.benchmark.train.cases import SHAPES, Case
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
     PAD,
-    Batch,
-    Blocks,
     Model,
     Transformer,
     build,

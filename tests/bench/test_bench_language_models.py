@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightseq_fairseq.cli.benchmark.generate import cases as generation
 from lightseq_fairseq.cli.benchmark.train import compiled, corpus, rows
+from lightseq_fairseq.cli.benchmark.train.batches import Blocks
 from lightseq_fairseq.cli.benchmark.train.cases import (
     DROPOUT,
     LANGUAGE,
@@ -27,7 +28,7 @@ from lightseq_fairseq.cli.benchmark.train.cases import (
     why_not,
 )
 from lightseq_fairseq.cli.benchmark.train.floor import BYTES, FLOPS, floor, parameters
-from lightseq_fairseq.cli.benchmark.train.packed_transformer import Blocks, build
+from lightseq_fairseq.cli.benchmark.train.packed_transformer import build
 from lightseq_fairseq.cli.start import defaults
 from lightseq_fairseq.errors import UserError
 

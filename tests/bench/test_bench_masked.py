@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightseq_fairseq.cli.benchmark.train import compiled, corpus, masked_batches, rows
+from lightseq_fairseq.cli.benchmark.train.batches import Masked
 from lightseq_fairseq.cli.benchmark.train.cases import (
     MASKED,
     SHAPES,
@@ -28,7 +29,6 @@ from lightseq_fairseq.cli.benchmark.train.cases import (
 from lightseq_fairseq.cli.benchmark.train.floor import FLOPS, floor, parameters
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
     PAD,
-    Masked,
     build,
 )
 from lightseq_fairseq.cli.start import defaults

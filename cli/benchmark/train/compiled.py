@@ -35,15 +35,13 @@ from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
 from lightseq_fairseq.cli.benchmark.train import corpus, masked_batches
+from lightseq_fairseq.cli.benchmark.train.batches import Batch, Blocks, Pairs
 from lightseq_fairseq.cli.benchmark.train.cases import LOG_INTERVAL, SYSTEMS, Case
 from lightseq_fairseq.cli.benchmark.train.corpus import SOURCE, TARGET
 from lightseq_fairseq.cli.benchmark.train.measured_trainer import StepMeter
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
     LONGEST,
     PAD,
-    Batch,
-    Blocks,
-    Pairs,
     build,
     fastest_backend,
 )
@@ -116,7 +114,7 @@ class Gradients:
         return results
 
     def _compute(self, batch: Batch) -> list[Tensor]:
-        for starts in batch.boundaries:
+        for starts in (batch.cu_source, batch.cu_target) if isinstance(batch, Pairs) else ():
             torch._dynamo.mark_dynamic(starts, 0)
         loss = self._model(*batch)
         mean = loss / batch.target.ne(PAD).sum()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import transformers
 from torch import Tensor, nn
 
+from lightseq_fairseq.cli.benchmark.train.batches import Masked
 from lightseq_fairseq.cli.benchmark.train.cases import DROPOUT, UNUSED_POSITIONS, Case
-from lightseq_fairseq.cli.benchmark.train.packed_transformer import PAD, Masked
+from lightseq_fairseq.cli.benchmark.train.packed_transformer import PAD
 
 
 class Roberta(nn.Module):

@@ -21,9 +21,10 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
+from lightseq_fairseq.cli.benchmark.train.batches import Batch, Masked, MaskedRows
 from lightseq_fairseq.cli.benchmark.train.cases import Case
 from lightseq_fairseq.cli.benchmark.train.corpus import MASKED_SHARE
-from lightseq_fairseq.cli.benchmark.train.packed_transformer import PAD, Batch, Masked, MaskedRows
+from lightseq_fairseq.cli.benchmark.train.packed_transformer import PAD
 
 Samples = list[tuple[Tensor, Tensor]]  # tokens, and target with pads elsewhere
 

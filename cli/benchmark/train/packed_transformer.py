@@ -12,96 +12,19 @@ M = masked tokens, a fixed number of which some have no label.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightseq_fairseq.cli.benchmark.train.batches import Blocks, MaskedRows, Pairs
 from lightseq_fairseq.cli.benchmark.train.cases import DROPOUT, UNUSED_POSITIONS, Case, Shape
 
 PAD = 1
 LONGEST = 256  # maximum rows of a packed sentence of a pair
 SMOOTHING = 0.1
 BACKENDS = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
-
-
-class Pairs(NamedTuple):
-    """Packed sentence pairs: int64 [T] tokens and positions, int32 [B + 1] sentence boundaries."""
-
-    source: Tensor
-    source_positions: Tensor
-    cu_source: Tensor
-    previous: Tensor
-    target_positions: Tensor
-    cu_target: Tensor
-    target: Tensor
-
-    @property
-    def boundaries(self) -> tuple[Tensor, ...]:
-        """Tensors of varying length."""
-        return self.cu_source, self.cu_target
-
-    @property
-    def counted(self) -> Tensor:
-        """The tokens that fairseq counts, with pads."""
-        return self.target
-
-
-class Blocks(NamedTuple):
-    """Blocks of running text: int64 [B, L] tokens, and the tokens that follow them."""
-
-    previous: Tensor
-    target: Tensor
-
-    @property
-    def boundaries(self) -> tuple[Tensor, ...]:
-        return ()
-
-    @property
-    def counted(self) -> Tensor:
-        return self.target
-
-
-class Masked(NamedTuple):
-    """Samples with masked tokens: int64 [B, L], padded, and target [B, L] with pads elsewhere."""
-
-    tokens: Tensor
-    target: Tensor
-
-    @property
-    def boundaries(self) -> tuple[Tensor, ...]:
-        return ()
-
-    @property
-    def counted(self) -> Tensor:
-        return self.tokens
-
-
-class MaskedRows(NamedTuple):
-    """Samples with masked tokens, and int64 [M] rows that are masked and their targets.
-
-    Packed samples have tokens int64 [T], their positions, and int32 [B + 1] boundaries. Padded
-    samples have tokens [B, L], and positions and boundaries are empty.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    cu: Tensor
-    rows: Tensor
-    target: Tensor
-
-    @property
-    def boundaries(self) -> tuple[Tensor, ...]:
-        return ()
-
-    @property
-    def counted(self) -> Tensor:
-        return self.tokens
-
-
-Batch = Pairs | Blocks | Masked | MaskedRows
 
 
 def packed_attention(
