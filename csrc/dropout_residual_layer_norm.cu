@@ -84,7 +84,6 @@ template <typename T, typename S, typename Get, typename Done>
 __device__ __forceinline__ void close_row(const FwdParams<T>& p, const Weights<T, S>& weights,
                                           const Rng& rng, int64_t row, int64_t output, Get&& get,
                                           Done&& done) {
-  __shared__ float sum_rooms[S::kTeams][S::kWarps], square_rooms[S::kTeams][S::kWarps];
   float total[S::kGroups][kColumnsPerDraw];
   float row_sum = 0.0f;
   const auto add_up = [&](auto drops) {
@@ -119,32 +118,14 @@ __device__ __forceinline__ void close_row(const FwdParams<T>& p, const Weights<T
   done();
   if (p.gamma == nullptr) return;
 
-  const float mean = team_sum<S>(row_sum, sum_rooms[threadIdx.y]) * p.inverse;
-  float squares = 0.0f;
-#pragma unroll
-  for (int i = 0; i < S::kGroups; ++i) {
-    const float centre = S::column(i) < p.columns ? mean : 0.0f;  // keeps zeros past the row's end
-#pragma unroll
-    for (int e = 0; e < kColumnsPerDraw; ++e) {
-      total[i][e] -= centre;
-      squares += total[i][e] * total[i][e];
-    }
-  }
-  squares = team_sum<S>(squares, square_rooms[threadIdx.y]);
-  const float rstd = rsqrtf(squares * p.inverse + p.eps);
+  const float2 statistics =
+      normalize_row<T, S>(total, row_sum, weights.gamma, weights.beta, p.columns, p.inverse, p.eps);
   if (threadIdx.x == 0) {
-    p.mean[row] = mean;
-    p.rstd[row] = rstd;
+    p.mean[row] = statistics.x;
+    p.rstd[row] = statistics.y;
   }
 #pragma unroll
   for (int i = 0; i < S::kGroups; ++i) {
-    float weight[kColumnsPerDraw], shift[kColumnsPerDraw];
-    weights.gamma[i].unpack(weight);
-    weights.beta[i].unpack(shift);
-#pragma unroll
-    for (int e = 0; e < kColumnsPerDraw; ++e) {
-      total[i][e] = total[i][e] * rstd * weight[e] + shift[e];
-    }
     Columns<T> packed;
     packed.pack(total[i]);
     if (S::column(i) < p.columns) packed.store(p.y + output + i * S::kStride);

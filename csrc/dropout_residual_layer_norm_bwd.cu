@@ -13,6 +13,9 @@
 // its part of the three column sums in registers; at the end the teams of a block add their parts
 // in shared memory. Optional: dy (missing if there was no LayerNorm) or dsum, dropout (p == 0:
 // none), and each of the column sums.
+//
+// embedding_layer_norm_bwd is the same with dropout after LayerNorm: dropout'(dy) takes the place
+// of dy, and dresidual is the result.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -40,12 +43,14 @@ constexpr int kBwdGroups = 1;  // groups of columns per thread; more need too ma
 
 template <typename T>
 struct BwdParams {
-  const T *dy, *dsum, *sum, *gamma;  // dy, dsum null: missing; sum and gamma are read only with dy
+  // dy, dsum null: missing; sum and gamma are read only with dy
+  const T *dy, *dsum = nullptr, *sum, *gamma;
   const float *mean, *rstd;
-  T *dx, *dresidual;  // dx null: it equals dresidual
-  float* partials;    // [gridDim.x, 3, columns] column sums for dgamma, dbeta, dbias; null: none
-  int64_t dy_stride, dsum_stride, sum_stride;
-  Rows rows;
+  T *dx = nullptr, *dresidual;  // dx null: it equals dresidual
+  float* partials =
+      nullptr;  // [gridDim.x, 3, columns] column sums for dgamma, dbeta, dbias; null: none
+  int64_t dy_stride, dsum_stride = 0, sum_stride;
+  Rows rows = {};
   int columns;
   float inverse;  // 1 / columns
   DropoutFactors dropout;
@@ -72,7 +77,8 @@ __device__ __forceinline__ BwdQueue<T, S, kHasDy, kHasDsum> queue_of(const BwdPa
   }
 }
 
-template <typename T, typename S, bool kHasDy, bool kHasDsum>
+// kDropsDy: dropout is after LayerNorm.
+template <typename T, typename S, bool kHasDy, bool kHasDsum, bool kDropsDy>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     dropout_residual_layer_norm_bwd_kernel(const __grid_constant__ BwdParams<T> p) {
   extern __shared__ uint4 shared[];
@@ -125,6 +131,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         gamma[i].unpack(weight);
         queue.get(0, i, g[i]);
         queue.get(1, i, c[i]);
+        if constexpr (kDropsDy) {
+          p.dropout.apply(p.dropout.draw(rng, row, S::column(i) / kColumnsPerDraw), g[i]);
+        }
 #pragma unroll
         for (int e = 0; e < kColumnsPerDraw; ++e) {
           c[i][e] -= mean;
@@ -167,11 +176,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
           packed.pack(d);
           if (is_inside) packed.store(p.dx + output + i * S::kStride);
         }
+        if constexpr (!kDropsDy) {  // otherwise there is no bias, and registers are few
 #pragma unroll
-        for (int e = 0; e < kColumnsPerDraw; ++e) dbias[i][e] += d[e];
+          for (int e = 0; e < kColumnsPerDraw; ++e) dbias[i][e] += d[e];
+        }
       }
     };
-    if (p.dx != nullptr) {
+    if (!kDropsDy && p.dx != nullptr) {
       finish(std::true_type{});
     } else {
       finish(std::false_type{});
@@ -221,10 +232,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 }
 
 // Assigns rows to teams, allocates partial sums, launches, and computes the column sums.
-template <typename T, typename S, bool kHasDy, bool kHasDsum>
-void launch_bwd(BwdParams<T> params, const Tensor& grad, const Gradients& gradients,
+template <typename T, typename S, bool kHasDy, bool kHasDsum, bool kDropsDy = false>
+void launch_bwd(const char* op, BwdParams<T> params, const Tensor& grad, const Gradients& gradients,
                 bool accumulate) {
-  const auto kernel = dropout_residual_layer_norm_bwd_kernel<T, S, kHasDy, kHasDsum>;
+  const auto kernel = dropout_residual_layer_norm_bwd_kernel<T, S, kHasDy, kHasDsum, kDropsDy>;
   const int32_t device = grad.get_device();
   const cudaStream_t stream = current_stream(device);
   const int64_t columns = params.columns;
@@ -238,7 +249,7 @@ void launch_bwd(BwdParams<T> params, const Tensor& grad, const Gradients& gradie
   Tensor partials = allocate(grad, {sums ? blocks : 0, kMaxSums, columns}, ScalarType::Float);
   params.partials = output_of<float>(partials);
   if (blocks > 0 && columns > 0) {
-    launch({.op = "dropout_residual_layer_norm_bwd",
+    launch({.op = op,
             .grid = params.rows.blocks,
             .block = dim3(S::kThreads, S::kTeams),
             .shared = static_cast<size_t>(params.rows.shared),
@@ -286,29 +297,65 @@ std::tuple<Tensor, Tensor> dropout_residual_layer_norm_bwd(
                               .rstd = data_of<float>(rstd),
                               .dx = output_of<T>(dx),
                               .dresidual = output_of<T>(dresidual),
-                              .partials = nullptr,
                               .dy_stride = stride_of(dy),
                               .dsum_stride = stride_of(dsum),
                               .sum_stride = dy.has_value() ? sum.stride(0) : 0,
-                              .rows = {},
                               .columns = static_cast<int>(columns),
                               .inverse = 1.0f / static_cast<float>(columns),
                               .dropout = dropout};
     dispatch_shape<kBwdGroups>(columns, [&](auto shape) {
       using S = decltype(shape);
       if (!dsum.has_value()) {
-        launch_bwd<T, S, true, false>(params, grad, gradients, accumulate);
+        launch_bwd<T, S, true, false>(op, params, grad, gradients, accumulate);
       } else if (dy.has_value()) {
-        launch_bwd<T, S, true, true>(params, grad, gradients, accumulate);
+        launch_bwd<T, S, true, true>(op, params, grad, gradients, accumulate);
       } else {
-        launch_bwd<T, S, false, true>(params, grad, gradients, accumulate);
+        launch_bwd<T, S, false, true>(op, params, grad, gradients, accumulate);
       }
     });
   });
   return {dx, dresidual};
 }
 
+Tensor embedding_layer_norm_bwd(const Tensor& dy, const Tensor& x, const Tensor& gamma,
+                                const Tensor& mean, const Tensor& rstd, double p, const Tensor& rng,
+                                int64_t site, std::optional<Tensor> dgamma,
+                                std::optional<Tensor> dbeta, bool accumulate) {
+  const char* const op = "embedding_layer_norm_bwd";
+  check_rows(op, "dy", dy);
+  check_rows(op, "x", x);
+  check_rows(op, "gamma", gamma);
+  require(mean.is_contiguous() && rstd.is_contiguous(), op, ": mean and rstd must be contiguous");
+  const Gradients gradients{
+      {gradient_of(op, "dgamma", dgamma), gradient_of(op, "dbeta", dbeta), {}}};
+  const int64_t columns = dy.size(1);
+  check_width(op, columns);
+  Tensor dx = empty_rows(dy, true);
+
+  const torch::stable::accelerator::DeviceGuard guard(dy.get_device());
+  const DropoutFactors dropout(rng.const_data_ptr<int64_t>(), site, p);
+  dispatch_float(dy.scalar_type(), "embedding_layer_norm_bwd: dy", [&](auto zero) {
+    using T = decltype(zero);
+    const BwdParams<T> params{.dy = data_of<T>(dy),
+                              .sum = data_of<T>(x),
+                              .gamma = data_of<T>(gamma),
+                              .mean = data_of<float>(mean),
+                              .rstd = data_of<float>(rstd),
+                              .dresidual = output_of<T>(dx),
+                              .dy_stride = dy.stride(0),
+                              .sum_stride = x.stride(0),
+                              .columns = static_cast<int>(columns),
+                              .inverse = 1.0f / static_cast<float>(columns),
+                              .dropout = dropout};
+    dispatch_shape<kBwdGroups>(columns, [&](auto shape) {
+      launch_bwd<T, decltype(shape), true, false, true>(op, params, dy, gradients, accumulate);
+    });
+  });
+  return dx;
+}
+
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
+  m.impl("embedding_layer_norm_bwd", TORCH_BOX(&embedding_layer_norm_bwd));
   m.impl("dropout_residual_layer_norm_bwd", TORCH_BOX(&dropout_residual_layer_norm_bwd));
 }
 

@@ -1,10 +1,14 @@
 // Token and position embedding, forward: T tokens (rows), C columns, V rows of a table.
 //
-//   y[t] = dropout(scale * weight[token[t]] + position_weight[position[t]])
+//   y[t] = dropout(norm(scale * weight[token[t]] + position_weight[position[t]]))
 //
-//   saved for backward   the indices; backward generates the dropout bits again
+// norm is LayerNorm in embedding_layer_norm_fwd, and nothing in embedding_fwd.
+//
+//   saved for backward   the indices; with LayerNorm also mean and rstd. Backward looks up the rows
+//                        and generates the dropout bits again
 //   bytes moved          the rows of the tables that occur, once each, and y
-//   determinism          each result is a sum of only two numbers
+//   determinism          each result is a sum of only two numbers; with LayerNorm, all sums are
+//                        over one row, in a fixed order
 //
 // Optional: positions, dropout (p == 0: none). An index out of range stops the kernel with a
 // device-side assertion before the table is read.
@@ -17,10 +21,12 @@
 #include <cassert>
 #include <cstdint>
 #include <optional>
+#include <tuple>
 
 #include "common/check.h"
 #include "common/columns.cuh"
 #include "common/launch.cuh"
+#include "common/layer_norm.cuh"
 #include "common/optional.h"
 #include "common/reduce.cuh"
 #include "common/scalars.cuh"
@@ -28,6 +34,7 @@
 namespace lightseq {
 namespace {
 
+using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int kWarps = 8;  // per block
@@ -53,6 +60,20 @@ struct Lookup {
   float scale;
   DropoutFactors dropout;
   int64_t rows, columns;
+
+  __device__ __forceinline__ bool positioned() const { return places.data != nullptr; }
+
+  __device__ __forceinline__ uint32_t token(int64_t row) const {
+    const int64_t token = tokens.at(row);
+    assert(token >= 0 && token < words.rows && "tokens in [0, V)");
+    return static_cast<uint32_t>(token);
+  }
+
+  __device__ __forceinline__ uint32_t position(int64_t row) const {
+    const int64_t position = positioned() ? positions.at(row) : 0;
+    assert(!positioned() || (position >= 0 && position < places.rows && "positions in [0, P)"));
+    return static_cast<uint32_t>(position);
+  }
 };
 
 // A warp processes 256 columns (a slab) of kTokens tokens, with kStages of their rows in flight.
@@ -64,7 +85,6 @@ __global__ void __launch_bounds__(kBlock, kBlocks<T>)
     embedding_fwd_kernel(const __grid_constant__ Lookup<T> p, T* __restrict__ y) {
   constexpr int kOfBlock = kTokens * kWarps;
   __shared__ uint32_t tokens[kOfBlock], positions[kOfBlock];
-  const bool positioned = p.places.data != nullptr;
   griddepcontrol_wait();
   // The next kernel starts only when the last of these blocks have started, so it takes no
   // resources from them.
@@ -72,11 +92,8 @@ __global__ void __launch_bounds__(kBlock, kBlocks<T>)
   if (threadIdx.x < kOfBlock) {
     // Past the last row, load the last row again.
     const int64_t row = min(static_cast<int64_t>(blockIdx.x) * kOfBlock + threadIdx.x, p.rows - 1);
-    const int64_t token = p.tokens.at(row), position = positioned ? p.positions.at(row) : 0;
-    assert(token >= 0 && token < p.words.rows && "tokens in [0, V)");
-    assert(!positioned || (position >= 0 && position < p.places.rows && "positions in [0, P)"));
-    tokens[threadIdx.x] = static_cast<uint32_t>(token);
-    positions[threadIdx.x] = static_cast<uint32_t>(position);
+    tokens[threadIdx.x] = p.token(row);
+    positions[threadIdx.x] = p.position(row);
   }
   __syncthreads();
   const int64_t group = static_cast<int64_t>(blockIdx.y) * kWarp + threadIdx.x % kWarp;
@@ -92,7 +109,7 @@ __global__ void __launch_bounds__(kBlock, kBlocks<T>)
   const auto start_loading = [&](int row) {
     const uint64_t token = tokens[of_warp + row], position = positions[of_warp + row];
     word[row % kStages].load(words + token * p.words.stride);
-    if (positioned) place[row % kStages].load(places + position * p.places.stride);
+    if (p.positioned()) place[row % kStages].load(places + position * p.places.stride);
   };
 #pragma unroll
   for (int row = 0; row < kStages; ++row) start_loading(row);
@@ -111,14 +128,116 @@ __global__ void __launch_bounds__(kBlock, kBlocks<T>)
   }
 }
 
+template <typename T>
+struct Norm {
+  const T *gamma, *beta;
+  float *mean, *rstd;
+  float inverse;  // 1 / columns
+  float eps;
+};
+
+constexpr int kNormGroups = 2;  // groups of columns per thread
+
+// Resident blocks per SM of the kernel with LayerNorm: as many as the registers allow.
+template <typename T>
+constexpr int kNormBlocks = sizeof(T) == 4 ? 1 : 2;
+
+// With LayerNorm. A team of threads holds a row in registers (common/layer_norm.cuh); all its loads
+// are in flight at once.
+template <typename T, typename S>
+__global__ void __launch_bounds__(kBlockThreads, kNormBlocks<T>)
+    embedding_layer_norm_fwd_kernel(const __grid_constant__ Lookup<T> p,
+                                    const __grid_constant__ Norm<T> norm, T* __restrict__ y) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();  // as in embedding_fwd_kernel
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * S::kTeams + threadIdx.y;
+  if (row >= p.rows) return;
+  const int columns = static_cast<int>(p.columns);
+  const T* const words = p.words.data + uint64_t{p.token(row)} * p.words.stride;
+  const T* const places = p.places.data + uint64_t{p.position(row)} * p.places.stride;
+  Columns<T> word[S::kGroups] = {}, place[S::kGroups] = {};
+  Columns<T> gamma[S::kGroups] = {}, beta[S::kGroups] = {};
+#pragma unroll
+  for (int i = 0; i < S::kGroups; ++i) {
+    if (S::column(i) >= columns) continue;
+    word[i].load(words + S::column(i));
+    if (p.positioned()) place[i].load(places + S::column(i));
+    gamma[i].load(norm.gamma + S::column(i));
+    beta[i].load(norm.beta + S::column(i));
+  }
+  const Rng rng(p.dropout.dropout.rng);
+  uint32_t keep[S::kGroups];  // generate bits while the loads are in flight
+#pragma unroll
+  for (int i = 0; i < S::kGroups; ++i) {
+    keep[i] =
+        p.dropout.drops() ? p.dropout.draw(rng, row, S::column(i) / kColumnsPerDraw) : kKeepAll;
+  }
+  float x[S::kGroups][kColumnsPerDraw];
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < S::kGroups; ++i) {
+    float added[kColumnsPerDraw];
+    word[i].unpack(x[i]);
+    place[i].unpack(added);
+#pragma unroll
+    for (int e = 0; e < kColumnsPerDraw; ++e) {
+      x[i][e] = fmaf(x[i][e], p.scale, added[e]);
+      sum += x[i][e];
+    }
+  }
+  const float2 statistics =
+      normalize_row<T, S>(x, sum, gamma, beta, columns, norm.inverse, norm.eps);
+  if (threadIdx.x == 0) {
+    norm.mean[row] = statistics.x;
+    norm.rstd[row] = statistics.y;
+  }
+#pragma unroll
+  for (int i = 0; i < S::kGroups; ++i) {
+    if (S::column(i) >= columns) continue;
+    p.dropout.apply(keep[i], x[i]);
+    Columns<T> result;
+    result.pack(x[i]);
+    result.store(y + row * columns + S::column(i));
+  }
+}
+
+template <typename T>
+Table<T> table_of(const char* op, const Tensor& x) {
+  require(x.stride(0) <= UINT32_MAX, op, ": rows of a table must be less than 2^32 elements",
+          " apart, got ", x.stride(0));
+  return {.data = static_cast<const T*>(x.const_data_ptr()),
+          .stride = static_cast<uint32_t>(x.stride(0)),
+          .rows = x.size(0)};
+}
+
+template <typename T>
+Lookup<T> lookup_of(const char* op, const Tensor& tokens, const Tensor& weight,
+                    const std::optional<Tensor>& positions,
+                    const std::optional<Tensor>& position_weight, double scale, double p,
+                    const Tensor& rng, int64_t site) {
+  return {.tokens = Indices(tokens),
+          .positions = Indices(positions.has_value() ? *positions : tokens),
+          .words = table_of<T>(op, weight),
+          .places = position_weight.has_value() ? table_of<T>(op, *position_weight) : Table<T>{},
+          .scale = static_cast<float>(scale),
+          .dropout = DropoutFactors(rng.const_data_ptr<int64_t>(), site, p),
+          .rows = tokens.size(0),
+          .columns = weight.size(1)};
+}
+
+void check_lookup(const char* op, const Tensor& weight,
+                  const std::optional<Tensor>& position_weight, const Tensor& rng) {
+  check_rows(op, "weight", weight);
+  check_optional_rows(op, "position_weight", position_weight);
+  require(rng.is_contiguous(), op, ": rng must be contiguous");
+}
+
 Tensor embedding_fwd(const Tensor& tokens, const Tensor& weight,
                      const std::optional<Tensor>& positions,
                      const std::optional<Tensor>& position_weight, double scale, double p,
                      const Tensor& rng, int64_t site) {
   const char* const op = "embedding_fwd";
-  check_rows(op, "weight", weight);
-  check_optional_rows(op, "position_weight", position_weight);
-  require(rng.is_contiguous(), op, ": rng must be contiguous");
+  check_lookup(op, weight, position_weight, rng);
   const int64_t rows = tokens.size(0), columns = weight.size(1);
   Tensor y = allocate(weight, {rows, columns});
   const int32_t device = weight.get_device();
@@ -126,22 +245,8 @@ Tensor embedding_fwd(const Tensor& tokens, const Tensor& weight,
   dispatch_float(weight.scalar_type(), "embedding_fwd: weight", [&](auto zero) {
     using T = decltype(zero);
     if (y.numel() == 0) return;
-    const auto table = [&](const Tensor& x) {
-      require(x.stride(0) <= UINT32_MAX, op, ": rows of a table must be less than 2^32 elements",
-              " apart, got ", x.stride(0));
-      return Table<T>{.data = static_cast<const T*>(x.const_data_ptr()),
-                      .stride = static_cast<uint32_t>(x.stride(0)),
-                      .rows = x.size(0)};
-    };
-    const Lookup<T> lookup{
-        .tokens = Indices(tokens),
-        .positions = Indices(positions.has_value() ? *positions : tokens),
-        .words = table(weight),
-        .places = position_weight.has_value() ? table(*position_weight) : Table<T>{},
-        .scale = static_cast<float>(scale),
-        .dropout = DropoutFactors(rng.const_data_ptr<int64_t>(), site, p),
-        .rows = rows,
-        .columns = columns};
+    const Lookup<T> lookup =
+        lookup_of<T>(op, tokens, weight, positions, position_weight, scale, p, rng, site);
     const dim3 grid(blocks_for(rows, kWarps * kTokens), blocks_for(columns, kSlab));
     const auto kernel = p > 0.0 ? embedding_fwd_kernel<T, true> : embedding_fwd_kernel<T, false>;
     launch({.op = op,
@@ -154,7 +259,50 @@ Tensor embedding_fwd(const Tensor& tokens, const Tensor& weight,
   return y;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) { m.impl("embedding_fwd", TORCH_BOX(&embedding_fwd)); }
+std::tuple<Tensor, Tensor, Tensor> embedding_layer_norm_fwd(
+    const Tensor& tokens, const Tensor& weight, const std::optional<Tensor>& positions,
+    const std::optional<Tensor>& position_weight, const Tensor& gamma, const Tensor& beta,
+    double scale, double p, const Tensor& rng, int64_t site, double eps) {
+  const char* const op = "embedding_layer_norm_fwd";
+  check_lookup(op, weight, position_weight, rng);
+  check_rows(op, "gamma", gamma);
+  check_rows(op, "beta", beta);
+  const int64_t rows = tokens.size(0), columns = weight.size(1);
+  check_width(op, columns);
+  Tensor y = allocate(weight, {rows, columns});
+  Tensor mean = allocate(weight, {rows}, ScalarType::Float);
+  Tensor rstd = allocate(weight, {rows}, ScalarType::Float);
+  const int32_t device = weight.get_device();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  dispatch_float(weight.scalar_type(), "embedding_layer_norm_fwd: weight", [&](auto zero) {
+    using T = decltype(zero);
+    if (y.numel() == 0) return;
+    const Lookup<T> lookup =
+        lookup_of<T>(op, tokens, weight, positions, position_weight, scale, p, rng, site);
+    const Norm<T> norm{.gamma = static_cast<const T*>(gamma.const_data_ptr()),
+                       .beta = static_cast<const T*>(beta.const_data_ptr()),
+                       .mean = mean.mutable_data_ptr<float>(),
+                       .rstd = rstd.mutable_data_ptr<float>(),
+                       .inverse = 1.0f / static_cast<float>(columns),
+                       .eps = static_cast<float>(eps)};
+    dispatch_shape<kNormGroups>(columns, [&](auto shape) {
+      using S = decltype(shape);
+      launch({.op = op,
+              .grid = static_cast<unsigned>(blocks_for(rows, S::kTeams)),
+              .block = dim3(S::kThreads, S::kTeams),
+              .stream = current_stream(device),
+              .dependent = true},
+             embedding_layer_norm_fwd_kernel<T, S>, lookup, norm,
+             static_cast<T*>(y.mutable_data_ptr()));
+    });
+  });
+  return {y, mean, rstd};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
+  m.impl("embedding_fwd", TORCH_BOX(&embedding_fwd));
+  m.impl("embedding_layer_norm_fwd", TORCH_BOX(&embedding_layer_norm_fwd));
+}
 
 }  // namespace
 }  // namespace lightseq

@@ -1,4 +1,4 @@
-// Distribution of rows among threads in dropout_residual_layer_norm_fwd and _bwd.
+// LayerNorm: distribution of rows among threads, and the forward computation of a row.
 //
 // The grid has as many blocks as are resident at a time (persistent blocks). In a block, each team
 // of threads processes one row at a time. A thread always has the same columns, so it keeps their
@@ -251,6 +251,39 @@ __device__ __forceinline__ float2 team_sum(float2 x, float2 (&room)[S::kWarps]) 
     x.y += room[warp].y;
   }
   return x;
+}
+
+// LayerNorm of a team's row. x: this thread's columns, zeros past the row's end; overwritten with
+// the result. sum: of these elements. inverse: 1 / columns. Returns mean and 1 / standard
+// deviation.
+template <typename T, typename S>
+__device__ __forceinline__ float2 normalize_row(float (&x)[S::kGroups][kColumnsPerDraw], float sum,
+                                                const Columns<T> (&gamma)[S::kGroups],
+                                                const Columns<T> (&beta)[S::kGroups], int columns,
+                                                float inverse, float eps) {
+  __shared__ float sum_rooms[S::kTeams][S::kWarps], square_rooms[S::kTeams][S::kWarps];
+  const float mean = team_sum<S>(sum, sum_rooms[threadIdx.y]) * inverse;
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < S::kGroups; ++i) {
+    const float centre = S::column(i) < columns ? mean : 0.0f;  // keeps zeros past the row's end
+#pragma unroll
+    for (int e = 0; e < kColumnsPerDraw; ++e) {
+      x[i][e] -= centre;
+      squares += x[i][e] * x[i][e];
+    }
+  }
+  squares = team_sum<S>(squares, square_rooms[threadIdx.y]);
+  const float rstd = rsqrtf(squares * inverse + eps);
+#pragma unroll
+  for (int i = 0; i < S::kGroups; ++i) {
+    float weight[kColumnsPerDraw], shift[kColumnsPerDraw];
+    gamma[i].unpack(weight);
+    beta[i].unpack(shift);
+#pragma unroll
+    for (int e = 0; e < kColumnsPerDraw; ++e) x[i][e] = x[i][e] * rstd * weight[e] + shift[e];
+  }
+  return {mean, rstd};
 }
 
 }  // namespace lightseq

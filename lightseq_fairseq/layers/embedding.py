@@ -29,35 +29,54 @@ class _LookUp:
     padding_idx: int
     p: float
     site: int
+    eps: float = 0.0
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, positions: Tensor | None,
-                position_weight: Tensor | None, rng: Tensor,
-                settings: _LookUp) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(tokens, weight, positions, position_weight, rng)
+                position_weight: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
+                rng: Tensor, settings: _LookUp) -> Tensor:  # fmt: skip
+        tables = tokens, weight, positions, position_weight
+        scale, p, site = settings.scale, settings.p, settings.site
+        mean = rstd = None
+        if gamma is None or beta is None:
+            y = ops.embedding_fwd(*tables, scale=scale, p=p, rng=rng, site=site)
+        else:
+            y, mean, rstd = ops.embedding_layer_norm_fwd(
+                *tables, gamma, beta, scale=scale, p=p, rng=rng, site=site, eps=settings.eps
+            )
+        ctx.save_for_backward(*tables, gamma, beta, mean, rstd, rng)
         ctx.settings = settings
-        return ops.embedding_fwd(
-            tokens, weight, positions, position_weight,
-            scale=settings.scale, p=settings.p, rng=rng, site=settings.site,
-        )  # fmt: skip
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        tokens, weight, positions, position_weight, rng = ctx.saved_tensors
+        tokens, weight, positions, position_weight, gamma, beta, mean, rstd, rng = ctx.saved_tensors
         settings: _LookUp = ctx.settings
+        dy, scale, p, site = dy.contiguous(), settings.scale, settings.p, settings.site
+        of_norm: tuple[Tensor | None, ...] = (None, None)
+        if gamma is not None:
+            # Looked up again: a kernel, but [T, C] less memory until here.
+            x = ops.embedding_fwd(
+                tokens, weight, positions, position_weight, scale=scale, p=0.0, rng=rng, site=site
+            )
+            to = gradients_for(gamma, beta)
+            dy = ops.embedding_layer_norm_bwd(
+                dy, x, gamma, mean, rstd, p=p, rng=rng, site=site,
+                dgamma=to.tensors[0], dbeta=to.tensors[1], accumulate=to.accumulate,
+            )  # fmt: skip
+            of_norm, p = to.handed(), 0.0
         learned = ctx.needs_input_grad[3]
         to = gradients_for(weight, *([position_weight] if learned else []))
         dweight, dposition = to.tensors if learned else (to.tensors[0], None)
         ops.embedding_bwd(
-            dy.contiguous(), tokens, positions, settings.scale, settings.padding_idx,
-            p=settings.p, rng=rng, site=settings.site,
+            dy, tokens, positions, scale, settings.padding_idx, p=p, rng=rng, site=site,
             dweight=dweight, dposition_weight=dposition, accumulate=to.accumulate,
         )  # fmt: skip
         handed = to.handed()
-        return None, handed[0], None, handed[1] if learned else None, None, None
+        return None, handed[0], None, handed[1] if learned else None, *of_norm, None, None
 
 
 def embed(
@@ -81,19 +100,21 @@ def embed(
     Returns: [T, C].
     Source: ``TransformerEncoderBase.forward_embedding`` of fairseq.
     """
-    # If nothing lies between the look-up and the dropout, one kernel does both.
-    is_one_kernel = project is None and norm is None
-    look_up = _LookUp(scale, padding_idx, p if is_one_kernel else 0.0, site)
-    if project is None:
-        x = _Embedding.apply(tokens, weight, positions, position_weight, rng, look_up)
-    else:
-        x = _Embedding.apply(tokens, weight, None, None, rng, look_up)
-        x = nn.functional.linear(x, project.weight)
-        if positions is not None and position_weight is not None:
-            x = x + position_weight.index_select(0, positions)
+    if project is None:  # one kernel does all
+        gamma, beta, eps = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
+        look_up = _LookUp(scale, padding_idx, p, site, eps)
+        y: Tensor = _Embedding.apply(
+            tokens, weight, positions, position_weight, gamma, beta, rng, look_up
+        )
+        return y
+    look_up = _LookUp(scale, padding_idx, 0.0, site)
+    x = _Embedding.apply(tokens, weight, None, None, None, None, rng, look_up)
+    x = nn.functional.linear(x, project.weight)
+    if positions is not None and position_weight is not None:
+        x = x + position_weight.index_select(0, positions)
     if norm is not None:
         x = layer_norm(x, norm, rng)[1]
-    return x if is_one_kernel else dropout(x, p, rng, site)
+    return dropout(x, p, rng, site)
 
 
 def sinusoidal_positions(count: int, width: int, padding_idx: int) -> Tensor:

@@ -13,7 +13,12 @@ from __future__ import annotations
 from lightseq_fairseq import library
 
 from .philox import dropout_mask, keep_mask
-from .embedding import embedding_bwd, embedding_fwd
+from .embedding import (
+    embedding_bwd,
+    embedding_fwd,
+    embedding_layer_norm_bwd,
+    embedding_layer_norm_fwd,
+)
 from .linear import linear_bwd, linear_fwd
 from .attention import attention_bwd, attention_fwd
 from .decode_attention import decode_cross_attention, decode_self_attention
@@ -36,6 +41,8 @@ __all__ = [
     "dropout_mask",
     "embedding_fwd",
     "embedding_bwd",
+    "embedding_layer_norm_fwd",
+    "embedding_layer_norm_bwd",
     "linear_fwd",
     "linear_bwd",
     "attention_fwd",

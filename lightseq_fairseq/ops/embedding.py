@@ -1,14 +1,18 @@
 """Token and position embedding with dropout (fairseq: TransformerEncoderBase.forward_embedding).
 
-y = dropout(scale * weight[token] + position_weight[position])
+y = dropout(norm(scale * weight[token] + position_weight[position]))
+
+norm is LayerNorm (--layernorm-embedding) or nothing; each has its forward op. With LayerNorm,
+backward is embedding_layer_norm_bwd and, from its result, embedding_bwd without dropout.
 
 Shapes: T = packed tokens (rows), C = model width, V = vocabulary, P = rows of the position table.
-Dropout: the row id is the token's row, the column is the channel. Backward needs only the indices.
+Dropout: the row id is the token's row, the column is the channel. embedding_bwd needs only the
+indices.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,18 +62,134 @@ class EmbeddingFwd(NamedTuple):
     def shape(self) -> Tensor:
         return self.weight.new_empty((self.tokens.shape[0], self.weight.shape[1]))
 
-    def reference(self) -> Tensor:
-        dtype = work_dtype(self.weight)
-        y = self.weight.index_select(0, self.tokens).to(dtype).mul_(self.scale)
+    def look_up(self) -> Tensor:
+        """y before the dropout, in the working precision."""
+        x = self.weight.index_select(0, self.tokens).to(work_dtype(self.weight)).mul_(self.scale)
         if self.positions is not None and self.position_weight is not None:
-            y.add_(self.position_weight.index_select(0, self.positions))
+            x.add_(self.position_weight.index_select(0, self.positions))
+        return x
+
+    def reference(self) -> Tensor:
+        return self.drop(self.look_up())
+
+    def drop(self, y: Tensor) -> Tensor:
+        """Apply the dropout to y in place, and round."""
         if self.p > 0:
-            for part, factor in dropout_factors(self.rng, self.site, y.shape, self.p, dtype):
+            for part, factor in dropout_factors(self.rng, self.site, y.shape, self.p, y.dtype):
                 y[part].mul_(factor)
         return y.to(self.weight.dtype)
 
 
 embedding_fwd = define("embedding_fwd", EmbeddingFwd)
+
+Normed = tuple[Annotated[Tensor, "y"], Annotated[Tensor, "mean"], Annotated[Tensor, "rstd"]]
+
+
+class EmbeddingLayerNormFwd(NamedTuple):
+    """(y [T, C] in weight's dtype, mean [T], rstd [T]), with LayerNorm before the dropout.
+
+    gamma, beta: [C], in weight's dtype. Other arguments as in embedding_fwd.
+    mean and rstd are float32 (float64 for float64).
+    Raises ValueError as embedding_fwd does.
+    """
+
+    tokens: Tensor
+    weight: Tensor
+    positions: Tensor | None
+    position_weight: Tensor | None
+    gamma: Tensor
+    beta: Tensor
+    scale: float
+    p: float
+    rng: Tensor
+    site: int
+    eps: float
+
+    @property
+    def _without_norm(self) -> EmbeddingFwd:
+        return EmbeddingFwd(*self[:4], self.scale, self.p, self.rng, self.site)
+
+    def check(self, op: str) -> None:
+        weight = self.weight
+        self._without_norm.check(op)
+        for name, vector in (("gamma", self.gamma), ("beta", self.beta)):
+            check_tensor(op, name, vector, weight.shape[1:], (weight.dtype,), weight)
+
+    def shape(self) -> Normed:
+        y = self._without_norm.shape()
+        mean, rstd = (y.new_empty(len(y), dtype=work_dtype(y)) for _ in range(2))
+        return y, mean, rstd
+
+    def reference(self) -> Normed:
+        x = self._without_norm.look_up()
+        y, mean, rstd = torch.native_layer_norm(
+            x, x.shape[1:], self.gamma.to(x.dtype), self.beta.to(x.dtype), self.eps
+        )
+        return self._without_norm.drop(y), mean.view(-1), rstd.view(-1)
+
+
+embedding_layer_norm_fwd = define("embedding_layer_norm_fwd", EmbeddingLayerNormFwd)
+
+
+class EmbeddingLayerNormBwd(NamedTuple):
+    """dx [T, C], the gradient of LayerNorm's input; dgamma and dbeta are overwritten or added to.
+
+    dy: [T, C], the gradient of forward's y. mean, rstd: forward's.
+    x: [T, C], LayerNorm's input: embedding_fwd with p == 0.
+    dgamma, dbeta: [C] or None; overwritten or, with accumulate, added to.
+    Raises ValueError on a wrong shape, dtype, device or layout.
+    """
+
+    dy: Tensor
+    x: Tensor
+    gamma: Tensor
+    mean: Tensor
+    rstd: Tensor
+    p: float
+    rng: Tensor
+    site: int
+    dgamma: Written | None
+    dbeta: Written | None
+    accumulate: bool
+
+    def check(self, op: str) -> None:
+        dy, x, gamma, mean, rstd = self[:5]
+        check_tensor(op, "dy", dy, ("T", "C"), FLOATS)
+        check_tensor(op, "x", x, dy.shape, (dy.dtype,), dy)
+        for name, rows in (("dy", dy), ("x", x)):
+            check_rows(op, name, rows)
+        check_tensor(op, "gamma", gamma, dy.shape[1:], (dy.dtype,), dy)
+        for name, statistic in (("mean", mean), ("rstd", rstd)):
+            check_tensor(op, name, statistic, dy.shape[:1], (work_dtype(dy),), dy)
+        for name, vector in (("dgamma", self.dgamma), ("dbeta", self.dbeta)):
+            if vector is not None:
+                check_tensor(op, name, vector, dy.shape[1:], FLOATS, dy)
+        check_dropout(op, self.p, self.rng, dy)
+
+    def shape(self) -> Tensor:
+        return self.dy.new_empty(self.dy.shape)
+
+    def reference(self) -> Tensor:
+        dtype = work_dtype(self.dy)
+        grad = _dropped(self.dy, self.p, self.rng, self.site)
+        gamma = self.gamma.to(dtype)
+        dx, dgamma, dbeta = torch.ops.aten.native_layer_norm_backward(
+            grad,
+            self.x.to(dtype),
+            gamma.shape,
+            self.mean.view(-1, 1),
+            self.rstd.view(-1, 1),
+            gamma,
+            gamma,
+            (True, self.dgamma is not None, self.dbeta is not None),
+        )
+        store_gradient(self.dgamma, dgamma, self.accumulate)
+        store_gradient(self.dbeta, dbeta, self.accumulate)
+        result: Tensor = dx.to(self.dy.dtype)
+        return result
+
+
+embedding_layer_norm_bwd = define("embedding_layer_norm_bwd", EmbeddingLayerNormBwd)
 
 
 class EmbeddingBwd(NamedTuple):
@@ -116,13 +236,7 @@ class EmbeddingBwd(NamedTuple):
             raise ValueError(f"{op}: padding_idx is {self.padding_idx}, dweight has {rows} rows")
 
     def reference(self) -> None:
-        dy, dtype = self.dy, work_dtype(self.dy)
-        grad = torch.empty_like(dy, dtype=dtype)
-        if self.p > 0:
-            for part, factor in dropout_factors(self.rng, self.site, dy.shape, self.p, dtype):
-                torch.mul(dy[part], factor, out=grad[part])
-        else:
-            grad.copy_(dy)
+        grad = _dropped(self.dy, self.p, self.rng, self.site)
         if self.dposition_weight is not None and self.positions is not None:
             _add_rows(self.dposition_weight, self.positions, grad, -1, self.accumulate)
         if self.dweight is not None:
@@ -131,6 +245,16 @@ class EmbeddingBwd(NamedTuple):
 
 
 embedding_bwd = define("embedding_bwd", EmbeddingBwd)
+
+
+def _dropped(dy: Tensor, p: float, rng: Tensor, site: int) -> Tensor:
+    """The gradient of dropout's input, a new tensor in the working precision."""
+    grad = torch.empty_like(dy, dtype=work_dtype(dy))
+    if p == 0:
+        return grad.copy_(dy)
+    for part, factor in dropout_factors(rng, site, dy.shape, p, grad.dtype):
+        torch.mul(dy[part], factor, out=grad[part])
+    return grad
 
 
 def _add_rows(

@@ -1,4 +1,4 @@
-"""Token and position embedding compared with torch's, and its gradients."""
+"""Token and position embedding, with and without LayerNorm, compared with torch's; gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from lightseq_fairseq import ops
 
-V, P, C, PAD, SCALE, SITE = 11, 9, 6, 1, 2.5, 4
+V, P, C, PAD, SCALE, SITE, EPS = 11, 9, 6, 1, 2.5, 4, 1e-5
 TOKENS = torch.tensor([3, 5, 3, PAD, 0, 10, 3], dtype=torch.int32)
 POSITIONS = torch.tensor([2, 3, 4, 1, 2, 3, 8])
 
@@ -24,6 +24,41 @@ POSITIONS = torch.tensor([2, 3, 4, 1, 2, 3, 8])
 def tables(dtype=torch.float64):
     torch.manual_seed(0)
     return torch.randn(V, C, dtype=dtype), torch.randn(P, C, dtype=dtype)
+
+
+def norm_vectors(dtype=torch.float64):
+    """gamma and beta."""
+    torch.manual_seed(1)
+    return torch.randn(C, dtype=dtype), torch.randn(C, dtype=dtype)
+
+
+def normed_fwd(p, tokens, positions, weight, position_weight, gamma, beta):
+    return ops.embedding_layer_norm_fwd(
+        tokens, weight, positions, position_weight, gamma, beta, SCALE, p, make_rng(), SITE, EPS
+    )
+
+
+def normed_bwd(p, dy, statistics, tokens, positions, weight, position_weight, gamma, *_):
+    """Gradients of weight, position_weight (None without), gamma and beta."""
+    x = ops.embedding_fwd(tokens, weight, positions, position_weight, SCALE, 0.0, make_rng(), SITE)
+    grads = [
+        None if t is None else poisoned(*t.shape, dtype=t.dtype)
+        for t in (weight, position_weight, gamma, gamma)
+    ]
+    dx = ops.embedding_layer_norm_bwd(
+        dy, x, gamma, *statistics, p, make_rng(), SITE, *grads[2:], False
+    )
+    ops.embedding_bwd(dx, tokens, positions, SCALE, -1, 0.0, make_rng(), SITE, *grads[:2], False)
+    return tuple(grads)
+
+
+def normed_plain(p, tokens, positions, weight, position_weight, gamma, beta):
+    """y in torch, with our dropout's mask."""
+    x = SCALE * weight[tokens]
+    if position_weight is not None:
+        x = x + position_weight[positions]
+    keep = ops.keep_mask(make_rng(), SITE, torch.arange(len(tokens)), C, p)
+    return functional.layer_norm(x, (C,), gamma, beta, EPS) * keep / (1 - p)
 
 
 def bwd(dy, p, accumulate=False, dweight=None, dposition=None, positions=POSITIONS, pad=PAD):
@@ -69,6 +104,79 @@ def test_equals_torch(with_positions, p):
     torch.testing.assert_close(dweight, weight.grad)
     if with_positions:
         torch.testing.assert_close(dposition, position_weight.grad)
+
+
+@pytest.mark.parametrize("with_positions", [True, False])
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_layer_norm_equals_torch(with_positions, p):
+    inputs = (
+        [*tables(), *norm_vectors()] if with_positions else [tables()[0], None, *norm_vectors()]
+    )
+    leaves = [None if x is None else leaf(x, x.dtype) for x in inputs]
+    expected = normed_plain(p, TOKENS, POSITIONS, *leaves)
+    positions = POSITIONS if with_positions else None
+    y, *statistics = normed_fwd(p, TOKENS, positions, *inputs)
+    torch.testing.assert_close(y, expected.detach())
+    dy = torch.randn_like(y)
+    expected.backward(dy)
+    for ours, x in zip(normed_bwd(p, dy, statistics, TOKENS, positions, *inputs), leaves):
+        assert (ours is None) == (x is None)
+        if x is not None:
+            torch.testing.assert_close(ours, x.grad)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_layer_norm_gradcheck(p):
+    check_gradients(
+        lambda *inputs: normed_fwd(p, TOKENS, POSITIONS, *inputs),
+        lambda douts, inputs, outputs: normed_bwd(
+            p, douts[0], outputs[1:], TOKENS, POSITIONS, *inputs
+        ),
+        [*tables(), *norm_vectors()],
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_layer_norm_16_bit(dtype):
+    torch.manual_seed(0)
+    indices = torch.randint(0, V, (500,)), torch.randint(0, P, (500,))
+    inputs = [*tables(dtype), *norm_vectors(dtype)]
+    dy = torch.randn(500, C, dtype=dtype)
+    results = []
+    for kind in (dtype, torch.float64):
+        leaves = [leaf(x, kind) for x in inputs]
+        y = normed_plain(0.1, *indices, *leaves)
+        y.backward(dy.to(kind))
+        results.append((y.detach(), *(x.grad for x in leaves)))
+    y, *statistics = normed_fwd(0.1, *indices, *inputs)
+    ours = (y, *normed_bwd(0.1, dy, statistics, *indices, *inputs))
+    for mine, plain, exact in zip(ours, *results, strict=True):
+        assert_as_good_as(mine, plain, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_layer_norm_accumulates(dtype):
+    x, gamma = torch.randn(2, 7, C, dtype=dtype)[0], norm_vectors(dtype)[0]
+    mean, rstd = torch.randn(2, 7, dtype=torch.promote_types(dtype, torch.float32))
+    exact = [poisoned(C, dtype=mean.dtype) for _ in range(2)]
+    before = torch.randn(2, C, dtype=dtype)
+    after = before.clone()
+    settings = (gamma, mean, rstd, 0.2, make_rng(), SITE)
+    dx = ops.embedding_layer_norm_bwd(x, x, *settings, *exact, False)
+    assert torch.equal(dx, ops.embedding_layer_norm_bwd(x, x, *settings, *after, True))
+    torch.testing.assert_close(after, (before + torch.stack(exact)).to(dtype))
+    assert torch.equal(dx, ops.embedding_layer_norm_bwd(x, x, *settings, None, None, False))
+
+
+def test_layer_norm_keeps_a_nan_that_is_dropped():
+    inputs = [*tables(), *norm_vectors()]
+    dy = torch.ones(len(TOKENS), C, dtype=torch.float64)
+    keep = ops.keep_mask(make_rng(), SITE, torch.arange(len(TOKENS)), C, 0.4)
+    row, column = (int(i) for i in (keep == 0).nonzero()[0])
+    dy[row, column] = torch.nan
+    _, *statistics = normed_fwd(0.4, TOKENS, POSITIONS, *inputs)
+    dweight, _, _, dbeta = normed_bwd(0.4, dy, statistics, TOKENS, POSITIONS, *inputs)
+    assert dweight[TOKENS[row]].isnan().all() and dbeta[column].isnan()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -138,6 +246,10 @@ def test_empty():
     dweight = poisoned(V, C)
     ops.embedding_bwd(y, none, None, 1.0, PAD, 0.1, make_rng(), 0, dweight, None, False)
     assert dweight.eq(0).all()
+    inputs = [*tables(), *norm_vectors()]
+    y, *statistics = normed_fwd(0.1, none, none, *inputs)
+    assert y.shape == (0, C) and [x.shape for x in statistics] == [(0,), (0,)]
+    assert all(x.eq(0).all() for x in normed_bwd(0.1, y, statistics, none, none, *inputs))
 
 
 @pytest.mark.parametrize("p", [0.0, 0.4])
@@ -150,6 +262,17 @@ def test_opcheck(p, accumulate):
     backward = (dy, TOKENS, POSITIONS, SCALE, PAD, p, rng, SITE)
     check_op("embedding_bwd", *backward, torch.zeros(V, C), torch.zeros(P, C), accumulate)
     check_op("embedding_bwd", *backward, torch.zeros(V, C), None, accumulate)
+    norm = norm_vectors()
+    settings = (SCALE, p, rng, SITE, EPS)
+    check_op("embedding_layer_norm_fwd", TOKENS, weight, None, None, *norm, *settings)
+    check_op(
+        "embedding_layer_norm_fwd", TOKENS, weight, POSITIONS, position_weight, *norm, *settings
+    )
+    x, statistics = torch.randn_like(dy), torch.rand(2, len(TOKENS), dtype=torch.float64)
+    backward = (dy, x, norm[0], *statistics.clone().unbind(), p, rng, SITE)
+    gradients = torch.zeros(C), torch.zeros(C)
+    check_op("embedding_layer_norm_bwd", *backward, *gradients, accumulate)
+    check_op("embedding_layer_norm_bwd", *backward, None, None, accumulate)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +302,42 @@ def test_refusals(change, message):
     }
     with pytest.raises(ValueError, match=f"embedding_fwd: {message}"):
         ops.embedding_fwd(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": TOKENS.float()}, "tokens must be int32 or int64, got float32"),
+        ({"gamma": torch.randn(C + 1)}, r"gamma must have shape \[6\], got \[7\]"),
+        ({"beta": torch.randn(C).half()}, "beta must be float32, got float16"),
+    ],
+)
+def test_layer_norm_refusals(change, message):
+    weight, gamma, beta = tables(torch.float32)[0], *norm_vectors(torch.float32)
+    arguments = {"tokens": TOKENS, "weight": weight, "gamma": gamma, "beta": beta, **change}
+    rest = {"positions": None, "position_weight": None, "scale": 1.0, "p": 0.0, "eps": EPS}
+    with pytest.raises(ValueError, match=f"embedding_layer_norm_fwd: {message}"):
+        ops.embedding_layer_norm_fwd(**arguments, **rest, rng=make_rng(), site=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dy": torch.randn(C)}, r"dy must have shape \[T, C\], got \[6\]"),
+        ({"x": torch.randn(7, C).half()}, "x must be float32, got float16"),
+        ({"gamma": torch.randn(C + 1)}, r"gamma must have shape \[6\], got \[7\]"),
+        ({"rstd": torch.randn(8)}, r"rstd must have shape \[7\], got \[8\]"),
+        ({"dbeta": torch.randn(7, C)}, r"dbeta must have shape \[6\], got \[7, 6\]"),
+        ({"p": 1.0}, "p must be at least 0 and below 1"),
+    ],
+)
+def test_layer_norm_backward_refusals(change, message):
+    dy, x = torch.randn(2, 7, C)
+    gamma, beta = norm_vectors(torch.float32)
+    arguments = {"dy": dy, "x": x, "gamma": gamma, "mean": dy[:, 0], "rstd": dy[:, 1], "p": 0.0}
+    arguments |= {"dgamma": gamma.clone(), "dbeta": beta, "rng": make_rng(), "site": 0, **change}
+    with pytest.raises(ValueError, match=f"embedding_layer_norm_bwd: {message}"):
+        ops.embedding_layer_norm_bwd(**arguments, accumulate=False)
 
 
 def test_backward_refusals():

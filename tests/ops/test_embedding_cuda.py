@@ -18,7 +18,7 @@ make_rng = functools.partial(rng_on, device="cuda")
 
 pytestmark = pytest.mark.gpu
 
-PAD, SCALE, SITE = 1, 2.5, 4
+PAD, SCALE, SITE, EPS = 1, 2.5, 4, 1e-5
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -37,6 +37,7 @@ class Batch:
         self.positions = (torch.arange(tokens, device="cuda") * 7 % 31 % places).to(indices)
         self.weight, self.position_weight = normal(vocabulary), normal(places)
         self.dy = normal(tokens)
+        self.gamma, self.beta = normal(2)
 
     def forward(self, p, positions=True):
         extra = (self.positions, self.position_weight) if positions else (None, None)
@@ -65,9 +66,41 @@ class Batch:
         y.backward(self.dy.to(dtype))
         return y.detach(), weight.grad, position_weight.grad
 
+    def normed(self, p, positions=True, rng=None):
+        """(y, mean, rstd) with LayerNorm."""
+        extra = (self.positions, self.position_weight) if positions else (None, None)
+        rng = make_rng() if rng is None else rng
+        return ops.embedding_layer_norm_fwd(
+            self.tokens, self.weight, *extra, self.gamma, self.beta, SCALE, p, rng, SITE, EPS
+        )
+
+    def normed_backward(self, p, mean, rstd, dtype=None, accumulate=None, rng=None):
+        """Gradients of LayerNorm's input, gamma and beta; accumulate: the tensors to add to."""
+        grads = [torch.full_like(self.gamma, math.nan, dtype=dtype) for _ in range(2)]
+        if accumulate is not None:
+            grads = [x.clone() for x in accumulate]
+        extra = (self.positions, self.position_weight)
+        rng = make_rng() if rng is None else rng
+        x = ops.embedding_fwd(self.tokens, self.weight, *extra, SCALE, 0.0, rng, SITE)
+        dx = ops.embedding_layer_norm_bwd(
+            self.dy, x, self.gamma, mean, rstd, p, rng, SITE, *grads, accumulate is not None
+        )
+        return dx, *grads
+
+    def normed_plain(self, p, dtype):
+        """y and the gradients of `normed_backward` in plain torch, with our dropout's mask."""
+        keep = ops.dropout_mask(make_rng(device="cpu"), SITE, *self.dy.shape, p).cuda()
+        x = SCALE * self.weight.to(dtype)[self.tokens]
+        x = leaf(x + self.position_weight.to(dtype)[self.positions], dtype)
+        gamma, beta = leaf(self.gamma, dtype), leaf(self.beta, dtype)
+        y = functional.layer_norm(x, gamma.shape, gamma, beta, EPS) * keep / (1 - p)
+        y.backward(self.dy.to(dtype))
+        return y.detach(), x.grad, gamma.grad, beta.grad
+
 
 def test_kernels_are_loaded():
-    assert {"embedding_fwd", "embedding_bwd"} <= set(library.load().kernels)
+    names = {f"embedding{norm}_{way}" for norm in ("", "_layer_norm") for way in ("fwd", "bwd")}
+    assert names <= set(library.load().kernels)
 
 
 # (tokens, vocabulary, positions, width): one token; widths that are no power of two, or wider than
@@ -98,6 +131,93 @@ def test_errs_no_more_than_plain_torch(tokens, vocabulary, places, width, p, dty
     assert ours[1][exact[1].eq(0).all(1)].eq(0).all()
     again = (batch.forward(p), *batch.backward(p))
     assert all(map(torch.equal, ours, again))
+
+
+# Every width of a team of threads, in part and whole; blocks with teams that have no row.
+@pytest.mark.parametrize(
+    ("tokens", "width"),
+    [(1, 8), (31, 256), (1000, 1032), (3000, 520), (257, 4096), (130, 8192), (70000, 64)],
+)
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_errs_no_more_than_plain_torch(tokens, width, p, dtype):
+    batch = Batch(tokens, 900, 31, width, dtype)
+    exact, plain = batch.normed_plain(p, torch.float64), batch.normed_plain(p, dtype)
+
+    def run():
+        poison_cache()
+        y, *statistics = batch.normed(p)
+        return y, *batch.normed_backward(p, *statistics), *statistics
+
+    *ours, mean, rstd = run()
+    names = ("y", "dx", "dgamma", "dbeta")
+    for name, mine, other, truth in zip(names, ours, plain, exact, strict=True):
+        assert mine.dtype == dtype
+        assert_kernel_as_good_as(mine, other, truth, name, half_roundings=0.5)
+    x = SCALE * batch.weight.double()[batch.tokens]
+    x += batch.position_weight.double()[batch.positions]
+    torch.testing.assert_close(mean.double(), x.mean(1), rtol=1e-4, atol=1e-5)
+    variance = x.var(1, unbiased=False)
+    torch.testing.assert_close(rstd.double(), (variance + EPS).rsqrt(), rtol=1e-4, atol=0)
+    assert all(map(torch.equal, (*ours, mean, rstd), run()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("positions", [True, False])
+def test_layer_norm_equals_the_reference_on_the_cpu(dtype, positions):
+    batch = Batch(300, 100, 31, 72, dtype, torch.int32)
+    extra = (batch.positions.cpu(), batch.position_weight.cpu()) if positions else (None, None)
+    vectors = batch.gamma.cpu(), batch.beta.cpu()
+    expected = ops.embedding_layer_norm_fwd(
+        batch.tokens.cpu(), batch.weight.cpu(), *extra, *vectors,
+        SCALE, 0.1, make_rng(device="cpu"), SITE, EPS,
+    )  # fmt: skip
+    ours = [x.cpu() for x in batch.normed(0.1, positions)]
+    for mine, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, other)
+    # Exactly the elements that the reference drops.
+    assert torch.equal(ours[0] == 0, expected[0] == 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vector", DTYPES)
+def test_layer_norm_accumulates(dtype, vector):
+    """Gradients of vectors of every float type are summed in float32 and rounded once."""
+    batch = Batch(2000, 3000, 31, 264, dtype)
+    statistics = batch.normed(0.2)[1:]
+    dx, *fresh = batch.normed_backward(0.2, *statistics, torch.float32)
+    before = [torch.randn_like(x).to(vector) for x in fresh]
+    again, *after = batch.normed_backward(0.2, *statistics, accumulate=before)
+    assert torch.equal(again, dx)
+    for new, old, gradient in zip(after, before, fresh, strict=True):
+        torch.testing.assert_close(new, (old + gradient).to(vector))
+    _, *rounded = batch.normed_backward(0.2, *statistics, vector)
+    for mine, exact in zip(rounded, fresh, strict=True):
+        assert torch.equal(mine, exact.to(vector))
+
+
+def test_layer_norm_keeps_a_nan_that_is_dropped():
+    batch = Batch(100, 50, 31, 64, torch.bfloat16)
+    y, mean, rstd = batch.normed(0.4)
+    row, column = (int(i) for i in (y == 0).nonzero()[0])
+    batch.dy[row, column] = math.nan
+    dx, dgamma, dbeta = batch.normed_backward(0.4, mean, rstd)
+    assert dx[row].isnan().all() and dx.isnan().any(1).sum() == 1
+    assert all(x.isnan().nonzero().flatten().tolist() == [column] for x in (dgamma, dbeta))
+
+
+def test_layer_norm_of_strided_rows():
+    batch = Batch(100, 50, 31, 64, torch.float16)
+    y, *statistics = batch.normed(0.1)
+    expected = batch.normed_backward(0.1, *statistics)
+    for name in ("weight", "position_weight", "dy"):
+        rows = getattr(batch, name)
+        wide = torch.full((len(rows), 128), math.nan, device="cuda").half()
+        wide[:, 64:] = rows
+        setattr(batch, name, wide[:, 64:])
+    batch.tokens = batch.tokens.repeat_interleave(2)[::2]
+    assert torch.equal(batch.normed(0.1)[0], y)
+    assert all(map(torch.equal, batch.normed_backward(0.1, *statistics), expected))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -210,11 +330,13 @@ def test_replayed_graph_draws_anew():
     dweight = torch.full_like(batch.weight, math.nan)
 
     def run():
+        normed, *statistics = batch.normed(0.1, rng=rng)
+        gradients = batch.normed_backward(0.1, *statistics, rng=rng)
         y = ops.embedding_fwd(batch.tokens, batch.weight, None, None, SCALE, 0.1, rng, SITE)
         ops.embedding_bwd(
             batch.dy, batch.tokens, None, SCALE, PAD, 0.1, rng, SITE, dweight, None, False
         )
-        return y
+        return y, normed, *gradients
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -224,8 +346,8 @@ def test_replayed_graph_draws_anew():
         rng[1] = micro_batch
         batch.tokens.copy_(batch.tokens.roll(micro_batch) // 2)
         graph.replay()
-        seen = captured.clone(), dweight.clone()
-        assert torch.equal(seen[0], run()) and torch.equal(seen[1], dweight)
+        seen = *(x.clone() for x in captured), dweight.clone()
+        assert all(map(torch.equal, seen, (*run(), dweight)))
 
 
 @pytest.mark.parametrize("accumulate", [True, False])
@@ -234,6 +356,11 @@ def test_empty(accumulate):
     assert batch.forward(0.1).shape == (0, 16)
     before = [torch.ones_like(batch.weight), torch.ones_like(batch.position_weight)]
     after = batch.backward(0.1, accumulate=before if accumulate else None)
+    assert all(x.eq(1.0 if accumulate else 0.0).all() for x in after)
+    y, *statistics = batch.normed(0.1)
+    assert y.shape == (0, 16)
+    before = [torch.ones_like(batch.gamma) for _ in range(2)]
+    _, *after = batch.normed_backward(0.1, *statistics, accumulate=before if accumulate else None)
     assert all(x.eq(1.0 if accumulate else 0.0).all() for x in after)
 
 
@@ -256,6 +383,29 @@ def test_refusals():
         with pytest.raises(RuntimeError, match=f"embedding_bwd: {message}"):
             ops.embedding_bwd(
                 wrong, batch.tokens, None, 1.0, PAD, 0.0, make_rng(), 0, table, None, False
+            )
+
+
+def test_layer_norm_refusals():
+    batch = Batch(10, 40, 4, 16, torch.float16)
+    wide = torch.zeros(4, 8200, device="cuda").half()
+    for weight, gamma, message in (
+        (batch.weight[:, :12], batch.gamma[:12], "weight has rows of 12 elements; .* multiple of"),
+        (batch.weight.double(), batch.gamma.double(), "weight must be float32, float16 or"),
+        (wide, wide[0], "rows must have at most 8192 elements on a GPU, got 8200"),
+    ):
+        with pytest.raises(RuntimeError, match=f"embedding_layer_norm_fwd: {message}"):
+            ops.embedding_layer_norm_fwd(
+                batch.tokens, weight, None, None, gamma, gamma, 1.0, 0.0, make_rng(), 0, EPS
+            )
+    statistics = torch.ones(2, 10, device="cuda")
+    for dy, gamma, message in (
+        (batch.dy[:, :12], batch.gamma[:12], "dy has rows of 12 elements; .* multiple of 8"),
+        (wide[:1].expand(10, -1), wide[0], "rows must have at most 8192 elements on a GPU"),
+    ):
+        with pytest.raises(RuntimeError, match=f"embedding_layer_norm_bwd: {message}"):
+            ops.embedding_layer_norm_bwd(
+                dy, dy, gamma, *statistics, 0.0, make_rng(), 0, None, None, False
             )
 
 

@@ -140,6 +140,25 @@ def test_dropout_residual_layer_norm(width: int, dtype: torch.dtype) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("width", [40, 1024, 2056])
+def test_embedding_layer_norm(width: int, dtype: torch.dtype) -> None:
+    # As many rows for every team of threads, see test_dropout_residual_layer_norm.
+    count = 16 * torch.cuda.get_device_properties(0).multi_processor_count
+    tokens, positions, dy = ids(count, 50), ids(count, 20), on_gpu(dtype, count, width)
+    tables = tokens, on_gpu(dtype, 50, width), positions, on_gpu(dtype, 20, width)
+    gamma, beta = (on_gpu(dtype, width) for _ in range(2))
+    dropout = (P, make_rng().cuda(), SITE)
+
+    def call() -> tuple[Tensor, ...]:
+        y, mean, rstd = ops.embedding_layer_norm_fwd(*tables, gamma, beta, 2.0, *dropout, 1e-5)
+        vectors = tuple(torch.empty_like(gamma) for _ in range(2))
+        dx = ops.embedding_layer_norm_bwd(dy, y, gamma, mean, rstd, *dropout, *vectors, False)
+        return y, mean, rstd, dx, *vectors
+
+    check(call)
+
+
+@DTYPES
 @pytest.mark.parametrize("activation", ["identity", "relu", "gelu", "gelu_accurate"])
 def test_bias_activation_dropout(activation: str, dtype: torch.dtype) -> None:
     x, dy, bias = on_gpu(dtype, 37, 264), on_gpu(dtype, 37, 264), on_gpu(dtype, 264)

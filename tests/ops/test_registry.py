@@ -43,6 +43,14 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(randn(T, C), tokens(V), tokens(T), 2.0, 1, P, make_rng(), SITE),
         *(randn(V, C), randn(T, C), True),
     ),
+    "embedding_layer_norm_fwd": lambda: (
+        *(tokens(V), randn(V, C), tokens(T), randn(T, C), randn(C), randn(C)),
+        *(2.0, P, make_rng(), SITE, 1e-5),
+    ),
+    "embedding_layer_norm_bwd": lambda: (
+        *(randn(T, C), randn(T, C), randn(C), randn(T), randn(T).abs()),
+        *(P, make_rng(), SITE, randn(C), randn(C), True),
+    ),
     "linear_fwd": lambda: (randn(T, C), randn(V, C), randn(V), True),
     "linear_bwd": lambda: (
         *(randn(T, V), randn(T, C), randn(V, C), randn(V, C), randn(V), True, False),

@@ -74,6 +74,27 @@ def test_layer_norm(dtype):
 
 
 @DTYPES
+def test_embedding_layer_norm(dtype):
+    rng = make_rng(device="cuda")
+    for columns in (*range(8, 8193, 248), 1024, 2048, 4096, 6144, 8192):
+        for rows in (3, 5000 if columns <= 1024 else 1200):
+            weight, (gamma, beta) = (
+                torch.randn(n, columns, device="cuda").to(dtype) for n in (9, 2)
+            )
+            tokens, dropout = torch.arange(rows, device="cuda") % 9, (0.0, rng, 0)
+            y, mean, rstd = ops.embedding_layer_norm_fwd(
+                tokens, weight, None, None, gamma, beta, 1.0, *dropout, 1e-5
+            )
+            x = weight[tokens]
+            expected = functional.layer_norm(x.double(), (columns,), gamma.double(), beta.double())
+            assert is_close(y, expected, dtype), columns
+            gradients = [torch.full_like(gamma, torch.nan) for _ in range(2)]
+            dx = ops.embedding_layer_norm_bwd(x, x, gamma, mean, rstd, *dropout, *gradients, False)
+            assert is_close(gradients[1].float(), x.double().sum(0), dtype), columns
+            assert dx.isfinite().all(), columns
+
+
+@DTYPES
 def test_attention(dtype):
     cu = torch.tensor([0, 5, 70, 70, 300], dtype=torch.int32, device="cuda")
     rng = make_rng(device="cuda")

@@ -121,6 +121,16 @@ def embeddings_are_scaled(patch: Patch) -> None:
     patch.setattr(transformer, "embed", lambda *a, **k: embed(*a, **{**k, "scale": 4.0}))
 
 
+@mutation("masked")
+def the_norm_of_the_embedding_has_bert_s_eps(patch: Patch) -> None:
+    change_op(patch, "embedding_layer_norm_fwd", lambda a: a.update(eps=1e-12))
+
+
+@mutation("masked-dropout")
+def the_dropout_of_the_embedding_has_no_gradient(patch: Patch) -> None:
+    change_op(patch, "embedding_layer_norm_bwd", lambda a: a.update(p=0.0))
+
+
 @mutation("masked-dropout")
 def no_dropout_after_the_norm_of_the_embedding(patch: Patch) -> None:
     embed = transformer.embed
