@@ -38,7 +38,8 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "temperature": {"beam": 3, "no_repeat_ngram_size": 3, "temperature": 1.5},
 }
 # Words of each prompt. Batches 2 and 3 use the same number of rows, and batch 1 nearly as many.
-BATCHES = ((5,) * 13, (3, 7, 1, 5, 5, 2, 0, 19), (9, 1, 2, 4, 11, 12, 3, 0), (6,))
+Batches = tuple[tuple[int, ...], ...]
+BATCHES: Batches = ((5,) * 13, (3, 7, 1, 5, 5, 2, 0, 19), (9, 1, 2, 4, 11, 12, 3, 0), (6,))
 
 
 @pytest.fixture(scope="module", name="toy")
@@ -46,10 +47,21 @@ def trained_toy() -> Toy:
     return counting.toy()
 
 
-def generate(model: Any, by: Any = None, on_cpu: bool = False, **options: Any) -> Found:
+def batches(by: Any, options: dict[str, Any]) -> Batches:
+    """The batches that the search ``by`` can continue with these options.
+
+    fairseq's search ends with an AssertionError if a prompt repeats an n-gram that it blocks.
+    """
+    fails = by is SequenceGenerator and "no_repeat_ngram_size" in options
+    return (BATCHES[0], BATCHES[-1]) if fails else BATCHES
+
+
+def generate(
+    model: Any, by: Any = None, on_cpu: bool = False, of: Batches = BATCHES, **options: Any
+) -> Found:
     """The hypotheses of all batches. The samples are on the model's device, or on the CPU."""
     found: list[Any] = []
-    for lengths in BATCHES:
+    for lengths in of:
         options = {"max_len_b": 30, **options}
         words = prompts(*lengths)
         results = counting.generate(counting.toy().task, [model], words, by, on_cpu, **options)
@@ -60,11 +72,12 @@ def generate(model: Any, by: Any = None, on_cpu: bool = False, **options: Any) -
 @pytest.mark.parametrize("by", [None, SequenceGenerator], ids=["own", "fairseqs"])
 @pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES)
 def test_float32_is_the_cpus(toy: Toy, options: dict[str, Any], by: Any) -> None:
-    model = copy.deepcopy(toy.ls).cuda()
-    expected = generate(toy.ls, **options)
-    assert_close(generate(model, by, **options), expected)
+    model, of = copy.deepcopy(toy.ls).cuda(), batches(by, options)
+    expected = generate(toy.ls, of=of, **options)
+    assert_close(generate(model, by, of=of, **options), expected)
     before = graphs(model)
-    assert_close(generate(model, by, **options), expected)  # graphs run from the first step on
+    # Graphs run from the first step on.
+    assert_close(generate(model, by, of=of, **options), expected)
     assert graphs(model) >= before > 0
 
 
@@ -74,12 +87,12 @@ def test_float32_is_the_cpus(toy: Toy, options: dict[str, Any], by: Any) -> None
 def test_captured_and_plain_steps_are_equal(
     toy: Toy, dtype: torch.dtype, by: Any, options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    captured = copy.deepcopy(toy.ls).cuda().to(dtype)
-    runs = [generate(captured, by, **options) for _ in range(3)]
+    captured, of = copy.deepcopy(toy.ls).cuda().to(dtype), batches(by, options)
+    runs = [generate(captured, by, of=of, **options) for _ in range(3)]
     assert graphs(captured) > 0
     monkeypatch.setenv("LIGHTSEQ_CAPTURE", "0")
     plain = copy.deepcopy(toy.ls).cuda().to(dtype)
-    runs.append(generate(plain, by, **options))
+    runs.append(generate(plain, by, of=of, **options))
     assert graphs(plain) == 0
     for run in runs[1:]:
         assert_equal(run, runs[0])
