@@ -284,13 +284,13 @@ def check_table(rows: list[dict[str, Any]]) -> list[str]:
         found = "; ".join(row.get("summary", []))
         failures = row["failures"] + row["errors"]
         cells = row["case"], row["tests"], failures, row["skipped"], found
-        lines.append([*map(str, cells)])
-    common = {key: sorted({row[key] for row in rows}) for key in ("gpu", "torch", "commit")}
+        gpu = row["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
+        lines.append([*map(str, cells), gpu, row["commit"][:10]])
+    head = ["check", "tests", "failures", "skipped", "found", "GPU", "commit"]
     return [
-        *table(["check", "tests", "failures", "skipped", "found"], lines, 1, "pipe"),
+        *table(head, lines, 1, "pipe"),
         "",
-        f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
-        f"{', '.join(commit[:10] for commit in common['commit'])}.",
+        f"torch {', '.join(sorted({r['torch'] for r in rows}))}.",
     ]
 
 
@@ -310,7 +310,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[str]]]] = {
     "generate_text": (("scripts/results/generate-text-h200.json",), generate_text),
     "convergence": ((CONVERGENCE,), convergence_table),
     "translation": ((TRANSLATION,), translation_table),
-    "gpu_check": (("scripts/results/gpu-check-h200.json",), check_table),
+    "gpu_check": (("scripts/results/gpu-check.json",), check_table),
 }
 PLOTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], Bars | Curves]]] = {
     OPS_PLOT: ("scripts/results/ops-h200.json", op_plot),
