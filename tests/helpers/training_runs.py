@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import math
 import multiprocessing
@@ -252,6 +253,7 @@ def run_ranks(data: Path, save_dir: Path, ranks: int, **flags: Any) -> list[list
     }  # fmt: skip
     of_rank = functools.partial(_run_rank, data, save_dir, flags)
     if flags.get("cpu", True):
+        importlib.import_module("torch._dynamo")  # optimizers do, for seconds: not in each rank
         children = [fork(functools.partial(of_rank, rank)) for rank in range(ranks)]
         statuses = [exit_status(child) for child in children]
     else:  # CUDA does not work in a forked process
