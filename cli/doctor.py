@@ -7,6 +7,7 @@ A section collects facts, which are JSON values, and problems. The summary, ``--
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -141,6 +142,29 @@ def gpus(problems: list[Problem]) -> Facts:
     return found
 
 
+def links(problems: list[Problem]) -> Facts:
+    import torch
+
+    has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    apart = [
+        f"{a} and {b}"
+        for a, b in itertools.combinations(range(count), 2)
+        if not torch.cuda.can_device_access_peer(a, b)
+    ]
+    if apart:
+        text = (
+            f"GPUs {apart[0]} cannot read each other's memory, so gradients pass through the "
+            "host's: nvidia-smi topo -m shows the links of this machine."
+        )
+        problems.append(Problem("slow", text))
+    if count > 1 and nccl is None:
+        text = f"torch {torch.__version__} has no NCCL: training on several GPUs needs it."
+        problems.append(Problem("slow", text))
+    return {"nccl": nccl, "direct": not apart if count > 1 else None}
+
+
 def nvcc(problems: list[Problem]) -> Facts:
     home = os.environ.get("CUDA_HOME")
     candidates = [f"{home}/bin/nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
@@ -207,6 +231,7 @@ SECTIONS: dict[str, Section] = {
     "torch": torch,
     "fairseq": fairseq,
     "gpus": gpus,
+    "links": links,
     "nvcc": nvcc,
     "kernels": kernels,
     "settings": settings,
@@ -237,6 +262,8 @@ def summary(facts: dict[str, Facts]) -> Iterator[tuple[str, str]]:
     untested = " (untested)" * (fairseq is not None and not fairseq["tested"])
     yield "fairseq", fairseq["version"] + untested if fairseq else "cannot be used"
     yield "GPU", "; ".join(map(_gpu, facts["gpus"])) or "none"
+    if len(facts["gpus"]) > 1:
+        yield "links", _links(facts["links"])
     yield "kernels", _kernels(facts)
     yield "lightseq-train", facts["command"] or "not on the PATH"
 
@@ -247,6 +274,11 @@ def _torch(torch: Facts) -> str:
 
 def _gpu(gpu: Facts) -> str:
     return f"{gpu['name']} ({gpu['architecture']}, {gpu['memory_gib']:.0f} GiB)"
+
+
+def _links(found: Facts) -> str:
+    nccl = f"NCCL {found['nccl']}" if found["nccl"] else "no NCCL"
+    return f"{nccl}, {'direct' if found['direct'] else 'through host memory'} between GPUs"
 
 
 def _kernels(facts: dict[str, Facts]) -> str:

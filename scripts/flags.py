@@ -138,6 +138,10 @@ NOTES = {
     "--activation-fn": "relu, gelu, gelu_accurate; others are refused",
     "--ddp-backend": "fallback with `slowmo`; `fully_sharded` is refused: parameters live in one "
     "flat buffer; the others make no difference to the captured step",
+    "--zero-sharding": "`os` with `--optimizer ls_adam` in the captured step; refused with "
+    "`ls_adam` in fairseq's own step",
+    "--fp32-reduce-scatter": "16-bit gradients are sent and summed as float32, in fairseq only "
+    "with `--ddp-backend fully_sharded`; no effect in fairseq's own step",
     "--distributed-backend": "without GPUs it is gloo, and nccl is refused",
     "--sacrebleu": "with `--bpe` it avoids a warning",
     "--fp16": "refused on a CPU, except with `--fp16-no-flatten-grads`",

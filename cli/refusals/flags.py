@@ -146,10 +146,6 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
         Refusal("--cpu-offload", _is_set("--cpu-offload"),
                 "it needs --ddp-backend fully_sharded, which cannot shard the one flat buffer of "
                 "all parameters", "remove it, or add --native and use that backend"),
-        Refusal("--zero-sharding",
-                lambda args: args.zero_sharding == "os" and args.optimizer == "ls_adam",
-                "the state of ls_adam is one flat buffer, which is not sharded",
-                "remove it, or use --optimizer adam"),
         Refusal("--profile", lambda args: args.profile and _lacks_gpu(args),
                 "it marks ranges for a GPU profiler, but this run uses no GPU", always=False),
         Refusal("--write-checkpoints-asynchronously",
@@ -257,7 +253,7 @@ PART_OF = {
         "--pipeline-encoder-balance --pipeline-encoder-devices --pipeline-decoder-balance "
         "--pipeline-decoder-devices --pipeline-checkpoint",
         "--ddp-backend fully_sharded": "--min-params-to-wrap --no-reshard-after-forward "
-        "--fp32-reduce-scatter --use-sharded-state --not-fsdp-flatten-parameters",
+        "--use-sharded-state --not-fsdp-flatten-parameters",
         "--ddp-backend slowmo": "--slowmo-momentum --slowmo-base-algorithm --localsgd-frequency "
         "--nprocs-per-node",
         "--use-plasma-view": "--plasma-path",
@@ -277,7 +273,7 @@ PART_OF = {
 _SEVERAL_RANKS = """
 --all-gather-list-size --ddp-backend --ddp-comm-hook --bucket-cap-mb --fix-batches-to-gpus
 --find-unused-parameters --gradient-as-bucket-view --heartbeat-timeout --broadcast-buffers
---load-checkpoint-on-all-dp-ranks --use-bmuf
+--load-checkpoint-on-all-dp-ranks --use-bmuf --zero-sharding --fp32-reduce-scatter
 """
 SEVERAL_RANKS = frozenset(_SEVERAL_RANKS.split())
 
@@ -452,6 +448,8 @@ def notes(
             pass  # adaptive_loss reads it
         elif flag in SEVERAL_RANKS and command == "train" and has_one_rank(args):
             yield f"{flag} has no effect with one rank."
+        elif flag == "--fp32-reduce-scatter" and command == "train" and not _in_16_bits(args):
+            yield f"{flag} has no effect without --fp16 or --bf16: gradients are float32 already."
 
 
 def _whole_is_set(flag: str, parser: argparse.ArgumentParser, args: argparse.Namespace) -> bool:
@@ -459,6 +457,10 @@ def _whole_is_set(flag: str, parser: argparse.ArgumentParser, args: argparse.Nam
     dest = whole.removeprefix("--").replace("-", "_")
     value = getattr(args, dest, None)
     return value == choice if choice else bool(value) and value != parser.get_default(dest)
+
+
+def _in_16_bits(args: argparse.Namespace) -> bool:
+    return bool(args.fp16 or args.bf16)
 
 
 def has_one_rank(args: argparse.Namespace) -> bool:

@@ -115,8 +115,8 @@ class _SelfAttention(torch.autograd.Function):
         dx, dstream = input_gradients(
             ctx.post_norm, dresidual, dqkv, x, weight, dweight, dbias, to.accumulate
         )
-        return (dx, dstream, None, None, *to.handed(*dweight.chunk(3)),
-                *to.handed(*dbias.chunk(3)), *to_out.handed(), *closing)  # fmt: skip
+        projections = to.handed(*dweight.chunk(3), *dbias.chunk(3))
+        return dx, dstream, None, None, *projections, *to_out.handed(), *closing
 
 
 class _CrossAttention(torch.autograd.Function):

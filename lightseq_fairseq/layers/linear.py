@@ -44,8 +44,9 @@ class _Linear(torch.autograd.Function):
         dweight = to.tensors[0]
         dbias = to.tensors[1] if biases else None
         dx = ops.linear_bwd(dy, x, weight, dweight, dbias, to.accumulate, need_dx)
-        dbiases = (None,) if dbias is None else to.handed(*dbias.split(ctx.rows))
-        return (dx if need_dx else None, None, *to.handed(*dweight.split(ctx.rows)), *dbiases)
+        dbiases = () if dbias is None else dbias.split(ctx.rows)
+        handed = to.handed(*dweight.split(ctx.rows), *dbiases)
+        return (dx if need_dx else None, None, *handed, *((None,) if dbias is None else ()))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

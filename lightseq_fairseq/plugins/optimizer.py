@@ -59,14 +59,6 @@ class FairseqAdam(native.FairseqAdam):
         """The torch optimizer."""
         return self._optimizer
 
-    @optimizer.setter
-    def optimizer(self, optimizer: Any) -> None:
-        # Only fairseq.optim.shard_ assigns this attribute.
-        raise UserError(
-            "--optimizer ls_adam does not support --zero-sharding os (its state is one flat "
-            "buffer, which is not sharded): remove it, or use --optimizer adam."
-        )
-
     def zero_grad(self) -> None:
         """Clear the gradients and reset their pending factor."""
         self._optimizer.zero_grad()

@@ -4,6 +4,7 @@
     full_batches  --pack-tokens: batches filled by real tokens, without counting pads
     objectives    packed batch, model -> losses, and the sums that are logged
     step          packed batch -> gradients -> update, as CUDA graphs
+    exchange      gradients and parameters on the wire between ranks, in pieces
     flat_adam     flat gradient -> flat parameters
     fast_path     runs the step in fairseq's training loop; decides when fairseq's own step runs
     trainer       fairseq's Trainer with that step, and its checkpoints
@@ -14,5 +15,5 @@
     report        log lines about a run: model, data, step; speed, memory and checkpoints
     ranks         reports ranks that no longer respond
 
-At import, batch, objectives, step, flat_adam and ranks need torch but not fairseq.
+At import, batch, objectives, step, exchange, flat_adam and ranks need torch but not fairseq.
 """

@@ -8,10 +8,11 @@ ends an epoch), the host waits for all steps. A skipped update is subtracted fro
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +27,13 @@ from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State
 from lightseq_fairseq.packing import LEAST_GRANULARITY, Granularity, PackedBatch
 from lightseq_fairseq.parameters import flat_buffers
 from lightseq_fairseq.training.background import WRITER
+from lightseq_fairseq.training.exchange import Ranks
 from lightseq_fairseq.training.flat_adam import FlatAdam
 from lightseq_fairseq.training.objectives import Objective, declares
 from lightseq_fairseq.training.step import (
     SCALER,
     STEPS_AHEAD,
     Count,
-    Ranks,
     Report,
     StopReason,
     TrainingStep,
@@ -98,7 +99,7 @@ def fallback_reason(trainer: Any) -> str | None:
         # Also true for subclasses from --user-dir, unless they declare packed steps themselves.
         "the arch does not support packed steps": not declares(model, "packed_logits"),
         "the criterion does not support packed steps": not declares(criterion, "objective"),
-        "the optimizer is not ls_adam": getattr(cfg.optimizer, "_name", None) != "ls_adam",
+        "the optimizer is not ls_adam": not _is_ours(cfg.optimizer),
         "the task has its own training step": not _trains_as_fairseqs(task),
         "the logs of the task cannot be summed over the ranks": trainer.data_parallel_world_size > 1
         and not task.logging_outputs_can_be_summed(criterion),
@@ -117,6 +118,43 @@ def _adam(optimizer: Any) -> FlatAdam:
     in_half = isinstance(optimizer, optim.FP16Optimizer)
     adam: FlatAdam = (optimizer.fp32_optimizer if in_half else optimizer).optimizer
     return adam
+
+
+def _ranks(trainer: Any) -> Ranks:
+    count, group = trainer.data_parallel_world_size, trainer.data_parallel_process_group
+    if count == 1:
+        return Ranks()
+    settings = trainer.cfg.distributed_training
+    return Ranks(
+        count, trainer.data_parallel_rank, group, settings.fp32_reduce_scatter,
+        settings.zero_sharding == "os",
+    )  # fmt: skip
+
+
+def refuse_shards(cfg: Any, reason: str | None) -> None:
+    """Raises UserError if fairseq's own step, for this reason, would have to shard ls_adam."""
+    if reason is not None and _of_ranks(cfg, "zero_sharding") == "os" and _is_ours(cfg.optimizer):
+        raise UserError(
+            "--zero-sharding os with ls_adam needs the captured step, but this run uses fairseq's "
+            f"own step ({reason}): remove --zero-sharding."
+        )
+
+
+@contextlib.contextmanager
+def unsharded(cfg: Any) -> Iterator[None]:
+    """Hide --zero-sharding from fairseq, which would shard ls_adam by another package."""
+    settings = cfg.distributed_training
+    asked = settings.zero_sharding
+    if _is_ours(cfg.optimizer):
+        settings.zero_sharding = "none"
+    try:
+        yield
+    finally:
+        settings.zero_sharding = asked
+
+
+def _is_ours(optimizer: Any) -> bool:
+    return getattr(optimizer, "_name", None) == "ls_adam"
 
 
 def granularity(trainer: Any) -> Granularity:
@@ -150,7 +188,7 @@ class FastPath:
         self.trainer = trainer
         optimizer = trainer.optimizer
         self._scaler = optimizer.scaler if isinstance(optimizer, optim.FP16Optimizer) else None
-        ranks = Ranks(trainer.data_parallel_world_size, trainer.data_parallel_process_group)
+        ranks = _ranks(trainer)
         self._is_alone = ranks.count == 1
         seed = cfg.common.seed + (trainer.data_parallel_rank << 32)  # different masks per rank
         if not self._is_alone:
@@ -234,6 +272,16 @@ class FastPath:
         self.settle()
         self._step.adam.join()
 
+    def gather(self) -> None:
+        """Make the optimizer's state readable on rank 0 until `release`; all ranks must call it."""
+        self.settle()
+        if self._step.adam.is_sharded:
+            self._step.adam.gather()
+
+    def release(self) -> None:
+        """Free the memory of `gather`."""
+        self._step.adam.release()
+
     def forget_graphs(self) -> None:
         """Free the memory of all graphs; later steps capture new ones."""
         self._step.forget_graphs()
@@ -248,7 +296,7 @@ class FastPath:
         nsentences = sum(batch.nsentences for batch in batches)
         seconds = self.trainer._local_cumulative_training_time()
         sample_size = self._objective.sample_size(batches)
-        return [sample_size, ntokens, nsentences, seconds, STOPPING.signal_code()]
+        return [sample_size, ntokens, nsentences, seconds, STOPPING.signal_code(), 0.0]
 
     def _rates_at(self, count: int) -> list[float]:
         """Learning rates at this count and the counts before it.

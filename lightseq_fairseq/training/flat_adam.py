@@ -1,20 +1,22 @@
 """Adam over flat buffers: one kernel updates all parameters; results and files are fairseq's.
 
-Shapes: N = elements of a parameter buffer, including alignment gaps.
+Shapes: N = elements of a parameter buffer, including alignment gaps; S = elements of the parts of
+it that one rank updates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.parameters import FlatBuffer, flat_buffers
+from lightseq_fairseq.parameters import ALIGNMENT, FlatBuffer, flat_buffers
+from lightseq_fairseq.training.exchange import Exchange
 
 _CLIP_EPS = 1e-6  # fairseq.utils.clip_grad_norm_ divides by norm + 1e-6
 _HALF = (torch.float16, torch.bfloat16)
@@ -28,11 +30,27 @@ class _Span:
 
     first: int
     last: int
-    step: Tensor  # int64, 0-dim
+    # int64, the count once for each part of the buffer, since each part's update increments one.
+    # The count of a part that has no element of the span stays behind.
+    steps: Tensor
+
+
+class _Whole(NamedTuple):
+    """The state of a sharded buffer in host memory: moments [N] and counts of the parameters."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    steps: list[int]
 
 
 class _Flat:
-    """A buffer, its Adam state, and the step count of each of its parameters."""
+    """A buffer, its Adam state, and the step count of each of its parameters.
+
+    Attributes:
+        parts: the elements of the buffer whose state this process has.
+        exp_avg, exp_avg_sq: moments of the parts, [N], or [S] if they are sharded.
+        masters: if they are sharded and no model owns them, the parts of the parameters, [S].
+    """
 
     def __init__(self, buffer: FlatBuffer, group: dict[str, Any], expert: bool) -> None:
         self.buffer = buffer
@@ -40,21 +58,91 @@ class _Flat:
         self.expert = expert
         dtype = torch.float32 if buffer.data.dtype in _HALF else buffer.data.dtype
         self.exp_avg, self.exp_avg_sq = buffer.zeros(dtype), buffer.zeros(dtype)
-        self.moments = list(
-            zip(buffer.views(self.exp_avg), buffer.views(self.exp_avg_sq), strict=True)
-        )
+        self.parts = [slice(0, len(buffer.data))]
+        self._starts = [0]  # of the parts in the state
+        self.masters: Tensor | None = None
+        self._exchange: Exchange | None = None  # that of a sharded state
+        self._whole: _Whole | None = None
         # Kept, because parameters that are split have no elements.
         self._ends = [
             offset + p.numel() for offset, p in zip(buffer.offsets, buffer.parameters, strict=True)
         ]
         self.set_steps([0] * len(buffer.parameters))
 
+    @property
+    def is_sharded(self) -> bool:
+        """See `FlatAdam.is_sharded`."""
+        return self._exchange is not None
+
+    def moments(self) -> list[tuple[Tensor, ...]]:
+        """Views of both moments of each parameter."""
+        whole = (self.exp_avg, self.exp_avg_sq) if self._exchange is None else self._gathered()[:2]
+        return list(zip(*(self.buffer.views(x) for x in whole), strict=True))
+
     def steps(self) -> list[int]:
         """Step count of each parameter; reads the device once per span."""
+        if self._exchange is not None:
+            return self._gathered().steps
+        return self._own_steps()
+
+    def _own_steps(self) -> list[int]:
         counts: list[int] = []
         for span in self.spans:
-            counts += [int(span.step)] * (span.last - span.first + 1)
+            counts += [int(span.steps.max())] * (span.last - span.first + 1)
         return counts
+
+    def _gathered(self) -> _Whole:
+        if self._whole is None:
+            raise RuntimeError("the state of a sharded optimizer is read before gather()")
+        return self._whole
+
+    def shard(self, exchange: Exchange, has_masters: bool) -> None:
+        """Keep the state of the parts that this rank updates, and free the rest."""
+        counts = self.steps()
+        self._exchange = exchange
+        self.parts = [exchange.ranks.own(piece) for piece in exchange.pieces]
+        self._starts, end = [], 0
+        for part in self.parts:
+            self._starts.append(end)
+            end += -(-(part.stop - part.start) // ALIGNMENT) * ALIGNMENT
+
+        def kept(x: Tensor) -> Tensor:
+            mine = x.new_zeros(end)
+            for part, own in zip(self.parts, self._split(mine), strict=True):
+                own.copy_(x[part])
+            return mine
+
+        self.exp_avg, self.exp_avg_sq = kept(self.exp_avg), kept(self.exp_avg_sq)
+        if has_masters:
+            self.masters = kept(self.buffer.lend())
+        self.set_steps(counts)
+
+    def _split(self, state: Tensor) -> list[Tensor]:
+        """The parts of a vector [S]."""
+        return [
+            state[start : start + part.stop - part.start]
+            for start, part in zip(self._starts, self.parts, strict=True)
+        ]
+
+    def gather(self) -> None:
+        """See `FlatAdam.gather`."""
+        assert self._exchange is not None
+        steps = torch.tensor(self._own_steps(), device=self.exp_avg.device)
+        counts = self._exchange.ranks.largest(steps).tolist()
+        first, second, masters = (
+            None if x is None else self._exchange.whole(self._split(x))
+            for x in (self.exp_avg, self.exp_avg_sq, self.masters)
+        )
+        if first is not None and second is not None:
+            self._whole = _Whole(first, second, counts)
+        if masters is not None:
+            self.buffer.take_back(masters)
+
+    def release(self) -> None:
+        """See `FlatAdam.release`."""
+        if self._whole is not None and self.masters is not None:
+            self.buffer.lend()
+        self._whole = None
 
     def set_steps(self, counts: list[int]) -> None:
         """Set the step count of each parameter."""
@@ -63,8 +151,8 @@ class _Flat:
             if place and counts[place - 1] == count:
                 self.spans[-1].last = place
             else:
-                step = torch.full((), count, device=self.buffer.data.device)
-                self.spans.append(_Span(place, place, step))
+                steps = torch.full((len(self.parts),), count, device=self.exp_avg.device)
+                self.spans.append(_Span(place, place, steps))
 
     def due(self, used: list[bool]) -> list[_Span]:
         """The spans of used parameters; a partly used span is split permanently."""
@@ -75,6 +163,14 @@ class _Flat:
     def part(self, span: _Span) -> slice:
         """The elements of a span in the buffer, with the gaps between its parameters."""
         return slice(self.buffer.offsets[span.first], self._ends[span.last])
+
+    def common(self, span: _Span, place: int) -> tuple[slice, slice]:
+        """What a span and a part of the buffer have in common: in the buffer and in the state."""
+        whole, part = self.part(span), self.parts[place]
+        start = max(whole.start, part.start)
+        stop = max(min(whole.stop, part.stop), start)
+        shift = self._starts[place] - part.start
+        return slice(start, stop), slice(start + shift, stop + shift)
 
     def update(
         self, gradient: Tensor, used: list[bool], multiplier: Any, norm: Any, max_norm: float
@@ -90,7 +186,7 @@ class _Flat:
             half = low.dtype in _HALF
             ops.adam_step(
                 low.float() if half else low, self.exp_avg[part], self.exp_avg_sq[part],
-                gradient[part], low if half else None, span.step,
+                gradient[part], low if half else None, span.steps[0],
                 lr=lr, multiplier=factor, norm=norm, max_norm=max_norm, clip_eps=_CLIP_EPS,
                 beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
             )  # fmt: skip
@@ -210,7 +306,7 @@ class FlatAdam(torch.optim.Optimizer):
             (parameter, {"step": step, **dict(zip(_MOMENTS, views, strict=True))})
             for flat in self._flats
             for parameter, step, views in zip(
-                flat.buffer.parameters, flat.steps(), flat.moments, strict=True
+                flat.buffer.parameters, flat.steps(), flat.moments(), strict=True
             )
             if step
         ]
@@ -219,7 +315,7 @@ class FlatAdam(torch.optim.Optimizer):
         """Inverse of ``_states``, keyed by ``id(parameter)``; a missing one was never updated."""
         for flat in self._flats:
             found = [states.get(id(p)) for p in flat.buffer.parameters]
-            for state, views in zip(found, flat.moments, strict=True):
+            for state, views in zip(found, flat.moments(), strict=True):
                 for name, view in zip(_MOMENTS, views, strict=True):
                     if state is None:
                         view.zero_()
@@ -303,6 +399,41 @@ class FlatAdam(torch.optim.Optimizer):
         """The buffer of a fused optimizer: one whose parameters all lie in one buffer."""
         return self._flats[0].buffer
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the moments of a fused optimizer."""
+        return self._flats[0].exp_avg.dtype
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this process has the state of only a part of the parameters."""
+        return any(flat.is_sharded for flat in self._flats)
+
+    @torch.no_grad()
+    def shard(self, exchange: Exchange, has_masters: bool) -> None:
+        """Keep only the state that this rank needs, for good; for a fused optimizer.
+
+        Afterwards use only `fused_step`, and `gather` before the state is read.
+
+        has_masters: the parameters are float32 copies of a model's. Those are freed as well, and
+            until `gather` the parameters are empty tensors.
+        """
+        self.join()
+        self._flats[0].shard(exchange, has_masters)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Gather the sharded state in the host memory of rank 0; all ranks must call it.
+
+        There `state_dict` and the float32 parameters can be read until `release`.
+        """
+        self._flats[0].gather()
+
+    def release(self) -> None:
+        """Free what `gather` has gathered."""
+        self._flats[0].release()
+        self.state.clear()
+
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
         """Let `fused_step` skip these parameters, which have no gradient: no decay, no step."""
         self._left_out = {id(p) for p in parameters}
@@ -317,12 +448,14 @@ class FlatAdam(torch.optim.Optimizer):
         """Store each fp32 parameter as its 16-bit remainder over the bf16 copy ``low``.
 
         Only for a fused optimizer. An update then moves 2 bytes per parameter less. Until `join`
-        the fp32 parameters cannot be read.
+        the fp32 parameters cannot be read. Sharded parameters are not split.
         low: bfloat16 [N], laid out like `buffer`.
 
         `split` and `join` work block by block. If an error ends one of them (such as out of
         memory), nothing is lost: the next call of either one continues from that block.
         """
+        if self.is_sharded:
+            return
         if self._split is None:
             self._split = _Split(self.buffer, low)
         self._split.split()
@@ -337,28 +470,36 @@ class FlatAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def fused_step(
         self, gradient: Tensor, low: Tensor | None, lr: Tensor, multiplier: Tensor, norm: Tensor,
-        max_norm: float, clip_eps: float,
+        max_norm: float, clip_eps: float, updated: Callable[[int], None] = lambda place: None,
     ) -> None:  # fmt: skip
         """Update the parameters of a fused optimizer with scalars on the device; for CUDA graphs.
 
         One launch updates neighbours that have been updated equally often. Those of `leave_out`
-        are not updated.
+        are not updated. If the state is sharded, only this rank's parts are updated.
         gradient: [N], laid out like `buffer`. low: 16-bit copies of the parameters, which are
-        updated too, or None. The other arguments are those of ``ops.adam_step``. The factors of
-        `multiply_grads` are ignored.
+        updated too, or None. updated: called with the index of each piece after its part. The other
+        arguments are those of ``ops.adam_step``. The factors of `multiply_grads` are ignored.
         """
         (flat,) = self._flats
-        buffer, group = flat.buffer, flat.group
+        group = flat.group
         beta1, beta2 = group["betas"]
-        param = buffer.data if self._split is None else self._split.rest
-        for span in flat.due(self._used(flat)):
-            part = flat.part(span)
-            ops.adam_step(
-                param[part], flat.exp_avg[part], flat.exp_avg_sq[part], gradient[part],
-                None if low is None else low[part], span.step,
-                lr=lr, multiplier=multiplier, norm=norm, max_norm=max_norm, clip_eps=clip_eps,
-                beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
-            )  # fmt: skip
+        spans = flat.due(self._used(flat))
+        for place in range(len(flat.parts)):
+            for span in spans:
+                part, mine = flat.common(span, place)
+                if part.start == part.stop:
+                    continue
+                if flat.masters is not None:
+                    param = flat.masters[mine]
+                else:
+                    param = (flat.buffer.data if self._split is None else self._split.rest)[part]
+                ops.adam_step(
+                    param, flat.exp_avg[mine], flat.exp_avg_sq[mine], gradient[part],
+                    None if low is None else low[part], span.steps[place],
+                    lr=lr, multiplier=multiplier, norm=norm, max_norm=max_norm, clip_eps=clip_eps,
+                    beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
+                )  # fmt: skip
+            updated(place)
 
     def state_dict(self) -> dict[str, Any]:
         """fairseq's format: {step, exp_avg, exp_avg_sq} of each parameter that was updated."""
@@ -446,7 +587,7 @@ def _cut(span: _Span, used: list[bool]) -> list[_Span]:
         return [span]
     firsts, lasts = [span.first, *edges], [*(p - 1 for p in edges), span.last]
     # Step counts are tensors; each piece needs its own, since the pieces are updated separately.
-    return [_Span(f, e, span.step.clone()) for f, e in zip(firsts, lasts, strict=True)]
+    return [_Span(f, e, span.steps.clone()) for f, e in zip(firsts, lasts, strict=True)]
 
 
 def _scalar(value: float | Tensor, device: torch.device) -> Tensor:

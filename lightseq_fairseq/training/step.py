@@ -1,10 +1,10 @@
 """One training step as CUDA graphs (forward, backward, update), without waiting for the host.
 
 The host prefetches a packed batch on a separate stream and launches two graphs: forward and
-backward, one graph per bucket of shapes, and then the update. With several ranks, gradients and
-sums are all-reduced between the two graphs. Everything that depends on a result (loss scale,
-clipping, skipped updates, learning rate, dropout counter) is decided on the device by
-`ops.update_scalars`. The values to log are copied back while later steps already run.
+backward, one graph per bucket of shapes, and then the update. With several ranks, gradients are
+all-reduced while the first graph still runs (`training.exchange`). Everything that depends on a
+result (loss scale, clipping, skipped updates, learning rate, dropout counter) is decided on the
+device by `ops.update_scalars`. The values to log are copied back while later steps already run.
 
 On a CPU, and wherever a graph cannot be captured, the same functions run eagerly with the same
 results.
@@ -28,7 +28,8 @@ from lightseq_fairseq.errors import is_out_of_memory
 from lightseq_fairseq.graphs import Graphs, wait_for
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State, StopReason
 from lightseq_fairseq.packing import PackedBatch
-from lightseq_fairseq.parameters import DirectGradients, FlatBuffer
+from lightseq_fairseq.parameters import FlatBuffer
+from lightseq_fairseq.training.exchange import Exchange, Ranks
 from lightseq_fairseq.training.flat_adam import FlatAdam
 from lightseq_fairseq.training.objectives import Objective
 
@@ -46,28 +47,7 @@ class Count(IntEnum):
     SENTENCES = 2
     SECONDS = 3  # training time, so that all ranks stop together at a time limit
     SIGNALS = 4  # signals that a rank has received, see ``stopping``
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The processes that train one model, each on its own batches.
-
-    Attributes:
-        count: number of ranks. All ranks run the same number of updates; a rank may have no batch.
-        group: process group of ``torch.distributed``.
-    """
-
-    count: int = 1
-    group: Any = None
-
-    def add_up(self, x: Tensor) -> None:
-        """All-reduce: replace ``x`` (float, any shape) on each rank by the sum over all ranks."""
-        torch.distributed.all_reduce(x, group=self.group)
-
-    def wait(self) -> None:
-        """Barrier over all ranks."""
-        if self.count > 1:
-            torch.distributed.barrier(self.group)
+    SQUARES = 5  # sum of squares of the gradient that a rank updates, if the state is sharded
 
 
 STEPS_AHEAD = KNOWN_RATES - 2  # steps that may be unfinished when the host returns to the loop
@@ -134,7 +114,10 @@ class TrainingStep:
         self.rules, self.ranks = rules, ranks
         self.device = low.data.device
         self._has_copy = adam.buffer.data.data_ptr() != low.data.data_ptr()  # float32 beside low
-        self.gradients = DirectGradients(low)
+        self._exchange = Exchange(ranks, low)
+        if ranks.sharded:
+            adam.shard(self._exchange, self._has_copy)
+        self.gradients = self._exchange.gradients
         self._numbers = torch.zeros(
             len(State) + len(Count), dtype=torch.float64, device=self.device
         )
@@ -187,9 +170,12 @@ class TrainingStep:
             self.forget_graphs()
             self.rng[1].zero_()
             self._collect_gradients(batches, given)
+        # Only now, since a collective cannot be taken back.
         if self.ranks.count > 1:
             self._add_up()
         self._graphs.launch("update", self._update)
+        if self.ranks.sharded:
+            self._exchange.gather()
         return self._report()
 
     def _collect_gradients(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> None:
@@ -199,6 +185,8 @@ class TrainingStep:
         # Otherwise the first batch overwrites the whole gradient.
         if not batches or any(batch.part for batch in batches):
             self.gradients.flat.zero_()
+        if not batches:
+            self._exchange.finish_all()
         for place, batch in enumerate(batches):
             block = self._inputs.send(batch.block, given)
             first = place == 0
@@ -222,7 +210,7 @@ class TrainingStep:
             losses, counted = self.objective.losses(
                 self.model, batch.open(block[_BATCH:]), self.rng, scale
             )
-        with self.gradients.write(accumulate=not first):
+        with self.gradients.write(not first, batch.part):
             losses.backward(scale.to(losses.dtype).expand_as(losses))
         sums = torch.stack(counted).sum(1, dtype=torch.float64)
         totals = self.state[State.SUM_0 : State.SUM_0 + len(counted)]
@@ -231,32 +219,40 @@ class TrainingStep:
 
     @torch.no_grad()
     def _add_up(self) -> None:
-        """All-reduce the gradient and the sums.
+        """All-reduce the gradient, then the sums.
 
         This is not captured: in one update, ranks replay graphs of different buckets, but a
         collective would have to be in the same graph on all ranks.
         """
-        given, ranks = self._inputs.given(), self.ranks
-        self._counts.copy_(given[_UPDATE_INPUTS:])
-        ranks.add_up(self.gradients.flat)
-        ranks.add_up(self._numbers[State.SUM_0 :])
-        # The gradient is now the mean over the ranks, so divide the sample size as well.
-        mean = self._counts[Count.SAMPLE_SIZE].clamp_min(1.0) / ranks.count
-        given[Given.SAMPLE_SIZE].copy_(mean)
+        self._exchange.add_up()
+        self._graphs.launch("counts", self._count)
+        self.ranks.add_up(self._numbers[State.SUM_0 :])
+
+    def _count(self) -> None:
+        self._counts.copy_(self._inputs.given()[_UPDATE_INPUTS:])
+        if self.ranks.sharded:
+            self._counts[Count.SQUARES] = self._exchange.squares(ops.adam_norm)
 
     @torch.no_grad()
     def _update(self) -> None:
-        rules, state = self.rules, self.state
-        norm = ops.adam_norm(self.gradients.flat)
+        rules, state, gradient = self.rules, self.state, self._exchange.sum
         given = self._inputs.given()[:_UPDATE_INPUTS]
+        if self.ranks.count > 1:
+            # The gradient is now the mean over the ranks, so divide the sample size as well.
+            mean = self._counts[Count.SAMPLE_SIZE].clamp_min(1.0) / self.ranks.count
+            given[Given.SAMPLE_SIZE].copy_(mean)
+        if self.ranks.sharded:
+            norm = self._counts[Count.SQUARES].sqrt().to(self.adam.dtype)
+        else:
+            norm = ops.adam_norm(gradient)
         ops.update_scalars(
             state, self.rng, given, norm, seed=rules.seed, scale_window=rules.scale_window,
             tolerance=rules.tolerance, threshold=rules.threshold,
             min_loss_scale=rules.min_loss_scale,
         )  # fmt: skip
         self.adam.fused_step(
-            self.gradients.flat, self.low.data if self._has_copy else None, state[State.RATE],
-            state[State.MULTIPLIER], norm, rules.max_norm, rules.clip_eps,
+            gradient, self.low.data if self._has_copy else None, state[State.RATE],
+            state[State.MULTIPLIER], norm, rules.max_norm, rules.clip_eps, self._exchange.finish,
         )  # fmt: skip
 
     def _report(self) -> Report:
@@ -355,7 +351,6 @@ __all__ = [
     "SCALER",
     "STEPS_AHEAD",
     "Count",
-    "Ranks",
     "Report",
     "StopReason",
     "TrainingStep",

@@ -76,10 +76,11 @@ class Trainer(stopping.StoppableTrainer):
     def _build_optimizer(self) -> None:
         self._fast_path = None
         self._fallback_reason = fast_path.fallback_reason(self)
-        if self._fallback_reason is not None:
-            super()._build_optimizer()
-            return
-        with patching.within("fairseq.optim:FP16Optimizer", FP16Optimizer):
+        fast_path.refuse_shards(self.cfg, self._fallback_reason)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(fast_path.unsharded(self.cfg))
+            if self._fallback_reason is None:
+                stack.enter_context(patching.within("fairseq.optim:FP16Optimizer", FP16Optimizer))
             super()._build_optimizer()
 
     def get_train_iterator(self, *arguments: Any, **keywords: Any) -> Any:
@@ -87,6 +88,7 @@ class Trainer(stopping.StoppableTrainer):
         iterator = super().get_train_iterator(*arguments, **keywords)
         assert self.optimizer is not None  # builds the optimizer, which sets _fallback_reason
         self._fallback_reason = self._fallback_reason or batch.covers(iterator.dataset)
+        fast_path.refuse_shards(self.cfg, self._fallback_reason)
         if (
             self._fallback_reason is not None and self._fast_path is not None
         ):  # the data of this shard cannot be packed, those of an earlier one could
@@ -159,8 +161,18 @@ class Trainer(stopping.StoppableTrainer):
         self._fast_path.forget_graphs()
         return super().valid_step(sample, raise_oom=True)
 
+    def consolidate_optimizer(self) -> None:
+        """Called on all ranks before the first one saves: gather the state of the optimizer."""
+        super().consolidate_optimizer()
+        if self._fast_path is not None:
+            self._fast_path.gather()
+
     def state_dict(self) -> dict[str, Any]:
-        """fairseq's training state under fairseq's names, with the fp32 master weights."""
+        """fairseq's training state under fairseq's names, with the fp32 master weights.
+
+        If the optimizer is sharded, only the first rank can call this, after
+        `consolidate_optimizer`.
+        """
         self.settle()
         state: dict[str, Any] = super().state_dict()
         if not self._has_ls:
@@ -174,6 +186,8 @@ class Trainer(stopping.StoppableTrainer):
         if self.cfg.common.fp16:
             counters = {name: getattr(self.optimizer.scaler, name) for name in _SCALER_COUNTERS}
             state["extra_state"][_LOSS_SCALER] = counters
+        if self._fast_path is not None:
+            self._fast_path.release()
         return state
 
     def _masters(self, module: nn.Module) -> dict[str, Tensor]:
@@ -218,7 +232,9 @@ class Trainer(stopping.StoppableTrainer):
             super().save_checkpoint(filename, extra_state)
             return
         logger.info("Saving checkpoint to %s", os.path.abspath(filename))
-        # On all ranks, since it may run collectives.
+        if self._fast_path is not None and not self.should_save_checkpoint_on_current_rank:
+            return
+        # Otherwise on all ranks, since it may run collectives.
         state = self.state_dict()
         state["extra_state"].update(extra_state)
         if self.should_save_checkpoint_on_current_rank:
@@ -251,7 +267,7 @@ class Trainer(stopping.StoppableTrainer):
         )  # fmt: skip
         if not self._has_ls:
             return super().load_checkpoint(*arguments)
-        with self._on_loading(reset_optimizer):
+        with self._on_loading(reset_optimizer), fast_path.unsharded(self.cfg):
             extra_state = super().load_checkpoint(*arguments)
         if extra_state is not None:
             self._restore_masters(extra_state.pop(_MASTERS, {}))

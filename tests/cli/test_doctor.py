@@ -157,6 +157,34 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch, cuda, advice):
     assert problem.startswith("The GPU") and advice in problem
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_links_between_gpus(monkeypatch, direct):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "can_device_access_peer", lambda a, b: direct or (a, b) != (1, 2)
+    )
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    found = []
+    facts = doctor.links(found)
+    assert facts == {"nccl": "2.27.5", "direct": direct}
+    told = "direct" if direct else "through host memory"
+    assert doctor._links(facts) == f"NCCL 2.27.5, {told} between GPUs"
+    assert [p.text.partition(",")[0] for p in found] == [
+        "GPUs 1 and 2 cannot read each other's memory"
+    ] * (not direct)
+
+
+def test_several_gpus_without_nccl(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    (problem,) = problems(doctor.links, "slow")
+    assert problem.startswith(f"torch {torch.__version__} has no NCCL")
+
+
 def test_a_library_for_tests_is_named(monkeypatch):
     status = library.Status(Path("lib.so"), "", ("90",), ("adam_step",), (), acts_as=120)
     monkeypatch.setattr(library, "load", lambda: status)

@@ -80,7 +80,7 @@ REFUSED = {
         "--pipeline-model-parallel",
         "--quantization-config-path x.yaml", "--amp", "--fp16-adam-stats", "--use-old-adam",
         "--tpu", "--model-parallel-size 2", "--use-plasma-view", "--encoder-layers-to-keep 0",
-        "--decoder-layers-to-keep 0", "--cpu-offload", "--zero-sharding os",
+        "--decoder-layers-to-keep 0", "--cpu-offload",
     ],
     "generate": [
         "--pipeline-model-parallel", "--print-step", "--retain-iter-history", "--constraints",

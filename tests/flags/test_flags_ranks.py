@@ -20,7 +20,7 @@ from unittest import mock
 import helpers.cli_runs as cli_runs
 import pytest
 import torch
-from fairseq import checkpoint_utils, trainer
+from fairseq import checkpoint_utils, optim, trainer
 from fairseq.distributed import LegacyDistributedDataParallel
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models import distributed_fairseq_model as wrappers
@@ -30,6 +30,7 @@ from helpers.training_runs import exit_status, fork
 from torch.distributed.algorithms import ddp_comm_hooks
 
 from lightseq_fairseq.packing import PackedBatch
+from lightseq_fairseq.training.flat_adam import FlatAdam
 from lightseq_fairseq.training.step import TrainingStep
 
 Trace = dict[str, Any]
@@ -53,7 +54,9 @@ TRAINING = {
     "--nprocs-per-node 2": "--ddp-backend slowmo",
     "--load-checkpoint-on-all-dp-ranks": "--restore-file {checkpoint} --reset-optimizer",
     "--all-gather-list-size 5000": "",
+    "--zero-sharding os": "",
 }
+WIDE = "--fp32-reduce-scatter"  # which fairseq reads only with --ddp-backend fully_sharded
 BMUF = (
     "--use-bmuf --average-sync --block-lr 0.5 --block-momentum 0.5 --global-sync-iter 2 "
     "--warmup-iterations 1 --use-nbm"
@@ -62,7 +65,7 @@ INIT = names(TWO) - {"--dropout"}
 STARTED = "--distributed-port --distributed-no-spawn"
 PROVEN: Proofs = {
     **{
-        ("train", kind): (names(BMUF, STARTED, *TRAINING) | INIT) & rows("train", kind)
+        ("train", kind): (names(BMUF, STARTED, WIDE, *TRAINING) | INIT) & rows("train", kind)
         for kind in (table.FALLBACK, table.HONOURED)
     },
     ("validate", table.HONOURED): names(STARTED, "--all-gather-list-size --device-id") | INIT,
@@ -116,7 +119,7 @@ def sentences(batch: Any) -> list[list[int]]:
 def watched() -> Iterator[Trace]:
     """Records what fairseq requests in this process, under the names of the settings."""
     seen: Trace = {"losses": [], "batches": [], "reads": 0, "init": None, "wrapper": None}
-    seen["is_captured"] = False
+    seen.update(is_captured=False, types=[])
     step, reduce = trainer.Trainer.train_step, trainer.Trainer._reduce_and_log_stats
     start = TrainingStep.update
     init, load = torch.distributed.init_process_group, checkpoint_utils.load_checkpoint_to_cpu
@@ -167,6 +170,18 @@ def watched() -> Iterator[Trace]:
         seen["all_gather_list_size"] = max_size
         return gather(data, max_size=max_size, **keywords)
 
+    def shard(self: FlatAdam, *arguments: Any) -> None:
+        seen["zero_sharding"] = "os"
+        shards(self, *arguments)
+
+    def shard_by_fairscale(optimizer: Any, group: Any) -> None:
+        seen["zero_sharding"] = "os"
+
+    def all_reduce(x: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        seen["types"] = sorted({str(x.dtype), *seen["types"]})
+        return reduces(x, *arguments, **keywords)
+
+    shards, reduces = FlatAdam.shard, torch.distributed.all_reduce
     parallel = wrappers.DistributedDataParallel
     algorithm = {"LOCALSGD": "localsgd", "SGP": "sgp"}
     with (
@@ -177,6 +192,9 @@ def watched() -> Iterator[Trace]:
         mock.patch.object(wrappers, "SlowMoBaseAlgorithm", algorithm, create=True),
         mock.patch.object(wrappers, "SlowMoDistributedDataParallel", wrap_for_slowmo, create=True),
         mock.patch.object(ddp_comm_hooks, "register_ddp_comm_hook", compress),
+        mock.patch.object(FlatAdam, "shard", shard),
+        mock.patch.object(optim, "shard_", shard_by_fairscale),
+        mock.patch.object(torch.distributed, "all_reduce", all_reduce),
         mock.patch.object(trainer.Trainer, "train_step", train_step),
         mock.patch.object(TrainingStep, "update", start_step),
         mock.patch.object(trainer.Trainer, "_reduce_and_log_stats", reduced),
@@ -194,7 +212,7 @@ def run(command: str, data: Path, place: Path, line: str, folder: Path) -> list[
         words = line.replace("{rank}", str(rank)).replace("{store}", str(folder / "store"))
         with watched() as seen:
             result = launch(command, data, place, words)
-        seen["told"] = result.stdout
+        seen.update(told=result.stdout, noted=result.stderr)
         (folder / f"rank{rank}").write_text(json.dumps(seen, default=str))
         assert result.exit_code == 0, (result.output, result.exception)
 
@@ -204,7 +222,7 @@ def run(command: str, data: Path, place: Path, line: str, folder: Path) -> list[
 
 
 def agree(ours: list[Trace], theirs: list[Trace], but: tuple[str, ...] = ()) -> bool:
-    different = {"told", "init", "is_captured", *but}
+    different = {"told", "noted", "init", "is_captured", "types", *but}
     return all(
         a["losses"] == pytest.approx(b["losses"], rel=1e-4)
         and {k: v for k, v in a.items() if k not in different | {"losses"}}
@@ -249,6 +267,27 @@ class TestTraining:
             assert trace["init"].pop("init_method").startswith("file://")
             assert trace["init"] == {"backend": "gloo", "world_size": 2, "rank": rank}
         assert ours[0]["batches"][0] != ours[1]["batches"][0]
+
+    def test_gradients_are_sent_as_float32(self, train: Any) -> None:
+        narrow, wide = train("--bf16", ""), train(f"--bf16 {WIDE}", "")
+        for ours in (wide, narrow):
+            assert ours[0]["losses"] == pytest.approx(train("--bf16")[0]["losses"], rel=1e-2)
+        types = {"torch.float32", "torch.float64"}  # float64: sums and counts
+        assert set(wide[0]["types"]) == types
+        assert set(narrow[0]["types"]) == types - {"torch.float32"} | {"torch.bfloat16"}
+        assert "has no effect" not in wide[0]["noted"]
+        assert f"{WIDE} has no effect without --fp16 or --bf16" in train(WIDE, "")[0]["noted"]
+
+    def test_sharding_needs_the_captured_step(
+        self, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        line = f"{TWO}{TRAIN}--zero-sharding os --heartbeat-timeout 9"
+        with pytest.raises(AssertionError):
+            run("train", data, tmp_path / "save", line, tmp_path / "ranks")
+        assert (
+            "error: --zero-sharding os with ls_adam needs the captured step, but this run uses "
+            "fairseq's own step (--heartbeat-timeout): remove --zero-sharding."
+        ) in capfd.readouterr().err
 
     def test_block_momentum(self, train: Any) -> None:
         ours, theirs = train(BMUF, ""), train(BMUF)

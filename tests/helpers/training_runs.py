@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import math
 import multiprocessing
@@ -242,16 +243,22 @@ def assert_stops_and_goes_on(data: Path, folder: Path, **flags: Any) -> None:
     assert found[0] == found[1]
 
 
-def run_ranks(data: Path, save_dir: Path, ranks: int, **flags: Any) -> list[list[float]]:
+def run_ranks(
+    data: Path, save_dir: Path, ranks: int, start: Callable[..., None] | None = None, **flags: Any
+) -> list[list[float]]:
     """The losses of each rank of one distributed run on this machine; the ranks may share one
-    GPU."""
+    GPU.
+
+    start: is called in each rank instead of ``run_rank``, with its arguments.
+    """
     save_dir.mkdir()
     flags = {
         "distributed_world_size": ranks, "distributed_no_spawn": True, "ddp_backend": "legacy_ddp",
         "distributed_init_method": f"file://{save_dir}/rendezvous", **flags,
     }  # fmt: skip
-    of_rank = functools.partial(_run_rank, data, save_dir, flags)
+    of_rank = functools.partial(start or run_rank, data, save_dir, flags)
     if flags.get("cpu", True):
+        importlib.import_module("torch._dynamo")  # optimizers do, for seconds: not in each rank
         children = [fork(functools.partial(of_rank, rank)) for rank in range(ranks)]
         statuses = [exit_status(child) for child in children]
     else:  # CUDA does not work in a forked process
@@ -266,7 +273,7 @@ def run_ranks(data: Path, save_dir: Path, ranks: int, **flags: Any) -> list[list
     return [json.loads((save_dir / f"rank{rank}").read_text()) for rank in range(ranks)]
 
 
-def _run_rank(data: Path, save_dir: Path, flags: dict[str, Any], rank: int) -> None:
+def run_rank(data: Path, save_dir: Path, flags: dict[str, Any], rank: int) -> None:
     gpus = 0 if flags.get("cpu", True) else torch.cuda.device_count()
     backend = "gloo" if gpus < flags["distributed_world_size"] else "nccl"
     device = rank % gpus if gpus else rank

@@ -448,15 +448,6 @@ class TestAsAPlugin:
         with pytest.raises(UserError, match="--" + flag.replace("_", "-")):
             build("ls_adam", parameters(), **{flag: True})
 
-    def test_refuses_sharding(self) -> None:
-        case = WRAPPED["bf16"]
-        for optimizer in (
-            build("ls_adam", parameters()),
-            wrapped("ls_adam", parameters(case[0]), case),
-        ):
-            with pytest.raises(UserError, match="--zero-sharding"):
-                optimizer.optimizer = optimizer.optimizer
-
     def test_registers_once_under_both_names(self) -> None:
         """``--user-dir`` imports the folder as ``plugins``, our launchers import it by its full
         name."""

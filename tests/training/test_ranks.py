@@ -3,6 +3,9 @@ one."""
 
 from __future__ import annotations
 
+import gc
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +19,7 @@ from lightseq_fairseq.training.step import TrainingStep
 from lightseq_fairseq.training.trainer import Trainer
 
 PLAIN = {"dropout": 0, "attention_dropout": 0, "activation_dropout": 0, "no_save": True}
+SHARDED = {"zero_sharding": "os"}
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +43,172 @@ def test_two_ranks_make_the_updates_of_one_with_twice_the_batches(
     expected = runs.run(data, tmp_path / "one", **flags)
     assert len(expected) == 12
     torch.testing.assert_close(both[0], expected, rtol=2e-2 if "16" in str(flags) else 1e-5, atol=0)
+
+
+def test_gradients_on_the_wire_as_float32(data: Path, tmp_path: Path) -> None:
+    """Their sum is closer to that of float32 gradients than a sum in bfloat16 is."""
+    flags: dict[str, Any] = {**runs.LS, **PLAIN, "no_save": None, "max_update": 1, "clip_norm": 0}
+    wide = {"fp32_reduce_scatter": True}
+    found = {}
+    for name, more in {
+        "exact": wide,  # does nothing in fp32
+        "narrow": {"bf16": True},
+        "wide": {"bf16": True, **wide},
+        "sharded": {"bf16": True, **wide, **SHARDED},
+    }.items():
+        runs.run_ranks(data, tmp_path / name, 3, **flags, **more)
+        found[name] = runs.trained(tmp_path / name)
+    assert runs.differing(found["wide"], found["sharded"]) == []
+
+    def error(name: str) -> float:
+        means = [key for key in found[name] if key.endswith("/exp_avg")]
+        return sum(float((found[name][k] - found["exact"][k]).square().sum()) for k in means)
+
+    assert 0 < error("wide") < error("narrow")
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """Makes models and their updates float64."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def assert_same_training(ours: Path, theirs: Path, **tolerance: float) -> None:
+    """The last checkpoints hold the same parameters, moments and step counts."""
+    found, expected = runs.trained(ours), runs.trained(theirs)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], **tolerance, msg=name)
+    found, expected = (
+        torch.load(folder / "checkpoint_last.pt", weights_only=False)["last_optimizer_state"]
+        for folder in (ours, theirs)
+    )
+    assert [x["step"] for x in found["state"].values()] == [
+        x["step"] for x in expected["state"].values()
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.usefixtures("in_float64")
+def test_ranks_are_one_process_with_more_batches(data: Path, tmp_path: Path, ranks: int) -> None:
+    """In float64; the batches of an update have different shapes, and some ranks have none."""
+    flags = {**runs.LS, **PLAIN, "no_save": None, "max_update": 9, "decoder_layers": 2}
+    micro = 4 - ranks
+    one = runs.run(data, tmp_path / "one", **flags, update_freq=ranks * micro)
+    assert len(one) == 9
+    for name, more in {"whole": {}, "sharded": SHARDED}.items():
+        found = runs.run_ranks(
+            data, tmp_path / name, ranks, **flags, **more, update_freq=micro
+        )  # fmt: skip
+        torch.testing.assert_close(found, [one] * ranks, rtol=1e-11, atol=0)
+        assert_same_training(tmp_path / name, tmp_path / "one", rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_sharded_checkpoints_go_on_with_any_number_of_ranks(data: Path, tmp_path: Path) -> None:
+    flags = {**runs.LS, **PLAIN, "no_save": None, "max_update": 0, "no_epoch_checkpoints": True}
+    one = runs.run(data, tmp_path / "one", **flags, max_epoch=3, update_freq="2,1,3")
+    losses: list[float] = []
+    for epoch, ranks in enumerate((2, 1, 3), start=1):
+        folder = tmp_path / f"epoch{epoch}"
+        more = {"restore_file": f"{tmp_path}/epoch{epoch - 1}/checkpoint_last.pt"}
+        more = {**flags, **SHARDED, "max_epoch": epoch, **(more if epoch > 1 else {})}
+        losses += (
+            runs.run(data, folder, **more)
+            if ranks == 1
+            else runs.run_ranks(data, folder, ranks, **more)[0]
+        )
+    torch.testing.assert_close(losses, one, rtol=1e-11, atol=0)
+    assert_same_training(folder, tmp_path / "one", rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_resumed_run_with_sharded_state_is_the_whole_one(
+    data: Path, tmp_path: Path, precision: str
+) -> None:
+    """Bit for bit, also the float32 parameters; sharding itself changes what rounding does."""
+    flags = {**runs.LS, **runs.PRECISIONS[precision], "max_update": 8}
+    whole = runs.run_ranks(data, tmp_path / "whole", 2, **flags, **SHARDED)
+    runs.run_ranks(data, tmp_path / "first", 2, **{**flags, **SHARDED, "max_update": 3})
+    last = f"{tmp_path}/first/checkpoint_last.pt"
+    rest = runs.run_ranks(data, tmp_path / "rest", 2, **flags, **SHARDED, restore_file=last)
+    assert rest == [losses[3:] for losses in whole]
+    found = runs.trained(tmp_path / "whole")
+    assert runs.differing(found, runs.trained(tmp_path / "rest")) == []
+    plain = runs.run_ranks(data, tmp_path / "plain", 2, **flags)
+    torch.testing.assert_close(whole, plain, rtol=1e-3, atol=0)
+
+
+def test_sharded_state_takes_the_memory_of_a_part(data: Path, tmp_path: Path) -> None:
+    update, found = TrainingStep.update, {}
+
+    def weighed(self: TrainingStep, *arguments: Any) -> Any:
+        report = update(self, *arguments)
+        tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+        storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
+        numbers = {"all": sum(storages.values()), "model": len(self.low.data)}
+        file = save_dir / f"bytes{torch.distributed.get_rank()}"
+        file.write_text(json.dumps(numbers))
+        return report
+
+    flags = {**runs.LS, **PLAIN, "bf16": True, "encoder_embed_dim": 128, "max_update": 2}
+    for name, more in {"whole": {}, "sharded": SHARDED}.items():
+        save_dir = tmp_path / name
+        with mock.patch.object(TrainingStep, "update", weighed):
+            runs.run_ranks(data, save_dir, 2, **flags, **more)
+        found[name] = [json.loads((save_dir / f"bytes{rank}").read_text()) for rank in range(2)]
+    for whole, sharded in zip(found["whole"], found["sharded"], strict=True):
+        state = 3 * 4 * whole["model"]  # float32 parameters and two moments
+        assert whole["all"] - sharded["all"] == pytest.approx(state / 2, rel=0.1)
+
+
+def test_an_overflow_on_one_rank_skips_the_update_on_all(data: Path, tmp_path: Path) -> None:
+    packed_logits, calls = LSTransformerModel.packed_logits, 0
+
+    def overflows(self: LSTransformerModel, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        logits = packed_logits(self, *arguments)
+        return logits * float("inf") if torch.distributed.get_rank() == calls - 3 == 1 else logits
+
+    flags = {**runs.LS, **PLAIN, **runs.PRECISIONS["fp16"], "no_save": None, "max_update": 7}
+    losses = {}
+    for name, more in {"whole": {}, "sharded": SHARDED}.items():
+        with mock.patch.object(LSTransformerModel, "packed_logits", overflows):
+            losses[name] = runs.run_ranks(data, tmp_path / name, 2, **flags, **more)
+        saved = torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=False)
+        assert saved["last_optimizer_state"]["loss_scale"] == 64
+        assert saved["last_optimizer_state"]["state"][0]["step"] == 7
+        assert losses[name][0] == losses[name][1]
+        assert len(losses[name][0]) == 7
+    torch.testing.assert_close(losses["sharded"], losses["whole"], rtol=1e-3, atol=0)
+
+
+def test_a_killed_rank_ends_the_others_and_more_ranks_go_on(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    packed_logits, calls = LSTransformerModel.packed_logits, 0
+
+    def dies(self: LSTransformerModel, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if torch.distributed.get_rank() == 1 and calls == 6:
+            runs.die()
+        return packed_logits(self, *arguments)
+
+    flags = {**runs.LS, **PLAIN, **SHARDED, "no_save": None, "max_update": 9}
+    with (
+        mock.patch.object(LSTransformerModel, "packed_logits", dies),
+        pytest.raises(AssertionError),
+    ):
+        runs.run_ranks(data, tmp_path / "dies", 2, **flags, save_interval_updates=3)
+    assert "Error" in capfd.readouterr().err  # of rank 0
+    last = tmp_path / "dies/checkpoint_last.pt"
+    losses = runs.run_ranks(data, tmp_path / "rest", 3, **flags, restore_file=str(last))
+    assert [len(x) for x in losses] == [3] * 3  # the last checkpoint is after update 6
+    assert losses[0] == losses[1] == losses[2]
 
 
 def test_two_ranks_train_as_fairseqs(data: Path, tmp_path: Path) -> None:

@@ -1,30 +1,51 @@
-"""The captured step on several ranks, with one GPU each or with one GPU for all."""
+"""The captured step on several ranks, with one GPU each (over NCCL) or with one GPU for all."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import helpers.training_runs as runs
 import pytest
 import torch
 from helpers.training_runs import ON_GPU
 
+from lightseq_fairseq.parameters import flatten_parameters
+from lightseq_fairseq.plugins.transformer import LSTransformerModel
+from lightseq_fairseq.training.exchange import Exchange, Ranks
+
 pytestmark = pytest.mark.gpu
 
 PLAIN = {"dropout": 0, "attention_dropout": 0, "activation_dropout": 0}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_captured_ranks_are_eager_ones_and_one_with_twice_the_batches(
-    tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "data").mkdir()
-    data = runs.corpus(tmp_path / "data")
+@pytest.fixture(autouse=True)
+def repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
     # Without this, each process would time cuBLASLt algorithms itself, and the bits depend on its
     # choice.
     monkeypatch.setenv("LIGHTSEQ_LINEAR_SEARCH", "0")
-    flags: dict[str, Any] = {**ON_GPU, **PLAIN, precision: True, "max_update": 24}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"bf16": True},
+        {"fp16": True},
+        {"bf16": True, "zero_sharding": "os"},
+        {"fp16": True, "zero_sharding": "os", "fp32_reduce_scatter": True, "update_freq": 2},
+    ],
+    ids=lambda flags: " ".join(flags),
+)
+def test_captured_ranks_are_eager_ones_and_one_with_twice_the_batches(
+    data: Path, tmp_path: Path, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {**ON_GPU, **PLAIN, **flags, "max_update": 24}
     found = {}
     for captured in "10":
         monkeypatch.setenv("LIGHTSEQ_CAPTURE", captured)
@@ -32,6 +53,78 @@ def test_captured_ranks_are_eager_ones_and_one_with_twice_the_batches(
     assert found["1"] == found["0"]
     assert found["1"][0] == found["1"][1]
     assert runs.differing(runs.trained(tmp_path / "1"), runs.trained(tmp_path / "0")) == []
-    alone = runs.run(data, tmp_path / "alone", **flags, update_freq=2)
+    monkeypatch.delenv("LIGHTSEQ_CAPTURE")
+    flags["update_freq"] = 2 * flags.get("update_freq", 1)
+    alone = runs.run(data, tmp_path / "alone", **flags)
     assert len(alone) == 24
     torch.testing.assert_close(found["1"][0], alone, rtol=2e-2, atol=0)
+
+
+def test_a_resumed_run_with_sharded_state_is_the_whole_one(data: Path, tmp_path: Path) -> None:
+    flags = {**ON_GPU, "bf16": True, "zero_sharding": "os", "max_update": 12}
+    whole = runs.run_ranks(data, tmp_path / "whole", 2, **flags)
+    runs.run_ranks(data, tmp_path / "first", 2, **{**flags, "max_update": 5})
+    last = f"{tmp_path}/first/checkpoint_last.pt"
+    rest = runs.run_ranks(data, tmp_path / "rest", 2, **flags, restore_file=last)
+    assert rest == [losses[5:] for losses in whole]
+    found = runs.trained(tmp_path / "whole")
+    assert runs.differing(found, runs.trained(tmp_path / "rest")) == []
+
+
+def _out_of_memory(*arguments: Any) -> None:
+    """A rank whose third batch does not fit at first, if it is rank 1."""
+    packed_logits, calls = LSTransformerModel.packed_logits, 0
+
+    def fails(self: LSTransformerModel, *batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if torch.distributed.get_rank() == 1 and calls == 3:
+            raise RuntimeError("CUDA out of memory: a test wanted all of it")
+        return packed_logits(self, *batch)
+
+    with mock.patch.object(LSTransformerModel, "packed_logits", fails):
+        runs.run_rank(*arguments)
+
+
+@pytest.mark.parametrize("sharding", ["none", "os"])
+def test_a_rank_that_is_out_of_memory_starts_again(
+    data: Path, tmp_path: Path, sharding: str
+) -> None:
+    flags = {**ON_GPU, **PLAIN, "bf16": True, "zero_sharding": sharding, "max_update": 12}
+    plain = runs.run_ranks(data, tmp_path / "plain", 2, **flags)
+    again = runs.run_ranks(data, tmp_path / "again", 2, start=_out_of_memory, **flags)
+    assert again == plain
+    assert runs.differing(runs.trained(tmp_path / "again"), runs.trained(tmp_path / "plain")) == []
+
+
+def test_a_piece_is_sent_while_its_graph_runs() -> None:
+    """And only after the replay that was launched last has finished it."""
+    module = torch.nn.Linear(1024, 1024, device="cuda")
+    (low,) = flatten_parameters(module)
+    exchange = Exchange(Ranks(2), low)
+    flat, stream = exchange.gradients.flat, torch.cuda.Stream()
+    graph, cycles = torch.cuda.CUDAGraph(), 50_000_000
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        torch.cuda._sleep(cycles)
+        flat.add_(1)
+        exchange.finish_all()
+        torch.cuda._sleep(cycles)
+        graph.capture_end()
+    for replay in range(1, 4):
+        graph.replay()
+        ended, copies, copied = torch.cuda.Event(), [], torch.cuda.Event()
+        ended.record()
+
+        def send(
+            x: torch.Tensor, copies: Any = copies, copied: Any = copied, **options: Any
+        ) -> None:
+            copies.append(x.clone())
+            copied.record()
+
+        with mock.patch.object(torch.distributed, "all_reduce", send):
+            exchange.add_up()
+        copied.synchronize()
+        assert not ended.query()
+        assert torch.cat(copies).unique().tolist() == [replay]
+        torch.cuda.synchronize()

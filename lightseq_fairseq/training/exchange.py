@@ -1,0 +1,215 @@
+"""The collectives of an update: gradients, and with ``--zero-sharding os`` parameters, in pieces.
+
+The flat buffers are divided into a few contiguous pieces. A piece of the gradient is sent as soon
+as backward has finished it, on a stream of its own, while the captured graph still runs: the graph
+records an event for each piece, and the collective waits for this event. No collective is inside a
+graph, since in one update the ranks replay graphs of different buckets.
+
+The host starts the collectives when the whole backward has been launched. So a rank that runs out
+of memory can start its backward again, and has sent nothing of the first one.
+
+Shapes: N = elements of the flat buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from lightseq_fairseq.parameters import ALIGNMENT, DirectGradients, FlatBuffer
+
+# The parameters of a model are laid out in the order of its forward, so backward finishes the last
+# ones first. The last piece to be finished is the smallest, since nothing hides its collective.
+_CUTS = (2, 4, 8)  # the cuts are after 1/2, 1/4 and 1/8 of the parameters
+_BLOCK = 1 << 22  # elements of each rank that `Exchange.whole` gathers at once
+
+# New names in torch 2.13, which warns about the old ones.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train one model, each on its own batches.
+
+    Attributes:
+        count: number of ranks. All ranks run the same number of updates; a rank may have no batch.
+        rank: index of this one.
+        group: process group of ``torch.distributed``.
+        widens: gradients of 16 bits are sent and summed as float32.
+        sharded: each rank has the optimizer state of a part of the parameters, and updates only
+            these (``--zero-sharding os``).
+    """
+
+    count: int = 1
+    rank: int = 0
+    group: Any = None
+    widens: bool = False
+    sharded: bool = False
+
+    def add_up(self, x: Tensor) -> None:
+        """All-reduce: replace ``x`` (any shape) on each rank by the sum over all ranks."""
+        dist.all_reduce(x, group=self.group)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Replace ``x`` on each rank by the maximum over all ranks; returns it."""
+        dist.all_reduce(x, dist.ReduceOp.MAX, self.group)
+        return x
+
+    def wait(self) -> None:
+        """Barrier over all ranks."""
+        if self.count > 1:
+            dist.barrier(self.group)
+
+    def pieces(self, buffer: FlatBuffer) -> list[slice]:
+        """Slices that cover [N], in the order of their collectives; none for a single rank.
+
+        They depend only on the layout and the number of ranks, so they are equal on all ranks. A
+        cut is at the first parameter after the fraction of N, rounded up to a multiple that all
+        ranks can share. What is left at the end, less than one element block for each rank, is a
+        piece by itself if the state is sharded.
+        """
+        if self.count == 1:
+            return []
+        size, multiple = len(buffer.data), self.count * ALIGNMENT
+        most = size // multiple * multiple
+        cuts = {0, size} | ({most} if self.sharded else set())
+        for fraction in _CUTS:
+            edge = next((x for x in buffer.offsets if x * fraction >= size), size)
+            cuts.add(min(-(-edge // multiple) * multiple, most))
+        return [slice(*ends) for ends in pairwise(sorted(cuts))][::-1]
+
+    def shares(self, piece: slice) -> bool:
+        """Whether each rank updates a part of a piece; otherwise each updates all of it."""
+        return self.sharded and (piece.stop - piece.start) % (self.count * ALIGNMENT) == 0
+
+    def own(self, piece: slice) -> slice:
+        """The part of a piece that this rank updates."""
+        if not self.shares(piece):
+            return piece
+        length = (piece.stop - piece.start) // self.count
+        start = piece.start + self.rank * length
+        return slice(start, start + length)
+
+
+class Exchange:
+    """Runs the collectives over the pieces of a model.
+
+    Args:
+        low: the buffer of the model's parameters.
+
+    Attributes:
+        pieces: see ``Ranks.pieces``.
+        gradients: those of this rank.
+        sum: [N], the gradient that the update reads. It is the memory of this rank's gradient,
+            or with ``Ranks.widens`` a copy. With sharded state only this rank's parts are sums.
+    """
+
+    def __init__(self, ranks: Ranks, low: FlatBuffer) -> None:
+        self.ranks, self.pieces = ranks, ranks.pieces(low)
+        self._low = low.data
+        self._stream: torch.cuda.Stream | None = None
+        self._finished: list[torch.cuda.Event] = []
+        if self._low.is_cuda and self.pieces:
+            self._stream = torch.cuda.Stream(self._low.device)
+            self._finished = [torch.cuda.Event(external=True) for _ in self.pieces]
+            self.finish_all()  # an event is created when it is first recorded
+        self.gradients = DirectGradients(low, self.pieces, self.finish)
+        self.sum = gradient = self.gradients.flat
+        if ranks.widens and gradient.element_size() == 2:
+            self.sum = torch.zeros_like(gradient, dtype=torch.float32)
+
+    def finish(self, place: int) -> None:
+        """Note that all work on a piece was launched on the current stream, or captured there."""
+        if self._finished:
+            self._finished[place].record()
+
+    def finish_all(self) -> None:
+        """As `finish`, for all pieces."""
+        for place in range(len(self.pieces)):
+            self.finish(place)
+
+    def add_up(self) -> None:
+        """Sum the gradients of all ranks, each piece after its last `finish`.
+
+        The current stream waits for the sums.
+        """
+        gradient = self.gradients.flat
+
+        def start(piece: slice) -> Any:
+            x = self.sum[piece]
+            if x.dtype != gradient.dtype:
+                x.copy_(gradient[piece])
+            if self.ranks.shares(piece):
+                own = self.sum[self.ranks.own(piece)]
+                return _reduce_scatter(own, x, group=self.ranks.group, async_op=True)
+            return dist.all_reduce(x, group=self.ranks.group, async_op=True)
+
+        self._run(start)
+
+    def gather(self) -> None:
+        """Copy the parts that each rank has updated to all ranks, each piece after its `finish`.
+
+        The current stream waits for the copies.
+        """
+
+        def start(piece: slice) -> Any:
+            if not self.ranks.shares(piece):
+                return None
+            x, own = self._low[piece], self._low[self.ranks.own(piece)]
+            return _all_gather(x, own, group=self.ranks.group, async_op=True)
+
+        self._run(start)
+
+    def _run(self, start: Callable[[slice], Any]) -> None:
+        works = []
+        for place, piece in enumerate(self.pieces):
+            with contextlib.ExitStack() as stack:
+                if self._stream is not None:
+                    stack.enter_context(torch.cuda.stream(self._stream))
+                    self._finished[place].wait(self._stream)
+                works.append(start(piece))
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def squares(self, norm: Callable[[Tensor], Tensor]) -> Tensor:
+        """Sum of squares of this rank's parts of the sum; over all ranks they add up to [N]'s.
+
+        norm: L2 norm of a vector.
+        Returns a float64 tensor []. The first rank counts the pieces that all ranks update.
+        """
+        pieces = [p for p in self.pieces if self.ranks.shares(p) or self.ranks.rank == 0]
+        norms = [norm(self.sum[self.ranks.own(piece)]).double() for piece in pieces]
+        return torch.stack(norms).square().sum() if norms else self.sum.new_zeros(()).double()
+
+    @torch.no_grad()
+    def whole(self, parts: Sequence[Tensor]) -> Tensor | None:
+        """Gather a sharded vector in the host memory of rank 0, in blocks; None on other ranks.
+
+        parts: this rank's part of each piece. Returns [N].
+        """
+        ranks = self.ranks
+        whole = torch.zeros(len(self._low), dtype=parts[0].dtype) if ranks.rank == 0 else None
+        for piece, part in zip(self.pieces, parts, strict=True):
+            for start in range(0, len(part), _BLOCK):
+                blocks = [part[start : start + _BLOCK]]
+                if ranks.shares(piece):
+                    gathered = blocks[0].new_empty(ranks.count * len(blocks[0]))
+                    _all_gather(gathered, blocks[0].contiguous(), group=ranks.group)
+                    blocks = list(gathered.chunk(ranks.count))
+                if whole is not None:
+                    for rank, block in enumerate(blocks):
+                        first = piece.start + rank * len(part) + start
+                        whole[first : first + len(block)].copy_(block)
+        return whole
+
+
+__all__ = ["Exchange", "Ranks"]

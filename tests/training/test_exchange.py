@@ -1,0 +1,118 @@
+"""Pieces of the gradient are finished while backward runs, in every family of models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import helpers.training_runs as runs
+import pytest
+import torch
+from helpers import parity
+
+from lightseq_fairseq.parameters import DirectGradients
+from lightseq_fairseq.training.exchange import Exchange
+
+Data = Callable[[str], Path]
+MULTILINGUAL = {
+    "arch": "ls_multilingual_transformer",
+    "task": "multilingual_translation",
+    "lang_pairs": "src-tgt,tgt-src",
+    "source_lang": None,
+    "target_lang": None,
+    "share_decoder_input_output_embed": None,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "translation": ("pairs", {}),
+    "shared embeddings": (
+        "pairs", {"share_decoder_input_output_embed": None, "share_all_embeddings": True}
+    ),
+    "recomputed layers": ("pairs", {"checkpoint_activations": True, "decoder_layers": 2}),
+    "micro-batches": ("pairs", {"update_freq": 2}),
+    "languages": ("pairs", MULTILINGUAL),
+    "running text": ("text", runs.TEXT),
+    "masked text": ("text", runs.MASKED),
+    "classes": ("classes", runs.CLASSES),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    folder = tmp_path_factory.mktemp("data")
+    written = {
+        "pairs": parity.write_corpus(folder / "pairs", pairs=48),
+        "text": parity.write_text(folder / "text"),
+        "classes": parity.write_classes(folder / "classes"),
+    }
+    return written.__getitem__
+
+
+@contextmanager
+def watched(file: Path) -> Iterator[None]:
+    """Compares each piece as it is finished with the gradient that is sent.
+
+    Writes a line for each update: how many writes of its last backward pass came after each piece
+    was finished; -1 if a piece changed.
+    """
+    write, written = DirectGradients.write, DirectGradients.written
+    finish, add_up = Exchange.finish, Exchange.add_up
+    finished: dict[int, tuple[int, torch.Tensor]] = {}
+    writes = 0
+
+    def begins(self: DirectGradients, *arguments: Any) -> Any:
+        nonlocal writes
+        writes = 0
+        return write(self, *arguments)
+
+    def counted(self: DirectGradients, parameters: Any) -> None:
+        nonlocal writes
+        writes += 1
+        written(self, parameters)
+
+    def copied(self: Exchange, place: int) -> None:
+        finished[place] = writes, self.gradients.flat[self.pieces[place]].clone()
+        finish(self, place)
+
+    def compared(self: Exchange) -> None:
+        flat = self.gradients.flat
+        later = [
+            writes - finished[place][0] if torch.equal(finished[place][1], flat[piece]) else -1
+            for place, piece in enumerate(self.pieces)
+        ]
+        with file.with_suffix(f".{self.ranks.rank}").open("a") as lines:
+            print(json.dumps(later), file=lines)
+        finished.clear()
+        add_up(self)
+
+    with (
+        mock.patch.object(DirectGradients, "write", begins),
+        mock.patch.object(DirectGradients, "written", counted),
+        mock.patch.object(Exchange, "finish", copied),
+        mock.patch.object(Exchange, "add_up", compared),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pieces_are_final_when_they_are_finished(data: Data, tmp_path: Path, case: str) -> None:
+    of, flags = CASES[case]
+    with watched(tmp_path / "later"):
+        runs.run_ranks(
+            data(of), tmp_path / "run", 2, **{**runs.LS, "no_save": True, "max_update": 2, **flags}
+        )
+    for rank in range(2):
+        lines = (tmp_path / f"later.{rank}").read_text().splitlines()
+        updates = [json.loads(line) for line in lines]
+        assert all(later >= 0 for update in updates for later in update)
+        # The first backward counts the writes. Afterwards the end of the memory is finished first,
+        # and the start at the end.
+        first, second = updates
+        assert set(first) == {0} or case in ("micro-batches", "languages")
+        assert max(second) > 0
+        if case != "languages":  # whose last one may lie anywhere in memory
+            assert second == sorted(second, reverse=True)
+            assert second[-1] == 0
