@@ -23,14 +23,13 @@ from lightseq_fairseq.errors import UserError
 
 @group("lightseq-bench")
 def main() -> None:
-    """Measure the speed of training and of translation on this machine."""
+    """Measure the speed of training, of translation and of encoding on this machine."""
 
 
 def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
     """Decorator: the options that both benchmarks share; ``name`` is that of the benchmark."""
-    by_corpus = f"{corpora.VOCABULARY} for translation, {corpora.TEXT_VOCABULARY} for text"
-    if name == "train":
-        by_corpus += f", {corpora.MASKED_VOCABULARY} for RoBERTa, whose task adds <mask>"
+    by_corpus = f"{corpora.VOCABULARY} for translation, {corpora.TEXT_VOCABULARY} for text, "
+    by_corpus += f"{corpora.MASKED_VOCABULARY} for RoBERTa, whose task adds <mask>"
     options = (
         click.option(
             "--rounds", type=click.IntRange(1), default=rounds, show_default=True,
@@ -189,16 +188,18 @@ def _train(
     "--case", "cases", multiple=True,
     default=["t2t_big/btokens/beam5/bf16", "t2t_big/b1/beam4/bf16"], show_default=True,
     metavar="CASE,...",
-    help="What to translate: <model>/<batch>/beam<n>/<precision>. Models: those of "
+    help="What to run. Translation: <model>/<batch>/beam<n>/<precision>. Models: those of "
     "lightseq-bench train. Batches: b<sentences>, or btokens<source tokens>, pads included "
     f"(btokens alone: {generation.MAX_TOKENS}). Precisions: bf16, fp16, fp32. Language models: "
     "<model>/b<prompts>/<prompt>+<new>/<precision>, with the tokens of each prompt and the tokens "
-    "to generate greedily, as in gpt2_124m/b32/128+256/bf16. You can repeat the flag.",
+    "to generate greedily, as in gpt2_124m/b32/128+256/bf16. RoBERTa: "
+    "<model>/<batch>/features/<precision>, for the features of the sentences, as in "
+    "roberta_base/b32/features/bf16. You can repeat the flag.",
 )  # fmt: skip
 @click.option(
     "--systems", metavar="SYSTEM,...",
     help="Some of: ours, fairseq_no_cudnn (cuDNN attention off), ctranslate2, transformers (GPT-2 "
-    "with a static cache, compiled).  [default: all that this machine can run]",
+    "with a static cache or RoBERTa, compiled).  [default: all that this machine can run]",
 )  # fmt: skip
 @click.option(
     "--sentences", type=click.IntRange(1, test_set.SENTENCES),
@@ -218,16 +219,16 @@ def _train(
 def generate(
     cases: Sequence[str], systems: str | None, output: Path | None, **options: Any
 ) -> None:
-    """Translate a newstest-like test set, or continue prompts, with several systems, and compare
-    them.
+    """Translate a newstest-like test set, compute its features, or continue prompts, with several
+    systems, and compare them.
 
     \b
         lightseq-bench generate --case t2t_big/b32/beam4/bf16 --systems ours,fairseq_no_cudnn
 
     The model has random weights, and hypotheses are as long as the longest source of their batch,
     so that all systems do the same work. The table shows sentences and tokens per second (without
-    those of prompts), the time to decode all sentences (without loading the model or reading text),
-    the time per batch, and peak memory.
+    those of prompts), the time to decode or encode all sentences (without loading the model or
+    reading text), the time per batch, and peak memory.
     """
     _finish(_generate, cases, systems, output, **options)
 
@@ -252,6 +253,7 @@ def _generate(
     for model in dict.fromkeys(case.model for case in able):
         shape = generation.SHAPES[model]
         usual = corpora.TEXT_VOCABULARY if shape.is_language_model else corpora.VOCABULARY
+        usual = corpora.MASKED_VOCABULARY if shape.is_masked else usual
         files[model] = test_set.ensure(data / model, shape, vocabulary or usual)
 
     def measure(case: generation.Case, system: str, stem: Path) -> runs.Row:

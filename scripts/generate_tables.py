@@ -34,6 +34,11 @@ LANGUAGE_SYSTEMS = {
     "transformers": "transformers, static cache, compiled",
     "fairseq_no_cudnn": SYSTEMS["fairseq_no_cudnn"][0],
 }
+FEATURES_SYSTEMS = {
+    "ours": "`lightseq_fairseq.RobertaModel`",
+    "transformers": "transformers, compiled",
+    "fairseq_no_cudnn": SYSTEMS["fairseq_no_cudnn"][0],
+}
 
 
 def cases(rows: Rows) -> dict[str, dict[str, dict[str, Any]]]:
@@ -99,18 +104,40 @@ def generate_by_case(rows: Rows) -> list[str]:
 
 def generate_text(rows: Rows) -> list[str]:
     """Return a table: per case of a language model, new tokens per second of each system."""
+    return _beside_fairseq(
+        rows, LANGUAGE_SYSTEMS, "tokens_per_s", "new tokens/s",
+        "prompts of a batch, tokens of a prompt + new tokens, precision; random weights, greedy "
+        "search; the time to read the prompts is included.",
+    )  # fmt: skip
+
+
+def generate_features(rows: Rows) -> list[str]:
+    """Return a table: per case of RoBERTa, sentences per second of each system."""
+    tokens = sorted({str(row["max_tokens"]) for row in rows if "max_tokens" in row})
+    by_tokens = f" (`btokens`: at most {', '.join(tokens)} tokens, pads included)" * bool(tokens)
+    return _beside_fairseq(
+        rows, FEATURES_SYSTEMS, "sentences_per_s", "sentences/s",
+        f"sentences of a batch{by_tokens}, precision; random weights; from token numbers in host "
+        "memory to features on the GPU.",
+    )  # fmt: skip
+
+
+def _beside_fairseq(
+    rows: Rows, names: dict[str, str], speed: str, unit: str, about: str
+) -> list[str]:
+    """Return a table of the column ``speed`` of each system, its latency and its memory.
+
+    names: of the systems. about: what a case is after its model, and what is measured.
+    """
     lines = []
-    for case, system, row, ratio in compared(rows, "tokens_per_s"):
+    for case, system, row, ratio in compared(rows, speed):
         lines.append([
-            f"`{case}`", LANGUAGE_SYSTEMS[system], str(row["tokens_per_s"]), ratio,
+            f"`{case}`", names[system], f"{row[speed]:.0f}", ratio,
             f"{row['p50_ms']:.1f}, {row['p99_ms']:.1f}", f"{row['peak_gib']:.1f}",
         ])  # fmt: skip
-    head = ["case", "system", "new tokens/s", "x fairseq", "ms a batch p50, p99", "GiB"]
+    head = ["case", "system", unit, "x fairseq", "ms a batch p50, p99", "GiB"]
     machines = sorted({f"{row['gpu']}; torch {row['torch']}" for row in rows})
-    below = (
-        f"{'; '.join(machines)}; case: model, prompts of a batch, tokens of a prompt + new tokens, "
-        "precision; random weights, greedy search; the time to read the prompts is included."
-    )
+    below = f"{'; '.join(machines)}; case: model, {about}"
     return [*table(head, lines, 2, "pipe"), "", below]
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.layers import MultiheadAttention, dropout, linear, masked_lm_logits
 from lightseq_fairseq.packing import Packed
+from lightseq_fairseq.plugins.encoder_graphs import EncoderGraphs
 from lightseq_fairseq.plugins.flat_model import MASKED_TEXT, FlatModel
 from lightseq_fairseq.plugins.transformer import LSTransformerEncoder
 
@@ -55,6 +56,10 @@ class LSRobertaLMHead(RobertaLMHead):
 class LSRobertaEncoder(RobertaEncoder):
     """A stack of fused layers with its head. Source: ``fairseq.models.roberta.RobertaEncoder``."""
 
+    def __init__(self, args: Any, dictionary: Any) -> None:
+        super().__init__(args, dictionary)
+        self.graphs = EncoderGraphs()
+
     def build_encoder(self, args: Any, dictionary: Any, embed_tokens: Any) -> LSTransformerEncoder:
         cfg = TransformerConfig.from_namespace(args)
         encoder = LSTransformerEncoder(cfg, dictionary, embed_tokens)
@@ -65,6 +70,22 @@ class LSRobertaEncoder(RobertaEncoder):
         self, embed_dim: int, output_dim: int, activation_fn: str, weight: Tensor | None
     ) -> LSRobertaLMHead:
         return LSRobertaLMHead(embed_dim, output_dim, activation_fn, weight)
+
+    def extract_features(
+        self, src_tokens: Tensor, return_all_hiddens: bool = False, **options: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Features [B, L, C] of src_tokens int64 [B, L], zeros at pads; and fairseq's extras.
+
+        In 16-bit evaluation on a GPU without gradients, they come from CUDA graphs.
+        """
+        encoder = self.sentence_encoder
+        weight = encoder.embed_tokens.weight
+        trains = torch.is_grad_enabled() or any(x.training for x in (encoder, *encoder.layers))
+        only_features = not (trains or return_all_hiddens or options)
+        if only_features and weight.is_cuda and weight.dtype.itemsize == 2:
+            return self.graphs.features(encoder, src_tokens), {"inner_states": None}
+        features, extra = super().extract_features(src_tokens, return_all_hiddens, **options)
+        return features, extra
 
 
 @register_model("ls_roberta")

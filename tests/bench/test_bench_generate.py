@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ from click.testing import CliRunner, Result
 
 from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.cli import bench
-from lightseq_fairseq.cli.benchmark.generate import cases, rows, test_set
+from lightseq_fairseq.cli.benchmark.generate import cases, encode, rows, stopwatch, test_set
 from lightseq_fairseq.cli.benchmark.generate.cases import SHAPES, Case, command, environment
 from lightseq_fairseq.cli.benchmark.train import corpus
 from lightseq_fairseq.errors import UserError
 
 fairseq_compat.prepare()
 from fairseq import checkpoint_utils  # noqa: E402
+from fairseq.data import Dictionary  # noqa: E402
 from fairseq.data.indexed_dataset import MMapIndexedDataset  # noqa: E402
+from fairseq.models.roberta import RobertaHubInterface  # noqa: E402
 
 VOCABULARY = 500
 
@@ -158,6 +161,12 @@ def test_ctranslate2_finds_cublas_under_the_name_it_wants(
             "too large: gpt2_124m has 1024 positions, so prompt and",
         ),
         (["--case", "lm_tiny/b1/8+8/fp32", "--systems", "ctranslate2"], "cannot load fairseq's"),
+        (["--case", "roberta_tiny/b8/beam4/fp32"], "There is no case roberta_tiny/b8/beam4/fp32"),
+        (["--case", "tiny/b8/features/fp32"], "There is no case tiny/b8/features/fp32"),
+        (
+            ["--case", "roberta_tiny/btokens200/features/fp32"],
+            "the longest sentence has 201 tokens",
+        ),
         (["--systems", "ours,theirs"], "There is no system theirs: choose from ours,"),
     ],
 )
@@ -200,6 +209,87 @@ def test_everything_once(data: Path, tmp_path: Path) -> None:
     # All systems do the same work: hypotheses of the same lengths.
     for case in {case for case, _ in found}:
         assert len({row["tokens"] for (c, _), row in found.items() if c == case}) == 1
+
+
+# --- RoBERTa
+
+
+def test_cases_of_features() -> None:
+    case = Case.parse("roberta_large/btokens/features/bf16")
+    assert (case.batch, case.max_tokens, case.beam, case.precision) == (None, 18500, 0, "bf16")
+    for name in ("roberta_large/btokens/features/bf16", "roberta_base/b32/features/fp16"):
+        assert str(Case.parse(name)) == name
+    assert cases.why_not("ours", case) is None
+    assert "CTranslate2 cannot load" in (cases.why_not("ctranslate2", case) or "")
+
+
+def test_sources_for_roberta(data: Path) -> None:
+    """The same sentences in fairseq-generate's order, with <s>, and pads on the right."""
+    made = test_set.ensure(data / "roberta_tiny", SHAPES["roberta_tiny"], VOCABULARY)
+    words = Dictionary.load(str(made.folder / "dict.txt"))
+    given = Namespace(data=made, sentences=50, case=Case.parse("roberta_tiny/b8/features/fp32"))
+    batches = stopwatch.sentence_batches(given, words)
+    found: list[list[int]] = []
+    for batch in batches:
+        tokens = batch["net_input"]["src_tokens"]
+        real = [row[row.ne(words.pad())].tolist() for row in tokens]
+        assert all(row.tolist()[: len(it)] == it for row, it in zip(tokens, real, strict=True))
+        assert batch["ntokens"] == sum(map(len, real))
+        found += sorted(real, key=len)
+    sources = MMapIndexedDataset(str(data / "tiny" / "test.en-de.en"))
+    expected = [[words.bos(), *sources[i].tolist()] for i in range(50)]
+    assert sorted(found) == sorted(expected)
+    assert list(map(len, found)) == sorted(map(len, expected))
+    assert [batch["nsentences"] for batch in batches] == [8] * 6 + [2]
+    by_tokens = given.case._replace(batch=None, max_tokens=300)
+    for batch in stopwatch.sentence_batches(Namespace(**{**vars(given), "case": by_tokens}), words):
+        assert batch["net_input"]["src_tokens"].numel() <= 300
+
+
+def test_features_are_computed(data: Path, tmp_path: Path) -> None:
+    output = tmp_path / "rows.json"
+    case, systems = "roberta_tiny/btokens300/features/bf16", ("ours", "fairseq_no_cudnn")
+    done = bench_generate(
+        "--case", case, "--data", data, "--vocabulary", VOCABULARY, "--sentences", 24, "--passes",
+        1, "--rounds", 1, "--output", output, "--logs", tmp_path / "logs", "--systems",
+        f"{','.join(systems)},ctranslate2",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    assert "CTranslate2 cannot load" in done.stderr
+    found = json.loads(output.read_text())
+    assert [(row["case"], row["system"]) for row in found] == [(case, name) for name in systems]
+    sources = MMapIndexedDataset(str(data / "roberta_tiny" / "test.en-de.en"))
+    for row in found:
+        assert (row["sentences"], row["tokens"]) == (24, int(sources.sizes[:24].sum()) + 24)
+        assert row["sentences_per_s"] == pytest.approx(24 / row["decode_s"], rel=0.02)
+        assert row["max_tokens"] == 300
+
+
+@pytest.mark.parametrize(
+    ("system", "arch"), [("ours", "LSRobertaModel"), ("fairseq_no_cudnn", "RobertaModel")]
+)
+def test_systems_differ_in_the_model(
+    system: str, arch: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both go through fairseq's interface, in evaluation mode and without gradients."""
+    made = test_set.ensure(data / "roberta_tiny", SHAPES["roberta_tiny"], VOCABULARY)
+    case = Case.parse("roberta_tiny/b8/features/bf16")
+    words = command(case, system, made.folder, tmp_path / "r.json", 16, 1, False)
+    assert words[2].endswith(".generate.encode")
+    seen = set()
+    original = RobertaHubInterface.extract_features
+
+    def watched(self: Any, tokens: Any, return_all_hiddens: bool = False) -> Any:
+        found = original(self, tokens, return_all_hiddens)
+        assert not self.model.training and not torch.is_grad_enabled()
+        seen.add((type(self.model).__name__, tokens.device.type, found.dtype))
+        return found
+
+    monkeypatch.setattr(RobertaHubInterface, "extract_features", watched)
+    monkeypatch.setattr("sys.argv", words[2:])
+    encode.main()
+    assert seen == {(arch, "cpu", torch.bfloat16)}
+    assert json.loads((tmp_path / "r.json").read_text())["sentences"] == 16
 
 
 # --- language models

@@ -435,6 +435,28 @@ def test_table_of_text(tree: Path) -> None:
     ]
 
 
+def test_table_of_features(tree: Path) -> None:
+    about = {"commit": "0123456789abcdef", "gpu": "GPU X", "torch": "2.11", "max_tokens": 4096}
+    case = "roberta_base/btokens/features/bf16"
+    rows = [
+        {**about, "case": case, "system": system, "sentences_per_s": speed, "decode_s": 1 / speed,
+         "p50_ms": 8.04, "p99_ms": 20.5, "peak_gib": 3.25}
+        for system, speed in (("fairseq_no_cudnn", 100.4), ("ours", 401.6), ("transformers", 200))
+    ]  # fmt: skip
+    path = tree / "scripts/results/generate-features-h200.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(rows))
+    (tree / "README.md").write_text("<!-- table: generate_features -->\n<!-- end -->\n")
+    assert tables(tree).returncode == tables(tree, "--check").returncode == 0
+    text = squeezed(tree / "README.md")
+    assert [line for line in text.splitlines() if line.startswith("| `")] == [
+        f"| `{case}` | `lightseq_fairseq.RobertaModel` | 402 | 4.0 | 8.0, 20.5 | 3.2 |",
+        f"| `{case}` | transformers, compiled | 200 | 2.0 | 8.0, 20.5 | 3.2 |",
+        f"| `{case}` | fairseq, cuDNN attention off | 100 | 1.0 | 8.0, 20.5 | 3.2 |",
+    ]
+    assert "(`btokens`: at most 4096 tokens, pads included)" in text
+
+
 def test_plot_of_generation(translated: Path) -> None:
     found = words(translated / GENERATE_PLOT)
     assert {"Transformer big, 4096 tokens at once, beam 5, bf16", "6001", "2000", "120"} <= found

@@ -127,6 +127,21 @@ def test_padded_interface(text: Path, flags: dict[str, Any]) -> None:
         torch.testing.assert_close(parameter.grad, expected[name].grad, **exact)
 
 
+@torch.no_grad()
+def test_features_from_the_block_of_graphs(text: Path) -> None:
+    """Where nothing is captured, the encoder reads the same block."""
+    _, ours = build(text, LS)
+    ours = ours.double().eval()
+    pads = torch.tensor([[0, 5, 7, 2, PAD], [PAD, 0, PAD, 8, 2]])
+    long = torch.randint(4, parity.VOCABULARY, (90, 12))
+    long[::3, 7:] = PAD
+    for tokens in (pads, long, pads[:, :1], pads[:0], pads[:0, :0], pads.new_full((2, 3), PAD)):
+        expected = ours(tokens, features_only=True)[0]
+        found = ours.encoder.graphs.features(ours.encoder.sentence_encoder, tokens)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert not found[tokens == PAD].any()
+
+
 def test_heads_of_sentences(text: Path) -> None:
     ours, native, sample = pair(text, pooler_dropout=0.0)
     for model in (ours, native):

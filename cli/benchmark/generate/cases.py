@@ -9,7 +9,13 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from lightseq_fairseq.cli.benchmark.train.cases import LANGUAGE, SHAPES, TRANSLATION, Shape
+from lightseq_fairseq.cli.benchmark.train.cases import (
+    LANGUAGE,
+    MASKED,
+    SHAPES,
+    TRANSLATION,
+    Shape,
+)
 from lightseq_fairseq.cli.benchmark.train.corpus import LONGEST
 from lightseq_fairseq.errors import UserError
 
@@ -24,6 +30,7 @@ class Case(NamedTuple):
     Attributes:
         batch: sentences or prompts per batch; None: as many as ``max_tokens`` allow.
         max_tokens: limit of source tokens per batch, with pads; None: no limit.
+        beam: hypotheses per sentence; 0 for RoBERTa, whose features of the sentences are computed.
         prompt, new: for a language model, tokens of each prompt, and tokens to generate after it,
             the last of which is ``</s>``; 0 for translation.
     """
@@ -38,8 +45,8 @@ class Case(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """The case that ``text`` names, as ``t2t_big/b32/beam4/bf16``, ``.../btokens4096/...`` or
-        ``gpt2_124m/b32/128+256/bf16``.
+        """The case that ``text`` names, as ``t2t_big/b32/beam4/bf16``, ``.../btokens4096/...``,
+        ``gpt2_124m/b32/128+256/bf16`` or ``roberta_base/b32/features/bf16``.
 
         Raises:
             UserError: there is no such case.
@@ -47,36 +54,42 @@ class Case(NamedTuple):
         prompts = re.fullmatch(r"(\w+)/b([1-9]\d*)/([1-9]\d*)\+([1-9]\d*)/(\w+)", text)
         if prompts is not None and prompts[1] in LANGUAGE and prompts[5] in PRECISIONS:
             model, precision = prompts.group(1, 5)
-            sentences, prompt, new = map(int, prompts.group(2, 3, 4))
+            count, prompt, new = map(int, prompts.group(2, 3, 4))
             if prompt + new > positions(SHAPES[model]):
                 raise UserError(
                     f"The case {text} is too large: {model} has {positions(SHAPES[model])} "
                     "positions, so prompt and new tokens can be at most that many together."
                 )
-            return cls(model, sentences, None, 1, precision, prompt, new)
-        found = re.fullmatch(r"(\w+)/b(?:([1-9]\d*)|tokens([1-9]\d*)?)/beam([1-9]\d*)/(\w+)", text)
-        if found is None or found[1] not in TRANSLATION or found[5] not in PRECISIONS:
+            return cls(model, count, None, 1, precision, prompt, new)
+        batches = r"b(?:([1-9]\d*)|tokens([1-9]\d*)?)"
+        found = re.fullmatch(rf"(\w+)/{batches}/(?:beam([1-9]\d*)|features)/(\w+)", text)
+        model, sentences, tokens, beam, precision = found.groups() if found else [""] * 5
+        if model not in (MASKED if beam is None else TRANSLATION) or precision not in PRECISIONS:
             raise UserError(
                 f"There is no case {text}: write <model>/<batch>/beam<n>/<precision>, for example "
                 "t2t_big/btokens4096/beam5/bf16, or <model>/b<prompts>/<prompt>+<new>/<precision>, "
-                "for example gpt2_124m/b32/128+256/bf16. A batch is b<sentences> or btokens<source "
-                f"tokens>; models are {', '.join(TRANSLATION)}, and with prompts "
-                f"{', '.join(LANGUAGE)}; precisions are {', '.join(PRECISIONS)}."
+                "for example gpt2_124m/b32/128+256/bf16, or <model>/<batch>/features/<precision>, "
+                "for example roberta_base/b32/features/bf16. A batch is b<sentences> or "
+                f"btokens<source tokens>; models are {', '.join(TRANSLATION)}; with prompts "
+                f"{', '.join(LANGUAGE)}; with features {', '.join(MASKED)}; precisions are "
+                f"{', '.join(PRECISIONS)}."
             )
-        batch = None if found[2] is None else int(found[2])
-        max_tokens = int(found[3] or MAX_TOKENS) if batch is None else None
-        if max_tokens is not None and max_tokens < LONGEST:
+        batch = None if sentences is None else int(sentences)
+        max_tokens = int(tokens or MAX_TOKENS) if batch is None else None
+        longest = LONGEST + (beam is None)  # RoBERTa's sentences begin with <s>
+        if max_tokens is not None and max_tokens < longest:
             raise UserError(
-                f"The case {text} is too small: the longest sentence has {LONGEST} tokens, so "
+                f"The case {text} is too small: the longest sentence has {longest} tokens, so "
                 "btokens must be at least that."
             )
-        return cls(found[1], batch, max_tokens, int(found[4]), found[5])
+        return cls(model, batch, max_tokens, int(beam or 0), precision)
 
     def __str__(self) -> str:
         if self.new:
             return f"{self.model}/b{self.batch}/{self.prompt}+{self.new}/{self.precision}"
         tokens = "tokens" if self.max_tokens == MAX_TOKENS else f"tokens{self.max_tokens}"
-        return f"{self.model}/b{self.batch or tokens}/beam{self.beam}/{self.precision}"
+        result = f"beam{self.beam}" if self.beam else "features"
+        return f"{self.model}/b{self.batch or tokens}/{result}/{self.precision}"
 
     @property
     def shape(self) -> Shape:
@@ -92,13 +105,13 @@ class System(NamedTuple):
     """How a case is run.
 
     Attributes:
-        module: the module of this package that runs it.
+        module: the module of this package that runs it; None: `decode` or, for RoBERTa, `encode`.
         warm_up: passes over the test set before the timed ones. In these, ours captures a graph
             for each shape, and all systems fill their memory pools.
         native: use fairseq's own model and search.
     """
 
-    module: str = "decode"
+    module: str | None = None
     warm_up: int = 1
     native: bool = False
 
@@ -113,11 +126,11 @@ SYSTEMS = {
 
 def why_not(system: str, case: Case) -> str | None:
     """The reason if the system cannot run the case on this machine, else None."""
-    if system == "ctranslate2" and case.new:
-        return "CTranslate2 cannot load fairseq's language models."
-    if system == "transformers" and not case.new:
+    if system == "ctranslate2" and case.model not in TRANSLATION:
+        return "CTranslate2 cannot load fairseq's language models and RoBERTa."
+    if system == "transformers" and case.model in TRANSLATION:
         return "transformers has no such translation model."
-    if system == "transformers" and not _is_gpt2(case.shape):
+    if system == "transformers" and case.new and not _is_gpt2(case.shape):
         return "transformers runs only GPT-2 here, and this model differs from it."
     if system in _PACKAGES and importlib.util.find_spec(system) is None:
         return f"{system} is not installed."
@@ -137,7 +150,8 @@ def command(
 ) -> list[str]:
     """The command of one run: the number of sentences, and of passes over them."""
     how = SYSTEMS[system]
-    words = [sys.executable, "-m", f"{__package__}.{how.module}", "--report", str(report)]
+    module = how.module or ("decode" if case.beam else "encode")
+    words = [sys.executable, "-m", f"{__package__}.{module}", "--report", str(report)]
     words += ["--case", str(case), "--data", str(folder), "--sentences", str(sentences)]
     words += ["--warm-up", str(how.warm_up), "--passes", str(passes)]
     return words + ["--native"] * how.native + ["--cpu"] * (not gpu)

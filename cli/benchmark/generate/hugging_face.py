@@ -1,15 +1,18 @@
-"""GPT-2 of Hugging Face transformers on the prompts of the other systems.
+"""Models of Hugging Face transformers on the prompts or sentences of the other systems.
 
     python -m lightseq_fairseq.cli.benchmark.generate.hugging_face (options of ``decode``)
 
-Random weights of the same sizes, a static cache, and on a GPU a compiled forward pass as a CUDA
-graph, which is the fastest that the library offers for one model on one GPU.
+Random weights of the same sizes, and on a GPU a compiled forward pass as CUDA graphs, which is the
+fastest that the library offers for one model on one GPU. GPT-2 continues prompts with a static
+cache, RoBERTa computes features.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 from lightseq_fairseq.cli.benchmark.generate import stopwatch
@@ -18,33 +21,57 @@ from lightseq_fairseq.cli.benchmark.generate.test_set import vocabulary
 from lightseq_fairseq.cli.benchmark.memory import MemoryMeter
 from lightseq_fairseq.cli.benchmark.train.corpus import EOS
 
+Samples = list[dict[str, Any]]
+Run = Callable[[dict[str, Any]], list[int]]
+
 
 def main() -> None:
     given = stopwatch.arguments(__doc__)
     import torch
+
+    memory, began = MemoryMeter(gpu=not given.cpu), time.perf_counter()
+    torch.manual_seed(0)
+    run = _continuing(given) if given.case.new else _encoding(given)
+    load_s = time.perf_counter() - began
+    samples = _prompts(given) if given.case.new else _sentences(given)
+    try:
+        run(samples[0])
+    except (RuntimeError, ValueError, TypeError) as error:  # a version that cannot do this
+        reason = " ".join(str(error).split())
+        given.report.write_text(json.dumps({"unable": reason}) + "\n", encoding="utf-8")
+        return
+    stopwatch.measure(given, samples, run, load_s, memory)
+
+
+def _placed(model: Any, given: argparse.Namespace) -> Any:
+    """The model in the case's precision on the device, for evaluation."""
+    import torch
+
+    dtype = getattr(torch, PRECISIONS[given.case.precision])
+    return model.eval().to("cpu" if given.cpu else "cuda", dtype)
+
+
+def _continuing(given: argparse.Namespace) -> Run:
+    """GPT-2 for `stopwatch.measure`."""
+    import torch
     import transformers
 
-    case, gpu = given.case, not given.cpu
-    shape, words = case.shape, vocabulary(given.data)
-    memory, began = MemoryMeter(gpu), time.perf_counter()
+    case, shape = given.case, given.case.shape
     config = transformers.GPT2Config(
-        vocab_size=words, n_positions=positions(shape), n_embd=shape.width,
+        vocab_size=vocabulary(given.data), n_positions=positions(shape), n_embd=shape.width,
         n_layer=shape.decoder_layers, n_head=shape.heads, n_inner=shape.ffn,
         activation_function=shape.activation, tie_word_embeddings=shape.tied, bos_token_id=EOS,
         eos_token_id=None,
     )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(config).to(getattr(torch, PRECISIONS[case.precision]))
-    model = model.eval().to("cuda" if gpu else "cpu")
+    model = _placed(transformers.GPT2LMHeadModel(config), given)
     options: dict[str, Any] = {
         "max_new_tokens": case.new, "do_sample": False, "pad_token_id": EOS, "use_cache": True,
         "cache_implementation": "static",
     }  # fmt: skip
-    if gpu:
+    if not given.cpu:
         options["compile_config"] = transformers.CompileConfig(
             mode="reduce-overhead", fullgraph=True
         )
-    load_s = time.perf_counter() - began
 
     @torch.no_grad()
     def translate(sample: dict[str, Any]) -> list[int]:
@@ -52,17 +79,49 @@ def main() -> None:
         found = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options).cpu()
         return [found.shape[1] - 1] * len(found)  # without the first token
 
+    return translate
+
+
+def _prompts(given: argparse.Namespace) -> Samples:
+    import torch
+
     samples = []
-    for prompts in stopwatch.prompts(case, given.sentences, words):
+    for prompts in stopwatch.prompts(given.case, given.sentences, vocabulary(given.data)):
         first = prompts.new_full((len(prompts), 1), EOS)
         samples.append({"tokens": torch.cat((first, prompts), 1), "nsentences": len(prompts)})
-    try:
-        translate(samples[0])
-    except (RuntimeError, ValueError, TypeError) as error:  # a version that cannot do this
-        reason = " ".join(str(error).split())
-        given.report.write_text(json.dumps({"unable": reason}) + "\n", encoding="utf-8")
-        return
-    stopwatch.measure(given, samples, translate, load_s, memory)
+    return samples
+
+
+def _encoding(given: argparse.Namespace) -> Run:
+    """RoBERTa for `stopwatch.measure`."""
+    import torch
+    import transformers
+
+    from lightseq_fairseq.cli.benchmark.train.hugging_face import config
+
+    shape = given.case.shape
+    sizes = config(shape, shape.words(vocabulary(given.data)))
+    model = _placed(transformers.RobertaModel(sizes, add_pooling_layer=False), given)
+    # Lengths differ from batch to batch: one compilation, and a CUDA graph for each shape.
+    compiled = model if given.cpu else torch.compile(model, mode="reduce-overhead", dynamic=True)
+
+    @torch.no_grad()
+    def encode(sample: dict[str, Any]) -> list[int]:
+        tokens = sample["net_input"]["src_tokens"].to(model.device)
+        mask = tokens.ne(sizes.pad_token_id).long()
+        return stopwatch.rows_of(compiled(tokens, attention_mask=mask).last_hidden_state)
+
+    return encode
+
+
+def _sentences(given: argparse.Namespace) -> Samples:
+    from lightseq_fairseq import fairseq_compat
+
+    fairseq_compat.prepare()
+    from fairseq.data import Dictionary
+
+    words = Dictionary.load(str(given.data.folder / "dict.txt"))
+    return stopwatch.sentence_batches(given, words)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Timed passes over a test set and their report, the same for every system.
 
 Each batch is timed by itself, from token numbers in host memory to the best hypothesis of each
-sentence in host memory. Not included are loading the model, making batches, and converting to text.
+sentence in host memory, or to its features on the device. Not included are loading the model,
+making batches, and converting to text.
 """
 
 from __future__ import annotations
@@ -67,6 +68,22 @@ def batches(task: Any, cfg: Any, sentences: int) -> list[dict[str, Any]]:
     return list(iterator.next_epoch_itr(shuffle=False))
 
 
+def sentence_batches(given: argparse.Namespace, words: Any) -> list[dict[str, Any]]:
+    """The same of the sources for RoBERTa: with ``<s>``, and padded on the right.
+
+    words: fairseq's dictionary.
+    """
+    from fairseq.data import LanguagePairDataset, PrependTokenDataset, data_utils
+
+    case: Case = given.case
+    lines = data_utils.load_indexed_dataset(str(given.data.sources), words)
+    lines = PrependTokenDataset(lines, words.bos())
+    dataset = LanguagePairDataset(lines, lines.sizes, words, left_pad_source=False, shuffle=False)
+    order = dataset.ordered_indices()
+    chosen = dataset.batch_by_size(order[order < given.sentences], case.max_tokens, case.batch)
+    return [dataset.collater([dataset[i] for i in batch]) for batch in chosen]
+
+
 def prompts(case: Case, count: int, vocabulary: int) -> list[Any]:
     """Batches of ``count`` prompts, int64 [batch, prompt] on the CPU, of random words."""
     import torch
@@ -90,6 +107,15 @@ def prompt_batches(task: Any, case: Case, count: int) -> list[dict[str, Any]]:
     return found
 
 
+def rows_of(features: Any) -> list[int]:
+    """The rows of each sentence of features [B, L, C], as soon as the features are complete."""
+    import torch
+
+    if features.is_cuda:
+        torch.cuda.synchronize()
+    return [features.shape[1]] * len(features)
+
+
 def measure(
     given: argparse.Namespace,
     samples: Sequence[dict[str, Any]],
@@ -101,7 +127,8 @@ def measure(
 
     Args:
         translate: returns the tokens of the best hypothesis of each sentence, with ``</s>`` and,
-            of a language model, with the prompt, which the report does not count.
+            of a language model, with the prompt, which the report does not count; or the rows of
+            its features, of which the report does not count the pads.
         memory: created before the model was loaded.
 
     Raises:
@@ -117,8 +144,9 @@ def measure(
             seconds.append(time.perf_counter() - began)
             wanted = case.prompt + case.new or sample["net_input"]["src_tokens"].shape[1]
             if set(lengths) != {wanted}:
-                raise RuntimeError(f"hypotheses of {sorted(set(lengths))} tokens, not {wanted}")
-            tokens += sum(lengths) - case.prompt * len(lengths)
+                raise RuntimeError(f"results of {sorted(set(lengths))} tokens, not {wanted}")
+            unseen = case.prompt * len(lengths)
+            tokens += sum(lengths) - unseen if case.beam else sample["ntokens"]
         passes.append(seconds)
     report = {
         "load_s": load_s,

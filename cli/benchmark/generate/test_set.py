@@ -6,7 +6,8 @@ is shared with the output projection, is zero. Thousands of words are then alway
 ``</s>``, so each sentence ends at its maximum length, in every system and every precision.
 
 For a language model there are no sentences: `stopwatch` draws the prompts. Its output projection
-may be a table of its own; then the row of ``</s>`` is zero there.
+may be a table of its own; then the row of ``</s>`` is zero there. RoBERTa reads the sources only,
+and its weights are as they were drawn.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 from lightseq_fairseq.checkpoints import files
 from lightseq_fairseq.cli.benchmark.generate.cases import positions
 from lightseq_fairseq.cli.benchmark.train import corpus
-from lightseq_fairseq.cli.benchmark.train.cases import Shape
+from lightseq_fairseq.cli.benchmark.train.cases import Shape, roberta_flags
 from lightseq_fairseq.cli.benchmark.train.corpus import EOS, SOURCE, TARGET
 from lightseq_fairseq.errors import UserError
 
@@ -35,6 +36,11 @@ class TestSet(NamedTuple):
     @property
     def checkpoint(self) -> Path:
         return self.folder / "checkpoint.pt"
+
+    @property
+    def sources(self) -> Path:
+        """The source sentences, without the ending of a file."""
+        return self.folder / f"{SPLIT}.{SOURCE}-{TARGET}.{SOURCE}"
 
     @property
     def ctranslate2(self) -> Path:
@@ -56,11 +62,12 @@ def ensure(folder: Path, shape: Shape, vocabulary: int) -> TestSet:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with files.placed(folder) as part:
             part.mkdir()
-            if shape.is_language_model:
+            if shape.is_language_model or shape.is_masked:
                 corpus.write_dictionary(part / "dict.txt", vocabulary)
             else:
                 corpus.write_dictionaries(part, vocabulary)
-                corpus.write_split(part, SPLIT, SENTENCES, vocabulary, SEED)
+            if sentences:
+                corpus.write_split(part, SPLIT, sentences, vocabulary, SEED)
             _write_checkpoint(TestSet(part), shape, folder)
             (part / _MANIFEST).write_text(json.dumps(wanted) + "\n", encoding="utf-8")
     try:
@@ -92,19 +99,23 @@ def _write_checkpoint(test_set: TestSet, shape: Shape, home: Path) -> None:
     from omegaconf import OmegaConf
 
     words = [str(test_set.folder), "--arch", shape.arch, "--optimizer", "adam"]
-    words += ["--decoder-layers", str(shape.decoder_layers)]
-    if shape.is_language_model:
-        words += ["--task", "language_modeling"]
+    if shape.is_masked:
+        words += ["--task", "masked_lm"]
+        words += [str(word) for pair in roberta_flags(shape).items() for word in pair]
+    elif shape.is_language_model:
+        words += ["--task", "language_modeling", "--decoder-layers", str(shape.decoder_layers)]
         words += ["--max-target-positions", str(positions(shape))]
     else:
         words += ["-s", SOURCE, "-t", TARGET, "--share-all-embeddings"]
         words += ["--encoder-layers", str(shape.encoder_layers)]
+        words += ["--decoder-layers", str(shape.decoder_layers)]
     args = options.parse_args_and_arch(options.get_training_parser(), words)
     cfg = convert_namespace_to_omegaconf(args)
     torch.manual_seed(SEED)
     model: Any = tasks.setup_task(cfg.task).build_model(cfg.model)
-    with torch.no_grad():
-        model.decoder.output_projection.weight[EOS] = 0
+    if not shape.is_masked:
+        with torch.no_grad():
+            model.decoder.output_projection.weight[EOS] = 0
     saved: Any = OmegaConf.to_container(cfg)
     saved["task"]["data"] = str(home.resolve())
     if not shape.is_language_model:  # whose configuration is a Namespace, with all settings

@@ -374,7 +374,7 @@ def _text_flags(case: Case) -> dict[str, object]:
 def _masked_flags(case: Case) -> dict[str, object]:
     return {
         "--task": "masked_lm",
-        **_roberta_flags(case.shape),
+        **roberta_flags(case.shape),
         **(_block_flags(case) if case.block else _sample_flags(case)),
     }
 
@@ -383,13 +383,14 @@ def _class_flags(case: Case) -> dict[str, object]:
     return {
         "--task": "sentence_prediction",
         "--num-classes": LABELS,
-        **_roberta_flags(case.shape),
+        **roberta_flags(case.shape),
         "--batch-size": case.sentences,
         "--required-batch-size-multiple": 1,
     }
 
 
-def _roberta_flags(shape: Shape) -> dict[str, object]:
+def roberta_flags(shape: Shape) -> dict[str, object]:
+    """fairseq's flags -> the sizes of a RoBERTa."""
     return {
         "--encoder-layers": shape.encoder_layers,
         "--encoder-embed-dim": shape.width,

@@ -6,31 +6,32 @@ import transformers
 from torch import Tensor, nn
 
 from lightseq_fairseq.cli.benchmark.train.batches import Masked
-from lightseq_fairseq.cli.benchmark.train.cases import DROPOUT, UNUSED_POSITIONS, Case
+from lightseq_fairseq.cli.benchmark.train.cases import DROPOUT, UNUSED_POSITIONS, Case, Shape
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import PAD
+
+
+def config(shape: Shape, vocabulary: int) -> transformers.RobertaConfig:
+    """The sizes of a RoBERTa; its attention is ``scaled_dot_product_attention``."""
+    return transformers.RobertaConfig(
+        vocab_size=vocabulary, hidden_size=shape.width, intermediate_size=shape.ffn,
+        num_hidden_layers=shape.encoder_layers, num_attention_heads=shape.heads,
+        hidden_act=shape.activation, hidden_dropout_prob=DROPOUT,
+        attention_probs_dropout_prob=shape.attention_dropout,
+        max_position_embeddings=shape.positions + UNUSED_POSITIONS, type_vocab_size=1,
+        layer_norm_eps=1e-5, pad_token_id=PAD, attn_implementation="sdpa",
+    )  # fmt: skip
 
 
 class Roberta(nn.Module):
     """``RobertaForMaskedLM`` of a case; computes the loss of a batch.
 
-    Its attention is ``scaled_dot_product_attention``. As its users do, it computes the logits of
-    all tokens.
+    As its users do, it computes the logits of all tokens.
     """
 
     def __init__(self, case: Case, vocabulary: int) -> None:
         super().__init__()
-        shape = case.shape
         self.has_pads = not case.block
-        self.model = transformers.RobertaForMaskedLM(
-            transformers.RobertaConfig(
-                vocab_size=vocabulary, hidden_size=shape.width, intermediate_size=shape.ffn,
-                num_hidden_layers=shape.encoder_layers, num_attention_heads=shape.heads,
-                hidden_act=shape.activation, hidden_dropout_prob=DROPOUT,
-                attention_probs_dropout_prob=shape.attention_dropout,
-                max_position_embeddings=shape.positions + UNUSED_POSITIONS, type_vocab_size=1,
-                layer_norm_eps=1e-5, pad_token_id=PAD, attn_implementation="sdpa",
-            )
-        )  # fmt: skip
+        self.model = transformers.RobertaForMaskedLM(config(case.shape, vocabulary))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         tokens, target = Masked(*inputs)
