@@ -82,6 +82,28 @@ def load_model_ensemble(
     return models, cfg
 
 
+def load_checkpoint(original: Callable[..., Any], cfg: Any, trainer: Any, **kwargs: Any) -> Any:
+    """fairseq's ``load_checkpoint``, which begins a run; then makes the batches of validation.
+
+    Otherwise a sentence that is too long would end the run at the first validation, before its
+    first checkpoint. fairseq keeps the batches, so validation does not make them again.
+
+    Raises:
+        UserError: a sentence exceeds --max-tokens-valid, or there is none.
+        Exception: fairseq's, if a sentence exceeds the model's positions.
+    """
+    import torch
+
+    loaded = original(cfg, trainer, **kwargs)
+    data, dummy = trainer.cfg.dataset, trainer._dummy_batch
+    if not data.disable_validation:
+        with torch.random.fork_rng(devices=[]):  # the first batch of some data sets draws from it
+            for subset in data.valid_subset.split(","):
+                trainer.get_valid_iterator(subset)
+        trainer.reset_dummy_batch(dummy)  # a batch of training, as without this function
+    return loaded
+
+
 def eval_lm_dataloader(
     original: Callable[..., Any], self: Any, dataset: Any, *args: Any, **kwargs: Any
 ) -> Any:

@@ -89,7 +89,8 @@ def names(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
             name = value(argv, action.option_strings)
             if name is not None and name not in action.choices:
                 what = action.dest.replace("_", " ")
-                close = difflib.get_close_matches(name, list(action.choices), n=3, cutoff=0.5)
+                longer = [choice for choice in action.choices if choice.startswith(name)][:3]
+                close = longer or difflib.get_close_matches(name, action.choices, n=3, cutoff=0.5)
                 hint = f"did you mean {' or '.join(close)}?" if close else ""
                 raise UserError(
                     f"There is no {what} named {name}: "

@@ -282,6 +282,11 @@ PATCHES = (
         "locks the checkpoint folder, handles signals and waits for the last checkpoint",
     ),
     Patch(
+        "training", "fairseq.checkpoint_utils:load_checkpoint",
+        "cli.start.late_checks:load_checkpoint",
+        "a validation sentence that is too long ends the run only after the first epoch",
+    ),
+    Patch(
         "training", "fairseq.distributed.utils:distributed_init",
         "training.process:distributed_init", "fairseq waits for other ranks without a message",
     ),

@@ -54,7 +54,7 @@ class _Rank(dict[str, Sequence[Tensor]]):
         return torch.from_numpy(packed).split(lengths.tolist())
 
 
-class Hypothesis(MutableMapping[str, Tensor]):
+class LazyHypothesis(MutableMapping[str, Tensor]):
     """A hypothesis of L tokens including eos; behaves like fairseq's dict, but is not a dict.
 
     tokens int64 [L], score float32 [], positional_scores float32 [L]; attention and alignment are
@@ -108,12 +108,13 @@ class Results:
     def __init__(self, sentences: int, beam: int) -> None:
         self._ranks = [_Rank() for _ in range(beam)]
         self._of_sentences = [
-            [Hypothesis(rank, sentence) for rank in self._ranks] for sentence in range(sentences)
+            [LazyHypothesis(rank, sentence) for rank in self._ranks]
+            for sentence in range(sentences)
         ]
 
     def fetch(
         self, memory: SearchBuffers, positions: int, stream: torch.cuda.Stream | None
-    ) -> list[list[Hypothesis]]:
+    ) -> list[list[LazyHypothesis]]:
         """The results of each sentence, best first: all that ``ops.beam_advance`` has kept.
 
         positions: P, the length of the longest result. stream: the stream of the copy; None for

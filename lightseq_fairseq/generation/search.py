@@ -20,7 +20,7 @@ from torch import Tensor
 from lightseq_fairseq import ops
 from lightseq_fairseq.generation import prompts, repeats
 from lightseq_fairseq.generation.decoder import StepDecoder, bucket, first_bucket
-from lightseq_fairseq.generation.results import Hypothesis, Results
+from lightseq_fairseq.generation.results import LazyHypothesis, Results
 from lightseq_fairseq.generation.search_buffers import SearchBuffers
 from lightseq_fairseq.ops.beam_search import Progress
 
@@ -64,7 +64,7 @@ class SearchOptions:
 def search(
     steps: StepDecoder, encoder: Any, decoder: Any, tokens: Tensor, rules: SearchOptions,
     first: int, max_len: int, positions: int, rng: Tensor | None = None,
-) -> list[list[Hypothesis]]:  # fmt: skip
+) -> list[list[LazyHypothesis]]:  # fmt: skip
     """The results of each sentence, best first, as fairseq's ``SequenceGenerator`` gives them.
 
     Args:
@@ -77,7 +77,7 @@ def search(
         positions: positions to allocate at first; more are allocated when needed.
         rng: int64 [2], for sampling.
 
-    Returns: a list for each sentence, see ``generation.results.Hypothesis``.
+    Returns: a list for each sentence, see ``generation.results.LazyHypothesis``.
     """
     sentences, beam = len(tokens), rules.beam
     device = next(decoder.parameters()).device

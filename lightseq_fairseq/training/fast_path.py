@@ -34,7 +34,7 @@ from lightseq_fairseq.training.step import (
     SCALER,
     STEPS_AHEAD,
     Count,
-    Report,
+    StepReport,
     StopReason,
     TrainingStep,
     UpdateRules,
@@ -176,7 +176,7 @@ def _batches(sample: Any) -> list[PackedBatch]:
 class _Started:
     """A launched step: its report, and this rank's counts in the order of ``step.Count``."""
 
-    report: Report
+    report: StepReport
     counts: list[float]
 
 

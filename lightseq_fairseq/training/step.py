@@ -76,7 +76,7 @@ class UpdateRules:
 
 
 @dataclass
-class Report:
+class StepReport:
     """A copy of the state after a step, which may still be in transfer to the host."""
 
     values: Tensor
@@ -142,7 +142,7 @@ class TrainingStep:
         self.state.copy_(torch.tensor(values))
         self.rng.copy_(torch.tensor([self.rules.seed + num_updates, 0]))
 
-    def update(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> Report:
+    def update(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> StepReport:
         """Launch one update by the gradient of all ``batches``, without waiting for the device.
 
         batches: the micro-batches of this rank; with several ranks, a rank may have none.
@@ -255,7 +255,7 @@ class TrainingStep:
             state[State.MULTIPLIER], norm, rules.max_norm, rules.clip_eps, self._exchange.finish,
         )  # fmt: skip
 
-    def _report(self) -> Report:
+    def _report(self) -> StepReport:
         values = self._reports[self._next_report]
         self._next_report = (self._next_report + 1) % len(self._reports)
         values.copy_(self._numbers, non_blocking=True)
@@ -263,7 +263,7 @@ class TrainingStep:
         if self.device.type == "cuda":
             arrived = torch.cuda.Event()
             arrived.record()
-        return Report(values, arrived)
+        return StepReport(values, arrived)
 
     def forget_graphs(self) -> None:
         """Free the memory of all graphs; also works after an error within a step."""
@@ -351,7 +351,7 @@ __all__ = [
     "SCALER",
     "STEPS_AHEAD",
     "Count",
-    "Report",
+    "StepReport",
     "StopReason",
     "TrainingStep",
     "UpdateRules",

@@ -132,6 +132,37 @@ def test_training_does_not_begin(
     assert digests(tmp_path) == before and not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("system", [[], ["--native"]], ids=["ours", "native"])
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--max-source-positions 12 --max-target-positions 12", "the model takes at most (12, 12)"),
+        ("--max-tokens-valid 12", "--max-tokens-valid) is 12: raise it to 21 or more"),
+    ],
+)
+def test_a_long_validation_sentence_is_found_before_the_first_update(
+    whole: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    flags: str,
+    part: str,
+    system: list[str],
+) -> None:
+    (tmp_path / "valid.de").write_text("w1 " * 20 + "\n")
+    (tmp_path / "valid.en").write_text("v1 " * 20 + "\n")
+    succeed(
+        "preprocess", "-s", "de", "-t", "en", "--destdir", tmp_path / "data",
+        "--srcdict", whole / "mmap" / "dict.de.txt", "--tgtdict", whole / "mmap" / "dict.en.txt",
+        "--trainpref", whole / "text" / "train", "--validpref", tmp_path / "valid",
+    )  # fmt: skip
+    words = [tmp_path / "data", *LS, *flags.split(), *system, "--save-dir", tmp_path / "out"]
+    with caplog.at_level("INFO"):
+        assert part in refusal("train", *words)
+        assert "begin training epoch" not in caplog.text
+        succeed("train", *words, "--disable-validation")
+        assert "begin training epoch" in caplog.text
+
+
 @pytest.mark.parametrize("command", ["generate", "validate"])
 @pytest.mark.parametrize(
     ("damage", "name", "part"),

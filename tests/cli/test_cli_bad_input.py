@@ -242,6 +242,7 @@ BAD = [
      ["no flag --output", "lightseq-generate, lightseq-average and lightseq-"]),
     (f"{TRAIN} --max-token 4",
      ["lightseq-train has no flag --max-token: did you mean --max-tokens?"]),
+    (f"{TRAIN} --criterion ls_label", ["named ls_label: did you mean ls_label_smoothed_cross_e"]),
     (f"{TRAIN} --frobnicate", ["lightseq-train has no flag --frobnicate: --fairseq-help"]),
     (f"{TRAIN} --optimizer sgd --adam-eps 1", ["of --optimizer adam, which", "remove --adam-eps"]),
     (f"{TRAIN} --encoder-hidden-size 1", ["a flag of --arch lstm, which"]),

@@ -1,12 +1,14 @@
 """Modules import only modules of lower layers, as pyproject.toml lists them and ARCHITECTURE.md
-shows."""
+shows; public classes have different names."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,12 @@ def test_the_table_of_the_document_is_the_one_that_is_checked() -> None:
     table = text.partition("| modules of `lightseq_fairseq` |")[2].partition("\n\n")[0]
     rows = [line.split("|")[1] for line in table.splitlines()[2:]]
     assert [re.findall(r"`([\w.]+)`", row) for row in rows] == layers
+
+
+def test_a_class_name_means_one_class() -> None:
+    files = defaultdict(list)
+    for path in (ROOT / "lightseq_fairseq").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files[node.name].append(path.name)
+    assert {name: found for name, found in files.items() if len(found) > 1} == {}

@@ -16,7 +16,7 @@ from lightseq_fairseq import graphs
 from lightseq_fairseq.errors import GPUHangs
 from lightseq_fairseq.generation.delayed_progress import DelayedProgress
 from lightseq_fairseq.training.host_copies import HostCopies
-from lightseq_fairseq.training.step import Report, TrainingStep
+from lightseq_fairseq.training.step import StepReport, TrainingStep
 
 
 class Work:
@@ -37,13 +37,13 @@ def is_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_report_is_waited_for(is_impatient: None) -> None:
     work = Work(ends_at=3)
-    assert Report(torch.arange(2.0), work).wait() == [0, 1]  # type: ignore[arg-type]
+    assert StepReport(torch.arange(2.0), work).wait() == [0, 1]  # type: ignore[arg-type]
     assert work.asked == 3
 
 
 def test_a_step_that_does_not_end(is_impatient: None) -> None:
     with pytest.raises(GPUHangs, match=r"The GPU has not finished a step in .*last checkpoint"):
-        Report(torch.arange(2.0), Work(None)).wait()  # type: ignore[arg-type]
+        StepReport(torch.arange(2.0), Work(None)).wait()  # type: ignore[arg-type]
 
 
 def test_time_in_which_the_process_is_stopped_does_not_count() -> None:

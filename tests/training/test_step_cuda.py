@@ -46,23 +46,23 @@ def found(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Found]:
     """Runs with the given flags, captured or eager."""
-    start, wait = step.TrainingStep.update, step.Report.wait
+    start, wait = step.TrainingStep.update, step.StepReport.wait
 
     def get(name: str, captured: bool = True, corpus: Path = data, **flags: Any) -> Found:
         counts: list[float] = []
         states: list[str] = []
 
-        def counted(self: step.TrainingStep, batches: Any, given: Any) -> step.Report:
+        def counted(self: step.TrainingStep, batches: Any, given: Any) -> step.StepReport:
             counts.append(given[Given.NUM_UPDATES])
             return start(self, batches, given)
 
-        def recorded(self: step.Report) -> list[float]:
+        def recorded(self: step.StepReport) -> list[float]:
             values = wait(self)
             states.append(repr(values))
             return values
 
         monkeypatch.setattr(step.TrainingStep, "update", counted)
-        monkeypatch.setattr(step.Report, "wait", recorded)
+        monkeypatch.setattr(step.StepReport, "wait", recorded)
         monkeypatch.setenv("LIGHTSEQ_CAPTURE", str(int(captured)))
         caplog.set_level(logging.INFO)
         caplog.clear()
