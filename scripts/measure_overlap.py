@@ -62,6 +62,9 @@ def measure(way: str, folder: Path, updates: int, words: list[str]) -> float:
     """Milliseconds per update: the median over windows of the second half of the run."""
     import torch
 
+    from lightseq_fairseq import fairseq_compat
+
+    fairseq_compat.prepare()
     from lightseq_fairseq.cli import train
     from lightseq_fairseq.cli.benchmark.train import corpus
     from lightseq_fairseq.training import fast_path
