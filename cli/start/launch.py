@@ -161,7 +161,7 @@ def run_fairseq(
         around_all.enter_context(preflight.checks(command, request, announce))
         if around is not None:
             around_all.enter_context(patching.within(f"fairseq_cli.{command}:main", around))
-        with no_workers_left():
+        with no_workers_left(), no_group_left():
             module.cli_main()
 
 
@@ -204,6 +204,20 @@ def no_workers_left() -> Iterator[None]:
             for child in multiprocessing.active_children():
                 if child.daemon:
                     child.terminate()
+
+
+@contextmanager
+def no_group_left() -> Iterator[None]:
+    """Destroys the process group that a rank has created, unless an error ends the block.
+
+    fairseq leaves it to Python's exit, where a thread of gloo now and then aborts the process.
+    """
+    from torch import distributed
+
+    was_there = distributed.is_initialized()
+    yield
+    if distributed.is_initialized() and not was_there:
+        distributed.destroy_process_group()
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def test_a_model_without_a_source_is_trained(by_sentence: bool, accuracy: bool) 
         batches = [batch_of([3, 1, 4], 12), batch_of([2, 5], 7)]
         size = objective.sample_size(batches)
         assert size == (5 if by_sentence else 15)
-        given = [count, size, *[RATE] * KNOWN_RATES, size, 15, 5, 0, 0]
+        given = [count, size, *[RATE] * KNOWN_RATES, size, 15, 5, 0, 0, 0]
         values = step.update(batches, given).wait()
 
         adam.zero_grad()

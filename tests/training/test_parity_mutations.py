@@ -228,7 +228,7 @@ def mean_of_every_micro_batch(patch: Patch) -> None:
 def last_micro_batch_only(patch: Patch) -> None:
     # A gradient is overwritten instead of accumulated.
     write = DirectGradients.write
-    patch.setattr(DirectGradients, "write", lambda self, accumulate: write(self, False))
+    patch.setattr(DirectGradients, "write", lambda self, _, part: write(self, False, part))
 
 
 @mutation(ignore_prefix_size=2)
