@@ -233,6 +233,13 @@ def generate(
     _finish(_generate, cases, systems, output, **options)
 
 
+def _usual_vocabulary(shape: generation.Shape) -> int:
+    """Words of a model's dictionary."""
+    if shape.is_masked:
+        return corpora.MASKED_VOCABULARY
+    return corpora.TEXT_VOCABULARY if shape.is_language_model else corpora.VOCABULARY
+
+
 def _usual_count(case: generation.Case) -> int:
     """Sentences or prompts of a run."""
     if case.new:
@@ -252,9 +259,7 @@ def _generate(
     files = {}
     for model in dict.fromkeys(case.model for case in able):
         shape = generation.SHAPES[model]
-        usual = corpora.TEXT_VOCABULARY if shape.is_language_model else corpora.VOCABULARY
-        usual = corpora.MASKED_VOCABULARY if shape.is_masked else usual
-        files[model] = test_set.ensure(data / model, shape, vocabulary or usual)
+        files[model] = test_set.ensure(data / model, shape, vocabulary or _usual_vocabulary(shape))
 
     def measure(case: generation.Case, system: str, stem: Path) -> runs.Row:
         count = sentences or _usual_count(case)

@@ -27,7 +27,7 @@ import click
 import lightseq_fairseq
 from lightseq_fairseq import startup
 from lightseq_fairseq.cli.start.commands import own
-from lightseq_fairseq.cli.start.old_lightseq import clash
+from lightseq_fairseq.cli.start.old_lightseq import conflict
 from lightseq_fairseq.errors import UserError
 
 PACKAGE = "lightseq_fairseq"
@@ -209,7 +209,7 @@ def settings(problems: list[Problem]) -> Facts:
 
 
 def command(problems: list[Problem]) -> Facts:
-    explanation = clash() or ""
+    explanation = conflict() or ""
     path = shutil.which("lightseq-train")
     ours = path is None or PACKAGE in Path(path).read_text(errors="replace")
     if not ours:

@@ -45,7 +45,7 @@ def write(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(row) for row in rows)
-    with files.replaced(path) as file:
+    with files.atomic_writer(path) as file:
         file.write(f"[\n{lines}\n]\n".encode())
 
 

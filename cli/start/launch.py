@@ -28,7 +28,7 @@ from lightseq_fairseq.cli.refusals.causes import Cause
 from lightseq_fairseq.cli.start import command_lines, defaults, preflight
 from lightseq_fairseq.cli.start.commands import CommandError, OneSentence, version
 from lightseq_fairseq.cli.start.logs import LOG_CONFIG
-from lightseq_fairseq.cli.start.old_lightseq import clash
+from lightseq_fairseq.cli.start.old_lightseq import conflict
 from lightseq_fairseq.cli.start.signals import SpawnedRanks, sent_to_ranks
 from lightseq_fairseq.errors import GPUHangs, StoppedBySignal
 from lightseq_fairseq.fairseq_compat import patching
@@ -144,7 +144,7 @@ def run_fairseq(
         )
         native = True
     request = messages.Request(words)
-    if (explanation := clash()) is not None:
+    if (explanation := conflict()) is not None:
         click.echo(f"lightseq-{command}: warning: {explanation}", err=True)
     with ExitStack() as around_all:
         ranks = around_all.enter_context(sent_to_ranks()) if command == "train" else SpawnedRanks()

@@ -7,7 +7,7 @@ from importlib import metadata
 OTHER = "lightseq"
 
 
-def clash() -> str | None:
+def conflict() -> str | None:
     """A warning if the distribution ``lightseq`` is installed as well, else None.
 
     The script of the package that was installed last runs. Uninstalling either package removes the

@@ -14,19 +14,19 @@ from lightseq_fairseq.checkpoints import files
 
 @contextmanager
 def text_output(path: Path) -> Iterator[TextIO]:
-    """`files.replaced` for UTF-8 text. A pipe or a device is written directly.
+    """`files.atomic_writer` for UTF-8 text. A pipe or a device is written directly.
 
     Use it in the main thread: only that can handle signals.
 
     Raises:
-        UserError: as for `files.replaced`.
+        UserError: as for `files.atomic_writer`.
         SystemExit: on SIGTERM or SIGHUP, with the shell's exit status, 128 + signal number.
     """
     # Skip ignored signals: nohup ignores SIGHUP so that a process outlives its terminal.
     ending = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
     before = {number: signal.signal(number, _leave) for number in ending}
     try:
-        with files.replaced(path, streams=True) as file:
+        with files.atomic_writer(path, streams=True) as file:
             text = io.TextIOWrapper(file, encoding="utf-8", line_buffering=file.isatty())
             yield text
             text.flush()

@@ -34,7 +34,7 @@ _writing: set[str] = set()  # this process's temporary files: its own locks do n
 
 
 @contextmanager
-def replaced(path: str | Path, advice: str = "", streams: bool = False) -> Iterator[BinaryIO]:
+def atomic_writer(path: str | Path, advice: str = "", streams: bool = False) -> Iterator[BinaryIO]:
     """Yield a temporary file to write; at the end of the block it replaces ``path`` atomically.
 
     If ``path`` is a symbolic link, its target is replaced. The data is synced to disk before the
@@ -83,12 +83,12 @@ def replaced(path: str | Path, advice: str = "", streams: bool = False) -> Itera
 def placed(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path; what the block creates there then replaces ``path`` atomically.
 
-    Like `replaced`, for a folder or for a file that other code writes by path. The temporary path
-    is in its own folder beside ``path``. Other files in that folder are removed at the end.
+    Like `atomic_writer`, for a folder or for a file that other code writes by path. The temporary
+    path is in its own folder beside ``path``. Other files in that folder are removed at the end.
 
     Raises:
-        UserError: as for `replaced`; also on any OSError of the block, and if a file would replace
-            a folder, or a folder would replace a file or a folder that is not empty.
+        UserError: as for `atomic_writer`; also on any OSError of the block, and if a file would
+            replace a folder, or a folder would replace a file or a folder that is not empty.
     """
     if _is_stream(path):
         raise _unwritable(path, _STREAM)
@@ -305,4 +305,4 @@ def _enter(folder: str, path: str) -> int | None:
             )
 
 
-__all__ = ["placed", "replaced", "sole_user"]
+__all__ = ["atomic_writer", "placed", "sole_user"]

@@ -49,7 +49,7 @@ def save(state: Any, path: str, advice: str = "") -> None:
     Raises:
         UserError: the file cannot be written (no space, no permission); ``path`` is unchanged.
     """
-    with files.replaced(path, advice) as file:
+    with files.atomic_writer(path, advice) as file:
         torch.save(state, file)
 
 
@@ -66,6 +66,6 @@ def copy(source: str, target: str, overwrite: bool = False) -> bool:
         target
     ):
         return bool(PathManager.copy(source, target, overwrite))
-    with open(source, "rb") as file, files.replaced(target, RESUME) as copied:
+    with open(source, "rb") as file, files.atomic_writer(target, RESUME) as copied:
         shutil.copyfileobj(file, copied, 1 << 24)
     return True

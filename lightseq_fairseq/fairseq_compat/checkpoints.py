@@ -38,7 +38,7 @@ def torch_persistent_save(
     if async_write or not PathManager.supports_rename(filename):
         original(obj, filename, async_write)
     else:
-        with files.replaced(filename) as file:
+        with files.atomic_writer(filename) as file:
             torch.save(obj, file)
 
 

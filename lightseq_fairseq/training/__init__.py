@@ -5,6 +5,7 @@
     objectives    packed batch, model -> losses, and the sums that are logged
     step          packed batch -> gradients -> update, as CUDA graphs
     exchange      gradients and parameters on the wire between ranks, in pieces
+    adam_state    moments and step counts of flat parameters, or of a rank's part of them
     flat_adam     flat gradient -> flat parameters
     fast_path     runs the step in fairseq's training loop; decides when fairseq's own step runs
     trainer       fairseq's Trainer with that step, and its checkpoints
@@ -15,5 +16,6 @@
     report        log lines about a run: model, data, step; speed, memory and checkpoints
     ranks         reports ranks that no longer respond
 
-At import, batch, objectives, step, exchange, flat_adam and ranks need torch but not fairseq.
+At import, batch, objectives, step, exchange, adam_state, flat_adam and ranks need torch but not
+fairseq.
 """

@@ -296,7 +296,8 @@ class FastPath:
         nsentences = sum(batch.nsentences for batch in batches)
         seconds = self.trainer._local_cumulative_training_time()
         sample_size = self._objective.sample_size(batches)
-        return [sample_size, ntokens, nsentences, seconds, STOPPING.signal_code(), 0.0]
+        squares = 0.0  # known on the device only
+        return [sample_size, ntokens, nsentences, seconds, STOPPING.signal_code(), squares]
 
     def _rates_at(self, count: int) -> list[float]:
         """Learning rates at this count and the counts before it.

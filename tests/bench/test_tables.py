@@ -412,6 +412,17 @@ def test_table_of_generation_by_case(translated: Path) -> None:
     ]
 
 
+def lines_of(tree: Path, table: str, file: str, rows: list[dict[str, Any]]) -> list[str]:
+    """The lines of the cases in a table whose result file has these rows."""
+    path = tree / "scripts/results" / file
+    path.parent.mkdir()
+    path.write_text(json.dumps(rows))
+    (tree / "README.md").write_text(f"<!-- table: {table} -->\n<!-- end -->\n")
+    assert tables(tree).returncode == tables(tree, "--check").returncode == 0
+    text = squeezed(tree / "README.md")
+    return [line for line in text.splitlines() if line.startswith("| `")]
+
+
 def test_table_of_text(tree: Path) -> None:
     about = {"commit": "0123456789abcdef", "gpu": "GPU X", "torch": "2.11"}
     rows = [
@@ -420,13 +431,7 @@ def test_table_of_text(tree: Path) -> None:
          "peak_gib": 3.25}
         for system, speed in (("fairseq_no_cudnn", 100), ("ours", 2500), ("transformers", 1000))
     ]  # fmt: skip
-    path = tree / "scripts/results/generate-text-h200.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(rows))
-    (tree / "README.md").write_text("<!-- table: generate_text -->\n<!-- end -->\n")
-    assert tables(tree).returncode == tables(tree, "--check").returncode == 0
-    text = squeezed(tree / "README.md")
-    assert [line for line in text.splitlines() if line.startswith("| `")] == [
+    assert lines_of(tree, "generate_text", "generate-text-h200.json", rows) == [
         "| `gpt2_124m/b1/128+256/bf16` | `lightseq-generate` | 2500 | 25.0 | 8.0, 20.5 | 3.2 |",
         "| `gpt2_124m/b1/128+256/bf16` | transformers, static cache, compiled | 1000 | 10.0 | "
         "8.0, 20.5 | 3.2 |",
@@ -443,18 +448,12 @@ def test_table_of_features(tree: Path) -> None:
          "p50_ms": 8.04, "p99_ms": 20.5, "peak_gib": 3.25}
         for system, speed in (("fairseq_no_cudnn", 100.4), ("ours", 401.6), ("transformers", 200))
     ]  # fmt: skip
-    path = tree / "scripts/results/generate-features-h200.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(rows))
-    (tree / "README.md").write_text("<!-- table: generate_features -->\n<!-- end -->\n")
-    assert tables(tree).returncode == tables(tree, "--check").returncode == 0
-    text = squeezed(tree / "README.md")
-    assert [line for line in text.splitlines() if line.startswith("| `")] == [
+    assert lines_of(tree, "generate_features", "generate-features-h200.json", rows) == [
         f"| `{case}` | `lightseq_fairseq.RobertaModel` | 402 | 4.0 | 8.0, 20.5 | 3.2 |",
         f"| `{case}` | transformers, compiled | 200 | 2.0 | 8.0, 20.5 | 3.2 |",
         f"| `{case}` | fairseq, cuDNN attention off | 100 | 1.0 | 8.0, 20.5 | 3.2 |",
     ]
-    assert "(`btokens`: at most 4096 tokens, pads included)" in text
+    assert "(`btokens`: at most 4096 tokens, pads included)" in squeezed(tree / "README.md")
 
 
 def test_plot_of_generation(translated: Path) -> None:

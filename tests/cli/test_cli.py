@@ -31,7 +31,7 @@ import lightseq_fairseq
 from lightseq_fairseq.__main__ import COMMANDS as SUBCOMMANDS
 from lightseq_fairseq.cli import train
 from lightseq_fairseq.cli.start.launch import launcher
-from lightseq_fairseq.cli.start.old_lightseq import clash
+from lightseq_fairseq.cli.start.old_lightseq import conflict
 
 QUICK = shlex.split("--cpu --beam 2 --max-len-b 5 --num-workers 0")
 RANKS = shlex.split(
@@ -559,17 +559,17 @@ def test_an_end_of_file_is_no_silent_abort(data: Path, monkeypatch: pytest.Monke
 
 
 def test_the_old_package_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert clash() is None
+    assert conflict() is None
     info = tmp_path / "lightseq-3.0.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lightseq\nVersion: 3.0.1\n")
-    assert clash() is None
+    assert conflict() is None
     monkeypatch.syspath_prepend(tmp_path)
-    assert clash() is None  # a distribution of that name, but without the scripts
+    assert conflict() is None  # a distribution of that name, but without the scripts
     (info / "entry_points.txt").write_text(
         "[console_scripts]\nlightseq-train = lightseq.cli:main\n"
     )
-    assert "lightseq-train" in (clash() or "")
+    assert "lightseq-train" in (conflict() or "")
     result = run("train", "--fairseq-help")
     assert "pip uninstall lightseq" in result.stderr
 

@@ -15,7 +15,7 @@ from lightseq_fairseq.errors import UserError
 
 
 def write(path: Path, content: bytes) -> None:
-    with files.replaced(path) as file:
+    with files.atomic_writer(path) as file:
         file.write(content)
 
 
@@ -41,7 +41,7 @@ with files.sole_user(sys.argv[1]):
     sys.stdin.readline()
 """
 WRITES = """
-with files.replaced(sys.argv[1] + "/x.pt") as file:
+with files.atomic_writer(sys.argv[1] + "/x.pt") as file:
     file.write(b"theirs " * 9999)
     file.flush()
     print("within", flush=True)
@@ -88,11 +88,11 @@ class TestWrites:
     def test_errors_of_the_file_and_of_the_block(self, tmp_path: Path) -> None:
         path = tmp_path / "x.pt"
         path.write_bytes(b"old")
-        with pytest.raises(FileNotFoundError, match="another file"), files.replaced(path):
+        with pytest.raises(FileNotFoundError, match="another file"), files.atomic_writer(path):
             raise FileNotFoundError("another file")
         with (
             pytest.raises(UserError, match=r"^Cannot write /dev/full \(No space .*\); stop\.$"),
-            files.replaced("/dev/full", "; stop", streams=True) as file,
+            files.atomic_writer("/dev/full", "; stop", streams=True) as file,
         ):
             file.write(b"new" * 9999)
         assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["x.pt"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import helpers.cli_runs as cli_runs
@@ -36,14 +37,15 @@ def is_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_report_is_waited_for(is_impatient: None) -> None:
-    work = Work(ends_at=3)
-    assert StepReport(torch.arange(2.0), work).wait() == [0, 1]  # type: ignore[arg-type]
+    work: Any = Work(ends_at=3)
+    assert StepReport(torch.arange(2.0), work).wait() == [0, 1]
     assert work.asked == 3
 
 
 def test_a_step_that_does_not_end(is_impatient: None) -> None:
+    work: Any = Work(None)
     with pytest.raises(GPUHangs, match=r"The GPU has not finished a step in .*last checkpoint"):
-        StepReport(torch.arange(2.0), Work(None)).wait()  # type: ignore[arg-type]
+        StepReport(torch.arange(2.0), work).wait()
 
 
 def test_time_in_which_the_process_is_stopped_does_not_count() -> None:

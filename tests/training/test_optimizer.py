@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 from lightseq_fairseq.parameters import flatten_parameters
-from lightseq_fairseq.training import flat_adam
+from lightseq_fairseq.training import adam_state
 from lightseq_fairseq.training.flat_adam import FlatAdam
 
 SHAPES = ((7, 5), (3,), (64,), (9, 33), (1,), (4, 4))
@@ -490,15 +490,15 @@ def test_an_error_amid_splitting_loses_nothing(
     parameter = nn.Parameter(torch.randn(100))
     expected, low = parameter.detach().clone(), torch.empty(100, dtype=torch.bfloat16)
     adam = FlatAdam([parameter])
-    monkeypatch.setattr(flat_adam, "_BLOCK", 16)
-    convert, calls = getattr(flat_adam.ops, function), iter(range(1000))
+    monkeypatch.setattr(adam_state, "_BLOCK", 16)
+    convert, calls = getattr(adam_state.ops, function), iter(range(1000))
 
     def fails_once(*arguments: Any) -> Any:
         if next(calls) == place:
             raise RuntimeError("CUDA out of memory")
         return convert(*arguments)
 
-    monkeypatch.setattr(flat_adam.ops, function, fails_once)
+    monkeypatch.setattr(adam_state.ops, function, fails_once)
     directions = {"split_floats": lambda: adam.split(low), "join_floats": adam.join}
     if function == "join_floats":
         adam.split(low)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -65,6 +66,22 @@ def test_gradients_on_the_wire_as_float32(data: Path, tmp_path: Path) -> None:
         return sum(float((found[name][k] - found["exact"][k]).square().sum()) for k in means)
 
     assert 0 < error("wide") < error("narrow")
+
+
+@contextmanager
+def in_forward_of_rank_1(number: int, change: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """In rank 1 of two, forward pass ``number`` of a process returns ``change`` of its logits."""
+    packed_logits, calls = LSTransformerModel.packed_logits, 0
+
+    def changed(self: LSTransformerModel, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        logits = packed_logits(self, *arguments)
+        is_chosen = torch.distributed.get_rank() == 1 and calls == number
+        return change(logits) if is_chosen else logits
+
+    with mock.patch.object(LSTransformerModel, "packed_logits", changed):
+        yield
 
 
 @pytest.fixture
@@ -165,18 +182,10 @@ def test_sharded_state_takes_the_memory_of_a_part(data: Path, tmp_path: Path) ->
 
 
 def test_an_overflow_on_one_rank_skips_the_update_on_all(data: Path, tmp_path: Path) -> None:
-    packed_logits, calls = LSTransformerModel.packed_logits, 0
-
-    def overflows(self: LSTransformerModel, *arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        logits = packed_logits(self, *arguments)
-        return logits * float("inf") if torch.distributed.get_rank() == calls - 3 == 1 else logits
-
     flags = {**runs.LS, **PLAIN, **runs.PRECISIONS["fp16"], "no_save": None, "max_update": 7}
     losses = {}
     for name, more in {"whole": {}, "sharded": SHARDED}.items():
-        with mock.patch.object(LSTransformerModel, "packed_logits", overflows):
+        with in_forward_of_rank_1(4, lambda logits: logits * float("inf")):
             losses[name] = runs.run_ranks(data, tmp_path / name, 2, **flags, **more)
         saved = torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=False)
         assert saved["last_optimizer_state"]["loss_scale"] == 64
@@ -189,20 +198,8 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(data: Path, tmp_path: P
 def test_a_killed_rank_ends_the_others_and_more_ranks_go_on(
     data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    packed_logits, calls = LSTransformerModel.packed_logits, 0
-
-    def dies(self: LSTransformerModel, *arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if torch.distributed.get_rank() == 1 and calls == 6:
-            runs.die()
-        return packed_logits(self, *arguments)
-
     flags = {**runs.LS, **PLAIN, **SHARDED, "no_save": None, "max_update": 9}
-    with (
-        mock.patch.object(LSTransformerModel, "packed_logits", dies),
-        pytest.raises(AssertionError),
-    ):
+    with in_forward_of_rank_1(6, runs.die), pytest.raises(AssertionError):
         runs.run_ranks(data, tmp_path / "dies", 2, **flags, save_interval_updates=3)
     assert "Error" in capfd.readouterr().err  # of rank 0
     last = tmp_path / "dies/checkpoint_last.pt"
@@ -277,17 +274,9 @@ def test_ranks_stop_by_the_clock_together(data: Path, tmp_path: Path) -> None:
 def test_a_gradient_that_is_not_finite_on_one_rank_stops_both(
     data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    packed_logits, calls = LSTransformerModel.packed_logits, 0
-
-    def planted(self: LSTransformerModel, *arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        logits = packed_logits(self, *arguments)
-        return logits * float("nan") if torch.distributed.get_rank() == calls - 2 == 1 else logits
-
     flags = {**runs.LS, **PLAIN, "max_update": 9}
     with (
-        mock.patch.object(LSTransformerModel, "packed_logits", planted),
+        in_forward_of_rank_1(3, lambda logits: logits * float("nan")),
         pytest.raises(AssertionError),
     ):
         runs.run_ranks(data, tmp_path / "ranks", 2, **flags)

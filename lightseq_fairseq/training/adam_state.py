@@ -1,0 +1,249 @@
+"""The state of Adam over one flat buffer: moments, step counts, and what a rank has of them.
+
+Shapes: N = elements of a parameter buffer, including alignment gaps; S = elements of the parts of
+it that one rank updates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightseq_fairseq import ops
+from lightseq_fairseq.parameters import ALIGNMENT, FlatBuffer
+from lightseq_fairseq.training.exchange import Exchange
+
+CLIP_EPS = 1e-6  # fairseq.utils.clip_grad_norm_ divides by norm + 1e-6
+_HALF = (torch.float16, torch.bfloat16)
+_BLOCK = 1 << 20  # parameters that one kernel splits or joins
+
+
+@dataclass
+class Span:
+    """Neighbouring parameters ``first`` to ``last`` (inclusive) with the same step count."""
+
+    first: int
+    last: int
+    # int64, the count once for each part of the buffer, since each part's update increments one.
+    # The count of a part that has no element of the span stays behind.
+    steps: Tensor
+
+
+class Gathered(NamedTuple):
+    """The state of a sharded buffer in host memory: moments [N] and counts of the parameters."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    steps: list[int]
+
+
+class AdamState:
+    """A buffer, its Adam state, and the step count of each of its parameters.
+
+    Attributes:
+        parts: the elements of the buffer whose state this process has.
+        exp_avg, exp_avg_sq: moments of the parts, [N], or [S] if they are sharded.
+        masters: if they are sharded and no model owns them, the parts of the parameters, [S].
+    """
+
+    def __init__(self, buffer: FlatBuffer, group: dict[str, Any], expert: bool) -> None:
+        self.buffer = buffer
+        self.group = group
+        self.expert = expert
+        dtype = torch.float32 if buffer.data.dtype in _HALF else buffer.data.dtype
+        self.exp_avg, self.exp_avg_sq = buffer.zeros(dtype), buffer.zeros(dtype)
+        self.parts = [slice(0, len(buffer.data))]
+        self._starts = [0]  # of the parts in the state
+        self.masters: Tensor | None = None
+        self._exchange: Exchange | None = None  # that of a sharded state
+        self._whole: Gathered | None = None
+        # Kept, because parameters that are split have no elements.
+        self._ends = [
+            offset + p.numel() for offset, p in zip(buffer.offsets, buffer.parameters, strict=True)
+        ]
+        self.set_steps([0] * len(buffer.parameters))
+
+    @property
+    def is_sharded(self) -> bool:
+        """See `FlatAdam.is_sharded`."""
+        return self._exchange is not None
+
+    def moments(self) -> list[tuple[Tensor, ...]]:
+        """Views of both moments of each parameter."""
+        whole = (self.exp_avg, self.exp_avg_sq) if self._exchange is None else self._gathered()[:2]
+        return list(zip(*(self.buffer.views(x) for x in whole), strict=True))
+
+    def steps(self) -> list[int]:
+        """Step count of each parameter; reads the device once per span."""
+        if self._exchange is not None:
+            return self._gathered().steps
+        return self._own_steps()
+
+    def _own_steps(self) -> list[int]:
+        counts: list[int] = []
+        for span in self.spans:
+            counts += [int(span.steps.max())] * (span.last - span.first + 1)
+        return counts
+
+    def _gathered(self) -> Gathered:
+        if self._whole is None:
+            raise RuntimeError("the state of a sharded optimizer is read before gather()")
+        return self._whole
+
+    def shard(self, exchange: Exchange, has_masters: bool) -> None:
+        """Keep the state of the parts that this rank updates, and free the rest."""
+        counts = self.steps()
+        self._exchange = exchange
+        self.parts = [exchange.ranks.own(piece) for piece in exchange.pieces]
+        self._starts, end = [], 0
+        for part in self.parts:
+            self._starts.append(end)
+            end += -(-(part.stop - part.start) // ALIGNMENT) * ALIGNMENT
+
+        def kept(x: Tensor) -> Tensor:
+            mine = x.new_zeros(end)
+            for part, own in zip(self.parts, self._split(mine), strict=True):
+                own.copy_(x[part])
+            return mine
+
+        self.exp_avg, self.exp_avg_sq = kept(self.exp_avg), kept(self.exp_avg_sq)
+        if has_masters:
+            self.masters = kept(self.buffer.lend())
+        self.set_steps(counts)
+
+    def _split(self, state: Tensor) -> list[Tensor]:
+        """The parts of a vector [S]."""
+        return [
+            state[start : start + part.stop - part.start]
+            for start, part in zip(self._starts, self.parts, strict=True)
+        ]
+
+    def gather(self) -> None:
+        """See `FlatAdam.gather`."""
+        assert self._exchange is not None
+        steps = torch.tensor(self._own_steps(), device=self.exp_avg.device)
+        counts = self._exchange.ranks.largest(steps).tolist()
+        first, second, masters = (
+            None if x is None else self._exchange.whole(self._split(x))
+            for x in (self.exp_avg, self.exp_avg_sq, self.masters)
+        )
+        if first is not None and second is not None:
+            self._whole = Gathered(first, second, counts)
+        if masters is not None:
+            self.buffer.take_back(masters)
+
+    def release(self) -> None:
+        """See `FlatAdam.release`."""
+        if self._whole is not None and self.masters is not None:
+            self.buffer.lend()
+        self._whole = None
+
+    def set_steps(self, counts: list[int]) -> None:
+        """Set the step count of each parameter."""
+        self.spans: list[Span] = []
+        for place, count in enumerate(counts):
+            if place and counts[place - 1] == count:
+                self.spans[-1].last = place
+            else:
+                steps = torch.full((len(self.parts),), count, device=self.exp_avg.device)
+                self.spans.append(Span(place, place, steps))
+
+    def due(self, used: list[bool]) -> list[Span]:
+        """The spans of used parameters; a partly used span is split permanently."""
+        if not all(used):
+            self.spans = [piece for span in self.spans for piece in _cut(span, used)]
+        return [span for span in self.spans if used[span.first]]
+
+    def part(self, span: Span) -> slice:
+        """The elements of a span in the buffer, with the gaps between its parameters."""
+        return slice(self.buffer.offsets[span.first], self._ends[span.last])
+
+    def common(self, span: Span, place: int) -> tuple[slice, slice]:
+        """What a span and a part of the buffer have in common: in the buffer and in the state."""
+        whole, part = self.part(span), self.parts[place]
+        start = max(whole.start, part.start)
+        stop = max(min(whole.stop, part.stop), start)
+        shift = self._starts[place] - part.start
+        return slice(start, stop), slice(start + shift, stop + shift)
+
+    def update(
+        self, gradient: Tensor, used: list[bool], multiplier: Any, norm: Any, max_norm: float
+    ) -> None:
+        """Update the parameters that are ``used`` with ``gradient`` [N]."""
+        buffer, group = self.buffer, self.group
+        beta1, beta2 = group["betas"]
+        device = buffer.data.device
+        lr, factor, norm = (_scalar(x, device) for x in (group["lr"], multiplier, norm))
+        for span in self.due(used):
+            part = self.part(span)
+            low = buffer.data[part]
+            half = low.dtype in _HALF
+            ops.adam_step(
+                low.float() if half else low, self.exp_avg[part], self.exp_avg_sq[part],
+                gradient[part], low if half else None, span.steps[0],
+                lr=lr, multiplier=factor, norm=norm, max_norm=max_norm, clip_eps=CLIP_EPS,
+                beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
+            )  # fmt: skip
+
+
+class Remainders:
+    """Stores float32 parameters as 16-bit remainders over their bfloat16 copies.
+
+    The remainders overwrite the memory of the float32 parameters, which the buffer lends.
+    Meanwhile the float32 parameters cannot be read.
+
+    Args:
+        low: bfloat16 [N], laid out like ``buffer``.
+
+    Attributes:
+        rest: int16 [N], the remainders, see ``ops.split_floats``.
+    """
+
+    def __init__(self, buffer: FlatBuffer, low: Tensor) -> None:
+        self._buffer = buffer
+        self._memory = buffer.lend()
+        self.rest = self._memory.view(torch.int16)[: len(low)]
+        parts = (x.split(_BLOCK) for x in (self._memory, low, self.rest))
+        self._blocks = list(zip(*parts, strict=True))
+        self._done = 0  # the first so many blocks are split
+
+    def split(self) -> None:
+        """Split the remaining blocks, first to last.
+
+        The remainder of a block overwrites only blocks that have been read already.
+        """
+        while self._done < len(self._blocks):
+            of_whole, of_low, of_rest = self._blocks[self._done]
+            of_rest.copy_(ops.split_floats(of_whole, of_low))
+            self._done += 1
+
+    def join(self) -> None:
+        """Restore the blocks, last to first, and then the buffer's parameters."""
+        while self._done > 0:
+            of_whole, of_low, of_rest = self._blocks[self._done - 1]
+            of_whole.copy_(ops.join_floats(of_low, of_rest))
+            self._done -= 1
+        self._buffer.take_back(self._memory)
+
+
+def _cut(span: Span, used: list[bool]) -> list[Span]:
+    """Cut the span into pieces, each entirely used or entirely unused."""
+    edges = [p for p in range(span.first + 1, span.last + 1) if used[p] != used[p - 1]]
+    if not edges:
+        return [span]
+    firsts, lasts = [span.first, *edges], [*(p - 1 for p in edges), span.last]
+    # Step counts are tensors; each piece needs its own, since the pieces are updated separately.
+    return [Span(f, e, span.steps.clone()) for f, e in zip(firsts, lasts, strict=True)]
+
+
+def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
+    """0-dim tensor on the device; float64 for a number, which is filled in without a host copy."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+__all__ = ["CLIP_EPS", "AdamState", "Remainders"]
