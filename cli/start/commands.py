@@ -88,5 +88,14 @@ def group(name: str) -> Callable[[Callable[..., None]], click.Group]:
 
 def version(command: _Command) -> _Command:
     """Decorator: adds ``--version`` to a command."""
-    option = click.version_option(__version__, message="%(prog)s %(version)s")
+
+    def show(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
+        if asked and not context.resilient_parsing:
+            click.echo(f"{context.command_path} {__version__}")
+            context.exit()
+
+    option = click.option(
+        "--version", is_flag=True, expose_value=False, is_eager=True, callback=show,
+        help="Show the version and exit.",
+    )  # fmt: skip
     return option(command)  # type: ignore[type-var]

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightseq_fairseq import ops
@@ -22,6 +21,7 @@ from lightseq_fairseq.layers.residual_norm import (
     residual_norm_bwd,
     residual_norm_fwd,
 )
+from lightseq_fairseq.layers.second_derivatives import once_differentiable
 from lightseq_fairseq.packing import Segments
 from lightseq_fairseq.parameters import as_one, gradients_for
 

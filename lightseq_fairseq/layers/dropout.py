@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.layers.second_derivatives import once_differentiable
 
 
 def draw_rng(device: torch.device | str = "cpu") -> Tensor:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.dropout import dropout
 from lightseq_fairseq.layers.residual_norm import layer_norm
+from lightseq_fairseq.layers.second_derivatives import once_differentiable
 from lightseq_fairseq.layers.sites import first_site
 from lightseq_fairseq.packing import Segments
 from lightseq_fairseq.parameters import gradients_for

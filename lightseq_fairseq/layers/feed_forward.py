@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.residual_norm import (
@@ -19,6 +18,7 @@ from lightseq_fairseq.layers.residual_norm import (
     residual_norm_bwd,
     residual_norm_fwd,
 )
+from lightseq_fairseq.layers.second_derivatives import once_differentiable
 from lightseq_fairseq.parameters import gradients_for
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.linear import vocabulary_logits
 from lightseq_fairseq.layers.residual_norm import layer_norm
+from lightseq_fairseq.layers.second_derivatives import once_differentiable
 from lightseq_fairseq.parameters import gradients_for
 
 

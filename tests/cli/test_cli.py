@@ -146,6 +146,8 @@ def test_every_command_is_a_subcommand_of_the_package() -> None:
     for command in ("import", "train"):
         said = python("-m", "lightseq_fairseq", command, "--help").stdout
         assert said.startswith(f"Usage: python -m lightseq_fairseq {command} ")
+    said = python("-m", "lightseq_fairseq", "train", "--version").stdout
+    assert said == f"python -m lightseq_fairseq train {lightseq_fairseq.__version__}\n"
     done = python("-m", "lightseq_fairseq", "generate", "data", "--native", "--beam", "x")
     assert done.returncode == 2
     assert done.stderr.startswith("lightseq-generate: error: ")

@@ -596,8 +596,9 @@ def test_training_without_an_rng_says_how_to_get_one() -> None:
         layer(torch.ones(3, 16), lengths(3), None)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("is_linear", [False, True])
 @pytest.mark.parametrize("what", ["layer", "linear", "embedding", "loss"])
-def test_a_gradient_of_a_gradient_is_refused(what: str) -> None:
+def test_a_gradient_of_a_gradient_is_refused(what: str, is_linear: bool) -> None:
     segments, rng = lengths(3), RNG.clone()
     x = torch.randn(3, 16, requires_grad=True)
     weight = torch.randn(16, 16, requires_grad=True)
@@ -610,7 +611,8 @@ def test_a_gradient_of_a_gradient_is_refused(what: str) -> None:
         x, y = table.weight, table(torch.arange(3), segments, rng)
     else:
         y = label_smoothed_cross_entropy(linear(x, weight), torch.arange(3), 0.1, 1)[0]
-    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    loss = (torch.randn_like(y) * y if is_linear else y.square()).sum()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice a function that was marked"):
         gradient.square().sum().backward()
 

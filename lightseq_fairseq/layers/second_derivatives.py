@@ -1,0 +1,30 @@
+"""Refuses gradients of gradients, which the layers do not have."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable as torchs
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's decorator of the same name, for every gradient that is made with ``create_graph``.
+
+    torch's refuses a second derivative only if a gradient of the output needs a gradient. Where a
+    loss is linear in the output, none does; the result would then count as constant, silently.
+    """
+    guarded = torchs(backward)
+
+    @functools.wraps(backward)
+    def refused_twice(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # create_graph
+            gradients = tuple(
+                dy if dy is None else dy.detach().requires_grad_() for dy in gradients
+            )
+        return guarded(ctx, *gradients)
+
+    return refused_twice
