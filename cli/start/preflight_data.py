@@ -139,16 +139,16 @@ def _joiner(command: str, args: argparse.Namespace, path: str) -> None:
         for kind, form in _JOINERS.items()
     }
     shown = max(counts, key=lambda kind: counts[kind])
+    if asked == "letter" and counts[asked] == 0:
+        raise UserError(
+            f"{flag} letter would join all words of a sentence, because {path} has no | to mark "
+            f"the end of a word: set {flag} to the subwords of that dictionary, or remove it."
+        )
     if counts[asked] == 0 and counts[shown] > _SHARE_JOINED * len(words):
         instead = f"{flag} without a value" if shown == "@@" else f"{flag} {shown}"
         raise UserError(
             f"{flag} is {asked}, but no word in {path} is marked in that way, while "
             f"{counts[shown]} of its {len(words)} words are marked as with {shown}: use {instead}."
-        )
-    if counts[asked] == 0 and asked != "@@":  # the others first join all that is not marked
-        raise UserError(
-            f"{flag} {asked} would join all words of a sentence, because {path} has no word that "
-            f"is marked in that way: set {flag} to the subwords of that dictionary, or remove it."
         )
 
 
