@@ -156,8 +156,8 @@ def _data(failure: Cause, request: Request) -> str | None:
     if found:
         return (
             f"{found[2]} contains no split named {found[1]}: binarise it with lightseq-preprocess, "
-            f"choose another split with --train-subset, --valid-subset or --gen-subset, or add "
-            f"--dataset-impl raw if the split is plain text."
+            f"choose another split with --train-subset, --valid-subset or --gen-subset, or set "
+            f"--dataset-impl: raw if the split is plain text, mmap if it is binarised."
         )
     if failure.text.startswith("The dataset is empty"):
         return (

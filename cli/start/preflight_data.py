@@ -58,8 +58,11 @@ def data(command: str, args: argparse.Namespace) -> None:
                 f"{folders[0]} contains no dict.{language}.txt: use the folder that "
                 f"lightseq-preprocess wrote (its --destdir), and its languages with -s and -t."
             )
+    endings = _endings(command, args)
     for folder, split in splits(command, args, folders):
-        if not _has_split(folder, split, source, target):
+        if not _has_split(folder, split, source, target, endings):
+            if _has_split(folder, split, source, target):
+                raise other_form(folder, split, args)
             raise UserError(
                 f"{folder} contains no split named {split} for {source}-{target}: binarise it with "
                 f"lightseq-preprocess ({prefix_flag(split)}), or choose another split with "
@@ -174,16 +177,40 @@ def _parts(
 ) -> Iterator[str]:
     """Paths of a split's files without the language; fairseq reads train, train1, ... as one."""
     training = command == "train" and os.path.basename(path) == args.train_subset
+    endings = _endings(command, args)
     for number in itertools.count():
         name = f"{path}{number or ''}"
         for stem in (f"{name}.{source}-{target}.", f"{name}.{target}-{source}."):
-            if any(os.path.isfile(stem + source + ending) for ending in ("", ".idx", ".bin")):
+            if any(os.path.isfile(stem + source + ending) for ending in endings):
                 yield stem
                 break
         else:
             return
         if not training and not getattr(args, "combine_valid_subsets", False):
             return
+
+
+_TEXT, _BINARISED = ("",), (".idx", ".bin")
+
+
+def _endings(command: str, args: argparse.Namespace) -> tuple[str, ...]:
+    """Endings of the source files that fairseq's translation looks for."""
+    if command == "validate" and args.dataset_impl is None:  # it may be the checkpoint's
+        return _TEXT + _BINARISED
+    return _TEXT if args.dataset_impl == "raw" else _BINARISED
+
+
+def other_form(folder: str, split: str, args: argparse.Namespace) -> UserError:
+    """The error of a split that is text or binarised, and --dataset-impl is for the other form."""
+    if args.dataset_impl == "raw":
+        return UserError(
+            f"{folder} contains the split {split} in binarised form, but --dataset-impl raw reads "
+            "plain text: remove that flag."
+        )
+    return UserError(
+        f"{folder} contains the split {split} as plain text, which only --dataset-impl raw reads: "
+        "set that flag, or binarise the text with lightseq-preprocess."
+    )
 
 
 def _is_text(path: str, implementation: str | None) -> bool:
@@ -241,11 +268,12 @@ def splits(
         yield folders[0], args.gen_subset
 
 
-def _has_split(folder: str, split: str, source: str, target: str) -> bool:
-    """Whether the ``source`` side of ``split`` exists, binarised in either direction or raw."""
+def _has_split(
+    folder: str, split: str, source: str, target: str,
+    endings: tuple[str, ...] = _TEXT + _BINARISED,
+) -> bool:  # fmt: skip
+    """Whether the ``source`` side of ``split`` exists, in either direction."""
     stems = (f"{split}.{source}-{target}.{source}", f"{split}.{target}-{source}.{source}")
     return any(
-        os.path.exists(os.path.join(folder, stem + ending))
-        for stem in stems
-        for ending in ("", ".idx", ".bin")
+        os.path.exists(os.path.join(folder, stem + ending)) for stem in stems for ending in endings
     )

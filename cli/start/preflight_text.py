@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 
 from lightseq_fairseq.cli.start import binarised
-from lightseq_fairseq.cli.start.preflight_data import SUBSET_FLAGS, folders_of, prefix_flag, splits
+from lightseq_fairseq.cli.start.preflight_data import (
+    SUBSET_FLAGS,
+    folders_of,
+    other_form,
+    prefix_flag,
+    splits,
+)
 from lightseq_fairseq.errors import UserError
 
 
@@ -64,14 +70,24 @@ def _files(
     for folder, split in splits(command, args, folders):
         stem = os.path.join(folder, split)
         is_text = not masked and os.path.isfile(stem)
-        if not is_text and not any(os.path.isfile(stem + ending) for ending in (".idx", ".bin")):
+        is_binarised = any(os.path.isfile(stem + ending) for ending in (".idx", ".bin"))
+        if not is_text and not is_binarised:
+            if os.path.isfile(f"{stem}.None-None") and not masked:  # no languages in --only-source
+                raise UserError(
+                    f"{stem}.None-None is the {split} split as lightseq-preprocess --dataset-impl "
+                    f"raw names it, but --task {args.task} reads {split}: rename the file."
+                )
             flag = SUBSET_FLAGS[command, split == args.train_subset]
             raise UserError(
                 f"{folder} contains no {split} split: binarise one with lightseq-preprocess "
                 f"--only-source ({prefix_flag(split)}), or choose another split with {flag}."
             )
-        if not is_text or args.dataset_impl not in (None, "raw"):
-            sentences = binarised.find(stem, args.dataset_impl)
+        implementation = None if masked else args.dataset_impl  # masked_lm ignores the flag
+        is_there = is_text if implementation == "raw" else is_binarised
+        if implementation is not None and not is_there:
+            raise other_form(folder, split, args)
+        if not is_text or implementation not in (None, "raw"):
+            sentences = binarised.find(stem, implementation)
             if sentences is not None:
                 binarised.check_words(sentences, len(words), everywhere=False)
                 lengths.append(sentences.lengths)

@@ -221,6 +221,47 @@ def test_the_wrong_format_is_named(whole: Path, tmp_path: Path) -> None:
         assert f"was not written for --dataset-impl {asked}: remove that flag" in complaint
 
 
+BINARISED = "in binarised form, but --dataset-impl raw reads plain text: remove that flag"
+TEXT = "as plain text, which only --dataset-impl raw reads: set that flag, or binarise the text"
+
+
+def commands(data: Path, model: Path, save_dir: Path) -> dict[str, list[str | Path]]:
+    """Commands that read the data folder, without --dataset-impl."""
+    read = ["--path", model, "--cpu", "--num-workers", "0"]
+    return {
+        "train": [data, *LS, "--save-dir", save_dir],
+        "generate": [data, *read],
+        "validate": [data, *read, "--valid-subset", "test"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("form", "flag", "part"), [("mmap", "raw", BINARISED), ("raw", "mmap", TEXT)]
+)
+def test_the_flag_of_text_is_refused_for_binarised_data_and_the_reverse(
+    whole: Path, tmp_path: Path, form: str, flag: str, part: str
+) -> None:
+    model = whole / "checkpoints" / "checkpoint_last.pt"
+    for command, words in commands(whole / form, model, tmp_path / "none").items():
+        complaint = refusal(command, *words, "--dataset-impl", flag)
+        split = "train" if command == "train" else "test"
+        assert f"{whole / form} contains the split {split} {part}" in complaint
+        if form == "raw" and command != "validate":  # without the flag, fairseq reads no text
+            assert refusal(command, *words) == complaint
+    assert not (tmp_path / "none").exists()
+
+
+def test_text_is_read(whole: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "checkpoint_last.pt"
+    for command, words in commands(whole / "raw", saved, tmp_path).items():
+        succeed(command, *words, "--dataset-impl", "raw")
+    # lightseq-validate reads data in the form of the training, unless the flag names another.
+    succeed("validate", *commands(whole / "raw", saved, tmp_path)["validate"])
+    words = commands(whole / "mmap", saved, tmp_path)["validate"]
+    assert "raw if the split is plain text, mmap if it is" in refusal("validate", *words)
+    succeed("validate", *words, "--dataset-impl", "mmap")
+
+
 class Words:
     """The part of a dictionary that a dataset uses."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -183,6 +184,31 @@ def test_broken_text(data: Path, tmp_path: Path) -> None:
     shutil.copy(data / "train.bin", tmp_path / "data")
     (tmp_path / "data" / "dict.txt").write_text("w0 1\nw1 1\n")
     refused(tmp_path / "data", tmp_path, GPT, "contains the token id")
+
+
+def test_text_is_read_with_its_flag_alone(data: Path, tmp_path: Path) -> None:
+    words = [*SIZES, "--arch", "ls_transformer_lm"]
+    part = "contains the split train in binarised form, but --dataset-impl raw reads plain text"
+    refused(data, tmp_path, [*words, "--dataset-impl", "raw"], part)
+    text = tmp_path / "text"
+    cli_runs.succeed(
+        "preprocess", "--only-source", "--dataset-impl", "raw", "--destdir", text,
+        *("--trainpref", data.parent / "text" / "train"),
+        *("--validpref", data.parent / "text" / "valid"),
+    )  # fmt: skip
+    refused(text, tmp_path, words, "but --task language_modeling reads train: rename the file")
+    for split in ("train", "valid"):
+        (text / f"{split}.None-None").rename(text / split)
+    part = "contains the split train as plain text, which only --dataset-impl raw reads: set that"
+    refused(text, tmp_path, [*words, "--dataset-impl", "mmap"], part)
+    losses = []
+    for folder, flags in ((data, []), (text, []), (text, ["--dataset-impl", "raw"])):
+        run = tmp_path / f"run-{len(losses)}"
+        cli_runs.succeed("train", folder, *words, *flags, "--save-dir", run)
+        evaluate = ["--path", run / "checkpoint_last.pt", "--cpu", "--num-workers", "0"]
+        log = cli_runs.succeed("validate", folder, *evaluate, *flags)
+        losses += re.findall(r"valid on 'valid' subset \| (loss .*? ppl \S+)", log)
+    assert losses == losses[:1] * 3
 
 
 def test_a_dictionary_of_another_size(data: Path, tmp_path: Path) -> None:
