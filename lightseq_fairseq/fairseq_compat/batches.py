@@ -129,3 +129,25 @@ def batch_by_size(original: Callable[..., Any], indices: Any, *args: Any, **kwar
         return batches
     batched = sum(len(batch) for batch in batches)
     return [*batches, indices[batched:]] if batched < len(indices) else batches
+
+
+def get_train_iterator(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:
+    iterator = original(self, *args, **options)
+    last = getattr(self, "last_iterator", None)
+    if last is not iterator:
+        end_workers(last)
+        self.last_iterator = iterator
+    return iterator
+
+
+def end_workers(iterator: Any) -> None:
+    """Ends the processes of an iterator's data loader; None is allowed.
+
+    With several data folders each epoch has a new iterator. fairseq leaves the old one to the
+    garbage collector, which has freed the queues of the processes before the data loader uses them
+    to end the processes. So torch waits 5 s for each.
+    """
+    loader = getattr(iterator, "dataloader", None)
+    running = getattr(loader, "_iterator", None)  # kept by persistent_workers
+    if running is not None:
+        running._shutdown_workers()

@@ -287,6 +287,11 @@ PATCHES = (
         "a validation sentence that is too long ends the run only after the first epoch",
     ),
     Patch(
+        "training", "fairseq.trainer:Trainer.get_train_iterator",
+        "fairseq_compat.batches:get_train_iterator",
+        "with several data folders an epoch begins with a wait of 5 s for each old worker process",
+    ),
+    Patch(
         "training", "fairseq.distributed.utils:distributed_init",
         "training.process:distributed_init", "fairseq waits for other ranks without a message",
     ),

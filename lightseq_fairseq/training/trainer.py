@@ -21,7 +21,7 @@ from fairseq.logging import metrics
 from lightseq_fairseq import graphs, library
 from lightseq_fairseq.checkpoints import dictionaries, optimizer_order
 from lightseq_fairseq.errors import is_out_of_memory
-from lightseq_fairseq.fairseq_compat import patching
+from lightseq_fairseq.fairseq_compat import batches, patching
 from lightseq_fairseq.plugins.optimizer import FP16Optimizer
 from lightseq_fairseq.training import (
     background,
@@ -98,6 +98,7 @@ class Trainer(stopping.StoppableTrainer):
         if (fills or self._fallback_reason is None) and iterator is not self._fairseqs:
             # fairseq caches the iterator of a dataset and uses it for other purposes too, such as
             # validation on the training set. So change only a copy.
+            batches.end_workers(self._iterator)
             self._fairseqs, self._iterator = iterator, copy.copy(iterator)
             if fills:
                 limits = self.cfg.dataset
