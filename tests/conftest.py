@@ -24,6 +24,10 @@ for _name in ("scripts", "examples"):
     assert _spec is not None
     sys.modules[_name] = importlib.util.module_from_spec(_spec)
 
+# fairseq leaves data loaders to the garbage collector, which may free the queues of the worker
+# processes before the loader. It then waits so long for each worker, instead of 5 s.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
+
 LOCK = Path(tempfile.gettempdir()) / f"lightseq-gpu-tests-{os.getuid()}"
 LOCKED = pytest.StashKey[IO[str]]()
 
