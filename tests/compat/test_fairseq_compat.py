@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.interpreters import python
+from helpers.interpreters import run_code
 
 from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.errors import UserError
@@ -27,7 +27,7 @@ from lightseq_fairseq.fairseq_compat import batches, layers  # noqa: E402
 
 def refusal(*, before: str = "", **options: Any) -> str:
     """The message with which prepare() refuses, in a new interpreter."""
-    run = python(
+    run = run_code(
         f"import sys\n{before}\n"
         "from lightseq_fairseq import errors, fairseq_compat\n"
         "try:\n    fairseq_compat.prepare()\n"
@@ -44,7 +44,7 @@ def refusal(*, before: str = "", **options: Any) -> str:
 
 
 def test_prepare_leaves_python_as_it_was_and_does_its_work_once() -> None:
-    run = python(
+    run = run_code(
         "import dataclasses, logging, sys, warnings\n"
         "before = dataclasses.dataclass, list(warnings.filters)\n"
         "from lightseq_fairseq import fairseq_compat\n"
@@ -108,7 +108,7 @@ def test_unknown_fairseq_is_imported_with_a_sentence_about_its_version(tmp_path:
         "try:\n    f1_score([1], [1], [1], [1], [1], [1])\n"
         "except Exception as error:\n    print(error)\n",
     )
-    run = python(
+    run = run_code(
         "from lightseq_fairseq import errors, fairseq_compat\n"
         "try:\n    fairseq_compat.prepare()\n"
         "except errors.UserError as error:\n    print('refused:', error)\n",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.interpreters import python
+from helpers.interpreters import run_code
 
 from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.errors import UserError
@@ -66,7 +66,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["validate", data, "--path", saved, "--task", "translation", *evaluation],
         [*interactive, *search, "--source-lang", "de", "--target-lang", "en", "--cpu"],
     ]
-    run = python(
+    run = run_code(
         "import contextlib, importlib, sys\n"
         "from lightseq_fairseq import fairseq_compat\n"
         "fairseq_compat.prepare()\n"

@@ -1,4 +1,4 @@
-"""Runs of Python code in a new interpreter."""
+"""Runs of Python in a new process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import lightseq_fairseq
 ROOT = Path(lightseq_fairseq.__file__).parents[1]
 
 
-def python(code: str, *, path: tuple[Path, ...] = (), flags: str = "-Wdefault") -> Any:
+def run_code(code: str, *, path: tuple[Path, ...] = (), flags: str = "-Wdefault") -> Any:
     """Runs ``code`` in a new interpreter that finds this package, with ``path`` before it on its
     path."""
     inherited = "" if "-S" in flags else os.environ.get("PYTHONPATH", "")
@@ -26,3 +26,8 @@ def python(code: str, *, path: tuple[Path, ...] = (), flags: str = "-Wdefault") 
         text=True,
         timeout=120,
     )
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``python`` with ``words``."""
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200)
