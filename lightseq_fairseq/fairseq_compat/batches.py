@@ -132,20 +132,31 @@ def batch_by_size(original: Callable[..., Any], indices: Any, *args: Any, **kwar
 
 
 def get_train_iterator(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:
-    iterator = original(self, *args, **options)
-    last = getattr(self, "last_iterator", None)
-    if last is not iterator:
-        end_workers(last)
-        self.last_iterator = iterator
+    return _kept(self, None, original(self, *args, **options))
+
+
+def get_valid_iterator(
+    original: Callable[..., Any], self: Any, subset: str, *args: Any, **options: Any
+) -> Any:
+    return _kept(self, subset, original(self, subset, *args, **options))
+
+
+def _kept(trainer: Any, subset: str | None, iterator: Any) -> Any:
+    """Keeps a subset's iterator (None: of training) until there is a new one; then ends the old
+    one's workers."""
+    kept: dict[str | None, Any] = trainer.__dict__.setdefault("kept_iterators", {})
+    if kept.get(subset) is not iterator:
+        end_workers(kept.get(subset))
+        kept[subset] = iterator
     return iterator
 
 
 def end_workers(iterator: Any) -> None:
     """Ends the processes of an iterator's data loader; None is allowed.
 
-    With several data folders each epoch has a new iterator. fairseq leaves the old one to the
-    garbage collector, which has freed the queues of the processes before the data loader uses them
-    to end the processes. So torch waits 5 s for each.
+    With several data folders each epoch has a new iterator; with sentences with labels so has each
+    validation. fairseq leaves the old one to the garbage collector, which frees the queues of the
+    processes before the data loader uses them to end the processes. So torch waits 5 s for each.
     """
     loader = getattr(iterator, "dataloader", None)
     running = getattr(loader, "_iterator", None)  # kept by persistent_workers

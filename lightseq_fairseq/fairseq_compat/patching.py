@@ -292,6 +292,11 @@ PATCHES = (
         "with several data folders an epoch begins with a wait of 5 s for each old worker process",
     ),
     Patch(
+        "training", "fairseq.trainer:Trainer.get_valid_iterator",
+        "fairseq_compat.batches:get_valid_iterator",
+        "as for get_train_iterator, after each validation on sentences with labels",
+    ),
+    Patch(
         "training", "fairseq.distributed.utils:distributed_init",
         "training.process:distributed_init", "fairseq waits for other ranks without a message",
     ),

@@ -12,7 +12,7 @@ from typing import Any
 import helpers.roberta_runs as roberta
 import pytest
 import torch
-from helpers.cli_runs import run, succeed
+from helpers.cli_runs import run, succeed, workers_left
 
 # isort: split
 from fairseq import checkpoint_utils
@@ -61,6 +61,15 @@ def test_fine_tuning_equals_fairseqs(tuned: dict[str, Tuned], kind: str) -> None
     assert ("ncorrect" in ours[0]) == (kind == "classes")
     losses = [x["loss"] for x in ours]
     assert losses[0] != pytest.approx(losses[-3], rel=1e-2)
+
+
+@pytest.mark.parametrize("system", [[], ["--native"]], ids=["ours", "native"])
+def test_workers_of_a_validation_end_before_the_next(
+    data: roberta.Data, tmp_path: Path, system: list[str]
+) -> None:
+    words = [*roberta.TUNED, *roberta.SIZE, *roberta.BY_ACCURACY, "--num-workers", "1", "--no-save"]
+    words += ["--max-epoch", "3", "--validate-interval-updates", "2", *system]
+    assert workers_left("train", data.classes, *words, "--save-dir", tmp_path) == 1
 
 
 def test_the_best_checkpoint_is_the_most_accurate(tuned: dict[str, Tuned]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import logging
+import multiprocessing
 import random
 import shlex
 from collections.abc import Iterator
@@ -44,6 +46,20 @@ def succeed(command: str, *words: str | Path) -> str:
     result = run(command, *words)
     assert result.exit_code == 0, (result.output, result.exception)
     return result.stdout
+
+
+def workers_left(command: str, *words: str | Path) -> int:
+    """Runs it, and returns how many of its data loader processes have not ended.
+
+    Garbage collection is off: it would end them, after a wait of 5 s for each.
+    """
+    before = set(multiprocessing.active_children())
+    gc.disable()
+    try:
+        succeed(command, *words)
+        return len(set(multiprocessing.active_children()) - before)
+    finally:
+        gc.enable()
 
 
 @contextmanager
