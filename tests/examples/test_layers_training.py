@@ -23,7 +23,7 @@ from lightseq_fairseq.packing import Segments
 from lightseq_fairseq.parameters import as_one
 
 ROOT = Path(__file__).resolve().parents[2]
-UPDATES = 120
+UPDATES, SENTENCES = 140, 32
 
 
 class Plain(nn.Module):
@@ -95,7 +95,7 @@ def train_plainly(model: Plain, updates: int) -> list[float]:
         # fairseq adds epsilon to the uncorrected second moment, torch to the corrected one.
         adam.param_groups[0]["eps"] = 1e-8 / math.sqrt(1 - 0.98 ** (update + 1))
         adam.param_groups[0]["lr"] = 5e-3 * min(1.0, (update + 1) / 50)
-        source, previous, labels = pairs(update, 128)
+        source, previous, labels = pairs(update, SENTENCES)
         logits, labels = model(source, previous).flatten(0, 1), labels.flatten()
         loss = functional.cross_entropy(logits, labels, ignore_index=PAD, label_smoothing=smoothing)
         adam.zero_grad()
@@ -111,7 +111,7 @@ def test_the_loss_falls_as_with_torchs_modules() -> None:
     ours = Transformer(dropout=0.0).double()
     plain = Plain(ours).double()
     expected = train_plainly(plain, UPDATES)
-    found = [loss for loss, _ in example.train(ours, UPDATES)]
+    found = [loss for loss, _ in example.train(ours, UPDATES, sentences=SENTENCES)]
     assert found == pytest.approx(expected, abs=1e-9)
     assert found[0] > 2.7 and found[-1] < 1.0  # guessing costs log(16) = 2.77 nats
 
