@@ -21,6 +21,12 @@ from examples import record
 
 RUN = "small-lightseq-seed3-fp32"
 UPDATES = 22  # two checkpoints per epoch, but none at the end of an epoch: 11
+# One tiny layer per side; the 16 heads of t2t_big have width 2.
+TINY = [
+    word
+    for side in ("encoder", "decoder")
+    for word in (f"--{side}-layers=1", f"--{side}-embed-dim=32", f"--{side}-ffn-embed-dim=32")
+]
 
 make_data = runpy.run_path(str(EXAMPLES / "quickstart" / "make_data.py"))
 
@@ -90,7 +96,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(data: Path, out: Path, *words: str) -> tuple[str, list[dict[str, Any]]]:
     """A short run of run.sh: its last line and the rows it added."""
-    result = script("run.sh", *words, "--updates", str(UPDATES), "--data", data, "--out", out)
+    words = (*words, "--updates", str(UPDATES), "--data", str(data), "--out", str(out))
+    result = script("run.sh", *words, "--", *TINY)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return result.stdout.splitlines()[-1], json.loads((out / "bleu.json").read_text())
 
@@ -128,7 +135,7 @@ def test_a_run_ends_with_a_score_and_its_row(data: Path, trained: Path) -> None:
 def test_validations_by_bleu_are_timed(data: Path, trained: Path, tmp_path: Path) -> None:
     checkpoint, results = trained / RUN / "averaged.pt", tmp_path / "rows.json"
     words = ("--checkpoint", checkpoint, "--data", data, "--out", tmp_path, "--results", results)
-    result = script("translation.py", *words, "--eval-bleu", "--updates", "3")
+    result = script("translation.py", *words, "--eval-bleu", "--updates", "3", "--", *TINY)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     rows = json.loads(results.read_text())
     assert [row["system"] for row in rows] == ["fairseq_no_cudnn", "ours"]
@@ -143,14 +150,6 @@ def test_validations_by_bleu_are_timed(data: Path, trained: Path, tmp_path: Path
         assert ("ls_" in command) == (row["system"] == "ours")
         assert rest.count("begin validation on") == 3
     assert not list(tmp_path.rglob("*.pt"))
-
-
-# One tiny layer per side; the 16 heads of t2t_big have width 2.
-TINY = [
-    word
-    for side in ("encoder", "decoder")
-    for word in (f"--{side}-layers=1", f"--{side}-embed-dim=32", f"--{side}-ffn-embed-dim=32")
-]
 
 
 def test_runs_of_both_systems_and_models_leave_rows_and_curves(data: Path, tmp_path: Path) -> None:
