@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import re
 import shlex
@@ -15,12 +16,13 @@ import click
 import pytest
 from click.shell_completion import BashComplete
 from click.testing import CliRunner
-from helpers import interpreters
+from helpers import compositions, interpreters
 from helpers.cli_runs import binarise, run, succeed, unchanged
 
 # isort: split
 import fairseq_cli.train
 from fairseq import options
+from fairseq.dataclass import utils
 
 import lightseq_fairseq
 from lightseq_fairseq.__main__ import COMMANDS as SUBCOMMANDS
@@ -194,6 +196,33 @@ def test_a_command_line_parses_as_fairseq_parses_it(data: Path) -> None:
             args = options.parse_args_and_arch(parser, [str(data), *words])
             assert args.arch == "transformer"
             assert train.defaults.value(words, train.defaults.ARCH) == "transformer"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--arch transformer_tiny",
+        "--arch ls_transformer_tiny --optimizer ls_adam --update-freq 2 "
+        "--criterion ls_label_smoothed_cross_entropy --eval-bleu-args '{\"beam\": 4}'",
+        "--arch ls_transformer_lm --task language_modeling --sample-break-mode eos --fp16",
+    ],
+)
+def test_configurations_in_tests_are_those_of_hydra(
+    data: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    """helpers.compositions returns and raises what hydra does, also a second time."""
+    with unchanged():
+        args = options.parse_args_and_arch(
+            options.get_training_parser(), [str(data), *shlex.split(words)]
+        )
+        wrong = argparse.Namespace(**{**vars(args), "ddp_backend": "none"})
+        found = [str(utils.convert_namespace_to_omegaconf(args)) for _ in range(2)]
+        with pytest.raises(Exception, match="override distributed_training") as error:
+            utils.convert_namespace_to_omegaconf(wrong)
+        monkeypatch.setattr(utils, "compose", compositions.hydras)
+        assert found == [str(utils.convert_namespace_to_omegaconf(args))] * 2
+        with pytest.raises(type(error.value), match=f"^{re.escape(str(error.value))}$"):
+            utils.convert_namespace_to_omegaconf(wrong)
 
 
 # --- What lightseq-train makes of a command --------------------------------------------------

@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+import helpers.compositions  # noqa: F401  (makes runs faster, and prepares fairseq)
 from click.testing import CliRunner, Result
-
-from lightseq_fairseq import plugins  # noqa: F401  (fairseq does not import without it)
 
 # isort: split
 import fairseq_cli.train

@@ -28,6 +28,7 @@ from lightseq_fairseq import fairseq_compat
 
 fairseq_compat.prepare()
 
+import helpers.compositions  # noqa: E402, F401  (makes `parse` faster)
 from fairseq import options, tasks, utils  # noqa: E402
 from fairseq.criterions import sentence_prediction  # noqa: E402
 from fairseq.data import iterators  # noqa: E402
