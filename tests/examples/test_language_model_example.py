@@ -13,7 +13,7 @@ from examples import curves, library_text
 from examples.language_model import prompt
 
 SYSTEMS = {"lightseq": [], "fairseq": ["--native"]}
-UPDATES = 40
+UPDATES = 20
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,13 @@ def test_both_systems_learn_the_same_and_continue_a_prompt(tmp_path: Path) -> No
     for name in ("train_loss", "valid_loss"):
         assert ours[name].keys() == native[name].keys()
         assert list(ours[name].values()) == pytest.approx(list(native[name].values()), abs=0.01)
-    assert len(ours["train_loss"]) == UPDATES / 2
+    assert len(ours["train_loss"]) == UPDATES
 
     rows = json.loads((tmp_path / "perplexity.json").read_text())
     assert {row["system"]: row["updates"] for row in rows} == dict.fromkeys(SYSTEMS, UPDATES)
     perplexities = [row["perplexity"] for row in rows]
     assert perplexities[0] == pytest.approx(perplexities[1], rel=0.01)
-    # It was 862 when this test was written. Equal probabilities of all tokens have 1768.
+    # It was 1013 when this test was written. Equal probabilities of all tokens have 1768.
     assert max(perplexities) < 1200
 
     for folder in folders:
