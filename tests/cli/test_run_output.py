@@ -27,7 +27,8 @@ STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
 # Runs commands in a separate Python, so that no test code catches warnings.
 SCRIPT = """
-import importlib, json, sys
+import gc, importlib, json, sys
+gc.disable()  # for each worker that a command leaves it would wait 5 s
 for command, words in json.loads(sys.argv[1]):
     main = importlib.import_module("lightseq_fairseq.cli." + command).main
     main(words, prog_name="lightseq-" + command, standalone_mode=False)
