@@ -67,7 +67,8 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [*interactive, *search, "--source-lang", "de", "--target-lang", "en", "--cpu"],
     ]
     run = run_code(
-        "import contextlib, importlib, sys\n"
+        "import contextlib, gc, importlib, sys\n"
+        "gc.disable()\n"  # for each worker that a command leaves it would wait 5 s
         "from lightseq_fairseq import fairseq_compat\n"
         "fairseq_compat.prepare()\n"
         f"for command, *words in {commands!r}:\n"
