@@ -211,11 +211,6 @@ def test_file_without_a_model_is_no_checkpoint(tmp_path: Path) -> None:
 
 # Dead parameters of 0.12.2
 
-with_dead_parameters = pytest.mark.skipif(
-    not hasattr(TransformerEncoderLayerBase.__init__, "__wrapped__"),
-    reason="this fairseq has none",
-)
-
 
 def build(checkpoint: dict[str, Any], data: Path) -> torch.nn.Module:
     checkpoint["cfg"].task.data = str(data)
@@ -235,7 +230,6 @@ def unrepaired(
         return build(checkpoint, native / "bin")
 
 
-@with_dead_parameters
 def test_dead_parameters_are_gone_and_the_others_begin_the_same(
     checkpoint: dict[str, Any], native: Path, unrepaired: torch.nn.Module
 ) -> None:
@@ -249,7 +243,6 @@ def test_dead_parameters_are_gone_and_the_others_begin_the_same(
     assert all(torch.equal(before[name], after[name]) for name in after)
 
 
-@with_dead_parameters
 def test_state_dict_with_dead_parameters_loads(
     checkpoint: dict[str, Any], native: Path, unrepaired: torch.nn.Module
 ) -> None:
@@ -262,7 +255,6 @@ def test_state_dict_with_dead_parameters_loads(
     assert all(torch.equal(value, expected[name]) for name, value in model.named_parameters())
 
 
-@with_dead_parameters
 @pytest.mark.parametrize("flat", [False, True], ids=["per parameter", "flat"])
 def test_checkpoint_with_dead_parameters_continues(
     checkpoint: dict[str, Any],

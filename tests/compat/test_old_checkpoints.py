@@ -292,13 +292,7 @@ class TestBefore010:
 
 # Encoder layers of 0.12.2 with their dead parameters
 
-with_dead_parameters = pytest.mark.skipif(
-    not hasattr(TransformerEncoderLayerBase.__init__, "__wrapped__"),
-    reason="this fairseq has none",
-)
 
-
-@with_dead_parameters
 @both_precisions
 def test_dead_parameters(
     precision: str, data: Path, native: Callable[..., NativeRun], tmp_path: Path
