@@ -1,5 +1,6 @@
 // Attention over packed sentences, forward. Backward is in attention_bwd.cu;
-// common/attention_work.cuh explains how both divide the work.
+// common/attention_work.cuh explains how both divide the work. Sentences of more than 128 tokens in
+// 16 bits have kernels of their own: attention_long.cu.
 //
 //   out = dropout(softmax(scale * q k^T)) v       within each sentence and head
 //
@@ -27,6 +28,7 @@
 #include <tuple>
 
 #include "common/attention.cuh"
+#include "common/attention_long.h"
 
 namespace lightseq {
 namespace {
@@ -147,6 +149,7 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
   FwdTiles<T, kWidth>& tiles = *reinterpret_cast<FwdTiles<T, kWidth>*>(shared);
   const Work& work = p.work;
 
+  if (work.longest != INT_MAX) griddepcontrol_launch_dependents();  // those in attention_items.cu
   if (blockIdx.x >= work.blocks) {
     check_boundaries(work);
     const int first = work.cu_q[work.sentences];
@@ -178,7 +181,7 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
       }
       load_tiles({&tiles.k, &tiles.v}, {p.k, p.v}, unit, unit.first_k + tile, unit.length_k - tile,
                  work.width);
-      draw<2>(tiles.keep, tiles.plan, p.dropout, work, unit, unit.start, tile);
+      draw(tiles.keep, tiles.plan, p.dropout, work, unit, unit.start, tile);
       cp_async_wait_all();
       __syncthreads();
       if (!works) continue;
@@ -216,9 +219,9 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
 }
 
 std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
-                                         const Tensor& cu_q, const Tensor& cu_k, int64_t /*max_q*/,
-                                         int64_t /*max_k*/, bool causal, double scale,
-                                         double dropout_p, const Tensor& rng, int64_t site) {
+                                         const Tensor& cu_q, const Tensor& cu_k, int64_t max_q,
+                                         int64_t max_k, bool causal, double scale, double dropout_p,
+                                         const Tensor& rng, int64_t site) {
   constexpr const char* kOp = "attention_fwd";
   const int32_t device = q.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -238,13 +241,18 @@ std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const
     p.lse = lse.mutable_data_ptr<float>();
     p.scale = static_cast<float>(scale);
     p.keep_scale = static_cast<float>(1.0 / (1.0 - dropout_p));
-    p.work = work_of(kOp, q, k, cu_q, cu_k, causal);
+    const bool divided = has_long_kernels(q, k, cu_q, max_q, max_k, false);
+    p.work = work_of(kOp, q, k, cu_q, cu_k, causal, divided ? kMostTokensOfShort : INT_MAX);
     launch({.op = kOp,
             .grid = grid_of(p.work),
             .block = kThreads<T, kWidth>,
             .shared = sizeof(FwdTiles<T, kWidth>),
             .stream = current_stream(device)},
            attention_fwd_kernel<T, kWidth>, p);
+    if (divided) {
+      attention_long_fwd({q, k, v, cu_q, cu_k, max_k, causal, scale, dropout_p, rng, site}, out,
+                         lse);
+    }
   });
   return {out, lse};
 }

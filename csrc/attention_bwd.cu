@@ -1,5 +1,6 @@
 // Attention over packed sentences, backward. attention.cu has the formula of forward;
-// common/attention_work.cuh explains how the work is divided.
+// common/attention_work.cuh explains how the work is divided. Sentences of more than 128 tokens in
+// 16 bits have kernels of their own: attention_long_bwd.cu.
 //
 //   P = exp(scale * q k^T - lse)      M = dropout mask of zeros and ones
 //   D = rowsum(P * M * dO V^T) = (1 - p) rowsum(dO * O)
@@ -22,6 +23,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "common/attention_bwd.cuh"
+#include "common/attention_long.h"
 
 namespace lightseq {
 namespace {
@@ -45,6 +47,7 @@ __device__ __forceinline__ void whole_pass(BwdTiles<T, kWidth>& tiles, const Bwd
   const int own_rows = place.position * kRow;
   const float scale = p.scale * Base<T>::kLogE;
   const int clear_end = min(unit.length_k, p.work.causal ? place.position + 1 : INT_MAX);
+  const float grad_scale = grad_scale_of(p.grad_scale, unit.length_k);
   const bool works = place.exists && place.position < unit.length_q;
 
   float s[kSlot / 8][4], dp[kSlot / 8][4], dq[kWidth / 8][4] = {};
@@ -103,7 +106,7 @@ __device__ __forceinline__ void whole_pass(BwdTiles<T, kWidth>& tiles, const Bwd
   T* const stage = tiles.k.row(place.row);
   const HeadRows keys = keys_of(unit, place);
   if (works) {
-    store_rows<T, kWidth>(p.dq, queries_of(unit, place), stage, dq, p.grad_scale, p.grad_scale,
+    store_rows<T, kWidth>(p.dq, queries_of(unit, place), stage, dq, grad_scale, grad_scale,
                           p.work.width);
   }
   if (keys.length <= 0) return;
@@ -114,7 +117,7 @@ __device__ __forceinline__ void whole_pass(BwdTiles<T, kWidth>& tiles, const Bwd
   float dk[kWidth / 8][4] = {};
   multiply_tn<T, kWidth, kSlot>(dk, dscores + place.position, tiles.q.row(place.slot),
                                 unit.length_q);
-  store_rows<T, kWidth>(p.dk, keys, stage, dk, p.grad_scale, p.grad_scale, p.work.width);
+  store_rows<T, kWidth>(p.dk, keys, stage, dk, grad_scale, grad_scale, p.work.width);
 }
 
 // Computes dQ of the warp's queries.
@@ -137,7 +140,7 @@ __device__ __forceinline__ void query_pass(BwdTiles<T, kWidth>& tiles, const Bwd
     if (tile == 0) {
       load_queries<true>(tiles, p, unit, unit.start, 0);
     } else {
-      draw<1>(tiles.keep, tiles.plan, p.dropout, p.work, unit, unit.start, tile);
+      draw(tiles.keep, tiles.plan, p.dropout, p.work, unit, unit.start, tile);
       cp_async_wait_all();
       __syncthreads();
     }
@@ -172,8 +175,9 @@ __device__ __forceinline__ void query_pass(BwdTiles<T, kWidth>& tiles, const Bwd
     }
   }
   if (works) {
-    store_rows<T, kWidth>(p.dq, queries_of(unit, place), tiles.out.row(place.row), dq, p.grad_scale,
-                          p.grad_scale, p.work.width);
+    const float grad_scale = grad_scale_of(p.grad_scale, unit.length_k);
+    store_rows<T, kWidth>(p.dq, queries_of(unit, place), tiles.out.row(place.row), dq, grad_scale,
+                          grad_scale, p.work.width);
   }
 }
 
@@ -241,7 +245,8 @@ __device__ __forceinline__ void key_pass(BwdTiles<T, kWidth>& tiles, const BwdPa
   }
   if (works) {
     const HeadRows keys = keys_of(unit, place);
-    store_rows<T, kWidth>(p.dk, keys, row_k, dk, p.grad_scale, p.grad_scale, p.work.width);
+    const float grad_scale = grad_scale_of(p.grad_scale, unit.length_k);
+    store_rows<T, kWidth>(p.dk, keys, row_k, dk, grad_scale, grad_scale, p.work.width);
     store_rows<T, kWidth>(p.dv, keys, row_v, dv, p.keep_scale, p.keep_scale, p.work.width);
   }
 }
@@ -253,6 +258,7 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
   BwdTiles<T, kWidth>& tiles = *reinterpret_cast<BwdTiles<T, kWidth>*>(shared);
   const Work& work = p.work;
 
+  if (work.longest != INT_MAX) griddepcontrol_launch_dependents();  // those in attention_items.cu
   if (blockIdx.x >= work.blocks) {
     check_boundaries(work);
     zero_rows(p.dq, work.cu_q[work.sentences], work.rows_q, work);
@@ -279,9 +285,8 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
 
 void attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                    const Tensor& out, const Tensor& lse, const Tensor& cu_q, const Tensor& cu_k,
-                   int64_t /*max_q*/, int64_t /*max_k*/, bool causal, double scale,
-                   double dropout_p, const Tensor& rng, int64_t site, Tensor dq, Tensor dk,
-                   Tensor dv) {
+                   int64_t max_q, int64_t max_k, bool causal, double scale, double dropout_p,
+                   const Tensor& rng, int64_t site, Tensor dq, Tensor dk, Tensor dv) {
   constexpr const char* kOp = "attention_bwd";
   const int32_t device = q.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -304,13 +309,18 @@ void attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const T
     p.scale = static_cast<float>(scale);
     p.keep_scale = static_cast<float>(1.0 / (1.0 - dropout_p));
     p.grad_scale = p.scale * p.keep_scale;
-    p.work = work_of(kOp, q, k, cu_q, cu_k, causal);
+    const bool divided = has_long_kernels(q, k, cu_q, max_q, max_k, true);
+    p.work = work_of(kOp, q, k, cu_q, cu_k, causal, divided ? kMostTokensOfShort : INT_MAX);
     launch({.op = kOp,
             .grid = grid_of(p.work),
             .block = kThreads<T, kWidth>,
             .shared = sizeof(BwdTiles<T, kWidth>),
             .stream = current_stream(device)},
            attention_bwd_kernel<T, kWidth>, p);
+    if (divided) {
+      attention_long_bwd({q, k, v, cu_q, cu_k, max_k, causal, scale, dropout_p, rng, site}, dout,
+                         out, lse, dq, dk, dv);
+    }
   });
 }
 

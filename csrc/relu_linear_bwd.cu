@@ -54,7 +54,7 @@ using torch::stable::Tensor;
 constexpr int kCluster = 2;
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kRows = kConsumers * kWgmmaM;
-constexpr int kColumns = kWgmmaN;
+constexpr int kColumns = 256;                        // of a product
 constexpr int kAcross = kColumns / kSwizzleColumns;  // boxes side by side in a tile
 constexpr int kDepth = kSwizzleColumns;              // part of N that a step multiplies
 constexpr int kStages = 3;
@@ -78,6 +78,8 @@ struct Tiles {
 
 #ifdef LIGHTSEQ_HAS_WGMMA
 
+constexpr int kSums = wgmma_sums(kColumns);
+
 constexpr int kConsumerWarps = kConsumers * kWarpgroup / kWarp;
 constexpr int kSumWarps = 2;  // for the column sums
 
@@ -91,22 +93,10 @@ __device__ __forceinline__ void for_each_tile(const Params& p, Run&& run) {
   }
 }
 
-// The next stage, and the parity of the current phase of its barriers.
-struct PipelineState {
-  int index = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++index < kStages) return;
-    index = 0;
-    parity ^= 1;
-  }
-};
-
 __device__ __forceinline__ void load_operands(const Params& p, Tiles& tiles) {
   constexpr int kShare = kAcross / kCluster;
   const int rank = blockIdx.x % kCluster;
-  PipelineState stage;
+  Stage<kStages> stage;
   for_each_tile(p, [&](int row_tile, int column) {
     for (int step = 0; step < p.steps; ++step, stage.advance()) {
       tiles.empty[stage.index].wait(stage.parity ^ 1);
@@ -185,10 +175,10 @@ __device__ __forceinline__ uint32_t choose(uint32_t pair, __nv_bfloat162 x) {
 // Computes dz from a thread's sums, and writes it in place of x. `row`: the first of the thread's
 // two rows.
 template <typename T>
-__device__ __forceinline__ void make_dz(const float (&sums)[kWgmmaAccumulators], float scale,
-                                        Tiles& tiles, int row, int lane) {
+__device__ __forceinline__ void make_dz(const float (&sums)[kSums], float scale, Tiles& tiles,
+                                        int row, int lane) {
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-  constexpr int kPairs = kWgmmaAccumulators / 2 / kAcross;
+  constexpr int kPairs = kSums / 2 / kAcross;
   const auto place = [&](int tile, int pair) {
     return reinterpret_cast<char*>(tiles.x[tile]) + (row + pair % 2 * 8) * kSwizzleBytes +
            swizzle_128b(lane / 4, pair / 2) + lane % 4 * 4;
@@ -221,29 +211,27 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, Tiles& tiles) {
   const auto release = [&](int stage) {
     if (lane < kCluster) tiles.empty[stage].arrive_cluster(lane);
   };
-  PipelineState stage;
+  Stage<kStages> stage;
   uint32_t parity = 0;  // of x_full
   for_each_tile(p, [&](int, int) {
-    float sums[kWgmmaAccumulators];
+    float sums[kSums];
     int before = 0;
     for (int step = 0; step < p.steps; ++step, stage.advance()) {
       tiles.full[stage.index].wait(stage.parity);
-      const uint32_t dy = shared_address(tiles.dy[stage.index]) + dy_offset;
-      const uint32_t weight = shared_address(tiles.weight[stage.index]);
+      const WgmmaOperand dy(shared_address(tiles.dy[stage.index]) + dy_offset);
+      const WgmmaOperand weight(shared_address(tiles.weight[stage.index]), kDepth * kSwizzleBytes);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kDepth; k += kWgmmaK) {
-        wgmma<T>(
-            sums, wgmma_descriptor(dy + k * 2, 8 * kSwizzleBytes, 16),
-            wgmma_descriptor(weight + k * kSwizzleBytes, 8 * kSwizzleBytes, kDepth * kSwizzleBytes),
-            step + k > 0);
+        wgmma<T, 0, 1>(sums, dy.at(k * 2), weight.at(k * kSwizzleBytes), step + k > 0);
       }
       wgmma_commit();
       wgmma_wait<1>();
       if (step > 0) release(before);
       before = stage.index;
     }
-    wgmma_wait_all(sums);
+    wgmma_wait<0>();
+    wgmma_hold(sums);
     release(before);
 
     tiles.x_full.wait(parity);

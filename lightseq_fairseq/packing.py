@@ -128,16 +128,22 @@ MASKED: Layout = (Stream("source", ("tokens",)), Stream("masked", ("rows", "labe
 CLASSES: Layout = (Stream("source", ("tokens",)), Stream("target", ("labels",)))
 
 
+# Tokens. If a sentence of a batch has more, attention launches the kernels for long sentences, too.
+LONG = 128
+
+
 class Bucket(NamedTuple):
     """The shapes of a batch, and of the graph that is captured for it.
 
     Attributes:
         rows: number of rows of each stream, in the order of the layout.
         sentences: B, the number of sentences that fit.
+        has_long: whether a sentence has more than ``LONG`` tokens.
     """
 
     rows: tuple[int, ...]
     sentences: int
+    has_long: bool = False
 
 
 LEAST_GRANULARITY = 64  # rows; GEMMs search their cuBLASLt algorithm for multiples of it

@@ -38,7 +38,7 @@ from lightseq_fairseq.errors import UserError
 from .bench_ops_cases import Case, Sizes, cases
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SYSTEMS = ("ours", "eager", "compile", "library", "apex")
+SYSTEMS = ("ours", "eager", "compile", "library", "library_deterministic", "cudnn", "apex")
 TURNS, WARM_UP = 25, 3
 MOST_REPEATS, ENOUGH_MS = 8, 1.0  # maximum runs between two events; milliseconds that suffice
 SPIN_CYCLES = 2_000_000  # about a millisecond

@@ -22,9 +22,19 @@ __device__ __forceinline__ void cp_async(void* to, const void* from) {
 }
 
 // Copies 16 bytes; if !valid, writes zeros and reads nothing.
-__device__ __forceinline__ void cp_async_zfill(void* to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+__device__ __forceinline__ void cp_async_zfill(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(valid ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void cp_async_zfill(void* to, const void* from, bool valid) {
+  cp_async_zfill(shared_address(to), from, valid);
+}
+
+// The same for 4 bytes.
+__device__ __forceinline__ void cp_async_4_zfill(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
+               "r"(valid ? 4 : 0)
                : "memory");
 }
 

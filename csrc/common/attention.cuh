@@ -124,48 +124,35 @@ __device__ __forceinline__ void load_tiles(Tile<T, kRows, kWidth>* const (&tiles
 template <int kRows>
 using Keep = uint32_t[kRows][kRows / 32];
 
-// The same as keep_bits of philox.cuh with fewer instructions: two 16-bit comparisons at a time.
-__device__ __forceinline__ uint32_t keep_byte(uint4 counter, uint2 key, uint32_t threshold) {
-  constexpr uint32_t kHigh = 0x80008000u;
-  const uint4 random = philox4x32(counter, key);
-  const uint32_t words[4] = {random.x, random.y, random.z, random.w};
-  const uint32_t least = threshold * 0x10001u;
-  uint32_t signs[4];  // bits 15 and 31: that half of the word is >= threshold
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t difference = (words[i] | kHigh) - (least & ~kHigh);
-    signs[i] = (words[i] & ~least) | (~(words[i] ^ least) & difference);
-  }
-  uint32_t low, high;  // a byte of equal bits for each number
-  asm("prmt.b32 %0, %1, %2, 0xfdb9;" : "=r"(low) : "r"(signs[0]), "r"(signs[1]));
-  asm("prmt.b32 %0, %1, %2, 0xfdb9;" : "=r"(high) : "r"(signs[2]), "r"(signs[3]));
-  return ((low & 0x08040201u) | (high & 0x80402010u)) * 0x01010101u >> 24;
-}
-
-// Generates dropout bits; call it while copies are in flight. The threads divide the work evenly:
-// `groups` bytes for each query and head of the unit.
-template <int kUnroll, int kRows>
+// Draws dropout bits; call it while copies are in flight. The threads divide the work evenly: a
+// word of 32 keys for each query and head of the unit.
+template <int kRows>
 __device__ __forceinline__ void draw(Keep<kRows>& keep, const Plan& plan, const Dropout& dropout,
                                      const Work& work, const Unit& unit, int start_q, int start_k) {
   if (dropout.threshold == 0) return;
   constexpr int kThreads = kRows / kWarpRows * kWarp;
+  const AttentionDropout bits = plan.dropout;
   const int queries = min(unit.length_q - start_q, unit.slot());
-  const int groups = (min(unit.length_k - start_k, unit.slot()) + 7) / kColumnsPerDraw;
+  const int words = (min(unit.length_k - start_k, unit.slot()) + 31) / 32;
   // Rounded up, so that (i * per) >> 16 is the quotient of the small numbers below.
-  const int per_group = static_cast<int>(__fdividef(65536.0f, groups)) + 1;
+  const int per_word = static_cast<int>(__fdividef(65536.0f, words)) + 1;
   const int per_query = static_cast<int>(__fdividef(65536.0f, queries)) + 1;
-#pragma unroll kUnroll
-  for (int i = threadIdx.x; i < queries * groups * unit.heads; i += kThreads) {
-    const int line = i * per_group >> 16, group = i - line * groups;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < queries * words * unit.heads; i += kThreads) {
+    const int line = i * per_word >> 16, word = i - line * words;
     const int head = line * per_query >> 16, query = line - head * queries;
-    const int key = start_k + group * kColumnsPerDraw;
+    const int key = start_k + word * 32;
     if (work.causal && key > start_q + query) continue;
     const uint32_t row = static_cast<uint32_t>(unit.first_q + start_q + query) * work.heads;
-    const uint4 counter = {static_cast<uint32_t>(key / kColumnsPerDraw), row + unit.head + head,
-                           dropout.site, plan.micro_batch};
-    reinterpret_cast<uint8_t*>(keep[(head << unit.shift) + query])[group] =
-        keep_byte(counter, plan.seed, dropout.threshold);
+    keep[(head << unit.shift) + query][word] =
+        bits.keep_word(row + unit.head + head, static_cast<uint32_t>(key) / 32);
   }
+}
+
+// The factor of dQ and dK of a sentence. A single key has probability 1 whatever its score is, so
+// its gradient is zero, and dS has nothing but the rounding errors of two equal terms.
+__device__ __forceinline__ float grad_scale_of(float grad_scale, int length_k) {
+  return length_k == 1 ? 0.0f : grad_scale;
 }
 
 // Rows of a packed tensor, of one head.

@@ -101,7 +101,7 @@ __device__ __forceinline__ void load_queries(BwdTiles<T, kWidth>& tiles, const B
   if (position < length && head < unit.heads) {
     lse = p.lse[static_cast<int64_t>(first + position) * p.work.heads + unit.head + head];
   }
-  draw<1>(tiles.keep, tiles.plan, p.dropout, p.work, unit, start_q, start_k);
+  draw(tiles.keep, tiles.plan, p.dropout, p.work, unit, start_q, start_k);
   tiles.lse[row] = lse * Base<T>::kLogE;
   cp_async_wait_all();
   __syncthreads();

@@ -39,6 +39,7 @@ struct Work {
   int heads;
   int width;
   bool causal;
+  int longest;              // sentences of more tokens belong to another kernel
   float sentences_per_row;  // per row of queries and keys together
   int window_shift;         // a window is 2^window_shift rows
   int64_t blocks;
@@ -107,12 +108,11 @@ __device__ __forceinline__ int find_sentence(const Work& work, uint32_t place) {
   return first;
 }
 
-// The next units of a block, in shared memory, and the dropout rng.
+// The next units of a block, in shared memory, and what draws its dropout bits.
 struct Plan {
   Unit units[kWarp];
   int count;
-  uint2 seed;
-  uint32_t micro_batch;
+  AttentionDropout dropout;
 };
 
 // Whether [first, end) is a valid sentence of a tensor of `rows` rows.
@@ -159,6 +159,7 @@ __device__ __forceinline__ void list_units(Plan& plan, const Work& work, int par
     const int windows = ((end - 1) >> work.window_shift) - first_window + 1;
 
     const int longest = max(unit.length_q, unit.length_k);
+    if (longest > work.longest) continue;
     const bool is_short = longest <= kRows;
     unit.shift = is_short ? max(32 - __clz(longest - 1), kSmallestShift) : rows_shift;
     const int together_shift = rows_shift - unit.shift, together = 1 << together_shift;
@@ -200,9 +201,7 @@ __device__ __forceinline__ void for_each_unit(Plan& plan, const Work& work, cons
     line_end = work.place(work.sentences);
     sentence = find_sentence(work, blockIdx.x << work.window_shift);
   } else if (threadIdx.x == kWarp && dropout.threshold > 0) {
-    const uint64_t seed = dropout.rng[0];
-    plan.seed = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
-    plan.micro_batch = static_cast<uint32_t>(dropout.rng[1]);
+    plan.dropout = AttentionDropout(dropout);
   }
   int count;
   do {
@@ -217,7 +216,7 @@ __device__ __forceinline__ void for_each_unit(Plan& plan, const Work& work, cons
 }
 
 inline Work work_of(const char* op, const Tensor& q, const Tensor& k, const Tensor& cu_q,
-                    const Tensor& cu_k, bool causal) {
+                    const Tensor& cu_k, bool causal, int longest) {
   require(cu_q.is_contiguous() && cu_k.is_contiguous(), op, ": cu_q and cu_k must be contiguous");
   // Small windows balance the load better; large ones need fewer searches.
   const int64_t rows = q.size(0) + k.size(0), sentences = cu_q.size(0) - 1;
@@ -231,6 +230,7 @@ inline Work work_of(const char* op, const Tensor& q, const Tensor& k, const Tens
           .heads = static_cast<int>(q.size(1)),
           .width = static_cast<int>(q.size(2)),
           .causal = causal,
+          .longest = longest,
           .sentences_per_row = static_cast<float>(sentences) / static_cast<float>(rows),
           .window_shift = shift,
           .blocks = (rows + (1 << shift) - 1) >> shift};

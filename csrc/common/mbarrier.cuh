@@ -40,20 +40,40 @@ struct Mbarrier {
         : "memory");
   }
   // Waits until the phase of this parity has completed; returns at once if that is the previous
-  // phase.
+  // phase. Without the limit on tries, which no wait reaches, ptxas believes that code after the
+  // loop reads sums of products in flight, and waits for each product (its remark C7514).
   __device__ __forceinline__ void wait(uint32_t parity) const {
+    for (uint32_t tries = 1; !try_wait(parity); ++tries) {
+      if (tries == 0) asm volatile("trap;");
+    }
+  }
+
+ private:
+  __device__ __forceinline__ bool try_wait(uint32_t parity) const {
     uint32_t is_over;
-    do {
-      asm volatile(
-          "{\n"
-          ".reg .pred p;\n"
-          "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-          "selp.u32 %0, 1, 0, p;\n"
-          "}"
-          : "=r"(is_over)
-          : "r"(shared_address(this)), "r"(parity)
-          : "memory");
-    } while (!is_over);
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(is_over)
+        : "r"(shared_address(this)), "r"(parity)
+        : "memory");
+    return is_over;
+  }
+};
+
+// The next of kStages buffers, and the parity of the current phase of its barriers.
+template <int kStages>
+struct Stage {
+  int index = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++index < kStages) return;
+    index = 0;
+    parity ^= 1;
   }
 };
 

@@ -11,6 +11,15 @@
 // gives 128 bits = eight 16-bit numbers, one per column of the group, low half of each word first.
 // With 16 bits the drop rate is exact to 2^-17, a difference that no run can show.
 //
+// Attention probabilities have many more columns, and their bits are drawn by forward and backward.
+// There a call gives 16 decisions, by numbers of 8 bits:
+//
+//   counter  (2w and 2w + 1, row, site, micro-batch)           for the columns 32w ... 32w + 31
+//
+// Bit c of the eight words is the number of column 32w + c, lowest bit first. So eight instructions
+// compare 32 numbers with the threshold. The threshold 256 p is rounded up or down by a number that
+// is drawn once for (seed, micro-batch, site); so the drop rate is p on average.
+//
 // The functions also compile for the host, which is how the tests check them without a GPU.
 #pragma once
 
@@ -34,14 +43,22 @@ __host__ __device__ __forceinline__ uint32_t multiply_high(uint32_t a, uint32_t 
 #endif
 }
 
-__host__ __device__ __forceinline__ uint4 philox4x32(uint4 counter, uint2 key) {
+__host__ __device__ __forceinline__ uint4 philox_round(uint4 counter, uint2 key) {
   constexpr uint32_t kEven = 0xD2511F53u, kOdd = 0xCD9E8D57u;
+  return {multiply_high(kOdd, counter.z) ^ counter.y ^ key.x, kOdd * counter.z,
+          multiply_high(kEven, counter.x) ^ counter.w ^ key.y, kEven * counter.x};
+}
+
+// The key of the next round.
+__host__ __device__ __forceinline__ uint2 next_key(uint2 key) {
+  return {key.x + 0x9E3779B9u, key.y + 0xBB67AE85u};
+}
+
+__host__ __device__ __forceinline__ uint4 philox4x32(uint4 counter, uint2 key) {
 #pragma unroll
   for (int round = 0; round < kPhiloxRounds; ++round) {
-    counter = {multiply_high(kOdd, counter.z) ^ counter.y ^ key.x, kOdd * counter.z,
-               multiply_high(kEven, counter.x) ^ counter.w ^ key.y, kEven * counter.x};
-    key.x += 0x9E3779B9u;
-    key.y += 0xBB67AE85u;
+    counter = philox_round(counter, key);
+    key = next_key(key);
   }
   return counter;
 }
@@ -76,5 +93,47 @@ __host__ __device__ __forceinline__ uint32_t keep_bits(const Dropout& dropout, i
   }
   return bits;
 }
+
+// Draws the decisions of attention's dropout. Made once by a thread: all its members depend only on
+// the launch.
+struct AttentionDropout {
+  uint2 keys[kPhiloxRounds];
+  uint32_t site, micro_batch;
+  uint32_t least;  // a column is kept where its 8 bits are >= this
+
+  AttentionDropout() = default;
+  __host__ __device__ __forceinline__ explicit AttentionDropout(const Dropout& dropout)
+      : site(dropout.site), micro_batch(static_cast<uint32_t>(dropout.rng[1])) {
+    const uint64_t seed = static_cast<uint64_t>(dropout.rng[0]);
+    keys[0] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
+#pragma unroll
+    for (int i = 1; i < kPhiloxRounds; ++i) keys[i] = next_key(keys[i - 1]);
+    const uint32_t rounding = call(~0u, ~0u).x & 0xffu;
+    least = (dropout.threshold + rounding) >> 8;
+    if (least > 0xffu) least = 0xffu;
+  }
+
+  // Bit c of the result is set when column 32 * word + c of the row is kept.
+  __host__ __device__ __forceinline__ uint32_t keep_word(uint32_t row, uint32_t word) const {
+    const uint4 low = call(2 * word, row), high = call(2 * word + 1, row);
+    const uint32_t bits[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    uint32_t below = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      // Where a number's bit differs from the threshold's, it decides; a higher bit decides later.
+      const uint32_t zero = ~bits[i], of_least = 0u - (least >> i & 1u);
+      below = (below & (zero | of_least)) | (zero & of_least);
+    }
+    return ~below;
+  }
+
+ private:
+  __host__ __device__ __forceinline__ uint4 call(uint32_t group, uint32_t row) const {
+    uint4 counter = {group, row, site, micro_batch};
+#pragma unroll
+    for (int i = 0; i < kPhiloxRounds; ++i) counter = philox_round(counter, keys[i]);
+    return counter;
+  }
+};
 
 }  // namespace lightseq

@@ -1,4 +1,4 @@
-// TMA (cp.async.bulk.tensor): the hardware copies boxes of a 16-bit matrix to shared memory and
+// TMA (cp.async.bulk.tensor): the hardware copies boxes of a 16-bit tensor to shared memory and
 // back. It needs compute capability 9.0 or later. A box has rows of 128 bytes in the 128-byte
 // swizzle, which wgmma can read: eight rows of one column are in different banks.
 #pragma once
@@ -24,9 +24,12 @@ inline bool fits_tma(const Matrix& x) {
          reinterpret_cast<uintptr_t>(x.data) % kRowAlignment == 0;
 }
 
-// Tensor map with boxes of `rows` times kSwizzleColumns. Outside of the matrix, loads give zeros
-// and stores write nothing.
-inline CUtensorMap tensor_map_of(const Matrix& x, int rows) {
+// Tensor map of 16-bit numbers; the arrays begin with the innermost dimension, strides (in bytes)
+// with the second one. Outside of the tensor, loads give zeros and stores write nothing.
+template <int kRank>
+CUtensorMap tensor_map_of(const void* data, torch::headeronly::ScalarType type,
+                          const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
+                          const cuuint32_t (&box)[kRank]) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* function = nullptr;
@@ -41,18 +44,26 @@ inline CUtensorMap tensor_map_of(const Matrix& x, int rows) {
             "lightseq: the NVIDIA driver has no cuTensorMapEncodeTiled; install a newer driver");
     return reinterpret_cast<Encode>(function);
   }();
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(x.columns), static_cast<cuuint64_t>(x.rows)};
-  const cuuint64_t stride = static_cast<cuuint64_t>(x.bytes(x.stride));
-  const cuuint32_t box[] = {kSwizzleColumns, static_cast<cuuint32_t>(rows)}, steps[] = {1, 1};
-  const bool half = x.type == torch::headeronly::ScalarType::Half;
+  const bool half = type == torch::headeronly::ScalarType::Half;
+  cuuint32_t steps[kRank];
+  for (cuuint32_t& step : steps) step = 1;
   CUtensorMap map;
-  const CUresult status = encode(
-      &map, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, x.data,
-      sizes, &stride, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  require(status == CUDA_SUCCESS, "lightseq: cannot make a tensor map of a matrix of ", x.rows,
-          " x ", x.columns, " (CUDA error ", static_cast<int>(status), ")");
+  const CUresult status =
+      encode(&map, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank,
+             const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  require(status == CUDA_SUCCESS, "lightseq: cannot make a tensor map of ", sizes[kRank - 1],
+          " rows of ", sizes[0], " numbers (CUDA error ", static_cast<int>(status), ")");
   return map;
+}
+
+// Boxes of `rows` times kSwizzleColumns.
+inline CUtensorMap tensor_map_of(const Matrix& x, int rows) {
+  return tensor_map_of<2>(x.data, x.type,
+                          {static_cast<cuuint64_t>(x.columns), static_cast<cuuint64_t>(x.rows)},
+                          {static_cast<cuuint64_t>(x.bytes(x.stride))},
+                          {kSwizzleColumns, static_cast<cuuint32_t>(rows)});
 }
 
 // Byte offset of the 16-byte chunk number `chunk` within row `row` of a box.
@@ -67,6 +78,26 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap& from, int 
       : "memory");
 }
 
+// Loads a box of a tensor [T, H, D]: rows (tokens) from `row` on, of one head.
+__device__ __forceinline__ void tma_load(void* to, const CUtensorMap& from, int column, int head,
+                                         int row, Mbarrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
+      "l"(&from), "r"(column), "r"(head), "r"(row), "r"(shared_address(&barrier))
+      : "memory");
+}
+
+// Loads bytes that lie together; addresses and sizes are multiples of 16.
+__device__ __forceinline__ void tma_load(void* to, const void* from, uint32_t bytes,
+                                         Mbarrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(&barrier))
+      : "memory");
+}
+
 // Loads to the same address in all blocks of the cluster whose bits are set, with their barriers.
 __device__ __forceinline__ void tma_load_multicast(void* to, const CUtensorMap& from, int column,
                                                    int row, Mbarrier& barrier, uint16_t blocks) {
@@ -77,7 +108,8 @@ __device__ __forceinline__ void tma_load_multicast(void* to, const CUtensorMap& 
       : "memory");
 }
 
-// Call it in each thread that has written to shared memory, before a tma_store() of that data.
+// Call it in each thread that has written to shared memory, before a tma_store() or wgmma reads
+// that data.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

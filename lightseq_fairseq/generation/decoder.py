@@ -24,7 +24,7 @@ from lightseq_fairseq.layers.attention import MultiheadAttention
 from lightseq_fairseq.layers.decoder import memory_weights
 from lightseq_fairseq.layers.residual_norm import Residual, residual_norm_fwd
 from lightseq_fairseq.ops.checks import trust_boundaries
-from lightseq_fairseq.packing import Segments
+from lightseq_fairseq.packing import LONG, Segments
 from lightseq_fairseq.parameters import as_one
 
 _KEPT = 0.1  # fraction of the GPU's memory that may stay allocated between two batches
@@ -163,7 +163,8 @@ class StepDecoder:
             memory.keep_source(_keys_and_values(decoder, features))
 
         table = encoder.table_rows(longest)
-        self.launch(("source", len(memory.source_tokens), sentences, table), encode)
+        key = ("source", len(memory.source_tokens), sentences, table, longest > LONG)
+        self.launch(key, encode)
 
     def _open(self, decoder: Any, *others: Any) -> SearchBuffers:
         if self._addresses is None or not self._addresses.intact(decoder, *others):

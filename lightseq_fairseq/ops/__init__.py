@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from lightseq_fairseq import library
 
-from .philox import dropout_mask, keep_mask
+from .philox import attention_keep_mask, dropout_mask, keep_mask
 from .embedding import (
     embedding_bwd,
     embedding_fwd,
@@ -38,6 +38,7 @@ from .registry import REFERENCES
 
 __all__ = [
     "keep_mask",
+    "attention_keep_mask",
     "dropout_mask",
     "embedding_fwd",
     "embedding_bwd",

@@ -26,7 +26,7 @@ from torch import Tensor
 from .checks import FLOATS, check_boundaries, check_dropout, check_rows, check_tensor
 from .numerics import work_dtype
 from .padding import pad, padded_tokens, slots_of, slotted
-from .philox import dropout_factors
+from .philox import attention_dropout_factors
 from .registry import Written, define
 
 Attended = tuple[Annotated[Tensor, "out"], Annotated[Tensor, "lse"]]
@@ -40,7 +40,7 @@ class AttentionFwd(NamedTuple):
     be empty on either side. out is 0 for a query without keys and for rows past the last sentence.
     max_q, max_k: length of the longest sentence, or an upper bound of it.
     scale: factor of the scores, positive and finite (fairseq: D^-0.5).
-    p, rng, site: dropout of the probabilities, see `philox.keep_mask`.
+    p, rng, site: dropout of the probabilities, see `philox.attention_keep_mask`.
     Raises ValueError on a wrong shape, dtype, device or layout, on invalid boundaries and on
     sentences longer than max_*. When boundaries on a GPU are checked: `checks.check_boundaries`.
     """
@@ -225,10 +225,10 @@ def _hidden(a: AttentionFwd) -> Tensor:
 
 def _drop(a: AttentionFwd, probabilities: Tensor, tokens_q: Tensor, out: Tensor) -> None:
     """out = dropout(probabilities), both [B * H, Lq, Lk]."""
-    (rows, heads, _), keys = a.q.shape, probabilities.shape[2]
+    heads, keys = a.q.shape[1], probabilities.shape[2]
     head = torch.arange(heads, device=a.rng.device)[:, None]
     row_ids = (tokens_q[:, None].long() * heads + head).view(-1)
     matrix, result = probabilities.view(-1, keys), out.view(-1, keys)
-    shape, dtype = (rows * heads, keys), probabilities.dtype
-    for part, factor in dropout_factors(a.rng, a.site, shape, a.p, dtype, row_ids):
+    arguments = a.rng, a.site, keys, a.p, probabilities.dtype, row_ids
+    for part, factor in attention_dropout_factors(*arguments):
         torch.mul(matrix[part], factor, out=result[part])

@@ -3,12 +3,22 @@
 A bit is a pure function of (seed, micro-batch, site, row, column). Nothing is saved for backward,
 which generates the same bits again. All kernels, code paths and devices give the same bits.
 
+Activations:
+
 counter = (column // 8, row, site, micro-batch)    key = (seed's low word, seed's high word)
 The four output words are eight 16-bit numbers, low half first: number e of group g belongs to
 column 8g + e. An element is kept if its number >= min(round(65536 * p), 65535), a 16-bit threshold.
+
+Attention probabilities, of which there are many more, take half as many calls of the generator:
+
+counter = (2w and 2w + 1, row, site, micro-batch)  for the columns 32w ... 32w + 31
+Bit c of the eight output words is the number of column 32w + c, lowest bit first. An element is
+kept if this 8-bit number >= the threshold 256 * p, which is rounded up or down by a number that is
+drawn once for (seed, micro-batch, site), so that the drop rate is p on average.
+
 Kept values are scaled by 1 / (1 - p).
 
-Shapes: R = rows, G = groups of eight columns.
+Shapes: R = rows, G = groups of columns that take one call of the generator.
 """
 
 from __future__ import annotations
@@ -29,6 +39,7 @@ _WORD = 0xFFFFFFFF
 # Sign bits of the two 16-bit numbers in the lower half of an int64, and of those in the upper half.
 _LOW_SIGNS = 0x80008000
 _HIGH_SIGNS = (0x80008000 << 32) - (1 << 64)
+_SIGNS = _LOW_SIGNS - (1 << 32)  # as int32
 # Groups per block on a CPU: enough for two threads, few enough to stay in cache.
 _GROUPS_PER_BLOCK = 1 << 15
 
@@ -45,6 +56,20 @@ def keep_mask(rng: Tensor, site: int, rows: Tensor, columns: int, p: float) -> T
     mask = torch.empty((len(rows), columns), dtype=torch.bool, device=rng.device)
     for part, numbers in _blocks_of_numbers(rng, site, rows, columns):
         torch.ge(numbers, _least_kept(p), out=mask[part])
+    return mask
+
+
+def attention_keep_mask(rng: Tensor, site: int, rows: Tensor, columns: int, p: float) -> Tensor:
+    """Which attention probabilities dropout keeps: bool [len(rows), columns].
+
+    rows: int64 [R], row ids; a row is a query and head. columns: the keys of its sentence.
+    Other arguments and errors as in `keep_mask`.
+    """
+    check_dropout("attention_keep_mask", p, rng, rows)
+    check_tensor("attention_keep_mask", "rows", rows, ("R",), (torch.int64,))
+    mask = torch.empty((len(rows), columns), dtype=torch.bool, device=rng.device)
+    for part, bits in _blocks_of_attention_bits(rng, site, rows, columns, p):
+        mask[part] = bits
     return mask
 
 
@@ -104,6 +129,15 @@ def dropout_factors(
         yield part, torch.ge(numbers, _least_kept(p), out=factors[: len(numbers)]).mul_(scale)
 
 
+def attention_dropout_factors(
+    rng: Tensor, site: int, columns: int, p: float, dtype: torch.dtype, rows: Tensor
+) -> Iterator[tuple[slice, Tensor]]:
+    """The factors of attention probabilities [len(rows), columns], see `dropout_factors`."""
+    scale = 1.0 / (1.0 - p)
+    for part, bits in _blocks_of_attention_bits(rng, site, rows, columns, p):
+        yield part, bits.to(dtype).mul_(scale)
+
+
 def uniforms(rng: Tensor, site: int, rows: Tensor, group: int) -> Tensor:
     """One number in (0, 1) for each row: float64 [len(rows)], (word 0 + 1/2) / 2^32 of a counter.
 
@@ -111,7 +145,8 @@ def uniforms(rng: Tensor, site: int, rows: Tensor, group: int) -> Tensor:
     """
     seed, micro_batch = rng.unbind() if rng.is_cuda else rng.tolist()
     groups = torch.tensor([group], device=rows.device)
-    halves = _signed_numbers(seed, micro_batch, site, rows, groups)[:, :2].double() + 32768
+    words = _signed_words(seed, micro_batch, site, rows, groups)
+    halves = words.view(torch.int16).view(len(rows), -1)[:, :2].double() + 32768
     return (halves[:, 1] * 65536 + halves[:, 0] + 0.5) / 2**32
 
 
@@ -124,19 +159,55 @@ def _blocks_of_numbers(
     rng: Tensor, site: int, rows: Tensor, columns: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yields (rows of a block, their signed numbers: int16 [rows of the block, columns])."""
-    if len(rows) == 0 or columns == 0:
+    for part, numbers in _blocks(rng, site, rows, (columns + 7) // 8):
+        yield part, numbers.view(torch.int16).view(len(numbers), -1)[:, :columns]
+
+
+def _blocks_of_attention_bits(
+    rng: Tensor, site: int, rows: Tensor, columns: int, p: float
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yields (rows of a block, the kept columns as ones: int32 [rows of the block, columns])."""
+    ones = torch.arange(8, device=rng.device, dtype=torch.int32)
+    least = (_attention_threshold(rng, site, p) >> ones & 1).neg()  # all bits set, or none
+    shifts = torch.arange(32, device=rng.device, dtype=torch.int32)
+    for part, numbers in _blocks(rng, site, rows, 2 * ((columns + 31) // 32)):
+        words = numbers.view(torch.int32).view(len(numbers), -1, 8).bitwise_xor_(_SIGNS)
+        below = torch.zeros_like(words[..., 0])  # a bit for each column: number < threshold
+        for i in range(8):
+            # Where the two bits differ, they decide; a higher bit decides later.
+            zero = ~words[..., i]
+            below = (below & (zero | least[i])) | (zero & least[i])
+        bits = (~below)[..., None] >> shifts & 1
+        yield part, bits.view(len(numbers), -1)[:, :columns]
+
+
+def _attention_threshold(rng: Tensor, site: int, p: float) -> Tensor:
+    """The 8-bit threshold of attention's dropout: int32 [1]."""
+    last = torch.full((1,), -1, device=rng.device)
+    ((_, numbers),) = _blocks(rng, site, last, 1, first=_WORD)
+    rounding = numbers.view(torch.int32).view(-1)[:1].bitwise_xor_(_SIGNS) & 0xFF
+    return (rounding + min(round(p * 65536), 65535) >> 8).clamp_(max=255)
+
+
+def _blocks(
+    rng: Tensor, site: int, rows: Tensor, groups: int, first: int = 0
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yields (rows of a block, output words of their groups): see `_signed_words`."""
+    if len(rows) == 0 or groups == 0:
         return
-    groups = torch.arange((columns + 7) // 8, device=rng.device)
-    block = len(rows) if rng.is_cuda else max(1, _GROUPS_PER_BLOCK // len(groups))
+    numbers = torch.arange(first, first + groups, device=rng.device)
+    block = len(rows) if rng.is_cuda else max(1, _GROUPS_PER_BLOCK // groups)
     # Two Python ints on a CPU; on a GPU two 0-dim tensors, which need no host sync.
     seed, micro_batch = rng.unbind() if rng.is_cuda else rng.tolist()
     for start in range(0, len(rows), block):
         part = slice(start, start + block)
-        yield part, _signed_numbers(seed, micro_batch, site, rows[part], groups)[:, :columns]
+        yield part, _signed_words(seed, micro_batch, site, rows[part], numbers)
 
 
-def _signed_numbers(seed: Any, micro_batch: Any, site: int, rows: Tensor, groups: Tensor) -> Tensor:
-    """The 16-bit numbers minus 2^15, so that signed comparison orders them: int16 [R, 8 * G].
+def _signed_words(seed: Any, micro_batch: Any, site: int, rows: Tensor, groups: Tensor) -> Tensor:
+    """The output words, with the sign bits of their 16-bit halves flipped: int64 [R, G, 2].
+
+    As int16, numbers from 0 to 65535 minus 2^15, so that signed comparison orders them.
 
     A word is the low half of an int64 element. The upper half is cleared only for multiplication:
     words 1 and 3 of a round are only xor-ed, so their upper halves may hold any bits.
@@ -189,4 +260,4 @@ def _signed_numbers(seed: Any, micro_batch: Any, site: int, rows: Tensor, groups
         low = (product >> 32).bitwise_xor_(word).bitwise_xor_(key ^ _LOW_SIGNS).bitwise_and_(_WORD)
         high = product.bitwise_left_shift_(32).bitwise_xor_(_HIGH_SIGNS)
         torch.bitwise_or(low, high, out=numbers[..., half])
-    return numbers.view(torch.int16).view(len(rows), -1)
+    return numbers

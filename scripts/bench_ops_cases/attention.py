@@ -1,15 +1,24 @@
 """Cases of ops/attention.py.
 
-Eager pads its packed rows, calls scaled_dot_product_attention with a mask, and packs the result.
-(FlashAttention accepts no mask and cuDNN is off, so torch uses its memory-efficient kernel.) This
-is the fastest eager code, except for nested tensors; these call the kernel of the system library,
-the varlen FlashAttention-2. Unlike fairseq's batches, these have sentences of very different
-lengths, so eager and compile compute much padding: compare with library.
+In batches of WMT-like sentences, eager pads its packed rows, calls scaled_dot_product_attention
+with a mask, and packs the result. (FlashAttention accepts no mask and cuDNN is off, so torch uses
+its memory-efficient kernel.) This is the fastest eager code, except for nested tensors; these call
+the kernel of the system library, the varlen FlashAttention-2. Unlike fairseq's batches, these have
+sentences of very different lengths, so eager and compile compute much padding: compare with
+library.
+
+Batches of equal sentences of 128 to 4096 tokens, and the lengths of BERT's pre-training, compare
+ours with the two fast kernels that torch includes, FlashAttention-2 and cuDNN. Our gradients are
+the same bits for the same input; by default those of the libraries are not, so FlashAttention-2
+also runs in its deterministic form. torch offers no deterministic cuDNN attention, and none of
+packed rows.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,84 +27,191 @@ from torch.nn import functional
 from lightseq_fairseq import ops
 from lightseq_fairseq.packing import Segments
 
-from .batch import segments
+from .batch import bert_lengths, segments
 from .case import SITE, Case, Formula, Make, Run, Sizes, without_autograd
 
 LONG = 512  # tokens per sentence in the case "long"
+LENGTHS, BATCH = (128, 256, 512, 1024, 2048, 4096), 16384  # of equal sentences, and their sum
+HEAD_WIDTHS = {64: "", 128: ".w128"}  # and their part of a case's name
+
+Systems = dict[str, Callable[[], Run]]
 
 
 def attention(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
     target, source = segments(tokens, make.device)
-    yield from _attention("self", sizes, target, target, False, make)
-    yield from _attention("causal", sizes, target, target, True, make)
-    yield from _attention("cross", sizes, target, source, False, make)
     lengths = torch.full((-(-tokens // LONG),), LONG, device=make.device)
     lengths[-1] -= lengths.sum() - tokens
     long = Segments.from_lengths(lengths)
-    yield from _attention("long", sizes, long, long, False, make)
+    for shape, queries, keys, causal in (
+        ("self", target, target, False),
+        ("causal", target, target, True),
+        ("cross", target, source, False),
+        ("long", long, long, False),
+    ):
+        width = sizes.width // sizes.heads
+        inputs = _Inputs(make, sizes.heads, width, sizes.dropout, queries, keys, causal)
+        yield from inputs.cases(shape, inputs.formula().systems(), inputs.flash())
+    if tokens == BATCH and make.dtype != torch.float32 and make.device != "cpu":
+        yield from _long_sentences(sizes, make)
 
 
-def _attention(
-    shape: str, sizes: Sizes, queries: Segments, keys: Segments, causal: bool, make: Make
-) -> Iterator[Case]:
-    heads, head_width, p, rng = sizes.heads, sizes.width // sizes.heads, sizes.dropout, make.rng()
-    rows_q, rows_k = len(queries.index), len(keys.index)
-    scale = head_width**-0.5
-    # The layout that GEMMs write: q, k, v from one product, or q from one and k, v from another.
-    blocks = [(rows_q, 3)] if queries is keys else [(rows_q, 1), (rows_k, 2)]
+def _long_sentences(sizes: Sizes, make: Make) -> Iterator[Case]:
+    """Yield the cases of ours and the libraries' kernels alone, with dropout and without."""
+    batches = []
+    for n, width, causal in itertools.product(LENGTHS, HEAD_WIDTHS, (False, True)):
+        name = f"{n}{HEAD_WIDTHS[width]}{'.causal' * causal}"
+        batches.append((name, torch.full((BATCH // n,), n), width, causal))
+    batches.append(("512.bertmix", bert_lengths(BATCH), 64, False))
+    for shape, lengths, width, causal in batches:
+        sentences = Segments.from_lengths(lengths.to(make.device))
+        for p, part in ((sizes.dropout, ""), (0.0, ".nodrop")):
+            heads = sizes.width // width
+            inputs = _Inputs(make, heads, width, p, sentences, sentences, causal)
+            deterministic = {}, {"library_deterministic": inputs.flash_deterministic}
+            yield from inputs.cases(shape + part, inputs.flash(), inputs.cudnn(), deterministic)
 
-    def heads_of(new: Callable[..., Tensor]) -> list[Tensor]:
-        return [x for r, n in blocks for x in new(r, n, heads, head_width).unbind(1)]
 
-    q, k, v = (x.detach().requires_grad_() for x in heads_of(make.rows))
-    dout = make.rows(rows_q, heads, head_width)
-    cu_q, cu_k, max_q, max_k = queries.cu_seqlens, keys.cu_seqlens, queries.max_len, keys.max_len
-    options = (causal, scale, p, rng, SITE)
+@dataclass
+class _Inputs:
+    """The tensors of a case, and its systems: for forward, and for backward."""
 
-    hidden = torch.arange(max_k, device=make.device) >= cu_k.diff()[:, None]
-    hidden = hidden[:, None, None, :].expand(-1, 1, max_q, -1)
-    if causal:
-        hidden = hidden | ~torch.ones_like(hidden[:1]).tril()
-    mask = torch.zeros(hidden.shape, dtype=make.dtype, device=make.device)
-    mask.masked_fill_(hidden, -torch.inf)
+    make: Make
+    heads: int
+    head_width: int
+    p: float
+    queries: Segments
+    keys: Segments
+    causal: bool
+    q: Tensor = field(init=False)
+    k: Tensor = field(init=False)
+    v: Tensor = field(init=False)
+    dout: Tensor = field(init=False)
 
-    def formula(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
-        q, k, v = (s.pad(x).transpose(1, 2) for s, x in ((queries, q), (keys, k), (keys, v)))
-        out = functional.scaled_dot_product_attention(q, k, v, mask, p, scale=scale)
-        return (queries.pack(out.transpose(1, 2)),)
-
-    def forward() -> tuple[Tensor]:
-        return (ops.attention_fwd(q, k, v, cu_q, cu_k, max_q, max_k, *options)[0],)
-
-    def ours_backward() -> Run:
-        out, lse = ops.attention_fwd(q, k, v, cu_q, cu_k, max_q, max_k, *options)
-
-        def run() -> list[Tensor]:
-            grads = heads_of(make.empty)
-            ops.attention_bwd(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, *options, *grads)
-            return grads
-
-        return torch.no_grad()(run)
-
-    def flash_forward() -> list[Tensor]:
-        return torch.ops.aten._flash_attention_forward(
-            q, k, v, cu_q, cu_k, max_q, max_k, p, causal, False, scale=scale
+    def __post_init__(self) -> None:
+        self.q, self.k, self.v = (
+            x.detach().requires_grad_() for x in self._heads_of(self.make.rows)
         )
-
-    def flash_backward() -> Run:
-        out, lse, seed, unused, _ = torch.no_grad()(flash_forward)()
-        return torch.no_grad()(
-            lambda: torch.ops.aten._flash_attention_backward(
-                dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, p, causal, seed, unused,
-                scale=scale,
-            )
+        self.dout = self.make.rows(*self.q.shape)
+        self.rng = self.make.rng()
+        self.lengths = (
+            self.queries.cu_seqlens, self.keys.cu_seqlens, self.queries.max_len, self.keys.max_len,
         )  # fmt: skip
+        self.scale = self.head_width**-0.5
 
-    fwd, bwd = Formula(formula, (q, k, v), (dout,)).systems()
-    fwd, bwd = {"ours": without_autograd(forward), **fwd}, {"ours": ours_backward, **bwd}
-    if make.dtype != torch.float32 and make.device != "cpu":
-        fwd["library"], bwd["library"] = without_autograd(flash_forward), flash_backward
-    lse_bytes = 4 * rows_q * heads
-    # Backward need not read out: rowsum(P * dP), computed on the chip, replaces rowsum(dO * O).
-    yield Case(f"attention_fwd.{shape}/T{rows_q}", 2 * q.nbytes + 2 * k.nbytes + lse_bytes, fwd)
-    yield Case(f"attention_bwd.{shape}/T{rows_q}", 3 * q.nbytes + 4 * k.nbytes + lse_bytes, bwd)
+    def _heads_of(self, new: Callable[..., Tensor]) -> list[Tensor]:
+        """Return new tensors in the layout of q, k and v that GEMMs write: three in one product,
+        or q in one and k, v in another."""
+        rows_q, rows_k = len(self.queries.index), len(self.keys.index)
+        blocks = [(rows_q, 3)] if self.queries is self.keys else [(rows_q, 1), (rows_k, 2)]
+        return [x for r, n in blocks for x in new(r, n, self.heads, self.head_width).unbind(1)]
+
+    def cases(self, shape: str, *systems: tuple[Systems, Systems]) -> Iterator[Case]:
+        fwd, bwd = self.ours()
+        for more_fwd, more_bwd in systems:
+            fwd, bwd = {**fwd, **more_fwd}, {**bwd, **more_bwd}
+        rows, q, k = len(self.queries.index), self.q.nbytes, self.k.nbytes
+        lse = 4 * rows * self.heads
+        # Backward need not read out: rowsum(P * dP), computed on the chip, is rowsum(dO * O).
+        yield Case(f"attention_fwd.{shape}/T{rows}", 2 * q + 2 * k + lse, fwd)
+        yield Case(f"attention_bwd.{shape}/T{rows}", 3 * q + 4 * k + lse, bwd)
+
+    def ours(self) -> tuple[Systems, Systems]:
+        tensors = self.q, self.k, self.v
+        options = *self.lengths, self.causal, self.scale, self.p, self.rng, SITE
+
+        def forward() -> tuple[Tensor]:
+            return (ops.attention_fwd(*tensors, *options)[0],)
+
+        def backward() -> Run:
+            out, lse = ops.attention_fwd(*tensors, *options)
+
+            def run() -> list[Tensor]:
+                grads = self._heads_of(self.make.empty)
+                ops.attention_bwd(self.dout, *tensors, out, lse, *options, *grads)
+                return grads
+
+            return torch.no_grad()(run)
+
+        return {"ours": without_autograd(forward)}, {"ours": backward}
+
+    def formula(self) -> Formula:
+        cu_k, max_q, max_k = self.keys.cu_seqlens, self.queries.max_len, self.keys.max_len
+        hidden = torch.arange(max_k, device=self.make.device) >= cu_k.diff()[:, None]
+        hidden = hidden[:, None, None, :].expand(-1, 1, max_q, -1)
+        if self.causal:
+            hidden = hidden | ~torch.ones_like(hidden[:1]).tril()
+        mask = torch.zeros(hidden.shape, dtype=self.make.dtype, device=self.make.device)
+        mask.masked_fill_(hidden, -torch.inf)
+        queries, keys = self.queries, self.keys
+
+        def formula(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+            q, k, v = (s.pad(x).transpose(1, 2) for s, x in ((queries, q), (keys, k), (keys, v)))
+            attention = functional.scaled_dot_product_attention
+            out = attention(q, k, v, mask, self.p, scale=self.scale)
+            return (queries.pack(out.transpose(1, 2)),)
+
+        return Formula(formula, (self.q, self.k, self.v), (self.dout,))
+
+    def flash(self) -> tuple[Systems, Systems]:
+        """FlashAttention-2 of torch: no kernel for float32, and none for a CPU."""
+        if self.make.dtype == torch.float32 or self.make.device == "cpu":
+            return {}, {}
+        tensors = self.q, self.k, self.v
+
+        def forward() -> list[Tensor]:
+            return torch.ops.aten._flash_attention_forward(
+                *tensors, *self.lengths, self.p, self.causal, False, scale=self.scale
+            )
+
+        def backward() -> Run:
+            out, lse, seed, unused, _ = torch.no_grad()(forward)()
+            return torch.no_grad()(
+                lambda: torch.ops.aten._flash_attention_backward(
+                    self.dout, *tensors, out, lse, *self.lengths, self.p, self.causal, seed,
+                    unused, scale=self.scale,
+                )
+            )  # fmt: skip
+
+        return {"library": without_autograd(forward)}, {"library": backward}
+
+    def flash_deterministic(self) -> Run:
+        _, systems = self.flash()
+        backward = systems["library"]()
+
+        def run() -> object:
+            torch.use_deterministic_algorithms(True)
+            try:
+                return backward()
+            finally:
+                torch.use_deterministic_algorithms(False)
+
+        return run
+
+    def cudnn(self) -> tuple[Systems, Systems]:
+        """cuDNN's attention in torch, of dense tensors: sentences of one length."""
+        length, rows = self.queries.max_len, len(self.queries.index)
+        if length * self.queries.shape[0] != rows:
+            return {}, {}
+        aten = torch.ops.aten
+
+        def dense(x: Tensor) -> Tensor:
+            return x.unflatten(0, (-1, length)).transpose(1, 2)
+
+        tensors = [dense(x) for x in (self.q, self.k, self.v)]
+        dout = dense(self.dout)
+
+        def forward() -> list[Tensor]:
+            return aten._scaled_dot_product_cudnn_attention(
+                *tensors, None, True, self.p, self.causal, scale=self.scale
+            )
+
+        def backward() -> Run:
+            out, lse, cu_q, cu_k, max_q, max_k, seed, offset, _ = torch.no_grad()(forward)()
+            return torch.no_grad()(
+                lambda: aten._scaled_dot_product_cudnn_attention_backward(
+                    dout, *tensors, out, lse, seed, offset, None, cu_q, cu_k, max_q, max_k, self.p,
+                    self.causal, scale=self.scale,
+                )
+            )  # fmt: skip
+
+        return {"cudnn": without_autograd(forward)}, {"cudnn": backward}

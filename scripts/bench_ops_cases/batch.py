@@ -1,4 +1,4 @@
-"""The batch: sentence lengths as in WMT data, and word frequencies that follow Zipf's law."""
+"""The batch: sentence lengths as in WMT or BERT's data, and words that follow Zipf's law."""
 
 from __future__ import annotations
 
@@ -28,6 +28,19 @@ def sentence_lengths(tokens: int) -> tuple[Tensor, Tensor]:
     target[-1] -= target.sum() - tokens
     ratio = torch.randn(count, generator=generator).mul_(0.15).add_(1.03).clamp_(min=0.5)
     return target, (target / ratio).round_().clamp_(1, 200).long()
+
+
+def bert_lengths(tokens: int) -> Tensor:
+    """Return lengths like those of BERT's pre-training: 20 to 512, mean 250, `tokens` in total.
+
+    They are uniform within 20 ... 459, and 512 for every sixteenth sentence, where a text was cut.
+    """
+    generator = torch.Generator().manual_seed(4)
+    lengths = torch.randint(20, 460, (tokens // 20,), generator=generator)
+    lengths[::16] = 512
+    lengths = lengths[: int((lengths.cumsum(0) < tokens - 20).sum()) + 1]
+    lengths[-1] -= lengths.sum() - tokens
+    return lengths
 
 
 def segments(tokens: int, device: str) -> tuple[Segments, Segments]:

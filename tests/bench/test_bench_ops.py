@@ -13,7 +13,7 @@ import torch
 
 from lightseq_fairseq import result_rows
 from scripts import bench_ops as bench
-from scripts.bench_ops_cases.batch import sentence_lengths
+from scripts.bench_ops_cases.batch import bert_lengths, sentence_lengths
 
 ROOT = Path(__file__).resolve().parents[2]
 # Without dropout, because ours and torch draw different bits.
@@ -22,6 +22,7 @@ SMALL = {
     "parameters": 1000, "dropout": 0.0,
 }  # fmt: skip
 TOKENS = 70
+ATTENTION_KERNELS = {"ours", "library", "library_deterministic", "cudnn"}
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -118,6 +119,33 @@ def test_lengths_are_wmt_like() -> None:
     assert target.min() >= 2 and target.max() <= 200
     assert 27 < target.double().mean() < 29
     assert 1.01 < target.sum() / source.sum() < 1.05
+
+
+def test_lengths_are_bert_like() -> None:
+    lengths = bert_lengths(16384)
+    assert lengths.sum() == 16384 and 240 < lengths.double().mean() < 265
+    assert lengths.min() >= 20 and lengths.max() == 512
+
+
+@pytest.mark.gpu
+def test_kernels_of_attention_agree() -> None:
+    """FlashAttention-2 and cuDNN compute what ours computes, within the rounding of bf16."""
+    sizes = bench.Sizes(width=128, dropout=0.0)
+    names = set()
+    for case in bench.cases(sizes, [16384], torch.bfloat16, "cuda"):
+        if "attention_" not in case.name or not {"library", "cudnn"} & case.systems.keys():
+            continue
+        results = {
+            name: make()() for name, make in case.systems.items() if name in ATTENTION_KERNELS
+        }
+        ours = results.pop("ours")
+        for name, theirs in results.items():
+            for mine, other in zip(ours, theirs):
+                other = other.transpose(1, 2).flatten(0, 1) if other.dim() == 4 else other
+                error = (mine.double() - other.double()).norm() / mine.double().norm()
+                assert error < 0.01, f"{case.name} {name}: {error}"
+        names.add(case.name)
+    assert {"attention_fwd.4096.w128.causal/T16384", "attention_bwd.512.bertmix/T16384"} <= names
 
 
 @pytest.mark.gpu

@@ -74,7 +74,7 @@ class Case:
         zero."""
         q, k, v = (leaf(x, dtype) for x in self.qkv)
         rows, heads, _ = q.shape
-        keep = ops.keep_mask(
+        keep = ops.attention_keep_mask(
             make_rng(), SITE, torch.arange(rows * heads), max(1, *self.lengths_k), self.p
         ).view(rows, heads, -1)
         out = torch.zeros_like(q, requires_grad=False)

@@ -42,6 +42,52 @@ def test_known_answers(seed, site, micro_batch, p):
             assert mask[i, column].item() == (number >= min(round(p * 65536), 65535)), (row, column)
 
 
+@pytest.mark.parametrize("seed", [0, 0x0123_4567_89AB_CDEF, -5])
+@pytest.mark.parametrize(("site", "micro_batch", "p"), [(0, 0, 0.1), (37, 123456, 0.5)])
+def test_known_answers_of_attention(seed, site, micro_batch, p):
+    rows = torch.tensor([0, 7, 2**32 + 9])
+    mask = ops.attention_keep_mask(make_rng(seed, micro_batch), site, rows, 70, p)
+    key = (seed % (1 << 32), (seed >> 32) % (1 << 32))
+    rounding = philox_4x32((2**32 - 1, 2**32 - 1, site, micro_batch), key, 7)[0] & 0xFF
+    least = (round(p * 65536) + rounding) // 256
+    for i, row in enumerate(rows.tolist()):
+        for column in range(70):
+            words: list[int] = []
+            for call in (0, 1):
+                counter = (column // 32 * 2 + call, row % (1 << 32), site, micro_batch)
+                words += philox_4x32(counter, key, 7)
+            number = sum((word >> (column % 32) & 1) << bit for bit, word in enumerate(words))
+            assert mask[i, column].item() == (number >= least), (row, column)
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.3, 0.9])
+def test_keep_rate_of_attention(p):
+    """In each dropout the threshold is one of the two next to 256 p; on average the rate is p."""
+    rows, thresholds = torch.arange(400), set()
+    rates = []
+    for site in range(300):
+        rate = ops.attention_keep_mask(make_rng(), site, rows, 200, p).double().mean().item()
+        thresholds.add(round((1 - rate) * 256))
+        rates.append(rate)
+    assert thresholds <= set(range(int(256 * p) - 1, int(256 * p) + 3))
+    sigma = ((p * (1 - p) / (400 * 200) + 1 / (4 * 256**2)) / len(rates)) ** 0.5
+    assert abs(sum(rates) / len(rates) - (1 - p)) < 4 * sigma
+
+
+def test_attention_mask_is_a_function_of_row_and_column():
+    rows = torch.arange(3000)
+    whole = ops.attention_keep_mask(make_rng(), 2, rows, 700, 0.3)
+    some = torch.tensor([2999, 0, 17, 17, 1024])
+    assert torch.equal(ops.attention_keep_mask(make_rng(), 2, some, 700, 0.3), whole[some])
+    assert torch.equal(ops.attention_keep_mask(make_rng(), 2, rows, 77, 0.3), whole[:, :77])
+    for shift_rows, shift_columns in [(1, 0), (0, 1), (0, 16), (0, 32)]:
+        agree = (
+            whole[shift_rows:, shift_columns:] == whole[: 3000 - shift_rows, : 700 - shift_columns]
+        )
+        assert abs(agree.double().mean().item() - 0.58) < 0.005
+    assert ops.attention_keep_mask(make_rng(), 2, rows, 77, 0.0).all()
+
+
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.9])
 @pytest.mark.parametrize(("rows", "columns"), [(2000, 512), (60000, 13)])
 def test_keep_rate(p, rows, columns):

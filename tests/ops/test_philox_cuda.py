@@ -30,6 +30,13 @@ int main(int argc, char** argv) {
       std::putchar(bits >> (c % 8) & 1u ? '1' : '0');
     }
   }
+  const lightseq::AttentionDropout attention(dropout);
+  for (int i = 6; i < argc; ++i) {
+    for (int64_t c = 0; c < columns; ++c) {
+      const uint32_t word = attention.keep_word(std::atoll(argv[i]), c / 32);
+      std::putchar(word >> (c % 32) & 1u ? '1' : '0');
+    }
+  }
 }
 """
 
@@ -69,9 +76,10 @@ def test_source_draws_the_reference_bits(host_program, seed, micro_batch, site, 
     answer = subprocess.run(
         [str(host_program), *map(str, words)], capture_output=True, text=True, check=True
     ).stdout
-    drawn = torch.tensor([c == "1" for c in answer]).view(len(rows), columns)
-    expected = ops.keep_mask(make_rng(seed, micro_batch), site, torch.tensor(rows), columns, p)
-    assert torch.equal(drawn, expected)
+    drawn = torch.tensor([c == "1" for c in answer]).view(2, len(rows), columns)
+    arguments = make_rng(seed, micro_batch), site, torch.tensor(rows), columns, p
+    assert torch.equal(drawn[0], ops.keep_mask(*arguments))
+    assert torch.equal(drawn[1], ops.attention_keep_mask(*arguments))
 
 
 @pytest.mark.gpu

@@ -1,0 +1,93 @@
+// Common code of attention_long.cu and attention_long_bwd.cu: attention of sentences of more than
+// 128 tokens on GPUs of compute capability 9.0.
+// common/attention_items.cuh explains the work list.
+//
+// One block per SM is resident. An item of backward has 128 keys. Operands are loaded by TMA into
+// tiles of 128 rows, in boxes of 64 columns; a head of 96 columns takes two boxes, of which
+// products read 96 columns. Products are computed by wgmma.
+#pragma once
+
+#include <cuda.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+
+#include "common/attention_items.cuh"
+#include "common/mbarrier.cuh"
+#include "common/tma.cuh"
+#include "common/wgmma.cuh"
+
+namespace lightseq::attention {
+
+constexpr int kLongThreads = 3 * kWarpgroup;           // one producer and two consumers
+constexpr int kBoxBytes = kTile * kSwizzleBytes;       // 128 rows of 64 columns
+constexpr int kEightRows = 8 * kSwizzleBytes;          // bytes
+constexpr int kSixteenRows = kWgmmaK * kSwizzleBytes;  // a step of K where rows are the K dimension
+
+template <int kWidth>
+constexpr int kBoxes = (kWidth + kSwizzleColumns - 1) / kSwizzleColumns;
+
+// The next items of a block, in shared memory. One thread takes them from the list, the other warps
+// read them. An item's number is item * heads + head; -1: there are no more.
+struct Claims {
+  int numbers[2];
+  Mbarrier full[2], empty[2];
+
+  __device__ __forceinline__ void init(int readers) {
+    for (int i = 0; i < 2; ++i) {
+      full[i].init(1);
+      empty[i].init(readers);
+    }
+  }
+  __device__ __forceinline__ int take(Stage<2>& place, int count, int* taken) {
+    empty[place.index].wait(place.parity ^ 1);
+    const int next = atomicAdd(taken, 1), number = next < count ? next : -1;
+    numbers[place.index] = number;
+    full[place.index].arrive();
+    place.advance();
+    return number;
+  }
+  // Called by whole warps.
+  __device__ __forceinline__ int read(Stage<2>& place) {
+    full[place.index].wait(place.parity);
+    const int number = of_warp(numbers[place.index]);
+    if (threadIdx.x % kWarp == 0) empty[place.index].arrive();
+    place.advance();
+    return number;
+  }
+};
+
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// A warp's arrival, after all its lanes have read what the barrier protects.
+__device__ __forceinline__ void release(Mbarrier& empty) {
+  __syncwarp();
+  if (threadIdx.x % kWarp == 0) empty.arrive();
+}
+
+// Zeroes the rows from `first` on of kRows rows of a box; called by a warp. Rows behind a sentence
+// belong to the next one, or to none and may hold NaN, which a factor of zero does not remove.
+template <int kRows>
+__device__ __forceinline__ void zero_rows_of_box(void* box, int first) {
+  constexpr int kPerRow = kSwizzleBytes / 16;
+  uint4* const chunks = static_cast<uint4*>(box);
+  for (int i = max(first, 0) * kPerRow + static_cast<int>(threadIdx.x) % kWarp; i < kRows * kPerRow;
+       i += kWarp) {
+    chunks[i] = uint4{0, 0, 0, 0};
+  }
+}
+
+// Boxes of `rows` rows of one head of x [T, H, D].
+inline CUtensorMap tensor_map_of_heads(const Tensor& x, int rows) {
+  const auto bytes = [](int64_t numbers) { return static_cast<cuuint64_t>(2 * numbers); };
+  return tensor_map_of<3>(x.data_ptr(), x.scalar_type(),
+                          {static_cast<cuuint64_t>(x.size(2)), static_cast<cuuint64_t>(x.size(1)),
+                           static_cast<cuuint64_t>(x.size(0))},
+                          {bytes(x.size(1) > 1 ? x.stride(1) : x.size(2)),
+                           bytes(x.size(0) > 1 ? x.stride(0) : x.size(1) * x.size(2))},
+                          {kSwizzleColumns, 1, static_cast<cuuint32_t>(rows)});
+}
+
+}  // namespace lightseq::attention

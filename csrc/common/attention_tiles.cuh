@@ -1,0 +1,99 @@
+// Common code of attention_tiles.cu (attention of sentences of more than 128 tokens by mma.sync,
+// forward, on GPUs that lack wgmma) and attention_float_bwd.cu. common/attention_items.cuh explains
+// the work list.
+//
+// A block has four warps. As many blocks as are resident take items from the list in its order, and
+// load the first tiles of the next item while they compute the last ones of an item.
+//
+// A tile in shared memory has rows of kColumns 16-bit numbers, without space between them. Chunks
+// of 16 bytes are permuted within a row (swizzled below), so that the eight rows of a matrix that
+// ldmatrix reads, or that a warp stores, are in different banks.
+#pragma once
+
+#include <cstdint>
+
+#include "common/async_copy.cuh"
+#include "common/attention_items.cuh"
+#include "common/mma.cuh"
+
+namespace lightseq::attention {
+
+constexpr int kTilesThreads = 128, kTilesWarps = kTilesThreads / kWarp;
+
+// Columns of a tile's rows. Heads of up to 96 columns have tiles of 128, of which products read 96.
+template <int kWidth>
+constexpr int kTileColumns = kWidth == 64 ? 64 : 128;
+
+// Offset in bytes of a chunk of a row.
+template <int kColumns>
+__host__ __device__ __forceinline__ constexpr uint32_t swizzled(int row, int chunk) {
+  return static_cast<uint32_t>(row * kColumns * 2 + (chunk ^ row % 8) * 16);
+}
+
+// The address `chunks` chunks to the right of the first or second chunk of a row; `chunks` is even
+// and constant, and tiles start at multiples of 128 bytes.
+__host__ __device__ __forceinline__ constexpr uint32_t beside(uint32_t address, int chunks) {
+  return (address ^ (chunks % 8 * 16)) + chunks / 8 * 128;
+}
+
+// Addresses of a lane for ldmatrix in a tile, for the 16 rows from row 0 on and two chunks:
+//   left           matrices of the left operand, from its rows
+//   right          two matrices of 8 rows each, for two adjacent columns of the result
+// With .trans, left_trans reads the left operand from its columns, and `left` the right operand
+// from rows that are its K dimension.
+struct Lane {
+  int left_row, left_chunk, right_row, right_chunk;
+
+  __host__ __device__ __forceinline__ explicit Lane(int lane)
+      : left_row(lane % 16),
+        left_chunk(lane / 16),
+        right_row(lane % 8 + lane / 16 * 8),
+        right_chunk(lane / 8 % 2) {}
+
+  template <int kColumns>
+  __host__ __device__ __forceinline__ uint32_t left() const {
+    return swizzled<kColumns>(left_row, left_chunk);
+  }
+  template <int kColumns>
+  __host__ __device__ __forceinline__ uint32_t right() const {
+    return swizzled<kColumns>(right_row, right_chunk);
+  }
+};
+
+// Copies rows first ... first + kRows - 1 of a head to a tile; rows from `length` on and columns
+// from `width` on become zero. By kThreads threads, of which this one is number `thread`.
+template <int kWidth, int kRows, int kThreads, typename T>
+__device__ __forceinline__ void load_rows(uint32_t tile, const Packed<const T>& x, int head,
+                                          int first, int length, int width, int thread) {
+  constexpr int kColumns = kTileColumns<kWidth>, kPerRow = kColumns / 8;
+  constexpr int kRowsAtOnce = kThreads / kPerRow;
+  static_assert(kRows % kRowsAtOnce == 0);
+  const int chunk = thread % kPerRow;
+  int row = thread / kPerRow;
+  if (chunk * 8 >= kWidth) return;
+  if (chunk * 8 >= width) length = 0;
+  const T* from = x.at(first + row, head) + chunk * 8;
+#pragma unroll
+  for (int i = 0; i < kRows; i += kRowsAtOnce) {
+    // An even number of rows at once; of eight rows, if they are fewer, the permutations differ.
+    cp_async_zfill(tile + swizzled<kColumns>(row, chunk), from, row < length);
+    row += kRowsAtOnce;
+    from = reinterpret_cast<const T*>(reinterpret_cast<const char*>(from) +
+                                      static_cast<int64_t>(kRowsAtOnce) * x.token_bytes);
+  }
+}
+
+// The numbers of a block's next items. An item's number is item * heads + head. Thread 0 claims
+// each item two items before it begins, so that no thread waits for the counter.
+struct NextItems {
+  int numbers[2];
+};
+
+__device__ __forceinline__ int claim(const ItemList& list) { return atomicAdd(list.counts + 1, 1); }
+
+template <int kCount>
+__device__ __forceinline__ float (&four(float (&sums)[kCount], int n))[4] {
+  return reinterpret_cast<float (&)[4]>(sums[4 * n]);
+}
+
+}  // namespace lightseq::attention
