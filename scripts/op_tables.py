@@ -33,9 +33,15 @@ def op_cases(rows: Rows, precision: str = "bf16") -> dict[str, dict[str, dict[st
     cases: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         op, size, dtype = row["case"].split("/")
-        if dtype == precision and size in (OPS_SIZE, ADAM_SIZE):
+        if dtype == precision and size in (OPS_SIZE, ADAM_SIZE) and not by_length(row):
             cases.setdefault(op, {})[row["system"]] = row
     return cases
+
+
+def by_length(row: dict[str, Any]) -> bool:
+    """Whether the row is one of attention_table: `attention_fwd.512.causal/T16384/bf16`."""
+    op, _, variant = row["case"].partition(".")
+    return op.startswith("attention_") and variant[:1].isdigit()
 
 
 def slower_elsewhere(rows: Rows) -> str:
@@ -92,6 +98,7 @@ def op_table(rows: Rows) -> list[str]:
                 cells[-1] = f"**{ratio:.2f}, slower**"
         lines.append(cells)
     head = ["op", "ms", "GB/s", "of a copy", "x eager", "x torch.compile", "x library"]
+    rows = [row for row in rows if not by_length(row)]
     common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
     return [
         *table(head, lines, 1, "pipe"),
@@ -100,9 +107,53 @@ def op_table(rows: Rows) -> list[str]:
         "",
         f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
         f"{', '.join(commit[:10] for commit in common['commit'])}; {OPS_SIZE[1:]} tokens "
-        "in WMT-like sentences (`long`: of 512 tokens; Adam: 217 M parameters), width 1024, ffn "
+        "in WMT-like sentences (Adam: 217 M parameters), width 1024, ffn "
         "4096, 40 000 words, 16 heads, dropout 0.1, bf16; medians, cold L2; GB/s: the least "
         "possible bytes, divided by the time.",
+    ]
+
+
+def attention_table(rows: Rows) -> list[str]:
+    """Return the table of attention by length: forward + backward of ours and of the libraries."""
+    cases: dict[str, dict[str, list[float]]] = {}  # variant -> system -> [forward, backward] in ms
+    rows = [row for row in rows if by_length(row)]
+    for row in rows:
+        _, _, variant = row["case"].partition("/")[0].partition(".")
+        cases.setdefault(variant, {}).setdefault(row["system"], []).append(row["ms"])
+    lines = []
+    for variant, systems in cases.items():
+        length, *words = variant.split(".")
+        deterministic = systems.get("library_deterministic")
+        if deterministic:  # it has no forward pass of its own
+            deterministic.insert(0, systems["library"][0])
+        others = [systems[name] for name in ("library", "cudnn") if name in systems]
+        ratio = min(map(sum, others)) / sum(systems["ours"])
+        lines.append(
+            [
+                f"20 to {length}, mean 257" if "bertmix" in words else length,
+                "causal" if "causal" in words else "full",
+                "128" if "w128" in words else "64",
+                "0" if "nodrop" in words else "0.1",
+                *(
+                    f"{sum(ms):.3f} ({ms[0]:.3f})" if ms else ""
+                    for ms in (
+                        systems["ours"], systems["library"], deterministic, systems.get("cudnn"),
+                    )
+                ),
+                f"{ratio:.2f}" if ratio >= 1 else f"**{ratio:.2f}, slower**",
+            ]
+        )  # fmt: skip
+    head = [
+        "tokens", "mask", "head width", "dropout", "ours", "FlashAttention-2",
+        "FlashAttention-2, deterministic", "cuDNN", "x faster library",
+    ]  # fmt: skip
+    common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
+    return [
+        *table(head, lines, 1, "pipe"),
+        "",
+        f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
+        f"{', '.join(commit[:10] for commit in common['commit'])}; 16384 tokens, 1024 columns in "
+        "all heads, bf16; ms, forward + backward (forward alone); medians, cold L2.",
     ]
 
 

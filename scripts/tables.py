@@ -31,7 +31,7 @@ from .generate_tables import (
     generate_table,
     generate_text,
 )
-from .op_tables import OPS_PLOT, op_plot, op_table
+from .op_tables import OPS_PLOT, attention_table, op_plot, op_table
 from .overview_table import overview_table
 from .plots import (
     FAIRSEQ,
@@ -304,6 +304,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[str]]]] = {
     "language_model": (("examples/language_model/results/perplexity.json",), perplexity_table),
     "roberta": (("examples/roberta/results/accuracy.json",), accuracy_table),
     "ops": (("scripts/results/ops-h200.json",), op_table),
+    "attention": (("scripts/results/ops-h200.json",), attention_table),
     "train": ((TRAIN,), train_table),
     "train_by_case": ((TRAIN,), train_by_case),
     "generate": ((GENERATE,), generate_table),

@@ -19,7 +19,10 @@ from scripts.overview_table import overview_table
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PLOT = "scripts/results/ops-h200.json", "scripts/results/ops-h200.svg"
 MEASURED = "docs/measured.md"
-README = "Ops:\n\n<!-- table: ops -->\n<!-- end -->\n\nThe rest.\n"
+README = (
+    "Ops:\n\n<!-- table: ops -->\n<!-- end -->\n\n"
+    "<!-- table: attention -->\n<!-- end -->\n\nThe rest.\n"
+)
 MS = {
     "embedding_fwd/T16384/bf16": {"ours": 0.02, "eager": 0.09, "compile": 0.03},
     "embedding_fwd/T4096/bf16": {"ours": 77.0, "eager": 88.0, "compile": 99.0},
@@ -28,7 +31,13 @@ MS = {
     "linear_fwd.qkv/T16384/fp32": {"ours": 77.0, "compile": 76.9},
     "embedding_fwd/T16384/fp32": {"ours": 0.04, "compile": 0.06},
     "adam_step/N217M/bf16": {"ours": 1.4, "eager": 6.0, "compile": 1.5, "library": 2.1},
-}
+    "attention_fwd.512.causal/T16384/bf16": {"ours": 1.0, "library": 3.0, "cudnn": 2.0},
+    "attention_bwd.512.causal/T16384/bf16": {
+        "ours": 1.5, "library": 2.5, "library_deterministic": 4.0, "cudnn": 1.0,
+    },
+    "attention_fwd.512.w128.nodrop/T16384/bf16": {"ours": 2.0, "library": 1.5},
+    "attention_bwd.512.w128.nodrop/T16384/bf16": {"ours": 2.0, "library": 1.5},
+}  # fmt: skip
 
 
 def result_rows() -> list[dict[str, Any]]:
@@ -86,7 +95,7 @@ def test_no_results_no_table(tree: Path) -> None:
 def test_results_want_a_table(measured: Path) -> None:
     (measured / "README.md").write_text("Nothing was measured.\n")
     done = tables(measured)
-    assert done.returncode != 0 and "have no place for the tables ops" in done.stderr
+    assert done.returncode != 0 and "have no place for the tables ops, attention" in done.stderr
 
 
 def test_table_of_ops(measured: Path) -> None:
@@ -105,6 +114,16 @@ def test_table_of_ops(measured: Path) -> None:
         "the copy bandwidth, without linear and attention: bf16 80% (`embedding_fwd`), fp32 70% "
         "(`embedding_fwd`).\n"
     ) in text
+
+
+def test_table_of_attention(measured: Path) -> None:
+    assert tables(measured).returncode == 0
+    lines = squeezed(measured / "README.md").splitlines()
+    assert [line for line in lines if line.startswith("| 512")] == [
+        "| 512 | causal | 64 | 0.1 | 2.500 (1.000) | 5.500 (3.000) | 7.000 (3.000) "
+        "| 3.000 (2.000) | 1.20 |",
+        "| 512 | full | 128 | 0 | 4.000 (2.000) | 3.000 (1.500) | | | **0.75, slower** |",
+    ]
 
 
 def test_no_row_is_slower(measured: Path) -> None:
