@@ -1,5 +1,5 @@
 // Common code of the kernels for sentences of more than 128 tokens: attention_long*.cu for compute
-// capability 9.0, attention_tiles*.cu for other GPUs, attention_float_bwd.cu for float32.
+// capability 9.0, attention_tiles.cu for forward on other GPUs, attention_float_bwd.cu for float32.
 //
 // The work is divided into items: in forward a tile of 128 queries of a head, in backward a block
 // of 64 or 128 keys of a head. A small kernel lists the items of a batch on the device, so the host

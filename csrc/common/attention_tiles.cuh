@@ -39,8 +39,7 @@ __host__ __device__ __forceinline__ constexpr uint32_t beside(uint32_t address, 
 // Addresses of a lane for ldmatrix in a tile, for the 16 rows from row 0 on and two chunks:
 //   left           matrices of the left operand, from its rows
 //   right          two matrices of 8 rows each, for two adjacent columns of the result
-// With .trans, left_trans reads the left operand from its columns, and `left` the right operand
-// from rows that are its K dimension.
+// With .trans, `left` reads the right operand from rows that are its K dimension.
 struct Lane {
   int left_row, left_chunk, right_row, right_chunk;
 
