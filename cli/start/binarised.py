@@ -109,13 +109,13 @@ def _mapped(path: str) -> np.ndarray:
 
 
 def _mmap_index(content: np.ndarray) -> _Index | None:
-    """Parses the index of --dataset-impl mmap; None if its size or its type code is invalid."""
+    """Parses the index of --dataset-impl mmap; None if it is invalid."""
     head = len(_OF_MMAP) + struct.calcsize("<QBQ")
     if len(content) < head:
         return None
-    _, code, count = struct.unpack("<QBQ", content[len(_OF_MMAP) : head].tobytes())
+    version, code, count = struct.unpack("<QBQ", content[len(_OF_MMAP) : head].tobytes())
     dtype = _TYPES.get(code)
-    if dtype is None or len(content) != head + 12 * count:
+    if version != 1 or dtype is None or len(content) != head + 12 * count:
         return None
     lengths, starts = np.split(content[head:], [4 * count])
     return _Index(lengths.view(np.int32), starts.view(np.int64), 1, dtype, 0)
@@ -126,12 +126,13 @@ def _legacy_index(content: np.ndarray) -> _Index | None:
     head = len(_OF_LEGACY) + struct.calcsize("<QQQQQ")
     if len(content) < head:
         return None
-    _, code, width, count, sizes = struct.unpack(
+    version, code, width, count, sizes = struct.unpack(
         "<QQQQQ", content[len(_OF_LEGACY) : head].tobytes()
     )
     dtype = _TYPES.get(code)
     if (
-        dtype is None
+        version != 1
+        or dtype is None
         or dtype().itemsize != width
         or len(content) != head + 8 * (2 * (count + 1) + sizes)
     ):

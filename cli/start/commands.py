@@ -64,7 +64,8 @@ def _usage_errors(ctx: click.Context) -> Iterator[None]:
     try:
         yield
     except click.NoSuchOption as error:
-        known = {flag for parameter in ctx.command.params for flag in parameter.opts}
+        options = (word for parameter in ctx.command.params for word in parameter.opts)
+        known = {flag for flag in options if flag.startswith("-")}  # others are arguments
         sentence = command_lines.unknown_flag(
             program, error.option_name, known, f"{program} --help lists all flags."
         )

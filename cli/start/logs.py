@@ -12,6 +12,11 @@ _LOGGERS = (
     *(f"fairseq_cli.{name}" for name in ("train", "generate", "interactive", "validate")),
     *("fairseq_cli.eval_lm", "fairseq_cli.preprocess", "fairseq.dataclass.utils"),
 )
+# Lines before an error for which we have a sentence, by logger.
+_BEFORE_ERRORS = {
+    "fairseq_cli.hydra_train": "Failed to get config name",
+    "torch.multiprocessing.spawn": "Terminating process",
+}
 _repeated: set[str] = set()  # warnings that `_is_new` has let through
 
 
@@ -23,6 +28,8 @@ def set_up() -> None:
             logger.removeFilter(_is_short)
         else:
             logger.addFilter(_is_short)
+    for name in _BEFORE_ERRORS:
+        logging.getLogger(name).addFilter(_is_not_before_error)
     _repeated.clear()
     logging.getLogger("fairseq.logging.progress_bar").addFilter(_is_new)
     # Before fairseq_cli is imported, whose log handler keeps the stream that it finds.
@@ -36,6 +43,11 @@ def _is_short(record: logging.LogRecord) -> bool:
     kinds = {kind.__name__ for kind in type(record.msg).__mro__}
     is_long = not kinds.isdisjoint(("DictConfig", "CachedConfig", "Namespace", "Module"))
     return not is_long and not str(record.msg).startswith("Error when composing. Overrides:")
+
+
+def _is_not_before_error(record: logging.LogRecord) -> bool:
+    """Log filter: False for the lines of ``_BEFORE_ERRORS``."""
+    return not str(record.msg).startswith(_BEFORE_ERRORS[record.name])
 
 
 def _is_new(record: logging.LogRecord) -> bool:

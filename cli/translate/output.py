@@ -53,9 +53,11 @@ class UnknownWords:
         """A note for the user, or None if there were no unknown words to report."""
         if not self.unknown:
             return None
+        are, were = ("is", "was") if self.unknown == 1 else ("are", "were")
         return (
-            f"{self.unknown} of the {self.words} source words are not in the dictionary and were "
-            "read as <unk>: check that the text was prepared in the same way as the training data."
+            f"{self.unknown} of the {self.words} source words {are} not in the dictionary and "
+            f"{were} read as <unk>: check that the text was prepared in the same way as the "
+            "training data."
         )
 
 

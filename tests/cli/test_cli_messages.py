@@ -15,6 +15,7 @@ import torch
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from lightseq_fairseq.cli.refusals.messages import Request, explain
+from lightseq_fairseq.cli.start import logs
 from lightseq_fairseq.errors import UserError
 
 TRAIN = Request(
@@ -250,10 +251,14 @@ def test_and_the_same_one_from_another_process(
         ),
     ],
 )
-def test_a_process_that_was_killed(request_: Request, sentence: str) -> None:
+def test_a_process_that_was_killed(
+    request_: Request, sentence: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    logs.set_up()
     with pytest.raises(ProcessExitedException) as error:
         torch.multiprocessing.start_processes(_kill, nprocs=2, start_method="fork")
     assert explain(error.value, request_) == sentence
+    assert caplog.text == ""  # torch says which processes it ends
 
 
 def _kill(number: int) -> None:

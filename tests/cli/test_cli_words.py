@@ -123,6 +123,8 @@ def test_the_shell_completes_our_own_flags_and_files(
          "of lightseq-interactive."),
         ("export --quantisation int8", "lightseq-export has no flag --quantisation: did "
          "you mean --quantization?"),
+        ("export --soruce x", "lightseq-export has no flag --soruce: lightseq-export --help lists "
+         "all flags."),
         ("doctor --x", "lightseq-doctor has no flag --x: lightseq-doctor --help lists all flags."),
         ("average --num-epoch-checkpoints x", "Invalid value for '--num-epoch-checkpoints': 'x' is "
          "not a valid integer range. See lightseq-average --help."),

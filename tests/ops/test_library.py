@@ -188,7 +188,9 @@ def test_memory_bound_kernels_spill_no_registers(tmp_path):
     found = re.findall(r"properties for (\S+)\n.* (\d+) bytes spill stores, (\d+) bytes", text)
     assert {stem for stem in STEMS if any(stem in name for name, *_ in found)} == set(STEMS)
     spilled = [name for name, *sizes in found if sizes != ["0", "0"]]
-    assert [name for name in spilled if not re.search("attention_(bwd|long_bwd|tiles_fwd)", name)] == []
+    assert [
+        name for name in spilled if not re.search("attention_(bwd|long_bwd|tiles_fwd)", name)
+    ] == []
 
 
 def test_without_a_library_references_stand_in_and_say_so_once(tmp_path):
