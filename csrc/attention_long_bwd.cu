@@ -576,6 +576,7 @@ __global__ __launch_bounds__(kTile) void draw_kernel(const ItemList list, const 
   for (int n = blockIdx.x; n < count; n += gridDim.x) {
     const Item item = list.load(n / heads);
     const int head = n % heads;
+    assert(item.length_k <= bits.keys && "no sentence has more keys than max_k");
     if (item.start + warp * 32 >= item.length_k) continue;
     uint32_t id = static_cast<uint32_t>(item.first_q + lane) * heads + head;
     const int groups = (item.length_q + 31) / 32;

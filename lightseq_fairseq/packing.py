@@ -34,6 +34,8 @@ class Segments:
         positions: int64 [T], position of each row in its sentence, from 0.
         index: int64 [T], index of each row in the padded batch, flattened row by row.
         shape: (B, L) of the padded batch.
+        graph_len: as ``max_len``, but for every batch for which a CUDA graph with these segments is
+            replayed; 0: ``max_len`` is. Attention on a GPU takes it.
     """
 
     cu_seqlens: Tensor
@@ -41,6 +43,7 @@ class Segments:
     positions: Tensor
     index: Tensor
     shape: tuple[int, int]
+    graph_len: int = 0
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Segments:
@@ -85,7 +88,7 @@ class Segments:
         moved = (x.to(device) for x in (self.cu_seqlens, self.positions, self.index))
         cu_seqlens, positions, index = moved
         trust_boundaries(cu_seqlens, len(positions), self.max_len)
-        return Segments(cu_seqlens, self.max_len, positions, index, self.shape)
+        return Segments(cu_seqlens, self.max_len, positions, index, self.shape, self.graph_len)
 
     def pack(self, padded: Tensor) -> Tensor:
         """[B, L, ...] -> [T, ...]; differentiable."""
@@ -132,18 +135,23 @@ CLASSES: Layout = (Stream("source", ("tokens",)), Stream("target", ("labels",)))
 LONG = 128
 
 
+def graph_len(longest: int) -> int:
+    """The bound of the sentence lengths for which a graph is captured: few different numbers."""
+    return LONG if longest <= LONG else 1 << (longest - 1).bit_length()
+
+
 class Bucket(NamedTuple):
     """The shapes of a batch, and of the graph that is captured for it.
 
     Attributes:
         rows: number of rows of each stream, in the order of the layout.
         sentences: B, the number of sentences that fit.
-        has_long: whether a sentence has more than ``LONG`` tokens.
+        longest: upper bound of the sentence lengths, see ``graph_len``.
     """
 
     rows: tuple[int, ...]
     sentences: int
-    has_long: bool = False
+    longest: int = LONG
 
 
 LEAST_GRANULARITY = 64  # rows; GEMMs search their cuBLASLt algorithm for multiples of it
@@ -273,7 +281,8 @@ def open_block(
     Args:
         block: int64 [block_size(layout, bucket)] on any device. For each stream: its columns and
             its positions (int64), then the boundaries of its sentences (int32).
-        longest: upper bound of the sentence lengths of each stream.
+        longest: upper bound of the sentence lengths of each stream in this batch; that of all
+            batches of the bucket is ``bucket.longest``.
 
     The segments' ``index`` is empty, since there is no corresponding padded batch.
     """
@@ -284,6 +293,7 @@ def open_block(
         positions = next(parts)[:rows]
         cu_seqlens = next(parts).view(torch.int32)[: bucket.sentences + 1]
         trust_boundaries(cu_seqlens, rows, most)
-        segments = Segments(cu_seqlens, most, positions, block[:0], (bucket.sentences, most))
+        shape = bucket.sentences, most
+        segments = Segments(cu_seqlens, most, positions, block[:0], shape, bucket.longest)
         packed[stream.name] = Rows(columns, segments)
     return packed

@@ -24,7 +24,7 @@ from lightseq_fairseq.layers.attention import MultiheadAttention
 from lightseq_fairseq.layers.decoder import memory_weights
 from lightseq_fairseq.layers.residual_norm import Residual, residual_norm_fwd
 from lightseq_fairseq.ops.checks import trust_boundaries
-from lightseq_fairseq.packing import LONG, Segments
+from lightseq_fairseq.packing import Segments, graph_len
 from lightseq_fairseq.parameters import as_one
 
 _KEPT = 0.1  # fraction of the GPU's memory that may stay allocated between two batches
@@ -157,13 +157,13 @@ class StepDecoder:
             boundaries = memory.cu_seqlens[: sentences + 1]
             trust_boundaries(boundaries, len(tokens), longest)
             shape = (sentences, longest)
-            segments = Segments(boundaries, longest, positions, positions[:0], shape)
+            segments = Segments(boundaries, longest, positions, positions[:0], shape, most)
             features = encoder.features(tokens, segments, memory.rng)
             memory.ancestry.zero_()  # unused rows read it too
             memory.keep_source(_keys_and_values(decoder, features))
 
-        table = encoder.table_rows(longest)
-        key = ("source", len(memory.source_tokens), sentences, table, longest > LONG)
+        table, most = encoder.table_rows(longest), graph_len(longest)
+        key = ("source", len(memory.source_tokens), sentences, table, most)
         self.launch(key, encode)
 
     def _open(self, decoder: Any, *others: Any) -> SearchBuffers:

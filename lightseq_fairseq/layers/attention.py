@@ -51,14 +51,18 @@ class Heads:
         return {
             "cu_q": self.queries.cu_seqlens,
             "cu_k": self.keys.cu_seqlens,
-            "max_q": self.queries.max_len,
-            "max_k": self.keys.max_len,
+            "max_q": self._most(self.queries),
+            "max_k": self._most(self.keys),
             "causal": self.causal,
             "scale": 1.0 / math.sqrt(width // self.count),
             "p": self.p,
             "rng": self.rng,
             "site": self.site,
         }
+
+    def _most(self, segments: Segments) -> int:
+        # The references compute up to this bound, so on a CPU it is that of the batch.
+        return segments.graph_len if self.rng.is_cuda and segments.graph_len else segments.max_len
 
 
 class ColumnSlices:

@@ -75,8 +75,8 @@ class EncoderGraphs:
                 rng = dropout_rng(encoder, block.device)
                 return encoder.features(source["tokens"], source.segments, rng)
 
-            # On a GPU, the length of the longest sentence affects only the kernels that the bucket
-            # names and the table of positions.
+            # On a GPU, the length of the longest sentence affects only attention, by the bound in
+            # the bucket, and the table of positions.
             key = batch.bucket, encoder.table_rows(batch.longest[0])
             features = graphs.launch(key, encode)
             real = replace(source.segments, index=source["places"][: batch.ntokens], shape=shape)

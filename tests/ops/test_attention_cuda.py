@@ -301,10 +301,36 @@ def test_many_sentences():
 
 def test_longest_may_be_an_upper_bound():
     case = Case(LENGTHS["cross"], torch.bfloat16, False, 0.1)
-    expected = ops.attention_fwd(*case.qkv, *case.settings())
+    expected = case.kernel()
     settings = list(case.settings())
     settings[2:4] = 4000, 5000
-    assert same(ops.attention_fwd(*case.qkv, *settings), expected)
+    out, lse = ops.attention_fwd(*case.qkv, *settings)
+    gradients = [like(x) for x in case.qkv]
+    ops.attention_bwd(case.dout, *case.qkv, out, lse, *settings, *gradients)
+    assert same((out, lse, *gradients), expected)
+
+
+def test_a_graph_takes_longer_sentences_up_to_its_bound():
+    """It is captured with sentences of at most 300 tokens and replayed with one of 900."""
+    case = Case(([300, 40, 200, 360], None), torch.bfloat16, True, 0.1)
+    settings = list(case.settings())
+    settings[2:4] = 1024, 1024
+    gradients = [like(x) for x in case.qkv]
+
+    def run():
+        out, lse = ops.attention_fwd(*case.qkv, *settings)
+        ops.attention_bwd(case.dout, *case.qkv, out, lse, *settings, *gradients)
+        return out, lse
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    case.lengths_q = case.lengths_k = [0, 900, 0, 0]
+    for boundaries in (case.cu_q, case.cu_k):
+        boundaries.copy_(torch.tensor([0, 0, 900, 900, 900]))
+    graph.replay()
+    assert same((*results, *gradients), case.kernel())
 
 
 def test_heads_need_not_be_neighbours():

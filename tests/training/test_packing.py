@@ -224,6 +224,22 @@ def test_rare_numbers_of_rows_are_rounded_further() -> None:
     assert found[0] == found[1]
 
 
+def test_a_bucket_bounds_the_lengths_of_all_its_batches() -> None:
+    """Graphs are captured with one batch and replayed with others of its bucket."""
+    found = {}
+    for longest in (1000, 600, 512):
+        source = [torch.full((length,), 5) for length in (longest, 1024 - longest)]
+        batch = PackingPairs(pairs(source, source), Granularity(64)).__getitems__([0, 1])
+        assert batch.longest == (longest, longest) and batch.bucket.longest >= longest
+        bounds = {rows.segments.graph_len for rows in opened(batch).values()}
+        assert bounds == {batch.bucket.longest}
+        found[longest] = batch.bucket
+    assert found[1000] == found[600] != found[512]
+    assert found[1000].rows == found[512].rows
+    short = PackingPairs(pairs(sentences(1), sentences(2))).__getitems__(BATCH)
+    assert short.bucket.longest == 128
+
+
 ONE_SIDED = (Stream("target", ("previous", "labels")), Stream("masked", ("places",)))
 
 

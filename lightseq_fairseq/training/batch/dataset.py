@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightseq_fairseq.packing import LONG, Bucket, Granularity, Layout, PackedBatch, block_size
+from lightseq_fairseq.packing import Bucket, Granularity, Layout, PackedBatch, block_size, graph_len
 from lightseq_fairseq.training.batch.reading import Sentences
 
 
@@ -99,7 +99,7 @@ def packed(layout: Layout, streams: Sequence[Filled], ntokens: int, part: str = 
         for filled, count in zip(streams, counts, strict=True)
     )
     longest = tuple(int(filled.lengths.max(initial=0)) for filled in streams)
-    bucket = Bucket(tuple(rows), room, max(longest) > LONG)
+    bucket = Bucket(tuple(rows), room, graph_len(max(longest)))
     # Every part is filled to its end; what lies between two parts is never read.
     block = torch.zeros(block_size(layout, bucket), dtype=torch.int64)
     batch = PackedBatch(block, layout, bucket, sentences, ntokens, longest, part)
