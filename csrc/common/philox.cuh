@@ -99,7 +99,7 @@ __host__ __device__ __forceinline__ uint32_t keep_bits(const Dropout& dropout, i
 struct AttentionDropout {
   uint2 keys[kPhiloxRounds];
   uint32_t site, micro_batch;
-  uint32_t least;  // a column is kept where its 8 bits are >= this
+  uint32_t least;  // a column is kept where its 8 bits are >= this; 256: none is
 
   AttentionDropout() = default;
   __host__ __device__ __forceinline__ explicit AttentionDropout(const Dropout& dropout)
@@ -110,7 +110,6 @@ struct AttentionDropout {
     for (int i = 1; i < kPhiloxRounds; ++i) keys[i] = next_key(keys[i - 1]);
     const uint32_t rounding = call(~0u, ~0u).x & 0xffu;
     least = (dropout.threshold + rounding) >> 8;
-    if (least > 0xffu) least = 0xffu;
   }
 
   // Bit c of the result is set when column 32 * word + c of the row is kept.
@@ -124,7 +123,7 @@ struct AttentionDropout {
       const uint32_t zero = ~bits[i], of_least = 0u - (least >> i & 1u);
       below = (below & (zero | of_least)) | (zero & of_least);
     }
-    return ~below;
+    return ~(below | (0u - (least >> 8)));
   }
 
  private:

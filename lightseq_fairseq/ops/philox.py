@@ -168,7 +168,9 @@ def _blocks_of_attention_bits(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yields (rows of a block, the kept columns as ones: int32 [rows of the block, columns])."""
     ones = torch.arange(8, device=rng.device, dtype=torch.int32)
-    least = (_attention_threshold(rng, site, p) >> ones & 1).neg()  # all bits set, or none
+    threshold = _attention_threshold(rng, site, p)
+    least = (threshold >> ones & 1).neg()  # all bits set, or none
+    none_kept = (threshold >> 8).neg()
     shifts = torch.arange(32, device=rng.device, dtype=torch.int32)
     for part, numbers in _blocks(rng, site, rows, 2 * ((columns + 31) // 32)):
         words = numbers.view(torch.int32).view(len(numbers), -1, 8).bitwise_xor_(_SIGNS)
@@ -177,16 +179,16 @@ def _blocks_of_attention_bits(
             # Where the two bits differ, they decide; a higher bit decides later.
             zero = ~words[..., i]
             below = (below & (zero | least[i])) | (zero & least[i])
-        bits = (~below)[..., None] >> shifts & 1
+        bits = (~(below | none_kept))[..., None] >> shifts & 1
         yield part, bits.view(len(numbers), -1)[:, :columns]
 
 
 def _attention_threshold(rng: Tensor, site: int, p: float) -> Tensor:
-    """The 8-bit threshold of attention's dropout: int32 [1]."""
+    """The threshold of attention's dropout, at most 256: int32 [1]."""
     last = torch.full((1,), -1, device=rng.device)
     ((_, numbers),) = _blocks(rng, site, last, 1, first=_WORD)
     rounding = numbers.view(torch.int32).view(-1)[:1].bitwise_xor_(_SIGNS) & 0xFF
-    return (rounding + min(round(p * 65536), 65535) >> 8).clamp_(max=255)
+    return rounding + min(round(p * 65536), 65535) >> 8
 
 
 def _blocks(

@@ -415,8 +415,13 @@ def every_unit_kept() -> Iterator[None]:
         mock.patch.object(functional, "dropout", dropout),
         mock.patch.object(functional, "scaled_dot_product_attention", scaled_dot_product_attention),
         mock.patch.object(philox, "_least_kept", lambda p: -(1 << 15)),
+        mock.patch.object(
+            philox, "_attention_threshold", lambda rng, site, p: rng.new_zeros(1, dtype=torch.int32)
+        ),
     ):
-        assert ops.dropout_mask(torch.zeros(2, dtype=torch.int64), 0, 64, 64, 0.9).all()
+        rng = torch.zeros(2, dtype=torch.int64)
+        assert ops.dropout_mask(rng, 0, 64, 64, 0.9).all()
+        assert ops.attention_keep_mask(rng, 0, torch.arange(64), 64, 0.9).all()
         yield
 
 

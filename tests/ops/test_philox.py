@@ -43,13 +43,15 @@ def test_known_answers(seed, site, micro_batch, p):
 
 
 @pytest.mark.parametrize("seed", [0, 0x0123_4567_89AB_CDEF, -5])
-@pytest.mark.parametrize(("site", "micro_batch", "p"), [(0, 0, 0.1), (37, 123456, 0.5)])
+@pytest.mark.parametrize(
+    ("site", "micro_batch", "p"), [(0, 0, 0.1), (37, 123456, 0.5), (1, 2, 0.9999)]
+)
 def test_known_answers_of_attention(seed, site, micro_batch, p):
     rows = torch.tensor([0, 7, 2**32 + 9])
     mask = ops.attention_keep_mask(make_rng(seed, micro_batch), site, rows, 70, p)
     key = (seed % (1 << 32), (seed >> 32) % (1 << 32))
     rounding = philox_4x32((2**32 - 1, 2**32 - 1, site, micro_batch), key, 7)[0] & 0xFF
-    least = (round(p * 65536) + rounding) // 256
+    least = (round(p * 65536) + rounding) // 256  # 256: no number is kept
     for i, row in enumerate(rows.tolist()):
         for column in range(70):
             words: list[int] = []
