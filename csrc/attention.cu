@@ -35,11 +35,6 @@ namespace {
 
 using namespace attention;
 
-// Softmax computes exp(score - shift). `shift` is set to the running maximum only when the maximum
-// exceeds it by more than kTolerance. So rescaling is rare, and values up to exp(8) do not
-// overflow.
-constexpr float kTolerance = 8.0f;
-
 template <typename T>
 struct FwdParams {
   Work work;

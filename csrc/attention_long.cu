@@ -41,9 +41,6 @@ struct FwdTiles {
 
 #ifdef LIGHTSEQ_HAS_WGMMA
 
-// As in attention.cu: the shift follows the running maximum only if that exceeds it by more.
-constexpr float kTolerance = 8.0f;
-
 // Tiles of keys to which a tile of queries attends.
 __device__ __forceinline__ int key_tiles(const FwdParams& p, const Item& item) {
   return tiles_of(p.causal ? min(item.length_k, item.start + kTile) : item.length_k);

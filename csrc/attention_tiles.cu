@@ -20,9 +20,6 @@
 namespace lightseq::attention {
 namespace {
 
-// As in attention.cu: the shift follows the running maximum only if that exceeds it by more.
-constexpr float kTolerance = 8.0f;
-
 constexpr int kRowTiles = 2;                     // of a warp, of 16 queries
 constexpr int kHalves = 2 * kRowTiles;           // a lane has rows lane / 4 + 8 * half of a warp
 constexpr int kQueries = kRowTiles * kWarpRows;  // of a warp

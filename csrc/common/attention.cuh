@@ -149,6 +149,11 @@ __device__ __forceinline__ void draw(Keep<kRows>& keep, const Plan& plan, const 
   }
 }
 
+// Softmax computes exp(score - shift). `shift` is set to the running maximum only when the maximum
+// exceeds it by more than kTolerance. So rescaling is rare, and values up to exp(8) do not
+// overflow.
+constexpr float kTolerance = 8.0f;
+
 // The factor of dQ and dK of a sentence. A single key has probability 1 whatever its score is, so
 // its gradient is zero, and dS has nothing but the rounding errors of two equal terms.
 __device__ __forceinline__ float grad_scale_of(float grad_scale, int length_k) {

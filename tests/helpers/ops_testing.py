@@ -100,19 +100,14 @@ def on_gpu(x: Tensor) -> Tensor:
 
 
 def assert_kernel_as_good_as(
-    ours: Tensor,
-    plain: Tensor,
-    exact: Tensor,
-    what: str = "",
-    half_roundings: float = 0.0,
-    float_roundings: float = 4.0,
+    ours: Tensor, plain: Tensor, exact: Tensor, what: str = "", half_roundings: float = 0.0
 ) -> None:
     """The error of ours is at most twice that of plain torch, plus a few roundings.
 
-    A rounding is that of the largest number. In float32 ``float_roundings`` are allowed, because
-    there the order of a sum matters about as much; in 16 bits ``half_roundings``.
+    A rounding is that of the largest number. In float32 four are allowed, because there the order
+    of a sum matters about as much; in 16 bits ``half_roundings``.
     """
     error, allowed = ((x.double().cpu() - exact.cpu()).abs().max() for x in (ours, plain))
-    roundings = float_roundings if ours.dtype == torch.float32 else half_roundings
+    roundings = 4.0 if ours.dtype == torch.float32 else half_roundings
     bound = max(2 * allowed, roundings * torch.finfo(ours.dtype).eps * exact.abs().max().cpu())
     assert error <= bound, f"{what}: {error:.3e}, plain torch {allowed:.3e}"
