@@ -84,8 +84,8 @@ export -f run
 export root log python
 
 # Files without a GPU test are not imported: they may need packages that this machine lacks.
-# Files with tests that must run alone come last.
-mapfile -t all < <(find "$root/tests" -name 'test_*.py' | sort)
+# Those of tests/training take longest and come first; files with tests that must run alone, last.
+mapfile -t all < <(find "$root/tests" -name 'test_*.py' | sort --reverse)
 mapfile -t files < <({
     grep -l 'mark\.gpu' "${all[@]}" | xargs -d '\n' grep -L 'mark\.alone'
     grep -l 'mark\.alone' "${all[@]}"

@@ -1,0 +1,129 @@
+"""Cases of the attention kernels, for tests on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from helpers.ops_testing import assert_kernel_as_good_as, leaf, make_rng
+
+from lightseq_fairseq import ops
+
+SITE = 9
+TAIL_Q, TAIL_K = 5, 3  # rows of the bucket after the last sentence
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+# Query lengths, and key lengths if they differ. Kernels have tiles of 128, 64 or 32 rows, slots of
+# 16 rows or more, and 16 rows per warp.
+LENGTHS = {
+    "edges": ([1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 1], None),
+    "ragged": ([28, 7, 41, 200, 19, 3, 66, 30, 24, 11, 150, 37, 90, 22, 54, 13], None),
+    "long": ([512, 5, 300, 40], None),
+    "cross": ([30, 1, 64, 20, 140, 3, 260, 9], [25, 40, 1, 130, 20, 300, 128, 9]),
+    "holes": ([0, 3, 0, 40, 200, 6, 0], [4, 0, 0, 30, 0, 150, 140]),
+    "unused": ([17, 150, 4, *[0] * 600], None),
+    "tiles": ([129, 160, 161, 192, 255, 256, 257, 384], [130, 300, 128, 191, 64, 257, 33, 385]),
+}
+
+
+class Case:
+    """Packed tensors for one set of lengths as in the layers: q, k, v are column blocks of wider
+    matrices, and rows that belong to no sentence are NaN."""
+
+    def __init__(self, lengths, dtype, causal=False, p=0.0, heads=3, width=64):
+        torch.manual_seed(0)
+        self.lengths_q, self.lengths_k = lengths[0], lengths[1] or lengths[0]
+        self.dtype, self.causal, self.p, self.scale = dtype, causal, p, width**-0.5
+        self.cu_q, self.cu_k = (
+            torch.tensor([0, *x]).cumsum(0).int().cuda() for x in (self.lengths_q, self.lengths_k)
+        )
+        self.used_q, self.used_k = sum(self.lengths_q), sum(self.lengths_k)
+        self.rng = make_rng().cuda()
+        if lengths[1] is None:
+            self.q, self.k, self.v = self.blocks(3, self.used_q, TAIL_Q, heads, width)
+        else:
+            (self.q,) = self.blocks(1, self.used_q, TAIL_Q, heads, width)
+            self.k, self.v = self.blocks(2, self.used_k, TAIL_K, heads, width)
+        (self.dout,) = self.blocks(1, self.used_q, TAIL_Q, heads, width)
+
+    def blocks(self, count, used, tail, heads, width):
+        x = torch.randn(used + tail, count, heads, width, device="cuda").to(self.dtype)
+        x[used:] = torch.nan
+        return x.unbind(1)
+
+    @property
+    def qkv(self):
+        return self.q, self.k, self.v
+
+    def settings(self, dropout=True):
+        longest = max(self.lengths_q), max(self.lengths_k)
+        p = self.p if dropout else 0.0
+        return self.cu_q, self.cu_k, *longest, self.causal, self.scale, p, self.rng, SITE
+
+    def kernel(self):
+        """(out, lse, dq, dk, dv), with buffers that were NaN before."""
+        poison(self.q)
+        out, lse = ops.attention_fwd(*self.qkv, *self.settings())
+        gradients = [like(x) for x in self.qkv]
+        ops.attention_bwd(self.dout, *self.qkv, out, lse, *self.settings(), *gradients)
+        return out, lse, *gradients
+
+    def exact(self):
+        """The reference in float64."""
+        qkv = [x.double() for x in self.qkv]
+        forward, backward = (ops.REFERENCES[f"attention_{name}"] for name in ("fwd", "bwd"))
+        out, lse = forward(*qkv, *self.settings())
+        gradients = [torch.empty_like(x) for x in qkv]
+        backward(self.dout.double(), *qkv, out, lse, *self.settings(), *gradients)
+        return out, lse, *gradients
+
+    def plain(self):
+        """The same by torch ops in the case's own dtype, sentence by sentence."""
+        q, k, v = (leaf(x, self.dtype) for x in self.qkv)
+        rows, heads, _ = q.shape
+        keep = ops.attention_keep_mask(
+            self.rng, SITE, torch.arange(rows * heads).cuda(), max(self.lengths_k), self.p
+        ).view(rows, heads, -1)
+        out = torch.zeros(q.shape, dtype=self.dtype, device="cuda")
+        lse = torch.zeros(rows, heads, device="cuda")
+        cu_q, cu_k = self.cu_q.tolist(), self.cu_k.tolist()
+        for b, (length_q, length_k) in enumerate(zip(self.lengths_q, self.lengths_k, strict=True)):
+            if length_q == 0 or length_k == 0:
+                continue
+            mine, seen = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+            scores = self.scale * torch.einsum("ihd,jhd->ihj", q[mine], k[seen])
+            if self.causal:
+                hidden = torch.ones(length_q, length_k, device="cuda").triu(1).bool()
+                scores = scores.masked_fill(hidden[:, None], -torch.inf)
+            lse[mine] = scores.logsumexp(-1).detach().float()
+            weights = scores.softmax(-1) * keep[mine, :, :length_k] / (1 - self.p)
+            out[mine] = torch.einsum("ihj,jhd->ihd", weights, v[seen])
+        (out * self.dout.nan_to_num(0.0)).sum().backward()
+        gradients = (x.grad.nan_to_num(0.0) for x in (q, k, v))
+        return out.detach(), lse, *gradients
+
+
+def like(x):
+    """A buffer of NaN with the strides of x, a column block of a wider matrix."""
+    rows, heads, width = x.shape
+    wide = torch.full((rows, x.stride(0)), torch.nan, dtype=x.dtype, device="cuda")
+    return wide[:, : heads * width].unflatten(1, (heads, width))
+
+
+def poison(q):
+    """Leave NaN in the memory that torch.empty returns next."""
+    blocks = [torch.full(q.shape, torch.nan, dtype=q.dtype, device="cuda") for _ in range(2)]
+    blocks += [torch.full(q.shape[:2], torch.nan, device="cuda") for _ in range(2)]
+    del blocks
+
+
+def check(case):
+    for name, ours, plain, exact in zip(
+        NAMES, case.kernel(), case.plain(), case.exact(), strict=True
+    ):
+        used = case.used_k if name in ("dk", "dv") else case.used_q
+        assert ours[used:].eq(0).all(), f"{name}: rows past the last sentence"
+        assert_kernel_as_good_as(ours, plain, exact, name, half_roundings=0.5)
+
+
+def same(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
