@@ -385,14 +385,14 @@ __device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& t
           wgmma_fence();
           multiply_rows<T, kWidth>(s, own_k, kBoxBytes, shifted(q_rows), kQueryBox);
           wgmma_commit();
-          if (kDefer && half == 0 && i > steps.begin) {
-            wgmma_wait<1>();
-            wgmma_hold(dq);
-            add(i - 1);
-          }
           wgmma_fence();
           multiply_rows<T, kWidth>(dp, own_v, kBoxBytes, shifted(dout_rows), kQueryBox);
           wgmma_commit();
+          if (kDefer && half == 0 && i > steps.begin) {
+            wgmma_wait<2>();
+            wgmma_hold(dq);
+            add(i - 1);
+          }
 
           // Of keys `key` and key + 8: bits of 64 queries, shifted so that the highest bits of the
           // bytes are those of queries 8 i + 2 c (even) and 8 i + 2 c + 1 (odd).
@@ -494,7 +494,7 @@ __device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& t
         wgmma_wait<1>();
         wgmma_hold(dk);
         wgmma_hold(dv);
-        release(tiles.empty[stage.index]);
+        tiles.empty[stage.index].arrive();
         stage.advance();
         ds_stage.advance();
         if (!kDefer) {
@@ -541,7 +541,7 @@ __global__ __launch_bounds__(kLongThreads, 1) void attention_long_bwd_kernel(
     for (int i = 0; i < 2; ++i) {
       tiles.loaded[i].init(1);
       tiles.full[i].init(2);
-      tiles.empty[i].init(kConsumerWarps);
+      tiles.empty[i].init(kConsumerWarps * kWarp);
     }
     tiles.turn.init(1);
     tiles.added.init(kConsumerWarps);
