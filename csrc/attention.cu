@@ -237,7 +237,7 @@ std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const
     p.scale = static_cast<float>(scale);
     p.keep_scale = static_cast<float>(1.0 / (1.0 - dropout_p));
     const bool divided = has_long_kernels(q, k, cu_q, max_q, max_k, false);
-    p.work = work_of(kOp, q, k, cu_q, cu_k, causal, divided ? kMostTokensOfShort : INT_MAX);
+    p.work = work_of(kOp, q, k, cu_q, cu_k, causal, divided ? most_tokens_of_short(q) : INT_MAX);
     launch({.op = kOp,
             .grid = grid_of(p.work),
             .block = kThreads<T, kWidth>,

@@ -310,7 +310,7 @@ void attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const T
     p.keep_scale = static_cast<float>(1.0 / (1.0 - dropout_p));
     p.grad_scale = p.scale * p.keep_scale;
     const bool divided = has_long_kernels(q, k, cu_q, max_q, max_k, true);
-    p.work = work_of(kOp, q, k, cu_q, cu_k, causal, divided ? kMostTokensOfShort : INT_MAX);
+    p.work = work_of(kOp, q, k, cu_q, cu_k, causal, divided ? most_tokens_of_short(q) : INT_MAX);
     launch({.op = kOp,
             .grid = grid_of(p.work),
             .block = kThreads<T, kWidth>,

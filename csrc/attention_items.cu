@@ -17,6 +17,7 @@ struct Boundaries {
   const int *q, *k;
   int sentences;
   int block_keys;  // 0 in forward
+  int most_of_short;
 
   __device__ __forceinline__ Item sentence(int s) const {
     return {q[s], q[s + 1] - q[s], k[s], k[s + 1] - k[s]};
@@ -45,7 +46,7 @@ __global__ __launch_bounds__(1024) void list_kernel(const Boundaries boundaries,
   const int rounded = (boundaries.sentences + kWarp - 1) / kWarp * kWarp;
   for (int s = threadIdx.x; s < rounded; s += blockDim.x) {
     const Item item = s < boundaries.sentences ? boundaries.sentence(s) : Item{};
-    const bool is_long = max(item.length_q, item.length_k) > kMostTokensOfShort;
+    const bool is_long = max(item.length_q, item.length_k) > boundaries.most_of_short;
     const unsigned votes = __ballot_sync(kAllLanes, is_long);
     const int lane = threadIdx.x % kWarp;
     int place = 0;
@@ -158,12 +159,18 @@ __global__ __launch_bounds__(256) void rowsum_kernel(Packed<const T> dout, Packe
 
 }  // namespace
 
+// Heads of more than 64 columns have few rows in a tile of the kernels for short sentences.
+int most_tokens_of_short(const Tensor& q) {
+  return q.size(2) > 64 && q.scalar_type() != ScalarType::Float && has_wgmma(q.get_device()) ? 64
+                                                                                             : 128;
+}
+
 bool has_long_kernels(const Tensor& q, const Tensor& k, const Tensor& cu_q, int64_t max_q,
                       int64_t max_k, bool backward) {
   const bool supports = q.scalar_type() == ScalarType::Float
                             ? backward && q.size(2) <= 64
                             : !backward || has_wgmma(q.get_device());
-  return supports && std::max(max_q, max_k) > kMostTokensOfShort &&
+  return supports && std::max(max_q, max_k) > most_tokens_of_short(q) &&
          std::min(q.size(0), k.size(0)) > 0 && most_long(q, k, cu_q) <= kMostLong;
 }
 
@@ -179,7 +186,7 @@ ItemList list_items(const LongArguments& a, int block_keys, Tensor& memory, cuda
   launch({.op = "attention", .grid = 1, .block = 1024, .stream = stream, .dependent = true},
          list_kernel,
          Boundaries{a.cu_q.const_data_ptr<int>(), a.cu_k.const_data_ptr<int>(),
-                    static_cast<int>(a.cu_q.size(0) - 1), block_keys},
+                    static_cast<int>(a.cu_q.size(0) - 1), block_keys, most_tokens_of_short(a.q)},
          list, counts);
   return {list, counts};
 }

@@ -23,8 +23,8 @@ constexpr int kTile = 128;  // queries of an item
 constexpr int64_t kMostLong = 4096;  // long sentences of a batch
 
 inline int64_t most_long(const Tensor& q, const Tensor& k, const Tensor& cu_q) {
-  constexpr int64_t kLeast = kMostTokensOfShort + 1;
-  return std::min(cu_q.size(0) - 1, q.size(0) / kLeast + k.size(0) / kLeast);
+  const int64_t least = most_tokens_of_short(q) + 1;
+  return std::min(cu_q.size(0) - 1, q.size(0) / least + k.size(0) / least);
 }
 
 // A tile of queries or a block of keys, without its head.

@@ -11,7 +11,7 @@ namespace lightseq::attention {
 using torch::stable::Tensor;
 
 // A sentence is long if a side of it has more tokens.
-constexpr int kMostTokensOfShort = 128;
+int most_tokens_of_short(const Tensor& q);
 // Whether the long sentences of this batch have kernels of their own: in 16 bits all in forward,
 // and those of compute capability 9.0 in backward; in float32 backward of up to 64 columns. max_q,
 // max_k: as the ops take them.
