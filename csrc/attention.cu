@@ -10,7 +10,8 @@
 //
 // T is the number of packed tokens, H the number of heads.
 //
-//   saved for backward   out, and lse = log(sum of exp(scores)), float32 [T, H]
+//   saved for backward   out, and lse = log(sum of exp(scores)) [T, H]: float32 in 16 bits, float64
+//                        for float32
 //   bytes moved          If a sentence fits into a tile, q, k, v, out and lse are each read or
 //                        written once. In a longer sentence each tile of queries reads k and v
 //                        again, from the cache.
@@ -40,7 +41,7 @@ struct FwdParams {
   Work work;
   Packed<const T> q, k, v;
   Packed<T> out;
-  float* lse;
+  Lse<T>* lse;
   float scale;
   float keep_scale;  // 1 / (1 - p)
   Dropout dropout;
@@ -151,7 +152,7 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
     zero_rows(p.out, first, work.rows_q, work);
     for (int row = first + blockIdx.x - work.blocks; row < work.rows_q; row += kZeroBlocks) {
       for (int head = threadIdx.x; head < work.heads; head += blockDim.x) {
-        p.lse[static_cast<int64_t>(row) * work.heads + head] = 0.0f;
+        p.lse[static_cast<int64_t>(row) * work.heads + head] = 0;
       }
     }
     return;
@@ -205,7 +206,7 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
       factor[half] = sees ? Base<T>::divide(p.keep_scale, total) : 0.0f;
       if (lane_column() == 0 && position < unit.length_q) {
         p.lse[static_cast<int64_t>(unit.first_q + position) * work.heads + place.head] =
-            sees ? (state.shift[half] * scale + Base<T>::log(total)) * Base<T>::kLn : 0.0f;
+            sees ? lse_of<T>(state.shift[half] * scale, total) : 0;
       }
     }
     store_rows<T, kWidth>(p.out, queries_of(unit, place), tiles.q.row(place.row), state.o,
@@ -230,10 +231,11 @@ std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const
     p.v = packed<const T>(kOp, "v", v);
     p.dropout = dropout_of(kOp, rng, site, dropout_p);
     out = allocate(q, {q.size(0), q.size(1), q.size(2)});
-    lse = allocate(q, {q.size(0), q.size(1)}, ScalarType::Float);
+    constexpr ScalarType kLseType = Base<T>::kIsTwo ? ScalarType::Float : ScalarType::Double;
+    lse = allocate(q, {q.size(0), q.size(1)}, kLseType);
     if (out.numel() == 0) return;
     p.out = packed<T>(kOp, "out", out);
-    p.lse = lse.mutable_data_ptr<float>();
+    p.lse = lse.mutable_data_ptr<Lse<T>>();
     p.scale = static_cast<float>(scale);
     p.keep_scale = static_cast<float>(1.0 / (1.0 - dropout_p));
     const bool divided = has_long_kernels(q, k, cu_q, max_q, max_k, false);

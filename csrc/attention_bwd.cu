@@ -62,7 +62,7 @@ __device__ __forceinline__ void whole_pass(BwdTiles<T, kWidth>& tiles, const Bwd
       float kept[2][4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float lse = tiles.lse[row + half * 8];
+        const PreparedLse<T> lse = tiles.lse[row + half * 8];
         uint32_t keep = ~0u;
         if (p.dropout.threshold > 0) keep = tiles.keep[row + half * 8][n / 4] >> lane_column();
 #pragma unroll
@@ -70,7 +70,7 @@ __device__ __forceinline__ void whole_pass(BwdTiles<T, kWidth>& tiles, const Bwd
 #pragma unroll
           for (int i = half * 2; i < half * 2 + 2; ++i) {
             float& score = s[n + m][i];
-            score = Base<T>::exp(fmaf(score, scale, -lse));
+            score = probability_of(score, scale, lse);
             kept[m][i] = keep >> ((n + m) % 4 * 8 + i % 2) & 1u ? score : 0.0f;
             dp[n + m][i] *= kept[m][i];
             rowsum[half] += dp[n + m][i];
@@ -157,7 +157,8 @@ __device__ __forceinline__ void query_pass(BwdTiles<T, kWidth>& tiles, const Bwd
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = place.row + lane_row() + half * 8;
-        const float lse = tiles.lse[row], rowsum = tiles.rowsum[row];
+        const PreparedLse<T> lse = tiles.lse[row];
+        const float rowsum = tiles.rowsum[row];
         uint32_t keep = ~0u;
         if (p.dropout.threshold > 0) keep = tiles.keep[row][chunk / 32] >> lane_column();
 #pragma unroll
@@ -165,7 +166,7 @@ __device__ __forceinline__ void query_pass(BwdTiles<T, kWidth>& tiles, const Bwd
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int i = half * 2 + e;
-            const float probability = Base<T>::exp(fmaf(s[n][i], scale, -lse));
+            const float probability = probability_of(s[n][i], scale, lse);
             const float d = keep >> (n * 8 + e) & 1u ? dp[n][i] : 0.0f;
             s[n][i] = probability * (d - rowsum);
           }
@@ -180,6 +181,12 @@ __device__ __forceinline__ void query_pass(BwdTiles<T, kWidth>& tiles, const Bwd
                           grad_scale, p.work.width);
   }
 }
+
+// Adjacent numbers, for one load.
+template <typename X>
+struct alignas(2 * sizeof(X)) Two {
+  X first, second;
+};
 
 // Computes dK and dV of the warp's keys. loaded: whether the tiles already hold all inputs.
 template <typename T, int kWidth>
@@ -219,7 +226,8 @@ __device__ __forceinline__ void key_pass(BwdTiles<T, kWidth>& tiles, const BwdPa
 #pragma unroll
       for (int n = 0; n < kChunk / 8; ++n) {
         const int column = n * 8 + lane_column();
-        const float2 lse = *reinterpret_cast<const float2*>(tiles.lse + row_q + column);
+        using Lses = Two<PreparedLse<T>>;
+        const Lses lse = *reinterpret_cast<const Lses*>(tiles.lse + row_q + column);
         const float2 rowsum = *reinterpret_cast<const float2*>(tiles.rowsum + row_q + column);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
@@ -232,7 +240,7 @@ __device__ __forceinline__ void key_pass(BwdTiles<T, kWidth>& tiles, const BwdPa
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int i = half * 2 + e;
-            float probability = Base<T>::exp(fmaf(s[n][i], scale, e ? -lse.y : -lse.x));
+            float probability = probability_of(s[n][i], scale, e ? lse.second : lse.first);
             if (!clear && before + half * 8 > 0) probability = 0.0f;
             s[n][i] = keep >> (half * 8) & 1u ? probability : 0.0f;
             dp[n][i] = fmaf(s[n][i], dp[n][i], probability * (e ? -rowsum.y : -rowsum.x));
@@ -303,7 +311,7 @@ void attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const T
     p.dk = packed<T>(kOp, "dk", dk);
     p.dv = packed<T>(kOp, "dv", dv);
     require(lse.is_contiguous(), kOp, ": lse must be contiguous");
-    p.lse = lse.const_data_ptr<float>();
+    p.lse = lse.const_data_ptr<Lse<T>>();
     p.dropout = dropout_of(kOp, rng, site, dropout_p);
     if (dq.numel() + dk.numel() == 0) return;
     p.scale = static_cast<float>(scale);

@@ -13,8 +13,9 @@
 // Sums over one tile are computed separately and then added: one chain of additions over all rows
 // of a long sentence would lose more bits. So are parts of 16 columns in the first two products.
 //
-// With few keys dS is hardly larger than the rounding errors of its two terms. So if all keys are
-// in the tile, D is computed from P and dP: then it has the same errors as the other term.
+// With few keys dS is hardly larger than the rounding errors of its two terms. So if all keys that
+// a tile of queries attends to are in the tile, D is computed from P and dP: rowsum(P * dP) has the
+// same errors as the other term. It is divided by rowsum(P), which errors of S keep from being 1.
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -33,9 +34,9 @@ struct Params {
   Packed<const float> dout, q, k, v;
   Packed<float> dq, dk, dv;
   ItemList list;
-  const float* lse;     // [H, Tq]
-  const float* rowsum;  // [H, Tq]: D
-  float4* sums;         // dQ: [tiles of queries, H, warps, rows of a thread, 32]
+  const float *lse, *lse_low;  // [H, Tq]: lse is their sum
+  const float* rowsum;         // [H, Tq]: D
+  float4* sums;                // dQ: [tiles of queries, H, warps, rows of a thread, 32]
   uint32_t* turns;  // [tiles of queries, H, warps]: how many blocks have added; zero at the start
   int rows_q, heads, width;
   bool causal;
@@ -104,8 +105,8 @@ using Sums = float[kRows][kNumbers];
 struct FloatTiles {
   Rows q, k, v, dout;
   Rows p;  // P, then dS: [queries, keys]
-  float lse[kSide], rowsum[kSide];
-  float part_of_rowsum[2][kSide];
+  float lse[kSide], lse_low[kSide], rowsum[kSide];
+  float2 parts[2][kSide];   // of rowsum(P * dP) and rowsum(P)
   uint32_t keep[kSide][2];  // bits of 64 keys
   NextItems next;
 };
@@ -254,11 +255,15 @@ __global__ __launch_bounds__(kTilesThreads,
   const auto load_dout = [&](const Work& work, int i) {
     load_queries(tiles.dout, p.dout, work, i);
     const int query = threadIdx.x % kSide;
-    const bool second = threadIdx.x >= kSide;
     const int64_t from =
         static_cast<int64_t>(work.head) * p.rows_q + work.item.first_q + i * kSide + query;
-    cp_async_4_zfill(shared_address((second ? tiles.rowsum : tiles.lse) + query),
-                     (second ? p.rowsum : p.lse) + from, query < queries_from(work, i));
+    const bool exists = query < queries_from(work, i);
+    if (threadIdx.x < kSide) {
+      cp_async_4_zfill(shared_address(tiles.lse + query), p.lse + from, exists);
+      cp_async_4_zfill(shared_address(tiles.lse_low + query), p.lse_low + from, exists);
+    } else {
+      cp_async_4_zfill(shared_address(tiles.rowsum + query), p.rowsum + from, exists);
+    }
   };
   const auto draw = [&](const Work& work, int i) {
     if constexpr (kDrops) {
@@ -304,18 +309,20 @@ __global__ __launch_bounds__(kTilesThreads,
       Sums s, dp;
       multiply_rows(s, tiles.q, tiles.k, y, x);
       multiply_rows(dp, tiles.dout, tiles.v, y, x);
-      const bool all_keys = item.length_k <= kSide;
+      const bool all_keys =
+          item.length_k > 0 && (item.length_k <= kSide || (p.causal && first_query == 0));
       const bool clear_of_hidden = item.start + kSide <= item.length_k &&
                                    !(p.causal && first_query < item.start + kSide - 1);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const int row = y + kYs * r;
-        const float lse = tiles.lse[row], rowsum = all_keys ? 0.0f : tiles.rowsum[row];
-        float sum = 0.0f;
+        const TwoFloats lse{tiles.lse[row], tiles.lse_low[row]};
+        const float rowsum = all_keys ? 0.0f : tiles.rowsum[row];
+        float sum = 0.0f, total = 0.0f;
 #pragma unroll
         for (int j = 0; j < kNumbers; ++j) {
           const int column = x + kXs * j, key = item.start + column;
-          float probability = expf(fmaf(s[r][j], p.scale, -lse));
+          float probability = probability_of(s[r][j], p.scale, lse);
           if (!clear_of_hidden && (key >= item.length_k || (p.causal && key > first_query + row))) {
             probability = 0.0f;
           }
@@ -323,6 +330,7 @@ __global__ __launch_bounds__(kTilesThreads,
           const float d = kept ? dp[r][j] : 0.0f;
           tiles.p[row][column] = kept ? probability : 0.0f;
           sum += probability * d;
+          total += probability;
           s[r][j] = probability;
           dp[r][j] = d - rowsum;
         }
@@ -330,8 +338,9 @@ __global__ __launch_bounds__(kTilesThreads,
 #pragma unroll
           for (int offset = 1; offset < 8; offset *= 2) {
             sum += __shfl_xor_sync(kAllLanes, sum, offset);
+            total += __shfl_xor_sync(kAllLanes, total, offset);
           }
-          if (lane % 8 == 0) tiles.part_of_rowsum[warp % 2][row] = sum;
+          if (lane % 8 == 0) tiles.parts[warp % 2][row] = {sum, total};
         }
       }
       if (to_pass != nullptr) pass_turn(to_pass);
@@ -344,7 +353,10 @@ __global__ __launch_bounds__(kTilesThreads,
       for (int r = 0; r < kRows; ++r) {
         const int row = y + kYs * r;
         float rowsum = 0.0f;
-        if (all_keys) rowsum = tiles.part_of_rowsum[0][row] + tiles.part_of_rowsum[1][row];
+        if (all_keys) {
+          const float2 left = tiles.parts[0][row], right = tiles.parts[1][row];
+          rowsum = (left.x + right.x) / (left.y + right.y);
+        }
 #pragma unroll
         for (int j = 0; j < kNumbers; ++j) {
           tiles.p[row][x + kXs * j] = s[r][j] * (dp[r][j] - rowsum);
@@ -438,6 +450,7 @@ void attention_float_bwd(const LongArguments& a, const Tensor& dout, const Tenso
                       .dv = packed<float>(kOp, "dv", dv),
                       .list = list,
                       .lse = of_queries.lse,
+                      .lse_low = of_queries.lse_low,
                       .rowsum = of_queries.rowsum,
                       .sums = static_cast<float4*>(sums.data_ptr()),
                       .turns = static_cast<uint32_t*>(turns.data_ptr()),

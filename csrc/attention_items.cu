@@ -120,12 +120,12 @@ __global__ __launch_bounds__(1024) void list_kernel(const Boundaries boundaries,
   griddepcontrol_wait();
 }
 
-// Computes lse (times log2(e) in 16 bits) and D = (1 - p) rowsum(dO * O), both [H, Tq], and zeroes
-// the counters of turns. Eight lanes have a row and head, 16 bytes at a time.
+// Computes what OfQueries has, [H, Tq] each, and zeroes the counters of turns. Eight lanes have a
+// row and head, 16 bytes at a time.
 template <typename T>
 __global__ __launch_bounds__(256) void rowsum_kernel(Packed<const T> dout, Packed<const T> out,
-                                                     const float* lse, float* lse_of_heads,
-                                                     float* rowsum, uint32_t* turns,
+                                                     const Lse<T>* lse, float* lse_of_heads,
+                                                     float* lse_low, float* rowsum, uint32_t* turns,
                                                      int64_t turn_count, int rows, int heads,
                                                      int width, float keep) {
   griddepcontrol_launch_dependents();
@@ -151,7 +151,13 @@ __global__ __launch_bounds__(256) void rowsum_kernel(Packed<const T> dout, Packe
   }
   if (row < rows && threadIdx.x % kLanes == 0) {
     const int64_t to = static_cast<int64_t>(head) * rows + row;
-    lse_of_heads[to] = lse[line] * Base<T>::kLogE;
+    const PreparedLse<T> mine = prepared(lse[line]);
+    if constexpr (Base<T>::kIsTwo) {
+      lse_of_heads[to] = mine;
+    } else {
+      lse_of_heads[to] = mine.high;
+      lse_low[to] = mine.low;
+    }
     rowsum[to] = sum * keep;
   }
   griddepcontrol_wait();
@@ -196,8 +202,11 @@ OfQueries of_queries(const LongArguments& a, const Tensor& dout, const Tensor& o
   constexpr const char* kOp = "attention_bwd";
   constexpr int kThreads = 256, kLines = kThreads / 8;
   const int64_t rows = a.q.size(0), heads = a.q.size(1);
-  const Tensor memory = allocate(a.q, {2, heads, rows}, ScalarType::Float);
-  float* const of_heads = memory.mutable_data_ptr<float>();
+  const bool has_low = a.q.scalar_type() == ScalarType::Float;
+  const Tensor memory = allocate(a.q, {has_low ? 3 : 2, heads, rows}, ScalarType::Float);
+  float* const lse_of_heads = memory.mutable_data_ptr<float>();
+  float* const rowsum = lse_of_heads + heads * rows;
+  float* const lse_low = has_low ? rowsum + heads * rows : nullptr;
   const auto start = [&](auto zero) {
     using T = decltype(zero);
     launch({.op = kOp,
@@ -206,13 +215,13 @@ OfQueries of_queries(const LongArguments& a, const Tensor& dout, const Tensor& o
             .stream = stream,
             .dependent = true},
            rowsum_kernel<T>, packed<const T>(kOp, "dout", dout), packed<const T>(kOp, "out", out),
-           lse.const_data_ptr<float>(), of_heads, of_heads + heads * rows,
+           lse.const_data_ptr<Lse<T>>(), lse_of_heads, lse_low, rowsum,
            static_cast<uint32_t*>(turns.data_ptr()), turns.numel(), static_cast<int>(rows),
            static_cast<int>(heads), static_cast<int>(a.q.size(2)),
            static_cast<float>(1.0 - a.dropout_p));
   };
   dispatch_float(a.q.scalar_type(), "attention_bwd: q", start);
-  return {memory, of_heads, of_heads + heads * rows};
+  return {memory, lse_of_heads, lse_low, rowsum};
 }
 
 }  // namespace lightseq::attention

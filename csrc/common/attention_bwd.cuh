@@ -13,7 +13,7 @@ template <typename T>
 struct BwdParams {
   Work work;
   Packed<const T> dout, q, k, v, out;
-  const float* lse;
+  const Lse<T>* lse;
   Packed<T> dq, dk, dv;
   float scale;
   float keep_scale;  // 1 / (1 - p)
@@ -30,7 +30,8 @@ constexpr int kThreads = kRows<T, kWidth> / kWarpRows * kWarp;
 template <typename T, int kWidth>
 struct BwdTiles {
   Tile<T, kRows<T, kWidth>, kWidth> q, dout, out, k, v;
-  float lse[kRows<T, kWidth>], rowsum[kRows<T, kWidth>];  // lse * log2(e) or lse, D
+  PreparedLse<T> lse[kRows<T, kWidth>];
+  float rowsum[kRows<T, kWidth>];  // D
   Keep<kRows<T, kWidth>> keep;
   Plan plan;
 };
@@ -65,8 +66,7 @@ __device__ __forceinline__ void sum_rows(BwdTiles<T, kWidth>& tiles, const BwdPa
       if (p.dropout.threshold > 0) keep = tiles.keep[row][chunk / 32] >> chunk % 32;
 #pragma unroll
       for (int n = 0; n < kChunk / 8; ++n) {
-        const float probability =
-            Base<T>::exp(fmaf(s[n][i], p.scale * Base<T>::kLogE, -tiles.lse[row]));
+        const float probability = probability_of(s[n][i], p.scale * Base<T>::kLogE, tiles.lse[row]);
         const bool kept = keep >> (n * 8 + lane_column() + i % 2) & 1u;
         rowsum[i / 2] += kept ? probability * dp[n][i] : 0.0f;
       }
@@ -97,12 +97,12 @@ __device__ __forceinline__ void load_queries(BwdTiles<T, kWidth>& tiles, const B
   const int warp_row = threadIdx.x / kWarp * kWarpRows;
   const int row = warp_row + threadIdx.x % kWarpRows;
   const int position = row & (unit.slot() - 1), head = row >> unit.shift;
-  float lse = INFINITY;
+  Lse<T> lse = INFINITY;
   if (position < length && head < unit.heads) {
     lse = p.lse[static_cast<int64_t>(first + position) * p.work.heads + unit.head + head];
   }
   draw(tiles.keep, tiles.plan, p.dropout, p.work, unit, start_q, start_k);
-  tiles.lse[row] = lse * Base<T>::kLogE;
+  tiles.lse[row] = prepared(lse);
   cp_async_wait_all();
   __syncthreads();
 

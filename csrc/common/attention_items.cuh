@@ -135,8 +135,9 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
 // What backward reads of every query, by head.
 struct OfQueries {
   Tensor memory;
-  const float* lse;     // [H, Tq], times log2(e) in 16 bits
-  const float* rowsum;  // [H, Tq]: D = (1 - p) rowsum(dO * O)
+  const float* lse;      // [H, Tq], times log2(e) in 16 bits
+  const float* lse_low;  // [H, Tq]: what lse lacks; only in float32
+  const float* rowsum;   // [H, Tq]: D = (1 - p) rowsum(dO * O)
 };
 
 // Computes it, and zeroes the counters of turns [turns].

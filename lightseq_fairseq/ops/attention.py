@@ -33,7 +33,7 @@ Attended = tuple[Annotated[Tensor, "out"], Annotated[Tensor, "lse"]]
 
 
 class AttentionFwd(NamedTuple):
-    """(out [Tq, H, D] contiguous, lse [Tq, H] float32 (float64 for float64)).
+    """(out [Tq, H, D] contiguous, lse [Tq, H] float32, but float64 for float32 and float64).
 
     q: [Tq, H, D]; k, v: [Tk, H, D]; rows may be strided (views of a wider GEMM's output).
     cu_q, cu_k: int32 [B + 1], first row of each sentence, then the end of the last. A sentence may
@@ -82,11 +82,11 @@ class AttentionFwd(NamedTuple):
 
     def shape(self) -> Attended:
         q = self.q
-        return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=work_dtype(q))
+        return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_lse_dtype(q))
 
     def reference(self) -> Attended:
         q, k, v, cu_q, cu_k, max_q, max_k = self[:7]
-        (rows, heads, width), dtype = q.shape, work_dtype(q)
+        (rows, heads, width), dtype = q.shape, _lse_dtype(q)
         if min(q.numel(), k.numel(), max_q, max_k) == 0:
             return q.new_zeros(q.shape), q.new_zeros((rows, heads), dtype=dtype)
         tokens_q, tokens_k = padded_tokens(cu_q, max_q), padded_tokens(cu_k, max_k)
@@ -101,7 +101,7 @@ class AttentionFwd(NamedTuple):
         probabilities = scores.sub_(largest).exp_()
         total = probabilities.sum(-1, keepdim=True)
         probabilities.div_(total)
-        padded_lse = largest.add_(total.log_()).view(-1)
+        padded_lse = largest.to(dtype).add_(total.to(dtype).log_()).view(-1)
         if self.p > 0:
             _drop(self, probabilities, tokens_q, out=probabilities)
 
@@ -158,7 +158,7 @@ class AttentionBwd(NamedTuple):
         ):
             check_tensor(op, name, x, like.shape, (q.dtype,), q)
             check_rows(op, name, x)
-        check_tensor(op, "lse", self.lse, q.shape[:2], (work_dtype(q),), q)
+        check_tensor(op, "lse", self.lse, q.shape[:2], (_lse_dtype(q),), q)
 
     def reference(self) -> None:
         forward = self.forward
@@ -177,10 +177,16 @@ class AttentionBwd(NamedTuple):
         # lse = inf makes the probabilities of padded queries 0, so that they add nothing to dk, dv.
         is_padding = torch.arange(max_q, device=q.device) >= cu_q.diff()[:, None]
         padded_lse = self.lse[tokens_q].masked_fill_(is_padding[..., None], torch.inf)
+        padded_lse = padded_lse.transpose(1, 2)[..., None]
+        high = padded_lse.to(queries.dtype)
         scores = queries.new_empty((len(cu_q) - 1, heads, max_q, max_k))
-        torch.sub(_hidden(forward), padded_lse.transpose(1, 2)[..., None], out=scores)
+        torch.sub(_hidden(forward), high, out=scores)
         probabilities = scores.view(-1, max_q, max_k)
-        probabilities.baddbmm_(queries, keys.transpose(1, 2), alpha=scale).exp_()
+        probabilities.baddbmm_(queries, keys.transpose(1, 2), alpha=scale)
+        if q.dtype == torch.float32:
+            low = (padded_lse - high).nan_to_num_(0.0)  # inf - inf in padding
+            scores.sub_(low.float())
+        probabilities.exp_()
         kept = probabilities
         if self.p > 0:
             kept = torch.empty_like(probabilities)
@@ -205,6 +211,12 @@ class AttentionBwd(NamedTuple):
 
 
 attention_bwd = define("attention_bwd", AttentionBwd)
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    """The dtype of lse. A float32 of 4 to 8 has an error of up to 2^-22, which all probabilities of
+    the row would share: much for float32, little for 16 bits."""
+    return torch.float32 if q.element_size() == 2 else torch.float64
 
 
 def _product(left: Tensor, right: Tensor, into: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class _Inputs:
         for more_fwd, more_bwd in systems:
             fwd, bwd = {**fwd, **more_fwd}, {**bwd, **more_bwd}
         rows, q, k = len(self.queries.index), self.q.nbytes, self.k.nbytes
-        lse = 4 * rows * self.heads
+        lse = (8 if self.q.dtype == torch.float32 else 4) * rows * self.heads
         # Backward need not read out: rowsum(P * dP), computed on the chip, is rowsum(dO * O).
         yield Case(f"attention_fwd.{shape}/T{rows}", 2 * q + 2 * k + lse, fwd)
         yield Case(f"attention_bwd.{shape}/T{rows}", 3 * q + 4 * k + lse, bwd)

@@ -187,6 +187,7 @@ def test_large_scores(scale):
     case = Case(CROSS, dtype=torch.float32)
     case.q *= scale
     out, lse = case.fwd()
+    assert lse.dtype == torch.float64
     expected = exact.loop()
     for ours, theirs in zip((out, lse, *case.bwd(out, lse)), expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5 * scale)
