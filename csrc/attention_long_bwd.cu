@@ -246,8 +246,7 @@ __device__ __forceinline__ void prepare(const BwdParams& p, BwdTiles<kWidth>& ti
         }
         fence_proxy_async();
       }
-      __syncwarp();
-      if (lane == 0) tiles.full[stage.index].arrive();
+      tiles.full[stage.index].arrive();
     }
   }
 }
@@ -540,7 +539,7 @@ __global__ __launch_bounds__(kLongThreads, 1) void attention_long_bwd_kernel(
     }
     for (int i = 0; i < 2; ++i) {
       tiles.loaded[i].init(1);
-      tiles.full[i].init(2);
+      tiles.full[i].init(2 * kWarp);
       tiles.empty[i].init(kConsumerWarps * kWarp);
     }
     tiles.turn.init(1);

@@ -134,15 +134,16 @@ def results(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
 
 
 def in_float32(name: str, arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
-    """Kernels do not support float64, except for the scalars of a step."""
-    float64 = torch.float64 if name == "update_scalars" else torch.float32
+    """Kernels do not support float64, except for the scalars of a step and attention's lse."""
+    in_float64 = {"update_scalars": range(len(arguments)), "attention_bwd": (5,)}.get(name, ())
 
     def moved(place: int, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         if place == OF_THE_HOST.get(name):
             return x.pin_memory() if device == "cuda" else x
-        there = x.to(device, float64 if x.dtype == torch.float64 else x.dtype)
+        is_float32 = x.dtype == torch.float64 and place not in in_float64
+        there = x.to(device, torch.float32 if is_float32 else x.dtype)
         # Boundaries from unknown code are read once, which waits: see
         # tests/ops/test_attention_cuda.py.
         return trust_boundaries(there, 8, 5) if x is CU else there
