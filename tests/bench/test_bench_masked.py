@@ -353,7 +353,7 @@ def test_graph_computes_what_the_model_computes(name: str, system: str) -> None:
     has_pads = not case.block
     network = build(case.shape, 51, case.block, has_pads).to("cuda", torch.bfloat16).eval()
     gradients, weights = compiled.Gradients(network), list(network.parameters())
-    with sdpa_kernel(compiled.fastest_backend(case)):
+    with sdpa_kernel(compiled.fastest_backend(case, compiled.mask_of(case, system))):
         for lengths in ([128] * 4, [128] * 4) if case.block else ([300], [211], [20]):
             given = samples(lengths)
             batch = masked_batches.padded_rows(given, case.longest)

@@ -44,6 +44,7 @@ from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
     PAD,
     build,
     fastest_backend,
+    half_pads,
 )
 from lightseq_fairseq.cli.start.launch import no_workers_left
 
@@ -239,11 +240,20 @@ def train(
         feed = batches(data, case, workers)
     attention: AbstractContextManager[None] = nullcontext()
     if gpu and (case.block or (case.shape.is_masked and system != "torch_compile")):
-        backend = fastest_backend(case)
+        backend = fastest_backend(case, mask_of(case, system))
         print(f"fastest backend of attention: {backend.name}", flush=True)
         attention = sdpa_kernel(backend)
     with attention:
         _train(gradients, update, feed, updates, meter)
+
+
+def mask_of(case: Case, system: str) -> Tensor | None:
+    """A mask as attention gets it on a GPU; None if it gets none."""
+    mask = None if case.block else half_pads(case)
+    if system == "transformers":  # compiled, it makes one without pads, too, and for every query
+        every = torch.ones(case.blocks, 1, 1, case.longest, dtype=torch.bool, device="cuda")
+        mask = (every if mask is None else mask).repeat(1, 1, case.longest, 1)
+    return mask
 
 
 def drawn(data: Path, case: Case, system: str, count: int, workers: int) -> list[Batch]:

@@ -54,35 +54,38 @@ def block_attention(
 ) -> Tensor:
     """Attention within blocks: q [B, L, H, C / H] -> same shape.
 
-    mask: bool [B, 1, 1, L], the keys that are no pads.
+    mask: bool [B, 1, 1 or L, L], the keys that are no pads.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = functional.scaled_dot_product_attention(q, k, v, mask, p, causal)
     return out.transpose(1, 2)
 
 
-def fastest_backend(case: Case) -> SDPBackend:
+def fastest_backend(case: Case, mask: Tensor | None = None) -> SDPBackend:
     """The kernels that run the attention of this case in the least time, forward and backward.
 
-    Kernels that lack its dropout, its sizes or its mask do not take part.
+    Kernels that lack its dropout, its sizes or this mask of `block_attention` do not take part.
     """
     milliseconds = {}
     for backend in BACKENDS:
         with sdpa_kernel(backend):
             try:
-                milliseconds[backend] = _attention_ms(case)
+                milliseconds[backend] = _attention_ms(case, mask)
             except RuntimeError:
                 continue
     return min(milliseconds, key=lambda backend: milliseconds[backend])
 
 
-def _attention_ms(case: Case, warm_up: int = 3, runs: int = 20) -> float:
+def half_pads(case: Case) -> Tensor:
+    """The mask of `block_attention` on a GPU if half of the tokens are pads."""
+    mask = torch.arange(case.longest, device="cuda") < case.longest / 2
+    return mask.expand(case.blocks, 1, 1, -1).contiguous()
+
+
+def _attention_ms(case: Case, mask: Tensor | None, warm_up: int = 3, runs: int = 20) -> float:
     """The time of `block_attention` and its backward pass on a GPU, in milliseconds."""
-    shape, mask = case.shape, None
+    shape = case.shape
     sizes = case.blocks, case.longest, 3, shape.heads, shape.width // shape.heads
-    if not case.block:  # half of the tokens are pads
-        mask = torch.arange(case.longest, device="cuda") < case.longest / 2
-        mask = mask.expand(case.blocks, 1, 1, -1).contiguous()
     qkv = torch.randn(sizes, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for number in range(warm_up + runs):
