@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightseq_fairseq.cli.benchmark.train import corpus, masked_batches
 from lightseq_fairseq.cli.benchmark.train.batches import Batch, Blocks, Pairs
@@ -242,7 +242,8 @@ def train(
     if gpu and (case.block or (case.shape.is_masked and system != "torch_compile")):
         backend = fastest_backend(case, mask_of(case, system))
         print(f"fastest backend of attention: {backend.name}", flush=True)
-        attention = sdpa_kernel(backend)
+        # While torch.compile traces, cuDNN takes no mask: then the other kernels do.
+        attention = sdpa_kernel([backend, SDPBackend.EFFICIENT_ATTENTION], set_priority=True)
     with attention:
         _train(gradients, update, feed, updates, meter)
 
