@@ -14,6 +14,7 @@ TRAINING = {
     "t2t_big/4096/bf16": "training big, 4096",
     "t2t_big/16384/bf16": "training big, 16384",
     "base/4096/bf16": "training base, 4096",
+    "gpt2_124m/1024x32/bf16": "training GPT-2, 32 x 1024",
 }
 TRANSLATION = {
     "t2t_big/btokens/beam4/bf16": "translating a test set",
