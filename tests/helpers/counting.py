@@ -18,6 +18,8 @@ from fairseq.dataclass.configs import GenerationConfig
 from helpers.parity import LS, NATIVE, TEXT, command_line
 from torch import Tensor
 
+from lightseq_fairseq.training.background import WRITER
+
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "and"]
 LIMIT = 40  # positions of the model
 FLAGS: dict[str, Any] = {
@@ -94,6 +96,7 @@ def toy() -> Toy:
     trainer.consolidate_optimizer()
     path = folder / "ours.pt"
     trainer.save_checkpoint(str(path), {})
+    WRITER.finish()  # the file is written in a thread
     native = task.build_model(parity.parse(command_line(folder, NATIVE, **FLAGS)).model)
     native.load_state_dict(model.state_dict(), strict=True)
     return Toy(folder, task, model.eval(), native.eval(), path)

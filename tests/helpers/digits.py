@@ -17,6 +17,8 @@ from fairseq.dataclass.configs import GenerationConfig
 from helpers.parity import LS, NATIVE, command_line
 from torch import Tensor
 
+from lightseq_fairseq.training.background import WRITER
+
 SENTENCES = 200
 DIGITS = (
     ["null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun"],
@@ -98,6 +100,7 @@ def toy() -> Toy:
             trainer.train_step(next(batches))
         trainer.consolidate_optimizer()
         trainer.save_checkpoint(str(path), {})
+    WRITER.finish()  # files are written in a thread
     native = task.build_model(parity.parse(command_line(folder, NATIVE, **TOY)).model)
     native.load_state_dict(model.state_dict(), strict=True)
     return Toy(folder, task, model.eval(), native.eval(), paths)
