@@ -197,7 +197,8 @@ def test_the_launcher_says_so(
          "--disable-validation", "--log-interval", "1", "--save-interval", "1000000",
          "--num-workers", "1"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},  # so each process has several threads
+        # Two threads of OpenMP, so that each process has several threads.
+        env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONFAULTHANDLER": "1"},
     )  # fmt: skip
     try:
         assert process.stdout is not None
@@ -208,7 +209,12 @@ def test_the_launcher_says_so(
                               "--save-dir", tmp_path / "save", *cli_runs.SMALL)  # fmt: skip
         # To all processes, as batch systems do, or only to the first one.
         os.killpg(process.pid, number) if to_all else process.send_signal(number)
-        _, complaint = process.communicate(timeout=100)
+        try:
+            _, complaint = process.communicate(timeout=100)
+        except subprocess.TimeoutExpired:  # seen once in thousands of runs: show who hangs, where
+            tree = subprocess.run(["ps", "-ef", "--forest"], capture_output=True, text=True).stdout
+            os.killpg(process.pid, signal.SIGABRT)  # faulthandler writes the stacks of all threads
+            pytest.fail(f"hangs: {process.communicate(timeout=20)[1]}\n{tree}")
     finally:
         process.kill()
     assert process.returncode == 128 + number, complaint
