@@ -539,6 +539,7 @@ __global__ __launch_bounds__(kLongThreads, 1) void attention_long_bwd_kernel(
     }
     for (int i = 0; i < 2; ++i) {
       tiles.loaded[i].init(1);
+      // All lanes that write or read arrive: an arrival orders only the accesses of its own lane.
       tiles.full[i].init(2 * kWarp);
       tiles.empty[i].init(kConsumerWarps * kWarp);
     }

@@ -85,9 +85,8 @@ def test_both_systems_learn_the_same_and_continue_a_prompt(tmp_path: Path) -> No
     assert {row["system"]: row["updates"] for row in rows} == dict.fromkeys(SYSTEMS, UPDATES)
     perplexities = [row["perplexity"] for row in rows]
     assert perplexities[0] == pytest.approx(perplexities[1], rel=0.01)
-    # It was 1013 when this test was written, and 1331 with Debian's Python, which has fewer files.
-    # Equal probabilities of all tokens have 1768.
-    assert max(perplexities) < 1500
+    # It was 1013 when this test was written. Equal probabilities of all tokens have 1768.
+    assert max(perplexities) < 1200
 
     for folder in folders:
         continued = (folder / "continued.txt").read_text(encoding="utf-8")
