@@ -252,8 +252,8 @@ def mask_of(case: Case, system: str) -> Tensor | None:
     """A mask as attention gets it on a GPU; None if it gets none."""
     mask = None if case.block else half_pads(case)
     if system == "transformers":  # compiled, it makes one without pads, too, and for every query
-        every = torch.ones(case.blocks, 1, 1, case.longest, dtype=torch.bool, device="cuda")
-        mask = (every if mask is None else mask).repeat(1, 1, case.longest, 1)
+        no_pads = torch.ones(case.blocks, 1, 1, case.longest, dtype=torch.bool, device="cuda")
+        mask = (no_pads if mask is None else mask).repeat(1, 1, case.longest, 1)
     return mask
 
 
