@@ -9,6 +9,10 @@
 //   bytes moved          forward x and y; backward dy, x (not for identity) and dx
 //   determinism          the order of dbias' sums depends only on the sizes
 //
+// linear_activation_fwd.cu and activation_linear_bwd.cu do the same next to a product. If they
+// cannot do it in the product's kernel, they call these kernels: forward, which then also writes
+// the derivative of y, and backward, which then reads that instead of x.
+//
 // A warp processes 256 columns, eight per lane, and iterates over rows. So the bias and the lane's
 // part of dbias stay in registers. The loads of several rows are in flight. The warps of a block
 // have the same columns and different rows; at the end they add their parts of dbias.
@@ -24,14 +28,13 @@
 #include <optional>
 #include <string>
 
-#include "common/backward.h"
+#include "common/activation.cuh"
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/columns.cuh"
-#include "common/exp2.cuh"
 #include "common/launch.cuh"
-#include "common/nan.cuh"
 #include "common/occupancy.h"
+#include "common/ops.h"
 #include "common/optional.h"
 #include "common/reduce.cuh"
 
@@ -51,83 +54,29 @@ constexpr int kFwdBlocks = 2;
 constexpr int kFwdBlocks = 4;
 #endif
 constexpr int kBwdBlocks = 3;
+constexpr int kSlopeBlocks = std::min(kFwdBlocks, kBwdBlocks);
 constexpr int64_t kMaxGridY = 65535;
 
-enum class Activation { kIdentity, kRelu, kGelu, kGeluAccurate };
-
-constexpr float kSqrtHalf = 0.70710678118654752f;       // 1 / sqrt(2)
-constexpr float kSqrtTwoOverPi = 0.79788456080286536f;  // sqrt(2 / pi)
-constexpr float kGeluCubic = 0.044715f;
-
-// Has the accuracy of exp2_approximate.
-__device__ __forceinline__ float reciprocal_approximate(float x) {
-  asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
-  return x;
-}
-
-// The probability that a standard normal variable exceeds |v|.
-//
-// For 16-bit types, computing gelu with erff would take longer than its memory accesses. So these
-// types use 2^polynomial(|v|), fitted to log2 of the probability on [0, 7]. Its relative error is
-// below 6e-6 up to |v| = 4 and below 4e-5 up to 5.5; float16 resolves 5e-4. For larger |v| it
-// falls to 0.
-template <typename T>
-__device__ __forceinline__ float normal_tail(float v) {
-  const float a = fabsf(v);
-  if constexpr (sizeof(T) == sizeof(float)) return 0.5f - 0.5f * erff(a * kSqrtHalf);
-  float log2 = -1.68377596e-6f;
-  log2 = fmaf(log2, a, 5.90210802e-5f);
-  log2 = fmaf(log2, a, -9.13685828e-4f);
-  log2 = fmaf(log2, a, 8.45482573e-3f);
-  log2 = fmaf(log2, a, -5.38768210e-2f);
-  log2 = fmaf(log2, a, -0.458524436f);
-  log2 = fmaf(log2, a, -1.15123546f);
-  log2 = fmaf(log2, a, -0.999995947f);
-  return exp2_approximate(log2);
-}
-
-// gelu_accurate(v) = v (1 + tanh(u)) / 2 = v * sigmoid(2u) = v / (1 + exp(-2u)). Returns exp(-2u),
-// with a bound on the exponent: the derivative needs a finite value.
-__device__ __forceinline__ float exponential_of_gelu(float v) {
-  const float u = v * fmaf(kSqrtTwoOverPi * kGeluCubic, v * v, kSqrtTwoOverPi);
-  return exp2_approximate(fminf(-2.0f * kLog2E * u, 126.0f));
-}
-
-// For |v| > kFar, in every float type, gelu is v or 0 and its derivative is 1 or 0. Bounding v
-// there avoids infinity * 0.
-constexpr float kFar = 128.0f;
-
-template <typename T, Activation kActivation>
-__device__ __forceinline__ float activate(float v) {
-  if constexpr (kActivation == Activation::kRelu) return relu(v);
-  if constexpr (kActivation == Activation::kGelu) {
-    return relu(v) - at_most(fabsf(v), kFar) * normal_tail<T>(v);
-  }
-  if constexpr (kActivation == Activation::kGeluAccurate) {
-    v = at_least(v, -kFar);
-    return v * reciprocal_approximate(1.0f + exponential_of_gelu(v));
-  }
-  return v;
-}
-
 // dy times the derivative of the activation at v.
-template <typename T, Activation kActivation>
-__device__ __forceinline__ float differentiate(float dy, float v) {
-  if constexpr (kActivation == Activation::kRelu) return v <= 0.0f ? 0.0f : dy;
-  v = at_least(at_most(v, kFar), -kFar);
-  if constexpr (kActivation == Activation::kGelu) {
-    const float tail = normal_tail<T>(v);
-    const float density = exp2_approximate(-0.5f * kLog2E * v * v);  // times sqrt(2 pi)
-    return dy * fmaf(0.5f * kSqrtTwoOverPi * v, density, v < 0.0f ? tail : 1.0f - tail);
+template <Activation kActivation>
+struct Derivative {
+  static constexpr bool kReadsX = kActivation != Activation::kIdentity;
+  template <typename T>
+  __device__ __forceinline__ static float times(float dy, float v) {
+    // Selects: zero times infinity would be NaN.
+    if constexpr (kActivation == Activation::kRelu) return v <= 0.0f ? 0.0f : dy;
+    return dy * activate<T, kActivation>(v).slope;
   }
-  if constexpr (kActivation == Activation::kGeluAccurate) {
-    const float exponential = exponential_of_gelu(v);
-    const float s = reciprocal_approximate(1.0f + exponential);
-    const float du = fmaf(3.0f * kSqrtTwoOverPi * kGeluCubic, v * v, kSqrtTwoOverPi);
-    return dy * fmaf(2.0f * v * du, s * s * exponential, s);
+};
+
+// The same if x is the derivative.
+struct GivenDerivative {
+  static constexpr bool kReadsX = true;
+  template <typename T>
+  __device__ __forceinline__ static float times(float dy, float slope) {
+    return dy * slope;
   }
-  return dy;
-}
+};
 
 template <typename T>
 struct Params {
@@ -135,23 +84,12 @@ struct Params {
   const T* x;
   const T* bias;              // null: none
   T* output;                  // y or dx
+  T* slope = nullptr;         // forward only: the derivative of y; may be x
   float* partials = nullptr;  // [gridDim.y, columns] column sums of dx; null: do not compute
   int64_t dy_stride = 0, x_stride;
   int64_t rows, columns;
   DropoutFactors dropout;
 };
-
-// Without a bias the values are -0: adding -0 changes no number, not even the sign of a zero.
-template <typename T>
-__device__ __forceinline__ void load_bias(const T* bias, int64_t column,
-                                          float (&values)[kColumnsPerDraw]) {
-#pragma unroll
-  for (int e = 0; e < kColumnsPerDraw; ++e) values[e] = -0.0f;
-  if (bias == nullptr) return;
-  Columns<T> packed;
-  packed.load(bias + column);
-  packed.unpack(values);
-}
 
 // A block processes kUnroll * kWarps adjacent rows at a time; each warp has every kWarps-th row.
 template <int kUnroll>
@@ -178,8 +116,8 @@ __device__ __forceinline__ void draw_rows(const DropoutFactors& dropout, const R
   for (int u = 0; u < kUnroll; ++u) keep[u] = dropout.draw(rng, row + u * kWarps, group);
 }
 
-template <typename T, Activation kActivation, int kUnroll>
-__global__ void __launch_bounds__(kWarp* kWarps, kFwdBlocks)
+template <typename T, Activation kActivation, bool kSlope, int kUnroll>
+__global__ void __launch_bounds__(kWarp* kWarps, kSlope ? kSlopeBlocks : kFwdBlocks)
     bias_activation_dropout_fwd_kernel(Params<T> p) {
   const int64_t group = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   const int64_t column = group * kColumnsPerDraw;
@@ -191,6 +129,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, kFwdBlocks)
     const int left = rows_left<kUnroll>(p.rows, row);
     const T* const x_row = p.x + row * p.x_stride + column;
     T* const y_row = p.output + row * p.columns + column;
+    T* const slope_row = p.slope + row * p.columns + column;
     Columns<T> x[kUnroll] = {};
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -200,21 +139,19 @@ __global__ void __launch_bounds__(kWarp* kWarps, kFwdBlocks)
     draw_rows(p.dropout, rng, row, group, keep);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      float y[kColumnsPerDraw];
-      x[u].unpack(y);
-#pragma unroll
-      for (int e = 0; e < kColumnsPerDraw; ++e) y[e] = activate<T, kActivation>(y[e] + bias[e]);
-      p.dropout.apply(keep[u], y);
-      x[u].pack(y);
-      if (u * kWarps < left) x[u].store(y_row + u * kWarps * p.columns);
+      Columns<T> y, slope;
+      activate_columns<T, kActivation>(x[u], bias, p.dropout, keep[u], y, slope);
+      if (u * kWarps >= left) continue;
+      y.store(y_row + u * kWarps * p.columns);
+      if constexpr (kSlope) slope.store(slope_row + u * kWarps * p.columns);
     }
   }
 }
 
-template <typename T, Activation kActivation, int kUnroll>
+template <typename T, typename TDerivative, int kUnroll>
 __global__ void __launch_bounds__(kWarp* kWarps, kBwdBlocks)
     bias_activation_dropout_bwd_kernel(Params<T> p) {
-  constexpr bool kReadsX = kActivation != Activation::kIdentity;
+  constexpr bool kReadsX = TDerivative::kReadsX;
   const int64_t group = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   const int64_t column = group * kColumnsPerDraw;
   const int64_t rows = column < p.columns ? p.rows : 0;
@@ -245,7 +182,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBwdBlocks)
       p.dropout.apply(keep[u], dx);
 #pragma unroll
       for (int e = 0; e < kColumnsPerDraw; ++e) {
-        dx[e] = differentiate<T, kActivation>(dx[e], before[e] + bias[e]);
+        dx[e] = TDerivative::template times<T>(dx[e], before[e] + bias[e]);
         dbias[e] += dx[e];
       }
       dy[u].pack(dx);
@@ -270,33 +207,10 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBwdBlocks)
   p.partials[blockIdx.y * p.columns + target] = sum;
 }
 
-Activation activation_of(const char* op, const std::string& name) {
-  if (name == "identity") return Activation::kIdentity;
-  if (name == "relu") return Activation::kRelu;
-  if (name == "gelu") return Activation::kGelu;
-  require(name == "gelu_accurate", op, ": activation must be identity, relu, gelu or gelu_accurate",
-          ", got ", name);
-  return Activation::kGeluAccurate;
-}
-
 void check_inputs(const char* op, const Tensor& x, const std::optional<Tensor>& bias) {
   require(x.dim() == 2, op, ": x must have two dimensions");
   check_rows(op, "x", x);
   check_optional_rows(op, "bias", bias);
-}
-
-template <typename Function>
-void dispatch_activation(Activation activation, Function&& function) {
-  switch (activation) {
-    case Activation::kIdentity:
-      return function(std::integral_constant<Activation, Activation::kIdentity>{});
-    case Activation::kRelu:
-      return function(std::integral_constant<Activation, Activation::kRelu>{});
-    case Activation::kGelu:
-      return function(std::integral_constant<Activation, Activation::kGelu>{});
-    case Activation::kGeluAccurate:
-      return function(std::integral_constant<Activation, Activation::kGeluAccurate>{});
-  }
 }
 
 // Rows in flight per thread: 64 bytes of each tensor in forward, 32 bytes in backward.
@@ -305,11 +219,9 @@ constexpr int kFwdUnroll = 8 / sizeof(T);
 template <typename T>
 constexpr int kBwdUnroll = 4 / sizeof(T);
 
-Tensor bias_activation_dropout_fwd(const Tensor& x, std::optional<Tensor> bias,
-                                   std::string activation, double p, const Tensor& rng,
-                                   int64_t site) {
-  const char* const op = "bias_activation_dropout_fwd";
-  const Activation which = activation_of(op, activation);
+// slope: where the derivative of y is written, or null.
+Tensor forward(const char* op, const Tensor& x, const std::optional<Tensor>& bias,
+               Activation activation, const DropoutFactors& dropout, const Tensor* slope) {
   check_inputs(op, x, bias);
   Tensor y = allocate(x, {x.size(0), x.size(1)});
   if (y.numel() == 0) return y;
@@ -322,16 +234,25 @@ Tensor bias_activation_dropout_fwd(const Tensor& x, std::optional<Tensor> bias,
     const Params<T> params{.x = data_of<T>(x),
                            .bias = data_of<T>(bias),
                            .output = static_cast<T*>(y.mutable_data_ptr()),
+                           .slope = slope == nullptr ? nullptr : output_of<T>(*slope),
                            .x_stride = x.stride(0),
                            .rows = x.size(0),
                            .columns = x.size(1),
-                           .dropout = DropoutFactors(rng.const_data_ptr<int64_t>(), site, p)};
+                           .dropout = dropout};
     const dim3 grid(blocks_for(params.columns, kColumnsPerBlock),
                     std::min(kMaxGridY, blocks_for(params.rows, kRows)));
-    dispatch_activation(which, [&](auto chosen) {
+    const auto start = [&](auto kernel) {
       launch(
           {.op = op, .grid = grid, .block = dim3(kWarp, kWarps), .stream = current_stream(device)},
-          bias_activation_dropout_fwd_kernel<T, chosen.value, kFwdUnroll<T>>, params);
+          kernel, params);
+    };
+    dispatch_activation(activation, [&](auto chosen) {
+      if constexpr (has_slope(chosen.value)) {
+        if (slope != nullptr) {
+          return start(bias_activation_dropout_fwd_kernel<T, chosen.value, true, kFwdUnroll<T>>);
+        }
+      }
+      start(bias_activation_dropout_fwd_kernel<T, chosen.value, false, kFwdUnroll<T>>);
     });
   });
   return y;
@@ -339,7 +260,7 @@ Tensor bias_activation_dropout_fwd(const Tensor& x, std::optional<Tensor> bias,
 
 struct Backward {
   std::optional<Tensor> bias;
-  Activation activation;
+  std::optional<Activation> activation;  // none: x is the derivative
   DropoutFactors dropout;
   std::optional<Tensor> dbias;
   std::optional<Tensor> parameter;  // the parameter whose NaN shall appear in dbias, or none
@@ -379,10 +300,15 @@ Tensor backward(const char* op, const Tensor& dy, const Tensor& x, const Backwar
           .columns = columns,
           .dropout = p.dropout};
       const dim3 grid(over_columns, blocks);
-      dispatch_activation(p.activation, [&](auto chosen) {
+      const auto start = [&](auto derivative) {
         launch({.op = op, .grid = grid, .block = dim3(kWarp, kWarps), .stream = stream},
-               bias_activation_dropout_bwd_kernel<T, chosen.value, kBwdUnroll<T>>, params);
-      });
+               bias_activation_dropout_bwd_kernel<T, decltype(derivative), kBwdUnroll<T>>, params);
+      };
+      if (p.activation.has_value()) {
+        dispatch_activation(*p.activation, [&](auto chosen) { start(Derivative<chosen.value>{}); });
+      } else {
+        start(GivenDerivative{});
+      }
     }
     if (p.dbias.has_value()) add_partials(partials, gradients, p.accumulate, stream);
   });
@@ -402,24 +328,42 @@ Tensor bias_activation_dropout_bwd(const Tensor& dy, const Tensor& x, std::optio
                    .accumulate = accumulate});
 }
 
+}  // namespace
+
+Tensor bias_activation_dropout_fwd(const Tensor& x, std::optional<Tensor> bias,
+                                   std::string activation, double p, const Tensor& rng,
+                                   int64_t site) {
+  const char* const op = "bias_activation_dropout_fwd";
+  return forward(op, x, bias, activation_of(op, activation),
+                 DropoutFactors(rng.const_data_ptr<int64_t>(), site, p), nullptr);
+}
+
+Tensor replace_by_slope(const char* op, const Tensor& z, Activation activation,
+                        const DropoutFactors& dropout) {
+  return forward(op, z, std::nullopt, activation, dropout, &z);
+}
+
+Tensor activation_bwd(const char* op, const Tensor& dy, const Tensor& x,
+                      const std::optional<Tensor>& slope, float scale, std::optional<Tensor> dbias,
+                      const std::optional<Tensor>& bias, bool accumulate) {
+  DropoutFactors nothing_drops(nullptr, 0, 0.0);
+  if (!slope.has_value()) nothing_drops.scale = scale;
+  return backward(
+      op, dy, slope.value_or(x),
+      {.bias = std::nullopt,
+       .activation = slope.has_value() ? std::nullopt : std::optional(Activation::kRelu),
+       .dropout = nothing_drops,
+       .dbias = dbias,
+       .parameter = bias,
+       .accumulate = accumulate});
+}
+
+namespace {
+
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
   m.impl("bias_activation_dropout_fwd", TORCH_BOX(&bias_activation_dropout_fwd));
   m.impl("bias_activation_dropout_bwd", TORCH_BOX(&bias_activation_dropout_bwd));
 }
 
 }  // namespace
-
-Tensor relu_bwd(const Tensor& dy, const Tensor& x, float scale, std::optional<Tensor> dbias,
-                const std::optional<Tensor>& bias, bool accumulate) {
-  DropoutFactors nothing_drops(nullptr, 0, 0.0);
-  nothing_drops.scale = scale;
-  return backward("relu_linear_bwd", dy, x,
-                  {.bias = std::nullopt,
-                   .activation = Activation::kRelu,
-                   .dropout = nothing_drops,
-                   .dbias = dbias,
-                   .parameter = bias,
-                   .accumulate = accumulate});
-}
-
 }  // namespace lightseq

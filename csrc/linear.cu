@@ -31,13 +31,13 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include "common/backward.h"
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/launch.cuh"
 #include "common/linear_few_rows.h"
 #include "common/matmul.h"
 #include "common/occupancy.h"
+#include "common/ops.h"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 
@@ -201,6 +201,8 @@ void check_operands(const char* op, const Tensor& x, const Tensor& weight) {
   require(weight.numel() > 0, op, ": weight must not be empty");
 }
 
+}  // namespace
+
 // x [T, K], weight [N, K], bias [N] or none -> y [T, N]
 Tensor linear_fwd(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                   bool relu) {
@@ -229,8 +231,6 @@ Tensor linear_fwd(const Tensor& x, const Tensor& weight, const std::optional<Ten
   multiply_padded(product, tokens, n, stream);
   return y;
 }
-
-}  // namespace
 
 // dy [T, N], x [T, K], weight [N, K] -> dx [T, K] (empty unless need_dx). Writes dweight [N, K] and
 // dbias [N]: overwrites or accumulates. If onto [T, K] is given, adds dx to it.

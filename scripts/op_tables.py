@@ -13,7 +13,7 @@ Rows = list[dict[str, Any]]
 # Rows in the table: one number of tokens, and Adam's only size.
 OPS_SIZE, ADAM_SIZE = "T16384", "N217M"
 OPS_PLOT = "scripts/results/ops-h200.svg"
-PRODUCTS = "linear", "relu_linear"  # limited by arithmetic, not by memory; so is attention
+PRODUCTS = "linear", "activation_linear"  # limited by arithmetic, not by memory; so is attention
 PLOTTED = {"ours": ("lightseq-fairseq", OURS), "compile": ("torch.compile", OTHERS)}
 # Words for parts of names, in the plot; the table has the names of the code.
 WORDS = {

@@ -4,8 +4,8 @@
 // stops or skips the update, as in fairseq. Our kernels propagate NaN. The only exception is
 // cuBLASLt's ReLU epilogue, y = relu(x W^T + b), which turns NaN into 0. Then the NaN reappears in
 // backward: the gradient of y is 0 there, and 0 * NaN is NaN. A NaN in W appears in dx = dy W, a
-// NaN in x appears in dW = dy^T x. Nothing multiplies by b, so relu_linear_bwd writes a NaN of b to
-// db. Without backward, in validation and translation, the NaN may stay hidden.
+// NaN in x appears in dW = dy^T x. Nothing multiplies by b, so activation_linear_bwd writes a NaN
+// of b to db. Without backward, in validation and translation, the NaN may stay hidden.
 #pragma once
 
 #include <cuda_runtime.h>

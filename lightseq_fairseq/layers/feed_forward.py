@@ -36,33 +36,18 @@ class Activation:
     rng: Tensor
     site: int
 
-    @property
-    def is_in_product(self) -> bool:
-        """Whether the GEMM before it applies it in its epilogue: saves one pass over [T, F]."""
-        return self.name == "relu" and self.p == 0.0
-
-    @property
-    def sign_tells(self) -> bool:
-        """Whether backward needs only the output, not the input: the gradient is 0 where the output
-        is 0, by relu or by dropout."""
-        return self.name == "relu"
-
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, stream: Tensor | None, activation: Activation,
-                residual: Residual, *weights: Tensor) -> Any:  # fmt: skip
+                need_slope: bool, residual: Residual, *weights: Tensor) -> Any:  # fmt: skip
         w1, b1, w2, b2, gamma, beta = weights
         a = activation
-        if a.is_in_product:
-            h1, h2 = None, ops.linear_fwd(x, w1, b1, relu=True)
-        else:
-            h1 = ops.linear_fwd(x, w1, None)
-            h2 = ops.bias_activation_dropout_fwd(h1, b1, a.name, a.p, a.rng, a.site)
-        h3 = ops.linear_fwd(h2, w2, None)
+        h, slope = ops.linear_activation_fwd(x, w1, b1, a.name, a.p, a.rng, a.site, need_slope)
+        h3 = ops.linear_fwd(h, w2, None)
         saved, outputs = residual_norm_fwd(h3, b2, x if stream is None else stream,
                                            gamma, beta, residual)  # fmt: skip
-        ctx.save_for_backward(x, None if a.sign_tells else h1, h2, w1, b1, w2, b2, *saved)
+        ctx.save_for_backward(x, h, None if a.name == "relu" else slope, w1, b1, w2, b2, *saved)
         ctx.activation, ctx.residual, ctx.post_norm = activation, residual, stream is None
         ctx.set_materialize_grads(False)
         return outputs
@@ -70,22 +55,15 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
-        x, h1, h2, w1, b1, w2, b2, *saved = ctx.saved_tensors
+        x, h, slope, w1, b1, w2, b2, *saved = ctx.saved_tensors
         a = ctx.activation
         dh3, dresidual, closing = residual_norm_bwd(dstream, dy, b2, saved, ctx.residual)
         to_w1, to_others = gradients_for(w1), gradients_for(b1, w2)
         db1, dw2 = to_others.tensors
-        if a.sign_tells:
-            dh1 = ops.relu_linear_bwd(dh3, h2, w2, a.p, dw2, db1, to_others.accumulate, b1)
-        else:
-            dh2 = ops.linear_bwd(dh3, h2, w2, dw2, None, to_others.accumulate, True)
-            dh1 = ops.bias_activation_dropout_bwd(
-                dh2, h1, b1, a.name, p=a.p, rng=a.rng, site=a.site,
-                dbias=db1, accumulate=to_others.accumulate,
-            )  # fmt: skip
-        dx, dstream = input_gradients(ctx.post_norm, dresidual, dh1, x, w1, to_w1.tensors[0], None,
+        dz = ops.activation_linear_bwd(dh3, h, w2, slope, a.p, dw2, db1, to_others.accumulate, b1)
+        dx, dstream = input_gradients(ctx.post_norm, dresidual, dz, x, w1, to_w1.tensors[0], None,
                                       to_w1.accumulate)  # fmt: skip
-        return dx, dstream, None, None, *to_w1.handed(), *to_others.handed(), *closing
+        return dx, dstream, None, None, None, *to_w1.handed(), *to_others.handed(), *closing
 
 
 def feed_forward(
@@ -100,6 +78,6 @@ def feed_forward(
     Source: Vaswani et al. 2017, section 3.3; ``fairseq.modules.transformer_layer``.
     """
     return _FeedForward.apply(
-        x, stream, activation, residual, fc1.weight, fc1.bias, fc2.weight, fc2.bias,
-        *residual.parameters,
+        x, stream, activation, torch.is_grad_enabled(), residual,
+        fc1.weight, fc1.bias, fc2.weight, fc2.bias, *residual.parameters,
     )  # fmt: skip

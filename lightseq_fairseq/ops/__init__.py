@@ -27,7 +27,8 @@ from .dropout_residual_layer_norm import (
     dropout_residual_layer_norm_fwd,
 )
 from .bias_activation_dropout import bias_activation_dropout_bwd, bias_activation_dropout_fwd
-from .relu_linear import relu_linear_bwd
+from .linear_activation import linear_activation_fwd
+from .activation_linear import activation_linear_bwd
 from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_fwd_bwd
 from .column_sum import defer_column_sums, flush_column_sums
 from .beam_search import beam_candidates, beam_sample
@@ -54,7 +55,8 @@ __all__ = [
     "dropout_residual_layer_norm_bwd",
     "bias_activation_dropout_fwd",
     "bias_activation_dropout_bwd",
-    "relu_linear_bwd",
+    "linear_activation_fwd",
+    "activation_linear_bwd",
     "cross_entropy_fwd",
     "cross_entropy_bwd",
     "cross_entropy_fwd_bwd",

@@ -27,6 +27,20 @@ _APPROXIMATION = {"gelu": "none", "gelu_accurate": "tanh"}
 _FAR = 128.0  # beyond +-_FAR gelu(x) is x or 0, and its derivative 1 or 0
 
 
+def gelu(x: Tensor, activation: str, need_slope: bool) -> tuple[Tensor, Tensor]:
+    """gelu(x) and its derivative, which is EMPTY (numel 0) unless need_slope.
+
+    Infinities map to their limits; torch's formulas would multiply them by 0 (NaN).
+    """
+    approximation = _APPROXIMATION[activation]
+    near = x.clamp(-_FAR, _FAR)
+    y = torch.where(x > _FAR, x, functional.gelu(near, approximate=approximation))
+    slope = torch.ones_like(near) if need_slope else near.new_empty(0)
+    if need_slope:
+        torch.ops.aten.gelu_backward(slope, near, approximate=approximation, grad_input=slope)
+    return y, slope
+
+
 class BiasActivationDropoutFwd(NamedTuple):
     """y [T, F] = dropout(activation(x + bias)), in x's dtype.
 
@@ -62,9 +76,7 @@ class BiasActivationDropoutFwd(NamedTuple):
         if activation == "relu":
             y.relu_()
         elif activation != "identity":
-            # Infinities map to their limits; torch's formulas would multiply them by 0 (NaN).
-            near = functional.gelu(y.clamp(-_FAR, _FAR), approximate=_APPROXIMATION[activation])
-            y = torch.where(y > _FAR, y, near)
+            y, _ = gelu(y, activation, need_slope=False)
         if p > 0:
             for part, factor in dropout_factors(rng, site, x.shape, p, dtype):
                 y[part].mul_(factor)

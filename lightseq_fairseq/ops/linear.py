@@ -38,8 +38,8 @@ class LinearFwd(NamedTuple):
 
     def reference(self) -> Tensor:
         x, weight, bias, relu = self
-        product_bias = None if bias is None else _operand(bias)
-        y = functional.linear(_operand(x), _operand(weight), product_bias)
+        product_bias = None if bias is None else operand(bias)
+        y = functional.linear(operand(x), operand(weight), product_bias)
         return (y.relu_() if relu else y).to(x.dtype)
 
 
@@ -76,11 +76,11 @@ class LinearBwd(NamedTuple):
 
     def reference(self) -> Tensor:
         dy, x, weight, dweight, dbias, onto, accumulate, need_dx = self
-        grad = _operand(dy)
+        grad = operand(dy)
         if dbias is not None:
             store_gradient(dbias, column_sum(grad), accumulate)
         if dweight is not None:
-            columns, rows = grad.t(), _operand(x)
+            columns, rows = grad.t(), operand(x)
             if dweight.dtype != grad.dtype:
                 store_gradient(dweight, columns @ rows, accumulate)
             elif accumulate:
@@ -88,8 +88,8 @@ class LinearBwd(NamedTuple):
             else:
                 torch.mm(columns, rows, out=dweight)
         if onto is not None:
-            onto.copy_(torch.addmm(_operand(onto), grad, _operand(weight)))
-        return (grad @ _operand(weight)).to(x.dtype) if need_dx else x.new_empty(0)
+            onto.copy_(torch.addmm(operand(onto), grad, operand(weight)))
+        return (grad @ operand(weight)).to(x.dtype) if need_dx else x.new_empty(0)
 
 
 _FWD = define("linear_fwd", LinearFwd)
@@ -127,7 +127,7 @@ def linear_bwd(
     return _BWD(dy, x, weight, dweight, dbias, onto, accumulate, need_dx)
 
 
-def _operand(x: Tensor) -> Tensor:
+def operand(x: Tensor) -> Tensor:
     """x in the GEMM's dtype: 16-bit x becomes float32 on a CPU; GPU GEMMs accumulate in float32."""
     return x if x.is_cuda else x.to(work_dtype(x))
 

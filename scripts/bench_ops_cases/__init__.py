@@ -7,8 +7,9 @@ are measured against these numbers:
 * ours: the public functions of `lightseq_fairseq.ops`, with outputs allocated as layers do it.
 * eager: the formula in eager torch, in training mode; backward is autograd's.
 * compile: torch.compile of the same formula, with the backward that it generates.
-* library: a kernel that torch includes. linear: torch.mm, without biases; linear_layer and
-  relu_linear: torch.mm, and one kernel each for bias, ReLU and their gradients; attention: the
+* library: a kernel that torch includes. linear: torch.mm, without biases; linear_layer,
+  linear_activation and activation_linear: torch.mm, and one kernel each for bias, activation and
+  their gradients; attention: the
   varlen FlashAttention-2; adam_step: AdamW(fused=True), with a cast of the gradient to float32
   before it and a copy to the 16-bit weights after it.
 * apex: FusedAdam in place of AdamW, if apex can be imported.
@@ -23,6 +24,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from .activation_linear import activation_linear
 from .adam import adam
 from .attention import attention
 from .beam_search import beam_search
@@ -33,7 +35,7 @@ from .decode_attention import decode_attention
 from .dropout_residual_layer_norm import dropout_residual_layer_norm
 from .embedding import embedding
 from .linear import linear, linear_few_rows, linear_layer
-from .relu_linear import relu_linear
+from .linear_activation import linear_activation
 
 __all__ = ["Case", "Sizes", "cases"]
 
@@ -42,7 +44,8 @@ BUILDERS = (
     embedding,
     linear,
     linear_layer,
-    relu_linear,
+    linear_activation,
+    activation_linear,
     attention,
     dropout_residual_layer_norm,
     bias_activation_dropout,

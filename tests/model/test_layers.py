@@ -11,6 +11,7 @@ import pytest
 import torch
 from fairseq.modules import SinusoidalPositionalEmbedding, transformer_layer
 from helpers.layer_inputs import NORMS, RATES, RNG, lengths, rows
+from helpers.mutations import change_op
 from torch import nn
 
 from lightseq_fairseq.layers import (
@@ -122,6 +123,17 @@ def test_decoder_layer_is_fairseqs(normalize_before: bool) -> None:
     (expected * direction).sum().backward()
     (found * direction).sum().backward()
     assert_same_gradients(ours, native)
+
+
+def test_no_derivative_of_gelu_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = []
+    change_op(monkeypatch, "linear_activation_fwd", lambda a: wanted.append(a["need_slope"]))
+    segments, layer = lengths(3, 5), EncoderLayer(8, 12, 2, activation="gelu").double()
+    x = rows(segments, 8)
+    found = layer(x, segments, RNG)
+    with torch.no_grad():
+        assert torch.equal(layer(x, segments, RNG), found)
+    assert wanted == [True, False]
 
 
 @pytest.mark.parametrize("width", [8, 9])

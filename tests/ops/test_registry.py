@@ -73,8 +73,11 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "bias_activation_dropout_bwd": lambda: (
         *(randn(T, C), randn(T, C), randn(C), "gelu", P, make_rng(), SITE, randn(C), True),
     ),
-    "relu_linear_bwd": lambda: (
-        *(randn(T, V), randn(T, C).relu(), randn(V, C), P, randn(V, C), randn(C), True),
+    "linear_activation_fwd": lambda: (
+        *(randn(T, V), randn(C, V), randn(C), "gelu", P, make_rng(), SITE, True),
+    ),
+    "activation_linear_bwd": lambda: (
+        *(randn(T, V), randn(T, C), randn(V, C), randn(T, C), P, randn(V, C), randn(C), True),
     ),
     "cross_entropy_fwd": lambda: (randn(T, V), tokens(V), 0.1, 1, True),
     "cross_entropy_bwd": lambda: (randn(T), randn(T, V), tokens(V), randn(T).add(3), 0.1, 1),
@@ -159,8 +162,8 @@ def test_every_op_is_covered_and_exported():
 @pytest.mark.parametrize(
     "schema",
     [
-        "relu_linear_bwd(Tensor dy, Tensor x, Tensor weight, float p, Tensor(a!)? dweight,"
-        " Tensor(b!)? dbias, bool accumulate, Tensor? bias=None) -> Tensor",
+        "activation_linear_bwd(Tensor dy, Tensor x, Tensor weight, Tensor? slope, float p,"
+        " Tensor(a!)? dweight, Tensor(b!)? dbias, bool accumulate, Tensor? bias=None) -> Tensor",
         "cross_entropy_fwd_bwd(Tensor dloss, Tensor(a!) logits, Tensor target, float smoothing,"
         " int padding_idx, bool accuracy) -> (Tensor loss, Tensor nll, Tensor correct)",
         "decode_self_attention(Tensor qkv, Tensor(a!) keys, Tensor(b!) values, Tensor ancestry,"

@@ -129,6 +129,24 @@ def test_linear(dtype):
             assert is_close(y, x.double() @ weight.double().t(), dtype), (rows, k)
 
 
+@DTYPES
+def test_linear_next_to_an_activation(dtype):
+    """Row counts without tiles and with them."""
+    for rows in (9, 300, 2500):
+        for k in (8, 64, 72, 1032, 4096):
+            x, dy = torch.randn(rows, k, device="cuda"), torch.randn(rows, k, device="cuda")
+            x, dy, weight = x.to(dtype), dy.to(dtype), torch.randn(2056, k, device="cuda")
+            weight, bias = (weight * k**-0.5).to(dtype), torch.zeros(2056, device="cuda").to(dtype)
+            rng = make_rng(device="cuda")
+            y, slope = ops.linear_activation_fwd(x, weight, bias, "gelu", 0.0, rng, 0, True)
+            expected = functional.gelu(x.double() @ weight.double().t())
+            assert is_close(y, expected, dtype), (rows, k)
+            across = weight.t().contiguous()
+            dz = ops.activation_linear_bwd(dy, y, across, slope, 0.0, None, bias, False)
+            expected = (dy.double() @ across.double()) * slope.double()
+            assert is_close(dz, expected, dtype), (rows, k)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_linear_of_few_rows(dtype):
     """Numbers of outputs that give a block of that kernel one to four tiles, on any GPU."""

@@ -364,11 +364,10 @@ def dropout_on_attention_scores(patch: Patch) -> None:
 @mutation(**DROPOUT)
 def dropout_before_activation(patch: Patch) -> None:
     def change(a: Arguments) -> None:
-        if a["activation"] != "identity":
-            scale = scale_of(a)
-            a["x"], a["bias"] = a["x"] * scale, a["bias"] * scale
+        scale = scale_of(a)
+        a["weight"], a["bias"] = a["weight"] * scale, a["bias"] * scale
 
-    change_op(patch, "bias_activation_dropout_fwd", change)
+    change_op(patch, "linear_activation_fwd", change)
 
 
 @mutation(**DROPOUT)
@@ -385,7 +384,7 @@ def dropout_rate_for_the_activation(patch: Patch) -> None:
     def change(a: Arguments) -> None:
         a["p"] = DROPOUT["dropout"] if a["p"] > 0 else 0.0
 
-    change_op(patch, "bias_activation_dropout_fwd", change)
+    change_op(patch, "linear_activation_fwd", change)
 
 
 # Activation and LayerNorm
@@ -397,12 +396,12 @@ def other_gelu(a: Arguments) -> None:
 
 @mutation(activation_fn="gelu")
 def tanh_for_erf(patch: Patch) -> None:
-    change_op(patch, "bias_activation_dropout_fwd", other_gelu)
+    change_op(patch, "linear_activation_fwd", other_gelu)
 
 
 @mutation(activation_fn="gelu_accurate")
 def erf_for_tanh(patch: Patch) -> None:
-    change_op(patch, "bias_activation_dropout_fwd", other_gelu)
+    change_op(patch, "linear_activation_fwd", other_gelu)
 
 
 @mutation()

@@ -20,7 +20,7 @@ PARTS = {
     "optimizer": r"adam|advance_kernel|multi_tensor|lpnorm",
     "attention": r"attention|flash|fmha|sdpa|softmax",
     "all_reduce": r"nccl|all_?reduce",
-    "gemm": r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|_mm\b|::(relu_)?linear(?!_dbias)|matmul",
+    "gemm": r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|_mm\b|::(\w+_)?linear(?!_dbias)|matmul",
     "elementwise": r"",
 }
 # Event categories of device work; without a GPU, torch's CPU ops. Copies between host and device

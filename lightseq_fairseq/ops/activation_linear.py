@@ -1,7 +1,9 @@
-"""Backward of dropout(relu(z)) and the linear layer after it: x = dropout(relu(z)), y = x weight^T.
+"""Backward of dropout(activation(z)) and the linear layer after it: x = dropout(activation(z)),
+y = x weight^T.
 
-dz = dy weight / (1 - p) where x > 0, else 0 (dropped elements of x are 0 as well);
-dweight (+)= dy^T x;  dbias (+)= column sum of dz, the gradient of the bias within z.
+dz = (dy weight) slope;  dweight (+)= dy^T x;  dbias (+)= column sum of dz, the gradient of the bias
+within z. The slope is dx/dz, see `linear_activation_fwd`. For relu it is 1 / (1 - p) where x > 0,
+else 0: dropped elements of x are 0 as well.
 
 Shapes: T = packed tokens (rows), K = inputs, N = outputs.
 """
@@ -19,11 +21,13 @@ from .numerics import column_sum, store_gradient
 from .registry import Written, define
 
 
-class ReluLinearBwd(NamedTuple):
-    """dz [T, K]. Where x is NaN, dz is the same as without relu.
+class ActivationLinearBwd(NamedTuple):
+    """dz [T, K].
 
-    dy: [T, N]. x: [T, K], non-negative. weight: [N, K]. All of one dtype. dweight: [N, K] or None,
-    dbias: [K] or None; overwritten or, with accumulate, added to. p: dropout probability.
+    dy: [T, N]. x: [T, K]. weight: [N, K]. slope: [T, K], or None for relu: then x is not negative,
+    and where it is NaN, dz is the same as without relu. All of one dtype. p: dropout probability,
+    used without a slope, which includes the factor of dropout.
+    dweight: [N, K] or None, dbias: [K] or None; overwritten or, with accumulate, added to.
     bias: [K], the bias within z, or None. Where bias is NaN, dbias becomes NaN: the kernel of
     forward may have turned that NaN into 0 in x (see `linear.linear_fwd`).
     Raises ValueError on a wrong shape, dtype, device or layout, and on p outside [0, 1).
@@ -32,6 +36,7 @@ class ReluLinearBwd(NamedTuple):
     dy: Tensor
     x: Tensor
     weight: Tensor
+    slope: Tensor | None
     p: float
     dweight: Written | None
     dbias: Written | None
@@ -39,12 +44,15 @@ class ReluLinearBwd(NamedTuple):
     bias: Tensor | None = None
 
     def check(self, op: str) -> None:
-        dy, x, weight, p, dweight, dbias, _, bias = self
+        dy, x, weight, slope, p, dweight, dbias, _, bias = self
         check_tensor(op, "x", x, ("T", "K"), FLOATS)
         check_tensor(op, "weight", weight, ("N", x.shape[1]), (x.dtype,), x)
         check_tensor(op, "dy", dy, (x.shape[0], weight.shape[0]), (x.dtype,), x)
         for name, operand in (("x", x), ("weight", weight), ("dy", dy)):
             check_rows(op, name, operand)
+        if slope is not None:
+            check_tensor(op, "slope", slope, x.shape, (x.dtype,), x)
+            check_rows(op, "slope", slope)
         if dweight is not None:
             check_tensor(op, "dweight", dweight, weight.shape, FLOATS, x)
             check_rows(op, "dweight", dweight)
@@ -59,11 +67,14 @@ class ReluLinearBwd(NamedTuple):
         return self.x.new_empty(self.x.shape)
 
     def reference(self) -> Tensor:
-        dy, x, weight, p, dweight, dbias, accumulate, bias = self
+        dy, x, weight, slope, p, dweight, dbias, accumulate, bias = self
         dz = LinearBwd(dy, x, weight, dweight, None, None, accumulate, need_dx=True).reference()
-        torch.ops.aten.threshold_backward(dz, x, 0, grad_input=dz)
-        if p > 0:
-            dz.mul_(1 / (1 - p))
+        if slope is not None:
+            dz.mul_(slope)
+        else:
+            torch.ops.aten.threshold_backward(dz, x, 0, grad_input=dz)
+            if p > 0:
+                dz.mul_(1 / (1 - p))
         if dbias is not None:
             store_gradient(dbias, column_sum(dz), accumulate)
             if bias is not None:
@@ -71,4 +82,4 @@ class ReluLinearBwd(NamedTuple):
         return dz
 
 
-relu_linear_bwd = define("relu_linear_bwd", ReluLinearBwd)
+activation_linear_bwd = define("activation_linear_bwd", ActivationLinearBwd)

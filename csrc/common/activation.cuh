@@ -1,0 +1,153 @@
+// Activation functions and their derivatives, with bias and dropout. gelu is the erf form,
+// gelu_accurate the tanh form.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+#include "check.h"
+#include "columns.cuh"
+#include "exp2.cuh"
+#include "nan.cuh"
+
+namespace lightseq {
+
+enum class Activation { kIdentity, kRelu, kGelu, kGeluAccurate };
+
+constexpr float kSqrtHalf = 0.70710678118654752f;       // 1 / sqrt(2)
+constexpr float kSqrtTwoOverPi = 0.79788456080286536f;  // sqrt(2 / pi)
+constexpr float kGeluCubic = 0.044715f;
+
+// Has the accuracy of exp2_approximate.
+__device__ __forceinline__ float reciprocal_approximate(float x) {
+  asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x;
+}
+
+// The probability that a standard normal variable exceeds |v|.
+//
+// For 16-bit types, computing gelu with erff would take longer than its memory accesses. So these
+// types use 2^polynomial(|v|), fitted to log2 of the probability on [0, 7]. Its relative error is
+// below 6e-6 up to |v| = 4 and below 4e-5 up to 5.5; float16 resolves 5e-4. For larger |v| it
+// falls to 0.
+template <typename T>
+__device__ __forceinline__ float normal_tail(float v) {
+  const float a = fabsf(v);
+  if constexpr (sizeof(T) == sizeof(float)) return 0.5f - 0.5f * erff(a * kSqrtHalf);
+  float log2 = -1.68377596e-6f;
+  log2 = fmaf(log2, a, 5.90210802e-5f);
+  log2 = fmaf(log2, a, -9.13685828e-4f);
+  log2 = fmaf(log2, a, 8.45482573e-3f);
+  log2 = fmaf(log2, a, -5.38768210e-2f);
+  log2 = fmaf(log2, a, -0.458524436f);
+  log2 = fmaf(log2, a, -1.15123546f);
+  log2 = fmaf(log2, a, -0.999995947f);
+  return exp2_approximate(log2);
+}
+
+// gelu_accurate(v) = v (1 + tanh(u)) / 2 = v * sigmoid(2u) = v / (1 + exp(-2u)). Returns exp(-2u),
+// with a bound on the exponent: the derivative needs a finite value.
+__device__ __forceinline__ float exponential_of_gelu(float v) {
+  const float u = v * fmaf(kSqrtTwoOverPi * kGeluCubic, v * v, kSqrtTwoOverPi);
+  return exp2_approximate(fminf(-2.0f * kLog2E * u, 126.0f));
+}
+
+// For |v| > kFar, in every float type, gelu is v or 0 and its derivative is 1 or 0. Bounding v
+// there avoids infinity * 0.
+constexpr float kFar = 128.0f;
+
+struct Activated {
+  float value, slope;  // slope: the derivative
+};
+
+// NaN passes through every activation, also relu, so that it reaches the gradient norm. The slope
+// at a NaN is NaN for gelu, and 1 otherwise. T: the type to which the results will be rounded.
+template <typename T, Activation kActivation>
+__device__ __forceinline__ Activated activate(float v) {
+  if constexpr (kActivation == Activation::kRelu) return {relu(v), v <= 0.0f ? 0.0f : 1.0f};
+  if constexpr (kActivation == Activation::kGelu) {
+    const float near = at_least(at_most(v, kFar), -kFar);
+    const float tail = normal_tail<T>(near);
+    const float density = exp2_approximate(-0.5f * kLog2E * near * near);  // times sqrt(2 pi)
+    return {relu(v) - fabsf(near) * tail,
+            fmaf(0.5f * kSqrtTwoOverPi * near, density, near < 0.0f ? tail : 1.0f - tail)};
+  }
+  if constexpr (kActivation == Activation::kGeluAccurate) {
+    v = at_least(v, -kFar);
+    const float exponential = exponential_of_gelu(v);
+    const float s = reciprocal_approximate(1.0f + exponential);
+    const float near = at_most(v, kFar);
+    const float du = fmaf(3.0f * kSqrtTwoOverPi * kGeluCubic, near * near, kSqrtTwoOverPi);
+    return {v * s, fmaf(2.0f * near * du, s * s * exponential, s)};
+  }
+  return {v, 1.0f};
+}
+
+// Without a bias the values are -0: adding -0 changes no number, not even the sign of a zero.
+template <typename T>
+__device__ __forceinline__ void load_bias(const T* bias, int64_t column,
+                                          float (&values)[kColumnsPerDraw]) {
+#pragma unroll
+  for (int e = 0; e < kColumnsPerDraw; ++e) values[e] = -0.0f;
+  if (bias == nullptr) return;
+  Columns<T> packed;
+  packed.load(bias + column);
+  packed.unpack(values);
+}
+
+// y = dropout(activation(x + bias)) of eight columns, and its derivative.
+template <typename T, Activation kActivation>
+__device__ __forceinline__ void activate_columns(const Columns<T>& x,
+                                                 const float (&bias)[kColumnsPerDraw],
+                                                 const DropoutFactors& dropout, uint32_t keep,
+                                                 Columns<T>& y, Columns<T>& slope) {
+  float values[kColumnsPerDraw], slopes[kColumnsPerDraw];
+  x.unpack(values);
+#pragma unroll
+  for (int e = 0; e < kColumnsPerDraw; ++e) {
+    const Activated activated = activate<T, kActivation>(values[e] + bias[e]);
+    values[e] = activated.value;
+    slopes[e] = activated.slope;
+  }
+  dropout.apply(keep, values);
+  dropout.apply(keep, slopes);
+  y.pack(values);
+  slope.pack(slopes);
+}
+
+// Whether backward needs the derivative; otherwise the output tells it.
+constexpr bool has_slope(Activation activation) {
+  return activation == Activation::kGelu || activation == Activation::kGeluAccurate;
+}
+
+inline Activation activation_of(const char* op, const std::string& name) {
+  if (name == "identity") return Activation::kIdentity;
+  if (name == "relu") return Activation::kRelu;
+  if (name == "gelu") return Activation::kGelu;
+  require(name == "gelu_accurate", op, ": activation must be identity, relu, gelu or gelu_accurate",
+          ", got ", name);
+  return Activation::kGeluAccurate;
+}
+
+template <Activation kActivation>
+using ActivationConstant = std::integral_constant<Activation, kActivation>;
+
+// Calls function(ActivationConstant<...>).
+template <typename Function>
+void dispatch_activation(Activation activation, Function&& function) {
+  switch (activation) {
+    case Activation::kIdentity:
+      return function(ActivationConstant<Activation::kIdentity>{});
+    case Activation::kRelu:
+      return function(ActivationConstant<Activation::kRelu>{});
+    case Activation::kGelu:
+      return function(ActivationConstant<Activation::kGelu>{});
+    case Activation::kGeluAccurate:
+      return function(ActivationConstant<Activation::kGeluAccurate>{});
+  }
+}
+
+}  // namespace lightseq
