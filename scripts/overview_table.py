@@ -11,14 +11,15 @@ from lightseq_fairseq.result_rows import table
 Rows = list[dict[str, Any]]
 
 TRAINING = {
-    "t2t_big/4096/bf16": "training big, 4096",
-    "t2t_big/16384/bf16": "training big, 16384",
-    "base/4096/bf16": "training base, 4096",
-    "gpt2_124m/1024x32/bf16": "training GPT-2, 32 x 1024",
+    "t2t_big/4096/bf16": "training big, 4096 (tokens/s)",
+    "t2t_big/16384/bf16": "training big, 16384 (tokens/s)",
+    "base/4096/bf16": "training base, 4096 (tokens/s)",
+    "gpt2_124m/1024x32/bf16": "training GPT-2 (tokens/s)",
+    "lm_base/512x32/bf16": "training `transformer_lm` (tokens/s)",
 }
 TRANSLATION = {
-    "t2t_big/btokens/beam4/bf16": "translating a test set",
-    "t2t_big/b1/beam4/bf16": "translating one by one",
+    "t2t_big/btokens/beam4/bf16": "translating, large batches (sentences/s)",
+    "t2t_big/b1/beam4/bf16": "translating, batch size 1 (sentences/s)",
 }
 NATIVE = "fairseq", "fairseq_no_cudnn", "fairseq_no_cudnn_apex"
 
@@ -41,7 +42,7 @@ def overview_table(train: Rows, generate: Rows, convergence: Rows, translation: 
     pairs = [[r[key] for r in same] for key in ("bleu", "fairseq_bleu")]
     lines.append(["BLEU, both translate one checkpoint", *(_mean(s) for s in pairs), *[""] * 3])
 
-    head = ["", "lightseq-fairseq", "fairseq", "times as fast", "torch.compile", "CTranslate2"]
+    head = ["", "lightseq-fairseq", "fairseq", "speed-up", "torch.compile", "CTranslate2"]
     rows = [*train, *generate, *convergence, *translation]
     machines = sorted({f"{row['gpu']}; torch {row['torch']}" for row in rows})
     return [*table(head, lines, 1, "pipe"), "", f"{', '.join(machines)}."]

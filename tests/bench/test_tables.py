@@ -542,10 +542,10 @@ def test_overview_has_a_column_for_each_system(tree: Path) -> None:
     lines = overview_table(*parts)
     (tree / "README.md").write_text("\n".join(lines))
     found = [line for line in squeezed(tree / "README.md").splitlines() if line.startswith("| ")]
-    assert [found[1], found[3], *found[6:]] == [
-        "| training big, 4096 | 320k, 9.2 GiB | 80k, 9.2 GiB | 4.0 | | |",
-        "| training base, 4096 | 700k, 9.2 GiB | | | | |",
-        "| translating one by one | 120, 2.0 GiB | 3.0, 2.0 GiB | 40.0 | | 20, 2.0 GiB |",
+    assert [found[1], found[3], *found[7:]] == [
+        "| training big, 4096 (tokens/s) | 320k, 9.2 GiB | 80k, 9.2 GiB | 4.0 | | |",
+        "| training base, 4096 (tokens/s) | 700k, 9.2 GiB | | | | |",
+        "| translating, batch size 1 (sentences/s) | 120, 2.0 GiB | 3.0, 2.0 GiB | 40.0 | | 20, 2.0 GiB |",
         "| BLEU, separately trained models | 39.25 | 39.40 | | | |",
         "| BLEU, both translate one checkpoint | 39.31 | 39.40 | | | |",
     ]
