@@ -62,6 +62,18 @@ def with_dictionaries(args: Any) -> Any:
 class FlatModel:
     """Mixin of the ls_ models; it comes before the fairseq model in the list of base classes.
 
+    A model defines ``data``, ``sides`` and
+
+    * ``__init__``, which creates parameters in fairseq's order and calls ``lay_out`` at its end;
+    * ``forward``, with fairseq's padded arguments and results, so that every criterion works. If
+      the class sets ``packs_tokens = True``, our criteria call ``forward(..., packed=True)``, which
+      returns (logits [T, V], segments). Without it, ``--pack-tokens`` refuses the model;
+    * ``packed_logits``, if the captured step supports it: see ``training.objectives.PackedModel``;
+    * ``spared``, if its vocabulary need not be a multiple of 8. Then ``vocabulary_logits`` computes
+      the logits without a copy of the weights;
+    * ``build_model``, which calls ``check_dictionaries``. If fairseq's ``build_model`` names a
+      class that ours must replace, ``PATCHES`` has an entry, and ``patching.within`` replaces it.
+
     Attributes:
         data: the kind of data that the model trains on.
         adaptive: whether it supports adaptive inputs and adaptive softmax, in fairseq's own step.
@@ -94,7 +106,11 @@ class FlatModel:
 
     def sides(self) -> list[tuple[Any, ...]]:
         """The groups of stacks that run together, such as an encoder and its decoder, in the order
-        of the data flow; a stack may be in several groups."""
+        of the data flow; a stack may be in several groups.
+
+        A stack has ``cfg``, a ``TransformerConfig`` of fairseq, and ``layers``. Each layer has
+        ``self_attn`` and ``site``.
+        """
         raise NotImplementedError
 
     def lay_out(self) -> None:

@@ -25,7 +25,8 @@ class PackedModel(Protocol):
     def packed_logits(self, batch: Packed, rng: Tensor) -> Tensor:
         """Logits [T, V] of the rows that have labels; ``rng`` int64 [2], see ``draw_rng``.
 
-        A model of several parts must check ``batch.part``.
+        It runs inside a CUDA graph: Python must not read values of tensors on the GPU, and shapes
+        depend only on the bucket. A model of several parts must check ``batch.part``.
         """
         ...
 
@@ -66,7 +67,9 @@ class Objective(Protocol):
         ...
 
     def unused(self, model: Any) -> Iterable[Tensor]:
-        """The parameters of ``model`` on which the losses never depend."""
+        """The parameters of ``model`` on which the losses never depend, such as the language
+        model's head in fine-tuning. As in fairseq, they decay in 16 bits, and are not updated in 32
+        bits."""
         ...
 
 

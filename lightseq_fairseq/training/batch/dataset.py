@@ -19,6 +19,11 @@ class PackingDataset(torch.utils.data.Dataset[Any], ABC):
 
     Use this object's ``collater``. Everything else is forwarded to the wrapped dataset.
 
+    A batch has exactly the sentences and tokens that fairseq's collater returns. Its ``ntokens``
+    and ``nsentences`` are the numbers that fairseq counts, not those of rows.
+    fairseq's iterator decides which items are in a batch, and in what order. If an update trains
+    several parts of a model, ``PackedBatch.part`` is the part of each batch.
+
     Args:
         dataset: fairseq's dataset; ``covers(dataset)`` must be None.
         granularity: rounding of the numbers of rows and sentences, see ``packed``.
