@@ -99,7 +99,8 @@ list() {
     {
         if [ -n "$sanitizer" ]; then
             echo "racecheck test_races_cuda"
-            printf 'memcheck %s\n' "${files[@]}" | grep _cuda | grep -v -E "_($unchecked)_cuda"
+            # Sorted: attention takes longest.
+            printf 'memcheck %s\n' "${files[@]}" | grep _cuda | grep -v -E "_($unchecked)_cuda" | sort
         fi
         printf 'tests %s\n' "${files[@]}"
     } | while read -r check file; do
