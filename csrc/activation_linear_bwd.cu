@@ -112,8 +112,7 @@ __device__ __forceinline__ void add_up(const Params& p, Tiles& tiles, int thread
       sum.z += right.x;
       sum.w += right.y;
     }
-    __syncwarp();
-    if (thread % kWarp == 0) tiles.dz_summed.arrive();
+    tiles.dz_summed.arrive();  // all lanes: racecheck follows no other order of their reads
     if (p.partials != nullptr && row_tile < p.product.row_tiles && column + first < p.columns) {
       *reinterpret_cast<float4*>(p.partials + static_cast<int64_t>(row_tile) * p.columns + column +
                                  first) = sum;
@@ -171,8 +170,7 @@ __device__ __forceinline__ void consume(const Params& p, Tiles& tiles, int threa
     parity ^= 1;
     make_dz<T, kSlope>(sums, p.scale, tiles.slope, thread);
     fence_proxy_async();
-    __syncwarp();
-    if (thread % kWarp == 0) tiles.dz_full.arrive();
+    tiles.dz_full.arrive();
   };
   multiply_tiles<T, false>(p.product, tiles.stages, thread, [] {}, finish);
 }
@@ -188,8 +186,8 @@ __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     tiles.stages.init();
     tiles.slope_full.init(1);
-    tiles.dz_full.init(kConsumerWarps);
-    tiles.dz_summed.init(kSumWarps);
+    tiles.dz_full.init(kConsumerWarps * kWarp);
+    tiles.dz_summed.init(kSumWarps * kWarp);
     fence_mbarrier_init();
   }
   cluster_sync();
