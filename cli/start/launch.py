@@ -10,7 +10,6 @@ import argparse
 import functools
 import importlib
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -32,6 +31,7 @@ from lightseq_fairseq.cli.start.old_lightseq import conflict
 from lightseq_fairseq.cli.start.signals import SpawnedRanks, sent_to_ranks
 from lightseq_fairseq.errors import GPUHangs, StoppedBySignal
 from lightseq_fairseq.fairseq_compat import patching
+from lightseq_fairseq.fairseq_compat.workers import no_workers_left
 
 logger = logging.getLogger(__name__)
 
@@ -186,24 +186,6 @@ def environment(name: str, value: str | None) -> Iterator[None]:
     finally:
         if value is not None:
             del os.environ[name]
-
-
-@contextmanager
-def no_workers_left() -> Iterator[None]:
-    """Ends data loader workers that are still running, for example after --max-update.
-
-    With a GPU, torch before 2.13 waits five seconds for each such worker when Python exits, because
-    nothing has told them to stop.
-    """
-    try:
-        yield
-    finally:
-        from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as Workers
-
-        if not hasattr(Workers, "_clean_up_persistent_workers_atexit"):
-            for child in multiprocessing.active_children():
-                if child.daemon:
-                    child.terminate()
 
 
 @contextmanager

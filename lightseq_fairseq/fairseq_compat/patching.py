@@ -369,6 +369,11 @@ PATCHES = (
         "measures tokens/s without validation and saving",
     ),
     Patch(
+        "scoped", "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__",
+        "fairseq_compat.workers:no_workers_left",
+        "Python's exit waits without a limit for data loading workers that do not react to SIGTERM",
+    ),
+    Patch(
         "scoped", "torch.utils.data._utils.worker:_worker_loop", "training.stopping:load_batches",
         "data loading workers ignore signals, because training needs batches until it ends",
         instead=True,

@@ -16,7 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from weakref import proxy
 
 from lightseq_fairseq.fairseq_compat import prepared  # noqa: F401  isort: skip
 
@@ -116,7 +118,7 @@ _load_batches = _worker._worker_loop
 
 
 def load_batches(*arguments: Any) -> None:
-    """torch's loop of a data loading worker; only signals of the parent process end it.
+    """torch's loop of a data loading worker; it ignores signals, and ends with its parent process.
 
     Batch systems send signals to all processes of a job, but training needs its workers until it
     ends.
@@ -130,20 +132,25 @@ def launch(original: Callable[[Any, Any], None], popen: Any, process: Any) -> No
     """multiprocessing's ``Popen._launch``; a data loading worker starts with signals blocked.
 
     A worker may have threads before it reaches `load_batches` (numpy starts some in a spawned
-    worker), and a signal is delivered to any thread that does not block it.
+    worker), and a signal is delivered to any thread that does not block it. So only SIGKILL can
+    terminate a worker.
     """
     if process._target is not load_batches:
         return original(popen, process)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _CODES)
     try:
         original(popen, process)
+        popen.terminate = partial(type(popen).kill, proxy(popen))  # no reference cycle
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_with_parent() -> None:
-    while signal.sigwaitinfo(_CODES).si_pid != os.getppid():
-        pass
+    # Not by the parent's process id, as torch does it: if the parent has already ended when torch
+    # reads the id, the worker runs forever.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(0)
 
 

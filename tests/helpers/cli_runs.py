@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import helpers.compositions  # noqa: F401  (makes runs faster, and prepares fairseq)
@@ -47,16 +48,24 @@ def succeed(command: str, *words: str | Path) -> str:
     return result.stdout
 
 
-def workers_left(command: str, *words: str | Path) -> int:
-    """Runs it, and returns how many of its data loader processes have not ended.
+def most_workers(*words: str | Path) -> int:
+    """Trains, and returns how many data loader processes ran at the same time after an update.
 
     Garbage collection is off: it would end them, after a wait of 5 s for each.
     """
-    before = set(multiprocessing.active_children())
+    before, counts = set(multiprocessing.active_children()), []
+    step = fairseq_cli.train.validate_and_save
+
+    def counted(*arguments: Any) -> Any:
+        result = step(*arguments)
+        counts.append(len(set(multiprocessing.active_children()) - before))
+        return result
+
     gc.disable()
     try:
-        succeed(command, *words)
-        return len(set(multiprocessing.active_children()) - before)
+        with mock.patch.object(fairseq_cli.train, "validate_and_save", counted):
+            succeed("train", *words)
+        return max(counts)
     finally:
         gc.enable()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
 import re
+import select
 import shlex
 import signal
 import subprocess
@@ -19,6 +21,7 @@ import helpers.cli_runs as cli_runs
 import helpers.training_runs as runs
 import pytest
 import torch
+from torch.utils.data import _utils
 
 from lightseq_fairseq.cli.start import signals
 from lightseq_fairseq.errors import StoppedBySignal
@@ -162,6 +165,58 @@ def test_the_launcher_ends_ranks_by_a_second_one() -> None:
         ranks.tell(signal.SIGTERM, None)
     rank.join(30)
     assert rank.exitcode == -signal.SIGKILL
+
+
+def test_a_worker_that_hangs_does_not_delay_the_end(data: Path, tmp_path: Path) -> None:
+    """It cannot react to SIGTERM, and Python's exit would wait for it without a limit."""
+    step, others, workers = runs.Trainer.train_step, set(multiprocessing.active_children()), []
+
+    def stops_it(self: runs.Trainer, *arguments: Any) -> Any:
+        if self.get_num_updates() == 2:
+            workers[:] = set(multiprocessing.active_children()) - others
+            for worker in workers:
+                os.kill(worker.pid, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, *arguments)
+
+    try:
+        with (
+            mock.patch.object(runs.Trainer, "train_step", stops_it),
+            mock.patch.object(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2),  # torch waits this long
+            pytest.raises(StoppedBySignal),
+        ):
+            runs.run(data, tmp_path, **runs.LS, num_workers=2)
+        assert [worker.exitcode for worker in workers] == [-signal.SIGKILL] * 2
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+def test_a_worker_ends_with_a_process_that_was_killed(data: Path, tmp_path: Path) -> None:
+    """Also if the process ends before torch's loop reads the id of its parent process."""
+    reading, writing = os.pipe()
+
+    class Late(_utils.worker.ManagerWatchdog):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            os.write(writing, str(os.getpid()).encode())
+            parent = os.getppid()
+            os.kill(parent, signal.SIGKILL)
+            while os.getppid() == parent:
+                time.sleep(0.01)
+            super().__init__()
+
+    with mock.patch.object(_utils.worker, "ManagerWatchdog", Late):
+        status = runs.in_a_fork(lambda: runs.run(data, tmp_path, **runs.LS, num_workers=1))
+    os.close(writing)
+    assert status == -signal.SIGKILL
+    worker = int(os.read(reading, 20))
+    try:
+        assert select.select([reading], [], [], 10)[0], "the worker still runs"
+        assert os.read(reading, 20) == b""
+    finally:
+        os.close(reading)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
 
 
 RANKS = "--distributed-world-size 2 --distributed-backend gloo --ddp-backend legacy_ddp"

@@ -46,7 +46,7 @@ from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
     fastest_backend,
     half_pads,
 )
-from lightseq_fairseq.cli.start.launch import no_workers_left
+from lightseq_fairseq.fairseq_compat.workers import no_workers_left
 
 SIZES = 8  # number of batch sizes; each is compiled separately
 DRAWN = 256  # batches of masked text, which are used again and again
