@@ -40,7 +40,7 @@ def overview_table(train: Rows, generate: Rows, convergence: Rows, translation: 
     lines.append(["BLEU, separately trained models", *(_mean(s) for s in scores), *[""] * 3])
     same = [r for r in translation if r["case"] == "beam-5/fp32"]
     pairs = [[r[key] for r in same] for key in ("bleu", "fairseq_bleu")]
-    lines.append(["BLEU, both translate one checkpoint", *(_mean(s) for s in pairs), *[""] * 3])
+    lines.append(["BLEU, both with the same checkpoint", *(_mean(s) for s in pairs), *[""] * 3])
 
     head = ["", "lightseq-fairseq", "fairseq", "speed-up", "torch.compile", "CTranslate2"]
     rows = [*train, *generate, *convergence, *translation]
