@@ -1,7 +1,8 @@
 // Backward of a linear layer and of the activation and dropout in front of it:
 // x = dropout(activation(z)) [T, K], y = x W^T [T, N].
 //
-//   dz      [T, K]     = (dy W) slope              sums in float32, rounded once
+//   dz      [T, K]     = (dy W) slope              sums in float32, rounded once; twice, if a
+//                                                  second kernel multiplies by the slope
 //   dweight [N, K] (+)= dy^T x
 //   dbias   [K]    (+)= column sum of dz, after dz is rounded
 //
@@ -11,12 +12,15 @@
 // dbias is the gradient of a bias that was added in z. It becomes NaN where that bias is NaN: the
 // ReLU epilogue of the product has turned the NaN into 0 (common/nan.cuh).
 //
-//   bytes moved   dy and W several times, from L2; x or the slope, and dz, once
-//   determinism   sums have a fixed order, which depends only on N, and for dbias also on T
+//   bytes moved   for dz: dy and W several times, from L2; x or the slope, and dz, once
+//   determinism   in one kernel, sums have a fixed order, which depends only on N, and for dbias
+//   also
+//                 on T; other products: see linear.cu
 //
-// On GPUs of compute capability 9.0, one kernel computes dz. cuBLASLt's own epilogue for ReLU takes
-// three times as long as the product without epilogue (linear.cu). Other GPUs run the product and
-// then a second kernel, which reads and writes [T, K] once more.
+// In 16 bits on GPUs of compute capability 9.0, if there are enough tiles, one kernel computes dz.
+// cuBLASLt's own epilogue for ReLU takes three times as long as the product without epilogue
+// (linear.cu). Otherwise the product and then a second kernel run, which reads and writes [T, K]
+// once more.
 //
 // common/tile_product.cuh describes the product. Another warp loads the tile of the slope (or of x)
 // while the consumers still multiply. dz then replaces it in shared memory. While the consumers
@@ -54,7 +58,7 @@ struct Params {
   TileProduct product;
   CUtensorMap slope, dz;
   float scale;      // 1 / (1 - p); not used with kSlope
-  float* partials;  // [row_tiles, columns] column sums of dz; null: do not compute
+  float* partials;  // [row_tiles, columns] column sums of dz; null: do not write
   int columns;
 };
 
@@ -112,7 +116,7 @@ __device__ __forceinline__ void add_up(const Params& p, Tiles& tiles, int thread
       sum.z += right.x;
       sum.w += right.y;
     }
-    tiles.dz_summed.arrive();  // all lanes: racecheck follows no other order of their reads
+    tiles.dz_summed.arrive();  // all lanes: an arrival orders only the reads of its own lane
     if (p.partials != nullptr && row_tile < p.product.row_tiles && column + first < p.columns) {
       *reinterpret_cast<float4*>(p.partials + static_cast<int64_t>(row_tile) * p.columns + column +
                                  first) = sum;
@@ -128,8 +132,8 @@ __device__ __forceinline__ uint32_t choose(uint32_t pair, __nv_bfloat162 x) {
   return pair & __hgtu2_mask(x, __nv_bfloat162{});
 }
 
-// Computes dz from a thread's sums, and writes it in place of the slope or x. kSlope: whether it is
-// the slope.
+// Computes dz from a thread's sums, and writes it in place of the slope or x. kSlope: whether the
+// tile contains the slope.
 template <typename T, bool kSlope>
 __device__ __forceinline__ void make_dz(const float (&sums)[kTileSums], float scale, Tile& tile,
                                         int thread) {
@@ -202,7 +206,7 @@ __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
     if (threadIdx.x >= 2 * kWarp) add_up<T>(p, tiles, threadIdx.x - 2 * kWarp);
     __syncwarp();
   }
-  cluster_sync();  // the other block may still write to this block's shared memory
+  cluster_sync();  // the other block may still arrive at this block's barriers
 #else
   asm volatile("trap;");
 #endif

@@ -6,16 +6,19 @@
 //
 //   saved for backward   the slope; for ReLU nothing, because y tells it
 //   bytes moved          x and W several times, from L2; y and the slope once
-//   determinism          the sums of z have a fixed order, which depends only on C
+//   determinism          in one kernel, the sums of z have a fixed order, which depends only on C;
+//                        otherwise see linear.cu
 //
-// For gelu on GPUs of compute capability 9.0, one kernel computes y and slope. Otherwise the
-// product writes z, and then a second kernel reads z and writes y and the slope. For ReLU without
-// dropout, the product's epilogue is enough (linear.cu).
+// For gelu in 16 bits on GPUs of compute capability 9.0, if there are enough tiles, one kernel
+// computes y and slope. Otherwise the product writes z, and then a second kernel reads z and writes
+// y and the slope. For ReLU with dropout, the product writes x W^T, and the second kernel adds the
+// bias; without dropout, the product's epilogue is enough (linear.cu).
 //
 // common/tile_product.cuh describes the product. gelu and its derivative take some 30 instructions
 // per number. If a consumer computed them for a whole tile, the tensor cores would wait for about a
 // third of the time. So a consumer warp writes its 16 rows of z to shared memory, and computes y
-// and the slope of one row in each step of the next tile, while the tensor cores work. A warp reads
+// and the slope of a few rows in each step of the next tile (of one, if the tile has at least 16
+// steps), while the tensor cores work. A warp reads
 // only rows that it has written. A lane has eight columns, so the warp's stores fill 512 bytes of a
 // row.
 
@@ -75,7 +78,7 @@ struct Rows {
   const Params<T>& p;
   const Rng rng;
   const int thread;
-  const uint32_t z;  // address of the first row's box
+  const uint32_t z;  // address of the warp's first row in the lane's box
   int next = kWarpRows;
   int64_t first = 0;  // row of y
   int column = 0;
@@ -102,7 +105,7 @@ struct Rows {
       if (p.dropout.drops()) keep = p.dropout.draw(rng, row, column / kColumnsPerDraw);
       Columns<T> x, y, slope;
       x.load_shared(z + next * kSwizzleBytes + swizzle_128b(next, chunk() % kChunks));
-      float no_bias[kColumnsPerDraw];  // z has it
+      float no_bias[kColumnsPerDraw];  // z already contains it
       load_bias<T>(nullptr, 0, no_bias);
       activate_columns<T, kActivation>(x, no_bias, p.dropout, keep, y, slope);
       const int64_t place = row * p.columns + column;
@@ -171,7 +174,7 @@ __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) load_operands<true>(p.product, tiles.stages);
     __syncwarp();
   }
-  cluster_sync();  // the other block may still write to this block's shared memory
+  cluster_sync();  // the other block may still arrive at this block's barriers
 #else
   asm volatile("trap;");
 #endif
@@ -179,7 +182,8 @@ __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
 
 using Results = std::tuple<Tensor, Tensor>;  // y and slope
 
-// Computes both in one kernel. Returns nothing if the product cannot be computed by tiles.
+// Computes y and the slope in one kernel. Returns nothing if the product cannot be computed by
+// tiles.
 std::optional<Results> by_tiles(const Tensor& x, const Tensor& weight, const Tensor& bias,
                                 Activation activation, const DropoutFactors& dropout,
                                 bool need_slope, int32_t device) {
@@ -213,8 +217,8 @@ std::optional<Results> by_tiles(const Tensor& x, const Tensor& weight, const Ten
   return Results(y, slope);
 }
 
-// x [T, C], weight [F, C], bias [F] -> y [T, F] and slope [T, F], which is empty for ReLU and
-// unless need_slope.
+// x [T, C], weight [F, C], bias [F] -> y [T, F] and slope [T, F], which is empty for ReLU, or
+// if need_slope is false.
 Results linear_activation_fwd(const Tensor& x, const Tensor& weight, const Tensor& bias,
                               std::string activation, double p, const Tensor& rng, int64_t site,
                               bool need_slope) {

@@ -21,7 +21,7 @@ constexpr float kSqrtHalf = 0.70710678118654752f;       // 1 / sqrt(2)
 constexpr float kSqrtTwoOverPi = 0.79788456080286536f;  // sqrt(2 / pi)
 constexpr float kGeluCubic = 0.044715f;
 
-// Has the accuracy of exp2_approximate.
+// Error of at most 1 ulp (PTX manual).
 __device__ __forceinline__ float reciprocal_approximate(float x) {
   asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
   return x;
@@ -31,8 +31,8 @@ __device__ __forceinline__ float reciprocal_approximate(float x) {
 //
 // For 16-bit types, computing gelu with erff would take longer than its memory accesses. So these
 // types use 2^polynomial(|v|), fitted to log2 of the probability on [0, 7]. Its relative error is
-// below 6e-6 up to |v| = 4 and below 4e-5 up to 5.5; float16 resolves 5e-4. For larger |v| it
-// falls to 0.
+// below 6e-6 up to |v| = 4 and below 4e-5 up to 5.5; rounding to float16 has one of 5e-4. For
+// larger |v| the relative error grows, while the probability itself falls below 2e-8.
 template <typename T>
 __device__ __forceinline__ float normal_tail(float v) {
   const float a = fabsf(v);
@@ -48,8 +48,9 @@ __device__ __forceinline__ float normal_tail(float v) {
   return exp2_approximate(log2);
 }
 
-// gelu_accurate(v) = v (1 + tanh(u)) / 2 = v * sigmoid(2u) = v / (1 + exp(-2u)). Returns exp(-2u),
-// with a bound on the exponent: the derivative needs a finite value.
+// gelu_accurate(v) = v (1 + tanh(u)) / 2 = v * sigmoid(2u) = v / (1 + exp(-2u)), with
+// u = sqrt(2 / pi) (v + 0.044715 v^3). Returns exp(-2u), with a bound on the exponent: the
+// derivative needs a finite value.
 __device__ __forceinline__ float exponential_of_gelu(float v) {
   const float u = v * fmaf(kSqrtTwoOverPi * kGeluCubic, v * v, kSqrtTwoOverPi);
   return exp2_approximate(fminf(-2.0f * kLog2E * u, 126.0f));
@@ -71,7 +72,8 @@ __device__ __forceinline__ Activated activate(float v) {
   if constexpr (kActivation == Activation::kGelu) {
     const float near = at_least(at_most(v, kFar), -kFar);
     const float tail = normal_tail<T>(near);
-    const float density = exp2_approximate(-0.5f * kLog2E * near * near);  // times sqrt(2 pi)
+    // The normal density, multiplied by sqrt(2 pi).
+    const float density = exp2_approximate(-0.5f * kLog2E * near * near);
     return {relu(v) - fabsf(near) * tail,
             fmaf(0.5f * kSqrtTwoOverPi * near, density, near < 0.0f ? tail : 1.0f - tail)};
   }
@@ -118,7 +120,7 @@ __device__ __forceinline__ void activate_columns(const Columns<T>& x,
   slope.pack(slopes);
 }
 
-// Whether backward needs the derivative; otherwise the output tells it.
+// Whether forward must save the derivative. relu's follows from the output; identity's is 1.
 constexpr bool has_slope(Activation activation) {
   return activation == Activation::kGelu || activation == Activation::kGeluAccurate;
 }

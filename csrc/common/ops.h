@@ -33,8 +33,8 @@ torch::stable::Tensor bias_activation_dropout_fwd(const torch::stable::Tensor& x
 torch::stable::Tensor replace_by_slope(const char* op, const torch::stable::Tensor& z,
                                        Activation activation, const DropoutFactors& dropout);
 
-// dy * slope or, without slope, dy * scale where x > 0, else 0. Its column sum goes to dbias, which
-// is NaN where `bias` is NaN.
+// dy * slope or, without slope, dy * scale where x is positive or NaN, else 0. Its column sum goes
+// to dbias, which is NaN where `bias` is NaN.
 torch::stable::Tensor activation_bwd(const char* op, const torch::stable::Tensor& dy,
                                      const torch::stable::Tensor& x,
                                      const std::optional<torch::stable::Tensor>& slope, float scale,

@@ -1,14 +1,15 @@
 // A product of 16-bit matrices on GPUs of compute capability 9.0, for kernels that process its
-// results before they reach memory: out [rows, columns] = a b, with a [rows, depth] and, in memory,
-// b [depth, columns] or b^T [columns, depth].
+// results before they reach global memory: out [rows, columns] = a b, with a [rows, depth] and, in
+// memory, b [depth, columns] or b^T [columns, depth].
 //
-// A block computes tiles of 128 x 256, one after the other. A producer warp loads the operands by
-// TMA, kStages steps of 64 numbers ahead. Two consumer warpgroups multiply with wgmma, 64 rows
-// each. The two blocks of a cluster work on the same columns: each loads half of b's tile, and TMA
-// multicast writes it to both.
+// A block computes tiles of 128 x 256, one after the other, in steps of 64 along the depth. A
+// producer warp loads the operands by TMA, up to kStages steps ahead. Two consumer warpgroups
+// multiply with wgmma, 64 rows each. The two blocks of a cluster work on the same columns: each
+// loads half of b's tile, and TMA multicast writes it to both.
 //
 // The consumers write a finished tile, rounded to 16 bits, to shared memory. There it is processed
-// during the next tile: by other warps of the kernel, or by the consumers between two steps.
+// during the next tile: by other warps of the kernel, or by the consumers, while the tensor cores
+// work on a step.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -37,8 +38,9 @@ constexpr int kAcross = kTileColumns / kSwizzleColumns;  // boxes side by side i
 constexpr int kDepth = kSwizzleColumns;                  // part of the depth that a step multiplies
 constexpr int kStages = 3;
 
-// For the consumers, and a warpgroup with the producer warp. An SM has 64 Ki registers, which is
-// 168 per thread. Consumers need more, 128 for sums alone.
+// A block has the consumers and one warpgroup that loads, and may do other work of the kernel. An
+// SM has 64 Ki registers: 168 for each of 384 threads, rounded down to a multiple of 8. Consumers
+// need more, 128 for sums alone.
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
 
@@ -46,14 +48,16 @@ struct TileProduct {
   CUtensorMap a, b;
   int steps;
   int row_tiles, column_tiles;
-  unsigned blocks;  // of the kernel: as many clusters as can be resident, if there is work for them
+  unsigned blocks;  // of the launch: at most one per SM, and one for each tile of a pair
 };
 
-// The product of a and b (transpose_b: b^T), if the GPU and the operands support it, and if there
-// are enough tiles to fill the GPU.
+// The product a b, or a b^T with transpose_b, of matrices in memory, if the GPU and the operands
+// support it, and if the tiles occupy at least three quarters of the SMs.
 inline std::optional<TileProduct> tile_product(const Matrix& a, const Matrix& b, bool transpose_b,
                                                int32_t device) {
-  if (!has_wgmma(device) || a.type == torch::headeronly::ScalarType::Float) return std::nullopt;
+  using torch::headeronly::ScalarType;
+  if (!has_wgmma(device)) return std::nullopt;
+  if (a.type != ScalarType::Half && a.type != ScalarType::BFloat16) return std::nullopt;
   if (!fits_tma(a) || !fits_tma(b)) return std::nullopt;
   const int64_t row_tiles = blocks_for(a.rows, kTileRows);
   const int64_t column_tiles = blocks_for(transpose_b ? b.rows : b.columns, kTileColumns);
@@ -121,12 +125,13 @@ __device__ __forceinline__ void load_operands(const TileProduct& p, TileStages& 
 }
 
 // Multiplies all tiles, and calls finish(sums, row tile, first column) for each. Calls meanwhile()
-// in each step, while the tensor cores work. By the consumers; thread: its number among them.
+// in each step, while the tensor cores work. By the consumers; thread: index of this thread among
+// theirs.
 template <typename T, bool kTransposeB, typename Meanwhile, typename Finish>
 __device__ __forceinline__ void multiply_tiles(const TileProduct& p, TileStages& stages, int thread,
                                                Meanwhile&& meanwhile, Finish&& finish) {
-  // Bytes from a box of b to the one beside it (b^T: its boxes are below each other), and from 16
-  // numbers of the depth to the next ones.
+  // Bytes from a box of b to the next one across, and from 16 elements of the depth to the next
+  // ones. The boxes of b^T follow each other in memory, so wgmma does not read the first number.
   constexpr int kBox = kTransposeB ? 16 : kDepth * kSwizzleBytes;
   constexpr int kNext = kTransposeB ? kWgmmaK * 2 : kWgmmaK * kSwizzleBytes;
   const uint32_t a_offset = thread / kWarpgroup * kWgmmaM * kSwizzleBytes;
@@ -150,7 +155,8 @@ __device__ __forceinline__ void multiply_tiles(const TileProduct& p, TileStages&
       }
       wgmma_commit();
       wgmma_wait<1>();
-      if (step > 0) release(before);  // before meanwhile(): its load takes as long as a step
+      if (step > 0)
+        release(before);  // first: the next load into this stage takes as long as a step
       before = stage.index;
       meanwhile();
     }
@@ -163,7 +169,7 @@ __device__ __forceinline__ void multiply_tiles(const TileProduct& p, TileStages&
 
 constexpr int kTilePairs = kTileSums / 2 / kAcross;  // pairs of a thread's sums in a box
 
-// Where pair number `pair` of a consumer's sums in box number `box` is in a tile.
+// Where pair number `pair` of a consumer thread's sums in box number `box` is in a tile.
 __device__ __forceinline__ char* place_of(Tile& tile, int thread, int box, int pair) {
   const int lane = thread % kWarp, row = thread / kWarp * 16 + lane / 4;
   return reinterpret_cast<char*>(tile[box]) + (row + pair % 2 * 8) * kSwizzleBytes +

@@ -188,3 +188,9 @@ def test_refusals(f, bias, message):
     x, weight = torch.randn(40, 16, device="cuda"), torch.randn(f, 16, device="cuda")
     with pytest.raises(RuntimeError, match=f"linear_activation_fwd: {message}"):
         run((x, weight, on_gpu(bias)))
+
+
+def test_float64_is_refused_whatever_the_number_of_rows():
+    for rows in (TILED[0][0], OTHERS[0][0]):
+        with pytest.raises(RuntimeError, match="must be float32, float16 or bfloat16 on a GPU"):
+            run(inputs(rows, *TILED[0][1:], torch.float64))
