@@ -1,4 +1,7 @@
-"""Ends the processes that load data, on every way out of a command."""
+"""Ends the data loading processes when a command ends, also by an error.
+
+After GPUHangs it leaves them alone: they end with their parent process.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from lightseq_fairseq.fairseq_compat import patching
 def no_workers_left() -> Iterator[None]:
     """At its end, the block ends the data loading workers that it has started.
 
-    torch asks a worker to end, waits 5 s and then terminates it, when the worker's iterator is
-    freed. If Python exits before that, multiprocessing sends SIGTERM and waits without a limit: a
-    worker that hangs does not react, and a pending SIGTERM of the batch system hides this one.
+    When a worker's iterator is freed, torch asks the worker to end, waits 5 s and then terminates
+    it. If Python exits before that, multiprocessing sends SIGTERM once and waits without a limit.
+    In training, a worker gets SIGKILL in place of SIGTERM (``training.stopping.launch``).
     """
     iterators: WeakSet[Any] = WeakSet()
 

@@ -72,8 +72,9 @@ def feed_forward(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """fc2(dropout(act(fc1(x)))), then residual and LayerNorm; x [T, C], differentiable.
 
-    ``stream`` None means that x itself is the residual (post-LayerNorm). Returns
-    (new stream, normalised), see ``residual_norm.residual_norm_fwd``.
+    stream: [T, C], the residual stream of a pre-norm stack; None means that x is the residual
+    (post-LayerNorm).
+    Returns (new stream, normalised), see ``residual_norm.residual_norm_fwd``.
 
     Source: Vaswani et al. 2017, section 3.3; ``fairseq.modules.transformer_layer``.
     """

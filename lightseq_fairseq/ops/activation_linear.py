@@ -24,9 +24,9 @@ from .registry import Written, define
 class ActivationLinearBwd(NamedTuple):
     """dz [T, K].
 
-    dy: [T, N]. x: [T, K]. weight: [N, K]. slope: [T, K], or None for relu: then x is not negative,
-    and where it is NaN, dz is the same as without relu. All of one dtype. p: dropout probability,
-    used without a slope, which includes the factor of dropout.
+    dy: [T, N]. x: [T, K]. weight: [N, K]. slope: [T, K], or None for relu, where x tells it. Where
+    such an x is NaN, the slope is 1 / (1 - p). All of one dtype. p: dropout probability, used only
+    if slope is None; a slope already includes 1 / (1 - p).
     dweight: [N, K] or None, dbias: [K] or None; overwritten or, with accumulate, added to.
     bias: [K], the bias within z, or None. Where bias is NaN, dbias becomes NaN: the kernel of
     forward may have turned that NaN into 0 in x (see `linear.linear_fwd`).

@@ -1,10 +1,11 @@
 """A linear layer with activation and dropout: y = dropout(activation(x weight^T + bias)).
 
-Beside y, forward returns its derivative with respect to the product, the slope. Then backward needs
-neither the product nor the dropout bits: it multiplies by the slope, see `activation_linear_bwd`.
+Forward also returns the slope: the derivative of y with respect to z = x weight^T + bias. Then
+backward needs neither z nor the dropout bits: it multiplies by the slope, see
+`activation_linear_bwd`.
 
 Shapes: T = packed tokens (rows), C = inputs, F = outputs.
-Dropout: the row id is the token's row, the column is the channel.
+Dropout: the row id is the row of x, the column is the index in F.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class LinearActivationFwd(NamedTuple):
 
     x: [T, C]. weight: [F, C]. bias: [F]. All of one dtype. activation: relu, gelu (erf) or
     gelu_accurate (tanh). p, rng, site: dropout, see `philox.keep_mask`.
-    slope is EMPTY (numel 0) for relu, where y tells it, and unless need_slope.
+    slope is EMPTY (numel 0) for relu, where y tells it, and if need_slope is False.
     NaN: relu may turn it into 0 on a GPU, see csrc/common/nan.cuh.
     Raises ValueError on an unknown activation, a wrong shape, dtype, device or layout.
     """

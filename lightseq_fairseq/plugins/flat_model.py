@@ -31,7 +31,7 @@ class Data(NamedTuple):
 
     Attributes:
         tasks: fairseq tasks that provide it; their subclasses count as well.
-        words: for error messages about another task: a name of the data, and the task to use.
+        words: for the message about a wrong task: a name of the data, and the flag of a right task.
     """
 
     tasks: tuple[type, ...]
@@ -50,11 +50,11 @@ MASKED_TEXT = Data(
 
 
 def with_dictionaries(args: Any) -> Any:
-    """The object that has the digests of a checkpoint's dictionaries, if ``args`` are the options
-    of its model: its attribute ``dictionaries`` (see ``checkpoints.dictionaries``).
+    """Return the object whose attribute ``dictionaries`` has the digests of a checkpoint's
+    dictionaries (see ``checkpoints.dictionaries``). ``args``: the checkpoint's model options.
 
-    This is ``args`` if it is a Namespace. From a DictConfig fairseq's ``build_model`` removes what
-    the model's dataclass lacks, but keeps its parent, the whole configuration.
+    For a Namespace this is ``args``. fairseq's ``build_model`` removes unknown settings from a
+    DictConfig, but keeps its parent: so the parent, the whole configuration, has the attribute.
     """
     return args if isinstance(args, Namespace) else args._get_parent()
 
@@ -100,7 +100,8 @@ class FlatModel:
     @classmethod
     def check_dictionaries(cls, args: Any, task: Any) -> None:
         """Raises UserError if ``args`` are a checkpoint's options and a dictionary of the task
-        differs from the checkpoint's. That the task is of another kind is for others to say."""
+        differs from the checkpoint's. It does not check a task for another kind of data: other code
+        refuses such a task."""
         if isinstance(task, cls.data.tasks):
             dictionaries.check(task, getattr(with_dictionaries(args), "dictionaries", None))
 
@@ -116,7 +117,8 @@ class FlatModel:
     def lay_out(self) -> None:
         """Number the dropout sites and flatten the parameters; call it when all layers exist."""
         for stacks in self.sides():
-            # Sites 0 and 1 belong to the embeddings; each layer gets its own sites after them.
+            # Sites 0 and 1 belong to the embeddings. Within a group, each layer gets its own sites
+            # after them.
             for place, layer in enumerate(_layers(*stacks), 1):
                 layer.site = place * SITES_PER_LAYER
         self._flatten()

@@ -3,6 +3,9 @@
 The captured step calls an objective; it does not handle the model's outputs or the labels itself.
 A criterion declares its objective by a method ``objective`` of its own class. An inherited method
 does not count.
+
+Shapes: T = rows that have labels, and those that fill up the bucket; V = vocabulary, B = sentences
+of the bucket.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ class PackedModel(Protocol):
         """Logits [T, V] of the rows that have labels; ``rng`` int64 [2], see ``draw_rng``.
 
         It runs inside a CUDA graph: Python must not read values of tensors on the GPU, and shapes
-        depend only on the bucket. A model of several parts must check ``batch.part``.
+        depend only on the bucket. If a batch trains only a part of the model (a language pair),
+        ``batch.part`` names this part, and the logits must be those of the part.
         """
         ...
 
@@ -63,13 +67,17 @@ class Objective(Protocol):
         ...
 
     def logged(self, sums: Sequence[float]) -> dict[str, float]:
-        """The sums of ``losses``, under the names of the criterion's ``reduce_metrics``."""
+        """Name -> value, as the criterion's ``reduce_metrics`` reads them.
+
+        Args:
+            sums: the sums of the tensors that ``losses`` returns for the log.
+        """
         ...
 
     def unused(self, model: Any) -> Iterable[Tensor]:
         """The parameters of ``model`` on which the losses never depend, such as the language
-        model's head in fine-tuning. As in fairseq, they decay in 16 bits, and are not updated in 32
-        bits."""
+        model's head in fine-tuning. As in fairseq, with --fp16 or --bf16 weight decay still
+        changes them; in fp32 they do not change."""
         ...
 
 
@@ -256,7 +264,10 @@ def _is_real(rows: Rows) -> Tensor:
 
 
 def _fitted(x: Tensor, rows: int) -> Tensor:
-    """x, cut to ``rows`` or filled up with zeros: a bucket has another room for sentences."""
+    """x, cut to ``rows`` or filled up with zeros.
+
+    x has the outputs for all sentences of the bucket; its number of label rows may differ.
+    """
     missing = rows - len(x)
     return x[:rows] if missing <= 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
@@ -268,8 +279,8 @@ def _wide(logits: Tensor) -> Tensor:
 def declares(thing: Any, name: str) -> bool:
     """Whether the class of ``thing`` (a model or a criterion) itself defines ``name``.
 
-    An inherited definition does not count: the captured step would never call what the subclass
-    changes.
+    An inherited definition does not count: a subclass may change other methods (``forward``), which
+    the captured step would not call.
     """
     return name in vars(type(thing))
 

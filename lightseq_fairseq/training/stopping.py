@@ -1,9 +1,9 @@
 """SIGTERM and SIGUSR1 end training after an update, with a checkpoint, on all ranks together.
 
 Batch systems send one of these signals before they end a job. It may reach only one rank, or reach
-the ranks during different updates. So each rank encodes its received signals as a number, which
-every update's all-reduce sums over the ranks. All ranks read the same sum and stop after the same
-update.
+the ranks during different updates. So each rank encodes its received signals as a number. These
+numbers are summed over the ranks in every update, and with every batch of validation. All ranks
+read the same sum and stop after the same update.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Stopping:
     def begin(self, checkpoints: Any) -> None:
         """From now on, a signal lets the update finish and a checkpoint be saved.
 
-        Not if the settings ``checkpoints`` (fairseq's) write no last checkpoint.
+        If fairseq's settings ``checkpoints`` write no last checkpoint, a signal still ends the
+        process.
         """
         if not checkpoints.no_save and not checkpoints.no_last_checkpoints:
             self._handle(self._receive)
@@ -92,9 +93,8 @@ class Stopping:
         now = time.monotonic()
         first = self._received.setdefault(number, now)
         is_ours = os.getpid() == self._process  # False in a forked child, which inherits handlers
-        # Only the parent decides whether a signal is a second one, since it is never busy. A
-        # spawned rank receives the same signals, but Python may run its handler much later, after a
-        # long computation.
+        # A spawned rank leaves this decision to its parent, which only waits: the rank gets the
+        # same signals, but Python may run its handler much later, after a long computation.
         is_second = now - first > _SAME and multiprocessing.parent_process() is None
         if number == signal.SIGTERM and (is_second or not is_ours):
             signal.signal(number, signal.SIG_DFL)
@@ -102,10 +102,11 @@ class Stopping:
 
     def signal_code(self) -> float:
         """The sum of the codes of the signals that this rank has received."""
-        return sum(_CODES[signal.Signals(number)] for number in self._received)
+        received = tuple(self._received)  # at once: the handler may add a signal at any time
+        return sum(_CODES[signal.Signals(number)] for number in received)
 
     def agree(self, total: float) -> None:
-        """Set ``reason`` from ``total``, the ranks' codes, which all read after the same update."""
+        """Set ``reason`` from ``total``, the sum of the ranks' codes: all ranks have the same."""
         if total and self.reason is None:
             is_term = total % _CODES[signal.SIGUSR1] > 0
             self.reason = signal.SIGTERM if is_term else signal.SIGUSR1
@@ -118,12 +119,15 @@ _load_batches = _worker._worker_loop
 
 
 def load_batches(*arguments: Any) -> None:
-    """torch's loop of a data loading worker; it ignores signals, and ends with its parent process.
+    """torch's loop of a data loading worker, which blocks SIGTERM and SIGUSR1.
+
+    It ends with its parent process.
 
     Batch systems send signals to all processes of a job, but training needs its workers until it
     ends.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _CODES)  # `launch` has done this already
+    # Again: `launch` does not wrap the start method forkserver.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _CODES)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _load_batches(*arguments)
 
@@ -132,8 +136,9 @@ def launch(original: Callable[[Any, Any], None], popen: Any, process: Any) -> No
     """multiprocessing's ``Popen._launch``; a data loading worker starts with signals blocked.
 
     A worker may have threads before it reaches `load_batches` (numpy starts some in a spawned
-    worker), and a signal is delivered to any thread that does not block it. So only SIGKILL can
-    terminate a worker.
+    worker), and a signal is delivered to any thread that does not block it. Threads inherit the
+    mask, so blocking before the start covers them. Only SIGKILL ends a worker that blocks SIGTERM,
+    so ``terminate`` sends SIGKILL.
     """
     if process._target is not load_batches:
         return original(popen, process)

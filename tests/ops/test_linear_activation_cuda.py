@@ -25,10 +25,10 @@ GELUS = {
     "gelu_accurate": lambda x: functional.gelu(x, approximate="tanh"),
 }
 ACTIVATIONS = {"relu": functional.relu, **GELUS}
-# Rows, inputs, outputs. Tiles of 128 x 256 for most SMs of an H200: complete tiles; a last pair
-# with one tile; incomplete tiles on all sides; a single step, which processes 16 rows of a warp
-# at once; seven steps, which process three; 17 steps, more than a warp has rows; several tiles per
-# block.
+# Rows, inputs, outputs. Tiles of 128 x 256 for most SMs of an H200: complete tiles; an odd
+# number of row tiles, so that the last clusters have one tile; incomplete tiles on all sides; a
+# single step, which processes 16 rows of a warp at once; seven steps, which process three; 17
+# steps, more than a warp has rows; several tiles per block.
 TILED = [
     *((2304, 512, 2048), (4224, 1024, 1024), (2199, 520, 2056), (9001, 40, 264)),
     *((3712, 448, 1024), (3712, 1088, 1024), (8192, 768, 3072)),
@@ -150,8 +150,8 @@ def test_gelu_of_infinities_is_its_limit(activation, dtype):
 
 
 def test_in_a_graph():
-    """After another kernel, whose results it must wait for, and before a kernel that reads its
-    own; each replay draws new bits of dropout."""
+    """The op runs between a kernel that writes its input and a kernel that reads its results. Each
+    replay draws new dropout bits."""
     x, weight, bias = inputs(*TILED[1], torch.bfloat16)
     given, rng = x.clone(), make_rng(micro_batch=0)
 

@@ -25,6 +25,7 @@ from torch.utils.data import _utils
 
 from lightseq_fairseq.cli.start import signals
 from lightseq_fairseq.errors import StoppedBySignal
+from lightseq_fairseq.training import stopping
 from lightseq_fairseq.training.stopping import StoppableTrainer, Stopping
 
 SETS = {"ours": runs.LS, "fairseq's steps": {**runs.LS, "optimizer": "adam"}}
@@ -104,6 +105,22 @@ def test_two_kinds_of_signals_are_told_apart_in_a_sum() -> None:
         stopping = Stopping()
         stopping.agree(sum(rank.signal_code() for rank in ranks))
         assert stopping.reason == reason
+
+
+def test_a_signal_may_arrive_while_the_codes_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Stopping()
+    rank._process = os.getpid()
+
+    class Codes(dict[int, float]):
+        def __getitem__(self, number: int) -> float:
+            rank._receive(signal.SIGUSR1, None)  # as the signal handler does
+            return super().__getitem__(number)
+
+    codes = Codes(stopping._CODES)
+    monkeypatch.setattr(stopping, "_CODES", codes)
+    rank._receive(signal.SIGTERM, None)
+    assert rank.signal_code() == dict.__getitem__(codes, signal.SIGTERM)  # not yet SIGUSR1
+    assert rank.signal_code() == sum(codes.values())
 
 
 @pytest.mark.parametrize("flag", ["no_save", "no_last_checkpoints"])

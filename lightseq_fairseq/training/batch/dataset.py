@@ -25,7 +25,7 @@ class PackingDataset(torch.utils.data.Dataset[Any], ABC):
     several parts of a model, ``PackedBatch.part`` is the part of each batch.
 
     Args:
-        dataset: fairseq's dataset; ``covers(dataset)`` must be None.
+        dataset: fairseq's dataset; ``training.batch.covers(dataset)`` must be None.
         granularity: rounding of the numbers of rows and sentences, see ``packed``.
     """
 
@@ -105,7 +105,8 @@ def packed(layout: Layout, streams: Sequence[Filled], ntokens: int, part: str = 
     )
     longest = tuple(int(filled.lengths.max(initial=0)) for filled in streams)
     bucket = Bucket(tuple(rows), room, graph_len(max(longest)))
-    # Every part is filled to its end; what lies between two parts is never read.
+    # Columns, positions and boundaries are filled to their ends. The alignment gaps between them
+    # are never read; with zeros there, equal batches have equal blocks.
     block = torch.zeros(block_size(layout, bucket), dtype=torch.int64)
     batch = PackedBatch(block, layout, bucket, sentences, ntokens, longest, part)
     for into, filled, count in zip(batch.open().values(), streams, counts, strict=True):
