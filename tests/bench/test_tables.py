@@ -545,7 +545,8 @@ def test_overview_has_a_column_for_each_system(tree: Path) -> None:
     assert [found[1], found[3], *found[7:]] == [
         "| training big, 4096 (tokens/s) | 320k, 9.2 GiB | 80k, 9.2 GiB | 4.0 | | |",
         "| training base, 4096 (tokens/s) | 700k, 9.2 GiB | | | | |",
-        "| translating, batch size 1 (sentences/s) | 120, 2.0 GiB | 3.0, 2.0 GiB | 40.0 | | 20, 2.0 GiB |",
+        "| translating, batch size 1 (sentences/s) | 120, 2.0 GiB | 3.0, 2.0 GiB | 40.0 | | "
+        "20, 2.0 GiB |",
         "| BLEU, separately trained models | 39.25 | 39.40 | | | |",
         "| BLEU, both with the same checkpoint | 39.31 | 39.40 | | | |",
     ]
