@@ -144,10 +144,10 @@ def _too_long(failure: Cause, request: Request) -> str | None:
         return None
     index = found[1]
     size, limit = (re.sub(r"np\.\w+\((\d+)\)", r"\1", text) for text in found.group(2, 3))
+    sides = " (source, target)" if "," in size else ""
     return (
-        f"Sentence {index} (counted from 0) has {size} tokens (source, target), but the model "
-        f"takes at most {limit}: shorten it, or skip such sentences with "
-        f"--skip-invalid-size-inputs-valid-test."
+        f"Sentence {index} (counted from 0) has {size} tokens{sides}, but the model takes at most "
+        f"{limit}: shorten it, or skip such sentences with --skip-invalid-size-inputs-valid-test."
     )
 
 

@@ -146,7 +146,7 @@ def test_it_is_at_the_door() -> None:
         (["one", 5], {}, "Prompt 1 .* is not a text, and contains other"),
         (["one", [1.5]], {}, "Prompt 1 .* is not a text, and contains other"),
         (["one", ["two"]], {}, "Prompt 1 .* is not a text, and contains other"),
-        ("one " * 50, {}, "Sentence 0 .* has 51 tokens .* the model takes at most 40"),
+        ("one " * 50, {}, "Sentence 0 .* has 51 tokens, but the model takes at most 40"),
         ("one", {"path": "x"}, "path is not an option of LanguageModel"),
         ("one", {"input": "x"}, r"pass the prompts to generate\(\)"),
         (
