@@ -34,9 +34,9 @@ def register() -> None:
     there ``sys.argv[0]`` is the script's path while its module is imported again.
 
     ``lightseq-train`` trains with our trainer. ``lightseq-generate``, ``-validate``,
-    ``-interactive`` and ``-eval-lm`` build our model from checkpoints. The ``fairseq-*`` names keep
-    fairseq's own trainer, and build fairseq's own model for every checkpoint. Both trainings run
-    within `training.process`, which handles signals and the run's folder.
+    ``-interactive`` and ``-eval-lm`` build our model from checkpoints. The ``fairseq-*`` names
+    (--native) keep fairseq's own trainer, and build fairseq's own model for every checkpoint.
+    Training by either name runs in `training.process`, which handles signals and the run's folder.
 
     Raises:
         UserError: fairseq is missing or cannot be used.

@@ -91,9 +91,9 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
 )  # fmt: skip
 @click.option(
     "--warm-up", type=click.IntRange(0),
-    help="Updates before the measured ones.  [default: 4000 for ours, 500 for torch_compile, 150 "
-    "for others, for language models and for RoBERTa; but 1000 for ours with bertmix and "
-    "sentences]",
+    help="Updates before the measured ones.  [default: for translation 4000 for ours, 500 for "
+    "torch_compile, 150 for others; for language models and RoBERTa 150, but 1000 for ours with "
+    "bertmix and sentences]",
 )  # fmt: skip
 @click.option(
     "--corpus", type=click.Path(path_type=Path), default=Path("build/bench-corpus"),
@@ -114,7 +114,7 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
 )  # fmt: skip
 @click.option(
     "--tokens", type=click.IntRange(1), default=corpora.TOKENS, show_default=True,
-    help="Number of tokens in a text.",
+    help="Number of tokens in each of these texts.",
 )  # fmt: skip
 @click.option(
     "--workers", type=click.IntRange(0), default=4, show_default=True,
@@ -129,8 +129,8 @@ def train(cases: Sequence[str], systems: str | None, output: Path | None, **opti
 
     Every run is a real training in its own process. The table shows target tokens per second,
     milliseconds per step (median, 20th and 80th percentile), the share of time in which the GPU is
-    busy, the share of the step's theoretical minimum time (floor), peak memory, the time of the
-    first 100 updates, and the step's time by part.
+    busy, the theoretical minimum time of a step divided by its measured time (floor), peak memory,
+    the time of the first 100 updates, and the step's time by part.
     """
     _finish(_train, cases, systems, output, **options)
 
@@ -140,7 +140,7 @@ def _train(
     pairs: int, text: Path, masked: Path, tokens: int, vocabulary: int | None, logs: Path,
     rounds: int, updates: int, warm_up: int | None, workers: int,
 ) -> list[str]:  # fmt: skip
-    """Everything that `train` does; the case and system of each run that failed."""
+    """Does the work of `train`; returns the case and system of each run that failed."""
     cases = [training.Case.parse(word) for name in case_names for word in name.split(",")]
     systems = runs.chosen(system_names, training.SYSTEMS)
     gpu, about = runs.machine(cases, "tiny/256/bf16", kept=output is not None)
@@ -234,14 +234,14 @@ def generate(
 
 
 def _usual_vocabulary(shape: generation.Shape) -> int:
-    """Words of a model's dictionary."""
+    """Default number of words in a model's dictionary."""
     if shape.is_masked:
         return corpora.MASKED_VOCABULARY
     return corpora.TEXT_VOCABULARY if shape.is_language_model else corpora.VOCABULARY
 
 
 def _usual_count(case: generation.Case) -> int:
-    """Sentences or prompts of a run."""
+    """Default number of sentences or prompts in a run."""
     if case.new:
         return 16 if case.batch == 1 else 4 * (case.batch or 1)
     return 200 if case.batch == 1 else test_set.SENTENCES
@@ -251,7 +251,7 @@ def _generate(
     case_names: Sequence[str], system_names: str | None, output: Path | None, data: Path,
     vocabulary: int | None, logs: Path, rounds: int, sentences: int | None, passes: int,
 ) -> list[str]:  # fmt: skip
-    """Everything that `generate` does; the case and system of each run that failed."""
+    """Does the work of `generate`; returns the case and system of each run that failed."""
     cases = [generation.Case.parse(word) for name in case_names for word in name.split(",")]
     systems = runs.chosen(system_names, generation.SYSTEMS)
     gpu, about = runs.machine(cases, "tiny/b32/beam4/fp32", kept=output is not None)

@@ -88,7 +88,7 @@ def fairseq(problems: list[Problem]) -> Facts:
     except UserError as error:
         problems.append(Problem("fatal", str(error)))
         return None
-    except Exception as error:  # whatever an unknown fairseq raises, the report goes on
+    except Exception as error:  # an unknown fairseq may raise anything; the report continues
         reason = f"fairseq does not import here ({type(error).__name__}: {error})."
         problems.append(Problem("fatal", reason))
         return None
@@ -179,7 +179,7 @@ def nvcc(problems: list[Problem]) -> Facts:
 def kernels(problems: list[Problem]) -> Facts:
     import torch
 
-    from lightseq_fairseq.ops import library  # which the ops load
+    from lightseq_fairseq.ops import library  # the one that the ops load
 
     status = library.load()
     if torch.cuda.is_available() and status.references:
@@ -240,7 +240,7 @@ SECTIONS: dict[str, Section] = {
 
 
 def diagnose() -> tuple[dict[str, Facts], list[Problem]]:
-    """The facts of all sections, and all problems. Without torch, later sections have None."""
+    """All facts and problems. If torch is missing or too old, the later sections are None."""
     facts: dict[str, Facts] = dict.fromkeys(SECTIONS)
     problems: list[Problem] = []
     for name, section in SECTIONS.items():

@@ -20,8 +20,8 @@ def main(words: list[str], native: bool) -> None:
             --gen-subset test --tokens-per-sample 512 --context-window 400
 
     The loss is in base 2, and the perplexity is 2 to the power of the loss. With
-    --context-window N, each token has at least N tokens of context; the context is a part of
-    --tokens-per-sample. --output-word-probs prints the log-probability of each word.
+    --context-window N, each token but the first N has at least N tokens of context; the context is
+    a part of --tokens-per-sample. --output-word-probs prints the log-probability of each word.
     --output-word-stats prints the sum of the log-probabilities for each word of the dictionary.
     With --num-shards and --shard-id, only one part of the text is measured.
     """

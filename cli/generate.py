@@ -24,7 +24,8 @@ from lightseq_fairseq.errors import UserError
 @click.option("--native", is_flag=True, help="Build fairseq's own model from the checkpoint.")
 @click.option(
     "--output", metavar="FILE", type=click.Path(path_type=Path),
-    help="At the end, write the translations and the score to this file instead of the terminal.",
+    help="At the end, write the translations to this file instead of the terminal, and the score "
+    "to both.",
 )  # fmt: skip
 @click.option(
     "--reference", metavar="FILE", type=click.File(encoding="utf-8"),
@@ -86,7 +87,7 @@ def _translate(
         if (note := out.unknown.sentence()) is not None:
             click.echo(f"lightseq-generate: note: {note}", err=True)
         if args.task == "language_modeling" and reference is None:
-            return  # its targets are the prompts, which the results begin with
+            return  # the targets are the prompts, and each result begins with its prompt
         try:
             title = f"Generate {args.gen_subset} with beam={args.beam}"
             out.result(title, None if reference is None else reference.name, references)

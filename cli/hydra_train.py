@@ -1,7 +1,7 @@
 """``lightseq-hydra-train``: YAML configurations of fairseq-hydra-train, run by lightseq-train.
 
 Hydra composes the configuration, as for fairseq. Then the settings become flags of lightseq-train.
-So these runs have the same defaults, checks and first line as those of a command line.
+So these runs have the same defaults, checks and first output line as runs of lightseq-train.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def main(words: list[str], native: bool) -> None:
         lightseq-hydra-train --config-dir examples/roberta/config/pretraining --config-name base \\
             model._name=ls_roberta task.data=/data/wikitext-103
 
-    The optimizer and the criterion of the file are then ours, too, if there are such; an override
-    like optimizer._name=adam chooses fairseq's. The settings become flags of lightseq-train, which
-    fills in what the file does not set. The first line printed is the complete command. Like
-    fairseq-hydra-train, it runs in a new folder below outputs/: give the data folder as an absolute
-    path. Here the name of an arch, such as transformer_lm_gpt2_small, sets the sizes of the model,
-    which fairseq-hydra-train ignores.
+    The optimizer and the criterion of the file are then replaced by this package's, if it has them
+    (adam by ls_adam); an override like optimizer._name=adam chooses fairseq's. The settings become
+    flags of lightseq-train, which adds defaults for the others. The first line printed is the
+    complete command. Like fairseq-hydra-train, it runs in a new folder below outputs/: set the data
+    folder as an absolute path. Here the name of an arch, such as transformer_lm_gpt2_small, sets
+    the sizes of the model; fairseq-hydra-train does not use the sizes of an arch.
     """
 
     program, request = "lightseq-hydra-train", messages.Request(words)
@@ -72,7 +72,7 @@ def main(words: list[str], native: bool) -> None:
             return _train(configuration, native)
         except Exception as error:
             raise _Raised(error) from error
-        finally:  # a sweep composes its next configuration
+        finally:  # in a sweep (--multirun), Hydra composes the next configuration
             _without_defaults(hydra_init, HydraConfig.get().job.config_name or "config")
 
     with sentences(program, request, SpawnedRanks()), typed(program, words):
@@ -157,7 +157,7 @@ def _train(configuration: Any, native: bool) -> float:
 
 
 def _settings(configuration: Any) -> Iterator[Setting]:
-    """What the configuration sets, without what equals the default of a task, an optimizer, ..."""
+    """The settings of the configuration, but not those equal to the default of their component."""
     from omegaconf import OmegaConf
 
     raw: Any = OmegaConf.to_container(configuration, enum_to_str=True)
@@ -178,9 +178,9 @@ def _settings(configuration: Any) -> Iterator[Setting]:
         its_defaults, its_flags = _defaults_of(component), _flags_of(component)
         for key, value in found.items():
             if key in its_defaults and value == its_defaults[key]:
-                refers = "${" in str(value)  # to another setting, which a command line cannot
+                refers = "${" in str(value)  # to another setting; a flag cannot do this
                 if (refers and key not in its_flags) or (not refers and group != "model"):
-                    continue  # a model's default depends on its arch, so it counts
+                    continue  # settings of a model stay, because its defaults depend on the arch
             yield Setting(group, key, _plain(OmegaConf.select(whole, f"{group}.{key}")))
 
 
@@ -255,8 +255,8 @@ def _flags_of(component: Any) -> dict[str, Action]:
 
 
 def _with_prefix(group: str, name: str, arch: str | None) -> str:
-    """The name of a component; for one of our models, of our optimizer or criterion of this name,
-    unless an override on the command line chose it."""
+    """The name of a component. With one of our models, an optimizer or a criterion gets the prefix
+    if we have one of this name, unless an override on the command line chose the component."""
     from hydra.core.hydra_config import HydraConfig
 
     ours = f"{defaults.PREFIX}{name}"
@@ -268,7 +268,7 @@ def _with_prefix(group: str, name: str, arch: str | None) -> str:
 
 
 def _spelled(action: Action, value: Any) -> list[str]:
-    """The words that give a flag its value; none if it has no words for it, see `_check`."""
+    """The words that set a flag to a value; [] if no words can, which `_check` detects later."""
     flag = next((text for text in action.option_strings if text.startswith("--")), None)
     if flag is not None and action.nargs == 0:
         return [flag] if value == action.const else []
@@ -284,7 +284,7 @@ def _text(value: Any) -> str:
 
 
 def _check(cfg: Any, settings: Sequence[Setting]) -> None:
-    """Raises UserError if the run's configuration lacks a setting, which then has no flag."""
+    """Raises UserError if a setting has another value in the run: then no flag can set it."""
     for setting in settings:
         if setting.key == _NAME:
             continue

@@ -63,7 +63,7 @@ def _translate(fairseq_main: Callable[[Any], None], cfg: Any) -> None:
         with contextlib.redirect_stdout(out):
             (fairseq_main if is_native else _answer)(cfg)
     except Exception as error:
-        # fairseq's number counts within the buffer; all lines before the buffer are translated.
+        # fairseq's number is the index in the buffer; add the number of lines before the buffer.
         found = re.match(r"Size of sample #(\d+)", str(error))
         if found is None:
             raise
@@ -106,7 +106,7 @@ def _answer(cfg: Any) -> None:
 
 
 def _print(number: int, translation: Translation) -> None:
-    """The lines of one sentence; none if the sentence was too long and is left out."""
+    """Prints the lines of one sentence; none if the sentence was too long and was skipped."""
     if not translation.hypotheses:
         return
     print(f"S-{number}\t{translation.source}")

@@ -74,8 +74,9 @@ def score(
     """Computes the score that `main` writes and prints.
 
     Returns:
-        (row, line): ``row`` holds "bleu" (0 to 100, two decimals) and "signature", with the prefix
-        "compound_split_" for that score; ``line`` is sacrebleu's own.
+        (row, line): ``row`` has "bleu" (0 to 100, two decimals) and "signature"; with
+        ``compound_split`` both keys have the prefix "compound_split_". ``line`` is the score in
+        sacrebleu's format.
 
     Raises:
         UserError: a file cannot be scored, or the options exclude each other.
@@ -164,7 +165,7 @@ class Output:
     """Translations: plain lines, or the output of a generation.
 
     fairseq-generate prints a sentence as ``T-<n>`` (target), ``H-<n>`` (hypotheses, the best one
-    first) and ``D-<n>`` (the same, detokenised where --tokenizer or --bpe were given), in the order
+    first) and ``D-<n>`` (the hypotheses, detokenised if --tokenizer or --bpe is set), in the order
     of its batches.
 
     Args:
@@ -188,8 +189,8 @@ class Output:
             self.sentences[match[1]].setdefault(int(match[2]), match[3])
 
     def translations(self, tokens: bool) -> list[str]:
-        """Translations in the order of the test set; of a generation the ``H`` lines (``tokens``)
-        or the ``D`` lines."""
+        """Translations in the order of the test set. Of a generation, these are the ``H`` lines if
+        ``tokens`` is true, else the ``D`` lines."""
         if not self.sentences["H" if tokens else "D"]:
             return self.plain
         return self._ordered("H" if tokens else "D")

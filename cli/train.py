@@ -62,7 +62,7 @@ def main(words: list[str], native: bool, pack_tokens: bool) -> None:
         completed.append((argv, added))
         return defaults.with_options(argv, _log_format(argv))
 
-    completed: list[tuple[list[str], list[str]]] = []  # the words of a run, those that were added
+    completed: list[tuple[list[str], list[str]]] = []  # (all words of a run, words that we added)
 
     def announce() -> None:
         for argv, added in completed:

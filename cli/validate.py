@@ -30,7 +30,7 @@ def main(words: list[str], native: bool) -> None:
     run_fairseq("validate", words, native=native, complete=_complete)
 
 
-# fairseq's tasks of a kind of data; without a checkpoint to ask, the first is meant.
+# fairseq's tasks for each kind of data; the first is the default if the checkpoint names none.
 _PAIRS = ("translation",)
 _TEXT = ("language_modeling", "masked_lm", "multilingual_masked_lm")
 _SENTENCES = ("sentence_prediction", "sentence_ranking")
@@ -53,7 +53,7 @@ def _complete(words: list[str]) -> list[str]:
     if task == "sentence_prediction":
         head = str(trained.get("classification_head_name") or "sentence_classification_head")
         wanted = {"--num-classes": str(trained.get("num_classes", -1))}
-        if not defaults.is_given(words, ("--criterion",)):  # a flag of the task belongs to it
+        if not defaults.is_given(words, ("--criterion",)):  # the task reads its settings
             wanted |= {"--criterion": task, "--classification-head-name": head}
         for flag, text in wanted.items():
             if not defaults.is_given(words, (flag,)):
@@ -66,8 +66,8 @@ def _complete(words: list[str]) -> list[str]:
 def _tasks(words: list[str]) -> tuple[str, ...]:
     """The tasks that the data folder among the words may belong to, by its dictionaries.
 
-    Sentences with labels have input0/dict.txt, running text has a dict.txt. Sentence pairs may have
-    one for --lm-path, beside their own.
+    Sentences with labels have input0/dict.txt, running text has dict.txt. Sentence pairs have
+    dict.<language>.txt, and may have dict.txt as well, for --lm-path.
     """
     for folder in (Path(word.partition(os.pathsep)[0]) for word in words):
         if (folder / "input0" / "dict.txt").is_file():

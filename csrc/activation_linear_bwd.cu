@@ -6,21 +6,20 @@
 //   dweight [N, K] (+)= dy^T x
 //   dbias   [K]    (+)= column sum of dz, after dz is rounded
 //
-// The slope [T, K] of dropout and activation comes from forward (linear_activation_fwd.cu). For
-// ReLU it is [x > 0] / (1 - p), so x tells it.
+// The slope [T, K] is the derivative of x with respect to z. It comes from forward
+// (linear_activation_fwd.cu). For ReLU it is computed from x: [x > 0] / (1 - p).
 //
-// dbias is the gradient of a bias that was added in z. It becomes NaN where that bias is NaN: the
-// ReLU epilogue of the product has turned the NaN into 0 (common/nan.cuh).
+// dbias is the gradient of the bias in z. If that bias is given and has a NaN, dbias becomes NaN
+// there: forward's ReLU epilogue may have turned the NaN into 0 (common/nan.cuh).
 //
 //   bytes moved   for dz: dy and W several times, from L2; x or the slope, and dz, once
 //   determinism   in one kernel, sums have a fixed order, which depends only on N, and for dbias
-//   also
-//                 on T; other products: see linear.cu
+//                 also on T; other products: see linear.cu
 //
 // In 16 bits on GPUs of compute capability 9.0, if there are enough tiles, one kernel computes dz.
-// cuBLASLt's own epilogue for ReLU takes three times as long as the product without epilogue
-// (linear.cu). Otherwise the product and then a second kernel run, which reads and writes [T, K]
-// once more.
+// Otherwise the product and then a second kernel run; the second kernel reads and writes [T, K]
+// once more. cuBLASLt's epilogue for the derivative of ReLU is not used: with it, the product takes
+// three times as long (linear.cu).
 //
 // common/tile_product.cuh describes the product. Another warp loads the tile of the slope (or of x)
 // while the consumers still multiply. dz then replaces it in shared memory. While the consumers

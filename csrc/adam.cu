@@ -15,9 +15,9 @@
 //
 //   bytes moved   adam_norm reads grad; adam_step reads grad, param, m, v and writes param, m, v,
 //                 low. With 16-bit gradients and copy: 2 + 28 bytes per parameter, or 2 + 26 with
-//                 the remainder.
-//   determinism   norm: each thread sums its share in float; the shares are added in double, in the
-//                 order of threads and blocks; the number of blocks depends on N and the GPU
+//                 the remainder (adam_step then also reads low).
+//   determinism   norm: each thread sums its share in float; the shares are added in double, in a
+//                 fixed order; the number of blocks depends on N, the dtype and the GPU
 //
 // adam_norm and adam_step are one launch each. The host reads no value: learning rate, loss scale,
 // norm and step are in device memory. Scalars are computed in double, once per block.

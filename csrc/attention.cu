@@ -1,6 +1,6 @@
 // Attention over packed sentences, forward. Backward is in attention_bwd.cu;
-// common/attention_work.cuh explains how both divide the work. Sentences of more than 128 tokens in
-// 16 bits have kernels of their own: attention_long.cu.
+// common/attention_work.cuh explains how both divide the work. In 16 bits, long sentences
+// (common/attention_long.h) have kernels of their own: attention_long.cu and attention_tiles.cu.
 //
 //   out = dropout(softmax(scale * q k^T)) v       within each sentence and head
 //
@@ -18,7 +18,7 @@
 //   determinism          no atomics; every sum has a fixed order, which depends only on the
 //                        sentence and not on the rest of the batch
 //
-// Dropped probabilities are zeros in the second product. They still count in the sum of the row,
+// Dropped probabilities are zeros in the product with v. They still count in the sum of the row,
 // because softmax comes before dropout. The dropout bits are generated into shared memory while
 // keys and values are being copied there.
 
@@ -145,7 +145,7 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
   FwdTiles<T, kWidth>& tiles = *reinterpret_cast<FwdTiles<T, kWidth>*>(shared);
   const Work& work = p.work;
 
-  if (work.longest != INT_MAX) griddepcontrol_launch_dependents();  // those in attention_items.cu
+  if (work.longest != INT_MAX) griddepcontrol_launch_dependents();  // see attention_items.cu
   if (blockIdx.x >= work.blocks) {
     check_boundaries(work);
     const int first = work.cu_q[work.sentences];
@@ -161,8 +161,8 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
   for_each_unit<kRows<T, kWidth>>(tiles.plan, work, p.dropout, kQueries, [&](const Unit unit) {
     const Place place(unit);
     const bool works = place.exists && place.position < unit.length_q;
-    // Ends of the keys to which these queries attend: the last one of the tile, the last one of the
-    // warp, the first one of the warp.
+    // Ends of the keys to which a query attends: the tile's last query (tile_end), the warp's last
+    // query (warp_end), the warp's first query (clear_end).
     const int tile_end = min(unit.length_k, work.causal ? unit.start + unit.slot() : INT_MAX);
     const int warp_end = min(unit.length_k, work.causal ? place.position + kWarpRows : INT_MAX);
     const int clear_end = min(unit.length_k, work.causal ? place.position + 1 : INT_MAX);

@@ -1,17 +1,19 @@
 // Attention over packed sentences, backward. attention.cu has the formula of forward;
-// common/attention_work.cuh explains how the work is divided. Sentences of more than 128 tokens in
-// 16 bits have kernels of their own: attention_long_bwd.cu.
+// common/attention_work.cuh explains how the work is divided. Long sentences
+// (common/attention_long.h) have kernels of their own: in 16 bits on GPUs of compute capability 9.0
+// attention_long_bwd.cu, in float32 for heads of up to 64 columns attention_float_bwd.cu.
 //
 //   P = exp(scale * q k^T - lse)      M = dropout mask of zeros and ones
 //   D = rowsum(P * M * dO V^T) = (1 - p) rowsum(dO * O)
 //   dV = (P * M)^T dO / (1 - p)       dS = P * (M * dO V^T - D)
 //   dQ = scale / (1 - p) dS K         dK = scale / (1 - p) dS^T Q
 //
+// The limits below are for 16-bit heads of up to 64 columns; other tiles have fewer than 128 rows.
 // Sentences of at most 64 tokens: warps with 16 queries each compute P and dS once, and pass them
 // through shared memory to the warps with 16 keys each (five small products). Sentences of 65 to
 // 128 tokens: shared memory is too small for P and dS, so a second pass computes S^T = K Q^T and
-// V dO^T again (seven products). Longer sentences: a tile performs only one of the two passes. It
-// keeps its own side and iterates over the tiles of the other side.
+// V dO^T again (seven products). Longer sentences: a tile performs only one of the two passes. A
+// tile of queries iterates over the tiles of keys, a tile of keys over the tiles of queries.
 //
 //   inputs         dout, q, k, v, lse; and out, to compute D, if no warp has a whole row of P
 //   bytes moved    everything once if a sentence fits into a tile; tiles of longer sentences are
@@ -266,7 +268,7 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
   BwdTiles<T, kWidth>& tiles = *reinterpret_cast<BwdTiles<T, kWidth>*>(shared);
   const Work& work = p.work;
 
-  if (work.longest != INT_MAX) griddepcontrol_launch_dependents();  // those in attention_items.cu
+  if (work.longest != INT_MAX) griddepcontrol_launch_dependents();  // see attention_items.cu
   if (blockIdx.x >= work.blocks) {
     check_boundaries(work);
     zero_rows(p.dq, work.cu_q[work.sentences], work.rows_q, work);

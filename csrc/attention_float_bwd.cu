@@ -1,6 +1,7 @@
-// Attention of sentences of more than 128 tokens, backward, in float32, for heads of at most 64
+// Attention of long sentences (more than 128 tokens), backward, in float32, for heads of at most 64
 // columns. attention_bwd.cu has other sentences and heads; attention_long_bwd.cu has the formulas,
-// and explains how blocks of keys add to dQ. Here each warp waits for its turns and passes them on.
+// and explains how blocks of keys add to dQ in turn. Here each warp waits for its own turns and
+// passes them on.
 //
 // Fused multiply-adds keep all 24 bits. A block has 64 keys of a head and iterates over tiles of 64
 // queries. A thread has 8 x 4 numbers of each of the five products, so it loads 16 bytes from
@@ -11,11 +12,12 @@
 //   dQ  = dS K                    queries y + 8 i, columns 4 x + j
 //
 // Sums over one tile are computed separately and then added: one chain of additions over all rows
-// of a long sentence would lose more bits. So are parts of 16 columns in the first two products.
+// of a long sentence would lose more bits. In the first two products, sums over 16 columns are also
+// computed separately.
 //
-// With few keys dS is hardly larger than the rounding errors of its two terms. So if all keys that
-// a tile of queries attends to are in the tile, D is computed from P and dP: rowsum(P * dP) has the
-// same errors as the other term. It is divided by rowsum(P), which errors of S keep from being 1.
+// With few keys dS is hardly larger than the rounding errors of its two terms. So if a tile of
+// queries attends to keys of one tile only, D is computed from P and dP: rowsum(P * dP) has the
+// same errors as the other term. It is divided by rowsum(P), which errors of S make differ from 1.
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -68,8 +70,8 @@ struct Work {
   }
 };
 
-// Waits until a warp's part of dQ is this block's to add to. By a vote, so that the compiler knows
-// that the warp stays together.
+// Waits until it is this block's turn to add to a warp's part of dQ. The lanes vote, so that the
+// compiler knows that the warp does not diverge.
 __device__ __forceinline__ void wait_for_turn(const uint32_t* turn, int mine) {
   while (__any_sync(kAllLanes, load_acquire(turn) != static_cast<uint32_t>(mine))) {
   }
@@ -232,7 +234,7 @@ __global__ __launch_bounds__(kTilesThreads,
   extern __shared__ __align__(1024) unsigned char shared[];
   FloatTiles& tiles = *reinterpret_cast<FloatTiles*>(shared);
   const int warp = of_warp(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
-  // A warp has 4 x 8 threads: it reads few rows, which are in different banks.
+  // A warp has 4 x 8 of the threads (y, x), so it reads few rows, which are in different banks.
   const int y = warp / 2 * 4 + lane / 8, x = warp % 2 * 8 + lane % 8;
   const AttentionDropout dropout = kDrops ? AttentionDropout(p.dropout) : AttentionDropout();
 
@@ -242,8 +244,8 @@ __global__ __launch_bounds__(kTilesThreads,
     load_rows(tiles.k, p.k, work.head, first, length, p.width);
     load_rows(tiles.v, p.v, work.head, first, length, p.width);
   };
-  // A query without keys may be NaN: it does not exist here, and its dQ is zero. For queries that
-  // do not exist, everything is zero except P = exp(0), which is multiplied by zeros.
+  // Inputs of a query without keys may be NaN. Treat it as one that does not exist; its dQ is zero.
+  // For queries that do not exist, all is zero except P = exp(0), which is multiplied by zeros.
   const auto queries_from = [&](const Work& work, int i) {
     return work.item.length_k > 0 ? work.item.length_q - i * kSide : 0;
   };
@@ -298,14 +300,14 @@ __global__ __launch_bounds__(kTilesThreads,
     Sums dk, dv;
     clear(dk);
     clear(dv);
-    uint32_t* to_pass = nullptr;  // the turn of the tile before
+    uint32_t* to_pass = nullptr;  // the turn of the previous tile
 
 #pragma unroll 1
     for (int i = work.begin; i < work.end; ++i) {
       const int first_query = i * kSide;
       const bool continues = i + 1 < work.end;
       cp_async_wait_all();
-      __syncthreads();  // this tile is there, and dS of the tile before has been read
+      __syncthreads();  // this tile has been loaded, and dS of the previous tile has been read
       Sums s, dp;
       multiply_rows(s, tiles.q, tiles.k, y, x);
       multiply_rows(dp, tiles.dout, tiles.v, y, x);
@@ -400,7 +402,7 @@ __global__ __launch_bounds__(kTilesThreads,
       if (!work.is_last()) to_pass = p.turns + part;
     }
 
-    // All have finished the last tile.
+    // After the barrier, all threads have finished the last tile.
     cp_async_wait_all();
     __syncthreads();
     number = tiles.next.numbers[place];
@@ -409,7 +411,8 @@ __global__ __launch_bounds__(kTilesThreads,
       next = Work(p, number);
       load_first(next);
     }
-    // This place was last read in the item before; it is read behind a barrier of the next item.
+    // This place was last read during the previous item. It is read again after a barrier of the
+    // next item.
     if (threadIdx.x == 0) tiles.next.numbers[place ^ 1] = claimed;
     place ^= 1;
     if (to_pass != nullptr) pass_turn(to_pass);

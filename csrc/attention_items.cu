@@ -1,8 +1,8 @@
-// The list of the work of the kernels for long sentences, and what their backward reads of every
-// query. common/attention_items.cuh explains the list.
+// The work list of the kernels for long sentences, and lse and D of every query for their backward.
+// common/attention_items.cuh explains the list.
 //
-// The kernels here start while the one for short sentences runs, which is launched before them:
-// they read nothing that it writes. So they wait for it when they have done their work.
+// The kernel for short sentences is launched before the kernels here. They start while it runs,
+// because they read nothing that it writes, and wait for it after their own work.
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -33,8 +33,8 @@ struct Boundaries {
 // sentences with much work first. One block; all threads list, a sentence each.
 //
 // Order of the blocks of keys: they add to dQ in the order of descending blocks of a sentence, so a
-// block comes after those that it waits for. Short sentences are interleaved in groups, so that
-// blocks that start at the same time seldom wait for each other.
+// block comes after those that it waits for. Sentences with little work are interleaved in groups,
+// so that blocks that start at the same time seldom wait for each other.
 __global__ __launch_bounds__(1024) void list_kernel(const Boundaries boundaries, Item* items,
                                                     int* counts) {
   griddepcontrol_launch_dependents();
@@ -99,8 +99,8 @@ __global__ __launch_bounds__(1024) void list_kernel(const Boundaries boundaries,
       int group_begin = blocks_before;
       for (int r = begin; r < rank; ++r) group_begin -= blocks[order[r]];
       for (int block = 0; block < blocks[i]; ++block) {
-        // Before it: the blocks of the group with a larger number, and equal ones of sentences
-        // before this one.
+        // Before it: the blocks of the group with a larger number, and those with the same number
+        // of sentences before this one.
         int place = group_begin;
         for (int r = begin; r < end; ++r) {
           place += max(0, blocks[order[r]] - block - (r < rank ? 0 : 1));
@@ -120,8 +120,8 @@ __global__ __launch_bounds__(1024) void list_kernel(const Boundaries boundaries,
   griddepcontrol_wait();
 }
 
-// Computes what OfQueries has, [H, Tq] each, and zeroes the counters of turns. Eight lanes have a
-// row and head, 16 bytes at a time.
+// Computes the members of OfQueries, [H, Tq] each, and zeroes the counters in `turns`. Eight lanes
+// process one head of a row, 16 bytes per lane at a time.
 template <typename T>
 __global__ __launch_bounds__(256) void rowsum_kernel(Packed<const T> dout, Packed<const T> out,
                                                      const Lse<T>* lse, float* lse_of_heads,
@@ -165,7 +165,8 @@ __global__ __launch_bounds__(256) void rowsum_kernel(Packed<const T> dout, Packe
 
 }  // namespace
 
-// Heads of more than 64 columns have few rows in a tile of the kernels for short sentences.
+// In backward, the kernel for short sentences has tiles of 128 rows for 16-bit heads of up to 64
+// columns, but of 64 rows for wider heads.
 int most_tokens_of_short(const Tensor& q) {
   return q.size(2) > 64 && q.scalar_type() != ScalarType::Float && has_wgmma(q.get_device()) ? 64
                                                                                              : 128;

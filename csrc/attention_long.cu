@@ -1,11 +1,11 @@
-// Attention of sentences of more than 128 tokens, forward, on GPUs of compute capability 9.0.
+// Attention of long sentences in 16 bits, forward, on GPUs of compute capability 9.0.
 // attention.cu has the formula and the shorter sentences, common/attention_items.cuh the work list.
 // On other GPUs, attention_tiles.cu does the work.
 //
-// A block has tiles of 128 queries of one head. One warp loads by TMA: queries, and tiles of 128
-// keys and values, the last one first. Two consumer warpgroups have 64 queries each. While a
-// warpgroup computes the softmax of a tile, the product of the previous tile with V is in flight,
-// and while it draws dropout bits, so are its own scores. Probabilities stay in registers.
+// A block processes tiles of 128 queries of one head. One warp loads by TMA: queries, and tiles of
+// 128 keys and values, the last one first. Two consumer warpgroups have 64 queries each. While a
+// warpgroup computes the softmax of a tile, the product of the previous tile with V is in flight.
+// While it draws dropout bits, its scores are in flight, too. Probabilities stay in registers.
 //
 //   saved for backward   out, and lse = log(sum of exp(scores)), float32 [T, H]
 //   bytes moved          q, out and lse once; k and v once for each tile of queries, from the cache
@@ -74,7 +74,7 @@ __device__ __forceinline__ void load(const FwdParams& p, FwdTiles<kWidth>& tiles
   }
 }
 
-// Passes tiles of V on from the TMA to the consumers, without the rows behind the sentence.
+// Passes tiles of V from the TMA to the consumers; zeroes the rows after the end of the sentence.
 template <int kWidth>
 __device__ __forceinline__ void zero_values(const FwdParams& p, FwdTiles<kWidth>& tiles) {
   Stage<2> claim, kv;
@@ -143,7 +143,7 @@ __device__ __forceinline__ void multiply(const FwdParams& p, FwdTiles<kWidth>& t
       wgmma_commit();
     };
     const auto start_values = [&] {
-      tiles.v_loaded[vs.index].wait(vs.parity);  // what the TMA has written is visible to waiters
+      tiles.v_loaded[vs.index].wait(vs.parity);  // makes the TMA's writes visible here
       tiles.v_full[vs.index].wait(vs.parity);
       const WgmmaOperand v(shared_address(tiles.v[vs.index]), kBoxBytes);
       wgmma_hold(o);
@@ -184,7 +184,7 @@ __device__ __forceinline__ void multiply(const FwdParams& p, FwdTiles<kWidth>& t
         if (grew) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            // Each row alone: what is behind the sentence must not change its bits.
+            // Each row alone: rows after the end of the sentence must not change other rows.
             const bool outgrown = largest[half] > shift[half] + tolerance;
             const float next = outgrown ? largest[half] : shift[half];
             shrink[half] = exp2_approximate((shift[half] - next) * scale);

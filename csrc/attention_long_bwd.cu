@@ -1,36 +1,36 @@
-// Attention of sentences of more than 128 tokens, backward, on GPUs of compute capability 9.0.
-// attention_bwd.cu has the shorter sentences, and all sentences on other GPUs;
-// common/attention_items.cuh has the work list.
+// Attention of long sentences in 16 bits, backward, on GPUs of compute capability 9.0.
+// attention_bwd.cu has the shorter sentences, and all 16-bit sentences on other GPUs;
+// common/attention_items.cuh explains the work list.
 //
 //   P = exp(scale * q k^T - lse)      M = dropout mask of zeros and ones
 //   D = rowsum(P * M * dO V^T) = (1 - p) rowsum(dO * O)      by a kernel before this one
 //   dV = (P * M)^T dO / (1 - p)       dS = P * (M * dO V^T - D)
 //   dQ = scale / (1 - p) dS K         dK = scale / (1 - p) dS^T Q
 //
-// A block has blocks of 128 keys of one head, and iterates over the queries. Two consumer
-// warpgroups have 64 keys each:
+// An item is a block of 128 keys of one head. A thread block takes one item after the other, and
+// iterates over the queries of its sentence. Two consumer warpgroups have 64 keys each:
 //
 //   S^T = K Q^T, dP^T = V dO^T     operands from shared memory
 //   dV += P^T dO, dK += dS^T Q     P^T and dS^T from registers
 //   dQ  = dS K                     dS through shared memory, for which both warpgroups wait
 //
-// Heads of up to 64 columns: 128 queries at a time, in halves; a warpgroup computes dQ of one half,
-// which is in flight while the next scores are computed. Wider heads: 64 queries at a time; a
-// warpgroup computes a box of 64 columns of dQ.
+// Heads of up to 64 columns: 128 queries at a time, in halves. A warpgroup computes dQ of one half;
+// this product is in flight while the next scores are computed. Wider heads: 64 queries at a time;
+// a warpgroup computes a box of 64 columns of dQ.
 //
 // The blocks of keys of a sentence add their dQ in float32 in global memory, in the order of
 // descending blocks: the first one writes, the next ones add, the last one adds and writes the
-// result. A counter for each tile of queries says whose turn it is. The sums lie there in the order
-// of the threads, so that a warp accesses 512 adjacent bytes. In the list a block of keys comes
-// after those that it waits for, and blocks take items in its order; so the first unfinished item
-// never waits, and there is no deadlock.
+// result. A counter for each tile of queries says whose turn it is. The sums are stored in the
+// order of the threads, so that a warp accesses 512 adjacent bytes. In the list a block of keys
+// comes after those that it waits for, and thread blocks take items in the order of the list. So
+// the first unfinished item never waits, and there is no deadlock.
 //
-// The warps of the producer: 0 loads by TMA; 1 waits for turns and passes them on; 2 and 3 prepare
-// lse and D, and zero what lies behind the sentence.
+// The warps of the producer: 0 loads by TMA; 1 waits for turns and passes them on; 2 and 3 load
+// lse and D, and zero the rows after the end of the sentence.
 //
-// A kernel before this one draws the dropout bits: here no warp has instructions to spare. A drawn
-// word has the bits of 32 keys of a query; that kernel transposes them, so that a consumer reads
-// words of 32 queries of a key.
+// A kernel before this one (draw_kernel) draws the dropout bits, because here no warp has time for
+// it. A drawn word has the bits of 32 keys of a query; draw_kernel transposes them, so that a
+// consumer reads words of 32 queries of a key.
 //
 //   inputs         dout, q, k, v, lse, out
 //   workspace      dQ in float32, lse and D by head, counters, dropout bits
@@ -48,12 +48,12 @@
 namespace lightseq::attention {
 namespace {
 
-// Dropout bits: word [g, h, k] has those of 32 queries of head h and of key k of their sentence.
+// Dropout bits: word [g, h, k] is for group g of 32 queries, head h, and key k of their sentence.
 struct Bits {
   uint32_t* words;
-  int64_t keys;  // of a line: those of the longest sentence, in whole tiles
+  int64_t keys;  // words of a line: max_k, rounded up to whole tiles
 
-  // From the item's first key on. group: of 32 queries, in their sentence.
+  // Words of a group of 32 queries, from the item's first key on. group: number in the sentence.
   __device__ __forceinline__ uint32_t* at(const Item& item, int group, int head, int heads) const {
     const int64_t line = static_cast<int64_t>(2 * item.unit + group) * heads + head;
     return words + line * keys + item.start;
@@ -104,7 +104,7 @@ constexpr int kConsumerWarps = 2 * kWarpgroup / kWarp;
 // An SM has 64 Ki registers, which is 168 for each thread of three warpgroups.
 constexpr int kProducerRegisters = 56, kConsumerRegisters = (3 * 168 - kProducerRegisters) / 2;
 
-// What a block of keys iterates over: tiles of queries begin ... end - 1.
+// The tiles of queries that a block of keys iterates over: begin ... end - 1.
 template <int kWidth>
 struct Steps {
   static constexpr int kRows = BwdTiles<kWidth>::kRows;
@@ -168,7 +168,8 @@ __device__ __forceinline__ void load(const BwdParams& p, BwdTiles<kWidth>& tiles
   }
 }
 
-// Tells the consumers when it is this block's turn to add to dQ, and the next block when they have.
+// Tells the consumers when it is this block's turn to add to dQ. When they have added, passes the
+// turn to the next block.
 template <int kWidth>
 __device__ __forceinline__ void take_turns(const BwdParams& p, BwdTiles<kWidth>& tiles) {
   const bool is_first_lane = threadIdx.x % kWarp == 0;
@@ -226,7 +227,7 @@ __device__ __forceinline__ void prepare(const BwdParams& p, BwdTiles<kWidth>& ti
 
     for (int i = steps.begin; i < steps.end; ++i, stage.advance()) {
       const int first = i * kRows;
-      // A query without keys may be NaN: it does not exist here, and its dQ is zero.
+      // Inputs of a query without keys may be NaN. Treat it as one that does not exist.
       const int rows = item.length_k > 0 ? item.length_q - first : 0;
       tiles.empty[stage.index].wait(stage.parity ^ 1);
       // Queries that do not exist: lse = inf makes their probabilities exp(-inf) = 0.
@@ -423,7 +424,7 @@ __device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& t
           const int first_query = i * kRows + half * 64;
           if (item.start + kTile > item.length_k ||
               (p.causal && first_query < item.start + kTile - 1)) {
-            int first_seen[2];  // of the queries below, by each of the two keys
+            int first_seen[2];  // for each of the two keys: the first query that attends to it
 #pragma unroll
             for (int below = 0; below < 2; ++below) {
               const int at = item.start + key + below * 8;

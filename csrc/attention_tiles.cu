@@ -1,10 +1,9 @@
-// Attention of sentences of more than 128 tokens, forward, on GPUs that lack wgmma. attention.cu
-// has the formula and the shorter sentences; common/attention_tiles.cuh explains the kernel's
-// blocks.
+// Attention of long sentences in 16 bits, forward, on GPUs that lack wgmma. attention.cu has the
+// formula and the shorter sentences; common/attention_tiles.cuh explains the kernel's blocks.
 //
 // A warp has 32 queries of a head, in two tiles of 16, so it reads keys and values from shared
-// memory half as often as with 16. Their results stay in registers. Blocks iterate over tiles of
-// keys, the last one first, and load the next tile meanwhile. Probabilities stay in registers.
+// memory half as often as with 16. Blocks iterate over tiles of keys, the last one first, and load
+// the next tile meanwhile. Probabilities and results stay in registers.
 //
 //   saved for backward   out, and lse = log(sum of exp(scores)), float32 [T, H]
 //   bytes moved          q, out and lse once; k and v once for each tile of queries, from the cache
@@ -135,7 +134,7 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_fwd_kernel(
 
 #pragma unroll 1
     for (int t = work.tiles - 1; t >= 0; --t, stage ^= 1) {
-      // This tile is there for all threads, and all have finished the tile before.
+      // After the barrier, all threads can read this tile and have finished the previous one.
       cp_async_wait_all();
       __syncthreads();
       if (t > 0) {
@@ -158,14 +157,16 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_fwd_kernel(
           }
         }
       }
-      // Keys of a tile are hidden from all of a warp's queries or from none of its last one.
+      // first_key and position are multiples of 32. So a causal mask hides the tile's first key
+      // from all of the warp's 32 queries or from none.
       const int first_key = t * kKeys<kWidth>;
       const bool attends = works && !(p.causal && first_key > position);
 
       float s[kRowTiles][kKeys<kWidth> / 2];
       uint32_t keep[kDraws];
       if (attends) {
-        // Lane c of four draws unit 4 * i + c: `kWords` units of each of the lanes' rows.
+        // The four lanes of a quad have the same rows, each with kWords words of bits. Unit u is
+        // word u % kWords of row u / kWords; lane c draws units 4 * i + c.
         if constexpr (kDrops) {
 #pragma unroll
           for (int i = 0; i < kDraws; ++i) {
@@ -238,7 +239,7 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_fwd_kernel(
         largest[half] = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
       }
       if (is_first) {
-        // Finite even where a sentence has no keys: then all exponentials are zero.
+        // Finite even if the sentence has no keys: then all exponentials are zero.
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) shift[half] = fmaxf(largest[half], -FLT_MAX);
         is_first = false;
@@ -302,7 +303,8 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_fwd_kernel(
       }
     }
 
-    // This place was last read in the item before; it is read behind a barrier of the next item.
+    // This place was last read during the previous item. It is read again after a barrier of the
+    // next item.
     if (threadIdx.x == 0) tiles.next.numbers[place ^ 1] = claimed;
     place ^= 1;
     if (works) {

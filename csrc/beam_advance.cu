@@ -2,8 +2,8 @@
 // as results, and continues with the best others. ops/beam_advance.py explains the buffers; all
 // rules are fairseq's.
 //
-//   bytes moved   the candidates; 4 bytes per position and hypothesis of the ancestry, read and
-//                 written; 16 bytes per position of each hypothesis that ends
+//   bytes moved   the candidates; the ancestry, 4 bytes per position and hypothesis, read and
+//                 rarely written; 16 bytes per position of each hypothesis that ends
 //   determinism   the order of candidates has no ties, so no result depends on the order of
 //                 execution
 //
@@ -61,9 +61,9 @@ struct Advance {
 // tokens [beam, width].
 struct Slot {
   int step, sentence, first_row;
-  int count;                                      // number of merged candidates; below, in order:
-  float score[2 * kMaxBeam];                      // scores of the merged candidates
-  int token[2 * kMaxBeam], parent[2 * kMaxBeam];  // their tokens, and rows of their parents
+  int count;                                      // number of merged candidates; in order, their:
+  float score[2 * kMaxBeam];                      // scores
+  int token[2 * kMaxBeam], parent[2 * kMaxBeam];  // tokens, and rows of their parents
   int parents[kMaxBeam];                          // parents of the hypotheses that continue
   int ending[kMaxBeam];                           // merged candidates that become results
 };
@@ -192,8 +192,8 @@ __device__ __forceinline__ void prefetch_slot(const Advance& p) {
 // Called when the block has written all its results. The last block counts the step and reports it.
 // The fences order all results before the report: one thread's fence holds for its block, because
 // it comes after a barrier; the last block's fence holds for all blocks, because it comes after
-// their increments of the counter. The report overwrites that of two steps ago, which the host has
-// read, because it is at most one step late.
+// their increments of the counter. The report overwrites the report of two steps ago. The host has
+// read that one, because the host is at most one step late.
 __device__ __forceinline__ void finish(const Advance& p, int step) {
   __syncthreads();
   if (threadIdx.x != 0) return;

@@ -17,7 +17,7 @@
 //   2. Threads form groups. The `count`-th best of the groups' best logits is the bound: at least
 //      `count` tokens reach it.
 //   3. A thread whose best logit reaches the bound adds the tokens of this vector that reach it to
-//      a list. Only if `second` also reaches the bound, all its logits are read again.
+//      a list. Only if `second` also reaches the bound, all logits of the thread are read again.
 //   4. About a dozen tokens are listed. For each the rank is the number of better ones.
 //
 // A key combines a total and its token in one number: larger is better, and all keys differ. If too
@@ -47,8 +47,8 @@ using Key = unsigned long long;
 
 constexpr int kMaxCount = 128;  // maximum number of candidates, and of groups
 constexpr int kListed = 1024;   // size of the list of keys
-// Clusters are used if their grid has at most kFewBlocks blocks per SM, and each block has at least
-// kPart tokens.
+// Clusters are used if the GPU has them, their grid has at most kFewBlocks blocks per SM, each
+// block has at least kPart tokens, and `count` is at most kMaxCount / 4.
 constexpr int kFewBlocks = 2;
 constexpr int kPart = 1024;
 
@@ -69,7 +69,7 @@ __device__ __forceinline__ int rank_of(Key key, const Key* keys, int number) {
 // Without unk, which has a penalty and is listed separately.
 struct Best {
   float logit, second = -INFINITY;
-  int last;  // last token of the best logit's vector; a scalar's own token
+  int last;  // last token of the best logit's vector; of a scalar, its token
 
   __device__ __forceinline__ explicit Best(const Cut& cut) : logit(-INFINITY), last(-1) {
     const int thread = threadIdx.x;
@@ -139,8 +139,8 @@ __device__ __forceinline__ void find_candidates(const Logits<T>& logits, const f
   const Step step(rules);
   const int unk = step.unk - begin;
   const float score = scores[hypothesis], rate = 1.0f / rules.temperature;
-  // A hypothesis with score -inf is dead. If rows are many, do not read it. In a cluster, reads do
-  // not wait for the score.
+  // A hypothesis with score -inf is dead. Without a cluster, do not read its logits. In a cluster,
+  // the reads of logits do not wait for the score.
   const bool dead = !(score > -INFINITY);
   if (kCluster == 1 && dead) return write_end(output, step.eos, -INFINITY);
   if (threadIdx.x < kMaxCount) group_best[threadIdx.x] = 0;

@@ -10,8 +10,8 @@
 //   determinism          the order of dbias' sums depends only on the sizes
 //
 // linear_activation_fwd.cu and activation_linear_bwd.cu do the same next to a product. If they
-// cannot do it in the product's kernel, they call these kernels: forward, which then also writes
-// the derivative of y, and backward, which then reads that instead of x.
+// cannot do it in the product's kernel, they call these kernels. For gelu, forward then also writes
+// the derivative of y, and backward reads this derivative instead of x.
 //
 // A warp processes 256 columns, eight per lane, and iterates over rows. So the bias and the lane's
 // part of dbias stay in registers. The loads of several rows are in flight. The warps of a block
@@ -63,7 +63,7 @@ struct Derivative {
   static constexpr bool kReadsX = kActivation != Activation::kIdentity;
   template <typename T>
   __device__ __forceinline__ static float times(float dy, float v) {
-    // Selects: zero times infinity would be NaN.
+    // Select, do not multiply: zero times infinity would be NaN.
     if constexpr (kActivation == Activation::kRelu) return v <= 0.0f ? 0.0f : dy;
     return dy * activate<T, kActivation>(v).slope;
   }

@@ -4,15 +4,16 @@
 //   gradient [C] (+)= sum over blocks of partials [blocks, C]      each rounded once
 //
 //   bytes moved   partials once
-//   determinism   the order of a sum depends only on the number of its blocks: it has the same bits
-//                 alone or together with other sums, at once or deferred
+//   determinism   the order of a sum depends only on the number of its blocks. A sum has the same
+//                 bits alone or together with other sums, at once or deferred
 //
 // A backward pass has some sixty column sums, and each one's launch takes as long as its work. So
 // between defer_column_sums(flat) and flush_column_sums(flat), the sums whose gradients lie in
 // `flat` are collected and share launches. Their partials are kept until the launch. The collected
-// sums are launched before the flush if their partials become larger than L2 is likely to hold, or
-// if a gradient would be written twice. A gradient that lies only partly in `flat` is not
-// collected: it is summed at once, after the collected sums that it overlaps.
+// sums are launched before the flush if their partials become larger than L2 is likely to hold, if
+// they fill a launch, or if a gradient would be written twice. If a gradient of a kernel is not
+// entirely in `flat`, all sums of this kernel are computed at once; if they write to the gradient
+// of a collected sum, the collected sums are launched first.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>

@@ -19,9 +19,9 @@
 // vector are read one per thread. fwd_bwd keeps the row in shared memory between its two passes. If
 // rows are too long for that, it launches forward and then backward.
 //
-// lse is NaN if the row has a NaN or +inf, or only -inf, as in the reference. Otherwise -inf is a
-// class of probability 0. A row with a NaN counts as wrong. A target out of range that is not the
-// pad symbol stops the kernel with a device-side assertion.
+// lse is NaN if the row has a NaN or +inf, or only -inf, as in the reference. Otherwise a class
+// with logit -inf has probability 0. A row with a NaN counts as wrong. A target out of range that
+// is not the pad symbol stops forward's kernel with a device-side assertion.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -158,7 +158,7 @@ __device__ __forceinline__ float forward(const Source& source, const T* row, con
     const float top = seen.add(x);
     if constexpr (kAccuracy) beaten = column < target ? top >= mine : top > mine;
   }
-  // The classes before the target that may be in the same vector.
+  // Check the classes before the target that may be in the target's vector.
   if (kAccuracy && threadIdx.x == 0 && !is_pad) {
     for (int i = ::max(0, target - kSize + 1); i < target; ++i) beaten |= to_float(row[i]) >= mine;
   }

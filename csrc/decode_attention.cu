@@ -15,7 +15,7 @@
 //   determinism   sums have a fixed order, which depends only on the sizes and the step, and not on
 //                 which hypotheses share keys
 //
-// decode_attention_self_kernel: for 16-bit types. A warp processes one head and up to eight
+// decode_attention_self_kernel: for 16-bit types. A warp processes one head and a tile: up to eight
 // hypotheses of a slot, 16 positions at a time. Hypotheses with the same ancestors at all 16
 // positions are a family. The tensor cores multiply the keys of a family by its queries in one
 // product; the sums of other hypotheses are not changed. So a hypothesis adds the same numbers in

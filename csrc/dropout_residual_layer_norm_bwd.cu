@@ -2,11 +2,11 @@
 // width).
 //
 //   dresidual = rstd * (g - mean(g) - n * mean(g * n)) + dsum
-//               where g = dy * gamma and n = (sum - mean) * rstd
+//               where g = dy * gamma, n = (sum - mean) * rstd, and mean(.) is over a row
 //   dx        = dropout(dresidual)                 forward's dropout bits, generated again
 //   dgamma, dbeta, dbias = column sums of dy * n, dy, dx
 //
-//   bytes moved     dy, dsum, sum, dresidual and dx, each once; per block a row of partial sums
+//   bytes moved     dy, dsum, sum, dresidual and dx, each once; three rows of sums per block
 //   determinism     the order of every sum depends only on the sizes
 //
 // common/layer_norm.cuh explains how rows are distributed among teams of threads. A thread holds
@@ -14,8 +14,8 @@
 // in shared memory. Optional: dy (missing if there was no LayerNorm) or dsum, dropout (p == 0:
 // none), and each of the column sums.
 //
-// embedding_layer_norm_bwd is the same with dropout after LayerNorm: dropout'(dy) takes the place
-// of dy, and dresidual is the result.
+// embedding_layer_norm_bwd is the same with dropout after LayerNorm: dropout(dy) takes the place of
+// dy, and dresidual is the result.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>

@@ -2,10 +2,10 @@
 //
 //   y[t] = dropout(norm(scale * weight[token[t]] + position_weight[position[t]]))
 //
-// norm is LayerNorm in embedding_layer_norm_fwd, and nothing in embedding_fwd.
+// norm is LayerNorm in embedding_layer_norm_fwd, and the identity in embedding_fwd.
 //
-//   saved for backward   the indices; with LayerNorm also mean and rstd. Backward looks up the rows
-//                        and generates the dropout bits again
+//   saved for backward   the indices; with LayerNorm also mean and rstd, and backward looks up the
+//                        rows again. Backward generates the dropout bits again
 //   bytes moved          the rows of the tables that occur, once each, and y
 //   determinism          each result is a sum of only two numbers; with LayerNorm, all sums are
 //                        over one row, in a fixed order

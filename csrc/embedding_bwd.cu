@@ -7,9 +7,9 @@
 //
 //   bytes moved   dy, the gradient of the table (when accumulating, only the rows that occur), and
 //                 the data of the sort
-//   determinism   Each sum is divided into parts by the places of its tokens among the sorted
-//                 tokens. Tokens within a part, and then the parts, are added in ascending order.
-//                 The order does not depend on atomics.
+//   determinism   Each sum is divided into parts by the places (indices) of its tokens among
+//                 the sorted tokens. Tokens within a part, and then the parts, are added in
+//                 ascending order. The order does not depend on atomics.
 //
 // common/embedding_sort.cuh sorts the tokens by their row of the table, and sets rows that do not
 // occur to zero. The tokens of a row are then a segment of adjacent places. embedding_sum_kernel

@@ -2,18 +2,19 @@
 //
 //   forward    y  [T, N]   = x W^T + b
 //   backward   dx [T, K]   = dy W
-//              dW [N, K] (+)= dy^T x          the product writes to the caller's buffer
+//              dW [N, K] (+)= dy^T x          overwrites or accumulates (+)= in place
 //              db [N]    (+)= column sum of dy
 //
-// linear_few_rows.cu computes forward's products of at most 16 rows in 16-bit types, which decoding
-// has. matmul.cu computes all others: with cuBLASLt or, for at most 128 rows, with linear_tiles.cu
-// if that is faster. All accumulate in float32, and float32 operands are multiplied in float32,
-// without TF32. This file prepares their operands, and computes db.
+// linear_few_rows.cu computes forward's products of at most 16 rows in 16-bit types, as in
+// decoding. matmul.cu computes all others: with cuBLASLt or, for forward's products of at most 128
+// rows in 16-bit types, with linear_tiles.cu if that is faster. All accumulate in float32, and
+// float32 operands are multiplied in float32, without TF32. This file prepares their operands, and
+// computes db.
 //
 //   saved for backward   nothing
 //   bytes moved          each operand read once, each result written once, dy once more for db
-//   determinism          The same input gives the same bits if the table of algorithms is the same.
-//                        All algorithms, and db, sum in a fixed order.
+//   determinism          The same input gives the same bits if the table of algorithms is the same
+//                        (matmul.cu). All algorithms, and db, sum in a fixed order.
 //
 // Layout. cuBLASLt is four to seven times slower if rows do not start on 16-byte boundaries, or if
 // their length is no multiple of 16 bytes (as with a vocabulary of 40001), whatever their stride.
@@ -21,10 +22,11 @@
 // in scratch memory and copied from there.
 //
 // Epilogues. In forward, the product also adds the bias and applies ReLU, at almost no cost. In
-// backward, cuBLASLt's epilogues are too slow. With the derivative of ReLU as epilogue, the product
-// for dx took 557 us; the product alone took 173 us and a separate kernel 79 us. The bias gradient
+// backward, cuBLASLt's epilogues are too slow. With the derivative of ReLU as epilogue, a product
+// for dx took 556 us; the product alone took 175 us and a separate kernel 79 us. The bias gradient
 // has a kernel of its own, because cuBLASLt's epilogue can neither accumulate nor write another
-// type than the product's. On an H200 in bfloat16 it also takes longer than reading dy again.
+// type than the product's. On an H200 in bfloat16 the epilogue also costs more than that kernel,
+// which reads dy again.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -79,7 +81,7 @@ constexpr int kSumBlocks = 4;  // resident blocks per SM
 constexpr int kSumRows = 8;    // rows in flight per warp
 
 // Each block sums `rows_per_block` rows of 32 vectors of columns; its warps split the rows. It
-// writes `outputs` partial sums, which add_partials() reduces.
+// writes its part of row blockIdx.y of partials [gridDim.y, outputs]; add_partials() adds the rows.
 template <typename T>
 __global__ void __launch_bounds__(kWarp* kSumWarps, kSumBlocks)
     linear_dbias_kernel(const T* __restrict__ dy, int64_t rows, int64_t columns, int64_t stride,

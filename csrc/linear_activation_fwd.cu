@@ -4,23 +4,22 @@
 //   y     [T, F] = dropout(activation(z))
 //   slope [T, F] = dropout(activation'(z))   the derivative of y; the same dropout bits
 //
-//   saved for backward   the slope; for ReLU nothing, because y tells it
+//   saved for backward   the slope; for ReLU nothing, because it follows from y
 //   bytes moved          x and W several times, from L2; y and the slope once
 //   determinism          in one kernel, the sums of z have a fixed order, which depends only on C;
 //                        otherwise see linear.cu
 //
-// For gelu in 16 bits on GPUs of compute capability 9.0, if there are enough tiles, one kernel
-// computes y and slope. Otherwise the product writes z, and then a second kernel reads z and writes
-// y and the slope. For ReLU with dropout, the product writes x W^T, and the second kernel adds the
-// bias; without dropout, the product's epilogue is enough (linear.cu).
+// For both forms of gelu in 16 bits on GPUs of compute capability 9.0, if there are enough tiles,
+// one kernel computes y and the slope. Otherwise the product writes z, and then a second kernel
+// reads z and writes y and the slope. For ReLU with dropout, the product writes x W^T, and the
+// second kernel adds the bias; without dropout, the product's epilogue is enough (linear.cu).
 //
 // common/tile_product.cuh describes the product. gelu and its derivative take some 30 instructions
 // per number. If a consumer computed them for a whole tile, the tensor cores would wait for about a
-// third of the time. So a consumer warp writes its 16 rows of z to shared memory, and computes y
-// and the slope of a few rows in each step of the next tile (of one, if the tile has at least 16
-// steps), while the tensor cores work. A warp reads
-// only rows that it has written. A lane has eight columns, so the warp's stores fill 512 bytes of a
-// row.
+// third of the time. So a consumer warp writes its 16 rows of z to shared memory. In each step of
+// the next tile, while the tensor cores work, the warp computes y and the slope of a few of these
+// rows (of one row, if a tile has at least 16 steps). A warp reads only rows that it has written. A
+// lane has eight columns, so the warp's stores fill 512 bytes of a row.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -105,7 +104,7 @@ struct Rows {
       if (p.dropout.drops()) keep = p.dropout.draw(rng, row, column / kColumnsPerDraw);
       Columns<T> x, y, slope;
       x.load_shared(z + next * kSwizzleBytes + swizzle_128b(next, chunk() % kChunks));
-      float no_bias[kColumnsPerDraw];  // z already contains it
+      float no_bias[kColumnsPerDraw];  // z already contains the bias
       load_bias<T>(nullptr, 0, no_bias);
       activate_columns<T, kActivation>(x, no_bias, p.dropout, keep, y, slope);
       const int64_t place = row * p.columns + column;
@@ -123,7 +122,7 @@ struct Rows {
 template <typename T, Activation kActivation>
 __device__ __forceinline__ void consume(const Params<T>& p, Tiles& tiles, int thread) {
   Rows<T, kActivation> rows(p, tiles.z, thread);
-  // So many that all rows are done when the next tile is finished.
+  // Rows per step, so that all rows are done when the next tile is finished.
   const int in_step = (kWarpRows + p.product.steps - 1) / p.product.steps;
   const auto meanwhile = [&] { rows.activate(in_step); };
   const auto finish = [&](const float (&sums)[kTileSums], int row_tile, int column) {

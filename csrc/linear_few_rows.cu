@@ -39,7 +39,7 @@ namespace {
 
 constexpr int kTile = 8;        // outputs, or rows of x
 constexpr int kMaxTiles = 4;    // tiles of outputs per block
-constexpr int kFragments = 32;  // inputs of two fragments, which a lane reads at once
+constexpr int kFragments = 32;  // inputs of two fragments; a lane reads 8 of them
 constexpr int kChunk = 64;      // inputs of a warp at a time
 constexpr int kStages = 4;      // stages of a warp's pipeline; each holds a chunk
 constexpr int kTileBytes = kTile * kChunk * 2;
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kWarp* kMaxWarps)
     }
   }
 
-  // A warp writes its sums over its weights, which its lanes have read.
+  // A warp overwrites its weights, which its lanes have read, with its sums.
   const auto result = [&](int of_warp, int tile) -> float2& {
     return reinterpret_cast<float2*>(room + of_warp * room_of_warp)[tile * kWarp + threadIdx.x];
   };

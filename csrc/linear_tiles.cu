@@ -1,11 +1,11 @@
-// linear_fwd for up to about a hundred rows, for 16-bit types: T rows, K inputs, N outputs.
+// linear_fwd for at most 128 rows, for 16-bit types: T rows, K inputs, N outputs.
 //
 //   y [T, N] = x W^T + b, or relu of it             sums in float32, rounded once
 //
 //   bytes moved   W is read once per tile of rows, x once per tile of outputs, from L2
 //   determinism   sums have a fixed order, which depends only on K
 //
-// A decode step has such products, each with another weight. They take a few microseconds, much of
+// A decode step has such products, each with its own weight. They take a few microseconds, much of
 // it latency: first the weights must arrive, then x, then the last sums are added. So a block
 // starts to copy its weights to shared memory, as many as fit, before it waits for the previous
 // kernel, which computes x (common/launch.cuh explains when this is allowed). Right after the wait
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, 1)
     cp_async_commit();
   }
 
-  // A warp writes its sums over its chunks, which its lanes have read.
+  // A warp overwrites its chunks, which its lanes have read, with its sums.
   const auto result = [&](int of_warp, int fragment) -> float2& {
     char* const at = reinterpret_cast<char*>(shared) + of_warp * S::room(p.chunks);
     return reinterpret_cast<float2*>(at)[fragment * kWarp + lane];

@@ -1,15 +1,15 @@
-// One matrix product, by the fastest of the algorithms that cuBLASLt proposes and of our own tiles
-// (linear_tiles.cu).
+// One matrix product, by the fastest of the algorithms that cuBLASLt proposes and of our own
+// kernels (linear_tiles.cu).
 //
 // When a product occurs for the first time, the algorithms are timed in turns, and the fastest is
 // stored: in memory, and in a file for later processes (common/algorithm_table.h). The fastest
 // algorithm depends on the number of tokens: at 3456 tokens, the best algorithm for 3333 tokens
 // took up to 1.7 times as long as the best for 3456. So each number of tokens has its own entry.
 //
-// Only multiples of 64 tokens are timed, and below 64 tokens powers of two, which decode steps
-// have. Batches that repeat have such numbers, because their rows are rounded up to buckets; other
-// numbers may never occur again. For these, and for products that first occur during the capture of
-// a graph, cuBLASLt's first proposal is used.
+// Only multiples of 64 tokens are timed, and below 64 tokens powers of two, as in decode steps.
+// Shapes that repeat have such numbers, because rows are rounded up to buckets; other numbers may
+// never occur again. For other numbers, and for products that first occur during the capture of a
+// graph, cuBLASLt's first proposal is used.
 //
 // LIGHTSEQ_LINEAR_SEARCH=0 always uses cuBLASLt's first proposal: to measure what the search gains,
 // and for runs whose bits must not depend on timings.
@@ -223,7 +223,7 @@ class Stopwatch {
 };
 
 // Searches for the fastest algorithm: all run in turns, several rounds, and the minimum time of
-// each counts. The product is computed many times, so one that accumulates writes to scratch
+// each counts. The product is computed many times, so a product that accumulates writes to scratch
 // memory.
 Algorithm search(cublasLtHandle_t handle, Product p, cudaStream_t stream) {
   std::vector<Algorithm> algorithms;
@@ -261,7 +261,7 @@ Algorithm search(cublasLtHandle_t handle, Product p, cudaStream_t stream) {
   stopwatch.milliseconds(algorithms.size(), stream, run_once);  // loads the kernels
   std::vector<float> times = stopwatch.milliseconds(algorithms.size(), stream, run_once);
   const float fastest = *std::min_element(times.begin(), times.end());
-  // Drop those that are clearly slower.
+  // Drop the algorithms that are clearly slower.
   std::vector<Algorithm> contenders;
   for (size_t i = 0; i < algorithms.size(); ++i) {
     if (times[i] <= kHopeless * fastest + kLaunch) contenders.push_back(algorithms[i]);

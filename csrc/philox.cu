@@ -4,12 +4,13 @@
 //   keep[r, c] = u16(seed, micro-batch, site, r, c) >= min(round(p * 65536), 65535)
 //
 // The torch references (lightseq_fairseq/ops) use this op if they run on a GPU. Kernels with
-// dropout do not use it: in forward and backward they call keep_bits() for the elements in their
-// registers. This file is also the smallest complete example of a kernel.
+// dropout do not use it: in forward and backward they call keep_bits(), or keep_word() in
+// attention, for the elements in their registers. This file is also the smallest complete example
+// of a kernel.
 //
 //   saved for backward   nothing
 //   bytes moved          rows * columns written (one byte per element), 16 read
-//   determinism          every element is a pure function of its coordinates
+//   determinism          every element is a pure function of p and the arguments of u16
 //
 // A thread generates the bits of 8 adjacent columns with one Philox call. A warp processes one row,
 // a block 8 rows.

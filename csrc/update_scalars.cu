@@ -2,13 +2,16 @@
 // the gradient norm and Adam.
 //
 //   multiplier = 1 / (loss scale * sample size)      total = norm * multiplier
-//   total finite:      the update counts; after scale_window updates without overflow the loss
-//                      scale is doubled
+//   total finite:      the update is counted; after scale_window updates without overflow the
+//                      loss scale is doubled
 //   total not finite:  the multiplier for Adam becomes NaN, so Adam changes nothing; the loss scale
-//                      is halved; without loss scaling, all later updates are skipped, too
+//                      is halved if the share of overflows reaches `tolerance`. If the scale would
+//                      fall to min_loss_scale, or without loss scaling, all later updates are
+//                      skipped
 //
 // The host sends the learning rates of several updates. The kernel selects one by the number of
-// updates that really took place: the host counts ahead, and learns of a skipped update only later.
+// updates that were not skipped: the host's count may be too high, because the host learns of a
+// skipped update only later.
 //
 //   bytes moved    some 200 bytes, by one thread; the time is that of a launch
 //   determinism    float64 arithmetic, in the same order as the reference, ops/update_scalars.py

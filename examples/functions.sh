@@ -1,8 +1,9 @@
-# Functions of the run.sh of several examples. Source this file where root is the repository.
+# Functions for the run.sh of several examples. Set root to the folder of the repository before you
+# source this file.
 # shellcheck shell=bash
 
-# Ends the script if a VALUE is no whole number. bash arithmetic, in which run.sh uses them, would
-# evaluate any other text as an expression.
+# Ends the script if a VALUE is no whole number. run.sh uses the values in bash arithmetic, which
+# would evaluate any other text as an expression.
 #
 #   require_numbers FLAGS VALUE...
 require_numbers() {
@@ -34,7 +35,8 @@ size_of_this_machine() {
     python3 -c 'import torch; print("gpu" if torch.cuda.is_available() else "cpu")'
 }
 
-# Lets result rows name the commit with which the run begins, even if HEAD moves meanwhile.
+# Sets COMMIT, if it is empty, to the current commit. So the result row names the commit at the
+# start of the run, even if HEAD changes later.
 keep_commit() {
     local commit
     if [ -z "${COMMIT:-}" ] && commit=$(git -C "$root" rev-parse HEAD 2>/dev/null); then

@@ -1,8 +1,8 @@
-"""Write the source of Python's standard library as train.txt, valid.txt and test.txt, a file on
-each line.
+"""Write the source of Python's standard library as train.txt, valid.txt and test.txt, with one
+source file per line.
 
 A line consists of words, which BPE splits further. The words contain the layout: "▁" is a space and
-"⏎" a line break. So `to_text` makes source code of them again.
+"⏎" a line break. So `to_text` can restore the source code (with spaces for tabs).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import tokenize
 from pathlib import Path
 
 # Many systems install Python without its tests, and packages are not part of the library. The last
-# two folders contain tables and texts that programs have written.
+# two folders contain generated tables and texts.
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages",
             "encodings", "pydoc_data"}  # fmt: skip
 HELD_OUT = {"test": 5, "valid": 2}  # percent of the files
 
 SPACE, BREAK = "▁", "⏎"
-# Line breaks with the indentation after them; a name or a number; signs; other spaces.
+# Line breaks with the indentation after them; a name or a number; punctuation; other spaces.
 WORD = re.compile(r"\n[\n ]*| ?\w+| ?[^\w\s]+| +")
 
 
@@ -32,7 +32,7 @@ def to_words(text: str) -> str:
 
 
 def to_text(words: str) -> str:
-    """Return the text that `to_words` has made words of."""
+    """Return the text of these words: the inverse of `to_words`."""
     return words.replace(" ", "").replace(SPACE, " ").replace(BREAK, "\n")
 
 

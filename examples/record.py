@@ -73,7 +73,7 @@ def write_row(row: Row, results: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a finished run's row.")
     parser.add_argument("checkpoint", type=Path, help="the run's checkpoint_last.pt")
-    parser.add_argument("scores", type=Path, nargs="+", help="files of lightseq-score --json")
+    parser.add_argument("scores", type=Path, nargs="+", help="JSON files with the run's scores")
     parser.add_argument("--results", type=Path, required=True, help="the file of results")
     parser.add_argument("--case", required=True, help="name of the model and the test set")
     parser.add_argument("--system", choices=["lightseq", "fairseq"], required=True)

@@ -1,7 +1,7 @@
 """Accelerated training of fairseq's Transformers.
 
 ``import lightseq_fairseq`` loads neither torch nor fairseq: a submodule is imported when it is
-first touched. The tuple below names them in the order in which a batch meets them. From Python,
+first used. The tuple below lists most submodules, roughly from the user to the files. From Python,
 ``lightseq_fairseq.Translator`` translates with a trained model, ``LanguageModel`` continues prompts
 with one, ``RobertaModel`` fills in masks and classifies with one, and ``layers`` trains one.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib
 
-# Not typing's: Python imports this module at its start where the start-up hook is written.
+# Not typing.TYPE_CHECKING: with the start-up hook (startup.py), every Python process imports this
+# module when it starts, so it imports as little as possible.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -22,23 +23,23 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _SUBMODULES = (
-    "errors",  # what the user did wrong, in one sentence
-    "cli",  # the command that was typed
-    "translator",  # the same for translation, from Python
-    "language_model",  # and for text by a language model
-    "pretrained",  # what both have in common
-    "roberta",  # and for masked words, features and classes
-    "startup",  # import fairseq, typed anywhere in this environment
-    "fairseq_compat",  # fairseq, made importable on a current Python and torch
-    "plugins",  # model, criterion and optimizer as fairseq sees them
+    "errors",  # errors that the user can correct, each in one sentence
+    "cli",  # the commands
+    "translator",  # translation from Python
+    "language_model",  # text by a language model, from Python
+    "pretrained",  # the common code of these two
+    "roberta",  # masked words, features and classes, from Python
+    "startup",  # makes import fairseq work everywhere in this environment
+    "fairseq_compat",  # makes fairseq importable on a current Python and torch
+    "plugins",  # model, criterion and optimizer, registered with fairseq
     "training",  # sentence pairs -> packed batch -> update
-    "packing",  # rows of a batch end to end, in one block
-    "layers",  # embedding -> encoder -> decoder -> criterion, and back
-    "ops",  # what a layer calls: signature, readable reference
-    "library",  # the same ops as CUDA kernels
-    "parameters",  # flat parameters and flat gradient, which the optimizer updates
-    "generation",  # the trained model, translating
-    "checkpoints",  # what is left on disk
+    "packing",  # the packed tokens of a batch, in one block of memory
+    "layers",  # embedding -> encoder -> decoder -> criterion, forward and backward
+    "ops",  # the ops that layers call: signatures and readable references
+    "library",  # loads the CUDA kernels of these ops
+    "parameters",  # flat parameters and flat gradients for the optimizer
+    "generation",  # translation and text generation by a trained model
+    "checkpoints",  # the saved files
 )
 
 _CLASSES = {

@@ -1,4 +1,4 @@
-"""``python -m lightseq_fairseq``: all commands, also where no script is on the PATH."""
+"""``python -m lightseq_fairseq``: all commands, even if their scripts are not on the PATH."""
 
 from __future__ import annotations
 

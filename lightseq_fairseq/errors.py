@@ -6,8 +6,8 @@ from __future__ import annotations
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the GPU has run out of memory, by the text of the message.
 
-    torch's allocator and our kernels (``csrc/common/check.h``) both use these words, since fairseq
-    searches for them.
+    torch's allocator and our kernels (``csrc/common/check.h``) both use the words "out of memory",
+    and fairseq searches for them.
     """
     return "out of memory" in str(error)
 

@@ -23,7 +23,7 @@ PATIENCE = 300.0  # seconds that a step may take before the GPU counts as hung
 _PATIENCE_WITH_OTHERS = 1800.0  # with several ranks: another one may be writing a checkpoint
 _BETWEEN_LOOKS = 1e-4  # seconds between two polls of an event
 MOST_GRAPHS = 256
-_LARGEST_GRAPH = 64 << 20  # bytes; a larger loss of free memory is attributed to other processes
+_LARGEST_GRAPH = 64 << 20  # bytes; lost free memory beyond it is attributed to other processes
 _GRAPH_MEMORY = 0.1  # fraction of GPU memory for the graphs themselves, without their tensors
 
 
@@ -35,9 +35,10 @@ class _Captured(NamedTuple):
 class Graphs:
     """Runs functions without arguments, and replays them as CUDA graphs.
 
-    The first run of a key is eager: no work is done twice, and libraries search their algorithms in
-    this run. If this search is done already, the first run is captured. Graphs and eager runs never
-    overlap, and each may overwrite the results of the one before, so they share one memory pool.
+    The first run of a key is eager. It is an ordinary run, not a warm-up: its result is used, and
+    libraries search their algorithms in it. If this search is done already, the first run is
+    captured. Graphs and eager runs never overlap, and each may overwrite the results of the one
+    before, so they share one memory pool.
 
     If there are too many graphs, the least recently used one is dropped (LRU). Each time this
     happens to a key, the key needs twice as many eager runs before it is captured again. Otherwise
@@ -177,7 +178,7 @@ class _Pool:
         """Allocate all device memory from this pool while the context is active.
 
         ``torch.cuda.use_mem_pool`` does this for the calling thread only, but backward runs in
-        another thread. Memory cached outside this pool is not freed.
+        another thread. Meanwhile torch does not free memory that it has cached outside this pool.
         """
         torch._C._cuda_beginAllocateToPool(*self._place)
         try:
@@ -200,7 +201,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The original error of a failed capture: capture_end only reports that it failed.
+    """The original error of a failed capture; capture_end reports only that the capture failed.
 
     This is a function because a local variable would keep the exception alive, by a reference cycle
     through its traceback, and with it all GPU tensors of that moment.
@@ -216,7 +217,8 @@ def wait_for(event: torch.cuda.Event) -> None:
     during which the process is stopped does not count.
 
     Raises:
-        GPUHangs: after ``PATIENCE`` seconds or slightly more; with several ranks after 30 minutes.
+        GPUHangs: after at least ``PATIENCE`` seconds, with several ranks 30 minutes. It may be up
+            to twice as long, because a sleep lasts longer than requested.
     """
     patience = _PATIENCE_WITH_OTHERS if torch.distributed.is_initialized() else PATIENCE
     for _ in range(int(patience / _BETWEEN_LOOKS)):

@@ -20,7 +20,7 @@ class LanguageModel(Pretrained):
     It may be used for any number of calls, by one thread at a time.
 
     Attributes:
-        configuration: fairseq's configuration; the command with the same options has the same.
+        configuration: fairseq's; lightseq-interactive has the same with the same options.
     """
 
     kind = Kind(
@@ -56,7 +56,7 @@ class LanguageModel(Pretrained):
         return cls._load(checkpoint, data, native, options)
 
     def encode(self, text: str) -> list[int]:
-        """The numbers of a text's tokens in the dictionary, after ``tokenizer`` and ``bpe``."""
+        """The numbers (ids) of a text's tokens in the dictionary, by ``tokenizer`` and ``bpe``."""
         words = self._loaded.encode(text)
         tokens = self._loaded.task.source_dictionary.encode_line(
             words, add_if_not_exist=False, append_eos=False
@@ -75,26 +75,27 @@ class LanguageModel(Pretrained):
         """Continue one prompt, or many in batches.
 
         As in fairseq, a result begins with its prompt, and so do its scores; lengths count the
-        prompt, too. Batches consist of neighbours in the given order.
+        prompt, too. The prompts of a batch are adjacent in the given order.
 
         Args:
-            prompts: a text, or the numbers of tokens in the dictionary, without the token that
-                begins every text; or several of these. A prompt may be empty.
+            prompts: a text, or the numbers of its tokens in the dictionary; or several of these.
+                The first token of every text (eos, or bos with ``add_bos_token``) is added by this
+                method. A prompt may be empty.
             options: replace those of `from_pretrained` in this call. All flags of fairseq's search
                 are options: ``beam`` (default 5), ``nbest`` (1), ``max_len_a`` and ``max_len_b`` (0
                 and 200: the length is at most max_len_a * length of the batch's longest prompt +
                 max_len_b), ``min_len``, ``lenpen``, ``sampling``, ``sampling_topk``,
                 ``sampling_topp``, ``temperature``, ``no_repeat_ngram_size`` and others (see
                 docs/flags.md). So are the limits of a batch, ``max_tokens`` and ``batch_size``
-                (32), and ``seed``: a call with it draws the same samples again.
+                (32), and ``seed``: calls with the same seed draw the same samples.
 
         Returns:
             For one prompt its ``nbest`` hypotheses, the best first; for several a list of these, in
             the same order.
 
         Raises:
-            UserError: there is no prompt, one is too long for the model or contains no numbers of
-                tokens, or an option cannot be used.
+            UserError: there is no prompt, one is too long for the model or contains something other
+                than numbers of tokens, or an option cannot be used.
         """
         from lightseq_fairseq.fairseq_compat import deprecations
 
@@ -116,7 +117,7 @@ class LanguageModel(Pretrained):
         return found[0] if is_one else found
 
     def _checked(self, number: int, prompt: Any) -> list[int]:
-        """The numbers of a prompt's tokens; raises UserError if they are none."""
+        """The numbers of a prompt's tokens; raises UserError if it contains anything else."""
         is_empty = hasattr(prompt, "__len__") and len(prompt) == 0
         if not is_empty and not _are_numbers(prompt):
             raise UserError(
@@ -136,7 +137,7 @@ class LanguageModel(Pretrained):
 
 
 def _are_numbers(prompt: Any) -> bool:
-    """Whether it is a list, a tensor or an array of whole numbers, at least one."""
+    """Whether ``prompt`` is a list, a tensor or an array of at least one whole number."""
     try:
         return len(prompt) > 0 and all(_is_number(token) for token in prompt)
     except TypeError:

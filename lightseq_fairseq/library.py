@@ -2,8 +2,8 @@
 
 ``scripts/build_cuda.py`` writes one library per CUDA major version into ``lightseq_fairseq/_lib``.
 Importing `lightseq_fairseq.ops` loads it, which registers its kernels for the ops. An op without a
-kernel runs its torch reference on a GPU as well: same results, but several times slower. The log
-warns once when this happens. ``lightseq-doctor`` prints the `Status`.
+kernel runs its torch reference on a GPU as well. The results are the same except for rounding, but
+it is several times slower, and the log warns once. ``lightseq-doctor`` prints the `Status`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _IMPLEMENTATIONS = torch.library.Library("lightseq", "IMPL")
 
 @dataclass(frozen=True)
 class Status:
-    """What `load` found."""
+    """The result of `load`."""
 
     path: Path | None  #: the library that was loaded
     reason: str  #: why none was loaded; "" if one was
@@ -44,15 +44,15 @@ class Status:
     acts_as: int | None = None  #: test builds: the compute capability it assumes for every GPU
 
 
-#: Op name without namespace -> reference implementation, in order of definition. The ops fill this
-#: in; it is all that this module knows of them.
+#: Op name without namespace -> reference implementation, in order of definition. The ops add
+#: themselves; this module does not import them.
 REFERENCES: dict[str, Callable[..., Any]] = {}
 
 _status: Status | None = None
 
 
 def load() -> Status:
-    """Load the library and register the references; later calls return the same Status.
+    """Load the library, and register references for ops without a kernel; cached afterwards.
 
     A library that is missing or does not load raises no error: `Status.reason` says why.
 

@@ -34,8 +34,8 @@ class Segments:
         positions: int64 [T], position of each row in its sentence, from 0.
         index: int64 [T], index of each row in the padded batch, flattened row by row.
         shape: (B, L) of the padded batch.
-        graph_len: as ``max_len``, but for every batch for which a CUDA graph with these segments is
-            replayed; 0: ``max_len`` is. Attention on a GPU takes it.
+        graph_len: an upper bound as ``max_len``, but of all batches for which a CUDA graph with
+            these segments is replayed. Attention on a GPU uses it, or ``max_len`` if it is 0.
     """
 
     cu_seqlens: Tensor
@@ -121,13 +121,13 @@ SENTENCE_PAIRS: Layout = (Stream("source", ("tokens",)), Stream("target", ("prev
 TEXT: Layout = (Stream("target", ("previous", "labels")),)
 
 # Text with masked tokens. ``rows`` are rows of "source"; ``labels`` are the tokens there before
-# masking. Rows of "masked" after the real ones are row 0, with the pad token as label; there is at
-# least one row, even if no token is masked.
+# masking. After the real rows of "masked", ``rows`` is 0 and ``labels`` is the pad token. "masked"
+# has at least one row, even if no token is masked.
 MASKED: Layout = (Stream("source", ("tokens",)), Stream("masked", ("rows", "labels")))
 
-# Sentences with labels. A class: one row for each sentence; rows after the real ones have -100.
-# Numbers: a row for each number of a sentence, as the bits of a float64 that fits into a float32;
-# ``labels.view(torch.float64)``.
+# Sentences with labels. Classification: "target" has one row for each sentence; rows after the real
+# ones have the label -100. Regression: one row for each number of a sentence. The number is rounded
+# to float32 and stored as the bits of a float64: ``labels.view(torch.float64)`` reads it.
 CLASSES: Layout = (Stream("source", ("tokens",)), Stream("target", ("labels",)))
 
 
@@ -136,7 +136,7 @@ LONG = 128
 
 
 def graph_len(longest: int) -> int:
-    """The bound of the sentence lengths for which a graph is captured: few different numbers."""
+    """The upper bound of a graph's sentence lengths: ``LONG`` or a power of 2, so few differ."""
     return LONG if longest <= LONG else 1 << (longest - 1).bit_length()
 
 
@@ -154,11 +154,11 @@ class Bucket(NamedTuple):
     longest: int = LONG
 
 
-LEAST_GRANULARITY = 64  # rows; GEMMs search their cuBLASLt algorithm for multiples of it
+LEAST_GRANULARITY = 64  # rows; GEMMs search cuBLASLt algorithms for multiples of this row count
 
 
 class Granularity(NamedTuple):
-    """How numbers of rows are rounded up, so that shapes repeat.
+    """How row counts are rounded up, so that few buckets suffice.
 
     fine: round up to multiples of this; 1 means no rounding.
     usual: batches with at most this many rows are rare, so they are rounded up to multiples of
@@ -173,7 +173,7 @@ class Granularity(NamedTuple):
         return -(-rows // step) * step
 
     def of_part(self, share: float) -> Granularity:
-        """The same for a stream that has about this share of the rows."""
+        """The granularity of a stream that has about this share of the rows."""
         least = min(self.fine, LEAST_GRANULARITY)
         steps = max(1, math.ceil(self.fine * share / least))
         return Granularity(least * steps, int(self.usual * share))
@@ -281,8 +281,8 @@ def open_block(
     Args:
         block: int64 [block_size(layout, bucket)] on any device. For each stream: its columns and
             its positions (int64), then the boundaries of its sentences (int32).
-        longest: upper bound of the sentence lengths of each stream in this batch; that of all
-            batches of the bucket is ``bucket.longest``.
+        longest: upper bound of the sentence lengths of each stream in this batch;
+            ``bucket.longest`` is the bound for all batches of the bucket.
 
     The segments' ``index`` is empty, since there is no corresponding padded batch.
     """

@@ -3,8 +3,8 @@
 A model owns ordinary parameters with ordinary names and shapes. Only their storage is special:
 ``flatten_parameters`` places them one after another in one tensor. So the projections of a fused
 GEMM are one matrix (``as_one``), and the optimizer updates everything with one kernel
-(``FlatBuffer``). Only the parameters themselves hold a reference to that tensor. Parameters of a
-module that was copied, pickled or converted are valid, but no longer neighbours in memory.
+(``FlatBuffer``). The parameters themselves keep the memory of that tensor alive. Parameters of a
+module that was copied, pickled or converted are valid, but no longer adjacent in memory.
 
 Shapes: N = elements of a buffer, including alignment gaps.
 """
@@ -29,9 +29,9 @@ ALIGNMENT = 256
 # Exclusive upper bound of an alignment gap, in elements. It is computed for 16-bit parameters,
 # since their float32 copies have the same offsets.
 _MOST_GAP = ALIGNMENT // 2
-# Parameters with spare rows -> where they were when the rows were reserved.
+# Parameters with spare rows -> their address when the rows were reserved.
 _spared_at: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-# GEMMs copy operands whose rows are not this many numbers, or a multiple, long (csrc/linear.cu).
+# GEMMs copy operands whose row length is no multiple of this (16-bit elements, csrc/linear.cu).
 _ROWS = 8
 
 
@@ -192,12 +192,12 @@ class DirectGradients:
         self.flat = buffer.zeros()
         self._pieces, self._finished = pieces, finished
         self._writes: dict[str, Counter[int]] = {}  # part -> index of a piece -> writes
-        self._due: Counter[int] | None = None  # those of the current part, if they are known
-        self._seen: Counter[int] = Counter()  # those of this backward pass so far
+        self._due: Counter[int] | None = None  # the writes of the current part, if known
+        self._seen: Counter[int] = Counter()  # the writes of this backward pass so far
         self._open: set[int] = set()  # the pieces that are not finished
         self._start = buffer.data.data_ptr()
         self._bytes = buffer.data.numel() * buffer.data.element_size()
-        # Addresses of the parameters whose gradient has been written; None: all of them.
+        # Addresses of the parameters whose next gradient is added, not copied; None: all.
         self._added: set[int] | None = None
 
     @contextmanager
@@ -249,14 +249,14 @@ class DirectGradients:
         return (parameter.data_ptr() - self._start) // parameter.element_size()
 
     def is_added(self, parameter: Tensor) -> bool:
-        """Whether the next write must add; marks the gradient as written, so later ones must."""
+        """Whether the next write must add. Marks the gradient as written: all later writes add."""
         if self._added is None or parameter.data_ptr() in self._added:
             return True
         self._added.add(parameter.data_ptr())
         return False
 
     def written(self, parameters: Iterable[Tensor]) -> None:
-        """Note that the ops which write these parameters' gradients have been launched."""
+        """Record that the ops which write these parameters' gradients have been launched."""
         for parameter in parameters:
             self._count(parameter)
         if self._due is None:
@@ -303,7 +303,7 @@ class Gradients(NamedTuple):
     direct: DirectGradients | None
 
     def handed(self, *parts: Tensor) -> tuple[Tensor | None, ...]:
-        """What backward returns to autograd: ``parts`` (default ``tensors``); Nones if direct.
+        """Backward's results for autograd: ``parts`` (default ``tensors``), or None each if direct.
 
         Call it once, after the op.
         """
@@ -315,7 +315,7 @@ class Gradients(NamedTuple):
 
 
 def gradients_for(*parameters: Tensor) -> Gradients:
-    """Where an op must write the gradients of ``parameters`` (or of what ``as_one`` has joined).
+    """Where an op must write the gradients of ``parameters`` (also of results of ``as_one``).
 
     Inside `DirectGradients.write` this is the flat gradient; elsewhere new tensors for autograd.
     """
@@ -357,9 +357,9 @@ def flatten_parameters(
         groups: each group's parameters are placed without gaps, in the given order, so that
             ``as_one`` is a view. A group is placed where its first member occurs in
             ``module.parameters()``. Parameters of a group share dtype and device.
-        spared: parameters without a group after which `with_spare_rows` finds zero rows. If they
-            need any, they are placed first, because a buffer ends with a parameter. A module's only
-            parameter has none.
+        spared: parameters without a group, after which zero rows are reserved if their number of
+            rows is no multiple of 8 (`with_spare_rows`). They are placed first, because the last
+            parameter of a buffer gets no zero rows.
 
     Returns:
         The buffers. The caller need not keep them: the parameters keep their storage alive.
@@ -421,7 +421,7 @@ def _spare(parameter: Tensor) -> int:
 def _lay_out(
     blocks: Sequence[Sequence[Tensor]], spare: Mapping[int, int] = MappingProxyType({})
 ) -> FlatBuffer:
-    """Place blocks at aligned offsets of one new tensor, unless they are so already.
+    """Place blocks at aligned offsets of one new tensor, unless they are placed so already.
 
     The parameters of a block have no gaps between them.
 

@@ -1,4 +1,4 @@
-"""Loading of checkpoints from Python: what `Translator` and `LanguageModel` have in common.
+"""Loading of checkpoints from Python: the common code of `Translator` and `LanguageModel`.
 
 They run the code of ``lightseq-interactive``, with the same options, results and checks. fairseq
 and torch are imported when a checkpoint is loaded.
@@ -36,14 +36,14 @@ _NO_OPTION = {
 
 
 class Kind(NamedTuple):
-    """What a class of models reads, in words for messages, and how it is loaded.
+    """The differences between the subclasses of `Pretrained`: words for messages, and defaults.
 
     Attributes:
         task: fairseq's task of its checkpoints.
-        call, inputs: the method that generates, and what it takes.
-        advice: what to do with a checkpoint of another task.
-        settings: settings of the task that are the checkpoint's unless they are given.
-        batch: the limit of a batch unless one is given.
+        call, inputs: for messages: the name of the method that generates, and of its input.
+        advice: for messages: what to do with a checkpoint of another task.
+        settings: settings of the task whose defaults are the values in the checkpoint.
+        batch: the default limit of a batch.
     """
 
     task: str
@@ -58,7 +58,7 @@ class Pretrained:
     """A trained model that generates text; ``from_pretrained`` of a subclass makes one.
 
     Attributes:
-        configuration: fairseq's configuration; the command with the same options has the same.
+        configuration: fairseq's; lightseq-interactive has the same with the same options.
     """
 
     kind: ClassVar[Kind]
@@ -81,7 +81,7 @@ class Pretrained:
         cls: type[Self], checkpoint: StrPath | Sequence[StrPath], data: StrPath | None,
         native: bool, options: dict[str, Any],
     ) -> Self:  # fmt: skip
-        """The model of ``from_pretrained``, whose arguments these are."""
+        """Load the model; the arguments are those of ``from_pretrained``."""
         from lightseq_fairseq import fairseq_compat
 
         fairseq_compat.prepare()
@@ -96,7 +96,7 @@ class Pretrained:
         if not any(options.get(name) for name in _BATCH):
             options |= cls.kind.batch
         folder = _trained_on(trained, paths[0]) if data is None else os.fspath(data)
-        # The fused layers drop only in training.
+        # The fused layers apply dropout only in training mode.
         native = native or bool(options.get("retain_dropout"))
         if options.get("task") is None:
             options["task"] = cls.kind.task
@@ -104,7 +104,7 @@ class Pretrained:
         return cls(words, options, native)
 
     def _search(self, options: dict[str, Any]) -> tuple[Any, Search]:
-        """(configuration, search) for the options of a call; made once, then kept."""
+        """(configuration, search) for the options of a call; made once, then cached."""
         self._check_names(options)
         words = _words(self._options | options)
         if words not in self._searches:
@@ -203,8 +203,8 @@ def _trained(path: str, kind: Kind, options: dict[str, Any]) -> dict[str, Any]:
     """The task's settings in a checkpoint.
 
     Raises:
-        UserError: the file cannot be read, or is no checkpoint, or of another task than that of
-            ``kind`` and ``options`` name no task.
+        UserError: the file cannot be read or is no checkpoint; or its task is not that of ``kind``,
+            and ``options`` name no task.
     """
     from fairseq.checkpoint_utils import get_maybe_sharded_checkpoint_filename as first_shard
 

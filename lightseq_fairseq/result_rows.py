@@ -74,7 +74,8 @@ def table(
     """The lines of a table. Cells are printed as they are.
 
     Args:
-        texts: the first so many columns are left-aligned texts; the others are right-aligned.
+        texts: number of columns, from the first on, that are left-aligned; the others are
+            right-aligned.
         form: tabulate's name of the format: "simple" for a terminal, "pipe" for Markdown.
     """
     sides = ["left"] * texts + ["right"] * (len(head) - texts)

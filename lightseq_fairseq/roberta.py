@@ -30,7 +30,7 @@ class RobertaModel:
 
         Args:
             model_name_or_path: the folder with the checkpoint.
-            checkpoint_file: its name, of a file that lightseq-train or fairseq wrote.
+            checkpoint_file: the name of the checkpoint, which lightseq-train or fairseq wrote.
             data_name_or_path: the folder with the dictionaries; if it begins with a dot, it is
                 relative to the first folder.
             bpe: fairseq's name of the subwords; with None, methods take numbers of tokens only.

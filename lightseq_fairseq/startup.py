@@ -3,7 +3,7 @@
 ``python -m lightseq_fairseq.startup`` writes a .pth file with one line into this Python's
 site-packages; scripts/setup.sh does so too. With this line, Python installs an import finder at
 start-up, before the other finders. The finder acts on one name only: it lets
-`fairseq_compat.prepare` do the first import of fairseq. Without it, fairseq 0.12.2 fails with
+`fairseq_compat.prepare` do the first import of fairseq. Without this, fairseq 0.12.2 fails with
 "mutable default <class 'CommonConfig'>" on Python 3.11 and later. ``--remove`` deletes the file,
 and LIGHTSEQ_FAIRSEQ_HOOK=0 disables it.
 """
@@ -58,7 +58,7 @@ def _prepares(load: Callable[[Any], None]) -> Callable[[Any], None]:
             fairseq_compat.prepare()
         except errors.UserError as error:
             if "fairseq" not in sys.modules:
-                watch()  # try again at the next import, when what is missing may be installed
+                watch()  # try again at the next import: what is missing may be installed by then
                 raise ImportError(str(error), name="fairseq") from error
             print(f"lightseq_fairseq: {error}", file=sys.stderr)  # imported, but not patched
         return None

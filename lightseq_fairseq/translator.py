@@ -17,7 +17,7 @@ class Translator(Pretrained):
     It may be used for any number of calls, by one thread at a time.
 
     Attributes:
-        configuration: fairseq's configuration; the command with the same options has the same.
+        configuration: fairseq's; lightseq-interactive has the same with the same options.
     """
 
     kind = Kind(
@@ -43,8 +43,8 @@ class Translator(Pretrained):
             data: the folder with the two dictionaries, ``dict.<language>.txt``: the ``--destdir``
                 of ``lightseq-preprocess``. None: the folder that the model was trained on.
             native: build fairseq's own model instead of this package's.
-            options: flags of ``lightseq-interactive``, with "_" for "-". True gives a flag without
-                a value; None and False leave it out. ``cpu=True`` keeps the model on the CPU;
+            options: flags of ``lightseq-interactive``, with "_" for "-". True sets a flag that has
+                no value; None and False do not set it. ``cpu=True`` keeps the model on the CPU;
                 ``fp16=True`` and ``bf16=True`` compute in 16 bits instead of float32.
                 ``source_lang`` and ``target_lang`` are by default the checkpoint's, or inferred
                 from the files in ``data``. Options of `translate` become the defaults of its calls.
@@ -78,7 +78,7 @@ class Translator(Pretrained):
                 are options: ``beam`` (default 5), ``nbest`` (1), ``lenpen`` (1.0), ``min_len``,
                 ``max_len_a``, ``max_len_b``, ``no_repeat_ngram_size``, ``sampling`` and others (see
                 docs/flags.md). So are ``remove_bpe``, the limits of a batch, ``max_tokens`` (12000)
-                and ``batch_size``, and ``seed``: a call with it draws the same samples again.
+                and ``batch_size``, and ``seed``: calls with the same seed draw the same samples.
 
         Returns:
             A `Translation` for one text; for several, a list of them in the same order.
@@ -99,7 +99,7 @@ class Translator(Pretrained):
 
 
 def _lines(sentences: Any) -> list[str]:
-    """The sentences as a list; raises UserError if there is none, or one is empty or no text."""
+    """The sentences as a list; raises UserError if there is none, or one is empty or not text."""
     lines = list(sentences) if isinstance(sentences, Iterable) else [sentences]
     if not lines:
         raise UserError("There is no sentence to translate: pass at least one.")

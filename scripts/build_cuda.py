@@ -128,7 +128,7 @@ def missing_packages() -> list[str]:
 
 
 def install(package: str) -> None:
-    """Install a package for the Python that runs this, without what that package needs."""
+    """Install a package for the Python that runs this, without its dependencies."""
     say(f"installing {package} (headers that the CUDA kernels need)")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", package]
     if subprocess.run(command).returncode != 0:
@@ -288,7 +288,7 @@ def compile_sources(
         *(f"-I{sources}", "-isystem", str(toolchain.torch / "include")),
         *(("-isystem", str(toolchain.cublas)) if toolchain.cublas else ()),
     ]
-    # Not the folders: pip builds a wheel with headers in a folder that has another name each time.
+    # Hash contents, not folders: when pip builds a wheel, the folder of the headers has a new name.
     headers = [
         *(path.read_bytes() for path in sorted((sources / "common").glob("*"))),
         (toolchain.torch / "version.py").read_bytes(),

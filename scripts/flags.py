@@ -2,10 +2,9 @@
 
     python -m scripts.flags [--check]
 
-The settings come from fairseq's own parsers: all of those of translation, and those that language
-models and RoBERTa add. The answers come from the code that
-gives them: the lists of what the arch, the optimizer and the captured step do not support, and
-``cli/refusals/flags.py``.
+The settings come from fairseq's own parsers: all settings of translation, and those that language
+models and RoBERTa add. The answers come from the code: the lists of what the arch, the optimizer
+and the captured step do not support, and ``cli/refusals/flags.py``.
 ``--check`` writes nothing and fails if the file is out of date.
 """
 
@@ -50,7 +49,7 @@ COMMANDS = {
     "interactive": (options.get_interactive_generation_parser, "data"),
 }
 # The settings of language models: command -> its parser, a command line, and the classes whose
-# settings are listed. Settings that a class takes over from another one are not its own.
+# settings are listed. Not listed: settings that a class copies from another one (fairseq's ``II``).
 TEXT_COMMANDS = {
     "train": (
         options.get_training_parser,
@@ -64,8 +63,8 @@ TEXT_COMMANDS = {
         (LanguageModelingConfig, EvalLMConfig, CommonEvalConfig, DatasetConfig),
     ),
 }
-# The same of RoBERTa: command and task -> ...; or the name of a setting in the table of translation
-# that has another answer here.
+# The same for RoBERTa; a key is a command and a task. In place of a class, there can be the name of
+# a setting of the translation table that has another answer here.
 _MASKED = "data --task masked_lm"
 _CLASSES = "data --task sentence_prediction --criterion sentence_prediction"
 ROBERTA_COMMANDS = {

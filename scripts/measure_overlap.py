@@ -8,7 +8,7 @@ Trains on the benchmark's random corpus, in three ways by turns, each in a proce
 
     alone   as one rank, without pieces
     pieces  as one of two ranks, whose collectives do nothing: events, flushes and launches remain
-    copies  as before; in place of an all-reduce, small kernels read and write each piece once, one
+    copies  like pieces, but for each all-reduce small kernels read and write the piece once, one
             after another on the communication stream, while backward runs
 
 Prints milliseconds per update and what each way costs over the first. Arguments after -- go to

@@ -4,8 +4,8 @@
     python -m scripts.measure_saves --folder /tmp/saves -- --arch ls_transformer_wmt_en_de_big_t2t
 
 Trains on the benchmark's random corpus, which it writes to the folder, and saves every 600 updates.
-The cost of a save is the time of the 50 updates from the save on, minus that of the 50 updates
-before it. Arguments after -- go to lightseq-train.
+The cost of a save is the time of the 51 updates from the save on, minus the time of 51 updates at
+the speed of the 50 updates before it. Arguments after -- go to lightseq-train.
 """
 
 from __future__ import annotations

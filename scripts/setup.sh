@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything in one command: .venv with torch, fairseq, this package and its CUDA kernels. Needs no
-# root, may be run again at any time, and then does only what is missing. Without nvcc, or with a
-# torch for CPUs and no GPU, it leaves the kernels out.
+# root, may be run again at any time, and then does only what is missing. It compiles no kernels if
+# nvcc is missing, if no GPU here is new enough, or if torch is a CPU build and there is no GPU.
 #
 #   bash scripts/setup.sh [extras of setup.cfg to install besides those that users need]
 #
@@ -9,7 +9,7 @@
 #   LIGHTSEQ_BUILD=1                           the CUDA kernels are wanted: no nvcc is an error
 #   LIGHTSEQ_BUILD=0                           leave the CUDA kernels out
 #   LIGHTSEQ_CUDA_ARCHITECTURES=80,90          compile for these instead of this machine's GPU
-#   LIGHTSEQ_FAIRSEQ_HOOK=0                    import fairseq stays as it is (lightseq_fairseq.startup)
+#   LIGHTSEQ_FAIRSEQ_HOOK=0                    no import hook for fairseq (lightseq_fairseq.startup)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -57,23 +57,23 @@ stamp=.venv/lightseq-setup-$extras
 wanted=$(cat setup.cfg setup.py pyproject.toml; pwd)
 if [ "$wanted" != "$(cat "$stamp" 2>/dev/null)" ]; then
     echo "setup: lightseq_fairseq and what it needs"
-    # Without LIGHTSEQ_BUILD: pip would fetch another torch to build with; the kernels are next.
+    # Unset LIGHTSEQ_BUILD: pip would fetch another torch for the build. Kernels are compiled below.
     env -u LIGHTSEQ_BUILD "$python" -m pip install --quiet --editable ".[$extras]"
     echo "$wanted" >"$stamp"
 fi
 
-# After the above: pip would complain that fairseq's own requirements are not met, which is true.
+# fairseq comes last, because pip would then warn that fairseq's own requirements are not met.
 if ! "$python" -c 'import importlib.metadata; importlib.metadata.version("fairseq")' 2>/dev/null; then
     echo "setup: fairseq 0.12.2 (compiles for a minute)"
     # --no-deps: its metadata pins versions that no longer install; setup.cfg names what it needs.
-    # Where CUDA_HOME is set it would compile CUDA code that translation does not use.
+    # With CUDA_HOME set, fairseq would compile CUDA code that this package does not use.
     env -u CUDA_HOME "$python" -m pip install --quiet --no-deps fairseq==0.12.2 ||
         fail "fairseq 0.12.2 is compiled while it is installed: a C++ compiler (g++) and Python's" \
             "headers (python3-dev) are needed"
 fi
 
-# Without it fairseq-train, fairseq's other commands and notebooks cannot import fairseq. (Once it is
-# written, Python has imported the module before -m runs it, of which runpy warns.)
+# Without this hook fairseq-train, fairseq's other commands and notebooks cannot import fairseq.
+# (-W: the hook of an earlier version imports the module before -m runs it; runpy warns about that.)
 if [ "${LIGHTSEQ_FAIRSEQ_HOOK:-}" = 0 ]; then
     "$python" -W ignore::RuntimeWarning:runpy -m lightseq_fairseq.startup --remove
 else

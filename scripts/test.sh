@@ -31,8 +31,8 @@ done
 check python scripts/build_cuda.py --install-headers --if-possible
 if [ $# = 0 ]; then check bash scripts/check_wheel.sh; fi
 
-# The same on every machine: with a GPU in sight autograd starts threads, which children that some
-# tests fork do not survive. gpu_check.sh runs the tests that need one.
+# Hide the GPUs, so that the tests are the same on every machine: if autograd sees a GPU it starts
+# threads, and processes that some tests fork would fail. gpu_check.sh runs the tests on a GPU.
 export CUDA_VISIBLE_DEVICES=
 # Two processes of one thread each: the tests' tensors are too small for more.
 export OMP_NUM_THREADS=1

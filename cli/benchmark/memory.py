@@ -8,7 +8,8 @@ import torch
 
 
 class MemoryMeter:
-    """Memory that this process uses from now on: GPU memory, or without a GPU resident memory.
+    """GPU memory that this process uses from now on; without a GPU, the process's peak resident
+    memory.
 
     torch's allocator counts only its own memory; CUDA graphs, kernel code and libraries use more.
     So the meter reads the GPU's memory in use, for all processes. It subtracts the memory in use

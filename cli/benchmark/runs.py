@@ -140,6 +140,8 @@ def chosen(names: str | None, systems: Mapping[str, Any]) -> list[str]:
 def machine(cases: Iterable[Any], small: str, kept: bool) -> tuple[bool, Row]:
     """(whether there is a GPU, columns of a result row about the machine and, if kept, the code).
 
+    kept: rows are written to a file.
+
     Raises:
         UserError: there is no GPU and a case needs one (those of `SMALL` models do not; ``small``
             is the example for the message), or rows are kept but the commit is unknown.

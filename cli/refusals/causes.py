@@ -6,13 +6,13 @@ import re
 import traceback
 from typing import NamedTuple
 
-_WRAPPER = "Cannot load model parameters from checkpoint"  # fairseq's; the reason is its context
+_WRAPPER = "Cannot load model parameters from checkpoint"  # fairseq's; the cause is its __context__
 _ERRNO = re.compile(r"\[Errno (\d+)\] [^:]*(?:: '(.*)')?")
 
 
 class Cause(NamedTuple):
     """One exception: the name of its type (no module), its message, the source file that raised
-    it, and for an OSError the file it is about and its number."""
+    it, and for an OSError its file name and errno."""
 
     kind: str
     text: str

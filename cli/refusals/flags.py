@@ -46,7 +46,7 @@ def _is_set(flag: str) -> Callable[[argparse.Namespace], bool]:
 
 
 def _has_adaptive_softmax(args: argparse.Namespace) -> bool:
-    """Whether the model is one of ours, of those that support it, with adaptive softmax."""
+    """Whether the model is one of ours that supports adaptive softmax, and uses it."""
     from fairseq.models import ARCH_MODEL_REGISTRY
 
     supported = getattr(ARCH_MODEL_REGISTRY.get(args.arch), "adaptive", False)
@@ -64,7 +64,7 @@ def _is_roberta(args: argparse.Namespace) -> bool:
 
 def _is_criterion_of_others(args: argparse.Namespace, task: str) -> bool:
     """Whether RoBERTa trains on the data of fairseq's ``task``, with a criterion of fairseq's or
-    ours that needs others."""
+    ours that needs other data."""
     from fairseq.criterions import CRITERION_REGISTRY
     from fairseq.tasks import TASK_REGISTRY
 
@@ -83,7 +83,7 @@ def _lacks_gpu(args: argparse.Namespace) -> bool:
     return args.cpu or not torch.cuda.is_available()
 
 
-# The advice names both sides: if the layers of one side are not given, fairseq loses that side.
+# The advice names both sides: if one side is not set, fairseq removes all layers of that side.
 _PRUNE_LATER = (
     "remove it, train all layers with --encoder-layerdrop and --decoder-layerdrop, and select "
     "layers when you translate: lightseq-generate --model-overrides \"{'encoder_layers_to_keep': "
@@ -132,12 +132,12 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 "each layer is on one device", "remove it, or add --native"),
         Refusal("--use-plasma-view", _is_set("--use-plasma-view"),
                 "pyarrow no longer has the plasma store, and translation does not use it"),
-        # RoBERTa can, as the next comment says of language models.
+        # RoBERTa can train with it: there it sets the number of layers.
         Refusal("--encoder-layers-to-keep",
                 lambda args: bool(getattr(args, "encoder_layers_to_keep", None))
                 and not _is_roberta(args),
                 "fairseq 0.12.2 cannot train with it", _PRUNE_LATER),
-        # Language models can: there it is the number of layers.
+        # Language models can train with it: there it sets the number of layers.
         Refusal("--decoder-layers-to-keep",
                 lambda args: bool(getattr(args, "decoder_layers_to_keep", None))
                 and hasattr(args, "encoder_layers_to_keep"),
@@ -308,7 +308,7 @@ _TRAINING = """
 --hold-steps --decay-steps --phase-ratio --init-lr-scale --final-lr-scale --lr-patience
 --lr-threshold --lr-deacy-period --lr-decay --epoch2lr --update2lr
 """
-# Settings of --tokenizer, --bpe and --scoring: needed only for input text, or for all text.
+# Settings of --tokenizer and --bpe that are used only to encode input text.
 ENCODING = """
 --moses-no-dash-splits --moses-no-escape --sentencepiece-enable-sampling --sentencepiece-alpha
 """
@@ -367,9 +367,9 @@ _UNREAD_OF_TASK = {
 # Settings that these tasks use, unlike others.
 _READ_BY_TASK = {
     "masked_lm": frozenset(_BPE.split()),  # for --mask-whole-words
-    "sentence_prediction": frozenset(("--criterion",)),  # it takes settings from it
+    "sentence_prediction": frozenset(("--criterion",)),  # the task takes settings from it
 }
-# The tasks for which the lists of settings are.
+# The tasks to which the lists of settings above apply.
 _TASKS = ("translation", "language_modeling", *_UNREAD_OF_TASK)
 
 

@@ -1,8 +1,8 @@
 """Messages for known failures: the only module that interprets exceptions of fairseq and torch.
 
 `explain` returns a sentence for a failure that the user can correct. For any other failure it
-returns None, and the traceback is shown. A rule recognises a failure by the words of its message,
-never by its type alone, so that a bug is not mistaken for bad input.
+returns None, and the traceback is shown. A rule recognises a failure by the words of its message
+or the file that raised it, never by a general type alone: a bug must not look like bad input.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def _min_len(failure: Cause, request: Request) -> str | None:
 
 
 def _no_text(failure: Cause, request: Request) -> str | None:
-    """A model that is no language model, by fairseq's task of language models."""
+    """--task language_modeling with a model that is no language model."""
     found = re.match(r"'(\w+)' object has no attribute 'supported_targets'", failure.text)
     if found is None:
         return None
@@ -429,7 +429,7 @@ def _package(failure: Cause, request: Request) -> str | None:
 def _configuration(failure: Cause, request: Request) -> str | None:
     """A value that a component's configuration rejects."""
     found = re.match(r"In 'config': Could not find '(\w+)/(\w+)'", failure.text)
-    if found is not None:  # a component that fairseq registers without one
+    if found is not None:  # fairseq registers the component without a configuration
         flag = "--" + found[1].replace("_", "-")
         return (
             f"{flag} {found[2]} cannot be used, because this version of fairseq has no "

@@ -146,7 +146,7 @@ def _legacy_index(content: np.ndarray) -> _Index | None:
 
 
 def _end(index: _Index) -> int | None:
-    """Bytes of all sentences; None if they are not contiguous, as fairseq writes them."""
+    """Bytes of all sentences, which fairseq writes contiguously; None if they are not."""
     end, width = 0, index.dtype().itemsize
     for first in range(0, len(index.lengths), _BLOCK):
         sizes = index.lengths[first : first + _BLOCK].astype(np.int64) * width

@@ -1,6 +1,6 @@
 """The flags of each command, and one-sentence errors for command lines that are wrong.
 
-This code runs only if a command line is wrong, or if its flags are to be listed.
+Most of this code runs only if a command line is wrong, or to list the flags of a command.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def ended(text: str) -> str:
 
 
 def _unknown(command: str, parser: argparse.ArgumentParser, word: str) -> str:
-    """The sentence for a word that the command has no place for."""
+    """The sentence for a word that the command does not accept."""
     flag, program = word.partition("=")[0], f"lightseq-{command}"
     if not flag.startswith("-"):
         return (
@@ -133,7 +133,7 @@ def unknown_flag(program: str, flag: str, known: set[str], otherwise: str) -> st
     ``otherwise``.
 
     Args:
-        known: the flags that it has.
+        known: the flags of ``program``.
     """
     having = _having(program, flag)
     close = difflib.get_close_matches(flag, sorted(known), n=1, cutoff=0.7)

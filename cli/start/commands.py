@@ -81,7 +81,7 @@ def own(name: str) -> Callable[[Callable[..., None]], click.Command]:
 
 
 def group(name: str) -> Callable[[Callable[..., None]], click.Group]:
-    """Decorator: makes the command ``name`` whose own commands its method ``command`` adds."""
+    """Decorator: makes a command ``name`` with subcommands, which its method ``command`` adds."""
     return lambda body: click.group(name, OneSentenceGroup, context_settings=_SETTINGS)(
         version(body)
     )

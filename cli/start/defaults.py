@@ -43,9 +43,9 @@ def _recipe(
 ) -> tuple[Choice, ...]:  # fmt: skip
     """The choices of a recipe; texts are flags with their values, such as "--lr 1.0".
 
-    sentences: of a batch, which max_tokens limits as well.
-    decays: whether the learning rate falls to zero until the last update, which may be the user's.
-    data: flags by which the task makes its samples.
+    sentences: sentences of a batch; max_tokens limits the batch as well.
+    decays: whether the learning rate falls to zero at the last update (--max-update).
+    data: flags that say how the task makes its samples.
     """
     total = ((_LAST_OF_DECAY, str(updates)),) if decays else ()
     size = () if sentences is None else (("--batch-size", str(sentences)),)
@@ -55,7 +55,7 @@ def _recipe(
         Choice((*_PARTS, "--lr-scheduler"), _pairs(schedule)),
         Choice((*_PARTS, "--lr-scheduler"), total),
         *(Choice((flag,), ((flag, text),)) for flag, text in _pairs(data)),
-        # Tokens of an update: whoever sets those of a batch has their own.
+        # These set the tokens of an update; not added if the user sets the size of a batch.
         Choice((*_SENTENCES, "--max-tokens"), (("--update-freq", str(update_freq)),)),
         Choice((*_SENTENCES, "--max-tokens"), size),
         Choice(_SENTENCES, (("--max-tokens", str(max_tokens)),)),
@@ -70,8 +70,8 @@ def _pairs(text: str) -> tuple[tuple[str, str], ...]:
     return tuple(zip(words[::2], words[1::2]))
 
 
-# What a recipe is for -> its choices: a task, or models with adaptive softmax. A task that is not
-# here has the first one. Sizes and dropout are the arch's, the length of a block the task's.
+# Task, or models with adaptive softmax -> choices of the recipe. Other tasks use the first recipe.
+# Sizes and dropout come from the arch; the length of a block from the task, except for masked_lm.
 ADAPTIVE = "adaptive softmax"
 RECIPES = {
     # Vaswani et al. (2017), section 5, with the learning rate, weight decay and warm-up of
@@ -195,8 +195,8 @@ def missing(
 
     Nothing that the user sets is overridden. The learning-rate schedule is not added if the user
     sets the optimizer, the criterion or the scheduler; the precision is not added if the user sets
-    the optimizer or the criterion; tokens and micro-batches of an update are not added if the user
-    sets the size of a batch.
+    the optimizer or the criterion; the recipe's batch size and --update-freq are not added if the
+    user sets the size of a batch.
 
     Args:
         fused: whether the arch is ours; None: decided by its name.
@@ -238,7 +238,7 @@ def complete(
 
 
 def note(argv: Sequence[str]) -> str | None:
-    """A note on a completed command that the user probably does not intend, or None."""
+    """A note if the completed command is probably not what the user intends, else None."""
     if is_given(argv, ("--lr",)):
         return None
     return (

@@ -89,7 +89,7 @@ def load_checkpoint(original: Callable[..., Any], cfg: Any, trainer: Any, **kwar
     first checkpoint. fairseq keeps the batches, so validation does not make them again.
 
     Raises:
-        UserError: a sentence exceeds --max-tokens-valid, or there is none.
+        UserError: a sentence exceeds --max-tokens-valid, or a split has no sentence.
         Exception: fairseq's, if a sentence exceeds the model's positions.
     """
     import torch

@@ -71,7 +71,7 @@ class PassThrough(OneSentence):
 
 
 def launcher(command: str) -> Callable[[Callable[..., None]], click.Command]:
-    """Makes ``lightseq-<command>`` from a function of (words, fairseq_help, ...own options)."""
+    """Decorator: makes ``lightseq-<command>`` from a function of (words, **own options)."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
         @functools.wraps(function)
@@ -130,8 +130,8 @@ def run_fairseq(
         CommandError: the input is wrong; the message says how.
         SystemExit: fairseq's parser rejected the words and has printed why.
     """
-    # torch reads both variables when it is loaded, just below. By default waiting CPU threads spin;
-    # with a second busy program on the machine, we have seen this slow training down 30 times.
+    # torch reads both variables when it is imported, which is below. By default waiting CPU threads
+    # spin; with a second busy program on the machine, training was 30 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # If a rank cannot reach another one, torch would log each try with twenty lines of C++ trace.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -192,7 +192,7 @@ def environment(name: str, value: str | None) -> Iterator[None]:
 def no_group_left() -> Iterator[None]:
     """Destroys the process group that a rank has created, unless an error ends the block.
 
-    fairseq leaves it to Python's exit, where a thread of gloo now and then aborts the process.
+    fairseq leaves the group to Python's exit, where a thread of gloo sometimes aborts the process.
     """
     from torch import distributed
 

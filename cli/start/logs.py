@@ -1,4 +1,4 @@
-"""What a launcher prints: fairseq's log without its longest parts, and whole lines beside bars."""
+"""What a launcher prints: fairseq's shortened log, with its lines apart from progress bars."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class AboveBars:
                     bar.clear(nolock=True)
             self._erased = drawn
             if self._begins_line:
-                self._terminal.write("\r")  # a bar that ends below another one leaves its column
+                self._terminal.write("\r")  # a bar may leave the cursor in another column
             self._begins_line = text.endswith("\n")
             return self._terminal.write(text)
 

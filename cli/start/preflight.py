@@ -119,7 +119,7 @@ def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
     preflight_values.length_penalty(args)
     language_model(command, args)
     sentence_prediction(args)
-    if command == "generate" and args.constraints:  # with sampling, flags.py refuses them
+    if command == "generate" and args.constraints:  # with --native; else flags.check refuses it
         raise UserError(
             "--constraints reads constraints from lines of text, but a binarised test set contains "
             "none: remove it, or translate with lightseq-interactive."
@@ -185,7 +185,7 @@ def _reads_sentence_pairs(task: str) -> bool:
 
 
 def _reads_running_text(task: str) -> bool:
-    """The same of fairseq's language modeling task."""
+    """Like `_reads_sentence_pairs`, for fairseq's language modeling task."""
     from fairseq.tasks.language_modeling import LanguageModelingTask
 
     return _loads_as(task, LanguageModelingTask, "setup_task", "setup_dictionary", "load_dataset")

@@ -13,7 +13,7 @@ def first(args: argparse.Namespace) -> None:
     """Raises UserError if the initial checkpoint is missing: fairseq would train from scratch.
 
     A checkpoint to resume from must also have the `head` of this run. With --reset-optimizer or
-    --finetune-from-model a new head is meant.
+    --finetune-from-model the run may train a new head.
     """
     from fairseq.file_io import PathManager
 
@@ -51,9 +51,9 @@ _NEW_HEAD = "train a new head with --reset-optimizer"
 
 
 def head(args: argparse.Namespace, path: str, otherwise: str) -> None:
-    """Raises UserError if the checkpoint's classification head has other classes than the run's.
+    """Raises UserError if the checkpoint's head has another number of classes than the run.
 
-    fairseq would take a new head in its place, with random weights.
+    fairseq would use a new head instead, with random weights.
 
     otherwise: what to do instead of changing --num-classes.
     """

@@ -21,7 +21,8 @@ def classes(command: str, args: argparse.Namespace) -> None:
     """Raises UserError if the data of sentence_prediction are incomplete or do not match.
 
     The sentences are in the folder input0, those of a pair also in input1, the labels in label.
-    Labels are checked only for training: elsewhere the checkpoint says of what kind they are.
+    Labels are checked only for training: for validation, their kind (classes or numbers) is a
+    setting of the checkpoint.
     """
     from fairseq.data import Dictionary
 
@@ -80,7 +81,7 @@ def _labels(stem: str, classes: int) -> int:
     """The number of labels in a binarised file.
 
     Raises:
-        UserError: there is none, or it contains other things than a class a line.
+        UserError: the file is missing, or a line is not exactly one of the ``classes`` classes.
     """
     from fairseq.data import Dictionary
 

@@ -1,4 +1,4 @@
-"""Checks of the data directory before fairseq starts: files that are missing, damaged or do not
+"""Checks of the data folder before fairseq starts: files that are missing, damaged or do not
 match."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightseq_fairseq.errors import UserError
 
 
 def folders_of(args: argparse.Namespace) -> list[str]:
-    """The data folders of a run, of which fairseq takes one an epoch.
+    """The data folders of a run; fairseq reads one of them per epoch.
 
     Raises:
         UserError: one of them is not a folder.
@@ -33,7 +33,7 @@ def folders_of(args: argparse.Namespace) -> list[str]:
 
 
 def data(command: str, args: argparse.Namespace) -> None:
-    """Raises UserError if the data directory lacks a dictionary or split that the command reads."""
+    """Raises UserError if the data folder lacks a dictionary or split that the command reads."""
     from fairseq.data.data_utils import infer_language_pair
     from fairseq.tasks.translation import TranslationTask
 
@@ -86,7 +86,7 @@ def sentences(command: str, args: argparse.Namespace) -> None:
 
     A task may add symbols to its dictionaries when it is set up. So only fairseq's translation task
     is checked against the dictionaries here, with a sample of each file. `late_checks` checks all
-    tokens when fairseq reads a file, which for directories after the first is epochs later.
+    tokens when fairseq reads a file, and fairseq reads each further folder in a later epoch.
     """
     from fairseq import utils
     from fairseq.tasks import TASK_REGISTRY
@@ -195,13 +195,13 @@ _TEXT, _BINARISED = ("",), (".idx", ".bin")
 
 def _endings(command: str, args: argparse.Namespace) -> tuple[str, ...]:
     """Endings of the source files that fairseq's translation looks for."""
-    if command == "validate" and args.dataset_impl is None:  # it may be the checkpoint's
+    if command == "validate" and args.dataset_impl is None:  # the checkpoint may set it
         return _TEXT + _BINARISED
     return _TEXT if args.dataset_impl == "raw" else _BINARISED
 
 
 def other_form(folder: str, split: str, args: argparse.Namespace) -> UserError:
-    """The error of a split that is text or binarised, and --dataset-impl is for the other form."""
+    """The error for a split in one form, text or binarised, if the command reads the other form."""
     if args.dataset_impl == "raw":
         return UserError(
             f"{folder} contains the split {split} in binarised form, but --dataset-impl raw reads "
@@ -228,7 +228,7 @@ def _lines(path: str) -> int:
 
 
 def _reader_of_targets(command: str, args: argparse.Namespace) -> str | None:
-    """The command or flag that reads the target side, or None; translation alone does not."""
+    """The command or flag that reads the target side, or None if only sources are translated."""
     if command != "generate":
         return f"lightseq-{command}"
     if args.score_reference:
@@ -257,7 +257,7 @@ SUBSET_FLAGS = {
 def splits(
     command: str, args: argparse.Namespace, folders: Sequence[str]
 ) -> Iterable[tuple[str, str]]:
-    """The (directory, split) pairs that the command reads in any case."""
+    """The (folder, split) pairs that the command always reads."""
     if command == "train":
         yield from ((folder, args.train_subset) for folder in folders)
         if args.disable_validation:

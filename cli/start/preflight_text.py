@@ -43,9 +43,9 @@ def masked_text(command: str, args: argparse.Namespace) -> None:
 def _files(
     command: str, args: argparse.Namespace, masked: bool = False
 ) -> tuple[Any, list[np.ndarray]]:
-    """Check the dictionary and the splits that the command reads.
+    """Checks the dictionary and the splits that the command reads.
 
-    masked: as masked_lm reads them: it adds the word <mask>, and reads no text files.
+    masked: for the task masked_lm, which adds the word <mask> and reads no text files.
 
     Returns:
         The dictionary, and the lengths of the sentences of each binarised split.
@@ -136,7 +136,7 @@ def _whole_words(args: argparse.Namespace) -> None:
 def _blocks(command: str, args: argparse.Namespace, lengths: list[Any]) -> None:
     """Raises UserError if blocks have more tokens than the model has positions.
 
-    lengths: of the sentences of each split.
+    lengths: tokens of each sentence, one array per split.
     """
     block = args.tokens_per_sample
     if block < 1:
@@ -149,7 +149,7 @@ def _blocks(command: str, args: argparse.Namespace, lengths: list[Any]) -> None:
                 "scored: change one of the two."
             )
         return
-    if command != "train":  # blocks are those of the training
+    if command != "train":  # the model's positions are in the checkpoint
         return
     positions = args.max_target_positions or block
     is_sentence = args.sample_break_mode == "eos"
@@ -178,7 +178,7 @@ def _adaptive(args: argparse.Namespace, words: int) -> None:
 
     if not issubclass(ARCH_MODEL_REGISTRY[args.arch], TransformerLanguageModel):
         return  # an arch without them, or with other rules
-    # An arch that is a dataclass adds its defaults only after these checks.
+    # If an arch's configuration is a dataclass, its defaults are set only after these checks.
     given = TransformerLanguageModelConfig(), args
     chosen = {name: value for each in given for name, value in vars(each).items()}
     if chosen["adaptive_input"] and not chosen["adaptive_input_cutoff"]:

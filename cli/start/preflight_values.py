@@ -159,7 +159,7 @@ _KINDS: tuple[tuple[type, Callable[[Any], bool], str], ...] = (
 
 
 def _python(text: str) -> ast.expr | None:
-    """The text parsed as a Python expression without names; None if it is none."""
+    """The text parsed as a Python expression; None if it is not one, or contains a name."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError):

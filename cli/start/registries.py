@@ -41,7 +41,7 @@ def has_adaptive_softmax(argv: Sequence[str]) -> bool:
     if (cutoff := value(argv, ("--adaptive-softmax-cutoff",))) is not None:
         options.adaptive_softmax_cutoff = cutoff
     elif arch in ARCH_CONFIG_REGISTRY:
-        with contextlib.suppress(AttributeError):  # of an arch that reads what a flag sets
+        with contextlib.suppress(AttributeError):  # some archs read what only a flag sets
             ARCH_CONFIG_REGISTRY[arch](options)
     return bool(getattr(options, "adaptive_softmax_cutoff", None))
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_SAME = 1.0  # seconds; within this time a second SIGTERM counts as the same (process and group)
+# Seconds in which a second SIGTERM counts as the first: it may go to the process and to its group.
+_SAME = 1.0
 
 
 class SpawnedRanks:

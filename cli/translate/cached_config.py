@@ -43,7 +43,7 @@ class CachedConfig:
 def looked_up_once(cfg: Any) -> CachedConfig:
     """The configuration for ``main`` of ``fairseq_cli.generate``, with cached sections.
 
-    cfg: its argument, a Namespace or fairseq's configuration.
+    cfg: the argument of ``main``, a Namespace or fairseq's configuration.
     """
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 

@@ -18,8 +18,8 @@ def left_on_cpu() -> Iterator[None]:
     """Within the block fairseq-generate leaves samples on the CPU for our generator.
 
     This holds while the generator that ``task.build_generator`` returned last is an
-    ``LSSequenceGenerator``. If that falls back to fairseq's search, it moves the samples itself.
-    For any other generator samples are moved as usual.
+    ``LSSequenceGenerator``. If that generator falls back to fairseq's search, it moves the samples
+    itself. For any other generator, fairseq-generate moves the samples.
     """
     from lightseq_fairseq.plugins.generator import LSSequenceGenerator
 

@@ -47,7 +47,7 @@ class UnknownWords:
         words = line.partition("\t")[2].split()
         self.sources += 1
         self.words += len(words)
-        self.unknown += sum("<unk>" in word for word in words)  # which may be joined of subwords
+        self.unknown += sum("<unk>" in word for word in words)  # a word may be joined from subwords
 
     def sentence(self) -> str | None:
         """A note for the user, or None if there were no unknown words to report."""
@@ -112,12 +112,12 @@ class GenerationOutput(Lines):
         """Prints ``title`` with sacrebleu's score and signature, and what it was computed against.
 
         Args:
-            reference: the name of the references, and
-            lines: what it holds; both None for the targets that fairseq has printed, which are
-                rebuilt from the numbers of words in the binarised data.
+            reference: the name of the file of references.
+            lines: its lines. Both are None to use the targets that fairseq has printed, which it
+                decodes from the token ids of the binarised data.
 
         Raises:
-            UserError: the references are those of another test set.
+            UserError: the numbers of translations and references differ, or sentences are missing.
         """
         if lines is not None:
             translations, references = self.output.translations(tokens=False), lines

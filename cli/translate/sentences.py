@@ -149,14 +149,14 @@ class Search:
         return self._found(tokens, constraints)
 
     def of_numbers(self, prompts: Sequence[Sequence[int]]) -> list[Translation]:
-        """As `translate`, of prompts that are given as numbers of the dictionary."""
+        """Like `translate`, for prompts that are lists of token ids without eos."""
         import torch
 
         eos = self._loaded.task.source_dictionary.eos()
         return self._found([torch.tensor([*prompt, eos]) for prompt in prompts], None)
 
     def _found(self, tokens: list[Tensor], constraints: Tensor | None) -> list[Translation]:
-        """The translations of sentences, int64 with an eos each."""
+        """The translations of sentences; each is an int64 tensor that ends with eos."""
         task, lengths = self._loaded.task, [len(each) for each in tokens]
         try:
             batches = task.get_batch_iterator(
@@ -225,7 +225,7 @@ class Search:
         return str(task.source_dictionary.string(tokens, self._joiner))
 
     def _hypothesis(self, found: Any, source: str) -> Hypothesis:
-        """``found``: of fairseq's generators. ``source``: the text, from which words are copied."""
+        """``found``: a hypothesis of a generator. ``source``: text from which <unk> is replaced."""
         from fairseq import utils
         from fairseq.data import data_utils
 

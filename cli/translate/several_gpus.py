@@ -29,7 +29,7 @@ def translate(args: Namespace, sentences: GenerationOutput) -> None:
     """Writes the output of ``fairseq_cli.generate.main(args)``, computed by several processes.
 
     Their number is ``--distributed-world-size``. Of fairseq's log, only the lines that the first
-    process writes before its first batch are kept.
+    process writes until the end of its last batch are kept.
 
     Raises:
         UserError: the machine has fewer GPUs.

@@ -82,7 +82,8 @@ __device__ __forceinline__ Lse<T> lse_of(float shift, float total) {
   return (shift + __log2f(total)) * Base<T>::kLn;
 }
 
-// The same as backward uses it: times log2(e) in 16 bits, the sum of two numbers in float32.
+// The log-sum-exp as backward uses it. In 16 bits: multiplied by log2(e). In float32: two floats,
+// whose sum approximates the float64 value.
 struct alignas(8) TwoFloats {
   float high, low;
 };
@@ -119,8 +120,8 @@ __device__ __forceinline__ void hide(float (&s)[kBlocks][4], int query, int key,
 }
 
 // Loads a tile from each tensor: `length` rows from row `first` on, for each of the unit's heads,
-// one head below the other; the rest becomes zero. Complete after cp_async_wait_all() and a
-// barrier.
+// one head below the other. All other rows become zero. The load is complete after
+// cp_async_wait_all() and a barrier.
 template <typename T, int kRows, int kWidth, int kTensors>
 __device__ __forceinline__ void load_tiles(Tile<T, kRows, kWidth>* const (&tiles)[kTensors],
                                            const Packed<const T> (&tensors)[kTensors],
@@ -184,7 +185,8 @@ __device__ __forceinline__ void draw(Keep<kRows>& keep, const Plan& plan, const 
 constexpr float kTolerance = 8.0f;
 
 // The factor of dQ and dK of a sentence. A single key has probability 1 whatever its score is, so
-// its gradient is zero, and dS has nothing but the rounding errors of two equal terms.
+// the gradient of the score is zero: dS is the difference of two equal terms, and the computed dS
+// has only their rounding errors.
 __device__ __forceinline__ float grad_scale_of(float grad_scale, int length_k) {
   return length_k == 1 ? 0.0f : grad_scale;
 }

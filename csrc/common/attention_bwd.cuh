@@ -1,5 +1,5 @@
-// Common code of the passes of attention's backward: operands, shared memory, and loading of it.
-// attention_bwd.cu has the formulas.
+// Common code of the passes of attention's backward: operands, the layout of shared memory, and the
+// loads into it. attention_bwd.cu has the formulas.
 #pragma once
 
 #include <cmath>
@@ -45,7 +45,7 @@ __device__ __forceinline__ void load_keys(BwdTiles<T, kWidth>& tiles, const BwdP
 
 // Computes D of the warp's queries from P and dO V^T, if all keys are in the tile. With few keys dS
 // is hardly larger than the rounding errors of its two terms. Computed like this, D has the same
-// errors as the other term, so they cancel. D from dO O^T would not be accurate enough for float32.
+// errors as the other term, so the errors cancel. D from dO O^T would be too inexact for float32.
 template <typename T, int kWidth>
 __device__ __forceinline__ void sum_rows(BwdTiles<T, kWidth>& tiles, const BwdParams<T>& p,
                                          const Unit& unit, int start_q) {

@@ -1,5 +1,6 @@
-// Common code of the kernels for sentences of more than 128 tokens: attention_long*.cu for compute
-// capability 9.0, attention_tiles.cu for forward on other GPUs, attention_float_bwd.cu for float32.
+// Common code of the kernels for long sentences (see attention_long.h): attention_long*.cu for
+// compute capability 9.0, attention_tiles.cu for forward on other GPUs, attention_float_bwd.cu for
+// backward in float32.
 //
 // The work is divided into items: in forward a tile of 128 queries of a head, in backward a block
 // of 64 or 128 keys of a head. A small kernel lists the items of a batch on the device, so the host
@@ -20,7 +21,7 @@ namespace lightseq::attention {
 
 constexpr int kTile = 128;  // queries of an item
 
-constexpr int64_t kMostLong = 4096;  // long sentences of a batch
+constexpr int64_t kMostLong = 4096;  // maximum number of long sentences in a batch
 
 inline int64_t most_long(const Tensor& q, const Tensor& k, const Tensor& cu_q) {
   const int64_t least = most_tokens_of_short(q) + 1;
@@ -57,12 +58,12 @@ inline int64_t most_units(const LongArguments& a) {
   return 2 * (a.q.size(0) / kTile + most_long(a.q, a.k, a.cu_q));
 }
 
-// The value of lane 0, which all lanes have; so the compiler knows that it is the same for a warp.
+// Returns the value of lane 0 to all lanes, so the compiler knows that it is the same for a warp.
 __device__ __forceinline__ int of_warp(int x) { return __shfl_sync(kAllLanes, x, 0); }
 
-// Brings the bits of a tile's 128 keys of a row to the lanes of a quad, as they need them: `word`
-// is 32 keys in order, of the quad's lane 0 the first 32. Bit 8 b + 2 k + e of the result is key
-// 32 k + 8 b + 2 c + e, for lane c.
+// Distributes the bits of a row's 128 keys of a tile to the four lanes of a quad. `word` of lane c
+// has the bits of keys 32 c ... 32 c + 31, in order. The result of lane c has the keys whose scores
+// the lane has: bit 8 b + 2 k + e is key 32 k + 8 b + 2 c + e.
 __device__ __forceinline__ uint32_t bits_of_lane(uint32_t word) {
   const int c = threadIdx.x % 4;
   uint32_t bits = 0;
@@ -86,15 +87,16 @@ __device__ __forceinline__ uint32_t transpose_bits(uint32_t x) {
   return x;
 }
 
-// All bits set or none: the highest bit of byte number `byte`, a constant, of `bits`. There are too
-// few predicates for masks, and ptxas keeps more of them in registers, bit by bit.
+// All bits set if the highest bit of byte number `byte` of `bits` is set, otherwise none; `byte` is
+// a constant. A thread has too few predicate registers to use predicates instead of masks: ptxas
+// would pack the others into registers, bit by bit.
 __device__ __forceinline__ uint32_t mask_of_bit(uint32_t bits, int byte) {
   uint32_t mask;
   asm("prmt.b32 %0, %1, %1, %2;" : "=r"(mask) : "r"(bits), "r"((8 + byte) * 0x1111));
   return mask;
 }
 
-// The same for a pair of 16-bit numbers: of `low` for the lower half, of `high` for the upper one.
+// A mask for a pair of 16-bit numbers: bits of `low` for the lower half, of `high` for the upper.
 __device__ __forceinline__ uint32_t mask_of_bits(uint32_t low, uint32_t high, int byte) {
   uint32_t mask;
   asm("prmt.b32 %0, %1, %2, %3;"
@@ -105,7 +107,7 @@ __device__ __forceinline__ uint32_t mask_of_bits(uint32_t low, uint32_t high, in
 
 // Writes a warp's 16 rows of sums, multiplied by `low` (rows r) and `high` (rows r + 8); 32 bytes
 // of a row at a time. to: column 0 of row lane / 4; row_stride in numbers. rows: how many rows
-// exist from that one on; columns: how many columns exist.
+// exist from row lane / 4 on; columns: how many columns exist.
 template <typename T, int kCount>
 __device__ __forceinline__ void store_sums(T* to, int64_t row_stride, int rows, int columns,
                                            const float (&sums)[kCount], float low, float high) {
@@ -132,15 +134,15 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
   return x;
 }
 
-// What backward reads of every query, by head.
+// Backward's inputs that have one number for each query and head.
 struct OfQueries {
   Tensor memory;
   const float* lse;      // [H, Tq], times log2(e) in 16 bits
-  const float* lse_low;  // [H, Tq]: what lse lacks; only in float32
+  const float* lse_low;  // [H, Tq]: the remainder that lse lacks; only in float32
   const float* rowsum;   // [H, Tq]: D = (1 - p) rowsum(dO * O)
 };
 
-// Computes it, and zeroes the counters of turns [turns].
+// Computes these inputs, and zeroes the counters in `turns`.
 OfQueries of_queries(const LongArguments& a, const Tensor& dout, const Tensor& out,
                      const Tensor& lse, const Tensor& turns, cudaStream_t stream);
 

@@ -1,6 +1,5 @@
-// Common code of attention_long.cu and attention_long_bwd.cu: attention of sentences of more than
-// 128 tokens on GPUs of compute capability 9.0.
-// common/attention_items.cuh explains the work list.
+// Common code of attention_long.cu and attention_long_bwd.cu: attention of long sentences in 16
+// bits on GPUs of compute capability 9.0. common/attention_items.cuh explains the work list.
 //
 // One block per SM is resident. An item of backward has 128 keys. Operands are loaded by TMA into
 // tiles of 128 rows, in boxes of 64 columns; a head of 96 columns takes two boxes, of which
@@ -19,7 +18,7 @@
 
 namespace lightseq::attention {
 
-constexpr int kLongThreads = 3 * kWarpgroup;           // one producer and two consumers
+constexpr int kLongThreads = 3 * kWarpgroup;           // warpgroups: one producer, two consumers
 constexpr int kBoxBytes = kTile * kSwizzleBytes;       // 128 rows of 64 columns
 constexpr int kEightRows = 8 * kSwizzleBytes;          // bytes
 constexpr int kSixteenRows = kWgmmaK * kSwizzleBytes;  // a step of K where rows are the K dimension
@@ -61,14 +60,14 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// A warp's arrival, after all its lanes have read what the barrier protects.
+// A warp's arrival, after all its lanes have read the data that the barrier protects.
 __device__ __forceinline__ void release(Mbarrier& empty) {
   __syncwarp();
   if (threadIdx.x % kWarp == 0) empty.arrive();
 }
 
-// Zeroes the rows from `first` on of kRows rows of a box; called by a warp. Rows behind a sentence
-// belong to the next one, or to none and may hold NaN, which a factor of zero does not remove.
+// Zeroes rows first ... kRows - 1 of a box; called by a warp. Rows after the end of a sentence
+// belong to the next sentence or to none. They may be NaN, and 0 * NaN is NaN.
 template <int kRows>
 __device__ __forceinline__ void zero_rows_of_box(void* box, int first) {
   constexpr int kPerRow = kSwizzleBytes / 16;

@@ -1,4 +1,4 @@
-// Attention of long sentences, for the hosts of attention.cu and attention_bwd.cu.
+// Attention of long sentences, for the host code of attention.cu and attention_bwd.cu.
 // common/attention_items.cuh explains the kernels.
 #pragma once
 
@@ -10,11 +10,12 @@ namespace lightseq::attention {
 
 using torch::stable::Tensor;
 
-// A sentence is long if a side of it has more tokens.
+// A sentence is long if it has more queries or more keys than this: 64 for 16-bit heads of more
+// than 64 columns on GPUs of compute capability 9.0, otherwise 128.
 int most_tokens_of_short(const Tensor& q);
-// Whether the long sentences of this batch have kernels of their own: in 16 bits all in forward,
-// and those of compute capability 9.0 in backward; in float32 backward of up to 64 columns. max_q,
-// max_k: as the ops take them.
+// Whether this batch may have long sentences, and kernels of their own support them: forward in 16
+// bits; backward in 16 bits on GPUs of compute capability 9.0; backward in float32 for heads of up
+// to 64 columns. max_q, max_k: the arguments of the op.
 bool has_long_kernels(const Tensor& q, const Tensor& k, const Tensor& cu_q, int64_t max_q,
                       int64_t max_k, bool backward);
 

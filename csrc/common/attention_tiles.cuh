@@ -1,6 +1,5 @@
-// Common code of attention_tiles.cu (attention of sentences of more than 128 tokens by mma.sync,
-// forward, on GPUs that lack wgmma) and attention_float_bwd.cu. common/attention_items.cuh explains
-// the work list.
+// Common code of attention_tiles.cu (attention of long sentences by mma.sync, forward, on GPUs that
+// lack wgmma) and attention_float_bwd.cu. common/attention_items.cuh explains the work list.
 //
 // A block has four warps. As many blocks as are resident take items from the list in its order, and
 // load the first tiles of the next item while they compute the last ones of an item.
@@ -37,9 +36,10 @@ __host__ __device__ __forceinline__ constexpr uint32_t beside(uint32_t address, 
 }
 
 // Addresses of a lane for ldmatrix in a tile, for the 16 rows from row 0 on and two chunks:
-//   left           matrices of the left operand, from its rows
-//   right          two matrices of 8 rows each, for two adjacent columns of the result
-// With .trans, `left` reads the right operand from rows that are its K dimension.
+//   left           the four matrices of a left operand
+//   right          two matrices for each of two right operands, of 8 rows each: their products
+//                  have 8 columns each
+// With .trans, `left` reads two right operands whose K dimension is the rows of the tile.
 struct Lane {
   int left_row, left_chunk, right_row, right_chunk;
 
@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_rows(uint32_t tile, const Packed<const T>& 
   const T* from = x.at(first + row, head) + chunk * 8;
 #pragma unroll
   for (int i = 0; i < kRows; i += kRowsAtOnce) {
-    // An even number of rows at once; of eight rows, if they are fewer, the permutations differ.
+    // If kRowsAtOnce is less than 8, the swizzle of the next row differs: compute it again.
     cp_async_zfill(tile + swizzled<kColumns>(row, chunk), from, row < length);
     row += kRowsAtOnce;
     from = reinterpret_cast<const T*>(reinterpret_cast<const char*>(from) +

@@ -1,16 +1,16 @@
 // Division of attention's work into units, and assignment of units to blocks.
 //
-// A block works on tiles of kRows rows in shared memory, 16 rows per warp. A sentence is short if
-// both sides fit into a tile. Then a tile holds as many of its heads as fit, each in a slot of
-// 2^shift rows, 16 to 128. A long sentence is divided into tiles, each of which iterates over the
-// tiles of the other side. In both cases the work of one tile is a unit.
+// A block works on tiles of kRows rows in shared memory, 16 rows per warp. If the queries and the
+// keys of a sentence each fit into a tile (is_short), a tile has as many of its heads as fit, each
+// in a slot of 2^shift rows, 16 to 128. Otherwise queries and keys are divided into tiles. A tile
+// of queries iterates over the tiles of keys, and in backward also a tile of keys over those of
+// queries. In both cases the work of one tile is a unit.
 //
 // The assignment depends only on cu_q and cu_k. Concatenate all sentences, with queries and keys
 // counted together, and divide this line into windows of 2^n rows, one per block. The units of a
 // sentence are distributed over the windows that it overlaps. So all blocks have about the same
 // work, one launch serves all sentence lengths, and the host needs to know none of them. One warp
-// lists the units of its block; when every warp searched for itself, backward spent a third of its
-// time on that.
+// lists the units for its block: a search by every warp would take a third of backward's time.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -50,7 +50,7 @@ struct Work {
   }
 };
 
-enum Part : int { kQueries = 1, kKeys = 2 };  // the side of a unit's tile, or both
+enum Part : int { kQueries = 1, kKeys = 2 };  // a unit's tile has queries, keys or both
 
 struct alignas(16) Unit {
   int first_q, length_q, first_k, length_k;  // the sentence
@@ -108,7 +108,7 @@ __device__ __forceinline__ int find_sentence(const Work& work, uint32_t place) {
   return first;
 }
 
-// The next units of a block, in shared memory, and what draws its dropout bits.
+// The next units of a block, in shared memory, and the generator of its dropout bits.
 struct Plan {
   Unit units[kWarp];
   int count;
@@ -120,8 +120,8 @@ __device__ __forceinline__ bool has_sentence(int rows, int first, int end) {
   return 0 <= first && first <= end && end <= rows;
 }
 
-// What the blocks of the windows do not see: the slots of sentences that are not used, and where
-// the first one begins. Called by the last kZeroBlocks blocks of the grid.
+// Checks all of cu_q and cu_k. list_units() does not check that they begin with 0, nor the unused
+// entries at their ends. Called by the last kZeroBlocks blocks of the grid.
 __device__ __forceinline__ void check_boundaries(const Work& work) {
   assert(work.cu_q[0] == 0 && work.cu_k[0] == 0 && "cu_q and cu_k begin with 0");
   const int first = (blockIdx.x - static_cast<unsigned>(work.blocks)) * blockDim.x + threadIdx.x;
@@ -132,8 +132,9 @@ __device__ __forceinline__ void check_boundaries(const Work& work) {
 }
 
 // Lists the next units of this block's window in plan.units; called by one warp. It continues at
-// sentence number `sentence`, of which `done` units have been listed already. All sentences end at
-// `line_end`: a batch often has hundreds of unused slots there, which this must not walk over.
+// sentence number `sentence`, of which `done` units have been listed already. The last sentence
+// ends at `line_end`. The loop stops there, because a batch often has hundreds of unused entries in
+// cu_q and cu_k, which are empty sentences at `line_end`.
 template <int kRows>
 __device__ __forceinline__ void list_units(Plan& plan, const Work& work, int parts,
                                            uint32_t line_end, int& sentence, int& done) {

@@ -83,7 +83,7 @@ class Exponential {
 // log_softmax of a row; NaN becomes -inf. log_sum is NaN if the row has a NaN or +inf, or only
 // -inf.
 struct LogSoftmax {
-  float rate, top, log_sum;  // 1 / temperature; the largest logit, divided by it
+  float rate, top, log_sum;  // 1 / temperature; largest logit * rate; log of the sum of exp
 
   __device__ __forceinline__ float operator()(float logit) const {
     const float l = (logit * rate - top) - log_sum;

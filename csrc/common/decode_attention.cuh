@@ -152,7 +152,7 @@ __device__ __forceinline__ const T* offset_by(const T* from, int count, int stri
 //   start(span)                  address of position 0 in row 0 of the cache
 //   stride, row_stride           from a position to the next, from a row to the next
 //   row_of(span, position)       the row that holds the position
-//   to_value                     from a key to its value
+//   to_value                     offset from a key to its value
 // and, if a query has a new key of its own (kHasNewKey),
 //   new_key(row)                 that key
 //   append(span, ...)            stores the key and its value in the cache

@@ -10,8 +10,8 @@
 // starts after its predecessor has ended, and may call griddepcontrol_launch_dependents() at any
 // point.
 //
-// So when a kernel starts after a dependent one, everything before its predecessor has completed,
-// and its results can be read if the reads bypass the L1 cache. The results of the predecessor
+// So when a kernel starts after a dependent one, all kernels before its predecessor have completed,
+// and their results can be read if the reads bypass the L1 cache. The results of the predecessor
 // cannot be read yet, even if its blocks have ended: their last stores may still be in flight.
 // Before its wait, a kernel may therefore read memory that a known predecessor does not write: the
 // weights. follows_dependent_launch() recognises predecessors that were launched here. Their

@@ -34,8 +34,8 @@ struct Matrix {
   }
 };
 
-// out = op(a) op(b) + bias, or out += op(a) op(b), accumulated in float32. The rows of `a` are
-// tokens. All rows start on 16-byte boundaries and are a multiple of 16 bytes long.
+// out = f(a) f(b) + bias, or out += f(a) f(b), accumulated in float32; f(x) is x or x^T. The rows
+// of `a` are tokens. All rows start on 16-byte boundaries and are a multiple of 16 bytes long.
 struct Product {
   const char* op;
   Matrix out, a, b;

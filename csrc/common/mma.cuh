@@ -1,4 +1,4 @@
-// Products of small tiles in shared memory; each is computed by one warp.
+// Products of small tiles in shared memory; each is computed by one warp. W is kWidth.
 //
 //   multiply_nt   c[16, N]  = a[16, W] b[N, W]^T
 //   multiply_nn   c[16, W] += p[16, N] b[N, W]       p in registers, a result of multiply_nt

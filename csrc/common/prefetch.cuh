@@ -22,7 +22,8 @@ __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Prefetches a range; address and bytes must be multiples of 16.
+// Prefetches a range; address and bytes must be multiples of 16. Before compute capability 9.0 it
+// does nothing.
 __device__ __forceinline__ void prefetch(const void* address, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes));

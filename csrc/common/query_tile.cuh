@@ -1,8 +1,8 @@
-// Attention of a decode step for 16-bit types. A warp processes one head and up to eight queries of
-// a slot, 16 keys at a time. Queries that attend to the same 16 keys are a family; the tensor cores
-// process them together. In self-attention, a family is the queries with the same ancestors at all
-// 16 positions; in cross-attention, all queries are one family. The rest is in
-// decode_attention.cuh.
+// Attention of a decode step for 16-bit types. A slot is the adjacent rows of one sentence's
+// hypotheses. A warp processes one head and up to eight queries of a slot, 16 keys at a time.
+// Queries that attend to the same 16 keys are a family; the tensor cores process them together. In
+// self-attention, a family is the queries with the same ancestors at all 16 positions; in
+// cross-attention, all queries are one family. The other common code is in decode_attention.cuh.
 //
 // Keys and values are copied through a ring buffer in shared memory, one per warp. The rows copied
 // at a time are a load: the keys and values of one or more families, each row once. While one load

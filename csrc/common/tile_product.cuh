@@ -131,7 +131,7 @@ template <typename T, bool kTransposeB, typename Meanwhile, typename Finish>
 __device__ __forceinline__ void multiply_tiles(const TileProduct& p, TileStages& stages, int thread,
                                                Meanwhile&& meanwhile, Finish&& finish) {
   // Bytes from a box of b to the next one across, and from 16 elements of the depth to the next
-  // ones. The boxes of b^T follow each other in memory, so wgmma does not read the first number.
+  // ones. The boxes of b^T follow each other in memory, so wgmma does not use kBox.
   constexpr int kBox = kTransposeB ? 16 : kDepth * kSwizzleBytes;
   constexpr int kNext = kTransposeB ? kWgmmaK * 2 : kWgmmaK * kSwizzleBytes;
   const uint32_t a_offset = thread / kWarpgroup * kWgmmaM * kSwizzleBytes;
@@ -156,7 +156,7 @@ __device__ __forceinline__ void multiply_tiles(const TileProduct& p, TileStages&
       wgmma_commit();
       wgmma_wait<1>();
       if (step > 0)
-        release(before);  // first: the next load into this stage takes as long as a step
+        release(before);  // before meanwhile(): the next load of this stage takes as long as a step
       before = stage.index;
       meanwhile();
     }

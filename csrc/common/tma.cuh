@@ -88,7 +88,7 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap& from, int 
       : "memory");
 }
 
-// Loads bytes that lie together; addresses and sizes are multiples of 16.
+// Loads adjacent bytes; addresses and sizes are multiples of 16.
 __device__ __forceinline__ void tma_load(void* to, const void* from, uint32_t bytes,
                                          Mbarrier& barrier) {
   asm volatile(
@@ -98,7 +98,8 @@ __device__ __forceinline__ void tma_load(void* to, const void* from, uint32_t by
       : "memory");
 }
 
-// Loads to the same address in all blocks of the cluster whose bits are set, with their barriers.
+// Loads to the same address in all blocks of the cluster whose bits are set, and counts the bytes
+// on the same barrier of each.
 __device__ __forceinline__ void tma_load_multicast(void* to, const CUtensorMap& from, int column,
                                                    int row, Mbarrier& barrier, uint16_t blocks) {
   asm volatile(

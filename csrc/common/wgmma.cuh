@@ -45,8 +45,8 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 }
 
 // Descriptor of an operand in the 128-byte swizzle (tma.cuh), eight rows of which are 1024 bytes.
-// The product reads the operand `offset` bytes behind the address. leading_offset: bytes from a box
-// to the next one beside it, used if the product is wider than a box.
+// at(offset): descriptor of the operand `offset` bytes after the address. leading_offset: bytes
+// from a box to the next one beside it, used if the product is wider than a box.
 struct WgmmaOperand {
   uint32_t low, high;
 
@@ -147,8 +147,8 @@ __device__ __forceinline__ void wgmma(float (&sums)[kCount], uint64_t a, uint64_
   }
 }
 
-// The same product without the sums before it, which need not be defined. If another instruction
-// defined them while products are in flight, ptxas would wait for each product.
+// sums = a b. The previous contents of `sums` need not be initialised: if another instruction
+// initialised them while products are in flight, ptxas would wait for each product.
 template <typename T, int kTransA, int kTransB, int kCount>
 __device__ __forceinline__ void wgmma_first(float (&sums)[kCount], uint64_t a, uint64_t b) {
   constexpr bool accumulate = false;

@@ -3,7 +3,7 @@
     python -m examples.language_model.prompt RUN [--prompt TEXT] [--tokens N] [--seed N] [--native]
 
 RUN is the folder of a run, such as examples/language_model/out/cpu-lightseq. Each token is drawn
-from the likeliest ones that together have a probability of 0.8.
+by top-p sampling with p = 0.8.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightseq_fairseq.errors import UserError
 
 from ..library_text import to_text, to_words
 
-# It ends with the indentation of the next line, which is one word with the line break.
+# The prompt ends with a line break and the indentation of the next line: both are one word.
 PROMPT = "def read(self, name):\n    "
 
 
@@ -38,9 +38,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=Path, help="folder of a run of run.sh")
     parser.add_argument("--prompt", default=PROMPT, help="text to continue  [%(default)r]")
-    parser.add_argument("--tokens", type=int, default=100, help="at most so many more  [100]")
-    parser.add_argument("--seed", type=int, default=1, help="another seed, another text  [1]")
-    parser.add_argument("--native", action="store_true", help="with fairseq's own model")
+    parser.add_argument("--tokens", type=int, default=100, help="maximum of new tokens  [100]")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the sampling  [1]")
+    parser.add_argument("--native", action="store_true", help="use fairseq's own model")
     args = parser.parse_args()
     try:
         print(continued(args.run, args.prompt, args.tokens, args.seed, args.native))

@@ -6,8 +6,8 @@
 #                                       [--seed N] [--out DIR]
 #
 # --native trains, evaluates and continues with fairseq's own model, optimizer and criterion, with
-# the same data and flags. --size is gpu if there is a GPU, else cpu. --files N takes N files for
-# training, and N / 10 for each other split.
+# the same data and flags. The default of --size is gpu if there is a GPU, else cpu. --files N takes
+# N files for training, and N / 10 for each other split.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -39,7 +39,7 @@ set_up_unless_there filelock matplotlib subword_nmt
 
 size=${size:-$(size_of_this_machine)}
 case $size in
-    # A part of an epoch: no text is seen twice, so dropout has nothing to prevent.
+    # Training is shorter than an epoch: no text is seen twice, so no dropout is needed.
     cpu)
         updates=${updates:-2000} block=256
         recipe=(--decoder-layers 4 --decoder-embed-dim 256 --decoder-ffn-embed-dim 1024

@@ -28,7 +28,7 @@ from lightseq_fairseq.parameters import flatten_parameters
 from lightseq_fairseq.training.flat_adam import FlatAdam
 
 PAD, EOS, ZERO = 1, 2, 4  # the first two as in fairseq; digit d is token ZERO + d
-VOCABULARY = 16  # a multiple of 8, which 16-bit products on a GPU like
+VOCABULARY = 16  # a multiple of 8, for fast 16-bit GEMMs on a GPU
 LONGEST = 12  # digits of a number
 
 
@@ -63,8 +63,8 @@ class Transformer(nn.Module):
     def flatten(self) -> None:
         """Put all parameters into one buffer, so that fused GEMMs and Adam copy nothing.
 
-        Call it once the model has its device and dtype: ``.to()`` gives each parameter memory of
-        its own again. Without it results are the same.
+        Call it after the model has its device and dtype, because ``.to()`` gives each parameter
+        its own memory again. It does not change results.
         """
         flatten_parameters(self, layers.fused_groups([*self.encoder, *self.decoder]))
 
@@ -74,8 +74,8 @@ class Transformer(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Source tokens int64 [T_src], previous target tokens int64 [T] -> logits [T, V].
 
-        source_of, target_of: where sentences begin and end. rng: from ``layers.draw_rng``, one for
-        each pass.
+        source_of, target_of: where sentences begin and end. rng: from ``layers.draw_rng``, a
+        new one for each forward pass.
         """
         x = self.embedding(source, source_of, rng, site=0)
         memory = layers.run_encoder(self.encoder, self.encoder_norm, x, source_of, rng)
@@ -88,9 +88,9 @@ class Transformer(nn.Module):
 class Optimizer:
     """FlatAdam with a warm-up and clipping; for a bf16 model also float32 master weights.
 
-    torch.autocast does not change these layers: they compute in the type of their parameters. So
-    the model itself is converted. Its updates are added to float32 copies, since bf16 has 8 bits
-    and would round most updates away.
+    torch.autocast does not change these layers: they compute in the dtype of their parameters. So
+    the model itself is converted. Updates are added to float32 copies of the parameters: bf16 has
+    8 significant bits, so most updates would be rounded away.
 
     Args:
         model: on its device, in float32; it is flattened here.
@@ -129,7 +129,7 @@ def pairs(seed: int, sentences: int) -> tuple[Tensor, Tensor, Tensor]:
     ends = torch.where(place == lengths, EOS, PAD)
     source = torch.where(place < lengths, digits, ends)
     labels = torch.where(place < lengths, digits.gather(1, (lengths - 1 - place).clamp(0)), ends)
-    # The decoder reads the labels one place later, after the end of the sentence before.
+    # The input of the decoder is the labels shifted right by one, with EOS first (as in fairseq).
     previous = torch.where(labels == PAD, PAD, labels.roll(1, 1))
     previous[:, 0] = EOS
     return source, previous, labels
@@ -166,9 +166,9 @@ def train(
         sums = torch.stack([nll.sum(), right.sum(), tokens])
         if ranks > 1:
             torch.distributed.all_reduce(sums)
-        # The loss of a token of all ranks: DistributedDataParallel divides by the number of ranks.
-        # backward() overwrites `logits` with their gradient, so read before it what you need of
-        # them. A second backward() through the same loss is an error.
+        # The mean loss of the tokens of all ranks. DistributedDataParallel divides gradients by the
+        # number of ranks, so multiply by it. backward() overwrites `logits` with their gradient, so
+        # use `logits` before it. A second backward() through the same loss is an error.
         (losses.sum() * (ranks / sums[2])).backward()
         optimizer.step()
         course.append((sums[:2] / sums[2]).tolist())
@@ -180,8 +180,8 @@ def train(
 
 @torch.no_grad()
 def translate(model: Transformer, source: Tensor) -> list[list[int]]:
-    """The digits that the model writes for each sentence of source int64 [B, S], the likeliest one
-    after the other."""
+    """The digits that the model writes for each sentence of source int64 [B, S], by greedy
+    search."""
     was_training = model.training
     model.eval()
     source_of, rng = Segments.from_mask(source != PAD), layers.draw_rng(source.device)
@@ -225,7 +225,7 @@ def main() -> None:
     model = Transformer(dropout=given.dropout).to(device)
     train(model, given.updates, sentences=given.sentences, bf16=given.bf16, rank=rank, ranks=ranks)
     if rank == 0:
-        source, _, _ = pairs(given.updates, 4)  # that training has not seen
+        source, _, _ = pairs(given.updates, 4)  # numbers that training has not seen
         for given_tokens, found in zip(source.tolist(), translate(model, source.to(device))):
             print(*digits(given_tokens), "->", *found)
     if ranks > 1:

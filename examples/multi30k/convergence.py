@@ -67,9 +67,9 @@ def command(run: Run, args: argparse.Namespace) -> Command:
     words += ["--data", args.data, "--out", args.out]
     environment = {
         "PRECISION": run.precision,
-        # fairseq's fastest setting, whatever the caller's environment says.
+        # fairseq is fastest without cuDNN attention. This overrides the caller's environment.
         "LIGHTSEQ_CUDNN_ATTENTION": "0",
-        # Parallel runs disturb the timing of algorithms, and a wrong choice would be kept on disk.
+        # Parallel runs disturb the timing of GEMM algorithms; a wrong choice would stay on disk.
         "LIGHTSEQ_LINEAR_SEARCH": "0",
         "OMP_NUM_THREADS": "1",
     }

@@ -16,8 +16,10 @@ its length to the power of --lenpen. A row:
 * ``identical_share``: share of sentences whose hypotheses all have the same subwords, in the same
   order
 * ``greatest_score_difference``: of two hypotheses with the same subwords
-* ``differences``: hypotheses with other subwords, as [sentence, rank, our score, fairseq's score]
-* ``greatest_gap_of_a_difference``: the largest gap between such two scores; null if there are none
+* ``differences``: pairs of hypotheses with different subwords, as [sentence, rank, our score,
+  fairseq's score]
+* ``greatest_gap_of_a_difference``: the largest difference between the two scores of such a pair;
+  null if there is none
 * ``bleu``, ``fairseq_bleu``, ``bleu_difference``, ``signature``
 
 The command fails if a row exceeds ``BOUNDS``.
@@ -73,7 +75,7 @@ BOUNDS = {
 }
 SYSTEMS = ("ours", "fairseq_no_cudnn")
 VALIDATIONS = 6
-# fairseq's fastest setting, whatever the caller's environment says.
+# fairseq is fastest without cuDNN attention. This overrides the caller's environment.
 ENVIRONMENT = {"LIGHTSEQ_CUDNN_ATTENTION": "0"}
 
 Hypotheses = dict[int, list[tuple[float, str]]]  # sentence -> (score, tokens), best first
@@ -105,7 +107,8 @@ def compare(ours: Hypotheses, fairseq: Hypotheses) -> Row:
     """Return the figures of a row except BLEU.
 
     Raises:
-        ValueError: the systems differ in their sentences or in the number of hypotheses of one.
+        ValueError: the systems have different sentences, or different numbers of hypotheses for a
+            sentence.
     """
     if {n: len(its) for n, its in ours.items()} != {n: len(its) for n, its in fairseq.items()}:
         raise ValueError("the two systems have different numbers of hypotheses for a sentence")
@@ -167,7 +170,7 @@ def compare_all(args: argparse.Namespace) -> None:
         words += ["--source-lang", "en", "--target-lang", "de", "--path", args.checkpoint]
         words += ["--max-tokens", "4096", "--distributed-world-size", "1", *flags_of(case).split()]
         words += ["--output", output(case, system), *args.words]
-        # Parallel processes disturb the timing of algorithms, so turn the search off.
+        # Parallel processes disturb the timing of GEMM algorithms, so turn their search off.
         environment = {**ENVIRONMENT, "LIGHTSEQ_LINEAR_SEARCH": "0", "OMP_NUM_THREADS": "1"}
         return Command(words, Path(f"{output(case, system)}.log"), environment)
 

@@ -17,15 +17,16 @@ TEST_PAIRS = 1000
 VALID_PAIRS = 300
 MOST_PAIRS = 200_000
 
-# Zero is three times as likely as any other digit. With uniform digits nearly all numbers would
-# have six digits and no zero, and the model would not learn "vierzig" or "fünfhunderttausend".
+# Zero is three times as likely as any other digit. With uniform digits, nine of ten numbers would
+# have six digits, and few would have several zeros: too few to learn "vierzig" or
+# "fünfhunderttausend".
 DIGITS = "000123456789"
 
 
 def split_numbers(pairs: int, seed: int) -> dict[str, list[int]]:
     """Draw the numbers of each split: below a million, no number twice.
 
-    Test and valid are the first numbers of the sequence. So they depend only on ``seed``, and not
+    Test and valid are the numbers that are drawn first. So they depend only on ``seed``, and not
     on the number of training pairs.
     """
     if not 0 < pairs <= MOST_PAIRS:

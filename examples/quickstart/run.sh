@@ -67,7 +67,7 @@ lightseq-train "$bin" ${native[@]+"${native[@]}"} --source-lang de --target-lang
 
 # The name of a large number begins with names of smaller numbers ("three", "three hundred", ...).
 # The search ends when it has as many finished translations as beams, even if they are such
-# beginnings. So use 8 beams: more than a name has such beginnings.
+# beginnings. So use 8 beams, because a name has fewer such beginnings.
 echo "== translating the test set (none of its pairs is in the training or validation data)"
 lightseq-generate "$bin" ${native[@]+"${native[@]}"} --source-lang de --target-lang en \
     --path "$checkpoints/checkpoint_last.pt" --beam 8 --max-len-b 40 --max-tokens 4096 \

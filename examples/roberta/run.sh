@@ -6,9 +6,10 @@
 #                                [--without-pretraining] [--data DIR] [--out DIR]
 #
 # --native trains and evaluates fairseq's own model, optimizer and criteria, with the same data and
-# flags. --size is gpu if there is a GPU, else cpu. --updates N is for pre-training and for
-# fine-tuning. --files N takes N files of the standard library for pre-training, and N / 10 for
-# validation. --data is the folder that examples/multi30k/prepare.sh wrote, or will write.
+# flags. The default of --size is gpu if there is a GPU, else cpu. --updates N is the number of
+# updates of each of the two trainings. --files N takes N files of the standard library for
+# pre-training, and N / 10 for validation. --data is the folder that examples/multi30k/prepare.sh
+# wrote, or will write.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -44,7 +45,7 @@ set_up_unless_there filelock matplotlib sacremoses subword_nmt
 
 size=${size:-$(size_of_this_machine)}
 case $size in
-    # A few passes over the text: dropout has little to prevent.
+    # Training has few epochs, so it needs no dropout against overfitting.
     cpu)
         updates=${updates:-1000} files=${files:-60}
         model=(--encoder-layers 2 --encoder-embed-dim 128 --encoder-ffn-embed-dim 256

@@ -56,12 +56,12 @@ for url in "${urls[@]}"; do
     tar -xzf "$archives/${url##*/}" -C "$raw"
 done
 
-in_chunks() { # COMMAND WORD...: pipes standard input through it, JOBS chunks of lines in parallel
+in_chunks() { # COMMAND WORD...: pipes standard input through COMMAND, JOBS chunks at a time
     local chunks
     chunks=$(mktemp -d "$text/chunks.XXXXXX")
     split -a 4 -l 200000 - "$chunks/"
-    # The file is the last argument. Words are passed as arguments, so that bash does not evaluate
-    # characters in the names of folders.
+    # The last argument is the chunk's file. COMMAND and WORDs are arguments, not part of the script,
+    # so that bash does not evaluate special characters in the names of folders.
     # shellcheck disable=SC2016
     find "$chunks" -type f -print0 |
         xargs -0 -P "$jobs" -n 1 bash -c '"${@:1:$#-1}" <"${!#}" >"${!#}.out"' in_chunks "$@"

@@ -1,8 +1,8 @@
 """Checks that a checkpoint is used with the dictionaries it was trained with.
 
-A fairseq checkpoint holds no dictionary. With another one of the same size the model loads without
-an error and translates to nonsense. Our checkpoints hold a digest of each dictionary, and later
-commands compare it with the dictionaries of their task.
+A fairseq checkpoint holds no dictionary. With a wrong dictionary of the same size the model loads
+without an error, but its output is nonsense. Our checkpoints hold a digest of each dictionary, and
+later commands compare it with the dictionaries of their task.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The export builds fairseq's own Transformer, for translation or as a language model, or its RoBERTa,
 from the checkpoint's options and loads its weights, whichever program or version wrote the file. So
-every export has today's parameter names, float32 weights and complete options. If the weights do
+every export has current parameter names, float32 weights and complete options. If the weights do
 not match the options, the error comes before anything is written.
 """
 
@@ -104,10 +104,11 @@ def _options(state: dict[str, Any], source: Path) -> Namespace:
 
 
 def _sizes(weights: dict[str, Any]) -> tuple[int, int]:
-    """Symbols of the source and of the target dictionary, by the model's weights.
+    """Sizes of the source and of the target dictionary, according to the model's weights.
 
     A language model predicts words of its only dictionary, or a part of them. Adaptive inputs have
-    an embedding for each band of words. RoBERTa was a "decoder" before fairseq 0.10.
+    an embedding for each band of words. Before fairseq 0.10, RoBERTa's names began with
+    "decoder".
     """
     side = "encoder" if any(name.startswith("encoder.") for name in weights) else "decoder"
     bands = rf"{side}\.(sentence_encoder\.)?embed_tokens\.(embeddings\.\d+\.0\.)?weight"
@@ -124,7 +125,7 @@ def _stand_in(size: int) -> Dictionary:
     return dictionary
 
 
-# Task -> the dictionaries of its models in the data folder; those of translation name languages.
+# Task -> its dictionary files in the data folder. For translation they depend on the languages.
 _DICTIONARIES = {
     "translation": {},
     "language_modeling": {"source": "dict.txt"},
@@ -148,7 +149,7 @@ class Dictionaries(NamedTuple):
 
 
 def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
-    """The model's dictionary files; all models but those of translation have no "target".
+    """The model's dictionary files; only models for translation have a "target".
 
     Args:
         data: the folder to search; None for the folder named in the checkpoint. If the checkpoint
@@ -212,7 +213,7 @@ def to_fairseq(trained: Trained, output: Path) -> None:
     """
     state = {**trained.checkpoint, "args": None, "last_optimizer_state": None}
     state["model"] = trained.model.state_dict()
-    if trained.checkpoint.get("args"):  # from before fairseq 0.10.2
+    if trained.checkpoint.get("args"):  # from fairseq 0.10.2 or older
         state["args"] = trained.args
     else:
         cfg = state["cfg"] = names.native_cfg(state["cfg"])

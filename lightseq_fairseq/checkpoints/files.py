@@ -30,7 +30,7 @@ _TEMPORARY = re.compile(r".+\.([0-9a-f]{8})-[0-9a-f]{8}\.tmp")  # machine id, ra
 _FOLDER = ".d"  # suffix of the folder that belongs to a temporary file
 _DAY = 86400.0  # seconds; longer than any write takes
 _STREAM = "it is not a regular file"
-_writing: set[str] = set()  # this process's temporary files: its own locks do not exclude itself
+_writing: set[str] = set()  # this process's temporary files; a lock does not exclude its owner
 
 
 @contextmanager
@@ -153,7 +153,8 @@ def _opened(path: str | Path) -> Iterator[tuple[str, int]]:
 def _beside(target: str) -> Iterator[tuple[str, int]]:
     """Yield path and descriptor of a new file beside ``target``, locked within the block.
 
-    At the end the file is removed, unless the block has renamed it, and so is its `_FOLDER`.
+    At the end the file is removed, unless the block has renamed it. The folder with its name and
+    the suffix `_FOLDER` is removed, too.
     """
     folder = os.path.dirname(target)
     _remove_abandoned(folder)
@@ -182,7 +183,7 @@ def _create_beside(target: str) -> tuple[str, int]:
 def _remove(path: str) -> None:
     shutil.rmtree(path + _FOLDER, ignore_errors=True)
     with contextlib.suppress(OSError):
-        os.remove(path)  # last: if the folder could not be removed, a later write tries again
+        os.remove(path)  # last: if a kill prevents it, a later write removes both
     _writing.discard(path)
 
 
@@ -275,7 +276,7 @@ def sole_user(folder: str) -> Iterator[None]:
     finally:
         if number is not None:
             with contextlib.suppress(OSError):
-                os.remove(path)  # before unlocking: a process that opened it sees it is removed
+                os.remove(path)  # before unlocking, so that `_is_at` is false in other processes
             os.close(number)
 
 

@@ -49,8 +49,9 @@ def native_name(kind: str, name: str) -> str:
     stripped = name[len(_PREFIX) :]
     if name.startswith(_PREFIX) and name in registry and stripped in registry:
         return stripped
-    # An architecture that a user has registered for one of our models: the file holds all options
-    # that it has set, so fairseq's base architecture can stand in; it only fills in missing ones.
+    # An architecture that a user has registered for one of our models. The file holds all options
+    # that this architecture has set, so fairseq's base architecture of the model can replace it: a
+    # base architecture only fills in missing options.
     extended = registry.get(name, object) if kind == "arch" else object
     models = (ours for ours, model in MODEL_REGISTRY.items() if issubclass(extended, model))
     ours = next((ours for ours in models if ours.startswith(_PREFIX)), name)

@@ -1,7 +1,7 @@
 """Reorders Adam's state from a file whose parameters differ from the model's in name or order.
 
 The state holds no names: entry i, or part i of a flat vector, belongs to parameter i. Files from
-before fairseq 0.10 have other parameters, for example query, key and value stacked in one.
+before fairseq 0.10 can have other parameters; before 0.9 query, key and value were stacked in one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def follow_model(state: dict[str, Any], model: Any) -> None:
     Args:
         state: the result of fairseq's ``load_checkpoint_to_cpu``, before the model is loaded;
             "last_optimizer_state" is replaced if the orders differ.
-        model: a fairseq model. As in loading, the upgrade may remove layers from it that an old
-            file does not have.
+        model: a fairseq model. As in loading, its ``upgrade_state_dict`` may remove layers from the
+            model that an old file does not have.
 
     Raises:
         UserError: the optimizer state does not belong to the file's parameters.

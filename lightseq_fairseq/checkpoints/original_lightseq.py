@@ -64,7 +64,7 @@ def to_native(checkpoint: dict[str, Any]) -> dict[str, Any]:
     Its output projection is the target embedding.
 
     Args:
-        checkpoint: with "args" (or "cfg", since fairseq 0.11) and "model".
+        checkpoint: with "args" (or "cfg", after fairseq 0.10.2) and "model".
 
     Returns:
         "args", "model" in float32 and the entries that fairseq needs to start a run; no optimizer

@@ -1,9 +1,9 @@
 """Repairs that let fairseq run on current versions of Python, torch and numpy.
 
 ``prepare()`` imports fairseq and repairs the known bugs of the installed version: 0.12.2 (the
-default), 0.12.3, the development head or fairseq-fixed 0.12.3.1. A repair usually tests for its
-symptom, not for a version number, and is skipped if the symptom is absent. ``import_only()``
-imports fairseq without repairs.
+default), 0.12.3, the development head or fairseq-fixed 0.12.3.1. No repair depends on a version
+number. Some test for their symptom, and are skipped if it is absent. ``import_only()`` imports
+fairseq without repairs.
 
     patching      the list of all names that this package replaces in fairseq, including repairs
     prepared      importing it calls ``prepare()``
@@ -15,6 +15,8 @@ imports fairseq without repairs.
     checkpoints   safe loading (weights_only), dead parameters, settings of newer versions
     generation    --replace-unk, --no-repeat-ngram-size
     ranks         empty batches; gathering and DistributedDataParallel without GPUs
+    workers       ends data loading processes on the way out
+    overlay       a module with some names replaced, for one other module
 """
 
 from __future__ import annotations

@@ -154,9 +154,10 @@ def _kept(trainer: Any, subset: str | None, iterator: Any) -> Any:
 def end_workers(iterator: Any) -> None:
     """Ends the processes of an iterator's data loader; None is allowed.
 
-    With several data folders each epoch has a new iterator; with sentences with labels so has each
-    validation. fairseq leaves the old one to the garbage collector, which frees the queues of the
-    processes before the data loader uses them to end the processes. So torch waits 5 s for each.
+    With several data folders, each epoch has a new iterator. If sentences have labels, each
+    validation has one, too. fairseq leaves the old one to the garbage collector, which frees the
+    queues of the processes before the data loader uses them to end the processes. So torch waits
+    5 s for each process.
     """
     loader = getattr(iterator, "dataloader", None)
     running = getattr(loader, "_iterator", None)  # kept by persistent_workers

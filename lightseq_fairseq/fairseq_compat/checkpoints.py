@@ -108,13 +108,13 @@ def read_checkpoint(file: Any, map_location: Any = None, **options: Any) -> Any:
 
 
 def open_checkpoint(path: str) -> Any:
-    """The same without reading the tensors: they stay in the file until they are used."""
+    """As ``read_checkpoint``, but the tensors of a zip archive stay in the file until used."""
     return read_checkpoint(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
 
 
 def task_settings(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The settings of a checkpoint's task; its name is ``_name`` or ``task``."""
-    # Checkpoints from before fairseq 0.10.2 have args instead of cfg.
+    # Checkpoints of fairseq 0.10.2 or older have args instead of cfg.
     found: Any = checkpoint.get("args") or (checkpoint.get("cfg") or {}).get("task") or {}
     return vars(found) if isinstance(found, argparse.Namespace) else dict(found)
 
@@ -133,7 +133,7 @@ def _drop_unknown_settings(cfg: Any) -> None:
     from fairseq.tasks import TASK_DATACLASS_REGISTRY
 
     if not isinstance(cfg, dict):
-        return  # from before fairseq 0.10.2
+        return  # of fairseq 0.10.2 or older
     criteria = registry.REGISTRIES["criterion"]["dataclass_registry"]
     for section, classes in (("task", TASK_DATACLASS_REGISTRY), ("criterion", criteria)):
         settings = cfg.get(section)
@@ -154,7 +154,7 @@ def _load_from_rank(file: Any, map_location: Any = None, **options: Any) -> Any:
 
 
 # Since torch 2.6 torch.load refuses a fairseq checkpoint ("Weights only load failed"), because it
-# holds an argparse.Namespace. So do other ranks when rank 0 sends them the checkpoint.
+# contains an argparse.Namespace. Other ranks also call torch.load, on the checkpoint from rank 0.
 TORCH = Overlay(torch, load=load_checkpoint)
 TORCH_OF_RANKS = Overlay(torch, load=_load_from_rank)
 
@@ -246,8 +246,8 @@ def _rank_globals() -> list[Any]:
 def drop_dead_parameters(checkpoint: dict[str, Any]) -> None:
     """Removes the dead parameters of an unrepaired 0.12.2 from a checkpoint, in place.
 
-    They are removed from the model, its moving average (EMA) and Adam's state. In Adam's state they
-    have no gradient, but they count in the numbering and, in fp16 runs, in the flat vector.
+    They are removed from the model, its moving average (EMA) and Adam's state. They have no
+    gradient, but they count in Adam's numbering and, in fp16 runs, in Adam's flat vectors.
     """
     model = checkpoint["model"]
     dead = _dead_names(model)

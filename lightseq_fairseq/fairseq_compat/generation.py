@@ -13,7 +13,7 @@ from fairseq.ngram_repeat_block import NGramRepeatBlock
 
 from lightseq_fairseq.errors import UserError
 
-# The value that 0.12.2 gives to "--replace-unk" without a file: the default of --post-process.
+# The value that 0.12.2 gives to "--replace-unk" without a file: the separator of subword-nmt.
 NO_FILE = "@@ "
 
 

@@ -32,7 +32,7 @@ def import_fairseq(install_command: str) -> str:
     Raises:
         UserError: a package that fairseq imports is missing; the message says how to install it.
     """
-    # A speech task advises to install tensorboardX.
+    # Hide a speech task's advice to install tensorboardX.
     logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
     try:
         with (

@@ -53,6 +53,7 @@ def _load_from_state_dict(
     original: Callable[..., None], self: Any, state_dict: dict[str, Any], prefix: str, *args: Any
 ) -> None:
     # 0.12.2's version adds the copies to the state dict, and its checkpoints contain them.
+    # Remove them.
     for name in DEAD_PARAMETERS:
         state_dict.pop(prefix + name, None)
     torch.nn.Module._load_from_state_dict(self, state_dict, prefix, *args)

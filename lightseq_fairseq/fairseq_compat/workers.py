@@ -1,6 +1,6 @@
 """Ends the data loading processes when a command ends, also by an error.
 
-After GPUHangs it leaves them alone: they end with their parent process.
+After GPUHangs it does not end them: they end with their parent process.
 """
 
 from __future__ import annotations

@@ -8,6 +8,6 @@ search               our search: beam search, diverse beam search, sampling
 results              the hypotheses that a search has found, on the host
 delayed_progress     tells the host, one step late, how many sentences are unfinished
 parameter_addresses  checks that the parameters are still where graphs read them
-texts                the same as text, for people
+texts                the results as text, for `Translator` and `LanguageModel`
 incremental          the same decoding step under fairseq's own search
 """

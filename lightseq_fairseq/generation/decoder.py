@@ -33,7 +33,7 @@ _KEPT = 0.1  # fraction of the GPU's memory that may stay allocated between two 
 def bucket(rows: int, device: torch.device) -> int:
     """Rows of a step for ``rows`` hypotheses, rounded up so that few different graphs are needed.
 
-    On a GPU: powers of two up to 64; then multiples of 64, with four buckets per doubling; above
+    On a GPU: powers of two up to 64; then multiples of 64, at most four buckets per doubling; above
     1024 eight buckets per doubling, since there each additional row costs time. A CPU captures no
     graphs, so nothing is rounded.
     """
@@ -48,8 +48,8 @@ def bucket(rows: int, device: torch.device) -> int:
 def first_bucket(rows: int, device: torch.device) -> int:
     """Tighter rounding for a batch's first row count, which it keeps for most of its steps.
 
-    Above 256 rows: multiples of 64, for which GEMMs search their cuBLASLt algorithm
-    (csrc/matmul.cu).
+    Above 256 rows: multiples of 64. For these, csrc/matmul.cu searches for the fastest
+    cuBLASLt algorithm.
     """
     if rows <= 256 or device.type != "cuda":
         return bucket(rows, device)
@@ -223,7 +223,7 @@ class StepDecoder:
     ) -> tuple[Tensor, Tensor | None]:
         """Features [N, C] of ``memory.tokens[:rows]``; appends their keys and values to the cache.
 
-        beam: rows per slot, see ``SearchBuffers.sentences``. attention: which cross-attention
+        beam: rows per slot, see ``SearchBuffers``. attention: which cross-attention
         weights to return too, float32 [N, S]; this requires beam 1.
         """
         memory, weights = self.memory, None
@@ -260,8 +260,8 @@ class StepDecoder:
         All prompts pass through the layers together, packed. The entries of a prompt are in the
         first row of its slot, to which ``memory.ancestry`` leads all hypotheses of the slot.
 
-        slots: as many as there are prompts, or more. longest: upper bound of a prompt's length, for
-        which the cache has more positions.
+        slots: as many as there are prompts, or more. longest: upper bound of a prompt's length; the
+        cache must have more positions than that.
         """
         memory = self.memory
         tokens, positions = memory.source_tokens, memory.source_positions

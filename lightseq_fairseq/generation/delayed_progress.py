@@ -11,7 +11,7 @@ import torch
 from lightseq_fairseq import graphs
 from lightseq_fairseq.errors import GPUHangs
 
-_LOOKS = 1000  # polls of the report between two queries whether the GPU is still busy
+_LOOKS = 1000  # polls of the report between two queries of the stream
 
 
 class DelayedProgress:
@@ -34,7 +34,7 @@ class DelayedProgress:
     def __init__(self, device: torch.device) -> None:
         self.reports = torch.zeros(2, 2, dtype=torch.int32)
         self._beside: torch.cuda.Stream | None = None
-        self._launched = 0  # steps of the current search before and with the newest one
+        self._launched = 0  # number of the newest launched step, plus 1
         if device.type == "cuda":
             self._beside = torch.cuda.Stream(device)
             self._of_steps = torch.cuda.current_stream(device)

@@ -1,7 +1,7 @@
 """Incremental decoding for fairseq's own generators, which call the decoder token by token.
 
-These generators select, reorder and drop hypotheses themselves (constraints, prefixes, ensembles,
-language models, n-gram blocking). Keys and values are in the same static buffers as in our own
+These generators select, reorder and drop hypotheses themselves (constraints, ensembles, --lm-path,
+prefixes of translations). Keys and values are in the same static buffers as in our own
 search. The decoder's part of a step is replayed as a graph when its shapes repeat.
 
 Shapes: N = hypotheses, C = model width, T = packed source tokens, B = sentences, S = padded source
@@ -24,7 +24,7 @@ class Incremental:
     """fairseq's incremental state: the hypotheses of one batch so far.
 
     Args:
-        steps: the decoder's; see ``StepDecoder`` for ``decoder``.
+        steps: the decoder's ``StepDecoder``, which also describes ``decoder``.
         features: [T, C_enc], the encoder's packed output; None for a decoder without a source.
         source: the segments of the B sentences; without a source, of one empty sentence for each
             hypothesis.

@@ -27,7 +27,7 @@ class ParameterAddresses:
         self._seen = self._look()
 
     def intact(self, *modules: nn.Module) -> bool:
-        """Whether these are the same modules, and no parameter moved, changed or was replaced."""
+        """Whether modules, children, and the parameters' addresses and dtypes are the same."""
         same = len(modules) == len(self._roots) and all(
             module._modules is root for module, root in zip(modules, self._roots, strict=True)
         )

@@ -2,7 +2,7 @@
 
 `prefill` passes all prompts of a batch through the decoder at once. The search begins at the end of
 the shortest prompt. All hypotheses are at the same position. So until a longer prompt ends,
-`follow` replaces what the search has found for its sentence by the prompt's next token.
+`follow` replaces the candidates of its sentence by the prompt's next token.
 
 A hypothesis consists of the first decoder input (position 0), the prompt, and the tokens that were
 found. As in fairseq, scores include those of the prompt's tokens.
@@ -34,7 +34,8 @@ _LOGITS = 1 << 27  # logits that exist at a time
 def with_first(tokens: Tensor, first: int, rules: SearchOptions, max_len: int) -> Tensor:
     """tokens int64 [B, L - 1] -> the prompts with the first decoder input, int64 [B, L].
 
-    Tokens after an eos, or after as many tokens as a result may have, become pads.
+    Tokens after an eos become pads. Tokens after the first ``max_len``, the most that a result may
+    have, are removed.
     """
     tokens = tokens[:, :max_len]
     ends = tokens == rules.eos
@@ -76,7 +77,7 @@ def begin(memory: SearchBuffers, sentences: int, rules: SearchOptions) -> tuple[
 def prefill(
     steps: StepDecoder, decoder: Any, slots: int, longest: int, rules: SearchOptions
 ) -> None:
-    """Read the prompts, as a separate graph: their keys, values, tokens and scores.
+    """Write the prompts' keys, values, tokens and scores into the buffers, as a separate graph.
 
     longest: the length of the longest prompt, with the first decoder input.
     """
@@ -114,7 +115,7 @@ def _read(steps: StepDecoder, decoder: Any, slots: int, longest: int, rules: Sea
 def _log_probabilities(decoder: Any, x: Tensor, following: Tensor, rules: SearchOptions) -> Tensor:
     """Log-probability, float32 [T], of the token that follows each of the features x [T, C].
 
-    They are those of ``ops.beam_candidates``, and 0 for a pad.
+    Computed as in ``ops.beam_candidates``, but 0 for a pad.
     """
     size = max(_LOGITS // decoder.output_projection.weight.shape[0], 1)
     logs = []
@@ -133,8 +134,8 @@ def follow(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The candidates [S * beam, W], replaced for sentences whose prompt goes on.
 
-    Then only one hypothesis of a sentence, or all when sampling, has a score: it continues with the
-    prompt's next token.
+    Then only one hypothesis of a sentence, or all when sampling, has a finite score: it
+    continues with the prompt's next token.
 
     classes: V. It is above W, so that the tokens of a row are all different.
     """

@@ -2,8 +2,8 @@
 
 The host creates the hypothesis objects while the encoder still runs, and later fetches all results
 in one copy. Most of them are never read, so tensors are created on first access. They are then
-created for the hypotheses of this rank of all sentences at once: a caller who reads the best
-hypothesis of one sentence usually reads the best of every sentence.
+created for the hypotheses of one rank (such as the best) of all sentences: a caller who reads the
+best hypothesis of one sentence usually reads the best of every sentence.
 
 Shapes: B = sentences, M = B * beam hypotheses at most, P = positions.
 """

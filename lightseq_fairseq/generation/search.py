@@ -68,8 +68,9 @@ def search(
     """The results of each sentence, best first, as fairseq's ``SequenceGenerator`` gives them.
 
     Args:
-        steps: the decoder's; see ``StepDecoder`` for ``encoder`` and ``decoder``.
-        encoder: None for a decoder without a source, such as a language model.
+        steps: the decoder's ``StepDecoder``, which also describes ``decoder``.
+        encoder: see ``StepDecoder.encode``; None for a decoder without a source, such as a language
+            model.
         tokens: int64 [B, S], padded sentences, at least one; on any device. Without an encoder, the
             prompts, which results begin with.
         first: the first decoder input token.
@@ -151,7 +152,7 @@ def _advance(
 ) -> None:
     """One step of all hypotheses, on buffers at fixed addresses.
 
-    follows: a prompt may be longer than the hypotheses. As in fairseq, min_len does not count then.
+    follows: a prompt may be longer than the hypotheses. Then min_len is ignored, as in fairseq.
     """
     memory, beam = steps.memory, rules.beam
     x, _ = steps.features(decoder, rows, beam)

@@ -7,7 +7,8 @@ of position and row, and its cells are reassigned for every batch. The inputs of
 by the host into one block, which is copied to the device as a whole.
 
 Shapes: P = positions and R = rows of the current batch, L = layers, C = model width, T = packed
-source tokens, B = sentences, S = padded source length.
+source tokens, B = sentences, S = padded source length; a dot is a size with spare room. A slot is
+the ``beam`` adjacent rows of one sentence.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class SearchBuffers:
         """Position and slot, int64 [T], of each token of the packed prompts.
 
         Rows after the last prompt get the last position of slot 0, which a later step overwrites
-        before any reads it.
+        before any step reads it.
         """
         tokens = torch.arange(len(self.source_tokens), dtype=torch.int32, device=self.device)
         slot = torch.searchsorted(self.cu_seqlens[1 : slots + 1], tokens, right=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One translation of a sentence, or one continuation of a prompt, which it begins with.
+    """One translation of a sentence, or a prompt with one continuation.
 
     Attributes:
         text: the result, detokenized. Subwords are joined if ``remove_bpe`` or ``bpe`` asks

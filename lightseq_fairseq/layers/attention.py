@@ -47,7 +47,7 @@ class Heads:
     site: int
 
     def arguments(self, width: int) -> dict[str, Any]:
-        """The arguments of ``ops.attention_fwd`` and ``_bwd`` besides tensors of model width C."""
+        """The arguments that ``ops.attention_fwd`` and ``_bwd`` share, besides q, k and v."""
         return {
             "cu_q": self.queries.cu_seqlens,
             "cu_k": self.keys.cu_seqlens,
@@ -61,21 +61,21 @@ class Heads:
         }
 
     def _most(self, segments: Segments) -> int:
-        # The references compute up to this bound, so on a CPU it is that of the batch.
+        # References compute up to this bound, so on a CPU it is the tighter bound of this batch.
         return segments.graph_len if self.rng.is_cuda and segments.graph_len else segments.max_len
 
 
 class ColumnSlices:
     """One buffer for the gradients of all column slices of a tensor, in the tensor's layout.
 
-    So the GEMM that made the tensor gets its whole gradient without a copy.
+    So the backward of the GEMM that made the tensor gets the whole gradient without a copy.
     """
 
     def __init__(self) -> None:
         self._whole: Tensor | None = None
 
     def like(self, part: Tensor) -> Tensor:
-        """Unfilled gradient of ``part`` [T, C'], a column slice of a contiguous tensor."""
+        """Uninitialised gradient of ``part`` [T, C'], a column slice of a contiguous tensor."""
         if self._whole is None:
             self._whole = part.new_empty(part.shape[0], part.stride(0))
         return self._whole.as_strided(part.shape, part.stride(), part.storage_offset())
@@ -235,7 +235,7 @@ class MultiheadAttention(nn.Module):
         """Attention weights of the queries x [T, C] over ``memory`` [T_src, 2 * C], before dropout.
 
         For alignments: ``cross_attention`` never stores these weights. Returns float32
-        [H, B, L, S], indexed as the padded batches, zero at source pads; differentiable.
+        [H, B, L, S], indexed like the padded batches, zero at source pads; differentiable.
         """
         q = F.linear(x, self.q_proj.weight, self.q_proj.bias) * (x.shape[1] // heads.count) ** -0.5
         k = memory[:, : x.shape[1]]

@@ -72,8 +72,8 @@ def label_smoothed_cross_entropy(
         target: int64 [T]; rows whose target is ``padding_idx`` are ignored.
         smoothing: epsilon; it is distributed over the V - 1 other classes, as in fairseq.
         accuracy: also return which rows have their target as arg max.
-        dloss: float scalar, the gradient that every row's loss will receive in the backward pass,
-            if it is known in advance. Then forward already overwrites the logits with their
+        dloss: 0-dim float tensor, the gradient that every row's loss will receive in the backward
+            pass, if it is known in advance. Then forward already overwrites the logits with their
             gradient, which saves one read of the logits.
 
     Returns:

@@ -79,7 +79,7 @@ class DecoderLayer(TransformerLayer):
 
 
 def memory_weights(layers: Iterable[DecoderLayer]) -> tuple[list[Tensor], list[Tensor]]:
-    """Cross-attention key and value weights, and biases, of all layers, in their GEMM's order."""
+    """Key and value weights, and biases, of all cross attentions, in the order of their GEMM."""
     blocks = [layer.encoder_attn for layer in layers]
     projections = [p for block in blocks for p in (block.k_proj, block.v_proj)]
     return [p.weight for p in projections], [p.bias for p in projections]
@@ -88,7 +88,7 @@ def memory_weights(layers: Iterable[DecoderLayer]) -> tuple[list[Tensor], list[T
 def fused_groups(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[Tensor]]:
     """Lists the parameters that one GEMM reads together, for ``parameters.flatten_parameters``.
 
-    With the groups, nothing is copied before these GEMMs. Without them, results are the same.
+    With these groups, no weights are copied before the GEMMs. Without them, results are the same.
 
     Args:
         layers: encoder and decoder layers in the order of the data flow. Decoder layers must be

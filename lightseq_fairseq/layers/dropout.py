@@ -1,4 +1,4 @@
-"""The counter from which all dropout masks of a pass are computed, and dropout by itself."""
+"""The rng from which all dropout masks of a pass are computed, and dropout by itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightseq_fairseq.layers.second_derivatives import once_differentiable
 
 
 def draw_rng(device: torch.device | str = "cpu") -> Tensor:
-    """Counter of one forward and backward pass: int64 [2] (seed, micro-batch 0) on ``device``.
+    """The rng of one forward and backward pass: int64 [2] (seed, micro-batch 0) on ``device``.
 
     The seed is drawn from torch's CPU generator, so ``torch.manual_seed`` determines it. fairseq
     seeds that generator before every update, so a resumed run draws the same masks.

@@ -58,7 +58,7 @@ class _Embedding(torch.autograd.Function):
         dy, scale, p, site = dy.contiguous(), settings.scale, settings.p, settings.site
         of_norm: tuple[Tensor | None, ...] = (None, None)
         if gamma is not None:
-            # Looked up again: a kernel, but [T, C] less memory until here.
+            # Look x up again: this costs a kernel, but saves storing x [T, C] since forward.
             x = ops.embedding_fwd(
                 tokens, weight, positions, position_weight, scale=scale, p=0.0, rng=rng, site=site
             )
@@ -100,7 +100,7 @@ def embed(
     Returns: [T, C].
     Source: ``TransformerEncoderBase.forward_embedding`` of fairseq.
     """
-    if project is None:  # one kernel does all
+    if project is None:  # one kernel computes everything
         gamma, beta, eps = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
         look_up = _LookUp(scale, padding_idx, p, site, eps)
         y: Tensor = _Embedding.apply(
@@ -141,7 +141,7 @@ class Embedding(nn.Module):
         vocabulary: V.
         width: C.
         padding_idx: id of the pad token.
-        positions: length of the longest sentence, in tokens.
+        positions: maximum length of a sentence, in tokens.
         dropout: rate in training mode.
         learned: use learned instead of sinusoidal positions.
 

@@ -19,7 +19,7 @@ from lightseq_fairseq.packing import Segments
 
 
 class TransformerLayer(nn.Module):
-    """What encoder and decoder layers share: feed-forward weights, norms, dropout rates."""
+    """Common base of encoder and decoder layers: feed-forward, residuals, dropout rates."""
 
     fc1: nn.Linear
     fc2: nn.Linear
@@ -41,8 +41,8 @@ class TransformerLayer(nn.Module):
         """``forward_in_stack(*arguments)``; backward may run it again, see ``run_encoder``."""
         if not checkpoint_activations:
             return self.forward_in_stack(*arguments)
-        # Masks are functions of the rng, so torch's generator has no state to restore. As the rng
-        # is an argument, backward is refused if it has changed.
+        # Masks are functions of the rng, so the state of torch's generator need not be restored.
+        # The rng is an argument, so torch raises an error in backward if it has changed.
         return checkpoint(
             self.forward_in_stack, *arguments, use_reentrant=False, preserve_rng_state=False
         )
@@ -69,9 +69,9 @@ class EncoderLayer(TransformerLayer):
         num_heads: H.
         dropout: rate for each sublayer's output. All three rates are for training mode only.
         attention_dropout: rate for the attention probabilities.
-        activation_dropout: rate after the activation.
+        activation_dropout: rate after the activation function.
         activation: relu, gelu (erf) or gelu_accurate (tanh).
-        normalize_before: pre-LayerNorm (t2t) instead of post-LayerNorm (Vaswani et al. 2017).
+        normalize_before: pre-LayerNorm (tensor2tensor), not post-LayerNorm (Vaswani et al. 2017).
         site: first dropout site of the layer. None assigns one that no other layer of the pass has,
             see ``sites.first_site``. Sites that you choose must be below 2**20 and at least
             ``sites.SITES_PER_LAYER`` apart.

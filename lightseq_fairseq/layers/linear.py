@@ -61,18 +61,18 @@ def linear_parts(x: Tensor, parts: int, weights: list[Tensor], biases: list[Tens
     """Project x [T, K] by all ``weights`` (each [N_i, K]) in one GEMM.
 
     Returns ``parts`` tensors of equal width: column slices of the result [T, sum N_i].
-    If the weights are neighbours in the flat buffer, nothing is copied.
+    If the weights are adjacent in the flat buffer, and so are the biases, nothing is copied.
     """
     y = _Linear.apply(x, parts, *weights, *biases)
     return (y,) if parts == 1 else y
 
 
 class _Logits(torch.autograd.Function):
-    """x weight^T + bias with the spare rows of both, whose logits are zero and are cut off.
+    """x weight^T + bias, including the spare rows of both; their logits are zero and are cut off.
 
-    A product of another width than a multiple of 8, such as 50 257, would be computed elsewhere and
-    copied, see csrc/linear.cu. The spare columns stay zero when the loss overwrites the others with
-    their gradient, so backward may read them as well.
+    If the width is no multiple of 8, such as 50 257, the product is computed in scratch memory and
+    copied, see csrc/linear.cu. When the loss overwrites the logits with their gradient, the columns
+    of the spare rows stay zero, so backward may read them as well.
     """
 
     @staticmethod
@@ -110,7 +110,7 @@ def vocabulary_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     """x [T, K], weight [V, K], bias [V] or None -> logits [T, V], differentiable.
 
     If V is no multiple of 8, and weight and bias have spare rows (``parameters.with_spare_rows``),
-    rows of the logits lie further apart than V.
+    the logits' row stride is larger than V.
     """
     parameters = (weight,) if bias is None else (weight, bias)
     if len(weight) % 8 == 0 or any(with_spare_rows(p) is None for p in parameters):

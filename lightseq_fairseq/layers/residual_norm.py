@@ -46,8 +46,8 @@ def residual_norm_fwd(
     """Finish a sublayer: h [T, C] is the output of its last GEMM without bias.
 
     Returns the tensors that backward needs, and (new stream [T, C] or None, normalised [T, C] or
-    None). rng is among the former: if it has changed when backward draws the masks again, torch
-    raises an error.
+    None). The rng is one of the saved tensors: if it has changed when backward draws the masks
+    again, torch raises an error.
     """
     eps = 0.0 if residual.norm is None else residual.norm.eps
     total, y, mean, rstd = ops.dropout_residual_layer_norm_fwd(

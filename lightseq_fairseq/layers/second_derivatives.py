@@ -1,4 +1,4 @@
-"""Refuses gradients of gradients, which the layers do not have."""
+"""Raises an error for gradients of gradients, which the layers do not support."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch.autograd.function import once_differentiable as torchs
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's decorator of the same name, for every gradient that is made with ``create_graph``.
+    """torch's decorator of the same name, but it also covers losses that are linear in the output.
 
-    torch's refuses a second derivative only if a gradient of the output needs a gradient. Where a
-    loss is linear in the output, none does; the result would then count as constant, silently.
+    torch's raises an error in a second derivative only if a gradient of the output needs a
+    gradient. If the loss is linear in the output, none does, and torch would silently treat the
+    result as a constant. So with ``create_graph`` every gradient of the output needs one here.
     """
     guarded = torchs(backward)
 

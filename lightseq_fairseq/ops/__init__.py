@@ -1,10 +1,10 @@
 """The ops, in the order in which a training step uses them.
 
-Each file defines one op, usually as a forward and a backward (`lightseq::<stem>_fwd`, `_bwd`). The
-definition is a NamedTuple of the arguments. Its methods check the arguments, give the output shapes
+Each op has a file, and usually a forward and a backward (`lightseq::<stem>_fwd`, `_bwd`). Its
+definition is a NamedTuple of the arguments. The methods check the arguments, give the output shapes
 and compute the result in plain torch: that reference is the CPU kernel and the oracle of the tests.
-`registry.define` derives the schema from it, and the public function exported here, which checks
-its arguments and calls the op. Callers pass arguments after the eighth by name.
+From the definition, `registry.define` derives the schema and the public function exported here,
+which checks its arguments and calls the op. Callers pass arguments after the eighth by name.
 """
 # ruff: noqa: I001, RUF022  (imports in the order of use, not in alphabetical order)
 

@@ -1,9 +1,9 @@
 """Backward of dropout(activation(z)) and the linear layer after it: x = dropout(activation(z)),
 y = x weight^T.
 
-dz = (dy weight) slope;  dweight (+)= dy^T x;  dbias (+)= column sum of dz, the gradient of the bias
-within z. The slope is dx/dz, see `linear_activation_fwd`. For relu it is 1 / (1 - p) where x > 0,
-else 0: dropped elements of x are 0 as well.
+dz = (dy weight) * slope;  dweight (+)= dy^T x;  dbias (+)= column sum of dz. dbias is the gradient
+of the bias within z. slope is the derivative of x by z, see `linear_activation_fwd`. For relu it is
+1 / (1 - p) where x > 0, else 0: dropped elements of x are 0 as well.
 
 Shapes: T = packed tokens (rows), K = inputs, N = outputs.
 """
@@ -24,9 +24,9 @@ from .registry import Written, define
 class ActivationLinearBwd(NamedTuple):
     """dz [T, K].
 
-    dy: [T, N]. x: [T, K]. weight: [N, K]. slope: [T, K], or None for relu, where x tells it. Where
-    such an x is NaN, the slope is 1 / (1 - p). All of one dtype. p: dropout probability, used only
-    if slope is None; a slope already includes 1 / (1 - p).
+    dy: [T, N]. x: [T, K]. weight: [N, K]. slope: [T, K], or None for relu: then it follows from x,
+    and is 1 / (1 - p) where x is NaN. All of one dtype. p: dropout probability, used only if slope
+    is None; a given slope already includes 1 / (1 - p).
     dweight: [N, K] or None, dbias: [K] or None; overwritten or, with accumulate, added to.
     bias: [K], the bias within z, or None. Where bias is NaN, dbias becomes NaN: the kernel of
     forward may have turned that NaN into 0 in x (see `linear.linear_fwd`).

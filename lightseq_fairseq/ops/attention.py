@@ -4,9 +4,9 @@ out = dropout(softmax(scale * q k^T)) v       within each sentence and head (Vas
 
 Query i attends to the keys j < length of its sentence, and with causal only to j <= i. Forward
 saves the log-sum-exp of every row; backward recomputes the probabilities from it (Dao et al. 2022):
-P = exp(S - lse), dV = (P*m)^T dO, dP = (dO V^T)*m, dS = P * (dP - rowsum(P * dP)), m = mask/(1-p);
-rowsum(P * dP) equals rowsum(dO * O); kernels use the latter, since they never hold a whole row of
-P.
+P = exp(S - lse), dV = (P*m)^T dO, dP = (dO V^T)*m, dS = P * (dP - rowsum(P * dP)), with the scores
+S = scale * Q K^T and m = mask/(1-p). rowsum(P * dP) equals rowsum(dO * O); kernels use the latter,
+since they never hold a whole row of P.
 
 Shapes: T = packed tokens (rows), Tq and Tk those of queries and keys, B = sentences, L = longest
 sentence, H = heads, D = head width.
@@ -33,7 +33,7 @@ Attended = tuple[Annotated[Tensor, "out"], Annotated[Tensor, "lse"]]
 
 
 class AttentionFwd(NamedTuple):
-    """(out [Tq, H, D] contiguous, lse [Tq, H] float32, but float64 for float32 and float64).
+    """(out [Tq, H, D] contiguous, lse [Tq, H] float32, or float64 if q is float32 or float64).
 
     q: [Tq, H, D]; k, v: [Tk, H, D]; rows may be strided (views of a wider GEMM's output).
     cu_q, cu_k: int32 [B + 1], first row of each sentence, then the end of the last. A sentence may
@@ -42,7 +42,7 @@ class AttentionFwd(NamedTuple):
     scale: factor of the scores, positive and finite (fairseq: D^-0.5).
     p, rng, site: dropout of the probabilities, see `philox.attention_keep_mask`.
     Raises ValueError on a wrong shape, dtype, device or layout, on invalid boundaries and on
-    sentences longer than max_*. When boundaries on a GPU are checked: `checks.check_boundaries`.
+    sentences longer than max_*. `checks.check_boundaries` says when a GPU's boundaries are checked.
     """
 
     q: Tensor
@@ -214,8 +214,8 @@ attention_bwd = define("attention_bwd", AttentionBwd)
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
-    """The dtype of lse. A float32 of 4 to 8 has an error of up to 2^-22, which all probabilities of
-    the row would share: much for float32, little for 16 bits."""
+    """The dtype of lse. A float32 lse from 4 to 8 has a rounding error of up to 2^-22, which all
+    probabilities of the row share: too much for float32 inputs, little for 16-bit inputs."""
     return torch.float32 if q.element_size() == 2 else torch.float64
 
 

@@ -26,7 +26,7 @@ class BeamAdvance(NamedTuple):
     candidate_scores float32, candidate_tokens int32 [N, W]: from `beam_candidates` (W = 2 * beam)
     or from `beam_sample` (W = 1: each row continues with its own token).
     groups: must divide beam; above 1, diverse beam search (Vijayakumar et al. 2018), see `_merge`.
-    The op writes the following arguments, and progress (see `Progress`).
+    The op writes progress (see `Progress`) and the following tensors.
     sentences int32 [S]: sentence of each slot. Set to -1 when the sentence has `beam` results or
     the step is MAX_LEN. Slots with a negative number are skipped.
     tokens int32, scores float32 [N]: newest token and score of each row; the score is -inf in rows
@@ -37,8 +37,8 @@ class BeamAdvance(NamedTuple):
     hypothesis_scores float32 [P, R] (cumulative score at each token, eos last), lengths int32 [R]
     (tokens with eos; 0: no result yet) and totals float32 [R]: score / length ** length_penalty.
     reports int32 [2, 2], contiguous, on the CPU, in pinned memory if the rest is on a GPU: after n
-    steps, row n % 2 is set to (n, UNFINISHED) by one store. As soon as the host sees this report,
-    it may have the results of these steps read, without waiting for later work in the stream.
+    steps, row n % 2 is set to (n, UNFINISHED) by one store. When the host sees this report, the
+    results of these steps are complete: another stream may read them at once.
     An eos counts only among the first `beam` candidates, and only until there are `beam` results.
     Raises ValueError on a wrong shape, dtype, device or layout.
     """

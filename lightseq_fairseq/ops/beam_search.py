@@ -3,7 +3,7 @@
 l = log_softmax(logits / temperature), in float32, then fairseq's rules for pad, eos and unk.
 Beam search takes the best of score + l; sampling draws one token with probability exp(l).
 `beam_advance` continues from there. All values that change between steps are read on the device,
-so that one captured graph serves all steps.
+so that one captured graph is replayed for all steps.
 
 Shapes: S = slots, each of which decodes one sentence in `beam` adjacent rows; N = S * beam rows;
 V = vocabulary.
@@ -91,7 +91,7 @@ class BeamSample(NamedTuple):
 
     sentences: int32 [S], the sentence that each slot decodes. rng: int64 [2], see `philox`. A draw
     is a function of rng, the sentence, the row's index in the slot and the step.
-    topp > 0: sample from the smallest set of most likely tokens whose probabilities sum to topp;
+    topp > 0: sample from the fewest most likely tokens whose probabilities sum to at least topp;
     otherwise topk > 0: from the topk most likely; otherwise from all. Scores are not renormalised.
     A row without any possible token, or whose score is -inf, gives eos with score -inf. Other
     arguments and errors as in `beam_candidates`.

@@ -1,8 +1,9 @@
-"""The steps between the two GEMMs of a feed-forward block: y = dropout(activation(x + bias)).
+"""The steps after a GEMM: y = dropout(activation(x + bias)). Also for dropout by itself.
 
 Backward recomputes x + bias from the GEMM's output x and generates the dropout bits again.
+Feed-forward layers use `linear_activation_fwd` and `activation_linear_bwd` instead.
 
-Shapes: T = packed tokens (rows), F = ffn width.
+Shapes: T = packed tokens (rows), F = channels.
 Dropout: the row id is the token's row, the column is the channel.
 """
 
@@ -24,7 +25,7 @@ ACTIVATIONS = ("identity", "relu", "gelu", "gelu_accurate")
 
 
 _APPROXIMATION = {"gelu": "none", "gelu_accurate": "tanh"}
-_FAR = 128.0  # beyond +-_FAR gelu(x) is x or 0, and its derivative 1 or 0
+_FAR = 128.0  # above it gelu(x) is x with derivative 1; below -_FAR both are 0
 
 
 def gelu(x: Tensor, activation: str, need_slope: bool) -> tuple[Tensor, Tensor]:

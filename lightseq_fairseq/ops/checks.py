@@ -106,7 +106,7 @@ def check_range(op: str, name: str, indices: Tensor, size: int, letter: str) -> 
 def check_boundaries(
     op: str, name: str, boundaries: Tensor, rows: int, longest: tuple[str, int] | None = None
 ) -> None:
-    """Raise ValueError on cu_seqlens that do not begin with 0, descend or leave [0, rows].
+    """Raise ValueError unless cu_seqlens begin with 0, never descend and stay in [0, rows].
 
     longest: name and value of the argument that limits the length of a sentence.
     On a GPU the values are read (the host waits) when this tensor is first checked, and again after
@@ -139,7 +139,7 @@ def check_boundaries(
                 f"but sentence {place} of {name} has {end - start} rows"
             )
         most = max(most, end - start)
-    if not boundaries.is_inference():  # these have no version counter, which would tell of writes
+    if not boundaries.is_inference():  # inference tensors have no version counter to detect writes
         trust_boundaries(boundaries, end, most)
 
 
@@ -147,7 +147,8 @@ def trust_boundaries(boundaries: Tensor, rows: int, longest: int) -> Tensor:
     """Return the boundaries, marked as valid: `check_boundaries` does not read them on a GPU.
 
     The caller knows that they are cumulative lengths that begin with 0 and end at `rows` or below,
-    and that no sentence is longer than `longest`. A write to the tensor removes the mark.
+    and that no sentence is longer than `longest`. A write to the tensor makes the mark invalid; a
+    write to an inference tensor is not detected.
     """
     if _has_values(boundaries):
         setattr(boundaries, _TRUSTED, (_version(boundaries), rows, longest))

@@ -1,10 +1,10 @@
 """Column sums (gradients of biases and of LayerNorms) that share launches.
 
-The kernels of `linear_bwd`, `activation_linear_bwd`, `bias_activation_dropout_bwd` and
-`dropout_residual_layer_norm_bwd` write partial sums, which a second kernel reduces. A step has
-about sixty of these launches, of about a microsecond each. Between `defer_column_sums` and
-`flush_column_sums` they are collected into a few launches. The references need no second launch, so
-there both ops do nothing.
+The kernels of `linear_bwd`, `activation_linear_bwd`, `bias_activation_dropout_bwd`,
+`dropout_residual_layer_norm_bwd` and `embedding_layer_norm_bwd` write partial sums, which a second
+kernel adds up. A step launches the second kernel about sixty times, for about a microsecond each.
+Between `defer_column_sums` and `flush_column_sums` these sums are collected into a few launches.
+The references need no second kernel, so both ops have references that do nothing.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from .checks import FLOATS, INTEGERS, check_range, check_rows, check_tensor
 from .numerics import work_dtype
 from .registry import Written, define
 
-# Logits per block: it fits a CPU's last-level cache; on a GPU it limits the size of temporaries.
+# Logits per block. A block fits a CPU's last-level cache; on a GPU it limits temporary memory.
 _CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 26
 
 
@@ -165,7 +165,7 @@ cross_entropy_fwd_bwd = define("cross_entropy_fwd_bwd", CrossEntropyFwdBwd)
 
 
 def _weights(smoothing: float, classes: int) -> tuple[float, float]:
-    """(weight of each class's negative log-probability, additional weight of the target's)."""
+    """(weight of each class's negative log-probability, additional weight of the target class)."""
     share = smoothing / (classes - 1) if smoothing > 0 else 0.0
     return share, 1.0 - smoothing - share
 

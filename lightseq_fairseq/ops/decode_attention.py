@@ -30,8 +30,8 @@ class DecodeSelfAttention(NamedTuple):
     keys, values: [P, R, C] with R >= N, one layer's cache; the last dimension must be contiguous.
     ancestry: int32 [P, R]; ancestry[p, n] in [0, R) for p < step; entries from step on are ignored.
     step: int32 or int64, 0-dim: the position of the new token, below P. It is read on the device,
-    so that one captured graph serves all steps.
-    beam: adjacent rows of a slot. The kernel reads an ancestor that several of them share once.
+    so that one captured graph is replayed for all steps.
+    beam: adjacent rows of a slot. If several of them share an ancestor, the kernel reads it once.
     This is a hint: it changes the result only by rounding.
     Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU if step >= P. On a GPU
     such a step fails in a device-side assertion; LIGHTSEQ_CHECK_INDICES=1 raises the error instead.
@@ -91,8 +91,8 @@ class DecodeCrossAttention(NamedTuple):
     sentences: int32 [slots], the sentence that each slot translates, negative for none.
     On a GPU only q may be written by the kernel directly before this one in the stream: the other
     tensors are read while that kernel still runs (programmatic dependent launch).
-    Raises ValueError on a wrong shape, dtype, device or layout and on invalid boundaries (when they
-    are checked on a GPU: `checks.check_boundaries`). Sentence numbers are not checked.
+    Raises ValueError on a wrong shape, dtype, device or layout and on invalid boundaries
+    (`checks.check_boundaries` says when a GPU's are checked). Sentence numbers are not checked.
     """
 
     q: Tensor

@@ -2,12 +2,12 @@
 
 y = dropout(norm(scale * weight[token] + position_weight[position]))
 
-norm is LayerNorm (--layernorm-embedding) or nothing; each has its forward op. With LayerNorm,
-backward is embedding_layer_norm_bwd and, from its result, embedding_bwd without dropout.
+norm is LayerNorm (--layernorm-embedding) or nothing; each case has its own forward op. With
+LayerNorm, backward is embedding_layer_norm_bwd, then embedding_bwd of its result with p == 0.
 
 Shapes: T = packed tokens (rows), C = model width, V = vocabulary, P = rows of the position table.
-Dropout: the row id is the token's row, the column is the channel. embedding_bwd needs only the
-indices.
+Dropout: the row id is the token's row, the column is the channel. embedding_bwd needs dy and the
+indices, not the tables.
 """
 
 from __future__ import annotations
@@ -193,11 +193,11 @@ embedding_layer_norm_bwd = define("embedding_layer_norm_bwd", EmbeddingLayerNorm
 
 
 class EmbeddingBwd(NamedTuple):
-    """Write the gradients of the two tables to the caller's tensors or, with accumulate, add them.
+    """Write the tables' gradients to the caller's tensors or, with accumulate, add to the tensors.
 
     dy: [T, C]. dweight: [V, C] or None. dposition_weight: [P, C] or None. Other arguments as in
     forward.
-    padding_idx: rows with this token are left out of dweight; a negative value excludes none.
+    padding_idx: rows with this token add nothing to dweight; a negative value excludes none.
     Raises ValueError on a wrong shape, dtype, device or layout.
     """
 

@@ -52,7 +52,7 @@ def slotted(padded: Tensor, longest: int) -> Tensor:
 
 
 def slots_of(cu: Tensor, rows: int, heads: int, longest: int, seeing: Tensor) -> Tensor:
-    """Slot in [B * H * L] of each packed row and head: [T * H]. Without a slot: B * H * L, zeros.
+    """Slot of each packed row and head: [T * H], in [0, B * H * L); else B * H * L, the zeros.
 
     seeing: boundaries of the other side; rows whose sentence is empty there have no slot.
     """

@@ -111,11 +111,11 @@ def dropout_factors(
     """Dropout factors (0 or 1 / (1 - p)) of a matrix of this shape, block by block.
 
     rows: int64 [R], row ids in any order; None: 0 ... shape[0] - 1.
-    Yields (slice of the rows, their factors [rows of the slice, columns]). Apply each block at
-    once, while it is in the CPU's cache: the next one overwrites it. On a GPU there is one block.
+    Yields (slice of the rows, their factors [rows of the slice, columns]). Apply each block before
+    you ask for the next one, which overwrites it. On a GPU there is one block.
     """
     scale = 1.0 / (1.0 - p)
-    if rng.is_cuda:  # one kernel where the compiled library is present
+    if rng.is_cuda:  # one kernel if the compiled library is loaded
         mask = dropout_mask(rng, site, shape[0], shape[1], p)
         mask = mask if rows is None else mask.index_select(0, rows)
         yield slice(0, len(mask)), mask.to(dtype).mul_(scale)
@@ -125,7 +125,7 @@ def dropout_factors(
     for part, numbers in _blocks_of_numbers(rng, site, row_ids, shape[1]):
         if len(factors) < len(numbers):
             factors = torch.empty(numbers.shape, dtype=dtype)
-        # Comparing directly into a float output is several times faster than through bool.
+        # A comparison with a float output is several times faster than one via a bool tensor.
         yield part, torch.ge(numbers, _least_kept(p), out=factors[: len(numbers)]).mul_(scale)
 
 
@@ -166,7 +166,7 @@ def _blocks_of_numbers(
 def _blocks_of_attention_bits(
     rng: Tensor, site: int, rows: Tensor, columns: int, p: float
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yields (rows of a block, the kept columns as ones: int32 [rows of the block, columns])."""
+    """Yields (rows of a block, 1 if kept, else 0: int32 [rows of the block, columns])."""
     ones = torch.arange(8, device=rng.device, dtype=torch.int32)
     threshold = _attention_threshold(rng, site, p)
     least = (threshold >> ones & 1).neg()  # all bits set, or none
@@ -176,7 +176,7 @@ def _blocks_of_attention_bits(
         words = numbers.view(torch.int32).view(len(numbers), -1, 8).bitwise_xor_(_SIGNS)
         below = torch.zeros_like(words[..., 0])  # a bit for each column: number < threshold
         for i in range(8):
-            # Where the two bits differ, they decide; a higher bit decides later.
+            # If number and threshold differ in bit i, it decides, unless a higher bit differs too.
             zero = ~words[..., i]
             below = (below & (zero | least[i])) | (zero & least[i])
         bits = (~(below | none_kept))[..., None] >> shifts & 1

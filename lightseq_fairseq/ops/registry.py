@@ -61,7 +61,7 @@ def define(name: str, definition: Callable[P, Definition[R]]) -> Callable[P, R]:
                 # steps, some of which write in place.
                 around.enter_context(torch.no_grad())
             for device in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(device):  # it does not change kernels either
+                if torch.is_autocast_enabled(device):  # autocast has no effect on kernels either
                     around.enter_context(torch.autocast(device, enabled=False))
             return construct(*arguments).reference()
 

@@ -1,9 +1,9 @@
 """The scalars of a training step, kept on the device, where the optimizer's kernels read them.
 
-fairseq decides these on the host. Here one GPU thread decides them, between the gradient norm and
-Adam: the scaling of the gradient, the learning rate, whether the update is skipped, the new loss
-scale (``fairseq.optim.dynamic_loss_scaler.DynamicLossScaler``) and the number of updates, which
-seeds the next step's dropout. The host can read the results later; no step waits for it.
+fairseq computes them on the host. Here one GPU thread does, between the gradient norm and Adam: the
+scaling of the gradient, the learning rate, whether the update is skipped, the new loss scale
+(``fairseq.optim.dynamic_loss_scaler.DynamicLossScaler``) and the number of updates, which seeds the
+next step's dropout. The host can read the results later; no step waits for the host.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from .checks import check_tensor
 from .registry import Written, define
 
-# Learning rates that the host gives with each update: for its own update count and the counts just
-# below, since the device may have skipped updates the host does not know of yet.
+# Number of learning rates that the host passes with each update: for its own update count and the
+# counts just below, since the device may have skipped updates that the host does not know of yet.
 KNOWN_RATES = 4
 
 

@@ -1,4 +1,4 @@
-"""The ``ls_`` criteria: fairseq's criteria on one fused op, and their objectives.
+"""The ``ls_`` criteria: fairseq's criteria on one fused op, and their `training.objectives`.
 
 Shapes: B = sentences, L = longest sentence, T = rows (packed tokens), V = vocabulary.
 """
@@ -140,7 +140,7 @@ class MaskedLmLoss(native_masked.MaskedLmLoss):
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
-        """As in fairseq, which divides by zero if no token is masked."""
+        """As in fairseq. But if no token is masked, log loss 0; fairseq would divide by zero."""
         if sum(log["sample_size"] for log in logging_outputs) > 0:
             super().reduce_metrics(logging_outputs)
         else:
@@ -155,8 +155,8 @@ class MaskedLmLoss(native_masked.MaskedLmLoss):
 class SentencePredictionCriterion(native_sentences.SentencePredictionCriterion):
     """fairseq's loss of a classification head, which the captured step can compute as well.
 
-    The class has the name of fairseq's class, as above. A padded batch is fairseq's to compute: the
-    head has one row for each sentence.
+    The class has the name of fairseq's class, as above. For a padded batch, fairseq's own
+    ``forward`` computes the loss: the head has only one row for each sentence.
     """
 
     def objective(self) -> SentenceClasses | SentenceNumbers:

@@ -31,8 +31,8 @@ class EncoderGraphs:
     """Runs one encoder in evaluation mode, as CUDA graphs where they can be captured.
 
     The graphs and the block that they read are kept from batch to batch, until the weights move.
-    Several threads and streams may use this object; it works for one at a time. A copy of the
-    encoder's model gets an empty one.
+    Several threads and streams may use this object; their calls run one after another. A copy of
+    the encoder's model gets an empty ``EncoderGraphs``.
     """
 
     _addresses: ParameterAddresses
@@ -50,8 +50,8 @@ class EncoderGraphs:
     def features(self, encoder: LSTransformerEncoder, src_tokens: Tensor) -> Tensor:
         """Features [B, L, C] of src_tokens int64 [B, L], zeros at pads, which may be anywhere.
 
-        Row counts are rounded up so that few graphs suffice, also where nothing is captured. So the
-        bits do not depend on that.
+        Row counts are rounded up so that few graphs suffice, even if no graph is captured. So the
+        results have the same bits with and without graphs.
         """
         batch = _packed(src_tokens, encoder.padding_idx)
         with self._turn:
@@ -75,15 +75,15 @@ class EncoderGraphs:
                 rng = dropout_rng(encoder, block.device)
                 return encoder.features(source["tokens"], source.segments, rng)
 
-            # On a GPU, the length of the longest sentence affects only attention, by the bound in
-            # the bucket, and the table of positions.
+            # On a GPU, the length of the longest sentence affects only two things: attention, whose
+            # bound is part of the bucket, and the table of positions.
             key = batch.bucket, encoder.table_rows(batch.longest[0])
             features = graphs.launch(key, encode)
             real = replace(source.segments, index=source["places"][: batch.ntokens], shape=shape)
             return real.pad(features[: batch.ntokens])  # a copy: the next batch overwrites features
 
     def _open(self, encoder: LSTransformerEncoder, size: int) -> Graphs:
-        """The graphs; they are new if the encoder, its weights or the block's address are."""
+        """The graphs; new ones if the encoder changed, its weights moved or the block must grow."""
         if self._graphs is None or size > len(self._block) or not self._addresses.intact(encoder):
             self._forget()
             device = encoder.embed_tokens.weight.device
@@ -91,7 +91,7 @@ class EncoderGraphs:
             self._addresses = ParameterAddresses(encoder)
             self._done = torch.cuda.Event() if device.type == "cuda" else None
             room = max(_LEAST_BLOCK, 1 << (size - 1).bit_length())
-            with torch.inference_mode(False):  # also for calls that are not in inference mode
+            with torch.inference_mode(False):  # else only calls in inference mode could write it
                 self._block = torch.zeros(room, dtype=torch.int64, device=device)
         return self._graphs
 

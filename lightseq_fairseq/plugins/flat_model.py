@@ -67,7 +67,7 @@ class FlatModel:
     * ``__init__``, which creates parameters in fairseq's order and calls ``lay_out`` at its end;
     * ``forward``, with fairseq's padded arguments and results, so that every criterion works. If
       the class sets ``packs_tokens = True``, our criteria call ``forward(..., packed=True)``, which
-      returns (logits [T, V], segments). Without it, ``--pack-tokens`` refuses the model;
+      returns (logits [T, V], segments). Otherwise ``--pack-tokens`` refuses the model;
     * ``packed_logits``, if the captured step supports it: see ``training.objectives.PackedModel``;
     * ``spared``, if its vocabulary need not be a multiple of 8. Then ``vocabulary_logits`` computes
       the logits without a copy of the weights;

@@ -34,8 +34,9 @@ _REMEMBERED = 1 << 16  # detokenized sentences that --eval-bleu caches, about 20
 class LSSequenceGenerator(SequenceGenerator):
     """``fairseq.sequence_generator.SequenceGenerator`` whose search loop runs on the device.
 
-    The results are the same, except that ``attention`` of a hypothesis is empty and its tensors are
-    on the CPU. Samples may be on any device; samples on the CPU save a host sync.
+    The results are the same, with three exceptions: ``attention`` of a hypothesis is empty, the
+    tensors of a hypothesis are on the CPU, and sampling draws other random numbers. Input batches
+    may be on any device; batches on the CPU save a host sync.
     """
 
     def _generate(
@@ -47,7 +48,7 @@ class LSSequenceGenerator(SequenceGenerator):
         rules = None
         if constraints is None and "src_tokens" in inputs:
             rules = self._rules()
-        # The prefix of a translation, and the penalties of groups within a prompt, are fairseq's.
+        # Only fairseq's search supports prefixes of translations, and diverse groups with prompts.
         if prefix_tokens is not None and (encoder is not None or (rules and rules.groups > 1)):
             rules = None
         if rules is None:
@@ -66,7 +67,7 @@ class LSSequenceGenerator(SequenceGenerator):
         )
         if encoder is None:
             tokens = tokens[:, :0] if prefix_tokens is None else prefix_tokens
-        # A language model usually goes on until max_len.
+        # The hypotheses of a language model usually reach max_len.
         positions = max_len + 1 if encoder is None else expected_length(longest)
         rng = draw_rng() if rules.sampled else None
         return search(
@@ -89,7 +90,7 @@ class LSSequenceGenerator(SequenceGenerator):
             or self.token_indices_to_suppress is not None
             or self.match_source_len
             or self.model.single_model.decoder.adaptive_softmax is not None  # has no logits
-            or no_repeat_ngram == 1  # with which fairseq blocks nothing
+            or no_repeat_ngram == 1  # with n = 1 fairseq blocks nothing
             or 2 * self.beam_size >= self.vocab_size
             or (self.beam_size > MOST_BEAM and self._device.type == "cuda")
         ):
@@ -105,7 +106,7 @@ class LSSequenceGenerator(SequenceGenerator):
         elif type(strategy) is fairseq_search.Sampling and self._device.type == "cuda":
             # On a CPU use fairseq's search, so that a seed gives the same samples as in fairseq.
             if no_repeat_ngram and strategy.sampling_topp > 0:
-                return None  # topp counts the probabilities of blocked tokens, too
+                return None  # topp is a share of all probability, blocked tokens included
             special = {
                 "sampled": True,
                 "topk": max(strategy.sampling_topk, 0),
@@ -150,7 +151,7 @@ def string(
 ) -> str:  # fmt: skip
     """Faster version of fairseq's ``Dictionary.string`` with the same result.
 
-    fairseq's reads the elements of a tensor one by one, and each of them several times.
+    fairseq's version reads the elements of a tensor one by one, each of them several times.
     """
     if not torch.is_tensor(tensor) or tensor.dim() != 1:
         return original(
@@ -170,7 +171,8 @@ def _inference_with_bleu(
     original: Callable[..., Any], self: Any, generator: Any, sample: dict[str, Any], model: Any
 ) -> Any:
     # --eval-bleu strips the pads of each reference separately, with a host sync each: move the
-    # targets to the CPU first. It also detokenizes the same references at each validation: cache.
+    # targets to the CPU first. It also detokenizes the same references at each validation: cache
+    # the results.
     if self.tokenizer is not None and "decode" not in vars(self.tokenizer):
         self.tokenizer.decode = functools.lru_cache(_REMEMBERED)(self.tokenizer.decode)
     return original(self, generator, {**sample, "target": sample["target"].cpu()}, model)

@@ -97,5 +97,5 @@ def _decoder(original: Any, args: Any, *arguments: Any, **options: Any) -> LSTra
 
 
 for _arch in ARCH_MODEL_INV_REGISTRY["transformer_lm"]:
-    if _arch != "transformer_lm":  # fairseq registers this one itself (model with a dataclass)
+    if _arch != "transformer_lm":  # register_model did this one, as for every dataclass
         register_model_architecture("ls_transformer_lm", f"ls_{_arch}")(ARCH_CONFIG_REGISTRY[_arch])

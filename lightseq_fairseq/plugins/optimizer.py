@@ -30,7 +30,7 @@ class FairseqAdam(native.FairseqAdam):
     The class has the name of fairseq's class, because fairseq compares the optimizer's name with
     the one in the checkpoint when it resumes a run. Each of the two can resume the other's run.
 
-    With ``--fp16`` and ``--bf16`` fairseq's ``FP16Optimizer`` owns the float32 master weights, the
+    With ``--fp16`` or ``--bf16``, fairseq's ``FP16Optimizer`` owns the float32 master weights, the
     loss scale and the clipping rule. This optimizer then works on the parameters it is given: one
     flat vector, or a list, which it flattens.
     """
@@ -60,7 +60,7 @@ class FairseqAdam(native.FairseqAdam):
         return self._optimizer
 
     def zero_grad(self) -> None:
-        """Clear the gradients and reset their pending factor."""
+        """Set the gradients to None and reset the factor that ``multiply_grads`` has stored."""
         self._optimizer.zero_grad()
 
     def multiply_grads(self, c: float | Tensor) -> None:

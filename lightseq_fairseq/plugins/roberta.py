@@ -137,7 +137,7 @@ class LSRobertaModel(FlatModel, RobertaModel):
         inner_dim: int | None = None,
         **options: Any,
     ) -> None:
-        """As in fairseq; the parameters are laid out again."""
+        """As in fairseq; then the parameters are flattened again."""
         super().register_classification_head(name, num_classes, inner_dim, **options)
         self._flatten()
 
@@ -156,7 +156,7 @@ class LSRobertaModel(FlatModel, RobertaModel):
         return self._classify(self.classification_heads[head], x.index_select(0, starts), rng)
 
     def _classify(self, head: Any, x: Tensor, rng: Tensor) -> Tensor:
-        """fairseq's ``RobertaClassificationHead`` of features [B, C]; our dropout."""
+        """fairseq's ``RobertaClassificationHead`` of features [B, C], with our dropout."""
         p = head.dropout.p if self.training else 0.0
         x = dropout(x, p, rng, _HEAD_SITES[0])
         x = head.activation_fn(linear(x, head.dense.weight, head.dense.bias))

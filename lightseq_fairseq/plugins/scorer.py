@@ -18,7 +18,7 @@ from lightseq_fairseq.layers import label_smoothed_cross_entropy
 from lightseq_fairseq.plugins.language_model import LSTransformerLanguageModel
 from lightseq_fairseq.plugins.transformer import dropout_rng
 
-_MOST_LOGITS = 1 << 28  # at once: 1 GiB in float32
+_MOST_LOGITS = 1 << 28  # that exist at a time; 1 GiB in float32
 
 
 def generate(
@@ -46,8 +46,8 @@ def _scores(
 ) -> Tensor:
     """Log-probabilities [B, L] of ``target`` int64 [B, L], 0 at its pads; float32 or float64.
 
-    Only rows with a target have logits, and ``most_rows`` at a time: with --context-window most
-    rows are context.
+    Logits are computed only for rows with a target, at most ``most_rows`` rows at a time: with
+    --context-window most rows are context, without a target.
     """
     pad, most = model.decoder.padding_idx, model.decoder.max_positions()
     longest = int(tokens.ne(pad).sum(1).max())

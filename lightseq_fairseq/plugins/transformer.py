@@ -45,8 +45,8 @@ from lightseq_fairseq.plugins.flat_model import SENTENCE_PAIRS, FlatModel
 def dropout_rng(module: torch.nn.Module, device: torch.device) -> Tensor:
     """Dropout's rng for one pass: int64 [2].
 
-    In evaluation nothing is drawn from torch's generator, as in fairseq's model. Sampling with
-    ``--seed`` therefore gives the same results as with fairseq's model.
+    In evaluation nothing is drawn from torch's generator, as in fairseq's model. So fairseq's
+    sampling search gives the same results for a ``--seed`` as with fairseq's model.
     """
     if module.training:
         return draw_rng(device)
@@ -61,12 +61,15 @@ class _Side:
 
     @property
     def embeds_on_host(self: Any) -> bool:
-        """Whether the host looks at tokens to embed them, which no CUDA graph can do."""
+        """Whether the host reads the tokens to embed them, which no CUDA graph can capture."""
         return isinstance(self.embed_tokens, AdaptiveInput)
 
     def embed_packed(self: Any, tokens: Tensor, positions: Tensor, longest: int, rng: Tensor,
                      site: int) -> Tensor:  # fmt: skip
-        """tokens [T] at ``positions`` [T] (from 0, below ``longest``) -> [T, C]."""
+        """tokens [T] at ``positions`` [T] (from 0, below ``longest``) -> [T, C].
+
+        site: the dropout site, see ``layers.sites``.
+        """
         table = self._table_for(longest)
         if self.embeds_on_host:
             return self._embed_adaptively(tokens, positions, table)
@@ -74,7 +77,7 @@ class _Side:
             first = self.padding_idx + 1  # row of position 0
             if torch.is_grad_enabled() and table.requires_grad:
                 positions = positions + first
-            else:  # the table needs no gradient: a view that begins at that row will do
+            else:  # without a gradient, a view that begins at that row is enough
                 table = table[first:]
         return embed(
             tokens, self.embed_tokens.weight, None if table is None else positions, table,
@@ -86,7 +89,7 @@ class _Side:
     def _embed_adaptively(
         self: Any, tokens: Tensor, positions: Tensor, table: Tensor | None
     ) -> Tensor:
-        """The same by fairseq's own modules; they look at tokens on the host."""
+        """As ``embed_packed``, by fairseq's own modules; the host reads the tokens."""
         x = self.embed_scale * self.embed_tokens(tokens)
         if table is not None:
             x = x + table[positions + self.padding_idx + 1]
@@ -99,7 +102,8 @@ class _Side:
         """Rows of the position table for sentences of up to ``longest`` tokens; 0 without a table.
 
         This number is part of a graph's key: a graph captured with a smaller table would read past
-        its end. The call also creates the table if needed, which is not possible during capture.
+        that table's end. The call also creates the table if needed, which is impossible during
+        capture.
         """
         table = self._table_for(longest)
         return 0 if table is None else len(table)
@@ -122,8 +126,8 @@ class _Side:
         fits = table is not None and table.dtype == like.dtype and table.device == like.device
         if not fits or table.shape[0] < rows:
             rows = max(1024, 1 << (rows - 1).bit_length())
-            # If dtype or device differ, the weights have been moved too, and no graph is valid any
-            # more: then no old table needs to be kept.
+            # If dtype or device differ, the weights have moved too, and no captured graph is valid.
+            # Then old tables are not needed.
             self._outgrown = (*self._outgrown, table) if fits else ()
             table = sinusoidal_positions(rows, module.embedding_dim, self.padding_idx)
             self._table = table = table.to(like)
@@ -199,8 +203,8 @@ class LSTransformerEncoder(_Side, TransformerEncoderBase):
 class LSTransformerDecoder(_Side, TransformerDecoderBase):
     """Decoder on packed tokens. Source: ``fairseq.models.transformer.TransformerDecoderBase``.
 
-    Like fairseq's, it may have no source: then ``no_encoder_attn`` is True, and the arguments
-    memory (encoder features) and source (their segments) are None.
+    Like fairseq's decoder, it may have no source: then ``no_encoder_attn`` is True, and the
+    arguments memory (encoder features) and source (their segments) are None.
     """
 
     def __init__(
@@ -256,7 +260,7 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         return x if self.project_out_dim is None else linear(x, self.project_out_dim.weight)
 
     def output_layer(self, features: Tensor) -> Tensor:
-        """Logits of features [..., C] -> [..., V]; with adaptive softmax the features."""
+        """Logits [..., V] of features [..., C]; with adaptive softmax, the features themselves."""
         if self.adaptive_softmax is not None:
             return features
         rows = features.flatten(0, -2)

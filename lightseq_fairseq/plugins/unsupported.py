@@ -40,7 +40,7 @@ UNSUPPORTED = {
 }
 
 
-# Those that language models support.
+# The options of UNSUPPORTED that language models support.
 ADAPTIVE = ("--adaptive-softmax-cutoff", "--adaptive-input", "--tie-adaptive-weights")
 
 
@@ -67,7 +67,7 @@ def unsupported_option(args: Namespace, adaptive: bool = False) -> Unsupported |
         if adaptive and flag in ADAPTIVE:
             continue
         value = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
-        if value and value != -1:  # -1 keeps or removes nothing
+        if value and value != -1:  # -1: every head and block is kept
             return Unsupported(flag, reason)
     activation = getattr(args, "activation_fn", "relu")
     if activation not in ACTIVATIONS:

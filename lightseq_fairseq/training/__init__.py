@@ -4,7 +4,7 @@
     full_batches  --pack-tokens: batches filled by real tokens, without counting pads
     objectives    packed batch, model -> losses, and the sums that are logged
     step          packed batch -> gradients -> update, as CUDA graphs
-    exchange      gradients and parameters on the wire between ranks, in pieces
+    exchange      collectives of gradients and parameters between ranks, in pieces
     adam_state    moments and step counts of flat parameters, or of a rank's part of them
     flat_adam     flat gradient -> flat parameters
     fast_path     runs the step in fairseq's training loop; decides when fairseq's own step runs

@@ -1,7 +1,7 @@
-"""The state of Adam over one flat buffer: moments, step counts, and what a rank has of them.
+"""The state of Adam over one flat buffer, or over the parts of it that one rank updates.
 
 Shapes: N = elements of a parameter buffer, including alignment gaps; S = elements of the parts of
-it that one rank updates.
+it that one rank updates, each part rounded up to ``ALIGNMENT``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightseq_fairseq.training.exchange import Exchange
 
 CLIP_EPS = 1e-6  # fairseq.utils.clip_grad_norm_ divides by norm + 1e-6
 _HALF = (torch.float16, torch.bfloat16)
-_BLOCK = 1 << 20  # parameters that one kernel splits or joins
+_BLOCK = 1 << 20  # elements that one kernel splits or joins
 
 
 @dataclass
@@ -27,8 +27,8 @@ class Span:
 
     first: int
     last: int
-    # int64, the count once for each part of the buffer, since each part's update increments one.
-    # The count of a part that has no element of the span stays behind.
+    # int64 [parts], a copy of the count for each part of the buffer, since each part's update
+    # increments its own copy. If a part has no element of the span, its copy is not incremented.
     steps: Tensor
 
 
@@ -46,7 +46,8 @@ class AdamState:
     Attributes:
         parts: the elements of the buffer whose state this process has.
         exp_avg, exp_avg_sq: moments of the parts, [N], or [S] if they are sharded.
-        masters: if they are sharded and no model owns them, the parts of the parameters, [S].
+        masters: if the state is sharded and the parameters are float32 copies of a model's: this
+            rank's parts of the copies, [S]; else None.
     """
 
     def __init__(self, buffer: FlatBuffer, group: dict[str, Any], expert: bool) -> None:
@@ -56,11 +57,11 @@ class AdamState:
         dtype = torch.float32 if buffer.data.dtype in _HALF else buffer.data.dtype
         self.exp_avg, self.exp_avg_sq = buffer.zeros(dtype), buffer.zeros(dtype)
         self.parts = [slice(0, len(buffer.data))]
-        self._starts = [0]  # of the parts in the state
+        self._starts = [0]  # index of each part's first element in the moments
         self.masters: Tensor | None = None
         self._exchange: Exchange | None = None  # that of a sharded state
         self._whole: Gathered | None = None
-        # Kept, because parameters that are split have no elements.
+        # Computed now, because the parameters are empty tensors while the buffer is lent.
         self._ends = [
             offset + p.numel() for offset, p in zip(buffer.offsets, buffer.parameters, strict=True)
         ]
@@ -162,7 +163,7 @@ class AdamState:
         return slice(self.buffer.offsets[span.first], self._ends[span.last])
 
     def common(self, span: Span, place: int) -> tuple[slice, slice]:
-        """What a span and a part of the buffer have in common: in the buffer and in the state."""
+        """The common elements of a span and a part: slices of the buffer and of the moments."""
         whole, part = self.part(span), self.parts[place]
         start = max(whole.start, part.start)
         stop = max(min(whole.stop, part.stop), start)
@@ -208,7 +209,7 @@ class Remainders:
         self.rest = self._memory.view(torch.int16)[: len(low)]
         parts = (x.split(_BLOCK) for x in (self._memory, low, self.rest))
         self._blocks = list(zip(*parts, strict=True))
-        self._done = 0  # the first so many blocks are split
+        self._done = 0  # number of blocks that are split, counted from the first
 
     def split(self) -> None:
         """Split the remaining blocks, first to last.
@@ -240,7 +241,7 @@ def _cut(span: Span, used: list[bool]) -> list[Span]:
 
 
 def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
-    """0-dim tensor on the device; float64 for a number, which is filled in without a host copy."""
+    """0-dim tensor on the device; a number becomes float64, without a copy from host memory."""
     if isinstance(value, Tensor):
         return value.to(device)
     return torch.full((), value, dtype=torch.float64, device=device)

@@ -147,7 +147,7 @@ os.register_at_fork(after_in_child=WRITER.begin)  # a forked child does not have
 
 
 class Folder(PathManager):
-    """Replaces fairseq's ``PathManager`` in its ``save_checkpoint``: queues copies, deletions."""
+    """Replaces ``PathManager`` in fairseq's ``save_checkpoint``; queues copies and deletions."""
 
     @staticmethod
     def copy(source: str, target: str, overwrite: bool = False) -> bool:

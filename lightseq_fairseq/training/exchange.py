@@ -41,7 +41,7 @@ class Ranks:
 
     Attributes:
         count: number of ranks. All ranks run the same number of updates; a rank may have no batch.
-        rank: index of this one.
+        rank: index of this process.
         group: process group of ``torch.distributed``.
         widens: gradients of 16 bits are sent and summed as float32.
         sharded: each rank has the optimizer state of a part of the parameters, and updates only
@@ -72,9 +72,9 @@ class Ranks:
         """Slices that cover [N], in the order of their collectives; none for a single rank.
 
         They depend only on the layout and the number of ranks, so they are equal on all ranks. A
-        cut is at the first parameter after the fraction of N, rounded up to a multiple that all
-        ranks can share. What is left at the end, less than one element block for each rank, is a
-        piece by itself if the state is sharded.
+        cut is at the first parameter at or after a fraction of N (see `_CUTS`), rounded up to a
+        multiple of ``count * ALIGNMENT``. With sharded state, the remainder of N by this multiple
+        is a separate piece at the end, and all ranks update it.
         """
         if self.count == 1:
             return []
@@ -107,9 +107,10 @@ class Exchange:
 
     Attributes:
         pieces: see ``Ranks.pieces``.
-        gradients: those of this rank.
+        gradients: this rank's gradients, which backward writes.
         sum: [N], the gradient that the update reads. It is the memory of this rank's gradient,
-            or with ``Ranks.widens`` a copy. With sharded state only this rank's parts are sums.
+            or with ``Ranks.widens`` a float32 copy of a 16-bit gradient. With sharded state only
+            this rank's parts are sums.
     """
 
     def __init__(self, ranks: Ranks, low: FlatBuffer) -> None:
@@ -127,7 +128,7 @@ class Exchange:
             self.sum = torch.zeros_like(gradient, dtype=torch.float32)
 
     def finish(self, place: int) -> None:
-        """Note that all work on a piece was launched on the current stream, or captured there."""
+        """Record, in the current stream or its capture, that all work on a piece is launched."""
         if self._finished:
             self._finished[place].record()
 
@@ -181,10 +182,11 @@ class Exchange:
                 work.wait()
 
     def squares(self, norm: Callable[[Tensor], Tensor]) -> Tensor:
-        """Sum of squares of this rank's parts of the sum; over all ranks they add up to [N]'s.
+        """Sum of squares of this rank's parts of the summed gradient.
 
-        norm: L2 norm of a vector.
-        Returns a float64 tensor []. The first rank counts the pieces that all ranks update.
+        norm: returns the L2 norm of a vector.
+        Returns a float64 tensor []; its sum over the ranks is that of the whole gradient, since
+        only rank 0 counts the pieces that all ranks update.
         """
         pieces = [p for p in self.pieces if self.ranks.shares(p) or self.ranks.rank == 0]
         norms = [norm(self.sum[self.ranks.own(piece)]).double() for piece in pieces]

@@ -59,12 +59,12 @@ FALLBACK: dict[str, Callable[[Any, Any], bool]] = {
     "--profile": lambda cfg, model: cfg.common.profile,
     "--encoder-layerdrop": lambda cfg, model: getattr(cfg.model, "encoder_layerdrop", 0) > 0,
     "--decoder-layerdrop": lambda cfg, model: getattr(cfg.model, "decoder_layerdrop", 0) > 0,
-    # How many words of a batch are in which band decides about the shapes.
+    # Shapes depend on how many tokens of the batch are in each band of the vocabulary.
     "--adaptive-input": lambda cfg, model: getattr(cfg.model, "adaptive_input", False),
     "--adaptive-softmax-cutoff": lambda cfg, model: bool(
         getattr(cfg.model, "adaptive_softmax_cutoff", None)
     ),
-    # With several ranks: these act between backward and update.
+    # With several ranks: these change the exchange of gradients or parameters.
     "--ddp-backend": lambda cfg, model: _of_ranks(cfg, "ddp_backend") == "slowmo",
     "--ddp-comm-hook": lambda cfg, model: _of_ranks(cfg, "ddp_comm_hook") not in (None, "none"),
     # The heartbeat counts calls of fairseq's wrapper around the model.
@@ -79,7 +79,7 @@ def _of_ranks(cfg: Any, name: str) -> Any:
 
 
 def _trains_as_fairseqs(task: Any) -> bool:
-    """Whether an update of ``task`` (a class) is the sum of the criterion's loss over its batches.
+    """Whether ``task`` (a class) minimises the criterion's loss, summed over an update's batches.
 
     This also holds for fairseq's multilingual task, whose sample has one batch per language pair.
     """
@@ -142,7 +142,7 @@ def refuse_shards(cfg: Any, reason: str | None) -> None:
 
 @contextlib.contextmanager
 def unsharded(cfg: Any) -> Iterator[None]:
-    """Hide --zero-sharding from fairseq, which would shard ls_adam by another package."""
+    """Hide --zero-sharding from fairseq, which would shard ls_adam with the package fairscale."""
     settings = cfg.distributed_training
     asked = settings.zero_sharding
     if _is_ours(cfg.optimizer):
@@ -193,7 +193,7 @@ class FastPath:
         seed = cfg.common.seed + (trainer.data_parallel_rank << 32)  # different masks per rank
         if not self._is_alone:
             # All ranks must see the same time, to stop together at a time limit. Until a step
-            # reports the mean over the ranks, this is the time before this run.
+            # reports the mean over the ranks, they see the training time before this run.
             trainer._cumulative_training_time = trainer._previous_training_time
         rules = UpdateRules(seed, cfg.optimization.clip_norm, 1e-6)
         scaler = self._scaler
@@ -205,7 +205,8 @@ class FastPath:
         (low,) = flat_buffers(trainer.get_model().parameters())
         model = trainer.get_model()
         self._objective: Objective = criterion.objective()
-        # In 16 bits fairseq gives them a gradient of zeros, and so does the step: they decay.
+        # With --fp16 or --bf16, unused parameters have a gradient of zeros, as in fairseq, so they
+        # decay. In fp32 they have none.
         if not isinstance(optimizer, optim.FP16Optimizer):
             _adam(optimizer).leave_out(self._objective.unused(model))
         self._step = TrainingStep(model, low, _adam(optimizer), self._objective, rules, ranks)
@@ -221,8 +222,8 @@ class FastPath:
         count an update.
 
         Raises:
-            FloatingPointError: as in fairseq's trainer, for a step that was launched earlier.
-            GPUHangs: a step that was launched earlier does not finish.
+            FloatingPointError: as in fairseq's trainer, for this step or an earlier one.
+            GPUHangs: this step or an earlier one does not finish.
         """
         trainer = self.trainer
         if not trainer.model.training:
@@ -310,7 +311,10 @@ class FastPath:
         return [self._rates.get(count - i, rate) for i in range(KNOWN_RATES)]
 
     def _is_looked_at(self, count: int) -> bool:
-        """Whether fairseq's loop does more at this count than to log: the host must wait first."""
+        """Whether the host must wait for all steps, because fairseq's loop uses their results.
+
+        At this count it validates, saves, ends training or, with a loss scale, logs.
+        """
         cfg = self.trainer.cfg
         intervals = [cfg.checkpoint.save_interval_updates, cfg.dataset.validate_interval_updates]
         if self._scaler is not None:
@@ -374,7 +378,7 @@ class FastPath:
             ) from error
         finally:
             self._step.ranks.wait()  # the first rank to end would end the others
-        # crash.pt does not store the position in the epoch, as in fairseq.
+        # As in fairseq, crash.pt does not store the position in the epoch.
         instead = " instead of --finetune-from-model" * bool(
             trainer.cfg.checkpoint.finetune_from_model
         )

@@ -58,10 +58,10 @@ class FlatAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        # fairseq's Adam reads "amsgrad" of the groups that it loads.
         self._flats: list[AdamState] = []
         self._split: Remainders | None = None
         self._left_out: set[int] = set()  # id of each parameter that `fused_step` does not update
+        # fairseq's Adam reads "amsgrad" of the groups that it loads.
         super().__init__(params, {**defaults, "amsgrad": False})
         self._lay_out()
         self._reset_factors()
@@ -145,7 +145,9 @@ class FlatAdam(torch.optim.Optimizer):
     def clip_grad_norm(
         self, max_norm: float, aggregate_norm_fn: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """L2 norm of all gradients before clipping; the next update clips it to ``max_norm``.
+        """L2 norm of all gradients before clipping; the next update clips them to ``max_norm``.
+
+        As in fairseq, the norm leaves out gradients of experts.
 
         Args:
             max_norm: 0 only computes the norm.
@@ -189,7 +191,7 @@ class FlatAdam(torch.optim.Optimizer):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the moments of a fused optimizer."""
+        """The dtype of the moments of a fused optimizer."""
         return self._flats[0].exp_avg.dtype
 
     @property
@@ -199,12 +201,12 @@ class FlatAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def shard(self, exchange: Exchange, has_masters: bool) -> None:
-        """Keep only the state that this rank needs, for good; for a fused optimizer.
+        """Keep only the state that this rank needs. Only for a fused optimizer; cannot be undone.
 
         Afterwards use only `fused_step`, and `gather` before the state is read.
 
-        has_masters: the parameters are float32 copies of a model's. Those are freed as well, and
-            until `gather` the parameters are empty tensors.
+        has_masters: the parameters are float32 copies of a model's. The other ranks' parts of these
+            copies are freed as well. Until `gather` the parameters are empty tensors.
         """
         self.join()
         self._flats[0].shard(exchange, has_masters)
@@ -262,11 +264,12 @@ class FlatAdam(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         """Update the parameters of a fused optimizer with scalars on the device; for CUDA graphs.
 
-        One launch updates neighbours that have been updated equally often. Those of `leave_out`
-        are not updated. If the state is sharded, only this rank's parts are updated.
+        One launch updates adjacent parameters with equal step counts. Parameters of `leave_out` are
+        not updated. If the state is sharded, only this rank's part of each piece is updated.
         gradient: [N], laid out like `buffer`. low: 16-bit copies of the parameters, which are
-        updated too, or None. updated: called with the index of each piece after its part. The other
-        arguments are those of ``ops.adam_step``. The factors of `multiply_grads` are ignored.
+        updated too, or None. updated: called with a piece's index after the update of the piece.
+        The other arguments are those of ``ops.adam_step``. The factors of `multiply_grads` are
+        ignored.
         """
         (flat,) = self._flats
         group = flat.group

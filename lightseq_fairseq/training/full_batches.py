@@ -2,7 +2,7 @@
 
 fairseq counts pads as well: it ends a batch before (number of sentences) * (longest sentence)
 exceeds --max-tokens, and shrinks it further so that the number of sentences is a multiple of
---required-batch-size-multiple. A model without pads can hold more real tokens.
+--required-batch-size-multiple. Our layers skip the pads, so a batch can have more real tokens.
 
 fairseq sorts pairs by source length, then by target length. Then one side would often fill a batch
 long before the other side. Here pairs are sorted by their longer side and shuffled among equals, so

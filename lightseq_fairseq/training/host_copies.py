@@ -33,7 +33,7 @@ class HostCopies:
         self._unlock: weakref.finalize[..., Any] | None = None
 
     def reserve(self, size: int, device: torch.device) -> None:
-        """Ensure ``size`` bytes for states on ``device``; if it grows, old copies are invalid."""
+        """Ensure ``size`` bytes for states on ``device``; allocation invalidates old copies."""
         if self._memory is not None and len(self._memory) >= size:
             return
         self.release()
@@ -53,7 +53,7 @@ class HostCopies:
             refused = int(torch.cuda.cudart().cudaHostRegister(place, len(memory), 0))
         if not refused:
             self._unlock = weakref.finalize(self, _unlock, place)
-            self._unlock.atexit = False  # the driver may be gone by then
+            self._unlock.atexit = False  # at exit the driver may have been shut down already
 
     def release(self) -> None:
         """Free the memory; copies of states must not be used any more."""

@@ -266,7 +266,7 @@ def _is_real(rows: Rows) -> Tensor:
 def _fitted(x: Tensor, rows: int) -> Tensor:
     """x, cut to ``rows`` or filled up with zeros.
 
-    x has the outputs for all sentences of the bucket; its number of label rows may differ.
+    x has the outputs for all sentences of the bucket. The bucket's number of label rows may differ.
     """
     missing = rows - len(x)
     return x[:rows] if missing <= 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])

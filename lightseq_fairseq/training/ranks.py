@@ -36,10 +36,10 @@ def reported(
     every: float = _BEAT,
     last: Callable[[], None] | None = None,
 ) -> Iterator[None]:
-    """Call ``look`` in a thread, each ``every`` seconds, until the context exits; then ``last``.
+    """Call ``look`` in a thread every ``every`` seconds until the context exits; then ``last``.
 
-    The exit waits for the thread: Python aborts if it ends while a thread runs torch code. It waits
-    only a few seconds, since the store may never answer.
+    The exit waits for the thread, because Python aborts if it ends while a thread runs torch code.
+    The wait is limited to `_LAST_WORDS`, since the store may never answer.
     """
     ended = threading.Event()
 

@@ -1,6 +1,6 @@
 """What a training run tells about itself: log lines before its first update and after its last one.
 
-Rank 0 writes them. They only read numbers that the host already has.
+Rank 0 writes them. They need no number that the host would have to wait for.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Report:
         self._step = ""  # the last line about the step
         self._tokens = 0.0
         self._updates = 0
-        self._before = (0.0, 0)  # what fairseq's meters of the epoch counted before this run
+        self._before = (0.0, 0)  # `_of_epoch` before `train`: from an earlier run
         self._seconds = 0.0  # of training, without validation and saving
 
     def train(self, original: Callable[..., Any], cfg: Any, trainer: Any, *others: Any) -> Any:
-        """fairseq's ``train``, an epoch; logs the first lines, and the step if it has changed."""
+        """fairseq's ``train``, for one epoch; logs the first lines, and the step if it changed."""
         if self._trainer is None:
             self._trainer = trainer
             self._log(*_settings(cfg, trainer, others[-1]))
@@ -167,8 +167,8 @@ def _step(trainer: Any) -> str:
 
 def _peak_memory(device: torch.device) -> str:
     if device.type == "cuda":
-        # fairseq's own step resets torch's peak at times, to what is reserved then. Reserved memory
-        # is seldom released, unlike allocated memory.
+        # fairseq's own step at times resets torch's peaks to the current values. Reserved memory
+        # is seldom released, unlike allocated memory, so its peak is kept.
         return f"{torch.cuda.max_memory_reserved(device) / 2**30:.2f} GiB of the GPU"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     return f"{peak / 2**30:.2f} GiB of this process"

@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 
 class Count(IntEnum):
-    """Indices of the counts that are all-reduced besides the gradient; they follow the state.
+    """Indices of the counts, which follow the state in one tensor; they are summed over the ranks.
 
-    The sums in the state (from ``State.SUM_0`` on) are reduced in the same collective.
+    One all-reduce sums the end of the state (from ``State.SUM_0`` on) and the counts.
     """
 
     SAMPLE_SIZE = 0
@@ -50,7 +50,7 @@ class Count(IntEnum):
     SQUARES = 5  # sum of squares of the gradient that a rank updates, if the state is sharded
 
 
-STEPS_AHEAD = KNOWN_RATES - 2  # steps that may be unfinished when the host returns to the loop
+STEPS_AHEAD = KNOWN_RATES - 2  # steps that may be unfinished when train_step returns
 _UPDATE_INPUTS = len(Given) + KNOWN_RATES - 1  # numbers that ops.update_scalars reads as ``given``
 _GIVEN = _UPDATE_INPUTS + len(Count)  # numbers in front of a batch in its block
 _BATCH = _GIVEN + _GIVEN % 2  # start of the batch in the block; its parts are 16-byte aligned
@@ -125,8 +125,8 @@ class TrainingStep:
         self.rng = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._inputs = _Inputs(self.device)
         self._graphs = Graphs(self.device, "training steps")
-        # (part, stream, rows, first) whose GEMMs have run eagerly: their cuBLASLt algorithm search
-        # is done.
+        # (part, stream, rows, is it an update's first batch) whose GEMMs have run eagerly: their
+        # cuBLASLt algorithm search is done.
         self._searched: set[tuple[str, str, int, bool]] = set()
         self._reports = [_pinned(torch.zeros_like(self._numbers, device="cpu"), self.device)
                          for _ in range(KNOWN_RATES)]  # fmt: skip

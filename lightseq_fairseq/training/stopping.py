@@ -93,8 +93,9 @@ class Stopping:
         now = time.monotonic()
         first = self._received.setdefault(number, now)
         is_ours = os.getpid() == self._process  # False in a forked child, which inherits handlers
-        # A spawned rank leaves this decision to its parent, which only waits: the rank gets the
-        # same signals, but Python may run its handler much later, after a long computation.
+        # A second SIGTERM ends the process at once. A spawned rank leaves this to its parent, which
+        # only waits: the rank gets the same signals, but Python may run its handler much later,
+        # after a long computation.
         is_second = now - first > _SAME and multiprocessing.parent_process() is None
         if number == signal.SIGTERM and (is_second or not is_ours):
             signal.signal(number, signal.SIG_DFL)
@@ -121,12 +122,12 @@ _load_batches = _worker._worker_loop
 def load_batches(*arguments: Any) -> None:
     """torch's loop of a data loading worker, which blocks SIGTERM and SIGUSR1.
 
-    It ends with its parent process.
+    The worker ends with its parent process.
 
     Batch systems send signals to all processes of a job, but training needs its workers until it
     ends.
     """
-    # Again: `launch` does not wrap the start method forkserver.
+    # Blocks them again, because `launch` does not wrap the start method forkserver.
     signal.pthread_sigmask(signal.SIG_BLOCK, _CODES)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _load_batches(*arguments)
@@ -151,8 +152,8 @@ def launch(original: Callable[[Any, Any], None], popen: Any, process: Any) -> No
 
 
 def _end_with_parent() -> None:
-    # Not by the parent's process id, as torch does it: if the parent has already ended when torch
-    # reads the id, the worker runs forever.
+    # torch's own check compares process ids of the parent: if the parent has already ended when
+    # torch first reads the id, the worker runs forever.
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

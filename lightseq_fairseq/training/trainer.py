@@ -37,7 +37,7 @@ from lightseq_fairseq.training.flat_adam import FlatAdam
 logger = logging.getLogger(__name__)
 
 # A key of extra_state during load_checkpoint, never in a file. It is in extra_state because fairseq
-# broadcasts this from rank 0 to all other ranks.
+# broadcasts extra_state from rank 0 to the other ranks, and returns it.
 _MASTERS = "lightseq_masters"
 _LOSS_SCALER = "loss_scaler"
 _FLOATS = 3  # floats per parameter in a checkpoint: its value and two moments
@@ -84,7 +84,7 @@ class Trainer(stopping.StoppableTrainer):
             super()._build_optimizer()
 
     def get_train_iterator(self, *arguments: Any, **keywords: Any) -> Any:
-        """An epoch's batches: fairseq's or --pack-tokens'; packed if the captured step runs."""
+        """An epoch's batches: fuller ones with --pack-tokens; packed if the captured step runs."""
         iterator = super().get_train_iterator(*arguments, **keywords)
         assert self.optimizer is not None  # builds the optimizer, which sets _fallback_reason
         self._fallback_reason = self._fallback_reason or batch.covers(iterator.dataset)
@@ -163,7 +163,7 @@ class Trainer(stopping.StoppableTrainer):
         return super().valid_step(sample, raise_oom=True)
 
     def consolidate_optimizer(self) -> None:
-        """Called on all ranks before the first one saves: gather the state of the optimizer."""
+        """Called on all ranks before rank 0 saves: gather the state of the optimizer."""
         super().consolidate_optimizer()
         if self._fast_path is not None:
             self._fast_path.gather()
@@ -171,8 +171,7 @@ class Trainer(stopping.StoppableTrainer):
     def state_dict(self) -> dict[str, Any]:
         """fairseq's training state under fairseq's names, with the fp32 master weights.
 
-        If the optimizer is sharded, only the first rank can call this, after
-        `consolidate_optimizer`.
+        If the optimizer is sharded, only rank 0 can call this, after `consolidate_optimizer`.
         """
         self.settle()
         state: dict[str, Any] = super().state_dict()
@@ -235,7 +234,7 @@ class Trainer(stopping.StoppableTrainer):
         logger.info("Saving checkpoint to %s", os.path.abspath(filename))
         if self._fast_path is not None and not self.should_save_checkpoint_on_current_rank:
             return
-        # Otherwise on all ranks, since it may run collectives.
+        # Without the captured step, all ranks call state_dict, which may run collectives.
         state = self.state_dict()
         state["extra_state"].update(extra_state)
         if self.should_save_checkpoint_on_current_rank:
@@ -309,6 +308,6 @@ class Trainer(stopping.StoppableTrainer):
             tensors = kept.get(key)
             if tensors:
                 for name, master in self._masters(module).items():
-                    # Files older than fairseq 0.9 use other names: the rounded values stay.
+                    # If the names here are those of an old fairseq, the rounded values stay.
                     if name in tensors and tensors[name].shape == master.shape:
                         master.copy_(tensors[name])

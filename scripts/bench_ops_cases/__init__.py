@@ -9,9 +9,8 @@ are measured against these numbers:
 * compile: torch.compile of the same formula, with the backward that it generates.
 * library: a kernel that torch includes. linear: torch.mm, without biases; linear_layer,
   linear_activation and activation_linear: torch.mm, and one kernel each for bias, activation and
-  their gradients; attention: the
-  varlen FlashAttention-2; adam_step: AdamW(fused=True), with a cast of the gradient to float32
-  before it and a copy to the 16-bit weights after it.
+  their gradients; attention: the varlen FlashAttention-2; adam_step: AdamW(fused=True), with a cast
+  of the gradient to float32 before it and a copy to the 16-bit weights after it.
 * apex: FusedAdam in place of AdamW, if apex can be imported.
 
 Symbols in names of cases and in comments: T tokens, C width, F FFN width, V vocabulary size, H

@@ -1,6 +1,6 @@
 """Cases of ops/adam.py: the norm and the update of a whole model.
 
-The baselines do not check for overflow; ours does, as it always does.
+The baselines do not check for overflow; ours does, as in training.
 """
 
 from __future__ import annotations

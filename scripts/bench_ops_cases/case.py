@@ -11,7 +11,7 @@ from torch import Tensor
 
 Run = Callable[[], Sequence[Tensor]]
 PAD = 1  # fairseq's padding index
-SITE = 3  # number of the dropout in the model; any number will do
+SITE = 3  # dropout site: the number of the dropout in the model; any number will do
 
 
 @dataclass(frozen=True)

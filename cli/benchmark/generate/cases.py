@@ -97,7 +97,7 @@ class Case(NamedTuple):
 
 
 def positions(shape: Shape) -> int:
-    """Positions of a language model: those of its table, or 1024 of a sinusoidal one."""
+    """Positions of a language model: the size of its learned table; 1024 if sinusoidal."""
     return shape.positions or 1024
 
 
@@ -106,8 +106,8 @@ class System(NamedTuple):
 
     Attributes:
         module: the module of this package that runs it; None: `decode` or, for RoBERTa, `encode`.
-        warm_up: passes over the test set before the timed ones. In these, ours captures a graph
-            for each shape, and all systems fill their memory pools.
+        warm_up: passes over the test set before the timed ones. In the warm-up, ours captures a
+            graph for each shape, and all systems fill their memory pools.
         native: use fairseq's own model and search.
     """
 
@@ -148,7 +148,7 @@ def _is_gpt2(shape: Shape) -> bool:
 def command(
     case: Case, system: str, folder: Path, report: Path, sentences: int, passes: int, gpu: bool
 ) -> list[str]:
-    """The command of one run: the number of sentences, and of passes over them."""
+    """The command of one run, with ``passes`` timed passes over ``sentences`` sentences."""
     how = SYSTEMS[system]
     module = how.module or ("decode" if case.beam else "encode")
     words = [sys.executable, "-m", f"{__package__}.{module}", "--report", str(report)]
@@ -161,7 +161,7 @@ def environment(system: str, logs: Path) -> dict[str, str]:
     """Environment variables of the run, in addition to the benchmark's own environment.
 
     CTranslate2's wheel loads cuBLAS 12 by file name. Links in the folder ``logs`` give it torch's
-    copy under that name; its first batch shows whether this works.
+    copy under that name; the first batch shows whether this works.
     """
     found = {"OMP_WAIT_POLICY": "passive", "LIGHTSEQ_CUDNN_ATTENTION": "0"}
     if system == "ctranslate2" and (cublas := _cublas()):

@@ -2,8 +2,8 @@
 
     python -m lightseq_fairseq.cli.benchmark.generate.ctranslate (options of ``decode``)
 
-The model is what lightseq-export makes of the checkpoint, once. Where CTranslate2 cannot run, the
-report is the reason.
+The first run exports the checkpoint, as lightseq-export does. If CTranslate2 cannot run, the report
+contains the reason.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def main() -> None:
     try:
         translate = _translator(given, model)
         translate(samples[0])
-    except (RuntimeError, ValueError) as error:  # a missing library, a precision it has not
+    except (RuntimeError, ValueError) as error:  # a missing library or an unsupported precision
         reason = " ".join(str(error).split())
         given.report.write_text(json.dumps({"unable": reason}) + "\n", encoding="utf-8")
         return
     load_s = time.perf_counter() - began
-    # Its allocator never returns memory to the GPU, so memory in use at the end is the peak.
+    # CTranslate2's allocator never returns memory to the GPU: memory in use at the end is the peak.
     stopwatch.measure(given, samples, translate, load_s, memory)
 
 

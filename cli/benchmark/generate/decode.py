@@ -1,11 +1,11 @@
-"""One system of fairseq's on a test set: our model and search, or with --native its own.
+"""fairseq-generate's code on a test set: with our model and search, or with --native fairseq's own.
 
     python -m lightseq_fairseq.cli.benchmark.generate.decode --case CASE --data DIR --sentences N
         --warm-up N --passes N --report FILE [--native] [--cpu]
 
-Goes through the doors of fairseq-generate: its parser, ``load_model_ensemble``, the task's
-``build_generator``, ``move_to_cuda`` and ``inference_step``. The last but one leaves samples on the
-CPU for our search, as in lightseq-generate, and moves them for fairseq's.
+Calls the same functions as fairseq-generate: its parser, ``load_model_ensemble``, the task's
+``build_generator``, ``move_to_cuda`` and ``inference_step``. ``move_to_cuda`` leaves samples on the
+CPU for our search, as in lightseq-generate, and moves them to the GPU for fairseq's search.
 """
 
 from __future__ import annotations

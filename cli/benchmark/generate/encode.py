@@ -2,7 +2,7 @@
 
     python -m lightseq_fairseq.cli.benchmark.generate.encode (options of ``decode``)
 
-Goes through the door of users of fairseq: ``RobertaModel.from_pretrained``, ``eval`` and
+Calls the functions that users of fairseq call: ``RobertaModel.from_pretrained``, ``eval`` and
 ``extract_features`` of padded sentences, without gradients.
 """
 

@@ -77,7 +77,7 @@ def _continuing(given: argparse.Namespace) -> Run:
     def translate(sample: dict[str, Any]) -> list[int]:
         tokens = sample["tokens"].to(model.device)
         found = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options).cpu()
-        return [found.shape[1] - 1] * len(found)  # without the first token
+        return [found.shape[1] - 1] * len(found)  # without </s>, the first token
 
     return translate
 

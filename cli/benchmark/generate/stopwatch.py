@@ -34,8 +34,8 @@ def arguments(description: str | None) -> argparse.Namespace:
 
 
 def generation_words(given: argparse.Namespace) -> list[str]:
-    """Words for fairseq-generate: hypotheses as long as the longest source of their batch, or as
-    the case says."""
+    """Arguments of fairseq-generate: hypotheses are as long as the longest source of their batch,
+    or as the case says."""
     case: Case = given.case
     if case.new:
         # fairseq's maximum length counts the prompt, but not </s>.
@@ -48,7 +48,7 @@ def generation_words(given: argparse.Namespace) -> list[str]:
     words += ["--max-len-a", "1", "--max-len-b=-1", "--distributed-world-size", "1"]
     if case.batch is None:
         # With fairseq's default, 8, the three longest sentences would form their own batch, with a
-        # quarter of all steps.
+        # quarter of all decode steps.
         words += ["--max-tokens", str(case.max_tokens), "--required-batch-size-multiple", "1"]
     else:
         words += ["--batch-size", str(case.batch)]
@@ -69,7 +69,7 @@ def batches(task: Any, cfg: Any, sentences: int) -> list[dict[str, Any]]:
 
 
 def sentence_batches(given: argparse.Namespace, words: Any) -> list[dict[str, Any]]:
-    """The same of the sources for RoBERTa: with ``<s>``, and padded on the right.
+    """Batches of the source sentences for RoBERTa: with ``<s>``, and padded on the right.
 
     words: fairseq's dictionary.
     """
@@ -85,7 +85,8 @@ def sentence_batches(given: argparse.Namespace, words: Any) -> list[dict[str, An
 
 
 def prompts(case: Case, count: int, vocabulary: int) -> list[Any]:
-    """Batches of ``count`` prompts, int64 [batch, prompt] on the CPU, of random words."""
+    """``count`` prompts of random words, in full batches (at least one): int64 [batch, prompt] on
+    the CPU."""
     import torch
 
     assert case.batch is not None
@@ -95,7 +96,7 @@ def prompts(case: Case, count: int, vocabulary: int) -> list[Any]:
 
 
 def prompt_batches(task: Any, case: Case, count: int) -> list[dict[str, Any]]:
-    """The same as fairseq-interactive's collated batches."""
+    """The batches of `prompts`, collated as in fairseq-interactive."""
     import torch
 
     words, found = task.source_dictionary, []
@@ -108,7 +109,7 @@ def prompt_batches(task: Any, case: Case, count: int) -> list[dict[str, Any]]:
 
 
 def rows_of(features: Any) -> list[int]:
-    """The rows of each sentence of features [B, L, C], as soon as the features are complete."""
+    """The number of rows of each sentence of features [B, L, C]; waits until the GPU has them."""
     import torch
 
     if features.is_cuda:
@@ -126,9 +127,9 @@ def measure(
     """Translates the samples ``--warm-up`` + ``--passes`` times and writes the report.
 
     Args:
-        translate: returns the tokens of the best hypothesis of each sentence, with ``</s>`` and,
-            of a language model, with the prompt, which the report does not count; or the rows of
-            its features, of which the report does not count the pads.
+        translate: returns the number of tokens of the best hypothesis of each sentence, with
+            ``</s>`` and, for a language model, with the prompt; or the number of rows of its
+            features, with pads. The report counts neither prompts nor pads.
         memory: created before the model was loaded.
 
     Raises:

@@ -3,7 +3,7 @@
 3003 sentences, as in newstest2014, with WMT-like lengths (mean 28 with ``</s>``). The model has
 random weights; they take the same time as trained ones. The row of ``</s>`` in the embedding, which
 is shared with the output projection, is zero. Thousands of words are then always more likely than
-``</s>``, so each sentence ends at its maximum length, in every system and every precision.
+``</s>``, so each hypothesis ends at its maximum length, in every system and every precision.
 
 For a language model there are no sentences: `stopwatch` draws the prompts. Its output projection
 may be a table of its own; then the row of ``</s>`` is zero there. RoBERTa reads the sources only,
@@ -118,7 +118,7 @@ def _write_checkpoint(test_set: TestSet, shape: Shape, home: Path) -> None:
             model.decoder.output_projection.weight[EOS] = 0
     saved: Any = OmegaConf.to_container(cfg)
     saved["task"]["data"] = str(home.resolve())
-    if not shape.is_language_model:  # whose configuration is a Namespace, with all settings
+    if not shape.is_language_model:  # the other models have a Namespace with all settings
         saved["model"].data = saved["task"]["data"]
     state = {
         "args": None,

@@ -39,7 +39,7 @@ class Blocks(NamedTuple):
 
 
 class Masked(NamedTuple):
-    """Samples with masked tokens: int64 [B, L], padded, and target [B, L] with pads elsewhere."""
+    """Samples with masked tokens: int64 [B, L], padded; target [B, L], PAD if not masked."""
 
     tokens: Tensor
     target: Tensor

@@ -68,12 +68,12 @@ class Shape(NamedTuple):
         return self.decoder_layers == 0
 
     def words(self, dictionary: int) -> int:
-        """Embeddings of the model; ``dictionary`` is the number of words of its corpus."""
+        """Number of word embeddings of the model; ``dictionary``: number of words of its corpus."""
         return dictionary + self.is_masked  # fairseq's task adds <mask>
 
 
 DROPOUT = 0.1
-UNUSED_POSITIONS = 2  # rows before the first one that fairseq uses of a table of learned positions
+UNUSED_POSITIONS = 2  # first rows of fairseq's table of positions, which no token uses
 _T2T_BIG = Shape("transformer_wmt_en_de_big_t2t", 1024, 4096, 16, 6, 6, True, 0.1, 0.1)
 _GPT2 = Shape("transformer_lm_gpt2_small", 1024, 4096, 16, 0, 24, True, 0.1, 0.0, "gelu", False)
 _ROBERTA = Shape("roberta_base", 768, 3072, 12, 12, 0, False, 0.1, 0.0, "gelu", positions=512)
@@ -205,7 +205,7 @@ class Case(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Blocks of a batch; for samples of many lengths, if each is padded to the longest."""
+        """Blocks of a batch; if samples have many lengths, samples padded to ``longest`` each."""
         return self.max_tokens // self.longest
 
     @property
@@ -320,7 +320,8 @@ def command(
 
 def environment(system: str) -> dict[str, str]:
     """Environment variables of the run, in addition to the benchmark's own environment."""
-    # The launchers set the policy before torch is loaded, which is too late below it.
+    # torch reads OMP_WAIT_POLICY when it is imported. The benchmark's programs import torch before
+    # they call the launchers, which set this variable.
     cudnn = "1" if SYSTEMS[system].cudnn else "0"
     return {"OMP_WAIT_POLICY": "passive", "LIGHTSEQ_CUDNN_ATTENTION": cudnn}
 
@@ -328,7 +329,7 @@ def environment(system: str) -> dict[str, str]:
 def _training(
     case: Case, how: System, data: Path, report: Path, updates: int, gpu: bool, workers: int
 ) -> Sequence[str]:
-    """Words for lightseq-train, which adds the same optimizer, criterion and schedule for all."""
+    """Arguments of lightseq-train, which adds the same optimizer, criterion, schedule for all."""
     shape = case.shape
     flags = {
         "--arch": f"ls_{shape.arch}",

@@ -48,8 +48,8 @@ from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
 )
 from lightseq_fairseq.fairseq_compat.workers import no_workers_left
 
-SIZES = 8  # number of batch sizes; each is compiled separately
-DRAWN = 256  # batches of masked text, which are used again and again
+SIZES = 8  # row counts are multiples of max-tokens / SIZES; each is compiled separately
+DRAWN = 256  # maximum number of batches of masked text; they are used in a cycle
 LR, WARM_UP, BETAS, WEIGHT_DECAY = 5e-4, 4000, (0.9, 0.98), 1e-4
 
 
@@ -242,7 +242,7 @@ def train(
     if gpu and (case.block or (case.shape.is_masked and system != "torch_compile")):
         backend = fastest_backend(case, mask_of(case, system))
         print(f"fastest backend of attention: {backend.name}", flush=True)
-        # While torch.compile traces, cuDNN takes no mask: then the other kernels do.
+        # While torch.compile traces, cuDNN accepts no mask; then the second backend is used.
         attention = sdpa_kernel([backend, SDPBackend.EFFICIENT_ATTENTION], set_priority=True)
     with attention:
         _train(gradients, update, feed, updates, meter)
@@ -251,7 +251,7 @@ def train(
 def mask_of(case: Case, system: str) -> Tensor | None:
     """A mask as attention gets it on a GPU; None if it gets none."""
     mask = None if case.block else half_pads(case)
-    if system == "transformers":  # compiled, it makes one without pads, too, and for every query
+    if system == "transformers":  # compiled, it makes a mask even without pads, for each query
         no_pads = torch.ones(case.blocks, 1, 1, case.longest, dtype=torch.bool, device="cuda")
         mask = (no_pads if mask is None else mask).repeat(1, 1, case.longest, 1)
     return mask

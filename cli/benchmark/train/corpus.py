@@ -34,12 +34,12 @@ MASKED_SHARE = 0.15  # of all tokens; fairseq's default
 SPECIALS, EOS = 4, 2
 MEAN, SIGMA, SHORTEST, LONGEST = 28, 0.55, 2, 200
 RATIO, RATIO_DEVIATION = 1.03, 0.15
-# A power of two: whole batches of whole blocks, 1024 of 32 blocks of 1024 tokens.
+# TOKENS is a power of two, so all batches are full: 1024 batches of 32 blocks of 1024 tokens.
 PAIRS, TOKENS = 1_000_000, 1 << 25
 VALID_PAIRS, VALID_TOKENS, SEED = 1000, 1 << 16, 1
 MANIFEST = "corpus.json"
 
-_QUANTILES = 1 << 22  # even the rarest word has ten of them
+_QUANTILES = 1 << 22  # even the rarest word of the default vocabularies has at least seven
 _TOKENS_AT_ONCE = 1 << 24
 _INDEX_HEADER = b"MMIDIDX\x00\x00" + struct.pack("<QB", 1, 8)  # version 1, uint16
 
@@ -54,7 +54,7 @@ class Lines(NamedTuple):
 
 
 PARAGRAPHS = Lines(57, 1.0, 1, 2000)
-# The tasks set <s> before each line.
+# Without the <s> that the tasks add to each line.
 MIX = Lines(312, 0.9, 19, 511)
 SENTENCES = Lines(65, 0.7, 9, 127)
 
@@ -96,7 +96,7 @@ def ensure_text(
     """The text of so many tokens and words in ``folder``, see `ensure`.
 
     Args:
-        option: of the command that names the folder.
+        option: the command's option for the folder, without "--", for the error message.
         has_classes: each line is a sentence with a class, in the folders "input0" and "label".
     """
 
@@ -166,7 +166,7 @@ def line_lengths(
     tokens: int, rng: np.random.Generator, lines: Lines = PARAGRAPHS
 ) -> NDArray[np.int32]:
     """Tokens of the lines of a text, int32 [lines]; their sum is ``tokens``."""
-    # Twice the lines that are needed on average: together they have more tokens than that.
+    # Twice the expected number of lines, so that they have more than ``tokens`` tokens.
     sizes = rng.lognormal(
         math.log(lines.mean) - lines.sigma**2 / 2, lines.sigma, 10 + 2 * tokens // lines.mean
     )

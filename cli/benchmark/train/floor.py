@@ -5,14 +5,15 @@ Activations and weights have 16 bits. N = bytes of all rows of one activation:
 
     attention       4 N forward, 8 N backward; half for the rows of queries, half for keys. In
                     blocks of L tokens at least its GEMMs: 2 L C operations per token forward,
-                    4 L C backward, since half of the products are masked; twice as many in
-                    RoBERTa, where none are
+                    4 L C backward, since the causal mask skips half of the products; twice
+                    as many in RoBERTa, whose attention is not causal
     sublayer close  4 N forward, 5 N backward (dropout, residual, LayerNorm in one pass)
     feed-forward    one bit per element for the dropout mask, written and read; biases, activations
                     and their gradients are in the GEMMs
     embedding       2 N forward, 4 N backward
     cross entropy   4 bytes per logit: read once, then overwritten with the gradient
-    Adam            28 bytes per parameter with whole float32 master weights (26 if split)
+    Adam            28 bytes per parameter with whole float32 master weights (26 if they are stored
+                    as the bf16 weight and a 16-bit remainder)
 
 A language model has no source, and no cross attention. RoBERTa has only an encoder, and computes
 the logits of the masked tokens alone.
@@ -50,7 +51,7 @@ def parameters(shape: Shape, vocabulary: int) -> int:
     encoder_layer = attention + feed_forward + 2 * 2 * c
     decoder_layer = (1 + cross) * attention + feed_forward + (2 + cross) * 2 * c
     last_norms = (1 + cross) * 2 * c if shape.normalize_before else 0
-    # RoBERTa: the LayerNorm of the embedding; a product, a LayerNorm and the biases of the words.
+    # RoBERTa: the LayerNorm of the embedding; a linear layer, a LayerNorm and the logit biases.
     head = 2 * c + c * c + c + 2 * c + vocabulary if shape.is_masked else 0
     layers = shape.encoder_layers * encoder_layer + shape.decoder_layers * decoder_layer
     embeddings = vocabulary if shape.tied else 2 * vocabulary

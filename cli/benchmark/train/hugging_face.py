@@ -41,4 +41,4 @@ class Roberta(nn.Module):
             attention_mask=tokens.ne(PAD).long() if self.has_pads else None,
             labels=target.masked_fill(~is_label, -100),
         ).loss
-        return loss * is_label.sum()  # it is the mean
+        return loss * is_label.sum()  # `loss` is the mean

@@ -26,14 +26,14 @@ from lightseq_fairseq.cli.benchmark.train.cases import Case
 from lightseq_fairseq.cli.benchmark.train.corpus import MASKED_SHARE
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import PAD
 
-Samples = list[tuple[Tensor, Tensor]]  # tokens, and target with pads elsewhere
+Samples = list[tuple[Tensor, Tensor]]  # tokens, and target: PAD if not masked
 
 
 def drawn(data: Path, case: Case, system: str, count: int, workers: int) -> list[Batch]:
     """Up to ``count`` different batches, fewer if the text has no more.
 
     Raises:
-        ValueError: the text has not enough samples for one.
+        ValueError: the text has not enough samples for one batch.
     """
     dataset = _dataset(data, case)
     sizes = np.asarray(dataset.sizes).reshape(-1)
@@ -41,7 +41,7 @@ def drawn(data: Path, case: Case, system: str, count: int, workers: int) -> list
     packs = system == "torch_compile" and not case.block
     if packs:
         groups = _filled(order, sizes, case.max_tokens)[:count]
-        # Room for the rows after the samples: they are fewer than the longest sample has.
+        # Room for the pad rows after the samples: they are fewer than the longest sample has.
         most = max(map(len, groups), default=0) + 2
         collate: Any = partial(packed, rows=case.max_tokens, longest=case.longest, most=most)
     else:
@@ -80,7 +80,7 @@ def _dataset(data: Path, case: Case) -> _Items:
 
 def _filled(order: np.ndarray, sizes: np.ndarray, tokens: int) -> list[list[int]]:
     """``order`` cut into groups, each with as many samples as ``tokens`` allow; the last group
-    is missing."""
+    is left out."""
     ends, groups, start = sizes[order].cumsum(dtype=np.int64), [], 0
     before = 0
     while (end := int(ends.searchsorted(before + tokens, side="right"))) < len(order):
@@ -98,7 +98,7 @@ def padded(samples: Samples, longest: int) -> Masked:
 
 
 def padded_rows(samples: Samples, longest: int) -> MaskedRows:
-    """The same, with the rows that are masked."""
+    """Samples padded as by `padded`, and the numbers of the masked rows."""
     tokens, target = padded(samples, longest)
     none = torch.empty(0, dtype=torch.int64)
     return MaskedRows(tokens, none, none, *_masked(target.flatten(), len(samples)))
@@ -122,7 +122,7 @@ def packed(samples: Samples, rows: int, longest: int, most: int) -> MaskedRows:
 
 
 def _masked(target: Tensor, samples: int) -> tuple[Tensor, Tensor]:
-    """int64 [M]: the masked rows, with row 0 after them, and their targets, with pads after them.
+    """int64 [M]: the masked rows, filled up with row 0, and their targets, filled up with PAD.
 
     Of a sample with n tokens fairseq masks 0.15 n on average, rounded up or down at random. So in
     a batch the standard deviation of the sum is at most half of the root of the number of samples,

@@ -5,9 +5,10 @@
 
 The report is a JSON object: ``first_100_s``, the time from the start of the first epoch to the end
 of update 100; ``peak_gib`` up to update N (see `MemoryMeter`); the `timeline` of a few steps after
-it; and ``profiled_tokens``, the real target tokens per step of these. The speed is in the training
-log. Before update N this code does nothing except one synchronisation after update 100. With
-several ranks, FILE is the report of rank 0, and its tokens count for all ranks.
+update N; and ``profiled_tokens``, the real target tokens per step of these steps. The speed is in
+the training log. Before update N this code does nothing except one synchronisation after update
+100. With several ranks, FILE is the report of rank 0; its tokens are those of rank 0 times the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def main() -> None:
     parser.add_argument("--heat", type=int, required=True)
     parser.add_argument("--marks", type=int, required=True)
     parser.add_argument("--without-apex", action="store_true")
-    parser.add_argument("words", nargs="+", help="of lightseq-train, after --")
+    parser.add_argument("words", nargs="+", help="arguments of lightseq-train, after --")
     arguments = parser.parse_args()
     if arguments.without_apex:
         for name in ("apex", "fused_adam_cuda"):  # makes their import fail

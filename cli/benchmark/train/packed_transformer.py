@@ -6,7 +6,7 @@ blocks of one length, by ``scaled_dot_product_attention``; `fastest_backend` cho
 RoBERTa reads such blocks, packed samples, or samples padded to one length.
 
 Shapes: T = packed rows, B = sentences or blocks, L = tokens of a block, C = width, H = heads,
-M = masked tokens, a fixed number of which some have no label.
+M = a fixed number of rows: the masked tokens, then rows without a label.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def block_attention(
 ) -> Tensor:
     """Attention within blocks: q [B, L, H, C / H] -> same shape.
 
-    mask: bool [B, 1, 1 or L, L], the keys that are no pads.
+    mask: bool [B, 1, 1 or L, L], True at keys that are no pads.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = functional.scaled_dot_product_attention(q, k, v, mask, p, causal)

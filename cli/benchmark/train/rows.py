@@ -35,7 +35,7 @@ class Interval(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One run: updates before the first steady interval, the steady intervals, the report."""
+    """One run: updates of the warm-up, the intervals of the log after it, the report."""
 
     warm_up: int
     intervals: list[Interval]
@@ -68,14 +68,14 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
     random; text has none. Tokens are summed over all GPUs; the floor is for one GPU with
     its share of the tokens; the report is that of the first GPU. Profile, peak and warm-up are from
     the last run.
-    ``part_ms`` is the kernel time of each part in a step of ``ms_per_step``, "gaps" is the rest,
-    and ``gpu_busy`` is the share of all parts except the gaps.
+    ``part_ms`` is the kernel time of each part in a step of ``ms_per_step``, "gaps" is the time
+    without kernels, and ``gpu_busy`` is the share of all parts except the gaps.
 
-    A profiler makes steps longer. If the host limits the step time, it adds host time: then the
-    kernel times are those of the profile, scaled to the tokens of the measured steps (the profiled
-    steps have other batches), except the optimizer's, which does not depend on the batch. If the
-    GPU limits it, the profiler adds gaps between kernels and prevents their overlap: then the parts
-    are the shares in the profile, and the true ``gpu_busy`` is rather higher.
+    A profiler makes steps longer. If the host limits the step time, the profiler adds host time:
+    then the kernel times are those of the profile, scaled to the tokens of the measured steps (the
+    profiled steps have other batches), except the optimizer's, which does not depend on the batch.
+    If the GPU limits the step time, the profiler adds gaps between kernels and prevents their
+    overlap: then the parts are the shares in the profile, and the true ``gpu_busy`` is higher.
     """
     steady = [interval for run in runs for interval in run.intervals]
     times = sorted(interval.ms_per_step for interval in steady)

@@ -13,8 +13,8 @@ from lightseq_fairseq.training.batch.dataset import Column, Filled, PackingDatas
 from lightseq_fairseq.training.batch.reading import Sentences, joined, reader
 
 _SOURCE = "net_input.src_tokens"
-# What a batch of fairseq's task sentence_prediction has. RoBERTa does not read prev_output_tokens,
-# which --add-prev-output-tokens adds.
+# The entries of a batch of fairseq's task sentence_prediction. --add-prev-output-tokens adds
+# prev_output_tokens, which RoBERTa does not read.
 _ENTRIES = {
     "id", _SOURCE, "net_input.src_lengths", "net_input.prev_output_tokens", "target", "nsentences",
     "ntokens",
@@ -26,7 +26,7 @@ class PackingClasses(PackingDataset):
     """Batches of sentences with labels, each a ``PackedBatch``.
 
     A batch has the sentences and labels of fairseq's task ``sentence_prediction``, in the order of
-    the given indices; ``CLASSES`` says in which form. A row that is the pad token is
+    the given indices; for their form see ``packing.CLASSES``. A row that is the pad token is
     dropped, as ``Segments.from_mask`` does. It still counts in ``ntokens``, as in fairseq.
 
     Args:
@@ -103,14 +103,14 @@ def _is_regression(target: Any) -> bool:
 
 
 def _words(target: Any) -> Any:
-    """The dataset of labels before fairseq strips eos and subtracts; None if it is no such."""
+    """The labels before fairseq strips eos and adds an offset; None for other wrappers."""
     from fairseq.data import OffsetTokensDataset, StripTokenDataset
 
     return nested.inside(target, OffsetTokensDataset, StripTokenDataset)
 
 
 def _of_numbers(numbers: torch.Tensor) -> Sentences:
-    """The bits of float64 [B, N], rounded to float32 as by fairseq's collater."""
+    """``numbers`` [B, N], rounded to float32 as in fairseq's collater, as the bits of float64."""
     values = numbers.float().double().view(torch.int64).flatten().numpy()
     count = len(numbers)
     return Sentences(values, np.full(count, len(values) // max(count, 1)))

@@ -1,4 +1,4 @@
-"""What the packing datasets share: their interface, and how a batch is written into its block."""
+"""The common interface of the packing datasets, and the function that fills a batch's block."""
 
 from __future__ import annotations
 
@@ -60,20 +60,20 @@ class PackingDataset(torch.utils.data.Dataset[Any], ABC):
 
 
 class Column(NamedTuple):
-    """The values of a column, one per row, and the value of the rows after the real ones."""
+    """The values of a column, one per real row; and ``past``, the value of the rows after them."""
 
     values: np.ndarray
     past: int
 
 
 class Filled(NamedTuple):
-    """What a stream of a batch is filled with.
+    """The content of one stream of a batch (see ``packing.Stream``).
 
     Attributes:
         lengths: rows of each sentence.
         columns: in the order of the layout.
         granularity: rounding of the number of rows.
-        least: the stream has at least so many rows, real or not.
+        least: the smallest number of rows of the stream, real or not.
     """
 
     lengths: np.ndarray

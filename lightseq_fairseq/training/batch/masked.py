@@ -12,8 +12,8 @@ from lightseq_fairseq.training.batch import nested
 from lightseq_fairseq.training.batch.dataset import Column, Filled, PackingDataset, packed
 from lightseq_fairseq.training.batch.reading import Sentences, joined, positions, reader, reordered
 
-# What batches of fairseq's tasks masked_lm and multilingual_masked_lm have. RoBERTa reads neither
-# lang_id nor target_tokens, which --include-target-tokens adds.
+# The entries of batches of fairseq's tasks masked_lm and multilingual_masked_lm. RoBERTa reads
+# neither lang_id nor target_tokens, which --include-target-tokens adds.
 _ENTRIES = {
     "id", "net_input.src_tokens", "net_input.src_lengths", "net_input.target_tokens", "target",
     "nsentences", "ntokens", "lang_id",
@@ -30,7 +30,7 @@ class PackingMasked(PackingDataset):
 
     A batch has the tokens and labels of fairseq's tasks ``masked_lm`` and
     ``multilingual_masked_lm``: the same masks for the same seed, epoch and index. fairseq
-    draws them twice per item, for the source and for the target; here it is once.
+    draws them twice per item, for the source and for the target; this class draws them once.
 
     A row that is the pad token after masking is dropped, as ``Segments.from_mask`` does. It still
     counts in ``ntokens``, as in fairseq. A masked pad token has no label, as in fairseq.
@@ -43,7 +43,7 @@ class PackingMasked(PackingDataset):
     def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
         super().__init__(dataset, granularity)
         self._corpora = [_Corpus(part) for part in nested.corpora(dataset) or []]
-        self._noise = self._corpora[0].noise  # whose settings all have
+        self._noise = self._corpora[0].noise  # all corpora have these settings
 
     @staticmethod
     def masks(corpora: list[Any]) -> bool:
@@ -87,7 +87,7 @@ class PackingMasked(PackingDataset):
         """The batch of masked sentences.
 
         Args:
-            before: [T], the tokens before masking, where ``chosen``.
+            before: [T], the tokens before masking; read only where ``chosen`` is true.
             chosen: bool [T], the tokens that are to be predicted.
         """
         pad, ntokens = self._noise.pad_idx, len(source.tokens)
@@ -102,7 +102,8 @@ class PackingMasked(PackingDataset):
                 counts,
                 [Column(np.flatnonzero(chosen), 0), Column(labels, pad)],
                 self.granularity.of_part(self._noise.mask_prob),
-                # With none, the step computes one row without a label: fairseq takes all rows.
+                # If no token is chosen, the step computes one row, without a label. (fairseq then
+                # computes all rows.)
                 least=min(1, len(source.tokens)),
             ),
         )
@@ -192,7 +193,7 @@ class _Corpus:
         return Sentences(tokens, text.lengths), chosen
 
     def _choose(self, rng: np.random.RandomState, units: int) -> np.ndarray:
-        """The units of an item that are to be predicted, of ``units``."""
+        """Indices of the units to predict, in an item that has ``units`` of them."""
         noise = self.noise
         length, deviation = noise.mask_multiple_length, noise.mask_stdev
         count = int(noise.mask_prob * units / float(length) + rng.random_sample())
@@ -208,7 +209,7 @@ class _Corpus:
 
 
 def _lacks(columns: dict[str, Any]) -> dict[str, bool]:
-    """See ``PackingDataset.lacks``; of the entries of a batch."""
+    """``PackingDataset.lacks`` for datasets by entry of a batch, see ``nested.columns``."""
     from fairseq.data import PrependTokenDataset
 
     source, target = _source_and_target(columns)
@@ -221,7 +222,8 @@ def _lacks(columns: dict[str, Any]) -> dict[str, bool]:
     return {
         f"batches also have {', '.join(extra)}": bool(extra),
         "the labels are not the masked tokens": not is_one_draw,
-        # A first token before each block begins a word; fairseq fails without one.
+        # With whole-word masking, a token set before each block begins its first word. fairseq
+        # fails without this token.
         "no token is set before the blocks": source.mask_whole_words is not None
         and nested.inside(source.dataset, *_cached(PrependTokenDataset)) is None,
     }
@@ -234,7 +236,7 @@ def _cached(kind: type) -> tuple[type, type]:
 
 
 def _source_and_target(columns: dict[str, Any]) -> tuple[Any, Any]:
-    """The two MaskTokensDatasets of a batch's entries; None for each that is another."""
+    """The MaskTokensDatasets of input and labels; None for an entry with another dataset."""
     from fairseq.data import LRUCacheDataset, MaskTokensDataset, PadDataset, RightPadDataset
 
     def found(entry: str) -> Any:

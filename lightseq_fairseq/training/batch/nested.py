@@ -16,15 +16,15 @@ def columns(dataset: Any) -> dict[str, Any] | None:
 
 
 def unsorted(dataset: Any) -> Any:
-    """The dataset within a SortDataset, which changes only the order; others as they are."""
+    """The dataset within a SortDataset, which changes only the order; else ``dataset`` itself."""
     from fairseq.data import SortDataset
 
     return dataset.dataset if type(dataset) is SortDataset else dataset
 
 
 def corpora(dataset: Any) -> list[Any] | None:
-    """The nested datasets that ``dataset`` consists of, such as one per language; None if it has
-    others. They may be sampled anew in each epoch."""
+    """The nested datasets that ``dataset`` consists of, such as one per language; None if a part
+    is not nested. fairseq may resample the parts in each epoch."""
     from fairseq.data import ConcatDataset, ResamplingDataset
 
     whole = unsorted(dataset)
@@ -37,8 +37,8 @@ def corpora(dataset: Any) -> list[Any] | None:
 
 
 def places(dataset: Any, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where items of ``dataset`` are: the places of their corpora in ``corpora``, and their indices
-    in these; int64 [items] each."""
+    """For items of ``dataset``: the index of each item's corpus in ``corpora(dataset)``, and the
+    item's index in this corpus; int64 [items] each."""
     from fairseq.data import ConcatDataset, ResamplingDataset
 
     whole = unsorted(dataset)
@@ -57,7 +57,7 @@ def places(dataset: Any, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def inside(dataset: Any, *kinds: Any) -> Any:
     """The dataset within wrappers of these exact classes, the outermost first; None if others are.
 
-    None is no dataset, and has nothing inside.
+    ``dataset`` may be None; then the result is None.
     """
     for kind in kinds:
         if type(dataset) is not kind:

@@ -105,7 +105,7 @@ class PackingParts(PackingDataset):
     @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:
         """See ``PackingDataset``."""
-        from lightseq_fairseq.training.batch import covers  # which knows this class
+        from lightseq_fairseq.training.batch import covers  # here, since it imports this module
 
         reasons = {f"the dataset is of type {type(dataset).__name__}": dataset.eval_key is not None}
         found = map(covers, dataset.datasets.values())
@@ -113,7 +113,7 @@ class PackingParts(PackingDataset):
 
     def __getitems__(self, indices: Any) -> list[PackedBatch]:
         """One batch per part, of the items that fairseq's dataset returns for ``indices``."""
-        place = self.dataset._map_index  # a shorter part starts again at its end
+        place = self.dataset._map_index  # after its last item, a shorter part begins again
         return [
             pairs.__getitems__([place(part, index) for index in indices])
             for part, pairs in self.parts.items()

@@ -64,10 +64,10 @@ Reader = Callable[[np.ndarray], Sentences]
 
 
 def reader(dataset: Any) -> Reader:
-    """A function that reads items of ``dataset``, fairseq's dataset of token tensors.
+    """A function that reads items of ``dataset``, a fairseq dataset of token tensors.
 
-    It can be pickled. Classes that are unknown here, extensions of known ones included, are read
-    item by item.
+    It can be pickled. Other classes than those below, such as their subclasses, are read item by
+    item.
     """
     from fairseq import data
     from fairseq.data.indexed_dataset import MMapIndexedDataset
@@ -98,7 +98,7 @@ def joined(sentences: Sequence[Tensor]) -> Sentences:
 
 
 def files(dataset: Any) -> list[Any] | None:
-    """The memory-mapped files whose sentences ``dataset`` has in order; None if it is not so."""
+    """The memory-mapped files that ``dataset`` consists of, in order; None for other datasets."""
     from fairseq.data import ConcatDataset
     from fairseq.data.indexed_dataset import MMapIndexedDataset
 
@@ -140,7 +140,7 @@ def stream_tokens(blocks: Any, places: np.ndarray) -> np.ndarray:
 
 def ranges(blocks: Any, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where blocks of a TokenBlockDataset begin in its text, and their lengths; int64."""
-    # Not its sizes: they are 16 bits wide even where a sentence is longer.
+    # Not from blocks.sizes: it can be uint16 although a sentence is longer than 65535.
     found = blocks.slice_indices[indices].astype(np.int64)
     return found[:, 0], found[:, 1] - found[:, 0]
 

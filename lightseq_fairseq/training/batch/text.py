@@ -71,7 +71,8 @@ class PackingText(PackingDataset):
         if len(dataset.tgt_vocab) != len(dataset.vocab):
             known = labels.tokens < len(dataset.tgt_vocab)
             labels = labels._replace(tokens=np.where(known, previous, dataset.tgt_vocab.unk()))
-            # fairseq replaces words in place, where the input of such a block shares its memory.
+            # fairseq does so in place. A block that continues the text before it shares its memory
+            # with its input, so there the input changes, too.
             previous = np.where(np.repeat(continues, labels.lengths), labels.tokens, previous)
         before = stream_tokens(blocks, np.maximum(ranges(blocks, indices)[0] - 1, 0))
         previous = np.roll(previous, 1)
