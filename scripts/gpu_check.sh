@@ -92,7 +92,7 @@ mapfile -t files < <({
 } | xargs -d '\n' basename -s .py)
 # memcheck leaves out files whose tests run out of memory on purpose, measure time or train.
 unchecked="allocate|background|generation|model|parity|races|ranks|step|step_faults|step_memory"
-# racecheck runs only test_races_cuda, which calls no cuBLAS kernel: those hang under racecheck.
+# racecheck runs only test_races_cuda: most cuBLAS kernels, which other tests call, hang under it.
 sanitizer=$(command -v compute-sanitizer || true)
 checks=" ${CHECKS:-tests memcheck racecheck} "
 list() {

@@ -213,7 +213,9 @@ def test_a_worker_ends_with_a_process_that_was_killed(data: Path, tmp_path: Path
     """Also if the process ends before torch's loop reads the id of its parent process."""
     reading, writing = os.pipe()
 
-    class Late(_utils.worker.ManagerWatchdog):  # type: ignore[misc, name-defined]
+    watchdog: Any = _utils.worker.ManagerWatchdog
+
+    class Late(watchdog):
         def __init__(self) -> None:
             os.write(writing, str(os.getpid()).encode())
             parent = os.getppid()
