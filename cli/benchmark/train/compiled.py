@@ -250,11 +250,10 @@ def train(
 
 def mask_of(case: Case, system: str) -> Tensor | None:
     """A mask as attention gets it on a GPU; None if it gets none."""
-    mask = None if case.block else half_pads(case)
-    if system == "transformers":  # compiled, it makes a mask even without pads, for each query
-        no_pads = torch.ones(case.blocks, 1, 1, case.longest, dtype=torch.bool, device="cuda")
-        mask = (no_pads if mask is None else mask).repeat(1, 1, case.longest, 1)
-    return mask
+    if case.block:
+        return None
+    mask = half_pads(case)
+    return mask.repeat(1, 1, case.longest, 1) if system == "transformers" else mask
 
 
 def drawn(data: Path, case: Case, system: str, count: int, workers: int) -> list[Batch]:
