@@ -175,7 +175,7 @@ __device__ __forceinline__ void consume(const Params& p, Tiles& tiles, int threa
     fence_proxy_async();
     tiles.dz_full.arrive();
   };
-  multiply_tiles<T, false>(p.product, tiles.stages, thread, [] {}, finish);
+  multiply_tiles<T, false>(p.product, tiles.stages, thread, [](int, int) {}, finish);
 }
 
 #endif

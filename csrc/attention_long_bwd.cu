@@ -252,12 +252,6 @@ __device__ __forceinline__ void prepare(const BwdParams& p, BwdTiles<kWidth>& ti
   }
 }
 
-__device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t* x) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-               : "memory");
-}
-
 // sums = a b^T: 64 rows of a and of b, kWidth columns, in boxes of a_box and b_box bytes.
 template <typename T, int kWidth>
 __device__ __forceinline__ void multiply_rows(float (&sums)[32], const WgmmaOperand& a, int a_box,

@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, kSlope ? kSlopeBlocks : kFwdBlo
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       Columns<T> y, slope;
-      activate_columns<T, kActivation>(x[u], bias, p.dropout, keep[u], y, slope);
+      activate_columns<T, kActivation>(x[u], bias, p.dropout, true, keep[u], y, slope);
       if (u * kWarps >= left) continue;
       y.store(y_row + u * kWarps * p.columns);
       if constexpr (kSlope) slope.store(slope_row + u * kWarps * p.columns);

@@ -14,7 +14,7 @@
 // reads z and writes y and the slope. For ReLU with dropout, the product writes x W^T, and the
 // second kernel adds the bias; without dropout, the product's epilogue is enough (linear.cu).
 //
-// common/tile_product.cuh describes the product. gelu and its derivative take some 30 instructions
+// common/tile_product.cuh describes the product. gelu and its derivative take some 20 instructions
 // per number. If a consumer computed them for a whole tile, the tensor cores would wait for about a
 // third of the time. So a consumer warp writes its 16 rows of z to shared memory. In each step of
 // the next tile, while the tensor cores work, the warp computes y and the slope of a few of these
@@ -29,6 +29,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <type_traits>
 
 #include "common/activation.cuh"
 #include "common/check.h"
@@ -63,6 +64,7 @@ struct Params {
 
 struct Tiles {
   Tile z;
+  uint16_t bias[kConsumerWarps][kTileColumns];
   TileStages stages;
 };
 
@@ -72,42 +74,48 @@ constexpr int kWarpRows = kTileRows / kConsumerWarps;
 static_assert(kTileColumns == kWarp * kColumnsPerDraw, "a lane has eight columns of a row");
 
 // A warp's rows of the finished tile; one lane's columns of them.
-template <typename T, Activation kActivation>
+template <typename T, Activation kActivation, bool kDrops>
 struct Rows {
   const Params<T>& p;
   const Rng rng;
-  const int thread;
-  const uint32_t z;  // address of the warp's first row in the lane's box
-  int next = kWarpRows;
-  int64_t first = 0;  // row of y
-  int column = 0;
+  const int chunk;        // of a box's row
+  const uint32_t z;       // address of the warp's first row in the lane's box
+  int next = 0, end = 0;  // rows of the warp
+  int64_t row = 0;        // of y
+  int64_t place = 0;      // in y
+  int group = 0;          // column of y, in groups of a draw
+  Columns<T> x;           // the next row; loaded before the products of a step, to hide the latency
 
-  __device__ __forceinline__ Rows(const Params<T>& params, Tile& tile, int number)
+  __device__ __forceinline__ Rows(const Params<T>& params, Tile& tile, int thread)
       : p(params),
-        rng(params.dropout.drops() ? Rng(params.dropout.dropout.rng) : Rng()),
-        thread(number),
-        z(shared_address(tile[chunk() / kChunks]) + number / kWarp * kWarpRows * kSwizzleBytes) {}
+        rng(kDrops ? Rng(params.dropout.dropout.rng) : Rng()),
+        chunk(thread % kWarp % kChunks),
+        z(shared_address(tile[thread % kWarp / kChunks]) +
+          thread / kWarp * kWarpRows * kSwizzleBytes) {}
 
-  __device__ __forceinline__ void begin(int row_tile, int first_column) {
+  __device__ __forceinline__ void begin(int64_t first_row, int first_column, int lane) {
+    const int column = first_column + lane * kColumnsPerDraw;
+    const int64_t left = column < p.columns ? p.rows - first_row : 0;
     next = 0;
-    first = static_cast<int64_t>(row_tile) * kTileRows + thread / kWarp * kWarpRows;
-    column = first_column + chunk() * kColumnsPerDraw;
+    end = static_cast<int>(min(left, static_cast<int64_t>(kWarpRows)));
+    row = first_row;
+    place = row * p.columns + column;
+    group = column / kColumnsPerDraw;
+    load();
   }
 
   // Computes y and the slope of the next `count` rows.
   __device__ __forceinline__ void activate(int count) {
 #pragma unroll 1
-    for (; count > 0 && next < kWarpRows; --count, ++next) {
-      const int64_t row = first + next;
-      if (row >= p.rows || column >= p.columns) continue;
+    for (; count > 0 && next < end; --count, ++row, place += p.columns) {
       uint32_t keep = kKeepAll;
-      if (p.dropout.drops()) keep = p.dropout.draw(rng, row, column / kColumnsPerDraw);
-      Columns<T> x, y, slope;
-      x.load_shared(z + next * kSwizzleBytes + swizzle_128b(next, chunk() % kChunks));
+      if constexpr (kDrops) keep = p.dropout.draw(rng, row, group);
       float no_bias[kColumnsPerDraw];  // z already contains the bias
       load_bias<T>(nullptr, 0, no_bias);
-      activate_columns<T, kActivation>(x, no_bias, p.dropout, keep, y, slope);
-      const int64_t place = row * p.columns + column;
+      Columns<T> y, slope;
+      activate_columns<T, kActivation>(x, no_bias, p.dropout, kDrops, keep, y, slope);
+      ++next;
+      load();
       y.store(p.y + place);
       if (p.slope != nullptr) slope.store(p.slope + place);
     }
@@ -115,37 +123,58 @@ struct Rows {
   }
 
  private:
-  static constexpr int kChunks = kSwizzleColumns / kColumnsPerDraw;  // of a box's row
-  __device__ __forceinline__ int chunk() const { return thread % kWarp; }
+  static constexpr int kChunks = kSwizzleColumns / kColumnsPerDraw;
+
+  // Behind the last row, it loads that row again, for nothing.
+  __device__ __forceinline__ void load() {
+    const int row = min(next, kWarpRows - 1);
+    x.load_shared(z + row * kSwizzleBytes + swizzle_128b(row, chunk));
+  }
 };
 
-template <typename T, Activation kActivation>
+template <typename T, Activation kActivation, bool kDrops>
 __device__ __forceinline__ void consume(const Params<T>& p, Tiles& tiles, int thread) {
-  Rows<T, kActivation> rows(p, tiles.z, thread);
+  Rows<T, kActivation, kDrops> rows(p, tiles.z, thread);
+  const int warp = thread / kWarp, lane = thread % kWarp;
+  const uint32_t bias = shared_address(tiles.bias[warp]);
   // Rows per step, so that all rows are done when the next tile is finished.
   const int in_step = (kWarpRows + p.product.steps - 1) / p.product.steps;
-  const auto meanwhile = [&] { rows.activate(in_step); };
+  const auto meanwhile = [&](int step, int column) {
+    if (step == 0) {
+      const int first = column + lane * kColumnsPerDraw;
+      cp_async_zfill(bias + lane * kColumnsPerDraw * static_cast<int>(sizeof(T)), p.bias + first,
+                     first < p.columns);
+    }
+    rows.activate(in_step);
+  };
+  // stmatrix: lane l gives the address of row l % 8 of matrix l / 8; matrices 1 and 3 are eight
+  // rows below 0 and 2, matrices 2 and 3 eight columns beside them.
+  const int row = warp * kWarpRows + lane / 8 % 2 * 8 + lane % 8;
+  const uint32_t z = shared_address(tiles.z) + row * kSwizzleBytes;
   const auto finish = [&](const float (&sums)[kTileSums], int row_tile, int column) {
+    cp_async_wait_all();
     __syncwarp();
+    uint32_t pairs[kTileColumns / 8];  // of the bias
 #pragma unroll
-    for (int box = 0; box < kAcross; ++box) {
+    for (int i = 0; i < kTileColumns / 8; ++i) {
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(pairs[i]) : "r"(bias + i * 16 + lane % 4 * 4));
+    }
 #pragma unroll
-      for (int i = 0; i < kTilePairs; i += 2) {  // pairs of two rows, in the same columns
-        const int first = column + box * kSwizzleColumns + i / 2 * 8 + thread % 4 * 2;
-        const float2 bias =
-            first < p.columns
-                ? unpack_pair<T>(__ldg(reinterpret_cast<const uint32_t*>(p.bias + first)))
-                : float2{};
+    for (int i = 0; i < kTileColumns / 8; i += 2) {
+      uint32_t words[4];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float* const both = sums + 2 * (box * kTilePairs + i + half);
-          *reinterpret_cast<uint32_t*>(place_of(tiles.z, thread, box, i + half)) =
-              pack_pair<T>(both[0] + bias.x, both[1] + bias.y);
-        }
+      for (int k = 0; k < 2; ++k) {
+        const float* const four = sums + (i + k) * 4;
+        const float2 added = unpack_pair<T>(pairs[i + k]);
+        words[2 * k] = pack_pair<T>(four[0] + added.x, four[1] + added.y);
+        words[2 * k + 1] = pack_pair<T>(four[2] + added.x, four[3] + added.y);
       }
+      stmatrix_x4(
+          z + i / 8 * static_cast<int>(sizeof(tiles.z[0])) + swizzle_128b(row, i % 8 + lane / 16),
+          words);
     }
     __syncwarp();
-    rows.begin(row_tile, column);
+    rows.begin(static_cast<int64_t>(row_tile) * kTileRows + warp * kWarpRows, column, lane);
   };
   multiply_tiles<T, true>(p.product, tiles.stages, thread, meanwhile, finish);
   rows.activate(kWarpRows);
@@ -153,7 +182,7 @@ __device__ __forceinline__ void consume(const Params<T>& p, Tiles& tiles, int th
 
 #endif
 
-template <typename T, Activation kActivation>
+template <typename T, Activation kActivation, bool kDrops>
 __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
     linear_activation_fwd_kernel(const __grid_constant__ Params<T> p) {
 #ifdef LIGHTSEQ_HAS_WGMMA
@@ -167,7 +196,7 @@ __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
   griddepcontrol_wait();
   if (threadIdx.x >= kWarpgroup) {
     setmaxnreg_inc<kConsumerRegisters>();
-    consume<T, kActivation>(p, tiles, threadIdx.x - kWarpgroup);
+    consume<T, kActivation, kDrops>(p, tiles, threadIdx.x - kWarpgroup);
   } else {
     setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x == 0) load_operands<true>(p.product, tiles.stages);
@@ -191,7 +220,7 @@ std::optional<Results> by_tiles(const Tensor& x, const Tensor& weight, const Ten
   const int64_t rows = x.size(0), columns = weight.size(0);
   const Tensor y = allocate(x, {rows, columns});
   const Tensor slope = need_slope ? allocate(x, {rows, columns}) : allocate(x, {0});
-  const auto start = [&](auto zero, auto chosen) {
+  const auto start = [&](auto zero, auto chosen, auto drops) {
     using T = decltype(zero);
     const Params<T> params{.product = *product,
                            .bias = static_cast<const T*>(bias.const_data_ptr()),
@@ -206,10 +235,14 @@ std::optional<Results> by_tiles(const Tensor& x, const Tensor& weight, const Ten
             .shared = sizeof(Tiles),
             .stream = current_stream(device),
             .dependent = true},
-           linear_activation_fwd_kernel<T, chosen.value>, params);
+           linear_activation_fwd_kernel<T, chosen.value, drops.value>, params);
+  };
+  const auto start_type = [&](auto chosen, auto drops) {
+    x.scalar_type() == ScalarType::Half ? start(__half{}, chosen, drops)
+                                        : start(__nv_bfloat16{}, chosen, drops);
   };
   const auto start_for = [&](auto chosen) {
-    x.scalar_type() == ScalarType::Half ? start(__half{}, chosen) : start(__nv_bfloat16{}, chosen);
+    dropout.drops() ? start_type(chosen, std::true_type{}) : start_type(chosen, std::false_type{});
   };
   activation == Activation::kGelu ? start_for(ActivationConstant<Activation::kGelu>{})
                                   : start_for(ActivationConstant<Activation::kGeluAccurate>{});

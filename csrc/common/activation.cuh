@@ -17,8 +17,9 @@ namespace lightseq {
 
 enum class Activation { kIdentity, kRelu, kGelu, kGeluAccurate };
 
-constexpr float kSqrtHalf = 0.70710678118654752f;       // 1 / sqrt(2)
-constexpr float kSqrtTwoOverPi = 0.79788456080286536f;  // sqrt(2 / pi)
+constexpr float kSqrtHalf = 0.70710678118654752f;          // 1 / sqrt(2)
+constexpr float kSqrtTwoOverPi = 0.79788456080286536f;     // sqrt(2 / pi)
+constexpr float kLog2OfDensityAt0 = -1.3257480647361593f;  // log2(1 / sqrt(2 pi))
 constexpr float kGeluCubic = 0.044715f;
 
 // Error of at most 1 ulp (PTX manual).
@@ -30,35 +31,32 @@ __device__ __forceinline__ float reciprocal_approximate(float x) {
 // The probability that a standard normal variable exceeds |v|.
 //
 // For 16-bit types, computing gelu with erff would take longer than its memory accesses. So these
-// types use 2^polynomial(|v|), fitted to log2 of the probability on [0, 7]. Its relative error is
-// below 6e-6 up to |v| = 4 and below 4e-5 up to 5.5; rounding to float16 has one of 5e-4. For
-// larger |v| the relative error grows, while the probability itself falls below 2e-8.
+// types use 2^polynomial(|v|), fitted to log2 of the probability: for float16 on [0, 7], with a
+// relative error below 6e-6 up to |v| = 4 and below 4e-5 up to 5.5; for bfloat16 on [0, 5.5], with
+// one below 2.5e-4. Rounding to these types has one of 5e-4 and 4e-3. For larger |v| the relative
+// error grows, while the probability itself falls below 2e-8.
 template <typename T>
 __device__ __forceinline__ float normal_tail(float v) {
   const float a = fabsf(v);
   if constexpr (sizeof(T) == sizeof(float)) return 0.5f - 0.5f * erff(a * kSqrtHalf);
-  float log2 = -1.68377596e-6f;
-  log2 = fmaf(log2, a, 5.90210802e-5f);
-  log2 = fmaf(log2, a, -9.13685828e-4f);
-  log2 = fmaf(log2, a, 8.45482573e-3f);
-  log2 = fmaf(log2, a, -5.38768210e-2f);
-  log2 = fmaf(log2, a, -0.458524436f);
-  log2 = fmaf(log2, a, -1.15123546f);
-  log2 = fmaf(log2, a, -0.999995947f);
+  float log2;
+  const auto polynomial = [&](float highest, auto... others) {
+    log2 = highest;
+    ((log2 = fmaf(log2, a, others)), ...);
+  };
+  if constexpr (std::is_same_v<T, __half>) {
+    polynomial(-1.68377596e-6f, 5.90210802e-5f, -9.13685828e-4f, 8.45482573e-3f, -5.38768210e-2f,
+               -0.458524436f, -1.15123546f, -0.999995947f);
+  } else {
+    polynomial(-2.33251300e-4f, 4.86977386e-3f, -4.45990146e-2f, -0.469681080f, -1.14626082f,
+               -1.00035909f);
+  }
   return exp2_approximate(log2);
 }
 
-// gelu_accurate(v) = v (1 + tanh(u)) / 2 = v * sigmoid(2u) = v / (1 + exp(-2u)), with
-// u = sqrt(2 / pi) (v + 0.044715 v^3). Returns exp(-2u), with a bound on the exponent: the
-// derivative needs a finite value.
-__device__ __forceinline__ float exponential_of_gelu(float v) {
-  const float u = v * fmaf(kSqrtTwoOverPi * kGeluCubic, v * v, kSqrtTwoOverPi);
-  return exp2_approximate(fminf(-2.0f * kLog2E * u, 126.0f));
-}
-
-// For |v| > kFar, in every float type, gelu is v or 0 and its derivative is 1 or 0. Bounding v
-// there avoids infinity * 0.
-constexpr float kFar = 128.0f;
+// Beyond these bounds, gelu is v or 0 and its derivative is 1 or 0, up to 2e-36. Bounding v there
+// avoids infinity * 0. The bound of gelu_accurate keeps its exponential below 2^126.
+constexpr float kFar = 128.0f, kFarAccurate = 10.0f;
 
 struct Activated {
   float value, slope;  // slope: the derivative
@@ -69,21 +67,25 @@ struct Activated {
 template <typename T, Activation kActivation>
 __device__ __forceinline__ Activated activate(float v) {
   if constexpr (kActivation == Activation::kRelu) return {relu(v), v <= 0.0f ? 0.0f : 1.0f};
+  constexpr float kBound = kActivation == Activation::kGelu ? kFar : kFarAccurate;
+  const float above = at_least(v, -kBound);  // without an upper bound: gelu(infinity) is infinity
+  const float near = at_most(above, kBound);
   if constexpr (kActivation == Activation::kGelu) {
-    const float near = at_least(at_most(v, kFar), -kFar);
     const float tail = normal_tail<T>(near);
-    // The normal density, multiplied by sqrt(2 pi).
-    const float density = exp2_approximate(-0.5f * kLog2E * near * near);
-    return {relu(v) - fabsf(near) * tail,
-            fmaf(0.5f * kSqrtTwoOverPi * near, density, near < 0.0f ? tail : 1.0f - tail)};
+    const float below = near < 0.0f ? tail : 1.0f - tail;  // probability of a number below v
+    const float density = exp2_approximate(fmaf(-0.5f * kLog2E * near, near, kLog2OfDensityAt0));
+    return {above * below, fmaf(near, density, below)};
   }
+  // gelu_accurate(v) = v (1 + tanh(u)) / 2 = v s, with s = sigmoid(2u) = 1 / (1 + exp(-2u)) and
+  // u = sqrt(2 / pi) (v + 0.044715 v^3).
   if constexpr (kActivation == Activation::kGeluAccurate) {
-    v = at_least(v, -kFar);
-    const float exponential = exponential_of_gelu(v);
+    constexpr float kLinear = 2.0f * kSqrtTwoOverPi, kCubic = kLinear * kGeluCubic;  // of 2u
+    const float square = near * near;
+    const float exponential =
+        exp2_approximate(near * fmaf(-kLog2E * kCubic, square, -kLog2E * kLinear));
     const float s = reciprocal_approximate(1.0f + exponential);
-    const float near = at_most(v, kFar);
-    const float du = fmaf(3.0f * kSqrtTwoOverPi * kGeluCubic, near * near, kSqrtTwoOverPi);
-    return {v * s, fmaf(2.0f * near * du, s * s * exponential, s)};
+    const float slope = near * fmaf(3.0f * kCubic, square, kLinear);  // v times that of 2u
+    return {above * s, fmaf(slope, s * (s * exponential), s)};
   }
   return {v, 1.0f};
 }
@@ -100,12 +102,12 @@ __device__ __forceinline__ void load_bias(const T* bias, int64_t column,
   packed.unpack(values);
 }
 
-// y = dropout(activation(x + bias)) of eight columns, and its derivative.
+// y = dropout(activation(x + bias)) of eight columns, and its derivative. drops: dropout.drops().
 template <typename T, Activation kActivation>
 __device__ __forceinline__ void activate_columns(const Columns<T>& x,
                                                  const float (&bias)[kColumnsPerDraw],
-                                                 const DropoutFactors& dropout, uint32_t keep,
-                                                 Columns<T>& y, Columns<T>& slope) {
+                                                 const DropoutFactors& dropout, bool drops,
+                                                 uint32_t keep, Columns<T>& y, Columns<T>& slope) {
   float values[kColumnsPerDraw], slopes[kColumnsPerDraw];
   x.unpack(values);
 #pragma unroll
@@ -114,8 +116,10 @@ __device__ __forceinline__ void activate_columns(const Columns<T>& x,
     values[e] = activated.value;
     slopes[e] = activated.slope;
   }
-  dropout.apply(keep, values);
-  dropout.apply(keep, slopes);
+  if (drops) {
+    dropout.apply(keep, values);
+    dropout.apply(keep, slopes);
+  }
   y.pack(values);
   slope.pack(slopes);
 }

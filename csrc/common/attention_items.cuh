@@ -58,9 +58,6 @@ inline int64_t most_units(const LongArguments& a) {
   return 2 * (a.q.size(0) / kTile + most_long(a.q, a.k, a.cu_q));
 }
 
-// Returns the value of lane 0 to all lanes, so the compiler knows that it is the same for a warp.
-__device__ __forceinline__ int of_warp(int x) { return __shfl_sync(kAllLanes, x, 0); }
-
 // Distributes the bits of a row's 128 keys of a tile to the four lanes of a quad. `word` of lane c
 // has the bits of keys 32 c ... 32 c + 31, in order. The result of lane c has the keys whose scores
 // the lane has: bit 8 b + 2 k + e is key 32 k + 8 b + 2 c + e.

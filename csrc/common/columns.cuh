@@ -140,7 +140,7 @@ struct DropoutFactors {
         scale(static_cast<float>(1.0 / (1.0 - p))) {}
 
   // Whether bits must be generated; otherwise use kKeepAll.
-  __device__ __forceinline__ bool drops() const { return dropout.threshold > 0; }
+  __host__ __device__ __forceinline__ bool drops() const { return dropout.threshold > 0; }
 
   __device__ __forceinline__ uint32_t draw(const Rng& rng, int64_t row, int64_t group) const {
     return keep_bits({rng.numbers, dropout.site, dropout.threshold}, row, group);

@@ -9,6 +9,9 @@ namespace lightseq {
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+// Returns the value of lane 0 to all lanes, so the compiler knows that it is the same for a warp.
+__device__ __forceinline__ int of_warp(int x) { return __shfl_sync(kAllLanes, x, 0); }
+
 struct Sum {
   template <typename T>
   __device__ __forceinline__ T operator()(T a, T b) const {
@@ -37,13 +40,13 @@ __device__ __forceinline__ T block_reduce(T x, Operation operation) {
   constexpr int kWarps = kThreads / kWarp;
   x = warp_reduce(x, operation);
   if constexpr (kWarps > 1) {
-    __shared__ T of_warp[kWarps];
+    __shared__ T partial[kWarps];
     __syncthreads();  // all threads have read the result of the previous call
-    if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = x;
+    if (threadIdx.x % kWarp == 0) partial[threadIdx.x / kWarp] = x;
     __syncthreads();
-    x = of_warp[0];
+    x = partial[0];
 #pragma unroll
-    for (int warp = 1; warp < kWarps; ++warp) x = operation(x, of_warp[warp]);
+    for (int warp = 1; warp < kWarps; ++warp) x = operation(x, partial[warp]);
   }
   return x;
 }

@@ -124,9 +124,9 @@ __device__ __forceinline__ void load_operands(const TileProduct& p, TileStages& 
   });
 }
 
-// Multiplies all tiles, and calls finish(sums, row tile, first column) for each. Calls meanwhile()
-// in each step, while the tensor cores work. By the consumers; thread: index of this thread among
-// theirs.
+// Multiplies all tiles, and calls finish(sums, row tile, first column) for each. Calls
+// meanwhile(step, first column) in each step, while the tensor cores work. By the consumers;
+// thread: index of this thread among theirs.
 template <typename T, bool kTransposeB, typename Meanwhile, typename Finish>
 __device__ __forceinline__ void multiply_tiles(const TileProduct& p, TileStages& stages, int thread,
                                                Meanwhile&& meanwhile, Finish&& finish) {
@@ -134,7 +134,7 @@ __device__ __forceinline__ void multiply_tiles(const TileProduct& p, TileStages&
   // ones. The boxes of b^T follow each other in memory, so wgmma does not use kBox.
   constexpr int kBox = kTransposeB ? 16 : kDepth * kSwizzleBytes;
   constexpr int kNext = kTransposeB ? kWgmmaK * 2 : kWgmmaK * kSwizzleBytes;
-  const uint32_t a_offset = thread / kWarpgroup * kWgmmaM * kSwizzleBytes;
+  const uint32_t a_offset = of_warp(thread / kWarpgroup) * kWgmmaM * kSwizzleBytes;
   const int lane = thread % kWarp;
   const auto release = [&](int stage) {
     if (lane < kCluster) stages.empty[stage].arrive_cluster(lane);
@@ -158,7 +158,7 @@ __device__ __forceinline__ void multiply_tiles(const TileProduct& p, TileStages&
       if (step > 0)
         release(before);  // before meanwhile(): the next load of this stage takes as long as a step
       before = stage.index;
-      meanwhile();
+      meanwhile(step, column);
     }
     wgmma_wait<0>();
     wgmma_hold(sums);

@@ -187,6 +187,13 @@ template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
+// Stores four 8x8 matrices of 16-bit numbers, packed as the sums of a product; lane l passes the
+// address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void stmatrix_x4(uint32_t row, const uint32_t* matrices) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+               : "memory");
+}
 // The compiler moves no access to these sums across this: call it after the wait for a product, and
 // before a product that reads or adds to sums which other instructions have written.
 template <int kCount>
