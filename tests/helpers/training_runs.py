@@ -153,6 +153,7 @@ def run(data: Path, save_dir: Path, native: bool = False, **flags: Any) -> list[
     ``native`` trains with fairseq's own Trainer.
     """
     losses: list[float] = []
+    flags.setdefault("distributed_world_size", 1)  # fairseq's default: all GPUs
 
     class Recorded(native_trainer.Trainer if native else Trainer):  # type: ignore[misc]
         def __init__(self, cfg: Any, task: Any, *others: Any) -> None:
