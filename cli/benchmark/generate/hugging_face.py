@@ -32,7 +32,6 @@ def main() -> None:
     memory, began = MemoryMeter(gpu=not given.cpu), time.perf_counter()
     torch.manual_seed(0)
     run = _continuing(given) if given.case.new else _encoding(given)
-    load_s = time.perf_counter() - began
     samples = _prompts(given) if given.case.new else _sentences(given)
     try:
         run(samples[0])
@@ -40,6 +39,7 @@ def main() -> None:
         reason = " ".join(str(error).split())
         given.report.write_text(json.dumps({"unable": reason}) + "\n", encoding="utf-8")
         return
+    load_s = time.perf_counter() - began
     stopwatch.measure(given, samples, run, load_s, memory)
 
 

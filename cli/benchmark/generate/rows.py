@@ -16,8 +16,8 @@ def row(case: Case, system: str, runs: Sequence[Row], about: Row) -> Row:
 
     ``decode_s`` is the time for all ``sentences``; each pass over them is one sample. ``p50_ms``
     and ``p99_ms`` are times per batch (at batch 1: per sentence). Not included in these are
-    ``load_s``, loading the model from the file to the device (CTranslate2: and the first batch),
-    and ``first_s``, the first pass.
+    ``load_s``, loading the model from the file to the device (CTranslate2 and transformers: and the
+    first batch, with compilation), and ``first_s``, the first pass.
     """
     passes = [sum(seconds) for run in runs for seconds in run["batch_s"]]
     batches = [second for run in runs for seconds in run["batch_s"] for second in seconds]
