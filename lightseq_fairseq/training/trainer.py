@@ -69,9 +69,21 @@ class Trainer(stopping.StoppableTrainer):
         self._fairseqs: Any = None  # fairseq's iterator of the training set
         self._iterator: Any = None  # a copy of it whose batches are fuller, packed, or both
         super().__init__(cfg, task, model, criterion, quantizer)
+        if self.use_distributed_wrapper:  # then fairseq leaves this to its wrapper
+            self._model.to(self.device)
+            self._criterion.to(self.device)
         self._has_ls = names.uses_ls(self.cfg)
         if self._has_ls:
             background.take_over()
+
+    @property
+    def model(self) -> Any:
+        """The model that fairseq's loop calls: if our step runs, without the wrapper of ranks.
+
+        DistributedDataParallel would keep a second gradient, and autograd nodes of the default
+        stream, with which backward cannot be captured.
+        """
+        return self._model if self._fallback_reason is None else super().model
 
     def _build_optimizer(self) -> None:
         self._fast_path = None

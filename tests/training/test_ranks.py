@@ -216,6 +216,18 @@ def test_two_ranks_train_as_fairseqs(data: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
 
 
+def _without_wrapper(*arguments: Any) -> None:
+    target = "fairseq.models.distributed_fairseq_model.DistributedDataParallel"
+    with mock.patch(target, side_effect=AssertionError("our step needs no wrapper")):
+        runs.run_rank(*arguments)
+
+
+def test_our_step_runs_without_fairseqs_wrapper(data: Path, tmp_path: Path) -> None:
+    """Whose autograd nodes belong to the default stream, so that backward cannot be captured."""
+    flags = {**runs.LS, **PLAIN, "max_update": 3, "ddp_backend": "pytorch_ddp"}
+    assert len(runs.run_ranks(data, tmp_path / "run", 2, start=_without_wrapper, **flags)[0]) == 3
+
+
 def test_each_rank_draws_masks_of_its_own(data: Path, tmp_path: Path) -> None:
     run = TrainingStep.update
 
