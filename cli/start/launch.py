@@ -179,15 +179,12 @@ def typed(program: str, words: Sequence[str]) -> Iterator[None]:
 @contextmanager
 def environment(name: str, value: str | None) -> Iterator[None]:
     """Sets an environment variable within the block; spawned processes see it. None: no change."""
-    before = os.environ.get(name)
     if value is not None:
         os.environ[name] = value
     try:
         yield
     finally:
-        if before is not None:
-            os.environ[name] = before
-        elif value is not None:
+        if value is not None:
             del os.environ[name]
 
 
