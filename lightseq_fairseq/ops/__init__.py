@@ -29,6 +29,13 @@ from .dropout_residual_layer_norm import (
 from .bias_activation_dropout import bias_activation_dropout_bwd, bias_activation_dropout_fwd
 from .linear_activation import linear_activation_fwd
 from .activation_linear import activation_linear_bwd
+from .fp8_quantise import fp8_quantise
+from .fp8_linear import fp8_linear_bwd, fp8_linear_fwd
+from .fp8_bias_activation_dropout import (
+    fp8_bias_activation_dropout_bwd,
+    fp8_bias_activation_dropout_fwd,
+    fp8_relu_dropout_bwd,
+)
 from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_fwd_bwd
 from .column_sum import defer_column_sums, flush_column_sums
 from .beam_search import beam_candidates, beam_sample
@@ -57,6 +64,12 @@ __all__ = [
     "bias_activation_dropout_bwd",
     "linear_activation_fwd",
     "activation_linear_bwd",
+    "fp8_quantise",
+    "fp8_linear_fwd",
+    "fp8_linear_bwd",
+    "fp8_bias_activation_dropout_fwd",
+    "fp8_bias_activation_dropout_bwd",
+    "fp8_relu_dropout_bwd",
     "cross_entropy_fwd",
     "cross_entropy_bwd",
     "cross_entropy_fwd_bwd",

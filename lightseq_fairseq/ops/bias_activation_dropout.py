@@ -71,6 +71,10 @@ class BiasActivationDropoutFwd(NamedTuple):
         return self.x.new_empty(self.x.shape)
 
     def reference(self) -> Tensor:
+        return self.compute().to(self.x.dtype)
+
+    def compute(self) -> Tensor:
+        """y in the working precision."""
         x, bias, activation, p, rng, site = self
         dtype = work_dtype(x)
         y = x.to(dtype, copy=True) if bias is None else torch.add(x.to(dtype), bias)
@@ -81,7 +85,7 @@ class BiasActivationDropoutFwd(NamedTuple):
         if p > 0:
             for part, factor in dropout_factors(rng, site, x.shape, p, dtype):
                 y[part].mul_(factor)
-        return y.to(x.dtype)
+        return y
 
 
 bias_activation_dropout_fwd = define("bias_activation_dropout_fwd", BiasActivationDropoutFwd)
@@ -115,6 +119,10 @@ class BiasActivationDropoutBwd(NamedTuple):
         return self.x.new_empty(self.x.shape)
 
     def reference(self) -> Tensor:
+        return self.compute().to(self.x.dtype)
+
+    def compute(self) -> Tensor:
+        """dx in the working precision; writes dbias."""
         dy, x, bias, activation, p, rng, site, dbias, accumulate = self
         dtype = work_dtype(x)
         dx = torch.empty_like(dy, dtype=dtype)
@@ -133,7 +141,7 @@ class BiasActivationDropoutBwd(NamedTuple):
                 torch.ops.aten.gelu_backward(dx, before, approximate=approximation, grad_input=dx)
         if dbias is not None:
             store_gradient(dbias, column_sum(dx), accumulate)
-        return dx.to(x.dtype)
+        return dx
 
 
 bias_activation_dropout_bwd = define("bias_activation_dropout_bwd", BiasActivationDropoutBwd)

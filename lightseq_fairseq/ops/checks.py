@@ -1,13 +1,14 @@
 """Argument checks of the public functions.
 
 For tensors on a GPU most checks read only shapes, dtypes, devices and strides: reading a value
-makes the host wait for the GPU. `check_range` reads values on a CPU, and on a GPU only with
-LIGHTSEQ_CHECK_INDICES=1. `check_boundaries` reads the values of a GPU tensor once.
+makes the host wait for the GPU. `check_range` and `check_power_of_two` read values on a CPU, and on
+a GPU only with LIGHTSEQ_CHECK_INDICES=1. `check_boundaries` reads the values of a GPU tensor once.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Sequence
 
@@ -101,6 +102,18 @@ def check_range(op: str, name: str, indices: Tensor, size: int, letter: str) -> 
     if least < 0 or most >= size:
         worst = least if least < 0 else most
         raise ValueError(f"{op}: {name} must be in [0, {letter}) = [0, {size}), got {worst}")
+
+
+def check_power_of_two(op: str, name: str, x: Tensor, most: int) -> None:
+    """Raise ValueError unless x is 2^n with -most <= n <= most; read only as in `check_range`."""
+    if not _has_values(x) or not _may_wait(x):
+        return
+    value = x.detach().item()
+    mantissa, exponent = math.frexp(value)
+    if mantissa != 0.5 or abs(exponent - 1) > most:
+        raise ValueError(
+            f"{op}: {name} must be a power of two from 2^-{most} to 2^{most}, got {value}"
+        )
 
 
 def check_boundaries(

@@ -36,6 +36,10 @@ def cross_attention(cu: Tensor, q: Tensor, sentences: Tensor) -> Tensor:
     return ops.decode_cross_attention(q, q, q, cu, sentences, 1, H, 0.5)
 
 
+def quantised(scale: Tensor, x: Tensor, amax: Tensor, saturated: Tensor) -> Tensor:
+    return ops.fp8_quantise(x, scale, amax, saturated)[0]
+
+
 CASES = {
     "embedding": (embedding, (torch.arange(T), torch.randn(V, D), make_rng())),
     "cross_entropy": (cross_entropy, (torch.arange(T), torch.randn(T, V))),
@@ -45,6 +49,10 @@ CASES = {
         (torch.tensor(1), torch.randn(2, 3 * D), torch.randn(3, 2, D), torch.zeros(3, 2).int()),
     ),
     "cross_attention": (cross_attention, (BOUNDARIES, torch.randn(T, D), torch.arange(2).int())),
+    "fp8_quantise": (
+        quantised,
+        (torch.tensor(2.0), torch.randn(T, 16), torch.tensor(0.0), torch.tensor(0)),
+    ),
 }  # the values of the first tensor are checked
 
 

@@ -33,6 +33,18 @@ def attention() -> tuple[Any, ...]:
     return CU, CU, 5, 5, True, 0.5, P, make_rng(), SITE
 
 
+def fp8(*shape: int) -> Tensor:
+    return randn(*shape).to(torch.float8_e4m3fn)
+
+
+def scale() -> Tensor:
+    return torch.tensor(2.0**-8)
+
+
+def of_cast() -> tuple[Tensor, ...]:
+    return scale(), torch.tensor(1.5), torch.tensor(7)
+
+
 # Arguments for every op, with a state in which every branch of it has something to do.
 ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "dropout_mask": lambda: (make_rng(), SITE, T, C, P),
@@ -78,6 +90,22 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "activation_linear_bwd": lambda: (
         *(randn(T, V), randn(T, C), randn(V, C), randn(T, C), P, randn(V, C), randn(C), True),
+    ),
+    "fp8_quantise": lambda: (randn(T, 16).float(), *of_cast()),
+    "fp8_linear_fwd": lambda: (fp8(T, 16), scale(), fp8(32, 16), scale(), randn(32).bfloat16()),
+    "fp8_linear_bwd": lambda: (
+        *(fp8(T, 32), fp8(32, 16), scale(), fp8(16, 16), scale(), fp8(16, 32), scale()),
+        *(randn(32, 16).float(), randn(T, 16).bfloat16(), True, False),
+    ),
+    "fp8_bias_activation_dropout_fwd": lambda: (
+        *(randn(T, 16).float(), randn(16).float(), "gelu", P, make_rng(), SITE, *of_cast()),
+    ),
+    "fp8_bias_activation_dropout_bwd": lambda: (
+        *(randn(T, 16).float(), randn(T, 16).float(), randn(16).float(), "gelu", P, make_rng()),
+        *(SITE, randn(16).float(), True, *of_cast()),
+    ),
+    "fp8_relu_dropout_bwd": lambda: (
+        *(randn(T, 16).float(), fp8(16, 16), P, randn(16).float(), True, *of_cast()),
     ),
     "cross_entropy_fwd": lambda: (randn(T, V), tokens(V), 0.1, 1, True),
     "cross_entropy_bwd": lambda: (randn(T), randn(T, V), tokens(V), randn(T).add(3), 0.1, 1),

@@ -1,0 +1,134 @@
+"""The cast to E4M3 compared with a table of all its numbers, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.ops_testing import check_op
+from torch import Tensor
+
+from lightseq_fairseq import ops
+
+NAN = 0x7F
+CODES = torch.arange(NAN)  # of the numbers from 0 to 448
+EXPONENTS, MANTISSAS = CODES // 8, (CODES % 8).double()
+NUMBERS = torch.where(
+    EXPONENTS == 0, MANTISSAS * 2.0**-9, (1 + MANTISSAS / 8) * torch.exp2(EXPONENTS.double() - 7)
+)
+
+
+def statistics(amax: float = 0.0, saturated: int = 0) -> tuple[Tensor, Tensor]:
+    return torch.tensor(amax), torch.tensor(saturated)
+
+
+def codes_of(x: Tensor, scale: float) -> Tensor:
+    """The bytes of x / scale in E4M3, by a search of the nearest number in the table."""
+    sizes = x.double().abs() / scale
+    above = torch.searchsorted(NUMBERS, sizes.clamp(max=448)).clamp(max=NAN - 1)
+    below = (above - 1).clamp(min=0)
+    low, high = sizes - NUMBERS[below], NUMBERS[above] - sizes
+    is_below = (low < high) | ((low == high) & (below % 2 == 0))
+    codes = torch.where(is_below, below, above) + 128 * x.signbit()
+    return torch.where(x.isfinite(), codes, NAN).to(torch.uint8)
+
+
+def quantise(x: Tensor, scale: float) -> tuple[Tensor, Tensor, float, int]:
+    amax, saturated = statistics()
+    values, transpose = ops.fp8_quantise(x, torch.tensor(scale), amax, saturated)
+    return values, transpose, amax.item(), int(saturated)
+
+
+def test_the_table_is_torchs():
+    numbers = CODES.to(torch.uint8).view(torch.float8_e4m3fn).double()
+    assert torch.equal(numbers, NUMBERS) and NUMBERS[-1] == 448
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-60, 2.0**-20, 8.0, 2.0**60])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_number(dtype, scale):
+    """Among them NaN, infinities, zeros of both signs, ties, and numbers that are not normal."""
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).view(256, 256)
+    values, transpose, amax, saturated = quantise(x, scale)
+    expected = codes_of(x, scale)
+    assert torch.equal(values.view(torch.uint8), expected)
+    assert torch.equal(transpose.view(torch.uint8), expected.t())
+    assert amax == torch.finfo(dtype).max
+    finite = x[x.isfinite()].double()
+    assert saturated == (finite.abs() > 448 * scale).sum()
+
+
+def test_ties_round_to_even_and_their_neighbours_to_the_nearest():
+    ties = ((NUMBERS[1:] + NUMBERS[:-1]) / 2).float()
+    x = torch.stack([torch.nextafter(ties, ties - 1), ties, torch.nextafter(ties, ties + 1)])
+    x = torch.cat([x, x.new_zeros(3, 2)], 1)  # 128 columns
+    codes = quantise(x, 1.0)[0].view(torch.uint8)[:, :-2].int()
+    below = CODES[:-1].int()
+    assert torch.equal(codes[0], below) and torch.equal(codes[2], below + 1)
+    assert torch.equal(codes[1], below + below % 2)
+
+
+def test_float32_is_rounded_once():
+    """Not first to 16 bits: 17 + 2^-14 is nearer to 18, but 17, a tie, becomes 16."""
+    x = torch.tensor([17 + 2.0**-14, 17.0] * 8)[None]
+    assert quantise(x, 1.0)[0].float()[0, :2].tolist() == [18, 16]
+
+
+def test_infinity_and_nan_become_nan_and_are_not_counted():
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan, -torch.nan, 449.0, -1e38, 448.0, -0.0] * 2)
+    values, _, amax, saturated = quantise(x[None], 1.0)
+    assert values.view(torch.uint8)[0, :8].tolist() == [NAN] * 4 + [0x7E, 0xFE, 0x7E, 0x80]
+    assert amax == torch.tensor(1e38).item() and saturated == 4
+    assert values.float()[0, :4].isnan().all()
+
+
+def test_statistics_continue():
+    """So that micro-batches of an update share them."""
+    x = torch.full((2, 16), -3.0)
+    amax, saturated = statistics(2.0, 5)
+    ops.fp8_quantise(x, torch.tensor(2.0**-10), amax, saturated)
+    assert amax == 3 and saturated == 5 + 32
+    ops.fp8_quantise(x / 2, torch.tensor(1.0), amax, saturated)
+    assert amax == 3 and saturated == 37
+
+
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17])
+def test_transposes_are_padded_with_zeros(rows):
+    x = torch.randn(rows, 48)
+    values, transpose, _, _ = quantise(x, 0.25)
+    size = (rows + 15) // 16 * 16
+    assert values.shape == (rows, 48) and transpose.shape == (48, size)
+    assert transpose.is_contiguous() and values.is_contiguous()
+    bits = transpose.view(torch.uint8)
+    assert torch.equal(bits[:, :rows], values.view(torch.uint8).t()) and not bits[:, rows:].any()
+
+
+def test_strided_rows_and_inputs_are_not_written():
+    wide = torch.randn(5, 64)
+    before = wide.clone()
+    ours = quantise(wide[:, 16:48], 0.5)
+    assert torch.equal(wide, before)
+    assert torch.equal(ours[0].float(), quantise(wide[:, 16:48].contiguous(), 0.5)[0].float())
+
+
+def test_opcheck():
+    check_op("fp8_quantise", torch.randn(5, 32), torch.tensor(0.5), *statistics())
+    check_op("fp8_quantise", torch.randn(0, 32).half(), torch.tensor(0.5), *statistics())
+
+
+def test_refusals():
+    x, scale, (amax, saturated) = torch.randn(3, 16), torch.tensor(1.0), statistics()
+    with pytest.raises(ValueError, match="fp8_quantise: fp8 needs rows of a multiple of 16"):
+        ops.fp8_quantise(x[:, :8], scale, amax, saturated)
+    for wrong in (0.75, -1.0, 0.0, 2.0**61, torch.nan, torch.inf):
+        with pytest.raises(ValueError, match=r"scale must be a power of two from 2\^-60 to 2\^60"):
+            ops.fp8_quantise(x, torch.tensor(wrong), amax, saturated)
+    with pytest.raises(ValueError, match="scale must be float32, got float64"):
+        ops.fp8_quantise(x, scale.double(), amax, saturated)
+    with pytest.raises(ValueError, match="x must be float16 or bfloat16 or float32, got float64"):
+        ops.fp8_quantise(x.double(), scale, amax, saturated)
+    with pytest.raises(ValueError, match=r"amax must have shape \[\], got \[1\]"):
+        ops.fp8_quantise(x, scale, amax[None], saturated)
+    with pytest.raises(ValueError, match="saturated must be int64, got int32"):
+        ops.fp8_quantise(x, scale, amax, saturated.int())
+    with pytest.raises(ValueError, match="x must be contiguous in its last dimension"):
+        ops.fp8_quantise(torch.randn(16, 16).t(), scale, amax, saturated)
