@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import statistics
 import subprocess
@@ -370,6 +371,7 @@ def measure_product(linear: Linear, name: str, kind: str, rows: int) -> dict[str
 
 def main() -> None:
     torch.manual_seed(0)
+    gc.freeze()  # torch.cuda.graph collects garbage, 180 times
     device = "cpu" if OPTIONS.cpu else torch.cuda.get_device_name()
     report: dict[str, object] = {"torch": torch.__version__, "device": device}
 
