@@ -36,6 +36,8 @@ from .fp8_bias_activation_dropout import (
     fp8_bias_activation_dropout_fwd,
     fp8_relu_dropout_bwd,
 )
+from .fp8_scales import fp8_scales
+from .fp8_weights import fp8_weights
 from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_fwd_bwd
 from .column_sum import defer_column_sums, flush_column_sums
 from .beam_search import beam_candidates, beam_sample
@@ -70,6 +72,8 @@ __all__ = [
     "fp8_bias_activation_dropout_fwd",
     "fp8_bias_activation_dropout_bwd",
     "fp8_relu_dropout_bwd",
+    "fp8_scales",
+    "fp8_weights",
     "cross_entropy_fwd",
     "cross_entropy_bwd",
     "cross_entropy_fwd_bwd",

@@ -105,15 +105,17 @@ def check_range(op: str, name: str, indices: Tensor, size: int, letter: str) -> 
 
 
 def check_power_of_two(op: str, name: str, x: Tensor, most: int) -> None:
-    """Raise ValueError unless x is 2^n with -most <= n <= most; read only as in `check_range`."""
+    """Raise ValueError unless every number of x is 2^n with -most <= n <= most; read only as in
+    `check_range`."""
     if not _has_values(x) or not _may_wait(x):
         return
-    value = x.detach().item()
-    mantissa, exponent = math.frexp(value)
-    if mantissa != 0.5 or abs(exponent - 1) > most:
-        raise ValueError(
-            f"{op}: {name} must be a power of two from 2^-{most} to 2^{most}, got {value}"
-        )
+    for value in x.detach().flatten().tolist():
+        mantissa, exponent = math.frexp(value)
+        if mantissa != 0.5 or abs(exponent - 1) > most:
+            raise ValueError(
+                f"{op}: {name} must be {'powers' if x.dim() else 'a power'} of two from 2^-{most} "
+                f"to 2^{most}, got {value}"
+            )
 
 
 def check_boundaries(

@@ -28,6 +28,7 @@ from .registry import Written, define
 
 E4M3 = torch.float8_e4m3fn
 MOST = 448.0  # the largest number of E4M3
+MOST_EXPONENT = 60  # scales are powers of two from 2^-60 to 2^60
 #: Rows of operands are multiples of it: GPUs read 16 bytes at a time.
 ALIGNMENT = 16
 #: dtypes that are cast
@@ -81,7 +82,7 @@ def check_statistics(op: str, x: Tensor, scale: Tensor, amax: Tensor, saturated:
 def check_scale(op: str, name: str, scale: Tensor, like: Tensor) -> None:
     """Raise ValueError unless scale is float32 0-dim; on a CPU also unless it is a valid scale."""
     check_tensor(op, name, scale, (), (torch.float32,), like)
-    check_power_of_two(op, name, scale, 60)
+    check_power_of_two(op, name, scale, MOST_EXPONENT)
 
 
 def padded(rows: int) -> int:
