@@ -148,7 +148,12 @@ def _train(configuration: Any, native: bool) -> float:
     with patching.within("fairseq_cli.train:convert_namespace_to_omegaconf", convert):
         lightseq_train: Any = train.main.callback
         lightseq_train(
-            _words(settings), fairseq_help=False, log_config=False, native=native, pack_tokens=False
+            _words(settings),
+            fairseq_help=False,
+            log_config=False,
+            native=native,
+            pack_tokens=False,
+            fp8=False,
         )
     try:
         return float(metrics.get_smoothed_value("valid", metric))

@@ -26,7 +26,14 @@ from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
     "batches are larger than fairseq's. For archs that begin with ls_transformer. --batch-size "
     "still applies, --required-batch-size-multiple does not. Validation keeps fairseq's batches.",
 )
-def main(words: list[str], native: bool, pack_tokens: bool) -> None:
+@click.option(
+    "--fp8",
+    is_flag=True,
+    help="Compute the matrix products of the layers, forward and backward, in 8 bits (E4M3), and "
+    "everything else as with --bf16, which it needs. For archs that begin with ls_, on GPUs of "
+    "compute capability 8.9 or later (slowly also on a CPU).",
+)
+def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool) -> None:
     """Train a translation model or a language model: fairseq-train, accelerated.
 
     Takes every option of fairseq-train. To use this package, add the prefix ls_ to the arch, the
@@ -41,8 +48,8 @@ def main(words: list[str], native: bool, pack_tokens: bool) -> None:
     the precision: the recipe then leaves them to fairseq's defaults. A command without any ls_ runs
     fairseq-train unchanged.
     """
-    if pack_tokens:  # preflight.checks adds the flag to fairseq's parser
-        words = ["--pack-tokens", *words]
+    # preflight.checks adds these flags to fairseq's parser
+    words = ["--pack-tokens"] * pack_tokens + ["--fp8"] * fp8 + words
 
     def is_native() -> bool:
         return native or not registries.uses_lightseq(words)

@@ -11,7 +11,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightseq_fairseq.cli.refusals import flags
@@ -34,8 +34,8 @@ def checks(
     """Within the block the checks run after fairseq has parsed the command line.
 
     ``request.args`` is set to the parsed namespace. In training the parser also accepts
-    --pack-tokens: fairseq adds it to the model's configuration, where the trainer finds it, also in
-    spawned ranks.
+    --pack-tokens, which fairseq adds to the model's configuration, and --fp8, which is added to the
+    section "common". The trainer finds them there, also in spawned ranks.
 
     Args:
         command: train, generate, ...
@@ -57,11 +57,11 @@ def checks(
             command_lines.with_all_flags(command, parse, parser, words)
         if command == "train":
             registries.check_task(request.argv)
-            # Not in the namespace unless given; the launcher's --help explains it.
-            parser.add_argument(
-                "--pack-tokens", action="store_true", default=argparse.SUPPRESS,
-                help=argparse.SUPPRESS,
-            )  # fmt: skip
+            # Not in the namespace unless given; the launcher's --help explains them.
+            for flag in ("--pack-tokens", "--fp8"):
+                parser.add_argument(
+                    flag, action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+                )
         parsed = parse(parser, input_args, *more, **keywords)
         # fairseq-validate parses several times; check only the first result.
         if isinstance(parsed, argparse.Namespace) and not vars(request.args):
@@ -73,8 +73,26 @@ def checks(
                 passed()
         return parsed
 
-    with patching.within("fairseq.options:parse_args_and_arch", parse_and_check):
+    with ExitStack() as replaced:
+        replaced.enter_context(
+            patching.within("fairseq.options:parse_args_and_arch", parse_and_check)
+        )
+        if command == "train":
+            replaced.enter_context(
+                patching.within("fairseq_cli.train:convert_namespace_to_omegaconf", with_fp8)
+            )
         yield
+
+
+def with_fp8(convert: Callable[..., Any], args: argparse.Namespace) -> Any:
+    """fairseq's configuration; ``common.fp8`` exists and is True if --fp8 is set."""
+    cfg = convert(args)
+    if getattr(args, "fp8", False):
+        from omegaconf import open_dict
+
+        with open_dict(cfg.common):  # fairseq's section has no such setting
+            cfg.common.fp8 = True
+    return cfg
 
 
 def names(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
@@ -127,6 +145,7 @@ def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
     if command == "train":
         precision(args)
         pack_tokens(args)
+        fp8(args)
         preflight_checkpoints.first(args)
         preflight_checkpoints.best_metric(args)
     elif command == "validate":
@@ -263,6 +282,20 @@ def precision(args: argparse.Namespace) -> None:
             "--fp16 needs a GPU, but this run uses none: remove it, or use --bf16, which also "
             "works on a CPU."
         )
+
+
+def fp8(args: argparse.Namespace) -> None:
+    """Raises UserError if --fp8 cannot be used; the trainer checks the model and the GPU."""
+    if not hasattr(args, "fp8"):
+        return
+    ours = os.path.basename(sys.argv[0]) == "lightseq-train"
+    if not ours or not registries.is_fused(args.arch):
+        raise UserError(
+            "--fp8 needs our layers: use an --arch that begins with ls_, without --native, or "
+            "remove --fp8."
+        )
+    if not args.bf16:
+        raise UserError("--fp8 needs --bf16, the precision of everything but products: add --bf16.")
 
 
 def pack_tokens(args: argparse.Namespace) -> None:

@@ -30,7 +30,7 @@ _REPLACED = (
     TransformerLanguageModel,
     RobertaModel,
 )
-_OWN_SETTINGS = ("pack_tokens",)  # settings of lightseq-train that fairseq does not know
+_OWN_SETTINGS = ("pack_tokens", "fp8")  # settings of lightseq-train that fairseq does not know
 _REGISTRIES = {
     "arch": ARCH_MODEL_REGISTRY,
     "criterion": CRITERION_REGISTRY,

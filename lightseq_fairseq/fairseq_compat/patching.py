@@ -336,7 +336,11 @@ PATCHES = (
     ),
     Patch(
         "scoped", "fairseq.options:parse_args_and_arch", "cli.start.preflight:checks",
-        "checks the input before anything is loaded, and adds --pack-tokens",
+        "checks the input before anything is loaded, and adds --pack-tokens and --fp8",
+    ),
+    Patch(
+        "scoped", "fairseq_cli.train:convert_namespace_to_omegaconf", "cli.start.preflight:checks",
+        "adds --fp8 to the configuration",
     ),
     Patch(
         "scoped", "fairseq.utils:move_to_cuda", "cli.translate.cpu_samples:left_on_cpu",

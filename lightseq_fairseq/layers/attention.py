@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.layers.products import product_for
 from lightseq_fairseq.layers.residual_norm import (
     Residual,
     input_gradients,
@@ -86,13 +87,15 @@ class _SelfAttention(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, stream: Tensor | None, heads: Heads, residual: Residual,
                 *weights: Tensor) -> Any:  # fmt: skip
         q_w, k_w, v_w, q_b, k_b, v_b, out_w, out_b, gamma, beta = weights
-        qkv = ops.linear_fwd(x, as_one([q_w, k_w, v_w]), as_one([q_b, k_b, v_b]))
+        weight = as_one([q_w, k_w, v_w])
+        ctx.first, ctx.last = product_for(weight), product_for(out_w)
+        qkv, of_x = ctx.first.forward(x, weight, as_one([q_b, k_b, v_b]))
         q, k, v = qkv.unflatten(1, (3, heads.count, -1)).unbind(1)
         out, lse = ops.attention_fwd(q, k, v, **heads.arguments(x.shape[1]))
-        h = ops.linear_fwd(out.view_as(x), out_w, None)
+        h, of_out = ctx.last.forward(out.view_as(x), out_w, None)
         saved, outputs = residual_norm_fwd(h, out_b, x if stream is None else stream,
                                            gamma, beta, residual)  # fmt: skip
-        ctx.save_for_backward(x, qkv, out, lse, *weights[:8], *saved)
+        ctx.save_for_backward(of_x, of_out, qkv, out, lse, *weights[:8], *saved)
         ctx.heads, ctx.residual, ctx.post_norm = heads, residual, stream is None
         ctx.set_materialize_grads(False)
         return outputs
@@ -100,24 +103,32 @@ class _SelfAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
-        x, qkv, out, lse, q_w, k_w, v_w, q_b, k_b, v_b, out_w, out_b, *saved = ctx.saved_tensors
-        heads, width = ctx.heads, x.shape[1]
+        (of_x, of_out, qkv, out, lse, q_w, k_w, v_w, q_b, k_b, v_b, out_w, out_b,
+         *saved) = ctx.saved_tensors  # fmt: skip
+        heads = ctx.heads
         dh, dresidual, closing = residual_norm_bwd(dstream, dy, out_b, saved, ctx.residual)
         to_out = gradients_for(out_w)
-        dout = ops.linear_bwd(
-            dh, out.view_as(x), out_w, to_out.tensors[0], None, to_out.accumulate, True
-        )
+        dout = ctx.last.backward(dh, of_out, out_w, to_out.tensors[0], None, to_out.accumulate)
         dqkv = torch.empty_like(qkv)
         q, k, v = qkv.unflatten(1, (3, heads.count, -1)).unbind(1)
         dq, dk, dv = dqkv.unflatten(1, (3, heads.count, -1)).unbind(1)
         ops.attention_bwd(
-            dout.view_as(out), q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **heads.arguments(width)
+            dout.view_as(out),
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            **heads.arguments(dout.shape[1]),
         )
         weight = as_one([q_w, k_w, v_w])
         to = gradients_for(weight, as_one([q_b, k_b, v_b]))
         dweight, dbias = to.tensors
         dx, dstream = input_gradients(
-            ctx.post_norm, dresidual, dqkv, x, weight, dweight, dbias, to.accumulate
+            ctx.first, ctx.post_norm, dresidual, dqkv, of_x, weight, dweight, dbias, to.accumulate
         )
         projections = to.handed(*dweight.chunk(3), *dbias.chunk(3))
         return dx, dstream, None, None, *projections, *to_out.handed(), *closing
@@ -128,13 +139,15 @@ class _CrossAttention(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, stream: Tensor | None, memory: Tensor, slices: ColumnSlices,
                 heads: Heads, residual: Residual, *weights: Tensor) -> Any:  # fmt: skip
         q_w, q_b, out_w, out_b, gamma, beta = weights
-        q = ops.linear_fwd(x, q_w, q_b).unflatten(1, (heads.count, -1))
+        ctx.first, ctx.last = product_for(q_w), product_for(out_w)
+        q, of_x = ctx.first.forward(x, q_w, q_b)
+        q = q.unflatten(1, (heads.count, -1))
         k, v = memory.unflatten(1, (2, heads.count, -1)).unbind(1)
         out, lse = ops.attention_fwd(q, k, v, **heads.arguments(x.shape[1]))
-        h = ops.linear_fwd(out.view_as(x), out_w, None)
+        h, of_out = ctx.last.forward(out.view_as(x), out_w, None)
         saved, outputs = residual_norm_fwd(h, out_b, x if stream is None else stream,
                                            gamma, beta, residual)  # fmt: skip
-        ctx.save_for_backward(x, memory, q, out, lse, *weights[:4], *saved)
+        ctx.save_for_backward(of_x, of_out, memory, q, out, lse, *weights[:4], *saved)
         ctx.heads, ctx.residual, ctx.post_norm = heads, residual, stream is None
         ctx.slices = slices
         ctx.set_materialize_grads(False)
@@ -143,24 +156,31 @@ class _CrossAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
-        x, memory, q, out, lse, q_w, q_b, out_w, out_b, *saved = ctx.saved_tensors
-        heads, width = ctx.heads, x.shape[1]
+        of_x, of_out, memory, q, out, lse, q_w, q_b, out_w, out_b, *saved = ctx.saved_tensors
+        heads = ctx.heads
         dh, dresidual, closing = residual_norm_bwd(dstream, dy, out_b, saved, ctx.residual)
         to_out = gradients_for(out_w)
-        dout = ops.linear_bwd(
-            dh, out.view_as(x), out_w, to_out.tensors[0], None, to_out.accumulate, True
-        )
+        dout = ctx.last.backward(dh, of_out, out_w, to_out.tensors[0], None, to_out.accumulate)
         dq = torch.empty_like(q)
         dmemory = ctx.slices.like(memory)
         k, v = memory.unflatten(1, (2, heads.count, -1)).unbind(1)
         dk, dv = dmemory.unflatten(1, (2, heads.count, -1)).unbind(1)
         ops.attention_bwd(
-            dout.view_as(out), q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **heads.arguments(width)
+            dout.view_as(out),
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            **heads.arguments(dout.shape[1]),
         )
         to = gradients_for(q_w, q_b)
         dq_w, dq_b = to.tensors
         dx, dstream = input_gradients(
-            ctx.post_norm, dresidual, dq.view_as(x), x, q_w, dq_w, dq_b, to.accumulate
+            ctx.first, ctx.post_norm, dresidual, dq.flatten(1), of_x, q_w, dq_w, dq_b, to.accumulate
         )
         return (dx, dstream, dmemory, None, None, None, *to.handed(), *to_out.handed(), *closing)
 

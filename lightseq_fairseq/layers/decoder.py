@@ -106,6 +106,24 @@ def fused_groups(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[Ten
     return [*groups, *(group for group in memory if group)]
 
 
+def product_weights(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[Tensor]]:
+    """For each matrix product of these layers the weights that it reads, in the order of rows.
+
+    layers: as in ``fused_groups``.
+    """
+    stack = list(layers)
+    products: list[list[Tensor]] = []
+    for layer in stack:
+        own = layer.self_attn
+        products += [[own.q_proj.weight, own.k_proj.weight, own.v_proj.weight]]
+        linears = [own.out_proj, layer.fc1, layer.fc2]
+        if isinstance(layer, DecoderLayer):
+            linears += [layer.encoder_attn.q_proj, layer.encoder_attn.out_proj]
+        products += [[linear.weight] for linear in linears]
+    weights, _ = memory_weights(layer for layer in stack if isinstance(layer, DecoderLayer))
+    return [*products, *([weights] if weights else [])]
+
+
 def project_memory(layers: list[DecoderLayer], encoder_out: Tensor) -> tuple[Tensor, ...]:
     """Compute keys and values of every layer's cross attention in one GEMM.
 

@@ -5,13 +5,12 @@ Shapes: T = packed tokens, C = model width, F = feed-forward width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightseq_fairseq import ops
+from lightseq_fairseq.layers.products import Activation, product_for
 from lightseq_fairseq.layers.residual_norm import (
     Residual,
     input_gradients,
@@ -22,32 +21,17 @@ from lightseq_fairseq.layers.second_derivatives import once_differentiable
 from lightseq_fairseq.parameters import gradients_for
 
 
-@dataclass(frozen=True)
-class Activation:
-    """The activation function and the dropout after it.
-
-    Attributes:
-        name: relu, gelu (erf) or gelu_accurate (tanh), fairseq's names.
-        p, rng, site: dropout, see ``ops.philox``.
-    """
-
-    name: str
-    p: float
-    rng: Tensor
-    site: int
-
-
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, stream: Tensor | None, activation: Activation,
                 need_slope: bool, residual: Residual, *weights: Tensor) -> Any:  # fmt: skip
         w1, b1, w2, b2, gamma, beta = weights
-        a = activation
-        h, slope = ops.linear_activation_fwd(x, w1, b1, a.name, a.p, a.rng, a.site, need_slope)
-        h3 = ops.linear_fwd(h, w2, None)
+        ctx.first, ctx.second = first, second = product_for(w1), product_for(w2)
+        h, of_x, of_activation = first.activated(x, w1, b1, activation, need_slope, second)
+        h3, of_h = second.forward(h, w2, None)
         saved, outputs = residual_norm_fwd(h3, b2, x if stream is None else stream,
                                            gamma, beta, residual)  # fmt: skip
-        ctx.save_for_backward(x, h, None if a.name == "relu" else slope, w1, b1, w2, b2, *saved)
+        ctx.save_for_backward(of_x, of_h, of_activation, w1, b1, w2, b2, *saved)
         ctx.activation, ctx.residual, ctx.post_norm = activation, residual, stream is None
         ctx.set_materialize_grads(False)
         return outputs
@@ -55,14 +39,16 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
-        x, h, slope, w1, b1, w2, b2, *saved = ctx.saved_tensors
-        a = ctx.activation
+        of_x, of_h, of_activation, w1, b1, w2, b2, *saved = ctx.saved_tensors
         dh3, dresidual, closing = residual_norm_bwd(dstream, dy, b2, saved, ctx.residual)
         to_w1, to_others = gradients_for(w1), gradients_for(b1, w2)
         db1, dw2 = to_others.tensors
-        dz = ops.activation_linear_bwd(dh3, h, w2, slope, a.p, dw2, db1, to_others.accumulate, b1)
-        dx, dstream = input_gradients(ctx.post_norm, dresidual, dz, x, w1, to_w1.tensors[0], None,
-                                      to_w1.accumulate)  # fmt: skip
+        dz = ctx.second.before_activation(
+            dh3, of_h, w2, dw2, ctx.activation, of_activation, b1, db1, to_others.accumulate,
+            ctx.first,
+        )  # fmt: skip
+        dx, dstream = input_gradients(ctx.first, ctx.post_norm, dresidual, dz, of_x, w1,
+                                      to_w1.tensors[0], None, to_w1.accumulate)  # fmt: skip
         return dx, dstream, None, None, None, *to_w1.handed(), *to_others.handed(), *closing
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.layers.products import product_for
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
 from lightseq_fairseq.parameters import as_one, gradients_for, with_spare_rows
 
@@ -24,26 +25,27 @@ class _Linear(torch.autograd.Function):
         weights, biases = parameters[:count], parameters[count:]
         weight = as_one(weights)
         bias = None if biases[0] is None else as_one(biases)
-        ctx.save_for_backward(x, *weights, *(() if bias is None else biases))
-        ctx.rows = [w.shape[0] for w in weights]
+        ctx.product = product_for(weight)
+        y, of_x = ctx.product.forward(x, weight, bias)
+        ctx.save_for_backward(of_x, *weights, *(() if bias is None else biases))
+        ctx.tokens, ctx.rows = len(x), [w.shape[0] for w in weights]
         ctx.set_materialize_grads(False)
-        y = ops.linear_fwd(x, weight, bias)
         return y if parts == 1 else y.chunk(parts, dim=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        x, *parameters = ctx.saved_tensors
+        of_x, *parameters = ctx.saved_tensors
         count = len(ctx.rows)
         weight, biases = as_one(parameters[:count]), parameters[count:]
         width = weight.shape[0] // len(grads)
-        given = [x.new_zeros(x.shape[0], width) if g is None else g for g in grads]
+        given = [weight.new_zeros(ctx.tokens, width) if g is None else g for g in grads]
         dy = as_one(given, dim=1) if len(given) > 1 else given[0].contiguous()
         need_dx = ctx.needs_input_grad[0]
         to = gradients_for(weight, *([as_one(biases)] if biases else []))
         dweight = to.tensors[0]
         dbias = to.tensors[1] if biases else None
-        dx = ops.linear_bwd(dy, x, weight, dweight, dbias, to.accumulate, need_dx)
+        dx = ctx.product.backward(dy, of_x, weight, dweight, dbias, to.accumulate, need_dx)
         dbiases = () if dbias is None else dbias.split(ctx.rows)
         handed = to.handed(*dweight.split(ctx.rows), *dbiases)
         return (dx if need_dx else None, None, *handed, *((None,) if dbias is None else ()))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.layers.products import Product
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
 from lightseq_fairseq.parameters import gradients_for
 
@@ -78,16 +79,16 @@ def residual_norm_bwd(
 
 
 def input_gradients(
-    post_norm: bool, dresidual: Tensor, dy: Tensor, x: Tensor, weight: Tensor, dweight: Tensor,
-    dbias: Tensor | None, accumulate: bool,
+    product: Product, post_norm: bool, dresidual: Tensor, dy: Any, kept: Tensor, weight: Tensor,
+    dweight: Tensor, dbias: Tensor | None, accumulate: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Backward of a sublayer's first GEMM, from dy [T, N] to x [T, K].
+    """Backward of a sublayer's first product, from dy to x [T, K]; see ``Product.backward``.
 
     Returns the gradients of x and of the residual stream. With post-LayerNorm, x is the residual,
-    so the GEMM adds its result to ``dresidual``, and the second gradient is None.
+    so the product adds its result to ``dresidual``, and the second gradient is None.
     """
     onto = dresidual if post_norm else None
-    dx = ops.linear_bwd(dy, x, weight, dweight, dbias, accumulate, not post_norm, onto)
+    dx = product.backward(dy, kept, weight, dweight, dbias, accumulate, not post_norm, onto)
     return (dresidual, None) if post_norm else (dx, dresidual)
 
 

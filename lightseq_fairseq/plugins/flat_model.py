@@ -21,6 +21,7 @@ from lightseq_fairseq.checkpoints import dictionaries
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.layers import fused_groups
+from lightseq_fairseq.layers.decoder import product_weights
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
 from lightseq_fairseq.parameters import flatten_parameters
 from lightseq_fairseq.plugins.unsupported import unsupported_option, unsupported_width
@@ -126,6 +127,10 @@ class FlatModel:
     def fused_groups(self) -> list[list[Tensor]]:
         """Groups of parameters that one GEMM reads; each group is contiguous in the flat buffer."""
         return [group for stacks in self.sides() for group in fused_groups(_layers(*stacks))]
+
+    def products(self) -> list[list[Tensor]]:
+        """The products of the layers that --fp8 computes in fp8: the weights that each reads."""
+        return [p for stacks in self.sides() for p in product_weights(_layers(*stacks))]
 
     def spared(self) -> list[Tensor]:
         """Parameters after which the flat buffer has zero rows, see ``flatten_parameters``."""

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,10 @@ from fairseq import optim
 from fairseq.logging import metrics
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
+from torch import Tensor
 
 from lightseq_fairseq.errors import UserError, is_out_of_memory
+from lightseq_fairseq.fp8 import Fp8State, products
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State
 from lightseq_fairseq.packing import LEAST_GRANULARITY, Granularity, PackedBatch
 from lightseq_fairseq.parameters import flat_buffers
@@ -131,8 +133,31 @@ def _ranks(trainer: Any) -> Ranks:
     )  # fmt: skip
 
 
-def refuse_shards(cfg: Any, reason: str | None) -> None:
-    """Raises UserError if fairseq's own step, for this reason, would have to shard ls_adam."""
+def uses_fp8(cfg: Any) -> bool:
+    """Whether the run has --fp8, which ``cli.start.preflight`` adds to fairseq's configuration."""
+    return getattr(cfg.common, "fp8", False)
+
+
+def refuse_fp8(trainer: Any) -> None:
+    """Raises UserError if the run has --fp8, but its model or GPU cannot use it."""
+    cfg = trainer.cfg
+    if not uses_fp8(cfg):
+        return
+    if trainer.cuda and (capability := torch.cuda.get_device_capability(trainer.device)) < (8, 9):
+        raise UserError(
+            "--fp8 needs a GPU of compute capability 8.9 or later, but this one has "
+            f"{'.'.join(map(str, capability))}: remove --fp8."
+        )
+    products(trainer.get_model())
+
+
+def refuse_flags(cfg: Any, reason: str | None) -> None:
+    """Raises UserError if fairseq's own step runs, for this reason, but a flag needs ours."""
+    if reason is not None and uses_fp8(cfg):
+        raise UserError(
+            f"--fp8 needs the captured step, but this run uses fairseq's own step ({reason}): "
+            "remove --fp8."
+        )
     if reason is not None and _of_ranks(cfg, "zero_sharding") == "os" and _is_ours(cfg.optimizer):
         raise UserError(
             "--zero-sharding os with ls_adam needs the captured step, but this run uses fairseq's "
@@ -181,9 +206,13 @@ class _Started:
 
 
 class FastPath:
-    """Runs a trainer's steps. Create it after the trainer has loaded its checkpoint."""
+    """Runs a trainer's steps. Create it after the trainer has loaded its checkpoint.
 
-    def __init__(self, trainer: Any) -> None:
+    Args:
+        scales: the result of `scales` in an earlier run; empty if there is none.
+    """
+
+    def __init__(self, trainer: Any, scales: Mapping[str, Tensor]) -> None:
         cfg, criterion = trainer.cfg, trainer.get_criterion()
         self.trainer = trainer
         optimizer = trainer.optimizer
@@ -209,7 +238,8 @@ class FastPath:
         # decay. In fp32 they have none.
         if not isinstance(optimizer, optim.FP16Optimizer):
             _adam(optimizer).leave_out(self._objective.unused(model))
-        self._step = TrainingStep(model, low, _adam(optimizer), self._objective, rules, ranks)
+        fp8 = Fp8State(model, low, scales) if uses_fp8(cfg) else None
+        self._step = TrainingStep(model, low, _adam(optimizer), self._objective, rules, ranks, fp8)
         self._step.set_state(trainer.get_num_updates(), scaler)
         self._rates: dict[int, float] = {}
         self._started: deque[_Started] = deque()
@@ -283,6 +313,10 @@ class FastPath:
         """Free the memory of `gather`."""
         self._step.adam.release()
 
+    def scales(self) -> dict[str, Tensor]:
+        """The scales of fp8 for a checkpoint, after `settle`; empty without --fp8."""
+        return {} if self._step.fp8 is None else self._step.fp8.state()
+
     def forget_graphs(self) -> None:
         """Free the memory of all graphs; later steps capture new ones."""
         self._step.forget_graphs()
@@ -297,8 +331,9 @@ class FastPath:
         nsentences = sum(batch.nsentences for batch in batches)
         seconds = self.trainer._local_cumulative_training_time()
         sample_size = self._objective.sample_size(batches)
-        squares = 0.0  # known on the device only
-        return [sample_size, ntokens, nsentences, seconds, STOPPING.signal_code(), squares]
+        signals = STOPPING.signal_code()
+        of_device = [0.0] * (len(Count) - Count.SQUARES)  # known on the device only
+        return [sample_size, ntokens, nsentences, seconds, signals, *of_device]
 
     def _rates_at(self, count: int) -> list[float]:
         """Learning rates at this count and the counts before it.
@@ -353,6 +388,10 @@ class FastPath:
             }
             norm = torch.tensor(values[State.NORM], dtype=torch.float64)
             self._logged = trainer._reduce_and_log_stats([output], output["sample_size"], norm)
+            if self._step.fp8 is not None:
+                cast, saturated = (values[len(State) + x] for x in (Count.CAST, Count.SATURATED))
+                share = saturated / max(cast, 1)
+                metrics.log_scalar("fp8_sat", share, weight=cast, priority=750, round=9)
         if scaler is not None:
             metrics.log_scalar("loss_scale", scaler.loss_scale, priority=700, round=4, weight=0)
 

@@ -149,7 +149,8 @@ def _precision(common: Any) -> str:
         if getattr(common, f"memory_efficient_{kind}"):
             return f"{kind} alone"
         if getattr(common, kind):
-            return f"{kind} with fp32 master weights"
+            products = ", products in fp8" * getattr(common, "fp8", False)
+            return f"{kind} with fp32 master weights{products}"
     return "fp16 by torch.amp" if common.amp else "fp32"
 
 

@@ -14,6 +14,7 @@ Shapes: N = elements of the flat buffers, S and T = packed rows of source and ta
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.errors import is_out_of_memory
+from lightseq_fairseq.fp8 import Fp8State
 from lightseq_fairseq.graphs import Graphs, wait_for
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State, StopReason
 from lightseq_fairseq.packing import PackedBatch
@@ -39,7 +41,8 @@ logger = logging.getLogger(__name__)
 class Count(IntEnum):
     """Indices of the counts, which follow the state in one tensor; they are summed over the ranks.
 
-    One all-reduce sums the end of the state (from ``State.SUM_0`` on) and the counts.
+    One all-reduce sums the end of the state (from ``State.SUM_0`` on), the counts and, with fp8, a
+    slot of amaxes for each rank.
     """
 
     SAMPLE_SIZE = 0
@@ -48,6 +51,8 @@ class Count(IntEnum):
     SECONDS = 3  # training time, so that all ranks stop together at a time limit
     SIGNALS = 4  # signals that a rank has received, see ``stopping``
     SQUARES = 5  # sum of squares of the gradient that a rank updates, if the state is sharded
+    CAST = 6  # numbers that were cast to fp8
+    SATURATED = 7  # those of them that were too large
 
 
 STEPS_AHEAD = KNOWN_RATES - 2  # steps that may be unfinished when train_step returns
@@ -83,7 +88,9 @@ class StepReport:
     arrived: torch.cuda.Event | None
 
     def wait(self) -> list[float]:
-        """The ``ops.update_scalars.State`` after the step, then the counts (with several ranks).
+        """The ``ops.update_scalars.State`` after the step, then the counts.
+
+        With a single rank, the counts are only those of fp8.
 
         Raises:
             GPUHangs: the step does not finish.
@@ -101,6 +108,7 @@ class TrainingStep:
         low: the buffer of its parameters.
         adam: fused, on ``low`` itself or on a float32 copy with the same layout.
         objective, rules, ranks: see their classes.
+        fp8: the layers' products are computed with it; None: in the model's precision.
 
     Attributes:
         state: float64 [len(State)] on the device.
@@ -108,27 +116,32 @@ class TrainingStep:
 
     def __init__(
         self, model: Any, low: FlatBuffer, adam: FlatAdam, objective: Objective, rules: UpdateRules,
-        ranks: Ranks,
+        ranks: Ranks, fp8: Fp8State | None = None,
     ) -> None:  # fmt: skip
         self.model, self.low, self.adam, self.objective = model, low, adam, objective
-        self.rules, self.ranks = rules, ranks
+        self.rules, self.ranks, self.fp8 = rules, ranks, fp8
         self.device = low.data.device
         self._has_copy = adam.buffer.data.data_ptr() != low.data.data_ptr()  # float32 beside low
         self._exchange = Exchange(ranks, low)
         if ranks.sharded:
             adam.shard(self._exchange, self._has_copy)
         self.gradients = self._exchange.gradients
+        reported = len(State) + len(Count)
+        amaxes = 0 if fp8 is None or ranks.count == 1 else fp8.amax.numel()
         self._numbers = torch.zeros(
-            len(State) + len(Count), dtype=torch.float64, device=self.device
+            reported + ranks.count * amaxes, dtype=torch.float64, device=self.device
         )
-        self.state, self._counts = self._numbers.split([len(State), len(Count)])
+        self._reported = self._numbers[:reported]
+        self.state, self._counts = self._reported.split([len(State), len(Count)])
+        # Of each rank. A rank fills its own row and leaves the others zero, so the sum has all.
+        self._amaxes = self._numbers[reported:].view(ranks.count, amaxes)
         self.rng = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._inputs = _Inputs(self.device)
         self._graphs = Graphs(self.device, "training steps")
         # (part, stream, rows, is it an update's first batch) whose GEMMs have run eagerly: their
         # cuBLASLt algorithm search is done.
         self._searched: set[tuple[str, str, int, bool]] = set()
-        self._reports = [_pinned(torch.zeros_like(self._numbers, device="cpu"), self.device)
+        self._reports = [_pinned(torch.zeros_like(self._reported, device="cpu"), self.device)
                          for _ in range(KNOWN_RATES)]  # fmt: skip
         self._next_report = 0
 
@@ -156,6 +169,24 @@ class TrainingStep:
             self.adam.split(self.low.data)
         if self._inputs.make_room(batches):
             self._graphs.clear()  # they read the old address of the inputs
+        while self.fp8 is not None and self.fp8.passes_due:
+            self._collect_or_retry(batches, given)
+            self.rng[1].zero_()
+            if self.ranks.count > 1:
+                self.ranks.largest(self.fp8.amax)
+            self.fp8.after_pass()
+        self._collect_or_retry(batches, given)
+        # Only now, since a collective cannot be taken back.
+        if self.ranks.count > 1:
+            self._add_up()
+        self._graphs.launch("update", self._update)
+        if self.ranks.sharded:
+            self._exchange.gather()
+            if self.fp8 is not None:
+                self._graphs.launch("fp8 weights", self.fp8.cast_weights)
+        return self._report()
+
+    def _collect_or_retry(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> None:
         fits = True
         try:
             self._collect_gradients(batches, given)
@@ -170,13 +201,6 @@ class TrainingStep:
             self.forget_graphs()
             self.rng[1].zero_()
             self._collect_gradients(batches, given)
-        # Only now, since a collective cannot be taken back.
-        if self.ranks.count > 1:
-            self._add_up()
-        self._graphs.launch("update", self._update)
-        if self.ranks.sharded:
-            self._exchange.gather()
-        return self._report()
 
     def _collect_gradients(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> None:
         if not batches:
@@ -206,12 +230,13 @@ class TrainingStep:
         scale = self.state[State.LOSS_SCALE]
         if self.ranks.count > 1:  # as in DDP, so that the sum over the ranks does not overflow
             scale = scale / self.ranks.count
-        with torch.enable_grad():
-            losses, counted = self.objective.losses(
-                self.model, batch.open(block[_BATCH:]), self.rng, scale
-            )
-        with self.gradients.write(not first, batch.part):
-            losses.backward(scale.to(losses.dtype).expand_as(losses))
+        with contextlib.nullcontext() if self.fp8 is None else self.fp8.used():
+            with torch.enable_grad():
+                losses, counted = self.objective.losses(
+                    self.model, batch.open(block[_BATCH:]), self.rng, scale
+                )
+            with self.gradients.write(not first, batch.part):
+                losses.backward(scale.to(losses.dtype).expand_as(losses))
         sums = torch.stack(counted).sum(1, dtype=torch.float64)
         totals = self.state[State.SUM_0 : State.SUM_0 + len(counted)]
         totals.copy_(sums) if first else totals.add_(sums)
@@ -232,6 +257,14 @@ class TrainingStep:
         self._counts.copy_(self._inputs.given()[_UPDATE_INPUTS:])
         if self.ranks.sharded:
             self._counts[Count.SQUARES] = self._exchange.squares(ops.adam_norm)
+        if self.fp8 is not None:
+            self._count_fp8(self.fp8)
+            self._amaxes.zero_()
+            self._amaxes[self.ranks.rank].copy_(self.fp8.amax.flatten())
+
+    def _count_fp8(self, fp8: Fp8State) -> None:
+        self._counts[Count.CAST].copy_(fp8.cast)
+        self._counts[Count.SATURATED].copy_(fp8.saturated.sum())
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -254,11 +287,22 @@ class TrainingStep:
             gradient, self.low.data if self._has_copy else None, state[State.RATE],
             state[State.MULTIPLIER], norm, rules.max_norm, rules.clip_eps, self._exchange.finish,
         )  # fmt: skip
+        if self.fp8 is not None:
+            self._update_fp8(self.fp8)
+
+    def _update_fp8(self, fp8: Fp8State) -> None:
+        if self.ranks.count > 1:
+            fp8.amax.copy_(self._amaxes.amax(0).view_as(fp8.amax))
+        else:
+            self._count_fp8(fp8)
+        fp8.update(self.state[State.SKIPPED])
+        if not self.ranks.sharded:  # otherwise the ranks must first gather the weights
+            fp8.cast_weights()
 
     def _report(self) -> StepReport:
         values = self._reports[self._next_report]
         self._next_report = (self._next_report + 1) % len(self._reports)
-        values.copy_(self._numbers, non_blocking=True)
+        values.copy_(self._reported, non_blocking=True)
         arrived = None
         if self.device.type == "cuda":
             arrived = torch.cuda.Event()

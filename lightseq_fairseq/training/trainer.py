@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 # broadcasts extra_state from rank 0 to the other ranks, and returns it.
 _MASTERS = "lightseq_masters"
 _LOSS_SCALER = "loss_scaler"
+_FP8 = "lightseq_fp8"  # the key of the scales in extra_state
 _FLOATS = 3  # floats per parameter in a checkpoint: its value and two moments
 _SCALER_COUNTERS = (
     "_iter",
@@ -56,15 +57,16 @@ class Trainer(stopping.StoppableTrainer):
 
     Checkpoints have fairseq's format, but with ``--fp16`` or ``--bf16``, "model" holds the fp32
     master weights, where fairseq writes their 16-bit rounding. ``extra_state`` also holds the
-    counters of the loss scale and the digests of the dictionaries. So a resumed run continues as if
-    it had not been interrupted. Stock fairseq can read these files, and this class can continue
-    from files of stock fairseq.
+    counters of the loss scale, the scales of ``--fp8`` and the digests of the dictionaries. So a
+    resumed run continues as if it had not been interrupted. Stock fairseq can read these files, and
+    this class can continue from files of stock fairseq.
     """
 
     def __init__(
         self, cfg: Any, task: Any, model: Any, criterion: Any, quantizer: Any = None
     ) -> None:
         self._fast_path: FastPath | None = None
+        self._scales: dict[str, Tensor] = {}  # of fp8, before the first step
         self._fallback_reason: str | None = None  # why fairseq's own step runs
         self._fairseqs: Any = None  # fairseq's iterator of the training set
         self._iterator: Any = None  # a copy of it whose batches are fuller, packed, or both
@@ -88,7 +90,8 @@ class Trainer(stopping.StoppableTrainer):
     def _build_optimizer(self) -> None:
         self._fast_path = None
         self._fallback_reason = fast_path.fallback_reason(self)
-        fast_path.refuse_shards(self.cfg, self._fallback_reason)
+        fast_path.refuse_flags(self.cfg, self._fallback_reason)
+        fast_path.refuse_fp8(self)
         with contextlib.ExitStack() as stack:
             stack.enter_context(fast_path.unsharded(self.cfg))
             if self._fallback_reason is None:
@@ -100,7 +103,7 @@ class Trainer(stopping.StoppableTrainer):
         iterator = super().get_train_iterator(*arguments, **keywords)
         assert self.optimizer is not None  # builds the optimizer, which sets _fallback_reason
         self._fallback_reason = self._fallback_reason or batch.covers(iterator.dataset)
-        fast_path.refuse_shards(self.cfg, self._fallback_reason)
+        fast_path.refuse_flags(self.cfg, self._fallback_reason)
         if (
             self._fallback_reason is not None and self._fast_path is not None
         ):  # the data of this shard cannot be packed, those of an earlier one could
@@ -141,7 +144,7 @@ class Trainer(stopping.StoppableTrainer):
         if self._fallback_reason is not None:
             return super().train_step(samples, raise_oom)
         if self._fast_path is None:
-            self._fast_path = FastPath(self)
+            self._fast_path = FastPath(self, self._scales)
         metrics.log_start_time("train_wall", priority=800, round=0)
         output = self._fast_path.train_step(samples, self._iterator.end_of_epoch())
         metrics.log_stop_time("train_wall")
@@ -198,6 +201,9 @@ class Trainer(stopping.StoppableTrainer):
         if self.cfg.common.fp16:
             counters = {name: getattr(self.optimizer.scaler, name) for name in _SCALER_COUNTERS}
             state["extra_state"][_LOSS_SCALER] = counters
+        scales = self._scales if self._fast_path is None else self._fast_path.scales()
+        if scales:
+            state["extra_state"][_FP8] = scales
         if self._fast_path is not None:
             self._fast_path.release()
         return state
@@ -272,7 +278,7 @@ class Trainer(stopping.StoppableTrainer):
         Raises:
             UserError: the file is damaged, or belongs to another model, criterion or optimizer.
         """
-        self._fast_path = None
+        self._fast_path, self._scales = None, {}
         self._make_room()
         arguments = (
             filename, reset_optimizer, reset_lr_scheduler, optimizer_overrides, reset_meters
@@ -284,6 +290,9 @@ class Trainer(stopping.StoppableTrainer):
         if extra_state is not None:
             self._restore_masters(extra_state.pop(_MASTERS, {}))
             counters = extra_state.pop(_LOSS_SCALER, {})
+            scales = extra_state.pop(_FP8, {})
+            if fast_path.uses_fp8(self.cfg) and not reset_optimizer:
+                self._scales = scales
             if self.cfg.common.fp16 and not reset_optimizer:
                 for name, value in counters.items():
                     setattr(self.optimizer.scaler, name, value)

@@ -12,6 +12,7 @@ import re
 import resource
 import signal
 import traceback
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import metrics
 from fairseq_cli import train
 
+from lightseq_fairseq.cli.start import preflight
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.training import process
 from lightseq_fairseq.training.step import TrainingStep
@@ -141,10 +143,12 @@ def fresh_process() -> Iterator[None]:
 def configure(data: Path, save_dir: Path, flags: dict[str, Any]) -> Any:
     """fairseq's configuration; in the names of flags "_" stands for "-"."""
     named = {name.replace("_", "-"): value for name, value in flags.items()}
-    own = {"pack_tokens": True} if named.pop("pack-tokens", None) else {}  # not a flag of fairseq
+    # Flags that are not fairseq's.
+    own = {"pack_tokens": True} if named.pop("pack-tokens", None) else {}
+    fp8 = named.pop("fp8", None)
     cfg = parse(command_line(data, save_dir, named))
     vars(cfg.model).update(own)
-    return cfg
+    return preflight.with_fp8(lambda _: cfg, Namespace(fp8=fp8))
 
 
 def run(data: Path, save_dir: Path, native: bool = False, **flags: Any) -> list[float]:

@@ -1,0 +1,231 @@
+"""Products in fp8: the scales of all operands of a model, and its weights in E4M3.
+
+A product is one matrix multiplication of a linear layer, or of several linear layers whose weights
+are one matrix (``parameters.as_one``). It has three operands that are cast: the input, the weight
+and the gradient of the output. Their scales are delayed (`ops.fp8_scales`): a cast uses the scale
+that followed from earlier updates, and notes the largest number for later ones.
+
+`Fp8State` owns scales and weights. Within `Fp8State.used`, layers find their operands by the
+address of their weight (`operands_of`); elsewhere, in validation for example, they find none and
+compute in the model's precision.
+
+Shapes: M = products, N = outputs and K = inputs of a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightseq_fairseq import ops
+from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.ops.fp8_quantise import ALIGNMENT, E4M3
+from lightseq_fairseq.ops.fp8_scales import HISTORY
+from lightseq_fairseq.parameters import FlatBuffer, as_one
+
+# Rows of the table: the operands of a product.
+_INPUT, _WEIGHT, _GRADIENT = range(3)
+# Scale of gradients that are not known yet. Too small rather than too large: saturated numbers keep
+# their sign, but numbers that are too small for a scale become zero.
+_FIRST_SCALE = 2.0**-12
+# Passes of the first batch after which scales fit: in each, the numbers that saturated before are
+# larger, and so are those that follow from them.
+_FIRST_PASSES = 4
+
+
+class Scalars(NamedTuple):
+    """The scalars of a cast, each 0-dim: the last three arguments of the ops that cast."""
+
+    scale: Tensor
+    amax: Tensor
+    saturated: Tensor
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a product in fp8 reads and writes besides its input and gradient.
+
+    Attributes:
+        input, weight, gradient: the scalars of the three casts.
+        values, transpose: the weight in E4M3, [N, K] and [K, N].
+        count: called with the number of values of each cast.
+        no_rng: int64 [2], for ops that draw no random numbers.
+    """
+
+    input: Scalars
+    weight: Scalars
+    gradient: Scalars
+    values: Tensor
+    transpose: Tensor
+    count: Callable[[int], None]
+    no_rng: Tensor
+
+
+class Fp8State:
+    """Scales and fp8 weights of the products of a model, on its device.
+
+    Args:
+        model: its products are the lists of weights that ``model.products()`` returns.
+        low: the buffer of its parameters. The weights of a product must be adjacent there.
+        saved: a `state` of this model, from which scales continue. A state of other products is
+            ignored.
+
+    Raises:
+        UserError: a width is no multiple of 16.
+
+    Attributes:
+        amax: float32 [3, M], the largest numbers that were cast since `update`.
+        saturated: int64 [3, M], how many numbers beyond the largest of E4M3 were cast since.
+        cast: float64 0-dim, how many numbers were cast since.
+        passes_due: passes of a batch that are needed before scales are known, see `after_pass`.
+    """
+
+    def __init__(self, model: nn.Module, low: FlatBuffer, saved: Mapping[str, Tensor]) -> None:
+        self._low = low
+        weights = products(model)
+        self._names = list(weights)
+        count, device = len(weights), low.data.device
+        self._scale = torch.ones(3, count, device=device)
+        self._scale[_GRADIENT] = _FIRST_SCALE
+        self._history = torch.zeros(HISTORY, 3, count, device=device)
+        self.amax = torch.zeros(3, count, device=device)
+        self.saturated = torch.zeros(3, count, dtype=torch.int64, device=device)
+        self.cast = torch.zeros((), dtype=torch.float64, device=device)
+        self._pending = 0  # numbers that the current pass has cast
+        no_rng = torch.zeros(2, dtype=torch.int64, device=device)
+        places, end = [], 0
+        for weight in weights.values():
+            start = weight.storage_offset() - low.data.storage_offset()
+            places.append((start, end, *weight.shape))
+            end += weight.numel()
+        self._places = torch.tensor(places, device=device)
+        self._values = torch.zeros(end, dtype=torch.uint8, device=device).view(E4M3)
+        self._transposes = self._values.clone()
+        self._operands: dict[tuple[int, torch.Size], Operands] = {}
+        for place, weight in enumerate(weights.values()):
+            part = slice(places[place][1], places[place][1] + weight.numel())
+            input, of_weight, gradient = (
+                Scalars(*(x[row, place] for x in (self._scale, self.amax, self.saturated)))
+                for row in (_INPUT, _WEIGHT, _GRADIENT)
+            )
+            values = self._values[part].view(weight.shape)
+            transpose = self._transposes[part].view(weight.shape[::-1])
+            self._operands[_key(weight)] = Operands(
+                input, of_weight, gradient, values, transpose, self._count, no_rng
+            )
+        self.passes_due = 0 if self._load(saved) else _FIRST_PASSES
+        if self.passes_due:
+            self.cast_weights()  # notes the largest numbers
+            self._scales(forget=True)
+        self.cast_weights()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Let the layers of a forward and backward pass compute in fp8."""
+        global _active
+        _active, self._pending = self, 0
+        try:
+            yield
+        finally:
+            _active = None
+        self.cast.add_(self._pending)
+
+    def operands(self, weight: Tensor) -> Operands | None:
+        """The operands of the product with this weight (a result of ``as_one``), if it has any."""
+        return self._operands.get(_key(weight))
+
+    def _count(self, numbers: int) -> None:
+        # On the host, because the numbers of a pass depend only on its shapes.
+        self._pending += numbers
+
+    def after_pass(self) -> None:
+        """Compute scales from the last pass alone. Call it ``passes_due`` times, each time after a
+        forward and backward pass without an update, whose amaxes are those of all ranks."""
+        self._scales(forget=True)
+        self.cast_weights()
+        self.passes_due -= 1
+
+    def update(self, skipped: Tensor) -> None:
+        """Compute the scales of the next update; afterwards call `cast_weights`.
+
+        skipped: float64 0-dim; if not 0, the update was skipped, and scales do not change.
+        """
+        self._scales(False, skipped)
+
+    def _scales(self, forget: bool, skipped: Tensor | None = None) -> None:
+        if skipped is None:
+            skipped = torch.zeros_like(self.cast)
+        history = self._history.view(HISTORY, -1)
+        ops.fp8_scales(self._scale.view(-1), self.amax.view(-1), history, skipped, forget)
+        self.saturated.zero_()
+        self.cast.zero_()
+
+    def cast_weights(self) -> None:
+        """Cast the weights; call it whenever they have changed."""
+        ops.fp8_weights(
+            self._low.data, self._places,
+            self._scale[_WEIGHT], self.amax[_WEIGHT], self.saturated[_WEIGHT],
+            self._values, self._transposes,
+        )  # fmt: skip
+        self.cast.add_(self._values.numel())
+
+    def state(self) -> dict[str, Tensor]:
+        """Name of a product's first weight -> float32 [3, 17]: of input, weight and gradient the
+        scale and 16 amaxes, the newest first. In host memory; empty while ``passes_due``."""
+        if self.passes_due:
+            return {}
+        table = torch.cat([self._scale[None], self._history]).permute(2, 1, 0).cpu()
+        return {name: part.clone() for name, part in zip(self._names, table, strict=True)}
+
+    def _load(self, saved: Mapping[str, Tensor]) -> bool:
+        shape = (3, 1 + HISTORY)
+        if saved.keys() != set(self._names) or any(x.shape != shape for x in saved.values()):
+            return False
+        table = torch.stack([saved[name] for name in self._names]).permute(2, 1, 0)
+        self._scale.copy_(table[0])
+        self._history.copy_(table[1:])
+        return True
+
+
+def operands_of(weight: Tensor) -> Operands | None:
+    """The fp8 operands of the product with this weight; None if it is not computed in fp8 now."""
+    return None if _active is None else _active.operands(weight)
+
+
+_active: Fp8State | None = None
+
+
+def _key(weight: Tensor) -> tuple[int, torch.Size]:
+    # The shape too: the first of adjacent weights has the same address as all of them.
+    return weight.data_ptr(), weight.shape
+
+
+def products(model: Any) -> dict[str, Tensor]:
+    """The model's products in fp8: name of the first weight -> the whole weight [N, K], a view.
+
+    model: its method of this name returns the weights of each product.
+
+    Raises:
+        UserError: a width is no multiple of 16.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    weights: dict[str, Tensor] = {}
+    for group in model.products():
+        name, weight = names[id(group[0])], as_one(group)
+        if any(width % ALIGNMENT for width in weight.shape):
+            raise UserError(
+                f"--fp8 needs widths that are multiples of {ALIGNMENT}, but {name} has the shape "
+                f"{list(group[0].shape)}: change the width, or remove --fp8."
+            )
+        if weight.data_ptr() != group[0].data_ptr():
+            raise RuntimeError(f"lightseq: {name} and the weights after it are not adjacent")
+        weights[name] = weight
+    return weights
+
+
+__all__ = ["Fp8State", "Operands", "Scalars", "operands_of", "products"]

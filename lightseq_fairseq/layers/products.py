@@ -1,0 +1,162 @@
+"""The matrix products of the layers, in the model's precision or in fp8.
+
+A sublayer asks ``product_for`` once for each of its weights, in forward, and keeps the answer for
+backward. Both kinds have the same methods. A forward product returns its result and the tensor that
+backward needs of the input: the input itself, or its transpose in E4M3, which is smaller.
+
+Where an op of the layers produces an operand, it casts it (`ops.fp8_bias_activation_dropout_fwd`,
+`ops.fp8_relu_dropout_bwd`); the others are cast here.
+
+Shapes: T = packed tokens, K = inputs, N = outputs, F = feed-forward width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightseq_fairseq import fp8, ops
+from lightseq_fairseq.ops.fp8_quantise import Quantised
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The activation function and the dropout after it.
+
+    Attributes:
+        name: relu, gelu (erf) or gelu_accurate (tanh), fairseq's names.
+        p, rng, site: dropout, see ``ops.philox``.
+    """
+
+    name: str
+    p: float
+    rng: Tensor
+    site: int
+
+
+class Product:
+    """y = x weight^T + bias in the model's precision, and its derivatives."""
+
+    def forward(self, x: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """y [T, N], and what backward needs of x [T, K].
+
+        x: may be a result of `activated`. weight: [N, K], bias: [N] or None.
+        """
+        return ops.linear_fwd(x, weight, bias), x
+
+    def backward(
+        self, dy: Any, kept: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor | None,
+        accumulate: bool, need_dx: bool = True, onto: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """dx [T, K]; writes dweight and dbias. See ``ops.linear_bwd``.
+
+        dy: [T, N], or a result of `before_activation` of the next product. kept: from `forward`.
+        """
+        return ops.linear_bwd(dy, kept, weight, dweight, dbias, accumulate, need_dx, onto)
+
+    def activated(
+        self, x: Tensor, weight: Tensor, bias: Tensor, activation: Activation, need_slope: bool,
+        following: Any,
+    ) -> tuple[Any, Tensor, Tensor | None]:  # fmt: skip
+        """The input of the ``following`` product: dropout(activation(x weight^T + bias)) [T, F].
+
+        Also returns what backward needs of x, and for gelu what it needs of the activation.
+        """
+        a = activation
+        h, slope = ops.linear_activation_fwd(
+            x, weight, bias, a.name, a.p, a.rng, a.site, need_slope
+        )
+        return h, x, None if a.name == "relu" else slope
+
+    def before_activation(
+        self, dy: Tensor, kept: Tensor, weight: Tensor, dweight: Tensor, activation: Activation,
+        saved: Tensor | None, bias: Tensor, dbias: Tensor, accumulate: bool, previous: Any,
+    ) -> Any:  # fmt: skip
+        """Backward of this product and of the activation before it: the gradient dz [T, F].
+
+        Writes dweight of this product, and dbias of the ``previous`` one, whose bias is ``bias``.
+        dy: [T, N]. kept: from `forward`. saved: the third result of `activated`.
+        """
+        return ops.activation_linear_bwd(
+            dy, kept, weight, saved, activation.p, dweight, dbias, accumulate, bias
+        )
+
+
+class Fp8Product(Product):
+    """The same in fp8: both operands of each product are E4M3, its result is bfloat16.
+
+    The arguments ``weight`` are not read: the operands have them in E4M3.
+    """
+
+    def __init__(self, operands: fp8.Operands) -> None:
+        self.operands = operands
+
+    def forward(self, x: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        of = self.operands
+        values, transpose = ops.fp8_quantise(x, *of.input) if isinstance(x, Tensor) else x
+        of.count(values.numel())
+        y = ops.fp8_linear_fwd(values, of.input.scale, of.values, of.weight.scale, bias)
+        return y, transpose
+
+    def backward(
+        self, dy: Any, kept: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor | None,
+        accumulate: bool, need_dx: bool = True, onto: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        of = self.operands
+        values, transpose = dy if isinstance(dy, tuple) else self._cast(dy, dbias, accumulate)
+        of.count(values.numel())
+        return ops.fp8_linear_bwd(
+            values, transpose, of.gradient.scale, kept, of.input.scale, of.transpose,
+            of.weight.scale, dweight=dweight, onto=onto, accumulate=accumulate, need_dx=need_dx,
+        )  # fmt: skip
+
+    def _cast(self, dy: Tensor, dbias: Tensor | None, accumulate: bool) -> Quantised:
+        to = self.operands.gradient
+        if dbias is None:
+            return ops.fp8_quantise(dy, *to)
+        # The op that casts also sums the columns. Without activation and dropout it reads neither
+        # x nor the rng, for which other tensors stand here.
+        rng = self.operands.no_rng
+        return ops.fp8_bias_activation_dropout_bwd(
+            dy, dy, None, "identity", 0.0, rng, 0, dbias, accumulate,
+            scale=to.scale, amax=to.amax, saturated=to.saturated,
+        )  # fmt: skip
+
+    def activated(
+        self, x: Tensor, weight: Tensor, bias: Tensor, activation: Activation, need_slope: bool,
+        following: Any,
+    ) -> tuple[Any, Tensor, Tensor | None]:  # fmt: skip
+        a, to = activation, following.operands.input
+        z, kept = self.forward(x, weight, None)
+        h = ops.fp8_bias_activation_dropout_fwd(
+            z, bias, a.name, a.p, a.rng, a.site,
+            scale=to.scale, amax=to.amax, saturated=to.saturated,
+        )  # fmt: skip
+        return h, kept, None if a.name == "relu" else z
+
+    def before_activation(
+        self, dy: Tensor, kept: Tensor, weight: Tensor, dweight: Tensor, activation: Activation,
+        saved: Tensor | None, bias: Tensor, dbias: Tensor, accumulate: bool, previous: Any,
+    ) -> Any:  # fmt: skip
+        a, to = activation, previous.operands.gradient
+        dh = self.backward(dy, kept, weight, dweight, None, accumulate)
+        if saved is None:
+            return ops.fp8_relu_dropout_bwd(dh, kept, a.p, dbias, accumulate, *to)
+        return ops.fp8_bias_activation_dropout_bwd(
+            dh, saved, bias, a.name, a.p, a.rng, a.site, dbias, accumulate,
+            scale=to.scale, amax=to.amax, saturated=to.saturated,
+        )  # fmt: skip
+
+
+_PLAIN = Product()
+
+
+def product_for(weight: Tensor) -> Product:
+    """The product with this weight, or with this result of ``as_one``."""
+    operands = fp8.operands_of(weight)
+    return _PLAIN if operands is None else Fp8Product(operands)
+
+
+__all__ = ["Activation", "Fp8Product", "Product", "product_for"]
