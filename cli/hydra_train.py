@@ -145,7 +145,8 @@ def _train(configuration: Any, native: bool) -> float:
         metric = cfg.checkpoint.best_checkpoint_metric
         return cfg
 
-    with patching.within("fairseq_cli.train:convert_namespace_to_omegaconf", convert):
+    target = "fairseq_cli.train:convert_namespace_to_omegaconf"
+    with patching.within(target, convert, by="cli.hydra_train"):
         lightseq_train: Any = train.main.callback
         lightseq_train(
             _words(settings),

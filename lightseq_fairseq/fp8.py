@@ -180,7 +180,9 @@ class Fp8State:
         if self.passes_due:
             return {}
         table = torch.cat([self._scale[None], self._history]).permute(2, 1, 0).cpu()
-        return {name: part.clone() for name, part in zip(self._names, table, strict=True)}
+        # Contiguous: fairseq broadcasts them to other ranks, and gloo reads memory in order.
+        parts = (part.clone(memory_format=torch.contiguous_format) for part in table)
+        return dict(zip(self._names, parts, strict=True))
 
     def _load(self, saved: Mapping[str, Tensor]) -> bool:
         shape = (3, 1 + HISTORY)

@@ -78,9 +78,8 @@ def checks(
             patching.within("fairseq.options:parse_args_and_arch", parse_and_check)
         )
         if command == "train":
-            replaced.enter_context(
-                patching.within("fairseq_cli.train:convert_namespace_to_omegaconf", with_fp8)
-            )
+            target = "fairseq_cli.train:convert_namespace_to_omegaconf"
+            replaced.enter_context(patching.within(target, with_fp8, by="cli.start.preflight"))
         yield
 
 
