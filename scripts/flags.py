@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
+
 from lightseq_fairseq import plugins  # noqa: F401  (prepares fairseq)
 
 # isort: split
@@ -31,6 +33,7 @@ from fairseq.tasks.language_modeling import LanguageModelingConfig
 from fairseq.tasks.masked_lm import MaskedLMTask
 from fairseq.tasks.sentence_prediction import SentencePredictionTask
 
+from lightseq_fairseq.cli import generate, train
 from lightseq_fairseq.cli.refusals import flags
 from lightseq_fairseq.cli.start.command_lines import actions_of
 from lightseq_fairseq.plugins import optimizer, unsupported
@@ -232,6 +235,13 @@ sentence_prediction` adds `--criterion sentence_prediction`: fairseq takes setti
 
 A test runs each row, as above (`tests/flags/test_flags_of_roberta.py`).
 """
+OWN_INTRODUCTION = """\
+## Flags that fairseq does not have
+
+`lightseq-train` has these flags besides those of all commands ([commands.md](commands.md)). With
+`--fp8`, every setting is refused that is a fallback in the tables above: only the captured step
+computes in fp8.
+"""
 
 
 class Setting(NamedTuple):
@@ -355,6 +365,17 @@ def answer(command: str, name: str, choices: list[str]) -> tuple[str, str]:
     return (FALLBACK if name in OTHER_LAYERS else HONOURED), ""
 
 
+def own_flags() -> dict[str, str]:
+    """Return the help of each flag that only lightseq-train has."""
+    shared = {option.name for option in generate.main.params}
+    options = [option for option in train.main.params if isinstance(option, click.Option)]
+    return {
+        option.opts[0]: option.help or ""
+        for option in options
+        if option.name not in shared or option.name == "native"
+    }
+
+
 def text() -> str:
     """Return the text of docs/flags.md."""
     translation = table(
@@ -373,6 +394,9 @@ def text() -> str:
             rows, list(commands), lambda column, name, _: family_answer(column, name), notes
         )
         pages += [introduction, *family, ""]
+    pages += [OWN_INTRODUCTION, "| flag | |", "|---|---|"]
+    pages += [f"| `{name}` | {words} |" for name, words in own_flags().items()]
+    pages.append("")
     return "\n".join(pages)
 
 
