@@ -107,6 +107,14 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "fp8_relu_dropout_bwd": lambda: (
         *(randn(T, 16).float(), fp8(16, 16), P, randn(16).float(), True, *of_cast()),
     ),
+    "fp8_scales": lambda: (
+        *(torch.full((V,), 2.0**-8), randn(V).abs().float(), randn(16, V).abs().float()),
+        *(torch.tensor(0.0, dtype=torch.float64), False),
+    ),
+    "fp8_weights": lambda: (
+        *(randn(2048).float(), torch.tensor([[512, 0, 16, 32], [64, 512, 16, 16]])),
+        *(scale().expand(2).clone(), torch.ones(2), torch.full((2,), 7), fp8(768), fp8(768)),
+    ),
     "cross_entropy_fwd": lambda: (randn(T, V), tokens(V), 0.1, 1, True),
     "cross_entropy_bwd": lambda: (randn(T), randn(T, V), tokens(V), randn(T).add(3), 0.1, 1),
     "cross_entropy_fwd_bwd": lambda: (randn(T), randn(T, V), tokens(V), 0.1, 1, True),
@@ -166,7 +174,10 @@ def results(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
 
 def in_float32(name: str, arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
     """Kernels do not support float64, except for the scalars of a step and attention's lse."""
-    in_float64 = {"update_scalars": range(len(arguments)), "attention_bwd": (5,)}.get(name, ())
+    all_places = range(len(arguments))
+    in_float64 = {"update_scalars": all_places, "attention_bwd": (5,), "fp8_scales": (3,)}.get(
+        name, ()
+    )
 
     def moved(place: int, x: Any) -> Any:
         if not isinstance(x, Tensor):
