@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import helpers.cli_runs as cli_runs
+import helpers.interpreters as interpreters
 import helpers.training_runs as runs
 import pytest
 import torch
@@ -507,6 +508,27 @@ def test_the_launcher_takes_the_flag(
     saved = tmp_path / "checkpoint_last.pt"
     translating = ("generate", binarised, "--path", saved, "--cpu", "--num-workers", 0)
     assert "H-0" in cli_runs.succeed(*translating, "--native")
+
+
+def test_spawned_ranks_know_the_flag(binarised: Path, tmp_path: Path) -> None:
+    """fairseq starts a process for each GPU, and passes the configuration."""
+    (tmp_path / "script.py").write_text(
+        """
+from lightseq_fairseq.cli.train import main
+if __name__ == "__main__":
+    import torch
+    torch.cuda.device_count = lambda: 2
+    main()
+"""
+    )
+    ranks = "--distributed-world-size 2 --distributed-backend gloo --ddp-backend legacy_ddp"
+    done = interpreters.run(
+        str(tmp_path / "script.py"), str(binarised), "--arch", "ls_transformer_tiny",
+        *cli_runs.SMALL, *ranks.split(), "--bf16", "--fp8", "--save-dir", str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "(2 ranks)" in done.stdout and "products in fp8 on " in done.stdout
+    assert len(scales_in(tmp_path)) == 11
 
 
 @pytest.mark.parametrize(
