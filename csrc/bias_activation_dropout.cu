@@ -57,19 +57,7 @@ constexpr int kBwdBlocks = 3;
 constexpr int kSlopeBlocks = std::min(kFwdBlocks, kBwdBlocks);
 constexpr int64_t kMaxGridY = 65535;
 
-// dy times the derivative of the activation at v.
-template <Activation kActivation>
-struct Derivative {
-  static constexpr bool kReadsX = kActivation != Activation::kIdentity;
-  template <typename T>
-  __device__ __forceinline__ static float times(float dy, float v) {
-    // Select, do not multiply: zero times infinity would be NaN.
-    if constexpr (kActivation == Activation::kRelu) return v <= 0.0f ? 0.0f : dy;
-    return dy * activate<T, kActivation>(v).slope;
-  }
-};
-
-// The same if x is the derivative.
+// As Derivative, if x is the derivative.
 struct GivenDerivative {
   static constexpr bool kReadsX = true;
   template <typename T>

@@ -61,6 +61,7 @@ constexpr float kFaster = 0.99f;
 cudaDataType_t cuda_type_of(const Matrix& x) {
   using torch::headeronly::ScalarType;
   if (x.type == ScalarType::Float) return CUDA_R_32F;
+  if (x.type == ScalarType::Float8_e4m3fn) return CUDA_R_8F_E4M3;
   return x.type == ScalarType::Half ? CUDA_R_16F : CUDA_R_16BF;
 }
 
@@ -86,6 +87,11 @@ struct MatmulDesc {
     set(CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(p));
     if (p.bias != nullptr) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
+    if (p.a_scale != nullptr) {
+      set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b_scale);
+      set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a_scale);
+      set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t{0});
+    }
     const auto describe = [&](cublasLtMatrixLayoutOpaque_t& layout, const Matrix& x) {
       lt.check(
           lt.init_layout(&layout, sizeof(layout), cuda_type_of(x), x.columns, x.rows, x.stride),
@@ -358,7 +364,7 @@ bool is_capturing(cudaStream_t stream) {
 void multiply(const Product& p, cudaStream_t stream) {
   Multiplier& multiplier = Multiplier::of(p.out.owner.get_device());
   std::optional<Algorithm> algorithm;
-  if (is_searched(p.a.rows) && search_is_on()) {
+  if (is_searched(p.tokens) && search_is_on()) {
     const AlgorithmTable::Key key = {cuda_type_of(p.a), cuda_type_of(p.out), p.transpose_a,
                                      p.transpose_b,     epilogue_of(p),      p.a.rows,
                                      p.a.columns,       p.out.columns};

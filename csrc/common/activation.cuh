@@ -90,6 +90,18 @@ __device__ __forceinline__ Activated activate(float v) {
   return {v, 1.0f};
 }
 
+// dy times the derivative of the activation at v.
+template <Activation kActivation>
+struct Derivative {
+  static constexpr bool kReadsX = kActivation != Activation::kIdentity;
+  template <typename T>
+  __device__ __forceinline__ static float times(float dy, float v) {
+    // Select, do not multiply: zero times infinity would be NaN.
+    if constexpr (kActivation == Activation::kRelu) return v <= 0.0f ? 0.0f : dy;
+    return dy * activate<T, kActivation>(v).slope;
+  }
+};
+
 // Without a bias the values are -0: adding -0 changes no number, not even the sign of a zero.
 template <typename T>
 __device__ __forceinline__ void load_bias(const T* bias, int64_t column,

@@ -38,6 +38,14 @@ inline int capability_of(int32_t device) {
          attribute_of(device, cudaDevAttrComputeCapabilityMinor);
 }
 
+// Raises an error if the GPU has no tensor cores for fp8.
+inline void require_fp8(const char* op, int32_t device) {
+  const int capability = capability_of(device);
+  require(capability >= 89, op,
+          ": fp8 needs a GPU of compute capability 8.9 or later, this one has ", capability / 10,
+          ".", capability % 10);
+}
+
 // Maximum bytes of shared memory per block, from the tables of the CUDA programming guide.
 constexpr int shared_memory_of_capability(int capability) {
   if (capability == 80 || capability == 87) return 163 << 10;

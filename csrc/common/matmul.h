@@ -30,12 +30,16 @@ struct Matrix {
         owner(x) {}
 
   int64_t bytes(int64_t numbers) const {
-    return numbers * (type == torch::headeronly::ScalarType::Float ? 4 : 2);
+    using torch::headeronly::ScalarType;
+    if (type == ScalarType::Float8_e4m3fn) return numbers;
+    return numbers * (type == ScalarType::Float ? 4 : 2);
   }
 };
 
-// out = f(a) f(b) + bias, or out += f(a) f(b), accumulated in float32; f(x) is x or x^T. The rows
-// of `a` are tokens. All rows start on 16-byte boundaries and are a multiple of 16 bytes long.
+// out = f(a) f(b) + bias, or out += f(a) f(b), accumulated in float32; f(x) is x or x^T. All rows
+// start on 16-byte boundaries and are a multiple of 16 bytes long.
+//
+// With operands in E4M3, f(a) f(b) is a b^T a_scale b_scale; other forms do not exist.
 struct Product {
   const char* op;
   Matrix out, a, b;
@@ -43,6 +47,8 @@ struct Product {
   const void* bias = nullptr;
   bool relu = false;
   bool accumulate = false;
+  const float *a_scale = nullptr, *b_scale = nullptr;  // in device memory; E4M3 only
+  int64_t tokens = a.rows;                             // which of the sizes counts tokens
 
   // Whether our own kernels (linear_few_rows.cu, linear_tiles.cu) can compute it.
   bool is_forward_in_16_bits() const {

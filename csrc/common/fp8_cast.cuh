@@ -1,0 +1,341 @@
+// Casts of a matrix to E4M3, with its transpose; ops/fp8_quantise.py has the rule. A kernel is
+// cast_kernel<Source>: the source says where the numbers come from.
+//
+//   values    [rows, columns]   x / scale in E4M3
+//   transpose [columns, pitch]  pitch: rows rounded up to a multiple of 16, with zeros at the end
+//   amax, saturated             statistics, updated by atomic operations
+//   partials                    if wanted: column sums of x before the cast, for add_partials()
+//
+//   determinism   the maximum of floats and the sum of integers do not depend on the order; that of
+//                 the column sums depends only on the sizes
+//
+// A block casts 128 rows of 128 columns, so it writes whole cache lines of values and of the
+// transpose. A thread has 8 rows of 8 columns. It transposes 4 x 4 bytes at a time in registers;
+// shared memory has words of 4 rows by columns. All accesses to global memory have 16 bytes.
+//
+// x / scale is exact, because scale is a power of two. It is computed as x * (1 / scale), which is
+// exact too.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <tuple>
+
+#include "check.h"
+#include "columns.cuh"
+#include "launch.cuh"
+#include "reduce.cuh"
+
+namespace lightseq {
+
+constexpr int kCastThreads = 256;
+constexpr int kCastTile = 128;  // rows and columns of a block
+constexpr int kCastRows = 8;    // of a thread
+constexpr int kCastHalf = 4;    // rows that a thread transposes at a time
+constexpr int kCastGroups = kCastTile / kColumnsPerDraw;
+constexpr int kCastWarps = kCastThreads / kWarp;
+constexpr int64_t kFp8Alignment = 16;  // rows of operands are multiples of it
+constexpr float kMostE4m3 = 448.0f;
+static_assert(kCastThreads * kCastRows * kColumnsPerDraw == kCastTile * kCastTile);
+
+// Two numbers in E4M3; the first is in the low byte. NaN becomes 0x7f, numbers beyond +-448 become
+// +-448.
+__device__ __forceinline__ uint32_t pack_e4m3(float first, float second) {
+  uint16_t pair = 0;
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+#endif
+  return pair;
+}
+
+// in[i]: four bytes of row i. out[i]: the bytes of column i.
+__device__ __forceinline__ void transpose_bytes(const uint32_t (&in)[4], uint32_t (&out)[4]) {
+  const uint32_t low01 = __byte_perm(in[0], in[1], 0x5140);
+  const uint32_t low23 = __byte_perm(in[2], in[3], 0x5140);
+  const uint32_t high01 = __byte_perm(in[0], in[1], 0x7362);
+  const uint32_t high23 = __byte_perm(in[2], in[3], 0x7362);
+  out[0] = __byte_perm(low01, low23, 0x5410);
+  out[1] = __byte_perm(low01, low23, 0x7632);
+  out[2] = __byte_perm(high01, high23, 0x5410);
+  out[3] = __byte_perm(high01, high23, 0x7632);
+}
+
+// The statistics of some of the numbers.
+struct CastStatistics {
+  float amax = 0.0f;
+  unsigned saturated = 0;
+
+  // Returns the eight numbers in E4M3. Zeros that are not counted if they do not exist.
+  __device__ __forceinline__ uint2 cast(float (&x)[kColumnsPerDraw], float inverse, bool exist) {
+    float most = 0.0f;
+#pragma unroll
+    for (int e = 0; e < kColumnsPerDraw; ++e) most = fmaxf(most, fabsf(x[e]));  // ignores NaN
+    if (!exist) most = 0.0f;
+    if (most * inverse > kMostE4m3) {  // rare: a number saturates or is infinite
+      most = 0.0f;
+#pragma unroll
+      for (int e = 0; e < kColumnsPerDraw; ++e) {
+        x[e] = fmaf(x[e], 0.0f, x[e]);  // infinity becomes NaN
+        most = fmaxf(most, fabsf(x[e]));
+        saturated += fabsf(x[e] * inverse) > kMostE4m3;
+      }
+    }
+    amax = fmaxf(amax, most);
+    uint32_t pairs[kColumnsPerDraw / 2];
+#pragma unroll
+    for (int i = 0; i < kColumnsPerDraw / 2; ++i) {
+      pairs[i] = pack_e4m3(x[2 * i] * inverse, x[2 * i + 1] * inverse);
+    }
+    if (!exist) return {0, 0};
+    return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
+  }
+};
+
+// Results and scalars of a cast.
+struct Cast {
+  uint8_t* values;
+  uint8_t* transpose;
+  const float* scale;
+  int* amax;  // the bits of a float; numbers >= 0 are ordered as their bits
+  unsigned long long* saturated;
+  int64_t rows, columns, pitch;
+  unsigned tiles_across;
+  float* partials = nullptr;  // [tiles of rows, columns]; null: not wanted
+
+  Cast(const torch::stable::Tensor& of_values, const torch::stable::Tensor& of_transpose,
+       const torch::stable::Tensor& of_scale, const torch::stable::Tensor& of_amax,
+       const torch::stable::Tensor& of_saturated)
+      : values(static_cast<uint8_t*>(of_values.mutable_data_ptr())),
+        transpose(static_cast<uint8_t*>(of_transpose.mutable_data_ptr())),
+        scale(of_scale.const_data_ptr<float>()),
+        amax(static_cast<int*>(of_amax.mutable_data_ptr())),
+        saturated(static_cast<unsigned long long*>(of_saturated.mutable_data_ptr())),
+        rows(of_values.size(0)),
+        columns(of_values.size(1)),
+        pitch(of_transpose.size(1)),
+        tiles_across(static_cast<unsigned>(blocks_for(columns, kCastTile))) {}
+
+  int64_t tiles_down() const { return blocks_for(rows, kCastTile); }
+};
+
+// What a block and a thread cast.
+struct CastPlace {
+  int64_t first_row, first_column;  // of the block
+  int rows, columns;                // of the block: how many exist
+  int group, octet;  // which 8 columns and which 8 rows of the block are the thread's
+  int thread_rows;   // of the thread: how many exist; 0 if its columns do not
+
+  __device__ __forceinline__ explicit CastPlace(const Cast& cast)
+      : first_row(static_cast<int64_t>(blockIdx.x / cast.tiles_across) * kCastTile),
+        first_column(static_cast<int64_t>(blockIdx.x % cast.tiles_across) * kCastTile),
+        rows(static_cast<int>(min(cast.rows - first_row, int64_t{kCastTile}))),
+        columns(static_cast<int>(min(cast.columns - first_column, int64_t{kCastTile}))),
+        group(threadIdx.x % kCastGroups),
+        octet(threadIdx.x / kCastGroups),
+        thread_rows(group * kColumnsPerDraw < columns
+                        ? max(0, min(rows - octet * kCastRows, kCastRows))
+                        : 0) {}
+
+  __device__ __forceinline__ bool is_full() const {
+    return rows == kCastTile && columns == kCastTile;
+  }
+  // The thread's first ones.
+  __device__ __forceinline__ int64_t row() const { return first_row + octet * kCastRows; }
+  __device__ __forceinline__ int64_t column() const {
+    return first_column + group * kColumnsPerDraw;
+  }
+};
+
+// The bytes of a block by columns, in shared memory: 8 quads of 16 rows in each column. Groups of 8
+// columns order their quads differently, and the upper 8 groups swap two neighbouring words. So
+// neither accesses of words nor those of quads have bank conflicts.
+struct CastTile {
+  static constexpr int kQuadRows = sizeof(uint4);
+  static constexpr int kQuads = kCastTile / kQuadRows;  // of a column
+  uint4 quads[kCastTile * kQuads];
+
+  // The thread's rows of this half in its column e; the first row is in the lowest byte.
+  __device__ __forceinline__ uint32_t& word(const CastPlace& place, int half, int e) {
+    const int column = place.group * kColumnsPerDraw + e;
+    uint4& quad = quads[column * kQuads + (place.octet / 2 ^ place.group % kQuads)];
+    return reinterpret_cast<uint32_t*>(&quad)[place.octet % 2 * 2 + (half ^ place.group / kQuads)];
+  }
+
+  // Calls copy(global, shared, swap) for all quads; the threads share them. `transpose` has the
+  // layout of Cast::transpose. If `swap`, shared is the `swapped` quad.
+  template <typename Byte, typename Copy>
+  __device__ __forceinline__ void for_each_quad(const CastPlace& place, Byte* transpose,
+                                                int64_t pitch, Copy&& copy) {
+    constexpr int kStep = kCastThreads / kQuads;  // columns
+    const int quad = threadIdx.x % kQuads, first = threadIdx.x / kQuads;
+    const int row = quad * kQuadRows;
+    if (row >= place.rows) return;
+    Byte* const global = transpose + (place.first_column + first) * pitch + place.first_row + row;
+#pragma unroll
+    for (int i = 0; i < kCastTile / kStep; ++i) {
+      const int column = first + i * kStep, group = column / kColumnsPerDraw;
+      if (column >= place.columns) return;
+      copy(global + i * kStep * pitch, quads[column * kQuads + (quad ^ group % kQuads)],
+           group >= kQuads);
+    }
+  }
+
+  __device__ __forceinline__ static uint4 swapped(const uint4& x, bool swap) {
+    return swap ? uint4{x.y, x.x, x.w, x.z} : x;
+  }
+};
+
+// A source is a kernel parameter with these members:
+//
+//   kBlocks       resident blocks per SM; this limits the registers per thread
+//   kRowsAhead    rows of a thread whose loads are in flight together: 4 or 8
+//   kSums         whether column sums may be wanted
+//   Row           what is loaded of a row: 8 columns. Zeros stand for a row that does not exist
+//   State         what a thread needs for all its rows. All threads of a block call the constructor
+//                 State(source, cast, place, tile) while the first loads are in flight. After it, a
+//                 thread accesses no words of the tile but its own
+//   at(place, row)              the addresses of rows of the thread, from `row` on
+//   load(at, i)                 loads the i-th of them
+//   numbers(state, row, i, x)   the eight numbers x of row i of the thread. If the row does not
+//                               exist, they are ignored, but added to the column sums
+template <typename Source>
+__global__ void __launch_bounds__(kCastThreads, Source::kBlocks)
+    cast_kernel(const Source source, const Cast cast) {
+  __shared__ CastTile tile;
+  const CastPlace place(cast);
+  const float scale = *cast.scale;
+  constexpr int kRowsAhead = Source::kRowsAhead;
+  typename Source::Row rows[kRowsAhead];
+  const auto load_from = [&](int first) {
+    const auto at = source.at(place, first);
+    if (place.is_full()) {  // without predicates, nvcc puts no computation between the loads
+#pragma unroll
+      for (int i = 0; i < kRowsAhead; ++i) rows[i] = source.load(at, i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRowsAhead; ++i) {
+        rows[i] = {};
+        if (first + i < place.thread_rows) rows[i] = source.load(at, i);
+      }
+    }
+  };
+  load_from(0);
+  const typename Source::State state(source, cast, place, tile);
+
+  const float inverse = 1.0f / scale;
+  const bool odd = place.group % 2 == 1;
+  uint8_t* const values = cast.values + place.row() * cast.columns + place.first_column +
+                          place.group / 2 * sizeof(uint4);
+  CastStatistics statistics;
+  float sums[kColumnsPerDraw] = {};
+  constexpr int kUnroll = kRowsAhead / kCastHalf;
+#pragma unroll kUnroll
+  for (int half = 0; half < kCastRows / kCastHalf; ++half) {
+    const int first = half * kCastHalf;
+    if (half > 0 && kRowsAhead == kCastHalf) load_from(first);
+    uint2 bytes[kCastHalf];
+#pragma unroll
+    for (int i = 0; i < kCastHalf; ++i) {
+      float x[kColumnsPerDraw];
+      source.numbers(state, rows[half % kUnroll * kCastHalf + i], first + i, x);
+      if constexpr (Source::kSums) {
+#pragma unroll
+        for (int e = 0; e < kColumnsPerDraw; ++e) sums[e] += x[e];
+      }
+      bytes[i] = statistics.cast(x, inverse, first + i < place.thread_rows);
+    }
+
+    // Two neighbours exchange two rows, so that each stores two rows of 16 columns.
+#pragma unroll
+    for (int i = 0; i < kCastHalf / 2; ++i) {
+      const uint2 mine = odd ? bytes[2 + i] : bytes[i], sent = odd ? bytes[i] : bytes[2 + i];
+      const uint2 got = {__shfl_xor_sync(kAllLanes, sent.x, 1),
+                         __shfl_xor_sync(kAllLanes, sent.y, 1)};
+      const uint4 both =
+          odd ? uint4{got.x, got.y, mine.x, mine.y} : uint4{mine.x, mine.y, got.x, got.y};
+      const int r = first + i + (odd ? 2 : 0);
+      if (r < place.thread_rows) *reinterpret_cast<uint4*>(values + r * cast.columns) = both;
+    }
+#pragma unroll
+    for (int word = 0; word < 2; ++word) {
+      uint32_t by_row[4], by_column[4];
+#pragma unroll
+      for (int i = 0; i < kCastHalf; ++i) by_row[i] = word == 0 ? bytes[i].x : bytes[i].y;
+      transpose_bytes(by_row, by_column);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) tile.word(place, half, 4 * word + i) = by_column[i];
+    }
+  }
+  if constexpr (Source::kSums) griddepcontrol_launch_dependents();
+
+  __shared__ CastStatistics of_warp[kCastWarps];
+  __shared__ float sums_of_warp[Source::kSums ? kCastWarps : 1][kCastTile];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  statistics.amax = __uint_as_float(__reduce_max_sync(kAllLanes, __float_as_uint(statistics.amax)));
+  statistics.saturated = __reduce_add_sync(kAllLanes, statistics.saturated);
+  if (lane == 0) of_warp[warp] = statistics;
+  if constexpr (Source::kSums) {
+#pragma unroll
+    for (int e = 0; e < kColumnsPerDraw; ++e) {
+      sums[e] += __shfl_xor_sync(kAllLanes, sums[e], kCastGroups);  // the warp's other rows
+      if (lane < kCastGroups) sums_of_warp[warp][lane * kColumnsPerDraw + e] = sums[e];
+    }
+  }
+  __syncthreads();
+
+  tile.for_each_quad(place, cast.transpose, cast.pitch,
+                     [](uint8_t* to, const uint4& quad, bool swap) {
+                       *reinterpret_cast<uint4*>(to) = CastTile::swapped(quad, swap);
+                     });
+  if constexpr (Source::kSums) {
+    if (cast.partials != nullptr && static_cast<int>(threadIdx.x) < place.columns) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kCastWarps; ++i) sum += sums_of_warp[i][threadIdx.x];
+      cast.partials[place.first_row / kCastTile * cast.columns + place.first_column + threadIdx.x] =
+          sum;
+    }
+  }
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 1; i < kCastWarps; ++i) {
+      statistics.amax = fmaxf(statistics.amax, of_warp[i].amax);
+      statistics.saturated += of_warp[i].saturated;
+    }
+    atomicMax(cast.amax, __float_as_int(statistics.amax));
+    if (statistics.saturated > 0) atomicAdd(cast.saturated, statistics.saturated);
+  }
+}
+
+// kRowsAhead of a source that reads numbers of type T: 128 bytes of each tensor.
+template <typename T>
+constexpr int kCastRowsAhead = 16 / sizeof(T);
+
+inline void check_cast(const char* op, const char* name, const torch::stable::Tensor& x) {
+  require_fp8(op, x.get_device());
+  require(x.dim() == 2, op, ": ", name, " must have two dimensions");
+  check_rows(op, name, x);
+  require(x.size(1) % kFp8Alignment == 0, op, ": fp8 needs rows of a multiple of ", kFp8Alignment,
+          " numbers, got ", x.size(1));
+}
+
+// values [T, C] and transpose [C, P] for x [T, C].
+inline std::tuple<torch::stable::Tensor, torch::stable::Tensor> allocate_cast(
+    const torch::stable::Tensor& x) {
+  constexpr auto kType = torch::headeronly::ScalarType::Float8_e4m3fn;
+  const int64_t pitch = blocks_for(x.size(0), kFp8Alignment) * kFp8Alignment;
+  return {allocate(x, {x.size(0), x.size(1)}, kType), allocate(x, {x.size(1), pitch}, kType)};
+}
+
+template <typename Source>
+void launch_cast(const char* op, const Source& source, const Cast& cast, cudaStream_t stream) {
+  if (cast.rows == 0 || cast.columns == 0) return;
+  const int64_t blocks = cast.tiles_down() * cast.tiles_across;
+  launch({.op = op, .grid = static_cast<unsigned>(blocks), .block = kCastThreads, .stream = stream},
+         cast_kernel<Source>, source, cast);
+}
+
+}  // namespace lightseq
