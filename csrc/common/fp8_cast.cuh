@@ -65,8 +65,8 @@ __device__ __forceinline__ void transpose_bytes(const uint32_t (&in)[4], uint32_
 
 // The statistics of some of the numbers.
 struct CastStatistics {
-  float amax = 0.0f;
-  unsigned saturated = 0;
+  float amax;
+  unsigned saturated;
 
   // Returns the eight numbers in E4M3. Zeros that are not counted if they do not exist.
   __device__ __forceinline__ uint2 cast(float (&x)[kColumnsPerDraw], float inverse, bool exist) {
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kCastThreads, Source::kBlocks)
   const bool odd = place.group % 2 == 1;
   uint8_t* const values = cast.values + place.row() * cast.columns + place.first_column +
                           place.group / 2 * sizeof(uint4);
-  CastStatistics statistics;
+  CastStatistics statistics = {};
   float sums[kColumnsPerDraw] = {};
   constexpr int kUnroll = kRowsAhead / kCastHalf;
 #pragma unroll kUnroll
