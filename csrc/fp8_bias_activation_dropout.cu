@@ -39,6 +39,13 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+// Code for compute capability 10.0 and later needs a few more registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kFewerBlocks = 1;
+#else
+constexpr int kFewerBlocks = 0;
+#endif
+
 // For each number of a thread whether it is kept: byte i of the two words has the bits of row i.
 struct Kept {
   uint32_t words[kCastRows / kCastHalf];
@@ -83,7 +90,7 @@ struct BiasAndDropout {
 
 template <typename T, Activation kActivation>
 struct Forward {
-  static constexpr int kBlocks = sizeof(T) == 2 ? 4 : 3;
+  static constexpr int kBlocks = sizeof(T) == 2 ? 4 : 3 - kFewerBlocks;
   static constexpr int kRowsAhead = kCastRowsAhead<T>;
   static constexpr bool kSums = false;
   using Row = Columns<T>;
@@ -175,7 +182,7 @@ __device__ __forceinline__ uint32_t positive_or_nan(uint32_t four) {
 
 template <typename T>
 struct ReluDropoutBackward {
-  static constexpr int kBlocks = sizeof(T) == 2 ? 3 : 2;
+  static constexpr int kBlocks = sizeof(T) == 2 ? 3 - kFewerBlocks : 2;
   static constexpr int kRowsAhead = kCastRowsAhead<T>;
   static constexpr bool kSums = true;
   using Row = Columns<T>;
@@ -228,7 +235,7 @@ struct ReluDropoutBackward {
   }
 };
 
-// The results and scalars of an op's cast.
+// The scalars of an op's cast.
 struct CastArguments {
   Tensor scale, amax, saturated;
 };

@@ -9,8 +9,9 @@ are measured against these numbers:
 * compile: torch.compile of the same formula, with the backward that it generates.
 * library: a kernel that torch includes. linear: torch.mm, without biases; linear_layer,
   linear_activation and activation_linear: torch.mm, and one kernel each for bias, activation and
-  their gradients; attention: the varlen FlashAttention-2; adam_step: AdamW(fused=True), with a cast
-  of the gradient to float32 before it and a copy to the 16-bit weights after it.
+  their gradients; fp8_linear: torch._scaled_mm; attention: the varlen FlashAttention-2; adam_step:
+  AdamW(fused=True), with a cast of the gradient to float32 before it and a copy to the 16-bit
+  weights after it.
 * apex: FusedAdam in place of AdamW, if apex can be imported.
 
 Symbols in names of cases and in comments: T tokens, C width, F FFN width, V vocabulary size, H
@@ -33,6 +34,7 @@ from .cross_entropy import cross_entropy
 from .decode_attention import decode_attention
 from .dropout_residual_layer_norm import dropout_residual_layer_norm
 from .embedding import embedding
+from .fp8 import fp8_casts, fp8_linear
 from .linear import linear, linear_few_rows, linear_layer
 from .linear_activation import linear_activation
 
@@ -49,6 +51,8 @@ BUILDERS = (
     dropout_residual_layer_norm,
     bias_activation_dropout,
     cross_entropy,
+    fp8_casts,
+    fp8_linear,
 )
 #: Cases without a number of tokens: a decode step, and the update.
 OTHER_BUILDERS = (linear_few_rows, decode_attention, beam_search, adam)

@@ -100,6 +100,18 @@ def test_systems_agree() -> None:
     }  # fmt: skip
 
 
+def test_fp8_products_agree() -> None:
+    sizes = bench.Sizes(**{**SMALL, "ffn": 32})
+    found = [case for case in bench.cases(sizes, [80], torch.bfloat16, "cpu") if "fp8" in case.name]
+    assert len({case.name for case in found}) == len(found) == 19
+    for case in found:
+        results = {system: list(make()()) for system, make in case.systems.items()}
+        assert set(results) == ({"ours", "library"} if case.flops else {"ours"})
+        if case.flops:
+            for mine, other in zip(results["ours"], results["library"], strict=True):
+                torch.testing.assert_close(mine, other, rtol=2.0**-7, atol=2.0**-6)
+
+
 def test_updates_keep_agreeing() -> None:
     (case,) = (
         case

@@ -172,6 +172,25 @@ def test_bias_activation_dropout(activation: str, dtype: torch.dtype) -> None:
     check(call)
 
 
+# fp8_linear runs cuBLAS.
+@DTYPES
+@pytest.mark.parametrize("activation", ["identity", "relu", "gelu", "gelu_accurate"])
+def test_fp8_bias_activation_dropout(activation: str, dtype: torch.dtype) -> None:
+    x, dy, bias = on_gpu(dtype, 137, 272), on_gpu(dtype, 137, 272), on_gpu(dtype, 272)
+    settings, scale = (activation, P, make_rng().cuda(), SITE), torch.tensor(2.0**-6).cuda()
+
+    def call() -> tuple[Tensor, ...]:
+        of_cast = scale, torch.tensor(0.0).cuda(), torch.tensor(0).cuda()
+        sums = torch.empty_like(bias), torch.empty_like(bias)
+        given = ops.fp8_quantise(x, *of_cast)
+        y = ops.fp8_bias_activation_dropout_fwd(x, bias, *settings, *of_cast)
+        dx = ops.fp8_bias_activation_dropout_bwd(dy, x, bias, *settings, sums[0], False, *of_cast)
+        dz = ops.fp8_relu_dropout_bwd(dy, y[1], P, sums[1], False, *of_cast)
+        return *(t.float() for t in (*given, *y, *dx, *dz)), *sums, *of_cast[1:]
+
+    check(call)
+
+
 # Tiles for most SMs of an H200, incomplete on all sides: some blocks have one tile and some two.
 # Code for other compute capabilities runs cuBLAS here, whose kernels for these sizes end under
 # racecheck.

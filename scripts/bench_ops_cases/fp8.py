@@ -1,0 +1,134 @@
+"""Cases of the fp8 ops: ops/fp8_quantise.py, ops/fp8_linear.py, ops/fp8_bias_activation_dropout.py.
+
+They exist for bf16 only: the results of fp8 products are bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lightseq_fairseq import ops
+
+from .case import SITE, Case, Make, Run, Sizes, without_autograd
+
+Scalars = tuple[Tensor, Tensor, Tensor]
+
+
+def scalars(make: Make, amax: float) -> Scalars:
+    """Return scale, amax and saturation count; numbers may have twice this amax."""
+    scale = torch.tensor(amax / 224, device=make.device).log2().ceil().exp2()
+    return scale, torch.zeros((), device=make.device), torch.tensor(0, device=make.device)
+
+
+class Operand:
+    """A random matrix in E4M3, its transpose and its scale."""
+
+    def __init__(self, make: Make, rows: int, columns: int) -> None:
+        x, of_cast = make.rows(rows, columns), scalars(make, 6.0)
+        self.values, self.transpose = ops.fp8_quantise(x, *of_cast)
+        self.scale = of_cast[0]
+
+
+def fp8_casts(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
+    """Yield casts, alone and behind bias, activation and dropout."""
+    if make.dtype != torch.bfloat16:
+        return
+    of_cast, p, rng = scalars(make, 12.0), sizes.dropout, make.rng()
+    for shape, columns in (("c", sizes.width), ("f", sizes.ffn)):
+        x = make.rows(tokens, columns)
+        moved = x.nbytes + 2 * x.numel()
+
+        def quantise(x: Tensor = x) -> tuple[Tensor, Tensor]:
+            return ops.fp8_quantise(x, *of_cast)
+
+        yield Case(f"fp8_quantise.{shape}/T{tokens}", moved, {"ours": without_autograd(quantise)})
+
+    x, dy, bias = make.rows(tokens, sizes.ffn), make.rows(tokens, sizes.ffn), make.rows(sizes.ffn)
+    moved = x.nbytes + 2 * x.numel()
+    _, y = ops.fp8_bias_activation_dropout_fwd(x, bias, "relu", p, rng, SITE, *of_cast)
+
+    def relu_backward() -> tuple[Tensor, ...]:
+        dbias = torch.empty_like(bias)
+        return *ops.fp8_relu_dropout_bwd(dy, y, p, dbias, False, *of_cast), dbias
+
+    for activation in ("identity", "relu", "gelu"):
+        dropout = activation, p, rng, SITE
+
+        def forward(dropout: tuple[str, float, Tensor, int] = dropout) -> tuple[Tensor, Tensor]:
+            return ops.fp8_bias_activation_dropout_fwd(x, bias, *dropout, *of_cast)
+
+        def backward(dropout: tuple[str, float, Tensor, int] = dropout) -> tuple[Tensor, ...]:
+            dbias = torch.empty_like(bias)
+            results = ops.fp8_bias_activation_dropout_bwd(
+                dy, x, bias, *dropout, dbias, False, *of_cast
+            )
+            return *results, dbias
+
+        stem, read = "fp8_bias_activation_dropout", 0 if activation == "identity" else x.nbytes
+        for way, least, run in (("fwd", moved, forward), ("bwd", moved + read, backward)):
+            name = f"{stem}_{way}.{activation}/T{tokens}"
+            yield Case(name, least, {"ours": without_autograd(run)})
+    name = f"fp8_relu_dropout_bwd/T{tokens}"
+    yield Case(name, moved + y.nbytes, {"ours": without_autograd(relu_backward)})
+
+
+def fp8_linear(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
+    """Yield the products of a layer; library: torch._scaled_mm without fast accumulation."""
+    if make.dtype != torch.bfloat16:
+        return
+    c, f = sizes.width, sizes.ffn
+    for shape, inputs, outputs, has_bias in (
+        ("qkv", c, 3 * c, True),
+        ("out", c, c, False),
+        ("fc1", c, f, False),
+        ("fc2", f, c, False),
+        ("cross_kv", c, 2 * c * sizes.decoder_layers, True),
+    ):
+        yield from _linear(shape, tokens, inputs, outputs, has_bias, make)
+
+
+def _linear(
+    shape: str, tokens: int, inputs: int, outputs: int, has_bias: bool, make: Make
+) -> Iterator[Case]:
+    x, dy = Operand(make, tokens, inputs), Operand(make, tokens, outputs)
+    weight = Operand(make, outputs, inputs)
+    bias = make.rows(outputs) if has_bias else None
+
+    def forward() -> tuple[Tensor]:
+        return (ops.fp8_linear_fwd(x.values, x.scale, weight.values, weight.scale, bias),)
+
+    def backward() -> tuple[Tensor, Tensor]:
+        dweight = make.empty(outputs, inputs)
+        dx = ops.fp8_linear_bwd(
+            *(dy.values, dy.transpose, dy.scale, x.transpose, x.scale),
+            *(weight.transpose, weight.scale, dweight, None, False, True),
+        )
+        return dx, dweight
+
+    def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, **more: Tensor) -> Tensor:
+        return torch._scaled_mm(
+            a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=False, **more
+        )
+
+    def library_forward() -> tuple[Tensor]:
+        more = {} if bias is None else {"bias": bias}
+        return (product(x.values, x.scale, weight.values, weight.scale, **more),)
+
+    def library_backward() -> tuple[Tensor, Tensor]:
+        dx = product(dy.values, dy.scale, weight.transpose, weight.scale)
+        return dx, product(dy.transpose, dy.scale, x.transpose, x.scale)
+
+    def case(way: str, least: int, ours: Run, library: Run, products: int) -> Case:
+        systems = {"ours": without_autograd(ours), "library": without_autograd(library)}
+        flops = products * 2 * tokens * inputs * outputs
+        return Case(f"fp8_linear_{way}.{shape}/T{tokens}", least, systems, flops)
+
+    operands = x.values.nbytes + weight.values.nbytes
+    results = 2 * (x.values.numel() + weight.values.numel())
+    least = operands + 2 * tokens * outputs
+    yield case("fwd", least, forward, library_forward, 1)
+    least = operands + 2 * dy.values.nbytes + results
+    yield case("bwd", least, backward, library_backward, 2)
