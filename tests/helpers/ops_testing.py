@@ -6,9 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.library import opcheck
+
+from lightseq_fairseq import library, ops
 
 Grads = tuple[Tensor | None, ...]
 
@@ -102,6 +105,20 @@ def on_gpu(x: Tensor) -> Tensor:
     """x on the GPU with the same strides."""
     whole = x if x._base is None else x._base
     return whole.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def skip_without_fp8() -> None:
+    """Skips a test of fp8 kernels on GPUs before compute capability 8.9, after a test of the
+    refusal."""
+    major, minor = torch.cuda.get_device_capability()
+    capability = library.load().acts_as or 10 * major + minor
+    if capability >= 89:
+        return
+    x, scale = torch.zeros(1, 16, device="cuda"), torch.ones((), device="cuda")
+    saturated = torch.tensor(0, device="cuda")
+    with pytest.raises(RuntimeError, match="fp8_quantise: fp8 needs a GPU of compute capability 8"):
+        ops.fp8_quantise(x, scale, scale.clone(), saturated)
+    pytest.skip(f"compute capability {capability / 10} has no fp8")
 
 
 def assert_kernel_as_good_as(

@@ -10,7 +10,7 @@ import functools
 
 import pytest
 import torch
-from helpers.ops_testing import check_op, on_gpu, poison_cache
+from helpers.ops_testing import check_op, on_gpu, poison_cache, skip_without_fp8
 from helpers.ops_testing import make_rng as rng_on
 from torch import Tensor
 
@@ -28,6 +28,11 @@ SIZES = [
     (1, 16), (1, 1024), (5, 48), (16, 32), (37, 272), (127, 128), (129, 144), (700, 1040),
     (3712, 1024), (9, 65536),
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def with_fp8() -> None:
+    skip_without_fp8()
 
 
 class Case:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.ops_testing import check_op, on_gpu, poison_cache
+from helpers.ops_testing import check_op, on_gpu, poison_cache, skip_without_fp8
 from torch import Tensor
 
 from lightseq_fairseq import library, ops
@@ -17,6 +17,11 @@ SIZES = [
     (1, 16), (1, 1024), (7, 48), (15, 32), (16, 144), (17, 1024), (127, 128), (128, 128),
     (129, 272), (777, 1040), (3712, 1024), (3001, 4096), (9, 65536),
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def with_fp8() -> None:
+    skip_without_fp8()
 
 
 def statistics(amax: float = 0.0, saturated: int = 0) -> tuple[Tensor, Tensor]:

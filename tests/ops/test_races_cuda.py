@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.ops_testing import make_rng
+from helpers.ops_testing import make_rng, skip_without_fp8
 from torch import Tensor
 
 from lightseq_fairseq import ops
@@ -176,6 +176,7 @@ def test_bias_activation_dropout(activation: str, dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize("activation", ["identity", "relu", "gelu", "gelu_accurate"])
 def test_fp8_bias_activation_dropout(activation: str, dtype: torch.dtype) -> None:
+    skip_without_fp8()
     x, dy, bias = on_gpu(dtype, 137, 272), on_gpu(dtype, 137, 272), on_gpu(dtype, 272)
     settings, scale = (activation, P, make_rng().cuda(), SITE), torch.tensor(2.0**-6).cuda()
 
