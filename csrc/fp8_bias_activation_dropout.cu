@@ -183,7 +183,7 @@ __device__ __forceinline__ uint32_t positive_or_nan(uint32_t four) {
 template <typename T>
 struct ReluDropoutBackward {
   static constexpr int kBlocks = sizeof(T) == 2 ? 3 - kFewerBlocks : 2;
-  static constexpr int kRowsAhead = kCastRowsAhead<T>;
+  static constexpr int kRowsAhead = kCastHalf;  // and 64 bytes of y
   static constexpr bool kSums = true;
   using Row = Columns<T>;
   // Reads y by whole cache lines of its transpose, through shared memory.
@@ -193,10 +193,14 @@ struct ReluDropoutBackward {
     __device__ __forceinline__ State(const ReluDropoutBackward& source, const Cast& cast,
                                      const CastPlace& place, CastTile& tile)
         : passed{} {
+      uint4 y[CastTile::kThreadQuads];  // nvcc moves no load ahead of a store to shared memory
       tile.for_each_quad(place, source.y_transpose, source.y_stride,
-                         [](const uint8_t* from, uint4& quad, bool swap) {
-                           const uint4 y = __ldcg(reinterpret_cast<const uint4*>(from));
-                           quad = CastTile::swapped(y, swap);
+                         [&](int i, const uint8_t* from, const uint4&, bool) {
+                           y[i] = __ldcg(reinterpret_cast<const uint4*>(from));
+                         });
+      tile.for_each_quad(place, source.y_transpose, source.y_stride,
+                         [&](int i, const uint8_t*, uint4& quad, bool swap) {
+                           quad = CastTile::swapped(y[i], swap);
                          });
       __syncthreads();
 #pragma unroll

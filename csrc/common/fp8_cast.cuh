@@ -155,6 +155,7 @@ struct CastPlace {
 struct CastTile {
   static constexpr int kQuadRows = sizeof(uint4);
   static constexpr int kQuads = kCastTile / kQuadRows;  // of a column
+  static constexpr int kThreadQuads = kCastTile * kQuads / kCastThreads;
   uint4 quads[kCastTile * kQuads];
 
   // The thread's rows of this half in its column e; the first row is in the lowest byte.
@@ -164,22 +165,23 @@ struct CastTile {
     return reinterpret_cast<uint32_t*>(&quad)[place.octet % 2 * 2 + (half ^ place.group / kQuads)];
   }
 
-  // Calls copy(global, shared, swap) for all quads; the threads share them. `transpose` has the
-  // layout of Cast::transpose. If `swap`, shared is the `swapped` quad.
+  // Calls copy(i, global, shared, swap) for all quads; the threads share them, i counts a thread's.
+  // `transpose` has the layout of Cast::transpose. If `swap`, shared is the `swapped` quad.
   template <typename Byte, typename Copy>
   __device__ __forceinline__ void for_each_quad(const CastPlace& place, Byte* transpose,
                                                 int64_t pitch, Copy&& copy) {
     constexpr int kStep = kCastThreads / kQuads;  // columns
     const int quad = threadIdx.x % kQuads, first = threadIdx.x / kQuads;
     const int row = quad * kQuadRows;
-    if (row >= place.rows) return;
+    const int columns = row < place.rows ? place.columns : 0;
     Byte* const global = transpose + (place.first_column + first) * pitch + place.first_row + row;
 #pragma unroll
-    for (int i = 0; i < kCastTile / kStep; ++i) {
+    for (int i = 0; i < kThreadQuads; ++i) {
       const int column = first + i * kStep, group = column / kColumnsPerDraw;
-      if (column >= place.columns) return;
-      copy(global + i * kStep * pitch, quads[column * kQuads + (quad ^ group % kQuads)],
-           group >= kQuads);
+      if (column < columns) {
+        copy(i, global + i * kStep * pitch, quads[column * kQuads + (quad ^ group % kQuads)],
+             group >= kQuads);
+      }
     }
   }
 
@@ -287,7 +289,7 @@ __global__ void __launch_bounds__(kCastThreads, Source::kBlocks)
   __syncthreads();
 
   tile.for_each_quad(place, cast.transpose, cast.pitch,
-                     [](uint8_t* to, const uint4& quad, bool swap) {
+                     [](int, uint8_t* to, const uint4& quad, bool swap) {
                        *reinterpret_cast<uint4*>(to) = CastTile::swapped(quad, swap);
                      });
   if constexpr (Source::kSums) {
