@@ -11,8 +11,7 @@
 //   bytes moved          per number of a 16-bit type: forward 4, backward 6 (identity: 4),
 //                        fp8_relu_dropout_bwd 5
 //   determinism          identity and relu have the bits of the references; the order of dbias'
-//   sums
-//                        depends only on the sizes
+//                        sums depends only on the sizes
 //
 // Results are cast from float32, without a rounding between. common/fp8_cast.cuh explains the
 // kernels.
@@ -252,7 +251,7 @@ std::tuple<Tensor, Tensor> fp8_bias_activation_dropout_fwd(
   check_optional_rows(kOp, "bias", bias);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device());
   const auto results = allocate_cast(x);
-  const Cast cast(std::get<0>(results), std::get<1>(results), scale, amax, saturated);
+  const Cast cast = cast_into(results, scale, amax, saturated);
   const DropoutFactors dropout(rng.const_data_ptr<int64_t>(), site, p);
   dispatch_float(x.scalar_type(), "fp8_bias_activation_dropout_fwd: x", [&](auto zero) {
     using T = decltype(zero);
@@ -272,8 +271,7 @@ std::tuple<Tensor, Tensor> cast_and_sum(const char* op, const Tensor& like,
                                         const CastArguments& of_cast, Launch&& launch) {
   const Gradients gradients{{gradient_of(op, "dbias", dbias)}};
   const auto results = allocate_cast(like);
-  Cast cast(std::get<0>(results), std::get<1>(results), of_cast.scale, of_cast.amax,
-            of_cast.saturated);
+  Cast cast = cast_into(results, of_cast.scale, of_cast.amax, of_cast.saturated);
   const Tensor partials = allocate(
       like, {dbias.has_value() ? cast.tiles_down() : 0, 1, cast.columns}, ScalarType::Float);
   if (dbias.has_value()) cast.partials = partials.mutable_data_ptr<float>();

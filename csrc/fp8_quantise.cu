@@ -23,41 +23,13 @@ namespace {
 
 using torch::stable::Tensor;
 
-template <typename T>
-struct Given {
-  static constexpr int kBlocks = 4;
-  static constexpr int kRowsAhead = kCastRowsAhead<T>;
-  static constexpr bool kSums = false;
-  using Row = Columns<T>;
-  struct State {
-    __device__ __forceinline__ State(const Given&, const Cast&, const CastPlace&, CastTile&) {}
-  };
-
-  const T* x;
-  int64_t stride;
-
-  __device__ __forceinline__ const T* at(const CastPlace& place, int first) const {
-    return x + (place.row() + first) * stride + place.column();
-  }
-  __device__ __forceinline__ Row load(const T* at, int i) const {
-    Row row;
-    row.load_cg(at + i * stride);
-    return row;
-  }
-
-  __device__ __forceinline__ void numbers(const State&, const Row& row, int,
-                                          float (&x)[kColumnsPerDraw]) const {
-    row.unpack(x);
-  }
-};
-
 std::tuple<Tensor, Tensor> fp8_quantise(const Tensor& x, const Tensor& scale, Tensor amax,
                                         Tensor saturated) {
   constexpr const char* kOp = "fp8_quantise";
   check_cast(kOp, "x", x);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device());
   const auto results = allocate_cast(x);
-  const Cast cast(std::get<0>(results), std::get<1>(results), scale, amax, saturated);
+  const Cast cast = cast_into(results, scale, amax, saturated);
   dispatch_float(x.scalar_type(), "fp8_quantise: x", [&](auto zero) {
     using T = decltype(zero);
     launch_cast(kOp, Given<T>{.x = data_of<T>(x), .stride = x.stride(0)}, cast,

@@ -1,5 +1,5 @@
 // Casts of a matrix to E4M3, with its transpose; ops/fp8_quantise.py has the rule. A kernel is
-// cast_kernel<Source>: the source says where the numbers come from.
+// cast_kernel<Source>, or calls cast_tile(): the source says where the numbers come from.
 //
 //   values    [rows, columns]   x / scale in E4M3
 //   transpose [columns, pitch]  pitch: rows rounded up to a multiple of 16, with zeros at the end
@@ -105,19 +105,6 @@ struct Cast {
   unsigned tiles_across;
   float* partials = nullptr;  // [tiles of rows, columns]; null: not wanted
 
-  Cast(const torch::stable::Tensor& of_values, const torch::stable::Tensor& of_transpose,
-       const torch::stable::Tensor& of_scale, const torch::stable::Tensor& of_amax,
-       const torch::stable::Tensor& of_saturated)
-      : values(static_cast<uint8_t*>(of_values.mutable_data_ptr())),
-        transpose(static_cast<uint8_t*>(of_transpose.mutable_data_ptr())),
-        scale(of_scale.const_data_ptr<float>()),
-        amax(static_cast<int*>(of_amax.mutable_data_ptr())),
-        saturated(static_cast<unsigned long long*>(of_saturated.mutable_data_ptr())),
-        rows(of_values.size(0)),
-        columns(of_values.size(1)),
-        pitch(of_transpose.size(1)),
-        tiles_across(static_cast<unsigned>(blocks_for(columns, kCastTile))) {}
-
   int64_t tiles_down() const { return blocks_for(rows, kCastTile); }
 };
 
@@ -128,9 +115,10 @@ struct CastPlace {
   int group, octet;  // which 8 columns and which 8 rows of the block are the thread's
   int thread_rows;   // of the thread: how many exist; 0 if its columns do not
 
-  __device__ __forceinline__ explicit CastPlace(const Cast& cast)
-      : first_row(static_cast<int64_t>(blockIdx.x / cast.tiles_across) * kCastTile),
-        first_column(static_cast<int64_t>(blockIdx.x % cast.tiles_across) * kCastTile),
+  // block: number of the block's tile; tiles are counted along rows.
+  __device__ __forceinline__ CastPlace(const Cast& cast, unsigned block)
+      : first_row(static_cast<int64_t>(block / cast.tiles_across) * kCastTile),
+        first_column(static_cast<int64_t>(block % cast.tiles_across) * kCastTile),
         rows(static_cast<int>(min(cast.rows - first_row, int64_t{kCastTile}))),
         columns(static_cast<int>(min(cast.columns - first_column, int64_t{kCastTile}))),
         group(threadIdx.x % kCastGroups),
@@ -197,17 +185,18 @@ struct CastTile {
 //   kSums         whether column sums may be wanted
 //   Row           what is loaded of a row: 8 columns. Zeros stand for a row that does not exist
 //   State         what a thread needs for all its rows. All threads of a block call the constructor
-//                 State(source, cast, place, tile) while the first loads are in flight. After it, a
-//                 thread accesses no words of the tile but its own
+//                 State(source, cast, place, tile) while the first loads are in flight. Before it,
+//                 a thread accesses no shared memory; after it, no words of the tile but its own
 //   at(place, row)              the addresses of rows of the thread, from `row` on
 //   load(at, i)                 loads the i-th of them
 //   numbers(state, row, i, x)   the eight numbers x of row i of the thread. If the row does not
 //                               exist, they are ignored, but added to the column sums
+//
+// Casts the block's tile. All threads of a block must call it.
 template <typename Source>
-__global__ void __launch_bounds__(kCastThreads, Source::kBlocks)
-    cast_kernel(const Source source, const Cast cast) {
+__device__ __forceinline__ void cast_tile(const Source& source, const Cast& cast,
+                                          const CastPlace& place) {
   __shared__ CastTile tile;
-  const CastPlace place(cast);
   const float scale = *cast.scale;
   constexpr int kRowsAhead = Source::kRowsAhead;
   typename Source::Row rows[kRowsAhead];
@@ -312,9 +301,45 @@ __global__ void __launch_bounds__(kCastThreads, Source::kBlocks)
   }
 }
 
+template <typename Source>
+__global__ void __launch_bounds__(kCastThreads, Source::kBlocks)
+    cast_kernel(const Source source, const Cast cast) {
+  cast_tile(source, cast, CastPlace(cast, blockIdx.x));
+}
+
 // kRowsAhead of a source that reads numbers of type T: 128 bytes of each tensor.
 template <typename T>
 constexpr int kCastRowsAhead = 16 / sizeof(T);
+
+// The source of a matrix in memory.
+template <typename T>
+struct Given {
+  static constexpr int kBlocks = 4;
+  static constexpr int kRowsAhead = kCastRowsAhead<T>;
+  static constexpr bool kSums = false;
+  using Row = Columns<T>;
+  struct State {
+    __device__ __forceinline__ State(const Given&, const Cast&, const CastPlace&, CastTile&) {}
+  };
+
+  const T* x;
+  int64_t stride;
+
+  __device__ __forceinline__ const T* at(const CastPlace& place, int first) const {
+    return x + (place.row() + first) * stride + place.column();
+  }
+  __device__ __forceinline__ Row load(const T* at, int i) const {
+    Row row;
+    row.load_cg(at + i * stride);
+    return row;
+  }
+
+  template <typename AnyState>
+  __device__ __forceinline__ void numbers(const AnyState&, const Row& row, int,
+                                          float (&x)[kColumnsPerDraw]) const {
+    row.unpack(x);
+  }
+};
 
 inline void check_cast(const char* op, const char* name, const torch::stable::Tensor& x) {
   require_fp8(op, x.get_device());
@@ -330,6 +355,21 @@ inline std::tuple<torch::stable::Tensor, torch::stable::Tensor> allocate_cast(
   constexpr auto kType = torch::headeronly::ScalarType::Float8_e4m3fn;
   const int64_t pitch = blocks_for(x.size(0), kFp8Alignment) * kFp8Alignment;
   return {allocate(x, {x.size(0), x.size(1)}, kType), allocate(x, {x.size(1), pitch}, kType)};
+}
+
+inline Cast cast_into(const std::tuple<torch::stable::Tensor, torch::stable::Tensor>& results,
+                      const torch::stable::Tensor& scale, const torch::stable::Tensor& amax,
+                      const torch::stable::Tensor& saturated) {
+  const auto& [values, transpose] = results;
+  return {.values = static_cast<uint8_t*>(values.mutable_data_ptr()),
+          .transpose = static_cast<uint8_t*>(transpose.mutable_data_ptr()),
+          .scale = scale.const_data_ptr<float>(),
+          .amax = static_cast<int*>(amax.mutable_data_ptr()),
+          .saturated = static_cast<unsigned long long*>(saturated.mutable_data_ptr()),
+          .rows = values.size(0),
+          .columns = values.size(1),
+          .pitch = transpose.size(1),
+          .tiles_across = static_cast<unsigned>(blocks_for(values.size(1), kCastTile))};
 }
 
 template <typename Source>
