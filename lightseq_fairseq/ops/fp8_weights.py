@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_power_of_two, check_tensor
-from .fp8_quantise import CASTABLE, E4M3, MOST_EXPONENT, quantise
+from .fp8_quantise import ALIGNMENT, CASTABLE, E4M3, MOST_EXPONENT, quantise
 from .registry import Written, define
 
 
@@ -23,8 +23,9 @@ class Fp8Weights(NamedTuple):
     their transpose [K, N] to ``transposes``, both from the same element on.
 
     weights: [W], float16, bfloat16 or float32.
-    places: int64 [M, 4]: of each matrix its first element in weights, its first element in values
-    and transposes, N and K. On a GPU they are not checked.
+    places: int64 [M, 4]: of each matrix its first element in weights, on a 16-byte boundary, its
+    first element in values and transposes, a multiple of 16, then N and K. On a GPU they are not
+    checked.
     scale, amax, saturated: float32, float32 and int64 [M], see `fp8_quantise`.
     values, transposes: E4M3 [S].
     Raises ValueError on a wrong shape, dtype or device, and on a CPU on a wrong place or
@@ -56,6 +57,11 @@ class Fp8Weights(NamedTuple):
         if places.device.type != "cpu":
             return
         for start, first, rows, columns in places.tolist():
+            if start * weights.itemsize % 16 or any(x % ALIGNMENT for x in (first, rows, columns)):
+                raise ValueError(
+                    f"{op}: a matrix of {rows} rows and {columns} columns at element {start} of "
+                    f"weights and element {first} of values is not aligned to 16"
+                )
             fits = 0 <= start <= len(weights) - rows * columns
             if not fits or not 0 <= first <= len(values) - rows * columns:
                 raise ValueError(

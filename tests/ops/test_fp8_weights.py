@@ -52,6 +52,8 @@ def test_opcheck():
 
 
 def test_refusals():
+    more = torch.tensor([[4, 0, 0, 0], [0, 8, 0, 0], [0, 0, 8, 0], [0, 0, 0, 8]])
+    unaligned = (arguments()["places"] + row for row in more)
     for name, wrong, sentence in (
         ("weights", torch.zeros(4096, dtype=torch.float64), "weights must be float16 or bfloat16"),
         ("places", torch.zeros(3, 3, dtype=torch.int64), r"places must have shape \[M, 4\]"),
@@ -60,6 +62,7 @@ def test_refusals():
         ("saturated", torch.zeros(6, dtype=torch.int64)[::2], "saturated must be contiguous"),
         ("weights", torch.zeros(2500), "32 rows and 16 columns does not fit at element 2048 of"),
         ("scale", torch.tensor([1.0, 3.0, 1.0]), "scale must be powers of two"),
+        *(("places", wrong, "is not aligned to 16") for wrong in unaligned),
     ):
         with pytest.raises(ValueError, match=f"fp8_weights: .*{sentence}"):
             ops.fp8_weights(**{**arguments(), name: wrong})

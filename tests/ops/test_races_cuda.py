@@ -192,6 +192,26 @@ def test_fp8_bias_activation_dropout(activation: str, dtype: torch.dtype) -> Non
     check(call)
 
 
+# More tiles than blocks are resident on a GPU, so that blocks cast one after another.
+@DTYPES
+def test_fp8_weights(dtype: torch.dtype) -> None:
+    skip_without_fp8()
+    rows, columns, count = 144, 16, 600
+    size = rows * columns
+    weights = on_gpu(dtype, count * size)
+    places = torch.tensor([(i * size, i * size, rows, columns) for i in range(count)]).cuda()
+    scale = torch.full((count,), 2.0**-6).cuda()
+
+    def call() -> tuple[Tensor, ...]:
+        of_cast = torch.zeros(count).cuda(), torch.zeros(count, dtype=torch.int64).cuda()
+        results = [torch.empty(count * size, dtype=torch.uint8).cuda() for _ in range(2)]
+        views = (x.view(torch.float8_e4m3fn) for x in results)
+        ops.fp8_weights(weights, places, scale, *of_cast, *views)
+        return *(x.float() for x in results), *of_cast
+
+    check(call)
+
+
 # Tiles for most SMs of an H200, incomplete on all sides: some blocks have one tile and some two.
 # Code for other compute capabilities runs cuBLAS here, whose kernels for these sizes end under
 # racecheck.
