@@ -10,10 +10,11 @@ from .plots import OTHERS, OURS, Bars, gpus
 
 Rows = list[dict[str, Any]]
 
-# Rows in the table: one number of tokens, and Adam's only size.
-OPS_SIZE, ADAM_SIZE = "T16384", "N217M"
+# Rows in the table: one number of tokens, and the only sizes of Adam and of the cast of weights.
+OPS_SIZE, UPDATE_SIZES = "T16384", ("N217M", "N176M")
 OPS_PLOT = "scripts/results/ops-h200.svg"
-PRODUCTS = "linear", "activation_linear"  # limited by arithmetic, not by memory; so is attention
+# Limited by arithmetic, not by memory; so is attention.
+PRODUCTS = "linear", "activation_linear", "fp8_linear"
 PLOTTED = {"ours": ("lightseq-fairseq", OURS), "compile": ("torch.compile", OTHERS)}
 # Words for parts of names, in the plot; the table has the names of the code.
 WORDS = {
@@ -21,6 +22,10 @@ WORDS = {
     "bias_activation_dropout": "bias + activation + dropout",
     "adam_norm": "Adam: norm of the gradient",
     "adam_step": "Adam: update",
+    "fp8_quantise": "fp8: cast",
+    "fp8_weights": "fp8: cast of all weights",
+    "fp8_relu_dropout": "fp8: ReLU + dropout",
+    "fp8_": "fp8: ",
     "(long)": "(long sentences)",
     "_fwd": ", forward",
     "_bwd": ", backward",
@@ -33,7 +38,7 @@ def op_cases(rows: Rows, precision: str = "bf16") -> dict[str, dict[str, dict[st
     cases: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         op, size, dtype = row["case"].split("/")
-        if dtype == precision and size in (OPS_SIZE, ADAM_SIZE) and not by_length(row):
+        if dtype == precision and size in (OPS_SIZE, *UPDATE_SIZES) and not by_length(row):
             cases.setdefault(op, {})[row["system"]] = row
     return cases
 
@@ -100,6 +105,7 @@ def op_table(rows: Rows) -> list[str]:
     head = ["op", "ms", "GB/s", "of a copy", "x eager", "x torch.compile", "x library"]
     rows = [row for row in rows if not by_length(row)]
     common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
+    cast = "; fp8_weights: 176 M" if any("`fp8_weights`" in line for line in lines) else ""
     return [
         *table(head, lines, 1, "pipe"),
         "",
@@ -107,7 +113,7 @@ def op_table(rows: Rows) -> list[str]:
         "",
         f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
         f"{', '.join(commit[:10] for commit in common['commit'])}; {OPS_SIZE[1:]} tokens "
-        "in WMT-like sentences (Adam: 217 M parameters), width 1024, ffn "
+        f"in WMT-like sentences (Adam: 217 M parameters{cast}), width 1024, ffn "
         "4096, 40 000 words, 16 heads, dropout 0.1, bf16; medians, cold L2; GB/s: the least "
         "possible bytes, divided by the time.",
     ]
@@ -181,7 +187,8 @@ def in_words(op: str) -> str:
     """ "attention_fwd.self" -> "attention (self), forward"."""
     op, _, variant = op.partition(".")
     if variant:
-        op = op.replace("_fwd", f" ({variant})_fwd").replace("_bwd", f" ({variant})_bwd")
+        name = op.removesuffix("_fwd").removesuffix("_bwd")
+        op = f"{name} ({variant}){op[len(name) :]}"
     for name, words in WORDS.items():
         op = op.replace(name, words)
     return op

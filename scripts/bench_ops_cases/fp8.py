@@ -1,4 +1,5 @@
-"""Cases of the fp8 ops: ops/fp8_quantise.py, ops/fp8_linear.py, ops/fp8_bias_activation_dropout.py.
+"""Cases of the fp8 ops: ops/fp8_quantise.py, ops/fp8_linear.py, ops/fp8_bias_activation_dropout.py,
+and of the update: ops/fp8_weights.py, ops/fp8_scales.py.
 
 They exist for bf16 only: the results of fp8 products are bf16.
 """
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.ops.fp8_quantise import E4M3
+from lightseq_fairseq.ops.fp8_scales import HISTORY
 
 from .case import SITE, Case, Make, Run, Sizes, without_autograd
 
@@ -73,6 +76,49 @@ def fp8_casts(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
             yield Case(name, least, {"ours": without_autograd(run)})
     name = f"fp8_relu_dropout_bwd/T{tokens}"
     yield Case(name, moved + y.nbytes, {"ours": without_autograd(relu_backward)})
+
+
+def fp8_update(sizes: Sizes, make: Make) -> Iterator[Case]:
+    """Yield the cast of all weights of a model with as many layers in the encoder, and its scales.
+
+    They are those of `fp8.Fp8State`: q, k and v are one matrix, and so are all cross k and v.
+    """
+    if make.dtype != torch.bfloat16:
+        return
+    c, f, layers = sizes.width, sizes.ffn, sizes.decoder_layers
+    encoder = [(3 * c, c), (c, c), (f, c), (c, f)]
+    decoder = [*encoder, (c, c), (c, c)]
+    shapes = layers * (encoder + decoder) + [(2 * c * layers, c)]
+    places, count = [], 0
+    for rows, columns in shapes:
+        places.append((count, count, rows, columns))
+        count += rows * columns
+    weights = make.rows(count, scale=c**-0.5)
+    given = torch.tensor(places, device=make.device)
+    scale = torch.full((len(shapes),), 2.0**-11, device=make.device)
+    amax, saturated = torch.zeros_like(scale), torch.zeros_like(scale, dtype=torch.int64)
+    values, transposes = (
+        torch.zeros(count, dtype=torch.uint8, device=make.device).view(E4M3) for _ in range(2)
+    )
+
+    def cast() -> tuple[Tensor, Tensor]:
+        ops.fp8_weights(weights, given, scale, amax, saturated, values, transposes)
+        return values, transposes
+
+    size, moved = f"N{count // 1_000_000}M", weights.nbytes + 2 * count
+    yield Case(f"fp8_weights/{size}", moved, {"ours": without_autograd(cast)})
+
+    of_all = torch.ones(3 * len(shapes), device=make.device)
+    amaxes, history = torch.rand_like(of_all), of_all.expand(HISTORY, -1).contiguous()
+    skipped = torch.zeros((), dtype=torch.float64, device=make.device)
+
+    def compute_scales() -> tuple[Tensor, Tensor]:
+        ops.fp8_scales(of_all, amaxes, history, skipped, False)
+        return of_all, history
+
+    moved = 2 * (of_all.nbytes + amaxes.nbytes + history.nbytes)
+    name = f"fp8_scales/M{len(of_all)}"
+    yield Case(name, moved, {"ours": without_autograd(compute_scales)})
 
 
 def fp8_linear(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
