@@ -74,8 +74,8 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
     f"tokens and batches of up to <tokens> tokens (bertmix alone: {training.MIX_TOKENS}). "
     "Fine-tuning: <model>/sentences<batch>/<precision>, with batches of <batch> sentences of 10 to "
     "128 tokens in random order. "
-    "Precisions: bf16, fp16. Add /x<n> for n GPUs, each with its own batch. You can repeat the "
-    "flag.",
+    "Precisions: bf16, fp16, and for ours fp8 (--bf16 --fp8). Add /x<n> for n GPUs, each with its "
+    "own batch. You can repeat the flag.",
 )  # fmt: skip
 @click.option(
     "--systems",

@@ -114,6 +114,12 @@ def test_floor(tokens: int, parts: tuple[float, ...], total: float) -> None:
     assert round(sum(least), 1) == total
 
 
+def test_floor_of_fp8() -> None:
+    """The products of the layers at twice the rate, and nothing else."""
+    plain, fast = (floor(SHAPES["base"], 1000, 90, 70, in_fp8=fp8) for fp8 in (False, True))
+    assert fast == plain._replace(layer_gemm=plain.layer_gemm / 2)
+
+
 def test_floor_counts_both_sides() -> None:
     shape = SHAPES["base"]
     neither, source, target, both = (
@@ -190,6 +196,10 @@ def test_timeline() -> None:
         ("void lightseq::(anonymous namespace)::linear_activation_fwd_kernel<__half>", "gemm"),
         ("void lightseq::adam_norm_kernel<__nv_bfloat16>", "optimizer"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("void lightseq::(anonymous namespace)::fp8_weights_kernel<__nv_bfloat16>", "optimizer"),
+        ("lightseq::(anonymous namespace)::fp8_scales_kernel", "optimizer"),
+        ("void lightseq::cast_kernel<lightseq::Given<__nv_bfloat16>>", "elementwise"),
+        ("nvjet_qqtst_128x256_128x6_2x1_v_bz_TNT", "gemm"),
         ("void lightseq::dropout_residual_layer_norm_bwd_kernel<__half>", "elementwise"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>",
          "elementwise"),
@@ -258,6 +268,9 @@ def test_row() -> None:
     assert both["case"] == "t2t_big/4096/bf16/x2" and both["target_tokens"] == 4000
     least = sum(floor(case.shape, 40_000, 1000, 2000))  # of each GPU
     assert both["floor_share"] == round(least / 4000, 4)
+    fp8 = rows.row(case._replace(precision="fp8"), "ours", corpus_, runs, {})
+    least = sum(floor(case.shape, 40_000, 2000, 4000, in_fp8=True))
+    assert fp8["case"] == "t2t_big/4096/fp8" and fp8["floor_share"] == round(least / 4000, 4)
     # The GPU limits these steps, and the profiler makes them longer, so the shares of the profile
     # count.
     full = report(4.0)
@@ -316,6 +329,32 @@ def test_commands_differ_in_nothing_but_the_system(tmp_path: Path) -> None:
     assert len(fuller) == len(packed) - 1
     assert fuller == command(case, "ours", tmp_path, tmp_path / "r.json", 200, True, 4)
     assert {"ls_transformer_wmt_en_de_big_t2t", "24", "512", "--fp16"} <= set(plain)
+
+
+def test_fp8_is_a_flag_beside_bf16(tmp_path: Path) -> None:
+    words = {
+        precision: command(
+            Case.parse(f"t2t_big/4096/{precision}"), "ours", tmp_path, tmp_path, 200, True, 4
+        )
+        for precision in ("bf16", "fp8")
+    }
+    assert [word for word in words["fp8"] if word != "--fp8"] == words["bf16"]
+    assert words["fp8"].count("--fp8") == 1
+
+
+def test_only_ours_computes_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.parse("t2t_big/4096/fp8")
+    able = [system for system in SYSTEMS if why_not(system, case) is None]
+    assert able == ["ours", "ours_packed"]
+    assert why_not("fairseq_no_cudnn", case) == "only lightseq-train has --fp8."
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, reason in (
+        ((8, 0), "--fp8 needs compute capability 8.9, but this GPU has 8.0."),
+        ((8, 9), None),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        assert why_not("ours", case) == reason
+        assert why_not("ours", Case.parse("t2t_big/4096/bf16")) is None
 
 
 @pytest.mark.parametrize(
@@ -416,6 +455,17 @@ def test_everything_once(small: corpus.Corpus, tmp_path: Path) -> None:
     log = (tmp_path / "logs" / "tiny-256-bf16-fairseq_no_cudnn-1.log").read_text()
     (count,) = re.findall(r"num. shared model params: ([\d,]+)", log)
     assert int(count.replace(",", "")) == parameters(SHAPES["tiny"], small.vocabulary)
+
+
+def test_fp8_once(small: corpus.Corpus, tmp_path: Path) -> None:
+    systems = ("ours", "ours_packed", "fairseq_no_cudnn")
+    done, found = bench_once(tmp_path, "tiny/256/fp8", systems, *words_of(small))
+    assert "tiny/256/fp8 without fairseq_no_cudnn: only lightseq-train has --fp8." in done.stderr
+    assert set(found) == {"ours", "ours_packed"}
+    for system, row in found.items():
+        assert row["case"] == "tiny/256/fp8" and row["tokens_per_s"] > 0
+        log = (tmp_path / "logs" / f"tiny-256-fp8-{system}-1.log").read_text()
+        assert '"fp8_sat"' in log
 
 
 def test_two_ranks(small: corpus.Corpus, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ TRANSLATION = [
     model for model, shape in SHAPES.items() if not (shape.is_language_model or shape.is_masked)
 ]
 LANGUAGE = [model for model, shape in SHAPES.items() if shape.is_language_model]
-PRECISIONS = ("bf16", "fp16")
+PRECISIONS = ("bf16", "fp16", "fp8")
 
 
 class Data(Enum):
@@ -128,6 +128,7 @@ class Case(NamedTuple):
 
     Attributes:
         max_tokens: of a batch: --max-tokens, or the tokens of its blocks.
+        precision: fp8 is --bf16 --fp8.
         block: tokens of a block of text; 0 if samples have many lengths.
         sentences: of a batch for fine-tuning; 0 for all other cases.
     """
@@ -276,6 +277,12 @@ def warm_up(system: str, case: Case) -> int:
 def why_not(system: str, case: Case) -> str | None:
     """The reason if this machine cannot run the system, or the system cannot run the case."""
     how = SYSTEMS[system]
+    if case.precision == "fp8" and (how.native or how.compiled):
+        return "only lightseq-train has --fp8."
+    if case.precision == "fp8" and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        if (major, minor) < (8, 9):
+            return f"--fp8 needs compute capability 8.9, but this GPU has {major}.{minor}."
     if system == "torch_compile_padded" and case.data is not Data.MIX:
         return f"it pads samples to the longest, and only {MIX} has samples to pad."
     if system == "transformers" and not case.shape.is_masked:
@@ -345,7 +352,8 @@ def _training(
     }
     words = [str(data), *(str(word) for pair in flags.items() for word in pair)]
     words += ["--share-all-embeddings"] * (case.data is Data.PAIRS)
-    words += ["--no-save", "--disable-validation", f"--{case.precision}"]
+    words += ["--no-save", "--disable-validation"]
+    words += ["--bf16", "--fp8"] if case.precision == "fp8" else [f"--{case.precision}"]
     words += ["--native"] * how.native + ["--pack-tokens"] * how.pack_tokens
     if case.gpus > 1 and not gpu:
         words += ["--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]

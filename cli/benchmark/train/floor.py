@@ -1,7 +1,8 @@
 """Lower bound of the time of a training step on an H200, from its arithmetic and memory traffic.
 
 GEMMs run at the best rate measured, everything else at the rate of a copy, one after the other.
-Activations and weights have 16 bits. N = bytes of all rows of one activation:
+Activations and weights have 16 bits. In fp8, the GEMMs of the layers run at twice the rate, and the
+bytes are the same: a cast writes 8 bits twice. N = bytes of all rows of one activation:
 
     attention       4 N forward, 8 N backward; half for the rows of queries, half for keys. In
                     blocks of L tokens at least its GEMMs: 2 L C operations per token forward,
@@ -61,7 +62,7 @@ def parameters(shape: Shape, vocabulary: int) -> int:
 
 def floor(
     shape: Shape, vocabulary: int, source: float, target: float, block: int = 0,
-    classifies: bool = False,
+    classifies: bool = False, in_fp8: bool = False,
 ) -> Floor:  # fmt: skip
     """Lower bound for a step with these numbers of real tokens (or their means over many steps).
 
@@ -70,6 +71,7 @@ def floor(
     Args:
         block: tokens of a block of text; 0: sentences, which are short.
         classifies: RoBERTa is fine-tuned for classes of sentences, without logits of words.
+        in_fp8: the GEMMs of the layers are in fp8.
     """
     predicted, head = target, vocabulary
     if shape.is_masked:
@@ -89,7 +91,7 @@ def floor(
     mask = 2 * f / 8 * (encoder * source + decoder * target)
     embedding = 6 * (n_source + n_target)
     return Floor(
-        layer_gemm=6 * macs / FLOPS,
+        layer_gemm=6 * macs / (FLOPS * (1 + in_fp8)),
         logits_gemm=6 * predicted * c * head / FLOPS,
         attention=max(attention / BYTES, products / FLOPS),
         elementwise=(close + mask + embedding) / BYTES,

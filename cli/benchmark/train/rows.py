@@ -95,7 +95,8 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
     tokens = source / case.gpus, target / case.gpus
     words = case.shape.words(corpus.vocabulary)
     classifies = case.data is Data.CLASSES
-    least = sum(floor(case.shape, words, *tokens, case.block, classifies))
+    in_fp8 = case.precision == "fp8"
+    least = sum(floor(case.shape, words, *tokens, case.block, classifies, in_fp8))
     sentences = {"sentences_per_s": round(1e3 * case.sentences * case.gpus / middle)}
     return {
         **about,

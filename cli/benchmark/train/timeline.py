@@ -17,7 +17,7 @@ MARK = "spin_kernel"
 # generic names.
 PARTS = {
     "cross_entropy": r"cross_entropy|log_?softmax|nll_loss",
-    "optimizer": r"adam|advance_kernel|multi_tensor|lpnorm",
+    "optimizer": r"adam|advance_kernel|multi_tensor|lpnorm|fp8_(scales|weights)",
     "attention": r"attention|flash|fmha|sdpa|softmax",
     "all_reduce": r"nccl|all_?reduce",
     "gemm": r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|_mm\b|::(\w+_)?linear(?!_dbias)|matmul",
