@@ -10,16 +10,13 @@ from typing import Any
 import helpers.training_runs as runs
 import pytest
 import torch
+from helpers.ops_testing import skip_without_fp8
 from helpers.parity import write_text
 from helpers.training_runs import ON_GPU, captured_graphs
 
 from lightseq_fairseq.training import step
 
-CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(CAPABILITY < (8, 9), reason="this GPU does not multiply in fp8"),
-]
+pytestmark = pytest.mark.gpu
 
 FP8: dict[str, Any] = {**ON_GPU, "bf16": True, "fp8": True}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -29,6 +26,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "three-micro-batches": {"update_freq": 3},
     "recomputed": {"checkpoint_activations": True},
 }
+
+
+@pytest.fixture(autouse=True)
+def with_fp8() -> None:
+    skip_without_fp8()
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +102,7 @@ def test_captured_and_eager_are_equal_on_running_text(tmp_path: Path, run: Run) 
 
 
 @pytest.mark.parametrize("flags", VARIANTS.values(), ids=VARIANTS)
-def test_losses_are_near_those_of_bf16(
-    data: Path, tmp_path: Path, flags: dict[str, Any]
-) -> None:  # fmt: skip
+def test_losses_are_near_those_of_bf16(data: Path, tmp_path: Path, flags: dict[str, Any]) -> None:
     flags = {**FP8, **flags, "max_update": 42, "no_save": True}
     losses = runs.run(data, tmp_path / "fp8", **flags)
     near = runs.run(data, tmp_path / "bf16", **{**flags, "fp8": None})
