@@ -192,6 +192,17 @@ def test_fp8_bias_activation_dropout(activation: str, dtype: torch.dtype) -> Non
     check(call)
 
 
+def test_fp8_scales() -> None:
+    amaxes, histories = torch.rand(150), torch.rand(16, 150)
+
+    def call() -> tuple[Tensor, ...]:
+        scale, amax, history = torch.ones(150).cuda(), amaxes.cuda(), histories.cuda()
+        ops.fp8_scales(scale, amax, history, torch.zeros((), dtype=torch.float64).cuda(), False)
+        return scale, amax, history
+
+    check(call)
+
+
 # More tiles than blocks are resident on a GPU, so that blocks cast one after another.
 @DTYPES
 def test_fp8_weights(dtype: torch.dtype) -> None:
