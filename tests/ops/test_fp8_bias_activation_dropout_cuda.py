@@ -1,7 +1,7 @@
 """The kernels of bias, activation and dropout with fp8 results, compared with their references.
 
-Identity and relu: bit for bit. gelu: its formula on a GPU has an error of 1e-5, so a number near
-the middle between two numbers of E4M3 may become the other one.
+Identity and relu: bit for bit. gelu: its formula on a GPU has an error of 1e-5, and of 2.5e-4 for
+bfloat16, so a number near the middle between two numbers of E4M3 may become the other one.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class Case:
         (assert_equal if is_exact else assert_near)(results, expected, len(self.x))
         if op != "fwd":
             size = self.dy.float().abs().sum(0).max() + 1
-            torch.testing.assert_close(ours.cpu(), exact, rtol=1e-4, atol=float(3e-6 * size))
+            error = 3e-5 if not is_exact and self.x.dtype == torch.bfloat16 else 3e-6
+            torch.testing.assert_close(ours.cpu(), exact, rtol=1e-4, atol=float(error * size))
 
 
 def bits(x: Tensor) -> Tensor:
@@ -102,8 +103,8 @@ def assert_near(ours: tuple[Tensor, ...], expected: tuple[Tensor, ...], rows: in
     numbers, others = (v.view(torch.float8_e4m3fn).float() for v in (values, expected[0]))
     # At most the next number of E4M3, and seldom.
     torch.testing.assert_close(numbers, others, rtol=0.126, atol=2.0**-9, equal_nan=True)
-    assert (numbers != others).float().mean() < 2e-3 or (numbers != others).sum() <= 2
-    torch.testing.assert_close(amax, expected[2], rtol=1e-4, atol=0)
+    assert (numbers != others).float().mean() < 6e-3 or (numbers != others).sum() <= 2
+    torch.testing.assert_close(amax, expected[2], rtol=3e-4, atol=0)
     assert abs(int(saturated - expected[3])) <= 2 + 1e-4 * values.numel()
 
 
