@@ -160,7 +160,7 @@ NOTES = {
             "--find-unused-parameters",
             "--gradient-as-bucket-view",
         ),
-        "for the wrapper around the model, which the captured step does not call",
+        "for the wrapper around the model, which the captured step does without",
     ),
     "--aim-repo": "a warning if the package aim is missing",
     "--azureml-logging": "a warning if the package azureml-core is missing",

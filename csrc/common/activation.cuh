@@ -72,7 +72,7 @@ __device__ __forceinline__ Activated activate(float v) {
   const float near = at_most(above, kBound);
   if constexpr (kActivation == Activation::kGelu) {
     const float tail = normal_tail<T>(near);
-    const float below = near < 0.0f ? tail : 1.0f - tail;  // probability of a number below v
+    const float below = v < 0.0f ? tail : 1.0f - tail;  // probability of a number below v
     const float density = exp2_approximate(fmaf(-0.5f * kLog2E * near, near, kLog2OfDensityAt0));
     return {above * below, fmaf(near, density, below)};
   }

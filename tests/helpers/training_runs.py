@@ -73,6 +73,9 @@ _FLAGS: dict[str, Any] = {
     "max-tokens": 96,
     "seed": 3,
     "num-workers": 0,
+    # fairseq's buffers load in threads of this process. Those of training and validation would draw
+    # masks from the same global NumPy generator at the same time; a busy machine draws others.
+    "data-buffer-size": 0,
     "log-format": "none",
     "max-update": 12,
     "cpu": True,
