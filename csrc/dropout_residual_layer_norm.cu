@@ -4,6 +4,8 @@
 //   sum = residual + dropout(x + bias)
 //   y   = (sum - mean) * rstd * gamma + beta       mean and variance over a row's columns
 //
+//   values, transpose = y / scale in E4M3, if wanted (fp8_dropout_residual_layer_norm_fwd)
+//
 //   saved for backward   sum (rounded), and mean and rstd (of the sum before rounding)
 //   bytes moved          x, residual, sum and y, each once
 //   determinism          all sums are over one row, in a fixed order
@@ -16,6 +18,9 @@
 // except the weights, and the time is mostly latency. For this case a separate kernel loads rows
 // directly to registers, prefetches the weights before the previous kernel has ended, and lets the
 // next kernel start. Teams and the order of sums are the same, so a row has the same bits.
+//
+// With fp8 results, training has so many rows that there is only the first kernel; a block then
+// has chunks of adjacent rows (common/fp8_rows.cuh).
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -28,6 +33,7 @@
 
 #include "common/check.h"
 #include "common/columns.cuh"
+#include "common/fp8_rows.cuh"
 #include "common/launch.cuh"
 #include "common/layer_norm.cuh"
 #include "common/optional.h"
@@ -79,11 +85,11 @@ struct Weights {
 
 // Processes one row of a team. output: index of the thread's first result in sum and y. get(k, i,
 // x): reads this thread's i-th group of x (k = 0) or residual (k = 1), zeros if it does not exist.
-// done(): called when both have been read.
-template <typename T, typename S, typename Get, typename Done>
+// done(): called when both have been read. put(i, x): gets the i-th group of y, and may change it.
+template <typename T, typename S, typename Get, typename Done, typename Put>
 __device__ __forceinline__ void close_row(const FwdParams<T>& p, const Weights<T, S>& weights,
                                           const Rng& rng, int64_t row, int64_t output, Get&& get,
-                                          Done&& done) {
+                                          Done&& done, Put&& put) {
   float total[S::kGroups][kColumnsPerDraw];
   float row_sum = 0.0f;
   const auto add_up = [&](auto drops) {
@@ -129,31 +135,53 @@ __device__ __forceinline__ void close_row(const FwdParams<T>& p, const Weights<T
     Columns<T> packed;
     packed.pack(total[i]);
     if (S::column(i) < p.columns) packed.store(p.y + output + i * S::kStride);
+    put(i, total[i]);
   }
 }
 
 // For many rows. The kernel is limited by memory until its end, so it does not let the next kernel
-// start early, which would compete for memory.
-template <typename T, typename S>
+// start early, which would compete for memory. kCasts: y is also cast; `cast` is read only then.
+template <typename T, typename S, bool kCasts>
 __global__ void __launch_bounds__(kBlockThreads, 1)
-    dropout_residual_layer_norm_fwd_kernel(const __grid_constant__ FwdParams<T> p) {
+    dropout_residual_layer_norm_fwd_kernel(const __grid_constant__ FwdParams<T> p,
+                                           const __grid_constant__ Cast cast) {
   extern __shared__ uint4 shared[];
   griddepcontrol_wait();
-  RowQueue<T, S, 2> queue(p.rows, {p.x, p.residual}, {p.x_stride, p.residual_stride},
-                          p.residual == nullptr ? 1 : 2, p.columns, shared);
+  RowQueue<T, S, 2, kCasts> queue(p.rows, {p.x, p.residual}, {p.x_stride, p.residual_stride},
+                                  p.residual == nullptr ? 1 : 2, p.columns, shared);
   const Rng rng(p.dropout.dropout.rng);
   const Weights<T, S> weights(p);
-  int64_t row = p.rows.first();
-  int64_t output = row * p.columns + S::column(0), output_step = p.rows.step * p.columns;
-  keep(output_step);
-  for (int left = p.rows.count(); left > 0; --left) {
-    queue.wait();
-    close_row(
-        p, weights, rng, row, output,
-        [&](int k, int i, float (&x)[kColumnsPerDraw]) { queue.get(k, i, x); },
-        [&] { queue.pop(); });
-    row += p.rows.step;
-    output += output_step;
+  int64_t row = p.rows.template first<kCasts>();
+  int left = p.rows.template count<S, kCasts>();
+  const auto get = [&](int k, int i, float (&x)[kColumnsPerDraw]) { queue.get(k, i, x); };
+  const auto done = [&] { queue.pop(); };
+  if constexpr (kCasts) {
+    RowCast<S> y(cast, reinterpret_cast<char*>(shared) + p.rows.tile);
+    for (; left > 0; left -= S::kRounds) {
+#pragma unroll 1
+      for (int round = 0; round < S::kRounds; ++round) {
+        queue.wait();
+        if (row < p.rows.all) {
+          close_row(p, weights, rng, row, row * p.columns + S::column(0), get, done,
+                    [&](int i, float (&x)[kColumnsPerDraw]) { y.put(row, i, x); });
+        } else {
+          done();
+          y.put_zeros(row);
+        }
+        if (round == S::kRounds - 1) y.finish_chunk(row);
+        row = p.rows.template next<S, true>(row, round);
+      }
+    }
+    y.add_statistics();
+  } else {
+    int64_t output = row * p.columns + S::column(0), output_step = p.rows.step * p.columns;
+    keep(output_step);
+    for (; left > 0; --left) {
+      queue.wait();
+      close_row(p, weights, rng, row, output, get, done, [](int, float (&)[kColumnsPerDraw]) {});
+      row += p.rows.step;
+      output += output_step;
+    }
   }
 }
 
@@ -162,7 +190,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 template <typename T, typename S>
 __global__ void __launch_bounds__(kBlockThreads, kSideBySide<T>)
     dropout_residual_layer_norm_fwd_few_rows_kernel(const __grid_constant__ FwdParams<T> p) {
-  if (p.rows.count() == 0) return;
+  if (p.rows.template count<S>() == 0) return;
   // There are so few rows that 32 bits suffice for indices.
   const int row = static_cast<int>(p.rows.first());
   const T* const x = p.x + row * p.x_stride + S::column(0);
@@ -187,14 +215,58 @@ __global__ void __launch_bounds__(kBlockThreads, kSideBySide<T>)
   const Rng rng = p.drops ? Rng(p.dropout.dropout.rng) : Rng();
   close_row(
       p, weights, rng, row, output,
-      [&](int k, int i, float (&values)[kColumnsPerDraw]) { inputs[k][i].unpack(values); }, [] {});
+      [&](int k, int i, float (&values)[kColumnsPerDraw]) { inputs[k][i].unpack(values); }, [] {},
+      [](int, float (&)[kColumnsPerDraw]) {});
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_residual_layer_norm_fwd(
-    const Tensor& x, std::optional<Tensor> bias, std::optional<Tensor> residual,
-    std::optional<Tensor> gamma, std::optional<Tensor> beta, double p, const Tensor& rng,
-    int64_t site, double eps) {
-  const char* const op = "dropout_residual_layer_norm_fwd";
+// Inputs of forward that the ops share. cast: null if y is not cast.
+template <typename T>
+struct FwdLaunch {
+  const char* op;
+  FwdParams<T> params;
+  const Cast* cast;
+  int64_t rows;
+  int32_t device;
+
+  template <typename Kernel, typename... More>
+  void start(Kernel kernel, int threads, int64_t teams, const More&... more) {
+    launch({.op = op,
+            .grid = params.rows.blocks,
+            .block = dim3(threads, teams),
+            .shared = static_cast<size_t>(params.rows.shared),
+            .stream = current_stream(device),
+            .dependent = true},
+           kernel, params, more...);
+  }
+
+  template <typename S, bool kCasts>
+  void many() {
+    const auto kernel = dropout_residual_layer_norm_fwd_kernel<T, S, kCasts>;
+    params.rows = share_out<S, kCasts>(kernel, rows, RowQueue<T, S, 2>::kRowBytes, 0, device);
+    start(kernel, S::kThreads, S::kTeams, kCasts ? *cast : Cast{});
+  }
+
+  template <typename S>
+  void run() {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      if (cast != nullptr) return many<S, true>();
+    }
+    const int64_t of_multiprocessor = blocks_for(rows, resident_blocks(device, 1));
+    const int64_t side_by_side = blocks_for(of_multiprocessor, S::kTeams);
+    if (side_by_side > kSideBySide<T>) return many<S, false>();
+    const int64_t teams = blocks_for(of_multiprocessor, side_by_side);
+    params.rows = one_each(rows, teams);
+    start(dropout_residual_layer_norm_fwd_few_rows_kernel<T, S>, S::kThreads, teams);
+  }
+};
+
+using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+// cast: null if y is not cast.
+Outputs forward(const char* op, const Tensor& x, const std::optional<Tensor>& bias,
+                const std::optional<Tensor>& residual, const std::optional<Tensor>& gamma,
+                const std::optional<Tensor>& beta, double p, const Tensor& rng, int64_t site,
+                double eps, const Cast* cast) {
   check_rows(op, "x", x);
   check_optional_rows(op, "residual", residual);
   check_optional_rows(op, "bias", bias);
@@ -215,52 +287,57 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_residual_layer_norm_fwd(
   const DropoutFactors dropout(rng.const_data_ptr<int64_t>(), site, p);
   dispatch_float(x.scalar_type(), "dropout_residual_layer_norm_fwd: x", [&](auto zero) {
     using T = decltype(zero);
-    FwdParams<T> params{.x = data_of<T>(x),
-                        .bias = data_of<T>(bias),
-                        .residual = data_of<T>(residual),
-                        .gamma = data_of<T>(gamma),
-                        .beta = data_of<T>(beta),
-                        .sum = output_of<T>(sum),
-                        .y = output_of<T>(y),
-                        .mean = output_of<float>(mean),
-                        .rstd = output_of<float>(rstd),
-                        .x_stride = x.stride(0),
-                        .residual_stride = stride_of(residual),
-                        .rows = {},
-                        .columns = static_cast<int>(columns),
-                        .inverse = 1.0f / static_cast<float>(columns),
-                        .eps = static_cast<float>(eps),
-                        .drops = p > 0.0,
-                        .dropout = dropout};
-    dispatch_shape<kFwdGroups>(columns, [&](auto shape) {
-      using S = decltype(shape);
-      const auto start = [&](auto kernel, int64_t teams) {
-        launch({.op = op,
-                .grid = params.rows.blocks,
-                .block = dim3(S::kThreads, teams),
-                .shared = static_cast<size_t>(params.rows.shared),
-                .stream = current_stream(device),
-                .dependent = true},
-               kernel, params);
-      };
-      const int64_t of_multiprocessor = blocks_for(rows, resident_blocks(device, 1));
-      const int64_t side_by_side = blocks_for(of_multiprocessor, S::kTeams);
-      if (side_by_side <= kSideBySide<T>) {
-        const int64_t teams = blocks_for(of_multiprocessor, side_by_side);
-        params.rows = one_each(rows, teams);
-        start(dropout_residual_layer_norm_fwd_few_rows_kernel<T, S>, teams);
-      } else {
-        const auto kernel = dropout_residual_layer_norm_fwd_kernel<T, S>;
-        params.rows = share_out<S>(kernel, rows, RowQueue<T, S, 2>::kRowBytes, 0, device);
-        start(kernel, S::kTeams);
-      }
-    });
+    FwdLaunch<T> launch{.op = op,
+                        .params = {.x = data_of<T>(x),
+                                   .bias = data_of<T>(bias),
+                                   .residual = data_of<T>(residual),
+                                   .gamma = data_of<T>(gamma),
+                                   .beta = data_of<T>(beta),
+                                   .sum = output_of<T>(sum),
+                                   .y = output_of<T>(y),
+                                   .mean = output_of<float>(mean),
+                                   .rstd = output_of<float>(rstd),
+                                   .x_stride = x.stride(0),
+                                   .residual_stride = stride_of(residual),
+                                   .rows = {},
+                                   .columns = static_cast<int>(columns),
+                                   .inverse = 1.0f / static_cast<float>(columns),
+                                   .eps = static_cast<float>(eps),
+                                   .drops = p > 0.0,
+                                   .dropout = dropout},
+                        .cast = cast,
+                        .rows = rows,
+                        .device = device};
+    dispatch_shape<kFwdGroups>(columns,
+                               [&](auto shape) { launch.template run<decltype(shape)>(); });
   });
   return {sum, y, mean, rstd};
 }
 
+Outputs dropout_residual_layer_norm_fwd(const Tensor& x, std::optional<Tensor> bias,
+                                        std::optional<Tensor> residual, std::optional<Tensor> gamma,
+                                        std::optional<Tensor> beta, double p, const Tensor& rng,
+                                        int64_t site, double eps) {
+  return forward("dropout_residual_layer_norm_fwd", x, bias, residual, gamma, beta, p, rng, site,
+                 eps, nullptr);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fp8_dropout_residual_layer_norm_fwd(
+    const Tensor& x, std::optional<Tensor> bias, std::optional<Tensor> residual,
+    const Tensor& gamma, const Tensor& beta, double p, const Tensor& rng, int64_t site, double eps,
+    const Tensor& scale, Tensor amax, Tensor saturated) {
+  const char* const op = "fp8_dropout_residual_layer_norm_fwd";
+  check_cast(op, "x", x);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device());
+  const auto casts = allocate_cast(x);
+  const Cast cast = cast_into(casts, scale, amax, saturated);
+  const auto outputs = forward(op, x, bias, residual, gamma, beta, p, rng, site, eps, &cast);
+  return std::tuple_cat(outputs, casts);
+}
+
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
   m.impl("dropout_residual_layer_norm_fwd", TORCH_BOX(&dropout_residual_layer_norm_fwd));
+  m.impl("fp8_dropout_residual_layer_norm_fwd", TORCH_BOX(&fp8_dropout_residual_layer_norm_fwd));
 }
 
 }  // namespace

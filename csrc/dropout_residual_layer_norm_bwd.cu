@@ -4,6 +4,7 @@
 //   dresidual = rstd * (g - mean(g) - n * mean(g * n)) + dsum
 //               where g = dy * gamma, n = (sum - mean) * rstd, and mean(.) is over a row
 //   dx        = dropout(dresidual)                 forward's dropout bits, generated again
+//   values, transpose = dx / scale in E4M3, in place of dx (fp8_dropout_residual_layer_norm_bwd)
 //   dgamma, dbeta, dbias = column sums of dy * n, dy, dx
 //
 //   bytes moved     dy, dsum, sum, dresidual and dx, each once; three rows of sums per block
@@ -29,6 +30,7 @@
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/columns.cuh"
+#include "common/fp8_rows.cuh"
 #include "common/launch.cuh"
 #include "common/layer_norm.cuh"
 #include "common/optional.h"
@@ -56,12 +58,12 @@ struct BwdParams {
   DropoutFactors dropout;
 };
 
-template <typename T, typename S, bool kHasDy, bool kHasDsum>
-using BwdQueue = RowQueue<T, S, 2 * kHasDy + kHasDsum>;
+template <typename T, typename S, bool kHasDy, bool kHasDsum, bool kCasts>
+using BwdQueue = RowQueue<T, S, 2 * kHasDy + kHasDsum, kCasts>;
 
-template <typename T, typename S, bool kHasDy, bool kHasDsum>
-__device__ __forceinline__ BwdQueue<T, S, kHasDy, kHasDsum> queue_of(const BwdParams<T>& p,
-                                                                     void* shared) {
+template <typename T, typename S, bool kHasDy, bool kHasDsum, bool kCasts>
+__device__ __forceinline__ BwdQueue<T, S, kHasDy, kHasDsum, kCasts> queue_of(const BwdParams<T>& p,
+                                                                             void* shared) {
   constexpr int kInputs = 2 * kHasDy + kHasDsum;
   if constexpr (kHasDy && kHasDsum) {
     return {p.rows,
@@ -77,22 +79,27 @@ __device__ __forceinline__ BwdQueue<T, S, kHasDy, kHasDsum> queue_of(const BwdPa
   }
 }
 
-// kDropsDy: dropout is after LayerNorm.
-template <typename T, typename S, bool kHasDy, bool kHasDsum, bool kDropsDy>
+enum class BwdKind { kPlain, kDropsDy, kCasts };
+struct NoCast {};
+
+// kDropsDy: dropout is after LayerNorm. kCasts: dx is cast; `cast` is read only then.
+template <typename T, typename S, bool kHasDy, bool kHasDsum, BwdKind kKind>
 __global__ void __launch_bounds__(kBlockThreads, 1)
-    dropout_residual_layer_norm_bwd_kernel(const __grid_constant__ BwdParams<T> p) {
+    dropout_residual_layer_norm_bwd_kernel(const __grid_constant__ BwdParams<T> p,
+                                           const __grid_constant__ Cast cast) {
+  constexpr bool kDropsDy = kKind == BwdKind::kDropsDy, kCasts = kKind == BwdKind::kCasts;
   extern __shared__ uint4 shared[];
   __shared__ float2 rooms[2][S::kTeams][S::kWarps];
   griddepcontrol_wait();
   // Two groups of floats would need sixteen registers, too many in the kernel for wide rows.
   constexpr bool kHoldsGamma = S::kGroups * sizeof(T) < 2 * sizeof(float);
-  auto queue = queue_of<T, S, kHasDy, kHasDsum>(p, shared);
-  int64_t row = p.rows.first();
-  int left = p.rows.count();
+  auto queue = queue_of<T, S, kHasDy, kHasDsum, kCasts>(p, shared);
+  int64_t row = p.rows.template first<kCasts>();
+  int left = p.rows.template count<S, kCasts>();
   float next_mean = 0.0f, next_rstd = 0.0f;
   Columns<T> gamma[S::kGroups] = {};
   if constexpr (kHasDy) {
-    if (left > 0) {
+    if (left > 0 && (!kCasts || row < p.rows.all)) {
       next_mean = p.mean[row];
       next_rstd = p.rstd[row];
     }
@@ -107,90 +114,105 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   float dbias[S::kGroups][kColumnsPerDraw] = {};
   int64_t output = row * p.columns + S::column(0), output_step = p.rows.step * p.columns;
   keep(output_step);
+  auto rows_cast = [&] {
+    if constexpr (kCasts) return RowCast<S>(cast, reinterpret_cast<char*>(shared) + p.rows.tile);
+    if constexpr (!kCasts) return NoCast{};
+  }();
   griddepcontrol_launch_dependents();  // the next kernel can use the registers that are free here
 
-  for (; left > 0; --left) {
+  for (int round = 0; left > 0; --left) {
     const float mean = next_mean, rstd = next_rstd;
-    if (kHasDy && left > 1) {
-      next_mean = p.mean[row + p.rows.step];
-      next_rstd = p.rstd[row + p.rows.step];
+    const int64_t next_row = p.rows.template next<S, kCasts>(row, round);
+    if (kHasDy && left > 1 && (!kCasts || next_row < p.rows.all)) {
+      next_mean = p.mean[next_row];
+      next_rstd = p.rstd[next_row];
     }
     queue.wait();
-
-    // With c = sum - mean and g = dy * gamma: dresidual = rstd * g - shift - slope * c.
-    float shift = 0.0f, slope = 0.0f;
-    float g[S::kGroups][kColumnsPerDraw] = {}, c[S::kGroups][kColumnsPerDraw];
-    if constexpr (kHasDy) {
-      float2 sums = {};  // sums of g and of g * c
+    if (!kCasts || row < p.rows.all) {
+      // With c = sum - mean and g = dy * gamma: dresidual = rstd * g - shift - slope * c.
+      float shift = 0.0f, slope = 0.0f;
+      float g[S::kGroups][kColumnsPerDraw] = {}, c[S::kGroups][kColumnsPerDraw];
+      if constexpr (kHasDy) {
+        float2 sums = {};  // sums of g and of g * c
 #pragma unroll
-      for (int i = 0; i < S::kGroups; ++i) {
-        float weight[kColumnsPerDraw];
-        if constexpr (!kHoldsGamma) {
-          gamma[i].load(p.gamma + min(S::column(i), p.columns - kColumnsPerDraw));
-        }
-        gamma[i].unpack(weight);
-        queue.get(0, i, g[i]);
-        queue.get(1, i, c[i]);
-        if constexpr (kDropsDy) {
-          p.dropout.apply(p.dropout.draw(rng, row, S::column(i) / kColumnsPerDraw), g[i]);
-        }
-#pragma unroll
-        for (int e = 0; e < kColumnsPerDraw; ++e) {
-          c[i][e] -= mean;
-          dgamma[i][e] += g[i][e] * c[i][e] * rstd;
-          dbeta[i][e] += g[i][e];
-          g[i][e] *= weight[e];
-          sums.x += g[i][e];
-          sums.y += g[i][e] * c[i][e];
-        }
-      }
-      sums = team_sum<S>(sums, rooms[left % 2][threadIdx.y]);
-      shift = rstd * sums.x * p.inverse;
-      slope = rstd * rstd * (rstd * sums.y) * p.inverse;
-    }
-    const auto finish = [&](auto drops) {
-#pragma unroll
-      for (int i = 0; i < S::kGroups; ++i) {
-        float (&d)[kColumnsPerDraw] = g[i];
-        if constexpr (kHasDy) {
-          if constexpr (S::kGroups > 1) {  // too many to keep in registers: read c again
-            queue.get(1, i, c[i]);
-#pragma unroll
-            for (int e = 0; e < kColumnsPerDraw; ++e) c[i][e] -= mean;
+        for (int i = 0; i < S::kGroups; ++i) {
+          float weight[kColumnsPerDraw];
+          if constexpr (!kHoldsGamma) {
+            gamma[i].load(p.gamma + min(S::column(i), p.columns - kColumnsPerDraw));
+          }
+          gamma[i].unpack(weight);
+          queue.get(0, i, g[i]);
+          queue.get(1, i, c[i]);
+          if constexpr (kDropsDy) {
+            p.dropout.apply(p.dropout.draw(rng, row, S::column(i) / kColumnsPerDraw), g[i]);
           }
 #pragma unroll
-          for (int e = 0; e < kColumnsPerDraw; ++e) d[e] = rstd * d[e] - shift - slope * c[i][e];
+          for (int e = 0; e < kColumnsPerDraw; ++e) {
+            c[i][e] -= mean;
+            dgamma[i][e] += g[i][e] * c[i][e] * rstd;
+            dbeta[i][e] += g[i][e];
+            g[i][e] *= weight[e];
+            sums.x += g[i][e];
+            sums.y += g[i][e] * c[i][e];
+          }
         }
-        if constexpr (kHasDsum) {
-          float term[kColumnsPerDraw];
-          queue.get(2 * kHasDy, i, term);
-#pragma unroll
-          for (int e = 0; e < kColumnsPerDraw; ++e) d[e] += term[e];
-        }
-        const bool is_inside = S::column(i) < p.columns;
-        Columns<T> packed;
-        packed.pack(d);
-        if (is_inside) packed.store(p.dresidual + output + i * S::kStride);
-        if constexpr (drops.value) {
-          p.dropout.apply(p.dropout.draw(rng, row, S::column(i) / kColumnsPerDraw), d);
-          packed.pack(d);
-          if (is_inside) packed.store(p.dx + output + i * S::kStride);
-        }
-        if constexpr (!kDropsDy) {  // otherwise there is no bias, and registers are few
-#pragma unroll
-          for (int e = 0; e < kColumnsPerDraw; ++e) dbias[i][e] += d[e];
-        }
+        sums = team_sum<S>(sums, rooms[left % 2][threadIdx.y]);
+        shift = rstd * sums.x * p.inverse;
+        slope = rstd * rstd * (rstd * sums.y) * p.inverse;
       }
-    };
-    if (!kDropsDy && p.dx != nullptr) {
-      finish(std::true_type{});
-    } else {
-      finish(std::false_type{});
+      const auto finish = [&](auto drops) {
+#pragma unroll
+        for (int i = 0; i < S::kGroups; ++i) {
+          float (&d)[kColumnsPerDraw] = g[i];
+          if constexpr (kHasDy) {
+            if constexpr (S::kGroups > 1) {  // too many to keep in registers: read c again
+              queue.get(1, i, c[i]);
+#pragma unroll
+              for (int e = 0; e < kColumnsPerDraw; ++e) c[i][e] -= mean;
+            }
+#pragma unroll
+            for (int e = 0; e < kColumnsPerDraw; ++e) d[e] = rstd * d[e] - shift - slope * c[i][e];
+          }
+          if constexpr (kHasDsum) {
+            float term[kColumnsPerDraw];
+            queue.get(2 * kHasDy, i, term);
+#pragma unroll
+            for (int e = 0; e < kColumnsPerDraw; ++e) d[e] += term[e];
+          }
+          const bool is_inside = S::column(i) < p.columns;
+          Columns<T> packed;
+          packed.pack(d);
+          if (is_inside) packed.store(p.dresidual + output + i * S::kStride);
+          if constexpr (drops.value) {
+            p.dropout.apply(p.dropout.draw(rng, row, S::column(i) / kColumnsPerDraw), d);
+            packed.pack(d);
+            if (!kCasts && is_inside) packed.store(p.dx + output + i * S::kStride);
+          }
+          if constexpr (!kDropsDy) {  // otherwise there is no bias, and registers are few
+#pragma unroll
+            for (int e = 0; e < kColumnsPerDraw; ++e) dbias[i][e] += d[e];
+          }
+          if constexpr (kCasts) rows_cast.put(row, i, d);
+        }
+      };
+      if (!kDropsDy && (kCasts ? p.dropout.drops() : p.dx != nullptr)) {
+        finish(std::true_type{});
+      } else {
+        finish(std::false_type{});
+      }
     }
     queue.pop();
-    row += p.rows.step;
-    output += output_step;
+    if constexpr (kCasts) {
+      if (row >= p.rows.all) rows_cast.put_zeros(row);
+      if (round == S::kRounds - 1) rows_cast.finish_chunk(row);
+      round = (round + 1) % S::kRounds;
+      output += (next_row - row) * p.columns;
+    } else {
+      output += output_step;
+    }
+    row = next_row;
   }
+  if constexpr (kCasts) rows_cast.add_statistics();
   if (p.partials == nullptr) return;
 
   // Add the sums of the block's teams in shared memory. Layout: [team, kind of sum, column].
@@ -232,10 +254,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 }
 
 // Assigns rows to teams, allocates partial sums, launches, and computes the column sums.
-template <typename T, typename S, bool kHasDy, bool kHasDsum, bool kDropsDy = false>
+template <typename T, typename S, bool kHasDy, bool kHasDsum, BwdKind kKind>
 void launch_bwd(const char* op, BwdParams<T> params, const Tensor& grad, const Gradients& gradients,
-                bool accumulate) {
-  const auto kernel = dropout_residual_layer_norm_bwd_kernel<T, S, kHasDy, kHasDsum, kDropsDy>;
+                bool accumulate, const Cast& cast = {}) {
+  constexpr bool kCasts = kKind == BwdKind::kCasts;
+  const auto kernel = dropout_residual_layer_norm_bwd_kernel<T, S, kHasDy, kHasDsum, kKind>;
   const int32_t device = grad.get_device();
   const cudaStream_t stream = current_stream(device);
   const int64_t columns = params.columns;
@@ -243,8 +266,8 @@ void launch_bwd(const char* op, BwdParams<T> params, const Tensor& grad, const G
                     gradients.of[2].data != nullptr;
   constexpr int kSumBytes =
       S::kTeams == 1 ? 0 : S::kTeams * kMaxSums * S::kColumns * static_cast<int>(sizeof(float));
-  params.rows = share_out<S>(kernel, grad.size(0), BwdQueue<T, S, kHasDy, kHasDsum>::kRowBytes,
-                             kSumBytes, device);
+  params.rows = share_out<S, kCasts>(
+      kernel, grad.size(0), BwdQueue<T, S, kHasDy, kHasDsum, kCasts>::kRowBytes, kSumBytes, device);
   const int64_t blocks = params.rows.blocks;
   Tensor partials = allocate(grad, {sums ? blocks : 0, kMaxSums, columns}, ScalarType::Float);
   params.partials = output_of<float>(partials);
@@ -255,17 +278,20 @@ void launch_bwd(const char* op, BwdParams<T> params, const Tensor& grad, const G
             .shared = static_cast<size_t>(params.rows.shared),
             .stream = stream,
             .dependent = true},
-           kernel, params);
+           kernel, params, cast);
   }
   if (sums) add_partials(partials, gradients, accumulate, stream);
 }
 
-std::tuple<Tensor, Tensor> dropout_residual_layer_norm_bwd(
-    std::optional<Tensor> dy, std::optional<Tensor> dsum, const Tensor& sum,
-    std::optional<Tensor> gamma, const Tensor& mean, const Tensor& rstd, double p,
-    const Tensor& rng, int64_t site, std::optional<Tensor> dgamma, std::optional<Tensor> dbeta,
-    std::optional<Tensor> dbias, bool accumulate) {
-  const char* const op = "dropout_residual_layer_norm_bwd";
+// What the ops share: dx and dresidual. cast: if dx is cast, which then is empty; otherwise null.
+std::tuple<Tensor, Tensor> backward(const char* op, const std::optional<Tensor>& dy,
+                                    const std::optional<Tensor>& dsum, const Tensor& sum,
+                                    const std::optional<Tensor>& gamma, const Tensor& mean,
+                                    const Tensor& rstd, double p, const Tensor& rng, int64_t site,
+                                    const std::optional<Tensor>& dgamma,
+                                    const std::optional<Tensor>& dbeta,
+                                    const std::optional<Tensor>& dbias, bool accumulate,
+                                    const Cast* cast) {
   require(dy.has_value() || dsum.has_value(), op, ": one of dy and dsum must be given");
   check_optional_rows(op, "dy", dy);
   check_optional_rows(op, "dsum", dsum);
@@ -282,7 +308,7 @@ std::tuple<Tensor, Tensor> dropout_residual_layer_norm_bwd(
   const Tensor& grad = dy.has_value() ? *dy : *dsum;
   const int64_t columns = grad.size(1);
   check_width(op, columns);
-  Tensor dx = empty_rows(grad, p > 0.0);
+  Tensor dx = empty_rows(grad, p > 0.0 && cast == nullptr);
   Tensor dresidual = empty_rows(grad, true);
 
   const torch::stable::accelerator::DeviceGuard guard(grad.get_device());
@@ -305,16 +331,52 @@ std::tuple<Tensor, Tensor> dropout_residual_layer_norm_bwd(
                               .dropout = dropout};
     dispatch_shape<kBwdGroups>(columns, [&](auto shape) {
       using S = decltype(shape);
-      if (!dsum.has_value()) {
-        launch_bwd<T, S, true, false>(op, params, grad, gradients, accumulate);
-      } else if (dy.has_value()) {
-        launch_bwd<T, S, true, true>(op, params, grad, gradients, accumulate);
-      } else {
-        launch_bwd<T, S, false, true>(op, params, grad, gradients, accumulate);
+      const auto run = [&](auto kind, const Cast& to) {
+        constexpr BwdKind kKind = kind.value;
+        if (!dsum.has_value()) {
+          launch_bwd<T, S, true, false, kKind>(op, params, grad, gradients, accumulate, to);
+        } else if (dy.has_value()) {
+          launch_bwd<T, S, true, true, kKind>(op, params, grad, gradients, accumulate, to);
+        } else {
+          launch_bwd<T, S, false, true, kKind>(op, params, grad, gradients, accumulate, to);
+        }
+      };
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        if (cast != nullptr) {
+          return run(std::integral_constant<BwdKind, BwdKind::kCasts>{}, *cast);
+        }
       }
+      run(std::integral_constant<BwdKind, BwdKind::kPlain>{}, {});
     });
   });
   return {dx, dresidual};
+}
+
+std::tuple<Tensor, Tensor> dropout_residual_layer_norm_bwd(
+    std::optional<Tensor> dy, std::optional<Tensor> dsum, const Tensor& sum,
+    std::optional<Tensor> gamma, const Tensor& mean, const Tensor& rstd, double p,
+    const Tensor& rng, int64_t site, std::optional<Tensor> dgamma, std::optional<Tensor> dbeta,
+    std::optional<Tensor> dbias, bool accumulate) {
+  return backward("dropout_residual_layer_norm_bwd", dy, dsum, sum, gamma, mean, rstd, p, rng, site,
+                  dgamma, dbeta, dbias, accumulate, nullptr);
+}
+
+std::tuple<Tensor, Tensor, Tensor> fp8_dropout_residual_layer_norm_bwd(
+    std::optional<Tensor> dy, std::optional<Tensor> dsum, const Tensor& sum,
+    std::optional<Tensor> gamma, const Tensor& mean, const Tensor& rstd, double p,
+    const Tensor& rng, int64_t site, std::optional<Tensor> dgamma, std::optional<Tensor> dbeta,
+    std::optional<Tensor> dbias, bool accumulate, const Tensor& scale, Tensor amax,
+    Tensor saturated) {
+  const char* const op = "fp8_dropout_residual_layer_norm_bwd";
+  require(dy.has_value() || dsum.has_value(), op, ": one of dy and dsum must be given");
+  const Tensor& grad = dy.has_value() ? *dy : *dsum;
+  check_cast(op, dy.has_value() ? "dy" : "dsum", grad);
+  const torch::stable::accelerator::DeviceGuard guard(grad.get_device());
+  const auto casts = allocate_cast(grad);
+  const Cast cast = cast_into(casts, scale, amax, saturated);
+  const auto [dx, dresidual] = backward(op, dy, dsum, sum, gamma, mean, rstd, p, rng, site, dgamma,
+                                        dbeta, dbias, accumulate, &cast);
+  return {std::get<0>(casts), std::get<1>(casts), dresidual};
 }
 
 Tensor embedding_layer_norm_bwd(const Tensor& dy, const Tensor& x, const Tensor& gamma,
@@ -348,7 +410,8 @@ Tensor embedding_layer_norm_bwd(const Tensor& dy, const Tensor& x, const Tensor&
                               .inverse = 1.0f / static_cast<float>(columns),
                               .dropout = dropout};
     dispatch_shape<kBwdGroups>(columns, [&](auto shape) {
-      launch_bwd<T, decltype(shape), true, false, true>(op, params, dy, gradients, accumulate);
+      launch_bwd<T, decltype(shape), true, false, BwdKind::kDropsDy>(op, params, dy, gradients,
+                                                                     accumulate);
     });
   });
   return dx;
@@ -357,6 +420,7 @@ Tensor embedding_layer_norm_bwd(const Tensor& dy, const Tensor& x, const Tensor&
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
   m.impl("embedding_layer_norm_bwd", TORCH_BOX(&embedding_layer_norm_bwd));
   m.impl("dropout_residual_layer_norm_bwd", TORCH_BOX(&dropout_residual_layer_norm_bwd));
+  m.impl("fp8_dropout_residual_layer_norm_bwd", TORCH_BOX(&fp8_dropout_residual_layer_norm_bwd));
 }
 
 }  // namespace

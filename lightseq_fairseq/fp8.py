@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.ops.fp8_quantise import ALIGNMENT, E4M3
+from lightseq_fairseq.ops.fp8_quantise import ALIGNMENT, E4M3, Quantised
 from lightseq_fairseq.ops.fp8_scales import HISTORY
 from lightseq_fairseq.parameters import FlatBuffer, as_one
 
@@ -199,6 +199,18 @@ def operands_of(weight: Tensor) -> Operands | None:
     return None if _active is None else _active.operands(weight)
 
 
+def attach(y: Tensor, operands: Operands, quantised: Quantised) -> None:
+    """Let y carry its cast, until the product with these operands reads it."""
+    vars(y)[_CAST] = operands, quantised
+
+
+def attached(y: Tensor, operands: Operands) -> Quantised | None:
+    """The cast of y for the product with these operands, if y carries it."""
+    owner, quantised = vars(y).get(_CAST, (None, None))
+    return quantised if owner is operands else None
+
+
+_CAST = "lightseq_fp8"
 _active: Fp8State | None = None
 
 
@@ -230,4 +242,4 @@ def products(model: Any) -> dict[str, Tensor]:
     return weights
 
 
-__all__ = ["Fp8State", "Operands", "Scalars", "operands_of", "products"]
+__all__ = ["Fp8State", "Operands", "Scalars", "attach", "attached", "operands_of", "products"]

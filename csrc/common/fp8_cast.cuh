@@ -94,6 +94,32 @@ struct CastStatistics {
   }
 };
 
+// Adds the statistics of a block's threads to those of the cast, in two steps with a barrier of the
+// block between. Threads are numbered along rows of warps.
+template <int kWarps>
+struct BlockStatistics {
+  CastStatistics of_warp[kWarps];
+
+  __device__ __forceinline__ void note(const CastStatistics& mine, int thread) {
+    const CastStatistics all = {
+        __uint_as_float(__reduce_max_sync(kAllLanes, __float_as_uint(mine.amax))),
+        __reduce_add_sync(kAllLanes, mine.saturated)};
+    if (thread % kWarp == 0) of_warp[thread / kWarp] = all;
+  }
+
+  // Only one thread calls it.
+  __device__ __forceinline__ void publish(int* amax, unsigned long long* saturated) const {
+    CastStatistics all = of_warp[0];
+#pragma unroll
+    for (int i = 1; i < kWarps; ++i) {
+      all.amax = fmaxf(all.amax, of_warp[i].amax);
+      all.saturated += of_warp[i].saturated;
+    }
+    atomicMax(amax, __float_as_int(all.amax));
+    if (all.saturated > 0) atomicAdd(saturated, all.saturated);
+  }
+};
+
 // Results and scalars of a cast.
 struct Cast {
   uint8_t* values;
@@ -262,12 +288,10 @@ __device__ __forceinline__ void cast_tile(const Source& source, const Cast& cast
   }
   if constexpr (Source::kSums) griddepcontrol_launch_dependents();
 
-  __shared__ CastStatistics of_warp[kCastWarps];
+  __shared__ BlockStatistics<kCastWarps> of_block;
   __shared__ float sums_of_warp[Source::kSums ? kCastWarps : 1][kCastTile];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  statistics.amax = __uint_as_float(__reduce_max_sync(kAllLanes, __float_as_uint(statistics.amax)));
-  statistics.saturated = __reduce_add_sync(kAllLanes, statistics.saturated);
-  if (lane == 0) of_warp[warp] = statistics;
+  of_block.note(statistics, threadIdx.x);
   if constexpr (Source::kSums) {
 #pragma unroll
     for (int e = 0; e < kColumnsPerDraw; ++e) {
@@ -290,15 +314,7 @@ __device__ __forceinline__ void cast_tile(const Source& source, const Cast& cast
           sum;
     }
   }
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 1; i < kCastWarps; ++i) {
-      statistics.amax = fmaxf(statistics.amax, of_warp[i].amax);
-      statistics.saturated += of_warp[i].saturated;
-    }
-    atomicMax(cast.amax, __float_as_int(statistics.amax));
-    if (statistics.saturated > 0) atomicAdd(cast.saturated, statistics.saturated);
-  }
+  if (threadIdx.x == 0) of_block.publish(cast.amax, cast.saturated);
 }
 
 template <typename Source>

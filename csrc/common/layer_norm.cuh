@@ -6,6 +6,9 @@
 // thread copies exactly the parts that it reads itself; so only sums over a row need a barrier of
 // the team. If forward has few rows, each row gets its own team (one_each) and is loaded directly
 // to registers.
+//
+// If results are also cast to E4M3 (fp8_rows.cuh), a block processes chunks of 16 adjacent rows,
+// because it stores their transpose.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -24,6 +27,7 @@ namespace lightseq {
 
 constexpr int kMaxColumns = 8192;
 constexpr int kBlockThreads = 512;
+constexpr int kChunkRows = 16;
 
 // A row is divided among the kThreads threads of a team: each has every kThreads-th group of eight
 // columns. If the row is shorter, the last threads idle.
@@ -35,6 +39,8 @@ struct Shape {
   static constexpr int kWarps = kThreads / kWarp;             // per team
   static constexpr int kStride = kThreads * kColumnsPerDraw;  // between a thread's groups
   static constexpr int kColumns = kStride * kGroups;
+  static constexpr int kRounds = kChunkRows / kTeams;  // rows per team in a chunk
+  static_assert(kRounds * kTeams == kChunkRows);
 
   // First column of this thread's i-th group.
   static __device__ __forceinline__ int column(int i) {
@@ -63,34 +69,55 @@ inline torch::stable::Tensor empty_rows(const torch::stable::Tensor& x, bool exi
 }
 
 // Assignment of rows to teams. Adjacent rows go to different blocks, so that the last rows are
-// spread over all blocks.
+// spread over all blocks; with kChunks, adjacent chunks do.
 struct Rows {
-  int64_t step;      // distance between a team's rows: the number of teams
-  int each, longer;  // a team has `each` rows, the first `longer` teams have one more
+  int64_t step;      // distance between a team's rows, or between a block's chunks
+  int each, longer;  // a team has `each` rows, the first `longer` teams have one more; or a block
+                     // has as many chunks
   int stages;        // rows in shared memory per team: 2, or 1 if two do not fit
   int shared;        // bytes of shared memory
   unsigned blocks;
+  int64_t all = 0;  // rows. A team passes over rows of the last chunk that do not exist
+  int tile = 0;     // where the chunk's results begin in shared memory
 
+  template <bool kChunks = false>
   __device__ __forceinline__ int64_t first() const {
+    if constexpr (kChunks) return static_cast<int64_t>(blockIdx.x) * kChunkRows + threadIdx.y;
     return static_cast<int64_t>(threadIdx.y) * gridDim.x + blockIdx.x;
   }
-  __device__ __forceinline__ int count() const { return each + (first() < longer ? 1 : 0); }
+  template <typename S, bool kChunks = false>
+  __device__ __forceinline__ int count() const {
+    if constexpr (kChunks)
+      return S::kRounds * (each + (static_cast<int>(blockIdx.x) < longer ? 1 : 0));
+    return each + (first() < longer ? 1 : 0);
+  }
+  // The row after `row`. round: number of the row in the team's chunk.
+  template <typename S, bool kChunks>
+  __device__ __forceinline__ int64_t next(int64_t row, int round) const {
+    if constexpr (!kChunks) return row + step;
+    return row + (round < S::kRounds - 1 ? S::kTeams : step - (S::kRounds - 1) * S::kTeams);
+  }
 };
 
 // row_bytes: bytes of a row in all inputs. least: minimum bytes of shared memory.
-template <typename S, typename Kernel>
+template <typename S, bool kChunks = false, typename Kernel>
 Rows share_out(Kernel kernel, int64_t rows, int row_bytes, int least, int32_t device) {
-  const int room = dynamic_shared_memory_of(reinterpret_cast<const void*>(kernel), device);
+  constexpr int kTile = kChunks ? kChunkRows * S::kColumns : 0;
+  const int room = dynamic_shared_memory_of(reinterpret_cast<const void*>(kernel), device) - kTile;
   const int stages = 2 * S::kTeams * row_bytes <= room ? 2 : 1;
-  const int bytes = std::max(stages * S::kTeams * row_bytes, least);
-  const int64_t blocks = std::min(rows, resident_blocks(kernel, kBlockThreads, device, bytes));
-  const int64_t teams = std::max<int64_t>(1, blocks * S::kTeams);
-  return {.step = teams,
-          .each = static_cast<int>(rows / teams),
-          .longer = static_cast<int>(rows % teams),
+  const int queue = stages * S::kTeams * row_bytes;
+  const int bytes = std::max(queue + kTile, least);
+  const int64_t parts = kChunks ? blocks_for(rows, kChunkRows) : rows;
+  const int64_t blocks = std::min(parts, resident_blocks(kernel, kBlockThreads, device, bytes));
+  const int64_t takers = std::max<int64_t>(1, kChunks ? blocks : blocks * S::kTeams);
+  return {.step = kChunks ? takers * kChunkRows : takers,
+          .each = static_cast<int>(parts / takers),
+          .longer = static_cast<int>(parts % takers),
           .stages = stages,
           .shared = bytes,
-          .blocks = static_cast<unsigned>(blocks)};
+          .blocks = static_cast<unsigned>(blocks),
+          .all = rows,
+          .tile = queue};
 }
 
 // One row per team, with `teams` teams per block.
@@ -109,7 +136,7 @@ __device__ __forceinline__ void keep(int64_t& x) { asm volatile("" : "+l"(x)); }
 __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
 // Queue of a team's rows in shared memory. The rows of the kInputs tensors are stored side by side.
-template <typename T, typename S, int kInputs>
+template <typename T, typename S, int kInputs, bool kChunks = false>
 class RowQueue {
  public:
   static constexpr int kInputBytes = S::kColumns * static_cast<int>(sizeof(T));
@@ -119,11 +146,17 @@ class RowQueue {
   __device__ __forceinline__ RowQueue(const Rows& rows, const T* const (&data)[kInputs],
                                       const int64_t (&strides)[kInputs], int inputs, int columns,
                                       void* shared)
-      : left_(rows.count()), inputs_(inputs), columns_(columns), pair_(rows.stages == 2) {
+      : rows_(rows),
+        row_(rows.first<kChunks>()),
+        left_(rows.count<S, kChunks>()),
+        inputs_(inputs),
+        columns_(columns),
+        pair_(rows.stages == 2) {
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) {
-      next_[k] = reinterpret_cast<const char*>(data[k] + rows.first() * strides[k] + S::column(0));
-      step_[k] = rows.step * strides[k] * static_cast<int>(sizeof(T));
+      const int64_t row = kChunks ? 0 : row_, step = kChunks ? 1 : rows.step;
+      next_[k] = reinterpret_cast<const char*>(data[k] + row * strides[k] + S::column(0));
+      step_[k] = step * strides[k] * static_cast<int>(sizeof(T));
       keep(step_[k]);
     }
     stage_ = shared_address(shared) + threadIdx.y * rows.stages * kRowBytes +
@@ -178,16 +211,21 @@ class RowQueue {
       --left_;
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) {
-        if (k >= inputs_) continue;
+        if (k >= inputs_ || (kChunks && row_ >= rows_.all)) continue;
+        const char* const from = next_[k] + (kChunks ? row_ * step_[k] : 0);
 #pragma unroll
         for (int i = 0; i < S::kGroups; ++i) {
           if (S::column(i) >= columns_) continue;
 #pragma unroll
           for (int bytes = 0; bytes < kGroupBytes; bytes += kVecBytes) {
-            cp_async(stage_ + place(k, i) + bytes, next_[k] + place(0, i) + bytes);
+            cp_async(stage_ + place(k, i) + bytes, from + place(0, i) + bytes);
           }
         }
-        next_[k] += step_[k];
+        if constexpr (!kChunks) next_[k] += step_[k];
+      }
+      if constexpr (kChunks) {
+        row_ = rows_.next<S, kChunks>(row_, round_);
+        round_ = (round_ + 1) % S::kRounds;
       }
     }
     cp_async_commit();
@@ -202,8 +240,11 @@ class RowQueue {
   }
 
   static constexpr int kGroupBytes = kColumnsPerDraw * static_cast<int>(sizeof(T));
-  const char* next_[kInputs];  // this thread's columns of the next row to copy
-  int64_t step_[kInputs];
+  const Rows& rows_;
+  int64_t row_;                // the next row to copy, with kChunks
+  int round_ = 0;              // its number in the team's chunk
+  const char* next_[kInputs];  // this thread's columns of the next row; with kChunks, of row 0
+  int64_t step_[kInputs];      // bytes to the row after it; with kChunks, of a row
   uint32_t stage_, both_;  // address of this thread's columns; the sum of both stages' addresses
   int left_;               // rows still to be copied
   int inputs_, columns_;

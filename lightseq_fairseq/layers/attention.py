@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.layers.products import product_for
+from lightseq_fairseq.layers.products import Product, product_for
 from lightseq_fairseq.layers.residual_norm import (
     Residual,
     input_gradients,
@@ -106,7 +106,9 @@ class _SelfAttention(torch.autograd.Function):
         (of_x, of_out, qkv, out, lse, q_w, k_w, v_w, q_b, k_b, v_b, out_w, out_b,
          *saved) = ctx.saved_tensors  # fmt: skip
         heads = ctx.heads
-        dh, dresidual, closing = residual_norm_bwd(dstream, dy, out_b, saved, ctx.residual)
+        dh, dresidual, closing = residual_norm_bwd(
+            dstream, dy, out_b, saved, ctx.residual, ctx.last
+        )
         to_out = gradients_for(out_w)
         dout = ctx.last.backward(dh, of_out, out_w, to_out.tensors[0], None, to_out.accumulate)
         dqkv = torch.empty_like(qkv)
@@ -158,7 +160,9 @@ class _CrossAttention(torch.autograd.Function):
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
         of_x, of_out, memory, q, out, lse, q_w, q_b, out_w, out_b, *saved = ctx.saved_tensors
         heads = ctx.heads
-        dh, dresidual, closing = residual_norm_bwd(dstream, dy, out_b, saved, ctx.residual)
+        dh, dresidual, closing = residual_norm_bwd(
+            dstream, dy, out_b, saved, ctx.residual, ctx.last
+        )
         to_out = gradients_for(out_w)
         dout = ctx.last.backward(dh, of_out, out_w, to_out.tensors[0], None, to_out.accumulate)
         dq = torch.empty_like(q)
@@ -222,6 +226,16 @@ class MultiheadAttention(nn.Module):
     ) -> Heads:
         p = self.dropout if self.training else 0.0
         return Heads(self.num_heads, queries, keys, causal, p, rng, site)
+
+    @property
+    def self_product(self) -> Product:
+        """The product by which ``self_attention`` computes queries, keys and values."""
+        return product_for(as_one([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]))
+
+    @property
+    def query_product(self) -> Product:
+        """The product by which ``cross_attention`` computes queries."""
+        return product_for(self.q_proj.weight)
 
     def self_attention(
         self, x: Tensor, stream: Tensor | None, heads: Heads, residual: Residual

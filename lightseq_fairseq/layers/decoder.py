@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightseq_fairseq.layers.attention import ColumnSlices, MultiheadAttention
-from lightseq_fairseq.layers.encoder import EncoderLayer, TransformerLayer
+from lightseq_fairseq.layers.encoder import EncoderLayer, Following, TransformerLayer
 from lightseq_fairseq.layers.linear import linear_parts
+from lightseq_fairseq.layers.products import product_for
 from lightseq_fairseq.layers.residual_norm import layer_norm
 from lightseq_fairseq.packing import Segments
 
@@ -52,7 +53,7 @@ class DecoderLayer(TransformerLayer):
 
     def forward_in_stack(
         self, x: Tensor, stream: Tensor | None, memory: Tensor, slices: ColumnSlices,
-        target: Segments, source: Segments, rng: Tensor, next_norm: nn.LayerNorm | None,
+        target: Segments, source: Segments, rng: Tensor, following: Following,
         causal: bool = True, need_weights: bool = False,
     ) -> tuple[Any, Any, Tensor | None]:  # fmt: skip
         """One layer of a stack, see ``EncoderLayer.forward_in_stack``.
@@ -60,15 +61,15 @@ class DecoderLayer(TransformerLayer):
         memory: [T_src, 2 * C], keys and values of the cross attention. The third result is
         ``MultiheadAttention.cross_weights`` with ``need_weights``, else None.
         """
-        norms = self.norms(next_norm)
+        norms = self.norms(following.norm)
         heads = self.self_attn.heads(target, target, causal, rng, self.first_site(rng))
-        residual = self.residual(norms[0], rng, 1)
+        residual = self.residual(norms[0], rng, 1, self.encoder_attn.query_product)
         stream, x = self.self_attn.self_attention(x, stream, heads, residual)
         heads = self.encoder_attn.heads(target, source, False, rng, self.first_site(rng) + 2)
         weights = self.encoder_attn.cross_weights(x, memory, heads) if need_weights else None
-        residual = self.residual(norms[1], rng, 3)
+        residual = self.residual(norms[1], rng, 3, product_for(self.fc1.weight))
         stream, x = self.encoder_attn.cross_attention(x, stream, memory, slices, heads, residual)
-        stream, x = self.feed_forward(x, stream, norms[2], rng, 4)
+        stream, x = self.feed_forward(x, stream, norms[2], rng, 4, following.reader)
         return x, stream, weights
 
     def forward(
@@ -163,12 +164,14 @@ def run_decoder_with_weights(
     memories, slices = project_memory(stack, encoder_out), ColumnSlices()
     stream = wanted = None
     if stack[0].normalize_before:
-        stream, x = layer_norm(x, stack[0].self_attn_layer_norm, rng)
+        stream, x = layer_norm(
+            x, stack[0].self_attn_layer_norm, rng, stack[0].self_attn.self_product
+        )
+    followings = (*(layer.as_following() for layer in stack[1:]), Following(last_norm))
     for place, (layer, memory) in enumerate(zip(stack, memories, strict=True)):
-        following = stack[place + 1].self_attn_layer_norm if place + 1 < len(stack) else last_norm
         x, stream, weights = layer.run(
-            checkpoint_activations, x, stream, memory, slices, target, source, rng, following,
-            causal, place == attention_of,
+            checkpoint_activations, x, stream, memory, slices, target, source, rng,
+            followings[place], causal, place == attention_of,
         )  # fmt: skip
         wanted = wanted if weights is None else weights
     return (stream if x is None else x), wanted

@@ -6,21 +6,36 @@ Shapes: T = packed tokens, C = model width, F = feed-forward width, H = heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightseq_fairseq.layers.attention import MultiheadAttention
 from lightseq_fairseq.layers.feed_forward import Activation, feed_forward
+from lightseq_fairseq.layers.products import PLAIN, Product, product_for
 from lightseq_fairseq.layers.residual_norm import Residual, layer_norm
 from lightseq_fairseq.layers.sites import first_site
 from lightseq_fairseq.packing import Segments
 
 
+class Following(NamedTuple):
+    """What follows a layer in its stack.
+
+    Attributes:
+        norm: the LayerNorm of the next layer or of the stack's end, in a pre-norm stack.
+        reader: the product that reads the layer's result.
+    """
+
+    norm: nn.LayerNorm | None
+    reader: Product = PLAIN
+
+
 class TransformerLayer(nn.Module):
     """Common base of encoder and decoder layers: feed-forward, residuals, dropout rates."""
 
+    self_attn: MultiheadAttention
+    self_attn_layer_norm: nn.LayerNorm
     fc1: nn.Linear
     fc2: nn.Linear
     forward_in_stack: Callable[..., Any]
@@ -47,16 +62,23 @@ class TransformerLayer(nn.Module):
             self.forward_in_stack, *arguments, use_reentrant=False, preserve_rng_state=False
         )
 
-    def residual(self, norm: nn.LayerNorm | None, rng: Tensor, site: int) -> Residual:
+    def as_following(self) -> Following:
+        """This layer, for the one before it."""
+        return Following(self.self_attn_layer_norm, self.self_attn.self_product)
+
+    def residual(
+        self, norm: nn.LayerNorm | None, rng: Tensor, site: int, reader: Product = PLAIN
+    ) -> Residual:
         p = self.dropout if self.training else 0.0
-        return Residual(norm, self.normalize_before, p, rng, self.first_site(rng) + site)
+        return Residual(norm, self.normalize_before, p, rng, self.first_site(rng) + site, reader)
 
     def feed_forward(
-        self, x: Tensor, stream: Tensor | None, norm: nn.LayerNorm | None, rng: Tensor, site: int
-    ) -> tuple[Any, Any]:
+        self, x: Tensor, stream: Tensor | None, norm: nn.LayerNorm | None, rng: Tensor, site: int,
+        reader: Product = PLAIN,
+    ) -> tuple[Any, Any]:  # fmt: skip
         p = self.activation_dropout if self.training else 0.0
         activation = Activation(self.activation, p, rng, self.first_site(rng) + site)
-        residual = self.residual(norm, rng, site + 1)
+        residual = self.residual(norm, rng, site + 1, reader)
         return feed_forward(x, stream, self.fc1, self.fc2, activation, residual)
 
 
@@ -104,19 +126,18 @@ class EncoderLayer(TransformerLayer):
 
     def forward_in_stack(
         self, x: Tensor, stream: Tensor | None, segments: Segments, rng: Tensor,
-        next_norm: nn.LayerNorm | None, causal: bool = False,
+        following: Following, causal: bool = False,
     ) -> tuple[Any, Any]:  # fmt: skip
         """One layer of a stack: (x, stream) -> (x, stream).
 
         Pre-norm: x is already normalised, ``stream`` is the residual stream, and the layer's last
-        op applies ``next_norm``, the LayerNorm of the next layer or of the stack's end. Post-norm:
-        ``stream`` is None.
+        op applies ``following.norm``. Post-norm: ``stream`` is None.
         """
-        norms = self.norms(next_norm)
+        norms = self.norms(following.norm)
         heads = self.self_attn.heads(segments, segments, causal, rng, self.first_site(rng))
-        residual = self.residual(norms[0], rng, 1)
+        residual = self.residual(norms[0], rng, 1, product_for(self.fc1.weight))
         stream, x = self.self_attn.self_attention(x, stream, heads, residual)
-        stream, x = self.feed_forward(x, stream, norms[1], rng, 2)
+        stream, x = self.feed_forward(x, stream, norms[1], rng, 2, following.reader)
         return x, stream
 
     def forward(self, x: Tensor, segments: Segments, rng: Tensor) -> Tensor:
@@ -158,9 +179,11 @@ def run_encoder(
         return x if last_norm is None else layer_norm(x, last_norm, rng)[1]
     stream = None
     if stack[0].normalize_before:
-        stream, x = layer_norm(x, stack[0].self_attn_layer_norm, rng)
-    for place, layer in enumerate(stack):
-        following = stack[place + 1].self_attn_layer_norm if place + 1 < len(stack) else last_norm
+        stream, x = layer_norm(
+            x, stack[0].self_attn_layer_norm, rng, stack[0].self_attn.self_product
+        )
+    followings = (*(layer.as_following() for layer in stack[1:]), Following(last_norm))
+    for layer, following in zip(stack, followings, strict=True):
         x, stream = layer.run(checkpoint_activations, x, stream, segments, rng, following, causal)
         if states is not None:
             states.append(x if stream is None else stream)

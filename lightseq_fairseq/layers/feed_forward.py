@@ -40,7 +40,9 @@ class _FeedForward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
         of_x, of_h, of_activation, w1, b1, w2, b2, *saved = ctx.saved_tensors
-        dh3, dresidual, closing = residual_norm_bwd(dstream, dy, b2, saved, ctx.residual)
+        dh3, dresidual, closing = residual_norm_bwd(
+            dstream, dy, b2, saved, ctx.residual, ctx.second
+        )
         to_w1, to_others = gradients_for(w1), gradients_for(b1, w2)
         db1, dw2 = to_others.tensors
         dz = ctx.second.before_activation(

@@ -4,8 +4,8 @@ A sublayer asks ``product_for`` once for each of its weights, in forward, and ke
 backward. Both kinds have the same methods. A forward product returns its result and the tensor that
 backward needs of the input: the input itself, or its transpose in E4M3, which is smaller.
 
-Where an op of the layers produces an operand, it casts it (`ops.fp8_bias_activation_dropout_fwd`,
-`ops.fp8_relu_dropout_bwd`); the others are cast here.
+Where an op of the layers produces an operand, it casts it (LayerNorm, the activation, and their
+backward); the others are cast here.
 
 Shapes: T = packed tokens, K = inputs, N = outputs, F = feed-forward width.
 """
@@ -83,6 +83,29 @@ class Product:
             dy, kept, weight, saved, activation.p, dweight, dbias, accumulate, bias
         )
 
+    def normalised(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None, gamma: Tensor,
+        beta: Tensor, *, p: float, rng: Tensor, site: int, eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """``ops.dropout_residual_layer_norm_fwd``; this product will read y."""
+        return ops.dropout_residual_layer_norm_fwd(
+            x, bias, residual, gamma, beta, p=p, rng=rng, site=site, eps=eps
+        )
+
+    def before_residual(
+        self, dy: Tensor | None, dsum: Tensor | None, total: Tensor, gamma: Tensor | None,
+        mean: Tensor, rstd: Tensor, p: float, rng: Tensor, site: int, **sums: Any,
+    ) -> tuple[Any, Tensor]:  # fmt: skip
+        """``ops.dropout_residual_layer_norm_bwd``: the gradients of this product's result, for
+        `backward`, and of the residual.
+
+        sums: dgamma, dbeta, dbias and accumulate.
+        """
+        dx, dresidual = ops.dropout_residual_layer_norm_bwd(
+            dy, dsum, total, gamma, mean, rstd, p, rng, site=site, **sums
+        )
+        return (dx if p > 0 else dresidual), dresidual
+
 
 class Fp8Product(Product):
     """The same in fp8: both operands of each product are E4M3, its result is bfloat16.
@@ -95,7 +118,9 @@ class Fp8Product(Product):
 
     def forward(self, x: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         of = self.operands
-        values, transpose = ops.fp8_quantise(x, *of.input) if isinstance(x, Tensor) else x
+        if isinstance(x, Tensor):
+            x = fp8.attached(x, of) or ops.fp8_quantise(x, *of.input)
+        values, transpose = x
         of.count(values.numel())
         y = ops.fp8_linear_fwd(values, of.input.scale, of.values, of.weight.scale, bias)
         return y, transpose
@@ -149,14 +174,37 @@ class Fp8Product(Product):
             scale=to.scale, amax=to.amax, saturated=to.saturated,
         )  # fmt: skip
 
+    def normalised(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None, gamma: Tensor,
+        beta: Tensor, *, p: float, rng: Tensor, site: int, eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        to = self.operands.input
+        total, y, mean, rstd, *cast = ops.fp8_dropout_residual_layer_norm_fwd(
+            x, bias, residual, gamma, beta, p=p, rng=rng, site=site, eps=eps,
+            scale=to.scale, amax=to.amax, saturated=to.saturated,
+        )  # fmt: skip
+        fp8.attach(y, self.operands, (cast[0], cast[1]))
+        return total, y, mean, rstd
 
-_PLAIN = Product()
+    def before_residual(
+        self, dy: Tensor | None, dsum: Tensor | None, total: Tensor, gamma: Tensor | None,
+        mean: Tensor, rstd: Tensor, p: float, rng: Tensor, site: int, **sums: Any,
+    ) -> tuple[Any, Tensor]:  # fmt: skip
+        to = self.operands.gradient
+        values, transpose, dresidual = ops.fp8_dropout_residual_layer_norm_bwd(
+            dy, dsum, total, gamma, mean, rstd, p, rng, site=site, **sums,
+            scale=to.scale, amax=to.amax, saturated=to.saturated,
+        )  # fmt: skip
+        return (values, transpose), dresidual
+
+
+PLAIN = Product()
 
 
 def product_for(weight: Tensor) -> Product:
     """The product with this weight, or with this result of ``as_one``."""
     operands = fp8.operands_of(weight)
-    return _PLAIN if operands is None else Fp8Product(operands)
+    return PLAIN if operands is None else Fp8Product(operands)
 
 
-__all__ = ["Activation", "Fp8Product", "Product", "product_for"]
+__all__ = ["PLAIN", "Activation", "Fp8Product", "Product", "product_for"]

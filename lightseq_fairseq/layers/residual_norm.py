@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.layers.products import Product
+from lightseq_fairseq.layers.products import PLAIN, Product
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
 from lightseq_fairseq.parameters import gradients_for
 
@@ -27,6 +27,7 @@ class Residual:
             the next sublayer's (pre-norm); None if no LayerNorm follows.
         keep_stream: also return the sum as the new residual stream (pre-norm).
         p, rng, site: dropout of the sublayer's output, see ``ops.philox``.
+        reader: the product that reads the normalised result.
     """
 
     norm: nn.LayerNorm | None
@@ -34,6 +35,7 @@ class Residual:
     p: float
     rng: Tensor
     site: int
+    reader: Product = PLAIN
 
     @property
     def parameters(self) -> tuple[Tensor | None, Tensor | None]:
@@ -50,32 +52,36 @@ def residual_norm_fwd(
     None). The rng is one of the saved tensors: if it has changed when backward draws the masks
     again, torch raises an error.
     """
-    eps = 0.0 if residual.norm is None else residual.norm.eps
-    total, y, mean, rstd = ops.dropout_residual_layer_norm_fwd(
-        h, bias, stream, gamma, beta,
-        p=residual.p, rng=residual.rng, site=residual.site, eps=eps,
-    )  # fmt: skip
-    outputs = (total if residual.keep_stream else None, None if gamma is None else y)
-    return [total, mean, rstd, residual.rng], outputs
+    p, rng, site = residual.p, residual.rng, residual.site
+    if residual.norm is None or gamma is None or beta is None:
+        total, _, mean, rstd = ops.dropout_residual_layer_norm_fwd(
+            h, bias, stream, None, None, p=p, rng=rng, site=site, eps=0.0
+        )
+        return [total, mean, rstd, rng], (total if residual.keep_stream else None, None)
+    total, y, mean, rstd = residual.reader.normalised(
+        h, bias, stream, gamma, beta, p=p, rng=rng, site=site, eps=residual.norm.eps
+    )
+    return [total, mean, rstd, rng], (total if residual.keep_stream else None, y)
 
 
 def residual_norm_bwd(
     dstream: Tensor | None, dy: Tensor | None, bias: Tensor, saved: Sequence[Tensor],
-    residual: Residual,
-) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:  # fmt: skip
-    """Gradients (dh, dstream, (dbias, dgamma, dbeta)) of ``residual_norm_fwd``."""
+    residual: Residual, product: Product,
+) -> tuple[Any, Tensor, tuple[Tensor | None, ...]]:  # fmt: skip
+    """Gradients (dh, dstream, (dbias, dgamma, dbeta)) of ``residual_norm_fwd``.
+
+    product: that GEMM; its ``backward`` takes dh.
+    """
     total, mean, rstd, rng = saved
     dy, dstream = (None if g is None else g.contiguous() for g in (dy, dstream))
     gamma, beta = residual.parameters
     to = gradients_for(*(p for p in (bias, gamma, beta) if p is not None))
     dbias, dgamma, dbeta = (*to.tensors, None, None)[:3]
-    dh, dresidual = ops.dropout_residual_layer_norm_bwd(
-        dy, dstream, total, gamma, mean, rstd,
-        p=residual.p, rng=rng, site=residual.site,
+    dh, dresidual = product.before_residual(
+        dy, dstream, total, gamma, mean, rstd, residual.p, rng, residual.site,
         dgamma=dgamma, dbeta=dbeta, dbias=dbias, accumulate=to.accumulate,
     )  # fmt: skip
-    handed = (*to.handed(), None, None)[:3]
-    return (dh if residual.p > 0 else dresidual), dresidual, handed
+    return dh, dresidual, (*to.handed(), None, None)[:3]
 
 
 def input_gradients(
@@ -95,9 +101,9 @@ def input_gradients(
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, eps: float, rng: Tensor
+        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, eps: float, rng: Tensor, reader: Product
     ) -> tuple[Tensor, Tensor]:
-        _, y, mean, rstd = ops.dropout_residual_layer_norm_fwd(
+        _, y, mean, rstd = reader.normalised(
             x, None, None, gamma, beta, p=0.0, rng=rng, site=0, eps=eps
         )
         ctx.save_for_backward(x, gamma, beta, mean, rstd, rng)
@@ -115,15 +121,17 @@ class _LayerNorm(torch.autograd.Function):
             dy.contiguous(), dstream, x, gamma, mean, rstd, p=0.0, rng=rng, site=0,
             dgamma=dgamma, dbeta=dbeta, dbias=None, accumulate=to.accumulate,
         )  # fmt: skip
-        return dx, *to.handed(), None, None
+        return dx, *to.handed(), None, None, None
 
 
-def layer_norm(x: Tensor, norm: nn.LayerNorm, rng: Tensor) -> tuple[Tensor, Tensor]:
+def layer_norm(
+    x: Tensor, norm: nn.LayerNorm, rng: Tensor, reader: Product = PLAIN
+) -> tuple[Tensor, Tensor]:
     """Return x [T, C] itself as the residual stream, and its LayerNorm.
 
     For places without a residual before them, such as the start of a pre-norm stack. The backward
     kernel sums the gradients of both results. rng: its value is not used, since there is no
-    dropout.
+    dropout. reader: see `Residual`.
     """
-    stream, y = _LayerNorm.apply(x, norm.weight, norm.bias, norm.eps, rng)
+    stream, y = _LayerNorm.apply(x, norm.weight, norm.bias, norm.eps, rng, reader)
     return stream, y

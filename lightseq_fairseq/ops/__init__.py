@@ -36,6 +36,10 @@ from .fp8_bias_activation_dropout import (
     fp8_bias_activation_dropout_fwd,
     fp8_relu_dropout_bwd,
 )
+from .fp8_dropout_residual_layer_norm import (
+    fp8_dropout_residual_layer_norm_bwd,
+    fp8_dropout_residual_layer_norm_fwd,
+)
 from .fp8_scales import fp8_scales
 from .fp8_weights import fp8_weights
 from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_fwd_bwd
@@ -72,6 +76,8 @@ __all__ = [
     "fp8_bias_activation_dropout_fwd",
     "fp8_bias_activation_dropout_bwd",
     "fp8_relu_dropout_bwd",
+    "fp8_dropout_residual_layer_norm_fwd",
+    "fp8_dropout_residual_layer_norm_bwd",
     "fp8_scales",
     "fp8_weights",
     "cross_entropy_fwd",

@@ -80,6 +80,11 @@ class DropoutResidualLayerNormFwd(NamedTuple):
         return total, x.new_empty(x.shape), statistics[0], statistics[1]
 
     def reference(self) -> Outputs:
+        total, y, mean, rstd = self.compute()
+        return total, y.to(self.x.dtype), mean, rstd
+
+    def compute(self) -> Outputs:
+        """The results, with y in the working precision."""
         x, bias, residual, gamma, beta, p, rng, site, eps = self
         dtype = work_dtype(x)
         empty = x.new_empty(0)
@@ -97,7 +102,7 @@ class DropoutResidualLayerNormFwd(NamedTuple):
         y, mean, rstd = torch.native_layer_norm(
             total, gamma.shape, gamma.to(dtype), beta.to(dtype), eps
         )
-        return stored, y.to(x.dtype), mean.view(-1), rstd.view(-1)
+        return stored, y, mean.view(-1), rstd.view(-1)
 
 
 dropout_residual_layer_norm_fwd = define(
@@ -158,6 +163,14 @@ class DropoutResidualLayerNormBwd(NamedTuple):
         return grad.new_empty(grad.shape if self.p > 0 else 0), grad.new_empty(grad.shape)
 
     def reference(self) -> Gradients:
+        dx, dresidual = self.compute()
+        grad = self.dsum if self.dy is None else self.dy
+        assert grad is not None
+        dx = dx.to(grad.dtype) if self.p > 0 else grad.new_empty(0)
+        return dx, dresidual.to(grad.dtype)
+
+    def compute(self) -> Gradients:
+        """dx, also with p == 0, and dresidual in the working precision; writes the sums."""
         dy, dsum, total, gamma, mean, rstd, p, rng, site, dgamma, dbeta, dbias, accumulate = self
         if dy is not None and gamma is not None:
             dtype = work_dtype(dy)
@@ -176,11 +189,9 @@ class DropoutResidualLayerNormBwd(NamedTuple):
             store_gradient(dbeta, beta_grad, accumulate)
             if dsum is not None:
                 dresidual.add_(dsum)
-            stored = dy.dtype
         else:
             assert dsum is not None
             dresidual = dsum.to(work_dtype(dsum), copy=True)
-            stored = dsum.dtype
         dx = dresidual
         if p > 0:
             dx = torch.empty_like(dresidual)
@@ -188,7 +199,7 @@ class DropoutResidualLayerNormBwd(NamedTuple):
                 torch.mul(dresidual[part], factor, out=dx[part])
         if dbias is not None:
             store_gradient(dbias, column_sum(dx), accumulate)
-        return (dx.to(stored) if p > 0 else dx.new_empty(0, dtype=stored)), dresidual.to(stored)
+        return dx, dresidual
 
 
 dropout_residual_layer_norm_bwd = define(

@@ -34,7 +34,7 @@ from .cross_entropy import cross_entropy
 from .decode_attention import decode_attention
 from .dropout_residual_layer_norm import dropout_residual_layer_norm
 from .embedding import embedding
-from .fp8 import fp8_casts, fp8_linear, fp8_update
+from .fp8 import fp8_casts, fp8_layer_norm, fp8_linear, fp8_update
 from .linear import linear, linear_few_rows, linear_layer
 from .linear_activation import linear_activation
 
@@ -52,6 +52,7 @@ BUILDERS = (
     bias_activation_dropout,
     cross_entropy,
     fp8_casts,
+    fp8_layer_norm,
     fp8_linear,
 )
 #: Cases without a number of tokens: a decode step, and the update.

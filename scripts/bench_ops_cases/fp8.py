@@ -1,5 +1,5 @@
 """Cases of the fp8 ops: ops/fp8_quantise.py, ops/fp8_linear.py, ops/fp8_bias_activation_dropout.py,
-and of the update: ops/fp8_weights.py, ops/fp8_scales.py.
+ops/fp8_dropout_residual_layer_norm.py, and of the update: ops/fp8_weights.py, ops/fp8_scales.py.
 
 They exist for bf16 only: the results of fp8 products are bf16.
 """
@@ -76,6 +76,36 @@ def fp8_casts(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
             yield Case(name, least, {"ours": without_autograd(run)})
     name = f"fp8_relu_dropout_bwd/T{tokens}"
     yield Case(name, moved + y.nbytes, {"ours": without_autograd(relu_backward)})
+
+
+def fp8_layer_norm(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
+    """Yield the end of a sublayer with fp8 results."""
+    if make.dtype != torch.bfloat16:
+        return
+    c, of_cast = sizes.width, scalars(make, 12.0)
+    x, residual, dy, dsum = (make.rows(tokens, c) for _ in range(4))
+    bias, gamma, beta = (make.rows(c) for _ in range(3))
+    dropout = sizes.dropout, make.rng(), SITE
+
+    def forward() -> tuple[Tensor, ...]:
+        return ops.fp8_dropout_residual_layer_norm_fwd(
+            x, bias, residual, gamma, beta, *dropout, 1e-5, *of_cast
+        )
+
+    total, _, mean, rstd, *_ = forward()
+
+    def backward() -> tuple[Tensor, ...]:
+        sums = [torch.empty_like(gamma) for _ in range(3)]
+        results = ops.fp8_dropout_residual_layer_norm_bwd(
+            dy, dsum, total, gamma, mean, rstd, *dropout, *sums, False, *of_cast
+        )
+        return *results, *sums
+
+    # x, residual, sum and y, or dy, dsum, sum and dresidual; values and transpose; statistics.
+    least = 5 * x.nbytes + 2 * 4 * tokens
+    for way, run in (("fwd", forward), ("bwd", backward)):
+        name = f"fp8_dropout_residual_layer_norm_{way}/T{tokens}"
+        yield Case(name, least, {"ours": without_autograd(run)})
 
 
 def fp8_update(sizes: Sizes, make: Make) -> Iterator[Case]:

@@ -192,6 +192,29 @@ def test_fp8_bias_activation_dropout(activation: str, dtype: torch.dtype) -> Non
     check(call)
 
 
+@pytest.mark.parametrize("width", [48, 1024, 2064])
+def test_fp8_dropout_residual_layer_norm(width: int) -> None:
+    skip_without_fp8()
+    dtype, count = torch.bfloat16, 16 * torch.cuda.get_device_properties(0).multi_processor_count
+    x, residual, dy, dsum = (on_gpu(dtype, count, width) for _ in range(4))
+    bias, gamma, beta = (on_gpu(dtype, width) for _ in range(3))
+    dropout, scale = (P, make_rng().cuda(), SITE), torch.tensor(2.0**-6).cuda()
+
+    def call() -> tuple[Tensor, ...]:
+        of_cast = scale, torch.tensor(0.0).cuda(), torch.tensor(0).cuda()
+        total, y, mean, rstd, *values = ops.fp8_dropout_residual_layer_norm_fwd(
+            x, bias, residual, gamma, beta, *dropout, 1e-5, *of_cast
+        )
+        vectors = tuple(torch.empty_like(gamma) for _ in range(3))
+        *dx, dresidual = ops.fp8_dropout_residual_layer_norm_bwd(
+            dy, dsum, total, gamma, mean, rstd, *dropout, *vectors, False, *of_cast
+        )
+        cast = (t.float() for t in (*values, *dx))
+        return total, y, mean, rstd, *cast, dresidual, *vectors, *of_cast[1:]
+
+    check(call)
+
+
 def test_fp8_scales() -> None:
     amaxes, histories = torch.rand(150), torch.rand(16, 150)
 

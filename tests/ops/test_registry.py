@@ -37,6 +37,10 @@ def fp8(*shape: int) -> Tensor:
     return randn(*shape).to(torch.float8_e4m3fn)
 
 
+def bf16(*shape: int) -> Tensor:
+    return randn(*shape).bfloat16()
+
+
 def scale() -> Tensor:
     return torch.tensor(2.0**-8)
 
@@ -92,10 +96,10 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(randn(T, V), randn(T, C), randn(V, C), randn(T, C), P, randn(V, C), randn(C), True),
     ),
     "fp8_quantise": lambda: (randn(T, 16).float(), *of_cast()),
-    "fp8_linear_fwd": lambda: (fp8(T, 16), scale(), fp8(32, 16), scale(), randn(32).bfloat16()),
+    "fp8_linear_fwd": lambda: (fp8(T, 16), scale(), fp8(32, 16), scale(), bf16(32)),
     "fp8_linear_bwd": lambda: (
         *(fp8(T, 32), fp8(32, 16), scale(), fp8(16, 16), scale(), fp8(16, 32), scale()),
-        *(randn(32, 16).float(), randn(T, 16).bfloat16(), True, False),
+        *(randn(32, 16).float(), bf16(T, 16), True, False),
     ),
     "fp8_bias_activation_dropout_fwd": lambda: (
         *(randn(T, 16).float(), randn(16).float(), "gelu", P, make_rng(), SITE, *of_cast()),
@@ -106,6 +110,14 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "fp8_relu_dropout_bwd": lambda: (
         *(randn(T, 16).float(), fp8(16, 16), P, randn(16).float(), True, *of_cast()),
+    ),
+    "fp8_dropout_residual_layer_norm_fwd": lambda: (
+        *(bf16(T, 16), bf16(16), bf16(T, 16), bf16(16), bf16(16), P, make_rng(), SITE, 1e-5),
+        *of_cast(),
+    ),
+    "fp8_dropout_residual_layer_norm_bwd": lambda: (
+        *(bf16(T, 16), bf16(T, 16), bf16(T, 16), bf16(16), randn(T).float(), randn(T).float()),
+        *(P, make_rng(), SITE, bf16(16), bf16(16), bf16(16), True, *of_cast()),
     ),
     "fp8_scales": lambda: (
         *(torch.full((V,), 2.0**-8), randn(V).abs().float(), randn(16, V).abs().float()),

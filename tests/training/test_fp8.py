@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,6 +86,43 @@ def test_recomputed_activations_change_no_bit(data: Path, tmp_path: Path) -> Non
     flags = {**FP8, "no_save": True}
     expected = runs.run(data, tmp_path / "a", **flags)
     assert runs.run(data, tmp_path / "b", **flags, checkpoint_activations=True) == expected
+
+
+@pytest.mark.parametrize("is_pre_norm", [False, True])
+def test_ops_cast_the_operands_that_they_produce(
+    data: Path, tmp_path: Path, is_pre_norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cast alone: the results of three attentions and of the encoder, and in post-norm stacks those
+    of two embeddings; the gradients of self-attention (two), of queries and of the memory."""
+    calls: Counter[str] = Counter()
+    flags = {**FP8, **(PRE_NORM if is_pre_norm else {}), "no_save": True}
+
+    def count(name: str) -> None:
+        op = getattr(ops, name)
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            calls[name] += 1
+            return op(*arguments, **named)
+
+        monkeypatch.setattr(ops, name, counted)
+
+    for name in [name for name in ops.__all__ if name.startswith("fp8_")]:
+        count(name)
+    runs.run(data, tmp_path, **flags, max_update=1)
+    first = calls.copy()
+    runs.run(data, tmp_path, **flags, max_update=2)
+    assert calls - first - first == {
+        "fp8_quantise": 4 if is_pre_norm else 6,
+        "fp8_bias_activation_dropout_bwd": 4,
+        "fp8_dropout_residual_layer_norm_fwd": 5 if is_pre_norm else 3,
+        "fp8_dropout_residual_layer_norm_bwd": 5,
+        "fp8_bias_activation_dropout_fwd": 2,
+        "fp8_relu_dropout_bwd": 2,
+        "fp8_linear_fwd": 11,
+        "fp8_linear_bwd": 11,
+        "fp8_weights": 1,
+        "fp8_scales": 1,
+    }
 
 
 def test_language_models(tmp_path: Path) -> None:
@@ -179,6 +217,13 @@ MUTATIONS: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
         "fp8_bias_activation_dropout_fwd", lambda a: a.update(bias=a["bias"] + 0.1)
     ),
     "dropout's factor in backward": ("fp8_relu_dropout_bwd", lambda a: a.update(p=0.5)),
+    "scale of LayerNorm's result": ("fp8_dropout_residual_layer_norm_fwd", scaled("scale")),
+    "scale of the gradient from LayerNorm": (
+        "fp8_dropout_residual_layer_norm_bwd", scaled("scale")
+    ),
+    "no gradient of a sublayer's last bias": (
+        "fp8_dropout_residual_layer_norm_bwd", lambda a: a.update(dbias=a["dbias"].clone())
+    ),
 }  # fmt: skip
 
 
