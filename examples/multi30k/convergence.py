@@ -1,10 +1,11 @@
 """Train with both systems and several seeds, many runs in parallel, and record their curves.
 
     python -m examples.multi30k.convergence [--jobs N] [--data DIR] [--out DIR]
-        [--model small|t2t_big] [--seeds N] [--updates N] [-- WORD...]
+        [--model small|t2t_big] [--seeds N] [--updates N] [--precisions P,P] [-- WORD...]
 
 The models are those of run.sh: ``small``, trained and scored with BLEU, 13 seeds per system; and
 ``t2t_big``, the layers of a Transformer big in bf16, only for loss curves, four seeds per system.
+With ``--precisions``, lightseq-train is compared with itself: each seed trains in each precision.
 Each run has a folder with its logs in ``--out``. When a run has ended, its row is written to
 ``convergence.json`` there, and its checkpoints are deleted. The same command, given again, trains
 all runs that have no row yet, from their start. WORDs are passed to every lightseq-train.
@@ -41,10 +42,7 @@ class Run(NamedTuple):
     model: str
     system: str
     seed: int
-
-    @property
-    def precision(self) -> str:
-        return os.environ.get("PRECISION", "fp32") if self.model == "small" else "bf16"
+    precision: str
 
     @property
     def case(self) -> str:
@@ -146,6 +144,9 @@ def main() -> None:
     parser.add_argument("--model", choices=SEEDS, help="train only this model")
     parser.add_argument("--seeds", type=int, help="seeds per system  [13 for small, 4 for t2t_big]")
     parser.add_argument("--updates", type=int, help="updates per run, instead of the recipe's")
+    parser.add_argument(
+        "--precisions", help="compare these precisions of lightseq-train, such as bf16,fp8"
+    )
     parser.add_argument("words", nargs="*", metavar="-- WORD", help="arguments of lightseq-train")
     args = parser.parse_args()
     if args.jobs < 1:
@@ -156,12 +157,15 @@ def main() -> None:
     if not (args.data / "bin").exists():
         subprocess.run(["bash", HERE / "prepare.sh", args.data], check=True)
 
+    default = {"small": os.environ.get("PRECISION", "fp32"), "t2t_big": "bf16"}
+    precisions = args.precisions.split(",") if args.precisions else [None]
     # fairseq's runs take the longest, so start them first.
     runs = [
-        Run(model, system, seed)
-        for system in ("fairseq", "lightseq")
+        Run(model, system, seed, precision or default[model])
+        for system in (("lightseq",) if args.precisions else ("fairseq", "lightseq"))
         for model in ([args.model] if args.model else SEEDS)
         for seed in range(1, (args.seeds or SEEDS[model]) + 1)
+        for precision in precisions
     ]
     results = args.out / "convergence.json"
     rows = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []

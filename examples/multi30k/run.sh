@@ -6,10 +6,10 @@
 #                                 [--data DIR] [--out DIR] [-- WORD...]
 #
 # --native trains fairseq's own model, optimizer and criterion with the same flags. The environment
-# variable PRECISION is fp32 (default of small), fp16 or bf16 (default of t2t_big). An interrupted
-# run resumes from its last checkpoint; to train again from the start, delete its folder in DIR.
-# WORDs are passed to lightseq-train. If training saves no checkpoint (--no-save), the script ends
-# after the loss curves; t2t_big is trained like this.
+# variable PRECISION is fp32 (default of small), fp16, bf16 (default of t2t_big) or fp8. An
+# interrupted run resumes from its last checkpoint; to train again from the start, delete its folder
+# in DIR. WORDs are passed to lightseq-train. If training saves no checkpoint (--no-save), the script
+# ends after the loss curves; t2t_big is trained like this.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -60,7 +60,8 @@ esac
 case $precision in
     fp32) precision_flag=() ;;
     fp16 | bf16) precision_flag=("--$precision") ;;
-    *) echo "run.sh: PRECISION must be fp32, fp16 or bf16, not $precision" >&2; exit 2 ;;
+    fp8) precision_flag=(--bf16 --fp8) ;;
+    *) echo "run.sh: PRECISION must be fp32, fp16, bf16 or fp8, not $precision" >&2; exit 2 ;;
 esac
 
 [ -e "$data/bin" ] || bash "$here/prepare.sh" "$data"

@@ -72,9 +72,9 @@ def test_missing_raw_data_is_explained(tmp_path: Path) -> None:
 
 
 def test_an_unknown_precision_is_refused(tmp_path: Path) -> None:
-    result = script("run.sh", "--out", tmp_path / "out", PRECISION="fp8")
+    result = script("run.sh", "--out", tmp_path / "out", PRECISION="fp4")
     assert result.returncode == 2
-    assert "PRECISION must be fp32, fp16 or bf16, not fp8" in result.stderr
+    assert "PRECISION must be fp32, fp16, bf16 or fp8, not fp4" in result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +184,20 @@ def test_runs_of_both_systems_and_models_leave_rows_and_curves(data: Path, tmp_p
     written = file.stat().st_mtime_ns
     result = script("convergence.py", *words)
     assert (result.returncode, result.stdout, file.stat().st_mtime_ns) == (0, "", written)
+
+
+def test_each_seed_trains_in_each_precision(data: Path, tmp_path: Path) -> None:
+    words = ("--data", data, "--out", tmp_path, "--jobs", "2", "--model", "small", "--seeds", "1")
+    words = (*words, "--precisions", "bf16,fp8", "--updates", str(UPDATES), "--", *TINY)
+    result = script("convergence.py", *words)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    rows = json.loads((tmp_path / "convergence.json").read_text())
+    assert [(row["case"], row["system"]) for row in rows] == [
+        ("small/bf16", "lightseq"), ("small/fp8", "lightseq")
+    ]  # fmt: skip
+    assert rows[0]["valid_loss"] == pytest.approx(rows[1]["valid_loss"], rel=0.03)
+    log = (tmp_path / "small-lightseq-seed1-fp8" / "train.log").read_text()
+    assert '"fp8_sat"' in log
 
 
 @pytest.fixture
