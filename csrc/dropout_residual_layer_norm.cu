@@ -55,7 +55,7 @@ template <typename T>
 struct FwdParams {
   const T *x, *bias, *residual;  // bias, residual null: missing
   const T *gamma, *beta;         // null: no LayerNorm
-  T *sum, *y;                    // sum null: it equals x
+  T *sum, *y;                    // sum null: it equals x; y null: not stored
   float *mean, *rstd;
   int64_t x_stride, residual_stride;
   Rows rows;
@@ -132,9 +132,11 @@ __device__ __forceinline__ void close_row(const FwdParams<T>& p, const Weights<T
   }
 #pragma unroll
   for (int i = 0; i < S::kGroups; ++i) {
-    Columns<T> packed;
-    packed.pack(total[i]);
-    if (S::column(i) < p.columns) packed.store(p.y + output + i * S::kStride);
+    if (p.y != nullptr && S::column(i) < p.columns) {
+      Columns<T> packed;
+      packed.pack(total[i]);
+      packed.store(p.y + output + i * S::kStride);
+    }
     put(i, total[i]);
   }
 }
@@ -262,11 +264,11 @@ struct FwdLaunch {
 
 using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// cast: null if y is not cast.
+// keeps_y: whether y is stored, if there is LayerNorm. cast: null if y is not cast.
 Outputs forward(const char* op, const Tensor& x, const std::optional<Tensor>& bias,
                 const std::optional<Tensor>& residual, const std::optional<Tensor>& gamma,
                 const std::optional<Tensor>& beta, double p, const Tensor& rng, int64_t site,
-                double eps, const Cast* cast) {
+                double eps, bool keeps_y, const Cast* cast) {
   check_rows(op, "x", x);
   check_optional_rows(op, "residual", residual);
   check_optional_rows(op, "bias", bias);
@@ -277,10 +279,10 @@ Outputs forward(const char* op, const Tensor& x, const std::optional<Tensor>& bi
   const bool makes_sum = bias.has_value() || residual.has_value() || p > 0.0;
   const bool makes_y = gamma.has_value();
   Tensor sum = empty_rows(x, makes_sum);
-  Tensor y = empty_rows(x, makes_y);
+  Tensor y = empty_rows(x, makes_y && keeps_y);
   Tensor mean = allocate(x, {makes_y ? rows : 0}, ScalarType::Float);
   Tensor rstd = allocate(x, {makes_y ? rows : 0}, ScalarType::Float);
-  if (sum.numel() == 0 && y.numel() == 0) return {sum, y, mean, rstd};
+  if (sum.numel() == 0 && mean.numel() == 0) return {sum, y, mean, rstd};
 
   const int32_t device = x.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -319,19 +321,20 @@ Outputs dropout_residual_layer_norm_fwd(const Tensor& x, std::optional<Tensor> b
                                         std::optional<Tensor> beta, double p, const Tensor& rng,
                                         int64_t site, double eps) {
   return forward("dropout_residual_layer_norm_fwd", x, bias, residual, gamma, beta, p, rng, site,
-                 eps, nullptr);
+                 eps, true, nullptr);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fp8_dropout_residual_layer_norm_fwd(
     const Tensor& x, std::optional<Tensor> bias, std::optional<Tensor> residual,
     const Tensor& gamma, const Tensor& beta, double p, const Tensor& rng, int64_t site, double eps,
-    const Tensor& scale, Tensor amax, Tensor saturated) {
+    bool keep_y, const Tensor& scale, Tensor amax, Tensor saturated) {
   const char* const op = "fp8_dropout_residual_layer_norm_fwd";
   check_cast(op, "x", x);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device());
   const auto casts = allocate_cast(x);
   const Cast cast = cast_into(casts, scale, amax, saturated);
-  const auto outputs = forward(op, x, bias, residual, gamma, beta, p, rng, site, eps, &cast);
+  const auto outputs =
+      forward(op, x, bias, residual, gamma, beta, p, rng, site, eps, keep_y, &cast);
   return std::tuple_cat(outputs, casts);
 }
 

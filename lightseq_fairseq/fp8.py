@@ -55,6 +55,7 @@ class Operands:
         values, transpose: the weight in E4M3, [N, K] and [K, N].
         count: called with the number of values of each cast.
         no_rng: int64 [2], for ops that draw no random numbers.
+        nothing: one NaN of the model's dtype, see `stand_in`.
     """
 
     input: Scalars
@@ -64,6 +65,7 @@ class Operands:
     transpose: Tensor
     count: Callable[[int], None]
     no_rng: Tensor
+    nothing: Tensor
 
 
 class Fp8State:
@@ -98,6 +100,7 @@ class Fp8State:
         self.cast = torch.zeros((), dtype=torch.float64, device=device)
         self._pending = 0  # numbers that the current pass has cast
         no_rng = torch.zeros(2, dtype=torch.int64, device=device)
+        nothing = low.data.new_full((1,), torch.nan)
         places, end = [], 0
         for weight in weights.values():
             start = weight.storage_offset() - low.data.storage_offset()
@@ -116,7 +119,7 @@ class Fp8State:
             values = self._values[part].view(weight.shape)
             transpose = self._transposes[part].view(weight.shape[::-1])
             self._operands[_key(weight)] = Operands(
-                input, of_weight, gradient, values, transpose, self._count, no_rng
+                input, of_weight, gradient, values, transpose, self._count, no_rng, nothing
             )
         self.passes_due = 0 if self._load(saved) else _FIRST_PASSES
         if self.passes_due:
@@ -199,6 +202,13 @@ def operands_of(weight: Tensor) -> Operands | None:
     return None if _active is None else _active.operands(weight)
 
 
+def stand_in(x: Tensor, operands: Operands) -> Tensor:
+    """For a tensor of x's shape of which only the cast exists: autograd needs shape and dtype. Its
+    elements are one NaN, so an op that reads it by mistake shows."""
+    storage = operands.nothing.untyped_storage()
+    return operands.nothing.new_empty(0).set_(storage, 0, x.shape, (0,) * x.ndim)
+
+
 def attach(y: Tensor, operands: Operands, quantised: Quantised) -> None:
     """Let y carry its cast, until the product with these operands reads it."""
     vars(y)[_CAST] = operands, quantised
@@ -242,4 +252,13 @@ def products(model: Any) -> dict[str, Tensor]:
     return weights
 
 
-__all__ = ["Fp8State", "Operands", "Scalars", "attach", "attached", "operands_of", "products"]
+__all__ = [
+    "Fp8State",
+    "Operands",
+    "Scalars",
+    "attach",
+    "attached",
+    "operands_of",
+    "products",
+    "stand_in",
+]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightseq_fairseq.layers.attention import ColumnSlices, MultiheadAttention
 from lightseq_fairseq.layers.encoder import EncoderLayer, Following, TransformerLayer
 from lightseq_fairseq.layers.linear import linear_parts
-from lightseq_fairseq.layers.products import product_for
+from lightseq_fairseq.layers.products import PLAIN, product_for
 from lightseq_fairseq.layers.residual_norm import layer_norm
 from lightseq_fairseq.packing import Segments
 
@@ -63,7 +63,8 @@ class DecoderLayer(TransformerLayer):
         """
         norms = self.norms(following.norm)
         heads = self.self_attn.heads(target, target, causal, rng, self.first_site(rng))
-        residual = self.residual(norms[0], rng, 1, self.encoder_attn.query_product)
+        reader = PLAIN if need_weights else self.encoder_attn.query_product
+        residual = self.residual(norms[0], rng, 1, reader)
         stream, x = self.self_attn.self_attention(x, stream, heads, residual)
         heads = self.encoder_attn.heads(target, source, False, rng, self.first_site(rng) + 2)
         weights = self.encoder_attn.cross_weights(x, memory, heads) if need_weights else None

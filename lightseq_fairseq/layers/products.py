@@ -85,9 +85,9 @@ class Product:
 
     def normalised(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None, gamma: Tensor,
-        beta: Tensor, *, p: float, rng: Tensor, site: int, eps: float,
+        beta: Tensor, *, p: float, rng: Tensor, site: int, eps: float, is_only_reader: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """``ops.dropout_residual_layer_norm_fwd``; this product will read y."""
+        """``ops.dropout_residual_layer_norm_fwd``; this product will read y, perhaps only this."""
         return ops.dropout_residual_layer_norm_fwd(
             x, bias, residual, gamma, beta, p=p, rng=rng, site=site, eps=eps
         )
@@ -176,13 +176,15 @@ class Fp8Product(Product):
 
     def normalised(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None, gamma: Tensor,
-        beta: Tensor, *, p: float, rng: Tensor, site: int, eps: float,
+        beta: Tensor, *, p: float, rng: Tensor, site: int, eps: float, is_only_reader: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         to = self.operands.input
         total, y, mean, rstd, *cast = ops.fp8_dropout_residual_layer_norm_fwd(
             x, bias, residual, gamma, beta, p=p, rng=rng, site=site, eps=eps,
-            scale=to.scale, amax=to.amax, saturated=to.saturated,
+            keep_y=not is_only_reader, scale=to.scale, amax=to.amax, saturated=to.saturated,
         )  # fmt: skip
+        if is_only_reader:
+            y = fp8.stand_in(x, self.operands)
         fp8.attach(y, self.operands, (cast[0], cast[1]))
         return total, y, mean, rstd
 

@@ -27,7 +27,7 @@ class Residual:
             the next sublayer's (pre-norm); None if no LayerNorm follows.
         keep_stream: also return the sum as the new residual stream (pre-norm).
         p, rng, site: dropout of the sublayer's output, see ``ops.philox``.
-        reader: the product that reads the normalised result.
+        reader: the product that reads the normalised result; the only reader, if keep_stream.
     """
 
     norm: nn.LayerNorm | None
@@ -59,8 +59,9 @@ def residual_norm_fwd(
         )
         return [total, mean, rstd, rng], (total if residual.keep_stream else None, None)
     total, y, mean, rstd = residual.reader.normalised(
-        h, bias, stream, gamma, beta, p=p, rng=rng, site=site, eps=residual.norm.eps
-    )
+        h, bias, stream, gamma, beta, p=p, rng=rng, site=site, eps=residual.norm.eps,
+        is_only_reader=residual.keep_stream,
+    )  # fmt: skip
     return [total, mean, rstd, rng], (total if residual.keep_stream else None, y)
 
 
@@ -104,7 +105,7 @@ class _LayerNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, eps: float, rng: Tensor, reader: Product
     ) -> tuple[Tensor, Tensor]:
         _, y, mean, rstd = reader.normalised(
-            x, None, None, gamma, beta, p=0.0, rng=rng, site=0, eps=eps
+            x, None, None, gamma, beta, p=0.0, rng=rng, site=0, eps=eps, is_only_reader=True
         )
         ctx.save_for_backward(x, gamma, beta, mean, rstd, rng)
         ctx.set_materialize_grads(False)
@@ -131,7 +132,7 @@ def layer_norm(
 
     For places without a residual before them, such as the start of a pre-norm stack. The backward
     kernel sums the gradients of both results. rng: its value is not used, since there is no
-    dropout. reader: see `Residual`.
+    dropout. reader: the product that reads the LayerNorm; the only reader.
     """
     stream, y = _LayerNorm.apply(x, norm.weight, norm.bias, norm.eps, rng, reader)
     return stream, y

@@ -34,7 +34,8 @@ class Fp8DropoutResidualLayerNormFwd(NamedTuple):
     """(sum, y, mean, rstd, values, transpose): values [T, C] and transpose [C, P] are y in E4M3.
 
     x: [T, C], bfloat16. Other arguments up to eps and the first four results: as in
-    `dropout_residual_layer_norm_fwd`. scale, amax, saturated: of y, as in `fp8_quantise`.
+    `dropout_residual_layer_norm_fwd`; without keep_y, y is EMPTY (numel 0).
+    scale, amax, saturated: of y, as in `fp8_quantise`.
     Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
     """
 
@@ -47,6 +48,7 @@ class Fp8DropoutResidualLayerNormFwd(NamedTuple):
     rng: Tensor
     site: int
     eps: float
+    keep_y: bool
     scale: Tensor
     amax: Written
     saturated: Written
@@ -54,14 +56,17 @@ class Fp8DropoutResidualLayerNormFwd(NamedTuple):
     def check(self, op: str) -> None:
         check_tensor(op, "x", self.x, ("T", "C"), (torch.bfloat16,))
         DropoutResidualLayerNormFwd(*self[:9]).check(op)
-        check_statistics(op, self.x, *self[9:])
+        check_statistics(op, self.x, *self[10:])
 
     def shape(self) -> Outputs:
-        return *DropoutResidualLayerNormFwd(*self[:9]).shape(), *empty_like(self.x)
+        total, y, mean, rstd = DropoutResidualLayerNormFwd(*self[:9]).shape()
+        return total, y if self.keep_y else y.new_empty(0), mean, rstd, *empty_like(self.x)
 
     def reference(self) -> Outputs:
+        x = self.x
         total, y, mean, rstd = DropoutResidualLayerNormFwd(*self[:9]).compute()
-        return total, y.to(self.x.dtype), mean, rstd, *quantise(y, *self[9:])
+        kept = y.to(x.dtype) if self.keep_y else x.new_empty(0)
+        return total, kept, mean, rstd, *quantise(y, *self[10:])
 
 
 fp8_dropout_residual_layer_norm_fwd = define(

@@ -40,18 +40,21 @@ def assert_is_cast_of(ours: tuple[Tensor, ...], scalars: tuple[Tensor, ...], x: 
         assert torch.equal(mine, other)
 
 
+@pytest.mark.parametrize("keep_y", [True, False])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_forward_casts_the_float32_result(p: float, is_whole: bool) -> None:
+def test_forward_casts_the_float32_result(p: float, is_whole: bool, keep_y: bool) -> None:
     """Not y, which is rounded to bfloat16; the other results do not change."""
     (x, residual), (bias, gamma, beta) = rows("x", "residual"), vectors()
     given = (x, bias, residual) if is_whole else (x, None, None)
     dropout, scalars = (p, make_rng(), SITE, EPS), of_cast()
     *ours, values, transpose = ops.fp8_dropout_residual_layer_norm_fwd(
         *given, gamma, beta, p=p, rng=make_rng(), site=SITE, eps=EPS,
-        scale=scalars[0], amax=scalars[1], saturated=scalars[2],
+        keep_y=keep_y, scale=scalars[0], amax=scalars[1], saturated=scalars[2],
     )  # fmt: skip
-    plain = ops.dropout_residual_layer_norm_fwd(*given, gamma, beta, *dropout)
+    plain = list(ops.dropout_residual_layer_norm_fwd(*given, gamma, beta, *dropout))
+    if not keep_y:
+        plain[1] = torch.empty(0)
     assert all(map(torch.equal, ours, plain))
     y = ops.dropout_residual_layer_norm_fwd(*wide(*given, gamma, beta), *dropout)[1]
     assert y.bfloat16().ne(y).any()
@@ -85,7 +88,7 @@ def test_backward_casts_the_float32_gradient(which: str, p: float) -> None:
 def test_opcheck() -> None:
     (x, residual, dy), (bias, gamma, beta) = rows("x", "residual", "dy"), vectors()
     dropout = 0.3, make_rng(), SITE
-    fwd = (x, bias, residual, gamma, beta, *dropout, EPS, *of_cast())
+    fwd = (x, bias, residual, gamma, beta, *dropout, EPS, True, *of_cast())
     check_op("fp8_dropout_residual_layer_norm_fwd", *fwd)
     total, _, mean, rstd = ops.dropout_residual_layer_norm_fwd(*fwd[:9])
     check_op(
@@ -101,9 +104,9 @@ def test_refusals() -> None:
         getattr(ops, f"fp8_dropout_residual_layer_norm_{way}") for way in ("fwd", "bwd")
     )
     with pytest.raises(ValueError, match="x must be bfloat16, got float32"):
-        forward(x.float(), None, None, *wide(gamma, beta), *dropout, EPS, *of_cast())
+        forward(x.float(), None, None, *wide(gamma, beta), *dropout, EPS, True, *of_cast())
     with pytest.raises(ValueError, match="fp8 needs rows of a multiple of 16 numbers, got 40"):
-        forward(x[:, :40], None, None, gamma[:40], beta[:40], *dropout, EPS, *of_cast())
+        forward(x[:, :40], None, None, gamma[:40], beta[:40], *dropout, EPS, True, *of_cast())
     statistics = torch.zeros(T), torch.ones(T)
     for given, name in (((dy.float(), None), "dy"), ((None, dy.float()), "dsum")):
         with pytest.raises(ValueError, match=f"{name} must be bfloat16, got float32"):

@@ -56,11 +56,11 @@ class Sublayer:
     def inputs(self) -> list[Tensor | None]:
         return [self.x, self.bias, self.residual, self.gamma, self.beta]
 
-    def forward(self, of_cast: tuple[Tensor, ...], rng: Tensor | None = None) -> list[Tensor]:
+    def forward(self, of_cast: tuple[Tensor, ...], keep_y: bool = True) -> list[Tensor]:
         """sum, y, mean, rstd, values and transpose, as bytes."""
         poison_cache()
         *plain, values, transpose = ops.fp8_dropout_residual_layer_norm_fwd(
-            *self.inputs, self.p, make_rng() if rng is None else rng, SITE, EPS, *of_cast
+            *self.inputs, self.p, make_rng(), SITE, EPS, keep_y, *of_cast
         )
         return [*plain, bits(values), bits(transpose)]
 
@@ -80,13 +80,13 @@ class Sublayer:
 
     def backward(
         self, of_cast: tuple[Tensor, ...], which: str, sums: list[Tensor | None],
-        accumulate: bool = False, rng: Tensor | None = None,
+        accumulate: bool = False,
     ) -> list[Tensor]:  # fmt: skip
         """values and transpose, as bytes, and dresidual."""
         saved = self.saved(which)
         poison_cache()
         values, transpose, dresidual = ops.fp8_dropout_residual_layer_norm_bwd(
-            *saved, self.p, make_rng() if rng is None else rng, SITE, *sums, accumulate, *of_cast
+            *saved, self.p, make_rng(), SITE, *sums, accumulate, *of_cast
         )
         return [bits(values), bits(transpose), dresidual]
 
@@ -135,6 +135,9 @@ def check(layer: Sublayer, which: str = "both") -> None:
     *plain, values, transpose = layer.forward(scalars)
     assert all(map(torch.equal, plain, layer.plain_forward()))
     assert_is_cast_of([values, transpose], scalars, layer.plain_forward(is_wide=True)[1])
+    total, y, *others = layer.forward(of_cast(), keep_y=False)
+    assert torch.equal(total, plain[0]) and y.numel() == 0
+    assert all(map(torch.equal, others, [*plain[2:], values, transpose]))
 
     scalars, sums, expected = of_cast(), layer.sums(), layer.sums()
     values, transpose, dresidual = layer.backward(scalars, which, sums)
@@ -225,7 +228,7 @@ def test_replayed_graph_draws_anew() -> None:
 
     def run() -> list[Tensor]:
         dropout = layer.p, rng, SITE
-        y = ops.fp8_dropout_residual_layer_norm_fwd(*layer.inputs, *dropout, EPS, *scalars)
+        y = ops.fp8_dropout_residual_layer_norm_fwd(*layer.inputs, *dropout, EPS, True, *scalars)
         dx = ops.fp8_dropout_residual_layer_norm_bwd(*saved, *dropout, *sums, False, *scalars)
         return [*y[:4], *map(bits, y[4:]), *map(bits, dx[:2]), dx[2]]
 
@@ -245,7 +248,7 @@ def test_replayed_graph_draws_anew() -> None:
 def test_opcheck() -> None:
     layer = Sublayer(9, 48, p=0.3)
     dropout = layer.p, make_rng(), SITE
-    check_op("fp8_dropout_residual_layer_norm_fwd", *layer.inputs, *dropout, EPS, *of_cast())
+    check_op("fp8_dropout_residual_layer_norm_fwd", *layer.inputs, *dropout, EPS, True, *of_cast())
     sums = [torch.zeros_like(layer.gamma) for _ in range(3)]
     check_op(
         "fp8_dropout_residual_layer_norm_bwd", *layer.saved("both"), *dropout, *sums, True,

@@ -203,7 +203,7 @@ def test_fp8_dropout_residual_layer_norm(width: int) -> None:
     def call() -> tuple[Tensor, ...]:
         of_cast = scale, torch.tensor(0.0).cuda(), torch.tensor(0).cuda()
         total, y, mean, rstd, *values = ops.fp8_dropout_residual_layer_norm_fwd(
-            x, bias, residual, gamma, beta, *dropout, 1e-5, *of_cast
+            x, bias, residual, gamma, beta, *dropout, 1e-5, True, *of_cast
         )
         vectors = tuple(torch.empty_like(gamma) for _ in range(3))
         *dx, dresidual = ops.fp8_dropout_residual_layer_norm_bwd(

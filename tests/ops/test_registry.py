@@ -113,7 +113,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "fp8_dropout_residual_layer_norm_fwd": lambda: (
         *(bf16(T, 16), bf16(16), bf16(T, 16), bf16(16), bf16(16), P, make_rng(), SITE, 1e-5),
-        *of_cast(),
+        *(True, *of_cast()),
     ),
     "fp8_dropout_residual_layer_norm_bwd": lambda: (
         *(bf16(T, 16), bf16(T, 16), bf16(T, 16), bf16(16), randn(T).float(), randn(T).float()),
