@@ -1,10 +1,10 @@
-"""The table and the plot of the results of examples/multi30k/convergence.py, for tables.py."""
+"""The tables and the plot of the results of examples/multi30k/convergence.py, for tables.py."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from statistics import mean
+from statistics import mean, variance
 from typing import Any
 
 from lightseq_fairseq.result_rows import table
@@ -63,25 +63,69 @@ def convergence_table(rows: Rows) -> list[str]:
             lines.append(cells)
     head = ["model", "system", "seeds", "updates", "BLEU", "last validation loss",
             "training time", "time to a validation loss of"]  # fmt: skip
-    common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
-    signatures = sorted({f"sacrebleu `{row['signature']}`" for row in rows if row["bleu"]})
-    scored = (
-        "BLEU: test_2016_flickr, translated after training with the average of a run's last "
-        f"checkpoints ({', '.join(signatures)}); "
-    )
     company = "; ".join(
         f"{MODELS[case.split('/')[0]]}, {_company(its)}" for case, its in cases(rows)
     )
     return [
         *table(head, lines, 2, "pipe"),
         "",
-        f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
-        f"{', '.join(commit[:10] for commit in common['commit'])}; means over the "
-        f"seeds (least to most); {scored if signatures else ''}losses in bits a target token, "
-        "label smoothing included; times are wall times of training with its validations. Several "
+        f"{_circumstances(rows)}; times are wall times of training with its validations. Several "
         f"runs shared the GPU ({company}), so compare times only between the two systems of the "
         "same model.",
     ]
+
+
+def precision_table(rows: Rows) -> list[str]:
+    """Return the table that compares the precisions of a model, and each with bf16."""
+    lines = []
+    for case, systems in cases(rows):
+        model, _, precision = case.partition("/")
+        its = systems["lightseq"]
+        base = [row for row in rows if row["case"] == f"{model}/bf16"]
+        has_bleu = its[0]["bleu"] is not None
+        cells = [f"{MODELS[model]}, {precision}", str(len(its)), _range(_of(its, "updates"), 0)]
+        for key, digits, exists in (("bleu", 2, has_bleu), ("valid_loss", 3, True)):
+            ours, others = _of(its, key), _of(base, key)
+            cells.append(_range(ours, digits) if exists else "")
+            is_compared = exists and precision != "bf16"
+            cells.append(_difference(ours, others, digits) if is_compared else "")
+        lines.append(cells)
+    head = ["model", "seeds", "updates", "BLEU", "less that of bf16", "last validation loss",
+            "less that of bf16"]  # fmt: skip
+    return [
+        *table(head, lines, 1, "pipe"),
+        "",
+        f"{_circumstances(rows)}; differences of means, with standard errors.",
+    ]
+
+
+def _of(rows: Rows, key: str) -> list[float]:
+    return [row[key] for row in rows]
+
+
+def _difference(ours: list[float], others: list[float], digits: int) -> str:
+    """Return the difference of the means, with its standard error if there are several values."""
+    text = f"{mean(ours) - mean(others):+.{digits}f}"
+    if min(len(ours), len(others)) < 2:
+        return text
+    error = math.sqrt(sum(variance(values) / len(values) for values in (ours, others)))
+    return f"{text} ± {error:.{digits}f}"
+
+
+def _circumstances(rows: Rows) -> str:
+    """Return the part of the notes that the tables share."""
+    common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
+    signatures = sorted({f"sacrebleu `{row['signature']}`" for row in rows if row["bleu"]})
+    scored = (
+        "BLEU: test_2016_flickr, translated after training with the average of a run's last "
+        f"checkpoints ({', '.join(signatures)}); "
+    )
+    return (
+        f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
+        f"{', '.join(commit[:10] for commit in common['commit'])}; means over the "
+        f"seeds (least to most); {scored if signatures else ''}losses in bits a target token, "
+        "label smoothing included"
+    )
 
 
 def _company(systems: dict[str, Rows]) -> str:

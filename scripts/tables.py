@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from lightseq_fairseq.result_rows import table
 
 from . import plots
-from .convergence_tables import convergence_plot, convergence_table
+from .convergence_tables import convergence_plot, convergence_table, precision_table
 from .generate_tables import (
     GENERATE_PLOT,
     MODELS,
@@ -312,6 +312,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[str]]]] = {
     "generate_text": (("scripts/results/generate-text-h200.json",), generate_text),
     "generate_features": (("scripts/results/generate-features-h200.json",), generate_features),
     "convergence": ((CONVERGENCE,), convergence_table),
+    "precisions": (("scripts/results/precisions-h200.json",), precision_table),
     "translation": ((TRANSLATION,), translation_table),
     "gpu_check": (("scripts/results/gpu-check.json",), check_table),
 }

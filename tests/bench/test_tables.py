@@ -383,6 +383,32 @@ def test_table_of_convergence_without_bleu(converged: Path) -> None:
     assert "width 1024, 4 at once), so compare times" in text
 
 
+def test_table_of_precisions(tree: Path) -> None:
+    """Two seeds of the small model; of the big one, one in fp8."""
+    runs = [("small/bf16", 3.0, 39.0), ("small/bf16", 3.1, 40.0), ("small/fp8", 3.0, 39.1),
+            ("small/fp8", 3.3, 39.5), ("t2t_big/bf16", 4.0, None), ("t2t_big/bf16", 4.2, None),
+            ("t2t_big/fp8", 4.15, None)]  # fmt: skip
+    rows = [
+        {**convergence_rows()[0], "case": case, "seed": seed, "valid_loss": loss, "bleu": bleu}
+        for seed, (case, loss, bleu) in enumerate(runs)
+    ]
+    file = tree / "scripts/results/precisions-h200.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(rows))
+    (tree / "README.md").write_text("<!-- table: precisions -->\n<!-- end -->\n")
+    assert tables(tree).returncode == tables(tree, "--check").returncode == 0
+    text = squeezed(tree / "README.md")
+    small, big = "4+4 layers of width 128", "Transformer big: 6+6 layers of width 1024"
+    assert [line for line in text.splitlines() if line.startswith("| ")][1:] == [
+        f"| {small}, bf16 | 2 | 300 | 39.50 (39.00 to 40.00) | | 3.050 (3.000 to 3.100) | |",
+        f"| {small}, fp8 | 2 | 300 | 39.30 (39.10 to 39.50) | -0.20 ± 0.54 | "
+        "3.150 (3.000 to 3.300) | +0.100 ± 0.158 |",
+        f"| {big}, bf16 | 2 | 300 | | | 4.100 (4.000 to 4.200) | |",
+        f"| {big}, fp8 | 1 | 300 | | | 4.150 | +0.050 |",
+    ]
+    assert "label smoothing included; differences of means, with standard errors.\n" in text
+
+
 def test_plot_of_convergence(converged: Path) -> None:
     found = words(converged / CURVES_PLOT)
     assert {"lightseq-train: validation", "updates", "seconds"} <= found
