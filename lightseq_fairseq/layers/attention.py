@@ -7,6 +7,7 @@ H = heads, D = head width.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +83,20 @@ class ColumnSlices:
         return self._whole.as_strided(part.shape, part.stride(), part.storage_offset())
 
 
+def _close_bwd(
+    ctx: Any, dstream: Tensor | None, dy: Tensor | None, of_out: Tensor, out_w: Tensor,
+    out_b: Tensor, saved: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:  # fmt: skip
+    """Backward from a sublayer's results to the result of attention.
+
+    Returns the gradients of the latter and of the residual, and of out_w, out_b, gamma and beta.
+    """
+    dh, dresidual, closing = residual_norm_bwd(dstream, dy, out_b, saved, ctx.residual, ctx.last)
+    to = gradients_for(out_w)
+    dout = ctx.last.backward(dh, of_out, out_w, to.tensors[0], None, to.accumulate)
+    return dout, dresidual, (*to.handed(), *closing)
+
+
 class _SelfAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, stream: Tensor | None, heads: Heads, residual: Residual,
@@ -106,11 +121,7 @@ class _SelfAttention(torch.autograd.Function):
         (of_x, of_out, qkv, out, lse, q_w, k_w, v_w, q_b, k_b, v_b, out_w, out_b,
          *saved) = ctx.saved_tensors  # fmt: skip
         heads = ctx.heads
-        dh, dresidual, closing = residual_norm_bwd(
-            dstream, dy, out_b, saved, ctx.residual, ctx.last
-        )
-        to_out = gradients_for(out_w)
-        dout = ctx.last.backward(dh, of_out, out_w, to_out.tensors[0], None, to_out.accumulate)
+        dout, dresidual, closing = _close_bwd(ctx, dstream, dy, of_out, out_w, out_b, saved)
         dqkv = torch.empty_like(qkv)
         q, k, v = qkv.unflatten(1, (3, heads.count, -1)).unbind(1)
         dq, dk, dv = dqkv.unflatten(1, (3, heads.count, -1)).unbind(1)
@@ -133,7 +144,7 @@ class _SelfAttention(torch.autograd.Function):
             ctx.first, ctx.post_norm, dresidual, dqkv, of_x, weight, dweight, dbias, to.accumulate
         )
         projections = to.handed(*dweight.chunk(3), *dbias.chunk(3))
-        return dx, dstream, None, None, *projections, *to_out.handed(), *closing
+        return dx, dstream, None, None, *projections, *closing
 
 
 class _CrossAttention(torch.autograd.Function):
@@ -160,11 +171,7 @@ class _CrossAttention(torch.autograd.Function):
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
         of_x, of_out, memory, q, out, lse, q_w, q_b, out_w, out_b, *saved = ctx.saved_tensors
         heads = ctx.heads
-        dh, dresidual, closing = residual_norm_bwd(
-            dstream, dy, out_b, saved, ctx.residual, ctx.last
-        )
-        to_out = gradients_for(out_w)
-        dout = ctx.last.backward(dh, of_out, out_w, to_out.tensors[0], None, to_out.accumulate)
+        dout, dresidual, closing = _close_bwd(ctx, dstream, dy, of_out, out_w, out_b, saved)
         dq = torch.empty_like(q)
         dmemory = ctx.slices.like(memory)
         k, v = memory.unflatten(1, (2, heads.count, -1)).unbind(1)
@@ -186,7 +193,7 @@ class _CrossAttention(torch.autograd.Function):
         dx, dstream = input_gradients(
             ctx.first, ctx.post_norm, dresidual, dq.flatten(1), of_x, q_w, dq_w, dq_b, to.accumulate
         )
-        return (dx, dstream, dmemory, None, None, None, *to.handed(), *to_out.handed(), *closing)
+        return (dx, dstream, dmemory, None, None, None, *to.handed(), *closing)
 
 
 class MultiheadAttention(nn.Module):
