@@ -15,7 +15,7 @@ from lightseq_fairseq.packing import Bucket, Packed, PackedBatch, Stream, block_
 from lightseq_fairseq.parameters import flat_buffers, flatten_parameters
 from lightseq_fairseq.training.flat_adam import FlatAdam
 from lightseq_fairseq.training.objectives import LabelSmoothing, declares
-from lightseq_fairseq.training.step import Ranks, TrainingStep, UpdateRules
+from lightseq_fairseq.training.step import Count, Ranks, TrainingStep, UpdateRules
 
 LAYOUT = (Stream("target", ("previous", "labels")),)
 WORDS, PAD, RATE = 13, 1, 0.01
@@ -72,7 +72,7 @@ def test_a_model_without_a_source_is_trained(by_sentence: bool, accuracy: bool) 
         batches = [batch_of([3, 1, 4], 12), batch_of([2, 5], 7)]
         size = objective.sample_size(batches)
         assert size == (5 if by_sentence else 15)
-        given = [count, size, *[RATE] * KNOWN_RATES, size, 15, 5, 0, 0, 0]
+        given = [count, size, *[RATE] * KNOWN_RATES, size, 15, 5, *[0] * (len(Count) - 3)]
         values = step.update(batches, given).wait()
 
         adam.zero_grad()
