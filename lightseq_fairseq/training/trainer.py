@@ -71,9 +71,6 @@ class Trainer(stopping.StoppableTrainer):
         self._fairseqs: Any = None  # fairseq's iterator of the training set
         self._iterator: Any = None  # a copy of it whose batches are fuller, packed, or both
         super().__init__(cfg, task, model, criterion, quantizer)
-        if self.use_distributed_wrapper:  # then fairseq leaves this to its wrapper
-            self._model.to(self.device)
-            self._criterion.to(self.device)
         self._has_ls = names.uses_ls(self.cfg)
         if self._has_ls:
             background.take_over()
@@ -92,6 +89,8 @@ class Trainer(stopping.StoppableTrainer):
         self._fallback_reason = fast_path.fallback_reason(self)
         fast_path.refuse_flags(self.cfg, self._fallback_reason)
         fast_path.refuse_fp8(self)
+        if self._fallback_reason is None and self.use_distributed_wrapper:
+            self._model.to(self.device)  # fairseq leaves this to its wrapper
         with contextlib.ExitStack() as stack:
             stack.enter_context(fast_path.unsharded(self.cfg))
             if self._fallback_reason is None:

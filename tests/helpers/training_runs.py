@@ -73,9 +73,6 @@ _FLAGS: dict[str, Any] = {
     "max-tokens": 96,
     "seed": 3,
     "num-workers": 0,
-    # fairseq's buffers load in threads of this process. Those of training and validation would draw
-    # masks from the same global NumPy generator at the same time; a busy machine draws others.
-    "data-buffer-size": 0,
     "log-format": "none",
     "max-update": 12,
     "cpu": True,
@@ -100,6 +97,9 @@ _ROBERTA: dict[str, Any] = {
     "share_decoder_input_output_embed": None,
     "encoder_attention_heads": 2,
     "attention_dropout": 0.1,
+    # fairseq's buffers load in threads of this process. Two of them at the same time would draw
+    # masks from the same global NumPy generator, and others on a busy machine.
+    "data_buffer_size": 0,
 }
 MASKED: dict[str, Any] = {
     **parity.MASKED,

@@ -14,6 +14,7 @@ from unittest import mock
 import helpers.training_runs as runs
 import pytest
 import torch
+from fairseq.models.transformer import TransformerModelBase
 
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
 from lightseq_fairseq.training.step import TrainingStep
@@ -226,6 +227,28 @@ def test_our_step_runs_without_fairseqs_wrapper(data: Path, tmp_path: Path) -> N
     """Whose autograd nodes belong to the default stream, so that backward cannot be captured."""
     flags = {**runs.LS, **PLAIN, "max_update": 3, "ddp_backend": "pytorch_ddp"}
     assert len(runs.run_ranks(data, tmp_path / "run", 2, start=_without_wrapper, **flags)[0]) == 3
+
+
+def _moved_once(*arguments: Any) -> None:
+    moves = []
+    to = torch.nn.Module.to
+
+    def recorded(self: Any, *args: Any, **named: Any) -> Any:
+        is_move = any(isinstance(x, torch.device) for x in (*args, *named.values()))
+        if isinstance(self, TransformerModelBase) and is_move:
+            moves.append(self)
+        return to(self, *args, **named)
+
+    with mock.patch.object(torch.nn.Module, "to", recorded):
+        runs.run_rank(*arguments)
+    assert len(moves) == 1
+
+
+@pytest.mark.parametrize("parts", [runs.LS, runs.NATIVE], ids=["ls", "fairseq"])
+def test_a_rank_moves_its_model_once(data: Path, tmp_path: Path, parts: dict[str, Any]) -> None:
+    """Before its wrapper, fairseq leaves the model on the CPU, where --cpu-offload needs it."""
+    flags = {**parts, **PLAIN, "max_update": 2, "ddp_backend": "pytorch_ddp"}
+    assert len(runs.run_ranks(data, tmp_path / "run", 2, start=_moved_once, **flags)[0]) == 2
 
 
 def test_each_rank_draws_masks_of_its_own(data: Path, tmp_path: Path) -> None:
