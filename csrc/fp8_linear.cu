@@ -7,10 +7,11 @@
 //
 // Each product has the form a b^T: GPUs multiply E4M3 only if both operands have the inner
 // dimension adjacent. matmul.cu computes it with cuBLASLt. cuBLASLt reads the scales from device
-// memory, multiplies the sums in float32 with them, adds the bias, or the old value of the result,
-// and rounds once. It accumulates without CUBLASLT_MATMUL_DESC_FAST_ACCUM: Hopper's tensor cores
-// add with fewer bits than float32, so their sums are moved to float32 registers at short
-// intervals.
+// memory, multiplies the sums in float32 with them, adds the bias, and rounds. An old value is added
+// to the rounded result, and the sum is rounded again.
+//
+// It accumulates without CUBLASLT_MATMUL_DESC_FAST_ACCUM: Hopper's tensor cores add with fewer bits
+// than float32, so their sums are moved to float32 registers after every 128 terms.
 //
 //   saved for backward   nothing
 //   bytes moved          each operand read once, each result written once
@@ -41,7 +42,13 @@ Matrix matrix_of(const char* op, const char* name, const Tensor& x) {
   return matrix;
 }
 
-const float* scale_of(const Tensor& scale) { return scale.const_data_ptr<float>(); }
+const float* scale_of(const char* op, const char* name, const Tensor& scale) {
+  const float* const data = scale.const_data_ptr<float>();
+  // cuBLASLt refuses others, without saying why.
+  require(reinterpret_cast<uintptr_t>(data) % 16 == 0, op, ": ", name,
+          " must be on a 16-byte boundary");
+  return data;
+}
 
 Tensor fp8_linear_fwd(const Tensor& x, const Tensor& x_scale, const Tensor& weight,
                       const Tensor& weight_scale, std::optional<Tensor> bias) {
@@ -58,8 +65,8 @@ Tensor fp8_linear_fwd(const Tensor& x, const Tensor& x_scale, const Tensor& weig
             .b = matrix_of(kOp, "weight", weight),
             .transpose_b = true,
             .bias = bias ? bias->const_data_ptr() : nullptr,
-            .a_scale = scale_of(x_scale),
-            .b_scale = scale_of(weight_scale)},
+            .a_scale = scale_of(kOp, "x_scale", x_scale),
+            .b_scale = scale_of(kOp, "weight_scale", weight_scale)},
            current_stream(x.get_device()));
   return y;
 }
@@ -88,8 +95,8 @@ Tensor fp8_linear_bwd(const Tensor& dy, const Tensor& dy_transpose, const Tensor
               .b = matrix_of(kOp, "x_transpose", x_transpose),
               .transpose_b = true,
               .accumulate = accumulate,
-              .a_scale = scale_of(dy_scale),
-              .b_scale = scale_of(x_scale),
+              .a_scale = scale_of(kOp, "dy_scale", dy_scale),
+              .b_scale = scale_of(kOp, "x_scale", x_scale),
               .tokens = dy_transpose.size(1)},
              stream);
   }
@@ -100,8 +107,8 @@ Tensor fp8_linear_bwd(const Tensor& dy, const Tensor& dy_transpose, const Tensor
               .b = matrix_of(kOp, "weight_transpose", weight_transpose),
               .transpose_b = true,
               .accumulate = onto.has_value(),
-              .a_scale = scale_of(dy_scale),
-              .b_scale = scale_of(weight_scale)},
+              .a_scale = scale_of(kOp, "dy_scale", dy_scale),
+              .b_scale = scale_of(kOp, "weight_scale", weight_scale)},
              stream);
   }
   return dx;

@@ -37,7 +37,7 @@ __device__ __forceinline__ float scale_of(float most) {
 }
 
 __global__ void __launch_bounds__(kThreads)
-    fp8_scales_kernel(float* __restrict__ scale, float* __restrict__ amax,
+    fp8_scales_kernel(float* __restrict__ scale, int64_t stride, float* __restrict__ amax,
                       float* __restrict__ history, int64_t count,
                       const double* __restrict__ skipped, bool forget) {
   const int64_t tensor = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads)
     most = fmaxf(most, newest_first[i]);
     history[i * count + tensor] = newest_first[i];
   }
-  if (most > 0.0f) scale[tensor] = scale_of(most);
+  if (most > 0.0f) scale[tensor * stride] = scale_of(most);
 }
 
 void fp8_scales(Tensor scale, Tensor amax, Tensor history, const Tensor& skipped, bool forget) {
@@ -68,8 +68,8 @@ void fp8_scales(Tensor scale, Tensor amax, Tensor history, const Tensor& skipped
           .grid = static_cast<unsigned>(blocks_for(count, kThreads)),
           .block = kThreads,
           .stream = current_stream(device)},
-         fp8_scales_kernel, scale.mutable_data_ptr<float>(), amax.mutable_data_ptr<float>(),
-         history.mutable_data_ptr<float>(), count, skipped.const_data_ptr<double>(), forget);
+         fp8_scales_kernel, scale.mutable_data_ptr<float>(), scale.stride(0),
+         amax.mutable_data_ptr<float>(), history.mutable_data_ptr<float>(), count, skipped.const_data_ptr<double>(), forget);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) { m.impl("fp8_scales", TORCH_BOX(&fp8_scales)); }

@@ -55,6 +55,7 @@ struct Weights {
   int count;  // M
   uint8_t *values, *transposes;
   const float* scale;
+  int64_t scale_stride;
   int* amax;
   unsigned long long* saturated;
 };
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(kCastThreads, Weight<T>::kBlocks)
     }
     const Cast cast{.values = weights.values + place.to,
                     .transpose = weights.transposes + place.to,
-                    .scale = weights.scale + matrix,
+                    .scale = weights.scale + matrix * weights.scale_stride,
                     .amax = weights.amax + matrix,
                     .saturated = weights.saturated + matrix,
                     .rows = place.rows,
@@ -107,6 +108,7 @@ void fp8_weights(const Tensor& weights, const Tensor& places, const Tensor& scal
                       .values = static_cast<uint8_t*>(values.mutable_data_ptr()),
                       .transposes = static_cast<uint8_t*>(transposes.mutable_data_ptr()),
                       .scale = scale.const_data_ptr<float>(),
+                      .scale_stride = scale.stride(0),
                       .amax = static_cast<int*>(amax.mutable_data_ptr()),
                       .saturated = static_cast<unsigned long long*>(saturated.mutable_data_ptr())};
   // There are no more tiles than squares of 16 numbers.

@@ -92,7 +92,8 @@ class Fp8State:
         weights = products(model)
         self._names = list(weights)
         count, device = len(weights), low.data.device
-        self._scale = torch.ones(3, count, device=device)
+        # 16 bytes apart: cuBLASLt reads a scale only from a 16-byte boundary.
+        self._scale = torch.ones(3, count, 4, device=device)[..., 0]
         self._scale[_GRADIENT] = _FIRST_SCALE
         self._history = torch.zeros(HISTORY, 3, count, device=device)
         self.amax = torch.zeros(3, count, device=device)

@@ -5,8 +5,9 @@ dimension adjacent (`fp8_quantise`): forward x and weight, dx dy and weight_tran
 dy_transpose and x_transpose. The op that casts dy computes the gradient of the bias, before the
 cast.
 
-Products are summed in float32, then multiplied by both scales, and rounded once, to the result's
-dtype. Single products are exact in float32.
+Products are summed in float32, then multiplied by both scales, and rounded to the result's dtype.
+Single products are exact in float32. On a GPU, if a bfloat16 gradient is added to, the product is
+rounded before the sum is.
 
 Shapes: T = packed tokens (rows), P = padded rows, K = inputs, N = outputs. K and N are multiples
 of 16.
@@ -30,7 +31,8 @@ _GRADIENTS = (torch.bfloat16, torch.float32)
 class Fp8LinearFwd(NamedTuple):
     """y [T, N] = x weight^T + bias, bfloat16.
 
-    x: [T, K], weight: [N, K], both E4M3. x_scale, weight_scale: as scale in `fp8_quantise`.
+    x: [T, K], weight: [N, K], both E4M3. x_scale, weight_scale: as scale in `fp8_quantise`, on a GPU
+    on 16-byte boundaries.
     bias: bfloat16 [N] or None.
     Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
     """
@@ -68,7 +70,7 @@ class Fp8LinearBwd(NamedTuple):
 
     dy: [T, N], dy_transpose: [N, P], x_transpose: [K, P], weight_transpose: [K, N], all E4M3.
     Columns of dy_transpose and x_transpose past T must be zero. dy_scale, x_scale, weight_scale:
-    as scale in `fp8_quantise`. dweight: [N, K], bfloat16 or float32, or None; overwritten or, with
+    as in `fp8_linear_fwd`. dweight: [N, K], bfloat16 or float32, or None; overwritten or, with
     accumulate, added to. onto: bfloat16 [T, K], another gradient of x: dx is added to it and not
     returned (need_dx must be False).
     Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.

@@ -27,7 +27,7 @@ class Fp8Scales(NamedTuple):
     scale = 2^ceil(log2(2 a / 448)) with a = the largest amax of the history, and between 2^-60 and
     2^60. If a is 0, the scale stays.
 
-    scale: float32 [M], powers of two. amax: float32 [M], finite and not negative, see
+    scale: float32 [M], powers of two, with any stride. amax: float32 [M], finite and not negative, see
     `fp8_quantise`. history: float32 [16, M], the newest amaxes first; the oldest ones are dropped.
     skipped: float64 0-dim. If it is not 0, the update was skipped: then scale and history stay.
     forget: the earlier history is set to zero, so that scales follow from these amaxes alone.
@@ -46,7 +46,7 @@ class Fp8Scales(NamedTuple):
         check_tensor(op, "amax", amax, scale.shape, (torch.float32,), scale)
         check_tensor(op, "history", history, (HISTORY, *scale.shape), (torch.float32,), scale)
         check_tensor(op, "skipped", skipped, (), (torch.float64,), scale)
-        for name, x in (("scale", scale), ("amax", amax), ("history", history)):
+        for name, x in (("amax", amax), ("history", history)):
             if not x.is_contiguous():
                 raise ValueError(f"{op}: {name} must be contiguous, its strides are {x.stride()}")
 

@@ -26,7 +26,7 @@ class Fp8Weights(NamedTuple):
     places: int64 [M, 4]: of each matrix its first element in weights, on a 16-byte boundary, its
     first element in values and transposes, a multiple of 16, then N and K. On a GPU they are not
     checked.
-    scale, amax, saturated: float32, float32 and int64 [M], see `fp8_quantise`.
+    scale, amax, saturated: float32, float32 and int64 [M], see `fp8_quantise`; scale with any stride.
     values, transposes: E4M3 [S].
     Raises ValueError on a wrong shape, dtype or device, and on a CPU on a wrong place or
     scale.
@@ -51,7 +51,7 @@ class Fp8Weights(NamedTuple):
         check_tensor(op, "values", values, ("S",), (E4M3,), weights)
         check_tensor(op, "transposes", transposes, values.shape, (E4M3,), weights)
         for name, x in self._asdict().items():
-            if not x.is_contiguous():
+            if name != "scale" and not x.is_contiguous():
                 raise ValueError(f"{op}: {name} must be contiguous, its strides are {x.stride()}")
         check_power_of_two(op, "scale", scale, MOST_EXPONENT)
         if places.device.type != "cpu":

@@ -14,9 +14,10 @@ from lightseq_fairseq import library, ops
 pytestmark = pytest.mark.gpu
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-# Hopper's tensor cores keep 13 bits behind the leading bit of the largest term while they add the
-# products of an instruction; later sums are in float32.
-OF_SUM = 2.0**-12
+# Hopper's tensor cores keep 13 bits behind the leading bit of the largest term while they add up to
+# 128 products; later sums are in float32. For random signs, errors were up to 1.9 * 2^-13 of the sum
+# of absolute values, as those of torch._scaled_mm.
+OF_SUM = 2.0**-11
 # Tokens: 64 and 4096 are searched, the others are not; inputs and outputs.
 SIZES = [
     (1, 64, 32), (7, 16, 16), (64, 256, 1024), (199, 1040, 272), (777, 1024, 3072),
@@ -75,11 +76,14 @@ class Case:
         return dy @ weight if name == "dx" else dy.t() @ x
 
     def assert_near(self, name: str, ours: Tensor, added: Tensor | None = None) -> None:
-        """Equal to float64 but for one rounding and the error of the sum."""
+        """Equal to float64 but for rounding, also of a product before it is ``added`` to another
+        gradient, and the error of the sum."""
         exact, sizes = self.formula(name), self.formula(name, torch.abs)
+        rounded = exact.abs()
         if added is not None:
-            exact, sizes = exact + added.double(), sizes + added.double().abs()
-        rounding = torch.finfo(ours.dtype).eps / 2 * exact.abs()
+            exact = exact + added.double()
+            rounded = rounded + exact.abs()
+        rounding = torch.finfo(ours.dtype).eps / 2 * rounded
         error = (ours.double() - exact).abs()
         assert (error <= 1.01 * (rounding + OF_SUM * sizes)).all(), f"{name}: {error.max():.3e}"
         # Most errors are far smaller.
@@ -132,7 +136,7 @@ def test_small_integers_are_rounded_once_to_nearest_even(tokens):
 
 @pytest.mark.parametrize("tokens", [199, 208, 256])  # 256 is searched
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_accumulate_adds_and_rounds_once(tokens, dtype):
+def test_accumulate_adds(tokens, dtype):
     """Also in the first call, which searches the algorithm."""
     case = Case(tokens, 272, 528)
     before = torch.randn(528, 272, device="cuda").mul_(1e-3).to(dtype)
@@ -274,6 +278,11 @@ def test_refusals():
     case.bias = torch.zeros(64, dtype=BF16, device="cuda")[::2]
     with pytest.raises(RuntimeError, match="fp8_linear_fwd: bias must be contiguous in its last"):
         case.fwd()
+    case.bias, scale = None, case.x.scale
+    case.x.scale = torch.ones(4, device="cuda")[1]
+    with pytest.raises(RuntimeError, match="fp8_linear_fwd: x_scale must be on a 16-byte boundary"):
+        case.fwd()
+    case.x.scale = scale
     with pytest.raises(RuntimeError, match="fp8_linear_bwd: dweight must be contiguous in its"):
         case.bwd(torch.zeros(32, 72, device="cuda")[:, 3:67])
     with pytest.raises(RuntimeError, match="fp8_linear_bwd: rows of dweight must not overlap"):

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from helpers.ops_testing import check_op
+from helpers.ops_testing import check_op, spaced
 from torch import Tensor
 
 from lightseq_fairseq import ops
@@ -68,6 +68,14 @@ def test_a_skipped_update_shifts_no_history(forget):
     amax.fill_(1e4)
     ops.fp8_scales(scale, amax, history, SKIPPED, forget)
     assert torch.equal(history, before) and scale.tolist() == [1] * 3 and not amax.any()
+
+
+def test_scales_may_be_apart():
+    scale, amax, history = table(3)
+    scale = spaced(scale)
+    amax.copy_(torch.tensor([7.0, 448.0, 1e4]))
+    ops.fp8_scales(scale, amax, history, DONE, False)
+    assert scale.tolist() == [right_scale(x) for x in (7.0, 448.0, 1e4)]
 
 
 def test_opcheck():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.ops_testing import check_op
+from helpers.ops_testing import check_op, spaced
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.ops.fp8_quantise import E4M3
@@ -45,6 +45,15 @@ def test_is_the_cast_of_each_matrix(dtype):
         assert given["amax"][place] == scalars[1] and given["saturated"][place] == scalars[2]
         first += matrix.numel()
     assert given["saturated"][0] > 3
+
+
+def test_scales_may_be_apart():
+    given, expected = arguments(), arguments()
+    given["scale"] = spaced(given["scale"])
+    ops.fp8_weights(**given)
+    ops.fp8_weights(**expected)
+    for name in ("values", "transposes"):
+        assert torch.equal(given[name].view(torch.uint8), expected[name].view(torch.uint8))
 
 
 def test_opcheck():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from helpers.ops_testing import check_op, skip_without_fp8
+from helpers.ops_testing import check_op, skip_without_fp8, spaced
 from torch import Tensor
 
 from lightseq_fairseq import library, ops
@@ -104,6 +104,7 @@ def test_parts_of_tensors():
     """Scalars are rows of a table, as in training."""
     given = arguments(MATRICES["layer"])
     tables = {name: torch.stack([given[name]] * 3).cuda() for name in ("scale", "amax")}
+    tables["scale"] = spaced(tables["scale"])
     ours = on_gpu(given) | {name: table[1] for name, table in tables.items()}
     ops.fp8_weights(**ours)
     before = given["amax"].clone()
