@@ -7,8 +7,8 @@
 //
 // Each product has the form a b^T: GPUs multiply E4M3 only if both operands have the inner
 // dimension adjacent. matmul.cu computes it with cuBLASLt. cuBLASLt reads the scales from device
-// memory, multiplies the sums in float32 with them, adds the bias, and rounds. An old value is added
-// to the rounded result, and the sum is rounded again.
+// memory, multiplies the sums in float32 with them, adds the bias, and rounds. An old value is
+// added to the rounded result, and the sum is rounded again.
 //
 // It accumulates without CUBLASLT_MATMUL_DESC_FAST_ACCUM: Hopper's tensor cores add with fewer bits
 // than float32, so their sums are moved to float32 registers after every 128 terms.

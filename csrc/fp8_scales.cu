@@ -69,7 +69,8 @@ void fp8_scales(Tensor scale, Tensor amax, Tensor history, const Tensor& skipped
           .block = kThreads,
           .stream = current_stream(device)},
          fp8_scales_kernel, scale.mutable_data_ptr<float>(), scale.stride(0),
-         amax.mutable_data_ptr<float>(), history.mutable_data_ptr<float>(), count, skipped.const_data_ptr<double>(), forget);
+         amax.mutable_data_ptr<float>(), history.mutable_data_ptr<float>(), count,
+         skipped.const_data_ptr<double>(), forget);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) { m.impl("fp8_scales", TORCH_BOX(&fp8_scales)); }

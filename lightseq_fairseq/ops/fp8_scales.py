@@ -27,8 +27,8 @@ class Fp8Scales(NamedTuple):
     scale = 2^ceil(log2(2 a / 448)) with a = the largest amax of the history, and between 2^-60 and
     2^60. If a is 0, the scale stays.
 
-    scale: float32 [M], powers of two, with any stride. amax: float32 [M], finite and not negative, see
-    `fp8_quantise`. history: float32 [16, M], the newest amaxes first; the oldest ones are dropped.
+    scale: float32 [M], powers of two, with any stride. amax: float32 [M], finite and not negative,
+    see `fp8_quantise`. history: float32 [16, M], the newest amaxes first; the oldest are dropped.
     skipped: float64 0-dim. If it is not 0, the update was skipped: then scale and history stay.
     forget: the earlier history is set to zero, so that scales follow from these amaxes alone.
     Raises ValueError on a wrong shape, dtype or device.

@@ -26,7 +26,8 @@ class Fp8Weights(NamedTuple):
     places: int64 [M, 4]: of each matrix its first element in weights, on a 16-byte boundary, its
     first element in values and transposes, a multiple of 16, then N and K. On a GPU they are not
     checked.
-    scale, amax, saturated: float32, float32 and int64 [M], see `fp8_quantise`; scale with any stride.
+    scale, amax, saturated: float32, float32 and int64 [M], see `fp8_quantise`. scale may have any
+    stride.
     values, transposes: E4M3 [S].
     Raises ValueError on a wrong shape, dtype or device, and on a CPU on a wrong place or
     scale.

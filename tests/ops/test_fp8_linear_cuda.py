@@ -14,9 +14,9 @@ from lightseq_fairseq import library, ops
 pytestmark = pytest.mark.gpu
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-# Hopper's tensor cores keep 13 bits behind the leading bit of the largest term while they add up to
-# 128 products; later sums are in float32. For random signs, errors were up to 1.9 * 2^-13 of the sum
-# of absolute values, as those of torch._scaled_mm.
+# Hopper's tensor cores keep 13 bits behind the leading bit of the largest term while they add up
+# to 128 products; later sums are in float32. For random signs, errors were up to 1.9 * 2^-13 of the
+# sum of absolute values, as those of torch._scaled_mm.
 OF_SUM = 2.0**-11
 # Tokens: 64 and 4096 are searched, the others are not; inputs and outputs.
 SIZES = [
