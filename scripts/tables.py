@@ -125,23 +125,31 @@ def runs_table(
 ) -> list[str]:
     """Return a table with a line for each run of an example, and a sentence with its conditions.
 
+    If the runs are from several machines, a column names the machine.
+
     Args:
         cells: head of a column -> the function that makes a cell of a row.
         about: a condition that is not in every row; the sentence ends with it.
     """
     ordered = sorted(rows, key=lambda row: (row["case"], row["seed"], row["system"] != "lightseq"))
+    machines = sorted({_machine(row) for row in rows})
+    if len(machines) > 1:
+        cells = {"machine": _machine, **cells}
     lines = [
         [SYSTEMS[row["system"]], str(row["seed"]), *(cell(row) for cell in cells.values())]
         for row in ordered
     ]
     torches = sorted({row["torch"] for row in rows})
     commits = sorted({row["commit"][:10] for row in rows})
-    gpus = sorted({"two CPU cores" if row["gpu"] == "none" else row["gpu"] for row in rows})
     return [
         *table(["system", "seed", *cells], lines, 1, "pipe"),
         "",
-        f"{', '.join(gpus)}; torch {', '.join(torches)}; commit {', '.join(commits)}; {about}.",
+        f"{', '.join(machines)}; torch {', '.join(torches)}; commit {', '.join(commits)}; {about}.",
     ]
+
+
+def _machine(row: dict[str, Any]) -> str:
+    return "two CPU cores" if row["gpu"] == "none" else str(row["gpu"])
 
 
 def train_cases(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:

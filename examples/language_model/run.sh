@@ -47,10 +47,10 @@ case $size in
             --max-tokens 512 --lr 2e-3)
         ;;
     gpu)
-        updates=${updates:-3000} block=512
+        updates=${updates:-1000} block=512
         recipe=(--decoder-layers 8 --decoder-embed-dim 512 --decoder-ffn-embed-dim 2048
             --decoder-attention-heads 8 --dropout 0.1 --attention-dropout 0.1
-            --max-tokens 16384 --lr 1e-3)
+            --max-tokens 16384 --lr 1e-3 --bf16)
         ;;
     *) echo "run.sh: --size must be cpu or gpu, not $size" >&2; exit 2 ;;
 esac

@@ -54,11 +54,11 @@ case $size in
         finetune=(--max-tokens 4096 --batch-size 64 --lr 1e-3)
         ;;
     gpu)
-        updates=${updates:-5000}
+        updates=${updates:-3000}
         model=(--encoder-layers 6 --encoder-embed-dim 512 --encoder-ffn-embed-dim 2048
             --encoder-attention-heads 8 --dropout 0.1 --attention-dropout 0.1)
-        pretrain=(--max-tokens 16384 --lr 1e-3)
-        finetune=(--max-tokens 8192 --batch-size 128 --lr 1e-4)
+        pretrain=(--max-tokens 16384 --lr 1e-3 --bf16)
+        finetune=(--max-tokens 8192 --batch-size 128 --lr 1e-4 --bf16)
         ;;
     *) echo "run.sh: --size must be cpu or gpu, not $size" >&2; exit 2 ;;
 esac
