@@ -31,9 +31,8 @@ _GRADIENTS = (torch.bfloat16, torch.float32)
 class Fp8LinearFwd(NamedTuple):
     """y [T, N] = x weight^T + bias, bfloat16.
 
-    x: [T, K], weight: [N, K], both E4M3. x_scale, weight_scale: as scale in `fp8_quantise`, on a GPU
-    on 16-byte boundaries.
-    bias: bfloat16 [N] or None.
+    x: [T, K], weight: [N, K], both E4M3. x_scale, weight_scale: as scale in `fp8_quantise`, and on
+    16-byte boundaries on a GPU. bias: bfloat16 [N] or None.
     Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
     """
 
