@@ -16,7 +16,7 @@
 //                        written once. In a longer sentence each tile of queries reads k and v
 //                        again, from the cache.
 //   determinism          no atomics; every sum has a fixed order, which depends only on the
-//                        sentence and not on the rest of the batch
+//                        sentence and on which kernels compute the batch (most_tokens_of_short)
 //
 // Dropped probabilities are zeros in the product with v. They still count in the sum of the row,
 // because softmax comes before dropout. The dropout bits are generated into shared memory while
@@ -238,8 +238,9 @@ std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const
     p.lse = lse.mutable_data_ptr<Lse<T>>();
     p.scale = static_cast<float>(scale);
     p.keep_scale = static_cast<float>(1.0 / (1.0 - dropout_p));
-    const bool divided = has_long_kernels(q, k, cu_q, max_q, max_k, false);
-    p.work = work_of(kOp, q, k, cu_q, cu_k, causal, divided ? most_tokens_of_short(q) : INT_MAX);
+    const int most_of_short = most_tokens_of_short(q, k, cu_q, causal);
+    const bool divided = has_long_kernels(q, k, cu_q, max_q, max_k, most_of_short, false);
+    p.work = work_of(kOp, q, k, cu_q, cu_k, causal, divided ? most_of_short : INT_MAX);
     launch({.op = kOp,
             .grid = grid_of(p.work),
             .block = kThreads<T, kWidth>,
@@ -247,8 +248,9 @@ std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const
             .stream = current_stream(device)},
            attention_fwd_kernel<T, kWidth>, p);
     if (divided) {
-      attention_long_fwd({q, k, v, cu_q, cu_k, max_k, causal, scale, dropout_p, rng, site}, out,
-                         lse);
+      attention_long_fwd(
+          {q, k, v, cu_q, cu_k, max_k, causal, scale, dropout_p, rng, site, most_of_short}, out,
+          lse);
     }
   });
   return {out, lse};

@@ -19,7 +19,7 @@
 //   bytes moved    everything once if a sentence fits into a tile; tiles of longer sentences are
 //                  read again from the cache
 //   determinism    no atomics; every sum has a fixed order, which depends only on the sentence and
-//                  not on the rest of the batch
+//                  on which kernels compute the batch (most_tokens_of_short)
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -319,8 +319,9 @@ void attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const T
     p.scale = static_cast<float>(scale);
     p.keep_scale = static_cast<float>(1.0 / (1.0 - dropout_p));
     p.grad_scale = p.scale * p.keep_scale;
-    const bool divided = has_long_kernels(q, k, cu_q, max_q, max_k, true);
-    p.work = work_of(kOp, q, k, cu_q, cu_k, causal, divided ? most_tokens_of_short(q) : INT_MAX);
+    const int most_of_short = most_tokens_of_short(q, k, cu_q, causal);
+    const bool divided = has_long_kernels(q, k, cu_q, max_q, max_k, most_of_short, true);
+    p.work = work_of(kOp, q, k, cu_q, cu_k, causal, divided ? most_of_short : INT_MAX);
     launch({.op = kOp,
             .grid = grid_of(p.work),
             .block = kThreads<T, kWidth>,
@@ -328,8 +329,9 @@ void attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const T
             .stream = current_stream(device)},
            attention_bwd_kernel<T, kWidth>, p);
     if (divided) {
-      attention_long_bwd({q, k, v, cu_q, cu_k, max_k, causal, scale, dropout_p, rng, site}, dout,
-                         out, lse, dq, dk, dv);
+      attention_long_bwd(
+          {q, k, v, cu_q, cu_k, max_k, causal, scale, dropout_p, rng, site, most_of_short}, dout,
+          out, lse, dq, dk, dv);
     }
   });
 }

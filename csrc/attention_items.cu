@@ -13,6 +13,8 @@
 namespace lightseq::attention {
 namespace {
 
+constexpr int64_t kTokensOfSentence = 48;  // see most_tokens_of_short
+
 struct Boundaries {
   const int *q, *k;
   int sentences;
@@ -167,22 +169,23 @@ __global__ __launch_bounds__(256) void rowsum_kernel(Packed<const T> dout, Packe
 
 // In backward, the kernel for short sentences has tiles of 128 rows for 16-bit heads of up to 64
 // columns, but of 64 rows for wider heads.
-int most_tokens_of_short(const Tensor& q) {
-  return q.size(2) > 64 && q.scalar_type() != ScalarType::Float && has_wgmma(q.get_device()) ? 64
-                                                                                             : 128;
+int most_tokens_of_short(const Tensor& q, const Tensor& k, const Tensor& cu_q, bool causal) {
+  if (q.scalar_type() == ScalarType::Float || !has_wgmma(q.get_device())) return 128;
+  const bool pays = q.size(0) + k.size(0) >= 2 * kTokensOfSentence * (cu_q.size(0) - 1);
+  return q.size(2) > 64 || (pays && !causal) ? 64 : 128;
 }
 
 bool has_long_kernels(const Tensor& q, const Tensor& k, const Tensor& cu_q, int64_t max_q,
-                      int64_t max_k, bool backward) {
+                      int64_t max_k, int most_of_short, bool backward) {
   const bool supports = q.scalar_type() == ScalarType::Float
                             ? backward && q.size(2) <= 64
                             : !backward || has_wgmma(q.get_device());
-  return supports && std::max(max_q, max_k) > most_tokens_of_short(q) &&
-         std::min(q.size(0), k.size(0)) > 0 && most_long(q, k, cu_q) <= kMostLong;
+  return supports && std::max(max_q, max_k) > most_of_short && std::min(q.size(0), k.size(0)) > 0 &&
+         most_long(q, k, cu_q, most_of_short) <= kMostLong;
 }
 
 ItemList list_items(const LongArguments& a, int block_keys, Tensor& memory, cudaStream_t stream) {
-  const int64_t sentences = most_long(a.q, a.k, a.cu_q);
+  const int64_t sentences = most_long(a.q, a.k, a.cu_q, a.most_of_short);
   const int64_t items =
       block_keys > 0 ? a.k.size(0) / block_keys + 2 * sentences : a.q.size(0) / kTile + sentences;
   constexpr int64_t kCounts = 32;  // bytes in front of the items
@@ -193,7 +196,7 @@ ItemList list_items(const LongArguments& a, int block_keys, Tensor& memory, cuda
   launch({.op = "attention", .grid = 1, .block = 1024, .stream = stream, .dependent = true},
          list_kernel,
          Boundaries{a.cu_q.const_data_ptr<int>(), a.cu_k.const_data_ptr<int>(),
-                    static_cast<int>(a.cu_q.size(0) - 1), block_keys, most_tokens_of_short(a.q)},
+                    static_cast<int>(a.cu_q.size(0) - 1), block_keys, a.most_of_short},
          list, counts);
   return {list, counts};
 }

@@ -23,8 +23,8 @@ constexpr int kTile = 128;  // queries of an item
 
 constexpr int64_t kMostLong = 4096;  // maximum number of long sentences in a batch
 
-inline int64_t most_long(const Tensor& q, const Tensor& k, const Tensor& cu_q) {
-  const int64_t least = most_tokens_of_short(q) + 1;
+inline int64_t most_long(const Tensor& q, const Tensor& k, const Tensor& cu_q, int most_of_short) {
+  const int64_t least = most_of_short + 1;
   return std::min(cu_q.size(0) - 1, q.size(0) / least + k.size(0) / least);
 }
 
@@ -55,7 +55,7 @@ ItemList list_items(const LongArguments& a, int block_keys, Tensor& memory, cuda
 
 // Number of units of 64 queries in a list, at most.
 inline int64_t most_units(const LongArguments& a) {
-  return 2 * (a.q.size(0) / kTile + most_long(a.q, a.k, a.cu_q));
+  return 2 * (a.q.size(0) / kTile + most_long(a.q, a.k, a.cu_q, a.most_of_short));
 }
 
 // Distributes the bits of a row's 128 keys of a tile to the four lanes of a quad. `word` of lane c

@@ -10,14 +10,16 @@ namespace lightseq::attention {
 
 using torch::stable::Tensor;
 
-// A sentence is long if it has more queries or more keys than this: 64 for 16-bit heads of more
-// than 64 columns on GPUs of compute capability 9.0, otherwise 128.
-int most_tokens_of_short(const Tensor& q);
-// Whether this batch may have long sentences, and kernels of their own support them: forward in 16
-// bits; backward in 16 bits on GPUs of compute capability 9.0; backward in float32 for heads of up
-// to 64 columns. max_q, max_k: the arguments of the op.
+// A sentence is long if it has more queries or more keys than this: 128, but on GPUs of compute
+// capability 9.0, in 16 bits, 64 for heads of more than 64 columns, and also for other heads if
+// there is no causal mask and the batch has at least 48 tokens for each sentence, empty sentences
+// included: then the kernels for long sentences save more time than their launches take.
+int most_tokens_of_short(const Tensor& q, const Tensor& k, const Tensor& cu_q, bool causal);
+// Whether sentences of more tokens than most_of_short have kernels of their own, and this batch may
+// have such sentences: forward in 16 bits; backward in 16 bits on GPUs of compute capability 9.0;
+// backward in float32 for heads of up to 64 columns. max_q, max_k: the arguments of the op.
 bool has_long_kernels(const Tensor& q, const Tensor& k, const Tensor& cu_q, int64_t max_q,
-                      int64_t max_k, bool backward);
+                      int64_t max_k, int most_of_short, bool backward);
 
 // The arguments that both passes have.
 struct LongArguments {
@@ -27,6 +29,7 @@ struct LongArguments {
   double scale, dropout_p;
   const Tensor& rng;
   int64_t site;
+  int most_of_short;  // most_tokens_of_short
 };
 
 // Write the rows of the long sentences, and no others.

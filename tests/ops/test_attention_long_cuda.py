@@ -21,6 +21,16 @@ def test_widths_of_long_sentences(width, causal, p, dtype):
     check(Case((lengths[0], None), dtype, causal, p, heads=3, width=width))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [24, 64])
+@pytest.mark.parametrize(("causal", "p"), [(False, 0.0), (False, 0.1), (True, 0.1)])
+def test_sentences_of_48_tokens_on_average(width, causal, p, dtype):
+    """Without a causal mask, sentences of 65 to 128 tokens are long then."""
+    lengths = [128, 65, 64, 0, 96, 128, 127, 0, 1, 300]
+    check(Case((lengths, None), dtype, causal, p, heads=3, width=width))
+    check(Case((lengths, lengths[::-1]), dtype, causal, p, heads=3, width=width))
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_2000_tokens(dtype):
     check(Case(([2000, 30], None), dtype, True, 0.1, heads=2))
