@@ -181,14 +181,16 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
             lines.append([
                 f"`{case}`", TRAIN_SYSTEMS[system][0], f"{row['tokens_per_s'] / 1e3:.0f}k", ratio,
                 f"{row['ms_per_step']:.1f} ({row['ms_p20']:.1f}-{row['ms_p80']:.1f})",
-                f"{row['gpu_busy']:.0%}", f"{row['floor_share']:.0%}", f"{row['peak_gib']:.1f}",
-                first, str(row["warm_up"]),
+                f"{row['gpu_busy']:.0%}", f"{row['floor_share']:.0%}",
+                f"{row['sustained_floor_share']:.0%}", f"{row['peak_gib']:.1f}", first,
+                str(row["warm_up"]),
             ])  # fmt: skip
         if "ours" in systems:
             part_ms = systems["ours"]["part_ms"]
             parts.append([f"`{case}`", *(f"{part_ms.get(part, 0.0):.2f}" for part in shown)])
     head = ["case", "system", "target tokens/s", "x fairseq", "ms a step (p20-p80)", "GPU busy",
-            "of the floor", "GiB of the GPU", "first 100 updates", "warm-up"]  # fmt: skip
+            "of the floor", "sustained", "GiB of the GPU", "first 100 updates",
+            "warm-up"]  # fmt: skip
     common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
     return [
         *table(head, lines, 2, "pipe"),
@@ -199,13 +201,14 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
         f"{', '.join(commit[:10] for commit in common['commit'])}; {words_of_cases(rows)}; "
         '"x fairseq": target tokens/s, divided by those of the fastest row of fairseq in the case; '
         'speeds are medians over intervals of 50 updates, after the updates in "warm-up"; '
-        '"of the floor": minimum time of a step (GEMMs at 790 TFLOP/s, the least possible bytes at '
-        '4.3 TB/s), divided by the measured time; "GPU busy" and the parts of a step come from a '
-        "profile of ten or 30 steps. A profiled step is slower. So if steps wait for the GPU, the "
-        "table has the shares in the profile (the true share of busy is higher); otherwise it has "
-        "the times of the kernels, scaled to the tokens of the other steps; GiB: memory of the GPU "
-        'that the process uses, without the CUDA context; "first 100 updates": a new process, '
-        "without stored algorithms or compiled code.",
+        '"of the floor": minimum time of a step (GEMMs at 790 TFLOP/s, which the GPU reaches in '
+        "bursts, the least possible bytes at 4.3 TB/s), divided by the measured time; "
+        '"sustained": the same with GEMMs at 646 TFLOP/s, the most at the power limit; "GPU busy" '
+        "and the parts of a step come from a profile of ten or 30 steps. A profiled step is "
+        "slower. So if steps wait for the GPU, the table has the shares in the profile (the true "
+        "share of busy is higher); otherwise it has the times of the kernels, scaled to the tokens "
+        "of the other steps; GiB: memory of the GPU that the process uses, without the CUDA "
+        'context; "first 100 updates": a new process, without stored algorithms or compiled code.',
     ]
 
 

@@ -27,7 +27,7 @@ from lightseq_fairseq.cli.benchmark.train.cases import (
     warm_up,
     why_not,
 )
-from lightseq_fairseq.cli.benchmark.train.floor import BYTES, FLOPS, floor, parameters
+from lightseq_fairseq.cli.benchmark.train.floor import BURST, BYTES, floor, parameters
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import build
 from lightseq_fairseq.cli.start import defaults
 from lightseq_fairseq.errors import UserError
@@ -177,7 +177,7 @@ def test_floor_counts_operations() -> None:
     layer: L is the length of a block, C the width."""
     shape, block = SHAPES["gpt2_124m"], 1024
     least = floor(shape, corpus.TEXT_VOCABULARY, 0, block, block)
-    operations = (least.layer_gemm + least.logits_gemm + least.attention) * FLOPS / block
+    operations = (least.layer_gemm + least.logits_gemm + least.attention) * BURST.gemm / block
     weights = 12 * shape.width**2 * shape.decoder_layers + 50_257 * shape.width
     expected = 6 * weights + 6 * block * shape.width * shape.decoder_layers
     assert operations == pytest.approx(expected) and round(expected / 1e6) == 798

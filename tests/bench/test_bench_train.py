@@ -26,7 +26,7 @@ from lightseq_fairseq.cli.benchmark.train.cases import (
     environment,
     why_not,
 )
-from lightseq_fairseq.cli.benchmark.train.floor import floor, parameters
+from lightseq_fairseq.cli.benchmark.train.floor import BURST, SUSTAINED, floor, parameters
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import build
 from lightseq_fairseq.cli.benchmark.train.timeline import part_of, timeline
 from lightseq_fairseq.errors import UserError
@@ -115,9 +115,24 @@ def test_floor(tokens: int, parts: tuple[float, ...], total: float) -> None:
 
 
 def test_floor_of_fp8() -> None:
-    """The products of the layers at twice the rate, and nothing else."""
-    plain, fast = (floor(SHAPES["base"], 1000, 90, 70, in_fp8=fp8) for fp8 in (False, True))
-    assert fast == plain._replace(layer_gemm=plain.layer_gemm / 2)
+    """The products of the layers at another rate, and nothing else."""
+    for rates in (BURST, SUSTAINED):
+        plain, fast = (
+            floor(SHAPES["base"], 1000, 90, 70, in_fp8=fp8, rates=rates) for fp8 in (False, True)
+        )
+        assert fast.layer_gemm * rates.fp8_gemm == pytest.approx(plain.layer_gemm * rates.gemm)
+        assert fast == plain._replace(layer_gemm=fast.layer_gemm)
+
+
+def test_floor_at_the_sustained_rate() -> None:
+    """All products take longer; what memory bandwidth limits does not."""
+    burst, sustained = (
+        floor(SHAPES["gpt2_124m"], 1000, 0, 1024, 1024, rates=rates) for rates in (BURST, SUSTAINED)
+    )
+    for name in ("layer_gemm", "logits_gemm", "attention"):
+        ratio = getattr(sustained, name) / getattr(burst, name)
+        assert ratio == pytest.approx(BURST.gemm / SUSTAINED.gemm)
+    assert sustained[3:] == burst[3:]
 
 
 def test_floor_counts_both_sides() -> None:
@@ -252,11 +267,14 @@ def test_row() -> None:
         rows.Run(50, [interval(500, 4000)], report(3.0)),
     ]
     row = rows.row(case, "ours", corpus_, runs, {"commit": "abc"})
-    least = sum(floor(case.shape, 40_000, 2000, 4000))
+    least, sustained = (
+        sum(floor(case.shape, 40_000, 2000, 4000, rates=rates)) for rates in (BURST, SUSTAINED)
+    )
     assert row == {
         "commit": "abc", "case": "t2t_big/4096/bf16", "system": "ours", "tokens_per_s": 1000,
         "ms_per_step": 4000, "ms_p20": 2000, "ms_p50": 4000, "ms_p80": 8000,
         "source_tokens": 2000, "target_tokens": 4000, "floor_share": round(least / 4000, 4),
+        "sustained_floor_share": round(sustained / 4000, 4),
         "peak_gib": 9.88, "first_100_s": 3.5, "gpu_busy": 0.9, "profiled_ms_per_step": 5000.0,
         "profiled_tokens": 5000,
         # GEMMs of batches that are a quarter larger; the optimizer's time does not depend on the

@@ -1,8 +1,8 @@
 """Lower bound of the time of a training step on an H200, from its arithmetic and memory traffic.
 
 GEMMs run at the best rate measured, everything else at the rate of a copy, one after the other.
-Activations and weights have 16 bits. In fp8, the GEMMs of the layers run at twice the rate, and the
-bytes are the same: a cast writes 8 bits twice. N = bytes of all rows of one activation:
+Activations and weights have 16 bits. In fp8, the GEMMs of the layers have a rate of their own, and
+the bytes are the same: a cast writes 8 bits twice. N = bytes of all rows of one activation:
 
     attention       4 N forward, 8 N backward; half for the rows of queries, half for keys. In
                     blocks of L tokens at least its GEMMs: 2 L C operations per token forward,
@@ -30,7 +30,19 @@ from typing import NamedTuple
 from lightseq_fairseq.cli.benchmark.train.cases import UNUSED_POSITIONS, Shape
 from lightseq_fairseq.cli.benchmark.train.corpus import MASKED_SHARE
 
-FLOPS, BYTES = 790e9, 4.3e9  # per millisecond
+BYTES = 4.3e9  # per millisecond
+
+
+class Rates(NamedTuple):
+    """Operations of GEMMs per millisecond."""
+
+    gemm: float
+    fp8_gemm: float
+
+
+# In a burst at the highest clock, and for seconds at the power limit of 700 W, which long runs
+# reach. The burst rate of fp8 is not measured: it is twice that of bf16.
+BURST, SUSTAINED = Rates(790e9, 1580e9), Rates(646e9, 1041e9)
 
 
 class Floor(NamedTuple):
@@ -62,7 +74,7 @@ def parameters(shape: Shape, vocabulary: int) -> int:
 
 def floor(
     shape: Shape, vocabulary: int, source: float, target: float, block: int = 0,
-    classifies: bool = False, in_fp8: bool = False,
+    classifies: bool = False, in_fp8: bool = False, rates: Rates = BURST,
 ) -> Floor:  # fmt: skip
     """Lower bound for a step with these numbers of real tokens (or their means over many steps).
 
@@ -72,6 +84,7 @@ def floor(
         block: tokens of a block of text; 0: sentences, which are short.
         classifies: RoBERTa is fine-tuned for classes of sentences, without logits of words.
         in_fp8: the GEMMs of the layers are in fp8.
+        rates: BURST or SUSTAINED.
     """
     predicted, head = target, vocabulary
     if shape.is_masked:
@@ -91,9 +104,9 @@ def floor(
     mask = 2 * f / 8 * (encoder * source + decoder * target)
     embedding = 6 * (n_source + n_target)
     return Floor(
-        layer_gemm=6 * macs / (FLOPS * (1 + in_fp8)),
-        logits_gemm=6 * predicted * c * head / FLOPS,
-        attention=max(attention / BYTES, products / FLOPS),
+        layer_gemm=6 * macs / (rates.fp8_gemm if in_fp8 else rates.gemm),
+        logits_gemm=6 * predicted * c * head / rates.gemm,
+        attention=max(attention / BYTES, products / rates.gemm),
         elementwise=(close + mask + embedding) / BYTES,
         cross_entropy=4 * predicted * vocabulary / BYTES,
         adam=28 * parameters(shape, vocabulary) / BYTES,

@@ -16,7 +16,7 @@ from lightseq_fairseq import result_rows
 from lightseq_fairseq.cli.benchmark.runs import Row
 from lightseq_fairseq.cli.benchmark.train.cases import SYSTEMS, Case, Data
 from lightseq_fairseq.cli.benchmark.train.corpus import Corpus
-from lightseq_fairseq.cli.benchmark.train.floor import floor
+from lightseq_fairseq.cli.benchmark.train.floor import BURST, SUSTAINED, floor
 from lightseq_fairseq.errors import UserError
 
 _HELD_UP_BY_GPU = 0.9  # busy share of a profile above which the GPU limits the step time
@@ -96,7 +96,10 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
     words = case.shape.words(corpus.vocabulary)
     classifies = case.data is Data.CLASSES
     in_fp8 = case.precision == "fp8"
-    least = sum(floor(case.shape, words, *tokens, case.block, classifies, in_fp8))
+    least, sustained = (
+        sum(floor(case.shape, words, *tokens, case.block, classifies, in_fp8, rates))
+        for rates in (BURST, SUSTAINED)
+    )
     sentences = {"sentences_per_s": round(1e3 * case.sentences * case.gpus / middle)}
     return {
         **about,
@@ -111,6 +114,7 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
         "source_tokens": round(source),
         "target_tokens": round(target),
         "floor_share": round(least / middle, 4),
+        "sustained_floor_share": round(sustained / middle, 4),
         "peak_gib": round(report["peak_gib"], 2),
         "first_100_s": round(statistics.median(first), 2) if first else None,
         "gpu_busy": round(busy / middle, 4),
@@ -139,10 +143,10 @@ def table(rows: Sequence[Row]) -> list[str]:
         ratio = f"{row['tokens_per_s'] / fastest:.2f}" if compares else ""
         first = "" if row["first_100_s"] is None else f"{row['first_100_s']:.1f} s"
         times = [f"{row[key]:.2f}" for key in ("ms_per_step", "ms_p20", "ms_p80")]
-        shares = [f"{row[key]:.0%}" for key in ("gpu_busy", "floor_share")]
+        shares = [f"{row[key]:.0%}" for key in ("gpu_busy", "floor_share", "sustained_floor_share")]
         lines.append([row["system"], str(row["tokens_per_s"]), ratio, *times, *shares,
                       f"{row['peak_gib']:.1f}", first])  # fmt: skip
-    head += ["busy", "floor", "GiB", "first 100"]
+    head += ["busy", "floor", "sustained", "GiB", "first 100"]
     if "sentences_per_s" in rows[0]:
         head.append("sentences/s")
         for line, row in zip(lines, ordered):
