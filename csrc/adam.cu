@@ -283,11 +283,6 @@ __global__ void __launch_bounds__(kStepThreads)
 
 // ---- launchers ----
 
-void check_aligned(const char* op, const char* name, const Tensor& x, int64_t bytes) {
-  require(reinterpret_cast<uintptr_t>(x.data_ptr()) % bytes == 0, op, ": ", name,
-          " must be aligned to ", bytes, " bytes");
-}
-
 Tensor adam_norm(const Tensor& grad) {
   const char* const op = "adam_norm";
   check_aligned(op, "grad", grad, kVecBytes);

@@ -43,11 +43,8 @@ Matrix matrix_of(const char* op, const char* name, const Tensor& x) {
 }
 
 const float* scale_of(const char* op, const char* name, const Tensor& scale) {
-  const float* const data = scale.const_data_ptr<float>();
-  // cuBLASLt refuses others, without saying why.
-  require(reinterpret_cast<uintptr_t>(data) % 16 == 0, op, ": ", name,
-          " must be on a 16-byte boundary");
-  return data;
+  check_aligned(op, name, scale, 16);  // cuBLASLt refuses others, without saying why
+  return scale.const_data_ptr<float>();
 }
 
 Tensor fp8_linear_fwd(const Tensor& x, const Tensor& x_scale, const Tensor& weight,

@@ -95,12 +95,9 @@ void fp8_weights(const Tensor& weights, const Tensor& places, const Tensor& scal
   constexpr const char* kOp = "fp8_weights";
   const int32_t device = weights.get_device();
   require_fp8(kOp, device);
-  const auto starts_at_16_bytes = [](const Tensor& x) {
-    return reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
-  };
-  require(
-      starts_at_16_bytes(weights) && starts_at_16_bytes(values) && starts_at_16_bytes(transposes),
-      kOp, ": weights, values and transposes must start on 16-byte boundaries");
+  check_aligned(kOp, "weights", weights, 16);
+  check_aligned(kOp, "values", values, 16);
+  check_aligned(kOp, "transposes", transposes, 16);
   if (places.size(0) == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Weights given{.places = static_cast<const Place*>(places.const_data_ptr()),

@@ -203,7 +203,7 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
         'speeds are medians over intervals of 50 updates, after the updates in "warm-up"; '
         '"of the floor": minimum time of a step (GEMMs at 790 TFLOP/s, which the GPU reaches in '
         "bursts, the least possible bytes at 4.3 TB/s), divided by the measured time; "
-        '"sustained": the same with GEMMs at 646 TFLOP/s, the most at the power limit; "GPU busy" '
+        '"sustained": the same with GEMMs at 630 TFLOP/s, the most at the power limit; "GPU busy" '
         "and the parts of a step come from a profile of ten or 30 steps. A profiled step is "
         "slower. So if steps wait for the GPU, the table has the shares in the profile (the true "
         "share of busy is higher); otherwise it has the times of the kernels, scaled to the tokens "

@@ -129,6 +129,12 @@ inline void check_rows(const char* op, const char* name, const torch::stable::Te
           " must be contiguous in its last dimension, with rows on 16-byte boundaries");
 }
 
+inline void check_aligned(const char* op, const char* name, const torch::stable::Tensor& x,
+                          int64_t bytes) {
+  require(reinterpret_cast<uintptr_t>(x.data_ptr()) % bytes == 0, op, ": ", name,
+          " must be aligned to ", bytes, " bytes");
+}
+
 // Number of blocks, if there are `work` units of work and each block does `per_block` of them.
 inline int64_t blocks_for(int64_t work, int64_t per_block) {
   return (work + per_block - 1) / per_block;

@@ -157,15 +157,20 @@ class DropoutResidualLayerNormBwd(NamedTuple):
                 check_tensor(op, name, vector, grad.shape[1:], FLOATS, grad)
         check_dropout(op, self.p, self.rng, grad)
 
-    def shape(self) -> Gradients:
+    @property
+    def grad(self) -> Tensor:
+        """dy, or dsum if that is None: the results have its shape and dtype."""
         grad = self.dsum if self.dy is None else self.dy
         assert grad is not None
+        return grad
+
+    def shape(self) -> Gradients:
+        grad = self.grad
         return grad.new_empty(grad.shape if self.p > 0 else 0), grad.new_empty(grad.shape)
 
     def reference(self) -> Gradients:
         dx, dresidual = self.compute()
-        grad = self.dsum if self.dy is None else self.dy
-        assert grad is not None
+        grad = self.grad
         dx = dx.to(grad.dtype) if self.p > 0 else grad.new_empty(0)
         return dx, dresidual.to(grad.dtype)
 

@@ -102,23 +102,23 @@ class Fp8DropoutResidualLayerNormBwd(NamedTuple):
     saturated: Written
 
     def check(self, op: str) -> None:
-        DropoutResidualLayerNormBwd(*self[:13]).check(op)
+        self._plain.check(op)
+        grad = self._plain.grad
         name = "dsum" if self.dy is None else "dy"
-        check_tensor(op, name, self._grad, ("T", "C"), (torch.bfloat16,))
-        check_statistics(op, self._grad, *self[13:])
+        check_tensor(op, name, grad, ("T", "C"), (torch.bfloat16,))
+        check_statistics(op, grad, *self[13:])
 
     @property
-    def _grad(self) -> Tensor:
-        grad = self.dsum if self.dy is None else self.dy
-        assert grad is not None
-        return grad
+    def _plain(self) -> DropoutResidualLayerNormBwd:
+        return DropoutResidualLayerNormBwd(*self[:13])
 
     def shape(self) -> Gradients:
-        return *empty_like(self._grad), self._grad.new_empty(self._grad.shape)
+        grad = self._plain.grad
+        return *empty_like(grad), grad.new_empty(grad.shape)
 
     def reference(self) -> Gradients:
-        dx, dresidual = DropoutResidualLayerNormBwd(*self[:13]).compute()
-        stored = dresidual.to(self._grad.dtype)  # first: the cast may overwrite dx
+        dx, dresidual = self._plain.compute()
+        stored = dresidual.to(self._plain.grad.dtype)  # first: the cast may overwrite dx
         return *quantise(dx, *self[13:]), stored
 
 

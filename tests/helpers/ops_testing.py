@@ -114,6 +114,22 @@ def on_gpu(x: Tensor) -> Tensor:
     return whole.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
 
 
+def assert_replays_draw_anew(run: Callable[[], list[Tensor]], rng: Tensor) -> None:
+    """Each replay of a captured run() has its results for the rng of that moment; the first result
+    has other dropout then."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    seen = []
+    for micro_batch in (1, 2):
+        rng[1] = micro_batch
+        graph.replay()
+        seen.append([t.clone() for t in captured])
+        assert all(map(torch.equal, seen[-1], run()))
+    assert not torch.equal(seen[0][0], seen[1][0])
+
+
 def skip_without_fp8() -> None:
     """Skips a test of fp8 kernels on GPUs before compute capability 8.9, after a test of the
     refusal."""
