@@ -1,13 +1,14 @@
 // Backward of a linear layer and of the activation and dropout in front of it:
 // x = dropout(activation(z)) [T, K], y = x W^T [T, N].
 //
-//   dz      [T, K]     = (dy W) slope              sums in float32, rounded once; twice, if a
+//   dz      [T, K]     = (dy W) slope / (1 - p)    sums in float32, rounded once; twice, if a
 //                                                  second kernel multiplies by the slope
 //   dweight [N, K] (+)= dy^T x
 //   dbias   [K]    (+)= column sum of dz, after dz is rounded
 //
-// The slope [T, K] is the derivative of x with respect to z. It comes from forward
-// (linear_activation_fwd.cu). For ReLU it is computed from x: [x > 0] / (1 - p).
+// The slope [T, K] is the derivative of the activation, or 0 where an element is dropped. It comes
+// from forward (linear_activation_fwd.cu); for bfloat16 it has a byte per number
+// (common/slope.cuh). For ReLU it is computed from x: [x > 0].
 //
 // dbias is the gradient of the bias in z. If that bias is given and has a NaN, dbias becomes NaN
 // there: forward's ReLU epilogue may have turned the NaN into 0 (common/nan.cuh).
@@ -42,6 +43,7 @@
 #include "common/ops.h"
 #include "common/optional.h"
 #include "common/reduce.cuh"
+#include "common/slope.cuh"
 #include "common/tile_product.cuh"
 #include "common/wgmma.cuh"
 
@@ -56,13 +58,13 @@ constexpr const char* kOp = "activation_linear_bwd";
 struct Params {
   TileProduct product;
   CUtensorMap slope, dz;
-  float scale;      // 1 / (1 - p); not used with kSlope
+  float scale;      // 1 / (1 - p)
   float* partials;  // [row_tiles, columns] column sums of dz; null: do not write
   int columns;
 };
 
 struct Tiles {
-  Tile slope;  // or x; then dz
+  Tile slope;  // or x; then dz. Bytes are in its second half
   TileStages stages;
   Mbarrier slope_full, dz_full, dz_summed;
 };
@@ -71,15 +73,24 @@ struct Tiles {
 
 constexpr int kSumWarps = 2;  // for the column sums
 
+// Whether T's slopes are bytes. Then two of a tile's boxes have them, with kSwizzleBytes columns
+// each.
+template <typename T, bool kSlope>
+constexpr bool kBytes = kSlope && std::is_same_v<T, __nv_bfloat16>;
+constexpr int kByteBoxes = kTileColumns / kSwizzleBytes, kFirstByteBox = kAcross - kByteBoxes;
+
+template <bool kOfBytes>
 __device__ __forceinline__ void load_slope_store_dz(const Params& p, Tiles& tiles) {
   uint32_t parity = 0;
   for_each_tile(p.product, [&](int row_tile, int column) {
     tma_store_wait_read();
     tiles.dz_summed.wait(parity ^ 1);
-    tiles.slope_full.arrive_expect_tx(sizeof(tiles.slope));
+    constexpr int kFirst = kOfBytes ? kFirstByteBox : 0;
+    constexpr int kColumns = kOfBytes ? kSwizzleBytes : kSwizzleColumns;
+    tiles.slope_full.arrive_expect_tx((kAcross - kFirst) * sizeof(tiles.slope[0]));
 #pragma unroll
-    for (int i = 0; i < kAcross; ++i) {
-      tma_load(tiles.slope[i], p.slope, column + i * kSwizzleColumns, row_tile * kTileRows,
+    for (int i = kFirst; i < kAcross; ++i) {
+      tma_load(tiles.slope[i], p.slope, column + (i - kFirst) * kColumns, row_tile * kTileRows,
                tiles.slope_full);
     }
     tiles.dz_full.wait(parity);
@@ -131,31 +142,52 @@ __device__ __forceinline__ uint32_t choose(uint32_t pair, __nv_bfloat162 x) {
   return pair & __hgtu2_mask(x, __nv_bfloat162{});
 }
 
+// Where the two slopes of a pair are, if they are bytes; see place_of().
+__device__ __forceinline__ const uint16_t* byte_pair(Tile& tile, int thread, int box, int pair) {
+  const int lane = thread % kWarp, row = thread / kWarp * 16 + lane / 4;
+  const int first = box * kSwizzleColumns + pair / 2 * 8 + lane % 4 * 2;  // column
+  const char* const bytes = reinterpret_cast<char*>(tile[kFirstByteBox + first / kSwizzleBytes]);
+  return reinterpret_cast<const uint16_t*>(bytes + (row + pair % 2 * 8) * kSwizzleBytes +
+                                           swizzle_128b(lane / 4, first % kSwizzleBytes / 16) +
+                                           first % 16);
+}
+
 // Computes dz from a thread's sums, and writes it in place of the slope or x. kSlope: whether the
 // tile contains the slope.
 template <typename T, bool kSlope>
 __device__ __forceinline__ void make_dz(const float (&sums)[kTileSums], float scale, Tile& tile,
                                         int thread) {
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  constexpr bool kOfBytes = kBytes<T, kSlope>;
+  if constexpr (kOfBytes) scale /= kSlopeSteps;
   uint32_t given[2][kTilePairs];
   const auto load = [&](int box) {
 #pragma unroll
     for (int i = 0; i < kTilePairs; ++i) {
-      given[box % 2][i] = *reinterpret_cast<const uint32_t*>(place_of(tile, thread, box, i));
+      if constexpr (kOfBytes) {
+        given[box % 2][i] = *byte_pair(tile, thread, box, i);
+      } else {
+        given[box % 2][i] = *reinterpret_cast<const uint32_t*>(place_of(tile, thread, box, i));
+      }
     }
   };
   load(0);
 #pragma unroll
   for (int box = 0; box < kAcross; ++box) {
     if (box + 1 < kAcross) load(box + 1);  // here, because nvcc moves no load ahead of a store
+    // dz will replace bytes that other lanes of the warp read.
+    if (kOfBytes && box >= kFirstByteBox) __syncwarp();
 #pragma unroll
     for (int i = 0; i < kTilePairs; ++i) {
       const float* const both = sums + 2 * (box * kTilePairs + i);
       const uint32_t word = given[box % 2][i];
       uint32_t dz;
-      if constexpr (kSlope) {
+      if constexpr (kOfBytes) {
+        dz = pack_pair<T>(both[0] * scale * scaled_slope(word, 0),
+                          both[1] * scale * scaled_slope(word, 1));
+      } else if constexpr (kSlope) {
         const float2 slope = unpack_pair<T>(word);
-        dz = pack_pair<T>(both[0] * slope.x, both[1] * slope.y);
+        dz = pack_pair<T>(both[0] * scale * slope.x, both[1] * scale * slope.y);
       } else {
         dz = choose(pack_pair<T>(both[0] * scale, both[1] * scale),
                     *reinterpret_cast<const Pair*>(&word));
@@ -201,7 +233,7 @@ __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
   } else {
     setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x == 0) load_operands<false>(p.product, tiles.stages);
-    if (threadIdx.x == kWarp) load_slope_store_dz(p, tiles);
+    if (threadIdx.x == kWarp) load_slope_store_dz<kBytes<T, kSlope>>(p, tiles);
     if (threadIdx.x >= 2 * kWarp) add_up<T>(p, tiles, threadIdx.x - 2 * kWarp);
     __syncwarp();
   }

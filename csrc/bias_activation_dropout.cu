@@ -11,7 +11,7 @@
 //
 // linear_activation_fwd.cu and activation_linear_bwd.cu do the same next to a product. If they
 // cannot do it in the product's kernel, they call these kernels. For gelu, forward then also writes
-// the derivative of y, and backward reads this derivative instead of x.
+// the slope (common/slope.cuh), and backward reads the slope instead of x.
 //
 // A warp processes 256 columns, eight per lane, and iterates over rows. So the bias and the lane's
 // part of dbias stay in registers. The loads of several rows are in flight. The warps of a block
@@ -57,22 +57,24 @@ constexpr int kBwdBlocks = 3;
 constexpr int kSlopeBlocks = std::min(kFwdBlocks, kBwdBlocks);
 constexpr int64_t kMaxGridY = 65535;
 
-// As Derivative, if x is the derivative.
+// As Derivative, if forward has stored the derivative.
 struct GivenDerivative {
   static constexpr bool kReadsX = true;
+  template <typename T>
+  using Given = SlopeColumns<T>;
   template <typename T>
   __device__ __forceinline__ static float times(float dy, float slope) {
     return dy * slope;
   }
 };
 
-template <typename T>
+template <typename T, typename X = T>
 struct Params {
-  const T* dy = nullptr;  // backward only
-  const T* x;
-  const T* bias;              // null: none
-  T* output;                  // y or dx
-  T* slope = nullptr;         // forward only: the derivative of y; may be x
+  const T* dy = nullptr;                              // backward only
+  const X* x;                                         // or the slope
+  const T* bias;                                      // null: none
+  T* output;                                          // y or dx
+  typename SlopeColumns<T>::Number* slope = nullptr;  // forward only
   float* partials = nullptr;  // [gridDim.y, columns] column sums of dx; null: do not compute
   int64_t dy_stride = 0, x_stride;
   int64_t rows, columns;
@@ -117,7 +119,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, kSlope ? kSlopeBlocks : kFwdBlo
     const int left = rows_left<kUnroll>(p.rows, row);
     const T* const x_row = p.x + row * p.x_stride + column;
     T* const y_row = p.output + row * p.columns + column;
-    T* const slope_row = p.slope + row * p.columns + column;
+    auto* const slope_row = p.slope + row * p.columns + column;
     Columns<T> x[kUnroll] = {};
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -127,7 +129,8 @@ __global__ void __launch_bounds__(kWarp* kWarps, kSlope ? kSlopeBlocks : kFwdBlo
     draw_rows(p.dropout, rng, row, group, keep);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      Columns<T> y, slope;
+      Columns<T> y;
+      SlopeColumns<T> slope;
       activate_columns<T, kActivation>(x[u], bias, p.dropout, true, keep[u], y, slope);
       if (u * kWarps >= left) continue;
       y.store(y_row + u * kWarps * p.columns);
@@ -137,8 +140,9 @@ __global__ void __launch_bounds__(kWarp* kWarps, kSlope ? kSlopeBlocks : kFwdBlo
 }
 
 template <typename T, typename TDerivative, int kUnroll>
-__global__ void __launch_bounds__(kWarp* kWarps, kBwdBlocks)
-    bias_activation_dropout_bwd_kernel(Params<T> p) {
+__global__ void __launch_bounds__(kWarp* kWarps, kBwdBlocks) bias_activation_dropout_bwd_kernel(
+    Params<T, typename TDerivative::template Given<T>::Number> p) {
+  using Given = typename TDerivative::template Given<T>;
   constexpr bool kReadsX = TDerivative::kReadsX;
   const int64_t group = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   const int64_t column = group * kColumnsPerDraw;
@@ -150,9 +154,10 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBwdBlocks)
   for (int64_t row = first_row<kUnroll>(); row < rows; row += rows_per_step<kUnroll>()) {
     const int left = rows_left<kUnroll>(rows, row);
     const T* const dy_row = p.dy + row * p.dy_stride + column;
-    const T* const x_row = p.x + row * p.x_stride + column;
+    const auto* const x_row = p.x + row * p.x_stride + column;
     T* const dx_row = p.output + row * p.columns + column;
-    Columns<T> dy[kUnroll] = {}, x[kUnroll] = {};  // zeros past the last row, so dx is zero there
+    Columns<T> dy[kUnroll] = {};  // zeros past the last row, so dx is zero there
+    Given x[kUnroll] = {};
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       if (u * kWarps < left) {
@@ -207,9 +212,9 @@ constexpr int kFwdUnroll = 8 / sizeof(T);
 template <typename T>
 constexpr int kBwdUnroll = 4 / sizeof(T);
 
-// slope: where the derivative of y is written, or null.
+// slope: where the slope is written, or an empty tensor.
 Tensor forward(const char* op, const Tensor& x, const std::optional<Tensor>& bias,
-               Activation activation, const DropoutFactors& dropout, const Tensor* slope) {
+               Activation activation, const DropoutFactors& dropout, const Tensor& slope) {
   check_inputs(op, x, bias);
   Tensor y = allocate(x, {x.size(0), x.size(1)});
   if (y.numel() == 0) return y;
@@ -222,7 +227,7 @@ Tensor forward(const char* op, const Tensor& x, const std::optional<Tensor>& bia
     const Params<T> params{.x = data_of<T>(x),
                            .bias = data_of<T>(bias),
                            .output = static_cast<T*>(y.mutable_data_ptr()),
-                           .slope = slope == nullptr ? nullptr : output_of<T>(*slope),
+                           .slope = output_of<typename SlopeColumns<T>::Number>(slope),
                            .x_stride = x.stride(0),
                            .rows = x.size(0),
                            .columns = x.size(1),
@@ -236,7 +241,7 @@ Tensor forward(const char* op, const Tensor& x, const std::optional<Tensor>& bia
     };
     dispatch_activation(activation, [&](auto chosen) {
       if constexpr (has_slope(chosen.value)) {
-        if (slope != nullptr) {
+        if (slope.numel() > 0) {
           return start(bias_activation_dropout_fwd_kernel<T, chosen.value, true, kFwdUnroll<T>>);
         }
       }
@@ -248,7 +253,7 @@ Tensor forward(const char* op, const Tensor& x, const std::optional<Tensor>& bia
 
 struct Backward {
   std::optional<Tensor> bias;
-  std::optional<Activation> activation;  // none: x is the derivative
+  std::optional<Activation> activation;  // none: x is the slope
   DropoutFactors dropout;
   std::optional<Tensor> dbias;
   std::optional<Tensor> parameter;  // the parameter whose NaN shall appear in dbias, or none
@@ -256,16 +261,16 @@ struct Backward {
 };
 
 Tensor backward(const char* op, const Tensor& dy, const Tensor& x, const Backward& p) {
-  check_inputs(op, x, p.bias);
+  if (p.activation.has_value()) check_inputs(op, x, p.bias);
   check_rows(op, "dy", dy);
   const Gradients gradients{{gradient_of(op, "dbias", p.dbias, p.parameter)}};
   const int64_t rows = x.size(0), columns = x.size(1);
-  Tensor dx = allocate(x, {rows, columns});
+  Tensor dx = allocate(dy, {rows, columns});
 
   const int32_t device = x.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
-  dispatch_float(x.scalar_type(), "bias_activation_dropout_bwd: x", [&](auto zero) {
+  dispatch_float(dy.scalar_type(), "bias_activation_dropout_bwd: x", [&](auto zero) {
     using T = decltype(zero);
     constexpr int64_t kRows = kWarps * kBwdUnroll<T>;
     const int64_t over_columns = std::max<int64_t>(1, blocks_for(columns, kColumnsPerBlock));
@@ -274,21 +279,22 @@ Tensor backward(const char* op, const Tensor& dy, const Tensor& x, const Backwar
     const int64_t blocks =
         std::min(blocks_for(rows, kRows), std::max<int64_t>(1, resident / over_columns));
     Tensor partials =
-        allocate(x, {p.dbias.has_value() ? blocks : 0, 1, columns}, ScalarType::Float);
+        allocate(dy, {p.dbias.has_value() ? blocks : 0, 1, columns}, ScalarType::Float);
     if (rows > 0 && columns > 0) {
-      const Params<T> params{
-          .dy = data_of<T>(dy),
-          .x = data_of<T>(x),
-          .bias = data_of<T>(p.bias),
-          .output = static_cast<T*>(dx.mutable_data_ptr()),
-          .partials = p.dbias.has_value() ? partials.mutable_data_ptr<float>() : nullptr,
-          .dy_stride = dy.stride(0),
-          .x_stride = x.stride(0),
-          .rows = rows,
-          .columns = columns,
-          .dropout = p.dropout};
       const dim3 grid(over_columns, blocks);
       const auto start = [&](auto derivative) {
+        using X = typename decltype(derivative)::template Given<T>::Number;
+        const Params<T, X> params{
+            .dy = data_of<T>(dy),
+            .x = data_of<X>(x),
+            .bias = data_of<T>(p.bias),
+            .output = static_cast<T*>(dx.mutable_data_ptr()),
+            .partials = p.dbias.has_value() ? partials.mutable_data_ptr<float>() : nullptr,
+            .dy_stride = dy.stride(0),
+            .x_stride = x.stride(0),
+            .rows = rows,
+            .columns = columns,
+            .dropout = p.dropout};
         launch({.op = op, .grid = grid, .block = dim3(kWarp, kWarps), .stream = stream},
                bias_activation_dropout_bwd_kernel<T, decltype(derivative), kBwdUnroll<T>>, params);
       };
@@ -323,19 +329,25 @@ Tensor bias_activation_dropout_fwd(const Tensor& x, std::optional<Tensor> bias,
                                    int64_t site) {
   const char* const op = "bias_activation_dropout_fwd";
   return forward(op, x, bias, activation_of(op, activation),
-                 DropoutFactors(rng.const_data_ptr<int64_t>(), site, p), nullptr);
+                 DropoutFactors(rng.const_data_ptr<int64_t>(), site, p), allocate(x, {0}));
 }
 
-Tensor replace_by_slope(const char* op, const Tensor& z, Activation activation,
-                        const DropoutFactors& dropout) {
-  return forward(op, z, std::nullopt, activation, dropout, &z);
+Tensor allocate_slope(const Tensor& y, bool need_slope) {
+  const bool bytes = y.scalar_type() == ScalarType::BFloat16;
+  const auto type = bytes ? ScalarType::Byte : y.scalar_type();
+  return need_slope ? allocate(y, {y.size(0), y.size(1)}, type) : allocate(y, {0}, type);
+}
+
+Tensor activation_fwd(const char* op, const Tensor& z, Activation activation,
+                      const DropoutFactors& dropout, const Tensor& slope) {
+  return forward(op, z, std::nullopt, activation, dropout, slope);
 }
 
 Tensor activation_bwd(const char* op, const Tensor& dy, const Tensor& x,
                       const std::optional<Tensor>& slope, float scale, std::optional<Tensor> dbias,
                       const std::optional<Tensor>& bias, bool accumulate) {
   DropoutFactors nothing_drops(nullptr, 0, 0.0);
-  if (!slope.has_value()) nothing_drops.scale = scale;
+  nothing_drops.scale = scale;
   return backward(
       op, dy, slope.value_or(x),
       {.bias = std::nullopt,

@@ -2,7 +2,8 @@
 //
 //   z     [T, F] = x W^T + bias              sums in float32, rounded once
 //   y     [T, F] = dropout(activation(z))
-//   slope [T, F] = dropout(activation'(z))   the derivative of y; the same dropout bits
+//   slope [T, F] = activation'(z), or 0 where y is dropped; a byte each for bfloat16
+//                  (common/slope.cuh)
 //
 //   saved for backward   the slope; for ReLU nothing, because it follows from y
 //   bytes moved          x and W several times, from L2; y and the slope once
@@ -56,7 +57,7 @@ struct Params {
   TileProduct product;
   const T* bias;
   T* y;
-  T* slope;  // null: do not write
+  typename SlopeColumns<T>::Number* slope;  // null: do not write
   int64_t rows;
   int columns;
   DropoutFactors dropout;
@@ -112,7 +113,8 @@ struct Rows {
       if constexpr (kDrops) keep = p.dropout.draw(rng, row, group);
       float no_bias[kColumnsPerDraw];  // z already contains the bias
       load_bias<T>(nullptr, 0, no_bias);
-      Columns<T> y, slope;
+      Columns<T> y;
+      SlopeColumns<T> slope;
       activate_columns<T, kActivation>(x, no_bias, p.dropout, kDrops, keep, y, slope);
       ++next;
       load();
@@ -219,13 +221,13 @@ std::optional<Results> by_tiles(const Tensor& x, const Tensor& weight, const Ten
   if (!product.has_value()) return std::nullopt;
   const int64_t rows = x.size(0), columns = weight.size(0);
   const Tensor y = allocate(x, {rows, columns});
-  const Tensor slope = need_slope ? allocate(x, {rows, columns}) : allocate(x, {0});
+  const Tensor slope = allocate_slope(y, need_slope);
   const auto start = [&](auto zero, auto chosen, auto drops) {
     using T = decltype(zero);
     const Params<T> params{.product = *product,
                            .bias = static_cast<const T*>(bias.const_data_ptr()),
                            .y = output_of<T>(y),
-                           .slope = output_of<T>(slope),
+                           .slope = output_of<typename SlopeColumns<T>::Number>(slope),
                            .rows = rows,
                            .columns = static_cast<int>(columns),
                            .dropout = dropout};
@@ -271,11 +273,8 @@ Results linear_activation_fwd(const Tensor& x, const Tensor& weight, const Tenso
     return {bias_activation_dropout_fwd(z, bias, activation, p, rng, site), allocate(x, {0})};
   }
   const Tensor z = linear_fwd(x, weight, bias, false);
-  if (need_slope) {
-    const Tensor y = replace_by_slope(kOp, z, which, dropout);
-    return {y, z};
-  }
-  return {bias_activation_dropout_fwd(z, std::nullopt, activation, p, rng, site), allocate(x, {0})};
+  const Tensor slope = allocate_slope(z, need_slope);
+  return {activation_fwd(kOp, z, which, dropout, slope), slope};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {

@@ -12,6 +12,7 @@
 #include "columns.cuh"
 #include "exp2.cuh"
 #include "nan.cuh"
+#include "slope.cuh"
 
 namespace lightseq {
 
@@ -95,6 +96,8 @@ template <Activation kActivation>
 struct Derivative {
   static constexpr bool kReadsX = kActivation != Activation::kIdentity;
   template <typename T>
+  using Given = Columns<T>;
+  template <typename T>
   __device__ __forceinline__ static float times(float dy, float v) {
     // Select, do not multiply: zero times infinity would be NaN.
     if constexpr (kActivation == Activation::kRelu) return v <= 0.0f ? 0.0f : dy;
@@ -114,12 +117,13 @@ __device__ __forceinline__ void load_bias(const T* bias, int64_t column,
   packed.unpack(values);
 }
 
-// y = dropout(activation(x + bias)) of eight columns, and its derivative. drops: dropout.drops().
+// y = dropout(activation(x + bias)) of eight columns, and its slope. drops: dropout.drops().
 template <typename T, Activation kActivation>
 __device__ __forceinline__ void activate_columns(const Columns<T>& x,
                                                  const float (&bias)[kColumnsPerDraw],
                                                  const DropoutFactors& dropout, bool drops,
-                                                 uint32_t keep, Columns<T>& y, Columns<T>& slope) {
+                                                 uint32_t keep, Columns<T>& y,
+                                                 SlopeColumns<T>& slope) {
   float values[kColumnsPerDraw], slopes[kColumnsPerDraw];
   x.unpack(values);
 #pragma unroll
@@ -130,7 +134,8 @@ __device__ __forceinline__ void activate_columns(const Columns<T>& x,
   }
   if (drops) {
     dropout.apply(keep, values);
-    dropout.apply(keep, slopes);
+#pragma unroll
+    for (int e = 0; e < kColumnsPerDraw; ++e) slopes[e] *= keep >> e & 1u ? 1.0f : 0.0f;
   }
   y.pack(values);
   slope.pack(slopes);

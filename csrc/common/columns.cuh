@@ -36,6 +36,7 @@ __device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float first, float 
 // Packed as in memory: eight 16-bit numbers of a load in flight occupy four registers, not eight.
 template <typename T>
 struct Columns {
+  using Number = T;
   static constexpr int kWords = kColumnsPerDraw * sizeof(T) / sizeof(uint32_t);
   uint32_t words[kWords];
 

@@ -31,7 +31,7 @@ struct Matrix {
 
   int64_t bytes(int64_t numbers) const {
     using torch::headeronly::ScalarType;
-    if (type == ScalarType::Float8_e4m3fn) return numbers;
+    if (type == ScalarType::Float8_e4m3fn || type == ScalarType::Byte) return numbers;
     return numbers * (type == ScalarType::Float ? 4 : 2);
   }
 };

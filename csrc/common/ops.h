@@ -29,12 +29,16 @@ torch::stable::Tensor bias_activation_dropout_fwd(const torch::stable::Tensor& x
                                                   std::string activation, double p,
                                                   const torch::stable::Tensor& rng, int64_t site);
 
-// Returns y = dropout(activation(z)), and overwrites z with the derivative of y.
-torch::stable::Tensor replace_by_slope(const char* op, const torch::stable::Tensor& z,
-                                       Activation activation, const DropoutFactors& dropout);
+// Memory for the slope of y (slope.cuh); empty if it is not needed.
+torch::stable::Tensor allocate_slope(const torch::stable::Tensor& y, bool need_slope);
 
-// dy * slope or, without slope, dy * scale where x is positive or NaN, else 0. Its column sum goes
-// to dbias, which is NaN where `bias` is NaN.
+// Returns y = dropout(activation(z)), and writes its slope, unless it is empty.
+torch::stable::Tensor activation_fwd(const char* op, const torch::stable::Tensor& z,
+                                     Activation activation, const DropoutFactors& dropout,
+                                     const torch::stable::Tensor& slope);
+
+// dy * scale * slope or, without slope, dy * scale where x is positive or NaN, else 0. Its column
+// sum goes to dbias, which is NaN where `bias` is NaN.
 torch::stable::Tensor activation_bwd(const char* op, const torch::stable::Tensor& dy,
                                      const torch::stable::Tensor& x,
                                      const std::optional<torch::stable::Tensor>& slope, float scale,

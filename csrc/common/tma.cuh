@@ -1,6 +1,6 @@
-// TMA (cp.async.bulk.tensor): the hardware copies boxes of a 16-bit tensor to shared memory and
-// back. It needs compute capability 9.0 or later. A box has rows of 128 bytes in the 128-byte
-// swizzle, which wgmma can read: eight rows of one column are in different banks.
+// TMA (cp.async.bulk.tensor): the hardware copies boxes of a tensor to shared memory and back. It
+// needs compute capability 9.0 or later. A box has rows of 128 bytes in the 128-byte swizzle, which
+// wgmma can read: eight rows of one column are in different banks.
 #pragma once
 
 #include <cuda.h>
@@ -20,12 +20,12 @@ constexpr int kSwizzleColumns = kSwizzleBytes / 2;  // 16-bit numbers of a box's
 
 // Whether the TMA can copy the matrix.
 inline bool fits_tma(const Matrix& x) {
-  return x.columns % 8 == 0 && x.stride % 8 == 0 && x.stride >= x.columns &&
+  return x.bytes(x.columns) % 16 == 0 && x.bytes(x.stride) % 16 == 0 && x.stride >= x.columns &&
          reinterpret_cast<uintptr_t>(x.data) % kRowAlignment == 0;
 }
 
-// Tensor map of 16-bit numbers; the arrays begin with the innermost dimension, strides (in bytes)
-// with the second one. Outside of the tensor, loads give zeros and stores write nothing.
+// Tensor map of 16-bit numbers or bytes; the arrays begin with the innermost dimension, strides (in
+// bytes) with the second one. Outside of the tensor, loads give zeros and stores write nothing.
 template <int kRank>
 CUtensorMap tensor_map_of(const void* data, torch::headeronly::ScalarType type,
                           const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
@@ -44,26 +44,28 @@ CUtensorMap tensor_map_of(const void* data, torch::headeronly::ScalarType type,
             "lightseq: the NVIDIA driver has no cuTensorMapEncodeTiled; install a newer driver");
     return reinterpret_cast<Encode>(function);
   }();
-  const bool half = type == torch::headeronly::ScalarType::Half;
+  using torch::headeronly::ScalarType;
+  const CUtensorMapDataType numbers = type == ScalarType::Byte   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                      : type == ScalarType::Half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                                 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   cuuint32_t steps[kRank];
   for (cuuint32_t& step : steps) step = 1;
   CUtensorMap map;
   const CUresult status =
-      encode(&map, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank,
-             const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(&map, numbers, kRank, const_cast<void*>(data), sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   require(status == CUDA_SUCCESS, "lightseq: cannot make a tensor map of ", sizes[kRank - 1],
           " rows of ", sizes[0], " numbers (CUDA error ", static_cast<int>(status), ")");
   return map;
 }
 
-// Boxes of `rows` times kSwizzleColumns.
+// Boxes of `rows` times 128 bytes.
 inline CUtensorMap tensor_map_of(const Matrix& x, int rows) {
-  return tensor_map_of<2>(x.data, x.type,
-                          {static_cast<cuuint64_t>(x.columns), static_cast<cuuint64_t>(x.rows)},
-                          {static_cast<cuuint64_t>(x.bytes(x.stride))},
-                          {kSwizzleColumns, static_cast<cuuint32_t>(rows)});
+  return tensor_map_of<2>(
+      x.data, x.type, {static_cast<cuuint64_t>(x.columns), static_cast<cuuint64_t>(x.rows)},
+      {static_cast<cuuint64_t>(x.bytes(x.stride))},
+      {static_cast<cuuint32_t>(kSwizzleBytes / x.bytes(1)), static_cast<cuuint32_t>(rows)});
 }
 
 // Byte offset of the 16-byte chunk number `chunk` within row `row` of a box.

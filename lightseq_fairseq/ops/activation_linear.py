@@ -1,9 +1,9 @@
 """Backward of dropout(activation(z)) and the linear layer after it: x = dropout(activation(z)),
 y = x weight^T.
 
-dz = (dy weight) * slope;  dweight (+)= dy^T x;  dbias (+)= column sum of dz. dbias is the gradient
-of the bias within z. slope is the derivative of x by z, see `linear_activation_fwd`. For relu it is
-1 / (1 - p) where x > 0, else 0: dropped elements of x are 0 as well.
+dz = (dy weight) * slope / (1 - p);  dweight (+)= dy^T x;  dbias (+)= column sum of dz. dbias is the
+gradient of the bias within z. For slope see `linear_activation_fwd`. For relu it is 1 where x > 0,
+else 0: dropped elements of x are 0 as well.
 
 Shapes: T = packed tokens (rows), K = inputs, N = outputs.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .checks import FLOATS, check_rows, check_tensor
 from .linear import LinearBwd
+from .linear_activation import read_slope, slope_dtype
 from .numerics import column_sum, store_gradient
 from .registry import Written, define
 
@@ -24,9 +25,9 @@ from .registry import Written, define
 class ActivationLinearBwd(NamedTuple):
     """dz [T, K].
 
-    dy: [T, N]. x: [T, K]. weight: [N, K]. slope: [T, K], or None for relu: then it follows from x,
-    and is 1 / (1 - p) where x is NaN. All of one dtype. p: dropout probability, used only if slope
-    is None; a given slope already includes 1 / (1 - p).
+    dy: [T, N]. x: [T, K]. weight: [N, K]. All of one dtype. slope: [T, K] as
+    `linear_activation_fwd` returns it, contiguous if it has bytes; or None for relu: then it
+    follows from x, and is 1 where x is NaN. p: dropout probability.
     dweight: [N, K] or None, dbias: [K] or None; overwritten or, with accumulate, added to.
     bias: [K], the bias within z, or None. Where bias is NaN, dbias becomes NaN: the kernel of
     forward may have turned that NaN into 0 in x (see `linear.linear_fwd`).
@@ -51,8 +52,12 @@ class ActivationLinearBwd(NamedTuple):
         for name, operand in (("x", x), ("weight", weight), ("dy", dy)):
             check_rows(op, name, operand)
         if slope is not None:
-            check_tensor(op, "slope", slope, x.shape, (x.dtype,), x)
+            check_tensor(op, "slope", slope, x.shape, (slope_dtype(x.dtype),), x)
             check_rows(op, "slope", slope)
+            if slope.dtype == torch.uint8 and not slope.is_contiguous():
+                raise ValueError(
+                    f"{op}: slope must be contiguous, its strides are {slope.stride()}"
+                )
         if dweight is not None:
             check_tensor(op, "dweight", dweight, weight.shape, FLOATS, x)
             check_rows(op, "dweight", dweight)
@@ -70,7 +75,7 @@ class ActivationLinearBwd(NamedTuple):
         dy, x, weight, slope, p, dweight, dbias, accumulate, bias = self
         dz = LinearBwd(dy, x, weight, dweight, None, None, accumulate, need_dx=True).reference()
         if slope is not None:
-            dz.mul_(slope)
+            dz.mul_(read_slope(slope) / (1 - p))
         else:
             torch.ops.aten.threshold_backward(dz, x, 0, grad_input=dz)
             if p > 0:

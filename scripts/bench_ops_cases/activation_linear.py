@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.ops.linear_activation import store_slope
 
 from .case import Case, Formula, Make, Sizes, without_autograd
 
@@ -28,6 +29,7 @@ def _activation_linear(name: str, sizes: Sizes, tokens: int, make: Make) -> Case
     slope = None
     if name == "gelu":
         slope = torch.ops.aten.gelu_backward(torch.ones_like(before), before)
+        slope = store_slope(slope, x.dtype)
 
     def formula(z: Tensor, bias: Tensor, weight: Tensor) -> tuple[Tensor]:
         return (functional.linear(activation(z + bias), weight),)
@@ -48,7 +50,7 @@ def _activation_linear(name: str, sizes: Sizes, tokens: int, make: Make) -> Case
     _, bwd = Formula(formula, (z, bias, weight), (dy,)).systems()
     return Case(
         f"activation_linear_bwd.{name}/T{tokens}",
-        (2 if slope is None else 3) * x.nbytes + 2 * weight.nbytes + dy.nbytes,
+        2 * x.nbytes + (0 if slope is None else slope.nbytes) + 2 * weight.nbytes + dy.nbytes,
         {"ours": without_autograd(backward), **bwd, "library": without_autograd(separate)},
         4 * tokens * c * f,
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.ops.linear_activation import slope_dtype
 
 from .case import SITE, Case, Formula, Make, Sizes, without_autograd
 
@@ -32,7 +33,7 @@ def linear_activation(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
     fwd, _ = Formula(formula, (x, weight, bias), (dy,)).systems()
     yield Case(
         f"linear_activation_fwd.gelu/T{tokens}",
-        x.nbytes + weight.nbytes + 2 * dy.nbytes,
+        x.nbytes + weight.nbytes + dy.nbytes + dy.numel() * slope_dtype(dy.dtype).itemsize,
         {"ours": without_autograd(forward), **fwd, "library": without_autograd(separate)},
         2 * tokens * c * f,
     )

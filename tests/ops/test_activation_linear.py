@@ -8,6 +8,7 @@ from helpers.ops_testing import assert_as_good_as, check_op, poisoned
 from torch.nn import functional
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.ops.linear_activation import store_slope
 
 T, K, N = 7, 5, 6
 
@@ -41,12 +42,13 @@ def test_equals_autograd():
 
 
 def test_slope():
-    """The slope includes the factor of dropout, so p is not used."""
+    """The slope is 0 where dropout drops, and does not include its factor."""
     z, weight, dy = inputs()
-    factors = (torch.rand(T, K) > 0.3).double() / 0.7
+    keep = (torch.rand(T, K) > 0.3).double()
+    factors = keep / 0.7
     (y, slope), dweight, dbias = gelu_with_slope(z), poisoned(N, K), poisoned(K)
     dz = ops.activation_linear_bwd(
-        dy, y * factors, weight, slope * factors, 0.3, dweight, dbias, False
+        dy, y * factors, weight, slope * keep, 0.3, dweight, dbias, False
     )
     expected = formula(z, weight, dy, factors, functional.gelu)
     for ours, theirs in zip((dz, dweight, dbias), expected, strict=True):
@@ -98,6 +100,8 @@ def test_16_bits(with_slope, dtype):
     dweight, dbias = torch.empty_like(weight), torch.empty_like(z[0])
     activation = functional.gelu if with_slope else functional.relu
     y, slope = gelu_with_slope(z) if with_slope else (z.relu(), None)
+    if slope is not None:
+        slope = store_slope(slope, dtype)
     dz = ops.activation_linear_bwd(dy, y, weight, slope, 0.0, dweight, dbias, False)
     plain, exact = (
         formula(*(t.to(kind) for t in (z, weight, dy)), activation=activation)
@@ -131,6 +135,12 @@ def test_refuses_what_does_not_fit():
         ops.activation_linear_bwd(dy, z, weight, z[:0], 0.0, None, None, False)
     with pytest.raises(ValueError, match="slope must be contiguous in its last dimension"):
         ops.activation_linear_bwd(dy, z, weight, z.t().contiguous().t(), 0.0, None, None, False)
+    narrow = [t.bfloat16() for t in (dy, z, weight)]
+    with pytest.raises(ValueError, match="slope must be uint8, got bfloat16"):
+        ops.activation_linear_bwd(*narrow, narrow[1], 0.0, None, None, False)
+    wide = torch.zeros(T, 2 * K, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"slope must be contiguous, its strides are \(10, 1\)"):
+        ops.activation_linear_bwd(*narrow, wide[:, :K], 0.0, None, None, False)
     with pytest.raises(ValueError, match=r"activation_linear_bwd: p must be in \[0, 1\), got 1"):
         ops.activation_linear_bwd(dy, z, weight, None, 1.0, None, None, False)
 

@@ -8,6 +8,7 @@ from helpers.ops_testing import assert_as_good_as, check_op, leaf, make_rng, poi
 from torch.nn import functional
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.ops.linear_activation import read_slope, store_slope
 
 T, C, F, SITE = 7, 5, 9, 2
 ACTIVATIONS = {
@@ -29,14 +30,14 @@ def run(operands, activation, p=0.0, need_slope=True):
 
 
 def composed(operands, activation, p, dtype=None):
-    """y and its derivative by the product."""
+    """y and the slope."""
     x, weight, bias = (t if dtype is None else t.to(dtype) for t in operands)
     z = leaf(functional.linear(x, weight, bias), x.dtype)
     y = ACTIVATIONS[activation](z)
     if p > 0:
-        y = y * ops.keep_mask(make_rng(), SITE, torch.arange(len(x)), y.shape[1], p) / (1 - p)
+        y = y * ops.keep_mask(make_rng(), SITE, torch.arange(len(x)), y.shape[1], p)
     y.sum().backward()
-    return y.detach(), z.grad
+    return y.detach() / (1 - p), z.grad
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -87,8 +88,22 @@ def test_y_is_the_same_without_slope(activation):
 def test_16_bits(activation, dtype):
     operands = inputs(dtype, 300, 64, 72)
     plain, exact = (composed(operands, activation, 0.1, kind) for kind in (dtype, torch.float64))
-    for three in zip(run(operands, activation, 0.1), plain, exact, strict=True):
+    y, slope = run(operands, activation, 0.1)
+    for three in zip((y, read_slope(slope).to(dtype)), plain, exact, strict=True):
         assert_as_good_as(*three, activation)
+
+
+def test_bytes_of_a_slope():
+    """Only of bfloat16. 0 and 1 are exact, and nothing is off by more than half a step."""
+    slope = torch.linspace(-0.13, 1.13, 10001, dtype=torch.float64)
+    stored = store_slope(slope, torch.bfloat16)
+    assert stored.dtype == torch.uint8 and (read_slope(stored) - slope).abs().max() < 1 / 399
+    exact = torch.tensor([0.0, 1.0])
+    assert torch.equal(read_slope(store_slope(exact, torch.bfloat16)), exact)
+    assert store_slope(torch.tensor([torch.nan]), torch.bfloat16).item() == 255
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        assert torch.equal(store_slope(slope, dtype), slope.to(dtype))
+        assert read_slope(slope.to(dtype)).dtype == dtype
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -107,7 +122,8 @@ def test_gelu_of_infinities_is_its_limit(activation, dtype):
     z = torch.tensor([torch.inf, -torch.inf, 3e38, -3e38, 200, -200, torch.nan, 0], dtype=dtype)
     y, slope = run((z[:, None], torch.ones(1, 1, dtype=dtype), z[-1:]), activation)
     assert torch.equal(y[:6, 0], z[:6].clamp_min(0)) and y[6].isnan()
-    assert slope[:6, 0].tolist() == [1, 0, 1, 0, 1, 0] and slope[6].isnan()
+    assert read_slope(slope)[:6, 0].tolist() == [1, 0, 1, 0, 1, 0]
+    assert slope[6] == 255 if dtype == torch.bfloat16 else slope[6].isnan()
 
 
 def test_inputs_are_not_written():

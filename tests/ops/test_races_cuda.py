@@ -15,6 +15,7 @@ from helpers.ops_testing import make_rng, skip_without_fp8
 from torch import Tensor
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.ops.linear_activation import store_slope
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State
 
 pytestmark = pytest.mark.gpu
@@ -267,7 +268,10 @@ def test_linear_activation(rows: int, activation: str, dtype: torch.dtype) -> No
 def test_activation_linear(with_slope: bool, dtype: torch.dtype) -> None:
     rows, outputs, inputs = TILED
     x, dy = on_gpu(dtype, rows, inputs), on_gpu(dtype, rows, outputs)
-    weight, slope = on_gpu(dtype, outputs, inputs), x if with_slope else None
+    weight, slope = (
+        on_gpu(dtype, outputs, inputs),
+        store_slope(x.clamp(0, 1), dtype) if with_slope else None,
+    )
 
     def call() -> tuple[Tensor, ...]:
         dbias = torch.empty_like(x[0])
