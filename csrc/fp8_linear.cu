@@ -26,6 +26,7 @@
 
 #include "common/check.h"
 #include "common/device.h"
+#include "common/fp8_ops.h"
 #include "common/matmul.h"
 
 namespace lightseq {
@@ -47,6 +48,8 @@ const float* scale_of(const char* op, const char* name, const Tensor& scale) {
   return scale.const_data_ptr<float>();
 }
 
+}  // namespace
+
 Tensor fp8_linear_fwd(const Tensor& x, const Tensor& x_scale, const Tensor& weight,
                       const Tensor& weight_scale, std::optional<Tensor> bias) {
   constexpr const char* kOp = "fp8_linear_fwd";
@@ -67,6 +70,8 @@ Tensor fp8_linear_fwd(const Tensor& x, const Tensor& x_scale, const Tensor& weig
            current_stream(x.get_device()));
   return y;
 }
+
+namespace {
 
 Tensor fp8_linear_bwd(const Tensor& dy, const Tensor& dy_transpose, const Tensor& dy_scale,
                       const Tensor& x_transpose, const Tensor& x_scale,

@@ -2,9 +2,11 @@
 //
 //   values [T, C], transpose [C, P]   x / scale in E4M3
 //   amax, saturated                   raised and added to
+//   sums [C]                     (+)= column sums of x; optional
 //
 //   bytes moved   x, values and transpose once: 4 per number of a 16-bit type, as many as a copy
-//   determinism   the same bits as the reference, ops/fp8_quantise.py
+//   determinism   the same bits as the reference, ops/fp8_quantise.py; the order of the column sums
+//                 depends only on the sizes
 //
 // common/fp8_cast.cuh explains the kernel.
 
@@ -12,29 +14,43 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
 #include <tuple>
+#include <type_traits>
 
 #include "common/check.h"
+#include "common/column_sum.cuh"
 #include "common/fp8_cast.cuh"
 #include "common/optional.h"
 
 namespace lightseq {
 namespace {
 
+using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 std::tuple<Tensor, Tensor> fp8_quantise(const Tensor& x, const Tensor& scale, Tensor amax,
-                                        Tensor saturated) {
+                                        Tensor saturated, std::optional<Tensor> sums,
+                                        bool accumulate) {
   constexpr const char* kOp = "fp8_quantise";
   check_cast(kOp, "x", x);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device());
+  const cudaStream_t stream = current_stream(x.get_device());
   const auto results = allocate_cast(x);
-  const Cast cast = cast_into(results, scale, amax, saturated);
+  Cast cast = cast_into(results, scale, amax, saturated);
+  const Gradients gradients{{gradient_of(kOp, "sums", sums)}};
+  const Tensor partials =
+      allocate(x, {sums ? cast.tiles_down() : 0, 1, cast.columns}, ScalarType::Float);
+  if (sums) cast.partials = partials.mutable_data_ptr<float>();
   dispatch_float(x.scalar_type(), "fp8_quantise: x", [&](auto zero) {
     using T = decltype(zero);
-    launch_cast(kOp, Given<T>{.x = data_of<T>(x), .stride = x.stride(0)}, cast,
-                current_stream(x.get_device()));
+    const auto start = [&](auto has_sums) {
+      launch_cast(kOp, Given<T, has_sums.value>{.x = data_of<T>(x), .stride = x.stride(0)}, cast,
+                  stream);
+    };
+    sums ? start(std::true_type{}) : start(std::false_type{});
   });
+  if (sums) add_partials(partials, gradients, accumulate, stream);
   return results;
 }
 

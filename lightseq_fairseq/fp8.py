@@ -54,7 +54,6 @@ class Operands:
         input, weight, gradient: the scalars of the three casts.
         values, transpose: the weight in E4M3, [N, K] and [K, N].
         count: called with the number of values of each cast.
-        no_rng: int64 [2], for ops that draw no random numbers.
         nothing: one NaN of the model's dtype, see `stand_in`.
     """
 
@@ -64,7 +63,6 @@ class Operands:
     values: Tensor
     transpose: Tensor
     count: Callable[[int], None]
-    no_rng: Tensor
     nothing: Tensor
 
 
@@ -100,7 +98,6 @@ class Fp8State:
         self.saturated = torch.zeros(3, count, dtype=torch.int64, device=device)
         self.cast = torch.zeros((), dtype=torch.float64, device=device)
         self._pending = 0  # numbers that the current pass has cast
-        no_rng = torch.zeros(2, dtype=torch.int64, device=device)
         nothing = low.data.new_full((1,), torch.nan)
         places, end = [], 0
         for weight in weights.values():
@@ -120,7 +117,7 @@ class Fp8State:
             values = self._values[part].view(weight.shape)
             transpose = self._transposes[part].view(weight.shape[::-1])
             self._operands[_key(weight)] = Operands(
-                input, of_weight, gradient, values, transpose, self._count, no_rng, nothing
+                input, of_weight, gradient, values, transpose, self._count, nothing
             )
         self.passes_due = 0 if self._load(saved) else _FIRST_PASSES
         if self.passes_due:

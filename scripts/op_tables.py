@@ -14,7 +14,7 @@ Rows = list[dict[str, Any]]
 OPS_SIZE, UPDATE_SIZES = "T16384", ("N217M", "N176M")
 OPS_PLOT = "scripts/results/ops-h200.svg"
 # Limited by arithmetic, not by memory; so is attention.
-PRODUCTS = "linear", "activation_linear", "fp8_linear"
+PRODUCTS = "linear", "activation_linear", "fp8_linear", "fp8_activation_linear"
 PLOTTED = {"ours": ("lightseq-fairseq", OURS), "compile": ("torch.compile", OTHERS)}
 # Words for parts of names, in the plot; the table has the names of the code.
 WORDS = {
@@ -24,7 +24,6 @@ WORDS = {
     "adam_step": "Adam: update",
     "fp8_quantise": "fp8: cast",
     "fp8_weights": "fp8: cast of all weights",
-    "fp8_relu_dropout": "fp8: ReLU + dropout",
     "fp8_": "fp8: ",
     "(long)": "(long sentences)",
     "_fwd": ", forward",

@@ -117,7 +117,26 @@ __device__ __forceinline__ void load_bias(const T* bias, int64_t column,
   packed.unpack(values);
 }
 
-// y = dropout(activation(x + bias)) of eight columns, and its slope. drops: dropout.drops().
+// Replaces x by dropout(activation(x + bias)) in eight columns, and computes the slopes. drops:
+// dropout.drops().
+template <typename T, Activation kActivation>
+__device__ __forceinline__ void activate(float (&x)[kColumnsPerDraw],
+                                         const float (&bias)[kColumnsPerDraw],
+                                         const DropoutFactors& dropout, bool drops, uint32_t keep,
+                                         float (&slopes)[kColumnsPerDraw]) {
+#pragma unroll
+  for (int e = 0; e < kColumnsPerDraw; ++e) {
+    const Activated activated = activate<T, kActivation>(x[e] + bias[e]);
+    x[e] = activated.value;
+    slopes[e] = activated.slope;
+  }
+  if (!drops) return;
+  dropout.apply(keep, x);
+#pragma unroll
+  for (int e = 0; e < kColumnsPerDraw; ++e) slopes[e] *= keep >> e & 1u ? 1.0f : 0.0f;
+}
+
+// The same for packed numbers.
 template <typename T, Activation kActivation>
 __device__ __forceinline__ void activate_columns(const Columns<T>& x,
                                                  const float (&bias)[kColumnsPerDraw],
@@ -126,23 +145,13 @@ __device__ __forceinline__ void activate_columns(const Columns<T>& x,
                                                  SlopeColumns<T>& slope) {
   float values[kColumnsPerDraw], slopes[kColumnsPerDraw];
   x.unpack(values);
-#pragma unroll
-  for (int e = 0; e < kColumnsPerDraw; ++e) {
-    const Activated activated = activate<T, kActivation>(values[e] + bias[e]);
-    values[e] = activated.value;
-    slopes[e] = activated.slope;
-  }
-  if (drops) {
-    dropout.apply(keep, values);
-#pragma unroll
-    for (int e = 0; e < kColumnsPerDraw; ++e) slopes[e] *= keep >> e & 1u ? 1.0f : 0.0f;
-  }
+  activate<T, kActivation>(values, bias, dropout, drops, keep, slopes);
   y.pack(values);
   slope.pack(slopes);
 }
 
 // Whether forward must save the derivative. relu's follows from the output; identity's is 1.
-constexpr bool has_slope(Activation activation) {
+__host__ __device__ constexpr bool has_slope(Activation activation) {
   return activation == Activation::kGelu || activation == Activation::kGeluAccurate;
 }
 

@@ -51,6 +51,13 @@ __device__ __forceinline__ uint32_t pack_e4m3(float first, float second) {
   return pair;
 }
 
+// Bit 7 of each byte of the result: whether the E4M3 number is positive or NaN. Other bits are 0.
+__device__ __forceinline__ uint32_t positive_or_nan(uint32_t four) {
+  const uint32_t size = four & 0x7f7f7f7fu;  // so a sum of two bytes does not carry
+  const uint32_t is_not_zero = size + 0x7f7f7f7fu, is_nan = size + 0x01010101u;
+  return is_not_zero & (~four | is_nan) & 0x80808080u;
+}
+
 // in[i]: four bytes of row i. out[i]: the bytes of column i.
 __device__ __forceinline__ void transpose_bytes(const uint32_t (&in)[4], uint32_t (&out)[4]) {
   const uint32_t low01 = __byte_perm(in[0], in[1], 0x5140);
@@ -63,10 +70,20 @@ __device__ __forceinline__ void transpose_bytes(const uint32_t (&in)[4], uint32_
   out[3] = __byte_perm(high01, high23, 0x7632);
 }
 
+struct Cast;
+
 // The statistics of some of the numbers.
 struct CastStatistics {
   float amax;
   unsigned saturated;
+
+  // Those of a warp's lanes.
+  __device__ __forceinline__ CastStatistics of_warp() const {
+    return {__uint_as_float(__reduce_max_sync(kAllLanes, __float_as_uint(amax))),
+            __reduce_add_sync(kAllLanes, saturated)};
+  }
+  // Adds them to those of the cast.
+  __device__ __forceinline__ void publish(const Cast& cast) const;
 
   // Returns the eight numbers in E4M3. Zeros that are not counted if they do not exist.
   __device__ __forceinline__ uint2 cast(float (&x)[kColumnsPerDraw], float inverse, bool exist) {
@@ -101,22 +118,19 @@ struct BlockStatistics {
   CastStatistics of_warp[kWarps];
 
   __device__ __forceinline__ void note(const CastStatistics& mine, int thread) {
-    const CastStatistics all = {
-        __uint_as_float(__reduce_max_sync(kAllLanes, __float_as_uint(mine.amax))),
-        __reduce_add_sync(kAllLanes, mine.saturated)};
+    const CastStatistics all = mine.of_warp();
     if (thread % kWarp == 0) of_warp[thread / kWarp] = all;
   }
 
   // Only one thread calls it.
-  __device__ __forceinline__ void publish(int* amax, unsigned long long* saturated) const {
+  __device__ __forceinline__ void publish(const Cast& cast) const {
     CastStatistics all = of_warp[0];
 #pragma unroll
     for (int i = 1; i < kWarps; ++i) {
       all.amax = fmaxf(all.amax, of_warp[i].amax);
       all.saturated += of_warp[i].saturated;
     }
-    atomicMax(amax, __float_as_int(all.amax));
-    if (all.saturated > 0) atomicAdd(saturated, all.saturated);
+    all.publish(cast);
   }
 };
 
@@ -133,6 +147,11 @@ struct Cast {
 
   int64_t tiles_down() const { return blocks_for(rows, kCastTile); }
 };
+
+__device__ __forceinline__ void CastStatistics::publish(const Cast& cast) const {
+  atomicMax(cast.amax, __float_as_int(amax));
+  if (saturated > 0) atomicAdd(cast.saturated, saturated);
+}
 
 // What a block and a thread cast.
 struct CastPlace {
@@ -314,7 +333,7 @@ __device__ __forceinline__ void cast_tile(const Source& source, const Cast& cast
           sum;
     }
   }
-  if (threadIdx.x == 0) of_block.publish(cast.amax, cast.saturated);
+  if (threadIdx.x == 0) of_block.publish(cast);
 }
 
 template <typename Source>
@@ -328,11 +347,11 @@ template <typename T>
 constexpr int kCastRowsAhead = 16 / sizeof(T);
 
 // The source of a matrix in memory.
-template <typename T>
+template <typename T, bool kSums_ = false>
 struct Given {
-  static constexpr int kBlocks = 4;
+  static constexpr int kBlocks = !kSums_ ? 4 : sizeof(T) == 2 ? 3 : 2;
   static constexpr int kRowsAhead = kCastRowsAhead<T>;
-  static constexpr bool kSums = false;
+  static constexpr bool kSums = kSums_;
   using Row = Columns<T>;
   struct State {
     __device__ __forceinline__ State(const Given&, const Cast&, const CastPlace&, CastTile&) {}
@@ -365,12 +384,16 @@ inline void check_cast(const char* op, const char* name, const torch::stable::Te
           " numbers, got ", x.size(1));
 }
 
-// values [T, C] and transpose [C, P] for x [T, C].
+// values [T, C] and transpose [C, P] for a matrix [T, C] on the device of `like`.
+inline std::tuple<torch::stable::Tensor, torch::stable::Tensor> allocate_cast(
+    const torch::stable::Tensor& like, int64_t rows, int64_t columns) {
+  constexpr auto kType = torch::headeronly::ScalarType::Float8_e4m3fn;
+  const int64_t pitch = blocks_for(rows, kFp8Alignment) * kFp8Alignment;
+  return {allocate(like, {rows, columns}, kType), allocate(like, {columns, pitch}, kType)};
+}
 inline std::tuple<torch::stable::Tensor, torch::stable::Tensor> allocate_cast(
     const torch::stable::Tensor& x) {
-  constexpr auto kType = torch::headeronly::ScalarType::Float8_e4m3fn;
-  const int64_t pitch = blocks_for(x.size(0), kFp8Alignment) * kFp8Alignment;
-  return {allocate(x, {x.size(0), x.size(1)}, kType), allocate(x, {x.size(1), pitch}, kType)};
+  return allocate_cast(x, x.size(0), x.size(1));
 }
 
 inline Cast cast_into(const std::tuple<torch::stable::Tensor, torch::stable::Tensor>& results,

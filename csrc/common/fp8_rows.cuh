@@ -73,7 +73,7 @@ class RowCast {
     __shared__ BlockStatistics<kBlockThreads / kWarp> of_block;
     of_block.note(statistics_, thread());
     __syncthreads();
-    if (thread() == 0) of_block.publish(cast_.amax, cast_.saturated);
+    if (thread() == 0) of_block.publish(cast_);
   }
 
  private:

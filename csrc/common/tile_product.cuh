@@ -51,25 +51,35 @@ struct TileProduct {
   unsigned blocks;  // of the launch: at most one per SM, and one for each tile of a pair
 };
 
+// Tiles for results of this size, if they occupy at least three quarters of the SMs.
+inline std::optional<TileProduct> tiles_of(int64_t rows, int64_t columns, int32_t device) {
+  const int64_t row_tiles = blocks_for(rows, kTileRows);
+  const int64_t column_tiles = blocks_for(columns, kTileColumns);
+  const int64_t clusters = resident_blocks(device, 1) / kCluster;
+  const int64_t pairs = blocks_for(row_tiles, kCluster) * column_tiles;
+  if (4 * pairs < 3 * clusters) return std::nullopt;
+  return TileProduct{.a = {},
+                     .b = {},
+                     .steps = 0,
+                     .row_tiles = static_cast<int>(row_tiles),
+                     .column_tiles = static_cast<int>(column_tiles),
+                     .blocks = static_cast<unsigned>(kCluster * std::min(pairs, clusters))};
+}
+
 // The product a b, or a b^T with transpose_b, of matrices in memory, if the GPU and the operands
-// support it, and if the tiles occupy at least three quarters of the SMs.
+// support it, and if there are tiles_of() it.
 inline std::optional<TileProduct> tile_product(const Matrix& a, const Matrix& b, bool transpose_b,
                                                int32_t device) {
   using torch::headeronly::ScalarType;
   if (!has_wgmma(device)) return std::nullopt;
   if (a.type != ScalarType::Half && a.type != ScalarType::BFloat16) return std::nullopt;
   if (!fits_tma(a) || !fits_tma(b)) return std::nullopt;
-  const int64_t row_tiles = blocks_for(a.rows, kTileRows);
-  const int64_t column_tiles = blocks_for(transpose_b ? b.rows : b.columns, kTileColumns);
-  const int64_t clusters = resident_blocks(device, 1) / kCluster;
-  const int64_t pairs = blocks_for(row_tiles, kCluster) * column_tiles;
-  if (4 * pairs < 3 * clusters) return std::nullopt;
-  return TileProduct{.a = tensor_map_of(a, kTileRows),
-                     .b = tensor_map_of(b, kDepth),  // the boxes of b^T are also 64 x 64
-                     .steps = static_cast<int>(blocks_for(a.columns, kDepth)),
-                     .row_tiles = static_cast<int>(row_tiles),
-                     .column_tiles = static_cast<int>(column_tiles),
-                     .blocks = static_cast<unsigned>(kCluster * std::min(pairs, clusters))};
+  std::optional<TileProduct> product = tiles_of(a.rows, transpose_b ? b.rows : b.columns, device);
+  if (!product.has_value()) return std::nullopt;
+  product->a = tensor_map_of(a, kTileRows);
+  product->b = tensor_map_of(b, kDepth);  // the boxes of b^T are also 64 x 64
+  product->steps = static_cast<int>(blocks_for(a.columns, kDepth));
+  return product;
 }
 
 // A tile of 16-bit numbers, as boxes of 64 columns in the 128-byte swizzle.

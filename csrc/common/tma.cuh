@@ -45,7 +45,8 @@ CUtensorMap tensor_map_of(const void* data, torch::headeronly::ScalarType type,
     return reinterpret_cast<Encode>(function);
   }();
   using torch::headeronly::ScalarType;
-  const CUtensorMapDataType numbers = type == ScalarType::Byte   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+  const bool bytes = type == ScalarType::Byte || type == ScalarType::Float8_e4m3fn;
+  const CUtensorMapDataType numbers = bytes                      ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                       : type == ScalarType::Half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                                  : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   cuuint32_t steps[kRank];
@@ -90,6 +91,16 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap& from, int 
       : "memory");
 }
 
+// Loads a box of a tensor with four dimensions; at: its first element, the innermost index first.
+__device__ __forceinline__ void tma_load(void* to, const CUtensorMap& from, const int (&at)[4],
+                                         Mbarrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(to)),
+      "l"(&from), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(shared_address(&barrier))
+      : "memory");
+}
+
 // Loads adjacent bytes; addresses and sizes are multiples of 16.
 __device__ __forceinline__ void tma_load(void* to, const void* from, uint32_t bytes,
                                          Mbarrier& barrier) {
@@ -108,6 +119,17 @@ __device__ __forceinline__ void tma_load_multicast(void* to, const CUtensorMap& 
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
       "l"(&from), "r"(column), "r"(row), "r"(shared_address(&barrier)), "h"(blocks)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_multicast(void* to, const CUtensorMap& from,
+                                                   const int (&at)[5], Mbarrier& barrier,
+                                                   uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(shared_address(to)),
+      "l"(&from), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]),
+      "r"(shared_address(&barrier)), "h"(blocks)
       : "memory");
 }
 

@@ -160,6 +160,23 @@ __device__ __forceinline__ void wgmma_first(float (&sums)[kCount], uint64_t a, u
   }
 }
 
+// sums [64, 128] = a [64, 32] b [32, 128], or += if `accumulate`, of E4M3; both K-major. The tensor
+// cores add with fewer bits than float32.
+__device__ __forceinline__ void wgmma_e4m3(float (&sums)[64], uint64_t a, uint64_t b,
+                                           bool accumulate) {
+  if (accumulate) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" LIGHTSEQ_NAMES_OF_64
+                 "}, %64, %65, 1, 1, 1;"
+                 : LIGHTSEQ_SUMS_OF_64(LIGHTSEQ_ADDED)
+                 : "l"(a), "l"(b));
+  } else {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" LIGHTSEQ_NAMES_OF_64
+                 "}, %64, %65, 0, 1, 1;"
+                 : LIGHTSEQ_SUMS_OF_64(LIGHTSEQ_WRITTEN)
+                 : "l"(a), "l"(b));
+  }
+}
+
 // sums += a b with a in registers, as in the sums of another product: a word has two columns of a
 // row; the four words are columns 16 * k ... 16 * k + 15 of rows r and r + 8.
 template <typename T, int kTransB, int kCount>
@@ -191,6 +208,12 @@ __device__ __forceinline__ void wgmma_wait() {
 // address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix_x4(uint32_t row, const uint32_t* matrices) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+               : "memory");
+}
+// The same, but row and column of each matrix are exchanged.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t row, const uint32_t* matrices) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
                "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
                : "memory");
 }

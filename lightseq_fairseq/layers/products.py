@@ -118,60 +118,57 @@ class Fp8Product(Product):
 
     def forward(self, x: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         of = self.operands
-        if isinstance(x, Tensor):
-            x = fp8.attached(x, of) or ops.fp8_quantise(x, *of.input)
-        values, transpose = x
-        of.count(values.numel())
+        values, transpose = self._input(x)
         y = ops.fp8_linear_fwd(values, of.input.scale, of.values, of.weight.scale, bias)
         return y, transpose
+
+    def _input(self, x: Any) -> Quantised:
+        of = self.operands
+        if isinstance(x, Tensor):
+            x = fp8.attached(x, of) or ops.fp8_quantise(x, *of.input)
+        of.count(x[0].numel())
+        return x
 
     def backward(
         self, dy: Any, kept: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor | None,
         accumulate: bool, need_dx: bool = True, onto: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         of = self.operands
-        values, transpose = dy if isinstance(dy, tuple) else self._cast(dy, dbias, accumulate)
+        values, transpose = self._gradient(dy, dbias, accumulate)
         of.count(values.numel())
         return ops.fp8_linear_bwd(
             values, transpose, of.gradient.scale, kept, of.input.scale, of.transpose,
             of.weight.scale, dweight=dweight, onto=onto, accumulate=accumulate, need_dx=need_dx,
         )  # fmt: skip
 
-    def _cast(self, dy: Tensor, dbias: Tensor | None, accumulate: bool) -> Quantised:
-        to = self.operands.gradient
-        if dbias is None:
-            return ops.fp8_quantise(dy, *to)
-        # The op that casts also sums the columns. Without activation and dropout it reads neither
-        # x nor the rng, for which other tensors stand here.
-        rng = self.operands.no_rng
-        return ops.fp8_bias_activation_dropout_bwd(
-            dy, dy, None, "identity", 0.0, rng, 0, dbias, accumulate,
-            scale=to.scale, amax=to.amax, saturated=to.saturated,
-        )  # fmt: skip
+    def _gradient(self, dy: Any, dbias: Tensor | None, accumulate: bool) -> Quantised:
+        if isinstance(dy, tuple):
+            return dy
+        return ops.fp8_quantise(dy, *self.operands.gradient, sums=dbias, accumulate=accumulate)
 
     def activated(
         self, x: Tensor, weight: Tensor, bias: Tensor, activation: Activation, need_slope: bool,
         following: Any,
     ) -> tuple[Any, Tensor, Tensor | None]:  # fmt: skip
-        a, to = activation, following.operands.input
-        z, kept = self.forward(x, weight, None)
-        h = ops.fp8_bias_activation_dropout_fwd(
-            z, bias, a.name, a.p, a.rng, a.site,
+        a, of, to = activation, self.operands, following.operands.input
+        values, kept = self._input(x)
+        *h, slope = ops.fp8_linear_activation_fwd(
+            values, of.input.scale, of.values, of.weight.scale, bias,
+            a.name, a.p, a.rng, a.site, need_slope,
             scale=to.scale, amax=to.amax, saturated=to.saturated,
         )  # fmt: skip
-        return h, kept, None if a.name == "relu" else z
+        return tuple(h), kept, None if a.name == "relu" else slope
 
     def before_activation(
         self, dy: Tensor, kept: Tensor, weight: Tensor, dweight: Tensor, activation: Activation,
         saved: Tensor | None, bias: Tensor, dbias: Tensor, accumulate: bool, previous: Any,
     ) -> Any:  # fmt: skip
-        a, to = activation, previous.operands.gradient
-        dh = self.backward(dy, kept, weight, dweight, None, accumulate)
-        if saved is None:
-            return ops.fp8_relu_dropout_bwd(dh, kept, a.p, dbias, accumulate, *to)
-        return ops.fp8_bias_activation_dropout_bwd(
-            dh, saved, bias, a.name, a.p, a.rng, a.site, dbias, accumulate,
-            scale=to.scale, amax=to.amax, saturated=to.saturated,
+        of, to = self.operands, previous.operands.gradient
+        gradient = self._gradient(dy, None, accumulate)
+        self.backward(gradient, kept, weight, dweight, None, accumulate, need_dx=False)
+        return ops.fp8_activation_linear_bwd(
+            gradient[0], of.gradient.scale, of.transpose, of.weight.scale, kept, saved,
+            activation.p, dbias, accumulate, scale=to.scale, amax=to.amax, saturated=to.saturated,
         )  # fmt: skip
 
     def normalised(

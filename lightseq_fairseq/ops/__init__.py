@@ -31,11 +31,7 @@ from .linear_activation import linear_activation_fwd
 from .activation_linear import activation_linear_bwd
 from .fp8_quantise import fp8_quantise
 from .fp8_linear import fp8_linear_bwd, fp8_linear_fwd
-from .fp8_bias_activation_dropout import (
-    fp8_bias_activation_dropout_bwd,
-    fp8_bias_activation_dropout_fwd,
-    fp8_relu_dropout_bwd,
-)
+from .fp8_linear_activation import fp8_activation_linear_bwd, fp8_linear_activation_fwd
 from .fp8_dropout_residual_layer_norm import (
     fp8_dropout_residual_layer_norm_bwd,
     fp8_dropout_residual_layer_norm_fwd,
@@ -73,9 +69,8 @@ __all__ = [
     "fp8_quantise",
     "fp8_linear_fwd",
     "fp8_linear_bwd",
-    "fp8_bias_activation_dropout_fwd",
-    "fp8_bias_activation_dropout_bwd",
-    "fp8_relu_dropout_bwd",
+    "fp8_linear_activation_fwd",
+    "fp8_activation_linear_bwd",
     "fp8_dropout_residual_layer_norm_fwd",
     "fp8_dropout_residual_layer_norm_bwd",
     "fp8_scales",

@@ -10,6 +10,7 @@ Shapes: T = packed tokens (rows), K = inputs, N = outputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,22 +52,30 @@ class ActivationLinearBwd(NamedTuple):
         check_tensor(op, "dy", dy, (x.shape[0], weight.shape[0]), (x.dtype,), x)
         for name, operand in (("x", x), ("weight", weight), ("dy", dy)):
             check_rows(op, name, operand)
-        if slope is not None:
-            check_tensor(op, "slope", slope, x.shape, (slope_dtype(x.dtype),), x)
-            check_rows(op, "slope", slope)
-            if slope.dtype == torch.uint8 and not slope.is_contiguous():
-                raise ValueError(
-                    f"{op}: slope must be contiguous, its strides are {slope.stride()}"
-                )
+        self.check_slope(op, slope, x.shape, x.dtype, p, x)
         if dweight is not None:
             check_tensor(op, "dweight", dweight, weight.shape, FLOATS, x)
             check_rows(op, "dweight", dweight)
         if dbias is not None:
             check_tensor(op, "dbias", dbias, x.shape[1:], FLOATS, x)
-        if not 0 <= p < 1:
-            raise ValueError(f"{op}: p must be in [0, 1), got {p}")
         if bias is not None:
             check_tensor(op, "bias", bias, x.shape[1:], FLOATS, x)
+
+    @staticmethod
+    def check_slope(
+        op: str, slope: Tensor | None, shape: Sequence[int], dtype: torch.dtype, p: float,
+        like: Tensor,
+    ) -> None:  # fmt: skip
+        """Raise ValueError on a wrong slope, if x has this shape and dtype, or on a wrong p."""
+        if slope is not None:
+            check_tensor(op, "slope", slope, shape, (slope_dtype(dtype),), like)
+            check_rows(op, "slope", slope)
+            if slope.dtype == torch.uint8 and not slope.is_contiguous():
+                raise ValueError(
+                    f"{op}: slope must be contiguous, its strides are {slope.stride()}"
+                )
+        if not 0 <= p < 1:
+            raise ValueError(f"{op}: p must be in [0, 1), got {p}")
 
     def shape(self) -> Tensor:
         return self.x.new_empty(self.x.shape)
@@ -74,17 +83,22 @@ class ActivationLinearBwd(NamedTuple):
     def reference(self) -> Tensor:
         dy, x, weight, slope, p, dweight, dbias, accumulate, bias = self
         dz = LinearBwd(dy, x, weight, dweight, None, None, accumulate, need_dx=True).reference()
-        if slope is not None:
-            dz.mul_(read_slope(slope) / (1 - p))
-        else:
-            torch.ops.aten.threshold_backward(dz, x, 0, grad_input=dz)
-            if p > 0:
-                dz.mul_(1 / (1 - p))
+        self.multiply_by_slope(dz, x, slope, p)
         if dbias is not None:
             store_gradient(dbias, column_sum(dz), accumulate)
             if bias is not None:
                 dbias.masked_fill_(bias.isnan(), torch.nan)
         return dz
+
+    @staticmethod
+    def multiply_by_slope(dz: Tensor, x: Tensor, slope: Tensor | None, p: float) -> None:
+        """Multiply dz [T, K] in place by slope / (1 - p); without slope, it follows from x."""
+        if slope is not None:
+            dz.mul_(read_slope(slope) / (1 - p))
+            return
+        torch.ops.aten.threshold_backward(dz, x, 0, grad_input=dz)
+        if p > 0:
+            dz.mul_(1 / (1 - p))
 
 
 activation_linear_bwd = define("activation_linear_bwd", ActivationLinearBwd)

@@ -44,8 +44,8 @@ class Fp8LinearFwd(NamedTuple):
 
     def check(self, op: str) -> None:
         x, x_scale, weight, weight_scale, bias = self
-        _check_operand(op, "x", x, ("T", "K"), x)
-        _check_operand(op, "weight", weight, ("N", x.shape[1]), x)
+        check_operand(op, "x", x, ("T", "K"), x)
+        check_operand(op, "weight", weight, ("N", x.shape[1]), x)
         _check_width(op, weight.shape[0])
         check_scale(op, "x_scale", x_scale, x)
         check_scale(op, "weight_scale", weight_scale, x)
@@ -57,7 +57,7 @@ class Fp8LinearFwd(NamedTuple):
 
     def reference(self) -> Tensor:
         x, x_scale, weight, weight_scale, bias = self
-        y = _product(x, x_scale, weight, weight_scale)
+        y = product(x, x_scale, weight, weight_scale)
         return (y if bias is None else y.add_(bias)).bfloat16()
 
 
@@ -90,13 +90,13 @@ class Fp8LinearBwd(NamedTuple):
     def check(self, op: str) -> None:
         dy, dy_transpose, dy_scale, x_transpose, x_scale, weight_transpose, weight_scale = self[:7]
         dweight, onto, _, need_dx = self[7:]
-        _check_operand(op, "dy", dy, ("T", "N"), dy)
+        check_operand(op, "dy", dy, ("T", "N"), dy)
         rows, outputs = dy.shape
-        _check_operand(op, "dy_transpose", dy_transpose, (outputs, padded(rows)), dy)
-        _check_operand(op, "x_transpose", x_transpose, ("K", padded(rows)), dy)
+        check_operand(op, "dy_transpose", dy_transpose, (outputs, padded(rows)), dy)
+        check_operand(op, "x_transpose", x_transpose, ("K", padded(rows)), dy)
         inputs = x_transpose.shape[0]
         _check_width(op, inputs)
-        _check_operand(op, "weight_transpose", weight_transpose, (inputs, outputs), dy)
+        check_operand(op, "weight_transpose", weight_transpose, (inputs, outputs), dy)
         scales = {"dy_scale": dy_scale, "x_scale": x_scale, "weight_scale": weight_scale}
         for name, scale in scales.items():
             check_scale(op, name, scale, dy)
@@ -117,11 +117,11 @@ class Fp8LinearBwd(NamedTuple):
         dy, dy_transpose, dy_scale, x_transpose, x_scale, weight_transpose, weight_scale = self[:7]
         dweight, onto, accumulate, need_dx = self[7:]
         if dweight is not None:
-            product = _product(dy_transpose, dy_scale, x_transpose, x_scale)
-            store_gradient(dweight, product, accumulate)
+            of_weight = product(dy_transpose, dy_scale, x_transpose, x_scale)
+            store_gradient(dweight, of_weight, accumulate)
         if not need_dx and onto is None:
             return dy.new_empty(0, dtype=torch.bfloat16)
-        dx = _product(dy, dy_scale, weight_transpose, weight_scale)
+        dx = product(dy, dy_scale, weight_transpose, weight_scale)
         if onto is None:
             return dx.bfloat16()
         store_gradient(onto, dx, True)
@@ -131,14 +131,15 @@ class Fp8LinearBwd(NamedTuple):
 fp8_linear_bwd = define("fp8_linear_bwd", Fp8LinearBwd)
 
 
-def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
     """a b^T in float32."""
     return (a.float() @ b.float().t()).mul_(a_scale * b_scale)
 
 
-def _check_operand(
+def check_operand(
     op: str, name: str, x: Tensor, shape: tuple[int | str, ...], like: Tensor
 ) -> None:
+    """Raise ValueError unless x is an operand in E4M3 of this shape; see `checks.check_tensor`."""
     check_tensor(op, name, x, shape, (E4M3,), like)
     check_rows(op, name, x)
     _check_width(op, x.shape[1])

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_power_of_two, check_rows, check_tensor
+from .numerics import column_sum, store_gradient
 from .registry import Written, define
 
 E4M3 = torch.float8_e4m3fn
@@ -44,6 +45,7 @@ class Fp8Quantise(NamedTuple):
     scale: float32 0-dim, a power of two from 2^-60 to 2^60.
     amax: float32 0-dim, raised to the largest finite |x|.
     saturated: int64 0-dim, to which the number of finite |x / scale| above 448 is added.
+    sums: [C] or None: the column sums of x are written to it or, with accumulate, added to it.
     Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
     """
 
@@ -51,18 +53,25 @@ class Fp8Quantise(NamedTuple):
     scale: Tensor
     amax: Written
     saturated: Written
+    sums: Written | None = None
+    accumulate: bool = False
 
     def check(self, op: str) -> None:
-        x = self.x
+        x, scale, amax, saturated, sums, _ = self
         check_tensor(op, "x", x, ("T", "C"), CASTABLE)
         check_rows(op, "x", x)
-        check_statistics(op, x, self.scale, self.amax, self.saturated)
+        check_statistics(op, x, scale, amax, saturated)
+        if sums is not None:
+            check_tensor(op, "sums", sums, x.shape[1:], CASTABLE, x)
 
     def shape(self) -> Quantised:
         return empty_like(self.x)
 
     def reference(self) -> Quantised:
-        return quantise(self.x.float(), self.scale, self.amax, self.saturated)
+        x, scale, amax, saturated, sums, accumulate = self
+        if sums is not None:
+            store_gradient(sums, column_sum(x), accumulate)
+        return quantise(x.float(), scale, amax, saturated)
 
 
 fp8_quantise = define("fp8_quantise", Fp8Quantise)

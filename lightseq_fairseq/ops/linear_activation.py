@@ -51,6 +51,24 @@ def read_slope(stored: Tensor) -> Tensor:
     return (stored.to(torch.float32) - _ZERO) / _STEPS
 
 
+def activate(
+    z: Tensor, activation: str, p: float, rng: Tensor, site: int, need_slope: bool
+) -> tuple[Tensor, Tensor]:
+    """dropout(activation(z)) and the slope, which is EMPTY for relu, or unless need_slope. z [T, F]
+    is overwritten."""
+    slope = z.new_empty(0)
+    if activation == "relu":
+        y = z.relu_()
+    else:
+        y, slope = gelu(z, activation, need_slope)
+    if p > 0:
+        for part, factor in dropout_factors(rng, site, y.shape, p, y.dtype):
+            y[part].mul_(factor)
+            if slope.numel():
+                slope[part].mul_(factor > 0)
+    return y, slope
+
+
 class LinearActivationFwd(NamedTuple):
     """y [T, F] in x's dtype: dropout(activation(z)), with z = x weight^T + bias; and the slope
     [T, F] in `slope_dtype`.
@@ -75,9 +93,13 @@ class LinearActivationFwd(NamedTuple):
     def check(self, op: str) -> None:
         x, weight, bias, activation, p, rng, _, _ = self
         LinearFwd(x, weight, bias, relu=False).check(op)
+        self.check_activation(op, activation, p, rng, x)
+
+    @staticmethod
+    def check_activation(op: str, activation: str, p: float, rng: Tensor, like: Tensor) -> None:
         if activation not in _ACTIVATIONS:
             raise ValueError(f"{op}: activation must be one of {_ACTIVATIONS}, got {activation!r}")
-        check_dropout(op, p, rng, x)
+        check_dropout(op, p, rng, like)
 
     def shape(self) -> tuple[Tensor, Tensor]:
         shape = self.x.shape[0], self.weight.shape[0]
@@ -88,16 +110,7 @@ class LinearActivationFwd(NamedTuple):
     def reference(self) -> tuple[Annotated[Tensor, "y"], Annotated[Tensor, "slope"]]:
         x, weight, bias, activation, p, rng, site, need_slope = self
         z = functional.linear(operand(x), operand(weight), operand(bias)).to(work_dtype(x))
-        slope = z.new_empty(0)
-        if activation == "relu":
-            y = z.relu_()
-        else:
-            y, slope = gelu(z, activation, need_slope)
-        if p > 0:
-            for part, factor in dropout_factors(rng, site, y.shape, p, y.dtype):
-                y[part].mul_(factor)
-                if slope.numel():
-                    slope[part].mul_(factor > 0)
+        y, slope = activate(z, activation, p, rng, site, need_slope)
         return y.to(x.dtype), store_slope(slope, x.dtype)
 
 

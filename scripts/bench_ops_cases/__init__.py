@@ -34,7 +34,7 @@ from .cross_entropy import cross_entropy
 from .decode_attention import decode_attention
 from .dropout_residual_layer_norm import dropout_residual_layer_norm
 from .embedding import embedding
-from .fp8 import fp8_casts, fp8_layer_norm, fp8_linear, fp8_update
+from .fp8 import fp8_casts, fp8_layer_norm, fp8_linear, fp8_linear_activation, fp8_update
 from .linear import linear, linear_few_rows, linear_layer
 from .linear_activation import linear_activation
 
@@ -54,6 +54,7 @@ BUILDERS = (
     fp8_casts,
     fp8_layer_norm,
     fp8_linear,
+    fp8_linear_activation,
 )
 #: Cases without a number of tokens: a decode step, and the update.
 OTHER_BUILDERS = (linear_few_rows, decode_attention, beam_search, adam, fp8_update)

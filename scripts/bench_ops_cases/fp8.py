@@ -1,4 +1,4 @@
-"""Cases of the fp8 ops: ops/fp8_quantise.py, ops/fp8_linear.py, ops/fp8_bias_activation_dropout.py,
+"""Cases of the fp8 ops: ops/fp8_quantise.py, ops/fp8_linear.py, ops/fp8_linear_activation.py,
 ops/fp8_dropout_residual_layer_norm.py, and of the update: ops/fp8_weights.py, ops/fp8_scales.py.
 
 They exist for bf16 only: the results of fp8 products are bf16.
@@ -36,46 +36,61 @@ class Operand:
 
 
 def fp8_casts(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
-    """Yield casts, alone and behind bias, activation and dropout."""
+    """Yield casts, also with column sums."""
     if make.dtype != torch.bfloat16:
         return
-    of_cast, p, rng = scalars(make, 12.0), sizes.dropout, make.rng()
+    of_cast = scalars(make, 12.0)
     for shape, columns in (("c", sizes.width), ("f", sizes.ffn)):
         x = make.rows(tokens, columns)
         moved = x.nbytes + 2 * x.numel()
+        for name, has_sums in ((shape, False), (f"{shape}.sums", True)):
 
-        def quantise(x: Tensor = x) -> tuple[Tensor, Tensor]:
-            return ops.fp8_quantise(x, *of_cast)
+            def quantise(x: Tensor = x, has_sums: bool = has_sums) -> tuple[Tensor, ...]:
+                sums = torch.empty_like(x[0]) if has_sums else None
+                return ops.fp8_quantise(x, *of_cast, sums, False)
 
-        yield Case(f"fp8_quantise.{shape}/T{tokens}", moved, {"ours": without_autograd(quantise)})
-
-    x, dy, bias = make.rows(tokens, sizes.ffn), make.rows(tokens, sizes.ffn), make.rows(sizes.ffn)
-    moved = x.nbytes + 2 * x.numel()
-    _, y = ops.fp8_bias_activation_dropout_fwd(x, bias, "relu", p, rng, SITE, *of_cast)
-
-    def relu_backward() -> tuple[Tensor, ...]:
-        dbias = torch.empty_like(bias)
-        return *ops.fp8_relu_dropout_bwd(dy, y, p, dbias, False, *of_cast), dbias
-
-    for activation in ("identity", "relu", "gelu"):
-        dropout = activation, p, rng, SITE
-
-        def forward(dropout: tuple[str, float, Tensor, int] = dropout) -> tuple[Tensor, Tensor]:
-            return ops.fp8_bias_activation_dropout_fwd(x, bias, *dropout, *of_cast)
-
-        def backward(dropout: tuple[str, float, Tensor, int] = dropout) -> tuple[Tensor, ...]:
-            dbias = torch.empty_like(bias)
-            results = ops.fp8_bias_activation_dropout_bwd(
-                dy, x, bias, *dropout, dbias, False, *of_cast
+            yield Case(
+                f"fp8_quantise.{name}/T{tokens}", moved, {"ours": without_autograd(quantise)}
             )
+
+
+def fp8_linear_activation(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
+    """Yield both products next to an activation: relu with dropout, gelu without."""
+    if make.dtype != torch.bfloat16:
+        return
+    c, f, of_cast = sizes.width, sizes.ffn, scalars(make, 12.0)
+    x, dy = Operand(make, tokens, c), Operand(make, tokens, c)
+    first, second = Operand(make, f, c), Operand(make, c, f)
+    bias, rng = make.rows(f), make.rng()
+    for activation, p in (("relu", sizes.dropout), ("gelu", 0.0)):
+        settings = activation, p, rng, SITE, True
+
+        def forward(
+            settings: tuple[str, float, Tensor, int, bool] = settings,
+        ) -> tuple[Tensor, ...]:
+            operands = x.values, x.scale, first.values, first.scale
+            return ops.fp8_linear_activation_fwd(*operands, bias, *settings, *of_cast)
+
+        _, y, slope = forward()
+        given = None if activation == "relu" else slope
+
+        def backward(
+            y: Tensor = y, given: Tensor | None = given, p: float = p
+        ) -> tuple[Tensor, ...]:
+            operands = dy.values, dy.scale, second.transpose, second.scale
+            dbias = torch.empty_like(bias)
+            results = ops.fp8_activation_linear_bwd(*operands, y, given, p, dbias, False, *of_cast)
             return *results, dbias
 
-        stem, read = "fp8_bias_activation_dropout", 0 if activation == "identity" else x.nbytes
-        for way, least, run in (("fwd", moved, forward), ("bwd", moved + read, backward)):
-            name = f"{stem}_{way}.{activation}/T{tokens}"
-            yield Case(name, least, {"ours": without_autograd(run)})
-    name = f"fp8_relu_dropout_bwd/T{tokens}"
-    yield Case(name, moved + y.nbytes, {"ours": without_autograd(relu_backward)})
+        results = 2 * tokens * f + slope.nbytes
+        least = x.values.nbytes + first.values.nbytes + results
+        read = y.nbytes if given is None else 0
+        for name, moved, run in (
+            ("fp8_linear_activation_fwd", least, forward),
+            ("fp8_activation_linear_bwd", least + read, backward),
+        ):
+            systems = {"ours": without_autograd(run)}
+            yield Case(f"{name}.{activation}/T{tokens}", moved, systems, 2 * tokens * c * f)
 
 
 def fp8_layer_norm(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:

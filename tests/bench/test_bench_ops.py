@@ -103,11 +103,12 @@ def test_systems_agree() -> None:
 def test_fp8_products_agree() -> None:
     sizes = bench.Sizes(**{**SMALL, "ffn": 32})
     found = [case for case in bench.cases(sizes, [80], torch.bfloat16, "cpu") if "fp8" in case.name]
-    assert len({case.name for case in found}) == len(found) == 23
+    assert len({case.name for case in found}) == len(found) == 22
     for case in found:
         results = {system: list(make()()) for system, make in case.systems.items()}
-        assert set(results) == ({"ours", "library"} if case.flops else {"ours"})
-        if case.flops:
+        has_library = case.name.startswith(("fp8_linear_fwd", "fp8_linear_bwd"))
+        assert set(results) == ({"ours", "library"} if has_library else {"ours"})
+        if has_library:
             for mine, other in zip(results["ours"], results["library"], strict=True):
                 torch.testing.assert_close(mine, other, rtol=2.0**-7, atol=2.0**-6)
 

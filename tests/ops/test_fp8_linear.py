@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.fp8_operands import Operand
 from helpers.ops_testing import check_op, make_rng, poisoned
 from torch import Tensor
 from torch.nn import functional
@@ -12,17 +13,6 @@ from lightseq_fairseq import ops
 
 T, K, N = 21, 48, 32
 BF16 = torch.bfloat16
-
-
-class Operand:
-    """A matrix in E4M3, made by `ops.fp8_quantise`, and the numbers that it stands for."""
-
-    def __init__(self, x: Tensor, scale: float) -> None:
-        self.scale = torch.tensor(scale)
-        amax, saturated = torch.tensor(0.0), torch.tensor(0)
-        self.values, self.transpose = ops.fp8_quantise(x, self.scale, amax, saturated)
-        assert saturated == 0
-        self.numbers = self.values.double() * scale
 
 
 def operands(rows: int = T) -> tuple[Operand, Operand, Operand, Tensor]:
@@ -170,24 +160,21 @@ def test_a_feed_forward_sublayer(activation):
         return (*ops.fp8_quantise(t, *scalars), scalars[0])
 
     (xv, xt, xs), (w1v, w1t, w1s), (w2v, w2t, w2s) = cast(x), cast(w1), cast(w2)
-    h1 = ops.fp8_linear_fwd(xv, xs, w1v, w1s, None)
     scalars = of_cast(8.0)
-    h2v, h2t = ops.fp8_bias_activation_dropout_fwd(
-        h1, b1, activation, *dropout, scale=scalars[0], amax=scalars[1], saturated=scalars[2]
-    )
+    h2v, h2t, slope = ops.fp8_linear_activation_fwd(
+        xv, xs, w1v, w1s, b1, activation, *dropout, need_slope=True,
+        scale=scalars[0], amax=scalars[1], saturated=scalars[2],
+    )  # fmt: skip
     ours = [ops.fp8_linear_fwd(h2v, scalars[0], w2v, w2s, None)]
     dyv, dyt, dys = cast(dy)
     dw2, dw1, db1 = (poisoned(*t.shape, dtype=BF16) for t in (w2, w1, b1))
-    dh2 = ops.fp8_linear_bwd(dyv, dyt, dys, h2t, scalars[0], w2t, w2s, dw2, onto=None,
-                             accumulate=False, need_dx=True)  # fmt: skip
+    ops.fp8_linear_bwd(dyv, dyt, dys, h2t, scalars[0], w2t, w2s, dw2, onto=None,
+                       accumulate=False, need_dx=False)  # fmt: skip
     of_dh1 = of_cast(8.0)
-    if activation == "relu":
-        dh1v, dh1t = ops.fp8_relu_dropout_bwd(dh2, h2t, p, db1, False, *of_dh1)
-    else:
-        dh1v, dh1t = ops.fp8_bias_activation_dropout_bwd(
-            dh2, h1, b1, activation, *dropout, dbias=db1, accumulate=False,
-            scale=of_dh1[0], amax=of_dh1[1], saturated=of_dh1[2],
-        )  # fmt: skip
+    given = None if activation == "relu" else slope
+    dh1v, dh1t = ops.fp8_activation_linear_bwd(
+        dyv, dys, w2t, w2s, h2t, given, p, db1, False, *of_dh1
+    )
     dx = ops.fp8_linear_bwd(dh1v, dh1t, of_dh1[0], xt, xs, w1t, w1s, dw1, onto=None,
                             accumulate=False, need_dx=True)  # fmt: skip
     ours += [dx, dw1, db1, dw2]

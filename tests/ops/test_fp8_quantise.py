@@ -132,3 +132,18 @@ def test_refusals():
         ops.fp8_quantise(x, scale, amax, saturated.int())
     with pytest.raises(ValueError, match="x must be contiguous in its last dimension"):
         ops.fp8_quantise(torch.randn(16, 16).t(), scale, amax, saturated)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_column_sums(dtype):
+    """Of the numbers before the cast; it does not change."""
+    x, scale = torch.randn(21, 48).to(dtype), torch.tensor(2.0**-6)
+    held = torch.randn(48).to(dtype)
+    for accumulate in (False, True):
+        sums = held.clone()
+        values, transpose = ops.fp8_quantise(x, scale, *statistics(), sums, accumulate)
+        expected = x.float().sum(0) + (held.float() if accumulate else 0)
+        torch.testing.assert_close(sums.float(), expected, rtol=1e-2, atol=1e-2)
+        plain = ops.fp8_quantise(x, scale, *statistics())
+        for mine, other in zip((values, transpose), plain, strict=True):
+            assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))

@@ -167,3 +167,27 @@ def test_refusals():
     with pytest.raises(ValueError, match="fp8_quantise: x must be float16 or bfloat16 or float32"):
         ops.fp8_quantise(torch.randn(4, 32).double().cuda(), *of_cast)
     assert of_cast[1] == 0 and of_cast[2] == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+def test_column_sums(rows, columns, dtype):
+    """Of the numbers before the cast; it does not change."""
+    torch.manual_seed(rows + columns)
+    x = (2 * torch.randn(rows, columns)).to(dtype).cuda()
+    scale = torch.tensor(2.0**-6).cuda()
+    poison_cache()
+    plain = ops.fp8_quantise(x, scale, *(t.cuda() for t in statistics()))
+    results = []
+    for _ in range(2):
+        sums = torch.full((columns,), torch.nan, device="cuda")
+        mine = ops.fp8_quantise(x, scale, *(t.cuda() for t in statistics()), sums, False)
+        assert all(map(torch.equal, map(bits, mine), map(bits, plain)))
+        results.append(sums)
+    assert torch.equal(*results)
+    size = x.double().abs().sum(0)
+    assert ((results[0] - x.double().sum(0)).abs() <= 1e-5 * size + 1e-6).all()
+    held = torch.randn(columns, device="cuda").to(dtype)
+    expected = held.clone().add_(results[0])
+    ops.fp8_quantise(x, scale, *(t.cuda() for t in statistics()), held, True)
+    assert torch.equal(held, expected)

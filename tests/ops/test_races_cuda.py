@@ -175,20 +175,14 @@ def test_bias_activation_dropout(activation: str, dtype: torch.dtype) -> None:
 
 # fp8_linear runs cuBLAS.
 @DTYPES
-@pytest.mark.parametrize("activation", ["identity", "relu", "gelu", "gelu_accurate"])
-def test_fp8_bias_activation_dropout(activation: str, dtype: torch.dtype) -> None:
+def test_fp8_quantise(dtype: torch.dtype) -> None:
     skip_without_fp8()
-    x, dy, bias = on_gpu(dtype, 137, 272), on_gpu(dtype, 137, 272), on_gpu(dtype, 272)
-    settings, scale = (activation, P, make_rng().cuda(), SITE), torch.tensor(2.0**-6).cuda()
+    x, scale = on_gpu(dtype, 137, 272), torch.tensor(2.0**-6).cuda()
 
     def call() -> tuple[Tensor, ...]:
         of_cast = scale, torch.tensor(0.0).cuda(), torch.tensor(0).cuda()
-        sums = torch.empty_like(bias), torch.empty_like(bias)
-        given = ops.fp8_quantise(x, *of_cast)
-        y = ops.fp8_bias_activation_dropout_fwd(x, bias, *settings, *of_cast)
-        dx = ops.fp8_bias_activation_dropout_bwd(dy, x, bias, *settings, sums[0], False, *of_cast)
-        dz = ops.fp8_relu_dropout_bwd(dy, y[1], P, sums[1], False, *of_cast)
-        return *(t.float() for t in (*given, *y, *dx, *dz)), *sums, *of_cast[1:]
+        sums = torch.empty_like(x[0])
+        return *(t.float() for t in ops.fp8_quantise(x, *of_cast, sums, False)), sums, *of_cast[1:]
 
     check(call)
 
@@ -276,6 +270,28 @@ def test_activation_linear(with_slope: bool, dtype: torch.dtype) -> None:
     def call() -> tuple[Tensor, ...]:
         dbias = torch.empty_like(x[0])
         return ops.activation_linear_bwd(dy, x, weight, slope, P, None, dbias, False), dbias
+
+    check(call)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_accurate"])
+@pytest.mark.parametrize("rows", [137, 2192])
+def test_fp8_linear_activation(activation: str, rows: int) -> None:
+    skip_without_fp8()
+    scale = torch.tensor(2.0**-6).cuda()
+    settings = activation, P, make_rng().cuda(), SITE, True
+    of_operand = scale, torch.tensor(0.0).cuda(), torch.tensor(0).cuda()
+    x, _ = ops.fp8_quantise(on_gpu(torch.bfloat16, rows, 80), *of_operand)
+    weight, _ = ops.fp8_quantise(on_gpu(torch.bfloat16, 2064, 80), *of_operand)
+    bias = on_gpu(torch.bfloat16, 2064)
+
+    def call() -> tuple[Tensor, ...]:
+        of_cast = scale, torch.tensor(0.0).cuda(), torch.tensor(0).cuda()
+        dbias, operands = torch.empty_like(bias), (x, scale, weight, scale)
+        *y, slope = ops.fp8_linear_activation_fwd(*operands, bias, *settings, *of_cast)
+        given = y[1], None if activation == "relu" else slope
+        dz = ops.fp8_activation_linear_bwd(*operands, *given, P, dbias, False, *of_cast)
+        return *(t.float() for t in (*y, *dz)), slope, dbias, *of_cast[1:]
 
     check(call)
 

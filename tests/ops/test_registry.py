@@ -95,21 +95,19 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "activation_linear_bwd": lambda: (
         *(randn(T, V), randn(T, C), randn(V, C), randn(T, C), P, randn(V, C), randn(C), True),
     ),
-    "fp8_quantise": lambda: (randn(T, 16).float(), *of_cast()),
+    "fp8_quantise": lambda: (randn(T, 16).float(), *of_cast(), randn(16).float(), True),
     "fp8_linear_fwd": lambda: (fp8(T, 16), scale(), fp8(32, 16), scale(), bf16(32)),
     "fp8_linear_bwd": lambda: (
         *(fp8(T, 32), fp8(32, 16), scale(), fp8(16, 16), scale(), fp8(16, 32), scale()),
         *(randn(32, 16).float(), bf16(T, 16), True, False),
     ),
-    "fp8_bias_activation_dropout_fwd": lambda: (
-        *(randn(T, 16).float(), randn(16).float(), "gelu", P, make_rng(), SITE, *of_cast()),
+    "fp8_linear_activation_fwd": lambda: (
+        *(fp8(T, 16), scale(), fp8(32, 16), scale(), bf16(32), "gelu", P, make_rng(), SITE, True),
+        *of_cast(),
     ),
-    "fp8_bias_activation_dropout_bwd": lambda: (
-        *(randn(T, 16).float(), randn(T, 16).float(), randn(16).float(), "gelu", P, make_rng()),
-        *(SITE, randn(16).float(), True, *of_cast()),
-    ),
-    "fp8_relu_dropout_bwd": lambda: (
-        *(randn(T, 16).float(), fp8(16, 16), P, randn(16).float(), True, *of_cast()),
+    "fp8_activation_linear_bwd": lambda: (
+        *(fp8(T, 16), scale(), fp8(32, 16), scale(), fp8(32, 16), None, P, randn(32).float(), True),
+        *of_cast(),
     ),
     "fp8_dropout_residual_layer_norm_fwd": lambda: (
         *(bf16(T, 16), bf16(16), bf16(T, 16), bf16(16), bf16(16), P, make_rng(), SITE, 1e-5),

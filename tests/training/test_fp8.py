@@ -107,13 +107,12 @@ def test_ops_cast_the_operands_that_they_produce(
     first = calls.copy()
     runs.run(data, tmp_path, **flags, max_update=2)
     assert calls - first - first == {
-        "fp8_quantise": 4 if is_pre_norm else 6,
-        "fp8_bias_activation_dropout_bwd": 4,
+        "fp8_quantise": 8 if is_pre_norm else 10,
         "fp8_dropout_residual_layer_norm_fwd": 5 if is_pre_norm else 3,
         "fp8_dropout_residual_layer_norm_bwd": 5,
-        "fp8_bias_activation_dropout_fwd": 2,
-        "fp8_relu_dropout_bwd": 2,
-        "fp8_linear_fwd": 11,
+        "fp8_linear_activation_fwd": 2,
+        "fp8_activation_linear_bwd": 2,
+        "fp8_linear_fwd": 9,
         "fp8_linear_bwd": 11,
         "fp8_weights": 1,
         "fp8_scales": 1,
@@ -206,12 +205,20 @@ MUTATIONS: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
         "fp8_linear_bwd", lambda a: a.update(accumulate=False)
     ),
     "no gradient of biases": (
-        "fp8_bias_activation_dropout_bwd", lambda a: a.update(dbias=a["dbias"].clone())
+        "fp8_quantise", lambda a: a.get("sums") is None or a.update(sums=a["sums"].clone())
+    ),
+    "no gradient of the activation's bias": (
+        "fp8_activation_linear_bwd", lambda a: a.update(dbias=a["dbias"].clone())
     ),
     "activation without its bias": (
-        "fp8_bias_activation_dropout_fwd", lambda a: a.update(bias=a["bias"] + 0.1)
+        "fp8_linear_activation_fwd", lambda a: a.update(bias=a["bias"] + 0.1)
     ),
-    "dropout's factor in backward": ("fp8_relu_dropout_bwd", lambda a: a.update(p=0.5)),
+    "scale of x before the activation": ("fp8_linear_activation_fwd", scaled("x_scale")),
+    "scale of dy behind the activation": ("fp8_activation_linear_bwd", scaled("dy_scale")),
+    "scale of the weight behind the activation": (
+        "fp8_activation_linear_bwd", scaled("weight_scale")
+    ),
+    "dropout's factor in backward": ("fp8_activation_linear_bwd", lambda a: a.update(p=0.5)),
     "scale of LayerNorm's result": ("fp8_dropout_residual_layer_norm_fwd", scaled("scale")),
     "scale of the gradient from LayerNorm": (
         "fp8_dropout_residual_layer_norm_bwd", scaled("scale")
