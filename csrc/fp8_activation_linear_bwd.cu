@@ -33,6 +33,7 @@
 #include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "common/slope.cuh"
+#include "common/wgmma.cuh"
 
 namespace lightseq {
 namespace {

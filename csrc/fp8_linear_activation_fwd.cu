@@ -33,6 +33,7 @@
 #include "common/fp8_tile_product.cuh"
 #include "common/launch.cuh"
 #include "common/optional.h"
+#include "common/wgmma.cuh"
 
 namespace lightseq {
 namespace {

@@ -27,6 +27,7 @@ namespace lightseq {
 constexpr int kFp8Depth = kSwizzleBytes;  // of the depth that a step multiplies
 constexpr int kFp8Group = 16;             // rows and columns that are reordered
 constexpr int kHalfColumns = kTileColumns / 2;
+constexpr int kHalfSums = wgmma_sums(kHalfColumns);  // of a consumer thread
 constexpr int kGroupsAcross = kTileColumns / kFp8Group;
 
 // The product a b^T, if the GPU and the operands support it, and if the tiles occupy at least three
@@ -86,7 +87,7 @@ __device__ __forceinline__ void load_fp8_operands(const TileProduct& p, TileStag
 }
 
 // The sums of a consumer thread: those of each half of the tile's columns.
-using Fp8Sums = float[2][wgmma_sums(kHalfColumns)];
+using Fp8Sums = float[2][kHalfSums];
 
 // Multiplies all tiles, and calls finish(sums, row tile, first column) for each. By the consumers;
 // thread: index of this thread among theirs.
@@ -105,7 +106,7 @@ __device__ __forceinline__ void multiply_fp8_tiles(const TileProduct& p, TileSta
       const WgmmaOperand b(shared_address(stages.b[stage.index]));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float of_step[wgmma_sums(kHalfColumns)];
+        float of_step[kHalfSums];
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kFp8Depth / kNext; ++k) {
@@ -116,7 +117,7 @@ __device__ __forceinline__ void multiply_fp8_tiles(const TileProduct& p, TileSta
         wgmma_hold(of_step);
         if (half == 1 && lane < kCluster) stages.empty[stage.index].arrive_cluster(lane);
 #pragma unroll
-        for (int i = 0; i < wgmma_sums(kHalfColumns); ++i) sums[half][i] += of_step[i];
+        for (int i = 0; i < kHalfSums; ++i) sums[half][i] += of_step[i];
       }
     }
     finish(sums, row_tile, column);
