@@ -160,12 +160,13 @@ __device__ __forceinline__ void wgmma_first(float (&sums)[kCount], uint64_t a, u
   }
 }
 
-#define LIGHTSEQ_WGMMA_E4M3(add, sums_are)                                                         \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add                                             \
-               ", 0;\nwgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" LIGHTSEQ_NAMES_OF_64 \
-               "}, %64, %65, p, 1, 1;\n}"                                                          \
-               : LIGHTSEQ_SUMS_OF_64(sums_are)                                                     \
-               : "l"(a), "l"(b))
+#define LIGHTSEQ_WGMMA_E4M3(add, sums_are)                                                 \
+  asm volatile(                                                                            \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, " add                                              \
+      ", 0;\nwgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" LIGHTSEQ_NAMES_OF_64 \
+      "}, %64, %65, p, 1, 1;\n}"                                                           \
+      : LIGHTSEQ_SUMS_OF_64(sums_are)                                                      \
+      : "l"(a), "l"(b))
 // sums [64, 128] = a [64, 32] b [32, 128], or += if `accumulate`, of E4M3; both K-major. The tensor
 // cores add with fewer bits than float32.
 __device__ __forceinline__ void wgmma_e4m3(float (&sums)[64], uint64_t a, uint64_t b,
