@@ -261,7 +261,13 @@ struct Backward {
 };
 
 Tensor backward(const char* op, const Tensor& dy, const Tensor& x, const Backward& p) {
-  if (p.activation.has_value()) check_inputs(op, x, p.bias);
+  if (p.activation.has_value()) {
+    check_inputs(op, x, p.bias);
+  } else if (x.scalar_type() == ScalarType::Byte) {
+    check_aligned(op, "slope", x, kColumnsPerDraw);  // its rows are adjacent
+  } else {
+    check_rows(op, "slope", x);
+  }
   check_rows(op, "dy", dy);
   const Gradients gradients{{gradient_of(op, "dbias", p.dbias, p.parameter)}};
   const int64_t rows = x.size(0), columns = x.size(1);

@@ -114,16 +114,29 @@ def test_same_bits_with_and_without_gradients_of_parameters(activation):
 
 
 @ACTIVATIONS
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("rows", "k", "n"), [TILED[0], TILED[2]])
-def test_rows_of_a_wider_matrix(rows, k, n, activation):
-    x, weight, dy, slope = inputs(rows, k, n, torch.bfloat16, activation)
+def test_rows_of_a_wider_matrix(rows, k, n, dtype, activation):
+    x, weight, dy, slope = inputs(rows, k, n, dtype, activation)
 
     def widened(t: Tensor) -> Tensor:
         wide = torch.full((rows, t.shape[1] + 512), torch.nan, dtype=t.dtype, device="cuda")
         return wide[:, 256:-256].copy_(t)
 
-    wider = x, weight, widened(dy), slope
-    assert torch.equal(run(*wider)["dz"], run(x, weight, dy, slope)["dz"])
+    has_bytes = slope is not None and slope.dtype == torch.uint8  # then it is contiguous
+    wide = slope if slope is None or has_bytes else widened(slope)
+    expected = run(x, weight, dy, slope)["dz"]
+    assert torch.equal(run(x, weight, widened(dy), wide)["dz"], expected)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_slope_that_is_not_aligned_is_refused(dtype):
+    """Where a second kernel reads it."""
+    rows, k, n = OTHERS[0]
+    x, weight, dy, slope = inputs(rows, k, n, dtype, "gelu")
+    room = torch.zeros(slope.numel() + 1, dtype=slope.dtype, device="cuda")
+    with pytest.raises(RuntimeError, match="activation_linear_bwd: slope must be"):
+        bwd((x, weight, dy, room[1:].view(rows, k)), None, None)
 
 
 @pytest.mark.parametrize(("rows", "k", "n"), [TILED[0], OTHERS[1]])
