@@ -56,7 +56,7 @@ struct Tiles {
   CastTiles cast;
   TileStages stages;
   float sums[kConsumerWarps][kTileColumns];  // column sums of the warps' rows
-  Mbarrier given, full;  // given: also that the results of the tile before have been stored
+  Mbarrier given, full;  // given: also that results and sums of the tile before have been read
 };
 
 #ifdef LIGHTSEQ_HAS_WGMMA
@@ -69,7 +69,9 @@ __device__ __forceinline__ void load_given_store_results(const Params& p, Tiles&
   uint32_t parity = 0;
   for_each_tile(p.product, [&](int row_tile, int column) {
     const int row = row_tile * kTileRows;
-    if (lane == 0) {
+    if (lane > 0) {
+      tiles.given.arrive();
+    } else {
       tma_store_wait_read();
       if constexpr (kSlope) {
         tiles.given.arrive_expect_tx(sizeof(tiles.cast.values));
@@ -95,7 +97,6 @@ __device__ __forceinline__ void load_given_store_results(const Params& p, Tiles&
         }
       }
     }
-    __syncwarp();
   });
   if (lane == 0) tma_store_wait_read();
 }
@@ -159,7 +160,7 @@ __device__ __forceinline__ void consume(const Params& p, Tiles& tiles, int threa
     fence_proxy_async();
     tiles.full.arrive();
   };
-  multiply_fp8_tiles(p.product, tiles.stages, thread, finish);
+  multiply_fp8_tiles(p.product, tiles.stages, thread, [](int, int) {}, finish);
   statistics = statistics.of_warp();
   if (mine.lane == 0) statistics.publish(p.cast);
 }
@@ -174,7 +175,7 @@ __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
   Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
   if (threadIdx.x == 0) {
     tiles.stages.init();
-    tiles.given.init(1);
+    tiles.given.init(kWarp);
     tiles.full.init(kConsumerWarps * kWarp);
     fence_mbarrier_init();
   }

@@ -89,11 +89,13 @@ __device__ __forceinline__ void load_fp8_operands(const TileProduct& p, TileStag
 // The sums of a consumer thread: those of each half of the tile's columns.
 using Fp8Sums = float[2][kHalfSums];
 
-// Multiplies all tiles, and calls finish(sums, row tile, first column) for each. By the consumers;
-// thread: index of this thread among theirs.
-template <typename Finish>
+// Multiplies all tiles, and calls finish(sums, row tile, first column) for each. Calls
+// meanwhile(row tile, first column) twice in each step, while the tensor cores work. By the
+// consumers; thread: index of this thread among theirs.
+template <typename Meanwhile, typename Finish>
 __device__ __forceinline__ void multiply_fp8_tiles(const TileProduct& p, TileStages& stages,
-                                                   int thread, Finish&& finish) {
+                                                   int thread, Meanwhile&& meanwhile,
+                                                   Finish&& finish) {
   constexpr int kHalfBytes = kHalfColumns * kSwizzleBytes, kNext = 2 * kWgmmaK;
   const uint32_t a_offset = of_warp(thread / kWarpgroup) * kWgmmaM * kSwizzleBytes;
   const int lane = thread % kWarp;
@@ -113,6 +115,7 @@ __device__ __forceinline__ void multiply_fp8_tiles(const TileProduct& p, TileSta
           wgmma_e4m3(of_step, a.at(k * kNext), b.at(half * kHalfBytes + k * kNext), k > 0);
         }
         wgmma_commit();
+        meanwhile(row_tile, column);
         wgmma_wait<0>();
         wgmma_hold(of_step);
         if (half == 1 && lane < kCluster) stages.empty[stage.index].arrive_cluster(lane);
