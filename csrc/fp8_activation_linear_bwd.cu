@@ -126,26 +126,30 @@ __device__ __forceinline__ void consume(const Params& p, Tiles& tiles, int threa
     const int64_t first_row = static_cast<int64_t>(row_tile) * kTileRows;
     const int rows = static_cast<int>(min(p.cast.rows - first_row, int64_t{kTileRows}));
     const int columns = static_cast<int>(p.cast.columns) - column;
-    uint32_t given[4];
+    uint32_t given[kGroupsAtOnce / 2][4];  // of two groups each
     const auto prepare = [&](int j) {
-      if constexpr (kSlope) {
-        ldmatrix_x4(given, mine.values_at(tiles.cast, j));
-      } else {
-        ldmatrix_x4_trans(given, mine.transpose_at(tiles.cast, j));
 #pragma unroll
-        for (uint32_t& word : given) word = positive_or_nan(word);
+      for (int i = 0; i < kGroupsAtOnce / 2; ++i) {
+        if constexpr (kSlope) {
+          ldmatrix_x4(given[i], mine.values_at(tiles.cast, j + 2 * i));
+        } else {
+          ldmatrix_x4_trans(given[i], mine.transpose_at(tiles.cast, j + 2 * i));
+#pragma unroll
+          for (uint32_t& word : given[i]) word = positive_or_nan(word);
+        }
       }
     };
     const auto numbers = [&](int j, float (&x)[kColumnsPerDraw]) {
+      const uint32_t* const of_group = given[j % kGroupsAtOnce / 2] + j % 2 * 2;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           float& number = x[4 * r + c];
           if constexpr (kSlope) {
-            number *= scale * scaled_slope(given[j % 2 * 2 + r], c);
+            number *= scale * scaled_slope(of_group[r], c);
           } else {
-            const bool passes = given[j % 2 * 2 + c / 2] >> (16 * (c % 2) + 8 * r + 7) & 1u;
+            const bool passes = of_group[c / 2] >> (16 * (c % 2) + 8 * r + 7) & 1u;
             number = passes ? number * scale : 0.0f;
           }
         }
@@ -160,7 +164,7 @@ __device__ __forceinline__ void consume(const Params& p, Tiles& tiles, int threa
     fence_proxy_async();
     tiles.full.arrive();
   };
-  multiply_fp8_tiles(p.product, tiles.stages, thread, [](int, int) {}, finish);
+  multiply_fp8_tiles(p.product, tiles.stages, thread, finish);
   statistics = statistics.of_warp();
   if (mine.lane == 0) statistics.publish(p.cast);
 }

@@ -72,89 +72,63 @@ __device__ __forceinline__ void store_results(const Params& p, Tiles& tiles) {
   });
 }
 
-// Dropout's bits of a consumer thread's numbers in a tile: byte number j is that of group j. Two
-// neighbours have the same two rows, and halves of the same eight columns. Each draws for one row.
-class KeepBits {
- public:
-  static constexpr int kWords = kGroupsAcross / sizeof(uint32_t);
-
-  // Draws for the next group of the tile, if one is left.
-  __device__ __forceinline__ void draw(const DropoutFactors& dropout, const Rng& rng, int64_t row,
-                                       int column) {
-    if (drawn_ == kGroupsAcross) return;
-    const uint32_t byte = dropout.draw(rng, row, (column + drawn_ * kFp8Group) / kColumnsPerDraw);
-#pragma unroll
-    for (int i = 0; i < kWords - 1; ++i) words_[i] = __funnelshift_r(words_[i], words_[i + 1], 8);
-    words_[kWords - 1] = words_[kWords - 1] >> 8 | byte << 24;
-    ++drawn_;
-  }
-
-  // Draws what is left, and gives the bits of all groups. The next draw is for another tile.
-  __device__ __forceinline__ void take(const DropoutFactors& dropout, const Rng& rng, int64_t row,
-                                       int column, bool odd, uint32_t (&of_groups)[kWords]) {
-#pragma unroll 1
-    while (drawn_ < kGroupsAcross) draw(dropout, rng, row, column);
-    drawn_ = 0;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const uint32_t other = __shfl_xor_sync(kAllLanes, words_[i], 1);
-      const uint32_t first = (odd ? other : words_[i]) >> (odd ? 4 : 0);
-      const uint32_t second = (odd ? words_[i] : other) << (odd ? 0 : 4);
-      of_groups[i] = (first & 0x0f0f0f0fu) | (second & 0xf0f0f0f0u);
-    }
-  }
-
- private:
-  uint32_t words_[kWords] = {};
-  int drawn_ = 0;
-};
-
 template <Activation kActivation, bool kDrops>
 __device__ __forceinline__ void consume(const Params& p, Tiles& tiles, int thread) {
   const OfThread mine(thread);
   const Rng rng = kDrops ? Rng(p.dropout.dropout.rng) : Rng();
   const float scale = *p.x_scale * *p.weight_scale, inverse = 1.0f / *p.cast.scale;
-  const bool odd = thread % 2;
   CastStatistics statistics = {};
-  KeepBits bits;
   uint32_t parity = 0;
-  const auto first_row_of = [](int row_tile) { return static_cast<int64_t>(row_tile) * kTileRows; };
-  const auto draw = [&](int row_tile, int first_column) {
-    if constexpr (kDrops) {
-      bits.draw(p.dropout, rng, first_row_of(row_tile) + mine.row + odd,
-                first_column + mine.column);
-    }
-  };
   const auto finish = [&](const Fp8Sums& sums, int row_tile, int first_column) {
-    uint32_t keep[KeepBits::kWords] = {};
-    tiles.empty.wait(parity ^ 1);
-    parity ^= 1;
-    const int64_t first_row = first_row_of(row_tile), row = first_row + mine.row;
+    const int64_t first_row = static_cast<int64_t>(row_tile) * kTileRows;
     const int rows = static_cast<int>(min(p.cast.rows - first_row, int64_t{kTileRows}));
     const int columns = static_cast<int>(p.cast.columns) - first_column;
+    const int64_t row = first_row + mine.row;
     const int column = first_column + mine.column;
-    if constexpr (kDrops) bits.take(p.dropout, rng, row + odd, column, odd, keep);
-    uint2 bias[2];
-    const auto prepare = [&](int j) {
+    uint2 bias[2][kGroupsAtOnce];  // of these groups, and of the next ones
+    const auto load_bias = [&](int first) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int at = column + (j + i) * kFp8Group;
-        bias[i] = {0, 0};
-        if ((j + i) * kFp8Group < columns) {
-          bias[i] = __ldg(reinterpret_cast<const uint2*>(p.bias + at));
+      for (int j = first; j < first + kGroupsAtOnce && j < kGroupsAcross; ++j) {
+        uint2& of_group = bias[j / kGroupsAtOnce % 2][j % kGroupsAtOnce];
+        of_group = {0, 0};
+        if (j * kFp8Group < columns) {
+          of_group = __ldg(reinterpret_cast<const uint2*>(p.bias + column + j * kFp8Group));
         }
       }
     };
+    load_bias(0);
+    tiles.empty.wait(parity ^ 1);
+    parity ^= 1;
+    uint32_t keep = 0;  // a byte for each of the groups
+    const auto prepare = [&](int j) {
+      load_bias(j + kGroupsAtOnce);
+      if constexpr (kDrops) {
+        // Two neighbours have the same two rows, and halves of the same eight columns. Each draws
+        // for one row.
+        const int odd = thread % 2;
+        uint32_t drawn = 0;
+#pragma unroll
+        for (int i = 0; i < kGroupsAtOnce; ++i) {
+          const int group = (column + (j + i) * kFp8Group) / kColumnsPerDraw;
+          drawn |= p.dropout.draw(rng, row + odd, group) << (8 * i);
+        }
+        const uint32_t other = __shfl_xor_sync(kAllLanes, drawn, 1);
+        const uint32_t first = (odd ? other : drawn) >> (odd ? 4 : 0);
+        const uint32_t second = (odd ? drawn : other) << (odd ? 0 : 4);
+        keep = (first & 0x0f0f0f0fu) | (second & 0xf0f0f0f0u);
+      }
+    };
     const auto numbers = [&](int j, float (&x)[kColumnsPerDraw]) {
-      const float2 left = unpack_pair<__nv_bfloat16>(bias[j % 2].x);
-      const float2 right = unpack_pair<__nv_bfloat16>(bias[j % 2].y);
+      const uint2& of_group = bias[j / kGroupsAtOnce % 2][j % kGroupsAtOnce];
+      const float2 left = unpack_pair<__nv_bfloat16>(of_group.x);
+      const float2 right = unpack_pair<__nv_bfloat16>(of_group.y);
       const float of_column[kColumnsPerDraw] = {left.x, left.y, right.x, right.y,
                                                 left.x, left.y, right.x, right.y};
+      const uint32_t kept = kDrops ? keep >> (8 * (j % kGroupsAtOnce)) : kKeepAll;
       float slopes[kColumnsPerDraw];
 #pragma unroll
       for (float& number : x) number *= scale;
-      const uint32_t of_group = kDrops ? keep[j / 4] >> (8 * (j % 4)) : kKeepAll;
-      activate<__nv_bfloat16, kActivation>(x, of_column, p.dropout, kDrops, of_group, slopes);
+      activate<__nv_bfloat16, kActivation>(x, of_column, p.dropout, kDrops, kept, slopes);
       if constexpr (has_slope(kActivation)) {
         if (p.slope == nullptr || mine.row >= rows || j * kFp8Group >= columns) return;
         SlopeColumns<__nv_bfloat16> codes;
@@ -168,7 +142,7 @@ __device__ __forceinline__ void consume(const Params& p, Tiles& tiles, int threa
     fence_proxy_async();
     tiles.full.arrive();
   };
-  multiply_fp8_tiles(p.product, tiles.stages, thread, draw, finish);
+  multiply_fp8_tiles(p.product, tiles.stages, thread, finish);
   statistics = statistics.of_warp();
   if (mine.lane == 0) statistics.publish(p.cast);
 }

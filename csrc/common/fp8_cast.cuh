@@ -51,6 +51,16 @@ __device__ __forceinline__ uint32_t pack_e4m3(float first, float second) {
   return pair;
 }
 
+// Eight numbers, multiplied by the inverse of their scale.
+__device__ __forceinline__ uint2 pack_e4m3(const float (&x)[kColumnsPerDraw], float inverse) {
+  uint32_t pairs[kColumnsPerDraw / 2];
+#pragma unroll
+  for (int i = 0; i < kColumnsPerDraw / 2; ++i) {
+    pairs[i] = pack_e4m3(x[2 * i] * inverse, x[2 * i + 1] * inverse);
+  }
+  return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
+}
+
 // Bit 7 of each byte of the result: whether the E4M3 number is positive or NaN. Other bits are 0.
 __device__ __forceinline__ uint32_t positive_or_nan(uint32_t four) {
   const uint32_t size = four & 0x7f7f7f7fu;  // so a sum of two bytes does not carry
@@ -85,29 +95,44 @@ struct CastStatistics {
   // Adds them to those of the cast.
   __device__ __forceinline__ void publish(const Cast& cast) const;
 
-  // Returns the eight numbers in E4M3. Zeros that are not counted if they do not exist.
-  __device__ __forceinline__ uint2 cast(float (&x)[kColumnsPerDraw], float inverse, bool exist) {
+  // Adds those of groups of eight numbers; a group that does not exist is ignored. Infinity becomes
+  // NaN.
+  template <int kGroups>
+  __device__ __forceinline__ void note(float (&x)[kGroups][kColumnsPerDraw], float inverse,
+                                       const bool (&exist)[kGroups]) {
     float most = 0.0f;
 #pragma unroll
-    for (int e = 0; e < kColumnsPerDraw; ++e) most = fmaxf(most, fabsf(x[e]));  // ignores NaN
-    if (!exist) most = 0.0f;
+    for (int i = 0; i < kGroups; ++i) {
+      float of_group = 0.0f;
+#pragma unroll
+      for (const float number : x[i]) of_group = fmaxf(of_group, fabsf(number));  // ignores NaN
+      if (exist[i]) most = fmaxf(most, of_group);
+    }
     if (most * inverse > kMostE4m3) {  // rare: a number saturates or is infinite
       most = 0.0f;
 #pragma unroll
-      for (int e = 0; e < kColumnsPerDraw; ++e) {
-        x[e] = fmaf(x[e], 0.0f, x[e]);  // infinity becomes NaN
-        most = fmaxf(most, fabsf(x[e]));
-        saturated += fabsf(x[e] * inverse) > kMostE4m3;
+      for (int i = 0; i < kGroups; ++i) {
+#pragma unroll
+        for (float& number : x[i]) {
+          number = fmaf(number, 0.0f, number);
+          if (!exist[i]) continue;
+          most = fmaxf(most, fabsf(number));
+          saturated += fabsf(number * inverse) > kMostE4m3;
+        }
       }
     }
     amax = fmaxf(amax, most);
-    uint32_t pairs[kColumnsPerDraw / 2];
+  }
+
+  // Returns the eight numbers in E4M3. Zeros that are not counted if they do not exist.
+  __device__ __forceinline__ uint2 cast(const float (&x)[kColumnsPerDraw], float inverse,
+                                        bool exist) {
+    float noted[1][kColumnsPerDraw];
 #pragma unroll
-    for (int i = 0; i < kColumnsPerDraw / 2; ++i) {
-      pairs[i] = pack_e4m3(x[2 * i] * inverse, x[2 * i + 1] * inverse);
-    }
-    if (!exist) return {0, 0};
-    return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
+    for (int e = 0; e < kColumnsPerDraw; ++e) noted[0][e] = x[e];
+    note(noted, inverse, {exist});
+    const uint2 bytes = pack_e4m3(noted[0], inverse);
+    return exist ? bytes : uint2{0, 0};
   }
 };
 

@@ -29,6 +29,7 @@ constexpr int kFp8Group = 16;             // rows and columns that are reordered
 constexpr int kHalfColumns = kTileColumns / 2;
 constexpr int kHalfSums = wgmma_sums(kHalfColumns);  // of a consumer thread
 constexpr int kGroupsAcross = kTileColumns / kFp8Group;
+constexpr int kGroupsAtOnce = 4;  // of a thread's casts
 
 // The product a b^T, if the GPU and the operands support it, and if the tiles occupy at least three
 // quarters of the SMs.
@@ -89,13 +90,11 @@ __device__ __forceinline__ void load_fp8_operands(const TileProduct& p, TileStag
 // The sums of a consumer thread: those of each half of the tile's columns.
 using Fp8Sums = float[2][kHalfSums];
 
-// Multiplies all tiles, and calls finish(sums, row tile, first column) for each. Calls
-// meanwhile(row tile, first column) twice in each step, while the tensor cores work. By the
-// consumers; thread: index of this thread among theirs.
-template <typename Meanwhile, typename Finish>
+// Multiplies all tiles, and calls finish(sums, row tile, first column) for each. By the consumers;
+// thread: index of this thread among theirs.
+template <typename Finish>
 __device__ __forceinline__ void multiply_fp8_tiles(const TileProduct& p, TileStages& stages,
-                                                   int thread, Meanwhile&& meanwhile,
-                                                   Finish&& finish) {
+                                                   int thread, Finish&& finish) {
   constexpr int kHalfBytes = kHalfColumns * kSwizzleBytes, kNext = 2 * kWgmmaK;
   const uint32_t a_offset = of_warp(thread / kWarpgroup) * kWgmmaM * kSwizzleBytes;
   const int lane = thread % kWarp;
@@ -115,7 +114,6 @@ __device__ __forceinline__ void multiply_fp8_tiles(const TileProduct& p, TileSta
           wgmma_e4m3(of_step, a.at(k * kNext), b.at(half * kHalfBytes + k * kNext), k > 0);
         }
         wgmma_commit();
-        meanwhile(row_tile, column);
         wgmma_wait<0>();
         wgmma_hold(of_step);
         if (half == 1 && lane < kCluster) stages.empty[stage.index].arrive_cluster(lane);
@@ -178,7 +176,8 @@ __device__ __forceinline__ uint32_t across(uint32_t first_row, uint32_t second_r
   return __byte_perm(first_row, second_row, h == 0 ? 0x5140 : 0x7362);
 }
 
-// Casts the sums of a tile to the tile's results. prepare(j) is called before groups j and j + 1;
+// Casts the sums of a tile to the tile's results, four groups at a time: so many independent
+// computations hide each other's latency. prepare(j) is called before groups j ... j + 3;
 // numbers(j, x) turns the sums of group j into the numbers to be cast. rows: the tile's rows that
 // exist; columns: its columns.
 template <typename Prepare, typename Numbers>
@@ -187,23 +186,26 @@ __device__ __forceinline__ void cast_sums(const Fp8Sums& sums, const OfThread& m
                                           CastStatistics& statistics, Prepare&& prepare,
                                           Numbers&& numbers) {
 #pragma unroll
-  for (int j = 0; j < kGroupsAcross; j += 2) {
+  for (int j = 0; j < kGroupsAcross; j += kGroupsAtOnce) {
     prepare(j);
-    uint32_t values[4], transpose[4];
+    float x[kGroupsAtOnce][kColumnsPerDraw];
+    bool exist[kGroupsAtOnce];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float x[kColumnsPerDraw];
-      OfThread::get(sums, j + i, x);
-      numbers(j + i, x);
-      const bool exist = mine.row < rows && (j + i) * kFp8Group < columns;
-      const uint2 two = statistics.cast(x, inverse, exist);
-      values[2 * i] = two.x;
-      values[2 * i + 1] = two.y;
-      transpose[2 * i] = across(two.x, two.y, 0);
-      transpose[2 * i + 1] = across(two.x, two.y, 1);
+    for (int i = 0; i < kGroupsAtOnce; ++i) {
+      OfThread::get(sums, j + i, x[i]);
+      numbers(j + i, x[i]);
+      exist[i] = mine.row < rows && (j + i) * kFp8Group < columns;
     }
-    stmatrix_x4(mine.values_at(tiles, j), values);
-    stmatrix_x4_trans(mine.transpose_at(tiles, j), transpose);
+    statistics.note(x, inverse, exist);
+#pragma unroll
+    for (int i = 0; i < kGroupsAtOnce; i += 2) {
+      const uint2 left = pack_e4m3(x[i], inverse), right = pack_e4m3(x[i + 1], inverse);
+      const uint32_t values[4] = {left.x, left.y, right.x, right.y};
+      const uint32_t transpose[4] = {across(left.x, left.y, 0), across(left.x, left.y, 1),
+                                     across(right.x, right.y, 0), across(right.x, right.y, 1)};
+      stmatrix_x4(mine.values_at(tiles, j + i), values);
+      stmatrix_x4_trans(mine.transpose_at(tiles, j + i), transpose);
+    }
   }
 }
 
