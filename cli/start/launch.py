@@ -130,9 +130,13 @@ def run_fairseq(
         CommandError: the input is wrong; the message says how.
         SystemExit: fairseq's parser rejected the words and has printed why.
     """
-    # torch reads both variables when it is imported, which is below. By default waiting CPU threads
-    # spin; with a second busy program on the machine, training was 30 times slower.
+    # torch reads these variables when it is imported, which is below. By default waiting CPU
+    # threads spin; with a second busy program on the machine, training was 30 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Batches of many shapes leave gaps in segments of GPU memory that have a fixed size. With
+    # segments that grow, training needed 15% less memory.
+    if os.environ.get("PYTORCH_CUDA_ALLOC_CONF") is None:  # the older name of the variable
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # If a rank cannot reach another one, torch would log each try with twenty lines of C++ trace.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not native and defaults.is_given(words, ("--retain-dropout",)):

@@ -45,21 +45,35 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- Real runs -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("given", "policy"), [(None, "passive"), ("active", "active")])
-def test_waiting_threads_sleep_unless_told_otherwise(
-    data: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, policy: str
-) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
-    if given is None:
-        monkeypatch.delenv("OMP_WAIT_POLICY")
-    seen: list[str | None] = []
-    monkeypatch.setattr(fairseq_cli.train, "main", lambda _: seen.append(_wait_policy()))
+@pytest.mark.parametrize(
+    ("given", "policy", "memory"),
+    [
+        ({}, "passive", "expandable_segments:True"),
+        (
+            {"OMP_WAIT_POLICY": "active", "PYTORCH_ALLOC_CONF": "max_split_size_mb:512"},
+            "active",
+            "max_split_size_mb:512",
+        ),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, "passive", None),
+    ],
+)
+def test_torch_gets_defaults_that_are_not_given(
+    data: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], policy: str,
+    memory: str | None,
+) -> None:  # fmt: skip
+    for name in ("OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that what the command sets is removed again
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    seen: list[tuple[str | None, str | None]] = []
+
+    def main(_: Any) -> None:
+        seen.append((os.environ.get("OMP_WAIT_POLICY"), os.environ.get("PYTORCH_ALLOC_CONF")))
+
+    monkeypatch.setattr(fairseq_cli.train, "main", main)
     succeed("train", data, "--arch", "ls_transformer_tiny", "--max-update", "1")
-    assert seen == [policy]
-
-
-def _wait_policy() -> str | None:
-    return os.environ.get("OMP_WAIT_POLICY")
+    assert seen == [(policy, memory)]
 
 
 def test_no_worker_is_left(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightseq_fairseq.cli.benchmark.train.cases import (
+    FOR_TORCH,
     LANGUAGE,
     MASKED,
     SHAPES,
@@ -163,7 +164,7 @@ def environment(system: str, logs: Path) -> dict[str, str]:
     CTranslate2's wheel loads cuBLAS 12 by file name. Links in the folder ``logs`` give it torch's
     copy under that name; the first batch shows whether this works.
     """
-    found = {"OMP_WAIT_POLICY": "passive", "LIGHTSEQ_CUDNN_ATTENTION": "0"}
+    found = {**FOR_TORCH, "LIGHTSEQ_CUDNN_ATTENTION": "0"}
     if system == "ctranslate2" and (cublas := _cublas()):
         links = logs.resolve() / "cublas12"
         links.mkdir(parents=True, exist_ok=True)

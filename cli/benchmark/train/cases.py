@@ -27,6 +27,9 @@ from lightseq_fairseq.cli.benchmark.train.corpus import (
 from lightseq_fairseq.errors import UserError
 
 LOG_INTERVAL = 50
+# Variables that torch reads when it is imported. The launchers set them, too, but the benchmark's
+# programs import torch before they call the launchers.
+FOR_TORCH = {"OMP_WAIT_POLICY": "passive", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def in_intervals(updates: int) -> int:
@@ -327,10 +330,8 @@ def command(
 
 def environment(system: str) -> dict[str, str]:
     """Environment variables of the run, in addition to the benchmark's own environment."""
-    # torch reads OMP_WAIT_POLICY when it is imported. The benchmark's programs import torch before
-    # they call the launchers, which set this variable.
     cudnn = "1" if SYSTEMS[system].cudnn else "0"
-    return {"OMP_WAIT_POLICY": "passive", "LIGHTSEQ_CUDNN_ATTENTION": cudnn}
+    return {**FOR_TORCH, "LIGHTSEQ_CUDNN_ATTENTION": cudnn}
 
 
 def _training(
