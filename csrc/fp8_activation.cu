@@ -3,9 +3,8 @@
 // call it if they cannot do the same next to the product.
 //
 //   forward    y  = dropout(activation(z + bias))   and for gelu the slope (common/slope.cuh)
-//   backward   dz = dy slope / (1 - p); for ReLU, the slope is 1 where y is positive or NaN, else
-//   0;
-//              y is read in E4M3 from its transpose
+//   backward   dz = dy slope / (1 - p); ReLU's slope is 1 where y is positive or NaN, else 0, and y
+//              is read in E4M3 from its transpose
 //   dbias      (+)= column sum of dz before the cast
 //
 //   bytes moved   per number: forward 4, with the slope 5; backward 5
