@@ -37,7 +37,8 @@ class RobertaModel:
             options: settings to override, as in fairseq.
 
         Raises:
-            UserError: the checkpoint contains another model, or does not fit the dictionary.
+            UserError: the folder does not exist, or the checkpoint contains another model or does
+                not fit the dictionary.
         """
         from lightseq_fairseq import fairseq_compat
 
@@ -48,6 +49,14 @@ class RobertaModel:
         from fairseq.models.roberta import RobertaModel as Native
 
         places = (os.fspath(model_name_or_path), checkpoint_file, os.fspath(data_name_or_path))
+        folder, _, data = places
+        data = os.path.join(folder, data) if data.startswith(".") else data
+        for place, content in ((folder, checkpoint_file), (data, "the dictionaries")):
+            # fairseq also takes the names of its own models, and URLs.
+            if not (os.path.exists(place) or "://" in place or folder in Native.hub_models()):
+                raise UserError(
+                    f"The folder {place} does not exist: pass the folder with {content}."
+                )
         with models.building(native=False):
             found = Native.from_pretrained(*places, bpe, **options)
         if not isinstance(found.model, Native):

@@ -412,6 +412,17 @@ def _user_dir(failure: Cause, request: Request) -> str | None:
     )
 
 
+def _download(failure: Cause, request: Request) -> str | None:
+    """fairseq downloads a file, and there is no network."""
+    found = re.search(r"Pool\(host='([^']+)'.* with url: (\S+)", failure.text)
+    if found is None:
+        return None
+    return (
+        f"{found[1]}{found[2]} cannot be downloaded: check the network, or use local files (for "
+        "--bpe gpt2 with --gpt2-encoder-json and --gpt2-vocab-bpe)."
+    )
+
+
 def _package(failure: Cause, request: Request) -> str | None:
     """fairseq's own message about a missing package."""
     if failure.kind not in ("ImportError", "ModuleNotFoundError"):
@@ -590,6 +601,7 @@ _RULES: tuple[Callable[[Cause, Request], str | None], ...] = (
     _metric,
     _heads,
     _user_dir,
+    _download,
     _package,
     _configuration,
     _worker,

@@ -123,6 +123,13 @@ def no_requests() -> None:
     raise ModuleNotFoundError("No module named 'requests'")
 
 
+def no_network() -> None:
+    raise OSError(  # as the class of requests is
+        "HTTPSConnectionPool(host='files.com', port=443): Max retries exceeded with url: "
+        "/gpt2_bpe/encoder.json (Caused by NameResolutionError(\"Failed to resolve 'files.com'\"))"
+    )
+
+
 class OutOfMemoryError(RuntimeError):
     """Has the name of torch.cuda's class."""
 
@@ -192,6 +199,7 @@ KNOWN: list[tuple[Callable[[], None], Request, list[str]]] = [
     (too_many_ranks, TRAIN, ["--distributed-world-size is 4", "1 GPU"]),
     (loss_scale, TRAIN, ["Minimum loss scale", "learning rate"]),
     (no_requests, GENERATE, ["URL", "pip install requests"]),
+    (no_network, TRAIN, ["files.com/gpt2_bpe/encoder.json", "--gpt2-encoder-json"]),
     (memory, TRAIN, ["out of memory", "--max-tokens"]),
     (memory_of_a_kernel, TRAIN, ["out of memory", "--max-tokens"]),
     (gloo_has_lost_a_rank, TRAIN, ["Another rank has ended", "its own log", "the same command"]),

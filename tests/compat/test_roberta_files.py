@@ -152,6 +152,10 @@ def test_other_models_and_dictionaries_are_refused(
     limits = "--tokens-per-sample 16 --max-tokens 64 --num-workers 0 --optimizer adam"
     line = [*words.split(), *small.split(), *limits.split()]
     succeed("train", data.text, *line, "--save-dir", tmp_path / "lm")
+    with pytest.raises(UserError, match=r"nothing does not exist: pass the folder with model\.pt"):
+        OurRobertaModel.from_pretrained(tmp_path / "nothing")
+    with pytest.raises(UserError, match="nothing does not exist: pass the folder with the dict"):
+        load(OurRobertaModel, pretrained, tmp_path / "nothing")
     with pytest.raises(UserError, match="contains no RoBERTa but LSTransformerLanguageModel: choo"):
         load(OurRobertaModel, tmp_path / "lm", data.text)
     first, second, *others = (data.text / "dict.txt").read_text().splitlines()
