@@ -21,6 +21,7 @@ from helpers.cli_runs import SMALL, binarise, run, succeed
 # isort: split
 import fairseq_cli.train
 
+from lightseq_fairseq.cli.benchmark.train.cases import FOR_TORCH
 from lightseq_fairseq.cli.start.old_lightseq import conflict
 
 QUICK = shlex.split("--cpu --beam 2 --max-len-b 5 --num-workers 0")
@@ -48,7 +49,7 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("given", "policy", "memory"),
     [
-        ({}, "passive", "expandable_segments:True"),
+        ({}, *FOR_TORCH.values()),  # so the benchmark measures what the launchers do
         (
             {"OMP_WAIT_POLICY": "active", "PYTORCH_ALLOC_CONF": "max_split_size_mb:512"},
             "active",
