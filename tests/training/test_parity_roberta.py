@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,18 @@ def test_fifty_updates_of_pre_training(text: Path, norm: dict[str, Any], untied:
     assert native[-1].logged["loss"] < 0.95 * native[0].logged["loss"]
     clipped = sum(update.norm > parity.FLAGS["clip-norm"] for update in native)
     assert clipped > 0
+
+
+@pytest.mark.parametrize("words", [50_265, 250_002], ids=["roberta", "xlm-r"])
+def test_large_vocabularies(text: Path, tmp_path: Path, words: int) -> None:
+    data = tmp_path / "text"
+    shutil.copytree(text, data)
+    known = len((data / "dict.txt").read_text().splitlines())
+    with (data / "dict.txt").open("a") as dictionary:
+        specials = 5  # four of every dictionary, and the mask
+        dictionary.writelines(f"more{i} 1\n" for i in range(words - specials - known))
+    _, native = check(data, 3, **SENTENCES)
+    assert native[0].logged["loss"] > 0.9 * math.log2(words)
 
 
 @NORMS
