@@ -372,7 +372,7 @@ std::tuple<Tensor, Tensor, Tensor> fp8_dropout_residual_layer_norm_bwd(
   const Tensor& grad = dy.has_value() ? *dy : *dsum;
   check_cast(op, dy.has_value() ? "dy" : "dsum", grad);
   const torch::stable::accelerator::DeviceGuard guard(grad.get_device());
-  const auto casts = allocate_cast(grad);
+  const auto casts = allocate_cast(grad, grad.size(0), grad.size(1));
   const Cast cast = cast_into(casts, scale, amax, saturated);
   const auto [dx, dresidual] = backward(op, dy, dsum, sum, gamma, mean, rstd, p, rng, site, dgamma,
                                         dbeta, dbias, accumulate, &cast);

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.ops.fp8_quantise import ALIGNMENT, E4M3, Quantised
+from lightseq_fairseq.ops.fp8_quantise import ALIGNMENT, E4M3
 from lightseq_fairseq.ops.fp8_scales import HISTORY
 from lightseq_fairseq.parameters import FlatBuffer, as_one
 
@@ -207,15 +207,25 @@ def stand_in(x: Tensor, operands: Operands) -> Tensor:
     return operands.nothing.new_empty(0).set_(storage, 0, x.shape, (0,) * x.ndim)
 
 
-def attach(y: Tensor, operands: Operands, quantised: Quantised) -> None:
+class Input(NamedTuple):
+    """The input of a product: its values in E4M3, and what backward makes its transpose of.
+
+    kept: the transpose itself, or the arguments of ``ops.fp8_transpose`` but the scale.
+    """
+
+    values: Tensor
+    kept: tuple[Tensor, ...]
+
+
+def attach(y: Tensor, operands: Operands, cast: Input) -> None:
     """Let y carry its cast, until the product with these operands reads it."""
-    vars(y)[_CAST] = operands, quantised
+    vars(y)[_CAST] = operands, cast
 
 
-def attached(y: Tensor, operands: Operands) -> Quantised | None:
+def attached(y: Tensor, operands: Operands) -> Input | None:
     """The cast of y for the product with these operands, if y carries it."""
-    owner, quantised = vars(y).get(_CAST, (None, None))
-    return quantised if owner is operands else None
+    owner, cast = vars(y).get(_CAST, (None, None))
+    return cast if owner is operands else None
 
 
 _CAST = "lightseq_fp8"
@@ -252,6 +262,7 @@ def products(model: Any) -> dict[str, Tensor]:
 
 __all__ = [
     "Fp8State",
+    "Input",
     "Operands",
     "Scalars",
     "attach",

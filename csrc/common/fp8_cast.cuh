@@ -3,7 +3,8 @@
 //
 //   values    [rows, columns]   x / scale in E4M3
 //   transpose [columns, pitch]  pitch: rows rounded up to a multiple of 16, with zeros at the end
-//   amax, saturated             statistics, updated by atomic operations
+//   amax, saturated             statistics, updated by atomic operations; not if only the transpose
+//                               is wanted, as another cast has noted the same numbers
 //   partials                    if wanted: column sums of x before the cast, for add_partials()
 //
 //   determinism   the maximum of floats and the sum of integers do not depend on the order; that of
@@ -27,6 +28,7 @@
 #include "check.h"
 #include "columns.cuh"
 #include "launch.cuh"
+#include "optional.h"
 #include "reduce.cuh"
 
 namespace lightseq {
@@ -262,10 +264,15 @@ struct CastTile {
 //   numbers(state, row, i, x)   the eight numbers x of row i of the thread. If the row does not
 //                               exist, they are ignored, but added to the column sums
 //
+// Which results of a cast are wanted.
+enum class CastOf { kBoth, kValues, kTranspose };
+
 // Casts the block's tile. All threads of a block must call it.
-template <typename Source>
+template <CastOf kOf = CastOf::kBoth, typename Source>
 __device__ __forceinline__ void cast_tile(const Source& source, const Cast& cast,
                                           const CastPlace& place) {
+  constexpr bool kValues = kOf != CastOf::kTranspose, kTranspose = kOf != CastOf::kValues;
+  static_assert(!Source::kSums || kOf == CastOf::kBoth);
   __shared__ CastTile tile;
   const float scale = *cast.scale;
   constexpr int kRowsAhead = Source::kRowsAhead;
@@ -311,7 +318,7 @@ __device__ __forceinline__ void cast_tile(const Source& source, const Cast& cast
 
     // Two neighbours exchange two rows, so that each stores two rows of 16 columns.
 #pragma unroll
-    for (int i = 0; i < kCastHalf / 2; ++i) {
+    for (int i = 0; i < (kValues ? kCastHalf / 2 : 0); ++i) {
       const uint2 mine = odd ? bytes[2 + i] : bytes[i], sent = odd ? bytes[i] : bytes[2 + i];
       const uint2 got = {__shfl_xor_sync(kAllLanes, sent.x, 1),
                          __shfl_xor_sync(kAllLanes, sent.y, 1)};
@@ -321,7 +328,7 @@ __device__ __forceinline__ void cast_tile(const Source& source, const Cast& cast
       if (r < place.thread_rows) *reinterpret_cast<uint4*>(values + r * cast.columns) = both;
     }
 #pragma unroll
-    for (int word = 0; word < 2; ++word) {
+    for (int word = 0; word < (kTranspose ? 2 : 0); ++word) {
       uint32_t by_row[4], by_column[4];
 #pragma unroll
       for (int i = 0; i < kCastHalf; ++i) by_row[i] = word == 0 ? bytes[i].x : bytes[i].y;
@@ -335,7 +342,7 @@ __device__ __forceinline__ void cast_tile(const Source& source, const Cast& cast
   __shared__ BlockStatistics<kCastWarps> of_block;
   __shared__ float sums_of_warp[Source::kSums ? kCastWarps : 1][kCastTile];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  of_block.note(statistics, threadIdx.x);
+  if constexpr (kValues) of_block.note(statistics, threadIdx.x);
   if constexpr (Source::kSums) {
 #pragma unroll
     for (int e = 0; e < kColumnsPerDraw; ++e) {
@@ -345,10 +352,12 @@ __device__ __forceinline__ void cast_tile(const Source& source, const Cast& cast
   }
   __syncthreads();
 
-  tile.for_each_quad(place, cast.transpose, cast.pitch,
-                     [](int, uint8_t* to, const uint4& quad, bool swap) {
-                       *reinterpret_cast<uint4*>(to) = CastTile::swapped(quad, swap);
-                     });
+  if constexpr (kTranspose) {
+    tile.for_each_quad(place, cast.transpose, cast.pitch,
+                       [](int, uint8_t* to, const uint4& quad, bool swap) {
+                         *reinterpret_cast<uint4*>(to) = CastTile::swapped(quad, swap);
+                       });
+  }
   if constexpr (Source::kSums) {
     if (cast.partials != nullptr && static_cast<int>(threadIdx.x) < place.columns) {
       float sum = 0.0f;
@@ -358,13 +367,13 @@ __device__ __forceinline__ void cast_tile(const Source& source, const Cast& cast
           sum;
     }
   }
-  if (threadIdx.x == 0) of_block.publish(cast);
+  if (kValues && threadIdx.x == 0) of_block.publish(cast);
 }
 
-template <typename Source>
+template <CastOf kOf, typename Source>
 __global__ void __launch_bounds__(kCastThreads, Source::kBlocks)
     cast_kernel(const Source source, const Cast cast) {
-  cast_tile(source, cast, CastPlace(cast, blockIdx.x));
+  cast_tile<kOf>(source, cast, CastPlace(cast, blockIdx.x));
 }
 
 // kRowsAhead of a source that reads numbers of type T: 128 bytes of each tensor.
@@ -409,39 +418,40 @@ inline void check_cast(const char* op, const char* name, const torch::stable::Te
           " numbers, got ", x.size(1));
 }
 
-// values [T, C] and transpose [C, P] for a matrix [T, C] on the device of `like`.
+constexpr auto kE4m3 = torch::headeronly::ScalarType::Float8_e4m3fn;
+
+inline int64_t cast_pitch(int64_t rows) { return blocks_for(rows, kFp8Alignment) * kFp8Alignment; }
+
+// values [T, C] and transpose [C, P] for a matrix [T, C] on the device of `like`; what is not
+// wanted is empty.
 inline std::tuple<torch::stable::Tensor, torch::stable::Tensor> allocate_cast(
-    const torch::stable::Tensor& like, int64_t rows, int64_t columns) {
-  constexpr auto kType = torch::headeronly::ScalarType::Float8_e4m3fn;
-  const int64_t pitch = blocks_for(rows, kFp8Alignment) * kFp8Alignment;
-  return {allocate(like, {rows, columns}, kType), allocate(like, {columns, pitch}, kType)};
-}
-inline std::tuple<torch::stable::Tensor, torch::stable::Tensor> allocate_cast(
-    const torch::stable::Tensor& x) {
-  return allocate_cast(x, x.size(0), x.size(1));
+    const torch::stable::Tensor& like, int64_t rows, int64_t columns, CastOf of = CastOf::kBoth) {
+  const torch::stable::Tensor nothing = allocate(like, {0}, kE4m3);
+  return {of == CastOf::kTranspose ? nothing : allocate(like, {rows, columns}, kE4m3),
+          of == CastOf::kValues ? nothing : allocate(like, {columns, cast_pitch(rows)}, kE4m3)};
 }
 
 inline Cast cast_into(const std::tuple<torch::stable::Tensor, torch::stable::Tensor>& results,
                       const torch::stable::Tensor& scale, const torch::stable::Tensor& amax,
                       const torch::stable::Tensor& saturated) {
   const auto& [values, transpose] = results;
-  return {.values = static_cast<uint8_t*>(values.mutable_data_ptr()),
-          .transpose = static_cast<uint8_t*>(transpose.mutable_data_ptr()),
+  return {.values = output_of<uint8_t>(values),
+          .transpose = output_of<uint8_t>(transpose),
           .scale = scale.const_data_ptr<float>(),
           .amax = static_cast<int*>(amax.mutable_data_ptr()),
           .saturated = static_cast<unsigned long long*>(saturated.mutable_data_ptr()),
           .rows = values.size(0),
           .columns = values.size(1),
-          .pitch = transpose.size(1),
+          .pitch = cast_pitch(values.size(0)),
           .tiles_across = static_cast<unsigned>(blocks_for(values.size(1), kCastTile))};
 }
 
-template <typename Source>
+template <CastOf kOf = CastOf::kBoth, typename Source>
 void launch_cast(const char* op, const Source& source, const Cast& cast, cudaStream_t stream) {
   if (cast.rows == 0 || cast.columns == 0) return;
   const int64_t blocks = cast.tiles_down() * cast.tiles_across;
   launch({.op = op, .grid = static_cast<unsigned>(blocks), .block = kCastThreads, .stream = stream},
-         cast_kernel<Source>, source, cast);
+         cast_kernel<kOf, Source>, source, cast);
 }
 
 }  // namespace lightseq

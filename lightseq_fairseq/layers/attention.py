@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.layers.products import Product, product_for
+from lightseq_fairseq.layers.products import Kept, Product, product_for, split_saved
 from lightseq_fairseq.layers.residual_norm import (
     Residual,
     input_gradients,
@@ -84,7 +84,7 @@ class ColumnSlices:
 
 
 def _close_bwd(
-    ctx: Any, dstream: Tensor | None, dy: Tensor | None, of_out: Tensor, out_w: Tensor,
+    ctx: Any, dstream: Tensor | None, dy: Tensor | None, of_out: Kept, out_w: Tensor,
     out_b: Tensor, saved: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:  # fmt: skip
     """Backward from a sublayer's results to the result of attention.
@@ -107,10 +107,11 @@ class _SelfAttention(torch.autograd.Function):
         qkv, of_x = ctx.first.forward(x, weight, as_one([q_b, k_b, v_b]))
         q, k, v = qkv.unflatten(1, (3, heads.count, -1)).unbind(1)
         out, lse = ops.attention_fwd(q, k, v, **heads.arguments(x.shape[1]))
-        h, of_out = ctx.last.forward(out.view_as(x), out_w, None)
+        h, of_out = ctx.last.forward(out.view_as(x), out_w, None, is_saved=True)
         saved, outputs = residual_norm_fwd(h, out_b, x if stream is None else stream,
                                            gamma, beta, residual)  # fmt: skip
-        ctx.save_for_backward(of_x, of_out, qkv, out, lse, *weights[:8], *saved)
+        ctx.save_for_backward(*of_x, *of_out, qkv, out, lse, *weights[:8], *saved)
+        ctx.kept = len(of_x), len(of_out)
         ctx.heads, ctx.residual, ctx.post_norm = heads, residual, stream is None
         ctx.set_materialize_grads(False)
         return outputs
@@ -118,8 +119,8 @@ class _SelfAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
-        (of_x, of_out, qkv, out, lse, q_w, k_w, v_w, q_b, k_b, v_b, out_w, out_b,
-         *saved) = ctx.saved_tensors  # fmt: skip
+        of_x, of_out, saved = split_saved(ctx.saved_tensors, *ctx.kept)
+        qkv, out, lse, q_w, k_w, v_w, q_b, k_b, v_b, out_w, out_b, *saved = saved
         heads = ctx.heads
         dout, dresidual, closing = _close_bwd(ctx, dstream, dy, of_out, out_w, out_b, saved)
         dqkv = torch.empty_like(qkv)
@@ -157,10 +158,11 @@ class _CrossAttention(torch.autograd.Function):
         q = q.unflatten(1, (heads.count, -1))
         k, v = memory.unflatten(1, (2, heads.count, -1)).unbind(1)
         out, lse = ops.attention_fwd(q, k, v, **heads.arguments(x.shape[1]))
-        h, of_out = ctx.last.forward(out.view_as(x), out_w, None)
+        h, of_out = ctx.last.forward(out.view_as(x), out_w, None, is_saved=True)
         saved, outputs = residual_norm_fwd(h, out_b, x if stream is None else stream,
                                            gamma, beta, residual)  # fmt: skip
-        ctx.save_for_backward(of_x, of_out, memory, q, out, lse, *weights[:4], *saved)
+        ctx.save_for_backward(*of_x, *of_out, memory, q, out, lse, *weights[:4], *saved)
+        ctx.kept = len(of_x), len(of_out)
         ctx.heads, ctx.residual, ctx.post_norm = heads, residual, stream is None
         ctx.slices = slices
         ctx.set_materialize_grads(False)
@@ -169,7 +171,8 @@ class _CrossAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
-        of_x, of_out, memory, q, out, lse, q_w, q_b, out_w, out_b, *saved = ctx.saved_tensors
+        of_x, of_out, saved = split_saved(ctx.saved_tensors, *ctx.kept)
+        memory, q, out, lse, q_w, q_b, out_w, out_b, *saved = saved
         heads = ctx.heads
         dout, dresidual, closing = _close_bwd(ctx, dstream, dy, of_out, out_w, out_b, saved)
         dq = torch.empty_like(q)

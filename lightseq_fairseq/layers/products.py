@@ -1,8 +1,9 @@
 """The matrix products of the layers, in the model's precision or in fp8.
 
 A sublayer asks ``product_for`` once for each of its weights, in forward, and keeps the answer for
-backward. Both kinds have the same methods. A forward product returns its result and the tensor that
-backward needs of the input: the input itself, or its transpose in E4M3, which is smaller.
+backward. Both kinds have the same methods. A forward product returns its result and the tensors
+that backward needs of the input: the input itself, or its transpose in E4M3, which is smaller. If
+backward has what the input was made from in any case, it makes the transpose from that.
 
 Where an op of the layers produces an operand, it casts it (LayerNorm, the activation, and their
 backward); the others are cast here.
@@ -12,13 +13,26 @@ Shapes: T = packed tokens, K = inputs, N = outputs, F = feed-forward width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from lightseq_fairseq import fp8, ops
-from lightseq_fairseq.ops.fp8_quantise import Quantised
+from lightseq_fairseq.ops.fp8_quantise import E4M3, Quantised
+
+#: What backward needs of the input of a product; see `split_saved`.
+Kept = tuple[Tensor, ...]
+
+
+def split_saved(saved: Sequence[Tensor], *counts: int) -> Iterator[Any]:
+    """The first tensors of ``saved`` as tuples of these lengths, then the list of the others."""
+    left = list(saved)
+    for count in counts:
+        yield tuple(left[:count])
+        del left[:count]
+    yield left
 
 
 @dataclass(frozen=True)
@@ -39,27 +53,30 @@ class Activation:
 class Product:
     """y = x weight^T + bias in the model's precision, and its derivatives."""
 
-    def forward(self, x: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Any, weight: Tensor, bias: Tensor | None, is_saved: bool = False
+    ) -> tuple[Tensor, Kept]:
         """y [T, N], and what backward needs of x [T, K].
 
-        x: may be a result of `activated`. weight: [N, K], bias: [N] or None.
+        x: may be a result of `activated`. weight: [N, K], bias: [N] or None. is_saved: whether x is
+        saved for backward in any case.
         """
-        return ops.linear_fwd(x, weight, bias), x
+        return ops.linear_fwd(x, weight, bias), (x,)
 
     def backward(
-        self, dy: Any, kept: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor | None,
+        self, dy: Any, kept: Kept, weight: Tensor, dweight: Tensor, dbias: Tensor | None,
         accumulate: bool, need_dx: bool = True, onto: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """dx [T, K]; writes dweight and dbias. See ``ops.linear_bwd``.
 
         dy: [T, N], or a result of `before_activation` of the next product. kept: from `forward`.
         """
-        return ops.linear_bwd(dy, kept, weight, dweight, dbias, accumulate, need_dx, onto)
+        return ops.linear_bwd(dy, kept[0], weight, dweight, dbias, accumulate, need_dx, onto)
 
     def activated(
         self, x: Tensor, weight: Tensor, bias: Tensor, activation: Activation, need_slope: bool,
         following: Any,
-    ) -> tuple[Any, Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Any, Kept, Tensor | None]:  # fmt: skip
         """The input of the ``following`` product: dropout(activation(x weight^T + bias)) [T, F].
 
         Also returns what backward needs of x, and for gelu what it needs of the activation.
@@ -68,10 +85,10 @@ class Product:
         h, slope = ops.linear_activation_fwd(
             x, weight, bias, a.name, a.p, a.rng, a.site, need_slope
         )
-        return h, x, None if a.name == "relu" else slope
+        return h, (x,), None if a.name == "relu" else slope
 
     def before_activation(
-        self, dy: Tensor, kept: Tensor, weight: Tensor, dweight: Tensor, activation: Activation,
+        self, dy: Tensor, kept: Kept, weight: Tensor, dweight: Tensor, activation: Activation,
         saved: Tensor | None, bias: Tensor, dbias: Tensor, accumulate: bool, previous: Any,
     ) -> Any:  # fmt: skip
         """Backward of this product and of the activation before it: the gradient dz [T, F].
@@ -80,7 +97,7 @@ class Product:
         dy: [T, N]. kept: from `forward`. saved: the third result of `activated`.
         """
         return ops.activation_linear_bwd(
-            dy, kept, weight, saved, activation.p, dweight, dbias, accumulate, bias
+            dy, kept[0], weight, saved, activation.p, dweight, dbias, accumulate, bias
         )
 
     def normalised(
@@ -116,29 +133,43 @@ class Fp8Product(Product):
     def __init__(self, operands: fp8.Operands) -> None:
         self.operands = operands
 
-    def forward(self, x: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Any, weight: Tensor, bias: Tensor | None, is_saved: bool = False
+    ) -> tuple[Tensor, Kept]:
         of = self.operands
-        values, transpose = self._input(x)
+        values, kept = self._input(x, is_saved)
         y = ops.fp8_linear_fwd(values, of.input.scale, of.values, of.weight.scale, bias)
-        return y, transpose
+        return y, kept
 
-    def _input(self, x: Any) -> Quantised:
+    def _input(self, x: Any, is_saved: bool = False) -> fp8.Input:
         of = self.operands
         if isinstance(x, Tensor):
-            x = fp8.attached(x, of) or ops.fp8_quantise(x, *of.input)
-        of.count(x[0].numel())
+            x = fp8.attached(x, of) or self._cast(x, is_saved)
+        of.count(x.values.numel())
         return x
 
+    def _cast(self, x: Tensor, is_saved: bool) -> fp8.Input:
+        of = self.operands.input
+        values, transpose = ops.fp8_quantise(x, *of, need_transpose=not is_saved)
+        return fp8.Input(values, (x if is_saved else transpose,))
+
+    def _transpose(self, kept: Kept) -> Tensor:
+        if kept[0].dtype == E4M3:
+            return kept[0]
+        x, *norm = kept
+        return ops.fp8_transpose(x, self.operands.input.scale, *norm)
+
     def backward(
-        self, dy: Any, kept: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor | None,
+        self, dy: Any, kept: Kept, weight: Tensor, dweight: Tensor, dbias: Tensor | None,
         accumulate: bool, need_dx: bool = True, onto: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         of = self.operands
         values, transpose = self._gradient(dy, dbias, accumulate)
         of.count(values.numel())
         return ops.fp8_linear_bwd(
-            values, transpose, of.gradient.scale, kept, of.input.scale, of.transpose,
-            of.weight.scale, dweight=dweight, onto=onto, accumulate=accumulate, need_dx=need_dx,
+            values, transpose, of.gradient.scale, self._transpose(kept), of.input.scale,
+            of.transpose, of.weight.scale, dweight=dweight, onto=onto, accumulate=accumulate,
+            need_dx=need_dx,
         )  # fmt: skip
 
     def _gradient(self, dy: Any, dbias: Tensor | None, accumulate: bool) -> Quantised:
@@ -149,25 +180,25 @@ class Fp8Product(Product):
     def activated(
         self, x: Tensor, weight: Tensor, bias: Tensor, activation: Activation, need_slope: bool,
         following: Any,
-    ) -> tuple[Any, Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Any, Kept, Tensor | None]:  # fmt: skip
         a, of, to = activation, self.operands, following.operands.input
         values, kept = self._input(x)
-        *h, slope = ops.fp8_linear_activation_fwd(
+        h, transpose, slope = ops.fp8_linear_activation_fwd(
             values, of.input.scale, of.values, of.weight.scale, bias,
             a.name, a.p, a.rng, a.site, need_slope,
             scale=to.scale, amax=to.amax, saturated=to.saturated,
         )  # fmt: skip
-        return tuple(h), kept, None if a.name == "relu" else slope
+        return fp8.Input(h, (transpose,)), kept, None if a.name == "relu" else slope
 
     def before_activation(
-        self, dy: Tensor, kept: Tensor, weight: Tensor, dweight: Tensor, activation: Activation,
+        self, dy: Tensor, kept: Kept, weight: Tensor, dweight: Tensor, activation: Activation,
         saved: Tensor | None, bias: Tensor, dbias: Tensor, accumulate: bool, previous: Any,
     ) -> Any:  # fmt: skip
         of, to = self.operands, previous.operands.gradient
         gradient = self._gradient(dy, None, accumulate)
         self.backward(gradient, kept, weight, dweight, None, accumulate, need_dx=False)
         return ops.fp8_activation_linear_bwd(
-            gradient[0], of.gradient.scale, of.transpose, of.weight.scale, kept, saved,
+            gradient[0], of.gradient.scale, of.transpose, of.weight.scale, kept[0], saved,
             activation.p, dbias, accumulate, scale=to.scale, amax=to.amax, saturated=to.saturated,
         )  # fmt: skip
 
@@ -176,13 +207,14 @@ class Fp8Product(Product):
         beta: Tensor, *, p: float, rng: Tensor, site: int, eps: float, is_only_reader: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         to = self.operands.input
-        total, y, mean, rstd, *cast = ops.fp8_dropout_residual_layer_norm_fwd(
+        total, y, mean, rstd, values = ops.fp8_dropout_residual_layer_norm_fwd(
             x, bias, residual, gamma, beta, p=p, rng=rng, site=site, eps=eps,
             keep_y=not is_only_reader, scale=to.scale, amax=to.amax, saturated=to.saturated,
         )  # fmt: skip
         if is_only_reader:
             y = fp8.stand_in(x, self.operands)
-        fp8.attach(y, self.operands, (cast[0], cast[1]))
+        kept = (total if total.numel() else x, mean, rstd, gamma, beta)
+        fp8.attach(y, self.operands, fp8.Input(values, kept))
         return total, y, mean, rstd
 
     def before_residual(
@@ -206,4 +238,4 @@ def product_for(weight: Tensor) -> Product:
     return PLAIN if operands is None else Fp8Product(operands)
 
 
-__all__ = ["PLAIN", "Activation", "Fp8Product", "Product", "product_for"]
+__all__ = ["PLAIN", "Activation", "Fp8Product", "Kept", "Product", "product_for", "split_saved"]

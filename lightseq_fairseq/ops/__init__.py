@@ -30,6 +30,7 @@ from .bias_activation_dropout import bias_activation_dropout_bwd, bias_activatio
 from .linear_activation import linear_activation_fwd
 from .activation_linear import activation_linear_bwd
 from .fp8_quantise import fp8_quantise
+from .fp8_transpose import fp8_transpose
 from .fp8_linear import fp8_linear_bwd, fp8_linear_fwd
 from .fp8_linear_activation import fp8_activation_linear_bwd, fp8_linear_activation_fwd
 from .fp8_dropout_residual_layer_norm import (
@@ -67,6 +68,7 @@ __all__ = [
     "linear_activation_fwd",
     "activation_linear_bwd",
     "fp8_quantise",
+    "fp8_transpose",
     "fp8_linear_fwd",
     "fp8_linear_bwd",
     "fp8_linear_activation_fwd",

@@ -10,7 +10,7 @@ Rule of the cast, the same bits on every device:
 A GPU multiplies fp8 matrices only if both have the inner dimension of the product adjacent in
 memory. So a cast returns the values and their transpose. Where a product sums over the rows T, both
 operands are transposes. Their rows have P numbers: T rounded up to a multiple of 16, with zeros at
-the end.
+the end. A transpose that is needed only later is made then (`fp8_transpose`).
 
 Shapes: T = rows, C = columns, P = padded rows.
 Source: Micikevicius et al. 2022, "FP8 formats for deep learning".
@@ -46,6 +46,7 @@ class Fp8Quantise(NamedTuple):
     amax: float32 0-dim, raised to the largest finite |x|.
     saturated: int64 0-dim, to which the number of finite |x / scale| above 448 is added.
     sums: [C] or None: the column sums of x are written to it or, with accumulate, added to it.
+    need_transpose: if not, the transpose is EMPTY (numel 0), and sums must be None.
     Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
     """
 
@@ -55,23 +56,28 @@ class Fp8Quantise(NamedTuple):
     saturated: Written
     sums: Written | None = None
     accumulate: bool = False
+    need_transpose: bool = True
 
     def check(self, op: str) -> None:
-        x, scale, amax, saturated, sums, _ = self
+        x, scale, amax, saturated, sums, _, need_transpose = self
         check_tensor(op, "x", x, ("T", "C"), CASTABLE)
         check_rows(op, "x", x)
         check_statistics(op, x, scale, amax, saturated)
         if sums is not None:
             check_tensor(op, "sums", sums, x.shape[1:], CASTABLE, x)
+            if not need_transpose:
+                raise ValueError(f"{op}: sums are computed only with the transpose")
 
     def shape(self) -> Quantised:
-        return empty_like(self.x)
+        values, transpose = empty_like(self.x)
+        return values, transpose if self.need_transpose else transpose.new_empty(0)
 
     def reference(self) -> Quantised:
-        x, scale, amax, saturated, sums, accumulate = self
+        x, scale, amax, saturated, sums, accumulate, need_transpose = self
         if sums is not None:
             store_gradient(sums, column_sum(x), accumulate)
-        return quantise(x.float(), scale, amax, saturated)
+        values, transpose = quantise(x.float(), scale, amax, saturated)
+        return values, transpose if need_transpose else transpose.new_empty(0)
 
 
 fp8_quantise = define("fp8_quantise", Fp8Quantise)
@@ -79,13 +85,18 @@ fp8_quantise = define("fp8_quantise", Fp8Quantise)
 
 def check_statistics(op: str, x: Tensor, scale: Tensor, amax: Tensor, saturated: Tensor) -> None:
     """Raise ValueError unless x [T, C], still to be cast, and the scalars of the cast are valid."""
+    check_width(op, x)
+    check_scale(op, "scale", scale, x)
+    check_tensor(op, "amax", amax, (), (torch.float32,), x)
+    check_tensor(op, "saturated", saturated, (), (torch.int64,), x)
+
+
+def check_width(op: str, x: Tensor) -> None:
+    """Raise ValueError unless the rows of x [T, C] can be those of an operand."""
     if x.shape[1] % ALIGNMENT:
         raise ValueError(
             f"{op}: fp8 needs rows of a multiple of {ALIGNMENT} numbers, got {x.shape[1]}"
         )
-    check_scale(op, "scale", scale, x)
-    check_tensor(op, "amax", amax, (), (torch.float32,), x)
-    check_tensor(op, "saturated", saturated, (), (torch.int64,), x)
 
 
 def check_scale(op: str, name: str, scale: Tensor, like: Tensor) -> None:

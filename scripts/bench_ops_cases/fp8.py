@@ -1,5 +1,6 @@
-"""Cases of the fp8 ops: ops/fp8_quantise.py, ops/fp8_linear.py, ops/fp8_linear_activation.py,
-ops/fp8_dropout_residual_layer_norm.py, and of the update: ops/fp8_weights.py, ops/fp8_scales.py.
+"""Cases of the fp8 ops: ops/fp8_quantise.py, ops/fp8_transpose.py, ops/fp8_linear.py,
+ops/fp8_linear_activation.py, ops/fp8_dropout_residual_layer_norm.py, and of the update:
+ops/fp8_weights.py, ops/fp8_scales.py.
 
 They exist for bf16 only: the results of fp8 products are bf16.
 """
@@ -94,7 +95,10 @@ def fp8_linear_activation(sizes: Sizes, tokens: int, make: Make) -> Iterator[Cas
 
 
 def fp8_layer_norm(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
-    """Yield the end of a sublayer with fp8 results, as in pre-LayerNorm stacks: y is not stored."""
+    """Yield the end of a sublayer with fp8 results, as in pre-LayerNorm stacks: y is not stored.
+
+    Also the transposes that backward makes.
+    """
     if make.dtype != torch.bfloat16:
         return
     c, of_cast = sizes.width, scalars(make, 12.0)
@@ -116,11 +120,17 @@ def fp8_layer_norm(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
         )
         return *results, *sums
 
-    # x, residual and sum, or dy, dsum, sum and dresidual; values and transpose; statistics.
-    for way, rows, run in (("fwd", 4, forward), ("bwd", 5, backward)):
-        least = rows * x.nbytes + 2 * 4 * tokens
+    # x, residual, sum and values, or dy, dsum, sum, dresidual, values and transpose; statistics.
+    for way, rows, run in (("fwd", 3.5, forward), ("bwd", 5, backward)):
+        least = int(rows * x.nbytes) + 2 * 4 * tokens
         name = f"fp8_dropout_residual_layer_norm_{way}/T{tokens}"
         yield Case(name, least, {"ours": without_autograd(run)})
+
+    def transpose(*norm: Tensor) -> Run:
+        return without_autograd(lambda: (ops.fp8_transpose(total, of_cast[0], *norm),))
+
+    for name, run in (("c", transpose()), ("layer_norm", transpose(mean, rstd, gamma, beta))):
+        yield Case(f"fp8_transpose.{name}/T{tokens}", total.nbytes * 3 // 2, {"ours": run})
 
 
 def fp8_update(sizes: Sizes, make: Make) -> Iterator[Case]:

@@ -182,9 +182,19 @@ def test_fp8_quantise(dtype: torch.dtype) -> None:
     def call() -> tuple[Tensor, ...]:
         of_cast = scale, torch.tensor(0.0).cuda(), torch.tensor(0).cuda()
         sums = torch.empty_like(x[0])
-        return *(t.float() for t in ops.fp8_quantise(x, *of_cast, sums, False)), sums, *of_cast[1:]
+        both = ops.fp8_quantise(x, *of_cast, sums, False)
+        values, _ = ops.fp8_quantise(x, *of_cast, need_transpose=False)
+        return *(t.float() for t in (*both, values)), sums, *of_cast[1:]
 
     check(call)
+
+
+def test_fp8_transpose() -> None:
+    skip_without_fp8()
+    x, scale = on_gpu(torch.bfloat16, 137, 272), torch.tensor(2.0**-6).cuda()
+    mean, rstd = on_gpu(torch.float32, 137), on_gpu(torch.float32, 137)
+    norm = mean, rstd, *(on_gpu(torch.bfloat16, 272) for _ in range(2))
+    check(lambda: tuple(ops.fp8_transpose(x, scale, *given).float() for given in ((), norm)))
 
 
 @pytest.mark.parametrize("width", [48, 1024, 2064])

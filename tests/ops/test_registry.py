@@ -96,6 +96,9 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(randn(T, V), randn(T, C), randn(V, C), randn(T, C), P, randn(V, C), randn(C), True),
     ),
     "fp8_quantise": lambda: (randn(T, 16).float(), *of_cast(), randn(16).float(), True),
+    "fp8_transpose": lambda: (
+        *(bf16(T, 16), scale(), randn(T).float(), randn(T).abs().float(), bf16(16), bf16(16)),
+    ),
     "fp8_linear_fwd": lambda: (fp8(T, 16), scale(), fp8(32, 16), scale(), bf16(32)),
     "fp8_linear_bwd": lambda: (
         *(fp8(T, 32), fp8(32, 16), scale(), fp8(16, 16), scale(), fp8(16, 32), scale()),

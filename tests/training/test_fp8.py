@@ -108,6 +108,7 @@ def test_ops_cast_the_operands_that_they_produce(
     runs.run(data, tmp_path, **flags, max_update=2)
     assert calls - first - first == {
         "fp8_quantise": 8 if is_pre_norm else 10,
+        "fp8_transpose": 8 if is_pre_norm else 6,  # attention, and where LayerNorm casts
         "fp8_dropout_residual_layer_norm_fwd": 5 if is_pre_norm else 3,
         "fp8_dropout_residual_layer_norm_bwd": 5,
         "fp8_linear_activation_fwd": 2,
@@ -190,6 +191,10 @@ def saved_values_of_another_layer(a: Arguments) -> None:
     a["x_transpose"] = a["x_transpose"].flip(0)
 
 
+def without_norm(a: Arguments) -> None:
+    a.update(mean=None, rstd=None, gamma=None, beta=None)
+
+
 MUTATIONS: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
     "scale of dy in backward": ("fp8_linear_bwd", scaled("dy_scale")),
     "scale of x in backward": ("fp8_linear_bwd", scaled("x_scale")),
@@ -197,6 +202,8 @@ MUTATIONS: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
     "scale of x in forward": ("fp8_linear_fwd", scaled("x_scale")),
     "scale of the weight in forward": ("fp8_linear_fwd", scaled("weight_scale")),
     "other rows of x in backward": ("fp8_linear_bwd", saved_values_of_another_layer),
+    "scale of the transpose in backward": ("fp8_transpose", scaled("scale")),
+    "LayerNorm of the transpose": ("fp8_transpose", without_norm),
     "no bias": ("fp8_linear_fwd", lambda a: a.update(bias=None)),
     "the residual's gradient is lost": (
         "fp8_linear_bwd", lambda a: a["onto"] is not None and a["onto"].zero_()
