@@ -25,7 +25,7 @@ from lightseq_fairseq.layers.residual_norm import (
 )
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
 from lightseq_fairseq.packing import Segments
-from lightseq_fairseq.parameters import as_one, gradients_for
+from lightseq_fairseq.parameters import as_one, gradients_for, wait_for
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,7 @@ class _SelfAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, stream: Tensor | None, heads: Heads, residual: Residual,
                 *weights: Tensor) -> Any:  # fmt: skip
+        wait_for(*weights)
         q_w, k_w, v_w, q_b, k_b, v_b, out_w, out_b, gamma, beta = weights
         weight = as_one([q_w, k_w, v_w])
         ctx.first, ctx.last = product_for(weight), product_for(out_w)
@@ -152,6 +153,7 @@ class _CrossAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, stream: Tensor | None, memory: Tensor, slices: ColumnSlices,
                 heads: Heads, residual: Residual, *weights: Tensor) -> Any:  # fmt: skip
+        wait_for(*weights)
         q_w, q_b, out_w, out_b, gamma, beta = weights
         ctx.first, ctx.last = product_for(q_w), product_for(out_w)
         q, of_x = ctx.first.forward(x, q_w, q_b)

@@ -18,7 +18,7 @@ from lightseq_fairseq.layers.residual_norm import layer_norm
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
 from lightseq_fairseq.layers.sites import first_site
 from lightseq_fairseq.packing import Segments
-from lightseq_fairseq.parameters import gradients_for
+from lightseq_fairseq.parameters import gradients_for, wait_for
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,8 @@ def embed(
     Returns: [T, C].
     Source: ``TransformerEncoderBase.forward_embedding`` of fairseq.
     """
+    modules = [module for module in (project, norm) if module is not None]
+    wait_for(weight, position_weight, *(p for module in modules for p in module.parameters()))
     if project is None:  # one kernel computes everything
         gamma, beta, eps = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
         look_up = _LookUp(scale, padding_idx, p, site, eps)

@@ -18,13 +18,14 @@ from lightseq_fairseq.layers.residual_norm import (
     residual_norm_fwd,
 )
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
-from lightseq_fairseq.parameters import gradients_for
+from lightseq_fairseq.parameters import gradients_for, wait_for
 
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, stream: Tensor | None, activation: Activation,
                 need_slope: bool, residual: Residual, *weights: Tensor) -> Any:  # fmt: skip
+        wait_for(*weights)
         w1, b1, w2, b2, gamma, beta = weights
         ctx.first, ctx.second = first, second = product_for(w1), product_for(w2)
         h, of_x, of_activation = first.activated(x, w1, b1, activation, need_slope, second)

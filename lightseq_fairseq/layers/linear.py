@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.products import product_for, split_saved
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
-from lightseq_fairseq.parameters import as_one, gradients_for, with_spare_rows
+from lightseq_fairseq.parameters import as_one, gradients_for, wait_for, with_spare_rows
 
 
 class _Linear(torch.autograd.Function):
@@ -21,6 +21,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: int, *parameters: Tensor) -> Any:
+        wait_for(*parameters)
         count = len(parameters) // 2 if parameters[-1] is not None else len(parameters) - 1
         weights, biases = parameters[:count], parameters[count:]
         weight = as_one(weights)
@@ -81,6 +82,7 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
         wholes = [with_spare_rows(p) for p in parameters]
+        wait_for(*wholes)
         weight, bias = wholes[0], wholes[1] if len(wholes) > 1 else None
         assert weight is not None
         ctx.save_for_backward(x, *parameters, *wholes)

@@ -14,13 +14,14 @@ from lightseq_fairseq import ops
 from lightseq_fairseq.layers.linear import vocabulary_logits
 from lightseq_fairseq.layers.residual_norm import layer_norm
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
-from lightseq_fairseq.parameters import gradients_for
+from lightseq_fairseq.parameters import gradients_for, wait_for
 
 
 class _Dense(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, activation: str,
                 rng: Tensor) -> Tensor:  # fmt: skip
+        wait_for(weight, bias)
         h = ops.linear_fwd(x, weight, None)
         ctx.save_for_backward(x, h, weight, bias, rng)
         ctx.activation = activation

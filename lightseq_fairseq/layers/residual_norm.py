@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.products import PLAIN, Kept, Product
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
-from lightseq_fairseq.parameters import gradients_for
+from lightseq_fairseq.parameters import gradients_for, wait_for
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ class _LayerNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, eps: float, rng: Tensor, reader: Product
     ) -> tuple[Tensor, Tensor]:
+        wait_for(gamma, beta)
         _, y, mean, rstd = reader.normalised(
             x, None, None, gamma, beta, p=0.0, rng=rng, site=0, eps=eps, is_only_reader=True
         )

@@ -2,8 +2,10 @@
 
 The flat buffers are divided into a few contiguous pieces. A piece of the gradient is sent as soon
 as backward has finished it, on a stream of its own, while the captured graph still runs: the graph
-records an event for each piece, and the collective waits for this event. No collective is inside a
-graph, since in one update the ranks replay graphs of different buckets.
+records an event for each piece, and the collective waits for this event. Parameters are gathered
+while the next forward runs, which waits for the event behind each collective before it reads the
+piece. No collective is inside a graph, since in one update the ranks replay graphs of different
+buckets.
 
 The host starts the collectives when the whole backward has been launched. So a rank that runs out
 of memory can start its backward again, and has sent nothing of the first one.
@@ -13,8 +15,8 @@ Shapes: N = elements of the flat buffers.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from lightseq_fairseq.parameters import ALIGNMENT, DirectGradients, FlatBuffer
+from lightseq_fairseq.parameters import ALIGNMENT, DirectGradients, FlatBuffer, arriving
 
 # The parameters of a model are laid out in the order of its forward, so backward finishes the last
 # ones first. The last piece to be finished is the smallest, since nothing hides its collective.
@@ -115,13 +117,23 @@ class Exchange:
 
     def __init__(self, ranks: Ranks, low: FlatBuffer) -> None:
         self.ranks, self.pieces = ranks, ranks.pieces(low)
-        self._low = low.data
+        # Not ``low.data``, which shares autograd's version of the first parameter: gloo's threads
+        # write after forward has saved it.
+        self._low = low.data.data
         self._stream: torch.cuda.Stream | None = None
         self._finished: list[torch.cuda.Event] = []
+        # The places of the pieces that `gather` copies, in the order in which forward reads them.
+        self._copied = [x for x, piece in enumerate(self.pieces) if ranks.shares(piece)][::-1]
+        # Place -> what the reader of this piece waits for: an event, or on a CPU the collective.
+        self._arrivals: dict[int, Any] = {}
+        self._awaited = 0  # how many of them, in this order, the current forward has waited for
         if self._low.is_cuda and self.pieces:
             self._stream = torch.cuda.Stream(self._low.device)
             self._finished = [torch.cuda.Event(external=True) for _ in self.pieces]
             self.finish_all()  # an event is created when it is first recorded
+            self._arrivals = {place: torch.cuda.Event(external=True) for place in self._copied}
+            for event in self._arrivals.values():
+                event.record()
         self.gradients = DirectGradients(low, self.pieces, self.finish)
         self.sum = gradient = self.gradients.flat
         if ranks.widens and gradient.element_size() == 2:
@@ -142,44 +154,75 @@ class Exchange:
 
         The current stream waits for the sums.
         """
-        gradient = self.gradients.flat
-
-        def start(piece: slice) -> Any:
-            x = self.sum[piece]
-            if x.dtype != gradient.dtype:
-                x.copy_(gradient[piece])
-            if self.ranks.shares(piece):
-                own = self.sum[self.ranks.own(piece)]
-                return _reduce_scatter(own, x, group=self.ranks.group, async_op=True)
-            return dist.all_reduce(x, group=self.ranks.group, async_op=True)
-
-        self._run(start)
-
-    def gather(self) -> None:
-        """Copy the parts that each rank has updated to all ranks, each piece after its `finish`.
-
-        The current stream waits for the copies.
-        """
-
-        def start(piece: slice) -> Any:
-            if not self.ranks.shares(piece):
-                return None
-            x, own = self._low[piece], self._low[self.ranks.own(piece)]
-            return _all_gather(x, own, group=self.ranks.group, async_op=True)
-
-        self._run(start)
-
-    def _run(self, start: Callable[[slice], Any]) -> None:
-        works = []
+        ranks, gradient, works = self.ranks, self.gradients.flat, []
         for place, piece in enumerate(self.pieces):
-            with contextlib.ExitStack() as stack:
-                if self._stream is not None:
-                    stack.enter_context(torch.cuda.stream(self._stream))
-                    self._finished[place].wait(self._stream)
-                works.append(start(piece))
+            with self._after(place):
+                x = self.sum[piece]
+                if x.dtype != gradient.dtype:
+                    x.copy_(gradient[piece])
+                if ranks.shares(piece):
+                    own = self.sum[ranks.own(piece)]
+                    works.append(_reduce_scatter(own, x, group=ranks.group, async_op=True))
+                else:
+                    works.append(dist.all_reduce(x, group=ranks.group, async_op=True))
         for work in works:
             if work is not None:
                 work.wait()
+
+    def gather(self) -> None:
+        """Start to copy the parts that each rank has updated to all ranks.
+
+        Each piece is copied after its last `finish`: Adam has updated it, so no backward reads it
+        any more. The next forward runs in `arriving`; before anything else uses the parameters,
+        call `wait`.
+        """
+        for place in self._copied:
+            piece = self.pieces[place]
+            with self._after(place):
+                own = self._low[self.ranks.own(piece)]
+                work = _all_gather(self._low[piece], own, group=self.ranks.group, async_op=True)
+                if self._stream is None:
+                    self._arrivals[place] = work
+                else:
+                    work.wait()  # the communication stream waits for NCCL's own
+                    self._arrivals[place].record()
+
+    @contextmanager
+    def _after(self, place: int) -> Iterator[None]:
+        """Launch on the communication stream, after the last `finish` of a piece."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._finished[place].wait(self._stream)
+            yield
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Run a forward that waits for each piece of `gather` before it first reads the piece.
+
+        A captured forward contains these waits. A replay waits for what `gather` has started
+        before the launch of the replay.
+        """
+        self._awaited = 0
+        with arriving(self._low, self.wait_until):
+            yield
+
+    def wait(self) -> None:
+        """Let the current stream wait for all that `gather` has started."""
+        self._awaited = 0
+        self.wait_until(len(self._low))
+
+    def wait_until(self, end: int) -> None:
+        """As `wait`, but only for the pieces that begin before element ``end``.
+
+        Pieces that this forward has waited for are skipped.
+        """
+        for place in list(self._arrivals)[self._awaited :]:
+            if self.pieces[place].start >= end:
+                break
+            self._arrivals[place].wait()
+            self._awaited += 1
 
     def squares(self, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """Sum of squares of this rank's parts of the summed gradient.

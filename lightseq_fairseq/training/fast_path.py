@@ -3,7 +3,8 @@
 fairseq's loop expects that a step has finished when ``train_step`` returns. Here it has only been
 launched: the host's count of updates is a few steps ahead of the device, and the results of a step
 are logged when they arrive. Before the loop uses more than the count (it validates, saves, stops or
-ends an epoch), the host waits for all steps. A skipped update is subtracted from the count.
+ends an epoch), the host waits for all steps, and the device for the parameters that other ranks
+are still sending. A skipped update is subtracted from the count.
 """
 
 from __future__ import annotations
@@ -277,8 +278,9 @@ class FastPath:
         self._log_memory(count + 1)
         if self._is_alone:
             STOPPING.agree(STOPPING.signal_code())
-        self.settle(0 if ends_epoch or self._is_looked_at(count + 1) else STEPS_AHEAD)
-        if STOPPING.reason is not None:  # the step just logged may have set it
+        self._log_steps(STEPS_AHEAD if trainer.cuda else 0)
+        # A step just logged may have set the reason.
+        if ends_epoch or self._is_looked_at(count + 1) or STOPPING.reason is not None:
             self.settle()
         return self._logged if trainer.get_num_updates() > count else None
 
@@ -293,7 +295,12 @@ class FastPath:
             free = trainer.cuda_env.total_memory_in_GB - used
             metrics.log_scalar("gb_free", free, priority=1500, round=1, weight=0)
 
-    def settle(self, ahead: int = 0) -> None:
+    def settle(self) -> None:
+        """Wait for all steps, and log them; afterwards the parameters can be read."""
+        self._log_steps()
+        self._step.wait()
+
+    def _log_steps(self, ahead: int = 0) -> None:
         """Wait for all steps except the last ``ahead``, and log them."""
         while len(self._started) > ahead:
             self._log(self._started.popleft())
@@ -354,10 +361,8 @@ class FastPath:
         intervals = [cfg.checkpoint.save_interval_updates, cfg.dataset.validate_interval_updates]
         if self._scaler is not None:
             intervals.append(cfg.common.log_interval)
-        return (
-            not self.trainer.cuda
-            or 0 < cfg.optimization.max_update <= count
-            or any(interval > 0 and count % interval == 0 for interval in intervals)
+        return 0 < cfg.optimization.max_update <= count or any(
+            interval > 0 and count % interval == 0 for interval in intervals
         )
 
     def _log(self, started: _Started) -> None:

@@ -275,7 +275,7 @@ class FlatAdam(torch.optim.Optimizer):
         group = flat.group
         beta1, beta2 = group["betas"]
         spans = flat.due(self._used(flat))
-        for place in range(len(flat.parts)):
+        for place in reversed(range(len(flat.parts))):  # the next forward needs the last one first
             for span in spans:
                 part, mine = flat.common(span, place)
                 if part.start == part.stop:

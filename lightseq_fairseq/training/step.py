@@ -183,6 +183,7 @@ class TrainingStep:
         if self.ranks.sharded:
             self._exchange.gather()
             if self.fp8 is not None:
+                self.wait()
                 self._graphs.launch("fp8 weights", self.fp8.cast_weights)
         return self._report()
 
@@ -211,6 +212,7 @@ class TrainingStep:
             self.gradients.flat.zero_()
         if not batches:
             self._exchange.finish_all()
+            self.wait()
         for place, batch in enumerate(batches):
             block = self._inputs.send(batch.block, given)
             first = place == 0
@@ -231,7 +233,10 @@ class TrainingStep:
         if self.ranks.count > 1:  # as in DDP, so that the sum over the ranks does not overflow
             scale = scale / self.ranks.count
         with contextlib.nullcontext() if self.fp8 is None else self.fp8.used():
-            with torch.enable_grad():
+            # Later forwards of this update read what the first one has waited for.
+            waits = first and self.ranks.sharded
+            arriving = self._exchange.arriving() if waits else contextlib.nullcontext()
+            with torch.enable_grad(), arriving:
                 losses, counted = self.objective.losses(
                     self.model, batch.open(block[_BATCH:]), self.rng, scale
                 )
@@ -308,6 +313,10 @@ class TrainingStep:
             arrived = torch.cuda.Event()
             arrived.record()
         return StepReport(values, arrived)
+
+    def wait(self) -> None:
+        """Let the current stream wait for the parameters that other ranks are still sending."""
+        self._exchange.wait()
 
     def forget_graphs(self) -> None:
         """Free the memory of all graphs; also works after an error within a step."""

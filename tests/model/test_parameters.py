@@ -7,12 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightseq_fairseq.layers import vocabulary_logits
 from lightseq_fairseq.parameters import (
     ALIGNMENT,
     DirectGradients,
+    arriving,
     as_one,
     flat_buffers,
     flatten_parameters,
+    wait_for,
     with_spare_rows,
 )
 
@@ -271,3 +274,40 @@ def test_nothing_is_left_of_a_backward_that_fails() -> None:
         (2 * module[0].sum() + module[1].sum()).backward()
     assert direct.view(module[0]).tolist() == [2, 2, 2]
     assert direct.view(module[1]).tolist() == [1, 1]
+
+
+class TestArriving:
+    def test_waits_for_the_last_element_that_is_read(self) -> None:
+        module = parameters(*SHAPES)
+        (buffer,) = flatten_parameters(module)
+        ends: list[int] = []
+        with arriving(buffer.data, ends.append):
+            wait_for(module[2], module[1], None)
+            wait_for(module[3][:2])
+            wait_for(torch.ones(3), None)  # no parameter
+        wait_for(*module)
+        offsets = buffer.offsets
+        assert ends == [offsets[2] + 20, offsets[3] + 10, 0, len(buffer.data)]
+
+    def test_no_wait_at_the_end_of_a_failed_forward(self) -> None:
+        module = parameters(*SHAPES)
+        (buffer,) = flatten_parameters(module)
+        ends: list[int] = []
+        with pytest.raises(RuntimeError), arriving(buffer.data, ends.append):
+            raise RuntimeError
+        wait_for(*module)
+        assert ends == []
+
+    def test_logits_wait_for_spare_rows(self) -> None:
+        """Models place them first in memory, so there an earlier wait covers them."""
+        module = parameters((97, 8), (97,), (1,))
+        (buffer,) = flatten_parameters(module, spared=module)
+        x = torch.randn(3, 8)
+        expected = vocabulary_logits(x, module[0], module[1])
+        flat = buffer.data.data
+        late = flat.clone()
+        flat.fill_(torch.nan)
+        with arriving(flat, lambda end: flat[:end].copy_(late[:end])):
+            found = vocabulary_logits(x, module[0], module[1])
+            assert found.stride(0) == 104
+            assert torch.equal(found, expected)

@@ -1,4 +1,5 @@
-"""Pieces of the gradient are finished while backward runs, in every family of models."""
+"""Pieces of the gradient are finished while backward runs, and the next forward waits for the
+parameters, in every family of models."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import helpers.training_runs as runs
 import pytest
 import torch
 from helpers import parity
+from torch import Tensor
 
 from lightseq_fairseq.parameters import DirectGradients
 from lightseq_fairseq.training.exchange import Exchange
@@ -116,3 +118,92 @@ def test_pieces_are_final_when_they_are_finished(data: Data, tmp_path: Path, cas
         if case != "languages":  # whose last one may lie anywhere in memory
             assert second == sorted(second, reverse=True)
             assert second[-1] == 0
+
+
+GATHERED = {
+    **CASES,
+    "pre-norm": (
+        "pairs",
+        {
+            "encoder_normalize_before": True, "decoder_normalize_before": True,
+            "encoder_layers": 2, "decoder_layers": 2,
+        },
+    ),
+    "norm of embeddings": ("pairs", {"layernorm_embedding": True}),
+    "pre-norm text": (
+        "text",
+        {
+            **runs.TEXT, "decoder_normalize_before": True, "decoder_layers": 2,
+            "share_decoder_input_output_embed": None,
+        },
+    ),
+    "projected embeddings": (
+        "text",
+        {
+            **runs.TEXT, "decoder_input_dim": 20, "decoder_output_dim": 28,
+            "share_decoder_input_output_embed": None,
+        },
+    ),
+    "bf16": ("pairs", {"bf16": True}),
+    "fp8": ("pairs", {"bf16": True, "fp8": True, "encoder_attention_heads": 2}),
+}  # fmt: skip
+
+
+@contextmanager
+def arriving_late(file: Path) -> Iterator[None]:
+    """From the all-gather on, parameters are NaN until the step waits for them.
+
+    Writes a line for each wait: the share of the parameters that have arrived.
+    """
+    gather, wait_until = Exchange.gather, Exchange.wait_until
+    due: Tensor | None = None  # the parameters, while some of them are NaN
+
+    def starts(self: Exchange) -> None:
+        nonlocal due
+        gather(self)
+        self.wait()
+        low = self.gradients.buffer.data
+        due = low.clone()
+        low.fill_(torch.nan)
+
+    def arrives(self: Exchange, end: int) -> None:
+        nonlocal due
+        wait_until(self, end)
+        if due is None:
+            return
+        low = self.gradients.buffer.data.data  # as the collective, it changes no tensor's version
+        low[:end] = due[:end]
+        if end == len(low):
+            due = None
+        with file.with_suffix(f".{self.ranks.rank}").open("a") as lines:
+            print(end / len(low), file=lines)
+
+    with (
+        mock.patch.object(Exchange, "gather", starts),
+        mock.patch.object(Exchange, "wait_until", arrives),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("case", GATHERED)
+def test_forward_waits_for_what_it_reads(data: Data, tmp_path: Path, case: str) -> None:
+    """And validation and checkpoints for everything."""
+    of, flags = GATHERED[case]
+    flags = {
+        **runs.LS, "max_update": 6, "validate_interval_updates": 4, "disable_validation": None,
+        "zero_sharding": "os", **flags,
+    }  # fmt: skip
+    expected = runs.run_ranks(data(of), tmp_path / "whole", 2, **flags)
+    with arriving_late(tmp_path / "arrived"):
+        found = runs.run_ranks(data(of), tmp_path / "late", 2, **flags)
+    assert found == expected
+    assert runs.differing(runs.trained(tmp_path / "late"), runs.trained(tmp_path / "whole")) == []
+    for rank in range(2):
+        lines = (tmp_path / f"arrived.{rank}").read_text().splitlines()
+        assert lines.count("1.0") == 6  # updates
+        assert case == "fp8" or len(set(lines)) > 2
+    states = [
+        torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=False)["extra_state"]
+        for name in ("late", "whole")
+    ]
+    assert states[0]["val_loss"] == states[1]["val_loss"]

@@ -12,7 +12,7 @@ import torch
 from helpers.training_runs import ON_GPU
 
 from lightseq_fairseq.graphs import Graphs
-from lightseq_fairseq.parameters import flatten_parameters
+from lightseq_fairseq.parameters import flatten_parameters, wait_for
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
 from lightseq_fairseq.training.exchange import Exchange, Ranks
 
@@ -135,3 +135,37 @@ def test_a_piece_is_sent_while_its_graph_runs() -> None:
         assert not ended.query()
         assert torch.cat(copies).unique().tolist() == [replay]
         torch.cuda.synchronize()
+
+
+def test_a_replay_waits_for_the_gathers_before_its_launch() -> None:
+    """And not for later ones, which wait for the replay."""
+    module = torch.nn.Linear(1024, 1024, device="cuda")
+    (low,) = flatten_parameters(module)
+    exchange = Exchange(Ranks(2, sharded=True), low)
+    read, graph, cycles = low.zeros(), torch.cuda.CUDAGraph(), 50_000_000
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="thread_local")
+        with torch.no_grad(), exchange.arriving():
+            wait_for(*module.parameters())
+            read.copy_(low.data)
+        exchange.finish_all()
+        graph.capture_end()
+
+    def send(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        torch.cuda._sleep(cycles)
+        x.add_(1)
+        return mock.Mock()
+
+    with torch.no_grad():
+        low.data.zero_()
+    torch.cuda.synchronize()
+    copies = []
+    with mock.patch("lightseq_fairseq.training.exchange._all_gather", send):
+        for _ in range(3):
+            exchange.gather()
+            graph.replay()
+            copies.append(read.clone())
+        exchange.wait()
+        copies.append(low.data.clone())
+    torch.cuda.synchronize()
+    assert [x.unique().tolist() for x in copies] == [[1], [2], [3], [3]]
