@@ -87,8 +87,11 @@ Tensor fp8_transpose(const Tensor& x, const Tensor& scale, std::optional<Tensor>
   const torch::stable::accelerator::DeviceGuard guard(x.get_device());
   const cudaStream_t stream = current_stream(x.get_device());
   const Tensor transpose = std::get<1>(allocate_cast(x, rows, columns, CastOf::kTranspose));
-  const Cast cast{.transpose = output_of<uint8_t>(transpose),
+  const Cast cast{.values = nullptr,
+                  .transpose = output_of<uint8_t>(transpose),
                   .scale = scale.const_data_ptr<float>(),
+                  .amax = nullptr,
+                  .saturated = nullptr,
                   .rows = rows,
                   .columns = columns,
                   .pitch = cast_pitch(rows),

@@ -356,6 +356,8 @@ def _training(
     words += ["--no-save", "--disable-validation"]
     words += ["--bf16", "--fp8"] if case.precision == "fp8" else [f"--{case.precision}"]
     words += ["--native"] * how.native + ["--pack-tokens"] * how.pack_tokens
+    if case.gpus > 1 and not how.native:
+        words += ["--zero-sharding", "os"]  # the fastest: see docs/several-gpus.md
     if case.gpus > 1 and not gpu:
         words += ["--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]
     return words + ["--cpu"] * (not gpu)
