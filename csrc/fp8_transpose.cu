@@ -79,8 +79,8 @@ Tensor fp8_transpose(const Tensor& x, const Tensor& scale, std::optional<Tensor>
                      std::optional<Tensor> beta) {
   constexpr const char* kOp = "fp8_transpose";
   check_cast(kOp, "x", x);
-  check_optional_rows(kOp, "mean", mean);
-  check_optional_rows(kOp, "rstd", rstd);
+  require(!mean || (mean->is_contiguous() && rstd->is_contiguous()), kOp,
+          ": mean and rstd must be contiguous");
   check_optional_rows(kOp, "gamma", gamma);
   check_optional_rows(kOp, "beta", beta);
   const int64_t rows = x.size(0), columns = x.size(1);
