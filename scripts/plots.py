@@ -127,6 +127,36 @@ class Curves:
             panel.draw(axes, self.colours)
 
 
+@dataclass(frozen=True)
+class Lanes:
+    """What runs at the same time, in panels one below the other.
+
+    Attributes:
+        colours: colour of each lane's name.
+        panels: title of a panel -> lane -> start and end of each span, in milliseconds.
+    """
+
+    title: str
+    colours: Mapping[str, str]
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]
+
+    def _draw(self, figure: Figure) -> None:
+        figure.set_size_inches(WIDTH, 0.9 * len(self.panels) + 0.9)
+        all_axes = figure.subplots(len(self.panels), 1, squeeze=False, sharex=True)[:, 0]
+        for axes, (title, lanes) in zip(all_axes, self.panels.items()):
+            for place, (name, spans) in enumerate(lanes.items()):
+                lengths = [(start, end - start) for start, end in spans]
+                axes.broken_barh(lengths, (place - 0.4, 0.8), color=self.colours[name])
+            axes.set_yticks(range(len(lanes)), list(lanes))
+            axes.invert_yaxis()
+            axes.grid(axis="y", visible=False)
+            axes.set_title(title)
+        all_axes[-1].set_xlabel("ms")
+
+
+Picture = Bars | Curves | Lanes
+
+
 def in_thousands(x: float, _: int) -> str:
     return f"{x / 1e3:.0f}k" if x else "0"
 
@@ -136,7 +166,7 @@ def gpus(rows: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(sorted({row["gpu"] for row in rows}))
 
 
-def draw(picture: Bars | Curves, path: Path) -> None:
+def draw(picture: Picture, path: Path) -> None:
     """Write the picture as an SVG file."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -162,6 +192,6 @@ def shown(path: Path) -> Any:
         return None
 
 
-def is_drawn(picture: Bars | Curves, path: Path) -> bool:
+def is_drawn(picture: Picture, path: Path) -> bool:
     """Return whether the file shows this picture."""
     return bool(shown(path) == json.loads(json.dumps(asdict(picture))))

@@ -43,7 +43,8 @@ from .plots import (
     OURS,
     OURS_TOO,
     Bars,
-    Curves,
+    Lanes,
+    Picture,
 )
 from .translation_tables import translation_table
 
@@ -276,6 +277,22 @@ def train_plot(rows: list[dict[str, Any]]) -> Bars:
     )
 
 
+def overlap_plot(rows: list[dict[str, Any]]) -> Lanes | None:
+    """Return the plot of a step on several GPUs; None if no row has its overlap."""
+    found = [row for row in rows if row.get("overlap", {}).get("hidden") is not None]
+    if not found:
+        return None
+    panels = {
+        f"{in_words(row['case'])}, {TRAIN_SYSTEMS[row['system']][0].strip('`')}: "
+        f"{row['overlap']['hidden']:.0%} of the collectives' time is hidden": row["overlap"][
+            "lanes_ms"
+        ]
+        for row in found
+    }
+    colours = {"computation": plots.OURS, "collectives": plots.OTHERS}
+    return Lanes(f"One step of the first GPU, {plots.gpus(found)}", colours, panels)
+
+
 def in_words(case: str) -> str:
     """ "t2t_big/4096/bf16" -> "Transformer big, 4096 tokens, bf16"."""
     model, size, precision, *gpus = case.split("/")
@@ -327,9 +344,10 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[str]]]] = {
     "translation": ((TRANSLATION,), translation_table),
     "gpu_check": (("scripts/results/gpu-check.json",), check_table),
 }
-PLOTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], Bars | Curves]]] = {
+PLOTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], Picture | None]]] = {
     OPS_PLOT: ("scripts/results/ops-h200.json", op_plot),
     TRAIN_PLOT: (TRAIN, train_plot),
+    "docs/overlap.svg": (TRAIN, overlap_plot),
     GENERATE_PLOT: (GENERATE, generate_plot),
     "docs/convergence.svg": (CONVERGENCE, convergence_plot),
 }
@@ -377,6 +395,8 @@ def main() -> None:
     for name, (path, picture_of) in PLOTS.items():
         if (ROOT / path).exists():
             picture = picture_of(rows_of(path))
+            if picture is None:
+                continue
             if not check:
                 plots.draw(picture, ROOT / name)
             elif not plots.is_drawn(picture, ROOT / name):

@@ -250,6 +250,9 @@ struct CastTile {
   }
 };
 
+// Which results of a cast are wanted.
+enum class CastOf { kBoth, kValues, kTranspose };
+
 // A source is a kernel parameter with these members:
 //
 //   kBlocks       resident blocks per SM; this limits the registers per thread
@@ -264,9 +267,6 @@ struct CastTile {
 //   numbers(state, row, i, x)   the eight numbers x of row i of the thread. If the row does not
 //                               exist, they are ignored, but added to the column sums
 //
-// Which results of a cast are wanted.
-enum class CastOf { kBoth, kValues, kTranspose };
-
 // Casts the block's tile. All threads of a block must call it.
 template <CastOf kOf = CastOf::kBoth, typename Source>
 __device__ __forceinline__ void cast_tile(const Source& source, const Cast& cast,

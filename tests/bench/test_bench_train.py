@@ -28,7 +28,7 @@ from lightseq_fairseq.cli.benchmark.train.cases import (
 )
 from lightseq_fairseq.cli.benchmark.train.floor import BURST, SUSTAINED, floor, parameters
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import build
-from lightseq_fairseq.cli.benchmark.train.timeline import part_of, timeline
+from lightseq_fairseq.cli.benchmark.train.timeline import overlap, part_of, timeline
 from lightseq_fairseq.errors import UserError
 
 fairseq_compat.prepare()
@@ -191,6 +191,32 @@ def test_timeline() -> None:
         timeline(events[:4])
 
 
+def test_overlap() -> None:
+    nccl = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage)"
+    events = [
+        event("kernel", nccl, 900, 200),  # half of it before the first mark
+        mark(1000),
+        event("kernel", "nvjet_hsh_128x256", 1050, 100),
+        mark(2000),
+        event("kernel", "nvjet_hsh_128x256", 2100, 300),
+        event("kernel", "adam_step_kernel", 2410, 90),  # so near that they are one span
+        event("kernel", nccl, 2300, 200),
+        event("kernel", nccl, 2400, 300),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 2900, 50),
+        mark(3000),
+        event("kernel", nccl, 3000, 500),
+        mark(4000),
+    ]
+    found = overlap(events)
+    # Collectives run for 100, 400 and 500; computation beside them for 50, 100 and 90.
+    assert found.hidden == pytest.approx(240 / 1000)
+    assert found.lanes_ms == {"computation": [(0.1, 0.5)], "collectives": [(0.3, 0.7)]}
+    alone = overlap([e for e in events if e["name"] != nccl])
+    assert alone.hidden is None and alone.lanes_ms["collectives"] == []
+    with pytest.raises(ValueError, match="1 marks, 2 are needed"):
+        overlap(events[:3])
+
+
 @pytest.mark.parametrize(
     ("name", "part"),
     [
@@ -255,7 +281,8 @@ def report(first: float | None, tokens: int = 5000) -> dict[str, Any]:
     parts = {"gemm": 3000.0, "optimizer": 1200.0, "gaps": 800.0}
     profile = {"ms_per_step": 5000.0, "busy": 0.84, "part_ms": parts}
     return {
-        "first_100_s": first, "peak_gib": 9.876, "timeline": profile, "profiled_tokens": tokens
+        "first_100_s": first, "peak_gib": 9.876, "timeline": profile, "profiled_tokens": tokens,
+        "overlap": {"hidden": 0.5, "lanes_ms": {}},
     }  # fmt: skip
 
 
@@ -284,6 +311,7 @@ def test_row() -> None:
     }  # fmt: skip
     both = rows.row(case._replace(gpus=2), "ours", corpus_, runs, {})
     assert both["case"] == "t2t_big/4096/bf16/x2" and both["target_tokens"] == 4000
+    assert both["overlap"] == {"hidden": 0.5, "lanes_ms": {}} and "overlap" not in row
     least = sum(floor(case.shape, 40_000, 1000, 2000))  # of each GPU
     assert both["floor_share"] == round(least / 4000, 4)
     fp8 = rows.row(case._replace(precision="fp8"), "ours", corpus_, runs, {})
@@ -493,6 +521,7 @@ def test_two_ranks(small: corpus.Corpus, tmp_path: Path) -> None:
     assert set(found) == set(systems)
     for row in found.values():
         assert row["case"] == "tiny/256/bf16/x2" and row["part_ms"]["all_reduce"] > 0
+        assert 0 <= row["overlap"]["hidden"] <= 1 and all(row["overlap"]["lanes_ms"].values())
         # Of both ranks together; a batch of fairseq's has up to 256 tokens.
         assert 256 < row["target_tokens"] <= 512 and 256 < row["profiled_tokens"] <= 512
     assert len({row["target_tokens"] for row in found.values()}) == 1

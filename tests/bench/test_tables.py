@@ -275,6 +275,22 @@ def test_plot_of_training(trained: Path) -> None:
     assert {"lightseq-train", "fairseq, cuDNN attention off"} <= found
 
 
+def test_plot_of_overlap(trained: Path) -> None:
+    """It exists if a row of several GPUs has its overlap."""
+    plot = trained / "docs/overlap.svg"
+    assert not plot.exists()
+    overlap = {"hidden": 0.25, "lanes_ms": {"computation": [[0, 9.5]], "collectives": [[7, 11]]}}
+    row = {**train_rows()[0], "case": "t2t_big/8192/bf16/x2", "overlap": overlap}
+    alone = {**row, "case": "base/4096/bf16/x2", "overlap": {**overlap, "hidden": None}}
+    (trained / TRAIN_RESULTS).write_text(json.dumps([*train_rows(), row, alone]))
+    assert tables(trained, "--check").returncode == 1
+    assert tables(trained).returncode == tables(trained, "--check").returncode == 0
+    (panel,) = plots.shown(plot)["panels"].items()
+    assert panel[1] == overlap["lanes_ms"]
+    assert "2 GPUs" in panel[0] and "25% of the collectives' time is hidden" in panel[0]
+    assert {"computation", "collectives", "ms"} <= words(plot)
+
+
 def test_language_models_beside_translation(trained: Path) -> None:
     rows = train_rows()
     for row in (rows[0], rows[3]):

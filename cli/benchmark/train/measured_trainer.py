@@ -4,11 +4,11 @@
         --heat N --marks N [--without-apex] -- WORD... (of lightseq-train)
 
 The report is a JSON object: ``first_100_s``, the time from the start of the first epoch to the end
-of update 100; ``peak_gib`` up to update N (see `MemoryMeter`); the `timeline` of a few steps after
-update N; and ``profiled_tokens``, the real target tokens per step of these steps. The speed is in
-the training log. Before update N this code does nothing except one synchronisation after update
-100. With several ranks, FILE is the report of rank 0; its tokens are those of rank 0 times the
-number of ranks.
+of update 100; ``peak_gib`` up to update N (see `MemoryMeter`); the `timeline` and `overlap` of a
+few steps after update N; and ``profiled_tokens``, the real target tokens per step of these steps.
+The speed is in the training log. Before update N this code does nothing except one synchronisation
+after update 100. With several ranks, FILE is the report of rank 0; its tokens are those of rank 0
+times the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from lightseq_fairseq.cli.benchmark.memory import MemoryMeter
-from lightseq_fairseq.cli.benchmark.train.timeline import MARK, timeline
+from lightseq_fairseq.cli.benchmark.train.timeline import MARK, overlap, timeline
 from lightseq_fairseq.fairseq_compat import patching
 
 FIRST = 100
@@ -106,6 +106,7 @@ class StepMeter:
             "first_100_s": self._first,
             "peak_gib": self._peak / 2**30,
             "timeline": timeline(events)._asdict(),
+            "overlap": overlap(events)._asdict(),
             # The step after the last mark has not begun.
             "profiled_tokens": statistics.mean(self._tokens[:-1]),
         }

@@ -69,7 +69,8 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
     its share of the tokens; the report is that of the first GPU. Profile, peak and warm-up are from
     the last run.
     ``part_ms`` is the kernel time of each part in a step of ``ms_per_step``, "gaps" is the time
-    without kernels, and ``gpu_busy`` is the share of all parts except the gaps.
+    without kernels, and ``gpu_busy`` is the share of all parts except the gaps. With several GPUs
+    ``overlap`` is that of `timeline.overlap`.
 
     A profiler makes steps longer. If the host limits the step time, the profiler adds host time:
     then the kernel times are those of the profile, scaled to the tokens of the measured steps (the
@@ -104,6 +105,7 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
     return {
         **about,
         **(sentences if classifies else {}),
+        **({"overlap": report["overlap"]} if case.gpus > 1 else {}),
         "case": str(case),
         "system": system,
         "tokens_per_s": round(statistics.median(interval.tokens_per_s for interval in steady)),

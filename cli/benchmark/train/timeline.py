@@ -8,7 +8,7 @@ whole number of steps.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 MARK = "spin_kernel"
@@ -27,6 +27,10 @@ PARTS = {
 # run in parallel with it and are not counted.
 _WORK = ("kernel", "gpu_memset", "gpu_memcpy", "cpu_op")
 _BESIDE = re.compile(r"Memcpy (HtoD|DtoH)")
+_NEAR = 20.0  # microseconds: a lane of the overlap shows no shorter gaps
+
+Span = tuple[float, float]  # start and end
+Kernel = tuple[float, float, str]  # start, end and name
 
 
 class Timeline(NamedTuple):
@@ -43,6 +47,19 @@ class Timeline(NamedTuple):
     part_ms: dict[str, float]
 
 
+class Overlap(NamedTuple):
+    """Collectives beside other kernels.
+
+    Attributes:
+        hidden: share of the collectives' time in which other kernels run; None if there are none.
+        lanes_ms: "computation" and "collectives" -> their spans in one step, in the middle of the
+            profile, in milliseconds since its start.
+    """
+
+    hidden: float | None
+    lanes_ms: dict[str, list[Span]]
+
+
 def part_of(name: str) -> str:
     """The part of the step to which a kernel belongs, from its name."""
     return next(part for part, found in PARTS.items() if re.search(found, name, re.IGNORECASE))
@@ -56,22 +73,12 @@ def timeline(events: Iterable[dict[str, Any]]) -> Timeline:
     Raises:
         ValueError: there are too few marks.
     """
-    timed = [event for event in events if event.get("ph") == "X"]
-    marks = sorted(float(event["ts"]) for event in timed if MARK in event["name"])
-    if len(marks) < 2:
-        raise ValueError(f"the profile holds {len(marks)} marks, 2 are needed")
+    marks, work = _recorded(events)
     begin, end, steps = marks[0], marks[-1], len(marks) - 1
-    work = sorted(
-        (float(event["ts"]), float(event["dur"]), event["name"])
-        for event in timed
-        if event.get("cat") in _WORK
-        and MARK not in event["name"]
-        and not _BESIDE.match(event["name"])
-    )
     microseconds = dict.fromkeys(PARTS, 0.0)
     covered = begin
-    for start, duration, name in work:
-        stop = min(start + duration, end)
+    for start, stop, name in work:
+        stop = min(stop, end)
         if stop > covered:
             microseconds[part_of(name)] += stop - max(start, covered)
             covered = stop
@@ -79,3 +86,66 @@ def timeline(events: Iterable[dict[str, Any]]) -> Timeline:
     microseconds["gaps"] = end - begin - busy
     part_ms = {part: total / steps / 1e3 for part, total in microseconds.items()}
     return Timeline((end - begin) / steps / 1e3, busy / (end - begin), part_ms)
+
+
+def overlap(events: Iterable[dict[str, Any]]) -> Overlap:
+    """How collectives and other kernels overlap, between the first and the last mark.
+
+    Raises:
+        ValueError: there are too few marks.
+    """
+    marks, work = _recorded(events)
+    lanes: dict[str, list[Span]] = {"computation": [], "collectives": []}
+    for start, stop, name in work:
+        lane = "collectives" if part_of(name) == "all_reduce" else "computation"
+        lanes[lane].append((start, stop))
+    whole = {lane: _within(spans, marks[0], marks[-1]) for lane, spans in lanes.items()}
+    begin, end = marks[(len(marks) - 1) // 2 :][:2]
+    lanes_ms = {
+        lane: [
+            (round((start - begin) / 1e3, 3), round((stop - begin) / 1e3, 3))
+            for start, stop in _united(_within(spans, begin, end), _NEAR)
+        ]
+        for lane, spans in lanes.items()
+    }
+    collectives = _united(whole["collectives"])
+    either = _length(_united([*collectives, *whole["computation"]]))
+    time, computing = _length(collectives), _length(_united(whole["computation"]))
+    return Overlap((time + computing - either) / time if time else None, lanes_ms)
+
+
+def _recorded(events: Iterable[dict[str, Any]]) -> tuple[list[float], list[Kernel]]:
+    """The times of the marks, and the kernels, both in order."""
+    timed = [event for event in events if event.get("ph") == "X"]
+    marks = sorted(float(event["ts"]) for event in timed if MARK in event["name"])
+    if len(marks) < 2:
+        raise ValueError(f"the profile holds {len(marks)} marks, 2 are needed")
+    work = sorted(
+        (float(event["ts"]), float(event["ts"]) + float(event["dur"]), event["name"])
+        for event in timed
+        if event.get("cat") in _WORK
+        and MARK not in event["name"]
+        and not _BESIDE.match(event["name"])
+    )
+    return marks, work
+
+
+def _within(spans: Sequence[Span], begin: float, end: float) -> list[Span]:
+    """The parts of spans between two times."""
+    cut = ((max(start, begin), min(stop, end)) for start, stop in spans)
+    return [(start, stop) for start, stop in cut if start < stop]
+
+
+def _united(spans: Sequence[Span], near: float = 0.0) -> list[Span]:
+    """The spans in order, joined where the next one begins less than ``near`` after an end."""
+    united: list[Span] = []
+    for start, stop in sorted(spans):
+        if united and start <= united[-1][1] + near:
+            united[-1] = united[-1][0], max(stop, united[-1][1])
+        else:
+            united.append((start, stop))
+    return united
+
+
+def _length(spans: Sequence[Span]) -> float:
+    return sum(stop - start for start, stop in spans)
