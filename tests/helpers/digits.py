@@ -36,7 +36,7 @@ TOY = {
     "update_freq": 1,
     "max_tokens": 1000,
 }
-UPDATES = 250
+UPDATES = 400  # BLEU is far above what tests ask for, whatever the CPU
 
 
 def write_digits(folder: Path) -> Path:
@@ -137,10 +137,17 @@ def translate(
 
 
 def assert_same(ours: Hypotheses, native: Hypotheses) -> None:
+    """Equal, but for hypotheses of equal scores: their order depends on roundings, which depend on
+    the CPU. At most one of 200 may differ."""
+    others, count = [], 0
     for sentence, expected in native.items():
         for a, b in zip(ours[sentence], expected, strict=True):
-            assert a["tokens"].tolist() == b["tokens"].tolist(), sentence
+            count += 1
             torch.testing.assert_close(a["score"], b["score"], rtol=0, atol=1e-4)
+            if a["tokens"].tolist() != b["tokens"].tolist():
+                others.append(sentence)
+                continue
             torch.testing.assert_close(
                 a["positional_scores"], b["positional_scores"], rtol=0, atol=1e-4
             )
+    assert len(others) <= count // 200, others
