@@ -7,8 +7,8 @@
 // the team. If forward has few rows, each row gets its own team (one_each) and is loaded directly
 // to registers.
 //
-// If results are also cast to E4M3 (fp8_rows.cuh), a block processes chunks of 16 adjacent rows,
-// because it stores their transpose.
+// If backward's results are also cast to E4M3 (fp8_rows.cuh), a block processes chunks of 16
+// adjacent rows, because it stores their transpose.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

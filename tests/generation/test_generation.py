@@ -58,7 +58,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", name="toy")
 def trained_toy() -> Toy:
-    return digits.toy()
+    return digits.exact()
 
 
 @pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES.keys())
@@ -353,9 +353,10 @@ def test_copies_of_a_model_share_nothing(toy: Toy) -> None:
     assert len(set(map(id, steps))) == 3
 
 
-def test_hypotheses_that_are_reordered_at_will(toy: Toy) -> None:
+def test_hypotheses_that_are_reordered_at_will() -> None:
     """The order may have more hypotheses than before, and repeat or permute them, as a search may
     request."""
+    toy = digits.toy()  # attention weights are float32 whatever the model's precision
     sample = next(iter(held_out(toy.task)))["net_input"]
     orders = [[0, 1, 1, 2], [3, 0, 2, 2, 1, 0, 3, 1, 0], [8, 1, 4]]
     found = []

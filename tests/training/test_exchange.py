@@ -53,6 +53,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
     return written.__getitem__
 
 
+def note(file: Path, exchange: Exchange, line: str) -> None:
+    with file.with_suffix(f".{exchange.ranks.rank}").open("a") as lines:
+        print(line, file=lines)
+
+
+def notes(file: Path, rank: int) -> list[str]:
+    return file.with_suffix(f".{rank}").read_text().splitlines()
+
+
 @contextmanager
 def watched(file: Path) -> Iterator[None]:
     """Compares each piece as it is finished with the gradient that is sent.
@@ -85,8 +94,7 @@ def watched(file: Path) -> Iterator[None]:
             writes - finished[place][0] if torch.equal(finished[place][1], flat[piece]) else -1
             for place, piece in enumerate(self.pieces)
         ]
-        with file.with_suffix(f".{self.ranks.rank}").open("a") as lines:
-            print(json.dumps(later), file=lines)
+        note(file, self, json.dumps(later))
         finished.clear()
         add_up(self)
 
@@ -107,8 +115,7 @@ def test_pieces_are_final_when_they_are_finished(data: Data, tmp_path: Path, cas
             data(of), tmp_path / "run", 2, **{**runs.LS, "no_save": True, "max_update": 2, **flags}
         )
     for rank in range(2):
-        lines = (tmp_path / f"later.{rank}").read_text().splitlines()
-        updates = [json.loads(line) for line in lines]
+        updates = [json.loads(line) for line in notes(tmp_path / "later", rank)]
         assert all(later >= 0 for update in updates for later in update)
         # The first backward counts the writes. Afterwards the end of the memory is finished first,
         # and the start at the end.
@@ -175,8 +182,7 @@ def arriving_late(file: Path) -> Iterator[None]:
         low[:end] = due[:end]
         if end == len(low):
             due = None
-        with file.with_suffix(f".{self.ranks.rank}").open("a") as lines:
-            print(end / len(low), file=lines)
+        note(file, self, str(end / len(low)))
 
     with (
         mock.patch.object(Exchange, "gather", starts),
@@ -199,7 +205,7 @@ def test_forward_waits_for_what_it_reads(data: Data, tmp_path: Path, case: str) 
     assert found == expected
     assert runs.differing(runs.trained(tmp_path / "late"), runs.trained(tmp_path / "whole")) == []
     for rank in range(2):
-        lines = (tmp_path / f"arrived.{rank}").read_text().splitlines()
+        lines = notes(tmp_path / "arrived", rank)
         assert lines.count("1.0") == 6  # updates
         assert case == "fp8" or len(set(lines)) > 2
     states = [
