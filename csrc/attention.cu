@@ -12,6 +12,7 @@
 //
 //   saved for backward   out, and lse = log(sum of exp(scores)) [T, H]: float32 in 16 bits, float64
 //                        for float32
+//   in fp8               out also in E4M3, for the product that reads it (attention_cast.cuh)
 //   bytes moved          If a sentence fits into a tile, q, k, v, out and lse are each read or
 //                        written once. In a longer sentence each tile of queries reads k and v
 //                        again, from the cache.
@@ -29,6 +30,7 @@
 #include <tuple>
 
 #include "common/attention.cuh"
+#include "common/attention_cast.cuh"
 #include "common/attention_long.h"
 
 namespace lightseq {
@@ -45,6 +47,7 @@ struct FwdParams {
   float scale;
   float keep_scale;  // 1 / (1 - p)
   Dropout dropout;
+  Cast cast;  // of out
 };
 
 // Small blocks: many are resident on an SM, and some of them load while others compute.
@@ -58,6 +61,7 @@ struct FwdTiles {
   Tile<T, kRows<T, kWidth>, kWidth> q, k, v;
   Keep<kRows<T, kWidth>> keep;
   Plan plan;
+  BlockStatistics<kThreads<T, kWidth> / kWarp> statistics;
 };
 
 // Online softmax state of a warp's queries: the results o, and for rows g and g + 8 (see mma.cuh)
@@ -154,10 +158,16 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
       for (int head = threadIdx.x; head < work.heads; head += blockDim.x) {
         p.lse[static_cast<int64_t>(row) * work.heads + head] = 0;
       }
+      if (p.cast.values == nullptr) continue;
+      uint4* const values = reinterpret_cast<uint4*>(p.cast.values + row * p.cast.columns);
+      for (int i = threadIdx.x; i < p.cast.columns / kFp8Alignment; i += blockDim.x) {
+        values[i] = uint4{0, 0, 0, 0};
+      }
     }
     return;
   }
 
+  tiles.statistics.clear();
   for_each_unit<kRows<T, kWidth>>(tiles.plan, work, p.dropout, kQueries, [&](const Unit unit) {
     const Place place(unit);
     const bool works = place.exists && place.position < unit.length_q;
@@ -209,39 +219,46 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
             sees ? lse_of<T>(state.shift[half] * scale, total) : 0;
       }
     }
-    store_rows<T, kWidth>(p.out, queries_of(unit, place), tiles.q.row(place.row), state.o,
-                          factor[0], factor[1], work.width);
+    const HeadRows queries = queries_of(unit, place);
+    ResultCast<T> cast(p.cast, queries.first, queries.head, work.width);
+    store_rows<T, kWidth>(
+        p.out, queries, tiles.q.row(place.row), state.o, factor[0], factor[1], work.width,
+        [&](int row, int column, const auto& numbers) { cast.put(row, column, numbers); });
+    cast.add_to(tiles.statistics);
   });
+  if (p.cast.values != nullptr && threadIdx.x == 0) tiles.statistics.publish(p.cast);
 }
 
-std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
-                                         const Tensor& cu_q, const Tensor& cu_k, int64_t max_q,
-                                         int64_t max_k, bool causal, double scale, double dropout_p,
-                                         const Tensor& rng, int64_t site) {
-  constexpr const char* kOp = "attention_fwd";
+// cast: of out; Cast::values is null if it is not wanted.
+std::tuple<Tensor, Tensor> forward(const char* op, const Tensor& q, const Tensor& k,
+                                   const Tensor& v, const Tensor& cu_q, const Tensor& cu_k,
+                                   int64_t max_q, int64_t max_k, bool causal, double scale,
+                                   double dropout_p, const Tensor& rng, int64_t site,
+                                   const Cast& cast) {
   const int32_t device = q.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
   Tensor out, lse;
-  dispatch(kOp, q, [&](auto zero, auto tile_width) {
+  dispatch(op, q, [&](auto zero, auto tile_width) {
     using T = decltype(zero);
     constexpr int kWidth = decltype(tile_width)::value;
     FwdParams<T> p;
-    p.q = packed<const T>(kOp, "q", q);
-    p.k = packed<const T>(kOp, "k", k);
-    p.v = packed<const T>(kOp, "v", v);
-    p.dropout = dropout_of(kOp, rng, site, dropout_p);
+    p.q = packed<const T>(op, "q", q);
+    p.k = packed<const T>(op, "k", k);
+    p.v = packed<const T>(op, "v", v);
+    p.dropout = dropout_of(op, rng, site, dropout_p);
     out = allocate(q, {q.size(0), q.size(1), q.size(2)});
     constexpr ScalarType kLseType = Base<T>::kIsTwo ? ScalarType::Float : ScalarType::Double;
     lse = allocate(q, {q.size(0), q.size(1)}, kLseType);
     if (out.numel() == 0) return;
-    p.out = packed<T>(kOp, "out", out);
+    p.out = packed<T>(op, "out", out);
     p.lse = lse.mutable_data_ptr<Lse<T>>();
     p.scale = static_cast<float>(scale);
     p.keep_scale = static_cast<float>(1.0 / (1.0 - dropout_p));
+    p.cast = cast;
     const int most_of_short = most_tokens_of_short(q, k, cu_q, causal);
     const bool divided = has_long_kernels(q, k, cu_q, max_q, max_k, most_of_short, false);
-    p.work = work_of(kOp, q, k, cu_q, cu_k, causal, divided ? most_of_short : INT_MAX);
-    launch({.op = kOp,
+    p.work = work_of(op, q, k, cu_q, cu_k, causal, divided ? most_of_short : INT_MAX);
+    launch({.op = op,
             .grid = grid_of(p.work),
             .block = kThreads<T, kWidth>,
             .shared = sizeof(FwdTiles<T, kWidth>),
@@ -250,13 +267,39 @@ std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const
     if (divided) {
       attention_long_fwd(
           {q, k, v, cu_q, cu_k, max_k, causal, scale, dropout_p, rng, site, most_of_short}, out,
-          lse);
+          lse, cast);
     }
   });
   return {out, lse};
 }
 
-STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) { m.impl("attention_fwd", TORCH_BOX(&attention_fwd)); }
+std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
+                                         const Tensor& cu_q, const Tensor& cu_k, int64_t max_q,
+                                         int64_t max_k, bool causal, double scale, double dropout_p,
+                                         const Tensor& rng, int64_t site) {
+  return forward("attention_fwd", q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, dropout_p, rng,
+                 site, {});
+}
+
+std::tuple<Tensor, Tensor, Tensor> fp8_attention_fwd(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_q, const Tensor& cu_k,
+    int64_t max_q, int64_t max_k, bool causal, double scale, double dropout_p, const Tensor& rng,
+    int64_t site, const Tensor& out_scale, Tensor amax, Tensor saturated) {
+  constexpr const char* kOp = "fp8_attention_fwd";
+  require_fp8(kOp, q.get_device());
+  require(q.scalar_type() == ScalarType::BFloat16, kOp, ": q must be bfloat16");
+  const torch::stable::accelerator::DeviceGuard guard(q.get_device());
+  const auto casts = allocate_cast(q, q.size(0), q.size(1) * q.size(2), CastOf::kValues);
+  const Cast cast = cast_into(casts, out_scale, amax, saturated);
+  return std::tuple_cat(
+      forward(kOp, q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, dropout_p, rng, site, cast),
+      std::make_tuple(std::get<0>(casts)));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
+  m.impl("attention_fwd", TORCH_BOX(&attention_fwd));
+  m.impl("fp8_attention_fwd", TORCH_BOX(&fp8_attention_fwd));
+}
 
 }  // namespace
 }  // namespace lightseq

@@ -14,6 +14,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include "common/attention_cast.cuh"
 #include "common/attention_long.cuh"
 #include "common/wgmma.cuh"
 
@@ -29,6 +30,7 @@ struct FwdParams {
   bool causal;
   float scale, keep_scale;  // keep_scale: 1 / (1 - p)
   Dropout dropout;
+  Cast cast;  // of out
 };
 
 template <int kWidth>
@@ -36,6 +38,7 @@ struct FwdTiles {
   using Rows = uint16_t[kBoxes<kWidth>][kTile * kSwizzleColumns];
   Rows q[2], k[2], v[2];
   Claims claims;
+  BlockStatistics<kLongThreads / kWarp> statistics;
   Mbarrier q_full[2], q_empty[2], k_full[2], k_empty[2], v_loaded[2], v_full[2], v_empty[2];
 };
 
@@ -105,6 +108,7 @@ __device__ __forceinline__ void multiply(const FwdParams& p, FwdTiles<kWidth>& t
   const AttentionDropout dropout = kDrops ? AttentionDropout(p.dropout) : AttentionDropout();
   const int64_t token_stride = static_cast<int64_t>(p.heads) * p.width;
 
+  tiles.statistics.clear();
   Stage<2> claim, qs, ks, vs;
   for (int i = tiles.claims.read(claim); i >= 0; i = tiles.claims.read(claim)) {
     const Item item = p.list.load(i / p.heads);
@@ -118,8 +122,15 @@ __device__ __forceinline__ void multiply(const FwdParams& p, FwdTiles<kWidth>& t
     float o[kWidth / 2];
 #pragma unroll
     for (int e = 0; e < kWidth / 2; ++e) o[e] = 0.0f;
+    const auto store = [&](float low, float high) {
+      ResultCast<T> cast(p.cast, token, head, p.width);
+      store_sums<T>(
+          out, token_stride, rows, p.width, o, low, high,
+          [&](int row, int column, const auto& numbers) { cast.put(row, column, numbers); });
+      cast.add_to(tiles.statistics);
+    };
     if (n == 0) {
-      store_sums<T>(out, token_stride, rows, p.width, o, 0.0f, 0.0f);
+      store(0.0f, 0.0f);
       if (c == 0 && rows > 0) lse[0] = 0.0f;
       if (c == 0 && rows > 8) lse[8 * p.heads] = 0.0f;
       continue;
@@ -277,7 +288,10 @@ __device__ __forceinline__ void multiply(const FwdParams& p, FwdTiles<kWidth>& t
         lse[half * 8 * p.heads] = (shift[half] * scale + __log2f(total)) * Base<T>::kLn;
       }
     }
-    store_sums<T>(out, token_stride, rows, p.width, o, factor[0], factor[1]);
+    store(factor[0], factor[1]);
+  }
+  if (p.cast.values != nullptr && lane == 0) {
+    tiles.statistics.of_warp[threadIdx.x / kWarp].publish(p.cast);
   }
 }
 
@@ -321,10 +335,11 @@ __global__ __launch_bounds__(kLongThreads, 1) void attention_long_fwd_kernel(
 
 }  // namespace
 
-void attention_long_fwd(const LongArguments& a, const Tensor& out, const Tensor& lse) {
+void attention_long_fwd(const LongArguments& a, const Tensor& out, const Tensor& lse,
+                        const Cast& cast) {
   constexpr const char* kOp = "attention_fwd";
   const int32_t device = a.q.get_device();
-  if (!has_wgmma(device)) return attention_tiles_fwd(a, out, lse);
+  if (!has_wgmma(device)) return attention_tiles_fwd(a, out, lse, cast);
   const cudaStream_t stream = current_stream(device);
   Tensor memory;
   const ItemList list = list_items(a, 0, memory, stream);
@@ -341,7 +356,8 @@ void attention_long_fwd(const LongArguments& a, const Tensor& out, const Tensor&
                            .causal = a.causal,
                            .scale = static_cast<float>(a.scale),
                            .keep_scale = static_cast<float>(1.0 / (1.0 - a.dropout_p)),
-                           .dropout = dropout_of(kOp, a.rng, a.site, a.dropout_p)};
+                           .dropout = dropout_of(kOp, a.rng, a.site, a.dropout_p),
+                           .cast = cast};
     launch({.op = kOp,
             .grid = static_cast<unsigned>(resident_blocks(device, 1)),
             .block = kLongThreads,

@@ -14,6 +14,7 @@
 
 #include <cfloat>
 
+#include "common/attention_cast.cuh"
 #include "common/attention_tiles.cuh"
 
 namespace lightseq::attention {
@@ -37,6 +38,7 @@ struct FwdParams {
   bool causal;
   float scale, keep_scale;  // keep_scale: 1 / (1 - p)
   Dropout dropout;
+  Cast cast;  // of out
 };
 
 template <int kWidth>
@@ -45,6 +47,7 @@ struct FwdTiles {
   uint16_t q[kTile][kTileColumns<kWidth>];
   Keys k[2], v[2];
   NextItems next;
+  BlockStatistics<kTilesWarps> statistics;
 };
 
 // An item, its head, and the number of tiles of keys, at least one.
@@ -99,6 +102,7 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_fwd_kernel(
                                                     first, length, p.width, threadIdx.x);
   };
 
+  tiles.statistics.clear();
   const int count = p.list.counts[0] * p.heads;
   if (threadIdx.x == 0) {
     tiles.next.numbers[1] = claim(p.list);
@@ -324,18 +328,24 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_fwd_kernel(
                 sees ? (shift[2 * m + half] * scale + __log2f(total)) * Base<T>::kLn : 0.0f;
           }
         }
-        store_sums<T>(p.out + (token + m * 16) * token_stride + work.head * p.width, token_stride,
-                      rows, p.width, o[m], factor[0], factor[1]);
+        ResultCast<T> cast(p.cast, token + m * 16, work.head, p.width);
+        store_sums<T>(
+            p.out + (token + m * 16) * token_stride + work.head * p.width, token_stride, rows,
+            p.width, o[m], factor[0], factor[1],
+            [&](int row, int column, const auto& numbers) { cast.put(row, column, numbers); });
+        cast.add_to(tiles.statistics);
       }
     }
-    if (number >= count) return;
+    if (number >= count) break;
     work = next;
   }
+  if (p.cast.values != nullptr && lane == 0) tiles.statistics.of_warp[warp].publish(p.cast);
 }
 
 }  // namespace
 
-void attention_tiles_fwd(const LongArguments& a, const Tensor& out, const Tensor& lse) {
+void attention_tiles_fwd(const LongArguments& a, const Tensor& out, const Tensor& lse,
+                         const Cast& cast) {
   constexpr const char* kOp = "attention_fwd";
   const int32_t device = a.q.get_device();
   const cudaStream_t stream = current_stream(device);
@@ -357,7 +367,8 @@ void attention_tiles_fwd(const LongArguments& a, const Tensor& out, const Tensor
                               .causal = a.causal,
                               .scale = static_cast<float>(a.scale),
                               .keep_scale = static_cast<float>(1.0 / (1.0 - a.dropout_p)),
-                              .dropout = dropout_of(kOp, a.rng, a.site, a.dropout_p)};
+                              .dropout = dropout_of(kOp, a.rng, a.site, a.dropout_p),
+                              .cast = cast};
     launch({.op = kOp,
             .grid = static_cast<unsigned>(resident_blocks(kernel, kTilesThreads, device, kShared)),
             .block = kTilesThreads,

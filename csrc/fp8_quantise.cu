@@ -1,6 +1,6 @@
 // Cast of a matrix x to E4M3, with its transpose. T rows, C columns.
 //
-//   values [T, C], transpose [C, P]   x / scale in E4M3; the transpose is optional
+//   values [T, C], transpose [C, P]   x / scale in E4M3
 //   amax, saturated                   raised and added to
 //   sums [C]                     (+)= column sums of x; optional
 //
@@ -30,13 +30,12 @@ using torch::stable::Tensor;
 
 std::tuple<Tensor, Tensor> fp8_quantise(const Tensor& x, const Tensor& scale, Tensor amax,
                                         Tensor saturated, std::optional<Tensor> sums,
-                                        bool accumulate, bool need_transpose) {
+                                        bool accumulate) {
   constexpr const char* kOp = "fp8_quantise";
   check_cast(kOp, "x", x);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device());
   const cudaStream_t stream = current_stream(x.get_device());
-  const auto results =
-      allocate_cast(x, x.size(0), x.size(1), need_transpose ? CastOf::kBoth : CastOf::kValues);
+  const auto results = allocate_cast(x, x.size(0), x.size(1));
   Cast cast = cast_into(results, scale, amax, saturated);
   const Gradients gradients{{gradient_of(kOp, "sums", sums)}};
   const Tensor partials =
@@ -47,10 +46,8 @@ std::tuple<Tensor, Tensor> fp8_quantise(const Tensor& x, const Tensor& scale, Te
     const Given<T> source{.x = data_of<T>(x), .stride = x.stride(0)};
     if (sums) {
       launch_cast(kOp, Given<T, true>{.x = source.x, .stride = source.stride}, cast, stream);
-    } else if (need_transpose) {
-      launch_cast(kOp, source, cast, stream);
     } else {
-      launch_cast<CastOf::kValues>(kOp, source, cast, stream);
+      launch_cast(kOp, source, cast, stream);
     }
   });
   if (sums) add_partials(partials, gradients, accumulate, stream);

@@ -6,6 +6,10 @@
 
 #include <cstdint>
 
+namespace lightseq {
+struct Cast;
+}
+
 namespace lightseq::attention {
 
 using torch::stable::Tensor;
@@ -32,13 +36,15 @@ struct LongArguments {
   int most_of_short;  // most_tokens_of_short
 };
 
-// Write the rows of the long sentences, and no others.
-void attention_long_fwd(const LongArguments& a, const Tensor& out, const Tensor& lse);
+// Write the rows of the long sentences, and no others. cast: of out, if Cast::values is not null.
+void attention_long_fwd(const LongArguments& a, const Tensor& out, const Tensor& lse,
+                        const Cast& cast);
 void attention_long_bwd(const LongArguments& a, const Tensor& dout, const Tensor& out,
                         const Tensor& lse, const Tensor& dq, const Tensor& dk, const Tensor& dv);
 
 // The functions above call these: in 16 bits on GPUs that lack wgmma, and in float32.
-void attention_tiles_fwd(const LongArguments& a, const Tensor& out, const Tensor& lse);
+void attention_tiles_fwd(const LongArguments& a, const Tensor& out, const Tensor& lse,
+                         const Cast& cast);
 void attention_float_bwd(const LongArguments& a, const Tensor& dout, const Tensor& out,
                          const Tensor& lse, const Tensor& dq, const Tensor& dk, const Tensor& dv);
 

@@ -97,10 +97,9 @@ struct CastStatistics {
   // Adds them to those of the cast.
   __device__ __forceinline__ void publish(const Cast& cast) const;
 
-  // Adds those of groups of eight numbers; a group that does not exist is ignored. Infinity becomes
-  // NaN.
-  template <int kGroups>
-  __device__ __forceinline__ void note(float (&x)[kGroups][kColumnsPerDraw], float inverse,
+  // Adds those of groups of numbers; a group that does not exist is ignored. Infinity becomes NaN.
+  template <int kGroups, int kCount>
+  __device__ __forceinline__ void note(float (&x)[kGroups][kCount], float inverse,
                                        const bool (&exist)[kGroups]) {
     float most = 0.0f;
 #pragma unroll
@@ -143,6 +142,17 @@ struct CastStatistics {
 template <int kWarps>
 struct BlockStatistics {
   CastStatistics of_warp[kWarps];
+
+  // Instead of note(), if a warp has statistics several times: the warp clears its own, then adds.
+  __device__ __forceinline__ void clear() {
+    if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = {};
+  }
+  __device__ __forceinline__ void add(const CastStatistics& mine) {
+    const CastStatistics all = mine.of_warp();
+    if (threadIdx.x % kWarp != 0) return;
+    CastStatistics& sum = of_warp[threadIdx.x / kWarp];
+    sum = {fmaxf(sum.amax, all.amax), sum.saturated + all.saturated};
+  }
 
   __device__ __forceinline__ void note(const CastStatistics& mine, int thread) {
     const CastStatistics all = mine.of_warp();
@@ -271,8 +281,8 @@ enum class CastOf { kBoth, kValues, kTranspose };
 template <CastOf kOf = CastOf::kBoth, typename Source>
 __device__ __forceinline__ void cast_tile(const Source& source, const Cast& cast,
                                           const CastPlace& place) {
-  constexpr bool kValues = kOf != CastOf::kTranspose, kTranspose = kOf != CastOf::kValues;
-  static_assert(!Source::kSums || kOf == CastOf::kBoth);
+  constexpr bool kValues = kOf == CastOf::kBoth;
+  static_assert(kOf != CastOf::kValues && (kValues || !Source::kSums));
   __shared__ CastTile tile;
   const float scale = *cast.scale;
   constexpr int kRowsAhead = Source::kRowsAhead;
@@ -328,7 +338,7 @@ __device__ __forceinline__ void cast_tile(const Source& source, const Cast& cast
       if (r < place.thread_rows) *reinterpret_cast<uint4*>(values + r * cast.columns) = both;
     }
 #pragma unroll
-    for (int word = 0; word < (kTranspose ? 2 : 0); ++word) {
+    for (int word = 0; word < 2; ++word) {
       uint32_t by_row[4], by_column[4];
 #pragma unroll
       for (int i = 0; i < kCastHalf; ++i) by_row[i] = word == 0 ? bytes[i].x : bytes[i].y;
@@ -352,12 +362,10 @@ __device__ __forceinline__ void cast_tile(const Source& source, const Cast& cast
   }
   __syncthreads();
 
-  if constexpr (kTranspose) {
-    tile.for_each_quad(place, cast.transpose, cast.pitch,
-                       [](int, uint8_t* to, const uint4& quad, bool swap) {
-                         *reinterpret_cast<uint4*>(to) = CastTile::swapped(quad, swap);
-                       });
-  }
+  tile.for_each_quad(place, cast.transpose, cast.pitch,
+                     [](int, uint8_t* to, const uint4& quad, bool swap) {
+                       *reinterpret_cast<uint4*>(to) = CastTile::swapped(quad, swap);
+                     });
   if constexpr (Source::kSums) {
     if (cast.partials != nullptr && static_cast<int>(threadIdx.x) < place.columns) {
       float sum = 0.0f;

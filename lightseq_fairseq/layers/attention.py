@@ -107,8 +107,8 @@ class _SelfAttention(torch.autograd.Function):
         ctx.first, ctx.last = product_for(weight), product_for(out_w)
         qkv, of_x = ctx.first.forward(x, weight, as_one([q_b, k_b, v_b]))
         q, k, v = qkv.unflatten(1, (3, heads.count, -1)).unbind(1)
-        out, lse = ops.attention_fwd(q, k, v, **heads.arguments(x.shape[1]))
-        h, of_out = ctx.last.forward(out.view_as(x), out_w, None, is_saved=True)
+        attended, out, lse = ctx.last.attended(q, k, v, **heads.arguments(x.shape[1]))
+        h, of_out = ctx.last.forward(attended, out_w, None)
         saved, outputs = residual_norm_fwd(h, out_b, x if stream is None else stream,
                                            gamma, beta, residual)  # fmt: skip
         ctx.save_for_backward(*of_x, *of_out, qkv, out, lse, *weights[:8], *saved)
@@ -159,8 +159,8 @@ class _CrossAttention(torch.autograd.Function):
         q, of_x = ctx.first.forward(x, q_w, q_b)
         q = q.unflatten(1, (heads.count, -1))
         k, v = memory.unflatten(1, (2, heads.count, -1)).unbind(1)
-        out, lse = ops.attention_fwd(q, k, v, **heads.arguments(x.shape[1]))
-        h, of_out = ctx.last.forward(out.view_as(x), out_w, None, is_saved=True)
+        attended, out, lse = ctx.last.attended(q, k, v, **heads.arguments(x.shape[1]))
+        h, of_out = ctx.last.forward(attended, out_w, None)
         saved, outputs = residual_norm_fwd(h, out_b, x if stream is None else stream,
                                            gamma, beta, residual)  # fmt: skip
         ctx.save_for_backward(*of_x, *of_out, memory, q, out, lse, *weights[:4], *saved)

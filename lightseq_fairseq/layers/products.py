@@ -5,8 +5,8 @@ backward. Both kinds have the same methods. A forward product returns its result
 that backward needs of the input: the input itself, or its transpose in E4M3, which is smaller. If
 backward has what the input was made from in any case, it makes the transpose from that.
 
-Where an op of the layers produces an operand, it casts it (LayerNorm, the activation, and their
-backward); the others are cast here.
+Where an op of the layers produces an operand, it casts it (LayerNorm, the activation, their
+backward, and attention forward); the others are cast here.
 
 Shapes: T = packed tokens, K = inputs, N = outputs, F = feed-forward width.
 """
@@ -53,13 +53,10 @@ class Activation:
 class Product:
     """y = x weight^T + bias in the model's precision, and its derivatives."""
 
-    def forward(
-        self, x: Any, weight: Tensor, bias: Tensor | None, is_saved: bool = False
-    ) -> tuple[Tensor, Kept]:
+    def forward(self, x: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
         """y [T, N], and what backward needs of x [T, K].
 
-        x: may be a result of `activated`. weight: [N, K], bias: [N] or None. is_saved: whether x is
-        saved for backward in any case.
+        x: may be a result of `activated` or `attended`. weight: [N, K], bias: [N] or None.
         """
         return ops.linear_fwd(x, weight, bias), (x,)
 
@@ -100,6 +97,11 @@ class Product:
             dy, kept[0], weight, saved, activation.p, dweight, dbias, accumulate, bias
         )
 
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Any, ...]:
+        """(x, out, lse): the results of ``ops.attention_fwd``, and x, which this product reads."""
+        out, lse = ops.attention_fwd(q, k, v, **arguments)
+        return out.flatten(1), out, lse
+
     def normalised(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None, gamma: Tensor,
         beta: Tensor, *, p: float, rng: Tensor, site: int, eps: float, is_only_reader: bool,
@@ -133,25 +135,22 @@ class Fp8Product(Product):
     def __init__(self, operands: fp8.Operands) -> None:
         self.operands = operands
 
-    def forward(
-        self, x: Any, weight: Tensor, bias: Tensor | None, is_saved: bool = False
-    ) -> tuple[Tensor, Kept]:
+    def forward(self, x: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
         of = self.operands
-        values, kept = self._input(x, is_saved)
+        values, kept = self._input(x)
         y = ops.fp8_linear_fwd(values, of.input.scale, of.values, of.weight.scale, bias)
         return y, kept
 
-    def _input(self, x: Any, is_saved: bool = False) -> fp8.Input:
+    def _input(self, x: Any) -> fp8.Input:
         of = self.operands
         if isinstance(x, Tensor):
-            x = fp8.attached(x, of) or self._cast(x, is_saved)
+            x = fp8.attached(x, of) or self._cast(x)
         of.count(x.values.numel())
         return x
 
-    def _cast(self, x: Tensor, is_saved: bool) -> fp8.Input:
-        of = self.operands.input
-        values, transpose = ops.fp8_quantise(x, *of, need_transpose=not is_saved)
-        return fp8.Input(values, (x if is_saved else transpose,))
+    def _cast(self, x: Tensor) -> fp8.Input:
+        values, transpose = ops.fp8_quantise(x, *self.operands.input)
+        return fp8.Input(values, (transpose,))
 
     def _transpose(self, kept: Kept) -> Tensor:
         if kept[0].dtype == E4M3:
@@ -201,6 +200,13 @@ class Fp8Product(Product):
             gradient[0], of.gradient.scale, of.transpose, of.weight.scale, kept[0], saved,
             activation.p, dbias, accumulate, scale=to.scale, amax=to.amax, saturated=to.saturated,
         )  # fmt: skip
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Any, ...]:
+        to = self.operands.input
+        out, lse, values = ops.fp8_attention_fwd(
+            q, k, v, **arguments, out_scale=to.scale, amax=to.amax, saturated=to.saturated
+        )
+        return fp8.Input(values, (out.flatten(1),)), out, lse
 
     def normalised(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None, gamma: Tensor,

@@ -46,7 +46,6 @@ class Fp8Quantise(NamedTuple):
     amax: float32 0-dim, raised to the largest finite |x|.
     saturated: int64 0-dim, to which the number of finite |x / scale| above 448 is added.
     sums: [C] or None: the column sums of x are written to it or, with accumulate, added to it.
-    need_transpose: if not, the transpose is EMPTY (numel 0), and sums must be None.
     Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
     """
 
@@ -56,28 +55,23 @@ class Fp8Quantise(NamedTuple):
     saturated: Written
     sums: Written | None = None
     accumulate: bool = False
-    need_transpose: bool = True
 
     def check(self, op: str) -> None:
-        x, scale, amax, saturated, sums, _, need_transpose = self
+        x, scale, amax, saturated, sums, _ = self
         check_tensor(op, "x", x, ("T", "C"), CASTABLE)
         check_rows(op, "x", x)
         check_statistics(op, x, scale, amax, saturated)
         if sums is not None:
             check_tensor(op, "sums", sums, x.shape[1:], CASTABLE, x)
-            if not need_transpose:
-                raise ValueError(f"{op}: sums are computed only with the transpose")
 
     def shape(self) -> Quantised:
-        values, transpose = empty_like(self.x)
-        return values, transpose if self.need_transpose else transpose.new_empty(0)
+        return empty_like(self.x)
 
     def reference(self) -> Quantised:
-        x, scale, amax, saturated, sums, accumulate, need_transpose = self
+        x, scale, amax, saturated, sums, accumulate = self
         if sums is not None:
             store_gradient(sums, column_sum(x), accumulate)
-        values, transpose = quantise(x.float(), scale, amax, saturated)
-        return values, transpose if need_transpose else transpose.new_empty(0)
+        return quantise(x.float(), scale, amax, saturated)
 
 
 fp8_quantise = define("fp8_quantise", Fp8Quantise)

@@ -1,4 +1,4 @@
-"""Cases of ops/attention.py.
+"""Cases of ops/attention.py and ops/fp8_attention.py.
 
 In batches of WMT-like sentences, eager pads its packed rows, calls scaled_dot_product_attention
 with a mask, and packs the result. (FlashAttention accepts no mask and cuDNN is off, so torch uses
@@ -29,6 +29,7 @@ from lightseq_fairseq.packing import Segments
 
 from .batch import bert_lengths, segments
 from .case import SITE, Case, Formula, Make, Run, Sizes, without_autograd
+from .fp8 import scalars
 
 LONG = 512  # tokens per sentence in the case "long"
 LENGTHS, BATCH = (128, 256, 512, 1024, 2048, 4096), 16384  # of equal sentences, and their sum
@@ -51,6 +52,8 @@ def attention(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
         width = sizes.width // sizes.heads
         inputs = _Inputs(make, sizes.heads, width, sizes.dropout, queries, keys, causal)
         yield from inputs.cases(shape, inputs.formula().systems(), inputs.flash())
+        if make.dtype == torch.bfloat16:
+            yield inputs.with_cast(shape)
     if tokens == BATCH and make.dtype != torch.float32 and make.device != "cpu":
         yield from _long_sentences(sizes, make)
 
@@ -109,11 +112,31 @@ class _Inputs:
         fwd, bwd = self.ours()
         for more_fwd, more_bwd in systems:
             fwd, bwd = {**fwd, **more_fwd}, {**bwd, **more_bwd}
-        rows, q, k = len(self.queries.index), self.q.nbytes, self.k.nbytes
-        lse = (8 if self.q.dtype == torch.float32 else 4) * rows * self.heads
+        rows, q, k, lse = self._bytes()
         # Backward need not read out: rowsum(P * dP), computed on the chip, is rowsum(dO * O).
         yield Case(f"attention_fwd.{shape}/T{rows}", 2 * q + 2 * k + lse, fwd)
         yield Case(f"attention_bwd.{shape}/T{rows}", 3 * q + 4 * k + lse, bwd)
+
+    def with_cast(self, shape: str) -> Case:
+        """Forward that also casts its result."""
+        rows, q, k, lse = self._bytes()
+        options = *self.lengths, self.causal, self.scale, self.p, self.rng, SITE
+        of_cast = scalars(self.make, 6.0)
+
+        def forward() -> tuple[Tensor, ...]:
+            out, _, values = ops.fp8_attention_fwd(self.q, self.k, self.v, *options, *of_cast)
+            return out, values
+
+        moved = 2 * q + 2 * k + lse + q // 2
+        return Case(
+            f"fp8_attention_fwd.{shape}/T{rows}", moved, {"ours": without_autograd(forward)}
+        )
+
+    def _bytes(self) -> tuple[int, int, int, int]:
+        """The number of queries, and the bytes of q, k and lse."""
+        rows = len(self.queries.index)
+        lse = (8 if self.q.dtype == torch.float32 else 4) * rows * self.heads
+        return rows, self.q.nbytes, self.k.nbytes, lse
 
     def ours(self) -> tuple[Systems, Systems]:
         tensors = self.q, self.k, self.v

@@ -110,19 +110,6 @@ def test_strided_rows_and_inputs_are_not_written():
     assert torch.equal(ours[0].float(), quantise(wide[:, 16:48].contiguous(), 0.5)[0].float())
 
 
-def test_without_transpose():
-    x = torch.randn(21, 48)
-    values, _, *statistics_of = quantise(x, 0.25)
-    of_cast = statistics()
-    ours, nothing = ops.fp8_quantise(x, torch.tensor(0.25), *of_cast, need_transpose=False)
-    assert torch.equal(ours.view(torch.uint8), values.view(torch.uint8))
-    assert nothing.numel() == 0 and [x.item() for x in of_cast] == statistics_of
-    with pytest.raises(ValueError, match="fp8_quantise: sums are computed only with the transpose"):
-        ops.fp8_quantise(
-            x, torch.tensor(0.25), *of_cast, sums=torch.zeros(48), need_transpose=False
-        )
-
-
 def test_opcheck():
     check_op("fp8_quantise", torch.randn(5, 32), torch.tensor(0.5), *statistics())
     check_op("fp8_quantise", torch.randn(0, 32).half(), torch.tensor(0.5), *statistics())

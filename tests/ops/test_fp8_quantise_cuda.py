@@ -153,18 +153,6 @@ def test_more_elements_than_32_bits_count():
         assert torch.equal(bits(transpose)[:, part].t(), bits(values)[part])
 
 
-@pytest.mark.parametrize(("rows", "columns"), SIZES)
-def test_without_transpose(rows, columns):
-    x = on_gpu(wild(rows, columns).bfloat16())
-    of_both, of_cast = ([s.cuda() for s in statistics()] for _ in range(2))
-    scale = torch.tensor(2.0**-4).cuda()
-    values, _ = ops.fp8_quantise(x, scale, *of_both)
-    poison_cache()
-    ours, nothing = ops.fp8_quantise(x, scale, *of_cast, need_transpose=False)
-    assert nothing.numel() == 0
-    assert torch.equal(bits(ours), bits(values)) and all(map(torch.equal, of_cast, of_both))
-
-
 def test_opcheck():
     of_cast = [s.cuda() for s in statistics()]
     check_op("fp8_quantise", torch.randn(5, 32).cuda(), torch.tensor(0.5).cuda(), *of_cast)

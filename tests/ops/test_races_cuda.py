@@ -183,8 +183,25 @@ def test_fp8_quantise(dtype: torch.dtype) -> None:
         of_cast = scale, torch.tensor(0.0).cuda(), torch.tensor(0).cuda()
         sums = torch.empty_like(x[0])
         both = ops.fp8_quantise(x, *of_cast, sums, False)
-        values, _ = ops.fp8_quantise(x, *of_cast, need_transpose=False)
-        return *(t.float() for t in (*both, values)), sums, *of_cast[1:]
+        return *(t.float() for t in both), sums, *of_cast[1:]
+
+    check(call)
+
+
+@pytest.mark.parametrize("width", [48, 128])
+@pytest.mark.parametrize("lengths", [[3, 16, 1, 30], [200, 150]], ids=lambda n: str(max(n)))
+def test_fp8_attention(lengths: list[int], width: int) -> None:
+    skip_without_fp8()
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).cuda()
+    rows, longest = sum(lengths) + 2, max(lengths)
+    q, k, v = (on_gpu(torch.bfloat16, rows, 3, width) for _ in range(3))
+    settings = (cu, cu, longest, longest, True, width**-0.5, P, make_rng().cuda(), SITE)
+    scale = torch.tensor(2.0**-6).cuda()
+
+    def call() -> tuple[Tensor, ...]:
+        statistics = torch.tensor(0.0).cuda(), torch.tensor(0).cuda()
+        out, lse, values = ops.fp8_attention_fwd(q, k, v, *settings, scale, *statistics)
+        return out, lse, values.float(), *statistics
 
     check(call)
 

@@ -99,6 +99,11 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "fp8_transpose": lambda: (
         *(bf16(T, 16), scale(), randn(T).float(), randn(T).abs().float(), bf16(16), bf16(16)),
     ),
+    "fp8_attention_fwd": lambda: (
+        *(bf16(T, H, 16) for _ in range(3)),
+        *attention(),
+        *of_cast(),
+    ),
     "fp8_linear_fwd": lambda: (fp8(T, 16), scale(), fp8(32, 16), scale(), bf16(32)),
     "fp8_linear_bwd": lambda: (
         *(fp8(T, 32), fp8(32, 16), scale(), fp8(16, 16), scale(), fp8(16, 32), scale()),

@@ -1,0 +1,71 @@
+// The cast of attention's result to E4M3, in the kernels that compute it. It is optional:
+// Cast::values is null if it is not wanted. fp8_cast.cuh has the rule.
+//
+// Numbers are cast as they are stored, rounded to T. So backward, which makes the transpose of the
+// stored numbers, gets the same bytes.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/columns.cuh"
+#include "common/fp8_cast.cuh"
+
+namespace lightseq::attention {
+
+// What a thread casts of one head, from row `row` of the result on.
+template <typename T>
+class ResultCast {
+ public:
+  __device__ __forceinline__ ResultCast(const Cast& cast, int64_t row, int head, int width)
+      : values_(cast.values), stride_(static_cast<int>(cast.columns)) {
+    if (!is_wanted()) return;
+    values_ += row * stride_ + head * width;
+    inverse_ = 1.0f / *cast.scale;
+  }
+
+  // numbers: adjacent numbers of type T, four or eight.
+  template <typename Numbers>
+  __device__ __forceinline__ void put(int row, int column, const Numbers& numbers) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      if (!is_wanted()) return;
+      constexpr int kWords = sizeof(Numbers) / sizeof(uint32_t);
+      const auto& words = reinterpret_cast<const uint32_t (&)[kWords]>(numbers);
+      float x[1][2 * kWords];
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        const float2 pair = unpack_pair<T>(words[i]);
+        x[0][2 * i] = pair.x;
+        x[0][2 * i + 1] = pair.y;
+      }
+      statistics_.note(x, inverse_, {true});
+      uint8_t* const to = values_ + row * stride_ + column;
+#pragma unroll
+      for (int i = 0; i < kWords / 2; ++i) {
+        const uint32_t low = pack_e4m3(x[0][4 * i] * inverse_, x[0][4 * i + 1] * inverse_);
+        const uint32_t high = pack_e4m3(x[0][4 * i + 2] * inverse_, x[0][4 * i + 3] * inverse_);
+        reinterpret_cast<uint32_t*>(to)[i] = low | high << 16;
+      }
+    }
+  }
+
+  // All lanes of a warp call it at the end.
+  template <int kWarps>
+  __device__ __forceinline__ void add_to(BlockStatistics<kWarps>& statistics) const {
+    if (is_wanted()) statistics.add(statistics_);
+  }
+
+ private:
+  __device__ __forceinline__ bool is_wanted() const {
+    return std::is_same_v<T, __nv_bfloat16> && values_ != nullptr;
+  }
+
+  uint8_t* values_;
+  int stride_;
+  float inverse_ = 1.0f;
+  CastStatistics statistics_ = {};
+};
+
+}  // namespace lightseq::attention
