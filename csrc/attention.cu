@@ -28,6 +28,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <tuple>
+#include <type_traits>
 
 #include "common/attention.cuh"
 #include "common/attention_cast.cuh"
@@ -142,7 +143,7 @@ __device__ __forceinline__ void attend(Softmax<kWidth>& state, FwdTiles<T, kWidt
   multiply_nn<T, kWidth>(state.o, s, tiles.v.row(keys.row));
 }
 
-template <typename T, int kWidth>
+template <typename T, int kWidth, bool kCasts>
 __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads<T, kWidth>>)  //
     void attention_fwd_kernel(const FwdParams<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
@@ -158,7 +159,7 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
       for (int head = threadIdx.x; head < work.heads; head += blockDim.x) {
         p.lse[static_cast<int64_t>(row) * work.heads + head] = 0;
       }
-      if (p.cast.values == nullptr) continue;
+      if constexpr (!kCasts) continue;
       uint4* const values = reinterpret_cast<uint4*>(p.cast.values + row * p.cast.columns);
       for (int i = threadIdx.x; i < p.cast.columns / kFp8Alignment; i += blockDim.x) {
         values[i] = uint4{0, 0, 0, 0};
@@ -167,7 +168,7 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
     return;
   }
 
-  tiles.statistics.clear();
+  if constexpr (kCasts) tiles.statistics.clear();
   for_each_unit<kRows<T, kWidth>>(tiles.plan, work, p.dropout, kQueries, [&](const Unit unit) {
     const Place place(unit);
     const bool works = place.exists && place.position < unit.length_q;
@@ -220,13 +221,18 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
       }
     }
     const HeadRows queries = queries_of(unit, place);
+    if constexpr (!kCasts) {
+      store_rows<T, kWidth>(p.out, queries, tiles.q.row(place.row), state.o, factor[0], factor[1],
+                            work.width);
+      return;
+    }
     ResultCast<T> cast(p.cast, queries.first, queries.head, work.width);
     store_rows<T, kWidth>(
         p.out, queries, tiles.q.row(place.row), state.o, factor[0], factor[1], work.width,
         [&](int row, int column, const auto& numbers) { cast.put(row, column, numbers); });
     cast.add_to(tiles.statistics);
   });
-  if (p.cast.values != nullptr && threadIdx.x == 0) tiles.statistics.publish(p.cast);
+  if (kCasts && threadIdx.x == 0) tiles.statistics.publish(p.cast);
 }
 
 // cast: of out; Cast::values is null if it is not wanted.
@@ -258,12 +264,20 @@ std::tuple<Tensor, Tensor> forward(const char* op, const Tensor& q, const Tensor
     const int most_of_short = most_tokens_of_short(q, k, cu_q, causal);
     const bool divided = has_long_kernels(q, k, cu_q, max_q, max_k, most_of_short, false);
     p.work = work_of(op, q, k, cu_q, cu_k, causal, divided ? most_of_short : INT_MAX);
-    launch({.op = op,
-            .grid = grid_of(p.work),
-            .block = kThreads<T, kWidth>,
-            .shared = sizeof(FwdTiles<T, kWidth>),
-            .stream = current_stream(device)},
-           attention_fwd_kernel<T, kWidth>, p);
+    const auto run = [&](auto casts) {
+      launch({.op = op,
+              .grid = grid_of(p.work),
+              .block = kThreads<T, kWidth>,
+              .shared = sizeof(FwdTiles<T, kWidth>),
+              .stream = current_stream(device)},
+             attention_fwd_kernel<T, kWidth, decltype(casts)::value>, p);
+    };
+    constexpr bool kMayCast = std::is_same_v<T, __nv_bfloat16>;
+    if (kMayCast && cast.values != nullptr) {
+      run(std::bool_constant<kMayCast>{});
+    } else {
+      run(std::false_type{});
+    }
     if (divided) {
       attention_long_fwd(
           {q, k, v, cu_q, cu_k, max_k, causal, scale, dropout_p, rng, site, most_of_short}, out,
