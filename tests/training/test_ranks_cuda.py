@@ -9,6 +9,7 @@ from unittest import mock
 import helpers.training_runs as runs
 import pytest
 import torch
+from helpers.ops_testing import skip_without_fp8
 from helpers.training_runs import ON_GPU
 
 from lightseq_fairseq.graphs import Graphs
@@ -46,12 +47,16 @@ def _captures(*arguments: Any) -> None:
         {"fp16": True},
         {"bf16": True, "zero_sharding": "os"},
         {"fp16": True, "zero_sharding": "os", "fp32_reduce_scatter": True, "update_freq": 2},
+        {"bf16": True, "fp8": True},
+        {"bf16": True, "fp8": True, "zero_sharding": "os"},
     ],
     ids=lambda flags: " ".join(flags),
 )
 def test_captured_ranks_are_eager_ones_and_one_with_twice_the_batches(
     data: Path, tmp_path: Path, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "fp8" in flags:
+        skip_without_fp8()
     flags = {**ON_GPU, **PLAIN, **flags, "max_update": 24, "ddp_backend": "pytorch_ddp"}
     found = {}
     for captured in "10":
