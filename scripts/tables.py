@@ -278,8 +278,14 @@ def train_plot(rows: list[dict[str, Any]]) -> Bars:
 
 
 def overlap_plot(rows: list[dict[str, Any]]) -> Lanes | None:
-    """Return the plot of a step on several GPUs; None if no row has its overlap."""
-    found = [row for row in rows if row.get("overlap", {}).get("hidden") is not None]
+    """Return the plot of our steps of Transformer big on several GPUs; None without such a row."""
+    found = [
+        row
+        for row in rows
+        if row["case"].startswith("t2t_big/")
+        and row["system"].startswith("ours")
+        and row.get("overlap", {}).get("hidden") is not None
+    ]
     if not found:
         return None
     panels = {

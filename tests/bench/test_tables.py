@@ -276,7 +276,7 @@ def test_plot_of_training(trained: Path) -> None:
 
 
 def test_plot_of_overlap(trained: Path) -> None:
-    """It exists if a row of several GPUs has its overlap."""
+    """It exists if one of our rows of Transformer big on several GPUs has its overlap."""
     plot = trained / "docs/overlap.svg"
     assert not plot.exists()
     overlap = {"hidden": 0.25, "lanes_ms": {"computation": [[0, 9.5]], "collectives": [[7, 11]]}}
