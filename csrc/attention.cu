@@ -221,12 +221,7 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
       }
     }
     const HeadRows queries = queries_of(unit, place);
-    if constexpr (!kCasts) {
-      store_rows<T, kWidth>(p.out, queries, tiles.q.row(place.row), state.o, factor[0], factor[1],
-                            work.width);
-      return;
-    }
-    ResultCast<T> cast(p.cast, queries.first, queries.head, work.width);
+    ResultCast<kCasts> cast(p.cast, queries.first, queries.head, work.width);
     store_rows<T, kWidth>(
         p.out, queries, tiles.q.row(place.row), state.o, factor[0], factor[1], work.width,
         [&](int row, int column, const auto& numbers) { cast.put(row, column, numbers); });
@@ -272,9 +267,8 @@ std::tuple<Tensor, Tensor> forward(const char* op, const Tensor& q, const Tensor
               .stream = current_stream(device)},
              attention_fwd_kernel<T, kWidth, decltype(casts)::value>, p);
     };
-    constexpr bool kMayCast = std::is_same_v<T, __nv_bfloat16>;
-    if (kMayCast && cast.values != nullptr) {
-      run(std::bool_constant<kMayCast>{});
+    if (kMayCast<T> && cast.values != nullptr) {
+      run(std::bool_constant<kMayCast<T>>{});
     } else {
       run(std::false_type{});
     }

@@ -123,7 +123,7 @@ __device__ __forceinline__ void multiply(const FwdParams& p, FwdTiles<kWidth>& t
 #pragma unroll
     for (int e = 0; e < kWidth / 2; ++e) o[e] = 0.0f;
     const auto store = [&](float low, float high) {
-      ResultCast<T> cast(p.cast, token, head, p.width);
+      ResultCast<kMayCast<T>> cast(p.cast, token, head, p.width);
       store_sums<T>(
           out, token_stride, rows, p.width, o, low, high,
           [&](int row, int column, const auto& numbers) { cast.put(row, column, numbers); });

@@ -328,7 +328,7 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_fwd_kernel(
                 sees ? (shift[2 * m + half] * scale + __log2f(total)) * Base<T>::kLn : 0.0f;
           }
         }
-        ResultCast<T> cast(p.cast, token + m * 16, work.head, p.width);
+        ResultCast<kMayCast<T>> cast(p.cast, token + m * 16, work.head, p.width);
         store_sums<T>(
             p.out + (token + m * 16) * token_stride + work.head * p.width, token_stride, rows,
             p.width, o[m], factor[0], factor[1],

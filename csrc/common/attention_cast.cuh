@@ -1,8 +1,8 @@
 // The cast of attention's result to E4M3, in the kernels that compute it. It is optional:
 // Cast::values is null if it is not wanted. fp8_cast.cuh has the rule.
 //
-// Numbers are cast as they are stored, rounded to T. So backward, which makes the transpose of the
-// stored numbers, gets the same bytes.
+// Numbers are cast as they are stored, rounded to bfloat16. So backward, which makes the transpose
+// of the stored numbers, gets the same bytes.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,8 +15,12 @@
 
 namespace lightseq::attention {
 
-// What a thread casts of one head, from row `row` of the result on.
+// Only results of this type are cast.
 template <typename T>
+constexpr bool kMayCast = std::is_same_v<T, __nv_bfloat16>;
+
+// What a thread casts of one head, from row `row` of the result on. Without kMay, nothing.
+template <bool kMay>
 class ResultCast {
  public:
   __device__ __forceinline__ ResultCast(const Cast& cast, int64_t row, int head, int width)
@@ -26,17 +30,17 @@ class ResultCast {
     inverse_ = 1.0f / *cast.scale;
   }
 
-  // numbers: adjacent numbers of type T, four or eight.
+  // numbers: adjacent numbers of the result, four or eight.
   template <typename Numbers>
   __device__ __forceinline__ void put(int row, int column, const Numbers& numbers) {
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    if constexpr (kMay) {
       if (!is_wanted()) return;
       constexpr int kWords = sizeof(Numbers) / sizeof(uint32_t);
       const auto& words = reinterpret_cast<const uint32_t (&)[kWords]>(numbers);
       float x[1][2 * kWords];
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
-        const float2 pair = unpack_pair<T>(words[i]);
+        const float2 pair = unpack_pair<__nv_bfloat16>(words[i]);
         x[0][2 * i] = pair.x;
         x[0][2 * i + 1] = pair.y;
       }
@@ -58,9 +62,7 @@ class ResultCast {
   }
 
  private:
-  __device__ __forceinline__ bool is_wanted() const {
-    return std::is_same_v<T, __nv_bfloat16> && values_ != nullptr;
-  }
+  __device__ __forceinline__ bool is_wanted() const { return kMay && values_ != nullptr; }
 
   uint8_t* values_;
   int stride_;

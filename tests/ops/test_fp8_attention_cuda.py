@@ -60,7 +60,7 @@ def test_more_long_sentences_than_blocks() -> None:
 @pytest.mark.parametrize("lengths", [[30, 2], [200, 2]])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, 1e30, -1e30])
 def test_numbers_that_do_not_fit(lengths: list[int], number: float) -> None:
-    """They are counted once; NaN reaches only its own columns."""
+    """They are counted once."""
     case = Case((lengths, None), torch.bfloat16, heads=4)
     case.v[0, 1, 5] = number
     check(case)
