@@ -259,19 +259,14 @@ std::tuple<Tensor, Tensor> forward(const char* op, const Tensor& q, const Tensor
     const int most_of_short = most_tokens_of_short(q, k, cu_q, causal);
     const bool divided = has_long_kernels(q, k, cu_q, max_q, max_k, most_of_short, false);
     p.work = work_of(op, q, k, cu_q, cu_k, causal, divided ? most_of_short : INT_MAX);
-    const auto run = [&](auto casts) {
+    dispatch_cast<T>(cast, [&](auto casts) {
       launch({.op = op,
               .grid = grid_of(p.work),
               .block = kThreads<T, kWidth>,
               .shared = sizeof(FwdTiles<T, kWidth>),
               .stream = current_stream(device)},
              attention_fwd_kernel<T, kWidth, decltype(casts)::value>, p);
-    };
-    if (kMayCast<T> && cast.values != nullptr) {
-      run(std::bool_constant<kMayCast<T>>{});
-    } else {
-      run(std::false_type{});
-    }
+    });
     if (divided) {
       attention_long_fwd(
           {q, k, v, cu_q, cu_k, max_k, causal, scale, dropout_p, rng, site, most_of_short}, out,

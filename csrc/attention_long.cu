@@ -99,7 +99,7 @@ __device__ __forceinline__ void zero_values(const FwdParams& p, FwdTiles<kWidth>
   }
 }
 
-template <typename T, int kWidth, bool kDrops>
+template <typename T, int kWidth, bool kDrops, bool kCasts>
 __device__ __forceinline__ void multiply(const FwdParams& p, FwdTiles<kWidth>& tiles) {
   const int group = of_warp(threadIdx.x / kWarpgroup) - 1, lane = threadIdx.x % kWarp;
   const int c = lane % 4;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void multiply(const FwdParams& p, FwdTiles<kWidth>& t
   const AttentionDropout dropout = kDrops ? AttentionDropout(p.dropout) : AttentionDropout();
   const int64_t token_stride = static_cast<int64_t>(p.heads) * p.width;
 
-  tiles.statistics.clear();
+  if constexpr (kCasts) tiles.statistics.clear();
   Stage<2> claim, qs, ks, vs;
   for (int i = tiles.claims.read(claim); i >= 0; i = tiles.claims.read(claim)) {
     const Item item = p.list.load(i / p.heads);
@@ -123,7 +123,7 @@ __device__ __forceinline__ void multiply(const FwdParams& p, FwdTiles<kWidth>& t
 #pragma unroll
     for (int e = 0; e < kWidth / 2; ++e) o[e] = 0.0f;
     const auto store = [&](float low, float high) {
-      ResultCast<kMayCast<T>> cast(p.cast, token, head, p.width);
+      ResultCast<kCasts> cast(p.cast, token, head, p.width);
       store_sums<T>(
           out, token_stride, rows, p.width, o, low, high,
           [&](int row, int column, const auto& numbers) { cast.put(row, column, numbers); });
@@ -290,14 +290,12 @@ __device__ __forceinline__ void multiply(const FwdParams& p, FwdTiles<kWidth>& t
     }
     store(factor[0], factor[1]);
   }
-  if (p.cast.values != nullptr && lane == 0) {
-    tiles.statistics.of_warp[threadIdx.x / kWarp].publish(p.cast);
-  }
+  if (kCasts && lane == 0) tiles.statistics.of_warp[threadIdx.x / kWarp].publish(p.cast);
 }
 
 #endif
 
-template <typename T, int kWidth, bool kDrops>
+template <typename T, int kWidth, bool kDrops, bool kCasts>
 __global__ __launch_bounds__(kLongThreads, 1) void attention_long_fwd_kernel(
     const __grid_constant__ FwdParams p) {
 #ifdef LIGHTSEQ_HAS_WGMMA
@@ -322,7 +320,7 @@ __global__ __launch_bounds__(kLongThreads, 1) void attention_long_fwd_kernel(
   // An SM has 64 Ki registers, which is 168 per thread.
   if (threadIdx.x >= kWarpgroup) {
     setmaxnreg_inc<232>();
-    multiply<T, kWidth, kDrops>(p, tiles);
+    multiply<T, kWidth, kDrops, kCasts>(p, tiles);
   } else {
     setmaxnreg_dec<40>();
     if (threadIdx.x == 0) load(p, tiles);
@@ -358,13 +356,17 @@ void attention_long_fwd(const LongArguments& a, const Tensor& out, const Tensor&
                            .keep_scale = static_cast<float>(1.0 / (1.0 - a.dropout_p)),
                            .dropout = dropout_of(kOp, a.rng, a.site, a.dropout_p),
                            .cast = cast};
-    launch({.op = kOp,
-            .grid = static_cast<unsigned>(resident_blocks(device, 1)),
-            .block = kLongThreads,
-            .shared = sizeof(FwdTiles<kWidth>),
-            .stream = stream,
-            .dependent = true},
-           attention_long_fwd_kernel<decltype(zero), kWidth, decltype(drops)::value>, params);
+    using T = decltype(zero);
+    dispatch_cast<T>(cast, [&](auto casts) {
+      launch({.op = kOp,
+              .grid = static_cast<unsigned>(resident_blocks(device, 1)),
+              .block = kLongThreads,
+              .shared = sizeof(FwdTiles<kWidth>),
+              .stream = stream,
+              .dependent = true},
+             attention_long_fwd_kernel<T, kWidth, decltype(drops)::value, decltype(casts)::value>,
+             params);
+    });
   });
 }
 

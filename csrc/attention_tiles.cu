@@ -64,7 +64,7 @@ struct Job {
   }
 };
 
-template <typename T, int kWidth, bool kDrops>
+template <typename T, int kWidth, bool kDrops, bool kCasts>
 __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_fwd_kernel(
     const __grid_constant__ FwdParams<T> p) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -102,7 +102,7 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_fwd_kernel(
                                                     first, length, p.width, threadIdx.x);
   };
 
-  tiles.statistics.clear();
+  if constexpr (kCasts) tiles.statistics.clear();
   const int count = p.list.counts[0] * p.heads;
   if (threadIdx.x == 0) {
     tiles.next.numbers[1] = claim(p.list);
@@ -328,7 +328,7 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_fwd_kernel(
                 sees ? (shift[2 * m + half] * scale + __log2f(total)) * Base<T>::kLn : 0.0f;
           }
         }
-        ResultCast<kMayCast<T>> cast(p.cast, token + m * 16, work.head, p.width);
+        ResultCast<kCasts> cast(p.cast, token + m * 16, work.head, p.width);
         store_sums<T>(
             p.out + (token + m * 16) * token_stride + work.head * p.width, token_stride, rows,
             p.width, o[m], factor[0], factor[1],
@@ -339,7 +339,7 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_fwd_kernel(
     if (number >= count) break;
     work = next;
   }
-  if (p.cast.values != nullptr && lane == 0) tiles.statistics.of_warp[warp].publish(p.cast);
+  if (kCasts && lane == 0) tiles.statistics.of_warp[warp].publish(p.cast);
 }
 
 }  // namespace
@@ -354,7 +354,6 @@ void attention_tiles_fwd(const LongArguments& a, const Tensor& out, const Tensor
   dispatch_long(a.q, a.dropout_p, [&](auto zero, auto width, auto drops) {
     using T = decltype(zero);
     constexpr int kWidth = decltype(width)::value;
-    const auto kernel = attention_tiles_fwd_kernel<T, kWidth, decltype(drops)::value>;
     constexpr size_t kShared = sizeof(FwdTiles<kWidth>);
     const FwdParams<T> params{.q = packed<const T>(kOp, "q", a.q),
                               .k = packed<const T>(kOp, "k", a.k),
@@ -369,12 +368,17 @@ void attention_tiles_fwd(const LongArguments& a, const Tensor& out, const Tensor
                               .keep_scale = static_cast<float>(1.0 / (1.0 - a.dropout_p)),
                               .dropout = dropout_of(kOp, a.rng, a.site, a.dropout_p),
                               .cast = cast};
-    launch({.op = kOp,
-            .grid = static_cast<unsigned>(resident_blocks(kernel, kTilesThreads, device, kShared)),
-            .block = kTilesThreads,
-            .shared = kShared,
-            .stream = stream},
-           kernel, params);
+    dispatch_cast<T>(cast, [&](auto casts) {
+      const auto kernel =
+          attention_tiles_fwd_kernel<T, kWidth, decltype(drops)::value, decltype(casts)::value>;
+      launch(
+          {.op = kOp,
+           .grid = static_cast<unsigned>(resident_blocks(kernel, kTilesThreads, device, kShared)),
+           .block = kTilesThreads,
+           .shared = kShared,
+           .stream = stream},
+          kernel, params);
+    });
   });
 }
 

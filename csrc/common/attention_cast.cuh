@@ -1,5 +1,5 @@
-// The cast of attention's result to E4M3, in the kernels that compute it. It is optional:
-// Cast::values is null if it is not wanted. fp8_cast.cuh has the rule.
+// The cast of attention's result to E4M3, in the kernels that compute it. Kernels that cast are
+// variants of their own: a choice at run time cost the others up to 16%. fp8_cast.cuh has the rule.
 //
 // Numbers are cast as they are stored, rounded to bfloat16. So backward, which makes the transpose
 // of the stored numbers, gets the same bytes.
@@ -15,17 +15,25 @@
 
 namespace lightseq::attention {
 
-// Only results of this type are cast.
-template <typename T>
-constexpr bool kMayCast = std::is_same_v<T, __nv_bfloat16>;
+// Calls function(whether the kernel casts): std::true_type if Cast::values is not null. Only
+// bfloat16 is cast.
+template <typename T, typename Function>
+void dispatch_cast(const Cast& cast, Function&& function) {
+  constexpr bool kMayCast = std::is_same_v<T, __nv_bfloat16>;
+  if (kMayCast && cast.values != nullptr) {
+    function(std::bool_constant<kMayCast>{});
+  } else {
+    function(std::false_type{});
+  }
+}
 
-// What a thread casts of one head, from row `row` of the result on. Without kMay, nothing.
-template <bool kMay>
+// What a thread casts of one head, from row `row` of the result on. Without kCasts, nothing.
+template <bool kCasts>
 class ResultCast {
  public:
   __device__ __forceinline__ ResultCast(const Cast& cast, int64_t row, int head, int width)
       : values_(cast.values), stride_(static_cast<int>(cast.columns)) {
-    if (!is_wanted()) return;
+    if constexpr (!kCasts) return;
     values_ += row * stride_ + head * width;
     inverse_ = 1.0f / *cast.scale;
   }
@@ -33,8 +41,7 @@ class ResultCast {
   // numbers: adjacent numbers of the result, four or eight.
   template <typename Numbers>
   __device__ __forceinline__ void put(int row, int column, const Numbers& numbers) {
-    if constexpr (kMay) {
-      if (!is_wanted()) return;
+    if constexpr (kCasts) {
       constexpr int kWords = sizeof(Numbers) / sizeof(uint32_t);
       const auto& words = reinterpret_cast<const uint32_t (&)[kWords]>(numbers);
       float x[1][2 * kWords];
@@ -58,12 +65,10 @@ class ResultCast {
   // All lanes of a warp call it at the end.
   template <int kWarps>
   __device__ __forceinline__ void add_to(BlockStatistics<kWarps>& statistics) const {
-    if (is_wanted()) statistics.add(statistics_);
+    if constexpr (kCasts) statistics.add(statistics_);
   }
 
  private:
-  __device__ __forceinline__ bool is_wanted() const { return kMay && values_ != nullptr; }
-
   uint8_t* values_;
   int stride_;
   float inverse_ = 1.0f;
