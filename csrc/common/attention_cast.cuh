@@ -1,5 +1,5 @@
 // The cast of attention's result to E4M3, in the kernels that compute it. Kernels that cast are
-// variants of their own: a choice at run time cost the others up to 16%. fp8_cast.cuh has the rule.
+// variants of their own: a choice at run time made all kernels slower. fp8_cast.cuh has the rule.
 //
 // Numbers are cast as they are stored, rounded to bfloat16. So backward, which makes the transpose
 // of the stored numbers, gets the same bytes.
