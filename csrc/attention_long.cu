@@ -342,6 +342,7 @@ void attention_long_fwd(const LongArguments& a, const Tensor& out, const Tensor&
   Tensor memory;
   const ItemList list = list_items(a, 0, memory, stream);
   dispatch_long(a.q, a.dropout_p, [&](auto zero, auto width, auto drops) {
+    using T = decltype(zero);
     constexpr int kWidth = decltype(width)::value;
     const FwdParams params{.q = tensor_map_of_heads(a.q, kTile),
                            .k = tensor_map_of_heads(a.k, kTile),
@@ -356,7 +357,6 @@ void attention_long_fwd(const LongArguments& a, const Tensor& out, const Tensor&
                            .keep_scale = static_cast<float>(1.0 / (1.0 - a.dropout_p)),
                            .dropout = dropout_of(kOp, a.rng, a.site, a.dropout_p),
                            .cast = cast};
-    using T = decltype(zero);
     dispatch_cast<T>(cast, [&](auto casts) {
       launch({.op = kOp,
               .grid = static_cast<unsigned>(resident_blocks(device, 1)),

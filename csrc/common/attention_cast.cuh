@@ -1,5 +1,5 @@
 // The cast of attention's result to E4M3, in the kernels that compute it. Kernels that cast are
-// variants of their own: a choice at run time made all kernels slower. fp8_cast.cuh has the rule.
+// variants of their own, so that the others have no code of it. fp8_cast.cuh has the rule.
 //
 // Numbers are cast as they are stored, rounded to bfloat16. So backward, which makes the transpose
 // of the stored numbers, gets the same bytes.
@@ -33,9 +33,10 @@ class ResultCast {
  public:
   __device__ __forceinline__ ResultCast(const Cast& cast, int64_t row, int head, int width)
       : values_(cast.values), stride_(static_cast<int>(cast.columns)) {
-    if constexpr (!kCasts) return;
-    values_ += row * stride_ + head * width;
-    inverse_ = 1.0f / *cast.scale;
+    if constexpr (kCasts) {
+      values_ += row * stride_ + head * width;
+      inverse_ = 1.0f / *cast.scale;
+    }
   }
 
   // numbers: adjacent numbers of the result, four or eight.
