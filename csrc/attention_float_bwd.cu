@@ -46,7 +46,7 @@ struct Params {
   Dropout dropout;
 };
 
-// An item, its head, and the tiles of 64 queries begin ... end - 1 that its block of keys iterates
+// An item, its head, and the tiles of 64 queries end - 1 ... begin that its block of keys iterates
 // over.
 struct Work {
   Item item;
@@ -58,11 +58,13 @@ struct Work {
     end = (item.length_q + kSide - 1) / kSide;
     begin = p.causal ? min(item.start / kSide, end) : 0;
   }
-  __device__ __forceinline__ bool is_last() const { return item.start == 0; }
-  // How many blocks add to the dQ of tile i before this one.
-  __device__ __forceinline__ int turn(const Params& p, int i) const {
+  __device__ __forceinline__ int first_tile() const { return max(end - 1, begin); }
+  // How many blocks add to the dQ of a tile before this one.
+  __device__ __forceinline__ int turn() const { return item.start / kSide; }
+  // Whether this block is the last one that adds to the dQ of tile i.
+  __device__ __forceinline__ bool is_last(const Params& p, int i) const {
     const int last = max((item.length_k + kSide - 1) / kSide, 1) - 1;
-    return (p.causal ? min(last, (i * kSide + kSide - 1) / kSide) : last) - item.start / kSide;
+    return turn() == (p.causal ? min(last, i) : last);
   }
   // Number of a warp's part of the dQ of tile i.
   __device__ __forceinline__ int64_t part(const Params& p, int i, int warp) const {
@@ -277,9 +279,9 @@ __global__ __launch_bounds__(kTilesThreads,
   };
   const auto load_first = [&](const Work& work) {
     load_keys(work);
-    load_queries(tiles.q, p.q, work, work.begin);
-    load_dout(work, work.begin);
-    draw(work, work.begin);
+    load_queries(tiles.q, p.q, work, work.first_tile());
+    load_dout(work, work.first_tile());
+    draw(work, work.first_tile());
   };
 
   const int count = p.list.counts[0] * p.heads;
@@ -303,9 +305,9 @@ __global__ __launch_bounds__(kTilesThreads,
     uint32_t* to_pass = nullptr;  // the turn of the previous tile
 
 #pragma unroll 1
-    for (int i = work.begin; i < work.end; ++i) {
+    for (int i = work.end - 1; i >= work.begin; --i) {
       const int first_query = i * kSide;
-      const bool continues = i + 1 < work.end;
+      const bool continues = i > work.begin;
       cp_async_wait_all();
       __syncthreads();  // this tile has been loaded, and dS of the previous tile has been read
       Sums s, dp;
@@ -350,7 +352,7 @@ __global__ __launch_bounds__(kTilesThreads,
       __syncthreads();  // P is complete
       multiply_columns(dv, tiles.p, tiles.dout, y, x);
       __syncthreads();  // P, dO, lse and D have been read
-      if (continues) load_dout(work, i + 1);
+      if (continues) load_dout(work, i - 1);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const int row = y + kYs * r;
@@ -368,20 +370,21 @@ __global__ __launch_bounds__(kTilesThreads,
       multiply_columns(dk, tiles.p, tiles.q, y, x);
       __syncthreads();  // Q has been read
       if (continues) {
-        load_queries(tiles.q, p.q, work, i + 1);
-        draw(work, i + 1);
+        load_queries(tiles.q, p.q, work, i - 1);
+        draw(work, i - 1);
       }
 
       Sums dq;
       multiply(dq, tiles.p, tiles.k, y, x);
       const int64_t part = work.part(p, i, warp);
       float4* const sums = p.sums + part * (kRows * kWarp) + lane;
-      const int turn = work.turn(p, i);
+      const int turn = work.turn();
+      const bool is_last = work.is_last(p, i);
       if (turn > 0) wait_for_turn(p.turns + part, turn);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         float4* const of_row = sums + r * kWarp;
-        if (work.is_last()) {
+        if (is_last) {
           if (turn > 0) {
             const float4 before = __ldcg(of_row);
             dq[r][0] += before.x;
@@ -399,7 +402,7 @@ __global__ __launch_bounds__(kTilesThreads,
           add_relaxed(of_row, dq[r]);
         }
       }
-      if (!work.is_last()) to_pass = p.turns + part;
+      if (!is_last) to_pass = p.turns + part;
     }
 
     // After the barrier, all threads have finished the last tile.

@@ -13,12 +13,14 @@
 namespace lightseq::attention {
 namespace {
 
-constexpr int64_t kTokensOfSentence = 48;  // see most_tokens_of_short
+constexpr int kListThreads = 1024;
 
 struct Boundaries {
   const int *q, *k;
   int sentences;
-  int block_keys;  // 0 in forward
+  bool causal;
+  bool of_keys;  // items are blocks of keys (backward), not tiles of queries (forward)
+  int rows;      // of an item
   int most_of_short;
 
   __device__ __forceinline__ Item sentence(int s) const {
@@ -26,98 +28,133 @@ struct Boundaries {
   }
   // A query without keys has a gradient, too, which is zero: a block of keys writes it.
   __device__ __forceinline__ int blocks_of(const Item& s) const {
-    const int rows = block_keys > 0 ? block_keys : kTile;
     return max((s.length_k + rows - 1) / rows, s.length_q > 0 ? 1 : 0);
   }
+  __device__ __forceinline__ int items_of(const Item& s) const {
+    return of_keys ? blocks_of(s) : tiles_of(s.length_q);
+  }
 };
+
+// The sum of x over the threads before this one. total: over all threads of the block.
+__device__ __forceinline__ int sum_before(int x, int& total) {
+  __shared__ int of_warps[kListThreads / kWarp];
+  const int lane = threadIdx.x % kWarp;
+  int sum = x;
+#pragma unroll
+  for (int offset = 1; offset < kWarp; offset *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, sum, offset);
+    if (lane >= offset) sum += other;
+  }
+  __syncthreads();  // all threads have read the sums of the previous call
+  if (lane == kWarp - 1) of_warps[threadIdx.x / kWarp] = sum;
+  __syncthreads();
+  const int of_some_warp = of_warps[lane];
+  total = warp_reduce(of_some_warp, Sum());
+  return warp_reduce(lane < threadIdx.x / kWarp ? of_some_warp : 0, Sum()) + sum - x;
+}
 
 // Lists tiles of queries (forward) or blocks of keys (backward) of the long sentences, those of
 // sentences with much work first. One block; all threads list, a sentence each.
 //
-// Order of the blocks of keys: they add to dQ in the order of descending blocks of a sentence, so a
-// block comes after those that it waits for. Sentences with little work are interleaved in groups,
-// so that blocks that start at the same time seldom wait for each other.
-__global__ __launch_bounds__(1024) void list_kernel(const Boundaries boundaries, Item* items,
-                                                    int* counts) {
+// A sentence has a place in the order of the batch, and a rank in the order of work. With a causal
+// mask, the last tile of queries and the first block of keys of a sentence have the most work: they
+// come first, so that all thread blocks end at about the same time. Blocks of keys add to dQ in
+// order, so a block comes after those that it waits for. Sentences with little work are interleaved
+// in groups, so that blocks that start at the same time seldom wait for each other.
+__global__ __launch_bounds__(kListThreads) void list_kernel(const Boundaries boundaries,
+                                                            Item* items, int* counts) {
   griddepcontrol_launch_dependents();
-  __shared__ int chosen[kMostLong];
-  __shared__ uint16_t tiles[kMostLong], blocks[kMostLong], order[kMostLong];
-  __shared__ int count;
-  if (threadIdx.x == 0) count = 0;
-  __syncthreads();
-  const int rounded = (boundaries.sentences + kWarp - 1) / kWarp * kWarp;
-  for (int s = threadIdx.x; s < rounded; s += blockDim.x) {
+  __shared__ int sentence_of_place[kMostLong];
+  __shared__ uint16_t place_of_rank[kMostLong];
+  // First the work of the sentences by place, with the place in the lower bits; then, by rank, how
+  // many items the sentences before have.
+  __shared__ __align__(16) int numbers[kMostLong + 4];
+  constexpr int kPlaceBits = 12;
+  static_assert(kMostLong == 1 << kPlaceBits);
+
+  // Classes of sentences by work; groups of a later class have more sentences.
+  constexpr int kClasses = 4;
+  constexpr int kMuch[kClasses - 1] = {24, 12, 6};  // a sentence with less is in a later class
+  int class_begin[kClasses] = {};                   // the first rank
+  int count = 0;
+  for (int first = 0; first < boundaries.sentences; first += kListThreads) {
+    const int s = first + threadIdx.x;
     const Item item = s < boundaries.sentences ? boundaries.sentence(s) : Item{};
     const bool is_long = max(item.length_q, item.length_k) > boundaries.most_of_short;
-    const unsigned votes = __ballot_sync(kAllLanes, is_long);
-    const int lane = threadIdx.x % kWarp;
-    int place = 0;
-    if (lane == 0 && votes != 0) place = atomicAdd(&count, __popc(votes));
-    place = of_warp(place) + __popc(votes & ((1u << lane) - 1));
-    if (!is_long) continue;
-    chosen[place] = s;
-    tiles[place] = static_cast<uint16_t>(tiles_of(item.length_q));
-    blocks[place] = static_cast<uint16_t>(boundaries.blocks_of(item));
+    const int work = is_long ? tiles_of(item.length_q) + boundaries.blocks_of(item) : 0;
+    int more;
+    const int place = count + sum_before(is_long, more);
+    count += more;
+    if (is_long) {
+      sentence_of_place[place] = s;
+      numbers[place] = work << kPlaceBits | place;
+    }
+#pragma unroll
+    for (int c = 1; c < kClasses; ++c) class_begin[c] += __syncthreads_count(work >= kMuch[c - 1]);
   }
+  if (threadIdx.x < 4) numbers[count + threadIdx.x] = 0;
   __syncthreads();
 
-  const auto work = [&](int i) { return tiles[i] + blocks[i]; };
-  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+  // Adjacent lanes compare a sentence with the others, four at a time.
+  int lanes = kWarp;
+  while (lanes > 1 && lanes * count > kListThreads) lanes /= 2;
+  for (int first = 0; first < count; first += kListThreads / lanes) {
+    const int place = first + threadIdx.x / lanes;
+    const int mine = place < count ? numbers[place] : 0;
     int rank = 0;
-    for (int other = 0; other < count; ++other) {
-      const bool first =
-          work(other) > work(i) || (work(other) == work(i) && chosen[other] < chosen[i]);
-      rank += first;
+    for (int i = threadIdx.x % lanes * 4; i < count; i += lanes * 4) {
+      const int4 others = *reinterpret_cast<const int4*>(numbers + i);
+      rank += (others.x > mine) + (others.y > mine) + (others.z > mine) + (others.w > mine);
     }
-    order[rank] = static_cast<uint16_t>(i);
+    for (int offset = lanes / 2; offset > 0; offset /= 2) {
+      rank += __shfl_xor_sync(kAllLanes, rank, offset);
+    }
+    if (place < count && threadIdx.x % lanes == 0) {
+      place_of_rank[rank] = static_cast<uint16_t>(place);
+    }
   }
   __syncthreads();
 
-  // Sentences of a class are interleaved, 2^class of them at a time.
-  const auto class_of = [&](int rank) {
-    const int much = work(order[rank]);
-    return much >= 24 ? 0 : much >= 12 ? 1 : much >= 6 ? 2 : 3;
-  };
-  for (int rank = threadIdx.x; rank < count; rank += blockDim.x) {
-    const int i = order[rank], mine = class_of(rank);
-    int tiles_before = 0, blocks_before = 0, class_begin = 0;
-    for (int r = 0; r < rank; ++r) {
-      tiles_before += tiles[order[r]];
-      blocks_before += blocks[order[r]];
-      class_begin += class_of(r) < mine;
+  int total = 0;
+  for (int first = 0; first < count; first += kListThreads) {
+    const int rank = first + threadIdx.x;
+    int of_sentence = 0, more;
+    if (rank < count) {
+      of_sentence =
+          boundaries.items_of(boundaries.sentence(sentence_of_place[place_of_rank[rank]]));
     }
-    Item item = boundaries.sentence(chosen[i]);
-    item.unit = 2 * tiles_before;
-    if (boundaries.block_keys == 0) {
-      for (int t = 0; t < tiles[i]; ++t) {
-        item.start = t * kTile;
-        items[tiles_before + tiles[i] - 1 - t] = item;
-      }
-    } else {
-      const int together = 1 << mine;
-      const int begin = class_begin + (rank - class_begin) / together * together;
-      int end = begin;
-      while (end < min(begin + together, count) && class_of(end) == mine) ++end;
-      int group_begin = blocks_before;
-      for (int r = begin; r < rank; ++r) group_begin -= blocks[order[r]];
-      for (int block = 0; block < blocks[i]; ++block) {
-        // Before it: the blocks of the group with a larger number, and those with the same number
-        // of sentences before this one.
-        int place = group_begin;
-        for (int r = begin; r < end; ++r) {
-          place += max(0, blocks[order[r]] - block - (r < rank ? 0 : 1));
-        }
-        item.start = block * boundaries.block_keys;
-        items[place] = item;
-      }
-    }
-    if (rank == count - 1) {
-      counts[0] = boundaries.block_keys > 0 ? blocks_before + blocks[i] : tiles_before + tiles[i];
-    }
+    const int before = total + sum_before(of_sentence, more);
+    total += more;
+    if (rank < count) numbers[rank] = before;
   }
   if (threadIdx.x == 0) {
-    if (count == 0) counts[0] = 0;
+    numbers[count] = total;
+    counts[0] = total;
     counts[1] = 0;
+  }
+  __syncthreads();
+
+  const auto items_of = [&](int rank) { return numbers[rank + 1] - numbers[rank]; };
+  for (int rank = threadIdx.x; rank < count; rank += kListThreads) {
+    int begin, end;  // of the group
+#pragma unroll
+    for (int c = 0; c < kClasses; ++c) {
+      if (rank < class_begin[c]) continue;
+      const int together = boundaries.causal && c < 2 ? 2 << c : 1 << c;
+      begin = rank - (rank - class_begin[c]) % together;
+      end = min(begin + together, c + 1 < kClasses ? class_begin[c + 1] : count);
+    }
+    const int place = place_of_rank[rank], mine = items_of(rank);
+    Item item = boundaries.sentence(sentence_of_place[place]);
+    item.unit = 2 * (item.first_q / kTile + place);
+    for (int i = 0; i < mine; ++i) {
+      // Before it: earlier items of the group's sentences, and equally early ones of sentences
+      // before this one.
+      int to = numbers[begin];
+      for (int r = begin; r < end; ++r) to += min(items_of(r), i + (r < rank ? 1 : 0));
+      item.start = (boundaries.of_keys ? i : mine - 1 - i) * boundaries.rows;
+      items[to] = item;
+    }
   }
   griddepcontrol_wait();
 }
@@ -162,7 +199,7 @@ __global__ __launch_bounds__(256) void rowsum_kernel(Packed<const T> dout, Packe
     }
     rowsum[to] = sum * keep;
   }
-  griddepcontrol_wait();
+  if (blockIdx.x == 0) griddepcontrol_wait();  // the others make room for more blocks
 }
 
 }  // namespace
@@ -171,8 +208,11 @@ __global__ __launch_bounds__(256) void rowsum_kernel(Packed<const T> dout, Packe
 // columns, but of 64 rows for wider heads.
 int most_tokens_of_short(const Tensor& q, const Tensor& k, const Tensor& cu_q, bool causal) {
   if (q.scalar_type() == ScalarType::Float || !has_wgmma(q.get_device())) return 128;
-  const bool pays = q.size(0) + k.size(0) >= 2 * kTokensOfSentence * (cu_q.size(0) - 1);
-  return q.size(2) > 64 || (pays && !causal) ? 64 : 128;
+  const int64_t sentences = cu_q.size(0) - 1, tokens = (q.size(0) + k.size(0)) / 2;
+  const bool is_wide = q.size(2) > 64;
+  const auto have = [&](int64_t average) { return tokens >= average * sentences; };
+  if (have(is_wide ? 72 : 104) && sentences <= kMostLong) return 0;
+  return is_wide || (have(48) && !causal) ? 64 : 128;
 }
 
 bool has_long_kernels(const Tensor& q, const Tensor& k, const Tensor& cu_q, int64_t max_q,
@@ -193,10 +233,11 @@ ItemList list_items(const LongArguments& a, int block_keys, Tensor& memory, cuda
   char* const bytes = static_cast<char*>(memory.data_ptr());
   int* const counts = reinterpret_cast<int*>(bytes);
   Item* const list = reinterpret_cast<Item*>(bytes + kCounts);
-  launch({.op = "attention", .grid = 1, .block = 1024, .stream = stream, .dependent = true},
+  launch({.op = "attention", .grid = 1, .block = kListThreads, .stream = stream, .dependent = true},
          list_kernel,
          Boundaries{a.cu_q.const_data_ptr<int>(), a.cu_k.const_data_ptr<int>(),
-                    static_cast<int>(a.cu_q.size(0) - 1), block_keys, a.most_of_short},
+                    static_cast<int>(a.cu_q.size(0) - 1), a.causal, block_keys > 0,
+                    block_keys > 0 ? block_keys : kTile, a.most_of_short},
          list, counts);
   return {list, counts};
 }

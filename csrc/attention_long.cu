@@ -59,20 +59,20 @@ __device__ __forceinline__ void load(const FwdParams& p, FwdTiles<kWidth>& tiles
     }
   };
   Stage<2> claim, q, kv;
-  const int count = p.list.counts[0] * p.heads;
-  const auto take = [&] { return tiles.claims.take(claim, count, p.list.counts + 1); };
-  for (int i = take(); i >= 0; i = take()) {
-    const Item item = p.list.load(i / p.heads);
-    const int head = i % p.heads, n = key_tiles(p, item);
+  const auto take = [&] { return tiles.claims.take(claim, p.list, p.heads); };
+  for (Item item = take(); item.head >= 0; item = take()) {
+    const int n = key_tiles(p, item);
     if (n == 0) continue;
     tiles.q_empty[q.index].wait(q.parity ^ 1);
-    load_tile(tiles.q[q.index], p.q, head, item.first_q + item.start, tiles.q_full[q.index]);
+    load_tile(tiles.q[q.index], p.q, item.head, item.first_q + item.start, tiles.q_full[q.index]);
     q.advance();
     for (int t = n - 1; t >= 0; --t, kv.advance()) {
       tiles.k_empty[kv.index].wait(kv.parity ^ 1);
-      load_tile(tiles.k[kv.index], p.k, head, item.first_k + t * kTile, tiles.k_full[kv.index]);
+      load_tile(tiles.k[kv.index], p.k, item.head, item.first_k + t * kTile,
+                tiles.k_full[kv.index]);
       tiles.v_empty[kv.index].wait(kv.parity ^ 1);
-      load_tile(tiles.v[kv.index], p.v, head, item.first_k + t * kTile, tiles.v_loaded[kv.index]);
+      load_tile(tiles.v[kv.index], p.v, item.head, item.first_k + t * kTile,
+                tiles.v_loaded[kv.index]);
     }
   }
 }
@@ -81,8 +81,8 @@ __device__ __forceinline__ void load(const FwdParams& p, FwdTiles<kWidth>& tiles
 template <int kWidth>
 __device__ __forceinline__ void zero_values(const FwdParams& p, FwdTiles<kWidth>& tiles) {
   Stage<2> claim, kv;
-  for (int i = tiles.claims.read(claim); i >= 0; i = tiles.claims.read(claim)) {
-    const Item item = p.list.load(i / p.heads);
+  const auto read = [&] { return tiles.claims.read(claim); };
+  for (Item item = read(); item.head >= 0; item = read()) {
     for (int t = key_tiles(p, item) - 1; t >= 0; --t, kv.advance()) {
       tiles.v_loaded[kv.index].wait(kv.parity);
       const int rows = item.length_k - t * kTile;
@@ -110,20 +110,20 @@ __device__ __forceinline__ void multiply(const FwdParams& p, FwdTiles<kWidth>& t
 
   if constexpr (kCasts) tiles.statistics.clear();
   Stage<2> claim, qs, ks, vs;
-  for (int i = tiles.claims.read(claim); i >= 0; i = tiles.claims.read(claim)) {
-    const Item item = p.list.load(i / p.heads);
-    const int head = i % p.heads, n = key_tiles(p, item);
+  const auto read = [&] { return tiles.claims.read(claim); };
+  for (Item item = read(); item.head >= 0; item = read()) {
+    const int n = key_tiles(p, item);
     const int position = item.start + row;
     const int rows = item.length_q - position;  // from `row` on
     const int64_t token = item.first_q + position;
-    T* const out = static_cast<T*>(p.out) + token * token_stride + head * p.width;
-    float* const lse = p.lse + token * p.heads + head;
+    T* const out = static_cast<T*>(p.out) + token * token_stride + item.head * p.width;
+    float* const lse = p.lse + token * p.heads + item.head;
 
     float o[kWidth / 2];
 #pragma unroll
     for (int e = 0; e < kWidth / 2; ++e) o[e] = 0.0f;
     const auto store = [&](float low, float high) {
-      ResultCast<kCasts> cast(p.cast, token, head, p.width);
+      ResultCast<kCasts> cast(p.cast, token, item.head, p.width);
       store_sums<T>(
           out, token_stride, rows, p.width, o, low, high,
           [&](int row, int column, const auto& numbers) { cast.put(row, column, numbers); });
@@ -169,7 +169,7 @@ __device__ __forceinline__ void multiply(const FwdParams& p, FwdTiles<kWidth>& t
       if constexpr (kDrops) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const uint32_t id = static_cast<uint32_t>(token + half * 8) * p.heads + head;
+          const uint32_t id = static_cast<uint32_t>(token + half * 8) * p.heads + item.head;
           keep[half] = bits_of_lane(dropout.keep_word(id, t * (kTile / 32) + c));
         }
       }

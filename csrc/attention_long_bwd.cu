@@ -18,12 +18,12 @@
 // this product is in flight while the next scores are computed. Wider heads: 64 queries at a time;
 // a warpgroup computes a box of 64 columns of dQ.
 //
-// The blocks of keys of a sentence add their dQ in float32 in global memory, in the order of
-// descending blocks: the first one writes, the next ones add, the last one adds and writes the
-// result. A counter for each tile of queries says whose turn it is. The sums are stored in the
-// order of the threads, so that a warp accesses 512 adjacent bytes. In the list a block of keys
-// comes after those that it waits for, and thread blocks take items in the order of the list. So
-// the first unfinished item never waits, and there is no deadlock.
+// The blocks of keys of a sentence add their dQ in float32 in global memory, in order: block 0
+// writes, the next ones add, the last one adds and writes the result. A counter for each tile of
+// queries says whose turn it is. The sums are stored in the order of the threads, so that a warp
+// accesses 512 adjacent bytes. In the list a block of keys comes after those that it waits for, and
+// thread blocks take items in the order of the list. So the first unfinished item never waits, and
+// there is no deadlock.
 //
 // The warps of the producer: 0 loads by TMA; 1 waits for turns and passes them on; 2 and 3 load
 // lse and D, and zero the rows after the end of the sentence.
@@ -102,23 +102,20 @@ constexpr int kSumsOfPart = 64 * 64 / 4;  // float4
 constexpr int kConsumerWarps = 2 * kWarpgroup / kWarp;
 
 // An SM has 64 Ki registers, which is 168 for each thread of three warpgroups.
-constexpr int kProducerRegisters = 56, kConsumerRegisters = (3 * 168 - kProducerRegisters) / 2;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = (3 * 168 - kProducerRegisters) / 2;
 
-// The tiles of queries that a block of keys iterates over: begin ... end - 1.
+// The tiles of queries that a block of keys iterates over: end - 1 ... begin.
 template <int kWidth>
 struct Steps {
   static constexpr int kRows = BwdTiles<kWidth>::kRows;
-  int begin, end, block, last_block;
+  int begin, end;
+  int finished_end;  // this block is the last one that adds to the dQ of the tiles before this one
 
   __device__ __forceinline__ Steps(const BwdParams& p, const Item& item) {
     end = (item.length_q + kRows - 1) / kRows;
     begin = p.causal ? min(item.start / kRows, end) : 0;
-    block = item.start / kTile;
-    last_block = max((item.length_k + kTile - 1) / kTile, 1) - 1;
-  }
-  // How many blocks add to the dQ of tile i before this one.
-  __device__ __forceinline__ int turn(const BwdParams& p, int i) const {
-    return (p.causal ? min(last_block, (i * kRows + kRows - 1) / kTile) : last_block) - block;
+    const int next = item.start + kTile;  // the next block
+    finished_end = next >= item.length_k ? end : p.causal ? next / kRows : 0;
   }
 };
 
@@ -127,11 +124,8 @@ __device__ __forceinline__ void load(const BwdParams& p, BwdTiles<kWidth>& tiles
   using Tiles = BwdTiles<kWidth>;
   Stage<Tiles::kKeyStages> keys;
   Stage<2> stage, claim;
-  const int count = p.list.counts[0] * p.heads;
-  const auto take = [&] { return tiles.claims.take(claim, count, p.list.counts + 1); };
-  for (int n = take(); n >= 0; n = take()) {
-    const Item item = p.list.load(n / p.heads);
-    const int head = n % p.heads;
+  const auto take = [&] { return tiles.claims.take(claim, p.list, p.heads); };
+  for (Item item = take(); item.head >= 0; item = take()) {
     const Steps<kWidth> steps(p, item);
     if (steps.begin == steps.end) continue;
     tiles.keys_empty[keys.index].wait(keys.parity ^ 1);
@@ -140,11 +134,11 @@ __device__ __forceinline__ void load(const BwdParams& p, BwdTiles<kWidth>& tiles
 #pragma unroll
     for (int box = 0; box < kBoxes<kWidth>; ++box) {
       const int column = box * kSwizzleColumns, row = item.first_k + item.start;
-      tma_load(tiles.k[keys.index][box], p.k, column, head, row, loaded);
-      tma_load(tiles.v[keys.index][box], p.v, column, head, row, loaded);
+      tma_load(tiles.k[keys.index][box], p.k, column, item.head, row, loaded);
+      tma_load(tiles.v[keys.index][box], p.v, column, item.head, row, loaded);
     }
     keys.advance();
-    for (int i = steps.begin; i < steps.end; ++i, stage.advance()) {
+    for (int i = steps.end - 1; i >= steps.begin; --i, stage.advance()) {
       tiles.empty[stage.index].wait(stage.parity ^ 1);
       Mbarrier& full = tiles.loaded[stage.index];
       full.arrive_expect_tx(sizeof(tiles.q[0]) + sizeof(tiles.dout[0]) +
@@ -153,15 +147,15 @@ __device__ __forceinline__ void load(const BwdParams& p, BwdTiles<kWidth>& tiles
 #pragma unroll
       for (int box = 0; box < kBoxes<kWidth>; ++box) {
         const int column = box * kSwizzleColumns;
-        tma_load(tiles.q[stage.index][box], p.q, column, head, row, full);
-        tma_load(tiles.dout[stage.index][box], p.dout, column, head, row, full);
+        tma_load(tiles.q[stage.index][box], p.q, column, item.head, row, full);
+        tma_load(tiles.dout[stage.index][box], p.dout, column, item.head, row, full);
       }
       if constexpr (kDrops) {
         constexpr int kGroups = Tiles::kRows / 32;
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
           auto& to = tiles.keep[stage.index][group];
-          tma_load(to, p.bits.at(item, i * kGroups + group, head, p.heads), sizeof(to), full);
+          tma_load(to, p.bits.at(item, i * kGroups + group, item.head, p.heads), sizeof(to), full);
         }
       }
     }
@@ -175,22 +169,20 @@ __device__ __forceinline__ void take_turns(const BwdParams& p, BwdTiles<kWidth>&
   const bool is_first_lane = threadIdx.x % kWarp == 0;
   uint32_t parity = 0;
   Stage<2> claim;
-  for (int n = tiles.claims.read(claim); n >= 0; n = tiles.claims.read(claim)) {
-    const Item item = p.list.load(n / p.heads);
-    const int head = n % p.heads;
+  const auto read = [&] { return tiles.claims.read(claim); };
+  for (Item item = read(); item.head >= 0; item = read()) {
     const Steps<kWidth> steps(p, item);
-    for (int i = steps.begin; i < steps.end; ++i, parity ^= 1) {
+    for (int i = steps.end - 1; i >= steps.begin; --i, parity ^= 1) {
       const int unit = item.unit + i * BwdTiles<kWidth>::kHalves;
-      uint32_t* const turn = p.turns + static_cast<int64_t>(unit) * p.heads + head;
-      const int mine = steps.turn(p, i);
-      if (mine > 0) {
-        while (load_acquire(turn) != static_cast<uint32_t>(mine)) {
+      uint32_t* const turn = p.turns + static_cast<int64_t>(unit) * p.heads + item.head;
+      if (item.start > 0) {
+        while (load_acquire(turn) != static_cast<uint32_t>(item.start / kTile)) {
         }
       }
       __syncwarp();
       if (is_first_lane) tiles.turn.arrive();
       tiles.added.wait(parity);
-      if (steps.block > 0 && is_first_lane) {
+      if (i >= steps.finished_end && is_first_lane) {
         asm volatile("fence.acq_rel.gpu;" ::: "memory");
         asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(turn) : "memory");
       }
@@ -205,16 +197,15 @@ __device__ __forceinline__ void prepare(const BwdParams& p, BwdTiles<kWidth>& ti
   const int second = of_warp(threadIdx.x / kWarp) - 2, lane = threadIdx.x % kWarp;
   Stage<Tiles::kKeyStages> keys;
   Stage<2> stage, claim;
-  for (int n = tiles.claims.read(claim); n >= 0; n = tiles.claims.read(claim)) {
-    const Item item = p.list.load(n / p.heads);
-    const int head = n % p.heads;
+  const auto read = [&] { return tiles.claims.read(claim); };
+  for (Item item = read(); item.head >= 0; item = read()) {
     const Steps<kWidth> steps(p, item);
     if (steps.begin == steps.end) continue;
 
     tiles.keys_loaded[keys.index].wait(keys.parity);
     const int length = item.length_k - item.start;
     if (length < kTile) {
-#pragma unroll
+#pragma unroll 1
       for (int box = 0; box < kBoxes<kWidth>; ++box) {
         zero_rows_of_box<kTile>(second ? tiles.v[keys.index][box] : tiles.k[keys.index][box],
                                 length);
@@ -225,22 +216,22 @@ __device__ __forceinline__ void prepare(const BwdParams& p, BwdTiles<kWidth>& ti
     if (lane == 0) tiles.keys_full[keys.index].arrive();
     keys.advance();
 
-    for (int i = steps.begin; i < steps.end; ++i, stage.advance()) {
+    for (int i = steps.end - 1; i >= steps.begin; --i, stage.advance()) {
       const int first = i * kRows;
       // Inputs of a query without keys may be NaN. Treat it as one that does not exist.
       const int rows = item.length_k > 0 ? item.length_q - first : 0;
       tiles.empty[stage.index].wait(stage.parity ^ 1);
       // Queries that do not exist: lse = inf makes their probabilities exp(-inf) = 0.
-#pragma unroll
+#pragma unroll 1
       for (int q = second * 32; q < kRows; q += 64) {
         const bool exists = q + lane < rows;
-        const int64_t at = static_cast<int64_t>(head) * p.rows_q + item.first_q + first + q + lane;
+        const uint32_t at = item.head * p.rows_q + item.first_q + first + q + lane;
         tiles.lse[stage.index][q + lane] = exists ? p.lse[at] : INFINITY;
         tiles.rowsum[stage.index][q + lane] = exists ? p.rowsum[at] : 0.0f;
       }
       if (rows < kRows) {
         tiles.loaded[stage.index].wait(stage.parity);
-#pragma unroll
+#pragma unroll 1
         for (int box = 0; box < kBoxes<kWidth>; ++box) {
           zero_rows_of_box<kRows>(second ? tiles.dout[stage.index][box] : tiles.q[stage.index][box],
                                   rows);
@@ -265,15 +256,16 @@ __device__ __forceinline__ void multiply_rows(float (&sums)[32], const WgmmaOper
 
 // Adds a warpgroup's part of dQ to the sum of the blocks, in its turn; the last one stores it.
 template <typename T, int kWidth>
-__device__ __forceinline__ void add_dq(const BwdParams& p, const Item& item, int head,
+__device__ __forceinline__ void add_dq(const BwdParams& p, const Item& item,
                                        const Steps<kWidth>& steps, int i, int group, int row,
                                        const float (&dq)[32]) {
   using Tiles = BwdTiles<kWidth>;
   const int half = Tiles::kHalves == 2 ? group : 0, box = Tiles::kHalves == 2 ? 0 : group;
   const int64_t unit = item.unit + i * Tiles::kHalves + half;
-  float4* const sums = p.sums + ((unit * p.heads + head) * kBoxes<kWidth> + box) * kSumsOfPart +
+  float4* const sums = p.sums +
+                       ((unit * p.heads + item.head) * kBoxes<kWidth> + box) * kSumsOfPart +
                        threadIdx.x % kWarpgroup;
-  const bool is_first = steps.turn(p, i) == 0, is_last = steps.block == 0;
+  const bool is_first = item.start == 0, is_last = i < steps.finished_end;
   if (!is_last) {
     if (is_first) {
 #pragma unroll
@@ -309,7 +301,7 @@ __device__ __forceinline__ void add_dq(const BwdParams& p, const Item& item, int
   }
   const int position = i * Tiles::kRows + half * 64 + row, column = box * kSwizzleColumns;
   T* const to = static_cast<T*>(p.dq) + static_cast<int64_t>(item.first_q + position) * p.dq_token +
-                head * p.dq_head + column;
+                item.head * p.dq_head + column;
   const float grad_scale = grad_scale_of(p.grad_scale, item.length_k);
   store_sums<T>(to, p.dq_token, item.length_q - position, p.width - column, total, grad_scale,
                 grad_scale);
@@ -319,7 +311,6 @@ template <typename T, int kWidth, bool kDrops>
 __device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& tiles) {
   using Tiles = BwdTiles<kWidth>;
   constexpr int kHalves = Tiles::kHalves, kRows = Tiles::kRows;
-  constexpr bool kDefer = kWidth == 64;  // dQ is in flight while the next scores are computed
   constexpr int kQueryBox = kRows * kSwizzleBytes;
   const int group = of_warp(threadIdx.x / kWarpgroup) - 1, thread = threadIdx.x % kWarpgroup;
   const int warp = of_warp(thread / kWarp), lane = thread % kWarp, c = lane % 4;
@@ -331,11 +322,9 @@ __device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& t
   const int ds_row = group * 64 + warp * 16 + lane / 8 % 2 * 8 + lane % 8;
 
   Stage<Tiles::kKeyStages> keys;
-  Stage<2> stage, ds_stage, claim;
-  uint32_t turn_parity = 0;
-  for (int n = tiles.claims.read(claim); n >= 0; n = tiles.claims.read(claim)) {
-    const Item item = p.list.load(n / p.heads);
-    const int head = n % p.heads;
+  Stage<2> stage, claim;
+  const auto read = [&] { return tiles.claims.read(claim); };
+  for (Item item = read(); item.head >= 0; item = read()) {
     const Steps<kWidth> steps(p, item);
     float dk[kWidth / 2], dv[kWidth / 2];
 #pragma unroll
@@ -351,41 +340,44 @@ __device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& t
       const WgmmaOperand k_columns(k_box + (kHalves == 2 ? 0 : group * kBoxBytes), kBoxBytes);
       float dq[32];
       const auto add = [&](int i) {
-        tiles.turn.wait(turn_parity);
-        turn_parity ^= 1;
-        add_dq<T>(p, item, head, steps, i, group, row, dq);
+        tiles.turn.wait(stage.index ^ 1);  // turns alternate as stages do; the next one has begun
+        add_dq<T>(p, item, steps, i, group, row, dq);
         release(tiles.added);
       };
 
-#pragma unroll 1
-      for (int i = steps.begin; i < steps.end; ++i) {
+      const auto wait_for_queries = [&] {
         tiles.loaded[stage.index].wait(stage.parity);
         tiles.full[stage.index].wait(stage.parity);
+      };
+      float s[32];
+      const auto start_scores = [&](int half) {
+        const WgmmaOperand rows(shared_address(tiles.q[stage.index]) + half * 64 * kSwizzleBytes);
+        wgmma_fence();
+        multiply_rows<T, kWidth>(s, own_k, kBoxBytes, rows, kQueryBox);
+        wgmma_commit();
+      };
+      wait_for_queries();
+      if (kHalves == 1) start_scores(0);
+#pragma unroll 1
+      for (int i = steps.end - 1;;) {
         const uint32_t q_box = shared_address(tiles.q[stage.index]);
         const uint32_t dout_box = shared_address(tiles.dout[stage.index]);
-        const uint32_t ds_box = shared_address(tiles.ds[ds_stage.index]);
-        // Rows of Q and dO as columns of the scores, and as the K dimension of dK and dV.
-        const WgmmaOperand q_rows(q_box), dout_rows(dout_box);
+        const uint32_t ds_box = shared_address(tiles.ds[stage.index]);
+        // Rows of Q and dO as the K dimension of dK and dV.
         const WgmmaOperand q_depth(q_box, kQueryBox), dout_depth(dout_box, kQueryBox);
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
           const int half_rows = half * 64 * kSwizzleBytes;
-          float s[32], dp[32];
-          const auto shifted = [&](const WgmmaOperand& x) {
-            WgmmaOperand moved = x;
-            moved.low += half_rows >> 4;
-            return moved;
-          };
+          float dp[32];
+          if (kHalves == 2) start_scores(half);
           wgmma_fence();
-          multiply_rows<T, kWidth>(s, own_k, kBoxBytes, shifted(q_rows), kQueryBox);
+          multiply_rows<T, kWidth>(dp, own_v, kBoxBytes, WgmmaOperand(dout_box + half_rows),
+                                   kQueryBox);
           wgmma_commit();
-          wgmma_fence();
-          multiply_rows<T, kWidth>(dp, own_v, kBoxBytes, shifted(dout_rows), kQueryBox);
-          wgmma_commit();
-          if (kDefer && half == 0 && i > steps.begin) {
+          if (kHalves == 2 && half == 0 && i < steps.end - 1) {
             wgmma_wait<2>();
             wgmma_hold(dq);
-            add(i - 1);
+            add(i + 1);
           }
 
           // Of keys `key` and key + 8: bits of 64 queries, shifted so that the highest bits of the
@@ -490,29 +482,30 @@ __device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& t
         wgmma_hold(dv);
         tiles.empty[stage.index].arrive();
         stage.advance();
-        ds_stage.advance();
-        if (!kDefer) {
-          wgmma_wait<0>();
+        // The end of the loop is here, because ptxas would wait for products that an `if` starts.
+        if (--i < steps.begin) break;
+        wait_for_queries();
+        if (kHalves == 1) {
+          start_scores(0);
+          wgmma_wait<1>();
           wgmma_hold(dq);
-          add(i);
+          add(i + 1);
         }
       }
-      if (kDefer) {
-        wgmma_wait<0>();
-        wgmma_hold(dq);
-      }
+      wgmma_wait<0>();
+      wgmma_hold(dq);
       release(tiles.keys_empty[keys.index]);
       keys.advance();
-      if (kDefer) add(steps.end - 1);
+      add(steps.begin);
     }
 
     const int rows = item.length_k - item.start - key;
     const int64_t token = item.first_k + item.start + key;
     const float grad_scale = grad_scale_of(p.grad_scale, item.length_k);
-    store_sums<T>(static_cast<T*>(p.dk) + token * p.dk_token + head * p.dk_head, p.dk_token, rows,
-                  p.width, dk, grad_scale, grad_scale);
-    store_sums<T>(static_cast<T*>(p.dv) + token * p.dv_token + head * p.dv_head, p.dv_token, rows,
-                  p.width, dv, p.keep_scale, p.keep_scale);
+    store_sums<T>(static_cast<T*>(p.dk) + token * p.dk_token + item.head * p.dk_head, p.dk_token,
+                  rows, p.width, dk, grad_scale, grad_scale);
+    store_sums<T>(static_cast<T*>(p.dv) + token * p.dv_token + item.head * p.dv_head, p.dv_token,
+                  rows, p.width, dv, p.keep_scale, p.keep_scale);
   }
 }
 
@@ -563,8 +556,8 @@ __global__ __launch_bounds__(kLongThreads, 1) void attention_long_bwd_kernel(
 __global__ __launch_bounds__(kTile) void draw_kernel(const ItemList list, const Bits bits,
                                                      const Dropout arguments, int heads,
                                                      bool causal) {
-  griddepcontrol_wait();
   griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   const AttentionDropout dropout(arguments);
   const int warp = of_warp(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
   const int count = list.counts[0] * heads;
@@ -598,20 +591,22 @@ void attention_long_bwd(const LongArguments& a, const Tensor& dout, const Tensor
   Tensor memory;
   const ItemList list = list_items(a, kTile, memory, stream);
   const Tensor turns = allocate(a.q, {units, heads}, ScalarType::Int);
-  const OfQueries of_queries = attention::of_queries(a, dout, out, lse, turns, stream);
   Bits bits = {};
   Tensor bits_memory;
   if (const Dropout dropout = dropout_of(kOp, a.rng, a.site, a.dropout_p); dropout.threshold > 0) {
     bits.keys = (a.max_k + kTile - 1) / kTile * kTile;
     bits_memory = allocate(a.q, {2 * units, heads, bits.keys}, ScalarType::Int);
     bits.words = static_cast<uint32_t*>(bits_memory.data_ptr());
+    // rowsum_kernel runs beside it; the longer the sentences, the more bits.
+    const int64_t resident = resident_blocks(draw_kernel, kTile, device);
     launch({.op = kOp,
-            .grid = static_cast<unsigned>(resident_blocks(draw_kernel, kTile, device, 0)),
+            .grid = static_cast<unsigned>(a.max_k > 1024 ? resident * 3 / 4 : resident / 2),
             .block = kTile,
             .stream = stream,
             .dependent = true},
            draw_kernel, list, bits, dropout, static_cast<int>(heads), a.causal);
   }
+  const OfQueries of_queries = attention::of_queries(a, dout, out, lse, turns, stream);
   dispatch_long(a.q, a.dropout_p, [&](auto zero, auto width, auto drops) {
     using T = decltype(zero);
     constexpr int kWidth = decltype(width)::value;

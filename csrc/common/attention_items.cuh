@@ -32,8 +32,8 @@ inline int64_t most_long(const Tensor& q, const Tensor& k, const Tensor& cu_q, i
 struct alignas(16) Item {
   int first_q, length_q, first_k, length_k;  // the sentence
   int start;                                 // of the tile or block, in the sentence
-  int unit;  // how many units of 64 queries the sentences before this one have, in the list's order
-  int unused[2];
+  int unit;          // first unit of 64 queries of the sentence; sentences have different units
+  int head, unused;  // not in the list
 };
 
 struct ItemList {
@@ -43,7 +43,7 @@ struct ItemList {
   __device__ __forceinline__ Item load(int i) const {
     const int4* const at = reinterpret_cast<const int4*>(items + i);
     const int4 a = __ldg(at), b = __ldg(at + 1);
-    return {a.x, a.y, a.z, a.w, b.x, b.y};
+    return {a.x, a.y, a.z, a.w, b.x, b.y, -1, 0};
   }
 };
 

@@ -27,9 +27,9 @@ template <int kWidth>
 constexpr int kBoxes = (kWidth + kSwizzleColumns - 1) / kSwizzleColumns;
 
 // The next items of a block, in shared memory. One thread takes them from the list, the other warps
-// read them. An item's number is item * heads + head; -1: there are no more.
+// read them. head < 0: there are no more.
 struct Claims {
-  int numbers[2];
+  Item items[2];
   Mbarrier full[2], empty[2];
 
   __device__ __forceinline__ void init(int readers) {
@@ -38,21 +38,30 @@ struct Claims {
       empty[i].init(readers);
     }
   }
-  __device__ __forceinline__ int take(Stage<2>& place, int count, int* taken) {
+  __device__ __forceinline__ Item take(Stage<2>& place, const ItemList& list, int heads) {
     empty[place.index].wait(place.parity ^ 1);
-    const int next = atomicAdd(taken, 1), number = next < count ? next : -1;
-    numbers[place.index] = number;
+    const int number = atomicAdd(list.counts + 1, 1), i = number / heads;
+    Item item = {};
+    item.head = -1;
+    if (i < list.counts[0]) {
+      item = list.load(i);
+      item.head = number - i * heads;
+    }
+    items[place.index] = item;
     full[place.index].arrive();
     place.advance();
-    return number;
+    return item;
   }
   // Called by whole warps.
-  __device__ __forceinline__ int read(Stage<2>& place) {
+  __device__ __forceinline__ Item read(Stage<2>& place) {
     full[place.index].wait(place.parity);
-    const int number = of_warp(numbers[place.index]);
+    const Item& at = items[place.index];
+    const Item item = {of_warp(at.first_q),  of_warp(at.length_q), of_warp(at.first_k),
+                       of_warp(at.length_k), of_warp(at.start),    of_warp(at.unit),
+                       of_warp(at.head)};
     if (threadIdx.x % kWarp == 0) empty[place.index].arrive();
     place.advance();
-    return number;
+    return item;
   }
 };
 
@@ -72,6 +81,7 @@ template <int kRows>
 __device__ __forceinline__ void zero_rows_of_box(void* box, int first) {
   constexpr int kPerRow = kSwizzleBytes / 16;
   uint4* const chunks = static_cast<uint4*>(box);
+#pragma unroll 1
   for (int i = max(first, 0) * kPerRow + static_cast<int>(threadIdx.x) % kWarp; i < kRows * kPerRow;
        i += kWarp) {
     chunks[i] = uint4{0, 0, 0, 0};

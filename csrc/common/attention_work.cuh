@@ -39,7 +39,7 @@ struct Work {
   int heads;
   int width;
   bool causal;
-  int longest;              // sentences of more tokens belong to another kernel
+  int longest;              // sentences of more tokens belong to other kernels
   float sentences_per_row;  // per row of queries and keys together
   int window_shift;         // a window is 2^window_shift rows
   int64_t blocks;
@@ -234,7 +234,7 @@ inline Work work_of(const char* op, const Tensor& q, const Tensor& k, const Tens
           .longest = longest,
           .sentences_per_row = static_cast<float>(sentences) / static_cast<float>(rows),
           .window_shift = shift,
-          .blocks = (rows + (1 << shift) - 1) >> shift};
+          .blocks = longest > 0 ? (rows + (1 << shift) - 1) >> shift : 0};
 }
 
 inline unsigned grid_of(const Work& work) {

@@ -31,6 +31,16 @@ def test_sentences_of_48_tokens_on_average(width, causal, p, dtype):
     check(Case((lengths, lengths[::-1]), dtype, causal, p, heads=3, width=width))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [24, 64, 96, 128])
+@pytest.mark.parametrize(("causal", "p"), [(False, 0.0), (False, 0.1), (True, 0.1)])
+def test_sentences_of_128_tokens_on_average(width, causal, p, dtype):
+    """No sentence is short then, whatever its length."""
+    lengths = [1, 40, 0, 600, 64, 16, 300, 2, 129]
+    check(Case((lengths, None), dtype, causal, p, heads=3, width=width))
+    check(Case((lengths, lengths[::-1]), dtype, causal, p, heads=3, width=width))
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_2000_tokens(dtype):
     check(Case(([2000, 30], None), dtype, True, 0.1, heads=2))
