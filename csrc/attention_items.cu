@@ -2,7 +2,7 @@
 // common/attention_items.cuh explains the list.
 //
 // The kernel for short sentences is launched before the kernels here. They start while it runs,
-// because they read nothing that it writes, and wait for it after their own work.
+// because they read nothing that it writes. At the end, one thread block of each waits for it.
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -37,7 +37,7 @@ struct Boundaries {
 
 // The sum of x over the threads before this one. total: over all threads of the block.
 __device__ __forceinline__ int sum_before(int x, int& total) {
-  __shared__ int of_warps[kListThreads / kWarp];
+  __shared__ int sums_of_warps[kListThreads / kWarp];
   const int lane = threadIdx.x % kWarp;
   int sum = x;
 #pragma unroll
@@ -46,11 +46,11 @@ __device__ __forceinline__ int sum_before(int x, int& total) {
     if (lane >= offset) sum += other;
   }
   __syncthreads();  // all threads have read the sums of the previous call
-  if (lane == kWarp - 1) of_warps[threadIdx.x / kWarp] = sum;
+  if (lane == kWarp - 1) sums_of_warps[threadIdx.x / kWarp] = sum;
   __syncthreads();
-  const int of_some_warp = of_warps[lane];
-  total = warp_reduce(of_some_warp, Sum());
-  return warp_reduce(lane < threadIdx.x / kWarp ? of_some_warp : 0, Sum()) + sum - x;
+  const int of_warp = sums_of_warps[lane];
+  total = warp_reduce(of_warp, Sum());
+  return warp_reduce(lane < threadIdx.x / kWarp ? of_warp : 0, Sum()) + sum - x;
 }
 
 // Lists tiles of queries (forward) or blocks of keys (backward) of the long sentences, those of
@@ -74,8 +74,8 @@ __global__ __launch_bounds__(kListThreads) void list_kernel(const Boundaries bou
 
   // Classes of sentences by work; groups of a later class have more sentences.
   constexpr int kClasses = 4;
-  constexpr int kMuch[kClasses - 1] = {24, 12, 6};  // a sentence with less is in a later class
-  int class_begin[kClasses] = {};                   // the first rank
+  constexpr int kLeastWork[kClasses - 1] = {24, 12, 6};  // of a class; the last one has the rest
+  int class_begin[kClasses] = {};                        // the first rank
   int count = 0;
   for (int first = 0; first < boundaries.sentences; first += kListThreads) {
     const int s = first + threadIdx.x;
@@ -90,9 +90,10 @@ __global__ __launch_bounds__(kListThreads) void list_kernel(const Boundaries bou
       numbers[place] = work << kPlaceBits | place;
     }
 #pragma unroll
-    for (int c = 1; c < kClasses; ++c) class_begin[c] += __syncthreads_count(work >= kMuch[c - 1]);
+    for (int c = 1; c < kClasses; ++c)
+      class_begin[c] += __syncthreads_count(work >= kLeastWork[c - 1]);
   }
-  if (threadIdx.x < 4) numbers[count + threadIdx.x] = 0;
+  if (threadIdx.x < 4) numbers[count + threadIdx.x] = 0;  // the comparison below reads four
   __syncthreads();
 
   // Adjacent lanes compare a sentence with the others, four at a time.
@@ -199,7 +200,7 @@ __global__ __launch_bounds__(256) void rowsum_kernel(Packed<const T> dout, Packe
     }
     rowsum[to] = sum * keep;
   }
-  if (blockIdx.x == 0) griddepcontrol_wait();  // the others make room for more blocks
+  if (blockIdx.x == 0) griddepcontrol_wait();  // the other blocks end and make room for more
 }
 
 }  // namespace

@@ -16,7 +16,8 @@
 //
 // Heads of up to 64 columns: 128 queries at a time, in halves. A warpgroup computes dQ of one half;
 // this product is in flight while the next scores are computed. Wider heads: 64 queries at a time;
-// a warpgroup computes a box of 64 columns of dQ.
+// a warpgroup computes a box of 64 columns of dQ. It adds dQ while the next scores are computed,
+// but starts dP^T after that: a consumer has no registers for all of them.
 //
 // The blocks of keys of a sentence add their dQ in float32 in global memory, in order: block 0
 // writes, the next ones add, the last one adds and writes the result. A counter for each tile of
@@ -190,6 +191,7 @@ __device__ __forceinline__ void take_turns(const BwdParams& p, BwdTiles<kWidth>&
   }
 }
 
+// Loops are not unrolled: producers have few registers.
 template <int kWidth>
 __device__ __forceinline__ void prepare(const BwdParams& p, BwdTiles<kWidth>& tiles) {
   using Tiles = BwdTiles<kWidth>;

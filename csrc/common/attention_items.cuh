@@ -33,7 +33,7 @@ struct alignas(16) Item {
   int first_q, length_q, first_k, length_k;  // the sentence
   int start;                                 // of the tile or block, in the sentence
   int unit;          // first unit of 64 queries of the sentence; sentences have different units
-  int head, unused;  // not in the list
+  int head, unused;  // head: of an item that was taken from the list (Claims)
 };
 
 struct ItemList {

@@ -81,7 +81,7 @@ template <int kRows>
 __device__ __forceinline__ void zero_rows_of_box(void* box, int first) {
   constexpr int kPerRow = kSwizzleBytes / 16;
   uint4* const chunks = static_cast<uint4*>(box);
-#pragma unroll 1
+#pragma unroll 1  // producers have few registers
   for (int i = max(first, 0) * kPerRow + static_cast<int>(threadIdx.x) % kWarp; i < kRows * kPerRow;
        i += kWarp) {
     chunks[i] = uint4{0, 0, 0, 0};
