@@ -159,12 +159,8 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
       for (int head = threadIdx.x; head < work.heads; head += blockDim.x) {
         p.lse[static_cast<int64_t>(row) * work.heads + head] = 0;
       }
-      if constexpr (!kCasts) continue;
-      uint4* const values = reinterpret_cast<uint4*>(p.cast.values + row * p.cast.columns);
-      for (int i = threadIdx.x; i < p.cast.columns / kFp8Alignment; i += blockDim.x) {
-        values[i] = uint4{0, 0, 0, 0};
-      }
     }
+    if constexpr (kCasts) zero_values(p.cast, first, work.rows_q, work);
     return;
   }
 
@@ -221,11 +217,12 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
       }
     }
     const HeadRows queries = queries_of(unit, place);
-    ResultCast<kCasts> cast(p.cast, queries.first, queries.head, work.width);
-    store_rows<T, kWidth>(
-        p.out, queries, tiles.q.row(place.row), state.o, factor[0], factor[1], work.width,
-        [&](int row, int column, const auto& numbers) { cast.put(row, column, numbers); });
-    cast.add_to(tiles.statistics);
+    store_rows<T, kWidth>(p.out, queries, tiles.q.row(place.row), state.o, factor[0], factor[1],
+                          work.width);
+    if constexpr (kCasts) {
+      cast_sums(p.cast, tiles.statistics, queries.first + lane_row(), queries.head * work.width,
+                queries.length - lane_row(), work.width, state.o, factor[0], factor[1]);
+    }
   });
   if (kCasts && threadIdx.x == 0) tiles.statistics.publish(p.cast);
 }

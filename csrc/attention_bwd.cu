@@ -36,7 +36,7 @@ using namespace attention;
 // warp computes P and dS of its 16 queries. P is stored in the tile of `out`, which is free: each
 // warp has whole rows of P, so D is computed without `out`. dS is stored beside P if there is
 // space, otherwise in place of V. Then each warp reads the columns of its 16 keys from both.
-template <int kSlot, typename T, int kWidth>
+template <int kSlot, bool kCasts, typename T, int kWidth>
 __device__ __forceinline__ void whole_pass(BwdTiles<T, kWidth>& tiles, const BwdParams<T>& p,
                                            const Unit& unit) {
   constexpr int kRow = kStride<T, kWidth>;
@@ -108,22 +108,23 @@ __device__ __forceinline__ void whole_pass(BwdTiles<T, kWidth>& tiles, const Bwd
   T* const stage = tiles.k.row(place.row);
   const HeadRows keys = keys_of(unit, place);
   if (works) {
-    store_rows<T, kWidth>(p.dq, queries_of(unit, place), stage, dq, grad_scale, grad_scale,
-                          p.work.width);
+    store_gradient<kCasts, kWidth>(p.dq, tiles.of_queries, queries_of(unit, place), stage, dq,
+                                   grad_scale, p.work.width);
   }
   if (keys.length <= 0) return;
-  float dv[kWidth / 8][4] = {};
-  multiply_tn<T, kWidth, kSlot>(dv, probabilities + place.position, tiles.dout.row(place.slot),
-                                unit.length_q);
-  store_rows<T, kWidth>(p.dv, keys, stage, dv, p.keep_scale, p.keep_scale, p.work.width);
-  float dk[kWidth / 8][4] = {};
-  multiply_tn<T, kWidth, kSlot>(dk, dscores + place.position, tiles.q.row(place.slot),
-                                unit.length_q);
-  store_rows<T, kWidth>(p.dk, keys, stage, dk, grad_scale, grad_scale, p.work.width);
+#pragma unroll 1  // unrolled, a kernel that casts takes 5% longer
+  for (int i = 0; i < 2; ++i) {
+    const bool is_dv = i == 0;
+    float sums[kWidth / 8][4] = {};
+    multiply_tn<T, kWidth, kSlot>(sums, (is_dv ? probabilities : dscores) + place.position,
+                                  (is_dv ? tiles.dout : tiles.q).row(place.slot), unit.length_q);
+    store_gradient<kCasts, kWidth>(is_dv ? p.dv : p.dk, tiles.of_keys, keys, stage, sums,
+                                   is_dv ? p.keep_scale : grad_scale, p.work.width);
+  }
 }
 
 // Computes dQ of the warp's queries.
-template <typename T, int kWidth>
+template <bool kCasts, typename T, int kWidth>
 __device__ __forceinline__ void query_pass(BwdTiles<T, kWidth>& tiles, const BwdParams<T>& p,
                                            const Unit& unit) {
   constexpr int kChunk = 32;
@@ -179,8 +180,8 @@ __device__ __forceinline__ void query_pass(BwdTiles<T, kWidth>& tiles, const Bwd
   }
   if (works) {
     const float grad_scale = grad_scale_of(p.grad_scale, unit.length_k);
-    store_rows<T, kWidth>(p.dq, queries_of(unit, place), tiles.out.row(place.row), dq, grad_scale,
-                          grad_scale, p.work.width);
+    store_gradient<kCasts, kWidth>(p.dq, tiles.of_queries, queries_of(unit, place),
+                                   tiles.out.row(place.row), dq, grad_scale, p.work.width);
   }
 }
 
@@ -191,7 +192,7 @@ struct alignas(2 * sizeof(X)) Two {
 };
 
 // Computes dK and dV of the warp's keys. loaded: whether the tiles already hold all inputs.
-template <typename T, int kWidth>
+template <bool kCasts, typename T, int kWidth>
 __device__ __forceinline__ void key_pass(BwdTiles<T, kWidth>& tiles, const BwdParams<T>& p,
                                          const Unit& unit, bool loaded) {
   constexpr int kChunk = 16;
@@ -256,12 +257,13 @@ __device__ __forceinline__ void key_pass(BwdTiles<T, kWidth>& tiles, const BwdPa
   if (works) {
     const HeadRows keys = keys_of(unit, place);
     const float grad_scale = grad_scale_of(p.grad_scale, unit.length_k);
-    store_rows<T, kWidth>(p.dk, keys, row_k, dk, grad_scale, grad_scale, p.work.width);
-    store_rows<T, kWidth>(p.dv, keys, row_v, dv, p.keep_scale, p.keep_scale, p.work.width);
+    store_gradient<kCasts, kWidth>(p.dk, tiles.of_keys, keys, row_k, dk, grad_scale, p.work.width);
+    store_gradient<kCasts, kWidth>(p.dv, tiles.of_keys, keys, row_v, dv, p.keep_scale,
+                                   p.work.width);
   }
 }
 
-template <typename T, int kWidth>
+template <typename T, int kWidth, bool kCasts>
 __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads<T, kWidth>>)  //
     void attention_bwd_kernel(const BwdParams<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
@@ -271,72 +273,135 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
   if (work.longest != INT_MAX) griddepcontrol_launch_dependents();  // see attention_items.cu
   if (blockIdx.x >= work.blocks) {
     check_boundaries(work);
-    zero_rows(p.dq, work.cu_q[work.sentences], work.rows_q, work);
-    zero_rows(p.dk, work.cu_k[work.sentences], work.rows_k, work);
-    zero_rows(p.dv, work.cu_k[work.sentences], work.rows_k, work);
+    zero_gradient<kCasts>(p.dq, work.cu_q[work.sentences], work.rows_q, work);
+    zero_gradient<kCasts>(p.dk, work.cu_k[work.sentences], work.rows_k, work);
+    zero_gradient<kCasts>(p.dv, work.cu_k[work.sentences], work.rows_k, work);
     return;
+  }
+  if constexpr (kCasts) {
+    tiles.of_queries.clear();
+    tiles.of_keys.clear();
   }
   for_each_unit<kRows<T, kWidth>>(
       tiles.plan, work, p.dropout, kQueries | kKeys, [&](const Unit unit) {
         const bool whole = unit.parts == (kQueries | kKeys);
         if (whole && unit.slot() == 16) {
-          whole_pass<16>(tiles, p, unit);
+          whole_pass<16, kCasts>(tiles, p, unit);
         } else if (whole && unit.slot() == 32) {
-          whole_pass<32>(tiles, p, unit);
+          whole_pass<32, kCasts>(tiles, p, unit);
         } else if (whole && unit.slot() == 64) {
-          if constexpr (kRows<T, kWidth> >= 64) whole_pass<64>(tiles, p, unit);
+          if constexpr (kRows<T, kWidth> >= 64) whole_pass<64, kCasts>(tiles, p, unit);
         } else {
-          if (unit.parts & kQueries) query_pass(tiles, p, unit);
+          if (unit.parts & kQueries) query_pass<kCasts>(tiles, p, unit);
           if (whole) __syncthreads();  // K and V have been read; results may overwrite their rows
-          if (unit.parts & kKeys) key_pass(tiles, p, unit, whole);
+          if (unit.parts & kKeys) key_pass<kCasts>(tiles, p, unit, whole);
         }
       });
+  if (kCasts && threadIdx.x == 0) {
+    tiles.of_queries.publish(p.dq.cast);
+    tiles.of_keys.publish(p.dk.cast);
+  }
 }
 
-void attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                   const Tensor& out, const Tensor& lse, const Tensor& cu_q, const Tensor& cu_k,
-                   int64_t max_q, int64_t max_k, bool causal, double scale, double dropout_p,
-                   const Tensor& rng, int64_t site, Tensor dq, Tensor dk, Tensor dv) {
-  constexpr const char* kOp = "attention_bwd";
+template <typename T>
+Result<T> result_of(const char* op, const char* name, const Tensor& x, const Cast& cast) {
+  if (cast.values != nullptr) return {.rows = {}, .cast = cast};
+  return {.rows = packed<T>(op, name, x), .cast = {}};
+}
+
+// casts: if Cast::values are not null, dq, dk and dv are in E4M3, and these are their casts.
+void backward(const char* op, const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+              const Tensor& out, const Tensor& lse, const Tensor& cu_q, const Tensor& cu_k,
+              int64_t max_q, int64_t max_k, bool causal, double scale, double dropout_p,
+              const Tensor& rng, int64_t site, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+              const GradientCasts& casts) {
   const int32_t device = q.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  dispatch(kOp, q, [&](auto zero, auto tile_width) {
+  dispatch(op, q, [&](auto zero, auto tile_width) {
     using T = decltype(zero);
     constexpr int kWidth = decltype(tile_width)::value;
     BwdParams<T> p;
-    p.dout = packed<const T>(kOp, "dout", dout);
-    p.q = packed<const T>(kOp, "q", q);
-    p.k = packed<const T>(kOp, "k", k);
-    p.v = packed<const T>(kOp, "v", v);
-    p.out = packed<const T>(kOp, "out", out);
-    p.dq = packed<T>(kOp, "dq", dq);
-    p.dk = packed<T>(kOp, "dk", dk);
-    p.dv = packed<T>(kOp, "dv", dv);
-    require(lse.is_contiguous(), kOp, ": lse must be contiguous");
+    p.dout = packed<const T>(op, "dout", dout);
+    p.q = packed<const T>(op, "q", q);
+    p.k = packed<const T>(op, "k", k);
+    p.v = packed<const T>(op, "v", v);
+    p.out = packed<const T>(op, "out", out);
+    p.dq = result_of<T>(op, "dq", dq, casts.dq);
+    p.dk = result_of<T>(op, "dk", dk, casts.dk);
+    p.dv = result_of<T>(op, "dv", dv, casts.dv);
+    require(lse.is_contiguous(), op, ": lse must be contiguous");
     p.lse = lse.const_data_ptr<Lse<T>>();
-    p.dropout = dropout_of(kOp, rng, site, dropout_p);
+    p.dropout = dropout_of(op, rng, site, dropout_p);
     if (dq.numel() + dk.numel() == 0) return;
     p.scale = static_cast<float>(scale);
     p.keep_scale = static_cast<float>(1.0 / (1.0 - dropout_p));
     p.grad_scale = p.scale * p.keep_scale;
     const int most_of_short = most_tokens_of_short(q, k, cu_q, causal);
     const bool divided = has_long_kernels(q, k, cu_q, max_q, max_k, most_of_short, true);
-    p.work = work_of(kOp, q, k, cu_q, cu_k, causal, divided ? most_of_short : INT_MAX);
-    launch({.op = kOp,
-            .grid = grid_of(p.work),
-            .block = kThreads<T, kWidth>,
-            .shared = sizeof(BwdTiles<T, kWidth>),
-            .stream = current_stream(device)},
-           attention_bwd_kernel<T, kWidth>, p);
+    p.work = work_of(op, q, k, cu_q, cu_k, causal, divided ? most_of_short : INT_MAX);
+    dispatch_cast<T>(casts.dq, [&](auto is_cast) {
+      launch({.op = op,
+              .grid = grid_of(p.work),
+              .block = kThreads<T, kWidth>,
+              .shared = sizeof(BwdTiles<T, kWidth>),
+              .stream = current_stream(device)},
+             attention_bwd_kernel<T, kWidth, decltype(is_cast)::value>, p);
+    });
     if (divided) {
       attention_long_bwd(
           {q, k, v, cu_q, cu_k, max_k, causal, scale, dropout_p, rng, site, most_of_short}, dout,
-          out, lse, dq, dk, dv);
+          out, lse, dq, dk, dv, casts);
     }
   });
 }
 
-STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) { m.impl("attention_bwd", TORCH_BOX(&attention_bwd)); }
+void attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const Tensor& out, const Tensor& lse, const Tensor& cu_q, const Tensor& cu_k,
+                   int64_t max_q, int64_t max_k, bool causal, double scale, double dropout_p,
+                   const Tensor& rng, int64_t site, Tensor dq, Tensor dk, Tensor dv) {
+  backward("attention_bwd", dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, scale,
+           dropout_p, rng, site, dq, dk, dv, {});
+}
+
+// The cast to x [T, H, D] in E4M3.
+Cast cast_to(const char* op, const char* name, const Tensor& x, const Tensor& scale,
+             const Tensor& amax, const Tensor& saturated) {
+  const int64_t width = x.size(2), stride = x.stride(0);
+  const bool heads_adjacent =
+      (width == 1 || x.stride(2) == 1) && (x.size(1) == 1 || x.stride(1) == width);
+  require(heads_adjacent && stride % kFp8Alignment == 0 && x.size(1) * width % kFp8Alignment == 0,
+          op, ": the heads of ", name, " must be adjacent, and its rows multiples of ",
+          kFp8Alignment, " numbers");
+  check_aligned(op, name, x, kFp8Alignment);
+  return {.values = static_cast<uint8_t*>(x.data_ptr()),
+          .transpose = nullptr,
+          .scale = scale.const_data_ptr<float>(),
+          .amax = static_cast<int*>(amax.mutable_data_ptr()),
+          .saturated = static_cast<unsigned long long*>(saturated.mutable_data_ptr()),
+          .rows = x.size(0),
+          .columns = stride};
+}
+
+void fp8_attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                       const Tensor& out, const Tensor& lse, const Tensor& cu_q, const Tensor& cu_k,
+                       int64_t max_q, int64_t max_k, bool causal, double scale, double dropout_p,
+                       const Tensor& rng, int64_t site, Tensor dq, Tensor dk, Tensor dv,
+                       const Tensor& q_scale, Tensor q_amax, Tensor q_saturated,
+                       const Tensor& k_scale, Tensor k_amax, Tensor k_saturated) {
+  constexpr const char* kOp = "fp8_attention_bwd";
+  require_fp8(kOp, q.get_device());
+  require(q.scalar_type() == ScalarType::BFloat16, kOp, ": q must be bfloat16");
+  const GradientCasts casts{.dq = cast_to(kOp, "dq", dq, q_scale, q_amax, q_saturated),
+                            .dk = cast_to(kOp, "dk", dk, k_scale, k_amax, k_saturated),
+                            .dv = cast_to(kOp, "dv", dv, k_scale, k_amax, k_saturated)};
+  backward(kOp, dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, scale, dropout_p, rng,
+           site, dq, dk, dv, casts);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
+  m.impl("attention_bwd", TORCH_BOX(&attention_bwd));
+  m.impl("fp8_attention_bwd", TORCH_BOX(&fp8_attention_bwd));
+}
 
 }  // namespace
 }  // namespace lightseq

@@ -123,11 +123,11 @@ __device__ __forceinline__ void multiply(const FwdParams& p, FwdTiles<kWidth>& t
 #pragma unroll
     for (int e = 0; e < kWidth / 2; ++e) o[e] = 0.0f;
     const auto store = [&](float low, float high) {
-      ResultCast<kCasts> cast(p.cast, token, item.head, p.width);
-      store_sums<T>(
-          out, token_stride, rows, p.width, o, low, high,
-          [&](int row, int column, const auto& numbers) { cast.put(row, column, numbers); });
-      cast.add_to(tiles.statistics);
+      store_sums<T>(out, token_stride, rows, p.width, o, low, high);
+      if constexpr (kCasts) {
+        cast_sums(p.cast, tiles.statistics, token, item.head * p.width, rows, p.width, by_group(o),
+                  low, high);
+      }
     };
     if (n == 0) {
       store(0.0f, 0.0f);

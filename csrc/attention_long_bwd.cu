@@ -43,6 +43,7 @@
 #include <climits>
 #include <cmath>
 
+#include "common/attention_cast.cuh"
 #include "common/attention_long.cuh"
 #include "common/wgmma.cuh"
 
@@ -69,12 +70,13 @@ struct BwdParams {
   const float* rowsum;  // [H, Tq]: D
   float4* sums;         // dQ: [units, H, boxes, 64 x 64]
   uint32_t* turns;      // [units, H]: how many blocks have added; zero at the start
-  void *dq, *dk, *dv;   // [T, H, D]
+  void *dq, *dk, *dv;   // [T, H, D]; not used if gradients are cast
   int64_t dq_token, dq_head, dk_token, dk_head, dv_token, dv_head;  // strides
   int rows_q, heads, width;
   bool causal;
   float scale, keep_scale, grad_scale;  // keep_scale: 1 / (1 - p); grad_scale: scale / (1 - p)
   Bits bits;
+  GradientCasts casts;
 };
 
 template <int kWidth>
@@ -93,6 +95,7 @@ struct BwdTiles {
   Mbarrier keys_loaded[kKeyStages], keys_full[kKeyStages], keys_empty[kKeyStages];
   Mbarrier loaded[2], full[2], empty[2];
   Mbarrier turn, added;
+  BlockStatistics<kLongThreads / kWarp> of_queries, of_keys;  // of casts
 };
 
 #ifdef LIGHTSEQ_HAS_WGMMA
@@ -257,10 +260,10 @@ __device__ __forceinline__ void multiply_rows(float (&sums)[32], const WgmmaOper
 }
 
 // Adds a warpgroup's part of dQ to the sum of the blocks, in its turn; the last one stores it.
-template <typename T, int kWidth>
-__device__ __forceinline__ void add_dq(const BwdParams& p, const Item& item,
-                                       const Steps<kWidth>& steps, int i, int group, int row,
-                                       const float (&dq)[32]) {
+template <typename T, bool kCasts, int kWidth>
+__device__ __forceinline__ void add_dq(const BwdParams& p, BwdTiles<kWidth>& tiles,
+                                       const Item& item, const Steps<kWidth>& steps, int i,
+                                       int group, int row, const float (&dq)[32]) {
   using Tiles = BwdTiles<kWidth>;
   const int half = Tiles::kHalves == 2 ? group : 0, box = Tiles::kHalves == 2 ? 0 : group;
   const int64_t unit = item.unit + i * Tiles::kHalves + half;
@@ -302,14 +305,19 @@ __device__ __forceinline__ void add_dq(const BwdParams& p, const Item& item,
     total[4 * e + 3] = dq[4 * e + 3] + before.w;
   }
   const int position = i * Tiles::kRows + half * 64 + row, column = box * kSwizzleColumns;
-  T* const to = static_cast<T*>(p.dq) + static_cast<int64_t>(item.first_q + position) * p.dq_token +
-                item.head * p.dq_head + column;
+  const int64_t token = item.first_q + position;
+  const int rows = item.length_q - position, columns = p.width - column;
   const float grad_scale = grad_scale_of(p.grad_scale, item.length_k);
-  store_sums<T>(to, p.dq_token, item.length_q - position, p.width - column, total, grad_scale,
-                grad_scale);
+  if constexpr (kCasts) {
+    cast_sums(p.casts.dq, tiles.of_queries, token, item.head * p.width + column, rows, columns,
+              by_group(total), grad_scale, grad_scale);
+  } else {
+    T* const to = static_cast<T*>(p.dq) + token * p.dq_token + item.head * p.dq_head + column;
+    store_sums<T>(to, p.dq_token, rows, columns, total, grad_scale, grad_scale);
+  }
 }
 
-template <typename T, int kWidth, bool kDrops>
+template <typename T, int kWidth, bool kDrops, bool kCasts>
 __device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& tiles) {
   using Tiles = BwdTiles<kWidth>;
   constexpr int kHalves = Tiles::kHalves, kRows = Tiles::kRows;
@@ -323,6 +331,10 @@ __device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& t
   // keys below 0 and 2, matrices 2 and 3 eight queries beside them.
   const int ds_row = group * 64 + warp * 16 + lane / 8 % 2 * 8 + lane % 8;
 
+  if constexpr (kCasts) {
+    tiles.of_queries.clear();
+    tiles.of_keys.clear();
+  }
   Stage<Tiles::kKeyStages> keys;
   Stage<2> stage, claim;
   const auto read = [&] { return tiles.claims.read(claim); };
@@ -343,7 +355,7 @@ __device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& t
       float dq[32];
       const auto add = [&](int i) {
         tiles.turn.wait(stage.index ^ 1);  // turns alternate as stages do; the next one has begun
-        add_dq<T>(p, item, steps, i, group, row, dq);
+        add_dq<T, kCasts>(p, tiles, item, steps, i, group, row, dq);
         release(tiles.added);
       };
 
@@ -504,16 +516,28 @@ __device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& t
     const int rows = item.length_k - item.start - key;
     const int64_t token = item.first_k + item.start + key;
     const float grad_scale = grad_scale_of(p.grad_scale, item.length_k);
-    store_sums<T>(static_cast<T*>(p.dk) + token * p.dk_token + item.head * p.dk_head, p.dk_token,
-                  rows, p.width, dk, grad_scale, grad_scale);
-    store_sums<T>(static_cast<T*>(p.dv) + token * p.dv_token + item.head * p.dv_head, p.dv_token,
-                  rows, p.width, dv, p.keep_scale, p.keep_scale);
+    const auto store = [&](void* to, int64_t token_stride, int64_t head_stride, const Cast& cast,
+                           const float (&sums)[kWidth / 2], float scale) {
+      if constexpr (kCasts) {
+        cast_sums(cast, tiles.of_keys, token, item.head * p.width, rows, p.width, by_group(sums),
+                  scale, scale);
+      } else {
+        T* const first = static_cast<T*>(to) + token * token_stride + item.head * head_stride;
+        store_sums<T>(first, token_stride, rows, p.width, sums, scale, scale);
+      }
+    };
+    store(p.dk, p.dk_token, p.dk_head, p.casts.dk, dk, grad_scale);
+    store(p.dv, p.dv_token, p.dv_head, p.casts.dv, dv, p.keep_scale);
+  }
+  if (kCasts && lane == 0) {
+    tiles.of_queries.of_warp[threadIdx.x / kWarp].publish(p.casts.dq);
+    tiles.of_keys.of_warp[threadIdx.x / kWarp].publish(p.casts.dk);
   }
 }
 
 #endif
 
-template <typename T, int kWidth, bool kDrops>
+template <typename T, int kWidth, bool kDrops, bool kCasts>
 __global__ __launch_bounds__(kLongThreads, 1) void attention_long_bwd_kernel(
     const __grid_constant__ BwdParams p) {
 #ifdef LIGHTSEQ_HAS_WGMMA
@@ -541,7 +565,7 @@ __global__ __launch_bounds__(kLongThreads, 1) void attention_long_bwd_kernel(
   griddepcontrol_wait();
   if (threadIdx.x >= kWarpgroup) {
     setmaxnreg_inc<kConsumerRegisters>();
-    multiply<T, kWidth, kDrops>(p, tiles);
+    multiply<T, kWidth, kDrops, kCasts>(p, tiles);
   } else {
     setmaxnreg_dec<kProducerRegisters>();
     const int warp = threadIdx.x / kWarp;
@@ -581,7 +605,8 @@ __global__ __launch_bounds__(kTile) void draw_kernel(const ItemList list, const 
 }  // namespace
 
 void attention_long_bwd(const LongArguments& a, const Tensor& dout, const Tensor& out,
-                        const Tensor& lse, const Tensor& dq, const Tensor& dk, const Tensor& dv) {
+                        const Tensor& lse, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+                        const GradientCasts& casts) {
   constexpr const char* kOp = "attention_bwd";
   if (a.q.scalar_type() == ScalarType::Float) {
     return attention_float_bwd(a, dout, out, lse, dq, dk, dv);
@@ -640,14 +665,17 @@ void attention_long_bwd(const LongArguments& a, const Tensor& dout, const Tensor
                       .scale = static_cast<float>(a.scale),
                       .keep_scale = keep_scale,
                       .grad_scale = static_cast<float>(a.scale) * keep_scale,
-                      .bits = bits};
-    launch({.op = kOp,
-            .grid = static_cast<unsigned>(resident_blocks(device, 1)),
-            .block = kLongThreads,
-            .shared = sizeof(Tiles),
-            .stream = stream,
-            .dependent = true},
-           attention_long_bwd_kernel<T, kWidth, kDrops>, p);
+                      .bits = bits,
+                      .casts = casts};
+    dispatch_cast<T>(casts.dq, [&](auto is_cast) {
+      launch({.op = kOp,
+              .grid = static_cast<unsigned>(resident_blocks(device, 1)),
+              .block = kLongThreads,
+              .shared = sizeof(Tiles),
+              .stream = stream,
+              .dependent = true},
+             attention_long_bwd_kernel<T, kWidth, kDrops, decltype(is_cast)::value>, p);
+    });
   });
 }
 

@@ -328,12 +328,12 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_fwd_kernel(
                 sees ? (shift[2 * m + half] * scale + __log2f(total)) * Base<T>::kLn : 0.0f;
           }
         }
-        ResultCast<kCasts> cast(p.cast, token + m * 16, work.head, p.width);
-        store_sums<T>(
-            p.out + (token + m * 16) * token_stride + work.head * p.width, token_stride, rows,
-            p.width, o[m], factor[0], factor[1],
-            [&](int row, int column, const auto& numbers) { cast.put(row, column, numbers); });
-        cast.add_to(tiles.statistics);
+        store_sums<T>(p.out + (token + m * 16) * token_stride + work.head * p.width, token_stride,
+                      rows, p.width, o[m], factor[0], factor[1]);
+        if constexpr (kCasts) {
+          cast_sums(p.cast, tiles.statistics, token + m * 16, work.head * p.width, rows, p.width,
+                    by_group(o[m]), factor[0], factor[1]);
+        }
       }
     }
     if (number >= count) break;

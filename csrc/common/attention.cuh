@@ -208,20 +208,13 @@ __device__ __forceinline__ HeadRows keys_of(const Unit& unit, const Place& place
           .length = unit.length_k - place.position};
 }
 
-// Does nothing with what a kernel stores.
-struct Nothing {
-  template <typename... Anything>
-  __device__ __forceinline__ void operator()(const Anything&...) const {}
-};
-
 // Writes a warp's 16 rows of results, multiplied by `low` (rows g) and `high` (rows g + 8), to x;
 // only as many rows as `to` has. They pass through `stage`, 16 rows of shared memory that only this
-// warp uses, so that global stores have 16 bytes. Calls also(row, column, vector) for each of them,
-// where row 0 is the first of `to`.
-template <typename T, int kWidth, typename Also = Nothing>
+// warp uses, so that global stores have 16 bytes.
+template <typename T, int kWidth>
 __device__ __forceinline__ void store_rows(const Packed<T>& x, const HeadRows& to, T* stage,
                                            const float (&c)[kWidth / 8][4], float low, float high,
-                                           int width, Also&& also = {}) {
+                                           int width) {
   constexpr int kRow = kStride<T, kWidth>;
   __syncwarp();
 #pragma unroll
@@ -240,9 +233,7 @@ __device__ __forceinline__ void store_rows(const Packed<T>& x, const HeadRows& t
   for (int i = 0; i < kWarpRows; i += kRowsAtOnce) {
     const int row = i + lane / kPerRow;
     if (row >= to.length) continue;
-    const Vec<T> numbers = load(stage + row * kRow + column);
-    store(rows.at(row, 0), numbers);
-    also(row, column, numbers);
+    store(rows.at(row, 0), load(stage + row * kRow + column));
   }
 }
 

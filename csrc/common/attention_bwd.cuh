@@ -6,15 +6,23 @@
 #include <cstdint>
 
 #include "common/attention.cuh"
+#include "common/attention_cast.cuh"
 
 namespace lightseq::attention {
+
+// Where a gradient is written, in T or in E4M3.
+template <typename T>
+struct Result {
+  Packed<T> rows;
+  Cast cast;
+};
 
 template <typename T>
 struct BwdParams {
   Work work;
   Packed<const T> dout, q, k, v, out;
   const Lse<T>* lse;
-  Packed<T> dq, dk, dv;
+  Result<T> dq, dk, dv;
   float scale;
   float keep_scale;  // 1 / (1 - p)
   float grad_scale;  // scale / (1 - p)
@@ -34,6 +42,7 @@ struct BwdTiles {
   float rowsum[kRows<T, kWidth>];  // D
   Keep<kRows<T, kWidth>> keep;
   Plan plan;
+  BlockStatistics<kThreads<T, kWidth> / kWarp> of_queries, of_keys;  // of casts
 };
 
 template <typename T, int kWidth>
@@ -77,6 +86,32 @@ __device__ __forceinline__ void sum_rows(BwdTiles<T, kWidth>& tiles, const BwdPa
     rowsum[half] += __shfl_xor_sync(kAllLanes, rowsum[half], 1);
     rowsum[half] += __shfl_xor_sync(kAllLanes, rowsum[half], 2);
     if (lane_column() == 0) tiles.rowsum[place.row + lane_row() + half * 8] = rowsum[half];
+  }
+}
+
+// Stores a warp's 16 rows of a gradient, multiplied by `scale`; see store_rows().
+template <bool kCasts, int kWidth, typename T, int kWarps>
+__device__ __forceinline__ void store_gradient(const Result<T>& x,
+                                               BlockStatistics<kWarps>& statistics,
+                                               const HeadRows& to, T* stage,
+                                               const float (&c)[kWidth / 8][4], float scale,
+                                               int width) {
+  if constexpr (kCasts) {
+    cast_sums(x.cast, statistics, to.first + lane_row(), to.head * width, to.length - lane_row(),
+              width, c, scale, scale);
+  } else {
+    store_rows<T, kWidth>(x.rows, to, stage, c, scale, scale, width);
+  }
+}
+
+// Zeroes the rows of a gradient from `first` on; see zero_rows().
+template <bool kCasts, typename T>
+__device__ __forceinline__ void zero_gradient(const Result<T>& x, int first, int rows,
+                                              const Work& work) {
+  if constexpr (kCasts) {
+    zero_values(x.cast, first, rows, work);
+  } else {
+    zero_rows(x.rows, first, rows, work);
   }
 }
 

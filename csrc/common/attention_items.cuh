@@ -104,12 +104,10 @@ __device__ __forceinline__ uint32_t mask_of_bits(uint32_t low, uint32_t high, in
 
 // Writes a warp's 16 rows of sums, multiplied by `low` (rows r) and `high` (rows r + 8); 32 bytes
 // of a row at a time. to: column 0 of row lane / 4; row_stride in numbers. rows: how many rows
-// exist from row lane / 4 on; columns: how many columns exist. Calls also(row, column, four numbers
-// as uint2) for what a lane stores; row is 0 or 8.
-template <typename T, int kCount, typename Also = Nothing>
+// exist from row lane / 4 on; columns: how many columns exist.
+template <typename T, int kCount>
 __device__ __forceinline__ void store_sums(T* to, int64_t row_stride, int rows, int columns,
-                                           const float (&sums)[kCount], float low, float high,
-                                           Also&& also = {}) {
+                                           const float (&sums)[kCount], float low, float high) {
   const int c = threadIdx.x % 4, first = c % 2 * 8 + c / 2 * 4;
 #pragma unroll
   for (int i = 0; i < kCount / 4; i += 2) {
@@ -122,13 +120,9 @@ __device__ __forceinline__ void store_sums(T* to, int64_t row_stride, int rows, 
     const uint2 above = c % 2 ? uint2{other0, w2} : uint2{w0, other0};
     const uint2 below = c % 2 ? uint2{other1, w3} : uint2{w1, other1};
     const bool exists = first + 8 * i < columns;
-    if (exists && rows > 0) {
-      *reinterpret_cast<uint2*>(to + first + 8 * i) = above;
-      also(0, first + 8 * i, above);
-    }
+    if (exists && rows > 0) *reinterpret_cast<uint2*>(to + first + 8 * i) = above;
     if (exists && rows > 8) {
       *reinterpret_cast<uint2*>(to + 8 * row_stride + first + 8 * i) = below;
-      also(8, first + 8 * i, below);
     }
   }
 }

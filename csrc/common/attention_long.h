@@ -8,7 +8,10 @@
 
 namespace lightseq {
 struct Cast;
+namespace attention {
+struct GradientCasts;
 }
+}  // namespace lightseq
 
 namespace lightseq::attention {
 
@@ -41,8 +44,10 @@ struct LongArguments {
 // Write the rows of the long sentences, and no others. cast: of out, if Cast::values is not null.
 void attention_long_fwd(const LongArguments& a, const Tensor& out, const Tensor& lse,
                         const Cast& cast);
+// casts: if Cast::values are not null, dq, dk and dv are not written, but their casts.
 void attention_long_bwd(const LongArguments& a, const Tensor& dout, const Tensor& out,
-                        const Tensor& lse, const Tensor& dq, const Tensor& dk, const Tensor& dv);
+                        const Tensor& lse, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+                        const GradientCasts& casts);
 
 // The functions above call these: in 16 bits on GPUs that lack wgmma, and in float32.
 void attention_tiles_fwd(const LongArguments& a, const Tensor& out, const Tensor& lse,

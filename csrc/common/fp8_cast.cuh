@@ -24,6 +24,7 @@
 
 #include <cstdint>
 #include <tuple>
+#include <type_traits>
 
 #include "check.h"
 #include "columns.cuh"
@@ -51,6 +52,15 @@ __device__ __forceinline__ uint32_t pack_e4m3(float first, float second) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
 #endif
   return pair;
+}
+
+// The inverse for the lower two bytes; it is exact.
+__device__ __forceinline__ float2 unpack_e4m3(uint32_t pair) {
+  uint32_t halves = 0;
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
+#endif
+  return unpack_pair<__half>(halves);
 }
 
 // Eight numbers, multiplied by the inverse of their scale.
@@ -268,7 +278,8 @@ enum class CastOf { kBoth, kValues, kTranspose };
 //   kBlocks       resident blocks per SM; this limits the registers per thread
 //   kRowsAhead    rows of a thread whose loads are in flight together: 4 or 8
 //   kSums         whether column sums may be wanted
-//   Row           what is loaded of a row: 8 columns. Zeros stand for a row that does not exist
+//   Row           what is loaded of a row: 8 columns; uint2 if they are E4M3 already. Zeros stand
+//                 for a row that does not exist
 //   State         what a thread needs for all its rows. All threads of a block call the constructor
 //                 State(source, cast, place, tile) while the first loads are in flight. Before it,
 //                 a thread accesses no shared memory; after it, no words of the tile but its own
@@ -282,7 +293,7 @@ template <CastOf kOf = CastOf::kBoth, typename Source>
 __device__ __forceinline__ void cast_tile(const Source& source, const Cast& cast,
                                           const CastPlace& place) {
   constexpr bool kValues = kOf == CastOf::kBoth;
-  static_assert(kOf != CastOf::kValues && (kValues || !Source::kSums));
+  static_assert(kOf != CastOf::kValues);
   __shared__ CastTile tile;
   const float scale = *cast.scale;
   constexpr int kRowsAhead = Source::kRowsAhead;
@@ -323,7 +334,11 @@ __device__ __forceinline__ void cast_tile(const Source& source, const Cast& cast
 #pragma unroll
         for (int e = 0; e < kColumnsPerDraw; ++e) sums[e] += x[e];
       }
-      bytes[i] = statistics.cast(x, inverse, first + i < place.thread_rows);
+      if constexpr (std::is_same_v<typename Source::Row, uint2>) {
+        bytes[i] = rows[half % kUnroll * kCastHalf + i];
+      } else {
+        bytes[i] = statistics.cast(x, inverse, first + i < place.thread_rows);
+      }
     }
 
     // Two neighbours exchange two rows, so that each stores two rows of 16 columns.

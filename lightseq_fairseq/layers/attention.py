@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightseq_fairseq import ops
 from lightseq_fairseq.layers.products import Kept, Product, product_for, split_saved
 from lightseq_fairseq.layers.residual_norm import (
     Residual,
@@ -71,15 +70,20 @@ class ColumnSlices:
     """One buffer for the gradients of all column slices of a tensor, in the tensor's layout.
 
     So the backward of the GEMM that made the tensor gets the whole gradient without a copy.
+
+    Args:
+        product: the product that made the tensor.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, product: Product) -> None:
+        self.product = product
         self._whole: Tensor | None = None
 
     def like(self, part: Tensor) -> Tensor:
         """Uninitialised gradient of ``part`` [T, C'], a column slice of a contiguous tensor."""
         if self._whole is None:
-            self._whole = part.new_empty(part.shape[0], part.stride(0))
+            whole = part.as_strided((part.shape[0], part.stride(0)), (part.stride(0), 1), 0)
+            self._whole = self.product.gradient_like(whole)
         return self._whole.as_strided(part.shape, part.stride(), part.storage_offset())
 
 
@@ -124,21 +128,13 @@ class _SelfAttention(torch.autograd.Function):
         qkv, out, lse, q_w, k_w, v_w, q_b, k_b, v_b, out_w, out_b, *saved = saved
         heads = ctx.heads
         dout, dresidual, closing = _close_bwd(ctx, dstream, dy, of_out, out_w, out_b, saved)
-        dqkv = torch.empty_like(qkv)
+        dqkv = ctx.first.gradient_like(qkv)
         q, k, v = qkv.unflatten(1, (3, heads.count, -1)).unbind(1)
         dq, dk, dv = dqkv.unflatten(1, (3, heads.count, -1)).unbind(1)
-        ops.attention_bwd(
-            dout.view_as(out),
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            **heads.arguments(dout.shape[1]),
-        )
+        ctx.first.attention_gradients(
+            ctx.first, dout=dout.view_as(out), q=q, k=k, v=v, out=out, lse=lse,
+            dq=dq, dk=dk, dv=dv, **heads.arguments(dout.shape[1]),
+        )  # fmt: skip
         weight = as_one([q_w, k_w, v_w])
         to = gradients_for(weight, as_one([q_b, k_b, v_b]))
         dweight, dbias = to.tensors
@@ -177,22 +173,14 @@ class _CrossAttention(torch.autograd.Function):
         memory, q, out, lse, q_w, q_b, out_w, out_b, *saved = saved
         heads = ctx.heads
         dout, dresidual, closing = _close_bwd(ctx, dstream, dy, of_out, out_w, out_b, saved)
-        dq = torch.empty_like(q)
-        dmemory = ctx.slices.like(memory)
+        dq, dmemory = ctx.first.gradient_like(q), ctx.slices.like(memory)
         k, v = memory.unflatten(1, (2, heads.count, -1)).unbind(1)
         dk, dv = dmemory.unflatten(1, (2, heads.count, -1)).unbind(1)
-        ops.attention_bwd(
-            dout.view_as(out),
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            **heads.arguments(dout.shape[1]),
-        )
+        ctx.first.attention_gradients(
+            ctx.slices.product, dout=dout.view_as(out), q=q, k=k, v=v, out=out, lse=lse,
+            dq=dq, dk=dk, dv=dv, **heads.arguments(dout.shape[1]),
+        )  # fmt: skip
+        dmemory = ctx.slices.product.to_autograd(dmemory, memory)
         to = gradients_for(q_w, q_b)
         dq_w, dq_b = to.tensors
         dx, dstream = input_gradients(

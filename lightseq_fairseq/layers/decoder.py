@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from lightseq_fairseq.layers.attention import ColumnSlices, MultiheadAttention
 from lightseq_fairseq.layers.encoder import EncoderLayer, Following, TransformerLayer
 from lightseq_fairseq.layers.linear import linear_parts
-from lightseq_fairseq.layers.products import PLAIN, product_for
+from lightseq_fairseq.layers.products import PLAIN, Product, product_for
 from lightseq_fairseq.layers.residual_norm import layer_norm
 from lightseq_fairseq.packing import Segments
+from lightseq_fairseq.parameters import as_one
 
 
 class DecoderLayer(TransformerLayer):
@@ -126,12 +127,21 @@ def product_weights(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[
     return [*products, *([weights] if weights else [])]
 
 
-def project_memory(layers: list[DecoderLayer], encoder_out: Tensor) -> tuple[Tensor, ...]:
+def memory_product(layers: Iterable[DecoderLayer]) -> Product:
+    """The product by which a stack of at least one layer reads the encoder's output."""
+    return product_for(as_one(memory_weights(layers)[0]))
+
+
+def project_memory(
+    layers: list[DecoderLayer], encoder_out: Tensor
+) -> tuple[tuple[Tensor, ...], ColumnSlices]:
     """Compute keys and values of every layer's cross attention in one GEMM.
 
-    encoder_out [T_src, C_enc] -> one tensor [T_src, 2 * C] per layer.
+    encoder_out [T_src, C_enc] -> one tensor [T_src, 2 * C] per layer, and where their gradients
+    are written.
     """
-    return linear_parts(encoder_out, len(layers), *memory_weights(layers))
+    memories = linear_parts(encoder_out, len(layers), *memory_weights(layers))
+    return memories, ColumnSlices(memory_product(layers))
 
 
 def run_decoder(
@@ -162,7 +172,7 @@ def run_decoder_with_weights(
     stack = list(layers)
     if not stack:
         return (x if last_norm is None else layer_norm(x, last_norm, rng)[1]), None
-    memories, slices = project_memory(stack, encoder_out), ColumnSlices()
+    memories, slices = project_memory(stack, encoder_out)
     stream = wanted = None
     if stack[0].normalize_before:
         stream, x = layer_norm(

@@ -160,7 +160,7 @@ class EncoderLayer(TransformerLayer):
 def run_encoder(
     layers: Iterable[EncoderLayer], last_norm: nn.LayerNorm | None, x: Tensor,
     segments: Segments, rng: Tensor, causal: bool = False, checkpoint_activations: bool = False,
-    states: list[Tensor] | None = None,
+    states: list[Tensor] | None = None, reader: Product = PLAIN,
 ) -> Tensor:  # fmt: skip
     """Run a stack on x [T, C]; returns [T, C].
 
@@ -171,18 +171,19 @@ def run_encoder(
         again, one at a time. This saves memory, takes time, and gives the same bits. Until backward
         is done, change neither the layers' parameters nor their mode.
     states: a list to which x and the residual stream after each layer are appended.
+    reader: the product that reads the result; the only reader.
     """
     stack = list(layers)
     if states is not None:
         states.append(x)
     if not stack:
-        return x if last_norm is None else layer_norm(x, last_norm, rng)[1]
+        return x if last_norm is None else layer_norm(x, last_norm, rng, reader)[1]
     stream = None
     if stack[0].normalize_before:
         stream, x = layer_norm(
             x, stack[0].self_attn_layer_norm, rng, stack[0].self_attn.self_product
         )
-    followings = (*(layer.as_following() for layer in stack[1:]), Following(last_norm))
+    followings = (*(layer.as_following() for layer in stack[1:]), Following(last_norm, reader))
     for layer, following in zip(stack, followings, strict=True):
         x, stream = layer.run(checkpoint_activations, x, stream, segments, rng, following, causal)
         if states is not None:

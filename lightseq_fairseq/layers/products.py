@@ -5,8 +5,8 @@ backward. Both kinds have the same methods. A forward product returns its result
 that backward needs of the input: the input itself, or its transpose in E4M3, which is smaller. If
 backward has what the input was made from in any case, it makes the transpose from that.
 
-Where an op of the layers produces an operand, it casts it (LayerNorm, the activation, their
-backward, and attention forward); the others are cast here.
+Where an op of the layers produces an operand, it casts it (LayerNorm, the activation and
+attention, forward and backward); the others are cast here.
 
 Shapes: T = packed tokens, K = inputs, N = outputs, F = feed-forward width.
 """
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightseq_fairseq import fp8, ops
@@ -66,7 +67,8 @@ class Product:
     ) -> Tensor:  # fmt: skip
         """dx [T, K]; writes dweight and dbias. See ``ops.linear_bwd``.
 
-        dy: [T, N], or a result of `before_activation` of the next product. kept: from `forward`.
+        dy: [T, N]; or memory of `gradient_like` that `attention_gradients` has written; or a result
+        of `before_activation` of the next product. kept: from `forward`.
         """
         return ops.linear_bwd(dy, kept[0], weight, dweight, dbias, accumulate, need_dx, onto)
 
@@ -101,6 +103,25 @@ class Product:
         """(x, out, lse): the results of ``ops.attention_fwd``, and x, which this product reads."""
         out, lse = ops.attention_fwd(q, k, v, **arguments)
         return out.flatten(1), out, lse
+
+    def gradient_like(self, y: Tensor) -> Tensor:
+        """Memory for the gradient of y, a result of `forward` or a part of it."""
+        return torch.empty_like(y)
+
+    def attention_gradients(self, of_keys: Any, **arguments: Any) -> None:
+        """``ops.attention_bwd``: dq for this product, dk and dv for the product ``of_keys``.
+
+        They are parts of memory of `gradient_like`.
+        """
+        ops.attention_bwd(**arguments)
+
+    def to_autograd(self, dy: Tensor, y: Tensor) -> Tensor:
+        """For autograd, the gradient dy of y, of memory of `gradient_like`; see `from_autograd`."""
+        return dy
+
+    def from_autograd(self, dy: Tensor) -> Tensor:
+        """The gradient that `to_autograd` was given; or dy itself, if that made none of it."""
+        return dy
 
     def normalised(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None, gamma: Tensor,
@@ -156,7 +177,8 @@ class Fp8Product(Product):
         if kept[0].dtype == E4M3:
             return kept[0]
         x, *norm = kept
-        return ops.fp8_transpose(x, self.operands.input.scale, *norm)
+        mean, rstd, gamma, beta = norm or (None,) * 4
+        return ops.fp8_transpose(x, self.operands.input.scale, mean, rstd, gamma, beta)
 
     def backward(
         self, dy: Any, kept: Kept, weight: Tensor, dweight: Tensor, dbias: Tensor | None,
@@ -174,7 +196,10 @@ class Fp8Product(Product):
     def _gradient(self, dy: Any, dbias: Tensor | None, accumulate: bool) -> Quantised:
         if isinstance(dy, tuple):
             return dy
-        return ops.fp8_quantise(dy, *self.operands.gradient, sums=dbias, accumulate=accumulate)
+        to = self.operands.gradient
+        if dy.dtype == E4M3:
+            return dy, ops.fp8_transpose(dy, to.scale, sums=dbias, accumulate=accumulate)
+        return ops.fp8_quantise(dy, *to, sums=dbias, accumulate=accumulate)
 
     def activated(
         self, x: Tensor, weight: Tensor, bias: Tensor, activation: Activation, need_slope: bool,
@@ -207,6 +232,26 @@ class Fp8Product(Product):
             q, k, v, **arguments, out_scale=to.scale, amax=to.amax, saturated=to.saturated
         )
         return fp8.Input(values, (out.flatten(1),)), out, lse
+
+    def gradient_like(self, y: Tensor) -> Tensor:
+        return torch.empty_like(y, dtype=E4M3)
+
+    def attention_gradients(self, of_keys: Any, **arguments: Any) -> None:
+        of_q, of_k = self.operands.gradient, of_keys.operands.gradient
+        ops.fp8_attention_bwd(
+            **arguments,
+            q_scale=of_q.scale, q_amax=of_q.amax, q_saturated=of_q.saturated,
+            k_scale=of_k.scale, k_amax=of_k.amax, k_saturated=of_k.saturated,
+        )  # fmt: skip
+
+    def to_autograd(self, dy: Tensor, y: Tensor) -> Tensor:
+        given = fp8.stand_in(y, self.operands)
+        fp8.attach(given, self.operands, fp8.Input(dy, ()))
+        return given
+
+    def from_autograd(self, dy: Tensor) -> Tensor:
+        given = fp8.attached(dy, self.operands)
+        return dy if given is None else given.values
 
     def normalised(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None, gamma: Tensor,

@@ -1,9 +1,11 @@
-"""As attention's forward, with the operand of the product that reads its result in E4M3.
+"""Attention whose results are cast to E4M3 as they are stored, for the products that read them.
 
-The result is cast as it is stored, after the rounding to bfloat16: it is saved for attention's
-backward in any case, and backward makes the transpose from it (`fp8_transpose`).
+Forward's result is cast after the rounding to bfloat16: it is saved for attention's backward in any
+case. Gradients are rounded so, too, but only their values in E4M3 are stored. Transposes are made
+by the products' backward (`fp8_transpose`): sentences begin at any row, and 16 rows of a transpose
+are stored together.
 
-Shapes: Tq = packed query tokens, H = heads, D = head width; H * D is a multiple of 16.
+Shapes: Tq, Tk = packed query and key tokens, H = heads, D = head width; H * D is a multiple of 16.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from .attention import AttentionFwd
+from .attention import AttentionBwd, AttentionFwd
 from .checks import check_tensor
-from .fp8_quantise import check_statistics, empty_like, quantise
+from .fp8_quantise import ALIGNMENT, E4M3, check_statistics, empty_like, quantise
 from .registry import Written, define
 
 Attended = tuple[Annotated[Tensor, "out"], Annotated[Tensor, "lse"], Annotated[Tensor, "values"]]
@@ -60,3 +62,74 @@ class Fp8AttentionFwd(NamedTuple):
 
 
 fp8_attention_fwd = define("fp8_attention_fwd", Fp8AttentionFwd)
+
+
+class Fp8AttentionBwd(NamedTuple):
+    """As `attention_bwd`, but dq [Tq, H, D], dk and dv [Tk, H, D] are overwritten in E4M3.
+
+    Arguments up to site: as in `attention_bwd`, bfloat16. dq, dk, dv: heads are adjacent, rows
+    begin at multiples of 16 numbers, as in column slices of a matrix. The gradients of a column
+    slice can be computed beside those of others.
+    q_scale, q_amax, q_saturated: of dq, as in `fp8_quantise`. k_scale, k_amax, k_saturated: of both
+    dk and dv; they may be those of dq.
+    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
+    """
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    causal: bool
+    scale: float
+    p: float
+    rng: Tensor
+    site: int
+    dq: Written
+    dk: Written
+    dv: Written
+    q_scale: Tensor
+    q_amax: Written
+    q_saturated: Written
+    k_scale: Tensor
+    k_amax: Written
+    k_saturated: Written
+
+    def _near(self) -> AttentionBwd:
+        # empty_like: the layout of q, k and v, which may be column slices, does not matter here.
+        return AttentionBwd(*self[:15], *(torch.empty_like(x) for x in (self.q, self.k, self.v)))
+
+    def check(self, op: str) -> None:
+        check_tensor(op, "q", self.q, ("Tq", "H", "D"), (torch.bfloat16,))
+        self._near().check(op)
+        for name, x, like, of_cast in (
+            ("dq", self.dq, self.q, self[18:21]),
+            ("dk", self.dk, self.k, self[21:24]),
+            ("dv", self.dv, self.k, self[21:24]),
+        ):
+            check_tensor(op, name, x, like.shape, (E4M3,), like)
+            check_statistics(op, like.flatten(1), *of_cast)
+            if len(x) and (x.stride()[1:] != (x.shape[2], 1) or x.stride(0) % ALIGNMENT):
+                raise ValueError(
+                    f"{op}: {name} must have adjacent heads, and rows at multiples of {ALIGNMENT} "
+                    f"numbers, but its strides are {x.stride()}"
+                )
+
+    def reference(self) -> None:
+        near = self._near()
+        near.reference()
+        for x, exact, of_cast in (
+            (self.dq, near.dq, self[18:21]),
+            (self.dk, near.dk, self[21:24]),
+            (self.dv, near.dv, self[21:24]),
+        ):
+            values, _ = quantise(exact.flatten(1).float(), *of_cast)
+            x.view(torch.uint8).copy_(values.view(torch.uint8).view(x.shape))
+
+
+fp8_attention_bwd = define("fp8_attention_bwd", Fp8AttentionBwd)

@@ -1,8 +1,8 @@
-"""The transpose in E4M3 of a tensor, or of its LayerNorm, for a product in backward.
+"""The transpose in E4M3 of a tensor, of its LayerNorm, or of values, for a product in backward.
 
 Forward casts an input x of a product to E4M3 (`fp8_quantise`); backward multiplies the transpose of
 it. If backward has x, or what x was computed from, the transpose is made only there. So it occupies
-no memory between.
+no memory between. Attention's backward writes its gradients in E4M3, but not their transpose.
 
 Shapes: T = rows, C = columns, a multiple of 16, P = padded rows.
 """
@@ -15,17 +15,21 @@ import torch
 from torch import Tensor
 
 from .checks import check_rows, check_tensor
-from .fp8_quantise import check_scale, check_width, empty_like, quantise
-from .registry import define
+from .fp8_quantise import CASTABLE, E4M3, check_scale, check_width, empty_like, quantise
+from .numerics import column_sum, store_gradient
+from .registry import Written, define
 
 
 class Fp8Transpose(NamedTuple):
     """transpose [C, P]: x^T or, with gamma, LayerNorm(x)^T, in E4M3 as `fp8_quantise` casts it.
 
-    x: [T, C], bfloat16. scale: as in `fp8_quantise`. mean, rstd: float32 [T], gamma, beta: bfloat16
-    [C], as in `dropout_residual_layer_norm_fwd`: y = (x - mean) * rstd * gamma + beta, in float32.
-    All four or none. Statistics are not noted, as the cast in forward has noted them. y is that of
-    forward but for roundings: forward computes it from the sum before it is rounded to bfloat16.
+    x: [T, C], bfloat16; or E4M3, values that a cast by this scale has given. scale: as in
+    `fp8_quantise`. mean, rstd: float32 [T], gamma, beta: bfloat16 [C], as in
+    `dropout_residual_layer_norm_fwd`: y = (x - mean) * rstd * gamma + beta, in float32. All four or
+    none. Statistics are not noted, as the cast in forward has noted them. y is that of forward but
+    for roundings: forward computes it from the sum before it is rounded to bfloat16.
+    sums: [C] or None: only if x is E4M3, the column sums of scale * x are written to it or, with
+    accumulate, added to it.
     Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
     """
 
@@ -35,15 +39,23 @@ class Fp8Transpose(NamedTuple):
     rstd: Tensor | None = None
     gamma: Tensor | None = None
     beta: Tensor | None = None
+    sums: Written | None = None
+    accumulate: bool = False
 
     def check(self, op: str) -> None:
-        x, scale, *norm = self
-        check_tensor(op, "x", x, ("T", "C"), (torch.bfloat16,))
+        x, scale, *norm, sums, _ = self
+        check_tensor(op, "x", x, ("T", "C"), (torch.bfloat16, E4M3))
         check_rows(op, "x", x)
         check_width(op, x)
         check_scale(op, "scale", scale, x)
         if len({tensor is None for tensor in norm}) > 1:
             raise ValueError(f"{op}: give all of mean, rstd, gamma and beta, or none")
+        if x.dtype == E4M3 and self.mean is not None:
+            raise ValueError(f"{op}: x must be bfloat16 for a LayerNorm, got {x.dtype}")
+        if sums is not None:
+            check_tensor(op, "sums", sums, x.shape[1:], CASTABLE, x)
+            if x.dtype != E4M3:
+                raise ValueError(f"{op}: x must be {E4M3} for sums, got {x.dtype}")
         rows, columns = x.shape
         for name, tensor, size, dtype in zip(
             ("mean", "rstd", "gamma", "beta"),
@@ -59,8 +71,12 @@ class Fp8Transpose(NamedTuple):
         return empty_like(self.x)[1]
 
     def reference(self) -> Tensor:
-        x, scale, mean, rstd, gamma, beta = self
+        x, scale, mean, rstd, gamma, beta, sums, accumulate = self
         y = x.float()
+        if x.dtype == E4M3:
+            y *= scale
+            if sums is not None:
+                store_gradient(sums, column_sum(y), accumulate)
         if mean is not None and rstd is not None and gamma is not None and beta is not None:
             y = (y - mean[:, None]) * rstd[:, None] * gamma.float() + beta.float()
         ignored = torch.zeros_like(scale)

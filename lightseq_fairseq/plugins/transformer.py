@@ -35,8 +35,9 @@ from lightseq_fairseq.layers import (
     sinusoidal_positions,
     vocabulary_logits,
 )
-from lightseq_fairseq.layers.decoder import DecoderLayer, run_decoder_with_weights
+from lightseq_fairseq.layers.decoder import DecoderLayer, memory_product, run_decoder_with_weights
 from lightseq_fairseq.layers.encoder import EncoderLayer
+from lightseq_fairseq.layers.products import PLAIN, Product
 from lightseq_fairseq.packing import Packed, Segments
 from lightseq_fairseq.plugins.encoder_out import EncoderOut, repack
 from lightseq_fairseq.plugins.flat_model import SENTENCE_PAIRS, FlatModel
@@ -154,13 +155,14 @@ class LSTransformerEncoder(_Side, TransformerEncoderBase):
         return self.features(segments.pack(src_tokens), segments, rng, states), segments
 
     def features(
-        self, tokens: Tensor, segments: Segments, rng: Tensor, states: list[Tensor] | None = None
-    ) -> Tensor:
-        """tokens [T] of packed sentences -> [T, C]; states: see ``run_encoder``."""
+        self, tokens: Tensor, segments: Segments, rng: Tensor, states: list[Tensor] | None = None,
+        reader: Product = PLAIN,
+    ) -> Tensor:  # fmt: skip
+        """tokens [T] of packed sentences -> [T, C]; states, reader: see ``run_encoder``."""
         x = self.embed_packed(tokens, segments.positions, segments.max_len, rng, 0)
         return run_encoder(
             self.layers, self.layer_norm, x, segments, rng,
-            checkpoint_activations=self.cfg.checkpoint_activations, states=states,
+            checkpoint_activations=self.cfg.checkpoint_activations, states=states, reader=reader,
         )  # fmt: skip
 
     def forward(
@@ -430,7 +432,8 @@ def packed_logits(
 ) -> Tensor:
     """See ``LSTransformerModel.packed_logits``."""
     source, target = batch["source"], batch["target"]
-    memory = encoder.features(source["tokens"], source.segments, rng)
+    reader = memory_product(decoder.layers) if len(decoder.layers) else PLAIN
+    memory = encoder.features(source["tokens"], source.segments, rng, reader=reader)
     x, _ = decoder.features(target["previous"], target.segments, memory, source.segments, rng)
     return decoder.output_layer(x)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.ops.fp8_quantise import E4M3
 from lightseq_fairseq.packing import Segments
 
 from .batch import bert_lengths, segments
@@ -53,7 +54,7 @@ def attention(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
         inputs = _Inputs(make, sizes.heads, width, sizes.dropout, queries, keys, causal)
         yield from inputs.cases(shape, inputs.formula().systems(), inputs.flash())
         if make.dtype == torch.bfloat16:
-            yield inputs.with_cast(shape)
+            yield from inputs.with_casts(shape)
     if tokens == BATCH and make.dtype != torch.float32 and make.device != "cpu":
         yield from _long_sentences(sizes, make)
 
@@ -117,8 +118,8 @@ class _Inputs:
         yield Case(f"attention_fwd.{shape}/T{rows}", 2 * q + 2 * k + lse, fwd)
         yield Case(f"attention_bwd.{shape}/T{rows}", 3 * q + 4 * k + lse, bwd)
 
-    def with_cast(self, shape: str) -> Case:
-        """Forward that also casts its result."""
+    def with_casts(self, shape: str) -> Iterator[Case]:
+        """Forward that also casts its result, and backward that stores its results in E4M3."""
         rows, q, k, lse = self._bytes()
         options = *self.lengths, self.causal, self.scale, self.p, self.rng, SITE
         of_cast = scalars(self.make, 6.0)
@@ -127,10 +128,22 @@ class _Inputs:
             out, _, values = ops.fp8_attention_fwd(self.q, self.k, self.v, *options, *of_cast)
             return out, values
 
-        moved = 2 * q + 2 * k + lse + q // 2
-        return Case(
-            f"fp8_attention_fwd.{shape}/T{rows}", moved, {"ours": without_autograd(forward)}
-        )
+        def backward() -> tuple[Tensor, ...]:
+            gradients = [x.view(E4M3) for x in self._heads_of(bytes_of)]
+            ops.fp8_attention_bwd(*given, *gradients, *of_cast, *of_cast)
+            return tuple(gradients)
+
+        def bytes_of(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.uint8, device=self.q.device)
+
+        results = ops.attention_fwd(self.q, self.k, self.v, *options)
+        given = self.dout, self.q, self.k, self.v, *results, *options
+        for way, moved, run in (
+            ("fwd", 2 * q + 2 * k + lse + q // 2, forward),
+            ("bwd", 2 * q + 2 * k + lse + q // 2 + k, backward),
+        ):
+            systems = {"ours": without_autograd(run)}
+            yield Case(f"fp8_attention_{way}.{shape}/T{rows}", moved, systems)
 
     def _bytes(self) -> tuple[int, int, int, int]:
         """The number of queries, and the bytes of q, k and lse."""

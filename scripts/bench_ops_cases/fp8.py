@@ -131,6 +131,14 @@ def fp8_layer_norm(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
 
     for name, run in (("c", transpose()), ("layer_norm", transpose(mean, rstd, gamma, beta))):
         yield Case(f"fp8_transpose.{name}/T{tokens}", total.nbytes * 3 // 2, {"ours": run})
+    values = Operand(make, tokens, c).values
+
+    def of_values() -> tuple[Tensor, ...]:
+        sums = torch.empty_like(bias)
+        return ops.fp8_transpose(values, of_cast[0], sums=sums), sums
+
+    run = without_autograd(of_values)
+    yield Case(f"fp8_transpose.values.sums/T{tokens}", 2 * values.nbytes, {"ours": run})
 
 
 def fp8_update(sizes: Sizes, make: Make) -> Iterator[Case]:

@@ -201,7 +201,12 @@ def test_fp8_attention(lengths: list[int], width: int) -> None:
     def call() -> tuple[Tensor, ...]:
         statistics = torch.tensor(0.0).cuda(), torch.tensor(0).cuda()
         out, lse, values = ops.fp8_attention_fwd(q, k, v, *settings, scale, *statistics)
-        return out, lse, values.float(), *statistics
+        memory = torch.empty((rows, 3, *q.shape[1:]), dtype=torch.float8_e4m3fn).cuda()
+        of_cast = scale, *statistics
+        ops.fp8_attention_bwd(
+            out, q, k, v, out, lse, *settings, *memory.unbind(1), *of_cast, *of_cast
+        )
+        return out, lse, values.float(), memory.float(), *statistics
 
     check(call)
 
@@ -212,6 +217,13 @@ def test_fp8_transpose() -> None:
     mean, rstd = on_gpu(torch.float32, 137), on_gpu(torch.float32, 137)
     norm = mean, rstd, *(on_gpu(torch.bfloat16, 272) for _ in range(2))
     check(lambda: tuple(ops.fp8_transpose(x, scale, *given).float() for given in ((), norm)))
+    values = x.to(torch.float8_e4m3fn)
+
+    def of_values() -> tuple[Tensor, ...]:
+        sums = torch.empty_like(x[0])
+        return ops.fp8_transpose(values, scale, sums=sums).float(), sums
+
+    check(of_values)
 
 
 @pytest.mark.parametrize("width", [48, 1024, 2064])

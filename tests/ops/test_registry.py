@@ -104,6 +104,12 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *attention(),
         *of_cast(),
     ),
+    "fp8_attention_bwd": lambda: (
+        *(bf16(T, H, 16) for _ in range(5)),
+        *(randn(T, H).float(), *attention()),
+        *(fp8(T, H * 16).view(T, H, 16) for _ in range(3)),
+        *(*of_cast(), *of_cast()),
+    ),
     "fp8_linear_fwd": lambda: (fp8(T, 16), scale(), fp8(32, 16), scale(), bf16(32)),
     "fp8_linear_bwd": lambda: (
         *(fp8(T, 32), fp8(32, 16), scale(), fp8(16, 16), scale(), fp8(16, 32), scale()),
