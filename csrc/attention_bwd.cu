@@ -112,7 +112,8 @@ __device__ __forceinline__ void whole_pass(BwdTiles<T, kWidth>& tiles, const Bwd
                                    grad_scale, p.work.width);
   }
   if (keys.length <= 0) return;
-#pragma unroll 1  // unrolled, a kernel that casts takes 5% longer
+  constexpr int kUnroll = kCasts ? 1 : 2;  // unrolled, a kernel that casts takes 5% longer
+#pragma unroll kUnroll
   for (int i = 0; i < 2; ++i) {
     const bool is_dv = i == 0;
     float sums[kWidth / 8][4] = {};

@@ -30,7 +30,7 @@ class _Linear(torch.autograd.Function):
         y, of_x = ctx.product.forward(x, weight, bias)
         ctx.save_for_backward(*of_x, *weights, *(() if bias is None else biases))
         ctx.kept = len(of_x)
-        ctx.rows = [w.shape[0] for w in weights]
+        ctx.tokens, ctx.rows = len(x), [w.shape[0] for w in weights]
         ctx.set_materialize_grads(False)
         return y if parts == 1 else y.chunk(parts, dim=1)
 
@@ -40,9 +40,13 @@ class _Linear(torch.autograd.Function):
         of_x, parameters = split_saved(ctx.saved_tensors, ctx.kept)
         count = len(ctx.rows)
         weight, biases = as_one(parameters[:count]), parameters[count:]
+        width = weight.shape[0] // len(grads)
         known = {i: ctx.product.from_autograd(g) for i, g in enumerate(grads) if g is not None}
-        some = next(iter(known.values()))
-        given = [known[i] if i in known else some.new_zeros(some.shape) for i in range(len(grads))]
+        dtype = next((g.dtype for g in known.values()), weight.dtype)
+        given = [
+            known[i] if i in known else weight.new_zeros(ctx.tokens, width, dtype=dtype)
+            for i in range(len(grads))
+        ]
         dy = as_one(given, dim=1) if len(given) > 1 else given[0].contiguous()
         need_dx = ctx.needs_input_grad[0]
         to = gradients_for(weight, *([as_one(biases)] if biases else []))
