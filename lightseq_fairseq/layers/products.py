@@ -116,11 +116,11 @@ class Product:
         ops.attention_bwd(**arguments)
 
     def to_autograd(self, dy: Tensor, y: Tensor) -> Tensor:
-        """For autograd, the gradient dy of y, of memory of `gradient_like`; see `from_autograd`."""
+        """What autograd gets as the gradient of y, for dy in memory of `gradient_like`."""
         return dy
 
     def from_autograd(self, dy: Tensor) -> Tensor:
-        """The gradient that `to_autograd` was given; or dy itself, if that made none of it."""
+        """The inverse of `to_autograd`; other gradients stay as they are."""
         return dy
 
     def normalised(

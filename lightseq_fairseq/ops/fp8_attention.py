@@ -68,8 +68,7 @@ class Fp8AttentionBwd(NamedTuple):
     """As `attention_bwd`, but dq [Tq, H, D], dk and dv [Tk, H, D] are overwritten in E4M3.
 
     Arguments up to site: as in `attention_bwd`, bfloat16. dq, dk, dv: heads are adjacent, rows
-    begin at multiples of 16 numbers, as in column slices of a matrix. The gradients of a column
-    slice can be computed beside those of others.
+    begin at multiples of 16 numbers, as in column slices of a matrix.
     q_scale, q_amax, q_saturated: of dq, as in `fp8_quantise`. k_scale, k_amax, k_saturated: of both
     dk and dv; they may be those of dq.
     Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
@@ -100,13 +99,9 @@ class Fp8AttentionBwd(NamedTuple):
     k_amax: Written
     k_saturated: Written
 
-    def _near(self) -> AttentionBwd:
-        # empty_like: the layout of q, k and v, which may be column slices, does not matter here.
-        return AttentionBwd(*self[:15], *(torch.empty_like(x) for x in (self.q, self.k, self.v)))
-
     def check(self, op: str) -> None:
         check_tensor(op, "q", self.q, ("Tq", "H", "D"), (torch.bfloat16,))
-        self._near().check(op)
+        AttentionBwd(*self[:15], self.q, self.k, self.v).check(op)
         for name, x, like, of_cast in (
             ("dq", self.dq, self.q, self[18:21]),
             ("dk", self.dk, self.k, self[21:24]),
@@ -121,7 +116,7 @@ class Fp8AttentionBwd(NamedTuple):
                 )
 
     def reference(self) -> None:
-        near = self._near()
+        near = AttentionBwd(*self[:15], *(torch.empty_like(x) for x in (self.q, self.k, self.v)))
         near.reference()
         for x, exact, of_cast in (
             (self.dq, near.dq, self[18:21]),

@@ -432,7 +432,8 @@ def packed_logits(
 ) -> Tensor:
     """See ``LSTransformerModel.packed_logits``."""
     source, target = batch["source"], batch["target"]
-    reader = memory_product(decoder.layers) if len(decoder.layers) else PLAIN
+    layers = list(decoder.layers.children())
+    reader = memory_product(layers) if layers else PLAIN
     memory = encoder.features(source["tokens"], source.segments, rng, reader=reader)
     x, _ = decoder.features(target["previous"], target.segments, memory, source.segments, rng)
     return decoder.output_layer(x)
