@@ -2,11 +2,14 @@
 //
 //   y[t] = dropout(norm(scale * weight[token[t]] + position_weight[position[t]]))
 //
-// norm is LayerNorm in embedding_layer_norm_fwd, and the identity in embedding_fwd.
+// norm is LayerNorm in embedding_layer_norm_fwd, and the identity in embedding_fwd. The variants
+// for fp8 also cast y, rounded to bfloat16, to E4M3 (fp8_cast.cuh):
+//
+//   values [T, C] = y / scale of the cast
 //
 //   saved for backward   the indices; with LayerNorm also mean and rstd, and backward looks up the
 //                        rows again. Backward generates the dropout bits again
-//   bytes moved          the rows of the tables that occur, once each, and y
+//   bytes moved          the rows of the tables that occur, once each, y and values
 //   determinism          each result is a sum of only two numbers; with LayerNorm, all sums are
 //                        over one row, in a fixed order
 //
@@ -21,10 +24,13 @@
 #include <cassert>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <tuple>
+#include <type_traits>
 
 #include "common/check.h"
 #include "common/columns.cuh"
+#include "common/fp8_rows.cuh"
 #include "common/launch.cuh"
 #include "common/layer_norm.cuh"
 #include "common/optional.h"
@@ -80,9 +86,10 @@ struct Lookup {
 // The number of instructions limits the speed. So there are no branches, and the tokens' Philox
 // calls share the parts that depend only on the column. Adjacent blocks have the same slab, so that
 // its part of the position table and of the most frequent words stays in L1.
-template <typename T, bool kDrops>
+template <typename T, bool kDrops, bool kCasts>
 __global__ void __launch_bounds__(kBlock, kBlocks<T>)
-    embedding_fwd_kernel(const __grid_constant__ Lookup<T> p, T* __restrict__ y) {
+    embedding_fwd_kernel(const __grid_constant__ Lookup<T> p, T* __restrict__ y,
+                         const __grid_constant__ Cast cast) {
   constexpr int kOfBlock = kTokens * kWarps;
   __shared__ uint32_t tokens[kOfBlock], positions[kOfBlock];
   griddepcontrol_wait();
@@ -98,15 +105,19 @@ __global__ void __launch_bounds__(kBlock, kBlocks<T>)
   __syncthreads();
   const int64_t group = static_cast<int64_t>(blockIdx.y) * kWarp + threadIdx.x % kWarp;
   const int64_t column = group * kColumnsPerDraw;
-  if (column >= p.columns) return;
+  if (!kCasts && column >= p.columns) return;
+  const bool is_inside = column < p.columns;  // if not, nothing is loaded or stored
+  const float inverse = kCasts ? 1.0f / *cast.scale : 1.0f;
+  CastStatistics statistics = {};
   const int of_warp = static_cast<int>(threadIdx.x) / kWarp * kTokens;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kOfBlock + of_warp;
   const T* const words = p.words.data + column;
   const T* const places = p.places.data + column;
   T* const target = y + first * p.columns + column;
   const Rng rng(p.dropout.dropout.rng);
-  Columns<T> word[kStages], place[kStages] = {};
+  Columns<T> word[kStages] = {}, place[kStages] = {};
   const auto start_loading = [&](int row) {
+    if (kCasts && !is_inside) return;
     const uint64_t token = tokens[of_warp + row], position = positions[of_warp + row];
     word[row % kStages].load(words + token * p.words.stride);
     if (p.positioned()) place[row % kStages].load(places + position * p.places.stride);
@@ -124,7 +135,20 @@ __global__ void __launch_bounds__(kBlock, kBlocks<T>)
     if constexpr (kDrops) p.dropout.apply(p.dropout.draw(rng, first + row, group), x);
     Columns<T> result;
     result.pack(x);
-    if (first + row < p.rows) result.store(target + row * p.columns);
+    const bool exists = is_inside && first + row < p.rows;
+    if (exists) result.store(target + row * p.columns);
+    if constexpr (kCasts) {
+      result.unpack(x);
+      const uint2 bytes = statistics.cast(x, inverse, exists);
+      const int64_t at = (first + row) * p.columns + column;
+      if (exists) *reinterpret_cast<uint2*>(cast.values + at) = bytes;
+    }
+  }
+  if constexpr (kCasts) {
+    __shared__ BlockStatistics<kWarps> of_block;
+    of_block.note(statistics, threadIdx.x);
+    __syncthreads();
+    if (threadIdx.x == 0) of_block.publish(cast);
   }
 }
 
@@ -144,14 +168,17 @@ constexpr int kNormBlocks = sizeof(T) == 4 ? 1 : 2;
 
 // With LayerNorm. A team of threads holds a row in registers (common/layer_norm.cuh); all its loads
 // are in flight at once.
-template <typename T, typename S>
+template <typename T, typename S, bool kCasts>
 __global__ void __launch_bounds__(kBlockThreads, kNormBlocks<T>)
     embedding_layer_norm_fwd_kernel(const __grid_constant__ Lookup<T> p,
-                                    const __grid_constant__ Norm<T> norm, T* __restrict__ y) {
+                                    const __grid_constant__ Norm<T> norm, T* __restrict__ y,
+                                    const __grid_constant__ Cast cast) {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();  // as in embedding_fwd_kernel
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * S::kTeams + threadIdx.y;
-  if (row >= p.rows) return;
+  const int64_t team = static_cast<int64_t>(blockIdx.x) * S::kTeams + threadIdx.y;
+  if (!kCasts && team >= p.rows) return;
+  const bool exists = team < p.rows;
+  const int64_t row = exists ? team : p.rows - 1;  // if not, load the last row again
   const int columns = static_cast<int>(p.columns);
   const T* const words = p.words.data + uint64_t{p.token(row)} * p.words.stride;
   const T* const places = p.places.data + uint64_t{p.position(row)} * p.places.stride;
@@ -187,17 +214,31 @@ __global__ void __launch_bounds__(kBlockThreads, kNormBlocks<T>)
   }
   const float2 statistics =
       normalize_row<T, S>(x, sum, gamma, beta, columns, norm.inverse, norm.eps);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0 && exists) {
     norm.mean[row] = statistics.x;
     norm.rstd[row] = statistics.y;
   }
+  const float inverse = kCasts ? 1.0f / *cast.scale : 1.0f;
+  CastStatistics of_cast = {};
 #pragma unroll
   for (int i = 0; i < S::kGroups; ++i) {
-    if (S::column(i) >= columns) continue;
+    if (S::column(i) >= columns || !exists) continue;
+    const int64_t at = row * columns + S::column(i);
     p.dropout.apply(keep[i], x[i]);
     Columns<T> result;
     result.pack(x[i]);
-    result.store(y + row * columns + S::column(i));
+    result.store(y + at);
+    if constexpr (kCasts) {
+      result.unpack(x[i]);
+      *reinterpret_cast<uint2*>(cast.values + at) = of_cast.cast(x[i], inverse, true);
+    }
+  }
+  if constexpr (kCasts) {
+    __shared__ BlockStatistics<kBlockThreads / kWarp> of_block;
+    const int thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
+    of_block.note(of_cast, thread);
+    __syncthreads();
+    if (thread == 0) of_block.publish(cast);
   }
 }
 
@@ -232,38 +273,42 @@ void check_lookup(const char* op, const Tensor& weight,
   require(rng.is_contiguous(), op, ": rng must be contiguous");
 }
 
-Tensor embedding_fwd(const Tensor& tokens, const Tensor& weight,
-                     const std::optional<Tensor>& positions,
-                     const std::optional<Tensor>& position_weight, double scale, double p,
-                     const Tensor& rng, int64_t site) {
-  const char* const op = "embedding_fwd";
+// Cast::values is null if no cast is wanted.
+Tensor look_up(const char* op, const Tensor& tokens, const Tensor& weight,
+               const std::optional<Tensor>& positions, const std::optional<Tensor>& position_weight,
+               double scale, double p, const Tensor& rng, int64_t site, const Cast& cast) {
   check_lookup(op, weight, position_weight, rng);
   const int64_t rows = tokens.size(0), columns = weight.size(1);
   Tensor y = allocate(weight, {rows, columns});
   const int32_t device = weight.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  dispatch_float(weight.scalar_type(), "embedding_fwd: weight", [&](auto zero) {
+  const std::string what = std::string(op) + ": weight";
+  dispatch_float(weight.scalar_type(), what.c_str(), [&](auto zero) {
     using T = decltype(zero);
     if (y.numel() == 0) return;
     const Lookup<T> lookup =
         lookup_of<T>(op, tokens, weight, positions, position_weight, scale, p, rng, site);
     const dim3 grid(blocks_for(rows, kWarps * kTokens), blocks_for(columns, kSlab));
-    const auto kernel = p > 0.0 ? embedding_fwd_kernel<T, true> : embedding_fwd_kernel<T, false>;
-    launch({.op = op,
-            .grid = grid,
-            .block = kBlock,
-            .stream = current_stream(device),
-            .dependent = true},
-           kernel, lookup, static_cast<T*>(y.mutable_data_ptr()));
+    dispatch_cast<T>(cast, [&](auto is_cast) {
+      constexpr bool kCasts = decltype(is_cast)::value;
+      const auto kernel =
+          p > 0.0 ? embedding_fwd_kernel<T, true, kCasts> : embedding_fwd_kernel<T, false, kCasts>;
+      launch({.op = op,
+              .grid = grid,
+              .block = kBlock,
+              .stream = current_stream(device),
+              .dependent = true},
+             kernel, lookup, static_cast<T*>(y.mutable_data_ptr()), cast);
+    });
   });
   return y;
 }
 
-std::tuple<Tensor, Tensor, Tensor> embedding_layer_norm_fwd(
-    const Tensor& tokens, const Tensor& weight, const std::optional<Tensor>& positions,
-    const std::optional<Tensor>& position_weight, const Tensor& gamma, const Tensor& beta,
-    double scale, double p, const Tensor& rng, int64_t site, double eps) {
-  const char* const op = "embedding_layer_norm_fwd";
+std::tuple<Tensor, Tensor, Tensor> look_up_and_normalise(
+    const char* op, const Tensor& tokens, const Tensor& weight,
+    const std::optional<Tensor>& positions, const std::optional<Tensor>& position_weight,
+    const Tensor& gamma, const Tensor& beta, double scale, double p, const Tensor& rng,
+    int64_t site, double eps, const Cast& cast) {
   check_lookup(op, weight, position_weight, rng);
   check_rows(op, "gamma", gamma);
   check_rows(op, "beta", beta);
@@ -274,7 +319,8 @@ std::tuple<Tensor, Tensor, Tensor> embedding_layer_norm_fwd(
   Tensor rstd = allocate(weight, {rows}, ScalarType::Float);
   const int32_t device = weight.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  dispatch_float(weight.scalar_type(), "embedding_layer_norm_fwd: weight", [&](auto zero) {
+  const std::string what = std::string(op) + ": weight";
+  dispatch_float(weight.scalar_type(), what.c_str(), [&](auto zero) {
     using T = decltype(zero);
     if (y.numel() == 0) return;
     const Lookup<T> lookup =
@@ -287,21 +333,76 @@ std::tuple<Tensor, Tensor, Tensor> embedding_layer_norm_fwd(
                        .eps = static_cast<float>(eps)};
     dispatch_shape<kNormGroups>(columns, [&](auto shape) {
       using S = decltype(shape);
-      launch({.op = op,
-              .grid = static_cast<unsigned>(blocks_for(rows, S::kTeams)),
-              .block = dim3(S::kThreads, S::kTeams),
-              .stream = current_stream(device),
-              .dependent = true},
-             embedding_layer_norm_fwd_kernel<T, S>, lookup, norm,
-             static_cast<T*>(y.mutable_data_ptr()));
+      dispatch_cast<T>(cast, [&](auto is_cast) {
+        launch({.op = op,
+                .grid = static_cast<unsigned>(blocks_for(rows, S::kTeams)),
+                .block = dim3(S::kThreads, S::kTeams),
+                .stream = current_stream(device),
+                .dependent = true},
+               embedding_layer_norm_fwd_kernel<T, S, decltype(is_cast)::value>, lookup, norm,
+               static_cast<T*>(y.mutable_data_ptr()), cast);
+      });
     });
   });
   return {y, mean, rstd};
 }
 
+Tensor embedding_fwd(const Tensor& tokens, const Tensor& weight,
+                     const std::optional<Tensor>& positions,
+                     const std::optional<Tensor>& position_weight, double scale, double p,
+                     const Tensor& rng, int64_t site) {
+  return look_up("embedding_fwd", tokens, weight, positions, position_weight, scale, p, rng, site,
+                 {});
+}
+
+std::tuple<Tensor, Tensor, Tensor> embedding_layer_norm_fwd(
+    const Tensor& tokens, const Tensor& weight, const std::optional<Tensor>& positions,
+    const std::optional<Tensor>& position_weight, const Tensor& gamma, const Tensor& beta,
+    double scale, double p, const Tensor& rng, int64_t site, double eps) {
+  return look_up_and_normalise("embedding_layer_norm_fwd", tokens, weight, positions,
+                               position_weight, gamma, beta, scale, p, rng, site, eps, {});
+}
+
+// Memory for the values of y.
+std::tuple<Tensor, Tensor> allocate_values(const char* op, const Tensor& tokens,
+                                           const Tensor& weight) {
+  require_fp8(op, weight.get_device());
+  require(weight.scalar_type() == ScalarType::BFloat16, op, ": weight must be bfloat16");
+  const torch::stable::accelerator::DeviceGuard guard(weight.get_device());
+  return allocate_cast(weight, tokens.size(0), weight.size(1), CastOf::kValues);
+}
+
+std::tuple<Tensor, Tensor> fp8_embedding_fwd(const Tensor& tokens, const Tensor& weight,
+                                             const std::optional<Tensor>& positions,
+                                             const std::optional<Tensor>& position_weight,
+                                             double scale, double p, const Tensor& rng,
+                                             int64_t site, const Tensor& y_scale, Tensor amax,
+                                             Tensor saturated) {
+  constexpr const char* kOp = "fp8_embedding_fwd";
+  const auto results = allocate_values(kOp, tokens, weight);
+  const Cast cast = cast_into(results, y_scale, amax, saturated);
+  return {look_up(kOp, tokens, weight, positions, position_weight, scale, p, rng, site, cast),
+          std::get<0>(results)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> fp8_embedding_layer_norm_fwd(
+    const Tensor& tokens, const Tensor& weight, const std::optional<Tensor>& positions,
+    const std::optional<Tensor>& position_weight, const Tensor& gamma, const Tensor& beta,
+    double scale, double p, const Tensor& rng, int64_t site, double eps, const Tensor& y_scale,
+    Tensor amax, Tensor saturated) {
+  constexpr const char* kOp = "fp8_embedding_layer_norm_fwd";
+  const auto results = allocate_values(kOp, tokens, weight);
+  const Cast cast = cast_into(results, y_scale, amax, saturated);
+  return std::tuple_cat(look_up_and_normalise(kOp, tokens, weight, positions, position_weight,
+                                              gamma, beta, scale, p, rng, site, eps, cast),
+                        std::make_tuple(std::get<0>(results)));
+}
+
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
   m.impl("embedding_fwd", TORCH_BOX(&embedding_fwd));
   m.impl("embedding_layer_norm_fwd", TORCH_BOX(&embedding_layer_norm_fwd));
+  m.impl("fp8_embedding_fwd", TORCH_BOX(&fp8_embedding_fwd));
+  m.impl("fp8_embedding_layer_norm_fwd", TORCH_BOX(&fp8_embedding_layer_norm_fwd));
 }
 
 }  // namespace

@@ -24,18 +24,6 @@ struct GradientCasts {
   Cast dq, dk, dv;
 };
 
-// Calls function(whether the kernel casts): std::true_type if Cast::values is not null. Only
-// bfloat16 is cast.
-template <typename T, typename Function>
-void dispatch_cast(const Cast& cast, Function&& function) {
-  constexpr bool kMayCast = std::is_same_v<T, __nv_bfloat16>;
-  if (kMayCast && cast.values != nullptr) {
-    function(std::bool_constant<kMayCast>{});
-  } else {
-    function(std::false_type{});
-  }
-}
-
 // Zeroes the values of rows first ... rows - 1; see zero_rows() in attention.cuh.
 __device__ __forceinline__ void zero_values(const Cast& cast, int first, int rows,
                                             const Work& work) {

@@ -469,6 +469,18 @@ inline Cast cast_into(const std::tuple<torch::stable::Tensor, torch::stable::Ten
           .tiles_across = static_cast<unsigned>(blocks_for(values.size(1), kCastTile))};
 }
 
+// For kernels that cast in a variant of their own. Calls function(whether the kernel casts):
+// std::true_type if Cast::values is not null. Only bfloat16 is cast.
+template <typename T, typename Function>
+void dispatch_cast(const Cast& cast, Function&& function) {
+  constexpr bool kMayCast = std::is_same_v<T, __nv_bfloat16>;
+  if (kMayCast && cast.values != nullptr) {
+    function(std::bool_constant<kMayCast>{});
+  } else {
+    function(std::false_type{});
+  }
+}
+
 template <CastOf kOf = CastOf::kBoth, typename Source>
 void launch_cast(const char* op, const Source& source, const Cast& cast, cudaStream_t stream) {
   if (cast.rows == 0 || cast.columns == 0) return;

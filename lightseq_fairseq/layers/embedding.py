@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.dropout import dropout
+from lightseq_fairseq.layers.products import PLAIN, Product
 from lightseq_fairseq.layers.residual_norm import layer_norm
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
 from lightseq_fairseq.layers.sites import first_site
@@ -30,6 +31,7 @@ class _LookUp:
     p: float
     site: int
     eps: float = 0.0
+    reader: Product = PLAIN
 
 
 class _Embedding(torch.autograd.Function):
@@ -38,14 +40,9 @@ class _Embedding(torch.autograd.Function):
                 position_weight: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
                 rng: Tensor, settings: _LookUp) -> Tensor:  # fmt: skip
         tables = tokens, weight, positions, position_weight
-        scale, p, site = settings.scale, settings.p, settings.site
-        mean = rstd = None
-        if gamma is None or beta is None:
-            y = ops.embedding_fwd(*tables, scale=scale, p=p, rng=rng, site=site)
-        else:
-            y, mean, rstd = ops.embedding_layer_norm_fwd(
-                *tables, gamma, beta, scale=scale, p=p, rng=rng, site=site, eps=settings.eps
-            )
+        y, mean, rstd = settings.reader.embedded(
+            *tables, gamma, beta, settings.scale, settings.p, rng, settings.site, settings.eps
+        )
         ctx.save_for_backward(*tables, gamma, beta, mean, rstd, rng)
         ctx.settings = settings
         return y
@@ -82,7 +79,7 @@ class _Embedding(torch.autograd.Function):
 def embed(
     tokens: Tensor, weight: Tensor, positions: Tensor | None, position_weight: Tensor | None, *,
     scale: float, padding_idx: int, p: float, rng: Tensor, site: int,
-    project: nn.Linear | None = None, norm: nn.LayerNorm | None = None,
+    project: nn.Linear | None = None, norm: nn.LayerNorm | None = None, reader: Product = PLAIN,
 ) -> Tensor:  # fmt: skip
     """dropout(norm(project(scale * weight[tokens]) + position_weight[positions])), differentiable.
 
@@ -96,6 +93,7 @@ def embed(
         site: of the dropout, see ``ops.philox``.
         project: maps the embedding width to the model width (fairseq's ``project_in_dim``).
         norm: LayerNorm before the dropout (``--layernorm-embedding``).
+        reader: a product that reads the result.
 
     Returns: [T, C].
     Source: ``TransformerEncoderBase.forward_embedding`` of fairseq.
@@ -104,7 +102,7 @@ def embed(
     wait_for(weight, position_weight, *(p for module in modules for p in module.parameters()))
     if project is None:  # one kernel computes everything
         gamma, beta, eps = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
-        look_up = _LookUp(scale, padding_idx, p, site, eps)
+        look_up = _LookUp(scale, padding_idx, p, site, eps, reader)
         y: Tensor = _Embedding.apply(
             tokens, weight, positions, position_weight, gamma, beta, rng, look_up
         )

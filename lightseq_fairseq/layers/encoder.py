@@ -157,6 +157,12 @@ class EncoderLayer(TransformerLayer):
                 state_dict.pop(f"{name}.{dead}_{kind}", None)
 
 
+def first_product(layers: Iterable[TransformerLayer]) -> Product:
+    """The product by which a stack reads its input; none if LayerNorm reads it."""
+    first = next(iter(layers), None)
+    return PLAIN if first is None or first.normalize_before else first.self_attn.self_product
+
+
 def run_encoder(
     layers: Iterable[EncoderLayer], last_norm: nn.LayerNorm | None, x: Tensor,
     segments: Segments, rng: Tensor, causal: bool = False, checkpoint_activations: bool = False,

@@ -5,8 +5,8 @@ backward. Both kinds have the same methods. A forward product returns its result
 that backward needs of the input: the input itself, or its transpose in E4M3, which is smaller. If
 backward has what the input was made from in any case, it makes the transpose from that.
 
-Where an op of the layers produces an operand, it casts it (LayerNorm, the activation and
-attention, forward and backward); the others are cast here.
+Where an op of the layers produces an operand, it casts it (the embedding; LayerNorm, the activation
+and attention, forward and backward); the others are cast here.
 
 Shapes: T = packed tokens, K = inputs, N = outputs, F = feed-forward width.
 """
@@ -98,6 +98,18 @@ class Product:
         return ops.activation_linear_bwd(
             dy, kept[0], weight, saved, activation.p, dweight, dbias, accumulate, bias
         )
+
+    def embedded(
+        self, tokens: Tensor, weight: Tensor, positions: Tensor | None,
+        position_weight: Tensor | None, gamma: Tensor | None, beta: Tensor | None, scale: float,
+        p: float, rng: Tensor, site: int, eps: float,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """(y, mean, rstd): ``ops.embedding_layer_norm_fwd``, or without gamma and beta
+        ``ops.embedding_fwd``; this product will read y."""
+        tables = tokens, weight, positions, position_weight
+        if gamma is None or beta is None:
+            return ops.embedding_fwd(*tables, scale, p, rng, site), None, None
+        return ops.embedding_layer_norm_fwd(*tables, gamma, beta, scale, p, rng, site, eps)
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Any, ...]:
         """(x, out, lse): the results of ``ops.attention_fwd``, and x, which this product reads."""
@@ -225,6 +237,23 @@ class Fp8Product(Product):
             gradient[0], of.gradient.scale, of.transpose, of.weight.scale, kept[0], saved,
             activation.p, dbias, accumulate, scale=to.scale, amax=to.amax, saturated=to.saturated,
         )  # fmt: skip
+
+    def embedded(
+        self, tokens: Tensor, weight: Tensor, positions: Tensor | None,
+        position_weight: Tensor | None, gamma: Tensor | None, beta: Tensor | None, scale: float,
+        p: float, rng: Tensor, site: int, eps: float,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        tables, to = (tokens, weight, positions, position_weight), self.operands.input
+        mean = rstd = None
+        if gamma is None or beta is None:
+            y, values = ops.fp8_embedding_fwd(*tables, scale, p, rng, site, *to)
+        else:
+            y, mean, rstd, values = ops.fp8_embedding_layer_norm_fwd(
+                *tables, gamma, beta, scale, p, rng, site, eps, *to
+            )
+        # detach: a tensor that refers to itself is freed late.
+        fp8.attach(y, self.operands, fp8.Input(values, (y.detach(),)))
+        return y, mean, rstd
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Any, ...]:
         to = self.operands.input

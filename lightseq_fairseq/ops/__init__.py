@@ -31,6 +31,7 @@ from .linear_activation import linear_activation_fwd
 from .activation_linear import activation_linear_bwd
 from .fp8_quantise import fp8_quantise
 from .fp8_transpose import fp8_transpose
+from .fp8_embedding import fp8_embedding_fwd, fp8_embedding_layer_norm_fwd
 from .fp8_attention import fp8_attention_bwd, fp8_attention_fwd
 from .fp8_linear import fp8_linear_bwd, fp8_linear_fwd
 from .fp8_linear_activation import fp8_activation_linear_bwd, fp8_linear_activation_fwd
@@ -70,6 +71,8 @@ __all__ = [
     "activation_linear_bwd",
     "fp8_quantise",
     "fp8_transpose",
+    "fp8_embedding_fwd",
+    "fp8_embedding_layer_norm_fwd",
     "fp8_attention_bwd",
     "fp8_attention_fwd",
     "fp8_linear_fwd",

@@ -36,7 +36,7 @@ from lightseq_fairseq.layers import (
     vocabulary_logits,
 )
 from lightseq_fairseq.layers.decoder import DecoderLayer, memory_product, run_decoder_with_weights
-from lightseq_fairseq.layers.encoder import EncoderLayer
+from lightseq_fairseq.layers.encoder import EncoderLayer, first_product
 from lightseq_fairseq.layers.products import PLAIN, Product
 from lightseq_fairseq.packing import Packed, Segments
 from lightseq_fairseq.plugins.encoder_out import EncoderOut, repack
@@ -85,6 +85,7 @@ class _Side:
             scale=self.embed_scale, padding_idx=self.padding_idx,
             p=self.dropout_module.p if self.training else 0.0, rng=rng, site=site,
             project=getattr(self, "project_in_dim", None), norm=self.layernorm_embedding,
+            reader=first_product(self.layers.children()),
         )  # fmt: skip
 
     def _embed_adaptively(

@@ -1,4 +1,4 @@
-"""Cases of ops/embedding.py."""
+"""Cases of ops/embedding.py and ops/fp8_embedding.py."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lightseq_fairseq.layers import sinusoidal_positions
 
 from .batch import segments, zipf_tokens
 from .case import PAD, SITE, Case, Formula, Make, Run, Sizes, without_autograd
+from .fp8 import scalars
 
 
 def embedding(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
@@ -63,6 +64,16 @@ def embedding(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
 
         return torch.no_grad()(run)
 
+    of_cast = scalars(make, 6.0)
+
+    def cast_forward() -> tuple[Tensor, ...]:
+        return ops.fp8_embedding_fwd(ids, weight, positions, table, scale, p, rng, SITE, *of_cast)
+
+    def cast_normed_forward() -> tuple[Tensor, ...]:
+        return ops.fp8_embedding_layer_norm_fwd(
+            ids, weight, positions, table, gamma, beta, scale, p, rng, SITE, eps, *of_cast
+        )
+
     fwd, bwd = Formula(formula, (weight,), (dy,)).systems()
     normed_fwd, normed_bwd = Formula(normed_formula, (weight, gamma, beta), (dy,)).systems()
     row = width * dy.itemsize
@@ -90,3 +101,15 @@ def embedding(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
         (tokens + read + sizes.vocabulary) * row + 2 * indices + statistics,
         {"ours": normed_backward, **normed_bwd},
     )
+    if make.dtype != torch.bfloat16:
+        return
+    # As in post-LayerNorm stacks, whose first product reads the embedding.
+    for name, cast, least in (
+        ("embedding_fwd", cast_forward, 0),
+        ("embedding_layer_norm_fwd", cast_normed_forward, statistics),
+    ):
+        yield Case(
+            f"fp8_{name}/T{tokens}",
+            (tokens + read) * row + tokens * width + 2 * indices + least,
+            {"ours": without_autograd(cast)},
+        )

@@ -159,6 +159,27 @@ def test_embedding_layer_norm(width: int, dtype: torch.dtype) -> None:
     check(call)
 
 
+@pytest.mark.parametrize("width", [48, 2064])
+def test_fp8_embedding(width: int) -> None:
+    skip_without_fp8()
+    # As in test_embedding_layer_norm.
+    dtype, count = torch.bfloat16, 16 * torch.cuda.get_device_properties(0).multi_processor_count
+    tokens, positions = ids(count, 50), ids(count, 20)
+    tables = tokens, on_gpu(dtype, 50, width), positions, on_gpu(dtype, 20, width)
+    gamma, beta = (on_gpu(dtype, width) for _ in range(2))
+    dropout, scale = (P, make_rng().cuda(), SITE), torch.tensor(2.0**-6).cuda()
+
+    def call() -> tuple[Tensor, ...]:
+        of_cast = scale, torch.tensor(0.0).cuda(), torch.tensor(0).cuda()
+        y, values = ops.fp8_embedding_fwd(*tables, 2.0, *dropout, *of_cast)
+        *normed, cast = ops.fp8_embedding_layer_norm_fwd(
+            *tables, gamma, beta, 2.0, *dropout, 1e-5, *of_cast
+        )
+        return y, values.float(), *normed, cast.float(), *of_cast[1:]
+
+    check(call)
+
+
 @DTYPES
 @pytest.mark.parametrize("activation", ["identity", "relu", "gelu", "gelu_accurate"])
 def test_bias_activation_dropout(activation: str, dtype: torch.dtype) -> None:

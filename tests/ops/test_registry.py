@@ -99,6 +99,13 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "fp8_transpose": lambda: (
         *(bf16(T, 16), scale(), randn(T).float(), randn(T).abs().float(), bf16(16), bf16(16)),
     ),
+    "fp8_embedding_fwd": lambda: (
+        *(tokens(V), bf16(V, 16), tokens(V), bf16(V, 16), 2.0, P, make_rng(), SITE, *of_cast()),
+    ),
+    "fp8_embedding_layer_norm_fwd": lambda: (
+        *(tokens(V), bf16(V, 16), tokens(V), bf16(V, 16), bf16(16), bf16(16), 2.0, P, make_rng()),
+        *(SITE, 1e-5, *of_cast()),
+    ),
     "fp8_attention_fwd": lambda: (
         *(bf16(T, H, 16) for _ in range(3)),
         *attention(),

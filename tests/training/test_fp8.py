@@ -87,7 +87,7 @@ def test_recomputed_activations_change_no_bit(data: Path, tmp_path: Path) -> Non
 def test_ops_cast_the_operands_that_they_produce(
     data: Path, tmp_path: Path, is_pre_norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cast alone: in post-norm stacks, the results of two embeddings."""
+    """Nothing is cast alone. In pre-norm stacks, LayerNorm reads the embeddings."""
     calls: Counter[str] = Counter()
     flags = {**FP8, **(PRE_NORM if is_pre_norm else {}), "no_save": True}
 
@@ -106,9 +106,10 @@ def test_ops_cast_the_operands_that_they_produce(
     first = calls.copy()
     runs.run(data, tmp_path, **flags, max_update=2)
     assert calls - first - first == {
-        **({} if is_pre_norm else {"fp8_quantise": 2}),
-        # Of attention's results (three) and gradients (four), and where LayerNorm casts.
-        "fp8_transpose": 13 if is_pre_norm else 11,
+        # Of attention's results (three) and gradients (four), and where LayerNorm or an embedding
+        # casts.
+        "fp8_transpose": 13,
+        **({} if is_pre_norm else {"fp8_embedding_fwd": 2}),
         "fp8_attention_fwd": 3,
         "fp8_attention_bwd": 3,
         "fp8_dropout_residual_layer_norm_fwd": 6 if is_pre_norm else 4,
@@ -229,6 +230,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
         "fp8_activation_linear_bwd", scaled("weight_scale")
     ),
     "dropout's factor in backward": ("fp8_activation_linear_bwd", lambda a: a.update(p=0.5)),
+    "scale of the embedding": ("fp8_embedding_fwd", scaled("y_scale")),
     "scale of attention's result": ("fp8_attention_fwd", scaled("out_scale")),
     "scale of the gradient of queries": ("fp8_attention_bwd", scaled("q_scale")),
     "scale of the gradients of keys and values": ("fp8_attention_bwd", scaled("k_scale")),
