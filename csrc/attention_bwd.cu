@@ -1,7 +1,8 @@
 // Attention over packed sentences, backward. attention.cu has the formula of forward;
 // common/attention_work.cuh explains how the work is divided. Long sentences
-// (common/attention_long.h) have kernels of their own: in 16 bits on GPUs of compute capability 9.0
-// attention_long_bwd.cu, in float32 for heads of up to 64 columns attention_float_bwd.cu.
+// (common/attention_long.h) have kernels of their own: in 16 bits attention_long_bwd.cu on GPUs of
+// compute capability 9.0, attention_tiles_bwd.cu on others; in float32 for heads of up to 64
+// columns attention_float_bwd.cu.
 //
 //   P = exp(scale * q k^T - lse)      M = dropout mask of zeros and ones
 //   D = rowsum(P * M * dO V^T) = (1 - p) rowsum(dO * O)
@@ -301,12 +302,6 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
     tiles.of_queries.publish(p.dq.cast);
     tiles.of_keys.publish(p.dk.cast);
   }
-}
-
-template <typename T>
-Result<T> result_of(const char* op, const char* name, const Tensor& x, const Cast& cast) {
-  if (cast.values != nullptr) return {.rows = {}, .cast = cast};
-  return {.rows = packed<T>(op, name, x), .cast = {}};
 }
 
 // casts: if Cast::values are not null, dq, dk and dv are in E4M3, and these are their casts.

@@ -22,6 +22,7 @@ struct Boundaries {
   bool of_keys;  // items are blocks of keys (backward), not tiles of queries (forward)
   int rows;      // of an item
   int most_of_short;
+  bool interleaved;
 
   __device__ __forceinline__ Item sentence(int s) const {
     return {q[s], q[s + 1] - q[s], k[s], k[s + 1] - k[s]};
@@ -59,8 +60,8 @@ __device__ __forceinline__ int sum_before(int x, int& total) {
 // A sentence has a place in the order of the batch, and a rank in the order of work. With a causal
 // mask, the last tile of queries and the first block of keys of a sentence have the most work: they
 // come first, so that all thread blocks end at about the same time. Blocks of keys add to dQ in
-// order, so a block comes after those that it waits for. Sentences with little work are interleaved
-// in groups, so that blocks that start at the same time seldom wait for each other.
+// order, so a block comes after those that it waits for. Sentences with little work may be
+// interleaved in groups, so that blocks that start at the same time seldom wait for each other.
 __global__ __launch_bounds__(kListThreads) void list_kernel(const Boundaries boundaries,
                                                             Item* items, int* counts) {
   griddepcontrol_launch_dependents();
@@ -141,7 +142,9 @@ __global__ __launch_bounds__(kListThreads) void list_kernel(const Boundaries bou
 #pragma unroll
     for (int c = 0; c < kClasses; ++c) {
       if (rank < class_begin[c]) continue;
-      const int together = boundaries.causal && c < 2 ? 2 << c : 1 << c;
+      const int together = !boundaries.interleaved      ? 1
+                           : boundaries.causal && c < 2 ? 2 << c
+                                                        : 1 << c;
       begin = rank - (rank - class_begin[c]) % together;
       end = min(begin + together, c + 1 < kClasses ? class_begin[c + 1] : count);
     }
@@ -218,14 +221,13 @@ int most_tokens_of_short(const Tensor& q, const Tensor& k, const Tensor& cu_q, b
 
 bool has_long_kernels(const Tensor& q, const Tensor& k, const Tensor& cu_q, int64_t max_q,
                       int64_t max_k, int most_of_short, bool backward) {
-  const bool supports = q.scalar_type() == ScalarType::Float
-                            ? backward && q.size(2) <= 64
-                            : !backward || has_wgmma(q.get_device());
+  const bool supports = q.scalar_type() == ScalarType::Float ? backward && q.size(2) <= 64 : true;
   return supports && std::max(max_q, max_k) > most_of_short && std::min(q.size(0), k.size(0)) > 0 &&
          most_long(q, k, cu_q, most_of_short) <= kMostLong;
 }
 
-ItemList list_items(const LongArguments& a, int block_keys, Tensor& memory, cudaStream_t stream) {
+ItemList list_items(const LongArguments& a, int block_keys, bool interleaved, Tensor& memory,
+                    cudaStream_t stream) {
   const int64_t sentences = most_long(a.q, a.k, a.cu_q, a.most_of_short);
   const int64_t items =
       block_keys > 0 ? a.k.size(0) / block_keys + 2 * sentences : a.q.size(0) / kTile + sentences;
@@ -238,7 +240,7 @@ ItemList list_items(const LongArguments& a, int block_keys, Tensor& memory, cuda
          list_kernel,
          Boundaries{a.cu_q.const_data_ptr<int>(), a.cu_k.const_data_ptr<int>(),
                     static_cast<int>(a.cu_q.size(0) - 1), a.causal, block_keys > 0,
-                    block_keys > 0 ? block_keys : kTile, a.most_of_short},
+                    block_keys > 0 ? block_keys : kTile, a.most_of_short, interleaved},
          list, counts);
   return {list, counts};
 }

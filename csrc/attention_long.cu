@@ -340,7 +340,7 @@ void attention_long_fwd(const LongArguments& a, const Tensor& out, const Tensor&
   if (!has_wgmma(device)) return attention_tiles_fwd(a, out, lse, cast);
   const cudaStream_t stream = current_stream(device);
   Tensor memory;
-  const ItemList list = list_items(a, 0, memory, stream);
+  const ItemList list = list_items(a, 0, true, memory, stream);
   dispatch_long(a.q, a.dropout_p, [&](auto zero, auto width, auto drops) {
     using T = decltype(zero);
     constexpr int kWidth = decltype(width)::value;

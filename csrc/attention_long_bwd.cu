@@ -612,11 +612,12 @@ void attention_long_bwd(const LongArguments& a, const Tensor& dout, const Tensor
     return attention_float_bwd(a, dout, out, lse, dq, dk, dv);
   }
   const int32_t device = a.q.get_device();
+  if (!has_wgmma(device)) return attention_tiles_bwd(a, dout, out, lse, dq, dk, dv, casts);
   const cudaStream_t stream = current_stream(device);
   const int64_t rows = a.q.size(0), heads = a.q.size(1), units = most_units(a);
   const float keep_scale = static_cast<float>(1.0 / (1.0 - a.dropout_p));
   Tensor memory;
-  const ItemList list = list_items(a, kTile, memory, stream);
+  const ItemList list = list_items(a, kTile, true, memory, stream);
   const Tensor turns = allocate(a.q, {units, heads}, ScalarType::Int);
   Bits bits = {};
   Tensor bits_memory;

@@ -350,7 +350,7 @@ void attention_tiles_fwd(const LongArguments& a, const Tensor& out, const Tensor
   const int32_t device = a.q.get_device();
   const cudaStream_t stream = current_stream(device);
   Tensor memory;
-  const ItemList list = list_items(a, 0, memory, stream);
+  const ItemList list = list_items(a, 0, true, memory, stream);
   dispatch_long(a.q, a.dropout_p, [&](auto zero, auto width, auto drops) {
     using T = decltype(zero);
     constexpr int kWidth = decltype(width)::value;

@@ -18,6 +18,12 @@ struct Result {
 };
 
 template <typename T>
+Result<T> result_of(const char* op, const char* name, const Tensor& x, const Cast& cast) {
+  if (cast.values != nullptr) return {.rows = {}, .cast = cast};
+  return {.rows = packed<T>(op, name, x), .cast = {}};
+}
+
+template <typename T>
 struct BwdParams {
   Work work;
   Packed<const T> dout, q, k, v, out;

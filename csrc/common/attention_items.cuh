@@ -1,6 +1,6 @@
 // Common code of the kernels for long sentences (see attention_long.h): attention_long*.cu for
-// compute capability 9.0, attention_tiles.cu for forward on other GPUs, attention_float_bwd.cu for
-// backward in float32.
+// compute capability 9.0, attention_tiles*.cu for other GPUs, attention_float_bwd.cu for backward
+// in float32.
 //
 // The work is divided into items: in forward a tile of 128 queries of a head, in backward a block
 // of 64 or 128 keys of a head. A small kernel lists the items of a batch on the device, so the host
@@ -49,9 +49,11 @@ struct ItemList {
 
 __device__ __forceinline__ int tiles_of(int rows) { return (rows + kTile - 1) / kTile; }
 
-// Makes the list of a pass. block_keys: keys of an item in backward; 0 in forward. memory: keeps
-// the list alive, and must outlive the kernel that reads it.
-ItemList list_items(const LongArguments& a, int block_keys, Tensor& memory, cudaStream_t stream);
+// Makes the list of a pass. block_keys: keys of an item in backward; 0 in forward. interleaved:
+// whether items of sentences with little work alternate. memory: keeps the list alive, and must
+// outlive the kernel that reads it.
+ItemList list_items(const LongArguments& a, int block_keys, bool interleaved, Tensor& memory,
+                    cudaStream_t stream);
 
 // Number of units of 64 queries in a list, at most.
 inline int64_t most_units(const LongArguments& a) {

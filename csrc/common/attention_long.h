@@ -25,8 +25,8 @@ using torch::stable::Tensor;
 // sentences of a batch by the kernels for long ones".
 int most_tokens_of_short(const Tensor& q, const Tensor& k, const Tensor& cu_q, bool causal);
 // Whether sentences of more tokens than most_of_short have kernels of their own, and this batch may
-// have such sentences: forward in 16 bits; backward in 16 bits on GPUs of compute capability 9.0;
-// backward in float32 for heads of up to 64 columns. max_q, max_k: the arguments of the op.
+// have such sentences: in 16 bits; backward in float32 for heads of up to 64 columns. max_q, max_k:
+// the arguments of the op.
 bool has_long_kernels(const Tensor& q, const Tensor& k, const Tensor& cu_q, int64_t max_q,
                       int64_t max_k, int most_of_short, bool backward);
 
@@ -52,6 +52,9 @@ void attention_long_bwd(const LongArguments& a, const Tensor& dout, const Tensor
 // The functions above call these: in 16 bits on GPUs that lack wgmma, and in float32.
 void attention_tiles_fwd(const LongArguments& a, const Tensor& out, const Tensor& lse,
                          const Cast& cast);
+void attention_tiles_bwd(const LongArguments& a, const Tensor& dout, const Tensor& out,
+                         const Tensor& lse, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+                         const GradientCasts& casts);
 void attention_float_bwd(const LongArguments& a, const Tensor& dout, const Tensor& out,
                          const Tensor& lse, const Tensor& dq, const Tensor& dk, const Tensor& dv);
 

@@ -1,5 +1,6 @@
-// Common code of attention_tiles.cu (attention of long sentences by mma.sync, forward, on GPUs that
-// lack wgmma) and attention_float_bwd.cu. common/attention_items.cuh explains the work list.
+// Common code of attention_tiles.cu and attention_tiles_bwd.cu (attention of long sentences by
+// mma.sync, on GPUs that lack wgmma) and attention_float_bwd.cu. common/attention_items.cuh
+// explains the work list.
 //
 // A block has four warps. As many blocks as are resident take items from the list in its order, and
 // load the first tiles of the next item while they compute the last ones of an item.

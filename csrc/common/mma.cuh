@@ -121,6 +121,16 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
   }
 }
 
+// c[16, 8] += a[16, 8] b[8, 8] in TF32. a: of lane 4g + t, columns t and t + 4 of rows g and g + 8,
+// in the order (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4). b: rows t and t + 4 of column g.
+__device__ __forceinline__ void mma_tf32(float (&c)[4], const uint32_t (&a)[4],
+                                         const uint32_t (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};\n"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // Adds low * row to row g of c, and high * row to row g + 8. `row` points to the lane's first
 // column.
 template <int kWidth>

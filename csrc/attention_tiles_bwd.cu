@@ -1,0 +1,454 @@
+// Attention of long sentences in 16 bits, backward, on GPUs that lack wgmma. attention_bwd.cu has
+// the formulas and the shorter sentences, common/attention_turns.cuh explains how blocks of keys
+// add to dQ.
+//
+//   S^T = K Q^T, dP^T = V dO^T        dV += P^T dO, dK += dS^T Q        dQ = dS K
+//
+// A warp has 32 rows of each product, so it reads right operands from shared memory half as often
+// as with 16. In the first four these are keys. A row of scores is that of a key: so P and dS are
+// left operands in the registers that have them.
+//
+// Heads of up to 64 columns: a block has 128 keys. Only dQ, which sums over the keys of all warps,
+// needs dS in shared memory. Wider heads: a block has 64 keys, because a warp has registers for 64
+// columns of dK and dV. Two warps share 32 keys. Each computes the scores of half of the queries,
+// and half of the columns of dK and dV; P and dS pass through shared memory.
+//
+//   bytes moved          k and v once; q and dout once for each block of keys, from the cache
+//   determinism          every sum has a fixed order, which depends only on the sentence
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "common/attention_bwd.cuh"
+#include "common/attention_tiles.cuh"
+#include "common/attention_turns.cuh"
+
+namespace lightseq::attention {
+namespace {
+
+constexpr int kRowTiles = 2;                  // of a warp, of 16 rows
+constexpr int kRows = kRowTiles * kWarpRows;  // of a warp
+constexpr int kChunk = 32;                    // queries whose scores a warp computes at a time
+constexpr int kQuerySteps = kQueryTile / 16;
+template <int kWidth>
+constexpr int kSharing = kWidth == 64 ? 1 : 2;  // warps that share keys
+
+template <typename T>
+struct TilesParams {
+  Packed<const T> dout, q, k, v;
+  Result<T> dq, dk, dv;
+  ItemList list;
+  const float *lse, *rowsum;  // [H, Tq]: lse times log2(e), and D
+  float* sums;                // dQ: [tiles of queries, H, warps, fragments, kFragment]
+  uint32_t* turns;  // [tiles of queries, H, warps]: how many blocks have added; zero at the start
+  int rows_q, heads, width, most_together;
+  bool causal;
+  float scale, keep_scale, grad_scale;  // keep_scale: 1 / (1 - p); grad_scale: scale / (1 - p)
+  Dropout dropout;
+};
+
+template <int kWidth>
+struct BackwardTiles {
+  static constexpr int kKeys = kTilesWarps / kSharing<kWidth> * kRows;
+  uint16_t k[kKeys][kTileColumns<kWidth>], v[kKeys][kTileColumns<kWidth>];
+  uint16_t q[kQueryTile][kTileColumns<kWidth>], dout[kQueryTile][kTileColumns<kWidth>];
+  uint16_t scores[kKeys][kQueryTile];  // dS^T; for warps that share keys, P^T before
+  float lse[kQueryTile], rowsum[kQueryTile];
+  uint32_t keep[kKeys / 32][kQueryTile];             // bits of 32 keys
+  int number;                                        // of an item
+  BlockStatistics<kTilesWarps> of_queries, of_keys;  // of casts
+};
+
+// Writes sums of 16 rows, multiplied by `factor`. row, column: of the lane's first row, and of the
+// first column; rows: how many exist from `row` on.
+template <bool kCasts, typename T, int kCount>
+__device__ __forceinline__ void store(const Result<T>& to, BlockStatistics<kTilesWarps>& statistics,
+                                      int row, int head, int column, int rows, int width,
+                                      const float (&sums)[kCount], float factor) {
+  if constexpr (kCasts) {
+    cast_sums(to.cast, statistics, row, head * width + column, rows, width - column, by_group(sums),
+              factor, factor);
+  } else {
+    store_sums<T>(to.rows.at(row, head) + column, to.rows.token_bytes / sizeof(T), rows,
+                  width - column, sums, factor, factor);
+  }
+}
+
+__device__ __forceinline__ void store_shared(uint32_t to, uint32_t word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
+
+// sums += left right. left(a, m, k) loads 16 rows of the left operand, right(b, n, k) two operands
+// of 8 columns each; k: number of a step of 16 along the depth.
+template <typename T, int kSteps, int kCount, typename Left, typename Right>
+__device__ __forceinline__ void multiply_add(float (&sums)[kRowTiles][kCount], const Left& left,
+                                             const Right& right) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    uint32_t a[kRowTiles][4];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) left(a[m], m, k);
+#pragma unroll
+    for (int n = 0; n < kCount / 4; n += 2) {
+      uint32_t b[4];
+      right(b, n, k);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        mma<T>(four(sums[m], n), a[m], b[0], b[1]);
+        mma<T>(four(sums[m], n + 1), a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void clear(float (&sums)[kRowTiles][kCount]) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) sums[m][e] = 0.0f;
+  }
+}
+
+template <typename T, int kWidth, bool kDrops, bool kCasts>
+__global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_bwd_kernel(
+    const __grid_constant__ TilesParams<T> p) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  using Tiles = BackwardTiles<kWidth>;
+  Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
+  constexpr int kColumns = kTileColumns<kWidth>, kRowBytes = 2 * kColumns;
+  constexpr int kScoreBytes = 2 * kQueryTile;  // of a row of scores
+  constexpr int kKeys = Tiles::kKeys;
+  constexpr bool kShares = kSharing<kWidth> > 1;
+  // Fragments of a warp: of its queries by its half of the columns in dQ, and of its keys by its
+  // columns in dK and dV.
+  constexpr int kQueryColumns = kWidth / 2, kKeyColumns = kWidth / kSharing<kWidth>;
+  constexpr int kFragments = kRowTiles * kQueryColumns / 8;
+  using Work = KeyBlock<kKeys>;
+  using Left = uint32_t (&)[4];
+
+  const int warp = of_warp(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
+  const int share = kShares ? warp % 2 : 0;
+  const int key_of_warp = warp / kSharing<kWidth> * kRows, query_of_warp = warp / 2 * kRows;
+  const int key_column = share * kKeyColumns, query_column = warp % 2 * kQueryColumns;
+  const float scale = p.scale * kLog2E;
+  const AttentionDropout dropout = kDrops ? AttentionDropout(p.dropout) : AttentionDropout();
+
+  // Addresses of this lane, see Lane.
+  const Lane at(lane);
+  const uint32_t k_tile = shared_address(tiles.k), v_tile = shared_address(tiles.v);
+  const uint32_t q_tile = shared_address(tiles.q), dout_tile = shared_address(tiles.dout);
+  const uint32_t score_tile = shared_address(tiles.scores);
+  const uint32_t own_keys = key_of_warp * kRowBytes + at.template left<kColumns>();
+  const uint32_t by_rows = at.template right<kColumns>(), by_columns = at.template left<kColumns>();
+  const uint32_t own_scores =
+      score_tile + swizzled<kQueryTile>(key_of_warp + lane_row(), 0) + lane_column() * 2;
+  const uint32_t scores_by_keys =
+      score_tile + key_of_warp * kScoreBytes + at.template left<kQueryTile>();
+  const uint32_t scores_by_queries =
+      (score_tile + at.template right<kQueryTile>()) ^ (query_of_warp / 8 * 16);
+  // Eight columns from first + 8 n on, and the eight after them; n is even.
+  const auto columns = [&](uint32_t tile, int first, int n) {
+    const uint32_t lane_address = tile + by_columns;
+    if constexpr (kWidth == 96) return lane_address ^ ((first / 8 + n) * 16);
+    return lane_address ^ (first / 8 * 16) ^ (n * 16);  // first is a multiple of 32
+  };
+
+  const auto load_keys = [&](const Work& work) {
+    const Item& item = work.item;
+    const int first = item.first_k + item.start, length = item.length_k - item.start;
+    load_rows<kWidth, kKeys, kTilesThreads>(k_tile, p.k, work.head, first, length, p.width,
+                                            threadIdx.x);
+    load_rows<kWidth, kKeys, kTilesThreads>(v_tile, p.v, work.head, first, length, p.width,
+                                            threadIdx.x);
+  };
+  const auto load_queries = [&](uint32_t tile, const Packed<const T>& from, const Work& work,
+                                int i) {
+    load_rows<kWidth, kQueryTile, kTilesThreads>(tile, from, work.head,
+                                                 work.item.first_q + i * kQueryTile,
+                                                 work.queries_from(i), p.width, threadIdx.x);
+  };
+  // Also lse, D and dropout's bits.
+  const auto load_dout = [&](const Work& work, int i) {
+    load_queries(dout_tile, p.dout, work, i);
+    const int first = work.item.first_q + i * kQueryTile, query = threadIdx.x % kQueryTile;
+    const bool is_lse = threadIdx.x < kQueryTile;
+    const float* const from =
+        (is_lse ? p.lse : p.rowsum) + static_cast<int64_t>(work.head) * p.rows_q + first + query;
+    cp_async_4_zfill(shared_address(is_lse ? tiles.lse : tiles.rowsum) + 4 * query, from,
+                     query < work.queries_from(i));
+    if constexpr (kDrops) {
+#pragma unroll
+      for (int unit = threadIdx.x; unit < kKeys / 32 * kQueryTile; unit += kTilesThreads) {
+        const int word = unit / kQueryTile;
+        const uint32_t row = static_cast<uint32_t>(first + query) * p.heads + work.head;
+        tiles.keep[word][query] = dropout.keep_word(row, work.item.start / 32 + word);
+      }
+    }
+  };
+
+  if constexpr (kCasts) {
+    tiles.of_queries.clear();
+    tiles.of_keys.clear();
+  }
+  const int count = p.list.counts[0] * p.heads;
+  while (true) {
+    if (threadIdx.x == 0) tiles.number = claim(p.list);
+    __syncthreads();
+    const int number = tiles.number;
+    if (number >= count) break;
+    const Work work(p.list, p.heads, p.causal, p.most_together, number);
+    const Item& item = work.item;
+    load_keys(work);
+    load_queries(q_tile, p.q, work, work.first);
+    load_dout(work, work.first);
+    const int key = item.start + key_of_warp;  // of the sentence
+    const float grad_scale = grad_scale_of(p.grad_scale, item.length_k);
+    float dk[kRowTiles][kKeyColumns / 2], dv[kRowTiles][kKeyColumns / 2];
+    clear(dk);
+    clear(dv);
+
+    int i = work.first;
+#pragma unroll 1
+    for (int remaining = work.count; remaining > 0; --remaining) {
+      const int first_query = i * kQueryTile, next = work.after(i);
+      const bool continues = remaining > 1;
+      cp_async_wait_all();
+      __syncthreads();  // this tile has been loaded, and dS of the previous tile has been read
+
+      // P and dS: left operands of steps of 16 queries.
+      uint32_t probabilities[kRowTiles][kChunk / 16][4], dscores[kRowTiles][kChunk / 16][4];
+      const auto store_scores = [&](int chunk, const auto& scores) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int e = 0; e < kChunk / 4; ++e) {  // n = e / 2: 8 queries; e % 2: 8 keys
+            store_shared(
+                (own_scores ^ ((chunk + e / 2 * 8) / 8 * 16)) + (m * 16 + e % 2 * 8) * kScoreBytes,
+                scores[m][e / 4][e % 4]);
+          }
+        }
+      };
+#pragma unroll 1
+      for (int chunk = share * kChunk; chunk < kQueryTile; chunk += kSharing<kWidth> * kChunk) {
+        // A causal mask hides all keys of the warp.
+        if (p.causal && first_query + chunk + kChunk <= key) {
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+            for (int e = 0; e < kChunk / 4; ++e) {
+              probabilities[m][e / 4][e % 4] = dscores[m][e / 4][e % 4] = 0;
+            }
+          }
+          if constexpr (!kShares) store_scores(chunk, dscores);
+          continue;
+        }
+        float s[kRowTiles][kChunk / 2], dp[kRowTiles][kChunk / 2];
+        clear(s);
+        clear(dp);
+        const auto multiply = [&](auto& sums, uint32_t keys, uint32_t queries) {
+          multiply_add<T, kWidth / 16>(
+              sums,
+              [&](Left a, int m, int k) {
+                ldmatrix_x4(a, beside(keys + own_keys, 2 * k) + m * 16 * kRowBytes);
+              },
+              [&](Left b, int n, int k) {
+                ldmatrix_x4(
+                    b, beside(queries + by_rows + chunk * kRowBytes, 2 * k) + n * 8 * kRowBytes);
+              });
+        };
+        multiply(s, k_tile, q_tile);
+        multiply(dp, v_tile, dout_tile);
+
+        const bool clear_of_hidden =
+            key + kRows <= item.length_k && !(p.causal && first_query + chunk < key + kRows - 1);
+        if (!clear_of_hidden) {
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+            for (int e = 0; e < kChunk / 2; ++e) {
+              const int query = first_query + chunk + e / 4 * 8 + lane_column() + e % 2;
+              const int own = key + m * 16 + e / 2 % 2 * 8 + lane_row();
+              if (own >= item.length_k || (p.causal && own > query)) s[m][e] = -INFINITY;
+            }
+          }
+        }
+#pragma unroll
+        for (int n = 0; n < kChunk / 8; ++n) {
+          const int query = chunk + n * 8 + lane_column();  // and query + 1
+          const float2 lse = *reinterpret_cast<const float2*>(&tiles.lse[query]);
+          const float2 rowsum = *reinterpret_cast<const float2*>(&tiles.rowsum[query]);
+          // Bytes of bits: the highest one of byte b is the one of key lane_row() + 8 b.
+          uint32_t keep[2] = {~0u, ~0u};
+          if constexpr (kDrops) {
+            const uint2 words =
+                *reinterpret_cast<const uint2*>(&tiles.keep[key_of_warp / 32][query]);
+            keep[0] = words.x << (7 - lane_row());
+            keep[1] = words.y << (7 - lane_row());
+          }
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              float probability[2], gradient[2];
+#pragma unroll
+              for (int e = 0; e < 2; ++e) {
+                const int of_sums = n * 4 + half * 2 + e;
+                probability[e] = probability_of(s[m][of_sums], scale, e ? lse.y : lse.x);
+                float d = dp[m][of_sums];
+                if constexpr (kDrops) {
+                  d = __uint_as_float(__float_as_uint(d) & mask_of_bit(keep[e], 2 * m + half));
+                }
+                gradient[e] = probability[e] * (d - (e ? rowsum.y : rowsum.x));
+              }
+              uint32_t& of_p = probabilities[m][n / 2][n % 2 * 2 + half];
+              of_p = pack<T>(probability[0], probability[1]);
+              if constexpr (kDrops) of_p &= mask_of_bits(keep[0], keep[1], 2 * m + half);
+              dscores[m][n / 2][n % 2 * 2 + half] = pack<T>(gradient[0], gradient[1]);
+            }
+          }
+        }
+        if constexpr (!kShares) {
+          store_scores(chunk, dscores);
+          const auto add = [&](auto& sums, const auto& scores, uint32_t queries) {
+            multiply_add<T, kChunk / 16>(
+                sums,
+                [&](Left a, int m, int k) {
+#pragma unroll
+                  for (int j = 0; j < 4; ++j) a[j] = scores[m][k][j];
+                },
+                [&](Left b, int n, int k) {
+                  ldmatrix_x4_trans(
+                      b, beside(queries + by_columns + chunk * kRowBytes, n) + k * 16 * kRowBytes);
+                });
+          };
+          add(dv, probabilities, dout_tile);
+          add(dk, dscores, q_tile);
+        }
+      }
+      const auto add = [&](auto& sums, uint32_t queries) {
+        multiply_add<T, kQuerySteps>(
+            sums,
+            [&](Left a, int m, int k) {
+              ldmatrix_x4(a, beside(scores_by_keys, 2 * k) + m * 16 * kScoreBytes);
+            },
+            [&](Left b, int n, int k) {
+              ldmatrix_x4_trans(b, columns(queries, key_column, n) + k * 16 * kRowBytes);
+            });
+      };
+      if constexpr (kShares) {
+        store_scores(share * kChunk, probabilities);
+        __syncthreads();  // P is complete
+        add(dv, dout_tile);
+        __syncthreads();  // P has been read
+        store_scores(share * kChunk, dscores);
+      }
+      __syncthreads();  // dS is complete; dO, lse, D and bits have been read
+      if (continues) load_dout(work, next);
+      if constexpr (kShares) {
+        add(dk, q_tile);
+        __syncthreads();  // Q has been read
+      }
+      if (continues) load_queries(q_tile, p.q, work, next);
+
+      float dq[kRowTiles][kQueryColumns / 2];
+      clear(dq);
+      multiply_add<T, kKeys / 16>(
+          dq,
+          [&](Left a, int m, int k) {
+            ldmatrix_x4_trans(a, beside(scores_by_queries, 2 * m) + k * 16 * kScoreBytes);
+          },
+          [&](Left b, int n, int k) {
+            ldmatrix_x4_trans(b, columns(k_tile, query_column, n) + k * 16 * kRowBytes);
+          });
+      const int64_t part =
+          (static_cast<int64_t>(item.unit + i) * p.heads + work.head) * kTilesWarps + warp;
+      const int turn = work.turn(i);
+      const bool is_last = turn == work.blocks_of(i) - 1;
+      add_in_turn(p.sums + part * (kFragments * kFragment), p.turns + part, turn, is_last,
+                  reinterpret_cast<float (&)[kFragments][4]>(dq));
+      if (is_last) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          const int query = first_query + query_of_warp + m * 16 + lane_row();
+          store<kCasts>(p.dq, tiles.of_queries, item.first_q + query, work.head, query_column,
+                        item.length_q - query, p.width, dq[m], grad_scale);
+        }
+      }
+      i = next;
+    }
+
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      const int own = key + m * 16 + lane_row(), rows = item.length_k - own;
+      store<kCasts>(p.dk, tiles.of_keys, item.first_k + own, work.head, key_column, rows, p.width,
+                    dk[m], grad_scale);
+      store<kCasts>(p.dv, tiles.of_keys, item.first_k + own, work.head, key_column, rows, p.width,
+                    dv[m], p.keep_scale);
+    }
+    cp_async_wait_all();  // if there is no tile of queries
+    __syncthreads();      // the tiles have been read, and no warp waits for a turn
+  }
+  if (kCasts && lane == 0) {
+    tiles.of_queries.of_warp[warp].publish(p.dq.cast);
+    tiles.of_keys.of_warp[warp].publish(p.dk.cast);
+  }
+}
+
+}  // namespace
+
+void attention_tiles_bwd(const LongArguments& a, const Tensor& dout, const Tensor& out,
+                         const Tensor& lse, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+                         const GradientCasts& casts) {
+  constexpr const char* kOp = "attention_bwd";
+  const int32_t device = a.q.get_device();
+  const cudaStream_t stream = current_stream(device);
+  const int64_t heads = a.q.size(1);
+  const float keep_scale = static_cast<float>(1.0 / (1.0 - a.dropout_p));
+  dispatch_long(a.q, a.dropout_p, [&](auto zero, auto width, auto drops) {
+    using T = decltype(zero);
+    constexpr int kWidth = decltype(width)::value;
+    constexpr size_t kShared = sizeof(BackwardTiles<kWidth>);
+    Tensor memory;
+    const ItemList list = list_items(a, BackwardTiles<kWidth>::kKeys, false, memory, stream);
+    const int64_t units = most_units(a);
+    const Tensor turns = allocate(a.q, {units, heads, kTilesWarps}, ScalarType::Int);
+    const Tensor sums = allocate(a.q, {units, heads, kQueryTile, kWidth}, ScalarType::Float);
+    const OfQueries of_queries = attention::of_queries(a, dout, out, lse, turns, stream);
+    TilesParams<T> params{.dout = packed<const T>(kOp, "dout", dout),
+                          .q = packed<const T>(kOp, "q", a.q),
+                          .k = packed<const T>(kOp, "k", a.k),
+                          .v = packed<const T>(kOp, "v", a.v),
+                          .dq = result_of<T>(kOp, "dq", dq, casts.dq),
+                          .dk = result_of<T>(kOp, "dk", dk, casts.dk),
+                          .dv = result_of<T>(kOp, "dv", dv, casts.dv),
+                          .list = list,
+                          .lse = of_queries.lse,
+                          .rowsum = of_queries.rowsum,
+                          .sums = sums.mutable_data_ptr<float>(),
+                          .turns = static_cast<uint32_t*>(turns.data_ptr()),
+                          .rows_q = static_cast<int>(a.q.size(0)),
+                          .heads = static_cast<int>(heads),
+                          .width = static_cast<int>(a.q.size(2)),
+                          .most_together = 0,
+                          .causal = a.causal,
+                          .scale = static_cast<float>(a.scale),
+                          .keep_scale = keep_scale,
+                          .grad_scale = static_cast<float>(a.scale) * keep_scale,
+                          .dropout = dropout_of(kOp, a.rng, a.site, a.dropout_p)};
+    dispatch_cast<T>(casts.dq, [&](auto is_cast) {
+      const auto kernel =
+          attention_tiles_bwd_kernel<T, kWidth, decltype(drops)::value, decltype(is_cast)::value>;
+      const int64_t blocks = resident_blocks(kernel, kTilesThreads, device, kShared);
+      params.most_together = static_cast<int>(blocks / kShareOfTogether);
+      launch({.op = kOp,
+              .grid = static_cast<unsigned>(blocks),
+              .block = kTilesThreads,
+              .shared = kShared,
+              .stream = stream},
+             kernel, params);
+    });
+  });
+}
+
+}  // namespace lightseq::attention

@@ -1,0 +1,157 @@
+// Common code of the backward kernels for long sentences that iterate over tiles of 64 queries:
+// attention_tiles_bwd.cu and attention_float_bwd.cu.
+//
+// The n blocks of keys of a head add their dQ in float32 in global memory, tile by tile, in a fixed
+// order: the first writes, the next ones add, the last one adds and writes the result. A counter
+// for each warp's part of a tile says whose turn it is.
+//
+// Blocks that started with the same tile would wait for each other. So each one starts with another
+// tile, and continues with the next ones: after the last tile with tile 0, or with a causal mask,
+// from its first tile to the last one. A tile's order is that in which blocks arrive, if they all
+// start at the same time. Then each block finds its turn passed on by the one before, which arrived
+// at least a tile earlier.
+//
+// A block may wait for one that has a later place in the list of work. So all blocks of a head must
+// run at the same time: they are neighbours in the list, and a thread block takes its next item
+// only when it waits for no turn any more. Heads with more blocks than `most_together` add in the
+// order of the list.
+#pragma once
+
+#include <cstdint>
+
+#include "common/attention_items.cuh"
+
+namespace lightseq::attention {
+
+constexpr int kQueryTile = 64;
+
+// A block of kKeys keys of a head, and its tiles of queries.
+template <int kKeys>
+struct KeyBlock {
+  Item item;
+  int head;
+  int index, blocks;      // number of the block, and how many there are
+  int first, count, end;  // tiles: the one it starts with, how many it has, and those of the head
+  bool causal, rotates;   // rotates: does not add in the order of the list
+
+  // The list has all blocks of a sentence after each other. Numbers go through the blocks of a
+  // head, then through the heads, then through the sentences.
+  __device__ __forceinline__ KeyBlock(const ItemList& list, int heads, bool causal,
+                                      int most_together, int number)
+      : causal(causal) {
+    const int any = number / heads;  // an item of the sentence
+    item = list.load(any);
+    blocks = max((item.length_k + kKeys - 1) / kKeys, 1);
+    const int of_sentence = number - (any - item.start / kKeys) * heads;
+    head = of_sentence / blocks;
+    index = of_sentence - head * blocks;
+    item.start = index * kKeys;
+    end = (item.length_q + kQueryTile - 1) / kQueryTile;
+    first = causal ? min(item.start / kQueryTile, end) : index * end / blocks;
+    count = causal ? end - first : end;
+    rotates = blocks <= most_together;
+  }
+  // The tile after tile i.
+  __device__ __forceinline__ int after(int i) const { return i + 1 < end ? i + 1 : 0; }
+  // Inputs of a query without keys may be NaN. Treat it as one that does not exist; its dQ is zero.
+  // For queries that do not exist, all is zero except P = exp(0), which is multiplied by zeros.
+  __device__ __forceinline__ int queries_from(int i) const {
+    return item.length_k > 0 ? item.length_q - i * kQueryTile : 0;
+  }
+  // How many blocks add to tile i.
+  __device__ __forceinline__ int blocks_of(int i) const {
+    return causal ? min(blocks, (i * kQueryTile + kQueryTile - 1) / kKeys + 1) : blocks;
+  }
+  // How many of them add before this one.
+  __device__ __forceinline__ int turn(int i) const {
+    if (!rotates) return index;
+    if (causal) return blocks_of(i) - 1 - index;
+    const int started = ((i + 1) * blocks + end - 1) / end;  // blocks whose first tile is <= i
+    return started - 1 - index + (index < started ? 0 : blocks);
+  }
+};
+
+// A fragment of dQ in global memory, 16 x 8 numbers: the four of a lane (see mma.cuh) are adjacent
+// if the GPU adds four at once, otherwise those of adjacent lanes are.
+constexpr int kFragment = 4 * kWarp;
+#if __CUDA_ARCH__ >= 900
+constexpr bool kAddsFour = true;
+#else
+constexpr bool kAddsFour = false;
+#endif
+
+__device__ __forceinline__ void write_to(float* fragment, const float (&x)[4]) {
+  const int lane = threadIdx.x % kWarp;
+  if constexpr (kAddsFour) {
+    __stcg(reinterpret_cast<float4*>(fragment) + lane, float4{x[0], x[1], x[2], x[3]});
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) __stcg(fragment + i * kWarp + lane, x[i]);
+  }
+}
+
+__device__ __forceinline__ void add_to(float* fragment, const float (&x)[4]) {
+  const int lane = threadIdx.x % kWarp;
+#if __CUDA_ARCH__ >= 900
+  // atomicAdd() of a float4 would also read.
+  float4* const to = reinterpret_cast<float4*>(fragment) + lane;
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]),
+               "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) atomicAdd(fragment + i * kWarp + lane, x[i]);
+#endif
+}
+
+// x += fragment
+__device__ __forceinline__ void add_from(const float* fragment, float (&x)[4]) {
+  const int lane = threadIdx.x % kWarp;
+  if constexpr (kAddsFour) {
+    const float4 more = __ldcg(reinterpret_cast<const float4*>(fragment) + lane);
+    x[0] += more.x;
+    x[1] += more.y;
+    x[2] += more.z;
+    x[3] += more.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] += __ldcg(fragment + i * kWarp + lane);
+  }
+}
+
+// Adds a warp's fragments to its part of dQ when it is the block's turn, and passes the turn on.
+// The last block gets the sum in x instead. part: of the warp, kFragments after each other; passed:
+// how many blocks have added to it.
+template <int kFragments>
+__device__ __forceinline__ void add_in_turn(float* part, uint32_t* passed, int turn, bool is_last,
+                                            float (&x)[kFragments][4]) {
+  if (turn > 0) {
+    // The lanes vote, so that the compiler knows that the warp does not diverge.
+    while (__any_sync(kAllLanes, load_acquire(passed) != static_cast<uint32_t>(turn))) {
+    }
+  }
+  if (is_last) {
+    if (turn == 0) return;
+#pragma unroll
+    for (int n = 0; n < kFragments; ++n) add_from(part + n * kFragment, x[n]);
+    return;
+  }
+  if (turn == 0) {
+#pragma unroll
+    for (int n = 0; n < kFragments; ++n) write_to(part + n * kFragment, x[n]);
+  } else {
+#pragma unroll
+    for (int n = 0; n < kFragments; ++n) add_to(part + n * kFragment, x[n]);
+  }
+  __syncwarp();
+  if (threadIdx.x % kWarp == 0) {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(passed) : "memory");
+  }
+}
+
+// The list of work for these kernels, and the number of blocks of a head that surely run at the
+// same time: other kernels may occupy a part of the GPU.
+constexpr int64_t kShareOfTogether = 4;
+
+}  // namespace lightseq::attention
