@@ -394,7 +394,7 @@ void attention_float_bwd(const LongArguments& a, const Tensor& dout, const Tenso
   const auto start = [&](auto kernel) {
     constexpr size_t kShared = sizeof(FloatTiles);
     const int64_t blocks = resident_blocks(kernel, kThreads, device, kShared);
-    params.most_together = static_cast<int>(blocks / kShareOfTogether);
+    params.most_together = most_together(blocks);
     launch({.op = kOp,
             .grid = static_cast<unsigned>(blocks),
             .block = kThreads,

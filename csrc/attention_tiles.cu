@@ -3,7 +3,8 @@
 //
 // A warp has 32 queries of a head, in two tiles of 16, so it reads keys and values from shared
 // memory half as often as with 16. Blocks iterate over tiles of keys, the last one first, and load
-// the next tile meanwhile. Probabilities and results stay in registers.
+// the next tile meanwhile, or the first tiles of the next item. Probabilities and results stay in
+// registers.
 //
 //   saved for backward   out, and lse = log(sum of exp(scores)), float32 [T, H]
 //   bytes moved          q, out and lse once; k and v once for each tile of queries, from the cache
@@ -39,6 +40,12 @@ struct FwdParams {
   float scale, keep_scale;  // keep_scale: 1 / (1 - p)
   Dropout dropout;
   Cast cast;  // of out
+};
+
+// The numbers of a block's next items. Thread 0 claims each item two items before it begins, so
+// that no thread waits for the counter.
+struct NextItems {
+  int numbers[2];
 };
 
 template <int kWidth>

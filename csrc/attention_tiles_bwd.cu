@@ -14,7 +14,8 @@
 // and half of the columns of dK and dV; P and dS pass through shared memory.
 //
 //   bytes moved          k and v once; q and dout once for each block of keys, from the cache
-//   determinism          every sum has a fixed order, which depends only on the sentence
+//   determinism          every sum has a fixed order, which depends only on the sentence and, for
+//                        sentences of thousands of tokens, on the number of multiprocessors
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -52,10 +53,9 @@ struct BackwardTiles {
   static constexpr int kKeys = kTilesWarps / kSharing<kWidth> * kRows;
   uint16_t k[kKeys][kTileColumns<kWidth>], v[kKeys][kTileColumns<kWidth>];
   uint16_t q[kQueryTile][kTileColumns<kWidth>], dout[kQueryTile][kTileColumns<kWidth>];
-  uint16_t scores[kKeys][kQueryTile];  // dS^T; for warps that share keys, P^T before
+  uint16_t scores[kSharing<kWidth>][kKeys][kQueryTile];  // dS^T; if warps share keys, also P^T
   float lse[kQueryTile], rowsum[kQueryTile];
   uint32_t keep[kKeys / 32][kQueryTile];             // bits of 32 keys
-  int number;                                        // of an item
   BlockStatistics<kTilesWarps> of_queries, of_keys;  // of casts
 };
 
@@ -66,8 +66,8 @@ __device__ __forceinline__ void store(const Result<T>& to, BlockStatistics<kTile
                                       int row, int head, int column, int rows, int width,
                                       const float (&sums)[kCount], float factor) {
   if constexpr (kCasts) {
-    cast_sums(to.cast, statistics, row, head * width + column, rows, width - column, by_group(sums),
-              factor, factor);
+    cast_sums(to.cast, statistics, row, head * width + column, rows,
+              min(width - column, 2 * kCount), by_group(sums), factor, factor);
   } else {
     store_sums<T>(to.rows.at(row, head) + column, to.rows.token_bytes / sizeof(T), rows,
                   width - column, sums, factor, factor);
@@ -138,15 +138,14 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_bwd_kernel(
   const Lane at(lane);
   const uint32_t k_tile = shared_address(tiles.k), v_tile = shared_address(tiles.v);
   const uint32_t q_tile = shared_address(tiles.q), dout_tile = shared_address(tiles.dout);
-  const uint32_t score_tile = shared_address(tiles.scores);
+  const uint32_t ds_tile = shared_address(tiles.scores[0]);
+  const uint32_t p_tile = shared_address(tiles.scores[kSharing<kWidth> - 1]);
   const uint32_t own_keys = key_of_warp * kRowBytes + at.template left<kColumns>();
   const uint32_t by_rows = at.template right<kColumns>(), by_columns = at.template left<kColumns>();
-  const uint32_t own_scores =
-      score_tile + swizzled<kQueryTile>(key_of_warp + lane_row(), 0) + lane_column() * 2;
-  const uint32_t scores_by_keys =
-      score_tile + key_of_warp * kScoreBytes + at.template left<kQueryTile>();
+  const uint32_t own_scores = swizzled<kQueryTile>(key_of_warp + lane_row(), 0) + lane_column() * 2;
+  const uint32_t scores_by_keys = key_of_warp * kScoreBytes + at.template left<kQueryTile>();
   const uint32_t scores_by_queries =
-      (score_tile + at.template right<kQueryTile>()) ^ (query_of_warp / 8 * 16);
+      (ds_tile + at.template right<kQueryTile>()) ^ (query_of_warp / 8 * 16);
   // Eight columns from first + 8 n on, and the eight after them; n is even.
   const auto columns = [&](uint32_t tile, int first, int n) {
     const uint32_t lane_address = tile + by_columns;
@@ -193,9 +192,11 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_bwd_kernel(
   }
   const int count = p.list.counts[0] * p.heads;
   while (true) {
-    if (threadIdx.x == 0) tiles.number = claim(p.list);
+    // In the memory of dS, so that two blocks need 164 KB.
+    int* const claimed = reinterpret_cast<int*>(tiles.scores);
+    if (threadIdx.x == 0) *claimed = claim(p.list);
     __syncthreads();
-    const int number = tiles.number;
+    const int number = *claimed;
     if (number >= count) break;
     const Work work(p.list, p.heads, p.causal, p.most_together, number);
     const Item& item = work.item;
@@ -218,14 +219,14 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_bwd_kernel(
 
       // P and dS: left operands of steps of 16 queries.
       uint32_t probabilities[kRowTiles][kChunk / 16][4], dscores[kRowTiles][kChunk / 16][4];
-      const auto store_scores = [&](int chunk, const auto& scores) {
+      const auto store_scores = [&](uint32_t to, int chunk, const auto& scores) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
           for (int e = 0; e < kChunk / 4; ++e) {  // n = e / 2: 8 queries; e % 2: 8 keys
-            store_shared(
-                (own_scores ^ ((chunk + e / 2 * 8) / 8 * 16)) + (m * 16 + e % 2 * 8) * kScoreBytes,
-                scores[m][e / 4][e % 4]);
+            store_shared(((to + own_scores) ^ ((chunk + e / 2 * 8) / 8 * 16)) +
+                             (m * 16 + e % 2 * 8) * kScoreBytes,
+                         scores[m][e / 4][e % 4]);
           }
         }
       };
@@ -240,7 +241,7 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_bwd_kernel(
               probabilities[m][e / 4][e % 4] = dscores[m][e / 4][e % 4] = 0;
             }
           }
-          if constexpr (!kShares) store_scores(chunk, dscores);
+          if constexpr (!kShares) store_scores(ds_tile, chunk, dscores);
           continue;
         }
         float s[kRowTiles][kChunk / 2], dp[kRowTiles][kChunk / 2];
@@ -309,7 +310,7 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_bwd_kernel(
           }
         }
         if constexpr (!kShares) {
-          store_scores(chunk, dscores);
+          store_scores(ds_tile, chunk, dscores);
           const auto add = [&](auto& sums, const auto& scores, uint32_t queries) {
             multiply_add<T, kChunk / 16>(
                 sums,
@@ -326,30 +327,28 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_bwd_kernel(
           add(dk, dscores, q_tile);
         }
       }
-      const auto add = [&](auto& sums, uint32_t queries) {
-        multiply_add<T, kQuerySteps>(
-            sums,
-            [&](Left a, int m, int k) {
-              ldmatrix_x4(a, beside(scores_by_keys, 2 * k) + m * 16 * kScoreBytes);
-            },
-            [&](Left b, int n, int k) {
-              ldmatrix_x4_trans(b, columns(queries, key_column, n) + k * 16 * kRowBytes);
-            });
-      };
       if constexpr (kShares) {
-        store_scores(share * kChunk, probabilities);
-        __syncthreads();  // P is complete
-        add(dv, dout_tile);
-        __syncthreads();  // P has been read
-        store_scores(share * kChunk, dscores);
+        store_scores(p_tile, share * kChunk, probabilities);
+        store_scores(ds_tile, share * kChunk, dscores);
+        __syncthreads();  // P and dS are complete
+        const auto add = [&](auto& sums, uint32_t scores, uint32_t queries) {
+          multiply_add<T, kQuerySteps>(
+              sums,
+              [&](Left a, int m, int k) {
+                ldmatrix_x4(a, beside(scores + scores_by_keys, 2 * k) + m * 16 * kScoreBytes);
+              },
+              [&](Left b, int n, int k) {
+                ldmatrix_x4_trans(b, columns(queries, key_column, n) + k * 16 * kRowBytes);
+              });
+        };
+        add(dv, p_tile, dout_tile);
+        add(dk, ds_tile, q_tile);
       }
-      __syncthreads();  // dS is complete; dO, lse, D and bits have been read
-      if (continues) load_dout(work, next);
-      if constexpr (kShares) {
-        add(dk, q_tile);
-        __syncthreads();  // Q has been read
+      __syncthreads();  // dS is complete; Q, dO, lse, D and bits have been read
+      if (continues) {
+        load_queries(q_tile, p.q, work, next);
+        load_dout(work, next);
       }
-      if (continues) load_queries(q_tile, p.q, work, next);
 
       float dq[kRowTiles][kQueryColumns / 2];
       clear(dq);
@@ -440,7 +439,7 @@ void attention_tiles_bwd(const LongArguments& a, const Tensor& dout, const Tenso
       const auto kernel =
           attention_tiles_bwd_kernel<T, kWidth, decltype(drops)::value, decltype(is_cast)::value>;
       const int64_t blocks = resident_blocks(kernel, kTilesThreads, device, kShared);
-      params.most_together = static_cast<int>(blocks / kShareOfTogether);
+      params.most_together = most_together(blocks);
       launch({.op = kOp,
               .grid = static_cast<unsigned>(blocks),
               .block = kTilesThreads,

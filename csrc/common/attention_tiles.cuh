@@ -2,8 +2,7 @@
 // mma.sync, on GPUs that lack wgmma) and attention_float_bwd.cu. common/attention_items.cuh
 // explains the work list.
 //
-// A block has four warps. As many blocks as are resident take items from the list in its order, and
-// load the first tiles of the next item while they compute the last ones of an item.
+// As many blocks as are resident take items from the list in its order.
 //
 // A tile in shared memory has rows of kColumns 16-bit numbers, without space between them. Chunks
 // of 16 bytes are permuted within a row (swizzled below), so that the eight rows of a matrix that
@@ -83,12 +82,8 @@ __device__ __forceinline__ void load_rows(uint32_t tile, const Packed<const T>& 
   }
 }
 
-// The numbers of a block's next items. An item's number is item * heads + head. Thread 0 claims
-// each item two items before it begins, so that no thread waits for the counter.
-struct NextItems {
-  int numbers[2];
-};
-
+// Takes the next item of the list. An item's number is item * heads + head in forward; see KeyBlock
+// for backward.
 __device__ __forceinline__ int claim(const ItemList& list) { return atomicAdd(list.counts + 1, 1); }
 
 template <int kCount>

@@ -1,7 +1,7 @@
 // Common code of the backward kernels for long sentences that iterate over tiles of 64 queries:
 // attention_tiles_bwd.cu and attention_float_bwd.cu.
 //
-// The n blocks of keys of a head add their dQ in float32 in global memory, tile by tile, in a fixed
+// The blocks of keys of a head add their dQ in float32 in global memory, tile by tile, in a fixed
 // order: the first writes, the next ones add, the last one adds and writes the result. A counter
 // for each warp's part of a tile says whose turn it is.
 //
@@ -9,12 +9,12 @@
 // tile, and continues with the next ones: after the last tile with tile 0, or with a causal mask,
 // from its first tile to the last one. A tile's order is that in which blocks arrive, if they all
 // start at the same time. Then each block finds its turn passed on by the one before, which arrived
-// at least a tile earlier.
+// at least a tile earlier (shift scheduling: Qiang et al. 2026, arXiv:2601.21824).
 //
 // A block may wait for one that has a later place in the list of work. So all blocks of a head must
 // run at the same time: they are neighbours in the list, and a thread block takes its next item
-// only when it waits for no turn any more. Heads with more blocks than `most_together` add in the
-// order of the list.
+// only when it waits for no turn any more. Heads with more blocks than most_together() add in the
+// order of the list, and all start with the first tile.
 #pragma once
 
 #include <cstdint>
@@ -47,9 +47,9 @@ struct KeyBlock {
     index = of_sentence - head * blocks;
     item.start = index * kKeys;
     end = (item.length_q + kQueryTile - 1) / kQueryTile;
-    first = causal ? min(item.start / kQueryTile, end) : index * end / blocks;
-    count = causal ? end - first : end;
     rotates = blocks <= most_together;
+    first = causal ? min(item.start / kQueryTile, end) : rotates ? index * end / blocks : 0;
+    count = causal ? end - first : end;
   }
   // The tile after tile i.
   __device__ __forceinline__ int after(int i) const { return i + 1 < end ? i + 1 : 0; }
@@ -150,8 +150,8 @@ __device__ __forceinline__ void add_in_turn(float* part, uint32_t* passed, int t
   }
 }
 
-// The list of work for these kernels, and the number of blocks of a head that surely run at the
-// same time: other kernels may occupy a part of the GPU.
-constexpr int64_t kShareOfTogether = 4;
+// How many blocks of a head surely run at the same time, if the GPU has room for `resident` blocks
+// in all: other kernels may occupy a part of it.
+inline int most_together(int64_t resident) { return static_cast<int>(resident / 4); }
 
 }  // namespace lightseq::attention
