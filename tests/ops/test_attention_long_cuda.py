@@ -90,6 +90,17 @@ def test_blocks_that_wait_for_each_other():
         assert same(case.kernel(), (out, lse, *gradients))
 
 
+@pytest.mark.large
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.bfloat16, 128)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_more_blocks_of_keys_than_run_together(causal, dtype, width):
+    """Where blocks have 64 keys, they add to dQ in the order of the list."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    case = Case(([(sms // 2 + 2) * 64, 70], None), dtype, causal, 0.1, heads=2, width=width)
+    check(case)
+    assert same(case.kernel(), case.kernel())
+
+
 @pytest.mark.parametrize(
     ("dtype", "width"), [(torch.float32, 64), *((torch.bfloat16, n) for n in (64, 96, 128))]
 )
