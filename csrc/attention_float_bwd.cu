@@ -391,22 +391,9 @@ void attention_float_bwd(const LongArguments& a, const Tensor& dout, const Tenso
                 .keep_scale = keep_scale,
                 .grad_scale = static_cast<float>(a.scale) * keep_scale,
                 .dropout = dropout_of(kOp, a.rng, a.site, a.dropout_p)};
-  const auto start = [&](auto kernel) {
-    constexpr size_t kShared = sizeof(FloatTiles);
-    const int64_t blocks = resident_blocks(kernel, kThreads, device, kShared);
-    params.most_together = most_together(blocks);
-    launch({.op = kOp,
-            .grid = static_cast<unsigned>(blocks),
-            .block = kThreads,
-            .shared = kShared,
-            .stream = stream},
-           kernel, params);
-  };
-  if (params.dropout.threshold > 0) {
-    start(attention_float_bwd_kernel<true>);
-  } else {
-    start(attention_float_bwd_kernel<false>);
-  }
+  const auto kernel = params.dropout.threshold > 0 ? attention_float_bwd_kernel<true>
+                                                   : attention_float_bwd_kernel<false>;
+  launch_in_turns(kOp, kernel, params, kThreads, sizeof(FloatTiles), device, stream);
 }
 
 }  // namespace lightseq::attention

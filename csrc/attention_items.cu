@@ -221,7 +221,7 @@ int most_tokens_of_short(const Tensor& q, const Tensor& k, const Tensor& cu_q, b
 
 bool has_long_kernels(const Tensor& q, const Tensor& k, const Tensor& cu_q, int64_t max_q,
                       int64_t max_k, int most_of_short, bool backward) {
-  const bool supports = q.scalar_type() == ScalarType::Float ? backward && q.size(2) <= 64 : true;
+  const bool supports = q.scalar_type() != ScalarType::Float || (backward && q.size(2) <= 64);
   return supports && std::max(max_q, max_k) > most_of_short && std::min(q.size(0), k.size(0)) > 0 &&
          most_long(q, k, cu_q, most_of_short) <= kMostLong;
 }

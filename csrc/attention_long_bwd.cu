@@ -1,5 +1,5 @@
 // Attention of long sentences in 16 bits, backward, on GPUs of compute capability 9.0.
-// attention_bwd.cu has the shorter sentences, and all 16-bit sentences on other GPUs;
+// attention_bwd.cu has the shorter sentences, attention_tiles_bwd.cu those of other GPUs;
 // common/attention_items.cuh explains the work list.
 //
 //   P = exp(scale * q k^T - lse)      M = dropout mask of zeros and ones

@@ -407,7 +407,6 @@ void attention_tiles_bwd(const LongArguments& a, const Tensor& dout, const Tenso
   dispatch_long(a.q, a.dropout_p, [&](auto zero, auto width, auto drops) {
     using T = decltype(zero);
     constexpr int kWidth = decltype(width)::value;
-    constexpr size_t kShared = sizeof(BackwardTiles<kWidth>);
     Tensor memory;
     const ItemList list = list_items(a, BackwardTiles<kWidth>::kKeys, false, memory, stream);
     const int64_t units = most_units(a);
@@ -438,14 +437,8 @@ void attention_tiles_bwd(const LongArguments& a, const Tensor& dout, const Tenso
     dispatch_cast<T>(casts.dq, [&](auto is_cast) {
       const auto kernel =
           attention_tiles_bwd_kernel<T, kWidth, decltype(drops)::value, decltype(is_cast)::value>;
-      const int64_t blocks = resident_blocks(kernel, kTilesThreads, device, kShared);
-      params.most_together = most_together(blocks);
-      launch({.op = kOp,
-              .grid = static_cast<unsigned>(blocks),
-              .block = kTilesThreads,
-              .shared = kShared,
-              .stream = stream},
-             kernel, params);
+      launch_in_turns(kOp, kernel, params, kTilesThreads, sizeof(BackwardTiles<kWidth>), device,
+                      stream);
     });
   });
 }

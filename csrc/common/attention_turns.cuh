@@ -13,7 +13,7 @@
 //
 // A block may wait for one that has a later place in the list of work. So all blocks of a head must
 // run at the same time: they are neighbours in the list, and a thread block takes its next item
-// only when it waits for no turn any more. Heads with more blocks than most_together() add in the
+// only when it waits for no turn any more. Heads with more blocks than most_together add in the
 // order of the list, and all start with the first tile.
 #pragma once
 
@@ -150,8 +150,19 @@ __device__ __forceinline__ void add_in_turn(float* part, uint32_t* passed, int t
   }
 }
 
-// How many blocks of a head surely run at the same time, if the GPU has room for `resident` blocks
-// in all: other kernels may occupy a part of it.
-inline int most_together(int64_t resident) { return static_cast<int>(resident / 4); }
+// Launches as many blocks as are resident. params.most_together becomes the number of blocks of a
+// head that surely run at the same time: other kernels may occupy a part of the GPU.
+template <typename Params>
+void launch_in_turns(const char* op, void (*kernel)(Params), Params& params, int threads,
+                     size_t shared, int32_t device, cudaStream_t stream) {
+  const int64_t resident = resident_blocks(kernel, threads, device, shared);
+  params.most_together = static_cast<int>(resident / 4);
+  launch({.op = op,
+          .grid = static_cast<unsigned>(resident),
+          .block = threads,
+          .shared = shared,
+          .stream = stream},
+         kernel, params);
+}
 
 }  // namespace lightseq::attention
