@@ -38,14 +38,14 @@
 #include <optional>
 #include <type_traits>
 
+#include "common/adam.cuh"
 #include "common/check.h"
 #include "common/launch.cuh"
 #include "common/occupancy.h"
 #include "common/reduce.cuh"
-#include "common/scalars.cuh"
 #include "common/vec.cuh"
 
-namespace lightseq {
+namespace lightseq::adam {
 namespace {
 
 using torch::headeronly::ScalarType;
@@ -102,122 +102,6 @@ __global__ void __launch_bounds__(kNormThreads)
   if (threadIdx.x == 0) *norm = static_cast<float>(sqrt(total));
 }
 
-struct Params {
-  float* exp_avg;
-  float* exp_avg_sq;
-  int64_t count;
-  unsigned long long* step;
-  Floats lr, multiplier, norm;
-  double max_norm, clip_eps, beta1, beta2, eps, weight_decay;
-};
-
-struct Coefficients {
-  float factor, blend_1, blend_2, eps, size, decay;
-};
-
-// The lower bits of the counter are the number of updates. Every block reads it, and one block must
-// store the next number. So the upper bits count the blocks that have read it, and the last of
-// these blocks stores. No block waits, and no second counter must be zeroed before.
-constexpr int kStepBits = 40;
-constexpr int64_t kMaxBlocks = 1 << 23;
-
-__device__ __forceinline__ unsigned long long number_of(unsigned long long counter) {
-  return counter & ((1ull << kStepBits) - 1);
-}
-
-// base^exponent in few registers, because the loads in flight occupy most of them.
-__device__ __forceinline__ double power(double base, unsigned long long exponent) {
-  double result = 1.0;
-#pragma unroll 1
-  for (; exponent != 0; exponent >>= 1, base *= base) {
-    if (exponent & 1) result *= base;
-  }
-  return result;
-}
-
-// Returns false if the gradient has overflowed.
-__device__ __forceinline__ bool compute_coefficients(const Params& p, Coefficients* result) {
-  const double multiplier = p.multiplier.at<double>(0), lr = p.lr.at<double>(0);
-  const unsigned long long step = number_of(__ldcg(p.step)) + 1;
-  const double total = p.norm.at<double>(0) * multiplier;
-  if (!isfinite(total)) return false;
-  const double clip = p.max_norm > 0.0 ? fmin(1.0, p.max_norm / (total + p.clip_eps)) : 1.0;
-  const double size = lr * sqrt(1.0 - power(p.beta2, step)) / (1.0 - power(p.beta1, step));
-  *result = {.factor = static_cast<float>(multiplier * clip),
-             .blend_1 = static_cast<float>(1.0 - p.beta1),
-             .blend_2 = static_cast<float>(1.0 - p.beta2),
-             .eps = static_cast<float>(p.eps),
-             .size = static_cast<float>(size),
-             .decay = static_cast<float>(-lr * p.weight_decay)};
-  return true;
-}
-
-// torch.lerp, which starts at the end that is nearer to the result.
-__device__ __forceinline__ float lerp(float from, float to, float weight) {
-  const float way = __fsub_rn(to, from);
-  return weight < 0.5f ? __fmaf_rn(weight, way, from)
-                       : __fmaf_rn(-way, __fsub_rn(1.0f, weight), to);
-}
-
-__device__ __forceinline__ void update(const Coefficients& c, float grad, float& p, float& m,
-                                       float& v) {
-  const float g = __fmul_rn(grad, c.factor);
-  m = lerp(m, g, c.blend_1);
-  v = lerp(v, __fmul_rn(g, g), c.blend_2);
-  const float step = __fmul_rn(__fdiv_rn(m, __fadd_rn(__fsqrt_rn(v), c.eps)), c.size);
-  p = __fsub_rn(__fmaf_rn(c.decay, p, p), step);
-}
-
-// A float is stored as a bfloat16 and a remainder, the difference of their bits. If the float lies
-// half-way between two bfloat16 and the difference would be 2^15, its last bit changes.
-__device__ __forceinline__ float join(__nv_bfloat16 high, int16_t remainder) {
-  return __uint_as_float((static_cast<uint32_t>(__bfloat16_as_ushort(high)) << 16) + remainder);
-}
-
-__device__ __forceinline__ int16_t remainder_of(float x, __nv_bfloat16 high) {
-  const uint32_t difference =
-      __float_as_uint(x) - (static_cast<uint32_t>(__bfloat16_as_ushort(high)) << 16);
-  return static_cast<int16_t>(min(static_cast<int>(difference), INT16_MAX));
-}
-
-// Updates a parameter as stored: in float, or as remainder over `low`. Writes its 16-bit copy to
-// `low`.
-template <typename P, typename L>
-__device__ __forceinline__ void update(const Coefficients& c, float grad, P& kept, L& low, float& m,
-                                       float& v) {
-  if constexpr (std::is_same_v<P, int16_t>) {
-    float p = join(low, kept);
-    update(c, grad, p, m, v);
-    low = from_float<L>(p);
-    kept = remainder_of(p, low);
-  } else {
-    update(c, grad, kept, m, v);
-    low = from_float<L>(kept);
-  }
-}
-
-// Four elements: 16 bytes of float or 8 bytes of a 16-bit type. So a warp's accesses to each tensor
-// are contiguous.
-template <typename T>
-struct alignas(4 * sizeof(T)) Quad {
-  static constexpr int kSize = 4;
-  using Bits = std::conditional_t<sizeof(T) == 4, int4, int2>;
-  T values[kSize];
-};
-
-// Bypasses L1: an update took 1.47 ms like this, and 1.50 ms with evict-first loads.
-template <typename T>
-__device__ __forceinline__ Quad<T> load_quad(const T* address) {
-  const auto bits = __ldcg(reinterpret_cast<const typename Quad<T>::Bits*>(address));
-  return *reinterpret_cast<const Quad<T>*>(&bits);
-}
-
-template <typename T>
-__device__ __forceinline__ void store_quad(T* address, const Quad<T>& x) {
-  *reinterpret_cast<typename Quad<T>::Bits*>(address) =
-      *reinterpret_cast<const typename Quad<T>::Bits*>(&x);
-}
-
 // A block processes kQuads * kStepThreads adjacent quads: memory is faster if the addresses in
 // flight lie close together. P: float, or int16_t if param holds remainders over `low`. low: null
 // if no 16-bit copy is wanted.
@@ -239,11 +123,11 @@ __global__ void __launch_bounds__(kStepThreads)
   for (int u = 0; u < kQuads; ++u) {  // in flight while the first thread computes coefficients
     const int i = threadIdx.x + u * kStepThreads;
     if (i >= left) break;
-    g[u] = load_quad(grad + 4 * (first + i));
-    kept[u] = load_quad(param + 4 * (first + i));
-    if constexpr (kSplit) rounded[u] = load_quad(low + 4 * (first + i));
-    m[u] = load_quad(exp_avg + 4 * i);
-    v[u] = load_quad(exp_avg_sq + 4 * i);
+    g[u].load(grad + 4 * (first + i));
+    kept[u].load(param + 4 * (first + i));
+    if constexpr (kSplit) rounded[u].load(low + 4 * (first + i));
+    m[u].load(exp_avg + 4 * i);
+    v[u].load(exp_avg_sq + 4 * i);
   }
 
   __shared__ Coefficients shared;
@@ -253,32 +137,20 @@ __global__ void __launch_bounds__(kStepThreads)
   if (!is_finite) return;
   const Coefficients c = shared;
   unsigned long long counter = 0;
-  if (threadIdx.x == 0) counter = atomicAdd(params.step, 1ull << kStepBits);
+  if (threadIdx.x == 0) counter = count_block(params);
 
 #pragma unroll
   for (int u = 0; u < kQuads; ++u) {
     const int i = threadIdx.x + u * kStepThreads;
     if (i >= left) break;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      update(c, to_float(g[u].values[e]), kept[u].values[e], rounded[u].values[e], m[u].values[e],
-             v[u].values[e]);
-    }
-    store_quad(param + 4 * (first + i), kept[u]);
-    store_quad(exp_avg + 4 * i, m[u]);
-    store_quad(exp_avg_sq + 4 * i, v[u]);
-    if (kSplit || low != nullptr) store_quad(low + 4 * (first + i), rounded[u]);
+    update(c, g[u], kept[u], rounded[u], m[u], v[u]);
+    kept[u].store(param + 4 * (first + i));
+    m[u].store(exp_avg + 4 * i);
+    v[u].store(exp_avg_sq + 4 * i);
+    if (kSplit || low != nullptr) rounded[u].store(low + 4 * (first + i));
   }
-  const int64_t i = 4 * quads + threadIdx.x;  // the first block updates the last count % 4 elements
-  if (blockIdx.x == 0 && i < params.count) {
-    L of_param = {};
-    if constexpr (kSplit) of_param = low[i];
-    update(c, to_float(grad[i]), param[i], of_param, exp_avg[i], exp_avg_sq[i]);
-    if (kSplit || low != nullptr) low[i] = of_param;
-  }
-  if (threadIdx.x == 0 && counter >> kStepBits == gridDim.x - 1) {
-    atomicExch(params.step, number_of(counter) + 1);
-  }
+  if (blockIdx.x == 0) update_rest(params, c, param, grad, low);
+  if (threadIdx.x == 0) end_step(params, counter);
 }
 
 // ---- launchers ----
@@ -317,25 +189,11 @@ void adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& gr
   require(is_split || param.scalar_type() == ScalarType::Float, op,
           ": param must be float32 on a GPU");
   check_aligned(op, "param", param, is_split ? sizeof(Quad<int16_t>) : sizeof(Quad<float>));
-  check_aligned(op, "exp_avg", exp_avg, sizeof(Quad<float>));
-  check_aligned(op, "exp_avg_sq", exp_avg_sq, sizeof(Quad<float>));
-  const Params params{
-      .exp_avg = exp_avg.mutable_data_ptr<float>(),
-      .exp_avg_sq = exp_avg_sq.mutable_data_ptr<float>(),
-      .count = param.numel(),
-      .step = reinterpret_cast<unsigned long long*>(step.mutable_data_ptr<int64_t>()),
-      .lr = Floats(lr),
-      .multiplier = Floats(multiplier),
-      .norm = Floats(norm),
-      .max_norm = max_norm,
-      .clip_eps = clip_eps,
-      .beta1 = beta1,
-      .beta2 = beta2,
-      .eps = eps,
-      .weight_decay = weight_decay};
+  const Params params = params_of(op, param, exp_avg, exp_avg_sq, step, lr, multiplier, norm,
+                                  max_norm, clip_eps, beta1, beta2, eps, weight_decay);
   constexpr int64_t kWork = 4 * kQuads * kStepThreads;  // elements per block
   const int64_t blocks = std::max<int64_t>(1, blocks_for(params.count, kWork));
-  require(blocks <= kMaxBlocks, op, ": ", params.count, " parameters are too many for one buffer");
+  check_blocks(op, params, blocks);
   const int32_t device = param.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
   dispatch_float(grad.scalar_type(), "adam_step: grad", [&](auto zero) {
@@ -370,4 +228,4 @@ STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
 }
 
 }  // namespace
-}  // namespace lightseq
+}  // namespace lightseq::adam

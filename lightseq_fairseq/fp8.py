@@ -26,6 +26,7 @@ from lightseq_fairseq import ops
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.ops.fp8_quantise import ALIGNMENT, E4M3
 from lightseq_fairseq.ops.fp8_scales import HISTORY
+from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
 from lightseq_fairseq.parameters import FlatBuffer, as_one
 
 # Rows of the table: the operands of a product.
@@ -99,17 +100,17 @@ class Fp8State:
         self.cast = torch.zeros((), dtype=torch.float64, device=device)
         self._pending = 0  # numbers that the current pass has cast
         nothing = low.data.new_full((1,), torch.nan)
-        places, end = [], 0
+        matrices, end = [], 0
         for weight in weights.values():
             start = weight.storage_offset() - low.data.storage_offset()
-            places.append((start, end, *weight.shape))
+            matrices.append(Matrix(int(start), end, *weight.shape))
             end += weight.numel()
-        self._places = torch.tensor(places, device=device)
+        self._tiles = fp8_tiles(matrices, len(low.data)).to(device)
         self._values = torch.zeros(end, dtype=torch.uint8, device=device).view(E4M3)
         self._transposes = self._values.clone()
         self._operands: dict[tuple[int, torch.Size], Operands] = {}
         for place, weight in enumerate(weights.values()):
-            part = slice(places[place][1], places[place][1] + weight.numel())
+            part = slice(matrices[place].place, matrices[place].place + weight.numel())
             input, of_weight, gradient = (
                 Scalars(*(x[row, place] for x in (self._scale, self.amax, self.saturated)))
                 for row in (_INPUT, _WEIGHT, _GRADIENT)
@@ -152,7 +153,7 @@ class Fp8State:
         self.passes_due -= 1
 
     def update(self, skipped: Tensor) -> None:
-        """Compute the scales of the next update; afterwards call `cast_weights`.
+        """Compute the scales of the next update; afterwards cast the weights.
 
         skipped: float64 0-dim; if not 0, the update was skipped, and scales do not change.
         """
@@ -167,13 +168,14 @@ class Fp8State:
         self.cast.zero_()
 
     def cast_weights(self) -> None:
-        """Cast the weights; call it whenever they have changed."""
-        ops.fp8_weights(
-            self._low.data, self._places,
-            self._scale[_WEIGHT], self.amax[_WEIGHT], self.saturated[_WEIGHT],
-            self._values, self._transposes,
-        )  # fmt: skip
+        """Cast the weights; needed whenever they have changed."""
+        ops.fp8_weights(self._low.data, *self.weight_cast())
+
+    def weight_cast(self) -> tuple[Tensor, ...]:
+        """Count one cast; returns the arguments of ``ops.fp8_weights`` after the weights."""
         self.cast.add_(self._values.numel())
+        scalars = (x[_WEIGHT] for x in (self._scale, self.amax, self.saturated))
+        return self._tiles, *scalars, self._values, self._transposes
 
     def state(self) -> dict[str, Tensor]:
         """Name of a product's first weight -> float32 [3, 17]: of input, weight and gradient the

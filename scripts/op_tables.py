@@ -24,6 +24,7 @@ WORDS = {
     "adam_step": "Adam: update",
     "fp8_quantise": "fp8: cast",
     "fp8_weights": "fp8: cast of all weights",
+    "fp8_adam_step": "fp8: Adam's update and cast of all weights",
     "fp8_": "fp8: ",
     "(long)": "(long sentences)",
     "_fwd": ", forward",

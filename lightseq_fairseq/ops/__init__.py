@@ -40,7 +40,7 @@ from .fp8_dropout_residual_layer_norm import (
     fp8_dropout_residual_layer_norm_fwd,
 )
 from .fp8_scales import fp8_scales
-from .fp8_weights import fp8_weights
+from .fp8_weights import fp8_adam_step, fp8_weights
 from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_fwd_bwd
 from .column_sum import defer_column_sums, flush_column_sums
 from .beam_search import beam_candidates, beam_sample
@@ -83,6 +83,7 @@ __all__ = [
     "fp8_dropout_residual_layer_norm_bwd",
     "fp8_scales",
     "fp8_weights",
+    "fp8_adam_step",
     "cross_entropy_fwd",
     "cross_entropy_bwd",
     "cross_entropy_fwd_bwd",

@@ -1,40 +1,125 @@
-"""The cast of all weights that fp8 products read, in one op: Adam knows no matrices.
+"""Casts of all weights that fp8 products read: alone, or in the pass of Adam that computes them.
 
-Shapes: W = elements of the flat buffer of parameters, M = matrices, S = elements of all matrices,
-N = rows (outputs) and K = columns (inputs) of a matrix, both multiples of 16.
+Shapes: N = elements of the flat buffer of parameters, M = matrices, S = elements of all matrices,
+B = tiles.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .adam import AdamStep
 from .checks import check_power_of_two, check_tensor
-from .fp8_quantise import ALIGNMENT, CASTABLE, E4M3, MOST_EXPONENT, quantise
+from .fp8_quantise import ALIGNMENT, E4M3, MOST_EXPONENT, quantise
 from .registry import Written, define
+
+TILE_ROWS, TILE_COLUMNS = 64, 128  # the most that a thread block of fp8_weights.cu has
+QUAD = 4  # columns of a thread
+
+
+class Tile(NamedTuple):
+    """Rows of 4 x ``quads`` parameters: of a matrix, or of the parameters between matrices.
+
+    A quad is 4 elements, a unit 16 bytes.
+
+    Attributes:
+        first: its first quad in the buffer.
+        stride: quads from one row to the next, in the buffer and in the values.
+        rows, quads: its size.
+        matrix: number of its matrix, or -1: its parameters are not cast.
+        value, unit: its first quad in the values, and its first unit in the transposes.
+        pitch: units from one row of the transpose to the next.
+    """
+
+    first: int
+    stride: int
+    rows: int
+    quads: int
+    matrix: int = -1
+    value: int = 0
+    unit: int = 0
+    pitch: int = 0
+
+
+class Matrix(NamedTuple):
+    """A matrix [rows, columns], both multiples of 16.
+
+    Attributes:
+        start: its first element in the buffer, a multiple of 4.
+        place: its first element in values and transposes, a multiple of 16.
+    """
+
+    start: int
+    place: int
+    rows: int
+    columns: int
+
+
+def fp8_tiles(matrices: Iterable[Matrix], count: int) -> Tensor:
+    """The tiles of a buffer of ``count`` parameters, each a `Tile`: int32 [B, 8] in host memory.
+
+    They cover the matrices and all parameters between them, but for the last count % 4. No two
+    matrices overlap.
+
+    Raises:
+        ValueError: a matrix is not aligned.
+    """
+    tiles: list[Tile] = []
+    end = 0
+    for number, matrix in sorted(enumerate(matrices), key=lambda found: found[1]):
+        if matrix.start % QUAD or any(x % ALIGNMENT for x in matrix[1:]):
+            raise ValueError(f"fp8_tiles: {matrix} is not aligned")
+        tiles += _others(end, matrix.start)
+        tiles += _of_matrix(number, matrix)
+        end = matrix.start + matrix.rows * matrix.columns
+    tiles += _others(end, count)
+    return torch.tensor(tiles, dtype=torch.int32).view(-1, len(Tile._fields))
+
+
+def _of_matrix(number: int, matrix: Matrix) -> Iterator[Tile]:
+    start, place, rows, columns = matrix
+    stride, pitch = columns // QUAD, rows // ALIGNMENT
+    for row in range(0, rows, TILE_ROWS):
+        for column in range(0, columns, TILE_COLUMNS):
+            inside = row * columns + column
+            yield Tile(
+                (start + inside) // QUAD, stride,
+                min(TILE_ROWS, rows - row), min(TILE_COLUMNS, columns - column) // QUAD,
+                number, (place + inside) // QUAD,
+                (place + column * rows + row) // ALIGNMENT, pitch,
+            )  # fmt: skip
+
+
+def _others(start: int, end: int) -> Iterator[Tile]:
+    """Tiles of adjacent parameters: whole rows of 128, then the rest."""
+    first, left, stride = start // QUAD, (end - start) // QUAD, TILE_COLUMNS // QUAD
+    while left > 0:
+        rows = max(1, min(TILE_ROWS, left // stride))
+        quads = min(stride, left)
+        yield Tile(first, stride, rows, quads)
+        first, left = first + rows * quads, left - rows * quads
 
 
 class Fp8Weights(NamedTuple):
     """Cast matrices that lie in one flat buffer, each with a scale of its own.
 
-    Each matrix is cast by the rule of `fp8_quantise`. Its values [N, K] are written to ``values``,
-    their transpose [K, N] to ``transposes``, both from the same element on.
+    Each matrix is cast by the rule of `fp8_quantise`. Its values [rows, columns] are written to
+    ``values``, their transpose to ``transposes``.
 
-    weights: [W], float16, bfloat16 or float32.
-    places: int64 [M, 4]: of each matrix its first element in weights, on a 16-byte boundary, its
-    first element in values and transposes, a multiple of 16, then N and K. On a GPU they are not
-    checked.
+    weights: bfloat16 [N]. tiles: int32 [B, 8], see `fp8_tiles`; on a GPU they are not checked.
     scale, amax, saturated: float32, float32 and int64 [M], see `fp8_quantise`. scale may have any
     stride.
     values, transposes: E4M3 [S].
-    Raises ValueError on a wrong shape, dtype or device, and on a CPU on a wrong place or
-    scale.
+    Raises ValueError on a wrong shape, dtype or device, and on a CPU on a tile that does not fit or
+    a wrong scale.
     """
 
     weights: Tensor
-    places: Tensor
+    tiles: Tensor
     scale: Tensor
     amax: Written
     saturated: Written
@@ -42,46 +127,113 @@ class Fp8Weights(NamedTuple):
     transposes: Written
 
     def check(self, op: str) -> None:
-        weights, places, scale, amax, saturated, values, transposes = self
-        check_tensor(op, "weights", weights, ("W",), CASTABLE)
-        check_tensor(op, "places", places, ("M", 4), (torch.int64,), weights)
-        count = places.shape[:1]
-        check_tensor(op, "scale", scale, count, (torch.float32,), weights)
-        check_tensor(op, "amax", amax, count, (torch.float32,), weights)
-        check_tensor(op, "saturated", saturated, count, (torch.int64,), weights)
+        weights, tiles, scale, amax, saturated, values, transposes = self
+        check_tensor(op, "weights", weights, ("N",), (torch.bfloat16,))
+        check_tensor(op, "tiles", tiles, ("B", len(Tile._fields)), (torch.int32,), weights)
+        check_tensor(op, "scale", scale, ("M",), (torch.float32,), weights)
+        check_tensor(op, "amax", amax, scale.shape, (torch.float32,), weights)
+        check_tensor(op, "saturated", saturated, scale.shape, (torch.int64,), weights)
         check_tensor(op, "values", values, ("S",), (E4M3,), weights)
         check_tensor(op, "transposes", transposes, values.shape, (E4M3,), weights)
         for name, x in self._asdict().items():
             if name != "scale" and not x.is_contiguous():
                 raise ValueError(f"{op}: {name} must be contiguous, its strides are {x.stride()}")
         check_power_of_two(op, "scale", scale, MOST_EXPONENT)
-        if places.device.type != "cpu":
+        if tiles.device.type != "cpu" or len(tiles) == 0:
             return
-        for start, first, rows, columns in places.tolist():
-            if start * weights.itemsize % 16 or any(x % ALIGNMENT for x in (first, rows, columns)):
-                raise ValueError(
-                    f"{op}: a matrix of {rows} rows and {columns} columns at element {start} of "
-                    f"weights and element {first} of values is not aligned to 16"
-                )
-            fits = 0 <= start <= len(weights) - rows * columns
-            if not fits or not 0 <= first <= len(values) - rows * columns:
-                raise ValueError(
-                    f"{op}: a matrix of {rows} rows and {columns} columns does not fit at element "
-                    f"{start} of weights and element {first} of values"
-                )
+        tiles = tiles.long()
+        first, stride, rows, quads, matrix, value, unit, pitch = tiles.T
+        inside = (rows - 1) * stride + quads
+        cast = matrix >= 0
+        ends = {
+            "weights": (QUAD * (first + inside), weights),
+            "values": (QUAD * (value + inside)[cast], values),
+            "transposes": (
+                ALIGNMENT * (unit + (QUAD * quads - 1) * pitch)[cast] + rows[cast], transposes
+            ),
+            "scale": (matrix + 1, scale),
+        }  # fmt: skip
+        for name, (end, x) in ends.items():
+            if (tiles < -1).any() or (end > len(x)).any():
+                raise ValueError(f"{op}: the tiles do not fit {name} with {len(x)} elements")
 
     def reference(self) -> None:
-        weights, places, scale, amax, saturated, values, transposes = self
+        weights, tiles, scale, amax, saturated, values, transposes = self
         # float8 tensors cannot be copied on every device.
         values, transposes = values.view(torch.uint8), transposes.view(torch.uint8)
-        for place, (start, first, rows, columns) in enumerate(places.tolist()):
-            size = rows * columns
-            matrix = weights[start : start + size].view(rows, columns)
-            scalars = scale[place], amax[place], saturated[place]
+
+        def part(x: Tensor, start: int, rows: int, columns: int, stride: int) -> Tensor:
+            return x.as_strided((rows, columns), (stride, 1), x.storage_offset() + start)
+
+        for tile in (Tile(*row) for row in tiles.tolist()):
+            if tile.matrix < 0:
+                continue
+            place, shape = tile.matrix, (tile.rows, QUAD * tile.quads)
+            x = part(weights, QUAD * tile.first, *shape, QUAD * tile.stride)
+            results = quantise(x.float(), scale[place], amax[place], saturated[place])
             for target, result in zip(
-                (values, transposes), quantise(matrix.float(), *scalars), strict=True
+                (
+                    part(values, QUAD * tile.value, *shape, QUAD * tile.stride),
+                    part(transposes, ALIGNMENT * tile.unit, *shape[::-1], ALIGNMENT * tile.pitch),
+                ),
+                results,
+                strict=True,
             ):
-                target[first : first + size] = result.view(torch.uint8).flatten()
+                target.copy_(result.view(torch.uint8))
 
 
 fp8_weights = define("fp8_weights", Fp8Weights)
+
+
+class Fp8AdamStep(NamedTuple):
+    """`adam_step`, then `fp8_weights` of the new param_low; the weights are not read again.
+
+    If norm * multiplier is not finite, the old weights are cast.
+
+    The first arguments are those of `adam_step`: param is int16, grad and param_low are bfloat16.
+    tiles: see `fp8_weights`; they cover all N parameters.
+    Raises ValueError as these ops do, and on a CPU if tiles leave out a parameter.
+    """
+
+    param: Written
+    exp_avg: Written
+    exp_avg_sq: Written
+    grad: Tensor
+    param_low: Written
+    step: Written
+    lr: Tensor
+    multiplier: Tensor
+    norm: Tensor
+    max_norm: float
+    clip_eps: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    tiles: Tensor
+    scale: Tensor
+    amax: Written
+    saturated: Written
+    values: Written
+    transposes: Written
+
+    def _parts(self) -> tuple[AdamStep, Fp8Weights]:
+        arguments: tuple[Any, ...] = self
+        count = len(AdamStep._fields)
+        return AdamStep(*arguments[:count]), Fp8Weights(self.param_low, *arguments[count:])
+
+    def check(self, op: str) -> None:
+        check_tensor(op, "param", self.param, ("N",), (torch.int16,))
+        check_tensor(op, "grad", self.grad, self.param.shape, (torch.bfloat16,), self.param)
+        for part in self._parts():
+            part.check(op)
+        tiles, quads = self.tiles, len(self.param) // QUAD
+        if tiles.device.type == "cpu" and (covered := (tiles[:, 2] * tiles[:, 3]).sum()) != quads:
+            raise ValueError(f"{op}: the tiles cover {QUAD * covered} of {QUAD * quads} parameters")
+
+    def reference(self) -> None:
+        for part in self._parts():
+            part.reference()
+
+
+fp8_adam_step = define("fp8_adam_step", Fp8AdamStep)

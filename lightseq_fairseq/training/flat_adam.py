@@ -261,6 +261,7 @@ class FlatAdam(torch.optim.Optimizer):
     def fused_step(
         self, gradient: Tensor, low: Tensor | None, lr: Tensor, multiplier: Tensor, norm: Tensor,
         max_norm: float, clip_eps: float, updated: Callable[[int], None] = lambda place: None,
+        cast: tuple[Tensor, ...] | None = None,
     ) -> None:  # fmt: skip
         """Update the parameters of a fused optimizer with scalars on the device; for CUDA graphs.
 
@@ -268,8 +269,9 @@ class FlatAdam(torch.optim.Optimizer):
         not updated. If the state is sharded, only this rank's part of each piece is updated.
         gradient: [N], laid out like `buffer`. low: 16-bit copies of the parameters, which are
         updated too, or None. updated: called with a piece's index after the update of the piece.
-        The other arguments are those of ``ops.adam_step``. The factors of `multiply_grads` are
-        ignored.
+        cast: the arguments of ``ops.fp8_weights`` after low: low is cast, by the same launch if one
+        launch updates all parameters; None if the state is sharded. The other arguments are those
+        of ``ops.adam_step``. The factors of `multiply_grads` are ignored.
         """
         (flat,) = self._flats
         group = flat.group
@@ -284,13 +286,21 @@ class FlatAdam(torch.optim.Optimizer):
                     param = flat.masters[mine]
                 else:
                     param = (flat.buffer.data if self._split is None else self._split.rest)[part]
-                ops.adam_step(
-                    param, flat.exp_avg[mine], flat.exp_avg_sq[mine], gradient[part],
-                    None if low is None else low[part], span.steps[place],
-                    lr=lr, multiplier=multiplier, norm=norm, max_norm=max_norm, clip_eps=clip_eps,
-                    beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
+                state = param, flat.exp_avg[mine], flat.exp_avg_sq[mine], gradient[part]
+                numbers: tuple[Any, ...] = (
+                    span.steps[place], lr, multiplier, norm, max_norm, clip_eps, beta1, beta2,
+                    group["eps"], group["weight_decay"],
                 )  # fmt: skip
+                of_low = None if low is None else low[part]
+                if cast is None or of_low is None or part != slice(0, len(gradient)):
+                    ops.adam_step(*state, of_low, *numbers)
+                else:
+                    ops.fp8_adam_step(*state, of_low, *numbers, *cast)
+                    cast = None
             updated(place)
+        if cast is not None:
+            assert low is not None
+            ops.fp8_weights(low, *cast)
 
     def state_dict(self) -> dict[str, Any]:
         """fairseq's format: {step, exp_avg, exp_avg_sq} of each parameter that was updated."""

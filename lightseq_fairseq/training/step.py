@@ -288,21 +288,23 @@ class TrainingStep:
             tolerance=rules.tolerance, threshold=rules.threshold,
             min_loss_scale=rules.min_loss_scale,
         )  # fmt: skip
+        cast = None
+        if self.fp8 is not None:
+            self._update_scales(self.fp8)
+            if not self.ranks.sharded:  # otherwise the ranks must first gather the weights
+                cast = self.fp8.weight_cast()
         self.adam.fused_step(
             gradient, self.low.data if self._has_copy else None, state[State.RATE],
             state[State.MULTIPLIER], norm, rules.max_norm, rules.clip_eps, self._exchange.finish,
+            cast,
         )  # fmt: skip
-        if self.fp8 is not None:
-            self._update_fp8(self.fp8)
 
-    def _update_fp8(self, fp8: Fp8State) -> None:
+    def _update_scales(self, fp8: Fp8State) -> None:
         if self.ranks.count > 1:
             fp8.amax.copy_(self._amaxes.amax(0).view_as(fp8.amax))
         else:
             self._count_fp8(fp8)
         fp8.update(self.state[State.SKIPPED])
-        if not self.ranks.sharded:  # otherwise the ranks must first gather the weights
-            fp8.cast_weights()
 
     def _report(self) -> StepReport:
         values = self._reports[self._next_report]

@@ -15,7 +15,9 @@ from torch import Tensor
 from lightseq_fairseq import ops
 from lightseq_fairseq.ops.fp8_quantise import E4M3
 from lightseq_fairseq.ops.fp8_scales import HISTORY
+from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
 
+from .adam import BETAS, CLIP_EPS, DECAY, EPS, MAX_NORM, RATE
 from .case import SITE, Case, Make, Run, Sizes, without_autograd
 
 Scalars = tuple[Tensor, Tensor, Tensor]
@@ -142,7 +144,8 @@ def fp8_layer_norm(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
 
 
 def fp8_update(sizes: Sizes, make: Make) -> Iterator[Case]:
-    """Yield the cast of all weights of a model with as many layers in the encoder, and its scales.
+    """Yield the update and cast of all weights of a model with as many layers in the encoder, the
+    cast alone, and the computation of its scales.
 
     They are those of `fp8.Fp8State`: q, k and v are one matrix, and so are all cross k and v.
     """
@@ -152,24 +155,42 @@ def fp8_update(sizes: Sizes, make: Make) -> Iterator[Case]:
     encoder = [(3 * c, c), (c, c), (f, c), (c, f)]
     decoder = [*encoder, (c, c), (c, c)]
     shapes = layers * (encoder + decoder) + [(2 * c * layers, c)]
-    places, count = [], 0
+    matrices, end = [], 0
     for rows, columns in shapes:
-        places.append((count, count, rows, columns))
-        count += rows * columns
-    weights = make.rows(count, scale=c**-0.5)
-    given = torch.tensor(places, device=make.device)
+        matrices.append(Matrix(end, end, rows, columns))
+        end += rows * columns
+    count = max(sizes.parameters, end)
+    param = make.rows(count, scale=c**-0.5).float()
+    weights = param.bfloat16()
+    tiles = fp8_tiles(matrices, count).to(make.device)
     scale = torch.full((len(shapes),), 2.0**-11, device=make.device)
     amax, saturated = torch.zeros_like(scale), torch.zeros_like(scale, dtype=torch.int64)
     values, transposes = (
-        torch.zeros(count, dtype=torch.uint8, device=make.device).view(E4M3) for _ in range(2)
+        torch.zeros(end, dtype=torch.uint8, device=make.device).view(E4M3) for _ in range(2)
     )
+    of_cast = tiles, scale, amax, saturated, values, transposes
 
     def cast() -> tuple[Tensor, Tensor]:
-        ops.fp8_weights(weights, given, scale, amax, saturated, values, transposes)
+        ops.fp8_weights(weights, *of_cast)
         return values, transposes
 
-    size, moved = f"N{count // 1_000_000}M", weights.nbytes + 2 * count
-    yield Case(f"fp8_weights/{size}", moved, {"ours": without_autograd(cast)})
+    yield Case(f"fp8_weights/N{end // 1_000_000}M", 4 * end, {"ours": without_autograd(cast)})
+
+    rest, low = ops.split_floats(param, weights), weights
+    moments = torch.zeros_like(param), torch.zeros_like(param)
+    step = torch.zeros((), dtype=torch.int64, device=make.device)
+    numbers = [torch.tensor(x, device=make.device) for x in (RATE, 1.0, 1.0)]
+    grad = make.rows(count)
+
+    def update() -> tuple[Tensor, ...]:
+        ops.fp8_adam_step(
+            *(rest, *moments, grad, low, step, *numbers),
+            *(MAX_NORM, CLIP_EPS, *BETAS, EPS, DECAY, *of_cast),
+        )
+        return rest, *moments
+
+    name, moved = f"fp8_adam_step/N{count // 1_000_000}M", 26 * count + 2 * end
+    yield Case(name, moved, {"ours": without_autograd(update)})
 
     of_all = torch.ones(3 * len(shapes), device=make.device)
     amaxes, history = torch.rand_like(of_all), of_all.expand(HISTORY, -1).contiguous()

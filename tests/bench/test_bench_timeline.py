@@ -91,7 +91,7 @@ def test_overlap() -> None:
         ("void lightseq::(anonymous namespace)::linear_activation_fwd_kernel<__half>", "gemm"),
         ("void lightseq::adam_norm_kernel<__nv_bfloat16>", "optimizer"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
-        ("void lightseq::(anonymous namespace)::fp8_weights_kernel<__nv_bfloat16>", "optimizer"),
+        ("void lightseq::fp8_weights_kernel<lightseq::Updated>", "optimizer"),
         ("lightseq::(anonymous namespace)::fp8_scales_kernel", "optimizer"),
         ("void lightseq::cast_kernel<lightseq::Given<__nv_bfloat16>>", "elementwise"),
         ("nvjet_qqtst_128x256_128x6_2x1_v_bz_TNT", "gemm"),

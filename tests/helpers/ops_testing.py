@@ -156,3 +156,30 @@ def assert_kernel_as_good_as(
     roundings = 4.0 if ours.dtype == torch.float32 else half_roundings
     bound = max(2 * allowed, roundings * torch.finfo(ours.dtype).eps * exact.abs().max().cpu())
     assert error <= bound, f"{what}: {error:.3e}, plain torch {allowed:.3e}"
+
+
+def adam_arguments(weights: Tensor) -> dict[str, Any]:
+    """The arguments of ``ops.adam_step`` for parameters near the bfloat16 weights [N]; they are
+    split, and their moments are not zero."""
+
+    def normal() -> Tensor:
+        return torch.randn(weights.shape).to(weights.device)
+
+    low = torch.empty_like(weights)
+    return {
+        "param": ops.split_floats(weights.float() + normal() * 2.0**-10, low),
+        "exp_avg": normal() / 64,
+        "exp_avg_sq": normal().abs() / 64,
+        "grad": normal().bfloat16(),
+        "param_low": low,
+        **{
+            name: torch.tensor(value, device=weights.device)
+            for name, value in {"step": 7, "lr": 1e-2, "multiplier": 0.5, "norm": 2.0}.items()
+        },
+        "max_norm": 0.7,
+        "clip_eps": 1e-6,
+        "beta1": 0.9,
+        "beta2": 0.98,
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+    }

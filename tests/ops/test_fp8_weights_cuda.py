@@ -1,33 +1,40 @@
-"""The kernel that casts all weights, compared with its reference bit for bit."""
+"""The kernels that cast all weights, compared with their references bit for bit."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from helpers.ops_testing import check_op, skip_without_fp8, spaced
+from helpers.ops_testing import adam_arguments, check_op, skip_without_fp8, spaced
 from torch import Tensor
 
 from lightseq_fairseq import library, ops
 from lightseq_fairseq.ops.fp8_quantise import E4M3
+from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# A block casts 128 rows of 128 columns. The last ones have more tiles than blocks are resident on a
-# GPU: of many matrices, and of one.
+Arguments = dict[str, Any]
+CAST = ("tiles", "scale", "amax", "saturated", "values", "transposes")
+
+# A block casts 64 rows of 128 columns. The last one has more tiles than blocks are resident on a
+# GPU.
 MATRICES: dict[str, list[tuple[int, int]]] = {
     "smallest": [(16, 16)],
-    "one tile": [(128, 128)],
+    "one tile": [(64, 128)],
     "edges": [(16, 144), (144, 16), (112, 128), (128, 112), (272, 400), (1040, 784)],
     "wide and high": [(16, 16384), (16384, 16)],
     "some without rows": [(0, 48), (48, 32), (0, 16), (0, 0), (32, 48), (16, 0)],
     "layer": [(192, 64), (64, 64), (256, 64), (64, 256)] * 3,
-    "more matrices than blocks": [(16, 16), (32, 16), (16, 48)] * 900,
-    "one that all blocks share": [(4096, 4608), (16, 16)],
+    "many": [(16, 16), (32, 16), (16, 48)] * 900,
+    "large": [(4096, 4608), (16, 16)],
 }
-WRITTEN = ("amax", "saturated", "values", "transposes")
+ALL_MATRICES = pytest.mark.parametrize("shapes", MATRICES.values(), ids=MATRICES)
+# Parameters behind each matrix: less than a row of a tile, and more than a tile.
+GAPS = (8, 8196, 0, 260, 20000)
 UNTOUCHED = 0x55
 
 
@@ -36,64 +43,94 @@ def with_fp8() -> None:
     skip_without_fp8()
 
 
-def arguments(
-    shapes: Sequence[tuple[int, int]], dtype: torch.dtype = torch.bfloat16
-) -> dict[str, Tensor]:
-    """Arguments of the op on a CPU, with gaps between the matrices, which lie in memory in another
-    order than in the table. Weights have all sizes, and some are not finite."""
+def arguments(shapes: Sequence[tuple[int, int]]) -> Arguments:
+    """Arguments of fp8_weights on a CPU, with gaps between the matrices, which lie in memory in
+    another order than in the table. Weights have all sizes, and some are not finite."""
     torch.manual_seed(len(shapes))
-    places, start, first = [], 24, 16
-    for rows, columns in reversed(shapes):
-        places.append((start, first, rows, columns))
-        start += rows * columns + 8
-        first += rows * columns + 16
-    weights = torch.randn(start) * torch.exp(3 * torch.randn(start))
+    matrices, start, place = [], 24, 16
+    for i, (rows, columns) in enumerate(reversed(shapes)):
+        matrices.append(Matrix(start, place, rows, columns))
+        start += rows * columns + GAPS[i % len(GAPS)]
+        place += rows * columns + 16
+    count = start + 3  # no multiple of four
+    weights = torch.randn(count) * torch.exp(3 * torch.randn(count))
     numbers = torch.tensor([torch.inf, -torch.inf, torch.nan, -torch.nan, -0.0, 1e38, -(2.0**-11)])
     weights[24 : 24 + len(numbers)] = numbers
-    count = len(shapes)
-    unwritten = torch.full((first,), UNTOUCHED, dtype=torch.uint8)
+    unwritten = torch.full((place,), UNTOUCHED, dtype=torch.uint8)
     return {
-        "weights": weights.to(dtype),
-        "places": torch.tensor(places[::-1]),
-        "scale": torch.exp2(torch.randint(-8, 4, (count,)).float()),
-        "amax": torch.exp(3 * torch.randn(count)),
-        "saturated": torch.randint(2**40, (count,)),
+        "weights": weights.bfloat16(),
+        "tiles": fp8_tiles(matrices[::-1], count),
+        "scale": torch.exp2(torch.randint(-8, 4, (len(shapes),)).float()),
+        "amax": torch.exp(3 * torch.randn(len(shapes))),
+        "saturated": torch.randint(2**40, (len(shapes),)),
         "values": unwritten.view(E4M3),
         "transposes": unwritten.clone().view(E4M3),
     }
 
 
-def on_gpu(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x.cuda() for name, x in given.items()}
+def of_adam(shapes: Sequence[tuple[int, int]]) -> Arguments:
+    """Arguments of fp8_adam_step, in order."""
+    given = arguments(shapes)
+    weights = given.pop("weights").nan_to_num(0.5, 0.5, 0.5)
+    return {**adam_arguments(weights), **given}
+
+
+def on_gpu(given: Arguments) -> Arguments:
+    return {name: x.cuda() if isinstance(x, Tensor) else x for name, x in given.items()}
 
 
 def bits(x: Tensor) -> Tensor:
-    return (x.view(torch.uint8) if x.dtype == E4M3 else x).cpu()
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.view(kinds[x.itemsize]).cpu()
 
 
-def assert_equal(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_equal(ours: Arguments, expected: Arguments) -> None:
     for name, x in expected.items():
-        if name != "weights":  # NaN does not equal itself
+        if isinstance(x, Tensor):
             assert torch.equal(bits(ours[name]), bits(x)), name
 
 
-def test_kernel_is_loaded():
-    assert "fp8_weights" in library.load().kernels
+def test_kernels_are_loaded():
+    assert {"fp8_weights", "fp8_adam_step"} <= set(library.load().kernels)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shapes", MATRICES.values(), ids=MATRICES)
-def test_equals_the_reference(shapes, dtype):
-    given = arguments(shapes, dtype)
+@ALL_MATRICES
+def test_cast_equals_the_reference(shapes):
+    given = arguments(shapes)
     ours = on_gpu(given)
     ops.fp8_weights(**ours)
     ops.fp8_weights(**given)
     assert_equal(ours, given)
 
 
+@ALL_MATRICES
+@pytest.mark.parametrize("norm", [2.0, math.inf])
+def test_adam_has_the_bits_of_update_and_cast(shapes, norm):
+    """If the gradient has overflowed, the old weights are cast."""
+    given = of_adam(shapes)
+    given["norm"].fill_(norm)
+    ours, expected = on_gpu(given), on_gpu(given)
+    ops.fp8_adam_step(**ours)
+    cast = {name: expected.pop(name) for name in CAST}
+    ops.adam_step(**expected)
+    ops.fp8_weights(expected["param_low"], **cast)
+    assert_equal(ours, expected | cast)
+    assert ours["step"] == (8 if math.isfinite(norm) else 7)
+
+
+def test_adam_has_the_bits_of_the_reference():
+    given = of_adam(MATRICES["edges"])
+    ours, expected = on_gpu(given), on_gpu(given)
+    for _ in range(3):
+        ops.fp8_adam_step(**ours)
+        ops.REFERENCES["fp8_adam_step"](*expected.values())
+    assert_equal(ours, expected)
+
+
 def test_no_matrices():
     given = arguments([(16, 16)])
-    for name in ("places", "scale", "amax", "saturated"):
+    given["tiles"] = fp8_tiles([], len(given["weights"]))
+    for name in ("scale", "amax", "saturated"):
         given[name] = given[name][:0]
     ours = on_gpu(given)
     ops.fp8_weights(**ours)
@@ -114,52 +151,55 @@ def test_parts_of_tensors():
 
 
 def test_same_input_same_bits():
-    given = arguments(MATRICES["one that all blocks share"] + MATRICES["edges"])
+    given = of_adam(MATRICES["large"] + MATRICES["edges"])
     results = []
     for _ in range(3):
         ours = on_gpu(given)
-        ops.fp8_weights(**ours)
+        ops.fp8_adam_step(**ours)
         results.append(ours)
     for other in results[1:]:
         assert_equal(other, results[0])
 
 
-def test_replayed_graph_reads_weights_and_scales_anew():
-    given = arguments(MATRICES["edges"])
-    ours = on_gpu(given)
-    ops.fp8_weights(**on_gpu(given))
+@pytest.mark.parametrize(
+    ("run", "make", "changed"),
+    [(ops.fp8_weights, arguments, "weights"), (ops.fp8_adam_step, of_adam, "grad")],
+)
+def test_replayed_graph_reads_its_input_anew(run, make, changed):
+    given = make(MATRICES["edges"])
+    expected, ours = on_gpu(given), on_gpu(given)
+    run(**on_gpu(given))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ops.fp8_weights(**ours)
+        run(**ours)
     assert_equal(ours, given)  # captured, not run
     for factor in (4.0, 0.5):
-        for arguments_of in (given, ours):
-            arguments_of["weights"].mul_(factor)
+        for arguments_of in (expected, ours):
+            arguments_of[changed].mul_(factor)
             arguments_of["scale"].div_(factor**2)
         graph.replay()
-        ops.fp8_weights(**given)
-        assert_equal(ours, given)
+        run(**expected)
+        assert_equal(ours, expected)
 
 
 @pytest.mark.large
 def test_more_elements_than_32_bits_count():
     """Each matrix has the bits of `fp8_quantise`; the second is behind 2^32 numbers."""
     shapes = [(2**20 + 16, 4096), (4112, 1040)]
-    places, first = [], 0
+    matrices, end = [], 0
     for rows, columns in shapes:
-        places.append((first, first, rows, columns))
-        first += rows * columns
-    weights = torch.empty(first, dtype=torch.bfloat16, device="cuda").normal_()
+        matrices.append(Matrix(end, end, rows, columns))
+        end += rows * columns
+    weights = torch.empty(end, dtype=torch.bfloat16, device="cuda").normal_()
     weights[-1] = 600.0
     values, transposes = (
-        torch.empty(first, dtype=torch.uint8, device="cuda").view(E4M3) for _ in range(2)
+        torch.empty(end, dtype=torch.uint8, device="cuda").view(E4M3) for _ in range(2)
     )
     scale, amax = torch.tensor([2.0**-6, 1.0]).cuda(), torch.zeros(2).cuda()
     saturated = torch.zeros(2, dtype=torch.int64).cuda()
-    ops.fp8_weights(
-        weights, torch.tensor(places).cuda(), scale, amax, saturated, values, transposes
-    )
-    for i, (start, _, rows, columns) in enumerate(places):
+    tiles = fp8_tiles(matrices, end).cuda()
+    ops.fp8_weights(weights, tiles, scale, amax, saturated, values, transposes)
+    for i, (start, _, rows, columns) in enumerate(matrices):
         part = slice(start, start + rows * columns)
         of_cast = torch.zeros_like(amax[i]), torch.zeros_like(saturated[i])
         results = ops.fp8_quantise(weights[part].view(rows, columns), scale[i], *of_cast)
@@ -180,7 +220,11 @@ def test_refusals():
         if name != "weights":
             other = "transposes" if name == "values" else "values"
             moved[other] = ours[other][:-1]
-        with pytest.raises(RuntimeError, match=r"fp8_weights: .* must be aligned to 16 bytes"):
+        with pytest.raises(RuntimeError, match=r"fp8_weights: .* must be aligned to \d+ bytes"):
             ops.fp8_weights(**{**ours, **moved})
-    with pytest.raises(ValueError, match="fp8_weights: places is on cpu, the other"):
-        ops.fp8_weights(**{**ours, "places": ours["places"].cpu()})
+    with pytest.raises(ValueError, match="fp8_weights: tiles is on cpu, the other"):
+        ops.fp8_weights(**{**ours, "tiles": ours["tiles"].cpu()})
+    ours = on_gpu(of_adam(MATRICES["layer"]))
+    flat = ("param", "exp_avg", "exp_avg_sq", "grad", "param_low")
+    with pytest.raises(RuntimeError, match=r"fp8_adam_step: .* must be aligned to 8 bytes"):
+        ops.fp8_adam_step(**ours | {name: ours[name][1:] for name in flat})

@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.ops_testing import make_rng, skip_without_fp8
+from helpers.ops_testing import adam_arguments, make_rng, skip_without_fp8
 from torch import Tensor
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
 from lightseq_fairseq.ops.linear_activation import store_slope
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State
 
@@ -281,22 +282,27 @@ def test_fp8_scales() -> None:
     check(call)
 
 
-# More tiles than blocks are resident on a GPU, so that blocks cast one after another.
-@DTYPES
-def test_fp8_weights(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("op", ["fp8_weights", "fp8_adam_step"])
+def test_fp8_weights(op: str) -> None:
     skip_without_fp8()
-    rows, columns, count = 144, 16, 600
-    size = rows * columns
-    weights = on_gpu(dtype, count * size)
-    places = torch.tensor([(i * size, i * size, rows, columns) for i in range(count)]).cuda()
+    rows, columns, count = 80, 144, 60
+    size = rows * columns + 256  # with other parameters behind each matrix
+    given = adam_arguments(on_gpu(torch.bfloat16, count * size))
+    places = (Matrix(i * size, i * rows * columns, rows, columns) for i in range(count))
+    tiles = fp8_tiles(places, count * size).cuda()
     scale = torch.full((count,), 2.0**-6).cuda()
 
     def call() -> tuple[Tensor, ...]:
         of_cast = torch.zeros(count).cuda(), torch.zeros(count, dtype=torch.int64).cuda()
-        results = [torch.empty(count * size, dtype=torch.uint8).cuda() for _ in range(2)]
-        views = (x.view(torch.float8_e4m3fn) for x in results)
-        ops.fp8_weights(weights, places, scale, *of_cast, *views)
-        return *(x.float() for x in results), *of_cast
+        results = [torch.empty(count * rows * columns, dtype=torch.uint8).cuda() for _ in range(2)]
+        cast = tiles, scale, *of_cast, *(x.view(torch.float8_e4m3fn) for x in results)
+        of_call = [x.clone() if isinstance(x, Tensor) else x for x in given.values()]
+        if op == "fp8_weights":
+            ops.fp8_weights(given["param_low"], *cast)
+        else:
+            ops.fp8_adam_step(*of_call, *cast)
+        written = [x for x in of_call if isinstance(x, Tensor)]
+        return *(x.float() for x in results), *of_cast, *written
 
     check(call)
 

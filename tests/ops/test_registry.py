@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.ops.checks import trust_boundaries
+from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State
 
 T, C, V, H, P, SITE = 10, 8, 12, 2, 0.3, 5
@@ -47,6 +48,11 @@ def scale() -> Tensor:
 
 def of_cast() -> tuple[Tensor, ...]:
     return scale(), torch.tensor(1.5), torch.tensor(7)
+
+
+def of_matrices() -> tuple[Tensor, ...]:
+    tiles = fp8_tiles([Matrix(512, 0, 16, 32), Matrix(64, 512, 16, 16)], 2048)
+    return tiles, scale().expand(2).clone(), torch.ones(2), torch.full((2,), 7), fp8(768), fp8(768)
 
 
 # Arguments for every op, with a state in which every branch of it has something to do.
@@ -142,9 +148,12 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(torch.full((V,), 2.0**-8), randn(V).abs().float(), randn(16, V).abs().float()),
         *(torch.tensor(0.0, dtype=torch.float64), False),
     ),
-    "fp8_weights": lambda: (
-        *(randn(2048).float(), torch.tensor([[512, 0, 16, 32], [64, 512, 16, 16]])),
-        *(scale().expand(2).clone(), torch.ones(2), torch.full((2,), 7), fp8(768), fp8(768)),
+    "fp8_weights": lambda: (bf16(2048), *of_matrices()),
+    "fp8_adam_step": lambda: (
+        *(torch.randint(-(2**15), 2**15, (2048,)).short(), randn(2048).float()),
+        *(randn(2048).abs().float(), bf16(2048), bf16(2048), torch.tensor(4)),
+        *(torch.tensor(1e-3), torch.tensor(0.5), torch.tensor(3.0)),
+        *(1.0, 1e-6, 0.9, 0.98, 1e-8, 0.1, *of_matrices()),
     ),
     "cross_entropy_fwd": lambda: (randn(T, V), tokens(V), 0.1, 1, True),
     "cross_entropy_bwd": lambda: (randn(T), randn(T, V), tokens(V), randn(T).add(3), 0.1, 1),

@@ -118,7 +118,7 @@ def test_ops_cast_the_operands_that_they_produce(
         "fp8_activation_linear_bwd": 2,
         "fp8_linear_fwd": 9,
         "fp8_linear_bwd": 11,
-        "fp8_weights": 1,
+        "fp8_adam_step": 1,
         "fp8_scales": 1,
     }
 
