@@ -18,7 +18,10 @@ from fairseq import optim, utils
 from fairseq.dataclass.configs import FairseqConfig
 from omegaconf import OmegaConf
 
+from lightseq_fairseq import ops
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
+from lightseq_fairseq.ops.fp8_quantise import E4M3
+from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
 from lightseq_fairseq.parameters import flatten_parameters
 from lightseq_fairseq.training import adam_state
 from lightseq_fairseq.training.flat_adam import FlatAdam
@@ -526,6 +529,40 @@ def test_split_parameters_cannot_be_read() -> None:
     adam.split(low)
     adam.step()
     assert parameter.shape == (6, 5) and not torch.equal(parameter.detach(), expected)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_updated_weights_are_cast_to_fp8(is_whole: bool) -> None:
+    """In the launch of the update, if there is one for all parameters, otherwise after them."""
+    torch.manual_seed(1)
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in [(16, 32), (7,), (48, 16)]]
+    adam = FlatAdam(parameters)
+    if not is_whole:
+        adam.leave_out(parameters[1:2])
+    buffer = adam.buffer
+    low, gradient = buffer.data.bfloat16(), torch.randn_like(buffer.data).bfloat16()
+    places = (buffer.offsets[0], 0, 16, 32), (buffer.offsets[2], 512, 48, 16)
+    tiles = fp8_tiles([Matrix(*place) for place in places], len(low))
+    values, transposes = (torch.zeros(1280, dtype=torch.uint8).view(E4M3) for _ in range(2))
+    scale, one = torch.full((2,), 2.0**-6), torch.ones(())
+    amax, saturated = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+    cast = tiles, scale, amax, saturated, values, transposes
+    before = low.clone()
+    adam.split(low)
+    with mock.patch.object(ops, "fp8_weights", wraps=ops.fp8_weights) as cast_alone:
+        adam.fused_step(gradient, low, one * 0.1, one, one, 0.0, 1e-6, cast=cast)
+    assert cast_alone.called != is_whole
+    adam.join()
+    assert adam.buffer.views(low)[1].equal(buffer.views(before)[1]) != is_whole
+    for i, (start, place, rows, columns) in enumerate(places):
+        part = slice(start, start + rows * columns)
+        assert not torch.equal(low[part], before[part])
+        of_matrix = torch.zeros(()), torch.tensor(0)
+        expected = ops.fp8_quantise(low[part].view(rows, columns), scale[i], *of_matrix)
+        for ours, theirs in zip((values, transposes), expected, strict=True):
+            ours = ours.view(torch.uint8)[place : place + rows * columns]
+            assert torch.equal(ours, theirs.view(torch.uint8).flatten())
+        assert amax[i] == of_matrix[0] > 0 and saturated[i] == of_matrix[1]
 
 
 def test_split_parameters_are_all_updated() -> None:
