@@ -336,10 +336,11 @@ __global__ __launch_bounds__(kThreads,
                ByColumns{&tiles.k[lane_column()][right]});
       const int64_t part =
           (static_cast<int64_t>(item.unit + i) * p.heads + work.head) * kWarps + warp;
-      const int turn = work.turn(i);
-      const bool is_last = turn == work.blocks_of(i) - 1;
-      add_in_turn(p.sums + part * (kAcross * kFragment), p.turns + part, turn, is_last, dq);
-      if (is_last) {
+      const Turn turn = work.turn(i);
+      add_in_turn(p.sums + part * (kAcross * kFragment), p.turns + part, turn, dq);
+      __syncwarp();
+      if (!turn.is_last && threadIdx.x % kWarp == 0) pass_turn(p.turns + part);
+      if (turn.is_last) {
         store(p.dq, item.first_q + first_query + own, work.head, column,
               item.length_q - first_query - own, p.width, dq, grad_scale);
       }

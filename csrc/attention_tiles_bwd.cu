@@ -8,10 +8,16 @@
 // as with 16. In the first four these are keys. A row of scores is that of a key: so P and dS are
 // left operands in the registers that have them.
 //
-// Heads of up to 64 columns: a block has 128 keys. Only dQ, which sums over the keys of all warps,
-// needs dS in shared memory. Wider heads: a block has 64 keys, because a warp has registers for 64
-// columns of dK and dV. Two warps share 32 keys. Each computes the scores of half of the queries,
-// and half of the columns of dK and dV; P and dS pass through shared memory.
+// Heads of up to 64 columns: a block has four warps and 128 keys. Only dQ, which sums over the keys
+// of all warps, needs dS in shared memory. Wider heads: as a warp has registers for 64 columns of
+// dK and dV, two warps share 32 keys. Each computes the scores of half of the queries, and half of
+// the columns of dK and dV; P and dS pass through shared memory. A block has four warps and 64
+// keys. For heads of 128 columns it has eight warps and 128 keys, if the GPU has 163 KB of shared
+// memory for a block. It is then alone on its SM, so it loads the next tile of queries a whole tile
+// early.
+//
+// A block passes its turn at a tile on in the middle of the next one. By then its additions are
+// complete, so the fence does not wait for them, while other warps compute.
 //
 //   bytes moved          k and v once; q and dout once for each block of keys, from the cache
 //   determinism          every sum has a fixed order, which depends only on the sentence and, for
@@ -31,6 +37,7 @@ constexpr int kRowTiles = 2;                  // of a warp, of 16 rows
 constexpr int kRows = kRowTiles * kWarpRows;  // of a warp
 constexpr int kChunk = 32;                    // queries whose scores a warp computes at a time
 constexpr int kQuerySteps = kQueryTile / 16;
+constexpr int kFewWarps = kTilesWarps, kManyWarps = 2 * kFewWarps;
 template <int kWidth>
 constexpr int kSharing = kWidth == 64 ? 1 : 2;  // warps that share keys
 
@@ -41,28 +48,30 @@ struct TilesParams {
   ItemList list;
   const float *lse, *rowsum;  // [H, Tq]: lse times log2(e), and D
   float* sums;                // dQ: [tiles of queries, H, warps, fragments, kFragment]
-  uint32_t* turns;  // [tiles of queries, H, warps]: how many blocks have added; zero at the start
+  uint32_t* turns;  // [tiles of queries, H]: how many blocks have added; zero at the start
   int rows_q, heads, width, most_together;
   bool causal;
   float scale, keep_scale, grad_scale;  // keep_scale: 1 / (1 - p); grad_scale: scale / (1 - p)
   Dropout dropout;
 };
 
-template <int kWidth>
+template <int kWidth, int kWarps>
 struct BackwardTiles {
-  static constexpr int kKeys = kTilesWarps / kSharing<kWidth> * kRows;
+  static constexpr int kKeys = kWarps / kSharing<kWidth> * kRows;
+  static constexpr int kStages = kWarps / kFewWarps;  // tiles of queries
+  using Queries = uint16_t[kQueryTile][kTileColumns<kWidth>];
   uint16_t k[kKeys][kTileColumns<kWidth>], v[kKeys][kTileColumns<kWidth>];
-  uint16_t q[kQueryTile][kTileColumns<kWidth>], dout[kQueryTile][kTileColumns<kWidth>];
+  Queries q[kStages], dout[kStages];
   uint16_t scores[kSharing<kWidth>][kKeys][kQueryTile];  // dS^T; if warps share keys, also P^T
   float lse[kQueryTile], rowsum[kQueryTile];
-  uint32_t keep[kKeys / 32][kQueryTile];             // bits of 32 keys
-  BlockStatistics<kTilesWarps> of_queries, of_keys;  // of casts
+  uint32_t keep[kStages][kKeys / 32][kQueryTile];  // bits of 32 keys
+  BlockStatistics<kWarps> of_queries, of_keys;     // of casts
 };
 
 // Writes sums of 16 rows, multiplied by `factor`. row, column: of the lane's first row, and of the
 // first column; rows: how many exist from `row` on.
-template <bool kCasts, typename T, int kCount>
-__device__ __forceinline__ void store(const Result<T>& to, BlockStatistics<kTilesWarps>& statistics,
+template <bool kCasts, typename T, int kCount, int kWarps>
+__device__ __forceinline__ void store(const Result<T>& to, BlockStatistics<kWarps>& statistics,
                                       int row, int head, int column, int rows, int width,
                                       const float (&sums)[kCount], float factor) {
   if constexpr (kCasts) {
@@ -110,34 +119,38 @@ __device__ __forceinline__ void clear(float (&sums)[kRowTiles][kCount]) {
   }
 }
 
-template <typename T, int kWidth, bool kDrops, bool kCasts>
-__global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_bwd_kernel(
+template <typename T, int kWidth, int kWarps, bool kDrops, bool kCasts>
+__global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_tiles_bwd_kernel(
     const __grid_constant__ TilesParams<T> p) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  using Tiles = BackwardTiles<kWidth>;
+  using Tiles = BackwardTiles<kWidth, kWarps>;
   Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
   constexpr int kColumns = kTileColumns<kWidth>, kRowBytes = 2 * kColumns;
   constexpr int kScoreBytes = 2 * kQueryTile;  // of a row of scores
   constexpr int kKeys = Tiles::kKeys;
   constexpr bool kShares = kSharing<kWidth> > 1;
-  // Fragments of a warp: of its queries by its half of the columns in dQ, and of its keys by its
-  // columns in dK and dV.
-  constexpr int kQueryColumns = kWidth / 2, kKeyColumns = kWidth / kSharing<kWidth>;
+  constexpr int kThreads = kWarps * kWarp;
+  constexpr int kStages = Tiles::kStages;
+  constexpr uint32_t kStageBytes = sizeof(typename Tiles::Queries);
+  // Fragments of a warp: of its queries by its columns in dQ, and of its keys by its columns in dK
+  // and dV.
+  constexpr int kBeside = kWarps / (kQueryTile / kRows);  // warps with the same queries in dQ
+  constexpr int kQueryColumns = kWidth / kBeside, kKeyColumns = kWidth / kSharing<kWidth>;
   constexpr int kFragments = kRowTiles * kQueryColumns / 8;
   using Work = KeyBlock<kKeys>;
   using Left = uint32_t (&)[4];
 
   const int warp = of_warp(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
   const int share = kShares ? warp % 2 : 0;
-  const int key_of_warp = warp / kSharing<kWidth> * kRows, query_of_warp = warp / 2 * kRows;
-  const int key_column = share * kKeyColumns, query_column = warp % 2 * kQueryColumns;
+  const int key_of_warp = warp / kSharing<kWidth> * kRows, query_of_warp = warp / kBeside * kRows;
+  const int key_column = share * kKeyColumns, query_column = warp % kBeside * kQueryColumns;
   const float scale = p.scale * kLog2E;
   const AttentionDropout dropout = kDrops ? AttentionDropout(p.dropout) : AttentionDropout();
 
   // Addresses of this lane, see Lane.
   const Lane at(lane);
   const uint32_t k_tile = shared_address(tiles.k), v_tile = shared_address(tiles.v);
-  const uint32_t q_tile = shared_address(tiles.q), dout_tile = shared_address(tiles.dout);
+  const uint32_t q_tiles = shared_address(tiles.q), dout_tiles = shared_address(tiles.dout);
   const uint32_t ds_tile = shared_address(tiles.scores[0]);
   const uint32_t p_tile = shared_address(tiles.scores[kSharing<kWidth> - 1]);
   const uint32_t own_keys = key_of_warp * kRowBytes + at.template left<kColumns>();
@@ -156,33 +169,35 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_bwd_kernel(
   const auto load_keys = [&](const Work& work) {
     const Item& item = work.item;
     const int first = item.first_k + item.start, length = item.length_k - item.start;
-    load_rows<kWidth, kKeys, kTilesThreads>(k_tile, p.k, work.head, first, length, p.width,
-                                            threadIdx.x);
-    load_rows<kWidth, kKeys, kTilesThreads>(v_tile, p.v, work.head, first, length, p.width,
-                                            threadIdx.x);
+    load_rows<kWidth, kKeys, kThreads>(k_tile, p.k, work.head, first, length, p.width, threadIdx.x);
+    load_rows<kWidth, kKeys, kThreads>(v_tile, p.v, work.head, first, length, p.width, threadIdx.x);
   };
-  const auto load_queries = [&](uint32_t tile, const Packed<const T>& from, const Work& work,
-                                int i) {
-    load_rows<kWidth, kQueryTile, kTilesThreads>(tile, from, work.head,
-                                                 work.item.first_q + i * kQueryTile,
-                                                 work.queries_from(i), p.width, threadIdx.x);
-  };
-  // Also lse, D and dropout's bits.
-  const auto load_dout = [&](const Work& work, int i) {
-    load_queries(dout_tile, p.dout, work, i);
-    const int first = work.item.first_q + i * kQueryTile, query = threadIdx.x % kQueryTile;
-    const bool is_lse = threadIdx.x < kQueryTile;
-    const float* const from =
-        (is_lse ? p.lse : p.rowsum) + static_cast<int64_t>(work.head) * p.rows_q + first + query;
-    cp_async_4_zfill(shared_address(is_lse ? tiles.lse : tiles.rowsum) + 4 * query, from,
-                     query < work.queries_from(i));
+  // Also dropout's bits.
+  const auto load_queries = [&](const Work& work, int i, int stage) {
+    const int first = work.item.first_q + i * kQueryTile, length = work.queries_from(i);
+    const uint32_t offset = stage * kStageBytes;
+    load_rows<kWidth, kQueryTile, kThreads>(q_tiles + offset, p.q, work.head, first, length,
+                                            p.width, threadIdx.x);
+    load_rows<kWidth, kQueryTile, kThreads>(dout_tiles + offset, p.dout, work.head, first, length,
+                                            p.width, threadIdx.x);
     if constexpr (kDrops) {
 #pragma unroll
-      for (int unit = threadIdx.x; unit < kKeys / 32 * kQueryTile; unit += kTilesThreads) {
-        const int word = unit / kQueryTile;
+      for (int unit = threadIdx.x; unit < kKeys / 32 * kQueryTile; unit += kThreads) {
+        const int word = unit / kQueryTile, query = unit % kQueryTile;
         const uint32_t row = static_cast<uint32_t>(first + query) * p.heads + work.head;
-        tiles.keep[word][query] = dropout.keep_word(row, work.item.start / 32 + word);
+        tiles.keep[stage][word][query] = dropout.keep_word(row, work.item.start / 32 + word);
       }
+    }
+  };
+  // lse and D.
+  const auto load_sums = [&](const Work& work, int i) {
+    const int query = threadIdx.x % kQueryTile, which = threadIdx.x / kQueryTile;
+    const float* const from = (which == 0 ? p.lse : p.rowsum) +
+                              static_cast<int64_t>(work.head) * p.rows_q + work.item.first_q +
+                              i * kQueryTile + query;
+    if (which < 2) {
+      cp_async_4_zfill(shared_address(which == 0 ? tiles.lse : tiles.rowsum) + 4 * query, from,
+                       query < work.queries_from(i));
     }
   };
 
@@ -201,21 +216,28 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_bwd_kernel(
     const Work work(p.list, p.heads, p.causal, p.most_together, number);
     const Item& item = work.item;
     load_keys(work);
-    load_queries(q_tile, p.q, work, work.first);
-    load_dout(work, work.first);
+    load_queries(work, work.first, 0);
+    load_sums(work, work.first);
     const int key = item.start + key_of_warp;  // of the sentence
     const float grad_scale = grad_scale_of(p.grad_scale, item.length_k);
     float dk[kRowTiles][kKeyColumns / 2], dv[kRowTiles][kKeyColumns / 2];
     clear(dk);
     clear(dv);
 
-    int i = work.first;
+    int i = work.first, stage = 0;
+    int added = -1;  // the tile whose turn is still to be passed on, if there is one
+    const auto pass = [&] {
+      if (threadIdx.x == 0 && added >= 0) pass_turn(p.turns + added);
+    };
 #pragma unroll 1
     for (int remaining = work.count; remaining > 0; --remaining) {
       const int first_query = i * kQueryTile, next = work.after(i);
       const bool continues = remaining > 1;
       cp_async_wait_all();
       __syncthreads();  // this tile has been loaded, and dS of the previous tile has been read
+      const uint32_t q_tile = q_tiles + stage * kStageBytes;
+      const uint32_t dout_tile = dout_tiles + stage * kStageBytes;
+      if (kStages > 1 && continues) load_queries(work, next, stage ^ 1);
 
       // P and dS: left operands of steps of 16 queries.
       uint32_t probabilities[kRowTiles][kChunk / 16][4], dscores[kRowTiles][kChunk / 16][4];
@@ -283,7 +305,7 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_bwd_kernel(
           uint32_t keep[2] = {~0u, ~0u};
           if constexpr (kDrops) {
             const uint2 words =
-                *reinterpret_cast<const uint2*>(&tiles.keep[key_of_warp / 32][query]);
+                *reinterpret_cast<const uint2*>(&tiles.keep[stage][key_of_warp / 32][query]);
             keep[0] = words.x << (7 - lane_row());
             keep[1] = words.y << (7 - lane_row());
           }
@@ -330,7 +352,8 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_bwd_kernel(
       if constexpr (kShares) {
         store_scores(p_tile, share * kChunk, probabilities);
         store_scores(ds_tile, share * kChunk, dscores);
-        __syncthreads();  // P and dS are complete
+        __syncthreads();  // P and dS are complete; lse and D have been read
+        if (kStages > 1 && continues) load_sums(work, next);
         const auto add = [&](auto& sums, uint32_t scores, uint32_t queries) {
           multiply_add<T, kQuerySteps>(
               sums,
@@ -342,13 +365,19 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_bwd_kernel(
               });
         };
         add(dv, p_tile, dout_tile);
+        pass();
         add(dk, ds_tile, q_tile);
       }
-      __syncthreads();  // dS is complete; Q, dO, lse, D and bits have been read
-      if (continues) {
-        load_queries(q_tile, p.q, work, next);
-        load_dout(work, next);
+      if constexpr (kStages == 1) {
+        __syncthreads();  // dS is complete; Q, dO, lse, D and bits have been read
+        if (continues) {
+          load_queries(work, next, 0);
+          load_sums(work, next);
+        }
       }
+      if constexpr (!kShares) pass();
+      const int tile = (item.unit + i) * p.heads + work.head;
+      const uint32_t seen = load_acquire(p.turns + tile);  // arrives during the product
 
       float dq[kRowTiles][kQueryColumns / 2];
       clear(dq);
@@ -360,13 +389,12 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_bwd_kernel(
           [&](Left b, int n, int k) {
             ldmatrix_x4_trans(b, columns(k_tile, query_column, n) + k * 16 * kRowBytes);
           });
-      const int64_t part =
-          (static_cast<int64_t>(item.unit + i) * p.heads + work.head) * kTilesWarps + warp;
-      const int turn = work.turn(i);
-      const bool is_last = turn == work.blocks_of(i) - 1;
-      add_in_turn(p.sums + part * (kFragments * kFragment), p.turns + part, turn, is_last,
-                  reinterpret_cast<float (&)[kFragments][4]>(dq));
-      if (is_last) {
+      const Turn turn = work.turn(i);
+      const int64_t part = static_cast<int64_t>(tile) * kWarps + warp;
+      add_in_turn(p.sums + part * (kFragments * kFragment), p.turns + tile, turn,
+                  reinterpret_cast<float (&)[kFragments][4]>(dq), seen);
+      added = turn.is_last ? -1 : tile;
+      if (turn.is_last) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
           const int query = first_query + query_of_warp + m * 16 + lane_row();
@@ -375,7 +403,10 @@ __global__ __launch_bounds__(kTilesThreads, 2) void attention_tiles_bwd_kernel(
         }
       }
       i = next;
+      if constexpr (kStages > 1) stage ^= 1;
     }
+    __syncthreads();  // all warps have added
+    pass();
 
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -407,39 +438,49 @@ void attention_tiles_bwd(const LongArguments& a, const Tensor& dout, const Tenso
   dispatch_long(a.q, a.dropout_p, [&](auto zero, auto width, auto drops) {
     using T = decltype(zero);
     constexpr int kWidth = decltype(width)::value;
-    Tensor memory;
-    const ItemList list = list_items(a, BackwardTiles<kWidth>::kKeys, false, memory, stream);
-    const int64_t units = most_units(a);
-    const Tensor turns = allocate(a.q, {units, heads, kTilesWarps}, ScalarType::Int);
-    const Tensor sums = allocate(a.q, {units, heads, kQueryTile, kWidth}, ScalarType::Float);
-    const OfQueries of_queries = attention::of_queries(a, dout, out, lse, turns, stream);
-    TilesParams<T> params{.dout = packed<const T>(kOp, "dout", dout),
-                          .q = packed<const T>(kOp, "q", a.q),
-                          .k = packed<const T>(kOp, "k", a.k),
-                          .v = packed<const T>(kOp, "v", a.v),
-                          .dq = result_of<T>(kOp, "dq", dq, casts.dq),
-                          .dk = result_of<T>(kOp, "dk", dk, casts.dk),
-                          .dv = result_of<T>(kOp, "dv", dv, casts.dv),
-                          .list = list,
-                          .lse = of_queries.lse,
-                          .rowsum = of_queries.rowsum,
-                          .sums = sums.mutable_data_ptr<float>(),
-                          .turns = static_cast<uint32_t*>(turns.data_ptr()),
-                          .rows_q = static_cast<int>(a.q.size(0)),
-                          .heads = static_cast<int>(heads),
-                          .width = static_cast<int>(a.q.size(2)),
-                          .most_together = 0,
-                          .causal = a.causal,
-                          .scale = static_cast<float>(a.scale),
-                          .keep_scale = keep_scale,
-                          .grad_scale = static_cast<float>(a.scale) * keep_scale,
-                          .dropout = dropout_of(kOp, a.rng, a.site, a.dropout_p)};
-    dispatch_cast<T>(casts.dq, [&](auto is_cast) {
-      const auto kernel =
-          attention_tiles_bwd_kernel<T, kWidth, decltype(drops)::value, decltype(is_cast)::value>;
-      launch_in_turns(kOp, kernel, params, kTilesThreads, sizeof(BackwardTiles<kWidth>), device,
-                      stream);
-    });
+    const auto start = [&](auto warps) {
+      constexpr int kWarps = decltype(warps)::value;
+      using Tiles = BackwardTiles<kWidth, kWarps>;
+      Tensor memory;
+      const ItemList list = list_items(a, Tiles::kKeys, false, memory, stream);
+      const int64_t units = most_units(a);
+      const Tensor turns = allocate(a.q, {units, heads}, ScalarType::Int);
+      const Tensor sums = allocate(a.q, {units, heads, kQueryTile, kWidth}, ScalarType::Float);
+      const OfQueries of_queries = attention::of_queries(a, dout, out, lse, turns, stream);
+      TilesParams<T> params{.dout = packed<const T>(kOp, "dout", dout),
+                            .q = packed<const T>(kOp, "q", a.q),
+                            .k = packed<const T>(kOp, "k", a.k),
+                            .v = packed<const T>(kOp, "v", a.v),
+                            .dq = result_of<T>(kOp, "dq", dq, casts.dq),
+                            .dk = result_of<T>(kOp, "dk", dk, casts.dk),
+                            .dv = result_of<T>(kOp, "dv", dv, casts.dv),
+                            .list = list,
+                            .lse = of_queries.lse,
+                            .rowsum = of_queries.rowsum,
+                            .sums = sums.mutable_data_ptr<float>(),
+                            .turns = static_cast<uint32_t*>(turns.data_ptr()),
+                            .rows_q = static_cast<int>(a.q.size(0)),
+                            .heads = static_cast<int>(heads),
+                            .width = static_cast<int>(a.q.size(2)),
+                            .most_together = 0,
+                            .causal = a.causal,
+                            .scale = static_cast<float>(a.scale),
+                            .keep_scale = keep_scale,
+                            .grad_scale = static_cast<float>(a.scale) * keep_scale,
+                            .dropout = dropout_of(kOp, a.rng, a.site, a.dropout_p)};
+      dispatch_cast<T>(casts.dq, [&](auto is_cast) {
+        launch_in_turns(kOp,
+                        attention_tiles_bwd_kernel<T, kWidth, kWarps, decltype(drops)::value,
+                                                   decltype(is_cast)::value>,
+                        params, kWarps * kWarp, sizeof(Tiles), device, stream);
+      });
+    };
+    if constexpr (kWidth == 128) {
+      constexpr int kNeeded = sizeof(BackwardTiles<kWidth, kManyWarps>);
+      if (shared_memory_of_block(device) >= kNeeded)
+        return start(std::integral_constant<int, kManyWarps>());
+    }
+    start(std::integral_constant<int, kFewWarps>());
   });
 }
 

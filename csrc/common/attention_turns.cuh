@@ -3,7 +3,7 @@
 //
 // The blocks of keys of a head add their dQ in float32 in global memory, tile by tile, in a fixed
 // order: the first writes, the next ones add, the last one adds and writes the result. A counter
-// for each warp's part of a tile says whose turn it is.
+// of a tile, or of a warp's part of it, says whose turn it is.
 //
 // Blocks that started with the same tile would wait for each other. So each one starts with another
 // tile, and continues with the next ones: after the last tile with tile 0, or with a causal mask,
@@ -24,6 +24,12 @@
 namespace lightseq::attention {
 
 constexpr int kQueryTile = 64;
+
+// When a block adds to a tile.
+struct Turn {
+  int number;  // how many blocks add before it
+  bool is_last;
+};
 
 // A block of kKeys keys of a head, and its tiles of queries.
 template <int kKeys>
@@ -62,8 +68,14 @@ struct KeyBlock {
   __device__ __forceinline__ int blocks_of(int i) const {
     return causal ? min(blocks, (i * kQueryTile + kQueryTile - 1) / kKeys + 1) : blocks;
   }
-  // How many of them add before this one.
-  __device__ __forceinline__ int turn(int i) const {
+  __device__ __forceinline__ Turn turn(int i) const {
+    const int number = added_before(i);
+    return {number, number == blocks_of(i) - 1};
+  }
+
+ private:
+  // How many blocks add to tile i before this one.
+  __device__ __forceinline__ int added_before(int i) const {
     if (!rotates) return index;
     if (causal) return blocks_of(i) - 1 - index;
     const int started = ((i + 1) * blocks + end - 1) / end;  // blocks whose first tile is <= i
@@ -119,35 +131,34 @@ __device__ __forceinline__ void add_from(const float* fragment, float (&x)[4]) {
   }
 }
 
-// Adds a warp's fragments to its part of dQ when it is the block's turn, and passes the turn on.
-// The last block gets the sum in x instead. part: of the warp, kFragments after each other; passed:
-// how many blocks have added to it.
+// Adds a warp's fragments to its part of dQ when it is the block's turn. The last block gets the
+// sum in x instead. part: kFragments after each other; passed: how many blocks have added; seen: an
+// earlier value of it, from load_acquire().
 template <int kFragments>
-__device__ __forceinline__ void add_in_turn(float* part, uint32_t* passed, int turn, bool is_last,
-                                            float (&x)[kFragments][4]) {
-  if (turn > 0) {
-    // The lanes vote, so that the compiler knows that the warp does not diverge.
-    while (__any_sync(kAllLanes, load_acquire(passed) != static_cast<uint32_t>(turn))) {
-    }
+__device__ __forceinline__ void add_in_turn(float* part, const uint32_t* passed, const Turn& turn,
+                                            float (&x)[kFragments][4], uint32_t seen = 0) {
+  // The lanes vote, so that the compiler knows that the warp does not diverge.
+  while (__any_sync(kAllLanes, seen != static_cast<uint32_t>(turn.number))) {
+    seen = load_acquire(passed);
   }
-  if (is_last) {
-    if (turn == 0) return;
+  if (turn.is_last) {
+    if (turn.number == 0) return;
 #pragma unroll
     for (int n = 0; n < kFragments; ++n) add_from(part + n * kFragment, x[n]);
-    return;
-  }
-  if (turn == 0) {
+  } else if (turn.number == 0) {
 #pragma unroll
     for (int n = 0; n < kFragments; ++n) write_to(part + n * kFragment, x[n]);
   } else {
 #pragma unroll
     for (int n = 0; n < kFragments; ++n) add_to(part + n * kFragment, x[n]);
   }
-  __syncwarp();
-  if (threadIdx.x % kWarp == 0) {
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
-    asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(passed) : "memory");
-  }
+}
+
+// Lets the next block add. One thread calls it, after a barrier with those that have added. It
+// waits until their additions are complete.
+__device__ __forceinline__ void pass_turn(uint32_t* passed) {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(passed) : "memory");
 }
 
 // Launches as many blocks as are resident. params.most_together becomes the number of blocks of a
