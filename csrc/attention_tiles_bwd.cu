@@ -225,9 +225,9 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
     clear(dv);
 
     int i = work.first, stage = 0;
-    int added = -1;  // the tile whose turn is still to be passed on, if there is one
+    uint32_t* to_pass = nullptr;  // the counter of the turn at the tile before
     const auto pass = [&] {
-      if (threadIdx.x == 0 && added >= 0) pass_turn(p.turns + added);
+      if (threadIdx.x == 0 && to_pass != nullptr) pass_turn(to_pass);
     };
 #pragma unroll 1
     for (int remaining = work.count; remaining > 0; --remaining) {
@@ -238,6 +238,8 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
       const uint32_t q_tile = q_tiles + stage * kStageBytes;
       const uint32_t dout_tile = dout_tiles + stage * kStageBytes;
       if (kStages > 1 && continues) load_queries(work, next, stage ^ 1);
+      const int64_t tile = static_cast<int64_t>(item.unit + i) * p.heads + work.head;
+      uint32_t* const passed = p.turns + tile;
 
       // P and dS: left operands of steps of 16 queries.
       uint32_t probabilities[kRowTiles][kChunk / 16][4], dscores[kRowTiles][kChunk / 16][4];
@@ -376,8 +378,7 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
         }
       }
       if constexpr (!kShares) pass();
-      const int tile = (item.unit + i) * p.heads + work.head;
-      const uint32_t seen = load_acquire(p.turns + tile);  // arrives during the product
+      const uint32_t seen = load_acquire(passed);  // arrives during the product
 
       float dq[kRowTiles][kQueryColumns / 2];
       clear(dq);
@@ -390,10 +391,9 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
             ldmatrix_x4_trans(b, columns(k_tile, query_column, n) + k * 16 * kRowBytes);
           });
       const Turn turn = work.turn(i);
-      const int64_t part = static_cast<int64_t>(tile) * kWarps + warp;
-      add_in_turn(p.sums + part * (kFragments * kFragment), p.turns + tile, turn,
+      add_in_turn(p.sums + (tile * kWarps + warp) * (kFragments * kFragment), passed, turn,
                   reinterpret_cast<float (&)[kFragments][4]>(dq), seen);
-      added = turn.is_last ? -1 : tile;
+      to_pass = turn.is_last ? nullptr : passed;
       if (turn.is_last) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
