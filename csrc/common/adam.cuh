@@ -12,7 +12,6 @@
 #include "check.h"
 #include "columns.cuh"
 #include "scalars.cuh"
-#include "vec.cuh"
 
 namespace lightseq::adam {
 
@@ -60,7 +59,8 @@ __device__ __forceinline__ double power(double base, unsigned long long exponent
   return result;
 }
 
-// 1 - weight is exact if weight >= 0.5. Its sign says at which end lerp() starts.
+// By which lerp() multiplies the way: the weight, or minus the rest, which is exact from 0.5 on.
+// The sign, also of zero, says at which end lerp() starts, so no element needs a branch.
 __device__ __forceinline__ float blend(double weight) {
   const float rounded = static_cast<float>(weight);
   return rounded < 0.5f ? rounded : -__fsub_rn(1.0f, rounded);
@@ -97,8 +97,9 @@ __device__ __forceinline__ void update(const Coefficients& c, float grad, float&
   p = __fsub_rn(__fmaf_rn(c.decay, p, p), step);
 }
 
-// Four parameters, or numbers of them, packed as in memory: 16 bytes of float, or 8 bytes of a
-// 16-bit type. So a warp's accesses to each tensor are contiguous.
+// Four parameters, or numbers of them: 16 bytes of float, or 8 bytes of a 16-bit type, so a warp's
+// accesses to each tensor are contiguous. Packed as in memory: otherwise 16-bit loads in flight
+// would occupy twice the registers.
 template <typename T>
 struct Quad {
   static constexpr int kWords = sizeof(T);

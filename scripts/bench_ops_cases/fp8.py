@@ -176,7 +176,7 @@ def fp8_update(sizes: Sizes, make: Make) -> Iterator[Case]:
 
     yield Case(f"fp8_weights/N{end // 1_000_000}M", 4 * end, {"ours": without_autograd(cast)})
 
-    rest, low = ops.split_floats(param, weights), weights
+    rest = ops.split_floats(param, weights)
     moments = torch.zeros_like(param), torch.zeros_like(param)
     step = torch.zeros((), dtype=torch.int64, device=make.device)
     numbers = [torch.tensor(x, device=make.device) for x in (RATE, 1.0, 1.0)]
@@ -184,7 +184,7 @@ def fp8_update(sizes: Sizes, make: Make) -> Iterator[Case]:
 
     def update() -> tuple[Tensor, ...]:
         ops.fp8_adam_step(
-            *(rest, *moments, grad, low, step, *numbers),
+            *(rest, *moments, grad, weights, step, *numbers),
             *(MAX_NORM, CLIP_EPS, *BETAS, EPS, DECAY, *of_cast),
         )
         return rest, *moments

@@ -89,9 +89,11 @@ def test_overlap() -> None:
         ("void lightseq::(anonymous namespace)::linear_dbias_kernel<__half>", "elementwise"),
         ("void lightseq::(anonymous namespace)::activation_linear_bwd_kernel<__half>", "gemm"),
         ("void lightseq::(anonymous namespace)::linear_activation_fwd_kernel<__half>", "gemm"),
-        ("void lightseq::adam_norm_kernel<__nv_bfloat16>", "optimizer"),
+        ("void lightseq::adam::(anonymous namespace)::adam_norm_kernel<__nv_bfloat16>",
+         "optimizer"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
-        ("void lightseq::fp8_weights_kernel<lightseq::Updated>", "optimizer"),
+        ("void lightseq::(anonymous namespace)::fp8_weights_kernel<lightseq::(anonymous "
+         "namespace)::Updated>", "optimizer"),
         ("lightseq::(anonymous namespace)::fp8_scales_kernel", "optimizer"),
         ("void lightseq::cast_kernel<lightseq::Given<__nv_bfloat16>>", "elementwise"),
         ("nvjet_qqtst_128x256_128x6_2x1_v_bz_TNT", "gemm"),

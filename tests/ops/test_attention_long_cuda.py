@@ -94,7 +94,8 @@ def test_blocks_that_wait_for_each_other():
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.bfloat16, 128)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_more_blocks_of_keys_than_run_together(causal, dtype, width):
-    """Where blocks have 64 keys, they add to dQ in the order of the list."""
+    """They add to dQ in the order of the list, whether blocks have 64 keys and an SM has two of
+    them, or 128 keys and an SM has one."""
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     case = Case(([(sms // 2 + 2) * 64, 70], None), dtype, causal, 0.1, heads=2, width=width)
     check(case)
