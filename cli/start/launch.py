@@ -31,7 +31,7 @@ from lightseq_fairseq.cli.start.old_lightseq import conflict
 from lightseq_fairseq.cli.start.signals import SpawnedRanks, sent_to_ranks
 from lightseq_fairseq.errors import GPUHangs, StoppedBySignal
 from lightseq_fairseq.fairseq_compat import patching
-from lightseq_fairseq.fairseq_compat.workers import no_workers_left
+from lightseq_fairseq.fairseq_compat.workers import no_loading_left
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ def run_fairseq(
         around_all.enter_context(preflight.checks(command, request, announce))
         if around is not None:
             around_all.enter_context(patching.within(f"fairseq_cli.{command}:main", around))
-        with no_workers_left(), no_group_left():
+        with no_loading_left(), no_group_left():
             module.cli_main()
 
 

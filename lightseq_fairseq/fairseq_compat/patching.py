@@ -374,8 +374,13 @@ PATCHES = (
     ),
     Patch(
         "scoped", "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__",
-        "fairseq_compat.workers:no_workers_left",
+        "fairseq_compat.workers:no_loading_left",
         "Python's exit waits without a limit for data loading workers that do not react to SIGTERM",
+    ),
+    Patch(
+        "scoped", "fairseq.data.iterators:BackgroundConsumer.__init__",
+        "fairseq_compat.workers:no_loading_left",
+        "Python's exit aborts if fairseq's thread is loading a batch",
     ),
     Patch(
         "scoped", "torch.utils.data._utils.worker:_worker_loop", "training.stopping:load_batches",

@@ -19,7 +19,7 @@ from fairseq.file_io import PathManager
 from lightseq_fairseq.checkpoints import files
 from lightseq_fairseq.errors import GPUHangs
 from lightseq_fairseq.fairseq_compat import patching
-from lightseq_fairseq.fairseq_compat.workers import no_workers_left
+from lightseq_fairseq.fairseq_compat.workers import no_loading_left
 from lightseq_fairseq.training import ranks
 from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.report import Report
@@ -62,7 +62,7 @@ def main(original: Callable[..., None], cfg: Any, *arguments: Any, **keywords: A
     with (
         STOPPING.handled(),
         ranks.watched(),
-        no_workers_left(),
+        no_loading_left(),
         ExitStack() as folder,
         patching.within("torch.utils.data._utils.worker:_worker_loop", stopping.load_batches),
         patching.within("multiprocessing.popen_fork:Popen._launch", stopping.launch),

@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import helpers.cli_runs as cli_runs
 import helpers.training_runs as runs
 import pytest
 import torch
+from fairseq.data.iterators import BackgroundConsumer
 from torch.utils.data import _utils
 
 from lightseq_fairseq.cli.start import signals
@@ -207,6 +209,27 @@ def test_a_worker_that_hangs_does_not_delay_the_end(data: Path, tmp_path: Path) 
     finally:
         for worker in workers:
             worker.kill()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_thread_loads_batches_after_the_end(data: Path, tmp_path: Path, workers: int) -> None:
+    """Python would abort if it exited while the thread runs torch code."""
+    step, seen = runs.Trainer.train_step, set()
+
+    def loading() -> set[threading.Thread]:
+        return {t for t in threading.enumerate() if isinstance(t, BackgroundConsumer)}
+
+    others = loading()
+
+    def look(self: runs.Trainer, *arguments: Any) -> Any:
+        seen.update(loading() - others)
+        return step(self, *arguments)
+
+    with mock.patch.object(runs.Trainer, "train_step", look):
+        # an epoch has more batches than the updates and the buffer take: the thread waits for room
+        runs.run(data, tmp_path, **runs.LS, num_workers=workers, data_buffer_size=1, max_update=1)
+    assert seen
+    assert not seen & loading()
 
 
 def test_a_worker_ends_with_a_process_that_was_killed(data: Path, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
     fastest_backend,
     half_pads,
 )
-from lightseq_fairseq.fairseq_compat.workers import no_workers_left
+from lightseq_fairseq.fairseq_compat.workers import no_loading_left
 
 SIZES = 8  # row counts are multiples of max-tokens / SIZES; each is compiled separately
 DRAWN = 256  # maximum number of batches of masked text; they are used in a cycle
@@ -309,7 +309,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     given = parser.parse_args()
     meter = StepMeter(given.report, given.updates, given.heat, given.marks)
-    with no_workers_left():
+    with no_loading_left():
         train(given.case, given.system, given.data, given.updates, given.workers, meter)
 
 
