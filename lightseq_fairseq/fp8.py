@@ -75,6 +75,8 @@ class Fp8State:
         low: the buffer of its parameters. The weights of a product must be adjacent there.
         saved: a `state` of this model, from which scales continue. A state of other products is
             ignored.
+        memory: uint8, holds the weights in E4M3. If it is None or too short, they get memory of
+            their own.
 
     Raises:
         UserError: a width is no multiple of 16.
@@ -86,7 +88,10 @@ class Fp8State:
         passes_due: passes of a batch that are needed before scales are known, see `after_pass`.
     """
 
-    def __init__(self, model: nn.Module, low: FlatBuffer, saved: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, low: FlatBuffer, saved: Mapping[str, Tensor],
+        memory: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self._low = low
         weights = products(model)
         self._names = list(weights)
@@ -106,8 +111,9 @@ class Fp8State:
             matrices.append(Matrix(int(start), end, *weight.shape))
             end += weight.numel()
         self._tiles = fp8_tiles(matrices, len(low.data)).to(device)
-        self._values = torch.zeros(end, dtype=torch.uint8, device=device).view(E4M3)
-        self._transposes = self._values.clone()
+        if memory is None or len(memory) < 2 * end:
+            memory = torch.empty(2 * end, dtype=torch.uint8, device=device)
+        self._values, self._transposes = memory[: 2 * end].view(E4M3).split(end)
         self._operands: dict[tuple[int, torch.Size], Operands] = {}
         for place, weight in enumerate(weights.values()):
             part = slice(matrices[place].place, matrices[place].place + weight.numel())
@@ -170,6 +176,17 @@ class Fp8State:
     def cast_weights(self) -> None:
         """Cast the weights; needed whenever they have changed."""
         ops.fp8_weights(self._low.data, *self.weight_cast())
+
+    def restore_weights(self) -> None:
+        """Cast the weights again after their memory was written.
+
+        It notes nothing, since the cast before has noted the same numbers.
+        """
+        amax, saturated = (torch.zeros_like(x[_WEIGHT]) for x in (self.amax, self.saturated))
+        ops.fp8_weights(
+            self._low.data, self._tiles, self._scale[_WEIGHT], amax, saturated, self._values,
+            self._transposes,
+        )  # fmt: skip
 
     def weight_cast(self) -> tuple[Tensor, ...]:
         """Count one cast; returns the arguments of ``ops.fp8_weights`` after the weights."""

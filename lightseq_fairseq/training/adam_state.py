@@ -193,33 +193,38 @@ class AdamState:
 class Remainders:
     """Stores float32 parameters as 16-bit remainders over their bfloat16 copies.
 
-    The remainders overwrite the memory of the float32 parameters, which the buffer lends.
-    Meanwhile the float32 parameters cannot be read.
+    The remainders overwrite the first half of the memory of the float32 parameters, which the
+    buffer lends. Meanwhile the float32 parameters cannot be read.
 
     Args:
         low: bfloat16 [N], laid out like ``buffer``.
 
     Attributes:
         rest: int16 [N], the remainders, see ``ops.split_floats``.
+        free: uint8, the other half of the memory; begins at a multiple of ``ALIGNMENT``. It may be
+            written after `split` and until `join`.
     """
 
     def __init__(self, buffer: FlatBuffer, low: Tensor) -> None:
         self._buffer = buffer
         self._memory = buffer.lend()
         self.rest = self._memory.view(torch.int16)[: len(low)]
+        self.free = self._memory.view(torch.uint8)[-(-self.rest.nbytes // ALIGNMENT) * ALIGNMENT :]
         parts = (x.split(_BLOCK) for x in (self._memory, low, self.rest))
         self._blocks = list(zip(*parts, strict=True))
         self._done = 0  # number of blocks that are split, counted from the first
 
-    def split(self) -> None:
-        """Split the remaining blocks, first to last.
+    def split(self) -> bool:
+        """Split the remaining blocks, first to last; returns whether there were any.
 
         The remainder of a block overwrites only blocks that have been read already.
         """
+        is_new = self._done < len(self._blocks)
         while self._done < len(self._blocks):
             of_whole, of_low, of_rest = self._blocks[self._done]
             of_rest.copy_(ops.split_floats(of_whole, of_low))
             self._done += 1
+        return is_new
 
     def join(self) -> None:
         """Restore the blocks, last to first, and then the buffer's parameters."""

@@ -25,7 +25,7 @@ from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
 from torch import Tensor
 
 from lightseq_fairseq.errors import UserError, is_out_of_memory
-from lightseq_fairseq.fp8 import Fp8State, products
+from lightseq_fairseq.fp8 import products
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State
 from lightseq_fairseq.packing import LEAST_GRANULARITY, Granularity, PackedBatch
 from lightseq_fairseq.parameters import flat_buffers
@@ -239,8 +239,10 @@ class FastPath:
         # decay. In fp32 they have none.
         if not isinstance(optimizer, optim.FP16Optimizer):
             _adam(optimizer).leave_out(self._objective.unused(model))
-        fp8 = Fp8State(model, low, scales) if uses_fp8(cfg) else None
-        self._step = TrainingStep(model, low, _adam(optimizer), self._objective, rules, ranks, fp8)
+        self._step = TrainingStep(
+            model, low, _adam(optimizer), self._objective, rules, ranks,
+            scales if uses_fp8(cfg) else None,
+        )  # fmt: skip
         self._step.set_state(trainer.get_num_updates(), scaler)
         self._rates: dict[int, float] = {}
         self._started: deque[_Started] = deque()

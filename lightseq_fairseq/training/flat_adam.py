@@ -234,21 +234,24 @@ class FlatAdam(torch.optim.Optimizer):
         return [id(p) not in self._left_out for p in flat.buffer.parameters]
 
     @torch.no_grad()
-    def split(self, low: Tensor) -> None:
+    def split(self, low: Tensor) -> Tensor | None:
         """Store each fp32 parameter as its 16-bit remainder over the bf16 copy ``low``.
 
         Only for a fused optimizer. An update then moves 2 bytes per parameter less. Until `join`
         the fp32 parameters cannot be read. Sharded parameters are not split.
         low: bfloat16 [N], laid out like `buffer`.
 
+        Returns memory that is free until `join`, see `Remainders.free`; None if all parameters are
+        split already, or none is.
+
         `split` and `join` work block by block. If an error ends one of them (such as out of
         memory), nothing is lost: the next call of either one continues from that block.
         """
         if self.is_sharded:
-            return
+            return None
         if self._split is None:
             self._split = Remainders(self.buffer, low)
-        self._split.split()
+        return self._split.free if self._split.split() else None
 
     @torch.no_grad()
     def join(self) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -108,7 +108,8 @@ class TrainingStep:
         low: the buffer of its parameters.
         adam: fused, on ``low`` itself or on a float32 copy with the same layout.
         objective, rules, ranks: see their classes.
-        fp8: the layers' products are computed with it; None: in the model's precision.
+        scales: the layers' products are computed in fp8; these are the scales of an earlier run,
+            empty if there is none. None: products are computed in the model's precision.
 
     Attributes:
         state: float64 [len(State)] on the device.
@@ -116,18 +117,21 @@ class TrainingStep:
 
     def __init__(
         self, model: Any, low: FlatBuffer, adam: FlatAdam, objective: Objective, rules: UpdateRules,
-        ranks: Ranks, fp8: Fp8State | None = None,
+        ranks: Ranks, scales: Mapping[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.model, self.low, self.adam, self.objective = model, low, adam, objective
-        self.rules, self.ranks, self.fp8 = rules, ranks, fp8
+        self.rules, self.ranks = rules, ranks
         self.device = low.data.device
         self._has_copy = adam.buffer.data.data_ptr() != low.data.data_ptr()  # float32 beside low
         self._exchange = Exchange(ranks, low)
         if ranks.sharded:
             adam.shard(self._exchange, self._has_copy)
         self.gradients = self._exchange.gradients
+        self.fp8: Fp8State | None = None
+        if scales is not None:
+            self.fp8 = Fp8State(model, low, scales, self._split_parameters())
         reported = len(State) + len(Count)
-        amaxes = 0 if fp8 is None or ranks.count == 1 else fp8.amax.numel()
+        amaxes = 0 if self.fp8 is None or ranks.count == 1 else self.fp8.amax.numel()
         self._numbers = torch.zeros(
             reported + ranks.count * amaxes, dtype=torch.float64, device=self.device
         )
@@ -165,8 +169,8 @@ class TrainingStep:
             raise RuntimeError(
                 "lightseq: the model's parameters were moved to other memory during training"
             )
-        if self._has_copy and self.low.data.dtype == torch.bfloat16:
-            self.adam.split(self.low.data)
+        if self._split_parameters() is not None and self.fp8 is not None:
+            self.fp8.restore_weights()
         if self._inputs.make_room(batches):
             self._graphs.clear()  # they read the old address of the inputs
         while self.fp8 is not None and self.fp8.passes_due:
@@ -186,6 +190,12 @@ class TrainingStep:
                 self.wait()
                 self._graphs.launch("fp8 weights", self.fp8.cast_weights)
         return self._report()
+
+    def _split_parameters(self) -> Tensor | None:
+        """Call ``FlatAdam.split``, if float32 parameters have bf16 copies; returns its result."""
+        if self._has_copy and self.low.data.dtype == torch.bfloat16:
+            return self.adam.split(self.low.data)
+        return None
 
     def _collect_or_retry(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> None:
         fits = True

@@ -24,6 +24,7 @@ from lightseq_fairseq import fp8, ops
 from lightseq_fairseq.fp8 import Fp8State
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
 from lightseq_fairseq.training import fast_path
+from lightseq_fairseq.training.flat_adam import FlatAdam
 from lightseq_fairseq.training.step import TrainingStep
 
 WIDE = {"encoder_embed_dim": 32, "encoder_ffn_embed_dim": 64, "encoder_attention_heads": 2}
@@ -431,6 +432,34 @@ def out_of_memory(*calls: int, rank: int | None = None) -> Iterator[None]:
 
     with mock.patch.object(LSTransformerModel, "packed_logits", fails):
         yield
+
+
+def test_weights_lie_in_memory_that_the_optimizer_leaves_free(data: Path, tmp_path: Path) -> None:
+    """It is written when a checkpoint is saved; `test_a_resumed_run_is_the_whole_one` has one."""
+    update, split, storages = TrainingStep.update, FlatAdam.split, set()
+
+    def storage(x: torch.Tensor) -> int:
+        return x.untyped_storage().data_ptr()
+
+    def splits(self: FlatAdam, low: torch.Tensor) -> torch.Tensor | None:
+        memory = split(self, low)
+        storages.update(storage(x) for x in [memory] if x is not None)
+        return memory
+
+    def updates(self: TrainingStep, *arguments: Any) -> Any:
+        report = update(self, *arguments)
+        assert self.fp8 is not None
+        for weight in fp8.products(self.model).values():
+            of = self.fp8.operands(weight)
+            assert of is not None and {storage(of.values), storage(of.transpose)} == storages
+        return report
+
+    with (
+        mock.patch.object(TrainingStep, "update", updates),
+        mock.patch.object(FlatAdam, "split", splits),
+    ):
+        runs.run(data, tmp_path, **FP8, no_save=True, max_update=2)
+    assert len(storages) == 1
 
 
 # --- Several ranks

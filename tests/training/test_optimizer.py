@@ -22,7 +22,7 @@ from lightseq_fairseq import ops
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 from lightseq_fairseq.ops.fp8_quantise import E4M3
 from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
-from lightseq_fairseq.parameters import flatten_parameters
+from lightseq_fairseq.parameters import ALIGNMENT, flatten_parameters
 from lightseq_fairseq.training import adam_state
 from lightseq_fairseq.training.flat_adam import FlatAdam
 
@@ -529,6 +529,19 @@ def test_split_parameters_cannot_be_read() -> None:
     adam.split(low)
     adam.step()
     assert parameter.shape == (6, 5) and not torch.equal(parameter.detach(), expected)
+
+
+def test_half_of_the_memory_is_free_while_parameters_are_split() -> None:
+    parameter = nn.Parameter(torch.randn(60, 50))
+    expected = parameter.detach().clone()
+    low, adam = torch.empty(3000, dtype=torch.bfloat16), FlatAdam([parameter])
+    for _ in range(2):
+        memory = adam.split(low)
+        assert memory is not None and 2 * 3000 - ALIGNMENT < len(memory) <= 2 * 3000
+        memory.fill_(255)
+        assert adam.split(low) is None
+        adam.join()
+        assert torch.equal(parameter.detach(), expected)
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
