@@ -4,7 +4,7 @@
 //   sum = residual + dropout(x + bias)
 //   y   = (sum - mean) * rstd * gamma + beta       mean and variance over a row's columns
 //
-//   values = y / scale in E4M3, if wanted (fp8_dropout_residual_layer_norm_fwd)
+//   values, transpose = y / scale in E4M3, if wanted (fp8_dropout_residual_layer_norm_fwd)
 //
 //   saved for backward   sum (rounded), and mean and rstd (of the sum before rounding)
 //   bytes moved          x, residual, sum and y, each once
@@ -148,30 +148,44 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                                            const __grid_constant__ Cast cast) {
   extern __shared__ uint4 shared[];
   griddepcontrol_wait();
-  RowQueue<T, S, 2> queue(p.rows, {p.x, p.residual}, {p.x_stride, p.residual_stride},
-                          p.residual == nullptr ? 1 : 2, p.columns, shared);
+  RowQueue<T, S, 2, kCasts> queue(p.rows, {p.x, p.residual}, {p.x_stride, p.residual_stride},
+                                  p.residual == nullptr ? 1 : 2, p.columns, shared);
   const Rng rng(p.dropout.dropout.rng);
   const Weights<T, S> weights(p);
-  const auto close_rows = [&](auto put) {
-    int64_t row = p.rows.first();
+  int64_t row = p.rows.template first<S, kCasts>();
+  int left = p.rows.template count<S, kCasts>();
+  const auto close = [&](int64_t output, auto&& put) {
+    close_row(
+        p, weights, rng, row, output,
+        [&](int k, int i, float (&x)[kColumnsPerDraw]) { queue.get(k, i, x); },
+        [&] { queue.pop(); }, put);
+  };
+  if constexpr (kCasts) {
+    RowCast<S> y(cast, reinterpret_cast<char*>(shared) + p.rows.tile);
+    for (int round = 0; left > 0; --left) {
+      queue.wait();
+      if (row < p.rows.all) {
+        close(row * p.columns + S::column(0),
+              [&](int i, float (&x)[kColumnsPerDraw]) { y.put(row, i, x); });
+      } else {
+        queue.pop();
+        y.put_zeros(row);
+      }
+      const int64_t next = p.rows.template next<S, true>(row, round);
+      if (round == S::kRounds - 1) y.finish_chunk(row);
+      round = (round + 1) % S::kRounds;
+      row = next;
+    }
+    y.add_statistics();
+  } else {
     int64_t output = row * p.columns + S::column(0), output_step = p.rows.step * p.columns;
     keep(output_step);
-    for (int left = p.rows.template count<S>(); left > 0; --left) {
+    for (; left > 0; --left) {
       queue.wait();
-      close_row(
-          p, weights, rng, row, output,
-          [&](int k, int i, float (&x)[kColumnsPerDraw]) { queue.get(k, i, x); },
-          [&] { queue.pop(); }, [&](int i, float (&x)[kColumnsPerDraw]) { put(row, i, x); });
+      close(output, [](int, float (&)[kColumnsPerDraw]) {});
       row += p.rows.step;
       output += output_step;
     }
-  };
-  if constexpr (kCasts) {
-    RowValues<S> y(cast);
-    close_rows([&](int64_t row, int i, float (&x)[kColumnsPerDraw]) { y.put(row, i, x); });
-    y.add_statistics();
-  } else {
-    close_rows([](int64_t, int, float (&)[kColumnsPerDraw]) {});
   }
 }
 
@@ -182,7 +196,7 @@ __global__ void __launch_bounds__(kBlockThreads, kSideBySide<T>)
     dropout_residual_layer_norm_fwd_few_rows_kernel(const __grid_constant__ FwdParams<T> p) {
   if (p.rows.template count<S>() == 0) return;
   // There are so few rows that 32 bits suffice for indices.
-  const int row = static_cast<int>(p.rows.first());
+  const int row = static_cast<int>(p.rows.template first<S>());
   const T* const x = p.x + row * p.x_stride + S::column(0);
   const T* const residual = p.residual + row * p.residual_stride + S::column(0);
   uint32_t output = row * p.columns + S::column(0);
@@ -232,7 +246,7 @@ struct FwdLaunch {
   template <typename S, bool kCasts>
   void many() {
     const auto kernel = dropout_residual_layer_norm_fwd_kernel<T, S, kCasts>;
-    params.rows = share_out<S>(kernel, rows, RowQueue<T, S, 2>::kRowBytes, 0, device);
+    params.rows = share_out<S, kCasts>(kernel, rows, RowQueue<T, S, 2>::kRowBytes, 0, device);
     start(kernel, S::kThreads, S::kTeams, kCasts ? *cast : Cast{});
   }
 
@@ -312,18 +326,18 @@ Outputs dropout_residual_layer_norm_fwd(const Tensor& x, std::optional<Tensor> b
                  eps, true, nullptr);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fp8_dropout_residual_layer_norm_fwd(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fp8_dropout_residual_layer_norm_fwd(
     const Tensor& x, std::optional<Tensor> bias, std::optional<Tensor> residual,
     const Tensor& gamma, const Tensor& beta, double p, const Tensor& rng, int64_t site, double eps,
     bool keep_y, const Tensor& scale, Tensor amax, Tensor saturated) {
   const char* const op = "fp8_dropout_residual_layer_norm_fwd";
   check_cast(op, "x", x);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device());
-  const auto casts = allocate_cast(x, x.size(0), x.size(1), CastOf::kValues);
+  const auto casts = allocate_cast(x, x.size(0), x.size(1));
   const Cast cast = cast_into(casts, scale, amax, saturated);
   const auto outputs =
       forward(op, x, bias, residual, gamma, beta, p, rng, site, eps, keep_y, &cast);
-  return std::tuple_cat(outputs, std::make_tuple(std::get<0>(casts)));
+  return std::tuple_cat(outputs, casts);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {

@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   // Two groups of floats would need sixteen registers, too many in the kernel for wide rows.
   constexpr bool kHoldsGamma = S::kGroups * sizeof(T) < 2 * sizeof(float);
   auto queue = queue_of<T, S, kHasDy, kHasDsum, kCasts>(p, shared);
-  int64_t row = p.rows.template first<kCasts>();
+  int64_t row = p.rows.template first<S, kCasts>();
   int left = p.rows.template count<S, kCasts>();
   float next_mean = 0.0f, next_rstd = 0.0f;
   Columns<T> gamma[S::kGroups] = {};

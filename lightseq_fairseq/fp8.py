@@ -227,9 +227,9 @@ def stand_in(x: Tensor, operands: Operands) -> Tensor:
 
 
 class Input(NamedTuple):
-    """The input of a product: its values in E4M3, and what backward makes its transpose of.
+    """The input of a product: its values in E4M3, and what backward needs for its transpose.
 
-    kept: the transpose itself, or the arguments of ``ops.fp8_transpose`` but the scale.
+    kept: the transpose itself, or the input in bfloat16; see ``ops.fp8_transpose``.
     """
 
     values: Tensor

@@ -7,8 +7,8 @@
 // the team. If forward has few rows, each row gets its own team (one_each) and is loaded directly
 // to registers.
 //
-// If backward's results are also cast to E4M3 (fp8_rows.cuh), a block processes chunks of 16
-// adjacent rows, because it stores their transpose.
+// If results are also cast to E4M3 (fp8_rows.cuh), a block processes chunks of adjacent rows,
+// because it stores their transpose.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -27,7 +27,6 @@ namespace lightseq {
 
 constexpr int kMaxColumns = 8192;
 constexpr int kBlockThreads = 512;
-constexpr int kChunkRows = 16;
 
 // A row is divided among the kThreads threads of a team: each has every kThreads-th group of eight
 // columns. If the row is shorter, the last threads idle.
@@ -39,8 +38,11 @@ struct Shape {
   static constexpr int kWarps = kThreads / kWarp;             // per team
   static constexpr int kStride = kThreads * kColumnsPerDraw;  // between a thread's groups
   static constexpr int kColumns = kStride * kGroups;
-  static constexpr int kRounds = kChunkRows / kTeams;  // rows per team in a chunk
-  static_assert(kRounds * kTeams == kChunkRows);
+  // 32 rows, so that the stores of a transpose fill sectors of 32 bytes; 16 wide rows, which fit
+  // into shared memory.
+  static constexpr int kChunk = kColumns <= 2048 ? 32 : 16;
+  static constexpr int kRounds = kChunk / kTeams;  // rows per team in a chunk
+  static_assert(kRounds * kTeams == kChunk);
 
   // First column of this thread's i-th group.
   static __device__ __forceinline__ int column(int i) {
@@ -80,16 +82,16 @@ struct Rows {
   int64_t all = 0;  // rows. A team passes over rows of the last chunk that do not exist
   int tile = 0;     // where the chunk's results begin in shared memory
 
-  template <bool kChunks = false>
+  template <typename S, bool kChunks = false>
   __device__ __forceinline__ int64_t first() const {
-    if constexpr (kChunks) return static_cast<int64_t>(blockIdx.x) * kChunkRows + threadIdx.y;
+    if constexpr (kChunks) return static_cast<int64_t>(blockIdx.x) * S::kChunk + threadIdx.y;
     return static_cast<int64_t>(threadIdx.y) * gridDim.x + blockIdx.x;
   }
   template <typename S, bool kChunks = false>
   __device__ __forceinline__ int count() const {
     if constexpr (kChunks)
       return S::kRounds * (each + (static_cast<int>(blockIdx.x) < longer ? 1 : 0));
-    return each + (first() < longer ? 1 : 0);
+    return each + (first<S>() < longer ? 1 : 0);
   }
   // The row after `row`. round: number of the row in the team's chunk.
   template <typename S, bool kChunks>
@@ -102,15 +104,15 @@ struct Rows {
 // row_bytes: bytes of a row in all inputs. least: minimum bytes of shared memory.
 template <typename S, bool kChunks = false, typename Kernel>
 Rows share_out(Kernel kernel, int64_t rows, int row_bytes, int least, int32_t device) {
-  constexpr int kTile = kChunks ? kChunkRows * S::kColumns : 0;
+  constexpr int kTile = kChunks ? S::kChunk * S::kColumns : 0;
   const int room = dynamic_shared_memory_of(reinterpret_cast<const void*>(kernel), device) - kTile;
   const int stages = 2 * S::kTeams * row_bytes <= room ? 2 : 1;
   const int queue = stages * S::kTeams * row_bytes;
   const int bytes = std::max(queue + kTile, least);
-  const int64_t parts = kChunks ? blocks_for(rows, kChunkRows) : rows;
+  const int64_t parts = kChunks ? blocks_for(rows, S::kChunk) : rows;
   const int64_t blocks = std::min(parts, resident_blocks(kernel, kBlockThreads, device, bytes));
   const int64_t takers = std::max<int64_t>(1, kChunks ? blocks : blocks * S::kTeams);
-  return {.step = kChunks ? takers * kChunkRows : takers,
+  return {.step = kChunks ? takers * S::kChunk : takers,
           .each = static_cast<int>(parts / takers),
           .longer = static_cast<int>(parts % takers),
           .stages = stages,
@@ -147,7 +149,7 @@ class RowQueue {
                                       const int64_t (&strides)[kInputs], int inputs, int columns,
                                       void* shared)
       : rows_(rows),
-        row_(rows.first<kChunks>()),
+        row_(rows.first<S, kChunks>()),
         left_(rows.count<S, kChunks>()),
         inputs_(inputs),
         columns_(columns),

@@ -188,9 +188,7 @@ class Fp8Product(Product):
     def _transpose(self, kept: Kept) -> Tensor:
         if kept[0].dtype == E4M3:
             return kept[0]
-        x, *norm = kept
-        mean, rstd, gamma, beta = norm or (None,) * 4
-        return ops.fp8_transpose(x, self.operands.input.scale, mean, rstd, gamma, beta)
+        return ops.fp8_transpose(kept[0], self.operands.input.scale)
 
     def backward(
         self, dy: Any, kept: Kept, weight: Tensor, dweight: Tensor, dbias: Tensor | None,
@@ -287,14 +285,13 @@ class Fp8Product(Product):
         beta: Tensor, *, p: float, rng: Tensor, site: int, eps: float, is_only_reader: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         to = self.operands.input
-        total, y, mean, rstd, values = ops.fp8_dropout_residual_layer_norm_fwd(
+        total, y, mean, rstd, values, transpose = ops.fp8_dropout_residual_layer_norm_fwd(
             x, bias, residual, gamma, beta, p=p, rng=rng, site=site, eps=eps,
             keep_y=not is_only_reader, scale=to.scale, amax=to.amax, saturated=to.saturated,
         )  # fmt: skip
         if is_only_reader:
             y = fp8.stand_in(x, self.operands)
-        kept = (total if total.numel() else x, mean, rstd, gamma, beta)
-        fp8.attach(y, self.operands, fp8.Input(values, kept))
+        fp8.attach(y, self.operands, fp8.Input(values, (transpose,)))
         return total, y, mean, rstd
 
     def before_residual(

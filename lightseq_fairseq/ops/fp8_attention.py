@@ -2,8 +2,8 @@
 
 Forward's result is cast after the rounding to bfloat16: it is saved for attention's backward in any
 case. Gradients are rounded so, too, but only their values in E4M3 are stored. Transposes are made
-by the products' backward (`fp8_transpose`): sentences begin at any row, and 16 rows of a transpose
-are stored together.
+by the products' backward (`fp8_transpose`) in less time: sentences begin at any row, so attention's
+stores of a transpose would fill sectors only in part.
 
 Shapes: Tq, Tk = packed query and key tokens, H = heads, D = head width; H * D is a multiple of 16.
 """

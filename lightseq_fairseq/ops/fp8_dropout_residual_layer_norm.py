@@ -1,7 +1,6 @@
 """As dropout_residual_layer_norm, with operands of the products before and after it in E4M3.
 
-They are computed in float32 and cast from it, without a rounding to bfloat16 between. The transpose
-of y is made in backward, from sum (`fp8_transpose`).
+They are computed in float32 and cast from it, without a rounding to bfloat16 between.
 
 Shapes: T = packed tokens (rows), P = padded rows, C = model width, a multiple of 16.
 """
@@ -24,6 +23,7 @@ Outputs = tuple[
     Annotated[Tensor, "mean"],
     Annotated[Tensor, "rstd"],
     Annotated[Tensor, "values"],
+    Annotated[Tensor, "transpose"],
 ]
 Gradients = tuple[
     Annotated[Tensor, "values"], Annotated[Tensor, "transpose"], Annotated[Tensor, "dresidual"]
@@ -31,7 +31,7 @@ Gradients = tuple[
 
 
 class Fp8DropoutResidualLayerNormFwd(NamedTuple):
-    """(sum, y, mean, rstd, values): values [T, C] are y in E4M3.
+    """(sum, y, mean, rstd, values, transpose): values [T, C] and transpose [C, P] are y in E4M3.
 
     x: [T, C], bfloat16. Other arguments up to eps and the first four results: as in
     `dropout_residual_layer_norm_fwd`; without keep_y, y is EMPTY (numel 0).
@@ -61,13 +61,13 @@ class Fp8DropoutResidualLayerNormFwd(NamedTuple):
     def shape(self) -> Outputs:
         total, y, mean, rstd = DropoutResidualLayerNormFwd(*self[:9]).shape()
         kept = y if self.keep_y else y.new_empty(0)
-        return total, kept, mean, rstd, empty_like(self.x)[0]
+        return total, kept, mean, rstd, *empty_like(self.x)
 
     def reference(self) -> Outputs:
         x = self.x
         total, y, mean, rstd = DropoutResidualLayerNormFwd(*self[:9]).compute()
         kept = y.to(x.dtype) if self.keep_y else x.new_empty(0)
-        return total, kept, mean, rstd, quantise(y, *self[10:])[0]
+        return total, kept, mean, rstd, *quantise(y, *self[10:])
 
 
 fp8_dropout_residual_layer_norm_fwd = define(

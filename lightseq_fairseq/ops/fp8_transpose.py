@@ -1,8 +1,8 @@
-"""The transpose in E4M3 of a tensor, of its LayerNorm, or of values, for a product in backward.
+"""The transpose in E4M3 of a tensor or of values, for a product in backward.
 
 Forward casts an input x of a product to E4M3 (`fp8_quantise`); backward multiplies the transpose of
-it. If backward has x, or what x was computed from, the transpose is made only there. So it occupies
-no memory between. Attention's backward writes its gradients in E4M3, but not their transpose.
+it. If backward has x in any case, the transpose is made only there. So it occupies no memory
+between. Attention's backward writes its gradients in E4M3, but not their transpose.
 
 Shapes: T = rows, C = columns, a multiple of 16, P = padded rows.
 """
@@ -21,13 +21,10 @@ from .registry import Written, define
 
 
 class Fp8Transpose(NamedTuple):
-    """transpose [C, P]: x^T or, with gamma, LayerNorm(x)^T, in E4M3 as `fp8_quantise` casts it.
+    """transpose [C, P]: x^T in E4M3, as `fp8_quantise` casts it.
 
     x: [T, C], bfloat16; or E4M3, values that a cast by this scale has given. scale: as in
-    `fp8_quantise`. mean, rstd: float32 [T], gamma, beta: bfloat16 [C], as in
-    `dropout_residual_layer_norm_fwd`: y = (x - mean) * rstd * gamma + beta, in float32. All four or
-    none. Statistics are not noted, as the cast in forward has noted them. y is that of forward but
-    for roundings: forward computes it from the sum before it is rounded to bfloat16.
+    `fp8_quantise`. Statistics are not noted, as the cast in forward has noted them.
     sums: [C] or None: only if x is E4M3, the column sums of scale * x are written to it or, with
     accumulate, added to it.
     Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
@@ -35,50 +32,30 @@ class Fp8Transpose(NamedTuple):
 
     x: Tensor
     scale: Tensor
-    mean: Tensor | None = None
-    rstd: Tensor | None = None
-    gamma: Tensor | None = None
-    beta: Tensor | None = None
     sums: Written | None = None
     accumulate: bool = False
 
     def check(self, op: str) -> None:
-        x, scale, *norm, sums, _ = self
+        x, scale, sums, _ = self
         check_tensor(op, "x", x, ("T", "C"), (torch.bfloat16, E4M3))
         check_rows(op, "x", x)
         check_width(op, x)
         check_scale(op, "scale", scale, x)
-        if len({tensor is None for tensor in norm}) > 1:
-            raise ValueError(f"{op}: give all of mean, rstd, gamma and beta, or none")
-        if x.dtype == E4M3 and self.mean is not None:
-            raise ValueError(f"{op}: x must be bfloat16 for a LayerNorm, got {x.dtype}")
         if sums is not None:
             check_tensor(op, "sums", sums, x.shape[1:], CASTABLE, x)
             if x.dtype != E4M3:
                 raise ValueError(f"{op}: x must be {E4M3} for sums, got {x.dtype}")
-        rows, columns = x.shape
-        for name, tensor, size, dtype in zip(
-            ("mean", "rstd", "gamma", "beta"),
-            norm,
-            (rows, rows, columns, columns),
-            (torch.float32, torch.float32, x.dtype, x.dtype),
-            strict=True,
-        ):
-            if tensor is not None:
-                check_tensor(op, name, tensor, (size,), (dtype,), x)
 
     def shape(self) -> Tensor:
         return empty_like(self.x)[1]
 
     def reference(self) -> Tensor:
-        x, scale, mean, rstd, gamma, beta, sums, accumulate = self
+        x, scale, sums, accumulate = self
         y = x.float()
         if x.dtype == E4M3:
             y *= scale
             if sums is not None:
                 store_gradient(sums, column_sum(y), accumulate)
-        if mean is not None and rstd is not None and gamma is not None and beta is not None:
-            y = (y - mean[:, None]) * rstd[:, None] * gamma.float() + beta.float()
         ignored = torch.zeros_like(scale)
         return quantise(y, scale, ignored, ignored.long())[1]
 

@@ -57,12 +57,12 @@ class Sublayer:
         return [self.x, self.bias, self.residual, self.gamma, self.beta]
 
     def forward(self, of_cast: tuple[Tensor, ...], keep_y: bool = True) -> list[Tensor]:
-        """sum, y, mean, rstd, and values as bytes."""
+        """sum, y, mean, rstd, and as bytes values and transpose."""
         poison_cache()
-        *plain, values = ops.fp8_dropout_residual_layer_norm_fwd(
+        *plain, values, transpose = ops.fp8_dropout_residual_layer_norm_fwd(
             *self.inputs, self.p, make_rng(), SITE, EPS, keep_y, *of_cast
         )
-        return [*plain, bits(values)]
+        return [*plain, bits(values), bits(transpose)]
 
     def plain_forward(self, is_wide: bool = False) -> tuple[Tensor, ...]:
         inputs = widened(self.inputs) if is_wide else self.inputs
@@ -118,14 +118,13 @@ def of_cast() -> tuple[Tensor, Tensor, Tensor]:
 def assert_is_cast_of(ours: list[Tensor], scalars: tuple[Tensor, ...], x: Tensor) -> None:
     """At most a few numbers are the next of E4M3: the compiler may contract other additions.
 
-    ours: values, and perhaps the transpose.
+    ours: values and transpose.
     """
     expected = of_cast()
     values, transpose = map(bits, ops.fp8_quantise(x, *expected))
     rows = len(x)
-    for mine in ours[1:]:
-        assert torch.equal(mine[:, :rows], ours[0].t()) and not mine[:, rows:].any()
-        assert mine.shape == transpose.shape
+    assert torch.equal(ours[1][:, :rows], ours[0].t()) and not ours[1][:, rows:].any()
+    assert ours[1].shape == transpose.shape
     differ = int((ours[0] != values).sum())
     assert differ <= 2 + 1e-4 * x.numel(), f"{differ} numbers of {x.numel()} differ"
     numbers, others = (v.view(torch.float8_e4m3fn).float() for v in (ours[0], values))
@@ -136,12 +135,12 @@ def assert_is_cast_of(ours: list[Tensor], scalars: tuple[Tensor, ...], x: Tensor
 
 def check(layer: Sublayer, which: str = "both") -> None:
     scalars = of_cast()
-    *plain, values = layer.forward(scalars)
+    *plain, values, transpose = layer.forward(scalars)
     assert all(map(torch.equal, plain, layer.plain_forward()))
-    assert_is_cast_of([values], scalars, layer.plain_forward(is_wide=True)[1])
+    assert_is_cast_of([values, transpose], scalars, layer.plain_forward(is_wide=True)[1])
     total, y, *others = layer.forward(of_cast(), keep_y=False)
     assert torch.equal(total, plain[0]) and y.numel() == 0
-    assert all(map(torch.equal, others, [*plain[2:], values]))
+    assert all(map(torch.equal, others, [*plain[2:], values, transpose]))
 
     scalars, sums, expected = of_cast(), layer.sums(), layer.sums()
     values, transpose, dresidual = layer.backward(scalars, which, sums)
@@ -186,8 +185,9 @@ def test_same_input_same_bits(width: int) -> None:
 def test_not_a_number_stays_visible() -> None:
     layer = Sublayer(40, 256)
     layer.x[3], layer.dy[3], layer.dsum[5, 7] = torch.nan, torch.nan, torch.inf
-    values = layer.forward(of_cast())[4]
-    assert (values[3] == 0x7F).all() and not (values[4] == 0x7F).any()
+    values, transpose = layer.forward(of_cast())[4:]
+    assert (values[3] == 0x7F).all() and (transpose[:, 3] == 0x7F).all()
+    assert not (values[4] == 0x7F).any() and not transpose[:, 40:].any()
     sums = layer.sums()
     values, transpose, _ = layer.backward(of_cast(), "both", sums)
     assert (values[3] == 0x7F).all() and values[5, 7] == 0x7F and transpose[7, 5] == 0x7F
@@ -206,7 +206,8 @@ def test_sums_accumulate() -> None:
 
 def test_no_tokens() -> None:
     layer, scalars = Sublayer(0, 64), of_cast()
-    assert layer.forward(scalars)[4].shape == (0, 64)
+    values, transpose = layer.forward(scalars)[4:]
+    assert values.shape == (0, 64) and transpose.shape == (64, 0)
     sums = layer.sums()
     layer.backward(scalars, "both", sums)
     assert all(x is not None and x.eq(0).all() for x in sums)
@@ -232,7 +233,7 @@ def test_replayed_graph_draws_anew() -> None:
         dropout = layer.p, rng, SITE
         y = ops.fp8_dropout_residual_layer_norm_fwd(*layer.inputs, *dropout, EPS, True, *scalars)
         dx = ops.fp8_dropout_residual_layer_norm_bwd(*saved, *dropout, *sums, False, *scalars)
-        return [bits(y[4]), *y[:4], *map(bits, dx[:2]), dx[2]]
+        return [bits(y[4]), *y[:4], *map(bits, [y[5], *dx[:2]]), dx[2]]
 
     assert_replays_draw_anew(run, rng)
 
