@@ -4,8 +4,9 @@
 // Numbers are rounded to bfloat16 before. So backward, which makes the transpose of forward's
 // result from the stored numbers, gets the same bytes. Gradients are stored in E4M3 only.
 //
-// A cast here has no transpose: sentences begin at any row, so its stores would fill sectors only in
-// part, and fp8_transpose takes less time. Cast::columns is the distance between rows of values; heads are adjacent.
+// A cast here has no transpose: sentences begin at any row, so its stores would fill sectors only
+// in part, and fp8_transpose takes less time. Cast::columns is the distance between rows of values;
+// heads are adjacent.
 #pragma once
 
 #include <cuda_bf16.h>
