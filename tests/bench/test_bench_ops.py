@@ -103,7 +103,7 @@ def test_systems_agree() -> None:
 def test_fp8_products_agree() -> None:
     sizes = bench.Sizes(**{**SMALL, "ffn": 32})
     found = [case for case in bench.cases(sizes, [80], torch.bfloat16, "cpu") if "fp8" in case.name]
-    assert len({case.name for case in found}) == len(found) == 36
+    assert len({case.name for case in found}) == len(found) == 35
     for case in found:
         results = {system: list(make()()) for system, make in case.systems.items()}
         has_library = case.name.startswith(("fp8_linear_fwd", "fp8_linear_bwd"))
