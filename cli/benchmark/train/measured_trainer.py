@@ -14,6 +14,7 @@ times the number of ranks.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import statistics
@@ -156,6 +157,7 @@ def main() -> None:
     parser.add_argument("--without-apex", action="store_true")
     parser.add_argument("words", nargs="+", help="arguments of lightseq-train, after --")
     arguments = parser.parse_args()
+    faulthandler.enable()  # a crash outside Python leaves its stack in the log
     if arguments.without_apex:
         for name in ("apex", "fused_adam_cuda"):  # makes their import fail
             sys.modules[name] = None  # type: ignore[assignment]
