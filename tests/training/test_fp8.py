@@ -456,6 +456,22 @@ def test_weights_lie_in_memory_that_the_optimizer_leaves_free(data: Path, tmp_pa
     assert len(storages) == 1
 
 
+def test_weights_are_cast_again_although_it_failed_once(data: Path, tmp_path: Path) -> None:
+    """Out of memory after a checkpoint: the batch is dropped, and the next update casts them."""
+    restore, calls = Fp8State.restore_weights, 0
+
+    def fails_once(self: Fp8State) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise RuntimeError("CUDA out of memory: a test wanted all of it")
+        restore(self)
+
+    with mock.patch.object(Fp8State, "restore_weights", fails_once):
+        runs.run(data, tmp_path, **FP8, save_interval_updates=2, max_update=3)
+    assert calls == 2
+
+
 # --- Several ranks
 
 
