@@ -171,10 +171,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         queue.pop();
         y.put_zeros(row);
       }
-      const int64_t next = p.rows.template next<S, true>(row, round);
       if (round == S::kRounds - 1) y.finish_chunk(row);
+      row = p.rows.template next<S, true>(row, round);
       round = (round + 1) % S::kRounds;
-      row = next;
     }
     y.add_statistics();
   } else {
