@@ -86,6 +86,7 @@ class Fp8State:
         saturated: int64 [3, M], how many numbers beyond the largest of E4M3 were cast since.
         cast: float64 0-dim, how many numbers were cast since.
         passes_due: passes of a batch that are needed before scales are known, see `after_pass`.
+        lacks_weights: set it when ``memory`` was overwritten, see `restore_weights`.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Fp8State:
             self._operands[_key(weight)] = Operands(
                 input, of_weight, gradient, values, transpose, self._count, nothing
             )
+        self.lacks_weights = False
         self.passes_due = 0 if self._load(saved) else _FIRST_PASSES
         if self.passes_due:
             self.cast_weights()  # notes the largest numbers
@@ -178,7 +180,7 @@ class Fp8State:
         ops.fp8_weights(self._low.data, *self.weight_cast())
 
     def restore_weights(self) -> None:
-        """Cast the weights again after their memory was written.
+        """Cast the weights again; needed while ``lacks_weights``.
 
         It notes nothing, since the cast before has noted the same numbers.
         """
@@ -187,6 +189,7 @@ class Fp8State:
             self._low.data, self._tiles, self._scale[_WEIGHT], amax, saturated, self._values,
             self._transposes,
         )  # fmt: skip
+        self.lacks_weights = False  # only now: if the cast fails, the next update tries again
 
     def weight_cast(self) -> tuple[Tensor, ...]:
         """Count one cast; returns the arguments of ``ops.fp8_weights`` after the weights."""
@@ -233,16 +236,19 @@ class Input(NamedTuple):
     """
 
     values: Tensor
-    kept: tuple[Tensor, ...]
+    kept: Tensor
 
 
-def attach(y: Tensor, operands: Operands, cast: Input) -> None:
-    """Let y carry its cast, until the product with these operands reads it."""
+def attach(y: Tensor, operands: Operands, cast: Input | Tensor) -> None:
+    """Let y carry its cast, until the product with these operands reads it.
+
+    cast: an `Input` in forward; in backward the values of a gradient.
+    """
     vars(y)[_CAST] = operands, cast
 
 
-def attached(y: Tensor, operands: Operands) -> Input | None:
-    """The cast of y for the product with these operands, if y carries it."""
+def attached(y: Tensor, operands: Operands) -> Any:
+    """The cast of y for the product with these operands; None if y carries none."""
     owner, cast = vars(y).get(_CAST, (None, None))
     return cast if owner is operands else None
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightseq_fairseq.layers.products import Kept, Product, product_for, split_saved
+from lightseq_fairseq.layers.products import Product, product_for
 from lightseq_fairseq.layers.residual_norm import (
     Residual,
     input_gradients,
@@ -88,7 +88,7 @@ class ColumnSlices:
 
 
 def _close_bwd(
-    ctx: Any, dstream: Tensor | None, dy: Tensor | None, of_out: Kept, out_w: Tensor,
+    ctx: Any, dstream: Tensor | None, dy: Tensor | None, of_out: Tensor, out_w: Tensor,
     out_b: Tensor, saved: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:  # fmt: skip
     """Backward from a sublayer's results to the result of attention.
@@ -115,8 +115,7 @@ class _SelfAttention(torch.autograd.Function):
         h, of_out = ctx.last.forward(attended, out_w, None)
         saved, outputs = residual_norm_fwd(h, out_b, x if stream is None else stream,
                                            gamma, beta, residual)  # fmt: skip
-        ctx.save_for_backward(*of_x, *of_out, qkv, out, lse, *weights[:8], *saved)
-        ctx.kept = len(of_x), len(of_out)
+        ctx.save_for_backward(of_x, of_out, qkv, out, lse, *weights[:8], *saved)
         ctx.heads, ctx.residual, ctx.post_norm = heads, residual, stream is None
         ctx.set_materialize_grads(False)
         return outputs
@@ -124,8 +123,8 @@ class _SelfAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
-        of_x, of_out, saved = split_saved(ctx.saved_tensors, *ctx.kept)
-        qkv, out, lse, q_w, k_w, v_w, q_b, k_b, v_b, out_w, out_b, *saved = saved
+        of_x, of_out, qkv, out, lse, *saved = ctx.saved_tensors
+        q_w, k_w, v_w, q_b, k_b, v_b, out_w, out_b, *saved = saved
         heads = ctx.heads
         dout, dresidual, closing = _close_bwd(ctx, dstream, dy, of_out, out_w, out_b, saved)
         dqkv = ctx.first.gradient_like(qkv)
@@ -159,8 +158,7 @@ class _CrossAttention(torch.autograd.Function):
         h, of_out = ctx.last.forward(attended, out_w, None)
         saved, outputs = residual_norm_fwd(h, out_b, x if stream is None else stream,
                                            gamma, beta, residual)  # fmt: skip
-        ctx.save_for_backward(*of_x, *of_out, memory, q, out, lse, *weights[:4], *saved)
-        ctx.kept = len(of_x), len(of_out)
+        ctx.save_for_backward(of_x, of_out, memory, q, out, lse, *weights[:4], *saved)
         ctx.heads, ctx.residual, ctx.post_norm = heads, residual, stream is None
         ctx.slices = slices
         ctx.set_materialize_grads(False)
@@ -169,8 +167,7 @@ class _CrossAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
-        of_x, of_out, saved = split_saved(ctx.saved_tensors, *ctx.kept)
-        memory, q, out, lse, q_w, q_b, out_w, out_b, *saved = saved
+        of_x, of_out, memory, q, out, lse, q_w, q_b, out_w, out_b, *saved = ctx.saved_tensors
         heads = ctx.heads
         dout, dresidual, closing = _close_bwd(ctx, dstream, dy, of_out, out_w, out_b, saved)
         dq, dmemory = ctx.first.gradient_like(q), ctx.slices.like(memory)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightseq_fairseq.layers.products import Activation, product_for, split_saved
+from lightseq_fairseq.layers.products import Activation, product_for
 from lightseq_fairseq.layers.residual_norm import (
     Residual,
     input_gradients,
@@ -32,8 +32,7 @@ class _FeedForward(torch.autograd.Function):
         h3, of_h = second.forward(h, w2, None)
         saved, outputs = residual_norm_fwd(h3, b2, x if stream is None else stream,
                                            gamma, beta, residual)  # fmt: skip
-        ctx.save_for_backward(*of_x, *of_h, of_activation, w1, b1, w2, b2, *saved)
-        ctx.kept = len(of_x), len(of_h)
+        ctx.save_for_backward(of_x, of_h, of_activation, w1, b1, w2, b2, *saved)
         ctx.activation, ctx.residual, ctx.post_norm = activation, residual, stream is None
         ctx.set_materialize_grads(False)
         return outputs
@@ -41,8 +40,7 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> Any:
-        of_x, of_h, saved = split_saved(ctx.saved_tensors, *ctx.kept)
-        of_activation, w1, b1, w2, b2, *saved = saved
+        of_x, of_h, of_activation, w1, b1, w2, b2, *saved = ctx.saved_tensors
         dh3, dresidual, closing = residual_norm_bwd(
             dstream, dy, b2, saved, ctx.residual, ctx.second
         )

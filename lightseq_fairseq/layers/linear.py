@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.layers.products import product_for, split_saved
+from lightseq_fairseq.layers.products import product_for
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
 from lightseq_fairseq.parameters import as_one, gradients_for, wait_for, with_spare_rows
 
@@ -28,8 +28,7 @@ class _Linear(torch.autograd.Function):
         bias = None if biases[0] is None else as_one(biases)
         ctx.product = product_for(weight)
         y, of_x = ctx.product.forward(x, weight, bias)
-        ctx.save_for_backward(*of_x, *weights, *(() if bias is None else biases))
-        ctx.kept = len(of_x)
+        ctx.save_for_backward(of_x, *weights, *(() if bias is None else biases))
         ctx.tokens, ctx.rows = len(x), [w.shape[0] for w in weights]
         ctx.set_materialize_grads(False)
         return y if parts == 1 else y.chunk(parts, dim=1)
@@ -37,7 +36,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        of_x, parameters = split_saved(ctx.saved_tensors, ctx.kept)
+        of_x, *parameters = ctx.saved_tensors
         count = len(ctx.rows)
         weight, biases = as_one(parameters[:count]), parameters[count:]
         width = weight.shape[0] // len(grads)

@@ -1,9 +1,9 @@
 """The matrix products of the layers, in the model's precision or in fp8.
 
 A sublayer asks ``product_for`` once for each of its weights, in forward, and keeps the answer for
-backward. Both kinds have the same methods. A forward product returns its result and the tensors
-that backward needs of the input: the input itself, or its transpose in E4M3, which is smaller. If
-backward has what the input was made from in any case, it makes the transpose from that.
+backward. Both kinds have the same methods. A forward product returns its result and what backward
+needs of the input: the input itself, or its transpose in E4M3, which is smaller. If backward has
+the input in any case, it makes the transpose from that.
 
 Where an op of the layers produces an operand, it casts it (the embedding; LayerNorm, the activation
 and attention, forward and backward); the others are cast here.
@@ -13,7 +13,6 @@ Shapes: T = packed tokens, K = inputs, N = outputs, F = feed-forward width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,18 +21,6 @@ from torch import Tensor
 
 from lightseq_fairseq import fp8, ops
 from lightseq_fairseq.ops.fp8_quantise import E4M3, Quantised
-
-#: What backward needs of the input of a product; see `split_saved`.
-Kept = tuple[Tensor, ...]
-
-
-def split_saved(saved: Sequence[Tensor], *counts: int) -> Iterator[Any]:
-    """The first tensors of ``saved`` as tuples of these lengths, then the list of the others."""
-    left = list(saved)
-    for count in counts:
-        yield tuple(left[:count])
-        del left[:count]
-    yield left
 
 
 @dataclass(frozen=True)
@@ -54,15 +41,15 @@ class Activation:
 class Product:
     """y = x weight^T + bias in the model's precision, and its derivatives."""
 
-    def forward(self, x: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
+    def forward(self, x: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """y [T, N], and what backward needs of x [T, K].
 
         x: may be a result of `activated` or `attended`. weight: [N, K], bias: [N] or None.
         """
-        return ops.linear_fwd(x, weight, bias), (x,)
+        return ops.linear_fwd(x, weight, bias), x
 
     def backward(
-        self, dy: Any, kept: Kept, weight: Tensor, dweight: Tensor, dbias: Tensor | None,
+        self, dy: Any, kept: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor | None,
         accumulate: bool, need_dx: bool = True, onto: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """dx [T, K]; writes dweight and dbias. See ``ops.linear_bwd``.
@@ -70,12 +57,12 @@ class Product:
         dy: [T, N]; or memory of `gradient_like` that `attention_gradients` has written; or a result
         of `before_activation` of the next product. kept: from `forward`.
         """
-        return ops.linear_bwd(dy, kept[0], weight, dweight, dbias, accumulate, need_dx, onto)
+        return ops.linear_bwd(dy, kept, weight, dweight, dbias, accumulate, need_dx, onto)
 
     def activated(
         self, x: Tensor, weight: Tensor, bias: Tensor, activation: Activation, need_slope: bool,
         following: Any,
-    ) -> tuple[Any, Kept, Tensor | None]:  # fmt: skip
+    ) -> tuple[Any, Tensor, Tensor | None]:  # fmt: skip
         """The input of the ``following`` product: dropout(activation(x weight^T + bias)) [T, F].
 
         Also returns what backward needs of x, and for gelu what it needs of the activation.
@@ -84,10 +71,10 @@ class Product:
         h, slope = ops.linear_activation_fwd(
             x, weight, bias, a.name, a.p, a.rng, a.site, need_slope
         )
-        return h, (x,), None if a.name == "relu" else slope
+        return h, x, None if a.name == "relu" else slope
 
     def before_activation(
-        self, dy: Tensor, kept: Kept, weight: Tensor, dweight: Tensor, activation: Activation,
+        self, dy: Tensor, kept: Tensor, weight: Tensor, dweight: Tensor, activation: Activation,
         saved: Tensor | None, bias: Tensor, dbias: Tensor, accumulate: bool, previous: Any,
     ) -> Any:  # fmt: skip
         """Backward of this product and of the activation before it: the gradient dz [T, F].
@@ -96,7 +83,7 @@ class Product:
         dy: [T, N]. kept: from `forward`. saved: the third result of `activated`.
         """
         return ops.activation_linear_bwd(
-            dy, kept[0], weight, saved, activation.p, dweight, dbias, accumulate, bias
+            dy, kept, weight, saved, activation.p, dweight, dbias, accumulate, bias
         )
 
     def embedded(
@@ -168,7 +155,7 @@ class Fp8Product(Product):
     def __init__(self, operands: fp8.Operands) -> None:
         self.operands = operands
 
-    def forward(self, x: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
+    def forward(self, x: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         of = self.operands
         values, kept = self._input(x)
         y = ops.fp8_linear_fwd(values, of.input.scale, of.values, of.weight.scale, bias)
@@ -182,16 +169,15 @@ class Fp8Product(Product):
         return x
 
     def _cast(self, x: Tensor) -> fp8.Input:
-        values, transpose = ops.fp8_quantise(x, *self.operands.input)
-        return fp8.Input(values, (transpose,))
+        return fp8.Input(*ops.fp8_quantise(x, *self.operands.input))
 
-    def _transpose(self, kept: Kept) -> Tensor:
-        if kept[0].dtype == E4M3:
-            return kept[0]
-        return ops.fp8_transpose(kept[0], self.operands.input.scale)
+    def _transpose(self, kept: Tensor) -> Tensor:
+        if kept.dtype == E4M3:
+            return kept
+        return ops.fp8_transpose(kept, self.operands.input.scale)
 
     def backward(
-        self, dy: Any, kept: Kept, weight: Tensor, dweight: Tensor, dbias: Tensor | None,
+        self, dy: Any, kept: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor | None,
         accumulate: bool, need_dx: bool = True, onto: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         of = self.operands
@@ -214,7 +200,7 @@ class Fp8Product(Product):
     def activated(
         self, x: Tensor, weight: Tensor, bias: Tensor, activation: Activation, need_slope: bool,
         following: Any,
-    ) -> tuple[Any, Kept, Tensor | None]:  # fmt: skip
+    ) -> tuple[Any, Tensor, Tensor | None]:  # fmt: skip
         a, of, to = activation, self.operands, following.operands.input
         values, kept = self._input(x)
         h, transpose, slope = ops.fp8_linear_activation_fwd(
@@ -222,17 +208,17 @@ class Fp8Product(Product):
             a.name, a.p, a.rng, a.site, need_slope,
             scale=to.scale, amax=to.amax, saturated=to.saturated,
         )  # fmt: skip
-        return fp8.Input(h, (transpose,)), kept, None if a.name == "relu" else slope
+        return fp8.Input(h, transpose), kept, None if a.name == "relu" else slope
 
     def before_activation(
-        self, dy: Tensor, kept: Kept, weight: Tensor, dweight: Tensor, activation: Activation,
+        self, dy: Tensor, kept: Tensor, weight: Tensor, dweight: Tensor, activation: Activation,
         saved: Tensor | None, bias: Tensor, dbias: Tensor, accumulate: bool, previous: Any,
     ) -> Any:  # fmt: skip
         of, to = self.operands, previous.operands.gradient
         gradient = self._gradient(dy, None, accumulate)
         self.backward(gradient, kept, weight, dweight, None, accumulate, need_dx=False)
         return ops.fp8_activation_linear_bwd(
-            gradient[0], of.gradient.scale, of.transpose, of.weight.scale, kept[0], saved,
+            gradient[0], of.gradient.scale, of.transpose, of.weight.scale, kept, saved,
             activation.p, dbias, accumulate, scale=to.scale, amax=to.amax, saturated=to.saturated,
         )  # fmt: skip
 
@@ -250,7 +236,7 @@ class Fp8Product(Product):
                 *tables, gamma, beta, scale, p, rng, site, eps, *to
             )
         # detach: a tensor that refers to itself is freed late.
-        fp8.attach(y, self.operands, fp8.Input(values, (y.detach(),)))
+        fp8.attach(y, self.operands, fp8.Input(values, y.detach()))
         return y, mean, rstd
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Any, ...]:
@@ -258,7 +244,7 @@ class Fp8Product(Product):
         out, lse, values = ops.fp8_attention_fwd(
             q, k, v, **arguments, out_scale=to.scale, amax=to.amax, saturated=to.saturated
         )
-        return fp8.Input(values, (out.flatten(1),)), out, lse
+        return fp8.Input(values, out.flatten(1)), out, lse
 
     def gradient_like(self, y: Tensor) -> Tensor:
         return torch.empty_like(y, dtype=E4M3)
@@ -273,12 +259,12 @@ class Fp8Product(Product):
 
     def to_autograd(self, dy: Tensor, y: Tensor) -> Tensor:
         given = fp8.stand_in(y, self.operands)
-        fp8.attach(given, self.operands, fp8.Input(dy, ()))
+        fp8.attach(given, self.operands, dy)
         return given
 
     def from_autograd(self, dy: Tensor) -> Tensor:
         given = fp8.attached(dy, self.operands)
-        return dy if given is None else given.values
+        return dy if given is None else given
 
     def normalised(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None, gamma: Tensor,
@@ -291,7 +277,7 @@ class Fp8Product(Product):
         )  # fmt: skip
         if is_only_reader:
             y = fp8.stand_in(x, self.operands)
-        fp8.attach(y, self.operands, fp8.Input(values, (transpose,)))
+        fp8.attach(y, self.operands, fp8.Input(values, transpose))
         return total, y, mean, rstd
 
     def before_residual(
@@ -315,4 +301,4 @@ def product_for(weight: Tensor) -> Product:
     return PLAIN if operands is None else Fp8Product(operands)
 
 
-__all__ = ["PLAIN", "Activation", "Fp8Product", "Kept", "Product", "product_for", "split_saved"]
+__all__ = ["PLAIN", "Activation", "Fp8Product", "Product", "product_for"]

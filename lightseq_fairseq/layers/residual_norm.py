@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.layers.products import PLAIN, Kept, Product
+from lightseq_fairseq.layers.products import PLAIN, Product
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
 from lightseq_fairseq.parameters import gradients_for, wait_for
 
@@ -86,7 +86,7 @@ def residual_norm_bwd(
 
 
 def input_gradients(
-    product: Product, post_norm: bool, dresidual: Tensor, dy: Any, kept: Kept, weight: Tensor,
+    product: Product, post_norm: bool, dresidual: Tensor, dy: Any, kept: Tensor, weight: Tensor,
     dweight: Tensor, dbias: Tensor | None, accumulate: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Backward of a sublayer's first product, from dy to x [T, K]; see ``Product.backward``.

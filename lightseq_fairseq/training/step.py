@@ -130,7 +130,6 @@ class TrainingStep:
         self.fp8: Fp8State | None = None
         if scales is not None:
             self.fp8 = Fp8State(model, low, scales, self._split_parameters())
-        self._lacks_weights = False  # whether the memory of the fp8 weights was written
         reported = len(State) + len(Count)
         amaxes = 0 if self.fp8 is None or ranks.count == 1 else self.fp8.amax.numel()
         self._numbers = torch.zeros(
@@ -170,11 +169,11 @@ class TrainingStep:
             raise RuntimeError(
                 "lightseq: the model's parameters were moved to other memory during training"
             )
-        if self._split_parameters() is not None:
-            self._lacks_weights = self.fp8 is not None
-        if self._lacks_weights and self.fp8 is not None:
-            self.fp8.restore_weights()
-            self._lacks_weights = False  # only now: if this fails, the next update tries again
+        overwritten = self._split_parameters() is not None
+        if self.fp8 is not None:
+            self.fp8.lacks_weights |= overwritten
+            if self.fp8.lacks_weights:
+                self.fp8.restore_weights()
         if self._inputs.make_room(batches):
             self._graphs.clear()  # they read the old address of the inputs
         while self.fp8 is not None and self.fp8.passes_due:
