@@ -458,16 +458,23 @@ def _configuration(failure: Cause, request: Request) -> str | None:
     return f"--{name} cannot be {value}: use a value that --fairseq-help allows."
 
 
-_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed|exited)")
+_WORKER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) "
+    r"(?:is killed by signal: ([^.]+)|exited unexpectedly(?: with exit code (\d+))?)"
+)
 
 
 def _worker(failure: Cause, request: Request) -> str | None:
     found = _WORKER.match(failure.text)
     if found is None:
         return None
+    pid, signal, status = found.groups()
+    how = (
+        f"was killed ({signal})" if signal else f"ended with status {status}" if status else "ended"
+    )
     return (
-        f"A process that loads data (pid {found[1]}) was killed, often because the machine is out "
-        f"of memory: lower --num-workers or --data-buffer-size{_resumes(request)}."
+        f"A process that loads data (pid {pid}) {how}, often because the machine is out of memory: "
+        f"lower --num-workers or --data-buffer-size{_resumes(request)}."
     )
 
 

@@ -1,7 +1,7 @@
 """Train with both systems and several seeds, many runs in parallel, and record their curves.
 
     python -m examples.multi30k.convergence [--jobs N] [--data DIR] [--out DIR]
-        [--model small|t2t_big] [--seeds N] [--updates N] [--precisions P,P] [-- WORD...]
+        [--model small|t2t_big] [--seeds N|FIRST-LAST] [--updates N] [--precisions P,P] [-- WORD...]
 
 The models are those of run.sh: ``small``, trained and scored with BLEU, 13 seeds per system; and
 ``t2t_big``, the layers of a Transformer big in bf16, only for loss curves, four seeds per system.
@@ -51,6 +51,15 @@ class Run(NamedTuple):
     def __str__(self) -> str:
         """Return the name of the run's folder, as in run.sh."""
         return f"{self.model}-{self.system}-seed{self.seed}-{self.precision}"
+
+
+def seeds(words: str) -> range:
+    """Return the seeds that ``--seeds`` names: "13" is 1 to 13, "301-340" is 301 to 340."""
+    first, dash, last = words.partition("-")
+    found = range(int(first), int(last) + 1) if dash else range(1, int(first) + 1)
+    if not found:
+        raise ValueError(words)
+    return found
 
 
 def command(run: Run, args: argparse.Namespace) -> Command:
@@ -142,7 +151,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "out" / "convergence",
                         help="folder for the rows and the runs' logs")  # fmt: skip
     parser.add_argument("--model", choices=SEEDS, help="train only this model")
-    parser.add_argument("--seeds", type=int, help="seeds per system  [13 for small, 4 for t2t_big]")
+    parser.add_argument(
+        "--seeds",
+        type=seeds,
+        metavar="N|FIRST-LAST",
+        help="seeds of each system: 1 to N, or FIRST to LAST  [13 for small, 4 for t2t_big]",
+    )
     parser.add_argument("--updates", type=int, help="updates per run, instead of the recipe's")
     parser.add_argument(
         "--precisions", help="compare these precisions of lightseq-train, such as bf16,fp8"
@@ -164,7 +178,7 @@ def main() -> None:
         Run(model, system, seed, precision or default[model])
         for system in (("lightseq",) if args.precisions else ("fairseq", "lightseq"))
         for model in ([args.model] if args.model else SEEDS)
-        for seed in range(1, (args.seeds or SEEDS[model]) + 1)
+        for seed in args.seeds or seeds(str(SEEDS[model]))
         for precision in precisions
     ]
     results = args.out / "convergence.json"

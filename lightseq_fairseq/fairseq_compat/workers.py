@@ -1,10 +1,11 @@
-"""Ends the processes and threads that load data when a command ends, also by an error.
+"""Starts the worker processes that load data, and ends them and fairseq's threads with the command.
 
 After GPUHangs it does not end them: the processes end with their parent process.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ _LAST_BATCH = 2.0
 
 @contextmanager
 def no_loading_left() -> Iterator[None]:
-    """At its end, the block ends the loading of data that it has started.
+    """At its end, the block ends the loading of data that it has started, also after an error.
 
     - fairseq's threads that load batches ahead (its ``BackgroundConsumer``) end after the batch
       that they are loading. fairseq leaves them to Python's exit, and Python aborts if it ends
@@ -35,7 +36,8 @@ def no_loading_left() -> Iterator[None]:
     threads: WeakSet[Thread] = WeakSet()
 
     def begin(original: Callable[[Any, Any], None], iterator: Any, loader: Any) -> None:
-        original(iterator, loader)
+        with _no_inherited_garbage():
+            original(iterator, loader)
         iterators.add(iterator)
 
     def prepare(original: Callable[..., None], thread: Thread, *arguments: Any) -> None:
@@ -59,6 +61,23 @@ def no_loading_left() -> Iterator[None]:
         _end(threads)
         for iterator in left:
             iterator._shutdown_workers()
+
+
+@contextmanager
+def _no_inherited_garbage() -> Iterator[None]:
+    """Worker processes forked within the block never free an object that existed before it.
+
+    Such an object can be part of a reference cycle that nobody uses any more. For example, an error
+    of omegaconf keeps the frames of the training step, and so a batch in pinned memory. If the
+    worker's garbage collector freed it, torch would call CUDA in the forked process and abort.
+    """
+    were_frozen = gc.get_freeze_count()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not were_frozen:
+            gc.unfreeze()
 
 
 def _end(threads: WeakSet[Thread]) -> None:

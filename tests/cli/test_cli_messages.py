@@ -119,6 +119,21 @@ def loss_scale() -> None:
     )
 
 
+def killed_worker() -> None:
+    raise RuntimeError("DataLoader worker (pid 12) is killed by signal: Segmentation fault. ")
+
+
+def worker_with_status() -> None:
+    raise RuntimeError(
+        "DataLoader worker (pid 12) exited unexpectedly with exit code 1. Details are lost due to "
+        "multiprocessing. Rerunning with num_workers=0 may give better error trace."
+    )
+
+
+def ended_workers() -> None:
+    raise RuntimeError("DataLoader worker (pid(s) 12, 13) exited unexpectedly")
+
+
 def no_requests() -> None:
     raise ModuleNotFoundError("No module named 'requests'")
 
@@ -198,6 +213,9 @@ KNOWN: list[tuple[Callable[[], None], Request, list[str]]] = [
     (no_optimizer, TRAIN, ["--optimizer"]),
     (too_many_ranks, TRAIN, ["--distributed-world-size is 4", "1 GPU"]),
     (loss_scale, TRAIN, ["Minimum loss scale", "learning rate"]),
+    (killed_worker, Request(), ["(pid 12) was killed (Segmentation fault), often"]),
+    (worker_with_status, Request(), ["(pid 12) ended with status 1, often"]),
+    (ended_workers, Request(), ["(pid 12, 13) ended, often"]),
     (no_requests, GENERATE, ["URL", "pip install requests"]),
     (no_network, TRAIN, ["files.com/gpt2_bpe/encoder.json", "--gpt2-encoder-json"]),
     (memory, TRAIN, ["out of memory", "--max-tokens"]),

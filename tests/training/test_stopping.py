@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import re
@@ -23,7 +24,8 @@ import helpers.training_runs as runs
 import pytest
 import torch
 from fairseq.data.iterators import BackgroundConsumer
-from torch.utils.data import _utils
+from torch.utils.data import DataLoader, _utils
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from lightseq_fairseq.cli.start import signals
 from lightseq_fairseq.errors import StoppedBySignal
@@ -209,6 +211,42 @@ def test_a_worker_that_hangs_does_not_delay_the_end(data: Path, tmp_path: Path) 
     finally:
         for worker in workers:
             worker.kill()
+
+
+class Unused:
+    """An object of a reference cycle; freed by another process, it ends that process."""
+
+    def __init__(self) -> None:
+        self.itself, self.owner = self, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.owner:
+            os._exit(17)  # torch calls CUDA to free a tensor in pinned memory, and aborts
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_workers_free_nothing_that_they_inherit(data: Path, tmp_path: Path, native: bool) -> None:
+    start, fetch = DataLoader.__iter__, _MapDatasetFetcher.fetch
+    started = []
+
+    def starts(self: DataLoader) -> Any:
+        gc.collect()
+        Unused()
+        started.append(self)
+        return start(self)
+
+    def fetches(self: _MapDatasetFetcher, indices: Any) -> Any:
+        gc.collect()
+        return fetch(self, indices)
+
+    with (
+        mock.patch.object(DataLoader, "__iter__", starts),
+        mock.patch.object(_MapDatasetFetcher, "fetch", fetches),
+    ):
+        flags = runs.NATIVE if native else runs.LS
+        runs.run(data, tmp_path, native, **flags, num_workers=1, max_update=5)
+    assert started
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize("workers", [0, 1])
