@@ -5,6 +5,7 @@ Shapes: N = elements of a parameter buffer, including alignment gaps.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +19,12 @@ from lightseq_fairseq.training.adam_state import CLIP_EPS, AdamState, Remainders
 from lightseq_fairseq.training.exchange import Exchange
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+# torch's methods without the wrapper that leaves them out of torch.compile. Its first call would
+# import torch.compile, which takes seconds.
+_add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+_state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
 
 
 class FlatAdam(torch.optim.Optimizer):
@@ -68,7 +75,7 @@ class FlatAdam(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; see ``torch.optim.Optimizer.add_param_group``."""
-        super().add_param_group(param_group)
+        _add_param_group(self, param_group)
         if self._flats:  # empty while the parent's __init__ adds the first groups
             self._lay_out()
 
@@ -314,7 +321,7 @@ class FlatAdam(torch.optim.Optimizer):
             if "step" in group:  # from a loaded apex state, which stores the step in the group
                 steps = [self.state[p]["step"] for p in group["params"] if p in self.state]
                 group["step"] = max(steps, default=0)
-        return super().state_dict()
+        return _state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer or of fairseq's Adam (with or without apex).
