@@ -6,12 +6,13 @@
 //
 // V is the vocabulary size. u is a uniform random number from Philox: a function of rng, the
 // sentence, the index of the hypothesis in the sentence, and the step. The candidates, which may be
-// drawn, are the tokens with the largest l whose probabilities add up to topp, or the topk largest,
-// or all tokens. Tokens whose l equals the smallest of these are candidates, too.
+// drawn, are the fewest best tokens whose probabilities add up to topp, or the topk best, or all
+// tokens. A token is better if its logit is larger; of equal logits (16-bit logits often are), the
+// lowest token is the best. So topk tokens are exactly that many.
 //
 //   bytes moved   The logits are read once for log_softmax and once to draw. With topp or topk they
-//                 are read up to 32 times more, to find the smallest candidate by bisection of its
-//                 bits. A row stays in the caches.
+//                 are read up to 32 times more, to find the smallest logit of a candidate by
+//                 bisection of its bits. A row stays in the caches.
 //   determinism   sums have a fixed order, which depends on V and on the alignment of the row
 //
 // A block processes a row. In the last pass, each thread has a range of adjacent tokens.
@@ -71,6 +72,7 @@ __device__ __forceinline__ Scan scan(double x) {
     const double below = __shfl_up_sync(kAllLanes, sum, offset);
     if (lane >= offset) sum += below;
   }
+  __syncthreads();  // all threads have read the result of the previous call
   if (lane == kWarp - 1) of_warp[warp] = sum;
   __syncthreads();
   double before = 0.0, total = 0.0;
@@ -102,23 +104,28 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) drawn = -1;
 
   const float rate = 1.0f / rules.temperature;
-  const LogSoftmax log_softmax =
-      read_row<T, kThreads, kLoads>(row, cut, rate, [](int, const auto&, float) {
-      }).log_softmax(rate);
-  // A logit under the rules of the step, on the scale of the logits.
+  const Total<T> total =
+      read_row<T, kThreads, kLoads>(row, cut, rate, [](int, const auto&, float) {});
+  const LogSoftmax log_softmax = total.log_softmax(rate);
+  // A logit under the rules of the step, on the scale of the logits. Two roundings, as in the
+  // reference, not one: so both find the same ties.
+  const float unk_penalty = __fmul_rn(step.unk_penalty, rules.temperature);
   const auto ruled = [&](int token, float logit) {
     if (step.forbids(token) || isnan(log_softmax.log_sum)) return -INFINITY;
-    return token == step.unk ? logit - step.unk_penalty * rules.temperature : logit;
+    return token == step.unk ? logit - unk_penalty : logit;
   };
-  const float top = log_softmax.top * rules.temperature;
-  const Exponential<T> exponential(top, log_softmax.rate);
+  const Exponential<T> exponential(total.top, rate);
 
-  // The smallest logit of a candidate: the largest bound that enough logits reach.
+  // The smallest logit of a candidate: the largest bound that enough logits reach. `surplus`: how
+  // much more than enough they are.
   uint32_t least = ordered(-INFINITY);
+  float surplus = 0.0f;
   const bool by_sum = sampling.topp > 0.0f;
   if (by_sum || sampling.topk > 0) {
     const float wanted = by_sum ? sampling.topp * expf(log_softmax.log_sum) : sampling.topk;
-    for (uint32_t above = ordered(top) + 1; above - least > 1;) {
+    // A negative penalty raises unk, perhaps above all others.
+    const float highest = fmaxf(total.top, total.top - unk_penalty);
+    for (uint32_t above = ordered(highest) + 1; above - least > 1;) {
       const uint32_t middle = least + (above - least) / 2;
       const float bound = from_ordered(middle);
       float sum = 0.0f;
@@ -139,8 +146,10 @@ __global__ void __launch_bounds__(kThreads)
         const int token = cut.column_of_scalar(threadIdx.x);
         add(token, to_float(row[token]));
       }
-      if (block_reduce<kThreads>(sum, Sum{}) >= wanted) {
+      sum = block_reduce<kThreads>(sum, Sum{});
+      if (sum >= wanted) {
         least = middle;
+        surplus = sum - wanted;
       } else {
         above = middle;
       }
@@ -148,21 +157,31 @@ __global__ void __launch_bounds__(kThreads)
   }
 
   const float bound = from_ordered(least);
+  const double at_bound = exponential(bound);
   const int piece = (classes + kThreads - 1) / kThreads;
   const int first = min(classes, static_cast<int>(threadIdx.x) * piece);
   const int last = min(classes, first + piece);
-  const auto weight = [&](int token) {
-    const float x = ruled(token, to_float(row[token]));
-    return x >= bound ? static_cast<double>(exponential(x)) : 0.0;
-  };
   double sum = 0.0;
-  for (int token = first; token < last; ++token) sum += weight(token);
-  const Scan sums = scan(sum);
+  int kept = 0;  // of the thread's tokens at the bound, the first `kept` are candidates
+  for (int token = first; token < last; ++token) {
+    const float x = ruled(token, to_float(row[token]));
+    if (x > bound) sum += exponential(x);
+    if (x == bound) ++kept;
+  }
+  if (surplus > 0.0f) {  // the same for all threads
+    const Scan ties = scan(kept);
+    const double dropped = by_sum ? floor(surplus / at_bound) : surplus;
+    const double room = fmax(1.0, ties.total - dropped) - ties.before;
+    kept = max(0, min(kept, static_cast<int>(room)));
+  }
+  const Scan sums = scan(sum + kept * at_bound);
   const double target = uniform(sampling, blockIdx.x, step.number) * sums.total;
   if (sums.before <= target && target < sums.after) {
     double so_far = sums.before;
     for (int token = first; token < last && so_far <= target; ++token) {
-      const double w = weight(token);
+      const float x = ruled(token, to_float(row[token]));
+      const bool tied = x == bound && kept-- > 0;
+      const double w = tied ? at_bound : x > bound ? exponential(x) : 0.0;
       if (w > 0.0) drawn = token;
       so_far += w;
     }

@@ -91,8 +91,10 @@ class BeamSample(NamedTuple):
 
     sentences: int32 [S], the sentence that each slot decodes. rng: int64 [2], see `philox`. A draw
     is a function of rng, the sentence, the row's index in the slot and the step.
-    topp > 0: sample from the fewest most likely tokens whose probabilities sum to at least topp;
-    otherwise topk > 0: from the topk most likely; otherwise from all. Scores are not renormalised.
+    topp > 0: sample from the fewest best tokens whose probabilities sum to at least topp;
+    otherwise topk > 0: from the topk best; otherwise from all. The best token has the largest
+    logit under the rules of `beam_candidates`; ties: the lowest token first. (torch.topk, which
+    fairseq uses, keeps as many, but leaves open which of tied tokens.) Scores are not renormalised.
     A row without any possible token, or whose score is -inf, gives eos with score -inf. Other
     arguments and errors as in `beam_candidates`.
     Source: fairseq.search.Sampling; Holtzman et al. 2020 (topp). The random numbers differ from
@@ -128,7 +130,12 @@ class BeamSample(NamedTuple):
         logs = _log_probabilities(self)
         weights = logs.exp()
         if topp > 0 or topk > 0:
-            falling, order = weights.sort(dim=1, descending=True, stable=True)
+            # By the logits, because different ones may have equal probabilities after rounding.
+            # Adding 0 makes a copy, without negative zeros.
+            penalty = torch.tensor((self.unk_penalty, self.temperature), dtype=torch.float32).prod()
+            best = _apply_rules(self, logits.float() + 0.0, penalty)
+            order = best.argsort(dim=1, descending=True, stable=True)
+            falling = weights.gather(1, order)
             # As in fairseq, the token with which the sum reaches topp is included.
             last = (falling.cumsum(1) < topp).sum(1) if topp > 0 else topk - 1
             rank = torch.arange(weights.shape[1], device=weights.device).expand_as(weights)
@@ -151,17 +158,21 @@ beam_sample = define("beam_sample", BeamSample)
 
 def _log_probabilities(a: BeamCandidates | BeamSample) -> Tensor:
     """Log-probabilities float32 [N, V]; fairseq's token rules are applied after the softmax."""
-    step, max_len = int(a.progress[Progress.STEP]), int(a.progress[Progress.MAX_LEN])
     logs = torch.log_softmax(a.logits.float() / a.temperature, dim=1)
-    logs.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
-    logs[:, a.pad] = -torch.inf
-    logs[:, a.unk] -= a.unk_penalty
+    return _apply_rules(a, logs.nan_to_num_(-torch.inf, torch.inf, -torch.inf), a.unk_penalty)
+
+
+def _apply_rules(a: BeamCandidates | BeamSample, x: Tensor, unk_penalty: float | Tensor) -> Tensor:
+    """Apply fairseq's token rules to x [N, V] in place, and return it."""
+    step, max_len = int(a.progress[Progress.STEP]), int(a.progress[Progress.MAX_LEN])
+    x[:, a.pad] = -torch.inf
+    x[:, a.unk] -= unk_penalty
     if step >= max_len:
-        logs[:, : a.eos] = -torch.inf
-        logs[:, a.eos + 1 :] = -torch.inf
+        x[:, : a.eos] = -torch.inf
+        x[:, a.eos + 1 :] = -torch.inf
     if step < a.min_len:
-        logs[:, a.eos] = -torch.inf
-    return logs
+        x[:, a.eos] = -torch.inf
+    return x
 
 
 def check_slots(op: str, sentences: Tensor, beam: int, scores: Tensor) -> None:

@@ -164,6 +164,29 @@ def test_draws_have_fairseqs_distribution(options: dict[str, Any]) -> None:
     torch.testing.assert_close(scores[:, 0], lprobs[0][tokens[:, 0].long()] - 2.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_of_tied_tokens_the_lowest_are_drawn(dtype: torch.dtype) -> None:
+    count = 4000
+    row = torch.zeros(V)
+    row[[4, 9, 11]], row[[20, 21]] = 1.0, 2.0
+    logits, sentences = row.to(dtype).repeat(count, 1), torch.arange(count, dtype=torch.int32)
+    # Best first. The sum of probabilities reaches topp within the last token.
+    best, weights = [20, 21, 4, 9, 11, 0, 2, 3], row.double().exp()
+    for wanted in range(1, len(best) + 1):
+        sums = weights[best].cumsum(0) / weights.sum()
+        topp = (sums[wanted - 1] - weights[best[wanted - 1]] / weights.sum() / 2).item()
+        for settings in ({"topk": wanted}, {"topp": topp}, {"topk": 1, "topp": topp}):
+            _, tokens = sample(logits, torch.zeros(count), sentences, **settings)
+            assert tokens.unique().tolist() == sorted(best[:wanted]), settings
+
+
+def test_a_larger_logit_is_better_even_if_probabilities_are_equal_after_rounding() -> None:
+    logits = torch.zeros(200, V)
+    logits[:, 9], logits[:, 7] = 2e-9, 1e-9
+    _, tokens = sample(logits, torch.zeros(200), torch.arange(200, dtype=torch.int32), topk=1)
+    assert tokens.unique().tolist() == [9]
+
+
 def test_a_draw_depends_on_sentence_place_and_step_alone() -> None:
     logits = torch.zeros(12, V)
     scores, sentences = torch.zeros(12), torch.tensor([4, 0, 9, 5], dtype=torch.int32)
