@@ -2,7 +2,8 @@
 // kernels (linear_tiles.cu).
 //
 // When a product occurs for the first time, the algorithms are timed in turns, and the fastest is
-// stored: in memory, and in a file for later processes (common/algorithm_table.h). The fastest
+// stored: in memory, and in a file for other processes (common/algorithm_table.h). If several
+// processes search the same product, all use the algorithm that the file has first. The fastest
 // algorithm depends on the number of tokens: at 3456 tokens, the best algorithm for 3333 tokens
 // took up to 1.7 times as long as the best for 3456. So each number of tokens has its own entry.
 //
@@ -371,8 +372,7 @@ void multiply(const Product& p, cudaStream_t stream) {
     const std::lock_guard<std::mutex> lock(multiplier.mutex);
     algorithm = multiplier.table.find(key);
     if (!algorithm && !is_capturing(stream)) {
-      algorithm = search(multiplier.handle, p, stream);
-      multiplier.table.add(key, *algorithm);
+      algorithm = multiplier.table.add(key, search(multiplier.handle, p, stream));
     }
   }
   MatmulDesc desc(p);

@@ -5,9 +5,14 @@
 //
 //   <numbers of the product> <tile> <needs workspace> <8 words of the algorithm> <checksum>
 //
-// Lines are only appended, each by one write, so processes can share the file. If there are two
-// lines for a product, the first is used. A line with a wrong checksum is skipped; its product is
-// searched again and appended. If the file cannot be read or written, the table works without it.
+// Processes share the file, such as the ranks of a training. Lines are only appended, each by one
+// write. If there are several lines for a product, the first one counts, for all processes: a
+// process that has searched appends its line, reads the file, and uses the first line. So it runs
+// the algorithm that it would run after a restart. And a product that another process has searched
+// meanwhile is not searched again.
+//
+// A line with a wrong checksum is skipped; its product is searched again and appended. If the file
+// cannot be read or written, the table works without it.
 #pragma once
 
 #include <cublasLt.h>
@@ -37,29 +42,41 @@ class AlgorithmTable {
  public:
   using Key = std::array<int64_t, 8>;
 
-  explicit AlgorithmTable(const std::string& file) : path_(folder() / file) {
-    std::ifstream lines(path_);
-    for (std::string line; std::getline(lines, line);) read(line);
-  }
+  explicit AlgorithmTable(const std::string& file) : path_(folder() / file) {}
 
-  std::optional<Algorithm> find(const Key& key) const {
-    const auto found = algorithms_.find(key);
+  std::optional<Algorithm> find(const Key& key) {
+    auto found = algorithms_.find(key);
+    if (found == algorithms_.end()) {
+      read_new_lines();
+      found = algorithms_.find(key);
+    }
     if (found == algorithms_.end()) return std::nullopt;
     return found->second;
   }
 
-  void add(const Key& key, const Algorithm& algorithm) {
+  // Adds the algorithm that this process has found, and returns the one to be used.
+  Algorithm add(const Key& key, const Algorithm& algorithm) {
+    const std::string line = line_of(key, algorithm);
+    // If the file ended with half a line, the first append only completes that line.
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      append(line);
+      if (const auto found = find(key)) return *found;
+    }
     algorithms_.emplace(key, algorithm);
+    return algorithm;
+  }
+
+ private:
+  static std::string line_of(const Key& key, const Algorithm& algorithm) {
     std::ostringstream text;
     for (const int64_t number : key) text << number << ' ';
     text << algorithm.tile << ' ' << algorithm.needs_workspace << std::hex;
     for (const uint64_t word : algorithm.algo.data) text << ' ' << word;
     const uint64_t sum = checksum(text.str());
     text << ' ' << sum << '\n';
-    append(text.str());
+    return text.str();
   }
 
- private:
   static std::filesystem::path folder() {
     const char* const cache = std::getenv("XDG_CACHE_HOME");
     const char* const home = std::getenv("HOME");
@@ -74,6 +91,17 @@ class AlgorithmTable {
     uint64_t hash = 0xcbf29ce484222325u;
     for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
     return hash;
+  }
+
+  // Reads the lines that have been appended since the last call.
+  void read_new_lines() {
+    std::ifstream file(path_, std::ios::binary | std::ios::ate);
+    if (file.tellg() < end_) end_ = 0;  // somebody has deleted or shortened the file
+    file.seekg(end_);
+    for (std::string line; std::getline(file, line) && !file.eof();) {  // eof: half a line
+      read(line);
+      end_ += static_cast<std::streamoff>(line.size()) + 1;
+    }
   }
 
   void read(const std::string& line) {
@@ -100,6 +128,7 @@ class AlgorithmTable {
   }
 
   const std::filesystem::path path_;
+  std::streamoff end_ = 0;  // bytes of the file that have been read
   std::map<Key, Algorithm> algorithms_;
 };
 
