@@ -245,7 +245,11 @@ struct FwdLaunch {
   template <typename S, bool kCasts>
   void many() {
     const auto kernel = dropout_residual_layer_norm_fwd_kernel<T, S, kCasts>;
-    params.rows = share_out<S, kCasts>(kernel, rows, RowQueue<T, S, 2>::kRowBytes, 0, device);
+    using Queue = RowQueue<T, S, 2, kCasts>;
+    if constexpr (kCasts && S::kHasSmallChunks) {
+      if (!chunks_fit<S, Queue>(kernel, device)) return many<typename S::SmallChunks, true>();
+    }
+    params.rows = share_out<S, kCasts, Queue, 0>(kernel, rows, device);
     start(kernel, S::kThreads, S::kTeams, kCasts ? *cast : Cast{});
   }
 

@@ -259,15 +259,21 @@ void launch_bwd(const char* op, BwdParams<T> params, const Tensor& grad, const G
                 bool accumulate, const Cast& cast = {}) {
   constexpr bool kCasts = kKind == BwdKind::kCasts;
   const auto kernel = dropout_residual_layer_norm_bwd_kernel<T, S, kHasDy, kHasDsum, kKind>;
+  using Queue = BwdQueue<T, S, kHasDy, kHasDsum, kCasts>;
   const int32_t device = grad.get_device();
+  if constexpr (kCasts && S::kHasSmallChunks) {
+    if (!chunks_fit<S, Queue>(kernel, device)) {
+      return launch_bwd<T, typename S::SmallChunks, kHasDy, kHasDsum, kKind>(
+          op, params, grad, gradients, accumulate, cast);
+    }
+  }
   const cudaStream_t stream = current_stream(device);
   const int64_t columns = params.columns;
   const bool sums = gradients.of[0].data != nullptr || gradients.of[1].data != nullptr ||
                     gradients.of[2].data != nullptr;
   constexpr int kSumBytes =
       S::kTeams == 1 ? 0 : S::kTeams * kMaxSums * S::kColumns * static_cast<int>(sizeof(float));
-  params.rows = share_out<S, kCasts>(
-      kernel, grad.size(0), BwdQueue<T, S, kHasDy, kHasDsum, kCasts>::kRowBytes, kSumBytes, device);
+  params.rows = share_out<S, kCasts, Queue, kSumBytes>(kernel, grad.size(0), device);
   const int64_t blocks = params.rows.blocks;
   Tensor partials = allocate(grad, {sums ? blocks : 0, kMaxSums, columns}, ScalarType::Float);
   params.partials = output_of<float>(partials);

@@ -3,7 +3,7 @@
 //
 // A team stores its row's bytes to global memory and to a tile in shared memory. When the chunk is
 // complete, each thread reads four columns of 16 rows of the tile, transposes 4 x 4 bytes at a time
-// in registers, and stores 16 bytes per column.
+// in registers, and stores 16 bytes per column; of small chunks 4 rows and 4 bytes.
 #pragma once
 
 #include <cstdint>
@@ -50,9 +50,9 @@ class RowCast {
     constexpr int kStep = 4 * kBlockThreads / kParts;
 #pragma unroll 1
     for (int column = thread() / kParts * 4; column < end; column += kStep) {
-      uint32_t quads[4][4];  // by column
+      uint32_t quads[4][kPartRows / 4];  // by column
 #pragma unroll
-      for (int word = 0; word < 4; ++word) {
+      for (int word = 0; word < kPartRows / 4; ++word) {
         uint32_t by_row[4], by_column[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -64,10 +64,7 @@ class RowCast {
         for (int e = 0; e < 4; ++e) quads[e][word] = by_column[e];
       }
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        *reinterpret_cast<uint4*>(to + (column + e) * cast_.pitch) = {quads[e][0], quads[e][1],
-                                                                      quads[e][2], quads[e][3]};
-      }
+      for (int e = 0; e < 4; ++e) store(to + (column + e) * cast_.pitch, quads[e]);
     }
     __syncthreads();
   }
@@ -81,9 +78,16 @@ class RowCast {
   }
 
  private:
-  static constexpr int kPartRows = sizeof(uint4);
+  static constexpr int kPartRows = S::kChunk < kFp8Alignment ? 4 : kFp8Alignment;
   static constexpr int kParts = S::kChunk / kPartRows;
-  static_assert(kPartRows == kFp8Alignment && kParts <= 2);
+  static_assert(kFp8Alignment == sizeof(uint4) && kParts * kPartRows == S::kChunk && kParts <= 2);
+
+  static __device__ __forceinline__ void store(uint8_t* to, const uint32_t (&quad)[4]) {
+    *reinterpret_cast<uint4*>(to) = {quad[0], quad[1], quad[2], quad[3]};
+  }
+  static __device__ __forceinline__ void store(uint8_t* to, const uint32_t (&quad)[1]) {
+    *reinterpret_cast<uint32_t*>(to) = quad[0];
+  }
 
   static __device__ __forceinline__ int thread() {
     return static_cast<int>(threadIdx.y) * S::kThreads + static_cast<int>(threadIdx.x);

@@ -20,6 +20,8 @@
 #include "async_copy.cuh"
 #include "check.h"
 #include "columns.cuh"
+#include "device.h"
+#include "fp8_cast.cuh"
 #include "occupancy.h"
 #include "reduce.cuh"
 
@@ -29,8 +31,8 @@ constexpr int kMaxColumns = 8192;
 constexpr int kBlockThreads = 512;
 
 // A row is divided among the kThreads threads of a team: each has every kThreads-th group of eight
-// columns. If the row is shorter, the last threads idle.
-template <int kThreads_, int kGroups_>
+// columns. If the row is shorter, the last threads idle. kChunkRows: 0 for the usual chunk.
+template <int kThreads_, int kGroups_, int kChunkRows = 0>
 struct Shape {
   static constexpr int kThreads = kThreads_;
   static constexpr int kGroups = kGroups_;
@@ -40,9 +42,14 @@ struct Shape {
   static constexpr int kColumns = kStride * kGroups;
   // 32 rows, so that the stores of a transpose fill sectors of 32 bytes; 16 wide rows, which fit
   // into shared memory.
-  static constexpr int kChunk = kColumns <= 2048 ? 32 : 16;
+  static constexpr int kChunk = kChunkRows > 0 ? kChunkRows : kColumns <= 2048 ? 32 : 16;
   static constexpr int kRounds = kChunk / kTeams;  // rows per team in a chunk
   static_assert(kRounds * kTeams == kChunk);
+
+  // The widest rows have small chunks, too, for GPUs with 99 KB of shared memory.
+  static constexpr int kSmallChunk = 4;
+  static constexpr bool kHasSmallChunks = kColumns > 4096 && kChunk > kSmallChunk;
+  using SmallChunks = Shape<kThreads, kGroups, kSmallChunk>;
 
   // First column of this thread's i-th group.
   static __device__ __forceinline__ int column(int i) {
@@ -101,15 +108,31 @@ struct Rows {
   }
 };
 
-// row_bytes: bytes of a row in all inputs. least: minimum bytes of shared memory.
-template <typename S, bool kChunks = false, typename Kernel>
-Rows share_out(Kernel kernel, int64_t rows, int row_bytes, int least, int32_t device) {
-  constexpr int kTile = kChunks ? S::kChunk * S::kColumns : 0;
+// Bytes of shared memory for a block's results of a chunk.
+template <typename S, bool kChunks>
+constexpr int kTileBytes = kChunks ? S::kChunk * S::kColumns : 0;
+
+// Whether one row of each team and the results of a chunk fit into shared memory.
+template <typename S, typename Queue, typename Kernel>
+bool chunks_fit(Kernel kernel, int32_t device) {
+  return S::kTeams * Queue::kRowBytes + kTileBytes<S, true> <=
+         dynamic_shared_memory_of(reinterpret_cast<const void*>(kernel), device);
+}
+
+// Queue: the RowQueue of the inputs. kLeast: minimum bytes of shared memory.
+template <typename S, bool kChunks, typename Queue, int kLeast, typename Kernel>
+Rows share_out(Kernel kernel, int64_t rows, int32_t device) {
+  constexpr int kRows = S::kTeams * Queue::kRowBytes, kTile = kTileBytes<S, kChunks>;
+  constexpr int kStatic = 1 << 10;  // the kernels have less static shared memory
+  constexpr bool kFits =
+      std::max(kRows + kTile, kLeast) + kStatic <= shared_memory_of_capability(89);
+  static_assert(kFits || (kChunks && S::kHasSmallChunks), "too much for GPUs with 99 KB");
   const int room = dynamic_shared_memory_of(reinterpret_cast<const void*>(kernel), device) - kTile;
-  const int stages = 2 * S::kTeams * row_bytes <= room ? 2 : 1;
-  const int queue = stages * S::kTeams * row_bytes;
-  const int bytes = std::max(queue + kTile, least);
-  const int64_t parts = kChunks ? blocks_for(rows, S::kChunk) : rows;
+  const int stages = 2 * kRows <= room ? 2 : 1;
+  const int queue = stages * kRows;
+  const int bytes = std::max(queue + kTile, kLeast);
+  // Chunks also cover the rows of zeros with which the transpose ends.
+  const int64_t parts = kChunks ? blocks_for(cast_pitch(rows), S::kChunk) : rows;
   const int64_t blocks = std::min(parts, resident_blocks(kernel, kBlockThreads, device, bytes));
   const int64_t takers = std::max<int64_t>(1, kChunks ? blocks : blocks * S::kTeams);
   return {.step = kChunks ? takers * S::kChunk : takers,

@@ -280,8 +280,9 @@ class FlatAdam(torch.optim.Optimizer):
         gradient: [N], laid out like `buffer`. low: 16-bit copies of the parameters, which are
         updated too, or None. updated: called with a piece's index after the update of the piece.
         cast: the arguments of ``ops.fp8_weights`` after low: low is cast, by the same launch if one
-        launch updates all parameters; None if the state is sharded. The other arguments are those
-        of ``ops.adam_step``. The factors of `multiply_grads` are ignored.
+        launch updates all parameters and the gradient is bfloat16; None if the state is sharded.
+        The other arguments are those of ``ops.adam_step``. The factors of `multiply_grads` are
+        ignored.
         """
         (flat,) = self._flats
         group = flat.group
@@ -302,7 +303,9 @@ class FlatAdam(torch.optim.Optimizer):
                     group["eps"], group["weight_decay"],
                 )  # fmt: skip
                 of_low = None if low is None else low[part]
-                if cast is None or of_low is None or part != slice(0, len(gradient)):
+                # With --fp32-reduce-scatter the gradient is float32.
+                is_whole = part == slice(0, len(gradient)) and gradient.dtype == torch.bfloat16
+                if cast is None or of_low is None or not is_whole:
                     ops.adam_step(*state, of_low, *numbers)
                 else:
                     ops.fp8_adam_step(*state, of_low, *numbers, *cast)

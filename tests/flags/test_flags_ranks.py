@@ -62,6 +62,10 @@ BMUF = (
     "--use-bmuf --average-sync --block-lr 0.5 --block-momentum 0.5 --global-sync-iter 2 "
     "--warmup-iterations 1 --use-nbm"
 )
+IN_FP8 = [
+    *TRAINING, WIDE, f"--zero-sharding os {WIDE}", f"--update-freq 2 {WIDE}", "--update-freq 3",
+    "--zero-sharding os --update-freq 2", "--memory-efficient-bf16", BMUF,
+]  # fmt: skip
 INIT = names(TWO) - {"--dropout"}
 STARTED = "--distributed-port --distributed-no-spawn"
 PROVEN: Proofs = {
@@ -285,6 +289,25 @@ class TestTraining:
         assert set(narrow[0]["types"]) == types - {"torch.float32"} | {"torch.bfloat16"}
         assert "has no effect" not in wide[0]["noted"]
         assert f"{WIDE} has no effect without --fp16 or --bf16" in train(WIDE, "")[0]["noted"]
+
+    @pytest.mark.parametrize("line", IN_FP8)
+    def test_products_in_fp8(
+        self, train: Any, line: str, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """With each other setting, the losses are near those in bf16, or one sentence refuses."""
+        words = f"--bf16 {TRAINING.get(line, '')} {line}"
+        near = train(words, "")
+        if near[0]["is_captured"]:
+            for mine, theirs in zip(train(words, "--fp8"), near, strict=True):
+                assert mine["is_captured"] and mine["batches"] == theirs["batches"]
+                assert mine["losses"] == pytest.approx(theirs["losses"], rel=2e-2)
+                assert mine["losses"] != theirs["losses"]
+            return
+        with pytest.raises(AssertionError):
+            train(words, "--fp8")
+        said = capfd.readouterr().err
+        assert "needs the captured step, but this run uses fairseq's own step (" in said
+        assert said.count(": remove --fp8.") == 2  # by each rank
 
     def test_sharding_needs_the_captured_step(
         self, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

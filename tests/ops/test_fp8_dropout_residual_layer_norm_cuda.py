@@ -21,11 +21,11 @@ make_rng = functools.partial(rng_on, device="cuda")
 pytestmark = pytest.mark.gpu
 
 SITE, EPS, SCALE = 6, 1e-5, 2.0**-6
-# (tokens, width): incomplete chunks of 16 rows; a width for each variant of the kernels, and 16 and
+# (tokens, width): incomplete chunks; a width for each variant of the kernels, and 16 and
 # 1040, which are no multiples of a number of threads; several chunks per block.
 SIZES = [
     (1, 1024), (5, 16), (37, 256), (1000, 512), (3712, 1024), (16384, 1024), (601, 1040),
-    (130, 2048), (5000, 2064), (77, 4096), (33, 8192), (3, 5008),
+    (130, 2048), (5000, 2064), (77, 4096), (33, 8192), (3, 5008), (1500, 6144),
 ]  # fmt: skip
 ALL = ("bias", "residual")
 
