@@ -24,7 +24,11 @@ from lightseq_fairseq.layers import fused_groups
 from lightseq_fairseq.layers.decoder import product_weights
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
 from lightseq_fairseq.parameters import flatten_parameters
-from lightseq_fairseq.plugins.unsupported import unsupported_option, unsupported_width
+from lightseq_fairseq.plugins.unsupported import (
+    NotCompiled,
+    unsupported_option,
+    unsupported_width,
+)
 
 
 class Data(NamedTuple):
@@ -60,7 +64,7 @@ def with_dictionaries(args: Any) -> Any:
     return args if isinstance(args, Namespace) else args._get_parent()
 
 
-class FlatModel:
+class FlatModel(NotCompiled):
     """Mixin of the ls_ models; it comes before the fairseq model in the list of base classes.
 
     A model defines ``data``, ``sides`` and

@@ -41,6 +41,7 @@ from lightseq_fairseq.layers.products import PLAIN, Product
 from lightseq_fairseq.packing import Packed, Segments
 from lightseq_fairseq.plugins.encoder_out import EncoderOut, repack
 from lightseq_fairseq.plugins.flat_model import SENTENCE_PAIRS, FlatModel
+from lightseq_fairseq.plugins.unsupported import NotCompiled
 
 
 def dropout_rng(module: torch.nn.Module, device: torch.device) -> Tensor:
@@ -54,7 +55,7 @@ def dropout_rng(module: torch.nn.Module, device: torch.device) -> Tensor:
     return torch.zeros(2, dtype=torch.int64, device=device)
 
 
-class _Side:
+class _Side(NotCompiled):
     """Common base of encoder and decoder: the embedding of packed tokens."""
 
     _table: Tensor | None = None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from fairseq.models.transformer import TransformerConfig
+
+from lightseq_fairseq.errors import UserError
 
 ACTIVATIONS = ("relu", "gelu", "gelu_accurate")
 
@@ -93,3 +95,15 @@ def unsupported_width(cfg: TransformerConfig) -> Unsupported | None:
                 reason = f"on a GPU {what} must be a multiple of 8{limit}, but is {width}"
                 return Unsupported(flag, reason)
     return None
+
+
+class NotCompiled:
+    """Base of the ls_ models, encoders and decoders: TorchScript cannot compile them."""
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by ``torch.jit.script``, also for a module that contains this one."""
+        raise UserError(
+            f"TorchScript cannot compile {type(self).__name__}, because its layers call kernels of "
+            "this package: compile fairseq's own model, which "
+            "fairseq.checkpoint_utils.load_model_ensemble builds from the same checkpoint."
+        )
