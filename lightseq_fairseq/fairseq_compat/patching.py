@@ -114,6 +114,12 @@ PATCHES = (
         "a corpus in several parts needs --upsample-primary: negative dimensions",
     ),
     Patch(
+        "repair", "fairseq.utils:resolve_max_positions",
+        "fairseq_compat.batches:resolve_max_positions",
+        "--task multilingual_translation keeps sentences beyond --max-target-positions",
+        when="fairseq_compat.batches:forgets_positions",
+    ),
+    Patch(
         "repair", "fairseq.data.data_utils:_find_extra_valid_paths",
         "fairseq_compat.batches:_find_extra_valid_paths",
         "--valid-subset valid,valid1 fails, as if valid1 were not named",

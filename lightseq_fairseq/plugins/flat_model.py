@@ -23,6 +23,7 @@ from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.layers import fused_groups
 from lightseq_fairseq.layers.decoder import product_weights
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
+from lightseq_fairseq.packing import PackedBatch
 from lightseq_fairseq.parameters import flatten_parameters
 from lightseq_fairseq.plugins.unsupported import (
     NotCompiled,
@@ -114,10 +115,28 @@ class FlatModel(NotCompiled):
         """The groups of stacks that run together, such as an encoder and its decoder, in the order
         of the data flow; a stack may be in several groups.
 
-        A stack has ``cfg``, a ``TransformerConfig`` of fairseq, and ``layers``. Each layer has
-        ``self_attn`` and ``site``.
+        A stack has ``cfg``, a ``TransformerConfig`` of fairseq, ``layers`` and ``table_rows``. Each
+        layer has ``self_attn`` and ``site``.
         """
         raise NotImplementedError
+
+    def stacks_of(self, part: str) -> tuple[Any, ...]:
+        """The group of ``sides`` that trains on the ``part`` of a batch."""
+        return self.sides()[0]
+
+    def table_rows(self, batch: PackedBatch) -> tuple[int, ...]:
+        """Rows of the position tables that a batch reads, a part of the keys of graphs.
+
+        Raises:
+            UserError: a sentence has more tokens than there are learned positions.
+        """
+        stacks = self.stacks_of(batch.part)
+        read_by = {"source": stacks[0], "target": stacks[-1]}
+        return tuple(
+            read_by[stream.name].table_rows(longest)
+            for stream, longest in zip(batch.layout, batch.longest, strict=True)
+            if {"tokens", "previous"} & {*stream.columns}
+        )
 
     def lay_out(self) -> None:
         """Number the dropout sites and flatten the parameters; call it when all layers exist."""
