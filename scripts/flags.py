@@ -252,25 +252,25 @@ Every command checks its input before it begins, also with `--native` and withou
 refuses input that fairseq reports late or misleadingly, and input with which fairseq runs, but not
 as the command says:
 
-* Checkpoints:** a `--restore-file`, `--continue-once` or `--finetune-from-model` that does not
+* **Checkpoints:** a `--restore-file`, `--continue-once` or `--finetune-from-model` that does not
   exist (fairseq trains from scratch), `--restore-file` together with `--finetune-from-model`, a
   classification head with another number of classes (fairseq takes a new head), and a model that is
   no translation model for `--task translation`.
-* Data:** folders, dictionaries, splits or labels that are missing, damaged or of another task,
-  sides of different lengths, tokens that are not in the dictionary, and a split of which no
-  sentence is left.
-* Lengths:** a sentence that exceeds `--max-tokens` or `--max-tokens-valid`, and blocks of text that
-  are longer than the language model (`lightseq-eval-lm` of fairseq leaves them out).
-* Values:** unknown names of a task, arch, optimizer and so on, text that fairseq cannot evaluate,
+* **Data:** folders, dictionaries, splits or labels that are missing, damaged or of another task,
+  labels in another order than in training, sides of different lengths, tokens that are not in the
+  dictionary, and a split of which no sentence is left.
+* **Lengths:** a sentence that exceeds `--max-tokens` or `--max-tokens-valid`, and blocks of text
+  that are longer than the language model (`lightseq-eval-lm` of fairseq leaves them out).
+* **Values:** unknown names of a task, arch, optimizer and so on, text that fairseq cannot evaluate,
   NaN, counts below 0 or 1, probabilities above 1, a `--lenpen` beyond 50, more `--sampling-topk`
   than words, settings of masks or of adaptive softmax that contradict each other, and a
   `--best-checkpoint-metric` that validation does not measure.
-* Text:** a `--remove-bpe` that is unknown or does not fit the dictionary, `--replace-unk` with
+* **Text:** a `--remove-bpe` that is unknown or does not fit the dictionary, `--replace-unk` with
   joined subwords, `--constraints` in `lightseq-generate`, and options of translation for a language
   model.
-* Machine:** `--fp16` or the backend nccl without a GPU, a rank outside the number of ranks, and a
+* **Machine:** `--fp16` or the backend nccl without a GPU, a rank outside the number of ranks, and a
   `--save-dir` that another run uses.
-* Our own flags:** `--pack-tokens` and `--fp8`, which need our layers.
+* **Our own flags:** `--pack-tokens` and `--fp8`, which need our layers.
 
 `tests/cli/test_native_refusals.py` runs examples of each kind with `--native`.
 """
