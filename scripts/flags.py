@@ -260,7 +260,7 @@ as the command says:
   labels in another order than in training, sides of different lengths, tokens that are not in the
   dictionary, and a split of which no sentence is left.
 * **Lengths:** a sentence that exceeds `--max-tokens` or `--max-tokens-valid`, and blocks of text
-  that are longer than the language model (`lightseq-eval-lm` of fairseq leaves them out).
+  that are longer than the language model (`fairseq-eval-lm` leaves them out).
 * **Values:** unknown names of a task, arch, optimizer and so on, text that fairseq cannot evaluate,
   NaN, counts below 0 or 1, probabilities above 1, a `--lenpen` beyond 50, more `--sampling-topk`
   than words, settings of masks or of adaptive softmax that contradict each other, and a
