@@ -105,7 +105,7 @@ def search(
             prompts.prefill(steps, decoder, rows // beam, longest, rules, table)
         else:
             lengths = np.diff(memory.host["cu_seqlens"][: sentences + 1])  # without pads
-            steps.encode(encoder, decoder, sentences, int(lengths.max()))
+            steps.encode(encoder, decoder, sentences, max(int(lengths.max()), 1))
         results = Results(sentences, beam)  # while the GPU works
         steps.progress.begin(left, step)
         began = step
