@@ -69,7 +69,7 @@ def main(words: list[str], native: bool) -> None:
 
         hydra_init()  # lightseq-train composes a configuration, too: with fairseq's defaults
         try:
-            return _train(configuration, native)
+            return _train(configuration, native, request)
         except Exception as error:
             raise _Raised(error) from error
         finally:  # in a sweep (--multirun), Hydra composes the next configuration
@@ -131,10 +131,13 @@ def _fairseqs_defaults() -> Any:
     return OmegaConf.to_container(OmegaConf.structured(FairseqConfig), enum_to_str=True)
 
 
-def _train(configuration: Any, native: bool) -> float:
+def _train(configuration: Any, native: bool, request: messages.Request) -> float:
     """Trains from a composed configuration; returns the best metric, for Hydra's sweepers."""
-    from fairseq import metrics
+    from fairseq import metrics, utils
 
+    # fairseq imports this folder only when training begins, but its components have settings.
+    request.args = Namespace(user_dir=_user_dir(configuration))
+    utils.import_user_module(request.args)
     settings = list(_settings(configuration))
     metric = ""
 
@@ -160,6 +163,13 @@ def _train(configuration: Any, native: bool) -> float:
         return float(metrics.get_smoothed_value("valid", metric))
     except KeyError:  # no validation, or without this metric
         return float("inf")
+
+
+def _user_dir(configuration: Any) -> str | None:
+    from omegaconf import OmegaConf
+
+    found = OmegaConf.select(configuration, "common.user_dir", throw_on_missing=False)
+    return None if found is None else str(found)
 
 
 def _settings(configuration: Any) -> Iterator[Setting]:

@@ -131,7 +131,9 @@ RANKS = """
 # A refused choice of a setting that is otherwise not refused; settings that use fairseq's layers.
 NOT_WITH_OURS = ("--ddp-backend fully_sharded",)
 OTHER_LAYERS = ("--retain-dropout",)
+_MUST_EXIST = "a file that does not exist is refused, where fairseq trains from scratch"
 NOTES = {
+    **dict.fromkeys(("--restore-file", "--continue-once", "--finetune-from-model"), _MUST_EXIST),
     "--sampling": "on a GPU it draws from fairseq's distributions, with other random numbers",
     "--arch": "one of the `ls_` archs; with another one: fallback",
     "--optimizer": "`ls_adam`; with another one: fallback; `composite` is refused",
@@ -205,7 +207,8 @@ Rules for settings that are not in the table, and for special cases:
 * A setting that is "part of" another setting has the same answer as the other one. Without the
   other one it has no effect, and a note says so. In a run with one rank, this is also true for
   settings of several ranks.
-* A command without any `ls_` part, or with `--native`, runs fairseq's own code and refuses nothing.
+* A command without any `ls_` part, or with `--native`, runs fairseq's own code. It refuses no
+  setting of the tables for that reason, but it also refuses [wrong input](#wrong-input).
 * With `--task language_modeling`, the settings of the search in generate and interactive have the
   same answers (`tests/flags/test_language_model_flags.py`). Three need a source and are refused:
   `--constraints`, `--print-alignment`, `--replace-unk`.
@@ -241,6 +244,35 @@ OWN_INTRODUCTION = """\
 `lightseq-train` has these flags besides those of all commands ([commands.md](commands.md)). With
 `--fp8`, every setting is refused that is a fallback in the tables above: only the captured step
 computes in fp8.
+"""
+WRONG_INPUT = """\
+## Wrong input
+
+Every command checks its input before it begins, also with `--native` and without any `ls_` part. It
+refuses input that fairseq reports late or misleadingly, and input with which fairseq runs, but not
+as the command says:
+
+* **Checkpoints:** a `--restore-file`, `--continue-once` or `--finetune-from-model` that does not
+  exist (fairseq trains from scratch), `--restore-file` together with `--finetune-from-model`, a
+  classification head with another number of classes (fairseq takes a new head), and a model that is
+  no translation model for `--task translation`.
+* **Data:** folders, dictionaries, splits or labels that are missing, damaged or of another task,
+  labels in another order than in training, sides of different lengths, tokens that are not in the
+  dictionary, and a split of which no sentence is left.
+* **Lengths:** a sentence that exceeds `--max-tokens` or `--max-tokens-valid`, and blocks of text
+  that are longer than the language model (`fairseq-eval-lm` leaves them out).
+* **Values:** unknown names of a task, arch, optimizer and so on, text that fairseq cannot evaluate,
+  NaN, counts below 0 or 1, probabilities above 1, a `--lenpen` beyond 50, more `--sampling-topk`
+  than words, settings of masks or of adaptive softmax that contradict each other, and a
+  `--best-checkpoint-metric` that validation does not measure.
+* **Text:** a `--remove-bpe` that is unknown or does not fit the dictionary, `--replace-unk` with
+  joined subwords, `--constraints` in `lightseq-generate`, and options of translation for a language
+  model.
+* **Machine:** `--fp16` or the backend nccl without a GPU, a rank outside the number of ranks, and a
+  `--save-dir` that another run uses.
+* **Our own flags:** `--pack-tokens` and `--fp8`, which need our layers.
+
+`tests/cli/test_native_refusals.py` runs examples of each kind with `--native`.
 """
 
 
@@ -396,7 +428,7 @@ def text() -> str:
         pages += [introduction, *family, ""]
     pages += [OWN_INTRODUCTION, "| flag | |", "|---|---|"]
     pages += [f"| `{name}` | {words} |" for name, words in own_flags().items()]
-    pages.append("")
+    pages += ["", WRONG_INPUT]
     return "\n".join(pages)
 
 

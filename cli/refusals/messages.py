@@ -142,6 +142,14 @@ def _too_long(failure: Cause, request: Request) -> str | None:
     found = _TOO_LONG.match(failure.text)
     if found is None:
         return None
+    if found[2].startswith("{"):  # a size of each language pair; fairseq always names sentence 0
+        pairs = re.findall(r"'(\S+?)': \((\d+), (\d+)\)", found[3])
+        most = ", ".join(f"{source} and {target} in {pair}" for pair, source, target in pairs)
+        return (
+            "Sentences have more tokens than the model takes (source and target: "
+            f"{most or found[3]}); the warnings above number them: shorten them, or skip such "
+            "sentences with --skip-invalid-size-inputs-valid-test."
+        )
     index = found[1]
     size, limit = (re.sub(r"np\.\w+\((\d+)\)", r"\1", text) for text in found.group(2, 3))
     sides = " (source, target)" if "," in size else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+import click
 import numpy as np
 
 from lightseq_fairseq.cli.start import binarised
@@ -21,12 +22,12 @@ def classes(command: str, args: argparse.Namespace) -> None:
     """Raises UserError if the data of sentence_prediction are incomplete or do not match.
 
     The sentences are in the folder input0, those of a pair also in input1, the labels in label.
-    Labels are checked only for training: for validation, their kind (classes or numbers) is a
-    setting of the checkpoint.
+    lightseq-validate takes the kind of the labels from the checkpoint. If the file cannot be read,
+    which is reported later, the labels are not checked.
     """
     from fairseq.data import Dictionary
 
-    has_labels = command == "train"
+    has_labels = command == "train" or args.num_classes >= 1
     if has_labels and args.num_classes < 1:
         raise UserError(
             "--num-classes is missing: set it to the number of classes, or with "
@@ -47,6 +48,8 @@ def classes(command: str, args: argparse.Namespace) -> None:
                 f"{folder} contains {have} {name}/dict.txt, which --task {args.task} reads: "
                 f"{_HOW.format(name=name)}."
             )
+    if has_classes and command == "validate":
+        _same_labels(args.path, folder)
     words = Dictionary.load(os.path.join(folder, "input0", "dict.txt"))
     words.add_symbol("<mask>")
     for _, split in splits(command, args, [folder]):
@@ -66,7 +69,7 @@ def classes(command: str, args: argparse.Namespace) -> None:
             counts[other] = len(seconds.lengths)
         labels = os.path.join(folder, "label", split)
         if has_classes:
-            counts[labels] = _labels(labels, args.num_classes)
+            counts[labels] = _labels(labels, args.num_classes, command)
         elif has_labels:
             counts[f"{labels}.label"] = _values(f"{labels}.label", args.num_classes)
         for path, count in counts.items():
@@ -77,7 +80,39 @@ def classes(command: str, args: argparse.Namespace) -> None:
                 )
 
 
-def _labels(stem: str, classes: int) -> int:
+def _same_labels(path: str, folder: str) -> None:
+    """Compares the labels of ``folder`` with those of training.
+
+    fairseq stores no labels, so for its checkpoints those of the training folder are compared. This
+    is only a note: another folder may have that name by now.
+
+    Raises:
+        UserError: a label means another class in the checkpoint.
+    """
+    from fairseq.data import Dictionary
+
+    from lightseq_fairseq.checkpoints import dictionaries
+    from lightseq_fairseq.fairseq_compat.checkpoints import open_checkpoint, task_settings
+
+    try:
+        state = open_checkpoint(path)
+    except (OSError, UserError):  # fairseq or the launcher will say so
+        return
+    file = os.path.join("label", "dict.txt")
+    found = dictionaries.labels(Dictionary.load(os.path.join(folder, file)))
+    trained = ((state.get("extra_state") or {}).get("dictionaries") or {}).get("label")
+    if trained is not None:
+        if (sentence := dictionaries.moved_label(found, trained.split("\n"))) is not None:
+            raise UserError(sentence)
+        return
+    there = os.path.join(str(task_settings(state).get("data") or ""), file)
+    if os.path.isfile(there):
+        others = dictionaries.labels(Dictionary.load(there))
+        if (sentence := dictionaries.moved_label(found, others)) is not None:
+            click.echo(f"lightseq-validate: note: {sentence}", err=True)
+
+
+def _labels(stem: str, classes: int, command: str) -> int:
     """The number of labels in a binarised file.
 
     Raises:
@@ -107,10 +142,13 @@ def _labels(stem: str, classes: int) -> int:
             "again, with the same --srcdict for all splits."
         )
     if labels.max() >= classes:
-        raise UserError(
-            f"The labels {stem} have at least {labels.max() + 1} classes, but --num-classes is "
-            f"{classes}: raise it."
-        )
+        have = f"The labels {stem} have at least {labels.max() + 1} classes"
+        if command == "validate":
+            raise UserError(
+                f"{have}, but the checkpoint has {classes}: binarise them with the label/dict.txt "
+                "of its run (lightseq-preprocess --srcdict), and remove other labels."
+            )
+        raise UserError(f"{have}, but --num-classes is {classes}: raise it.")
     return len(labels)
 
 

@@ -6,7 +6,6 @@ only names can be tested, see `defaults`.
 
 from __future__ import annotations
 
-import contextlib
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -35,15 +34,11 @@ def is_fused(arch: str | None) -> bool:
 
 def has_adaptive_softmax(argv: Sequence[str]) -> bool:
     """Whether the flags or the arch of the command give the model adaptive softmax."""
-    from fairseq.models import ARCH_CONFIG_REGISTRY
+    from lightseq_fairseq.plugins.unsupported import settings_of
 
-    arch, options = value(argv, defaults.ARCH), Namespace()
-    if (cutoff := value(argv, ("--adaptive-softmax-cutoff",))) is not None:
-        options.adaptive_softmax_cutoff = cutoff
-    elif arch in ARCH_CONFIG_REGISTRY:
-        with contextlib.suppress(AttributeError):  # some archs read what only a flag sets
-            ARCH_CONFIG_REGISTRY[arch](options)
-    return bool(getattr(options, "adaptive_softmax_cutoff", None))
+    options = settings_of(value(argv, defaults.ARCH))
+    given = value(argv, ("--adaptive-softmax-cutoff",))
+    return bool(getattr(options, "adaptive_softmax_cutoff", None) if given is None else given)
 
 
 def uses_lightseq(argv: Sequence[str]) -> bool:

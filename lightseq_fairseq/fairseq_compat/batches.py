@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from fairseq import utils
 from fairseq.data import data_utils, indexed_dataset
 from fairseq.tasks.masked_lm import MaskedLMTask
 from omegaconf import DictConfig
@@ -51,6 +52,24 @@ def finalize(original: Callable[..., None], self: Any, index_file: str) -> None:
     # with only a warning, and training reads wrong data.
     self._sizes = [int(size) for size in self._sizes]
     original(self, index_file)
+
+
+def forgets_positions() -> bool:
+    return bool(utils.resolve_max_positions({"de-en": (9, 2)}, 5)["de-en"] != (5, 2))
+
+
+def resolve_max_positions(original: Callable[..., Any], *args: Any) -> Any:
+    # fairseq takes the smaller one of two pairs of limits (source, target), compared as tuples: of
+    # (1024, 8) and --max-tokens 200, which is (200, 200), the second. A target of 150 tokens then
+    # reaches a model with 8 positions. So resolve source and target of each language pair.
+    pairs = dict.fromkeys(pair for limit in args if isinstance(limit, dict) for pair in limit)
+    if not pairs:
+        return original(*args)
+
+    def limits_of(pair: str) -> list[Any]:
+        return [limit.get(pair) if isinstance(limit, dict) else limit for limit in args]
+
+    return {pair: original(*limits_of(pair)) for pair in pairs}
 
 
 def load_langpair_dataset(

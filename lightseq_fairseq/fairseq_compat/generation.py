@@ -10,6 +10,7 @@ import torch
 from fairseq import utils
 from fairseq.data import data_utils
 from fairseq.ngram_repeat_block import NGramRepeatBlock
+from torch import Tensor
 
 from lightseq_fairseq.errors import UserError
 
@@ -89,10 +90,12 @@ def repeats_ngrams() -> bool:
     return bool(blocked[0, 6].isfinite())
 
 
-def _no_repeat_ngram(
-    original: Callable[..., Any],
-    self: Any, tokens: Any, lprobs: Any, bsz: int, beam_size: int, step: int,
-) -> Any:  # fmt: skip
+def block_repeats(
+    self: Any, tokens: Tensor, lprobs: Tensor, bsz: int, beam_size: int, step: int
+) -> Tensor:
     # Without its CUDA extension, which pip does not build, 0.12.2 takes the last n-gram from the
-    # end of the buffer, where there are only pads: "--no-repeat-ngram-size" blocks nothing.
-    return original(self, tokens[:, : step + 1], lprobs, bsz, beam_size, step)
+    # end of the buffer, where there are only pads: "--no-repeat-ngram-size" blocks nothing. Pass
+    # only the tokens so far. TorchScript compiles this function, too.
+    if self.use_extension:
+        return self.call_cuda_extension(tokens, lprobs, bsz, beam_size, step)
+    return self._no_repeat_ngram(tokens[:, : step + 1], lprobs, bsz, beam_size, step)

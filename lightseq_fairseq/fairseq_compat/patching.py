@@ -114,6 +114,12 @@ PATCHES = (
         "a corpus in several parts needs --upsample-primary: negative dimensions",
     ),
     Patch(
+        "repair", "fairseq.utils:resolve_max_positions",
+        "fairseq_compat.batches:resolve_max_positions",
+        "--task multilingual_translation keeps sentences beyond --max-target-positions",
+        when="fairseq_compat.batches:forgets_positions",
+    ),
+    Patch(
         "repair", "fairseq.data.data_utils:_find_extra_valid_paths",
         "fairseq_compat.batches:_find_extra_valid_paths",
         "--valid-subset valid,valid1 fails, as if valid1 were not named",
@@ -208,9 +214,9 @@ PATCHES = (
         "--remove-bpe joins the subwords before --replace-unk counts them",
     ),
     Patch(
-        "repair", "fairseq.ngram_repeat_block:NGramRepeatBlock._no_repeat_ngram",
-        "fairseq_compat.generation:_no_repeat_ngram", "--no-repeat-ngram-size has no effect",
-        when="fairseq_compat.generation:repeats_ngrams",
+        "repair", "fairseq.ngram_repeat_block:NGramRepeatBlock.forward",
+        "fairseq_compat.generation:block_repeats", "--no-repeat-ngram-size has no effect",
+        instead=True, when="fairseq_compat.generation:repeats_ngrams",
     ),
     Patch(
         "repair", "fairseq.tasks:FairseqTask.valid_step", "fairseq_compat.ranks:valid_step",
@@ -494,7 +500,11 @@ def within(target: str, ours: Any, by: str = "") -> Iterator[None]:
 
 
 def around(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """A wrapper of ``original`` that calls ``ours`` with ``original`` and the arguments."""
+    """A wrapper of ``original`` that calls ``ours`` with ``original`` and the arguments.
+
+    TorchScript would compile the source of ``original`` with the globals of this module. So replace
+    a method that it compiles with a function of its own (``instead``).
+    """
 
     @functools.wraps(original)
     def call(*args: Any, **keywords: Any) -> Any:

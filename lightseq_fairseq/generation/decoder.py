@@ -72,7 +72,7 @@ class StepDecoder:
     The graphs and the buffers they read are kept from batch to batch, until the weights move.
 
     The methods' argument ``decoder`` has ``layers``, ``layer_norm``, ``reads_source``,
-    ``embeds_on_host``, ``embed_packed`` and ``project_out``, as
+    ``embeds_on_host``, ``embed_packed``, ``table_rows`` and ``project_out``, as
     ``plugins.transformer.LSTransformerDecoder`` does. The decoder owns this object, so this object
     keeps no reference to the decoder. A copy of the decoder gets an empty ``StepDecoder``.
     """

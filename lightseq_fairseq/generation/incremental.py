@@ -74,7 +74,8 @@ class Incremental:
         def advance() -> tuple[Tensor, Tensor | None]:
             return self._steps.features(decoder, rows, 1, attention)
 
-        key = (rows, None if attention is None else memory.columns.shape, attention)
+        table = decoder.table_rows(self._length + 1)
+        key = (rows, None if attention is None else memory.columns.shape, attention, table)
         x, weights = self._steps.launch(key, advance)
         own = torch.arange(self._rows, dtype=torch.int32, device=x.device)
         memory.ancestry[self._length, : self._rows] = own

@@ -75,15 +75,17 @@ def begin(memory: SearchBuffers, sentences: int, rules: SearchOptions) -> tuple[
 
 
 def prefill(
-    steps: StepDecoder, decoder: Any, slots: int, longest: int, rules: SearchOptions
+    steps: StepDecoder, decoder: Any, slots: int, longest: int, rules: SearchOptions, table: int
 ) -> None:
     """Write the prompts' keys, values, tokens and scores into the buffers, as a separate graph.
 
-    longest: the length of the longest prompt, with the first decoder input.
+    longest: the length of the longest prompt, with the first decoder input. table: rows of the
+    table of positions.
     """
     longest = bucket(longest, steps.memory.device)
     read = functools.partial(_read, steps, decoder, slots, longest, rules)
-    steps.launch(("prompts", len(steps.memory.source_tokens), slots, longest, rules), read)
+    key = ("prompts", len(steps.memory.source_tokens), slots, longest, rules, table)
+    steps.launch(key, read)
 
 
 def _read(steps: StepDecoder, decoder: Any, slots: int, longest: int, rules: SearchOptions) -> None:

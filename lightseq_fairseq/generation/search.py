@@ -86,6 +86,7 @@ def search(
     user = _User()
     steps = steps.lent_to(user)
     positions = min(positions, max_len + 1)
+    table = decoder.table_rows(max_len + 1)
     if encoder is None:
         tokens = prompts.with_first(tokens, first, rules, max_len)
         positions = max(positions, prompts.room(tokens.shape[1], device))
@@ -101,9 +102,10 @@ def search(
         if rng is not None:
             memory.rng.copy_(rng)
         if encoder is None:
-            prompts.prefill(steps, decoder, rows // beam, longest, rules)
+            prompts.prefill(steps, decoder, rows // beam, longest, rules, table)
         else:
-            steps.encode(encoder, decoder, sentences, longest)
+            lengths = np.diff(memory.host["cu_seqlens"][: sentences + 1])  # without pads
+            steps.encode(encoder, decoder, sentences, max(int(lengths.max()), 1))
         results = Results(sentences, beam)  # while the GPU works
         steps.progress.begin(left, step)
         began = step
@@ -111,7 +113,7 @@ def search(
             steps.make_room(rows, step + 1, step)
             follows = step < after_prompts
             advance = functools.partial(_advance, steps, decoder, rows, rules, follows)
-            steps.launch((rows, rules, follows), advance)
+            steps.launch((rows, rules, follows, table), advance)
             left = steps.progress.unfinished(step)
             step += 1
             if left and bucket(left * beam, device) < rows:

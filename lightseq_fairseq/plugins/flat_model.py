@@ -23,8 +23,13 @@ from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.layers import fused_groups
 from lightseq_fairseq.layers.decoder import product_weights
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
+from lightseq_fairseq.packing import PackedBatch
 from lightseq_fairseq.parameters import flatten_parameters
-from lightseq_fairseq.plugins.unsupported import unsupported_option, unsupported_width
+from lightseq_fairseq.plugins.unsupported import (
+    NotCompiled,
+    unsupported_option,
+    unsupported_width,
+)
 
 
 class Data(NamedTuple):
@@ -60,7 +65,7 @@ def with_dictionaries(args: Any) -> Any:
     return args if isinstance(args, Namespace) else args._get_parent()
 
 
-class FlatModel:
+class FlatModel(NotCompiled):
     """Mixin of the ls_ models; it comes before the fairseq model in the list of base classes.
 
     A model defines ``data``, ``sides`` and
@@ -110,10 +115,28 @@ class FlatModel:
         """The groups of stacks that run together, such as an encoder and its decoder, in the order
         of the data flow; a stack may be in several groups.
 
-        A stack has ``cfg``, a ``TransformerConfig`` of fairseq, and ``layers``. Each layer has
-        ``self_attn`` and ``site``.
+        A stack has ``cfg``, a ``TransformerConfig`` of fairseq, ``layers`` and ``table_rows``. Each
+        layer has ``self_attn`` and ``site``.
         """
         raise NotImplementedError
+
+    def stacks_of(self, part: str) -> tuple[Any, ...]:
+        """The group of ``sides`` that trains on the ``part`` of a batch."""
+        return self.sides()[0]
+
+    def table_rows(self, batch: PackedBatch) -> tuple[int, ...]:
+        """Rows of the position tables that a batch reads, a part of the keys of graphs.
+
+        Raises:
+            UserError: a sentence has more tokens than there are learned positions.
+        """
+        stacks = self.stacks_of(batch.part)
+        read_by = {"source": stacks[0], "target": stacks[-1]}
+        return tuple(
+            read_by[stream.name].table_rows(longest)
+            for stream, longest in zip(batch.layout, batch.longest, strict=True)
+            if {"tokens", "previous"} & {*stream.columns}
+        )
 
     def lay_out(self) -> None:
         """Number the dropout sites and flatten the parameters; call it when all layers exist."""

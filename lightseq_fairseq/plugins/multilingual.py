@@ -57,6 +57,9 @@ class LSMultilingualTransformerModel(FlatModel, MultilingualTransformerModel):
     def sides(self) -> list[tuple[LSTransformerEncoder, LSTransformerDecoder]]:
         return [(model.encoder, model.decoder) for model in self.models.values()]
 
+    def stacks_of(self, part: str) -> tuple[LSTransformerEncoder, LSTransformerDecoder]:
+        return self.models[part].encoder, self.models[part].decoder
+
     def packed_logits(self, batch: Packed, rng: Tensor) -> Tensor:
         """Logits [T, V] of a batch of the pair ``batch.part``; ``rng`` int64 [2] from ``draw_rng``.
 

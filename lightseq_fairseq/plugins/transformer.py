@@ -41,6 +41,7 @@ from lightseq_fairseq.layers.products import PLAIN, Product
 from lightseq_fairseq.packing import Packed, Segments
 from lightseq_fairseq.plugins.encoder_out import EncoderOut, repack
 from lightseq_fairseq.plugins.flat_model import SENTENCE_PAIRS, FlatModel
+from lightseq_fairseq.plugins.unsupported import NotCompiled
 
 
 def dropout_rng(module: torch.nn.Module, device: torch.device) -> Tensor:
@@ -54,7 +55,7 @@ def dropout_rng(module: torch.nn.Module, device: torch.device) -> Tensor:
     return torch.zeros(2, dtype=torch.int64, device=device)
 
 
-class _Side:
+class _Side(NotCompiled):
     """Common base of encoder and decoder: the embedding of packed tokens."""
 
     _table: Tensor | None = None
@@ -71,7 +72,7 @@ class _Side:
 
         site: the dropout site, see ``layers.sites``.
         """
-        table = self._table_for(longest)
+        table = self._table_for(longest, positions)
         if self.embeds_on_host:
             return self._embed_adaptively(tokens, positions, table)
         if table is not None:
@@ -106,13 +107,30 @@ class _Side:
         This number is part of a graph's key: a graph captured with a smaller table would read past
         that table's end. The call also creates the table if needed, which is impossible during
         capture.
+
+        Raises:
+            UserError: the table is learned, and has fewer positions.
         """
         table = self._table_for(longest)
         return 0 if table is None else len(table)
 
-    def _table_for(self: Any, longest: int) -> Tensor | None:
+    def _table_for(self: Any, longest: int, positions: Tensor | None = None) -> Tensor | None:
+        """See ``embed_packed`` and ``table_rows``; a kernel does not check the rows that it reads.
+
+        positions: if ``longest`` counts pads, and there are too many, these tell the real length.
+        """
         if self.embed_positions is None:
             return None
+        if not isinstance(self.embed_positions, SinusoidalPositionalEmbedding):
+            most = len(self.embed_positions.weight) - self.padding_idx - 1
+            if longest > most and positions is not None and positions.numel():
+                longest = int(positions.max()) + 1
+            if longest > most:
+                raise UserError(
+                    f"A sentence has {longest} tokens, but the model has only {most} learned "
+                    "positions: shorten or skip such sentences, or train a model with more "
+                    "positions."
+                )
         # The table covers the longest sentence that --max-*-positions allow. A longer sentence
         # gets a new table, while captured graphs keep reading the old one.
         rows: int = max(longest, self.max_positions()) + self.padding_idx + 1

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from argparse import Namespace
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer import TransformerConfig
+
+from lightseq_fairseq.errors import UserError
 
 ACTIVATIONS = ("relu", "gelu", "gelu_accurate")
 
@@ -45,17 +49,40 @@ ADAPTIVE = ("--adaptive-softmax-cutoff", "--adaptive-input", "--tie-adaptive-wei
 
 
 class Unsupported(NamedTuple):
-    """An option that a model does not support: the flag, perhaps with its value, and why."""
+    """An option that a model does not support: the flag, perhaps with its value, and why.
+
+    by_arch: whether the arch sets it, and perhaps no flag of the command.
+    """
 
     flag: str
     reason: str
+    by_arch: bool = False
 
     def sentence(self, arch: str) -> str:
         """The message for a user of ``arch``: what is wrong, why, and what to do."""
+        way_out = "use another arch, because this one sets it" if self.by_arch else "remove it"
         return (
-            f"{arch} does not support {self.flag} ({self.reason}): remove it, or add --native to "
+            f"{arch} does not support {self.flag} ({self.reason}): {way_out}, or add --native to "
             "use fairseq's own layers."
         )
+
+
+def set_by_arch(args: Any, name: str) -> bool:
+    """Whether an option of a model has the value that its arch sets.
+
+    args: the model's options, a Namespace or a section of a configuration.
+    """
+    arch = getattr(args, "arch", None) or getattr(args, "_name", None)
+    mine = getattr(settings_of(arch), name, None)
+    return mine is not None and mine == getattr(args, name, None)
+
+
+def settings_of(arch: str | None) -> Namespace:
+    """The options that an arch sets if no flag does."""
+    options = Namespace()
+    with contextlib.suppress(AttributeError):  # some archs read what only a flag sets
+        ARCH_CONFIG_REGISTRY.get(arch, lambda options: None)(options)
+    return options
 
 
 def unsupported_option(args: Namespace, adaptive: bool = False) -> Unsupported | None:
@@ -66,13 +93,15 @@ def unsupported_option(args: Namespace, adaptive: bool = False) -> Unsupported |
     for flag, reason in UNSUPPORTED.items():
         if adaptive and flag in ADAPTIVE:
             continue
-        value = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+        name = flag.removeprefix("--").replace("-", "_")
+        value = getattr(args, name, None)
         if value and value != -1:  # -1: every head and block is kept
-            return Unsupported(flag, reason)
+            return Unsupported(flag, reason, set_by_arch(args, name))
     activation = getattr(args, "activation_fn", "relu")
     if activation not in ACTIVATIONS:
         supported = f"the fused layers support only {', '.join(ACTIVATIONS)}"
-        return Unsupported(f"--activation-fn {activation}", supported)
+        by_arch = set_by_arch(args, "activation_fn")
+        return Unsupported(f"--activation-fn {activation}", supported, by_arch)
     if getattr(args, "ddp_backend", None) == "fully_sharded":
         return Unsupported("--ddp-backend fully_sharded", "all parameters are in one flat buffer")
     return None
@@ -93,3 +122,15 @@ def unsupported_width(cfg: TransformerConfig) -> Unsupported | None:
                 reason = f"on a GPU {what} must be a multiple of 8{limit}, but is {width}"
                 return Unsupported(flag, reason)
     return None
+
+
+class NotCompiled:
+    """Base of the ls_ models, encoders and decoders: TorchScript cannot compile them."""
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by ``torch.jit.script``, also for a module that contains this one."""
+        raise UserError(
+            f"TorchScript cannot compile {type(self).__name__}, because its layers call kernels of "
+            "this package: compile fairseq's own model, which "
+            "fairseq.checkpoint_utils.load_model_ensemble builds from the same checkpoint."
+        )

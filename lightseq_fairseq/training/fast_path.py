@@ -29,6 +29,7 @@ from lightseq_fairseq.fp8 import products
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State
 from lightseq_fairseq.packing import LEAST_GRANULARITY, Granularity, PackedBatch
 from lightseq_fairseq.parameters import flat_buffers
+from lightseq_fairseq.plugins.unsupported import set_by_arch
 from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.exchange import Ranks
 from lightseq_fairseq.training.flat_adam import FlatAdam
@@ -98,9 +99,11 @@ def fallback_reason(trainer: Any) -> str | None:
     """Why a run uses fairseq's own training step, in a few words; None if it does not."""
     cfg, model, criterion = trainer.cfg, trainer.get_model(), trainer.get_criterion()
     task = type(trainer.task)
+    # Also subclasses from --user-dir, unless they declare packed steps themselves. Test this first:
+    # other archs may set options of FALLBACK that the command does not have.
+    if not declares(model, "packed_logits"):
+        return "the arch does not support packed steps"
     reasons = {
-        # Also true for subclasses from --user-dir, unless they declare packed steps themselves.
-        "the arch does not support packed steps": not declares(model, "packed_logits"),
         "the criterion does not support packed steps": not declares(criterion, "objective"),
         "the optimizer is not ls_adam": not _is_ours(cfg.optimizer),
         "the task has its own training step": not _trains_as_fairseqs(task),
@@ -108,6 +111,8 @@ def fallback_reason(trainer: Any) -> str | None:
         and not task.logging_outputs_can_be_summed(criterion),
     }
     found = next((flag for flag, asked in FALLBACK.items() if asked(cfg, model)), None)
+    if found is not None and set_by_arch(cfg.model, found.removeprefix("--").replace("-", "_")):
+        found = f"the arch sets {found}"
     found = found or next((reason for reason, applies in reasons.items() if applies), None)
     if found is not None:
         return found

@@ -226,6 +226,7 @@ class TrainingStep:
         if not batches:
             self._exchange.finish_all()
             self.wait()
+        table_rows = getattr(self.model, "table_rows", None)  # our models have it
         for place, batch in enumerate(batches):
             block = self._inputs.send(batch.block, given)
             first = place == 0
@@ -237,7 +238,8 @@ class TrainingStep:
 
             streams = zip(batch.layout, batch.bucket.rows, strict=True)
             sizes = {(batch.part, stream.name, rows, first) for stream, rows in streams}
-            shapes = (batch.part, batch.bucket, first)
+            tables = () if table_rows is None else table_rows(batch)
+            shapes = (batch.part, batch.bucket, first, tables)
             self._graphs.launch(shapes, forward_backward, sizes <= self._searched)
             self._searched |= sizes
 

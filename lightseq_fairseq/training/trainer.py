@@ -20,7 +20,7 @@ from fairseq.logging import metrics
 
 from lightseq_fairseq import graphs, library
 from lightseq_fairseq.checkpoints import dictionaries, optimizer_order
-from lightseq_fairseq.errors import is_out_of_memory
+from lightseq_fairseq.errors import UserError, is_out_of_memory
 from lightseq_fairseq.fairseq_compat import batches, patching
 from lightseq_fairseq.plugins.optimizer import FP16Optimizer
 from lightseq_fairseq.training import (
@@ -304,10 +304,16 @@ class Trainer(stopping.StoppableTrainer):
         def load_and_keep(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             state = load(*args, **kwargs)
             trained_with = state["extra_state"].get("dictionaries")
-            if args[0] != self.cfg.checkpoint.finetune_from_model:
-                dictionaries.check(self.task, trained_with)
-            elif (sentence := dictionaries.difference(self.task, trained_with)) is not None:
-                logger.warning(sentence)  # only a warning: fine-tuning may change the dictionary
+            # Fine-tuning may change the dictionary, and train a head for other labels.
+            may_differ = args[0] == self.cfg.checkpoint.finetune_from_model
+            for differs, is_new in (
+                (dictionaries.difference, may_differ),
+                (dictionaries.other_labels, may_differ or reset_optimizer),
+            ):
+                if (sentence := differs(self.task, trained_with)) is not None and not is_new:
+                    raise UserError(sentence)
+                if sentence is not None:
+                    logger.warning(sentence)
             if not reset_optimizer:
                 optimizer_order.follow_model(state, self.get_model())
             if self.cfg.ema.store_ema and "ema" not in state["extra_state"]:

@@ -29,6 +29,54 @@ model: {_name: transformer_iwslt_de_en, encoder_layers: 1, decoder_layers: 1,
 """
 
 
+# A folder for common.user_dir: a component of each kind, most of them with a setting of its own.
+USER = """
+from dataclasses import dataclass
+
+from fairseq.criterions import register_criterion
+from fairseq.criterions.label_smoothed_cross_entropy import (
+    LabelSmoothedCrossEntropyCriterion, LabelSmoothedCrossEntropyCriterionConfig,
+)
+from fairseq.models import ARCH_CONFIG_REGISTRY, register_model_architecture
+from fairseq.optim import register_optimizer
+from fairseq.optim.adam import FairseqAdam, FairseqAdamConfig
+from fairseq.optim.lr_scheduler import register_lr_scheduler
+from fairseq.optim.lr_scheduler.fixed_schedule import FixedLRSchedule, FixedLRScheduleConfig
+from fairseq.tasks import register_task
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
+
+@register_model_architecture("ls_transformer", "ls_transformer_hydra")
+def _(args):
+    args.encoder_layers = getattr(args, "encoder_layers", 2)
+    ARCH_CONFIG_REGISTRY["ls_transformer_iwslt_de_en"](args)
+
+def settings(parent):
+    @dataclass
+    class Settings(parent):
+        volume: int = 0
+
+    return Settings
+
+register_task("hydra_task", dataclass=settings(TranslationConfig))(
+    type("HydraTask", (TranslationTask,), {}))
+register_criterion(
+    "hydra_criterion", dataclass=settings(LabelSmoothedCrossEntropyCriterionConfig)
+)(type("HydraCriterion", (LabelSmoothedCrossEntropyCriterion,), {}))
+register_optimizer("hydra_optimizer", dataclass=settings(FairseqAdamConfig))(
+    type("HydraOptimizer", (FairseqAdam,), {}))
+register_lr_scheduler("hydra_scheduler", dataclass=settings(FixedLRScheduleConfig))(
+    type("HydraScheduler", (FixedLRSchedule,), {}))
+"""
+
+
+@pytest.fixture(scope="module")
+def user_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("users") / "hydra_user"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(USER)
+    return f"common.user_dir={folder}"
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cli_runs.binarise(tmp_path_factory.mktemp("pairs"))
@@ -90,6 +138,33 @@ def test_native_parts(recipe: Path) -> None:
     assert {"--optimizer=adam", "--criterion=ls_label_smoothed_cross_entropy"} <= {*command}
 
 
+def test_an_arch_of_the_users_folder(recipe: Path, user_dir: str) -> None:
+    result = run(recipe, user_dir, f"{ARCH}=ls_transformer_hydra", "model.encoder_layers=3")
+    (command,) = commands(result)
+    assert {"--encoder-layers=3", "--decoder-layers=1"} <= {*command}
+    assert {"--optimizer=ls_adam", "--criterion=ls_label_smoothed_cross_entropy"} <= {*command}
+    assert "step: fairseq's own" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "others"),
+    [
+        ("task", "hydra_task", []),
+        ("criterion", "hydra_criterion", []),
+        ("optimizer", "hydra_optimizer", []),
+        ("lr_scheduler", "hydra_scheduler", ["~lr_scheduler.total_num_update"]),
+    ],
+)
+def test_other_components_of_the_users_folder(
+    recipe: Path, user_dir: str, group: str, name: str, others: list[str]
+) -> None:
+    result = run(recipe, user_dir, OURS, f"{group}._name={name}", f"+{group}.volume=5", *others)
+    (command,) = commands(result)
+    assert {f"--{group.replace('_', '-')}={name}", "--volume=5"} <= {*command}
+    refused(run(recipe, user_dir, OURS, f"{group}._name={name}", f"+{group}.loud=5", *others),
+            f"{group}.loud is no setting of training with {group} {name}: remove it.")  # fmt: skip
+
+
 def test_a_sweep(recipe: Path) -> None:
     ran = commands(run(recipe, "--multirun", OURS, "common.seed=1,2"))
     seeds = [next(word for word in words if word.startswith("--seed")) for words in ran]
@@ -123,6 +198,7 @@ def test_the_next_run_has_fairseqs_defaults(recipe: Path, data: Path) -> None:
             ["+model.encoder_normalize_before=false", f"{ARCH}=ls_transformer_wmt_en_de_big_t2t"],
             "model.encoder_normalize_before cannot be false, because lightseq-train has no flag",
         ),
+        (["common.user_dir=nowhere"], "nowhere does not exist"),
         (["--config-name"], "-cn has no value"),
         (["--foo"], "lightseq-hydra-train has no flag --foo"),
     ],

@@ -16,7 +16,11 @@ from helpers.cli_runs import most_workers, run, succeed
 
 # isort: split
 from fairseq import checkpoint_utils
+from fairseq.data import Dictionary
 from fairseq.models.roberta import RobertaModel
+
+from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.roberta import RobertaModel as Ours
 
 KINDS = {"classes": roberta.BY_ACCURACY, "numbers": roberta.BY_NUMBERS}
 
@@ -101,6 +105,62 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> An
     caplog.set_level("WARNING", "fairseq_cli.validate")  # which logs the whole configuration
     caplog.set_level("INFO")
     return caplog
+
+
+@pytest.fixture(scope="module")
+def other_labels(data: roberta.Data, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The data with labels in another order, and with a label that is not in the dictionary."""
+    places = {}
+    for name, words in (("moved", ("yes", "no")), ("unseen", ("no", "yes"))):
+        place = tmp_path_factory.mktemp(name) / "data"
+        shutil.copytree(data.classes, place, ignore=shutil.ignore_patterns("label"))
+        lines = Dictionary.load(str(data.classes / "label" / "dict.txt")).symbols[4:6]
+        assert {*lines} == {*words}
+        order = lines[::-1] if name == "moved" else lines[:1]
+        (place.parent / "labels").write_text("".join(f"{word} 1\n" for word in order))
+        prefixes = [
+            word
+            for split in ("train", "valid")
+            for word in (f"--{split}pref", data.classes.parent / f"label.{split}")
+        ]
+        dictionary = ("--srcdict", place.parent / "labels")
+        succeed("preprocess", "--only-source", "--destdir", place / "label", *prefixes, *dictionary)
+        places[name] = place
+    return places
+
+
+@pytest.mark.parametrize("system", [[], ["--native"]], ids=["ours", "native"])
+def test_labels_that_training_did_not_have(
+    tuned: dict[str, Tuned], other_labels: dict[str, Path], log: Any, system: list[str]
+) -> None:
+    run_, told = tuned["classes"], []
+    for place in other_labels.values():
+        result = run("validate", place, "--path", run_.best, "--cpu", *system)
+        assert result.exit_code == 2, (result.output, result.exception)
+        told.append(result.stderr.splitlines()[-1])
+    assert "Class 0 is the label" in told[0] and "lightseq-preprocess --srcdict" in told[0]
+    assert "is not in label/dict.txt" in told[1]
+    # fairseq's checkpoints name only the folder of training.
+    words = ["--path", run_.native, "--cpu", "--num-workers", "0", *system]
+    result = run("validate", other_labels["moved"], *words)
+    assert result.exit_code == 0 and "note: Class 0 is the label" in result.stderr
+    result = run("validate", run_.data, *words)
+    assert result.exit_code == 0 and "note:" not in result.stderr
+
+
+def test_python_and_resumed_training_refuse_moved_labels(
+    tuned: dict[str, Tuned], other_labels: dict[str, Path], tmp_path: Path, log: Any
+) -> None:
+    best, moved = tuned["classes"].best, other_labels["moved"]
+    with pytest.raises(UserError, match="Class 0 is the label"):
+        Ours.from_pretrained(str(best.parent), best.name, str(moved), bpe=None)
+    words = [*roberta.TUNED, *roberta.SIZE, *roberta.BY_ACCURACY, "--save-dir", tmp_path]
+    begin = [word for word in words if not str(word).startswith("--reset")]
+    result = run("train", moved, *begin, "--restore-file", best)
+    assert result.exit_code == 2 and "Class 0 is the label" in result.stderr.splitlines()[-1]
+    succeed("train", moved, *begin, "--restore-file", best, "--reset-optimizer",
+            "--reset-dataloader", "--reset-meters", "--max-update", "1")  # fmt: skip
+    assert "Class 0 is the label" in log.text
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -302,3 +302,14 @@ def test_the_report_on_a_gpu(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
     memory = re.fullmatch(r"(\d+\.\d\d) GiB of the GPU", lines["peak memory"])
     assert memory is not None and 0 < float(memory[1]) <= torch.cuda.mem_get_info()[1] / 2**30
     assert f"{2 * target_tokens(data):,} target tokens" in lines["trained"]
+
+
+def test_another_arch_is_not_blamed_for_flags_that_it_sets(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """fairseq's lstm has an --adaptive-softmax-cutoff that it uses only with adaptive_loss."""
+    caplog.set_level(logging.INFO)
+    sizes = "--encoder-embed-dim 8 --decoder-embed-dim 8 --decoder-out-embed-dim 8"
+    command = f"--arch lstm --optimizer ls_adam {sizes} --max-tokens 200 --max-update 1 --cpu"
+    cli_runs.succeed("train", data, *command.split(), "--no-save", "--num-workers", "0")
+    assert told(caplog)["step"] == "fairseq's own (the arch does not support packed steps)"
