@@ -1,9 +1,10 @@
-"""Repairs of fairseq's iterator over epochs: each epoch has its own masks, crops and shuffling.
+"""Repairs of fairseq's iterator over epochs: each epoch has its own masks and shuffling, also after
+a run is resumed.
 
-fairseq keeps one data loader over all epochs, with its worker processes and its sampler. But the
-workers have copies of the dataset, which ``set_epoch`` of a later epoch does not reach. And the
-sampler keeps the ``shuffle`` of the first epoch. So each epoch repeats the masks and random crops
-of the first epoch of the process, and --curriculum never ends.
+Unless sizes of items change, fairseq keeps one data loader over all epochs, with its worker
+processes and its sampler. But the workers have copies of the dataset, which ``set_epoch`` of a
+later epoch does not reach. And the sampler keeps the ``shuffle`` of the first epoch. So each epoch
+repeats the masks of the first epoch of the process, and --curriculum never ends.
 """
 
 from __future__ import annotations
@@ -63,14 +64,15 @@ def next_epoch_itr(
     if self._next_epoch_itr is not None and fix_batches_to_gpus:
         # A run that is resumed within an epoch: fairseq has restored the epoch's batches as if the
         # flag were not set.
-        place = self._next_epoch_itr.n
-        self._next_epoch_itr = self._get_iterator_for_epoch(self.epoch, shuffle, True, place)
+        shuffles, place = shuffle and not self.disable_shuffling, self._next_epoch_itr.n
+        self._next_epoch_itr = self._get_iterator_for_epoch(self.epoch, shuffles, True, place)
     return original(self, shuffle, fix_batches_to_gpus, set_dataset_epoch)
 
 
 def ordered_batches(original: Callable[..., Any], self: Any, *args: Any) -> Any:
     batches = original(self, *args)
-    if not _keeps_workers(self):
+    reader = self.dataset if self.dataloader is None else self.dataloader.dataset
+    if not isinstance(reader, DatasetOfWorkers):
         return batches
     epoch = _epoch_of_dataset(self)
     return [(epoch, indices) for indices in batches]
@@ -88,7 +90,8 @@ def _get_iterator_for_epoch(
         sampler = self.dataloader.batch_sampler
         sampler.shuffle, sampler.fix_batches_to_gpus = shuffle, fix_batches_to_gpus
     dataset, skips = self.dataset, self.skip_remainder_batch
-    if _keeps_workers(self):  # the data loader gets ``self.dataset`` and starts its workers
+    if self.reuse_dataloader and self.num_workers > 0:
+        # The data loader that fairseq keeps gets ``self.dataset``, and starts its workers.
         self.dataset = DatasetOfWorkers(dataset, _epoch_of_dataset(self))
     self.skip_remainder_batch = skips and offset == 0
     try:
@@ -99,10 +102,6 @@ def _get_iterator_for_epoch(
         # fairseq subtracts the offset, although the length includes it: the epoch would end early.
         iterator.take(len(iterator) - 1)
     return iterator
-
-
-def _keeps_workers(iterator: Any) -> bool:
-    return bool(iterator.reuse_dataloader and iterator.num_workers > 0)
 
 
 def _epoch_of_dataset(iterator: Any) -> int | None:
@@ -125,9 +124,7 @@ def load_dataset(
     original(self, split, epoch if self.has_sharded_data(split) else 1, *args, **options)
 
 
-def get_train_iterator(
-    original: Callable[..., Any], self: Any, *args: Any, **options: Any
-) -> Any:
+def get_train_iterator(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:
     # The flag adds the epoch to the seed of new batches. But fairseq keeps the batches of the first
     # epoch of a process, so that a resumed run has others.
     if self.cfg.dataset.update_ordered_indices_seed:

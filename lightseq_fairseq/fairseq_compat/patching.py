@@ -58,7 +58,7 @@ _AUTOCAST = "the first update prints a FutureWarning about torch.cuda.amp.autoca
 _DEAD = "0.12.2 adds eight unused parameters to each layer, and fails on post-norm encoders"
 _BUFFER = "an uninitialised buffer makes the checkpoints of two equal runs differ"
 _UNKNOWN = "--replace-unk of 0.12.2 needs alignments that it does not compute, or cannot read"
-_EPOCH = "each epoch has the masks and crops of the first one; --curriculum never ends"
+_EPOCH = "each epoch has the masks of the first one; --curriculum never ends; resumed runs differ"
 _LAZY = "--dataset-impl lazy: workers share one file position; --dataset-impl cached: KeyError"
 
 PATCHES = (

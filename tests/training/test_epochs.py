@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from helpers import cli_runs
 from helpers import roberta_runs as roberta
-from helpers.training_runs import differing, trained
+from helpers.training_runs import LS, differing, run_ranks, trained
 
 SIZE = [word for word in roberta.SIZE if word != "--no-epoch-checkpoints"]
 SYSTEMS = pytest.mark.parametrize("system", [[], ["--native"]], ids=["ours", "native"])
@@ -116,3 +116,20 @@ def test_a_resumed_run_is_the_uninterrupted_one(
         shutil.copy(file, tmp_path / count / "checkpoint_last.pt")
         train(count, case, *words, "--num-workers", count)
         assert differing(trained(tmp_path / count), trained(tmp_path / "whole")) == []
+
+
+def test_ranks_keep_their_batches_in_a_resumed_epoch(tmp_path: Path) -> None:
+    """With --fix-batches-to-gpus."""
+    cli_runs.write_text(tmp_path / "text")
+    prefixes = [f"--{split}pref {tmp_path}/text/{split}" for split in ("train", "valid")]
+    line = f"-s de -t en --dataset-impl cached --destdir {tmp_path}/data {' '.join(prefixes)}"
+    cli_runs.succeed("preprocess", *line.split())
+    flags: dict[str, Any] = {
+        **LS, "source_lang": "de", "target_lang": "en", "dataset_impl": "cached", "max_tokens": 40,
+        "fix_batches_to_gpus": True, "max_update": None, "max_epoch": 2, "save_interval_updates": 1,
+    }  # fmt: skip
+    whole = run_ranks(tmp_path / "data", tmp_path / "whole", 2, **flags)
+    first = sorted((tmp_path / "whole").glob("checkpoint_2_*.pt"))[0]
+    rest = run_ranks(tmp_path / "data", tmp_path / "rest", 2, **flags, restore_file=str(first))
+    left = len(rest[0])
+    assert 1 < left < len(whole[0]) and rest == [losses[-left:] for losses in whole]
