@@ -11,6 +11,7 @@ fairseq without repairs.
     command_line  --arch, --bf16 and --lr
     deprecations  calls that hydra and torch warn about
     batches       dropped sentences, functions that numpy has removed, files over 2 GiB
+    epochs        masks and shuffling of each epoch, also in workers and in resumed runs
     layers        0.12.2's encoder layer, the NaN detector, cuDNN attention
     checkpoints   safe loading (weights_only), dead parameters, settings of newer versions
     generation    --replace-unk, --no-repeat-ngram-size

@@ -58,6 +58,7 @@ _AUTOCAST = "the first update prints a FutureWarning about torch.cuda.amp.autoca
 _DEAD = "0.12.2 adds eight unused parameters to each layer, and fails on post-norm encoders"
 _BUFFER = "an uninitialised buffer makes the checkpoints of two equal runs differ"
 _UNKNOWN = "--replace-unk of 0.12.2 needs alignments that it does not compute, or cannot read"
+_EPOCH = "each epoch has the masks of the first one; --curriculum never ends; resumed runs differ"
 _LAZY = "--dataset-impl lazy: workers share one file position; --dataset-impl cached: KeyError"
 
 PATCHES = (
@@ -146,6 +147,33 @@ PATCHES = (
         "repair", "fairseq.data.data_utils:batch_by_size", "fairseq_compat.batches:batch_by_size",
         "the development head and fairseq-fixed drop the last sentences",
         when="fairseq_compat.batches:drops_sentences",
+    ),
+    *(
+        Patch(
+            "repair", f"fairseq.data.iterators:EpochBatchIterator.{name}",
+            f"fairseq_compat.epochs:{name}", _EPOCH,
+        )
+        for name in ("next_epoch_itr", "ordered_batches", "_get_iterator_for_epoch")
+    ),
+    Patch(
+        "repair", "fairseq.data:LRUCacheDataset.set_epoch", "fairseq_compat.epochs:set_epoch",
+        "the first masks of an epoch can be those of the epoch before",
+    ),
+    *(
+        Patch(
+            "repair", f"fairseq.tasks.multilingual_{task}.load_dataset",
+            "fairseq_compat.epochs:load_dataset", "a resumed run has other batches",
+        )
+        for task in (
+            "masked_lm:MultiLingualMaskedLMTask",
+            "language_modeling:MultilingualLanguageModelingTask",
+            "denoising:MultilingualDenoisingTask",
+        )
+    ),
+    Patch(
+        "repair", "fairseq.trainer:Trainer.get_train_iterator",
+        "fairseq_compat.epochs:get_train_iterator",
+        "--update-ordered-indices-seed: a resumed run has other batches",
     ),
     Patch(
         "repair", "fairseq.modules.transformer_layer:TransformerEncoderLayerBase.__init__",

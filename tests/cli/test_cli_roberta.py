@@ -15,7 +15,7 @@ from lightseq_fairseq.cli.start import defaults
 
 SMALL = shlex.split(
     "--arch ls_roberta_base --encoder-layers 1 --encoder-embed-dim 16 --encoder-ffn-embed-dim 16 "
-    "--encoder-attention-heads 2 --max-update 6 --num-workers 0 --cpu"
+    "--encoder-attention-heads 2 --max-update 6 --cpu"
 )
 MASKED = [*SMALL, "--task", "masked_lm", "--tokens-per-sample", "32", "--max-tokens", "64"]
 CLASSES = [*SMALL, "--task", "sentence_prediction", "--num-classes", "3", "--max-positions", "32"]

@@ -71,7 +71,7 @@ def test_fine_tuning_equals_fairseqs(tuned: dict[str, Tuned], kind: str) -> None
 def test_workers_of_a_validation_end_before_the_next(
     data: roberta.Data, tmp_path: Path, system: list[str]
 ) -> None:
-    words = [*roberta.TUNED, *roberta.SIZE, *roberta.BY_ACCURACY, "--num-workers", "1", "--no-save"]
+    words = [*roberta.TUNED, *roberta.SIZE, *roberta.BY_ACCURACY, "--no-save"]
     words += ["--max-epoch", "3", "--validate-interval-updates", "2", *system]
     assert most_workers(data.classes, *words, "--save-dir", tmp_path) == 2  # one is training's
 

@@ -40,6 +40,7 @@ from fairseq.trainer import Trainer as NativeTrainer  # noqa: E402
 
 import lightseq_fairseq.plugins  # noqa: E402, F401
 from lightseq_fairseq import ops  # noqa: E402
+from lightseq_fairseq.fairseq_compat.batches import end_workers  # noqa: E402
 from lightseq_fairseq.fairseq_compat.overlay import Overlay  # noqa: E402
 from lightseq_fairseq.layers import DecoderLayer, EncoderLayer  # noqa: E402
 from lightseq_fairseq.ops import philox  # noqa: E402
@@ -137,6 +138,7 @@ MASKED: dict[str, Any] = {
     "attention_dropout": 0.0,
     "tokens_per_sample": 12,
     "mask_prob": 0.3,
+    "num_workers": 1,  # which must learn of each epoch
 }
 
 # For sentences with labels.
@@ -332,12 +334,15 @@ _LOGGED = ("loss", "nll_loss", "accuracy", "n_correct", "total")
 def batches(trainer: Any, cfg: Any) -> Iterator[list[dict[str, Any]]]:
     """Groups of ``--update-freq`` batches, epoch after epoch."""
     epoch_itr = trainer.get_train_iterator(epoch=1)
-    while True:
-        itr = epoch_itr.next_epoch_itr(shuffle=True)
-        trainer.begin_epoch(epoch_itr.epoch)
-        for group in iterators.GroupedIterator(itr, cfg.optimization.update_freq[0]):
-            if len(group) == cfg.optimization.update_freq[0]:
-                yield group
+    try:
+        while True:
+            itr = epoch_itr.next_epoch_itr(shuffle=True)
+            trainer.begin_epoch(epoch_itr.epoch)
+            for group in iterators.GroupedIterator(itr, cfg.optimization.update_freq[0]):
+                if len(group) == cfg.optimization.update_freq[0]:
+                    yield group
+    finally:
+        end_workers(epoch_itr)
 
 
 @contextlib.contextmanager

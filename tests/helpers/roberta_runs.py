@@ -25,7 +25,7 @@ HEAD = "sentence_classification_head"
 SIZE = shlex.split(
     "--encoder-layers 2 --encoder-embed-dim 16 --encoder-ffn-embed-dim 24 "
     "--encoder-attention-heads 2 --max-positions 32 --dropout 0 --attention-dropout 0 "
-    "--num-workers 0 --no-epoch-checkpoints --cpu"
+    "--no-epoch-checkpoints --cpu"
 )
 MASKED = shlex.split(
     "--task masked_lm --arch ls_roberta_base --tokens-per-sample 24 --max-tokens 96 --lr 5e-3 "

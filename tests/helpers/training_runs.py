@@ -97,8 +97,10 @@ _ROBERTA: dict[str, Any] = {
     "share_decoder_input_output_embed": None,
     "encoder_attention_heads": 2,
     "attention_dropout": 0.1,
-    # fairseq's buffers load in threads of this process. Two of them at the same time would draw
-    # masks from the same global NumPy generator, and others on a busy machine.
+    "num_workers": 1,
+    # Where a test replaces the workers, fairseq's buffers load in threads of this process. Two of
+    # them at the same time would draw masks from the same global NumPy generator, and others on a
+    # busy machine.
     "data_buffer_size": 0,
 }
 MASKED: dict[str, Any] = {

@@ -175,6 +175,16 @@ def test_each_epoch_has_other_masks(tmp_path: Path, workers: int) -> None:
     assert len(first) == len(second) and not torch.equal(first, second)
 
 
+def test_an_item_that_fairseq_has_cached_is_masked_again_in_the_next_epoch(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data" / "train").parent
+    data, fresh = dataset(folder), dataset(folder)
+    first, second, expected = (
+        (each.set_epoch(epoch), each[5]["net_input.src_tokens"])[1]
+        for each, epoch in ((data, 1), (data, 2), (fresh, 2))
+    )
+    assert torch.equal(second, expected) and not torch.equal(second, first)
+
+
 def test_randomness_of_others_stays(tmp_path: Path) -> None:
     packed = packing(dataset(write(tmp_path / "data" / "train").parent))
     np.random.seed(5)
