@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fairseq import optim
+from fairseq import optim, utils
 from fairseq.logging import metrics
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
@@ -95,6 +95,13 @@ def _trains_as_fairseqs(task: Any) -> bool:
     return sums and task.optimizer_step is FairseqTask.optimizer_step
 
 
+def _ignores_pads(cfg: Any) -> bool:
+    """Whether the prefix that the criterion ignores may have pads: fairseq counts columns, and our
+    step tokens."""
+    is_left = utils.eval_bool(str(getattr(cfg.task, "left_pad_target", False)))
+    return is_left and getattr(cfg.criterion, "ignore_prefix_size", 0) > 0
+
+
 def fallback_reason(trainer: Any) -> str | None:
     """Why a run uses fairseq's own training step, in a few words; None if it does not."""
     cfg, model, criterion = trainer.cfg, trainer.get_model(), trainer.get_criterion()
@@ -104,6 +111,7 @@ def fallback_reason(trainer: Any) -> str | None:
         "the arch does not support packed steps": not declares(model, "packed_logits"),
         "the criterion does not support packed steps": not declares(criterion, "objective"),
         "the optimizer is not ls_adam": not _is_ours(cfg.optimizer),
+        "--ignore-prefix-size with --left-pad-target": _ignores_pads(cfg),
         "the task has its own training step": not _trains_as_fairseqs(task),
         "the logs of the task cannot be summed over the ranks": trainer.data_parallel_world_size > 1
         and not task.logging_outputs_can_be_summed(criterion),

@@ -69,6 +69,10 @@ def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
         ({"encoder_layerdrop": 0.2}, "--encoder-layerdrop"),
         ({"memory_efficient_bf16": True, "bf16": True}, "--memory-efficient-bf16"),
         ({"store_ema": True}, "--store-ema"),
+        (
+            {"left_pad_target": True, "ignore_prefix_size": 1},
+            "--ignore-prefix-size with --left-pad-target",
+        ),
         ({"num_batch_buckets": 2}, "sentences are padded to length buckets"),
     ],
 )

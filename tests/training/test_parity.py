@@ -70,6 +70,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "decoder-output-dim": {"decoder_output_dim": 28, "decoder_layers": 1},
     "sentence-avg": {"sentence_avg": True},
+    "left-pad-target": {"left_pad_target": True, "left_pad_source": True},
+    "ignore-columns": {"left_pad_target": True, "ignore_prefix_size": 2, "report_accuracy": True},
     "ignore-prefix": {"ignore_prefix_size": 2},
     "report-accuracy": {"report_accuracy": True, "ignore_prefix_size": 1, "lr": 5e-3},
     "no-smoothing": {"label_smoothing": 0.0},
