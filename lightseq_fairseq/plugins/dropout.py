@@ -33,10 +33,10 @@ def seed_of_masks(trainer: Any) -> int:
 
 
 def train_step(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:
-    """fairseq's ``Trainer.train_step``; our layers draw the masks of the captured step in it.
+    """fairseq's ``Trainer.train_step``; in it our layers draw nothing from torch's generator.
 
-    Nothing of ours draws from torch's generator, which chooses the layers of layer drop, for
-    example. A resumed run draws the masks of an uninterrupted one.
+    That generator chooses the layers of layer drop, for example. The number of updates decides the
+    masks, so a resumed run draws those of an uninterrupted one.
     """
     with numbered_passes(seed_of_masks(self) + self.get_num_updates()):
         return original(self, *args, **options)
