@@ -172,6 +172,8 @@ NOTES = {
     "--left-pad-source": "in validation; training packs sentences, without pads",
     "--left-pad-target": "in validation; training packs sentences, without pads; refused with "
     "`--num-batch-buckets` or `--score-reference`",
+    "--ignore-prefix-size": "with `--left-pad-target` it counts the pads of short sentences, as in "
+    "fairseq, and training uses fairseq's own step",
     "--max-tokens": "at least 1; in fairseq a smaller value means no limit",
     "--batch-size": "at least 1; in fairseq a smaller value means no limit",
     "--replace-unk": "refused if the subwords of the source are joined: in interactive with "

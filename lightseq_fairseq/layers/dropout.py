@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,19 +13,39 @@ from torch import Tensor
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
 
+_numbered: tuple[int, Iterator[int]] | None = None  # within `numbered_passes`: seed, next numbers
+
 
 def draw_rng(device: torch.device | str = "cpu") -> Tensor:
-    """The rng of one forward and backward pass: int64 [2] (seed, micro-batch 0) on ``device``.
+    """The rng of one forward and backward pass: int64 [2] (seed, micro-batch) on ``device``.
 
-    The seed is drawn from torch's CPU generator, so ``torch.manual_seed`` determines it. fairseq
-    seeds that generator before every update, so a resumed run draws the same masks.
+    As in other functions of torch, torch's CPU generator decides: the seed is drawn from it, so
+    ``torch.manual_seed`` determines the seed, and the micro-batch is 0. Only within
+    `numbered_passes`, for example in training by fairseq, nothing is drawn.
     Every mask of the pass is a function of these two numbers (see ``ops.philox``); backward
     recomputes the masks instead of storing them. Pass this tensor itself, not copies of it, to all
     layers of the pass: layers recognise by the tensor object which other layers belong to the same
     pass. For layers on another device, draw a separate tensor for that device.
     """
-    seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64)
-    return torch.cat([seed, torch.zeros(1, dtype=torch.int64)]).to(device)
+    if _numbered is not None:
+        seed, numbers = _numbered
+        return torch.tensor([seed, next(numbers)], dtype=torch.int64).to(device)
+    drawn = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64)
+    return torch.cat([drawn, torch.zeros(1, dtype=torch.int64)]).to(device)
+
+
+@contextlib.contextmanager
+def numbered_passes(seed: int) -> Iterator[None]:
+    """Within the block, `draw_rng` returns (seed, 0), (seed, 1), ... and draws from no generator.
+
+    So masks change no other random numbers, and do not depend on them.
+    """
+    global _numbered
+    before, _numbered = _numbered, (seed, itertools.count())
+    try:
+        yield
+    finally:
+        _numbered = before
 
 
 class _Dropout(torch.autograd.Function):

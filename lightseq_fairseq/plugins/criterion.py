@@ -182,15 +182,13 @@ def _logits_and_target(
         )
     if getattr(model, "packs_tokens", False):
         logits, segments = model(**sample["net_input"], packed=True)
-        target = segments.pack(sample["target"])
-        prefix = segments.positions < ignored_prefix
+        target = sample["target"]
     else:
         net_output = model(**sample["net_input"])
         logits = net_output[0].flatten(0, 1)
         target = model.get_targets(sample, net_output)
-        prefix = target.new_zeros(target.shape, dtype=bool)
-        prefix[:, :ignored_prefix] = True
-        prefix, target = prefix.flatten(), target.flatten()
     if ignored_prefix > 0:
-        target = target.masked_fill(prefix, padding_idx)
-    return logits, target, segments
+        target = target.clone()
+        # As in fairseq, columns: with --left-pad-target, those of a short sentence may be pads.
+        target[:, :ignored_prefix] = padding_idx
+    return logits, target.flatten() if segments is None else segments.pack(target), segments

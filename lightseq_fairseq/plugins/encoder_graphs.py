@@ -19,7 +19,8 @@ from torch import Tensor
 from lightseq_fairseq.generation.parameter_addresses import ParameterAddresses
 from lightseq_fairseq.graphs import Graphs
 from lightseq_fairseq.packing import LEAST_GRANULARITY, Granularity, PackedBatch, Stream
-from lightseq_fairseq.plugins.transformer import LSTransformerEncoder, dropout_rng
+from lightseq_fairseq.plugins.dropout import dropout_rng
+from lightseq_fairseq.plugins.transformer import LSTransformerEncoder
 from lightseq_fairseq.training.batch.dataset import Column, Filled, packed
 
 # ``places`` are indices of the tokens in the flattened padded batch.

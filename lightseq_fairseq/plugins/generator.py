@@ -23,7 +23,6 @@ from torch import Tensor
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.incremental import expected_length
 from lightseq_fairseq.generation.search import MOST_BEAM, SearchOptions, search
-from lightseq_fairseq.layers import draw_rng
 from lightseq_fairseq.plugins.language_model import LSTransformerLanguageModel
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
 
@@ -69,7 +68,10 @@ class LSSequenceGenerator(SequenceGenerator):
             tokens = tokens[:, :0] if prefix_tokens is None else prefix_tokens
         # The hypotheses of a language model usually reach max_len.
         positions = max_len + 1 if encoder is None else expected_length(longest)
-        rng = draw_rng() if rules.sampled else None
+        rng = None
+        if rules.sampled:  # from the GPU's generator, as in fairseq's search
+            rng = torch.zeros(2, dtype=torch.int64, device=self._device)
+            rng[:1].random_()
         return search(
             model.decoder.steps, encoder, model.decoder, tokens, rules,
             self.eos if bos_token is None else bos_token, max_len, positions, rng,

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.packing import Packed
+from lightseq_fairseq.plugins.dropout import dropout_rng
 from lightseq_fairseq.plugins.flat_model import TEXT, FlatModel
-from lightseq_fairseq.plugins.transformer import LSTransformerDecoder, dropout_rng
+from lightseq_fairseq.plugins.transformer import LSTransformerDecoder
 
 
 @register_model("ls_transformer_lm", dataclass=TransformerLanguageModelConfig)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.layers import label_smoothed_cross_entropy
+from lightseq_fairseq.plugins.dropout import dropout_rng
 from lightseq_fairseq.plugins.language_model import LSTransformerLanguageModel
-from lightseq_fairseq.plugins.transformer import dropout_rng
 
 _MOST_LOGITS = 1 << 28  # that exist at a time; 1 GiB in float32
 

@@ -28,7 +28,6 @@ from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.decoder import AttentionRequest, StepDecoder
 from lightseq_fairseq.generation.incremental import Incremental
 from lightseq_fairseq.layers import (
-    draw_rng,
     embed,
     linear,
     run_encoder,
@@ -39,20 +38,10 @@ from lightseq_fairseq.layers.decoder import DecoderLayer, memory_product, run_de
 from lightseq_fairseq.layers.encoder import EncoderLayer, first_product
 from lightseq_fairseq.layers.products import PLAIN, Product
 from lightseq_fairseq.packing import Packed, Segments
+from lightseq_fairseq.plugins.dropout import dropout_rng
 from lightseq_fairseq.plugins.encoder_out import EncoderOut, repack
 from lightseq_fairseq.plugins.flat_model import SENTENCE_PAIRS, FlatModel
 from lightseq_fairseq.plugins.unsupported import NotCompiled
-
-
-def dropout_rng(module: torch.nn.Module, device: torch.device) -> Tensor:
-    """Dropout's rng for one pass: int64 [2].
-
-    In evaluation nothing is drawn from torch's generator, as in fairseq's model. So fairseq's
-    sampling search gives the same results for a ``--seed`` as with fairseq's model.
-    """
-    if module.training:
-        return draw_rng(device)
-    return torch.zeros(2, dtype=torch.int64, device=device)
 
 
 class _Side(NotCompiled):

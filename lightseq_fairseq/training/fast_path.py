@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fairseq import optim
+from fairseq import optim, utils
 from fairseq.logging import metrics
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
@@ -29,6 +29,7 @@ from lightseq_fairseq.fp8 import products
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State
 from lightseq_fairseq.packing import LEAST_GRANULARITY, Granularity, PackedBatch
 from lightseq_fairseq.parameters import flat_buffers
+from lightseq_fairseq.plugins.dropout import seed_of_masks
 from lightseq_fairseq.plugins.unsupported import set_by_arch
 from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.exchange import Ranks
@@ -95,6 +96,13 @@ def _trains_as_fairseqs(task: Any) -> bool:
     return sums and task.optimizer_step is FairseqTask.optimizer_step
 
 
+def _ignores_pads(cfg: Any) -> bool:
+    """Whether the prefix that the criterion ignores may have pads: fairseq counts columns, and our
+    step tokens."""
+    is_left = utils.eval_bool(str(getattr(cfg.task, "left_pad_target", False)))
+    return is_left and getattr(cfg.criterion, "ignore_prefix_size", 0) > 0
+
+
 def fallback_reason(trainer: Any) -> str | None:
     """Why a run uses fairseq's own training step, in a few words; None if it does not."""
     cfg, model, criterion = trainer.cfg, trainer.get_model(), trainer.get_criterion()
@@ -106,6 +114,7 @@ def fallback_reason(trainer: Any) -> str | None:
     reasons = {
         "the criterion does not support packed steps": not declares(criterion, "objective"),
         "the optimizer is not ls_adam": not _is_ours(cfg.optimizer),
+        "--ignore-prefix-size with --left-pad-target": _ignores_pads(cfg),
         "the task has its own training step": not _trains_as_fairseqs(task),
         "the logs of the task cannot be summed over the ranks": trainer.data_parallel_world_size > 1
         and not task.logging_outputs_can_be_summed(criterion),
@@ -203,6 +212,17 @@ def _batches(sample: Any) -> list[PackedBatch]:
     return [x for x in (sample if isinstance(sample, list) else [sample]) if len(x) > 0]
 
 
+def _reseed(trainer: Any) -> None:
+    """Seed torch's generators as fairseq does before each update, but not for 0.4 ms.
+
+    Our step draws nothing from them. But a data loader seeds its workers from them, for example.
+    """
+    seed = trainer.cfg.common.seed + trainer.get_num_updates()
+    torch.default_generator.manual_seed(seed)
+    if trainer.cuda:
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+
+
 @dataclass
 class _Started:
     """A launched step: its report, and this rank's counts in the order of ``step.Count``."""
@@ -225,12 +245,11 @@ class FastPath:
         self._scaler = optimizer.scaler if isinstance(optimizer, optim.FP16Optimizer) else None
         ranks = _ranks(trainer)
         self._is_alone = ranks.count == 1
-        seed = cfg.common.seed + (trainer.data_parallel_rank << 32)  # different masks per rank
         if not self._is_alone:
             # All ranks must see the same time, to stop together at a time limit. Until a step
             # reports the mean over the ranks, they see the training time before this run.
             trainer._cumulative_training_time = trainer._previous_training_time
-        rules = UpdateRules(seed, cfg.optimization.clip_norm, 1e-6)
+        rules = UpdateRules(seed_of_masks(trainer), cfg.optimization.clip_norm, 1e-6)
         scaler = self._scaler
         if scaler is not None:
             rules = UpdateRules(
@@ -264,6 +283,7 @@ class FastPath:
             GPUHangs: this step or an earlier one does not finish.
         """
         trainer = self.trainer
+        _reseed(trainer)
         if not trainer.model.training:
             trainer.model.train()
             trainer.criterion.train()

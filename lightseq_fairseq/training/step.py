@@ -15,8 +15,9 @@ Shapes: N = elements of the flat buffers, S and T = packed rows of source and ta
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.errors import is_out_of_memory
+from lightseq_fairseq.errors import UserError, is_out_of_memory
 from lightseq_fairseq.fp8 import Fp8State
 from lightseq_fairseq.graphs import Graphs, wait_for
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State, StopReason
@@ -59,6 +60,11 @@ STEPS_AHEAD = KNOWN_RATES - 2  # steps that may be unfinished when train_step re
 _UPDATE_INPUTS = len(Given) + KNOWN_RATES - 1  # numbers that ops.update_scalars reads as ``given``
 _GIVEN = _UPDATE_INPUTS + len(Count)  # numbers in front of a batch in its block
 _BATCH = _GIVEN + _GIVEN % 2  # start of the batch in the block; its parts are 16-byte aligned
+
+_NO_MEMORY = (
+    "The GPU has no memory left to complete an update, and its batch can no longer be dropped: "
+    "lower --max-tokens, and run the same command again to continue from the last checkpoint."
+)
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,7 @@ class TrainingStep:
         self._reports = [_pinned(torch.zeros_like(self._reported, device="cpu"), self.device)
                          for _ in range(KNOWN_RATES)]  # fmt: skip
         self._next_report = 0
+        self._changes = False  # whether the part that runs has begun to change the state
 
     def set_state(self, num_updates: int, scaler: Any = None) -> None:
         """Start at ``num_updates``, with loss scale and counters of fairseq's loss scaler."""
@@ -181,18 +188,44 @@ class TrainingStep:
             self.rng[1].zero_()
             if self.ranks.count > 1:
                 self.ranks.largest(self.fp8.amax)
-            self.fp8.after_pass()
+            self._complete(self.fp8.after_pass)
         self._collect_or_retry(batches, given)
         # Only now, since a collective cannot be taken back.
         if self.ranks.count > 1:
             self._add_up()
-        self._graphs.launch("update", self._update)
+        self._complete(lambda: self._graphs.launch("update", self._update))
         if self.ranks.sharded:
             self._exchange.gather()
             if self.fp8 is not None:
                 self.wait()
-                self._graphs.launch("fp8 weights", self.fp8.cast_weights)
+                cast = functools.partial(self._graphs.launch, "fp8 weights", self.fp8.cast_weights)
+                self._complete(cast)
         return self._report()
+
+    def _complete(self, part: Callable[[], Any]) -> None:
+        """Run a part of the update that no batch can be dropped from any more.
+
+        Other ranks have begun the update's collectives. So if memory runs out, only this part
+        starts again.
+
+        Raises:
+            UserError: memory runs out again, or after the part has begun to change the state.
+        """
+        for is_last in (False, True):
+            self._changes, fits = False, True
+            try:
+                part()
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                if is_last or self._changes:
+                    raise UserError(_NO_MEMORY) from error
+                fits = False
+            if fits:
+                return
+            # Outside the except block, as in `_collect_or_retry`.
+            logger.info("out of memory: all CUDA graphs are freed, and the update is completed")
+            self.forget_graphs()
 
     def _split_parameters(self) -> Tensor | None:
         """Call ``FlatAdam.split``, if float32 parameters have bf16 copies; returns its result."""
@@ -270,7 +303,7 @@ class TrainingStep:
         collective would have to be in the same graph on all ranks.
         """
         self._exchange.add_up()
-        self._graphs.launch("counts", self._count)
+        self._complete(lambda: self._graphs.launch("counts", self._count))
         self.ranks.add_up(self._numbers[State.SUM_0 :])
 
     def _count(self) -> None:
@@ -298,6 +331,8 @@ class TrainingStep:
             norm = self._counts[Count.SQUARES].sqrt().to(self.adam.dtype)
         else:
             norm = ops.adam_norm(gradient)
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        self._changes = not capturing
         ops.update_scalars(
             state, self.rng, given, norm, seed=rules.seed, scale_window=rules.scale_window,
             tolerance=rules.tolerance, threshold=rules.threshold,

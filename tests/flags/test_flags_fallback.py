@@ -23,11 +23,8 @@ import pytest
 import torch
 from fairseq import trainer, utils
 from fairseq.data import indexed_dataset, language_pair_dataset
-from fairseq.modules import layer_drop
 from helpers.flag_runs import Proofs, launch, prove, proven, table
 from helpers.flag_training import Trace, train
-
-from lightseq_fairseq.fairseq_compat.overlay import Overlay
 
 # Reason in the log -> settings, see `flag_runs.prove`
 LINES = {
@@ -57,12 +54,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def run(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
     @functools.cache
     def of(line: str, native: bool) -> Trace:
-        # fairseq draws which layers are dropped. Use a separate generator, because the rest of our
-        # step draws random numbers too.
-        generator = torch.Generator().manual_seed(1)
-        draws = SimpleNamespace(uniform_=lambda: torch.rand(3, generator=generator))
-        with mock.patch.object(layer_drop, "torch", Overlay(torch, empty=lambda count: draws)):
-            return train(inputs, tmp_path_factory.mktemp("run"), line, native)
+        return train(inputs, tmp_path_factory.mktemp("run"), line, native)
 
     return of
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,12 +13,8 @@ import helpers.flag_training as flag_training
 import helpers.parity as parity
 import helpers.training_runs as runs
 import pytest
-import torch
-from fairseq.modules import layer_drop
 from fairseq.tasks import FairseqTask
 from helpers.flag_runs import pieces
-
-from lightseq_fairseq.fairseq_compat.overlay import Overlay
 
 
 def named(settings: dict[str, Any], *lines: str) -> set[str]:
@@ -57,14 +52,11 @@ def train(
     if native:
         parts = ("arch", "optimizer", "criterion")
         settings.update({name: settings[name].removeprefix("ls_") for name in parts})
-    generator = torch.Generator().manual_seed(1)  # for layerdrop
-    draws = SimpleNamespace(uniform_=lambda: torch.rand(3, generator=generator))
     losses, error = [], ""
     with (
         parity.layers_in_backward() as again,
         flag_training.messages() as records,
         validation() as shown,
-        mock.patch.object(layer_drop, "torch", Overlay(torch, empty=lambda count: draws)),
     ):
         try:
             losses = runs.run(Path(data.format(**paths)), folder, native, **settings)

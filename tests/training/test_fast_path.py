@@ -77,6 +77,10 @@ def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
         ({"arch": "ls_transformer_that_drops"}, "the arch sets --encoder-layerdrop"),
         ({"memory_efficient_bf16": True, "bf16": True}, "--memory-efficient-bf16"),
         ({"store_ema": True}, "--store-ema"),
+        (
+            {"left_pad_target": True, "ignore_prefix_size": 1},
+            "--ignore-prefix-size with --left-pad-target",
+        ),
         ({"num_batch_buckets": 2}, "sentences are padded to length buckets"),
     ],
 )

@@ -25,8 +25,6 @@ from helpers.parity import (
     train,
 )
 
-from lightseq_fairseq.plugins import transformer
-
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -72,6 +70,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "decoder-output-dim": {"decoder_output_dim": 28, "decoder_layers": 1},
     "sentence-avg": {"sentence_avg": True},
+    "left-pad-target": {"left_pad_target": True, "left_pad_source": True},
+    "ignore-columns": {"left_pad_target": True, "ignore_prefix_size": 2, "report_accuracy": True},
     "ignore-prefix": {"ignore_prefix_size": 2},
     "report-accuracy": {"report_accuracy": True, "ignore_prefix_size": 1, "lr": 5e-3},
     "no-smoothing": {"label_smoothing": 0.0},
@@ -112,19 +112,29 @@ def test_accuracy_counts_right_answers(corpus: Path) -> None:
 
 
 @NORMS
-def test_layer_drop(corpus: Path, norm: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    # torch's generator decides which layers are kept. Ours also draws the seed of its masks from
-    # it; without that draw both models keep the same layers. Some updates keep no layer at all.
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"checkpoint_activations": True},
+        {"encoder_layerdrop": None},
+        {"decoder_layerdrop": None},
+    ],
+    ids=["both", "recomputed", "decoder", "encoder"],
+)
+def test_layer_drop(
+    corpus: Path, norm: dict[str, Any], flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's generator decides which layers are kept, for both models the same."""
     kept: list[int] = []
     draw = layer_drop.LayerDropModuleList.__iter__
-    monkeypatch.setattr(transformer, "draw_rng", lambda device: torch.zeros(2, dtype=torch.int64))
     monkeypatch.setattr(
         layer_drop.LayerDropModuleList,
         "__iter__",
         lambda self: iter(_noting(kept, list(draw(self)))),
     )
-    check(corpus, 8, encoder_layerdrop=0.6, decoder_layerdrop=0.6, **norm)
-    assert {0, 1, 2} <= set(kept)
+    check(corpus, 8, **{"encoder_layerdrop": 0.6, "decoder_layerdrop": 0.6, **flags, **norm})
+    assert {0, 1, 2} <= set(kept)  # some passes keep no layer at all
 
 
 def _noting(kept: list[int], layers: list[Any]) -> list[Any]:
@@ -290,6 +300,12 @@ TEXTS: dict[str, dict[str, Any]] = {
     "fixed-length": {"pad_to_fixed_length": True},
     "shortened": {"sample_break_mode": "eos", "shorten_method": "truncate", "tokens_per_sample": 6},
 }
+
+
+@pytest.mark.parametrize("recomputed", [None, True])
+def test_layer_drop_of_running_text(text: Path, recomputed: Any) -> None:
+    flags = {**TEXT, "decoder_layerdrop": 0.5, "checkpoint_activations": recomputed}
+    check(text, 6, **flags)
 
 
 @pytest.mark.parametrize("flags", TEXTS.values(), ids=TEXTS)

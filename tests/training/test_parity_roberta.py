@@ -109,6 +109,11 @@ def test_fairseqs_own_step(text: Path, classes: Path, systems: Systems) -> None:
         check(data, 6, systems, **flags)
 
 
+def test_layer_drop(text: Path, classes: Path) -> None:
+    for data, flags in ((text, SENTENCES), (classes, CLASSES)):
+        check(data, 6, **{**flags, "encoder_layerdrop": 0.5})
+
+
 PRECISIONS: dict[str, tuple[dict[str, Any], bool]] = {
     "fp16": ({"fp16": True, "fp16_no_flatten_grads": True}, True),
     "bf16": ({"bf16": True}, True),

@@ -16,7 +16,10 @@ import pytest
 import torch
 from fairseq.models.transformer import TransformerModelBase
 
+from lightseq_fairseq import ops
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
+from lightseq_fairseq.training.exchange import Exchange
+from lightseq_fairseq.training.flat_adam import FlatAdam
 from lightseq_fairseq.training.step import TrainingStep
 from lightseq_fairseq.training.trainer import Trainer
 
@@ -291,6 +294,57 @@ def test_a_rank_that_is_out_of_memory_keeps_the_others_company(
         assert losses[0][2] < 0.8 * plain[0][2]  # the sum over one batch instead of two
     else:
         assert losses == plain
+
+
+END_OF_STEP: dict[str, tuple[Any, str]] = {
+    "squares": (Exchange, "squares"),  # in the counts, before the last collective
+    "norm": (ops, "adam_norm"),  # in the update
+    "parameters": (FlatAdam, "fused_step"),  # in the update, after the state has changed
+}
+
+
+@contextmanager
+def out_of_memory_in_rank_1(place: str, calls: tuple[int, ...]) -> Iterator[None]:
+    """In rank 1, these calls of a function at the end of the step fail; from 1 in each process."""
+    owner, name = END_OF_STEP[place]
+    original, count = getattr(owner, name), 0
+
+    def fails(*arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        if torch.distributed.get_rank() == 1 and count in calls:
+            raise RuntimeError("CUDA out of memory: a test wanted all of it")
+        return original(*arguments, **options)
+
+    with mock.patch.object(owner, name, fails):
+        yield
+
+
+@pytest.mark.parametrize(("place", "flags"), [("norm", {}), ("squares", SHARDED)])
+def test_a_rank_that_is_out_of_memory_completes_its_update(
+    data: Path, tmp_path: Path, place: str, flags: dict[str, Any]
+) -> None:
+    """Its collectives have begun, so it must not begin them again without a batch."""
+    flags = {**runs.LS, **PLAIN, "no_save": None, **flags, "max_update": 6}
+    plain = runs.run_ranks(data, tmp_path / "plain", 2, **flags)
+    with out_of_memory_in_rank_1(place, (3,)):
+        losses = runs.run_ranks(data, tmp_path / "fails", 2, **flags)
+    assert losses == plain
+    trained = (runs.trained(tmp_path / name) for name in ("plain", "fails"))
+    assert runs.differing(*trained) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "flags", "calls"),
+    [("norm", {}, (3, 4)), ("squares", SHARDED, (3, 4)), ("parameters", {}, (3,))],
+)
+def test_a_rank_that_cannot_complete_its_update_ends_all(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: str,
+    flags: dict[str, Any], calls: tuple[int, ...],
+) -> None:  # fmt: skip
+    with out_of_memory_in_rank_1(place, calls), pytest.raises(AssertionError):
+        runs.run_ranks(data, tmp_path / "ranks", 2, **runs.LS, **PLAIN, **flags, max_update=6)
+    assert "The GPU has no memory left to complete an update" in capfd.readouterr().err
 
 
 def test_ranks_stop_by_the_clock_together(data: Path, tmp_path: Path) -> None:
