@@ -313,9 +313,9 @@ class FastPath:
             self._step.wait()
 
     def _set_num_updates(self, count: int) -> None:
-        """Set the host's count, and the learning rate that belongs to it, without logging them."""
-        with metrics.aggregate(new_root=True):
-            self.trainer.set_num_updates(count)
+        """Set the host's count and its learning rate; fairseq's method would log them now."""
+        self.trainer._num_updates = count
+        self.trainer.lr_scheduler.step_update(count)
 
     def settle(self) -> None:
         """Wait for all steps, and log them; afterwards the parameters can be read."""

@@ -16,7 +16,6 @@ from fairseq.optim.lr_scheduler import polynomial_decay_schedule, reduce_lr_on_p
 from fairseq_cli import train
 
 _KEPT = "lightseq_stopping"  # the key in extra_state
-_POSITION = ("epoch", "iterations_in_epoch")
 _PATIENCE = ("best", "num_runs")  # attributes of fairseq's function `should_stop_early`
 
 
@@ -57,21 +56,22 @@ class ResumableTrainer(stopping.StoppableTrainer):
         if extra_state is None:
             return extra_state
         kept = extra_state.pop(_KEPT, {})
-        epoch, batches = (extra_state["train_iterator"][name] for name in _POSITION)
+        position = extra_state["train_iterator"]
+        begins_epoch = position.get("version", 1) >= 2 and position["iterations_in_epoch"] == 0
         if not reset_optimizer and not reset_meters:
             _write(train.should_stop_early, _PATIENCE, kept)
-        if batches == 0 and not reset_meters:
+        if begins_epoch and not reset_meters:
             # fairseq begins an epoch with empty meters, but a log interval goes on into it.
             interval = extra_state.get("metrics", {}).get("train_inner")
             metrics.load_state_dict({} if interval is None else {"train_inner": interval})
         if not reset_optimizer and not reset_lr_scheduler:
             _write(*_lacking(self.lr_scheduler), kept)
             self.lr_step_update()
-            if batches == 0:
+            if begins_epoch:
                 # fairseq saves before it passes the validation loss to the schedule.
-                self.lr_step(epoch - 1, extra_state.get("val_loss"))
+                self.lr_step(position["epoch"] - 1, extra_state.get("val_loss"))
             else:
-                self._within = epoch, kept
+                self._within = position["epoch"], kept
         return extra_state
 
     def get_lr(self) -> Any:

@@ -119,7 +119,7 @@ def test_lines_do_not_depend_on_how_far_the_host_is_ahead(
     assert [kind for kind, _ in found[0]].count("train_inner") == (0 if form == "none" else 5)
 
 
-@pytest.mark.parametrize("stop", [8, 11], ids=["within an epoch", "at its end"])
+@pytest.mark.parametrize("stop", [8, 11], ids=["at the end of an epoch", "within it"])
 def test_lines_of_a_resumed_run(train: Callable[..., list[Record]], stop: int) -> None:
     words = ["--log-format", "json", "--log-interval", "4", "--disable-validation"]
     whole = train("whole", *words)
