@@ -128,7 +128,9 @@ def _shard(rank: int, args: Namespace, queues: list[Any]) -> None:
         with (
             contextlib.redirect_stdout(out),
             left_on_cpu(),
-            patching.within("fairseq.logging.progress_bar:progress_bar", progress_bar),
+            patching.within(
+                "fairseq.logging.progress_bar:progress_bar", progress_bar, by="cli.translate"
+            ),
         ):
             generate.main(looked_up_once(args))
     except ZeroDivisionError:  # fairseq's speed report, if a shard has no batch

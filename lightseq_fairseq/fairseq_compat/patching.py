@@ -312,8 +312,9 @@ PATCHES = (
         "adds the captured step and checkpoints that resume with identical results", instead=True,
     ),
     Patch(
-        "fairseq's trainer", "fairseq_cli.train:Trainer", "training.stopping:StoppableTrainer",
-        "makes the ranks stop together after a signal", instead=True,
+        "fairseq's trainer", "fairseq_cli.train:Trainer", "training.resuming:ResumableTrainer",
+        "makes the ranks stop together after a signal, and saves the state of --patience",
+        instead=True,
     ),
     Patch(
         "training", "fairseq_cli.train:main", "training.process:main",
@@ -409,6 +410,10 @@ PATCHES = (
     Patch(
         "scoped", "fairseq_cli.train:validate_and_save", "training.process:main",
         "measures tokens/s without validation and saving",
+    ),
+    Patch(
+        "scoped", "fairseq.logging.progress_bar:progress_bar", "training.process:main",
+        "writes the line of a log interval when the results of its updates have arrived",
     ),
     Patch(
         "scoped", "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__",

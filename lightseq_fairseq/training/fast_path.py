@@ -2,9 +2,11 @@
 
 fairseq's loop expects that a step has finished when ``train_step`` returns. Here it has only been
 launched: the host's count of updates is a few steps ahead of the device, and the results of a step
-are logged when they arrive. Before the loop uses more than the count (it validates, saves, stops or
-ends an epoch), the host waits for all steps, and the device for the parameters that other ranks
-are still sending. A skipped update is subtracted from the count.
+are logged when they arrive. So this module, not the loop, writes the line of a log interval: when
+the results of its last update have been logged, and before those of the next one. Before the loop
+uses more than the count (it validates, saves, stops or ends an epoch), the host waits for all
+steps, and the device for the parameters that other ranks are still sending. A skipped update is
+subtracted from the count.
 """
 
 from __future__ import annotations
@@ -223,12 +225,36 @@ def _reseed(trainer: Any) -> None:
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
 
 
+def steps_ahead(trainer: Any) -> int:
+    """How many steps may be unfinished when ``train_step`` returns."""
+    return STEPS_AHEAD if trainer.cuda else 0
+
+
+@contextlib.contextmanager
+def _as_in_a_step() -> Iterator[None]:
+    """Log what the block logs, and its duration, where fairseq's loop logs a step."""
+    with metrics.aggregate("train_inner"), metrics.aggregate("train"):
+        _start_watch()
+        yield
+        metrics.log_stop_time("train_wall")
+
+
+def _start_watch() -> None:
+    metrics.log_start_time("train_wall", priority=800, round=0)
+
+
 @dataclass
 class _Started:
-    """A launched step: its report, and this rank's counts in the order of ``step.Count``."""
+    """A launched step.
+
+    Attributes:
+        counts: this rank's, in the order of ``step.Count``.
+        place: of its last batch in the epoch, for the log.
+    """
 
     report: StepReport
     counts: list[float]
+    place: int | None
 
 
 class FastPath:
@@ -270,18 +296,18 @@ class FastPath:
         self._step.set_state(trainer.get_num_updates(), scaler)
         self._rates: dict[int, float] = {}
         self._started: deque[_Started] = deque()
-        self._logged: dict[str, Any] = {}  # the return value of train_step, of the last logged step
 
-    def train_step(self, samples: Sequence[Any], ends_epoch: bool) -> dict[str, Any] | None:
+    def train_step(self, samples: Sequence[Any], ends_epoch: bool) -> None:
         """Launch the update by ``samples``, which ``training.batch`` has made.
-
-        Returns the logging output of the last logged step, or None if fairseq's loop must not
-        count an update.
 
         Raises:
             FloatingPointError: as in fairseq's trainer, for this step or an earlier one.
             GPUHangs: this step or an earlier one does not finish.
         """
+        with _as_in_a_step():
+            self._train_step(samples, ends_epoch)
+
+    def _train_step(self, samples: Sequence[Any], ends_epoch: bool) -> None:
         trainer = self.trainer
         _reseed(trainer)
         if not trainer.model.training:
@@ -298,39 +324,46 @@ class FastPath:
                 raise
             self._recover(error)
             if self._is_alone:
-                return None
+                return
             started = self._start([], count)  # other ranks wait for this one in the collective
         self._started.append(started)
-        trainer.set_num_updates(count + 1)
-        self._log_memory(count + 1)
+        self._set_num_updates(count + 1)
+        self._rates[count + 1] = trainer.get_lr()
         if self._is_alone:
             STOPPING.agree(STOPPING.signal_code())
-        self._log_steps(STEPS_AHEAD if trainer.cuda else 0)
+        self._log_steps(steps_ahead(trainer))
         # A step just logged may have set the reason.
         if ends_epoch or self._is_looked_at(count + 1) or STOPPING.reason is not None:
-            self.settle()
-        return self._logged if trainer.get_num_updates() > count else None
+            self._log_steps()
+            self._step.wait()
 
-    def _log_memory(self, count: int) -> None:
-        """Log fairseq's gb_free every log interval.
-
-        It is computed from the reserved memory, which includes that of the graphs.
-        """
-        trainer = self.trainer
-        if trainer.cuda_env is not None and count % trainer.cfg.common.log_interval == 0:
-            used = torch.cuda.max_memory_reserved() / 2**30
-            free = trainer.cuda_env.total_memory_in_GB - used
-            metrics.log_scalar("gb_free", free, priority=1500, round=1, weight=0)
+    def _set_num_updates(self, count: int) -> None:
+        """Set the host's count and its learning rate; fairseq's method would log them now."""
+        self.trainer._num_updates = count
+        self.trainer.lr_scheduler.step_update(count)
 
     def settle(self) -> None:
         """Wait for all steps, and log them; afterwards the parameters can be read."""
-        self._log_steps()
+        if self._started:
+            with _as_in_a_step():
+                self._log_steps()
         self._step.wait()
 
     def _log_steps(self, ahead: int = 0) -> None:
         """Wait for all steps except the last ``ahead``, and log them."""
         while len(self._started) > ahead:
             self._log(self._started.popleft())
+
+    def _log_line(self, count: int, place: int | None) -> None:
+        """Write the line of the log interval that ends with update ``count``, just logged."""
+        trainer = self.trainer
+        if trainer.cuda_env is not None:  # reserved memory includes that of the graphs
+            used = torch.cuda.max_memory_reserved() / 2**30
+            free = trainer.cuda_env.total_memory_in_GB - used
+            metrics.log_scalar("gb_free", free, priority=1500, round=1, weight=0)
+        metrics.log_stop_time("train_wall")
+        trainer.progress.log_interval(count, place)
+        _start_watch()
 
     def leave(self) -> None:
         """Restore the state that fairseq's own steps need."""
@@ -358,7 +391,8 @@ class FastPath:
     def _start(self, batches: Sequence[PackedBatch], count: int) -> _Started:
         counts = self._counts(batches)
         given = [count, counts[Count.SAMPLE_SIZE] or 1, *self._rates_at(count), *counts]
-        return _Started(self._step.update(batches, given), counts)
+        report = self._step.update(batches, given)
+        return _Started(report, counts, self.trainer.progress.place)
 
     def _counts(self, batches: Sequence[PackedBatch]) -> list[float]:
         ntokens = sum(batch.ntokens for batch in batches)
@@ -382,12 +416,10 @@ class FastPath:
     def _is_looked_at(self, count: int) -> bool:
         """Whether the host must wait for all steps, because fairseq's loop uses their results.
 
-        At this count it validates, saves, ends training or, with a loss scale, logs.
+        At this count it validates, saves or ends training.
         """
         cfg = self.trainer.cfg
         intervals = [cfg.checkpoint.save_interval_updates, cfg.dataset.validate_interval_updates]
-        if self._scaler is not None:
-            intervals.append(cfg.common.log_interval)
         return 0 < cfg.optimization.max_update <= count or any(
             interval > 0 and count % interval == 0 for interval in intervals
         )
@@ -395,6 +427,7 @@ class FastPath:
     def _log(self, started: _Started) -> None:
         values = started.report.wait()
         trainer, scaler, counts = self.trainer, self._scaler, started.counts
+        count = int(values[State.NUM_UPDATES])
         if not self._is_alone:
             counts = values[len(State) :]
             STOPPING.agree(counts[Count.SIGNALS])
@@ -410,7 +443,7 @@ class FastPath:
                 "NOTE: gradient overflow detected, ignoring gradient, setting loss scale to: %s",
                 values[State.LOSS_SCALE],
             )
-            trainer.set_num_updates(trainer.get_num_updates() - 1)
+            self._set_num_updates(trainer.get_num_updates() - 1)
         else:
             output: dict[str, Any] = {
                 "sample_size": int(counts[Count.SAMPLE_SIZE]),
@@ -419,13 +452,17 @@ class FastPath:
                 **self._objective.logged(values[State.SUM_0 : len(State)]),
             }
             norm = torch.tensor(values[State.NORM], dtype=torch.float64)
-            self._logged = trainer._reduce_and_log_stats([output], output["sample_size"], norm)
+            trainer._reduce_and_log_stats([output], output["sample_size"], norm)
+            metrics.log_scalar("num_updates", count, weight=0, priority=200)
+            metrics.log_scalar("lr", self._rates[count], weight=0, priority=300)
             if self._step.fp8 is not None:
                 cast, saturated = (values[len(State) + x] for x in (Count.CAST, Count.SATURATED))
                 share = saturated / max(cast, 1)
                 metrics.log_scalar("fp8_sat", share, weight=cast, priority=750, round=9)
         if scaler is not None:
             metrics.log_scalar("loss_scale", scaler.loss_scale, priority=700, round=4, weight=0)
+        if not values[State.SKIPPED] and count % trainer.cfg.common.log_interval == 0:
+            self._log_line(count, started.place)
 
     def _stop(self, values: list[float]) -> None:
         trainer = self.trainer

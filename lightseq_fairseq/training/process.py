@@ -72,6 +72,9 @@ def main(original: Callable[..., None], cfg: Any, *arguments: Any, **keywords: A
         ),
         patching.within("fairseq_cli.train:should_stop_early", should_stop_early),
         patching.within("fairseq_cli.train:train", report.train),
+        patching.within(
+            "fairseq.logging.progress_bar:progress_bar", report.progress_bar, by="training.process"
+        ),
         patching.within("fairseq_cli.train:validate_and_save", report.validate_and_save),
     ):
         try:

@@ -22,6 +22,9 @@ from fairseq.data import LanguagePairDataset, MonolingualDataset, RoundRobinZipD
 from fairseq.file_io import PathManager
 from fairseq.logging import metrics
 
+from lightseq_fairseq.training import resuming
+from lightseq_fairseq.training.progress import Progress
+
 # fairseq's --log-file receives the lines of this logger.
 logger = logging.getLogger("fairseq_cli.train.lightseq")
 
@@ -44,6 +47,9 @@ class Report:
         """fairseq's ``train``, for one epoch; logs the first lines, and the step if it changed."""
         if self._trainer is None:
             self._trainer = trainer
+            if (reason := resuming.ended(cfg, trainer)) is not None:
+                self._log(f"nothing to train: {reason}")
+                return [None], True
             self._log(*_settings(cfg, trainer, others[-1]))
         step = f"step: {_step(trainer)}"
         if step != self._step:
@@ -56,11 +62,21 @@ class Report:
         finally:
             self._seconds += time.perf_counter() - began
 
+    def progress_bar(self, original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """fairseq's ``progress_bar``; that of an epoch of training is also the trainer's."""
+        bar = original(*arguments, **keywords)
+        if "prefix" in keywords:  # validation
+            return bar
+        self._trainer.progress = Progress(bar, self._trainer)
+        return self._trainer.progress
+
     def validate_and_save(self, original: Callable[..., Any], *arguments: Any) -> Any:
         """fairseq's ``validate_and_save``, which it calls after each update."""
         began = time.perf_counter()
         losses, should_stop = original(*arguments)
         self._seconds -= time.perf_counter() - began
+        if should_stop:  # without validation and saving, nothing has waited for the last results
+            getattr(self._trainer, "settle", lambda: None)()
         is_end_of_epoch = arguments[-1]
         if is_end_of_epoch or should_stop:  # fairseq then resets the meters of the epoch
             tokens, updates = _of_epoch()

@@ -16,7 +16,7 @@ from lightseq_fairseq.checkpoints import names  # isort: skip  (prepares fairseq
 
 from fairseq import optim
 from fairseq.file_io import PathManager
-from fairseq.logging import metrics
+from fairseq.logging.progress_bar import NoopProgressBar
 
 from lightseq_fairseq import graphs, library
 from lightseq_fairseq.checkpoints import dictionaries, optimizer_order
@@ -28,11 +28,12 @@ from lightseq_fairseq.training import (
     batch,
     fast_path,
     full_batches,
-    stopping,
 )
 from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.fast_path import FastPath
 from lightseq_fairseq.training.flat_adam import FlatAdam
+from lightseq_fairseq.training.progress import Progress
+from lightseq_fairseq.training.resuming import ResumableTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ _SCALER_COUNTERS = (
 )
 
 
-class Trainer(stopping.StoppableTrainer):
+class Trainer(ResumableTrainer):
     """``fairseq.trainer.Trainer`` with the captured step and lossless checkpoints.
 
     A run without any ``ls_`` component behaves as in fairseq.
@@ -70,6 +71,7 @@ class Trainer(stopping.StoppableTrainer):
         self._fallback_reason: str | None = None  # why fairseq's own step runs
         self._fairseqs: Any = None  # fairseq's iterator of the training set
         self._iterator: Any = None  # a copy of it whose batches are fuller, packed, or both
+        self.progress = Progress(NoopProgressBar([]), self)  # until an epoch begins
         super().__init__(cfg, task, model, criterion, quantizer)
         self._has_ls = names.uses_ls(self.cfg)
         if self._has_ls:
@@ -132,9 +134,10 @@ class Trainer(stopping.StoppableTrainer):
             return f"captured as CUDA graphs, packed tokens, {ops} (all parts are ls_)"
         return f"eager, packed tokens, {ops} ({reason or 'CUDA graphs need a GPU'})"
 
-    @metrics.aggregate("train")
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
         """One update; see ``fairseq.trainer.Trainer.train_step``.
+
+        The captured step returns None, so that fairseq's loop logs nothing: see ``fast_path``.
 
         Raises:
             UserError: a checkpoint could not be written.
@@ -144,10 +147,8 @@ class Trainer(stopping.StoppableTrainer):
             return super().train_step(samples, raise_oom)
         if self._fast_path is None:
             self._fast_path = FastPath(self, self._scales)
-        metrics.log_start_time("train_wall", priority=800, round=0)
-        output = self._fast_path.train_step(samples, self._iterator.end_of_epoch())
-        metrics.log_stop_time("train_wall")
-        return output
+        self._fast_path.train_step(samples, self._iterator.end_of_epoch())
+        return None
 
     def settle(self) -> None:
         """Wait for all launched steps, and log them."""

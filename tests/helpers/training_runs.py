@@ -35,6 +35,7 @@ from lightseq_fairseq.cli.start import preflight
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.training import process
 from lightseq_fairseq.training.step import TrainingStep
+from lightseq_fairseq.training.stopping import StoppableTrainer
 from lightseq_fairseq.training.trainer import Trainer
 
 LS = {
@@ -253,6 +254,19 @@ def assert_stops_and_goes_on(data: Path, folder: Path, **flags: Any) -> None:
     ]
     assert len(found[0]) == 4
     assert found[0] == found[1]
+
+
+def signalled(number: int, update: int, rank: int = 0) -> Any:
+    """Sends a signal to a rank during an update, counted from 1."""
+    begin = StoppableTrainer._local_cumulative_training_time
+
+    def clock(self: StoppableTrainer) -> float:
+        is_it = not torch.distributed.is_initialized() or torch.distributed.get_rank() == rank
+        if is_it and self.get_num_updates() == update - 1 and self.model.training:
+            os.kill(os.getpid(), number)
+        return begin(self)
+
+    return mock.patch.object(StoppableTrainer, "_local_cumulative_training_time", clock)
 
 
 def run_ranks(

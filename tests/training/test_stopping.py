@@ -30,7 +30,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from lightseq_fairseq.cli.start import signals
 from lightseq_fairseq.errors import StoppedBySignal
 from lightseq_fairseq.training import stopping
-from lightseq_fairseq.training.stopping import StoppableTrainer, Stopping
+from lightseq_fairseq.training.stopping import Stopping
 
 SETS = {"ours": runs.LS, "fairseq's steps": {**runs.LS, "optimizer": "adam"}}
 
@@ -45,19 +45,6 @@ def binarised(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cli_runs.binarise(tmp_path_factory.mktemp("binarised"))
 
 
-def signalled(number: int, update: int, rank: int = 0) -> Any:
-    """Sends a signal to a rank during an update, counted from 1."""
-    begin = StoppableTrainer._local_cumulative_training_time
-
-    def clock(self: StoppableTrainer) -> float:
-        is_it = not torch.distributed.is_initialized() or torch.distributed.get_rank() == rank
-        if is_it and self.get_num_updates() == update - 1 and self.model.training:
-            os.kill(os.getpid(), number)
-        return begin(self)
-
-    return mock.patch.object(StoppableTrainer, "_local_cumulative_training_time", clock)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("steps", SETS)
 def test_a_run_goes_on_bit_by_bit(
@@ -67,7 +54,7 @@ def test_a_run_goes_on_bit_by_bit(
     whole = runs.run(data, tmp_path / "whole", **flags)
     before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1)]
     for update in (3, 7):  # in the middle of the first epoch, and at its end
-        with signalled(number, update), pytest.raises(StoppedBySignal, match=number.name):
+        with runs.signalled(number, update), pytest.raises(StoppedBySignal, match=number.name):
             runs.run(data, tmp_path / "run", **flags)
         last = torch.load(tmp_path / "run/checkpoint_last.pt", weights_only=False)
         assert last["optimizer_history"][-1]["num_updates"] == update
@@ -82,7 +69,7 @@ def test_ranks_stop_after_the_same_update(data: Path, tmp_path: Path, steps: str
     """Only one rank gets the signal, not the first one."""
     flags = {**SETS[steps], "max_update": 9}
     whole = runs.run_ranks(data, tmp_path / "whole", 2, **flags)
-    with signalled(signal.SIGUSR1, 3, rank=1), pytest.raises(AssertionError):
+    with runs.signalled(signal.SIGUSR1, 3, rank=1), pytest.raises(AssertionError):
         runs.run_ranks(data, tmp_path / "run", 2, **flags)
     state = torch.load(tmp_path / "run/checkpoint_last.pt", weights_only=False)
     updates = state["optimizer_history"][-1]["num_updates"]
@@ -130,7 +117,7 @@ def test_a_signal_may_arrive_while_the_codes_are_added(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("flag", ["no_save", "no_last_checkpoints"])
 def test_a_run_that_saves_nothing_ends_at_once(data: Path, tmp_path: Path, flag: str) -> None:
     def work() -> None:
-        with signalled(signal.SIGTERM, 2):
+        with runs.signalled(signal.SIGTERM, 2):
             runs.run(data, tmp_path, **runs.LS, **{flag: True})
 
     assert runs.in_a_fork(work) == -signal.SIGTERM

@@ -1,0 +1,133 @@
+"""A resumed run stops, and changes its learning rate, when an uninterrupted run would.
+
+fairseq's checkpoints lack a part of the state of ``--patience`` and of two schedules. Our files
+have it in ``extra_state``, where fairseq ignores it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightseq_fairseq.training import stopping  # isort: skip  (prepares fairseq)
+
+from fairseq.logging import metrics
+from fairseq.optim.lr_scheduler import polynomial_decay_schedule, reduce_lr_on_plateau
+from fairseq_cli import train
+
+_KEPT = "lightseq_stopping"  # the key in extra_state
+_PATIENCE = ("best", "num_runs")  # attributes of fairseq's function `should_stop_early`
+
+
+class ResumableTrainer(stopping.StoppableTrainer):
+    """``fairseq.trainer.Trainer`` whose checkpoints have the state of all schedules and of
+    ``--patience``."""
+
+    # The epoch within which the run resumes, and the state of its schedule; None once it begins.
+    _within: tuple[int, dict[str, Any]] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """fairseq's training state, with what it lacks of schedule and ``--patience``."""
+        state: dict[str, Any] = super().state_dict()
+        kept = _read(*_lacking(self.lr_scheduler))
+        if self.cfg.checkpoint.patience > 0:
+            kept |= _read(train.should_stop_early, _PATIENCE)
+        if kept:
+            state["extra_state"][_KEPT] = kept
+        return state
+
+    def load_checkpoint(
+        self,
+        filename: str,
+        reset_optimizer: bool = False,
+        reset_lr_scheduler: bool = False,
+        optimizer_overrides: Any = None,
+        reset_meters: bool = False,
+    ) -> Any:
+        """Load all training state; see ``fairseq.trainer.Trainer.load_checkpoint``.
+
+        As in fairseq, --reset-meters and --reset-optimizer forget the best validation loss, and
+        with it the state of --patience; --reset-lr-scheduler and --reset-optimizer forget the
+        state of the schedule.
+        """
+        extra_state = super().load_checkpoint(
+            filename, reset_optimizer, reset_lr_scheduler, optimizer_overrides, reset_meters
+        )
+        if extra_state is None:
+            return extra_state
+        kept = extra_state.pop(_KEPT, {})
+        position = extra_state["train_iterator"]
+        begins_epoch = position.get("version", 1) >= 2 and position["iterations_in_epoch"] == 0
+        if not reset_optimizer and not reset_meters:
+            _write(train.should_stop_early, _PATIENCE, kept)
+        if begins_epoch and not reset_meters:
+            # fairseq begins an epoch with empty meters, but a log interval goes on into it.
+            interval = extra_state.get("metrics", {}).get("train_inner")
+            metrics.load_state_dict({} if interval is None else {"train_inner": interval})
+        if not reset_optimizer and not reset_lr_scheduler:
+            _write(*_lacking(self.lr_scheduler), kept)
+            self.lr_step_update()
+            if begins_epoch:
+                # fairseq saves before it passes the validation loss to the schedule.
+                self.lr_step(position["epoch"] - 1, extra_state.get("val_loss"))
+            else:
+                self._within = position["epoch"], kept
+        return extra_state
+
+    def get_lr(self) -> Any:
+        """The current learning rate; infinite if the run has resumed within an epoch.
+
+        fairseq compares it with --stop-min-lr when a run begins, but otherwise only at the end of
+        an epoch.
+        """
+        return super().get_lr() if self._within is None else math.inf
+
+    def lr_step_begin_epoch(self, epoch: int) -> Any:
+        """Adjust the learning rate at the beginning of an epoch."""
+        rate = super().lr_step_begin_epoch(epoch)
+        if self._within is not None and self._within[0] == epoch:
+            # The epoch has begun in an earlier run, perhaps with another rate.
+            _write(*_lacking(self.lr_scheduler), self._within[1])
+            rate = self.lr_step_update()
+        self._within = None
+        return rate
+
+
+def ended(cfg: Any, trainer: Any) -> str | None:
+    """Why a run that resumes with this configuration had ended; None if it trains on.
+
+    fairseq's loop would make one more update, or with --patience one more epoch.
+    """
+    updates, most = trainer.get_num_updates(), cfg.optimization.max_update
+    if 0 < most <= updates:
+        return f"the checkpoint has {updates} updates, and --max-update is {most}"
+    hours, limit = trainer._previous_training_time / 3600, cfg.optimization.stop_time_hours
+    if 0 < limit < hours:
+        return f"the checkpoint has {hours:g} hours of training, and --stop-time-hours is {limit:g}"
+    patience = cfg.checkpoint.patience
+    if 0 < patience <= getattr(train.should_stop_early, "num_runs", 0):
+        return f"the last {patience} validations have not improved, and --patience is {patience}"
+    return None
+
+
+def _lacking(schedule: Any) -> tuple[Any, tuple[str, ...]]:
+    """An object and its attributes that ``schedule.state_dict`` lacks, but later rates need."""
+    if isinstance(schedule, reduce_lr_on_plateau.ReduceLROnPlateauLRSchedule):
+        return schedule.lr_scheduler, ("num_bad_epochs",)
+    if isinstance(schedule, polynomial_decay_schedule.PolynomialDecayLRSchedule):
+        # The rate from which it decays. After --force-anneal it is the one at the epoch's begin.
+        return schedule, ("lr",) * (schedule.cfg.force_anneal is not None)
+    return schedule, ()
+
+
+def _read(owner: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
+
+
+def _write(owner: Any, names: tuple[str, ...], values: dict[str, Any]) -> None:
+    for name in names:
+        if name in values:
+            setattr(owner, name, values[name])
+
+
+__all__ = ["ResumableTrainer", "ended"]
