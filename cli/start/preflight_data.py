@@ -117,7 +117,9 @@ def sentences(command: str, args: argparse.Namespace) -> None:
                 (one, its), (other, others) = counts.items()
                 raise UserError(
                     f"{one} has {its} sentences, but {other} has {others}: binarise both again "
-                    "with lightseq-preprocess, from text files with equal numbers of lines."
+                    "with lightseq-preprocess, from text files with equal numbers of lines. "
+                    "(For fairseq-preprocess a carriage return within a line ends it, too; for "
+                    "lightseq-preprocess it is a space.)"
                 )
 
 
@@ -218,7 +220,7 @@ def _is_text(path: str, implementation: str | None) -> bool:
 
 
 def _lines(path: str) -> int:
-    with open(path, encoding="utf-8") as file:  # counts lines as fairseq does
+    with open(path, encoding="utf-8", newline="\n") as file:
         count = sum(1 for _ in file)
     if count == 0:
         raise UserError(

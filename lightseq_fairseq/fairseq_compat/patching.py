@@ -58,6 +58,7 @@ _AUTOCAST = "the first update prints a FutureWarning about torch.cuda.amp.autoca
 _DEAD = "0.12.2 adds eight unused parameters to each layer, and fails on post-norm encoders"
 _BUFFER = "an uninitialised buffer makes the checkpoints of two equal runs differ"
 _UNKNOWN = "--replace-unk of 0.12.2 needs alignments that it does not compute, or cannot read"
+_CR = "a carriage return within a line ends it, so lines of the two sides no longer match"
 _LAZY = "--dataset-impl lazy: workers share one file position; --dataset-impl cached: KeyError"
 
 PATCHES = (
@@ -213,6 +214,18 @@ PATCHES = (
         when="fairseq_compat.generation:repeats_ngrams",
     ),
     Patch(
+        "repair", "fairseq.file_chunker_utils:find_offsets", "fairseq_compat.lines:find_offsets",
+        _CR, instead=True, everywhere=True,
+    ),
+    Patch(
+        "repair", "fairseq.file_chunker_utils:Chunker.__enter__", "fairseq_compat.lines:enter",
+        _CR,
+    ),
+    Patch(
+        "repair", "fairseq.data.indexed_dataset:IndexedRawTextDataset.read_data",
+        "fairseq_compat.lines:read_data", _CR, instead=True,
+    ),
+    Patch(
         "repair", "fairseq.tasks:FairseqTask.valid_step", "fairseq_compat.ranks:valid_step",
         "fairseq-validate fails on a rank without a batch: KeyError: 'net_input'", everywhere=True,
     ),
@@ -329,6 +342,14 @@ PATCHES = (
     Patch(
         "scoped", "fairseq_cli.interactive:main", "cli.start.launch:run_fairseq",
         "lightseq-interactive: prints each line at once, by the code of Translator",
+    ),
+    Patch(
+        "scoped", "fairseq_cli.preprocess:main", "cli.start.launch:run_fairseq",
+        "lightseq-preprocess: refuses sides of different lengths before it writes",
+    ),
+    Patch(
+        "scoped", "fairseq_cli.interactive:buffered_read", "cli.interactive:_translate", _CR,
+        instead=True,
     ),
     Patch(
         "scoped", "argparse:ArgumentParser.error", "cli.start.command_lines:refused_in_a_sentence",
