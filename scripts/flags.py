@@ -172,8 +172,9 @@ NOTES = {
     "`--num-batch-buckets` or `--score-reference`",
     "--max-tokens": "at least 1; in fairseq a smaller value means no limit",
     "--batch-size": "at least 1; in fairseq a smaller value means no limit",
-    "--replace-unk": "refused if the subwords of the source are joined: in interactive with "
-    "`--remove-bpe`, in generate with `--bpe` or `--tokenizer`",
+    "--replace-unk": "in generate only with `--dataset-impl raw`, because binarised data do not "
+    "contain unknown words, and refused with `--bpe` or `--tokenizer`; in interactive fairseq "
+    "copies `<unk>` itself",
     "--export": "no change in our layers; fairseq's own layers are built for TorchScript",
     "--tokenizer": "kept in the checkpoint for `torch.hub`",
     "--bpe": "kept in the checkpoint for `torch.hub`",
