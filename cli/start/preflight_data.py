@@ -174,6 +174,15 @@ def _pairs(args: argparse.Namespace, folder: str) -> list[tuple[str, str]]:
     return [] if source is None or target is None else [(source, target)]
 
 
+def target_language(args: argparse.Namespace) -> str | None:
+    """The target language of the command; None if there is none, or several."""
+    from fairseq import utils
+
+    folders = utils.split_paths(getattr(args, "data", None) or "")
+    targets = {target for _, target in _pairs(args, folders[0])} if folders else set()
+    return targets.pop() if len(targets) == 1 else None
+
+
 def _parts(
     command: str, args: argparse.Namespace, path: str, source: str, target: str
 ) -> Iterator[str]:

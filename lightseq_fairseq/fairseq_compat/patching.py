@@ -3,7 +3,7 @@
 ``PATCHES`` is the list, in the order in which names are replaced; `lightseq-doctor --verbose`
 prints it. The replacement of an entry is defined in the module that it belongs to. Most often it is
 a function that gets the original function, then the original's arguments. The list includes names
-of Python, torch and hydra that are replaced for fairseq.
+of Python, torch, hydra and sacrebleu that are replaced for fairseq.
 
     apply("repair")                  replaces the names of a phase, permanently
     within("module:name", wrapper)   replaces one name in a with block
@@ -58,6 +58,7 @@ _AUTOCAST = "the first update prints a FutureWarning about torch.cuda.amp.autoca
 _DEAD = "0.12.2 adds eight unused parameters to each layer, and fails on post-norm encoders"
 _BUFFER = "an uninitialised buffer makes the checkpoints of two equal runs differ"
 _UNKNOWN = "--replace-unk of 0.12.2 needs alignments that it does not compute, or cannot read"
+_MATCHED = "unknown words count as right, because <unk> and <<unk>> are split into tokens"
 _CR = "a carriage return within a line ends it, so lines of the two sides no longer match"
 _LAZY = "--dataset-impl lazy: workers share one file position; --dataset-impl cached: KeyError"
 
@@ -213,6 +214,18 @@ PATCHES = (
         "fairseq_compat.generation:_no_repeat_ngram", "--no-repeat-ngram-size has no effect",
         when="fairseq_compat.generation:repeats_ngrams",
     ),
+    *(
+        Patch(
+            "repair", f"fairseq.scoring.{scorer}.add_string",
+            "fairseq_compat.scoring:add_string", _MATCHED,
+        )
+        for scorer in ("bleu:SacrebleuScorer", "chrf:ChrFScorer", "wer:WerScorer")
+    ),
+    Patch(
+        "repair", "fairseq.tasks.translation:TranslationTask._inference_with_bleu",
+        "fairseq_compat.scoring:_inference_with_bleu",
+        "--eval-bleu is 0 for Chinese, Japanese and Korean: 13a does not split them into words",
+    ),
     Patch(
         "repair", "fairseq.file_chunker_utils:find_offsets", "fairseq_compat.lines:find_offsets",
         _CR, instead=True, everywhere=True,
@@ -350,6 +363,10 @@ PATCHES = (
     Patch(
         "scoped", "fairseq_cli.interactive:buffered_read", "cli.interactive:_translate", _CR,
         instead=True,
+    ),
+    Patch(
+        "scoped", "sacrebleu:corpus_bleu", "fairseq_compat.scoring:_inference_with_bleu",
+        "as for TranslationTask._inference_with_bleu, which calls it",
     ),
     Patch(
         "scoped", "argparse:ArgumentParser.error", "cli.start.command_lines:refused_in_a_sentence",
