@@ -18,6 +18,7 @@ from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 from lightseq_fairseq.cli.translate.output import GenerationOutput
 from lightseq_fairseq.cli.translate.text_output import text_output
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.fairseq_compat import scoring
 
 
 @launcher("generate")
@@ -45,8 +46,10 @@ def main(words: list[str], native: bool, output: Path | None, reference: TextIO 
     With --task language_modeling, each block of the test set is a prompt. With --prefix-size N,
     only the first N tokens of each block are the prompt.
 
-    The last line is sacrebleu's BLEU of the D- lines, with its signature. --scoring adds a score
-    that fairseq computes. Continued prompts are scored only with --reference.
+    The last line is sacrebleu's BLEU of the D- lines, with its signature. The target language
+    chooses its tokenizer, as in sacrebleu. --scoring adds a score that fairseq computes; with
+    --scoring sacrebleu, the flags --sacrebleu-tokenizer, --sacrebleu-lowercase and
+    --sacrebleu-char-level apply to both. Continued prompts are scored only with --reference.
 
     All GPUs are used; each translates a part of the batches. The output is the same as with one
     GPU, except with --sampling. --distributed-world-size sets the number of GPUs. With
@@ -73,6 +76,7 @@ def _translate(
             f"{args.distributed_world_size}: add --distributed-world-size 1, or remove --scoring "
             "(sacrebleu's BLEU is always computed)."
         )
+    metric = _metric(args, words)
     quiet, args.quiet, args.results_path = args.quiet, False, None
     unscored: UserError | None = None
     with text_output(path) if path else contextlib.nullcontext() as file:
@@ -90,11 +94,25 @@ def _translate(
             return  # the targets are the prompts, and each result begins with its prompt
         try:
             title = f"Generate {args.gen_subset} with beam={args.beam}"
-            out.result(title, None if reference is None else reference.name, references)
+            out.result(title, None if reference is None else reference.name, references, metric)
         except UserError as error:
             unscored = error  # still write the translations
     if unscored is not None:
         raise unscored
+
+
+def _metric(args: Namespace, words: list[str]) -> Any:
+    """The BLEU of the last line; sets the same tokenizer for the score of --scoring sacrebleu."""
+    from lightseq_fairseq.cli.start import preflight_data  # imports fairseq
+
+    if is_given(words, ("--sacrebleu-tokenizer",)):  # only with --scoring sacrebleu
+        tokenizer = args.sacrebleu_tokenizer
+    else:
+        tokenizer = scoring.usable_tokenizer(preflight_data.target_language(args))
+    if args.scoring != "sacrebleu":
+        return scoring.metric(tokenizer)
+    args.sacrebleu_tokenizer = tokenizer
+    return scoring.metric(tokenizer, args.sacrebleu_lowercase, args.sacrebleu_char_level)
 
 
 def _results(args: Namespace, output: Path | None) -> Path:

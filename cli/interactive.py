@@ -18,6 +18,8 @@ from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.translate.output import Lines, UnknownWords
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.fairseq_compat import patching
+from lightseq_fairseq.fairseq_compat.lines import buffered_read
 from lightseq_fairseq.generation.texts import Translation
 
 logger = logging.getLogger("fairseq_cli.interactive")  # the log is that of fairseq-interactive
@@ -60,7 +62,10 @@ def _translate(fairseq_main: Callable[[Any], None], cfg: Any) -> None:
     out = _AtOnce()
     is_native = not os.path.basename(sys.argv[0]).startswith("lightseq-")
     try:
-        with contextlib.redirect_stdout(out):
+        with (
+            contextlib.redirect_stdout(out),
+            patching.within("fairseq_cli.interactive:buffered_read", buffered_read),
+        ):
             (fairseq_main if is_native else _answer)(cfg)
     except Exception as error:
         # fairseq's number is the index in the buffer; add the number of lines before the buffer.
@@ -77,8 +82,6 @@ def _translate(fairseq_main: Callable[[Any], None], cfg: Any) -> None:
 
 def _answer(cfg: Any) -> None:
     """Prints the lines of ``fairseq_cli.interactive.main``; ``cfg`` is its argument."""
-    from fairseq_cli.interactive import buffered_read
-
     began, translating, count = time.perf_counter(), 0.0, 0
     batches, buffer = cfg.dataset, max(cfg.interactive.buffer_size, 1)
     if batches.max_tokens is None and batches.batch_size is None:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
+from lightseq_fairseq.errors import UserError
 
 
 @launcher("preprocess")
@@ -14,8 +22,60 @@ def main(words: list[str]) -> None:
     \b
         lightseq-preprocess -s en -t de --trainpref corpus/train.bpe --validpref corpus/valid.bpe \\
             --testpref corpus/test.bpe --destdir data-bin/wmt14_en_de --joined-dictionary
+
+    A line ends at a line feed only: a carriage return within a line is a space. Files of one split
+    with different numbers of lines are refused before anything is written.
     """
-    run_fairseq("preprocess", words)
+    run_fairseq("preprocess", words, around=_preprocess)
+
+
+def _preprocess(fairseq_main: Callable[[Any], Any], args: Namespace) -> None:
+    notes = []
+    for files in () if args.dict_only else _splits(args):
+        counts = {}
+        for path in files:
+            counts[path], returns = _lines(path)
+            if returns:
+                notes.append(_note(path, returns))
+        if len(set(counts.values())) > 1:
+            told = ", ".join(f"{path} has {count} lines" for path, count in counts.items())
+            raise UserError(
+                f"{told}: line n of each file must belong to the same sentence pair. Add or remove "
+                "lines until the numbers are equal."
+            )
+    if notes and args.alignfile:  # fairseq reads it with the two sides, by its own rule
+        raise UserError(f"{notes[0]} --alignfile cannot be used with it: replace it by a space.")
+    for note in notes:
+        click.echo(f"lightseq-preprocess: note: {note}", err=True)
+    fairseq_main(args)
+
+
+def _splits(args: Namespace) -> Iterator[list[str]]:
+    """The text files of each split that exist: of both languages, and of their alignments."""
+    languages = [args.source_lang] if args.only_source else [args.source_lang, args.target_lang]
+    endings = [*languages, *([args.align_suffix] if args.align_suffix else [])]
+    several = f"{args.validpref or ''},{args.testpref or ''}".split(",")
+    for prefix in filter(None, [args.trainpref, *several]):
+        paths = [prefix if end is None else f"{prefix}.{end}" for end in endings]
+        yield [path for path in paths if os.path.isfile(path)]  # fairseq names missing ones
+
+
+def _lines(path: str) -> tuple[int, list[int]]:
+    """(number of lines, numbers of the lines with a carriage return inside) of a text file."""
+    count, returns = 0, []
+    with open(path, "rb") as file:
+        for count, line in enumerate(file, 1):
+            if b"\r" in line.rstrip(b"\r\n"):
+                returns.append(count)
+    return count, returns
+
+
+def _note(path: str, returns: list[int]) -> str:
+    more = f", as {len(returns) - 1} other lines do" if len(returns) > 1 else ""
+    return (
+        f"Line {returns[0]} of {path} contains a carriage return (\\r){more}. It is read as a "
+        "space, because lines end at a line feed (\\n) only."
+    )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import click
 from lightseq_fairseq.cli.start.commands import CommandError, own
 from lightseq_fairseq.cli.translate.text_output import text_output
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.fairseq_compat import scoring
 
 Row = dict[str, Any]
 
@@ -30,8 +31,16 @@ Row = dict[str, Any]
 )  # fmt: skip
 @click.option("-t", "--test-set", metavar="NAME", help="Test set of sacrebleu, such as wmt14/full.")
 @click.option(
-    "-l", "--language-pair", metavar="SRC-TGT", help="Language pair of the test set, such as en-de."
-)
+    "-l", "--language-pair", metavar="SRC-TGT",
+    help="Language pair, such as en-zh; the target language chooses the tokenizer, as in "
+    "sacrebleu. --test-set needs it.",
+)  # fmt: skip
+@click.option(
+    "--tokenize", metavar="NAME",
+    help="sacrebleu's tokenizer, such as zh, ja-mecab, char, flores200 or intl.  [default: that of "
+    "the target language in --language-pair or --detokenize, else 13a]",
+)  # fmt: skip
+@click.option("--lowercase", is_flag=True, help="Ignore case.")
 @click.option(
     "--detokenize", metavar="LANG",
     help="First join the tokens of the translations, by the Moses rules of this language.",
@@ -56,6 +65,9 @@ def main(row_file: Path | None, **options: Any) -> None:
 
     If FILE is the output of lightseq-generate or fairseq-generate, its sentences are first sorted
     into the order of the test set.
+
+    <unk> and <<unk>> are unknown words, in translations and references: each counts as one word
+    and is never right.
     """
     try:
         row, line = score(**options)
@@ -69,7 +81,8 @@ def main(row_file: Path | None, **options: Any) -> None:
 
 def score(
     system: TextIO, reference: TextIO | None, test_set: str | None, language_pair: str | None,
-    detokenize: str | None, compound_split: bool,
+    detokenize: str | None, compound_split: bool, tokenize: str | None = None,
+    lowercase: bool = False,
 ) -> tuple[Row, str]:  # fmt: skip
     """Computes the score that `main` writes and prints.
 
@@ -85,13 +98,18 @@ def score(
 
     if reference is not None and test_set is not None:
         raise UserError("--reference and --test-set cannot be used together: remove one.")
-    if (test_set is None) != (language_pair is None):
-        raise UserError("Set --test-set and --language-pair together: -t wmt14/full -l en-de.")
-    if compound_split and (detokenize is not None or test_set is not None):
+    if test_set is not None and language_pair is None:
+        raise UserError("--test-set needs --language-pair: -t wmt14/full -l en-de.")
+    if compound_split and any((detokenize, test_set, language_pair, tokenize, lowercase)):
         raise UserError(
-            "--compound-split scores tokens: remove --detokenize and --test-set, and set "
-            "--reference to a tokenised file."
+            "--compound-split scores tokens: remove --detokenize, --test-set, --language-pair, "
+            "--tokenize and --lowercase, and set --reference to a tokenised file."
         )
+    if tokenize is not None and tokenize not in BLEU.TOKENIZERS:
+        raise UserError(
+            f"sacrebleu has no tokenizer {tokenize}: choose one of {', '.join(BLEU.TOKENIZERS)}."
+        )
+    language = detokenize if language_pair is None else _target(language_pair)
     output = Output(system.name, lines_of(system))
     if compound_split:
         tokens = output.references() if reference is None else lines_of(reference)
@@ -104,10 +122,7 @@ def score(
         translations = output.translations(tokens=detokenize is not None)
         if detokenize is not None:
             translations = _detokenized(translations, detokenize)
-        try:
-            metric = BLEU(trg_lang=(language_pair or "").rpartition("-")[2])
-        except RuntimeError as error:  # Japanese and Korean tokenizers need extra packages
-            raise UserError(" ".join(str(error).split())) from error
+        metric = scoring.metric(tokenize or scoring.tokenizer_of(language), lowercase)
     result, signature = bleu(output.name, translations, references, metric)
     prefix = "compound_split_" if compound_split else ""
     result.name = f"{prefix.replace('_', '-')}BLEU"
@@ -116,20 +131,18 @@ def score(
 
 
 def bleu(
-    name: str, translations: list[str], references: list[list[str]], metric: Any = None
+    name: str, translations: list[str], references: list[list[str]], metric: Any
 ) -> tuple[Any, str]:
-    """sacrebleu's score of ``translations`` and its signature.
+    """sacrebleu's score of ``translations`` and its signature; unknown words are never right.
 
     Args:
         name: name of the translations in messages.
         references: one or more lists, each as long as the translations.
-        metric: a ``sacrebleu.metrics.BLEU``; default: that of sacrebleu's own command.
+        metric: a ``sacrebleu.metrics.BLEU``.
 
     Raises:
         UserError: there is nothing to score, or the numbers of lines differ.
     """
-    from sacrebleu.metrics import BLEU
-
     for lines in references:
         if not lines and not translations:
             raise UserError(
@@ -141,9 +154,35 @@ def bleu(
                 f"{len(translations)}; references: {len(lines)}. Score exactly the translations "
                 "of the whole test set."
             )
-    metric = metric or BLEU()
+    translations = [scoring.marked(text, scoring.IN_TRANSLATION) for text in translations]
+    references = [
+        [scoring.marked(text, scoring.IN_REFERENCE) for text in side] for side in references
+    ]
+    if metric.tokenizer_signature == "13a" and _lacks_spaces(references[0]):
+        click.echo(
+            "note: The references are written without spaces, and the tokenizer 13a splits words "
+            "only at spaces and punctuation: name the target language (lightseq-score -l en-zh), "
+            "or another tokenizer (--tokenize char).",
+            err=True,
+        )
     result = metric.corpus_score(translations, references)
     return result, str(metric.get_signature())
+
+
+def _lacks_spaces(lines: list[str]) -> bool:
+    """Whether most letters are of scripts without spaces between words: Chinese, Japanese, Thai,
+    Lao, Burmese and Khmer."""
+    text = "".join("".join(lines).split())
+    letters = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+    return 2 * len(re.findall(f"[{letters}]", text)) > len(text)
+
+
+def _target(pair: str) -> str:
+    """The target language of a pair, as sacrebleu reads it."""
+    source, _, target = pair.partition("-")
+    if not source or not target:
+        raise UserError(f"--language-pair is {pair}: write two languages, such as en-de.")
+    return target
 
 
 def split_compounds(lines: Iterable[str]) -> list[str]:

@@ -176,12 +176,19 @@ NOTES = {
     "fairseq, and training uses fairseq's own step",
     "--max-tokens": "at least 1; in fairseq a smaller value means no limit",
     "--batch-size": "at least 1; in fairseq a smaller value means no limit",
-    "--replace-unk": "refused if the subwords of the source are joined: in interactive with "
-    "`--remove-bpe`, in generate with `--bpe` or `--tokenizer`",
+    "--replace-unk": "in generate only with `--dataset-impl raw`, because binarised data do not "
+    "contain unknown words, and refused with `--bpe` or `--tokenizer`; in interactive fairseq "
+    "copies `<unk>` itself",
+    **dict.fromkeys(
+        ("--sacrebleu-tokenizer", "--sacrebleu-lowercase", "--sacrebleu-char-level"),
+        "in generate also for the last line",
+    ),
+    "--eval-bleu": "sacrebleu's tokenizer is that of the target language; in fairseq it is 13a",
     "--export": "no change in our layers; fairseq's own layers are built for TorchScript",
     "--tokenizer": "kept in the checkpoint for `torch.hub`",
     "--bpe": "kept in the checkpoint for `torch.hub`",
-    "--scoring": "kept in the checkpoint",
+    "--scoring": "kept in the checkpoint; in generate, sacrebleu, chrf and wer count an unknown "
+    "word as one word, which is never right",
     "--num-shards": "`--distributed-world-size` shards, with `--distributed-rank`",
     "--shard-id": "`--distributed-world-size` shards, with `--distributed-rank`",
     "--help": "shows the launcher's help; `--fairseq-help` shows fairseq's",

@@ -132,7 +132,7 @@ def inputs(command: str, argv: Sequence[str], args: argparse.Namespace) -> None:
     preflight_values.values(command, args)
     numbers(args)
     backend(argv, args)
-    preflight_values.unknown_words(command, args)
+    preflight_values.unknown_words(args)
     preflight_values.length_penalty(args)
     language_model(command, args)
     sentence_prediction(args)

@@ -117,7 +117,9 @@ def sentences(command: str, args: argparse.Namespace) -> None:
                 (one, its), (other, others) = counts.items()
                 raise UserError(
                     f"{one} has {its} sentences, but {other} has {others}: binarise both again "
-                    "with lightseq-preprocess, from text files with equal numbers of lines."
+                    "with lightseq-preprocess, from text files with equal numbers of lines. "
+                    "(For fairseq-preprocess a carriage return within a line ends it, too; for "
+                    "lightseq-preprocess it is a space.)"
                 )
 
 
@@ -172,6 +174,15 @@ def _pairs(args: argparse.Namespace, folder: str) -> list[tuple[str, str]]:
     return [] if source is None or target is None else [(source, target)]
 
 
+def target_language(args: argparse.Namespace) -> str | None:
+    """The target language of the command; None if there is none, or several."""
+    from fairseq import utils
+
+    folders = utils.split_paths(getattr(args, "data", None) or "")
+    targets = {target for _, target in _pairs(args, folders[0])} if folders else set()
+    return targets.pop() if len(targets) == 1 else None
+
+
 def _parts(
     command: str, args: argparse.Namespace, path: str, source: str, target: str
 ) -> Iterator[str]:
@@ -218,7 +229,7 @@ def _is_text(path: str, implementation: str | None) -> bool:
 
 
 def _lines(path: str) -> int:
-    with open(path, encoding="utf-8") as file:  # counts lines as fairseq does
+    with open(path, encoding="utf-8", newline="\n") as file:
         count = sum(1 for _ in file)
     if count == 0:
         raise UserError(

@@ -7,7 +7,9 @@ import ast
 import difflib
 import json
 import math
+import os
 import re
+import sys
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -71,7 +73,7 @@ def joiner(command: str, args: argparse.Namespace) -> tuple[str, str | None]:
     return "--remove-bpe", None
 
 
-def unknown_words(command: str, args: argparse.Namespace) -> None:
+def unknown_words(args: argparse.Namespace) -> None:
     """Raises UserError if --replace-unk cannot work: the source's subwords are joined before the
     lookup, or its dictionary file is not readable."""
     from lightseq_fairseq.fairseq_compat.generation import NO_FILE
@@ -80,10 +82,11 @@ def unknown_words(command: str, args: argparse.Namespace) -> None:
     if path is None:
         return
     joining = {
-        "interactive": {"--remove-bpe": "post_process"},
-        "generate": {"--bpe": "bpe", "--tokenizer": "tokenizer"},
+        "fairseq-interactive": {"--remove-bpe": "post_process"},  # with --native
+        "lightseq-generate": {"--bpe": "bpe", "--tokenizer": "tokenizer"},
+        "fairseq-generate": {"--bpe": "bpe", "--tokenizer": "tokenizer"},
     }
-    for flag, name in joining.get(command, {}).items():
+    for flag, name in joining.get(os.path.basename(sys.argv[0]), {}).items():
         if getattr(args, name, None):
             raise UserError(
                 f"--replace-unk cannot be used with {flag}, which joins the subwords of the source "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import re
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 from lightseq_fairseq.cli import score
 
@@ -108,13 +108,16 @@ class GenerationOutput(Lines):
     def flush(self) -> None:
         self.terminal.flush()
 
-    def result(self, title: str, reference: str | None, lines: list[str] | None) -> None:
+    def result(
+        self, title: str, reference: str | None, lines: list[str] | None, metric: Any
+    ) -> None:
         """Prints ``title`` with sacrebleu's score and signature, and what it was computed against.
 
         Args:
             reference: the name of the file of references.
             lines: its lines. Both are None to use the targets that fairseq has printed, which it
                 decodes from the token ids of the binarised data.
+            metric: a ``sacrebleu.metrics.BLEU``.
 
         Raises:
             UserError: the numbers of translations and references differ, or sentences are missing.
@@ -127,7 +130,7 @@ class GenerationOutput(Lines):
             said = "references: the binarised targets"
             if not references:
                 return  # a test set without a target side
-        result, signature = score.bleu(self.output.name, translations, [references])
+        result, signature = score.bleu(self.output.name, translations, [references], metric)
         self._say(f"{title}: {result.format(width=2, signature=signature)} ({said})")
 
     def _say(self, line: str) -> None:

@@ -145,8 +145,14 @@ class Search:
             Exception: fairseq's about a line that is longer than the model's positions.
         """
         texts, constraints = self._parted(lines)
-        tokens, _ = self._loaded.task.get_interactive_tokens_and_lengths(texts, self._loaded.encode)
-        return self._found(tokens, constraints)
+        encoded: list[str] = []
+
+        def encode(text: str) -> str:
+            encoded.append(self._loaded.encode(text))
+            return encoded[-1]
+
+        tokens, _ = self._loaded.task.get_interactive_tokens_and_lengths(texts, encode)
+        return self._found(tokens, constraints, encoded)
 
     def of_numbers(self, prompts: Sequence[Sequence[int]]) -> list[Translation]:
         """Like `translate`, for prompts that are lists of token ids without eos."""
@@ -155,8 +161,13 @@ class Search:
         eos = self._loaded.task.source_dictionary.eos()
         return self._found([torch.tensor([*prompt, eos]) for prompt in prompts], None)
 
-    def _found(self, tokens: list[Tensor], constraints: Tensor | None) -> list[Translation]:
-        """The translations of sentences; each is an int64 tensor that ends with eos."""
+    def _found(
+        self, tokens: list[Tensor], constraints: Tensor | None, encoded: Sequence[str] = ()
+    ) -> list[Translation]:
+        """The translations of sentences; each is an int64 tensor that ends with eos.
+
+        encoded: their texts, from which --replace-unk copies; empty if there are none.
+        """
         task, lengths = self._loaded.task, [len(each) for each in tokens]
         try:
             batches = task.get_batch_iterator(
@@ -171,7 +182,7 @@ class Search:
             if "should not exceed max_tokens" not in str(error):
                 raise
             raise UserError(messages.over_max_tokens(max(lengths), self._max_tokens)) from error
-        found = {number: each for batch in batches for number, each in self._batch(batch)}
+        found = {number: each for batch in batches for number, each in self._batch(batch, encoded)}
         return [
             found[number] if number in found else Translation(self._source(tokens[number]), ())
             for number in range(len(tokens))
@@ -194,7 +205,9 @@ class Search:
         packed = pack_constraints([list(map(encoded, asked)) for _, *asked in parts])
         return [sentence for sentence, *_ in parts], packed
 
-    def _batch(self, batch: dict[str, Any]) -> Iterator[tuple[int, Translation]]:
+    def _batch(
+        self, batch: dict[str, Any], encoded: Sequence[str]
+    ) -> Iterator[tuple[int, Translation]]:
         """(number, translation) of each sentence of a batch."""
         from fairseq import utils
         from fairseq.token_generation_constraints import unpack_constraints
@@ -208,11 +221,12 @@ class Search:
         )
         seconds = (time.perf_counter() - began) / max(len(results), 1)
         for place, (number, hypotheses) in enumerate(zip(batch["id"].tolist(), results)):
-            source = self._source(batch["net_input"]["src_tokens"][place])
+            read = batch["net_input"]["src_tokens"][place]
+            copied = self._copied(read, encoded[number]) if self._aligned is not None else ""
             asked = () if constraints is None else unpack_constraints(constraints[place])
-            best = tuple(self._hypothesis(each, source) for each in hypotheses[: self._nbest])
+            best = tuple(self._hypothesis(each, copied) for each in hypotheses[: self._nbest])
             words = tuple(task.target_dictionary.string(each, self._joiner) for each in asked)
-            yield number, Translation(source, best, words, seconds)
+            yield number, Translation(self._source(read), best, words, seconds)
 
     def _source(self, tokens: Tensor) -> str:
         """The text of a sentence's tokens, which may be padded."""
@@ -224,8 +238,26 @@ class Search:
         tokens = utils.strip_pad(tokens, task.target_dictionary.pad())
         return str(task.source_dictionary.string(tokens, self._joiner))
 
-    def _hypothesis(self, found: Any, source: str) -> Hypothesis:
-        """``found``: a hypothesis of a generator. ``source``: text from which <unk> is replaced."""
+    def _copied(self, tokens: Tensor, encoded: str) -> str:
+        """The words of a source, one for each token, from which --replace-unk copies.
+
+        An unknown token is the word of the text. The others are the model's, because a task may
+        add some, such as that of a language.
+        """
+        from fairseq.tokenizer import tokenize_line
+
+        dictionary = self._loaded.task.source_dictionary
+        unk = dictionary.unk()
+        unknown = iter([w for w in tokenize_line(encoded) if dictionary.index(w) == unk])
+        left_out = (dictionary.pad(), dictionary.eos())  # as in fairseq's alignments
+        return " ".join(
+            next(unknown, dictionary[token]) if token == unk else dictionary[token]
+            for token in tokens.tolist()
+            if token not in left_out
+        )
+
+    def _hypothesis(self, found: Any, copied: str) -> Hypothesis:
+        """``found``: a hypothesis of a generator. ``copied``: the words that replace <unk>."""
         from fairseq import utils
         from fairseq.data import data_utils
 
@@ -236,7 +268,7 @@ class Search:
         words = dictionary.string(tokens, extra_symbols_to_ignore=self._strip)
         if self._aligned is not None:
             unknown = dictionary.unk_string()
-            words = utils.replace_unk(words, source, alignment, self._aligned, unknown)
+            words = utils.replace_unk(words, copied, alignment, self._aligned, unknown)
         words = data_utils.post_process(words, self._joiner)
         return Hypothesis(
             self._loaded.decode(words),

@@ -15,6 +15,8 @@ fairseq without repairs.
     layers        0.12.2's encoder layer, the NaN detector, cuDNN attention
     checkpoints   safe loading (weights_only), dead parameters, settings of newer versions
     generation    --replace-unk, --no-repeat-ngram-size
+    lines         carriage returns within lines of text
+    scoring       unknown words, and languages without spaces, in sacrebleu's scores
     ranks         empty batches; gathering and DistributedDataParallel without GPUs
     workers       ends data loading processes on the way out
     overlay       a module with some names replaced, for one other module

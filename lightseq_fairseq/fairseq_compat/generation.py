@@ -59,7 +59,7 @@ def replace_unk(
     if max(source_of.values()) > len(src_str.split()):  # index len(...) is </s>
         raise UserError(
             "--replace-unk found fewer source words than the model has read, because subwords were "
-            "joined: remove --bpe and --tokenizer (in lightseq-interactive also --remove-bpe), and "
+            "joined: remove --bpe and --tokenizer (with --native also --remove-bpe), and "
             "apply them to the translations."
         )
     return str(original(hypo_str, src_str, source_of, *rest))

@@ -3,7 +3,7 @@
 ``PATCHES`` is the list, in the order in which names are replaced; `lightseq-doctor --verbose`
 prints it. The replacement of an entry is defined in the module that it belongs to. Most often it is
 a function that gets the original function, then the original's arguments. The list includes names
-of Python, torch and hydra that are replaced for fairseq.
+of Python, torch, hydra and sacrebleu that are replaced for fairseq.
 
     apply("repair")                  replaces the names of a phase, permanently
     within("module:name", wrapper)   replaces one name in a with block
@@ -59,6 +59,8 @@ _DEAD = "0.12.2 adds eight unused parameters to each layer, and fails on post-no
 _BUFFER = "an uninitialised buffer makes the checkpoints of two equal runs differ"
 _UNKNOWN = "--replace-unk of 0.12.2 needs alignments that it does not compute, or cannot read"
 _EPOCH = "each epoch has the masks of the first one; --curriculum never ends; resumed runs differ"
+_MATCHED = "unknown words count as right, because <unk> and <<unk>> are split into tokens"
+_CR = "a carriage return within a line ends it, so lines of the two sides no longer match"
 _LAZY = "--dataset-impl lazy: workers share one file position; --dataset-impl cached: KeyError"
 
 PATCHES = (
@@ -246,6 +248,30 @@ PATCHES = (
         "fairseq_compat.generation:block_repeats", "--no-repeat-ngram-size has no effect",
         instead=True, when="fairseq_compat.generation:repeats_ngrams",
     ),
+    *(
+        Patch(
+            "repair", f"fairseq.scoring.{scorer}.add_string",
+            "fairseq_compat.scoring:add_string", _MATCHED,
+        )
+        for scorer in ("bleu:SacrebleuScorer", "chrf:ChrFScorer", "wer:WerScorer")
+    ),
+    Patch(
+        "repair", "fairseq.tasks.translation:TranslationTask._inference_with_bleu",
+        "fairseq_compat.scoring:_inference_with_bleu",
+        "--eval-bleu is 0 for Chinese, Japanese and Korean: 13a does not split them into words",
+    ),
+    Patch(
+        "repair", "fairseq.file_chunker_utils:find_offsets", "fairseq_compat.lines:find_offsets",
+        _CR, instead=True, everywhere=True,
+    ),
+    Patch(
+        "repair", "fairseq.file_chunker_utils:Chunker.__enter__", "fairseq_compat.lines:enter",
+        _CR,
+    ),
+    Patch(
+        "repair", "fairseq.data.indexed_dataset:IndexedRawTextDataset.read_data",
+        "fairseq_compat.lines:read_data", _CR, instead=True,
+    ),
     Patch(
         "repair", "fairseq.tasks:FairseqTask.valid_step", "fairseq_compat.ranks:valid_step",
         "fairseq-validate fails on a rank without a batch: KeyError: 'net_input'", everywhere=True,
@@ -368,6 +394,18 @@ PATCHES = (
     Patch(
         "scoped", "fairseq_cli.interactive:main", "cli.start.launch:run_fairseq",
         "lightseq-interactive: prints each line at once, by the code of Translator",
+    ),
+    Patch(
+        "scoped", "fairseq_cli.preprocess:main", "cli.start.launch:run_fairseq",
+        "lightseq-preprocess: refuses sides of different lengths before it writes",
+    ),
+    Patch(
+        "scoped", "fairseq_cli.interactive:buffered_read", "cli.interactive:_translate", _CR,
+        instead=True,
+    ),
+    Patch(
+        "scoped", "sacrebleu:corpus_bleu", "fairseq_compat.scoring:_inference_with_bleu",
+        "as for TranslationTask._inference_with_bleu, which calls it",
     ),
     Patch(
         "scoped", "argparse:ArgumentParser.error", "cli.start.command_lines:refused_in_a_sentence",

@@ -325,7 +325,7 @@ BAD = [
     (f"generate bin {OURS} --replace-unk half_lexicon", ["Line 2 of half_lexicon"]),
     (f"interactive bin {THEIRS} --replace-unk half_lexicon", ["Line 2 of half_lexicon"]),
     (f"generate bin {OURS} --replace-unk gone", ["gone", "does not exist"]),
-    (f"interactive bin {OURS} --remove-bpe --replace-unk",
+    (f"interactive bin {OURS} --native --remove-bpe --replace-unk",
      ["--replace-unk", "remove --remove-bpe"]),
     (f"generate bin {OURS} --tokenizer space --replace-unk",
      ["--replace-unk", "remove --tokenizer"]),

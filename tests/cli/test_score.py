@@ -184,7 +184,9 @@ def test_standard_input(reference: Path) -> None:
         ("--sys {0}/cut -r {0}/reference", "lacks 2 sentences (the first is line D-0)"),
         ("--sys {0}/reference", "no references: set --reference or --test-set"),
         ("--sys {0}/short -r {0}/short -t wmt14", "cannot be used together"),
-        ("--sys {0}/short -t wmt14", "Set --test-set and --language-pair together"),
+        ("--sys {0}/short -t wmt14", "--test-set needs --language-pair: "),
+        ("--sys {0}/short -r {0}/short -l zh", "--language-pair is zh: write two languages"),
+        ("--sys {0}/short -r {0}/short --tokenize no", "no tokenizer no: choose one of none, zh"),
         ("--sys {0}/short -t wmt1 -l en-de", "sacrebleu has no test set wmt1"),
         ("--sys {0}/short -t wmt14 -l en-xx", "wmt14 has no language pair en-xx: choose one of "),
         ("--sys {0}/short -r {0}/short --compound-split --detokenize de", "scores tokens: remove"),
@@ -204,6 +206,53 @@ def test_what_cannot_be_scored_is_refused(
     assert result.exit_code == 2, (result.output, result.exception)
     assert sentence.format(tmp_path) in result.stderr
     assert result.stdout == ""
+
+
+CHINESE = (
+    ["今天天气很好我们去公园", "他在学校里学习中文", "这本书非常有意思吗"],
+    ["今天天气很好我们去公园玩", "他在学校学习中文", "这本书非常有意思"],
+)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("-l en-zh", "-l en-zh"), ("-l eng-zho_Hans", "-l en-zh"), ("--detokenize zh", "-l en-zh"),
+        ("--tokenize char", "-tok char"), ("--tokenize intl -l en-zh", "-tok intl -l en-zh"),
+        ("--lowercase", "-lc"),
+    ],
+)  # fmt: skip
+def test_the_language_chooses_the_tokenizer_as_in_sacrebleu(
+    tmp_path: Path, ours: str, theirs: str
+) -> None:
+    system, reference = (
+        lines(tmp_path / name, [f"{text} Ab" if name == "ref" else f"{text} aB" for text in side])
+        for name, side in zip(("sys", "ref"), CHINESE, strict=True)
+    )
+    words = ("--input", system, "--format", "text", "--width", "2")
+    expected = python("-m", "sacrebleu", reference, *words, *theirs.split())
+    assert succeed("score", "--sys", system, "-r", reference, *ours.split()) == expected
+
+
+def test_pieces_of_sentencepiece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown word is one token also where the beginning of a word is one."""
+    from sacrebleu.metrics import bleu as sacrebleus
+
+    from lightseq_fairseq.cli.score import bleu
+    from lightseq_fairseq.fairseq_compat import scoring
+
+    class Pieces:
+        sp = None
+
+        def __call__(self, text: str) -> str:
+            return " ".join(f"\u2581 {word}" if word > "\u2fd0" else word for word in text.split())
+
+        def signature(self) -> str:
+            return "spm"
+
+    monkeypatch.setattr(sacrebleus, "_get_tokenizer", lambda name: Pieces)
+    result, _ = bleu("", ["a <unk> b <unk>"], [["a <unk> b <<unk>> c"]], scoring.metric("spm"))
+    assert (result.counts[0], result.sys_len, result.ref_len) == (2, 4, 5)
 
 
 def test_a_test_set_that_cannot_be_downloaded(

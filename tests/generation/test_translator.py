@@ -3,6 +3,7 @@ sentence."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -129,6 +130,25 @@ def test_subwords_are_split_and_joined(toy: Toy, tmp_path: Path) -> None:
     # "drei" is split into subwords
     assert found[0].source == "eins zwei" and "<unk>" in found[1].source
     assert all_printed(found) == of_command(toy, tmp_path, flags, lines)
+
+
+UNKNOWN = ["Ursula Xaver@@ Yps", "eins Ursula drei"]
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_unknown_words_are_copied_from_the_text(
+    toy: Toy, tmp_path: Path, translator: Translator, joined: bool
+) -> None:
+    """The model writes only <unk>; so its translations consist of words of the source."""
+    options = {"replace_unk": True, "unkpen": -99, "beam": 2, "remove_bpe": joined or None}
+    found = translator.translate(UNKNOWN, **options)
+    sources = ["<unk> <unk> <unk>", "eins <unk> drei"]
+    assert [each.source for each in found] == sources
+    end = "" if joined else "@@"
+    assert re.fullmatch(f"((Ursula|Xaver{end}|Yps) ?)+", found[0].text)
+    assert {*found[1].text.split()} <= {*UNKNOWN[1].split()}
+    flags = "--replace-unk --unkpen -99 --beam 2 --max-tokens 12000" + " --remove-bpe" * joined
+    assert all_printed(found) == of_command(toy, tmp_path, flags, UNKNOWN)
 
 
 def test_one_sentence_and_many(translator: Translator) -> None:
