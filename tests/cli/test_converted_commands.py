@@ -1,5 +1,5 @@
-"""A fairseq command with the prefixes ls_ trains on the same batches, with the same settings and the
-same model sizes as before, in every task, and goes on from fairseq's checkpoints."""
+"""A fairseq command with the prefixes ls_ trains on the same batches, with the same settings and
+model sizes as before, in every task, and goes on from fairseq's checkpoints."""
 
 from __future__ import annotations
 
@@ -106,8 +106,10 @@ PREFIX = re.compile(r"(--(?:arch|optimizer|criterion)) (?=[a-z])")
 
 def converted(command: str) -> str:
     """The command with the prefixes; adaptive_loss and nag are fairseq's alone."""
-    return PREFIX.sub(r"\1 ls_", command).replace("ls_adaptive_loss", "adaptive_loss").replace(
-        "ls_nag", "nag"
+    return (
+        PREFIX.sub(r"\1 ls_", command)
+        .replace("ls_adaptive_loss", "adaptive_loss")
+        .replace("ls_nag", "nag")
     )
 
 
