@@ -44,9 +44,9 @@ def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool) -> None:
 
     The options that you do not set get the values of the standard recipe: optimizer, criterion,
     learning-rate schedule, batch size, number of updates, precision. The first line printed is the
-    complete command. If you set the optimizer or the criterion, you also choose the schedule and
-    the precision: the recipe then leaves them to fairseq's defaults. A command without any ls_ runs
-    fairseq-train unchanged.
+    complete command. A command that sets the optimizer or the criterion keeps fairseq's defaults
+    instead, so that a fairseq command with prefixes trains on the same data. A command without any
+    ls_ runs fairseq-train unchanged.
     """
     # preflight.checks adds these flags to fairseq's parser
     words = ["--pack-tokens"] * pack_tokens + ["--fp8"] * fp8 + words

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from lightseq_fairseq.cli.refusals.causes import Cause
 from lightseq_fairseq.cli.start.command_lines import ended
-from lightseq_fairseq.cli.start.defaults import value
+from lightseq_fairseq.cli.start.defaults import is_given, value
 from lightseq_fairseq.errors import GPUHangs, UserError
 
 
@@ -83,6 +83,8 @@ def _checkpoint(request: Request) -> str:
         path = getattr(request.args, "restore_file", None)
         if path == "checkpoint_last.pt":
             path = os.path.join(getattr(request.args, "save_dir", ""), path)
+            if not os.path.exists(path):  # a new run
+                path = getattr(request.args, "finetune_from_model", None) or path
     return f"checkpoint {path}" if path else "the checkpoint"
 
 
@@ -127,10 +129,34 @@ def _state_dict(failure: Cause, request: Request) -> str | None:
         difference = f"{name} is [{saved}] in the checkpoint and [{built}] in this model"
     else:
         difference = " ".join(failure.text.split("\n", 1)[-1].split())[:200]
+    flags = [_positions(name, saved, request) for name, saved, _ in mismatches]
+    if flags and None not in flags:
+        remedy = "set " + " ".join(flag for flag in dict.fromkeys(flags) if flag)
+    else:
+        remedy = "use the --arch and the sizes that it was trained with"
     return (
-        f"The model does not match {checkpoint} ({difference}): use the --arch and the sizes that "
-        f"it was trained with, or start a new run in another --save-dir."
+        f"The model does not match {checkpoint} ({difference}): {remedy}, or start a new run in "
+        "another --save-dir."
     )
+
+
+def _positions(name: str, saved: str, request: Request) -> str | None:
+    """The flag that gives a model the positions of the checkpoint; None for another parameter.
+
+    fairseq takes their number from the length of a block unless the flag of the model is given.
+    """
+    found = re.search(r"(encoder|decoder|sentence_encoder)\.embed_positions\.weight$", name)
+    if found is None:
+        return None
+    flag = {
+        "encoder": "--max-source-positions",
+        "decoder": "--max-target-positions",
+        "sentence_encoder": "--max-positions",
+    }[found[1]]
+    if hasattr(request.args, "tokens_per_sample") and not is_given(request.argv, (flag,)):
+        flag = "--tokens-per-sample"
+    rows = int(saved.partition(",")[0])
+    return f"{flag} {rows - 2}"  # the table has two more rows: for numbers up to the pad's, 1
 
 
 _TOO_LONG = re.compile(

@@ -26,10 +26,14 @@ class Machine(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Default flags that belong together; none is added if the user sets one of ``unless``."""
+    """Default flags that belong together; none is added if the user sets one of ``unless``.
+
+    required: fairseq has no default for them, so a converted command gets them too.
+    """
 
     unless: tuple[str, ...]
     flags: tuple[tuple[str, str], ...]
+    required: bool = False
 
 
 _PARTS = tuple(flag for (flag,) in PARTS)
@@ -50,18 +54,18 @@ def _recipe(
     total = ((_LAST_OF_DECAY, str(updates)),) if decays else ()
     size = () if sentences is None else (("--batch-size", str(sentences)),)
     return (
-        Choice(("--optimizer",), _pairs(optimizer)),
+        Choice(("--optimizer",), _pairs(optimizer), required=True),
         Choice(("--criterion",), _pairs(criterion)),
-        Choice((*_PARTS, "--lr-scheduler"), _pairs(schedule)),
-        Choice((*_PARTS, "--lr-scheduler"), total),
-        *(Choice((flag,), ((flag, text),)) for flag, text in _pairs(data)),
+        Choice(("--lr-scheduler",), _pairs(schedule)),
+        Choice(("--lr-scheduler",), total),
+        Choice((), _pairs(data)),
         # These set the tokens of an update; not added if the user sets the size of a batch.
-        Choice((*_SENTENCES, "--max-tokens"), (("--update-freq", str(update_freq)),)),
-        Choice((*_SENTENCES, "--max-tokens"), size),
-        Choice(_SENTENCES, (("--max-tokens", str(max_tokens)),)),
+        Choice((*_SENTENCES, "--max-tokens"), (("--update-freq", str(update_freq)),), True),
+        Choice((*_SENTENCES, "--max-tokens"), size, True),
+        Choice(_SENTENCES, (("--max-tokens", str(max_tokens)),), True),
         Choice(("--max-epoch", "--stop-time-hours"), (("--max-update", str(updates)),)),
         # fairseq's own defaults. They are added so that the printed command repeats the run.
-        Choice((), (("--update-freq", "1"), ("--seed", "1"))),
+        Choice((), (("--update-freq", "1"), ("--seed", "1")), True),
     )
 
 
@@ -140,6 +144,9 @@ RECIPES["sentence_ranking"] = tuple(
     for choice in RECIPES["sentence_prediction"]
 )
 
+# A converted command without a criterion: fairseq's default, cross_entropy.
+_FAIRSEQS_CRITERION = Choice(("--criterion",), (("--criterion", "ls_cross_entropy"),))
+
 PRECISION = (
     "--fp16",
     "--bf16",
@@ -188,15 +195,24 @@ def uses_lightseq(argv: Sequence[str]) -> bool:
     return any((value(argv, flags) or "").startswith(PREFIX) for flags in REGISTERED)
 
 
+def is_converted(argv: Sequence[str]) -> bool:
+    """Whether the command is one of fairseq's with prefixes, and not one for the recipe.
+
+    fairseq requires --optimizer. So a command that names neither the optimizer nor the criterion
+    was written for the recipe. A converted command must train as it did before: on the same data,
+    with the same sizes, schedule and end.
+    """
+    return is_given(argv, _PARTS)
+
+
 def missing(
     argv: Sequence[str], machine: Machine, fused: bool | None = None, adaptive: bool = False
 ) -> list[str]:
     """The words that complete a command with an ls_ arch; [] for another arch.
 
-    Nothing that the user sets is overridden. The learning-rate schedule is not added if the user
-    sets the optimizer, the criterion or the scheduler; the precision is not added if the user sets
-    the optimizer or the criterion; the recipe's batch size and --update-freq are not added if the
-    user sets the size of a batch.
+    Nothing that the user sets is overridden. A converted command gets only what fairseq requires,
+    and fairseq's defaults. The others get the recipe: the learning-rate schedule unless the user
+    sets the scheduler, the batch size and --update-freq unless the user sets the size of a batch.
 
     Args:
         fused: whether the arch is ours; None: decided by its name.
@@ -209,7 +225,11 @@ def missing(
     task = value(argv, ("--task",)) or "translation"
     added: list[str] = []
     last = value(argv, ("--max-update",))
-    for choice in RECIPES.get(ADAPTIVE if adaptive else task, RECIPES["translation"]):
+    choices = RECIPES.get(ADAPTIVE if adaptive else task, RECIPES["translation"])
+    converted = is_converted(argv)
+    if converted:
+        choices = (*(choice for choice in choices if choice.required), _FAIRSEQS_CRITERION)
+    for choice in choices:
         if not is_given(argv, choice.unless):
             for flag, text in choice.flags:
                 if flag == _LAST_OF_DECAY and last not in (None, "0"):
@@ -218,7 +238,7 @@ def missing(
                     added += [flag, text]
     if not is_given(argv, ("--distributed-world-size",)):
         added += ["--distributed-world-size", str(machine.ranks)]
-    if machine.gpus and not is_given(argv, (*_PARTS, "--cpu", *PRECISION)):
+    if machine.gpus and not converted and not is_given(argv, ("--cpu", *PRECISION)):
         added.append("--bf16" if machine.bf16 else "--fp16")
     return added
 

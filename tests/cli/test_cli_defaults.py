@@ -57,9 +57,6 @@ def test_the_arch_alone_gets_the_whole_recipe() -> None:
 @pytest.mark.parametrize(
     ("given", "left_out"),
     [
-        ("--optimizer ls_adam", OPTIMIZER | SCHEDULE),
-        ("--optimizer=adam", OPTIMIZER | SCHEDULE),
-        ("--criterion cross_entropy", CRITERION | SCHEDULE),
         ("--lr-scheduler fixed", SCHEDULE),
         ("--lr 1e-3", {"--lr"}),
         ("--lr=1e-3", {"--lr"}),
@@ -85,6 +82,39 @@ def test_what_the_user_sets_is_left_alone(given: str, left_out: set[str]) -> Non
 
 
 TEXT = "data --task language_modeling --arch ls_transformer_lm"
+CONSTANT = {"--update-freq": "1", "--seed": "1", "--distributed-world-size": "1"}
+FAIRSEQS_CRITERION = {"--criterion": "ls_cross_entropy"}
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ARCH,
+        "data --arch ls_multilingual_transformer --task multilingual_translation",
+        TEXT,
+        *(
+            f"data --arch ls_roberta --task {task}"
+            for task in ("masked_lm", "multilingual_masked_lm", "sentence_prediction",
+                         "sentence_ranking")
+        ),
+    ],
+)  # fmt: skip
+def test_a_converted_command_gets_nothing_that_changes_it(command: str, adaptive: bool) -> None:
+    for given in ("--optimizer adam --criterion x", "--optimizer=ls_adam --criterion=ls_x"):
+        for size in ("--batch-size 8", "--max-tokens 9", "--max-sentences=3"):
+            assert added(f"{command} {given} {size}", adaptive=adaptive) == CONSTANT
+        assert "--bf16" not in added(f"{command} {given}", GPU, adaptive)
+
+
+def test_a_converted_command_gets_what_fairseq_requires() -> None:
+    assert added(f"{ARCH} --optimizer adam --max-tokens 9") == {**CONSTANT, **FAIRSEQS_CRITERION}
+    size = {"--max-tokens": "4096"}
+    assert added(f"{ARCH} --optimizer adam") == {**CONSTANT, **FAIRSEQS_CRITERION, **size}
+    assert added(f"{ARCH} --criterion x").keys() == {*CONSTANT, *OPTIMIZER, *size}
+    assert added(f"{ROBERTA} sentence_prediction --optimizer adam --criterion x") == {
+        **CONSTANT, "--batch-size": "16", "--max-tokens": "4400",
+    }  # fmt: skip
 
 
 def test_language_models_have_their_own_recipe() -> None:
@@ -136,8 +166,9 @@ def test_adaptive_softmax_has_its_own_recipe() -> None:
 def test_a_language_model_never_gets_the_recipe_of_translation(given: str, adaptive: bool) -> None:
     found = added(f"{TEXT} {given}", adaptive=adaptive)
     assert "--label-smoothing" not in found
-    assert found.get("--criterion") in (None, "adaptive_loss" if adaptive else "ls_cross_entropy")
-    assert found.get("--weight-decay") != "1e-4" and found["--max-update"] != "300000"
+    of_recipe = adaptive and "--optimizer" not in given
+    assert found.get("--criterion") in (None, "adaptive_loss" if of_recipe else "ls_cross_entropy")
+    assert found.get("--weight-decay") != "1e-4" and found.get("--max-update") != "300000"
 
 
 @pytest.mark.parametrize(
@@ -232,7 +263,9 @@ def test_roberta_never_gets_the_recipe_of_translation(task: str, given: str) -> 
     found = added(f"{ROBERTA} {task} {given}")
     assert "--label-smoothing" not in found
     assert found.get("--lr-scheduler") in (None, "polynomial_decay")
-    assert found["--max-update"] == {"masked_lm": "125000", "sentence_prediction": "2036"}[task]
+    updates = {"masked_lm": "125000", "sentence_prediction": "2036"}[task]
+    converted = "--optimizer" in given or "--criterion" in given
+    assert found.get("--max-update") == (None if converted else updates)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,14 @@ def layers() -> None:
     raise RuntimeError(MISSING_KEYS)
 
 
+def positions() -> None:
+    both = (f"{side}.embed_positions.weight: copying a param with shape torch.Size([{rows}, 64]) "
+            "from checkpoint, the shape in current model is torch.Size([1026, 64])."
+            for side, rows in (("encoder", 514), ("decoder", 258)))  # fmt: skip
+    mismatches = "".join(f"\n\tsize mismatch for {each}" for each in both)
+    raise RuntimeError(f"Error(s) in loading state_dict for TransformerModel:{mismatches}")
+
+
 def too_long() -> None:
     raise Exception(
         "Size of sample #7 is invalid (=(np.int32(1501), np.int32(2))) since max_positions="
@@ -203,6 +211,7 @@ KNOWN: list[tuple[Callable[[], None], Request, list[str]]] = [
     (resume, TRAIN, ["dictionary", "ck/checkpoint_last.pt", "24", "16", "bin"]),
     (width, TRAIN, ["model", "[24, 64]", "[24, 32]", "arch", "--save-dir"]),
     (layers, TRAIN, ["model", "encoder.layers.1.fc1.weight", "arch"]),
+    (positions, TRAIN, [": set --max-source-positions 512 --max-target-positions 256, or start"]),
     (too_long, GENERATE, ["Sentence 7", "(1501, 2)", "(1024, 1024)", "--skip-invalid-size-inputs"]),
     (no_split, TRAIN, ["valid", "bin", "lightseq-preprocess"]),
     (no_checkpoint, GENERATE, ["a.pt", "--path"]),

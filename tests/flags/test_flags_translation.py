@@ -24,6 +24,7 @@ import pytest
 import torch
 from helpers.flag_runs import Proofs, launch, names, prove, proven, rows, table
 from helpers.flag_training import messages, user_module, watched
+from helpers.searches import difference_of_lines
 
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 
@@ -176,21 +177,9 @@ class Shown:
     error: str = ""
 
     def agrees(self, other: Shown, tolerance: float = 2e-3) -> bool:
-        return (
-            (self.asked, self.files, self.error) == (other.asked, other.files, other.error)
-            and len(self.told) == len(other.told)
-            and all(
-                len(a) == len(b) and all(same(x, y, tolerance) for x, y in zip(a, b, strict=True))
-                for a, b in zip(self.told, other.told, strict=True)
-            )
-        )
-
-
-def same(a: str, b: str, tolerance: float) -> bool:
-    try:
-        return float(a) == pytest.approx(float(b), abs=tolerance)
-    except ValueError:
-        return a == b
+        return (self.asked, self.files, self.error) == (
+            other.asked, other.files, other.error
+        ) and not difference_of_lines(self.told, other.told, tolerance)  # fmt: skip
 
 
 def shown(command: str, places: Places, line: str, native: bool) -> Shown:

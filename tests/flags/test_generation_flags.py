@@ -12,6 +12,7 @@ import pytest
 from helpers.cli_runs import succeed
 from helpers.digits import SENTENCES
 from helpers.flag_runs import Proofs, names, pieces, table
+from helpers.searches import difference_of_lines
 
 # Kinds of output lines: Source, Target, Hypothesis, Detokenised, Positional scores, Alignment,
 # Constraint. "W" lines hold times and are not compared.
@@ -90,19 +91,7 @@ def output(command: str, flags: str, native: bool) -> list[list[str]]:
 
 
 def assert_same(ours: list[list[str]], native: list[list[str]]) -> None:
-    assert len(ours) == len(native)
-    for a, b in zip(ours, native, strict=True):
-        (label, *fields), (expected_label, *expected) = a, b
-        assert label == expected_label
-        for field, wanted in zip(fields, expected, strict=True):
-            assert field == wanted or numbers(field) == pytest.approx(
-                numbers(wanted), rel=0, abs=TOLERANCE
-            ), label
-
-
-def numbers(field: str) -> list[float]:
-    """Scores, or the weights of a soft alignment; raises ValueError for other text."""
-    return [float(number) for number in field.replace(",", " ").split()]
+    assert not difference_of_lines(ours, native, TOLERANCE)
 
 
 def sentences(found: list[list[str]]) -> list[int]:

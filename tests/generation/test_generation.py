@@ -16,8 +16,8 @@ import pytest
 import torch
 from fairseq.dataclass.configs import GenerationConfig
 from fairseq.sequence_generator import SequenceGenerator
-from helpers.digits import Toy, assert_same, held_out, translate
-from helpers.searches import counted_searches  # noqa: F401  (a fixture)
+from helpers.digits import Toy, held_out, translate
+from helpers.searches import assert_close, counted_searches  # noqa: F401  (a fixture)
 from torch import Tensor
 
 from lightseq_fairseq.errors import UserError
@@ -65,7 +65,7 @@ def trained_toy() -> Toy:
 def test_own_search(toy: Toy, options: dict[str, Any], searches: list[Any]) -> None:
     native = translate(toy, [toy.native], **options)
     assert not searches
-    assert_same(translate(toy, [toy.ls], **options), native)
+    assert_close(translate(toy, [toy.ls], **options), native)
     assert len(searches) == len(list(held_out(toy.task)))
 
 
@@ -75,16 +75,16 @@ def test_searches_that_are_fairseqs(toy: Toy, options: dict[str, Any], searches:
     for model in (toy.ls, toy.native):
         torch.manual_seed(1)
         found.append(translate(toy, [model], **options))
-    assert_same(*found)
+    assert_close(*found)
     assert not searches
 
 
 def test_under_fairseqs_search(toy: Toy, searches: list[Any]) -> None:
     native = translate(toy, [toy.native], beam=5)
-    assert_same(translate(toy, [toy.ls], by=SequenceGenerator, beam=5), native)
+    assert_close(translate(toy, [toy.ls], by=SequenceGenerator, beam=5), native)
     # The same model twice in one ensemble: each has its own keys and values.
     native = translate(toy, [toy.native] * 2, beam=2)
-    assert_same(translate(toy, [toy.ls] * 2, beam=2), native)
+    assert_close(translate(toy, [toy.ls] * 2, beam=2), native)
     assert not searches
 
 
@@ -97,8 +97,8 @@ def test_prefixes_and_another_first_token(toy: Toy, searches: list[Any]) -> None
         for more in ({"prefix_tokens": prefix}, {"bos_token": 7}):
             results = generator.generate([model], sample, **more)
             found.append(dict(enumerate(results)))
-    assert_same(found[0], found[2])
-    assert_same(found[1], found[3])
+    assert_close(found[0], found[2])
+    assert_close(found[1], found[3])
     assert len(searches) == 1
 
 
@@ -194,7 +194,7 @@ def test_pads_anywhere(toy: Toy) -> None:
     spread[:, ::2] = tokens
     expected = dict(enumerate(search(**given)))
     for padded in (tokens.gather(1, rightmost), spread, spread[:, ::2]):
-        assert_same(dict(enumerate(search(**{**given, "tokens": padded}))), expected)
+        assert_close(dict(enumerate(search(**{**given, "tokens": padded}))), expected)
 
 
 def test_parts_in_whatever_order(toy: Toy) -> None:
@@ -250,7 +250,7 @@ def test_hypotheses_are_dicts_to_their_users(toy: Toy) -> None:
         toy.task.build_generator([m], GenerationConfig(beam=3)).generate([m], sample)
         for m in (toy.ls, toy.native)
     )
-    assert_same(dict(enumerate(ours)), dict(enumerate(native)))
+    assert_close(dict(enumerate(ours)), dict(enumerate(native)))
     for mine, other in zip(ours[0], native[0], strict=True):
         assert list(mine) == list(other) and mine.keys() == other.keys()
         assert {k: v.dtype for k, v in mine.items()} == {k: v.dtype for k, v in other.items()}
@@ -283,9 +283,11 @@ def test_new_weights_count_at_once(toy: Toy) -> None:
         for each in (model, native):
             each.decoder.layers[0].fc1.weight.mul_(-1.0)
     ours = translate(toy, [model], beam=2)
-    assert_same(ours, translate(toy, [native], beam=2))
+    assert_close(ours, translate(toy, [native], beam=2))
     assert plain(list(ours.values())) != before
-    assert_same(translate(toy, [model.double()], beam=2), translate(toy, [native.double()], beam=2))
+    assert_close(
+        translate(toy, [model.double()], beam=2), translate(toy, [native.double()], beam=2)
+    )
 
 
 def replaced(model: Any) -> None:
@@ -404,7 +406,7 @@ def test_empty_sources_and_empty_batches(toy: Toy) -> None:
         dict(enumerate(toy.task.build_generator([m], GenerationConfig()).generate([m], sample)))
         for m in (toy.ls, toy.native)
     ]
-    assert_same(*found)
+    assert_close(*found)
     sample["net_input"]["src_tokens"] = tokens[:0]
     generator = toy.task.build_generator([toy.ls], GenerationConfig())
     assert generator.generate([toy.ls], sample) == []

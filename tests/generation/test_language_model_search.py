@@ -10,8 +10,7 @@ import pytest
 import torch
 from fairseq.sequence_generator import SequenceGenerator
 from helpers.counting import Toy, generate, prompts
-from helpers.digits import assert_same
-from helpers.searches import counted_searches  # noqa: F401  (a fixture)
+from helpers.searches import assert_close, counted_searches  # noqa: F401  (a fixture)
 
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation import decoder
@@ -72,7 +71,7 @@ def test_own_search(
     native = generate(toy.task, [toy.native], prompts(*lengths), **options)
     assert not searches
     ours = generate(toy.task, [toy.ls], prompts(*lengths), **options)
-    assert_same(ours, native)
+    assert_close(ours, native)
     assert len(searches) == 1
 
 
@@ -84,17 +83,17 @@ def test_searches_that_are_fairseqs(toy: Toy, options: dict[str, Any], searches:
     for model in (toy.ls, toy.native):
         torch.manual_seed(1)
         found.append(generate(toy.task, [model], prompts(*lengths), **LONG | options))
-    assert_same(*found)
+    assert_close(*found)
     assert not searches or "diverse_beam_groups" in options
 
 
 def test_under_fairseqs_search(toy: Toy, searches: list[Any]) -> None:
     words = prompts(3, 7, 1, 5)
     native = generate(toy.task, [toy.native], words, beam=4, **LONG)
-    assert_same(generate(toy.task, [toy.ls], words, SequenceGenerator, beam=4, **LONG), native)
+    assert_close(generate(toy.task, [toy.ls], words, SequenceGenerator, beam=4, **LONG), native)
     # An ensemble of the same model twice: each has its own keys and values.
     native = generate(toy.task, [toy.native] * 2, words, beam=2, **LONG)
-    assert_same(generate(toy.task, [toy.ls] * 2, words, beam=2, **LONG), native)
+    assert_close(generate(toy.task, [toy.ls] * 2, words, beam=2, **LONG), native)
     assert not searches
 
 
@@ -118,7 +117,7 @@ def test_every_kind_of_model(toy: Toy, flags: dict[str, Any], searches: list[Any
     for dtype in (torch.float32, torch.float64):
         for options in ({"beam": 1}, {"beam": 4, "no_repeat_ngram_size": 3}):
             expected = generate(task, [native.to(dtype)], words, **LONG | options)
-            assert_same(generate(task, [ours.to(dtype)], words, **LONG | options), expected)
+            assert_close(generate(task, [ours.to(dtype)], words, **LONG | options), expected)
             tokens = {tuple(h["tokens"].tolist()) for each in expected.values() for h in each}
             assert len(tokens) == len(words) * options["beam"]
     assert len(searches) == 4
@@ -129,7 +128,7 @@ def test_adaptive_softmax_is_left_to_fairseqs_search(toy: Toy, searches: list[An
     words = prompts(3, 7, 1, 5)
     for options in ({"beam": 1}, {"beam": 4, "no_repeat_ngram_size": 3}):
         expected = generate(task, [native], words, **LONG | options)
-        assert_same(generate(task, [ours], words, **LONG | options), expected)
+        assert_close(generate(task, [ours], words, **LONG | options), expected)
     assert not searches
 
 
@@ -145,7 +144,7 @@ def test_prompts_that_are_finished(toy: Toy, searches: list[Any]) -> None:
             generator = toy.task.build_generator([model], options)
             results = generator.generate([model], chosen, prefix_tokens=prefix[keep], bos_token=2)
             found.append(dict(enumerate(results)))
-        assert_same(*found)
+        assert_close(*found)
         for results, number in zip(found[0].values(), keep, strict=True):
             assert len(results) == 3
             if number < 3:
@@ -192,8 +191,8 @@ def test_memory_that_grows_and_rows_that_vanish(toy: Toy) -> None:
         dict(enumerate(search(ours.steps, None, ours, words, rules, 2, 30, positions)))
         for positions in (1, 12, 40)
     ]
-    assert_same(found[1], found[0])
-    assert_same(found[2], found[0])
+    assert_close(found[1], found[0])
+    assert_close(found[2], found[0])
 
 
 def test_wrong_calls(toy: Toy) -> None:
@@ -220,4 +219,4 @@ def test_row_counts_that_are_rounded(
         for module in (decoder, generation_search, generation_prompts):
             if hasattr(module, function.__name__):
                 monkeypatch.setattr(module, function.__name__, rounded)
-    assert_same(generate(toy.task, [toy.ls], words, **options), expected)
+    assert_close(generate(toy.task, [toy.ls], words, **options), expected)

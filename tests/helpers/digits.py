@@ -143,13 +143,3 @@ def translate(
         found |= dict(zip(sample["id"].tolist(), hypotheses, strict=True))
     assert len(found) == SENTENCES
     return found
-
-
-def assert_same(ours: Hypotheses, native: Hypotheses) -> None:
-    for sentence, expected in native.items():
-        for a, b in zip(ours[sentence], expected, strict=True):
-            assert a["tokens"].tolist() == b["tokens"].tolist(), sentence
-            torch.testing.assert_close(a["score"], b["score"], rtol=0, atol=1e-4)
-            torch.testing.assert_close(
-                a["positional_scores"], b["positional_scores"], rtol=0, atol=1e-4
-            )
