@@ -15,7 +15,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import click
@@ -165,7 +165,9 @@ def run_fairseq(
         around_all.enter_context(preflight.checks(command, request, announce))
         if around is not None:
             around_all.enter_context(patching.within(f"fairseq_cli.{command}:main", around))
-        with no_loading_left(), no_group_left():
+        # Training has its own block, in each rank.
+        loading = nullcontext() if command == "train" else no_loading_left()
+        with loading, no_group_left():
             module.cli_main()
 
 

@@ -36,8 +36,8 @@ def no_loading_left() -> Iterator[None]:
     threads: WeakSet[Thread] = WeakSet()
 
     def begin(original: Callable[[Any, Any], None], iterator: Any, loader: Any) -> None:
-        with _no_inherited_garbage():
-            original(iterator, loader)
+        _leave_no_garbage()
+        original(iterator, loader)
         iterators.add(iterator)
 
     def prepare(original: Callable[..., None], thread: Thread, *arguments: Any) -> None:
@@ -61,23 +61,20 @@ def no_loading_left() -> Iterator[None]:
         _end(threads)
         for iterator in left:
             iterator._shutdown_workers()
+        gc.unfreeze()
 
 
-@contextmanager
-def _no_inherited_garbage() -> Iterator[None]:
-    """Worker processes forked within the block never free an object that existed before it.
+def _leave_no_garbage() -> None:
+    """Collect garbage; then exclude the objects that are left, also in processes forked later.
 
-    Such an object can be part of a reference cycle that nobody uses any more. For example, an error
-    of omegaconf keeps the frames of the training step, and so a batch in pinned memory. If the
-    worker's garbage collector freed it, torch would call CUDA in the forked process and abort.
+    A worker process must never free an object that it has inherited. Such an object can be part of
+    a reference cycle that nobody uses any more. For example, an error of omegaconf keeps the frames
+    of the training step, and so a batch in pinned memory. If the worker's garbage collector freed
+    it, torch would call CUDA in the forked process and abort.
     """
-    were_frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    gc.collect()
     gc.freeze()
-    try:
-        yield
-    finally:
-        if not were_frozen:
-            gc.unfreeze()
 
 
 def _end(threads: WeakSet[Thread]) -> None:

@@ -67,6 +67,22 @@ _NO_MEMORY = (
 )
 
 
+class _Weighted(torch.autograd.Function):
+    """A number without a value, whose gradient for each of ``losses`` is ``weight``.
+
+    ``losses.backward(gradient)`` would import sympy, for a second.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor, weight: Tensor) -> Tensor:
+        ctx.gradient = weight.expand_as(losses)
+        return losses.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient, None
+
+
 @dataclass(frozen=True)
 class UpdateRules:
     """Settings of an update.
@@ -289,7 +305,7 @@ class TrainingStep:
                     self.model, batch.open(block[_BATCH:]), self.rng, scale
                 )
             with self.gradients.write(not first, batch.part):
-                losses.backward(scale.to(losses.dtype).expand_as(losses))
+                _Weighted.apply(losses, scale.to(losses.dtype)).backward()
         sums = torch.stack(counted).sum(1, dtype=torch.float64)
         totals = self.state[State.SUM_0 : State.SUM_0 + len(counted)]
         totals.copy_(sums) if first else totals.add_(sums)

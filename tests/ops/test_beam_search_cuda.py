@@ -236,7 +236,7 @@ def test_candidates_of_sampling(unk_penalty, dtype):
     draws, classes, temperature = 5000, 2600, 6.0
     row = on_grid(1, classes, dtype)
     row[:, UNK] = row.amax()
-    best = row[0].float()
+    best = row[0].float().clone()
     best[PAD] = -INF
     best[UNK] -= torch.tensor(unk_penalty) * torch.tensor(temperature)
     falling, order = best.sort(descending=True, stable=True)
