@@ -194,12 +194,17 @@ def pretrained(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def losses(command: str, folder: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged(
+    command: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> tuple[list[int], list[float]]:
+    """The numbers of updates and the losses, of training and validation, that a run logs."""
     caplog.clear()
     words = [*shlex.split(command), "--log-format", "simple", "--log-interval", "1"]
     with caplog.at_level("INFO"):
         cli_runs.succeed("train", *words, "--save-dir", folder, "--no-epoch-checkpoints")
-    return re.findall(r"num_updates (\d+).*|valid.* \| loss (\S+)", caplog.text)
+    counts, losses = (re.findall(rf"\| {name} (\S+)", caplog.text) for name in
+                      ("num_updates", "loss"))  # fmt: skip
+    return [*map(int, counts)], [*map(float, losses)]
 
 
 def test_a_converted_run_resumes_fairseqs(
@@ -210,8 +215,9 @@ def test_a_converted_run_resumes_fairseqs(
     for name, words in (("native", "--native"), ("ours", "")):
         shutil.copytree(pretrained, tmp_path / name)
         line = f"{converted(command.format(**folders))} {words}"
-        found.append(losses(line, tmp_path / name, caplog))
-    assert found[0] == found[1] and ("6", "") in found[1] and ("3", "") not in found[1]
+        found.append(logged(line, tmp_path / name, caplog))
+    assert found[0][0] == found[1][0] and {*found[1][0]} == {4, 5, 6}
+    assert found[1][1] == pytest.approx(found[0][1], abs=2e-3)
     model = torch.load(tmp_path / "ours" / "checkpoint_last.pt", weights_only=False)["model"]
     assert len(model["encoder.sentence_encoder.embed_positions.weight"]) == 1026
 
@@ -236,9 +242,9 @@ def test_a_converted_run_is_tuned_from_fairseqs(
     error = result.stderr.splitlines()[-1]
     assert f"does not match checkpoint {path}" in error and "set --max-positions 1024" in error
     command += f" --max-positions 1024 {start.format(path)}"
-    native = losses(command, tmp_path / "native", caplog)
-    assert losses(converted(command), tmp_path / "ours", caplog) == native
-    assert len(native) > 2
+    counts, losses = logged(command, tmp_path / "native", caplog)
+    found = logged(converted(command), tmp_path / "ours", caplog)
+    assert found == (counts, pytest.approx(losses, abs=2e-3)) and len(losses) == 4
 
 
 def test_a_recipe_names_the_flag_of_another_size(

@@ -94,7 +94,7 @@ class CTranslate2:
         ]
 
     def translations(self, beam: int, lenpen: float) -> list[list[str]]:
-        options = {"beam_size": beam, "length_penalty": lenpen}
+        options = {"beam_size": beam, "length_penalty": lenpen, "max_decoding_length": 200}
         results = self.translator.translate_batch(self.lines, **options)
         return [result.hypotheses[0] for result in results]
 
@@ -127,7 +127,8 @@ def test_fairseqs_file_is_native_and_complete(toy: digits.Toy, exported: Any) ->
 def test_ctranslate2_translates_as_fairseq(
     toy: digits.Toy, exported: Any, beam: int, lenpen: float
 ) -> None:
-    """Where the two searches differ, CTranslate2 has found the better translation."""
+    """With the same limit of length. Each of the two searches may end at a translation that the
+    other one would have replaced by a slightly better one."""
     found = by_fairseq(exported("fairseq"), beam, lenpen)
     words, scores = [words for words, _ in found], [score for _, score in found]
     model = CTranslate2(exported("ctranslate2"), toy.folder)
@@ -139,8 +140,8 @@ def test_ctranslate2_translates_as_fairseq(
     others = model.translations(beam, lenpen)
     assert agreement(others, words) >= (1.0 if beam == 1 else 0.99)
     for mine, score, other, its in zip(words, scores, others, model.scores(others), strict=True):
-        better = its / (len(other) + 1) ** lenpen > score / (len(mine) + 1) ** lenpen
-        assert other == mine or better, (mine, other)
+        behind = score / (len(mine) + 1) ** lenpen - its / (len(other) + 1) ** lenpen
+        assert other == mine or behind < 1e-3, (mine, other)
 
 
 def test_scores_of_ctranslate2s_search_are_fairseqs_without_a_least_length(
