@@ -13,8 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-
 
 def find_offsets(filename: str, num_chunks: int) -> list[int]:
     """The offsets that divide a file into ``num_chunks`` parts of whole lines."""
@@ -35,6 +33,8 @@ def enter(original: Callable[..., Any], self: Any) -> Any:
 
 
 def read_data(self: Any, path: str, dictionary: Any) -> None:
+    import numpy as np  # here, because --help of commands that import this module is fast
+
     with open(path, encoding="utf-8", newline="\n") as file:
         self.lines = [line.removesuffix("\n").removesuffix("\r") for line in file]
     self.tokens_list = [

@@ -16,7 +16,7 @@ from fairseq.logging.progress_bar import BaseProgressBar
 from fairseq_cli import train
 
 
-class Progress(BaseProgressBar):
+class EpochProgress(BaseProgressBar):
     """Wraps the bar of an epoch, as fairseq's own wrappers do.
 
     Args:
@@ -62,4 +62,4 @@ class Progress(BaseProgressBar):
         self.wrapped_bar.update_config(config)
 
 
-__all__ = ["Progress"]
+__all__ = ["EpochProgress"]

@@ -23,7 +23,7 @@ from fairseq.file_io import PathManager
 from fairseq.logging import metrics
 
 from lightseq_fairseq.training import resuming
-from lightseq_fairseq.training.progress import Progress
+from lightseq_fairseq.training.progress import EpochProgress
 
 # fairseq's --log-file receives the lines of this logger.
 logger = logging.getLogger("fairseq_cli.train.lightseq")
@@ -67,7 +67,7 @@ class Report:
         bar = original(*arguments, **keywords)
         if "prefix" in keywords:  # validation
             return bar
-        self._trainer.progress = Progress(bar, self._trainer)
+        self._trainer.progress = EpochProgress(bar, self._trainer)
         return self._trainer.progress
 
     def validate_and_save(self, original: Callable[..., Any], *arguments: Any) -> Any:

@@ -32,7 +32,7 @@ from lightseq_fairseq.training import (
 from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.fast_path import FastPath
 from lightseq_fairseq.training.flat_adam import FlatAdam
-from lightseq_fairseq.training.progress import Progress
+from lightseq_fairseq.training.progress import EpochProgress
 from lightseq_fairseq.training.resuming import ResumableTrainer
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Trainer(ResumableTrainer):
         self._fallback_reason: str | None = None  # why fairseq's own step runs
         self._fairseqs: Any = None  # fairseq's iterator of the training set
         self._iterator: Any = None  # a copy of it whose batches are fuller, packed, or both
-        self.progress = Progress(NoopProgressBar([]), self)  # until an epoch begins
+        self.progress = EpochProgress(NoopProgressBar([]), self)  # until an epoch begins
         super().__init__(cfg, task, model, criterion, quantizer)
         self._has_ls = names.uses_ls(self.cfg)
         if self._has_ls:

@@ -78,7 +78,9 @@ SCHEDULES = [
 DATA = [
     "{other}",
     "--max-update 0 --max-epoch 2 | --max-tokens 60 --seed 9 --curriculum 1 "
-    "--update-ordered-indices-seed --update-epoch-batch-itr True",
+    "--update-ordered-indices-seed",
+    "--max-update 0 --max-epoch 2 --max-tokens 200 --task users --user-dir {user} | "
+    "--update-epoch-batch-itr True",
     "--batch-size 6 --required-batch-size-multiple 4 --truncate-source --max-source-positions 5 "
     "--num-workers 1 --data-buffer-size 2",
     "--source-lang tgt --target-lang src --train-subset valid",
