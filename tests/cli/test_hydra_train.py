@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import helpers.cli_runs as cli_runs
 import pytest
 import yaml
 from click.testing import Result
+from fairseq import registry
 
 ARCH = "model._name"
 OURS = f"{ARCH}=ls_transformer_iwslt_de_en"
@@ -70,11 +72,18 @@ register_lr_scheduler("hydra_scheduler", dataclass=settings(FixedLRScheduleConfi
 
 
 @pytest.fixture(scope="module")
-def user_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+def user_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Afterwards other tests see fairseq's components again: the table of settings lists them."""
     folder = tmp_path_factory.mktemp("users") / "hydra_user"
     folder.mkdir()
     (folder / "__init__.py").write_text(USER)
-    return f"common.user_dir={folder}"
+    kinds = registry.REGISTRIES.values()
+    tables = [kind[name] for kind in kinds for name in ("registry", "dataclass_registry")]
+    before = [dict(table) for table in tables]
+    yield f"common.user_dir={folder}"
+    for table, components in zip(tables, before, strict=True):
+        table.clear()
+        table.update(components)
 
 
 @pytest.fixture(scope="module")
