@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from fairseq.data import LRUCacheDataset
 
+from lightseq_fairseq.training.batch.dataset import WrappedDataset
 
-class DatasetOfWorkers(torch.utils.data.Dataset[Any]):
+
+class DatasetOfWorkers(WrappedDataset):
     """A dataset that reads each batch in the batch's own epoch; everything else is ``dataset``'s.
 
     A batch of its indices is (epoch, indices), as `ordered_batches` makes it. The epoch is None if
@@ -28,17 +29,8 @@ class DatasetOfWorkers(torch.utils.data.Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, epoch: int | None) -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
         self.epoch = epoch
-
-    def __getattr__(self, name: str) -> Any:
-        # Unpickling looks up attributes before ``dataset`` is set.
-        if name == "dataset":
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitems__(self, batch: tuple[int | None, Any]) -> Any:
         """The items of a batch; torch's fetcher calls this method."""

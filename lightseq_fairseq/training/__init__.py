@@ -13,6 +13,8 @@
     background    writes checkpoints from that copy while training continues
     stopping      signals that end training with a checkpoint
     process       wraps fairseq's training in each process
+    progress      writes the line of a log interval when its results have arrived
+    resuming      the state of schedules and of --patience in checkpoints
     report        log lines about a run: model, data, step; speed, memory and checkpoints
     ranks         reports ranks that no longer respond
 

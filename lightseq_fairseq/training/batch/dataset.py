@@ -14,7 +14,23 @@ from lightseq_fairseq.packing import Bucket, Granularity, Layout, PackedBatch, b
 from lightseq_fairseq.training.batch.reading import Sentences
 
 
-class PackingDataset(torch.utils.data.Dataset[Any], ABC):
+class WrappedDataset(torch.utils.data.Dataset[Any]):
+    """Base of datasets that wrap another one, ``dataset``, and forward to it what they lack."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        # Unpickling looks up attributes before ``dataset`` is set.
+        if name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class PackingDataset(WrappedDataset, ABC):
     """A dataset with packed batches, for ``DataLoader`` and fairseq's batch iterator.
 
     Use this object's ``collater``. Everything else is forwarded to the wrapped dataset.
@@ -30,17 +46,8 @@ class PackingDataset(torch.utils.data.Dataset[Any], ABC):
     """
 
     def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
         self.granularity = granularity or Granularity()
-
-    def __getattr__(self, name: str) -> Any:
-        # Unpickling looks up attributes before ``dataset`` is set.
-        if name == "dataset":
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
