@@ -18,7 +18,7 @@ from lightseq_fairseq.cli import train
 from lightseq_fairseq.cli.refusals import messages
 from lightseq_fairseq.cli.start import command_lines, defaults, registries
 from lightseq_fairseq.cli.start.launch import environment, launcher, sentences, typed
-from lightseq_fairseq.cli.start.signals import SpawnedRanks
+from lightseq_fairseq.cli.start.ranks import Ranks
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat import deprecations, patching
 
@@ -75,7 +75,7 @@ def main(words: list[str], native: bool) -> None:
         finally:  # in a sweep (--multirun), Hydra composes the next configuration
             _without_defaults(hydra_init, HydraConfig.get().job.config_name or "config")
 
-    with sentences(program, request, SpawnedRanks()), typed(program, words):
+    with sentences(program, request, Ranks()), typed(program, words):
         cli.register()
         from fairseq.dataclass import initialize
         from fairseq_cli import hydra_train

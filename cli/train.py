@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from lightseq_fairseq.cli.start import defaults, registries
+from lightseq_fairseq.cli.start import defaults, ranks, registries
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 
 
@@ -91,7 +91,7 @@ def _machine(argv: list[str]) -> defaults.Machine:
     return defaults.Machine(
         ranks=int(os.environ["WORLD_SIZE"]) if _torchrun() else max(gpus, 1),
         gpus=gpus,
-        bf16=gpus > 0 and torch.cuda.get_device_capability(0) >= (8, 0),
+        bf16=gpus > 0 and ranks.first_capability() >= (8, 0),
     )
 
 

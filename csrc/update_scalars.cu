@@ -44,7 +44,7 @@ struct State {
 
 enum StopReason : int { kRunning = 0, kNotFinite = 1, kLeastScale = 2 };
 
-constexpr int kKnownRates = 4;
+constexpr int kKnownRates = 10;
 
 struct Given {
   double num_updates;

@@ -28,7 +28,7 @@ from lightseq_fairseq.cli.start import command_lines, defaults, preflight
 from lightseq_fairseq.cli.start.commands import CommandError, OneSentence, version
 from lightseq_fairseq.cli.start.logs import LOG_CONFIG
 from lightseq_fairseq.cli.start.old_lightseq import conflict
-from lightseq_fairseq.cli.start.signals import SpawnedRanks, sent_to_ranks
+from lightseq_fairseq.cli.start.ranks import Ranks, forked, sent_to_ranks
 from lightseq_fairseq.errors import GPUHangs, StoppedBySignal
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.workers import no_loading_left
@@ -137,6 +137,8 @@ def run_fairseq(
     # segments that grow, training needed 15% less memory.
     if os.environ.get("PYTORCH_CUDA_ALLOC_CONF") is None:  # the older name of the variable
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # torch.cuda.is_available() would use CUDA, and then this process could not be forked.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # If a rank cannot reach another one, torch would log each try with twenty lines of C++ trace.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not native and defaults.is_given(words, ("--retain-dropout",)):
@@ -151,13 +153,15 @@ def run_fairseq(
     if (explanation := conflict()) is not None:
         click.echo(f"lightseq-{command}: warning: {explanation}", err=True)
     with ExitStack() as around_all:
-        ranks = around_all.enter_context(sent_to_ranks()) if command == "train" else SpawnedRanks()
+        ranks = around_all.enter_context(sent_to_ranks()) if command == "train" else Ranks()
         around_all.enter_context(sentences(f"lightseq-{command}", request, ranks))
         parts = "fairseq" if (native() if callable(native) else native) else "lightseq"
         program = f"{parts}-{command}"
         around_all.enter_context(typed(program, words))
         around_all.enter_context(environment(cli.PROGRAM, program))  # for spawned ranks
         cli.register()
+        if command == "train":
+            around_all.enter_context(forked())
         if complete is not None:
             sys.argv[1:] = request.argv = complete(sys.argv[1:])
         module = importlib.import_module(f"fairseq_cli.{command.replace('-', '_')}")
@@ -209,7 +213,7 @@ def no_group_left() -> Iterator[None]:
 
 
 @contextmanager
-def sentences(program: str, request: messages.Request, ranks: SpawnedRanks) -> Iterator[None]:
+def sentences(program: str, request: messages.Request, ranks: Ranks) -> Iterator[None]:
     """Turns errors that the user can correct into `CommandError`; others keep their traceback."""
     try:
         yield

@@ -37,8 +37,10 @@ WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     (UserWarning, r"In '.*': Usage of deprecated keyword in package header"),
     (UserWarning, r"\s*'.*' is validated against ConfigStore schema with the same name"),
     (UserWarning, r"\s*The strict flag in the compose API is deprecated"),
-    # torch: fairseq always asks for pinned memory, and its decoder mixes types of masks.
+    # torch: fairseq always asks for pinned memory, gathers numbers of ranks in a torch.cuda tensor,
+    # and its decoder mixes types of masks.
     (UserWarning, r"'pin_memory' argument is set as true but no accelerator is found"),
+    (UserWarning, r"The torch\.cuda\.\*DtypeTensor constructors are no longer recommended"),
     (UserWarning, r"Support for mismatched key_padding_mask and attn_mask is deprecated"),
 )
 

@@ -420,6 +420,18 @@ PATCHES = (
         "adds --fp8 to the configuration",
     ),
     Patch(
+        "scoped", "torch.multiprocessing:spawn", "cli.start.ranks:forked",
+        "each rank imports torch and fairseq again: training on several GPUs starts late",
+    ),
+    Patch(
+        "scoped", "fairseq_cli.train:main", "cli.start.ranks:forked",
+        "a process that computes with several threads cannot be forked",
+    ),
+    Patch(
+        "scoped", "torch.distributed:init_process_group", "training.process:distributed_init",
+        "each collective of another group guesses the GPU: warnings, and slow first collectives",
+    ),
+    Patch(
         "scoped", "fairseq.utils:move_to_cuda", "cli.translate.cpu_samples:left_on_cpu",
         "fairseq-generate waits for the GPU once per sentence that it prints",
     ),

@@ -20,7 +20,7 @@ from .registry import Written, define
 
 # Number of learning rates that the host passes with each update: for its own update count and the
 # counts just below, since the device may have skipped updates that the host does not know of yet.
-KNOWN_RATES = 4
+KNOWN_RATES = 10
 
 
 class State(IntEnum):

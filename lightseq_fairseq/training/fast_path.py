@@ -225,9 +225,12 @@ def _reseed(trainer: Any) -> None:
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
 
 
-def steps_ahead(trainer: Any) -> int:
-    """How many steps may be unfinished when ``train_step`` returns."""
-    return STEPS_AHEAD if trainer.cuda else 0
+def steps_ahead(trainer: Any, batches: int) -> int:
+    """How many steps of this many batches may be unfinished when ``train_step`` returns.
+
+    Fewer steps if they are long, since a signal ends training only after them.
+    """
+    return max(STEPS_AHEAD // max(batches, 1), 2) if trainer.cuda else 0
 
 
 @contextlib.contextmanager
@@ -331,7 +334,7 @@ class FastPath:
         self._rates[count + 1] = trainer.get_lr()
         if self._is_alone:
             STOPPING.agree(STOPPING.signal_code())
-        self._log_steps(steps_ahead(trainer))
+        self._log_steps(steps_ahead(trainer, len(samples)))
         # A step just logged may have set the reason.
         if ends_epoch or self._is_looked_at(count + 1) or STOPPING.reason is not None:
             self._log_steps()

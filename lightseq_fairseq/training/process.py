@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -31,7 +32,19 @@ logger = logging.getLogger(__name__)
 def distributed_init(original: Callable[[Any], int], cfg: Any) -> int:
     """fairseq's ``distributed_init``; it logs when it has to wait for other ranks."""
     settings = cfg.distributed_training
-    with ranks.waiting_for_all(settings.distributed_rank, settings.distributed_world_size):
+    if multiprocessing.parent_process() is not None:
+        # A spawned rank would also spawn its data loading workers, and each would import fairseq.
+        multiprocessing.set_start_method("fork", force=True)
+
+    def with_device(init_process_group: Callable[..., None], **keywords: Any) -> None:
+        if keywords["backend"] == "nccl":  # else torch guesses the GPU, and warns of it at the end
+            keywords["device_id"] = torch.device("cuda", torch.cuda.current_device())
+        init_process_group(**keywords)
+
+    with (
+        ranks.waiting_for_all(settings.distributed_rank, settings.distributed_world_size),
+        patching.within("torch.distributed:init_process_group", with_device),
+    ):
         return original(cfg)
 
 

@@ -56,7 +56,9 @@ class Count(IntEnum):
     SATURATED = 7  # those of them that were too large
 
 
-STEPS_AHEAD = KNOWN_RATES - 2  # steps that may be unfinished when train_step returns
+# Steps that may be unfinished when train_step returns. The GPU computes them while the host
+# captures a graph, which takes as long as several steps.
+STEPS_AHEAD = KNOWN_RATES - 2
 _UPDATE_INPUTS = len(Given) + KNOWN_RATES - 1  # numbers that ops.update_scalars reads as ``given``
 _GIVEN = _UPDATE_INPUTS + len(Count)  # numbers in front of a batch in its block
 _BATCH = _GIVEN + _GIVEN % 2  # start of the batch in the block; its parts are 16-byte aligned

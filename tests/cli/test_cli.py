@@ -178,7 +178,7 @@ def test_our_model_is_built_for_a_checkpoint_unless_native(
 
 
 # What fairseq-train's launchers run: the console script, and python -m lightseq_fairseq train. Both
-# see two GPUs: fairseq spawns as many ranks.
+# see two GPUs: fairseq starts as many ranks.
 SPAWNING = {
     "script": """
 from lightseq_fairseq.cli.train import main
@@ -210,6 +210,36 @@ def test_spawned_ranks_know_our_parts_and_their_failures_are_sentences(
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert re.search(r"lightseq-train: error: .* 10 tokens, but --max-tokens .* is 5", done.stderr)
+
+
+def test_neither_ranks_nor_their_workers_import_anything_again(data: Path, tmp_path: Path) -> None:
+    """Each import of torch and fairseq would delay the first update by seconds."""
+    script, imports = tmp_path / "script.py", tmp_path / "imports"
+    record = f"with open({str(imports)!r}, 'a') as file: print(__name__, file=file)\n"
+    script.write_text(record + SPAWNING["script"])
+    done = interpreters.run(
+        str(script), str(data), "--arch", "ls_transformer_tiny", *SMALL, *RANKS, "--num-workers",
+        "2", "--save-dir", str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "(2 ranks)" in done.stdout
+    assert imports.read_text().split() == ["__main__"]
+
+
+def test_ranks_that_cannot_be_forked_are_spawned_and_fork_their_workers(
+    data: Path, tmp_path: Path
+) -> None:
+    """A process that has used a GPU cannot be forked, as after an import by --user-dir."""
+    script, imports = tmp_path / "script.py", tmp_path / "imports"
+    record = f"with open({str(imports)!r}, 'a') as file: print(__name__, file=file)\n"
+    used = "torch.cuda.is_initialized = lambda: True\n    torch.cuda.device_count"
+    script.write_text(record + SPAWNING["script"].replace("torch.cuda.device_count", used))
+    done = interpreters.run(
+        str(script), str(data), "--arch", "ls_transformer_tiny", *SMALL, *RANKS, "--num-workers",
+        "2", "--save-dir", str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert imports.read_text().split() == ["__main__", "__mp_main__", "__mp_main__"]
 
 
 # --- Ends ------------------------------------------------------------------------------------

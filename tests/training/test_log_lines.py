@@ -49,7 +49,7 @@ def train(
     def get(folder: str, *words: str, ahead: int = 2, status: int = 0) -> list[Record]:
         metrics.reset()
         caplog.clear()
-        with mock.patch.object(fast_path, "steps_ahead", lambda trainer: ahead):
+        with mock.patch.object(fast_path, "steps_ahead", lambda *_: ahead):
             result = cli_runs.run(
                 "train", data, *SMALL.split(), *words, "--save-dir", tmp_path / folder
             )

@@ -202,7 +202,7 @@ def test_overflows_are_skipped_as_fairseq_skips_them(
     captured = found("captured", **flags, log_interval=1)
     skips = {"captured": scales()}
     with monkeypatch.context() as waiting:
-        waiting.setattr(fast_path, "steps_ahead", lambda trainer: 0)
+        waiting.setattr(fast_path, "steps_ahead", lambda *_: 0)
         eager = found("eager", captured=False, **flags, log_interval=1)
     skips["eager"] = scales()
     found("native", native=True, **{**flags, **runs.NATIVE}, log_interval=1)

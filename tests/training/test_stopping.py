@@ -27,7 +27,7 @@ from fairseq.data.iterators import BackgroundConsumer
 from torch.utils.data import DataLoader, _utils
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from lightseq_fairseq.cli.start import signals
+from lightseq_fairseq.cli.start.ranks import Ranks
 from lightseq_fairseq.errors import StoppedBySignal
 from lightseq_fairseq.training import stopping
 from lightseq_fairseq.training.stopping import Stopping
@@ -163,7 +163,7 @@ def test_the_launcher_ends_ranks_by_a_second_one() -> None:
     rank = context.Process(target=_ignore_sigterm, args=(ready,))
     rank.start()
     ready.wait(30)
-    ranks, start = signals.SpawnedRanks(), time.monotonic()
+    ranks, start = Ranks(), time.monotonic()
     for after in (0, 0.5):  # to the launcher, then to its process group
         with mock.patch.object(time, "monotonic", lambda after=after: start + after):
             ranks.tell(signal.SIGTERM, None)

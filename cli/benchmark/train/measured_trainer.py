@@ -130,6 +130,9 @@ def attached(meter: StepMeter) -> Iterator[None]:
                 return super().begin_epoch(*args, **kwargs)
 
             def train_step(self, samples: Any, *args: Any, **kwargs: Any) -> Any:
+                if self.get_num_updates() == meter.updates:
+                    # Before the profiler starts, for seconds: the captured step logs later.
+                    getattr(self, "settle", lambda: None)()
                 tokens = sum(map(_tokens, samples)) * self.data_parallel_world_size
                 meter.before_step(self.get_num_updates(), tokens)
                 return super().train_step(samples, *args, **kwargs)
@@ -137,7 +140,7 @@ def attached(meter: StepMeter) -> Iterator[None]:
         with patching.within("fairseq_cli.train:Trainer", ProbedTrainer):
             original(*args, **kwargs)
 
-    with patching.within("fairseq_cli.train:main", main):
+    with patching.within("fairseq_cli.train:main", main, by="cli.benchmark"):
         yield
 
 
