@@ -43,11 +43,12 @@ COMMON = (
 ENCODER = "--encoder-layers 2 --encoder-embed-dim 64 --encoder-ffn-embed-dim 128 " \
           "--encoder-attention-heads 4"  # fmt: skip
 DECODER = ENCODER.replace("encoder", "decoder")
+PAIR = "-s de -t en"
 PRE = "--encoder-normalize-before --decoder-normalize-before"
 # Of the commands that train on each kind of data. The name is also the folder of the data.
 DATA = {
     "pairs": f"--arch ls_transformer {ENCODER} {DECODER} --label-smoothing 0.1 --max-tokens 300 "
-    "--criterion ls_label_smoothed_cross_entropy --num-workers 0 -s de -t en",
+    "--criterion ls_label_smoothed_cross_entropy --num-workers 0",
     "text": f"--task language_modeling --arch ls_transformer_lm {DECODER} --tokens-per-sample 24 "
     "--criterion ls_cross_entropy --max-tokens 240 --num-workers 0",
     # With a worker, which must know the epoch.
@@ -59,16 +60,24 @@ DATA = {
 }
 # Name -> data, additional flags, and the precisions to run.
 CASES = {
-    "post": ("pairs", "", "fp64 fp32 bf16 fp16 fp8"),
+    "post": ("pairs", PAIR, "fp64 fp32 bf16 fp16 fp8"),
     "pre": (
         "pairs",
-        f"{PRE} --share-all-embeddings --update-freq 1,2",
+        f"{PAIR} {PRE} --share-all-embeddings --update-freq 1,2",
         "fp64 fp32 bf16 fp16 fp8",
     ),
-    "update-freq": ("pairs", "--update-freq 3 --sentence-avg --report-accuracy", "fp32 bf16"),
-    "pack-tokens": ("pairs", "--pack-tokens --share-decoder-input-output-embed", "fp32 bf16"),
-    "fairseqs-step": ("pairs", "--store-ema --ignore-prefix-size 1", "fp32 bf16"),
-    "layerdrop": ("pairs", "--encoder-layerdrop 0.3", "fp32"),
+    "update-freq": (
+        "pairs",
+        f"{PAIR} --update-freq 3 --sentence-avg --report-accuracy",
+        "fp32 bf16",
+    ),
+    "pack-tokens": (
+        "pairs",
+        f"{PAIR} --pack-tokens --share-decoder-input-output-embed",
+        "fp32 bf16",
+    ),
+    "fairseqs-step": ("pairs", f"{PAIR} --store-ema --ignore-prefix-size 1", "fp32 bf16"),
+    "layerdrop": ("pairs", f"{PAIR} --encoder-layerdrop 0.3", "fp32"),
     "multilingual": (
         "pairs",
         "--task multilingual_translation --lang-pairs de-en,en-de "
