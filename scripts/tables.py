@@ -46,6 +46,7 @@ from .plots import (
     Lanes,
     Picture,
 )
+from .sources import machine, sourced_table
 from .translation_tables import translation_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,24 +134,13 @@ def runs_table(
         about: a condition that is not in every row; the sentence ends with it.
     """
     ordered = sorted(rows, key=lambda row: (row["case"], row["seed"], row["system"] != "lightseq"))
-    machines = sorted({_machine(row) for row in rows})
-    if len(machines) > 1:
-        cells = {"machine": _machine, **cells}
+    if len({machine(row) for row in rows}) > 1:
+        cells = {"machine": machine, **cells}
     lines = [
-        [SYSTEMS[row["system"]], str(row["seed"]), *(cell(row) for cell in cells.values())]
+        ([SYSTEMS[row["system"]], str(row["seed"]), *(cell(row) for cell in cells.values())], [row])
         for row in ordered
     ]
-    torches = sorted({row["torch"] for row in rows})
-    commits = sorted({row["commit"][:10] for row in rows})
-    return [
-        *table(["system", "seed", *cells], lines, 1, "pipe"),
-        "",
-        f"{', '.join(machines)}; torch {', '.join(torches)}; commit {', '.join(commits)}; {about}.",
-    ]
-
-
-def _machine(row: dict[str, Any]) -> str:
-    return "two CPU cores" if row["gpu"] == "none" else str(row["gpu"])
+    return sourced_table(["system", "seed", *cells], lines, 1, about)
 
 
 def train_cases(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -179,27 +169,22 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
             compares = fairseq and system != "ours_packed"
             ratio = f"{row['tokens_per_s'] / max(fairseq):.2f}" if compares else ""
             first = "" if row["first_100_s"] is None else f"{row['first_100_s']:.1f} s"
-            lines.append([
+            lines.append(([
                 f"`{case}`", TRAIN_SYSTEMS[system][0], f"{row['tokens_per_s'] / 1e3:.0f}k", ratio,
                 f"{row['ms_per_step']:.1f} ({row['ms_p20']:.1f}-{row['ms_p80']:.1f})",
                 f"{row['gpu_busy']:.0%}", f"{row['floor_share']:.0%}",
                 f"{row['sustained_floor_share']:.0%}", f"{row['peak_gib']:.1f}", first,
                 str(row["warm_up"]),
-            ])  # fmt: skip
+            ], [row]))  # fmt: skip
         if "ours" in systems:
             part_ms = systems["ours"]["part_ms"]
             parts.append([f"`{case}`", *(f"{part_ms.get(part, 0.0):.2f}" for part in shown)])
     head = ["case", "system", "target tokens/s", "x fairseq", "ms a step (p20-p80)", "GPU busy",
             "of the floor", "sustained", "GiB of the GPU", "first 100 updates",
             "warm-up"]  # fmt: skip
-    common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
-    return [
-        *table(head, lines, 2, "pipe"),
-        "",
-        *table(["our step, ms", *shown.values()], parts, 1, "pipe"),
-        "",
-        f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
-        f"{', '.join(commit[:10] for commit in common['commit'])}; {words_of_cases(rows)}; "
+    table_of_parts = table(["our step, ms", *shown.values()], parts, 1, "pipe")
+    return sourced_table(
+        head, lines, 2, f"{words_of_cases(rows)}; "
         '"x fairseq": target tokens/s, divided by those of the fastest row of fairseq in the case; '
         'speeds are medians over intervals of 50 updates, after the updates in "warm-up"; '
         '"of the floor": minimum time of a step (GEMMs at 790 TFLOP/s, which the GPU reaches in '
@@ -209,8 +194,27 @@ def train_table(rows: list[dict[str, Any]]) -> list[str]:
         "slower. So if steps wait for the GPU, the table has the shares in the profile (the true "
         "share of busy is higher); otherwise it has the times of the kernels, scaled to the tokens "
         "of the other steps; GiB: memory of the GPU that the process uses, without the CUDA "
-        'context; "first 100 updates": a new process, without stored algorithms or compiled code.',
-    ]
+        'context; "first 100 updates": a new process, without stored algorithms or compiled code',
+        [*table_of_parts, ""],
+    )  # fmt: skip
+
+
+def fp8_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the table of our speed and memory in fp8, beside the row of the case in bf16."""
+    lines = []
+    for case, systems in train_cases(rows).items():
+        ours = systems.get("ours")
+        bf16 = train_cases(rows).get(case.replace("/fp8", "/bf16"), {}).get("ours")
+        if "/fp8" not in case or ours is None or bf16 is None:
+            continue
+        speeds = [row["tokens_per_s"] for row in (bf16, ours)]
+        lines.append(([
+            f"`{case.removesuffix('/fp8')}`", *(f"{speed / 1e3:.0f}k" for speed in speeds),
+            f"{speeds[1] / speeds[0]:.2f}", *(f"{row['peak_gib']:.1f}" for row in (bf16, ours)),
+        ], [bf16, ours]))  # fmt: skip
+    head = ["case", "bf16, target tokens/s", "fp8", "times as fast", "GiB, bf16", "GiB, fp8"]
+    about = "the source of bf16 is named first"
+    return sourced_table(head, lines, 1, about) if lines else []
 
 
 def train_by_case(rows: list[dict[str, Any]]) -> list[str]:
@@ -341,6 +345,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[str]]]] = {
     "attention": (("scripts/results/ops-h200.json",), attention_table),
     "train": ((TRAIN,), train_table),
     "train_by_case": ((TRAIN,), train_by_case),
+    "fp8": ((TRAIN,), fp8_table),
     "generate": ((GENERATE,), generate_table),
     "generate_by_case": ((GENERATE,), generate_by_case),
     "generate_text": (("scripts/results/generate-text-h200.json",), generate_text),
