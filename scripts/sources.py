@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from string import ascii_lowercase
+from string import ascii_letters
 from typing import Any
 
 from lightseq_fairseq.result_rows import table
@@ -35,7 +35,7 @@ def sourced_table(
         cells: list[Sequence[str]] = [cells for cells, _ in lines]
         note = _sentence(f"{'; '.join(distinct[0])}; {about}")
         return [*table(head, cells, texts, "pipe"), "", *between, note]
-    letters = dict(zip(distinct, ascii_lowercase, strict=False))
+    letters = dict(zip(distinct, ascii_letters, strict=False))
     marks = [", ".join(letters[its] for its in found) for found in sources]
     marked = [[*line, mark] for (line, _), mark in zip(lines, marks, strict=True)]
     shared = [part for part, *others in zip(*distinct, strict=True) if {part} == {part, *others}]
