@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator
 from statistics import mean, variance
 from typing import Any
 
-from lightseq_fairseq.result_rows import table
-
 from .plots import FAIRSEQ, FAIRSEQ_PALE, OURS, OURS_PALE, Curves, Panel, gpus
+from .sources import sourced_table
 
 Rows = list[dict[str, Any]]
 
@@ -60,19 +59,18 @@ def convergence_table(rows: Rows) -> list[str]:
                 f"{goal:.2f}: {mean(point[1] for point in reached):.0f} s, "
                 f"{mean(point[0] for point in reached):.0f} updates",
             ]
-            lines.append(cells)
+            lines.append((cells, its))
     head = ["model", "system", "seeds", "updates", "BLEU", "last validation loss",
             "training time", "time to a validation loss of"]  # fmt: skip
     company = "; ".join(
         f"{MODELS[case.split('/')[0]]}, {_company(its)}" for case, its in cases(rows)
     )
-    return [
-        *table(head, lines, 2, "pipe"),
-        "",
+    return sourced_table(
+        head, lines, 2,
         f"{_circumstances(rows)}; times are wall times of training with its validations. Several "
         f"runs shared the GPU ({company}), so compare times only between the two systems of the "
-        "same model.",
-    ]
+        "same model",
+    )  # fmt: skip
 
 
 def precision_table(rows: Rows) -> list[str]:
@@ -89,14 +87,11 @@ def precision_table(rows: Rows) -> list[str]:
             cells.append(_range(ours, digits) if exists else "")
             is_compared = exists and precision != "bf16"
             cells.append(_difference(ours, others, digits) if is_compared else "")
-        lines.append(cells)
+        lines.append((cells, its))
     head = ["model", "seeds", "updates", "BLEU", "less that of bf16", "last validation loss",
             "less that of bf16"]  # fmt: skip
-    return [
-        *table(head, lines, 1, "pipe"),
-        "",
-        f"{_circumstances(rows)}; differences of means, with standard errors.",
-    ]
+    about = f"{_circumstances(rows)}; differences of means, with standard errors"
+    return sourced_table(head, lines, 1, about)
 
 
 def _of(rows: Rows, key: str) -> list[float]:
@@ -114,17 +109,14 @@ def _difference(ours: list[float], others: list[float], digits: int) -> str:
 
 def _circumstances(rows: Rows) -> str:
     """Return the part of the notes that the tables share."""
-    common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
     signatures = sorted({f"sacrebleu `{row['signature']}`" for row in rows if row["bleu"]})
     scored = (
         "BLEU: test_2016_flickr, translated after training with the average of a run's last "
         f"checkpoints ({', '.join(signatures)}); "
     )
     return (
-        f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
-        f"{', '.join(commit[:10] for commit in common['commit'])}; means over the "
-        f"seeds (least to most); {scored if signatures else ''}losses in bits a target token, "
-        "label smoothing included"
+        f"means over the seeds (least to most); {scored if signatures else ''}losses in bits a "
+        "target token, label smoothing included"
     )
 
 

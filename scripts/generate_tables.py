@@ -8,6 +8,7 @@ from typing import Any
 from lightseq_fairseq.result_rows import table
 
 from .plots import FAIRSEQ, OTHERS, OURS, Bars, gpus
+from .sources import sourced_table
 
 Rows = list[dict[str, Any]]
 
@@ -61,27 +62,23 @@ def generate_table(rows: Rows) -> list[str]:
     """Return the table of speed, latency and memory of each system in each case."""
     lines = []
     for case, system, row, ratio in compared(rows, "sentences_per_s"):
-        lines.append([
+        lines.append(([
             f"`{case}`", SYSTEMS[system][0], f"{row['sentences_per_s']:.0f}",
             str(row["tokens_per_s"]), ratio, f"{row['decode_s']:.3f}",
             f"{row['p50_ms']:.1f}, {row['p99_ms']:.1f}", f"{row['peak_gib']:.1f}",
             f"{row['load_s']:.1f}", f"{row['first_s']:.2f}",
-        ])  # fmt: skip
+        ], [row]))  # fmt: skip
     head = ["case", "system", "sentences/s", "tokens/s", "x fairseq", "decode s",
             "ms a batch p50, p99", "GiB", "load s", "first pass s"]  # fmt: skip
-    common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
     tokens = sorted({row["max_tokens"] for row in rows if "/btokens/" in row["case"]})
     by_tokens = f"; `btokens`: at most {', '.join(map(str, tokens))} source tokens" * bool(tokens)
-    return [
-        *table(head, lines, 2, "pipe"),
-        "",
-        f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
-        f"{', '.join(commit[:10] for commit in common['commit'])}; case: model, sentences of a "
-        f"batch, beam, precision{by_tokens}; random weights, hypotheses as long as the longest "
-        "source of their batch; medians over passes after the warm-up; not in the time: loading "
-        "the model, making batches, text; in the first pass ours captures graphs and times "
-        "algorithms.",
-    ]
+    return sourced_table(
+        head, lines, 2,
+        f"case: model, sentences of a batch, beam, precision{by_tokens}; random weights, "
+        "hypotheses as long as the longest source of their batch; medians over passes after the "
+        "warm-up; not in the time: loading the model, making batches, text; in the first pass "
+        "ours captures graphs and times algorithms",
+    )  # fmt: skip
 
 
 def generate_by_case(rows: Rows) -> list[str]:
@@ -107,7 +104,7 @@ def generate_text(rows: Rows) -> list[str]:
     return _beside_fairseq(
         rows, LANGUAGE_SYSTEMS, "tokens_per_s", "new tokens/s",
         "prompts of a batch, tokens of a prompt + new tokens, precision; random weights, greedy "
-        "search; the time to read the prompts is included.",
+        "search; the time to read the prompts is included",
     )  # fmt: skip
 
 
@@ -118,7 +115,7 @@ def generate_features(rows: Rows) -> list[str]:
     return _beside_fairseq(
         rows, FEATURES_SYSTEMS, "sentences_per_s", "sentences/s",
         f"sentences of a batch{by_tokens}, precision; random weights; from token numbers in host "
-        "memory to features on the GPU.",
+        "memory to features on the GPU",
     )  # fmt: skip
 
 
@@ -131,14 +128,12 @@ def _beside_fairseq(
     """
     lines = []
     for case, system, row, ratio in compared(rows, speed):
-        lines.append([
+        lines.append(([
             f"`{case}`", names[system], f"{row[speed]:.0f}", ratio,
             f"{row['p50_ms']:.1f}, {row['p99_ms']:.1f}", f"{row['peak_gib']:.1f}",
-        ])  # fmt: skip
+        ], [row]))  # fmt: skip
     head = ["case", "system", unit, "x fairseq", "ms a batch p50, p99", "GiB"]
-    machines = sorted({f"{row['gpu']}; torch {row['torch']}" for row in rows})
-    below = f"{'; '.join(machines)}; case: model, {about}"
-    return [*table(head, lines, 2, "pipe"), "", below]
+    return sourced_table(head, lines, 2, f"case: model, {about}")
 
 
 def generate_plot(rows: Rows) -> Bars:

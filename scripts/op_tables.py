@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightseq_fairseq.result_rows import table
-
 from .plots import OTHERS, OURS, Bars, gpus
+from .sources import sourced_table
 
 Rows = list[dict[str, Any]]
 
@@ -60,7 +59,7 @@ def slower_elsewhere(rows: Rows) -> str:
         for case, ms in cases.items()
         if case not in shown and {"ours", "compile"} <= ms.keys()
     }
-    slower = [f"`{case}` {ratio:.3f}" for case, ratio in ratios.items() if ratio < 1]
+    slower = [f"`{case}` {ratio:.3f}" for case, ratio in ratios.items() if round(ratio, 3) < 1]
     return (
         "At other sizes and precisions ours is slower than torch.compile's code in "
         f"{len(slower) or 'none'} of {len(ratios)} rows{': ' * bool(slower)}{', '.join(slower)}."
@@ -99,33 +98,34 @@ def op_table(rows: Rows) -> list[str]:
         for system in ("eager", "compile", "library"):
             ratio = systems[system]["ms"] / ours["ms"] if system in systems else None
             cells.append("" if ratio is None else f"{ratio:.2f}")
-            if system == "compile" and ratio is not None and ratio < 1:
-                cells[-1] = f"**{ratio:.2f}, slower**"
-        lines.append(cells)
+            if system == "compile" and cells[-1]:
+                cells[-1] = _marked(cells[-1])
+        lines.append((cells, list(systems.values())))
     head = ["op", "ms", "GB/s", "of a copy", "x eager", "x torch.compile", "x library"]
+    cast = "; fp8_weights: 176 M" if any("`fp8_weights`" in cells for cells, _ in lines) else ""
     rows = [row for row in rows if not by_length(row)]
-    common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
-    cast = "; fp8_weights: 176 M" if any("`fp8_weights`" in line for line in lines) else ""
-    return [
-        *table(head, lines, 1, "pipe"),
-        "",
-        f"{slower_elsewhere(rows)} {least_shares(rows)}",
-        "",
-        f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
-        f"{', '.join(commit[:10] for commit in common['commit'])}; {OPS_SIZE[1:]} tokens "
-        f"in WMT-like sentences (Adam: 217 M parameters{cast}), width 1024, ffn "
-        "4096, 40 000 words, 16 heads, dropout 0.1, bf16; medians, cold L2; GB/s: the least "
-        "possible bytes, divided by the time.",
-    ]
+    return sourced_table(
+        head, lines, 1,
+        f"{OPS_SIZE[1:]} tokens in WMT-like sentences (Adam: 217 M parameters{cast}), width 1024, "
+        "ffn 4096, 40 000 words, 16 heads, dropout 0.1, bf16; medians, cold L2; GB/s: the least "
+        "possible bytes, divided by the time",
+        [f"{slower_elsewhere(rows)} {least_shares(rows)}", ""],
+    )  # fmt: skip
+
+
+def _marked(ratio: str) -> str:
+    """Return the printed ratio, with a mark if it is below 1."""
+    return ratio if float(ratio) >= 1 else f"**{ratio}, slower**"
 
 
 def attention_table(rows: Rows) -> list[str]:
     """Return the table of attention by length: forward + backward of ours and of the libraries."""
     cases: dict[str, dict[str, list[float]]] = {}  # variant -> system -> [forward, backward] in ms
-    rows = [row for row in rows if by_length(row)]
-    for row in rows:
+    its_rows: dict[str, Rows] = {}  # variant -> rows
+    for row in filter(by_length, rows):
         _, _, variant = row["case"].partition("/")[0].partition(".")
         cases.setdefault(variant, {}).setdefault(row["system"], []).append(row["ms"])
+        its_rows.setdefault(variant, []).append(row)
     lines = []
     for variant, systems in cases.items():
         length, *words = variant.split(".")
@@ -134,7 +134,7 @@ def attention_table(rows: Rows) -> list[str]:
             deterministic.insert(0, systems["library"][0])
         others = [systems[name] for name in ("library", "cudnn") if name in systems]
         ratio = min(map(sum, others)) / sum(systems["ours"])
-        lines.append(
+        lines.append((
             [
                 f"20 to {length}, mean 248" if "bertmix" in words else length,
                 "causal" if "causal" in words else "full",
@@ -146,21 +146,19 @@ def attention_table(rows: Rows) -> list[str]:
                         systems["ours"], systems["library"], deterministic, systems.get("cudnn"),
                     )
                 ),
-                f"{ratio:.2f}" if ratio >= 1 else f"**{ratio:.2f}, slower**",
-            ]
-        )  # fmt: skip
+                _marked(f"{ratio:.2f}"),
+            ],
+            its_rows[variant],
+        ))  # fmt: skip
     head = [
         "tokens", "mask", "head width", "dropout", "ours", "FlashAttention-2",
         "FlashAttention-2, deterministic", "cuDNN", "x faster library",
     ]  # fmt: skip
-    common = {key: sorted({str(row[key]) for row in rows}) for key in ("gpu", "torch", "commit")}
-    return [
-        *table(head, lines, 1, "pipe"),
-        "",
-        f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit "
-        f"{', '.join(commit[:10] for commit in common['commit'])}; 16384 tokens, 1024 columns in "
-        "all heads, bf16; ms, forward + backward (forward alone); medians, cold L2.",
-    ]
+    return sourced_table(
+        head, lines, 1,
+        "16384 tokens, 1024 columns in all heads, bf16; ms, forward + backward (forward alone); "
+        "medians, cold L2",
+    )  # fmt: skip
 
 
 def op_plot(rows: Rows) -> Bars:

@@ -13,7 +13,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("*.md", "docs/*.md", "examples/*/README.md")
+PAGES = ("*.md", "docs/**/*.md", "examples/*/README.md")
 _TARGET = re.compile(r"\]\(([^)#:]+)")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightseq_fairseq.result_rows import table
+from .sources import source, sourced_table
 
 Rows = list[dict[str, Any]]
 
@@ -25,38 +25,37 @@ def translation_table(rows: Rows) -> list[str]:
             f"{row['bleu']:.2f}",
             f"{row['fairseq_bleu']:.2f}",
         ]
-        lines.append(cells)
+        lines.append((cells, [row]))
     head = ["flags", "precision", "sentences", "identical", "greatest difference of scores",
             "greatest gap where tokens differ", "BLEU", "fairseq's BLEU"]  # fmt: skip
-    notes = []
+    parts = []
     if compared:
         signatures = sorted({row["signature"] for row in compared})
-        notes.append(
+        about = (
             "same flags for `lightseq-generate` and `lightseq-generate --native`; identical: "
             "sentences of which all hypotheses have the same subwords; scores as fairseq prints "
             "them, log2 of a probability over length; sacrebleu "
             f"`{'`, `'.join(signatures)}`"
         )
+        parts.append(sourced_table(head, lines, 2, about))
     systems = {row["system"]: row for row in rows if row["case"] == "eval_bleu/fp32"}
     if len(systems) == 2:
-        ours, fairseq = (systems[system] for system in ("ours", "fairseq_no_cudnn"))
-        total, fairseq_total = (sum(row["validation_s"]) for row in (ours, fairseq))
-        notes.append(
-            f"a validation with `--eval-bleu`, beam 5: {ours['s_per_validation']:.2f} s, fairseq "
-            f"{fairseq['s_per_validation']:.2f} s, "
-            f"{fairseq['s_per_validation'] / ours['s_per_validation']:.1f} times as long (median "
-            f"of {len(ours['validation_s']) - 1} after the first, which took "
-            f"{ours['validation_s'][0]:.2f} and {fairseq['validation_s'][0]:.2f} s; all "
-            f"{len(ours['validation_s'])}: {total:.1f} s, fairseq {fairseq_total:.1f} s, "
-            f"{fairseq_total / total:.1f} times as long)"
-        )
-    common = {key: sorted({str(row[key])[:40] for row in rows}) for key in ("gpu", "torch")}
-    commits = ", ".join(sorted({row["commit"][:10] for row in rows}))
-    return [
-        *([*table(head, lines, 2, "pipe"), ""] if lines else []),
-        f"{', '.join(common['gpu'])}; torch {', '.join(common['torch'])}; commit {commits}; "
-        f"{'; '.join(notes)}.",
-    ]
+        parts.append([_validations(systems["ours"], systems["fairseq_no_cudnn"])])
+    return [line for part in parts for line in (*part, "")][:-1]
+
+
+def _validations(ours: dict[str, Any], fairseq: dict[str, Any]) -> str:
+    """Return a sentence about the times of both systems' validations."""
+    total, fairseq_total = (sum(row["validation_s"]) for row in (ours, fairseq))
+    return (
+        f"A validation with `--eval-bleu`, beam 5: {ours['s_per_validation']:.2f} s, fairseq "
+        f"{fairseq['s_per_validation']:.2f} s, "
+        f"{fairseq['s_per_validation'] / ours['s_per_validation']:.1f} times as long (median "
+        f"of {len(ours['validation_s']) - 1} after the first, which took "
+        f"{ours['validation_s'][0]:.2f} and {fairseq['validation_s'][0]:.2f} s; all "
+        f"{len(ours['validation_s'])}: {total:.1f} s, fairseq {fairseq_total:.1f} s, "
+        f"{fairseq_total / total:.1f} times as long); {'; '.join(source(ours))}."
+    )
 
 
 def _power(number: float) -> str:

@@ -149,6 +149,14 @@ def test_files_in_a_drawing_exist(drawing: str) -> None:
         assert (ROOT / "lightseq_fairseq" / name).is_file(), name
 
 
+def test_the_notebook_is_short_pages_that_its_index_lists() -> None:
+    pages = sorted(path.name for path in (ROOT / "docs/notebook").glob("*.md"))
+    listed_pages = re.findall(r"^\| \[.*?\]\((.*?)\) \|", text("docs/notebook/README.md"), re.M)
+    assert sorted([*listed_pages, "README.md"]) == pages
+    for page in pages:
+        assert len(text(f"docs/notebook/{page}").splitlines()) < 300, page
+
+
 def test_one_version() -> None:
     version = lightseq_fairseq.__version__
     cited = dict(re.findall(r"^(version|date-released): (\S+)$", text("CITATION.cff"), re.M))

@@ -31,7 +31,7 @@ class Block(NamedTuple):
 
 def pages() -> list[str]:
     """Paths of the pages from the root; scripts/site_pages.py gives the same list to the site."""
-    patterns = ("*.md", "docs/*.md", "examples/*/README.md")
+    patterns = ("*.md", "docs/**/*.md", "examples/*/README.md")
     found = [path for pattern in patterns for path in ROOT.glob(pattern)]
     return sorted(path.relative_to(ROOT).as_posix() for path in found)
 

@@ -41,7 +41,7 @@ class Rates(NamedTuple):
 
 
 # In a burst at the highest clock, and for seconds at the power limit of 700 W, which long runs
-# reach: the fastest passes over t2t big's layers in docs/lab-notebook.md ("fp8 products"). The
+# reach: the fastest passes over t2t big's layers in docs/notebook/fp8.md ("fp8 products"). The
 # burst rate of fp8 is not measured: it is twice that of bf16.
 BURST, SUSTAINED = Rates(790e9, 1580e9), Rates(630e9, 1041e9)
 
