@@ -1,5 +1,5 @@
-// Common code of our own linear_fwd kernels (few_rows.cu, tiles.cu), whose warps
-// split the input dimension: operands, and the epilogue that adds the warps' sums.
+// Common code of our own linear_fwd kernels (few_rows.cu, tiles.cu), whose warps split the input
+// dimension: operands, and the epilogue that adds the warps' sums.
 #pragma once
 
 #include <cuda_runtime.h>
