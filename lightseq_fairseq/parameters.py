@@ -31,7 +31,7 @@ ALIGNMENT = 256
 _MOST_GAP = ALIGNMENT // 2
 # Parameters with spare rows -> their address when the rows were reserved.
 _spared_at: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-# GEMMs copy operands whose row length is no multiple of this (16-bit elements, csrc/linear.cu).
+# GEMMs copy operands whose row length is no multiple of this (16 bits, csrc/linear/linear.cu).
 _ROWS = 8
 
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Compile csrc/*.cu into one library for a CUDA major version, any supported Python and torch.
+"""Compile csrc/ into one library for a CUDA major version, any supported Python and torch.
 
 The sources use torch's stable C++ interface (torch/csrc/stable, pinned to 2.11). So the build needs
 only torch's headers, also from a CPU build of torch, and neither Python's headers nor pybind11.
 
-    csrc/<stem>.cu  ->  build/cuda/<stem>-<fingerprint>.o     and .txt: ptxas's resource report
-                    ->  lightseq_fairseq/_lib/liblightseq_cu<major>.so
+    csrc/<family>/<stem>.cu  ->  build/cuda/<stem>-<fingerprint>.o and .txt: ptxas's report
+                             ->  lightseq_fairseq/_lib/liblightseq_cu<major>.so
 
 The fingerprint is a hash of everything that an object depends on, so unchanged units are not
 compiled again. CUDA's runtime is linked statically: the library also loads on a machine without a
@@ -40,8 +40,9 @@ OLDEST_ARCHITECTURE = 80  # bfloat16 on the tensor cores, asynchronous copies
 # Unfinished files of an interrupted build: objects and libraries named after its process ID.
 PARTIAL = re.compile(r"(?:\w+-[0-9a-f]{16}|liblightseq_cu\d+)\.(\d+)(?:\.o)?")
 RESOURCES = re.compile(r"ptxas info|Compile time|\s+\d+ bytes stack frame")
+HEADERS = ".cuh", ".h"
 # Units that include this have instructions that only sm_90 has; nvcc calls that target sm_90a.
-WGMMA = '"common/wgmma.cuh"'
+WGMMA = '"common/ptx/wgmma.cuh"'
 HOPPER = "sm_90"  # the GPU that runs a library built with --acts-as
 HOST_FLAGS = "-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-unknown-pragmas"
 
@@ -278,8 +279,8 @@ def compile_sources(
     toolchain: Toolchain, sources: Path, objects: Path, architectures: tuple[str, ...], jobs: int,
     acts_as: int | None,
 ) -> list[Path]:  # fmt: skip
-    """Return the object files of all sources/*.cu; compile those that do not exist yet."""
-    units = sorted(sources.glob("*.cu"))
+    """Return the object files of all .cu files; compile those that do not exist yet."""
+    units = sorted(sources.rglob("*.cu"), key=lambda unit: unit.stem)
     if not units:
         raise BuildError(f"{sources} has no .cu file")
     flags = ["-std=c++20", "-O3", "-lineinfo", "-Xptxas", "-v", "-Xcompiler", HOST_FLAGS]
@@ -290,7 +291,7 @@ def compile_sources(
     ]
     # Hash contents, not folders: when pip builds a wheel, the folder of the headers has a new name.
     headers = [
-        *(path.read_bytes() for path in sorted((sources / "common").glob("*"))),
+        *(path.read_bytes() for path in sorted(sources.rglob("*")) if path.suffix in HEADERS),
         (toolchain.torch / "version.py").read_bytes(),
         *([(toolchain.cublas / "cublasLt.h").read_bytes()] if toolchain.cublas else ()),
         f"{toolchain.nvcc} {toolchain.cuda} {flags} {architectures} {acts_as}".encode(),
@@ -396,7 +397,7 @@ def main() -> int:
         "--sources",
         type=Path,
         default=ROOT / "csrc",
-        help="folder of the *.cu files (default: csrc)",
+        help="folder of the .cu files, which may be in folders (default: csrc)",
     )
     parser.add_argument(
         "--objects",

@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "check.h"
+#include "common/check.h"
 
 namespace lightseq {
 
@@ -47,7 +47,7 @@ inline Gradient gradient_of(const char* op, const char* name,
   return gradient;
 }
 
-// partials: float [blocks, sums, columns]. Reduces them (column_sum.cu) at once or, if all
+// partials: float [blocks, sums, columns]. Reduces them (row/column_sum.cu) at once or, if all
 // gradients are in the buffer of defer_column_sums(), at the latest in flush_column_sums().
 void add_partials(const torch::stable::Tensor& partials, const Gradients& gradients,
                   bool accumulate, cudaStream_t stream);

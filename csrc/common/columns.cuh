@@ -2,9 +2,9 @@
 // a row-wise kernel processes them together. 16 bytes of a 16-bit type, 32 bytes of float.
 #pragma once
 
-#include "async_copy.cuh"
-#include "philox.cuh"
-#include "vec.cuh"
+#include "common/philox.cuh"
+#include "common/ptx/async_copy.cuh"
+#include "common/vec.cuh"
 
 namespace lightseq {
 

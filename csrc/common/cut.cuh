@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "columns.cuh"
+#include "common/columns.cuh"
 
 namespace lightseq {
 

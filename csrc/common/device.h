@@ -14,7 +14,7 @@
 #include <mutex>
 #include <utility>
 
-#include "check.h"
+#include "common/check.h"
 
 #ifndef LIGHTSEQ_ACTS_AS
 #define LIGHTSEQ_ACTS_AS 0

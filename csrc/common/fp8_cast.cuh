@@ -26,11 +26,11 @@
 #include <tuple>
 #include <type_traits>
 
-#include "check.h"
-#include "columns.cuh"
-#include "launch.cuh"
-#include "optional.h"
-#include "reduce.cuh"
+#include "common/check.h"
+#include "common/columns.cuh"
+#include "common/launch.cuh"
+#include "common/optional.h"
+#include "common/reduce.cuh"
 
 namespace lightseq {
 

@@ -25,8 +25,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "check.h"
-#include "device.h"
+#include "common/check.h"
+#include "common/device.h"
 
 namespace lightseq {
 

@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "device.h"
+#include "common/device.h"
 
 namespace lightseq {
 

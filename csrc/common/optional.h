@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "check.h"
+#include "common/check.h"
 
 namespace lightseq {
 

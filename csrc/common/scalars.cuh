@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "vec.cuh"
+#include "common/vec.cuh"
 
 namespace lightseq {
 

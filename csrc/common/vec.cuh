@@ -13,7 +13,7 @@
 
 #include <cstdint>
 
-#include "check.h"
+#include "common/check.h"
 
 namespace lightseq {
 

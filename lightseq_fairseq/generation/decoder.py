@@ -48,7 +48,7 @@ def bucket(rows: int, device: torch.device) -> int:
 def first_bucket(rows: int, device: torch.device) -> int:
     """Tighter rounding for a batch's first row count, which it keeps for most of its steps.
 
-    Above 256 rows: multiples of 64. For these, csrc/matmul.cu searches for the fastest
+    Above 256 rows: multiples of 64. For these, csrc/linear/matmul.cu searches for the fastest
     cuBLASLt algorithm.
     """
     if rows <= 256 or device.type != "cuda":

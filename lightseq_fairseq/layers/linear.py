@@ -79,8 +79,8 @@ class _Logits(torch.autograd.Function):
     """x weight^T + bias, including the spare rows of both; their logits are zero and are cut off.
 
     If the width is no multiple of 8, such as 50 257, the product is computed in scratch memory and
-    copied, see csrc/linear.cu. When the loss overwrites the logits with their gradient, the columns
-    of the spare rows stay zero, so backward may read them as well.
+    copied, see csrc/linear/linear.cu. When the loss overwrites the logits with their gradient, the
+    columns of the spare rows stay zero, so backward may read them as well.
     """
 
     @staticmethod

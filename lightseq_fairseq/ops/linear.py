@@ -101,7 +101,7 @@ def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool = Fals
 
     x: [T, K]. weight: [N, K]. bias: [N] or None. All of one dtype.
     relu: its derivative is 1 where y > 0, else 0. A NaN may become 0 on a GPU, see
-    csrc/common/nan.cuh.
+    csrc/linear/nan.cuh.
     Raises ValueError on a wrong shape, dtype, device or layout.
     """
     return _FWD(x, weight, bias, relu)

@@ -76,7 +76,7 @@ class LinearActivationFwd(NamedTuple):
     x: [T, C]. weight: [F, C]. bias: [F]. All of one dtype. activation: relu, gelu (erf) or
     gelu_accurate (tanh). p, rng, site: dropout, see `philox.keep_mask`.
     slope is EMPTY (numel 0) if need_slope is False, and for relu, since it follows from y there.
-    NaN: relu may turn it into 0 on a GPU, see csrc/common/nan.cuh. A NaN in z is in y, even where y
+    NaN: relu may turn it into 0 on a GPU, see csrc/linear/nan.cuh. A NaN in z is in y, even where y
     is dropped.
     Raises ValueError on an unknown activation, a wrong shape, dtype, device or layout.
     """

@@ -119,11 +119,10 @@ def wheel(folder: Path, **environment: str) -> tuple[str, list[str]]:
 
 def test_the_sdist_makes_the_wheel_of_the_checkout(checkout: Path) -> None:
     sources = unpacked_sdist(checkout)
-    for folder in ("csrc", "csrc/common"):
-        here, there = (
-            {path.name for path in (root / folder).iterdir()} for root in (ROOT, sources)
-        )
-        assert here == there
+    here, there = (
+        {path.relative_to(root) for path in (root / "csrc").rglob("*")} for root in (ROOT, sources)
+    )
+    assert here == there
     assert (sources / "scripts" / "build_cuda.py").exists()
     assert not list(sources.rglob("*.so"))
 

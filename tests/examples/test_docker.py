@@ -41,4 +41,4 @@ def test_the_copied_files_are_all_that_the_installation_needs(tmp_path: Path) ->
         cwd=context, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert list((context / "csrc").glob("*.cu"))
+    assert list((context / "csrc").rglob("*.cu"))

@@ -1,4 +1,4 @@
-"""Processes that share the file of algorithms (csrc/common/algorithm_table.h), without a GPU.
+"""Processes that share the file of algorithms (csrc/linear/algorithm_table.h), without a GPU.
 
 Each process is a program of a few lines around the table. It obeys a command per line: "find
 PRODUCT" prints the number of the algorithm, or "none"; "add PRODUCT NUMBER" prints the one to use.
@@ -20,7 +20,7 @@ HEADER = """
 struct cublasLtMatmulAlgo_t { uint64_t data[8]; };
 """
 PROGRAM = """
-#include "common/algorithm_table.h"
+#include "linear/algorithm_table.h"
 #include <iostream>
 int main() {
   lightseq::AlgorithmTable table("table.txt");

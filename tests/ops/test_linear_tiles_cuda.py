@@ -105,7 +105,7 @@ def run(cache: Path, program: str, tile: int) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def checksum(text: str) -> int:  # FNV-1a, as in csrc/common/algorithm_table.h
+def checksum(text: str) -> int:  # FNV-1a, as in csrc/linear/algorithm_table.h
     total = 0xCBF29CE484222325
     for byte in text.encode():
         total = (total ^ byte) * 0x100000001B3 % 2**64

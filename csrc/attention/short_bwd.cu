@@ -1,0 +1,333 @@
+// Attention over packed sentences, backward, for sentences of any length; the other methods are
+// faster for long ones. short_fwd.cu has the formula of forward, units.cuh explains how the work is
+// divided.
+//
+//   P = exp(scale * q k^T - lse)      M = dropout mask of zeros and ones
+//   D = rowsum(P * M * dO V^T) = (1 - p) rowsum(dO * O)
+//   dV = (P * M)^T dO / (1 - p)       dS = P * (M * dO V^T - D)
+//   dQ = scale / (1 - p) dS K         dK = scale / (1 - p) dS^T Q
+//
+// The limits below are for 16-bit heads of up to 64 columns; other tiles have fewer than 128 rows.
+// Sentences of at most 64 tokens: warps with 16 queries each compute P and dS once, and pass them
+// through shared memory to the warps with 16 keys each (five small products). Sentences of 65 to
+// 128 tokens: shared memory is too small for P and dS, so a second pass computes S^T = K Q^T and
+// V dO^T again (seven products). Longer sentences: a tile performs only one of the two passes. A
+// tile of queries iterates over the tiles of keys, a tile of keys over the tiles of queries.
+//
+//   inputs         dout, q, k, v, lse; and out, to compute D, if no warp has a whole row of P
+//   bytes moved    everything once if a sentence fits into a tile; tiles of longer sentences are
+//                  read again from the cache
+//   determinism    no atomics; every sum has a fixed order, which depends only on the sentence and
+//                  on which kernels compute the batch (method.h)
+
+#include "attention/short_bwd.cuh"
+
+namespace lightseq::attention {
+namespace {
+
+// Computes all three gradients of heads in slots of kSlot rows, with one computation of P and dS. A
+// warp computes P and dS of its 16 queries. P is stored in the tile of `out`, which is free: each
+// warp has whole rows of P, so D is computed without `out`. dS is stored beside P if there is
+// space, otherwise in place of V. Then each warp reads the columns of its 16 keys from both.
+template <int kSlot, bool kCasts, typename T, int kWidth>
+__device__ __forceinline__ void whole_pass(BwdTiles<T, kWidth>& tiles, const BwdParams<T>& p,
+                                           const Unit& unit) {
+  constexpr int kRow = kStride<T, kWidth>;
+  constexpr bool kBeside = 2 * kSlot <= kWidth;
+  load_keys(tiles, p, unit, 0);
+  load_queries<false>(tiles, p, unit, 0, 0);
+  const Place place(unit);
+  T* const probabilities = tiles.out.row(place.slot);
+  T* const dscores = kBeside ? probabilities + kSlot : tiles.v.row(place.slot);
+  const int own_rows = place.position * kRow;
+  const float scale = p.scale * Base<T>::kLogE;
+  const int clear_end = min(unit.length_k, p.work.causal ? place.position + 1 : INT_MAX);
+  const float grad_scale = grad_scale_of(p.grad_scale, unit.length_k);
+  const bool works = place.exists && place.position < unit.length_q;
+
+  float s[kSlot / 8][4], dp[kSlot / 8][4], dq[kWidth / 8][4] = {};
+  if (works) {
+    multiply_nt<T, kWidth>(s, tiles.q.row(place.row), tiles.k.row(place.slot));
+    multiply_nt<T, kWidth>(dp, tiles.dout.row(place.row), tiles.v.row(place.slot));
+    hide(s, place.position, 0, unit.length_k, p.work.causal, clear_end);
+    const int row = place.row + lane_row();  // and row + 8
+    float rowsum[2] = {};
+#pragma unroll
+    for (int n = 0; n < kSlot / 8; n += 2) {
+      float kept[2][4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const PreparedLse<T> lse = tiles.lse[row + half * 8];
+        uint32_t keep = ~0u;
+        if (p.dropout.threshold > 0) keep = tiles.keep[row + half * 8][n / 4] >> lane_column();
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+#pragma unroll
+          for (int i = half * 2; i < half * 2 + 2; ++i) {
+            float& score = s[n + m][i];
+            score = probability_of(score, scale, lse);
+            kept[m][i] = keep >> ((n + m) % 4 * 8 + i % 2) & 1u ? score : 0.0f;
+            dp[n + m][i] *= kept[m][i];
+            rowsum[half] += dp[n + m][i];
+          }
+        }
+      }
+      store_fragments<T, kRow>(probabilities + own_rows + n * 8, kept[0], kept[1]);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rowsum[half] += __shfl_xor_sync(kAllLanes, rowsum[half], 1);
+      rowsum[half] += __shfl_xor_sync(kAllLanes, rowsum[half], 2);
+#pragma unroll
+      for (int n = 0; n < kSlot / 8; ++n) {
+#pragma unroll
+        for (int i = half * 2; i < half * 2 + 2; ++i) {
+          s[n][i] = fmaf(s[n][i], -rowsum[half], dp[n][i]);
+        }
+      }
+    }
+    multiply_nn<T, kWidth>(dq, s, tiles.k.row(place.slot));
+  }
+  if (!kBeside) __syncthreads();  // V has been read
+  if (works) {
+#pragma unroll
+    for (int n = 0; n < kSlot / 8; n += 2) {
+      store_fragments<T, kRow>(dscores + own_rows + n * 8, s[n], s[n + 1]);
+    }
+  }
+  __syncthreads();  // P and dS have been written, K has been read
+  if (!place.exists) return;
+
+  T* const stage = tiles.k.row(place.row);
+  const HeadRows keys = keys_of(unit, place);
+  if (works) {
+    store_gradient<kCasts, kWidth>(p.dq, tiles.of_queries, queries_of(unit, place), stage, dq,
+                                   grad_scale, p.work.width);
+  }
+  if (keys.length <= 0) return;
+#pragma unroll 1  // unrolled, a kernel that casts takes 5% longer
+  for (int i = 0; i < 2; ++i) {
+    const bool is_dv = i == 0;
+    float sums[kWidth / 8][4] = {};
+    multiply_tn<T, kWidth, kSlot>(sums, (is_dv ? probabilities : dscores) + place.position,
+                                  (is_dv ? tiles.dout : tiles.q).row(place.slot), unit.length_q);
+    store_gradient<kCasts, kWidth>(is_dv ? p.dv : p.dk, tiles.of_keys, keys, stage, sums,
+                                   is_dv ? p.keep_scale : grad_scale, p.work.width);
+  }
+}
+
+// Computes dQ of the warp's queries.
+template <bool kCasts, typename T, int kWidth>
+__device__ __forceinline__ void query_pass(BwdTiles<T, kWidth>& tiles, const BwdParams<T>& p,
+                                           const Unit& unit) {
+  constexpr int kChunk = 32;
+  const Place place(unit);
+  const bool works = place.exists && place.position < unit.length_q;
+  const bool causal = p.work.causal;
+  const int tile_end = min(unit.length_k, causal ? unit.start + unit.slot() : INT_MAX);
+  const int warp_end = min(unit.length_k, causal ? place.position + kWarpRows : INT_MAX);
+  const int clear_end = min(unit.length_k, causal ? place.position + 1 : INT_MAX);
+  const float scale = p.scale * Base<T>::kLogE;
+
+  float dq[kWidth / 8][4] = {};
+  for (int tile = 0; tile < tile_end; tile += unit.slot()) {
+    if (tile > 0) __syncthreads();
+    load_keys(tiles, p, unit, tile);
+    if (tile == 0) {
+      load_queries<true>(tiles, p, unit, unit.start, 0);
+    } else {
+      draw(tiles.keep, tiles.plan, p.dropout, p.work, unit, unit.start, tile);
+      cp_async_wait_all();
+      __syncthreads();
+    }
+    if (!works) continue;
+
+    const int chunks_end = min(unit.slot(), warp_end - tile);
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks_end; chunk += kChunk) {
+      const int row_k = place.slot + chunk;
+      float s[kChunk / 8][4], dp[kChunk / 8][4];
+      multiply_nt<T, kWidth>(s, tiles.q.row(place.row), tiles.k.row(row_k));
+      multiply_nt<T, kWidth>(dp, tiles.dout.row(place.row), tiles.v.row(row_k));
+      hide(s, place.position, tile + chunk, unit.length_k, causal, clear_end);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = place.row + lane_row() + half * 8;
+        const PreparedLse<T> lse = tiles.lse[row];
+        const float rowsum = tiles.rowsum[row];
+        uint32_t keep = ~0u;
+        if (p.dropout.threshold > 0) keep = tiles.keep[row][chunk / 32] >> lane_column();
+#pragma unroll
+        for (int n = 0; n < kChunk / 8; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int i = half * 2 + e;
+            const float probability = probability_of(s[n][i], scale, lse);
+            const float d = keep >> (n * 8 + e) & 1u ? dp[n][i] : 0.0f;
+            s[n][i] = probability * (d - rowsum);
+          }
+        }
+      }
+      multiply_nn<T, kWidth>(dq, s, tiles.k.row(row_k));
+    }
+  }
+  if (works) {
+    const float grad_scale = grad_scale_of(p.grad_scale, unit.length_k);
+    store_gradient<kCasts, kWidth>(p.dq, tiles.of_queries, queries_of(unit, place),
+                                   tiles.out.row(place.row), dq, grad_scale, p.work.width);
+  }
+}
+
+// Adjacent numbers, for one load.
+template <typename X>
+struct alignas(2 * sizeof(X)) Two {
+  X first, second;
+};
+
+// Computes dK and dV of the warp's keys. loaded: whether the tiles already hold all inputs.
+template <bool kCasts, typename T, int kWidth>
+__device__ __forceinline__ void key_pass(BwdTiles<T, kWidth>& tiles, const BwdParams<T>& p,
+                                         const Unit& unit, bool loaded) {
+  constexpr int kChunk = 16;
+  const Place place(unit);
+  const bool works = place.exists && place.position < unit.length_k;
+  const bool causal = p.work.causal;
+  T* const row_k = tiles.k.row(place.row);
+  T* const row_v = tiles.v.row(place.row);
+  const float scale = p.scale * Base<T>::kLogE;
+
+  float dk[kWidth / 8][4] = {}, dv[kWidth / 8][4] = {};
+  const int tile_begin = causal ? unit.start : 0;
+  for (int tile = tile_begin; tile < unit.length_q; tile += unit.slot()) {
+    if (!loaded) {
+      if (tile == tile_begin) {
+        load_keys(tiles, p, unit, unit.start);
+      } else {
+        __syncthreads();
+      }
+      load_queries<true>(tiles, p, unit, tile, unit.start);
+    }
+    if (!works) continue;
+
+    const int chunks_begin = causal ? max(place.position - tile, 0) / kChunk * kChunk : 0;
+    const int chunks_end = min(unit.slot(), unit.length_q - tile);
+#pragma unroll 1
+    for (int chunk = chunks_begin; chunk < chunks_end; chunk += kChunk) {
+      const int row_q = place.slot + chunk;
+      float s[kChunk / 8][4], dp[kChunk / 8][4];
+      multiply_nt<T, kWidth>(s, row_k, tiles.q.row(row_q));
+      multiply_nt<T, kWidth>(dp, row_v, tiles.dout.row(row_q));
+      const bool clear = !causal || tile + chunk >= place.position + kWarpRows - 1;
+      const int bit = place.row - place.slot + lane_row();  // the lane's first key in its slot
+#pragma unroll
+      for (int n = 0; n < kChunk / 8; ++n) {
+        const int column = n * 8 + lane_column();
+        using Lses = Two<PreparedLse<T>>;
+        const Lses lse = *reinterpret_cast<const Lses*>(tiles.lse + row_q + column);
+        const float2 rowsum = *reinterpret_cast<const float2*>(tiles.rowsum + row_q + column);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          uint32_t keep = ~0u;
+          if (p.dropout.threshold > 0) {
+            keep = tiles.keep[row_q + column + e][bit / 32] >> bit % 32;
+          }
+          // How many positions the query is before the lane's first key.
+          const int before = place.position + lane_row() - (tile + chunk + column + e);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int i = half * 2 + e;
+            float probability = probability_of(s[n][i], scale, e ? lse.second : lse.first);
+            if (!clear && before + half * 8 > 0) probability = 0.0f;
+            s[n][i] = keep >> (half * 8) & 1u ? probability : 0.0f;
+            dp[n][i] = fmaf(s[n][i], dp[n][i], probability * (e ? -rowsum.y : -rowsum.x));
+          }
+        }
+      }
+      multiply_nn<T, kWidth>(dv, s, tiles.dout.row(row_q));
+      multiply_nn<T, kWidth>(dk, dp, tiles.q.row(row_q));
+    }
+  }
+  if (works) {
+    const HeadRows keys = keys_of(unit, place);
+    const float grad_scale = grad_scale_of(p.grad_scale, unit.length_k);
+    store_gradient<kCasts, kWidth>(p.dk, tiles.of_keys, keys, row_k, dk, grad_scale, p.work.width);
+    store_gradient<kCasts, kWidth>(p.dv, tiles.of_keys, keys, row_v, dv, p.keep_scale,
+                                   p.work.width);
+  }
+}
+
+template <typename T, int kWidth, bool kCasts>
+__global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads<T, kWidth>>)  //
+    void attention_short_bwd_kernel(const BwdParams<T> p) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  BwdTiles<T, kWidth>& tiles = *reinterpret_cast<BwdTiles<T, kWidth>*>(shared);
+  const Work& work = p.work;
+
+  if (work.longest != INT_MAX) griddepcontrol_launch_dependents();  // see work_list.cu
+  if (blockIdx.x >= work.blocks) {
+    check_boundaries(work);
+    zero_gradient<kCasts>(p.dq, work.cu_q[work.sentences], work.rows_q, work);
+    zero_gradient<kCasts>(p.dk, work.cu_k[work.sentences], work.rows_k, work);
+    zero_gradient<kCasts>(p.dv, work.cu_k[work.sentences], work.rows_k, work);
+    return;
+  }
+  if constexpr (kCasts) {
+    tiles.of_queries.clear();
+    tiles.of_keys.clear();
+  }
+  for_each_unit<kRows<T, kWidth>>(
+      tiles.plan, work, p.dropout, kQueries | kKeys, [&](const Unit unit) {
+        const bool whole = unit.parts == (kQueries | kKeys);
+        if (whole && unit.slot() == 16) {
+          whole_pass<16, kCasts>(tiles, p, unit);
+        } else if (whole && unit.slot() == 32) {
+          whole_pass<32, kCasts>(tiles, p, unit);
+        } else if (whole && unit.slot() == 64) {
+          if constexpr (kRows<T, kWidth> >= 64) whole_pass<64, kCasts>(tiles, p, unit);
+        } else {
+          if (unit.parts & kQueries) query_pass<kCasts>(tiles, p, unit);
+          if (whole) __syncthreads();  // K and V have been read; results may overwrite their rows
+          if (unit.parts & kKeys) key_pass<kCasts>(tiles, p, unit, whole);
+        }
+      });
+  if (kCasts && threadIdx.x == 0) {
+    tiles.of_queries.publish(p.dq.cast);
+    tiles.of_keys.publish(p.dk.cast);
+  }
+}
+
+}  // namespace
+
+void short_bwd(const Call& a, const Backward& b) {
+  dispatch(a.op, a.q, [&](auto zero, auto tile_width) {
+    using T = decltype(zero);
+    constexpr int kWidth = decltype(tile_width)::value;
+    BwdParams<T> p;
+    p.dout = packed<const T>(a.op, "dout", b.dout);
+    p.q = packed<const T>(a.op, "q", a.q);
+    p.k = packed<const T>(a.op, "k", a.k);
+    p.v = packed<const T>(a.op, "v", a.v);
+    p.out = packed<const T>(a.op, "out", b.out);
+    p.dq = result_of<T>(a.op, "dq", b.dq, b.casts.dq);
+    p.dk = result_of<T>(a.op, "dk", b.dk, b.casts.dk);
+    p.dv = result_of<T>(a.op, "dv", b.dv, b.casts.dv);
+    require(b.lse.is_contiguous(), a.op, ": lse must be contiguous");
+    p.lse = b.lse.const_data_ptr<Lse<T>>();
+    p.dropout = dropout_of(a);
+    if (b.dq.numel() + b.dk.numel() == 0) return;
+    p.scale = static_cast<float>(a.scale);
+    p.keep_scale = a.keep_scale();
+    p.grad_scale = a.grad_scale();
+    p.work = work_of(a);
+    dispatch_cast<T>(b.casts.dq, [&](auto is_cast) {
+      launch({.op = a.op,
+              .grid = grid_of(p.work),
+              .block = kThreads<T, kWidth>,
+              .shared = sizeof(BwdTiles<T, kWidth>),
+              .stream = current_stream(a.q.get_device())},
+             attention_short_bwd_kernel<T, kWidth, decltype(is_cast)::value>, p);
+    });
+  });
+}
+
+}  // namespace lightseq::attention

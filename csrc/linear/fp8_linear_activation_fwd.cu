@@ -1,0 +1,242 @@
+// linear_activation_fwd.cu with operands and results in E4M3. T rows (tokens), C inputs, F outputs.
+//
+//   z                 = x W^T + bias                 sums in float32
+//   y                 = dropout(activation(z))       values [T, F] and transpose [F, P] in E4M3
+//   slope [T, F]      = activation'(z), or 0 where y is dropped; gelu only, a byte each
+//                       (slope.cuh)
+//
+//   saved for backward   the slope; for ReLU nothing, because it follows from y
+//   bytes moved          x and W several times, from L2; values, transpose and slope once
+//   determinism          in one kernel, sums have a fixed order, which depends only on C; otherwise
+//                        see fp8_linear.cu
+//
+// On GPUs of compute capability 9.0, if there are enough tiles, one kernel computes y and the slope
+// from the sums in registers (fp8_tile_product.cuh). Another warp stores them by TMA while
+// the consumers work on the next tile. Otherwise the product writes z, rounded to bfloat16, and a
+// second kernel reads it.
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+
+#include "common/check.h"
+#include "common/columns.cuh"
+#include "common/fp8_cast.cuh"
+#include "common/launch.cuh"
+#include "common/optional.h"
+#include "common/ptx/wgmma.cuh"
+#include "linear/activation.cuh"
+#include "linear/fp8_ops.h"
+#include "linear/fp8_tile_product.cuh"
+
+namespace lightseq {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr const char* kOp = "fp8_linear_activation_fwd";
+
+struct Params {
+  TileProduct product;
+  CastMaps results;
+  const float *x_scale, *weight_scale;
+  const __nv_bfloat16* bias;
+  uint8_t* slope;  // null: do not write
+  Cast cast;
+  DropoutFactors dropout;
+};
+
+struct Tiles {
+  CastTiles cast;
+  TileStages stages;
+  Mbarrier full, empty;  // of the cast
+};
+
+#ifdef LIGHTSEQ_HAS_WGMMA
+
+__device__ __forceinline__ void store_results(const Params& p, Tiles& tiles) {
+  uint32_t parity = 0;
+  for_each_tile(p.product, [&](int row_tile, int column) {
+    tiles.full.wait(parity);
+    parity ^= 1;
+    store_cast(p.results, tiles.cast, row_tile, column);
+    tma_store_wait_read();
+    tiles.empty.arrive();
+  });
+}
+
+template <Activation kActivation, bool kDrops>
+__device__ __forceinline__ void consume(const Params& p, Tiles& tiles, int thread) {
+  const OfThread mine(thread);
+  const Rng rng = kDrops ? Rng(p.dropout.dropout.rng) : Rng();
+  const float scale = *p.x_scale * *p.weight_scale, inverse = 1.0f / *p.cast.scale;
+  CastStatistics statistics = {};
+  uint32_t parity = 0;
+  const auto finish = [&](const Fp8Sums& sums, int row_tile, int first_column) {
+    const int64_t first_row = static_cast<int64_t>(row_tile) * kTileRows;
+    const int rows = static_cast<int>(min(p.cast.rows - first_row, int64_t{kTileRows}));
+    const int columns = static_cast<int>(p.cast.columns) - first_column;
+    const int64_t row = first_row + mine.row;
+    const int column = first_column + mine.column;
+    uint2 bias[2][kGroupsAtOnce];  // of these groups, and of the next ones
+    const auto load_bias = [&](int first) {
+#pragma unroll
+      for (int j = first; j < first + kGroupsAtOnce && j < kGroupsAcross; ++j) {
+        uint2& of_group = bias[j / kGroupsAtOnce % 2][j % kGroupsAtOnce];
+        of_group = {0, 0};
+        if (j * kFp8Group < columns) {
+          of_group = __ldg(reinterpret_cast<const uint2*>(p.bias + column + j * kFp8Group));
+        }
+      }
+    };
+    load_bias(0);
+    tiles.empty.wait(parity ^ 1);
+    parity ^= 1;
+    uint32_t keep = 0;  // a byte for each of the groups
+    const auto prepare = [&](int j) {
+      load_bias(j + kGroupsAtOnce);
+      if constexpr (kDrops) {
+        // Two neighbours have the same two rows, and halves of the same eight columns. Each draws
+        // for one row.
+        const int odd = thread % 2;
+        uint32_t drawn = 0;
+#pragma unroll
+        for (int i = 0; i < kGroupsAtOnce; ++i) {
+          const int group = (column + (j + i) * kFp8Group) / kColumnsPerDraw;
+          drawn |= p.dropout.draw(rng, row + odd, group) << (8 * i);
+        }
+        const uint32_t other = __shfl_xor_sync(kAllLanes, drawn, 1);
+        const uint32_t first = (odd ? other : drawn) >> (odd ? 4 : 0);
+        const uint32_t second = (odd ? drawn : other) << (odd ? 0 : 4);
+        keep = (first & 0x0f0f0f0fu) | (second & 0xf0f0f0f0u);
+      }
+    };
+    const auto numbers = [&](int j, float (&x)[kColumnsPerDraw]) {
+      const uint2& of_group = bias[j / kGroupsAtOnce % 2][j % kGroupsAtOnce];
+      const float2 left = unpack_pair<__nv_bfloat16>(of_group.x);
+      const float2 right = unpack_pair<__nv_bfloat16>(of_group.y);
+      const float of_column[kColumnsPerDraw] = {left.x, left.y, right.x, right.y,
+                                                left.x, left.y, right.x, right.y};
+      const uint32_t kept = kDrops ? keep >> (8 * (j % kGroupsAtOnce)) : kKeepAll;
+      float slopes[kColumnsPerDraw];
+#pragma unroll
+      for (float& number : x) number *= scale;
+      activate<__nv_bfloat16, kActivation>(x, of_column, p.dropout, kDrops, kept, slopes);
+      if constexpr (has_slope(kActivation)) {
+        if (p.slope == nullptr || mine.row >= rows || j * kFp8Group >= columns) return;
+        SlopeColumns<__nv_bfloat16> codes;
+        codes.pack(slopes);
+        uint8_t* const to = p.slope + row * p.cast.columns + column + j * kFp8Group;
+        *reinterpret_cast<uint32_t*>(to) = codes.words.x;
+        *reinterpret_cast<uint32_t*>(to + p.cast.columns) = codes.words.y;
+      }
+    };
+    cast_sums(sums, mine, tiles.cast, inverse, rows, columns, statistics, prepare, numbers);
+    fence_proxy_async();
+    tiles.full.arrive();
+  };
+  multiply_fp8_tiles(p.product, tiles.stages, thread, finish);
+  statistics = statistics.of_warp();
+  if (mine.lane == 0) statistics.publish(p.cast);
+}
+
+#endif
+
+template <Activation kActivation, bool kDrops>
+__global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
+    fp8_linear_activation_fwd_kernel(const __grid_constant__ Params p) {
+#ifdef LIGHTSEQ_HAS_WGMMA
+  extern __shared__ __align__(1024) unsigned char shared[];
+  Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
+  if (threadIdx.x == 0) {
+    tiles.stages.init();
+    tiles.full.init(kConsumerWarps * kWarp);
+    tiles.empty.init(1);
+    fence_mbarrier_init();
+  }
+  cluster_sync();
+  griddepcontrol_wait();
+  if (threadIdx.x >= kWarpgroup) {
+    setmaxnreg_inc<kConsumerRegisters>();
+    consume<kActivation, kDrops>(p, tiles, threadIdx.x - kWarpgroup);
+  } else {
+    setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x == 0) load_fp8_operands(p.product, tiles.stages);
+    if (threadIdx.x == kWarp) store_results(p, tiles);
+    __syncwarp();
+  }
+  cluster_sync();  // the other block may still arrive at this block's barriers
+#else
+  asm volatile("trap;");
+#endif
+}
+
+using Results = std::tuple<Tensor, Tensor, Tensor>;  // values, transpose and slope
+
+// x [T, C], weight [F, C] in E4M3, bias [F] -> values [T, F], transpose [F, P] and slope [T, F],
+// which is empty for ReLU, or if need_slope is false.
+Results fp8_linear_activation_fwd(const Tensor& x, const Tensor& x_scale, const Tensor& weight,
+                                  const Tensor& weight_scale, const Tensor& bias,
+                                  std::string activation, double p, const Tensor& rng, int64_t site,
+                                  bool need_slope, const Tensor& scale, Tensor amax,
+                                  Tensor saturated) {
+  const Activation which = activation_of(kOp, activation);
+  const int32_t device = x.get_device();
+  require_fp8(kOp, device);
+  check_rows(kOp, "x", x);
+  check_rows(kOp, "weight", weight);
+  check_rows(kOp, "bias", bias);
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const int64_t rows = x.size(0), columns = weight.size(0);
+  const auto results = allocate_cast(x, rows, columns);
+  const Tensor slope = need_slope && has_slope(which)
+                           ? allocate(x, {rows, columns}, ScalarType::Byte)
+                           : allocate(x, {0}, ScalarType::Byte);
+  const Cast cast = cast_into(results, scale, amax, saturated);
+  const DropoutFactors dropout(rng.const_data_ptr<int64_t>(), site, p);
+  const Results all{std::get<0>(results), std::get<1>(results), slope};
+  if (rows == 0) return all;
+  const std::optional<TileProduct> product = fp8_tile_product(Matrix(x), Matrix(weight), device);
+  if (!product.has_value()) {
+    const Tensor z = fp8_linear_fwd(x, x_scale, weight, weight_scale, std::nullopt);
+    fp8_activation_fwd(kOp, z, bias, which, dropout, slope, cast);
+    return all;
+  }
+  const Params params{.product = *product,
+                      .results = CastMaps(results),
+                      .x_scale = x_scale.const_data_ptr<float>(),
+                      .weight_scale = weight_scale.const_data_ptr<float>(),
+                      .bias = data_of<__nv_bfloat16>(bias),
+                      .slope = output_of<uint8_t>(slope),
+                      .cast = cast,
+                      .dropout = dropout};
+  const auto start = [&](auto chosen, auto drops) {
+    launch({.op = kOp,
+            .grid = product->blocks,
+            .block = kThreads,
+            .shared = sizeof(Tiles),
+            .stream = current_stream(device),
+            .dependent = true},
+           fp8_linear_activation_fwd_kernel<chosen.value, drops.value>, params);
+  };
+  dispatch_activation(which, [&](auto chosen) {
+    if constexpr (chosen.value != Activation::kIdentity) {
+      dropout.drops() ? start(chosen, std::true_type{}) : start(chosen, std::false_type{});
+    }
+  });
+  return all;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
+  m.impl("fp8_linear_activation_fwd", TORCH_BOX(&fp8_linear_activation_fwd));
+}
+
+}  // namespace
+}  // namespace lightseq
