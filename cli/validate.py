@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from lightseq_fairseq.cli.start import defaults
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
+from lightseq_fairseq.cli.words import defaults
 from lightseq_fairseq.errors import UserError
 
 

@@ -4,7 +4,7 @@
 
 The settings come from fairseq's own parsers: all settings of translation, and those that language
 models and RoBERTa add. The answers come from the code: the lists of what the arch, the optimizer
-and the captured step do not support, and ``cli/refusals/flags.py``.
+and the captured step do not support, and ``cli/checks/flags.py``.
 ``--check`` writes nothing and fails if the file is out of date.
 """
 
@@ -34,8 +34,8 @@ from fairseq.tasks.masked_lm import MaskedLMTask
 from fairseq.tasks.sentence_prediction import SentencePredictionTask
 
 from lightseq_fairseq.cli import generate, train
-from lightseq_fairseq.cli.refusals import flags
-from lightseq_fairseq.cli.start.command_lines import actions_of
+from lightseq_fairseq.cli.checks import flags
+from lightseq_fairseq.cli.words.command_lines import actions_of
 from lightseq_fairseq.plugins import optimizer, unsupported
 from lightseq_fairseq.training import fast_path
 

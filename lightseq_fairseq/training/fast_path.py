@@ -151,7 +151,7 @@ def _ranks(trainer: Any) -> Ranks:
 
 
 def uses_fp8(cfg: Any) -> bool:
-    """Whether the run has --fp8, which ``cli.start.preflight`` adds to fairseq's configuration."""
+    """Whether the run has --fp8, which ``cli.checks.own_flags`` adds to fairseq's configuration."""
     return getattr(cfg.common, "fp8", False)
 
 

@@ -17,7 +17,7 @@ import pytest
 from fairseq import options
 from helpers.flag_runs import SETTINGS, Proofs, launch, names, rows, table
 
-from lightseq_fairseq.cli.refusals import flags
+from lightseq_fairseq.cli.checks import flags
 from lightseq_fairseq.training import fast_path
 
 # ---- the table ----

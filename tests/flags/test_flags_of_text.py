@@ -25,7 +25,7 @@ from fairseq import options
 from fairseq.data.monolingual_dataset import MonolingualDataset
 from helpers.flag_runs import pieces, prove, table
 
-from lightseq_fairseq.cli.refusals import flags
+from lightseq_fairseq.cli.checks import flags
 
 SETTINGS = table.family_settings(table.TEXT_COMMANDS)
 # Names in braces are folders and files. Settings before a bar are needed by those after it.

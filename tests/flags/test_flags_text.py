@@ -28,7 +28,7 @@ from fairseq.registry import REGISTRIES
 from fairseq.tasks.translation import TranslationTask
 from helpers.flag_runs import Proofs, launch, pieces, prove, proven, table
 
-from lightseq_fairseq.cli.refusals import flags
+from lightseq_fairseq.cli.checks import flags
 
 PIECES = ["w1", "w2"]
 # Package -> the answers of its stand-in

@@ -13,12 +13,14 @@ import argparse
 import functools
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import click
 
-from lightseq_fairseq.cli.start import defaults, registries
+from lightseq_fairseq.cli.checks import Request
+from lightseq_fairseq.cli.words import defaults, registries
 from lightseq_fairseq.errors import UserError
 
 
@@ -193,7 +195,7 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
                 _REFINEMENT),
         Refusal("--retain-iter-history",
                 lambda args: args.retain_iter_history and args.task == "translation", _REFINEMENT),
-        # For a language model, preflight.language_model says that its search has none at all.
+        # For a language model, search.of_translation says that its search has none at all.
         Refusal("--constraints",
                 lambda args: args.constraints and args.task != "language_modeling",
                 "a binarised test set contains no constraints", "remove it, or use "
@@ -387,24 +389,23 @@ def name(action: argparse.Action) -> str:
     return read if read in action.option_strings else [*action.option_strings, action.dest][0]
 
 
-def check(
-    command: str, argv: Sequence[str], parser: argparse.ArgumentParser, args: argparse.Namespace
-) -> None:
+def supported(request: Request) -> None:
     """Checks the settings of a command, and prints a note for each one without effect.
 
-    Args:
-        parser: fairseq's parser, with all settings of the task, the model and so on.
-        args: the namespace parsed from ``argv``.
+    With --native, the program is fairseq's, and all settings are supported.
 
     Raises:
         UserError: an unsupported setting; the message names it, the reason and what to do.
     """
+    command, args = request.command, request.args
+    if not os.path.basename(sys.argv[0]).startswith("lightseq-"):
+        return
     sentence = refusal(command, args)
     if sentence is not None:
         raise UserError(sentence)
     # With torchrun, rank 0 prints the notes for all ranks.
     if args.task in _TASKS and os.environ.get("RANK", "0") == "0":
-        for note in notes(command, argv, parser, args):
+        for note in notes(command, request.argv, request.parser, args):
             click.echo(f"lightseq-{command}: note: {note}", err=True)
 
 
