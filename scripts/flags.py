@@ -33,6 +33,7 @@ from fairseq.tasks.language_modeling import LanguageModelingConfig
 from fairseq.tasks.masked_lm import MaskedLMTask
 from fairseq.tasks.sentence_prediction import SentencePredictionTask
 
+from lightseq_fairseq import families
 from lightseq_fairseq.cli import generate, train
 from lightseq_fairseq.cli.checks import flags
 from lightseq_fairseq.cli.words.command_lines import actions_of
@@ -376,7 +377,7 @@ def family_answer(column: str, name: str) -> tuple[str, str]:
         whole = flags.PART_OF[name]
         kind = REFUSED if whole in NOT_WITH_OURS else family_answer(column, whole.split()[0])[0]
         return kind, f"part of `{whole}`"
-    if name in (*unsupported.ADAPTIVE, *TEXT_DATA):
+    if name in (*families.LANGUAGE_MODEL.supports, *TEXT_DATA):
         return FALLBACK, TEXT_DATA.get(name, "")
     return (HONOURED, "") if name.endswith("-layers-to-keep") else answer(command, name, [])
 

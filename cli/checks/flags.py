@@ -19,9 +19,11 @@ from typing import NamedTuple
 
 import click
 
+from lightseq_fairseq import families
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.words import defaults, registries
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.families import Task, named
 
 
 class Refusal(NamedTuple):
@@ -49,34 +51,41 @@ def _is_set(flag: str) -> Callable[[argparse.Namespace], bool]:
 
 def _has_adaptive_softmax(args: argparse.Namespace) -> bool:
     """Whether the model is one of ours that supports adaptive softmax, and uses it."""
-    from fairseq.models import ARCH_MODEL_REGISTRY
-
-    supported = getattr(ARCH_MODEL_REGISTRY.get(args.arch), "adaptive", False)
-    return supported and bool(getattr(args, "adaptive_softmax_cutoff", None))
+    is_set = bool(getattr(args, "adaptive_softmax_cutoff", None))
+    return is_set and _supports("--adaptive-softmax-cutoff", args)
 
 
-def _is_roberta(args: argparse.Namespace) -> bool:
-    """Whether the model is one of ours that trains on text with masked tokens."""
-    from fairseq.models import ARCH_MODEL_REGISTRY
-
-    from lightseq_fairseq.plugins.flat_model import MASKED_TEXT
-
-    return getattr(ARCH_MODEL_REGISTRY.get(args.arch), "data", None) is MASKED_TEXT
+def _supports(flag: str, args: argparse.Namespace) -> bool:
+    """Whether the model is one of ours that supports a flag, unlike other families."""
+    family = registries.family(args.arch)
+    return family is not None and flag in family.supports
 
 
-def _is_criterion_of_others(args: argparse.Namespace, task: str) -> bool:
-    """Whether RoBERTa trains on the data of fairseq's ``task``, with a criterion of fairseq's or
-    ours that needs other data."""
+def _is_criterion_of_others(args: argparse.Namespace, task: Task) -> bool:
+    """Whether our model trains on the data of ``task``, with a criterion of fairseq's or ours that
+    needs other data."""
     from fairseq.criterions import CRITERION_REGISTRY
     from fairseq.tasks import TASK_REGISTRY
 
     module = getattr(CRITERION_REGISTRY.get(args.criterion), "__module__", "")
+    family = registries.family(args.arch)
     return (
-        _is_roberta(args)
-        and issubclass(TASK_REGISTRY[args.task], TASK_REGISTRY[task])
+        family is not None
+        and task in family.tasks
+        and issubclass(TASK_REGISTRY[args.task], named(task.place))
         and module.startswith(("fairseq.", "lightseq_fairseq."))
-        and args.criterion not in _OF_ROBERTA[task]
+        and args.criterion not in task.criteria
     )
+
+
+def _is_criterion_of_other_families(args: argparse.Namespace) -> bool:
+    """Whether the model is one of ours whose tasks name no criteria, and the criterion is for other
+    models or data."""
+    family = registries.family(args.arch)
+    if family is None or any(task.criteria for task in family.tasks):
+        return False
+    theirs = (name for task in families.tasks().values() for name in task.criteria)
+    return args.criterion in {*theirs, *_OF_OTHER_TASKS.split()}
 
 
 def _lacks_gpu(args: argparse.Namespace) -> bool:
@@ -109,15 +118,8 @@ _OTHER_TARGETS = tuple(
     for flag in ("--self-target", "--past-target")
 )
 
-# fairseq's tasks of RoBERTa -> criteria that they can have, ours first.
-_OF_ROBERTA = {
-    "masked_lm": ("ls_masked_lm", "masked_lm"),
-    "multilingual_masked_lm": ("ls_masked_lm", "masked_lm"),
-    "sentence_prediction": ("ls_sentence_prediction", "sentence_prediction"),
-    "sentence_ranking": ("sentence_ranking",),
-}
-# Criteria that need another kind of model or data than a translation model and sentence pairs.
-_OF_OTHER_TASKS = f"""{" ".join(name for names in _OF_ROBERTA.values() for name in names)}
+# Criteria that need another kind of model or data than those of the families.
+_OF_OTHER_TASKS = """
 ctc fastspeech2 hubert label_smoothed_cross_entropy_with_ctc
 latency_augmented_label_smoothed_cross_entropy legacy_masked_lm_loss model nat_loss
 sentence_prediction_adapters speech_to_spectrogram
@@ -137,7 +139,7 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
         # RoBERTa can train with it: there it sets the number of layers.
         Refusal("--encoder-layers-to-keep",
                 lambda args: bool(getattr(args, "encoder_layers_to_keep", None))
-                and not _is_roberta(args),
+                and not _supports("--encoder-layers-to-keep", args),
                 "fairseq 0.12.2 cannot train with it", _PRUNE_LATER),
         # Language models can train with it: there it sets the number of layers.
         Refusal("--decoder-layers-to-keep",
@@ -158,11 +160,9 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
         _PADS_WITHIN,
         *(Refusal("--criterion", functools.partial(_is_criterion_of_others, task=task),
                   "{args.criterion} is for other models or data than those of --task {args.task}",
-                  f"use --criterion {ours}", always=False)
-          for task, (ours, *_) in _OF_ROBERTA.items()),
-        Refusal("--criterion",
-                lambda args: registries.is_fused(args.arch) and not _is_roberta(args)
-                and args.criterion in _OF_OTHER_TASKS.split(),
+                  f"use --criterion {task.criteria[0]}", always=False)
+          for task in families.tasks().values() if task.criteria),
+        Refusal("--criterion", _is_criterion_of_other_families,
                 "{args.criterion} is for other models or data than those of translation",
                 "use --criterion ls_label_smoothed_cross_entropy or ls_cross_entropy",
                 always=False),
@@ -359,28 +359,15 @@ UNREAD = {
         "--skip-invalid-size-inputs-valid-test --future-target --bpe --tokenizer --scoring",
     }.items()
 }
-# Settings of train and validate that these tasks do not use, nor their models.
-_UNREAD_OF_TASK = {
-    "masked_lm": frozenset(
-        ("--dataset-impl", "--include-target-tokens", "--pooler-activation-fn", "--pooler-dropout")
-    ),
-    "sentence_prediction": frozenset(("--dataset-impl", "--add-prev-output-tokens")),
-}
-# Settings that these tasks use, unlike others.
-_READ_BY_TASK = {
-    "masked_lm": frozenset(_BPE.split()),  # for --mask-whole-words
-    "sentence_prediction": frozenset(("--criterion",)),  # the task takes settings from it
-}
-# The tasks to which the lists of settings above apply.
-_TASKS = ("translation", "language_modeling", *_UNREAD_OF_TASK)
 
 
 def unread(command: str, task: str) -> frozenset[str]:
     """The settings that the command accepts for a task but that have no effect there."""
     found = UNREAD[command]
-    if command in ("train", "validate"):
-        found |= _UNREAD_OF_TASK.get(task, frozenset())
-    return found - _READ_BY_TASK.get(task, frozenset())
+    known = families.tasks().get(task)
+    if known is None:
+        return found
+    return (found | set(known.unread if command in ("train", "validate") else ())) - {*known.read}
 
 
 def name(action: argparse.Action) -> str:
@@ -404,7 +391,8 @@ def supported(request: Request) -> None:
     if sentence is not None:
         raise UserError(sentence)
     # With torchrun, rank 0 prints the notes for all ranks.
-    if args.task in _TASKS and os.environ.get("RANK", "0") == "0":
+    known = families.tasks().get(args.task)
+    if known is not None and known.loaders and os.environ.get("RANK", "0") == "0":
         for note in notes(command, request.argv, request.parser, args):
             click.echo(f"lightseq-{command}: note: {note}", err=True)
 
@@ -417,14 +405,12 @@ def refusal(command: str, args: argparse.Namespace) -> str | None:
             return (
                 f"lightseq-{command} does not support {refused.flag} ({reason}): {refused.way_out}."
             )
-    if command == "train" and registries.is_fused(args.arch):
+    family = registries.family(args.arch) if command == "train" else None
+    if family is not None:
         # The model would report it too, but only after the data are loaded.
         from lightseq_fairseq.plugins.unsupported import unsupported_option
 
-        # isort: split
-        from fairseq.models import ARCH_MODEL_REGISTRY
-
-        unsupported = unsupported_option(args, ARCH_MODEL_REGISTRY[args.arch].adaptive)
+        unsupported = unsupported_option(args, family.supports)
         return None if unsupported is None else unsupported.sentence(args.arch)
     return None
 

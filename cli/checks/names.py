@@ -36,7 +36,6 @@ def task_fits_arch(request: Request) -> None:
 
     It runs before the command line is parsed: some of these tasks already fail in parsing.
     """
-    from fairseq.models import ARCH_MODEL_REGISTRY
     from fairseq.tasks import TASK_REGISTRY
 
     if "--help" in request.argv:
@@ -44,12 +43,11 @@ def task_fits_arch(request: Request) -> None:
     arch = value(request.argv, defaults.ARCH)
     name = value(request.argv, ("--task",)) or "translation"
     task = TASK_REGISTRY.get(name, object)  # fairseq reports a name that is not registered
-    if not task.__module__.startswith("fairseq.tasks.") or not registries.is_fused(arch):
+    family = registries.family(arch)
+    if not task.__module__.startswith("fairseq.tasks.") or family is None:
         return
-    data = ARCH_MODEL_REGISTRY[arch].data
-    if not issubclass(task, data.tasks):
-        words, instead = data.words
+    if not family.has_task(task):
         raise UserError(
-            f"--arch {arch} trains on {words}, but --task {name} provides other data: use "
-            f"{instead}, or an arch of fairseq."
+            f"--arch {arch} trains on {family.data}, but --task {name} provides other data: use "
+            f"{family.instead}, or an arch of fairseq."
         )

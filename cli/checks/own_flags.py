@@ -47,14 +47,12 @@ def pack_tokens(request: Request) -> None:
         return
     from fairseq.models import ARCH_MODEL_REGISTRY
 
-    from lightseq_fairseq.plugins.flat_model import SENTENCE_PAIRS
-
     if not _is_ours() or not getattr(ARCH_MODEL_REGISTRY.get(args.arch), "packs_tokens", False):
         raise UserError(
             "--pack-tokens needs a model that trains on packed tokens: use an --arch that begins "
             "with ls_transformer, without --native, or remove --pack-tokens."
         )
-    if ARCH_MODEL_REGISTRY[args.arch].data is not SENTENCE_PAIRS:
+    if not ARCH_MODEL_REGISTRY[args.arch].family.packs_pairs:
         # The flag would not reach the model anyway: if a model's configuration is a dataclass,
         # fairseq drops all other settings.
         raise UserError(

@@ -13,6 +13,7 @@ from typing import Any
 from lightseq_fairseq.cli.words import defaults
 from lightseq_fairseq.cli.words.defaults import value
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.families import Family
 
 
 def function(cls: Any, name: str) -> Any:
@@ -30,6 +31,13 @@ def is_fused(arch: str | None) -> bool:
     from fairseq.models import ARCH_MODEL_REGISTRY
 
     return issubclass(ARCH_MODEL_REGISTRY.get(arch, object), FlatModel)
+
+
+def family(arch: str | None) -> Family | None:
+    """The family of an architecture; None if its model is not one of ours."""
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
+    return ARCH_MODEL_REGISTRY[arch].family if is_fused(arch) else None
 
 
 def has_adaptive_softmax(argv: Sequence[str]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from fairseq.models import ARCH_CONFIG_REGISTRY
@@ -44,10 +45,6 @@ UNSUPPORTED = {
 }
 
 
-# The options of UNSUPPORTED that language models support.
-ADAPTIVE = ("--adaptive-softmax-cutoff", "--adaptive-input", "--tie-adaptive-weights")
-
-
 class Unsupported(NamedTuple):
     """An option that a model does not support: the flag, perhaps with its value, and why.
 
@@ -85,13 +82,13 @@ def settings_of(arch: str | None) -> Namespace:
     return options
 
 
-def unsupported_option(args: Namespace, adaptive: bool = False) -> Unsupported | None:
+def unsupported_option(args: Namespace, supports: Sequence[str]) -> Unsupported | None:
     """An option that the ls_ model does not support, or None.
 
-    adaptive: whether the model supports the options of ``ADAPTIVE``.
+    supports: the options of ``UNSUPPORTED`` that the model's family supports.
     """
     for flag, reason in UNSUPPORTED.items():
-        if adaptive and flag in ADAPTIVE:
+        if flag in supports:
             continue
         name = flag.removeprefix("--").replace("-", "_")
         value = getattr(args, name, None)

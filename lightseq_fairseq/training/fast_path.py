@@ -23,10 +23,11 @@ import torch
 from fairseq import optim, utils
 from fairseq.logging import metrics
 from fairseq.tasks import FairseqTask
-from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
 from torch import Tensor
 
+from lightseq_fairseq import families
 from lightseq_fairseq.errors import UserError, is_out_of_memory
+from lightseq_fairseq.families import named
 from lightseq_fairseq.fp8 import products
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State
 from lightseq_fairseq.packing import LEAST_GRANULARITY, Granularity, PackedBatch
@@ -88,13 +89,15 @@ def _of_ranks(cfg: Any, name: str) -> Any:
 def _trains_as_fairseqs(task: Any) -> bool:
     """Whether ``task`` (a class) minimises the criterion's loss, summed over an update's batches.
 
-    This also holds for fairseq's multilingual task, whose sample has one batch per language pair.
+    This also holds for some tasks with a training step of their own, such as fairseq's multilingual
+    task, whose sample has one batch per language pair.
     """
 
     def parts(task: Any) -> tuple[Any, Any]:
         return task.train_step, getattr(task, "_per_lang_pair_train_loss", None)
 
-    sums = parts(task) in (parts(FairseqTask), parts(MultilingualTranslationTask))
+    adding = [named(x.place) for x in families.tasks().values() if x.adds_losses]
+    sums = parts(task) in map(parts, (FairseqTask, *adding))
     return sums and task.optimizer_step is FairseqTask.optimizer_step
 
 
