@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 
 from lightseq_fairseq.cli.checks import Request
-from lightseq_fairseq.cli.words import defaults, registries
+from lightseq_fairseq.cli.words import defaults
 from lightseq_fairseq.cli.words.defaults import value
 from lightseq_fairseq.errors import UserError
 
@@ -38,12 +38,14 @@ def task_fits_arch(request: Request) -> None:
     """
     from fairseq.tasks import TASK_REGISTRY
 
+    from lightseq_fairseq.plugins.conditions import family_of
+
     if "--help" in request.argv:
         return
     arch = value(request.argv, defaults.ARCH)
     name = value(request.argv, ("--task",)) or "translation"
     task = TASK_REGISTRY.get(name, object)  # fairseq reports a name that is not registered
-    family = registries.family(arch)
+    family = family_of(arch)
     if not task.__module__.startswith("fairseq.tasks.") or family is None:
         return
     if not family.has_task(task):

@@ -13,7 +13,6 @@ from typing import Any
 from lightseq_fairseq.cli.words import defaults
 from lightseq_fairseq.cli.words.defaults import value
 from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.families import Family
 
 
 def function(cls: Any, name: str) -> Any:
@@ -25,19 +24,9 @@ def function(cls: Any, name: str) -> Any:
 
 def is_fused(arch: str | None) -> bool:
     """Whether the architecture's model is one of ours or a subclass of one."""
-    from lightseq_fairseq.plugins.flat_model import FlatModel
+    from lightseq_fairseq.plugins.conditions import family_of
 
-    # isort: split
-    from fairseq.models import ARCH_MODEL_REGISTRY
-
-    return issubclass(ARCH_MODEL_REGISTRY.get(arch, object), FlatModel)
-
-
-def family(arch: str | None) -> Family | None:
-    """The family of an architecture; None if its model is not one of ours."""
-    from fairseq.models import ARCH_MODEL_REGISTRY
-
-    return ARCH_MODEL_REGISTRY[arch].family if is_fused(arch) else None
+    return family_of(arch) is not None
 
 
 def has_adaptive_softmax(argv: Sequence[str]) -> bool:

@@ -38,7 +38,7 @@ def _spare_time() -> None:
 _spare_time()
 
 
-SETTINGS = table.settings()
+SETTINGS = table.translation_settings()
 
 
 def rows(command: str, kind: str) -> set[str]:
