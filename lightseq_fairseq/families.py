@@ -49,8 +49,8 @@ class Task(NamedTuple):
         loaders: its methods that load dictionaries and data. A task with the same methods reads the
             same data. Empty: `cli.checks` does not know how the task loads them.
         recipe: for this task; None: that of the first task of the first family.
-        criteria: the only ones that fit, the best one first; empty: each one that no other family
-            names, nor `cli.checks.flags`.
+        criteria: the only ones that fit, the best one first; empty: all but those for other data,
+            see ``plugins.conditions``.
         unread, read: settings of train and validate that this task and its models do not use,
             unlike most others; and those that they use, unlike most others.
         adds_losses: its training step adds the losses of several batches, and is not that of most

@@ -15,6 +15,10 @@ latency_augmented_label_smoothed_cross_entropy legacy_masked_lm_loss model nat_l
 sentence_prediction_adapters speech_to_spectrogram
 speech_to_unit speech_unit_lm_criterion tacotron2 vocab_parallel_cross_entropy wav2vec
 """
+# Criteria of tokens. A family that names them does not keep them from others.
+_OF_TOKENS = """
+ls_label_smoothed_cross_entropy label_smoothed_cross_entropy ls_cross_entropy cross_entropy
+"""
 
 
 def family_of(arch: str | None) -> Family | None:
@@ -66,8 +70,8 @@ def is_criterion_of_other_families(args: argparse.Namespace) -> bool:
     family = family_of(args.arch)
     if family is None or any(task.criteria for task in family.tasks):
         return False
-    theirs = (name for task in families.tasks().values() for name in task.criteria)
-    return args.criterion in {*theirs, *_OF_OTHERS.split()}
+    theirs = {name for task in families.tasks().values() for name in task.criteria}
+    return args.criterion in (theirs | {*_OF_OTHERS.split()}) - {*_OF_TOKENS.split()}
 
 
 def lacks_gpu(args: argparse.Namespace) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from argparse import Namespace
 from pathlib import Path
 
 import helpers.cli_runs as cli_runs
@@ -12,6 +13,7 @@ from helpers.interpreters import run_code
 
 from lightseq_fairseq import families
 from lightseq_fairseq.families import FAMILIES, named
+from lightseq_fairseq.plugins import conditions
 
 # fairseq's part (a task, a dataset and a model), then our model and our batches of the dataset.
 MODULE = """
@@ -137,3 +139,17 @@ def test_the_records_name_classes_that_exist() -> None:
             assert named(place).__name__.startswith("Packing")
     for name, task in families.tasks().items():
         assert all(hasattr(named(task.place), method) for method in task.loaders), name
+
+
+def test_a_criterion_of_tokens_fits_several_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    criteria = ("ls_cross_entropy", "ls_of_verses")
+    task = families.TRANSLATION.tasks[0]._replace(name="verses", criteria=criteria)
+    new = families.TRANSLATION._replace(name="poets", tasks=(task,))
+    monkeypatch.setattr(families, "FAMILIES", (*FAMILIES, new))
+    refused = {
+        name: conditions.is_criterion_of_other_families(
+            Namespace(arch="ls_transformer", criterion=name)
+        )
+        for name in (*criteria, "ls_masked_lm", "ctc")
+    }
+    assert [name for name in refused if refused[name]] == ["ls_of_verses", "ls_masked_lm", "ctc"]
