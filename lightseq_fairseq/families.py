@@ -174,7 +174,10 @@ LANGUAGE_MODEL = Family(
         ),
     ),
     batches=("lightseq_fairseq.training.batch.text:PackingText",),
-    supports=("--adaptive-softmax-cutoff", "--adaptive-input", "--tie-adaptive-weights"),
+    supports=(
+        *("--adaptive-softmax-cutoff", "--adaptive-input", "--tie-adaptive-weights"),
+        "--decoder-layers-to-keep",
+    ),
     # fairseq's examples/language_model/README.adaptive_inputs.md, of transformer_lm_wiki103.
     adaptive=Recipe(
         "--optimizer nag --clip-norm 0.1",

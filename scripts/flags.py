@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,10 +33,10 @@ from fairseq.tasks.language_modeling import LanguageModelingConfig
 from fairseq.tasks.masked_lm import MaskedLMTask
 from fairseq.tasks.sentence_prediction import SentencePredictionTask
 
-from lightseq_fairseq import families
 from lightseq_fairseq.cli import generate, train
 from lightseq_fairseq.cli.checks import flags
 from lightseq_fairseq.cli.words.command_lines import actions_of
+from lightseq_fairseq.families import LANGUAGE_MODEL, ROBERTA, TRANSLATION, Family
 from lightseq_fairseq.plugins import settings
 from lightseq_fairseq.plugins.settings import FALLBACK, HONOURED, REFUSED, SEVERAL_RANKS, UNREAD
 
@@ -291,6 +292,9 @@ class Row(NamedTuple):
     choices: list[str]
 
 
+ALONE = Row([], [], [])
+
+
 def translation_settings() -> dict[str, Row]:
     """Return the rows by the setting's name."""
     found: dict[str, Row] = {}
@@ -350,39 +354,24 @@ def _names_of(source: Any) -> set[str]:
     return {flags.name(action) for action in parser._actions}
 
 
-def family_answer(column: str, name: str) -> tuple[str, str]:
-    """Return how a command of a language model or of RoBERTa treats a setting, as `answer` does.
+def answer(column: str, name: str, row: Row, family: Family = TRANSLATION) -> tuple[str, str]:
+    """Return how a command treats a setting: one of the four words, and the reason or "".
 
-    column: the key in ``TEXT_COMMANDS`` or ``ROBERTA_COMMANDS``.
+    column: the command, perhaps with a task; a key of ``COMMANDS`` or of a family's.
     """
     command, _, task = column.partition(" ")
     if name in settings.unread(command, task):
         return UNREAD, ""
-    if command != "train":
-        refused = settings.refused(command)
-        return (REFUSED, refused[name]) if name in refused else (HONOURED, "")
-    whole = settings.WITHOUT.get(name, SEVERAL_RANKS)
-    if whole != SEVERAL_RANKS:
-        kind = REFUSED if whole in NOT_WITH_OURS else family_answer(column, whole.split()[0])[0]
-        return kind, f"part of `{whole}`"
-    if name in families.LANGUAGE_MODEL.supports:
-        return FALLBACK, ""
-    return (HONOURED, "") if name.endswith("-layers-to-keep") else answer(command, name, [])
-
-
-def answer(command: str, name: str, choices: list[str]) -> tuple[str, str]:
-    """Return how ``command`` treats a setting: one of the four words, and the reason or ""."""
-    if name in settings.unread(command):
-        return UNREAD, ""
-    if name in (refused := settings.refused(command)):
+    refused = settings.refused(command)
+    if name in refused and name not in family.supports:
         return REFUSED, refused[name]
-    if choices:
-        return answer(command, choices[0].split()[0], [])
+    if row.choices:
+        return answer(column, row.choices[0].split()[0], ALONE, family)
     whole = settings.WITHOUT.get(name, "")
     if whole not in ("", SEVERAL_RANKS):
-        kind = REFUSED if whole in NOT_WITH_OURS else answer(command, whole.split()[0], [])[0]
-        return kind, f"part of `{whole}`"
-    fallbacks = {flag: row.reason for flag, row in settings.rows(command, FALLBACK)}
+        of_whole = answer(column, whole.split()[0], ALONE, family)[0]
+        return REFUSED if whole in NOT_WITH_OURS else of_whole, f"part of `{whole}`"
+    fallbacks = {flag: fallback.reason for flag, fallback in settings.rows(command, FALLBACK)}
     if command == "train" and (whole == SEVERAL_RANKS or name in RANKS.split()):
         return FALLBACK if name in fallbacks else HONOURED, "with several ranks"
     if name in fallbacks:
@@ -406,18 +395,16 @@ def text() -> str:
     translation = table(
         translation_settings(),
         list(COMMANDS),
-        lambda command, name, row: answer(command, name, row.choices),
+        answer,
         NOTES,
     )
     pages = [INTRODUCTION, *translation, ""]
-    for introduction, commands, notes in (
-        (TEXT_INTRODUCTION, TEXT_COMMANDS, TEXT_NOTES),
-        (ROBERTA_INTRODUCTION, ROBERTA_COMMANDS, ROBERTA_NOTES),
+    for kind, introduction, commands, notes in (
+        (LANGUAGE_MODEL, TEXT_INTRODUCTION, TEXT_COMMANDS, TEXT_NOTES),
+        (ROBERTA, ROBERTA_INTRODUCTION, ROBERTA_COMMANDS, ROBERTA_NOTES),
     ):
         rows = family_settings(commands)
-        family = table(
-            rows, list(commands), lambda column, name, _: family_answer(column, name), notes
-        )
+        family = table(rows, list(commands), functools.partial(answer, family=kind), notes)
         pages += [introduction, *family, ""]
     pages += [OWN_INTRODUCTION, "| flag | |", "|---|---|"]
     pages += [f"| `{name}` | {words} |" for name, words in own_flags().items()]

@@ -53,10 +53,10 @@ def option(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def rows(command: str, *answers: str) -> Iterator[tuple[str, Setting]]:
-    """Yields (flag, its row) of a command for some answers, in the order of the table."""
+def rows(command: str, answer: str) -> Iterator[tuple[str, Setting]]:
+    """Yields (flag, its row) of a command for an answer, in the order of the table."""
     for row in SETTINGS:
-        if row.answer in answers and command in row.commands.split():
+        if row.answer == answer and command in row.commands.split():
             for flag in row.flags.split():
                 yield flag, row
 
@@ -262,6 +262,8 @@ SETTINGS: tuple[Setting, ...] = (
             used=lambda cfg: getattr(cfg.model, "adaptive_input", False)),
     Setting(FALLBACK, "train", _BANDS,
             used=lambda cfg: getattr(cfg.model, "adaptive_softmax_cutoff", None)),
+    # It ties adaptive softmax to adaptive inputs, so both are set.
+    Setting(FALLBACK, "train", "--tie-adaptive-weights", used=conditions.of_data),
     # With several ranks: these change the exchange of gradients or parameters.
     Setting(FALLBACK, "train", "--ddp-backend",
             used=lambda cfg: conditions.of_ranks(cfg, "ddp_backend") == "slowmo"),

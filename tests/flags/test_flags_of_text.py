@@ -26,6 +26,7 @@ from fairseq.data.monolingual_dataset import MonolingualDataset
 from helpers.flag_runs import pieces, prove, table
 
 from lightseq_fairseq.cli.checks import flags
+from lightseq_fairseq.families import LANGUAGE_MODEL
 from lightseq_fairseq.plugins.settings import WITHOUT
 
 SETTINGS = table.family_settings(table.TEXT_COMMANDS)
@@ -109,7 +110,7 @@ def rows(command: str, kind: str) -> set[str]:
     return {
         name
         for name, row in SETTINGS.items()
-        if command in row.commands and table.family_answer(command, name)[0] == kind
+        if command in row.commands and table.answer(command, name, row, LANGUAGE_MODEL)[0] == kind
     }
 
 
