@@ -40,7 +40,7 @@ def task_fits_arch(request: Request) -> None:
 
     from lightseq_fairseq.plugins.conditions import family_of
 
-    if "--help" in request.argv:
+    if "--help" in request.argv:  # help is also for those who look for a right task
         return
     arch = value(request.argv, defaults.ARCH)
     name = value(request.argv, ("--task",)) or "translation"

@@ -35,11 +35,11 @@ def checked(request: Request, passed: Callable[[], None] | None = None) -> Itera
         parser: argparse.ArgumentParser, input_args: Any = None, *more: Any, **keywords: Any,
     ) -> Any:  # fmt: skip
         request.parser = parser
+        run(WORDS, request)
         words = sys.argv[1:] if input_args is None else list(input_args)
         if "--help" in words:
             words.remove("--help")
             command_lines.with_all_flags(command, parse, parser, words)
-        run(WORDS, request)
         if command == "train":
             own_flags.add_to(parser)
         parsed = parse(parser, input_args, *more, **keywords)
