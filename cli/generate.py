@@ -11,12 +11,12 @@ from typing import Any, TextIO
 import click
 
 from lightseq_fairseq.cli import score
-from lightseq_fairseq.cli.start.defaults import is_given
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.translate.cached_config import looked_up_once
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 from lightseq_fairseq.cli.translate.output import GenerationOutput
 from lightseq_fairseq.cli.translate.text_output import text_output
+from lightseq_fairseq.cli.words.defaults import is_given
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat import scoring
 
@@ -103,12 +103,12 @@ def _translate(
 
 def _metric(args: Namespace, words: list[str]) -> Any:
     """The BLEU of the last line; sets the same tokenizer for the score of --scoring sacrebleu."""
-    from lightseq_fairseq.cli.start import preflight_data  # imports fairseq
+    from lightseq_fairseq.cli.checks import pairs  # imports fairseq
 
     if is_given(words, ("--sacrebleu-tokenizer",)):  # only with --scoring sacrebleu
         tokenizer = args.sacrebleu_tokenizer
     else:
-        tokenizer = scoring.usable_tokenizer(preflight_data.target_language(args))
+        tokenizer = scoring.usable_tokenizer(pairs.target_language(args))
     if args.scoring != "sacrebleu":
         return scoring.metric(tokenizer)
     args.sacrebleu_tokenizer = tokenizer

@@ -15,10 +15,10 @@ import click
 
 from lightseq_fairseq import cli
 from lightseq_fairseq.cli import train
-from lightseq_fairseq.cli.refusals import messages
-from lightseq_fairseq.cli.start import command_lines, defaults, registries
+from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.start.launch import environment, launcher, sentences, typed
 from lightseq_fairseq.cli.start.ranks import Ranks
+from lightseq_fairseq.cli.words import command_lines, defaults, registries
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat import deprecations, patching
 
@@ -61,7 +61,7 @@ def main(words: list[str], native: bool) -> None:
     the sizes of the model; fairseq-hydra-train does not use the sizes of an arch.
     """
 
-    program, request = "lightseq-hydra-train", messages.Request(words)
+    program, request = "lightseq-hydra-train", Request(words)
 
     def train_by(_: Any, configuration: Any) -> float:
         from fairseq.dataclass.initialize import hydra_init
@@ -131,7 +131,7 @@ def _fairseqs_defaults() -> Any:
     return OmegaConf.to_container(OmegaConf.structured(FairseqConfig), enum_to_str=True)
 
 
-def _train(configuration: Any, native: bool, request: messages.Request) -> float:
+def _train(configuration: Any, native: bool, request: Request) -> float:
     """Trains from a composed configuration; returns the best metric, for Hydra's sweepers."""
     from fairseq import metrics, utils
 

@@ -8,8 +8,9 @@ import sys
 
 import click
 
-from lightseq_fairseq.cli.start import defaults, ranks, registries
+from lightseq_fairseq.cli.start import ranks
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
+from lightseq_fairseq.cli.words import defaults, registries
 
 
 @launcher("train")
@@ -48,7 +49,7 @@ def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool) -> None:
     instead, so that a fairseq command with prefixes trains on the same data. A command without any
     ls_ runs fairseq-train unchanged.
     """
-    # preflight.checks adds these flags to fairseq's parser
+    # own_flags.add_to adds these flags to fairseq's parser
     words = ["--pack-tokens"] * pack_tokens + ["--fp8"] * fp8 + words
 
     def is_native() -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
-from lightseq_fairseq.cli.start import defaults
+from lightseq_fairseq import families
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
+from lightseq_fairseq.cli.words import defaults
 from lightseq_fairseq.errors import UserError
 
 
@@ -30,10 +31,13 @@ def main(words: list[str], native: bool) -> None:
     run_fairseq("validate", words, native=native, complete=_complete)
 
 
-# fairseq's tasks for each kind of data; the first is the default if the checkpoint names none.
-_PAIRS = ("translation",)
-_TEXT = ("language_modeling", "masked_lm", "multilingual_masked_lm")
-_SENTENCES = ("sentence_prediction", "sentence_ranking")
+def _reading(*data: str) -> tuple[str, ...]:
+    """The tasks for kinds of data; the first is the default if the checkpoint names none."""
+    return tuple(task.name for task in families.tasks().values() if task.data in data)
+
+
+_TEXT = _reading("running text", "text to mask")
+_SENTENCES = _reading("sentences with labels")
 
 
 def _complete(words: list[str]) -> list[str]:
@@ -74,7 +78,7 @@ def _tasks(words: list[str]) -> tuple[str, ...]:
             return _SENTENCES
         if (folder / "dict.txt").is_file() and not any(folder.glob("dict.*.txt")):
             return _TEXT
-    return _PAIRS
+    return ("translation",)
 
 
 def _trained(path: str | None) -> dict[str, Any]:

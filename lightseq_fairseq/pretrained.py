@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from lightseq_fairseq.cli.refusals import messages
-from lightseq_fairseq.cli.start import command_lines, launch, preflight
+from lightseq_fairseq.cli.checks import Request, messages, parsing
+from lightseq_fairseq.cli.start import launch
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
+from lightseq_fairseq.cli.words import command_lines
 from lightseq_fairseq.errors import UserError
 
 StrPath = str | os.PathLike[str]
@@ -68,7 +69,7 @@ class Pretrained:
         from lightseq_fairseq.checkpoints import models
 
         self._words, self._options, self._native = list(words), options, native
-        self._request = messages.Request(self._words)
+        self._request = Request(self._words)
         self.configuration = self._parsed(_words(options))
         with self._explained(), models.building(native):
             seed(self.configuration)
@@ -119,13 +120,13 @@ class Pretrained:
         from fairseq import options
         from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
-        self._request = messages.Request([*self._words, *words])
+        self._request = Request([*self._words, *words], command=_COMMAND)
         program = f"{'fairseq' if self._native else 'lightseq'}-{_COMMAND}"
         with (
             self._explained(),
             launch.typed(program, self._request.argv),
             command_lines.refused_in_a_sentence(_COMMAND),
-            preflight.checks(_COMMAND, self._request),
+            parsing.checked(self._request),
         ):
             args = options.parse_args_and_arch(options.get_interactive_generation_parser())
             return convert_namespace_to_omegaconf(args)

@@ -3,8 +3,7 @@
     python -m scripts.flags [--check]
 
 The settings come from fairseq's own parsers: all settings of translation, and those that language
-models and RoBERTa add. The answers come from the code: the lists of what the arch, the optimizer
-and the captured step do not support, and ``cli/refusals/flags.py``.
+models and RoBERTa add. The answers come from ``plugins.settings``.
 ``--check`` writes nothing and fails if the file is out of date.
 """
 
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,13 +34,13 @@ from fairseq.tasks.masked_lm import MaskedLMTask
 from fairseq.tasks.sentence_prediction import SentencePredictionTask
 
 from lightseq_fairseq.cli import generate, train
-from lightseq_fairseq.cli.refusals import flags
-from lightseq_fairseq.cli.start.command_lines import actions_of
-from lightseq_fairseq.plugins import optimizer, unsupported
-from lightseq_fairseq.training import fast_path
+from lightseq_fairseq.cli.checks import flags
+from lightseq_fairseq.cli.words.command_lines import actions_of
+from lightseq_fairseq.families import LANGUAGE_MODEL, ROBERTA, TRANSLATION, Family
+from lightseq_fairseq.plugins import settings
+from lightseq_fairseq.plugins.settings import FALLBACK, HONOURED, REFUSED, SEVERAL_RANKS, UNREAD
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
-HONOURED, FALLBACK, REFUSED, UNREAD = "honoured", "fallback", "refused", "no effect"
 COMMANDS = {
     "train": (
         options.get_training_parser,
@@ -101,8 +101,6 @@ ROBERTA_NOTES = {
     "--max-positions": "in sentence_prediction also the longest sample",
     "--num-classes": "in validate another number than in training is a new head",
 }
-# Settings with which the training data are not plain blocks, as named by ``training.batch.covers``.
-TEXT_DATA = {"--pad-to-fixed-bsz": "batches are filled up with blocks (pad_to_bsz)"}
 TEXT_NOTES = {
     "data": "of `lightseq-preprocess --only-source`; `data:data2` for an epoch each",
     "--activation-fn": "relu, gelu, gelu_accurate; others are refused",
@@ -117,13 +115,7 @@ TEXT_NOTES = {
 # listed: all their settings have the same answer, which the introduction gives.
 CHOICES = ("lr_scheduler", "tokenizer", "bpe", "scoring")
 
-# Settings with which the training data are not plain sentence pairs, as named by
-# ``training.batch.covers``.
-DATA = {
-    "--load-alignments": "the data have alignments",
-    "--num-batch-buckets": "sentences are padded to length buckets",
-}
-# Settings that define the ranks; other settings for several ranks are in ``flags.SEVERAL_RANKS``.
+# Settings that define the ranks; other settings for several ranks are in ``settings.WITHOUT``.
 RANKS = """
 --distributed-world-size --distributed-rank --distributed-backend --distributed-init-method
 --distributed-port --device-id --distributed-no-spawn --grouped-shuffling
@@ -285,7 +277,7 @@ as the command says:
 """
 
 
-class Setting(NamedTuple):
+class Row(NamedTuple):
     """One row: a setting.
 
     Attributes:
@@ -300,9 +292,12 @@ class Setting(NamedTuple):
     choices: list[str]
 
 
-def settings() -> dict[str, Setting]:
+ALONE = Row([], [], [])
+
+
+def translation_settings() -> dict[str, Row]:
     """Return the rows by the setting's name."""
-    found: dict[str, Setting] = {}
+    found: dict[str, Row] = {}
     plain: set[str] = set()
     for command, (parser_of, words) in COMMANDS.items():
         parser = parser_of()
@@ -310,7 +305,7 @@ def settings() -> dict[str, Setting]:
         plain |= {flags.name(action) for action in parser._actions}
         for action, choice in [*((a, "") for a in parser._actions), *of_choices(command)]:
             name = flags.name(action)
-            row = found.setdefault(name, Setting(list(action.option_strings), [], []))
+            row = found.setdefault(name, Row(list(action.option_strings), [], []))
             if command not in row.commands:
                 row.commands.append(command)
             if name not in plain and choice not in row.choices:
@@ -331,21 +326,19 @@ def of_choices(command: str) -> Iterator[tuple[argparse.Action, str]]:
             yield action, "--use-bmuf"
 
 
-def family_settings(commands: dict[str, Any]) -> dict[str, Setting]:
+def family_settings(commands: dict[str, Any]) -> dict[str, Row]:
     """Return the rows of language models or of RoBERTa by the setting's name.
 
     commands: ``TEXT_COMMANDS`` or ``ROBERTA_COMMANDS``.
     """
-    found: dict[str, Setting] = {}
+    found: dict[str, Row] = {}
     for command, (parser_of, words, sources) in commands.items():
         parser = parser_of()
         options.parse_args_and_arch(parser, words.split())
         listed = {name for source in sources for name in _names_of(source)}
         for action in parser._actions:
             if flags.name(action) in listed:
-                row = found.setdefault(
-                    flags.name(action), Setting(list(action.option_strings), [], [])
-                )
+                row = found.setdefault(flags.name(action), Row(list(action.option_strings), [], []))
                 row.commands.append(command)
     return found
 
@@ -361,48 +354,28 @@ def _names_of(source: Any) -> set[str]:
     return {flags.name(action) for action in parser._actions}
 
 
-def family_answer(column: str, name: str) -> tuple[str, str]:
-    """Return how a command of a language model or of RoBERTa treats a setting, as `answer` does.
+def answer(column: str, name: str, row: Row, family: Family = TRANSLATION) -> tuple[str, str]:
+    """Return how a command treats a setting: one of the four words, and the reason or "".
 
-    column: the key in ``TEXT_COMMANDS`` or ``ROBERTA_COMMANDS``.
+    column: the command, perhaps with a task; a key of ``COMMANDS`` or of a family's.
     """
     command, _, task = column.partition(" ")
-    if name in flags.unread(command, task):
+    if name in settings.unread(command, task):
         return UNREAD, ""
-    if command != "train":
-        refused = {r.flag: r.reason for r in flags.REFUSED[command] if r.always}
-        return (REFUSED, refused[name]) if name in refused else (HONOURED, "")
-    if name in flags.PART_OF:
-        whole = flags.PART_OF[name]
-        kind = REFUSED if whole in NOT_WITH_OURS else family_answer(column, whole.split()[0])[0]
-        return kind, f"part of `{whole}`"
-    if name in (*unsupported.ADAPTIVE, *TEXT_DATA):
-        return FALLBACK, TEXT_DATA.get(name, "")
-    return (HONOURED, "") if name.endswith("-layers-to-keep") else answer(command, name, [])
-
-
-def answer(command: str, name: str, choices: list[str]) -> tuple[str, str]:
-    """Return how ``command`` treats a setting: one of the four words, and the reason or ""."""
-    if name in flags.UNREAD[command]:
-        return UNREAD, ""
-    refused = {r.flag: r.reason for r in flags.REFUSED[command] if r.always}
-    if command == "train":
-        refused |= unsupported.UNSUPPORTED
-        for option, reason in optimizer.UNSUPPORTED.items():
-            refused.setdefault("--" + option.replace("_", "-"), reason)
-    if name in refused:
+    refused = settings.refused(command)
+    if name in refused and name not in family.supports:
         return REFUSED, refused[name]
-    if choices:
-        return answer(command, choices[0].split()[0], [])
-    if name in flags.PART_OF:
-        whole = flags.PART_OF[name]
-        kind = REFUSED if whole in NOT_WITH_OURS else answer(command, whole.split()[0], [])[0]
-        return kind, f"part of `{whole}`"
-    if command == "train" and name in {*flags.SEVERAL_RANKS, *RANKS.split()}:
-        is_fallback = name in {*fast_path.FALLBACK, "--all-gather-list-size"}
-        return FALLBACK if is_fallback else HONOURED, "with several ranks"
-    if command == "train" and name in {*fast_path.FALLBACK, *DATA}:
-        return FALLBACK, DATA.get(name, "")
+    if row.choices:
+        return answer(column, row.choices[0].split()[0], ALONE, family)
+    whole = settings.WITHOUT.get(name, "")
+    if whole not in ("", SEVERAL_RANKS):
+        of_whole = answer(column, whole.split()[0], ALONE, family)[0]
+        return REFUSED if whole in NOT_WITH_OURS else of_whole, f"part of `{whole}`"
+    fallbacks = {flag: fallback.reason for flag, fallback in settings.rows(command, FALLBACK)}
+    if command == "train" and (whole == SEVERAL_RANKS or name in RANKS.split()):
+        return FALLBACK if name in fallbacks else HONOURED, "with several ranks"
+    if name in fallbacks:
+        return FALLBACK, fallbacks[name]
     return (FALLBACK if name in OTHER_LAYERS else HONOURED), ""
 
 
@@ -420,20 +393,18 @@ def own_flags() -> dict[str, str]:
 def text() -> str:
     """Return the text of docs/flags.md."""
     translation = table(
-        settings(),
+        translation_settings(),
         list(COMMANDS),
-        lambda command, name, row: answer(command, name, row.choices),
+        answer,
         NOTES,
     )
     pages = [INTRODUCTION, *translation, ""]
-    for introduction, commands, notes in (
-        (TEXT_INTRODUCTION, TEXT_COMMANDS, TEXT_NOTES),
-        (ROBERTA_INTRODUCTION, ROBERTA_COMMANDS, ROBERTA_NOTES),
+    for kind, introduction, commands, notes in (
+        (LANGUAGE_MODEL, TEXT_INTRODUCTION, TEXT_COMMANDS, TEXT_NOTES),
+        (ROBERTA, ROBERTA_INTRODUCTION, ROBERTA_COMMANDS, ROBERTA_NOTES),
     ):
         rows = family_settings(commands)
-        family = table(
-            rows, list(commands), lambda column, name, _: family_answer(column, name), notes
-        )
+        family = table(rows, list(commands), functools.partial(answer, family=kind), notes)
         pages += [introduction, *family, ""]
     pages += [OWN_INTRODUCTION, "| flag | |", "|---|---|"]
     pages += [f"| `{name}` | {words} |" for name, words in own_flags().items()]
@@ -442,8 +413,8 @@ def text() -> str:
 
 
 def table(
-    rows: dict[str, Setting], commands: list[str],
-    answer: Callable[[str, str, Setting], tuple[str, str]], notes: dict[str, str],
+    rows: dict[str, Row], commands: list[str],
+    answer: Callable[[str, str, Row], tuple[str, str]], notes: dict[str, str],
 ) -> Iterator[str]:  # fmt: skip
     """Yield the lines of a table: settings with the answer of each command."""
     yield f"| setting | {' | '.join(commands)} | |"

@@ -1,1 +1,1 @@
-"""From the command line to the first update or translation: flags, checks, ranks."""
+"""From the command line to the first update or translation: commands, logs, ranks."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from lightseq_fairseq import __version__
-from lightseq_fairseq.cli.start import command_lines
+from lightseq_fairseq.cli.words import command_lines
 
 _Command = TypeVar("_Command")
 _SETTINGS = {"max_content_width": 100}

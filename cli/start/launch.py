@@ -22,13 +22,13 @@ import click
 from click.shell_completion import CompletionItem
 
 from lightseq_fairseq import cli
-from lightseq_fairseq.cli.refusals import messages
-from lightseq_fairseq.cli.refusals.causes import Cause
-from lightseq_fairseq.cli.start import command_lines, defaults, preflight
+from lightseq_fairseq.cli.checks import Request, messages, parsing
+from lightseq_fairseq.cli.checks.causes import Cause
 from lightseq_fairseq.cli.start.commands import CommandError, OneSentence, version
 from lightseq_fairseq.cli.start.logs import LOG_CONFIG
 from lightseq_fairseq.cli.start.old_lightseq import conflict
 from lightseq_fairseq.cli.start.ranks import Ranks, forked, sent_to_ranks
+from lightseq_fairseq.cli.words import command_lines, defaults
 from lightseq_fairseq.errors import GPUHangs, StoppedBySignal
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.workers import no_loading_left
@@ -149,7 +149,7 @@ def run_fairseq(
             err=True,
         )
         native = True
-    request = messages.Request(words)
+    request = Request(words, command=command)
     if (explanation := conflict()) is not None:
         click.echo(f"lightseq-{command}: warning: {explanation}", err=True)
     with ExitStack() as around_all:
@@ -166,7 +166,7 @@ def run_fairseq(
             sys.argv[1:] = request.argv = complete(sys.argv[1:])
         module = importlib.import_module(f"fairseq_cli.{command.replace('-', '_')}")
         around_all.enter_context(command_lines.refused_in_a_sentence(command))
-        around_all.enter_context(preflight.checks(command, request, announce))
+        around_all.enter_context(parsing.checked(request, announce))
         if around is not None:
             around_all.enter_context(patching.within(f"fairseq_cli.{command}:main", around))
         # Training has its own block, in each rank.
@@ -213,7 +213,7 @@ def no_group_left() -> Iterator[None]:
 
 
 @contextmanager
-def sentences(program: str, request: messages.Request, ranks: Ranks) -> Iterator[None]:
+def sentences(program: str, request: Request, ranks: Ranks) -> Iterator[None]:
     """Turns errors that the user can correct into `CommandError`; others keep their traceback."""
     try:
         yield
@@ -236,7 +236,7 @@ def sentences(program: str, request: messages.Request, ranks: Ranks) -> Iterator
         raise
 
 
-def _interrupted(request: messages.Request, how: str) -> str:
+def _interrupted(request: Request, how: str) -> str:
     if not hasattr(request.args, "max_update"):
         return f"{how}."
     suffix = request.args.checkpoint_suffix

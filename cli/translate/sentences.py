@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightseq_fairseq.cli.refusals import messages
+from lightseq_fairseq.cli.checks import messages
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.texts import Hypothesis, Translation
 
@@ -65,11 +65,13 @@ def load(cfg: Any) -> Loaded:
     """
     from fairseq import checkpoint_utils, tasks, utils
 
-    from lightseq_fairseq.cli.start import late_checks  # imports numpy, which --help does not need
+    from lightseq_fairseq.cli.checks import (
+        inside_fairseq,  # imports numpy, which --help does not need
+    )
 
     task = tasks.setup_task(cfg.task)
     shards = cfg.checkpoint.checkpoint_shard_count
-    models, _ = late_checks.load_model_ensemble(
+    models, _ = inside_fairseq.load_model_ensemble(
         checkpoint_utils.load_model_ensemble,
         utils.split_paths(cfg.common_eval.path),
         ast.literal_eval(cfg.common_eval.model_overrides),

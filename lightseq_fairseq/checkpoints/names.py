@@ -14,22 +14,12 @@ from lightseq_fairseq import plugins  # noqa: F401  isort: skip
 
 from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
-from fairseq.models.multilingual_transformer import MultilingualTransformerModel
-from fairseq.models.roberta import RobertaModel
-from fairseq.models.transformer import TransformerModel
-from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.optim import OPTIMIZER_REGISTRY
 
+from lightseq_fairseq import families
 from lightseq_fairseq.plugins.unsupported import unsupported_option
 
 _PREFIX = "ls_"
-# fairseq's models that ours replace; not their subclasses, which may compute something else.
-_REPLACED = (
-    TransformerModel,
-    MultilingualTransformerModel,
-    TransformerLanguageModel,
-    RobertaModel,
-)
 _OWN_SETTINGS = ("pack_tokens", "fp8")  # settings of lightseq-train that fairseq does not know
 _REGISTRIES = {
     "arch": ARCH_MODEL_REGISTRY,
@@ -111,10 +101,14 @@ def ls_arch(args: Any) -> tuple[str | None, str | None]:
         reason names the option; (None, None) if we have no counterpart of the model.
     """
     arch = getattr(args, "_name", None) or getattr(args, "arch", None) or ""
-    name = _PREFIX + arch
-    if ARCH_MODEL_REGISTRY.get(arch) not in _REPLACED or name not in ARCH_MODEL_REGISTRY:
+    name, model = _PREFIX + arch, ARCH_MODEL_REGISTRY.get(arch)
+    # Not subclasses of fairseq's models, which may compute something else.
+    family = next(
+        (each for each in families.FAMILIES if families.named(each.native) is model), None
+    )
+    if family is None or name not in ARCH_MODEL_REGISTRY:
         return None, None
-    unsupported = unsupported_option(args, ARCH_MODEL_REGISTRY[name].adaptive)
+    unsupported = unsupported_option(args, family.supports)
     if unsupported is None:
         return name, None
     return None, f"{name} does not support {unsupported.flag} ({unsupported.reason})"

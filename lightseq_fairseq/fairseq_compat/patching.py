@@ -310,27 +310,28 @@ PATCHES = (
         "our masks would change what torch's generator draws: which layers layer drop leaves out",
     ),
     Patch(
-        "launcher", "fairseq.data.data_utils:batch_by_size", "cli.start.late_checks:batch_by_size",
+        "launcher", "fairseq.data.data_utils:batch_by_size",
+        "cli.checks.inside_fairseq:batch_by_size",
         "reports the length of a sentence that exceeds --max-tokens",
     ),
     Patch(
         "whole split", "fairseq.data.data_utils:batch_by_size",
-        "cli.start.late_checks:some_to_batch",
+        "cli.checks.inside_fairseq:some_to_batch",
         "without any sentence fairseq trains on nothing, or divides by zero",
     ),
     Patch(
         "launcher", "fairseq.checkpoint_utils:load_model_ensemble",
-        "cli.start.late_checks:load_model_ensemble",
+        "cli.checks.inside_fairseq:load_model_ensemble",
         "fairseq translates with a model that is not for translation, and prints nonsense",
     ),
     Patch(
         "launcher", "fairseq.data.indexed_dataset:make_dataset",
-        "cli.start.late_checks:make_dataset",
+        "cli.checks.inside_fairseq:make_dataset",
         "reports damaged files, and token ids that are not in the dictionary",
     ),
     Patch(
         "launcher", "fairseq.tasks.language_modeling:LanguageModelingTask.eval_lm_dataloader",
-        "cli.start.late_checks:eval_lm_dataloader",
+        "cli.checks.inside_fairseq:eval_lm_dataloader",
         "blocks longer than the model's positions: fairseq leaves them out",
     ),
     Patch(
@@ -348,7 +349,7 @@ PATCHES = (
     ),
     Patch(
         "training", "fairseq.checkpoint_utils:load_checkpoint",
-        "cli.start.late_checks:load_checkpoint",
+        "cli.checks.inside_fairseq:load_checkpoint",
         "a validation sentence that is too long ends the run only after the first epoch",
     ),
     Patch(
@@ -408,15 +409,15 @@ PATCHES = (
         "as for TranslationTask._inference_with_bleu, which calls it",
     ),
     Patch(
-        "scoped", "argparse:ArgumentParser.error", "cli.start.command_lines:refused_in_a_sentence",
+        "scoped", "argparse:ArgumentParser.error", "cli.words.command_lines:refused_in_a_sentence",
         "argparse prints all flags after an error",
     ),
     Patch(
-        "scoped", "fairseq.options:parse_args_and_arch", "cli.start.preflight:checks",
+        "scoped", "fairseq.options:parse_args_and_arch", "cli.checks.parsing:checked",
         "checks the input before anything is loaded, and adds --pack-tokens and --fp8",
     ),
     Patch(
-        "scoped", "fairseq_cli.train:convert_namespace_to_omegaconf", "cli.start.preflight:checks",
+        "scoped", "fairseq_cli.train:convert_namespace_to_omegaconf", "cli.checks.parsing:checked",
         "adds --fp8 to the configuration",
     ),
     Patch(

@@ -18,12 +18,13 @@ twice.
 
 from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.fairseq_compat import patching
+from lightseq_fairseq.families import FAMILIES, named
 
 # Must run before the first import of fairseq, which may fail without it.
 fairseq_compat.import_only()
 
-from lightseq_fairseq.plugins import transformer  # noqa: E402, F401, I001
-from lightseq_fairseq.plugins import language_model, multilingual, roberta  # noqa: E402, F401
+for family in FAMILIES:
+    named(family.ours)
 from lightseq_fairseq.plugins import criterion, optimizer  # noqa: E402, F401
 
 if __name__ != f"{patching.PACKAGE}.plugins":

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from fairseq.models import MODEL_REGISTRY
-from fairseq.tasks.language_modeling import LanguageModelingTask
-from fairseq.tasks.masked_lm import MaskedLMTask
-from fairseq.tasks.multilingual_masked_lm import MultiLingualMaskedLMTask
-from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
-from fairseq.tasks.sentence_prediction import SentencePredictionTask
-from fairseq.tasks.sentence_ranking import SentenceRankingTask
-from fairseq.tasks.translation import TranslationTask
-from fairseq.tasks.translation_multi_simple_epoch import TranslationMultiSimpleEpochTask
 from torch import Tensor
 
 from lightseq_fairseq import fairseq_compat, library
 from lightseq_fairseq.checkpoints import dictionaries
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat import patching
+from lightseq_fairseq.families import Family
 from lightseq_fairseq.layers import fused_groups
 from lightseq_fairseq.layers.decoder import product_weights
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
@@ -29,29 +22,6 @@ from lightseq_fairseq.plugins.unsupported import (
     NotCompiled,
     unsupported_option,
     unsupported_width,
-)
-
-
-class Data(NamedTuple):
-    """The kind of data that a model trains on.
-
-    Attributes:
-        tasks: fairseq tasks that provide it; their subclasses count as well.
-        words: for the message about a wrong task: a name of the data, and the flag of a right task.
-    """
-
-    tasks: tuple[type, ...]
-    words: tuple[str, str]
-
-
-SENTENCE_PAIRS = Data(
-    (TranslationTask, TranslationMultiSimpleEpochTask, MultilingualTranslationTask),
-    ("sentence pairs", "--task translation or another translation task"),
-)
-TEXT = Data((LanguageModelingTask,), ("running text", "--task language_modeling"))
-MASKED_TEXT = Data(
-    (MaskedLMTask, MultiLingualMaskedLMTask, SentencePredictionTask, SentenceRankingTask),
-    ("text with masked tokens or sentences with labels", "--task masked_lm or sentence_prediction"),
 )
 
 
@@ -68,7 +38,7 @@ def with_dictionaries(args: Any) -> Any:
 class FlatModel(NotCompiled):
     """Mixin of the ls_ models; it comes before the fairseq model in the list of base classes.
 
-    A model defines ``data``, ``sides`` and
+    A model defines ``family``, ``sides`` and
 
     * ``__init__``, which creates parameters in fairseq's order and calls ``lay_out`` at its end;
     * ``forward``, with fairseq's padded arguments and results, so that every criterion works. If
@@ -81,12 +51,10 @@ class FlatModel(NotCompiled):
       class that ours must replace, ``PATCHES`` has an entry, and ``patching.within`` replaces it.
 
     Attributes:
-        data: the kind of data that the model trains on.
-        adaptive: whether it supports adaptive inputs and adaptive softmax, in fairseq's own step.
+        family: the record of the model's family.
     """
 
-    data: ClassVar[Data]
-    adaptive: ClassVar[bool] = False
+    family: ClassVar[Family]
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> Any:
@@ -96,7 +64,7 @@ class FlatModel(NotCompiled):
             UserError: the fused layers do not support an option; the message names the option, the
                 reason and what to do.
         """
-        if (unsupported := unsupported_option(args, cls.adaptive)) is not None:
+        if (unsupported := unsupported_option(args, cls.family.supports)) is not None:
             arch = getattr(args, "arch", None) or _registered_name(cls)
             raise UserError(unsupported.sentence(arch))
         fairseq_compat.prepare()
@@ -108,7 +76,7 @@ class FlatModel(NotCompiled):
         """Raises UserError if ``args`` are a checkpoint's options and a dictionary of the task
         differs from the checkpoint's. It does not check a task for another kind of data: other code
         refuses such a task."""
-        if isinstance(task, cls.data.tasks):
+        if cls.family.has_task(type(task)):
             dictionaries.check(task, getattr(with_dictionaries(args), "dictionaries", None))
 
     def sides(self) -> list[tuple[Any, ...]]:

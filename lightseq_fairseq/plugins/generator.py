@@ -20,13 +20,12 @@ from fairseq.models import FairseqLanguageModel
 from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
 
+from lightseq_fairseq import families
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.families import named
 from lightseq_fairseq.generation.incremental import expected_length
 from lightseq_fairseq.generation.search import MOST_BEAM, SearchOptions, search
-from lightseq_fairseq.plugins.language_model import LSTransformerLanguageModel
-from lightseq_fairseq.plugins.transformer import LSTransformerModel
 
-_SEARCHED = (LSTransformerModel, LSTransformerLanguageModel)
 _REMEMBERED = 1 << 16  # detokenized sentences that --eval-bleu caches, about 200 bytes each
 
 
@@ -124,6 +123,11 @@ class LSSequenceGenerator(SequenceGenerator):
         )  # fmt: skip
 
 
+def _is_searched(model: Any) -> bool:
+    """Whether our search runs a model; a subclass may compute something else."""
+    return any(f.generates and type(model) is named(f.ours) for f in families.FAMILIES)
+
+
 def build_generator(
     original: Callable[..., Any],
     self: Any, models: Any, args: Any, seq_gen_cls: Any = None, *others: Any, **options: Any,
@@ -140,7 +144,7 @@ def build_generator(
         getattr(args, name, None) is not None and getattr(args, name) is not False
         for name in ("print_alignment", "replace_unk")
     )
-    if seq_gen_cls is None and not alignments and type(models[0]) in _SEARCHED:
+    if seq_gen_cls is None and not alignments and _is_searched(models[0]):
         seq_gen_cls = LSSequenceGenerator
     return original(self, models, args, seq_gen_cls, *others, **options)
 

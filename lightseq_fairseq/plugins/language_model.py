@@ -21,10 +21,11 @@ from fairseq.models.transformer_lm import (
 )
 from torch import Tensor
 
+from lightseq_fairseq import families
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.packing import Packed
 from lightseq_fairseq.plugins.dropout import dropout_rng
-from lightseq_fairseq.plugins.flat_model import TEXT, FlatModel
+from lightseq_fairseq.plugins.flat_model import FlatModel
 from lightseq_fairseq.plugins.transformer import LSTransformerDecoder
 
 
@@ -37,8 +38,7 @@ class LSTransformerLanguageModel(FlatModel, TransformerLanguageModel):
     """
 
     packs_tokens = True
-    data = TEXT
-    adaptive = True
+    family = families.LANGUAGE_MODEL
 
     def __init__(self, decoder: LSTransformerDecoder) -> None:
         super().__init__(decoder)

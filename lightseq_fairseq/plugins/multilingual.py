@@ -14,8 +14,9 @@ from fairseq.models.multilingual_transformer import MultilingualTransformerModel
 from fairseq.models.transformer import TransformerConfig
 from torch import Tensor
 
+from lightseq_fairseq import families
 from lightseq_fairseq.packing import Packed
-from lightseq_fairseq.plugins.flat_model import SENTENCE_PAIRS, FlatModel
+from lightseq_fairseq.plugins.flat_model import FlatModel
 from lightseq_fairseq.plugins.transformer import (
     LSTransformerDecoder,
     LSTransformerEncoder,
@@ -31,7 +32,7 @@ class LSMultilingualTransformerModel(FlatModel, MultilingualTransformerModel):
     parameter names and initial values it keeps.
     """
 
-    data = SENTENCE_PAIRS
+    family = families.MULTILINGUAL
 
     def __init__(self, encoders: Any, decoders: Any) -> None:
         super().__init__(encoders, decoders)

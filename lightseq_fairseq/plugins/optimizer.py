@@ -13,14 +13,9 @@ from torch import Tensor, nn
 
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.parameters import flat_buffers
+from lightseq_fairseq.plugins import settings
+from lightseq_fairseq.plugins.settings import ADAM, REFUSED, is_used
 from lightseq_fairseq.training.flat_adam import FlatAdam
-
-# Options that select another implementation of Adam, and why ls_adam does not support them.
-UNSUPPORTED = {
-    "fp16_adam_stats": "its moments are float32",
-    "use_old_adam": "it has only one implementation",
-    "tpu": "it runs on GPUs and CPUs only",
-}
 
 
 @register_optimizer("ls_adam", dataclass=native.FairseqAdamConfig)
@@ -46,11 +41,11 @@ class FairseqAdam(native.FairseqAdam):
         """
         # Skip the parent's __init__, which would also build fairseq's Adam.
         FairseqOptimizer.__init__(self, cfg)
-        for option, reason in UNSUPPORTED.items():
-            if getattr(cfg, option, False):
+        for flag, row in settings.rows(ADAM, REFUSED):
+            if is_used(flag, row, cfg):
                 raise UserError(
-                    f"--optimizer ls_adam does not support --{option.replace('_', '-')} "
-                    f"({reason}): remove it, or use --optimizer adam."
+                    f"--optimizer ls_adam does not support {flag} ({row.reason}): remove it, or "
+                    "use --optimizer adam."
                 )
         self._optimizer = FlatAdam(params, **self.optimizer_config)
 

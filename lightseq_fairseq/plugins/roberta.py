@@ -20,11 +20,12 @@ from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor, nn
 
+from lightseq_fairseq import families
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.layers import MultiheadAttention, dropout, linear, masked_lm_logits
 from lightseq_fairseq.packing import Packed
 from lightseq_fairseq.plugins.encoder_graphs import EncoderGraphs
-from lightseq_fairseq.plugins.flat_model import MASKED_TEXT, FlatModel
+from lightseq_fairseq.plugins.flat_model import FlatModel
 from lightseq_fairseq.plugins.transformer import LSTransformerEncoder
 
 _HEAD_SITES = (2, 3)  # dropout before the two products of a classification head
@@ -96,7 +97,7 @@ class LSRobertaModel(FlatModel, RobertaModel):
     and padded interface it keeps; Liu et al. 2019.
     """
 
-    data = MASKED_TEXT
+    family = families.ROBERTA
 
     def __init__(self, args: Any, encoder: LSRobertaEncoder) -> None:
         super().__init__(args, encoder)

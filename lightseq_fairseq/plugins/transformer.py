@@ -24,6 +24,7 @@ from fairseq.modules import AdaptiveInput, SinusoidalPositionalEmbedding
 from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
 from torch import Tensor
 
+from lightseq_fairseq import families
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.decoder import AttentionRequest, StepDecoder
 from lightseq_fairseq.generation.incremental import Incremental
@@ -40,7 +41,7 @@ from lightseq_fairseq.layers.products import PLAIN, Product
 from lightseq_fairseq.packing import Packed, Segments
 from lightseq_fairseq.plugins.dropout import dropout_rng
 from lightseq_fairseq.plugins.encoder_out import EncoderOut, repack
-from lightseq_fairseq.plugins.flat_model import SENTENCE_PAIRS, FlatModel
+from lightseq_fairseq.plugins.flat_model import FlatModel
 from lightseq_fairseq.plugins.unsupported import NotCompiled
 
 
@@ -364,7 +365,7 @@ class LSTransformerModel(FlatModel, TransformerModel):
     """
 
     packs_tokens = True  # the ls_ criteria call forward with packed=True
-    data = SENTENCE_PAIRS
+    family = families.TRANSLATION
 
     def __init__(self, args: Namespace, encoder: Any, decoder: Any) -> None:
         super().__init__(args, encoder, decoder)

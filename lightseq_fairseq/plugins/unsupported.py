@@ -4,48 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer import TransformerConfig
 
 from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.plugins import settings
+from lightseq_fairseq.plugins.settings import MODEL, REFUSED, option
 
 ACTIVATIONS = ("relu", "gelu", "gelu_accurate")
-
-# Flag -> why it is not supported.
-UNSUPPORTED = {
-    "--adaptive-softmax-cutoff": "the loss needs every logit",
-    "--adaptive-input": "the embedding must be one table",
-    "--tie-adaptive-weights": "the embedding must be one table",
-    "--quant-noise-pq": "the fused layers have no quantisation noise",
-    "--quant-noise-scalar": "the fused layers have no quantisation noise",
-    "--no-cross-attention": "every decoder layer attends to the source",
-    "--cross-self-attention": "source and target are packed separately",
-    "--offload-activations": "the fused layers keep their activations on the GPU; use "
-    "--checkpoint-activations to save memory",
-    "--base-layers": "the fused layers have no mixture of experts",
-    "--character-embeddings": "the embedding must be one table of tokens",
-    "--scale-fc": "the fused layers have no LayerNorm within a sublayer",
-    "--scale-attn": "the fused layers have no LayerNorm within a sublayer",
-    "--scale-heads": "the fused layers do not scale single heads",
-    "--scale-resids": "the fused layers do not scale the residual",
-    "--char-inputs": "the embedding must be one table of tokens",
-    "--spectral-norm-classification-head": "the captured step trains plain weights",
-    "--mha-reg-scale-factor": "the loss has no regularisation of attention heads",
-    "--ffn-reg-scale-factor": "the loss has no regularisation of feed-forward layers",
-    "--mha-heads-to-keep": "the fused layers keep all heads",
-    "--ffn-blocks-to-remove": "the fused layers keep the whole feed-forward layer",
-    "--encoder-xformers-att-config": "the fused layers have their own attention",
-    "--decoder-xformers-att-config": "the fused layers have their own attention",
-    "--pipeline-model-parallel": "all parameters are in one flat buffer",
-    "--quantization-config-path": "the fused layers do not quantise the weights",
-    "--amp": "the fused layers run in one precision; use --fp16 or --bf16",
-}
-
-
-# The options of UNSUPPORTED that language models support.
-ADAPTIVE = ("--adaptive-softmax-cutoff", "--adaptive-input", "--tie-adaptive-weights")
 
 
 class Unsupported(NamedTuple):
@@ -85,18 +54,18 @@ def settings_of(arch: str | None) -> Namespace:
     return options
 
 
-def unsupported_option(args: Namespace, adaptive: bool = False) -> Unsupported | None:
+def unsupported_option(args: Namespace, supports: Sequence[str]) -> Unsupported | None:
     """An option that the ls_ model does not support, or None.
 
-    adaptive: whether the model supports the options of ``ADAPTIVE``.
+    supports: the options that other families refuse and that the model's family supports.
     """
-    for flag, reason in UNSUPPORTED.items():
-        if adaptive and flag in ADAPTIVE:
+    for flag, row in settings.rows(MODEL, REFUSED):
+        if flag in supports:
             continue
-        name = flag.removeprefix("--").replace("-", "_")
+        name = option(flag)
         value = getattr(args, name, None)
         if value and value != -1:  # -1: every head and block is kept
-            return Unsupported(flag, reason, set_by_arch(args, name))
+            return Unsupported(flag, row.reason, set_by_arch(args, name))
     activation = getattr(args, "activation_fn", "relu")
     if activation not in ACTIVATIONS:
         supported = f"the fused layers support only {', '.join(ACTIVATIONS)}"

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +23,19 @@ import torch
 from fairseq import optim, utils
 from fairseq.logging import metrics
 from fairseq.tasks import FairseqTask
-from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
 from torch import Tensor
 
+from lightseq_fairseq import families
 from lightseq_fairseq.errors import UserError, is_out_of_memory
+from lightseq_fairseq.families import named
 from lightseq_fairseq.fp8 import products
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State
 from lightseq_fairseq.packing import LEAST_GRANULARITY, Granularity, PackedBatch
 from lightseq_fairseq.parameters import flat_buffers
+from lightseq_fairseq.plugins import settings
+from lightseq_fairseq.plugins.conditions import of_ranks
 from lightseq_fairseq.plugins.dropout import seed_of_masks
+from lightseq_fairseq.plugins.settings import FALLBACK, is_used, option
 from lightseq_fairseq.plugins.unsupported import set_by_arch
 from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.exchange import Ranks
@@ -53,48 +57,18 @@ logger = logging.getLogger(__name__)
 _BUCKETS = 32  # about so many different row counts per side, up to --max-tokens
 
 
-# Flags that only fairseq's own step supports -> whether a run (its configuration and our model)
-# uses them.
-FALLBACK: dict[str, Callable[[Any, Any], bool]] = {
-    "--memory-efficient-fp16": lambda cfg, model: cfg.common.memory_efficient_fp16,
-    "--memory-efficient-bf16": lambda cfg, model: cfg.common.memory_efficient_bf16,
-    "--store-ema": lambda cfg, model: cfg.ema.store_ema,
-    "--use-bmuf": lambda cfg, model: cfg.optimization.use_bmuf,
-    # Emptying the cache does not free the memory of captured graphs.
-    "--empty-cache-freq": lambda cfg, model: cfg.common.empty_cache_freq > 0,
-    # In the replay of a graph the profiler sees no named operations.
-    "--profile": lambda cfg, model: cfg.common.profile,
-    "--encoder-layerdrop": lambda cfg, model: getattr(cfg.model, "encoder_layerdrop", 0) > 0,
-    "--decoder-layerdrop": lambda cfg, model: getattr(cfg.model, "decoder_layerdrop", 0) > 0,
-    # Shapes depend on how many tokens of the batch are in each band of the vocabulary.
-    "--adaptive-input": lambda cfg, model: getattr(cfg.model, "adaptive_input", False),
-    "--adaptive-softmax-cutoff": lambda cfg, model: bool(
-        getattr(cfg.model, "adaptive_softmax_cutoff", None)
-    ),
-    # With several ranks: these change the exchange of gradients or parameters.
-    "--ddp-backend": lambda cfg, model: _of_ranks(cfg, "ddp_backend") == "slowmo",
-    "--ddp-comm-hook": lambda cfg, model: _of_ranks(cfg, "ddp_comm_hook") not in (None, "none"),
-    # The heartbeat counts calls of fairseq's wrapper around the model.
-    "--heartbeat-timeout": lambda cfg, model: (_of_ranks(cfg, "heartbeat_timeout") or 0) > 0,
-}
-
-
-def _of_ranks(cfg: Any, name: str) -> Any:
-    """A setting of distributed training, or None with a single rank."""
-    ranks = cfg.distributed_training
-    return getattr(ranks, name) if ranks.distributed_world_size > 1 else None
-
-
 def _trains_as_fairseqs(task: Any) -> bool:
     """Whether ``task`` (a class) minimises the criterion's loss, summed over an update's batches.
 
-    This also holds for fairseq's multilingual task, whose sample has one batch per language pair.
+    This also holds for some tasks with a training step of their own, such as fairseq's multilingual
+    task, whose sample has one batch per language pair.
     """
 
     def parts(task: Any) -> tuple[Any, Any]:
         return task.train_step, getattr(task, "_per_lang_pair_train_loss", None)
 
-    sums = parts(task) in (parts(FairseqTask), parts(MultilingualTranslationTask))
+    adding = [named(x.place) for x in families.tasks().values() if x.adds_losses]
+    sums = parts(task) in map(parts, (FairseqTask, *adding))
     return sums and task.optimizer_step is FairseqTask.optimizer_step
 
 
@@ -110,7 +84,7 @@ def fallback_reason(trainer: Any) -> str | None:
     cfg, model, criterion = trainer.cfg, trainer.get_model(), trainer.get_criterion()
     task = type(trainer.task)
     # Also subclasses from --user-dir, unless they declare packed steps themselves. Test this first:
-    # other archs may set options of FALLBACK that the command does not have.
+    # other archs may set options of fallbacks that the command does not have.
     if not declares(model, "packed_logits"):
         return "the arch does not support packed steps"
     reasons = {
@@ -121,8 +95,9 @@ def fallback_reason(trainer: Any) -> str | None:
         "the logs of the task cannot be summed over the ranks": trainer.data_parallel_world_size > 1
         and not task.logging_outputs_can_be_summed(criterion),
     }
-    found = next((flag for flag, asked in FALLBACK.items() if asked(cfg, model)), None)
-    if found is not None and set_by_arch(cfg.model, found.removeprefix("--").replace("-", "_")):
+    fallbacks = settings.rows("train", FALLBACK)
+    found = next((flag for flag, row in fallbacks if is_used(flag, row, cfg)), None)
+    if found is not None and set_by_arch(cfg.model, option(found)):
         found = f"the arch sets {found}"
     found = found or next((reason for reason, applies in reasons.items() if applies), None)
     if found is not None:
@@ -151,7 +126,7 @@ def _ranks(trainer: Any) -> Ranks:
 
 
 def uses_fp8(cfg: Any) -> bool:
-    """Whether the run has --fp8, which ``cli.start.preflight`` adds to fairseq's configuration."""
+    """Whether the run has --fp8, which ``cli.checks.own_flags`` adds to fairseq's configuration."""
     return getattr(cfg.common, "fp8", False)
 
 
@@ -175,7 +150,7 @@ def refuse_flags(cfg: Any, reason: str | None) -> None:
             f"--fp8 needs the captured step, but this run uses fairseq's own step ({reason}): "
             "remove --fp8."
         )
-    if reason is not None and _of_ranks(cfg, "zero_sharding") == "os" and _is_ours(cfg.optimizer):
+    if reason is not None and of_ranks(cfg, "zero_sharding") == "os" and _is_ours(cfg.optimizer):
         raise UserError(
             "--zero-sharding os with ls_adam needs the captured step, but this run uses fairseq's "
             f"own step ({reason}): remove --zero-sharding."

@@ -29,7 +29,7 @@ from lightseq_fairseq.cli.benchmark.train.cases import (
 )
 from lightseq_fairseq.cli.benchmark.train.floor import BURST, BYTES, floor, parameters
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import build
-from lightseq_fairseq.cli.start import defaults
+from lightseq_fairseq.cli.words import defaults
 from lightseq_fairseq.errors import UserError
 
 from fairseq import tasks, utils  # isort: skip

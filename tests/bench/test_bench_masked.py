@@ -31,7 +31,7 @@ from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
     PAD,
     build,
 )
-from lightseq_fairseq.cli.start import defaults
+from lightseq_fairseq.cli.words import defaults
 from lightseq_fairseq.errors import UserError
 
 from fairseq import tasks, utils  # isort: skip

@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from lightseq_fairseq.cli.start import defaults
-from lightseq_fairseq.cli.start.defaults import Machine
+from lightseq_fairseq.cli.words import defaults
+from lightseq_fairseq.cli.words.defaults import Machine
 
 CPU = Machine()
 GPU = Machine(ranks=4, gpus=4, bf16=True)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from lightseq_fairseq.cli.refusals.messages import Request, explain
+from lightseq_fairseq.cli.checks import Request
+from lightseq_fairseq.cli.checks.messages import explain
 from lightseq_fairseq.cli.start import logs
 from lightseq_fairseq.errors import UserError
 

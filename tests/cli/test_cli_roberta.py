@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import cli_runs, parity
 
-from lightseq_fairseq.cli.start import defaults
+from lightseq_fairseq.cli.words import defaults
 
 SMALL = shlex.split(
     "--arch ls_roberta_base --encoder-layers 1 --encoder-embed-dim 16 --encoder-ffn-embed-dim 16 "

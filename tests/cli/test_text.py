@@ -11,7 +11,7 @@ from pathlib import Path
 import helpers.cli_runs as cli_runs
 import pytest
 
-from lightseq_fairseq.cli.start import defaults, registries
+from lightseq_fairseq.cli.words import defaults, registries
 
 
 @pytest.fixture(scope="module")

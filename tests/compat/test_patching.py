@@ -81,10 +81,11 @@ def test_plugins_change_nothing_in_fairseq_but_its_registries() -> None:
     "asks",
     [
         "from fairseq import utils; utils.import_user_module(Namespace(user_dir=FOLDER))",
+        "from lightseq_fairseq.families import TRANSLATION\n"
         "from lightseq_fairseq.plugins.flat_model import FlatModel\n"
         "class Native:\n"
         "    build_model = classmethod(lambda cls, args, task: None)\n"
-        "type('Model', (FlatModel, Native), {}).build_model(None, None)",
+        "type('Model', (FlatModel, Native), {'family': TRANSLATION}).build_model(None, None)",
     ],
     ids=["--user-dir", "a model is built"],
 )

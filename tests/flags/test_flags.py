@@ -17,8 +17,9 @@ import pytest
 from fairseq import options
 from helpers.flag_runs import SETTINGS, Proofs, launch, names, rows, table
 
-from lightseq_fairseq.cli.refusals import flags
-from lightseq_fairseq.training import fast_path
+from lightseq_fairseq.cli.checks import flags
+from lightseq_fairseq.plugins import settings
+from lightseq_fairseq.plugins.settings import SEVERAL_RANKS, WITHOUT
 
 # ---- the table ----
 
@@ -50,23 +51,25 @@ def test_every_setting_has_a_row_with_an_answer(command: str) -> None:
 
 def test_every_name_in_the_lists_is_a_setting() -> None:
     train = {
-        *table.DATA, *table.RANKS.split(), *flags.SEVERAL_RANKS, *table.NOTES, *table.OTHER_LAYERS,
-        *fast_path.FALLBACK, *flags.PART_OF, *(w.split()[0] for w in flags.PART_OF.values()),
+        *table.RANKS.split(), *table.NOTES, *table.OTHER_LAYERS,
+        *(flag for flag, _ in settings.rows("train", table.FALLBACK)),
+        *WITHOUT, *(w.split()[0] for w in WITHOUT.values() if w != SEVERAL_RANKS),
     }  # fmt: skip
     of_text = table.family_settings(table.TEXT_COMMANDS)
     of_roberta = table.family_settings(table.ROBERTA_COMMANDS)
     assert train <= SETTINGS.keys() | of_text.keys()
-    assert {*table.TEXT_DATA, *table.TEXT_NOTES} <= of_text.keys()
+    assert table.TEXT_NOTES.keys() <= of_text.keys()
     for command in table.COMMANDS:
         rows = [*SETTINGS.items(), *of_text.items()]
         own = {name for name, row in rows if command in row.commands}
-        assert {refused.flag for refused in flags.REFUSED[command]} <= own
-    everywhere = set().union(*flags.UNREAD.values())
+        assert {flag for flag, _ in settings.rows(command, table.REFUSED)} <= own
+    commands = settings.ALL.split()
+    everywhere = set().union(*map(settings.unread, commands))
     assert everywhere <= SETTINGS.keys() | of_text.keys()
     assert table.ROBERTA_NOTES.keys() <= of_roberta.keys()
     for column in table.ROBERTA_COMMANDS:
         command, task = column.split()
-        assert flags.unread(command, task) - flags.UNREAD[command] <= of_roberta.keys()
+        assert settings.unread(command, task) - settings.unread(command) <= of_roberta.keys()
 
 
 # ---- refused: the message names the setting, the reason and what to do ----
@@ -228,12 +231,13 @@ def test_what_has_no_effect_is_noted_and_has_none(told: Shown, command: str) -> 
 
 
 # With one rank these settings have no effect; --use-bmuf still wraps the optimizer.
-RANKS = flags.SEVERAL_RANKS - {"--use-bmuf"}
+RANKS = {flag for flag, whole in WITHOUT.items() if whole == SEVERAL_RANKS} - {"--use-bmuf"}
+PART_OF = {flag: whole for flag, whole in WITHOUT.items() if whole != SEVERAL_RANKS}
 
 
 def test_a_part_without_its_whole_has_no_effect(told: Shown) -> None:
     kinds = (table.HONOURED, table.FALLBACK, table.REFUSED)
-    parts = set().union(*(rows("train", kind) for kind in kinds)) & flags.PART_OF.keys()
+    parts = set().union(*(rows("train", kind) for kind in kinds)) & PART_OF.keys()
     plain, _ = told("train", "")
     shown, noted = told("train", " ".join(spelled("train", parts | RANKS)))
     assert noted == parts | RANKS
@@ -257,7 +261,7 @@ def test_help_is_the_launchers(command: str) -> None:
     assert "--user-dir" in cli_runs.succeed(command, "--fairseq-help")
 
 
-ENCODING = set(flags.ENCODING.split())
+ENCODING = set(settings.ENCODING.split())
 PROVEN: Proofs = {
     (command, kind): found
     for command in table.COMMANDS
@@ -274,6 +278,6 @@ PROVEN: Proofs = {
 # A part of a refused setting is refused together with it; alone it has no effect.
 PROVEN["train", table.REFUSED] |= {
     part
-    for part, whole in flags.PART_OF.items()
+    for part, whole in PART_OF.items()
     if part in SETTINGS and whole in PROVEN["train", table.REFUSED] | set(table.NOT_WITH_OURS)
 }

@@ -25,7 +25,9 @@ from fairseq import options
 from fairseq.data.monolingual_dataset import MonolingualDataset
 from helpers.flag_runs import pieces, prove, table
 
-from lightseq_fairseq.cli.refusals import flags
+from lightseq_fairseq.cli.checks import flags
+from lightseq_fairseq.families import LANGUAGE_MODEL
+from lightseq_fairseq.plugins.settings import WITHOUT
 
 SETTINGS = table.family_settings(table.TEXT_COMMANDS)
 # Names in braces are folders and files. Settings before a bar are needed by those after it.
@@ -108,13 +110,13 @@ def rows(command: str, kind: str) -> set[str]:
     return {
         name
         for name, row in SETTINGS.items()
-        if command in row.commands and table.family_answer(command, name)[0] == kind
+        if command in row.commands and table.answer(command, name, row, LANGUAGE_MODEL)[0] == kind
     }
 
 
 def test_every_row_has_a_proof() -> None:
-    parts = {part for part in rows("train", table.REFUSED) if part in flags.PART_OF}
-    assert {flags.PART_OF[part].split()[0] for part in parts} - {"--ddp-backend"} <= named(
+    parts = {part for part in rows("train", table.REFUSED) if part in WITHOUT}
+    assert {WITHOUT[part].split()[0] for part in parts} - {"--ddp-backend"} <= named(
         *REFUSED["train"]
     )
     for proven, command, kind in (

@@ -25,7 +25,7 @@ from fairseq.logging.meters import AverageMeter
 from helpers.flag_runs import Proofs, launch, prove, proven, table
 from helpers.flag_training import train
 
-from lightseq_fairseq.cli.refusals import flags
+from lightseq_fairseq.cli.checks import flags
 
 # Settings -> name of the package in fairseq's progress_bar module
 LOGS = {

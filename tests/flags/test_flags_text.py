@@ -28,7 +28,7 @@ from fairseq.registry import REGISTRIES
 from fairseq.tasks.translation import TranslationTask
 from helpers.flag_runs import Proofs, launch, pieces, prove, proven, table
 
-from lightseq_fairseq.cli.refusals import flags
+from lightseq_fairseq.plugins.settings import ENCODING as OF_ENCODING
 
 PIECES = ["w1", "w2"]
 # Package -> the answers of its stand-in
@@ -68,7 +68,7 @@ SCORERS = {
     "--scoring wer": "--wer-tokenizer 13a --wer-remove-punct --wer-char-level --wer-lowercase",
     "--scoring bert_score": "--bert-score-lang de",
 }
-ENCODING = set(flags.ENCODING.split())
+ENCODING = set(OF_ENCODING.split())
 LINES = [f"{component} {settings}" for component, settings in COMPONENTS.items()]
 SCORING = [f"{component} {settings}" for component, settings in SCORERS.items()]
 # For a binarised test set, whose sentences are not encoded.

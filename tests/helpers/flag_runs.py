@@ -38,7 +38,7 @@ def _spare_time() -> None:
 _spare_time()
 
 
-SETTINGS = table.settings()
+SETTINGS = table.translation_settings()
 
 
 def rows(command: str, kind: str) -> set[str]:
@@ -46,7 +46,7 @@ def rows(command: str, kind: str) -> set[str]:
     return {
         name
         for name, row in SETTINGS.items()
-        if command in row.commands and table.answer(command, name, row.choices)[0] == kind
+        if command in row.commands and table.answer(command, name, row)[0] == kind
     }
 
 

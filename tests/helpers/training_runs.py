@@ -31,7 +31,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import metrics
 from fairseq_cli import train
 
-from lightseq_fairseq.cli.start import preflight
+from lightseq_fairseq.cli.checks import own_flags
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.training import process
 from lightseq_fairseq.training.step import TrainingStep
@@ -154,7 +154,7 @@ def configure(data: Path, save_dir: Path, flags: dict[str, Any]) -> Any:
     fp8 = named.pop("fp8", None)
     cfg = parse(command_line(data, save_dir, named))
     vars(cfg.model).update(own)
-    return preflight.with_fp8(lambda _: cfg, Namespace(fp8=fp8))
+    return own_flags.with_fp8(lambda _: cfg, Namespace(fp8=fp8))
 
 
 def run(data: Path, save_dir: Path, native: bool = False, **flags: Any) -> list[float]:

@@ -28,7 +28,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from fairseq.models import ARCH_CONFIG_REGISTRY, register_model_architecture
 from fairseq.tasks.translation import TranslationTask
 
-from lightseq_fairseq.cli.refusals import messages
+from lightseq_fairseq.cli.checks import Request, messages
 from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
 from lightseq_fairseq.training.background import Writer
@@ -237,7 +237,7 @@ def test_a_gradient_that_is_not_finite_and_a_file_that_cannot_be_written(
     (tmp_path / "crash.pt").mkdir()
     with runs.nan_in_update(2), pytest.raises(FloatingPointError) as caught:
         run(data, tmp_path)
-    sentence = messages.explain(caught.value, messages.Request())
+    sentence = messages.explain(caught.value, Request())
     assert sentence is not None
     lost = "The state before this update could not be saved: "
     assert sentence.startswith(f"gradients are Nan/Inf in update 2. {lost}")
@@ -271,7 +271,7 @@ def test_a_killed_worker_ends_the_run_which_then_goes_on(data: Path, tmp_path: P
 
     with mock.patch.object(TrainingStep, "update", kills), pytest.raises(RuntimeError) as caught:
         run(data, tmp_path / "killed", **flags)
-    sentence = messages.explain(caught.value, messages.Request())
+    sentence = messages.explain(caught.value, Request())
     assert sentence is not None
     assert "A process that loads data (pid " in sentence
     rest = run(data, tmp_path / "killed", **flags)

@@ -20,7 +20,7 @@ from fairseq import trainer as native_trainer
 from fairseq.file_io import PathManager
 from fairseq_cli import train
 
-from lightseq_fairseq.cli.refusals import messages
+from lightseq_fairseq.cli.checks import Request, messages
 from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.training import trainer
@@ -266,7 +266,7 @@ class TestRefusals:
             run.resume(folder, **flags)
         assert last.read_bytes() == before
         assert os.listdir(folder) == ["checkpoint_last.pt"]
-        request = messages.Request([], Namespace(save_dir=str(folder), restore_file=last.name))
+        request = Request([], Namespace(save_dir=str(folder), restore_file=last.name))
         sentence = messages.explain(error.value, request)
         assert sentence is not None and "\n" not in sentence
         return sentence

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightseq_fairseq import families
+from lightseq_fairseq.families import named
 from lightseq_fairseq.packing import Granularity
 from lightseq_fairseq.training.batch.classes import PackingClasses
 from lightseq_fairseq.training.batch.dataset import PackingDataset
 from lightseq_fairseq.training.batch.masked import PackingMasked
-from lightseq_fairseq.training.batch.nested import columns, corpora, unsorted
+from lightseq_fairseq.training.batch.nested import unsorted
 from lightseq_fairseq.training.batch.pairs import PackingPairs, PackingParts
 from lightseq_fairseq.training.batch.text import PackingText
 
@@ -34,22 +36,8 @@ def covers(dataset: Any) -> str | None:
 
 def _kind(dataset: Any) -> type[PackingDataset] | None:
     """The class that packs the batches of fairseq's ``dataset``; None if there is none."""
-    from fairseq.data import LanguagePairDataset, MonolingualDataset, RoundRobinZipDatasets
-
-    kinds: dict[type, type[PackingDataset]] = {
-        LanguagePairDataset: PackingPairs,
-        RoundRobinZipDatasets: PackingParts,
-        MonolingualDataset: PackingText,
-    }
-    if type(dataset) in kinds:
-        return kinds[type(dataset)]
-    # fairseq's newer tasks nest datasets, one for each entry of a batch.
-    found = corpora(dataset)
-    if found is None:
-        return None
-    if PackingMasked.masks(found):
-        return PackingMasked
-    return PackingClasses if columns(dataset) is not None else None
+    places = (place for family in families.FAMILIES for place in family.batches)
+    return next((kind for kind in map(named, places) if kind.packs(dataset)), None)
 
 
 __all__ = [

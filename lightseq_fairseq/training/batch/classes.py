@@ -10,6 +10,7 @@ import torch
 from lightseq_fairseq.packing import CLASSES, Granularity, PackedBatch
 from lightseq_fairseq.training.batch import nested
 from lightseq_fairseq.training.batch.dataset import Column, Filled, PackingDataset, packed
+from lightseq_fairseq.training.batch.masked import PackingMasked
 from lightseq_fairseq.training.batch.reading import Sentences, joined, reader
 
 _SOURCE = "net_input.src_tokens"
@@ -41,6 +42,11 @@ class PackingClasses(PackingDataset):
         self._pad = padded.pad_idx
         self._read = reader(padded)
         self._labels = None if _is_regression(self._target) else reader(_words(self._target))
+
+    @staticmethod
+    def packs(dataset: Any) -> bool:
+        """See ``PackingDataset``. Of nested datasets, ``PackingMasked`` takes those with masks."""
+        return nested.columns(dataset) is not None and not PackingMasked.packs(dataset)
 
     @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:

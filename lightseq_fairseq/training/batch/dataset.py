@@ -54,6 +54,11 @@ class PackingDataset(WrappedDataset, ABC):
 
     @staticmethod
     @abstractmethod
+    def packs(dataset: Any) -> bool:
+        """Whether this class is for such a dataset of fairseq; see ``training.batch.covers``."""
+
+    @staticmethod
+    @abstractmethod
     def lacks(dataset: Any) -> dict[str, bool]:
         """Unsupported features, in a few words -> whether ``dataset`` uses them."""
 

@@ -46,9 +46,10 @@ class PackingMasked(PackingDataset):
         self._noise = self._corpora[0].noise  # all corpora have these settings
 
     @staticmethod
-    def masks(corpora: list[Any]) -> bool:
-        """Whether batches of nested datasets, see ``nested.corpora``, have masked tokens."""
-        return all(
+    def packs(dataset: Any) -> bool:
+        """See ``PackingDataset``. The batches of each corpus have masked tokens."""
+        corpora = nested.corpora(dataset)
+        return corpora is not None and all(
             _source_and_target(nested.columns(part) or {})[0] is not None for part in corpora
         )
 

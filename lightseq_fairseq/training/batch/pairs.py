@@ -39,6 +39,13 @@ class PackingPairs(PackingDataset):
         self._sides = None if adds_tokens else sides
 
     @staticmethod
+    def packs(dataset: Any) -> bool:
+        """See ``PackingDataset``."""
+        from fairseq.data import LanguagePairDataset
+
+        return type(dataset) is LanguagePairDataset
+
+    @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:
         """See ``PackingDataset``."""
         return {
@@ -101,6 +108,13 @@ class PackingParts(PackingDataset):
         self.parts = {
             part: PackingPairs(pairs, granularity, part) for part, pairs in dataset.datasets.items()
         }
+
+    @staticmethod
+    def packs(dataset: Any) -> bool:
+        """See ``PackingDataset``."""
+        from fairseq.data import RoundRobinZipDatasets
+
+        return type(dataset) is RoundRobinZipDatasets
 
     @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:

@@ -38,6 +38,13 @@ class PackingText(PackingDataset):
         self._is_stored = type(blocks) is TokenBlockDataset and stored(blocks)
 
     @staticmethod
+    def packs(dataset: Any) -> bool:
+        """See ``PackingDataset``."""
+        from fairseq.data import MonolingualDataset
+
+        return type(dataset) is MonolingualDataset
+
+    @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:
         """See ``PackingDataset``."""
         return {

@@ -1,5 +1,4 @@
-"""Checks of the data folder before fairseq starts: files that are missing, damaged or do not
-match."""
+"""Checks of sentence pairs in the data folder: files that are missing, damaged or do not match."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from lightseq_fairseq.cli.start import preflight_values
+from lightseq_fairseq.cli.checks import Request, search, values
 from lightseq_fairseq.errors import UserError
 
 
@@ -32,11 +31,12 @@ def folders_of(args: argparse.Namespace) -> list[str]:
     return folders
 
 
-def data(command: str, args: argparse.Namespace) -> None:
+def pairs(request: Request) -> None:
     """Raises UserError if the data folder lacks a dictionary or split that the command reads."""
     from fairseq.data.data_utils import infer_language_pair
     from fairseq.tasks.translation import TranslationTask
 
+    command, args = request.command, request.args
     folders = folders_of(args)
     source, target = args.source_lang, args.target_lang
     if source is None or target is None:
@@ -76,33 +76,34 @@ def data(command: str, args: argparse.Namespace) -> None:
             )
     dictionary = os.path.join(folders[0], f"dict.{target}.txt")
     _joiner(command, args, dictionary)
-    preflight_values.sampling(command, args, len(TranslationTask.load_dictionary(dictionary)))
-    sentences(command, args)
+    search.sampling(command, args, len(TranslationTask.load_dictionary(dictionary)))
+    sentences(request)
 
 
-def sentences(command: str, args: argparse.Namespace) -> None:
+def sentences(request: Request) -> None:
     """Raises UserError if a split's files are truncated, or do not match each other or a
     dictionary.
 
     A task may add symbols to its dictionaries when it is set up. So only fairseq's translation task
-    is checked against the dictionaries here, with a sample of each file. `late_checks` checks all
-    tokens when fairseq reads a file, and fairseq reads each further folder in a later epoch.
+    is checked against the dictionaries here, with a sample of each file. `inside_fairseq` checks
+    all tokens when fairseq reads a file, and fairseq reads each further folder in a later epoch.
     """
     from fairseq import utils
     from fairseq.tasks import TASK_REGISTRY
     from fairseq.tasks.translation import TranslationTask
 
-    from lightseq_fairseq.cli.start import binarised  # imports numpy, which --help does not need
+    from lightseq_fairseq.cli.checks import binarised  # imports numpy, which --help does not need
 
+    command, args = request.command, request.args
     folders = utils.split_paths(getattr(args, "data", None) or "")
     found = list(splits(command, args, folders))
-    pairs = _pairs(args, folders[0]) if found else []
+    languages = _pairs(args, folders[0]) if found else []
     words = {}
     if TASK_REGISTRY[args.task] is TranslationTask:
-        for language in itertools.chain(*pairs):
+        for language in itertools.chain(*languages):
             path = os.path.join(folders[0], f"dict.{language}.txt")
             words[language] = len(TranslationTask.load_dictionary(path))
-    for (folder, split), pair in itertools.product(found, pairs):
+    for (folder, split), pair in itertools.product(found, languages):
         for stem in _parts(command, args, os.path.join(folder, split), *pair):
             counts = {}
             for language in pair:
@@ -133,7 +134,7 @@ _SHARE_JOINED = 0.01  # share of the words; fewer matches may occur in any text
 
 def _joiner(command: str, args: argparse.Namespace, path: str) -> None:
     """Raises UserError if the way to join subwords does not match the target dictionary."""
-    flag, asked = preflight_values.joiner(command, args)
+    flag, asked = values.joiner(command, args)
     asked = {"@@ ": "@@", "subword_nmt": "@@"}.get(asked or "", asked)
     if asked not in _JOINERS:
         return

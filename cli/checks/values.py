@@ -7,19 +7,29 @@ import ast
 import difflib
 import json
 import math
-import os
 import re
-import sys
 import typing
 from collections.abc import Callable
 from typing import Any
 
+from lightseq_fairseq.cli.checks import Request
+from lightseq_fairseq.cli.words import registries
 from lightseq_fairseq.errors import UserError
 
 
-def values(command: str, args: argparse.Namespace) -> None:
+def path(request: Request) -> None:
+    """Raises UserError if no checkpoint is named."""
+    if getattr(request.args, "path", None) is None:
+        raise UserError(
+            "--path is missing: add the checkpoint, for example "
+            "--path checkpoints/checkpoint_best.pt."
+        )
+
+
+def texts(request: Request) -> None:
     """Raises UserError on text that fairseq cannot evaluate, on NaN, and on unknown joiners or
     detokenizers."""
+    command, args = request.command, request.args
     for name, (is_right, example) in _EVALUATED.items():
         text = getattr(args, name, None)
         if isinstance(text, str) and not is_right(text):
@@ -55,6 +65,57 @@ def values(command: str, args: argparse.Namespace) -> None:
         raise UserError(f"--eval-bleu-detok {detokenizer} is unknown: choose one of {known}.")
 
 
+_FROM_NONE = ("num_workers", "seed")
+_FROM_ONE = (
+    *("beam", "nbest", "update_freq", "max_tokens", "batch_size", "distributed_world_size"),
+    *("required_batch_size_multiple", "required_seq_len_multiple"),
+    *("save_interval", "validate_interval", "log_interval"),
+)
+
+
+def numbers(request: Request) -> None:
+    """Raises UserError on counts that are too low, an invalid rank, and rates outside [0, 1)."""
+    args = request.args
+    for least, counted in enumerate((_FROM_NONE, _FROM_ONE)):
+        for name in counted:
+            found = getattr(args, name, None)
+            counts = found if isinstance(found, list) else [found]
+            for count in counts:
+                if count is not None and count < least:
+                    raise UserError(
+                        f"--{name.replace('_', '-')} is {count}: it must be at least {least}."
+                    )
+    rank, ranks = args.distributed_rank, args.distributed_world_size
+    if rank is not None and not 0 <= rank < ranks:
+        raise UserError(
+            f"--distributed-rank is {rank}, but --distributed-world-size is {ranks}: the rank "
+            f"must be at least 0 and below {ranks}."
+        )
+    if not registries.is_fused(getattr(args, "arch", None)):  # fairseq checks its own models
+        return
+    for name in ("dropout", "attention_dropout", "activation_dropout", "relu_dropout",
+                 "label_smoothing"):  # fmt: skip
+        rate = getattr(args, name, None) or 0
+        if not 0 <= rate < 1:
+            raise UserError(
+                f"--{name.replace('_', '-')} is {rate}: it must be at least 0 and below 1."
+            )
+
+
+def criterion_of_classes(request: Request) -> None:
+    """Raises UserError if the task lacks settings that are flags of its criterion."""
+    from fairseq.tasks import TASK_REGISTRY
+    from fairseq.tasks.sentence_prediction import SentencePredictionTask
+
+    args = request.args
+    is_task = issubclass(TASK_REGISTRY[args.task], SentencePredictionTask)
+    if is_task and not hasattr(args, "regression_target"):
+        raise UserError(
+            f"--criterion is {args.criterion}, but --task {args.task} needs the criterion of "
+            "sentences with labels: set --criterion sentence_prediction."
+        )
+
+
 def _words_of_subwords(symbol: str | None) -> None:
     """Raises UserError on a --remove-bpe that fairseq-eval-lm does not know."""
     if symbol not in (None, "subword_nmt", "@@ "):
@@ -71,65 +132,6 @@ def joiner(command: str, args: argparse.Namespace) -> tuple[str, str | None]:
     if command == "train" and getattr(args, "eval_bleu", False):
         return "--eval-bleu-remove-bpe", args.eval_bleu_remove_bpe
     return "--remove-bpe", None
-
-
-def unknown_words(args: argparse.Namespace) -> None:
-    """Raises UserError if --replace-unk cannot work: the source's subwords are joined before the
-    lookup, or its dictionary file is not readable."""
-    from lightseq_fairseq.fairseq_compat.generation import NO_FILE
-
-    path = getattr(args, "replace_unk", None)
-    if path is None:
-        return
-    joining = {
-        "fairseq-interactive": {"--remove-bpe": "post_process"},  # with --native
-        "lightseq-generate": {"--bpe": "bpe", "--tokenizer": "tokenizer"},
-        "fairseq-generate": {"--bpe": "bpe", "--tokenizer": "tokenizer"},
-    }
-    for flag, name in joining.get(os.path.basename(sys.argv[0]), {}).items():
-        if getattr(args, name, None):
-            raise UserError(
-                f"--replace-unk cannot be used with {flag}, which joins the subwords of the source "
-                f"before they are counted: remove {flag}, and apply it to the translations."
-            )
-    if path in ("", NO_FILE):
-        return
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            if len(line.split()) < 2 or "\ufffd" in line:
-                raise UserError(
-                    f"Line {number} of {path} (the file of --replace-unk) is not a pair of words "
-                    "in UTF-8: write a source word and its translation on each line."
-                )
-
-
-def sampling(command: str, args: argparse.Namespace, words: int) -> None:
-    """Raises UserError if topk exceeds the dictionary's ``words`` symbols, or topp exceeds 1."""
-    topk, topp = "--sampling-topk", "--sampling-topp"
-    given = {topk: getattr(args, "sampling_topk", 0), topp: getattr(args, "sampling_topp", 0)}
-    if command == "train":
-        settings = json.loads(args.eval_bleu_args) if getattr(args, "eval_bleu", False) else {}
-        topk, topp = "sampling_topk in --eval-bleu-args", "sampling_topp in --eval-bleu-args"
-        given = {topk: settings.get("sampling_topk", 0), topp: settings.get("sampling_topp", 0)}
-    if given[topk] > words:
-        raise UserError(
-            f"{topk} is {given[topk]}, but the target dictionary has {words} words: lower it."
-        )
-    if given[topp] > 1:
-        raise UserError(f"{topp} is {given[topp]}, but it is a probability: use at most 1.")
-
-
-def length_penalty(args: argparse.Namespace) -> None:
-    """Raises UserError if --lenpen is so large that length ** lenpen overflows."""
-    penalty, flag = getattr(args, "lenpen", None), "--lenpen"
-    if getattr(args, "eval_bleu", False):
-        penalty = json.loads(args.eval_bleu_args).get("lenpen")
-        flag = "lenpen in --eval-bleu-args"
-    if penalty is not None and not abs(float(penalty)) <= 50:
-        raise UserError(
-            f"{flag} is {penalty}: use a number from -50 to 50. Scores are divided by the length "
-            "to this power; usual values are 0 to 2."
-        )
 
 
 def _search_settings(given: dict[str, Any]) -> None:

@@ -10,8 +10,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from lightseq_fairseq.cli.start import defaults
-from lightseq_fairseq.cli.start.defaults import value
+from lightseq_fairseq.cli.words import defaults
+from lightseq_fairseq.cli.words.defaults import value
 from lightseq_fairseq.errors import UserError
 
 
@@ -24,12 +24,9 @@ def function(cls: Any, name: str) -> Any:
 
 def is_fused(arch: str | None) -> bool:
     """Whether the architecture's model is one of ours or a subclass of one."""
-    from lightseq_fairseq.plugins.flat_model import FlatModel
+    from lightseq_fairseq.plugins.conditions import family_of
 
-    # isort: split
-    from fairseq.models import ARCH_MODEL_REGISTRY
-
-    return issubclass(ARCH_MODEL_REGISTRY.get(arch, object), FlatModel)
+    return family_of(arch) is not None
 
 
 def has_adaptive_softmax(argv: Sequence[str]) -> bool:
@@ -75,24 +72,3 @@ def native_twin(argv: Sequence[str]) -> list[str]:
             "fairseq's, such as transformer."
         )
     return twin
-
-
-def check_task(argv: Sequence[str]) -> None:
-    """Raises UserError if a task of fairseq does not provide the data that our model trains on.
-
-    Call it before the command line is parsed: some of these tasks already fail in parsing.
-    """
-    from fairseq.models import ARCH_MODEL_REGISTRY
-    from fairseq.tasks import TASK_REGISTRY
-
-    arch, name = value(argv, defaults.ARCH), value(argv, ("--task",)) or "translation"
-    task = TASK_REGISTRY.get(name, object)  # fairseq reports a name that is not registered
-    if not task.__module__.startswith("fairseq.tasks.") or not is_fused(arch):
-        return
-    data = ARCH_MODEL_REGISTRY[arch].data
-    if not issubclass(task, data.tasks):
-        words, instead = data.words
-        raise UserError(
-            f"--arch {arch} trains on {words}, but --task {name} provides other data: use "
-            f"{instead}, or an arch of fairseq."
-        )

@@ -7,16 +7,15 @@ or the file that raised it, never by a general type alone: a bug must not look l
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
-from lightseq_fairseq.cli.refusals.causes import Cause
-from lightseq_fairseq.cli.start.command_lines import ended
-from lightseq_fairseq.cli.start.defaults import is_given, value
+from lightseq_fairseq.cli.checks import Request
+from lightseq_fairseq.cli.checks.causes import Cause
+from lightseq_fairseq.cli.words.command_lines import ended
+from lightseq_fairseq.cli.words.defaults import is_given, value
 from lightseq_fairseq.errors import GPUHangs, UserError
 
 
@@ -37,14 +36,6 @@ def over_max_tokens(longest: int, max_tokens: int | None) -> str:
         f"--max-tokens-valid) is {max_tokens}: raise it to {longest} or more, or remove such "
         f"sentences from the data."
     )
-
-
-@dataclass
-class Request:
-    """The user's command: its words, and fairseq's namespace once it is parsed."""
-
-    argv: Sequence[str] = ()
-    args: argparse.Namespace = field(default_factory=argparse.Namespace)
 
 
 def explain(error: BaseException, request: Request) -> str | None:

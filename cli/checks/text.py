@@ -1,4 +1,4 @@
-"""Checks of running text and of its blocks before fairseq starts a language model."""
+"""Checks of running text, of its blocks and of its masks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from lightseq_fairseq.cli.start import binarised
-from lightseq_fairseq.cli.start.preflight_data import (
+from lightseq_fairseq.cli.checks import Request, binarised
+from lightseq_fairseq.cli.checks.pairs import (
     SUBSET_FLAGS,
     folders_of,
     other_form,
@@ -21,19 +21,21 @@ from lightseq_fairseq.cli.start.preflight_data import (
 from lightseq_fairseq.errors import UserError
 
 
-def text(command: str, args: argparse.Namespace) -> None:
+def text(request: Request) -> None:
     """Raises UserError if the data are no running text, or its blocks do not fit the model.
 
-    A split is checked with a sample of each file; `late_checks` checks all tokens.
+    A split is checked with a sample of each file; `inside_fairseq` checks all tokens.
     """
+    command, args = request.command, request.args
     words, lengths = _files(command, args)
     _blocks(command, args, lengths)
     if command == "train":
         _adaptive(args, len(words))
 
 
-def masked_text(command: str, args: argparse.Namespace) -> None:
+def masked_text(request: Request) -> None:
     """Raises UserError if the data are no running text, or tokens cannot be masked as asked."""
+    command, args = request.command, request.args
     words, _ = _files(command, args, masked=True)
     _masks(args, words)
     if command == "train" and args.mask_whole_words:  # otherwise --bpe may be the checkpoint's
@@ -141,7 +143,7 @@ def _blocks(command: str, args: argparse.Namespace, lengths: list[Any]) -> None:
     block = args.tokens_per_sample
     if block < 1:
         raise UserError("--tokens-per-sample must be at least 1.")
-    if command == "eval-lm":  # the model is not known yet, see late_checks.eval_lm_dataloader
+    if command == "eval-lm":  # the model is not known yet, see inside_fairseq.eval_lm_dataloader
         if not 0 <= args.context_window < block:
             raise UserError(
                 f"--context-window is {args.context_window}, but with --tokens-per-sample {block} "

@@ -1,15 +1,14 @@
-"""Checks of sentences with labels before fairseq starts to train or validate on them."""
+"""Checks of sentences with labels."""
 
 from __future__ import annotations
 
-import argparse
 import os
 
 import click
 import numpy as np
 
-from lightseq_fairseq.cli.start import binarised
-from lightseq_fairseq.cli.start.preflight_data import SUBSET_FLAGS, folders_of, splits
+from lightseq_fairseq.cli.checks import Request, binarised
+from lightseq_fairseq.cli.checks.pairs import SUBSET_FLAGS, folders_of, splits
 from lightseq_fairseq.errors import UserError
 
 _HOW = (
@@ -18,7 +17,7 @@ _HOW = (
 )
 
 
-def classes(command: str, args: argparse.Namespace) -> None:
+def classes(request: Request) -> None:
     """Raises UserError if the data of sentence_prediction are incomplete or do not match.
 
     The sentences are in the folder input0, those of a pair also in input1, the labels in label.
@@ -27,16 +26,12 @@ def classes(command: str, args: argparse.Namespace) -> None:
     """
     from fairseq.data import Dictionary
 
+    command, args = request.command, request.args
     has_labels = command == "train" or args.num_classes >= 1
     if has_labels and args.num_classes < 1:
         raise UserError(
             "--num-classes is missing: set it to the number of classes, or with "
             "--regression-target to the number of values of a sentence."
-        )
-    if not hasattr(args, "regression_target"):
-        raise UserError(
-            f"--task {args.task} takes settings from --criterion sentence_prediction, which "
-            f"--criterion {args.criterion} does not have: use --criterion sentence_prediction."
         )
     (folder, *_) = folders_of(args)
     has_classes = has_labels and not args.regression_target

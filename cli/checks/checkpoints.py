@@ -1,22 +1,24 @@
-"""Checks before training: the initial checkpoint, and the metric that compares checkpoints."""
+"""Checks of checkpoints: the one that a run begins with, and the metric that compares them."""
 
 from __future__ import annotations
 
 import argparse
 import os
 
-from lightseq_fairseq.cli.start.registries import function
+from lightseq_fairseq.cli.checks import Request
+from lightseq_fairseq.cli.words.registries import function
 from lightseq_fairseq.errors import UserError
 
 
-def first(args: argparse.Namespace) -> None:
+def first(request: Request) -> None:
     """Raises UserError if the initial checkpoint is missing: fairseq would train from scratch.
 
-    A checkpoint to resume from must also have the `head` of this run. With --reset-optimizer or
+    A checkpoint to resume from must also have the head of this run. With --reset-optimizer or
     --finetune-from-model the run may train a new head.
     """
     from fairseq.file_io import PathManager
 
+    args = request.args
     suffix = args.checkpoint_suffix
     if args.use_sharded_state and args.ddp_backend == "fully_sharded":  # one file per rank
         suffix += "-shard0"
@@ -28,7 +30,7 @@ def first(args: argparse.Namespace) -> None:
         flag, path = "--restore-file", args.restore_file.replace(".pt", suffix + ".pt")
     # The default is a file in --save-dir. A new run has no such file; then the other flags apply.
     elif PathManager.exists(last := os.path.join(args.save_dir, f"checkpoint_last{suffix}.pt")):
-        return None if args.reset_optimizer else head(args, last, _NEW_HEAD)
+        return None if args.reset_optimizer else _head(args, last, _NEW_HEAD)
     elif args.continue_once is not None:
         flag, path = "--continue-once", args.continue_once
     else:
@@ -43,14 +45,19 @@ def first(args: argparse.Namespace) -> None:
         wrong = "is a folder" if os.path.isdir(path) else "does not exist"
         raise UserError(f"{flag} {path or repr(path)} {wrong}: {hint}")
     if path is not None and flag == "--restore-file" and not args.reset_optimizer:
-        head(args, path, _NEW_HEAD)
+        _head(args, path, _NEW_HEAD)
     return None
 
 
 _NEW_HEAD = "train a new head with --reset-optimizer"
 
 
-def head(args: argparse.Namespace, path: str, otherwise: str) -> None:
+def head_to_validate(request: Request) -> None:
+    """Raises UserError if the checkpoint to validate has another number of classes."""
+    _head(request.args, request.args.path, "train another head")
+
+
+def _head(args: argparse.Namespace, path: str, otherwise: str) -> None:
     """Raises UserError if the checkpoint's head has another number of classes than the run.
 
     fairseq would use a new head instead, with random weights.
@@ -74,11 +81,12 @@ def head(args: argparse.Namespace, path: str, otherwise: str) -> None:
         )
 
 
-def best_metric(args: argparse.Namespace) -> None:
+def best_metric(request: Request) -> None:
     """Raises UserError if validation does not measure --best-checkpoint-metric.
 
     fairseq would fail after the first validation, without a checkpoint.
     """
+    args = request.args
     measured, others = _measured(args)
     metric = args.best_checkpoint_metric
     if args.disable_validation or not measured or metric in (*measured, *_ALWAYS_MEASURED):

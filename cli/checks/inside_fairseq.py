@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightseq_fairseq.cli.refusals import messages
-from lightseq_fairseq.cli.start import binarised
+from lightseq_fairseq.cli.checks import binarised, messages
 from lightseq_fairseq.errors import UserError
 
 

@@ -11,6 +11,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lightseq_fairseq import families
+from lightseq_fairseq.families import Recipe
+
 PREFIX = "ls_"
 ARCH = ("--arch", "-a")
 PARTS = (("--optimizer",), ("--criterion",))
@@ -41,29 +44,21 @@ _SENTENCES = ("--batch-size", "--max-sentences")
 _LAST_OF_DECAY = "--total-num-update"
 
 
-def _recipe(
-    optimizer: str, criterion: str, schedule: str, max_tokens: int, update_freq: int, updates: int,
-    sentences: int | None = None, decays: bool = False, data: str = "",
-) -> tuple[Choice, ...]:  # fmt: skip
-    """The choices of a recipe; texts are flags with their values, such as "--lr 1.0".
-
-    sentences: sentences of a batch; max_tokens limits the batch as well.
-    decays: whether the learning rate falls to zero at the last update (--max-update).
-    data: flags that say how the task makes its samples.
-    """
-    total = ((_LAST_OF_DECAY, str(updates)),) if decays else ()
-    size = () if sentences is None else (("--batch-size", str(sentences)),)
+def _choices(recipe: Recipe) -> tuple[Choice, ...]:
+    """The choices of a recipe."""
+    total = ((_LAST_OF_DECAY, str(recipe.updates)),) if recipe.decays else ()
+    size = () if recipe.sentences is None else (("--batch-size", str(recipe.sentences)),)
     return (
-        Choice(("--optimizer",), _pairs(optimizer), required=True),
-        Choice(("--criterion",), _pairs(criterion)),
-        Choice(("--lr-scheduler",), _pairs(schedule)),
+        Choice(("--optimizer",), _pairs(recipe.optimizer), required=True),
+        Choice(("--criterion",), _pairs(recipe.criterion)),
+        Choice(("--lr-scheduler",), _pairs(recipe.schedule)),
         Choice(("--lr-scheduler",), total),
-        Choice((), _pairs(data)),
+        Choice((), _pairs(recipe.data)),
         # These set the tokens of an update; not added if the user sets the size of a batch.
-        Choice((*_SENTENCES, "--max-tokens"), (("--update-freq", str(update_freq)),), True),
+        Choice((*_SENTENCES, "--max-tokens"), (("--update-freq", str(recipe.update_freq)),), True),
         Choice((*_SENTENCES, "--max-tokens"), size, True),
-        Choice(_SENTENCES, (("--max-tokens", str(max_tokens)),), True),
-        Choice(("--max-epoch", "--stop-time-hours"), (("--max-update", str(updates)),)),
+        Choice(_SENTENCES, (("--max-tokens", str(recipe.max_tokens)),), True),
+        Choice(("--max-epoch", "--stop-time-hours"), (("--max-update", str(recipe.updates)),)),
         # fairseq's own defaults. They are added so that the printed command repeats the run.
         Choice((), (("--update-freq", "1"), ("--seed", "1")), True),
     )
@@ -74,75 +69,16 @@ def _pairs(text: str) -> tuple[tuple[str, str], ...]:
     return tuple(zip(words[::2], words[1::2]))
 
 
-# Task, or models with adaptive softmax -> choices of the recipe. Other tasks use the first recipe.
-# Sizes and dropout come from the arch; the length of a block from the task, except for masked_lm.
-ADAPTIVE = "adaptive softmax"
-RECIPES = {
-    # Vaswani et al. (2017), section 5, with the learning rate, weight decay and warm-up of
-    # fairseq's examples/scaling_nmt for big Transformers.
-    "translation": _recipe(
-        "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --clip-norm 0 --weight-decay 1e-4",
-        "--criterion ls_label_smoothed_cross_entropy --label-smoothing 0.1",
-        "--lr 5e-4 --lr-scheduler inverse_sqrt --warmup-updates 4000",
-        max_tokens=4096,
-        update_freq=1,
-        updates=300_000,
-    ),
-    # fairseq's examples/language_model/README.md, of transformer_lm on WikiText-103.
-    "language_modeling": _recipe(
-        "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --clip-norm 0 --weight-decay 0.01",
-        "--criterion ls_cross_entropy",
-        "--lr 5e-4 --lr-scheduler inverse_sqrt --warmup-updates 4000 --warmup-init-lr 1e-7",
-        max_tokens=2048,
-        update_freq=16,
-        updates=50_000,
-    ),
-    # fairseq's examples/roberta/README.pretraining.md, of roberta_base.
-    "masked_lm": _recipe(
-        "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --adam-eps 1e-6 --clip-norm 0 "
-        "--weight-decay 0.01",
-        "--criterion ls_masked_lm",
-        "--lr 5e-4 --lr-scheduler polynomial_decay --warmup-updates 10000",
-        max_tokens=8192,
-        update_freq=16,
-        updates=125_000,
-        decays=True,
-        data="--sample-break-mode complete --tokens-per-sample 512",
-    ),
-    # fairseq's examples/roberta/README.glue.md, of RTE, which has 2,490 sentence pairs: set
-    # --max-update for other data. The tokens are RoBERTa's: <s> before a sample, </s> between its
-    # two sentences.
-    "sentence_prediction": _recipe(
-        "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --adam-eps 1e-6 --clip-norm 0 "
-        "--weight-decay 0.1",
-        "--criterion ls_sentence_prediction",
-        "--lr 2e-5 --lr-scheduler polynomial_decay --warmup-updates 122",
-        max_tokens=4400,
-        update_freq=1,
-        updates=2036,
-        sentences=16,
-        decays=True,
-        data="--init-token 0 --separator-token 2",
-    ),
-    # fairseq's examples/language_model/README.adaptive_inputs.md, of transformer_lm_wiki103.
-    ADAPTIVE: _recipe(
-        "--optimizer nag --clip-norm 0.1",
-        "--criterion adaptive_loss --ddp-backend legacy_ddp",
-        "--lr 1.0 --lr-scheduler cosine --min-lr 1e-4 --stop-min-lr 1e-9 --t-mult 2 "
-        "--lr-period-updates 270000 --lr-shrink 0.75 --warmup-updates 16000 --warmup-init-lr 1e-7",
-        max_tokens=3072,
-        update_freq=3,
-        updates=286_000,
-    ),
-}
-# The other tasks of RoBERTa.
-RECIPES["multilingual_masked_lm"] = RECIPES["masked_lm"]
-RECIPES["sentence_ranking"] = tuple(
-    choice._replace(flags=_pairs("--criterion sentence_ranking"))
-    if choice.unless == ("--criterion",)
-    else choice
-    for choice in RECIPES["sentence_prediction"]
-)
+def _recipe(name: str | None, adaptive: bool) -> Recipe:
+    """The recipe of a task; ``adaptive``: of models with adaptive softmax."""
+    task = families.tasks().get(name or "")
+    of_task = None if task is None else task.recipe
+    of_softmax = next((family.adaptive for family in families.FAMILIES if family.adaptive), None)
+    first = families.FAMILIES[0].tasks[0].recipe
+    found = (of_softmax if adaptive else of_task) or first
+    assert found is not None
+    return found
+
 
 # A converted command without a criterion: fairseq's default, cross_entropy.
 _FAIRSEQS_CRITERION = Choice(("--criterion",), (("--criterion", "ls_cross_entropy"),))
@@ -222,10 +158,9 @@ def missing(
         fused = (value(argv, ARCH) or "").startswith(PREFIX)
     if not fused:
         return []
-    task = value(argv, ("--task",)) or "translation"
     added: list[str] = []
     last = value(argv, ("--max-update",))
-    choices = RECIPES.get(ADAPTIVE if adaptive else task, RECIPES["translation"])
+    choices = _choices(_recipe(value(argv, ("--task",)), adaptive))
     converted = is_converted(argv)
     if converted:
         choices = (*(choice for choice in choices if choice.required), _FAIRSEQS_CRITERION)

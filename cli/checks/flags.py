@@ -1,0 +1,107 @@
+"""Checks of settings that our model lacks (errors) or that have no effect (notes).
+
+The table is ``plugins.settings.SETTINGS``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+import click
+
+from lightseq_fairseq import families
+from lightseq_fairseq.cli.checks import Request
+from lightseq_fairseq.cli.words import defaults
+from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.plugins import conditions, settings
+from lightseq_fairseq.plugins.settings import REFUSED, SEVERAL_RANKS, WITHOUT, is_used, option
+
+
+def name(action: argparse.Action) -> str:
+    """The name used here for a setting: if it has several names, the one in fairseq's code."""
+    read = "--" + action.dest.replace("_", "-")
+    return read if read in action.option_strings else [*action.option_strings, action.dest][0]
+
+
+def supported(request: Request) -> None:
+    """Checks the settings of a command, and prints a note for each one without effect.
+
+    With --native, the program is fairseq's, and all settings are supported.
+
+    Raises:
+        UserError: an unsupported setting; the message names it, the reason and what to do.
+    """
+    command, args = request.command, request.args
+    if not os.path.basename(sys.argv[0]).startswith("lightseq-"):
+        return
+    sentence = refusal(command, args)
+    if sentence is not None:
+        raise UserError(sentence)
+    # With torchrun, rank 0 prints the notes for all ranks.
+    known = families.tasks().get(args.task)
+    if known is not None and known.loaders and os.environ.get("RANK", "0") == "0":
+        for note in notes(command, request.argv, request.parser, args):
+            click.echo(f"lightseq-{command}: note: {note}", err=True)
+
+
+def refusal(command: str, args: argparse.Namespace) -> str | None:
+    """A sentence that names a setting that the command does not support, or None."""
+    for flag, row in settings.rows(command, REFUSED):
+        if is_used(flag, row, args):
+            reason = row.reason.format(args=args)
+            return f"lightseq-{command} does not support {flag} ({reason}): {row.way_out}."
+    family = conditions.family_of(args.arch) if command == "train" else None
+    if family is not None:
+        # The model would report it too, but only after the data are loaded.
+        from lightseq_fairseq.plugins.unsupported import unsupported_option
+
+        unsupported = unsupported_option(args, family.supports)
+        return None if unsupported is None else unsupported.sentence(args.arch)
+    return None
+
+
+def notes(
+    command: str, argv: Sequence[str], parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> Iterator[str]:
+    """Yields a sentence for each setting of ``argv`` that has no effect."""
+    unread = settings.unread(command, args.task)
+    given = {name(a) for a in parser._actions if defaults.is_given(argv, a.option_strings)}
+    for flag in sorted(given):
+        if flag in unread:
+            yield f"{flag} has no effect: fairseq-{command} does not use it."
+        elif flag == "--post-process" and command == "eval-lm" and args.post_process != "@@ ":
+            yield (
+                "--remove-bpe has no effect: fairseq-eval-lm scores whole words with "
+                "--remove-bpe '@@ '."
+            )
+        elif flag == "--ddp-backend" and conditions.has_adaptive_softmax(args):
+            pass  # adaptive_loss reads it
+        elif WITHOUT.get(flag) == SEVERAL_RANKS and command == "train" and has_one_rank(args):
+            yield f"{flag} has no effect with one rank."
+        # Not for validate, which reads the remaining configuration from the checkpoint.
+        elif _lacks_its_whole(flag, parser, args) and command != "validate":
+            yield f"{flag} has no effect without {WITHOUT[flag]}."
+        elif flag == "--fp32-reduce-scatter" and command == "train" and not _in_16_bits(args):
+            yield f"{flag} has no effect without --fp16 or --bf16: gradients are float32 already."
+
+
+def _lacks_its_whole(flag: str, parser: argparse.ArgumentParser, args: argparse.Namespace) -> bool:
+    """Whether the flag is a part of another setting, which is not set."""
+    whole, _, choice = WITHOUT.get(flag, SEVERAL_RANKS).partition(" ")
+    if not whole.startswith("--"):
+        return False
+    value = getattr(args, option(whole), None)
+    return value != choice if choice else not value or value == parser.get_default(option(whole))
+
+
+def _in_16_bits(args: argparse.Namespace) -> bool:
+    return bool(args.fp16 or args.bf16)
+
+
+def has_one_rank(args: argparse.Namespace) -> bool:
+    """Whether the command runs as one process: neither one of several ranks nor their parent."""
+    started = os.environ.get("WORLD_SIZE", "1") != "1" or args.distributed_port > 0
+    return args.distributed_world_size == 1 and not started

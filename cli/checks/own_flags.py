@@ -1,0 +1,85 @@
+"""--pack-tokens and --fp8 of lightseq-train, which fairseq does not have: parsing and checks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from lightseq_fairseq.cli.checks import Request
+from lightseq_fairseq.cli.words import registries
+from lightseq_fairseq.errors import UserError
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags to fairseq's parser; the launcher's --help explains them.
+
+    A flag that is not set is not in the namespace.
+    """
+    for flag in ("--pack-tokens", "--fp8"):
+        parser.add_argument(
+            flag, action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
+
+
+def with_fp8(convert: Callable[..., Any], args: argparse.Namespace) -> Any:
+    """fairseq's configuration; ``common.fp8`` exists and is True if --fp8 is set."""
+    cfg = convert(args)
+    if getattr(args, "fp8", False):
+        from omegaconf import open_dict
+
+        with open_dict(cfg.common):  # fairseq's section has no such setting
+            cfg.common.fp8 = True
+    return cfg
+
+
+def _is_ours() -> bool:
+    """Whether the command runs our parts, without --native."""
+    return os.path.basename(sys.argv[0]) == "lightseq-train"
+
+
+def pack_tokens(request: Request) -> None:
+    """Raises UserError if --pack-tokens does not fit the model, its data or the batch flags."""
+    args = request.args
+    if not hasattr(args, "pack_tokens"):
+        return
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
+    if not _is_ours() or not getattr(ARCH_MODEL_REGISTRY.get(args.arch), "packs_tokens", False):
+        raise UserError(
+            "--pack-tokens needs a model that trains on packed tokens: use an --arch that begins "
+            "with ls_transformer, without --native, or remove --pack-tokens."
+        )
+    if not ARCH_MODEL_REGISTRY[args.arch].family.packs_pairs:
+        # The flag would not reach the model anyway: if a model's configuration is a dataclass,
+        # fairseq drops all other settings.
+        raise UserError(
+            f"--pack-tokens counts the tokens of sentence pairs, but --arch {args.arch} trains on "
+            "other data: remove --pack-tokens."
+        )
+    if args.max_tokens is None:
+        raise UserError(
+            "--pack-tokens fills batches up to --max-tokens, which is not set: set it, or remove "
+            "--pack-tokens."
+        )
+    if getattr(args, "num_batch_buckets", 0):
+        raise UserError(
+            "--pack-tokens fills batches by their tokens, but --num-batch-buckets by their "
+            "sentences: remove one of the two."
+        )
+
+
+def fp8(request: Request) -> None:
+    """Raises UserError if --fp8 cannot be used; the trainer checks the model and the GPU."""
+    args = request.args
+    if not hasattr(args, "fp8"):
+        return
+    if not _is_ours() or not registries.is_fused(args.arch):
+        raise UserError(
+            "--fp8 needs our layers: use an --arch that begins with ls_, without --native, or "
+            "remove --fp8."
+        )
+    if not args.bf16:
+        raise UserError("--fp8 needs --bf16, the precision of everything but products: add --bf16.")

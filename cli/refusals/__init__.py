@@ -1,1 +1,0 @@
-"""Error messages for users: known failures, unsupported settings, the exception that caused one."""

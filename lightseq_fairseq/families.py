@@ -1,0 +1,284 @@
+"""The families of models: all that other modules must know of a family stands in its record.
+
+A new family is a module with its model, and a record in `FAMILIES`. Classes are named by "module:
+class", so that this module imports nothing and --help stays fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+
+def named(place: str) -> Any:
+    """The class that a record names by its module and its name."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+class Recipe(NamedTuple):
+    """The flags that lightseq-train adds to a command that names neither optimizer nor criterion.
+
+    Sizes and dropout come from the arch; the length of a block from the task.
+
+    Attributes:
+        optimizer, criterion, schedule: flags with their values, such as "--lr 1.0".
+        sentences: sentences of a batch; max_tokens limits the batch as well.
+        decays: whether the learning rate falls to zero at the last update (--max-update).
+        data: flags that say how the task makes its samples.
+    """
+
+    optimizer: str
+    criterion: str
+    schedule: str
+    max_tokens: int
+    update_freq: int
+    updates: int
+    sentences: int | None = None
+    decays: bool = False
+    data: str = ""
+
+
+class Task(NamedTuple):
+    """A task of fairseq that provides the data of a family.
+
+    Attributes:
+        name: the value of --task.
+        place: its class; subclasses count as well.
+        data: the kind of data that it reads, see `cli.checks.CHECKS`.
+        loaders: its methods that load dictionaries and data. A task with the same methods reads the
+            same data. Empty: `cli.checks` does not know how the task loads them.
+        recipe: for this task; None: that of the first task of the first family.
+        criteria: the only ones that fit, the best one first; empty: all but those for other data,
+            see ``plugins.conditions``.
+        unread, read: settings of train and validate that this task and its models do not use,
+            unlike most others; and those that they use, unlike most others.
+        adds_losses: its training step adds the losses of several batches, and is not that of most
+            tasks; the captured step does the same.
+    """
+
+    name: str
+    place: str
+    data: str
+    loaders: tuple[str, ...] = ()
+    recipe: Recipe | None = None
+    criteria: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+    adds_losses: bool = False
+
+
+class Family(NamedTuple):
+    """A family of models.
+
+    Attributes:
+        name: in words.
+        native, ours: fairseq's class, and the class that replaces it.
+        data, instead: for the message about a wrong task: its data in words, and the flag of a
+            right task.
+        tasks: those that provide its data.
+        batches: the classes that pack batches of these data, see `training.batch`.
+        supports: settings that other families refuse.
+        adaptive: the recipe of models with adaptive softmax.
+        generates: whether our search runs its models.
+        packs_pairs: whether --pack-tokens fills its batches.
+    """
+
+    name: str
+    native: str
+    ours: str
+    data: str
+    instead: str
+    tasks: tuple[Task, ...]
+    batches: tuple[str, ...]
+    supports: tuple[str, ...] = ()
+    adaptive: Recipe | None = None
+    generates: bool = False
+    packs_pairs: bool = False
+
+    def has_task(self, task: type) -> bool:
+        """Whether a class of tasks provides the data of this family."""
+        return any(issubclass(task, named(each.place)) for each in self.tasks)
+
+
+_OF_PAIRS = (
+    Task(
+        "translation",
+        "fairseq.tasks.translation:TranslationTask",
+        "sentence pairs",
+        ("setup_task", "load_dictionary", "load_dataset"),
+        # Vaswani et al. (2017), section 5, with the learning rate, weight decay and warm-up of
+        # fairseq's examples/scaling_nmt for big Transformers.
+        Recipe(
+            "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --clip-norm 0 --weight-decay 1e-4",
+            "--criterion ls_label_smoothed_cross_entropy --label-smoothing 0.1",
+            "--lr 5e-4 --lr-scheduler inverse_sqrt --warmup-updates 4000",
+            max_tokens=4096,
+            update_freq=1,
+            updates=300_000,
+        ),
+    ),
+    Task(
+        "translation_multi_simple_epoch",
+        "fairseq.tasks.translation_multi_simple_epoch:TranslationMultiSimpleEpochTask",
+        "sentence pairs of several languages",
+    ),
+    Task(
+        "multilingual_translation",
+        "fairseq.tasks.multilingual_translation:MultilingualTranslationTask",
+        "sentence pairs of several languages",
+        adds_losses=True,
+    ),
+)
+TRANSLATION = Family(
+    "translation",
+    native="fairseq.models.transformer:TransformerModel",
+    ours="lightseq_fairseq.plugins.transformer:LSTransformerModel",
+    data="sentence pairs",
+    instead="--task translation or another translation task",
+    tasks=_OF_PAIRS,
+    batches=("lightseq_fairseq.training.batch.pairs:PackingPairs",),
+    generates=True,
+    packs_pairs=True,
+)
+MULTILINGUAL = Family(
+    "multilingual translation",
+    native="fairseq.models.multilingual_transformer:MultilingualTransformerModel",
+    ours="lightseq_fairseq.plugins.multilingual:LSMultilingualTransformerModel",
+    data=TRANSLATION.data,
+    instead=TRANSLATION.instead,
+    tasks=_OF_PAIRS,
+    batches=("lightseq_fairseq.training.batch.pairs:PackingParts",),
+)
+LANGUAGE_MODEL = Family(
+    "language models",
+    native="fairseq.models.transformer_lm:TransformerLanguageModel",
+    ours="lightseq_fairseq.plugins.language_model:LSTransformerLanguageModel",
+    data="running text",
+    instead="--task language_modeling",
+    tasks=(
+        Task(
+            "language_modeling",
+            "fairseq.tasks.language_modeling:LanguageModelingTask",
+            "running text",
+            ("setup_task", "setup_dictionary", "load_dataset"),
+            # fairseq's examples/language_model/README.md, of transformer_lm on WikiText-103.
+            Recipe(
+                "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --clip-norm 0 --weight-decay 0.01",
+                "--criterion ls_cross_entropy",
+                "--lr 5e-4 --lr-scheduler inverse_sqrt --warmup-updates 4000 --warmup-init-lr 1e-7",
+                max_tokens=2048,
+                update_freq=16,
+                updates=50_000,
+            ),
+        ),
+    ),
+    batches=("lightseq_fairseq.training.batch.text:PackingText",),
+    supports=(
+        *("--adaptive-softmax-cutoff", "--adaptive-input", "--tie-adaptive-weights"),
+        "--decoder-layers-to-keep",
+    ),
+    # fairseq's examples/language_model/README.adaptive_inputs.md, of transformer_lm_wiki103.
+    adaptive=Recipe(
+        "--optimizer nag --clip-norm 0.1",
+        "--criterion adaptive_loss --ddp-backend legacy_ddp",
+        "--lr 1.0 --lr-scheduler cosine --min-lr 1e-4 --stop-min-lr 1e-9 --t-mult 2 "
+        "--lr-period-updates 270000 --lr-shrink 0.75 --warmup-updates 16000 --warmup-init-lr 1e-7",
+        max_tokens=3072,
+        update_freq=3,
+        updates=286_000,
+    ),
+    generates=True,
+)
+
+# fairseq's examples/roberta/README.pretraining.md, of roberta_base.
+_PRETRAINING = Recipe(
+    "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --adam-eps 1e-6 --clip-norm 0 "
+    "--weight-decay 0.01",
+    "--criterion ls_masked_lm",
+    "--lr 5e-4 --lr-scheduler polynomial_decay --warmup-updates 10000",
+    max_tokens=8192,
+    update_freq=16,
+    updates=125_000,
+    decays=True,
+    data="--sample-break-mode complete --tokens-per-sample 512",
+)
+# fairseq's examples/roberta/README.glue.md, of RTE, which has 2,490 sentence pairs: set
+# --max-update for other data. The tokens are RoBERTa's: <s> before a sample, </s> between its
+# two sentences.
+_FINE_TUNING = Recipe(
+    "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --adam-eps 1e-6 --clip-norm 0 "
+    "--weight-decay 0.1",
+    "--criterion ls_sentence_prediction",
+    "--lr 2e-5 --lr-scheduler polynomial_decay --warmup-updates 122",
+    max_tokens=4400,
+    update_freq=1,
+    updates=2036,
+    sentences=16,
+    decays=True,
+    data="--init-token 0 --separator-token 2",
+)
+ROBERTA = Family(
+    "RoBERTa",
+    native="fairseq.models.roberta:RobertaModel",
+    ours="lightseq_fairseq.plugins.roberta:LSRobertaModel",
+    data="text with masked tokens or sentences with labels",
+    instead="--task masked_lm or sentence_prediction",
+    tasks=(
+        Task(
+            "masked_lm",
+            "fairseq.tasks.masked_lm:MaskedLMTask",
+            "text to mask",
+            ("setup_task", "load_dataset"),
+            _PRETRAINING,
+            criteria=("ls_masked_lm", "masked_lm"),
+            unread=(
+                *("--dataset-impl", "--include-target-tokens"),
+                *("--pooler-activation-fn", "--pooler-dropout"),
+            ),
+            read=(  # for --mask-whole-words
+                *("--bpe", "--bpe-codes", "--bpe-separator", "--bpe-vocab", "--bpe-merges"),
+                *("--bpe-add-prefix-space", "--bpe-vocab-file", "--bpe-cased"),
+                *("--gpt2-encoder-json", "--gpt2-vocab-bpe"),
+                *("--sentencepiece-model", "--sentencepiece-model-path"),
+            ),
+        ),
+        Task(
+            "multilingual_masked_lm",
+            "fairseq.tasks.multilingual_masked_lm:MultiLingualMaskedLMTask",
+            "text to mask",
+            recipe=_PRETRAINING,
+            criteria=("ls_masked_lm", "masked_lm"),
+        ),
+        Task(
+            "sentence_prediction",
+            "fairseq.tasks.sentence_prediction:SentencePredictionTask",
+            "sentences with labels",
+            ("setup_task", "load_dataset"),
+            _FINE_TUNING,
+            criteria=("ls_sentence_prediction", "sentence_prediction"),
+            unread=("--dataset-impl", "--add-prev-output-tokens"),
+            read=("--criterion",),  # the task takes settings from it
+        ),
+        Task(
+            "sentence_ranking",
+            "fairseq.tasks.sentence_ranking:SentenceRankingTask",
+            "sentences with labels",
+            recipe=_FINE_TUNING._replace(criterion="--criterion sentence_ranking"),
+            criteria=("sentence_ranking",),
+        ),
+    ),
+    batches=(
+        "lightseq_fairseq.training.batch.masked:PackingMasked",
+        "lightseq_fairseq.training.batch.classes:PackingClasses",
+    ),
+    supports=("--encoder-layers-to-keep",),
+)
+
+# The first task of the first family is the default of --task.
+FAMILIES = (TRANSLATION, MULTILINGUAL, LANGUAGE_MODEL, ROBERTA)
+
+
+def tasks() -> dict[str, Task]:
+    """The tasks of all families by their names."""
+    return {task.name: task for family in FAMILIES for task in family.tasks}
