@@ -34,9 +34,10 @@ if [ $# = 0 ]; then check bash scripts/check_wheel.sh; fi
 # Hide the GPUs, so that the tests are the same on every machine: if autograd sees a GPU it starts
 # threads, and processes that some tests fork would fail. gpu_check.sh runs the tests on a GPU.
 export CUDA_VISIBLE_DEVICES=
-# Two processes of one thread each: the tests' tensors are too small for more.
+# Two processes of one thread each: the tests' tensors are too small for more. All tests of a file
+# run in one of them, so that its fixtures are made once.
 export OMP_NUM_THREADS=1
-check python -m pytest -n 2 "$@"
+check python -m pytest -n 2 --dist loadfile "$@"
 
 for command in "${failed[@]}"; do
     echo "failed: $command" >&2

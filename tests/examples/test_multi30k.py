@@ -13,9 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import helpers.forked_commands as forked_commands
 import pytest
 import torch
-from helpers.multi30k_runs import EXAMPLES, PATH, ROOT, command, script
+from helpers.multi30k_runs import EXAMPLES, ROOT, command, script
 
 from examples import record
 
@@ -214,7 +215,7 @@ def stand_in(tmp_path: Path) -> dict[str, str]:
         """
     )
     command.chmod(0o755)
-    return {"PATH": os.pathsep.join([str(command.parent), PATH])}
+    return {"PATH": os.pathsep.join([str(command.parent), forked_commands.path()])}
 
 
 @pytest.fixture

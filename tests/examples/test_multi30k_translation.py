@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import helpers.digits as digits
+import helpers.forked_commands as forked_commands
 import pytest
-from helpers.multi30k_runs import PATH, script
+from helpers.multi30k_runs import script
 
 # Sentence -> its hypotheses, best first, as [score, tokens]
 MadeUp = list[list[list[Any]]]
@@ -85,7 +86,7 @@ def stand_in(tmp_path: Path) -> dict[str, str]:
         """
     )
     command.chmod(0o755)
-    return {"PATH": os.pathsep.join([str(command.parent), PATH])}
+    return {"PATH": os.pathsep.join([str(command.parent), forked_commands.path()])}
 
 
 def compare(

@@ -6,11 +6,10 @@ import os
 import re
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import pages
+from helpers import forked_commands, pages
 from helpers.example_runs import CODE, assert_refused
 
 from examples import curves
@@ -25,10 +24,9 @@ make_data = runpy.run_path(str(EXAMPLES / "quickstart" / "make_data.py"))
 
 def bash(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Runs bash with ``words``, in the environment of the tests."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.run(
         ["bash", *map(str, words)],
-        env={**os.environ, "PATH": path},
+        env={**os.environ, "PATH": forked_commands.path()},
         cwd=cwd,
         capture_output=True,
         text=True,

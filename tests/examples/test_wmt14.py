@@ -8,11 +8,11 @@ import random
 import re
 import shlex
 import subprocess
-import sys
 import tarfile
 from io import BytesIO
 from pathlib import Path
 
+import helpers.forked_commands as forked_commands
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples" / "wmt14"
@@ -33,10 +33,9 @@ CODE = "it's $(touch hacked) `touch hacked`; touch hacked"
 
 def script(name: str, *words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs one of the shell scripts, in the environment of the tests."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     result = subprocess.run(
         ["bash", str(FOLDER / name), *map(str, words)],
-        env={**os.environ, "PATH": path, "PRECISION": "fp32", **variables},
+        env={**os.environ, "PATH": forked_commands.path(), "PRECISION": "fp32", **variables},
         capture_output=True,
         text=True,
         timeout=280,

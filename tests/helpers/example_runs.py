@@ -6,7 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from helpers.multi30k_runs import EXAMPLES, PATH
+import helpers.forked_commands as forked_commands
+from helpers.multi30k_runs import EXAMPLES
 
 CODE = "a[$(touch hacked)]"  # bash would execute this if it evaluated the text as a number
 
@@ -14,7 +15,8 @@ CODE = "a[$(touch hacked)]"  # bash would execute this if it evaluated the text 
 def start(example: str, *words: str | Path) -> subprocess.Popen[str]:
     """Starts ``examples/<example>/run.sh`` with the commands of this environment."""
     return subprocess.Popen(
-        ["bash", EXAMPLES / example / "run.sh", *words], env={**os.environ, "PATH": PATH},
+        ["bash", EXAMPLES / example / "run.sh", *words],
+        env={**os.environ, "PATH": forked_commands.path()},
         text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 

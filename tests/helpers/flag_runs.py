@@ -7,7 +7,6 @@ Each module tests/flags/test_flags_*.py lists in ``PROVEN`` the rows that its te
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -26,13 +25,11 @@ Proofs = dict[tuple[str, str], set[str]]
 
 def _spare_time() -> None:
     """Makes hundreds of short runs faster, in which hydra takes most of the time: parse each text
-    only once, do not copy hydra's single store of configurations, and exclude imported objects from
-    garbage collection."""
+    only once, and do not copy hydra's single store of configurations."""
     parse = OverridesParser.parse_rule
     once = functools.cache(lambda text, rule: parse(OverridesParser.create(), text, rule))
     OverridesParser.parse_rule = lambda parser, text, rule: once(text, rule)
     ConfigStore.__deepcopy__ = lambda store, memo: store
-    gc.freeze()
 
 
 _spare_time()

@@ -7,17 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import helpers.forked_commands as forked_commands
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 FOLDER = EXAMPLES / "multi30k"
-# Use the commands of the environment in which the tests run.
-PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 def script(name: str, *words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs one of the recipe's scripts."""
     return subprocess.run(
-        command(name, *words), env={**os.environ, "PATH": PATH, **variables}, cwd=ROOT,
+        command(name, *words), cwd=ROOT,
+        env={**os.environ, "PATH": forked_commands.path(), **variables},
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
 

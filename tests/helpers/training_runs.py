@@ -284,7 +284,6 @@ def run_ranks(
     }  # fmt: skip
     of_rank = functools.partial(start or run_rank, data, save_dir, flags)
     if flags.get("cpu", True):
-        importlib.import_module("torch._dynamo")  # optimizers do, for seconds: not in each rank
         children = [fork(functools.partial(of_rank, rank)) for rank in range(ranks)]
         statuses = [exit_status(child) for child in children]
     else:  # CUDA does not work in a forked process
@@ -312,6 +311,7 @@ def run_rank(data: Path, save_dir: Path, flags: dict[str, Any], rank: int) -> No
 
 def fork(work: Callable[[], None]) -> int:
     """Starts ``work`` in a child process that ends afterwards; returns the child's process id."""
+    importlib.import_module("torch._dynamo")  # optimizers do, for seconds: not in each child
     child = os.fork()
     if child == 0:
         status = 1

@@ -226,14 +226,18 @@ def test_workers_free_nothing_that_they_inherit(data: Path, tmp_path: Path, nati
         gc.collect()
         return fetch(self, indices)
 
+    calls = mock.Mock()
+    calls.freeze.side_effect = gc.freeze
     with (
         mock.patch.object(DataLoader, "__iter__", starts),
         mock.patch.object(_MapDatasetFetcher, "fetch", fetches),
+        mock.patch.multiple(gc, freeze=calls.freeze, unfreeze=calls.unfreeze),
     ):
         flags = runs.NATIVE if native else runs.LS
         runs.run(data, tmp_path, native, **flags, num_workers=1, max_update=5)
     assert started
-    assert gc.get_freeze_count() == 0
+    assert mock.call.freeze() in calls.mock_calls
+    assert calls.mock_calls[-1] == mock.call.unfreeze()
 
 
 @pytest.mark.parametrize("workers", [0, 1])

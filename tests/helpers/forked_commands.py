@@ -1,0 +1,126 @@
+"""This package's commands, run in processes forked from one that has imported torch and fairseq.
+
+These imports take most of the time of a small run. `path` is a PATH on which ``lightseq-train`` and
+the others are scripts of this module. Such a script passes its arguments, environment, folder and
+open files to the server, which forks; it ends as the forked process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+SCRIPT = """#!{python} -IS
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({address!r})
+    request = json.dumps([sys.argv, os.getcwd(), dict(os.environ)]).encode() + b"\\n"
+    sent = socket.send_fds(server, [request], [0, 1, 2])
+    server.sendall(request[sent:])
+    status = int(server.recv(9))
+if status < 0:
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
+
+
+@functools.cache
+def path() -> str:
+    """The value of PATH with the forked commands, then the environment's, then the caller's."""
+    folder = tempfile.TemporaryDirectory(prefix="commands-")
+    address = f"{folder.name}/server"
+    scripts = Path(folder.name, "bin")
+    scripts.mkdir()
+    for point in metadata.entry_points(group="console_scripts"):
+        if point.module.startswith("lightseq_fairseq."):
+            script = scripts / point.name
+            script.write_text(SCRIPT.format(python=sys.executable, address=address))
+            script.chmod(0o755)
+    server = subprocess.Popen(
+        [sys.executable, __file__, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert server.stdin is not None and server.stdout is not None
+    server.stdout.readline()  # it listens
+    atexit.register(folder.cleanup)
+    atexit.register(server.stdin.close)  # which ends it
+    return os.pathsep.join([str(scripts), str(BIN), os.environ["PATH"]])
+
+
+def serve(address: str) -> tuple[list[str], str, dict[str, str]] | None:
+    """Forks for each command; returns the command in the forked process, and None in the server at
+    the end of its input."""
+    with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as waiting:
+        listener.bind(address)
+        listener.listen()
+        print("listens", flush=True)
+        for module in ("torch._dynamo", "lightseq_fairseq.plugins"):  # and so torch and fairseq
+            importlib.import_module(module)
+        waiting.register(sys.stdin, selectors.EVENT_READ)
+        waiting.register(listener, selectors.EVENT_READ)
+        while True:
+            key = waiting.select()[0][0]  # one at a time: it can make another one void
+            if key.fileobj is sys.stdin:
+                return None
+            if key.fileobj is listener:
+                connection, _ = listener.accept()
+                request, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+                while not request.endswith(b"\n"):
+                    request += connection.recv(1 << 16)
+                child = os.fork()
+                if child == 0:
+                    connection.close()
+                    for number, file in enumerate(files):
+                        os.dup2(file, number)
+                        os.close(file)
+                    command: tuple[list[str], str, dict[str, str]] = json.loads(request)
+                    return command
+                for file in files:
+                    os.close(file)
+                waiting.register(os.pidfd_open(child), selectors.EVENT_READ, (child, connection))
+                waiting.register(connection, selectors.EVENT_READ, (child, None))
+                continue
+            child, connection = key.data
+            waiting.unregister(key.fileobj)
+            if connection is None:  # the script has been killed
+                os.kill(child, signal.SIGKILL)
+                continue
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            os.close(key.fd)
+            if connection in waiting.get_map():
+                waiting.unregister(connection)
+                connection.sendall(b"%d" % status)
+            connection.close()
+
+
+def main() -> None:
+    command = serve(sys.argv[1])
+    if command is None:
+        return
+    words, folder, environment = command
+    atexit.register(gc.freeze)  # at the end Python would search all that is imported for garbage
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    (point,) = metadata.entry_points(group="console_scripts", name=Path(words[0]).name)
+    # As if it were the environment's script; a process that it spawns imports this file.
+    script = str(BIN / point.name)
+    sys.argv, sys.path[0] = [script, *words[1:]], str(BIN)
+    sys.modules["__main__"].__file__ = script
+    sys.exit(point.load()())
+
+
+if __name__ == "__main__":
+    main()
