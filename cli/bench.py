@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from lightseq_fairseq import result_rows
+from lightseq_fairseq.base import result_rows
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark import runs
 from lightseq_fairseq.cli.benchmark.generate import cases as generation
 from lightseq_fairseq.cli.benchmark.generate import rows as generation_rows
@@ -18,7 +19,6 @@ from lightseq_fairseq.cli.benchmark.train import cases as training
 from lightseq_fairseq.cli.benchmark.train import corpus as corpora
 from lightseq_fairseq.cli.benchmark.train import rows as training_rows
 from lightseq_fairseq.cli.start.commands import CommandError, group
-from lightseq_fairseq.errors import UserError
 
 
 @group("lightseq-bench")

@@ -26,9 +26,9 @@ import click
 
 import lightseq_fairseq
 from lightseq_fairseq import startup
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.start.commands import own
 from lightseq_fairseq.cli.start.old_lightseq import conflict
-from lightseq_fairseq.errors import UserError
 
 PACKAGE = "lightseq_fairseq"
 TORCH_MINIMUM = (2, 11)
@@ -110,7 +110,7 @@ def fairseq(problems: list[Problem]) -> Facts:
 def gpus(problems: list[Problem]) -> Facts:
     import torch
 
-    from lightseq_fairseq import library
+    from lightseq_fairseq.base import library
 
     listed = library.visible(library.gpus(), os.environ)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.start.commands import CommandError, own
-from lightseq_fairseq.errors import UserError
 
 # ctranslate2.specs.model_spec.ACCEPTED_MODEL_TYPES, known here without the package.
 QUANTIZATIONS = (

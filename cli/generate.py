@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 import click
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli import score
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.translate.cached_config import looked_up_once
@@ -17,7 +18,6 @@ from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 from lightseq_fairseq.cli.translate.output import GenerationOutput
 from lightseq_fairseq.cli.translate.text_output import text_output
 from lightseq_fairseq.cli.words.defaults import is_given
-from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat import scoring
 
 

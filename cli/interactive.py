@@ -13,11 +13,11 @@ from typing import Any
 
 import click
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.translate.output import Lines, UnknownWords
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
 from lightseq_fairseq.cli.words.defaults import is_given, with_options
-from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.lines import buffered_read
 from lightseq_fairseq.generation.texts import Translation

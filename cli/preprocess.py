@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
-from lightseq_fairseq.errors import UserError
 
 
 @launcher("preprocess")

@@ -11,9 +11,9 @@ from typing import Any, TextIO
 
 import click
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.start.commands import CommandError, own
 from lightseq_fairseq.cli.translate.text_output import text_output
-from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat import scoring
 
 Row = dict[str, Any]

@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from lightseq_fairseq import families
+from lightseq_fairseq.base import families
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.words import defaults
-from lightseq_fairseq.errors import UserError
 
 
 @launcher("validate")

@@ -17,8 +17,8 @@ import torch
 from filelock import FileLock
 
 from lightseq_fairseq import fairseq_compat
-from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.result_rows import current_commit, write
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.result_rows import current_commit, write
 
 Row = dict[str, Any]
 

@@ -1,9 +1,10 @@
 """Accelerated training of fairseq's Transformers.
 
-``import lightseq_fairseq`` loads neither torch nor fairseq: a submodule is imported when it is
-first used. The tuple below lists most submodules, roughly from the user to the files. From Python,
-``lightseq_fairseq.Translator`` translates with a trained model, ``LanguageModel`` continues prompts
-with one, ``RobertaModel`` fills in masks and classifies with one, and ``layers`` trains one.
+``import lightseq_fairseq`` loads neither torch nor fairseq: a folder is imported when it is first
+used. The tuple below lists the folders, from the user down; each imports only what is below it.
+From Python, ``lightseq_fairseq.Translator`` translates with a trained model, ``LanguageModel``
+continues prompts with one, ``RobertaModel`` fills in masks and classifies with one, and ``layers``
+trains one.
 """
 
 from __future__ import annotations
@@ -16,36 +17,33 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from lightseq_fairseq.language_model import LanguageModel as LanguageModel
-    from lightseq_fairseq.roberta import RobertaModel as RobertaModel
-    from lightseq_fairseq.translator import Translator as Translator
+    from lightseq_fairseq.python.language_model import LanguageModel as LanguageModel
+    from lightseq_fairseq.python.roberta import RobertaModel as RobertaModel
+    from lightseq_fairseq.python.translator import Translator as Translator
 
 __version__ = "0.2.0"
 
 _SUBMODULES = (
-    "errors",  # errors that the user can correct, each in one sentence
     "cli",  # the commands
-    "translator",  # translation from Python
-    "language_model",  # text by a language model, from Python
-    "pretrained",  # the common code of these two
-    "roberta",  # masked words, features and classes, from Python
+    "python",  # translation, text, masked words and classes, from Python
+    "patches",  # all names of fairseq that this package replaces
+    "training",  # fairseq's Trainer with the captured step; signals, checkpoints in the background
+    "checkpoints",  # the saved files: names, loading, export
+    "plugins",  # model, criterion and optimizer, registered with fairseq
     "startup",  # makes import fairseq work everywhere in this environment
     "fairseq_compat",  # makes fairseq importable on a current Python and torch
-    "plugins",  # model, criterion and optimizer, registered with fairseq
-    "training",  # sentence pairs -> packed batch -> update
-    "packing",  # the packed tokens of a batch, in one block of memory
-    "layers",  # embedding -> encoder -> decoder -> criterion, forward and backward
-    "ops",  # the ops that layers call: signatures and readable references
-    "library",  # loads the CUDA kernels of these ops
-    "parameters",  # flat parameters and flat gradients for the optimizer
+    "step",  # packed batch -> loss -> gradients -> update
     "generation",  # translation and text generation by a trained model
-    "checkpoints",  # the saved files
+    "layers",  # embedding -> encoder -> decoder -> criterion, forward and backward
+    "memory",  # packed batches, flat parameters, CUDA graphs, scales of fp8
+    "ops",  # the ops that layers call: signatures and readable references
+    "base",  # errors, files, and the compiled library
 )
 
 _CLASSES = {
-    "Translator": "translator",
-    "LanguageModel": "language_model",
-    "RobertaModel": "roberta",
+    "Translator": "python.translator",
+    "LanguageModel": "python.language_model",
+    "RobertaModel": "python.roberta",
 }
 
 __all__ = ["LanguageModel", "RobertaModel", "Translator", "__version__", *_SUBMODULES]

@@ -32,8 +32,8 @@ from typing import Any
 import torch
 import torch._functorch.config
 
-from lightseq_fairseq import library, result_rows
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base import library, result_rows
+from lightseq_fairseq.base.errors import UserError
 
 from .bench_ops_cases import Case, Sizes, cases
 

@@ -33,10 +33,10 @@ from fairseq.tasks.language_modeling import LanguageModelingConfig
 from fairseq.tasks.masked_lm import MaskedLMTask
 from fairseq.tasks.sentence_prediction import SentencePredictionTask
 
+from lightseq_fairseq.base.families import LANGUAGE_MODEL, ROBERTA, TRANSLATION, Family
 from lightseq_fairseq.cli import generate, train
 from lightseq_fairseq.cli.checks import flags
 from lightseq_fairseq.cli.words.command_lines import actions_of
-from lightseq_fairseq.families import LANGUAGE_MODEL, ROBERTA, TRANSLATION, Family
 from lightseq_fairseq.plugins import settings
 from lightseq_fairseq.plugins.settings import FALLBACK, HONOURED, REFUSED, SEVERAL_RANKS, UNREAD
 

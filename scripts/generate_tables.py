@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightseq_fairseq.result_rows import table
+from lightseq_fairseq.base.result_rows import table
 
 from .plots import FAIRSEQ, OTHERS, OURS, Bars, gpus
 from .sources import sourced_table

@@ -34,8 +34,8 @@ from fairseq.data import (
 from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
 from omegaconf import OmegaConf
 
-from lightseq_fairseq.packing import Granularity
-from lightseq_fairseq.result_rows import current_commit, write
+from lightseq_fairseq.base.result_rows import current_commit, write
+from lightseq_fairseq.memory.packing import Granularity
 from lightseq_fairseq.training.batch import PackingPairs, packing
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu.json"

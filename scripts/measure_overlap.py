@@ -67,8 +67,8 @@ def measure(way: str, folder: Path, updates: int, words: list[str]) -> float:
     fairseq_compat.prepare()
     from lightseq_fairseq.cli import train
     from lightseq_fairseq.cli.benchmark.train import corpus
-    from lightseq_fairseq.training import fast_path
-    from lightseq_fairseq.training.exchange import Ranks
+    from lightseq_fairseq.step.exchange import Ranks
+    from lightseq_fairseq.training import captured
     from lightseq_fairseq.training.trainer import Trainer
 
     data = corpus.ensure(folder / "corpus", 300_000)
@@ -87,7 +87,7 @@ def measure(way: str, folder: Path, updates: int, words: list[str]) -> float:
     ]  # fmt: skip
     with (
         mock.patch.object(Trainer, "train_step", train_step),
-        mock.patch.object(fast_path, "_ranks", lambda trainer: ranks),
+        mock.patch.object(captured, "_ranks", lambda trainer: ranks),
         mock.patch.object(torch.distributed, "all_reduce", collective(way)),
     ):
         train.main(words, standalone_mode=False)

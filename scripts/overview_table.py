@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from statistics import mean
 from typing import Any
 
-from lightseq_fairseq.result_rows import table
+from lightseq_fairseq.base.result_rows import table
 
 Rows = list[dict[str, Any]]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from string import ascii_letters
 from typing import Any
 
-from lightseq_fairseq.result_rows import table
+from lightseq_fairseq.base.result_rows import table
 
 Row = dict[str, Any]
 # The cells of a line of a table, and the result rows that they come from.

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightseq_fairseq.result_rows import table
+from lightseq_fairseq.base.result_rows import table
 
 from . import plots
 from .convergence_tables import convergence_plot, convergence_table, precision_table

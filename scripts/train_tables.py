@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any
 
-from lightseq_fairseq.result_rows import table
+from lightseq_fairseq.base.result_rows import table
 
 from . import plots
 from .generate_tables import MODELS

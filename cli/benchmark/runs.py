@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from lightseq_fairseq import result_rows
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base import result_rows
+from lightseq_fairseq.base.errors import UserError
 
 Row = dict[str, Any]
 

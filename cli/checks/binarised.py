@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 
 _AGAIN = "binarise it again with lightseq-preprocess"
 # Tokens per block of a check; and the number of blocks sampled from a large file.

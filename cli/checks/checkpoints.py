@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.words.registries import function
-from lightseq_fairseq.errors import UserError
 
 
 def first(request: Request) -> None:

@@ -7,9 +7,9 @@ import os
 import click
 import numpy as np
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, binarised
 from lightseq_fairseq.cli.checks.pairs import SUBSET_FLAGS, folders_of, splits
-from lightseq_fairseq.errors import UserError
 
 _HOW = (
     "binarise it with lightseq-preprocess --only-source and a --destdir that ends in {name}, as "
@@ -86,7 +86,7 @@ def _same_labels(path: str, folder: str) -> None:
     """
     from fairseq.data import Dictionary
 
-    from lightseq_fairseq.checkpoints import dictionaries
+    from lightseq_fairseq.base import dictionaries
     from lightseq_fairseq.fairseq_compat.checkpoints import open_checkpoint, task_settings
 
     try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fairseq.tasks import TASK_REGISTRY
 
-from lightseq_fairseq import families
+from lightseq_fairseq.base import families
+from lightseq_fairseq.base.families import named
 from lightseq_fairseq.cli.words.registries import function
-from lightseq_fairseq.families import named
 
 
 def kind(task: str) -> str | None:

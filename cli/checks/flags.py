@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from lightseq_fairseq import families
+from lightseq_fairseq.base import families
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.words import defaults
-from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.plugins import conditions, settings
 from lightseq_fairseq.plugins.settings import REFUSED, SEVERAL_RANKS, WITHOUT, is_used, option
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import binarised, messages
-from lightseq_fairseq.errors import UserError
 
 
 def batch_by_size(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, flags
 from lightseq_fairseq.cli.words.defaults import is_given
-from lightseq_fairseq.errors import UserError
 
 
 def backend(request: Request) -> None:

@@ -12,11 +12,11 @@ import os
 import re
 from collections.abc import Callable
 
+from lightseq_fairseq.base.errors import GPUHangs, UserError
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.checks.causes import Cause
 from lightseq_fairseq.cli.words.command_lines import ended
 from lightseq_fairseq.cli.words.defaults import is_given, value
-from lightseq_fairseq.errors import GPUHangs, UserError
 
 
 def nothing_to_batch(sentences: int, shortest: int) -> str:

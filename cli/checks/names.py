@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.words import defaults
 from lightseq_fairseq.cli.words.defaults import value
-from lightseq_fairseq.errors import UserError
 
 
 def registered(request: Request) -> None:

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.words import registries
-from lightseq_fairseq.errors import UserError
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:

@@ -8,8 +8,8 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, search, values
-from lightseq_fairseq.errors import UserError
 
 
 def folders_of(args: argparse.Namespace) -> list[str]:

@@ -7,8 +7,8 @@ import json
 import os
 import sys
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
-from lightseq_fairseq.errors import UserError
 
 # Options of generation -> why a language model cannot use them.
 _OF_TRANSLATION = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, binarised
 from lightseq_fairseq.cli.checks.pairs import (
     SUBSET_FLAGS,
@@ -18,7 +19,6 @@ from lightseq_fairseq.cli.checks.pairs import (
     prefix_flag,
     splits,
 )
-from lightseq_fairseq.errors import UserError
 
 
 def text(request: Request) -> None:

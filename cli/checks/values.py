@@ -12,9 +12,9 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.words import registries
-from lightseq_fairseq.errors import UserError
 
 
 def path(request: Request) -> None:

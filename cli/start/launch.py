@@ -22,6 +22,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from lightseq_fairseq import cli
+from lightseq_fairseq.base.errors import GPUHangs, StoppedBySignal
 from lightseq_fairseq.cli.checks import Request, messages, parsing
 from lightseq_fairseq.cli.checks.causes import Cause
 from lightseq_fairseq.cli.start.commands import CommandError, OneSentence, version
@@ -29,7 +30,6 @@ from lightseq_fairseq.cli.start.logs import LOG_CONFIG
 from lightseq_fairseq.cli.start.old_lightseq import conflict
 from lightseq_fairseq.cli.start.ranks import Ranks, forked, sent_to_ranks
 from lightseq_fairseq.cli.words import command_lines, defaults
-from lightseq_fairseq.errors import GPUHangs, StoppedBySignal
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.workers import no_loading_left
 

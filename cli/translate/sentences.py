@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import messages
-from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.texts import Hypothesis, Translation
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.translate.cached_config import looked_up_once
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 from lightseq_fairseq.cli.translate.output import GenerationOutput, Lines
-from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat import patching
 
 _LOOK_AGAIN_S = 1.0

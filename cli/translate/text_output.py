@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from lightseq_fairseq.checkpoints import files
+from lightseq_fairseq.base import files
 
 
 @contextmanager

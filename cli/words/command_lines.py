@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightseq_fairseq import fairseq_compat
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.fairseq_compat import patching
 
 # Command -> fairseq's function that makes its parser; None if fairseq has no such command.

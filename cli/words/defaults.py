@@ -11,8 +11,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from lightseq_fairseq import families
-from lightseq_fairseq.families import Recipe
+from lightseq_fairseq.base import families
+from lightseq_fairseq.base.families import Recipe
 
 PREFIX = "ls_"
 ARCH = ("--arch", "-a")

@@ -10,9 +10,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.words import defaults
 from lightseq_fairseq.cli.words.defaults import value
-from lightseq_fairseq.errors import UserError
 
 
 def function(cls: Any, name: str) -> Any:

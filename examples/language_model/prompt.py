@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from lightseq_fairseq import LanguageModel
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 
 from ..library_text import to_text, to_words
 

@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightseq_fairseq import layers
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
-from lightseq_fairseq.packing import Segments
-from lightseq_fairseq.parameters import flatten_parameters
-from lightseq_fairseq.training.flat_adam import FlatAdam
+from lightseq_fairseq.memory.packing import Segments
+from lightseq_fairseq.memory.parameters import flatten_parameters
+from lightseq_fairseq.step.flat_adam import FlatAdam
 
 PAD, EOS, ZERO = 1, 2, 4  # the first two as in fairseq; digit d is token ZERO + d
 VOCABULARY = 16  # a multiple of 8, for fast 16-bit GEMMs on a GPU

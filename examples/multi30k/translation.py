@@ -49,8 +49,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.score import score
-from lightseq_fairseq.errors import UserError
 
 from ..curves import RECORD
 from ..record import Row, circumstances, write_row

@@ -30,8 +30,9 @@ from fairseq.models.roberta import RobertaModel
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
 
-from lightseq_fairseq.checkpoints import dictionaries, files, saving
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base import dictionaries, files
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.checkpoints import saving
 from lightseq_fairseq.fairseq_compat.checkpoints import load_checkpoint
 
 

@@ -16,7 +16,7 @@ from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.optim import OPTIMIZER_REGISTRY
 
-from lightseq_fairseq import families
+from lightseq_fairseq.base import families
 from lightseq_fairseq.plugins.unsupported import unsupported_option
 
 _PREFIX = "ls_"

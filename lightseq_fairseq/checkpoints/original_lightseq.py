@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.checkpoints.names import native_cfg
-from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat.checkpoints import is_original_lightseq
 from lightseq_fairseq.layers import sinusoidal_positions
 from lightseq_fairseq.plugins.transformer import TRANSLATION_ARCHS

@@ -13,7 +13,7 @@ from lightseq_fairseq.fairseq_compat import prepared  # noqa: F401  isort: skip
 from fairseq import utils
 from fairseq.file_io import PathManager
 
-from lightseq_fairseq.checkpoints import files
+from lightseq_fairseq.base import files
 
 # Advice for the error message if training could not write a checkpoint.
 RESUME = (

@@ -20,6 +20,7 @@ fairseq without repairs.
     ranks         empty batches; gathering and DistributedDataParallel without GPUs
     workers       ends data loading processes on the way out
     overlay       a module with some names replaced, for one other module
+    wrapped_dataset  base of datasets that wrap another one
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ import importlib.util
 import logging
 import sys
 
-from lightseq_fairseq import startup
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base import import_hook
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.fairseq_compat import patching
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def import_only() -> None:
     Raises:
         UserError: as for ``prepare``.
     """
-    if startup.is_watching():
+    if import_hook.is_watching():
         prepare()
     elif "fairseq" not in sys.modules:
         _import()
@@ -72,7 +73,7 @@ def prepare() -> None:
     global _prepared
     if _prepared:
         return
-    startup.unwatch()
+    import_hook.unwatch()
     version = _import()
     if not version.startswith(TESTED_VERSIONS):
         logger.warning(

@@ -22,8 +22,8 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.logging import meters
 
-from lightseq_fairseq.checkpoints import files
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base import files
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.fairseq_compat.layers import DEAD_PARAMETERS
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from fairseq import models, utils
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 
 
 def check_arch(name: str) -> None:

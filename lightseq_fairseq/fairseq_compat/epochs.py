@@ -14,7 +14,7 @@ from typing import Any
 
 from fairseq.data import LRUCacheDataset
 
-from lightseq_fairseq.training.batch.dataset import WrappedDataset
+from lightseq_fairseq.fairseq_compat.wrapped_dataset import WrappedDataset
 
 
 class DatasetOfWorkers(WrappedDataset):

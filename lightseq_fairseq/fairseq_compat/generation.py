@@ -12,7 +12,7 @@ from fairseq.data import data_utils
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from torch import Tensor
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 
 # The value that 0.12.2 gives to "--replace-unk" without a file: the separator of subword-nmt.
 NO_FILE = "@@ "

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.fairseq_compat import deprecations, patching
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 

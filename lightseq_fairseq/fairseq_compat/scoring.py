@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.fairseq_compat import patching
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any
 from weakref import WeakSet
 
-from lightseq_fairseq.errors import GPUHangs
+from lightseq_fairseq.base.errors import GPUHangs
 from lightseq_fairseq.fairseq_compat import patching
 
 # Seconds in which a thread must end. Only one whose worker process hangs does not.

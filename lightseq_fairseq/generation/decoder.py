@@ -19,13 +19,13 @@ from lightseq_fairseq import ops
 from lightseq_fairseq.generation.delayed_progress import DelayedProgress
 from lightseq_fairseq.generation.parameter_addresses import ParameterAddresses
 from lightseq_fairseq.generation.search_buffers import SearchBuffers
-from lightseq_fairseq.graphs import Graphs
 from lightseq_fairseq.layers.attention import MultiheadAttention
 from lightseq_fairseq.layers.decoder import memory_weights
 from lightseq_fairseq.layers.residual_norm import Residual, residual_norm_fwd
+from lightseq_fairseq.memory.graphs import Graphs
+from lightseq_fairseq.memory.packing import Segments, bucket_len
+from lightseq_fairseq.memory.parameters import as_one
 from lightseq_fairseq.ops.checks import trust_boundaries
-from lightseq_fairseq.packing import Segments, graph_len
-from lightseq_fairseq.parameters import as_one
 
 _KEPT = 0.1  # fraction of the GPU's memory that may stay allocated between two batches
 
@@ -162,7 +162,7 @@ class StepDecoder:
             memory.ancestry.zero_()  # unused rows read it too
             memory.keep_source(_keys_and_values(decoder, features))
 
-        table, most = encoder.table_rows(longest), graph_len(longest)
+        table, most = encoder.table_rows(longest), bucket_len(longest)
         key = ("source", len(memory.source_tokens), sentences, table, most)
         self.launch(key, encode)
 

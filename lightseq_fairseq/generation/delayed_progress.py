@@ -8,8 +8,8 @@ import time
 import numpy as np
 import torch
 
-from lightseq_fairseq import graphs
-from lightseq_fairseq.errors import GPUHangs
+from lightseq_fairseq.base.errors import GPUHangs
+from lightseq_fairseq.memory import graphs
 
 _LOOKS = 1000  # polls of the report between two queries of the stream
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.generation.decoder import AttentionRequest, StepDecoder, bucket
-from lightseq_fairseq.packing import Segments
+from lightseq_fairseq.memory.packing import Segments
 
 
 class Incremental:

@@ -14,7 +14,7 @@ W = candidates per row, V = vocabulary.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,24 +22,22 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.generation.decoder import StepDecoder, bucket
+from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.search_buffers import SearchBuffers
 from lightseq_fairseq.ops.beam_search import Progress
-
-if TYPE_CHECKING:
-    from lightseq_fairseq.generation.search import SearchOptions
 
 _LOGITS = 1 << 27  # logits that exist at a time
 
 
-def with_first(tokens: Tensor, first: int, rules: SearchOptions, max_len: int) -> Tensor:
+def with_first(tokens: Tensor, first: int, options: SearchOptions, max_len: int) -> Tensor:
     """tokens int64 [B, L - 1] -> the prompts with the first decoder input, int64 [B, L].
 
     Tokens after an eos become pads. Tokens after the first ``max_len``, the most that a result may
     have, are removed.
     """
     tokens = tokens[:, :max_len]
-    ends = tokens == rules.eos
-    tokens = tokens.masked_fill(ends.cumsum(1) - ends.long() > 0, rules.pad)
+    ends = tokens == options.eos
+    tokens = tokens.masked_fill(ends.cumsum(1) - ends.long() > 0, options.pad)
     return torch.cat((tokens.new_full((len(tokens), 1), first), tokens), 1)
 
 
@@ -48,18 +46,18 @@ def room(longest: int, device: torch.device) -> int:
     return bucket(longest, device) + 1
 
 
-def begin(memory: SearchBuffers, sentences: int, rules: SearchOptions) -> tuple[int, int]:
+def begin(memory: SearchBuffers, sentences: int, options: SearchOptions) -> tuple[int, int]:
     """Write into ``memory.host`` where the search begins, after ``search`` has filled in the rest.
 
     Returns:
         (first step, number of sentences to search). A prompt with an eos is finished: its results
         are the prompt.
     """
-    host, beam = memory.host, rules.beam
+    host, beam = memory.host, options.beam
     starts = host["cu_seqlens"][: sentences + 1]
     counts = np.diff(starts) - 1  # without the first decoder input
     newest = host["source_tokens"][starts[1:] - 1]
-    finished = (counts > 0) & (newest == rules.eos)
+    finished = (counts > 0) & (newest == options.eos)
     step = int(counts[~finished].min(initial=counts.max()))
     # A shorter prompt is finished, so its tokens are not read.
     newest = host["source_tokens"][starts[:-1] + np.minimum(counts, step)]
@@ -75,7 +73,7 @@ def begin(memory: SearchBuffers, sentences: int, rules: SearchOptions) -> tuple[
 
 
 def prefill(
-    steps: StepDecoder, decoder: Any, slots: int, longest: int, rules: SearchOptions, table: int
+    steps: StepDecoder, decoder: Any, slots: int, longest: int, options: SearchOptions, table: int
 ) -> None:
     """Write the prompts' keys, values, tokens and scores into the buffers, as a separate graph.
 
@@ -83,24 +81,26 @@ def prefill(
     table of positions.
     """
     longest = bucket(longest, steps.memory.device)
-    read = functools.partial(_read, steps, decoder, slots, longest, rules)
-    key = ("prompts", len(steps.memory.source_tokens), slots, longest, rules, table)
+    read = functools.partial(_read, steps, decoder, slots, longest, options)
+    key = ("prompts", len(steps.memory.source_tokens), slots, longest, options, table)
     steps.launch(key, read)
 
 
-def _read(steps: StepDecoder, decoder: Any, slots: int, longest: int, rules: SearchOptions) -> None:
-    memory, beam = steps.memory, rules.beam
+def _read(
+    steps: StepDecoder, decoder: Any, slots: int, longest: int, options: SearchOptions
+) -> None:
+    memory, beam = steps.memory, options.beam
     x = steps.prefill(decoder, slots, longest, beam)
     tokens = memory.source_tokens
     places, slot = memory.prompt_places(slots)
     # Rows after the last prompt go to a column of their own, which is dropped.
     missing = torch.arange(len(tokens), device=tokens.device) >= memory.cu_seqlens[slots]
     column, places = slot.masked_fill(missing, slots), places.masked_fill(missing, 0)
-    padded = tokens.new_full((longest + 1, slots + 1), rules.pad)
+    padded = tokens.new_full((longest + 1, slots + 1), options.pad)
     padded[places, column] = tokens
     following = padded[places + 1, column]
     scores = torch.zeros(padded.shape, device=tokens.device)
-    scores[places + 1, column] = _log_probabilities(decoder, x, following, rules)
+    scores[places + 1, column] = _log_probabilities(decoder, x, following, options)
     padded, scores = padded[:, :slots], scores.cumsum(0)[:, :slots]
     rows = slots * beam
     memory.past_tokens[:longest, :rows:beam] = padded[:-1]
@@ -111,10 +111,12 @@ def _read(steps: StepDecoder, decoder: Any, slots: int, longest: int, rules: Sea
     memory.hypothesis_scores[:longest, :rows] = scores[1:].repeat_interleave(beam, 1)
     lengths = memory.lengths[:rows]
     last = scores.repeat_interleave(beam, 1).gather(0, lengths[None].long())[0]
-    memory.totals[:rows] = last / lengths.double().pow(rules.length_penalty).float()
+    memory.totals[:rows] = last / lengths.double().pow(options.length_penalty).float()
 
 
-def _log_probabilities(decoder: Any, x: Tensor, following: Tensor, rules: SearchOptions) -> Tensor:
+def _log_probabilities(
+    decoder: Any, x: Tensor, following: Tensor, options: SearchOptions
+) -> Tensor:
     """Log-probability, float32 [T], of the token that follows each of the features x [T, C].
 
     Computed as in ``ops.beam_candidates``, but 0 for a pad.
@@ -123,15 +125,15 @@ def _log_probabilities(decoder: Any, x: Tensor, following: Tensor, rules: Search
     logs = []
     for features, labels in zip(x.split(size), following.split(size), strict=True):
         logits = decoder.output_layer(features)
-        if rules.temperature != 1.0:
-            logits = logits.float() / rules.temperature
-        logs.append(-ops.cross_entropy_fwd(logits, labels, 0.0, rules.pad, False)[1].float())
+        if options.temperature != 1.0:
+            logits = logits.float() / options.temperature
+        logs.append(-ops.cross_entropy_fwd(logits, labels, 0.0, options.pad, False)[1].float())
     result = torch.cat(logs).nan_to_num_(-torch.inf, torch.inf, -torch.inf)
-    return result - rules.unk_penalty * (following == rules.unk)
+    return result - options.unk_penalty * (following == options.unk)
 
 
 def follow(
-    memory: SearchBuffers, slots: int, rules: SearchOptions, candidates: tuple[Tensor, Tensor],
+    memory: SearchBuffers, slots: int, options: SearchOptions, candidates: tuple[Tensor, Tensor],
     classes: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The candidates [S * beam, W], replaced for sentences whose prompt goes on.
@@ -141,7 +143,7 @@ def follow(
 
     classes: V. It is above W, so that the tokens of a row are all different.
     """
-    scores, tokens = (each.unflatten(0, (slots, rules.beam)) for each in candidates)
+    scores, tokens = (each.unflatten(0, (slots, options.beam)) for each in candidates)
     beam, width = scores.shape[1:]
     sentences = memory.sentences[:slots].clamp_min(0).long()
     step = memory.step
@@ -154,7 +156,7 @@ def follow(
     )
     place = torch.arange(width, dtype=torch.int32, device=tokens.device)
     alive = place == 0
-    if not rules.sampled:
+    if not options.sampled:
         alive = alive & (torch.arange(beam, device=tokens.device) == 0)[:, None]
     total = total.expand(scores.shape).masked_fill(~alive, -torch.inf)
     scores = torch.where(goes_on, total, scores)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.generation.search_buffers import SearchBuffers
 
 _PARTS = ("tokens", "score", "attention", "alignment", "positional_scores")

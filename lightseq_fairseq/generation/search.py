@@ -10,7 +10,7 @@ Shapes: B = sentences, T = packed source tokens, N = rows.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 from lightseq_fairseq import ops
 from lightseq_fairseq.generation import prompts, repeats
 from lightseq_fairseq.generation.decoder import StepDecoder, bucket, first_bucket
+from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.results import LazyHypothesis, Results
 from lightseq_fairseq.generation.search_buffers import SearchBuffers
 from lightseq_fairseq.ops.beam_search import Progress
@@ -27,42 +28,9 @@ from lightseq_fairseq.ops.beam_search import Progress
 MOST_BEAM = 64  # the largest beam that the CUDA kernels support
 
 
-@dataclass(frozen=True)
-class SearchOptions:
-    """Settings of a search; names and meanings are those of fairseq's generators.
-
-    Attributes:
-        beam: hypotheses, and results, per sentence.
-        pad, eos, unk, min_len, unk_penalty, temperature: see ``ops.beam_candidates``.
-        length_penalty, groups, diversity: see ``ops.beam_advance``.
-        sampled, topk, topp: sample the tokens, see ``ops.beam_sample``.
-        no_repeat_ngram: see ``repeats.block``; 0 blocks nothing.
-    """
-
-    beam: int
-    pad: int
-    eos: int
-    unk: int
-    min_len: int = 1
-    unk_penalty: float = 0.0
-    temperature: float = 1.0
-    length_penalty: float = 1.0
-    groups: int = 1
-    diversity: float = 0.0
-    sampled: bool = False
-    topk: int = 0
-    topp: float = 0.0
-    no_repeat_ngram: int = 0
-
-    def of_tokens(self) -> dict[str, Any]:
-        """The arguments that ``ops.beam_candidates`` and ``ops.beam_sample`` have in common."""
-        names = ("pad", "eos", "unk", "min_len", "unk_penalty", "temperature")
-        return {name: getattr(self, name) for name in names}
-
-
 @torch.no_grad()
 def search(
-    steps: StepDecoder, encoder: Any, decoder: Any, tokens: Tensor, rules: SearchOptions,
+    steps: StepDecoder, encoder: Any, decoder: Any, tokens: Tensor, options: SearchOptions,
     first: int, max_len: int, positions: int, rng: Tensor | None = None,
 ) -> list[list[LazyHypothesis]]:  # fmt: skip
     """The results of each sentence, best first, as fairseq's ``SequenceGenerator`` gives them.
@@ -80,7 +48,7 @@ def search(
 
     Returns: a list for each sentence, see ``generation.results.LazyHypothesis``.
     """
-    sentences, beam = len(tokens), rules.beam
+    sentences, beam = len(tokens), options.beam
     device = next(decoder.parameters()).device
     rows = first_bucket(sentences * beam, device)
     user = _User()
@@ -88,21 +56,21 @@ def search(
     positions = min(positions, max_len + 1)
     table = decoder.table_rows(max_len + 1)
     if encoder is None:
-        tokens = prompts.with_first(tokens, first, rules, max_len)
+        tokens = prompts.with_first(tokens, first, options, max_len)
         positions = max(positions, prompts.room(tokens.shape[1], device))
     longest = tokens.shape[1]
     try:
         memory = steps.open(encoder, decoder, tokens, rows, positions)
-        _start(memory, sentences, rules, first, max_len)
+        _start(memory, sentences, options, first, max_len)
         step, left, after_prompts = 0, sentences, 0
         if encoder is None:
-            step, left = prompts.begin(memory, sentences, rules)
+            step, left = prompts.begin(memory, sentences, options)
             after_prompts = longest - 1
         memory.send()
         if rng is not None:
             memory.rng.copy_(rng)
         if encoder is None:
-            prompts.prefill(steps, decoder, rows // beam, longest, rules, table)
+            prompts.prefill(steps, decoder, rows // beam, longest, options, table)
         else:
             lengths = np.diff(memory.host["cu_seqlens"][: sentences + 1])  # without pads
             steps.encode(encoder, decoder, sentences, max(int(lengths.max()), 1))
@@ -112,8 +80,8 @@ def search(
         while left and step <= max_len:
             steps.make_room(rows, step + 1, step)
             follows = step < after_prompts
-            advance = functools.partial(_advance, steps, decoder, rows, rules, follows)
-            steps.launch((rows, rules, follows, table), advance)
+            advance = functools.partial(_advance, steps, decoder, rows, options, follows)
+            steps.launch((rows, options, follows, table), advance)
             left = steps.progress.unfinished(step)
             step += 1
             if left and bucket(left * beam, device) < rows:
@@ -136,7 +104,7 @@ class _User:
 
 
 def _start(
-    memory: SearchBuffers, sentences: int, rules: SearchOptions, first: int, max_len: int
+    memory: SearchBuffers, sentences: int, options: SearchOptions, first: int, max_len: int
 ) -> None:
     host = memory.host
     host["progress"][[Progress.MAX_LEN, Progress.UNFINISHED]] = max_len, sentences
@@ -145,40 +113,40 @@ def _start(
     # At first all hypotheses of a sentence are equal: only one per group may have continuations,
     # or all of them when sampling.
     host["scores"].fill(-np.inf)
-    scores = host["scores"][: sentences * rules.beam].reshape(sentences, rules.beam)
-    scores[:, : rules.beam if rules.sampled else rules.groups] = 0.0
+    scores = host["scores"][: sentences * options.beam].reshape(sentences, options.beam)
+    scores[:, : options.beam if options.sampled else options.groups] = 0.0
 
 
 def _advance(
-    steps: StepDecoder, decoder: Any, rows: int, rules: SearchOptions, follows: bool
+    steps: StepDecoder, decoder: Any, rows: int, options: SearchOptions, follows: bool
 ) -> None:
     """One step of all hypotheses, on buffers at fixed addresses.
 
     follows: a prompt may be longer than the hypotheses. Then min_len is ignored, as in fairseq.
     """
-    memory, beam = steps.memory, rules.beam
+    memory, beam = steps.memory, options.beam
     x, _ = steps.features(decoder, rows, beam)
     slots = rows // beam
     logits = decoder.output_layer(x)[: slots * beam]
     scores, sentences = memory.scores[: slots * beam], memory.sentences[:slots]
     so_far = scores
-    if rules.no_repeat_ngram:
+    if options.no_repeat_ngram:
         logits, so_far = repeats.block(
-            memory, logits, scores, rules.no_repeat_ngram, rules.temperature
+            memory, logits, scores, options.no_repeat_ngram, options.temperature
         )
     if follows:
-        rules = replace(rules, min_len=0)
-    if rules.sampled:
+        options = replace(options, min_len=0)
+    if options.sampled:
         candidates = ops.beam_sample(
             logits, so_far, sentences, memory.progress, memory.rng,
-            beam=beam, topk=rules.topk, topp=rules.topp, **rules.of_tokens(),
+            beam=beam, topk=options.topk, topp=options.topp, **options.of_tokens(),
         )  # fmt: skip
     else:
         candidates = ops.beam_candidates(
-            logits, so_far, memory.progress, count=2 * beam, **rules.of_tokens()
+            logits, so_far, memory.progress, count=2 * beam, **options.of_tokens()
         )
     if follows:
-        candidates = prompts.follow(memory, slots, rules, candidates, logits.shape[1])
+        candidates = prompts.follow(memory, slots, options, candidates, logits.shape[1])
     ops.beam_advance(
         *candidates,
         progress=memory.progress,
@@ -194,10 +162,10 @@ def _advance(
         totals=memory.totals,
         reports=steps.progress.reports,
         beam=beam,
-        groups=rules.groups,
-        diversity=rules.diversity,
-        eos=rules.eos,
-        length_penalty=rules.length_penalty,
+        groups=options.groups,
+        diversity=options.diversity,
+        eos=options.eos,
+        length_penalty=options.length_penalty,
     )
 
 

@@ -16,8 +16,8 @@ from lightseq_fairseq.layers.encoder import EncoderLayer, Following, Transformer
 from lightseq_fairseq.layers.linear import linear_parts
 from lightseq_fairseq.layers.products import PLAIN, Product, product_for
 from lightseq_fairseq.layers.residual_norm import layer_norm
-from lightseq_fairseq.packing import Segments
-from lightseq_fairseq.parameters import as_one
+from lightseq_fairseq.memory.packing import Segments
+from lightseq_fairseq.memory.parameters import as_one
 
 
 class DecoderLayer(TransformerLayer):

@@ -16,7 +16,7 @@ from lightseq_fairseq.layers.feed_forward import Activation, feed_forward
 from lightseq_fairseq.layers.products import PLAIN, Product, product_for
 from lightseq_fairseq.layers.residual_norm import Residual, layer_norm
 from lightseq_fairseq.layers.sites import first_site
-from lightseq_fairseq.packing import Segments
+from lightseq_fairseq.memory.packing import Segments
 
 
 class Following(NamedTuple):

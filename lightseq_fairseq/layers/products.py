@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightseq_fairseq import fp8, ops
+from lightseq_fairseq import ops
+from lightseq_fairseq.memory import fp8
 from lightseq_fairseq.ops.fp8_quantise import E4M3, Quantised
 
 

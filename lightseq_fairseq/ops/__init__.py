@@ -10,7 +10,7 @@ which checks its arguments and calls the op. Callers pass arguments after the ei
 
 from __future__ import annotations
 
-from lightseq_fairseq import library
+from lightseq_fairseq.base import library
 
 from .philox import attention_keep_mask, dropout_mask, keep_mask
 from .embedding import (

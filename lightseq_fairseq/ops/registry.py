@@ -16,7 +16,7 @@ from typing import Annotated, Any, ParamSpec, Protocol, TypeVar, get_args, get_t
 import torch
 from torch import Tensor
 
-from lightseq_fairseq.library import REFERENCES
+from lightseq_fairseq.base.library import REFERENCES
 
 # FRAGMENT, not DEF: the compiled library opens the same namespace to register its kernels.
 _LIBRARY = torch.library.Library("lightseq", "FRAGMENT")

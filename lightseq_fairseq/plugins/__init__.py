@@ -17,8 +17,8 @@ twice.
 """
 
 from lightseq_fairseq import fairseq_compat
+from lightseq_fairseq.base.families import FAMILIES, named
 from lightseq_fairseq.fairseq_compat import patching
-from lightseq_fairseq.families import FAMILIES, named
 
 # Must run before the first import of fairseq, which may fail without it.
 fairseq_compat.import_only()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from lightseq_fairseq import families
-from lightseq_fairseq.families import Family, Task, named
+from lightseq_fairseq.base import families
+from lightseq_fairseq.base.families import Family, Task, named
 
 # Criteria that need another kind of model or data than those of the families.
 _OF_OTHERS = """

@@ -15,9 +15,9 @@ from fairseq.criterions import sentence_prediction as native_sentences
 from fairseq.logging import metrics
 from torch import Tensor
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.layers import label_smoothed_cross_entropy
-from lightseq_fairseq.training.objectives import (
+from lightseq_fairseq.step.objectives import (
     CrossEntropy,
     LabelSmoothing,
     MaskedTokens,

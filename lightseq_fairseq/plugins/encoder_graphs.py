@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq.generation.parameter_addresses import ParameterAddresses
-from lightseq_fairseq.graphs import Graphs
-from lightseq_fairseq.packing import LEAST_GRANULARITY, Granularity, PackedBatch, Stream
+from lightseq_fairseq.memory.filling import Column, Filled, packed
+from lightseq_fairseq.memory.graphs import Graphs
+from lightseq_fairseq.memory.packing import LEAST_GRANULARITY, Granularity, PackedBatch, Stream
 from lightseq_fairseq.plugins.dropout import dropout_rng
 from lightseq_fairseq.plugins.transformer import LSTransformerEncoder
-from lightseq_fairseq.training.batch.dataset import Column, Filled, packed
 
 # ``places`` are indices of the tokens in the flattened padded batch.
 _LAYOUT = (Stream("source", ("tokens", "places")),)

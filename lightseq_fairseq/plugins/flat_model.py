@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 from fairseq.models import MODEL_REGISTRY
 from torch import Tensor
 
-from lightseq_fairseq import fairseq_compat, library
-from lightseq_fairseq.checkpoints import dictionaries
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq import fairseq_compat
+from lightseq_fairseq.base import dictionaries, library
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.families import Family
 from lightseq_fairseq.fairseq_compat import patching
-from lightseq_fairseq.families import Family
 from lightseq_fairseq.layers import fused_groups
 from lightseq_fairseq.layers.decoder import product_weights
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
-from lightseq_fairseq.packing import PackedBatch
-from lightseq_fairseq.parameters import flatten_parameters
+from lightseq_fairseq.memory.packing import PackedBatch
+from lightseq_fairseq.memory.parameters import flatten_parameters
 from lightseq_fairseq.plugins.unsupported import (
     NotCompiled,
     unsupported_option,
@@ -44,7 +44,7 @@ class FlatModel(NotCompiled):
     * ``forward``, with fairseq's padded arguments and results, so that every criterion works. If
       the class sets ``packs_tokens = True``, our criteria call ``forward(..., packed=True)``, which
       returns (logits [T, V], segments). Otherwise ``--pack-tokens`` refuses the model;
-    * ``packed_logits``, if the captured step supports it: see ``training.objectives.PackedModel``;
+    * ``packed_logits``, if the captured step supports it: see ``step.objectives.PackedModel``;
     * ``spared``, if its vocabulary need not be a multiple of 8. Then ``vocabulary_logits`` computes
       the logits without a copy of the weights;
     * ``build_model``, which calls ``check_dictionaries``. If fairseq's ``build_model`` names a

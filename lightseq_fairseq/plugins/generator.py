@@ -20,11 +20,12 @@ from fairseq.models import FairseqLanguageModel
 from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
 
-from lightseq_fairseq import families
-from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.families import named
+from lightseq_fairseq.base import families
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.families import named
 from lightseq_fairseq.generation.incremental import expected_length
-from lightseq_fairseq.generation.search import MOST_BEAM, SearchOptions, search
+from lightseq_fairseq.generation.options import SearchOptions
+from lightseq_fairseq.generation.search import MOST_BEAM, search
 
 _REMEMBERED = 1 << 16  # detokenized sentences that --eval-bleu caches, about 200 bytes each
 
@@ -43,13 +44,13 @@ class LSSequenceGenerator(SequenceGenerator):
     ) -> Any:  # fmt: skip
         inputs, model = sample["net_input"], self.model.single_model
         encoder = getattr(model, "encoder", None)  # a language model has none
-        rules = None
+        options = None
         if constraints is None and "src_tokens" in inputs:
-            rules = self._rules()
+            options = self._options()
         # Only fairseq's search supports prefixes of translations, and diverse groups with prompts.
-        if prefix_tokens is not None and (encoder is not None or (rules and rules.groups > 1)):
-            rules = None
-        if rules is None:
+        if prefix_tokens is not None and (encoder is not None or (options and options.groups > 1)):
+            options = None
+        if options is None:
             # fairseq's search needs all tensors on the model's device.
             sample, prefix_tokens, constraints = utils.apply_to_sample(
                 lambda tensor: tensor.to(self._device), (sample, prefix_tokens, constraints)
@@ -68,11 +69,11 @@ class LSSequenceGenerator(SequenceGenerator):
         # The hypotheses of a language model usually reach max_len.
         positions = max_len + 1 if encoder is None else expected_length(longest)
         rng = None
-        if rules.sampled:  # from the GPU's generator, as in fairseq's search
+        if options.sampled:  # from the GPU's generator, as in fairseq's search
             rng = torch.zeros(2, dtype=torch.int64, device=self._device)
             rng[:1].random_()
         return search(
-            model.decoder.steps, encoder, model.decoder, tokens, rules,
+            model.decoder.steps, encoder, model.decoder, tokens, options,
             self.eos if bos_token is None else bos_token, max_len, positions, rng,
         )  # fmt: skip
 
@@ -80,7 +81,7 @@ class LSSequenceGenerator(SequenceGenerator):
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _rules(self) -> SearchOptions | None:
+    def _options(self) -> SearchOptions | None:
         """The options of our search, or None if fairseq's search must be used."""
         strategy = self.search
         blocker = self.repeat_ngram_blocker

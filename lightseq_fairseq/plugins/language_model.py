@@ -21,9 +21,9 @@ from fairseq.models.transformer_lm import (
 )
 from torch import Tensor
 
-from lightseq_fairseq import families
+from lightseq_fairseq.base import families
 from lightseq_fairseq.fairseq_compat import patching
-from lightseq_fairseq.packing import Packed
+from lightseq_fairseq.memory.packing import Packed
 from lightseq_fairseq.plugins.dropout import dropout_rng
 from lightseq_fairseq.plugins.flat_model import FlatModel
 from lightseq_fairseq.plugins.transformer import LSTransformerDecoder

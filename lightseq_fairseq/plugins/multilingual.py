@@ -14,8 +14,8 @@ from fairseq.models.multilingual_transformer import MultilingualTransformerModel
 from fairseq.models.transformer import TransformerConfig
 from torch import Tensor
 
-from lightseq_fairseq import families
-from lightseq_fairseq.packing import Packed
+from lightseq_fairseq.base import families
+from lightseq_fairseq.memory.packing import Packed
 from lightseq_fairseq.plugins.flat_model import FlatModel
 from lightseq_fairseq.plugins.transformer import (
     LSTransformerDecoder,

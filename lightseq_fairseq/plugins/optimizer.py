@@ -11,11 +11,11 @@ from fairseq.optim import FairseqOptimizer, register_optimizer
 from fairseq.optim import adam as native
 from torch import Tensor, nn
 
-from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.parameters import flat_buffers
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.memory.parameters import flat_buffers
 from lightseq_fairseq.plugins import settings
 from lightseq_fairseq.plugins.settings import ADAM, REFUSED, is_used
-from lightseq_fairseq.training.flat_adam import FlatAdam
+from lightseq_fairseq.step.flat_adam import FlatAdam
 
 
 @register_optimizer("ls_adam", dataclass=native.FairseqAdamConfig)

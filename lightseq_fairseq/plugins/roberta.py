@@ -20,10 +20,10 @@ from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor, nn
 
-from lightseq_fairseq import families
+from lightseq_fairseq.base import families
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.layers import MultiheadAttention, dropout, linear, masked_lm_logits
-from lightseq_fairseq.packing import Packed
+from lightseq_fairseq.memory.packing import Packed
 from lightseq_fairseq.plugins.encoder_graphs import EncoderGraphs
 from lightseq_fairseq.plugins.flat_model import FlatModel
 from lightseq_fairseq.plugins.transformer import LSTransformerEncoder

@@ -13,7 +13,7 @@ from fairseq import utils
 from fairseq.modules import LearnedPositionalEmbedding
 from torch import Tensor
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.layers import label_smoothed_cross_entropy
 from lightseq_fairseq.plugins.dropout import dropout_rng
 from lightseq_fairseq.plugins.language_model import LSTransformerLanguageModel

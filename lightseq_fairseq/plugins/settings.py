@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from lightseq_fairseq import families
+from lightseq_fairseq.base import families
 from lightseq_fairseq.plugins import conditions
 
 # Answers: the setting has the same effect as in fairseq; the same effect, by fairseq's own step;

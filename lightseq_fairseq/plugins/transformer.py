@@ -24,8 +24,8 @@ from fairseq.modules import AdaptiveInput, SinusoidalPositionalEmbedding
 from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
 from torch import Tensor
 
-from lightseq_fairseq import families
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base import families
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.generation.decoder import AttentionRequest, StepDecoder
 from lightseq_fairseq.generation.incremental import Incremental
 from lightseq_fairseq.layers import (
@@ -38,7 +38,7 @@ from lightseq_fairseq.layers import (
 from lightseq_fairseq.layers.decoder import DecoderLayer, memory_product, run_decoder_with_weights
 from lightseq_fairseq.layers.encoder import EncoderLayer, first_product
 from lightseq_fairseq.layers.products import PLAIN, Product
-from lightseq_fairseq.packing import Packed, Segments
+from lightseq_fairseq.memory.packing import Packed, Segments
 from lightseq_fairseq.plugins.dropout import dropout_rng
 from lightseq_fairseq.plugins.encoder_out import EncoderOut, repack
 from lightseq_fairseq.plugins.flat_model import FlatModel

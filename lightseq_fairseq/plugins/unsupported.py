@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer import TransformerConfig
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.plugins import settings
 from lightseq_fairseq.plugins.settings import MODEL, REFUSED, option
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from fairseq.data import LanguagePairDataset
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 
 
 def refill(iterator: Any, max_tokens: int, max_sentences: int | None) -> None:

@@ -15,7 +15,7 @@ import torch
 from fairseq import utils
 from torch import Tensor
 
-from lightseq_fairseq.graphs import wait_for
+from lightseq_fairseq.memory.graphs import wait_for
 
 _HALF = (torch.float16, torch.bfloat16)
 _LINE = 64  # bytes; the alignment of each tensor

@@ -17,8 +17,8 @@ from lightseq_fairseq.training import stopping  # isort: skip  (prepares fairseq
 
 from fairseq.file_io import PathManager
 
-from lightseq_fairseq.checkpoints import files
-from lightseq_fairseq.errors import GPUHangs
+from lightseq_fairseq.base import files
+from lightseq_fairseq.base.errors import GPUHangs
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.workers import no_loading_left
 from lightseq_fairseq.training import ranks

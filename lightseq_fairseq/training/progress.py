@@ -1,7 +1,7 @@
 """fairseq's progress bar of an epoch, for lines whose results arrive late.
 
 fairseq's loop writes the line of a log interval when it has launched the last update. The captured
-step has no results then, so ``fast_path`` writes the line when they have arrived.
+step has no results then, so ``captured`` writes the line when they have arrived.
 """
 
 from __future__ import annotations

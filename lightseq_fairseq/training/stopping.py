@@ -25,7 +25,7 @@ from lightseq_fairseq.fairseq_compat import prepared  # noqa: F401  isort: skip
 from fairseq import trainer as native
 from torch.utils.data._utils import worker as _worker
 
-from lightseq_fairseq.errors import StoppedBySignal
+from lightseq_fairseq.base.errors import StoppedBySignal
 
 logger = logging.getLogger(__name__)
 

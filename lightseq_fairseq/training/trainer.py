@@ -18,20 +18,15 @@ from fairseq import optim
 from fairseq.file_io import PathManager
 from fairseq.logging.progress_bar import NoopProgressBar
 
-from lightseq_fairseq import graphs, library
-from lightseq_fairseq.checkpoints import dictionaries, optimizer_order
-from lightseq_fairseq.errors import UserError, is_out_of_memory
+from lightseq_fairseq.base import dictionaries, library, optimizer_order
+from lightseq_fairseq.base.errors import UserError, is_out_of_memory
 from lightseq_fairseq.fairseq_compat import batches, patching
+from lightseq_fairseq.memory import graphs
 from lightseq_fairseq.plugins.optimizer import FP16Optimizer
-from lightseq_fairseq.training import (
-    background,
-    batch,
-    fast_path,
-    full_batches,
-)
+from lightseq_fairseq.step.flat_adam import FlatAdam
+from lightseq_fairseq.training import background, batch, captured, full_batches
 from lightseq_fairseq.training.background import WRITER
-from lightseq_fairseq.training.fast_path import FastPath
-from lightseq_fairseq.training.flat_adam import FlatAdam
+from lightseq_fairseq.training.captured import CapturedTraining
 from lightseq_fairseq.training.progress import EpochProgress
 from lightseq_fairseq.training.resuming import ResumableTrainer
 
@@ -66,7 +61,7 @@ class Trainer(ResumableTrainer):
     def __init__(
         self, cfg: Any, task: Any, model: Any, criterion: Any, quantizer: Any = None
     ) -> None:
-        self._fast_path: FastPath | None = None
+        self._captured: CapturedTraining | None = None
         self._scales: dict[str, Tensor] = {}  # of fp8, before the first step
         self._fallback_reason: str | None = None  # why fairseq's own step runs
         self._fairseqs: Any = None  # fairseq's iterator of the training set
@@ -87,14 +82,14 @@ class Trainer(ResumableTrainer):
         return self._model if self._fallback_reason is None else super().model
 
     def _build_optimizer(self) -> None:
-        self._fast_path = None
-        self._fallback_reason = fast_path.fallback_reason(self)
-        fast_path.refuse_flags(self.cfg, self._fallback_reason)
-        fast_path.refuse_fp8(self)
+        self._captured = None
+        self._fallback_reason = captured.fallback_reason(self)
+        captured.refuse_flags(self.cfg, self._fallback_reason)
+        captured.refuse_fp8(self)
         if self._fallback_reason is None and self.use_distributed_wrapper:
             self._model.to(self.device)  # fairseq leaves this to its wrapper
         with contextlib.ExitStack() as stack:
-            stack.enter_context(fast_path.unsharded(self.cfg))
+            stack.enter_context(captured.unsharded(self.cfg))
             if self._fallback_reason is None:
                 stack.enter_context(patching.within("fairseq.optim:FP16Optimizer", FP16Optimizer))
             super()._build_optimizer()
@@ -104,12 +99,12 @@ class Trainer(ResumableTrainer):
         iterator = super().get_train_iterator(*arguments, **keywords)
         assert self.optimizer is not None  # builds the optimizer, which sets _fallback_reason
         self._fallback_reason = self._fallback_reason or batch.covers(iterator.dataset)
-        fast_path.refuse_flags(self.cfg, self._fallback_reason)
+        captured.refuse_flags(self.cfg, self._fallback_reason)
         if (
-            self._fallback_reason is not None and self._fast_path is not None
+            self._fallback_reason is not None and self._captured is not None
         ):  # the data of this shard cannot be packed, those of an earlier one could
-            self._fast_path.leave()
-            self._fast_path = None
+            self._captured.leave()
+            self._captured = None
         fills = getattr(self.cfg.model, "pack_tokens", False)
         if (fills or self._fallback_reason is None) and iterator is not self._fairseqs:
             # fairseq caches the iterator of a dataset and uses it for other purposes too, such as
@@ -120,7 +115,7 @@ class Trainer(ResumableTrainer):
                 limits = self.cfg.dataset
                 full_batches.refill(self._iterator, limits.max_tokens, limits.batch_size)
             if self._fallback_reason is None:
-                dataset = batch.packing(iterator.dataset, fast_path.granularity(self))
+                dataset = batch.packing(iterator.dataset, captured.granularity(self))
                 self._iterator.dataset, self._iterator.collate_fn = dataset, dataset.collater
         return self._iterator if fills or self._fallback_reason is None else iterator
 
@@ -137,7 +132,7 @@ class Trainer(ResumableTrainer):
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
         """One update; see ``fairseq.trainer.Trainer.train_step``.
 
-        The captured step returns None, so that fairseq's loop logs nothing: see ``fast_path``.
+        The captured step returns None, so that fairseq's loop logs nothing: see ``captured``.
 
         Raises:
             UserError: a checkpoint could not be written.
@@ -145,15 +140,15 @@ class Trainer(ResumableTrainer):
         WRITER.check()
         if self._fallback_reason is not None:
             return super().train_step(samples, raise_oom)
-        if self._fast_path is None:
-            self._fast_path = FastPath(self, self._scales)
-        self._fast_path.train_step(samples, self._iterator.end_of_epoch())
+        if self._captured is None:
+            self._captured = CapturedTraining(self, self._scales)
+        self._captured.train_step(samples, self._iterator.end_of_epoch())
         return None
 
     def settle(self) -> None:
         """Wait for all launched steps, and log them."""
-        if self._fast_path is not None:
-            self._fast_path.settle()
+        if self._captured is not None:
+            self._captured.settle()
 
     def begin_valid_epoch(self, epoch: int) -> None:
         """Called before validation."""
@@ -165,7 +160,7 @@ class Trainer(ResumableTrainer):
 
         If memory runs out, the graphs of training are freed and the batch is repeated.
         """
-        if self._fast_path is None:
+        if self._captured is None:
             return super().valid_step(sample, raise_oom)
         try:
             return super().valid_step(sample, raise_oom=True)
@@ -174,14 +169,14 @@ class Trainer(ResumableTrainer):
                 raise
         # Outside the except block, where the error no longer holds device memory.
         logger.info("out of memory: all CUDA graphs are freed, and the batch starts again")
-        self._fast_path.forget_graphs()
+        self._captured.forget_graphs()
         return super().valid_step(sample, raise_oom=True)
 
     def consolidate_optimizer(self) -> None:
         """Called on all ranks before rank 0 saves: gather the state of the optimizer."""
         super().consolidate_optimizer()
-        if self._fast_path is not None:
-            self._fast_path.gather()
+        if self._captured is not None:
+            self._captured.gather()
 
     def state_dict(self) -> dict[str, Any]:
         """fairseq's training state under fairseq's names, with the fp32 master weights.
@@ -201,11 +196,11 @@ class Trainer(ResumableTrainer):
         if self.cfg.common.fp16:
             counters = {name: getattr(self.optimizer.scaler, name) for name in _SCALER_COUNTERS}
             state["extra_state"][_LOSS_SCALER] = counters
-        scales = self._scales if self._fast_path is None else self._fast_path.scales()
+        scales = self._scales if self._captured is None else self._captured.scales()
         if scales:
             state["extra_state"][_FP8] = scales
-        if self._fast_path is not None:
-            self._fast_path.release()
+        if self._captured is not None:
+            self._captured.release()
         return state
 
     def _masters(self, module: nn.Module) -> dict[str, Tensor]:
@@ -250,7 +245,7 @@ class Trainer(ResumableTrainer):
             super().save_checkpoint(filename, extra_state)
             return
         logger.info("Saving checkpoint to %s", os.path.abspath(filename))
-        if self._fast_path is not None and not self.should_save_checkpoint_on_current_rank:
+        if self._captured is not None and not self.should_save_checkpoint_on_current_rank:
             return
         # Without the captured step, all ranks call state_dict, which may run collectives.
         state = self.state_dict()
@@ -278,20 +273,20 @@ class Trainer(ResumableTrainer):
         Raises:
             UserError: the file is damaged, or belongs to another model, criterion or optimizer.
         """
-        self._fast_path, self._scales = None, {}
+        self._captured, self._scales = None, {}
         self._make_room()
         arguments = (
             filename, reset_optimizer, reset_lr_scheduler, optimizer_overrides, reset_meters
         )  # fmt: skip
         if not self._has_ls:
             return super().load_checkpoint(*arguments)
-        with self._on_loading(reset_optimizer), fast_path.unsharded(self.cfg):
+        with self._on_loading(reset_optimizer), captured.unsharded(self.cfg):
             extra_state = super().load_checkpoint(*arguments)
         if extra_state is not None:
             self._restore_masters(extra_state.pop(_MASTERS, {}))
             counters = extra_state.pop(_LOSS_SCALER, {})
             scales = extra_state.pop(_FP8, {})
-            if fast_path.uses_fp8(self.cfg) and not reset_optimizer:
+            if captured.uses_fp8(self.cfg) and not reset_optimizer:
                 self._scales = scales
             if self.cfg.common.fp16 and not reset_optimizer:
                 for name, value in counters.items():

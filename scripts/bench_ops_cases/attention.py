@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.memory.packing import Segments
 from lightseq_fairseq.ops.fp8_quantise import E4M3
-from lightseq_fairseq.packing import Segments
 
 from .batch import bert_lengths, segments
 from .case import SITE, Case, Formula, Make, Run, Sizes, without_autograd

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightseq_fairseq.packing import Segments
+from lightseq_fairseq.memory.packing import Segments
 
 from .case import PAD
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.packing import Segments
+from lightseq_fairseq.memory.packing import Segments
 
 from .batch import sentence_lengths
 from .case import Case, Formula, Make, Sizes, without_autograd

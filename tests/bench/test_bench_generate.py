@@ -12,11 +12,11 @@ import torch
 from click.testing import CliRunner, Result
 
 from lightseq_fairseq import fairseq_compat
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli import bench
 from lightseq_fairseq.cli.benchmark.generate import cases, encode, rows, stopwatch, test_set
 from lightseq_fairseq.cli.benchmark.generate.cases import SHAPES, Case, command, environment
 from lightseq_fairseq.cli.benchmark.train import corpus
-from lightseq_fairseq.errors import UserError
 
 fairseq_compat.prepare()
 from fairseq import checkpoint_utils  # noqa: E402

@@ -14,6 +14,7 @@ from helpers import parity
 from helpers.bench_runs import bench_once, bench_train, layer_state
 from torch import Tensor
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark.generate import cases as generation
 from lightseq_fairseq.cli.benchmark.train import compiled, corpus, rows
 from lightseq_fairseq.cli.benchmark.train.batches import Blocks
@@ -30,7 +31,6 @@ from lightseq_fairseq.cli.benchmark.train.cases import (
 from lightseq_fairseq.cli.benchmark.train.floor import BURST, BYTES, floor, parameters
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import build
 from lightseq_fairseq.cli.words import defaults
-from lightseq_fairseq.errors import UserError
 
 from fairseq import tasks, utils  # isort: skip
 from fairseq.data import Dictionary  # isort: skip

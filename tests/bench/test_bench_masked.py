@@ -14,6 +14,7 @@ from helpers.bench_runs import bench_once, bench_train, layer_state
 from torch import Tensor
 from torch.nn import functional
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark.train import compiled, corpus, masked_batches, rows
 from lightseq_fairseq.cli.benchmark.train.batches import Masked
 from lightseq_fairseq.cli.benchmark.train.cases import (
@@ -32,7 +33,6 @@ from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
     build,
 )
 from lightseq_fairseq.cli.words import defaults
-from lightseq_fairseq.errors import UserError
 
 from fairseq import tasks, utils  # isort: skip
 from fairseq.models.roberta import model as roberta_model  # isort: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightseq_fairseq import result_rows
+from lightseq_fairseq.base import result_rows
 from scripts import bench_ops as bench
 from scripts.bench_ops_cases.batch import bert_lengths, sentence_lengths
 

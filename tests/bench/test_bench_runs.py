@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightseq_fairseq import result_rows
+from lightseq_fairseq.base import result_rows
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark import runs
 from lightseq_fairseq.cli.benchmark.memory import MemoryMeter
-from lightseq_fairseq.errors import UserError
 
 
 def test_systems_that_turn_out_to_be_unable(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ import pytest
 import torch
 from helpers.bench_runs import bench_once, bench_train
 
-from lightseq_fairseq import fairseq_compat, result_rows
+from lightseq_fairseq import fairseq_compat
+from lightseq_fairseq.base import result_rows
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark.runs import merged
 from lightseq_fairseq.cli.benchmark.train import corpus, rows
 from lightseq_fairseq.cli.benchmark.train.cases import (
@@ -28,7 +30,6 @@ from lightseq_fairseq.cli.benchmark.train.cases import (
 )
 from lightseq_fairseq.cli.benchmark.train.floor import BURST, SUSTAINED, floor, parameters
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import build
-from lightseq_fairseq.errors import UserError
 
 fairseq_compat.prepare()
 from fairseq.data.indexed_dataset import MMapIndexedDataset  # noqa: E402

@@ -16,8 +16,8 @@ from helpers.cli_runs import SMALL, SPLITS, binarise, digests, run, succeed
 from fairseq.data import indexed_dataset
 from fairseq.data.indexed_dataset import MMapIndexedDataset
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import binarised
-from lightseq_fairseq.errors import UserError
 
 Break = Callable[[Path], object]
 LS = ("--arch", "ls_transformer_tiny", *SMALL)

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.checks.messages import explain
 from lightseq_fairseq.cli.start import logs
-from lightseq_fairseq.errors import UserError
 
 TRAIN = Request(
     ["bin", "--arch", "x", "--save-dir", "ck"],

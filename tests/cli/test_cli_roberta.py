@@ -116,7 +116,7 @@ def others(data: Path) -> Path:
     [
         ("ranked", "--task sentence_ranking --criterion sentence_ranking --optimizer adam --lr 1e-3"
          " --num-classes 2 --max-positions 64 --separator-token 2 --batch-size 8",
-         "fairseq's own (the criterion does not support packed steps)"),
+         "fairseq's own (the criterion does not support the captured step)"),
         ("corpora", "--task multilingual_masked_lm --tokens-per-sample 32 --batch-size 4 --lr 1e-3",
          "eager, packed tokens"),
     ],

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 import fairseq_cli.train  # isort: skip
 
-from lightseq_fairseq.packing import PackedBatch
+from lightseq_fairseq.memory.packing import PackedBatch
 
 ENCODER = "--encoder-layers 1 --encoder-embed-dim 16 --encoder-ffn-embed-dim 24"
 DECODER = "--decoder-layers 1 --decoder-embed-dim 16 --decoder-ffn-embed-dim 24"

@@ -13,9 +13,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from lightseq_fairseq import fairseq_compat, library, ops
+from lightseq_fairseq import fairseq_compat, ops
+from lightseq_fairseq.base import library
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli import doctor
-from lightseq_fairseq.errors import UserError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

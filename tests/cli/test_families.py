@@ -11,8 +11,8 @@ import pytest
 import torch
 from helpers.interpreters import run_code
 
-from lightseq_fairseq import families
-from lightseq_fairseq.families import FAMILIES, named
+from lightseq_fairseq.base import families
+from lightseq_fairseq.base.families import FAMILIES, named
 from lightseq_fairseq.plugins import conditions
 
 # fairseq's part (a task, a dataset and a model), then our model and our batches of the dataset.

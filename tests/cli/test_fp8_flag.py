@@ -14,8 +14,8 @@ import helpers.training_runs as runs
 import pytest
 import torch
 
-from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.training import fast_path
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.training import captured
 
 WIDE = {"encoder_embed_dim": 32, "encoder_ffn_embed_dim": 64, "encoder_attention_heads": 2}
 FP8: dict[str, Any] = {**runs.LS, **WIDE, "bf16": True, "fp8": True}
@@ -57,7 +57,7 @@ def test_gpus_without_fp8_are_refused(data: Path, tmp_path: Path) -> None:
         mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 6)),
         pytest.raises(UserError, match=r"compute capability 8.9 or later, but this one has 8.6"),
     ):
-        fast_path.refuse_fp8(trainer)
+        captured.refuse_fp8(trainer)
 
 
 @pytest.fixture(scope="module")

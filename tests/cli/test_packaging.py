@@ -59,7 +59,7 @@ def test_submodules_exist_and_are_imported_when_touched():
     for name in lightseq_fairseq._SUBMODULES:
         assert importlib.util.find_spec(f"lightseq_fairseq.{name}") is not None, name
         assert name in dir(lightseq_fairseq)
-    assert lightseq_fairseq.errors.UserError is not None
+    assert lightseq_fairseq.base.errors.UserError is not None
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = lightseq_fairseq.nothing
 

@@ -19,8 +19,8 @@ from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from fairseq.models.roberta import RobertaModel
 
-from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.roberta import RobertaModel as Ours
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.python.roberta import RobertaModel as Ours
 
 KINDS = {"classes": roberta.BY_ACCURACY, "numbers": roberta.BY_NUMBERS}
 

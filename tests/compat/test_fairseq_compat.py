@@ -14,7 +14,7 @@ import torch
 from helpers.interpreters import run_code
 
 from lightseq_fairseq import fairseq_compat
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 
 fairseq_compat.prepare()
 

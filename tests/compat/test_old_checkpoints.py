@@ -21,7 +21,7 @@ import helpers.training_runs as runs  # isort: skip  (fairseq has to be prepared
 
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 
 State = dict[str, Any]
 

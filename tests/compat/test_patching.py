@@ -81,7 +81,7 @@ def test_plugins_change_nothing_in_fairseq_but_its_registries() -> None:
     "asks",
     [
         "from fairseq import utils; utils.import_user_module(Namespace(user_dir=FOLDER))",
-        "from lightseq_fairseq.families import TRANSLATION\n"
+        "from lightseq_fairseq.base.families import TRANSLATION\n"
         "from lightseq_fairseq.plugins.flat_model import FlatModel\n"
         "class Native:\n"
         "    build_model = classmethod(lambda cls, args, task: None)\n"
@@ -94,8 +94,8 @@ def test_hooks_come_with_who_asks_for_our_parts(asks: str) -> None:
         f"from argparse import Namespace; FOLDER = {str(ROOT / 'plugins')!r}\n{asks}\n"
         "from lightseq_fairseq.fairseq_compat import patching\n"
         "print('ls_transformer' in ARCH_MODEL_REGISTRY)\n"
-        "print(*{patching.state(p) for p in patching.PATCHES if p.phase == 'model'})\n"
-        "print(*sorted({patching.state(p) for p in patching.PATCHES if p.phase == 'repair'}))\n"
+        "print(*{patching.state(p) for p in patching.listed() if p.phase == 'model'})\n"
+        "print(*sorted({patching.state(p) for p in patching.listed() if p.phase == 'repair'}))\n"
     )
     assert printed == ["True", "applied", "applied not needed"]
 
@@ -111,7 +111,7 @@ def test_what_changes_is_what_the_list_says_and_once() -> None:
         "first = snapshot()\n"
         "print(*changes(before), sep='\\n')\n"
         "print('applied:')\n"
-        "for p in patching.PATCHES:\n"
+        "for p in patching.listed():\n"
         "    state = patching.state(p)\n"
         "    if state == 'applied': print(p.target, p.everywhere)\n"
         "    elif p.phase not in ('import', 'scoped', \"fairseq's trainer\", 'our trainer'):\n"
@@ -140,12 +140,12 @@ def _is_heir(name: str, listed: dict[str, str]) -> bool:
 
 def test_every_entry_refers_to_what_is_there() -> None:
     fairseq_compat.prepare()
-    for patch in patching.PATCHES:
+    for patch in patching.listed():
         assert patch.phase in patching.PHASES and patch.why
         for name in filter(None, (patch.by, patch.when)):
             assert callable(patching._ours(name)) or patch.instead, patch
-    assert len(set(patching.PATCHES)) == len(patching.PATCHES)
-    assert {patch.phase for patch in patching.PATCHES} == set(patching.PHASES)
+    assert len(set(patching.listed())) == len(patching.listed())
+    assert {patch.phase for patch in patching.listed()} == set(patching.PHASES)
 
 
 # Packages whose names we may not assign to; such replacements belong in the list.
@@ -235,7 +235,7 @@ def listed_place(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     ours = {"shout": lambda original, self: original(self) + "!", "two": 2, "no": lambda: False}
     monkeypatch.setitem(sys.modules, "place", module)  # type: ignore[arg-type]
-    monkeypatch.setattr(patching, "PATCHES", entries)
+    monkeypatch.setattr(patching, "listed", lambda: entries)
     monkeypatch.setattr(patching, "_ours", lambda name: ours[name.partition(":")[2]])
     return module
 
@@ -245,24 +245,24 @@ def test_a_name_is_replaced_once_and_in_subclasses(place: Any) -> None:
         patching.apply("repair")
     assert (place.Parent().name(), place.Child().name()) == ("parent!", "child of parent!!")
     assert place.Parent.name.__name__ == "name"
-    assert patching.state(patching.PATCHES[0]) == "applied"
+    assert patching.state(patching.listed()[0]) == "applied"
 
 
 def test_what_is_not_needed_or_not_there_is_left_alone(place: Any) -> None:
     patching.apply("launcher")
-    assert place.value == 1 and patching.state(patching.PATCHES[1]) == "not needed"
+    assert place.value == 1 and patching.state(patching.listed()[1]) == "not needed"
     with pytest.raises(AttributeError, match="gone"):
         patching.apply("model")
-    assert patching.state(patching.PATCHES[2]) == "not applied here"
+    assert patching.state(patching.listed()[2]) == "not applied here"
 
 
 def test_a_block_puts_back_what_was_there(place: Any) -> None:
     before = vars(place.Child)["name"]
     with pytest.raises(ValueError), patching.within("place:Child.name", lambda original, self: "x"):
-        assert place.Child().name() == "x" and patching.state(patching.PATCHES[3]) == "applied"
+        assert place.Child().name() == "x" and patching.state(patching.listed()[3]) == "applied"
         raise ValueError
     assert vars(place.Child)["name"] is before
-    assert patching.state(patching.PATCHES[3]) == "undone"
+    assert patching.state(patching.listed()[3]) == "undone"
     with pytest.raises(ValueError, match="unpack"), patching.within("place:value", 3):
         pass
 
@@ -273,7 +273,7 @@ def test_the_doctor_prints_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "diagnose", lambda: (nothing, []))
     short, long = (CliRunner().invoke(doctor.main, words) for words in ([], ["--verbose"]))
     assert short.exit_code == long.exit_code == 0 and "fairseq.utils" not in short.output
-    for patch in patching.PATCHES:
+    for patch in patching.listed():
         place = long.output.index(f"  {patch.target} (")
         assert place < long.output.index(f"{patch.why} [{patch.by}]", place)
     for phase, when in patching.PHASES.items():

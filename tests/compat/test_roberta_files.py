@@ -21,10 +21,10 @@ from fairseq.data.encoders.characters import Characters
 from fairseq.models.roberta import CamembertModel, RobertaModel, XLMRModel
 
 import lightseq_fairseq
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.checkpoints import names
-from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.plugins.roberta import LSRobertaEncoder, LSRobertaModel
-from lightseq_fairseq.roberta import RobertaModel as OurRobertaModel
+from lightseq_fairseq.python.roberta import RobertaModel as OurRobertaModel
 
 TASKS = {
     "camembert": (CamembertModel, "masked_lm"),

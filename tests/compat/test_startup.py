@@ -68,7 +68,7 @@ def test_an_import_that_lacked_a_package_is_made_again(site: Path) -> None:
 def test_python_starts_without_anything_else(site: Path) -> None:
     run = python(
         site,
-        "assert 'startup' in repr(sys.meta_path[0])\n"
+        "assert 'import_hook' in repr(sys.meta_path[0])\n"
         "print({'torch', 'fairseq', 'logging', 'typing', 'numpy'} & set(sys.modules))\n",
     )
     assert (run.stdout, run.stderr) == ("set()\n", "")

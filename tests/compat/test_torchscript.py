@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightseq_fairseq import fairseq_compat, startup
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 
 fairseq_compat.prepare()
 

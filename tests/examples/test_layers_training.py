@@ -19,8 +19,8 @@ from examples.layers import train as example
 from examples.layers.train import EOS, PAD, VOCABULARY, ZERO, Transformer, pairs
 from lightseq_fairseq import layers
 from lightseq_fairseq.layers import DecoderLayer, EncoderLayer, MultiheadAttention
-from lightseq_fairseq.packing import Segments
-from lightseq_fairseq.parameters import as_one
+from lightseq_fairseq.memory.packing import Segments
+from lightseq_fairseq.memory.parameters import as_one
 
 ROOT = Path(__file__).resolve().parents[2]
 UPDATES, SENTENCES = 140, 32

@@ -22,7 +22,7 @@ import pytest
 import torch
 from helpers.flag_runs import pieces, prove, table
 
-from lightseq_fairseq.families import ROBERTA
+from lightseq_fairseq.base.families import ROBERTA
 
 SETTINGS = table.family_settings(table.ROBERTA_COMMANDS)
 TASKS = ("masked_lm", "sentence_prediction")

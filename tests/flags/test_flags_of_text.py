@@ -25,8 +25,8 @@ from fairseq import options
 from fairseq.data.monolingual_dataset import MonolingualDataset
 from helpers.flag_runs import pieces, prove, table
 
+from lightseq_fairseq.base.families import LANGUAGE_MODEL
 from lightseq_fairseq.cli.checks import flags
-from lightseq_fairseq.families import LANGUAGE_MODEL
 from lightseq_fairseq.plugins.settings import WITHOUT
 
 SETTINGS = table.family_settings(table.TEXT_COMMANDS)

@@ -30,9 +30,9 @@ from helpers.flag_runs import Proofs, launch, names, rows, table
 from helpers.training_runs import exit_status, fork
 from torch.distributed.algorithms import ddp_comm_hooks
 
-from lightseq_fairseq.packing import PackedBatch
-from lightseq_fairseq.training.flat_adam import FlatAdam
-from lightseq_fairseq.training.step import TrainingStep
+from lightseq_fairseq.memory.packing import PackedBatch
+from lightseq_fairseq.step.flat_adam import FlatAdam
+from lightseq_fairseq.step.training_step import TrainingStep
 
 Trace = dict[str, Any]
 

@@ -20,11 +20,12 @@ from helpers.digits import Toy, held_out, translate
 from helpers.searches import assert_close, counted_searches  # noqa: F401  (a fixture)
 from torch import Tensor
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.generation import decoder as step_decoder
+from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.parameter_addresses import ParameterAddresses
-from lightseq_fairseq.generation.search import SearchOptions, search
-from lightseq_fairseq.graphs import Graphs
+from lightseq_fairseq.generation.search import search
+from lightseq_fairseq.memory.graphs import Graphs
 from lightseq_fairseq.plugins.generator import LSSequenceGenerator
 
 SEARCHES: dict[str, dict[str, Any]] = {
@@ -108,7 +109,7 @@ def inputs(toy: Toy, sample: dict[str, Any] | None = None) -> dict[str, Any]:
     tokens = sample["net_input"]["src_tokens"]
     return {
         "steps": toy.ls.decoder.steps, "encoder": toy.ls.encoder, "decoder": toy.ls.decoder,
-        "tokens": tokens, "rules": SearchOptions(3, 1, 2, 3), "first": 2,
+        "tokens": tokens, "options": SearchOptions(3, 1, 2, 3), "first": 2,
         "max_len": 20, "positions": 30,
     }  # fmt: skip
 
@@ -432,12 +433,12 @@ def test_what_cannot_be_translated_is_said(toy: Toy) -> None:
 @pytest.mark.parametrize("special", [{"topk": 1}, {"topk": 4}, {"topp": 0.5}, {}])
 def test_sampling(toy: Toy, special: dict[str, Any]) -> None:
     given = inputs(toy)
-    given["rules"] = SearchOptions(4, 1, 2, 3, sampled=True, **special)
+    given["options"] = SearchOptions(4, 1, 2, 3, sampled=True, **special)
     draws = [plain(search(**given, rng=torch.tensor([seed, 0]))) for seed in (1, 1, 2)]
     assert draws[0] == draws[1]
     assert all(len(each) == 4 for each in draws[0])
     if special == {"topk": 1}:
-        given["rules"] = SearchOptions(1, 1, 2, 3)
+        given["options"] = SearchOptions(1, 1, 2, 3)
         greedy = plain(search(**given))
         assert all(h[0] == g[0][0] for each, g in zip(draws[0], greedy, strict=True) for h in each)
     else:
@@ -454,6 +455,6 @@ def test_which_generator_a_task_builds(toy: Toy) -> None:
     for options in ({"print_alignment": "hard"}, {"replace_unk": ""}, {"score_reference": True}):
         assert not issubclass(built([toy.ls], **options), LSSequenceGenerator)
     words = toy.task.target_dictionary
-    assert LSSequenceGenerator([toy.ls], words)._rules() is not None
-    assert LSSequenceGenerator([toy.ls], words, match_source_len=True)._rules() is None
-    assert LSSequenceGenerator([toy.ls], words, tokens_to_suppress=("one",))._rules() is None
+    assert LSSequenceGenerator([toy.ls], words)._options() is not None
+    assert LSSequenceGenerator([toy.ls], words, match_source_len=True)._options() is None
+    assert LSSequenceGenerator([toy.ls], words, tokens_to_suppress=("one",))._options() is None

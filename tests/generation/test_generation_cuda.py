@@ -26,7 +26,7 @@ from helpers.searches import (
     tokens_of,
 )
 
-from lightseq_fairseq import library
+from lightseq_fairseq.base import library
 from lightseq_fairseq.generation import search
 from lightseq_fairseq.generation.decoder import StepDecoder
 from lightseq_fairseq.generation.delayed_progress import DelayedProgress
@@ -256,7 +256,7 @@ def test_searches_one_after_the_other(toy: Toy) -> None:
 
 
 def test_graphs_are_bounded(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightseq_fairseq.graphs.MOST_GRAPHS", 3)
+    monkeypatch.setattr("lightseq_fairseq.memory.graphs.MOST_GRAPHS", 3)
     model = copy.deepcopy(toy.ls).cuda()
     expected = translate(toy.ls, beam=3)
     for _ in range(3):

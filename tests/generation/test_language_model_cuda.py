@@ -21,7 +21,7 @@ from helpers.searches import (  # noqa: F401  (a fixture among them)
     tokens_of,
 )
 
-from lightseq_fairseq import library
+from lightseq_fairseq.base import library
 from lightseq_fairseq.generation import search
 from lightseq_fairseq.generation.decoder import StepDecoder
 from lightseq_fairseq.plugins import generator as plugin

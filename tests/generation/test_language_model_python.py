@@ -20,9 +20,9 @@ from fairseq.models.transformer_lm import TransformerLanguageModel
 
 import lightseq_fairseq
 from lightseq_fairseq import LanguageModel, Translator
-from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.language_model import Hypothesis
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.plugins.language_model import LSTransformerLanguageModel
+from lightseq_fairseq.python.language_model import Hypothesis
 
 LINES = ["three four five", "one", "", "eleven six eight", "zero two four six"]
 

@@ -12,7 +12,7 @@ from fairseq.sequence_generator import SequenceGenerator
 from helpers.counting import Toy, generate, prompts
 from helpers.searches import assert_close, counted_searches  # noqa: F401  (a fixture)
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.generation import decoder
 from lightseq_fairseq.generation import prompts as generation_prompts
 from lightseq_fairseq.generation import search as generation_search
@@ -186,9 +186,9 @@ def test_a_prompt_is_read_at_once(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> 
 def test_memory_that_grows_and_rows_that_vanish(toy: Toy) -> None:
     words = counting.sample(toy.task, prompts(3, 7, 1, 5))["net_input"]["src_tokens"][:, 1:]
     ours = copy.deepcopy(toy.ls).decoder
-    rules = plugin.SearchOptions(3, 1, 2, 3)
+    options = plugin.SearchOptions(3, 1, 2, 3)
     found = [
-        dict(enumerate(search(ours.steps, None, ours, words, rules, 2, 30, positions)))
+        dict(enumerate(search(ours.steps, None, ours, words, options, 2, 30, positions)))
         for positions in (1, 12, 40)
     ]
     assert_close(found[1], found[0])

@@ -23,9 +23,9 @@ from fairseq.models.transformer import TransformerModel
 
 import lightseq_fairseq
 from lightseq_fairseq import Translator
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
-from lightseq_fairseq.translator import Translation
+from lightseq_fairseq.python.translator import Translation
 
 # The toy's data are text, from whose file names the languages are not inferred.
 LANGUAGES = {"source_lang": "src", "target_lang": "tgt"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightseq_fairseq.packing import Segments
+from lightseq_fairseq.memory.packing import Segments
 
 RNG = torch.tensor([1234, 5])
 RATES = {"dropout": 0.3, "attention_dropout": 0.2, "activation_dropout": 0.4}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.training.fast_path import FastPath
-from lightseq_fairseq.training.step import Count
+from lightseq_fairseq.step.training_step import Count
+from lightseq_fairseq.training.captured import CapturedTraining
 
 Patch = pytest.MonkeyPatch
 Arguments = dict[str, Any]
@@ -31,11 +31,11 @@ def change_op(patch: Patch, name: str, change: Callable[[Arguments], Any]) -> No
 
 def change_sample_size(patch: Patch, change: Callable[[Any, list[float]], float]) -> None:
     """Makes ``change(step, counts)`` return the number of samples of a step."""
-    counts_of = FastPath._counts
+    counts_of = CapturedTraining._counts
 
     def changed(self: Any, batches: Any) -> list[float]:
         counts = counts_of(self, batches)
         counts[Count.SAMPLE_SIZE] = change(self, counts)
         return counts
 
-    patch.setattr(FastPath, "_counts", changed)
+    patch.setattr(CapturedTraining, "_counts", changed)

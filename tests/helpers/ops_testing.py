@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from lightseq_fairseq import library, ops
+from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
 
 Grads = tuple[Tensor | None, ...]
 

@@ -33,8 +33,8 @@ from fairseq_cli import train
 
 from lightseq_fairseq.cli.checks import own_flags
 from lightseq_fairseq.fairseq_compat import patching
+from lightseq_fairseq.step.training_step import TrainingStep
 from lightseq_fairseq.training import process
-from lightseq_fairseq.training.step import TrainingStep
 from lightseq_fairseq.training.stopping import StoppableTrainer
 from lightseq_fairseq.training.trainer import Trainer
 

@@ -11,7 +11,7 @@ import torch
 from fairseq.logging import metrics
 from helpers.parity import LS, NATIVE, PAD, Systems, command_line
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 
 MODELS = pytest.mark.parametrize("arch", ["ls", "native"])
 

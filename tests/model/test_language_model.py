@@ -12,8 +12,8 @@ from fairseq.models import ARCH_MODEL_INV_REGISTRY
 from helpers.parity import LS, NATIVE, PAD, TEXT, command_line
 from omegaconf import OmegaConf
 
-from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.parameters import as_one, flat_buffers, with_spare_rows
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.memory.parameters import as_one, flat_buffers, with_spare_rows
 
 SMALL = {**TEXT, "decoder_layers": 2, "decoder_attention_heads": 2}
 ARCHS = ARCH_MODEL_INV_REGISTRY["transformer_lm"]

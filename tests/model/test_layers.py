@@ -25,12 +25,12 @@ from lightseq_fairseq.layers import (
     run_encoder,
     sinusoidal_positions,
 )
-from lightseq_fairseq.packing import Segments
+from lightseq_fairseq.memory.packing import Segments
 
 WITHOUT_FAIRSEQ = """
 import sys, torch
 from lightseq_fairseq import layers
-from lightseq_fairseq.packing import Segments
+from lightseq_fairseq.memory.packing import Segments
 
 source = Segments.from_lengths(torch.tensor([3, 5]))
 target = Segments.from_lengths(torch.tensor([4, 2]))

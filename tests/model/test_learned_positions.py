@@ -20,7 +20,7 @@ from fairseq import utils
 from fairseq.sequence_generator import SequenceGenerator
 from helpers.parity import LS, MASKED, PAD, TEXT, command_line
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.ops import embedding
 from lightseq_fairseq.plugins.encoder_graphs import EncoderGraphs
 from lightseq_fairseq.plugins.generator import LSSequenceGenerator

@@ -15,8 +15,8 @@ import torch
 from helpers.parity import LS, NATIVE, PAD, command_line
 from torch import Tensor
 
-from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.parameters import as_one
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.memory.parameters import as_one
 from lightseq_fairseq.plugins.transformer import TRANSLATION_ARCHS
 from lightseq_fairseq.plugins.unsupported import unsupported_option, unsupported_width
 

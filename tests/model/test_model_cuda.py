@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq import layers, ops
-from lightseq_fairseq.packing import Segments
+from lightseq_fairseq.memory.packing import Segments
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq.layers import vocabulary_logits
-from lightseq_fairseq.parameters import (
+from lightseq_fairseq.memory.parameters import (
     ALIGNMENT,
     DirectGradients,
     arriving,

@@ -16,7 +16,7 @@ from lightseq_fairseq.layers import (
     run_encoder,
 )
 from lightseq_fairseq.layers.decoder import run_decoder_with_weights
-from lightseq_fairseq.packing import Segments
+from lightseq_fairseq.memory.packing import Segments
 
 RNG = torch.tensor([1234, 5])
 RATES = {"dropout": 0.3, "attention_dropout": 0.2, "activation_dropout": 0.4}

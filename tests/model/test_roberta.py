@@ -12,8 +12,8 @@ from fairseq.models import ARCH_MODEL_INV_REGISTRY
 from fairseq.models.roberta import RobertaHubInterface
 from helpers.parity import LS, MASKED, NATIVE, PAD, command_line
 
-from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.parameters import as_one, with_spare_rows
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.memory.parameters import as_one, with_spare_rows
 
 ARCHS = ARCH_MODEL_INV_REGISTRY["roberta"]
 VOCABULARY = parity.VOCABULARY + 1  # <mask>: no multiple of 8

@@ -10,7 +10,7 @@ from helpers.layer_inputs import lengths
 from torch import Tensor
 
 from lightseq_fairseq import plugins  # noqa: F401  (fairseq does not import without it)
-from lightseq_fairseq.packing import Segments
+from lightseq_fairseq.memory.packing import Segments
 
 # isort: split
 from fairseq.utils import make_positions

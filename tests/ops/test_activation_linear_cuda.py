@@ -8,7 +8,8 @@ import torch
 from helpers.ops_testing import assert_as_good_as, poison_cache
 from torch import Tensor
 
-from lightseq_fairseq import library, ops
+from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
 from lightseq_fairseq.ops.linear_activation import read_slope, store_slope
 
 pytestmark = pytest.mark.gpu
@@ -197,7 +198,7 @@ def test_a_nan_in_the_bias_shows_in_its_gradient(rows, k, n, dtype):
 def test_a_nan_reaches_a_gradient(activation, where, rows, dtype):
     """Whatever the GEMM's ReLU made of it in the forward pass."""
     from lightseq_fairseq.layers import EncoderLayer
-    from lightseq_fairseq.packing import Segments
+    from lightseq_fairseq.memory.packing import Segments
 
     torch.manual_seed(1)
     layer = EncoderLayer(64, 128, 4, activation=activation, normalize_before=True)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from helpers.ops_testing import poison_cache
 
-from lightseq_fairseq import library, ops
+from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,7 @@ import torch
 from helpers.ops_testing import make_rng
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.errors import is_out_of_memory
+from lightseq_fairseq.base.errors import is_out_of_memory
 
 pytestmark = pytest.mark.gpu
 

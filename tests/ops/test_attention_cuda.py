@@ -12,8 +12,9 @@ import torch
 from helpers.attention_cases import FLOATS, LENGTHS, SITE, Case, check, like, poison, same
 from helpers.ops_testing import make_rng
 
-from lightseq_fairseq import library, ops
-from lightseq_fairseq.packing import Segments
+from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
+from lightseq_fairseq.memory.packing import Segments
 
 pytestmark = pytest.mark.gpu
 

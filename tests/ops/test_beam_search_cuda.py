@@ -11,7 +11,8 @@ import torch
 from helpers.ops_testing import make_rng, poison_cache
 from torch import Tensor
 
-from lightseq_fairseq import library, ops
+from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
 
 pytestmark = pytest.mark.gpu
 

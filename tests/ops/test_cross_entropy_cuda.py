@@ -9,7 +9,8 @@ import pytest
 import torch
 from helpers.ops_testing import assert_kernel_as_good_as, leaf, poison_cache
 
-from lightseq_fairseq import library, ops
+from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,8 @@ from helpers.decode_attention_cases import (
     randn,
 )
 
-from lightseq_fairseq import library, ops
+from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,8 @@ from helpers.ops_testing import assert_kernel_as_good_as, leaf, poison_cache
 from helpers.ops_testing import make_rng as rng_on
 from torch.nn import functional
 
-from lightseq_fairseq import library, ops
+from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
 
 make_rng = functools.partial(rng_on, device="cuda")
 

@@ -9,7 +9,8 @@ from helpers.attention_cases import LENGTHS, Case, poison
 from helpers.ops_testing import check_op, skip_without_fp8
 from torch import Tensor
 
-from lightseq_fairseq import library, ops
+from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,8 @@ from helpers.ops_testing import assert_replays_draw_anew, check_op, poison_cache
 from helpers.ops_testing import make_rng as rng_on
 from torch import Tensor
 
-from lightseq_fairseq import library, ops
+from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
 from lightseq_fairseq.ops.linear_activation import read_slope, store_slope
 
 make_rng = functools.partial(rng_on, device="cuda")

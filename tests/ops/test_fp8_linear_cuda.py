@@ -9,7 +9,8 @@ import torch
 from helpers.ops_testing import check_op, poison_cache, skip_without_fp8
 from torch import Tensor
 
-from lightseq_fairseq import library, ops
+from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,8 @@ import torch
 from helpers.ops_testing import check_op, spaced
 from torch import Tensor
 
-from lightseq_fairseq import library, ops
+from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
 from lightseq_fairseq.ops.fp8_scales import HISTORY
 
 pytestmark = pytest.mark.gpu

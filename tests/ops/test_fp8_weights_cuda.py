@@ -11,7 +11,8 @@ import torch
 from helpers.ops_testing import adam_arguments, check_op, skip_without_fp8, spaced
 from torch import Tensor
 
-from lightseq_fairseq import library, ops
+from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
 from lightseq_fairseq.ops.fp8_quantise import E4M3
 from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
 

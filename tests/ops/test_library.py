@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightseq_fairseq import library
+from lightseq_fairseq.base import library
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = [sys.executable, str(ROOT / "scripts" / "build_cuda.py")]

@@ -12,7 +12,8 @@ from helpers.ops_testing import make_rng as rng_on
 from torch import Tensor
 from torch.nn import functional
 
-from lightseq_fairseq import library, ops
+from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
 from lightseq_fairseq.ops.linear_activation import read_slope
 
 make_rng = functools.partial(rng_on, device="cuda")

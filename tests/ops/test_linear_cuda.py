@@ -12,7 +12,8 @@ from helpers.ops_testing import assert_as_good_as, check_op
 from torch import Tensor
 from torch.nn import functional
 
-from lightseq_fairseq import library, ops
+from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
 
 pytestmark = pytest.mark.gpu
 

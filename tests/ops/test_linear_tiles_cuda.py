@@ -24,7 +24,8 @@ from helpers.linear_cases import (
 from helpers.ops_testing import assert_as_good_as, poison_cache
 from torch.nn import functional
 
-from lightseq_fairseq import library, ops
+from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightseq_fairseq import library, ops
+from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightseq_fairseq import fairseq_compat, ops
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State, StopReason
-from lightseq_fairseq.training.step import SCALER
+from lightseq_fairseq.step.training_step import SCALER
 
 fairseq_compat.prepare()
 

@@ -14,11 +14,11 @@ import helpers.training_runs as runs
 import pytest
 import torch
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.checkpoints import saving
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.step.training_step import TrainingStep
 from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.host_copies import HostCopies
-from lightseq_fairseq.training.step import TrainingStep
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightseq_fairseq.checkpoints import files, models, names, saving
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base import files
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.checkpoints import models, names, saving
 from lightseq_fairseq.fairseq_compat.checkpoints import read_checkpoint
 from lightseq_fairseq.plugins.language_model import LSTransformerLanguageModel
 from lightseq_fairseq.plugins.transformer import LSTransformerModel

@@ -16,8 +16,8 @@ import torch
 from helpers import parity
 from torch import Tensor
 
-from lightseq_fairseq.parameters import DirectGradients
-from lightseq_fairseq.training.exchange import Exchange
+from lightseq_fairseq.memory.parameters import DirectGradients
+from lightseq_fairseq.step.exchange import Exchange
 
 Data = Callable[[str], Path]
 MULTILINGUAL = {

@@ -10,8 +10,8 @@ from pathlib import Path
 import helpers.training_runs as runs
 import pytest
 
-from lightseq_fairseq.checkpoints import files
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base import files
+from lightseq_fairseq.base.errors import UserError
 
 
 def write(path: Path, content: bytes) -> None:

@@ -20,12 +20,13 @@ import torch
 from helpers.mutations import Arguments, change_op
 from helpers.parity import write_text
 
-from lightseq_fairseq import fp8, ops
-from lightseq_fairseq.fp8 import Fp8State
+from lightseq_fairseq import ops
+from lightseq_fairseq.memory import fp8
+from lightseq_fairseq.memory.fp8 import Fp8State
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
-from lightseq_fairseq.training import fast_path
-from lightseq_fairseq.training.flat_adam import FlatAdam
-from lightseq_fairseq.training.step import TrainingStep
+from lightseq_fairseq.step.flat_adam import FlatAdam
+from lightseq_fairseq.step.training_step import TrainingStep
+from lightseq_fairseq.training import captured
 
 WIDE = {"encoder_embed_dim": 32, "encoder_ffn_embed_dim": 64, "encoder_attention_heads": 2}
 PAIRS: dict[str, Any] = {**runs.LS, **WIDE, "bf16": True}
@@ -304,14 +305,14 @@ def test_saturated_numbers_are_logged(
 ) -> None:
     """As a share of the numbers that were cast, weighted by them."""
     logged: list[tuple[float, float]] = []
-    log = fast_path.metrics.log_scalar
+    log = captured.metrics.log_scalar
 
     def recorded(key: str, value: float, weight: float = 1, **named: Any) -> None:
         if key == "fp8_sat":
             logged.append((value, weight))
         log(key, value, weight, **named)
 
-    monkeypatch.setattr(fast_path.metrics, "log_scalar", recorded)
+    monkeypatch.setattr(captured.metrics, "log_scalar", recorded)
     runs.run(data, tmp_path / "a", **FP8, no_save=True, max_update=3)
     assert len(logged) == 3 and max(share for share, _ in logged) < 1e-4
     sizes = [count for _, count in logged]

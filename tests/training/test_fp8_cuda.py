@@ -14,7 +14,7 @@ from helpers.ops_testing import skip_without_fp8
 from helpers.parity import write_text
 from helpers.training_runs import ON_GPU, captured_graphs
 
-from lightseq_fairseq.training import step
+from lightseq_fairseq.step import training_step
 
 pytestmark = pytest.mark.gpu
 
@@ -50,19 +50,19 @@ def run(
     Returns the losses, the reports of the updates as text, with counts of saturated numbers, and
     the number of graphs.
     """
-    wait = step.StepReport.wait
+    wait = training_step.StepReport.wait
 
     def get(
         name: str, captured: bool = True, corpus: Path = data, **flags: Any
     ) -> tuple[list[float], list[str], int]:
         states: list[str] = []
 
-        def recorded(self: step.StepReport) -> list[float]:
+        def recorded(self: training_step.StepReport) -> list[float]:
             values = wait(self)
             states.append(repr(values))
             return values
 
-        monkeypatch.setattr(step.StepReport, "wait", recorded)
+        monkeypatch.setattr(training_step.StepReport, "wait", recorded)
         monkeypatch.setenv("LIGHTSEQ_CAPTURE", str(int(captured)))
         caplog.set_level(logging.INFO)
         caplog.clear()

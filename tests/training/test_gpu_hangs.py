@@ -13,11 +13,11 @@ import helpers.training_runs as runs
 import pytest
 import torch
 
-from lightseq_fairseq import graphs
-from lightseq_fairseq.errors import GPUHangs
+from lightseq_fairseq.base.errors import GPUHangs
 from lightseq_fairseq.generation.delayed_progress import DelayedProgress
+from lightseq_fairseq.memory import graphs
+from lightseq_fairseq.step.training_step import StepReport, TrainingStep
 from lightseq_fairseq.training.host_copies import HostCopies
-from lightseq_fairseq.training.step import StepReport, TrainingStep
 
 
 class Work:

@@ -16,7 +16,7 @@ import helpers.training_runs as runs
 import pytest
 from fairseq.logging import metrics, progress_bar
 
-from lightseq_fairseq.training import fast_path
+from lightseq_fairseq.training import captured
 
 # Values that do not depend on the machine; "update" is the place in the epochs.
 EXACT = ("epoch", "update", "num_updates", "lr", "wpb", "bsz")
@@ -49,7 +49,7 @@ def train(
     def get(folder: str, *words: str, ahead: int = 2, status: int = 0) -> list[Record]:
         metrics.reset()
         caplog.clear()
-        with mock.patch.object(fast_path, "steps_ahead", lambda *_: ahead):
+        with mock.patch.object(captured, "steps_ahead", lambda *_: ahead):
             result = cli_runs.run(
                 "train", data, *SMALL.split(), *words, "--save-dir", tmp_path / folder
             )

@@ -1,5 +1,6 @@
-"""The captured step trains any model and criterion that declare packed steps, here a model without
-source."""
+"""The captured step trains any model and criterion that declare its methods.
+
+Here the model has no source."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq.layers import Embedding, draw_rng, label_smoothed_cross_entropy, linear
+from lightseq_fairseq.memory.packing import Bucket, Packed, PackedBatch, Stream, block_size
+from lightseq_fairseq.memory.parameters import flat_buffers, flatten_parameters
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State
-from lightseq_fairseq.packing import Bucket, Packed, PackedBatch, Stream, block_size
-from lightseq_fairseq.parameters import flat_buffers, flatten_parameters
-from lightseq_fairseq.training.flat_adam import FlatAdam
-from lightseq_fairseq.training.objectives import LabelSmoothing, declares
-from lightseq_fairseq.training.step import Count, Ranks, TrainingStep, UpdateRules
+from lightseq_fairseq.step.flat_adam import FlatAdam
+from lightseq_fairseq.step.objectives import LabelSmoothing, declares
+from lightseq_fairseq.step.training_step import Count, Ranks, TrainingStep, UpdateRules
 
 LAYOUT = (Stream("target", ("previous", "labels")),)
 WORDS, PAD, RATE = 13, 1, 0.01

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 
 import lightseq_fairseq.plugins  # isort: skip  (prepares fairseq and registers)
 
@@ -20,11 +20,11 @@ from omegaconf import OmegaConf
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
+from lightseq_fairseq.memory.parameters import ALIGNMENT, flatten_parameters
 from lightseq_fairseq.ops.fp8_quantise import E4M3
 from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
-from lightseq_fairseq.parameters import ALIGNMENT, flatten_parameters
-from lightseq_fairseq.training import adam_state
-from lightseq_fairseq.training.flat_adam import FlatAdam
+from lightseq_fairseq.step import adam_state
+from lightseq_fairseq.step.flat_adam import FlatAdam
 
 SHAPES = ((7, 5), (3,), (64,), (9, 33), (1,), (4, 4))
 

@@ -21,8 +21,8 @@ from fairseq.data import LanguagePairDataset
 from fairseq.tasks.translation import TranslationTask
 from helpers.parity import write_corpus
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.checkpoints.names import native_cfg
-from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.training import full_batches
 from lightseq_fairseq.training.full_batches import cut, refill
 
@@ -117,7 +117,7 @@ def natives(data: Path, folder: Path, **flags: Any) -> list[float]:
         ({"bf16": True}, None),
         (
             {"criterion": "label_smoothed_cross_entropy"},
-            "the criterion does not support packed steps",
+            "the criterion does not support the captured step",
         ),
         ({"optimizer": "adam", "update_freq": 2, "max_update": 6}, "the optimizer is not ls_adam"),
         ({"required_seq_len_multiple": 4, "empty_cache_freq": 5}, "--empty-cache-freq"),

@@ -32,7 +32,7 @@ from fairseq.data import (  # noqa: E402
     indexed_dataset,
 )
 
-from lightseq_fairseq.packing import (  # noqa: E402
+from lightseq_fairseq.memory.packing import (  # noqa: E402
     SENTENCE_PAIRS,
     Bucket,
     Granularity,

@@ -23,7 +23,7 @@ from fairseq.tasks.sentence_prediction import (  # noqa: E402
 )
 from fairseq.tasks.sentence_ranking import SentenceRankingTask  # noqa: E402
 
-from lightseq_fairseq.packing import Granularity, PackedBatch, Segments  # noqa: E402
+from lightseq_fairseq.memory.packing import Granularity, PackedBatch, Segments  # noqa: E402
 from lightseq_fairseq.training.batch import covers, packing  # noqa: E402
 
 PAD, EOS = 1, 2

@@ -21,8 +21,8 @@ from fairseq.data.encoders import register_bpe  # noqa: E402
 from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask  # noqa: E402
 from fairseq.tasks.multilingual_masked_lm import MultiLingualMaskedLMTask  # noqa: E402
 
-from lightseq_fairseq.errors import UserError  # noqa: E402
-from lightseq_fairseq.packing import Granularity, PackedBatch, Segments  # noqa: E402
+from lightseq_fairseq.base.errors import UserError  # noqa: E402
+from lightseq_fairseq.memory.packing import Granularity, PackedBatch, Segments  # noqa: E402
 from lightseq_fairseq.training.batch import covers, nested, packing  # noqa: E402
 
 WORDS = 60

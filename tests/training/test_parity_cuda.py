@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.parity import LS, NATIVE, PRE_NORM, TEXT, Systems, command_line, permuted, train
 
-from lightseq_fairseq import library
+from lightseq_fairseq.base import library
 
 pytestmark = pytest.mark.gpu
 

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.residual_norm import layer_norm
+from lightseq_fairseq.memory.packing import Packed, PackedBatch
+from lightseq_fairseq.memory.parameters import DirectGradients
 from lightseq_fairseq.ops.update_scalars import State
-from lightseq_fairseq.packing import Packed, PackedBatch
-from lightseq_fairseq.parameters import DirectGradients
 from lightseq_fairseq.plugins import transformer
 from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion as Criterion
-from lightseq_fairseq.training import objectives
-from lightseq_fairseq.training.flat_adam import FlatAdam
-from lightseq_fairseq.training.step import Count
+from lightseq_fairseq.step import objectives
+from lightseq_fairseq.step.flat_adam import FlatAdam
+from lightseq_fairseq.step.training_step import Count
 
 
 @dataclass

@@ -13,13 +13,13 @@ from helpers.mutations import Arguments, Patch, change_op, change_sample_size
 from helpers.parity import CLASSES, LS, MASKED, NATIVE, ParityError, command_line, compare, train
 from torch import Tensor
 
-from lightseq_fairseq.packing import Packed
-from lightseq_fairseq.parameters import DirectGradients
+from lightseq_fairseq.memory.packing import Packed
+from lightseq_fairseq.memory.parameters import DirectGradients
 from lightseq_fairseq.plugins import roberta, transformer
 from lightseq_fairseq.plugins.roberta import LSRobertaModel
-from lightseq_fairseq.training.flat_adam import FlatAdam
-from lightseq_fairseq.training.objectives import SentenceNumbers
-from lightseq_fairseq.training.step import Count
+from lightseq_fairseq.step.flat_adam import FlatAdam
+from lightseq_fairseq.step.objectives import SentenceNumbers
+from lightseq_fairseq.step.training_step import Count
 
 UPDATES = 4
 SPARED = 104  # rows of the projection to 98 tokens, with the spare ones

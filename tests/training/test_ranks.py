@@ -18,9 +18,9 @@ from fairseq.models.transformer import TransformerModelBase
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
-from lightseq_fairseq.training.exchange import Exchange
-from lightseq_fairseq.training.flat_adam import FlatAdam
-from lightseq_fairseq.training.step import TrainingStep
+from lightseq_fairseq.step.exchange import Exchange
+from lightseq_fairseq.step.flat_adam import FlatAdam
+from lightseq_fairseq.step.training_step import TrainingStep
 from lightseq_fairseq.training.trainer import Trainer
 
 PLAIN = {"dropout": 0, "attention_dropout": 0, "activation_dropout": 0, "no_save": True}

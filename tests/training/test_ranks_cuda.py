@@ -12,10 +12,10 @@ import torch
 from helpers.ops_testing import skip_without_fp8
 from helpers.training_runs import ON_GPU
 
-from lightseq_fairseq.graphs import Graphs
-from lightseq_fairseq.parameters import flatten_parameters, wait_for
+from lightseq_fairseq.memory.graphs import Graphs
+from lightseq_fairseq.memory.parameters import flatten_parameters, wait_for
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
-from lightseq_fairseq.training.exchange import Exchange, Ranks
+from lightseq_fairseq.step.exchange import Exchange, Ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -165,7 +165,7 @@ def test_a_replay_waits_for_the_gathers_before_its_launch() -> None:
         low.data.zero_()
     torch.cuda.synchronize()
     copies = []
-    with mock.patch("lightseq_fairseq.training.exchange._all_gather", send):
+    with mock.patch("lightseq_fairseq.step.exchange._all_gather", send):
         for _ in range(3):
             exchange.gather()
             graph.replay()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from fairseq.logging import metrics
 
-from lightseq_fairseq.errors import StoppedBySignal
+from lightseq_fairseq.base.errors import StoppedBySignal
 from lightseq_fairseq.training import resuming
 
 PARTS = {"ours": runs.LS, "fairseq's step": runs.NATIVE}

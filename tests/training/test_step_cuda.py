@@ -16,7 +16,7 @@ from helpers.parity import write_classes, write_text
 from helpers.training_runs import ON_GPU, PRECISIONS, captured_graphs
 
 from lightseq_fairseq.ops.update_scalars import Given
-from lightseq_fairseq.training import fast_path, step
+from lightseq_fairseq.step import training_step
 
 pytestmark = pytest.mark.gpu
 
@@ -46,23 +46,23 @@ def found(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Found]:
     """Runs with the given flags, captured or eager."""
-    start, wait = step.TrainingStep.update, step.StepReport.wait
+    start, wait = training_step.TrainingStep.update, training_step.StepReport.wait
 
     def get(name: str, captured: bool = True, corpus: Path = data, **flags: Any) -> Found:
         counts: list[float] = []
         states: list[str] = []
 
-        def counted(self: step.TrainingStep, batches: Any, given: Any) -> step.StepReport:
+        def counted(self: Any, batches: Any, given: Any) -> training_step.StepReport:
             counts.append(given[Given.NUM_UPDATES])
             return start(self, batches, given)
 
-        def recorded(self: step.StepReport) -> list[float]:
+        def recorded(self: training_step.StepReport) -> list[float]:
             values = wait(self)
             states.append(repr(values))
             return values
 
-        monkeypatch.setattr(step.TrainingStep, "update", counted)
-        monkeypatch.setattr(step.StepReport, "wait", recorded)
+        monkeypatch.setattr(training_step.TrainingStep, "update", counted)
+        monkeypatch.setattr(training_step.StepReport, "wait", recorded)
         monkeypatch.setenv("LIGHTSEQ_CAPTURE", str(int(captured)))
         caplog.set_level(logging.INFO)
         caplog.clear()
@@ -155,9 +155,9 @@ def test_a_longer_sentence_between_updates_leaves_graphs_right(
 ) -> None:
     """The longer sentence needs larger position tables; the graphs have captured the smaller
     ones."""
-    start, updates = step.TrainingStep._collect_gradients, 0
+    start, updates = training_step.TrainingStep._collect_gradients, 0
 
-    def after_a_long_one(self: step.TrainingStep, *arguments: Any) -> None:
+    def after_a_long_one(self: training_step.TrainingStep, *arguments: Any) -> None:
         nonlocal updates
         updates += 1
         if updates == 18:  # all buckets of an epoch of 7 updates have graphs
@@ -178,7 +178,7 @@ def test_a_longer_sentence_between_updates_leaves_graphs_right(
             )
         start(self, *arguments)
 
-    monkeypatch.setattr(step.TrainingStep, "_collect_gradients", after_a_long_one)
+    monkeypatch.setattr(training_step.TrainingStep, "_collect_gradients", after_a_long_one)
     flags = {**ON_GPU, "max_update": 32}
     captured = found("captured", **flags)
     updates = 0
@@ -202,7 +202,7 @@ def test_overflows_are_skipped_as_fairseq_skips_them(
     captured = found("captured", **flags, log_interval=1)
     skips = {"captured": scales()}
     with monkeypatch.context() as waiting:
-        waiting.setattr(fast_path, "steps_ahead", lambda *_: 0)
+        waiting.setattr(captured, "steps_ahead", lambda *_: 0)
         eager = found("eager", captured=False, **flags, log_interval=1)
     skips["eager"] = scales()
     found("native", native=True, **{**flags, **runs.NATIVE}, log_interval=1)

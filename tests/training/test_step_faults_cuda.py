@@ -20,9 +20,9 @@ import pytest
 import torch
 from helpers.training_runs import ON_GPU, PRECISIONS, captured_graphs
 
-from lightseq_fairseq import graphs
+from lightseq_fairseq.memory import graphs
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
-from lightseq_fairseq.training.step import TrainingStep
+from lightseq_fairseq.step.training_step import TrainingStep
 
 pytestmark = pytest.mark.gpu
 

@@ -14,8 +14,8 @@ from fairseq.tasks.translation import TranslationTask
 from helpers.parity import write_corpus
 from helpers.training_runs import ON_GPU
 
-from lightseq_fairseq.graphs import Graphs
-from lightseq_fairseq.training import step
+from lightseq_fairseq.memory.graphs import Graphs
+from lightseq_fairseq.step import training_step
 
 pytestmark = pytest.mark.gpu
 
@@ -35,13 +35,13 @@ def test_memory_stays_flat_over_twenty_thousand_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches of fifteen shapes; besides the update, thirteen of them can have graphs at a time."""
-    monkeypatch.setattr("lightseq_fairseq.graphs.MOST_GRAPHS", 14)
+    monkeypatch.setattr("lightseq_fairseq.memory.graphs.MOST_GRAPHS", 14)
     (tmp_path / "data").mkdir()
     data = write_corpus(tmp_path / "data", pairs=2000, longest=60)
-    run, reserved, captured = step.TrainingStep.update, [], []
+    run, reserved, captured = training_step.TrainingStep.update, [], []
     on_device, on_host = [], []  # measured at every hundredth update
 
-    def recorded(self: step.TrainingStep, *arguments: Any) -> Any:
+    def recorded(self: training_step.TrainingStep, *arguments: Any) -> Any:
         if len(reserved) % 100 == 0:
             free, total = torch.cuda.mem_get_info()
             on_device.append(total - free)
@@ -50,7 +50,7 @@ def test_memory_stays_flat_over_twenty_thousand_updates(
         captured.append(len(self._graphs._graphs))
         return run(self, *arguments)
 
-    monkeypatch.setattr(step.TrainingStep, "update", recorded)
+    monkeypatch.setattr(training_step.TrainingStep, "update", recorded)
     flags = {**ON_GPU, "bf16": True, "max_tokens": 640, "batch_size": 8, "no_save": True}
     flags.update(lr=1e-4, max_update=20_000, log_interval=1000)
     assert len(runs.run(data, tmp_path / "run", **flags)) == 20_000

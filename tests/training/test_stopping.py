@@ -27,8 +27,8 @@ from fairseq.data.iterators import BackgroundConsumer
 from torch.utils.data import DataLoader, _utils
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
+from lightseq_fairseq.base.errors import StoppedBySignal
 from lightseq_fairseq.cli.start.ranks import Ranks
-from lightseq_fairseq.errors import StoppedBySignal
 from lightseq_fairseq.training import stopping
 from lightseq_fairseq.training.stopping import Stopping
 

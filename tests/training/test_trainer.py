@@ -20,8 +20,8 @@ from fairseq import trainer as native_trainer
 from fairseq.file_io import PathManager
 from fairseq_cli import train
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, messages
-from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.training import trainer
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark.train.cases import (
     FOR_TORCH,
     LANGUAGE,
@@ -18,7 +19,6 @@ from lightseq_fairseq.cli.benchmark.train.cases import (
     Shape,
 )
 from lightseq_fairseq.cli.benchmark.train.corpus import LONGEST
-from lightseq_fairseq.errors import UserError
 
 # Our name -> the name in fairseq, torch and CTranslate2.
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from lightseq_fairseq import result_rows
+from lightseq_fairseq.base import result_rows
 from lightseq_fairseq.cli.benchmark.generate.cases import Case
 from lightseq_fairseq.cli.benchmark.runs import Row
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark.train.corpus import (
     LABELS,
     LONGEST,
@@ -24,7 +25,6 @@ from lightseq_fairseq.cli.benchmark.train.corpus import (
     SOURCE,
     TARGET,
 )
-from lightseq_fairseq.errors import UserError
 
 LOG_INTERVAL = 50
 # Variables that torch reads when it is imported. The launchers set them, too, but the benchmark's

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq_fairseq.checkpoints import files
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base import files
+from lightseq_fairseq.base.errors import UserError
 
 SOURCE, TARGET = "en", "de"
 VOCABULARY = 40_000  # including <s>, <pad>, </s> and <unk>, which fairseq puts first

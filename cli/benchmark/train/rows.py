@@ -12,12 +12,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from lightseq_fairseq import result_rows
+from lightseq_fairseq.base import result_rows
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark.runs import Row
 from lightseq_fairseq.cli.benchmark.train.cases import SYSTEMS, Case, Data
 from lightseq_fairseq.cli.benchmark.train.corpus import Corpus
 from lightseq_fairseq.cli.benchmark.train.floor import BURST, SUSTAINED, floor
-from lightseq_fairseq.errors import UserError
 
 _HELD_UP_BY_GPU = 0.9  # busy share of a profile above which the GPU limits the step time
 _LINE = re.compile(r"\| INFO \| train_inner \| (\{.*\})$", re.MULTILINE)

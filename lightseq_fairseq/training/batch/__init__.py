@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightseq_fairseq import families
-from lightseq_fairseq.families import named
-from lightseq_fairseq.packing import Granularity
+from lightseq_fairseq.base import families
+from lightseq_fairseq.base.families import named
+from lightseq_fairseq.memory.packing import Granularity
 from lightseq_fairseq.training.batch.classes import PackingClasses
 from lightseq_fairseq.training.batch.dataset import PackingDataset
 from lightseq_fairseq.training.batch.masked import PackingMasked

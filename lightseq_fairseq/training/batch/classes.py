@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightseq_fairseq.packing import CLASSES, Granularity, PackedBatch
+from lightseq_fairseq.memory.filling import Column, Filled, Sentences, packed
+from lightseq_fairseq.memory.packing import CLASSES, Granularity, PackedBatch
 from lightseq_fairseq.training.batch import nested
-from lightseq_fairseq.training.batch.dataset import Column, Filled, PackingDataset, packed
+from lightseq_fairseq.training.batch.dataset import PackingDataset
 from lightseq_fairseq.training.batch.masked import PackingMasked
-from lightseq_fairseq.training.batch.reading import Sentences, joined, reader
+from lightseq_fairseq.training.batch.reading import joined, reader
 
 _SOURCE = "net_input.src_tokens"
 # The entries of a batch of fairseq's task sentence_prediction. --add-prev-output-tokens adds

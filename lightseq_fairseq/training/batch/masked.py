@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.packing import MASKED, Granularity, PackedBatch
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.memory.filling import Column, Filled, Sentences, packed, positions, reordered
+from lightseq_fairseq.memory.packing import MASKED, Granularity, PackedBatch
 from lightseq_fairseq.training.batch import nested
-from lightseq_fairseq.training.batch.dataset import Column, Filled, PackingDataset, packed
-from lightseq_fairseq.training.batch.reading import Sentences, joined, positions, reader, reordered
+from lightseq_fairseq.training.batch.dataset import PackingDataset
+from lightseq_fairseq.training.batch.reading import joined, reader
 
 # The entries of batches of fairseq's tasks masked_lm and multilingual_masked_lm. RoBERTa reads
 # neither lang_id nor target_tokens, which --include-target-tokens adds.

@@ -8,55 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-
-class Sentences(NamedTuple):
-    """The concatenated tokens of some sentences (any integer type), and the sentences' lengths."""
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-
-    def boundaries(self) -> np.ndarray:
-        return np.concatenate(([0], self.lengths.cumsum()))
-
-    def starts(self) -> np.ndarray:
-        """[sentences], the place of each sentence's first token."""
-        return self.lengths.cumsum() - self.lengths
-
-    def positions(self) -> np.ndarray:
-        """[tokens], the position of each token in its sentence, from 0."""
-        return positions(self.lengths)
-
-    def keep(self, kept: np.ndarray) -> Sentences:
-        """Copy with only the tokens where ``kept`` (bool [tokens]) is true."""
-        return Sentences(self.tokens[kept], self.count_of(kept))
-
-    def prepended(self, token: int) -> Sentences:
-        """Copy with ``token`` before each sentence."""
-        return Sentences(np.insert(self.tokens, self.starts(), token), self.lengths + 1)
-
-    def count_of(self, marked: np.ndarray) -> np.ndarray:
-        """[sentences], the number of tokens of each sentence where ``marked`` is true."""
-        before = np.concatenate(([0], marked.cumsum()))
-        return np.diff(before[self.boundaries()])
-
-
-def reordered(sentences: Sentences, order: np.ndarray) -> tuple[Sentences, np.ndarray]:
-    """Sentences in another order (indices [sentences]); and each token's former place."""
-    lengths = sentences.lengths[order]
-    places = np.repeat(sentences.starts()[order], lengths) + positions(lengths)
-    return Sentences(sentences.tokens[places], lengths), places
-
-
-def positions(lengths: np.ndarray) -> np.ndarray:
-    """0, 1, ... for each length, concatenated."""
-    return np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
-
+from lightseq_fairseq.memory.filling import Sentences, positions
 
 # The items of a dataset at these indices. Never holds an array over a file: pickling that would
 # copy the corpus into every worker.

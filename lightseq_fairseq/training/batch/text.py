@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from lightseq_fairseq.packing import TEXT, Granularity, PackedBatch
-from lightseq_fairseq.training.batch.dataset import Column, Filled, PackingDataset, packed
+from lightseq_fairseq.memory.filling import Column, Filled, Sentences, packed
+from lightseq_fairseq.memory.packing import TEXT, Granularity, PackedBatch
+from lightseq_fairseq.training.batch.dataset import PackingDataset
 from lightseq_fairseq.training.batch.reading import (
-    Sentences,
     joined,
     ranges,
     read_blocks,

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightseq_fairseq import library, ops
-from lightseq_fairseq.errors import GPUHangs, is_out_of_memory
+from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
+from lightseq_fairseq.base.errors import GPUHangs, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 

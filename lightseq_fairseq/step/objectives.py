@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightseq_fairseq.layers import label_smoothed_cross_entropy
-from lightseq_fairseq.packing import Packed, PackedBatch, Rows
+from lightseq_fairseq.memory.packing import Packed, PackedBatch, Rows
 
 
 class PackedModel(Protocol):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from lightseq_fairseq.parameters import ALIGNMENT, DirectGradients, FlatBuffer, arriving
+from lightseq_fairseq.memory.parameters import ALIGNMENT, DirectGradients, FlatBuffer, arriving
 
 # The parameters of a model are laid out in the order of its forward, so backward finishes the last
 # ones first. The last piece to be finished is the smallest, since nothing hides its collective.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 
 _BUFFERS = ("version", "_float_tensor", "embed_positions.weights")
 _MOMENTS = ("exp_avg", "exp_avg_sq")

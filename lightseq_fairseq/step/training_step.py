@@ -26,15 +26,15 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.errors import UserError, is_out_of_memory
-from lightseq_fairseq.fp8 import Fp8State
-from lightseq_fairseq.graphs import Graphs, wait_for
+from lightseq_fairseq.base.errors import UserError, is_out_of_memory
+from lightseq_fairseq.memory.fp8 import Fp8State
+from lightseq_fairseq.memory.graphs import Graphs, wait_for
+from lightseq_fairseq.memory.packing import PackedBatch
+from lightseq_fairseq.memory.parameters import FlatBuffer
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State, StopReason
-from lightseq_fairseq.packing import PackedBatch
-from lightseq_fairseq.parameters import FlatBuffer
-from lightseq_fairseq.training.exchange import Exchange, Ranks
-from lightseq_fairseq.training.flat_adam import FlatAdam
-from lightseq_fairseq.training.objectives import Objective
+from lightseq_fairseq.step.exchange import Exchange, Ranks
+from lightseq_fairseq.step.flat_adam import FlatAdam
+from lightseq_fairseq.step.objectives import Objective
 
 logger = logging.getLogger(__name__)
 

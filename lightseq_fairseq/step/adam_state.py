@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.parameters import ALIGNMENT, FlatBuffer
-from lightseq_fairseq.training.exchange import Exchange
+from lightseq_fairseq.memory.parameters import ALIGNMENT, FlatBuffer
+from lightseq_fairseq.step.exchange import Exchange
 
 CLIP_EPS = 1e-6  # fairseq.utils.clip_grad_norm_ divides by norm + 1e-6
 _HALF = (torch.float16, torch.bfloat16)

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.memory.parameters import FlatBuffer, as_one
 from lightseq_fairseq.ops.fp8_quantise import ALIGNMENT, E4M3
 from lightseq_fairseq.ops.fp8_scales import HISTORY
 from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
-from lightseq_fairseq.parameters import FlatBuffer, as_one
 
 # Rows of the table: the operands of a product.
 _INPUT, _WEIGHT, _GRADIENT = range(3)

@@ -135,7 +135,7 @@ CLASSES: Layout = (Stream("source", ("tokens",)), Stream("target", ("labels",)))
 LONG = 128
 
 
-def graph_len(longest: int) -> int:
+def bucket_len(longest: int) -> int:
     """The upper bound of a graph's sentence lengths: ``LONG`` or a power of 2, so few differ."""
     return LONG if longest <= LONG else 1 << (longest - 1).bit_length()
 
@@ -146,7 +146,7 @@ class Bucket(NamedTuple):
     Attributes:
         rows: number of rows of each stream, in the order of the layout.
         sentences: B, the number of sentences that fit.
-        longest: upper bound of the sentence lengths, see ``graph_len``.
+        longest: upper bound of the sentence lengths, see ``bucket_len``.
     """
 
     rows: tuple[int, ...]

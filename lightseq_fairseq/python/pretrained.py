@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, messages, parsing
 from lightseq_fairseq.cli.start import launch
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
 from lightseq_fairseq.cli.words import command_lines
-from lightseq_fairseq.errors import UserError
 
 StrPath = str | os.PathLike[str]
 Self = TypeVar("Self", bound="Pretrained")

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.errors import UserError
-from lightseq_fairseq.parameters import FlatBuffer, flat_buffers
-from lightseq_fairseq.training.adam_state import CLIP_EPS, AdamState, Remainders
-from lightseq_fairseq.training.exchange import Exchange
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.memory.parameters import FlatBuffer, flat_buffers
+from lightseq_fairseq.step.adam_state import CLIP_EPS, AdamState, Remainders
+from lightseq_fairseq.step.exchange import Exchange
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -24,7 +24,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 # Do not resolve links: gpu_check.sh creates links to this package next to another library.
-DIRECTORY = Path(__file__).absolute().parent / "_lib"
+DIRECTORY = Path(__file__).absolute().parents[1] / "_lib"
 _HOPPER = 90  # compute capability
 BUILD_COMMAND = "python scripts/build_cuda.py"
 

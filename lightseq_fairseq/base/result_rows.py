@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightseq_fairseq.checkpoints import files
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base import files
+from lightseq_fairseq.base.errors import UserError
 
 SOURCE = Path(__file__).resolve()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from lightseq_fairseq.errors import UserError
+from lightseq_fairseq.base.errors import UserError
 
 
 class RobertaModel:

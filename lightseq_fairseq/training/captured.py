@@ -25,23 +25,22 @@ from fairseq.logging import metrics
 from fairseq.tasks import FairseqTask
 from torch import Tensor
 
-from lightseq_fairseq import families
-from lightseq_fairseq.errors import UserError, is_out_of_memory
-from lightseq_fairseq.families import named
-from lightseq_fairseq.fp8 import products
+from lightseq_fairseq.base import families
+from lightseq_fairseq.base.errors import UserError, is_out_of_memory
+from lightseq_fairseq.base.families import named
+from lightseq_fairseq.memory.fp8 import products
+from lightseq_fairseq.memory.packing import LEAST_GRANULARITY, Granularity, PackedBatch
+from lightseq_fairseq.memory.parameters import flat_buffers
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State
-from lightseq_fairseq.packing import LEAST_GRANULARITY, Granularity, PackedBatch
-from lightseq_fairseq.parameters import flat_buffers
 from lightseq_fairseq.plugins import settings
 from lightseq_fairseq.plugins.conditions import of_ranks
 from lightseq_fairseq.plugins.dropout import seed_of_masks
 from lightseq_fairseq.plugins.settings import FALLBACK, is_used, option
 from lightseq_fairseq.plugins.unsupported import set_by_arch
-from lightseq_fairseq.training.background import WRITER
-from lightseq_fairseq.training.exchange import Ranks
-from lightseq_fairseq.training.flat_adam import FlatAdam
-from lightseq_fairseq.training.objectives import Objective, declares
-from lightseq_fairseq.training.step import (
+from lightseq_fairseq.step.exchange import Ranks
+from lightseq_fairseq.step.flat_adam import FlatAdam
+from lightseq_fairseq.step.objectives import Objective, declares
+from lightseq_fairseq.step.training_step import (
     SCALER,
     STEPS_AHEAD,
     Count,
@@ -50,6 +49,7 @@ from lightseq_fairseq.training.step import (
     TrainingStep,
     UpdateRules,
 )
+from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.stopping import STOPPING
 
 logger = logging.getLogger(__name__)
@@ -83,12 +83,12 @@ def fallback_reason(trainer: Any) -> str | None:
     """Why a run uses fairseq's own training step, in a few words; None if it does not."""
     cfg, model, criterion = trainer.cfg, trainer.get_model(), trainer.get_criterion()
     task = type(trainer.task)
-    # Also subclasses from --user-dir, unless they declare packed steps themselves. Test this first:
-    # other archs may set options of fallbacks that the command does not have.
+    # Also subclasses from --user-dir, unless they declare these methods. Test this first: other
+    # archs may set options of fallbacks that the command does not have.
     if not declares(model, "packed_logits"):
-        return "the arch does not support packed steps"
+        return "the arch does not support the captured step"
     reasons = {
-        "the criterion does not support packed steps": not declares(criterion, "objective"),
+        "the criterion does not support the captured step": not declares(criterion, "objective"),
         "the optimizer is not ls_adam": not _is_ours(cfg.optimizer),
         "--ignore-prefix-size with --left-pad-target": _ignores_pads(cfg),
         "the task has its own training step": not _trains_as_fairseqs(task),
@@ -235,7 +235,7 @@ class _Started:
     place: int | None
 
 
-class FastPath:
+class CapturedTraining:
     """Runs a trainer's steps. Create it after the trainer has loaded its checkpoint.
 
     Args:

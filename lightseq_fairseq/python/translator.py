@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.translate.sentences import seed
-from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.texts import Hypothesis, Translation
-from lightseq_fairseq.pretrained import Kind, Pretrained, StrPath
+from lightseq_fairseq.python.pretrained import Kind, Pretrained, StrPath
 
 
 class Translator(Pretrained):

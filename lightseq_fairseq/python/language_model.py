@@ -6,10 +6,10 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.translate.sentences import seed
-from lightseq_fairseq.errors import UserError
 from lightseq_fairseq.generation.texts import Hypothesis
-from lightseq_fairseq.pretrained import Kind, Pretrained, StrPath
+from lightseq_fairseq.python.pretrained import Kind, Pretrained, StrPath
 
 Prompt = str | Sequence[int]
 
