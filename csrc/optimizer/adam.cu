@@ -87,8 +87,8 @@ __global__ void __launch_bounds__(kNormThreads)
       sum += squares;
     }
   }
-  const int64_t rest = vectors * Vec<T>::kSize + thread;
-  if (rest < count) sum = fmaf(to_float(grad[rest]), to_float(grad[rest]), sum);
+  const int64_t place = vectors * Vec<T>::kSize + thread;
+  if (place < count) sum = fmaf(to_float(grad[place]), to_float(grad[place]), sum);
 
   const double of_block = block_reduce<kNormThreads>(static_cast<double>(sum), Sum{});
   if (threadIdx.x == 0) partials[blockIdx.x] = of_block;
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kStepThreads)
     v[u].store(exp_avg_sq + 4 * i);
     if (kSplit || low != nullptr) rounded[u].store(low + 4 * (first + i));
   }
-  if (blockIdx.x == 0) update_rest(params, c, param, grad, low);
+  if (blockIdx.x == 0) update_last(params, c, param, grad, low);
   if (threadIdx.x == 0) end_step(params, counter);
 }
 

@@ -147,11 +147,11 @@ struct Quad {
 
 // A float is stored as a bfloat16 and a remainder, the difference of their bits. If the float lies
 // half-way between two bfloat16 and the difference would be 2^15, its last bit changes.
-__device__ __forceinline__ void join(const Quad<__nv_bfloat16>& high, const Quad<int16_t>& rest,
-                                     float (&x)[4]) {
+__device__ __forceinline__ void join(const Quad<__nv_bfloat16>& high,
+                                     const Quad<int16_t>& remainders, float (&x)[4]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int pair = static_cast<int>(rest.words[i]);
+    const int pair = static_cast<int>(remainders.words[i]);
     x[2 * i] = __uint_as_float((high.words[i] << 16) + static_cast<int16_t>(pair));
     x[2 * i + 1] = __uint_as_float((high.words[i] & 0xffff0000u) + (pair >> 16));
   }
@@ -159,14 +159,14 @@ __device__ __forceinline__ void join(const Quad<__nv_bfloat16>& high, const Quad
 
 __device__ __forceinline__ Quad<int16_t> remainder_of(const float (&x)[4],
                                                       const Quad<__nv_bfloat16>& high) {
-  Quad<int16_t> rest;
+  Quad<int16_t> remainders;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int first = __float_as_int(x[2 * i]) - static_cast<int>(high.words[i] << 16);
     const int second = __float_as_int(x[2 * i + 1]) - static_cast<int>(high.words[i] & 0xffff0000u);
-    rest.words[i] = __byte_perm(min(first, INT16_MAX), min(second, INT16_MAX), 0x5410);
+    remainders.words[i] = __byte_perm(min(first, INT16_MAX), min(second, INT16_MAX), 0x5410);
   }
-  return rest;
+  return remainders;
 }
 
 // Updates parameters as stored: in float, or as remainders over `low`. Writes their 16-bit copies
@@ -198,7 +198,7 @@ __device__ __forceinline__ void update(const Coefficients& c, const Quad<G>& gra
 
 // The last count % 4 parameters, for one block; the others are in quads. low: see adam_step_kernel.
 template <typename P, typename G, typename L>
-__device__ __forceinline__ void update_rest(const Params& params, const Coefficients& c, P* param,
+__device__ __forceinline__ void update_last(const Params& params, const Coefficients& c, P* param,
                                             const G* grad, L* low) {
   const int64_t i = params.count / 4 * 4 + threadIdx.x;
   if (i >= params.count) return;

@@ -87,31 +87,31 @@ struct Updated {
   static constexpr int kBlocks = 2, kRowsAhead = 2;
   struct Row {
     Quad<__nv_bfloat16> grad, low;
-    Quad<int16_t> rest;
+    Quad<int16_t> remainders;
     Quad<float> m, v;
 
     __device__ __forceinline__ void load(const Updated& from, uint32_t quad) {
       const uint64_t i = 4ull * quad;
       grad.load(from.grad + i);
       low.load(from.low + i);
-      rest.load(from.rest + i);
+      remainders.load(from.remainders + i);
       m.load(from.params.exp_avg + i);
       v.load(from.params.exp_avg_sq + i);
     }
     __device__ __forceinline__ void update(const adam::Coefficients& c) {
-      adam::update(c, grad, rest, low, m, v);
+      adam::update(c, grad, remainders, low, m, v);
     }
     __device__ __forceinline__ void store(const Updated& to, uint32_t quad) const {
       const uint64_t i = 4ull * quad;
       low.store(to.low + i);
-      rest.store(to.rest + i);
+      remainders.store(to.remainders + i);
       m.store(to.params.exp_avg + i);
       v.store(to.params.exp_avg_sq + i);
     }
   };
 
   adam::Params params;
-  int16_t* rest;  // of the parameters over `low`
+  int16_t* remainders;  // of the parameters over `low`
   const __nv_bfloat16* grad;
   __nv_bfloat16* low;
 };
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(kThreads, Source::kBlocks)
   if constexpr (kUpdates) {
     if (!updates) return;
     if (blockIdx.x == 0) {
-      update_rest(source.params, coefficients, source.rest, source.grad, source.low);
+      update_last(source.params, coefficients, source.remainders, source.grad, source.low);
     }
     if (threadIdx.x == 0) end_step(source.params, counter);
   }
@@ -286,7 +286,7 @@ void fp8_adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor
   const Updated source{
       .params = adam::params_of(kOp, param, exp_avg, exp_avg_sq, step, lr, multiplier, norm,
                                 max_norm, clip_eps, beta1, beta2, eps, weight_decay),
-      .rest = param.mutable_data_ptr<int16_t>(),
+      .remainders = param.mutable_data_ptr<int16_t>(),
       .grad = static_cast<const __nv_bfloat16*>(grad.const_data_ptr()),
       .low = static_cast<__nv_bfloat16*>(param_low.mutable_data_ptr())};
   adam::check_blocks(kOp, source.params, tiles.size(0));

@@ -165,9 +165,9 @@ def split_floats(x: Tensor, high: Tensor) -> Tensor:
     return difference.clamp_(max=2**15 - 1).short()
 
 
-def join_floats(high: Tensor, rest: Tensor) -> Tensor:
+def join_floats(high: Tensor, remainders: Tensor) -> Tensor:
     """Inverse of `split_floats`: float32 [N] from its bfloat16 and int16 parts."""
-    return (high.view(torch.int16).int() << 16).add_(rest).view(torch.float32)
+    return (high.view(torch.int16).int() << 16).add_(remainders).view(torch.float32)
 
 
 def _check_flat(

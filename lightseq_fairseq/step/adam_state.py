@@ -200,7 +200,7 @@ class Remainders:
         low: bfloat16 [N], laid out like ``buffer``.
 
     Attributes:
-        rest: int16 [N], the remainders, see ``ops.split_floats``.
+        values: int16 [N], see ``ops.split_floats``.
         free: uint8, the other half of the memory; begins at a multiple of ``ALIGNMENT``. It may be
             written after `split` and until `join`.
     """
@@ -208,9 +208,11 @@ class Remainders:
     def __init__(self, buffer: FlatBuffer, low: Tensor) -> None:
         self._buffer = buffer
         self._memory = buffer.lend()
-        self.rest = self._memory.view(torch.int16)[: len(low)]
-        self.free = self._memory.view(torch.uint8)[-(-self.rest.nbytes // ALIGNMENT) * ALIGNMENT :]
-        parts = (x.split(_BLOCK) for x in (self._memory, low, self.rest))
+        self.values = self._memory.view(torch.int16)[: len(low)]
+        self.free = self._memory.view(torch.uint8)[
+            -(-self.values.nbytes // ALIGNMENT) * ALIGNMENT :
+        ]
+        parts = (x.split(_BLOCK) for x in (self._memory, low, self.values))
         self._blocks = list(zip(*parts, strict=True))
         self._done = 0  # number of blocks that are split, counted from the first
 
@@ -221,16 +223,16 @@ class Remainders:
         """
         is_new = self._done < len(self._blocks)
         while self._done < len(self._blocks):
-            of_whole, of_low, of_rest = self._blocks[self._done]
-            of_rest.copy_(ops.split_floats(of_whole, of_low))
+            of_whole, of_low, of_values = self._blocks[self._done]
+            of_values.copy_(ops.split_floats(of_whole, of_low))
             self._done += 1
         return is_new
 
     def join(self) -> None:
         """Restore the blocks, last to first, and then the buffer's parameters."""
         while self._done > 0:
-            of_whole, of_low, of_rest = self._blocks[self._done - 1]
-            of_whole.copy_(ops.join_floats(of_low, of_rest))
+            of_whole, of_low, of_values = self._blocks[self._done - 1]
+            of_whole.copy_(ops.join_floats(of_low, of_values))
             self._done -= 1
         self._buffer.take_back(self._memory)
 

@@ -296,7 +296,7 @@ class FlatAdam(torch.optim.Optimizer):
                 if flat.masters is not None:
                     param = flat.masters[mine]
                 else:
-                    param = (flat.buffer.data if self._split is None else self._split.rest)[part]
+                    param = (flat.buffer.data if self._split is None else self._split.values)[part]
                 state = param, flat.exp_avg[mine], flat.exp_avg_sq[mine], gradient[part]
                 numbers: tuple[Any, ...] = (
                     span.steps[place], lr, multiplier, norm, max_norm, clip_eps, beta1, beta2,
