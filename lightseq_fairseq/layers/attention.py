@@ -23,8 +23,10 @@ from lightseq_fairseq.layers.residual_norm import (
     residual_norm_fwd,
 )
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
+from lightseq_fairseq.memory.arrival import wait_for
+from lightseq_fairseq.memory.gradients import gradients_for
 from lightseq_fairseq.memory.packing import Segments
-from lightseq_fairseq.memory.parameters import as_one, gradients_for, wait_for
+from lightseq_fairseq.memory.parameters import as_one
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from lightseq_fairseq.layers.products import PLAIN, Product
 from lightseq_fairseq.layers.residual_norm import layer_norm
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
 from lightseq_fairseq.layers.sites import first_site
+from lightseq_fairseq.memory.arrival import wait_for
+from lightseq_fairseq.memory.gradients import gradients_for
 from lightseq_fairseq.memory.packing import Segments
-from lightseq_fairseq.memory.parameters import gradients_for, wait_for
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from lightseq_fairseq.layers.residual_norm import (
     residual_norm_fwd,
 )
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
-from lightseq_fairseq.memory.parameters import gradients_for, wait_for
+from lightseq_fairseq.memory.arrival import wait_for
+from lightseq_fairseq.memory.gradients import gradients_for
 
 
 class _FeedForward(torch.autograd.Function):

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.products import product_for
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
-from lightseq_fairseq.memory.parameters import as_one, gradients_for, wait_for, with_spare_rows
+from lightseq_fairseq.memory.arrival import wait_for
+from lightseq_fairseq.memory.gradients import gradients_for
+from lightseq_fairseq.memory.parameters import as_one, with_spare_rows
 
 
 class _Linear(torch.autograd.Function):

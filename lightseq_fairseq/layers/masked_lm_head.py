@@ -14,7 +14,8 @@ from lightseq_fairseq import ops
 from lightseq_fairseq.layers.linear import vocabulary_logits
 from lightseq_fairseq.layers.residual_norm import layer_norm
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
-from lightseq_fairseq.memory.parameters import gradients_for, wait_for
+from lightseq_fairseq.memory.arrival import wait_for
+from lightseq_fairseq.memory.gradients import gradients_for
 
 
 class _Dense(torch.autograd.Function):

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.products import PLAIN, Product
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
-from lightseq_fairseq.memory.parameters import gradients_for, wait_for
+from lightseq_fairseq.memory.arrival import wait_for
+from lightseq_fairseq.memory.gradients import gradients_for
 
 
 @dataclass(frozen=True)

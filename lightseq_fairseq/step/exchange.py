@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from lightseq_fairseq.memory.parameters import ALIGNMENT, DirectGradients, FlatBuffer, arriving
+from lightseq_fairseq.memory.arrival import arriving
+from lightseq_fairseq.memory.gradients import DirectGradients
+from lightseq_fairseq.memory.parameters import ALIGNMENT, FlatBuffer
 
 # The parameters of a model are laid out in the order of its forward, so backward finishes the last
 # ones first. The last piece to be finished is the smallest, since nothing hides its collective.

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq.layers import vocabulary_logits
+from lightseq_fairseq.memory.arrival import arriving, wait_for
+from lightseq_fairseq.memory.gradients import DirectGradients
 from lightseq_fairseq.memory.parameters import (
     ALIGNMENT,
-    DirectGradients,
-    arriving,
     as_one,
     flat_buffers,
     flatten_parameters,
-    wait_for,
     with_spare_rows,
 )
 

@@ -16,7 +16,7 @@ import torch
 from helpers import parity
 from torch import Tensor
 
-from lightseq_fairseq.memory.parameters import DirectGradients
+from lightseq_fairseq.memory.gradients import DirectGradients
 from lightseq_fairseq.step.exchange import Exchange
 
 Data = Callable[[str], Path]

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.residual_norm import layer_norm
+from lightseq_fairseq.memory.gradients import DirectGradients
 from lightseq_fairseq.memory.packing import Packed, PackedBatch
-from lightseq_fairseq.memory.parameters import DirectGradients
 from lightseq_fairseq.ops.update_scalars import State
 from lightseq_fairseq.plugins import transformer
 from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion as Criterion

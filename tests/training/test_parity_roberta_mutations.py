@@ -13,8 +13,8 @@ from helpers.mutations import Arguments, Patch, change_op, change_sample_size
 from helpers.parity import CLASSES, LS, MASKED, NATIVE, ParityError, command_line, compare, train
 from torch import Tensor
 
+from lightseq_fairseq.memory.gradients import DirectGradients
 from lightseq_fairseq.memory.packing import Packed
-from lightseq_fairseq.memory.parameters import DirectGradients
 from lightseq_fairseq.plugins import roberta, transformer
 from lightseq_fairseq.plugins.roberta import LSRobertaModel
 from lightseq_fairseq.step.flat_adam import FlatAdam

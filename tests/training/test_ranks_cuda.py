@@ -12,8 +12,9 @@ import torch
 from helpers.ops_testing import skip_without_fp8
 from helpers.training_runs import ON_GPU
 
+from lightseq_fairseq.memory.arrival import wait_for
 from lightseq_fairseq.memory.graphs import Graphs
-from lightseq_fairseq.memory.parameters import flatten_parameters, wait_for
+from lightseq_fairseq.memory.parameters import flatten_parameters
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
 from lightseq_fairseq.step.exchange import Exchange, Ranks
 
