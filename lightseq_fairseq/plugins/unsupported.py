@@ -54,7 +54,7 @@ def settings_of(arch: str | None) -> Namespace:
     return options
 
 
-def unsupported_option(args: Namespace, supports: Sequence[str]) -> Unsupported | None:
+def unsupported_option(args: Namespace, supports: Sequence[str] = ()) -> Unsupported | None:
     """An option that the ls_ model does not support, or None.
 
     supports: the options that other families refuse and that the model's family supports.
