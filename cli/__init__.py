@@ -8,6 +8,8 @@ Therefore `register` runs there as soon as this package is imported.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import multiprocessing
 import os
 import sys
@@ -48,6 +50,8 @@ def register() -> None:
     from lightseq_fairseq.cli.start import logs
     from lightseq_fairseq.fairseq_compat import deprecations, patching
 
+    # At its end, Python would search all that torch and fairseq have imported for garbage: a second.
+    atexit.register(gc.freeze)
     logs.set_up()
     deprecations.silence()
     program = os.path.basename(os.environ.get(PROGRAM, sys.argv[0]))

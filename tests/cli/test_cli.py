@@ -245,6 +245,24 @@ def test_ranks_that_cannot_be_forked_are_spawned_and_fork_their_workers(
 # --- Ends ------------------------------------------------------------------------------------
 
 
+def test_the_end_does_not_search_imports_for_garbage(data: Path, tmp_path: Path) -> None:
+    """Python's last collection takes a second with all that torch and fairseq import."""
+    (tmp_path / "script.py").write_text(
+        "import atexit, gc\n"
+        "atexit.register(lambda: print('frozen:', gc.get_freeze_count() > 100_000))\n"
+        "from lightseq_fairseq.cli.preprocess import main\n"
+        "main()\n"
+    )
+    text = tmp_path / "text.de"
+    text.write_text("a b\n")
+    done = interpreters.run(
+        str(tmp_path / "script.py"), "--source-lang", "de", "--only-source", "--trainpref",
+        str(text.with_suffix("")), "--destdir", str(tmp_path / "bin"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "frozen: True"
+
+
 def test_ctrl_c_leaves_with_130_and_one_sentence(data: Path, tmp_path: Path) -> None:
     words = [str(data), "--arch", "ls_transformer_tiny", "--save-dir", str(tmp_path), *SMALL]
     process = subprocess.Popen(

@@ -7,9 +7,7 @@ open files to the server, which forks; it ends as the forked process ends.
 
 from __future__ import annotations
 
-import atexit
 import functools
-import gc
 import importlib
 import json
 import os
@@ -110,7 +108,6 @@ def main() -> None:
     if command is None:
         return
     words, folder, environment = command
-    atexit.register(gc.freeze)  # at the end Python would search all that is imported for garbage
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
