@@ -50,7 +50,7 @@ def register() -> None:
     from lightseq_fairseq.cli.start import logs
     from lightseq_fairseq.fairseq_compat import deprecations, patching
 
-    # At its end, Python would search all that torch and fairseq have imported for garbage: a second.
+    # Else Python searches all that torch and fairseq have imported for garbage at its end: a second.
     atexit.register(gc.freeze)
     logs.set_up()
     deprecations.silence()

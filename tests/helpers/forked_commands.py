@@ -7,6 +7,7 @@ open files to the server, which forks; it ends as the forked process ends.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import json
