@@ -50,7 +50,7 @@ def register() -> None:
     from lightseq_fairseq.cli.start import logs
     from lightseq_fairseq.fairseq_compat import deprecations, patching
 
-    # Else Python searches all that torch and fairseq have imported for garbage at its end: a second.
+    # Else Python takes a second at its end to search all that is imported for garbage.
     atexit.register(gc.freeze)
     logs.set_up()
     deprecations.silence()
