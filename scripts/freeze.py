@@ -260,7 +260,8 @@ def main() -> None:
         for place, word in enumerate(words):
             if word.startswith("{"):
                 words[place] = str(runs / word[1:-1] / "checkpoint_last.pt")
-                words += ["--reset-optimizer", "--reset-dataloader", "--reset-meters"]
+                if not more:  # a resumed run continues its own state
+                    words += ["--reset-optimizer", "--reset-dataloader", "--reset-meters"]
         words += [] if given.gpu else ["--cpu"]
         words += ["--fp16-no-flatten-grads"] if kind == "fp16" and not given.gpu else []
         run = ("-c", IN_FLOAT64) if kind == "fp64" else ("-m", "lightseq_fairseq.cli.train")
