@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -68,6 +69,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # tests import. Exclude these objects. (On a GPU, objects that stay frozen could hold memory.)
     gc.freeze()
     gc.unfreeze = lambda: None
+
+
+_unfreeze = gc.unfreeze
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_garbage_left() -> Iterator[None]:
+    """What a file's tests leave, such as pipes of data loading workers, goes with the file."""
+    yield
+    if gc.get_freeze_count():
+        _unfreeze()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -21,7 +21,7 @@ from lightseq_fairseq.cli.checks import (
     data,
     values,
 )
-from lightseq_fairseq.fairseq_compat.patching import PATCHES
+from lightseq_fairseq.patches import PATCHES
 
 COMMANDS = {"train", "generate", "interactive", "validate", "eval-lm"}
 

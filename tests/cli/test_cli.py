@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ import fairseq_cli.train
 
 from lightseq_fairseq.cli.benchmark.train.cases import FOR_TORCH
 from lightseq_fairseq.cli.start.old_lightseq import conflict
+from lightseq_fairseq.cli.start.ranks import forked
 
 QUICK = shlex.split("--cpu --beam 2 --max-len-b 5 --num-workers 0")
 RANKS = shlex.split(
@@ -226,20 +228,33 @@ def test_neither_ranks_nor_their_workers_import_anything_again(data: Path, tmp_p
     assert imports.read_text().split() == ["__main__"]
 
 
-def test_ranks_that_cannot_be_forked_are_spawned_and_fork_their_workers(
-    data: Path, tmp_path: Path
-) -> None:
-    """A process that has used a GPU cannot be forked, as after an import by --user-dir."""
+def test_spawned_ranks_fork_their_workers(data: Path, tmp_path: Path) -> None:
     script, imports = tmp_path / "script.py", tmp_path / "imports"
     record = f"with open({str(imports)!r}, 'a') as file: print(__name__, file=file)\n"
-    used = "torch.cuda.is_initialized = lambda: True\n    torch.cuda.device_count"
-    script.write_text(record + SPAWNING["script"].replace("torch.cuda.device_count", used))
+    main = "import contextlib\n    from lightseq_fairseq.cli.start import launch\n"
+    main += "    launch.forked = contextlib.nullcontext\n    main()"
+    script.write_text(record + SPAWNING["script"].replace("main()", main))
     done = interpreters.run(
         str(script), str(data), "--arch", "ls_transformer_tiny", *SMALL, *RANKS, "--num-workers",
         "2", "--save-dir", str(tmp_path),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert imports.read_text().split() == ["__main__", "__mp_main__", "__mp_main__"]
+
+
+@pytest.mark.parametrize("has_used_gpu", [False, True])
+def test_a_process_that_has_used_a_gpu_is_not_forked(has_used_gpu: bool) -> None:
+    with (
+        mock.patch.object(torch.cuda, "is_initialized", return_value=has_used_gpu),
+        mock.patch.object(torch.multiprocessing, "spawn") as spawn,
+        mock.patch.object(torch.multiprocessing, "start_processes") as start,
+        forked(),
+    ):
+        torch.multiprocessing.spawn(fn=print, args=(), nprocs=2, join=True)
+    given = {"fn": print, "args": (), "nprocs": 2, "join": True}
+    assert spawn.call_args_list == [mock.call(**given)] * has_used_gpu
+    forks = [] if has_used_gpu else [mock.call(**given, start_method="fork")]
+    assert start.call_args_list == forks
 
 
 # --- Ends ------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerL
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 
-from lightseq_fairseq import families
+from lightseq_fairseq.base import families
 from lightseq_fairseq.plugins.language_model import LSTransformerLanguageModel
 from lightseq_fairseq.training.batch.text import PackingText
 
@@ -63,7 +63,7 @@ class LSPoet(LSTransformerLanguageModel):
         print("our poet")
 """
 RECORD = """
-from lightseq_fairseq import families
+from lightseq_fairseq.base import families
 families.FAMILIES += (families.Family(
     "poets", "poet:Poet", "poet:LSPoet", "verses", "--task verses",
     (families.Task(

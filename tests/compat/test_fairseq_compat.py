@@ -29,7 +29,7 @@ def refusal(*, before: str = "", **options: Any) -> str:
     """The message with which prepare() refuses, in a new interpreter."""
     run = run_code(
         f"import sys\n{before}\n"
-        "from lightseq_fairseq import errors, fairseq_compat\n"
+        "from lightseq_fairseq import fairseq_compat\nfrom lightseq_fairseq.base import errors\n"
         "try:\n    fairseq_compat.prepare()\n"
         "except errors.UserError as error:\n    print('refused:', error)\n",
         **options,
@@ -109,7 +109,7 @@ def test_unknown_fairseq_is_imported_with_a_sentence_about_its_version(tmp_path:
         "except Exception as error:\n    print(error)\n",
     )
     run = run_code(
-        "from lightseq_fairseq import errors, fairseq_compat\n"
+        "from lightseq_fairseq import fairseq_compat\nfrom lightseq_fairseq.base import errors\n"
         "try:\n    fairseq_compat.prepare()\n"
         "except errors.UserError as error:\n    print('refused:', error)\n",
         path=(tmp_path,),

@@ -135,8 +135,8 @@ LOG = [
 LINES = [*MODEL, *STEP, *SCHEDULES, *DATA, *VALIDATION, *CHECKPOINTS, *LOG]
 # Settings -> why fairseq's own step is used
 OTHER_PARTS = {
-    "--label-smoothing None | --criterion cross_entropy": "the criterion does not support packed "
-    "steps",
+    "--label-smoothing None | --criterion cross_entropy": "the criterion does not support the "
+    "captured step",
     "--adam-betas None | --optimizer sgd": "the optimizer is not ls_adam",
 }
 CPU, EXPORT = "--cpu", "--export"

@@ -356,13 +356,14 @@ class TestStart:
             place = tmp_path if command == "train" else checkpoint
             with (
                 mock.patch.object(torch.multiprocessing, "spawn") as spawn,
+                mock.patch.object(torch.multiprocessing, "start_processes") as fork,
                 mock.patch.object(distributed_utils, "distributed_main") as main,
             ):
                 launch(command, data, place, f"{line} {own}", ok=True)
             found: list[Any] = []
-            for call in spawn.call_args_list:
+            for call in fork.call_args_list + spawn.call_args_list:
                 _, cfg, more = call.kwargs["args"]
-                found.append(("spawn", more["start_rank"], _ranks(cfg)))
+                found.append(("ranks", more["start_rank"], _ranks(cfg)))
             for call in main.call_args_list:
                 device, _, cfg, _ = call.args
                 found.append(("this", device, _ranks(cfg)))
@@ -378,7 +379,7 @@ class TestStart:
         for more in ("", " --distributed-no-spawn"):
             assert start(line + more) == start(line + more, "--native")
         ranks = {"world_size": 4, "backend": "gloo", "init_method": "tcp://there:1"}
-        assert start(line) == [("spawn", 2, {**ranks, "rank": None})]
+        assert start(line) == [("ranks", 2, {**ranks, "rank": None})]
         assert start(line + " --distributed-no-spawn") == [("this", 3, {**ranks, "rank": 2})]
         assert start("") == []
 

@@ -25,7 +25,7 @@ from fairseq.logging.meters import AverageMeter
 from helpers.flag_runs import Proofs, launch, prove, proven, table
 from helpers.flag_training import train
 
-from lightseq_fairseq.cli.checks import flags
+from lightseq_fairseq.plugins import conditions
 
 # Settings -> name of the package in fairseq's progress_bar module
 LOGS = {
@@ -150,7 +150,7 @@ def test_profile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
     def run(line: str, native: bool) -> list[int]:
         with (
-            mock.patch.object(flags, "_lacks_gpu", return_value=False),
+            mock.patch.object(conditions, "lacks_gpu", return_value=False),
             mock.patch.object(torch.cuda.profiler, "profile") as profiler,
             mock.patch.object(torch.autograd.profiler, "emit_nvtx") as marks,
         ):

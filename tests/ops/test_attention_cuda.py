@@ -262,7 +262,8 @@ def test_boundaries_are_read_once(monkeypatch):
 PROGRAM = """
 import sys, torch
 from pathlib import Path
-from lightseq_fairseq import library, ops
+from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
 library.DIRECTORY = Path(sys.argv[1])
 from helpers.attention_cases import Case
 pass_, name, place, value = sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])

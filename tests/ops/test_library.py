@@ -123,7 +123,7 @@ def test_visible_gpus(environment, shown):
 STATUS = """
 import dataclasses, json, sys
 from pathlib import Path
-from lightseq_fairseq import library
+from lightseq_fairseq.base import library
 library.DIRECTORY = Path(sys.argv[1])
 from lightseq_fairseq import ops
 status = library.load()
@@ -217,7 +217,9 @@ def test_a_library_that_does_not_load_is_named(tmp_path):
 def test_a_library_for_other_gpus_is_left_alone(tmp_path, gpu, loads):
     (tmp_path / "liblightseq_cu13.so").write_text("not a library, which shows when it is loaded")
     (tmp_path / "liblightseq_cu13.json").write_text('{"architectures": ["80", "90"]}')
-    code = f"from lightseq_fairseq import library; library._gpu_in_use = lambda: {gpu}\n{STATUS}"
+    code = (
+        f"from lightseq_fairseq.base import library; library._gpu_in_use = lambda: {gpu}\n{STATUS}"
+    )
     status = json.loads(
         in_fresh_python(f"import torch; torch.version.cuda = '13.0'\n{code}", tmp_path)
     )
@@ -237,7 +239,7 @@ def test_the_gpu_that_cuda_shows_decides_and_cuda_stays_untouched(tmp_path, show
     (tmp_path / "liblightseq_cu13.json").write_text('{"architectures": ["90"]}')
     code = f"""
 import os, torch
-from lightseq_fairseq import library
+from lightseq_fairseq.base import library
 torch.version.cuda = "13.0"
 os.environ["CUDA_VISIBLE_DEVICES"] = "{shown}"
 library.gpus = lambda: [library.Gpu("GPU-a", (8, 0)), library.Gpu("GPU-b", (9, 0))]
@@ -251,7 +253,7 @@ def test_the_library_does_not_import_the_ops():
     """The ops import and load the library; without them it could not register kernels."""
     code = """
 import sys
-from lightseq_fairseq import library
+from lightseq_fairseq.base import library
 try:
     library.load()
 except RuntimeError as error:

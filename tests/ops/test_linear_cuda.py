@@ -305,7 +305,7 @@ def test_refusals():
 PROGRAM = """
 import sys, torch
 from pathlib import Path
-from lightseq_fairseq import library
+from lightseq_fairseq.base import library
 library.DIRECTORY = Path(sys.argv[1])
 import test_linear_cuda as tests
 operands = tests.inputs(64, 512, 512, torch.float16)

@@ -21,7 +21,7 @@ def write(path: Path, content: bytes) -> None:
 
 def another(folder: Path, begins: str) -> subprocess.Popen[str]:
     """A second process that runs ``begins`` and prints "within" while it holds the file or lock."""
-    code = f"from lightseq_fairseq.checkpoints import files\nimport sys\n{begins}\n"
+    code = f"from lightseq_fairseq.base import files\nimport sys\n{begins}\n"
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(folder)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
