@@ -8,10 +8,20 @@ runs it if the compiled library, which registers the CUDA kernels, has no kernel
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from types import NoneType
-from typing import Annotated, Any, ParamSpec, Protocol, TypeVar, get_args, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from torch import Tensor
@@ -32,7 +42,10 @@ R_co = TypeVar("R_co", covariant=True)
 class Definition(Protocol[R_co]):
     """A NamedTuple whose fields, with their annotations and defaults, give the op's schema.
 
-    Types: Tensor, `Written`, int, float, bool, str, and `| None` of these.
+    Types: Tensor, `Written`, int, float, bool, str, and `| None` of these. Also a group, which is a
+    NamedTuple of these (`arguments`), ``group | None`` and ``Tensor | group``; the schema has the
+    group's fields in its place. Of a missing group, all are None; a Tensor in the place of a group
+    is its first field.
     If the reference returns a result, the class also needs a method ``shape``. It returns
     uninitialised tensors of the result's shape, dtype and strides, without reading any values.
     """
@@ -50,9 +63,10 @@ def define(name: str, definition: Callable[P, Definition[R]]) -> Callable[P, R]:
     """Define ``lightseq::<name>`` and return its public function.
 
     The public function takes the definition's fields by position or name, checks them and calls the
-    op. The op itself takes them by position. The reference becomes its CPU kernel and is added to
-    REFERENCES.
+    op. The op itself takes them by position, without groups. The reference becomes its CPU kernel
+    and is added to REFERENCES.
     """
+    fields = _fields(definition)
 
     def reference(*arguments: Any) -> Any:
         with ExitStack() as around:
@@ -63,19 +77,21 @@ def define(name: str, definition: Callable[P, Definition[R]]) -> Callable[P, R]:
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):  # autocast has no effect on kernels either
                     around.enter_context(torch.autocast(device, enabled=False))
-            return construct(*arguments).reference()
+            return construct(*_grouped(fields, arguments)).reference()
 
     def shape(*arguments: Any) -> Any:
-        return construct(*arguments).shape() if hasattr(construct, "shape") else None
+        if hasattr(construct, "shape"):
+            return construct(*_grouped(fields, arguments)).shape()
+        return None
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         arguments = definition(*args, **kwargs)
         arguments.check(name)
-        result: R = op(*arguments)
+        result: R = op(*_flat(fields, arguments))
         return result
 
     construct: Any = definition
-    _LIBRARY.define(name + _signature(construct))
+    _LIBRARY.define(name + _signature(construct, fields))
     _LIBRARY.impl(name, reference, "CPU")
     torch.library.register_fake(f"lightseq::{name}", shape, lib=_LIBRARY)
     REFERENCES[name] = reference
@@ -85,22 +101,84 @@ def define(name: str, definition: Callable[P, Definition[R]]) -> Callable[P, R]:
     return call
 
 
-def _signature(definition: Any) -> str:
+class _Argument(NamedTuple):
+    """An argument of the op: its name and type in the schema, and its default (... if none)."""
+
+    name: str
+    kind: Any
+    is_optional: bool
+    default: Any
+
+
+class _Field(NamedTuple):
+    """A field of a definition: the class of the group, if it is one, and its arguments."""
+
+    group: Any
+    arguments: list[_Argument]
+
+
+def _fields(definition: Any) -> list[_Field]:
+    hints = get_type_hints(definition, include_extras=True)
+    fields = []
+    for name in definition._fields:
+        default = definition._field_defaults.get(name, ...)
+        kinds = _kinds(hints[name])
+        group = next((kind for kind in kinds if hasattr(kind, "_fields")), None)
+        if group is None:
+            fields.append(_Field(None, [_Argument(name, kinds[0], NoneType in kinds, default)]))
+            continue
+        arguments = []
+        for place, (inner, hint) in enumerate(get_type_hints(group, include_extras=True).items()):
+            kind, *others = _kinds(hint)
+            # All are None without the group; all but the first, if a Tensor takes its place.
+            may_lack = NoneType in (*kinds, *others) or (Tensor in kinds and place > 0)
+            arguments.append(_Argument(f"{name}_{inner}", kind, may_lack, default))
+        fields.append(_Field(group, arguments))
+    return fields
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the type alone."""
+    return (hint,) if get_origin(hint) in (None, Annotated) else get_args(hint)
+
+
+def _flat(fields: list[_Field], values: Iterable[Any]) -> list[Any]:
+    """The values of a definition's fields as arguments of the op."""
+    flat: list[Any] = []
+    for (group, arguments), value in zip(fields, values, strict=True):
+        if group is None:
+            flat.append(value)
+        elif isinstance(value, group):
+            flat += value
+        else:
+            flat += (value, *[None] * (len(arguments) - 1))
+    return flat
+
+
+def _grouped(fields: list[_Field], flat: Sequence[Any]) -> list[Any]:
+    """The inverse of `_flat`. torch leaves out arguments at the end that have their default."""
+    values, given = [], iter(flat)
+    for group, arguments in fields:
+        parts = [next(given, argument.default) for argument in arguments]
+        is_group = group is not None and (
+            not arguments[-1].is_optional or any(part is not None for part in parts[1:])
+        )
+        values.append(group(*parts) if is_group else parts[0])
+    return values
+
+
+def _signature(definition: Any, fields: list[_Field]) -> str:
     """Arguments and results of a definition as a torch schema string.
 
     ``torch.library.infer_schema`` is not used: it gives results no names, and makes ints SymInt,
     while the compiled kernels take int.
     """
-    hints = get_type_hints(definition, include_extras=True)
     letters = iter("abcdefghijklmnopqrstuvwxyz")
     arguments = []
-    for field in definition._fields:
-        kinds = get_args(hints[field])
-        optional = "?" if NoneType in kinds else ""
-        kind = kinds[0] if optional else hints[field]
+    for name, kind, is_optional, default in (a for field in fields for a in field.arguments):
         word = f"Tensor({next(letters)}!)" if kind == Written else kind.__name__
-        default = definition._field_defaults.get(field, ...)
-        arguments.append(f"{word}{optional} {field}" + ("" if default is ... else f"={default}"))
+        optional, given = "?" * is_optional, "" if default is ... else f"={default}"
+        arguments.append(f"{word}{optional} {name}{given}")
     result = get_type_hints(definition.reference, include_extras=True)["return"]
     results = "Tensor" if result is Tensor else "()"
     if get_args(result):

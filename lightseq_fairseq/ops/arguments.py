@@ -1,0 +1,49 @@
+"""Arguments that belong together; `registry` flattens them into the schema of an op.
+
+Shapes: T = rows, C = columns, P = padded rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .registry import Written
+
+
+class Dropout(NamedTuple):
+    """Dropout of one place in the model.
+
+    p: probability, in [0, 1). rng: int64 [2] (seed, micro-batch). site: number of the place; see
+    `philox.keep_mask`.
+    """
+
+    p: float
+    rng: Tensor
+    site: int
+
+
+class Cast(NamedTuple):
+    """The cast of a result to E4M3 in the pass that computes it, by the rule of `casting`.
+
+    scale: float32 0-dim, a power of two from 2^-60 to 2^60.
+    amax: float32 0-dim, raised to the largest finite |x|.
+    saturated: int64 0-dim, to which the number of finite |x / scale| above 448 is added.
+    """
+
+    scale: Tensor
+    amax: Written
+    saturated: Written
+
+
+class Quantised(NamedTuple):
+    """An operand of a product in E4M3: x = scale * values.
+
+    values: [T, C]. transpose: [C, P], zero past column T. A product reads one of them, or both in
+    backward; the other may be None. scale: as in `Cast`, on a 16-byte boundary on a GPU.
+    """
+
+    values: Tensor | None
+    transpose: Tensor | None
+    scale: Tensor
