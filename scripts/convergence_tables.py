@@ -24,12 +24,10 @@ SYSTEMS = {
 
 
 def cases(rows: Rows) -> Iterator[tuple[str, dict[str, Rows]]]:
-    """Yield each case with its rows by system, ours first."""
-    for case in sorted({row["case"] for row in rows}):
-        systems = {
-            system: [row for row in rows if (row["case"], row["system"]) == (case, system)]
-            for system in SYSTEMS
-        }
+    """Yield each case, once for each number of updates, with its rows by system, ours first."""
+    for case, updates in sorted({(row["case"], row["updates"]) for row in rows}):
+        its = [row for row in rows if (row["case"], row["updates"]) == (case, updates)]
+        systems = {system: [row for row in its if row["system"] == system] for system in SYSTEMS}
         yield case, {system: its for system, its in systems.items() if its}
 
 
@@ -63,7 +61,8 @@ def convergence_table(rows: Rows) -> list[str]:
     head = ["model", "system", "seeds", "updates", "BLEU", "last validation loss",
             "training time", "time to a validation loss of"]  # fmt: skip
     company = "; ".join(
-        f"{MODELS[case.split('/')[0]]}, {_company(its)}" for case, its in cases(rows)
+        f"{MODELS[model]}, {_company([row for row in rows if row['case'].startswith(f'{model}/')])}"
+        for model in sorted({row["case"].partition("/")[0] for row in rows})
     )
     return sourced_table(
         head, lines, 2,
@@ -120,9 +119,8 @@ def _circumstances(rows: Rows) -> str:
     )
 
 
-def _company(systems: dict[str, Rows]) -> str:
-    """Return how many runs of a case shared the GPU."""
-    rows = [row for its in systems.values() for row in its]
+def _company(rows: Rows) -> str:
+    """Return how many runs shared the GPU."""
     at_once = " or ".join(map(str, sorted({row["runs_at_once"] for row in rows})))
     shared = " by CUDA's MPS" if any(row["mps"] for row in rows) else ""
     return f"{at_once} at once{shared}"
@@ -135,9 +133,12 @@ def _range(values: list[float], digits: int, unit: str = "") -> str:
 
 
 def convergence_plot(rows: Rows) -> Curves:
-    """Return the plot of losses: t2t_big over updates; small over time, validation only."""
+    """Return the plot of losses: t2t_big over updates; small over time, validation only.
+
+    Of a case with several numbers of updates, it shows the most.
+    """
     panels = []
-    for case, systems in cases(rows):
+    for case, systems in dict(cases(rows)).items():
         big = case.startswith("t2t_big")
         curves = [
             (in_words(system, kind), [(update if big else seconds, loss)
