@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.memory import fp8
-from lightseq_fairseq.ops.fp8_quantise import E4M3, Quantised
+from lightseq_fairseq.ops.casting import E4M3
 
 
 @dataclass(frozen=True)
@@ -90,18 +90,18 @@ class Product:
     def embedded(
         self, tokens: Tensor, weight: Tensor, positions: Tensor | None,
         position_weight: Tensor | None, gamma: Tensor | None, beta: Tensor | None, scale: float,
-        p: float, rng: Tensor, site: int, eps: float,
+        dropout: ops.Dropout, eps: float,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """(y, mean, rstd): ``ops.embedding_layer_norm_fwd``, or without gamma and beta
         ``ops.embedding_fwd``; this product will read y."""
         tables = tokens, weight, positions, position_weight
         if gamma is None or beta is None:
-            return ops.embedding_fwd(*tables, scale, p, rng, site), None, None
-        return ops.embedding_layer_norm_fwd(*tables, gamma, beta, scale, p, rng, site, eps)
+            return ops.embedding_fwd(*tables, scale, dropout)[0], None, None
+        return ops.embedding_layer_norm_fwd(*tables, gamma, beta, scale, dropout, eps)[:3]
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Any, ...]:
         """(x, out, lse): the results of ``ops.attention_fwd``, and x, which this product reads."""
-        out, lse = ops.attention_fwd(q, k, v, **arguments)
+        out, lse, _ = ops.attention_fwd(q, k, v, **arguments)
         return out.flatten(1), out, lse
 
     def gradient_like(self, y: Tensor) -> Tensor:
@@ -125,26 +125,24 @@ class Product:
 
     def normalised(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None, gamma: Tensor,
-        beta: Tensor, *, p: float, rng: Tensor, site: int, eps: float, is_only_reader: bool,
+        beta: Tensor, dropout: ops.Dropout, *, eps: float, is_only_reader: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """``ops.dropout_residual_layer_norm_fwd``; this product will read y, perhaps only this."""
-        return ops.dropout_residual_layer_norm_fwd(
-            x, bias, residual, gamma, beta, p=p, rng=rng, site=site, eps=eps
-        )
+        return ops.dropout_residual_layer_norm_fwd(x, bias, residual, gamma, beta, dropout, eps)[:4]
 
     def before_residual(
         self, dy: Tensor | None, dsum: Tensor | None, total: Tensor, gamma: Tensor | None,
-        mean: Tensor, rstd: Tensor, p: float, rng: Tensor, site: int, **sums: Any,
+        mean: Tensor, rstd: Tensor, dropout: ops.Dropout, **sums: Any,
     ) -> tuple[Any, Tensor]:  # fmt: skip
         """``ops.dropout_residual_layer_norm_bwd``: the gradients of this product's result, for
         `backward`, and of the residual.
 
         sums: dgamma, dbeta, dbias and accumulate.
         """
-        dx, dresidual = ops.dropout_residual_layer_norm_bwd(
-            dy, dsum, total, gamma, mean, rstd, p, rng, site=site, **sums
+        dx, dresidual, _ = ops.dropout_residual_layer_norm_bwd(
+            dy, dsum, total, gamma, mean, rstd, dropout, **sums
         )
-        return (dx if p > 0 else dresidual), dresidual
+        return (dx if dropout.p > 0 else dresidual), dresidual
 
 
 class Fp8Product(Product):
@@ -190,7 +188,7 @@ class Fp8Product(Product):
             need_dx=need_dx,
         )  # fmt: skip
 
-    def _gradient(self, dy: Any, dbias: Tensor | None, accumulate: bool) -> Quantised:
+    def _gradient(self, dy: Any, dbias: Tensor | None, accumulate: bool) -> tuple[Tensor, Tensor]:
         if isinstance(dy, tuple):
             return dy
         to = self.operands.gradient
@@ -226,25 +224,22 @@ class Fp8Product(Product):
     def embedded(
         self, tokens: Tensor, weight: Tensor, positions: Tensor | None,
         position_weight: Tensor | None, gamma: Tensor | None, beta: Tensor | None, scale: float,
-        p: float, rng: Tensor, site: int, eps: float,
+        dropout: ops.Dropout, eps: float,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         tables, to = (tokens, weight, positions, position_weight), self.operands.input
         mean = rstd = None
         if gamma is None or beta is None:
-            y, values = ops.fp8_embedding_fwd(*tables, scale, p, rng, site, *to)
+            y, values = ops.embedding_fwd(*tables, scale, dropout, to)
         else:
-            y, mean, rstd, values = ops.fp8_embedding_layer_norm_fwd(
-                *tables, gamma, beta, scale, p, rng, site, eps, *to
+            y, mean, rstd, values = ops.embedding_layer_norm_fwd(
+                *tables, gamma, beta, scale, dropout, eps=eps, cast=to
             )
         # detach: a tensor that refers to itself is freed late.
         fp8.attach(y, self.operands, fp8.Input(values, y.detach()))
         return y, mean, rstd
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Any, ...]:
-        to = self.operands.input
-        out, lse, values = ops.fp8_attention_fwd(
-            q, k, v, **arguments, out_scale=to.scale, amax=to.amax, saturated=to.saturated
-        )
+        out, lse, values = ops.attention_fwd(q, k, v, **arguments, cast=self.operands.input)
         return fp8.Input(values, out.flatten(1)), out, lse
 
     def gradient_like(self, y: Tensor) -> Tensor:
@@ -252,11 +247,7 @@ class Fp8Product(Product):
 
     def attention_gradients(self, of_keys: Any, **arguments: Any) -> None:
         of_q, of_k = self.operands.gradient, of_keys.operands.gradient
-        ops.fp8_attention_bwd(
-            **arguments,
-            q_scale=of_q.scale, q_amax=of_q.amax, q_saturated=of_q.saturated,
-            k_scale=of_k.scale, k_amax=of_k.amax, k_saturated=of_k.saturated,
-        )  # fmt: skip
+        ops.attention_bwd(**arguments, q_cast=of_q, k_cast=of_k)
 
     def to_autograd(self, dy: Tensor, y: Tensor) -> Tensor:
         given = fp8.stand_in(y, self.operands)
@@ -269,12 +260,11 @@ class Fp8Product(Product):
 
     def normalised(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None, gamma: Tensor,
-        beta: Tensor, *, p: float, rng: Tensor, site: int, eps: float, is_only_reader: bool,
+        beta: Tensor, dropout: ops.Dropout, *, eps: float, is_only_reader: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        to = self.operands.input
-        total, y, mean, rstd, values, transpose = ops.fp8_dropout_residual_layer_norm_fwd(
-            x, bias, residual, gamma, beta, p=p, rng=rng, site=site, eps=eps,
-            keep_y=not is_only_reader, scale=to.scale, amax=to.amax, saturated=to.saturated,
+        total, y, mean, rstd, values, transpose = ops.dropout_residual_layer_norm_fwd(
+            x, bias, residual, gamma, beta, dropout, eps, keep_y=not is_only_reader,
+            cast=self.operands.input,
         )  # fmt: skip
         if is_only_reader:
             y = fp8.stand_in(x, self.operands)
@@ -283,13 +273,11 @@ class Fp8Product(Product):
 
     def before_residual(
         self, dy: Tensor | None, dsum: Tensor | None, total: Tensor, gamma: Tensor | None,
-        mean: Tensor, rstd: Tensor, p: float, rng: Tensor, site: int, **sums: Any,
+        mean: Tensor, rstd: Tensor, dropout: ops.Dropout, **sums: Any,
     ) -> tuple[Any, Tensor]:  # fmt: skip
-        to = self.operands.gradient
-        values, transpose, dresidual = ops.fp8_dropout_residual_layer_norm_bwd(
-            dy, dsum, total, gamma, mean, rstd, p, rng, site=site, **sums,
-            scale=to.scale, amax=to.amax, saturated=to.saturated,
-        )  # fmt: skip
+        values, dresidual, transpose = ops.dropout_residual_layer_norm_bwd(
+            dy, dsum, total, gamma, mean, rstd, dropout, **sums, cast=self.operands.gradient
+        )
         return (values, transpose), dresidual
 
 

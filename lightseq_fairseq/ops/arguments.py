@@ -27,6 +27,7 @@ class Dropout(NamedTuple):
 class Cast(NamedTuple):
     """The cast of a result to E4M3 in the pass that computes it, by the rule of `casting`.
 
+    The result is a matrix whose rows have a multiple of 16 numbers.
     scale: float32 0-dim, a power of two from 2^-60 to 2^60.
     amax: float32 0-dim, raised to the largest finite |x|.
     saturated: int64 0-dim, to which the number of finite |x / scale| above 448 is added.

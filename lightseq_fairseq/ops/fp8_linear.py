@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .casting import ALIGNMENT, E4M3, check_scale, padded
 from .checks import check_rows, check_tensor
-from .fp8_quantise import ALIGNMENT, E4M3, check_scale, padded
 from .numerics import store_gradient
 from .registry import Written, define
 

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from .activation_linear import ActivationLinearBwd
+from .arguments import Cast, Dropout
+from .casting import CASTABLE, check_cast, padded, quantise
 from .checks import check_tensor
 from .fp8_linear import Fp8LinearFwd, check_operand, product
-from .fp8_quantise import CASTABLE, Quantised, check_statistics, padded, quantise
+from .fp8_quantise import Quantised
 from .linear_activation import LinearActivationFwd, activate, store_slope
 from .numerics import column_sum, store_gradient
 from .registry import Written, define
@@ -55,8 +57,8 @@ class Fp8LinearActivationFwd(NamedTuple):
 
     def check(self, op: str) -> None:
         Fp8LinearFwd(*self[:5]).check(op)
-        LinearActivationFwd.check_activation(op, self.activation, self.p, self.rng, self.x)
-        check_statistics(op, self.weight.t(), *self[10:])
+        LinearActivationFwd.check_activation(op, self.activation, Dropout(*self[6:9]), self.x)
+        check_cast(op, Cast(*self[10:]), self.weight.t())
 
     def shape(self) -> tuple[Tensor, Tensor, Tensor]:
         rows, columns = self.x.shape[0], self.weight.shape[0]
@@ -74,8 +76,8 @@ class Fp8LinearActivationFwd(NamedTuple):
     ]:
         bias, activation, p, rng, site, need_slope = self[4:10]
         z = product(*self[:4]).add_(bias)
-        y, slope = activate(z, activation, p, rng, site, need_slope)
-        return *quantise(y, *self[10:]), store_slope(slope, torch.bfloat16)
+        y, slope = activate(z, activation, Dropout(p, rng, site), need_slope)
+        return *quantise(y, Cast(*self[10:])), store_slope(slope, torch.bfloat16)
 
 
 fp8_linear_activation_fwd = define("fp8_linear_activation_fwd", Fp8LinearActivationFwd)
@@ -113,7 +115,7 @@ class Fp8ActivationLinearBwd(NamedTuple):
         ActivationLinearBwd.check_slope(op, slope, (rows, columns), torch.bfloat16, p, dy)
         if dbias is not None:
             check_tensor(op, "dbias", dbias, (columns,), CASTABLE, dy)
-        check_statistics(op, weight_transpose.t(), *self[9:])
+        check_cast(op, Cast(*self[9:]), weight_transpose.t())
 
     def shape(self) -> Quantised:
         rows, columns = self.dy.shape[0], self.weight_transpose.shape[0]
@@ -126,7 +128,7 @@ class Fp8ActivationLinearBwd(NamedTuple):
         ActivationLinearBwd.multiply_by_slope(dz, y, slope, p)
         if dbias is not None:
             store_gradient(dbias, column_sum(dz), accumulate)
-        return quantise(dz, *self[9:])
+        return quantise(dz, Cast(*self[9:]))
 
 
 fp8_activation_linear_bwd = define("fp8_activation_linear_bwd", Fp8ActivationLinearBwd)

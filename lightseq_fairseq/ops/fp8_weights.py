@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from .adam import AdamStep
+from .arguments import Cast
+from .casting import ALIGNMENT, E4M3, MOST_EXPONENT, quantise
 from .checks import check_power_of_two, check_tensor
-from .fp8_quantise import ALIGNMENT, E4M3, MOST_EXPONENT, quantise
 from .registry import Written, define
 
 TILE_ROWS, TILE_COLUMNS = 64, 128  # the most that a thread block of fp8_weights.cu has
@@ -170,7 +171,7 @@ class Fp8Weights(NamedTuple):
                 continue
             place, shape = tile.matrix, (tile.rows, QUAD * tile.quads)
             x = part(weights, QUAD * tile.first, *shape, QUAD * tile.stride)
-            results = quantise(x.float(), scale[place], amax[place], saturated[place])
+            results = quantise(x, Cast(scale[place], amax[place], saturated[place]))
             for target, result in zip(
                 (
                     part(values, QUAD * tile.value, *shape, QUAD * tile.stride),

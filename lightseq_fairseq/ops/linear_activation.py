@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .arguments import Dropout
 from .bias_activation_dropout import gelu
 from .checks import check_dropout
 from .linear import LinearFwd, operand
@@ -52,7 +53,7 @@ def read_slope(stored: Tensor) -> Tensor:
 
 
 def activate(
-    z: Tensor, activation: str, p: float, rng: Tensor, site: int, need_slope: bool
+    z: Tensor, activation: str, dropout: Dropout, need_slope: bool
 ) -> tuple[Tensor, Tensor]:
     """dropout(activation(z)) and the slope, which is EMPTY for relu, or unless need_slope. z [T, F]
     is overwritten."""
@@ -61,8 +62,8 @@ def activate(
         y = z.relu_()
     else:
         y, slope = gelu(z, activation, need_slope)
-    if p > 0:
-        for part, factor in dropout_factors(rng, site, y.shape, p, y.dtype):
+    if dropout.p > 0:
+        for part, factor in dropout_factors(dropout, y.shape, y.dtype):
             y[part].mul_(factor)
             if slope.numel():
                 slope[part].mul_(factor > 0)
@@ -91,15 +92,15 @@ class LinearActivationFwd(NamedTuple):
     need_slope: bool
 
     def check(self, op: str) -> None:
-        x, weight, bias, activation, p, rng, _, _ = self
+        x, weight, bias, activation, p, rng, site, _ = self
         LinearFwd(x, weight, bias, relu=False).check(op)
-        self.check_activation(op, activation, p, rng, x)
+        self.check_activation(op, activation, Dropout(p, rng, site), x)
 
     @staticmethod
-    def check_activation(op: str, activation: str, p: float, rng: Tensor, like: Tensor) -> None:
+    def check_activation(op: str, activation: str, dropout: Dropout, like: Tensor) -> None:
         if activation not in _ACTIVATIONS:
             raise ValueError(f"{op}: activation must be one of {_ACTIVATIONS}, got {activation!r}")
-        check_dropout(op, p, rng, like)
+        check_dropout(op, dropout, like)
 
     def shape(self) -> tuple[Tensor, Tensor]:
         shape = self.x.shape[0], self.weight.shape[0]
@@ -110,7 +111,7 @@ class LinearActivationFwd(NamedTuple):
     def reference(self) -> tuple[Annotated[Tensor, "y"], Annotated[Tensor, "slope"]]:
         x, weight, bias, activation, p, rng, site, need_slope = self
         z = functional.linear(operand(x), operand(weight), operand(bias)).to(work_dtype(x))
-        y, slope = activate(z, activation, p, rng, site, need_slope)
+        y, slope = activate(z, activation, Dropout(p, rng, site), need_slope)
         return y.to(x.dtype), store_slope(slope, x.dtype)
 
 

@@ -1,5 +1,5 @@
 """Cases of the fp8 ops: ops/fp8_quantise.py, ops/fp8_transpose.py, ops/fp8_linear.py,
-ops/fp8_linear_activation.py, ops/fp8_dropout_residual_layer_norm.py, and of the update:
+ops/fp8_linear_activation.py, of ops/dropout_residual_layer_norm.py with casts, and of the update:
 ops/fp8_weights.py, ops/fp8_scales.py.
 
 They exist for bf16 only: the results of fp8 products are bf16.
@@ -13,27 +13,26 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.ops.fp8_quantise import E4M3
+from lightseq_fairseq.ops.casting import E4M3
 from lightseq_fairseq.ops.fp8_scales import HISTORY
 from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
 
 from .adam import BETAS, CLIP_EPS, DECAY, EPS, MAX_NORM, RATE
 from .case import SITE, Case, Make, Run, Sizes, without_autograd
 
-Scalars = tuple[Tensor, Tensor, Tensor]
 
-
-def scalars(make: Make, amax: float) -> Scalars:
-    """Return scale, amax and saturation count; numbers may have twice this amax."""
+def cast_of(make: Make, amax: float) -> ops.Cast:
+    """Return a cast of numbers up to twice this amax."""
     scale = torch.tensor(amax / 224, device=make.device).log2().ceil().exp2()
-    return scale, torch.zeros((), device=make.device), torch.tensor(0, device=make.device)
+    zero = torch.zeros((), device=make.device)
+    return ops.Cast(scale, zero, torch.tensor(0, device=make.device))
 
 
 class Operand:
     """A random matrix in E4M3, its transpose and its scale."""
 
     def __init__(self, make: Make, rows: int, columns: int) -> None:
-        x, of_cast = make.rows(rows, columns), scalars(make, 6.0)
+        x, of_cast = make.rows(rows, columns), cast_of(make, 6.0)
         self.values, self.transpose = ops.fp8_quantise(x, *of_cast)
         self.scale = of_cast[0]
 
@@ -42,7 +41,7 @@ def fp8_casts(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
     """Yield casts, also with column sums."""
     if make.dtype != torch.bfloat16:
         return
-    of_cast = scalars(make, 12.0)
+    of_cast = cast_of(make, 12.0)
     for shape, columns in (("c", sizes.width), ("f", sizes.ffn)):
         x = make.rows(tokens, columns)
         moved = x.nbytes + 2 * x.numel()
@@ -61,7 +60,7 @@ def fp8_linear_activation(sizes: Sizes, tokens: int, make: Make) -> Iterator[Cas
     """Yield both products next to an activation: relu with dropout, gelu without."""
     if make.dtype != torch.bfloat16:
         return
-    c, f, of_cast = sizes.width, sizes.ffn, scalars(make, 12.0)
+    c, f, of_cast = sizes.width, sizes.ffn, cast_of(make, 12.0)
     x, dy = Operand(make, tokens, c), Operand(make, tokens, c)
     first, second = Operand(make, f, c), Operand(make, c, f)
     bias, rng = make.rows(f), make.rng()
@@ -103,22 +102,22 @@ def fp8_layer_norm(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
     """
     if make.dtype != torch.bfloat16:
         return
-    c, of_cast = sizes.width, scalars(make, 12.0)
+    c, cast = sizes.width, cast_of(make, 12.0)
     x, residual, dy, dsum = (make.rows(tokens, c) for _ in range(4))
     bias, gamma, beta = (make.rows(c) for _ in range(3))
-    dropout = sizes.dropout, make.rng(), SITE
+    dropout = ops.Dropout(sizes.dropout, make.rng(), SITE)
 
     def forward() -> tuple[Tensor, ...]:
-        return ops.fp8_dropout_residual_layer_norm_fwd(
-            x, bias, residual, gamma, beta, *dropout, 1e-5, False, *of_cast
+        return ops.dropout_residual_layer_norm_fwd(
+            x, bias, residual, gamma, beta, dropout, 1e-5, False, cast
         )
 
     total, _, mean, rstd, *_ = forward()
 
     def backward() -> tuple[Tensor, ...]:
         sums = [torch.empty_like(gamma) for _ in range(3)]
-        results = ops.fp8_dropout_residual_layer_norm_bwd(
-            dy, dsum, total, gamma, mean, rstd, *dropout, *sums, False, *of_cast
+        results = ops.dropout_residual_layer_norm_bwd(
+            dy, dsum, total, gamma, mean, rstd, dropout, *sums, False, cast
         )
         return *results, *sums
 
@@ -128,13 +127,13 @@ def fp8_layer_norm(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
         name = f"fp8_dropout_residual_layer_norm_{way}/T{tokens}"
         yield Case(name, least, {"ours": without_autograd(run)})
 
-    run = without_autograd(lambda: (ops.fp8_transpose(x, of_cast[0]),))
+    run = without_autograd(lambda: (ops.fp8_transpose(x, cast.scale),))
     yield Case(f"fp8_transpose.c/T{tokens}", x.nbytes * 3 // 2, {"ours": run})
     values = Operand(make, tokens, c).values
 
     def of_values() -> tuple[Tensor, ...]:
         sums = torch.empty_like(bias)
-        return ops.fp8_transpose(values, of_cast[0], sums=sums), sums
+        return ops.fp8_transpose(values, cast.scale, sums=sums), sums
 
     run = without_autograd(of_values)
     yield Case(f"fp8_transpose.values.sums/T{tokens}", 2 * values.nbytes, {"ours": run})

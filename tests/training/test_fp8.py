@@ -97,12 +97,14 @@ def test_ops_cast_the_operands_that_they_produce(
         op = getattr(ops, name)
 
         def counted(*arguments: Any, **named: Any) -> Any:
-            calls[name] += 1
+            groups = ops.Cast, ops.Quantised
+            in_fp8 = any(isinstance(x, groups) for x in (*arguments, *named.values()))
+            calls[name] += name.startswith("fp8_") or in_fp8
             return op(*arguments, **named)
 
         monkeypatch.setattr(ops, name, counted)
 
-    for name in [name for name in ops.__all__ if name.startswith("fp8_")]:
+    for name in [name for name in ops.__all__ if name.endswith(("_fwd", "_bwd")) or "fp8" in name]:
         count(name)
     runs.run(data, tmp_path, **flags, max_update=1)
     first = calls.copy()
@@ -110,11 +112,11 @@ def test_ops_cast_the_operands_that_they_produce(
     assert calls - first - first == {
         # Of attention's results (three) and gradients (four), and where an embedding casts.
         "fp8_transpose": 7 if is_pre_norm else 9,
-        **({} if is_pre_norm else {"fp8_embedding_fwd": 2}),
-        "fp8_attention_fwd": 3,
-        "fp8_attention_bwd": 3,
-        "fp8_dropout_residual_layer_norm_fwd": 6 if is_pre_norm else 4,
-        "fp8_dropout_residual_layer_norm_bwd": 5,
+        **({} if is_pre_norm else {"embedding_fwd": 2}),
+        "attention_fwd": 3,
+        "attention_bwd": 3,
+        "dropout_residual_layer_norm_fwd": 6 if is_pre_norm else 4,
+        "dropout_residual_layer_norm_bwd": 5,
         "fp8_linear_activation_fwd": 2,
         "fp8_activation_linear_bwd": 2,
         "fp8_linear_fwd": 9,
@@ -192,6 +194,16 @@ def scaled(name: str) -> Callable[[Arguments], None]:
     return lambda a: a.update({name: a[name] * 2})
 
 
+def cast_scaled(name: str) -> Callable[[Arguments], None]:
+    """With twice the scale in this cast."""
+
+    def change(a: Arguments) -> None:
+        if a.get(name) is not None:
+            a[name] = a[name]._replace(scale=a[name].scale * 2)
+
+    return change
+
+
 def saved_values_of_another_layer(a: Arguments) -> None:
     a["x_transpose"] = a["x_transpose"].flip(0)
 
@@ -226,16 +238,17 @@ MUTATIONS: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
         "fp8_activation_linear_bwd", scaled("weight_scale")
     ),
     "dropout's factor in backward": ("fp8_activation_linear_bwd", lambda a: a.update(p=0.5)),
-    "scale of the embedding": ("fp8_embedding_fwd", scaled("y_scale")),
-    "scale of attention's result": ("fp8_attention_fwd", scaled("out_scale")),
-    "scale of the gradient of queries": ("fp8_attention_bwd", scaled("q_scale")),
-    "scale of the gradients of keys and values": ("fp8_attention_bwd", scaled("k_scale")),
-    "scale of LayerNorm's result": ("fp8_dropout_residual_layer_norm_fwd", scaled("scale")),
+    "scale of the embedding": ("embedding_fwd", cast_scaled("cast")),
+    "scale of attention's result": ("attention_fwd", cast_scaled("cast")),
+    "scale of the gradient of queries": ("attention_bwd", cast_scaled("q_cast")),
+    "scale of the gradients of keys and values": ("attention_bwd", cast_scaled("k_cast")),
+    "scale of LayerNorm's result": ("dropout_residual_layer_norm_fwd", cast_scaled("cast")),
     "scale of the gradient from LayerNorm": (
-        "fp8_dropout_residual_layer_norm_bwd", scaled("scale")
+        "dropout_residual_layer_norm_bwd", cast_scaled("cast")
     ),
     "no gradient of a sublayer's last bias": (
-        "fp8_dropout_residual_layer_norm_bwd", lambda a: a.update(dbias=a["dbias"].clone())
+        "dropout_residual_layer_norm_bwd",
+        lambda a: a["dbias"] is None or a.update(dbias=a["dbias"].clone()),
     ),
 }  # fmt: skip
 

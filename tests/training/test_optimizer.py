@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from lightseq_fairseq import ops
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 from lightseq_fairseq.memory.parameters import ALIGNMENT, flatten_parameters
-from lightseq_fairseq.ops.fp8_quantise import E4M3
+from lightseq_fairseq.ops.casting import E4M3
 from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
 from lightseq_fairseq.step import adam_state
 from lightseq_fairseq.step.flat_adam import FlatAdam

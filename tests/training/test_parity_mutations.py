@@ -338,8 +338,8 @@ DROPOUT: dict[str, Any] = {
 
 def scale_of(a: Arguments) -> float:
     """1 / (1 - p) for the arguments of an op, whose p is set to 0."""
-    scale: float = 1 / (1 - a["p"])
-    a["p"] = 0.0
+    scale: float = 1 / (1 - a["dropout"].p)
+    a["dropout"] = a["dropout"]._replace(p=0.0)
     return scale
 
 
@@ -364,7 +364,7 @@ def dropout_on_attention_scores(patch: Patch) -> None:
 @mutation(**DROPOUT)
 def dropout_before_activation(patch: Patch) -> None:
     def change(a: Arguments) -> None:
-        scale = scale_of(a)
+        scale, a["p"] = 1 / (1 - a["p"]), 0.0
         a["weight"], a["bias"] = a["weight"] * scale, a["bias"] * scale
 
     change_op(patch, "linear_activation_fwd", change)
