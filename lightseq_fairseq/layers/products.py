@@ -69,8 +69,8 @@ class Product:
         Also returns what backward needs of x, and for gelu what it needs of the activation.
         """
         a = activation
-        h, slope = ops.linear_activation_fwd(
-            x, weight, bias, a.name, a.p, a.rng, a.site, need_slope
+        h, _, slope = ops.linear_activation_fwd(
+            x, weight, bias, a.name, ops.Dropout(a.p, a.rng, a.site), need_slope
         )
         return h, x, None if a.name == "relu" else slope
 
@@ -83,9 +83,10 @@ class Product:
         Writes dweight of this product, and dbias of the ``previous`` one, whose bias is ``bias``.
         dy: [T, N]. kept: from `forward`. saved: the third result of `activated`.
         """
-        return ops.activation_linear_bwd(
-            dy, kept, weight, saved, activation.p, dweight, dbias, accumulate, bias
+        dz, _ = ops.activation_linear_bwd(
+            dy, kept, weight, saved, activation.p, dweight, dbias, accumulate, bias=bias
         )
+        return dz
 
     def embedded(
         self, tokens: Tensor, weight: Tensor, positions: Tensor | None,
@@ -152,60 +153,53 @@ class Fp8Product(Product):
     """
 
     def __init__(self, operands: fp8.Operands) -> None:
-        self.operands = operands
+        self.operands = of = operands
+        self.weight = ops.Quantised(of.values, of.transpose, of.weight.scale)
 
     def forward(self, x: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        of = self.operands
-        values, kept = self._input(x)
-        y = ops.fp8_linear_fwd(values, of.input.scale, of.values, of.weight.scale, bias)
-        return y, kept
+        given, kept = self._input(x)
+        return ops.linear_fwd(given, self.weight, bias), kept
 
-    def _input(self, x: Any) -> fp8.Input:
+    def _input(self, x: Any) -> tuple[ops.Quantised, Tensor]:
         of = self.operands
         if isinstance(x, Tensor):
-            x = fp8.attached(x, of) or self._cast(x)
+            x = fp8.attached(x, of) or fp8.Input(*ops.fp8_quantise(x, of.input))
         of.count(x.values.numel())
-        return x
+        return ops.Quantised(x.values, None, of.input.scale), x.kept
 
-    def _cast(self, x: Tensor) -> fp8.Input:
-        return fp8.Input(*ops.fp8_quantise(x, *self.operands.input))
-
-    def _transpose(self, kept: Tensor) -> Tensor:
-        if kept.dtype == E4M3:
-            return kept
-        return ops.fp8_transpose(kept, self.operands.input.scale)
+    def _kept(self, x: Tensor) -> ops.Quantised:
+        scale = self.operands.input.scale
+        return ops.Quantised(None, x if x.dtype == E4M3 else ops.fp8_transpose(x, scale), scale)
 
     def backward(
         self, dy: Any, kept: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor | None,
         accumulate: bool, need_dx: bool = True, onto: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        of = self.operands
-        values, transpose = self._gradient(dy, dbias, accumulate)
-        of.count(values.numel())
-        return ops.fp8_linear_bwd(
-            values, transpose, of.gradient.scale, self._transpose(kept), of.input.scale,
-            of.transpose, of.weight.scale, dweight=dweight, onto=onto, accumulate=accumulate,
-            need_dx=need_dx,
-        )  # fmt: skip
+        gradient = self._gradient(dy, dbias, accumulate)
+        return ops.linear_bwd(
+            gradient, self._kept(kept), self.weight, dweight, None, accumulate, need_dx, onto
+        )
 
-    def _gradient(self, dy: Any, dbias: Tensor | None, accumulate: bool) -> tuple[Tensor, Tensor]:
-        if isinstance(dy, tuple):
-            return dy
+    def _gradient(self, dy: Any, dbias: Tensor | None, accumulate: bool) -> ops.Quantised:
         to = self.operands.gradient
-        if dy.dtype == E4M3:
-            return dy, ops.fp8_transpose(dy, to.scale, sums=dbias, accumulate=accumulate)
-        return ops.fp8_quantise(dy, *to, sums=dbias, accumulate=accumulate)
+        if isinstance(dy, tuple):
+            values, transpose = dy
+        elif dy.dtype == E4M3:
+            values = dy
+            transpose = ops.fp8_transpose(dy, to.scale, sums=dbias, accumulate=accumulate)
+        else:
+            values, transpose = ops.fp8_quantise(dy, to, sums=dbias, accumulate=accumulate)
+        self.operands.count(values.numel())
+        return ops.Quantised(values, transpose, to.scale)
 
     def activated(
         self, x: Tensor, weight: Tensor, bias: Tensor, activation: Activation, need_slope: bool,
         following: Any,
     ) -> tuple[Any, Tensor, Tensor | None]:  # fmt: skip
-        a, of, to = activation, self.operands, following.operands.input
-        values, kept = self._input(x)
-        h, transpose, slope = ops.fp8_linear_activation_fwd(
-            values, of.input.scale, of.values, of.weight.scale, bias,
-            a.name, a.p, a.rng, a.site, need_slope,
-            scale=to.scale, amax=to.amax, saturated=to.saturated,
+        a, (given, kept) = activation, self._input(x)
+        h, transpose, slope = ops.linear_activation_fwd(
+            given, self.weight, bias, a.name, ops.Dropout(a.p, a.rng, a.site), need_slope,
+            following.operands.input,
         )  # fmt: skip
         return fp8.Input(h, transpose), kept, None if a.name == "relu" else slope
 
@@ -213,12 +207,9 @@ class Fp8Product(Product):
         self, dy: Tensor, kept: Tensor, weight: Tensor, dweight: Tensor, activation: Activation,
         saved: Tensor | None, bias: Tensor, dbias: Tensor, accumulate: bool, previous: Any,
     ) -> Any:  # fmt: skip
-        of, to = self.operands, previous.operands.gradient
-        gradient = self._gradient(dy, None, accumulate)
-        self.backward(gradient, kept, weight, dweight, None, accumulate, need_dx=False)
-        return ops.fp8_activation_linear_bwd(
-            gradient[0], of.gradient.scale, of.transpose, of.weight.scale, kept, saved,
-            activation.p, dbias, accumulate, scale=to.scale, amax=to.amax, saturated=to.saturated,
+        return ops.activation_linear_bwd(
+            self._gradient(dy, None, accumulate), self._kept(kept), self.weight, saved,
+            activation.p, dweight, dbias, accumulate, bias=bias, cast=previous.operands.gradient,
         )  # fmt: skip
 
     def embedded(

@@ -169,25 +169,26 @@ class Fp8State:
 
     def cast_weights(self) -> None:
         """Cast the weights; needed whenever they have changed."""
-        ops.fp8_weights(self._low.data, *self.weight_cast())
+        ops.fp8_weights(self._low.data, self.weight_cast())
 
     def restore_weights(self) -> None:
         """Cast the weights again; needed while ``lacks_weights``.
 
         It notes nothing, since the cast before has noted the same numbers.
         """
-        amax, saturated = (torch.zeros_like(x[_WEIGHT]) for x in (self.amax, self.saturated))
-        ops.fp8_weights(
-            self._low.data, self._tiles, self._scale[_WEIGHT], amax, saturated, self._values,
-            self._transposes,
-        )  # fmt: skip
+        cast = self._cast_of_weights()
+        nowhere = {name: torch.zeros_like(getattr(cast, name)) for name in ("amax", "saturated")}
+        ops.fp8_weights(self._low.data, cast._replace(**nowhere))
         self.lacks_weights = False  # only now: if the cast fails, the next update tries again
 
-    def weight_cast(self) -> tuple[Tensor, ...]:
-        """Count one cast; returns the arguments of ``ops.fp8_weights`` after the weights."""
+    def weight_cast(self) -> ops.WeightCast:
+        """Count one cast of all weights; returns its arguments."""
         self.cast.add_(self._values.numel())
-        scalars = (x[_WEIGHT] for x in (self._scale, self.amax, self.saturated))
-        return self._tiles, *scalars, self._values, self._transposes
+        return self._cast_of_weights()
+
+    def _cast_of_weights(self) -> ops.WeightCast:
+        scale, amax, saturated = (x[_WEIGHT] for x in (self._scale, self.amax, self.saturated))
+        return ops.WeightCast(self._tiles, scale, amax, saturated, self._values, self._transposes)
 
     def state(self) -> dict[str, Tensor]:
         """Name of a product's first weight -> float32 [3, 17]: of input, weight and gradient the

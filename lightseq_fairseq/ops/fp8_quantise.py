@@ -15,43 +15,36 @@ from .checks import check_rows, check_tensor
 from .numerics import column_sum, store_gradient
 from .registry import Written, define
 
-Quantised = tuple[Annotated[Tensor, "values"], Annotated[Tensor, "transpose"]]
-
 
 class Fp8Quantise(NamedTuple):
     """values [T, C] and transpose [C, P] of x in E4M3, see `casting`.
 
     x: [T, C], float16, bfloat16 or float32; C is a multiple of 16.
-    scale: float32 0-dim, a power of two from 2^-60 to 2^60.
-    amax: float32 0-dim, raised to the largest finite |x|.
-    saturated: int64 0-dim, to which the number of finite |x / scale| above 448 is added.
     sums: [C] or None: the column sums of x are written to it or, with accumulate, added to it.
     Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
     """
 
     x: Tensor
-    scale: Tensor
-    amax: Written
-    saturated: Written
+    cast: Cast
     sums: Written | None = None
     accumulate: bool = False
 
     def check(self, op: str) -> None:
-        x, scale, amax, saturated, sums, _ = self
+        x, cast, sums, _ = self
         check_tensor(op, "x", x, ("T", "C"), CASTABLE)
         check_rows(op, "x", x)
-        check_cast(op, Cast(scale, amax, saturated), x)
+        check_cast(op, cast, x)
         if sums is not None:
             check_tensor(op, "sums", sums, x.shape[1:], CASTABLE, x)
 
-    def shape(self) -> Quantised:
-        return quantised_like(self.x, Cast(*self[1:4]))
+    def shape(self) -> tuple[Tensor, Tensor]:
+        return quantised_like(self.x, self.cast)
 
-    def reference(self) -> Quantised:
-        x, scale, amax, saturated, sums, accumulate = self
+    def reference(self) -> tuple[Annotated[Tensor, "values"], Annotated[Tensor, "transpose"]]:
+        x, cast, sums, accumulate = self
         if sums is not None:
             store_gradient(sums, column_sum(x), accumulate)
-        return quantise(x, Cast(scale, amax, saturated))
+        return quantise(x, cast)
 
 
 fp8_quantise = define("fp8_quantise", Fp8Quantise)

@@ -364,7 +364,7 @@ def dropout_on_attention_scores(patch: Patch) -> None:
 @mutation(**DROPOUT)
 def dropout_before_activation(patch: Patch) -> None:
     def change(a: Arguments) -> None:
-        scale, a["p"] = 1 / (1 - a["p"]), 0.0
+        scale = scale_of(a)
         a["weight"], a["bias"] = a["weight"] * scale, a["bias"] * scale
 
     change_op(patch, "linear_activation_fwd", change)
@@ -382,7 +382,8 @@ def dropout_after_residual(patch: Patch) -> None:
 @mutation(**DROPOUT)
 def dropout_rate_for_the_activation(patch: Patch) -> None:
     def change(a: Arguments) -> None:
-        a["p"] = DROPOUT["dropout"] if a["p"] > 0 else 0.0
+        p = DROPOUT["dropout"] if a["dropout"].p > 0 else 0.0
+        a["dropout"] = a["dropout"]._replace(p=p)
 
     change_op(patch, "linear_activation_fwd", change)
 
