@@ -3,7 +3,7 @@ bounds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch.library import opcheck
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.base import library
+from lightseq_fairseq.ops.casting import quantise
 
 Grads = tuple[Tensor | None, ...]
 
@@ -41,7 +42,27 @@ def check_op(name: str, *arguments: Any) -> None:
     """
     has_fp8 = any(isinstance(x, Tensor) and x.dtype.itemsize == 1 for x in arguments)
     checks = {"test_utils": "test_faketensor"} if has_fp8 else {}
-    opcheck(getattr(torch.ops.lightseq, name).default, arguments, **checks)
+    opcheck(getattr(torch.ops.lightseq, name).default, tuple(flat(arguments)), **checks)
+
+
+def flat(arguments: Iterable[Any]) -> list[Any]:
+    """The arguments as ``torch.ops.lightseq`` and references take them: without groups."""
+    return [x for y in arguments for x in (y if isinstance(y, tuple) else (y,))]
+
+
+def make_cast(scale: float = 2.0**-6, device: str | torch.device = "cpu") -> ops.Cast:
+    """A cast that has noted numbers before."""
+    return ops.Cast(*(torch.tensor(x, device=device) for x in (scale, 0.5 * scale, 3)))
+
+
+def assert_cast_of(x: Tensor, operand: Iterable[Tensor], cast: ops.Cast) -> None:
+    """The values, and the transpose if the operand has one, are bit for bit those of x [T, C], and
+    so is what the cast, a result of `make_cast`, has noted."""
+    expected = make_cast(cast.scale.item())
+    for mine, other in zip(operand, quantise(x.cpu(), expected)):
+        assert mine.shape == other.shape and mine.is_contiguous()
+        assert torch.equal(mine.view(torch.uint8).cpu(), other.view(torch.uint8))
+    assert [x.item() for x in cast] == [x.item() for x in expected]
 
 
 class _Pair(torch.autograd.Function):

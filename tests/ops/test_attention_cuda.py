@@ -239,7 +239,7 @@ def test_boundaries_are_read_once(monkeypatch):
     segments = Segments.from_mask(mask)
     q = torch.randn(120, 3, 64, device="cuda")
     cu, longest = segments.cu_seqlens, segments.max_len
-    own = (q, q, q, cu, cu, longest, longest, False, 0.125, 0.0, case.rng, SITE)
+    own = (q, q, q, cu, cu, longest, longest, False, 0.125, ops.Dropout(0.0, case.rng, SITE))
     torch.cuda.set_sync_debug_mode("error")
     try:
         ops.attention_fwd(*arguments)

@@ -57,7 +57,7 @@ def z_of(given=None) -> Tensor:
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_equals_the_composition(activation, p):
     z = z_of()
-    dropout = (activation, p, make_rng(), SITE)
+    dropout = (activation, ops.Dropout(p, make_rng(), SITE))
     exact = ops.bias_activation_dropout_fwd(z, None, *dropout)
     values, transpose, slope, of_cast = forward(activation, p)
     assert_is_cast(values, transpose, of_cast, exact, 1e-5)
@@ -75,7 +75,7 @@ def test_equals_the_composition(activation, p):
         kept = ops.dropout_mask(make_rng(), SITE, T, F, p) if p else torch.ones(T, F) > 0
         ones = torch.ones_like(z)
         true = ops.bias_activation_dropout_bwd(
-            ones, z, None, activation, 0.0, make_rng(), SITE, None, False
+            ones, z, None, activation, ops.Dropout(0.0, make_rng(), SITE), None, False
         )
         assert (read_slope(slope) - true.where(kept, 0)).abs().max() < 1 / 399
     assert_is_cast(*results, exact, 1e-5)
