@@ -155,15 +155,18 @@ def assert_replays_draw_anew(run: Callable[[], list[Tensor]], rng: Tensor) -> No
 def skip_without_fp8() -> None:
     """Skips a test of fp8 kernels on GPUs before compute capability 8.9, after a test of the
     refusal."""
-    major, minor = torch.cuda.get_device_capability()
-    capability = library.load().acts_as or 10 * major + minor
-    if capability >= 89:
+    if has_fp8():
         return
     x, scale = torch.zeros(1, 16, device="cuda"), torch.ones((), device="cuda")
     saturated = torch.tensor(0, device="cuda")
     with pytest.raises(RuntimeError, match="fp8_quantise: fp8 needs a GPU of compute capability 8"):
         ops.fp8_quantise(x, scale, scale.clone(), saturated)
-    pytest.skip(f"compute capability {capability / 10} has no fp8")
+    pytest.skip("the GPU has no fp8")
+
+
+def has_fp8() -> bool:
+    major, minor = torch.cuda.get_device_capability()
+    return (library.load().acts_as or 10 * major + minor) >= 89
 
 
 def assert_kernel_as_good_as(
