@@ -178,10 +178,9 @@ class AttentionBwd(NamedTuple):
         check_cast(op, k_cast, k.flatten(1))
         for name, x, like in (("dq", self.dq, q), ("dk", self.dk, k), ("dv", self.dv, k)):
             check_tensor(op, name, x, like.shape, (q.dtype if q_cast is None else E4M3,), q)
-            check_rows(op, name, x)
-            if q_cast is None or len(x) == 0:
-                continue
-            if x.stride()[1:] != (x.shape[2], 1) or x.stride(0) % ALIGNMENT:
+            if q_cast is None:
+                check_rows(op, name, x)
+            elif len(x) and (x.stride()[1:] != (x.shape[2], 1) or x.stride(0) % ALIGNMENT):
                 raise ValueError(
                     f"{op}: {name} must have adjacent heads, and rows at multiples of {ALIGNMENT} "
                     f"numbers, but its strides are {x.stride()}"

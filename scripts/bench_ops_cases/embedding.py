@@ -20,7 +20,8 @@ from .fp8 import cast_of
 def embedding(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
     target, _ = segments(tokens, make.device)
     width, p, eps = sizes.width, sizes.dropout, 1e-5
-    dropout, none = (ops.Dropout(rate, rng, SITE) for rng in [make.rng()] for rate in (p, 0.0))
+    dropout = ops.Dropout(p, make.rng(), SITE)
+    none = dropout._replace(p=0.0)
     scale = math.sqrt(width)
     ids = zipf_tokens(tokens, sizes.vocabulary, make.device)
     positions = target.positions + PAD + 1
